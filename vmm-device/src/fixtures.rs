@@ -81,19 +81,19 @@ pub(crate) fn limits() -> ControllerLimits {
 
 /// Queue pairs of the functions here.
 pub(crate) const QUEUE_PAIRS: u16 = 4;
-/// Entries of the admin queues: few, so that tests get around.
+/// Entries of each admin queue: few, so that tests wrap around the queues.
 pub(crate) const ADMIN_ENTRIES: u32 = 4;
 
 /// The guest's memory: 4 MiB at 1 MiB.
 pub(crate) const MEMORY: Range<u64> = 0x10_0000..0x50_0000;
 pub(crate) const ADMIN_SQ: u64 = 0x10_0000;
 pub(crate) const ADMIN_CQ: u64 = 0x10_1000;
-/// From here on it is free for data.
+/// Start of the guest memory that tests use for data.
 pub(crate) const DATA: u64 = 0x20_0000;
 /// No memory is mapped here.
 pub(crate) const NOWHERE: u64 = 0x80_0000;
 
-/// Clock that only sleep advances: a wait never times out, however long its thread is preempted.
+/// Clock that advances only when a thread sleeps on it. So a wait never times out because its thread was preempted.
 #[derive(Debug, Default)]
 pub(crate) struct FixtureClock(Mutex<Duration>);
 
@@ -111,7 +111,7 @@ impl WaitClock for FixtureClock {
     }
 }
 
-/// Returns a clock that only sleep advances.
+/// Returns a clock that advances only when a thread sleeps on it.
 pub(crate) fn still_clock() -> Arc<dyn WaitClock> {
     Arc::<FixtureClock>::default()
 }
@@ -123,12 +123,12 @@ pub(crate) fn drive() -> Arc<Drive> {
     Drive::new("memory:64M", Arc::new(controller), None).expect("a namespace")
 }
 
-/// Returns an attachment to a drive of 64 MiB in memory, leased as a whole.
+/// Returns a back end for a drive of 64 MiB in memory, whose whole range is leased.
 pub(crate) fn attachment(mode: DoorbellMode) -> LocalBackend {
     attachment_with(mode, drive(), &Ledger::in_process(), SharedPartsSource::Own)
 }
 
-/// Returns an attachment to a drive that is leased as a whole.
+/// Returns a back end for a drive whose whole range is leased.
 pub(crate) fn attachment_with(
     mode: DoorbellMode,
     drive: Arc<Drive>,
@@ -167,7 +167,7 @@ pub(crate) fn attachment_with(
         .with_clock(still_clock())
 }
 
-/// Returns a function on such an attachment.
+/// Returns a function with such a back end.
 pub(crate) fn function(mode: DoorbellMode, masking: MsixMasking) -> NvmeFunction {
     NvmeFunction::new(Arc::new(attachment(mode)), masking).with_clock(still_clock())
 }
@@ -277,7 +277,7 @@ impl TestGuest {
             .expect("memory of the guest");
     }
 
-    /// Puts a command into the admin queue, without telling the controller.
+    /// Writes a command to the admin Submission Queue, without ringing the doorbell.
     pub(crate) fn enqueue(&mut self, mut sqe: Sqe) -> CommandId {
         let cid = CommandId(self.next_cid);
         self.next_cid = self.next_cid.wrapping_add(1);
@@ -287,13 +287,13 @@ impl TestGuest {
         cid
     }
 
-    /// Tells the controller of the commands in the admin queue, and lets it work.
+    /// Rings the doorbell of the admin Submission Queue, and lets the controller work.
     pub(crate) fn ring(&mut self) {
         self.doorbell(Doorbell::SqTail(QueueId::ADMIN), self.sq_tail);
         self.function.process_events();
     }
 
-    /// Puts a command into the admin queue and lets the controller work.
+    /// Submits a command to the admin queue, and lets the controller work.
     pub(crate) fn submit(&mut self, sqe: Sqe) -> CommandId {
         let cid = self.enqueue(sqe);
         self.ring();
@@ -313,7 +313,7 @@ impl TestGuest {
         Some(cqe)
     }
 
-    /// Tells the controller of the completions that were taken, and lets it work.
+    /// Writes the head doorbell of the admin Completion Queue, and lets the controller work.
     pub(crate) fn consume(&mut self) {
         self.doorbell(Doorbell::CqHead(QueueId::ADMIN), self.cq_head);
         self.function.process_events();
@@ -326,7 +326,7 @@ impl TestGuest {
         cqe
     }
 
-    /// Executes one admin command. Unmapped memory that it names stays unmapped.
+    /// Executes one admin command. If the command names unmapped memory, the memory stays unmapped.
     pub(crate) fn admin(&mut self, sqe: Sqe) -> Cqe {
         let cid = self.submit(sqe);
         if self.function.events_interval() == Some(LOOK_INTERVAL) {

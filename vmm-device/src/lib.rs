@@ -1,9 +1,9 @@
 //! The guest-visible NVMe PCI function.
 //!
-//! [`NvmeFunction`] is an NVMe controller as a guest's own driver finds it. It follows the NVM Express Base Specification 2.0
-//! with the NVM Command Set 1.0 and the PCIe Transport 1.0. Its I/O is done by a [`nvme_guest::ControllerBackend`]. This crate
-//! implements the registers, configuration space, interrupts and admin commands. A VMM or a vfio-user server passes the guest's
-//! accesses and memory to the function and delivers its interrupts.
+//! [`NvmeFunction`] is an NVMe controller for a guest's unmodified NVMe driver. It follows the NVM Express Base Specification
+//! 2.0 with the NVM Command Set 1.0 and the PCIe Transport 1.0. A [`nvme_guest::ControllerBackend`] carries out its I/O
+//! commands. This crate implements the registers, configuration space, interrupts and admin commands. A VMM or a vfio-user
+//! server passes the guest's register accesses and memory to the function, and delivers the function's interrupts to the guest.
 //!
 //! Everything that a guest writes is untrusted. An invalid command completes with the status that the specification defines for
 //! it. An error that no completion can report sets `CSTS.CFS`.

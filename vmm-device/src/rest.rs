@@ -1,20 +1,21 @@
 //! Pauses several functions together, so that another process can take over.
 //!
-//! Drives differ in speed, and a drive may hang. That must not pause the guests of other drives noticeably.
+//! Drives differ in speed, and a drive may hang. A slow drive must not cause a noticeable pause for the guests of other drives.
 
 use std::time::Duration;
 
-/// Longest time for which a function stays paused while others are being paused.
+/// Timeout for pausing functions together. A function that is paused first waits at most this long for the others.
 const REST: Duration = Duration::from_millis(100);
 
-/// Time limit for pausing a function on a slow drive, while all others run.
+/// Timeout for pausing a function on a slow drive, while all other functions run.
 const SLOW_REST: Duration = Duration::from_secs(10);
 
-/// Pauses all functions at the same time. `ask` pauses the functions at the given indices within a time; each stays paused
-/// until its returned value is dropped.
+/// Pauses all functions at the same time. `ask` gets the indices of functions and a timeout, and returns a value for each
+/// paused function. A function stays paused until its value is dropped.
 ///
-/// A drive may be slow, or not answer at all. No function is paused for more than 100 ms on behalf of another function's drive,
-/// unless all can be paused in the end. So functions that are not paused in time are tried one by one, while all others run.
+/// If a drive is slow or does not answer, the functions of other drives must not stay paused for more than 100 ms. So a
+/// function that misses this timeout is first paused alone, while all others run. All functions are paused together only after
+/// each slow one has succeeded.
 ///
 /// # Errors
 /// Returns the index of a function that cannot be paused, and the reason.
@@ -48,7 +49,7 @@ pub fn rest_all<R>(
     Ok(resting)
 }
 
-/// Pauses the functions at the given indices, or none of them.
+/// Pauses the functions at the given indices. If one cannot be paused, the others resume.
 fn rest_at<R>(
     places: &[usize],
     time: Duration,
@@ -67,11 +68,11 @@ mod tests {
 
     use super::*;
 
-    /// Functions on a simulated clock. Each needs a time to quiesce, or `None` if its drive never answers.
+    /// Functions on a simulated clock. Each function needs some time to quiesce; `None` stands for a drive that never answers.
     struct SimulatedFunctions {
         now: Cell<Duration>,
         needs: Vec<Option<Duration>>,
-        /// For each function, the time at which it began to quiesce.
+        /// Time at which each function began to quiesce.
         since: RefCell<Vec<Option<Duration>>>,
         stood: RefCell<Vec<Duration>>,
     }
@@ -108,7 +109,7 @@ mod tests {
             places.iter().map(rest).collect()
         }
 
-        /// Quiesces all functions. Returns the result, and the longest pause of each function in milliseconds.
+        /// Quiesces all functions. Returns the result, and the duration of each function's longest pause in milliseconds.
         fn rest(self: &Rc<Self>) -> (Result<Vec<usize>, usize>, Vec<u128>) {
             let result = rest_all(self.needs.len(), |places, time| self.ask(places, time));
             let result = result

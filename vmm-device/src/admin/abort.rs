@@ -1,22 +1,23 @@
 //! Abort (Base 2.0, section 5.1).
 //!
-//! Only Asynchronous Event Requests can be aborted, as they are the only commands that wait for long. I/O commands are with the
-//! host controller and complete on their own. An Abort of an I/O command returns "not aborted" at once, and the host then waits
-//! or resets.
+//! Only Asynchronous Event Requests can be aborted, because only they wait for a long time in this controller. The drive has
+//! the I/O commands, and completes them. So an Abort of an I/O command returns "not aborted" at once, and the guest's driver
+//! then waits or resets the controller.
 
 use nvme_spec::{admin::AbortCommand, ids::QueueId};
 
 use super::{async_events::AsyncEvents, ring::AdminCompletion};
 
-/// Abort Command Limit, `ACL`: four, the recommended value, although an Abort never waits.
+/// Abort Command Limit, `ACL`, as a zero-based value: four commands, as the specification recommends. An Abort never waits, so
+/// the limit is never reached.
 pub(super) const LIMIT_Z: u8 = 3;
 
 /// Values of completion dword 0, bit 0: set if the command was *not* aborted.
 const ABORTED: u32 = 0;
 const NOT_ABORTED: u32 = 1;
 
-/// Aborts a command if possible. Returns the completion of the aborted command, which precedes the Abort's, and the Abort's
-/// dword 0.
+/// Aborts an Asynchronous Event Request if it is waiting. Returns the aborted request's completion, which must be posted first,
+/// and dword 0 of the Abort's completion.
 pub(super) fn abort(
     command: AbortCommand,
     events: &mut AsyncEvents,

@@ -1,5 +1,5 @@
-//! Asynchronous events (Base 2.0, section 5.2). After an event is reported, further events of its type are masked until its log
-//! page is read.
+//! Asynchronous events (Base 2.0, section 5.2). After the controller has reported an event, events of the same type are masked
+//! until the guest reads the associated log page.
 
 use std::collections::VecDeque;
 
@@ -13,7 +13,7 @@ use nvme_spec::{
 use super::ring::AdminCompletion;
 use crate::state::parts::AsyncEventsState;
 
-/// Asynchronous Event Request Limit, `AERL`: four, the recommended minimum.
+/// Asynchronous Event Request Limit, `AERL`, as a zero-based value: four requests, the recommended minimum.
 pub(super) const LIMIT_Z: u8 = 3;
 
 /// Asynchronous events of one controller.
@@ -23,12 +23,12 @@ pub(super) struct AsyncEvents {
     requests: VecDeque<CommandId>,
     /// Events that wait for a request, without duplicates.
     events: VecDeque<AsyncEvent>,
-    /// Event types, as bits, that were reported and whose log page has not been read since.
+    /// Masked event types, as bits: those that were reported and whose log page the guest has not read since.
     masked: u8,
 }
 
 impl AsyncEvents {
-    /// Adds an Asynchronous Event Request, which waits for an event.
+    /// Adds an Asynchronous Event Request, which completes when an event occurs.
     pub(super) fn request(&mut self, cid: CommandId) -> Result<(), Status> {
         if self.requests.len() > usize::from(LIMIT_Z) {
             return Err(Status::ASYNC_EVENT_LIMIT_EXCEEDED);
@@ -48,7 +48,7 @@ impl AsyncEvents {
         })
     }
 
-    /// Adds an event. Returns `false` if the same event is waiting already.
+    /// Adds an event. Returns `false` if an equal event is already waiting.
     pub(super) fn raise(&mut self, event: AsyncEvent) -> bool {
         let news = !self.events.contains(&event);
         if news {
@@ -63,8 +63,8 @@ impl AsyncEvents {
         self.events.push_front(event);
     }
 
-    /// Completes a request without an event, so that the guest finds an entry. No event type is masked, as no log page would
-    /// unmask it.
+    /// Completes a request without an event, so that the guest's interrupt handler finds a completion. No event type is masked,
+    /// because the guest would not read a log page to unmask it.
     pub(super) fn report_nothing(&mut self) -> Option<AdminCompletion> {
         Some(AdminCompletion {
             cid: self.requests.pop_front()?,
@@ -73,12 +73,13 @@ impl AsyncEvents {
         })
     }
 
-    /// Unmasks an event type: its log page was read with Retain Asynchronous Event clear.
+    /// Unmasks an event type, because the guest has read its log page with Retain Asynchronous Event clear.
     pub(super) fn clear(&mut self, event_type: AsyncEventType) {
         self.masked &= !bit(event_type);
     }
 
-    /// Returns the completion of a request with an event, if there are both. Masks the event's type.
+    /// Completes a waiting request with a waiting event, and masks the event's type. Returns `None` if there is no request or
+    /// no event.
     pub(super) fn report(&mut self) -> Option<AdminCompletion> {
         let masked = self.masked;
         let index = self
@@ -96,7 +97,7 @@ impl AsyncEvents {
     }
 }
 
-/// Upper bound on waiting events in a saved state. There are fewer kinds of events.
+/// Maximum number of waiting events that a saved state may have. There are fewer different events.
 const EVENTS_MAX: usize = 32;
 
 impl AsyncEvents {

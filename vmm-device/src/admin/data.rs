@@ -1,6 +1,6 @@
 //! Data buffer of an admin command: PRP entries (Base 2.0, section 4.1.1).
 //!
-//! Admin commands on PCIe do not use SGLs (Base 2.0, section 3.3.3.1, PSDT).
+//! On PCIe, admin commands do not use SGLs (Base 2.0, section 3.3.3.1, PSDT).
 
 use nvme_guest::{DmaError, Gpa, GuestMemory};
 use nvme_spec::{
@@ -27,7 +27,7 @@ fn not_mapped(_: DmaError) -> AdminCommandFailure {
 pub(super) struct DataBuffer<'a> {
     memory: &'a GuestMemory,
     prp: [PrpEntry; 2],
-    /// Transfer length in bytes by the command. It decides the meaning of PRP2.
+    /// Transfer length in bytes, as the command defines it. The meaning of PRP2 depends on this length.
     length: u64,
 }
 
@@ -63,7 +63,8 @@ impl<'a> DataBuffer<'a> {
         Ok(())
     }
 
-    /// Returns the first `wanted` bytes of the buffer, split by page. A PRP list is read once, and only as far as needed.
+    /// Returns the first `wanted` bytes of the buffer, split by page. Reads a PRP list only once, and only the entries that are
+    /// needed.
     fn segments(&self, wanted: u64) -> Result<Vec<DataBufferSegment>, AdminCommandFailure> {
         let [first, second] = self.prp;
         let wanted = wanted.min(self.length);

@@ -19,7 +19,7 @@ const ENTRIES: usize = ENTRIES_Z as usize + 1;
 /// SQID and CID of an error without a command.
 const NO_COMMAND: u16 = 0xFFFF;
 
-/// Errors of the function's whole life; a controller reset keeps them.
+/// Errors since the function was created. A controller reset does not clear them.
 #[derive(Debug, Default)]
 pub(super) struct ErrorLog {
     entries: VecDeque<ErrorInformation>,
@@ -52,7 +52,7 @@ impl ErrorLog {
         });
     }
 
-    /// Returns the number of errors so far, including those that have left the log.
+    /// Returns the number of errors so far, including errors that newer ones have displaced from the log.
     pub(super) fn count(&self) -> u64 {
         self.count
     }

@@ -12,10 +12,11 @@ pub(super) enum AdminCommandFailure {
     Command(Status),
     /// The command fails, but may succeed if retried.
     ForNow(Status),
-    /// The command names unmapped memory. It waits for the VMM to map that again, and fails with this status otherwise.
+    /// The command names unmapped memory. The command waits until the VMM maps this memory again. If that takes too long, the
+    /// command fails with this status.
     NotMapped(Status),
-    /// The command changes an I/O queue that has commands in flight. The queue takes no further commands, and this command is
-    /// carried out later.
+    /// The command changes an I/O queue that has commands in flight. The queue accepts no further commands, and the admin
+    /// command is carried out when these commands have ended.
     Waits,
 }
 

@@ -1,5 +1,5 @@
-//! Creation and deletion of I/O queues (Base 2.0, sections 5.4 to 5.7). The back end checks a queue's address, size and
-//! vector; this file has the other checks of the admin commands.
+//! Creation and deletion of I/O queues (Base 2.0, sections 5.4 to 5.7). The back end checks a queue's address, size and vector.
+//! This file does all other checks of these commands.
 
 use nvme_guest::{CqConfig, Gpa, QueueError, SqConfig};
 use nvme_spec::{
@@ -15,11 +15,11 @@ use super::{AdminCommandContext, failure::AdminCommandFailure};
 /// Context for creating and deleting I/O queues.
 pub(super) struct IoQueues<'a> {
     pub(super) controller: AdminCommandContext<'a>,
-    /// Numbers of queues allocated by the Number of Queues feature.
+    /// Numbers of I/O queues that the Number of Queues feature has granted.
     pub(super) allocated: IoQueueAllocation,
 }
 
-/// Numbers of I/O queues that a host may create. Valid identifiers are 1 to these numbers.
+/// Maximum numbers of I/O Submission and Completion Queues. Queue identifiers from 1 to these numbers are valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct IoQueueAllocation {
     pub(super) submission: u16,

@@ -27,8 +27,8 @@ use super::{
     subject::IdentifySubject,
 };
 
-/// Log pages that are always supported, including all that version 2.0 requires of an I/O controller (Base 2.0, section
-/// 3.1.2.1.2).
+/// Log pages that every function supports. They include all pages that version 2.0 requires of an I/O controller (Base 2.0,
+/// section 3.1.2.1.2).
 const SUPPORTED: [LogPageId; 7] = [
     LogPageId::SUPPORTED_LOG_PAGES,
     LogPageId::ERROR_INFORMATION,
@@ -63,13 +63,13 @@ pub(super) struct LogPages<'a> {
     pub(super) health: &'a GuestDriveHealth,
     /// Set if the namespace has changed since the host last read the list.
     pub(super) namespace_changed: bool,
-    /// Changes since the host last read the list, if the command set has a change list.
+    /// Changes that the guest has not read yet; `None` if the command set has no log of changes.
     pub(super) changes: Option<&'a UnreportedChanges>,
 }
 
 impl LogPages<'_> {
-    /// Returns the requested part of a log page. It ends with the page even if the command asks for more: dwords beyond the
-    /// page are undefined (Base 2.0, section 5.16).
+    /// Returns the requested part of a log page. The data ends at the end of the log page even if the command requests more,
+    /// because dwords beyond the end are undefined (Base 2.0, section 5.16).
     pub(super) fn read(&self, request: &LogPageRequest, nsid: Nsid) -> Result<Vec<u8>, Status> {
         if request.length() > self.subject.limits.max_transfer() {
             return Err(Status::INVALID_FIELD);
@@ -142,8 +142,8 @@ impl LogPages<'_> {
         log.as_bytes().to_vec()
     }
 
-    /// SMART / Health Information (Base 2.0, section 5.16.1.3). The state is the drive's; the counters are the lease's, for the
-    /// function's life.
+    /// SMART / Health Information (Base 2.0, section 5.16.1.3). The health values are those of the drive. The counters of
+    /// commands and data are those of the lease, since the function was created.
     fn smart_health(&self) -> Vec<u8> {
         let counters = &self.counters;
         let mut log = self.health.page(self.features);
@@ -165,8 +165,8 @@ impl LogPages<'_> {
         log.as_bytes().to_vec()
     }
 
-    /// Commands Supported and Effects (Base 2.0, section 5.16.1.6). An absent command set has an empty page: tools query all
-    /// sets that they know and stop at an error.
+    /// Commands Supported and Effects (Base 2.0, section 5.16.1.6). For a command set that the controller lacks, the page is
+    /// empty instead of an error, because tools query all command sets and stop at the first error.
     fn commands(&self, csi: Csi) -> Vec<u8> {
         let supported = CommandEffects::default().with_csupp(true);
         let mut log = CommandsSupportedAndEffects::new_zeroed();
@@ -183,7 +183,7 @@ impl LogPages<'_> {
     }
 }
 
-/// Returns the event type that reading a log page unmasks, for pages common to all command sets.
+/// Returns the event type that is unmasked when the guest reads a log page. Covers only the pages that all command sets have.
 pub(super) fn cleared_by(lid: LogPageId) -> Option<AsyncEventType> {
     match lid {
         LogPageId::ERROR_INFORMATION => Some(AsyncEventType::ERROR),
@@ -201,7 +201,7 @@ fn firmware_slots() -> Vec<u8> {
     log.as_bytes().to_vec()
 }
 
-/// Converts bytes into thousands of 512 bytes, rounded up.
+/// Converts bytes into data units of 1000 times 512 bytes, rounded up.
 fn data_units(bytes: u64) -> U128 {
     wide(bytes.div_ceil(512 * 1000))
 }

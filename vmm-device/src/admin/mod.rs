@@ -1,8 +1,8 @@
 //! The admin queue and its commands (Base 2.0, section 5).
 //!
-//! Commands are taken, carried out and completed one after the other, on the thread that calls [`GuestAdminQueue::run`], never
-//! on a poller. Two kinds wait: requests for asynchronous events, and commands that change an I/O queue with commands in
-//! flight.
+//! Admin commands are carried out one after the other, on the thread that calls [`GuestAdminQueue::run`], never on a poller.
+//! Only two kinds of commands wait while later ones are carried out: Asynchronous Event Requests, and commands that change an
+//! I/O queue with commands in flight.
 
 mod abort;
 mod async_events;
@@ -61,19 +61,19 @@ use self::{
 pub(crate) use self::{health::WATCH_INTERVAL, suspension::LOOK_INTERVAL};
 use crate::{registers::AdminQueues, state::parts::SavedAdminState};
 
-/// Callback that stores the admin queue's state together with the existing I/O queues.
+/// Callback that stores the state of the admin queue and the list of existing I/O queues.
 pub(crate) type StoreAdminState<'a> = &'a dyn Fn(SavedAdminState, &PersistedQueues);
 
-/// Parts of the function that admin commands act upon.
+/// Parts of the function that admin commands use.
 #[derive(Clone, Copy)]
 pub(crate) struct AdminCommandContext<'a> {
     pub(crate) host: &'a dyn ControllerBackend,
     pub(crate) facts: &'a LeaseFacts,
     pub(crate) shared: &'a SharedParts,
     pub(crate) cc: Cc,
-    /// Deadline for all waits for commands in flight.
+    /// Deadline by which this call must stop waiting for commands in flight.
     pub(crate) deadline: &'a Deadline,
-    /// Stores the state before each completion is posted, for the successor process.
+    /// Stores the state for the successor process, before each completion is posted.
     pub(crate) keep: Option<StoreAdminState<'a>>,
 }
 
@@ -81,22 +81,24 @@ pub(crate) struct AdminCommandContext<'a> {
 #[derive(Debug)]
 pub(crate) struct GuestAdminQueue {
     rings: Option<GuestAdminRings>,
-    /// Wait for memory of the rings that the VMM has unmapped.
+    /// Wait until the VMM maps memory of the admin queues again.
     suspension: MemorySuspension,
-    /// Wait for memory that a command names. The command is in `postponed` then.
+    /// Wait until the VMM maps memory that a command names. That command is in `postponed`.
     command_suspension: MemorySuspension,
-    /// Completions that were not posted yet, in order. No command is taken while there are any, so their number is limited to
-    /// what one Abort produces.
+    /// Completions that are not posted yet, in order. While there are any, no further command is taken. So there are never more
+    /// than one Abort produces.
     unposted: VecDeque<AdminCompletion>,
-    /// Set after a restore: the predecessor may have posted the first of `unposted`, and the guest may have consumed it.
+    /// Set after a restore, because the predecessor may have posted the first of `unposted`, and the guest may have consumed
+    /// it.
     may_be_posted: bool,
-    /// Command to carry out again: after the back end's next process has connected, or once memory that it names is back.
+    /// Command to carry out again, once the back end's next process has connected or the VMM has mapped the memory that the
+    /// command names.
     postponed: Option<Sqe>,
     features: ControllerFeatures,
     events: AsyncEvents,
     errors: ErrorLog,
     health: GuestDriveHealth,
-    /// Present critical warnings that were already reported.
+    /// Present critical warnings that the guest was already notified of.
     warned: CriticalWarning,
     /// Set if the namespace is in the Changed Namespace List.
     namespace_changed: bool,
@@ -104,23 +106,23 @@ pub(crate) struct GuestAdminQueue {
     queues: PersistedQueues,
     commands: u64,
     aborts: u64,
-    /// Doorbell Buffer that the current command has set up.
+    /// Doorbell Buffer that the present command has set up.
     new_buffer: Option<DoorbellBuffer>,
     clock: Arc<dyn WaitClock>,
-    /// Commands that wait for commands in flight on the I/O queue that they change, in order of arrival.
+    /// Commands that change an I/O queue and wait until its commands in flight have ended, in order of arrival.
     held: VecDeque<Sqe>,
-    /// Events that were read together with command errors, for the function to take.
+    /// Events that were read together with command errors, and which the function has not taken yet.
     put_off: Vec<IoQueueEvent>,
 }
 
-/// Maximum length of `held`. A further such command blocks all commands behind it.
+/// Maximum length of `held`. When `held` is full, the next such command is not taken, so all commands behind it wait, too.
 const HELD_MAX: usize = 64;
 
 /// Result of executing a command.
 enum AdminCommandOutcome {
-    /// The command completes, with this dword 0.
+    /// The command completes, with this value in dword 0.
     Done(u32),
-    /// The command waits for an event.
+    /// The command is an Asynchronous Event Request, and waits for an event.
     Waits,
 }
 
@@ -163,7 +165,7 @@ impl GuestAdminQueue {
         self.rings = GuestAdminRings::new(queues);
     }
 
-    /// Resets the admin state with the controller. The error log and the counters live as long as the function.
+    /// Resets the admin state with the controller. The error log and the counters continue.
     pub(crate) fn reset(&mut self) {
         self.rings = None;
         self.suspension.end();
@@ -179,7 +181,8 @@ impl GuestAdminQueue {
         self.queues = PersistedQueues::default();
     }
 
-    /// Returns whether unmapped memory must be checked for every [`LOOK_INTERVAL`].
+    /// Returns whether [`GuestAdminQueue::run`] must be called every [`LOOK_INTERVAL`], because commands or queues wait for
+    /// unmapped memory.
     pub(crate) fn waits_for_memory(&self) -> bool {
         self.suspension.is_on() || self.command_suspension.is_on()
     }
@@ -189,7 +192,7 @@ impl GuestAdminQueue {
         &self.queues
     }
 
-    /// Records that all I/O commands fail until the next reset.
+    /// Records that the lease was revoked: all I/O commands fail until the next reset.
     pub(crate) fn note_revoked(&mut self) {
         self.queues.revoked = true;
     }
@@ -204,7 +207,7 @@ impl GuestAdminQueue {
         self.aborts
     }
 
-    /// Reads the admin doorbells. Returns whether to read them again soon.
+    /// Reads the admin doorbells. Returns whether the caller must read them again soon.
     pub(crate) fn ring(&mut self, shared: &SharedParts) -> bool {
         let Some(rings) = &mut self.rings else {
             return false;
@@ -252,7 +255,7 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Reports that the I/O queues are lost and a reset is needed. The event precedes all others.
+    /// Reports that the I/O queues are lost and the controller must be reset. This event is reported before all others.
     pub(crate) fn report_lost_queues(&mut self) {
         self.errors.controller_failed(Status::INTERNAL_ERROR);
         self.events
@@ -322,7 +325,8 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Completes an outstanding Asynchronous Event Request without an event, so that the guest finds an entry.
+    /// Completes an outstanding Asynchronous Event Request without an event, so that the guest's interrupt handler finds a
+    /// completion.
     pub(crate) fn report_nothing(&mut self) {
         self.unposted.extend(self.events.report_nothing());
     }
@@ -337,7 +341,7 @@ impl GuestAdminQueue {
     /// Carries out waiting commands and posts completions. Returns whether completions were posted.
     ///
     /// # Errors
-    /// A queue's memory cannot be accessed and was waited for long enough: the controller must fail.
+    /// The memory of an admin queue has been unmapped for too long. The caller must fail the controller.
     pub(crate) fn run(&mut self, controller: AdminCommandContext<'_>) -> Result<bool, DmaError> {
         // Taken out to borrow the rest of `self` for the commands.
         let Some(mut rings) = self.rings.take() else {
@@ -367,8 +371,8 @@ impl GuestAdminQueue {
         !self.held.is_empty()
     }
 
-    /// Carries out commands and posts completions until nothing is left. Sets `posted` with the first completion. After an
-    /// error, the failed entry is the next one again.
+    /// Carries out commands and posts completions until none is left. Sets `posted` with the first completion. If the memory of
+    /// a queue cannot be accessed, returns the error; the next call begins with the same queue entry.
     fn run_rings(
         &mut self,
         rings: &mut GuestAdminRings,
@@ -415,7 +419,8 @@ impl GuestAdminQueue {
         Ok(())
     }
 
-    /// Carries out one command like [`Self::carry_out`], and enters a new Doorbell Buffer.
+    /// Carries out one command like [`Self::carry_out`]. If the command has set up a Doorbell Buffer, starts to use that
+    /// buffer.
     fn carry_out_in(
         &mut self,
         sqe: &Sqe,
@@ -429,7 +434,8 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Carries out one command. Queues its completion, or postpones the command until the back end or memory is back.
+    /// Carries out one command and queues its completion. If the back end is disconnected or memory is unmapped, postpones the
+    /// command instead.
     fn carry_out(&mut self, sqe: &Sqe, controller: AdminCommandContext<'_>) {
         let cid = sqe.cid();
         let host = controller.host;
@@ -484,7 +490,7 @@ impl GuestAdminQueue {
         self.unposted.push_back(completion);
     }
 
-    /// Returns the time, and how long the VM's memory has not changed.
+    /// Returns the present time, and for how long the mappings of the VM's memory have not changed.
     fn moment(&self, controller: AdminCommandContext<'_>) -> SuspensionTime {
         SuspensionTime {
             now: self.clock.now(),
@@ -492,7 +498,7 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Returns whether to give up waiting for memory that a command names. The access failed after `before`.
+    /// Returns whether to stop waiting for memory that a command names. The failed access happened after `before`.
     fn is_memory_gone_for_good(
         &mut self,
         before: SuspensionTime,
@@ -628,8 +634,8 @@ impl GuestAdminQueue {
         Ok(())
     }
 
-    /// Logs the errors that queues have reported by now. The guest may have seen these commands' completions before it
-    /// requested the log, but after the function read the events.
+    /// Adds the errors that queues have reported so far to the error log. Otherwise, the log could lack the error of a command
+    /// whose completion the guest has already seen.
     fn take_up_errors(&mut self, controller: AdminCommandContext<'_>) {
         for event in controller.host.take_events() {
             match event {
@@ -641,7 +647,7 @@ impl GuestAdminQueue {
         let _ = eventfd::signal(&controller.shared.events);
     }
 
-    /// Returns the events that are waiting for the function.
+    /// Returns the events that `put_off` holds for the function.
     pub(crate) fn take_put_off(&mut self) -> Vec<IoQueueEvent> {
         std::mem::take(&mut self.put_off)
     }

@@ -1,8 +1,9 @@
 //! The admin queue pair: two rings in guest memory and their doorbells (Base 2.0, section 3.3.1).
 //!
-//! Some drivers write only the registers of queue 0 (Linux, SPDK). Others keep its doorbells in the Doorbell Buffer as well,
-//! and write a register when EventIdx asks for it (libvfn). Both are supported. EventIdx follows each tail and head, so every
-//! move leads to a register write. If a driver of the second kind has changed the buffer, the value in the buffer counts.
+//! Some drivers (Linux, SPDK) always write the doorbell registers of queue 0. Others (libvfn) use the Doorbell Buffer for queue
+//! 0, too, and write a register only when EventIdx asks for it. Both kinds are supported. EventIdx is set to each new tail and
+//! head, so every move leads to a register write. If a driver of the second kind has changed the buffer, the value in the
+//! buffer counts.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -37,7 +38,7 @@ pub(super) struct AdminCompletion {
 pub(super) struct AdminDoorbellPoll {
     /// A doorbell had a value that is invalid for its queue.
     pub(super) invalid: bool,
-    /// The driver keeps moving a doorbell: read it again.
+    /// The driver has changed a doorbell at every read, so the caller must read the doorbells again.
     pub(super) moves_on: bool,
 }
 
@@ -50,16 +51,16 @@ pub(super) struct GuestAdminRings {
     sq_tail: u32,
     cq_base: Gpa,
     cq: CompletionIndices,
-    /// Doorbell values when they were last read, valid or not.
+    /// Doorbell values at the last read, whether valid or not.
     seen: [u32; 2],
-    /// Doorbell Buffer values when they were last read. Only a driver that uses the buffer changes them.
+    /// Doorbell Buffer values at the last read. A change shows that the driver uses the buffer for the admin queue.
     held: [u32; 2],
-    /// Numbers of positions by which the registers may lag behind the Doorbell Buffer.
+    /// Maximum number of positions by which a register value can be older than the value in the Doorbell Buffer.
     behind: [u32; 2],
     buffer: Option<DoorbellBuffer>,
 }
 
-/// Maximum number of reads of a doorbell that its driver keeps moving.
+/// Maximum number of reads of a doorbell in one call, while the driver keeps changing it.
 const LOOKS: u32 = 4;
 
 impl GuestAdminRings {
@@ -93,14 +94,14 @@ impl GuestAdminRings {
 
     /// Reads one doorbell, and asks the driver to write the register at its next move.
     ///
-    /// Some drivers write only the registers of the admin queue (Linux, SPDK). Others keep its doorbells in the buffer and
-    /// write the register where EventIdx asks for that (libvfn; Base 2.0, sections 5.8 and B.5). EventIdx at the doorbell's
-    /// value asks for every move. The driver stores the doorbell, then reads EventIdx; this function stores EventIdx, then
-    /// reads the doorbell. If the driver moves twice in a row, the second move may find EventIdx behind the first and write no
-    /// register. The read after the store of EventIdx sees that move.
+    /// Some drivers write only the registers of the admin queue (Linux, SPDK). Others keep the doorbells of the admin queue in
+    /// the buffer, and write the register only if EventIdx asks for that (libvfn; Base 2.0, sections 5.8 and B.5). If EventIdx
+    /// equals the doorbell's value, the driver writes the register at the next move. The driver stores the doorbell, then reads
+    /// EventIdx; this function stores EventIdx, then reads the doorbell. If the driver moves twice in a row, the second move
+    /// may find EventIdx behind the first and write no register. The read after the store of EventIdx sees that move.
     ///
-    /// A changed value in the buffer is the driver's newest. Later register writes may still deliver older values, which the
-    /// buffer has already shown.
+    /// A changed value in the buffer is the newest one. Register writes that arrive later may have older values, which this
+    /// function has already read from the buffer and therefore ignores.
     fn look_at(&mut self, doorbell: Doorbell, shared: &SharedParts, look: &mut AdminDoorbellPoll) {
         let place = place(doorbell);
         for _ in 0..LOOKS {
@@ -131,7 +132,8 @@ impl GuestAdminRings {
         look.moves_on = true;
     }
 
-    /// Returns whether a register value is old: the value seen last, or an earlier value of the buffer.
+    /// Returns whether a register value brings nothing new: it equals the last value, or is an earlier value of the Doorbell
+    /// Buffer.
     fn is_told(&mut self, doorbell: Doorbell, register: u32) -> bool {
         let place = place(doorbell);
         let seen = self.seen[place];
@@ -158,7 +160,7 @@ impl GuestAdminRings {
         }
     }
 
-    /// Enters a new Doorbell Buffer: stores the doorbells' values there, and asks for every move.
+    /// Starts to use a new Doorbell Buffer: stores the doorbells' values in it, and requests a register write for every move.
     pub(super) fn enter_buffer(&mut self, buffer: DoorbellBuffer, shared: &SharedParts) {
         self.buffer = Some(buffer);
         self.behind = [0; 2];
@@ -181,7 +183,7 @@ impl GuestAdminRings {
     }
 
     /// If there is a Doorbell Buffer, asks the guest to write the doorbell's register at its next move (Base 2.0, section B.5).
-    /// The caller must read the doorbell once more afterwards.
+    /// Afterwards, the caller must read the doorbell once more, because the guest may have moved it in between.
     fn ask_for(&self, doorbell: Doorbell, shared: &SharedParts) {
         if let Some(buffer) = self.buffer {
             store_buffered(buffer.event_idx, doorbell, self.position(doorbell), shared);
@@ -197,7 +199,7 @@ impl GuestAdminRings {
         }
     }
 
-    /// Applies a doorbell value. An invalid value changes nothing, and is reported once rather than at each read.
+    /// Applies a doorbell value. An invalid value changes nothing, and is reported only when it is first read.
     pub(super) fn ring(&mut self, doorbell: Doorbell, value: u32) -> Result<(), InvalidIndex> {
         let seen = &mut self.seen[place(doorbell)];
         if *seen == value {
@@ -214,7 +216,7 @@ impl GuestAdminRings {
         }
     }
 
-    /// Reserves space for a completion; `None` while the queue is full of unconsumed ones.
+    /// Reserves space for a completion; `None` if the queue is full of completions that the guest has not consumed.
     pub(super) fn reserve(&mut self) -> Option<CompletionCredit> {
         self.cq.reserve()
     }
@@ -231,8 +233,8 @@ impl GuestAdminRings {
             .distance(self.sq_head.get(), self.sq_tail)
     }
 
-    /// Takes the next command. The reserved space only proves that it could be completed now, and is returned: a command that
-    /// waits for an event must not hold it.
+    /// Takes the next command. Gives back the reserved space, which only proves that the command could be completed now. A
+    /// command that waits for an event must not occupy space.
     pub(super) fn take(
         &mut self,
         room: CompletionCredit,
@@ -251,7 +253,7 @@ impl GuestAdminRings {
         Ok(Some(sqe))
     }
 
-    /// Posts a completion into its reserved space. On failure, the space is returned.
+    /// Posts a completion into its reserved space. On failure, gives the space back.
     pub(super) fn post(
         &mut self,
         room: CompletionCredit,
@@ -404,7 +406,8 @@ fn place(doorbell: Doorbell) -> usize {
     }
 }
 
-/// Returns the guest address of a queue entry. If the queue wraps around the address space, the access fails as unmapped.
+/// Returns the guest address of a queue entry. If the queue crosses the end of the address space, an access to the returned
+/// address fails as unmapped.
 fn entry(base: Gpa, index: u32, size: usize) -> Gpa {
     Gpa(base.0.wrapping_add(u64::from(index) * size as u64))
 }

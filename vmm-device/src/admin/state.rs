@@ -12,7 +12,7 @@ use super::{
 };
 use crate::state::parts::{CompletionState, SavedAdminState};
 
-/// Maximum number of waiting completions: an Abort's own, and those of the requests that it ends.
+/// Maximum number of completions that wait to be posted: an Abort's own, and those of the event requests that it aborts.
 const UNPOSTED_MAX: usize = async_events::LIMIT_Z as usize + 2;
 
 impl GuestAdminQueue {
@@ -20,7 +20,7 @@ impl GuestAdminQueue {
         self.save_with(self.rings.as_ref())
     }
 
-    /// Saves the state while the rings are taken out of `self`.
+    /// Saves the state, with `rings` as the queue pair, because `run` has taken the rings out of `self`.
     pub(super) fn save_with(&self, rings: Option<&GuestAdminRings>) -> SavedAdminState {
         let Self {
             rings: _,
@@ -110,8 +110,8 @@ impl GuestAdminQueue {
         ErrorLog::check(errors)
     }
 
-    /// Restores a checked state for a back end with these queues. `since` is the time that has passed for the controller since
-    /// the save; `None` if its clock stood still.
+    /// Restores a checked state for a back end with these queues. `since` is the time since the save. It is `None` for a
+    /// snapshot, during which the controller's clock stood still.
     pub(crate) fn restore(
         &mut self,
         state: &SavedAdminState,

@@ -15,15 +15,15 @@ pub(super) struct IdentifySubject<'a> {
     pub(super) limits: &'a ControllerLimits,
     /// Set if Doorbell Buffer Config is offered.
     pub(super) doorbell_buffer: bool,
-    /// Set if the namespace is active. It is not once the drive is gone.
+    /// Set if the namespace is active. A namespace is inactive after its drive is gone.
     pub(super) active: bool,
     pub(super) thresholds: TemperatureThresholds,
-    /// Size in blocks of the units whose boundaries commands should not cross, if any.
+    /// Size, in blocks, of the units whose boundaries a command should not cross; `None` if there are no such units.
     pub(super) unit_blocks: Option<u64>,
 }
 
 impl IdentifySubject<'_> {
-    /// Returns the notices of the namespace's command set.
+    /// Returns the bits of the asynchronous event notices that the namespace's command set offers.
     pub(super) fn notices(&self) -> AsyncEventConfiguration {
         notices(self.namespace)
     }
@@ -34,7 +34,7 @@ impl IdentifySubject<'_> {
     }
 }
 
-/// Returns the notices of a namespace's command set.
+/// Returns the bits of the asynchronous event notices that a namespace's command set offers.
 pub(super) fn notices(namespace: &LeasedNamespace) -> AsyncEventConfiguration {
     let list = &namespace.command_sets.own().change_list;
     list.as_ref()

@@ -1,29 +1,29 @@
-//! Waits for memory that the VMM has unmapped, of the admin queues or named by admin commands. A VMM that moves memory maps it
-//! again soon.
+//! Waits for memory that the VMM has unmapped: memory of the admin queues, or memory that an admin command names. A VMM that
+//! moves memory in the guest's address space unmaps it and soon maps it again.
 
 use std::time::Duration;
 
 use nvme_guest::dma::is_gone_for_good;
 
-/// Poll interval for unmapped memory. Nothing reports that it is mapped again.
+/// Poll interval for unmapped memory. Polling is needed because nothing reports a new mapping.
 pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Point in time: the clock, and the time since the VM's memory last changed.
+/// Point in time, with the time for which the VM's memory mappings have not changed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SuspensionTime {
     pub(super) now: Duration,
     pub(super) quiet: Duration,
 }
 
-/// Wait of the admin queues, or of a command, for memory.
+/// Wait of the admin queues or of a command until the VMM maps memory again.
 #[derive(Debug, Default)]
 pub(super) struct MemorySuspension {
     since: Option<Duration>,
 }
 
 impl MemorySuspension {
-    /// Returns the moment of a failed access between `before` and `after`. The thread may have been preempted after the access,
-    /// and the memory may be back; the next access finds it then.
+    /// Returns the point in time of an access that failed between `before` and `after`. The thread may have been preempted
+    /// after the access, and the memory may be mapped by now; the next access finds out.
     pub(super) fn moment(&self, before: SuspensionTime, after: SuspensionTime) -> SuspensionTime {
         let begun = if self.is_on() { before } else { after };
         SuspensionTime {
@@ -32,15 +32,15 @@ impl MemorySuspension {
         }
     }
 
-    /// Records that memory is gone at `now`, in a VM whose memory has not changed for `quiet`. Returns whether to give up
-    /// waiting.
+    /// Records that memory is unmapped at `now`, in a VM whose memory mappings have not changed for `quiet`. Returns whether to
+    /// stop waiting for this memory.
     pub(super) fn is_over(&mut self, now: Duration, quiet: Duration) -> bool {
         let since = *self.since.get_or_insert(now);
         is_gone_for_good(now.saturating_sub(since), quiet)
     }
 
-    /// Does the same as [`Self::is_over`] for a command, which may name memory that never existed. So the wait is for memory
-    /// that went with the last change: it has been gone for at least `quiet`.
+    /// Does the same as [`Self::is_over`] for a command. A command may name memory that never existed. So if the mappings have
+    /// not changed for a while, the memory counts as unmapped for at least this time.
     pub(super) fn is_over_for_command(&mut self, now: Duration, quiet: Duration) -> bool {
         let since = *self.since.get_or_insert(now);
         is_gone_for_good(now.saturating_sub(since).max(quiet), quiet)

@@ -1,15 +1,16 @@
 //! Persisted control state of a function, and its restore by the successor of a process that ended at any instruction.
 //!
-//! A snapshot is taken of a paused function. The control state, by contrast, is stored while the function runs; the in-flight
-//! tracking of its queues ([`nvme_guest::live`]) holds the rest. The owner of the function stores the state after each access and
-//! each turn ([`NvmeFunction::control_state`]). In between, the function itself stores it through its [`ControlStateStore`]:
+//! A snapshot is taken of a paused function. The control state, by contrast, is stored while the function runs. The state of
+//! its I/O queues is not part of the control state, but of the in-flight tracking ([`nvme_guest::live`]). The owner of the
+//! function stores the control state after each access and each call of `process_events` ([`NvmeFunction::control_state`]). In
+//! two cases, the function itself stores the control state earlier, through its [`ControlStateStore`]:
 //!
-//! 1. Before an admin completion is posted. After that the guest may act on the command, so the successor must not carry it out
-//!    again. It posts the same entry once more.
-//! 2. Before queues are reset: without the queues, and with the registers from before the access. A reset sets doorbells to
-//!    zero. A queue restored from such a doorbell would carry out entries again.
+//! 1. Before an admin completion is posted. After the completion is posted, the guest may act on the command's result. So the
+//!    successor must not carry out the command again. It only posts the same completion once more.
+//! 2. Before queues are reset: without the queues, and with the registers from before the access. Otherwise, the successor
+//!    would restore queues whose doorbells the reset has already set to zero, and would carry out their entries again.
 //!
-//! Everything else may happen twice: an access or an admin command that was not complete is carried out again, from the state
+//! Everything else may happen twice. So the successor carries out an incomplete access or admin command again, from the state
 //! before it.
 
 use std::{fmt, time::Duration};
@@ -32,7 +33,7 @@ use crate::{
     },
 };
 
-/// Version of the control state that is stored. This version and older ones can be restored.
+/// Version of the control state that is stored. This program restores this version and older ones.
 ///
 /// | version | changes |
 /// |---|---|
@@ -40,7 +41,7 @@ use crate::{
 /// | 2 | MSI and the pin in configuration space |
 const VERSION: u32 = 2;
 
-/// Version for a function whose guest was offered MSI-X only. The previous release can restore it, too.
+/// Version of the state of a function whose guest was offered MSI-X only. The previous release can restore this version, too.
 const VERSION_MSIX_ALONE: u32 = 1;
 
 /// Storage for a function's control state that outlives the process.
@@ -71,7 +72,8 @@ pub enum ControlRestoreError {
     State(#[from] BackendStateError),
 }
 
-/// Control state of a function: everything that its guest was told and that the queues' in-flight tracking does not hold.
+/// Control state of a function: the state that the guest has seen or set, except what the in-flight tracking of the I/O queues
+/// holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ControlState {
@@ -79,17 +81,18 @@ pub struct ControlState {
     facts: LeaseFacts,
     /// The first 256 bytes of configuration space.
     config_space: Vec<u8>,
-    /// Set if the guest has cleared Command. Omitted if false.
+    /// Set if the guest has written zero to Command, so that the function must not access memory. Omitted if false.
     #[serde(default, skip_serializing_if = "is_false")]
     switched_off: bool,
     pub(super) msix: MsixState,
     pub(super) registers: RegistersState,
     pub(super) admin: SavedAdminState,
     pub(super) queues: PersistedQueues,
-    /// Omitted if there was no reset.
+    /// Numbers of resets. Omitted if there was no reset.
     #[serde(default, skip_serializing_if = "ResetStats::is_zero")]
     resets: ResetStats,
-    /// Host time at which the state was stored. The guest's clocks continue from it. Earlier releases omit it.
+    /// Host time at which the state was stored. The guest's clocks continue from this time. States of earlier releases do not
+    /// have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) stored_at: Option<Duration>,
 }
@@ -106,8 +109,8 @@ impl ControlState {
         }
     }
 
-    /// Returns the facts for a function that has `now` and restores this state: the values that its guest was told. `None` if
-    /// the function cannot keep them.
+    /// Returns the properties that the guest was told, for a function with the properties `now` that restores this state.
+    /// `None` if the function lacks some of them.
     fn facts_for(&self, now: &LeaseFacts) -> Option<LeaseFacts> {
         now.keep(&self.facts).then(|| LeaseFacts {
             parks: now.parks,
@@ -118,7 +121,7 @@ impl ControlState {
     }
 }
 
-/// Parts of a function that its control state contains, besides the admin queue.
+/// Parts of a function, except the admin queue, that its control state contains.
 #[derive(Clone, Copy)]
 pub(super) struct ControlParts<'a> {
     pub(super) facts: &'a LeaseFacts,
@@ -149,7 +152,7 @@ impl ControlParts<'_> {
 }
 
 impl NvmeFunction {
-    /// Sets the `keeper` in which the function stores its control state during accesses and turns.
+    /// Sets the `keeper`, in which the function stores its control state during accesses and in `process_events`.
     pub fn keep_with(&mut self, keeper: Box<dyn ControlStateStore>) {
         self.keeper = Some(keeper);
     }
@@ -179,16 +182,17 @@ impl NvmeFunction {
         }
     }
 
-    /// Restores the state of a process that ended. This function must be as after power-on and have that process's files, with
-    /// the guest's memory mapped. The state is untrusted.
+    /// Restores the state of a process that ended. This function must be in the power-on state, have the files of that process,
+    /// and have the guest's memory mapped. The state is untrusted.
     ///
     /// Commands in flight are carried out again, or end with Command Interrupted. If the queues cannot be restored, the
-    /// controller fails (`CSTS.CFS`) and the guest's driver resets it; but if the host only lacks a resource, this returns an
-    /// error. Each vector is raised once, since the predecessor may have ended before it raised it.
+    /// controller fails (`CSTS.CFS`) and the guest's driver resets it. But if the cause is that the host lacks memory,
+    /// descriptors or threads, this returns an error. Each vector is raised once, because the predecessor may have ended before
+    /// it raised the vector.
     ///
     /// # Errors
-    /// See [`ControlRestoreError`]; the guest is unaffected then. If the cause of a [`ControlRestoreError::State`] is that the
-    /// host lacks a resource, another function may restore the state later.
+    /// See [`ControlRestoreError`]. After an error, the guest is unaffected. If a [`ControlRestoreError::State`] reports that
+    /// the host lacks a resource, another function can restore the state later.
     pub fn take_up(&mut self, state: &ControlState) -> Result<(), ControlRestoreError> {
         let ControlState {
             version: _,
@@ -257,12 +261,12 @@ impl NvmeFunction {
     /// Quarantines the function of a process that ended: restores its registers without its queues and commands, and fails the
     /// controller for good.
     ///
-    /// The guest sees `CSTS.CFS` and cannot enable the controller again. A disable or a shutdown completes at once. Guest
-    /// memory is neither read nor written, and no interrupt is sent. As for [`Self::take_up`], this function must be as after
-    /// power-on, and the state is untrusted.
+    /// The guest sees `CSTS.CFS` and cannot enable the controller again. A disable or a shutdown completes at once. The
+    /// function neither accesses guest memory nor sends interrupts. As for [`Self::take_up`], this function must be in the
+    /// power-on state, and the saved state is untrusted.
     ///
     /// # Errors
-    /// See [`ControlRestoreError`]; the function is unchanged then.
+    /// See [`ControlRestoreError`]. After an error, the function is unchanged.
     pub fn set_aside(&mut self, state: &ControlState) -> Result<(), ControlRestoreError> {
         let facts = self.check_registers(state)?;
         self.facts = facts;
@@ -279,7 +283,7 @@ impl NvmeFunction {
         Ok(())
     }
 
-    /// Checks the saved configuration space and registers. Returns the facts that the guest was told.
+    /// Checks the saved configuration space and registers. Returns the properties that the guest was told.
     fn check_registers(&self, state: &ControlState) -> Result<LeaseFacts, ControlRestoreError> {
         state.check_version()?;
         let facts = state
@@ -294,7 +298,7 @@ impl NvmeFunction {
         Ok(facts)
     }
 
-    /// Completes a register write's transition on a quarantined function, and leaves the controller failed.
+    /// Completes the transition that a register write requested on a quarantined function. The controller stays failed.
     pub(super) fn stay_failed(&mut self, transition: Option<ControllerTransition>) {
         match transition {
             Some(ControllerTransition::Disable) => self.registers.disabled(),
@@ -332,7 +336,7 @@ pub(super) mod tests {
     const MEMORY_SPACE: u16 = 1 << 1;
     const BUS_MASTER: u16 = 1 << 2;
 
-    /// Parts that outlive the processes of a function.
+    /// Files and memory that outlive the processes of a function.
     pub(in crate::function) struct PersistedFunctionParts {
         pub(in crate::function) drive: Arc<Drive>,
         pub(in crate::function) ledger: File,

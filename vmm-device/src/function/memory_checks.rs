@@ -1,27 +1,27 @@
 //! Rate limit for the checks that a guest's memory is completely mapped.
 //!
-//! A check reads the mappings of the VMM's process from `/proc`. The kernel walks the process's pages for that, which takes
-//! longer with more memory, and blocks the VMM's threads that map memory. Each enable of the controller causes a check, so
-//! without a limit the guest could cause any number of them.
+//! A check reads the mappings of the VMM's process from `/proc`. For that, the kernel walks the process's pages and blocks the
+//! VMM's threads that map memory. The walk takes longer with more memory. Each time the guest enables its controller, the
+//! memory is checked. So without a limit, the guest could slow down the VMM.
 
 use std::time::Duration;
 
-/// Duration below which a check costs nothing: it has read no mappings.
+/// Duration below which a check does not count: it has not read the mappings.
 const FREE: Duration = Duration::from_micros(50);
 
-/// Total duration of checks that a guest may cause without a pause.
+/// Total duration of checks that a guest may cause in succession before the next check has to wait.
 const BURST: Duration = Duration::from_millis(100);
 
-/// Share of time, as 1/`SHARE`, that checks may take beyond [`BURST`].
+/// Divisor: in the long run, checks may take 1/`SHARE` of the time.
 const SHARE: u32 = 20;
 
-/// Longest wait for the next check.
+/// Longest time for which an enable of the controller waits for its check.
 const WAIT_MAX: Duration = Duration::from_secs(2);
 
-/// Rate limiter for a function's checks: a token bucket of time. Times are those of the function's clock.
+/// Rate limiter for a function's memory checks: a token bucket, in units of time. Times are those of the function's clock.
 #[derive(Debug, Default)]
 pub(super) struct MemoryChecks {
-    /// Time that checks have taken, less the time paid off until `at`.
+    /// Time that checks have taken, less the time that was paid off until `at`.
     debt: Duration,
     at: Duration,
 }

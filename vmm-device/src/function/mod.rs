@@ -48,7 +48,7 @@ use pin::{PIN_INTERVAL, PinWatch};
 const ADMIN_SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
 const ADMIN_CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
 
-/// Interval at which a function checks whether the commands that it waits for have ended.
+/// Interval at which a waiting function checks whether its commands in flight have ended.
 const HOLD_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Vector of the Admin Completion Queue (Base 2.0, section 3.3.1).
@@ -57,7 +57,7 @@ const ADMIN_VECTOR: u16 = 0;
 /// Error of `NvmeFunction::end`.
 #[derive(Debug, thiserror::Error)]
 pub enum EndError {
-    /// Commands were still in flight at the deadline.
+    /// Commands were still in flight when the time was over.
     #[error("The function ends with commands in flight; its lease lives until they have ended")]
     Busy(#[source] QueueError),
     /// The drive was not flushed.
@@ -65,7 +65,7 @@ pub enum EndError {
     Flush(#[source] io::Error),
 }
 
-/// Doorbell memory that a VMM can map into the guest, so that a doorbell write is a plain store.
+/// Doorbell memory that a VMM can map into the guest, so that the guest's doorbell writes do not exit to the VMM.
 #[derive(Clone, Copy, Debug)]
 pub struct DoorbellRegion<'a> {
     /// Offset in BAR0.
@@ -109,45 +109,46 @@ impl ResetStats {
 
 /// An NVMe controller as a PCI function: configuration space, BAR0, BAR4 and interrupts.
 ///
-/// Accesses never fail, and carry out no admin command: [`Self::process_events`] does that. A reset or a shutdown waits for I/O
-/// commands in flight and for the drive's flush, as long as the storage takes. Until then, `CSTS.RDY` stays set and `CSTS.SHST`
-/// reports a shutdown in progress. The access itself waits a second at most.
+/// Register accesses never fail. They carry out no admin commands; [`Self::process_events`] does. A reset or a shutdown waits
+/// for I/O commands in flight, and for the drive's flush. Until both are done, `CSTS.RDY` stays set, or `CSTS.SHST` reports a
+/// shutdown in progress. The access that requested the reset or shutdown waits at most a second.
 #[derive(Debug)]
 pub struct NvmeFunction {
     config: ConfigSpace,
     msix: MsixTable,
     registers: ControllerProperties,
     admin: GuestAdminQueue,
-    /// Must be dropped before `host`: it keeps guest memory mapped, and the memory must be unmapped before the lease is
-    /// released.
+    /// Must be dropped before `host`. These parts keep guest memory mapped, and this memory must be unmapped before the lease
+    /// is released.
     shared: SharedParts,
     host: Arc<dyn ControllerBackend>,
     facts: LeaseFacts,
     pub(crate) clock: Arc<dyn WaitClock>,
     admin_doorbell_exits: u64,
-    /// Updated after a reset is complete, so that an access that the successor process repeats is counted once.
+    /// Updated only after a reset is complete. So if the successor process repeats an access, its reset is counted once.
     resets: ResetStats,
-    /// Vectors to raise when a restored function resumes.
+    /// Vectors to raise when the function resumes after a restore.
     owed: Vec<u16>,
     /// Set while the VMM has paused the function.
     paused: bool,
     /// Set while the back end is paused: by the VMM, or because Bus Master Enable is clear.
     rests: bool,
-    /// Set while a pause of the back end was requested and commands are still in flight.
+    /// Set if the back end was asked to pause, but commands are still in flight.
     rest_waits: bool,
     /// Set while the back end's process is gone and its successor has not connected.
     away: bool,
-    /// Incomplete transition, as `CSTS` shows it. It waits for the back end's next process, for commands in flight, for a
-    /// flush, or for a check of the memory.
+    /// Transition that is not complete, as `CSTS` shows. It waits for the back end's next process, for commands in flight, for
+    /// a flush, or until the next memory check is allowed.
     waiting: Option<ControllerTransition>,
-    /// Time since which `waiting` waits for the storage.
+    /// Time since which the transition in `waiting` waits for the drive.
     held_since: Option<Duration>,
     keeper: Option<Box<dyn ControlStateStore>>,
-    /// Registers before the access in progress. The successor process repeats that access, so these are stored for it.
+    /// Registers before the access that is in progress. The stored control state has these registers, because the successor
+    /// process repeats the access.
     before_access: Option<ControllerProperties>,
-    /// Set if the control state may have changed since `take_change` was called last.
+    /// Set if the control state may have changed since the last call of `take_change`.
     is_touched: bool,
-    /// Set for a quarantined function: its controller stays failed.
+    /// Set if the function is quarantined, so that its controller stays failed.
     is_set_aside: bool,
     /// Detects an interrupt pin whose level stays high.
     pin_watch: PinWatch,
@@ -160,8 +161,8 @@ fn can_be_pin(vectors: &[Arc<InterruptVector>]) -> bool {
 }
 
 impl NvmeFunction {
-    /// Creates a function as after power-on. `host` does its I/O. The function has one vector for each I/O queue pair and one
-    /// for the admin queue.
+    /// Creates a function in its power-on state. `host` carries out its I/O commands. The function has one vector for each I/O
+    /// queue pair and one for the admin queue.
     #[must_use]
     pub fn new(host: Arc<dyn ControllerBackend>, masking: MsixMasking) -> Self {
         let (facts, shared) = (host.facts(), host.shared());
@@ -211,8 +212,8 @@ impl NvmeFunction {
         self
     }
 
-    /// Offers the guest INTx as well, for a VMM that embeds the function and can drive an interrupt line. Configuration space
-    /// is then as after power-on. A function whose back end is another process offers MSI and MSI-X only.
+    /// Offers the guest INTx as well, for a VMM that embeds the function and can drive an interrupt line. This resets
+    /// configuration space to its power-on state. A function whose back end is another process offers MSI and MSI-X only.
     #[must_use]
     pub fn with_pin(mut self) -> Self {
         let offer = OfferedInterrupts {
@@ -240,21 +241,22 @@ impl NvmeFunction {
         !self.sends_messages() && !is_masked && pin.is_some_and(|pin| pin.has_pin_interrupt())
     }
 
-    /// Returns whether the guest has enabled MSI-X or MSI. Otherwise interrupts are sent by the pin, if the function has one.
+    /// Returns whether the guest has enabled MSI-X or MSI. If not, interrupts are sent by the pin, if the function has a pin.
     #[must_use]
     pub fn sends_messages(&self) -> bool {
         self.config.msix_control().enabled || self.config.msi_control().enabled
     }
 
-    /// Writes configuration space. Returns the BARs that moved: the VMM must trap their new addresses and map their doorbells
-    /// there.
+    /// Writes configuration space. Returns the BARs whose addresses have changed. The VMM must trap accesses at the new
+    /// addresses, and map the doorbells there.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Vec<BarMove> {
         self.write_config_routed(offset, data, |_| {})
     }
 
     /// Writes configuration space like [`Self::write_config`]. Calls `route` before the write unmasks a vector, so that the VMM
-    /// can install the message routes first. Signals from before a Function Level Reset are discarded before that.
+    /// can install the message routes first. If the write initiates a Function Level Reset, earlier pending interrupts are
+    /// discarded before that call.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config_routed(
         &mut self,
@@ -283,7 +285,7 @@ impl NvmeFunction {
         self.config.bar_size(bar)
     }
 
-    /// Returns the guest address at which a BAR is decoded, if any.
+    /// Returns the guest address at which a BAR is decoded; `None` if it is not decoded.
     #[must_use]
     pub fn bar_address(&self, bar: Bar) -> Option<u64> {
         self.config.bar_address(bar)
@@ -329,16 +331,17 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns the doorbells if the guest is to store to them without an exit for the function's whole life. If the host's page
-    /// size is larger than the distance from the properties to the doorbells, the VMM cannot map the doorbells alone. It
-    /// continues to trap them then, which works as well.
+    /// Returns the doorbell memory if the function is configured for doorbells that are always mapped into the guest. If the
+    /// host's page size exceeds the offset of the doorbells in BAR0, the VMM cannot map the doorbells without the properties.
+    /// The VMM may then trap doorbell writes, which works as well.
     #[must_use]
     pub fn doorbell_region(&self) -> Option<DoorbellRegion<'_>> {
         (self.facts.doorbells == DoorbellMode::Mapped).then(|| self.doorbell_memory())
     }
 
-    /// Returns the doorbells for a VMM that maps and unmaps them at run time, between [`Self::begin_mapped_doorbells`] and
-    /// [`Self::end_mapped_doorbells`].
+    /// Returns the doorbell memory for a VMM that maps and unmaps it at run time. The VMM calls
+    /// [`Self::begin_mapped_doorbells`] before the doorbells are mapped, and [`Self::end_mapped_doorbells`] after they are
+    /// unmapped.
     #[must_use]
     pub fn doorbell_memory(&self) -> DoorbellRegion<'_> {
         let doorbells = &self.shared.doorbells;
@@ -352,13 +355,13 @@ impl NvmeFunction {
     /// Prepares for mapped doorbells: from now on, the guest's doorbell stores do not exit to the VMM.
     ///
     /// # Errors
-    /// Returns the kernel's error if there is no poller to watch the admin queue's doorbells.
+    /// Returns the kernel's error if no poller can watch the admin queue's doorbells.
     pub fn begin_mapped_doorbells(&mut self) -> io::Result<()> {
         self.host.begin_silent_doorbells()
     }
 
-    /// Returns to trapped doorbells: the VMM has unmapped them and reports each write. A VMM that starts with unmapped
-    /// doorbells calls this first, whatever the mode.
+    /// Returns to trapped doorbells, after the VMM has unmapped them: from now on, the VMM reports each doorbell write. A VMM
+    /// that starts with unmapped doorbells must call this first, even if the function is configured for mapped doorbells.
     pub fn end_mapped_doorbells(&mut self) {
         self.host.end_silent_doorbells();
         // Makes the VMM process values that were stored to the admin doorbells just before. A full counter wakes it, too.
@@ -371,8 +374,8 @@ impl NvmeFunction {
         self.msix.vectors()
     }
 
-    /// Returns the message of a vector as the guest has set it up: the MSI message if MSI is enabled, else the MSI-X table
-    /// entry.
+    /// Returns the message of a vector as the guest has configured it: the MSI message if MSI is enabled, otherwise the MSI-X
+    /// table entry.
     #[must_use]
     pub fn msix_message(&self, vector: u16) -> Option<MsixMessage> {
         let msi = self.config.msi_control();
@@ -389,13 +392,13 @@ impl NvmeFunction {
         self.config.msi_messages()
     }
 
-    /// Returns whether the guest is offered INTx. The first of [`Self::vectors`] is the pin then.
+    /// Returns whether the guest is offered INTx. If so, the first of [`Self::vectors`] also drives the interrupt pin.
     #[must_use]
     pub fn has_pin(&self) -> bool {
         self.config.has_pin()
     }
 
-    /// Reports that the VMM has lowered the pin: the guest has acknowledged the interrupt.
+    /// Reports that the VMM has lowered the interrupt line, because the guest has acknowledged the interrupt.
     pub fn end_of_interrupt(&mut self) {
         if let Some(pin) = self.msix.vector(ADMIN_VECTOR) {
             pin.end_of_interrupt();
@@ -408,7 +411,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Raises the pin if the guest has left completions in the admin queue, unless the level is high already.
+    /// Raises the pin if the guest has not consumed all completions of the admin queue, unless the level is already high.
     fn raise_pin(&mut self) {
         // The guest may have advanced the queue's head.
         self.ring_admin();
@@ -427,13 +430,13 @@ impl NvmeFunction {
         &self.shared.memory
     }
 
-    /// Returns the facts of the function's lease.
+    /// Returns the properties of the function's lease.
     #[must_use]
     pub fn facts(&self) -> &LeaseFacts {
         &self.facts
     }
 
-    /// Returns the doorbell at an offset in BAR0, if its queue can exist.
+    /// Returns the doorbell at an offset in BAR0; `None` if no queue can have that doorbell.
     #[must_use]
     pub fn doorbell_at(&self, offset: u64) -> Option<Doorbell> {
         self.shared.doorbells.at_bar_offset(offset)
@@ -445,15 +448,15 @@ impl NvmeFunction {
         doorbell.bar_offset(self.shared.doorbells.dstrd())
     }
 
-    /// Returns the back end, which does the I/O and holds the guest's memory.
+    /// Returns the back end, which carries out the I/O commands and has the mappings of guest memory.
     ///
-    /// The function owns the back end's state: callers only map memory and read statistics.
+    /// Callers may only map memory and read statistics. Everything else is up to the function.
     #[must_use]
     pub fn host(&self) -> &dyn ControllerBackend {
         self.host.as_ref()
     }
 
-    /// Returns the costs of the admin queue so far.
+    /// Returns the counters of the admin queue.
     #[must_use]
     pub fn admin_stats(&self) -> AdminQueueStats {
         AdminQueueStats {
@@ -467,17 +470,17 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns the resets so far.
+    /// Returns the numbers of resets so far.
     #[must_use]
     pub fn reset_stats(&self) -> ResetStats {
         self.resets
     }
 
-    /// Stops all work and flushes the drive, within 30 seconds in all. Call it last, before the function is dropped.
+    /// Stops all work and flushes the drive, within 30 seconds in all. Call this last, before the function is dropped.
     ///
     /// # Errors
-    /// [`EndError::Busy`] if commands are still in flight, [`EndError::Flush`] if the drive was not flushed. The lease lives
-    /// until both are done.
+    /// [`EndError::Busy`] if commands are still in flight, [`EndError::Flush`] if the drive was not flushed. The lease is
+    /// released only after both are done.
     pub fn end(&mut self) -> Result<(), EndError> {
         let deadline = self.deadline();
         drop(self.config.reset());
@@ -504,19 +507,20 @@ impl NvmeFunction {
         self.host.flush_within(deadline.left())
     }
 
-    /// Returns the deadline for an end that begins now.
+    /// Returns the deadline for `end` and `reset`, from now.
     fn deadline(&self) -> Deadline {
         Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
 
-    /// Returns the deadline for an access, or a turn of admin commands, that begins now.
+    /// Returns the deadline for a register access or a call of `process_events`, from now.
     fn access_deadline(&self) -> Deadline {
         Deadline::after(&self.clock, ACCESS_DEADLINE)
     }
 
-    /// Resets the function to its power-on state. Waits up to 30 s for commands in flight: no vCPU waits for this reset, and a
-    /// booting guest uses its memory without checking the controller. Commands that are still in flight after that keep using
-    /// the guest's memory, and `CSTS.RDY` stays set until they end. The VMM's connections and mappings stay.
+    /// Resets the function to its power-on state. Waits up to 30 s for commands in flight, because a booting guest uses its
+    /// memory without checking the controller, and because no vCPU waits for this reset. If commands are still in flight
+    /// afterwards, they may access the guest's memory, and `CSTS.RDY` stays set until they end. The VMM's eventfds and memory
+    /// mappings stay.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&mut self) -> Vec<BarMove> {
         let moves = self.reset_by(&self.deadline());
@@ -538,11 +542,12 @@ impl NvmeFunction {
         moves
     }
 
-    /// Resets the function like [`Self::reset`] and unmaps all guest memory, within a second in all. The BARs return to their
-    /// power-on addresses. Returns the number of bytes that were mapped.
+    /// Resets the function like [`Self::reset`] and unmaps all guest memory, within a second in all. Returns the number of
+    /// bytes that were mapped.
     ///
     /// # Errors
-    /// [`DmaError::Busy`] if commands are still in flight. They keep the memory mapped, but no new command can reach it.
+    /// [`DmaError::Busy`] if commands are still in flight. These commands keep their memory mapped, but no new command can
+    /// access it.
     pub fn reset_and_unmap(&mut self) -> Result<u64, DmaError> {
         let deadline = self.access_deadline();
         drop(self.reset_by(&deadline));
@@ -560,7 +565,7 @@ impl NvmeFunction {
     /// `None` if that is not needed. There is an interval while:
     ///
     /// - the drive's health must be polled,
-    /// - the pin is lowered by a guest access,
+    /// - the function has an interrupt pin that the VMM lowers when the guest accesses a BAR,
     /// - admin queues or commands wait for memory that the VMM has unmapped, or
     /// - the function waits for commands in flight.
     #[must_use]
@@ -582,7 +587,7 @@ impl NvmeFunction {
     }
 
     /// Carries out admin commands and reports events of the I/O queues and the drive to the guest. Waits at most a second in
-    /// all for I/O commands in flight. Call it whenever [`Self::events_fd`] is readable; further calls are harmless.
+    /// all for I/O commands in flight. Call this whenever [`Self::events_fd`] is readable; further calls are harmless.
     pub fn process_events(&mut self) {
         self.is_touched = true;
         self.take_events();
@@ -593,7 +598,8 @@ impl NvmeFunction {
         }
     }
 
-    /// If the pin's level is stuck high, completes an event request so that the guest's handler finds an entry.
+    /// Checks for an interrupt pin whose level stays high although the guest has consumed all completions. If so, completes an
+    /// Asynchronous Event Request, so that the guest's interrupt handler finds a completion.
     fn watch_pin(&mut self) {
         let high = match self.msix.vector(ADMIN_VECTOR) {
             Some(pin) if self.registers.is_running() && !self.is_at_rest() => {
@@ -609,7 +615,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Carries out admin commands and posts completions that wait.
+    /// Carries out admin commands, and posts their completions and those that were waiting.
     fn run_admin(&mut self) {
         if !self.registers.is_running() || self.is_at_rest() {
             return;
@@ -675,8 +681,9 @@ impl NvmeFunction {
         }
     }
 
-    /// Handles the loss or the return of the back end's process. While it is away, the guest sees a slow drive. If its queues
-    /// are lost, the controller fails: the guest's driver resets it and submits its commands again.
+    /// Handles the loss or the return of the back end's process. While the process is gone, the guest sees a slow drive. If the
+    /// next process lacks the queues, the controller fails, so that the guest's driver resets it and submits its commands
+    /// again.
     fn follow_host_side(&mut self, event: BackendEvent) {
         self.away = event == BackendEvent::Away;
         if self.away {
@@ -693,7 +700,8 @@ impl NvmeFunction {
         }
     }
 
-    /// Revokes the lease after its namespace was replaced or removed: commands would reach other data than the guest means.
+    /// Revokes the lease after its namespace was replaced or removed. Otherwise, the guest's commands would access the data of
+    /// another namespace.
     fn revoke(&mut self) {
         log::error!("The namespace of the guest's lease is gone, or has other blocks");
         self.admin.note_revoked();
@@ -702,12 +710,13 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns whether an error means that the back end has just disconnected and its successor is expected.
+    /// Returns whether an error means that the back end's process has just disconnected and that the function waits for its
+    /// successor.
     fn is_waited_for(&self, error: &io::Error) -> bool {
         error.kind() == io::ErrorKind::NotConnected && !self.host.status().is_gone
     }
 
-    /// Carries out a transition, as far as that is possible by `deadline`. The rest is deferred.
+    /// Carries out a transition until `deadline`. If it is not complete by then, `process_events` continues it.
     fn carry_out(&mut self, transition: ControllerTransition, deadline: &Deadline) {
         // Each transition ends the previous state: a guest that enables the controller finds no leftovers, and doorbell stores
         // from before count for nothing. Until that is done, CSTS.RDY and CSTS.SHST show an incomplete reset or shutdown (Base
@@ -771,7 +780,7 @@ impl NvmeFunction {
         self.waiting = Some(transition);
     }
 
-    /// Defers a transition because the storage has not finished. A later transition replaces this one.
+    /// Defers a transition because the drive has not finished its work. A later transition replaces the deferred one.
     fn hold(&mut self, transition: ControllerTransition, why: &dyn std::error::Error) {
         if matches!(transition, ControllerTransition::Disable) {
             self.registers.hold_reset();
@@ -783,8 +792,8 @@ impl NvmeFunction {
         self.waiting = Some(transition);
     }
 
-    /// If the function has just begun to wait, wakes the thread that calls `process_events`, so that it starts to poll. The
-    /// polls themselves do not come here: each would trigger the next one without an interval.
+    /// If the function waits, wakes the thread that calls `process_events`, so that the thread starts to poll. Must not be
+    /// called by a poll, because each poll would then trigger the next one at once.
     fn begin_looks(&self) {
         if self.is_held() {
             // A full counter wakes as well.
@@ -797,12 +806,12 @@ impl NvmeFunction {
         !self.is_set_aside && !self.away && (self.waiting.is_some() || self.rest_waits)
     }
 
-    /// Returns whether the function is pausing or paused, so that it must not touch guest memory.
+    /// Returns whether the function is pausing or paused. If so, it must not access guest memory.
     fn is_at_rest(&self) -> bool {
         self.rests || self.rest_waits
     }
 
-    /// Continues a deferred transition or pause, if its commands have ended.
+    /// Continues a deferred transition or pause, if its commands in flight have ended.
     fn look_after_held(&mut self) {
         let at_once = self.access_deadline().at_once();
         if let Some(transition) = self.waiting.take() {
@@ -828,8 +837,8 @@ impl NvmeFunction {
         self.registers.fail();
     }
 
-    /// Masks and unmasks the vectors by the guest's registers: MSI-X, MSI, INTMS and INTMC, and Interrupt Disable. Without Bus
-    /// Master Enable, all are masked.
+    /// Masks and unmasks the vectors according to MSI-X, MSI, INTMS, INTMC and Interrupt Disable. If Bus Master Enable is
+    /// clear, masks all vectors.
     fn apply_masks(&self) {
         let (msix, msi) = (self.config.msix_control(), self.config.msi_control());
         let is_msi = msi.enabled && !msix.enabled;
@@ -850,14 +859,15 @@ impl NvmeFunction {
         });
     }
 
-    /// Applies INTMS and INTMC if they have changed from `before`.
+    /// Applies INTMS and INTMC if the mask differs from `before`.
     fn follow_masks(&self, before: u32) {
         if self.registers.interrupt_mask() != before {
             self.apply_masks();
         }
     }
 
-    /// Turns the first vector into the pin, for a VMM that has connected an interrupt line, or back into a message.
+    /// Makes the first vector drive the interrupt pin, for a VMM that has connected an interrupt line. With `None`, makes it
+    /// send messages again.
     pub fn set_pin(&self, pin: Option<PinDeassertion>) {
         if let Some(vector) = self.msix.vector(ADMIN_VECTOR) {
             vector.set_pin(pin);
@@ -865,8 +875,8 @@ impl NvmeFunction {
         self.apply_masks();
     }
 
-    /// Pauses the queues while Bus Master Enable is clear: the function then neither reads nor writes memory and sends no
-    /// messages. Resumes them when it is set.
+    /// Pauses the queues if Bus Master Enable is clear, because the function must then neither access memory nor send interrupt
+    /// messages. Resumes the queues if Bus Master Enable is set.
     fn follow_bus_master(&mut self) {
         let deadline = match self.waiting {
             // A longer wait for these commands has just been tried.
@@ -877,7 +887,8 @@ impl NvmeFunction {
         self.begin_looks();
     }
 
-    /// Does the work of [`Self::follow_bus_master`]. Commands that are in flight at the deadline are waited for later.
+    /// Does the work of [`Self::follow_bus_master`]. If commands are in flight at the deadline, `process_events` completes the
+    /// pause later.
     fn follow_bus_master_by(&mut self, deadline: &Deadline) {
         self.apply_masks();
         let rests = self.paused || !self.config.is_bus_master();
@@ -920,7 +931,7 @@ impl NvmeFunction {
         stopped
     }
 
-    /// Stops all work of the controller. After success, nothing touches the guest's memory.
+    /// Stops all work of the controller. After success, nothing accesses the guest's memory.
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands are in flight at the deadline. Another call completes the stop.
@@ -979,7 +990,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns the BAR at a guest address, and the offset in that BAR.
+    /// Returns the BAR that contains a guest address, and the offset in this BAR.
     #[must_use]
     pub fn bar_at(&self, base: MmioAddress, offset: MmioAddressOffset) -> Option<(Bar, u64)> {
         let address = base.0.checked_add(offset)?;

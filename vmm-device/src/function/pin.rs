@@ -1,23 +1,24 @@
 //! Recovery of an interrupt pin whose level stays high although the guest has consumed all entries.
 //!
-//! A VMM without an in-kernel irqchip lowers the level when the guest accesses a BAR, and notices a rise only when its own
-//! thread runs. In between, handlers of other queues and devices on the line may consume the entries. Their access then
-//! precedes the rise, and no later one follows: a driver whose handler finds no entry accesses nothing. The handler is called
-//! again and again, until the guest's kernel disables the line ("nobody cared").
+//! A VMM without an in-kernel irqchip lowers the level when the guest accesses a BAR, and raises the level only when its own
+//! thread runs. Before that thread runs, the guest may already have consumed the entries, because another queue or device
+//! shares the line. Then no BAR access follows that lowers the level, because a driver that finds no entry accesses no
+//! register. The guest calls its interrupt handlers again and again, until its kernel disables the line ("nobody cared").
 //!
-//! The protocol has no way to withdraw the level. So the handler is given an entry to find: an Asynchronous Event Request
-//! completes, the driver writes the head of the admin Completion Queue, and the level falls.
+//! The vfio-user protocol has no message that lowers the level. So the function completes an Asynchronous Event Request without
+//! an event. The driver finds this completion and writes the head doorbell of the admin Completion Queue, which lowers the
+//! level.
 
 use std::time::Duration;
 
-/// Interval at which the level is checked. Linux disables a line once 99,900 of 100,000 calls of its handlers found nothing to
-/// do.
+/// Interval at which the level is checked. It is short because Linux disables a line once 99,900 of 100,000 calls of its
+/// handlers found nothing to do.
 pub(super) const PIN_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Time after which a high level counts as stuck. A guest that is merely slow gets a needless event.
+/// Time after which a high level counts as stuck. If the guest is merely slow, it gets an event that it does not need.
 const STUCK: Duration = Duration::from_millis(100);
 
-/// Detects a level that stays high.
+/// Detects a pin whose level stays high.
 #[derive(Debug, Default)]
 pub(super) struct PinWatch {
     /// Number of the current high period, and the time when it was first seen.
@@ -26,8 +27,8 @@ pub(super) struct PinWatch {
 }
 
 impl PinWatch {
-    /// Returns `true` once for each high period that lasts too long. `high` is the current period's number, if the level is
-    /// high.
+    /// Returns `true` once for each period of high level that lasts too long. `high` is the number of the present period, or
+    /// `None` if the level is low.
     pub(super) fn is_stuck(&mut self, high: Option<u64>, now: Duration) -> bool {
         let since = match (high, self.high) {
             (None, _) => {

@@ -13,10 +13,10 @@ use crate::{
 
 impl NvmeFunction {
     /// Stops taking I/O and admin commands, and waits for commands in flight. After it returns, nothing touches the guest's
-    /// memory until `resume`. Accesses are still answered; commands that they announce wait.
+    /// memory until `resume`. Register accesses are still answered, but commands that the guest submits wait.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands are in flight after 30 seconds. The function then continues as before.
+    /// [`QueueError::Timeout`] if commands are in flight after 30 seconds. After an error, the function runs as before.
     pub fn pause(&mut self) -> Result<(), QueueError> {
         self.pause_within(DRAIN_DEADLINE)
     }
@@ -50,7 +50,7 @@ impl NvmeFunction {
         self.follow_bus_master();
     }
 
-    /// Returns whether it is paused.
+    /// Returns whether the VMM has paused the function.
     #[must_use]
     pub fn is_paused(&self) -> bool {
         self.paused
@@ -83,12 +83,13 @@ impl NvmeFunction {
         })
     }
 
-    /// Restores a saved function, in this process or another one, on an equal lease and with the guest's memory mapped. The
-    /// function is paused, and raises no vector until it is resumed. Returns the BARs that moved.
+    /// Restores a saved function, in this process or another one. The lease must have equal properties, and the guest's memory
+    /// must be mapped. Afterwards, the function is paused, and raises no vector until it is resumed. Returns the BARs that
+    /// moved.
     ///
     /// # Errors
-    /// All of [`SnapshotError`] except those about bytes. If a check fails, the function is unchanged. Otherwise it is as after
-    /// power-on, and not paused.
+    /// All of [`SnapshotError`] except those about bytes. If a check of the saved state fails, the function is unchanged. After
+    /// any other error, it is in its power-on state, and not paused.
     pub fn restore(&mut self, state: &FunctionSnapshot) -> Result<Vec<BarMove>, SnapshotError> {
         state.check_version()?;
         // Everything is checked before anything is applied. The host side comes first, as its errors are the most telling.
@@ -111,7 +112,7 @@ impl NvmeFunction {
         Ok(moves)
     }
 
-    /// Checks that there are queues only if the controller is enabled.
+    /// Checks that the saved state has queues only if the controller is enabled.
     fn check_enabled(&self, state: &FunctionSnapshot) -> Result<(), BackendStateError> {
         let queues = state.attachment.queues.len() + usize::from(state.admin.rings.is_some());
         if queues > 0 && !state.registers.is_enabled() {

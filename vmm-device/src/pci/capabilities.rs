@@ -76,8 +76,8 @@ pub(super) mod pcie {
     pub(in crate::pci) const INITIATE_FLR: u8 = 1 << 7;
 
     pub(in crate::pci) const LINK_CAPABILITIES: u8 = 0x0C;
-    /// 8 GT/s, four lanes, ASPM Optionality Compliance without ASPM. No link is modelled: tools print these values, and drivers
-    /// have nothing to tune.
+    /// 8 GT/s, four lanes, ASPM Optionality Compliance without ASPM. No link is modelled. These values are only shown by tools,
+    /// and give drivers nothing to tune.
     pub(in crate::pci) const LINK_CAPABILITIES_VALUE: u32 = 1 << 22 | LINK as u32;
     pub(in crate::pci) const LINK_CONTROL: u8 = 0x10;
     /// ASPM Control, Common Clock Configuration and Extended Synch: stored, without effect.

@@ -7,7 +7,7 @@ use super::msix::MsixMessage;
 pub(crate) struct MsiControl {
     /// MSI Enable.
     pub(crate) enabled: bool,
-    /// Base-2 logarithm of the number of messages that the guest has allocated, at most the number available.
+    /// Base-2 logarithm of the number of messages that the guest has enabled, at most the number that the function offers.
     pub(crate) messages_log2: u16,
     /// Message Address.
     pub(crate) address: u64,
@@ -16,12 +16,12 @@ pub(crate) struct MsiControl {
 }
 
 impl MsiControl {
-    /// Returns the number of messages that the guest has allocated.
+    /// Returns the number of messages that the guest has enabled.
     pub(crate) fn messages(&self) -> u16 {
         1 << self.messages_log2
     }
 
-    /// Returns the message of a vector, if the guest has allocated enough messages.
+    /// Returns the message of a vector; `None` if the guest has enabled too few messages.
     pub(crate) fn message(&self, vector: u16) -> Option<MsixMessage> {
         // The message number replaces the low bits of the data (section 6.8.1.6).
         let low = self.messages() - 1;

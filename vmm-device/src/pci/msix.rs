@@ -8,7 +8,7 @@ use crate::state::parts::{MsixEntryState, MsixState};
 
 /// Offset of the table in BAR4.
 pub(super) const TABLE_OFFSET: u64 = 0;
-/// Offset of the pending bits: a page separate from the table's.
+/// Offset of the pending bits, which are on another page than the table.
 pub(super) const PBA_OFFSET: u64 = 0x1000;
 /// Size of BAR4: both pages.
 pub(super) const BAR_SIZE: u64 = 0x2000;
@@ -20,17 +20,17 @@ const MASK_BIT: u32 = 1;
 pub const MSIX_VECTORS_MAX: u16 = nvme_guest::interrupt::VECTORS_MAX;
 const _: () = assert!(MSIX_VECTORS_MAX as usize * ENTRY_SIZE <= PBA_OFFSET as usize);
 
-/// Party that holds interrupts back while a vector is masked.
+/// Side that holds back the interrupts of a masked vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsixMasking {
-    /// The function, which the guest's accesses to the table and to Message Control reach.
+    /// The function holds them back. The guest's accesses to the table and to Message Control reach it.
     Function,
-    /// The vfio-user client. It emulates the table for the guest and gives the function one eventfd per vector. The table here
-    /// is plain memory without effect.
+    /// The vfio-user client holds them back. It emulates the table for the guest, and gives the function one eventfd per
+    /// vector. So the function's own table is plain memory without effect.
     Client,
 }
 
-/// MSI-X settings that the guest has made in Message Control, or MSI in their place.
+/// Guest's settings in Message Control of MSI-X, or of MSI if the guest has enabled MSI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MsixControl {
     /// MSI-X Enable.
@@ -104,7 +104,7 @@ impl MsixMessage {
     }
 }
 
-/// MSI-X of one function: the table and the vectors.
+/// MSI-X table and vectors of one function.
 #[derive(Debug)]
 pub(crate) struct MsixTable {
     masking: MsixMasking,
@@ -146,7 +146,7 @@ impl MsixTable {
         self.table.get(usize::from(number)).copied()
     }
 
-    /// Applies a change of Message Control or of the table. Does nothing if the client does the masking.
+    /// Applies a change of Message Control or of the table to the vectors. Does nothing if the client masks the vectors.
     pub(crate) fn apply(&self, control: MsixControl) {
         if self.masking == MsixMasking::Client {
             return;
@@ -167,7 +167,8 @@ impl MsixTable {
         }
     }
 
-    /// Resets table, control and pending bits to their power-on state. Eventfds stay: they belong to the VMM.
+    /// Resets table, control and pending bits to their power-on state. The vectors' eventfds stay connected, because they
+    /// belong to the VMM.
     pub(crate) fn reset(&mut self) {
         self.table.fill(MsixMessage::RESET);
         self.clear_pending();
@@ -235,8 +236,8 @@ impl MsixTable {
         Ok(())
     }
 
-    /// Replaces the table by a checked state; [`Self::apply`] must follow. Whoever resumes the function raises the pending
-    /// vectors.
+    /// Replaces the table by a checked state. The caller must call [`Self::apply`] afterwards, and must raise the pending
+    /// vectors when the function resumes.
     pub(crate) fn restore(&mut self, state: &MsixState) {
         for (entry, saved) in self.table.iter_mut().zip(&state.table) {
             let MsixEntryState {
@@ -260,7 +261,8 @@ impl MsixTable {
         }
     }
 
-    /// Writes any number of bytes at any offset in BAR4; [`Self::apply`] must follow. Pending bits are read-only.
+    /// Writes any number of bytes at any offset in BAR4. The caller must call [`Self::apply`] afterwards. Pending bits are
+    /// read-only.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) {
         for (byte, at) in data.iter().zip(ConsecutiveOffsets(offset)) {
             let Some((number, within)) = Self::entry_at(at) else {
@@ -299,7 +301,7 @@ impl MsixTable {
     }
 }
 
-/// Consecutive offsets, which end instead of wrapping.
+/// Iterator over consecutive offsets. It ends at the largest offset instead of wrapping to zero.
 struct ConsecutiveOffsets(u64);
 
 impl Iterator for ConsecutiveOffsets {

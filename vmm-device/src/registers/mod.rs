@@ -1,7 +1,7 @@
 //! Controller properties in BAR0, up to the doorbells (Base 2.0, section 3.1.3; PCIe 1.0, section 3.1).
 //!
-//! A write that requests work (enable, reset, shut down) is returned as a [`ControllerTransition`]. The caller carries it out
-//! and reports back, and only then does `CSTS` change.
+//! If a write requests an enable, a reset or a shutdown, it returns a [`ControllerTransition`]. The caller carries out this
+//! transition and reports its completion; only then does `CSTS` change.
 
 use nvme_guest::Gpa;
 use nvme_spec::{
@@ -15,8 +15,8 @@ use nvme_spec::{
 
 mod state;
 
-/// `CAP.TO` and `CRTO.CRWMT`, in units of 500 ms: 127.5 s, the maximum of `CAP.TO`. Enabling itself is immediate. A reset waits
-/// for commands in flight, as long as the storage takes.
+/// `CAP.TO` and `CRTO.CRWMT`, in units of 500 ms: 127.5 s, the maximum of `CAP.TO`. The value is large because a reset waits
+/// for commands in flight, for as long as the drive takes. Enabling is immediate.
 const READY_TIMEOUT: u8 = u8::MAX;
 
 /// Mask for `ASQ` and `ACQ`: bits 11:0 are reserved, as queues are page aligned.
@@ -24,7 +24,7 @@ const BASE_MASK: u64 = !0xFFF;
 /// Bits of `AQA` that are not reserved.
 const AQA_MASK: u32 = 0x0FFF_0FFF;
 
-/// Work that a guest has requested by writing a property.
+/// Transition of the controller that a guest has requested by writing a property.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ControllerTransition {
     /// `CC.EN` changed from 0 to 1, with valid settings.
@@ -44,7 +44,7 @@ pub(crate) struct AdminQueues {
     pub(crate) cq_entries: u32,
 }
 
-/// Values in `CAP` that depend on the lower layers.
+/// Values in `CAP` that depend on the lease.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ControllerCapabilities {
     /// Largest number of entries of an I/O queue, 2 to 65,536.
@@ -119,7 +119,7 @@ impl ControllerProperties {
         transition
     }
 
-    /// Returns whether admin commands are processed: enabled, not failed, not shut down.
+    /// Returns whether admin commands are processed: the controller is enabled, and neither failed nor shut down.
     pub(crate) fn is_running(&self) -> bool {
         self.cc.en()
             && self.csts.rdy()
@@ -127,23 +127,23 @@ impl ControllerProperties {
             && self.csts.shst() == ShutdownStatus::NORMAL
     }
 
-    /// Returns `CC`, for the commands that depend on it.
+    /// Returns `CC`. Some commands depend on its fields.
     pub(crate) fn cc(&self) -> Cc {
         self.cc
     }
 
-    /// Returns the vectors that the guest has masked by INTMS, as bits.
+    /// Returns the vectors that the guest has masked through INTMS, as bits.
     pub(crate) fn interrupt_mask(&self) -> u32 {
         self.interrupt_mask
     }
 
-    /// Sets `CSTS.RDY`: the admin queues are set up.
+    /// Sets `CSTS.RDY`, after the admin queues were set up.
     pub(crate) fn enabled(&mut self) {
         self.csts = self.csts.with_rdy(true);
     }
 
-    /// Completes a Controller Reset, once nothing touches guest memory. `AQA`, `ASQ` and `ACQ` keep their values, all other
-    /// properties are reset (Base 2.0, section 3.7.2).
+    /// Completes a Controller Reset. Call this only when nothing accesses guest memory any longer. `AQA`, `ASQ` and `ACQ` keep
+    /// their values, all other properties are reset (Base 2.0, section 3.7.2).
     pub(crate) fn disabled(&mut self) {
         *self = Self {
             aqa: self.aqa,
@@ -153,12 +153,13 @@ impl ControllerProperties {
         };
     }
 
-    /// Keeps `CSTS.RDY` set during a reset, while earlier commands may still access guest memory. [`Self::disabled`] clears it.
+    /// Keeps `CSTS.RDY` set during a reset, because earlier commands may still access guest memory. [`Self::disabled`] clears
+    /// it.
     pub(crate) fn hold_reset(&mut self) {
         self.csts = self.csts.with_rdy(true);
     }
 
-    /// Returns the incomplete transition that these properties show.
+    /// Returns the transition that is not complete according to these properties, if any.
     pub(crate) fn incomplete(&self) -> Option<ControllerTransition> {
         if self.csts.cfs() {
             return None;
@@ -288,15 +289,15 @@ impl ControllerProperties {
     }
 }
 
-/// Returns whether the controller can be enabled with these values. The sizes of I/O queue entries may still be zero: they are
-/// needed only when I/O queues are created.
+/// Returns whether the controller can be enabled with these values. The sizes of I/O queue entries may be zero, because the
+/// guest need not set them before it creates I/O queues.
 fn is_supported(cc: Cc) -> bool {
     has_supported_constants(cc)
         && matches!(cc.iosqes(), 0 | IOSQES)
         && matches!(cc.iocqes(), 0 | IOCQES)
 }
 
-/// Returns whether the fields that are constant while the controller is enabled have supported values.
+/// Returns whether the fields that must not change while the controller is enabled have supported values.
 fn has_supported_constants(cc: Cc) -> bool {
     matches!(cc.css(), CommandSetSelected::NVM | CommandSetSelected::ALL)
         && cc.mps() == 0

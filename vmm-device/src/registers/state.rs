@@ -29,7 +29,7 @@ impl ControllerProperties {
         }
     }
 
-    /// Checks saved properties against this controller's `CAP`, and for values that accesses cannot produce.
+    /// Checks that the saved properties fit this controller's `CAP`, and that a guest's accesses could have produced them.
     pub(crate) fn check(&self, state: &RegistersState) -> Result<(), BackendStateError> {
         let RegistersState {
             cap,
@@ -122,7 +122,7 @@ impl RegistersState {
         Cc(self.cc).en()
     }
 
-    /// Returns whether the guest has disabled the controller and the reset is incomplete.
+    /// Returns whether the guest has disabled the controller, and the reset is not complete.
     pub(crate) fn is_being_disabled(&self) -> bool {
         !self.is_enabled() && Csts(self.csts).rdy()
     }

@@ -1,6 +1,7 @@
 //! Encoding of a snapshot as bytes: a header line, then the state as JSON.
 //!
-//! The header is checked first, so that another version, a truncated snapshot and a damaged one are reported as such.
+//! The header is checked first, so that each error is reported by its cause: another version, a truncated snapshot, or a
+//! damaged snapshot.
 
 use std::fmt;
 
@@ -11,7 +12,7 @@ use super::{FunctionSnapshot, SnapshotError, VERSION};
 /// First bytes of every snapshot.
 pub(super) const MAGIC: &str = "nvme-mpt function state";
 
-/// Largest state in bytes. A Completion Queue with all completions that it can hold takes less than 128 KiB.
+/// Largest state in bytes. Each queue pair needs less than 128 KiB, even with a full Completion Queue.
 const STATE_MAX: usize = MAX_QUEUE_PAIRS as usize * (128 << 10);
 
 /// Longest header line in bytes, including its newline.
@@ -21,7 +22,7 @@ impl FunctionSnapshot {
     /// Encodes the state as bytes, for a file.
     ///
     /// # Errors
-    /// [`SnapshotError::Syntax`], which numbers and text never cause.
+    /// [`SnapshotError::Syntax`]. This never occurs, because a state has only numbers and text.
     pub fn to_bytes(&self) -> Result<Vec<u8>, SnapshotError> {
         let state = serde_json::to_vec(self)?;
         let line = SnapshotHeader {

@@ -1,9 +1,9 @@
 //! Snapshot of a paused function: configuration space, MSI-X, properties, the admin queue with the effects of admin commands,
-//! and the attachment with its I/O queues. It contains no guest memory and no data of the drive.
+//! and the back end with its I/O queues. A snapshot contains no guest memory and no data of the drive.
 //!
-//! A VMM stores [`FunctionSnapshot`] by `serde` in its own format, or as the bytes of `to_bytes`, which reveal
-//! truncation and damage. A state that is read back is untrusted: everything is checked before anything is applied. The types
-//! of the parts are in `parts`; a change to one of them needs a new [`VERSION`].
+//! A VMM stores a [`FunctionSnapshot`] with `serde` in its own format, or as the bytes of `to_bytes`, whose header reveals
+//! truncation and damage. A state that is read back is untrusted, so all of it is checked before any of it is applied. The
+//! types of the parts are in `parts`; a change to one of them needs a new [`VERSION`].
 
 mod bytes;
 pub(crate) mod parts;
@@ -14,13 +14,13 @@ use thiserror::Error;
 
 use parts::{MsixState, RegistersState, SavedAdminState};
 
-/// Version of the snapshots that are taken, and the only version that is restored.
+/// Version of snapshots that this program takes. Only this version can be restored.
 pub const VERSION: u32 = 1;
 
 /// Error of decoding or restoring a snapshot.
 #[derive(Debug, Error)]
 pub enum SnapshotError {
-    /// The bytes do not begin like a snapshot.
+    /// The bytes do not begin with the header of a snapshot.
     #[error(
         "This is not a snapshot of an NVMe function: it does not begin with `{}`",
         bytes::MAGIC
@@ -54,13 +54,13 @@ pub enum SnapshotError {
         /// Checksum in the header.
         expected: u32,
     },
-    /// The bytes are intact, but are not a function's state.
+    /// The checksum is right, but the bytes do not describe a function's state.
     #[error("The snapshot is not that of a function")]
     Syntax(#[from] serde_json::Error),
     /// The state does not fit this function, or is invalid.
     #[error(transparent)]
     State(#[from] BackendStateError),
-    /// The function to restore into cannot be stopped.
+    /// The function that is to restore the snapshot has commands in flight that do not end.
     #[error("The function cannot be stopped, so that nothing can be restored into it")]
     Stop(#[from] QueueError),
 }
@@ -72,7 +72,7 @@ pub struct FunctionSnapshot {
     pub(crate) version: u32,
     /// The first 256 bytes of configuration space.
     pub(crate) config_space: Vec<u8>,
-    /// Set if the guest has cleared Command. Omitted if false.
+    /// Set if the guest has written zero to Command. Omitted if false.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) switched_off: bool,
     pub(crate) msix: MsixState,
@@ -81,7 +81,7 @@ pub struct FunctionSnapshot {
     pub(crate) attachment: BackendState,
 }
 
-/// Returns whether to omit a field that is false.
+/// Returns whether a boolean field is false, so that it is omitted.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
 pub(crate) fn is_false(flag: &bool) -> bool {
     !flag
@@ -94,7 +94,7 @@ impl FunctionSnapshot {
         self.version
     }
 
-    /// Returns the attachment's part: the queues, and the facts that the guest was told.
+    /// Returns the state of the back end: the I/O queues, and the properties of the lease that the guest was told.
     #[must_use]
     pub fn attachment(&self) -> &BackendState {
         &self.attachment

@@ -1,4 +1,4 @@
-//! Saved forms of a function's parts. The owner of each part saves and restores it.
+//! Saved forms of a function's parts. The module that defines a part also saves and restores it.
 
 use serde::{Deserialize, Serialize};
 
@@ -37,27 +37,27 @@ pub(crate) struct RegistersState {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SavedAdminState {
-    /// Present if the controller is enabled.
+    /// Present only if the controller is enabled.
     pub(crate) rings: Option<AdminRingsState>,
-    /// Completions that wait for space in the queue.
+    /// Completions that wait for space in the admin Completion Queue.
     pub(crate) unposted: Vec<CompletionState>,
-    /// Entry of a command that waits for the back end's next process. Omitted if there is none.
+    /// Submission queue entry of a command that waits for the back end's next process. Omitted if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) postponed: Option<[u64; 8]>,
-    /// Entries of commands that wait for I/O commands in flight. Omitted if there are none.
+    /// Submission queue entries of commands that wait for I/O commands in flight. Omitted if there are none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) held: Vec<[u64; 8]>,
     pub(crate) features: FeaturesState,
     pub(crate) events: AsyncEventsState,
     pub(crate) errors: ErrorLogState,
-    /// Critical Warning bits that were reported.
+    /// Critical Warning bits that the guest was already notified of.
     pub(crate) warned: u8,
     pub(crate) namespace_changed: bool,
     pub(crate) commands: u64,
     /// Number of Abort commands. Omitted if zero.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) aborts: u64,
-    /// Seconds for which the controller was powered. Omitted if zero.
+    /// Time, in seconds, for which the controller has been powered. Omitted if zero.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) powered_seconds: u64,
 }
@@ -75,12 +75,12 @@ pub(crate) struct AdminRingsState {
     pub(crate) cq_head: u32,
     pub(crate) cq_tail: u32,
     pub(crate) phase: bool,
-    /// Values of its doorbells, tail and head, when they were last read.
+    /// Values of the tail and head doorbell when they were last read.
     pub(crate) seen: [u32; 2],
-    /// Values of its Doorbell Buffer entries when they were last read.
+    /// Values of the two doorbells in the Doorbell Buffer when they were last read.
     #[serde(default, skip_serializing_if = "are_zero")]
     pub(crate) held: [u32; 2],
-    /// Numbers of positions by which the registers may lag behind the Doorbell Buffer.
+    /// Maximum number of positions by which a register value can be older than the value in the Doorbell Buffer.
     #[serde(default, skip_serializing_if = "are_zero")]
     pub(crate) behind: [u32; 2],
 }
@@ -93,7 +93,7 @@ fn are_zero(words: &[u32; 2]) -> bool {
     *words == [0; 2]
 }
 
-/// A completion of the admin queue.
+/// Completion that waits to be posted to the admin queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct CompletionState {

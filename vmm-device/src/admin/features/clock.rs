@@ -13,12 +13,12 @@ pub(super) struct TimestampClock {
     start: u64,
     since: Duration,
     origin: TimestampOrigin,
-    /// Set if the clock has stood still: the Synch attribute.
+    /// Set if the clock has stood still since it was set. The Synch attribute reports this.
     stopped: bool,
 }
 
 impl TimestampClock {
-    /// Creates the clock after a controller reset at `now`: it counts from zero.
+    /// Starts the clock at zero, after a controller reset at `now`.
     pub(super) fn reset(now: Duration) -> Self {
         Self {
             start: 0,
@@ -53,8 +53,8 @@ impl TimestampClock {
         }
     }
 
-    /// Restores the clock. `elapsed` is the time since the save for which the clock ran; `None` for a snapshot, in which it
-    /// stood still.
+    /// Restores the clock. `elapsed` is the time since the save. It is `None` for a snapshot, during which the clock stood
+    /// still.
     pub(super) fn restored(
         state: &TimestampState,
         now: Duration,

@@ -1,4 +1,4 @@
-//! Masks for dword 11 of features: bits that are reserved or not offered are stored as zero.
+//! Masks for dword 11 of Set Features. Bits that are reserved, or whose function is not offered, are stored as zero.
 
 use nvme_spec::feature::{
     Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
@@ -29,7 +29,8 @@ pub(super) fn write_atomicity(dword11: u32) -> WriteAtomicity {
     WriteAtomicity::default().with_dn(WriteAtomicity(dword11).dn())
 }
 
-/// Clears notices that OAES does not offer; the host reads the result back. `own` are the command set's notices.
+/// Clears the notices that OAES does not offer. The guest can read back which notices are enabled. `own` are the notices of the
+/// namespace's command set.
 pub(super) fn async_events(dword11: u32, own: AsyncEventConfiguration) -> AsyncEventConfiguration {
     let value = AsyncEventConfiguration(dword11);
     AsyncEventConfiguration(dword11 & own.0)

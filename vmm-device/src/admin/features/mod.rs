@@ -1,5 +1,5 @@
 //! Get Features and Set Features (Base 2.0, sections 5.15, 5.27 and 5.27.1; NVM 1.0, section 4.1.3). No feature is saveable, so
-//! a saved value equals the default.
+//! Get Features returns the default as the saved value.
 
 mod clock;
 mod kept;
@@ -29,7 +29,7 @@ use super::{identify::ARBITRATION_BURST, io_queues::IoQueueAllocation, subject::
 /// Mask of the I/O Command Set Combination Index in dword 11 of the I/O Command Set Profile.
 const COMBINATION_INDEX: u32 = 0x1FF;
 
-/// Facts besides the stored values on which features depend.
+/// Values besides the stored ones that the features depend on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FeatureContext<'a> {
     pub(super) namespace: &'a LeasedNamespace,
@@ -57,11 +57,11 @@ pub(super) struct FeatureValue {
 pub(super) struct ControllerFeatures {
     arbitration: Arbitration,
     power: PowerManagement,
-    /// `None` for the default.
+    /// Value that the guest has set; `None` for the default.
     over_temperature: Option<u16>,
     under_temperature: u16,
     error_recovery: ErrorRecovery,
-    /// Granted numbers of queues; `None` if the feature was not set.
+    /// Granted numbers of queues; `None` if the guest has not set the feature since the last reset.
     queues: Option<IoQueueAllocation>,
     coalescing: InterruptCoalescing,
     /// Vectors with Coalescing Disable, as bits.
@@ -107,7 +107,7 @@ impl ControllerFeatures {
         }
     }
 
-    /// Returns the numbers of queues that a host may create.
+    /// Returns the maximum numbers of queues that the guest may create.
     pub(super) fn allocated(&self, context: &FeatureContext<'_>) -> IoQueueAllocation {
         let all = context.queue_pairs_max;
         self.queues.unwrap_or(IoQueueAllocation {
@@ -116,7 +116,7 @@ impl ControllerFeatures {
         })
     }
 
-    /// Returns whether a Composite Temperature is beyond a threshold.
+    /// Returns whether a Composite Temperature has reached the over temperature threshold or the under temperature threshold.
     pub(super) fn is_beyond_threshold(&self, temperature: u16, default_threshold: u16) -> bool {
         temperature >= self.over_temperature.unwrap_or(default_threshold)
             || temperature <= self.under_temperature

@@ -139,8 +139,8 @@ impl ControllerFeatures {
         Ok(())
     }
 
-    /// Restores a checked state. `elapsed` is the time that has passed for the controller since the save; `None` if its clock
-    /// stood still.
+    /// Restores a checked state. `elapsed` is the time since the save. It is `None` for a snapshot, during which the
+    /// controller's clock stood still.
     pub(in crate::admin) fn restored(
         state: &FeaturesState,
         clock: &Arc<dyn WaitClock>,

@@ -1,11 +1,11 @@
 //! Health of the drive, as one of its guests may see it (Base 2.0, section 5.16.1.3).
 //!
-//! All guests share one drive that wears out, heats up or fails, so each of them sees its state: spare, wear, temperatures,
-//! hours, power cycles. Data read, written and lost is counted per lease: no guest learns about the others' use.
+//! All guests of a drive share its wear, temperature and failures. So each guest sees the drive's spare, wear, temperatures,
+//! hours and power cycles. Data read, written and lost is counted per lease, so that no guest learns about the others' use.
 //!
 //! The drive's log is read at most once a second for a guest. It is read every 10 s while the guest has health events enabled,
 //! and whenever the drive raises an event. After the drive is gone, the guest has a working controller without a namespace.
-//! CSTS.CFS would only make Linux reset the controller to no avail.
+//! CSTS.CFS would not help: Linux would reset the controller, and the reset would not bring back the drive.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,30 +23,31 @@ use zerocopy::{
 
 use super::features::ControllerFeatures;
 
-/// Time for which the drive's last report is reused, so that a guest that polls does not occupy the drive's admin queue.
+/// Time for which the drive's last report is reused. So a guest that polls its health log does not occupy the drive's admin
+/// queue.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// Poll interval while the guest has health events enabled. A drive reports crossings of its own thresholds, but does not know
-/// those that a guest has set.
+/// Poll interval while the guest has health events enabled. Polling is needed because a drive reports only crossings of its own
+/// thresholds, not of thresholds that a guest has set.
 pub(crate) const WATCH_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Values in kelvins for a drive without a sensor: 37 °C, 70 °C and 100 °C.
+/// Composite Temperature, WCTEMP and CCTEMP in kelvins for a drive without a sensor: 37 °C, 70 °C and 100 °C.
 const TEMPERATURE: u16 = 310;
 const THRESHOLDS: TemperatureThresholds = TemperatureThresholds {
     warning: 343,
     critical: 373,
 };
 
-/// Available Spare, in percent, of a drive that does not wear out.
+/// Available Spare, in percent, that is reported for a drive that does not wear out.
 const SPARE: u8 = 100;
 const SPARE_THRESHOLD: u8 = 10;
 
 /// Latest result of reading the drive's health.
 #[derive(Debug)]
 enum HealthReading {
-    /// The drive was not asked, or has not answered yet.
+    /// No report yet: the drive was not asked, or has not answered.
     Unknown,
-    /// The drive has no log: nothing in it wears out.
+    /// The drive has no health log, because nothing in it wears out.
     None,
     /// Last report of the drive.
     Drive(Box<SmartHealth>),
@@ -67,7 +68,8 @@ pub(super) struct GuestDriveHealth {
 }
 
 impl GuestDriveHealth {
-    /// Creates an empty cache. `thresholds` are the drive's; `None` if it measures no temperature.
+    /// Creates an empty cache. `thresholds` are the temperature thresholds of the drive; `None` if the drive measures no
+    /// temperature.
     pub(super) fn new(
         thresholds: Option<TemperatureThresholds>,
         clock: Arc<dyn WaitClock>,
@@ -84,20 +86,20 @@ impl GuestDriveHealth {
         }
     }
 
-    /// Replaces the clock, and forgets when the drive was last asked.
+    /// Replaces the clock. The next request counts as the first one.
     pub(super) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
         self.asked = None;
         self.since = clock.now();
         self.clock = clock;
     }
 
-    /// Returns the time for which the controller has been powered.
+    /// Returns the time for which the controller has been powered, across all processes.
     pub(super) fn powered(&self) -> Duration {
         let here = self.clock.now().saturating_sub(self.since);
         here.saturating_add(self.powered_before)
     }
 
-    /// Continues a controller that was powered for some time before.
+    /// Continues a controller that was powered for the time `powered` in earlier processes.
     pub(super) fn go_on(&mut self, powered: Duration) {
         (self.since, self.powered_before) = (self.clock.now(), powered);
     }
@@ -121,29 +123,29 @@ impl GuestDriveHealth {
         }
     }
 
-    /// Returns whether the drive's health can change at all.
+    /// Returns whether the drive has a sensor, so that its health can change.
     pub(super) fn can_change(&self) -> bool {
         self.thresholds.is_some()
     }
 
-    /// Records the damage of the lease itself. This does not access the drive.
+    /// Records damage of the lease's own data. This does not access the drive.
     pub(super) fn note(&mut self, damage: LeaseDamage) {
         self.damage = damage;
     }
 
-    /// Reads the drive's health, unless that was done a moment ago.
+    /// Reads the drive's health, unless the last request is less than a second ago.
     pub(super) fn refresh(&mut self, host: &dyn ControllerBackend) {
         if self.is_older_than(FRESH) {
             self.read(host);
         }
     }
 
-    /// Returns whether the next periodic read is due.
+    /// Returns whether the last request is at least `WATCH_INTERVAL` ago.
     pub(super) fn is_due(&self) -> bool {
         self.is_older_than(WATCH_INTERVAL)
     }
 
-    /// Reads the drive's health. If the drive does not answer, the last report stays.
+    /// Reads the drive's health. If the drive does not answer, keeps the last report.
     pub(super) fn read(&mut self, host: &dyn ControllerBackend) {
         self.asked = Some(self.clock.now());
         self.gone = host.status().is_gone;
@@ -166,9 +168,10 @@ impl GuestDriveHealth {
         }
     }
 
-    /// Returns Critical Warning. Most bits are the drive's. The temperature is compared with this guest's thresholds. Bit 2
-    /// (reliability) is also set if the drive is gone or the lease's data is damaged. Bit 3 (read only) is also set if
-    /// completed writes were lost; no write protection of the namespace has caused that (Base 2.0, Figure 207).
+    /// Returns Critical Warning. Most bits are copied from the drive. The temperature bit results from a comparison with this
+    /// guest's thresholds. Bit 2 (reliability) is also set if the drive is gone or the lease's data is damaged. Bit 3 (read
+    /// only) is also set if completed writes were lost. The specification allows that, because no write protection of the
+    /// namespace is the cause (Base 2.0, Figure 207).
     pub(super) fn warnings(&self, features: &ControllerFeatures) -> CriticalWarning {
         let LeaseDamage {
             lost_writes,
@@ -191,7 +194,7 @@ impl GuestDriveHealth {
             .with_volatile_backup(drive.volatile_backup())
     }
 
-    /// Returns the drive's part of the log page. The lease's counters are zero in it.
+    /// Returns the log page with the values of the drive. The counters of the lease are left zero.
     pub(super) fn page(&self, features: &ControllerFeatures) -> SmartHealth {
         let mut page = SmartHealth::new_zeroed();
         page.critical_warning = self.warnings(features);

@@ -24,9 +24,9 @@ use super::{
 };
 use crate::pci::config_space::VENDOR_ID;
 
-/// `CNTLID`: each controller is the only one of its NVM subsystem.
+/// `CNTLID`: zero, because each controller is the only one of its NVM subsystem.
 pub(super) const CONTROLLER_ID: u16 = 0;
-/// `CNTID` that means the controller that processes the command.
+/// `CNTID` value by which the guest means the controller that processes the command.
 const THIS_CONTROLLER: u16 = 0xFFFF;
 /// Firmware Revision: this crate's version, padded with spaces.
 pub(super) const FIRMWARE_REVISION: [u8; 8] = padded(env!("CARGO_PKG_VERSION"));
@@ -110,7 +110,8 @@ impl IdentifySubject<'_> {
         Ok(())
     }
 
-    /// Identify Controller (Base 2.0, section 5.17.2.1). A field that is left zero reports no support, or no limit.
+    /// Identify Controller (Base 2.0, section 5.17.2.1). Fields that are left zero report that a feature is not supported, or
+    /// that there is no limit.
     fn controller(&self) -> Vec<u8> {
         let mut id = IdentifyController::new_zeroed();
         id.vid = VENDOR_ID;
@@ -262,8 +263,8 @@ impl IdentifySubject<'_> {
         list
     }
 
-    /// Identify I/O Command Set: one combination (Base 2.0, section 5.17.2.21). A command set other than NVM is combined with
-    /// NVM, whose structures hosts request before they look at namespaces.
+    /// Identify I/O Command Set: one combination (Base 2.0, section 5.17.2.21). A command set other than NVM is always combined
+    /// with NVM, because hosts request the data structures of NVM before they look at the namespaces.
     fn combinations(&self, controller: u16) -> Result<Vec<u8>, Status> {
         if controller != THIS_CONTROLLER && controller != CONTROLLER_ID {
             return Err(Status::INVALID_FIELD);

@@ -1,8 +1,8 @@
 //! PCI configuration space: a type 0 header and four capabilities.
 //!
-//! It consists of two arrays: the bytes that reads return, and the bits that writes change. BAR sizing, read-only fields and
-//! reserved bits follow from the second array. Other effects of a write (a moved BAR, a function reset) are found by comparing
-//! the state before and after.
+//! Configuration space consists of two arrays: the bytes that reads return, and a mask of the bits that writes change. BAR
+//! sizing, read-only fields and reserved bits all follow from this mask. Other effects of a write (a moved BAR, a function
+//! reset) are found by comparing the state before and after.
 //!
 //! Releases up to 0.1 had MSI-X only. A restored function keeps the layout that its guest has seen: [`OfferedInterrupts`] is
 //! read from the saved bytes.
@@ -18,9 +18,9 @@ use super::{
 
 /// Vendor ID, "MP", unassigned in the public list of PCI IDs.
 ///
-/// Guest drivers find an NVMe controller by its class code and use the IDs for quirks only. The IDs of other emulated and
-/// physical controllers trigger such quirks: Linux restricts namespace identifiers for 1B36:0010, stalls queue creation for
-/// others, and so on. An unassigned ID gets the behaviour that the specification describes.
+/// Guest drivers find an NVMe controller by its class code and use the IDs for quirks only. The IDs of other controllers
+/// trigger such quirks. For example, Linux restricts namespace identifiers for 1B36:0010 (QEMU), and delays the creation of
+/// queues for some physical drives. With an unassigned ID, drivers follow the specification.
 pub const VENDOR_ID: u16 = 0x4D50;
 /// Device ID.
 pub const DEVICE_ID: u16 = 0x0001;
@@ -28,11 +28,11 @@ pub const DEVICE_ID: u16 = 0x0001;
 /// Bytes of configuration space (PCI Express 4.0, section 7.2).
 pub const CONFIG_SPACE_SIZE: u64 = 4096;
 
-/// Size of the part with content. Extended capabilities would follow; there are none, and a first one of zero says so (PCI
-/// Express 4.0, section 7.6.1).
+/// Size in bytes of the part with content. Extended capabilities would follow. A first extended capability of zero reports that
+/// there are none (PCI Express 4.0, section 7.6.1).
 const COMPATIBLE_SIZE: usize = 256;
 
-/// Smallest size of BAR0: a guest driver in wide use masks the address with FFFF_C000h.
+/// Smallest size of BAR0 in bytes: a guest driver in wide use masks the BAR's address with FFFF_C000h.
 const REGISTERS_BAR_MIN: u64 = 0x4000;
 
 const COMMAND: u8 = 0x04;
@@ -41,7 +41,7 @@ const MEMORY_SPACE: u8 = 1 << 1;
 /// Bus Master Enable, as a bit of the lower byte of Command.
 const BUS_MASTER: u8 = 1 << 2;
 /// Memory Space, Bus Master, Parity Error Response, SERR#, Interrupt Disable. I/O Space is read-only, as there is no I/O BAR.
-/// Accesses are accepted without Memory Space: drivers in user space do not set it.
+/// The function answers register accesses even if Memory Space is clear, because drivers in user space do not set it.
 const COMMAND_WRITABLE: u16 = 1 << 1 | 1 << 2 | 1 << 6 | 1 << 8 | 1 << 10;
 const STATUS: u8 = 0x06;
 /// Interrupt Status, as a bit of the lower byte of Status.
@@ -70,7 +70,7 @@ const INTERRUPT_DISABLE: u8 = 1 << 2;
 pub enum Bar {
     /// BAR0: controller properties and doorbells.
     Registers,
-    /// BAR4: MSI-X table and pending bits. They share no page with BAR0, so that a VMM can trap one BAR and map the other.
+    /// BAR4: MSI-X table and pending bits. They do not lie in BAR0, so that a VMM can trap one BAR and map the other.
     Msix,
 }
 
@@ -114,13 +114,13 @@ pub struct BarMove {
 /// Side effects of a write to configuration space.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct ConfigWrite {
-    /// BARs that moved, appeared or vanished.
+    /// BARs whose addresses changed, or that are now decoded or no longer decoded.
     pub(crate) moves: Vec<BarMove>,
-    /// Set if a Function Level Reset was initiated. Configuration space is already as after power-on.
+    /// Set if a Function Level Reset was initiated. Configuration space is then already in its power-on state.
     pub(crate) function_level_reset: bool,
 }
 
-/// Interrupt types that a function offers its guest besides MSI-X.
+/// Interrupt types, besides MSI-X, that a function offers its guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OfferedInterrupts {
     /// MSI.
@@ -130,13 +130,13 @@ pub(crate) struct OfferedInterrupts {
 }
 
 impl OfferedInterrupts {
-    /// Offer of releases up to 0.1.
+    /// Interrupt types that releases up to 0.1 offered.
     const MSIX_ALONE: Self = Self {
         msi: false,
         pin: false,
     };
 
-    /// Returns the offer that these contents of configuration space make.
+    /// Returns the interrupt types that these contents of configuration space offer.
     fn of(contents: &[u8]) -> Self {
         let at = |offset: u8| contents.get(usize::from(offset)).copied();
         Self {
@@ -151,13 +151,13 @@ impl OfferedInterrupts {
 pub(crate) struct ConfigSpace {
     contents: [u8; COMPATIBLE_SIZE],
     layout: ConfigSpaceLayout,
-    /// Offer to a new guest.
+    /// Interrupt types that are offered to a new guest. A restored guest may have other ones.
     newest: OfferedInterrupts,
-    /// Set once Command was written since power-on.
+    /// Set if Command was written since power-on.
     commanded: bool,
 }
 
-/// Layout, which is constant for a guest.
+/// Layout of configuration space, which does not change for a guest.
 #[derive(Clone, Debug)]
 struct ConfigSpaceLayout {
     doorbells: u64,
@@ -166,7 +166,7 @@ struct ConfigSpaceLayout {
     registers_bar_size: u64,
     /// Contents after a reset.
     reset: [u8; COMPATIBLE_SIZE],
-    /// Bits that a write changes.
+    /// Mask of the bits that a write changes.
     writable: [u8; COMPATIBLE_SIZE],
 }
 
@@ -182,7 +182,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Returns to the power-on state for a new guest.
+    /// Resets to the power-on state for a new guest, and offers this guest all interrupt types.
     pub(crate) fn renew(&mut self) {
         let ConfigSpaceLayout {
             doorbells, vectors, ..
@@ -203,7 +203,7 @@ impl ConfigSpace {
         self.moves_since(before)
     }
 
-    /// Reads any number of bytes at any offset. Bytes beyond the end read as zero.
+    /// Reads any number of bytes at any offset. Bytes beyond the end of configuration space read as zero.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         for (byte, content) in data
@@ -214,7 +214,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Writes any number of bytes at any offset. Writes to read-only bits and beyond the end are ignored.
+    /// Writes any number of bytes at any offset. Read-only bits and bytes beyond the end of configuration space are ignored.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> ConfigWrite {
         let start = saturate(offset);
         let before = self.addresses();
@@ -256,7 +256,7 @@ impl ConfigSpace {
         self.contents.to_vec()
     }
 
-    /// Checks saved contents. Contents with other BARs, vectors or capabilities are rejected.
+    /// Checks saved contents. Contents with other BARs, other numbers of vectors or other capabilities are rejected.
     pub(crate) fn check(&self, saved: &[u8]) -> Result<(), BackendStateError> {
         if saved.len() != COMPATIBLE_SIZE {
             let valid = COMPATIBLE_SIZE.to_string();
@@ -290,7 +290,7 @@ impl ConfigSpace {
         Ok(())
     }
 
-    /// Returns the layout of contents that this release or an earlier one has saved.
+    /// Returns the layout that belongs to saved contents, which may come from an earlier release.
     fn layout_of(&self, saved: &[u8]) -> ConfigSpaceLayout {
         let ConfigSpaceLayout {
             doorbells, vectors, ..
@@ -304,7 +304,8 @@ impl ConfigSpace {
         ConfigSpaceLayout::new(doorbells, vectors, offer)
     }
 
-    /// Returns whether Command was written and is zero. The contents alone do not show whether it was written.
+    /// Returns whether the guest has written zero to Command. The contents alone do not show this, because Command is also zero
+    /// before the first write.
     pub(crate) fn is_switched_off(&self) -> bool {
         self.commanded && self.contents[usize::from(COMMAND)] == 0
     }
@@ -334,8 +335,9 @@ impl ConfigSpace {
     /// Returns whether the function may access memory and send interrupt messages: Bus Master Enable (PCI Express 4.0, section
     /// 7.5.1.1.3).
     ///
-    /// A client that has never written Command counts as well: a user-space driver that leaves configuration space alone. All
-    /// guests or their firmware write it before they can access the BARs. The drivers of SPDK and libvfn set Bus Master Enable.
+    /// Also returns `true` if Command was never written, because a user-space driver may not write configuration space at all.
+    /// Every guest or its firmware writes Command before it can access the BARs. The drivers of SPDK and libvfn set Bus Master
+    /// Enable.
     pub(crate) fn is_bus_master(&self) -> bool {
         !self.commanded || self.contents[usize::from(COMMAND)] & BUS_MASTER != 0
     }
@@ -383,7 +385,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Returns whether the function has a pin.
+    /// Returns whether the function has an interrupt pin.
     pub(crate) fn has_pin(&self) -> bool {
         self.layout.offer.pin
     }
@@ -417,7 +419,7 @@ impl ConfigSpace {
     }
 }
 
-/// Sets Interrupt Status in bytes that were read from `offset`, if they include it.
+/// Sets Interrupt Status in `data`, which was read from `offset`, if `data` includes this bit.
 pub(crate) fn set_interrupt_status(offset: u64, data: &mut [u8]) {
     let place = u64::from(STATUS).checked_sub(offset);
     if let Some(byte) = place.and_then(|place| data.get_mut(saturate(place))) {
@@ -432,7 +434,7 @@ fn messages_log2(vectors: u16) -> u16 {
     floor.min(msi::MESSAGES_LOG2_MAX)
 }
 
-/// Converts an offset into an index. An offset too large for an index is out of range in any case.
+/// Converts an offset into an index. An offset that does not fit becomes the largest index, which is out of range as well.
 fn saturate(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX)
 }

@@ -40,7 +40,8 @@ pub struct SoftwareController {
     namespace: HostNamespace,
     limits: ControllerLimits,
     medium: Box<dyn BackingStore>,
-    /// Decides when commands complete. If `None`, commands complete as soon as the backing store is done.
+    /// Model that decides when commands complete. Without a model, a command completes as soon as the backing store has
+    /// executed it.
     timing: Option<Arc<DriveModel>>,
     /// Zone states, if the namespace is zoned.
     zones: Option<DriveZones>,
@@ -49,10 +50,11 @@ pub struct SoftwareController {
     iova_space: Arc<IovaSpace>,
 }
 
-/// Default maximum of bytes per command that transfers or names data: 1 MiB.
+/// Default limit of bytes per command, as a base-2 logarithm: 1 MiB. The limit also holds for commands that name data without
+/// transferring it.
 const MAX_TRANSFER_LOG2: u8 = 20;
 
-/// Limits of the software controller, before a backing store adapts them.
+/// Limits of the software controller, which a backing store may change.
 pub(crate) const LIMITS: ControllerLimits = ControllerLimits {
     mdts: MAX_TRANSFER_LOG2 - 12,
     entries_max: 4096,
@@ -98,7 +100,7 @@ impl SoftwareController {
         }
     }
 
-    /// Creates a drive that stores no data.
+    /// Creates a drive that stores no data: writes succeed, and reads leave the buffer unchanged.
     #[must_use]
     pub fn null(bytes: u64, lba_shift: u8) -> Self {
         Self::over(NullBackingStore::new(bytes), lba_shift)
@@ -137,8 +139,9 @@ impl SoftwareController {
         Self::file_in_slices(path, lba_shift, PolicyChoice::Learned, None)
     }
 
-    /// Creates a drive over a file or a block device, like [`Self::file`]. `slices` chooses the [slice
-    /// length](nvme_guest::learn::SliceLength). If `name` is given, the file must have a label with that name.
+    /// Creates a drive over a file or a block device, like [`Self::file`]. Long deallocations are split into slices, and
+    /// `slices` chooses the [slice length](nvme_guest::learn::SliceLength). If `name` is given, the file must have a label with
+    /// that name.
     ///
     /// # Errors
     /// Returns the kernel's error if the path cannot be opened, and `InvalidData` if the file has no label with the name.
@@ -153,8 +156,8 @@ impl SoftwareController {
         Ok(Self::over(store, lba_shift))
     }
 
-    /// Sets the timeout after which a pending request to the storage fails its queue. Without a timeout, queues wait
-    /// indefinitely.
+    /// Sets a timeout for requests to the storage. If a request exceeds the timeout, its queue fails. Without a timeout, queues
+    /// wait indefinitely.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
         self.medium.set_timeout(timeout);
@@ -358,7 +361,7 @@ impl HostController for SoftwareController {
         true
     }
 
-    /// Another process cannot open a block device, which is opened exclusively, nor a zoned drive, whose zone states only one
+    /// A block device is opened exclusively, so another process cannot open it. A zoned drive has zone states that only one
     /// process may change.
     fn opens_beside(&self) -> bool {
         self.zones.is_none() && self.medium.path().is_none_or(Path::is_file)
@@ -388,7 +391,7 @@ impl HostLease for SoftwareLease {
         })
     }
 
-    /// Creates a queue without the zone layer, for wiping.
+    /// Creates a queue that bypasses the zone layer, because a wipe need not write at write pointers.
     fn create_wiping_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
         let drive = &self.drive;
         if drive.is_gone() {
@@ -410,7 +413,8 @@ impl HostLease for SoftwareLease {
         }
     }
 
-    /// If the drive has a model or faults, a wipe must issue every command, because both track each one.
+    /// If the drive has a model or faults, a wipe must issue every command, because model and faults keep track of all
+    /// commands.
     fn leading_zeroes(&self, part: BlockRange) -> u64 {
         match (&self.drive.timing, &self.drive.faults) {
             (None, None) => self.medium.leading_zeroes(part),

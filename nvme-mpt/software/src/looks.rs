@@ -1,29 +1,29 @@
-//! Age of pending requests, measured in periodic looks at them.
+//! Age of pending requests, measured in periodic checks.
 //!
-//! A queue looks at its requests four times a second and counts the looks. Each request stores the count at its start.
-//! Measuring the age therefore costs nothing per command, and a suspended host makes no request look old.
+//! A queue checks its requests four times a second and counts these checks. Each request stores the count at its start, so no
+//! command has to read the clock. If the host is suspended, no checks are counted, so no request looks old afterwards.
 
 use std::time::Duration;
 
 use nvme_mpt_memory::clock::{Ticks, ticks_in};
 
-/// Interval between two looks.
+/// Interval between two checks.
 pub(crate) const LOOK: Duration = Duration::from_millis(250);
 
-/// Number of looks after which a request is overdue: 10 s, far longer than a healthy drive needs.
+/// Number of checks after which a request is overdue. This is 10 s, far longer than a healthy drive needs.
 pub(crate) const OVERDUE: u32 = 40;
 
-/// Converts a duration to a number of looks.
+/// Converts a duration to a number of checks.
 pub(crate) fn looks_in(time: Duration) -> u32 {
     u32::try_from(time.as_millis() / LOOK.as_millis()).unwrap_or(u32::MAX)
 }
 
-/// Look counter of one queue.
+/// Counter of the checks of one queue.
 #[derive(Debug)]
 pub(crate) struct RequestAgeTimer {
-    /// Number of looks so far.
+    /// Number of checks so far.
     pub(crate) count: u32,
-    /// Moment of the next look.
+    /// Time of the next check.
     pub(crate) next: Ticks,
     interval: u64,
 }
@@ -37,7 +37,7 @@ impl RequestAgeTimer {
         }
     }
 
-    /// Counts a look and schedules the next.
+    /// Counts a check and schedules the next one.
     pub(crate) fn look(&mut self, now: Ticks) {
         self.next = Ticks(now.0 + self.interval);
         self.count = self.count.wrapping_add(1);

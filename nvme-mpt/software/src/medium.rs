@@ -20,13 +20,14 @@ use nvme_spec::status::Status;
 
 use crate::model::{DriveModel, TimedQueue, TimedQueueBackend};
 
-/// Status of a command that discovers, or would hide, the loss of completed writes of its lease. The command's own blocks are
-/// unaffected.
+/// Status of a command that fails because completed writes of its lease were lost, or that would hide this loss. The blocks of
+/// this command itself are unaffected.
 pub(crate) const LOST: Status = Status::WRITE_FAULT.with_dnr(true);
 
 /// A backing store for the blocks of a software drive. Implement it to add a new kind of store.
 pub trait BackingStore: fmt::Debug + Send + Sync {
-    /// Returns a name that identifies the stored bytes independently of the path, together with the names of the storage below.
+    /// Returns a name that identifies the stored bytes independently of the path. The result also names the storage below, such
+    /// as the file of a loop device.
     fn identity(&self) -> DriveIdentity;
 
     /// Returns the Model Number, up to 40 characters.
@@ -40,12 +41,12 @@ pub trait BackingStore: fmt::Debug + Send + Sync {
         limits
     }
 
-    /// Returns whether the blocks exist in this process only.
+    /// Returns whether no other process can access the blocks.
     fn is_private(&self) -> bool {
         true
     }
 
-    /// Returns the path of the backing file or block device, or `None` if the blocks end with the process.
+    /// Returns the path of the backing file or block device, or `None` if the blocks are lost when the process ends.
     fn path(&self) -> Option<&Path> {
         None
     }
@@ -56,7 +57,7 @@ pub trait BackingStore: fmt::Debug + Send + Sync {
         let _ = timeout;
     }
 
-    /// Returns whether a transfer may block the submitting thread on another process or host.
+    /// Returns whether a transfer may block the submitting thread while it waits for another process or host.
     fn may_block(&self) -> bool {
         false
     }
@@ -72,7 +73,7 @@ pub trait BackingStore: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Makes every later sync of the blocks also sync `file`, after the blocks.
+    /// From now on, makes each sync of the blocks also sync `file` afterwards.
     fn keep_durable_with(&self, file: Arc<File>) {
         let _ = file;
     }
@@ -87,7 +88,7 @@ pub trait BackingStore: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError>;
 }
 
-/// The part of a backing store that belongs to one lease. Dropping it ends the lease.
+/// The parts of a backing store that belong to one lease. Dropping it ends the lease.
 pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
     /// Creates a queue pair for up to `slots` commands, timed by `pace`.
     ///
@@ -95,7 +96,7 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
     /// Returns the kernel's error.
     fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair>;
 
-    /// Appends a part to the lease. A backing store without per-lease state has nothing to do.
+    /// Appends a part to the lease. The default does nothing, for backing stores without state per lease.
     ///
     /// # Errors
     /// See [`HostLeaseError`]. On an error, the lease is unchanged.
@@ -114,15 +115,16 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
     /// Makes all completed writes of the lease durable.
     ///
     /// # Errors
-    /// Returns the kernel's error. If the lease has lost writes, it always fails.
+    /// Returns the kernel's error. If the lease has lost writes, every flush fails.
     fn flush(&self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Releases the locks before a hand-over; see [`HostLease::let_go`](nvme_mpt::drive::HostLease::let_go).
+    /// Releases the locks before another process continues the lease; see
+    /// [`HostLease::let_go`](nvme_mpt::drive::HostLease::let_go).
     fn let_go(&self) {}
 
-    /// Reports new damage to `events`.
+    /// From now on, reports new damage to `events`.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }
@@ -132,23 +134,23 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
         LeaseDamage::default()
     }
 
-    /// Returns whether damage can only be found by checking periodically.
+    /// Returns whether there can be damage that is only found by checking periodically.
     fn can_be_damaged(&self) -> bool {
         false
     }
 
-    /// Records that completed writes of this VMM were lost before this process opened the lease.
+    /// Records that completed writes of the connected VMM were lost before this process opened the lease.
     fn lose_earlier_writes(&self) {}
 
-    /// Makes `record` follow whether writes were lost, so that a successor process learns of it.
+    /// Stores in `record` whether writes were lost, now and at each change, so that a successor process learns of the loss.
     fn record_losses(&self, record: LeaseWriteErrorRecord) {
         let _ = record;
     }
 
-    /// Opens spare file descriptions; see [`HostLease::open_spare`](nvme_mpt::drive::HostLease::open_spare).
+    /// Opens spare file descriptions, on which the kernel reports write-back errors to a successor; see
+    /// [`HostLease::open_spare`](nvme_mpt::drive::HostLease::open_spare).
     ///
-    /// # Errors
-    /// Returns the kernel's error.
+    /// # Errors Returns the kernel's error.
     fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(Vec::new())
     }
@@ -163,8 +165,8 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
         Ok(false)
     }
 
-    /// Records losses that the spare descriptions report, and losses reported to other leases before this process opened the
-    /// lease. Called when the lease continues after another process.
+    /// Records write-back losses that the spare file descriptions report, and losses that were reported to other leases before
+    /// this process opened this lease. Called when the lease continues after another process.
     fn take_up_losses(&self) {}
 
     /// Loads the unreadable blocks of the lease; see [`HostLease::keep_marks`](nvme_mpt::drive::HostLease::keep_marks).
@@ -177,22 +179,22 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
         let _ = store;
     }
 
-    /// Resets the state of the lease for a newly connected VMM.
+    /// Resets the state of the lease when a VMM connects anew.
     fn begin_anew(&self) {}
 }
 
-/// Timing of a drive's commands: a timing model, or the speed of the backing store.
+/// Timing of a drive's commands: by a model, or as fast as the backing store.
 #[derive(Clone, Copy, Debug)]
 pub struct CommandTiming<'a>(pub(crate) Option<&'a Arc<DriveModel>>);
 
 impl CommandTiming<'_> {
-    /// Returns whether commands complete without a model's delay.
+    /// Returns whether commands complete without a delay by a model.
     #[must_use]
     pub fn is_immediate(self) -> bool {
         self.0.is_none()
     }
 
-    /// Wraps a queue of the backing store with the timing model, if there is one.
+    /// Wraps a queue of the backing store in a queue that delays completions, if there is a timing model.
     pub fn queue<Q>(self, queue: Q, slots: u16) -> HostQueuePair
     where
         Q: TimedQueueBackend + fmt::Debug + Send + 'static,

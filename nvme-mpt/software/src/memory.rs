@@ -35,16 +35,17 @@ use crate::uncorrectable::{LeaseMarkRegistration, UncorrectableBlocks, Uncorrect
 /// Block size of `st_blocks`, in bytes (stat(2)).
 const STAT_BLOCK: u64 = 512;
 
-/// Bytes that are freed in the time that zeroing one byte takes, with pages of 4 KiB. Freeing huge pages is faster.
+/// Number of bytes that can be freed in the time that zeroing one byte takes, with pages of 4 KiB. Freeing huge pages is
+/// faster.
 const DISCARD_SPEED: u64 = 4;
 
-/// When a drive in memory allocates its memory from the host.
+/// Time at which a drive in memory allocates its memory from the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum MemoryAllocationTime {
     /// On the first write to each part, which makes that write slower.
     #[default]
     AsWritten,
-    /// Completely at the start.
+    /// Completely when the drive is created.
     AtOnce,
 }
 
@@ -71,8 +72,8 @@ impl fmt::Display for MemoryAllocationTime {
     }
 }
 
-/// Refuses to allocate more memory than the host or this process's control group has left, because the kernel would kill
-/// processes. If the host does not report its memory, the check passes.
+/// Returns an error if the host or this process's control group has less memory left than `bytes`, because the kernel would
+/// kill processes. If the host does not report its memory, the check passes.
 fn expect_available(bytes: u64) -> io::Result<()> {
     expect_within(bytes, memory_limit())?;
     match MemoryAccount::of_host().available() {
@@ -160,7 +161,7 @@ impl BackingStore for MemoryBackingStore {
         self.bytes
     }
 
-    /// Each range is deallocated in one step, so the limit keeps a step below 0.3 ms.
+    /// Each range is deallocated in one step. The limit for a range keeps the duration of a step below 0.3 ms.
     fn limits(&self, limits: ControllerLimits) -> ControllerLimits {
         ControllerLimits {
             dsm_range_bytes_max: 4 << 20,
@@ -211,9 +212,9 @@ pub(crate) struct MemoryCommandExecutor {
     is_file: bool,
     lba_shift: u8,
     uncorrectable: Arc<UncorrectableBlocks>,
-    /// Last change of marks by the current command.
+    /// Last change of unreadable-block marks by the present command.
     change: Option<UncorrectableMarkChange>,
-    /// Change that a long command waits for after all its other work.
+    /// Change of marks that a long command still waits for, after its other work is done.
     awaited: Option<UncorrectableMarkChange>,
 }
 
@@ -301,7 +302,8 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Executes a Read whose data lies in one memory page. Returns `None` for any other Read, and if the Read fails.
+    /// Executes a Read whose data lies in one memory page. Returns `None` if the Read must be executed in the general way: its
+    /// data is elsewhere, or the Read fails.
     #[inline]
     fn read_page(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<()> {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
@@ -313,7 +315,8 @@ impl MemoryCommandExecutor {
         Some(())
     }
 
-    /// Executes a Write whose data lies in one memory page, to blocks without marks. Returns `None` like [`Self::read_page`].
+    /// Executes a Write whose data lies in one memory page, to blocks without unreadable-block marks. Returns `None` if the
+    /// Write must be executed in the general way.
     #[inline]
     fn write_page(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<()> {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
@@ -382,7 +385,7 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Clears the marks of written blocks.
+    /// Clears the unreadable-block marks of written blocks.
     #[inline]
     fn clear(&mut self, slba: Lba, count: u64) {
         if let Some(change) = self.uncorrectable.clear(slba.0, count) {
@@ -422,8 +425,8 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Deallocates one range of a Dataset Management command and returns its number of blocks. Returns `None` after the last
-    /// range.
+    /// Deallocates one range of a Dataset Management command. Returns the number of blocks of this range, or `None` after the
+    /// last range.
     fn manage_range(
         &mut self,
         sqe: &Sqe,
@@ -450,8 +453,8 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// A source range that overlaps the destination is read as it is when its turn comes. The specification leaves the result
-    /// undefined.
+    /// Copies the ranges in order. If a source range overlaps the destination, this may copy data that an earlier range has
+    /// written; the specification leaves the result undefined.
     fn copy(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
         let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(sqe);
         for index in 0..=usize::from(nr_z) {
@@ -474,7 +477,7 @@ impl MemoryCommandExecutor {
 impl CommandExecutor for MemoryCommandExecutor {
     const HAS_LONG: bool = true;
 
-    /// All commands except Flush, Write and Read, which have the lowest opcodes.
+    /// All commands except Flush, Write and Read are long. These three have the lowest opcodes.
     #[inline]
     fn is_long(sqe: &Sqe) -> bool {
         NvmOpcode(sqe.opcode()) > NvmOpcode::READ
@@ -531,14 +534,15 @@ impl CommandExecutor for MemoryCommandExecutor {
 }
 
 impl MemoryCommandExecutor {
-    /// Returns whether a Write touches marked blocks.
+    /// Returns whether a Write goes to blocks with unreadable-block marks.
     #[cold]
     fn has_marks(&self, sqe: &Sqe) -> bool {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         self.uncorrectable.touches(slba.0, u64::from(nlb_z) + 1)
     }
 
-    /// Completes the command if its change of marks is stored. Otherwise ends the queue's turn.
+    /// Completes the command if the ledger has stored its change of marks. Otherwise, ends the queue's turn, so that the
+    /// command continues in a later one.
     fn await_change(&mut self, change: UncorrectableMarkChange) -> ExecutionStep {
         let end = self.uncorrectable.end_of(change);
         if end.is_some() {
@@ -553,7 +557,7 @@ impl MemoryCommandExecutor {
         }
     }
 
-    /// Executes the next step of a long command, without waiting for marks.
+    /// Executes the next step of a long command, except the wait for a change of marks.
     fn work(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> ExecutionStep {
         let lba_shift = self.lba_shift;
         let whole = |status, blocks: u64| ExecutionStep {
@@ -688,7 +692,7 @@ mod tests {
             batch.ring(memory);
         }
 
-        /// Returns slots and statuses that one pass of a poller reaps.
+        /// Returns slots and statuses of the completions that one pass of a poller takes.
         fn reap(&mut self) -> Vec<(u16, Status)> {
             let memory = HostMemory {
                 table: &self.table,

@@ -5,8 +5,8 @@ use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 use zerocopy::FromBytes;
 
-/// Returns a range descriptor of a translated command. The descriptors were copied to memory of the command's slot and checked
-/// there, so the guest cannot change them afterwards.
+/// Returns a range descriptor of a translated command. The translation copied the descriptors to memory of the command's slot
+/// and checked the copies, so that the guest cannot change them afterwards.
 pub(crate) fn range<T: FromBytes>(
     sqe: &Sqe,
     memory: HostMemory<'_>,

@@ -15,7 +15,7 @@ use nvme_spec::status::Status;
 
 use crate::model::TimedQueueBackend;
 
-/// A backing store that executes the commands of one queue synchronously, in the poller's thread.
+/// A backing store that executes commands synchronously, in the poller's thread. Each queue has its own executor.
 pub trait CommandExecutor: fmt::Debug + Send {
     /// Executes a command completely.
     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status;
@@ -23,23 +23,24 @@ pub trait CommandExecutor: fmt::Debug + Send {
     /// Prefetches the data of a command into the processor's cache. Called before `execute`.
     fn prefetch(&self, sqe: &Sqe);
 
-    /// True if [some commands are long](Self::is_long) or `waits` can return true.
+    /// True if [`is_long`](Self::is_long) or `waits` can return true.
     const HAS_LONG: bool = false;
 
-    /// Returns whether a command may occupy the poller for longer than its transfer size suggests. The queue executes such
-    /// commands in [steps](Self::step) and serves other queues in between.
+    /// Returns whether a command may occupy the poller for longer than its transfer size suggests. The queue executes such a
+    /// command in [steps](Self::step), and the poller serves other queues in between.
     #[inline]
     fn is_long(_sqe: &Sqe) -> bool {
         false
     }
 
-    /// Returns whether a short command has to wait for something first. The queue then executes it in steps.
+    /// Returns whether a command that is not long must wait, for example until the ledger has stored a change. The queue then
+    /// executes the command in steps.
     #[inline]
     fn waits(&self, _sqe: &Sqe) -> bool {
         false
     }
 
-    /// Executes the next step of a long command. `steps` is the number of completed steps.
+    /// Executes the next step of a long command. `steps` is the number of steps that were executed before.
     fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, _steps: usize) -> ExecutionStep {
         ExecutionStep {
             bytes: 0,
@@ -57,13 +58,13 @@ pub struct ExecutionStep {
     pub status: Option<Status>,
 }
 
-/// Bytes that long commands write per call of `reap`. Zeroing them takes about a tenth of a millisecond.
+/// Bytes that long commands may write in one call of `reap`. Zeroing this many bytes takes about a tenth of a millisecond.
 pub(crate) const TURN_BYTES: u64 = 1 << 20;
 
-/// Number of commands whose data is prefetched ahead of the command being executed.
+/// Number of commands whose data is prefetched while an earlier command is executed.
 const PREFETCH: usize = 4;
 
-/// A queue pair that executes commands while the doorbell is rung.
+/// A queue pair that executes short commands while the doorbell is rung, and long commands in steps afterwards.
 #[derive(Debug)]
 pub struct SoftwareQueue<S> {
     pub(crate) store: S,
@@ -71,9 +72,9 @@ pub struct SoftwareQueue<S> {
     cq: Vec<HostCompletion>,
     /// Long commands, in submission order.
     long: VecDeque<Sqe>,
-    /// Completed steps of the first long command.
+    /// Number of executed steps of the first long command.
     steps: usize,
-    /// True once no further step may begin.
+    /// True once no further step may begin, because the queue ends.
     cut_short: bool,
 }
 
@@ -150,7 +151,7 @@ fn execute<S: CommandExecutor>(
     sq.clear();
 }
 
-/// Defers a long command, or a command that has to wait. Returns whether the command was deferred.
+/// Defers the command if it is long or has to wait. Returns whether it was deferred.
 #[inline]
 fn put_off<S: CommandExecutor>(store: &S, sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
     let is_long = S::HAS_LONG && (S::is_long(sqe) || store.waits(sqe));
@@ -248,7 +249,7 @@ impl<S: CommandExecutor> HostQueue for SoftwareQueue<S> {
         None
     }
 
-    /// A layer in front of this queue forwards `next_due` but not `puts_off`, so deferred commands count as due at once.
+    /// Deferred commands count as due at once: a layer in front of this queue asks for `next_due`, but not for `puts_off`.
     fn next_due(&self) -> Option<Ticks> {
         self.puts_off().then_some(Ticks(0))
     }

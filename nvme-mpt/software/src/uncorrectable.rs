@@ -1,13 +1,14 @@
 //! Blocks that Write Uncorrectable made unreadable until they are written again (NVM 1.0, section 3.2.7).
 //!
-//! A mark is part of the drive's content and lasts as long as the content, so it is stored in the ledger. A command that makes
-//! a mark, or writes marked blocks, completes when the change is durable in the ledger. If a mark outlived the completion of a
-//! write, the written data would be lost. If a mark ended before the data is durable, old data could be read. So the data
-//! becomes durable first, and then the mark is removed.
+//! A *mark* makes a range of blocks unreadable. A mark is part of the drive's content and lasts as long as the content, so it
+//! is stored in the ledger. A command that makes a mark, or writes marked blocks, completes only when the change of marks is
+//! durable in the ledger. If a write completed before its mark is removed, a crash would make the written data unreadable. If
+//! the mark were removed before the data is durable, a crash would make old data readable. So the data becomes durable first,
+//! then the mark is removed, and then the write completes.
 //!
 //! Pollers change the marks in memory and never wait. Another thread stores all marks of a lease at once
-//! ([`LeaseMarkRegistration::store`]), for all commands that wait then. If the store fails, these commands fail, and the marks
-//! in memory are reset to the stored marks.
+//! ([`LeaseMarkRegistration::store`]), for all commands that are waiting at that time. If the store fails, these commands fail,
+//! and the marks in memory are reset to the stored marks.
 //!
 //! Each lease has its own limit of marks, so a guest cannot exhaust the marks of another.
 
@@ -21,30 +22,30 @@ use nvme_lease::range::BlockRange;
 use nvme_mpt_memory::sync::{AtomicBool, Mutex, MutexGuard};
 use nvme_spec::ids::Lba;
 
-/// Maximum of marked ranges per lease, which bounds the lease's part of the ledger. A command that would exceed the limit
-/// fails.
+/// Maximum number of marked ranges per lease, which bounds the space of a lease in the ledger. A command that would exceed this
+/// number fails.
 const MAX_RANGES: usize = 1024;
 
-/// Maximum of failed stores that are remembered until their commands learn of them.
+/// Maximum number of failed stores that a lease remembers until the commands concerned have read their failure.
 const FAILURES_MAX: usize = 64;
 
 /// The unreadable blocks of one namespace.
 #[derive(Debug, Default)]
 pub(crate) struct UncorrectableBlocks {
     state: Mutex<UncorrectableState>,
-    /// True if any lease has marks, in memory or in the ledger.
+    /// True if any lease has marks, in memory or in the ledger. Commands check this first.
     any: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct UncorrectableState {
-    /// Parts of leases by their first block. Parts do not overlap.
+    /// Parts of leases, by first block. Parts do not overlap.
     parts: BTreeMap<u64, UncorrectableLeasePart>,
     leases: BTreeMap<u64, LeaseUncorrectableBlocks>,
     next_lease: u64,
 }
 
-/// A part of a lease.
+/// Contiguous range of blocks that belongs to a lease.
 #[derive(Debug)]
 struct UncorrectableLeasePart {
     /// First block after the part.
@@ -52,7 +53,7 @@ struct UncorrectableLeasePart {
     lease: u64,
 }
 
-/// Callback that requests another thread to store the marks of a lease.
+/// Callback that makes another thread store the marks of a lease.
 struct MarkStoreRequest(Box<dyn Fn() + Send + Sync>);
 
 impl fmt::Debug for MarkStoreRequest {
@@ -65,21 +66,21 @@ impl fmt::Debug for MarkStoreRequest {
 #[derive(Debug, Default)]
 struct LeaseUncorrectableBlocks {
     now: BlockRangeSet,
-    /// Marks in the ledger.
+    /// Marks that the ledger has.
     stored: BlockRangeSet,
-    /// Number of the latest change.
+    /// Number of the latest change of marks.
     change: u64,
-    /// Number of the latest stored change.
+    /// Number of the latest change that the ledger has.
     stored_change: u64,
-    /// First and last change of each failed store.
+    /// For each failed store, the numbers of the first and last change that it should have stored.
     failures: Vec<(u64, u64)>,
-    /// `None` if the marks end with the lease and are not stored.
+    /// Callback that requests a store; `None` if the marks end with the lease and are not stored.
     ask: Option<MarkStoreRequest>,
     /// True if a store was requested and has not begun.
     is_asked: bool,
 }
 
-/// A change of marks, which a command waits for.
+/// A change of marks. The command that made it waits until it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct UncorrectableMarkChange {
     lease: u64,
@@ -94,8 +95,8 @@ pub(crate) struct LeaseMarkRegistration {
 }
 
 impl LeaseMarkRegistration {
-    /// Adds a part of the lease, which must not overlap any other part. If the part continues an existing part, the two are
-    /// merged, because a command may cross the border.
+    /// Adds a part of the lease, which must not overlap any other part. If the part begins where an existing part of the lease
+    /// ends, the two are merged, because a command may cross the border.
     pub(crate) fn add(&self, part: BlockRange) {
         let (start, end) = bounds(&part);
         let mut state = self.blocks.lock();
@@ -113,7 +114,8 @@ impl LeaseMarkRegistration {
             .insert(start, UncorrectableLeasePart { end, lease });
     }
 
-    /// Loads the marks of the ledger. From now on, each change calls `ask` to request a [store](Self::store) by another thread.
+    /// Loads the marks of the ledger. From now on, each change calls `ask`, so that another thread calls
+    /// [`store`](Self::store).
     pub(crate) fn keep(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let mut state = self.blocks.lock();
         if let Some(lease) = state.leases.get_mut(&self.lease) {
@@ -168,7 +170,7 @@ impl Drop for LeaseMarkRegistration {
 }
 
 impl UncorrectableBlocks {
-    /// Registers a lease of these parts, which no other lease overlaps.
+    /// Registers a lease with these parts. No other registered lease may overlap them.
     pub(crate) fn make_room(self: &Arc<Self>, parts: &[BlockRange]) -> LeaseMarkRegistration {
         let mut state = self.lock();
         let lease = state.next_lease;
@@ -201,8 +203,8 @@ impl UncorrectableBlocks {
         lease.is_some_and(|(_, lease)| lease.now.intersects(start, start + count))
     }
 
-    /// Returns whether a write of `start..start+count` has to [clear](Self::clear) marks, in memory or in the ledger. The range
-    /// lies in one part of a lease.
+    /// Returns whether a write of `start..start+count` has to [clear](Self::clear) marks, either in memory or in the ledger.
+    /// The range lies in one part of a lease.
     #[inline]
     pub(crate) fn touches(&self, start: u64, count: u64) -> bool {
         !self.is_empty() && self.finds_any(start, start + count)
@@ -247,10 +249,9 @@ impl UncorrectableBlocks {
         Some(change)
     }
 
-    /// Returns the result of a change, or `None` while the change is being stored.
+    /// Returns the result of a change, or `None` if it is not stored yet.
     ///
-    /// # Errors
-    /// Returns an error if the change could not be stored and was reverted.
+    /// # Errors Returns an error if the change could not be stored and was reverted.
     pub(crate) fn end_of(&self, change: UncorrectableMarkChange) -> Option<Result<(), ()>> {
         let state = self.lock();
         // The marks of an ended lease are gone.
@@ -279,7 +280,8 @@ impl UncorrectableState {
 }
 
 impl LeaseUncorrectableBlocks {
-    /// Checks the stored marks too: a cleared mark stays in the ledger until the change is stored.
+    /// Checks the marks in the ledger too, because a mark that was cleared in memory is in the ledger until the change is
+    /// stored.
     fn touches(&self, start: u64, end: u64) -> bool {
         self.now.intersects(start, end) || self.stored.intersects(start, end)
     }
@@ -310,7 +312,7 @@ impl LeaseUncorrectableBlocks {
         UncorrectableMarkChange { lease, number }
     }
 
-    /// Reverts all changes that are not stored.
+    /// Reverts the marks in memory to those in the ledger, after a failed store.
     fn fail(&mut self) {
         let first = self.failures.last().map_or(0, |(_, last)| *last);
         let first = first.max(self.stored_change) + 1;
@@ -422,7 +424,7 @@ mod tests {
         }
     }
 
-    /// Creates a lease of 80 blocks with marks in the ledger. Returns the number of requested stores too.
+    /// Creates a lease of 80 blocks with marks in the ledger. Also returns a counter of the requested stores.
     fn kept(
         marks: &[BlockRange],
     ) -> (

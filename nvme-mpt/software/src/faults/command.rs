@@ -25,7 +25,7 @@ fn extent(Lba(start): Lba, count: u64, media_error: Status) -> TouchedBlocks {
     }
 }
 
-/// Returns whether `wanted` accepts any extent of a command.
+/// Returns whether `wanted` returns `true` for any extent of a command.
 pub(super) fn any_extent(
     sqe: &Sqe,
     memory: HostMemory<'_>,
@@ -34,8 +34,8 @@ pub(super) fn any_extent(
     find_extent(sqe, memory, |extent| wanted(extent).then_some(())).is_some()
 }
 
-/// Returns the first answer about an extent of a command. Ranges of translated commands were checked. If a list cannot be read,
-/// the store fails the command.
+/// Calls a function for each extent of a command, and returns the first answer. The list of a translated command was checked
+/// before. If the list cannot be read, the backing store fails the command.
 pub(super) fn find_extent<T>(
     sqe: &Sqe,
     memory: HostMemory<'_>,

@@ -1,17 +1,17 @@
-//! Fault injection for a software drive. A declarative plan says what fails, for which commands, and how often.
+//! Fault injection for a software drive. A plan describes which commands fail, in which way and how often.
 //!
 //! `plan` defines the plan, and this file decides which fault hits which command. `queue` is the layer in front of a drive's
 //! queue that applies the faults. A drive without faults has no such layer.
 //!
-//! All queues of a drive share the fault state, under one lock that a queue takes once per batch. Each fault has its own random
-//! number generator, which advances only for commands that the fault concerns. So the same commands in the same order get the
-//! same faults, whatever other commands run.
+//! All queues of a drive share the fault state, under one lock, which a queue takes once per batch of commands. Each fault has
+//! its own random number generator, which advances only for commands that the fault concerns. So if these commands arrive in
+//! the same order, they get the same faults, whatever other commands run.
 //!
-//! If the media fails a command, the store gets a Verify of the command's blocks instead. This takes realistic time and changes
-//! nothing. The fault's block range determines which guests see it. A broken queue reports it by `HostQueue::has_failed`, and
-//! the guest's controller sets CSTS.CFS. A lost command ends when its queue is hurried; until then, an unmap of its memory
-//! waits. A resized drive keeps its remaining blocks (`resizes_in_place`), so a guest with a truncated lease sees the rest of
-//! the lease.
+//! For a media error, the backing store gets a Verify of the command's blocks instead, which takes realistic time and changes
+//! nothing. A fault with a block range only concerns guests whose leases overlap this range. For a fatal fault, the queue
+//! reports `HostQueue::has_failed`, and the guest's controller sets CSTS.CFS. A lost command completes only when its queue is
+//! told to hurry, for example at a reset. Until then, an unmap of its memory waits. A resized drive keeps the data of its
+//! remaining blocks (`resizes_in_place`), so a guest whose lease is truncated still sees the rest of the lease.
 //!
 //! To add a kind of fault, extend `FaultKind` and `FaultEffect` in `plan.rs`, implement the effect here, and add an entry to
 //! `resources/faults/example.toml`.
@@ -48,7 +48,7 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Status of commands to a removed drive. Drivers must not retry.
+/// Status of commands to a removed drive. It tells drivers not to retry.
 const REMOVED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
 /// A fault with its state.
@@ -60,12 +60,13 @@ struct ArmedFault {
     /// State of the random number generator.
     random: u64,
     occasions: FaultSchedule,
-    /// Ticks that a latency fault adds.
+    /// Delay of a latency fault, in ticks.
     ticks: u64,
 }
 
 impl ArmedFault {
-    /// Returns the status of a media error if the fault hits the command. Faults of other kinds ignore the status.
+    /// Decides whether the fault hits the command. If so, returns the status for a media error; faults of other kinds ignore
+    /// this status.
     fn strikes(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<Status> {
         if !self.fault.operations.contain(NvmOpcode(sqe.opcode())) {
             return None;
@@ -98,9 +99,10 @@ fn split_mix(state: &mut u64) -> u64 {
 /// Decision about a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FaultDecision {
-    /// Execute the command, and complete it this many ticks late.
+    /// Execute the command, and delay its completion by this many ticks.
     Pass(u64),
-    /// Replace the command by a Verify of its blocks, and fail it this many ticks late.
+    /// Execute a Verify of the command's blocks instead, delay its completion by this many ticks, and fail the command with
+    /// this status.
     Fail(Status, u64),
     /// Fail the command at once without executing it.
     Refuse(Status),
@@ -110,27 +112,27 @@ enum FaultDecision {
     Break,
 }
 
-/// Statistics of a fault.
+/// Statistics of one fault.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FaultStats {
     /// Kind of the fault.
     pub kind: FaultKind,
     /// Byte range of the drive that the fault concerns; `None` for the whole drive.
     pub range: Option<String>,
-    /// Number of commands that the fault concerned so far.
+    /// Number of commands so far to which the fault applies, whether hit or not.
     pub seen: u64,
-    /// Number of commands that the fault hit.
+    /// Number of commands so far that the fault hit.
     pub struck: u64,
     /// Maximum number of commands that the fault hits.
     pub count: Option<u64>,
 }
 
-/// The faults of a drive and their lasting effects.
+/// The faults of a drive, and their lasting effects: removal and resize.
 #[derive(Debug)]
 pub struct FaultInjector {
     /// The namespace when the drive was opened.
     namespace: HostNamespace,
-    /// Granularity of the namespace's size in blocks: the zone size, if the drive is zoned.
+    /// Number of blocks of which the namespace's size must be a multiple: the zone size if the drive is zoned.
     unit: u64,
     armed: Mutex<Vec<ArmedFault>>,
     /// True if there are any faults.
@@ -157,8 +159,8 @@ impl FaultInjector {
         Self::with_timebase(plan, namespace, unit, TickUnit::Host)
     }
 
-    /// Creates faults like `new`, recorded in a memory file. If the file holds faults of a predecessor, the drive
-    /// continues with those and ignores the plan.
+    /// Creates faults like `new`, recorded in a memory file. If the file already has faults of a predecessor, the drive
+    /// continues with these faults and ignores the plan.
     ///
     /// # Errors
     /// As [`Self::inject`]; [`FaultError::Kept`].
@@ -340,7 +342,7 @@ impl FaultInjector {
         })
     }
 
-    /// Decides about commands, in order of arrival.
+    /// Decides what happens to each command, in order of arrival.
     fn judge(
         &self,
         commands: &[Sqe],
@@ -408,8 +410,8 @@ impl FaultInjector {
         self.tell(DriveEvent::Gone);
     }
 
-    /// Changes the size of the namespace. All zones have the same size (ZNS 1.1, section 2.1), so a partial last zone is
-    /// dropped.
+    /// Changes the size of the namespace. If the new size does not end at a zone boundary, the partial zone is left out,
+    /// because all zones must have equal size (ZNS 1.1, section 2.1).
     fn resize(&self, blocks: u64) {
         let blocks = blocks - blocks % self.unit;
         warn!("A fault makes the drive {blocks} blocks long");
@@ -446,7 +448,7 @@ impl FaultInjector {
         self.blocks.load(Ordering::Acquire)
     }
 
-    /// Returns whether all commands pass: there are no faults, and no lasting effects.
+    /// Returns whether all commands pass, because there are neither faults nor lasting effects.
     fn is_idle(&self) -> bool {
         !self.any.load(Ordering::Acquire)
             && !self.is_gone()

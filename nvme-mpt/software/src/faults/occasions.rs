@@ -1,6 +1,7 @@
-//! Schedule of a fault: which of the commands that the fault concerns it hits.
+//! Schedule of a fault: decides which of the commands to which the fault applies are hit.
 
-/// Schedule of a fault, with its progress. The fault lets some commands pass, and then hits a limited number.
+/// Schedule of a fault, with its progress. The fault first lets some commands pass, and then hits at most a maximum number of
+/// commands.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FaultSchedule {
     /// Number of commands that pass first.
@@ -23,7 +24,7 @@ impl FaultSchedule {
         }
     }
 
-    /// Creates a schedule that continues the counts of a predecessor.
+    /// Creates a schedule with the progress that a predecessor has recorded.
     pub(super) const fn resumed(after: u64, count: Option<u64>, seen: u64, struck: u64) -> Self {
         Self {
             after,
@@ -33,8 +34,8 @@ impl FaultSchedule {
         }
     }
 
-    /// Counts a command that the fault concerns. Returns whether the fault hits it; `chance` decides if the schedule allows a
-    /// hit.
+    /// Counts a command to which the fault applies. Returns whether the fault hits this command. `chance` is only called if the
+    /// schedule permits a hit, and decides then.
     pub fn come(&mut self, chance: impl FnOnce() -> bool) -> bool {
         if self.are_over() {
             return false;
@@ -51,7 +52,7 @@ impl FaultSchedule {
         self.count.is_some_and(|count| self.struck >= count)
     }
 
-    /// Returns the number of commands that the fault concerned so far.
+    /// Returns the number of commands so far to which the fault applies.
     #[must_use]
     pub const fn seen(&self) -> u64 {
         self.seen

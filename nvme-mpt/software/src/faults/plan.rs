@@ -12,7 +12,7 @@ use crate::model::{ProfileSize, TimeSpan};
 use nvme_lease::range::{ByteRange, Bytes, RangeError};
 use nvme_spec::opcode::NvmOpcode;
 
-/// Maximum size of a plan in bytes, in case of a mistaken path.
+/// Maximum size of a plan in bytes. Protects against reading a wrong file.
 pub const LONGEST: u64 = 64 << 10;
 
 /// Maximum number of faults of a drive. Every command is checked against each fault.
@@ -93,7 +93,7 @@ pub enum FaultError {
         /// Capacity of the drive.
         capacity: Bytes,
     },
-    /// A zoned drive must keep at least one zone.
+    /// The requested size is less than a zone, but a zoned drive must keep at least one zone.
     #[error("Fault {number} cannot resize the drive to {size}: its zones are of {zone} each")]
     LessThanZone {
         /// Number of the fault, from 1.
@@ -113,7 +113,7 @@ pub enum FaultError {
     TooMany(usize),
 }
 
-/// Kind of command, as far as faults distinguish commands.
+/// Kind of command, to which a fault can be restricted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FaultOperation {
@@ -166,7 +166,7 @@ impl FaultOperation {
     }
 }
 
-/// Set of operations: a bit per opcode, all of which are below 20h.
+/// Set of operations, with a bit per opcode. All opcodes are below 20h.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct FaultOperationSet(pub(super) u32);
 
@@ -191,19 +191,19 @@ impl FaultProbability {
     /// Number of distinct values: 53 bits, the precision of an `f64`.
     const CERTAIN: u64 = 1 << 53;
 
-    /// Returns `None` unless `share` is above 0 and at most 1.
+    /// Converts a probability. Returns `None` if `share` is not above 0 and at most 1.
     fn new(share: f64) -> Option<Self> {
         let times = (share * Self::CERTAIN as f64).round();
         (share > 0.0 && share <= 1.0).then_some(Self((times as u64).max(1)))
     }
 
-    /// Returns whether a fault hits, for a random number.
+    /// Returns whether a fault hits a command, given a random number.
     pub(super) fn strikes(self, random: u64) -> bool {
         random >> 11 < self.0
     }
 }
 
-/// Effect of a fault.
+/// Effect of a fault on the commands that it hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum FaultEffect {
     /// Fails the command with Unrecovered Read Error or Write Fault.
@@ -300,7 +300,8 @@ impl FaultKind {
         }
     }
 
-    /// Returns the default number of commands to hit: one for faults with lasting effects.
+    /// Returns the default maximum number of commands that a fault of this kind hits: one if the effect is lasting, otherwise
+    /// no limit.
     const fn count(self) -> Option<u64> {
         match self {
             Self::MediaError | Self::Latency | Self::Crash => None,
@@ -439,10 +440,9 @@ pub struct FaultPlan {
 }
 
 impl FaultPlan {
-    /// Loads a plan from a file. The name `none` returns an empty plan, for a drive that gets faults later.
+    /// Loads a plan from a file. If the name is `none`, returns an empty plan, for a drive that gets faults while it runs.
     ///
-    /// # Errors
-    /// [`FaultError::Read`] and those of [`Self::parse`].
+    /// # Errors [`FaultError::Read`] and those of [`Self::parse`].
     pub fn load(name: &str) -> Result<Self, FaultError> {
         if name == NONE {
             return Ok(Self::default());

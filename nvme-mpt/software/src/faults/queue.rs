@@ -18,12 +18,12 @@ use nvme_spec::status::Status;
 /// Time resolution of delays.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
-/// Decision about a command that the drive is executing.
+/// Change of a command's completion, decided when the command arrived.
 #[derive(Clone, Copy, Debug, Default)]
 struct FaultCompletionOutcome {
     /// Ticks by which the completion is delayed.
     delay: u64,
-    /// Status of the completion, if it replaces the drive's.
+    /// Status that replaces the drive's status; `None` to keep the drive's.
     status: Option<Status>,
 }
 
@@ -33,7 +33,7 @@ pub struct FaultQueue<C = HostClock> {
     pub(super) drive: HostQueuePair,
     faults: Arc<FaultInjector>,
     clock: C,
-    /// Submitted commands whose doorbell was not rung.
+    /// Submitted commands whose doorbell was not rung yet.
     arriving: Vec<Sqe>,
     /// Commands of the batch that go to the drive.
     passing: Vec<Sqe>,
@@ -41,7 +41,7 @@ pub struct FaultQueue<C = HostClock> {
     fates: Box<[FaultCompletionOutcome]>,
     /// Completions of the drive.
     reaped: Vec<HostCompletion>,
-    /// Completions of commands that the drive did not get.
+    /// Completions of commands that failed without being passed to the drive.
     refused: Vec<HostCompletion>,
     /// Slots of commands that never complete.
     lost: Vec<u16>,
@@ -49,7 +49,7 @@ pub struct FaultQueue<C = HostClock> {
     delayed: Box<[HostCompletion]>,
     held: DueQueue,
     hurried: bool,
-    /// True if a fault breaks the guest's controller.
+    /// True if a fatal fault has hit a command, so that the guest's controller fails.
     broken: bool,
 }
 
@@ -91,8 +91,8 @@ impl<C> FaultQueue<C> {
     }
 }
 
-/// Returns a Verify of the command's blocks (NVM 1.0, section 3.2.5). It takes realistic time, but changes neither blocks nor
-/// guest memory. For a command with a list of ranges, it verifies one block.
+/// Returns a Verify of the command's blocks (NVM 1.0, section 3.2.5). A Verify takes realistic time, but changes neither blocks
+/// nor guest memory. For a command with a list of ranges, only one block is verified.
 fn looks_only(sqe: &Sqe) -> Sqe {
     let mut verify = Sqe::new(NvmOpcode::VERIFY.0);
     verify.set_cid(sqe.cid());
@@ -258,7 +258,7 @@ impl<C: TickClock> HostQueue for FaultQueue<C> {
         true
     }
 
-    /// Also completes commands that would otherwise never complete.
+    /// Also completes the commands that a fault has lost.
     fn hurry(&mut self, hurried: bool) {
         self.hurried = hurried;
         self.drive.hurry(hurried);

@@ -1,8 +1,8 @@
 //! Record of a drive's faults in a memory file, for a successor process.
 //!
-//! The first word has the offset of the current list of faults. A change writes the list to the other place, and then updates
-//! the first word. Other words hold the state of each fault and of the drive. The state of a fault is stored before the fault
-//! takes effect. So a fault that ends the process does not hit too often.
+//! The first word has the offset of the present list of faults. A change of the list writes it to the other of two places, and
+//! then updates the first word. Other words hold the state of each fault and of the drive. The state of a fault is stored
+//! before the fault takes effect. So a fault that aborts the process is already counted when the successor starts.
 
 use std::fs::File;
 use std::io;

@@ -1,4 +1,5 @@
-//! Bounce buffers of a queue, for commands whose guest memory the kernel cannot use directly.
+//! Bounce buffers of a queue, for commands whose guest memory the kernel cannot access directly. A buffer has a *stage* for the
+//! bytes of the file that the kernel transfers, and may have a *data area* for the command's own data.
 
 use std::io;
 
@@ -9,24 +10,24 @@ use nvme_mpt_memory::{Mapping, RawBytes};
 /// Size class of a bounce buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BounceBufferSize {
-    /// A stage of a few blocks.
+    /// Stage for a few blocks, without a data area.
     Small,
-    /// A stage for the longest transfer plus the same amount of data, for Compare, Verify and Copy.
+    /// Stage for the longest transfer, and a data area of equal size for Compare, Verify and Copy.
     Large,
 }
 
-/// Bytes of a small stage.
+/// Bytes of the stage of a small buffer.
 const SMALL: usize = 32 << 10;
 
-/// Bytes of data beside a large stage: the most that one command moves.
+/// Bytes of the data area of a large buffer: the most that one command transfers.
 const DATA: usize = Mdts::MAX.bytes() as usize;
 
-/// Maximum of buffers per size class. Further commands wait.
+/// Maximum number of buffers per size class. If all are in use, further commands wait.
 const SMALL_MAX: usize = 64;
 const LARGE_MAX: usize = 4;
 
 impl BounceBufferSize {
-    /// Returns the size class for a stage of `len` bytes.
+    /// Returns the size class whose stage has at least `len` bytes.
     pub(super) fn of_stage(len: usize) -> Self {
         if len <= SMALL {
             Self::Small
@@ -44,12 +45,12 @@ pub(super) struct BounceBuffer {
 }
 
 impl BounceBuffer {
-    /// Returns part of the stage.
+    /// Returns a part of the stage.
     pub(super) fn stage(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
         self.memory.bytes(offset, len)
     }
 
-    /// Returns part of the data area, which starts at a multiple of the page size.
+    /// Returns a part of the data area, which starts at a page boundary.
     pub(super) fn data(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
         match self.need {
             BounceBufferSize::Small => None,
@@ -124,10 +125,9 @@ impl QueueBounceBuffers {
         }
     }
 
-    /// Takes a buffer, or returns `None` if the limit is reached.
+    /// Takes a buffer; returns `None` if the maximum number is in use.
     ///
-    /// # Errors
-    /// Returns the error of `mmap`.
+    /// # Errors Returns the error of `mmap`.
     pub(super) fn take(&mut self, need: BounceBufferSize) -> io::Result<Option<BounceBuffer>> {
         let pool = self.of(need);
         if pool.has_one() {
@@ -145,7 +145,7 @@ impl QueueBounceBuffers {
 
 #[cfg(test)]
 impl QueueBounceBuffers {
-    /// Total bytes of buffers, used or free.
+    /// Total bytes of all buffers, whether in use or free.
     pub(super) fn bytes(&self) -> usize {
         let of = |pool: &BounceBufferPool| (pool.in_use + pool.free.len()) * pool.bytes;
         of(&self.small) + of(&self.large)

@@ -1,17 +1,18 @@
 //! Mutual exclusion of writes within a lease, for read-modify-write of partial blocks. Leases share no block, so the exclusion
 //! covers all queues of one lease only.
 //!
-//! A partial change reads a block, modifies it and writes it back. Another write in between would be undone. Partial changes
-//! are rare, so while there are none, all other writes take a fast lane: each queue counts its writes on its own lane, and then
-//! checks for a partial change. A partial change announces itself first, and then waits until it has seen all lanes empty. So
-//! at least one of the two sees the other.
+//! A partial change reads a block, modifies it and writes it back. It would undo another write that happens in between. Partial
+//! changes are rare. So while there are none, all other writes take a fast lane: each queue increments its own counter (its
+//! *lane*), and then checks for a partial change. A partial change is first announced, and then waits until each lane has been
+//! zero once. So at least one of the two sees the other.
 //!
-//! While there are partial changes, every change enters a list, in order of arrival. A change may begin when no earlier
-//! overlapping change in the list excludes it. A command holds at most one claim and waits for nothing else while holding one,
-//! so there is no deadlock.
+//! While there are partial changes, every change is entered in a list, in order of arrival. A change may begin when no earlier
+//! change in the list excludes it. Two changes exclude each other if they overlap and one of them is partial. A command holds
+//! at most one claim and waits for nothing else while holding one, so there is no deadlock.
 //!
-//! On arrival, a change counts the changes that it waits for, so checking it costs the same for any length of the list.
-//! Arriving and leaving cost more with each change in the list, so the number of changes per queue is bounded.
+//! When a change arrives, the earlier changes that exclude it are counted. So checking whether a change may begin costs the
+//! same for any length of the list. Entering and removing a change cost more in a longer list, so the number of changes per
+//! queue is limited.
 
 use std::sync::{Arc, PoisonError};
 
@@ -32,19 +33,19 @@ impl BlockChange {
     }
 }
 
-/// Permission of a command to change blocks, or its place in the list while it waits.
+/// Permission of a command to change blocks, or its entry in the list while it waits.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) enum BlockChangeClaim {
     /// No claim.
     #[default]
     None,
-    /// Counted on the fast lane.
+    /// The change is counted in the queue's fast lane, and may begin.
     Lane,
-    /// Number of the entry in the list.
+    /// The change has the list entry with this number.
     Listed(u64),
 }
 
-/// Maximum of list entries per queue. Commands that have already begun may exceed it.
+/// Maximum number of list entries per queue. Commands that have already begun may exceed it.
 pub(super) const LISTED_MAX: usize = 64;
 
 /// The fast lane of one queue.
@@ -54,11 +55,11 @@ pub(super) struct QueueFastLane {
     changes: AtomicUsize,
     /// Number of the queue's changes in the list.
     listed: AtomicUsize,
-    /// True if the queue made transfers since [`FileFastLanes::take_transfers`].
+    /// True if the queue has made transfers since the last call of [`FileFastLanes::take_transfers`].
     transfers: AtomicBool,
 }
 
-/// The lanes of all queues of a file, across leases.
+/// The fast lanes of all queues of a file, for all leases.
 #[derive(Debug)]
 pub(super) struct FileFastLanes(Mutex<Vec<Arc<QueueFastLane>>>);
 
@@ -95,9 +96,9 @@ impl FileFastLanes {
 struct ListedChange {
     number: u64,
     change: BlockChange,
-    /// Number of earlier entries in the list that exclude this change.
+    /// Number of earlier changes in the list that exclude this change.
     waits_for: usize,
-    /// True once all lanes were seen empty after the change was listed. Only partial changes use it.
+    /// True once each lane has been seen empty since the change was listed. Only partial changes use this.
     lanes_left: bool,
 }
 
@@ -142,8 +143,8 @@ impl LeaseChangeClaims {
         self.list().lanes.retain(|other| !Arc::ptr_eq(other, lane));
     }
 
-    /// Enters a change. If the second value is `true`, the change may begin; otherwise it may begin once [`Self::may_begin`]
-    /// returns `true`.
+    /// Enters a change. If the second returned value is `true`, the change may begin at once. Otherwise, it may begin once
+    /// [`Self::may_begin`] returns `true`.
     #[inline]
     pub(super) fn enter(
         &self,
@@ -250,7 +251,7 @@ impl ListedChanges {
 }
 
 impl QueueFastLane {
-    /// Returns whether the queue may start another command that might need a list entry.
+    /// Returns whether the queue may start another command that may need a list entry.
     #[inline]
     pub(super) fn has_room(&self) -> bool {
         self.listed.load(Ordering::Relaxed) < LISTED_MAX

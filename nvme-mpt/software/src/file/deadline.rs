@@ -1,7 +1,7 @@
-//! Handling of overdue requests. A request that the kernel does not complete in time is logged, cancelled, and repeated in a
-//! worker thread. The queue then waits indefinitely. Only if the operator has set a timeout, the queue fails after that time. A
-//! request that the kernel returns undone, because of an interruption or lack of resources, is repeated until it would be
-//! overdue. Then its command fails.
+//! Handling of overdue requests. If the kernel does not complete a request within 10 s, the request is logged, cancelled, and
+//! repeated in a kernel worker thread. The queue then waits for the repeated request indefinitely, unless the operator has set
+//! a timeout, after which the queue fails. If the kernel returns a request undone, because of an interruption or lack of
+//! resources, the request is repeated for up to 10 s. After that, its command fails.
 
 use log::{error, warn};
 
@@ -17,7 +17,7 @@ use nvme_spec::ids::CommandId;
 const CANCELLATION: u64 = 1 << 32;
 
 impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
-    /// Checks the age of all requests that the kernel has.
+    /// Checks the age of all requests that are pending in the kernel.
     #[cold]
     pub(super) fn look(&mut self, now: Ticks) {
         self.looks.look(now);
@@ -39,7 +39,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         }
     }
 
-    /// Cancels an overdue request. A repeated request is not cancelled again, as the first cancellation did not help.
+    /// Cancels an overdue request. A request that was already repeated is not cancelled again, because the first cancellation
+    /// did not help.
     fn cancel(&mut self, slot: usize) {
         self.operations[slot].overdue = true;
         if self.operations[slot].repeats > 0 {

@@ -1,6 +1,6 @@
 //! Locks on the bytes of a lease: in the drive's file, and in the files of the loop devices below.
 //!
-//! A program that uses the file of a loop device locks that file and does not know of the device.
+//! The files below are locked, too, because a program that uses such a file directly locks the file and not the loop device.
 
 use std::io;
 use std::path::Path;
@@ -13,10 +13,11 @@ use super::SharedFile;
 use super::kernel::{File, FileRangeLock, lock_below, reopen};
 use super::way::FileIoMode;
 
-/// Lock bytes that announce how a process uses a file: through the page cache, or with direct I/O. Both lie beyond all data.
+/// Offsets of two bytes beyond all data. A process locks one of them to announce how it accesses the file: through the page
+/// cache, or with direct I/O.
 ///
-/// A direct write leaves stale pages behind if the page cache holds them in one folio with a dirty page. The kernel then
-/// reports an error to all users of the file. So all users of a file must use the same path.
+/// If the page cache has pages of the written range in one folio with a dirty page, a direct write cannot drop them. The kernel
+/// then reports an error to all users of the file. So all processes must access a file in the same way.
 const WAYS: [u64; 2] = [1 << 62, (1 << 62) + 1];
 
 /// Locks on the bytes of a lease.
@@ -24,8 +25,9 @@ const WAYS: [u64; 2] = [1 << 62, (1 << 62) + 1];
 pub(crate) struct LeaseFileLocks {
     shared: Arc<SharedFile>,
     file: FileRangeLock,
-    /// Locks in the files below a loop device, or why a file cannot be opened. All files are opened at the start: a queue's
-    /// ring keeps only the files it was given, and the lease may grow into another file.
+    /// Locks in the files below a loop device, or the reason why a file cannot be opened. All files are opened at the start,
+    /// even if the lease does not use them yet. Otherwise, a lease that grows into another file would lock a file that the
+    /// rings of existing queues do not keep open.
     below: Vec<Result<FileRangeLock, String>>,
 }
 
@@ -110,7 +112,8 @@ impl LeaseFileLocks {
     }
 }
 
-/// Announces this process as a user of a file, by the page cache or direct I/O. Fails if another process uses the other path.
+/// Announces whether this process accesses a file through the page cache or with direct I/O. Fails if another process has
+/// announced the other way.
 fn share_way(lock: &FileRangeLock, path: &Path, is_direct: bool) -> io::Result<()> {
     let (ours, other) = (usize::from(is_direct), usize::from(!is_direct));
     // Announce before checking: of two concurrent processes, at least one sees the other.

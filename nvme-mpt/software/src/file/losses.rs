@@ -1,26 +1,26 @@
-//! Count of losses of completed writes that leases of a file have learned of.
+//! Count of the write-back errors by which leases of a file have lost completed writes.
 //!
-//! The kernel does not report a failed write-back to a description that is opened after another description received the
-//! report. A lease that continues after another process may be opened that late, because functions are restored one after the
-//! other. Some of its writes are older and may be lost. So the file counts losses, and such a lease checks for losses that are
-//! new to it.
+//! After one open file description has received the report of a failed write-back, the kernel does not report it to
+//! descriptions opened later. When a process continues the leases of its predecessor, it opens them one after the other. So a
+//! lease may be opened after another lease has received the report, although the predecessor's writes of this lease may be
+//! among the lost ones. Therefore losses are counted per file, and such a lease checks whether the count has risen.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
-/// Maximum of remembered names. A forgotten lease counts as knowing no loss.
+/// Maximum number of remembered names. A lease whose name was forgotten is treated as if it knew of no loss.
 const NAMES_MAX: usize = 1024;
 
-/// Losses of a file's leases in this process.
+/// Counted losses of a file in this process.
 #[derive(Debug, Default)]
 pub(super) struct FileWriteErrors(Mutex<ReportedWriteErrors>);
 
 #[derive(Debug, Default)]
 struct ReportedWriteErrors {
     count: u64,
-    /// The count when the latest lease of each name ended, if it was not 0.
+    /// For each lease name, the count when the latest lease of this name ended. Leases that ended at count 0 are left out.
     ended: BTreeMap<String, u64>,
 }
 
@@ -29,12 +29,12 @@ impl FileWriteErrors {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a loss that a lease learned of. The caller then checks all open leases.
+    /// Counts a loss that a lease has detected. The caller then checks all open leases.
     pub(super) fn count(&self) {
         self.lock().count += 1;
     }
 
-    /// Records the end of a lease, which knows all losses so far.
+    /// Records that a lease has ended, and that it knew of all losses so far.
     pub(super) fn end(&self, name: &str) {
         let mut told = self.lock();
         let count = told.count;
@@ -47,7 +47,8 @@ impl FileWriteErrors {
         told.ended.insert(name.to_owned(), count);
     }
 
-    /// Returns whether losses occurred since the latest lease of this name ended, or since the file was opened.
+    /// Returns whether losses were counted since the latest lease of this name ended or, without such a lease, since the file
+    /// was opened.
     pub(super) fn are_new_to(&self, name: &str) -> bool {
         let told = self.lock();
         told.count > told.ended.get(name).copied().unwrap_or_default()

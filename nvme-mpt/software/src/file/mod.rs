@@ -3,19 +3,21 @@
 //! Each command is a small state machine with at most one request to the kernel at a time (`operation`, `steps`). `queue` runs
 //! the commands of one queue pair. Flush is fdatasync, FUA is RWF_DSYNC.
 //!
-//! All data of a file takes the same path (`way`). If statx reports an alignment for direct I/O, transfers bypass the page
-//! cache. Otherwise (tmpfs, no `O_DIRECT`) they go through it. Buffered writes on ext4 complete sooner, but fill the host's
-//! memory, and mixing both paths loses data. For direct I/O, memory that the device cannot access is copied through a bounce
-//! buffer (`bounces`). A write to part of a 4 KiB block reads the block and writes all of it, and excludes other changes of the
-//! block until it ends (`claims`). Leases begin and end at 4 KiB boundaries, so no other process writes the rest of a block. A
-//! file on tmpfs is mapped: commands copy from and to resident pages, and the kernel does the rest (`pages`).
+//! All transfers of a file use either direct I/O or the page cache (`way`), because mixing both loses data. If statx reports an
+//! alignment for direct I/O, transfers bypass the page cache. Otherwise (tmpfs, no `O_DIRECT`), they go through the page cache.
+//! Direct I/O is preferred because buffered writes fill the host's memory, although they complete sooner on ext4. For direct
+//! I/O, memory that the device cannot access is copied through a bounce buffer (`bounces`). A write to part of a 4 KiB block
+//! reads the block and writes all of it, and excludes other changes of the block until it ends (`claims`). Leases begin and end
+//! at 4 KiB boundaries, so no other process writes the rest of a block. A file on tmpfs is mapped: commands copy from and to
+//! resident pages, and the kernel does the rest (`pages`).
 //!
-//! If the file system can zero ranges and punch holes, it does so in slices (`slices`). Partial blocks at both ends are
-//! overwritten with zeroes (`zeroes`). Deallocation is advice: a range that the file system refuses keeps its data.
+//! If the file system can zero ranges or punch holes, long ranges are processed in slices (`slices`). Partial blocks at both
+//! ends are overwritten with zeroes (`zeroes`). A deallocation by the guest is only advice, so a range that the file system
+//! cannot deallocate keeps its data.
 //!
-//! Four times a second, a queue checks the age of its requests (`deadline`). A request that the kernel has held for 10 s is
-//! logged, cancelled, and repeated by a kernel worker thread. The queue then waits indefinitely. If the drive has a timeout,
-//! the queue fails after that time, and the guest sees CSTS.CFS.
+//! Four times a second, a queue checks the age of its requests (`deadline`). A request that is pending for 10 s is logged,
+//! cancelled, and repeated by a kernel worker thread. If the drive has no timeout, the queue then waits indefinitely. If it has
+//! one, the queue fails after this time, and the guest sees CSTS.CFS.
 
 mod bounces;
 mod claims;
@@ -86,23 +88,23 @@ pub(crate) struct FileBackingStore {
 pub(super) struct SharedFile {
     path: PathBuf,
     origin: BackingId,
-    /// Bytes that leases may use.
+    /// Number of bytes that can be leased.
     bytes: u64,
     label: Option<DriveLabel>,
-    /// True if the drive is identified by its label.
+    /// True if the drive is identified by its label instead of its path.
     is_named: bool,
     pub(super) lba_shift: u8,
-    /// Keeps the file open, and holds a block device exclusively. No I/O uses this description, because each lease opens its
-    /// own.
+    /// Keeps the file open, and a block device open exclusively. No I/O uses this file description, because each lease opens
+    /// its own.
     opened: File,
     way: FileIoMode,
     /// True for a file of tmpfs or hugetlbfs, which exists in the page cache only.
     in_memory: bool,
     /// The mapped pages of a file in memory.
     pages: Option<MappedFilePages>,
-    /// True if the kernel may wait for another process or host, as for files on FUSE and NFS.
+    /// True if an access may make the kernel wait for another process or host, as for files on FUSE and NFS.
     may_block: bool,
-    /// True if ranges can be deallocated and then read as zeroes.
+    /// True if ranges can be deallocated, and read as zeroes afterwards.
     punches_holes: AtomicBool,
     /// True if the file system can zero a range and keep it allocated.
     zeroes_ranges: AtomicBool,
@@ -114,7 +116,7 @@ pub(super) struct SharedFile {
     losses: FileWriteErrors,
     /// Time after which a pending request fails its queue.
     timeout: OnceLock<Duration>,
-    /// A file that must become durable whenever the blocks do.
+    /// Companion file, such as the file of zone states. Each sync of the blocks also syncs this file.
     pub(super) companion: OnceLock<Arc<File>>,
 }
 
@@ -228,8 +230,8 @@ impl FileBackingStore {
         Ok(locks)
     }
 
-    /// Opens the file for one lease. `name` is the lease's name in the log, `end` the end of its last byte, and `locks` the
-    /// locks on its bytes.
+    /// Opens the file for one lease. `name` is the lease's name in the log, `end` is the offset after its last byte, and
+    /// `locks` are the locks on its bytes.
     ///
     /// # Errors
     /// Returns the kernel's error if the file cannot be opened again.
@@ -264,7 +266,7 @@ impl BackingStore for FileBackingStore {
         "nvme-mpt file drive"
     }
 
-    /// Size when the file was opened.
+    /// Size in bytes when the file was opened.
     fn bytes(&self) -> u64 {
         self.shared.bytes
     }
@@ -417,7 +419,7 @@ impl SharedFile {
             .plan(direction, operation.data_offset, parts, self.bytes)
     }
 
-    /// Plans the zeroing of a range, by deallocation if `deallocate` is set and the file supports it.
+    /// Plans the zeroing of a range. If `deallocate` is set and the file supports deallocation, deallocates the range instead.
     fn zeroing(
         &self,
         start: u64,
@@ -446,7 +448,7 @@ impl SharedFile {
         self.punches_holes.load(Ordering::Relaxed)
     }
 
-    /// Records that the file system or the device does not support a means of zeroing.
+    /// Records that the file system or device does not support a method of zeroing.
     fn gives_up(&self, means: ZeroingMethod) {
         let (can, what) = match means {
             ZeroingMethod::Punch => (&self.punches_holes, "deallocate ranges"),

@@ -26,9 +26,9 @@ pub(super) enum FileCommandStep {
     /// Complete the command.
     #[default]
     Done,
-    /// Wait until the write may begin, see [`claims`](super::claims).
+    /// Wait until the write may begin, because other changes of the same blocks exclude it; see [`claims`](super::claims).
     Claimed,
-    /// Read a block that the write changes only in part.
+    /// Read a block of which the write changes only a part.
     Fill,
     /// Read, or continue a partly completed read.
     Read,
@@ -40,27 +40,27 @@ pub(super) enum FileCommandStep {
     Flush,
     /// Sync the file.
     Sync,
-    /// Sync the companion file, if there is one.
+    /// Sync the companion file, if the drive has one.
     SyncCompanion,
     /// Zero the next part of a range.
     Zero,
-    /// Wait for a survey of the range, see [`survey`](super::survey).
+    /// Wait for the survey that tells the allocated extents of the range, see [`survey`](super::survey).
     Survey,
-    /// Wait for the file's turn, see [`slices`](super::slices).
+    /// Wait until it is the queue's turn to process a slice of the file, see [`slices`](super::slices).
     Turn,
-    /// Wait until the slice may begin.
+    /// Wait until no other change excludes the slice.
     SliceClaimed,
     /// Make the file system zero or deallocate a slice.
     Slice,
     /// Compare the read data with the guest's data.
     Compare,
-    /// Read the next source range of a Copy, or write the data that was read.
+    /// Read the next source range of a Copy, or write the data that was read from it.
     CopyRange,
     /// Deallocate the next range.
     Range,
-    /// Clear the marks of written blocks, durably.
+    /// Clear the unreadable-block marks of written blocks, after the data is durable.
     ClearMarks,
-    /// Wait until a change of marks is stored.
+    /// Wait until the ledger has stored a change of unreadable-block marks.
     StoreMarks,
 }
 
@@ -72,7 +72,7 @@ pub(super) enum ZeroingMethod {
     Zero,
     /// The file system deallocates the range.
     Punch,
-    /// The queue writes zeroes.
+    /// The queue writes zeroes with ordinary write requests.
     Hand,
 }
 
@@ -80,23 +80,25 @@ pub(super) enum ZeroingMethod {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RangeZeroing {
     pub(super) start: u64,
-    /// First byte that is not zeroed yet.
+    /// Offset of the first byte that is not zeroed yet.
     pub(super) at: u64,
     pub(super) end: u64,
-    /// True if some bytes before `at` keep their data, which deallocation as advice permits.
+    /// True if some bytes before `at` were not deallocated and keep their data. This is permitted, because deallocation is
+    /// advice.
     pub(super) keeps_data: bool,
     pub(super) means: ZeroingMethod,
-    /// The step after the range.
+    /// The step after the whole range is zeroed.
     pub(super) then: FileCommandStep,
-    /// Bytes of the current slice.
+    /// Number of bytes of the present slice.
     pub(super) slice: u64,
-    /// Weight of the slice, see [`survey`](super::survey). Without a survey, its number of bytes.
+    /// Weight of the present slice, by which its duration is limited, see [`survey`](super::survey). Without a survey, the
+    /// number of its bytes.
     pub(super) weight: u64,
-    /// True if no further surveys are requested.
+    /// True if slices are sized without a survey from now on.
     pub(super) is_blind: bool,
-    /// True if this command holds the file's turn.
+    /// True if this command has taken the file's turn.
     pub(super) has_turn: bool,
-    /// Start of the current slice.
+    /// Time when the present slice began.
     pub(super) began: Ticks,
 }
 
@@ -109,47 +111,48 @@ pub(super) struct FileCommand {
     pub(super) then: FileCommandStep,
     /// The step after the guest has received the read data from the bounce buffer.
     pub(super) after_scatter: FileCommandStep,
-    /// Next byte of the file to transfer.
+    /// Offset in the file of the next byte to transfer.
     pub(super) offset: u64,
     /// Offset in the file of the command's data.
     pub(super) data_offset: u64,
-    /// The command's data.
+    /// Remaining memory parts of the command's data.
     pub(super) vectors: IoVectors,
-    /// Bytes of the file that the bounce buffer holds, if the transfer uses one.
+    /// Start and end of the bytes of the file that the bounce buffer holds. `None` if the transfer does not use a bounce
+    /// buffer.
     pub(super) staged: Option<(u64, u64)>,
     /// The part of the bounce buffer that the kernel transfers.
     pub(super) stage: IoVectors,
-    /// Partly changed blocks to read into the bounce buffer first: start and end in the file.
+    /// Start and end of each block that the write changes only in part, and which must first be read into the bounce buffer.
     pub(super) fills: [Option<(u64, u64)>; 2],
     pub(super) bounce: Option<BounceBuffer>,
     pub(super) claim: BlockChangeClaim,
     pub(super) zeroing: RangeZeroing,
-    /// The survey of the range's next bytes, and when it was requested.
+    /// The survey for the next bytes of the range, and the time when it was requested.
     pub(super) survey: Option<(Arc<ExtentSurvey>, Ticks)>,
-    /// Moment after which the command stops waiting for turns, see [`slices`](super::slices).
+    /// Time at which the command stops waiting for its turn, see [`slices`](super::slices).
     pub(super) last_turn: Ticks,
-    /// First block and number of blocks whose marks are to be cleared.
+    /// First block and number of blocks whose unreadable-block marks must be cleared.
     pub(super) unmarked: (u64, u64),
-    /// The change of marks that the command waits for.
+    /// The change of unreadable-block marks that the command waits for.
     pub(super) change: Option<UncorrectableMarkChange>,
-    /// The step after a sync of the file, and the step after a change of marks.
+    /// The steps after a sync of the file and after a change of marks.
     pub(super) after_sync: FileCommandStep,
     pub(super) after_marks: FileCommandStep,
-    /// The sync that a Flush needs.
+    /// Number of the first sync that covers a Flush.
     pub(super) needs: SyncNumber,
-    /// The sync that a Flush performs.
+    /// Number of the sync that a Flush performs; `None` if the Flush waits for another command's sync.
     pub(super) leads: Option<SyncNumber>,
-    /// Number of processed ranges, and their bytes.
+    /// Number of processed ranges of the command, and the sum of their bytes.
     pub(super) ranges: usize,
     pub(super) bytes: usize,
-    /// True if the kernel has a request of this command.
+    /// True if a request of this command is pending in the kernel.
     pub(super) requested: bool,
-    /// The queue's look count when the request was made. If the kernel returned it undone and it was made again, the count of
-    /// the first attempt.
+    /// The queue's count of age checks when the request was made. If the kernel returned the request undone and it was
+    /// repeated, the count at the first attempt.
     pub(super) since: u32,
-    /// True if that request is overdue and its cancellation was requested.
+    /// True if the pending request is overdue and its cancellation was requested.
     pub(super) overdue: bool,
-    /// Number of repeated overdue requests.
+    /// Number of times that an overdue request was repeated.
     pub(super) repeats: u8,
 }
 
@@ -190,7 +193,7 @@ impl FileCommand {
         Ok(())
     }
 
-    /// Returns the command's data within the bounce buffer.
+    /// Returns the part of the bounce buffer that holds the command's data.
     pub(super) fn staged_data(&self) -> Result<RawBytes<'_>, Status> {
         let (base, _) = self.staged.ok_or(Status::INTERNAL_ERROR)?;
         let at = (self.data_offset - base) as usize;
@@ -200,7 +203,7 @@ impl FileCommand {
             .ok_or(Status::INTERNAL_ERROR)
     }
 
-    /// Applies the plan of a write of `len` bytes.
+    /// Prepares a write of `len` bytes as planned.
     pub(super) fn stage_write(&mut self, plan: TransferBuffer, len: u64) {
         let TransferBuffer::Staged { start, end } = plan else {
             self.staged = None;
@@ -221,8 +224,8 @@ impl FileCommand {
         };
     }
 
-    /// Returns whether success of the command promises durable data, as for a Flush and for writes with FUA. Write, Write
-    /// Zeroes and Copy have FUA in the same place.
+    /// Returns whether success of the command promises that data is durable. This holds for a Flush and for writes with FUA,
+    /// whose bit Write, Write Zeroes and Copy have in the same place.
     pub(super) fn promises_durability(&self) -> bool {
         match NvmOpcode(self.sqe.opcode()) {
             NvmOpcode::FLUSH => true,
@@ -258,7 +261,7 @@ impl FileCommand {
         }
     }
 
-    /// Returns whether the command has further requests to make, or waits for its first one.
+    /// Returns whether the command will make further requests, or has not made its first one.
     pub(super) fn has_more(&self) -> bool {
         match self.next {
             FileCommandStep::Done | FileCommandStep::Compare | FileCommandStep::Scatter => false,
@@ -267,7 +270,7 @@ impl FileCommand {
         }
     }
 
-    /// Returns the end of the file's bytes that the next request accesses, or the end of the range for a slice.
+    /// Returns the end offset in the file of the bytes that the next request accesses; for a slice, the end of the whole range.
     pub(super) fn reach(&self) -> u64 {
         match self.next {
             FileCommandStep::Read | FileCommandStep::Fill | FileCommandStep::Write => {
@@ -282,7 +285,7 @@ impl FileCommand {
         }
     }
 
-    /// Returns whether the read data equals the guest's.
+    /// Returns whether the data that was read equals the guest's data.
     pub(super) fn equals_data(
         &self,
         lba_shift: u8,
@@ -315,7 +318,8 @@ impl FileCommand {
         }
     }
 
-    /// Clears the marks of written blocks before the command completes. Returns whether there are any.
+    /// If blocks that the command has written have unreadable-block marks, clears the marks before the command completes.
+    /// Returns whether there are such marks.
     #[cold]
     pub(super) fn clear_marks_of_written(&mut self, file: &SharedFile) -> bool {
         self.written(file).is_some_and(|(Lba(start), count)| {
@@ -323,8 +327,8 @@ impl FileCommand {
         })
     }
 
-    /// Clears the marks of some blocks and continues with `then`. Returns whether there are any. The data becomes durable
-    /// first, so that after a power failure no readable block has data from before the mark.
+    /// Clears the unreadable-block marks of some blocks and then continues with `then`. Returns whether there are such marks.
+    /// The data becomes durable first, so that after a power failure no readable block has data from before the mark.
     pub(super) fn clear_marks(
         &mut self,
         file: &SharedFile,
@@ -346,7 +350,7 @@ impl FileCommand {
         NvmOpcode(self.sqe.opcode()) == NvmOpcode::DATASET_MANAGEMENT
     }
 
-    /// Returns whether the next bytes of the range have to be surveyed.
+    /// Returns whether the next bytes of the range must be surveyed before the next slice.
     pub(super) fn wants_survey(&mut self) -> bool {
         let RangeZeroing {
             at,
@@ -391,8 +395,8 @@ pub(super) fn failure(errno: i32, step: FileCommandStep) -> Status {
     }
 }
 
-/// Returns whether a failed deallocation left the range unchanged, because the file system cannot deallocate it at all or at
-/// the moment.
+/// Returns whether a deallocation failed without changing the range, because the file system cannot deallocate at all or at
+/// present.
 pub(super) fn leaves_as_it_was(errno: i32) -> bool {
     matches!(
         errno,

@@ -4,12 +4,14 @@
 //! raise SIGBUS. So commands copy only if all pages are known to be resident. The kernel performs all other transfers: it reads
 //! holes as zeroes and reports a full file system.
 //!
-//! A page is known to be resident after a write through the kernel. After a read, a system call checks each page, until one
-//! check of a batch finds none. So each page is checked once, and holes cost one check per batch. A deallocation marks pages as
-//! not resident. If others deallocate a page, it still counts as resident, and the first copy allocates it again.
+//! After a write by the kernel, its pages are known to be resident. After a read by the kernel, a system call checks whether
+//! the pages are resident. If such a check finds no resident page, the rest of the batch is not checked. So holes cost one
+//! check per batch. A deallocation marks pages as not resident. If another process deallocates a page, it still counts as
+//! resident, and the first copy allocates it again.
 //!
-//! SIGBUS therefore means that the file was truncated or that a page is damaged. The signal handler maps zeroes there and marks
-//! the mapping as lost. That command and all later ones then use the kernel, which reports the error.
+//! SIGBUS therefore means that the file was truncated or that a page is damaged. The signal handler maps zeroes in place of the
+//! page and marks the mapping as lost. The command that caused the signal and all later ones then use the kernel, which reports
+//! the error.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -56,7 +58,7 @@ impl MappedFilePages {
         self.mapping.bytes(usize::try_from(offset).ok()?, len)
     }
 
-    /// Returns whether a page was lost, in which case copied data may be lost.
+    /// Returns whether a page was lost. If so, data that commands have copied may be lost.
     #[inline]
     pub(super) fn is_lost(&self) -> bool {
         self.mapping.is_lost()
@@ -92,7 +94,7 @@ impl MappedFilePages {
         }
     }
 
-    /// Searches these bytes for resident pages, and returns whether there are any.
+    /// Checks which pages of these bytes are resident. Returns whether any is.
     pub(super) fn look(&self, file: &File, offset: u64, len: u64) -> bool {
         let (mut at, end) = (offset, offset + len);
         let mut found = false;
@@ -108,9 +110,9 @@ impl MappedFilePages {
     }
 }
 
-/// Iterator over the words of the bitmap that cover a range of bytes, each with the bits in range.
+/// Iterator over the words of the bitmap that cover a range of bytes. For each word, returns a mask of the bits in the range.
 struct BitmapWords {
-    /// First remaining bit, and the end of the bits.
+    /// First bit that remains, and the end of the bits.
     next: u64,
     end: u64,
 }

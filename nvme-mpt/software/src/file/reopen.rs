@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Opens an open file again, for a separate description. If `path` leads to another file by now, the descriptor is opened
+/// Opens an open file again, as a separate file description. If `path` leads to another file by now, opens the descriptor
 /// through `/proc/self/fd` instead.
 pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result<File> {
     let mut options = OpenOptions::new();
@@ -34,10 +34,10 @@ fn open(file: &File, path: Option<&Path>, options: &OpenOptions) -> io::Result<F
 /// Identity of a file.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct OpenFileIdentity {
-    /// Device that holds the file.
+    /// Number of the device that contains the file.
     on: u64,
     inode: u64,
-    /// Device that a special file represents.
+    /// Number of the device that the file represents, if it is a special file.
     device: u64,
 }
 

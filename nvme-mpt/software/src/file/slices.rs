@@ -1,6 +1,6 @@
 //! Scheduling of long deallocations and zeroing in slices. While the kernel deallocates or zeroes a range, it excludes all
-//! other I/O of the file. So a range is processed in slices of about a third of a millisecond. While others use the file,
-//! pauses between slices leave them most of its time.
+//! other I/O of the file. So a range is processed in slices that take about a third of a millisecond each. While other commands
+//! use the file, pauses between slices leave most of the file's time to them.
 //!
 //! The length of a slice is [learned](SliceLength).
 
@@ -12,21 +12,21 @@ use crate::sync::{Mutex, MutexGuard};
 use nvme_guest::learn::{PolicyChoice, SliceLength};
 use nvme_mpt_memory::clock::{TickRate, Ticks, ticks_in};
 
-/// Pause after a slice while others use the file, in multiples of the slice's duration. Others get 80 % of the file's time, as
-/// long as slices take at most 12 ms.
+/// Duration of the pause after a slice while other commands use the file, as a multiple of the slice's duration. The other
+/// commands get 80 % of the file's time, as long as slices take at most 12 ms.
 const SHARED_PAUSE: u64 = 4;
 
-/// Maximum pause. It lets a command of many short ranges get its turns in time on slow storage too.
+/// Maximum pause. Without a maximum, a command of many short ranges would exceed its timeout on slow storage.
 const PAUSE_MAX: Duration = Duration::from_millis(50);
 
-/// Time after the last transfer until the file counts as otherwise unused.
+/// Time after the last transfer until the file counts as unused by other commands.
 const QUIET: Duration = Duration::from_millis(100);
 
-/// Time that a free turn is reserved for the first queue in line, which checks every 250 us.
+/// Time for which a free turn is reserved for the first queue in line. Each waiting queue checks for its turn every 250 us.
 const KEPT: Duration = Duration::from_millis(5);
 
-/// The turns of one file. At most one slice of the file is in progress, across all queues. Queues get turns in the order in
-/// which they asked.
+/// Assigns the turns of one file. A turn is the permission to process one slice, and only one queue has it at a time. Queues
+/// get the turn in the order in which they asked.
 #[derive(Debug)]
 pub(super) struct SliceScheduler {
     state: Mutex<SliceSchedulerState>,
@@ -41,11 +41,11 @@ struct SliceSchedulerState {
     slice: SliceLength,
     /// No slice begins before this moment.
     free_at: u64,
-    /// Others count as using the file until this moment.
+    /// Until this time, other commands count as using the file.
     shared_until: u64,
-    /// Waiting queues, each once.
+    /// Waiting queues, in order. Each queue is in the line once.
     line: VecDeque<SliceWaiter>,
-    /// When the turn was first seen free while the first queue in line had not taken it.
+    /// Time when the turn was first seen free without being taken by the first queue in line.
     offered: Option<Ticks>,
 }
 
@@ -70,8 +70,8 @@ impl SliceScheduler {
         }
     }
 
-    /// Takes the turn for a queue if the turn is free, the pause is over and the queue is first in line. Returns the maximum
-    /// weight of the slice. Otherwise, puts the queue in line and returns `None`.
+    /// Takes the turn for a queue and returns the maximum weight of its slice. If the turn is taken, the pause is not over, or
+    /// another queue is first in line, puts the queue in line and returns `None`.
     pub(super) fn take(&self, now: Ticks, queue: SliceWaiter) -> Option<u64> {
         let mut state = self.state();
         if state.taken || now.0 < state.free_at {
@@ -94,7 +94,7 @@ impl SliceScheduler {
         Some(state.slice.bytes())
     }
 
-    /// Returns an unused turn.
+    /// Returns a turn that was not used.
     pub(super) fn give_back(&self) {
         self.state().taken = false;
     }
@@ -104,8 +104,8 @@ impl SliceScheduler {
         self.state().leave(queue);
     }
 
-    /// Returns the turn after a slice of weight `bytes` ([`survey`](super::survey)). `transfers` is true if there were
-    /// transfers of the file since the last slice.
+    /// Returns the turn after a slice of weight `bytes` ([`survey`](super::survey)). `transfers` tells whether other commands
+    /// have made transfers of the file since the last slice.
     pub(super) fn done(&self, bytes: u64, began: Ticks, now: Ticks, transfers: bool) {
         let took = now.since(began);
         let mut state = self.state();
@@ -158,7 +158,7 @@ mod tests {
     /// Size of the first slice in bytes.
     const FIRST: u64 = 256 << 10;
 
-    /// Returns the target time of a slice, in ticks.
+    /// Returns the duration that a slice should have, in ticks.
     fn target() -> u64 {
         ticks_in(Duration::from_micros(300))
     }

@@ -24,7 +24,8 @@ use nvme_spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadW
 use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::status::Status;
 
-/// Maximum bytes of a slice over holes. Bounded because the kernel drops cached pages of holes too.
+/// Maximum bytes of a slice over holes. A limit is needed because the kernel also drops cached pages of holes, which takes
+/// time.
 const HOLE_MAX: u64 = 1 << 30;
 
 impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
@@ -52,7 +53,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.go_on(slot, memory)
     }
 
-    /// Starts to write a command's data, or waits for changes that exclude the write.
+    /// Starts to write a command's data, or makes the command wait for changes that exclude the write.
     pub(super) fn write(
         &mut self,
         slot: CommandId,
@@ -92,7 +93,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.go_on(slot, memory)
     }
 
-    /// Sets up a write that may begin now.
+    /// Prepares a write that no other change excludes.
     fn begin_write(&mut self, slot: CommandId) -> Result<(), Status> {
         let operation = &mut self.operations[usize::from(slot.0)];
         if operation.fills[0].is_some() || operation.fills[1].is_some() {
@@ -103,7 +104,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         Ok(())
     }
 
-    /// Executes the steps of a command until it has a request in the kernel, has to wait, or is complete.
+    /// Executes the steps of a command until it has a pending request, has to wait, or is complete.
     pub(super) fn go_on(
         &mut self,
         slot: CommandId,
@@ -295,8 +296,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         Ok(())
     }
 
-    /// Zeroes the next part of a range. Whole blocks are left to the file system if possible, and partial blocks are written. A
-    /// deallocation without bounce memory leaves partial blocks unchanged.
+    /// Zeroes the next part of a range. The file system zeroes whole blocks if it can. Partial blocks are overwritten with
+    /// zeroes. A deallocation without bounce memory leaves partial blocks unchanged.
     fn zero(
         &mut self,
         slot: CommandId,
@@ -362,7 +363,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             .map(Some)
     }
 
-    /// Surveys the next bytes of a range. Returns `false` if the command has to wait for the answer.
+    /// Requests a survey of the next bytes of a range. Returns `false` if the command has to wait for the result.
     fn survey(&mut self, slot: CommandId) -> bool {
         let now = self.now();
         let Self {
@@ -389,7 +390,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         true
     }
 
-    /// Takes the file's turn for a slice. Returns `false` if the command has to wait for it.
+    /// Takes the file's turn for a slice. Returns `false` if the command has to wait for the turn.
     fn take_turn(&mut self, slot: CommandId) -> bool {
         let (now, queue) = (self.now(), self.waiter());
         let Self {
@@ -492,14 +493,15 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         Ok(())
     }
 
-    /// Checks the file's size, once per batch.
+    /// Checks the file's size, if that was not done for the present batch.
     fn look_at_size(&mut self) {
         if !std::mem::replace(&mut self.looked, true) {
             self.file.look_at_size();
         }
     }
 
-    /// Skips the rest of a deallocation if its next request reaches beyond the end of a truncated file. Returns whether it did.
+    /// If the next request of a deallocation reaches beyond the end of a truncated file, skips the rest of the deallocation.
+    /// Returns whether it did.
     fn skips_lost_range(&mut self, slot: CommandId) -> bool {
         let index = usize::from(slot.0);
         if !self.operations[index].is_advice() {
@@ -518,7 +520,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         true
     }
 
-    /// Performs a transfer as a copy, if the file's pages are mapped and resident. Returns whether it did.
+    /// Performs a transfer by copying from or to the mapped file, if all pages of the transfer are resident. Returns whether it
+    /// did.
     #[inline]
     fn copies_pages(&mut self, slot: CommandId) -> Result<bool, Status> {
         let next = self.operations[usize::from(slot.0)].next;
@@ -568,7 +571,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.transferred(slot, len)
     }
 
-    /// Records which pages of the file a transfer by the kernel has shown to be resident.
+    /// After a transfer by the kernel, records which pages of the file are resident.
     fn learn_pages(&mut self, slot: CommandId, done: usize) {
         let Some(pages) = &self.file.pages else {
             return;
@@ -755,8 +758,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.go_on(slot, memory)
     }
 
-    /// Fails a command that would promise durable data if completed writes were lost, whichever command received the kernel's
-    /// report.
+    /// Fails a command that would promise durable data if completed writes were lost. It does not matter which command received
+    /// the kernel's report.
     fn promise_durability(&self, opcode: NvmOpcode) -> Result<(), Status> {
         self.lease.ask(&self.witness)?;
         if opcode == NvmOpcode::FLUSH {

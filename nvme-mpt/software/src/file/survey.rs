@@ -1,12 +1,13 @@
 //! Surveys of files: the allocated extents of a range.
 //!
-//! The time of a deallocation depends on the extents in the range, and holes of any length take almost no time. So a slice
-//! ([`slices`](super::slices)) skips holes at no cost, and its *weight* is bounded instead of its bytes. An extent weighs a
-//! block plus a 256th of its bytes. In a file in memory, whose pages are freed one by one, an extent weighs all of its bytes.
+//! The duration of a deallocation depends on the allocated extents in the range; holes of any length take almost no time. So
+//! each slice ([`slices`](super::slices)) is limited by its *weight*, which leaves out holes, instead of its number of bytes.
+//! An extent weighs a block plus a 256th of its bytes. In a file in memory, whose pages are freed one by one, an extent weighs
+//! all of its bytes.
 //!
-//! The calls to the file system (FIEMAP, SEEK_DATA) may block on its locks and its disk, so no poller makes them. A thread of
-//! the process makes them, if it was [started](start). Without an answer in time, a slice is as short as if the range had no
-//! hole.
+//! The calls to the file system (FIEMAP, SEEK_DATA) may block on its locks and its disk, so no poller makes them, but a
+//! separate thread, if it was [started](start). If the answer does not arrive in time, a slice is as short as if the range had
+//! no holes.
 
 use std::io;
 use std::sync::{Arc, OnceLock, Weak};
@@ -20,16 +21,16 @@ use super::way::UNIT;
 use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-/// Maximum of queued questions. Further questions are dropped.
+/// Maximum number of queued survey requests. Further requests are dropped.
 const QUESTIONS: usize = 256;
 
-/// Time that a command waits for an answer.
+/// Maximum time for which a command waits for a survey.
 pub(super) const PATIENCE: Duration = Duration::from_millis(2);
 
-/// Maximum of extents per answer.
+/// Maximum number of extents per survey.
 const EXTENTS: usize = 64;
 
-/// Bytes of an extent on a disk that weigh as much as one byte of memory.
+/// Divisor for the weight of an extent on a disk: this many bytes weigh as much as one byte of a file in memory.
 const LIGHT: u64 = 256;
 
 static THREAD: OnceLock<SyncSender<SurveyRequest>> = OnceLock::new();
@@ -77,8 +78,8 @@ pub(super) struct SurveyRequest {
 }
 
 impl SurveyRequest {
-    /// Answers with the first extents of the range, in order, as start and end. Fewer than [`EXTENTS`] extents mean that the
-    /// list is complete. `light` bytes of an extent weigh one.
+    /// Answers a request with the first extents of the range, in order, as start and end. If there are fewer than [`EXTENTS`],
+    /// they are all extents of the range. `light` bytes of an extent add one to its weight.
     pub(super) fn answer(self, extents: Vec<(u64, u64)>, light: u64) {
         let known = match extents.last() {
             Some((_, end)) if extents.len() >= EXTENTS => *end,
@@ -93,7 +94,7 @@ impl SurveyRequest {
     }
 }
 
-/// Handle of a file for sending questions to the survey thread.
+/// Handle through which a file sends survey requests to the thread.
 #[derive(Debug, Default)]
 pub(super) struct SurveyThreadHandle(OnceLock<SyncSender<SurveyRequest>>, OnceLock<()>);
 
@@ -107,22 +108,22 @@ impl SurveyThreadHandle {
         surveyor
     }
 
-    /// Sends questions to this channel from now on, unless the handle already has one. Returns whether the channel was set.
+    /// Sends requests to this channel from now on, unless the handle already has a channel. Returns whether it had none.
     pub(super) fn begin(&self, questions: SyncSender<SurveyRequest>) -> bool {
         self.0.set(questions).is_ok()
     }
 
-    /// Stops asking, because the file system reports no extents.
+    /// Stops sending requests, because the file system does not report extents.
     fn give_up(&self) {
         let _ = self.1.set(());
     }
 
-    /// Returns whether questions are asked.
+    /// Returns whether survey requests are sent.
     pub(super) fn asks(&self) -> bool {
         self.0.get().is_some() && self.1.get().is_none()
     }
 
-    /// Asks for the extents of a range. Returns `None` if too many questions are queued.
+    /// Requests a survey of a range. Returns `None` if too many requests are queued.
     pub(super) fn ask(
         &self,
         file: &Arc<SharedFile>,
@@ -141,7 +142,7 @@ impl SurveyThreadHandle {
     }
 }
 
-/// A survey of a range, possibly unanswered.
+/// A survey of a range. The answer may not have arrived yet.
 #[derive(Debug, Default)]
 pub(super) struct ExtentSurvey {
     answer: OnceLock<SurveyedExtents>,
@@ -165,7 +166,7 @@ pub(super) struct SurveyedExtents {
 }
 
 impl SurveyedExtents {
-    /// Returns whether the extent at offset `at` is known.
+    /// Returns whether the survey covers offset `at`.
     pub(super) fn reach(&self, at: u64) -> bool {
         at < self.known
     }

@@ -1,8 +1,8 @@
 //! Flushes of one queue, which share syncs.
 //!
 //! The kernel executes a sync in a worker thread, and each poller thread has a limited number of workers for all its queues. So
-//! a queue has one sync in the kernel at a time. Flushes that arrive meanwhile share the next sync, which begins after all of
-//! them.
+//! a queue has at most one sync pending in the kernel. Flushes that arrive during this sync share the next one, which begins
+//! after all of them have arrived.
 
 use nvme_spec::ids::CommandId;
 
@@ -16,10 +16,10 @@ impl SyncNumber {
     }
 }
 
-/// Role of a Flush in the syncs.
+/// How a Flush takes part in the queue's syncs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FlushRole {
-    /// A sync that began after the Flush has succeeded.
+    /// A sync that began after the Flush had arrived has already succeeded.
     Done,
     /// The Flush performs the sync with this number.
     Leads(SyncNumber),
@@ -50,12 +50,12 @@ impl QueueSyncs {
         }
     }
 
-    /// Returns the first sync that covers a Flush arriving now.
+    /// Returns the number of the first sync that covers a Flush arriving now.
     pub(super) fn next(&self) -> SyncNumber {
         self.begun.next()
     }
 
-    /// Assigns a role to a Flush that needs the sync `needed` or a later one.
+    /// Decides how a Flush takes part, which is covered by sync `needed` or a later one.
     pub(super) fn join(&mut self, needed: SyncNumber) -> FlushRole {
         if self.succeeded >= needed {
             return FlushRole::Done;

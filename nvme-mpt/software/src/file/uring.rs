@@ -11,7 +11,7 @@ use nvme_mpt_memory::RawBytes;
 #[derive(Debug, Default)]
 pub struct IoVectors {
     vectors: Vec<libc::iovec>,
-    /// Index of the first vector that is not done.
+    /// Index of the first vector that is not transferred completely.
     first: usize,
 }
 
@@ -139,9 +139,9 @@ pub enum FileIoRequest<'a> {
 /// Execution mode of a request in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestIssueMode {
-    /// Inline if possible, otherwise in a worker thread.
+    /// In the submitting thread if this does not block, otherwise in a worker thread.
     AtOnce,
-    /// In a worker thread, which takes another code path in the kernel and may block.
+    /// Always in a worker thread, which may block. The kernel executes the request on another code path there.
     ByThread,
 }
 
@@ -156,7 +156,7 @@ pub struct FileIoCompletion {
 
 /// Interface of one queue to the kernel's asynchronous I/O.
 pub trait FileIoRing: std::fmt::Debug {
-    /// Prepares a request. Its completion carries `tag`.
+    /// Prepares a request. The request's completion has the tag `tag`.
     ///
     /// # Safety
     /// The vectors must stay in place, and the memory they name must stay mapped, until the completion with this tag was taken.
@@ -167,7 +167,7 @@ pub trait FileIoRing: std::fmt::Debug {
         manner: RequestIssueMode,
     ) -> io::Result<()>;
 
-    /// Prepares the cancellation of the request with tag `target`. Its own completion carries `tag`.
+    /// Prepares the cancellation of the request with tag `target`. The cancellation's own completion has the tag `tag`.
     fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()>;
 
     /// Submits the prepared requests to the kernel. Requests that the kernel does not accept are submitted again by the next

@@ -1,7 +1,7 @@
 //! Detection of changes to a drive's file by others: truncation, removal, or replacement.
 //!
 //! No kernel interface prevents others from truncating a file. So each batch of commands that write checks the file's size
-//! first. The control thread checks both size and path whenever it asks for damage.
+//! first. The control thread checks the size and the path periodically.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,7 +17,7 @@ use nvme_mpt_memory::sync::Mutex;
 #[derive(Debug)]
 pub(super) struct FileDamageWatch {
     regular: bool,
-    /// Smallest size seen, in bytes. A part that was cut off has lost its content even if the file grows again.
+    /// Smallest size seen so far, in bytes. Bytes beyond this size have lost their content, even if the file has grown again.
     left: AtomicU64,
     replaced: AtomicBool,
     leases: Mutex<Vec<Weak<LeasedFile>>>,
@@ -33,7 +33,7 @@ impl FileDamageWatch {
         }
     }
 
-    /// Registers a lease for reports of changes.
+    /// Registers a lease, to which changes are reported.
     pub(super) fn tell(&self, lease: &Arc<LeasedFile>) {
         let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
         leases.retain(|lease| lease.strong_count() > 0);

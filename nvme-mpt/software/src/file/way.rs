@@ -1,15 +1,15 @@
 //! The path of a file's data: direct I/O or the page cache.
 //!
-//! Mixing both paths loses data: the cache may write an old page back over data that was written directly, and it reports a
-//! write-back error to every user of the file. So the path depends on the file, never on a command or a guest's buffer.
+//! Mixing both loses data: the page cache may write an old page back over data that was written directly, and then reports an
+//! error to every user of the file. So the choice depends only on the file, never on a command or a guest's buffer.
 
 use nvme_guest::host::Mdts;
 
-/// Size of the blocks that are read, changed and written as a whole when a command changes part of one. Leases begin and end at
-/// multiples of this size, so no other process changes the rest of a block.
+/// Size in bytes of the blocks that are read, modified and written as a whole if a command changes only a part of one. Leases
+/// begin and end at multiples of this size, so no other process changes the rest of such a block.
 pub(super) const UNIT: u64 = nvme_lease::range::BOUNDARY;
 
-/// Maximum of bytes that one command transfers, rounded out to whole blocks.
+/// Maximum number of bytes that one command transfers, after its range is extended to whole blocks.
 pub(super) const STAGE_MAX: usize = Mdts::MAX.bytes() as usize + 2 * UNIT as usize;
 
 /// Alignment that the file system and the device require for direct I/O.
@@ -60,8 +60,8 @@ impl FileIoMode {
     /// Chooses the path for a file of `bytes` bytes. `direct` is the alignment for direct I/O, or `None` if the file does not
     /// support it.
     ///
-    /// For direct I/O, memory parts are aligned to whole blocks too. Linux asks only for the device's memory alignment, but
-    /// zram (6.18) transfers whole pages regardless of where a part begins and ends.
+    /// For direct I/O, memory parts are aligned to whole blocks too. Linux requires only the device's memory alignment. But
+    /// zram (Linux 6.18) transfers whole pages, even if a part begins or ends in the middle of a page.
     pub(super) fn of(bytes: u64, direct: Option<DirectAlignment>) -> Self {
         match direct {
             Some(alignment)

@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use nvme_mpt_memory::{Mapping, RawBytes};
 
-/// Size of the buffer, which is the most that one write of zeroes uses.
+/// Size of the buffer in bytes, which is also the most that one write of zeroes transfers.
 pub(super) const BYTES: usize = 1 << 20;
 
 /// Returns `len` bytes of zeroes, or `None` if `len` exceeds `BYTES` or the buffer cannot be mapped.

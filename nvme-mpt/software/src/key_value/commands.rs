@@ -31,7 +31,7 @@ impl CommandSet for KeyValueCommands {
         keys.describe()
     }
 
-    /// Returns the bytes that a Store transfers, or the maximum that a Retrieve or List can transfer.
+    /// Returns the number of bytes that a Store transfers, or the maximum number that a Retrieve or List can transfer.
     fn translate(
         translator: &mut CommandTranslator,
         guest: &Sqe,
@@ -46,8 +46,8 @@ impl CommandSet for KeyValueCommands {
         0
     }
 
-    /// Returns whether a second execution of the command has the same result. Delete, Batch and a conditional Store depend on
-    /// their own effect.
+    /// Returns whether a command can be executed twice with the same result. A Delete, a Batch and a conditional Store cannot:
+    /// the second execution finds the effect of the first.
     fn is_repeatable(guest: &Sqe) -> bool {
         match KvOpcode(guest.opcode()) {
             KvOpcode::STORE => !KvStoreCommand::from(guest).must_not_exist,
@@ -56,7 +56,8 @@ impl CommandSet for KeyValueCommands {
         }
     }
 
-    /// Store and Retrieve share the opcodes of Write and Read. A retrieved value may be smaller than the host's buffer.
+    /// Counts a Store as a write and a Retrieve as a read, because they have the opcodes of Write and Read. A retrieved value
+    /// may be smaller than the host's buffer.
     fn traffic(completed: &CompletedCommand) -> CommandTraffic {
         if completed.opcode.0 == KvOpcode::BATCH.0 {
             return CommandTraffic::Written(completed.bytes);
@@ -182,7 +183,7 @@ fn list(
     )
 }
 
-/// Translates a Batch. Its operations lie in guest memory and are checked after they are copied.
+/// Translates a Batch. Its operations lie in guest memory, so they are copied first and checked afterwards.
 fn batch(
     translator: &mut CommandTranslator,
     guest: &Sqe,

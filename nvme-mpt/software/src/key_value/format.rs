@@ -43,14 +43,14 @@ const FACTS: [PlacedFact; 3] = [
 /// Format of a key-value namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceKeys {
-    /// Bytes for all keys and values, including the overhead per pair.
+    /// Capacity in bytes for all keys and values, including the overhead for each pair.
     pub capacity: u64,
     /// Maximum bytes of a value.
     pub value_bytes_max: u32,
 }
 
 impl NamespaceKeys {
-    /// Describes the namespace to its guest. Identify Controller of this command set is all reserved.
+    /// Describes the namespace to its guest. All of Identify Controller for this command set is reserved.
     pub(super) fn describe(&self) -> CommandSetDescription {
         let format = self.format();
         CommandSetDescription {
@@ -68,7 +68,7 @@ impl NamespaceKeys {
         }
     }
 
-    /// The maximum number of keys is reached with empty values.
+    /// Returns the format. The maximum number of keys is the number that fits with empty values.
     fn format(&self) -> KvFormat {
         KvFormat {
             kml: KEY_LENGTH_MAX as u16,

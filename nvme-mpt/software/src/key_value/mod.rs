@@ -1,15 +1,16 @@
 //! Key-value drives: the Key Value Command Set over memory or a file.
 //!
-//! `format` describes a namespace to its guest. `pairs` defines the effects of commands, and `batch` those of combined
-//! commands. `memory` and `file` store pairs. `queue` receives commands and transfers values. Each lease has its own key space
-//! and capacity, named by the start of the lease on the drive. If the profile has a timing, `pace` delays completions.
+//! `format` describes a namespace to its guest. `pairs` defines the effects of commands, and `batch` reads commands that
+//! combine several operations. `memory` and `file` store pairs. `queue` receives commands and transfers values. Each lease has
+//! its own key space and capacity. A key space is named by the start of its lease on the drive. If the profile has a timing,
+//! `pace` delays completions.
 //!
 //! A guest's keys need no translation, because a queue accesses only the key space of its lease. `commands` translates the data
-//! pointers of values. Only the poller copies values between guest memory and requests, so values are allocated. A queue of a
-//! file has at most 4 MiB of values in flight.
+//! pointers of values. Only the poller accesses guest memory. So it copies each value to or from an allocated buffer of the
+//! request. To limit this memory, a queue has at most 4 MiB of values in flight to a file.
 //!
 //! If the VMM unmaps the memory of a Retrieve or List before the reply arrives, the command fails with Data Transfer Error,
-//! because the address is resolved then.
+//! because the guest addresses are resolved only when the data is copied.
 
 mod batch;
 mod commands;
@@ -146,7 +147,7 @@ pub struct KeyValueController {
     namespace: HostNamespace,
     limits: ControllerLimits,
     value_bytes_max: u32,
-    /// Decides when commands complete. If `None`, commands complete as soon as the store is done.
+    /// Model that decides when commands complete. Without a model, a command completes as soon as the store has executed it.
     timing: Option<Arc<KvModel>>,
     home: KeyValueStorage,
     iova_space: Arc<IovaSpace>,
@@ -206,8 +207,8 @@ impl KeyValueController {
         Self::new(identity.into(), model, capacity, profile, home)
     }
 
-    /// Creates a drive in a file, which one of `threads` reads and writes. An empty file becomes a drive with the file's length
-    /// as its capacity.
+    /// Creates a drive in a file. A thread started through `threads` reads and writes the file. An empty file becomes a drive
+    /// with the file's length as its capacity.
     ///
     /// # Errors
     /// Returns any [`KeyValueError`] except [`KeyValueError::Null`] and [`KeyValueError::Faults`].
@@ -228,8 +229,8 @@ impl KeyValueController {
         Ok(Self::new(identity, model, capacity, profile, home))
     }
 
-    /// Sets the timeout after which a pending transaction on the file fails the queues. Without a timeout, queues wait
-    /// indefinitely.
+    /// Sets a timeout for transactions on the file. If a transaction exceeds the timeout, the queues that wait for it fail.
+    /// Without a timeout, queues wait indefinitely.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
         if let KeyValueStorage::File(pairs) = &self.home {
@@ -314,7 +315,8 @@ impl HostLease for KeySpace {
         Ok(HostQueuePair::new(KeyValueQueue::new(self.clone(), slots)?))
     }
 
-    /// Does nothing: completed commands are durable, or end with the process.
+    /// Does nothing. The data of completed commands is already durable or, for a drive in memory, is lost when the process
+    /// ends.
     fn flush(&self) -> io::Result<()> {
         Ok(())
     }

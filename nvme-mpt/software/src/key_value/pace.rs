@@ -1,4 +1,4 @@
-//! Completions that are held until the drive's timing model says they are due.
+//! Completions that are held back until the time that the drive's timing model computes.
 //!
 //! The store executes a command as soon as it can. The model counts the command's time from its arrival, so the store's own
 //! time is included.
@@ -10,7 +10,7 @@ use crate::model::{CompletionCalendar, HostClock, KvModel, KvWork, RoundedUpTick
 use nvme_mpt::host::{CompletionTaker, HostCompletion};
 use nvme_mpt_memory::clock::{Ticks, ticks_in};
 
-/// Time resolution. A completion is at most this late, not counting the poller's own delay.
+/// Time resolution. A completion is held back too long by at most this time, without the delay until the poller's next pass.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
 /// Arrival and result of a command.
@@ -75,7 +75,7 @@ impl<C: TickClock> KvCompletionPacer<C> {
         self.held.hold(slot, status, RoundedUpTicks(due));
     }
 
-    /// Hands over completions that are due.
+    /// Passes completions that are due to `taker`.
     pub(super) fn release(&mut self, mut taker: impl CompletionTaker) {
         let Self { held, waiting, .. } = self;
         let now = match self.hurried {
@@ -89,7 +89,7 @@ impl<C: TickClock> KvCompletionPacer<C> {
         });
     }
 
-    /// Lets a reset of the drive finish without waiting for held completions.
+    /// If `hurried`, all held completions are due at once, so that a reset of the drive need not wait for them.
     pub(super) fn hurry(&mut self, hurried: bool) {
         self.hurried = hurried;
     }

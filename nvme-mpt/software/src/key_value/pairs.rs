@@ -5,7 +5,8 @@ use nvme_spec::status::Status;
 
 use crate::model::{KvAccess, KvWork};
 
-/// Bytes of capacity for a pair's key and overhead, and the granularity of its value.
+/// Bytes of capacity that a pair uses for its key and overhead. The space for the value is rounded up to a multiple of this
+/// number.
 pub(super) const PAIR_BYTES: u64 = 64;
 
 /// Returns the bytes of capacity that a pair with a value of `value` bytes uses.
@@ -40,7 +41,7 @@ pub(super) enum KvBatchStep {
 }
 
 impl KvBatchStep {
-    /// Returns the step as work for the timing model.
+    /// Returns the work of this step, for the timing model.
     fn work(&self) -> KvWork {
         let (access, bytes) = match self {
             Self::Change(KvChange::Store { value, .. }) => (KvAccess::Store, value.len() as u64),
@@ -51,14 +52,14 @@ impl KvBatchStep {
     }
 }
 
-/// Request that changes nothing.
+/// Request that changes no pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KvQuery {
-    /// Returns the first `room` bytes of a value.
+    /// Returns a value, but at most its first `room` bytes.
     Retrieve { key: KvKey, room: usize },
     /// Checks whether a key exists.
     Exist { key: KvKey },
-    /// Lists the keys from `from` on, in up to `room` bytes.
+    /// Returns the keys from `from` on, as many as fit into `room` bytes.
     List { from: KvKey, room: usize },
 }
 

@@ -27,7 +27,7 @@ use nvme_spec::opcode::KvOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Maximum bytes of values in flight between a queue and a file: several of the largest values, but less than a guest can
+/// Maximum bytes of values in flight between a queue and a file. Several of the largest values fit, but fewer than a guest can
 /// request at once.
 const BYTES_ON_THE_WAY: usize = 4 << 20;
 
@@ -36,7 +36,7 @@ const BYTES_ON_THE_WAY: usize = 4 << 20;
 pub struct KeyValueQueue {
     format: NamespaceKeys,
     lane: KvRequestRoute,
-    /// Submitted commands whose doorbell was not rung.
+    /// Submitted commands whose doorbell was not rung yet.
     arriving: Vec<Sqe>,
     ended: EndedKvCommands,
 }
@@ -45,7 +45,7 @@ pub struct KeyValueQueue {
 #[derive(Debug)]
 struct EndedKvCommands {
     completed: Vec<HostCompletion>,
-    /// Completions that are not due, if the drive has a timing model.
+    /// Delays completions, if the drive has a timing model.
     pace: Option<KvCompletionPacer>,
 }
 
@@ -60,7 +60,7 @@ impl EndedKvCommands {
     }
 }
 
-/// Path of requests to the storage.
+/// Where the queue's requests are executed.
 #[derive(Debug)]
 enum KvRequestRoute {
     Memory(Arc<MemoryKeySpace>),
@@ -74,17 +74,17 @@ struct KvFileRoute {
     /// Name of the key space.
     name: u64,
     mailbox: Arc<KvReplyQueue>,
-    /// Commands that the thread has, by slot.
+    /// Commands whose requests the thread has, by slot.
     asked: Box<[Sqe]>,
-    /// Commands that wait until fewer bytes are in flight.
+    /// Commands that are passed to the thread when fewer bytes are in flight.
     waiting: VecDeque<Sqe>,
     bytes: usize,
-    /// Replies of the thread.
+    /// Buffer for replies that were taken from the mailbox.
     replies: Vec<(u16, KvReply)>,
     /// Number of requests that the thread has.
     requests: usize,
     progress: KvFileThreadProgress,
-    /// True if the thread makes no progress.
+    /// True if the thread has made no progress for longer than the timeout.
     failed: bool,
 }
 
@@ -92,17 +92,17 @@ struct KvFileRoute {
 #[derive(Debug)]
 struct KvFileThreadProgress {
     looks: RequestAgeTimer,
-    /// Number of batches taken at the last progress, and the look count then.
+    /// Number of batches when the last progress was seen, and the count of age checks at that time.
     batches: u64,
     since: u32,
 }
 
-/// Classified time for which the thread has made no progress.
+/// Class of the time for which the thread has made no progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum KvFileThreadDelay {
     /// Within the normal range.
     Short,
-    /// Longer than a healthy drive needs. Returned once per pause.
+    /// Longer than a healthy drive needs. Returned once per period without progress.
     Overdue,
     /// Longer than the drive's timeout.
     Lost,
@@ -123,7 +123,7 @@ impl KvFileThreadProgress {
         self.since = self.looks.count;
     }
 
-    /// Compares the number of batches with the last look.
+    /// Compares the number of batches with the number at the last check.
     fn look(&mut self, now: Ticks, batches: u64, timeout: Option<u32>) -> KvFileThreadDelay {
         self.looks.look(now);
         if batches != self.batches {
@@ -170,7 +170,7 @@ impl KeyValueQueue {
 }
 
 impl KvFileRoute {
-    /// Passes waiting requests to the thread while their bytes are within the limit.
+    /// Passes waiting commands to the thread, as long as the bytes in flight are within the limit.
     fn advance(
         &mut self,
         format: &NamespaceKeys,
@@ -269,7 +269,7 @@ fn bytes_of(sqe: &Sqe) -> usize {
     data as usize + size_of::<QueuedKvRequest>()
 }
 
-/// Converts a command to a request, or returns `None` if the command is already complete.
+/// Converts a command to a request. Returns `None` if the command is already complete, for example because it is invalid.
 fn request(
     sqe: &Sqe,
     format: &NamespaceKeys,
@@ -439,12 +439,12 @@ impl HostQueue for KeyValueQueue {
         }
     }
 
-    /// Nothing to wait for: the thread owns copies of all data.
+    /// Returns at once: the thread has copies of all data, so it never accesses guest memory.
     fn settle(&mut self) -> bool {
         true
     }
 
-    /// Ends the requests that the thread does not have yet.
+    /// Drops the requests that the thread does not have yet.
     fn cut_short(&mut self) {
         if let KvRequestRoute::File(lane) = &mut self.lane {
             let ended = lane.waiting.drain(..).map(|sqe| HostCompletion {

@@ -1,16 +1,16 @@
-//! A simulated file on a simulated disk, with three versions of its content: as processes see it, as the device has it, and as
-//! it is stable.
+//! A simulated file on a simulated disk. Its content exists in three versions: in the page cache, which processes see; in the
+//! device; and on the stable media.
 //!
 //! A write through the page cache is visible at once, and is written back later or by a sync. A failed write-back leaves the
-//! page unchanged and marks it as clean, so the next crash loses it. Each open description receives the error once, as in
-//! `lib/errseq.c` of Linux. The device has a volatile cache, which a sync makes stable. A crash keeps any subset of that cache
-//! and of the dirty pages.
+//! page unchanged and marks it as clean, so the next crash loses it. Each open file description receives the error once, as in
+//! `lib/errseq.c` of Linux. The device has a volatile cache, whose content a sync makes stable. After a crash, any subset of
+//! this cache and of the dirty pages is stable.
 
 use std::collections::BTreeMap;
 
 use nvme_mpt_memory::simulation::random;
 
-/// Bytes that a crash never tears.
+/// Number of bytes that are written as a whole: a crash keeps either all or none of them.
 pub(super) const SECTOR: usize = 512;
 
 /// Bytes of a page of the cache, and of a block of the file system.
@@ -25,7 +25,7 @@ pub struct DiskModelParameters {
     pub punches_holes: bool,
     /// Rate of failed write-backs of a page.
     pub failed_write_backs: u64,
-    /// Rate of syncs whose flush of the device fails.
+    /// Rate of syncs in which the flush of the device's cache fails.
     pub failed_flushes: u64,
     /// Rate of requests that are interrupted or lack resources.
     pub interruptions: u64,
@@ -35,7 +35,7 @@ pub struct DiskModelParameters {
     pub refused_slices: u64,
     /// Rate of submission calls that submit no request.
     pub refused_calls: u64,
-    /// Rate of requests that stay until they are cancelled, or for many seconds.
+    /// Rate of requests that stay pending until they are cancelled, or for many seconds.
     pub kept_requests: u64,
     /// Maximum duration of a request in nanoseconds, as a power of two.
     pub time_bits: u64,
@@ -57,9 +57,9 @@ struct CachedPage {
 #[derive(Clone, Copy, Debug)]
 struct OpenFileDescription {
     process: u64,
-    /// Number of the last error that the description received.
+    /// Number of the last write-back error that this description has received.
     told: u64,
-    /// Number of rings and requests that keep the description open.
+    /// Number of rings and requests for which the description must stay open.
     keepers: u64,
     is_closed: bool,
 }
@@ -76,7 +76,7 @@ struct SimulatedByteRangeLock {
 #[derive(Debug, Default)]
 pub(super) struct SimulatedDisk {
     pub(super) habits: DiskModelParameters,
-    /// Number of requests that the disk may still hold.
+    /// Number of pending requests that the disk may hold for a long time.
     pub(super) keeps: u64,
     stable: Vec<u8>,
     /// Content of the device, including its volatile cache.
@@ -86,11 +86,11 @@ pub(super) struct SimulatedDisk {
     cache: BTreeMap<usize, CachedPage>,
     /// Number of the last write-back error.
     error: u64,
-    /// True if a description has received the last error.
+    /// True if any description has received the last error.
     is_error_seen: bool,
     /// Number of failed write-backs and flushes.
     pub(super) failures: u64,
-    /// Number of errors that descriptions received.
+    /// Number of reports of errors to descriptions.
     pub(super) tellings: u64,
     descriptions: BTreeMap<u64, OpenFileDescription>,
     locks: Vec<SimulatedByteRangeLock>,
@@ -290,7 +290,7 @@ impl SimulatedDisk {
         }
     }
 
-    /// Reports a write-back error to a description that has not received it.
+    /// Reports the last write-back error to a description that has not received it yet.
     pub(super) fn tell(&mut self, open: u64) -> Result<(), i32> {
         let Some(description) = self.descriptions.get_mut(&open) else {
             return Ok(());
@@ -304,7 +304,7 @@ impl SimulatedDisk {
         Err(libc::EIO)
     }
 
-    /// Makes a range durable, together with the whole volatile cache of the device.
+    /// Makes a range durable, and with it the whole volatile cache of the device.
     pub(super) fn sync(&mut self, open: u64, offset: usize, len: usize) -> Result<(), i32> {
         self.write_back(offset, len);
         let told = self.tell(open);

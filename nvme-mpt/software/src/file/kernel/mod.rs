@@ -37,6 +37,6 @@ pub(super) struct OpenedFile {
     pub(super) direct: Option<DirectAlignment>,
     /// True if ranges can be deallocated and then read as zeroes.
     pub(super) punches_holes: bool,
-    /// True if the kernel may wait for another process or host.
+    /// True if an access may make the kernel wait for another process or host.
     pub(super) may_block: bool,
 }

@@ -128,11 +128,11 @@ impl std::fmt::Debug for Uring {
     }
 }
 
-/// Maximum of io_uring worker threads per poller thread, for blocking requests. It exceeds the number of queues that sync at
-/// the same time, so that one tenant's syncs do not delay another's requests.
+/// Maximum number of io_uring worker threads per poller thread, for blocking requests. It is larger than the number of queues
+/// that sync at the same time, so that the syncs of one guest do not delay the requests of another.
 const WORKERS: u32 = 256;
 
-/// Leaves the limit of workers for requests on non-files unchanged.
+/// Value that leaves the maximum number of workers for requests on other descriptors than files unchanged.
 const UNCHANGED: u32 = 0;
 
 impl Uring {
@@ -449,7 +449,7 @@ struct MappedExtent {
 
 const _: () = assert!(size_of::<ExtentMap>() == 32 + 56 * EXTENTS_MAX);
 
-/// Returns whether ranges of the file can be deallocated. Tries to deallocate beyond the end of the file.
+/// Returns whether ranges of the file can be deallocated. To find out, tries to deallocate a range beyond the end of the file.
 fn can_punch_holes(file: &File, bytes: u64) -> bool {
     let Ok(offset) = libc::off_t::try_from(bytes) else {
         return false;
@@ -480,9 +480,9 @@ fn deallocates(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
     Ok(limit.unwrap_or(0_u64) > 0)
 }
 
-/// Returns whether a file, or the file below a loop device, depends on another process or host. On such files, io_uring blocks
-/// the submitting thread: FUSE and NFS have no non-blocking transfers, and a loop device submits them in the caller's context
-/// (Linux 6.18).
+/// Returns whether the kernel may wait for another process or host when it accesses a file, or the file below a loop device.
+/// For such files, io_uring blocks the submitting thread: FUSE and NFS have no non-blocking transfers, and a loop device passes
+/// them on in the submitting thread (Linux 6.18).
 fn may_block(file: &File, kind: FileType) -> bool {
     if kind.is_file() {
         return type_of(file.as_fd()).is_some_and(|name| waits_for_others(&name));
@@ -508,7 +508,7 @@ fn may_block(file: &File, kind: FileType) -> bool {
     name.is_none_or(|name| waits_for_others(&name))
 }
 
-/// Returns whether a file system, by its name in mount(8), depends on another process or host.
+/// Returns whether a file system depends on another process or host. `file_system` is its name as in mount(8).
 fn waits_for_others(file_system: &str) -> bool {
     let name = file_system.split('.').next().unwrap_or_default();
     matches!(

@@ -1,7 +1,8 @@
 //! Files on a simulated disk, and a simulated io_uring.
 //!
-//! A request takes effect at one moment and completes at a later one. An actor, [`run`], performs both, in any order. When a
-//! process dies, its requests are cancelled or take effect later. Until then, its files and locks stay open.
+//! A request first takes effect and completes later. An actor, [`run`], performs these steps of all requests, in any order.
+//! When a process dies, each of its requests is cancelled or takes effect later. Until then, the files and locks of the process
+//! stay open.
 //!
 //! The kernel reports an error to a description once. A process may die before it has recorded the error.
 #![expect(
@@ -37,16 +38,16 @@ use nvme_mpt_memory::{Mapping, eventfd, memfd};
 
 pub use super::disk::DiskModelParameters;
 
-/// Time that a range lock waits for the locks of others.
+/// Time for which a process waits for a range that another process has locked.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Maximum pause between spontaneous write-backs of pages.
+/// Maximum time between two write-backs of pages that no sync has requested.
 const WRITE_BACK: Duration = Duration::from_millis(2);
 
-/// Durations for which a kernel worker loses its processor, in nanoseconds, as powers of two.
+/// Durations for which a kernel worker is preempted after a request took effect, in nanoseconds as powers of two.
 const ABSENCE_BITS: Range<u64> = 14..21;
 
-/// Maximum duration of a held request, unless it is cancelled earlier.
+/// Maximum duration of a request that is held until it is cancelled.
 const KEPT: Duration = Duration::from_secs(14);
 
 thread_local! {
@@ -64,7 +65,7 @@ struct SimulatedKernel {
     requests: Vec<SimulatedRequest>,
     rings: BTreeMap<u64, SimulatedRing>,
     made: u64,
-    /// The disk does nothing until this moment.
+    /// Time until which the disk is paused.
     stands_until: Duration,
     /// Time that a submission call blocks in the kernel.
     submission: Duration,
@@ -76,7 +77,7 @@ struct SimulatedRing {
     process: u64,
     completions: VecDeque<FileIoCompletion>,
     event: Arc<EventFd>,
-    /// Descriptions that the ring keeps open.
+    /// File descriptions that the ring keeps open.
     kept: Vec<u64>,
     is_dead: bool,
 }
@@ -102,13 +103,13 @@ struct SimulatedRequest {
     open: u64,
     offset: u64,
     what: SimulatedOperation,
-    /// When the request takes effect; afterwards, when it completes.
+    /// Time when the request takes effect; after that, the time when it completes.
     due: Duration,
     is_kept: bool,
     result: Option<Result<usize, i32>>,
 }
 
-/// Starts with a file of `bytes` zeroes, on a disk that holds at most `keeps` requests.
+/// Starts with a file of `bytes` zeroes, on a disk that holds at most `keeps` requests for a long time.
 pub fn format(bytes: u64, habits: DiskModelParameters, keeps: u64) {
     with(|kernel| {
         *kernel = SimulatedKernel {
@@ -148,7 +149,7 @@ pub fn end_process(process: u64) {
     });
 }
 
-/// Pauses the disk for some time. No request takes effect, completes or can be cancelled meanwhile.
+/// Pauses the disk for some time. During the pause, no request takes effect, completes or can be cancelled.
 pub fn stand_still(time: Duration) {
     with(|kernel| kernel.stands_until = now() + time);
     acted();
@@ -278,7 +279,7 @@ fn carry_out() {
     turn(step, [asked.tag, asked.offset]);
 }
 
-/// Returns how long a worker loses its processor after its request took effect.
+/// Returns the time for which a worker is preempted after its request took effect.
 fn absence() -> Duration {
     let bits = ABSENCE_BITS.start + random() % (ABSENCE_BITS.end - ABSENCE_BITS.start);
     Duration::from_nanos(1 << bits)
@@ -295,7 +296,7 @@ impl SimulatedKernel {
         Duration::from_nanos(random() % (2 << bits))
     }
 
-    /// Closes the files that rings of ended processes keep open, once the rings have no requests.
+    /// Closes files that the rings of ended processes keep open, when a ring has no more requests.
     fn bury(&mut self) {
         let Self {
             disk,
@@ -572,7 +573,8 @@ pub(in crate::file) const fn place(_: &File) -> io::Result<OpenFileIdentity> {
     Ok(OpenFileIdentity)
 }
 
-/// Returns a descriptor through which another process can take over the description. The description stays open meanwhile.
+/// Returns a descriptor through which another process can take over the description. The file description stays open until
+/// then.
 pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
     let descriptor = memfd(c"simulated-file", 0)?;
     std::fs::File::from(descriptor.try_clone()?).write_all_at(&file.open.to_le_bytes(), 0)?;
@@ -598,7 +600,7 @@ pub(in crate::file) fn next_data(_: &File, offset: u64) -> io::Result<Option<u64
     Ok(Some(offset))
 }
 
-/// Fails, because nothing is surveyed in a simulation.
+/// Fails, because a simulation has no surveys.
 pub(in crate::file) fn extents(_: &File, _: u64, _: u64, _: usize) -> io::Result<Vec<(u64, u64)>> {
     Err(io::ErrorKind::Unsupported.into())
 }

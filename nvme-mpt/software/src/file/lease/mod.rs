@@ -1,15 +1,15 @@
 //! The file of a drive, opened for one lease.
 //!
 //! The kernel reports a failed write-back once to each open file description (Linux, `lib/errseq.c`). Each lease therefore
-//! opens its own descriptions, so that a Flush of one lease cannot consume an error that concerns another. After the report the
-//! data is still lost, so the lease remembers the error until its VMM connects again.
+//! opens its own descriptions, so that a Flush of one lease cannot consume an error that concerns another. The data stays lost
+//! after the report, so the lease remembers the error until its VMM connects again.
 //!
-//! All queues of a lease share its descriptions for I/O. Of two concurrent Flushes, the first to complete could then report
-//! success although the second receives the error. So each queue also has its own [`WriteErrorProbe`], and checks it at the end
-//! of each Flush and of each write with FUA.
+//! All queues of a lease share its descriptions for I/O. If two Flushes ran concurrently, one could receive the error while the
+//! other reports success. So each queue also has its own descriptions, a *witness* ([`WriteErrorProbe`]), which it checks at
+//! the end of each Flush and of each write with FUA.
 //!
-//! If a process is killed, errors that the kernel reported to that process alone are lost. So the supervisor process may hold a
-//! *spare* witness of the lease, which no Flush checks. The spare is checked when a successor process continues the lease, and
+//! If a process is killed, it may have received an error without recording it. So the supervisor process may hold a *spare*
+//! witness of the lease, which no Flush checks. The spare witness is checked when a successor process continues the lease, and
 //! when a VMM connects.
 
 use std::io;
@@ -36,7 +36,7 @@ use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::status::Status;
 
-/// File descriptions that do no I/O and only receive write-back errors. One thread at a time checks a witness.
+/// Open file descriptions on which only write-back errors are received (a *witness*). One thread at a time may check a witness.
 #[derive(Debug)]
 pub(super) struct WriteErrorProbe {
     file: File,
@@ -52,7 +52,7 @@ impl WriteErrorProbe {
         })
     }
 
-    /// Opens a read-only witness, for a process that has no other use of the files.
+    /// Opens a read-only witness, for a process that does not use the files otherwise.
     fn open_spare(shared: &SharedFile) -> io::Result<Self> {
         let companion = shared.companion.get();
         Ok(Self {
@@ -63,7 +63,7 @@ impl WriteErrorProbe {
         })
     }
 
-    /// Creates a witness from descriptions in any order, or returns `None` if they do not match the drive's files.
+    /// Creates a witness from file descriptions in any order. Returns `None` if they do not match the drive's files.
     fn of(mut descriptions: Vec<File>, shared: &SharedFile) -> io::Result<Option<Self>> {
         let mut take = |wanted: &File| {
             let wanted = place(wanted)?;
@@ -90,7 +90,7 @@ impl WriteErrorProbe {
         files.into_iter().flatten().map(to_descriptor).collect()
     }
 
-    /// Returns a write-back error since the last check. Does not block.
+    /// Returns a write-back error that occurred since the last check. Does not block.
     fn ask(&self) -> io::Result<()> {
         let files = [Some(&self.file), self.companion.as_ref()];
         // Check all files, so that no old error remains for the next check.
@@ -103,29 +103,29 @@ impl WriteErrorProbe {
 #[derive(Debug)]
 pub(crate) struct LeasedFile {
     pub(super) shared: Arc<SharedFile>,
-    /// Name of the lease in the log.
+    /// Name of the lease in log messages.
     name: String,
-    /// End of the lease's last byte on the drive.
+    /// Offset on the drive after the lease's last byte.
     end: AtomicU64,
     pub(super) claims: LeaseChangeClaims,
     buffered: File,
-    /// Description for data, if data needs other open flags than `buffered` has.
+    /// File description for data transfers, if these need other open flags than `buffered` has.
     data: Option<File>,
-    /// The lease's own description of the drive's companion file.
+    /// The lease's own file description of the companion file, which is synced together with the data.
     companion: Option<File>,
-    /// Receives errors from before a queue opened its own witness. Its reports are recorded under the lock.
+    /// Witness for errors from before a queue opened its own witness. The lock is held until a reported error is recorded.
     witness: Mutex<WriteErrorProbe>,
-    /// Descriptions that the supervisor process holds too.
+    /// Witness of which the supervisor process holds duplicates.
     spare: Mutex<Option<WriteErrorProbe>>,
     lost: AtomicBool,
-    /// True if the lease continues after another process: some of the VMM's writes predate this process.
+    /// True if the lease continues after another process, so that some of the VMM's writes are older than this process.
     goes_on: AtomicBool,
-    /// Copy of `lost` for the successor process.
+    /// Copy of `lost` that a successor process can read.
     record: OnceLock<LeaseWriteErrorRecord>,
-    /// Held while `lost` is copied to `record`, so that the last value wins.
+    /// Held while `lost` is copied to `record`, so that the newest value is copied last.
     recording: Mutex<()>,
     events: Mutex<Weak<EventQueue>>,
-    /// Locks the lease's bytes against other processes until the last queue has ended.
+    /// Locks on the lease's bytes against other processes. They are held until the last queue has ended.
     locks: Option<LeaseFileLocks>,
 }
 
@@ -186,7 +186,7 @@ impl LeasedFile {
         self.shared.watched.has(self.end.load(Ordering::Relaxed))
     }
 
-    /// Opens a witness for a queue. The lease's own witness reports earlier errors.
+    /// Opens a witness for a queue. Errors from before this call are reported by the lease's own witness.
     pub(super) fn open_witness(&self) -> io::Result<WriteErrorProbe> {
         let witness = WriteErrorProbe::open(&self.shared)?;
         // Both witnesses report an error that occurs between the two calls.
@@ -199,22 +199,22 @@ impl LeasedFile {
         witness.ask().map_err(|error| self.lose_writes(&error))
     }
 
-    /// Checks the lease's own witness, and on a loss the witnesses of the file's other leases.
+    /// Checks the lease's own witness. If it reports a loss, checks the witnesses of the file's other leases, too.
     fn ask_own(&self) {
         if self.note_own() {
             self.ask_others();
         }
     }
 
-    /// Checks the lease's own witness and records a loss. Returns whether there was one.
+    /// Checks the lease's own witness, and records a loss. Returns whether a loss was reported.
     fn note_own(&self) -> bool {
         let witness = self.witness.lock().unwrap_or_else(PoisonError::into_inner);
         let asked = witness.ask();
         asked.inspect_err(|error| self.note_loss(error)).is_err()
     }
 
-    /// Makes all leases of the file check their witnesses. If this process were killed before they flush, their copy of the
-    /// error would be lost, because the kernel does not report a seen error to descriptions that are opened later.
+    /// Makes all leases of the file check their witnesses. Otherwise, if this process were killed before they flush, they would
+    /// never learn of the error: the kernel does not report it again to descriptions that a successor opens.
     fn ask_others(&self) {
         // A lease that is opened concurrently either sees the count or is in the list.
         self.shared.losses.count();
@@ -237,7 +237,7 @@ impl LeasedFile {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Makes `record` follow whether writes were lost.
+    /// Stores in `record` whether writes were lost, now and at each change.
     pub(crate) fn record_losses(&self, record: LeaseWriteErrorRecord) {
         record.set(self.has_lost_writes());
         // A lease belongs to one function, which has one record.
@@ -250,7 +250,7 @@ impl LeasedFile {
         }
     }
 
-    /// Copies the current state of losses to the record.
+    /// Copies `lost` to the record.
     fn record_present(&self) {
         let _recording = self
             .recording
@@ -259,8 +259,8 @@ impl LeasedFile {
         self.record(self.has_lost_writes());
     }
 
-    /// Opens a spare witness and returns duplicates of its descriptors. Returns none if closing them could block the supervisor
-    /// process, and none for a file in memory, which is never written back.
+    /// Opens a spare witness and returns duplicates of its descriptors. Returns an empty list for a file in memory, which is
+    /// never written back, and if closing the descriptors could block the supervisor process.
     pub(crate) fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
         if self.shared.in_memory || self.shared.may_block {
             return Ok(Vec::new());
@@ -284,7 +284,7 @@ impl LeasedFile {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks the spare witness, which may hold the only report of a loss if the predecessor was killed.
+    /// Checks the spare witness. If the predecessor was killed, the spare may have the only report of a loss.
     fn ask_spare(&self) {
         let spare = self.spare();
         let Some(spare) = &*spare else {
@@ -310,8 +310,9 @@ impl LeasedFile {
         self.report();
     }
 
-    /// Records losses that the spare witness reports, and losses reported to other leases of the file before this process
-    /// opened the lease. Called when the lease continues after another process, so some of its writes are older.
+    /// Records losses that the spare witness reports, and losses that were reported to other leases of the file before this
+    /// process opened the lease. Called when the lease continues after another process, because its older writes may be among
+    /// the lost ones.
     pub(crate) fn take_up_losses(&self) {
         self.goes_on.store(true, Ordering::Relaxed);
         self.ask_spare();
@@ -326,7 +327,7 @@ impl LeasedFile {
         }
     }
 
-    /// Clears the losses when a VMM connects, because its guest starts from scratch.
+    /// Clears the record of losses when a VMM connects, because its guest has not written anything yet.
     pub(crate) fn forget_lost_writes(&self) {
         let files = [Some(&self.buffered), self.companion.as_ref()];
         // Consume errors that predate this VMM.
@@ -347,8 +348,8 @@ impl LeasedFile {
         }
     }
 
-    /// Records that the kernel failed to write back data of completed writes. Returns the status of the command that found the
-    /// failure.
+    /// Records that the kernel could not write back data of completed writes. Returns the status for the command that received
+    /// this error.
     pub(super) fn lose_writes(&self, cause: &io::Error) -> Status {
         self.note_loss(cause);
         // Let other leases check their witnesses too. This witness does not report a failed flush of the device.
@@ -394,8 +395,8 @@ impl LeasedFile {
         }
     }
 
-    /// Refuses commands of a lease that lost writes. A successful flush would promise the lost data, and later writes may
-    /// depend on it.
+    /// Refuses commands of a lease that has lost writes. Otherwise, a successful flush would promise lost data, and later
+    /// writes may depend on that data.
     #[inline]
     pub(super) fn check(&self, opcode: NvmOpcode) -> Result<(), Status> {
         if !self.has_lost_writes() {
@@ -413,8 +414,8 @@ impl LeasedFile {
         }
     }
 
-    /// Returns the length in bytes of the hole at the start of a range. Returns 0 for a block device, and for a truncated file,
-    /// whose missing bytes are lost rather than zero.
+    /// Returns the length in bytes of the hole at the start of a range. Returns 0 for a block device. Also returns 0 for a
+    /// truncated file, because its missing bytes are lost data, not zeroes.
     pub(super) fn leading_hole(&self, range: ByteRange) -> u64 {
         let shared = &self.shared;
         shared.look_at_size();
@@ -477,7 +478,7 @@ impl Drop for LeasedFile {
     }
 }
 
-/// Opens a description for data transfers. Returns `None` if the buffered description suits them.
+/// Opens a description for data transfers. Returns `None` if data transfers can use the buffered description.
 ///
 /// io_uring passes each request on a file in memory to a worker thread, because tmpfs does not promise to never block. With
 /// `O_NONBLOCK`, reads complete inline. Inline writes also need `O_DIRECT`, which tmpfs accepts since Linux 6.6 without any
@@ -511,7 +512,7 @@ fn heard(result: io::Result<()>) -> io::Result<()> {
 
 #[cfg(test)]
 thread_local! {
-    /// Error that the next witness asked on this thread hears of, instead of the kernel's answer.
+    /// Error that the next checked witness on this thread reports, in place of the kernel's answer.
     static NEXT_WITNESS_HEARS: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
     /// Result of the next sync that ends on this thread, in place of the kernel's.
     static NEXT_SYNC_FAILS: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };

@@ -35,29 +35,29 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Interval for retrying blocked commands, and requests that the kernel did not accept.
+/// Interval for retrying blocked commands, and for submitting requests again that the kernel did not accept.
 const RETRY: Duration = Duration::from_micros(250);
 
-/// Time that a command waits for turns: a third of the usual command timeout of drivers. Short commands alone do not bound the
-/// wait, because any number of commands may share the turns of a fragmented file.
+/// Time for which a command waits for its turns: a third of the timeout that drivers usually have for commands. A limit for
+/// each command's length would not limit this wait, because any number of commands may wait for turns of a fragmented file.
 const TURNS: Duration = Duration::from_secs(10);
 
-/// Time to wait for pending requests when a queue ends.
+/// Time for which a queue that ends waits for its pending requests.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Time to wait for pending requests when a failed queue ends.
+/// Time for which a queue that has failed, and now ends, waits for its pending requests.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Maximum of commands per pass that move from one line to another because they now wait for something else.
+/// Maximum number of commands per pass that move to the line of another resource.
 const MOVED_MAX: u32 = 16;
 
-/// Number of short commands of a batch that are submitted to the kernel first.
+/// Number of short commands at the start of a batch whose requests are submitted to the kernel at once.
 const FIRST_PART: u32 = 4;
 
-/// Maximum bytes of a short command. Longer commands keep a device busy while the rest of a batch is prepared.
+/// Maximum bytes of a short command. A longer command keeps a device busy until the rest of the batch is prepared.
 const SHORT: u64 = 16 << 10;
 
-/// The clock is read at least once in this number of passes with completions.
+/// Number of passes with completions after which the clock is read at the latest.
 const PASSES: u32 = 64;
 
 /// A queue pair of a file drive.
@@ -72,7 +72,7 @@ pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
     pub(super) lane: Arc<QueueFastLane>,
     /// True if the file's size was checked since the last batch.
     pub(super) looked: bool,
-    /// True if a search for resident pages found none since the last batch.
+    /// True if a check for resident pages has found none since the last batch.
     pub(super) looked_in_vain: bool,
     /// Commands that were submitted, but whose doorbell was not rung.
     arriving: VecDeque<Sqe>,
@@ -80,7 +80,7 @@ pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
     waiting: ResourceWaitQueues,
     pub(super) bounces: QueueBounceBuffers,
     pub(super) syncs: QueueSyncs,
-    /// Slots of commands that wait for other commands, or for their turn.
+    /// Slots of commands that wait for other commands, or for their turn to process a slice.
     pub(super) blocked: Vec<u16>,
     unblocking: Vec<u16>,
     completed: Vec<HostCompletion>,
@@ -89,30 +89,30 @@ pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
     passes: u32,
     retry_ticks: u64,
     turns_ticks: u64,
-    /// Next check of blocked commands and of requests that the kernel did not accept.
+    /// Time of the next retry of blocked commands and of requests that the kernel did not accept.
     retry_at: Ticks,
-    /// Number of looks after which a pending request fails the queue.
+    /// Number of age checks after which a pending request fails the queue; `None` without a timeout.
     pub(super) timeout: Option<u32>,
-    /// True if the kernel has held a request for longer than the timeout.
+    /// True if a request has been pending for longer than the timeout.
     pub(super) failed: bool,
-    /// True once no further request may be made.
+    /// True once no further request may be made, because the queue ends.
     pub(super) cut_short: bool,
-    /// True if the kernel still held requests when the queue ended.
+    /// True if requests were still pending in the kernel when the queue ended.
     is_given_up: bool,
 }
 
 /// Outcome of a step of a command.
 #[derive(Debug)]
 pub(super) enum FileStepOutcome {
-    /// The kernel has a request of the command.
+    /// A request of the command is pending in the kernel.
     Requested,
-    /// The command waits for another command, or for its turn.
+    /// The command waits for another command, or for its turn to process a slice.
     Blocked,
     /// The command is complete.
     Complete(Status),
     /// The command cannot start until another command releases this resource.
     Wait(AwaitedResource),
-    /// The command waits for a sync of another command.
+    /// The command waits for a sync that another command performs.
     Shared,
 }
 
@@ -168,7 +168,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         })
     }
 
-    /// Returns the queue's identifier in the line for turns: the address of its lane, which lives as long as the queue.
+    /// Returns the queue's identifier in the line for turns. It is the address of the queue's fast lane, which exists as long
+    /// as the queue.
     pub(super) fn waiter(&self) -> SliceWaiter {
         SliceWaiter(Arc::as_ptr(&self.lane).addr())
     }
@@ -177,8 +178,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         Ticks(self.clock.now())
     }
 
-    /// Starts waiting commands whose resource is available. The cost of a pass is bounded by the started commands and a few
-    /// refused ones.
+    /// Starts waiting commands whose resource is available. A pass costs as much as the commands that it starts, and a few
+    /// refused attempts.
     fn start_waiting(&mut self, memory: HostMemory<'_>) {
         for want in AwaitedResource::ALL {
             let mut moved = 0;
@@ -204,8 +205,9 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
 
     /// Starts newly submitted commands whose resources are available.
     ///
-    /// The kernel gets the requests of the first [`FIRST_PART`] short commands at once, then those of twice as many, and so on.
-    /// The device begins with the first requests while later ones are prepared, and a batch still takes few system calls.
+    /// The requests of the first [`FIRST_PART`] short commands are submitted to the kernel at once, then the requests of twice
+    /// as many commands, and so on. So the device begins with the first requests while later ones are prepared, and a batch
+    /// takes few system calls.
     fn start_arriving(&mut self, memory: HostMemory<'_>) {
         let (mut part, mut started) = (FIRST_PART, 0);
         while let Some(sqe) = self.arriving.pop_front() {
@@ -268,7 +270,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         });
     }
 
-    /// Releases the claim and the turn of a command.
+    /// Releases a command's claim on blocks, and its turn.
     pub(super) fn release(&mut self, index: usize) {
         if let Some(operation) = self.operations.get_mut(index) {
             let claim = std::mem::take(&mut operation.claim);
@@ -434,7 +436,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.unblocking.clear();
     }
 
-    /// Returns whether a command waits for the file's turn at `now`.
+    /// Returns whether a command waits at `now` for its turn to process a slice.
     fn waits_for_turn(&self, slot: CommandId, now: Ticks) -> bool {
         let operation = self.operations.get(usize::from(slot.0));
         operation.is_some_and(|operation| {
@@ -442,7 +444,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         })
     }
 
-    /// Resumes Flushes that waited for a sync.
+    /// Resumes Flushes whose sync has ended.
     #[cold]
     fn resume_flushes(&mut self, memory: HostMemory<'_>) {
         let slots = self.syncs.take_waiting();
@@ -561,7 +563,7 @@ impl<R: FileIoRing, C: TickClock> HostQueue for FileQueue<R, C> {
         [look, retry].into_iter().flatten().min()
     }
 
-    /// Waits for the kernel, which must not write to memory after the queue has freed it.
+    /// Waits for pending requests, because the kernel must not write to memory after the queue has freed it.
     fn settle(&mut self) -> bool {
         if self.is_given_up {
             return false;

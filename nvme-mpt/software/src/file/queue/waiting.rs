@@ -1,7 +1,7 @@
 //! Commands that wait to be started, in one line per resource.
 //!
-//! If the first command of a line is refused, all others in the line would be refused too. So checking the lines costs the same
-//! for any number of commands.
+//! If the resource is not available for the first command of a line, it is not available for the others. So only the first
+//! command of each line must be checked, whatever the number of commands.
 
 use std::collections::VecDeque;
 
@@ -10,9 +10,9 @@ use super::super::bounces::BounceBufferSize;
 /// A resource that a command needs to start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::file) enum AwaitedResource {
-    /// A place in the list of changes.
+    /// An entry in the list of block changes, see the module `claims`.
     Place,
-    /// Bounce memory of the queue.
+    /// A bounce buffer of this size class.
     Memory(BounceBufferSize),
 }
 
@@ -33,7 +33,7 @@ impl AwaitedResource {
     }
 }
 
-/// Lines of waiting slots, one per resource.
+/// Lines of waiting commands, by slot: one line per resource.
 #[derive(Debug)]
 pub(super) struct ResourceWaitQueues([VecDeque<u16>; 3]);
 

@@ -12,8 +12,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::key_value::pairs::{KvBatchStep, KvChange, KvQuery, KvReply, KvRequest};
 use nvme_mpt_memory::sync::{Condvar, Mutex, MutexGuard};
 
-/// Maximum of requests per key space in a transaction, and of bytes after which no more are added. They bound how long a guest
-/// with many requests delays others.
+/// Limits for the part of a key space in a transaction: the maximum number of requests, and the number of bytes after which no
+/// further request is added. So a guest with many requests delays the other guests only for a limited time.
 const BATCH_REQUESTS: usize = 64;
 const BATCH_BYTES: usize = 4 << 20;
 
@@ -48,7 +48,7 @@ impl QueuedKvRequest {
     }
 }
 
-/// Requests that wait for the thread. Each queue bounds its own requests.
+/// Requests of all queues that wait for the thread. Each queue limits the number of its own requests.
 #[derive(Debug, Default)]
 pub(super) struct KvRequestQueue {
     state: Mutex<KvRequestQueueState>,
@@ -70,13 +70,13 @@ impl KvRequestQueue {
         self.bell.notify_one();
     }
 
-    /// Returns the number of batches that the thread has taken. While the number is unchanged, the thread is processing the
-    /// last batch.
+    /// Returns the number of batches that the thread has taken. As long as this number does not change, the thread is still
+    /// executing the last batch, or has none.
     pub(super) fn batches(&self) -> u64 {
         self.batches.load(Ordering::Relaxed)
     }
 
-    /// Announces that no more requests follow.
+    /// Records that no further requests will be added.
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.bell.notify_one();
@@ -116,8 +116,8 @@ impl KvRequestQueue {
 
 /// Replies to the requests of a queue pair.
 ///
-/// The event is signalled while there are replies, and changes under the same lock. So every reply wakes a sleeping poller, and
-/// an empty mailbox never does.
+/// The eventfd is readable exactly while there are replies, because both are changed under one lock. So each reply wakes a
+/// sleeping poller, and an empty mailbox never does.
 #[derive(Debug)]
 pub(in super::super) struct KvReplyQueue {
     replies: Mutex<Vec<(u16, KvReply)>>,

@@ -20,10 +20,10 @@ const MAGIC: [u8; 8] = *b"mpt-kv\r\n";
 /// Offset of the database.
 const DATABASE: u64 = 4096;
 
-/// First bytes of a complete database.
+/// First bytes of a database that was completely created.
 const DATABASE_MAGIC: [u8; 4] = *b"redb";
 
-/// Bytes that are read at a time when checking for content.
+/// Number of bytes that are read at a time to check whether a file is empty.
 const LOOK: usize = 1 << 20;
 
 #[repr(C)]
@@ -32,7 +32,7 @@ struct KeyValueFileHeader {
     magic: [u8; 8],
     version: u32,
     reserved: u32,
-    /// Length of the file when it was empty.
+    /// Capacity in bytes: the length that the file had when it was empty.
     capacity: u64,
 }
 
@@ -160,7 +160,7 @@ fn is_empty(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Gives the database the part of the file after the header.
+/// The database gets the part of the file after the header.
 impl StorageBackend for KvDatabaseFile {
     fn len(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len().saturating_sub(DATABASE))

@@ -1,11 +1,12 @@
 //! Pairs in a file. A completed command survives a crash and a power failure.
 //!
 //! `layout` defines the file, and `synced` makes a sync cover all earlier writes. `store` executes requests in transactions of
-//! an embedded database. `desk` passes requests from the queues to the thread that does so. A transaction includes a sync of
-//! the file, so it runs outside the pollers and combines all requests that wait.
+//! an embedded database. `desk` passes requests from the queues to the thread that executes these transactions. A transaction
+//! includes a sync of the file, which takes long. So transactions run in this thread instead of a poller, and each combines all
+//! waiting requests.
 //!
-//! After a file system error the database is reopened, which rolls the transaction back. Its commands end with Unrecovered
-//! Error.
+//! After a file system error, the database is reopened, which rolls the transaction back. The commands of that transaction fail
+//! with Unrecovered Error.
 
 mod desk;
 #[cfg(feature = "key-value-files")]
@@ -57,7 +58,7 @@ impl KeySpaceUsages {
     }
 }
 
-/// Time to wait for the thread when the drive is closed.
+/// Time for which the closing of the drive waits for the thread to end.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// An open file of pairs, with its thread.
@@ -68,7 +69,7 @@ pub(super) struct KeyValueFile {
     desk: Arc<KvRequestQueue>,
     usages: Arc<KeySpaceUsages>,
     thread: Option<JoinHandle<()>>,
-    /// Disconnected when the thread ends.
+    /// Channel that is disconnected when the thread ends.
     end: Mutex<Receiver<()>>,
     /// Time after which a transaction fails the queues that wait for it.
     timeout: OnceLock<Duration>,

@@ -1,9 +1,9 @@
 //! A file whose successful sync covers every earlier write.
 //!
-//! After a failed write-back, the kernel treats pages as clean: the page cache keeps their content, and the next sync succeeds
+//! After a failed write-back, the kernel treats the pages as clean: they stay in the page cache, and the next sync succeeds
 //! without writing them (Linux, `mm/filemap.c` and `lib/errseq.c`). A database would then rely on data that is not on disk. So
-//! after a failed sync, all unsynced ranges are read and written again before the next sync. If the page cache has dropped them
-//! in between, the disk's content is read, and cache and disk agree again.
+//! after a failed sync, all unsynced ranges are read and written again before the next sync. If the page cache has dropped the
+//! pages before, this reads the disk's content, so that page cache and disk agree again.
 
 use std::io;
 use std::ops::Range;
@@ -31,7 +31,7 @@ struct UnsyncedWrites {
 }
 
 impl<B: StorageBackend> SyncedFile<B> {
-    /// Wraps a file that the old server may have written without a sync.
+    /// Wraps a file. Its content may not be synced, because the old server may have written it.
     pub(super) fn new(file: B) -> Self {
         let mut unsynced = UnsyncedWrites {
             writes: Vec::new(),

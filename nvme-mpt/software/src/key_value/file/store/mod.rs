@@ -32,12 +32,12 @@ const CACHE: usize = 64 << 20;
 /// The database of a file of pairs.
 #[derive(Debug)]
 pub(super) struct KeyValueDatabase<B> {
-    /// Path for the log.
+    /// Path of the file, for log messages.
     path: PathBuf,
     file: SyncedFile<B>,
     /// `None` after a failure, until the database can be reopened.
     database: Option<Database>,
-    /// True if the failure is already logged.
+    /// True if the present failure was already logged.
     failing: bool,
     usages: Arc<KeySpaceUsages>,
 }

@@ -112,14 +112,14 @@ impl BackendSettings {
     }
 }
 
-/// State shared by the function's calls and the watch thread.
+/// Connection and recorded state, shared by the function's methods and the watch thread.
 #[derive(Debug)]
 pub(crate) struct LinkState {
     connection: ServerConnectionState,
     /// Set if the function waits for another server after it has lost its server.
     waits: bool,
     pub(crate) standing: BackendSettings,
-    /// Connection and recorded state, shared by the function's methods and the watch thread.
+    /// Number of servers that the function has had after its first one.
     pub(crate) servers: u64,
     /// Number of leased blocks, as last reported by a server.
     pub(crate) blocks: u64,

@@ -66,7 +66,7 @@ pub(super) enum KvQuery {
 /// Request that changes pairs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum KvChange {
-    /// Stores a value, if the presence of the key meets the condition.
+    /// Stores a value if the presence of the key meets a condition.
     Store {
         key: KvKey,
         value: Vec<u8>,

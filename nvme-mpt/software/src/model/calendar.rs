@@ -1,9 +1,9 @@
-//! Held completions until they are due: a ring of pages, one per time unit of the near future, and a heap for later
-//! completions.
+//! Holds completions until they are due, in two structures. A ring has a page for each time unit of the near future; a heap has
+//! the later completions.
 //!
-//! Nearly all commands in flight are due within a millisecond. Adding such a completion to its page and removing it costs far
-//! less than a heap operation. No memory is allocated after creation. Completions due in the same unit come out in any order,
-//! because a drive promises no order among commands (Base 2.0, section 3.4.1).
+//! Nearly all commands in flight are due within a millisecond. Adding such a completion to its page, and removing it, cost far
+//! less than operations on a heap. No memory is allocated after creation. Completions due in the same unit come out in any
+//! order, because a drive promises no order among commands (Base 2.0, section 3.4.1).
 
 use super::due::DueQueue;
 use nvme_mpt::host::HostCompletion;
@@ -14,13 +14,13 @@ const PAGES: u64 = 64 * 64;
 
 const NONE: u16 = u16::MAX;
 
-/// A time in ticks plus one tick less than a unit. Truncating it to units rounds up, so no completion comes out early. Times
-/// computed from it are rounded up too, without a further addition.
+/// A time in ticks plus one tick less than a unit. If it is truncated to units, it is therefore rounded up, so no completion
+/// comes out early. Adding ticks keeps this property, so a due time computed from this time is rounded up, too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RoundedUpTicks(pub(crate) u64);
 
-/// The entry of a slot: its status in the upper half, and the next slot on the same page in the lower half. One word, so that
-/// it is read and written at once.
+/// The entry of a slot: its status in the upper half, and the next slot on the same page in the lower half. Both are in one
+/// word, so that they are read and written together.
 #[derive(Clone, Copy, Debug)]
 struct CalendarEntry(u32);
 
@@ -41,10 +41,10 @@ impl CalendarEntry {
     }
 }
 
-/// The pages of the near future, one per time unit.
+/// The pages for the time units of the near future.
 #[derive(Debug)]
 struct CalendarRing {
-    /// The first unit that has a page. All earlier pages are empty.
+    /// First time unit that has a page. The pages of all earlier units are empty.
     begin: u64,
     /// Bitmap of the pages: 1 for a page that is not empty.
     occupied: [u64; 64],
@@ -55,13 +55,13 @@ struct CalendarRing {
 }
 
 impl CalendarRing {
-    /// Returns whether a unit has a page.
+    /// Returns whether a time unit has a page.
     #[inline]
     fn has(&self, unit: u64) -> bool {
         unit.wrapping_sub(self.begin) < PAGES
     }
 
-    /// Adds a completion to the page of a unit.
+    /// Adds a completion to the page of a time unit.
     #[inline]
     fn enter(&mut self, slot: u16, status: Status, unit: u64) {
         let Some(entry) = self.entries.get_mut(usize::from(slot)) else {
@@ -73,14 +73,14 @@ impl CalendarRing {
         self.occupied[page / 64] |= 1 << (page % 64);
     }
 
-    /// Adds the completion of a slot from the later heap to the page of a unit.
+    /// Moves the completion of a slot from the heap of later completions to the page of a time unit.
     fn enter_kept(&mut self, slot: u32, unit: u64) {
         if let Some(entry) = self.entries.get(slot as usize) {
             self.enter(slot as u16, entry.status(), unit);
         }
     }
 
-    /// Removes all completions on the pages up to that of unit `until`.
+    /// Removes all completions on the pages up to the page of time unit `until`.
     #[inline]
     fn release_until(&mut self, until: u64, mut done: impl FnMut(HostCompletion)) {
         // The clock of another processor may be behind.
@@ -109,7 +109,7 @@ impl CalendarRing {
         }
     }
 
-    /// Removes the completions on the pages of a word that `asked` selects.
+    /// Removes the completions on some pages of one bitmap word. `asked` has a bit for each of these pages.
     #[inline(always)]
     fn release_word(&mut self, word: usize, asked: u64, done: &mut impl FnMut(HostCompletion)) {
         let mut due = self.occupied[word] & asked;
@@ -126,7 +126,7 @@ impl CalendarRing {
         }
     }
 
-    /// Returns the first unit whose page is not empty.
+    /// Returns the first time unit whose page is not empty.
     fn first(&self) -> Option<u64> {
         let (word, bit) = ((self.begin % PAGES / 64) as usize, self.begin % 64);
         // In the first word, the pages before the first page are the last pages of the ring.
@@ -141,15 +141,15 @@ impl CalendarRing {
     }
 }
 
-/// Completions, identified by slot, that are held until they are due.
+/// Completions that are held until they are due. A completion is identified by its slot.
 #[derive(Debug)]
 pub(crate) struct CompletionCalendar {
-    /// Ticks per unit, as a power of two.
+    /// Ticks per time unit, as a base-2 logarithm.
     shift: u32,
-    /// Ticks to add for rounding up: one less than a unit.
+    /// Ticks to add to a time for rounding up: one less than a time unit has.
     round: u64,
     near: CalendarRing,
-    /// Completions beyond the ring.
+    /// Completions that are due after the time units of the ring.
     later: DueQueue,
 }
 
@@ -183,7 +183,7 @@ impl CompletionCalendar {
         RoundedUpTicks(now.wrapping_add(self.round))
     }
 
-    /// Adds a completion for a slot without one. A completion that is already due comes out next.
+    /// Adds a completion for a slot, which must have no other. If the completion is already due, the next release returns it.
     #[inline]
     pub(crate) fn hold(&mut self, slot: u16, status: Status, due: RoundedUpTicks) {
         let unit = due.0 >> self.shift;
@@ -194,7 +194,7 @@ impl CompletionCalendar {
         }
     }
 
-    /// Adds a completion whose time has no page.
+    /// Adds a completion whose time unit has no page.
     #[cold]
     fn hold_elsewhere(&mut self, slot: u16, status: Status, due: RoundedUpTicks) {
         if due.0 >> self.shift < self.near.begin {
@@ -206,8 +206,8 @@ impl CompletionCalendar {
         }
     }
 
-    /// Removes all completions that are due at `now`, or all completions if `now` is `None`. In the second case, the calendar's
-    /// time stays unchanged. One function for both cases, so that `done` is inlined once.
+    /// Removes all completions that are due at `now`, or all completions if `now` is `None`. With `None`, the calendar's time
+    /// stays unchanged. One function does both, so that `done` is inlined only once.
     #[inline]
     pub(crate) fn release(&mut self, now: Option<u64>, done: impl FnMut(HostCompletion)) {
         let Self {
@@ -233,7 +233,7 @@ impl CompletionCalendar {
         }
     }
 
-    /// Returns a time in ticks before which no completion comes out, or `None` if the calendar is empty.
+    /// Returns the earliest time, in ticks, at which a completion can come out; `None` if the calendar is empty.
     pub(crate) fn next_due(&self) -> Option<u64> {
         let near = self.near.first().map(|unit| unit << self.shift);
         [near, self.later.next_due()].into_iter().flatten().min()

@@ -1,4 +1,4 @@
-//! A priority queue of commands by due time, for times beyond a [calendar](super::calendar)'s ring.
+//! A priority queue of commands by due time. It holds those whose time is beyond the ring of a [calendar](super::calendar).
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -8,18 +8,18 @@ use std::collections::BinaryHeap;
 struct DueEntry {
     /// Due time in units.
     due: u64,
-    /// Number of earlier entries.
+    /// Number of entries that were added before, which orders entries of equal due time.
     turn: u64,
     number: u32,
 }
 
-/// Entries ordered by due time. Entries due in the same time unit come out in insertion order. No memory is allocated after
-/// creation.
+/// Entries ordered by due time. Entries that are due in the same time unit come out in the order in which they were added. No
+/// memory is allocated after creation.
 #[derive(Debug)]
 pub(crate) struct DueQueue {
-    /// Ticks per unit of time, as a power of two.
+    /// Ticks per time unit, as a base-2 logarithm.
     shift: u32,
-    /// Current time in units. No entry is due earlier.
+    /// Present time in units. No entry is due earlier.
     now: u64,
     turn: u64,
     entries: BinaryHeap<Reverse<DueEntry>>,
@@ -43,7 +43,7 @@ impl DueQueue {
         self.entries.peek().is_some_and(|first| first.0.due <= now)
     }
 
-    /// Adds an entry. An entry that is already due comes out next.
+    /// Adds an entry. If it is already due, the next call of `advance` returns it.
     pub(crate) fn insert(&mut self, number: u32, due: u64) {
         // Round up, so that no entry comes out early.
         let due = due.saturating_add((1 << self.shift) - 1) >> self.shift;
@@ -73,7 +73,7 @@ impl DueQueue {
         }
     }
 
-    /// Returns a time in ticks before which no entry is due, or `None` if the queue is empty.
+    /// Returns the earliest time, in ticks, at which an entry can be due; `None` if the queue is empty.
     pub(crate) fn next_due(&self) -> Option<u64> {
         self.entries.peek().map(|first| first.0.due << self.shift)
     }

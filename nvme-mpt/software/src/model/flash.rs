@@ -1,5 +1,5 @@
-//! Flash of a modelled drive: the dies, their channels and the write buffer, with the duration of each operation and the
-//! waiting between operations. The flash models share it; each decides where data lies.
+//! Flash of a modelled drive: the dies, their channels and the write buffer. This module computes how long each operation takes
+//! and waits. All flash models use it; each decides where data lies.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -14,7 +14,7 @@ use super::tokens::BandwidthTokens;
 pub(super) struct FlashParts {
     pub(super) channels: u16,
     pub(super) dies_per_channel: u16,
-    /// Time in which a die reads a flash page, programs a unit, and erases a block.
+    /// Times in which a die reads a flash page, programs a unit, and erases a block.
     pub(super) read: TimeSpan,
     pub(super) program: TimeSpan,
     pub(super) erase: TimeSpan,
@@ -66,39 +66,39 @@ impl ModelledFlash {
         }
     }
 
-    /// Transfers bytes between a die and the controller. Returns when the transfer is done.
+    /// Transfers bytes between a die and the controller. Returns the time when the transfer has ended.
     pub(super) fn transfer(&mut self, die: usize, from: u64, bytes: u64) -> u64 {
         // Consecutive dies are on consecutive channels.
         let channel = die % self.channels.len();
         self.channels[channel].transfer(from, bytes)
     }
 
-    /// Reads from a die. Returns when the controller has the data.
+    /// Reads from a die. Returns the time when the controller has the data.
     pub(super) fn read(&mut self, die: usize, now: u64, bytes: u64) -> u64 {
         let sensed = self.dies.occupy(die, now, self.busy.read);
         self.transfer(die, sensed, bytes)
     }
 
-    /// Programs a unit. Returns when the die is done.
+    /// Programs a unit. Returns the time when the die has ended.
     pub(super) fn program(&mut self, die: usize, now: u64, bytes: u64) -> u64 {
         let there = self.transfer(die, now, bytes);
         self.dies.occupy(die, there, self.busy.program)
     }
 
-    /// Erases a block. Returns when the die is done.
+    /// Erases a block. Returns the time when the die has ended.
     pub(super) fn erase(&mut self, die: usize, now: u64) -> u64 {
         self.dies.occupy(die, now, self.busy.erase)
     }
 }
 
-/// Buffer of host data until it is programmed. A write completes once its data is in the buffer.
+/// Buffer that holds written data until it is programmed. A write completes once all its data is in the buffer.
 #[derive(Debug)]
 pub(super) struct WriteBuffer {
     bytes: u64,
     used: u64,
-    /// Time and size of each future release of space, earliest first.
+    /// Times at which space will be released, each with a size in bytes, earliest first.
     releases: BinaryHeap<Reverse<(u64, u64)>>,
-    /// When everything handed to a die so far is programmed.
+    /// Time when all data that was handed to a die so far is programmed.
     programmed: u64,
 }
 
@@ -113,7 +113,7 @@ impl WriteBuffer {
         }
     }
 
-    /// Reserves space for some bytes. Returns when there is enough space.
+    /// Reserves space for some bytes. Returns the time at which there is enough space.
     pub(super) fn admit(&mut self, mut now: u64, bytes: u64) -> u64 {
         while let Some(&Reverse((time, released))) = self.releases.peek() {
             // Releases up to `now` are always applied. Later releases are waited for only if the bytes need them.
@@ -128,18 +128,18 @@ impl WriteBuffer {
         now
     }
 
-    /// Releases space at `time`, when its data is programmed.
+    /// Releases space at `time`, when the data in it is programmed.
     pub(super) fn release(&mut self, time: u64, bytes: u64) {
         self.programmed = self.programmed.max(time);
         self.releases.push(Reverse((time, bytes)));
     }
 
-    /// Releases the space of data that is not programmed after all.
+    /// Releases the space of data that need not be programmed any more.
     pub(super) fn give_back(&mut self, bytes: u64) {
         self.used = self.used.saturating_sub(bytes);
     }
 
-    /// Returns when everything handed to a die so far is programmed.
+    /// Returns the time when all data that was handed to a die so far is programmed.
     pub(super) fn programmed(&self) -> u64 {
         self.programmed
     }

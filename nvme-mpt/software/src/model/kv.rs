@@ -5,7 +5,7 @@
 //! is transferred to the host after it. Each direction transfers one value at a time. So an operation on an idle drive takes
 //! its latency plus the transfer time of its value.
 //!
-//! The model is consulted when the store has executed an operation, and counts from the operation's arrival.
+//! The due time is computed after the store has executed an operation, but counts from the operation's arrival.
 
 use std::sync::PoisonError;
 
@@ -45,7 +45,7 @@ pub(crate) struct KvModel {
     state: Mutex<KvModelState>,
 }
 
-/// State under one lock, because each operation depends on all before it.
+/// State of all units and of the link. It is under one lock, because each operation depends on all earlier ones.
 #[derive(Debug)]
 struct KvModelState {
     units: ResourceTimelines,

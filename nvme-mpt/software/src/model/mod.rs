@@ -1,16 +1,18 @@
 //! Timing models for software drives. A model computes when a command would complete on the modelled hardware. A timed queue in
-//! front of a store's queue lets the store execute the command, and holds the completion back until then.
+//! front of a store's queue lets the store execute the command, and holds back the completion until the computed time.
 //!
 //! `timed` is the queue. `calendar` holds completions until they are due, with `due` for those far in the future. `profile`
-//! describes a drive, and `simulation` runs a model without a drive. `flash`, `timeline` and `tokens` are building blocks of
-//! models: dies behind a write buffer, units that do one operation at a time, and shared bandwidth. Each model has a file.
+//! describes a drive, and `simulation` runs a model without a drive. Three modules are building blocks of models. `flash` has
+//! dies behind a write buffer, `timeline` has units that do one operation at a time, and `tokens` has shared bandwidth. Each
+//! model has its own file.
 //!
-//! The store executes a command at once, or in several steps. A poller asks each queue for `next_due()`. It does not sleep for
-//! less than 100 us, and wakes 100 us early and spins for the rest. When a queue is stopped, held completions complete at once.
+//! The store executes a command at once, or in several steps. A poller asks each queue for `next_due()`, the time of its next
+//! completion. The poller wakes up 100 us before that time, and spins until then. If less than 100 us are left, it does not
+//! sleep. When a queue is stopped, held completions complete at once.
 //!
-//! Model `nvm` has one atomic per unit. The flash models `ssd` and `zns` have one lock, taken once per batch. Model `kv` is
-//! used by key-value queues (`key_value/pace.rs`) and has a lock per command. To add a model, add a file here, a variant of
-//! `Profile` and of `DriveModel`, and a TOML file in `resources/drives/`.
+//! Model `nvm` has one atomic variable per unit. The flash models `ssd` and `zns` have one lock, taken once per batch. Model
+//! `kv` is used by key-value queues (`key_value/pace.rs`) and has a lock per command. To add a model, add a file here, a
+//! variant of `Profile` and of `DriveModel`, and a TOML file in `resources/drives/`.
 
 mod calendar;
 mod due;
@@ -77,7 +79,8 @@ pub(crate) struct MediaWork {
 #[derive(Debug)]
 pub(crate) enum DriveModel {
     Nvm(NvmModel),
-    /// NAND flash. One lock for all state, because every operation depends on all others; a queue takes it once per batch.
+    /// NAND flash. All state is under one lock, because every operation depends on all others. A queue takes the lock once per
+    /// batch.
     Ssd(Box<Mutex<SsdModel>>),
     /// Zones on NAND flash. Locked like `Ssd`.
     Zns(Box<Mutex<ZnsModel>>),
@@ -163,7 +166,7 @@ impl DriveModel {
         }
     }
 
-    /// Computes when commands that arrive at `now` complete, in ticks. `due` is indexed by slot.
+    /// Computes the times, in ticks, when commands that arrive at `now` complete. `due` is indexed by slot.
     fn admit<'a>(
         &self,
         commands: impl Iterator<Item = &'a Sqe>,
@@ -212,7 +215,7 @@ fn admit<'a>(
     }
 }
 
-/// Computes when a command completes.
+/// Computes the time when a command completes.
 fn due_of(
     sqe: &Sqe,
     memory: HostMemory<'_>,
@@ -225,7 +228,7 @@ fn due_of(
     }
 }
 
-/// Returns the access of a Read or Write, or `None` for the rarer other commands.
+/// Returns the access of a Read or Write; `None` for other commands, which are rarer.
 #[inline]
 fn read_or_write(sqe: &Sqe) -> Option<MediaWork> {
     match NvmOpcode(sqe.opcode()) {

@@ -1,8 +1,8 @@
 //! `model = "nvm"`: a drive without erase blocks, such as phase-change memory.
 //!
-//! The drive has parallel units, and blocks are striped across them. A command occupies each unit that it touches, for each of
-//! its stripes there, after the stripes of earlier commands. A command of one stripe on an idle drive takes the latency, and
-//! all units together provide the bandwidth. Part of a stripe takes as long as a whole one.
+//! The drive has parallel units, and blocks are striped across them. A command occupies a unit for each of its stripes on this
+//! unit, after the stripes of earlier commands. On an idle drive, a command of one stripe takes the profile's latency. All
+//! units together have the profile's bandwidth. A part of a stripe takes as long as a whole stripe.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,16 +10,16 @@ use super::profile::{NvmProfile, NvmRates};
 use super::time::TickUnit;
 use super::{MediaAccess, MediaWork};
 
-/// A unit, on its own cache line because pollers share it.
+/// A unit. It has its own cache line, because several pollers use it.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 struct ParallelUnit {
-    /// When the unit has done all work assigned to it, in ticks.
+    /// Time, in ticks, when the unit has done all work that was assigned to it.
     free: AtomicU64,
 }
 
 impl ParallelUnit {
-    /// Occupies the unit for `busy` ticks from `now` on, or from when it is free. Returns the start.
+    /// Occupies the unit for `busy` ticks, from `now` or, if the unit is busy, from when it is free. Returns the start time.
     fn occupy(&self, now: u64, busy: u64) -> u64 {
         loop {
             if let Some(start) = self.try_occupy(now, busy) {
@@ -28,7 +28,8 @@ impl ParallelUnit {
         }
     }
 
-    /// Tries to occupy the unit like [`Self::occupy`]. Returns `None` if another queue interfered.
+    /// Tries once to occupy the unit like [`Self::occupy`]. Returns `None` if another queue has occupied the unit at the same
+    /// time.
     #[inline]
     fn try_occupy(&self, now: u64, busy: u64) -> Option<u64> {
         let free = self.free.load(Ordering::Relaxed);
@@ -48,11 +49,11 @@ impl ParallelUnit {
 struct StripeCost {
     /// Time for which a stripe occupies its unit.
     stripe: u64,
-    /// Minimum time from a unit's start to the command's end.
+    /// Minimum time from the start on a unit to the end of the command.
     latency: u64,
-    /// Latency beyond the time of one stripe.
+    /// Latency minus the time for which one stripe occupies the unit.
     beyond: u64,
-    /// Time from a unit's start to the end of a command of one stripe.
+    /// Time from the start on a unit to the end of a command of one stripe.
     of_one: u64,
 }
 
@@ -69,7 +70,7 @@ impl StripeCost {
         }
     }
 
-    /// Returns the time from a unit's start to the end of stripes that occupy it for `busy` ticks.
+    /// Returns the time from the start on a unit to the end of a command whose stripes occupy the unit for `busy` ticks.
     #[inline]
     fn of_stripes(&self, busy: u64) -> u64 {
         self.latency.max(busy + self.beyond)
@@ -78,7 +79,7 @@ impl StripeCost {
 
 /// Remainders by a constant divisor, at the cost of two multiplications.
 ///
-/// Exact for dividends of 32 bits: D. Lemire, O. Kaser, N. Kurz, "Faster remainder by direct computation", 2019.
+/// The result is exact for dividends of 32 bits: D. Lemire, O. Kaser, N. Kurz, "Faster remainder by direct computation", 2019.
 #[derive(Clone, Copy, Debug)]
 struct FastRemainder {
     divisor: u64,
@@ -107,7 +108,7 @@ impl FastRemainder {
 /// The units of a drive, shared by all its queues.
 #[derive(Debug)]
 pub(crate) struct NvmModel {
-    /// Logical blocks of a stripe, as a power of two.
+    /// Logical blocks of a stripe, as a base-2 logarithm.
     stripe_shift: u32,
     read: StripeCost,
     write: StripeCost,
@@ -129,7 +130,7 @@ impl NvmModel {
         }
     }
 
-    /// Computes when work that arrives at `now` completes.
+    /// Computes the time when work that arrives at `now` completes.
     pub(super) fn due(&self, work: &MediaWork, now: u64) -> u64 {
         if let Some(due) = self.due_of_stripe(work, now) {
             return due;
@@ -147,8 +148,8 @@ impl NvmModel {
         self.due_of_many(index.into(), last - first + 1, cost, now)
     }
 
-    /// Fast path of [`Self::due`] for reads and writes of one stripe. Returns `None`, without changing anything, for other work
-    /// and if another queue interfered.
+    /// Does the same as [`Self::due`], but faster and only for a read or write of one stripe. Returns `None`, and changes
+    /// nothing, for other work and if another queue has occupied the unit at the same time.
     #[inline]
     pub(super) fn due_of_stripe(&self, work: &MediaWork, now: u64) -> Option<u64> {
         let cost = match work.access {

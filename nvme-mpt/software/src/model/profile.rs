@@ -21,7 +21,7 @@ const BUILT_IN: &[(&str, &str)] = &[
     ("kv-ssd", include_str!("../../drives/kv-ssd.toml")),
 ];
 
-/// Maximum size of a profile in bytes, in case of a mistaken path.
+/// Maximum size of a profile in bytes. Protects against reading a wrong file.
 const LONGEST: u64 = 64 << 10;
 
 /// Reason why a profile cannot be used.
@@ -180,7 +180,7 @@ pub struct SsdProfile {
     pub write_overhead: TimeSpan,
 }
 
-/// `model = "zns"`. The drive has as many zones as fit into the backing store.
+/// `model = "zns"`. The number of zones is what fits into the backing store.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ZnsProfile {
@@ -194,14 +194,15 @@ pub struct ZnsProfile {
     pub max_active: u32,
     /// Maximum bytes of a Zone Append: a power of two, 4K to 1M.
     pub append_limit: ProfileSize,
-    /// Timing as of a drive without erase blocks. Without `timing` and `flash`, commands are not delayed.
+    /// Timing, as of a drive without erase blocks. If there is neither `timing` nor `flash`, commands are not delayed.
     pub timing: Option<NvmProfile>,
     /// The flash that holds the zones, instead of `timing`.
     pub flash: Option<ZnsFlash>,
 }
 
 impl ZnsProfile {
-    /// Maximum of zones per drive. A report of all zones blocks the poller's other queues.
+    /// Maximum number of zones of a drive. It is limited because the poller serves no other queue while it writes a report of
+    /// all zones.
     pub const ZONES_MAX: u64 = 1 << 16;
 }
 
@@ -241,7 +242,7 @@ pub struct ZnsFlash {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KvProfile {
-    /// Bytes of the largest value; 1 to 1M.
+    /// Maximum bytes of a value; 1 to 1M.
     pub max_value: ProfileSize,
     /// Timing. Without it, commands are not delayed.
     pub timing: Option<KvTiming>,
@@ -298,7 +299,7 @@ impl DriveProfile {
         Self::parse(name, &fs::read_to_string(path).map_err(failed)?)
     }
 
-    /// Returns whether a drive in a regular file has a second file beside it with state of the model.
+    /// Returns whether the model saves state in a second file, beside a drive's regular file.
     #[must_use]
     pub fn keeps_state(&self) -> bool {
         matches!(self, Self::Ssd(_) | Self::Zns(_))
@@ -526,7 +527,7 @@ impl KvProfile {
         self.timing.as_ref().map_or(Ok(()), KvTiming::check)
     }
 
-    /// Returns [`Self::max_value`] as a number, capped at the maximum.
+    /// Returns [`Self::max_value`] as a number, but at most the maximum that a command transfers.
     pub(crate) fn max_value_bytes(&self) -> u32 {
         u32::try_from(self.max_value.0).map_or(Self::MAX_VALUE, |bytes| bytes.min(Self::MAX_VALUE))
     }

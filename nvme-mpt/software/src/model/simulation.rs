@@ -1,4 +1,5 @@
-//! Runs a model without a drive, on a simulated clock. Hours of a drive take seconds, and results are equal on every machine.
+//! Runs a model without a drive, on a simulated clock. So hours of a drive's operation are simulated in seconds, and the
+//! results are equal on every machine.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -72,7 +73,7 @@ impl SimulatedLoadResult {
         bytes as f64 * self.done.len() as f64 * 1e9 / nanoseconds as f64
     }
 
-    /// Returns the latency that `per_mille` of a thousand commands do not exceed, or 0 without commands.
+    /// Returns the latency that `per_mille` of 1000 commands do not exceed; 0 if there were no commands.
     #[must_use]
     pub fn quantile(&self, per_mille: f64) -> u64 {
         let mut sorted = self.latencies.clone();
@@ -96,7 +97,7 @@ impl ModelSimulation {
         })
     }
 
-    /// Runs a workload on an idle drive, a second after the previous workload.
+    /// Runs a workload on an idle drive. The workload starts a second after the end of the previous one.
     pub fn run(&mut self, load: &SimulatedLoad) -> SimulatedLoadResult {
         let mut outcome = SimulatedLoadResult {
             began: self.now,

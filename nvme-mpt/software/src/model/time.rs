@@ -8,7 +8,7 @@ use nvme_mpt_memory::clock::{Ticks, ticks_in};
 
 /// Time source of a [`TimedQueue`](super::TimedQueue).
 pub trait TickClock: fmt::Debug {
-    /// Returns the ticks since some moment in the past. Monotonic.
+    /// Returns the ticks since some time in the past. The value never decreases.
     fn now(&self) -> u64;
 }
 

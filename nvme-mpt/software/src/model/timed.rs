@@ -1,4 +1,4 @@
-//! A queue pair whose commands complete at the times of a model.
+//! A queue pair whose commands complete at the times that a model computes.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -14,18 +14,18 @@ use nvme_mpt_memory::clock::{Ticks, ticks_in};
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Time resolution. A completion is at most this late, not counting the poller's own delay.
+/// Time resolution. A completion is held back too long by at most this time, without the delay until the poller's next pass.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
-/// A queue of a store that a timed queue can drive. Completions must have 0 in Dword 0.
+/// A queue of a backing store behind which a model delays completions. All completions must have 0 in dword 0.
 pub trait TimedQueueBackend: HostQueue<Commands: CommandSet> {
-    /// True if every command completes while the doorbell is rung, except those that are [put off](HostQueue::puts_off).
+    /// True if every command, except those that are [put off](HostQueue::puts_off), completes while the doorbell is rung.
     const AT_ONCE: bool;
 
-    /// Returns the submitted commands whose doorbell was not rung.
+    /// Returns the submitted commands whose doorbell was not rung yet.
     fn arriving(&self) -> impl Iterator<Item = &Sqe>;
 
-    /// Rings the doorbell like [`HostBatch::ring`], and passes each command that completes meanwhile to `done` instead of
+    /// Rings the doorbell like [`HostBatch::ring`]. Passes each command that completes during this call to `done`, instead of
     /// queueing its completion.
     fn ring_through(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status));
 
@@ -35,15 +35,15 @@ pub trait TimedQueueBackend: HostQueue<Commands: CommandSet> {
     }
 }
 
-/// A store's queue with a model in front. The store executes a command at once or in steps. The completion is held until it is
-/// due, or until the store is done if that is later.
+/// A store's queue whose completions a model delays. The store executes a command at once or in steps. The completion is held
+/// until the store has executed the command and the model's due time has come.
 #[derive(Debug)]
 pub struct TimedQueue<Q, C = HostClock> {
     store: Q,
     model: Arc<DriveModel>,
     clock: C,
-    /// Due time of each slot's command, computed from a [rounded-up](RoundedUpTicks) time. Used if the command does not
-    /// complete while the doorbell is rung.
+    /// Due time of the command in each slot, computed from a [rounded-up](RoundedUpTicks) time. Only used for commands that do
+    /// not complete while the doorbell is rung.
     due: Box<[u64]>,
     held: CompletionCalendar,
     hurried: bool,
@@ -68,8 +68,8 @@ impl<Q: TimedQueueBackend, C: TickClock> TimedQueue<Q, C> {
     }
 }
 
-/// Rings the doorbell and holds the completions until model `nvm` says they are due. A separate function, called once per
-/// batch, so that its loop can use all registers.
+/// Rings the doorbell, and holds the completions until the due times of model `nvm`. This is a separate function that is called
+/// once per batch, so that its loop can use all processor registers.
 #[inline(never)]
 fn ring_at_once<Q: TimedQueueBackend>(
     store: &mut Q,
@@ -190,7 +190,7 @@ impl<Q: TimedQueueBackend, C: TickClock> HostQueue for TimedQueue<Q, C> {
         self.store.settle()
     }
 
-    /// Lets a reset of the drive finish without waiting for held completions.
+    /// If `hurried`, all held completions are due at once, so that a reset of the drive need not wait for them.
     fn hurry(&mut self, hurried: bool) {
         self.hurried = hurried;
     }

@@ -3,7 +3,7 @@
 /// Units, each of which does one operation at a time.
 #[derive(Debug)]
 pub(super) struct ResourceTimelines {
-    /// When each unit has done all its operations, in ticks.
+    /// For each unit, the time in ticks when it has done all its operations.
     free: Box<[u64]>,
 }
 
@@ -14,7 +14,8 @@ impl ResourceTimelines {
         }
     }
 
-    /// Occupies a unit for some ticks from `from` on, or from when it is free. Returns when the operation ends.
+    /// Occupies a unit for some ticks, from `from` or, if the unit is busy, from when it is free. Returns the time when the
+    /// operation ends.
     pub(super) fn occupy(&mut self, part: usize, from: u64, ticks: u64) -> u64 {
         let Some(free) = self.free.get_mut(part) else {
             return from;
@@ -23,7 +24,7 @@ impl ResourceTimelines {
         *free
     }
 
-    /// Occupies the unit that is free first, like [`Self::occupy`].
+    /// Occupies the unit that will be free first, like [`Self::occupy`].
     pub(super) fn occupy_first(&mut self, from: u64, ticks: u64) -> u64 {
         let first = self.free.iter().zip(0..).min().map(|(_, part)| part);
         self.occupy(first.unwrap_or(0), from, ticks)

@@ -1,15 +1,15 @@
 //! Shared bandwidth, of a flash channel or of the link to the host.
 //!
-//! Time is divided into slots, and each slot has tokens for the bytes that it can transfer. A transfer takes free tokens from
-//! its start on. So a transfer that starts later, because its data arrives later, does not delay transfers that can start
-//! earlier.
+//! Time is divided into slots, and each slot has a token for each byte that can be transferred in it. A transfer takes free
+//! tokens of the slots from its start time on. So if a transfer is reserved first but starts later, it does not delay transfers
+//! that start earlier.
 
 use crate::model::time::{TickUnit, TimeSpan};
 
 /// Length of a slot.
 const SLOT: TimeSpan = TimeSpan(4_000);
 
-/// Number of tracked slots. They reach 65 ms ahead; transfers beyond them do not compete.
+/// Number of tracked slots. These slots cover the next 65 ms. Transfers that start later do not delay each other.
 const SLOTS: u64 = 1 << 14;
 
 /// A bandwidth and its reservations.
@@ -18,13 +18,13 @@ pub(super) struct BandwidthTokens {
     slot_ticks: u64,
     slot_bytes: u64,
     ticks_per_byte: f64,
-    /// Reserved bytes of each slot, as a ring.
+    /// Bytes that are reserved in each slot, as a ring.
     taken: Box<[u32]>,
     /// The first tracked slot.
     first: u64,
-    /// All slots before this one are full.
+    /// First slot that may have free tokens: all earlier slots are full.
     open: u64,
-    /// This slot and all later ones have no reservations.
+    /// First slot without reservations; no later slot has any.
     end: u64,
 }
 
@@ -42,7 +42,7 @@ impl BandwidthTokens {
         }
     }
 
-    /// Drops reservations before `now`, where no later transfer starts.
+    /// Drops the reservations of slots before `now`, as no later transfer starts before `now`.
     pub(super) fn forget(&mut self, now: u64) {
         let first = now / self.slot_ticks;
         if first <= self.first {
@@ -55,7 +55,7 @@ impl BandwidthTokens {
         self.open = self.open.max(first);
     }
 
-    /// Transfers `bytes` from `start` on. Returns when the last byte has moved.
+    /// Reserves a transfer of `bytes` from `start` on. Returns the time when the last byte is transferred.
     pub(super) fn transfer(&mut self, start: u64, bytes: u64) -> u64 {
         let alone = start + (bytes as f64 * self.ticks_per_byte).round() as u64;
         let mut slot = (start / self.slot_ticks).max(self.open);

@@ -44,8 +44,8 @@ impl CommandSet for ZonedCommands {
         translate(translator, guest, slot, host)
     }
 
-    /// Returns whether a command can be executed again. A repeated Zone Append would append twice. A repeated write is safe
-    /// although the write pointer may have moved, because the drive recognises it
+    /// Returns whether a command can be executed twice with the same result. A Zone Append cannot, because it would append
+    /// twice. A write can, although the first execution may have moved the write pointer: the queue is told of the repetition
     /// ([`submit_again`](nvme_mpt::host::HostBatch::submit_again)).
     fn is_repeatable(guest: &Sqe) -> bool {
         NvmOpcode(guest.opcode()) != NvmOpcode::ZONE_APPEND && NvmCommands::is_repeatable(guest)
@@ -70,8 +70,8 @@ impl CommandSet for ZonedCommands {
     }
 }
 
-/// Returns the guest's LBA that a Zone Append wrote. Dword 0 of the host's completion has the low half of the host's LBA. This
-/// suffices, because a zone has less than 2^32 blocks.
+/// Returns the guest's LBA that a Zone Append wrote. Dword 0 of the host's completion has the low half of the host's LBA. The
+/// low half suffices, because a zone has less than 2^32 blocks.
 fn appended_at(translator: &CommandTranslator, zslba: Lba, dw0: u32) -> Lba {
     let host_zslba = translator.blocks().first().0.wrapping_add(zslba.0);
     let offset = dw0.wrapping_sub(host_zslba as u32);

@@ -3,9 +3,9 @@
 //!
 //! The file is synced together with the drive's data, by a Flush or a write with FUA.
 //!
-//! All blocks of the file are allocated when it is opened, because on a full disk a store into a hole is lost. Words can still
-//! be lost if the file is truncated or its disk fails. The states then exist only in this process's memory, so the drive
-//! accepts no more changes.
+//! All blocks of the file are allocated when it is opened, because a store to a hole would be lost if the disk is full. Words
+//! can still be lost if the file is truncated or its disk fails. After that, the states exist only in this process's memory, so
+//! the drive accepts no further changes.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -178,7 +178,7 @@ impl PersistedZones {
         self.file.as_ref()
     }
 
-    /// Returns whether words of any zone are known to be lost.
+    /// Returns whether the words of any zone are known to be lost from the file.
     #[inline]
     pub(super) fn are_lost(&self) -> bool {
         if self.words.is_lost() {
@@ -204,7 +204,8 @@ impl PersistedZones {
     }
 }
 
-/// Allocates blocks for the whole mapping by writing each page once. Safe while other processes store to the file.
+/// Allocates blocks for the whole mapping by writing to each page once. The writes change no word, even if other processes
+/// store to the file at the same time.
 fn allocate(file: &File, mapping: &Mapping) -> io::Result<()> {
     match mapping.populate() {
         // Reported instead of SIGBUS when the disk is full.
@@ -236,8 +237,8 @@ thread_local! {
     static SYNCED: std::cell::RefCell<Vec<PathBuf>> = const { std::cell::RefCell::new(Vec::new()) };
 }
 
-/// Opens a file, or creates it if it is missing. A new file is written under another name and then moved, unless another
-/// process was faster. So every process sees the same complete file.
+/// Opens a file, or creates it if it is missing. A new file is first written under another name, and then renamed unless
+/// another process has created the file in between. So all processes use the same complete file.
 fn open_or_make(path: &Path, header: &ZoneFileHeader) -> io::Result<File> {
     // The drive's file may lie in another user's directory.
     let (directory, name) = OpenDirectory::holding(path)?;

@@ -1,4 +1,4 @@
-//! Zoned drives: the Zoned Namespace Command Set in front of any store.
+//! Zoned drives: the Zoned Namespace Command Set in front of any backing store.
 //!
 //! `format` describes the zones to a guest. `table` has the zones and the effects of commands on them. `keep` makes their
 //! states persistent, and `report` encodes them for the guest. `queue` is the layer in front of a drive's queue. The store gets
@@ -7,10 +7,11 @@
 //! A lease has whole zones and a share of the drive's open and active resources. The zones of a lease have their own lock,
 //! which a queue takes once per batch, so guests do not wait for each other.
 //!
-//! A write pointer moves when a write is accepted, not when it completes, and later commands are checked against it. A failed
-//! write leaves blocks of unknown content. If the media fails, the zone becomes read only, and the guest gets an event. A reset
-//! makes a zone empty at once and then deallocates its blocks, by steps of Write Zeroes in the slot of the Reset. Until that is
-//! done, the zone accepts no writes.
+//! A write pointer moves when a write is accepted, not when the write completes, and later commands are checked against the new
+//! position. So a failed write leaves blocks of unknown content below the write pointer. If the media fails, the zone becomes
+//! read only, and the guest gets an event. A reset makes a zone empty at once and then deallocates its blocks, by Write Zeroes
+//! commands, one after the other, in the slot of the reset command. Until all blocks are deallocated, the zone accepts no
+//! writes.
 //!
 //! Zone Append returns an LBA of the drive, which `commands` translates to the guest's LBA.
 
@@ -301,7 +302,7 @@ impl DriveZones {
 struct LeasedZonesState {
     table: ZoneTable,
     changes: UnreportedChanges,
-    /// Tells a successor process whether there are unreported changes.
+    /// Record by which a successor process learns whether there are unreported changes.
     record: Option<ChangeRecord>,
     listener: Weak<EventQueue>,
 }
@@ -356,13 +357,13 @@ impl LeasedZones {
         ZonedCommands::describe(&self.format)
     }
 
-    /// Reports zones that change on the drive's initiative to `events` ([`IoQueueEvent::Changes`]).
+    /// From now on, reports zones that the drive has changed on its own to `events` ([`IoQueueEvent::Changes`]).
     pub fn subscribe(&self, events: &Arc<EventQueue>) {
         self.lock().listener = Arc::downgrade(events);
     }
 
-    /// Makes `record` follow whether there are unreported changes. If the predecessor had some, any zone may have changed, and
-    /// the guest is notified of that.
+    /// Records in `record` whether there are unreported changes, now and at each change. If the predecessor has recorded
+    /// unreported changes, the guest is notified that any zone may have changed.
     pub(crate) fn record_changes(&self, record: ChangeRecord) {
         let mut state = self.lock();
         if record.is_set() {
@@ -373,7 +374,7 @@ impl LeasedZones {
         state.note(!state.changes.is_empty());
     }
 
-    /// Empties the zones that overlap a range of the drive, whose blocks are already zero.
+    /// Makes the zones empty that overlap a range of the drive. Their blocks must already be zero.
     pub(crate) fn empty(&self, range: &ByteRange) {
         let size = self.format.geometry.size;
         let block = |byte: u64| (byte >> self.lba_shift).saturating_sub(self.start.0);
@@ -383,7 +384,7 @@ impl LeasedZones {
         self.lock().table.empty(zones);
     }
 
-    /// Compares the states with their stored copies. Takes no longer than a report of all zones.
+    /// Compares the zone states in memory with their stored copies. Takes no longer than a report of all zones.
     ///
     /// # Errors
     /// [`ZoneError::Lost`].
@@ -399,7 +400,7 @@ impl LeasedZones {
         }
     }
 
-    /// Stores all states again, because the kernel does not retry a failed write-back.
+    /// Stores all zone states again when a VMM connects, because the kernel does not repeat a failed write-back.
     pub(crate) fn begin_anew(&self) {
         if self.check().is_ok() {
             self.lock().table.keep();

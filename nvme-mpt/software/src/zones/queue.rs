@@ -19,14 +19,14 @@ use nvme_spec::sqe::Sqe;
 use nvme_spec::status::{Status, StatusCodeType};
 use nvme_spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
 
-/// Maximum bytes that a reset deallocates per step. A step delays other queues of the poller by 2 ms at most, like the
-/// deallocation of a range. With the smallest blocks, a Write Zeroes can cover that many bytes.
+/// Maximum bytes that a reset deallocates per step. A step delays the poller's other queues by 2 ms at most, like the
+/// deallocation of a range. This is also the most that one Write Zeroes can cover with the smallest blocks.
 const RESET_BYTES: u64 = 32 << 20;
 
-/// Completion action of a command after the drive has executed its part.
+/// Work that remains for a command when the drive has executed its part.
 #[derive(Clone, Copy, Debug, Default)]
 enum ZonedCompletionOutcome {
-    /// Pass the completion on.
+    /// Pass the completion to the guest.
     #[default]
     Complete,
     /// Complete a Flush.
@@ -35,7 +35,7 @@ enum ZonedCompletionOutcome {
     Write(u32),
     /// Complete an append to this zone. The second value is the low half of the written LBA, for dword 0.
     Append(u32, u32),
-    /// Continue or complete a reset after a step of deallocation.
+    /// After a step of deallocation, continue or complete a reset.
     Reset(ZoneReset),
 }
 
@@ -43,18 +43,18 @@ enum ZonedCompletionOutcome {
 #[derive(Clone, Copy, Debug)]
 struct ZoneReset {
     zone: u32,
-    /// Blocks that are left to deallocate, as LBAs of the drive.
+    /// First LBA of the drive that is not deallocated yet.
     next: u64,
     end: u64,
-    /// True for a reset of all zones.
+    /// True if the guest has reset all zones with one command.
     all: bool,
 }
 
-/// Distinguishes new commands from repeated ones.
+/// Tells whether a command is new, or was already given to the old server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ZonedCommandAttempt {
     First,
-    /// The old server had the command, and may have moved the write pointer for it.
+    /// The old server had the command in flight, and may have moved the write pointer for it.
     Again,
 }
 
@@ -63,7 +63,7 @@ enum ZonedCommandAttempt {
 pub struct ZonedQueue {
     drive: HostQueuePair,
     zones: Arc<LeasedZones>,
-    /// Submitted commands whose doorbell was not rung.
+    /// Submitted commands whose doorbell was not rung yet.
     arriving: Vec<(Sqe, ZonedCommandAttempt)>,
     /// Commands that go to the drive.
     passing: Vec<Sqe>,
@@ -71,13 +71,13 @@ pub struct ZonedQueue {
     fates: Box<[ZonedCompletionOutcome]>,
     /// Completions of the drive.
     reaped: Vec<HostCompletion>,
-    /// Completions of commands that the drive did not get.
+    /// Completions of commands that ended without being passed to the drive.
     completed: Vec<HostCompletion>,
     /// Buffer of the latest report.
     report: Vec<u8>,
-    /// Number of resets with a step in the drive.
+    /// Number of resets of which the drive is executing a step.
     resets: usize,
-    /// True once no further step of a reset may begin.
+    /// True once no further step of a reset may begin, because the queue ends.
     cut_short: bool,
 }
 
@@ -134,7 +134,7 @@ impl ZonedQueue {
         self.arriving = arriving;
     }
 
-    /// Begins a command like [`Self::begin`]. If zone states are lost, the lease is read only.
+    /// Begins a command like [`Self::begin`]. If zone states are lost, refuses all commands except those that only read.
     fn begin_kept(
         &mut self,
         state: &mut LeasedZonesState,
@@ -294,7 +294,7 @@ impl ZonedQueue {
         })
     }
 
-    /// Resets zones from `from` on, up to the first zone with blocks to deallocate.
+    /// Resets zones in order, beginning with `from`, until one of them has blocks to deallocate.
     fn reset_all(&self, state: &mut LeasedZonesState, from: u32) -> Option<ZoneReset> {
         let mut from = from;
         loop {
@@ -306,7 +306,7 @@ impl ZonedQueue {
         }
     }
 
-    /// Returns the drive's command for the next step of a deallocation.
+    /// Returns the command by which the drive deallocates the next blocks of a reset zone.
     fn give_back(&self, sqe: &Sqe, reset: ZoneReset) -> (Sqe, ZonedCompletionOutcome) {
         let most = RESET_BYTES >> self.zones.lba_shift;
         let count = (reset.end - reset.next).min(most);
@@ -328,7 +328,7 @@ impl ZonedQueue {
         )
     }
 
-    /// Continues a reset after a step of the drive. Returns `false` if the reset is complete.
+    /// Continues a reset after the drive has executed a step. Returns `false` if the reset is complete.
     fn go_on(&mut self, state: &mut LeasedZonesState, slot: u16, reset: ZoneReset) -> bool {
         let next = if reset.next < reset.end {
             Some(reset)
@@ -357,7 +357,8 @@ impl ZonedQueue {
         matches!(fate, Some(ZonedCompletionOutcome::Flush))
     }
 
-    /// Returns the guest's completion after the drive has executed its part, or `None` if the command continues.
+    /// Returns the guest's completion after the drive has executed its part. Returns `None` if the command continues with
+    /// another step.
     fn end(&mut self, completion: HostCompletion) -> Option<HostCompletion> {
         let HostCompletion {
             slot,
@@ -401,7 +402,8 @@ impl ZonedQueue {
     }
 }
 
-/// Returns the sort key of a repeated command. Writes to a zone must be in LBA order, and before commands that close the zone.
+/// Returns the sort key of a command that is repeated. Writes to a zone must be in the order of their LBAs, and before commands
+/// that close the zone.
 fn place_in_order(sqe: &Sqe) -> u64 {
     match NvmOpcode(sqe.opcode()) {
         NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES => ReadWrite::from(sqe).slba.0,
@@ -409,12 +411,13 @@ fn place_in_order(sqe: &Sqe) -> u64 {
     }
 }
 
-/// Returns whether a write failed at its own blocks. The status for writes that were lost elsewhere does not concern its zone.
+/// Returns whether a write failed at its own blocks, so that its zone becomes read only. A status that reports lost writes of
+/// other blocks does not count.
 fn is_of_media(status: Status) -> bool {
     status.sct() == StatusCodeType::MEDIA && status != LOST
 }
 
-/// Sets DNR unless the status is temporary.
+/// Sets DNR (Do Not Retry) unless the status is temporary.
 fn lasting(status: Status) -> Status {
     status.with_dnr(status != Status::COMMAND_INTERRUPTED)
 }
@@ -495,8 +498,8 @@ impl HostQueue for ZonedQueue {
         self.drive.settle()
     }
 
-    /// The queue must be polled, because no event announces the end of a step that was submitted while the previous step was
-    /// reaped.
+    /// Also returns `true` during a reset if the drive's queue has no descriptor to wait for. Then no event announces the end
+    /// of a step that was submitted while the previous step was reaped.
     fn is_polled(&self) -> bool {
         self.drive.is_polled() || (self.resets > 0 && self.drive.wait_fd().is_none())
     }

@@ -371,7 +371,7 @@ impl SimulatedKernel {
         }
     }
 
-    /// Answers all cancellations with a refusal, while the disk is paused.
+    /// Refuses all cancellations, because the disk is paused.
     fn refuse_cancellations(&mut self) {
         let (refused, others) = std::mem::take(&mut self.requests)
             .into_iter()

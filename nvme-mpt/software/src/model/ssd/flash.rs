@@ -1,17 +1,17 @@
-//! The flash from the view of an FTL instance.
+//! The flash as an FTL instance uses it.
 
 use super::ftl::FlashMedia;
 use super::geometry::{FlashGeometry, FlashPage, PAGE};
 use crate::model::flash::ModelledFlash;
 
-/// Progress of the program units that an FTL instance is filling.
+/// Progress of the program units that an FTL instance is filling with data.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct OpenProgramUnit {
-    /// Bytes of host data in the current unit.
+    /// Bytes of host data in the present program unit.
     host: u64,
-    /// When the controller has all copied pages of the current unit.
+    /// Time when the controller has all copied pages of the present program unit.
     copied: u64,
-    /// The last group of pages read for a copy, and when it was read.
+    /// The last group of pages that was read to copy a page, and the time when it was read.
     group: Option<(u32, u64)>,
 }
 

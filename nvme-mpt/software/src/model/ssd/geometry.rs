@@ -1,16 +1,16 @@
 //! Layout of the flash of an FTL instance.
 //!
-//! Pages are numbered in write order. A program unit lies on one die, the next unit on the next die, and so on in turn. A line
-//! consists of one erase block of each die.
+//! Flash pages are numbered in the order in which they are written. Consecutive program units lie on consecutive dies, in turn.
+//! A *line* (superblock) consists of one erase block of each die, and is erased as a whole.
 
-/// Bytes of a logical page, the unit of the mapping.
+/// Bytes of a logical page, the granularity of the mapping.
 pub(super) const PAGE: u64 = 4096;
 
-/// Lines of an instance beyond those that its logical pages fill, regardless of over-provisioning. Two are being written, two
-/// are kept free, and one more guarantees that there is something to collect.
+/// Number of lines that an instance has in addition to those that its logical pages fill, even without over-provisioning. Two
+/// lines are being written, two are kept free, and a fifth ensures that garbage collection can always gain space.
 const SPARE_LINES: u32 = 5;
 
-/// Number of a flash page of an instance.
+/// Number of a flash page within its FTL instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct FlashPage(pub(super) u32);
 
@@ -22,13 +22,13 @@ pub(super) struct FlashGeometry {
     pub(super) unit_pages: u32,
     /// Pages that a die reads at once.
     pub(super) read_pages: u32,
-    /// Pages of a line.
+    /// Pages per line.
     pub(super) line_pages: u32,
     pub(super) lines: u32,
     pub(super) logical_pages: u32,
 }
 
-/// Number of pages per operation of a die.
+/// Numbers of pages that one operation of a die covers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DiePageCounts {
     pub(super) read: u32,
@@ -71,7 +71,7 @@ impl FlashGeometry {
         self.lines as usize * self.line_pages as usize
     }
 
-    /// Returns the line of a page.
+    /// Returns the line that contains a flash page.
     pub(super) fn line(&self, page: FlashPage) -> u32 {
         page.0 / self.line_pages
     }
@@ -86,7 +86,7 @@ impl FlashGeometry {
         page.0 / self.unit_pages
     }
 
-    /// Returns the group of pages that a die reads together with a page.
+    /// Returns the number of the group of pages that a die reads together, for the group that contains `page`.
     pub(super) fn read_group(&self, page: FlashPage) -> u32 {
         page.0 / self.read_pages
     }

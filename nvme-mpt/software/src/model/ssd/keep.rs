@@ -1,5 +1,5 @@
 //! Persistence of the flash state in a file beside the drive's file. The state is loaded when the drive is opened and saved
-//! when it is closed. After a crash, the state is from the last time the drive was closed.
+//! when it is closed. After a crash, the next open loads the state that was saved when the drive was last closed.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Write};
@@ -25,10 +25,10 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 }
 
 impl SsdModel {
-    /// Loads the saved state. Returns whether there was any.
+    /// Loads the saved state. Returns whether the file exists.
     ///
     /// # Errors
-    /// Returns any [`FtlStateError`]; the model is unchanged then.
+    /// Returns any [`FtlStateError`]; after an error, the model is unchanged.
     pub(crate) fn restore(&mut self, path: &Path) -> Result<bool, FtlStateError> {
         let opened = OpenDirectory::holding(path)
             .and_then(|(directory, name)| directory.open_entry(name, OFlags::RDONLY));

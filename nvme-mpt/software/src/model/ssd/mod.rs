@@ -25,7 +25,7 @@ use flash::{OpenProgramUnit, TimedFlash};
 use ftl::Ftl;
 use geometry::{DiePageCounts, FlashGeometry, FlashPage, PAGE};
 
-/// Maximum of logical pages per instance, so that its flash pages have 32-bit numbers.
+/// Maximum number of logical pages of an FTL instance, so that its flash pages have 32-bit numbers.
 const MOST_PAGES: u64 = 1 << 30;
 
 /// An FTL instance with its part of the flash.
@@ -71,7 +71,7 @@ impl SsdProfile {
 /// The timing model of a flash drive, shared by all its queues.
 #[derive(Debug)]
 pub(crate) struct SsdModel {
-    /// Logical blocks of a page, as a power of two.
+    /// Logical blocks of a logical page, as a base-2 logarithm.
     page_shift: u32,
     block_bytes: u64,
     read_overhead: u64,
@@ -140,7 +140,7 @@ impl SsdModel {
         self.flash.forget(now);
     }
 
-    /// Computes when work that arrives at `now` completes.
+    /// Computes the time when work that arrives at `now` completes.
     pub(super) fn due(&mut self, work: &MediaWork, now: u64) -> u64 {
         match work.access {
             MediaAccess::Read => self.read(work, now),
@@ -157,7 +157,7 @@ impl SsdModel {
         first..end.max(first)
     }
 
-    /// Returns the instance of a page, and the page's number in the instance.
+    /// Returns the FTL instance of a logical page, and the page's number within the instance.
     fn instance_of(&self, page: u64) -> (usize, u32) {
         let instances = self.instances.len() as u64;
         // Pages beyond the map are never mapped.
@@ -171,7 +171,7 @@ impl SsdModel {
         self.link.transfer(there, work.blocks * self.block_bytes)
     }
 
-    /// Reads blocks from flash. Returns when the controller has them.
+    /// Reads blocks from flash. Returns the time when the controller has them.
     fn fetch(&mut self, work: &MediaWork, now: u64) -> u64 {
         let pages = self.pages(work);
         // If the blocks are smaller than a page, only their bytes are transferred.
@@ -219,7 +219,7 @@ impl SsdModel {
         done
     }
 
-    /// Partly deallocated pages stay mapped.
+    /// Deallocates logical pages. A page that is deallocated only in part stays mapped.
     fn deallocate(&mut self, work: &MediaWork, now: u64) -> u64 {
         let first = work.slba.div_ceil(1 << self.page_shift);
         for page in first..(work.slba + work.blocks) >> self.page_shift {
@@ -240,7 +240,7 @@ impl SsdModel {
     }
 }
 
-/// Reads `bytes` bytes of each page of an instance. Returns when the controller has them.
+/// Reads `bytes` bytes of each page of an FTL instance. Returns the time when the controller has them.
 fn fetch(
     instance: &FtlInstance,
     flash: &mut ModelledFlash,

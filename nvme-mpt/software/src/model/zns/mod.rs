@@ -1,17 +1,18 @@
 //! `model = "zns"` with `[flash]`: zones on the dies of a drive of NAND flash.
 //!
-//! A zone lies on a group of dies, one block on each, and its program units alternate between them. Consecutive zones lie on
-//! different groups, until all dies hold a zone. So each zone has the bandwidth of its dies, and zones on different dies add
-//! up.
+//! A zone lies on a group of dies, with one erase block on each, and its program units alternate between these dies.
+//! Consecutive zones lie on consecutive groups, in turn. So a zone has the bandwidth of its group's dies, and zones of
+//! different groups can be accessed in parallel.
 //!
 //! A write completes when it is in the write buffer. A full unit is transferred over its die's channel and programmed, which
 //! frees its buffer space. A partial unit stays in the buffer and is read from there. The buffer survives a power failure, so a
 //! Flush takes no time. A read waits for its dies, their channels and the link. A reset erases the zone's block on each of its
 //! dies, after their earlier operations.
 //!
-//! The model sees the commands below the zone layer: a reset is a Deallocate of a zone's written blocks, from its start. The
-//! model counts the bytes written to a zone, because queues may pass on writes in a different order. A Finish is invisible. So
-//! the buffer holds at most as many partial units as zones can be active, and beyond that the oldest partial unit is
+//! The model gets the commands that the zone layer sends to the drive, where a reset is a Deallocate of a zone's written
+//! blocks, from the zone's start. For writes, the model only counts the bytes of each zone, because queues may pass on writes
+//! in a different order. A Finish is not passed on, so the model does not know when a partial unit will stay partial. Therefore
+//! the buffer holds at most as many partial units as zones can be active. If there are more, the oldest partial unit is
 //! programmed.
 
 use std::collections::VecDeque;
@@ -28,14 +29,15 @@ use super::{MediaAccess, MediaWork};
 struct FlashZone {
     /// Bytes written since the last reset.
     written: u64,
-    /// Bytes of the partial unit in the buffer.
+    /// Bytes of the partial program unit that is in the buffer.
     held: u64,
-    /// Bytes before the last reset, or 0 after the next write. Deallocations below it belong to that reset.
+    /// Bytes that were written before the last reset; 0 after the next write. Deallocations of bytes below this number belong
+    /// to the same reset.
     was: u64,
 }
 
 impl FlashZone {
-    /// Returns the bytes that were handed to a die.
+    /// Returns the number of bytes that were handed to a die.
     fn on_flash(&self) -> u64 {
         self.written - self.held
     }
@@ -57,10 +59,10 @@ pub(crate) struct ZnsModel {
     link: BandwidthTokens,
     flash: ModelledFlash,
     zones: Box<[FlashZone]>,
-    /// Zones with a partial unit in the buffer, oldest first.
+    /// Zones that have a partial program unit in the buffer, oldest first.
     open: VecDeque<u32>,
     open_max: usize,
-    /// When a write last got buffer space after waiting. Later writes get space no earlier.
+    /// Time when a write that had to wait last got space in the buffer. No later write gets space earlier.
     room_at: u64,
 }
 
@@ -123,7 +125,7 @@ impl ZnsModel {
         }
     }
 
-    /// Empties all zones that overlap a range of bytes.
+    /// Makes all zones empty that overlap a range of bytes.
     pub(super) fn empty(&mut self, bytes: Range<u64>) {
         let end = bytes.end.div_ceil(self.zone_bytes);
         let zones = self.zones.len().min(end as usize);
@@ -142,7 +144,7 @@ impl ZnsModel {
         self.flash.forget(now);
     }
 
-    /// Computes when work that arrives at `now` completes.
+    /// Computes the time when work that arrives at `now` completes.
     pub(super) fn due(&mut self, work: &MediaWork, now: u64) -> u64 {
         match work.access {
             MediaAccess::Read => self.read(work, now),
@@ -201,7 +203,7 @@ impl ZnsModel {
         self.link.transfer(there, work.blocks * self.block_bytes)
     }
 
-    /// Writes bytes that the controller has. Returns when they are in the buffer.
+    /// Writes bytes that the controller has received. Returns the time when they are in the buffer.
     fn write(&mut self, zone: u32, bytes: u64, sent: u64) -> u64 {
         let Some(&FlashZone { written, .. }) = self.zones.get(zone as usize) else {
             return sent;
@@ -243,7 +245,7 @@ impl ZnsModel {
         done
     }
 
-    /// Programs the unit of a zone in the buffer.
+    /// Programs the partial unit of a zone that is in the buffer.
     fn program(&mut self, zone: u32, here: &mut FlashZone, now: u64) {
         let held = std::mem::take(&mut here.held);
         let die = self.die(zone, here.written.saturating_sub(1) / self.unit);

@@ -14,9 +14,11 @@ use nvme_spec::zns::{ReportingOptions, ZoneSendAction, ZoneState};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Zone {
     pub(super) state: ZoneState,
-    /// Written blocks from the start of the zone. This is the write pointer's offset, for states that have a write pointer.
+    /// Number of written blocks, counted from the start of the zone. In states that have a write pointer, this is the write
+    /// pointer's offset.
     pub(super) written: u64,
-    /// True while the store deallocates the blocks of a reset zone. New writes would be deallocated too.
+    /// True while the store deallocates the blocks of a reset zone. A write to the zone would be deallocated, too, so the zone
+    /// accepts none.
     pub(super) resetting: bool,
 }
 
@@ -80,7 +82,8 @@ pub(super) struct ZoneTable {
     geometry: ZoneGeometry,
     resources: ZoneResources,
     zones: Box<[Zone]>,
-    /// Number of zones that the namespace currently has. Smaller than the lease if the namespace shrank.
+    /// Number of zones that the namespace has at present. It is less than the lease's number of zones if the namespace has
+    /// become smaller.
     there: u32,
     /// Storage of the zone states.
     words: SharedWords,
@@ -88,17 +91,17 @@ pub(super) struct ZoneTable {
     open: u32,
     active: u32,
     offline: u32,
-    /// Implicitly opened zones, oldest first. They may be closed to open others.
+    /// Zones that were opened implicitly, oldest first. They may be closed to open other zones.
     implicit: VecDeque<u32>,
 }
 
-/// Location of a table's zones in the drive's storage.
+/// Location of the lease's zones in the drive's stored zone states.
 pub(super) struct ZoneTableWords {
     /// State words, one for each zone of the drive.
     pub(super) words: SharedWords,
-    /// The drive's zone number of the table's first zone.
+    /// Number, within the drive, of the lease's first zone.
     pub(super) first: u32,
-    /// Number of zones of the table.
+    /// Number of zones of the lease.
     pub(super) count: u32,
 }
 
@@ -138,8 +141,8 @@ impl ZoneTable {
         }
     }
 
-    /// Limits the table to the zones within `blocks` blocks from the lease's start. Other zones are inaccessible until the
-    /// namespace grows again.
+    /// Limits the table to the zones within `blocks` blocks from the lease's start. The other zones are inaccessible until the
+    /// namespace has grown again.
     pub(super) fn cut_to(&mut self, blocks: u64) {
         let whole = blocks / self.geometry.size;
         self.there = whole.min(self.zones.len() as u64) as u32;
@@ -184,7 +187,7 @@ impl ZoneTable {
         })
     }
 
-    /// Sets a zone, updates the counters, and stores the zone.
+    /// Sets the state of a zone, updates the counters of open and active zones, and stores the state.
     fn set(&mut self, index: u32, zone: Zone) {
         let Some(place) = self.zones.get_mut(index as usize) else {
             return;
@@ -210,7 +213,7 @@ impl ZoneTable {
             .store(self.first_word + index as usize, zone.to_word());
     }
 
-    /// Returns whether the stored words match the zones.
+    /// Returns whether the stored zone states equal those in memory.
     pub(super) fn is_kept(&self) -> bool {
         let capacity = self.geometry.capacity;
         (self.first_word..).zip(&self.zones).all(|(index, zone)| {
@@ -219,14 +222,14 @@ impl ZoneTable {
         })
     }
 
-    /// Stores all zones again.
+    /// Stores the states of all zones again.
     pub(super) fn keep(&self) {
         for (index, zone) in (self.first_word..).zip(&self.zones) {
             self.words.store(index, zone.to_word());
         }
     }
 
-    /// Empties zones, except those whose media failed.
+    /// Makes zones empty, except those that are read only or offline because their media failed.
     pub(super) fn empty(&mut self, zones: Range<u32>) {
         for index in zones.start..zones.end.min(self.count()) {
             let failed = [ZoneState::READ_ONLY, ZoneState::OFFLINE];
@@ -255,7 +258,7 @@ impl ZoneTable {
         Ok(())
     }
 
-    /// Accepts a write at the write pointer.
+    /// Accepts a write, which must begin at the write pointer.
     pub(super) fn write(&mut self, slba: Lba, count: u64) -> Result<(), Status> {
         let (index, offset) = self.locate(slba)?;
         let zone = self.writable(index)?;
@@ -265,8 +268,8 @@ impl ZoneTable {
         self.advance(index, count)
     }
 
-    /// Accepts a write that the old server may already have accepted. Blocks below the write pointer are written again, because
-    /// the old server moved the pointer before the drive had the data.
+    /// Accepts a write that the old server may already have accepted. If the blocks lie below the write pointer, they are
+    /// written again, because the old server moved the write pointer before the drive had the data.
     pub(super) fn write_again(&mut self, slba: Lba, count: u64) -> Result<(), Status> {
         let (index, offset) = self.locate(slba)?;
         let zone = self.settled(index)?;
@@ -297,7 +300,7 @@ impl ZoneTable {
         }
     }
 
-    /// Returns a zone that is not being reset. Otherwise the host can retry after the reset.
+    /// Returns a zone, or an error that the host can retry later if the zone is being reset.
     fn settled(&self, index: u32) -> Result<Zone, Status> {
         let zone = self.zone(index);
         if zone.resetting {
@@ -337,8 +340,8 @@ impl ZoneTable {
         Ok(())
     }
 
-    /// Reserves resources for another open zone. Closes the oldest implicitly opened zone if necessary (ZNS 1.1, section
-    /// 2.1.1).
+    /// Reserves open and active resources for another open zone. If necessary, closes the zone that was implicitly opened first
+    /// (ZNS 1.1, section 2.1.1).
     fn take_resources(&mut self, index: u32) -> Result<(), Status> {
         if !self.zone(index).is_active() && self.active >= self.resources.active {
             return Err(Status::TOO_MANY_ACTIVE_ZONES);
@@ -390,7 +393,7 @@ impl ZoneTable {
         Ok(())
     }
 
-    /// Executes an action other than Reset on all zones whose state the action applies to.
+    /// Executes an action other than Reset on all zones in a state to which the action applies.
     pub(super) fn act_on_all(&mut self, action: ZoneSendAction) -> Result<(), Status> {
         let meant = |zone: Zone| match action {
             ZoneSendAction::OPEN => zone.state == ZoneState::CLOSED,
@@ -441,8 +444,8 @@ impl ZoneTable {
         Ok(zone.written)
     }
 
-    /// Resets the next zone from `from` on that a reset of all zones applies to. Returns its number and its written blocks, as
-    /// [`Self::reset`] does.
+    /// Resets one zone: the first from `from` on to which a reset of all zones applies. Returns its number and its number of
+    /// written blocks; see [`Self::reset`].
     pub(super) fn reset_next(&mut self, from: u32) -> Option<(u32, u64)> {
         let meant = |index: &u32| {
             let zone = self.zone(*index);

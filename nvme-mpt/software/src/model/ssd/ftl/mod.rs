@@ -1,9 +1,10 @@
-//! A page-mapped flash translation layer with garbage collection. It maps logical pages to flash pages, has no notion of time,
-//! and reports its flash operations to a [`FlashMedia`].
+//! A page-mapped flash translation layer with garbage collection. It maps logical pages to flash pages, and reports each flash
+//! operation to a [`FlashMedia`], which computes the operation's time.
 //!
-//! Host pages and copied pages are written to separate lines, so that long-lived data is stored together. Collection chooses
-//! the line with the fewest valid pages. It copies a few pages for each page that the host writes, so that no write waits for a
-//! whole line.
+//! A *line* (superblock) is the unit of erasure and garbage collection: one erase block of each die. Pages that the host writes
+//! and pages that garbage collection copies go to separate lines, so that long-lived data is stored together. Garbage
+//! collection chooses the line with the fewest valid pages as its victim. For each page that the host writes, it copies only a
+//! few pages of the victim, so that no write waits until a whole line is collected.
 
 mod state;
 
@@ -12,10 +13,10 @@ use std::collections::VecDeque;
 use super::geometry::{FlashGeometry, FlashPage};
 pub(crate) use state::FtlStateError;
 
-/// Collection begins when fewer lines than this are free.
+/// Garbage collection runs while fewer lines than this are free.
 const COLLECT_BELOW: usize = 4;
 
-/// Free lines reserved for collection.
+/// Number of free lines that only garbage collection may use, for the pages that it copies.
 const RESERVED: usize = 1;
 
 /// Receiver of the FTL's flash operations.
@@ -24,7 +25,7 @@ pub(super) trait FlashMedia {
     fn write(&mut self, to: FlashPage);
     /// Copies a page for garbage collection.
     fn copy(&mut self, from: FlashPage, to: FlashPage);
-    /// Programs the partial program unit that ends with page `last`.
+    /// Programs a program unit that is not full. `last` is the unit's last page.
     fn pad(&mut self, last: FlashPage);
     /// Erases all blocks of a line.
     fn erase(&mut self, line: u32);
@@ -33,36 +34,37 @@ pub(super) trait FlashMedia {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FlashLineState {
     Free,
-    /// A write point is in the line.
+    /// Pages are being written to the line.
     Open,
-    /// The line is fully written, or was given up.
+    /// No more pages are written to the line before it is erased.
     Closed,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct FlashLine {
     state: FlashLineState,
-    /// Number of pages that a logical page is mapped to.
+    /// Number of pages in the line that hold the present data of a logical page.
     valid: u32,
-    /// Number of erasures.
+    /// Number of times that the line was erased.
     erased: u32,
 }
 
-/// Position of the next write for one kind of pages.
+/// Place of the next write, for either host pages or copied pages.
 #[derive(Clone, Copy, Debug, Default)]
 struct WritePoint {
-    /// The next page of an open line, and the number of pages left in the line.
+    /// The next page of the open line, and the number of pages left in this line.
     next: u32,
     left: u32,
 }
 
-/// A line that is being collected.
+/// Line (superblock) that garbage collection has chosen as its victim.
 #[derive(Clone, Copy, Debug)]
 struct VictimLine {
     line: u32,
-    /// Offset in the line of the next page to check.
+    /// Offset within the line of the next page to check.
     next: u32,
-    /// Pages to copy per host page, so that the line is free in time.
+    /// Number of pages to copy for each page that the host writes. At this rate, the victim is erased before the host has
+    /// written as many pages as the erasure gains.
     rate: u32,
 }
 
@@ -73,9 +75,9 @@ pub struct FlashWear {
     pub host_pages: u64,
     /// Pages that garbage collection copied.
     pub copied_pages: u64,
-    /// Pages that flushes left empty.
+    /// Pages that were programmed without data, because a flush programmed a partial program unit.
     pub padded_pages: u64,
-    /// Erased blocks.
+    /// Erase blocks that were erased.
     pub erased_blocks: u64,
 }
 
@@ -83,10 +85,10 @@ pub struct FlashWear {
 #[derive(Debug)]
 pub(super) struct Ftl {
     geometry: FlashGeometry,
-    /// Flash page plus one of each logical page, or 0 if unmapped. Zero-initialised, so that a large drive allocates memory
-    /// only for written pages.
+    /// For each logical page, the number of its flash page plus one, or 0 if unmapped. The vector is zero-initialised, so that
+    /// memory is only allocated for pages that were written.
     map: Vec<u32>,
-    /// Logical page plus one of each flash page, or 0 if the flash page is not valid.
+    /// For each flash page, the number of its logical page plus one, or 0 if the flash page holds no present data.
     owner: Vec<u32>,
     lines: Vec<FlashLine>,
     free: VecDeque<u32>,
@@ -132,14 +134,14 @@ impl Ftl {
             .map(FlashPage)
     }
 
-    /// Returns whether a page is in the write buffer until its program unit is full.
+    /// Returns whether a page is still in the write buffer, because its program unit is not full.
     pub(super) fn is_buffered(&self, page: FlashPage) -> bool {
         self.host.left != 0
             && page.0 < self.host.next
             && self.geometry.unit(page) == self.geometry.unit(FlashPage(self.host.next))
     }
 
-    /// Writes a logical page. Ignores a page beyond the drive.
+    /// Writes a logical page. Ignores a page number beyond the drive's capacity.
     pub(super) fn write(&mut self, logical: u32, media: &mut impl FlashMedia) {
         if logical >= self.geometry.logical_pages {
             return;
@@ -163,7 +165,7 @@ impl Ftl {
         self.forget(logical);
     }
 
-    /// Programs the host's buffered pages, including a partial unit.
+    /// Programs the host's pages that are in the write buffer, even if their program unit is not full.
     pub(super) fn flush(&mut self, media: &mut impl FlashMedia) {
         let unit = self.geometry.unit_pages;
         let padding = (unit - self.host.next % unit) % unit;
@@ -199,7 +201,7 @@ impl Ftl {
         }
     }
 
-    /// Opens a free line.
+    /// Takes a free line for writing. If no line is free, returns a write point without pages.
     fn open(&mut self) -> WritePoint {
         let Some(line) = self.free.pop_front() else {
             return WritePoint::default();
@@ -226,7 +228,7 @@ impl Ftl {
         Some(page)
     }
 
-    /// Collects as many pages as one host page requires.
+    /// Copies as many pages for garbage collection as are due for one page that the host writes.
     fn keep_up(&mut self, media: &mut impl FlashMedia) {
         if self.free.len() < COLLECT_BELOW {
             let rate = self.victim.map_or(1, |victim| victim.rate);
@@ -234,8 +236,8 @@ impl Ftl {
         }
     }
 
-    /// Copies up to `pages` pages of the victim line, and erases the line if no page is left. Returns `false` if no line is
-    /// worth collecting.
+    /// Copies up to `pages` valid pages of the victim line. If no valid page is left, erases the line. Returns `false` if
+    /// collecting a line would not gain space.
     fn collect(&mut self, pages: u32, media: &mut impl FlashMedia) -> bool {
         let Some(mut victim) = self.victim.or_else(|| self.choose()) else {
             return false;
@@ -278,7 +280,8 @@ impl Ftl {
         }
     }
 
-    /// Chooses the closed line with the fewest valid pages, if collecting it gains any space.
+    /// Chooses the closed line with the fewest valid pages as the victim. Returns `None` if all its pages are valid, as erasing
+    /// it would gain no space.
     fn choose(&self) -> Option<VictimLine> {
         let closed = (0_u32..).zip(&self.lines);
         let closed = closed.filter(|(_, line)| line.state == FlashLineState::Closed);

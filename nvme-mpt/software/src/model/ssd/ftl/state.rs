@@ -1,8 +1,8 @@
 //! Saved state of a translation layer, stored while the drive is closed: the mapping of pages and the erase counts. Only the
 //! drive's timing depends on it, not its data.
 //!
-//! The format is a sequence of 32-bit little-endian numbers. The layer validates everything it relies on, because the file may
-//! come from anywhere.
+//! The format is a sequence of 32-bit little-endian numbers. The file is untrusted, so all values on which the translation
+//! layer relies are checked.
 
 use std::io::{self, Read, Write};
 
@@ -23,7 +23,7 @@ pub(crate) enum FtlStateError {
     Damaged,
 }
 
-/// Maximum plausible erase count of a block.
+/// Maximum erase count that is accepted for a line.
 const MOST_ERASED: u32 = u32::MAX >> 4;
 
 fn put(out: &mut impl Write, number: u32) -> io::Result<()> {
@@ -72,7 +72,7 @@ impl FlashGeometry {
 }
 
 impl Ftl {
-    /// Saves the state. A line that is being collected is collected from the start after loading.
+    /// Saves the state. After loading, garbage collection of a partly collected line starts from the line's first page.
     pub(in super::super) fn save(&self, out: &mut impl Write) -> io::Result<()> {
         let Self {
             geometry,
@@ -114,7 +114,7 @@ impl Ftl {
         Ok(())
     }
 
-    /// Loads the saved state of a layer with this geometry.
+    /// Loads the saved state of a translation layer with this geometry.
     pub(in super::super) fn restore(
         geometry: FlashGeometry,
         input: &mut impl Read,
@@ -156,7 +156,7 @@ impl Ftl {
         Ok(ftl)
     }
 
-    /// Maps a logical page to a flash page that has no other mapping.
+    /// Maps a logical page to a flash page. The flash page must have no other logical page.
     fn put_back(&mut self, logical: u32, page: FlashPage) -> Result<(), FtlStateError> {
         match self.owner.get(page.0 as usize) {
             Some(0) => {
@@ -167,7 +167,7 @@ impl Ftl {
         }
     }
 
-    /// Marks a closed line as free or open.
+    /// Changes the state of a closed line to free or open.
     fn claim(&mut self, line: u32, state: FlashLineState) -> Result<(), FtlStateError> {
         match self.lines.get_mut(line as usize) {
             Some(FlashLine {
@@ -202,7 +202,7 @@ impl Ftl {
         Ok(point)
     }
 
-    /// Checks that collection has space for copies, because pages would be lost otherwise.
+    /// Checks that garbage collection has space for the pages that it copies. Otherwise, pages would be lost.
     fn check_room(&self) -> Result<(), FtlStateError> {
         let closed = self.lines.iter();
         let closed = closed.filter(|line| line.state == FlashLineState::Closed);

@@ -18,8 +18,8 @@ use crate::message::{MAX_FDS_ACCEPTED, VfioUserHeader};
 use crate::socket;
 use crate::step::step;
 
-/// Bytes by which a receive buffer grows, so that the server allocates no more than about what the client has sent. A buffer
-/// keeps this capacity between messages.
+/// Bytes by which a receive buffer grows. So the allocated memory exceeds what the client has sent by at most this number. A
+/// buffer keeps this capacity between messages.
 const CHUNK: usize = 64 * 1024;
 
 /// Complete message.

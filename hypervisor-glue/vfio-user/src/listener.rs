@@ -197,7 +197,7 @@ fn reserve() -> io::Result<File> {
     File::open("/dev/null")
 }
 
-/// Returns a function that converts an error of this path into an error of its socket.
+/// Returns a function that converts a path error into an error of the socket at `path`.
 fn failure(path: &Path) -> impl FnOnce(PathError) -> Error + use<'_> {
     move |error| match error {
         PathError::InUse { .. } => Error::SocketInUse { path: path.into() },

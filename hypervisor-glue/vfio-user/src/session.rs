@@ -29,7 +29,8 @@ pub enum SessionReadiness {
     Ended,
 }
 
-/// Progress of a request that was carried out, but whose reply is not completely sent or whose bytes are still in the socket.
+/// Progress of a request that was carried out, but is not finished: its reply is not completely sent, or its bytes are still in
+/// the socket.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UnfinishedRequest {
     /// Number of bytes of the reply that were sent.

@@ -179,7 +179,7 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
         let _ = store;
     }
 
-    /// Resets the state of the lease when a VMM connects anew.
+    /// Resets the state of the lease, after a VMM has connected.
     fn begin_anew(&self) {}
 }
 

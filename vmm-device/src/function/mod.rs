@@ -615,7 +615,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Carries out admin commands, and posts their completions and those that were waiting.
+    /// Carries out admin commands, and posts all completions for which there is space.
     fn run_admin(&mut self) {
         if !self.registers.is_running() || self.is_at_rest() {
             return;

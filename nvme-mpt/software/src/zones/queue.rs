@@ -43,7 +43,7 @@ enum ZonedCompletionOutcome {
 #[derive(Clone, Copy, Debug)]
 struct ZoneReset {
     zone: u32,
-    /// First LBA of the drive that is not deallocated yet.
+    /// First LBA that is not deallocated yet, and the end of the zone's written blocks, both as LBAs of the drive.
     next: u64,
     end: u64,
     /// True if the guest has reset all zones with one command.

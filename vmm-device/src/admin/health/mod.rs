@@ -86,7 +86,7 @@ impl GuestDriveHealth {
         }
     }
 
-    /// Replaces the clock. The next request counts as the first one.
+    /// Replaces the clock, and forgets when the drive was last asked for its health.
     pub(super) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
         self.asked = None;
         self.since = clock.now();

@@ -16,7 +16,7 @@ impl SyncNumber {
     }
 }
 
-/// How a Flush takes part in the queue's syncs.
+/// Role of a Flush in the queue's syncs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FlushRole {
     /// A sync that began after the Flush had arrived has already succeeded.

@@ -60,7 +60,7 @@ impl EndedKvCommands {
     }
 }
 
-/// Where the queue's requests are executed.
+/// Route by which the queue's requests are executed.
 #[derive(Debug)]
 enum KvRequestRoute {
     Memory(Arc<MemoryKeySpace>),

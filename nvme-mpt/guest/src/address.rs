@@ -16,6 +16,7 @@ pub struct Gpa(pub u64);
 impl Gpa {
     /// Returns the address plus `bytes`; `None` on overflow.
     #[must_use]
+    #[inline]
     pub const fn checked_add(self, bytes: u64) -> Option<Self> {
         match self.0.checked_add(bytes) {
             Some(gpa) => Some(Self(gpa)),
@@ -25,12 +26,14 @@ impl Gpa {
 
     /// Offset within the memory page.
     #[must_use]
+    #[inline]
     pub const fn page_offset(self) -> u64 {
         self.0 % PAGE_SIZE
     }
 
     /// Returns whether the address is the start of a memory page.
     #[must_use]
+    #[inline]
     pub const fn is_page_aligned(self) -> bool {
         self.page_offset() == 0
     }
@@ -59,6 +62,7 @@ pub struct Iova(pub(crate) u64);
 impl Iova {
     /// Returns the value for a PRP entry or SGL descriptor of the host controller.
     #[must_use]
+    #[inline]
     pub const fn bits(self) -> u64 {
         self.0
     }

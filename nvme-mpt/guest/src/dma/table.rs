@@ -251,6 +251,7 @@ impl RegionTable {
 
     /// Returns the generation of the snapshot. Each change of the window increments it.
     #[must_use]
+    #[inline]
     pub fn generation(&self) -> u64 {
         self.generation
     }
@@ -328,6 +329,7 @@ impl RegionTable {
 
     /// Translates as [`Self::translate`] does, and updates a hint that [translates](IovaHint::translate) further addresses of
     /// the same run.
+    #[inline]
     pub fn translate_for_hint(
         &self,
         gpa: Gpa,
@@ -350,6 +352,7 @@ impl RegionTable {
     /// Returns the IOVA of a guest address and the number of contiguous bytes from there, at most `len`, if the access is
     /// allowed.
     #[must_use]
+    #[inline]
     pub fn translate_some(
         &self,
         gpa: Gpa,
@@ -430,6 +433,7 @@ impl RegionTable {
 
     /// Returns whether some of the memory was lost, because its file was truncated or pinned pages were freed.
     #[must_use]
+    #[inline]
     pub fn is_lost(&self) -> bool {
         self.by_gpa.values().any(|run| run.mapping.is_lost())
     }

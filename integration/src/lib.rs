@@ -91,12 +91,12 @@ mod tests {
     #[test]
     fn each_command_has_a_distinct_first_line_of_help() {
         let commands = [
-            super::demo::Options::command(),
-            super::lab::options::Options::command(),
-            super::package::Options::command(),
-            super::throughput::Options::command(),
-            super::verify::Options::command(),
-            nvme_load::attackers::Options::command(),
+            super::demo::DemoOptions::command(),
+            super::lab::options::LabOptions::command(),
+            super::package::PackageOptions::command(),
+            super::throughput::ThroughputOptions::command(),
+            super::verify::VerifyOptions::command(),
+            nvme_load::attackers::AttackerOptions::command(),
         ];
         let first = |command: &clap::Command| command.get_about().map(ToString::to_string);
         let lines: BTreeSet<_> = commands.iter().filter_map(first).collect();

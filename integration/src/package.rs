@@ -10,7 +10,7 @@ use clap::Parser;
 use thiserror::Error;
 
 use crate::process::{self, ProcessError};
-use crate::progress::{Step, say};
+use crate::progress::{ProgressStep, print_line};
 use crate::server;
 
 /// Shells whose completions are in the package.
@@ -21,7 +21,7 @@ const SHELLS: [&str; 3] = ["bash", "fish", "zsh"];
 /// It needs cargo-deb: cargo install --locked cargo-deb@3.8.0
 #[derive(Debug, Parser)]
 #[command(name = "debian", version)]
-pub struct Options {
+pub struct PackageOptions {
     /// Its version, in place of that of the workspace and revision 1
     #[arg(long, value_name = "VERSION")]
     deb_version: Option<String>,
@@ -52,10 +52,10 @@ pub enum PackageError {
 ///
 /// # Errors
 /// See [`PackageError`].
-pub fn run(options: &Options) -> Result<(), PackageError> {
+pub fn run(options: &PackageOptions) -> Result<(), PackageError> {
     let folder = crate::target_dir().join("debian");
     let package = build(&folder, options.deb_version.as_deref())?;
-    say(&package.display().to_string());
+    print_line(&package.display().to_string());
     Ok(())
 }
 
@@ -69,7 +69,7 @@ pub fn build(folder: &Path, version: Option<&str>) -> Result<PathBuf, PackageErr
     let _building = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
     let program = server::build()?;
     write_generated(&program)?;
-    let step = Step::start("Building the Debian package".to_owned());
+    let step = ProgressStep::start("Building the Debian package".to_owned());
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
         .args(["deb", "--no-build", "--quiet", "--package", "nvme-mpt-cli"])

@@ -94,14 +94,14 @@ pub fn run(command: &mut Command) -> Result<String, ProcessError> {
 
 /// Sets a timer slack of 1 us for this thread and its future threads and programs. By default, Linux adds up to 50 us to each
 /// sleep, several times the sleep that tests want between polls of a queue.
-pub fn sleep_exactly() {
+pub fn reduce_timer_slack() {
     let nanoseconds: libc::c_ulong = 1000;
     // SAFETY: prctl(2) changes the timer slack of the calling thread, and touches no memory of ours.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, nanoseconds) };
 }
 
 /// Lowers the priority of this thread and its future programs (nice(1)).
-pub fn give_way() {
+pub fn lower_priority() {
     // SAFETY: setpriority(2) touches no memory of ours. Linux takes 0 for the calling thread.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
@@ -121,7 +121,7 @@ pub fn file_tail(path: &Path) -> String {
 }
 
 /// Describes the state of this process's children: their threads and io_urings.
-pub fn children_at_work() -> String {
+pub fn describe_children() -> String {
     let own = std::process::id().to_string();
     let Ok(processes) = std::fs::read_dir("/proc") else {
         return "(there is no /proc)".to_owned();
@@ -130,14 +130,14 @@ pub fn children_at_work() -> String {
         let process = process.ok()?;
         let pid: u32 = process.file_name().to_str()?.parse().ok()?;
         let (_, fields) = stat_of(&process.path())?;
-        (fields.get(1) == Some(&own)).then(|| at_work(pid))
+        (fields.get(1) == Some(&own)).then(|| describe_process(pid))
     };
     let children: Vec<String> = processes.filter_map(of_child).collect();
     children.join("\n")
 }
 
 /// Returns the exit status of a thread from its `stat` fields, if it has ended.
-fn end_of(fields: &[String]) -> Option<String> {
+fn exit_status_of(fields: &[String]) -> Option<String> {
     const EXIT_CODE: usize = 49;
     let status = fields.get(EXIT_CODE)?.parse().ok()?;
     Some(ExitStatus::from_raw(status).to_string())
@@ -145,7 +145,7 @@ fn end_of(fields: &[String]) -> Option<String> {
 
 /// Describes the state of a process: its threads and the progress of its io_urings (Linux, io_uring/fdinfo.c). For each thread,
 /// it has the state and the user and kernel time, in clock ticks (Documentation/filesystems/proc.rst).
-pub fn at_work(pid: u32) -> String {
+pub fn describe_process(pid: u32) -> String {
     let process = PathBuf::from(format!("/proc/{pid}"));
     let Ok(threads) = std::fs::read_dir(process.join("task")) else {
         return format!("(process {pid} has no threads)");
@@ -157,7 +157,7 @@ pub fn at_work(pid: u32) -> String {
         // Only root may read the kernel function in which a thread waits.
         let stack = std::fs::read_to_string(thread.join("stack")).unwrap_or_default();
         let place = stack.lines().find_map(|line| line.split(' ').nth(1));
-        let end = (state == "Z").then(|| end_of(&fields)).flatten();
+        let end = (state == "Z").then(|| exit_status_of(&fields)).flatten();
         let place = end.unwrap_or_else(|| place.unwrap_or_default().to_owned());
         Some(format!("{name} {state} {user}+{kernel} {place}"))
     };
@@ -208,14 +208,14 @@ fn command_line(command: &Command) -> String {
 
 /// A child that is killed when this is dropped, or when this process dies for any reason.
 #[derive(Debug)]
-pub struct Supervised {
+pub struct SupervisedChild {
     name: String,
     log: PathBuf,
     child: Child,
-    ended: Option<ExitStatus>,
+    exit_status: Option<ExitStatus>,
 }
 
-impl Supervised {
+impl SupervisedChild {
     /// Starts `program` with its output in the file `log`.
     ///
     /// # Errors
@@ -263,7 +263,7 @@ impl Supervised {
             name: name.to_owned(),
             log: log.to_owned(),
             child,
-            ended: None,
+            exit_status: None,
         })
     }
 
@@ -281,14 +281,14 @@ impl Supervised {
     ///
     /// # Errors
     /// The status cannot be read.
-    pub fn ended(&mut self) -> Result<Option<ExitStatus>, ProcessError> {
-        if self.ended.is_none() {
-            self.ended = self.child.try_wait().map_err(|source| ProcessError::Wait {
+    pub fn try_wait(&mut self) -> Result<Option<ExitStatus>, ProcessError> {
+        if self.exit_status.is_none() {
+            self.exit_status = self.child.try_wait().map_err(|source| ProcessError::Wait {
                 name: self.name.clone(),
                 source,
             })?;
         }
-        Ok(self.ended)
+        Ok(self.exit_status)
     }
 
     /// Waits until the child has ended.
@@ -298,7 +298,7 @@ impl Supervised {
     pub fn wait(&mut self, patience: Duration) -> Result<ExitStatus, ProcessError> {
         let deadline = Instant::now() + patience;
         loop {
-            if let Some(status) = self.ended()? {
+            if let Some(status) = self.try_wait()? {
                 return Ok(status);
             }
             if Instant::now() >= deadline {
@@ -316,7 +316,7 @@ impl Supervised {
     /// # Errors
     /// The child has not ended after `patience`.
     pub fn terminate(&mut self, patience: Duration) -> Result<ExitStatus, ProcessError> {
-        if self.ended()?.is_none() {
+        if self.try_wait()?.is_none() {
             let pid = libc::pid_t::try_from(self.child.id()).unwrap_or(libc::pid_t::MAX);
             // SAFETY: kill(2) touches no memory of ours. The pid is our child's and can't have been
             // given to another process: the child has not been waited for (`ended` is None).
@@ -330,14 +330,14 @@ impl Supervised {
         // Both calls fail only if the child has ended already.
         let _ = self.child.kill();
         if let Ok(status) = self.child.wait() {
-            self.ended = Some(status);
+            self.exit_status = Some(status);
         }
     }
 }
 
-impl Drop for Supervised {
+impl Drop for SupervisedChild {
     fn drop(&mut self) {
-        if self.ended.is_none() {
+        if self.exit_status.is_none() {
             self.kill();
         }
     }
@@ -372,14 +372,14 @@ mod tests {
     #[test]
     fn threads_are_listed_with_their_activity() {
         let this = std::thread::Builder::new().name("(a) b) 1".into());
-        let look = || at_work(std::process::id());
+        let look = || describe_process(std::process::id());
         let threads = this
             .spawn(look)
             .expect("a thread")
             .join()
             .expect("no panic");
         assert!(threads.contains("(a) b) 1 R "), "{threads}");
-        assert!(at_work(u32::MAX).contains("no threads"));
+        assert!(describe_process(u32::MAX).contains("no threads"));
     }
 
     #[test]
@@ -389,7 +389,7 @@ mod tests {
         let deadline = Instant::now() + Duration::from_secs(180);
         // Listing processes may miss a process while others start and end.
         let told_of = |what: &str| loop {
-            let told = children_at_work();
+            let told = describe_children();
             let told = told.lines().find(|line| line.starts_with(&name));
             let told = told.unwrap_or_default().to_owned();
             if told.contains(what) || Instant::now() >= deadline {

@@ -4,14 +4,14 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use crate::process::{self, ProcessError};
-use crate::progress::Step;
+use crate::progress::ProgressStep;
 
 /// Builds programs, announced as `what`, and returns their paths.
 ///
 /// # Errors
 /// A program does not build.
 pub fn build(what: &str, programs: &[&str]) -> Result<Vec<PathBuf>, ProcessError> {
-    let step = Step::start(format!("Building {what}"));
+    let step = ProgressStep::start(format!("Building {what}"));
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     // The whole workspace is selected, as for tests. A smaller selection would select other features of shared dependencies,
     // and nearly all crates would be compiled again.

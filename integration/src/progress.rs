@@ -14,7 +14,7 @@ const REMINDER_MAX: Duration = Duration::from_secs(300);
 
 thread_local! {
     /// Destination of this thread's output lines.
-    static LINES: RefCell<Lines> = const { RefCell::new(Lines(None)) };
+    static LINES: RefCell<ProgressOutput> = const { RefCell::new(ProgressOutput(None)) };
 }
 
 /// Returns the waits between reports that a step still runs. The running time doubles from one report to the next.
@@ -25,18 +25,18 @@ fn reminders() -> impl Iterator<Item = Duration> {
 
 /// A step, which is announced at its start, reported while it runs, and timed.
 #[derive(Debug)]
-pub struct Step {
+pub struct ProgressStep {
     what: String,
     started: Instant,
     stop: Option<Sender<()>>,
     reminder: Option<JoinHandle<()>>,
 }
 
-impl Step {
+impl ProgressStep {
     /// Announces a step. If the thread's lines are [kept](keep), nothing is reported while it runs.
     pub fn start(what: impl Into<String>) -> Self {
         let what = what.into();
-        say(&format!("==> {what}"));
+        print_line(&format!("==> {what}"));
         let started = Instant::now();
         let (stop, stopped) = mpsc::channel();
         let name = what.clone();
@@ -45,10 +45,10 @@ impl Step {
                 if stopped.recv_timeout(wait) != Err(RecvTimeoutError::Timeout) {
                     return;
                 }
-                say(&format!("    … {name}: {}", seconds(started.elapsed())));
+                print_line(&format!("    … {name}: {}", seconds(started.elapsed())));
             }
         };
-        let is_kept = Lines::of_this_thread().0.is_some();
+        let is_kept = ProgressOutput::current().0.is_some();
         Self {
             what,
             started,
@@ -60,21 +60,21 @@ impl Step {
     /// Prints an intermediate result with the time since the step's start.
     pub fn note(&self, what: impl AsRef<str>) {
         let after = seconds(self.started.elapsed());
-        say(&format!("    {} after {after}", what.as_ref()));
+        print_line(&format!("    {} after {after}", what.as_ref()));
     }
 
     /// Ends the step successfully, and prints its result `detail`.
     pub fn done(mut self, detail: impl AsRef<str>) {
-        self.silence();
+        self.stop_reminder();
         let detail = detail.as_ref();
         let separator = if detail.is_empty() { "" } else { ": " };
-        say(&format!(
+        print_line(&format!(
             "    done in {}{separator}{detail}",
             seconds(self.started.elapsed())
         ));
     }
 
-    fn silence(&mut self) {
+    fn stop_reminder(&mut self) {
         self.stop.take();
         if let Some(reminder) = self.reminder.take() {
             // The reminder thread only prints, so a panic there is harmless.
@@ -83,12 +83,12 @@ impl Step {
     }
 }
 
-impl Drop for Step {
+impl Drop for ProgressStep {
     /// Reports a failure, since the step was dropped without [`Step::done`].
     fn drop(&mut self) {
         if self.stop.is_some() {
-            self.silence();
-            say(&format!(
+            self.stop_reminder();
+            print_line(&format!(
                 "    failed after {}: {}",
                 seconds(self.started.elapsed()),
                 self.what
@@ -113,16 +113,16 @@ pub fn seconds(duration: Duration) -> String {
 
 /// Destination of the lines of a thread: standard output, or a text that [`keep`] returns.
 #[derive(Clone, Debug)]
-pub struct Lines(Option<Arc<Mutex<String>>>);
+pub struct ProgressOutput(Option<Arc<Mutex<String>>>);
 
-impl Lines {
+impl ProgressOutput {
     /// Returns the destination of this thread's lines.
-    pub fn of_this_thread() -> Self {
+    pub fn current() -> Self {
         LINES.with_borrow(Self::clone)
     }
 
     /// Runs `work`, perhaps on another thread, with its lines going to this destination.
-    pub fn take_from<T>(&self, work: impl FnOnce() -> T) -> T {
+    pub fn with_lines<T>(&self, work: impl FnOnce() -> T) -> T {
         let before = LINES.replace(self.clone());
         let result = work();
         LINES.set(before);
@@ -132,16 +132,16 @@ impl Lines {
 
 /// Runs `work` without printing its lines. Returns its result and the lines. Threads that `work` starts print their lines,
 /// unless they use this thread's [`Lines`].
-pub fn keep<T>(work: impl FnOnce() -> T) -> (T, String) {
+pub fn capture_lines<T>(work: impl FnOnce() -> T) -> (T, String) {
     let kept = Arc::new(Mutex::new(String::new()));
-    let result = Lines(Some(Arc::clone(&kept))).take_from(work);
+    let result = ProgressOutput(Some(Arc::clone(&kept))).with_lines(work);
     let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
     (result, std::mem::take(&mut *kept))
 }
 
 /// Prints a line immediately, also into a pipe, unless the thread's lines are [kept](keep).
-pub fn say(line: &str) {
-    if let Lines(Some(kept)) = Lines::of_this_thread() {
+pub fn print_line(line: &str) {
+    if let ProgressOutput(Some(kept)) = ProgressOutput::current() {
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.push_str(line);
         kept.push('\n');
@@ -171,16 +171,16 @@ mod tests {
 
     #[test]
     fn progress_lines_are_recorded_on_request() {
-        let ((), said) = keep(|| {
-            say("first");
-            let elsewhere = std::thread::spawn(|| keep(|| say("elsewhere")).1);
+        let ((), said) = capture_lines(|| {
+            print_line("first");
+            let elsewhere = std::thread::spawn(|| capture_lines(|| print_line("elsewhere")).1);
             assert_eq!(elsewhere.join().expect("no panic"), "elsewhere\n");
-            let lines = Lines::of_this_thread();
-            let helper = std::thread::spawn(move || lines.take_from(|| say("of a helper")));
+            let lines = ProgressOutput::current();
+            let helper = std::thread::spawn(move || lines.with_lines(|| print_line("of a helper")));
             helper.join().expect("no panic");
-            let ((), inner) = keep(|| say("inner"));
+            let ((), inner) = capture_lines(|| print_line("inner"));
             assert_eq!(inner, "inner\n");
-            Step::start("a step").done("its result");
+            ProgressStep::start("a step").done("its result");
         });
         let begin = "first\nof a helper\n==> a step\n    done in ";
         assert!(said.starts_with(begin), "{said}");

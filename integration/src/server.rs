@@ -11,14 +11,14 @@ use serde::Deserialize;
 use thiserror::Error;
 
 use crate::lab::inside;
-use crate::process::{self, ProcessError, Supervised};
+use crate::process::{self, ProcessError, SupervisedChild};
 use crate::programs;
 
 /// Timeout for the server to listen, or to stop.
-const PATIENCE: Duration = Duration::from_secs(300);
+const START_STOP_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Longest tolerated stall of the server or of a function's thread.
-const HELD_UP: Duration = Duration::from_secs(180);
+const STALL_MAX: Duration = Duration::from_secs(180);
 
 /// Errors of the server.
 #[derive(Debug, Error)]
@@ -94,7 +94,7 @@ pub enum ServerError {
 /// The command does not build.
 pub fn build() -> Result<PathBuf, ProcessError> {
     if inside::is_inside() {
-        return Ok(inside::brought("nvme-mpt"));
+        return Ok(inside::copied_path("nvme-mpt"));
     }
     programs::build("nvme-mpt", &["nvme-mpt"])?;
     Ok(crate::target_dir().join("release/nvme-mpt"))
@@ -102,7 +102,7 @@ pub fn build() -> Result<PathBuf, ProcessError> {
 
 /// A function to serve, as parts of its option string.
 #[derive(Debug, Clone)]
-pub struct FunctionOptions {
+pub struct FunctionArgument {
     /// Name in the statistics.
     pub id: String,
     /// Drive: a file, a block device, `memory:SIZE`, `null:SIZE`.
@@ -110,17 +110,17 @@ pub struct FunctionOptions {
     /// `START+LENGTH`.
     pub range: String,
     /// Further options, such as `doorbells=trap`.
-    pub more: Vec<String>,
+    pub options: Vec<String>,
 }
 
-impl FunctionOptions {
+impl FunctionArgument {
     /// Creates a function `id` on a `range` of `path`.
     pub fn new(id: &str, path: impl Into<String>, range: impl Into<String>) -> Self {
         Self {
             id: id.to_owned(),
             path: path.into(),
             range: range.into(),
-            more: Vec::new(),
+            options: Vec::new(),
         }
     }
 
@@ -132,7 +132,7 @@ impl FunctionOptions {
     /// Adds an option.
     #[must_use]
     pub fn option(mut self, option: impl Into<String>) -> Self {
-        self.more.push(option.into());
+        self.options.push(option.into());
         self
     }
 
@@ -153,7 +153,10 @@ impl FunctionOptions {
             ("path", &*self.path),
             ("range", &*self.range),
         ];
-        let more = self.more.iter().filter_map(|option| option.split_once('='));
+        let more = self
+            .options
+            .iter()
+            .filter_map(|option| option.split_once('='));
         own.into_iter()
             .filter(|(_, value)| !value.is_empty())
             .chain(more)
@@ -162,7 +165,7 @@ impl FunctionOptions {
 
 /// Way of replacing a server under a supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Replacement {
+pub enum ServerReplacement {
     /// SIGKILL, as a crash would be.
     Kill,
     /// `nvme-mpt upgrade`.
@@ -171,22 +174,22 @@ pub enum Replacement {
 
 /// Parent of the server's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Parent {
+enum ServerParent {
     /// This process.
-    Own,
+    ThisProcess,
     /// `nvme-mpt keep`, which restarts the server.
-    Keeper,
+    Supervisor,
 }
 
 /// A running `nvme-mpt serve`. Dropping it kills it.
 #[derive(Debug)]
 pub struct Server {
     binary: PathBuf,
-    parent: Parent,
+    parent: ServerParent,
     folder: PathBuf,
-    functions: Vec<FunctionOptions>,
+    functions: Vec<FunctionArgument>,
     drives: Vec<String>,
-    process: Supervised,
+    process: SupervisedChild,
 }
 
 impl Server {
@@ -196,28 +199,28 @@ impl Server {
     /// The server does not come up.
     pub fn start(
         binary: &Path,
-        functions: &[FunctionOptions],
+        functions: &[FunctionArgument],
         folder: &Path,
     ) -> Result<Self, ServerError> {
-        Self::start_under(Parent::Own, binary, functions, folder)
+        Self::start_under(ServerParent::ThisProcess, binary, functions, folder)
     }
 
     /// Starts a server as [`Self::start`] does, under a supervisor.
     ///
     /// # Errors
     /// The server does not come up.
-    pub fn start_kept(
+    pub fn start_supervised(
         binary: &Path,
-        functions: &[FunctionOptions],
+        functions: &[FunctionArgument],
         folder: &Path,
     ) -> Result<Self, ServerError> {
-        Self::start_under(Parent::Keeper, binary, functions, folder)
+        Self::start_under(ServerParent::Supervisor, binary, functions, folder)
     }
 
     fn start_under(
-        parent: Parent,
+        parent: ServerParent,
         binary: &Path,
-        functions: &[FunctionOptions],
+        functions: &[FunctionArgument],
         folder: &Path,
     ) -> Result<Self, ServerError> {
         let state = state_dir(folder);
@@ -242,11 +245,15 @@ impl Server {
     ///
     /// # Errors
     /// The server does not come up.
-    pub fn holding(binary: &Path, drives: &[String], folder: &Path) -> Result<Self, ServerError> {
-        let process = spawn(Parent::Own, binary, &[], drives, folder)?;
+    pub fn start_with_drives(
+        binary: &Path,
+        drives: &[String],
+        folder: &Path,
+    ) -> Result<Self, ServerError> {
+        let process = spawn(ServerParent::ThisProcess, binary, &[], drives, folder)?;
         let mut server = Self {
             binary: binary.to_owned(),
-            parent: Parent::Own,
+            parent: ServerParent::ThisProcess,
             folder: folder.to_owned(),
             functions: Vec::new(),
             drives: drives.to_vec(),
@@ -280,8 +287,8 @@ impl Server {
     ///
     /// # Errors
     /// The statistics cannot be read.
-    pub fn stats(&self) -> Result<Stats, ServerError> {
-        let text = self.ask(&["stats", "--json"])?;
+    pub fn stats(&self) -> Result<StatsExcerpt, ServerError> {
+        let text = self.run_command(&["stats", "--json"])?;
         serde_json::from_str(&text).map_err(|source| ServerError::Output {
             command: "stats",
             source,
@@ -293,8 +300,8 @@ impl Server {
     ///
     /// # Errors
     /// The statistics cannot be read.
-    pub fn function_stats(&self, id: &str) -> Result<FunctionStats, ServerError> {
-        let deadline = Instant::now() + HELD_UP;
+    pub fn function_stats(&self, id: &str) -> Result<FunctionStatsExcerpt, ServerError> {
+        let deadline = Instant::now() + STALL_MAX;
         loop {
             let functions = self.stats()?.functions;
             if let Some(found) = functions.into_iter().find(|function| function.id == id) {
@@ -311,7 +318,7 @@ impl Server {
     ///
     /// # Errors
     /// The statistics cannot be read.
-    pub fn drive_stats(&self, path: &str) -> Result<DriveStats, ServerError> {
+    pub fn drive_stats(&self, path: &str) -> Result<DriveStatsExcerpt, ServerError> {
         self.stats()?
             .drives
             .into_iter()
@@ -338,9 +345,9 @@ impl Server {
     ///
     /// # Errors
     /// The number cannot be read.
-    pub fn struck(&self, path: &str) -> Result<u64, ServerError> {
-        let text = self.ask(&["fault", "list", "--json"])?;
-        let drives: Result<Vec<DriveFaults>, _> = serde_json::from_str(&text);
+    pub fn struck_commands(&self, path: &str) -> Result<u64, ServerError> {
+        let text = self.run_command(&["fault", "list", "--json"])?;
+        let drives: Result<Vec<ListedDriveFaults>, _> = serde_json::from_str(&text);
         let drives = drives.map_err(|source| ServerError::Output {
             command: "fault list",
             source,
@@ -377,9 +384,9 @@ impl Server {
     ///
     /// # Errors
     /// The server refuses it.
-    pub fn add(&self, function: &FunctionOptions) -> Result<(), ServerError> {
+    pub fn add(&self, function: &FunctionArgument) -> Result<(), ServerError> {
         let options = function.render(&self.socket(&function.id));
-        self.ask(&["add", &options]).map(drop)
+        self.run_command(&["add", &options]).map(drop)
     }
 
     /// Removes a function.
@@ -387,7 +394,7 @@ impl Server {
     /// # Errors
     /// The server refuses, because a VMM is connected.
     pub fn remove(&self, id: &str) -> Result<(), ServerError> {
-        self.ask(&["remove", id]).map(drop)
+        self.run_command(&["remove", id]).map(drop)
     }
 
     /// Changes the limits of a function.
@@ -395,7 +402,7 @@ impl Server {
     /// # Errors
     /// The server refuses.
     pub fn limit(&self, id: &str, limits: &str) -> Result<(), ServerError> {
-        self.ask(&["limit", id, limits]).map(drop)
+        self.run_command(&["limit", id, limits]).map(drop)
     }
 
     /// Resizes a function's lease while its guest uses it.
@@ -403,7 +410,7 @@ impl Server {
     /// # Errors
     /// The server refuses.
     pub fn resize(&self, id: &str, size: &str) -> Result<(), ServerError> {
-        self.ask(&["resize", id, size]).map(drop)
+        self.run_command(&["resize", id, size]).map(drop)
     }
 
     /// Returns the ids of the server's functions.
@@ -411,8 +418,8 @@ impl Server {
     /// # Errors
     /// The list cannot be read.
     pub fn list(&self) -> Result<Vec<String>, ServerError> {
-        let text = self.ask(&["list", "--json"])?;
-        let entries: Result<Vec<FunctionEntry>, _> = serde_json::from_str(&text);
+        let text = self.run_command(&["list", "--json"])?;
+        let entries: Result<Vec<ListedFunction>, _> = serde_json::from_str(&text);
         let entries = entries.map_err(|source| ServerError::Output {
             command: "list",
             source,
@@ -421,7 +428,7 @@ impl Server {
         Ok(entries.into_iter().map(|entry| entry.id).collect())
     }
 
-    fn ask(&self, arguments: &[&str]) -> Result<String, ServerError> {
+    fn run_command(&self, arguments: &[&str]) -> Result<String, ServerError> {
         run_in_time(|| {
             let mut command = Command::new(&self.binary);
             command.args(arguments);
@@ -440,7 +447,7 @@ impl Server {
         const CONNECTED: &str = "03";
         let path = self.socket(name);
         let list = Path::new("/proc/net/unix");
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + START_STOP_TIMEOUT;
         while Instant::now() < deadline {
             let sockets = fs::read_to_string(list).map_err(|source| ServerError::File {
                 path: list.to_owned(),
@@ -457,7 +464,7 @@ impl Server {
         }
         Err(ServerError::Connected {
             path,
-            patience: PATIENCE,
+            patience: START_STOP_TIMEOUT,
         })
     }
 
@@ -487,24 +494,24 @@ impl Server {
     ///
     /// # Errors
     /// The successor does not come up, or the server has no supervisor.
-    pub fn replace(&mut self, how: Replacement) -> Result<(), ServerError> {
-        let served = self.readies();
-        let pid = self.await_kept()?;
+    pub fn replace(&mut self, how: ServerReplacement) -> Result<(), ServerError> {
+        let served = self.ready_count();
+        let pid = self.await_one_child()?;
         match how {
-            Replacement::Kill => {
+            ServerReplacement::Kill => {
                 process::run(Command::new("kill").args(["-s", "KILL", &pid.to_string()]))?;
             }
-            Replacement::Upgrade => drop(self.ask(&["upgrade"])?),
+            ServerReplacement::Upgrade => drop(self.run_command(&["upgrade"])?),
         }
-        self.await_readies(served + 1)
+        self.await_ready_count(served + 1)
     }
 
     /// Waits until the supervisor has exactly one server, and returns its process id. A replaced server may still be about to
     /// end.
-    fn await_kept(&mut self) -> Result<u32, ServerError> {
-        let deadline = Instant::now() + PATIENCE;
+    fn await_one_child(&mut self) -> Result<u32, ServerError> {
+        let deadline = Instant::now() + START_STOP_TIMEOUT;
         loop {
-            let kept = self.kept();
+            let kept = self.child_pids();
             if let [pid] = kept[..] {
                 return Ok(pid);
             }
@@ -518,7 +525,7 @@ impl Server {
     }
 
     /// Returns the process ids of the supervisor's children.
-    fn kept(&self) -> Vec<u32> {
+    fn child_pids(&self) -> Vec<u32> {
         let keeper = self.pid();
         let path = format!("/proc/{keeper}/task/{keeper}/children");
         let children = fs::read_to_string(path).unwrap_or_default();
@@ -533,7 +540,7 @@ impl Server {
     /// # Errors
     /// The server does not end, or not successfully.
     pub fn stop(&mut self) -> Result<(), ServerError> {
-        let status = self.process.terminate(PATIENCE)?;
+        let status = self.process.terminate(START_STOP_TIMEOUT)?;
         if status.success() {
             return Ok(());
         }
@@ -548,7 +555,7 @@ impl Server {
     /// # Errors
     /// The server has ended.
     pub fn expect_alive(&mut self) -> Result<(), ServerError> {
-        match self.process.ended()? {
+        match self.process.try_wait()? {
             None => Ok(()),
             Some(status) => Err(ServerError::Ended {
                 status,
@@ -560,20 +567,20 @@ impl Server {
     /// Waits for "ready" in the log, which the server prints when every socket listens. The sockets are no evidence: each
     /// accepts one client, and a killed server leaves its sockets behind.
     fn await_ready(&mut self) -> Result<(), ServerError> {
-        self.await_readies(1)
+        self.await_ready_count(1)
     }
 
     /// Returns the number of times that this server or its predecessors were ready.
-    fn readies(&self) -> usize {
+    fn ready_count(&self) -> usize {
         let log = fs::read_to_string(self.process.log()).unwrap_or_default();
         let since_start = log.rsplit(START_MARK).next().unwrap_or_default();
         since_start.lines().filter(|line| *line == "ready").count()
     }
 
-    fn await_readies(&mut self, wanted: usize) -> Result<(), ServerError> {
-        let deadline = Instant::now() + PATIENCE;
+    fn await_ready_count(&mut self, wanted: usize) -> Result<(), ServerError> {
+        let deadline = Instant::now() + START_STOP_TIMEOUT;
         loop {
-            if self.readies() >= wanted {
+            if self.ready_count() >= wanted {
                 return Ok(());
             }
             self.expect_alive()?;
@@ -589,9 +596,9 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if self.parent == Parent::Keeper && matches!(self.process.ended(), Ok(None)) {
+        if self.parent == ServerParent::Supervisor && matches!(self.process.try_wait(), Ok(None)) {
             // The supervisor is killed first, since it would restart the server.
-            let kept = self.kept();
+            let kept = self.child_pids();
             self.process.kill();
             for pid in kept {
                 // The server may have ended with its supervisor.
@@ -603,7 +610,7 @@ impl Drop for Server {
 
 /// Runs a command, and repeats it while the server does not answer in time. A timeout changes nothing.
 fn run_in_time(command: impl Fn() -> Command) -> Result<String, ServerError> {
-    let deadline = Instant::now() + HELD_UP;
+    let deadline = Instant::now() + STALL_MAX;
     loop {
         match process::run(&mut command()) {
             Err(ProcessError::Failed { tail, .. })
@@ -616,19 +623,19 @@ fn run_in_time(command: impl Fn() -> Command) -> Result<String, ServerError> {
 
 /// Entry of `nvme-mpt list --json`, reduced to the fields in use.
 #[derive(Debug, Deserialize)]
-struct FunctionEntry {
+struct ListedFunction {
     id: String,
 }
 
 /// Faults of a drive in `nvme-mpt fault list --json`, reduced to the fields in use.
 #[derive(Debug, Deserialize)]
-struct DriveFaults {
+struct ListedDriveFaults {
     drive: String,
-    faults: Vec<Fault>,
+    faults: Vec<ListedFault>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Fault {
+struct ListedFault {
     struck: u64,
 }
 
@@ -636,12 +643,12 @@ struct Fault {
 const START_MARK: &str = "---- nvme-mpt serve ----\n";
 
 fn spawn(
-    parent: Parent,
+    parent: ServerParent,
     binary: &Path,
-    functions: &[FunctionOptions],
+    functions: &[FunctionArgument],
     drives: &[String],
     folder: &Path,
-) -> Result<Supervised, ServerError> {
+) -> Result<SupervisedChild, ServerError> {
     let log = folder.join("serve.log");
     let at = |source| ServerError::File {
         path: log.clone(),
@@ -655,7 +662,7 @@ fn spawn(
     io::Write::write_all(&mut file, START_MARK.as_bytes()).map_err(at)?;
 
     let mut command = Command::new(binary);
-    if parent == Parent::Keeper {
+    if parent == ServerParent::Supervisor {
         // Checks end many servers, and measure the pauses of I/O.
         let endless = ["--deaths", "1000000", "--delay", "0"];
         command.arg("keep").args(endless).arg("--").arg(binary);
@@ -676,7 +683,7 @@ fn spawn(
     for drive in drives {
         command.arg("--drive").arg(drive);
     }
-    Ok(Supervised::spawn("nvme-mpt serve", &command, &log)?)
+    Ok(SupervisedChild::spawn("nvme-mpt serve", &command, &log)?)
 }
 
 fn socket(folder: &Path, id: &str) -> PathBuf {
@@ -694,24 +701,24 @@ fn control(folder: &Path) -> PathBuf {
 
 /// Output of `nvme-mpt stats --json`, reduced to the fields in use.
 #[derive(Debug, Clone, Deserialize)]
-pub struct Stats {
+pub struct StatsExcerpt {
     /// Statistics of the functions.
-    pub functions: Vec<FunctionStats>,
+    pub functions: Vec<FunctionStatsExcerpt>,
     /// Statistics of the pollers.
     #[serde(default)]
-    pub pollers: Vec<PollerStats>,
+    pub pollers: Vec<PollerStatsExcerpt>,
     /// Statistics of the drives.
     #[serde(default)]
-    pub drives: Vec<DriveStats>,
+    pub drives: Vec<DriveStatsExcerpt>,
 }
 
 /// Statistics of a drive.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct DriveStats {
+pub struct DriveStatsExcerpt {
     /// Path by which it was opened, such as its PCI address.
     pub path: String,
     /// Use of the drive's I/O queue pairs; `None` if their number is not limited.
-    pub queue_pairs: Option<QueuePairStats>,
+    pub queue_pairs: Option<QueuePairStatsExcerpt>,
     /// Commands that did not complete within their timeout.
     pub timeouts: u64,
     /// Abort commands for timed-out commands.
@@ -727,7 +734,7 @@ pub struct DriveStats {
 
 /// Use of the I/O queue pairs of a drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-pub struct QueuePairStats {
+pub struct QueuePairStatsExcerpt {
     /// Total of the drive.
     pub total: u16,
     /// Pairs of one queue each.
@@ -738,7 +745,7 @@ pub struct QueuePairStats {
 
 /// Statistics of a function.
 #[derive(Debug, Clone, Deserialize)]
-pub struct FunctionStats {
+pub struct FunctionStatsExcerpt {
     /// Id of the function.
     pub id: String,
     /// Model number that the guest sees.
@@ -748,15 +755,15 @@ pub struct FunctionStats {
     /// Capacity that the guest sees.
     pub capacity_bytes: u64,
     /// I/O queues.
-    pub queues: Vec<QueueStats>,
+    pub queues: Vec<QueueStatsExcerpt>,
     /// Guest memory.
     #[serde(default)]
-    pub memory: MemoryStats,
+    pub memory: MemoryStatsExcerpt,
 }
 
 /// Guest memory mappings of a function.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
-pub struct MemoryStats {
+pub struct MemoryStatsExcerpt {
     /// Regions that were ever mapped.
     pub maps: u64,
     /// Regions that were ever unmapped.
@@ -765,7 +772,7 @@ pub struct MemoryStats {
 
 /// Statistics of an I/O queue pair.
 #[derive(Debug, Clone, Deserialize)]
-pub struct QueueStats {
+pub struct QueueStatsExcerpt {
     /// Commands completed.
     pub commands: u64,
     /// Doorbell writes that exited from the guest.
@@ -785,7 +792,7 @@ pub struct QueueStats {
 
 /// Statistics of a poller.
 #[derive(Debug, Clone, Deserialize)]
-pub struct PollerStats {
+pub struct PollerStatsExcerpt {
     /// Name.
     pub name: String,
     /// Share of time with work, 0 to 1.
@@ -798,7 +805,7 @@ pub struct PollerStats {
 
 /// Sums over all I/O queues of a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Totals {
+pub struct QueueTotals {
     /// Commands completed.
     pub commands: u64,
     /// Doorbell writes that exited from the guest.
@@ -811,11 +818,11 @@ pub struct Totals {
     pub throttled_ms: u64,
 }
 
-impl FunctionStats {
+impl FunctionStatsExcerpt {
     /// Returns the sums over all I/O queues.
-    pub fn totals(&self) -> Totals {
-        let sum = |of: fn(&QueueStats) -> u64| self.queues.iter().map(of).sum();
-        Totals {
+    pub fn totals(&self) -> QueueTotals {
+        let sum = |of: fn(&QueueStatsExcerpt) -> u64| self.queues.iter().map(of).sum();
+        QueueTotals {
             commands: sum(|queue| queue.commands),
             doorbell_exits: sum(|queue| queue.doorbell_exits),
             interrupts: sum(|queue| queue.interrupts),
@@ -825,7 +832,7 @@ impl FunctionStats {
     }
 }
 
-impl Totals {
+impl QueueTotals {
     /// Returns the difference from `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
@@ -870,11 +877,11 @@ mod tests {
             {"qid":2,"commands":300,"doorbell_exits":2,"interrupts":50}],
             "admin":{"commands":9,"doorbell_exits":9,"interrupts":9}}],
             "pollers":[{"name":"p0","cpu":1,"busy_share":0.5,"parked_share":0.25,"parks":7,"queues":2}]}"#;
-        let stats: Stats = serde_json::from_str(text).expect("statistics");
+        let stats: StatsExcerpt = serde_json::from_str(text).expect("statistics");
         let totals = stats.functions[0].totals();
         assert_eq!(
             totals,
-            Totals {
+            QueueTotals {
                 commands: 400,
                 doorbell_exits: 4,
                 interrupts: 100,
@@ -888,7 +895,7 @@ mod tests {
 
     #[test]
     fn without_commands_the_exit_ratio_is_nan() {
-        let nothing = Totals {
+        let nothing = QueueTotals {
             commands: 0,
             doorbell_exits: 0,
             interrupts: 0,

@@ -33,14 +33,16 @@
 )]
 #![forbid(unsafe_code)]
 
-pub mod attachment;
 pub mod drive;
 pub mod host;
+pub mod local_backend;
 pub mod poller;
 mod processor_time;
 pub mod shadow;
 pub mod wipe;
 
-pub use attachment::{LocalBackend, LocalBackendConfig, LocalBackendError, SharedPartsSource};
 pub use drive::{Drive, DriveNamespaceError};
+pub use local_backend::{
+    LocalBackend, LocalBackendConfig, LocalBackendError, SharedBackendPartsSource,
+};
 pub use poller::{PollPolicy, PollerPool};

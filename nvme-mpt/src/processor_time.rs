@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Shortest time between two readings of the kernel's clock, unless queues are added or removed.
-pub(crate) const PERIOD: Duration = Duration::from_millis(1);
+pub(crate) const ACCOUNTING_PERIOD: Duration = Duration::from_millis(1);
 
 /// Processor time that pollers spent on one function. Any poller may add time.
 #[derive(Debug, Default)]
@@ -56,7 +56,7 @@ impl ProcessorTimeCharge {
 pub(crate) struct ProcessorTimeDivision {
     nanoseconds: u64,
     ticks: u64,
-    bills: u64,
+    charges: u64,
 }
 
 impl ProcessorTimeDivision {
@@ -73,14 +73,14 @@ impl ProcessorTimeDivision {
         Self {
             nanoseconds: u64::try_from(spent.as_nanos()).unwrap_or(u64::MAX),
             ticks,
-            bills: count,
+            charges: count,
         }
     }
 
     /// Charges the share of an account to its function, and resets the account.
-    pub(crate) fn settle(&self, bill: &mut ProcessorTimeCharge) {
+    pub(crate) fn charge_share(&self, bill: &mut ProcessorTimeCharge) {
         let (part, whole) = match self.ticks {
-            0 => (1, self.bills),
+            0 => (1, self.charges),
             ticks => (bill.ticks, ticks),
         };
         bill.ticks = 0;
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     /// Divides `spent` nanoseconds among bills of the given functions and ticks. Returns each function's time.
-    fn settled(spent: u64, bills: &[(usize, u64)]) -> [u64; 2] {
+    fn divide_time(spent: u64, bills: &[(usize, u64)]) -> [u64; 2] {
         let functions: [Arc<ProcessorTime>; 2] = Default::default();
         let bills = bills.iter().map(|(function, ticks)| {
             let mut bill = ProcessorTimeCharge::new(functions[*function].clone());
@@ -107,24 +107,29 @@ mod tests {
         });
         let mut bills: Vec<_> = bills.collect();
         let settlement = ProcessorTimeDivision::new(Duration::from_nanos(spent), bills.iter());
-        bills.iter_mut().for_each(|bill| settlement.settle(bill));
+        bills
+            .iter_mut()
+            .for_each(|bill| settlement.charge_share(bill));
         assert!(bills.iter().all(|bill| bill.ticks == 0));
         functions.map(|function| function.nanoseconds.load(Ordering::Relaxed))
     }
 
     #[test]
     fn time_is_divided_by_ticks() {
-        assert_eq!(settled(1000, &[(0, 300), (1, 100)]), [750, 250]);
-        assert_eq!(settled(1000, &[(0, 1), (1, 2), (0, 1)]), [500, 500]);
-        assert_eq!(settled(1000, &[(0, 0), (1, 7)]), [0, 1000]);
-        let most = settled(u64::MAX, &[(0, u64::MAX), (1, u64::MAX)]);
+        assert_eq!(divide_time(1000, &[(0, 300), (1, 100)]), [750, 250]);
+        assert_eq!(divide_time(1000, &[(0, 1), (1, 2), (0, 1)]), [500, 500]);
+        assert_eq!(divide_time(1000, &[(0, 0), (1, 7)]), [0, 1000]);
+        let most = divide_time(u64::MAX, &[(0, u64::MAX), (1, u64::MAX)]);
         assert_eq!(most[0], u64::MAX, "the sum of ticks saturates");
     }
 
     #[test]
     fn time_without_ticks_is_divided_equally() {
-        assert_eq!(settled(1000, &[(0, 0)]), [1000, 0]);
-        assert_eq!(settled(1000, &[(0, 0), (0, 0), (0, 0), (1, 0)]), [750, 250]);
-        assert_eq!(settled(1000, &[]), [0, 0]);
+        assert_eq!(divide_time(1000, &[(0, 0)]), [1000, 0]);
+        assert_eq!(
+            divide_time(1000, &[(0, 0), (0, 0), (0, 0), (1, 0)]),
+            [750, 250]
+        );
+        assert_eq!(divide_time(1000, &[]), [0, 0]);
     }
 }

@@ -38,16 +38,16 @@ const DEPTH: u16 = 8;
 
 /// Maximum time without a completion, after which the wipe fails. The time is counted in poll pauses, so that a suspension of
 /// the machine does not count. The drive's own command timeout is shorter.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum attempts at a command that resets or Aborts cancel. If all attempts are cancelled, the wipe fails.
 const ATTEMPTS: u32 = 5;
 
 /// Pause between two polls for completions.
-const PAUSE: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Percentage of a part between two progress messages.
-const STEP: u64 = 10;
+const PROGRESS_STEP_PERCENT: u64 = 10;
 
 /// Error of a wipe. The part stays marked in the ledger.
 #[derive(Debug, thiserror::Error)]
@@ -130,7 +130,7 @@ pub struct WipeStats {
 
 /// Returns the numbers of bytes and parts that this process has wiped.
 #[must_use]
-pub fn wiped() -> WipeStats {
+pub fn wipe_stats() -> WipeStats {
     let (bytes, parts) = &WIPED;
     WipeStats {
         bytes: bytes.load(Ordering::Relaxed),
@@ -155,11 +155,11 @@ pub fn wipe(drive: &Arc<Drive>, lease: &Lease, stop: &AtomicBool) -> Result<(), 
             range: lease.extents(),
             source,
         })?;
-    wipe_with(drive, lease, host.as_ref(), stop)
+    wipe_open_lease(drive, lease, host.as_ref(), stop)
 }
 
 /// Like [`wipe`], with a lease that is already open at the host controller.
-pub(crate) fn wipe_with(
+pub(crate) fn wipe_open_lease(
     drive: &Arc<Drive>,
     lease: &Lease,
     host: &dyn HostLease,
@@ -173,7 +173,7 @@ pub(crate) fn wipe_with(
         drive: name.clone(),
         source,
     };
-    if !drive.limits().offers(NvmOpcode::WRITE_ZEROES) {
+    if !drive.limits().supports(NvmOpcode::WRITE_ZEROES) {
         return Err(WipeError::Unsupported {
             drive: name,
             range: first,
@@ -189,9 +189,9 @@ pub(crate) fn wipe_with(
         eraser.run(stop)?;
         drop(eraser);
         // Only this part is reported as wiped. Other parts of the lease keep their content, such as written zones.
-        host.wiped(&range);
+        host.on_wiped(&range);
         host.flush().map_err(failed)?;
-        lease.wiped()?;
+        lease.mark_wiped()?;
         WIPED.1.fetch_add(1, Ordering::Relaxed);
         warn!(lease = lease.id(); "Lease {}: {range} of {name} is wiped", lease.id());
     }
@@ -207,14 +207,14 @@ struct RangeWipe<'a> {
     lists: ListMemory,
     table: RegionTable,
     /// Next block to wipe, and the first block after the part.
-    next: u64,
-    end: u64,
+    next_block: u64,
+    end_block: u64,
     /// Maximum blocks of one command.
-    step: u64,
+    blocks_max: u64,
     /// Commands in flight, by slot.
-    flying: [Option<WipeCommand>; DEPTH as usize],
+    inflight: [Option<WipeCommand>; DEPTH as usize],
     /// Commands to submit again after a reset or an Abort.
-    again: Vec<WipeCommand>,
+    retries: Vec<WipeCommand>,
     /// True once all writes from before the wipe are durable.
     is_flushed: bool,
 }
@@ -225,7 +225,7 @@ struct WipeCommand {
     /// The first block.
     block: Lba,
     /// Number of cancelled attempts.
-    failed: u32,
+    failed_attempts: u32,
 }
 
 impl<'a> RangeWipe<'a> {
@@ -240,18 +240,18 @@ impl<'a> RangeWipe<'a> {
             queue: host.create_wiping_queue(DEPTH)?,
             lists: ListMemory::new(controller.iova_space(), DEPTH.into())?,
             table: RegionTable::default(),
-            next: range.start() >> shift,
-            end: range.end() >> shift,
-            step: most,
-            flying: [None; DEPTH as usize],
-            again: Vec::with_capacity(DEPTH.into()),
+            next_block: range.start() >> shift,
+            end_block: range.end() >> shift,
+            blocks_max: most,
+            inflight: [None; DEPTH as usize],
+            retries: Vec::with_capacity(DEPTH.into()),
             is_flushed: false,
         })
     }
 
     fn run(&mut self, stop: &AtomicBool) -> Result<(), WipeError> {
-        let first = self.next;
-        let all = self.end - first;
+        let first = self.next_block;
+        let all = self.end_block - first;
         let mut told = 0;
         let mut done = Vec::with_capacity(DEPTH.into());
         let mut pauses = 0;
@@ -260,8 +260,8 @@ impl<'a> RangeWipe<'a> {
             if !stopped {
                 self.submit()?;
             }
-            if self.flying.iter().all(Option::is_none) {
-                let is_left = self.next < self.end || !self.again.is_empty();
+            if self.inflight.iter().all(Option::is_none) {
+                let is_left = self.next_block < self.end_block || !self.retries.is_empty();
                 return match stopped && is_left {
                     true => Err(WipeError::Interrupted {
                         drive: self.drive.path().to_string(),
@@ -281,8 +281,8 @@ impl<'a> RangeWipe<'a> {
             }
             if !done.is_empty() {
                 pauses = 0;
-                let percent = (self.next - first) * 100 / all;
-                if percent >= told + STEP && percent < 100 {
+                let percent = (self.next_block - first) * 100 / all;
+                if percent >= told + PROGRESS_STEP_PERCENT && percent < 100 {
                     told = percent;
                     warn!(
                         "{percent} % of {} of {} is wiped",
@@ -290,34 +290,40 @@ impl<'a> RangeWipe<'a> {
                         self.drive.path()
                     );
                 }
-            } else if self.queue.is_gone() || self.queue.has_failed() || PAUSE * pauses > PATIENCE {
+            } else if self.queue.is_gone()
+                || self.queue.has_failed()
+                || POLL_INTERVAL * pauses > TIMEOUT
+            {
                 return Err(WipeError::Stopped {
                     drive: self.drive.path().to_string(),
                     range: self.range,
                 });
             } else {
                 pauses += 1;
-                clock::sleep(PAUSE);
+                clock::sleep(POLL_INTERVAL);
             }
         }
     }
 
     /// Returns the next piece, after skipping zero blocks; `None` at the end of the part.
-    fn next_piece(&mut self) -> Result<Option<WipeCommand>, WipeError> {
-        if let Some(piece) = self.again.pop() {
+    fn next_command(&mut self) -> Result<Option<WipeCommand>, WipeError> {
+        if let Some(piece) = self.retries.pop() {
             return Ok(Some(piece));
         }
-        self.leave_zeroes_out()?;
-        if self.next == self.end {
+        self.skip_zeroes()?;
+        if self.next_block == self.end_block {
             return Ok(None);
         }
-        let block = Lba(self.next);
-        self.next += (self.end - self.next).min(self.step);
-        Ok(Some(WipeCommand { block, failed: 0 }))
+        let block = Lba(self.next_block);
+        self.next_block += (self.end_block - self.next_block).min(self.blocks_max);
+        Ok(Some(WipeCommand {
+            block,
+            failed_attempts: 0,
+        }))
     }
 
     /// Skips blocks that are already zero.
-    fn leave_zeroes_out(&mut self) -> Result<(), WipeError> {
+    fn skip_zeroes(&mut self) -> Result<(), WipeError> {
         let mut zeroes = self.leading_zeroes();
         // Some file systems report data that is not written back yet as a hole.
         if zeroes > 0 && !self.is_flushed {
@@ -328,7 +334,7 @@ impl<'a> RangeWipe<'a> {
             self.is_flushed = true;
             zeroes = self.leading_zeroes();
         }
-        self.next += zeroes;
+        self.next_block += zeroes;
         WIPED
             .0
             .fetch_add(zeroes << self.drive.lba_shift(), Ordering::Relaxed);
@@ -337,11 +343,11 @@ impl<'a> RangeWipe<'a> {
 
     /// Returns the number of blocks from `next` on that are known to be zero.
     fn leading_zeroes(&self) -> u64 {
-        let blocks = self.end - self.next;
+        let blocks = self.end_block - self.next_block;
         if blocks == 0 {
             return 0;
         }
-        let start = Lba(self.next);
+        let start = Lba(self.next_block);
         let part = BlockRange { start, blocks };
         self.host.leading_zeroes(part).min(blocks)
     }
@@ -349,13 +355,13 @@ impl<'a> RangeWipe<'a> {
     fn submit(&mut self) -> Result<(), WipeError> {
         let mut commands = Vec::with_capacity(DEPTH.into());
         for slot in 0..DEPTH {
-            if self.flying[usize::from(slot)].is_some() {
+            if self.inflight[usize::from(slot)].is_some() {
                 continue;
             }
-            let Some(piece) = self.next_piece()? else {
+            let Some(piece) = self.next_command()? else {
                 break;
             };
-            let blocks = (self.end - piece.block.0).min(self.step);
+            let blocks = (self.end_block - piece.block.0).min(self.blocks_max);
             let mut sqe = Sqe::new(NvmOpcode::WRITE_ZEROES.0);
             sqe.cdw0 = sqe.cdw0.with_cid(CommandId(slot));
             sqe.nsid = self.drive.namespace().nsid;
@@ -368,28 +374,31 @@ impl<'a> RangeWipe<'a> {
             }
             .write_to(&mut sqe);
             commands.push(sqe);
-            self.flying[usize::from(slot)] = Some(piece);
+            self.inflight[usize::from(slot)] = Some(piece);
         }
         if !commands.is_empty() {
             let memory = HostMemory {
                 table: &self.table,
                 lists: &self.lists,
             };
-            self.queue.ring_in(&commands, memory);
+            self.queue.submit_batch(&commands, memory);
         }
         Ok(())
     }
 
     fn complete(&mut self, completion: &HostCompletion) -> Result<(), WipeError> {
-        let flying = self.flying.get_mut(usize::from(completion.slot));
+        let flying = self.inflight.get_mut(usize::from(completion.slot));
         let Some(piece) = flying.and_then(Option::take) else {
             return Ok(());
         };
-        let WipeCommand { block, failed } = piece;
+        let WipeCommand {
+            block,
+            failed_attempts: failed,
+        } = piece;
         if completion.status == Status::COMMAND_INTERRUPTED && failed + 1 < ATTEMPTS {
-            self.again.push(WipeCommand {
+            self.retries.push(WipeCommand {
                 block,
-                failed: failed + 1,
+                failed_attempts: failed + 1,
             });
             return Ok(());
         }
@@ -401,7 +410,7 @@ impl<'a> RangeWipe<'a> {
                 status: completion.status,
             });
         }
-        let blocks = (self.end - block.0).min(self.step);
+        let blocks = (self.end_block - block.0).min(self.blocks_max);
         WIPED
             .0
             .fetch_add(blocks << self.drive.lba_shift(), Ordering::Relaxed);

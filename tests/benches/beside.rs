@@ -20,8 +20,8 @@ use nvme_guest::{AdaptivePolicies, ControllerBackend};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::{LocalBackend, LocalBackendConfig, PollerPool};
-use nvme_mpt_memory::processors::{ThreadId, own_processors, pin_this_thread};
-use nvme_mpt_tests::attached::AttachedGuest;
+use nvme_mpt_memory::processors::{ThreadId, current_processors, pin_current_thread};
+use nvme_mpt_tests::attached_guest::AttachedGuest;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::prp;
@@ -33,7 +33,7 @@ const ENTRIES: u32 = 64;
 const BYTES: u64 = 64 << 20;
 const DEPTHS: [u16; 2] = [1, 32];
 /// Places of the poller, as the figure names them.
-const PLACES: [&str; 3] = [
+const POLLER_PLACES: [&str; 3] = [
     "dedicated@0: the same processor",
     "dedicated",
     "dedicated@vcpu",
@@ -41,7 +41,7 @@ const PLACES: [&str; 3] = [
 
 /// Measurements of one run.
 #[derive(Clone, Copy)]
-struct Seen {
+struct RunMeasurements {
     per_second: f64,
     p99: Duration,
 }
@@ -53,12 +53,12 @@ fn main() -> ExitCode {
         true => (1, Duration::from_millis(50)),
         false => (7, Duration::from_secs(1)),
     };
-    let Some(first) = own_processors().ok().and_then(|own| own.iter().next()) else {
+    let Some(first) = current_processors().ok().and_then(|own| own.iter().next()) else {
         eprintln!("The kernel does not tell the processors of this thread");
         return ExitCode::FAILURE;
     };
     let own = format!("@{first}");
-    let mut rates = PLACES.map(series);
+    let mut rates = POLLER_PLACES.map(series);
     let mut latencies = rates.clone();
     for spin in ["", ":busy"] {
         for depth in DEPTHS {
@@ -81,10 +81,10 @@ fn main() -> ExitCode {
                     .collect();
                 rates[at]
                     .points
-                    .extend(FigurePoint::of_rounds(&label, &rate));
+                    .extend(FigurePoint::from_rounds(&label, &rate));
                 latencies[at]
                     .points
-                    .extend(FigurePoint::of_rounds(&label, &p99));
+                    .extend(FigurePoint::from_rounds(&label, &p99));
             }
             for (seen, poll) in seen.iter_mut().zip(&places) {
                 seen.sort_by(|one, other| one.per_second.total_cmp(&other.per_second));
@@ -119,18 +119,19 @@ fn series(label: &str) -> FigureSeries {
 
 /// The medians of the rounds with their spread, by the poller's place.
 fn figure(
-    rates: [FigureSeries; PLACES.len()],
-    latencies: [FigureSeries; PLACES.len()],
+    rates: [FigureSeries; POLLER_PLACES.len()],
+    latencies: [FigureSeries; POLLER_PLACES.len()],
 ) -> FigureData {
-    let panel =
-        |measured: &str, unit: &str, plot, series: [FigureSeries; PLACES.len()]| FigurePanel {
+    let panel = |measured: &str, unit: &str, plot, series: [FigureSeries; POLLER_PLACES.len()]| {
+        FigurePanel {
             measured: measured.to_owned(),
             unit: unit.to_owned(),
             plot,
             log: true,
             series: series.to_vec(),
-        };
-    let mut figure = FigureData::of_this_machine(
+        }
+    };
+    let mut figure = FigureData::on_this_machine(
         "A poller and its vCPU",
         "cargo bench -p nvme-mpt-tests --bench beside",
     );
@@ -147,17 +148,17 @@ fn figure(
 }
 
 /// Reads for `time` on a vCPU, with a poller of the given policy.
-fn run(poll: &str, processor: usize, depth: u16, time: Duration) -> Seen {
-    let attachment = attachment(poll);
+fn run(poll: &str, processor: usize, depth: u16, time: Duration) -> RunMeasurements {
+    let attachment = open_local_backend(poll);
     let (name, named) = mpsc::channel();
     let (give, given) = mpsc::channel();
     let vcpu = thread::spawn(move || {
-        pin_this_thread(processor).unwrap();
-        name.send(ThreadId::of_this_thread()).unwrap();
+        pin_current_thread(processor).unwrap();
+        name.send(ThreadId::current()).unwrap();
         let (mut queue, guest): (QueuePair, AttachedGuest) = given.recv().unwrap();
         read(&mut queue, guest.memory(), depth, time)
     });
-    let vector = &attachment.shared().vectors[1];
+    let vector = &attachment.shared_parts().vectors[1];
     vector.set_vcpu_thread(Some(named.recv().unwrap()));
     // The poller's thread starts here with all processors allowed, as in a VMM.
     let guest = AttachedGuest::new(attachment.clone(), 4 << 20);
@@ -168,16 +169,16 @@ fn run(poll: &str, processor: usize, depth: u16, time: Duration) -> Seen {
     seen
 }
 
-fn attachment(poll: &str) -> Arc<LocalBackend> {
+fn open_local_backend(poll: &str) -> Arc<LocalBackend> {
     let drive = drives::open(&"memory:64M".parse().unwrap(), DriveOptions::default()).unwrap();
     let request = LeaseRequest {
         id: "bench",
         drive: drive.identity(),
         nsid: Nsid(1),
-        wanted: RequestedBytes::At(ByteRange::new(0, BYTES).unwrap()),
+        wanted: RequestedBytes::Range(ByteRange::new(0, BYTES).unwrap()),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
-        former_data: PreviousDataPolicy::Kept,
+        previous_data: PreviousDataPolicy::Kept,
     };
     let config = LocalBackendConfig {
         lease: Ledger::in_process().acquire(&request).unwrap(),
@@ -188,18 +189,23 @@ fn attachment(poll: &str) -> Arc<LocalBackend> {
         doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells: nvme_guest::DoorbellMode::Shadow,
         poll: poll.parse().unwrap(),
-        learning: AdaptivePolicies::default(),
+        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
         memory: nvme_guest::MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_guest::limit::RateLimits::default(),
+        rates: nvme_guest::rate_limit::RateLimits::default(),
         serial: None,
     };
     Arc::new(LocalBackend::new(config).unwrap())
 }
 
 /// Reads 4 KiB at a time, with `depth` commands outstanding.
-fn read(queue: &mut QueuePair, memory: &GuestMemory, depth: u16, time: Duration) -> Seen {
+fn read(
+    queue: &mut QueuePair,
+    memory: &GuestMemory,
+    depth: u16,
+    time: Duration,
+) -> RunMeasurements {
     let mut kept = Vec::new();
     let data: Vec<_> = (0..depth)
         .map(|_| {
@@ -233,7 +239,7 @@ fn read(queue: &mut QueuePair, memory: &GuestMemory, depth: u16, time: Duration)
         }
     }
     latencies.sort_unstable();
-    Seen {
+    RunMeasurements {
         per_second: latencies.len() as f64 / begun.elapsed().as_secs_f64(),
         p99: latencies[latencies.len() * 99 / 100],
     }

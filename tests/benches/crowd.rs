@@ -20,8 +20,8 @@ use nvme_guest::AdaptivePolicies;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::{LocalBackend, LocalBackendConfig, PollerPool};
-use nvme_mpt_memory::processors::{own_processors, pin_this_thread};
-use nvme_mpt_tests::attached::AttachedGuest;
+use nvme_mpt_memory::processors::{current_processors, pin_current_thread};
+use nvme_mpt_tests::attached_guest::AttachedGuest;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::prp;
@@ -48,7 +48,7 @@ struct Case {
 
 /// Measurements of one run.
 #[derive(Clone, Copy)]
-struct Seen {
+struct RunMeasurements {
     per_second: f64,
     fairness: f64,
     p99: Duration,
@@ -61,7 +61,7 @@ fn main() -> ExitCode {
         true => (1, Duration::from_millis(50)),
         false => (5, Duration::from_secs(1)),
     };
-    let own: Vec<usize> = own_processors()
+    let own: Vec<usize> = current_processors()
         .map(|own| own.iter().collect())
         .unwrap_or_default();
     let (Some(first), Some(second)) = (own.first().copied(), own.get(1).or(own.first()).copied())
@@ -105,11 +105,11 @@ fn main() -> ExitCode {
 }
 
 /// The medians of the rounds with their spread.
-fn figure(cases: &[Case], seen: &[Vec<Seen>]) -> FigureData {
-    let panel = |measured: &str, unit: &str, value: fn(&Seen) -> f64| {
+fn figure(cases: &[Case], seen: &[Vec<RunMeasurements>]) -> FigureData {
+    let panel = |measured: &str, unit: &str, value: fn(&RunMeasurements) -> f64| {
         let points = cases.iter().zip(seen).filter_map(|(case, seen)| {
             let rounds: Vec<f64> = seen.iter().map(value).collect();
-            FigurePoint::of_rounds(case.name, &rounds)
+            FigurePoint::from_rounds(case.name, &rounds)
         });
         FigurePanel {
             measured: measured.to_owned(),
@@ -122,7 +122,7 @@ fn figure(cases: &[Case], seen: &[Vec<Seen>]) -> FigureData {
             }],
         }
     };
-    let mut figure = FigureData::of_this_machine(
+    let mut figure = FigureData::on_this_machine(
         "Many functions on one poller",
         "cargo bench -p nvme-mpt-tests --bench crowd",
     );
@@ -140,7 +140,7 @@ fn figure(cases: &[Case], seen: &[Vec<Seen>]) -> FigureData {
 }
 
 /// Prints the medians of the rounds.
-fn report(case: &Case, seen: &mut [Seen]) {
+fn report(case: &Case, seen: &mut [RunMeasurements]) {
     let middle = seen.len() / 2;
     seen.sort_by(|one, other| one.fairness.total_cmp(&other.fairness));
     let fairness = seen[middle].fairness;
@@ -158,8 +158,8 @@ fn report(case: &Case, seen: &mut [Seen]) {
 }
 
 /// Makes the guests of all functions read for some time.
-fn run(case: &Case, processor: usize, time: Duration) -> Seen {
-    let attachments = attachments(case);
+fn run(case: &Case, processor: usize, time: Duration) -> RunMeasurements {
+    let attachments = open_local_backends(case);
     let guests: Vec<AttachedGuest> = attachments
         .iter()
         .map(|attachment| AttachedGuest::new(attachment.clone(), MEMORY))
@@ -170,7 +170,7 @@ fn run(case: &Case, processor: usize, time: Duration) -> Seen {
     }
     let functions = guests.len();
     let reading = thread::spawn(move || {
-        pin_this_thread(processor).unwrap();
+        pin_current_thread(processor).unwrap();
         read(&mut queues, functions, time)
     });
     let seen = reading.join().unwrap();
@@ -181,7 +181,7 @@ fn run(case: &Case, processor: usize, time: Duration) -> Seen {
     seen
 }
 
-fn attachments(case: &Case) -> Vec<Arc<LocalBackend>> {
+fn open_local_backends(case: &Case) -> Vec<Arc<LocalBackend>> {
     let drive = drives::open(&"null:64M".parse().unwrap(), DriveOptions::default()).unwrap();
     let (ledger, pollers) = (Ledger::in_process(), PollerPool::new());
     let attachment = |number: u64| {
@@ -190,10 +190,10 @@ fn attachments(case: &Case) -> Vec<Arc<LocalBackend>> {
             id: &id,
             drive: drive.identity(),
             nsid: Nsid(1),
-            wanted: RequestedBytes::At(ByteRange::new(number * BYTES, BYTES).unwrap()),
+            wanted: RequestedBytes::Range(ByteRange::new(number * BYTES, BYTES).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: PreviousDataPolicy::Kept,
+            previous_data: PreviousDataPolicy::Kept,
         };
         let config = LocalBackendConfig {
             lease: ledger.acquire(&request).unwrap(),
@@ -204,11 +204,11 @@ fn attachments(case: &Case) -> Vec<Arc<LocalBackend>> {
             doorbell_stride: nvme_guest::DoorbellStride::default(),
             doorbells: nvme_guest::DoorbellMode::Shadow,
             poll: case.poll.parse().unwrap(),
-            learning: AdaptivePolicies::default(),
+            adaptive: AdaptivePolicies::default(),
             pollers: pollers.clone(),
             memory: nvme_guest::MemoryKinds::default(),
             memory_limit: None,
-            rates: nvme_guest::limit::RateLimits::default(),
+            rates: nvme_guest::rate_limit::RateLimits::default(),
             serial: None,
         };
         Arc::new(LocalBackend::new(config).unwrap())
@@ -256,7 +256,7 @@ impl Queue {
 }
 
 /// Keeps reads in flight in all queues for some time, then waits for the remaining reads.
-fn read(queues: &mut [Queue], functions: usize, time: Duration) -> Seen {
+fn read(queues: &mut [Queue], functions: usize, time: Duration) -> RunMeasurements {
     let mut latencies = Vec::new();
     let mut commands = vec![0_u64; functions];
     let begun = Instant::now();
@@ -281,7 +281,7 @@ fn read(queues: &mut [Queue], functions: usize, time: Duration) -> Seen {
     }
     let took = begun.elapsed();
     latencies.sort_unstable();
-    Seen {
+    RunMeasurements {
         per_second: latencies.len() as f64 / took.as_secs_f64(),
         fairness: fairness(&commands),
         p99: latencies[latencies.len() * 99 / 100],

@@ -30,9 +30,9 @@ use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::{
-    Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool, SharedPartsSource,
+    Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool, SharedBackendPartsSource,
 };
-use nvme_mpt_tests::attached::AttachedGuest;
+use nvme_mpt_tests::attached_guest::AttachedGuest;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
 use nvme_mpt_tests::drive::{HandQueue, ModelDrive, NamespaceOptions, Options};
 use nvme_mpt_tests::memory::DmaBuffer;
@@ -76,7 +76,7 @@ static ALLOCATOR: Counting = Counting;
 
 /// Drive of a case.
 #[derive(Clone, Copy)]
-enum On {
+enum CaseDrive {
     Software(&'static str),
     /// Model of a physical drive with this number of queue pairs and this maximum transfer size in bytes.
     Physical {
@@ -86,7 +86,7 @@ enum On {
 }
 
 /// A physical drive with enough queue pairs for all queues, and no limit on transfers below the guests' own.
-const PHYSICAL: On = On::Physical {
+const PHYSICAL: CaseDrive = CaseDrive::Physical {
     queue_pairs: 64,
     max_transfer: 1 << 20,
 };
@@ -99,15 +99,15 @@ const PHYSICAL_EXTRA: f64 = 66.0;
 const EXTENTS_EXTRA: f64 = 5.0;
 
 /// Maximum additional instructions per command of live state.
-const LIVE_EXTRA: f64 = 25.0;
+const INFLIGHT_EXTRA: f64 = 25.0;
 
 /// Pairs of cases to compare, with the maximum additional instructions per command of the first case.
 const COMPARED: [(&str, &str, f64); 5] = [
     ("vfio-4k", "null-4k", PHYSICAL_EXTRA),
     ("vfio-128k", "null-128k", PHYSICAL_EXTRA),
     ("null-4k-100-extents", "null-4k", EXTENTS_EXTRA),
-    ("null-4k-live", "null-4k", LIVE_EXTRA),
-    ("vfio-4k-live", "vfio-4k", LIVE_EXTRA),
+    ("null-4k-live", "null-4k", INFLIGHT_EXTRA),
+    ("vfio-4k-live", "vfio-4k", INFLIGHT_EXTRA),
 ];
 
 /// Allocation unit of a lease with several extents, in bytes.
@@ -117,7 +117,7 @@ const UNIT: u64 = 256 << 20;
 #[derive(Clone, Copy)]
 struct Case {
     name: &'static str,
-    drive: On,
+    drive: CaseDrive,
     /// Size of a read in bytes.
     size: usize,
     queues: u16,
@@ -126,19 +126,19 @@ struct Case {
     /// Number of extents of the lease, which are not adjacent.
     extents: u64,
     /// True if the queues have live state, for a function that may outlive the process.
-    live: bool,
+    has_inflight_file: bool,
 }
 
 /// Base case.
 const NULL_4K: Case = Case {
     name: "null-4k",
-    drive: On::Software("null:64G"),
+    drive: CaseDrive::Software("null:64G"),
     size: 4096,
     queues: 1,
     depth: 32,
     write: false,
     extents: 1,
-    live: false,
+    has_inflight_file: false,
 };
 
 const CASES: &[Case] = &[
@@ -155,18 +155,18 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "memory-4k",
-        drive: On::Software("memory:1G"),
+        drive: CaseDrive::Software("memory:1G"),
         ..NULL_4K
     },
     Case {
         name: "memory-4k-write",
-        drive: On::Software("memory:1G"),
+        drive: CaseDrive::Software("memory:1G"),
         write: true,
         ..NULL_4K
     },
     Case {
         name: "memory-128k",
-        drive: On::Software("memory:1G"),
+        drive: CaseDrive::Software("memory:1G"),
         size: 128 << 10,
         ..NULL_4K
     },
@@ -192,19 +192,19 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "null-4k-live",
-        live: true,
+        has_inflight_file: true,
         ..NULL_4K
     },
     Case {
         name: "null-4k-live-qd1",
         depth: 1,
-        live: true,
+        has_inflight_file: true,
         ..NULL_4K
     },
     Case {
         name: "vfio-4k-live",
         drive: PHYSICAL,
-        live: true,
+        has_inflight_file: true,
         ..NULL_4K
     },
     Case {
@@ -226,7 +226,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "vfio-4k-shared",
-        drive: On::Physical {
+        drive: CaseDrive::Physical {
             queue_pairs: 1,
             max_transfer: 1 << 20,
         },
@@ -235,7 +235,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "vfio-1m-split",
-        drive: On::Physical {
+        drive: CaseDrive::Physical {
             queue_pairs: 1,
             max_transfer: 128 << 10,
         },
@@ -257,21 +257,21 @@ struct Lane {
 /// Setup of a case.
 struct Rig {
     lanes: Vec<Lane>,
-    attachment: Arc<LocalBackend>,
+    local_backend: Arc<LocalBackend>,
     /// The drive's side of the queue pairs of a physical drive.
-    hands: Vec<HandQueue>,
+    hand_queues: Vec<HandQueue>,
 }
 
 const ENTRIES: u32 = 1024;
 const COMMANDS: usize = 4096;
 
-fn open(on: On) -> (Arc<Drive>, Option<Arc<ModelDrive>>) {
+fn open(on: CaseDrive) -> (Arc<Drive>, Option<Arc<ModelDrive>>) {
     match on {
-        On::Software(path) => {
+        CaseDrive::Software(path) => {
             let path = path.parse().unwrap();
             (drives::open(&path, DriveOptions::default()).unwrap(), None)
         }
-        On::Physical {
+        CaseDrive::Physical {
             queue_pairs,
             max_transfer,
         } => {
@@ -279,7 +279,7 @@ fn open(on: On) -> (Arc<Drive>, Option<Arc<ModelDrive>>) {
                 queue_pairs,
                 mdts: (max_transfer / 4096).ilog2() as u8,
                 namespaces: vec![NamespaceOptions::new(1, 1 << 30, 512)],
-                by_hand: true,
+                is_manual: true,
                 ..Options::default()
             });
             let controller = VfioController::open(
@@ -305,11 +305,11 @@ fn rig(case: &Case) -> Rig {
             wanted,
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_lease::PreviousDataPolicy::Kept,
+            previous_data: nvme_lease::PreviousDataPolicy::Kept,
         });
         lease.unwrap()
     };
-    let at = |start, length| RequestedBytes::At(ByteRange::new(start, length).unwrap());
+    let at = |start, length| RequestedBytes::Range(ByteRange::new(start, length).unwrap());
     let bytes = drive.blocks() << drive.lba_shift();
     let between = (0..bytes / UNIT).step_by(2).filter(|_| case.extents > 1);
     let others: Vec<_> = between
@@ -335,16 +335,16 @@ fn rig(case: &Case) -> Rig {
         doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells: nvme_guest::DoorbellMode::Shadow,
         poll: PollPolicy::default(),
-        learning: AdaptivePolicies::default(),
+        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
         memory: nvme_guest::MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_guest::limit::RateLimits::default(),
+        rates: nvme_guest::rate_limit::RateLimits::default(),
         serial: None,
     };
-    let parts = match case.live {
-        true => SharedPartsSource::Outliving(EventReader::Trusted),
-        false => SharedPartsSource::Own,
+    let parts = match case.has_inflight_file {
+        true => SharedBackendPartsSource::Outliving(EventReader::Trusted),
+        false => SharedBackendPartsSource::Own,
     };
     let attachment = Arc::new(LocalBackend::with_parts(config, parts).unwrap());
     let guest = AttachedGuest::new(attachment.clone(), 1 << 30);
@@ -388,9 +388,9 @@ fn rig(case: &Case) -> Rig {
     // The drive may have fewer queue pairs than the function has queues, which then share pairs.
     let hands = (1..=case.queues).map_while(|id| model.as_ref()?.hand_queue(id));
     Rig {
-        hands: hands.collect(),
+        hand_queues: hands.collect(),
         lanes,
-        attachment,
+        local_backend: attachment,
     }
 }
 
@@ -413,7 +413,11 @@ fn fill(lanes: &mut [Lane], case: &Case) {
 
 /// Executes commands through all lanes in turn, as one poller does. Returns the number of commands.
 fn run(rig: &mut Rig, depth: usize, commands: usize) -> usize {
-    let Rig { lanes, hands, .. } = rig;
+    let Rig {
+        lanes,
+        hand_queues: hands,
+        ..
+    } = rig;
     let mut done = 0;
     let mut next = 0;
     while done < commands {
@@ -475,7 +479,7 @@ fn poll_device(shadow: &mut ShadowQueue) {
 /// Executes commands until the drive monitor has seen that the drive is fast: until then, the host counts large commands.
 /// The allocations of this phase are not counted.
 fn warm_up(rig: &mut Rig, case: &Case) {
-    if matches!(case.drive, On::Software(_)) {
+    if matches!(case.drive, CaseDrive::Software(_)) {
         return;
     }
     IS_WARMING_UP.set(true);
@@ -511,10 +515,12 @@ fn nanoseconds(case: &Case, commands: usize) -> f64 {
 
 fn finish(rig: Rig) {
     let Rig {
-        lanes, attachment, ..
+        lanes,
+        local_backend: attachment,
+        ..
     } = rig;
     for lane in lanes {
-        attachment.give_queue_back(lane.shadow).unwrap();
+        attachment.return_queue(lane.shadow).unwrap();
     }
     attachment.reset().unwrap();
 }
@@ -541,8 +547,8 @@ fn instructions(case: &Case) -> Option<f64> {
 /// Name of a case and its parameters.
 fn label(case: &Case) -> String {
     let (drive, pairs) = match case.drive {
-        On::Software(path) => (path.split_inclusive(':').next().unwrap_or(path), u16::MAX),
-        On::Physical { queue_pairs, .. } => ("physical drive", queue_pairs),
+        CaseDrive::Software(path) => (path.split_inclusive(':').next().unwrap_or(path), u16::MAX),
+        CaseDrive::Physical { queue_pairs, .. } => ("physical drive", queue_pairs),
     };
     let kind = if case.write { "writes" } else { "reads" };
     let Case {
@@ -555,7 +561,7 @@ fn label(case: &Case) -> String {
     for (is_so, text) in [
         (case.queues > 1, queues + &pairs),
         (case.extents > 1, extents),
-        (case.live, ", in a VMM".to_owned()),
+        (case.has_inflight_file, ", in a VMM".to_owned()),
     ] {
         label += if is_so { &text } else { "" };
     }
@@ -568,7 +574,7 @@ fn figure(counts: &HashMap<&str, f64>) -> FigureData {
         let count = counts.get(case.name)?;
         Some(FigurePoint::new(&label(case), count.round()))
     });
-    let mut figure = FigureData::of_this_machine(
+    let mut figure = FigureData::on_this_machine(
         "Instructions of the device per command",
         "cargo bench -p nvme-mpt-tests --bench shadow_path",
     );
@@ -613,15 +619,15 @@ fn main() -> ExitCode {
             20_000
         } else {
             match case.drive {
-                On::Software(_) => 64_000_000_usize.div_ceil(case.size / 64),
+                CaseDrive::Software(_) => 64_000_000_usize.div_ceil(case.size / 64),
                 // This run only checks for allocations.
-                On::Physical { .. } => 20_000,
+                CaseDrive::Physical { .. } => 20_000,
             }
         };
         let time = nanoseconds(case, commands.max(20_000));
         let time = match case.drive {
-            On::Software(_) => format!("{time:.1}"),
-            On::Physical { .. } => "-".to_owned(),
+            CaseDrive::Software(_) => format!("{time:.1}"),
+            CaseDrive::Physical { .. } => "-".to_owned(),
         };
         let count = (!smoke).then(|| instructions(case)).flatten();
         counts.extend(count.map(|count| (case.name, count)));

@@ -43,7 +43,7 @@ fn main() -> Result<()> {
 }
 
 fn flash() -> Result<SsdProfile> {
-    match DriveProfile::named("ssd")? {
+    match DriveProfile::find_built_in("ssd")? {
         DriveProfile::Ssd(profile) => Ok(profile),
         _ => Err("The profile ssd is of another model".into()),
     }
@@ -60,7 +60,7 @@ fn reads(bytes: u64, depth: usize, commands: usize) -> SimulatedLoad {
 }
 
 /// Creates a drive on which every block was written once, in order.
-fn filled(profile: &SsdProfile, bytes: u64) -> Result<(ModelSimulation, SimulatedLoadResult)> {
+fn fill_drive(profile: &SsdProfile, bytes: u64) -> Result<(ModelSimulation, SimulatedLoadResult)> {
     let profile = DriveProfile::Ssd(profile.clone());
     let mut drive = ModelSimulation::new(&profile, bytes).ok_or("It tells of no time")?;
     let outcome = drive.run(&SimulatedLoad {
@@ -89,7 +89,7 @@ fn payload_sizes(path: &Path) -> Result<()> {
         ("2 channels of 800 MiB/s", with(2, 800 * MIB)),
         ("channels without a limit", with(8, 1 << 40)),
     ] {
-        let (mut drive, _) = filled(&profile, 512 * MIB)?;
+        let (mut drive, _) = fill_drive(&profile, 512 * MIB)?;
         let points = (12..=20).map(|shift| {
             let bytes = 1 << shift;
             let outcome = drive.run(&reads(bytes, 16, 4096));
@@ -103,13 +103,13 @@ fn payload_sizes(path: &Path) -> Result<()> {
         y: "MiB/s",
     };
     let sizes = (4.0..1024.0).log_scale().base(2.0);
-    draw(path, &what, sizes, 0.0..most(&lines), &lines)
+    draw(path, &what, sizes, 0.0..max_value(&lines), &lines)
 }
 
 /// Draws bandwidth of 16 KiB reads by the number of threads, each with one read in flight.
 fn threads(path: &Path) -> Result<()> {
     let profile = flash()?;
-    let (mut drive, _) = filled(&profile, 512 * MIB)?;
+    let (mut drive, _) = fill_drive(&profile, 512 * MIB)?;
     let points = (0..=7).map(|shift| {
         let depth = 1 << shift;
         let outcome = drive.run(&reads(16 * KIB, depth, 8192));
@@ -125,7 +125,7 @@ fn threads(path: &Path) -> Result<()> {
         path,
         &what,
         (1.0..128.0).log_scale().base(2.0),
-        0.0..most(&lines),
+        0.0..max_value(&lines),
         &lines,
     )
 }
@@ -138,7 +138,7 @@ fn aging(over_time: &Path, latency: &Path) -> Result<()> {
         over_provisioning: 25,
         ..flash()?
     };
-    let (mut drive, fill) = filled(&profile, DRIVE)?;
+    let (mut drive, fill) = fill_drive(&profile, DRIVE)?;
     let random = SimulatedLoad {
         direction: LoadDirection::Write,
         order: LoadOrder::Random,
@@ -146,14 +146,14 @@ fn aging(over_time: &Path, latency: &Path) -> Result<()> {
         depth: 16,
         commands: 32_768,
     };
-    let mut second = (fill.ended - fill.began) as f64 / 1e9;
+    let mut second = (fill.ended_at - fill.started_at) as f64 / 1e9;
     let mut lines = vec![("filled in order", rate(&fill, MIB, 0.0))];
     let (mut written, mut outcomes, mut copied) = (Points::new(), Vec::new(), Vec::new());
     for _ in 0..8 {
         let before = drive.wear().unwrap_or_default().copied_pages;
         let outcome = drive.run(&random);
         written.extend(rate(&outcome, random.bytes, second));
-        second += (outcome.ended - outcome.began) as f64 / 1e9;
+        second += (outcome.ended_at - outcome.started_at) as f64 / 1e9;
         copied.push(drive.wear().unwrap_or_default().copied_pages - before);
         outcomes.push(outcome);
     }
@@ -167,7 +167,7 @@ fn aging(over_time: &Path, latency: &Path) -> Result<()> {
         x: "seconds",
         y: "MiB/s",
     };
-    let rates = (10.0..most(&lines)).log_scale();
+    let rates = (10.0..max_value(&lines)).log_scale();
     draw(over_time, &what, 0.0..second, rates, &lines)?;
 
     let distribution = |outcome: &SimulatedLoadResult| -> Points {
@@ -197,10 +197,10 @@ fn aging(over_time: &Path, latency: &Path) -> Result<()> {
 /// Returns throughput in steps of 50 ms, starting at second `from`.
 fn rate(outcome: &SimulatedLoadResult, bytes: u64, from: f64) -> Points {
     const STEP: u64 = 50_000_000;
-    let steps = (outcome.ended - outcome.began) / STEP;
+    let steps = (outcome.ended_at - outcome.started_at) / STEP;
     let mut counts = vec![0_u64; steps as usize];
-    for done in &outcome.done {
-        if let Some(count) = counts.get_mut(((done - outcome.began) / STEP) as usize) {
+    for done in &outcome.completion_times {
+        if let Some(count) = counts.get_mut(((done - outcome.started_at) / STEP) as usize) {
             *count += 1;
         }
     }
@@ -213,7 +213,7 @@ fn rate(outcome: &SimulatedLoadResult, bytes: u64, from: f64) -> Points {
     counts.iter().enumerate().filter_map(point).collect()
 }
 
-fn most(lines: &[(&str, Points)]) -> f64 {
+fn max_value(lines: &[(&str, Points)]) -> f64 {
     let all = lines.iter().flat_map(|(_, points)| points);
     all.map(|(_, y)| *y).fold(0.0, f64::max) * 1.1
 }

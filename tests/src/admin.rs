@@ -11,7 +11,7 @@ use crate::identify::{
     namespace_descriptors, namespace_list,
 };
 use crate::prp;
-use crate::queue::{Patience, RESERVED_CIDS};
+use crate::queue::{RESERVED_CIDS, WaitTimeout};
 
 /// Feature identifiers (NVMe Base 2.0, figure 317).
 pub mod feature {
@@ -299,7 +299,7 @@ impl Controller {
     /// # Errors
     /// The controller is disabled, a request completes with an error, or another command completes.
     pub fn async_event(&mut self, timeout: Duration) -> Result<Option<AsyncEvent>> {
-        let mut patience = Patience::new(timeout);
+        let mut patience = WaitTimeout::new(timeout);
         loop {
             let queue = self.admin_queue()?;
             if let Some(cqe) = queue.poll() {

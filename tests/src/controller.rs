@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::PATIENCE;
+use crate::COMMAND_TIMEOUT;
 use crate::bar::Bar;
 use crate::command::Sqe;
 use crate::completion::Cqe;
@@ -13,7 +13,7 @@ use crate::identify::IdentifyController;
 use crate::interrupt::Interrupt;
 use crate::memory::{GuestMemory, PAGE_SIZE};
 use crate::queue::{
-    CQE_SIZE, CompletionQueue, Patience, QueuePair, RESERVED_CIDS, SQE_SIZE, SubmissionQueue,
+    CQE_SIZE, CompletionQueue, QueuePair, RESERVED_CIDS, SQE_SIZE, SubmissionQueue, WaitTimeout,
 };
 use crate::registers::{
     ACQ, AQA, ASQ, CAP, CC, CC_CSS_NVM, CC_ENABLE, CC_IOCQES_16, CC_IOSQES_64, CC_SHN_ABRUPT,
@@ -42,7 +42,7 @@ impl Default for Config {
             admin_entries: 32,
             doorbells: DoorbellMode::Trap,
             command_set: CC_CSS_NVM,
-            admin_timeout: PATIENCE,
+            admin_timeout: COMMAND_TIMEOUT,
             admin_in_buffer: false,
         }
     }
@@ -211,7 +211,7 @@ impl Controller {
     /// Waits until the bits of CSTS in `mask` are `value`.
     fn wait_status(&self, mask: u32, value: u32, want: &'static str) -> Result<()> {
         let after = self.ready_timeout();
-        let mut patience = Patience::new(after);
+        let mut patience = WaitTimeout::new(after);
         loop {
             let csts = self.status()?;
             if csts & mask == value {

@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use crate::PATIENCE;
+use crate::COMMAND_TIMEOUT;
 use crate::command::{FUA, Sqe, copy_range, dsm_range};
 use crate::completion::Cqe;
 use crate::controller::{Controller, QueueOptions};
 use crate::error::{Error, Result};
 use crate::identify::IdentifyNamespace;
 use crate::memory::{DmaBuffer, GuestMemory};
-use crate::prp::{self, Prepared};
+use crate::prp::{self, PreparedPointer};
 use crate::queue::QueuePair;
 use crate::sgl;
 
@@ -36,7 +36,7 @@ impl Transfer {
         self,
         memory: &GuestMemory,
         len: usize,
-    ) -> Result<(DmaBuffer, usize, Prepared)> {
+    ) -> Result<(DmaBuffer, usize, PreparedPointer)> {
         match self {
             Self::Prp { offset } => {
                 let data = memory.alloc(offset + len)?;
@@ -85,7 +85,7 @@ impl Disk {
         Ok(Self {
             queue,
             transfer: Transfer::Prp { offset: 0 },
-            timeout: PATIENCE,
+            timeout: COMMAND_TIMEOUT,
             fua: false,
             nsid,
             namespace,

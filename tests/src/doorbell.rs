@@ -278,9 +278,9 @@ mod tests {
     use super::*;
 
     #[derive(Default)]
-    struct Log(Mutex<Vec<(u64, u32)>>);
+    struct WriteLog(Mutex<Vec<(u64, u32)>>);
 
-    impl Bar for Log {
+    impl Bar for WriteLog {
         fn read32(&self, _: u64) -> u32 {
             u32::MAX
         }
@@ -305,7 +305,7 @@ mod tests {
     #[test]
     fn the_register_is_written_only_when_the_index_asks() {
         let memory = GuestMemory::new(&[(0x1000, 1 << 20)]).unwrap();
-        let log = Arc::new(Log::default());
+        let log = Arc::new(WriteLog::default());
         let bar: Arc<dyn Bar> = Arc::clone(&log) as _;
         let buffer = Arc::new(DoorbellBuffer::new(&memory, Cap(4 << 32)).unwrap());
         let mut doorbell = Doorbell::new(&bar, 0x1100, false).unwrap();

@@ -35,7 +35,7 @@ fn start(mode: DoorbellMode, parked: bool) -> (Arc<ModelDrive>, Controller) {
     let options = Options {
         dstrd: if mode == DoorbellMode::Mapped { 10 } else { 2 },
         doorbell_buffer: match parked {
-            true => DoorbellBufferUse::Asked,
+            true => DoorbellBufferUse::EventIdx,
             false => DoorbellBufferUse::Watched,
         },
         namespaces: vec![NamespaceOptions::new(1, 2 << 20, 512)],
@@ -100,7 +100,7 @@ fn every_kind_of_data_pointer_moves_the_same_data() {
 fn the_model_notices_a_write_that_was_lost() {
     let (drive, mut controller) = start(DoorbellMode::Trap, false);
     let mut disk = Disk::open(&mut controller, 1).unwrap();
-    let mut model = Model::new(Limits::of(&disk, 32), true);
+    let mut model = Model::new(Limits::for_disk(&disk, 32), true);
     let write = Op::Write {
         slba: 9,
         blocks: 3,
@@ -212,8 +212,8 @@ fn shutdown_reset_and_queue_deletion() {
 
 #[test]
 fn a_controller_that_is_gone_is_an_error() {
-    struct Gone;
-    impl Bar for Gone {
+    struct GoneBar;
+    impl Bar for GoneBar {
         fn read32(&self, _: u64) -> u32 {
             u32::MAX
         }
@@ -224,6 +224,6 @@ fn a_controller_that_is_gone_is_an_error() {
         fn write32(&self, _: u64, _: u32) {}
         fn write64(&self, _: u64, _: u64) {}
     }
-    let gone = Controller::attach(Arc::new(Gone), memory(), Config::default(), 1);
+    let gone = Controller::attach(Arc::new(GoneBar), memory(), Config::default(), 1);
     assert!(matches!(gone, Err(Error::Gone)));
 }

@@ -30,7 +30,7 @@ pub fn map(function: &NvmeFunction, memory: &GuestMemory, region: &Region) {
 /// # Panics
 /// The function refuses the mapping.
 pub fn map_piece(function: &NvmeFunction, memory: &GuestMemory, piece: Piece) {
-    let mapped = function.host().map(as_handed_over(memory, piece));
+    let mapped = function.backend().map(to_memory_region(memory, piece));
     mapped.unwrap();
 }
 
@@ -38,14 +38,16 @@ pub fn map_piece(function: &NvmeFunction, memory: &GuestMemory, piece: Piece) {
 ///
 /// # Panics
 /// The function refuses the mapping.
-pub fn map_kept(function: &NvmeFunction, memory: &GuestMemory, region: &Region) {
+pub fn map_restored(function: &NvmeFunction, memory: &GuestMemory, region: &Region) {
     for piece in region.pieces() {
-        let mapped = function.host().map_kept(as_handed_over(memory, piece));
+        let mapped = function
+            .backend()
+            .map_persisted(to_memory_region(memory, piece));
         mapped.unwrap();
     }
 }
 
-fn as_handed_over(memory: &GuestMemory, piece: Piece) -> MemoryRegion {
+fn to_memory_region(memory: &GuestMemory, piece: Piece) -> MemoryRegion {
     MemoryRegion {
         gpa: Gpa(piece.gpa),
         len: piece.len,
@@ -75,7 +77,7 @@ fn control(function: &Mutex<NvmeFunction>, events: &EventFd, stop: &EventFd) {
         if count > 0 || due.is_some() {
             let mut function = function.lock().unwrap();
             function.process_events();
-            due = function.events_interval();
+            due = function.events_poll_interval();
         }
     }
 }

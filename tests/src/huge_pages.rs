@@ -16,11 +16,11 @@ pub struct HugePages(u64);
 impl HugePages {
     /// Reserves `count` huge pages. `None` if the kernel or this user's permissions do not allow it.
     #[must_use]
-    pub fn set_aside(count: u64) -> Option<Self> {
-        let before = pool()?;
+    pub fn reserve(count: u64) -> Option<Self> {
+        let before = pool_size()?;
         fs::write(POOL, (before + count).to_string()).ok()?;
         // From here on, dropping the guard releases the pages that the kernel did reserve.
-        let added = pool()?.saturating_sub(before);
+        let added = pool_size()?.saturating_sub(before);
         let pages = Self(added);
         (added >= count).then_some(pages)
     }
@@ -36,13 +36,13 @@ impl HugePages {
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        if let Some(now) = pool() {
+        if let Some(now) = pool_size() {
             // If this fails, the pages stay in the kernel's pool.
             let _ = fs::write(POOL, now.saturating_sub(self.0).to_string());
         }
     }
 }
 
-fn pool() -> Option<u64> {
+fn pool_size() -> Option<u64> {
     fs::read_to_string(POOL).ok()?.trim().parse().ok()
 }

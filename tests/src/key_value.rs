@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::PATIENCE;
+use crate::COMMAND_TIMEOUT;
 use crate::command::{Sqe, kv};
 use crate::completion::Cqe;
 use crate::controller::{Controller, QueueOptions};
@@ -142,7 +142,7 @@ impl KeyValues {
         Ok(Self {
             queue,
             transfer: Transfer::Prp { offset: 0 },
-            timeout: PATIENCE,
+            timeout: COMMAND_TIMEOUT,
             nsid,
             memory: controller.memory().clone(),
         })

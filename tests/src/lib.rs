@@ -28,7 +28,7 @@
 //! Not implemented: metadata and protection information, controller memory buffers, fabrics, namespace management.
 
 pub mod admin;
-pub mod attached;
+pub mod attached_guest;
 pub mod bar;
 pub mod command;
 pub mod completion;
@@ -60,4 +60,4 @@ pub mod zoned;
 pub use error::{Error, Result};
 
 /// Default timeout of a command. A virtual machine may be stopped for a minute while its clock continues.
-pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(180);
+pub const COMMAND_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(180);

@@ -118,7 +118,7 @@ impl Mapping {
     }
 
     /// Maps pages from anywhere in a file to consecutive addresses.
-    pub(crate) fn of_pages(
+    pub(crate) fn from_pages(
         fd: BorrowedFd<'_>,
         offsets: &[u64],
         page: usize,

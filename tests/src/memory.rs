@@ -94,7 +94,7 @@ impl GuestMemory {
     /// # Errors
     /// A region is empty, unaligned or overlaps another one, or a system call fails.
     pub fn new(regions: &[(u64, u64)]) -> Result<Self, MemoryError> {
-        Self::of(mapping::memfd()?, regions, None)
+        Self::from_memfd(mapping::memfd()?, regions, None)
     }
 
     /// Creates memory like [`GuestMemory::new`], in reserved huge pages.
@@ -102,7 +102,7 @@ impl GuestMemory {
     /// # Errors
     /// As [`GuestMemory::new`].
     pub fn in_huge_pages(pages: &HugePages, regions: &[(u64, u64)]) -> Result<Self, MemoryError> {
-        Self::of(pages.file()?, regions, None)
+        Self::from_memfd(pages.file()?, regions, None)
     }
 
     /// Creates memory like [`GuestMemory::new`], whose pages are scattered in the memfd. A device sees this if the guest has a
@@ -111,10 +111,10 @@ impl GuestMemory {
     /// # Errors
     /// As [`GuestMemory::new`].
     pub fn scattered(regions: &[(u64, u64)], seed: u64) -> Result<Self, MemoryError> {
-        Self::of(mapping::memfd()?, regions, Some(seed))
+        Self::from_memfd(mapping::memfd()?, regions, Some(seed))
     }
 
-    fn of(
+    fn from_memfd(
         memfd: File,
         regions: &[(u64, u64)],
         scattered: Option<u64>,
@@ -173,7 +173,7 @@ impl GuestMemory {
             Arc::<[u64]>::from(pages)
         });
         let mapping = match &pages {
-            Some(pages) => Mapping::of_pages(self.fd(), pages, PAGE_SIZE)?,
+            Some(pages) => Mapping::from_pages(self.fd(), pages, PAGE_SIZE)?,
             None => {
                 let mapping = Mapping::new(self.fd(), fd_offset, len as usize)?;
                 mapping.advise_huge();

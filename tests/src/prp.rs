@@ -8,7 +8,7 @@ pub const ENTRIES_PER_PAGE: usize = PAGE_SIZE / 8;
 
 /// A data pointer with its list or segment pages, which must live until the command completes.
 #[derive(Debug)]
-pub struct Prepared {
+pub struct PreparedPointer {
     /// Data pointer for [`crate::command::Sqe::with_data`].
     pub pointer: DataPointer,
     /// PRP list pages or SGL segments, in chain order.
@@ -22,7 +22,7 @@ pub struct Prepared {
 ///
 /// # Panics
 /// The range is not within the buffer.
-pub fn buffer(data: &DmaBuffer, offset: usize, len: usize) -> Result<Prepared, MemoryError> {
+pub fn buffer(data: &DmaBuffer, offset: usize, len: usize) -> Result<PreparedPointer, MemoryError> {
     assert!(offset <= data.len() && len <= data.len() - offset);
     let first = data.gpa() + offset as u64;
     let page = PAGE_SIZE as u64;
@@ -46,15 +46,15 @@ pub fn list(
     first: u64,
     pages: &[u64],
     list_offset: usize,
-) -> Result<Prepared, MemoryError> {
+) -> Result<PreparedPointer, MemoryError> {
     if pages.len() < 2 {
-        return Ok(Prepared {
+        return Ok(PreparedPointer {
             pointer: DataPointer::prp(first, pages.first().copied().unwrap_or(0)),
             pages: Vec::new(),
         });
     }
     let list = chain(memory, pages, list_offset)?;
-    Ok(Prepared {
+    Ok(PreparedPointer {
         pointer: DataPointer::prp(first, list[0].gpa() + list_offset as u64),
         pages: list,
     })
@@ -102,7 +102,7 @@ mod tests {
         GuestMemory::new(&[(BASE, 16 << 20)]).unwrap()
     }
 
-    fn prps(prepared: &Prepared) -> (u64, u64) {
+    fn prps(prepared: &PreparedPointer) -> (u64, u64) {
         let sqe = Sqe::default().with_data(prepared.pointer);
         (sqe.0[3], sqe.0[4])
     }

@@ -118,11 +118,11 @@ impl SubmissionQueue {
 
     /// Frees entries up to `head`, which a completion reported. Needed if submission queues share a completion queue, which
     /// [`QueuePair`] does not handle.
-    pub fn freed(&mut self, head: u16) {
+    pub fn set_head(&mut self, head: u16) {
         self.head = u32::from(head);
     }
 
-    fn unrung(&self) -> bool {
+    fn has_unrung_tail(&self) -> bool {
         self.tail as u16 != self.doorbell.value()
     }
 }
@@ -202,7 +202,7 @@ impl CompletionQueue {
 
     /// Returns whether there is a new entry.
     #[inline]
-    pub fn ready(&self) -> bool {
+    pub fn has_entry(&self) -> bool {
         let tail = self.entries[self.head as usize][1].load(Ordering::Acquire);
         tail >> Cqe::PHASE_SHIFT & 1 == self.phase
     }
@@ -230,7 +230,7 @@ impl CompletionQueue {
         Some(Cqe { result, tail })
     }
 
-    fn unrung(&self) -> bool {
+    fn has_unrung_head(&self) -> bool {
         self.head as u16 != self.doorbell.value()
     }
 }
@@ -299,11 +299,11 @@ impl QueuePair {
     /// Rings the doorbells whose values changed (pipelined form). One full barrier serves both.
     #[inline]
     pub fn ring(&mut self) {
-        let sq = match self.sq.unrung() {
+        let sq = match self.sq.has_unrung_tail() {
             true => self.sq.doorbell.publish(self.sq.tail as u16),
             false => None,
         };
-        let cq = match self.cq.unrung() {
+        let cq = match self.cq.has_unrung_head() {
             true => self.cq.doorbell.publish(self.cq.head as u16),
             false => None,
         };
@@ -362,7 +362,7 @@ impl QueuePair {
         if let Some(at) = self.stash.iter().position(wanted) {
             return Ok(self.stash.remove(at));
         }
-        let mut patience = Patience::new(timeout);
+        let mut patience = WaitTimeout::new(timeout);
         loop {
             while let Some(cqe) = self.poll_ring() {
                 if cqe.sq_id() == queue && u32::from(cqe.sq_head()) >= self.sq.size {
@@ -436,13 +436,13 @@ const PAUSE_MAX: Duration = Duration::from_millis(100);
 
 /// Wait with a timeout: spins first, then sleeps, since the other side may need this processor.
 #[derive(Debug)]
-pub(crate) struct Patience {
+pub(crate) struct WaitTimeout {
     last: Duration,
     left: Duration,
     pauses: u32,
 }
 
-impl Patience {
+impl WaitTimeout {
     pub(crate) fn new(timeout: Duration) -> Self {
         Self {
             last: clock::monotonic(),
@@ -476,9 +476,9 @@ mod tests {
     use crate::bar::Bar;
     use crate::memory::GuestMemory;
 
-    struct Nothing;
+    struct NullBar;
 
-    impl Bar for Nothing {
+    impl Bar for NullBar {
         fn read32(&self, _: u64) -> u32 {
             u32::MAX
         }
@@ -491,7 +491,7 @@ mod tests {
 
     fn pair(size: u32) -> QueuePair {
         let memory = GuestMemory::new(&[(0x1000, 1 << 20)]).unwrap();
-        let bar: Arc<dyn Bar> = Arc::new(Nothing);
+        let bar: Arc<dyn Bar> = Arc::new(NullBar);
         let doorbell = |offset| Doorbell::new(&bar, offset, false).unwrap();
         let alloc = || memory.alloc(0x1000).unwrap();
         QueuePair::new(

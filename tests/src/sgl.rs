@@ -2,7 +2,7 @@
 
 use crate::command::DataPointer;
 use crate::memory::{DmaBuffer, GuestMemory, MemoryError};
-use crate::prp::Prepared;
+use crate::prp::PreparedPointer;
 
 /// An SGL descriptor of 16 bytes.
 pub type Descriptor = [u64; 2];
@@ -45,10 +45,10 @@ pub fn build(
     memory: &GuestMemory,
     list: &[Descriptor],
     per_segment: usize,
-) -> Result<Prepared, MemoryError> {
+) -> Result<PreparedPointer, MemoryError> {
     assert!(!list.is_empty() && per_segment >= 2);
     if let [only] = list {
-        return Ok(Prepared {
+        return Ok(PreparedPointer {
             pointer: DataPointer::sgl(*only),
             pages: Vec::new(),
         });
@@ -69,7 +69,7 @@ pub fn build(
         link = to;
     }
     pages.reverse();
-    Ok(Prepared {
+    Ok(PreparedPointer {
         pointer: DataPointer::sgl(link),
         pages,
     })

@@ -63,7 +63,7 @@ fn run(install: &str, verify: &str) -> (Output, TempDir) {
     (output, folder)
 }
 
-fn went_on(folder: &TempDir) -> bool {
+fn has_second_part(folder: &TempDir) -> bool {
     let calls = fs::read_to_string(folder.path().join("calls")).unwrap();
     calls.lines().any(|call| call.starts_with("verify --only "))
 }
@@ -72,7 +72,7 @@ fn went_on(folder: &TempDir) -> bool {
 fn ci_runs_its_second_part_after_a_successful_first_part() {
     let (output, folder) = run(":", ":");
     assert!(output.status.success(), "{output:?}");
-    assert!(went_on(&folder));
+    assert!(has_second_part(&folder));
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn ci_exits_with_the_first_failure() {
     for (install, verify) in [("echo no such crate; exit 101", ":"), (":", "exit 3")] {
         let (output, folder) = run(install, verify);
         assert_eq!(output.status.code(), Some(1), "{output:?}");
-        assert!(!went_on(&folder));
+        assert!(!has_second_part(&folder));
         let said = String::from_utf8_lossy(&output.stderr);
         let is_told = said.lines().any(|line| line == "no such crate");
         assert_eq!(is_told, install != ":", "{said}");
@@ -88,7 +88,7 @@ fn ci_exits_with_the_first_failure() {
 }
 
 /// Returns whether a process is running. An ended process exists until its parent has waited for it.
-fn works(process: &str) -> bool {
+fn is_running(process: &str) -> bool {
     let stat = fs::read_to_string(Path::new("/proc").join(process).join("stat"));
     stat.is_ok_and(|stat| !stat.contains(") Z "))
 }
@@ -99,10 +99,10 @@ fn ending_a_ci_run_ends_its_processes() {
     let verify = "until [ -e \"$STUB/process\" ]; do sleep 0.01; done; kill -TERM $PPID";
     let (output, folder) = run(install, verify);
     assert!(!output.status.success(), "{output:?}");
-    assert!(!went_on(&folder));
+    assert!(!has_second_part(&folder));
     let process = fs::read_to_string(folder.path().join("process")).unwrap();
     let mut looks = 0;
-    while works(process.trim()) {
+    while is_running(process.trim()) {
         looks += 1;
         assert!(looks < 18_000, "cargo-deny is built still");
         sleep(Duration::from_millis(10));

@@ -187,7 +187,7 @@ fn is_for_tests(attributes: &[Attribute]) -> bool {
 }
 
 /// Returns a cycle of modules that import each other, if there is any.
-fn circle(imports: &Imports) -> Option<Vec<&str>> {
+fn find_cycle(imports: &Imports) -> Option<Vec<&str>> {
     fn go<'a>(
         imports: &'a Imports,
         way: &mut Vec<&'a str>,
@@ -244,7 +244,7 @@ fn no_modules_import_each_other() {
         assert!(!read.modules.is_empty(), "{name}");
         for (folder, imports) in read.folders() {
             let folder = folder.join("/");
-            assert_eq!(circle(&imports), None, "{name}, folder \"{folder}\"");
+            assert_eq!(find_cycle(&imports), None, "{name}, folder \"{folder}\"");
         }
     }
 }
@@ -266,7 +266,10 @@ fn re_exports_are_followed_to_their_module() {
         .push((place("pair::seat"), place("std::sync::Arc")));
     let folders = read.folders();
     assert_eq!(folders.len(), 1);
-    assert_eq!(circle(&folders[&place("pair")]), Some(vec!["core", "seat"]));
+    assert_eq!(
+        find_cycle(&folders[&place("pair")]),
+        Some(vec!["core", "seat"])
+    );
 }
 
 #[test]
@@ -280,7 +283,7 @@ fn a_circle_is_found_and_named() {
         imports
     };
     let layers = imports(&[("device", "queue"), ("device", "ring"), ("queue", "ring")]);
-    assert_eq!(circle(&layers), None);
+    assert_eq!(find_cycle(&layers), None);
     let layers = imports(&[("device", "queue"), ("queue", "ring"), ("ring", "queue")]);
-    assert_eq!(circle(&layers), Some(vec!["queue", "ring"]));
+    assert_eq!(find_cycle(&layers), Some(vec!["queue", "ring"]));
 }

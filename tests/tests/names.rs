@@ -95,7 +95,7 @@ fn is_one_word(name: &str) -> bool {
 }
 
 /// Returns the number of definitions that are visible to other modules.
-fn shared(places: &[(bool, PathBuf)]) -> usize {
+fn count_visible(places: &[(bool, PathBuf)]) -> usize {
     places.iter().filter(|(is_shared, _)| *is_shared).count()
 }
 
@@ -113,14 +113,14 @@ fn few_types_have_a_name_of_one_word() {
 #[test]
 fn hardly_any_public_name_is_defined_twice() {
     check(&TypeNames::of_product(), 3.0, |name, places| {
-        !["Error", "Result"].contains(&name) && shared(places) > 1
+        !["Error", "Result"].contains(&name) && count_visible(places) > 1
     });
 }
 
 #[test]
 fn few_private_names_are_defined_twice() {
     check(&TypeNames::of_product(), 6.0, |_, places| {
-        places.len() > 1 && shared(places) <= 1
+        places.len() > 1 && count_visible(places) <= 1
     });
 }
 
@@ -134,8 +134,8 @@ fn names_are_counted_by_their_words_and_places() {
     }
     let (share, found) = names.share(|name, _| is_one_word(name));
     assert_eq!((share.round(), &*found), (50.0, &["Turn".to_owned()][..]));
-    let (_, found) = names.share(|_, places| shared(places) > 1);
+    let (_, found) = names.share(|_, places| count_visible(places) > 1);
     assert_eq!(found, ["Turn"]);
-    let (_, found) = names.share(|_, places| places.len() > 1 && shared(places) <= 1);
+    let (_, found) = names.share(|_, places| places.len() > 1 && count_visible(places) <= 1);
     assert_eq!(found, ["QueuePair"]);
 }

@@ -15,7 +15,7 @@ use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
 use nvme_mpt::{
-    Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool, SharedPartsSource,
+    Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool, SharedBackendPartsSource,
 };
 use nvme_mpt_memory::deadline::WaitClock;
 use nvme_software::{MemoryAllocationTime, SoftwareController};
@@ -26,7 +26,7 @@ use nvme_spec::sqe::Sqe;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zerocopy::{FromZeros, IntoBytes};
 
-use crate::admin::LOOK_INTERVAL;
+use crate::admin::MEMORY_POLL_INTERVAL;
 use crate::{Bar, MsixMasking, NvmeFunction};
 
 /// A lease of 1 GiB in blocks of 512 bytes.
@@ -91,7 +91,7 @@ pub(crate) const ADMIN_CQ: u64 = 0x10_1000;
 /// Start of the guest memory that tests use for data.
 pub(crate) const DATA: u64 = 0x20_0000;
 /// No memory is mapped here.
-pub(crate) const NOWHERE: u64 = 0x80_0000;
+pub(crate) const UNMAPPED: u64 = 0x80_0000;
 
 /// Clock that advances only when a thread sleeps on it. So a wait never times out because its thread was preempted.
 #[derive(Debug, Default)]
@@ -112,7 +112,7 @@ impl WaitClock for FixtureClock {
 }
 
 /// Returns a clock that advances only when a thread sleeps on it.
-pub(crate) fn still_clock() -> Arc<dyn WaitClock> {
+pub(crate) fn fixture_clock() -> Arc<dyn WaitClock> {
     Arc::<FixtureClock>::default()
 }
 
@@ -124,26 +124,31 @@ pub(crate) fn drive() -> Arc<Drive> {
 }
 
 /// Returns a back end for a drive of 64 MiB in memory, whose whole range is leased.
-pub(crate) fn attachment(mode: DoorbellMode) -> LocalBackend {
-    attachment_with(mode, drive(), &Ledger::in_process(), SharedPartsSource::Own)
+pub(crate) fn local_backend(mode: DoorbellMode) -> LocalBackend {
+    local_backend_with(
+        mode,
+        drive(),
+        &Ledger::in_process(),
+        SharedBackendPartsSource::Own,
+    )
 }
 
 /// Returns a back end for a drive whose whole range is leased.
-pub(crate) fn attachment_with(
+pub(crate) fn local_backend_with(
     mode: DoorbellMode,
     drive: Arc<Drive>,
     ledger: &Ledger,
-    parts: SharedPartsSource,
+    parts: SharedBackendPartsSource,
 ) -> LocalBackend {
     let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
     let request = LeaseRequest {
         id: "test",
         drive: drive.identity(),
         nsid: drive.namespace().nsid,
-        wanted: RequestedBytes::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
+        wanted: RequestedBytes::Range(ByteRange::new(0, blocks << lba_shift).expect("a range")),
         lba_shift,
         blocks,
-        former_data: nvme_lease::PreviousDataPolicy::Kept,
+        previous_data: nvme_lease::PreviousDataPolicy::Kept,
     };
     let lease = ledger.acquire(&request).expect("a lease");
     let config = LocalBackendConfig {
@@ -155,21 +160,21 @@ pub(crate) fn attachment_with(
         doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells: mode,
         poll: PollPolicy::default(),
-        learning: AdaptivePolicies::default(),
+        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
         memory: nvme_guest::MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_guest::limit::RateLimits::default(),
+        rates: nvme_guest::rate_limit::RateLimits::default(),
         serial: None,
     };
     LocalBackend::with_parts(config, parts)
         .expect("an attachment")
-        .with_clock(still_clock())
+        .with_clock(fixture_clock())
 }
 
 /// Returns a function with such a back end.
 pub(crate) fn function(mode: DoorbellMode, masking: MsixMasking) -> NvmeFunction {
-    NvmeFunction::new(Arc::new(attachment(mode)), masking).with_clock(still_clock())
+    NvmeFunction::new(Arc::new(local_backend(mode)), masking).with_clock(fixture_clock())
 }
 
 /// Returns a file for the guest's memory.
@@ -189,7 +194,7 @@ pub(crate) fn map_memory(function: &NvmeFunction, memory: OwnedFd) {
         readable: true,
         writable: true,
     };
-    function.host().map(region).expect("mapped");
+    function.backend().map(region).expect("mapped");
 }
 
 /// A guest's driver for the admin queue.
@@ -205,11 +210,11 @@ pub(crate) struct TestGuest {
 impl TestGuest {
     /// Creates a guest that has not touched its controller yet.
     pub(crate) fn new(mode: DoorbellMode) -> Self {
-        Self::on(function(mode, MsixMasking::Client), guest_memory())
+        Self::with_function(function(mode, MsixMasking::Client), guest_memory())
     }
 
     /// Creates a guest of this function, with this memory.
-    pub(crate) fn on(function: NvmeFunction, memory: OwnedFd) -> Self {
+    pub(crate) fn with_function(function: NvmeFunction, memory: OwnedFd) -> Self {
         map_memory(&function, memory);
         let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
         function.vectors()[0].set_eventfd(Some(interrupt.try_clone().expect("eventfd")));
@@ -224,7 +229,7 @@ impl TestGuest {
     }
 
     /// Creates a guest and enables its controller.
-    pub(crate) fn ready(mode: DoorbellMode) -> Self {
+    pub(crate) fn with_enabled_controller(mode: DoorbellMode) -> Self {
         let mut guest = Self::new(mode);
         guest.enable();
         guest
@@ -329,7 +334,7 @@ impl TestGuest {
     /// Executes one admin command. If the command names unmapped memory, the memory stays unmapped.
     pub(crate) fn admin(&mut self, sqe: Sqe) -> Cqe {
         let cid = self.submit(sqe);
-        if self.function.events_interval() == Some(LOOK_INTERVAL) {
+        if self.function.events_poll_interval() == Some(MEMORY_POLL_INTERVAL) {
             self.function.clock.sleep(Duration::from_secs(31));
             self.function.process_events();
         }

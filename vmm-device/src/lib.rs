@@ -27,8 +27,8 @@ mod admin;
 mod fixtures;
 mod function;
 mod pci;
+pub mod quiesce;
 mod registers;
-pub mod rest;
 pub mod state;
 
 pub use crate::{

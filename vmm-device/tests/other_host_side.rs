@@ -8,17 +8,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use nvme_guest::backend::{CoalescingConfig, IoDoorbells, LeasedNamespace};
 use nvme_guest::dma::DetachedGuestMemory;
 use nvme_guest::host::{LeaseDamage, TemperatureThresholds, UnreportedChanges};
 use nvme_guest::iova::IovaSpace;
-use nvme_guest::limit::RateLimits;
-use nvme_guest::seam::{CoalescingConfig, IoDoorbells, LeasedNamespace};
+use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::{
     AdaptivePolicies, BackendEvent, BackendState, BackendStateError, BackendStats,
     ControllerBackend, ControllerLimits, CqConfig, DirtyRange, DmaError, DmaWindow, DoorbellBuffer,
     DoorbellMode, DoorbellPage, ErrorEntry, EventQueue, Gpa, InterruptVector, IoQueueEvent,
     LeaseCounters, LeaseFacts, LeaseStatus, MemoryRegion, PersistedQueues, QueueError,
-    QueueFailure, SharedParts, SqConfig, VmmMapping,
+    QueueFailure, SharedBackendParts, SqConfig, VmmMapping,
 };
 use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
 use nvme_mpt_memory::deadline::{ACCESS_DEADLINE, WaitClock};
@@ -60,7 +60,7 @@ enum Call {
 
 /// The failure that the back end simulates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Trouble {
+enum BackendFailure {
     #[default]
     None,
     /// The back end is disconnected.
@@ -108,16 +108,16 @@ const DELETION: Duration = Duration::from_millis(300);
 #[derive(Debug)]
 struct Recorded {
     facts: LeaseFacts,
-    shared: SharedParts,
+    shared: SharedBackendParts,
     events: EventQueue,
     window: DmaWindow,
     clock: Arc<Clock>,
     queues: Mutex<Vec<QueueId>>,
-    trouble: Mutex<Trouble>,
+    trouble: Mutex<BackendFailure>,
     successors: AtomicU64,
     calls: Mutex<Vec<Call>>,
     /// Events that arrive right after the next query for events.
-    soon: Mutex<Vec<IoQueueEvent>>,
+    late_events: Mutex<Vec<IoQueueEvent>>,
 }
 
 impl Recorded {
@@ -131,12 +131,12 @@ impl Recorded {
         )
         .unwrap();
         let vectors = (0..=QUEUE_PAIRS).map(|_| InterruptVector::new());
-        let shared = SharedParts {
+        let shared = SharedBackendParts {
             doorbells: Arc::new(doorbells),
             events: events.eventfd().clone(),
             memory: window.memory(),
             vectors: vectors.collect(),
-            live: None,
+            inflight: None,
         };
         Self {
             facts: facts(),
@@ -148,32 +148,32 @@ impl Recorded {
             trouble: Mutex::default(),
             successors: AtomicU64::new(0),
             calls: Mutex::default(),
-            soon: Mutex::default(),
+            late_events: Mutex::default(),
         }
     }
 
-    fn called(&self, call: Call) {
+    fn record_call(&self, call: Call) {
         self.calls.lock().unwrap().push(call);
     }
 
-    fn trouble(&self) -> Trouble {
+    fn trouble(&self) -> BackendFailure {
         *self.trouble.lock().unwrap()
     }
 
     fn create(&self, qid: QueueId) -> Result<(), QueueError> {
         let trouble = self.trouble();
-        if trouble == Trouble::Replaced {
+        if trouble == BackendFailure::Replaced {
             self.successors.fetch_add(1, Ordering::Relaxed);
-            *self.trouble.lock().unwrap() = Trouble::None;
+            *self.trouble.lock().unwrap() = BackendFailure::None;
         }
         if matches!(
             trouble,
-            Trouble::NoQueues | Trouble::Away | Trouble::Replaced
+            BackendFailure::NoQueues | BackendFailure::Away | BackendFailure::Replaced
         ) {
             let source = io::Error::from_raw_os_error(28);
             return Err(QueueError::Host { qid, source });
         }
-        if trouble == Trouble::Resetting {
+        if trouble == BackendFailure::Resetting {
             let source = io::ErrorKind::ResourceBusy.into();
             return Err(QueueError::Host { qid, source });
         }
@@ -183,7 +183,7 @@ impl Recorded {
 
     fn stopped(&self) -> Result<(), QueueError> {
         match self.trouble() {
-            Trouble::Busy => Err(QueueError::Timeout(QueueId(1))),
+            BackendFailure::Busy => Err(QueueError::Timeout(QueueId(1))),
             _ => Ok(()),
         }
     }
@@ -239,7 +239,7 @@ impl ControllerBackend for Recorded {
         self.facts.clone()
     }
 
-    fn shared(&self) -> SharedParts {
+    fn shared_parts(&self) -> SharedBackendParts {
         self.shared.clone()
     }
 
@@ -253,15 +253,15 @@ impl ControllerBackend for Recorded {
         }
     }
 
-    fn is_away(&self) -> bool {
-        self.trouble() == Trouble::Away
+    fn is_disconnected(&self) -> bool {
+        self.trouble() == BackendFailure::Away
     }
 
-    fn successors(&self) -> u64 {
+    fn successor_count(&self) -> u64 {
         self.successors.load(Ordering::Relaxed)
     }
 
-    fn damage(&self) -> LeaseDamage {
+    fn check_damage(&self) -> LeaseDamage {
         LeaseDamage::default()
     }
 
@@ -273,13 +273,13 @@ impl ControllerBackend for Recorded {
         None
     }
 
-    fn forget_changes(&self, _: &UnreportedChanges) {}
+    fn remove_changes(&self, _: &UnreportedChanges) {}
 
     fn counters(&self) -> LeaseCounters {
         LeaseCounters::default()
     }
 
-    fn commands(&self) -> u64 {
+    fn completed_commands(&self) -> u64 {
         0
     }
 
@@ -289,7 +289,7 @@ impl ControllerBackend for Recorded {
 
     fn take_events(&self) -> Vec<IoQueueEvent> {
         let events = self.events.take();
-        for event in std::mem::take(&mut *self.soon.lock().unwrap()) {
+        for event in std::mem::take(&mut *self.late_events.lock().unwrap()) {
             self.events.report(event);
         }
         events
@@ -303,12 +303,12 @@ impl ControllerBackend for Recorded {
         self.window.map_in_place(memory, own)
     }
 
-    fn map_held(&self, memory: &DetachedGuestMemory) -> Result<(), DmaError> {
-        self.window.map_held(memory)
+    fn map_detached(&self, memory: &DetachedGuestMemory) -> Result<(), DmaError> {
+        self.window.map_detached(memory)
     }
 
     fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
-        self.called(Call::Unmap(time));
+        self.record_call(Call::Unmap(time));
         self.window.unmap_within(gpa, len, time)
     }
 
@@ -323,17 +323,17 @@ impl ControllerBackend for Recorded {
     fn stop_dirty_log(&self) {}
 
     fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
-        self.called(Call::CreateCq(config));
+        self.record_call(Call::CreateCq(config));
         self.create(config.qid)
     }
 
     fn create_sq_within(&self, config: SqConfig, _: Duration) -> Result<(), QueueError> {
-        self.called(Call::CreateSq(config));
+        self.record_call(Call::CreateSq(config));
         self.create(config.qid)
     }
 
     fn delete_sq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError> {
-        self.called(Call::DeleteSq(qid, time));
+        self.record_call(Call::DeleteSq(qid, time));
         *self.clock.0.lock().unwrap() += DELETION;
         self.stopped()
     }
@@ -343,15 +343,15 @@ impl ControllerBackend for Recorded {
     }
 
     fn set_coalescing(&self, coalescing: CoalescingConfig) {
-        self.called(Call::Coalescing(coalescing));
+        self.record_call(Call::Coalescing(coalescing));
     }
 
-    fn set_rates(&self, rates: RateLimits) {
-        self.called(Call::Rates(rates));
+    fn set_rate_limits(&self, rates: RateLimits) {
+        self.record_call(Call::Rates(rates));
     }
 
     fn ring(&self, doorbell: Doorbell, value: u32) -> bool {
-        self.called(Call::Ring(doorbell, value));
+        self.record_call(Call::Ring(doorbell, value));
         let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
         self.queues.lock().unwrap().contains(&qid)
     }
@@ -368,28 +368,28 @@ impl ControllerBackend for Recorded {
         Err(QueueError::Misaligned(buffer.shadow))
     }
 
-    fn begin_silent_doorbells(&self) -> io::Result<()> {
+    fn begin_untrapped_doorbells(&self) -> io::Result<()> {
         Ok(())
     }
 
-    fn end_silent_doorbells(&self) {}
+    fn end_untrapped_doorbells(&self) {}
 
     fn watch_admin_doorbells(&self) -> io::Result<()> {
         match self.trouble() {
-            Trouble::Unwatched => Err(io::ErrorKind::NotConnected.into()),
+            BackendFailure::Unwatched => Err(io::ErrorKind::NotConnected.into()),
             _ => Ok(()),
         }
     }
 
-    fn begin_anew(&self) {}
+    fn reset_connection(&self) {}
 
     fn pause_within(&self, _: Duration) -> Result<(), QueueError> {
-        self.called(Call::Pause);
+        self.record_call(Call::Pause);
         self.stopped()
     }
 
     fn resume(&self) {
-        self.called(Call::Resume);
+        self.record_call(Call::Resume);
     }
 
     fn revoke(&self) -> Result<(), QueueError> {
@@ -397,28 +397,28 @@ impl ControllerBackend for Recorded {
     }
 
     fn reset_within(&self, time: Duration) -> Result<(), QueueError> {
-        self.called(Call::Reset(time));
+        self.record_call(Call::Reset(time));
         *self.clock.0.lock().unwrap() += RESET;
         self.queues.lock().unwrap().clear();
         self.stopped()
     }
 
     fn flush_within(&self, time: Duration) -> io::Result<()> {
-        self.called(Call::Flush(time));
+        self.record_call(Call::Flush(time));
         match self.trouble() {
-            Trouble::Unflushed => Err(io::Error::from_raw_os_error(5)),
-            Trouble::Late => Err(io::ErrorKind::TimedOut.into()),
-            Trouble::Away => Err(io::ErrorKind::NotConnected.into()),
-            Trouble::Replaced => {
+            BackendFailure::Unflushed => Err(io::Error::from_raw_os_error(5)),
+            BackendFailure::Late => Err(io::ErrorKind::TimedOut.into()),
+            BackendFailure::Away => Err(io::ErrorKind::NotConnected.into()),
+            BackendFailure::Replaced => {
                 self.successors.fetch_add(1, Ordering::Relaxed);
-                *self.trouble.lock().unwrap() = Trouble::None;
+                *self.trouble.lock().unwrap() = BackendFailure::None;
                 Err(io::ErrorKind::NotConnected.into())
             }
             _ => Ok(()),
         }
     }
 
-    fn take_up(&self, _: &PersistedQueues) -> Result<(), BackendStateError> {
+    fn restore_inflight(&self, _: &PersistedQueues) -> Result<(), BackendStateError> {
         unreachable!("a function does not take up what its host side keeps for it")
     }
 
@@ -435,7 +435,7 @@ impl ControllerBackend for Recorded {
         })
     }
 
-    fn check(&self, _: &BackendState) -> Result<(), BackendStateError> {
+    fn check_state(&self, _: &BackendState) -> Result<(), BackendStateError> {
         Ok(())
     }
 
@@ -446,7 +446,7 @@ impl ControllerBackend for Recorded {
 
 /// A guest's driver and its function.
 struct Guest {
-    host: Arc<Recorded>,
+    backend: Arc<Recorded>,
     function: NvmeFunction,
     tail: u32,
 }
@@ -467,9 +467,9 @@ impl Guest {
             readable: true,
             writable: true,
         };
-        function.host().map(region).unwrap();
+        function.backend().map(region).unwrap();
         let mut guest = Self {
-            host,
+            backend: host,
             function,
             tail: 0,
         };
@@ -480,7 +480,7 @@ impl Guest {
         guest.write(0x14, 0x0046_0001);
         assert_eq!(guest.csts(), 0b1);
         guest.calls();
-        guest.takes_signal();
+        guest.take_signal();
         guest
     }
 
@@ -540,16 +540,16 @@ impl Guest {
 
     /// Returns the calls since the last call of this method.
     fn calls(&self) -> Vec<Call> {
-        std::mem::take(&mut self.host.calls.lock().unwrap())
+        std::mem::take(&mut self.backend.calls.lock().unwrap())
     }
 
     /// Clears the function's event signal. Returns whether it was set.
-    fn takes_signal(&self) -> bool {
+    fn take_signal(&self) -> bool {
         self.function.events_fd().read().is_ok()
     }
 
-    fn trouble(&self, trouble: Trouble) {
-        *self.host.trouble.lock().unwrap() = trouble;
+    fn set_trouble(&self, trouble: BackendFailure) {
+        *self.backend.trouble.lock().unwrap() = trouble;
     }
 }
 
@@ -636,7 +636,7 @@ fn concurrent_commands_share_a_deadline() {
 #[test]
 fn a_queue_with_commands_in_flight_is_deleted_once_they_have_ended() {
     let mut guest = Guest::new();
-    guest.trouble(Trouble::Busy);
+    guest.set_trouble(BackendFailure::Busy);
     for qid in [1, 2] {
         let mut delete = Sqe::new(0x00);
         delete.cdw10 = qid;
@@ -654,42 +654,45 @@ fn a_queue_with_commands_in_flight_is_deleted_once_they_have_ended() {
     let [first, second] = [0, 1].map(|at| guest.completion(at));
     assert_eq!((first.cid(), first.dw0()), (CommandId(2), 1), "not aborted");
     assert!(!second.phase());
-    assert!(guest.function.events_interval().is_some(), "it looks again");
+    assert!(
+        guest.function.events_poll_interval().is_some(),
+        "it looks again"
+    );
     guest.function.process_events();
     assert_eq!(guest.calls(), [deletion(1, 0), deletion(2, 0)]);
     assert!(!guest.completion(1).phase());
-    guest.trouble(Trouble::None);
+    guest.set_trouble(BackendFailure::None);
     guest.function.process_events();
     for (at, cid) in [(1, 0), (2, 1)] {
         let completion = guest.completion(at);
         assert_eq!(completion.cid(), CommandId(cid));
         assert_eq!(completion.status(), Status::SUCCESS);
     }
-    assert_eq!(guest.function.events_interval(), None);
+    assert_eq!(guest.function.events_poll_interval(), None);
 }
 
 #[test]
 fn a_reset_waits_for_commands_in_flight_and_completes_once_they_have_ended() {
     let mut guest = Guest::new();
-    guest.trouble(Trouble::Busy);
+    guest.set_trouble(BackendFailure::Busy);
     // Clears CC.EN.
     guest.write(0x14, 0x0046_0000);
     assert_eq!(guest.csts(), 0b1, "not ready to be enabled, and not failed");
     assert_eq!(guest.calls(), [Call::Reset(ACCESS_DEADLINE)]);
-    assert!(guest.takes_signal(), "the thread has to look at the clock");
+    assert!(guest.take_signal(), "the thread has to look at the clock");
     for _ in 0..1000 {
-        assert!(guest.function.events_interval().is_some());
+        assert!(guest.function.events_poll_interval().is_some());
         guest.function.process_events();
         assert_eq!(guest.csts(), 0b1);
-        assert!(!guest.takes_signal(), "no look calls for the next one");
+        assert!(!guest.take_signal(), "no look calls for the next one");
     }
     let looks = guest.calls();
     assert_eq!(looks, [Call::Reset(Duration::ZERO); 1000], "none waits");
-    guest.trouble(Trouble::None);
+    guest.set_trouble(BackendFailure::None);
     guest.function.process_events();
     assert_eq!(guest.csts(), 0);
     assert_eq!(guest.function.reset_stats().controller, 1);
-    assert_eq!(guest.function.events_interval(), None);
+    assert_eq!(guest.function.events_poll_interval(), None);
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0b1);
 }
@@ -698,7 +701,7 @@ fn a_reset_waits_for_commands_in_flight_and_completes_once_they_have_ended() {
 #[test]
 fn a_controller_that_is_enabled_before_a_reset_is_complete_waits_as_well() {
     let mut guest = Guest::new();
-    guest.trouble(Trouble::Busy);
+    guest.set_trouble(BackendFailure::Busy);
     guest.write(0x14, 0x0046_0000);
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0, "not ready");
@@ -707,7 +710,7 @@ fn a_controller_that_is_enabled_before_a_reset_is_complete_waits_as_well() {
     guest.write(0x14, 0x0046_0000);
     assert_eq!(guest.csts(), 0b1, "the reset is not complete");
     guest.write(0x14, 0x0046_0001);
-    guest.trouble(Trouble::None);
+    guest.set_trouble(BackendFailure::None);
     guest.function.process_events();
     assert_eq!(guest.csts(), 0b1, "ready");
     assert_eq!(guest.admin(create_cq()), Status::SUCCESS);
@@ -726,14 +729,14 @@ fn incomplete_function_level_and_vmm_resets_are_visible() {
     ];
     for reset in ways {
         let mut guest = Guest::new();
-        guest.trouble(Trouble::Busy);
+        guest.set_trouble(BackendFailure::Busy);
         reset(&mut guest, device_control);
         assert_eq!(guest.csts(), 0b1, "CC.EN is clear, and CSTS.RDY is not");
-        assert!(guest.takes_signal());
+        assert!(guest.take_signal());
         guest.function.process_events();
         assert_eq!(guest.csts(), 0b1);
-        assert!(!guest.takes_signal());
-        guest.trouble(Trouble::None);
+        assert!(!guest.take_signal());
+        guest.set_trouble(BackendFailure::None);
         guest.function.process_events();
         assert_eq!(guest.csts(), 0);
     }
@@ -742,17 +745,17 @@ fn incomplete_function_level_and_vmm_resets_are_visible() {
 #[test]
 fn a_shutdown_occurs_until_commands_and_the_flush_have_ended() {
     let mut guest = Guest::new();
-    guest.trouble(Trouble::Busy);
+    guest.set_trouble(BackendFailure::Busy);
     guest.write(0x14, 0x0046_4001);
     assert_eq!(guest.csts(), 0b0101, "shutdown occurring");
-    assert!(guest.takes_signal());
+    assert!(guest.take_signal());
     guest.function.process_events();
     assert_eq!(guest.csts(), 0b0101);
-    guest.trouble(Trouble::Late);
+    guest.set_trouble(BackendFailure::Late);
     guest.function.process_events();
     assert_eq!(guest.csts(), 0b0101, "its flush is under way");
-    assert!(!guest.takes_signal());
-    guest.trouble(Trouble::None);
+    assert!(!guest.take_signal());
+    guest.set_trouble(BackendFailure::None);
     guest.function.process_events();
     assert_eq!(guest.csts(), 0b1001, "shutdown complete");
 }
@@ -760,15 +763,15 @@ fn a_shutdown_occurs_until_commands_and_the_flush_have_ended() {
 #[test]
 fn without_bus_master_a_function_pauses_after_its_commands() {
     let mut guest = Guest::new();
-    guest.trouble(Trouble::Busy);
+    guest.set_trouble(BackendFailure::Busy);
     drop(guest.function.write_config(4, &[0b010, 0]));
     assert_eq!(guest.csts(), 0b1);
     guest.calls();
-    assert!(guest.takes_signal());
+    assert!(guest.take_signal());
     guest.function.process_events();
     assert_eq!(guest.calls(), [Call::Pause], "it asks again");
-    assert!(!guest.takes_signal());
-    guest.trouble(Trouble::None);
+    assert!(!guest.take_signal());
+    guest.set_trouble(BackendFailure::None);
     guest.function.process_events();
     guest.function.process_events();
     assert_eq!(guest.calls(), [Call::Pause]);
@@ -779,11 +782,11 @@ fn without_bus_master_a_function_pauses_after_its_commands() {
 #[test]
 fn a_failed_pause_leaves_the_function_running() {
     let mut guest = Guest::new();
-    guest.trouble(Trouble::Busy);
+    guest.set_trouble(BackendFailure::Busy);
     guest.function.pause().unwrap_err();
     assert_eq!(guest.calls(), [Call::Pause, Call::Resume]);
     assert!(!guest.function.is_paused());
-    guest.trouble(Trouble::None);
+    guest.set_trouble(BackendFailure::None);
     assert_eq!(guest.csts(), 0b1);
     assert_eq!(guest.admin(create_cq()), Status::SUCCESS);
 }
@@ -791,10 +794,10 @@ fn a_failed_pause_leaves_the_function_running() {
 #[test]
 fn a_queue_that_the_back_end_refuses_does_not_exist() {
     let mut guest = Guest::new();
-    guest.trouble(Trouble::NoQueues);
+    guest.set_trouble(BackendFailure::NoQueues);
     assert_eq!(guest.admin(create_cq()), Status::INTERNAL_ERROR);
     assert_eq!(guest.calls(), [Call::CreateCq(CQ)]);
-    guest.trouble(Trouble::None);
+    guest.set_trouble(BackendFailure::None);
     // Number of Queues is refused once an I/O queue exists.
     let mut features = Sqe::new(0x09);
     features.cdw10 = 7;
@@ -807,20 +810,23 @@ fn a_queue_that_the_back_end_refuses_does_not_exist() {
 #[test]
 fn queue_creation_is_retryable_during_drive_resets() {
     let mut guest = Guest::new();
-    for (trouble, retried) in [(Trouble::NoQueues, false), (Trouble::Resetting, true)] {
-        guest.trouble(trouble);
+    for (trouble, retried) in [
+        (BackendFailure::NoQueues, false),
+        (BackendFailure::Resetting, true),
+    ] {
+        guest.set_trouble(trouble);
         let at = u64::from(guest.tail);
         assert_eq!(guest.admin(create_cq()), Status::INTERNAL_ERROR);
         assert_eq!(!guest.completion(at).status().dnr(), retried, "{trouble:?}");
     }
-    guest.trouble(Trouble::None);
+    guest.set_trouble(BackendFailure::None);
     assert_eq!(guest.admin(create_cq()), Status::SUCCESS);
 }
 
 #[test]
 fn a_back_end_failure_is_a_fatal_status() {
     let mut guest = Guest::new();
-    guest.host.events.report(IoQueueEvent::QueueFailed {
+    guest.backend.events.report(IoQueueEvent::QueueFailed {
         qid: QueueId(1),
         reason: QueueFailure::HostQueue,
     });
@@ -829,7 +835,7 @@ fn a_back_end_failure_is_a_fatal_status() {
     assert_eq!(guest.csts(), 0b11, "a queue broke");
 
     let mut guest = Guest::new();
-    guest.trouble(Trouble::Unflushed);
+    guest.set_trouble(BackendFailure::Unflushed);
     guest.write(0x14, 0x0046_4001);
     assert_eq!(guest.csts() & 0b1110, 0b0110, "CFS, and shutdown occurring");
 }
@@ -857,7 +863,8 @@ fn the_error_log_includes_events_after_the_last_query() {
             qid: QueueId(1),
             reason: QueueFailure::HostQueue,
         };
-        *guest.host.soon.lock().unwrap() = vec![IoQueueEvent::CommandFailed(error), failure];
+        *guest.backend.late_events.lock().unwrap() =
+            vec![IoQueueEvent::CommandFailed(error), failure];
         assert_eq!(guest.admin(get_log_page(lid)), Status::SUCCESS);
         assert_eq!(guest.data::<8>(count_at), 1_u64.to_le_bytes());
         assert_eq!(guest.csts(), 0b1);
@@ -927,7 +934,7 @@ fn the_guests_coalescing_settings_reach_the_back_end() {
 }
 
 fn report(guest: &mut Guest, event: BackendEvent) {
-    guest.host.events.report(IoQueueEvent::HostSide(event));
+    guest.backend.events.report(IoQueueEvent::HostSide(event));
     guest.function.process_events();
 }
 
@@ -976,7 +983,7 @@ fn without_a_back_end_the_guest_waits_and_must_reset_after_reconnection_without_
 fn an_admin_command_of_a_lost_back_end_is_executed_by_the_next() {
     let mut guest = Guest::new();
     guest.calls();
-    guest.trouble(Trouble::Away);
+    guest.set_trouble(BackendFailure::Away);
     for (at, sqe) in [create_cq(), identify(1, 0)].iter_mut().enumerate() {
         sqe.set_cid((at as u16).into());
         let memory = guest.function.memory();
@@ -999,7 +1006,7 @@ fn an_admin_command_of_a_lost_back_end_is_executed_by_the_next() {
     assert_eq!(guest.function.admin_stats().commands, 1);
     assert_eq!(guest.csts(), 0b1);
 
-    guest.trouble(Trouble::None);
+    guest.set_trouble(BackendFailure::None);
     report(&mut guest, BackendEvent::BackWithQueues);
     assert_eq!(guest.csts(), 0b1, "nothing has failed");
     for at in 0..2 {
@@ -1015,7 +1022,7 @@ fn an_admin_command_of_a_lost_back_end_is_executed_by_the_next() {
 fn an_admin_command_of_a_replaced_back_end_is_executed_by_the_next() {
     let mut guest = Guest::new();
     guest.calls();
-    guest.trouble(Trouble::Replaced);
+    guest.set_trouble(BackendFailure::Replaced);
     guest.push(create_cq());
     guest.ring(Doorbell::SqTail(QueueId::ADMIN), guest.tail);
     guest.function.process_events();
@@ -1064,7 +1071,7 @@ fn a_shutdown_of_a_lost_back_end_completes_after_the_next_flush() {
     let attempt = [Call::Reset(all), Call::Flush(left)];
 
     let mut guest = Guest::new();
-    guest.trouble(Trouble::Away);
+    guest.set_trouble(BackendFailure::Away);
     guest.write(0x14, 0x0046_4001);
     assert_eq!(
         guest.csts(),
@@ -1074,14 +1081,14 @@ fn a_shutdown_of_a_lost_back_end_completes_after_the_next_flush() {
     assert_eq!(guest.calls(), attempt);
     report(&mut guest, BackendEvent::Away);
     assert_eq!(guest.csts(), 0b0101);
-    guest.trouble(Trouble::None);
+    guest.set_trouble(BackendFailure::None);
     report(&mut guest, BackendEvent::BackWithoutQueues);
     assert_eq!(guest.csts(), 0b1001, "shutdown complete");
     assert_eq!(guest.calls(), attempt);
 
     // The next back end connects before the function asks.
     let mut guest = Guest::new();
-    guest.trouble(Trouble::Replaced);
+    guest.set_trouble(BackendFailure::Replaced);
     guest.write(0x14, 0x0046_4001);
     assert_eq!(guest.csts(), 0b0101);
     for event in [BackendEvent::Away, BackendEvent::BackWithQueues] {
@@ -1091,11 +1098,11 @@ fn a_shutdown_of_a_lost_back_end_completes_after_the_next_flush() {
 
     // The guest does not wait for the shutdown.
     let mut guest = Guest::new();
-    guest.trouble(Trouble::Away);
+    guest.set_trouble(BackendFailure::Away);
     guest.write(0x14, 0x0046_4001);
     guest.write(0x14, 0x0046_0000);
     assert_eq!(guest.csts(), 0);
-    guest.trouble(Trouble::None);
+    guest.set_trouble(BackendFailure::None);
     report(&mut guest, BackendEvent::BackWithoutQueues);
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0b1, "ready");
@@ -1106,7 +1113,7 @@ fn losing_the_back_end_during_a_restore_does_not_fail_the_function() {
     let mut guest = Guest::new();
     guest.function.pause().unwrap();
     let state = guest.function.save().unwrap();
-    guest.trouble(Trouble::Unwatched);
+    guest.set_trouble(BackendFailure::Unwatched);
     guest.function.restore(&state).unwrap();
     assert_eq!(guest.csts(), 0b1, "ready, and nothing has failed");
 }

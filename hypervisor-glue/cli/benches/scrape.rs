@@ -34,7 +34,7 @@ use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
-use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::prp::{self, PreparedPointer};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
@@ -43,16 +43,16 @@ const QUEUES: u16 = 4;
 const BUCKETS: u64 = 25;
 const ROUNDS: u32 = 11;
 /// Longer than a text is given to further clients.
-const PAUSE: Duration = Duration::from_millis(600);
+const ROUND_PAUSE: Duration = Duration::from_millis(600);
 /// Time for which a guest reads.
-const READING: Duration = Duration::from_secs(5);
+const READING_TIME: Duration = Duration::from_secs(5);
 /// Longest time of a read.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn main() {
     let snapshot = snapshot();
     if std::env::args().any(|argument| argument == "--print") {
-        print!("{}", snapshot.text(MetricsFormat::OpenMetrics));
+        print!("{}", snapshot.into_text(MetricsFormat::OpenMetrics));
         return;
     }
     if std::env::args().any(|argument| argument == "--test") {
@@ -62,7 +62,7 @@ fn main() {
     let time = median(|| {
         let snapshot = snapshot.clone();
         let start = Instant::now();
-        size = snapshot.text(MetricsFormat::OpenMetrics).len();
+        size = snapshot.into_text(MetricsFormat::OpenMetrics).len();
         start.elapsed()
     });
     println!("text of {FUNCTIONS} functions with {QUEUES} queues each: {time:?}, {size} bytes");
@@ -71,7 +71,7 @@ fn main() {
     let server = Server::start(folder.path());
     let socket = folder.path().join("m.sock");
     let time = median(|| {
-        thread::sleep(PAUSE);
+        thread::sleep(ROUND_PAUSE);
         let start = Instant::now();
         size = scrape(&socket).len();
         start.elapsed()
@@ -86,7 +86,7 @@ fn main() {
         let reads = scope.spawn(|| guest.read("beside scrapes"));
         while !reads.is_finished() {
             scrape(&socket);
-            thread::sleep(PAUSE);
+            thread::sleep(ROUND_PAUSE);
         }
     });
     drop((guest, server));
@@ -97,7 +97,7 @@ struct Guest {
     _controller: Controller,
     queue: QueuePair,
     _data: DmaBuffer,
-    prepared: Prepared,
+    prepared: PreparedPointer,
 }
 
 impl Guest {
@@ -124,10 +124,10 @@ impl Guest {
     fn read(&mut self, place: &str) {
         let read = Sqe::read(1, 0, 8).with_data(self.prepared.pointer);
         let mut times = Vec::new();
-        let end = Instant::now() + READING;
+        let end = Instant::now() + READING_TIME;
         while Instant::now() < end {
             let start = Instant::now();
-            self.queue.execute(read, PATIENCE).expect("a read");
+            self.queue.execute(read, TIMEOUT).expect("a read");
             times.push(start.elapsed());
         }
         times.sort_unstable();

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use nvme_lease::range::Bytes;
+use nvme_lease::range::ByteSize;
 use nvme_mpt_server::stats::{DriveStats, NamespaceStats, QueuePairStats};
 use nvme_vfio::function::{
     DiskUser, HostRoot, KernelController, PciFunction, PciFunctionError, VFIO_PCI,
@@ -43,17 +43,20 @@ pub struct HostDrive {
 ///
 /// # Errors
 /// The kernel does not report required information.
-pub fn drives(root: &HostRoot, served: &[DriveStats]) -> Result<Vec<HostDrive>, PciFunctionError> {
+pub fn list_drives(
+    root: &HostRoot,
+    served: &[DriveStats],
+) -> Result<Vec<HostDrive>, PciFunctionError> {
     PciFunction::list(root)?
         .iter()
         .map(|function| {
             let is_it = |drive: &&DriveStats| drive.path.parse() == Ok(function.address);
-            describe(root, function, served.iter().find(is_it))
+            describe_function(root, function, served.iter().find(is_it))
         })
         .collect()
 }
 
-fn describe(
+fn describe_function(
     root: &HostRoot,
     function: &PciFunction,
     served: Option<&DriveStats>,
@@ -80,7 +83,7 @@ fn describe(
         served: served.is_some(),
         in_the_way: match served {
             Some(_) => Vec::new(),
-            None => in_the_way(root, function)?,
+            None => find_obstacles(root, function)?,
         },
     })
 }
@@ -97,7 +100,10 @@ fn namespaces(controller: &KernelController) -> Vec<NamespaceStats> {
 }
 
 /// Returns the obstacles with their remedies, most important first.
-fn in_the_way(root: &HostRoot, function: &PciFunction) -> Result<Vec<String>, PciFunctionError> {
+fn find_obstacles(
+    root: &HostRoot,
+    function: &PciFunction,
+) -> Result<Vec<String>, PciFunctionError> {
     let mut obstacles = Vec::new();
     let users = match (&function.controller, &function.iommu_group) {
         (Some(controller), _) => controller.users(root)?,
@@ -163,7 +169,7 @@ impl fmt::Display for HostDrive {
                 } in namespaces
                 {
                     // Once in the units of range options, and once in vendors' decimal gigabytes.
-                    let size = Bytes(*bytes);
+                    let size = ByteSize(*bytes);
                     let gigabytes = *bytes as f64 / 1e9;
                     writeln!(
                         f,

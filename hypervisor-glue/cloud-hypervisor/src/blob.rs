@@ -10,14 +10,14 @@ pub struct BlobId([u8; 20]);
 impl BlobId {
     /// Returns the id of a file with this content.
     #[must_use]
-    pub fn of(content: &[u8]) -> Self {
+    pub fn from_content(content: &[u8]) -> Self {
         let mut blob = format!("blob {}\0", content.len()).into_bytes();
         blob.extend(content);
         Self(sha1(blob))
     }
 
     /// Returns whether this is the id of a missing file: all zeros.
-    pub(crate) fn is_none(self) -> bool {
+    pub(crate) fn is_missing(self) -> bool {
         self.0 == [0; 20]
     }
 }
@@ -121,7 +121,7 @@ mod tests {
                 "ce013625030ba8dba906f756967f9e9ca394464a",
             ),
         ] {
-            assert_eq!(BlobId::of(content.as_bytes()).to_string(), id);
+            assert_eq!(BlobId::from_content(content.as_bytes()).to_string(), id);
         }
     }
 

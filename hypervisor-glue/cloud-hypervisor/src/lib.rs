@@ -26,7 +26,7 @@ pub const CLOUD_HYPERVISOR: &str = include_str!("../v53.0.patch");
 #[derive(Debug, Error)]
 pub enum ApplyError {
     /// Files differ from the version for which the patch was made. No file was changed.
-    #[error("Nothing was changed, as the patch is for Cloud Hypervisor {VERSION} as it was released:{}", list(.0))]
+    #[error("Nothing was changed, as the patch is for Cloud Hypervisor {VERSION} as it was released:{}", indented_lines(.0))]
     Differ(Vec<String>),
     /// A file could not be read or written. Changes of other files were undone.
     #[error("Nothing was changed, as {} cannot be patched: {source}", path.display())]
@@ -40,9 +40,9 @@ pub enum ApplyError {
     #[error(
         "{} cannot be patched: {source}. These could not be changed back, use git restore:{}",
         path.display(),
-        list(changed)
+        indented_lines(changed)
     )]
-    Stuck {
+    NotUndone {
         /// The file.
         path: PathBuf,
         /// Kernel's error.
@@ -52,7 +52,7 @@ pub enum ApplyError {
     },
 }
 
-fn list(lines: &[String]) -> String {
+fn indented_lines(lines: &[String]) -> String {
     let lines = lines.iter().map(|line| format!("\n  {line}"));
     lines.collect()
 }
@@ -95,7 +95,7 @@ impl Patch {
                 path: path.clone(),
                 source,
             })?;
-            let id = content.as_deref().map(BlobId::of);
+            let id = content.as_deref().map(BlobId::from_content);
             if id == Some(patch.after) {
                 continue;
             }
@@ -110,7 +110,7 @@ impl Patch {
                 });
                 continue;
             }
-            match patch.added_to(content.as_deref().unwrap_or_default()) {
+            match patch.apply_to(content.as_deref().unwrap_or_default()) {
                 Some(after) => changes.push(FileChange {
                     path,
                     before: content,
@@ -183,7 +183,7 @@ fn put_in_place(changes: &[FileChange<'_>], staged: &[PathBuf]) -> Result<(), Ap
         let changed: Vec<String> = changed.map(|change| change.patch.to_string()).collect();
         return Err(match changed.is_empty() {
             true => ApplyError::Io { path, source },
-            false => ApplyError::Stuck {
+            false => ApplyError::NotUndone {
                 path,
                 source,
                 changed,

@@ -31,7 +31,7 @@ pub(crate) struct FilePatch {
 #[derive(Debug, PartialEq, Eq)]
 struct Hunk {
     /// Number of the file's lines before the added lines.
-    at: usize,
+    lines_before: usize,
     lines: Vec<String>,
 }
 
@@ -91,7 +91,7 @@ impl Patch {
                 line,
                 problem: "it is no index line with two ids of 40 digits",
             })?;
-            if before.is_none() != is_new {
+            if before.is_missing() != is_new {
                 return Err(ParseError {
                     line,
                     problem: "a file is new if its first id is zeros",
@@ -111,10 +111,10 @@ impl Patch {
             let mut hunks: Vec<Hunk> = Vec::new();
             while let Some((line, header)) = lines.next_if(|(_, text)| text.starts_with("@@ ")) {
                 let fail = |problem| ParseError { line, problem };
-                let (at, count) = added(header).ok_or_else(|| {
+                let (at, count) = parse_hunk_header(header).ok_or_else(|| {
                     fail("it is no \"@@ -LINE,0 +LINE,COUNT @@\", or has something behind that")
                 })?;
-                if hunks.last().is_some_and(|before| before.at >= at) {
+                if hunks.last().is_some_and(|before| before.lines_before >= at) {
                     return Err(fail("its place is not behind that of the hunk before"));
                 }
                 let mut own = Vec::new();
@@ -124,7 +124,10 @@ impl Patch {
                         added.ok_or_else(|| fail("it has fewer added lines than it says"))?;
                     own.push(added.to_owned());
                 }
-                hunks.push(Hunk { at, lines: own });
+                hunks.push(Hunk {
+                    lines_before: at,
+                    lines: own,
+                });
             }
             files.push(FilePatch {
                 path: path.to_owned(),
@@ -138,7 +141,7 @@ impl Patch {
 }
 
 /// Parses a hunk's header. Returns the number of lines before the added lines, and the number of added lines.
-fn added(header: &str) -> Option<(usize, usize)> {
+fn parse_hunk_header(header: &str) -> Option<(usize, usize)> {
     let ranges = header.strip_prefix("@@ -")?.strip_suffix(" @@")?;
     let (old, new) = ranges.split_once(" +")?;
     let at = old.strip_suffix(",0")?.parse().ok()?;
@@ -150,12 +153,12 @@ fn added(header: &str) -> Option<(usize, usize)> {
 
 impl FilePatch {
     /// Returns the content with the added lines; `None` if the result does not have the expected id.
-    pub(crate) fn added_to(&self, content: &[u8]) -> Option<Vec<u8>> {
+    pub(crate) fn apply_to(&self, content: &[u8]) -> Option<Vec<u8>> {
         let mut old = content.split_inclusive(|byte| *byte == b'\n');
         let mut new = Vec::with_capacity(content.len());
         let mut done = 0;
         for hunk in &self.hunks {
-            while done < hunk.at {
+            while done < hunk.lines_before {
                 new.extend(old.next()?);
                 done += 1;
             }
@@ -165,7 +168,7 @@ impl FilePatch {
             }
         }
         new.extend(old.flatten());
-        (BlobId::of(&new) == self.after).then_some(new)
+        (BlobId::from_content(&new) == self.after).then_some(new)
     }
 }
 

@@ -15,7 +15,8 @@ const ADDED: &str = "all of it\n";
 
 /// Returns a patch of three files, one of which is new.
 fn text() -> String {
-    let [old, new, added] = [OLD, NEW, ADDED].map(|content| BlobId::of(content.as_bytes()));
+    let [old, new, added] =
+        [OLD, NEW, ADDED].map(|content| BlobId::from_content(content.as_bytes()));
     let zeros = "0".repeat(40);
     format!(
         "diff --git a/src/a.rs b/src/a.rs\nindex {old}..{new} 100644\n--- a/src/a.rs\n+++ b/src/a.rs\n\
@@ -157,7 +158,7 @@ fn patches_with_foreign_lines_are_refused() {
     assert_eq!(line(replaced("@@ -2,0 +4,2 @@", "@@ -2 +4,3 @@")), 7);
     assert_eq!(line(replaced("+between", "-between")), 7);
     assert_eq!(line(replaced("+between", " between")), 7);
-    let old = BlobId::of(OLD.as_bytes()).to_string();
+    let old = BlobId::from_content(OLD.as_bytes()).to_string();
     assert_eq!(line(replaced(&old, &old[..12])), 2);
     assert_eq!(
         line(replaced("a/src/a.rs b/src/a.rs", "a/../a.rs b/../a.rs")),

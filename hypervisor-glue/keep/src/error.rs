@@ -69,7 +69,7 @@ pub enum FdStoreError {
     },
     /// The stored descriptors are no descriptor queue.
     #[error("The inherited descriptors are not a descriptor store: {reason}")]
-    NoBag {
+    NotDescriptorQueue {
         /// The reason.
         reason: &'static str,
     },
@@ -97,7 +97,7 @@ pub enum FdStoreError {
     #[error(
         "The process has too few descriptors left to read a descriptor store: raise RLIMIT_NOFILE"
     )]
-    Cut,
+    Truncated,
     /// A system call failed.
     #[error("Cannot {action}")]
     System {
@@ -111,7 +111,7 @@ pub enum FdStoreError {
 impl FdStoreError {
     /// Returns whether the keeper has ended, so that no message can reach it.
     #[must_use]
-    pub fn is_of_the_end(&self) -> bool {
+    pub fn is_supervisor_gone(&self) -> bool {
         matches!(self, Self::Gone { .. })
     }
 }
@@ -154,7 +154,7 @@ pub enum SuperviseError {
     NoKeeper(#[source] io::Error),
     /// The keeper passed fewer descriptors than it stores.
     #[error("The keeper could not pass all descriptors: raise RLIMIT_NOFILE")]
-    Cut,
+    Truncated,
     /// A descriptor number that is needed for a stored descriptor is already in use.
     #[error("Descriptor {number} is open already in the first stage of a command")]
     Occupied {

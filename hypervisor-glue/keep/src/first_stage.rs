@@ -14,22 +14,22 @@ use nix::sys::signal::{SigHandler, SigSet, Signal, signal};
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair};
 
+use crate::datagram::{self, DESCRIPTORS_MAX};
 use crate::error::SuperviseError;
-use crate::inherited::FIRST;
-use crate::message::{self, DESCRIPTORS_MAX};
+use crate::inherited_descriptors::LISTEN_FDS_START;
 
 /// Message that carries stored descriptors.
-const STORED: u8 = 1;
+const STORED_MESSAGE: u8 = 1;
 
 /// Last message. It carries the command's standard input.
-const STANDARD_INPUT: u8 = 0;
+const STANDARD_INPUT_MESSAGE: u8 = 0;
 
 /// First stage that was started.
 #[derive(Debug)]
 pub(crate) struct StartedFirstStage {
     pub(crate) child: Child,
     /// Error if the first stage did not get all descriptors. The first stage's process then ends without being killed.
-    pub(crate) passed: rustix::io::Result<()>,
+    pub(crate) send_result: rustix::io::Result<()>,
 }
 
 /// Starts a command through its first stage, which moves the named descriptors to the numbers from 3.
@@ -54,18 +54,21 @@ pub(crate) fn start(
     let child = child.map_err(|error| SuperviseError::system("start the command", error))?;
     // Closes this process's copy of the first stage's socket, so that the end of the first stage is noticed.
     command.stdin(Stdio::null());
-    let passed = pass(&ours, descriptors);
-    Ok(StartedFirstStage { child, passed })
+    let passed = send_descriptors(&ours, descriptors);
+    Ok(StartedFirstStage {
+        child,
+        send_result: passed,
+    })
 }
 
 /// Sends the descriptors for which the first stage waits.
-fn pass(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix::io::Result<()> {
+fn send_descriptors(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix::io::Result<()> {
     for some in descriptors.chunks(DESCRIPTORS_MAX) {
-        message::send(socket, &[STORED], some, SendFlags::empty())?;
+        datagram::send(socket, &[STORED_MESSAGE], some, SendFlags::empty())?;
     }
     let standard_input = io::stdin();
     let last = [standard_input.as_fd()];
-    message::send(socket, &[STANDARD_INPUT], &last, SendFlags::empty())
+    datagram::send(socket, &[STANDARD_INPUT_MESSAGE], &last, SendFlags::empty())
 }
 
 /// Starts `command` as the successor of this process. The successor gets `descriptors` with their names, inherits the
@@ -88,8 +91,10 @@ pub fn start_successor(
     let mut first = Command::new("/proc/self/exe");
     first.args(first_stage).args(command);
     first.envs(variables.iter().map(|(name, value)| (name, value)));
-    let StartedFirstStage { mut child, passed } =
-        start(&mut first, names.join(":").into(), &descriptors)?;
+    let StartedFirstStage {
+        mut child,
+        send_result: passed,
+    } = start(&mut first, names.join(":").into(), &descriptors)?;
     if let Err(error) = passed {
         // The first stage ends on its own.
         let _ = child.wait();
@@ -102,12 +107,12 @@ pub fn start_successor(
 ///
 /// If the program's arguments start with [`KeepOptions::first_stage`](crate::SuperviseOptions::first_stage), `main` must call
 /// this first, with the arguments that follow. The function returns only after an error, and the process must then end.
-pub fn first_stage(command: impl IntoIterator<Item = OsString>) -> SuperviseError {
+pub fn run_first_stage(command: impl IntoIterator<Item = OsString>) -> SuperviseError {
     let mut words = command.into_iter();
     let Some(program) = words.next() else {
         return SuperviseError::NoCommand;
     };
-    if let Err(error) = receive() {
+    if let Err(error) = set_up_command() {
         return error;
     }
     let mut command = Command::new(&program);
@@ -122,19 +127,19 @@ pub fn first_stage(command: impl IntoIterator<Item = OsString>) -> SuperviseErro
     }
 }
 
-fn receive() -> Result<(), SuperviseError> {
-    let (mut stored, mut kind) = (Vec::new(), [STORED]);
+fn set_up_command() -> Result<(), SuperviseError> {
+    let (mut stored, mut kind) = (Vec::new(), [STORED_MESSAGE]);
     let standard_input = loop {
-        let came = message::receive(io::stdin(), &mut kind, RecvFlags::empty())
+        let came = datagram::receive(io::stdin(), &mut kind, RecvFlags::empty())
             .map_err(|error| SuperviseError::NoKeeper(error.into()))?;
-        match (came.bytes, kind, came.is_cut) {
-            (1, [STORED], false) => stored.extend(came.descriptors),
-            (1, [STANDARD_INPUT], false) => break came.descriptors,
+        match (came.bytes, kind, came.is_truncated) {
+            (1, [STORED_MESSAGE], false) => stored.extend(came.descriptors),
+            (1, [STANDARD_INPUT_MESSAGE], false) => break came.descriptors,
             // The keeper closed the socket too early, or descriptors are missing.
-            _ => return Err(SuperviseError::Cut),
+            _ => return Err(SuperviseError::Truncated),
         }
     };
-    place(stored)?;
+    move_descriptors(stored)?;
     for descriptor in standard_input {
         let set = rustix::stdio::dup2_stdin(descriptor);
         set.map_err(|error| SuperviseError::system("set the command's standard input", error))?;
@@ -149,10 +154,10 @@ fn receive() -> Result<(), SuperviseError> {
 }
 
 /// Moves descriptors to 3 and above, and leaves them open for the command.
-fn place(descriptors: Vec<OwnedFd>) -> Result<(), SuperviseError> {
-    let end = FIRST + descriptors.len() as RawFd;
+fn move_descriptors(descriptors: Vec<OwnedFd>) -> Result<(), SuperviseError> {
+    let end = LISTEN_FDS_START + descriptors.len() as RawFd;
     // First moves all misplaced descriptors out of the way.
-    let places = FIRST..end;
+    let places = LISTEN_FDS_START..end;
     let mut aside = Vec::new();
     for (number, descriptor) in places.clone().zip(descriptors) {
         aside.push(match descriptor.as_raw_fd() == number {

@@ -30,20 +30,20 @@
 //! Descriptors in all [`DescriptorQueue`]s of that user, and those that are passed at the start of a command, count toward this
 //! limit.
 
-mod bag;
+mod datagram;
+mod descriptor_queue;
 mod error;
+mod fd_store_client;
 mod first_stage;
-mod inherited;
-mod keeper;
-mod message;
-mod process;
-mod store;
-mod stored;
+mod inherited_descriptors;
+mod stored_descriptors;
+mod supervised_process;
+mod supervisor;
 
-pub use bag::DescriptorQueue;
+pub use datagram::DESCRIPTORS_MAX;
+pub use descriptor_queue::DescriptorQueue;
 pub use error::{FdStoreError, SuperviseError};
-pub use first_stage::{first_stage, start_successor};
-pub use inherited::{InheritedDescriptors, clear};
-pub use keeper::{SuperviseOptions, adopt, exit_code, keep};
-pub use message::DESCRIPTORS_MAX;
-pub use store::FdStoreClient;
+pub use fd_store_client::FdStoreClient;
+pub use first_stage::{run_first_stage, start_successor};
+pub use inherited_descriptors::{InheritedDescriptors, clear_env};
+pub use supervisor::{SuperviseOptions, adopt, exit_code, supervise};

@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use libtest_mimic::{Arguments, Trial};
 use nvme_mpt_keep::{
-    DescriptorQueue, FdStoreClient, InheritedDescriptors, SuperviseOptions, exit_code, first_stage,
-    keep,
+    DescriptorQueue, FdStoreClient, InheritedDescriptors, SuperviseOptions, exit_code,
+    run_first_stage, supervise,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -29,9 +29,9 @@ fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1);
     let role = words.next().unwrap_or_default();
     match role.to_str() {
-        Some("role-keep") => run_keeper(words.collect()),
+        Some("role-keep") => run_supervisor(words.collect()),
         Some("role-first-stage") => {
-            say(&first_stage(words));
+            print_line(&run_first_stage(words));
             ExitCode::FAILURE
         }
         Some("role-serve") => serve(&words.next().unwrap()),
@@ -40,7 +40,7 @@ fn main() -> ExitCode {
 }
 
 /// Writes a line to the log in one call, because processes share the log.
-fn say(line: &dyn Display) {
+fn print_line(line: &dyn Display) {
     io::stderr()
         .write_all(format!("{line}\n").as_bytes())
         .unwrap();
@@ -56,22 +56,22 @@ impl log::Log for Lines {
     }
 
     fn log(&self, record: &log::Record<'_>) {
-        say(record.args());
+        print_line(record.args());
     }
 
     fn flush(&self) {}
 }
 
-fn run_keeper(words: Vec<OsString>) -> ExitCode {
+fn run_supervisor(words: Vec<OsString>) -> ExitCode {
     log::set_logger(&Lines).unwrap();
     log::set_max_level(log::LevelFilter::Debug);
     let [deaths, store_max] = [0, 1].map(|at| words[at].to_str().unwrap().parse::<u16>().unwrap());
     let mut options = SuperviseOptions::new(vec!["role-first-stage".into()]);
-    (options.deaths, options.store_max) = (deaths.into(), store_max);
-    match keep(&options, &words[2..]) {
+    (options.max_deaths, options.store_max) = (deaths.into(), store_max);
+    match supervise(&options, &words[2..]) {
         Ok(status) => exit_code(status),
         Err(error) => {
-            say(&error);
+            print_line(&error);
             ExitCode::FAILURE
         }
     }
@@ -105,27 +105,27 @@ fn serve(path: &OsStr) -> ExitCode {
         let (name, more) = rest.split_once(' ').unwrap_or((rest, ""));
         let answer = match order {
             "keep" => store()
-                .keep(name, &[file(more).as_fd()])
+                .store(name, &[file(more).as_fd()])
                 .map(|()| String::new()),
             "bag" => {
                 let bag = DescriptorQueue::new().unwrap();
                 bag.put(7, &[file(more).as_fd()]).unwrap();
-                let kept = store().keep(name, &bag.ends()).map(|()| String::new());
+                let kept = store().store(name, &bag.ends()).map(|()| String::new());
                 bags.push(bag);
                 kept
             }
-            "forget" => store().forget(name).map(|()| String::new()),
+            "forget" => store().remove(name).map(|()| String::new()),
             "send" => store()
                 .notify(&rest.replace('|', "\n"))
                 .map(|()| String::new()),
             "barrier" => store().barrier(BARRIER).map(|()| String::new()),
-            "keeps" => Ok(store().keeps().to_string()),
+            "keeps" => Ok(store().can_store().to_string()),
             "read" => {
                 let contents: Vec<_> = inherited.take(name).into_iter().map(content).collect();
                 Ok(contents.join(","))
             }
             "read-bag" => {
-                let mut bag = DescriptorQueue::from_kept(inherited.take(name)).unwrap();
+                let mut bag = DescriptorQueue::from_persisted(inherited.take(name)).unwrap();
                 let (number, files) = bag.contents().unwrap().pop().unwrap();
                 let files: Vec<_> = files.into_iter().map(content).collect();
                 Ok(format!("{number}:{}", files.join(",")))
@@ -244,13 +244,13 @@ impl Server {
     }
 }
 
-struct Kept {
+struct SupervisedSocket {
     folder: tempfile::TempDir,
     listener: UnixListener,
-    keeper: Child,
+    supervisor: Child,
 }
 
-impl Kept {
+impl SupervisedSocket {
     fn start(deaths: u16, store_max: u16) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("test");
@@ -272,17 +272,17 @@ impl Kept {
         Self {
             folder,
             listener,
-            keeper,
+            supervisor: keeper,
         }
     }
 
     fn server(&self) -> Server {
-        Server::accept(&self.listener, &self.keeper)
+        Server::accept(&self.listener, &self.supervisor)
     }
 
     /// Waits for the end of the keeper. Returns its exit code and its log.
     fn end(mut self) -> (Option<i32>, String) {
-        let code = self.keeper.wait().unwrap().code();
+        let code = self.supervisor.wait().unwrap().code();
         let log = fs::read_to_string(self.folder.path().join("log")).unwrap();
         let left = fs::read_dir(self.folder.path()).unwrap();
         let left = left.map(|entry| entry.unwrap().file_name());
@@ -291,12 +291,12 @@ impl Kept {
     }
 
     fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.keeper), signal).unwrap();
+        kill_process(Pid::from_child(&self.supervisor), signal).unwrap();
     }
 }
 
 fn descriptors_survive_sigkill() {
-    let kept = Kept::start(10, 4096);
+    let kept = SupervisedSocket::start(10, 4096);
     let mut server = kept.server();
     assert_eq!(server.names, "");
     assert_eq!(server.ask("keeps"), "true");
@@ -329,7 +329,7 @@ fn descriptors_survive_sigkill() {
 }
 
 fn more_descriptors_than_one_message_has_arrive_in_order() {
-    let kept = Kept::start(10, 4096);
+    let kept = SupervisedSocket::start(10, 4096);
     let mut server = kept.server();
     server.order("send READY=1");
     let contents: Vec<_> = (0..300).map(|number| number.to_string()).collect();
@@ -344,7 +344,7 @@ fn more_descriptors_than_one_message_has_arrive_in_order() {
 }
 
 fn a_command_gets_what_it_expects() {
-    let mut kept = Kept::start(10, 4096);
+    let mut kept = SupervisedSocket::start(10, 4096);
     let mut server = kept.server();
     assert_eq!(server.ask("variable LISTEN_FDS"), "");
     assert_eq!(server.ask("variable FDSTORE"), "4096");
@@ -363,7 +363,7 @@ fn a_command_gets_what_it_expects() {
     assert_eq!(field("SigIgn:") & signals, 0);
     // Standard streams, the connection to the keeper, and the connection to the test with its copy.
     assert_eq!(server.ask("descriptors"), "[0, 1, 2, 3, 4, 5]");
-    kept.keeper
+    kept.supervisor
         .stdin
         .take()
         .unwrap()
@@ -375,10 +375,10 @@ fn a_command_gets_what_it_expects() {
 }
 
 fn the_keeper_gives_up_after_deaths() {
-    let kept = Kept::start(3, 4096);
+    let kept = SupervisedSocket::start(3, 4096);
     // The keeper gives up after three deaths within a minute. On a slow machine, more servers die first.
     let mut deaths = 0;
-    while let Some(mut server) = Server::accept_next(&kept.listener, &kept.keeper) {
+    while let Some(mut server) = Server::accept_next(&kept.listener, &kept.supervisor) {
         server.order("send READY=1");
         server.kill();
         deaths += 1;
@@ -396,7 +396,7 @@ fn the_keeper_gives_up_after_deaths() {
 }
 
 fn a_command_that_was_never_ready_is_not_started_again() {
-    let kept = Kept::start(10, 4096);
+    let kept = SupervisedSocket::start(10, 4096);
     kept.server().exit(7);
     let (code, log) = kept.end();
     assert_eq!(code, Some(7));
@@ -404,7 +404,7 @@ fn a_command_that_was_never_ready_is_not_started_again() {
 }
 
 fn a_command_with_wrong_arguments_is_not_started_again() {
-    let kept = Kept::start(10, 4096);
+    let kept = SupervisedSocket::start(10, 4096);
     let mut server = kept.server();
     server.order("send READY=1");
     server.kill();
@@ -416,7 +416,7 @@ fn a_command_with_wrong_arguments_is_not_started_again() {
 
 fn sigterm_and_sigint_end_the_command_and_the_keeper() {
     for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
-        let kept = Kept::start(10, 4096);
+        let kept = SupervisedSocket::start(10, 4096);
         let mut server = kept.server();
         server.order("send READY=1");
         kept.signal(signal);
@@ -426,7 +426,7 @@ fn sigterm_and_sigint_end_the_command_and_the_keeper() {
 }
 
 fn sighup_is_passed_on_and_does_not_end_the_keeper() {
-    let kept = Kept::start(10, 4096);
+    let kept = SupervisedSocket::start(10, 4096);
     let mut server = kept.server();
     server.order("send READY=1");
     server.order("barrier");
@@ -439,7 +439,7 @@ fn sighup_is_passed_on_and_does_not_end_the_keeper() {
 }
 
 fn a_successor_becomes_the_main_process() {
-    let kept = Kept::start(10, 4096);
+    let kept = SupervisedSocket::start(10, 4096);
     let mut old = kept.server();
     old.order("keep a one");
     let pid = old.ask("successor");
@@ -468,7 +468,7 @@ fn a_successor_becomes_the_main_process() {
 }
 
 fn a_successor_that_has_ended_already_counts() {
-    let kept = Kept::start(10, 4096);
+    let kept = SupervisedSocket::start(10, 4096);
     let mut old = kept.server();
     let pid = old.ask("successor");
     // The successor's parent does not reap it.
@@ -483,7 +483,7 @@ fn a_successor_that_has_ended_already_counts() {
 }
 
 fn a_former_main_process_ends_before_another_starts() {
-    let kept = Kept::start(10, 4096);
+    let kept = SupervisedSocket::start(10, 4096);
     let mut old = kept.server();
     let pid = old.ask("successor");
     let new = kept.server();
@@ -499,7 +499,7 @@ fn a_former_main_process_ends_before_another_starts() {
 }
 
 fn sigterm_after_a_hand_over_goes_to_the_successor() {
-    let kept = Kept::start(10, 4096);
+    let kept = SupervisedSocket::start(10, 4096);
     let mut old = kept.server();
     let pid = old.ask("successor");
     let new = kept.server();
@@ -511,7 +511,7 @@ fn sigterm_after_a_hand_over_goes_to_the_successor() {
 }
 
 fn other_messages_are_ignored() {
-    let kept = Kept::start(10, 4096);
+    let kept = SupervisedSocket::start(10, 4096);
     let mut server = kept.server();
     let own = std::process::id();
     for message in [
@@ -544,7 +544,7 @@ fn other_messages_are_ignored() {
 }
 
 fn a_full_store_refuses_more() {
-    let kept = Kept::start(10, 2);
+    let kept = SupervisedSocket::start(10, 2);
     let mut server = kept.server();
     assert_eq!(server.ask("variable FDSTORE"), "2");
     for order in ["send READY=1", "keep a one", "keep b two", "keep c three"] {
@@ -575,10 +575,10 @@ fn a_command_that_does_not_exist_is_named() {
 }
 
 fn systemd_notify_reaches_the_keeper() {
-    let Some(program) = found("systemd-notify") else {
+    let Some(program) = find_program("systemd-notify") else {
         return;
     };
-    let kept = Kept::start(10, 4096);
+    let kept = SupervisedSocket::start(10, 4096);
     let mut server = kept.server();
     let run = format!("run {} --ready --status=hello", program.display());
     assert_eq!(server.ask(&run), "exit status: 0");
@@ -590,7 +590,7 @@ fn systemd_notify_reaches_the_keeper() {
 }
 
 fn systemd_socket_activate_is_a_keeper_too() {
-    let Some(program) = found("systemd-socket-activate") else {
+    let Some(program) = find_program("systemd-socket-activate") else {
         return;
     };
     let folder = tempfile::tempdir().unwrap();
@@ -619,7 +619,7 @@ fn systemd_socket_activate_is_a_keeper_too() {
 }
 
 /// Returns the path of a systemd program if it is installed.
-fn found(program: &str) -> Option<PathBuf> {
+fn find_program(program: &str) -> Option<PathBuf> {
     let path = Path::new("/usr/bin").join(program);
     if path.exists() {
         return Some(path);

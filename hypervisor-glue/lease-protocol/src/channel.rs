@@ -24,9 +24,9 @@ pub const MESSAGE_MAX: usize = 4 << 20;
 const BYTES_PER_PAIR: usize = MESSAGE_MAX / 64;
 
 /// Timeout for receiving the rest of a message, and for sending one.
-const TRANSFER: Duration = Duration::from_secs(10);
+const TRANSFER_TIMEOUT: Duration = Duration::from_secs(10);
 
-const HEADER: usize = 8;
+const HEADER_BYTES: usize = 8;
 
 /// Error of sending or receiving a message.
 #[derive(Debug, Error)]
@@ -58,7 +58,7 @@ pub enum ChannelError {
     Message(#[from] serde_json::Error),
     /// The server granted a lease whose properties contradict each other or a limit.
     #[error("a lease has impossible properties")]
-    Impossible,
+    InvalidLease,
     /// The kernel's error.
     #[error("the connection failed")]
     Io(#[from] io::Error),
@@ -69,8 +69,8 @@ pub enum ChannelError {
 pub(crate) struct LeaseChannel {
     stream: Stream,
     /// Largest JSON of a message in bytes.
-    most: AtomicUsize,
-    last_words: ReceivedEndNotices,
+    message_max: AtomicUsize,
+    end_notices: ReceivedEndNotices,
 }
 
 /// Messages of [`LeaseEndNotice`] received from the server.
@@ -83,24 +83,24 @@ struct ReceivedEndNotices {
 impl LeaseChannel {
     /// Creates a channel over a blocking socket.
     pub(crate) fn new(stream: Stream) -> io::Result<Self> {
-        stream.set_write_timeout(Some(TRANSFER))?;
+        stream.set_write_timeout(Some(TRANSFER_TIMEOUT))?;
         let most = MESSAGE_MAX.into();
         let last_words = ReceivedEndNotices::default();
         Ok(Self {
             stream,
-            most,
-            last_words,
+            message_max: most,
+            end_notices: last_words,
         })
     }
 
     /// Raises the limit for the size of messages to what a lease with this number of queue pairs needs.
     pub(crate) fn expect_queue_pairs(&self, queue_pairs: u16) {
         let most = MESSAGE_MAX.max(usize::from(queue_pairs) * BYTES_PER_PAIR);
-        self.most.store(most, Ordering::Relaxed);
+        self.message_max.store(most, Ordering::Relaxed);
     }
 
     fn check_length(&self, length: usize) -> Result<(), ChannelError> {
-        let most = self.most.load(Ordering::Relaxed);
+        let most = self.message_max.load(Ordering::Relaxed);
         match length <= most {
             true => Ok(()),
             false => Err(ChannelError::TooLarge { length, most }),
@@ -117,9 +117,9 @@ impl LeaseChannel {
         message: &impl Serialize,
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<(), ChannelError> {
-        let mut bytes = vec![0; HEADER];
+        let mut bytes = vec![0; HEADER_BYTES];
         serde_json::to_writer(&mut bytes, message)?;
-        let length = bytes.len() - HEADER;
+        let length = bytes.len() - HEADER_BYTES;
         self.check_length(length)?;
         let number = descriptors.len();
         if number > DESCRIPTORS_MAX {
@@ -127,9 +127,11 @@ impl LeaseChannel {
             return Err(ChannelError::Descriptors { came: number, said });
         }
         bytes[..4].copy_from_slice(&(length as u32).to_le_bytes());
-        bytes[4..HEADER].copy_from_slice(&(number as u32).to_le_bytes());
-        let sent = socket::send(&self.stream, &bytes, descriptors).map_err(failure)?;
-        (&self.stream).write_all(&bytes[sent..]).map_err(failure)
+        bytes[4..HEADER_BYTES].copy_from_slice(&(number as u32).to_le_bytes());
+        let sent = socket::send(&self.stream, &bytes, descriptors).map_err(channel_error)?;
+        (&self.stream)
+            .write_all(&bytes[sent..])
+            .map_err(channel_error)
     }
 
     /// Receives a request. `patience` is the timeout for the first byte of the request. After that byte, the rest must arrive
@@ -142,9 +144,9 @@ impl LeaseChannel {
         let mut deadline = None;
         self.receive(|| {
             // Reached after the first part has arrived.
-            let deadline: &mut Deadline =
-                deadline.get_or_insert_with(|| Deadline::after(&SystemClock::shared(), TRANSFER));
-            match deadline.left() {
+            let deadline: &mut Deadline = deadline
+                .get_or_insert_with(|| Deadline::after(&SystemClock::shared(), TRANSFER_TIMEOUT));
+            match deadline.remaining() {
                 Duration::ZERO => Err(ChannelError::Timeout),
                 left => Ok(self.stream.set_read_timeout(Some(left))?),
             }
@@ -152,7 +154,7 @@ impl LeaseChannel {
     }
 
     /// Sets the timeout that [`Self::receive_answer`] applies to each part of an answer.
-    pub(crate) fn set_patience(&self, patience: Duration) -> io::Result<()> {
+    pub(crate) fn set_answer_timeout(&self, patience: Duration) -> io::Result<()> {
         self.stream.set_read_timeout(Some(patience))
     }
 
@@ -166,7 +168,7 @@ impl LeaseChannel {
             Ok(answer) => Ok((answer, descriptors)),
             Err(error) => match serde_json::from_slice(&bytes) {
                 Ok(word) => {
-                    self.note(&word);
+                    self.record_end_notice(&word);
                     Err(ChannelError::Closed)
                 }
                 Err(_) => Err(error.into()),
@@ -174,8 +176,8 @@ impl LeaseChannel {
         }
     }
 
-    fn note(&self, word: &LeaseEndNotice) {
-        let ReceivedEndNotices { removed, ended } = &self.last_words;
+    fn record_end_notice(&self, word: &LeaseEndNotice) {
+        let ReceivedEndNotices { removed, ended } = &self.end_notices;
         match word {
             LeaseEndNotice::Removed => removed.store(true, Ordering::Relaxed),
             LeaseEndNotice::Ended => ended.store(true, Ordering::Relaxed),
@@ -184,12 +186,12 @@ impl LeaseChannel {
 
     /// Reads the server's end notices that have arrived, and skips unread answers. Returns whether the server has closed the
     /// connection.
-    pub(crate) fn read_last_words(&self) -> bool {
+    pub(crate) fn read_end_notices(&self) -> bool {
         loop {
             match self.receive_bytes(|| Ok(())) {
                 Ok((bytes, _)) => {
                     if let Ok(word) = serde_json::from_slice(&bytes) {
-                        self.note(&word);
+                        self.record_end_notice(&word);
                     }
                 }
                 Err(error) => return matches!(error, ChannelError::Closed),
@@ -199,12 +201,12 @@ impl LeaseChannel {
 
     /// Returns whether the server has sent `LeaseEndNotice::Removed`: an operator has removed the lease.
     pub(crate) fn was_removed(&self) -> bool {
-        self.last_words.removed.load(Ordering::Relaxed)
+        self.end_notices.removed.load(Ordering::Relaxed)
     }
 
     /// Returns whether the server has sent `LeaseEndNotice::Ended`: nothing accesses the function's memory any longer.
     pub(crate) fn has_ended(&self) -> bool {
-        self.last_words.ended.load(Ordering::Relaxed)
+        self.end_notices.ended.load(Ordering::Relaxed)
     }
 
     /// Receives a message. A message can arrive in several parts; `before_part` is called before each part except the first.
@@ -221,10 +223,10 @@ impl LeaseChannel {
         &self,
         mut before_part: impl FnMut() -> Result<(), ChannelError>,
     ) -> Result<(Vec<u8>, Vec<OwnedFd>), ChannelError> {
-        let mut header = [0; HEADER];
+        let mut header = [0; HEADER_BYTES];
         let mut descriptors = Vec::new();
         let mut came = self.receive_some(&mut header, &mut descriptors)?;
-        while came < HEADER {
+        while came < HEADER_BYTES {
             before_part()?;
             came += self.receive_some(&mut header[came..], &mut descriptors)?;
         }
@@ -246,7 +248,7 @@ impl LeaseChannel {
                 Ok(0) => return Err(ChannelError::Closed),
                 Ok(read) => bytes.extend_from_slice(&part[..read]),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(failure(error)),
+                Err(error) => return Err(channel_error(error)),
             }
         }
         Ok((bytes, descriptors))
@@ -257,7 +259,7 @@ impl LeaseChannel {
         buffer: &mut [u8],
         descriptors: &mut Vec<OwnedFd>,
     ) -> Result<usize, ChannelError> {
-        let received = socket::receive(&self.stream, buffer, descriptors).map_err(failure)?;
+        let received = socket::receive(&self.stream, buffer, descriptors).map_err(channel_error)?;
         if received.has_lost_descriptors || descriptors.len() > DESCRIPTORS_MAX {
             let (came, said) = (descriptors.len(), DESCRIPTORS_MAX);
             return Err(ChannelError::Descriptors { came, said });
@@ -269,7 +271,7 @@ impl LeaseChannel {
     }
 }
 
-fn failure(error: io::Error) -> ChannelError {
+fn channel_error(error: io::Error) -> ChannelError {
     match error.kind() {
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ChannelError::Timeout,
         io::ErrorKind::BrokenPipe

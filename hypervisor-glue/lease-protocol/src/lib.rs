@@ -23,22 +23,22 @@
 //! the messages.
 #![forbid(unsafe_code)]
 
-mod ask;
+mod attach;
 mod channel;
-mod client;
-mod link;
 mod message;
-mod places;
+mod remote_backend;
+mod remote_vector;
+mod server_link;
+mod server_sockets;
+mod server_watch;
 mod session;
 mod socket;
-mod vector;
-mod watch;
 
-pub use ask::LeaseAttachError;
+pub use attach::LeaseAttachError;
 pub use channel::{ChannelError, MESSAGE_MAX};
-pub use client::{RemoteBackend, attach_anywhere, attach_over, is_served};
 pub use message::VERSION;
-pub use places::{socket_of, sockets};
+pub use remote_backend::{RemoteBackend, attach_any_server, attach_stream, is_served};
+pub use server_sockets::{socket_path, sockets_dir};
 pub use session::{LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, SessionError};
 #[cfg(simulation)]
 pub use socket::simulated;

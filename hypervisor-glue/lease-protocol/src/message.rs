@@ -3,16 +3,16 @@
 use std::io;
 use std::time::Duration;
 
+use nvme_guest::backend::CoalescingConfig;
 use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
 use nvme_guest::host::UnreportedChanges;
-use nvme_guest::interrupt::vectors_of;
-use nvme_guest::limit::RateLimits;
-use nvme_guest::seam::CoalescingConfig;
+use nvme_guest::interrupt::vector_count;
+use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::{
     BackendState, CqConfig, DirtyRange, DoorbellBuffer, Gpa, LeaseFacts, MemoryRegion,
-    PersistedQueues, SqConfig, crossing,
+    PersistedQueues, SqConfig, serde_forms,
 };
-use nvme_mpt_memory::presence;
+use nvme_mpt_memory::process_liveness;
 use nvme_spec::ids::QueueId;
 use nvme_spec::registers::Doorbell;
 use serde::{Deserialize, Serialize};
@@ -67,10 +67,10 @@ pub(crate) enum AttachReply {
 }
 
 /// Number of descriptors of [`AttachReply::Attached`].
-pub(crate) const PARTS: usize = 3;
+pub(crate) const ATTACH_DESCRIPTORS: usize = 3;
 
 /// Number of descriptors after [`PARTS`] that signal the complete end of the server's process: its pidfd, and a pipe.
-pub(crate) const SIGNS: usize = presence::SIGNS;
+pub(crate) const SIGNS: usize = process_liveness::LIVENESS_FDS;
 
 /// Last messages of a server, which answer no request. The server sends each at most once, in this order.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -98,7 +98,7 @@ pub(crate) struct AttachedLease {
 impl AttachedLease {
     /// Returns whether this lease has everything that the guest was told by the lease `promised`. Some properties, such as the
     /// doorbell stride, must be equal; others may be greater.
-    pub(crate) fn keeps(&self, promised: &Self) -> bool {
+    pub(crate) fn can_replace(&self, promised: &Self) -> bool {
         let own = |attached: &Self| {
             let LeaseFacts {
                 parks,
@@ -109,11 +109,13 @@ impl AttachedLease {
             let Self { dstrd, vectors, .. } = *attached;
             (dstrd, vectors, parks, can_be_damaged, learning)
         };
-        self.id == promised.id && own(self) == own(promised) && self.facts.keep(&promised.facts)
+        self.id == promised.id
+            && own(self) == own(promised)
+            && self.facts.satisfies(&promised.facts)
     }
 
     /// Returns whether the properties are within the limits and match each other.
-    pub(crate) fn is_possible(&self) -> bool {
+    pub(crate) fn is_valid(&self) -> bool {
         let LeaseFacts {
             namespace,
             queue_pairs,
@@ -121,7 +123,7 @@ impl AttachedLease {
         } = &self.facts;
         let shift = u32::from(namespace.lba_shift);
         (1..=MAX_QUEUE_PAIRS).contains(queue_pairs)
-            && self.vectors == vectors_of(*queue_pairs)
+            && self.vectors == vector_count(*queue_pairs)
             && (9..=16).contains(&shift)
             && namespace.blocks <= u64::MAX >> shift
     }
@@ -284,7 +286,7 @@ pub(crate) type BackendResult<T> = Result<T, RemoteIoError>;
 
 /// Error of the kernel or of a library.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct RemoteIoError(#[serde(with = "crossing::io_error")] pub(crate) io::Error);
+pub(crate) struct RemoteIoError(#[serde(with = "serde_forms::io_error")] pub(crate) io::Error);
 
 /// SMART / Health Information log page (Base 2.0, section 5.16.1.3), as bytes.
 #[derive(Debug, Serialize, Deserialize)]

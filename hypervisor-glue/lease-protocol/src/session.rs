@@ -5,36 +5,36 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use nvme_guest::backend::{CommandDrainMode, DoorbellWaker, EventfdDoorbellWaker};
 use nvme_guest::interrupt::ClientSignals;
-use nvme_guest::limit::RateLimits;
-use nvme_guest::seam::{CommandDrainMode, DoorbellWaker, EventfdDoorbellWaker};
-use nvme_guest::threads::run_beside;
+use nvme_guest::rate_limit::RateLimits;
+use nvme_guest::threads::run_alongside;
 use nvme_guest::{
     ControllerBackend, DirtyRange, DmaError, EventReader, MemoryRegion, PersistedBackendParts,
-    SharedParts,
+    SharedBackendParts,
 };
 use nvme_mpt_memory::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use nvme_mpt_memory::eventfd;
-use nvme_mpt_memory::presence::ProcessLiveness;
+use nvme_mpt_memory::process_liveness::ProcessLiveness;
 use nvme_mpt_memory::sync::mpsc::{self, RecvTimeoutError};
-use nvme_mpt_memory::user_faults::MemoryHolder;
+use nvme_mpt_memory::userfaultfd::MemoryHolder;
 use serde::Serialize;
 use thiserror::Error;
 use zerocopy::IntoBytes;
 
 use crate::channel::{ChannelError, LeaseChannel};
 use crate::message::{
-    AttachReply, AttachRequest, AttachedLease, BackendRequest, DirtyPages, IoDoorbellsReply,
-    LeaseEndNotice, MemoryRegionMessage, PARTS, RANGES_MAX, RemoteIoError, SmartHealthBytes,
-    VERSION, VectorChange,
+    ATTACH_DESCRIPTORS, AttachReply, AttachRequest, AttachedLease, BackendRequest, DirtyPages,
+    IoDoorbellsReply, LeaseEndNotice, MemoryRegionMessage, RANGES_MAX, RemoteIoError,
+    SmartHealthBytes, VERSION, VectorChange,
 };
 use crate::socket::{self, DESCRIPTORS_MAX, PeerIdentity, Stream};
 
 /// Timeout for a VMM's first message.
-const OPENING_PATIENCE: Duration = Duration::from_secs(10);
+const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Interval of `Waiting` messages while a lease is created.
-const SIGN_OF_LIFE: Duration = Duration::from_secs(1);
+const WAITING_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Error of a session.
 #[derive(Debug, Error)]
@@ -44,7 +44,7 @@ pub enum SessionError {
     Channel(#[from] ChannelError),
     /// The lease has no shared file for its in-flight state, which a function in a VMM's process needs.
     #[error("A lease has no in-flight tracking, which a function in a VMM needs")]
-    NoLiveState,
+    NoInflightFile,
     /// The kernel's error.
     #[error("Cannot set up the connection of a VMM")]
     Io(#[from] std::io::Error),
@@ -75,30 +75,30 @@ pub trait LeaseSource: Sync {
 
     /// Returns whether this server has the drive of an option string. Called for a VMM that only asks for the drive, and wants
     /// no lease.
-    fn serves(&self, options: &str) -> bool {
+    fn has_drive(&self, options: &str) -> bool {
         let _ = options;
         false
     }
 
     /// Sets the rate limits that the VMM requests.
     fn set_rates(&self, host: &Arc<dyn ControllerBackend>, rates: RateLimits) {
-        host.set_rates(rates);
+        host.set_rate_limits(rates);
     }
 
     /// Returns whether the server is ending. If so, functions wait for its successor instead of getting a lease.
-    fn server_ends(&self) -> bool {
+    fn is_server_ending(&self) -> bool {
         false
     }
 
     /// Handles the end of a lease, and returns the cause. Commands of the lease may still be in flight.
-    fn ended(&self, host: &Arc<dyn ControllerBackend>) -> LeaseEndCause;
+    fn on_lease_end(&self, host: &Arc<dyn ControllerBackend>) -> LeaseEndCause;
 }
 
 /// Cause of a lease's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeaseEndCause {
     /// The VMM or the server has closed the connection. The VMM may request the lease again.
-    Gone,
+    Disconnected,
     /// An operator has removed the lease.
     Removed,
 }
@@ -145,15 +145,15 @@ impl LeaseSession {
     /// # Errors
     /// See [`SessionError`]. The lease ends also after an error.
     pub fn run(self, leases: &dyn LeaseSource) -> Result<(), SessionError> {
-        match self.hold_lease(leases) {
+        match self.serve_lease(leases) {
             Err(SessionError::Channel(ChannelError::Closed)) => Ok(()),
             other => other,
         }
     }
 
-    fn hold_lease(self, leases: &dyn LeaseSource) -> Result<(), SessionError> {
+    fn serve_lease(self, leases: &dyn LeaseSource) -> Result<(), SessionError> {
         let (opening, descriptors): (AttachRequest, _) =
-            self.channel.receive_request(Some(OPENING_PATIENCE))?;
+            self.channel.receive_request(Some(OPENING_TIMEOUT))?;
         let AttachRequest {
             version,
             options,
@@ -169,14 +169,14 @@ impl LeaseSession {
             return Ok(());
         }
         if only_asks {
-            let answer = match leases.serves(&options) {
+            let answer = match leases.has_drive(&options) {
                 true => AttachReply::Served,
                 false => AttachReply::NotServed,
             };
             self.channel.send(&answer, &[])?;
             return Ok(());
         }
-        let parts = kept_parts(descriptors)?;
+        let parts = persisted_parts(descriptors)?;
         let host = match self.admit(leases, &options, parts)? {
             LeaseAdmission::NotServed => {
                 self.channel.send(&AttachReply::NotServed, &[])?;
@@ -189,15 +189,15 @@ impl LeaseSession {
             LeaseAdmission::Attached(host) => host,
         };
         let mut flushed = 0;
-        let result = self.serve(leases, &host, sees_end, &mut flushed);
+        let result = self.answer_requests(leases, &host, sees_end, &mut flushed);
         // A successor can only restore queues whose commands are complete.
-        let last = match leases.server_ends() {
+        let last = match leases.is_server_ending() {
             true => CommandDrainMode::Complete,
             false => CommandDrainMode::CutShort,
         };
         let deadline = Deadline::after(&self.clock, DRAIN_DEADLINE);
-        let is_over = end(&*host, last, flushed, &deadline);
-        if leases.ended(&host) == LeaseEndCause::Removed {
+        let is_over = end_lease(&*host, last, flushed, &deadline);
+        if leases.on_lease_end(&host) == LeaseEndCause::Removed {
             // If the VMM has gone as well, the message is not needed.
             let _ = self.channel.send(&LeaseEndNotice::Removed, &[]);
         }
@@ -223,15 +223,15 @@ impl LeaseSession {
             // The receiver waits until this is sent.
             let _ = sender.send(leases.attach(peer, options, parts, stopped));
         };
-        run_beside("lease", attach, || {
+        run_alongside("lease", attach, || {
             loop {
-                match receiver.recv_timeout(SIGN_OF_LIFE) {
+                match receiver.recv_timeout(WAITING_INTERVAL) {
                     Ok(admission) => return Ok(admission),
                     Err(RecvTimeoutError::Disconnected) => {
                         return Ok(LeaseAdmission::Refused("the server failed".to_owned()));
                     }
                     // A lease is useless in a server that is ending, so its creation is aborted.
-                    Err(RecvTimeoutError::Timeout) if leases.server_ends() => {
+                    Err(RecvTimeoutError::Timeout) if leases.is_server_ending() => {
                         stop.store(true, Ordering::Relaxed);
                     }
                     Err(RecvTimeoutError::Timeout) => {}
@@ -239,7 +239,7 @@ impl LeaseSession {
                 if let Err(error) = self.channel.send(&AttachReply::Waiting, &[]) {
                     stop.store(true, Ordering::Relaxed);
                     if let Ok(LeaseAdmission::Attached(host)) = receiver.recv() {
-                        leases.ended(&host);
+                        leases.on_lease_end(&host);
                     }
                     return Err(error.into());
                 }
@@ -249,21 +249,21 @@ impl LeaseSession {
 
     /// Answers the VMM's requests until the connection ends. At each flush that the VMM requests, sets `flushed` to the number
     /// of commands completed so far, because the end of the lease then need not flush again.
-    fn serve(
+    fn answer_requests(
         &self,
         leases: &dyn LeaseSource,
         host: &Arc<dyn ControllerBackend>,
         sees_end: bool,
         flushed: &mut u64,
     ) -> Result<(), SessionError> {
-        let SharedParts {
+        let SharedBackendParts {
             doorbells,
             events,
             vectors,
-            live,
+            inflight: live,
             ..
-        } = host.shared();
-        let live = live.ok_or(SessionError::NoLiveState)?;
+        } = host.shared_parts();
+        let live = live.ok_or(SessionError::NoInflightFile)?;
         // The VMM checks that its memory is complete before it sends any.
         host.set_memory_holder(MemoryHolder::Trusted);
         let attached = AttachReply::Attached(Box::new(AttachedLease {
@@ -283,16 +283,16 @@ impl LeaseSession {
         let mut parts = vec![doorbells.fd(), live.fd(), events.as_fd()];
         if sees_end {
             // Must precede the first queue, so that the signs cover all its commands.
-            parts.extend(ProcessLiveness::announce()?.signs());
+            parts.extend(ProcessLiveness::open()?.fds());
         }
         self.channel.send(&attached, &parts)?;
         let mut served = BackendRequestHandler {
             channel: &self.channel,
             leases,
-            host,
-            shared: host.shared(),
-            bells: Vec::new(),
-            bells_made: 0,
+            backend: host,
+            shared: host.shared_parts(),
+            wakers: Vec::new(),
+            wakers_created: 0,
             dirty: Vec::new(),
             signals,
         };
@@ -300,23 +300,23 @@ impl LeaseSession {
             let (request, descriptors) = self.channel.receive_request(None)?;
             if let BackendRequest::FlushWithin(_) = &request {
                 // The VMM gets the flush's result, so these commands need no further flush.
-                *flushed = host.commands();
+                *flushed = host.completed_commands();
             }
-            served.answer(request, descriptors)?;
+            served.handle_request(request, descriptors)?;
         }
     }
 }
 
 /// Ends all work for a function, within `deadline`. Returns whether all its memory was unmapped, so that nothing accesses this
 /// memory any longer.
-fn end(
+fn end_lease(
     host: &dyn ControllerBackend,
     last: CommandDrainMode,
     flushed: u64,
     deadline: &Deadline,
 ) -> bool {
-    host.end_silent_doorbells();
-    let is_over = match host.leave_within(deadline.left(), last) {
+    host.end_untrapped_doorbells();
+    let is_over = match host.detach_within(deadline.remaining(), last) {
         // Does not wait, as there are no queues.
         Ok(()) => {
             let unmapped = host.unmap_all();
@@ -331,8 +331,8 @@ fn end(
             false
         }
     };
-    if host.commands() != flushed
-        && let Err(error) = host.flush_within(deadline.left())
+    if host.completed_commands() != flushed
+        && let Err(error) = host.flush_within(deadline.remaining())
     {
         log::error!("Cannot flush the drive of a disconnected VMM: {error}");
     }
@@ -340,24 +340,26 @@ fn end(
 }
 
 /// Converts the descriptors that a function got from the previous server; `None` if there are none.
-fn kept_parts(descriptors: Vec<OwnedFd>) -> Result<Option<PersistedBackendParts>, SessionError> {
+fn persisted_parts(
+    descriptors: Vec<OwnedFd>,
+) -> Result<Option<PersistedBackendParts>, SessionError> {
     if descriptors.is_empty() {
         return Ok(None);
     }
-    let [doorbells, live, events] =
-        <[OwnedFd; PARTS]>::try_from(descriptors).map_err(|descriptors| {
-            let (came, said) = (descriptors.len(), PARTS);
+    let [doorbells, live, events] = <[OwnedFd; ATTACH_DESCRIPTORS]>::try_from(descriptors)
+        .map_err(|descriptors| {
+            let (came, said) = (descriptors.len(), ATTACH_DESCRIPTORS);
             ChannelError::Descriptors { came, said }
         })?;
-    let events = eventfd::take(events)?;
+    let events = eventfd::from_client(events)?;
     Ok(Some(PersistedBackendParts {
         doorbells,
-        live,
+        inflight: live,
         events,
     }))
 }
 
-fn expect(descriptors: &[OwnedFd], said: usize) -> Result<(), ChannelError> {
+fn check_descriptor_count(descriptors: &[OwnedFd], said: usize) -> Result<(), ChannelError> {
     match descriptors.len() {
         came if came == said => Ok(()),
         came => Err(ChannelError::Descriptors { came, said }),
@@ -365,12 +367,12 @@ fn expect(descriptors: &[OwnedFd], said: usize) -> Result<(), ChannelError> {
 }
 
 /// Limits a timeout that the VMM requested to the server's maximum.
-fn bounded(time: Duration) -> Duration {
+fn bound_timeout(time: Duration) -> Duration {
     time.min(DRAIN_DEADLINE)
 }
 
 /// Creates a memory region from its message and its descriptor.
-fn memory(
+fn memory_region(
     region: MemoryRegionMessage,
     descriptor: Option<OwnedFd>,
 ) -> Result<MemoryRegion, DmaError> {
@@ -396,11 +398,11 @@ fn memory(
 struct BackendRequestHandler<'a> {
     channel: &'a LeaseChannel,
     leases: &'a dyn LeaseSource,
-    host: &'a Arc<dyn ControllerBackend>,
-    shared: SharedParts,
+    backend: &'a Arc<dyn ControllerBackend>,
+    shared: SharedBackendParts,
     /// Eventfds of the pollers that were sent to the VMM, by number.
-    bells: Vec<(u64, EventfdDoorbellWaker)>,
-    bells_made: u64,
+    wakers: Vec<(u64, EventfdDoorbellWaker)>,
+    wakers_created: u64,
     /// Dirty pages that were taken from the log, but not sent to the VMM yet.
     dirty: Vec<DirtyRange>,
     /// Sends interrupts to the VMM's eventfds.
@@ -412,22 +414,22 @@ impl BackendRequestHandler<'_> {
         self.channel.send(reply, &[])
     }
 
-    fn answer(
+    fn handle_request(
         &mut self,
         request: BackendRequest,
         mut descriptors: Vec<OwnedFd>,
     ) -> Result<(), SessionError> {
-        let host = self.host;
+        let host = self.backend;
         let needed = match &request {
             BackendRequest::Map(_) | BackendRequest::MapKept(_) => 1,
             BackendRequest::Vector { change, .. } if *change == VectorChange::Connect => 1,
             _ => 0,
         };
-        expect(&descriptors, needed)?;
+        check_descriptor_count(&descriptors, needed)?;
         let descriptor = descriptors.pop();
         match request {
             BackendRequest::Status => self.reply(&host.status()),
-            BackendRequest::Damage => self.reply(&host.damage()),
+            BackendRequest::Damage => self.reply(&host.check_damage()),
             BackendRequest::SmartHealth => {
                 let page = host.smart_health();
                 let page =
@@ -435,21 +437,22 @@ impl BackendRequestHandler<'_> {
                 self.reply(&page.map_err(RemoteIoError))
             }
             BackendRequest::Changes => self.reply(&host.changes()),
-            BackendRequest::ForgetChanges(told) => self.reply(&host.forget_changes(&told)),
+            BackendRequest::ForgetChanges(told) => self.reply(&host.remove_changes(&told)),
             BackendRequest::Counters => self.reply(&host.counters()),
-            BackendRequest::Commands => self.reply(&host.commands()),
+            BackendRequest::Commands => self.reply(&host.completed_commands()),
             BackendRequest::Stats => self.reply(&host.stats()),
             BackendRequest::TakeEvents => self.reply(&host.take_events()),
             BackendRequest::Map(region) => {
-                let mapped = memory(region, descriptor).and_then(|memory| host.map(memory));
+                let mapped = memory_region(region, descriptor).and_then(|memory| host.map(memory));
                 self.reply(&mapped)
             }
             BackendRequest::MapKept(region) => {
-                let mapped = memory(region, descriptor).and_then(|memory| host.map_claimed(memory));
+                let mapped =
+                    memory_region(region, descriptor).and_then(|memory| host.map_claimed(memory));
                 self.reply(&mapped)
             }
             BackendRequest::Unmap { gpa, len, time } => {
-                self.reply(&host.unmap_within(gpa, len, bounded(time)))
+                self.reply(&host.unmap_within(gpa, len, bound_timeout(time)))
             }
             BackendRequest::StartDirtyLog => self.reply(&host.start_dirty_log()),
             BackendRequest::TakeDirtyPages => {
@@ -462,42 +465,46 @@ impl BackendRequestHandler<'_> {
             }
             BackendRequest::CreateCq(config) => self.reply(&host.create_cq(config)),
             BackendRequest::CreateSq { config, time } => {
-                self.reply(&host.create_sq_within(config, bounded(time)))
+                self.reply(&host.create_sq_within(config, bound_timeout(time)))
             }
             BackendRequest::DeleteSq { qid, time } => {
-                self.reply(&host.delete_sq_within(qid, bounded(time)))
+                self.reply(&host.delete_sq_within(qid, bound_timeout(time)))
             }
             BackendRequest::DeleteCq { qid, time } => {
-                self.reply(&host.delete_cq_within(qid, bounded(time)))
+                self.reply(&host.delete_cq_within(qid, bound_timeout(time)))
             }
             BackendRequest::SetCoalescing(coalescing) => {
                 self.reply(&host.set_coalescing(coalescing))
             }
             BackendRequest::SetRates(rates) => self.reply(&self.leases.set_rates(host, rates)),
-            BackendRequest::IoDoorbells => return self.doorbells(),
+            BackendRequest::IoDoorbells => return self.reply_doorbells(),
             BackendRequest::SetDoorbellBuffer { buffer, time } => {
-                self.reply(&host.set_doorbell_buffer_within(buffer, bounded(time)))
+                self.reply(&host.set_doorbell_buffer_within(buffer, bound_timeout(time)))
             }
             BackendRequest::BeginSilentDoorbells => {
-                self.reply(&host.begin_silent_doorbells().map_err(RemoteIoError))
+                self.reply(&host.begin_untrapped_doorbells().map_err(RemoteIoError))
             }
-            BackendRequest::EndSilentDoorbells => self.reply(&host.end_silent_doorbells()),
+            BackendRequest::EndSilentDoorbells => self.reply(&host.end_untrapped_doorbells()),
             BackendRequest::WatchAdminDoorbells => {
                 self.reply(&host.watch_admin_doorbells().map_err(RemoteIoError))
             }
-            BackendRequest::BeginAnew => self.reply(&host.begin_anew()),
+            BackendRequest::BeginAnew => self.reply(&host.reset_connection()),
             BackendRequest::Pause => self.reply(&host.pause()),
-            BackendRequest::PauseWithin(time) => self.reply(&host.pause_within(bounded(time))),
+            BackendRequest::PauseWithin(time) => {
+                self.reply(&host.pause_within(bound_timeout(time)))
+            }
             BackendRequest::Resume => self.reply(&host.resume()),
             BackendRequest::Revoke => self.reply(&host.revoke()),
-            BackendRequest::ResetWithin(time) => self.reply(&host.reset_within(bounded(time))),
+            BackendRequest::ResetWithin(time) => {
+                self.reply(&host.reset_within(bound_timeout(time)))
+            }
             BackendRequest::FlushWithin(time) => {
-                let flushed = host.flush_within(bounded(time));
+                let flushed = host.flush_within(bound_timeout(time));
                 self.reply(&flushed.map_err(RemoteIoError))
             }
             BackendRequest::Save => self.reply(&host.save()),
-            BackendRequest::Check(state) => self.reply(&host.check(&state)),
-            BackendRequest::TakeUp(kept) => self.reply(&host.take_up(&kept)),
+            BackendRequest::Check(state) => self.reply(&host.check_state(&state)),
+            BackendRequest::TakeUp(kept) => self.reply(&host.restore_inflight(&kept)),
             BackendRequest::Restore(state) => self.reply(&host.restore(&state)),
             BackendRequest::Vector { number, change } => {
                 self.reply(&self.change_vector(number, change, descriptor))
@@ -508,7 +515,7 @@ impl BackendRequestHandler<'_> {
 
     fn take_dirty_pages(&mut self) -> Result<DirtyPages, DmaError> {
         if self.dirty.is_empty() {
-            self.dirty = self.host.take_dirty_pages()?;
+            self.dirty = self.backend.take_dirty_pages()?;
         }
         let rest = self.dirty.split_off(self.dirty.len().min(RANGES_MAX));
         let ranges = std::mem::replace(&mut self.dirty, rest);
@@ -526,10 +533,10 @@ impl BackendRequestHandler<'_> {
         let Some(vector) = self.shared.vectors.get(usize::from(number)) else {
             return false;
         };
-        let waited = vector.pending();
+        let waited = vector.is_pending();
         match change {
-            VectorChange::Connect => match descriptor.map(eventfd::take) {
-                Some(Ok(eventfd)) => vector.set_client(self.signals.eventfd(eventfd)),
+            VectorChange::Connect => match descriptor.map(eventfd::from_client) {
+                Some(Ok(eventfd)) => vector.set_client_eventfd(self.signals.eventfd(eventfd)),
                 // The vector stays unconnected and keeps its signals.
                 _ => {
                     log::warn!("A VMM sent a descriptor that is not an eventfd for vector {number}")
@@ -544,28 +551,33 @@ impl BackendRequestHandler<'_> {
                 return false;
             }
         }
-        waited && !vector.pending()
+        waited && !vector.is_pending()
     }
 
-    fn doorbells(&mut self) -> Result<(), SessionError> {
-        let doorbells = self.host.io_doorbells();
+    fn reply_doorbells(&mut self) -> Result<(), SessionError> {
+        let doorbells = self.backend.io_doorbells();
         let wakers = &doorbells.wakers;
-        let is_named =
-            |bell: &EventfdDoorbellWaker| wakers.iter().any(|(_, waker)| bell.is_of(waker));
-        self.bells.retain(|(_, bell)| is_named(bell));
+        let is_named = |bell: &EventfdDoorbellWaker| {
+            wakers.iter().any(|(_, waker)| bell.is_same_poller(waker))
+        };
+        self.wakers.retain(|(_, bell)| is_named(bell));
         let mut answer = IoDoorbellsReply {
             are_buffered: doorbells.are_buffered,
-            are_silent: doorbells.are_silent,
+            are_silent: doorbells.are_untrapped,
             ..IoDoorbellsReply::default()
         };
         let mut new = Vec::new();
         for (doorbell, waker) in &doorbells.wakers {
-            let number = match self.bells.iter().find(|(_, bell)| bell.is_of(waker)) {
+            let number = match self
+                .wakers
+                .iter()
+                .find(|(_, bell)| bell.is_same_poller(waker))
+            {
                 Some((number, _)) => *number,
                 // The VMM repeats the request.
                 None if new.len() == DESCRIPTORS_MAX => continue,
                 None => {
-                    let Some((number, descriptor)) = self.make_bell(waker)? else {
+                    let Some((number, descriptor)) = self.create_waker(waker)? else {
                         continue;
                     };
                     answer.new_bells.push(number);
@@ -579,14 +591,17 @@ impl BackendRequestHandler<'_> {
         Ok(self.channel.send(&answer, &new)?)
     }
 
-    fn make_bell(&mut self, waker: &DoorbellWaker) -> Result<Option<(u64, OwnedFd)>, SessionError> {
-        let Some(bell) = waker.foreign()? else {
+    fn create_waker(
+        &mut self,
+        waker: &DoorbellWaker,
+    ) -> Result<Option<(u64, OwnedFd)>, SessionError> {
+        let Some(bell) = waker.to_eventfd_waker()? else {
             return Ok(None);
         };
         let descriptor = bell.share()?;
-        let number = self.bells_made;
-        self.bells_made += 1;
-        self.bells.push((number, bell));
+        let number = self.wakers_created;
+        self.wakers_created += 1;
+        self.wakers.push((number, bell));
         Ok(Some((number, descriptor)))
     }
 }

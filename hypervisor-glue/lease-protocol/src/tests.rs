@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
+use nvme_guest::backend::CoalescingConfig;
 use nvme_guest::host::{
     ChangeListDescription, CommandSetDescription, GuestPromise, IdentifyNamespaceData, IoCommand,
-    NamespaceContents, NamespaceFact, PlacedFact, SparseStructure, UnreportedChanges,
+    NamespaceContents, NamespaceFact, NamespaceFactOffset, SparseStructure, UnreportedChanges,
 };
-use nvme_guest::limit::RateLimits;
-use nvme_guest::seam::CoalescingConfig;
+use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::{
     CqConfig, DirtyRange, DmaError, DoorbellBuffer, DriveEvent, Gpa, IoQueueEvent, PersistedQueues,
     QueueError, QueueFailure, SqConfig,
@@ -28,7 +28,7 @@ use crate::message::{
 
 /// Checks the text of a message, and that parsing the text returns the same message.
 #[track_caller]
-fn is<M: Serialize + DeserializeOwned>(message: &M, text: &str) {
+fn assert_json<M: Serialize + DeserializeOwned>(message: &M, text: &str) {
     assert_eq!(serde_json::to_string(message).unwrap(), text);
     let read: M = serde_json::from_str(text).unwrap();
     assert_eq!(serde_json::to_string(&read).unwrap(), text);
@@ -42,19 +42,19 @@ fn requests() {
         only_asks: false,
         sees_end: false,
     };
-    is(&opening, r#"{"version":4,"options":"path=/srv/a"}"#);
+    assert_json(&opening, r#"{"version":4,"options":"path=/srv/a"}"#);
     let sees_end = AttachRequest {
         sees_end: true,
         ..opening.clone()
     };
     let text = r#"{"version":4,"options":"path=/srv/a","sees_end":true}"#;
-    is(&sees_end, text);
+    assert_json(&sees_end, text);
     let asking = AttachRequest {
         only_asks: true,
         ..opening
     };
     let text = r#"{"version":4,"options":"path=/srv/a","only_asks":true}"#;
-    is(&asking, text);
+    assert_json(&asking, text);
     let region = MemoryRegionMessage {
         gpa: Gpa(4096),
         len: 8192,
@@ -63,15 +63,15 @@ fn requests() {
         writable: false,
     };
     let text = r#"{"map":{"gpa":4096,"len":8192,"offset":0,"readable":true,"writable":false}}"#;
-    is(&BackendRequest::Map(region), text);
-    is(
+    assert_json(&BackendRequest::Map(region), text);
+    assert_json(
         &BackendRequest::MapKept(region),
         &text.replace("map", "map_kept"),
     );
     let (gpa, time) = (Gpa(4096), Duration::from_millis(1500));
     let len = 1;
     let text = r#"{"unmap":{"gpa":4096,"len":1,"time":{"secs":1,"nanos":500000000}}}"#;
-    is(&BackendRequest::Unmap { gpa, len, time }, text);
+    assert_json(&BackendRequest::Unmap { gpa, len, time }, text);
     let (qid, entries) = (QueueId(1), 8);
     let cq = CqConfig {
         qid,
@@ -80,7 +80,7 @@ fn requests() {
         vector: Some(1),
     };
     let text = r#"{"create_cq":{"qid":1,"base":4096,"entries":8,"vector":1}}"#;
-    is(&BackendRequest::CreateCq(cq), text);
+    assert_json(&BackendRequest::CreateCq(cq), text);
     let sq = SqConfig {
         qid,
         cqid: qid,
@@ -88,26 +88,26 @@ fn requests() {
         entries,
     };
     let text = r#"{"create_sq":{"config":{"qid":1,"cqid":1,"base":4096,"entries":8},"time":{"secs":1,"nanos":500000000}}}"#;
-    is(&BackendRequest::CreateSq { config: sq, time }, text);
+    assert_json(&BackendRequest::CreateSq { config: sq, time }, text);
     let text = r#"{"delete_sq":{"qid":1,"time":{"secs":1,"nanos":500000000}}}"#;
-    is(&BackendRequest::DeleteSq { qid, time }, text);
+    assert_json(&BackendRequest::DeleteSq { qid, time }, text);
     let text = r#"{"delete_cq":{"qid":1,"time":{"secs":1,"nanos":500000000}}}"#;
-    is(&BackendRequest::DeleteCq { qid, time }, text);
+    assert_json(&BackendRequest::DeleteCq { qid, time }, text);
     let coalescing = CoalescingConfig {
         threshold_z: 1,
         time_100us: 2,
         disabled: u128::MAX,
     };
     let text = r#"{"set_coalescing":{"threshold_z":1,"time_100us":2,"disabled":340282366920938463463374607431768211455}}"#;
-    is(&BackendRequest::SetCoalescing(coalescing), text);
+    assert_json(&BackendRequest::SetCoalescing(coalescing), text);
     let rates = BackendRequest::SetRates(RateLimits::default());
-    is(&rates, r#"{"set_rates":{"iops":null,"bandwidth":null}}"#);
+    assert_json(&rates, r#"{"set_rates":{"iops":null,"bandwidth":null}}"#);
     let buffer = DoorbellBuffer {
         shadow: gpa,
         event_idx: Gpa(8192),
     };
     let text = r#"{"set_doorbell_buffer":{"buffer":{"shadow":4096,"event_idx":8192},"time":{"secs":1,"nanos":500000000}}}"#;
-    is(&BackendRequest::SetDoorbellBuffer { buffer, time }, text);
+    assert_json(&BackendRequest::SetDoorbellBuffer { buffer, time }, text);
     let kept = PersistedQueues {
         cqs: vec![cq],
         sqs: vec![sq],
@@ -115,16 +115,16 @@ fn requests() {
         revoked: false,
     };
     let text = r#"{"take_up":{"cqs":[{"qid":1,"base":4096,"entries":8,"vector":1}],"sqs":[{"qid":1,"cqid":1,"base":4096,"entries":8}],"doorbell_buffer":{"shadow":4096,"event_idx":8192},"revoked":false}}"#;
-    is(&BackendRequest::TakeUp(Box::new(kept)), text);
+    assert_json(&BackendRequest::TakeUp(Box::new(kept)), text);
     let text = r#"{"pause_within":{"secs":1,"nanos":500000000}}"#;
-    is(&BackendRequest::PauseWithin(time), text);
+    assert_json(&BackendRequest::PauseWithin(time), text);
     let text = r#"{"reset_within":{"secs":1,"nanos":500000000}}"#;
-    is(&BackendRequest::ResetWithin(time), text);
+    assert_json(&BackendRequest::ResetWithin(time), text);
     let text = r#"{"flush_within":{"secs":1,"nanos":500000000}}"#;
-    is(&BackendRequest::FlushWithin(time), text);
+    assert_json(&BackendRequest::FlushWithin(time), text);
     let told = UnreportedChanges::new(&[7], true);
     let text = r#"{"forget_changes":{"ids":[7],"more":true}}"#;
-    is(&BackendRequest::ForgetChanges(told), text);
+    assert_json(&BackendRequest::ForgetChanges(told), text);
     for (change, name) in [
         (VectorChange::Connect, "connect"),
         (VectorChange::Disconnect, "disconnect"),
@@ -134,7 +134,7 @@ fn requests() {
         (VectorChange::Clear, "clear"),
     ] {
         let text = format!(r#"{{"vector":{{"number":3,"change":"{name}"}}}}"#);
-        is(&BackendRequest::Vector { number: 3, change }, &text);
+        assert_json(&BackendRequest::Vector { number: 3, change }, &text);
     }
     for (request, name) in [
         (BackendRequest::Status, "status"),
@@ -161,7 +161,7 @@ fn requests() {
         (BackendRequest::Revoke, "revoke"),
         (BackendRequest::Save, "save"),
     ] {
-        is(&request, &format!("\"{name}\""));
+        assert_json(&request, &format!("\"{name}\""));
     }
 }
 
@@ -182,8 +182,8 @@ fn command_sets() {
         },
         commands: vec![IoCommand::writing(0x7D)],
         namespace: IdentifyNamespaceData {
-            structure: SparseStructure::of(&[0_u8, 7, 8]),
-            facts: vec![PlacedFact {
+            structure: SparseStructure::from_structure(&[0_u8, 7, 8]),
+            facts: vec![NamespaceFactOffset {
                 offset: 16,
                 fact: NamespaceFact::Used,
             }],
@@ -193,18 +193,18 @@ fn command_sets() {
         promises: vec![GuestPromise::new("size", 8_u64)],
     };
     let text = r#"{"csi":2,"contents":{"Blocks":{"unit":8,"writable":6}},"commands":[{"opcode":125,"changes_content":true}],"namespace":{"structure":[{"offset":1,"bytes":[7,8]}],"facts":[{"offset":16,"fact":"Used"}]},"controller":[],"change_list":{"lid":191,"event":12578562,"notice":134217728,"unit":8},"promises":[{"name":"size","value":8}]}"#;
-    is(&own, text);
+    assert_json(&own, text);
 }
 
 #[test]
 fn replies() {
-    is(&AttachReply::NotServed, r#""not_served""#);
-    is(&AttachReply::Served, r#""served""#);
-    is(&AttachReply::Waiting, r#""waiting""#);
-    is(&LeaseEndNotice::Removed, r#""removed""#);
-    is(&LeaseEndNotice::Ended, r#""ended""#);
+    assert_json(&AttachReply::NotServed, r#""not_served""#);
+    assert_json(&AttachReply::Served, r#""served""#);
+    assert_json(&AttachReply::Waiting, r#""waiting""#);
+    assert_json(&LeaseEndNotice::Removed, r#""removed""#);
+    assert_json(&LeaseEndNotice::Ended, r#""ended""#);
     let reason = "no".to_owned();
-    is(
+    assert_json(
         &AttachReply::Refused { reason },
         r#"{"refused":{"reason":"no"}}"#,
     );
@@ -216,13 +216,13 @@ fn replies() {
     };
     let text =
         r#"{"are_buffered":true,"are_silent":false,"bells":[[{"SqTail":1},0]],"new_bells":[0]}"#;
-    is(&doorbells, text);
+    assert_json(&doorbells, text);
     let (gpa, len) = (Gpa(4096), 4096);
     let pages = DirtyPages {
         ranges: vec![DirtyRange { gpa, len }],
         more: false,
     };
-    is(
+    assert_json(
         &pages,
         r#"{"ranges":[{"gpa":4096,"len":4096}],"more":false}"#,
     );
@@ -233,18 +233,18 @@ fn replies() {
         IoQueueEvent::Drive(DriveEvent::Gone),
     ];
     let text = r#"[{"QueueFailed":{"qid":1,"reason":"HostQueue"}},{"Drive":"Gone"}]"#;
-    is(&events, text);
+    assert_json(&events, text);
     let busy: Result<(), DmaError> = Err(DmaError::Busy { gpa, len });
-    is(&busy, r#"{"Err":{"Busy":{"gpa":4096,"len":4096}}}"#);
+    assert_json(&busy, r#"{"Err":{"Busy":{"gpa":4096,"len":4096}}}"#);
     let source = std::io::Error::from_raw_os_error(28);
     let host: Result<(), QueueError> = Err(QueueError::Host { qid, source });
     let text = r#"{"Err":{"Host":{"qid":1,"source":{"errno":28,"text":"No space left on device (os error 28)"}}}}"#;
-    is(&host, text);
+    assert_json(&host, text);
     let source = std::io::Error::new(std::io::ErrorKind::ResourceBusy, "it is reset");
     let reset: Result<(), QueueError> = Err(QueueError::Host { qid, source });
     let text = r#"{"Err":{"Host":{"qid":1,"source":{"errno":16,"text":"it is reset"}}}}"#;
-    is(&reset, text);
+    assert_json(&reset, text);
     let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "late");
     let late: Result<(), RemoteIoError> = Err(RemoteIoError(late));
-    is(&late, r#"{"Err":{"kind":"timed_out","text":"late"}}"#);
+    assert_json(&late, r#"{"Err":{"kind":"timed_out","text":"late"}}"#);
 }

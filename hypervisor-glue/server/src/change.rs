@@ -180,7 +180,7 @@ pub struct ReservedLease {
 impl FunctionEntry {
     /// Updates the extents and the description of the lease.
     pub(crate) fn set_extents(&mut self, extents: LeaseExtents, summary: String) {
-        self.range = extents.only();
+        self.range = extents.single();
         self.extents = Some(extents);
         self.summary = summary;
     }

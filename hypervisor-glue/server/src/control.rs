@@ -27,11 +27,11 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::capacity::DriveCapacity;
 use crate::change::{ChangeResult, FunctionChange, FunctionEntry};
 use crate::faults::{DriveFaults, FaultRequest};
 use crate::logging::LogFilter;
 use crate::owner::user_name;
-use crate::room::DriveCapacity;
 use crate::stats::ServerStats;
 use vfio_user_server::SocketListener;
 
@@ -39,13 +39,13 @@ use vfio_user_server::SocketListener;
 const CLIENTS_MAX: usize = 64;
 
 /// Time that a client waits for its answer. It is long enough for the server to serve several other clients first.
-const CLIENT_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 10 });
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 10 });
 
 /// Maximum wait until a new server listens on the control socket after an upgrade or restart.
-const TAKE_OVER_PATIENCE: Duration = Duration::from_secs(30);
+const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Interval between attempts to connect to the new server.
-const TAKE_OVER_PAUSE: Duration = Duration::from_millis(2);
+const TAKEOVER_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Maximum size of a request in bytes. A fault schedule with JSON escapes fits.
 const REQUEST_MAX: usize = 128 << 10;
@@ -60,7 +60,7 @@ pub enum ControlError {
     #[error(
         "Cannot create the control socket; to run a second server, choose another path with --control"
     )]
-    Offer(#[source] vfio_user_server::Error),
+    Bind(#[source] vfio_user_server::Error),
     /// The thread or its event loop cannot be created.
     #[error("Cannot start the control thread")]
     Thread(#[source] io::Error),
@@ -197,40 +197,40 @@ pub trait ControlService: Send + 'static {
     ///
     /// # Errors
     /// Returns the reason as text.
-    fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String>;
+    fn update_faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String>;
 
     /// Returns the functions.
-    fn list(&self) -> Vec<FunctionEntry>;
+    fn functions(&self) -> Vec<FunctionEntry>;
 
     /// Sets a new log filter, if one is given. Returns the filter in effect.
     ///
     /// # Errors
     /// Returns the reason as text.
-    fn log(&self, filter: Option<&str>) -> Result<String, String>;
+    fn set_log_filter(&self, filter: Option<&str>) -> Result<String, String>;
 
     /// Returns the capacity of the drives for leases in allocation units of `unit` bytes, or of each drive's own unit if
     /// `None`.
     ///
     /// # Errors
     /// Returns the reason as text.
-    fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, String>;
+    fn capacity(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, String>;
 
     /// Switches to a new keeper after the previous one has ended. Implementations must not send a message to the new keeper
     /// before they return.
     ///
     /// # Errors
     /// Returns the reason for refusing the keeper as text.
-    fn adopt(&self, keeper: &Path, max: u64) -> Result<(), String>;
+    fn adopt_supervisor(&self, keeper: &Path, max: u64) -> Result<(), String>;
 
     /// Starts a change of the functions, and replies when it is done.
-    fn change(&self, change: FunctionChange, reply: ChangeReply);
+    fn start_change(&self, change: FunctionChange, reply: ChangeReply);
 }
 
 /// Reply channel to the client that requested a change.
 #[derive(Debug)]
 pub struct ChangeReply {
     stream: UnixStream,
-    late: Arc<LateAnswers>,
+    partial_answers: Arc<UnfinishedAnswers>,
 }
 
 impl ChangeReply {
@@ -241,11 +241,14 @@ impl ChangeReply {
             Ok(changed) => ControlAnswer::Changed(changed),
             Err(reason) => ControlAnswer::Error(reason),
         };
-        let Self { stream, late } = self;
-        let exchange = ControlExchange::answer(&answer);
+        let Self {
+            stream,
+            partial_answers: late,
+        } = self;
+        let exchange = ControlExchange::from_answer(&answer);
         let sent = exchange.and_then(|mut exchange| match exchange.write(&stream)? {
             true => Ok(()),
-            false => late.hand_in(ControlClient { stream, exchange }),
+            false => late.push(ControlClient { stream, exchange }),
         });
         if let Err(error) = sent {
             log::info!("A control client disconnected before its change was complete: {error}");
@@ -255,20 +258,20 @@ impl ChangeReply {
 
 /// Clients whose answer to a change is sent in part. The control thread takes them from here and sends the rest.
 #[derive(Debug)]
-struct LateAnswers {
+struct UnfinishedAnswers {
     clients: Mutex<Vec<ControlClient>>,
-    came: EventFd,
+    wakeup: EventFd,
 }
 
-impl LateAnswers {
+impl UnfinishedAnswers {
     fn clients(&self) -> MutexGuard<'_, Vec<ControlClient>> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn hand_in(&self, client: ControlClient) -> io::Result<()> {
+    fn push(&self, client: ControlClient) -> io::Result<()> {
         self.clients().push(client);
-        self.came.write(1)
+        self.wakeup.write(1)
     }
 }
 
@@ -284,7 +287,7 @@ impl ControlListener {
     pub fn bind(path: &Path) -> Result<Self, ControlError> {
         SocketListener::bind(path)
             .map(Self)
-            .map_err(ControlError::Offer)
+            .map_err(ControlError::Bind)
     }
 }
 
@@ -309,13 +312,13 @@ impl ControlServer {
             EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK).map_err(ControlError::Thread)?;
         let came =
             EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK).map_err(ControlError::Thread)?;
-        let late = LateAnswers {
+        let late = UnfinishedAnswers {
             clients: Mutex::default(),
-            came,
+            wakeup: came,
         };
         let clients = ControlClients {
             listener,
-            late: Arc::new(late),
+            partial_answers: Arc::new(late),
             stop: stop.try_clone().map_err(ControlError::Thread)?,
             stopped: false,
             clients: VecDeque::new(),
@@ -357,7 +360,7 @@ impl Drop for ControlServer {
 /// State of the control thread.
 struct ControlClients<S> {
     listener: SocketListener,
-    late: Arc<LateAnswers>,
+    partial_answers: Arc<UnfinishedAnswers>,
     stop: EventFd,
     stopped: bool,
     /// Connected clients, oldest first.
@@ -376,26 +379,33 @@ struct ControlClient {
 #[derive(Debug)]
 enum ControlExchange {
     /// The request is incomplete. Holds the received part.
-    Asking(Vec<u8>),
+    Receiving(Vec<u8>),
     /// The answer is partly sent.
-    Answered {
+    Sending {
         /// The complete answer with its line end.
         answer: Vec<u8>,
         /// Number of bytes sent.
-        taken: usize,
+        sent_bytes: usize,
     },
 }
 
 impl ControlExchange {
-    fn answer(answer: &ControlAnswer) -> io::Result<Self> {
+    fn from_answer(answer: &ControlAnswer) -> io::Result<Self> {
         let mut answer = serde_json::to_vec(answer)?;
         answer.push(b'\n');
-        Ok(Self::Answered { answer, taken: 0 })
+        Ok(Self::Sending {
+            answer,
+            sent_bytes: 0,
+        })
     }
 
     /// Sends as much as the socket accepts. Returns whether the answer is complete.
     fn write(&mut self, mut stream: &UnixStream) -> io::Result<bool> {
-        let Self::Answered { answer, taken } = self else {
+        let Self::Sending {
+            answer,
+            sent_bytes: taken,
+        } = self
+        else {
             return Ok(false);
         };
         while let Some(left) = answer.get(*taken..).filter(|left| !left.is_empty()) {
@@ -414,11 +424,11 @@ impl ControlExchange {
 /// Next step for a client that made progress.
 enum ControlClientStep {
     /// Wait for these events.
-    Waits(EventSet),
+    Wait(EventSet),
     /// Disconnect the client, which has received its answer or sent no request.
     Done,
     /// Pass the requested change to the service, which sends the reply.
-    Changes(FunctionChange),
+    Change(FunctionChange),
 }
 
 impl<S: ControlService> MutEventSubscriber for ControlClients<S> {
@@ -426,7 +436,7 @@ impl<S: ControlService> MutEventSubscriber for ControlClients<S> {
         for events in [
             Events::new(&self.listener, EventSet::IN),
             Events::new(&self.stop, EventSet::IN),
-            Events::new(&self.late.came, EventSet::IN),
+            Events::new(&self.partial_answers.wakeup, EventSet::IN),
         ] {
             if let Err(error) = ops.add(events) {
                 log::error!("The control socket is closed: {error}");
@@ -439,23 +449,23 @@ impl<S: ControlService> MutEventSubscriber for ControlClients<S> {
         let fd = events.fd();
         if fd == self.stop.as_raw_fd() {
             self.stopped = true;
-        } else if fd == self.late.came.as_raw_fd() {
+        } else if fd == self.partial_answers.wakeup.as_raw_fd() {
             // Cannot block, as the eventfd is readable.
-            let _ = self.late.came.read();
-            let late = std::mem::take(&mut *self.late.clients());
+            let _ = self.partial_answers.wakeup.read();
+            let late = std::mem::take(&mut *self.partial_answers.clients());
             for client in late {
-                self.wait_for(client, EventSet::OUT, ops);
+                self.add_client(client, EventSet::OUT, ops);
             }
         } else if fd == self.listener.as_raw_fd() {
             match self.listener.accept() {
                 Ok(Some(stream)) => {
-                    let exchange = ControlExchange::Asking(Vec::new());
-                    self.wait_for(ControlClient { stream, exchange }, EventSet::IN, ops);
+                    let exchange = ControlExchange::Receiving(Vec::new());
+                    self.add_client(ControlClient { stream, exchange }, EventSet::IN, ops);
                 }
                 Ok(None) => {}
                 Err(error) => log::warn!("Cannot accept a control client: {error}"),
             }
-        } else if let Err(error) = self.go_on(fd, ops) {
+        } else if let Err(error) = self.advance_client(fd, ops) {
             log::info!("Cannot answer a control client: {error}");
         }
     }
@@ -463,8 +473,8 @@ impl<S: ControlService> MutEventSubscriber for ControlClients<S> {
 
 impl<S: ControlService> ControlClients<S> {
     /// Adds a client and waits for its events. Disconnects the oldest client if there are too many.
-    fn wait_for(&mut self, client: ControlClient, events: EventSet, ops: &mut EventOps) {
-        if self.clients.len() >= CLIENTS_MAX && self.take(0, ops).is_some() {
+    fn add_client(&mut self, client: ControlClient, events: EventSet, ops: &mut EventOps) {
+        if self.clients.len() >= CLIENTS_MAX && self.remove_client(0, ops).is_some() {
             log::warn!(
                 "{CLIENTS_MAX} control clients send no request or do not read their answers: disconnecting the first \
                  one"
@@ -477,7 +487,7 @@ impl<S: ControlService> ControlClients<S> {
     }
 
     /// Removes a client and stops waiting for its events.
-    fn take(&mut self, index: usize, ops: &mut EventOps) -> Option<UnixStream> {
+    fn remove_client(&mut self, index: usize, ops: &mut EventOps) -> Option<UnixStream> {
         let ControlClient { stream, .. } = self.clients.remove(index)?;
         if let Err(error) = ops.remove(Events::new(&stream, EventSet::IN)) {
             log::warn!("Cannot stop watching the socket of a control client: {error}");
@@ -486,27 +496,31 @@ impl<S: ControlService> ControlClients<S> {
     }
 
     /// Makes progress with a client whose socket is ready.
-    fn go_on(&mut self, fd: RawFd, ops: &mut EventOps) -> io::Result<()> {
+    fn advance_client(&mut self, fd: RawFd, ops: &mut EventOps) -> io::Result<()> {
         let mut clients = self.clients.iter_mut().enumerate();
         let Some((index, client)) = clients.find(|(_, client)| client.stream.as_raw_fd() == fd)
         else {
             return Ok(());
         };
-        let step = client.go_on(&self.service);
+        let step = client.advance(&self.service);
         let waited = match &step {
-            Ok(ControlClientStep::Waits(events)) => {
-                ops.modify(Events::new(&client.stream, *events))
-            }
+            Ok(ControlClientStep::Wait(events)) => ops.modify(Events::new(&client.stream, *events)),
             _ => Ok(()),
         };
-        if let (Ok(ControlClientStep::Waits(_)), Ok(())) = (&step, &waited) {
+        if let (Ok(ControlClientStep::Wait(_)), Ok(())) = (&step, &waited) {
             return Ok(());
         }
-        let stream = self.take(index, ops);
+        let stream = self.remove_client(index, ops);
         waited.map_err(io::Error::other)?;
-        if let (ControlClientStep::Changes(change), Some(stream)) = (step?, stream) {
-            let late = self.late.clone();
-            self.service.change(change, ChangeReply { stream, late });
+        if let (ControlClientStep::Change(change), Some(stream)) = (step?, stream) {
+            let late = self.partial_answers.clone();
+            self.service.start_change(
+                change,
+                ChangeReply {
+                    stream,
+                    partial_answers: late,
+                },
+            );
         }
         Ok(())
     }
@@ -514,38 +528,38 @@ impl<S: ControlService> ControlClients<S> {
 
 impl ControlClient {
     /// Receives a part of the request, or sends a part of the answer.
-    fn go_on(&mut self, service: &impl ControlService) -> io::Result<ControlClientStep> {
-        if let ControlExchange::Asking(request) = &mut self.exchange {
-            match read_part(&self.stream, request, REQUEST_MAX) {
-                Ok(LineProgress::Whole) => {}
-                Ok(LineProgress::Part) => return Ok(ControlClientStep::Waits(EventSet::IN)),
+    fn advance(&mut self, service: &impl ControlService) -> io::Result<ControlClientStep> {
+        if let ControlExchange::Receiving(request) = &mut self.exchange {
+            match receive_part(&self.stream, request, REQUEST_MAX) {
+                Ok(LineProgress::Complete) => {}
+                Ok(LineProgress::Partial) => return Ok(ControlClientStep::Wait(EventSet::IN)),
                 // A connection without a request, as `listening_process` makes to find the server's process.
-                Ok(LineProgress::Nothing) => return Ok(ControlClientStep::Done),
+                Ok(LineProgress::Closed) => return Ok(ControlClientStep::Done),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Ok(ControlClientStep::Waits(EventSet::IN));
+                    return Ok(ControlClientStep::Wait(EventSet::IN));
                 }
                 Err(error) => return Err(error),
             }
             let answer = match serde_json::from_slice(request) {
-                Ok(request) => match answer(service, request) {
+                Ok(request) => match execute_request(service, request) {
                     Ok(answer) => answer,
-                    Err(change) => return Ok(ControlClientStep::Changes(change)),
+                    Err(change) => return Ok(ControlClientStep::Change(change)),
                 },
                 Err(error) => ControlAnswer::Error(format!(
                     "not a request: {error}; write {{\"command\":\"stats\"}} and a new line"
                 )),
             };
-            self.exchange = ControlExchange::answer(&answer)?;
+            self.exchange = ControlExchange::from_answer(&answer)?;
         }
         Ok(match self.exchange.write(&self.stream)? {
             true => ControlClientStep::Done,
-            false => ControlClientStep::Waits(EventSet::OUT),
+            false => ControlClientStep::Wait(EventSet::OUT),
         })
     }
 }
 
 /// Returns the answer to a request. Returns `Err` with the requested change if the request is a change of functions.
-fn answer(
+fn execute_request(
     service: &impl ControlService,
     request: ControlRequest,
 ) -> Result<ControlAnswer, FunctionChange> {
@@ -554,16 +568,20 @@ fn answer(
     Ok(match request {
         ControlRequest::Stats {} => ControlAnswer::Stats(service.stats()),
         ControlRequest::Faults { request } => {
-            or_reason(service.faults(&request).map(ControlAnswer::Faults))
+            or_reason(service.update_faults(&request).map(ControlAnswer::Faults))
         }
-        ControlRequest::List {} => ControlAnswer::List(service.list()),
-        ControlRequest::Log { filter } => {
-            or_reason(service.log(filter.as_deref()).map(ControlAnswer::Log))
-        }
-        ControlRequest::Room { unit } => or_reason(service.room(unit).map(ControlAnswer::Room)),
-        ControlRequest::Adopt { keeper, max } => {
-            or_reason(service.adopt(&keeper, max).map(ControlAnswer::Adopted))
-        }
+        ControlRequest::List {} => ControlAnswer::List(service.functions()),
+        ControlRequest::Log { filter } => or_reason(
+            service
+                .set_log_filter(filter.as_deref())
+                .map(ControlAnswer::Log),
+        ),
+        ControlRequest::Room { unit } => or_reason(service.capacity(unit).map(ControlAnswer::Room)),
+        ControlRequest::Adopt { keeper, max } => or_reason(
+            service
+                .adopt_supervisor(&keeper, max)
+                .map(ControlAnswer::Adopted),
+        ),
         ControlRequest::Change { change } => return Err(change),
     })
 }
@@ -573,9 +591,9 @@ fn answer(
 /// # Errors
 /// There is no server, or its answer cannot be understood.
 pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
-    match ask(path, &ControlRequest::Stats {})? {
+    match send_request(path, &ControlRequest::Stats {})? {
         ControlAnswer::Stats(stats) => Ok(stats),
-        other => Err(other.unexpected(path)),
+        other => Err(other.into_error(path)),
     }
 }
 
@@ -583,18 +601,18 @@ pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
 ///
 /// # Errors
 /// There is no server, or it refuses the keeper.
-pub fn offer_keeper(path: &Path, keeper: &Path, max: u64) -> Result<(), ControlError> {
+pub fn offer_supervisor(path: &Path, keeper: &Path, max: u64) -> Result<(), ControlError> {
     let keeper = keeper.to_owned();
-    match ask(path, &ControlRequest::Adopt { keeper, max })? {
+    match send_request(path, &ControlRequest::Adopt { keeper, max })? {
         ControlAnswer::Adopted(()) => Ok(()),
-        other => Err(other.unexpected(path)),
+        other => Err(other.into_error(path)),
     }
 }
 
 /// Returns the process id, in this process's PID namespace, of the server that listens at `path`. Returns `None` if no process
 /// listens, or if the server has no id in this namespace.
 #[must_use]
-pub fn listening_process(path: &Path) -> Option<u32> {
+pub fn listening_pid(path: &Path) -> Option<u32> {
     let stream = UnixStream::connect(path).ok()?;
     let peer = getsockopt(&stream, PeerCredentials).ok()?;
     u32::try_from(peer.pid()).ok().filter(|number| *number != 0)
@@ -606,20 +624,20 @@ pub fn listening_process(path: &Path) -> Option<u32> {
 /// # Errors
 /// [`ControlError::NotTakenOver`] if this takes more than 30 seconds.
 pub fn await_server(path: &Path, before: Option<u32>, process: u32) -> Result<(), ControlError> {
-    let deadline = Deadline::after(&SystemClock::shared(), TAKE_OVER_PATIENCE);
+    let deadline = Deadline::after(&SystemClock::shared(), TAKEOVER_TIMEOUT);
     loop {
-        let listens = listening_process(path);
+        let listens = listening_pid(path);
         let is_next = listens.is_some() && before.is_some() && listens != before;
         if listens == Some(process) || is_next {
             return Ok(());
         }
-        if deadline.left().is_zero() {
+        if deadline.remaining().is_zero() {
             return Err(ControlError::NotTakenOver {
                 path: path.to_owned(),
                 process,
             });
         }
-        clock::sleep(TAKE_OVER_PAUSE);
+        clock::sleep(TAKEOVER_POLL_INTERVAL);
     }
 }
 
@@ -628,9 +646,9 @@ pub fn await_server(path: &Path, before: Option<u32>, process: u32) -> Result<()
 /// # Errors
 /// There is no server, it refuses, or its answer cannot be understood.
 pub fn query_faults(path: &Path, request: FaultRequest) -> Result<Vec<DriveFaults>, ControlError> {
-    match ask(path, &ControlRequest::Faults { request })? {
+    match send_request(path, &ControlRequest::Faults { request })? {
         ControlAnswer::Faults(faults) => Ok(faults),
-        other => Err(other.unexpected(path)),
+        other => Err(other.into_error(path)),
     }
 }
 
@@ -639,9 +657,9 @@ pub fn query_faults(path: &Path, request: FaultRequest) -> Result<Vec<DriveFault
 /// # Errors
 /// There is no server, or its answer cannot be understood.
 pub fn query_functions(path: &Path) -> Result<Vec<FunctionEntry>, ControlError> {
-    match ask(path, &ControlRequest::List {})? {
+    match send_request(path, &ControlRequest::List {})? {
         ControlAnswer::List(functions) => Ok(functions),
-        other => Err(other.unexpected(path)),
+        other => Err(other.into_error(path)),
     }
 }
 
@@ -649,11 +667,11 @@ pub fn query_functions(path: &Path) -> Result<Vec<FunctionEntry>, ControlError> 
 ///
 /// # Errors
 /// There is no server, it refuses, or its answer cannot be understood.
-pub fn request_log(path: &Path, filter: Option<&LogFilter>) -> Result<String, ControlError> {
+pub fn set_log_filter(path: &Path, filter: Option<&LogFilter>) -> Result<String, ControlError> {
     let filter = filter.map(LogFilter::to_string);
-    match ask(path, &ControlRequest::Log { filter })? {
+    match send_request(path, &ControlRequest::Log { filter })? {
         ControlAnswer::Log(filter) => Ok(filter),
-        other => Err(other.unexpected(path)),
+        other => Err(other.into_error(path)),
     }
 }
 
@@ -662,13 +680,13 @@ pub fn request_log(path: &Path, filter: Option<&LogFilter>) -> Result<String, Co
 ///
 /// # Errors
 /// There is no server, it refuses, or its answer cannot be understood.
-pub fn query_room(
+pub fn query_capacity(
     path: &Path,
     unit: Option<NonZeroU64>,
 ) -> Result<Vec<DriveCapacity>, ControlError> {
-    match ask(path, &ControlRequest::Room { unit })? {
+    match send_request(path, &ControlRequest::Room { unit })? {
         ControlAnswer::Room(room) => Ok(room),
-        other => Err(other.unexpected(path)),
+        other => Err(other.into_error(path)),
     }
 }
 
@@ -677,15 +695,15 @@ pub fn query_room(
 /// # Errors
 /// There is no server, it refuses, or its answer cannot be understood.
 pub fn request_change(path: &Path, change: FunctionChange) -> Result<ChangeResult, ControlError> {
-    match ask(path, &ControlRequest::Change { change })? {
+    match send_request(path, &ControlRequest::Change { change })? {
         ControlAnswer::Changed(changed) => Ok(changed),
-        other => Err(other.unexpected(path)),
+        other => Err(other.into_error(path)),
     }
 }
 
 impl ControlAnswer {
     /// Returns the error for an answer whose kind does not match the request.
-    fn unexpected(self, path: &Path) -> ControlError {
+    fn into_error(self, path: &Path) -> ControlError {
         let reason = match self {
             Self::Error(reason) => reason,
             _ => "its answer is for another request".to_owned(),
@@ -697,7 +715,7 @@ impl ControlAnswer {
     }
 }
 
-fn ask(path: &Path, request: &ControlRequest) -> Result<ControlAnswer, ControlError> {
+fn send_request(path: &Path, request: &ControlRequest) -> Result<ControlAnswer, ControlError> {
     let no_server = |source: io::Error| match source.kind() {
         io::ErrorKind::PermissionDenied => ControlError::Permission {
             path: path.to_owned(),
@@ -718,7 +736,7 @@ fn ask(path: &Path, request: &ControlRequest) -> Result<ControlAnswer, ControlEr
         source,
     };
     let stream = UnixStream::connect(path).map_err(no_server)?;
-    let mut line = LineStream::new(&stream, CLIENT_PATIENCE).map_err(no_answer)?;
+    let mut line = LineStream::new(&stream, CLIENT_TIMEOUT).map_err(no_answer)?;
     let request_line = serde_json::to_vec(request).map_err(bad_answer)?;
     line.write(&request_line).map_err(no_answer)?;
     if matches!(request, ControlRequest::Change { .. }) {
@@ -733,22 +751,24 @@ fn ask(path: &Path, request: &ControlRequest) -> Result<ControlAnswer, ControlEr
 /// Progress of receiving a line.
 enum LineProgress {
     /// The line is incomplete.
-    Part,
+    Partial,
     /// The line is complete.
-    Whole,
+    Complete,
     /// The connection ended before the first byte.
-    Nothing,
+    Closed,
 }
 
 /// Receives a part of a line, without the line end.
-fn read_part(
+fn receive_part(
     mut stream: &UnixStream,
     line: &mut Vec<u8>,
     limit: usize,
 ) -> io::Result<LineProgress> {
     let mut chunk = [0; 4096];
     let count = match stream.read(&mut chunk) {
-        Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(LineProgress::Part),
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => {
+            return Ok(LineProgress::Partial);
+        }
         read => read?,
     };
     let end = chunk[..count].iter().position(|byte| *byte == b'\n');
@@ -757,9 +777,9 @@ fn read_part(
         return Err(io::ErrorKind::FileTooLarge.into());
     }
     match end {
-        Some(_) => Ok(LineProgress::Whole),
-        None if count > 0 => Ok(LineProgress::Part),
-        None if line.is_empty() => Ok(LineProgress::Nothing),
+        Some(_) => Ok(LineProgress::Complete),
+        None if count > 0 => Ok(LineProgress::Partial),
+        None if line.is_empty() => Ok(LineProgress::Closed),
         None => Err(io::ErrorKind::UnexpectedEof.into()),
     }
 }
@@ -781,7 +801,7 @@ impl<'stream> LineStream<'stream> {
     }
 
     fn time_left(&self) -> io::Result<Option<Duration>> {
-        match self.deadline.as_ref().map(Deadline::left) {
+        match self.deadline.as_ref().map(Deadline::remaining) {
             Some(Duration::ZERO) => Err(io::ErrorKind::TimedOut.into()),
             left => Ok(left),
         }
@@ -792,10 +812,10 @@ impl<'stream> LineStream<'stream> {
         let mut line = Vec::new();
         loop {
             self.stream.set_read_timeout(self.time_left()?)?;
-            match read_part(self.stream, &mut line, limit)? {
-                LineProgress::Part => {}
-                LineProgress::Whole => return Ok(Some(line)),
-                LineProgress::Nothing => return Ok(None),
+            match receive_part(self.stream, &mut line, limit)? {
+                LineProgress::Partial => {}
+                LineProgress::Complete => return Ok(Some(line)),
+                LineProgress::Closed => return Ok(None),
             }
         }
     }
@@ -847,7 +867,7 @@ mod tests {
             }
         }
 
-        fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String> {
+        fn update_faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String> {
             match request {
                 FaultRequest::Inject { drive, plan } if plan.len() == 60_000 => {
                     Ok(vec![DriveFaults {
@@ -865,29 +885,29 @@ mod tests {
             }
         }
 
-        fn adopt(&self, _: &Path, _: u64) -> Result<(), String> {
+        fn adopt_supervisor(&self, _: &Path, _: u64) -> Result<(), String> {
             Err("its keeper has not ended".to_owned())
         }
 
-        fn log(&self, filter: Option<&str>) -> Result<String, String> {
+        fn set_log_filter(&self, filter: Option<&str>) -> Result<String, String> {
             match filter {
                 Some("info") | None => Ok("info".to_owned()),
                 Some(other) => Err(format!("no {other}")),
             }
         }
 
-        fn list(&self) -> Vec<FunctionEntry> {
+        fn functions(&self) -> Vec<FunctionEntry> {
             Vec::new()
         }
 
-        fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, String> {
+        fn capacity(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, String> {
             match unit {
                 Some(_) => Ok(Vec::new()),
                 None => Err("no ledger".to_owned()),
             }
         }
 
-        fn change(&self, change: FunctionChange, reply: ChangeReply) {
+        fn start_change(&self, change: FunctionChange, reply: ChangeReply) {
             if let FunctionChange::Remove { id, .. } = &change
                 && id == LONG
             {
@@ -959,8 +979,8 @@ mod tests {
         let error = request_change(&path, remove).unwrap_err();
         assert!(error.to_string().ends_with("refused: not now"), "{error}");
         assert_eq!(query_functions(&path).unwrap(), []);
-        assert_eq!(query_room(&path, NonZeroU64::new(1 << 20)).unwrap(), []);
-        let error = query_room(&path, None).unwrap_err();
+        assert_eq!(query_capacity(&path, NonZeroU64::new(1 << 20)).unwrap(), []);
+        let error = query_capacity(&path, None).unwrap_err();
         assert!(error.to_string().ends_with("refused: no ledger"), "{error}");
     }
 
@@ -1112,7 +1132,7 @@ mod tests {
             let (mut client, server) = UnixStream::pair().unwrap();
             client.write_all(sent).unwrap();
             drop(client);
-            LineStream::new(&server, CLIENT_PATIENCE)
+            LineStream::new(&server, CLIENT_TIMEOUT)
                 .unwrap()
                 .read(REQUEST_MAX)
         };
@@ -1128,7 +1148,7 @@ mod tests {
         let path = dir.path().join("control.sock");
         let _server = server(&path);
         let error = ControlListener::bind(&path).unwrap_err();
-        assert!(matches!(error, ControlError::Offer(_)), "{error}");
+        assert!(matches!(error, ControlError::Bind(_)), "{error}");
         query_stats(&path).unwrap();
     }
 }

@@ -75,46 +75,51 @@ pub struct DriveFaults {
 ///
 /// # Errors
 /// See [`FaultRequestError`]. After an error, no fault has changed.
-pub fn carry_out(
+pub fn execute_request(
     request: &FaultRequest,
     drives: &[Arc<Drive>],
 ) -> Result<Vec<DriveFaults>, FaultRequestError> {
     match request {
         FaultRequest::List {} => {}
         FaultRequest::Inject { drive, plan } => {
-            let faults = find(drive, drives)?;
+            let faults = find_injector(drive, drives)?;
             let plan = FaultPlan::parse("request", plan).map_err(FaultRequestError::Plan)?;
             faults.inject(&plan).map_err(FaultRequestError::Plan)?;
         }
-        FaultRequest::Clear { drive } => find(drive, drives)?.clear(),
+        FaultRequest::Clear { drive } => find_injector(drive, drives)?.clear(),
     }
     let listed = drives.iter().filter_map(|drive| {
         Some(DriveFaults {
             drive: drive.path().to_owned(),
-            faults: faults_of(drive)?.stats(),
+            faults: fault_injector(drive)?.stats(),
         })
     });
     Ok(listed.collect())
 }
 
-fn find<'a>(path: &str, drives: &'a [Arc<Drive>]) -> Result<&'a FaultInjector, FaultRequestError> {
+fn find_injector<'a>(
+    path: &str,
+    drives: &'a [Arc<Drive>],
+) -> Result<&'a FaultInjector, FaultRequestError> {
     let wanted: Option<DrivePath> = path.parse().ok();
     let wanted = wanted.map_or_else(|| path.to_owned(), |path| path.to_string());
     let same = |drive: &&Arc<Drive>| drive.path() == wanted;
     let Some(drive) = drives.iter().find(same) else {
-        let faulty = drives.iter().filter(|drive| faults_of(drive).is_some());
+        let faulty = drives
+            .iter()
+            .filter(|drive| fault_injector(drive).is_some());
         return Err(FaultRequestError::NoDrive {
             drive: path.to_owned(),
             drives: faulty.map(|drive| drive.path().to_owned()).collect(),
         });
     };
     let none = || FaultRequestError::NoFaults(path.to_owned());
-    faults_of(drive).ok_or_else(none)
+    fault_injector(drive).ok_or_else(none)
 }
 
 /// Returns a drive's faults, or `None` if it was opened without `faults=`.
-fn faults_of(drive: &Drive) -> Option<&FaultInjector> {
-    SoftwareController::of(drive.controller())?.faults()
+fn fault_injector(drive: &Drive) -> Option<&FaultInjector> {
+    SoftwareController::downcast(drive.controller())?.faults()
 }
 
 #[cfg(test)]
@@ -150,7 +155,7 @@ mod tests {
         let drives = drives();
         let plan = "[[fault]]\nkind = \"lost\"\nrange = \"0+4K\"\n";
         for faults in 1..3 {
-            let listed = carry_out(&inject("memory:1024K", plan), &drives).unwrap();
+            let listed = execute_request(&inject("memory:1024K", plan), &drives).unwrap();
             let [drive] = listed.as_slice() else {
                 panic!("{listed:?}");
             };
@@ -167,8 +172,11 @@ mod tests {
         let clear = FaultRequest::Clear {
             drive: "memory:1M".to_owned(),
         };
-        let listed = carry_out(&clear, &drives).unwrap();
-        assert_eq!(listed, carry_out(&FaultRequest::List {}, &drives).unwrap());
+        let listed = execute_request(&clear, &drives).unwrap();
+        assert_eq!(
+            listed,
+            execute_request(&FaultRequest::List {}, &drives).unwrap()
+        );
         assert_eq!(listed[0].faults, []);
     }
 
@@ -198,7 +206,7 @@ mod tests {
                 "Fault 1 does not fit the drive\n",
             ),
         ] {
-            let error = carry_out(&request, &drives).unwrap_err().to_string();
+            let error = execute_request(&request, &drives).unwrap_err().to_string();
             assert!(error.contains(said), "{said}: {error}");
         }
     }

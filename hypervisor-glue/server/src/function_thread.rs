@@ -13,24 +13,24 @@ use std::time::Duration;
 
 use thiserror::Error;
 use vmm_device::EndError;
-use vmm_device::rest::rest_all;
+use vmm_device::quiesce::pause_all;
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::adaptor::ControlledDevice;
-use crate::kept::crashes::end_by_panic;
-use crate::logging::work_for;
+use crate::logging::set_function;
+use crate::nvme_device::ControlledDevice;
+use crate::persistence::crashes::abort_on_panic;
 use crate::stats::{FunctionAdminStats, FunctionStats, ResetCounts};
 use nvme_guest::threads::start_thread;
-use nvme_mpt_memory::crash::recorded;
+use nvme_mpt_memory::crash::run_recorded;
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use nvme_mpt_memory::{clock, system};
-use nvme_mpt_vmm::control::{ControlLoop, ControlLoopHandler};
+use nvme_mpt_vmm::control_loop::{ControlLoop, ControlLoopHandler};
 use nvme_mpt_vmm::report;
 use vfio_user_server::VfioUserServer;
 
 /// Timeout for a function's statistics. A function answers within microseconds unless it waits for in-flight commands.
-const STATS_PATIENCE: Duration = Duration::from_secs(1);
+const STATS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Error of serving a function.
 #[derive(Debug, Error)]
@@ -52,7 +52,7 @@ pub enum FunctionThreadError {
 }
 
 /// Timeout for a function's answer to the request to end. The timeout is longer than any wait of the function itself.
-const LEAVE_PATIENCE: Duration = Duration::from_secs(45);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(45);
 
 /// Request to a control thread.
 #[derive(Debug)]
@@ -61,25 +61,25 @@ enum FunctionRequest {
     Stats(SyncSender<FunctionStats>),
     /// End the function, with `force` even while a VMM is connected. If the requester no longer waits for the answer, the
     /// function does not end.
-    Leave {
+    Shutdown {
         force: bool,
         answer: SyncSender<ShutdownAnswer>,
     },
     /// Pause before the deadline, for a hand-over to the next server, and send the result.
-    Rest(Deadline, SyncSender<Result<QuiescedFunctionGuard, String>>),
+    Quiesce(Deadline, SyncSender<Result<QuiescedFunctionGuard, String>>),
 }
 
 /// A paused function whose state is committed for the next server. Dropping the guard resumes the function.
 #[derive(Debug)]
 pub(crate) struct QuiescedFunctionGuard {
-    _goes_on: Sender<()>,
+    _resume: Sender<()>,
 }
 
 /// Response to a request to end a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShutdownAnswer {
     /// The function is ending or has ended.
-    Leaves,
+    Accepted,
     /// The function continues, as a VMM is connected.
     Connected,
     /// The function continues, as it did not respond in time.
@@ -96,15 +96,19 @@ pub struct FunctionHandle {
 impl FunctionHandle {
     /// Returns the statistics of the functions. Omits functions that have ended, or that do not answer within one second.
     #[must_use]
-    pub fn stats_of<'a>(handles: impl IntoIterator<Item = &'a Self>) -> Vec<FunctionStats> {
+    pub fn collect_stats<'a>(handles: impl IntoIterator<Item = &'a Self>) -> Vec<FunctionStats> {
         // Send all requests before waiting, so that they share one deadline.
-        let answers: Vec<_> = handles.into_iter().filter_map(Self::ask).collect();
-        let deadline = Deadline::after(&SystemClock::shared(), STATS_PATIENCE);
-        let in_time = |answer: Receiver<FunctionStats>| answer.recv_timeout(deadline.left()).ok();
+        let answers: Vec<_> = handles
+            .into_iter()
+            .filter_map(Self::request_stats)
+            .collect();
+        let deadline = Deadline::after(&SystemClock::shared(), STATS_TIMEOUT);
+        let in_time =
+            |answer: Receiver<FunctionStats>| answer.recv_timeout(deadline.remaining()).ok();
         answers.into_iter().filter_map(in_time).collect()
     }
 
-    fn ask(&self) -> Option<Receiver<FunctionStats>> {
+    fn request_stats(&self) -> Option<Receiver<FunctionStats>> {
         let (answer, figures) = mpsc::sync_channel(1);
         self.requests.send(FunctionRequest::Stats(answer)).ok()?;
         self.control.wake();
@@ -116,19 +120,19 @@ impl FunctionHandle {
     ///
     /// # Errors
     /// If a function did not pause, returns its index and the reason, and all functions are resumed.
-    pub(crate) fn rest(
+    pub(crate) fn quiesce_all(
         handles: &[Self],
     ) -> Result<(Vec<QuiescedFunctionGuard>, Duration), (usize, String)> {
         let mut asked = system::host_time();
-        let resting = rest_all(handles.len(), |places, time| {
+        let resting = pause_all(handles.len(), |places, time| {
             asked = system::host_time();
-            Self::ask_to_rest(handles, places, time)
+            Self::request_quiesce(handles, places, time)
         })?;
         Ok((resting, asked))
     }
 
     /// Asks functions to pause within `time`. A function that cannot pause in time continues.
-    fn ask_to_rest(
+    fn request_quiesce(
         handles: &[Self],
         places: &[usize],
         time: Duration,
@@ -138,7 +142,7 @@ impl FunctionHandle {
         let ask = |place: &usize| {
             let handle = handles.get(*place).ok_or_else(gone)?;
             let (answer, result) = mpsc::sync_channel(1);
-            let request = FunctionRequest::Rest(deadline.clone(), answer);
+            let request = FunctionRequest::Quiesce(deadline.clone(), answer);
             let sent = handle.requests.send(request);
             handle.control.wake();
             sent.map(|()| result).map_err(|_| gone())
@@ -146,7 +150,7 @@ impl FunctionHandle {
         let asked: Vec<_> = places.iter().map(ask).collect();
         let wait = |result: Receiver<Result<QuiescedFunctionGuard, String>>| {
             // A function that answers later finds the receiver gone, and continues.
-            match result.recv_timeout(deadline.left()) {
+            match result.recv_timeout(deadline.remaining()) {
                 Ok(result) => result,
                 Err(RecvTimeoutError::Timeout) => {
                     Err(format!("it has had commands in flight for over {time:?}"))
@@ -160,22 +164,22 @@ impl FunctionHandle {
             .collect()
     }
 
-    fn ask_to_leave(&self, force: bool) -> ShutdownAnswer {
+    fn request_shutdown(&self, force: bool) -> ShutdownAnswer {
         // Rendezvous channel: if the requester has timed out, the answer fails and the function continues.
         let (answer, decision) = mpsc::sync_channel(0);
         if self
             .requests
-            .send(FunctionRequest::Leave { force, answer })
+            .send(FunctionRequest::Shutdown { force, answer })
             .is_err()
         {
-            return ShutdownAnswer::Leaves;
+            return ShutdownAnswer::Accepted;
         }
         self.control.wake();
-        match decision.recv_timeout(LEAVE_PATIENCE) {
+        match decision.recv_timeout(SHUTDOWN_TIMEOUT) {
             Ok(leave) => leave,
             Err(RecvTimeoutError::Timeout) => ShutdownAnswer::Busy,
             // The thread ended without taking the request.
-            Err(RecvTimeoutError::Disconnected) => ShutdownAnswer::Leaves,
+            Err(RecvTimeoutError::Disconnected) => ShutdownAnswer::Accepted,
         }
     }
 }
@@ -204,22 +208,22 @@ impl FunctionThread {
         let control = Arc::new(ControlLoop::new().map_err(thread_error)?);
         server.watch(&mut control.epoll()).map_err(thread_error)?;
         let events = server.device().function().events_fd().as_raw_fd();
-        control.watch(events, EVENTS).map_err(thread_error)?;
+        control.watch(events, EVENTS_TOKEN).map_err(thread_error)?;
         let mut function = FunctionThreadState {
             id: id.to_owned(),
             socket: server.path().to_owned(),
             server,
             inbox,
             control: control.clone(),
-            looked: clock::monotonic(),
-            acknowledged: None,
+            checked_at: clock::monotonic(),
+            unmask_eventfd: None,
         };
-        function.follow_acknowledged();
-        let crashes = function.server.device().crashes();
+        function.watch_unmask_eventfd();
+        let crashes = function.server.device().crash_record();
         let control_function = move || {
-            end_by_panic();
-            work_for(&function.id);
-            recorded(crashes.as_ref(), || {
+            abort_on_panic();
+            set_function(&function.id);
+            run_recorded(crashes.as_ref(), || {
                 let control = function.control.clone();
                 control.run(&function.id.clone(), &mut function);
                 function.end()
@@ -241,8 +245,8 @@ impl FunctionThread {
     /// Asks the function to end. Without `force`, the function refuses while a VMM is connected. Call [`Self::end`] to wait
     /// until it has ended.
     #[must_use]
-    pub fn leave(&self, force: bool) -> ShutdownAnswer {
-        self.handle.ask_to_leave(force)
+    pub fn shut_down(&self, force: bool) -> ShutdownAnswer {
+        self.handle.request_shutdown(force)
     }
 
     /// Asks the thread to end. [`Self::end`] waits for it.
@@ -278,9 +282,9 @@ impl Drop for FunctionThread {
 }
 
 /// Epoll token of the function's events. The server uses [`VfioUserServer::TOKENS`].
-const EVENTS: u64 = 0x100;
+const EVENTS_TOKEN: u64 = 0x100;
 /// Epoll token of the client's reports that the INTx pin's level fell.
-const ACKNOWLEDGED: u64 = 0x101;
+const UNMASK_TOKEN: u64 = 0x101;
 
 /// State of the control thread.
 struct FunctionThreadState<D: ControlledDevice> {
@@ -290,29 +294,29 @@ struct FunctionThreadState<D: ControlledDevice> {
     inbox: Receiver<FunctionRequest>,
     control: Arc<ControlLoop>,
     /// Time of the last periodic check of the drive.
-    looked: Duration,
+    checked_at: Duration,
     /// The eventfd by which the client reports that the INTx pin's level fell. It stays open while epoll watches it.
-    acknowledged: Option<Arc<EventFd>>,
+    unmask_eventfd: Option<Arc<EventFd>>,
 }
 
 impl<D: ControlledDevice> FunctionThreadState<D> {
     /// Watches the client's current eventfd of the INTx pin.
-    fn follow_acknowledged(&mut self) {
-        let wanted = self.server.device().acknowledged();
-        let watched = self.acknowledged.as_ref();
+    fn watch_unmask_eventfd(&mut self) {
+        let wanted = self.server.device().unmask_eventfd();
+        let watched = self.unmask_eventfd.as_ref();
         if watched.map(Arc::as_ptr) == wanted.map(Arc::as_ptr) {
             return;
         }
         let wanted = wanted.cloned();
         if let Some(watched) = watched
-            && let Err(error) = self.control.forget(watched.as_raw_fd())
+            && let Err(error) = self.control.unwatch(watched.as_raw_fd())
         {
             log::error!("{}: cannot stop watching an eventfd: {error}", self.id);
         }
         if let Some(wanted) = &wanted {
             // Edge-triggered, so that each signal is one event, even if the client leaves the eventfd readable.
             let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
-            let event = EpollEvent::new(events, ACKNOWLEDGED);
+            let event = EpollEvent::new(events, UNMASK_TOKEN);
             let added = self
                 .control
                 .epoll()
@@ -321,45 +325,45 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
                 log::error!("{}: the interrupt pin stays high: {error}", self.id);
             }
         }
-        self.acknowledged = wanted;
+        self.unmask_eventfd = wanted;
     }
 
     /// Ends the function. Releases its lease last.
     fn end(mut self) -> Result<(), EndError> {
         let ended = self.server.device_mut().function_mut().end();
-        self.server.device().forget();
+        self.server.device().forget_persisted();
         ended
     }
 
     /// Returns the time until the next periodic check of the drive, if there are any.
-    fn left(&mut self) -> Option<Duration> {
-        let interval = self.server.device().function().events_interval()?;
-        let elapsed = clock::monotonic().saturating_sub(self.looked);
+    fn time_until_check(&mut self) -> Option<Duration> {
+        let interval = self.server.device().function().events_poll_interval()?;
+        let elapsed = clock::monotonic().saturating_sub(self.checked_at);
         Some(interval.saturating_sub(elapsed))
     }
 
     fn answer_requests(&mut self) {
         while let Ok(request) = self.inbox.try_recv() {
             match request {
-                FunctionRequest::Rest(deadline, answer) => self.rest(&deadline, &answer),
+                FunctionRequest::Quiesce(deadline, answer) => self.quiesce(&deadline, &answer),
                 FunctionRequest::Stats(answer) => {
                     // The requester may have timed out.
                     let _ = answer.try_send(self.stats());
                 }
-                FunctionRequest::Leave { force, answer } => self.decide(force, &answer),
+                FunctionRequest::Shutdown { force, answer } => self.answer_shutdown(force, &answer),
             }
         }
     }
 
     /// Pauses the function before the deadline. The function stays paused until the requester drops the guard or the process
     /// ends.
-    fn rest(
+    fn quiesce(
         &mut self,
         deadline: &Deadline,
         answer: &SyncSender<Result<QuiescedFunctionGuard, String>>,
     ) {
         let function = self.server.device_mut().function_mut();
-        if let Err(error) = function.pause_within(deadline.left()) {
+        if let Err(error) = function.pause_with_timeout(deadline.remaining()) {
             // The requester may have timed out.
             let _ = answer.send(Err(report::chain(&error)));
             return;
@@ -367,7 +371,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
         let committed = self.server.commit();
         let (goes_on, end) = mpsc::channel();
         let result = match committed {
-            Ok(()) => Ok(QuiescedFunctionGuard { _goes_on: goes_on }),
+            Ok(()) => Ok(QuiescedFunctionGuard { _resume: goes_on }),
             Err(error) => Err(report::chain(&error)),
         };
         // The channel has room for one answer. If the requester is gone, the function resumes at once.
@@ -378,10 +382,10 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
 
     /// Ends the function unless a VMM is connected and `force` is not set. If the requester no longer waits for the answer, the
     /// function does not end.
-    fn decide(&self, force: bool, answer: &SyncSender<ShutdownAnswer>) {
+    fn answer_shutdown(&self, force: bool, answer: &SyncSender<ShutdownAnswer>) {
         if self.server.is_connected() && !force {
             let _ = answer.send(ShutdownAnswer::Connected);
-        } else if answer.send(ShutdownAnswer::Leaves).is_ok() {
+        } else if answer.send(ShutdownAnswer::Accepted).is_ok() {
             self.control.stop();
         }
     }
@@ -391,7 +395,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
         let facts = function.facts();
         let namespace = &facts.namespace;
         let (admin, resets) = (function.admin_stats(), function.reset_stats());
-        let lease = function.host().stats();
+        let lease = function.backend().stats();
         FunctionStats {
             id: self.id.clone(),
             socket: self.socket.to_string_lossy().into_owned(),
@@ -418,36 +422,39 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
                 function_level: resets.function_level,
                 vmm: resets.vmm,
             },
-            stall: self.server.device().stall(),
+            stall: self.server.device().guest_pause(),
         }
     }
 }
 
 impl<D: ControlledDevice> ControlLoopHandler for FunctionThreadState<D> {
-    fn due_in(&mut self) -> Option<Duration> {
-        let server = self.server.due_in(clock::monotonic());
-        self.left().into_iter().chain(server).min()
+    fn next_timeout(&mut self) -> Option<Duration> {
+        let server = self.server.next_timeout(clock::monotonic());
+        self.time_until_check().into_iter().chain(server).min()
     }
 
     fn turn(&mut self, ready: &[u64]) {
         for token in ready {
             match u32::try_from(*token) {
                 Ok(token) if VfioUserServer::<D>::TOKENS.contains(&token) => {
-                    self.server.handle(token, &mut self.control.epoll());
-                    self.follow_acknowledged();
+                    self.server.handle_event(token, &mut self.control.epoll());
+                    self.watch_unmask_eventfd();
                 }
-                Ok(token) if u64::from(token) == ACKNOWLEDGED => {
-                    self.server.device_mut().function_mut().end_of_interrupt();
+                Ok(token) if u64::from(token) == UNMASK_TOKEN => {
+                    self.server
+                        .device_mut()
+                        .function_mut()
+                        .on_end_of_interrupt();
                 }
                 _ => self.server.device_mut().function_mut().process_events(),
             }
         }
-        if self.left().is_some_and(|left| left.is_zero()) {
+        if self.time_until_check().is_some_and(|left| left.is_zero()) {
             self.server.device_mut().function_mut().process_events();
-            self.looked = clock::monotonic();
+            self.checked_at = clock::monotonic();
         }
         let mut epoll = self.control.epoll();
-        self.server.look(clock::monotonic(), &mut epoll);
+        self.server.check_timeouts(clock::monotonic(), &mut epoll);
         if let Err(error) = self.server.commit() {
             log::error!("{}: {}", self.id, report::chain(&error));
         }

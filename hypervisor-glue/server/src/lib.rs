@@ -57,20 +57,20 @@
 //! This crate parses no command line and prints no tables: `nvme-mpt-cli` does. A VMM that embeds functions in its own process
 //! does not need this crate.
 
-pub mod adaptor;
-pub mod attach;
+pub mod capacity;
 pub mod change;
-pub mod confine;
+pub mod confinement;
 pub mod control;
 pub mod faults;
 pub mod function_thread;
-pub mod kept;
 pub mod logging;
 pub mod metrics;
+pub mod nvme_device;
 pub mod output;
 pub mod owner;
-pub mod room;
+pub mod persistence;
+mod quarantine;
 pub mod serve;
-mod set_aside;
 pub mod signals;
 pub mod stats;
+pub mod vmm_arguments;

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use nvme_guest::threads::start_thread;
 
-use crate::signals::without_signals;
+use crate::signals::with_signals_blocked;
 
 /// Timeout for the reader.
-const PATIENCE: Duration = Duration::from_secs(1);
+const READER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Standard output written by a separate thread. [`flush`](Write::flush) waits at most one second for the reader. If the reader
 /// reads later, the thread writes the rest then.
@@ -25,7 +25,7 @@ struct OutputThread {
     texts: Sender<Vec<u8>>,
     results: Receiver<io::Result<()>>,
     /// True after a flush has timed out. Later flushes do not wait for the reader.
-    is_late: bool,
+    has_timed_out: bool,
 }
 
 impl<W: Write + Send + 'static> ThreadedOutput<W> {
@@ -51,11 +51,11 @@ impl<W: Write + Send + 'static> ThreadedOutput<W> {
                 let _ = outbox.send(written);
             }
         };
-        without_signals(|| start_thread("output", write))?;
+        with_signals_blocked(|| start_thread("output", write))?;
         self.thread = Some(OutputThread {
             texts,
             results,
-            is_late: false,
+            has_timed_out: false,
         });
         Ok(())
     }
@@ -76,14 +76,14 @@ impl<W: Write + Send + 'static> Write for ThreadedOutput<W> {
         let ended = || io::Error::other("the thread of the output has ended");
         let text = std::mem::take(&mut self.unsent);
         thread.texts.send(text).map_err(|_| ended())?;
-        if thread.is_late {
+        if thread.has_timed_out {
             return Ok(());
         }
-        match thread.results.recv_timeout(PATIENCE) {
+        match thread.results.recv_timeout(READER_TIMEOUT) {
             Ok(written) => written,
             Err(RecvTimeoutError::Disconnected) => Err(ended()),
             Err(RecvTimeoutError::Timeout) => {
-                thread.is_late = true;
+                thread.has_timed_out = true;
                 log::warn!(
                     "Standard output is full: this process no longer waits for its reader, which has to read what \
                      was printed"

@@ -19,9 +19,9 @@ pub struct UnknownOwner {
 ///
 /// # Errors
 /// [`UnknownOwner`].
-pub fn user_number(name: &str) -> Result<u32, UnknownOwner> {
+pub fn resolve_user(name: &str) -> Result<u32, UnknownOwner> {
     let user = |name: &str| Some(User::from_name(name).ok()??.uid.as_raw());
-    number("user", name, user)
+    resolve_id("user", name, user)
 }
 
 /// Returns the name of a user, or its number if it has none.
@@ -30,7 +30,7 @@ pub fn user_name(number: u32) -> String {
     user.map_or_else(|| number.to_string(), |user| user.name)
 }
 
-fn number(
+fn resolve_id(
     kind: &'static str,
     name: &str,
     find: impl Fn(&str) -> Option<u32>,
@@ -45,13 +45,13 @@ fn number(
 
 /// Returns the user to whose quota the connections of `user` count. If `user` is within a range of `/etc/subuid`, this is the
 /// range's owner, because the owner can start processes with all ids of the range.
-pub(crate) fn account_of(user: u32) -> u32 {
+pub(crate) fn quota_user(user: u32) -> u32 {
     // Read the files directly: an NSS service may take long to answer. A missing file has no ranges.
     let read = |path| std::fs::read_to_string(path).unwrap_or_default();
-    owner_of_range(user, &read("/etc/subuid"), || read("/etc/passwd"))
+    subuid_owner(user, &read("/etc/subuid"), || read("/etc/passwd"))
 }
 
-fn owner_of_range(user: u32, ranges: &str, passwd: impl Fn() -> String) -> u32 {
+fn subuid_owner(user: u32, ranges: &str, passwd: impl Fn() -> String) -> u32 {
     let owner = ranges.lines().find_map(|line| {
         let mut fields = line.trim().splitn(3, ':');
         let owner = fields.next()?;
@@ -84,9 +84,9 @@ pub(crate) fn socket_access(
     let its_group = owner.and_then(|owner| owner.group.as_deref());
     Ok(SocketAccess {
         mode: mode.unwrap_or(SocketAccess::default().mode),
-        user: user.map(user_number).transpose()?,
+        user: user.map(resolve_user).transpose()?,
         group: its_group
-            .map(|name| number("group", name, group))
+            .map(|name| resolve_id("group", name, group))
             .transpose()?,
     })
 }
@@ -110,18 +110,18 @@ mod tests {
             (1000, 1000),
             (300_001, 300_001),
         ] {
-            assert_eq!(owner_of_range(user, ranges, passwd), owner, "{user}");
+            assert_eq!(subuid_owner(user, ranges, passwd), owner, "{user}");
         }
     }
 
     #[test]
     fn users_have_names_and_numbers() {
-        assert_eq!(user_number("root"), Ok(0));
-        assert_eq!(user_number("4000000"), Ok(4_000_000));
+        assert_eq!(resolve_user("root"), Ok(0));
+        assert_eq!(resolve_user("4000000"), Ok(4_000_000));
         assert_eq!(user_name(0), "root");
         assert_eq!(user_name(4_000_000), "4000000");
         for name in ["no-such-user", "4294967295", "-1", "1.5"] {
-            let error = user_number(name).unwrap_err();
+            let error = resolve_user(name).unwrap_err();
             assert!(error.to_string().contains(name), "{error}");
         }
     }

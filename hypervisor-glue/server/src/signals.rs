@@ -9,11 +9,11 @@ use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::ptr;
 
 /// Signals that the server handles.
-const SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+const HANDLED_SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
 /// Signals that the server ignores. Since SIGXFSZ is ignored, a write beyond `RLIMIT_FSIZE` fails with EFBIG. Since SIGTTOU is
 /// ignored, a write of a background process to the terminal succeeds.
-const IGNORED: [libc::c_int; 12] = [
+const IGNORED_SIGNALS: [libc::c_int; 12] = [
     libc::SIGALRM,
     libc::SIGIO,
     libc::SIGPIPE,
@@ -38,7 +38,7 @@ pub enum ServerSignal {
 }
 
 /// Size of a signalfd record in bytes.
-const RECORD: usize = size_of::<libc::signalfd_siginfo>();
+const RECORD_BYTES: usize = size_of::<libc::signalfd_siginfo>();
 
 /// SIGTERM, SIGINT and SIGHUP, blocked in this thread and in threads that it starts later.
 ///
@@ -54,20 +54,20 @@ impl EndSignals {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    pub fn hold_back() -> io::Result<Self> {
-        for signal in IGNORED {
+    pub fn block() -> io::Result<Self> {
+        for signal in IGNORED_SIGNALS {
             // SAFETY: no handler is called for a signal that is ignored.
             if unsafe { libc::signal(signal, libc::SIG_IGN) } == libc::SIG_ERR {
                 return Err(io::Error::last_os_error());
             }
         }
         let signals = signal_set();
-        mask(libc::SIG_BLOCK, &signals)?;
+        set_mask(libc::SIG_BLOCK, &signals)?;
         // SAFETY: `signals` is an initialised set; -1 asks for a new descriptor.
         let fd = unsafe { libc::signalfd(-1, &raw const signals, libc::SFD_CLOEXEC) };
         if fd == -1 {
             let error = io::Error::last_os_error();
-            mask(libc::SIG_UNBLOCK, &signals)?;
+            set_mask(libc::SIG_UNBLOCK, &signals)?;
             return Err(error);
         }
         // SAFETY: the descriptor is new, and nothing else knows of it.
@@ -80,7 +80,7 @@ impl EndSignals {
     /// # Errors
     /// Returns the kernel's error.
     pub fn wait(&self) -> io::Result<ServerSignal> {
-        let mut record = [0; RECORD];
+        let mut record = [0; RECORD_BYTES];
         (&self.fd).read_exact(&mut record)?;
         // `ssi_signo` is the first field.
         let [a, b, c, d, ..] = record;
@@ -93,7 +93,7 @@ impl EndSignals {
     }
 
     /// Keeps the signals blocked until the process ends, which the caller is about to do.
-    pub fn hold_for_good(self) {
+    pub fn block_forever(self) {
         std::mem::forget(self);
     }
 }
@@ -107,14 +107,14 @@ impl AsRawFd for EndSignals {
 
 impl Drop for EndSignals {
     fn drop(&mut self) {
-        if let Err(error) = mask(libc::SIG_UNBLOCK, &signal_set()) {
+        if let Err(error) = set_mask(libc::SIG_UNBLOCK, &signal_set()) {
             log::error!("Cannot unblock signals: {error}");
         }
     }
 }
 
 /// Calls `start` with all signals blocked, so that threads started by it receive none.
-pub(crate) fn without_signals<T>(start: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+pub(crate) fn with_signals_blocked<T>(start: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let mut all = empty_set();
     let mut before = empty_set();
     // SAFETY: both sets are initialised; sigfillset fails for no pointer that is valid.
@@ -126,7 +126,7 @@ pub(crate) fn without_signals<T>(start: impl FnOnce() -> io::Result<T>) -> io::R
         return Err(io::Error::from_raw_os_error(masked));
     }
     let started = start();
-    mask(libc::SIG_SETMASK, &before)?;
+    set_mask(libc::SIG_SETMASK, &before)?;
     started
 }
 
@@ -141,14 +141,14 @@ fn empty_set() -> libc::sigset_t {
 
 fn signal_set() -> libc::sigset_t {
     let mut set = empty_set();
-    for signal in SIGNALS {
+    for signal in HANDLED_SIGNALS {
         // SAFETY: the set is initialised; the signals exist, so that this cannot fail.
         unsafe { libc::sigaddset(&raw mut set, signal) };
     }
     set
 }
 
-fn mask(how: libc::c_int, set: &libc::sigset_t) -> io::Result<()> {
+fn set_mask(how: libc::c_int, set: &libc::sigset_t) -> io::Result<()> {
     // SAFETY: `set` is an initialised set; the old mask is not asked for.
     match unsafe { libc::pthread_sigmask(how, set, ptr::null_mut()) } {
         0 => Ok(()),

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use nvme_mpt_server::attach::{cloud_hypervisor, qemu};
+use nvme_mpt_server::vmm_arguments::{cloud_hypervisor_arguments, qemu_arguments};
 
 #[test]
 fn a_shell_takes_odd_paths_as_they_are() {
@@ -20,11 +20,13 @@ fn a_shell_takes_odd_paths_as_they_are() {
             text.lines().map(str::to_owned).collect::<Vec<_>>()
         };
         let socket = Path::new(path);
-        let device = words(&qemu("a", socket)).pop().unwrap();
+        let device = words(&qemu_arguments("a", socket)).pop().unwrap();
         let device: serde_json::Value = serde_json::from_str(&device).unwrap();
         assert_eq!(device["socket"]["path"], path);
 
-        let option = words(&cloud_hypervisor("a", socket)).pop().unwrap();
+        let option = words(&cloud_hypervisor_arguments("a", socket))
+            .pop()
+            .unwrap();
         let expected = if path.contains(',') {
             format!("socket=\"{path}\",id=a")
         } else {

@@ -15,7 +15,7 @@ use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::{LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
 use nvme_mpt_memory::memfd;
-use nvme_mpt_server::adaptor::NvmeDevice;
+use nvme_mpt_server::nvme_device::NvmeDevice;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vfio_user_server::{ClientProcess, DmaMemory, DmaRegion, VfioUserDevice};
 use vmm_device::{MsixMasking, NvmeFunction};
@@ -30,10 +30,10 @@ fn device() -> NvmeDevice {
             id: "test",
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            wanted: RequestedBytes::At(ByteRange::new(0, 1 << 20).unwrap()),
+            wanted: RequestedBytes::Range(ByteRange::new(0, 1 << 20).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: PreviousDataPolicy::Kept,
+            previous_data: PreviousDataPolicy::Kept,
         })
         .unwrap();
     let attachment = LocalBackend::new(LocalBackendConfig {
@@ -45,11 +45,11 @@ fn device() -> NvmeDevice {
         doorbell_stride: DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
-        learning: AdaptivePolicies::default(),
+        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
         memory: MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_guest::limit::RateLimits::default(),
+        rates: nvme_guest::rate_limit::RateLimits::default(),
         serial: None,
     });
     let function = NvmeFunction::new(Arc::new(attachment.unwrap()), MsixMasking::Client);
@@ -102,7 +102,7 @@ fn memory_that_a_client_restores_on_demand_is_refused() {
     // SAFETY: getuid has no preconditions.
     let user = unsafe { libc::getuid() };
     let mut map = |pid| {
-        device.connected(Some(ClientProcess { pid, user }));
+        device.on_connected(Some(ClientProcess { pid, user }));
         let mapped = device.dma_map(DmaRegion {
             iova: 0,
             size: LEN as u64,
@@ -113,7 +113,7 @@ fn memory_that_a_client_restores_on_demand_is_refused() {
                 offset: 0,
             }),
         });
-        device.disconnected();
+        device.on_disconnected();
         mapped.map_err(|error| error.raw_os_error())
     };
     assert_eq!(map(std::process::id()), Err(Some(libc::EBUSY)));

@@ -13,14 +13,14 @@ use rustix::net::RecvFlags;
 use zerocopy::IntoBytes;
 
 use crate::error::RequestRefusal;
-use crate::journal::{MAX_REQUEST, RequestLogError};
+use crate::kill_point::crash_point;
 use crate::message::{MAX_FDS_ACCEPTED, VfioUserHeader};
+use crate::request_log::{MAX_REQUEST, RequestLogError};
 use crate::socket;
-use crate::step::step;
 
 /// Bytes by which a receive buffer grows. So the allocated memory exceeds what the client has sent by at most this number. A
 /// buffer keeps this capacity between messages.
-const CHUNK: usize = 64 * 1024;
+const BUFFER_GROWTH: usize = 64 * 1024;
 
 /// Complete message.
 #[derive(Debug)]
@@ -29,7 +29,7 @@ pub(crate) struct VfioUserMessage<'a> {
     pub(crate) payload: &'a [u8],
     pub(crate) fds: Vec<OwnedFd>,
     /// Set if file descriptors of the message are missing from `fds`.
-    pub(crate) fds_lost: bool,
+    pub(crate) has_lost_fds: bool,
 }
 
 /// End of the message stream.
@@ -43,19 +43,19 @@ pub(crate) enum StreamEnd {
     /// The socket failed.
     Failed(io::Error),
     /// The bytes are no valid message, so the server does not know where the next message starts.
-    OutOfStep {
+    InvalidMessage {
         header: VfioUserHeader,
         refusal: RequestRefusal,
     },
     /// The server refused the last message, and ends the connection after the error reply.
     Refused,
     /// The request log failed.
-    Journal(RequestLogError),
+    RequestLog(RequestLogError),
 }
 
 impl From<RequestLogError> for StreamEnd {
     fn from(error: RequestLogError) -> Self {
-        Self::Journal(error)
+        Self::RequestLog(error)
     }
 }
 
@@ -64,12 +64,12 @@ impl From<RequestLogError> for StreamEnd {
 pub(crate) struct MessageReader {
     header: [u8; VfioUserHeader::SIZE],
     /// Number of bytes of `header` received.
-    filled: usize,
+    header_bytes_received: usize,
     payload: Vec<u8>,
     fds: Vec<OwnedFd>,
-    fds_lost: bool,
+    has_lost_fds: bool,
     /// Set if the message was returned: the next call begins a new one.
-    handed_out: bool,
+    is_returned: bool,
 }
 
 impl MessageReader {
@@ -78,14 +78,14 @@ impl MessageReader {
         &mut self,
         stream: &UnixStream,
     ) -> Result<Option<VfioUserMessage<'_>>, StreamEnd> {
-        if self.handed_out {
-            self.begin();
+        if self.is_returned {
+            self.discard();
         }
-        while self.filled < VfioUserHeader::SIZE {
-            let room = &mut self.header[self.filled..];
-            match receive(stream, room, &mut self.fds, &mut self.fds_lost) {
-                Ok(Some(0)) => return Err(self.closed()),
-                Ok(Some(bytes)) => self.filled += bytes,
+        while self.header_bytes_received < VfioUserHeader::SIZE {
+            let room = &mut self.header[self.header_bytes_received..];
+            match receive(stream, room, &mut self.fds, &mut self.has_lost_fds) {
+                Ok(Some(0)) => return Err(self.closed_end()),
+                Ok(Some(bytes)) => self.header_bytes_received += bytes,
                 Ok(None) => return Ok(None),
                 Err(error) => return Err(StreamEnd::Failed(error)),
             }
@@ -94,17 +94,18 @@ impl MessageReader {
 
         let header = self.header();
         let size = RequestRefusal::check_size(&header, usize::MAX)
-            .map_err(|refusal| StreamEnd::OutOfStep { header, refusal })?;
+            .map_err(|refusal| StreamEnd::InvalidMessage { header, refusal })?;
         let payload_size = size - VfioUserHeader::SIZE;
         while self.payload.len() < payload_size {
             let have = self.payload.len();
-            self.payload.resize(payload_size.min(have + CHUNK), 0);
+            self.payload
+                .resize(payload_size.min(have + BUFFER_GROWTH), 0);
             let room = &mut self.payload[have..];
-            let received = receive(stream, room, &mut self.fds, &mut self.fds_lost);
+            let received = receive(stream, room, &mut self.fds, &mut self.has_lost_fds);
             let bytes = received.as_ref().map_or(0, |bytes| bytes.unwrap_or(0));
             self.payload.truncate(have + bytes);
             match received {
-                Ok(Some(0)) => return Err(self.closed()),
+                Ok(Some(0)) => return Err(self.closed_end()),
                 Ok(Some(_)) => {}
                 Ok(None) => return Ok(None),
                 Err(error) => return Err(StreamEnd::Failed(error)),
@@ -112,18 +113,18 @@ impl MessageReader {
             self.check_fds()?;
         }
 
-        self.handed_out = true;
+        self.is_returned = true;
         Ok(Some(VfioUserMessage {
             header,
             payload: &self.payload,
             fds: std::mem::take(&mut self.fds),
-            fds_lost: self.fds_lost,
+            has_lost_fds: self.has_lost_fds,
         }))
     }
 
     /// Returns whether a message is partly received.
-    pub(crate) fn is_amid(&self) -> bool {
-        self.filled > 0 && !self.handed_out
+    pub(crate) fn is_partial(&self) -> bool {
+        self.header_bytes_received > 0 && !self.is_returned
     }
 
     /// Peeks the next message, which stays in the socket; `None` if the message is incomplete. After a complete message, the
@@ -132,18 +133,18 @@ impl MessageReader {
         &mut self,
         stream: &UnixStream,
     ) -> Result<Option<VfioUserMessage<'_>>, StreamEnd> {
-        if self.handed_out {
-            self.begin();
+        if self.is_returned {
+            self.discard();
         }
-        while self.filled < VfioUserHeader::SIZE {
+        while self.header_bytes_received < VfioUserHeader::SIZE {
             // Without a control buffer, no file descriptors are opened.
-            let room = &mut self.header[self.filled..];
+            let room = &mut self.header[self.header_bytes_received..];
             let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
             match rustix::net::recv(stream, room, flags) {
-                Ok((0, _)) => return Err(self.closed()),
+                Ok((0, _)) => return Err(self.closed_end()),
                 Ok((bytes, _)) => {
-                    step();
-                    self.filled += bytes;
+                    crash_point();
+                    self.header_bytes_received += bytes;
                 }
                 Err(Errno::AGAIN) => return Ok(None),
                 Err(Errno::INTR) => {}
@@ -151,17 +152,17 @@ impl MessageReader {
             }
             // Peeks the header again together with the payload: descriptors come with every peek at any of the bytes that they
             // were sent with. A message that is only a header does not need them.
-            if self.filled == VfioUserHeader::SIZE
+            if self.header_bytes_received == VfioUserHeader::SIZE
                 && self.header().message_size != VfioUserHeader::SIZE as u32
             {
                 socket::set_peek_offset(stream, 0).map_err(StreamEnd::Failed)?;
-                step();
+                crash_point();
             }
         }
 
         let header = self.header();
         let size = RequestRefusal::check_size(&header, MAX_REQUEST)
-            .map_err(|refusal| StreamEnd::OutOfStep { header, refusal })?;
+            .map_err(|refusal| StreamEnd::InvalidMessage { header, refusal })?;
         // Covers the whole message, so that each peek ends where a sendmsg(2) of the client's ends, or with the message.
         while size > VfioUserHeader::SIZE && self.payload.len() < size {
             let have = self.payload.len();
@@ -171,10 +172,10 @@ impl MessageReader {
             let bytes = received.as_ref().map_or(0, |received| received.bytes);
             self.payload.truncate(have + bytes);
             match received {
-                Ok(received) if received.bytes == 0 => return Err(self.closed()),
+                Ok(received) if received.bytes == 0 => return Err(self.closed_end()),
                 Ok(received) => {
-                    step();
-                    self.fds_lost |= received.fds_lost;
+                    crash_point();
+                    self.has_lost_fds |= received.has_lost_fds;
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(error) => return Err(StreamEnd::Failed(error)),
@@ -182,20 +183,20 @@ impl MessageReader {
             self.check_fds()?;
         }
 
-        self.handed_out = true;
+        self.is_returned = true;
         Ok(Some(VfioUserMessage {
             header,
             payload: self.payload.get(VfioUserHeader::SIZE..).unwrap_or_default(),
             fds: std::mem::take(&mut self.fds),
-            fds_lost: self.fds_lost,
+            has_lost_fds: self.has_lost_fds,
         }))
     }
 
     /// Drops the last message.
-    fn begin(&mut self) {
+    fn discard(&mut self) {
         let mut payload = std::mem::take(&mut self.payload);
         payload.clear();
-        payload.shrink_to(CHUNK);
+        payload.shrink_to(BUFFER_GROWTH);
         *self = Self {
             payload,
             ..Self::default()
@@ -206,9 +207,9 @@ impl MessageReader {
         zerocopy::transmute!(self.header)
     }
 
-    fn closed(&self) -> StreamEnd {
+    fn closed_end(&self) -> StreamEnd {
         StreamEnd::Closed {
-            cut_short: self.filled > 0,
+            cut_short: self.header_bytes_received > 0,
         }
     }
 
@@ -218,7 +219,7 @@ impl MessageReader {
             return Ok(());
         }
         let header = self.header();
-        Err(StreamEnd::OutOfStep {
+        Err(StreamEnd::InvalidMessage {
             header,
             refusal: RequestRefusal::TooManyFds {
                 command: header.command(),
@@ -237,7 +238,7 @@ fn receive(
 ) -> io::Result<Option<usize>> {
     match socket::receive(stream, room, fds) {
         Ok(received) => {
-            *fds_lost |= received.fds_lost;
+            *fds_lost |= received.has_lost_fds;
             Ok(Some(received.bytes))
         }
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
@@ -251,28 +252,28 @@ pub(crate) struct ReplyWriter {
     /// Present reply, header first; empty if there is none.
     bytes: Vec<u8>,
     /// Number of bytes sent.
-    sent: usize,
+    sent_bytes: usize,
     /// Descriptor that is sent with the first byte.
     fd: Option<Arc<OwnedFd>>,
 }
 
 impl ReplyWriter {
     /// Begins a reply. Returns the buffer to append its payload to.
-    pub(crate) fn payload(&mut self) -> &mut Vec<u8> {
+    pub(crate) fn begin_reply(&mut self) -> &mut Vec<u8> {
         self.discard();
         self.bytes.resize(VfioUserHeader::SIZE, 0);
         &mut self.bytes
     }
 
     /// Completes the reply to `command` with the appended payload.
-    pub(crate) fn reply(&mut self, command: &VfioUserHeader, fd: Option<Arc<OwnedFd>>) {
+    pub(crate) fn complete_reply(&mut self, command: &VfioUserHeader, fd: Option<Arc<OwnedFd>>) {
         let header = command.reply(self.bytes.len().saturating_sub(VfioUserHeader::SIZE));
         self.bytes[..VfioUserHeader::SIZE].copy_from_slice(header.as_bytes());
         self.fd = fd;
     }
 
     /// Replaces the reply to `command` by an error reply.
-    pub(crate) fn error_reply(&mut self, command: &VfioUserHeader, errno: u32) {
+    pub(crate) fn replace_by_error(&mut self, command: &VfioUserHeader, errno: u32) {
         self.discard();
         let header = command.error_reply(errno);
         self.bytes.extend_from_slice(header.as_bytes());
@@ -286,17 +287,17 @@ impl ReplyWriter {
     /// Drops the present reply.
     pub(crate) fn discard(&mut self) {
         self.bytes.clear();
-        self.bytes.shrink_to(CHUNK);
-        self.sent = 0;
+        self.bytes.shrink_to(BUFFER_GROWTH);
+        self.sent_bytes = 0;
         self.fd = None;
     }
 
     /// Sends the rest of the present reply. Returns whether all of it is sent.
     pub(crate) fn flush(&mut self, stream: &UnixStream) -> io::Result<bool> {
-        while self.sent < self.bytes.len() {
-            match socket::send(stream, &self.bytes[self.sent..], self.fd.as_deref()) {
+        while self.sent_bytes < self.bytes.len() {
+            match socket::send(stream, &self.bytes[self.sent_bytes..], self.fd.as_deref()) {
                 Ok(bytes) => {
-                    self.sent += bytes;
+                    self.sent_bytes += bytes;
                     self.fd = None;
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),

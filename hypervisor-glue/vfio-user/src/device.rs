@@ -69,7 +69,7 @@ pub trait VfioUserDevice {
 
     /// Notes that a client has connected and has not sent a request yet. `process` is the process that connected, if the kernel
     /// reports it. That process may have passed the socket to another process since.
-    fn connected(&mut self, _process: Option<ClientProcess>) {}
+    fn on_connected(&mut self, _process: Option<ClientProcess>) {}
 
     /// Keeps a duplicate of a client's socket that outlives the process. A server with a [`RequestLog`](crate::RequestLog)
     /// calls this for each accepted client before it reads from the socket. The device closes the duplicate when the client
@@ -78,7 +78,7 @@ pub trait VfioUserDevice {
     /// # Errors
     ///
     /// If this fails, the server closes the client's connection.
-    fn keep_client(&mut self, _stream: BorrowedFd<'_>) -> io::Result<()> {
+    fn persist_client(&mut self, _stream: BorrowedFd<'_>) -> io::Result<()> {
         Ok(())
     }
 
@@ -94,12 +94,12 @@ pub trait VfioUserDevice {
 
     /// Notes that the state which the last call of [`save`](VfioUserDevice::save) returned is stored. Earlier states are no
     /// longer needed, nor are files that only an earlier state refers to.
-    fn saved(&mut self) {}
+    fn on_saved(&mut self) {}
 
     /// Handles the end of the connection. The device must remove all DMA regions, as by
     /// [`dma_unmap`](VfioUserDevice::dma_unmap), and close all eventfds. The device keeps the rest of its state for the next
     /// client (section Client Disconnection).
-    fn disconnected(&mut self);
+    fn on_disconnected(&mut self);
 }
 
 /// Process that connected to the server.

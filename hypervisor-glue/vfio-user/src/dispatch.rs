@@ -12,12 +12,12 @@ use crate::device::{
     DeviceRegion, IrqCommand, IrqIndex, MappableArea, RegionIndex, VfioUserDevice,
 };
 use crate::error::{Error, RequestRefusal};
-use crate::journal::NegotiatedVersion;
 use crate::message::{
     DeviceInfo, DmaUnmap, IrqInfoPayload, MAX_DATA_XFER_SIZE, NUM_IRQS, NUM_REGIONS, RegionAccess,
     RegionInfo, RegionIoFds, SparseMmap, VersionPayload,
 };
 use crate::request::{RegionWrite, VfioUserRequest};
+use crate::request_log::NegotiatedVersion;
 use crate::version::VersionReply;
 
 /// Granularity of a mappable area in bytes: the smallest page size of any host.
@@ -29,16 +29,16 @@ pub(crate) struct DeviceRegions([DeviceRegion; NUM_REGIONS as usize]);
 
 impl DeviceRegions {
     /// Reads the regions from the device, and checks their mappable areas.
-    pub(crate) fn of(device: &impl VfioUserDevice) -> Result<Self, Error> {
+    pub(crate) fn from_device(device: &impl VfioUserDevice) -> Result<Self, Error> {
         let regions = RegionIndex::ALL.map(|index| device.region(index));
         for (index, region) in RegionIndex::ALL.into_iter().zip(&regions) {
             let Some(area) = &region.mappable else {
                 continue;
             };
             let (offset, size) = (area.offset, area.size);
-            let inside = end(offset, size).is_some_and(|end| end <= region.size);
+            let inside = range_end(offset, size).is_some_and(|end| end <= region.size);
             // File offsets have 63 bits.
-            let file_end = end(area.base, offset).and_then(|offset| end(offset, size));
+            let file_end = range_end(area.base, offset).and_then(|offset| range_end(offset, size));
             let in_file = file_end.is_some_and(|end| i64::try_from(end).is_ok());
             let pages = [offset, size, area.base].iter().all(|x| x % PAGE == 0);
             if size == 0 || !inside || !in_file || !pages {
@@ -61,12 +61,12 @@ impl DeviceRegions {
     fn find(&self, region: u32, offset: u64, count: usize) -> Option<(RegionIndex, &DeviceRegion)> {
         let index = RegionIndex::new(region)?;
         let region = self.get(index);
-        let inside = end(offset, count as u64).is_some_and(|end| end <= region.size);
+        let inside = range_end(offset, count as u64).is_some_and(|end| end <= region.size);
         inside.then_some((index, region))
     }
 }
 
-fn end(start: u64, size: u64) -> Option<u64> {
+fn range_end(start: u64, size: u64) -> Option<u64> {
     start.checked_add(size)
 }
 
@@ -75,10 +75,10 @@ fn end(start: u64, size: u64) -> Option<u64> {
 pub(crate) struct RequestDispatcher {
     regions: Arc<DeviceRegions>,
     /// Result of the client's `VERSION` command; `None` until the client sends it.
-    agreed: Option<NegotiatedVersion>,
+    negotiated: Option<NegotiatedVersion>,
     /// Value of `max_data_xfer_size` that was announced to the client, in bytes.
     max_data_xfer_size: u32,
-    pub(crate) complaints: ClientErrorLog,
+    pub(crate) error_log: ClientErrorLog,
 }
 
 impl RequestDispatcher {
@@ -94,55 +94,55 @@ impl RequestDispatcher {
     ) -> Self {
         Self {
             regions,
-            agreed,
+            negotiated: agreed,
             max_data_xfer_size,
-            complaints: ClientErrorLog::default(),
+            error_log: ClientErrorLog::default(),
         }
     }
 
-    pub(crate) fn agreed(&self) -> Option<NegotiatedVersion> {
-        self.agreed
+    pub(crate) fn negotiated(&self) -> Option<NegotiatedVersion> {
+        self.negotiated
     }
 
     /// Returns the memory of a region's mappable area.
-    pub(crate) fn memory(&self, index: RegionIndex) -> Option<Arc<OwnedFd>> {
+    pub(crate) fn region_memory(&self, index: RegionIndex) -> Option<Arc<OwnedFd>> {
         let area = self.regions.get(index).mappable.as_ref()?;
         Some(area.memory.clone())
     }
 
     /// Carries out a message and appends the reply's payload to `reply`. Returns the region whose [memory](Self::memory) is
     /// sent with the reply.
-    pub(crate) fn answer<D: VfioUserDevice>(
+    pub(crate) fn handle_message<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
         message: VfioUserMessage<'_>,
         reply: &mut Vec<u8>,
     ) -> Result<Option<RegionIndex>, RequestRefusal> {
         let command = message.header.command();
-        if message.fds_lost {
+        if message.has_lost_fds {
             return Err(RequestRefusal::FdsLost { command });
         }
         let request = VfioUserRequest::parse(&message.header, message.payload, message.fds)?;
-        match (&self.agreed, &request) {
+        match (&self.negotiated, &request) {
             (None, VfioUserRequest::Version(_)) | (Some(_), _) => {}
             (None, _) => return Err(RequestRefusal::NotNegotiated { command }),
         }
         let refused = |source| RequestRefusal::Device { command, source };
 
         match request {
-            VfioUserRequest::Version(_) if self.agreed.is_some() => {
+            VfioUserRequest::Version(_) if self.negotiated.is_some() => {
                 return Err(RequestRefusal::NegotiatedTwice);
             }
             VfioUserRequest::Version(proposal) => {
                 let VersionReply { major, minor, data } =
-                    proposal.answer(device.max_dma_maps(), self.max_data_xfer_size);
+                    proposal.reply(device.max_dma_maps(), self.max_data_xfer_size);
                 let version = VersionPayload {
                     major: major.into(),
                     minor: minor.into(),
                 };
                 reply.extend_from_slice(version.as_bytes());
                 reply.extend_from_slice(&data);
-                self.agreed = Some(proposal.agreed());
+                self.negotiated = Some(proposal.negotiated_version());
             }
             VfioUserRequest::DmaMap(region) => device.dma_map(region).map_err(refused)?,
             VfioUserRequest::DmaUnmap { payload, range } => {
@@ -223,7 +223,7 @@ impl RequestDispatcher {
         const FULL: u32 = FIXED + size_of::<SparseMmap>() as u32;
 
         let region = self.regions.get(index);
-        let takes_fds = self.agreed.is_some_and(|agreed| agreed.takes_fds);
+        let takes_fds = self.negotiated.is_some_and(|agreed| agreed.accepts_fds);
         let area = region.mappable.as_ref().filter(|_| takes_fds);
         let told: Option<&MappableArea> = area.filter(|_| argsz >= FULL);
 
@@ -285,7 +285,7 @@ impl RequestDispatcher {
             Some((index, found)) if found.readable => {
                 device.read(index, offset, &mut reply[start..]);
             }
-            _ => self.complaints.log(format_args!(
+            _ => self.error_log.log(format_args!(
                 "Read of {count} bytes at {offset:#x} of region {region} reads nothing"
             )),
         }
@@ -302,7 +302,7 @@ impl RequestDispatcher {
         }
         match self.regions.find(region, offset, data.len()) {
             Some((index, found)) if found.writable => device.write(index, offset, data),
-            _ => self.complaints.log(format_args!(
+            _ => self.error_log.log(format_args!(
                 "Write of {} bytes at {offset:#x} of region {region} writes nothing",
                 data.len()
             )),
@@ -345,23 +345,23 @@ fn check_irqs<D: VfioUserDevice>(device: &D, command: &IrqCommand) -> Result<(),
 /// Logs a client's errors, up to a maximum number, so that a client cannot fill the log.
 #[derive(Debug)]
 pub(crate) struct ClientErrorLog {
-    left: u32,
+    remaining: u32,
 }
 
 impl Default for ClientErrorLog {
     fn default() -> Self {
-        Self { left: 16 }
+        Self { remaining: 16 }
     }
 }
 
 impl ClientErrorLog {
     pub(crate) fn log(&mut self, what: fmt::Arguments<'_>) {
-        match self.left {
+        match self.remaining {
             0 => debug!("vfio-user: {what}"),
             1 => warn!("vfio-user: {what}; no more is logged of this client"),
             _ => warn!("vfio-user: {what}"),
         }
-        self.left = self.left.saturating_sub(1);
+        self.remaining = self.remaining.saturating_sub(1);
     }
 
     /// Logs a refused command with its cause.

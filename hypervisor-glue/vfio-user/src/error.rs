@@ -7,8 +7,8 @@ use nvme_mpt_paths::PathError;
 use thiserror::Error;
 
 use crate::device::{IrqIndex, RegionIndex};
-use crate::journal::RequestLogError;
 use crate::message::{VfioUserCommand, VfioUserHeader};
+use crate::request_log::RequestLogError;
 
 /// Error of starting a server.
 #[derive(Debug, Error)]
@@ -57,7 +57,7 @@ pub enum Error {
     },
     /// The request log of a server cannot be used.
     #[error(transparent)]
-    Journal(#[from] RequestLogError),
+    RequestLog(#[from] RequestLogError),
     /// The device's mappable area is invalid.
     #[error(
         "Mappable area {offset:#x}+{size:#x} of region {region:?} is empty, not made of pages, \

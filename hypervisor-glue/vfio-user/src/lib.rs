@@ -123,31 +123,33 @@ mod connection;
 mod device;
 mod dispatch;
 mod error;
-mod journal;
-mod kept;
+mod kill_point;
 mod listener;
 pub mod message;
 mod request;
+mod request_log;
+mod restore;
 mod server;
 mod session;
 mod socket;
-mod step;
+mod socket_watcher;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
 mod tests;
 mod version;
-mod watcher;
 
 pub use device::{
     ClientProcess, DeviceRegion, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex,
     IrqInfo, MappableArea, RegionIndex, VfioUserDevice,
 };
 pub use error::{Error, RequestRefusal};
-pub use journal::{MAX_DEVICE_STATE, RequestLog, RequestLogContents, RequestLogError, StateStore};
 pub use listener::{SocketAccess, SocketListener};
 pub use request::{RegionWrite, VfioUserRequest};
+pub use request_log::{
+    MAX_DEVICE_STATE, RequestLog, RequestLogContents, RequestLogError, StateStore,
+};
 pub use server::VfioUserServer;
 pub use session::{SessionReadiness, VfioUserSession};
+pub use socket_watcher::SocketWatcher;
 pub use version::VersionProposal;
-pub use watcher::SocketWatcher;

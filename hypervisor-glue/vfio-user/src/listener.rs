@@ -46,7 +46,7 @@ pub struct SocketListener {
     file: SocketFile,
     /// Spare file descriptor. If the process has no free descriptor for a connection, this one is closed, so that the
     /// connection can be accepted and closed.
-    reserve: Option<File>,
+    spare: Option<File>,
 }
 
 impl SocketListener {
@@ -69,7 +69,7 @@ impl SocketListener {
         Ok(Self {
             socket,
             file,
-            reserve: reserve().ok(),
+            spare: open_spare().ok(),
         })
     }
 
@@ -81,7 +81,7 @@ impl SocketListener {
     /// # Errors
     ///
     /// The descriptor is no listening UNIX stream socket, or the file's directory cannot be opened.
-    pub fn from_kept(path: &Path, socket: OwnedFd) -> Result<Self, Error> {
+    pub fn from_predecessor(path: &Path, socket: OwnedFd) -> Result<Self, Error> {
         use rustix::net::{AddressFamily, SocketType, sockopt};
         let listens = sockopt::socket_domain(&socket) == Ok(AddressFamily::UNIX)
             && sockopt::socket_type(&socket) == Ok(SocketType::STREAM)
@@ -100,16 +100,16 @@ impl SocketListener {
         socket
             .set_nonblocking(true)
             .map_err(failed("set the mode"))?;
-        let (directory, name) = OpenDirectory::holding(path).map_err(failure(path))?;
+        let (directory, name) = OpenDirectory::open_parent(path).map_err(socket_error(path))?;
         // Without the privilege to query the socket's file, any live socket at the path is taken for this one: servers do not
         // replace a live socket's file.
         let bound = socket::bound_file(&socket).ok();
-        let bound = bound.and_then(|file| FileId::of_open(file).ok());
+        let bound = bound.and_then(|file| FileId::from_file(file).ok());
         let there = directory.entry(name).ok().flatten();
         let ours = there.map(|there| there.id()).filter(|&there| match bound {
             Some(bound) => there == bound,
             None => directory
-                .occupant(name)
+                .socket_state(name)
                 .is_ok_and(|found| found == SocketPathState::Live),
         });
         if ours.is_none() {
@@ -125,20 +125,20 @@ impl SocketListener {
                 name: name.into(),
                 directory,
                 identity: ours,
-                adopted: false,
+                is_adopted: false,
             },
-            reserve: reserve().ok(),
+            spare: open_spare().ok(),
         })
     }
 
     /// Removes the file when the listener is dropped.
     pub fn adopt(&mut self) {
-        self.file.adopted = true;
+        self.file.is_adopted = true;
     }
 
     /// Keeps the file when the listener is dropped: another process continues with the socket.
-    pub fn leave(&mut self) {
-        self.file.adopted = false;
+    pub fn release(&mut self) {
+        self.file.is_adopted = false;
     }
 
     /// Returns the path that was given to [`Self::bind`].
@@ -162,7 +162,7 @@ impl SocketListener {
                     Some(libc::EAGAIN) => return Ok(None),
                     Some(libc::EINTR | libc::ECONNABORTED) => {}
                     Some(libc::EMFILE | libc::ENFILE) => {
-                        self.turn_away();
+                        self.reject_next();
                         return Err(error);
                     }
                     _ => return Err(error),
@@ -173,11 +173,11 @@ impl SocketListener {
 
     /// Accepts and closes the next connection, for which this process has no free file descriptor. If the connection stayed in
     /// the queue, it would wake the event loop for ever.
-    fn turn_away(&mut self) {
-        if self.reserve.take().is_some() {
+    fn reject_next(&mut self) {
+        if self.spare.take().is_some() {
             drop(self.socket.accept());
         }
-        self.reserve = reserve().ok();
+        self.spare = open_spare().ok();
     }
 }
 
@@ -193,12 +193,12 @@ impl AsRawFd for SocketListener {
     }
 }
 
-fn reserve() -> io::Result<File> {
+fn open_spare() -> io::Result<File> {
     File::open("/dev/null")
 }
 
 /// Returns a function that converts a path error into an error of the socket at `path`.
-fn failure(path: &Path) -> impl FnOnce(PathError) -> Error + use<'_> {
+fn socket_error(path: &Path) -> impl FnOnce(PathError) -> Error + use<'_> {
     move |error| match error {
         PathError::InUse { .. } => Error::SocketInUse { path: path.into() },
         PathError::NotASocket { .. } => Error::NotASocket { path: path.into() },
@@ -219,22 +219,22 @@ struct SocketFile {
     /// Identity of the file; `None` if the file is not this socket's.
     identity: Option<FileId>,
     /// Set if the file is removed on drop.
-    adopted: bool,
+    is_adopted: bool,
 }
 
 impl SocketFile {
     fn create(path: &Path, access: SocketAccess) -> Result<(Self, UnixListener), Error> {
-        let (directory, name) = OpenDirectory::holding(path).map_err(failure(path))?;
+        let (directory, name) = OpenDirectory::open_parent(path).map_err(socket_error(path))?;
         let SocketAccess { mode, user, group } = access;
         let permissions = SocketPermissions { mode, user, group };
         let listened = directory.listen(name, permissions);
-        let (socket, identity) = listened.map_err(failure(path))?;
+        let (socket, identity) = listened.map_err(socket_error(path))?;
         let file = Self {
             path: path.into(),
             name: name.into(),
             directory,
             identity: Some(identity),
-            adopted: true,
+            is_adopted: true,
         };
         Ok((file, socket))
     }
@@ -242,7 +242,7 @@ impl SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if self.adopted
+        if self.is_adopted
             && let Some(identity) = self.identity
         {
             // A file that stays is stale, and the next server replaces it.

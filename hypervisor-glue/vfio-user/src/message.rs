@@ -143,7 +143,7 @@ impl VfioUserHeader {
     }
 
     /// Returns whether the sender wants no reply.
-    pub fn no_reply(&self) -> bool {
+    pub fn is_no_reply(&self) -> bool {
         self.flags.get() & Self::NO_REPLY != 0
     }
 

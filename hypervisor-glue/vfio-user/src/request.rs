@@ -95,69 +95,71 @@ impl<'a> VfioUserRequest<'a> {
         }
         match command {
             VfioUserCommand::VERSION => {
-                let (version, data) = prefix::<VersionPayload>(command, payload)?;
+                let (version, data) = split_prefix::<VersionPayload>(command, payload)?;
                 VersionProposal::parse(version.major.get(), version.minor.get(), data)
                     .map(Self::Version)
             }
-            VfioUserCommand::DMA_MAP => dma_map(payload, fds).map(Self::DmaMap),
-            VfioUserCommand::DMA_UNMAP => dma_unmap(payload),
+            VfioUserCommand::DMA_MAP => parse_dma_map(payload, fds).map(Self::DmaMap),
+            VfioUserCommand::DMA_UNMAP => parse_dma_unmap(payload),
             VfioUserCommand::DEVICE_GET_INFO => {
-                let (info, _) = prefix::<DeviceInfo>(command, payload)?;
-                argsz::<DeviceInfo>(command, info.argsz.get())?;
+                let (info, _) = split_prefix::<DeviceInfo>(command, payload)?;
+                check_argsz::<DeviceInfo>(command, info.argsz.get())?;
                 Ok(Self::DeviceGetInfo)
             }
             VfioUserCommand::DEVICE_GET_REGION_INFO => {
                 // The request may be as long as the reply, so more bytes may follow.
-                let (info, _) = prefix::<RegionInfo>(command, payload)?;
+                let (info, _) = split_prefix::<RegionInfo>(command, payload)?;
                 Ok(Self::DeviceGetRegionInfo {
-                    region: region(command, info.index.get())?,
-                    argsz: argsz::<RegionInfo>(command, info.argsz.get())?,
+                    region: parse_region(command, info.index.get())?,
+                    argsz: check_argsz::<RegionInfo>(command, info.argsz.get())?,
                 })
             }
             VfioUserCommand::DEVICE_GET_REGION_IO_FDS => {
-                let (info, _) = prefix::<RegionIoFds>(command, payload)?;
-                argsz::<RegionIoFds>(command, info.argsz.get())?;
+                let (info, _) = split_prefix::<RegionIoFds>(command, payload)?;
+                check_argsz::<RegionIoFds>(command, info.argsz.get())?;
                 Ok(Self::DeviceGetRegionIoFds {
-                    region: region(command, info.index.get())?,
+                    region: parse_region(command, info.index.get())?,
                 })
             }
             VfioUserCommand::DEVICE_GET_IRQ_INFO => {
-                let (info, _) = prefix::<IrqInfoPayload>(command, payload)?;
-                argsz::<IrqInfoPayload>(command, info.argsz.get())?;
+                let (info, _) = split_prefix::<IrqInfoPayload>(command, payload)?;
+                check_argsz::<IrqInfoPayload>(command, info.argsz.get())?;
                 Ok(Self::DeviceGetIrqInfo {
-                    index: irq(command, info.index.get())?,
+                    index: parse_irq(command, info.index.get())?,
                 })
             }
-            VfioUserCommand::DEVICE_SET_IRQS => set_irqs(payload, fds).map(Self::DeviceSetIrqs),
+            VfioUserCommand::DEVICE_SET_IRQS => {
+                parse_set_irqs(payload, fds).map(Self::DeviceSetIrqs)
+            }
             VfioUserCommand::REGION_READ => {
-                let (access, _) = prefix::<RegionAccess>(command, payload)?;
+                let (access, _) = split_prefix::<RegionAccess>(command, payload)?;
                 Ok(Self::RegionRead {
                     region: access.region.get(),
                     offset: access.offset.get(),
-                    count: count(command, access.count.get().into(), MAX_DATA_XFER_SIZE)?,
+                    count: check_count(command, access.count.get().into(), MAX_DATA_XFER_SIZE)?,
                 })
             }
             VfioUserCommand::REGION_WRITE => {
-                let (access, data) = prefix::<RegionAccess>(command, payload)?;
-                let count = count(command, access.count.get().into(), MAX_DATA_XFER_SIZE)?;
-                exact(command, payload, size_of::<RegionAccess>(), count.into(), 1)?;
+                let (access, data) = split_prefix::<RegionAccess>(command, payload)?;
+                let count = check_count(command, access.count.get().into(), MAX_DATA_XFER_SIZE)?;
+                check_size(command, payload, size_of::<RegionAccess>(), count.into(), 1)?;
                 Ok(Self::RegionWrite(RegionWrite {
                     region: access.region.get(),
                     offset: access.offset.get(),
                     data,
                 }))
             }
-            VfioUserCommand::REGION_WRITE_MULTI => region_write_multi(payload),
+            VfioUserCommand::REGION_WRITE_MULTI => parse_region_write_multi(payload),
             VfioUserCommand::DEVICE_RESET => Ok(Self::DeviceReset),
             _ => Err(RequestRefusal::Unsupported { command }),
         }
     }
 }
 
-fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, RequestRefusal> {
+fn parse_dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, RequestRefusal> {
     let command = VfioUserCommand::DMA_MAP;
-    let (map, _) = prefix::<DmaMap>(command, payload)?;
-    argsz::<DmaMap>(command, map.argsz.get())?;
+    let (map, _) = split_prefix::<DmaMap>(command, payload)?;
+    check_argsz::<DmaMap>(command, map.argsz.get())?;
 
     let flags = map.flags.get();
     if flags & DmaMap::FILE_IO != 0 {
@@ -167,7 +169,7 @@ fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, RequestRe
         return Err(RequestRefusal::Flags { command, flags });
     }
 
-    let (iova, size) = range(command, map.address.get(), map.size.get())?;
+    let (iova, size) = check_range(command, map.address.get(), map.size.get())?;
     let found = fds.len();
     let memory = match (fds.pop(), found) {
         (fd, 0 | 1) => fd,
@@ -181,7 +183,7 @@ fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, RequestRe
     };
     let memory = match memory {
         Some(fd) => {
-            let (offset, _) = range(command, map.offset.get(), size)?;
+            let (offset, _) = check_range(command, map.offset.get(), size)?;
             Some(DmaMemory { fd, offset })
         }
         None if flags & DmaMap::MMAP != 0 => {
@@ -203,14 +205,14 @@ fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, RequestRe
 }
 
 /// Parses `DMA_UNMAP`. A client may send the region's file descriptor again; this descriptor is closed.
-fn dma_unmap(payload: &[u8]) -> Result<VfioUserRequest<'_>, RequestRefusal> {
+fn parse_dma_unmap(payload: &[u8]) -> Result<VfioUserRequest<'_>, RequestRefusal> {
     let command = VfioUserCommand::DMA_UNMAP;
-    let (unmap, _) = prefix::<DmaUnmap>(command, payload)?;
-    argsz::<DmaUnmap>(command, unmap.argsz.get())?;
+    let (unmap, _) = split_prefix::<DmaUnmap>(command, payload)?;
+    check_argsz::<DmaUnmap>(command, unmap.argsz.get())?;
 
     let (address, size) = (unmap.address.get(), unmap.size.get());
     let range = match unmap.flags.get() {
-        0 => Some(range(command, address, size)?),
+        0 => Some(check_range(command, address, size)?),
         DmaUnmap::ALL if address == 0 && size == 0 => None,
         DmaUnmap::ALL => {
             return Err(RequestRefusal::Range {
@@ -230,10 +232,10 @@ fn dma_unmap(payload: &[u8]) -> Result<VfioUserRequest<'_>, RequestRefusal> {
     })
 }
 
-fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, RequestRefusal> {
+fn parse_set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, RequestRefusal> {
     let command = VfioUserCommand::DEVICE_SET_IRQS;
-    let (set, data) = prefix::<IrqSet>(command, payload)?;
-    argsz::<IrqSet>(command, set.argsz.get())?;
+    let (set, data) = split_prefix::<IrqSet>(command, payload)?;
+    check_argsz::<IrqSet>(command, set.argsz.get())?;
 
     let flags = set.flags.get();
     let bad_flags = RequestRefusal::Flags { command, flags };
@@ -244,7 +246,7 @@ fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, RequestRefu
         IrqSet::ACTION_TRIGGER => IrqAction::Trigger,
         _ => return Err(bad_flags),
     };
-    let index = irq(command, set.index.get())?;
+    let index = parse_irq(command, set.index.get())?;
     let (start, count) = (set.start.get(), set.count.get());
 
     // A count of zero is only valid in the command that disconnects all interrupts of a type.
@@ -256,7 +258,7 @@ fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, RequestRefu
     let data = match flags & DATA {
         IrqSet::DATA_NONE => IrqData::None,
         IrqSet::DATA_BOOL => {
-            exact(command, payload, size_of::<IrqSet>(), count.into(), 1)?;
+            check_size(command, payload, size_of::<IrqSet>(), count.into(), 1)?;
             IrqData::Bools(data.iter().map(|&byte| byte != 0).collect())
         }
         // Without descriptors, the interrupts of the range lose their eventfds. Otherwise there is one for each.
@@ -280,10 +282,10 @@ fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, RequestRefu
     })
 }
 
-fn region_write_multi(payload: &[u8]) -> Result<VfioUserRequest<'_>, RequestRefusal> {
+fn parse_region_write_multi(payload: &[u8]) -> Result<VfioUserRequest<'_>, RequestRefusal> {
     let command = VfioUserCommand::REGION_WRITE_MULTI;
-    let (wr_cnt, writes) = prefix::<zerocopy::little_endian::U64>(command, payload)?;
-    exact(
+    let (wr_cnt, writes) = split_prefix::<zerocopy::little_endian::U64>(command, payload)?;
+    check_size(
         command,
         payload,
         size_of::<u64>(),
@@ -299,13 +301,13 @@ fn region_write_multi(payload: &[u8]) -> Result<VfioUserRequest<'_>, RequestRefu
     // All writes are checked first, so that a refused message has written nothing.
     for write in writes {
         let maximum = write.data.len() as u32;
-        count(command, write.access.count.get().into(), maximum)?;
+        check_count(command, write.access.count.get().into(), maximum)?;
     }
     Ok(VfioUserRequest::RegionWriteMulti(writes))
 }
 
 /// Splits a payload into its fixed structure and the rest.
-fn prefix<T>(command: VfioUserCommand, payload: &[u8]) -> Result<(&T, &[u8]), RequestRefusal>
+fn split_prefix<T>(command: VfioUserCommand, payload: &[u8]) -> Result<(&T, &[u8]), RequestRefusal>
 where
     T: FromBytes + zerocopy::KnownLayout + zerocopy::Immutable + zerocopy::Unaligned,
 {
@@ -317,7 +319,7 @@ where
 }
 
 /// Checks that `argsz` covers a `T`.
-fn argsz<T>(command: VfioUserCommand, argsz: u32) -> Result<u32, RequestRefusal> {
+fn check_argsz<T>(command: VfioUserCommand, argsz: u32) -> Result<u32, RequestRefusal> {
     if argsz as usize >= size_of::<T>() {
         Ok(argsz)
     } else {
@@ -330,7 +332,7 @@ fn argsz<T>(command: VfioUserCommand, argsz: u32) -> Result<u32, RequestRefusal>
 }
 
 /// Checks that a payload consists of a fixed part and `count` elements.
-fn exact(
+fn check_size(
     command: VfioUserCommand,
     payload: &[u8],
     fixed: usize,
@@ -352,7 +354,7 @@ fn exact(
 }
 
 /// Checks that a count is at most `maximum`.
-fn count(command: VfioUserCommand, count: u64, maximum: u32) -> Result<u32, RequestRefusal> {
+fn check_count(command: VfioUserCommand, count: u64, maximum: u32) -> Result<u32, RequestRefusal> {
     match u32::try_from(count) {
         Ok(count) if count <= maximum => Ok(count),
         _ => Err(RequestRefusal::Count {
@@ -364,7 +366,11 @@ fn count(command: VfioUserCommand, count: u64, maximum: u32) -> Result<u32, Requ
 }
 
 /// Checks that a range is not empty and its last byte has a 64-bit address.
-fn range(command: VfioUserCommand, address: u64, size: u64) -> Result<(u64, u64), RequestRefusal> {
+fn check_range(
+    command: VfioUserCommand,
+    address: u64,
+    size: u64,
+) -> Result<(u64, u64), RequestRefusal> {
     size.checked_sub(1)
         .and_then(|last| address.checked_add(last))
         .map(|_| (address, size))
@@ -375,10 +381,10 @@ fn range(command: VfioUserCommand, address: u64, size: u64) -> Result<(u64, u64)
         })
 }
 
-fn region(command: VfioUserCommand, index: u32) -> Result<RegionIndex, RequestRefusal> {
+fn parse_region(command: VfioUserCommand, index: u32) -> Result<RegionIndex, RequestRefusal> {
     RegionIndex::new(index).ok_or(RequestRefusal::NoSuchRegion { command, index })
 }
 
-fn irq(command: VfioUserCommand, index: u32) -> Result<IrqIndex, RequestRefusal> {
+fn parse_irq(command: VfioUserCommand, index: u32) -> Result<IrqIndex, RequestRefusal> {
     IrqIndex::new(index).ok_or(RequestRefusal::NoSuchIrq { command, index })
 }

@@ -15,12 +15,12 @@ use log::{debug, error, info, warn};
 use crate::device::VfioUserDevice;
 use crate::dispatch::DeviceRegions;
 use crate::error::{Error, chain};
-use crate::journal::{LoggedConnection, RequestLog, RequestLogError};
+use crate::kill_point::crash_point;
 use crate::listener::{SocketAccess, SocketListener};
+use crate::request_log::{LoggedConnection, RequestLog, RequestLogError};
 use crate::session::{SessionReadiness, VfioUserSession};
 use crate::socket::{self, PeerProcess};
-use crate::step::step;
-use crate::watcher::SocketWatcher;
+use crate::socket_watcher::SocketWatcher;
 
 /// Token of the listening socket's events.
 const LISTENER: u32 = 0;
@@ -32,15 +32,15 @@ const ACCEPTS_PER_TURN: usize = 16;
 
 /// Maximum number of rounds in which the remaining requests of a disconnected client are answered. The requests that fit into a
 /// socket's buffer need fewer rounds.
-const LAST_TURNS: usize = 1024;
+const FINAL_TURNS_MAX: usize = 1024;
 
 /// Timeout for a client's `VERSION` command. Until this command, a connected client prevents all other clients from using the
 /// device.
-const NEGOTIATION: Duration = Duration::from_secs(10);
+const NEGOTIATION_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time for which a new client waits until the connection of an ended process is closed. This is less than the five
 /// seconds for which clients wait for an answer.
-const SUCCESSION: Duration = Duration::from_secs(3);
+const SUCCESSION_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Serves a device to one client after the other.
 ///
@@ -72,11 +72,11 @@ pub struct VfioUserServer<D: VfioUserDevice> {
     regions: Arc<DeviceRegions>,
     client: Option<ConnectedClient>,
     /// Client that waits until the connection of an ended process is closed, and the time when `look` first saw that client.
-    newcomer: Option<(UnixStream, Option<Duration>)>,
+    waiting_client: Option<(UnixStream, Option<Duration>)>,
     /// Request log for the successor process.
-    journal: Option<RequestLog>,
+    request_log: Option<RequestLog>,
     /// Set after another process has taken over the sockets.
-    left: bool,
+    is_released: bool,
 }
 
 #[derive(Debug)]
@@ -85,22 +85,22 @@ struct ConnectedClient {
     /// Process that made the connection, if the kernel reports it.
     peer: Option<PeerProcess>,
     /// Socket events for which the watcher is set.
-    waits_for: EventSet,
+    watched_events: EventSet,
     /// Number of other clients whose connections were closed during this connection.
-    refused: u64,
+    refused_clients: u64,
     /// Time when `look` first saw that the client has not sent its version; `None` before that.
-    seen: Option<Duration>,
+    first_seen: Option<Duration>,
 }
 
 impl ConnectedClient {
     /// Returns whether the process that made the connection has ended. Another process may still hold the socket.
-    fn has_lost_its_process(&self) -> bool {
+    fn is_process_dead(&self) -> bool {
         self.peer.as_ref().is_some_and(PeerProcess::is_dead)
     }
 
     /// Returns whether the client has sent its version.
     fn has_negotiated(&self) -> bool {
-        self.session.dispatch.agreed().is_some()
+        self.session.dispatcher.negotiated().is_some()
     }
 
     /// Answers the client's requests. Returns the socket events to wait for, or `None` if the connection has ended.
@@ -110,7 +110,7 @@ impl ConnectedClient {
         journal: Option<&mut RequestLog>,
     ) -> Option<EventSet> {
         if let Some(journal) = journal {
-            return self.session.run_kept(device, journal);
+            return self.session.run_logged(device, journal);
         }
         match self.session.run(device) {
             SessionReadiness::Reading => Some(EventSet::IN),
@@ -144,7 +144,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         access: SocketAccess,
         device: D,
     ) -> Result<Self, Error> {
-        Self::bind_any(path.as_ref(), access, device, None)
+        Self::bind_inner(path.as_ref(), access, device, None)
     }
 
     /// [Offers](Self::bind_with) `device` at `path`, and stores the states of the device and of the connection in `journal`.
@@ -152,7 +152,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     /// # Errors
     ///
     /// Returns the errors of [`Self::bind_with`], and an error if the request log cannot be written.
-    pub fn bind_kept(
+    pub fn bind_with_log(
         path: impl AsRef<Path>,
         access: SocketAccess,
         mut device: D,
@@ -160,25 +160,25 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     ) -> Result<Self, Error> {
         let head = journal.head().with_client(None);
         journal.commit(head, device.save())?;
-        device.saved();
-        Self::bind_any(path.as_ref(), access, device, Some(journal))
+        device.on_saved();
+        Self::bind_inner(path.as_ref(), access, device, Some(journal))
     }
 
-    fn bind_any(
+    fn bind_inner(
         path: &Path,
         access: SocketAccess,
         device: D,
         journal: Option<RequestLog>,
     ) -> Result<Self, Error> {
-        let regions = Arc::new(DeviceRegions::of(&device)?);
+        let regions = Arc::new(DeviceRegions::from_device(&device)?);
         Ok(Self {
             listener: SocketListener::bind_with(path, access)?,
             device,
             regions,
             client: None,
-            newcomer: None,
-            journal,
-            left: false,
+            waiting_client: None,
+            request_log: journal,
+            is_released: false,
         })
     }
 
@@ -206,22 +206,22 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         device: D,
     ) -> Result<Self, Error> {
         let mut this = Self {
-            regions: Arc::new(DeviceRegions::of(&device)?),
+            regions: Arc::new(DeviceRegions::from_device(&device)?),
             listener,
             device,
             client: None,
-            newcomer: None,
-            journal: Some(journal),
-            left: true,
+            waiting_client: None,
+            request_log: Some(journal),
+            is_released: true,
         };
-        this.take_up(stream)?;
-        this.left = false;
+        this.restore_client(stream)?;
+        this.is_released = false;
         this.listener.adopt();
         Ok(this)
     }
 
-    fn take_up(&mut self, stream: Option<UnixStream>) -> Result<(), Error> {
-        let Some(journal) = &mut self.journal else {
+    fn restore_client(&mut self, stream: Option<UnixStream>) -> Result<(), Error> {
+        let Some(journal) = &mut self.request_log else {
             return Ok(());
         };
         let path = self.listener.path().display();
@@ -230,13 +230,13 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         let Some(stream) = stream else {
             if head.client.is_some() {
                 info!("The client of {path} disconnected with the end of the previous process");
-                self.device.disconnected();
+                self.device.on_disconnected();
                 let none = head.with_client(None);
                 journal.commit(none, self.device.save())?;
             }
             // Frees the memory of the reply that the client has not read.
-            journal.close()?;
-            self.device.saved();
+            journal.finish_request()?;
+            self.device.on_saved();
             return Ok(());
         };
         let failed = |source| Error::Socket {
@@ -245,31 +245,31 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
             source,
         };
         stream.set_nonblocking(true).map_err(failed)?;
-        let process = socket::process(&stream).ok();
-        let peer = PeerProcess::of(&stream).ok();
+        let process = socket::peer_process(&stream).ok();
+        let peer = PeerProcess::from_stream(&stream).ok();
         let session = match head.client {
-            Some(connected) => VfioUserSession::resume_kept(stream, regions, connected, journal)?,
+            Some(connected) => VfioUserSession::resume_logged(stream, regions, connected, journal)?,
             // The predecessor ended the connection, or the client has closed it.
-            None if socket::hung_up(&stream).unwrap_or(true) => {
-                self.device.saved();
+            None if socket::has_hung_up(&stream).unwrap_or(true) => {
+                self.device.on_saved();
                 return Ok(());
             }
             None => {
-                let session = VfioUserSession::begin_kept(stream, regions, journal)?;
-                self.device.connected(process);
+                let session = VfioUserSession::begin_logged(stream, regions, journal)?;
+                self.device.on_connected(process);
                 let head = head.with_client(Some(LoggedConnection::default()));
                 journal.commit(head, self.device.save())?;
-                self.device.saved();
+                self.device.on_saved();
                 session
             }
         };
         debug!("The client of {path} continues");
         self.client = Some(ConnectedClient {
-            waits_for: session.first_wait(journal),
+            watched_events: session.initial_events(journal),
             session,
             peer,
-            refused: 0,
-            seen: None,
+            refused_clients: 0,
+            first_seen: None,
         });
         Ok(())
     }
@@ -281,14 +281,14 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     ///
     /// The request log cannot be written, or the state is too large.
     pub fn commit(&mut self) -> Result<(), RequestLogError> {
-        let Some(journal) = self.journal.as_mut().filter(|_| !self.left) else {
+        let Some(journal) = self.request_log.as_mut().filter(|_| !self.is_released) else {
             return Ok(());
         };
         match self.device.save() {
             Some(state) => journal.commit(journal.head(), Some(state))?,
             None => return Ok(()),
         }
-        self.device.saved();
+        self.device.on_saved();
         Ok(())
     }
 
@@ -296,9 +296,9 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     /// then keeps the socket file, and does not report a disconnected client to the device.
     ///
     /// Call this between two events, before the successor [resumes](Self::resume).
-    pub fn leave(&mut self) {
-        self.left = true;
-        self.listener.leave();
+    pub fn release(&mut self) {
+        self.is_released = true;
+        self.listener.release();
     }
 
     /// Returns the listening socket.
@@ -307,8 +307,8 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     }
 
     /// Returns the request log, if the server has one.
-    pub fn journal(&self) -> Option<&RequestLog> {
-        self.journal.as_ref()
+    pub fn request_log(&self) -> Option<&RequestLog> {
+        self.request_log.as_ref()
     }
 
     /// Returns the path of the socket file, as given by the caller.
@@ -329,12 +329,12 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     /// Returns whether a client's connection is open, even if the process that made the connection has ended.
     pub fn is_connected(&self) -> bool {
         let client = self.client.as_ref();
-        client.is_some_and(|client| !client.session.hung_up())
+        client.is_some_and(|client| !client.session.has_hung_up())
     }
 
     /// Returns the time until [`Self::look`] must be called; `None` if no client waits and every client has sent its version.
     /// `now` is measured from any fixed point in the past.
-    pub fn due_in(&self, now: Duration) -> Option<Duration> {
+    pub fn next_timeout(&self, now: Duration) -> Option<Duration> {
         let left = |since: Option<Duration>, bound: Duration| match since {
             Some(since) => (since + bound).saturating_sub(now),
             None => Duration::ZERO,
@@ -343,33 +343,35 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
             .client
             .as_ref()
             .filter(|client| !client.has_negotiated());
-        let silent = silent.map(|client| left(client.seen, NEGOTIATION));
-        let newcomer = self.newcomer.as_ref();
-        let newcomer = newcomer.map(|(_, since)| left(*since, SUCCESSION));
+        let silent = silent.map(|client| left(client.first_seen, NEGOTIATION_TIMEOUT));
+        let newcomer = self.waiting_client.as_ref();
+        let newcomer = newcomer.map(|(_, since)| left(*since, SUCCESSION_TIMEOUT));
         silent.into_iter().chain(newcomer).min()
     }
 
     /// Ends waits that have timed out: disconnects a client that has not sent its version, and refuses a client that waits for
     /// the end of another connection.
-    pub fn look(&mut self, now: Duration, watcher: &mut impl SocketWatcher) {
-        if self.left {
+    pub fn check_timeouts(&mut self, now: Duration, watcher: &mut impl SocketWatcher) {
+        if self.is_released {
             return;
         }
         let path = self.listener.path().display();
-        if let Some((_, since)) = &mut self.newcomer
-            && now.saturating_sub(*since.get_or_insert(now)) >= SUCCESSION
+        if let Some((_, since)) = &mut self.waiting_client
+            && now.saturating_sub(*since.get_or_insert(now)) >= SUCCESSION_TIMEOUT
         {
             warn!(
                 "Refused a client on {path}: another process has taken over the connection of the previous client"
             );
-            self.newcomer = None;
+            self.waiting_client = None;
         }
         if let Some(client) = &mut self.client
             && !client.has_negotiated()
-            && now.saturating_sub(*client.seen.get_or_insert(now)) >= NEGOTIATION
+            && now.saturating_sub(*client.first_seen.get_or_insert(now)) >= NEGOTIATION_TIMEOUT
         {
-            warn!("The client on {path} sent no VERSION for {NEGOTIATION:?}, and is disconnected");
-            self.disconnect(watcher);
+            warn!(
+                "The client on {path} sent no VERSION for {NEGOTIATION_TIMEOUT:?}, and is disconnected"
+            );
+            self.disconnect_client(watcher);
         }
     }
 
@@ -384,24 +386,24 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     pub fn watch(&self, watcher: &mut impl SocketWatcher) -> io::Result<()> {
         watcher.add(self.listener.as_raw_fd(), LISTENER, EventSet::IN)?;
         match &self.client {
-            Some(client) => watcher.add(client.session.as_raw_fd(), CLIENT, client.waits_for),
+            Some(client) => watcher.add(client.session.as_raw_fd(), CLIENT, client.watched_events),
             None => Ok(()),
         }
     }
 
     /// Handles an event that the watcher reports with `token`, one of [`Self::TOKENS`].
-    pub fn handle(&mut self, token: u32, watcher: &mut impl SocketWatcher) {
+    pub fn handle_event(&mut self, token: u32, watcher: &mut impl SocketWatcher) {
         match token {
-            _ if self.left => {}
+            _ if self.is_released => {}
             LISTENER => self.accept(watcher),
-            _ => self.serve(watcher),
+            _ => self.serve_client(watcher),
         }
     }
 
     fn accept(&mut self, watcher: &mut impl SocketWatcher) {
         for _ in 0..ACCEPTS_PER_TURN {
             match self.listener.accept() {
-                Ok(Some(stream)) => self.admit(stream, watcher),
+                Ok(Some(stream)) => self.admit_client(stream, watcher),
                 Ok(None) => return,
                 Err(error) => {
                     warn!(
@@ -414,135 +416,135 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         }
     }
 
-    fn admit(&mut self, stream: UnixStream, watcher: &mut impl SocketWatcher) {
+    fn admit_client(&mut self, stream: UnixStream, watcher: &mut impl SocketWatcher) {
         // A restarted VMM connects before this thread has noticed the end of its predecessor.
         if self
             .client
             .as_ref()
-            .is_some_and(|client| client.session.hung_up())
+            .is_some_and(|client| client.session.has_hung_up())
         {
-            self.finish(watcher);
+            self.finish_client(watcher);
         }
         let path = self.listener.path().display();
         if let Some(client) = &mut self.client {
-            if self.newcomer.is_none() && client.has_lost_its_process() {
-                self.newcomer = Some((stream, None));
+            if self.waiting_client.is_none() && client.is_process_dead() {
+                self.waiting_client = Some((stream, None));
                 return;
             }
-            client.refused += 1;
-            match client.refused {
+            client.refused_clients += 1;
+            match client.refused_clients {
                 1 => warn!("Refused a client on {path}: another one is connected"),
                 refused => debug!("Refused a client on {path}: the {refused}th"),
             }
             return;
         }
 
-        if self.journal.is_some()
-            && let Err(error) = self.device.keep_client(stream.as_fd())
+        if self.request_log.is_some()
+            && let Err(error) = self.device.persist_client(stream.as_fd())
         {
             return error!(
                 "Cannot store the state of a client of {path}, which is refused: {error}"
             );
         }
-        step();
-        let peer = PeerProcess::of(&stream)
+        crash_point();
+        let peer = PeerProcess::from_stream(&stream)
             .inspect_err(|error| debug!("The process of a client on {path} is unknown: {error}"));
-        let process = socket::process(&stream).ok();
+        let process = socket::peer_process(&stream).ok();
         let regions = self.regions.clone();
-        match begin(stream, regions, self.journal.as_mut(), watcher) {
+        match begin_session(stream, regions, self.request_log.as_mut(), watcher) {
             Ok(session) => {
                 info!("A client has connected to {path}");
                 self.client = Some(ConnectedClient {
                     session,
                     peer: peer.ok(),
-                    waits_for: EventSet::IN,
-                    refused: 0,
-                    seen: None,
+                    watched_events: EventSet::IN,
+                    refused_clients: 0,
+                    first_seen: None,
                 });
-                self.device.connected(process);
-                if !self.note_client(Some(LoggedConnection::default())) {
-                    self.disconnect(watcher);
+                self.device.on_connected(process);
+                if !self.commit_client(Some(LoggedConnection::default())) {
+                    self.disconnect_client(watcher);
                 }
             }
             Err(error) => {
                 error!("Cannot serve a client on {path}: {}", chain(&*error));
-                if self.journal.is_some() {
+                if self.request_log.is_some() {
                     // The device releases the socket.
-                    self.device.disconnected();
+                    self.device.on_disconnected();
                 }
             }
         }
     }
 
-    fn serve(&mut self, watcher: &mut impl SocketWatcher) {
+    fn serve_client(&mut self, watcher: &mut impl SocketWatcher) {
         let Some(client) = &mut self.client else {
             return;
         };
-        let Some(wanted) = client.run(&mut self.device, self.journal.as_mut()) else {
-            return self.disconnect(watcher);
+        let Some(wanted) = client.run(&mut self.device, self.request_log.as_mut()) else {
+            return self.disconnect_client(watcher);
         };
-        if wanted == client.waits_for {
+        if wanted == client.watched_events {
             return;
         }
-        client.waits_for = wanted;
+        client.watched_events = wanted;
         if let Err(error) = watcher.modify(client.session.as_raw_fd(), CLIENT, wanted) {
             error!(
                 "Cannot serve the client on {}: {error}",
                 self.path().display()
             );
-            self.disconnect(watcher);
+            self.disconnect_client(watcher);
         }
     }
 
     /// Answers the remaining requests of a client that has closed its connection, then disconnects the client.
-    fn finish(&mut self, watcher: &mut impl SocketWatcher) {
+    fn finish_client(&mut self, watcher: &mut impl SocketWatcher) {
         if let Some(client) = &mut self.client {
-            for _ in 0..LAST_TURNS {
-                if client.run(&mut self.device, self.journal.as_mut()) != Some(EventSet::IN) {
+            for _ in 0..FINAL_TURNS_MAX {
+                if client.run(&mut self.device, self.request_log.as_mut()) != Some(EventSet::IN) {
                     break;
                 }
             }
         }
-        self.disconnect(watcher);
+        self.disconnect_client(watcher);
     }
 
-    fn disconnect(&mut self, watcher: &mut impl SocketWatcher) {
+    fn disconnect_client(&mut self, watcher: &mut impl SocketWatcher) {
         let Some(client) = self.client.take() else {
             return;
         };
         // Must precede closing the socket: the event manager must not see a reused descriptor number.
-        unwatch(&client.session, watcher);
-        self.end(client);
-        if let Some((stream, _)) = self.newcomer.take() {
-            self.admit(stream, watcher);
+        unwatch_session(&client.session, watcher);
+        self.end_client(client);
+        if let Some((stream, _)) = self.waiting_client.take() {
+            self.admit_client(stream, watcher);
         }
     }
 
-    fn end(&mut self, client: ConnectedClient) {
-        if self.journal.is_some() {
+    fn end_client(&mut self, client: ConnectedClient) {
+        if self.request_log.is_some() {
             // The socket may be kept open elsewhere. The shutdown shows its end to the client and to the successor.
             let _ = client.session.stream.shutdown(Shutdown::Both);
-            step();
+            crash_point();
         }
         drop(client);
-        self.device.disconnected();
-        self.note_client(None);
+        self.device.on_disconnected();
+        self.commit_client(None);
     }
 
     /// Commits the state of the present client to the request log, or that there is none. Returns whether the commit succeeded.
-    fn note_client(&mut self, client: Option<LoggedConnection>) -> bool {
-        let Some(journal) = &mut self.journal else {
+    fn commit_client(&mut self, client: Option<LoggedConnection>) -> bool {
+        let Some(journal) = &mut self.request_log else {
             return true;
         };
-        step();
+        crash_point();
         let head = journal.head().with_client(client);
         let noted = journal.commit(head, self.device.save());
         let freed = noted.and_then(|()| {
-            self.device.saved();
+            self.device.on_saved();
             match client {
                 Some(_) => Ok(()),
                 // Frees the memory of the reply that the client has not read.
-                None => journal.close(),
+                None => journal.finish_request(),
             }
         });
         freed
@@ -554,21 +556,21 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     }
 }
 
-fn begin(
+fn begin_session(
     stream: UnixStream,
     regions: Arc<DeviceRegions>,
     journal: Option<&mut RequestLog>,
     watcher: &mut impl SocketWatcher,
 ) -> Result<VfioUserSession, Box<dyn std::error::Error>> {
     let session = match journal {
-        Some(journal) => VfioUserSession::begin_kept(stream, regions, journal)?,
+        Some(journal) => VfioUserSession::begin_logged(stream, regions, journal)?,
         None => VfioUserSession::with_regions(stream, regions),
     };
     watcher.add(session.as_raw_fd(), CLIENT, EventSet::IN)?;
     Ok(session)
 }
 
-fn unwatch(session: &VfioUserSession, watcher: &mut impl SocketWatcher) {
+fn unwatch_session(session: &VfioUserSession, watcher: &mut impl SocketWatcher) {
     if let Err(error) = watcher.remove(session.as_raw_fd()) {
         error!("Cannot stop watching a client's socket: {error}");
     }
@@ -576,7 +578,7 @@ fn unwatch(session: &VfioUserSession, watcher: &mut impl SocketWatcher) {
 
 impl<D: VfioUserDevice> MutEventSubscriber for VfioUserServer<D> {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
-        self.handle(events.data(), ops);
+        self.handle_event(events.data(), ops);
     }
 
     fn init(&mut self, ops: &mut EventOps) {
@@ -588,8 +590,8 @@ impl<D: VfioUserDevice> MutEventSubscriber for VfioUserServer<D> {
 
 impl<D: VfioUserDevice> Drop for VfioUserServer<D> {
     fn drop(&mut self) {
-        if let Some(client) = self.client.take().filter(|_| !self.left) {
-            self.end(client);
+        if let Some(client) = self.client.take().filter(|_| !self.is_released) {
+            self.end_client(client);
         }
     }
 }

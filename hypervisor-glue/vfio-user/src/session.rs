@@ -34,9 +34,9 @@ pub enum SessionReadiness {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UnfinishedRequest {
     /// Number of bytes of the reply that were sent.
-    pub(crate) sent: u32,
+    pub(crate) sent_bytes: u32,
     /// Number of bytes of the request that are left in the socket.
-    pub(crate) left: u32,
+    pub(crate) unread_bytes: u32,
 }
 
 /// Connection with one client.
@@ -45,9 +45,9 @@ pub struct VfioUserSession {
     pub(crate) stream: UnixStream,
     pub(crate) reader: MessageReader,
     pub(crate) writer: ReplyWriter,
-    pub(crate) dispatch: RequestDispatcher,
+    pub(crate) dispatcher: RequestDispatcher,
     /// Unfinished part of the last request. Only a session with a request log uses this.
-    pub(crate) pending: Option<UnfinishedRequest>,
+    pub(crate) unfinished: Option<UnfinishedRequest>,
 }
 
 impl VfioUserSession {
@@ -59,7 +59,7 @@ impl VfioUserSession {
     pub fn new<D: VfioUserDevice>(stream: UnixStream, device: &D) -> Result<Self, Error> {
         Ok(Self::with_regions(
             stream,
-            Arc::new(DeviceRegions::of(device)?),
+            Arc::new(DeviceRegions::from_device(device)?),
         ))
     }
 
@@ -68,8 +68,8 @@ impl VfioUserSession {
             stream,
             reader: MessageReader::default(),
             writer: ReplyWriter::default(),
-            dispatch: RequestDispatcher::new(regions),
-            pending: None,
+            dispatcher: RequestDispatcher::new(regions),
+            unfinished: None,
         }
     }
 
@@ -79,11 +79,11 @@ impl VfioUserSession {
     /// `VfioUserDevice::disconnected`; the session does not.
     pub fn run<D: VfioUserDevice>(&mut self, device: &mut D) -> SessionReadiness {
         for _ in 0..MESSAGES_PER_TURN {
-            match self.turn(device) {
+            match self.answer_message(device) {
                 Ok(None) => {}
                 Ok(Some(progress)) => return progress,
                 Err(ended) => {
-                    self.end(ended);
+                    self.end_connection(ended);
                     return SessionReadiness::Ended;
                 }
             }
@@ -92,12 +92,12 @@ impl VfioUserSession {
     }
 
     /// Returns whether the client has closed the connection. Requests that it sent before may still be unanswered.
-    pub(crate) fn hung_up(&self) -> bool {
-        socket::hung_up(&self.stream).unwrap_or(false)
+    pub(crate) fn has_hung_up(&self) -> bool {
+        socket::has_hung_up(&self.stream).unwrap_or(false)
     }
 
     /// Answers one message. Returns the event to wait for, if any.
-    fn turn<D: VfioUserDevice>(
+    fn answer_message<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
     ) -> Result<Option<SessionReadiness>, StreamEnd> {
@@ -110,21 +110,23 @@ impl VfioUserSession {
         };
 
         let header = message.header;
-        let answer = self.dispatch.answer(device, message, self.writer.payload());
+        let answer = self
+            .dispatcher
+            .handle_message(device, message, self.writer.begin_reply());
         match answer {
             Ok(region) => {
-                let memory = region.and_then(|index| self.dispatch.memory(index));
-                self.writer.reply(&header, memory);
+                let memory = region.and_then(|index| self.dispatcher.region_memory(index));
+                self.writer.complete_reply(&header, memory);
             }
             Err(refusal) => {
                 if refusal.ends_connection() {
-                    return Err(StreamEnd::OutOfStep { header, refusal });
+                    return Err(StreamEnd::InvalidMessage { header, refusal });
                 }
-                self.dispatch.complaints.log_refusal(&refusal);
-                self.writer.error_reply(&header, refusal.errno());
+                self.dispatcher.error_log.log_refusal(&refusal);
+                self.writer.replace_by_error(&header, refusal.errno());
             }
         }
-        if header.no_reply() {
+        if header.is_no_reply() {
             self.writer.discard();
         }
         match self.writer.flush(&self.stream).map_err(StreamEnd::Failed)? {
@@ -133,7 +135,7 @@ impl VfioUserSession {
         }
     }
 
-    pub(crate) fn end(&mut self, ended: StreamEnd) {
+    pub(crate) fn end_connection(&mut self, ended: StreamEnd) {
         match ended {
             StreamEnd::Closed { cut_short: false } => {
                 info!("vfio-user: the client has disconnected")
@@ -146,22 +148,22 @@ impl VfioUserSession {
                 info!("vfio-user: the client has disconnected without waiting for a reply");
             }
             StreamEnd::Failed(error) => warn!("vfio-user: the connection failed: {error}"),
-            StreamEnd::OutOfStep { header, refusal } => {
-                self.dispatch.complaints.log_refusal(&refusal);
+            StreamEnd::InvalidMessage { header, refusal } => {
+                self.dispatcher.error_log.log_refusal(&refusal);
                 warn!("vfio-user: the connection is closed");
-                self.say(&header, refusal.errno());
+                self.send_error(&header, refusal.errno());
             }
             StreamEnd::Refused => warn!("vfio-user: the connection is closed"),
-            StreamEnd::Journal(error) => {
+            StreamEnd::RequestLog(error) => {
                 error!("vfio-user: the connection is closed: {}", chain(&error))
             }
         }
     }
 
     /// Sends an error reply before the connection is closed. If the socket's buffer is full, the rest of the reply is dropped.
-    fn say(&mut self, header: &VfioUserHeader, errno: u32) {
-        if header.message_type() == VfioUserHeader::TYPE_COMMAND && !header.no_reply() {
-            self.writer.error_reply(header, errno);
+    fn send_error(&mut self, header: &VfioUserHeader, errno: u32) {
+        if header.message_type() == VfioUserHeader::TYPE_COMMAND && !header.is_no_reply() {
+            self.writer.replace_by_error(header, errno);
             // The connection ends in any case.
             let _ = self.writer.flush(&self.stream);
         }
@@ -221,10 +223,10 @@ mod tests {
                 assert_eq!(talk.run(), SessionReadiness::Reading, "cut at {cut}");
             }
             for id in 1..=3 {
-                let reply = talk.hear().unwrap();
+                let reply = talk.receive_reply().unwrap();
                 assert_eq!((reply.header.message_id.get(), reply.errno()), (id, 0));
             }
-            assert!(talk.hear().is_none());
+            assert!(talk.receive_reply().is_none());
             assert_eq!((talk.device.resets, talk.device.bar0[0]), (1, 9));
         }
     }
@@ -250,7 +252,7 @@ mod tests {
             write_all(&talk, &stream[with + 1..]);
             assert_eq!(talk.run(), SessionReadiness::Reading);
             for _ in 0..4 {
-                assert_eq!(talk.hear().unwrap().errno(), 0, "with byte {with}");
+                assert_eq!(talk.receive_reply().unwrap().errno(), 0, "with byte {with}");
             }
             assert_eq!(talk.device.irqs.len(), 1);
             assert!(!tracer.is_closed());
@@ -277,7 +279,7 @@ mod tests {
             }
             drop(fd);
             talk.client.shutdown(std::net::Shutdown::Write).unwrap();
-            assert!(talk.session.hung_up());
+            assert!(talk.session.has_hung_up());
             assert_eq!(talk.run(), SessionReadiness::Ended, "cut at {cut}");
             assert_eq!(talk.device.irqs.len(), usize::from(cut == stream.len()));
             drop(talk);
@@ -298,12 +300,12 @@ mod tests {
             (VfioUserCommand(999), u32::MAX),
             (VfioUserCommand::REGION_WRITE, region_write + 1),
         ] {
-            let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+            let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
             let mut message = message(7, command, 0, &[]);
             message[4..8].copy_from_slice(&size.to_le_bytes());
             write_all(&talk, &message);
             assert_eq!(talk.run(), SessionReadiness::Ended, "{command} of {size}");
-            let reply = talk.hear().unwrap();
+            let reply = talk.receive_reply().unwrap();
             assert_eq!(reply.errno(), libc::EINVAL as u32);
             assert_eq!(reply.header.message_id.get(), 7);
             assert!(talk.closes_for_client());
@@ -312,9 +314,9 @@ mod tests {
 
     #[test]
     fn largest_messages_are_taken() {
-        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
         let payload = vec![0; MAX_CONTROL_PAYLOAD];
-        assert_ne!(talk.ask(VfioUserCommand(999), &payload).errno(), 0);
+        assert_ne!(talk.request(VfioUserCommand(999), &payload).errno(), 0);
 
         let access = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
         let payload = [&access[..], &vec![3; MAX_DATA_XFER_SIZE as usize]].concat();
@@ -324,29 +326,29 @@ mod tests {
             assert_eq!(talk.run(), SessionReadiness::Reading);
         }
         // The accesses lie beyond the end of the region, so nothing is written.
-        let reply = talk.hear().unwrap();
+        let reply = talk.receive_reply().unwrap();
         assert_eq!((reply.errno(), reply.payload), (0, access));
-        assert_eq!(talk.ask(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
+        assert_eq!(talk.request(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
     }
 
     #[test]
     fn replies_are_no_commands() {
-        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
         for kind in [1, 2, 15] {
             write_all(
                 &talk,
                 &message(kind as u16, VfioUserCommand::DEVICE_RESET, kind, &[1, 2]),
             );
             assert_eq!(talk.run(), SessionReadiness::Reading);
-            assert_eq!(talk.hear().unwrap().errno(), libc::EINVAL as u32);
+            assert_eq!(talk.receive_reply().unwrap().errno(), libc::EINVAL as u32);
         }
         assert_eq!(talk.device.resets, 0);
-        assert_eq!(talk.ask(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
+        assert_eq!(talk.request(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
     }
 
     #[test]
     fn no_reply_is_sent_where_none_is_wanted() {
-        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
         let stream = [
             message(
                 1,
@@ -365,8 +367,8 @@ mod tests {
         ];
         write_all(&talk, &stream.concat());
         assert_eq!(talk.run(), SessionReadiness::Reading);
-        assert_eq!(talk.hear().unwrap().header.message_id.get(), 4);
-        assert!(talk.hear().is_none());
+        assert_eq!(talk.receive_reply().unwrap().header.message_id.get(), 4);
+        assert!(talk.receive_reply().is_none());
         assert_eq!(talk.device.resets, 2);
 
         let mut bad_size = message(
@@ -378,12 +380,12 @@ mod tests {
         bad_size[4] = 1;
         write_all(&talk, &bad_size);
         assert_eq!(talk.run(), SessionReadiness::Ended);
-        assert!(talk.hear().is_none());
+        assert!(talk.receive_reply().is_none());
     }
 
     #[test]
     fn more_fds_than_a_message_can_have_end_the_connection() {
-        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
         let (tracer, fd) = DescriptorTracer::new();
         let message = message(1, VfioUserCommand::DEVICE_SET_IRQS, 0, &irqs());
         let fds = [fd.as_raw_fd(); 100];
@@ -399,7 +401,7 @@ mod tests {
     /// The client sends and does not read, so its requests stay in its socket.
     #[test]
     fn unread_replies_stop_the_client_and_nothing_else() {
-        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
         let read = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
         let asked = 20_u16;
         for id in 0..asked {
@@ -424,12 +426,12 @@ mod tests {
             assert!(reply[32..].iter().all(|&byte| byte == 0xff));
         }
         assert_eq!(talk.run(), SessionReadiness::Reading);
-        assert_eq!(talk.ask(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
+        assert_eq!(talk.request(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
     }
 
     #[test]
     fn a_client_that_disconnects_without_reading_ends_the_session() {
-        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
         let read = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
         write_all(&talk, &message(1, VfioUserCommand::REGION_READ, 0, &read));
         assert_eq!(talk.run(), SessionReadiness::Writing);
@@ -445,7 +447,7 @@ mod tests {
 
     #[test]
     fn a_busy_client_does_not_occupy_the_thread() {
-        let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
         let posted = message(
             1,
             VfioUserCommand::DEVICE_RESET,

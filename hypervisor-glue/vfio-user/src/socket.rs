@@ -26,7 +26,7 @@ pub(crate) struct RecvmsgResult {
     /// Number of bytes; 0 at the end of the stream.
     pub(crate) bytes: usize,
     /// Set if file descriptors came that the kernel could not install.
-    pub(crate) fds_lost: bool,
+    pub(crate) has_lost_fds: bool,
 }
 
 /// Size of the control buffer, in words aligned like `cmsghdr`.
@@ -121,7 +121,7 @@ fn receive_with(
 
     Ok(RecvmsgResult {
         bytes,
-        fds_lost: message.msg_flags & libc::MSG_CTRUNC != 0,
+        has_lost_fds: message.msg_flags & libc::MSG_CTRUNC != 0,
     })
 }
 
@@ -140,7 +140,7 @@ pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fd: Option<&OwnedFd>) -> i
 
 /// Returns the number of bytes in the socket that [`peek`] has passed.
 pub(crate) fn peek_offset(stream: &UnixStream) -> io::Result<u32> {
-    let offset: libc::c_int = option(stream, libc::SO_PEEK_OFF, 0)?;
+    let offset: libc::c_int = socket_option(stream, libc::SO_PEEK_OFF, 0)?;
     // Negative if it was never set.
     Ok(offset.try_into().unwrap_or(0))
 }
@@ -164,7 +164,7 @@ pub(crate) fn set_peek_offset(stream: &UnixStream, offset: libc::c_int) -> io::R
 }
 
 /// Returns the size of the sent data that the client has not read, as bytes of kernel memory.
-pub(crate) fn unread(stream: &UnixStream) -> io::Result<u32> {
+pub(crate) fn unread_bytes(stream: &UnixStream) -> io::Result<u32> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the call writes one integer, which outlives it.
     let result = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
@@ -188,7 +188,7 @@ pub(crate) fn bound_file(socket: &impl AsRawFd) -> io::Result<OwnedFd> {
 }
 
 /// Returns whether the client has closed the connection, even if data is unread.
-pub(crate) fn hung_up(stream: &UnixStream) -> io::Result<bool> {
+pub(crate) fn has_hung_up(stream: &UnixStream) -> io::Result<bool> {
     let epoll = Epoll::new()?;
     let closed = EventSet::HANG_UP | EventSet::READ_HANG_UP | EventSet::ERROR;
     let mut event = [EpollEvent::new(closed, 0)];
@@ -197,7 +197,7 @@ pub(crate) fn hung_up(stream: &UnixStream) -> io::Result<bool> {
 }
 
 /// Returns the identifiers of the process that made a connection.
-pub(crate) fn process(stream: &UnixStream) -> io::Result<ClientProcess> {
+pub(crate) fn peer_process(stream: &UnixStream) -> io::Result<ClientProcess> {
     let libc::ucred { pid, uid: user, .. } = credentials(stream)?;
     let pid = u32::try_from(pid).unwrap_or_default();
     Ok(ClientProcess { pid, user })
@@ -209,7 +209,7 @@ fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
         uid: libc::uid_t::MAX,
         gid: libc::gid_t::MAX,
     };
-    option(stream, libc::SO_PEERCRED, none)
+    socket_option(stream, libc::SO_PEERCRED, none)
 }
 
 /// Process that made a connection, as a pidfd.
@@ -218,20 +218,20 @@ pub(crate) struct PeerProcess(OwnedFd);
 
 impl PeerProcess {
     /// Opens the process that made an accepted connection.
-    pub(crate) fn of(stream: &UnixStream) -> io::Result<Self> {
+    pub(crate) fn from_stream(stream: &UnixStream) -> io::Result<Self> {
         // Linux 6.5 (asm-generic/socket.h).
         const SO_PEERPIDFD: libc::c_int = 77;
-        match option(stream, SO_PEERPIDFD, -1) {
+        match socket_option(stream, SO_PEERPIDFD, -1) {
             // SAFETY: the kernel opened the file descriptor for this process, and nothing else knows of it yet.
             Ok(fd) if fd >= 0 => return Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) })),
             _ => {}
         }
         let credentials = credentials(stream)?;
         // If the number was reused, the client counts as alive.
-        Self::of_number(credentials.pid)
+        Self::from_pid(credentials.pid)
     }
 
-    fn of_number(pid: libc::pid_t) -> io::Result<Self> {
+    fn from_pid(pid: libc::pid_t) -> io::Result<Self> {
         // SAFETY: the call takes numbers alone.
         let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
         match RawFd::try_from(fd) {
@@ -255,7 +255,7 @@ impl PeerProcess {
 }
 
 /// Reads a socket option. `T` must be plain data for which all bytes are valid.
-fn option<T: Copy>(stream: &UnixStream, name: libc::c_int, mut value: T) -> io::Result<T> {
+fn socket_option<T: Copy>(stream: &UnixStream, name: libc::c_int, mut value: T) -> io::Result<T> {
     let size = size_of::<T>() as libc::socklen_t;
     let mut length = size;
     // SAFETY: the kernel writes at most `length` bytes to `value`, an integer or a structure of integers.
@@ -295,7 +295,7 @@ mod tests {
 
         let (mut buffer, mut fds) = ([0; 8], Vec::new());
         let received = receive(&ours, &mut buffer, &mut fds).unwrap();
-        assert_eq!((received.bytes, received.fds_lost), (2, false));
+        assert_eq!((received.bytes, received.has_lost_fds), (2, false));
         assert_eq!(fds.len(), 2);
         for fd in &fds {
             let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).unwrap();
@@ -321,7 +321,7 @@ mod tests {
 
         let mut fds = Vec::new();
         let received = receive(&ours, &mut [0; 1], &mut fds).unwrap();
-        assert!(!received.fds_lost);
+        assert!(!received.has_lost_fds);
         assert_eq!(fds.len(), MAX_FDS_ACCEPTED);
     }
 
@@ -329,10 +329,10 @@ mod tests {
     #[test]
     fn a_process_that_lives_is_not_dead() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        assert!(!PeerProcess::of(&ours).unwrap().is_dead());
+        assert!(!PeerProcess::from_stream(&ours).unwrap().is_dead());
         let number = std::process::id() as libc::pid_t;
-        assert!(!PeerProcess::of_number(number).unwrap().is_dead());
-        assert!(PeerProcess::of_number(0).is_err());
+        assert!(!PeerProcess::from_pid(number).unwrap().is_dead());
+        assert!(PeerProcess::from_pid(0).is_err());
     }
 
     #[test]
@@ -340,9 +340,9 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let error = receive(&ours, &mut [0; 1], &mut Vec::new()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
-        assert!(!hung_up(&ours).unwrap());
+        assert!(!has_hung_up(&ours).unwrap());
         drop(theirs);
-        assert!(hung_up(&ours).unwrap());
+        assert!(has_hung_up(&ours).unwrap());
         let end = receive(&ours, &mut [0; 1], &mut Vec::new()).unwrap();
         assert_eq!(end.bytes, 0);
         let error = send(&ours, b"x", None).unwrap_err();

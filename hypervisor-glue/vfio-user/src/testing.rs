@@ -32,7 +32,7 @@ pub(crate) struct RecordingDevice {
     pub(crate) resets: u32,
     pub(crate) disconnects: u32,
     /// Errno that the next fallible call returns.
-    pub(crate) fail: Option<i32>,
+    pub(crate) next_errno: Option<i32>,
 }
 
 impl RecordingDevice {
@@ -45,7 +45,7 @@ impl RecordingDevice {
             accesses: Vec::new(),
             resets: 0,
             disconnects: 0,
-            fail: None,
+            next_errno: None,
         }
     }
 
@@ -59,7 +59,7 @@ impl RecordingDevice {
     }
 
     fn result(&mut self) -> io::Result<()> {
-        match self.fail.take() {
+        match self.next_errno.take() {
             Some(errno) => Err(io::Error::from_raw_os_error(errno)),
             None => Ok(()),
         }
@@ -138,7 +138,7 @@ impl VfioUserDevice for RecordingDevice {
         self.resets += 1;
     }
 
-    fn disconnected(&mut self) {
+    fn on_disconnected(&mut self) {
         self.disconnects += 1;
         self.maps.clear();
         self.irqs.clear();
@@ -198,9 +198,13 @@ impl SessionFixture {
     }
 
     /// Creates a connection after `VERSION`.
-    pub(crate) fn negotiated(device: RecordingDevice) -> Self {
+    pub(crate) fn begin_negotiated(device: RecordingDevice) -> Self {
         let mut this = Self::begin(device);
-        assert_eq!(this.ask(VfioUserCommand::VERSION, &[0, 0, 1, 0]).errno(), 0);
+        assert_eq!(
+            this.request(VfioUserCommand::VERSION, &[0, 0, 1, 0])
+                .errno(),
+            0
+        );
         this
     }
 
@@ -214,11 +218,11 @@ impl SessionFixture {
     }
 
     /// Sends a command, and returns the reply.
-    pub(crate) fn ask(&mut self, command: VfioUserCommand, payload: &[u8]) -> ReceivedReply {
-        self.ask_with(command, payload, &[])
+    pub(crate) fn request(&mut self, command: VfioUserCommand, payload: &[u8]) -> ReceivedReply {
+        self.request_with_fds(command, payload, &[])
     }
 
-    pub(crate) fn ask_with(
+    pub(crate) fn request_with_fds(
         &mut self,
         command: VfioUserCommand,
         payload: &[u8],
@@ -228,7 +232,7 @@ impl SessionFixture {
         let sent = self.client.send_with_fds(&[&message[..]], fds).unwrap();
         assert_eq!(sent, message.len());
         self.run();
-        let reply = self.hear().expect("a reply");
+        let reply = self.receive_reply().expect("a reply");
         assert_eq!(reply.header.message_id.get(), self.next_id);
         assert_eq!(reply.header.command(), command);
         reply
@@ -236,7 +240,7 @@ impl SessionFixture {
 
     /// Returns the next reply, if there is one. Header and payload must each arrive in one piece, and file descriptors with the
     /// header.
-    pub(crate) fn hear(&mut self) -> Option<ReceivedReply> {
+    pub(crate) fn receive_reply(&mut self) -> Option<ReceivedReply> {
         let mut header = VfioUserHeader::default();
         let mut fds = Vec::new();
         match socket::receive(&self.client, header.as_mut_bytes(), &mut fds) {

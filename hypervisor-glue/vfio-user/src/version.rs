@@ -4,8 +4,8 @@ use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 
 use crate::error::RequestRefusal;
-use crate::journal::NegotiatedVersion;
 use crate::message::MAX_MSG_FDS;
+use crate::request_log::NegotiatedVersion;
 
 /// Major version of the protocol. Other major versions are incompatible.
 const MAJOR: u16 = 0;
@@ -66,14 +66,14 @@ impl VersionProposal {
     }
 
     /// Returns whether the client accepts a file descriptor with a reply: `max_msg_fds` is not 0 (the default is 1).
-    pub(crate) fn takes_fds(&self) -> bool {
+    pub(crate) fn accepts_fds(&self) -> bool {
         self.capabilities.max_msg_fds != Some(0)
     }
 
     /// Returns the results on which later requests depend.
-    pub(crate) fn agreed(&self) -> NegotiatedVersion {
+    pub(crate) fn negotiated_version(&self) -> NegotiatedVersion {
         NegotiatedVersion {
-            takes_fds: self.takes_fds(),
+            accepts_fds: self.accepts_fds(),
         }
     }
 
@@ -82,7 +82,7 @@ impl VersionProposal {
     /// The reply always has the server's `max_msg_fds` and `max_data_xfer_size`. Of the other capabilities, the reply has only
     /// those that the client proposed, as the protocol requires. So the reply is no larger than the request, which matters
     /// because QEMU's buffer has the size of its request.
-    pub(crate) fn answer(&self, max_dma_maps: u32, max_data_xfer_size: u32) -> VersionReply {
+    pub(crate) fn reply(&self, max_dma_maps: u32, max_data_xfer_size: u32) -> VersionReply {
         let proposed = &self.capabilities;
         let data = VersionReplyData {
             capabilities: ReplyCapabilities {
@@ -147,7 +147,7 @@ mod tests {
     fn answer(data: &[u8]) -> serde_json::Value {
         let mut json = VersionProposal::parse(0, 1, data)
             .unwrap()
-            .answer(1000, MAX_DATA_XFER_SIZE)
+            .reply(1000, MAX_DATA_XFER_SIZE)
             .data;
         assert_eq!(json.pop(), Some(0), "terminating NUL");
         serde_json::from_slice(&json).unwrap()
@@ -164,7 +164,7 @@ mod tests {
         );
         let reply = VersionProposal::parse(0, 0, QEMU)
             .unwrap()
-            .answer(65_535, MAX_DATA_XFER_SIZE)
+            .reply(65_535, MAX_DATA_XFER_SIZE)
             .data;
         assert!(reply.len() <= QEMU.len());
     }
@@ -176,7 +176,7 @@ mod tests {
         }});
         for data in [&b""[..], b"\0", b"{}\0", b"{}", b"{\"capabilities\":{}}\0"] {
             assert_eq!(answer(data), limits, "{data:?}");
-            assert!(VersionProposal::parse(0, 1, data).unwrap().takes_fds());
+            assert!(VersionProposal::parse(0, 1, data).unwrap().accepts_fds());
         }
     }
 
@@ -197,7 +197,7 @@ mod tests {
     fn minor_version_is_at_most_the_proposed_one() {
         for (theirs, agreed) in [(0, 0), (1, 1), (2, 1), (u16::MAX, 1)] {
             let proposal = VersionProposal::parse(0, theirs, b"").unwrap();
-            assert_eq!(proposal.answer(1, MAX_DATA_XFER_SIZE).minor, agreed);
+            assert_eq!(proposal.reply(1, MAX_DATA_XFER_SIZE).minor, agreed);
         }
         let refused = VersionProposal::parse(1, 0, b"").unwrap_err();
         assert!(refused.ends_connection());
@@ -229,6 +229,6 @@ mod tests {
     #[test]
     fn a_client_without_fds_is_recognised() {
         let none = VersionProposal::parse(0, 1, b"{\"capabilities\":{\"max_msg_fds\":0}}").unwrap();
-        assert!(!none.takes_fds());
+        assert!(!none.accepts_fds());
     }
 }

@@ -17,11 +17,11 @@ use vfio_user_server::VfioUserServer;
 use vmm_sys_util::epoll::{Epoll, EpollEvent};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-use common::{Nothing, RESET, VERSION, hear};
+use common::{Nothing, RESET, VERSION, read_reply};
 
 /// Serializes tests. A child process holds copies of all descriptors until it executes its program, so a socket that another
 /// test closes would stay open.
-fn turn() -> MutexGuard<'static, ()> {
+fn test_lock() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -75,24 +75,24 @@ impl Loop {
     }
 
     /// Handles all pending events.
-    fn turn(&mut self) {
+    fn handle_events(&mut self) {
         let mut events = [EpollEvent::default(); 4];
         loop {
             let count = self.epoll.wait(0, &mut events).unwrap();
             for event in &events[..count] {
                 let token = u32::try_from(event.data()).unwrap();
-                self.server.handle(token, &mut &self.epoll);
+                self.server.handle_event(token, &mut &self.epoll);
             }
-            self.server.look(self.now, &mut &self.epoll);
+            self.server.check_timeouts(self.now, &mut &self.epoll);
             if count == 0 {
                 return;
             }
         }
     }
 
-    fn pass(&mut self, time: Duration) {
+    fn advance(&mut self, time: Duration) {
         self.now += time;
-        self.turn();
+        self.handle_events();
     }
 
     /// Sends a client's version message. Returns whether the server answers.
@@ -102,7 +102,7 @@ impl Loop {
     }
 
     fn answers(&mut self, mut client: &UnixStream) -> bool {
-        self.turn();
+        self.handle_events();
         client.set_nonblocking(true).unwrap();
         let mut byte = [0];
         let answers = client.read(&mut byte).is_ok_and(|count| count == 1);
@@ -114,7 +114,7 @@ impl Loop {
     }
 
     fn closes(&mut self, mut client: &UnixStream) -> bool {
-        self.turn();
+        self.handle_events();
         client.set_nonblocking(true).unwrap();
         match client.read(&mut [0]) {
             Ok(count) => count == 0,
@@ -131,7 +131,7 @@ fn client_whose_connecting_process_has_ended_stays() {
     if let Some(path) = env::var_os(CLIENT) {
         return client_of_a_process(Path::new(&path));
     }
-    let _turn = turn();
+    let _turn = test_lock();
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("one.sock");
     let listener = UnixListener::bind(path.with_extension("pass")).unwrap();
@@ -146,8 +146,8 @@ fn client_whose_connecting_process_has_ended_stays() {
     let (pass, _) = listener.accept().unwrap();
     let first = received_connection(&pass);
     (&first).write_all(&VERSION).unwrap();
-    events.turn();
-    assert_eq!(hear(&first), 0);
+    events.handle_events();
+    assert_eq!(read_reply(&first), 0);
 
     let second = UnixStream::connect(&path).unwrap();
     assert!(events.closes(&second), "the process lives");
@@ -157,49 +157,49 @@ fn client_whose_connecting_process_has_ended_stays() {
     assert!(events.server.is_connected());
     let third = UnixStream::connect(&path).unwrap();
     (&third).write_all(&VERSION).unwrap();
-    events.turn();
+    events.handle_events();
     (&first).write_all(&RESET).unwrap();
-    events.turn();
-    assert_eq!(hear(&first), 0, "the socket lives");
-    let due = events.server.due_in(events.now).unwrap();
-    events.pass(due - Duration::from_millis(1));
+    events.handle_events();
+    assert_eq!(read_reply(&first), 0, "the socket lives");
+    let due = events.server.next_timeout(events.now).unwrap();
+    events.advance(due - Duration::from_millis(1));
     assert!(!events.closes(&third), "it waits for the end of the socket");
-    events.pass(Duration::from_millis(1));
+    events.advance(Duration::from_millis(1));
     assert!(events.closes(&third));
-    assert_eq!(events.server.due_in(events.now), None);
+    assert_eq!(events.server.next_timeout(events.now), None);
 
     let fourth = UnixStream::connect(&path).unwrap();
     (&fourth).write_all(&VERSION).unwrap();
-    events.turn();
+    events.handle_events();
     // Closes the connection as the kernel does shortly after the process is killed.
     drop(first);
-    events.turn();
-    assert_eq!(hear(&fourth), 0);
+    events.handle_events();
+    assert_eq!(read_reply(&fourth), 0);
 }
 
 #[test]
 fn a_silent_client_does_not_occupy_the_device() {
-    let _turn = turn();
+    let _turn = test_lock();
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("one.sock");
     let mut events = Loop::new(&path);
     for said in [&VERSION[..0], &VERSION[..7]] {
         let mut silent = UnixStream::connect(&path).unwrap();
         silent.write_all(said).unwrap();
-        events.turn();
+        events.handle_events();
         let second = UnixStream::connect(&path).unwrap();
         assert!(events.closes(&second), "it may be slow");
-        let due = events.server.due_in(events.now).unwrap();
+        let due = events.server.next_timeout(events.now).unwrap();
         assert!(due >= Duration::from_secs(5), "{due:?}");
-        events.pass(due - Duration::from_millis(1));
+        events.advance(due - Duration::from_millis(1));
         assert!(!events.closes(&silent));
-        events.pass(Duration::from_millis(1));
+        events.advance(Duration::from_millis(1));
         assert!(events.closes(&silent));
         let third = UnixStream::connect(&path).unwrap();
         assert!(events.negotiates(&third));
         // A client that has sent its version may be idle.
-        assert_eq!(events.server.due_in(events.now), None);
-        events.pass(Duration::from_secs(24 * 3600));
+        assert_eq!(events.server.next_timeout(events.now), None);
+        events.advance(Duration::from_secs(24 * 3600));
         assert!(events.server.is_connected());
     }
 }

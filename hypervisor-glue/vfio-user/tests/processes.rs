@@ -23,7 +23,7 @@ use vfio_user_server::{
 use vmm_sys_util::epoll::{Epoll, EpollEvent, EventSet};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-use common::{Nothing, RESET, VERSION, hear};
+use common::{Nothing, RESET, VERSION, read_reply};
 
 const ALONE: &str = "VFIO_USER_FD_LIMIT_ALONE";
 
@@ -67,7 +67,7 @@ fn message_whose_fds_are_lost_is_refused_and_the_next_one_answered() {
         let mut session = VfioUserSession::new(server, &Nothing).unwrap();
         client.write_all(&VERSION).unwrap();
         session.run(&mut Nothing);
-        assert_eq!(hear(&client), 0);
+        assert_eq!(read_reply(&client), 0);
 
         let null = File::open("/dev/null").unwrap();
         let mut taken = exhaust();
@@ -77,11 +77,11 @@ fn message_whose_fds_are_lost_is_refused_and_the_next_one_answered() {
             let fds = [null.as_raw_fd(); 2];
             client.send_with_fds(&[&RESET[..]], &fds).unwrap();
             assert_eq!(session.run(&mut Nothing), SessionReadiness::Reading);
-            assert_eq!(hear(&client), libc::EMFILE as u32);
+            assert_eq!(read_reply(&client), libc::EMFILE as u32);
         }
         client.write_all(&RESET).unwrap();
         assert_eq!(session.run(&mut Nothing), SessionReadiness::Reading);
-        assert_eq!(hear(&client), 0);
+        assert_eq!(read_reply(&client), 0);
         // The server has closed the descriptor that it received.
         drop(File::open("/dev/null").unwrap());
     });
@@ -107,19 +107,19 @@ fn client_without_an_fd_is_turned_away_and_does_not_keep_the_thread_busy() {
         client.write_all(&VERSION).unwrap();
         manager.run().unwrap();
         manager.run().unwrap();
-        assert_eq!(hear(&client), 0);
+        assert_eq!(read_reply(&client), 0);
     });
 }
 
 /// Environment variable: path of the socket on which a server in a separate process receives its descriptors. The server's own
 /// socket path lies beside it.
-const KEEPER: &str = "VFIO_USER_KEEPER_OF_A_PROCESS";
+const SUPERVISOR: &str = "VFIO_USER_KEEPER_OF_A_PROCESS";
 
 /// A device that counts writes. A read returns the count.
 struct Counter {
     writes: u64,
     saved: Option<u64>,
-    kept: Option<OwnedFd>,
+    persisted_client: Option<OwnedFd>,
 }
 
 impl VfioUserDevice for Counter {
@@ -150,9 +150,9 @@ impl VfioUserDevice for Counter {
         Ok(())
     }
     fn reset(&mut self) {}
-    fn disconnected(&mut self) {}
-    fn keep_client(&mut self, stream: BorrowedFd<'_>) -> io::Result<()> {
-        self.kept = Some(stream.try_clone_to_owned()?);
+    fn on_disconnected(&mut self) {}
+    fn persist_client(&mut self, stream: BorrowedFd<'_>) -> io::Result<()> {
+        self.persisted_client = Some(stream.try_clone_to_owned()?);
         Ok(())
     }
     fn save(&mut self) -> Option<Vec<u8>> {
@@ -168,13 +168,14 @@ fn server_of_a_process(keeper: &Path) {
         let (_, file) = keeper.recv_with_fd(&mut [0]).unwrap();
         OwnedFd::from(file.unwrap())
     });
-    let listener = SocketListener::from_kept(Path::new("kept.sock"), fds.next().unwrap()).unwrap();
-    let (journal, record) = RequestLog::from_kept(fds.next().unwrap()).unwrap();
+    let listener =
+        SocketListener::from_predecessor(Path::new("kept.sock"), fds.next().unwrap()).unwrap();
+    let (journal, record) = RequestLog::from_predecessor(fds.next().unwrap()).unwrap();
     let client = fds.next().map(UnixStream::from);
     let device = Counter {
-        writes: u64::from_le_bytes(record.device().try_into().unwrap()),
+        writes: u64::from_le_bytes(record.device_state().try_into().unwrap()),
         saved: None,
-        kept: None,
+        persisted_client: None,
     };
     let mut server = VfioUserServer::resume(listener, journal, client, device).unwrap();
     let epoll = Epoll::new().unwrap();
@@ -186,8 +187,8 @@ fn server_of_a_process(keeper: &Path) {
         let ready = epoll.wait(-1, &mut events).unwrap();
         for event in &events[..ready] {
             match event.data() as u32 {
-                token if token == end => return server.leave(),
-                token => server.handle(token, &mut &epoll),
+                token if token == end => return server.release(),
+                token => server.handle_event(token, &mut &epoll),
             }
         }
     }
@@ -226,7 +227,7 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
     const KILLS: u64 = 40;
     const BURST: u64 = 100;
     let name = "client_of_servers_that_are_killed_sees_each_request_done_once";
-    if let Some(path) = env::var_os(KEEPER) {
+    if let Some(path) = env::var_os(SUPERVISOR) {
         return server_of_a_process(Path::new(&path));
     }
     let directory = tempfile::TempDir::new().unwrap();
@@ -238,14 +239,14 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
     let device = Counter {
         writes: 0,
         saved: None,
-        kept: None,
+        persisted_client: None,
     };
     let journal = RequestLog::new().unwrap();
     let mut first =
-        VfioUserServer::bind_kept(&path, SocketAccess::default(), device, journal).unwrap();
+        VfioUserServer::bind_with_log(&path, SocketAccess::default(), device, journal).unwrap();
     let epoll = Epoll::new().unwrap();
     let mut client = UnixStream::connect(&path).unwrap();
-    first.handle(VfioUserServer::<Counter>::TOKENS.start, &mut &epoll);
+    first.handle_event(VfioUserServer::<Counter>::TOKENS.start, &mut &epoll);
     // The timeout fails the test if a server stops answering.
     let patience = Some(Duration::from_secs(60));
     client.set_read_timeout(patience).unwrap();
@@ -253,20 +254,20 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
     let kept: [OwnedFd; 3] = [
         first.listener().as_fd().try_clone_to_owned().unwrap(),
         first
-            .journal()
+            .request_log()
             .unwrap()
             .as_fd()
             .try_clone_to_owned()
             .unwrap(),
-        first.device_mut().kept.take().unwrap(),
+        first.device_mut().persisted_client.take().unwrap(),
     ];
-    first.leave();
+    first.release();
     drop((first, epoll));
 
     let start = || {
         let child = Command::new(env::current_exe().unwrap())
             .args(["--exact", name])
-            .env(KEEPER, &keeper_path)
+            .env(SUPERVISOR, &keeper_path)
             .current_dir(directory.path())
             .stdout(Stdio::null())
             .spawn()
@@ -278,7 +279,7 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
         Process(child, stream)
     };
     let mut process = start();
-    assert_eq!(hear(&client), 0);
+    assert_eq!(read_reply(&client), 0);
     for kill in 0..KILLS {
         let burst: Vec<u8> = (0..BURST)
             .flat_map(|id| write_and_read(id as u16))

@@ -43,7 +43,7 @@ struct TestDevice {
     state: Arc<Mutex<State>>,
     area: Arc<OwnedFd>,
     /// Sends a message when a client has disconnected.
-    gone: Sender<()>,
+    disconnects: Sender<()>,
 }
 
 impl VfioUserDevice for TestDevice {
@@ -123,12 +123,12 @@ impl VfioUserDevice for TestDevice {
         self.state.lock().unwrap().resets += 1;
     }
 
-    fn disconnected(&mut self) {
+    fn on_disconnected(&mut self) {
         let mut state = self.state.lock().unwrap();
         state.maps.clear();
         state.vectors.clear();
         // Sending fails if the test has dropped the receiver.
-        let _ = self.gone.send(());
+        let _ = self.disconnects.send(());
     }
 }
 
@@ -152,7 +152,7 @@ impl MutEventSubscriber for Stop {
 struct Running {
     directory: TempDir,
     states: Vec<Arc<Mutex<State>>>,
-    gone: Vec<Receiver<()>>,
+    disconnects: Vec<Receiver<()>>,
     area: File,
     stop: EventFd,
     thread: Option<JoinHandle<()>>,
@@ -177,7 +177,7 @@ impl Running {
             let device = TestDevice {
                 state: state.clone(),
                 area: Arc::new(area.try_clone().unwrap().into()),
-                gone: sender,
+                disconnects: sender,
             };
             states.push(state);
             gone.push(receiver);
@@ -200,7 +200,7 @@ impl Running {
         Self {
             directory,
             states,
-            gone,
+            disconnects: gone,
             area,
             stop,
             thread: Some(thread),
@@ -220,8 +220,8 @@ impl Running {
     }
 
     /// Waits until the server has noticed that its client disconnected.
-    fn wait_until_gone(&self) {
-        self.gone[0].recv().unwrap();
+    fn wait_for_disconnect(&self) {
+        self.disconnects[0].recv().unwrap();
     }
 
     fn stop(&mut self) {
@@ -373,7 +373,7 @@ fn a_second_client_is_refused_and_the_first_continues() {
     let mut silent = UnixStream::connect(running.path()).unwrap();
     assert_eq!(silent.read(&mut [0; 1]).unwrap(), 0);
     first.region_write(0, 0, &[1]).unwrap();
-    assert!(running.gone[0].try_recv().is_err());
+    assert!(running.disconnects[0].try_recv().is_err());
 }
 
 #[test]
@@ -388,7 +388,7 @@ fn a_reconnected_client_finds_its_registers_but_no_memory() {
         .set_irqs(2, CONNECT, 3, 1, &[event.as_raw_fd()])
         .unwrap();
     drop(client);
-    running.wait_until_gone();
+    running.wait_for_disconnect();
     assert!(running.state().maps.is_empty());
     assert!(running.state().vectors.is_empty());
 
@@ -413,7 +413,7 @@ fn client_may_be_replaced_without_a_pause() {
     let device = TestDevice {
         state: state.clone(),
         area: Arc::new(area.into()),
-        gone: sender,
+        disconnects: sender,
     };
     let mut manager = EventManager::new().unwrap();
     let server = manager.add_subscriber(VfioUserServer::bind(&path, device).unwrap());
@@ -449,7 +449,7 @@ fn after_a_client_dies_in_a_message_the_next_is_served() {
         let mut dying = UnixStream::connect(running.path()).unwrap();
         dying.write_all(&VERSION[..cut]).unwrap();
         drop(dying);
-        running.wait_until_gone();
+        running.wait_for_disconnect();
     }
     running.client().region_write(0, 0, &[1]).unwrap();
 }
@@ -462,7 +462,7 @@ fn an_invalid_message_disconnects_the_client() {
     let mut heard = Vec::new();
     // The server closes with unread bytes, which some kernels report as a reset.
     let _ = talker.read_to_end(&mut heard);
-    running.wait_until_gone();
+    running.wait_for_disconnect();
     running.client().region_write(0, 0, &[1]).unwrap();
 }
 
@@ -489,7 +489,7 @@ fn a_client_that_does_not_read_blocks_no_other() {
         client.region_write(0, 0, &[value]).unwrap();
     }
     drop(deaf);
-    running.wait_until_gone();
+    running.wait_for_disconnect();
     running.client().region_write(0, 0, &[1]).unwrap();
 }
 
@@ -501,7 +501,7 @@ fn socket_file_is_the_servers_own() {
     let other = || TestDevice {
         state: Arc::default(),
         area: Arc::new(tempfile::tempfile().unwrap().into()),
-        gone: gone.clone(),
+        disconnects: gone.clone(),
     };
     let refused = VfioUserServer::bind(&path, other()).map(drop).unwrap_err();
     assert!(matches!(&refused, Error::SocketInUse { path: named } if *named == path));
@@ -522,7 +522,7 @@ fn a_stopped_server_releases_the_clients_memory() {
     let memory = tempfile::tempfile().unwrap();
     client.dma_map(0, 0, 0x1000, memory.as_raw_fd()).unwrap();
     running.stop();
-    running.wait_until_gone();
+    running.wait_for_disconnect();
     assert!(running.state().maps.is_empty());
     assert!(client.region_read(0, 0, &mut [0; 4]).is_err());
 }
@@ -553,7 +553,7 @@ fn an_unmappable_area_is_refused() {
             Ok(())
         }
         fn reset(&mut self) {}
-        fn disconnected(&mut self) {}
+        fn on_disconnected(&mut self) {}
     }
 
     let directory = TempDir::new().unwrap();

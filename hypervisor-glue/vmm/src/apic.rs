@@ -12,7 +12,7 @@ use vmm_device::MsixMessage;
 pub fn local_apic(message: MsixMessage) -> Option<u32> {
     const REMAPPABLE: u32 = 1 << 4;
     const LOGICAL: u32 = 1 << 2;
-    const EVERY: u32 = 0xFF;
+    const BROADCAST: u32 = 0xFF;
     let address = u32::try_from(message.address).ok()?;
     if address >> 20 != 0xFEE || address & REMAPPABLE != 0 {
         return None;
@@ -21,7 +21,7 @@ pub fn local_apic(message: MsixMessage) -> Option<u32> {
     if address & LOGICAL != 0 {
         return (id.is_power_of_two() && extension == 0).then(|| id.trailing_zeros());
     }
-    (id != EVERY || extension != 0).then_some(extension << 8 | id)
+    (id != BROADCAST || extension != 0).then_some(extension << 8 | id)
 }
 
 #[cfg(test)]

@@ -65,7 +65,7 @@ impl KvmVmm {
         Self {
             vm,
             slots: Mutex::default(),
-            routes: Arc::new(Mutex::new(RouteTable::of_pins())),
+            routes: Arc::new(Mutex::new(RouteTable::with_pin_routes())),
             vcpus: Mutex::default(),
             intx: None,
         }
@@ -92,13 +92,13 @@ impl KvmVmm {
 
     /// Returns the number of memory slots in use.
     #[must_use]
-    pub fn slots(&self) -> usize {
+    pub fn slot_count(&self) -> usize {
         lock(&self.slots).len()
     }
 
     /// Returns the number of GSIs that are routed as messages.
     #[must_use]
-    pub fn message_routes(&self) -> usize {
+    pub fn message_route_count(&self) -> usize {
         let gsis = lock(&self.routes);
         gsis.0.range(IOAPIC_PINS..).count()
     }
@@ -159,7 +159,7 @@ impl Vmm for KvmVmm {
         Ok(())
     }
 
-    fn tie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
+    fn register_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
         self.vm
             .register_ioevent(eventfd, &IoEventAddress::Mmio(address.0), NoDatamatch)
             .map_err(|error| {
@@ -168,7 +168,7 @@ impl Vmm for KvmVmm {
             })
     }
 
-    fn untie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
+    fn unregister_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
         self.vm
             .unregister_ioevent(eventfd, &IoEventAddress::Mmio(address.0), NoDatamatch)
             .map_err(|error| {
@@ -218,8 +218,8 @@ impl Vmm for KvmVmm {
             Ok(KvmPin {
                 vm: self.vm.clone(),
                 gsi,
-                raise,
-                fallen,
+                irqfd: raise,
+                resamplefd: fallen,
             })
         };
         let pin = connect().map_err(|error| VmmError::new(action(), error))?;
@@ -237,8 +237,8 @@ impl Vmm for KvmVmm {
 struct KvmPin {
     vm: Arc<VmFd>,
     gsi: u32,
-    raise: EventFd,
-    fallen: EventFd,
+    irqfd: EventFd,
+    resamplefd: EventFd,
 }
 
 impl fmt::Debug for KvmPin {
@@ -250,18 +250,18 @@ impl fmt::Debug for KvmPin {
 }
 
 impl IntxPin for KvmPin {
-    fn raise(&self) -> io::Result<EventFd> {
-        self.raise.try_clone()
+    fn raise_eventfd(&self) -> io::Result<EventFd> {
+        self.irqfd.try_clone()
     }
 
-    fn fallen(&self) -> io::Result<EventFd> {
-        self.fallen.try_clone()
+    fn resample_eventfd(&self) -> io::Result<EventFd> {
+        self.resamplefd.try_clone()
     }
 }
 
 impl Drop for KvmPin {
     fn drop(&mut self) {
-        if let Err(error) = self.vm.unregister_irqfd(&self.raise, self.gsi) {
+        if let Err(error) = self.vm.unregister_irqfd(&self.irqfd, self.gsi) {
             log::error!("Cannot disconnect INTx from pin {}: {error}", self.gsi);
         }
     }
@@ -342,7 +342,7 @@ enum GsiRoute {
 
 impl RouteTable {
     /// Creates the routing table that KVM sets up by default when the interrupt controllers are created.
-    fn of_pins() -> Self {
+    fn with_pin_routes() -> Self {
         Self(
             (0..IOAPIC_PINS)
                 .map(|pin| (pin, Some(GsiRoute::Pin)))
@@ -441,7 +441,7 @@ mod tests {
 
     #[test]
     fn the_pins_stay_routed_beside_messages() {
-        let mut table = RouteTable::of_pins();
+        let mut table = RouteTable::with_pin_routes();
         let pins = described(&table);
         // 24 routes to the I/O APIC, and 16 to the PICs.
         assert_eq!(pins.len(), 40);
@@ -470,7 +470,7 @@ mod tests {
 
     #[test]
     fn gsis_end_where_kvm_ends() {
-        let mut table = RouteTable::of_pins();
+        let mut table = RouteTable::with_pin_routes();
         let reserved = std::iter::from_fn(|| table.reserve()).count();
         assert_eq!(reserved, (MAX_GSIS - IOAPIC_PINS) as usize);
     }

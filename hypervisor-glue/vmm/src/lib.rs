@@ -112,31 +112,31 @@
 #![cfg_attr(not(all(feature = "kvm", target_arch = "x86_64")), forbid(unsafe_code))]
 
 mod apic;
-mod clerk;
-pub mod control;
+pub mod control_loop;
 mod device;
-mod doorbells;
 pub mod drives;
 #[cfg(all(feature = "kvm", target_arch = "x86_64"))]
 pub mod kvm;
+mod ledger_writer;
+mod mapped_doorbells;
 pub mod open;
 pub mod options;
 pub mod report;
-mod routes;
 pub mod sandbox;
 mod start;
 #[cfg(test)]
 mod tests;
+mod vector_routes;
 mod vmm;
 
 pub use apic::local_apic;
 pub use device::{DeviceError, FunctionDevice, FunctionFactory};
-pub use doorbells::DoorbellMappingStats;
+pub use mapped_doorbells::DoorbellMappingStats;
 pub use nvme_guest::threads::ThreadWork;
 pub use nvme_guest::{DirtyRange, Gpa, MemoryRegion, VmmMapping};
 pub use nvme_mpt::PollerPool;
 pub use nvme_mpt_memory::processors::ThreadId;
 pub use nvme_mpt_memory::{Mapping, MappingAccess};
 pub use start::{StartError, start};
-pub use vmm::{IntxPin, Vmm, VmmError, VmmVectors, pollers};
+pub use vmm::{IntxPin, Vmm, VmmError, VmmVectors, poller_pool};
 pub use vmm_device::{Bar, BarMove, FunctionSnapshot, MsixMessage};

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use nvme_guest::ControllerBackend;
+use nvme_lease::backing_id::DriveIdentityRef;
 use nvme_lease::identity::default_id;
 use nvme_lease::label::DriveName;
-use nvme_lease::origin::DriveIdentityRef;
-use nvme_lease::range::{ByteRange, Bytes, RangeError};
+use nvme_lease::range::{ByteRange, ByteSize, RangeError};
 use nvme_lease::{
     Lease, LeaseClaim, LeaseError, LeaseExtents, LeaseHolderState, LeaseRequest, Ledger, MIN_UNIT,
     NamespaceCapacity, PreviousDataPolicy, RequestedBytes,
@@ -19,13 +19,14 @@ use nvme_lease::{
 use nvme_mpt::drive::{DiskImageHeader, ReserveError, SpareDescriptorStore};
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt::{
-    Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool, SharedPartsSource,
+    Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool,
+    SharedBackendPartsSource,
 };
-use nvme_mpt_lease_protocol::attach_anywhere;
+use nvme_mpt_lease_protocol::attach_any_server;
 use thiserror::Error;
 
-use crate::clerk::LedgerWriterThread;
 use crate::drives::{self, DrivePath, OpenDriveError};
+use crate::ledger_writer::LedgerWriterThread;
 use crate::options::{FunctionOptions, LeaseSize, ParsedFunctionOptions};
 use crate::sandbox;
 
@@ -44,9 +45,9 @@ pub enum OpenError {
         /// The drive.
         drive: String,
         /// Requested unit.
-        unit: Bytes,
+        unit: ByteSize,
         /// The drive's lease granularity.
-        multiple: Bytes,
+        multiple: ByteSize,
     },
     /// The drive cannot be leased by size: its lease granularity is no power of two.
     #[error(
@@ -56,7 +57,7 @@ pub enum OpenError {
         /// The drive.
         drive: String,
         /// The drive's lease granularity.
-        zone: Bytes,
+        zone: ByteSize,
     },
     /// The drive has a label, and leases in the ledger refer to that label, so the options must name it (`drive-id=`).
     #[error("Drive `{drive}` has the label drive-id={name}, and leases of it: say drive-id={name}")]
@@ -122,11 +123,11 @@ pub struct LeaseLedgers {
     claim: LeaseClaim,
     /// Thread that writes this process as lease holder into the shared ledger. If `None`, the thread that requests a lease
     /// writes it.
-    clerk: Option<Arc<LedgerWriterThread>>,
+    ledger_writer: Option<Arc<LedgerWriterThread>>,
     /// Keeper's store of spare file descriptors of leases, if this process has a keeper (supervisor process).
-    spares: Option<Arc<dyn SpareDescriptorStore>>,
+    spare_store: Option<Arc<dyn SpareDescriptorStore>>,
     /// Memory limit of functions that set none.
-    memory_limit: Option<Bytes>,
+    memory_limit: Option<ByteSize>,
 }
 
 impl LeaseLedgers {
@@ -138,15 +139,15 @@ impl LeaseLedgers {
             private: Ledger::in_process(),
             state_dir: state_dir.to_owned(),
             claim: LeaseClaim::Operator,
-            clerk: None,
-            spares: None,
+            ledger_writer: None,
+            spare_store: None,
             memory_limit: None,
         }
     }
 
     /// Sets the memory limit of functions that set none.
     #[must_use]
-    pub fn with_memory_limit(self, memory_limit: Option<Bytes>) -> Self {
+    pub fn with_memory_limit(self, memory_limit: Option<ByteSize>) -> Self {
         Self {
             memory_limit,
             ..self
@@ -158,29 +159,35 @@ impl LeaseLedgers {
     ///
     /// # Errors
     /// Returns the kernel's error if the thread cannot be started.
-    pub fn with_clerk(self) -> io::Result<Self> {
+    pub fn with_ledger_writer(self) -> io::Result<Self> {
         let clerk = LedgerWriterThread::start(self.shared.clone())?;
         let clerk = Some(Arc::new(clerk));
-        Ok(Self { clerk, ..self })
+        Ok(Self {
+            ledger_writer: clerk,
+            ..self
+        })
     }
 
     /// Returns the memory limit of a function: the limit in its options, or else the limit set by `with_memory_limit`.
-    fn memory_limit_of(&self, options: &FunctionOptions) -> Option<Bytes> {
+    fn memory_limit_for(&self, options: &FunctionOptions) -> Option<ByteSize> {
         options.memory_limit.or(self.memory_limit)
     }
 
     /// Sets the ledger of private drives. This process received the ledger from its predecessor, and passes it to its
     /// successor.
     #[must_use]
-    pub fn with_private(self, private: Ledger) -> Self {
+    pub fn with_private_ledger(self, private: Ledger) -> Self {
         Self { private, ..self }
     }
 
     /// Sets the keeper's store of spare file descriptors.
     #[must_use]
-    pub fn with_spares(self, spares: Arc<dyn SpareDescriptorStore>) -> Self {
+    pub fn with_spare_store(self, spares: Arc<dyn SpareDescriptorStore>) -> Self {
         let spares = Some(spares);
-        Self { spares, ..self }
+        Self {
+            spare_store: spares,
+            ..self
+        }
     }
 
     /// Returns the id of a lease, if there is one, whose function has ended but still has in-flight commands.
@@ -197,20 +204,20 @@ impl LeaseLedgers {
     /// Prevents further changes of the private ledger by this process, before a hand-over. Returns whether all leases of
     /// private drives were released. If one was not, the successor would not see it as held, and could lease its range to
     /// another id.
-    pub fn leave(&self) -> bool {
-        self.private.leave()
+    pub fn release_private_ledger(&self) -> bool {
+        self.private.hand_over()
     }
 
     /// Returns the same ledgers, with `claim` for leases that are requested through them.
     #[must_use]
-    pub fn claiming(&self, claim: LeaseClaim) -> Self {
+    pub fn with_claim(&self, claim: LeaseClaim) -> Self {
         Self {
             shared: self.shared.clone(),
             private: self.private.clone(),
             state_dir: self.state_dir.clone(),
             claim,
-            clerk: self.clerk.clone(),
-            spares: self.spares.clone(),
+            ledger_writer: self.ledger_writer.clone(),
+            spare_store: self.spare_store.clone(),
             memory_limit: self.memory_limit,
         }
     }
@@ -220,7 +227,7 @@ impl LeaseLedgers {
     ///
     /// # Errors
     /// The ledger's file cannot be used.
-    pub fn room(
+    pub fn capacity(
         &self,
         drive: &Drive,
         unit: Option<NonZeroU64>,
@@ -228,24 +235,28 @@ impl LeaseLedgers {
         let unit = unit.map_or_else(|| default_unit(drive), NonZeroU64::get);
         let namespace = drive.namespace();
         let bytes = namespace.blocks << namespace.lba_shift;
-        self.carry_over(drive)?;
-        let ledger = self.ledger_of(drive);
-        let room = ledger.room(drive.identity().name, namespace.nsid, bytes, unit)?;
+        self.rename_leases(drive)?;
+        let ledger = self.ledger_for(drive);
+        let room = ledger.capacity(drive.identity().name, namespace.nsid, bytes, unit)?;
         Ok((unit, room))
     }
 
     /// Moves leases in the ledger from a drive's former names to its present name.
-    fn carry_over(&self, drive: &Drive) -> Result<(), LeaseError> {
-        let DriveIdentityRef { name, formerly, .. } = drive.identity();
+    fn rename_leases(&self, drive: &Drive) -> Result<(), LeaseError> {
+        let DriveIdentityRef {
+            name,
+            former_names: formerly,
+            ..
+        } = drive.identity();
         for before in formerly {
-            if self.ledger_of(drive).carry_over(before, name)? {
+            if self.ledger_for(drive).carry_over(before, name)? {
                 log::info!("Leases of {before} are now on {name}");
             }
         }
         Ok(())
     }
 
-    fn ledger_of(&self, drive: &Drive) -> &Ledger {
+    fn ledger_for(&self, drive: &Drive) -> &Ledger {
         match drive.is_private() {
             true => &self.private,
             false => &self.shared,
@@ -257,21 +268,21 @@ impl LeaseLedgers {
     fn check_header(&self, drive: &Drive, wanted: RequestedBytes) -> Result<(), OpenError> {
         let nsid = drive.namespace().nsid;
         let begins = match wanted {
-            RequestedBytes::At(range) if range.start() > 0 => vec![0, range.start()],
+            RequestedBytes::Range(range) if range.start() > 0 => vec![0, range.start()],
             _ => vec![0],
         };
         for offset in begins {
             let block = ByteRange::new(offset, 1 << drive.lba_shift())?;
-            if let Some(header) = DiskImageHeader::at(drive, offset)
+            if let Some(header) = DiskImageHeader::detect_at(drive, offset)
                 && self
-                    .ledger_of(drive)
+                    .ledger_for(drive)
                     .is_unused(drive.identity().name, nsid, block)?
             {
                 let path = drive.path();
                 return Err(OpenError::Header {
                     drive: match offset {
                         0 => format!("Drive `{path}`"),
-                        offset => format!("Drive `{path}` from {} on", Bytes(offset)),
+                        offset => format!("Drive `{path}` from {} on", ByteSize(offset)),
                     },
                     kind: header.name,
                     remedy: header.remedy,
@@ -289,7 +300,7 @@ impl LeaseLedgers {
         wanted: RequestedBytes,
     ) -> Result<Lease, OpenError> {
         let namespace = drive.namespace();
-        let ledger = self.ledger_of(drive);
+        let ledger = self.ledger_for(drive);
         let request = LeaseRequest {
             id,
             drive: drive.identity(),
@@ -297,11 +308,11 @@ impl LeaseLedgers {
             wanted,
             lba_shift: namespace.lba_shift,
             blocks: namespace.blocks,
-            former_data: match (&options.path, options.data) {
+            previous_data: match (&options.path, options.data) {
                 // The drive stores no data, so no data needs to be erased.
                 (DrivePath::Null(_), _) => PreviousDataPolicy::Kept,
                 // Private memory starts zeroed, and a drive's keys are not erased with its blocks.
-                (_, PreviousDataPolicy::Erased) if drive.is_private() || options.has_keys() => {
+                (_, PreviousDataPolicy::Erased) if drive.is_private() || options.is_key_value() => {
                     PreviousDataPolicy::Wiped
                 }
                 (_, data) => data,
@@ -318,38 +329,38 @@ impl LeaseLedgers {
         if !options.is_raw {
             self.check_header(drive, wanted)?;
         }
-        let lease = ledger.acquire_by(self.claim, &request)?;
-        match &self.clerk {
-            Some(clerk) => clerk.ask(),
-            None => ledger.name_holder()?,
+        let lease = ledger.acquire_with_claim(self.claim, &request)?;
+        match &self.ledger_writer {
+            Some(clerk) => clerk.request_write(),
+            None => ledger.record_holder()?,
         }
         Ok(lease)
     }
 }
 
 /// Default allocation unit of leases by size, in bytes, for drives without a lease granularity.
-const UNIT: u64 = 1 << 30;
+const DEFAULT_UNIT: u64 = 1 << 30;
 
 /// Returns the drive's default allocation unit of leases by size, in bytes.
 fn default_unit(drive: &Drive) -> u64 {
-    let multiple = drive.controller().whole_lease();
-    multiple.map_or(UNIT, |multiple| multiple.max(MIN_UNIT))
+    let multiple = drive.controller().lease_unit_bytes();
+    multiple.map_or(DEFAULT_UNIT, |multiple| multiple.max(MIN_UNIT))
 }
 
 /// Returns the request for a lease by size.
-fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<RequestedBytes, OpenError> {
+fn requested_bytes(asked: LeaseSize, drive: &Drive) -> Result<RequestedBytes, OpenError> {
     let LeaseSize { size, unit } = asked;
-    let multiple = drive.controller().whole_lease();
+    let multiple = drive.controller().lease_unit_bytes();
     let unit = unit.map_or_else(|| default_unit(drive), |unit| unit.0);
     match multiple {
         Some(multiple) if !multiple.is_power_of_two() => Err(OpenError::NoUnit {
             drive: drive.path().to_owned(),
-            zone: Bytes(multiple),
+            zone: ByteSize(multiple),
         }),
         Some(multiple) if !unit.is_multiple_of(multiple) => Err(OpenError::Unit {
             drive: drive.path().to_owned(),
-            unit: Bytes(unit),
-            multiple: Bytes(multiple),
+            unit: ByteSize(unit),
+            multiple: ByteSize(multiple),
         }),
         _ => Ok(RequestedBytes::Size {
             bytes: size.0,
@@ -360,14 +371,14 @@ fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<RequestedBytes, OpenEr
 }
 
 /// Returns the id and the requested bytes of a function's lease.
-fn lease_of(
+fn lease_request(
     options: &FunctionOptions,
     drive: &Drive,
     ledgers: &LeaseLedgers,
 ) -> Result<(String, RequestedBytes), OpenError> {
-    ledgers.carry_over(drive)?;
+    ledgers.rename_leases(drive)?;
     if let (Some(size), Some(id)) = (options.size, &options.id) {
-        return Ok((id.clone(), wanted_size(size, drive)?));
+        return Ok((id.clone(), requested_bytes(size, drive)?));
     }
     let namespace = drive.namespace();
     let range = match options.range {
@@ -377,11 +388,13 @@ fn lease_of(
     let id = match &options.id {
         Some(id) => id.clone(),
         None => {
-            let drive = ledgers.ledger_of(drive).naming(drive.identity().name)?;
+            let drive = ledgers
+                .ledger_for(drive)
+                .guest_name_source(drive.identity().name)?;
             default_id(&drive, namespace.nsid, range)
         }
     };
-    Ok((id, RequestedBytes::At(range)))
+    Ok((id, RequestedBytes::Range(range)))
 }
 
 /// Returns the id of a function's lease.
@@ -393,7 +406,7 @@ pub fn lease_id(
     drive: &Drive,
     ledgers: &LeaseLedgers,
 ) -> Result<String, OpenError> {
-    Ok(lease_of(options, drive, ledgers)?.0)
+    Ok(lease_request(options, drive, ledgers)?.0)
 }
 
 /// Takes an unused lease by size, so that the caller can [truncate](Lease::truncate) it to `bytes`. The returned lease has its
@@ -405,7 +418,7 @@ pub fn lease_to_truncate(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
     ledgers: &LeaseLedgers,
-    bytes: Bytes,
+    bytes: ByteSize,
 ) -> Result<Lease, OpenError> {
     let Some(LeaseSize { unit, .. }) = options.size else {
         return Err(OpenError::NoSize);
@@ -415,7 +428,7 @@ pub fn lease_to_truncate(
         size: Some(LeaseSize { size, unit }),
         ..options.clone()
     };
-    let (id, wanted) = lease_of(&options, drive, ledgers)?;
+    let (id, wanted) = lease_request(&options, drive, ledgers)?;
     ledgers.lease(&options, drive, &id, wanted)
 }
 
@@ -434,7 +447,7 @@ pub fn reserve(
     ledgers: &LeaseLedgers,
     stop: &AtomicBool,
 ) -> Result<(String, LeaseExtents), OpenError> {
-    let (id, wanted) = lease_of(options, drive, ledgers)?;
+    let (id, wanted) = lease_request(options, drive, ledgers)?;
     let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;
     if limits.is_some() {
@@ -458,7 +471,7 @@ pub fn attach(
     pollers: &Arc<PollerPool>,
     stop: &AtomicBool,
 ) -> Result<LocalBackend, OpenError> {
-    let parts = SharedPartsSource::Own;
+    let parts = SharedBackendPartsSource::Own;
     attach_with(options, drive, ledgers, pollers, parts, stop)
 }
 
@@ -472,18 +485,20 @@ pub fn attach_with(
     drive: &Arc<Drive>,
     ledgers: &LeaseLedgers,
     pollers: &Arc<PollerPool>,
-    parts: SharedPartsSource,
+    parts: SharedBackendPartsSource,
     stop: &AtomicBool,
 ) -> Result<LocalBackend, OpenError> {
-    let (id, wanted) = lease_of(options, drive, ledgers)?;
+    let (id, wanted) = lease_request(options, drive, ledgers)?;
     // Reserve first: a refused reservation must leave ledger and previous data unchanged.
     let reservation = match options.reserve {
         0 => None,
-        pairs => Some(drive.reserve(&id, pairs, options.rates.weight.unwrap_or_default())?),
+        pairs => Some(drive.reserve_pairs(&id, pairs, options.rates.weight.unwrap_or_default())?),
     };
     let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;
-    let memory_limit = ledgers.memory_limit_of(options).map(|Bytes(limit)| limit);
+    let memory_limit = ledgers
+        .memory_limit_for(options)
+        .map(|ByteSize(limit)| limit);
     let config = LocalBackendConfig {
         drive: drive.clone(),
         lease,
@@ -494,13 +509,13 @@ pub fn attach_with(
         doorbell_stride: options.doorbell_stride,
         pollers: pollers.clone(),
         poll: options.poll.clone(),
-        learning: options.fixed,
+        adaptive: options.fixed,
         memory: options.memory,
         memory_limit,
         rates: options.rates,
         serial: options.serial.clone(),
     };
-    let spares = ledgers.spares.clone();
+    let spares = ledgers.spare_store.clone();
     Ok(LocalBackend::with_spares(config, parts, spares)?)
 }
 
@@ -514,10 +529,10 @@ pub fn open(
     pollers: &Arc<PollerPool>,
     stop: &AtomicBool,
 ) -> Result<LocalBackend, OpenError> {
-    let opened = drives::opened_options(&options.path);
-    let drive = drives::open_on(
+    let opened = drives::open_drive_options(&options.path);
+    let drive = drives::open_with_threads(
         &options.path,
-        options.of_drive(opened.as_ref()),
+        options.drive_options(opened.as_ref()),
         pollers.threads(),
     )?;
     attach(options, &drive, ledgers, pollers, stop)
@@ -528,15 +543,15 @@ pub fn open(
 ///
 /// # Errors
 /// See [`OpenError`]; [`OpenDriveError::Closed`] for a drive that is not open.
-pub fn attach_opened(
+pub fn attach_open_drive(
     options: &FunctionOptions,
     ledgers: &LeaseLedgers,
     pollers: &Arc<PollerPool>,
-    parts: SharedPartsSource,
+    parts: SharedBackendPartsSource,
     stop: &AtomicBool,
 ) -> Result<LocalBackend, OpenError> {
-    let opened = drives::opened_options(&options.path);
-    let drive = drives::find(&options.path, &options.of_drive(opened.as_ref()))?;
+    let opened = drives::open_drive_options(&options.path);
+    let drive = drives::find(&options.path, &options.drive_options(opened.as_ref()))?;
     attach_with(options, &drive, ledgers, pollers, parts, stop)
 }
 
@@ -545,19 +560,19 @@ pub fn attach_opened(
 ///
 /// # Errors
 /// See [`OpenError`].
-pub fn host_side(
+pub fn open_backend(
     function: &ParsedFunctionOptions,
     ledgers: &LeaseLedgers,
     pollers: &Arc<PollerPool>,
 ) -> Result<(String, Arc<dyn ControllerBackend>), OpenError> {
     let options = function.options();
-    for caution in options.cautions() {
+    for caution in options.warnings() {
         log::warn!("A function on {}: {caution}", options.path);
     }
     if sandbox::can_be_served(&options.path) {
         let text = function.text().to_string();
         let patience = options.reconnect;
-        let served = attach_anywhere(&ledgers.state_dir, &text, patience, pollers.threads())?;
+        let served = attach_any_server(&ledgers.state_dir, &text, patience, pollers.threads())?;
         if let Some(host) = served {
             return Ok((host.id().to_owned(), Arc::new(host)));
         }
@@ -577,12 +592,12 @@ mod tests {
     fn a_functions_memory_limit_overrides_the_servers() {
         let folder = tempfile::tempdir().unwrap();
         let ledgers = LeaseLedgers::open(folder.path());
-        let limited = ledgers.claiming(LeaseClaim::Operator);
-        let limited = limited.with_memory_limit(Some(Bytes(4 << 30)));
-        let of_vmm = limited.claiming(LeaseClaim::Own(7));
+        let limited = ledgers.with_claim(LeaseClaim::Operator);
+        let limited = limited.with_memory_limit(Some(ByteSize(4 << 30)));
+        let of_vmm = limited.with_claim(LeaseClaim::OwnLease(7));
         let limit = |ledgers: &LeaseLedgers, options: &str| {
-            let limit = ledgers.memory_limit_of(&options.parse().unwrap());
-            limit.map(|Bytes(limit)| limit >> 30)
+            let limit = ledgers.memory_limit_for(&options.parse().unwrap());
+            limit.map(|ByteSize(limit)| limit >> 30)
         };
         let (open, own) = ("path=0000:01:00.0", "path=0000:01:00.0,memory-limit=17G");
         assert_eq!(

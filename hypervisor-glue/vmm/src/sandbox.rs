@@ -12,17 +12,19 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use nvme_mpt_lease_protocol::is_served;
-use nvme_mpt_memory::user_faults::open_own_mappings;
+use nvme_mpt_memory::userfaultfd::open_own_mappings;
 
 use crate::drives::DrivePath;
 use crate::options::{FunctionConfig, OptionError, ParsedFunctionOptions};
 
 /// Absolute paths of the drives that this process leaves to servers.
-static LEFT: Mutex<Vec<DrivePath>> = Mutex::new(Vec::new());
+static LEFT_TO_SERVERS: Mutex<Vec<DrivePath>> = Mutex::new(Vec::new());
 
-fn left() -> MutexGuard<'static, Vec<DrivePath>> {
+fn left_to_servers() -> MutexGuard<'static, Vec<DrivePath>> {
     // A panic cannot leave a partial change.
-    LEFT.lock().unwrap_or_else(PoisonError::into_inner)
+    LEFT_TO_SERVERS
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the files that a sandbox must allow for a function, each with true if write access is needed. If a server has the
@@ -33,35 +35,37 @@ fn left() -> MutexGuard<'static, Vec<DrivePath>> {
 ///
 /// # Errors
 /// All of [`OptionError`] that values can cause.
-pub fn settle(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionError> {
-    let asked = config.asked()?;
+pub fn required_files(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionError> {
+    let asked = config.options_with_text()?;
     // Needed to detect pages that the VMM restores on demand, for a function that gets memory as a file.
     if let Err(error) = open_own_mappings() {
         log::warn!("Functions cannot use guest memory that the VMM passes as a file: {error}");
     }
-    let path = drive_of(&asked);
+    let path = drive_path(&asked);
     if has_server(&config.state_dir, &asked) {
         log::info!("A drive server has {path}: this process leaves the drive to servers");
-        let mut left = left();
+        let mut left = left_to_servers();
         if !left.contains(&path) {
             left.push(path);
         }
-    } else if !left().contains(&path) {
-        return config.files();
+    } else if !left_to_servers().contains(&path) {
+        return config.required_files();
     }
-    Ok(config.files_with_server())
+    Ok(config.required_files_with_server())
 }
 
 /// Returns whether this process leaves the function's drive to servers until the process ends. If so, no thread of this process
 /// opens the drive or does its I/O.
 #[must_use]
 pub fn is_left_to_servers(config: &FunctionConfig) -> bool {
-    config.asked().is_ok_and(|asked| is_left(&asked))
+    config
+        .options_with_text()
+        .is_ok_and(|asked| is_left(&asked))
 }
 
 /// Returns whether this process leaves the function's drive to servers.
 pub(crate) fn is_left(asked: &ParsedFunctionOptions) -> bool {
-    left().contains(&drive_of(asked))
+    left_to_servers().contains(&drive_path(asked))
 }
 
 /// Returns whether a server can share a drive with VMMs. Drives of other kinds are in the memory of the process that opens
@@ -76,7 +80,7 @@ fn has_server(state_dir: &Path, asked: &ParsedFunctionOptions) -> bool {
 }
 
 /// Returns the absolute path of a function's drive.
-fn drive_of(asked: &ParsedFunctionOptions) -> DrivePath {
+fn drive_path(asked: &ParsedFunctionOptions) -> DrivePath {
     let absolute = asked.text().get("path").and_then(|path| path.parse().ok());
     absolute.unwrap_or_else(|| asked.options().path.clone())
 }
@@ -92,7 +96,8 @@ mod tests {
     use nvme_guest::{ControllerBackend, PersistedBackendParts};
     use nvme_mpt::PollerPool;
     use nvme_mpt_lease_protocol::{
-        LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, socket_of, sockets,
+        LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, socket_path,
+        sockets_dir,
     };
 
     use super::*;
@@ -113,19 +118,19 @@ mod tests {
             LeaseAdmission::NotServed
         }
 
-        fn serves(&self, options: &str) -> bool {
+        fn has_drive(&self, options: &str) -> bool {
             options.contains(&self.0)
         }
 
-        fn ended(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
-            LeaseEndCause::Gone
+        fn on_lease_end(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+            LeaseEndCause::Disconnected
         }
     }
 
     /// Runs a server that answers `count` VMMs and ends.
     fn serve(state_dir: &Path, drive: &Path, count: usize) -> JoinHandle<()> {
-        fs::create_dir_all(sockets(state_dir)).unwrap();
-        let listener = UnixListener::bind(socket_of(state_dir, "1")).unwrap();
+        fs::create_dir_all(sockets_dir(state_dir)).unwrap();
+        let listener = UnixListener::bind(socket_path(state_dir, "1")).unwrap();
         let leases = VanishingDriveServer(drive.display().to_string());
         thread::spawn(move || {
             for stream in listener.incoming().take(count) {
@@ -153,15 +158,19 @@ mod tests {
         };
         let ledgers = LeaseLedgers::open(&state_dir);
         let start = |config: &FunctionConfig| {
-            open::host_side(&config.asked().unwrap(), &ledgers, &PollerPool::new())
+            open::open_backend(
+                &config.options_with_text().unwrap(),
+                &ledgers,
+                &PollerPool::new(),
+            )
         };
         // Each function asks once when the sandbox is set up, and once when it starts.
         let server = serve(&state_dir, &served, 4);
 
         let left = config(&served);
         assert!(!is_left_to_servers(&left));
-        let files = settle(&left).unwrap();
-        assert_eq!(files, [(sockets(&state_dir), false)]);
+        let files = required_files(&left).unwrap();
+        assert_eq!(files, [(sockets_dir(&state_dir), false)]);
         assert!(is_left_to_servers(&left));
         let error = start(&left).unwrap_err();
         assert!(matches!(error, OpenError::LeftToServers(_)), "{error}");
@@ -171,14 +180,20 @@ mod tests {
         }
 
         let other = config(&own);
-        assert_eq!(settle(&other).unwrap(), other.files().unwrap());
+        assert_eq!(
+            required_files(&other).unwrap(),
+            other.required_files().unwrap()
+        );
         assert!(!is_left_to_servers(&other));
         let (id, _host) = start(&other).unwrap();
         assert!(!id.is_empty());
         server.join().unwrap();
 
         // The sandbox rules of the process cannot change.
-        assert_eq!(settle(&left).unwrap(), [(sockets(&state_dir), false)]);
+        assert_eq!(
+            required_files(&left).unwrap(),
+            [(sockets_dir(&state_dir), false)]
+        );
         assert!(matches!(start(&left), Err(OpenError::LeftToServers(_))));
     }
 }

@@ -28,7 +28,7 @@ pub enum StartError {
 
 /// Maximum wait, when a hand-over is taken back, until the other process has released the drive. If that process failed to
 /// receive the guest, it ends within this time. The wait must be shorter than a guest driver's I/O timeout.
-const TAKE_BACK_PATIENCE: Duration = Duration::from_secs(5);
+const TAKE_BACK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Starts the function that `config` describes, and puts it into `vmm` as device `id`. The function accesses no guest memory
 /// until [`FunctionDevice::map_memory`] adds some.
@@ -42,12 +42,12 @@ pub fn start(
     pollers: &Arc<PollerPool>,
 ) -> Result<FunctionDevice, StartError> {
     let ledgers = LeaseLedgers::open(&config.state_dir);
-    let asked = config.asked()?;
+    let asked = config.options_with_text()?;
     let pollers = pollers.clone();
     let make = move || -> Result<NvmeFunction, OpenError> {
-        let (_, host) = open::host_side(&asked, &ledgers, &pollers)?;
+        let (_, host) = open::open_backend(&asked, &ledgers, &pollers)?;
         Ok(NvmeFunction::new(host, MsixMasking::Function))
     };
     let device = FunctionDevice::start(id, make()?, vmm)?;
-    Ok(device.remade_by(FunctionFactory::new(make, TAKE_BACK_PATIENCE)))
+    Ok(device.with_factory(FunctionFactory::new(make, TAKE_BACK_TIMEOUT)))
 }

@@ -56,13 +56,13 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// The hypervisor cannot watch the address.
-    fn tie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
+    fn register_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
 
     /// Ends [`Self::tie`]. After it returns, writes trap to the VMM.
     ///
     /// # Errors
     /// The hypervisor cannot stop watching the address.
-    fn untie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
+    fn unregister_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
 
     /// Allocates `count` interrupt vectors for a function. The vectors have no MSI message yet.
     ///
@@ -120,20 +120,20 @@ pub trait IntxPin: fmt::Debug + Send {
     ///
     /// # Errors
     /// There are no file descriptors left.
-    fn raise(&self) -> io::Result<EventFd>;
+    fn raise_eventfd(&self) -> io::Result<EventFd>;
 
     /// Returns the eventfd that becomes readable when the guest acknowledges the line's interrupt, which lowers the function's
     /// INTx level. Reading the eventfd does not block.
     ///
     /// # Errors
     /// There are no file descriptors left.
-    fn fallen(&self) -> io::Result<EventFd>;
+    fn resample_eventfd(&self) -> io::Result<EventFd>;
 }
 
 /// Creates a pool of pollers whose threads are started by `vmm`, as are the threads of functions.
 #[must_use]
-pub fn pollers(vmm: Arc<dyn Vmm>) -> Arc<PollerPool> {
-    PollerPool::on(ThreadSpawner::from_spawn(move |name, work| {
+pub fn poller_pool(vmm: Arc<dyn Vmm>) -> Arc<PollerPool> {
+    PollerPool::with_threads(ThreadSpawner::from_spawn(move |name, work| {
         vmm.spawn(name, work)
     }))
 }

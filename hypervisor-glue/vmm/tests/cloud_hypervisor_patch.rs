@@ -20,7 +20,7 @@ struct Hunk {
     lines: Vec<&'static str>,
 }
 
-fn touched() -> Vec<Touched> {
+fn touched_files() -> Vec<Touched> {
     let mut files: Vec<Touched> = Vec::new();
     let mut lines = PATCH.lines().peekable();
     while let Some(line) = lines.next() {
@@ -28,7 +28,7 @@ fn touched() -> Vec<Touched> {
             let hunks = Vec::new();
             files.push(Touched { path, hunks });
         } else if let Some(header) = line.strip_prefix("@@ ") {
-            let added = numbers(header, '+').len();
+            let added = line_numbers(header, '+').len();
             let lines = (0..added).map(|_| lines.next().expect("as many lines as were announced"));
             let hunk = Hunk {
                 header,
@@ -53,7 +53,7 @@ fn touched() -> Vec<Touched> {
 }
 
 /// Returns the line numbers of a hunk on one side, from its header: `-3,0 +4,2 @@ …`.
-fn numbers(header: &str, side: char) -> Range<usize> {
+fn line_numbers(header: &str, side: char) -> Range<usize> {
     let range = header.split(' ').find_map(|word| word.strip_prefix(side));
     let range = range.expect("a range of lines");
     let (start, len) = range.split_once(',').unwrap_or((range, "1"));
@@ -64,11 +64,11 @@ fn numbers(header: &str, side: char) -> Range<usize> {
 
 #[test]
 fn the_patch_only_adds_lines() {
-    let files = touched();
+    let files = touched_files();
     assert!(files.iter().all(|file| !file.hunks.is_empty()));
     for Touched { path, hunks } in files {
         for Hunk { header, lines } in hunks {
-            assert!(numbers(header, '-').is_empty(), "{path}: {header}");
+            assert!(line_numbers(header, '-').is_empty(), "{path}: {header}");
             for line in lines {
                 assert!(line.starts_with('+'), "{path}: {line}");
             }
@@ -105,8 +105,8 @@ fn the_patch_has_no_machine_paths_and_no_trailing_blanks() {
 }
 
 /// Returns the lines that the patch adds to the file whose path ends with `end`.
-fn added(end: &str) -> String {
-    let files = touched();
+fn added_lines(end: &str) -> String {
+    let files = touched_files();
     let file = files.iter().find(|file| file.path.ends_with(end));
     let hunks = file.expect("a file").hunks.iter();
     let lines: Vec<&str> = hunks.flat_map(|hunk| hunk.lines.iter().copied()).collect();
@@ -116,7 +116,7 @@ fn added(end: &str) -> String {
 /// Includes methods with a default body, which a VMM could leave out.
 #[test]
 fn the_patch_implements_all_methods_of_the_vmm_traits() {
-    let vmm = added("device_manager/nvme_mpt.rs");
+    let vmm = added_lines("device_manager/nvme_mpt.rs");
     for (interface, methods) in [("Vmm", 8), ("VmmVectors", 2), ("IntxPin", 2)] {
         let start = format!("pub trait {interface}:");
         let lines = INTERFACE
@@ -137,7 +137,10 @@ fn the_patch_implements_all_methods_of_the_vmm_traits() {
 
 #[test]
 fn the_patch_has_every_function_key() {
-    let (api, syntax) = (added("cloud-hypervisor.yaml"), added("config/nvme_mpt.rs"));
+    let (api, syntax) = (
+        added_lines("cloud-hypervisor.yaml"),
+        added_lines("config/nvme_mpt.rs"),
+    );
     for key in FunctionConfig::KEYS {
         assert!(
             api.contains(&format!("+        {key}:")),
@@ -151,8 +154,8 @@ fn the_patch_has_every_function_key() {
 }
 
 /// Returns the lines of a function that the patch adds to the seccomp filters.
-fn filter(function: &str) -> String {
-    let added = added("vmm/src/seccomp_filters.rs");
+fn filter_lines(function: &str) -> String {
+    let added = added_lines("vmm/src/seccomp_filters.rs");
     let start = format!("+fn {function}(");
     let lines = added.lines().skip_while(|line| !line.starts_with(&start));
     let lines: Vec<&str> = lines.take_while(|line| *line != "+}").collect();
@@ -162,8 +165,8 @@ fn filter(function: &str) -> String {
 
 #[test]
 fn the_patchs_filter_keeps_drives_from_threads_with_served_drives() {
-    let served = filter("nvme_mpt_common_rules");
-    let own = filter("nvme_mpt_thread_rules");
+    let served = filter_lines("nvme_mpt_common_rules");
+    let own = filter_lines("nvme_mpt_thread_rules");
     for call in [
         "io_uring_enter",
         "fallocate",
@@ -175,7 +178,7 @@ fn the_patchs_filter_keeps_drives_from_threads_with_served_drives() {
         assert!(own.contains(&call) && !served.contains(&call), "{call}");
     }
     assert!(!served.contains("io_uring"), "{served}");
-    let ioctls = filter("create_nvme_mpt_served_ioctl_seccomp_rule");
+    let ioctls = filter_lines("create_nvme_mpt_served_ioctl_seccomp_rule");
     assert!(!ioctls.contains("VFIO"), "{ioctls}");
-    assert!(filter("create_nvme_mpt_ioctl_seccomp_rule").contains("VFIO"));
+    assert!(filter_lines("create_nvme_mpt_ioctl_seccomp_rule").contains("VFIO"));
 }

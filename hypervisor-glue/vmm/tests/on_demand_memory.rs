@@ -62,11 +62,11 @@ impl Vmm for NoHypervisor {
         Ok(())
     }
 
-    fn tie(&self, _: Gpa, _: &EventFd) -> Result<(), VmmError> {
+    fn register_ioeventfd(&self, _: Gpa, _: &EventFd) -> Result<(), VmmError> {
         Ok(())
     }
 
-    fn untie(&self, _: Gpa, _: &EventFd) -> Result<(), VmmError> {
+    fn unregister_ioeventfd(&self, _: Gpa, _: &EventFd) -> Result<(), VmmError> {
         Ok(())
     }
 
@@ -120,11 +120,11 @@ impl Ram {
         }
     }
 
-    fn own(self: &Arc<Self>, is_complete: bool) -> VmmMapping {
-        self.own_part(LEN, is_complete)
+    fn vmm_mapping(self: &Arc<Self>, is_complete: bool) -> VmmMapping {
+        self.partial_vmm_mapping(LEN, is_complete)
     }
 
-    fn own_part(self: &Arc<Self>, len: usize, is_complete: bool) -> VmmMapping {
+    fn partial_vmm_mapping(self: &Arc<Self>, len: usize, is_complete: bool) -> VmmMapping {
         let start = NonNull::new(self.start as *mut u8).unwrap();
         let fd = std::os::fd::AsFd::as_fd(&self.file);
         // SAFETY: `self` unmaps the memory when it is dropped, and makes no references to it.
@@ -276,7 +276,7 @@ impl Machine {
             _ => None,
         });
         let vmm: Arc<dyn Vmm> = Arc::new(NoHypervisor);
-        let pollers = nvme_mpt_vmm::pollers(vmm.clone());
+        let pollers = nvme_mpt_vmm::poller_pool(vmm.clone());
         let function = nvme_mpt_vmm::start(&config.unwrap(), "nvme0", vmm, &pollers).unwrap();
         Self {
             function,
@@ -293,21 +293,21 @@ impl Machine {
         u32::from_le_bytes(value)
     }
 
-    fn set(&self, offset: u64, value: u32) {
+    fn write_register(&self, offset: u64, value: u32) {
         self.function.write_at(BAR0, offset, &value.to_le_bytes());
     }
 
     /// Enables the controller. Returns CSTS.
     fn enable(&self) -> u32 {
-        drop(self.function.place_bar(Bar::Registers, BAR0));
+        drop(self.function.set_bar_address(Bar::Registers, BAR0));
         drop(self.function.write_config(4, &6_u16.to_le_bytes()));
         let entries = u32::from(ENTRIES - 1);
-        self.set(0x24, entries << 16 | entries);
-        self.set(0x28, ADMIN_SQ as u32);
-        self.set(0x2C, 0);
-        self.set(0x30, ADMIN_CQ as u32);
-        self.set(0x34, 0);
-        self.set(0x14, 4 << 20 | 6 << 16 | 1);
+        self.write_register(0x24, entries << 16 | entries);
+        self.write_register(0x28, ADMIN_SQ as u32);
+        self.write_register(0x2C, 0);
+        self.write_register(0x30, ADMIN_CQ as u32);
+        self.write_register(0x34, 0);
+        self.write_register(0x14, 4 << 20 | 6 << 16 | 1);
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             match self.register(0x1C) {
@@ -341,7 +341,7 @@ impl Machine {
         self.ram.write(sq + usize::from(tail) * 64, &bytes);
         self.tails[queue] = (tail + 1) % ENTRIES;
         let doorbell = 0x1000 + 2 * queue as u64 * stride;
-        self.set(doorbell, self.tails[queue].into());
+        self.write_register(doorbell, self.tails[queue].into());
         let head = self.heads[queue];
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
@@ -349,7 +349,7 @@ impl Machine {
             let status = u16::from_le_bytes([entry[14], entry[15]]);
             if status & 1 == u16::from((head / ENTRIES).is_multiple_of(2)) {
                 self.heads[queue] = head + 1;
-                self.set(doorbell + stride, ((head + 1) % ENTRIES).into());
+                self.write_register(doorbell + stride, ((head + 1) % ENTRIES).into());
                 return status >> 1;
             }
             assert!(Instant::now() < deadline, "no completion");
@@ -410,7 +410,7 @@ fn pages_are_restored_in_the_vmms_own_mapping() {
         let Some(_restore) = machine.ram.restore_on_demand(name) else {
             return;
         };
-        let (region, own) = (machine.ram.region(), machine.ram.own(false));
+        let (region, own) = (machine.ram.region(), machine.ram.vmm_mapping(false));
         machine.function.map_vmm_memory(region, own).unwrap();
         machine.create_queues();
         machine.use_missing_pages();
@@ -421,7 +421,7 @@ fn pages_are_restored_in_the_vmms_own_mapping() {
 #[test]
 fn pages_are_restored_if_the_vmm_registers_them_later() {
     let mut machine = Machine::new(false);
-    let (region, own) = (machine.ram.region(), machine.ram.own(true));
+    let (region, own) = (machine.ram.region(), machine.ram.vmm_mapping(true));
     machine.function.map_vmm_memory(region, own).unwrap();
     machine.create_queues();
     let name = "pages_are_restored_if_the_vmm_registers_them_later";
@@ -464,7 +464,7 @@ fn memory_by_its_file_is_checked_beside_a_part_in_the_vmms_own_mapping() {
         offset: start as u64,
         ..machine.ram.region()
     };
-    let own = machine.ram.own_part(SNAPSHOT, false);
+    let own = machine.ram.partial_vmm_mapping(SNAPSHOT, false);
     machine
         .function
         .map_vmm_memory(part(0, SNAPSHOT), own)
@@ -484,7 +484,7 @@ fn a_guest_of_incomplete_memory_by_its_file_finds_a_failed_controller() {
     assert_eq!(machine.enable(), 2, "CFS, and not ready");
     drop(restore);
     // The guest resets its controller, as drivers do.
-    machine.set(0x14, 0);
+    machine.write_register(0x14, 0);
     assert_eq!(machine.register(0x1C), 0);
     assert_eq!(machine.enable(), 1, "ready");
 }
@@ -492,7 +492,7 @@ fn a_guest_of_incomplete_memory_by_its_file_finds_a_failed_controller() {
 #[test]
 fn the_vmms_mapping_lives_as_long_as_the_function_uses_it() {
     let machine = Machine::new(false);
-    let (region, own) = (machine.ram.region(), machine.ram.own(true));
+    let (region, own) = (machine.ram.region(), machine.ram.vmm_mapping(true));
     machine.function.map_vmm_memory(region, own).unwrap();
     let held = Arc::downgrade(&machine.ram);
     assert_eq!(held.strong_count(), 2);

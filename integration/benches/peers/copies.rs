@@ -3,8 +3,8 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use integration::checks::{Failure, at};
-use nvme_mpt_memory::processors::pin_this_thread;
+use integration::checks::{Failure, with_path};
+use nvme_mpt_memory::processors::pin_current_thread;
 
 use super::{DRIVE, SERVER};
 
@@ -16,7 +16,7 @@ const BATCH: usize = 1024;
 /// Returns the number of copies per second on the processor of the servers.
 pub(crate) fn per_second(size: usize, seconds: u32) -> Result<f64, Failure> {
     let copied = std::thread::spawn(move || {
-        pin_this_thread(SERVER).map_err(at("the thread's processors"))?;
+        pin_current_thread(SERVER).map_err(with_path("the thread's processors"))?;
         Ok::<_, Failure>(copy(size, seconds))
     });
     copied.join().map_err(|_| "The loop panicked")?

@@ -24,12 +24,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
-use integration::checks::{Failure, at};
+use integration::checks::{Failure, with_path};
 use integration::process;
-use integration::server::{FunctionOptions, Server};
+use integration::server::{FunctionArgument, Server};
 use integration::{programs, server};
 
-use rows::{Drive, Load, Peer, Place, Polling, ROWS, Row};
+use rows::{Drive, FileLocation, Load, Peer, Polling, ROWS, Row};
 use spdk::Spdk;
 
 mod copies;
@@ -45,16 +45,16 @@ const DRIVE: u64 = 256 << 20;
 
 /// Duration and number of measurements.
 #[derive(Debug, Clone, Copy)]
-struct Effort {
+struct MeasuringTime {
     rounds: usize,
     seconds: u32,
 }
 
-const FULL: Effort = Effort {
+const FULL: MeasuringTime = MeasuringTime {
     rounds: 5,
     seconds: 2,
 };
-const SMOKE: Effort = Effort {
+const SMOKE: MeasuringTime = MeasuringTime {
     rounds: 1,
     seconds: 1,
 };
@@ -89,9 +89,9 @@ fn main() -> ExitCode {
 /// Rows with their rounds.
 type Measured<'a> = Vec<(&'a Row, Vec<Round>)>;
 
-fn measure(mut rows: Vec<&Row>, effort: Effort) -> Result<Measured<'_>, Failure> {
+fn measure(mut rows: Vec<&Row>, effort: MeasuringTime) -> Result<Measured<'_>, Failure> {
     if std::thread::available_parallelism()
-        .map_err(at("/proc/self"))?
+        .map_err(with_path("/proc/self"))?
         .get()
         <= SERVER
     {
@@ -113,13 +113,13 @@ fn measure(mut rows: Vec<&Row>, effort: Effort) -> Result<Measured<'_>, Failure>
     if rows.is_empty() {
         return Ok(Vec::new());
     }
-    let folder = tempfile::tempdir().map_err(at(env::temp_dir()))?;
+    let folder = tempfile::tempdir().map_err(with_path(env::temp_dir()))?;
     let drives: Vec<Drive> = Drive::ALL
         .into_iter()
         .filter(|drive| rows.iter().any(|row| row.drive == *drive))
         .collect();
     let files = Files::make(&drives)?;
-    let ours = Ours::start(folder.path(), &drives, &files)?;
+    let ours = OurServer::start(folder.path(), &drives, &files)?;
     let spdk = build
         .filter(|_| rows.iter().any(|row| matches!(row.peer, Peer::Spdk(_))))
         .map(|build| {
@@ -150,7 +150,7 @@ fn figure(measured: &Measured<'_>) -> FigureData {
     let series = |label: &str, value: &dyn Fn(&Round) -> f64| {
         let points = measured.iter().filter_map(|(row, rounds)| {
             let rounds: Vec<f64> = rounds.iter().map(value).collect();
-            FigurePoint::of_rounds(row.name, &rounds)
+            FigurePoint::from_rounds(row.name, &rounds)
         });
         FigureSeries {
             label: label.to_owned(),
@@ -172,7 +172,7 @@ fn figure(measured: &Measured<'_>) -> FigureData {
     let rates = rates
         .into_iter()
         .chain([series("peer", &|round| round.peer)]);
-    let mut figure = FigureData::of_this_machine(
+    let mut figure = FigureData::on_this_machine(
         "Drives beside block devices of SPDK",
         "SPDK=PATH cargo bench --workspace --bench peers",
     );
@@ -205,7 +205,12 @@ impl Round {
     }
 }
 
-fn round(row: &Row, ours: &Ours, spdk: Option<&Spdk>, effort: Effort) -> Result<Round, Failure> {
+fn round(
+    row: &Row,
+    ours: &OurServer,
+    spdk: Option<&Spdk>,
+    effort: MeasuringTime,
+) -> Result<Round, Failure> {
     if let Some(spdk) = spdk {
         spdk.pause()?;
     }
@@ -227,9 +232,9 @@ fn round(row: &Row, ours: &Ours, spdk: Option<&Spdk>, effort: Effort) -> Result<
 fn load_ours(
     row: &Row,
     polling: Polling,
-    ours: &Ours,
+    ours: &OurServer,
     spdk: Option<&Spdk>,
-    effort: Effort,
+    effort: MeasuringTime,
 ) -> Result<f64, Failure> {
     match (row.peer, spdk) {
         (Peer::Spdk(_), Some(spdk)) => {
@@ -241,7 +246,7 @@ fn load_ours(
     }
 }
 
-fn load_peer(row: &Row, spdk: Option<&Spdk>, effort: Effort) -> Result<f64, Failure> {
+fn load_peer(row: &Row, spdk: Option<&Spdk>, effort: MeasuringTime) -> Result<f64, Failure> {
     match (row.peer, spdk) {
         (Peer::Spdk(device), Some(spdk)) => {
             spdk.resume()?;
@@ -294,9 +299,9 @@ impl Files {
         for drive in drives {
             let pair = match drive.place() {
                 None => continue,
-                Some(Place::Devices(ours, peer)) => Pair { ours, peer },
-                Some(Place::Folder(place)) => {
-                    let folder = tempfile::tempdir_in(&place).map_err(at(&place))?;
+                Some(FileLocation::Devices(ours, peer)) => Pair { ours, peer },
+                Some(FileLocation::Folder(place)) => {
+                    let folder = tempfile::tempdir_in(&place).map_err(with_path(&place))?;
                     let [ours, peer] = ["ours", "peer"].map(|name| folder.path().join(name));
                     folders.push(folder);
                     Pair { ours, peer }
@@ -313,7 +318,7 @@ impl Files {
     }
 
     /// Returns the files of a drive that has files.
-    fn of(&self, drive: Drive) -> Result<&Pair, Failure> {
+    fn pair_of(&self, drive: Drive) -> Result<&Pair, Failure> {
         let of_drive = self.paths.iter().find(|(other, _)| *other == drive);
         let (_, pair) = of_drive.ok_or_else(|| format!("{} has no file", drive.name()))?;
         Ok(pair)
@@ -332,7 +337,7 @@ fn fill(path: &Path, size: u64) -> Result<(), Failure> {
         }
         file.sync_all()
     };
-    write().map_err(at(path))
+    write().map_err(with_path(path))
 }
 
 /// Size of this project's drive in bytes: each of its functions is as large as the peer's drive.
@@ -344,30 +349,30 @@ fn name(drive: Drive, polling: Polling) -> String {
 }
 
 /// This project's server, with a function for each drive and polling mode.
-struct Ours {
+struct OurServer {
     server: Server,
     folder: PathBuf,
     load: PathBuf,
 }
 
-impl Ours {
+impl OurServer {
     fn start(folder: &Path, drives: &[Drive], files: &Files) -> Result<Self, Failure> {
         let program = server::build()?;
         let [load] = &programs::build("nvme-load", &["nvme-load"])?[..] else {
             return Err("One program was built".into());
         };
         let folder = folder.join("ours");
-        fs::create_dir(&folder).map_err(at(&folder))?;
+        fs::create_dir(&folder).map_err(with_path(&folder))?;
         let mut functions = Vec::new();
         for drive in drives {
             let path = match drive {
                 Drive::Null => format!("null:{OURS_SIZE}"),
                 Drive::Memory => format!("memory:{OURS_SIZE}"),
-                Drive::Tmpfs | Drive::Disk => files.of(*drive)?.ours.display().to_string(),
+                Drive::Tmpfs | Drive::Disk => files.pair_of(*drive)?.ours.display().to_string(),
             };
             for (number, polling) in (0_u64..).zip(Polling::ALL) {
                 let range = format!("{}+{DRIVE}", number * DRIVE);
-                let function = FunctionOptions::new(&name(*drive, polling), &*path, range);
+                let function = FunctionArgument::new(&name(*drive, polling), &*path, range);
                 // SPDK's client does not support the Doorbell Buffer, and maps the doorbells.
                 let function = function.option("doorbells=mapped");
                 let poll = format!("poll=shared:{}@{SERVER}", polling.name());
@@ -378,9 +383,9 @@ impl Ours {
         // SPDK's client expects a directory with a socket of this name.
         for function in &functions {
             let of_function = folder.join(&function.id);
-            fs::create_dir(&of_function).map_err(at(&of_function))?;
+            fs::create_dir(&of_function).map_err(with_path(&of_function))?;
             let link = of_function.join("cntrl");
-            symlink(server.socket(&function.id), &link).map_err(at(&link))?;
+            symlink(server.socket(&function.id), &link).map_err(with_path(&link))?;
         }
         let ours = Self {
             server,
@@ -432,7 +437,7 @@ impl Ours {
                 .args(["--seconds", &seconds.to_string(), "--json"])
                 .arg(&result),
         )?;
-        let text = fs::read_to_string(&result).map_err(at(&result))?;
+        let text = fs::read_to_string(&result).map_err(with_path(&result))?;
         let report: serde_json::Value = serde_json::from_str(&text)?;
         report["iops"]
             .as_f64()

@@ -16,7 +16,7 @@ pub(crate) enum Drive {
 
 /// Location of a drive's files.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum FileLocation {
     Folder(PathBuf),
     /// Block devices instead of files: this project's and the peer's.
     Devices(PathBuf, PathBuf),
@@ -35,19 +35,22 @@ impl Drive {
     }
 
     /// Returns the location of the drive's files, if it has any.
-    pub(crate) fn place(self) -> Option<Place> {
+    pub(crate) fn place(self) -> Option<FileLocation> {
         match self {
             Self::Null | Self::Memory => None,
-            Self::Tmpfs => Some(Place::Folder("/dev/shm".into())),
+            Self::Tmpfs => Some(FileLocation::Folder("/dev/shm".into())),
             Self::Disk => {
                 let named = env::var("DISK");
-                Some(named.map_or_else(|_| Place::Folder(integration::target_dir()), Place::named))
+                Some(named.map_or_else(
+                    |_| FileLocation::Folder(integration::target_dir()),
+                    FileLocation::named,
+                ))
             }
         }
     }
 }
 
-impl Place {
+impl FileLocation {
     /// Parses `FOLDER` or `DEVICE,DEVICE`.
     fn named(named: String) -> Self {
         match named.split_once(',') {

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use integration::checks::{Failure, at};
-use integration::process::{self, Supervised};
+use integration::checks::{Failure, with_path};
+use integration::process::{self, SupervisedChild};
 use serde_json::{Value, json};
 
 use super::rows::{Device, Drive, Load};
@@ -23,11 +23,11 @@ const HUGE_PAGES: u64 = (TARGET_MIB + CLIENT_MIB) / 2;
 const BLOCK: u64 = 512;
 /// Prefix of subsystem names.
 const NQN: &str = "nqn.2024-01.io.peer";
-const PATIENCE: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The target process, and the path of the client program.
 pub(crate) struct Spdk {
-    target: Supervised,
+    target: SupervisedChild,
     client: PathBuf,
     folder: PathBuf,
 }
@@ -54,14 +54,14 @@ impl Spdk {
         };
         let (target, client) = (program("nvmf_tgt")?, program("spdk_nvme_perf")?);
         let folder = folder.join("spdk");
-        fs::create_dir(&folder).map_err(at(&folder))?;
+        fs::create_dir(&folder).map_err(with_path(&folder))?;
         let socket = folder.join("rpc");
         let mut command = Command::new(&target);
         command
             .args(["-m", &format!("{:#x}", 1 << SERVER)])
             .args(["-s", &TARGET_MIB.to_string(), "-r"])
             .arg(&socket);
-        let target = Supervised::spawn("nvmf_tgt", &command, &folder.join("log"))?;
+        let target = SupervisedChild::spawn("nvmf_tgt", &command, &folder.join("log"))?;
         let mut spdk = Self {
             target,
             client,
@@ -76,7 +76,7 @@ impl Spdk {
                 continue;
             }
             create(device, files, call)?;
-            fs::create_dir(&folder).map_err(at(&folder))?;
+            fs::create_dir(&folder).map_err(with_path(&folder))?;
             let nqn = nqn(device);
             call(
                 "nvmf_create_subsystem",
@@ -97,9 +97,9 @@ impl Spdk {
 
     /// Waits until the target answers requests.
     fn await_socket(&mut self, socket: &Path) -> Result<(), Failure> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + START_TIMEOUT;
         while UnixStream::connect(socket).is_err() {
-            if self.target.ended()?.is_some() || Instant::now() >= deadline {
+            if self.target.try_wait()?.is_some() || Instant::now() >= deadline {
                 let log = process::file_tail(self.target.log());
                 return Err(format!("SPDK's target did not start:\n{log}").into());
             }
@@ -184,19 +184,19 @@ fn create(
     match device {
         Device::Null => call("bdev_null_create", in_memory),
         Device::Malloc => call("bdev_malloc_create", in_memory),
-        Device::AioOnTmpfs => call("bdev_aio_create", on(&files.of(Drive::Tmpfs)?.peer)),
-        Device::AioOnDisk => call("bdev_aio_create", on(&files.of(Drive::Disk)?.peer)),
-        Device::UringOnDisk => call("bdev_uring_create", on(&files.of(Drive::Disk)?.peer)),
+        Device::AioOnTmpfs => call("bdev_aio_create", on(&files.pair_of(Drive::Tmpfs)?.peer)),
+        Device::AioOnDisk => call("bdev_aio_create", on(&files.pair_of(Drive::Disk)?.peer)),
+        Device::UringOnDisk => call("bdev_uring_create", on(&files.pair_of(Drive::Disk)?.peer)),
     }
 }
 
 /// Sends a JSON-RPC 2.0 request.
 fn call(socket: &Path, method: &str, parameters: Value) -> Result<(), Failure> {
-    let mut stream = UnixStream::connect(socket).map_err(at(socket))?;
+    let mut stream = UnixStream::connect(socket).map_err(with_path(socket))?;
     let request = json!({"jsonrpc": "2.0", "id": 1, "method": method, "params": parameters});
     stream
         .write_all(request.to_string().as_bytes())
-        .map_err(at(socket))?;
+        .map_err(with_path(socket))?;
     let mut answers = serde_json::Deserializer::from_reader(&stream).into_iter::<Value>();
     let answer = answers.next().ok_or("SPDK's target did not answer")??;
     match answer.get("error") {
@@ -207,7 +207,7 @@ fn call(socket: &Path, method: &str, parameters: Value) -> Result<(), Failure> {
 
 fn expect_huge_pages() -> Result<(), Failure> {
     let path = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
-    let free = fs::read_to_string(path).map_err(at(path))?;
+    let free = fs::read_to_string(path).map_err(with_path(path))?;
     if free.trim().parse::<u64>().unwrap_or(0) < HUGE_PAGES {
         return Err(format!(
             "SPDK needs {HUGE_PAGES} free huge pages of 2 MiB, and there are {}. Run: echo {HUGE_PAGES} > /proc/sys/vm/nr_hugepages",
@@ -215,7 +215,7 @@ fn expect_huge_pages() -> Result<(), Failure> {
         )
         .into());
     }
-    let mounts = fs::read_to_string("/proc/mounts").map_err(at("/proc/mounts"))?;
+    let mounts = fs::read_to_string("/proc/mounts").map_err(with_path("/proc/mounts"))?;
     if !mounts.contains(" hugetlbfs ") {
         return Err(
             "SPDK needs a mounted hugetlbfs, and there is none. Run: mount -t hugetlbfs none /dev/hugepages".into(),

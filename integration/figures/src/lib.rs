@@ -5,7 +5,7 @@
 //!
 //! The schema of the data is that of the crate `figure-data`.
 
-pub mod folder;
+pub mod figure_directory;
 mod picture;
 mod scale;
 mod style;

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use figures::folder::{self, FolderError};
+use figures::figure_directory::{self, FigureDirError};
 
 /// Draws the figures of the documents from their data
 ///
 /// Each docs/figures/NAME.json with a plot becomes docs/figures/NAME.svg.
 #[derive(Debug, Parser)]
 #[command(name = "figures", version)]
-struct Options {
+struct FigureOptions {
     /// Only these figures
     #[arg(long, value_delimiter = ',', value_name = "NAME,…")]
     only: Vec<String>,
@@ -27,7 +27,7 @@ struct Options {
 }
 
 fn main() -> ExitCode {
-    match run(&Options::parse()) {
+    match run(&FigureOptions::parse()) {
         Ok(is_good) if is_good => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,
         Err(error) => {
@@ -41,15 +41,15 @@ fn main() -> ExitCode {
 }
 
 /// Returns whether nothing is out of date.
-fn run(options: &Options) -> Result<bool, FolderError> {
+fn run(options: &FigureOptions) -> Result<bool, FigureDirError> {
     if options.check {
-        let outdated = folder::check(&options.folder, &options.only)?;
+        let outdated = figure_directory::check(&options.folder, &options.only)?;
         for picture in &outdated {
             println!("{picture}");
         }
         return Ok(outdated.is_empty());
     }
-    for name in folder::draw(&options.folder, &options.only)? {
+    for name in figure_directory::draw(&options.folder, &options.only)? {
         println!("{name}.svg");
     }
     Ok(true)

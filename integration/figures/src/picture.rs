@@ -79,7 +79,10 @@ pub fn svg(figure: &FigureData) -> Result<String, DrawError> {
     }
     // Behind the opening tag, which the back end writes first.
     let at = text.find('>').map_or(0, |at| at + 1);
-    text.insert_str(at, &format!("\n<style>\n{}</style>", style::sheet()));
+    text.insert_str(
+        at,
+        &format!("\n<style>\n{}</style>", style::dark_scheme_css()),
+    );
     Ok(text)
 }
 
@@ -103,7 +106,7 @@ impl<'a> PanelLayout<'a> {
         }
         Self {
             data,
-            scale: ValueScale::of(data),
+            scale: ValueScale::for_panel(data),
             labels,
             legend: legend(data),
         }
@@ -151,7 +154,7 @@ impl<'a> PanelLayout<'a> {
             let mut x = MARGIN;
             for (name, number) in row {
                 let swatch = [(x, y - 5), (x + 10, y + 5)];
-                let style = style::of_series(*number).filled();
+                let style = style::series_colour(*number).filled();
                 area.draw(&Rectangle::new(swatch, style)).map_err(failed)?;
                 write(area, name, (x + 16, y), SMALL, INK, HPos::Left)?;
                 x += legend_width(name);
@@ -211,7 +214,7 @@ impl<'a> PanelLayout<'a> {
                     (from.min(to), y + 1),
                     (from.max(to).max(from.min(to) + 1), y + BAR - 1),
                 ];
-                let style = style::of_series(number).filled();
+                let style = style::series_colour(number).filled();
                 area.draw(&Rectangle::new(corners, style)).map_err(failed)?;
                 let (middle, mut end) = (y + BAR / 2, to);
                 if point.value.is_some() && least < most {
@@ -258,7 +261,7 @@ impl<'a> PanelLayout<'a> {
             write(area, label, below, SMALL, INK, HPos::Center)?;
         }
         for (number, series) in self.data.series.iter().enumerate() {
-            let colour = style::of_series(number);
+            let colour = style::series_colour(number);
             let mut points = Vec::new();
             for point in &series.points {
                 let x = column(&point.label);

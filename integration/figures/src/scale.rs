@@ -17,7 +17,7 @@ pub(super) enum ValueScale {
 
 impl ValueScale {
     /// Returns the scale for all values of a panel. A linear one has zero.
-    pub(super) fn of(panel: &FigurePanel) -> Self {
+    pub(super) fn for_panel(panel: &FigurePanel) -> Self {
         let points = panel.series.iter().flat_map(|series| &series.points);
         let ranges: Vec<(f64, f64)> = points.filter_map(|point| point.range()).collect();
         let least = ranges

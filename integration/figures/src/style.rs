@@ -32,7 +32,7 @@ pub(super) const SMALL: i32 = 12;
 pub(super) const LARGE: i32 = 17;
 
 /// Returns the colour of a series by its number.
-pub(super) fn of_series(number: usize) -> RGBColor {
+pub(super) fn series_colour(number: usize) -> RGBColor {
     SERIES[number % SERIES.len()]
 }
 
@@ -55,7 +55,7 @@ pub(super) fn width(text: &str, height: i32) -> i32 {
 }
 
 /// Returns the CSS of the dark scheme.
-pub(super) fn sheet() -> String {
+pub(super) fn dark_scheme_css() -> String {
     let colour = |colour: RGBColor| format!("#{:02X}{:02X}{:02X}", colour.0, colour.1, colour.2);
     let mut sheet = "@media (prefers-color-scheme: dark) {\n".to_owned();
     for (light, dark) in DARK {

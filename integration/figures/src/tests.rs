@@ -3,7 +3,7 @@ use std::path::Path;
 
 use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
 
-use crate::folder::{self, FolderError, OutdatedPicture};
+use crate::figure_directory::{self, FigureDirError, OutdatedPicture};
 use crate::{style, svg};
 
 fn figure(plot: PlotKind, log: bool) -> FigureData {
@@ -11,7 +11,8 @@ fn figure(plot: PlotKind, log: bool) -> FigureData {
         label: label.to_owned(),
         points: vec![
             FigurePoint::new("depth 1 & <one>", scale),
-            FigurePoint::of_rounds("depth 32", &[8.0 * scale, 9.0 * scale, 12.0 * scale]).unwrap(),
+            FigurePoint::from_rounds("depth 32", &[8.0 * scale, 9.0 * scale, 12.0 * scale])
+                .unwrap(),
             FigurePoint {
                 label: "depth 128".to_owned(),
                 min: Some(27.0 * scale),
@@ -158,7 +159,7 @@ fn numbers_have_four_digits_at_most() {
 }
 
 /// Returns a folder with one figure.
-fn folder(plot: PlotKind) -> tempfile::TempDir {
+fn figure_dir(plot: PlotKind) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     figure(plot, false)
         .write(&folder.path().join("reads.json"))
@@ -167,16 +168,16 @@ fn folder(plot: PlotKind) -> tempfile::TempDir {
 }
 
 fn outdated(folder: &Path) -> Vec<OutdatedPicture> {
-    folder::check(folder, &[]).unwrap()
+    figure_directory::check(folder, &[]).unwrap()
 }
 
 #[test]
 fn a_picture_that_differs_from_its_data_is_found() {
-    let folder = folder(PlotKind::Bars);
+    let folder = figure_dir(PlotKind::Bars);
     let path = folder.path();
     let name = || "reads".to_owned();
     assert_eq!(outdated(path), [OutdatedPicture::Missing(name())]);
-    assert_eq!(folder::draw(path, &[]).unwrap(), [name()]);
+    assert_eq!(figure_directory::draw(path, &[]).unwrap(), [name()]);
     assert_eq!(outdated(path), []);
 
     let mut other = figure(PlotKind::Bars, false);
@@ -187,7 +188,7 @@ fn a_picture_that_differs_from_its_data_is_found() {
 
 #[test]
 fn a_picture_without_data_is_found() {
-    let folder = folder(PlotKind::None);
+    let folder = figure_dir(PlotKind::None);
     let path = folder.path();
     assert_eq!(outdated(path), []);
     fs::write(path.join("reads.svg"), "").unwrap();
@@ -196,7 +197,7 @@ fn a_picture_without_data_is_found() {
         [OutdatedPicture::WithoutData("reads".to_owned())]
     );
     assert!(
-        folder::check(path, &["reads".to_owned()])
+        figure_directory::check(path, &["reads".to_owned()])
             .unwrap()
             .is_empty()
     );
@@ -206,9 +207,10 @@ fn a_picture_without_data_is_found() {
 fn a_folder_without_the_figure_is_refused() {
     let empty = tempfile::tempdir().unwrap();
     for only in [vec![], vec!["reads".to_owned()]] {
-        let error = folder::check(empty.path(), &only).unwrap_err();
-        assert!(matches!(error, FolderError::NoFigure { .. }), "{error}");
+        let error = figure_directory::check(empty.path(), &only).unwrap_err();
+        assert!(matches!(error, FigureDirError::NoFigure { .. }), "{error}");
     }
-    let error = folder::draw(folder(PlotKind::Bars).path(), &["writes".to_owned()]).unwrap_err();
+    let error = figure_directory::draw(figure_dir(PlotKind::Bars).path(), &["writes".to_owned()])
+        .unwrap_err();
     assert!(error.to_string().ends_with("has no writes.json"), "{error}");
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use figures::folder;
+use figures::figure_directory;
 
 /// Figures that the documents have at least.
 const FEWEST: usize = 15;
@@ -34,16 +34,16 @@ fn linked() -> BTreeSet<String> {
 #[test]
 fn all_figures_are_valid_and_all_pictures_are_up_to_date() {
     let folder = docs().join("figures");
-    let figures = folder::read(&folder, &[]).unwrap();
+    let figures = figure_directory::read(&folder, &[]).unwrap();
     assert!(figures.len() >= FEWEST, "{}", figures.len());
-    let outdated = folder::check(&folder, &[]).unwrap();
+    let outdated = figure_directory::check(&folder, &[]).unwrap();
     let outdated: Vec<String> = outdated.iter().map(ToString::to_string).collect();
     assert!(outdated.is_empty(), "{outdated:#?}");
 }
 
 #[test]
 fn a_page_links_each_figure_and_no_link_leads_nowhere() {
-    let figures = folder::read(&docs().join("figures"), &[]).unwrap();
+    let figures = figure_directory::read(&docs().join("figures"), &[]).unwrap();
     let mut files = BTreeSet::new();
     for (name, figure) in &figures {
         let file = match figure.has_picture() {

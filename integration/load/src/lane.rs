@@ -11,7 +11,7 @@ use hdrhistogram::Histogram;
 
 use super::LoadError;
 use super::clock::ticks;
-use super::plan::{Plan, SlotData};
+use super::plan::{CommandPlan, SlotData};
 
 /// Maximum latency in ticks: a day at 3 GHz. Longer latencies count as this one.
 const LATENCY_MAX: u64 = 1 << 48;
@@ -20,7 +20,7 @@ const LATENCY_DIGITS: u8 = 2;
 
 /// Measurements of a lane.
 #[derive(Clone, Debug)]
-pub(super) struct Tally {
+pub(super) struct LaneMeasurements {
     /// Latencies in ticks of all measured commands.
     pub(super) latency: Histogram<u64>,
     /// Start of the measurement and last completion, in ticks.
@@ -34,7 +34,7 @@ pub(super) struct Tally {
     pub(super) lost_interrupts: u64,
 }
 
-impl Tally {
+impl LaneMeasurements {
     pub(super) fn new() -> Self {
         Self {
             latency: latencies(),
@@ -58,7 +58,7 @@ pub(super) const NEVER: u64 = u64::MAX;
 
 /// Limits of a pass over a lane.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
+pub(super) struct PassLimits {
     /// Maximum number of commands to submit.
     pub(super) count: u64,
     /// Ticks at which the measurement begins, or [`NEVER`].
@@ -69,9 +69,9 @@ pub(super) struct Limits {
     pub(super) batch: u32,
 }
 
-impl Limits {
+impl PassLimits {
     /// Returns limits for a complete plan, measured from the start.
-    pub(super) fn none(batch: u32) -> Self {
+    pub(super) fn for_whole_plan(batch: u32) -> Self {
         Self {
             count: u64::MAX,
             measure_from: 0,
@@ -83,7 +83,7 @@ impl Limits {
 
 /// Counters of a lane since its creation.
 #[derive(Clone, Copy, Debug)]
-struct Counters {
+struct LaneCounters {
     doorbell_writes: u64,
     doorbell_rings: u64,
     interrupts: u64,
@@ -92,7 +92,7 @@ struct Counters {
 /// A queue pair with its slots. The command identifier is the slot's number.
 pub(super) struct Lane {
     pub(super) queue: QueuePair,
-    pub(super) tally: Tally,
+    pub(super) tally: LaneMeasurements,
     /// Prepared entry of each slot. A command changes the opcode and the SLBA or the fields in its place.
     entries: Box<[Sqe]>,
     /// Submission time in ticks of each slot; 0 without an in-flight command.
@@ -106,7 +106,7 @@ pub(super) struct Lane {
     /// Number of received interrupts.
     interrupts: u64,
     /// Counters at the start of the measurement.
-    base: Option<Counters>,
+    base: Option<LaneCounters>,
 }
 
 impl Lane {
@@ -121,7 +121,7 @@ impl Lane {
         let slots = entries.len();
         Self {
             queue,
-            tally: Tally::new(),
+            tally: LaneMeasurements::new(),
             entries: (0..)
                 .zip(entries)
                 .map(|(slot, sqe)| sqe.with_cid(slot))
@@ -150,10 +150,10 @@ impl Lane {
     }
 
     /// Begins a pass by submitting a command in each slot.
-    pub(super) fn begin<P: Plan>(
+    pub(super) fn begin<P: CommandPlan>(
         &mut self,
         plan: &mut P,
-        limits: &Limits,
+        limits: &PassLimits,
     ) -> Result<(), LoadError> {
         self.submitted = 0;
         let now = ticks();
@@ -170,10 +170,10 @@ impl Lane {
 
     /// Handles up to a batch of completions and submits as many commands. Returns the number of completions.
     #[inline]
-    pub(super) fn turn<P: Plan>(
+    pub(super) fn turn<P: CommandPlan>(
         &mut self,
         plan: &mut P,
-        limits: &Limits,
+        limits: &PassLimits,
     ) -> Result<u32, LoadError> {
         let Some(first) = self.queue.poll() else {
             return Ok(0);
@@ -197,11 +197,11 @@ impl Lane {
     }
 
     #[inline]
-    fn complete<P: Plan>(
+    fn complete<P: CommandPlan>(
         &mut self,
         cqe: Cqe,
         plan: &mut P,
-        limits: &Limits,
+        limits: &PassLimits,
         now: u64,
     ) -> Result<(), LoadError> {
         let slot = usize::from(cqe.cid());
@@ -224,7 +224,7 @@ impl Lane {
                 status: cqe.status().code(),
             });
         }
-        plan.completed(self.data(slot))?;
+        plan.on_completion(self.data(slot))?;
         if now >= limits.measure_from {
             if self.base.is_none() {
                 self.start_measuring();
@@ -235,11 +235,11 @@ impl Lane {
     }
 
     #[inline]
-    fn submit<P: Plan>(
+    fn submit<P: CommandPlan>(
         &mut self,
         slot: usize,
         plan: &mut P,
-        limits: &Limits,
+        limits: &PassLimits,
         now: u64,
     ) -> Result<(), LoadError> {
         if self.submitted >= limits.count || now >= limits.until {
@@ -269,9 +269,9 @@ impl Lane {
         self.base = Some(self.counters());
     }
 
-    fn counters(&self) -> Counters {
+    fn counters(&self) -> LaneCounters {
         let (sq, cq) = (self.queue.sq.doorbell(), self.queue.cq.doorbell());
-        Counters {
+        LaneCounters {
             doorbell_writes: sq.writes() + cq.writes(),
             doorbell_rings: sq.rings() + cq.rings(),
             interrupts: self.interrupts,
@@ -279,7 +279,7 @@ impl Lane {
     }
 
     /// Counts an interrupt.
-    pub(super) fn interrupted(&mut self) {
+    pub(super) fn count_interrupt(&mut self) {
         self.interrupts += 1;
     }
 
@@ -293,7 +293,7 @@ impl Lane {
     }
 
     /// Returns the error for a timeout without completions.
-    pub(super) fn stalled(&self, after: Duration) -> LoadError {
+    pub(super) fn stall_error(&self, after: Duration) -> LoadError {
         LoadError::Stalled {
             queue: self.queue.id(),
             outstanding: self.outstanding,

@@ -34,8 +34,8 @@ use nvme_mpt_tests::memory::{GuestMemory, MemoryError};
 use nvme_mpt_tests::status::StatusCode;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use options::Options;
-use report::Report;
+use options::LoadOptions;
+use report::LoadReport;
 use setup::Vectors;
 
 /// Errors of a load.
@@ -104,7 +104,7 @@ pub enum LoadError {
 ///
 /// # Errors
 /// The load cannot be run, or the device fails.
-pub fn run(options: &Options) -> Result<Report, LoadError> {
+pub fn run(options: &LoadOptions) -> Result<LoadReport, LoadError> {
     let memory = setup::memory(options)?;
     let bar = VfioUserBar::attach(&options.socket, &memory)?;
     let vectors = setup::vectors(options)?;
@@ -119,13 +119,13 @@ fn run_on(
     bar: Arc<dyn Bar>,
     memory: GuestMemory,
     vectors: Option<Vectors>,
-    options: &Options,
-) -> Result<Report, LoadError> {
+    options: &LoadOptions,
+) -> Result<LoadReport, LoadError> {
     let (mut controller, mut target) = setup::bring_up(bar, memory, options)?;
     let lanes = setup::lanes(&mut controller, &target, vectors.as_deref(), options)?;
     let calibration = clock::Calibration::start();
     let tallies = worker::run(lanes, &target, options)?;
     target.ticks_per_second = calibration.ticks_per_second();
     controller.disable()?;
-    Ok(Report::new(&target, &tallies, options))
+    Ok(LoadReport::new(&target, &tallies, options))
 }

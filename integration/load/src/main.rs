@@ -6,15 +6,15 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
-use nvme_load::options::Options;
-use nvme_load::report::Report;
+use nvme_load::options::LoadOptions;
+use nvme_load::report::LoadReport;
 
 /// Load on a function of `nvme-mpt serve`, over vfio-user
 #[derive(Parser)]
 #[command(name = "nvme-load")]
 struct Arguments {
     #[command(flatten)]
-    load: Options,
+    load: LoadOptions,
 }
 
 fn main() -> ExitCode {
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn write_json(path: &Path, report: &Report) -> std::io::Result<()> {
+fn write_json(path: &Path, report: &LoadReport) -> std::io::Result<()> {
     let mut text = serde_json::to_string_pretty(report)?;
     text.push('\n');
     std::fs::write(path, text)

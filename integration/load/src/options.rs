@@ -8,7 +8,7 @@ use nvme_mpt_tests::doorbell::DoorbellMode;
 
 /// Order of the blocks that commands go to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Pattern {
+pub enum AccessPattern {
     /// Anywhere in the range.
     #[default]
     Random,
@@ -18,7 +18,7 @@ pub enum Pattern {
 
 /// Way in which doorbells are rung.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Doorbells {
+pub enum DoorbellChoice {
     /// The first of `shadow`, `mapped` and `trap` that the controller offers.
     #[default]
     Auto,
@@ -30,9 +30,9 @@ pub enum Doorbells {
     Trap,
 }
 
-impl Doorbells {
+impl DoorbellChoice {
     /// Returns the driver's doorbell mode, if the user chose one.
-    pub(super) fn chosen(self) -> Option<DoorbellMode> {
+    pub(super) fn doorbell_mode(self) -> Option<DoorbellMode> {
         match self {
             Self::Auto => None,
             Self::Shadow => Some(DoorbellMode::Shadow),
@@ -47,7 +47,7 @@ const DSM_RANGE: usize = 16;
 
 /// Load to run, and the function to run it on.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct LoadOptions {
     /// vfio-user socket of the function
     pub socket: PathBuf,
 
@@ -70,7 +70,7 @@ pub struct Options {
 
     /// Order of the blocks that commands go to
     #[arg(long, value_enum, default_value_t)]
-    pub pattern: Pattern,
+    pub pattern: AccessPattern,
 
     /// I/O queue pairs
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -106,7 +106,7 @@ pub struct Options {
 
     /// Way in which doorbells are rung
     #[arg(long, value_enum, default_value_t)]
-    pub doorbells: Doorbells,
+    pub doorbells: DoorbellChoice,
 
     /// Wait for interrupts instead of polling
     #[arg(long)]
@@ -137,7 +137,7 @@ pub struct Options {
     pub json: Option<PathBuf>,
 }
 
-impl Options {
+impl LoadOptions {
     /// Returns the number of in-flight commands per queue, which is one with pauses.
     pub(super) fn depth(&self) -> u16 {
         match self.pause_us {

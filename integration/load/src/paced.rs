@@ -5,29 +5,29 @@ use std::time::{Duration, Instant};
 use nvme_mpt_tests::rng::Rng;
 
 use super::LoadError;
-use super::lane::{Lane, Limits};
-use super::options::Options;
-use super::pass::{Idle, timed, wait_for_interrupt};
-use super::plan::Mix;
-use super::target::Target;
+use super::lane::{Lane, PassLimits};
+use super::options::LoadOptions;
+use super::pass::{CompletionWait, measured_limits, wait_for_interrupt};
+use super::plan::MixedPlan;
+use super::target::LoadTarget;
 
 /// Runs commands one at a time, each after a pause of up to `most`, until the limits are reached.
 pub(super) fn run(
     lane: &mut Lane,
-    mix: &mut Mix,
+    mix: &mut MixedPlan,
     most: Duration,
-    target: &Target,
-    options: &Options,
+    target: &LoadTarget,
+    options: &LoadOptions,
 ) -> Result<(), LoadError> {
-    let total = timed(target, options);
+    let total = measured_limits(target, options);
     let seconds = match options.count {
         Some(_) => f64::INFINITY,
         None => options.seconds,
     };
     // Each pass runs one command. Measuring starts with the first one.
-    let once = Limits {
+    let once = PassLimits {
         count: 1,
-        ..Limits::none(1)
+        ..PassLimits::for_whole_plan(1)
     };
     let mut pauses = Rng::new(options.seed ^ 0x7061_7573_6573);
     let start = Instant::now();
@@ -38,12 +38,12 @@ pub(super) fn run(
         std::thread::sleep(Duration::from_nanos(pause));
         lane.begin(mix, &once)?;
         first.get_or_insert(lane.tally.from);
-        let mut idle = Idle::new(options.timeout());
+        let mut idle = CompletionWait::new(options.timeout());
         while lane.turn(mix, &once)? == 0 {
             if options.interrupts {
                 wait_for_interrupt(lane, &mut idle)?;
             } else if !idle.spin() {
-                return Err(lane.stalled(options.timeout()));
+                return Err(lane.stall_error(options.timeout()));
             }
         }
         lane.end();

@@ -5,12 +5,12 @@ use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::rng::Rng;
 
 use super::LoadError;
-use super::options::Pattern;
-use super::target::Target;
+use super::options::AccessPattern;
+use super::target::LoadTarget;
 
 /// Variable fields of the next command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Next {
+pub(super) struct NextCommand {
     pub(super) opcode: u8,
     pub(super) slba: u64,
 }
@@ -24,50 +24,50 @@ pub(super) struct SlotData<'a> {
 }
 
 /// Source of commands for one queue.
-pub(super) trait Plan: Send {
+pub(super) trait CommandPlan: Send {
     /// Returns the next command, with `data` as its data; `None` at the end of the plan.
-    fn next(&mut self, data: SlotData<'_>) -> Option<Next>;
+    fn next(&mut self, data: SlotData<'_>) -> Option<NextCommand>;
 
     /// Handles the successful completion of the slot's command.
-    fn completed(&mut self, data: SlotData<'_>) -> Result<(), LoadError>;
+    fn on_completion(&mut self, data: SlotData<'_>) -> Result<(), LoadError>;
 }
 
 /// Endless reads and writes, or deallocations, without checks of the data.
 #[derive(Clone, Debug)]
-pub(super) struct Mix {
+pub(super) struct MixedPlan {
     rng: Rng,
-    pattern: Pattern,
+    pattern: AccessPattern,
     /// A command reads if the low 32 bits of a random number are below this.
     reads_below: u64,
     /// First block, number of positions for commands, and blocks per command.
     first: u64,
-    places: u64,
+    positions: u64,
     blocks: u64,
     place: u64,
     /// Number of blocks that each command deallocates; `None` for reads and writes.
     deallocates: Option<u32>,
 }
 
-impl Mix {
+impl MixedPlan {
     /// Creates the plan of queue `index` of `queues`.
     pub(super) fn new(
-        target: &Target,
+        target: &LoadTarget,
         index: u64,
         queues: u64,
-        pattern: Pattern,
+        pattern: AccessPattern,
         read_percent: u8,
         seed: u64,
     ) -> Self {
         let (first, places) = match pattern {
-            Pattern::Random => (0, target.places),
-            Pattern::Sequential => target.part(index, queues),
+            AccessPattern::Random => (0, target.positions),
+            AccessPattern::Sequential => target.part(index, queues),
         };
         Self {
             rng: Rng::new(seed ^ index << 32),
             pattern,
             reads_below: (u64::from(read_percent) << 32) / 100,
             first,
-            places,
+            positions: places,
             blocks: u64::from(target.blocks_per_command),
             place: 0,
             deallocates: None,
@@ -75,7 +75,7 @@ impl Mix {
     }
 
     /// Makes commands deallocate `blocks` blocks each.
-    pub(super) fn deallocating(self, blocks: u32) -> Self {
+    pub(super) fn with_deallocation(self, blocks: u32) -> Self {
         Self {
             deallocates: Some(blocks),
             ..self
@@ -83,15 +83,17 @@ impl Mix {
     }
 }
 
-impl Plan for Mix {
+impl CommandPlan for MixedPlan {
     #[inline]
-    fn next(&mut self, data: SlotData<'_>) -> Option<Next> {
+    fn next(&mut self, data: SlotData<'_>) -> Option<NextCommand> {
         let number = self.rng.next_u64();
         let place = match self.pattern {
-            Pattern::Random => ((u128::from(number) * u128::from(self.places)) >> 64) as u64,
-            Pattern::Sequential => {
+            AccessPattern::Random => {
+                ((u128::from(number) * u128::from(self.positions)) >> 64) as u64
+            }
+            AccessPattern::Sequential => {
                 let place = self.place;
-                self.place = if place + 1 == self.places {
+                self.place = if place + 1 == self.positions {
                     0
                 } else {
                     place + 1
@@ -103,20 +105,20 @@ impl Plan for Mix {
         if let Some(blocks) = self.deallocates {
             data.buffer.write(data.offset, &dsm_range(slba, blocks));
             // Dataset Management has the number of ranges and the AD bit in the place of the first block.
-            return Some(Next {
+            return Some(NextCommand {
                 opcode: io::DATASET_MANAGEMENT,
                 slba: u64::from(DSM_DEALLOCATE) << 32,
             });
         }
         let read = number & 0xffff_ffff < self.reads_below;
-        Some(Next {
+        Some(NextCommand {
             opcode: if read { io::READ } else { io::WRITE },
             slba,
         })
     }
 
     #[inline]
-    fn completed(&mut self, _: SlotData<'_>) -> Result<(), LoadError> {
+    fn on_completion(&mut self, _: SlotData<'_>) -> Result<(), LoadError> {
         Ok(())
     }
 }
@@ -128,7 +130,7 @@ mod tests {
 
     use super::*;
 
-    fn take(plan: &mut Mix, n: usize) -> Vec<Next> {
+    fn take(plan: &mut MixedPlan, n: usize) -> Vec<NextCommand> {
         let memory = GuestMemory::new(&[(0, 4096)]).unwrap();
         let buffer = memory.alloc(4096).unwrap();
         let data = SlotData {
@@ -141,9 +143,9 @@ mod tests {
 
     #[test]
     fn the_mix_is_as_asked_and_within_the_range() {
-        let target = Target::of(100, 8);
+        let target = LoadTarget::from_positions(100, 8);
         for percent in [0, 30, 100] {
-            let mut plan = Mix::new(&target, 0, 1, Pattern::Random, percent, 1);
+            let mut plan = MixedPlan::new(&target, 0, 1, AccessPattern::Random, percent, 1);
             let commands = take(&mut plan, 10_000);
             let reads = commands.iter().filter(|c| c.opcode == io::READ).count() as i64;
             let off = (reads - i64::from(percent) * 100).abs();
@@ -166,9 +168,9 @@ mod tests {
             buffer: &buffer,
             offset: 512,
         };
-        let target = Target::of(10, 8);
-        let plan = Mix::new(&target, 1, 2, Pattern::Sequential, 100, 1);
-        let next = plan.deallocating(8).next(data).unwrap();
+        let target = LoadTarget::from_positions(10, 8);
+        let plan = MixedPlan::new(&target, 1, 2, AccessPattern::Sequential, 100, 1);
+        let next = plan.with_deallocation(8).next(data).unwrap();
         let sqe = Sqe::deallocate(1, 1).with_slba(next.slba);
         assert_eq!(next.opcode, sqe.opcode());
         assert_eq!(sqe, Sqe::deallocate(1, 1));
@@ -179,10 +181,10 @@ mod tests {
 
     #[test]
     fn sequential_queues_share_the_range_without_meeting() {
-        let target = Target::of(10, 8);
+        let target = LoadTarget::from_positions(10, 8);
         let mut seen = Vec::new();
         for queue in 0..3 {
-            let mut plan = Mix::new(&target, queue, 3, Pattern::Sequential, 100, 1);
+            let mut plan = MixedPlan::new(&target, queue, 3, AccessPattern::Sequential, 100, 1);
             let commands = take(&mut plan, 4);
             assert_eq!(commands[1].slba, commands[0].slba + 8);
             // The part has three positions, so the fourth command starts over.

@@ -7,16 +7,16 @@ use hdrhistogram::Histogram;
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use serde::Serialize;
 
-use super::lane::{Tally, latencies};
-use super::options::{Options, Pattern};
-use super::target::Target;
+use super::lane::{LaneMeasurements, latencies};
+use super::options::{AccessPattern, LoadOptions};
+use super::target::LoadTarget;
 
 /// Latency in seconds above which I/Os are counted as too slow on any machine.
 const SLOW_SECONDS: f64 = 0.1;
 
 /// Latencies in microseconds.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-pub struct Latency {
+pub struct LatencySummary {
     /// Minimum.
     pub min: f64,
     /// Mean.
@@ -35,7 +35,7 @@ pub struct Latency {
 
 /// A group of latencies in the distribution.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Bucket {
+pub struct DistributionBucket {
     /// Lower bound in microseconds.
     pub from_us: f64,
     /// Number of commands.
@@ -44,7 +44,7 @@ pub struct Bucket {
 
 /// Results of a load.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub struct LoadReport {
     /// Model number of the controller.
     pub model: String,
     /// Size of the namespace in bytes.
@@ -74,7 +74,7 @@ pub struct Report {
     /// Data rate in MiB per second.
     pub mib_s: f64,
     /// Latencies in microseconds.
-    pub latency_us: Latency,
+    pub latency_us: LatencySummary,
     /// Trapped doorbell writes per command, which would be VM exits of a guest.
     pub doorbell_writes_per_io: f64,
     /// Doorbell rings by any means per command.
@@ -88,11 +88,15 @@ pub struct Report {
     /// Commands that took more than 100 ms.
     pub over_100_ms: u64,
     /// Distribution of latencies.
-    pub distribution: Vec<Bucket>,
+    pub distribution: Vec<DistributionBucket>,
 }
 
-impl Report {
-    pub(super) fn new(target: &Target, tallies: &[Tally], options: &Options) -> Self {
+impl LoadReport {
+    pub(super) fn new(
+        target: &LoadTarget,
+        tallies: &[LaneMeasurements],
+        options: &LoadOptions,
+    ) -> Self {
         let mut latency = latencies();
         for tally in tallies {
             latency += &tally.latency;
@@ -102,7 +106,7 @@ impl Report {
         let quantile = |share| micros(latency.value_at_quantile(share) as f64);
         let commands = latency.len();
         let over = |seconds: f64| commands - latency.count_between(0, (seconds * rate) as u64);
-        let per_io = |count: fn(&Tally) -> u64| {
+        let per_io = |count: fn(&LaneMeasurements) -> u64| {
             tallies.iter().map(count).sum::<u64>() as f64 / commands.max(1) as f64
         };
         // Lanes start nearly at the same time. They differ by the preparation of their first commands.
@@ -119,7 +123,7 @@ impl Report {
             capacity: target.capacity,
             size: options.size,
             read_percent: options.mix,
-            random: options.pattern == Pattern::Random,
+            random: options.pattern == AccessPattern::Random,
             queues: options.queues,
             qd: options.depth(),
             doorbells: match target.doorbells {
@@ -133,7 +137,7 @@ impl Report {
             commands,
             iops,
             mib_s: iops * options.size as f64 / f64::from(1 << 20),
-            latency_us: Latency {
+            latency_us: LatencySummary {
                 min: micros(latency.min() as f64),
                 mean: micros(latency.mean()),
                 p50: quantile(0.5),
@@ -150,7 +154,7 @@ impl Report {
             over_100_ms: over(SLOW_SECONDS),
             distribution: groups(&latency)
                 .into_iter()
-                .map(|(ticks, commands)| Bucket {
+                .map(|(ticks, commands)| DistributionBucket {
                     from_us: micros(ticks as f64),
                     commands,
                 })
@@ -189,7 +193,7 @@ fn groups(latency: &Histogram<u64>) -> BTreeMap<u64, u64> {
     groups
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for LoadReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let pattern = if self.random { "random" } else { "sequential" };
         writeln!(

@@ -14,8 +14,8 @@ use nvme_mpt_tests::prp;
 use super::LoadError;
 use super::clock::Calibration;
 use super::lane::Lane;
-use super::options::{Options, Pattern};
-use super::target::Target;
+use super::options::{AccessPattern, LoadOptions};
+use super::target::LoadTarget;
 
 /// Guest physical address of the memory: above 4 GiB, as in large guests.
 const MEMORY_BASE: u64 = 1 << 32;
@@ -30,16 +30,16 @@ const ADMIN_TIMEOUT: Duration = Duration::from_secs(180);
 pub(super) type Vectors = Vec<Arc<Interrupt>>;
 
 /// Returns the distance between data of consecutive slots in bytes: whole pages.
-fn stride(options: &Options) -> usize {
+fn stride(options: &LoadOptions) -> usize {
     options.transfer().next_multiple_of(PAGE_SIZE)
 }
 
-fn entries(options: &Options) -> u32 {
+fn entries(options: &LoadOptions) -> u32 {
     (u32::from(options.depth()) + 1).next_power_of_two().max(64)
 }
 
 /// Allocates memory for all data, lists and rings.
-pub(super) fn memory(options: &Options) -> Result<GuestMemory, LoadError> {
+pub(super) fn memory(options: &LoadOptions) -> Result<GuestMemory, LoadError> {
     if options.size > 1 << 30 {
         return Err(LoadError::Options(format!(
             "--size {} is more than 1 GiB",
@@ -57,7 +57,7 @@ pub(super) fn memory(options: &Options) -> Result<GuestMemory, LoadError> {
 }
 
 /// Creates the vectors if interrupts are requested.
-pub(super) fn vectors(options: &Options) -> Result<Option<Vectors>, LoadError> {
+pub(super) fn vectors(options: &LoadOptions) -> Result<Option<Vectors>, LoadError> {
     if !options.interrupts {
         return Ok(None);
     }
@@ -75,8 +75,8 @@ pub(super) fn vectors(options: &Options) -> Result<Option<Vectors>, LoadError> {
 pub(super) fn bring_up(
     bar: Arc<dyn Bar>,
     memory: GuestMemory,
-    options: &Options,
-) -> Result<(Controller, Target), LoadError> {
+    options: &LoadOptions,
+) -> Result<(Controller, LoadTarget), LoadError> {
     let config = |doorbells| Config {
         doorbells,
         admin_timeout: ADMIN_TIMEOUT,
@@ -90,7 +90,7 @@ pub(super) fn bring_up(
             options.queues,
         )
     };
-    let (mut controller, doorbells) = match options.doorbells.chosen() {
+    let (mut controller, doorbells) = match options.doorbells.doorbell_mode() {
         Some(mode) => (attach(mode)?, mode),
         None => {
             let controller = attach(DoorbellMode::Trap)?;
@@ -108,12 +108,12 @@ pub(super) fn bring_up(
     let block_size = u64::from(namespace.block_size);
     let capacity = namespace.nsze * block_size;
     let range = options.range.unwrap_or(capacity);
-    let target = Target {
+    let target = LoadTarget {
         model: identity.model.clone(),
         capacity,
         block_size: namespace.block_size as usize,
         blocks_per_command: u32::try_from(options.size / block_size.max(1)).unwrap_or(u32::MAX),
-        places: range / options.size,
+        positions: range / options.size,
         doorbells,
         ticks_per_second: Calibration::start().ticks_per_second(),
     };
@@ -132,10 +132,10 @@ pub(super) fn bring_up(
 
 /// Checks that the options fit the namespace and each other.
 fn check(
-    target: &Target,
+    target: &LoadTarget,
     range: u64,
     max_transfer: usize,
-    options: &Options,
+    options: &LoadOptions,
 ) -> Result<(), LoadError> {
     let wrong = |text: String| Err(LoadError::Options(text));
     let size = options.size;
@@ -157,17 +157,17 @@ fn check(
         ));
     }
     let queues = u64::from(options.queues);
-    let apart = options.verify || options.pattern == Pattern::Sequential;
+    let apart = options.verify || options.pattern == AccessPattern::Sequential;
     let needed = match (options.verify, apart) {
         // With twice as many positions as commands, an idle position always exists.
         (true, _) => queues * 2 * u64::from(options.depth()),
         (false, true) => queues,
         (false, false) => 1,
     };
-    if target.places < needed {
+    if target.positions < needed {
         return wrong(format!(
             "The range has capacity for {} commands, but the load needs {needed}",
-            target.places
+            target.positions
         ));
     }
     let own_threads = options.interrupts || options.pause_us.is_some();
@@ -180,9 +180,9 @@ fn check(
 /// Creates queue pairs and prepares their slots.
 pub(super) fn lanes(
     controller: &mut Controller,
-    target: &Target,
+    target: &LoadTarget,
     vectors: Option<&[Arc<Interrupt>]>,
-    options: &Options,
+    options: &LoadOptions,
 ) -> Result<Vec<Lane>, LoadError> {
     let memory = controller.memory().clone();
     let depth = usize::from(options.depth());

@@ -6,23 +6,23 @@ use clap::Parser;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::drive::{
-    DoorbellBufferUse, DriveBar, Effect, Fault, Meets, ModelDrive, NamespaceOptions,
+    DoorbellBufferUse, DriveBar, Effect, Fault, FaultMatch, ModelDrive, NamespaceOptions,
     Options as Drive,
 };
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::status;
 
-use super::options::Options;
-use super::report::Report;
+use super::options::LoadOptions;
+use super::report::LoadReport;
 use super::{LoadError, run_on, setup};
 
 #[derive(Parser)]
 struct Arguments {
     #[command(flatten)]
-    load: Options,
+    load: LoadOptions,
 }
 
-fn parse(line: &str) -> Options {
+fn parse(line: &str) -> LoadOptions {
     let words = ["load", "socket"]
         .into_iter()
         .chain(line.split_whitespace());
@@ -39,7 +39,7 @@ fn drive() -> Drive {
 }
 
 fn start(
-    options: &Options,
+    options: &LoadOptions,
     drive: Drive,
     fault: Option<Fault>,
 ) -> (Arc<DriveBar>, GuestMemory, Option<setup::Vectors>) {
@@ -53,13 +53,13 @@ fn start(
     (bar, memory, vectors)
 }
 
-fn load_on(line: &str, drive: Drive, fault: Option<Fault>) -> Result<Report, LoadError> {
+fn load_on(line: &str, drive: Drive, fault: Option<Fault>) -> Result<LoadReport, LoadError> {
     let options = parse(line);
     let (bar, memory, vectors) = start(&options, drive, fault);
     run_on(bar, memory, vectors, &options)
 }
 
-fn load(line: &str) -> Result<Report, LoadError> {
+fn load(line: &str) -> Result<LoadReport, LoadError> {
     load_on(line, drive(), None)
 }
 
@@ -109,7 +109,7 @@ fn verified_load_passes_on_a_sound_device() {
 
 #[test]
 fn verified_load_notices_a_device_that_moves_no_data() {
-    let skipped = Fault::once(Meets::Io, Effect::Skip).times(u64::MAX);
+    let skipped = Fault::once(FaultMatch::Io, Effect::Skip).times(u64::MAX);
     let result = load_on("--verify --count 100 --qd 4", drive(), Some(skipped));
     assert!(matches!(result, Err(LoadError::Corrupt { .. })));
 }
@@ -124,7 +124,7 @@ fn a_completion_for_each_interrupt_is_found() {
 #[test]
 fn pauses_run_one_command_at_a_time() {
     let drive = Drive {
-        doorbell_buffer: DoorbellBufferUse::Asked,
+        doorbell_buffer: DoorbellBufferUse::EventIdx,
         ..drive()
     };
     let report = load_on("--pause-us 100 --count 50", drive, None).unwrap();
@@ -151,7 +151,7 @@ fn a_failed_command_ends_the_load() {
 
 #[test]
 fn a_device_that_falls_silent_ends_the_load() {
-    let hangs = Fault::once(Meets::Io, Effect::Hang).after(100);
+    let hangs = Fault::once(FaultMatch::Io, Effect::Hang).after(100);
     let result = load_on("--count 1000 --qd 2 --timeout 0.2", drive(), Some(hangs));
     assert!(
         matches!(result, Err(LoadError::Stalled { outstanding: 2, .. })),

@@ -5,43 +5,43 @@ use nvme_mpt_tests::command::io;
 use nvme_mpt_tests::rng::{self, Rng};
 
 use super::LoadError;
-use super::lane::{Lane, Limits, NEVER};
-use super::options::{Options, Pattern};
-use super::pass::{pass, timed};
-use super::plan::{Next, Plan, SlotData};
-use super::target::Target;
+use super::lane::{Lane, NEVER, PassLimits};
+use super::options::{AccessPattern, LoadOptions};
+use super::pass::{measured_limits, pass};
+use super::plan::{CommandPlan, NextCommand, SlotData};
+use super::target::LoadTarget;
 
 /// Writes each lane's whole part of the range, runs the mix, and reads the whole part.
 pub(super) fn run(
     lanes: &mut [Lane],
     indices: &[u64],
     queues: u64,
-    target: &Target,
-    options: &Options,
+    target: &LoadTarget,
+    options: &LoadOptions,
 ) -> Result<(), LoadError> {
-    let mut areas: Vec<Area> = indices
+    let mut areas: Vec<VerifiedArea> = indices
         .iter()
-        .map(|&index| Area::new(target, index, queues, options))
+        .map(|&index| VerifiedArea::new(target, index, queues, options))
         .collect();
-    let unmeasured = Limits {
+    let unmeasured = PassLimits {
         measure_from: NEVER,
-        ..Limits::none(u32::from(options.batch))
+        ..PassLimits::for_whole_plan(u32::from(options.batch))
     };
     pass(lanes, &mut areas, unmeasured, options)?;
     for area in &mut areas {
-        area.phase = Phase::Mix;
+        area.phase = VerificationPhase::Mix;
         area.place = 0;
     }
-    pass(lanes, &mut areas, timed(target, options), options)?;
+    pass(lanes, &mut areas, measured_limits(target, options), options)?;
     for area in &mut areas {
-        area.phase = Phase::Check;
+        area.phase = VerificationPhase::Check;
         area.place = 0;
     }
     pass(lanes, &mut areas, unmeasured, options)
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum VerificationPhase {
     Fill,
     Mix,
     Check,
@@ -49,7 +49,7 @@ enum Phase {
 
 /// In-flight command of a slot.
 #[derive(Clone, Copy, Debug)]
-struct Pending {
+struct PendingCommand {
     place: u64,
     generation: u32,
     read: bool,
@@ -57,9 +57,9 @@ struct Pending {
 
 /// Part of the range of one lane.
 #[derive(Debug)]
-struct Area {
-    phase: Phase,
-    pattern: Pattern,
+struct VerifiedArea {
+    phase: VerificationPhase,
+    pattern: AccessPattern,
     rng: Rng,
     reads_below: u64,
     seed: u64,
@@ -72,15 +72,15 @@ struct Area {
     /// For each position, true while it has an in-flight command. There is at most one per position, since a read during a
     /// write may return old or new data.
     busy: Vec<bool>,
-    pending: Vec<Option<Pending>>,
+    pending: Vec<Option<PendingCommand>>,
     scratch: Vec<u8>,
 }
 
-impl Area {
-    fn new(target: &Target, index: u64, queues: u64, options: &Options) -> Self {
+impl VerifiedArea {
+    fn new(target: &LoadTarget, index: u64, queues: u64, options: &LoadOptions) -> Self {
         let (first, places) = target.part(index, queues);
         Self {
-            phase: Phase::Fill,
+            phase: VerificationPhase::Fill,
             pattern: options.pattern,
             rng: Rng::new(options.seed ^ index << 32),
             reads_below: (u64::from(options.mix) << 32) / 100,
@@ -107,15 +107,15 @@ impl Area {
     /// Returns the next position and whether to read it; `None` at the end of the phase.
     fn choose(&mut self) -> Option<(u64, bool)> {
         let places = self.generations.len() as u64;
-        if self.phase != Phase::Mix {
+        if self.phase != VerificationPhase::Mix {
             let place = self.place;
             self.place += 1;
-            return (place < places).then_some((place, self.phase == Phase::Check));
+            return (place < places).then_some((place, self.phase == VerificationPhase::Check));
         }
         let number = self.rng.next_u64();
         let start = match self.pattern {
-            Pattern::Random => ((u128::from(number) * u128::from(places)) >> 64) as u64,
-            Pattern::Sequential => {
+            AccessPattern::Random => ((u128::from(number) * u128::from(places)) >> 64) as u64,
+            AccessPattern::Sequential => {
                 self.place += 1;
                 (self.place - 1) % places
             }
@@ -127,8 +127,8 @@ impl Area {
     }
 }
 
-impl Plan for Area {
-    fn next(&mut self, data: SlotData<'_>) -> Option<Next> {
+impl CommandPlan for VerifiedArea {
+    fn next(&mut self, data: SlotData<'_>) -> Option<NextCommand> {
         let (place, read) = self.choose()?;
         let slba = self.slba(place);
         let mut generation = self.generations[place as usize];
@@ -139,18 +139,18 @@ impl Plan for Area {
             data.buffer.write(data.offset, &self.scratch);
         }
         self.busy[place as usize] = true;
-        self.pending[data.slot] = Some(Pending {
+        self.pending[data.slot] = Some(PendingCommand {
             place,
             generation,
             read,
         });
-        Some(Next {
+        Some(NextCommand {
             opcode: if read { io::READ } else { io::WRITE },
             slba,
         })
     }
 
-    fn completed(&mut self, data: SlotData<'_>) -> Result<(), LoadError> {
+    fn on_completion(&mut self, data: SlotData<'_>) -> Result<(), LoadError> {
         let Some(pending) = self.pending[data.slot].take() else {
             return Ok(());
         };

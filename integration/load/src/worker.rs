@@ -4,19 +4,19 @@ use std::time::Duration;
 
 use super::LoadError;
 use super::clock;
-use super::lane::{Lane, Tally};
-use super::options::Options;
-use super::pass::{pass, timed};
-use super::plan::Mix;
-use super::target::Target;
+use super::lane::{Lane, LaneMeasurements};
+use super::options::LoadOptions;
+use super::pass::{measured_limits, pass};
+use super::plan::MixedPlan;
+use super::target::LoadTarget;
 use super::{paced, verified};
 
 /// Runs the load on all lanes, by several threads. Returns the lanes' measurements.
 pub(super) fn run(
     lanes: Vec<Lane>,
-    target: &Target,
-    options: &Options,
-) -> Result<Vec<Tally>, LoadError> {
+    target: &LoadTarget,
+    options: &LoadOptions,
+) -> Result<Vec<LaneMeasurements>, LoadError> {
     let queues = lanes.len();
     let threads = usize::from(options.threads.unwrap_or(options.queues)).min(queues);
     let mut shares: Vec<Vec<(u64, Lane)>> = (0..threads).map(|_| Vec::new()).collect();
@@ -55,17 +55,17 @@ pub(super) fn run(
 fn drive(
     share: Vec<(u64, Lane)>,
     queues: u64,
-    target: &Target,
-    options: &Options,
-) -> Result<Vec<Tally>, LoadError> {
+    target: &LoadTarget,
+    options: &LoadOptions,
+) -> Result<Vec<LaneMeasurements>, LoadError> {
     let (indices, mut lanes): (Vec<u64>, Vec<Lane>) = share.into_iter().unzip();
-    let mut mixes: Vec<Mix> = indices
+    let mut mixes: Vec<MixedPlan> = indices
         .iter()
         .map(|&index| {
             let (pattern, percent) = (options.pattern, options.mix);
-            let mix = Mix::new(target, index, queues, pattern, percent, options.seed);
+            let mix = MixedPlan::new(target, index, queues, pattern, percent, options.seed);
             match options.deallocate {
-                true => mix.deallocating(target.blocks_per_command),
+                true => mix.with_deallocation(target.blocks_per_command),
                 false => mix,
             }
         })
@@ -77,7 +77,12 @@ fn drive(
     } else if options.verify {
         verified::run(&mut lanes, &indices, queues, target, options)?;
     } else {
-        pass(&mut lanes, &mut mixes, timed(target, options), options)?;
+        pass(
+            &mut lanes,
+            &mut mixes,
+            measured_limits(target, options),
+            options,
+        )?;
     }
     Ok(lanes.into_iter().map(|lane| lane.tally).collect())
 }

@@ -4,10 +4,10 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use integration::server;
-use nvme_load::attackers::{self, Options, Report, Row};
+use nvme_load::attackers::{self, AttackReport, AttackRow, AttackerOptions};
 
 fn main() -> ExitCode {
-    let options = Options::parse();
+    let options = AttackerOptions::parse();
     let program = match &options.server {
         Some(program) => program.clone(),
         None => match server::build() {
@@ -18,11 +18,11 @@ fn main() -> ExitCode {
             }
         },
     };
-    println!("{}", Row::header());
+    println!("{}", AttackRow::header());
     let outcome = attackers::run(&program, &options, |row| println!("{row}"));
-    println!("{}", Report::LEFT_OUT);
+    println!("{}", AttackReport::LEFT_OUT);
     match outcome {
-        Ok(report) if report.is_good() => ExitCode::SUCCESS,
+        Ok(report) if report.has_no_errors() => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,
         Err(error) => {
             integration::print_error(&error);

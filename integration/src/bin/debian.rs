@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use integration::package::{self, Options};
+use integration::package::{self, PackageOptions};
 
 fn main() -> ExitCode {
-    match package::run(&Options::parse()) {
+    match package::run(&PackageOptions::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             integration::print_error(&error);

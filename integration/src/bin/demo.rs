@@ -3,11 +3,11 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use integration::demo::{self, Options};
+use integration::demo::{self, DemoOptions};
 use integration::guest;
 
 fn main() -> ExitCode {
-    match demo::run(&Options::parse()) {
+    match demo::run(&DemoOptions::parse()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {

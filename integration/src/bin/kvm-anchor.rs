@@ -2,12 +2,12 @@
 
 use std::process::ExitCode;
 
-use integration::lab::anchor;
+use integration::lab::static_keys;
 
 fn main() -> ExitCode {
-    match anchor::drop_anchor() {
+    match static_keys::create_anchor() {
         Ok(_anchor) => {
-            println!("{}", anchor::DROPPED);
+            println!("{}", static_keys::READY_LINE);
             loop {
                 std::thread::park();
             }

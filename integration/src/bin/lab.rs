@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use integration::lab::options::{self, Options};
+use integration::lab::options::{self, LabOptions};
 
 fn main() -> ExitCode {
-    match options::run(&Options::parse()) {
+    match options::run(&LabOptions::parse()) {
         // An exit status that does not fit is reported as a failure.
         Ok(report) => ExitCode::from(u8::try_from(report.status).unwrap_or(u8::MAX)),
         Err(error) => {

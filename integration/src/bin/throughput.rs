@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use integration::throughput::{self, Options};
+use integration::throughput::{self, ThroughputOptions};
 
 fn main() -> ExitCode {
-    match throughput::run(&Options::parse()) {
+    match throughput::run(&ThroughputOptions::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             integration::print_error(&error);

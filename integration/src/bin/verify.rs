@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use integration::verify::{self, Options};
+use integration::verify::{self, VerifyOptions};
 
 fn main() -> ExitCode {
-    match verify::run(&Options::parse()) {
+    match verify::run(&VerifyOptions::parse()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {

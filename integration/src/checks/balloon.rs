@@ -2,14 +2,14 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Bench, Failure, at, expect};
-use crate::guest::balloon::MemoryFile;
-use crate::guest::fio::Fio;
-use crate::guest::{Agent, Drive, Guest, GuestConfig, HOTPLUG_BUS};
-use crate::progress::{say, seconds};
-use crate::provision::Assets;
-use crate::server::FunctionOptions;
-use crate::vmms::{CloudHypervisor, Vmm};
+use super::{CheckEnvironment, Failure, expect, with_path};
+use crate::guest::balloon::MemoryFileUsage;
+use crate::guest::fio::GuestFioJob;
+use crate::guest::{Guest, GuestAgent, GuestConfig, GuestDrive, HOTPLUG_BUS};
+use crate::progress::{print_line, seconds};
+use crate::provision::GuestAssets;
+use crate::server::FunctionArgument;
+use crate::vmms::{CloudHypervisor, VmmUnderTest};
 
 /// Module of the balloon driver.
 pub const MODULE: &str = "virtio_balloon";
@@ -26,12 +26,12 @@ const ROUNDS: u32 = 3;
 /// Number of fio passes with each size of the balloon.
 const PASSES: u32 = 1;
 /// Timeout of steps in a busy guest.
-const PATIENCE: Duration = Duration::from_secs(300);
+const STEP_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A VMM whose guest has a balloon.
-pub trait Ballooned {
+pub trait BalloonVmm {
     /// Returns the guest.
-    fn guest(&self) -> &Agent;
+    fn guest(&self) -> &GuestAgent;
 
     /// Requests the guest, which has `memory` bytes of memory, to set its balloon to `size` bytes.
     ///
@@ -40,19 +40,19 @@ pub trait Ballooned {
     fn set_balloon(&mut self, memory: u64, size: u64) -> Result<(), Failure>;
 }
 
-impl Ballooned for Guest {
-    fn guest(&self) -> &Agent {
+impl BalloonVmm for Guest {
+    fn guest(&self) -> &GuestAgent {
         self
     }
 
     fn set_balloon(&mut self, memory: u64, size: u64) -> Result<(), Failure> {
-        Ok(self.leave(memory - size)?)
+        Ok(self.shrink_memory_to(memory - size)?)
     }
 }
 
-impl Ballooned for CloudHypervisor {
-    fn guest(&self) -> &Agent {
-        Vmm::guest(self)
+impl BalloonVmm for CloudHypervisor {
+    fn guest(&self) -> &GuestAgent {
+        VmmUnderTest::guest(self)
     }
 
     fn set_balloon(&mut self, _: u64, size: u64) -> Result<(), Failure> {
@@ -62,7 +62,7 @@ impl Ballooned for CloudHypervisor {
 
 /// True for a drive that pins the guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pinning {
+pub enum MemoryPinning {
     /// A software drive: the server maps the memory without pinning it.
     None,
     /// A physical drive: all memory is pinned.
@@ -70,13 +70,13 @@ pub enum Pinning {
 }
 
 /// A guest whose balloon is empty or has `BALLOON` bytes.
-pub struct Balloon<V> {
+pub struct BalloonGuest<V> {
     vmm: V,
     /// Memory of the guest's kernel with an empty balloon.
     total_kib: u64,
 }
 
-impl<V: Ballooned> Balloon<V> {
+impl<V: BalloonVmm> BalloonGuest<V> {
     /// Loads the balloon driver in a guest with an empty balloon.
     ///
     /// # Errors
@@ -84,7 +84,7 @@ impl<V: Ballooned> Balloon<V> {
     pub fn new(vmm: V) -> Result<Self, Failure> {
         vmm.guest().load_modules()?;
         let total = "awk '/^MemTotal:/ { print $2 }' /proc/meminfo";
-        let text = vmm.guest().check(total, PATIENCE)?;
+        let text = vmm.guest().check(total, STEP_TIMEOUT)?;
         let total_kib = text.trim().parse();
         let total_kib = total_kib.map_err(|_| Failure::from(format!("MemTotal is {text}")))?;
         Ok(Self { vmm, total_kib })
@@ -99,9 +99,9 @@ impl<V: Ballooned> Balloon<V> {
     ///
     /// # Errors
     /// The memory file cannot be read.
-    pub fn memory(&self) -> Result<MemoryFile, Failure> {
+    pub fn memory(&self) -> Result<MemoryFileUsage, Failure> {
         let pid = self.vmm.guest().pid();
-        MemoryFile::of_process(pid).map_err(at(format!("/proc/{pid}/fd")))
+        MemoryFileUsage::from_process(pid).map_err(with_path(format!("/proc/{pid}/fd")))
     }
 
     /// Inflates the balloon to `BALLOON`, and waits until it is inflated.
@@ -127,7 +127,7 @@ impl<V: Ballooned> Balloon<V> {
         let left_kib = self.total_kib - size / 1024;
         let script =
             format!("until grep -q '^MemTotal: *{left_kib} kB' /proc/meminfo; do sleep 0.1; done");
-        self.vmm.guest().check(&script, PATIENCE)?;
+        self.vmm.guest().check(&script, STEP_TIMEOUT)?;
         Ok(())
     }
 
@@ -135,11 +135,14 @@ impl<V: Ballooned> Balloon<V> {
     ///
     /// # Errors
     /// The guest fails.
-    pub fn use_and_free(&self) -> Result<MemoryFile, Failure> {
+    pub fn use_and_free(&self) -> Result<MemoryFileUsage, Failure> {
         let guest = self.vmm.guest();
-        guest.check(&format!("head -c {USED} /dev/zero >/run/used"), PATIENCE)?;
+        guest.check(
+            &format!("head -c {USED} /dev/zero >/run/used"),
+            STEP_TIMEOUT,
+        )?;
         let memory = self.memory()?;
-        guest.check("rm /run/used", PATIENCE)?;
+        guest.check("rm /run/used", STEP_TIMEOUT)?;
         Ok(memory)
     }
 
@@ -148,7 +151,7 @@ impl<V: Ballooned> Balloon<V> {
     /// # Errors
     /// The guest's memory is not freed.
     pub fn await_freed(&self, most: u64) -> Result<(), Failure> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + STEP_TIMEOUT;
         loop {
             let memory = self.memory()?;
             if memory.allocated_bytes <= most {
@@ -170,22 +173,22 @@ impl<V: Ballooned> Balloon<V> {
     /// Data is wrong, or the guest's kernel reported an error.
     pub fn verify(
         &mut self,
-        mut look: impl FnMut(u64, MemoryFile) -> Result<(), Failure>,
+        mut look: impl FnMut(u64, MemoryFileUsage) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         self.vmm
             .guest()
-            .check("rm -f /run/over; : >/run/passes", PATIENCE)?;
+            .check("rm -f /run/over; : >/run/passes", STEP_TIMEOUT)?;
         let load = self.vmm.guest().start(&load())?;
         let result = self.rounds(&mut look);
         let guest = self.vmm.guest();
-        guest.check(": >/run/over", PATIENCE)?;
+        guest.check(": >/run/over", STEP_TIMEOUT)?;
         // An error of fio explains other errors.
-        let passes = guest.finish_well(load, PATIENCE)?;
+        let passes = guest.finish_successfully(load, STEP_TIMEOUT)?;
         result?;
-        say(&format!("        fio verified in {} passes", passes.trim()));
+        print_line(&format!("        fio verified in {} passes", passes.trim()));
         let said = guest.check(
             "dmesg | grep -E 'I/O error|timeout,|timed out|resetting|Out of memory' || true",
-            PATIENCE,
+            STEP_TIMEOUT,
         )?;
         expect(said.trim().is_empty(), || {
             format!("The guest's kernel complains:\n{said}")
@@ -194,7 +197,7 @@ impl<V: Ballooned> Balloon<V> {
 
     fn rounds(
         &mut self,
-        look: &mut impl FnMut(u64, MemoryFile) -> Result<(), Failure>,
+        look: &mut impl FnMut(u64, MemoryFileUsage) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         for size in [BALLOON, 0].repeat(ROUNDS as usize) {
             let started = Instant::now();
@@ -205,10 +208,10 @@ impl<V: Ballooned> Balloon<V> {
                 wanted=$(($(passes) + {PASSES} + 1))
                 until [ $(passes) -ge $wanted ] || [ -e /run/over ]; do sleep 0.1; done"
             );
-            self.vmm.guest().check(&passes, PATIENCE)?;
+            self.vmm.guest().check(&passes, STEP_TIMEOUT)?;
             look(size, self.memory()?)?;
             let (mib, time) = (size >> 20, seconds(started.elapsed()));
-            say(&format!(
+            print_line(&format!(
                 "        a balloon of {mib} MiB, verified ({time})"
             ));
         }
@@ -219,13 +222,14 @@ impl<V: Ballooned> Balloon<V> {
 /// Returns a script of fio passes until `/run/over` exists. Passes write different data. If the drive still uses a page that
 /// the guest freed, the data of an earlier pass shows it.
 fn load() -> String {
-    let direct = Fio::new("direct", "randwrite", "64k", 16).option("size", "4m");
-    let cached = Fio::new("cached", "write", "64k", 1)
+    let direct = GuestFioJob::new("direct", "randwrite", "64k", 16).option("size", "4m");
+    let cached = GuestFioJob::new("cached", "write", "64k", 1)
         .option("ioengine", "psync")
         .option("direct", "0")
         .option("offset", "8m")
         .option("size", "8m");
-    let [direct, cached] = [direct, cached].map(|job| job.option("randrepeat", "0").verified());
+    let [direct, cached] =
+        [direct, cached].map(|job| job.option("randrepeat", "0").with_verification());
     format!(
         "until [ -e /run/over ]; do
             ({}) >/run/fio && ({}) >/run/fio || {{ : >/run/over; cat /run/fio; exit 1; }}
@@ -243,7 +247,7 @@ fn load() -> String {
 /// # Errors
 /// Data is wrong, or no memory is freed.
 pub fn in_cloud_hypervisor(vmm: CloudHypervisor) -> Result<CloudHypervisor, Failure> {
-    let mut balloon = Balloon::new(vmm)?;
+    let mut balloon = BalloonGuest::new(vmm)?;
     let used = balloon.use_and_free()?;
     balloon.await_freed(used.allocated_bytes - USED / 2)?;
     balloon.verify(|size, memory| {
@@ -261,38 +265,41 @@ pub fn in_cloud_hypervisor(vmm: CloudHypervisor) -> Result<CloudHypervisor, Fail
 /// # Errors
 /// Data is wrong, or memory is freed while the drive may use it.
 pub fn in_qemu(
-    bench: &Bench,
-    assets: &Assets,
-    function: &FunctionOptions,
-    pinning: Pinning,
+    bench: &CheckEnvironment,
+    assets: &GuestAssets,
+    function: &FunctionArgument,
+    pinning: MemoryPinning,
 ) -> Result<(), Failure> {
     let mut server = bench.serve(std::slice::from_ref(function))?;
     let config = GuestConfig::new("guest")
         .memory_mib(MEMORY_MIB)
         .hotplug()
         .balloon();
-    let mut balloon = Balloon::new(bench.boot_with(assets, &config)?)?;
+    let mut balloon = BalloonGuest::new(bench.boot_with(assets, &config)?)?;
 
     // Without a function, pages are freed.
     let used = balloon.use_and_free()?;
     balloon.await_freed(used.allocated_bytes - USED / 2)?;
-    say("        pages are freed without a function");
+    print_line("        pages are freed without a function");
     balloon.inflate()?;
     balloon.await_freed(balloon.memory()?.len_bytes - BALLOON)?;
     let freed = balloon.memory()?.allocated_bytes;
 
-    let drive = Drive::vfio_user(server.socket(&function.id));
+    let drive = GuestDrive::vfio_user(server.socket(&function.id));
     let guest = balloon.vmm();
     guest.plug(&drive.id("plugged").bus(HOTPLUG_BUS))?;
-    guest.check("until [ -e /dev/nvme0n1 ]; do sleep 0.1; done", PATIENCE)?;
-    say("        a function is plugged");
+    guest.check(
+        "until [ -e /dev/nvme0n1 ]; do sleep 0.1; done",
+        STEP_TIMEOUT,
+    )?;
+    print_line("        a function is plugged");
     balloon.deflate()?;
     let before = balloon.use_and_free()?;
     expect(before.allocated_bytes >= freed + USED / 2, || {
         format!("The guest used {USED} bytes, and its memory had {freed} before: {before:?}")
     })?;
     let is_whole = before.allocated_bytes + UNMAPPED >= before.len_bytes;
-    expect(pinning == Pinning::None || is_whole, || {
+    expect(pinning == MemoryPinning::None || is_whole, || {
         format!("Memory is missing that is pinned for the drive: {before:?}")
     })?;
     balloon.verify(|size, memory| {
@@ -300,13 +307,13 @@ pub fn in_qemu(
             format!("With {size} bytes in the balloon, memory was freed: it is {memory:?}, and was {before:?}")
         })
     })?;
-    say(&format!(
+    print_line(&format!(
         "        {}: the memory file has {} MiB with the balloon and without a function, and {} MiB with both",
         assets.qemu.version()?,
         freed >> 20,
         balloon.memory()?.allocated_bytes >> 20,
     ));
     server.expect_alive()?;
-    balloon.vmm().power_off(PATIENCE)?;
+    balloon.vmm().power_off(STEP_TIMEOUT)?;
     Ok(server.stop()?)
 }

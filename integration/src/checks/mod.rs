@@ -16,13 +16,13 @@ use clap::Parser;
 use libtest_mimic::{Arguments, Failed, Trial};
 use thiserror::Error;
 
-use crate::progress::{say, seconds};
+use crate::progress::{print_line, seconds};
 
-mod at_once;
 pub mod balloon;
-mod bench;
+mod concurrency;
+mod environment;
 
-pub use bench::Bench;
+pub use environment::CheckEnvironment;
 
 /// Reason why a check failed.
 pub type Failure = Box<dyn StdError + Send + Sync>;
@@ -39,7 +39,7 @@ struct FileFailure {
 }
 
 /// Returns a function that adds the path to an I/O error.
-pub fn at(path: impl AsRef<Path>) -> impl FnOnce(io::Error) -> Failure {
+pub fn with_path(path: impl AsRef<Path>) -> impl FnOnce(io::Error) -> Failure {
     let path = path.as_ref().display().to_string();
     |source| FileFailure { path, source }.into()
 }
@@ -99,7 +99,7 @@ impl fmt::Display for Shard {
 
 /// Options of a program that runs checks.
 #[derive(Debug, Parser)]
-pub struct Options {
+pub struct CheckOptions {
     #[command(flatten)]
     tests: Arguments,
     /// Repeats no check whose guest was lost
@@ -162,31 +162,31 @@ fn report(said: &str, took: Duration, result: Result<(), Failure>) -> Result<(),
 
 /// Checks that run in sequence, in this order.
 #[derive(Debug)]
-struct Unit {
+struct CheckUnit {
     checks: Vec<Check>,
     /// True if nothing may run concurrently.
-    is_alone: bool,
+    is_exclusive: bool,
 }
 
 /// Checks that share a machine, in the order in which they run. A group belongs to one [`Shard`].
 #[derive(Debug)]
-pub struct Group {
+pub struct CheckGroup {
     name: &'static str,
     checks: Vec<Check>,
-    end: Option<Check>,
-    is_apart: bool,
-    is_alone: bool,
+    last_check: Option<Check>,
+    is_concurrent: bool,
+    is_exclusive: bool,
 }
 
-impl Group {
+impl CheckGroup {
     /// Creates a group without checks.
     pub fn new(name: &'static str) -> Self {
         Self {
             name,
             checks: Vec::new(),
-            end: None,
-            is_apart: false,
-            is_alone: false,
+            last_check: None,
+            is_concurrent: false,
+            is_exclusive: false,
         }
     }
 
@@ -208,37 +208,40 @@ impl Group {
         name: &str,
         run: impl FnOnce() -> Result<(), Failure> + Send + 'static,
     ) -> Self {
-        self.end = Some(Check::new(self.name, name, run));
+        self.last_check = Some(Check::new(self.name, name, run));
         self
     }
 
     /// Lets the group's checks run concurrently, since each has its own machines.
     #[must_use]
-    pub fn apart(mut self) -> Self {
-        self.is_apart = true;
+    pub fn concurrent(mut self) -> Self {
+        self.is_concurrent = true;
         self
     }
 
     /// Runs the group exclusively after all others.
     #[must_use]
-    pub fn alone(mut self) -> Self {
-        self.is_alone = true;
+    pub fn exclusive(mut self) -> Self {
+        self.is_exclusive = true;
         self
     }
 
-    fn selected(self, tests: &Arguments) -> Vec<Unit> {
+    fn into_units(self, tests: &Arguments) -> Vec<CheckUnit> {
         let Self {
             mut checks,
-            end,
-            is_apart,
-            is_alone,
+            last_check: end,
+            is_concurrent: is_apart,
+            is_exclusive: is_alone,
             ..
         } = self;
         checks.retain(|check| check.is_selected(tests));
         if checks.is_empty() {
             return Vec::new();
         }
-        let unit = |checks| Unit { checks, is_alone };
+        let unit = |checks| CheckUnit {
+            checks,
+            is_exclusive: is_alone,
+        };
         match end {
             None if is_apart => checks.into_iter().map(|check| unit(vec![check])).collect(),
             end => {
@@ -251,8 +254,8 @@ impl Group {
 
 /// Runs the checks that `options` select, or lists them. At most `most` groups or [independent](Group::apart) checks run
 /// concurrently, and at most the number of processors or of `--test-threads`.
-pub fn run(options: Options, groups: Vec<Group>, most: usize) -> ExitCode {
-    let Options {
+pub fn run(options: CheckOptions, groups: Vec<CheckGroup>, most: usize) -> ExitCode {
+    let CheckOptions {
         mut tests,
         once: _,
         shard,
@@ -266,12 +269,12 @@ pub fn run(options: Options, groups: Vec<Group>, most: usize) -> ExitCode {
     // Concurrency is between units. The harness itself reports the checks one by one.
     tests.test_threads = Some(1);
     if units.is_empty() {
-        say("No check has such a name");
+        print_line("No check has such a name");
         return ExitCode::FAILURE;
     }
     let runs_none = tests.list || tests.bench;
     let conclusion = match wanted.clamp(1, most) {
-        at_once if at_once > 1 && !runs_none => at_once::run(&tests, units, at_once),
+        at_once if at_once > 1 && !runs_none => concurrency::run(&tests, units, at_once),
         _ => {
             let checks = units.into_iter().flat_map(|unit| unit.checks);
             libtest_mimic::run(&tests, checks.map(Check::into_trial).collect())
@@ -280,12 +283,12 @@ pub fn run(options: Options, groups: Vec<Group>, most: usize) -> ExitCode {
     conclusion.exit_code()
 }
 
-fn select(tests: &Arguments, shard: Option<Shard>, groups: Vec<Group>) -> Vec<Unit> {
+fn select(tests: &Arguments, shard: Option<Shard>, groups: Vec<CheckGroup>) -> Vec<CheckUnit> {
     groups
         .into_iter()
         .enumerate()
         .filter(|(place, _)| shard.is_none_or(|shard| shard.has(*place)))
-        .flat_map(|(_, group)| group.selected(tests))
+        .flat_map(|(_, group)| group.into_units(tests))
         .collect()
 }
 
@@ -293,10 +296,10 @@ fn select(tests: &Arguments, shard: Option<Shard>, groups: Vec<Group>) -> Vec<Un
 mod tests {
     use super::*;
 
-    fn groups() -> Vec<Group> {
+    fn groups() -> Vec<CheckGroup> {
         ["a", "b", "c", "d", "e"]
             .map(|name| {
-                let group = Group::new(name)
+                let group = CheckGroup::new(name)
                     .check("one", || Ok(()))
                     .check("two", || Ok(()));
                 group.end("end", || Err("It ends".into()))
@@ -306,7 +309,7 @@ mod tests {
 
     fn selected(line: &str) -> Vec<String> {
         let words = ["checks"].into_iter().chain(line.split_whitespace());
-        let options = Options::try_parse_from(words).unwrap();
+        let options = CheckOptions::try_parse_from(words).unwrap();
         let units = select(&options.tests, options.shard, groups());
         let checks = units.into_iter().flat_map(|unit| unit.checks);
         checks.map(|check| check.name).collect()
@@ -318,26 +321,26 @@ mod tests {
         assert_eq!(selected("--exact d::two"), ["d::two", "d::end"]);
         assert_eq!(selected("b --skip one"), ["b::two", "b::end"]);
         assert!(selected("a::end").is_empty());
-        assert!(Options::try_parse_from(["checks", "--onse"]).is_err());
+        assert!(CheckOptions::try_parse_from(["checks", "--onse"]).is_err());
     }
 
     #[test]
     fn units_are_groups_and_separate_checks() {
         let checks = |name| {
-            let group = Group::new(name).check("one", || Ok(()));
+            let group = CheckGroup::new(name).check("one", || Ok(()));
             group.check("two", || Ok(()))
         };
         let groups = vec![
             checks("shared"),
-            checks("apart").apart(),
-            checks("ended").apart().end("end", || Ok(())),
-            checks("alone").apart().alone(),
+            checks("apart").concurrent(),
+            checks("ended").concurrent().end("end", || Ok(())),
+            checks("alone").concurrent().exclusive(),
         ];
-        let options = Options::try_parse_from(["checks", "--skip", "shared::one"]).unwrap();
+        let options = CheckOptions::try_parse_from(["checks", "--skip", "shared::one"]).unwrap();
         let units = select(&options.tests, None, groups);
-        let told = |unit: &Unit| {
+        let told = |unit: &CheckUnit| {
             let names: Vec<_> = unit.checks.iter().map(|check| &*check.name).collect();
-            (names.join(" "), unit.is_alone)
+            (names.join(" "), unit.is_exclusive)
         };
         let units: Vec<_> = units.iter().map(told).collect();
         let expected = [

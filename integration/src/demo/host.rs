@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use super::DemoError;
 use crate::process;
-use crate::progress::Step;
+use crate::progress::ProgressStep;
 
 /// Longest wait for the host's driver to show a namespace.
-const PATIENCE: Duration = Duration::from_secs(60);
+const NAMESPACE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns the block device of the drive's first namespace. Waits for it, since the host's driver shows it some time after
 /// binding.
@@ -17,8 +17,8 @@ pub(super) fn block_device(address: &str) -> Result<PathBuf, DemoError> {
     if let Some(device) = find(address) {
         return Ok(device);
     }
-    let step = Step::start(format!("Waiting for the block device of {address}"));
-    let deadline = Instant::now() + PATIENCE;
+    let step = ProgressStep::start(format!("Waiting for the block device of {address}"));
+    let deadline = Instant::now() + NAMESPACE_TIMEOUT;
     loop {
         if let Some(device) = find(address) {
             step.done(device.display().to_string());
@@ -71,35 +71,35 @@ fn find(address: &str) -> Option<PathBuf> {
 
 /// A drive that was unbound from the host's driver, and is bound again when this is dropped.
 #[derive(Debug)]
-pub(super) struct Taken {
+pub(super) struct UnboundDrive {
     binary: PathBuf,
     address: String,
-    is_back: bool,
+    is_bound: bool,
 }
 
-impl Taken {
+impl UnboundDrive {
     /// Unbinds the drive from the host's driver.
     pub(super) fn take(binary: &Path, address: &str) -> Result<Self, DemoError> {
         process::run(Command::new(binary).args(["bind", address]))?;
         Ok(Self {
             binary: binary.to_owned(),
             address: address.to_owned(),
-            is_back: false,
+            is_bound: false,
         })
     }
 
     /// Binds the drive to the host's driver again. No server may use the drive any more.
-    pub(super) fn give_back(mut self) -> Result<(), DemoError> {
-        self.is_back = true;
+    pub(super) fn bind_again(mut self) -> Result<(), DemoError> {
+        self.is_bound = true;
         process::run(Command::new(&self.binary).args(["unbind", &self.address]))?;
         Ok(())
     }
 }
 
-impl Drop for Taken {
+impl Drop for UnboundDrive {
     /// Binds the drive again after a failure. Errors are ignored in favour of the failure.
     fn drop(&mut self) {
-        if !self.is_back {
+        if !self.is_bound {
             let _ = process::run(Command::new(&self.binary).args(["unbind", &self.address]));
         }
     }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use super::{DemoError, host};
 use crate::guest::Guest;
-use crate::guest::fio::{Fio, FioError};
+use crate::guest::fio::{FioError, GuestFioJob};
 
 const MIB: u64 = 1 << 20;
 const GUARD: u64 = 16 * MIB;
@@ -27,12 +27,12 @@ const FAULTS: usize = 10;
 
 /// Part of the drive that one guest leases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Range {
+pub(super) struct GuestRange {
     start: u64,
     length: u64,
 }
 
-impl Range {
+impl GuestRange {
     /// Returns `START+LENGTH` for the option string.
     pub(super) fn option(self) -> String {
         format!("{}+{}", self.start, self.length)
@@ -41,7 +41,7 @@ impl Range {
 
 /// Location of the drive's data.
 #[derive(Debug)]
-enum Place {
+enum DataLocation {
     /// Memory of the server, which only guests can read.
     Memory,
     /// In a file or block device.
@@ -53,10 +53,10 @@ enum Place {
 
 /// A drive, divided among guests.
 #[derive(Debug)]
-pub(super) struct Layout {
-    place: Place,
+pub(super) struct DriveLayout {
+    place: DataLocation,
     size: u64,
-    ranges: Vec<Range>,
+    ranges: Vec<GuestRange>,
 }
 
 /// Checks that a drive's path exists, so that a mistyped path creates no file.
@@ -69,10 +69,10 @@ pub(super) fn check_exists(path: &Path) -> Result<(), DemoError> {
     }
 }
 
-impl Layout {
+impl DriveLayout {
     pub(super) fn in_memory(size: u64, guests: u32) -> Result<Self, DemoError> {
         Ok(Self {
-            place: Place::Memory,
+            place: DataLocation::Memory,
             size,
             ranges: divide(size, guests)?,
         })
@@ -92,7 +92,7 @@ impl Layout {
         }
         let path = std::fs::canonicalize(path).map_err(at)?;
         Ok(Self {
-            place: Place::File(path),
+            place: DataLocation::File(path),
             size,
             ranges: divide(size, guests)?,
         })
@@ -107,7 +107,7 @@ impl Layout {
         };
         let size = open(&path)?.seek(SeekFrom::End(0)).map_err(at)?;
         Ok(Self {
-            place: Place::Function(address.to_owned()),
+            place: DataLocation::Function(address.to_owned()),
             size,
             ranges: divide(size, guests)?,
         })
@@ -116,17 +116,17 @@ impl Layout {
     /// Returns the drive for the option string.
     pub(super) fn drive(&self) -> String {
         match &self.place {
-            Place::Memory => format!("memory:{}", self.size),
-            Place::File(path) => path.display().to_string(),
-            Place::Function(address) => address.clone(),
+            DataLocation::Memory => format!("memory:{}", self.size),
+            DataLocation::File(path) => path.display().to_string(),
+            DataLocation::Function(address) => address.clone(),
         }
     }
 
     /// Returns the PCI address if the drive is a physical one.
     pub(super) fn function(&self) -> Option<&str> {
         match &self.place {
-            Place::Function(address) => Some(address),
-            Place::Memory | Place::File(_) => None,
+            DataLocation::Function(address) => Some(address),
+            DataLocation::Memory | DataLocation::File(_) => None,
         }
     }
 
@@ -134,9 +134,9 @@ impl Layout {
     /// drive open.
     fn path(&self) -> Result<Option<PathBuf>, DemoError> {
         match &self.place {
-            Place::Memory => Ok(None),
-            Place::File(path) => Ok(Some(path.clone())),
-            Place::Function(address) => host::block_device(address).map(Some),
+            DataLocation::Memory => Ok(None),
+            DataLocation::File(path) => Ok(Some(path.clone())),
+            DataLocation::Function(address) => host::block_device(address).map(Some),
         }
     }
 
@@ -149,12 +149,12 @@ impl Layout {
         )
     }
 
-    pub(super) fn ranges(&self) -> impl Iterator<Item = Range> {
+    pub(super) fn ranges(&self) -> impl Iterator<Item = GuestRange> {
         self.ranges.iter().copied()
     }
 
     pub(super) fn has_guards(&self) -> bool {
-        !matches!(self.place, Place::Memory)
+        !matches!(self.place, DataLocation::Memory)
     }
 
     /// Writes the mark to all guards.
@@ -205,9 +205,9 @@ impl Layout {
     }
 
     /// Returns the guards. Behind the last one, the drive may have an unused remainder.
-    fn guards(&self) -> impl Iterator<Item = Range> {
+    fn guards(&self) -> impl Iterator<Item = GuestRange> {
         let ends = self.ranges.iter().map(|range| range.start + range.length);
-        std::iter::once(0).chain(ends).map(|start| Range {
+        std::iter::once(0).chain(ends).map(|start| GuestRange {
             start,
             length: GUARD,
         })
@@ -215,7 +215,7 @@ impl Layout {
 }
 
 /// Divides a size into alternating guards and ranges, with a guard at each end. Returns the ranges.
-fn divide(size: u64, guests: u32) -> Result<Vec<Range>, DemoError> {
+fn divide(size: u64, guests: u32) -> Result<Vec<GuestRange>, DemoError> {
     let count = u64::from(guests);
     let least = GUARD + count * (SMALLEST_RANGE + GUARD);
     if size < least {
@@ -227,7 +227,7 @@ fn divide(size: u64, guests: u32) -> Result<Vec<Range>, DemoError> {
     }
     let length = ((size - GUARD) / count - GUARD).min(RANGE) / MIB * MIB;
     Ok((0..count)
-        .map(|n| Range {
+        .map(|n| GuestRange {
             start: GUARD + n * (length + GUARD),
             length,
         })
@@ -272,7 +272,7 @@ fn pattern(position: u64, tag: [u8; 8]) -> Vec<u8> {
 fn check_part(
     path: &Path,
     file: &mut File,
-    part: Range,
+    part: GuestRange,
     base: u64,
     tag: [u8; 8],
     what: &str,
@@ -306,9 +306,9 @@ fn check_part(
 }
 
 /// Returns a fio job on the whole range with the guest's pattern.
-fn pattern_job(guest: &Guest, name: &str, pattern: &str) -> Fio {
+fn pattern_job(guest: &Guest, name: &str, pattern: &str) -> GuestFioJob {
     let tag = tag(guest.name());
-    Fio::new(name, pattern, "128k", 8)
+    GuestFioJob::new(name, pattern, "128k", 8)
         .option("size", "100%")
         .option("verify", "pattern")
         // `%o` is the offset of the block: eight bytes, little endian.
@@ -345,13 +345,13 @@ mod tests {
     }
 
     /// Returns a drive as two well-behaved guests leave it.
-    fn drive(folder: &Path) -> (Layout, Vec<String>) {
+    fn drive(folder: &Path) -> (DriveLayout, Vec<String>) {
         let path = folder.join("drive.img");
         File::create(&path)
             .expect("create")
             .set_len(180 * MIB)
             .expect("size");
-        let layout = Layout::on_file(&path, 2).expect("layout");
+        let layout = DriveLayout::on_file(&path, 2).expect("layout");
         layout.mark_guards().expect("guards");
         let names = vec!["guest-1".to_owned(), "guest-2".to_owned()];
         for (range, name) in layout.ranges().zip(&names) {

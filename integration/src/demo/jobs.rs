@@ -3,16 +3,17 @@
 use std::time::Duration;
 
 use super::report::{GuestReport, JobReport};
-use super::{DemoError, Options};
+use super::{DemoError, DemoOptions};
 use crate::guest::Guest;
-use crate::guest::fio::Fio;
-use crate::progress::say;
+use crate::guest::fio::GuestFioJob;
+use crate::progress::print_line;
 use crate::server::Server;
 
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
-fn jobs(runtime: Duration) -> Vec<Fio> {
-    let timed = |name, pattern, size, depth| Fio::new(name, pattern, size, depth).runtime(runtime);
+fn jobs(runtime: Duration) -> Vec<GuestFioJob> {
+    let timed =
+        |name, pattern, size, depth| GuestFioJob::new(name, pattern, size, depth).runtime(runtime);
     vec![
         timed("randread-4k-qd1", "randread", "4k", 1),
         timed("randread-4k-qd32", "randread", "4k", 32),
@@ -20,19 +21,19 @@ fn jobs(runtime: Duration) -> Vec<Fio> {
         timed("randwrite-4k-qd32", "randwrite", "4k", 32),
         timed("read-128k-qd8", "read", "128k", 8),
         timed("write-128k-qd8", "write", "128k", 8),
-        Fio::new("verify-crc32c-4k-qd32", "randwrite", "4k", 32)
+        GuestFioJob::new("verify-crc32c-4k-qd32", "randwrite", "4k", 32)
             .option("size", "32m")
-            .verified(),
+            .with_verification(),
     ]
 }
 
 /// Checks that a job's name contains `text`, for the command line.
-pub(super) fn named(text: &str) -> Result<String, String> {
+pub(super) fn parse_job_filter(text: &str) -> Result<String, String> {
     let jobs = jobs(Duration::ZERO);
     if jobs.iter().any(|job| job.name().contains(text)) {
         return Ok(text.to_owned());
     }
-    let names: Vec<&str> = jobs.iter().map(Fio::name).collect();
+    let names: Vec<&str> = jobs.iter().map(GuestFioJob::name).collect();
     Err(format!("no job has it in its name: {}", names.join(", ")))
 }
 
@@ -40,7 +41,7 @@ pub(super) fn named(text: &str) -> Result<String, String> {
 pub(super) fn measure(
     guest: &Guest,
     server: &Server,
-    options: &Options,
+    options: &DemoOptions,
 ) -> Result<GuestReport, DemoError> {
     let name = guest.name();
     let mut report = identify(guest, options.vcpus)?;
@@ -54,8 +55,8 @@ pub(super) fn measure(
         let counted = server.function_stats(name)?.totals().since(before);
         match result {
             Ok(result) => {
-                let side = result.writes_first();
-                say(&format!(
+                let side = result.written_side();
+                print_line(&format!(
                     "    {name}: {} done, {:.0} IOPS",
                     job.name(),
                     side.iops
@@ -76,7 +77,7 @@ pub(super) fn measure(
                 }
             }
             Err(error) => {
-                say(&format!("    {name}: {} FAILED", job.name()));
+                print_line(&format!("    {name}: {} FAILED", job.name()));
                 report.note(Err(error))?;
             }
         }
@@ -88,7 +89,7 @@ pub(super) fn measure(
 fn identify(guest: &Guest, vcpus: u32) -> Result<GuestReport, DemoError> {
     let said = guest.check(
         "uname -r; cat /sys/class/nvme/nvme0/model /sys/block/nvme0n1/size",
-        PATIENCE,
+        TIMEOUT,
     )?;
     let mut lines = said.lines().map(str::trim);
     let parsed = (|| {

@@ -4,11 +4,11 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{DemoError, Options};
+use super::{DemoError, DemoOptions};
 use crate::guest;
 use crate::lab::options::build;
-use crate::lab::{Lab, LabConfig, LabDrive, Said};
-use crate::progress::{Step, say};
+use crate::lab::{EchoedOutput, Lab, LabConfig, LabDrive};
+use crate::progress::{ProgressStep, print_line};
 use crate::provision::KernelChoice;
 use crate::provision::lab::LabAssets;
 
@@ -22,28 +22,32 @@ const GUARD: u64 = 16 << 20;
 const GUEST_MIB: u32 = 640;
 const HOST_MIB: u32 = 2048;
 /// Timeout, longer than any demonstration. The run time of jobs is an option.
-const PATIENCE: Duration = Duration::from_secs(3600);
+const TIMEOUT: Duration = Duration::from_secs(3600);
 const REPORT: &str = "/tmp/demo.json";
 /// Maximum number of labs to try if guests are lost.
 const ATTEMPTS: u32 = 4;
 
 /// Runs the demonstration inside a new lab. If a guest is lost, tries again in another lab.
-pub(super) fn run(options: &Options) -> Result<bool, DemoError> {
+pub(super) fn run(options: &DemoOptions) -> Result<bool, DemoError> {
     let programs = build()?;
     let assets = LabAssets::provide(&KernelChoice::V6_12)?;
     for _ in 1..ATTEMPTS {
-        match give(options, &programs, &assets) {
+        match run_once(options, &programs, &assets) {
             Err(error) if guest::is_lost(&error) => {
                 crate::print_error(&error);
-                say(&format!("In the emulated host, {}", guest::LOST));
+                print_line(&format!("In the emulated host, {}", guest::LOST_GUEST_LINE));
             }
             result => return result,
         }
     }
-    give(options, &programs, &assets)
+    run_once(options, &programs, &assets)
 }
 
-fn give(options: &Options, programs: &[PathBuf], assets: &LabAssets) -> Result<bool, DemoError> {
+fn run_once(
+    options: &DemoOptions,
+    programs: &[PathBuf],
+    assets: &LabAssets,
+) -> Result<bool, DemoError> {
     let folder = tempfile::Builder::new()
         .prefix("nvme-mpt-demo-")
         .tempdir()
@@ -56,14 +60,15 @@ fn give(options: &Options, programs: &[PathBuf], assets: &LabAssets) -> Result<b
         .memory_mib(HOST_MIB + options.guests * GUEST_MIB)
         .drive(LabDrive::new(DRIVE, size));
     for program in programs {
-        config = config.bring(program);
+        config = config.with_file(program);
     }
-    let step =
-        Step::start("Booting the lab: an emulated host with an NVMe drive, an IOMMU and KVM");
+    let step = ProgressStep::start(
+        "Booting the lab: an emulated host with an NVMe drive, an IOMMU and KVM",
+    );
     let lab = Lab::boot(assets, &config, folder.path())?;
     step.done(format!("kernel {}", assets.host.kernel.name));
-    let mut said = Said::default();
-    let status = lab.stream(&command(options), PATIENCE, &mut said)?;
+    let mut said = EchoedOutput::default();
+    let status = lab.stream(&command(options), TIMEOUT, &mut said)?;
 
     let wanted = match options.json {
         Some(_) => vec![REPORT.to_owned()],
@@ -85,7 +90,7 @@ fn give(options: &Options, programs: &[PathBuf], assets: &LabAssets) -> Result<b
             source,
         })?;
     }
-    say(&format!(
+    print_line(&format!(
         "The lab's IOMMU refused {} accesses of the drive",
         report.iommu_faults
     ));
@@ -93,7 +98,7 @@ fn give(options: &Options, programs: &[PathBuf], assets: &LabAssets) -> Result<b
 }
 
 /// Returns the command line inside the lab, with the options given here.
-fn command(options: &Options) -> String {
+fn command(options: &DemoOptions) -> String {
     let mut command = format!(
         "demo --drive {ADDRESS} --guests {} --kernel {} --doorbells {} --vcpus {} --runtime {}",
         options.guests,

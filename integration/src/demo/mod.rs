@@ -11,12 +11,12 @@ use nvme_vfio::function::PciAddress;
 use thiserror::Error;
 
 use crate::guest::fio::FioError;
-use crate::guest::{self, BOOT_PATIENCE, Drive, Guest, GuestConfig, GuestError};
+use crate::guest::{self, BOOT_TIMEOUT, Guest, GuestConfig, GuestDrive, GuestError};
 use crate::lab::LabError;
 use crate::process::ProcessError;
-use crate::progress::{Lines, Step, say};
-use crate::provision::{Assets, KernelChoice, ProvisionError};
-use crate::server::{self, FunctionOptions, Server, ServerError};
+use crate::progress::{ProgressOutput, ProgressStep, print_line};
+use crate::provision::{GuestAssets, KernelChoice, ProvisionError};
+use crate::server::{self, FunctionArgument, Server, ServerError};
 
 mod host;
 mod isolation;
@@ -24,18 +24,18 @@ mod jobs;
 mod lab;
 mod report;
 
-use host::Taken;
-use isolation::Layout;
-use report::Report;
+use host::UnboundDrive;
+use isolation::DriveLayout;
+use report::DemoReport;
 
-const POWER_OFF_PATIENCE: Duration = Duration::from_secs(300);
+const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Boots guests that share one drive, and checks that each range holds its own guest's data alone
 ///
 /// Measures each guest's I/O. The exit status is not 0 if a verification or the isolation check fails.
 #[derive(Debug, Parser)]
 #[command(name = "demo", version)]
-pub struct Options {
+pub struct DemoOptions {
     /// Number of guests that share the drive
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
     guests: u32,
@@ -48,8 +48,8 @@ pub struct Options {
     #[arg(long, value_name = "PATH|ADDRESS|memory:SIZE|lab")]
     drive: Option<DriveChoice>,
     /// Way in which guests ring doorbells
-    #[arg(long, value_enum, default_value_t = Doorbells::Shadow)]
-    doorbells: Doorbells,
+    #[arg(long, value_enum, default_value_t = DemoDoorbellMode::Shadow)]
+    doorbells: DemoDoorbellMode,
     /// vCPUs of each guest, and so its I/O queues
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=16))]
     vcpus: u32,
@@ -57,7 +57,7 @@ pub struct Options {
     #[arg(long, value_name = "SECONDS", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     runtime: u64,
     /// Only the jobs that have this in their names, such as randread or verify
-    #[arg(long, value_name = "TEXT", value_parser = jobs::named)]
+    #[arg(long, value_name = "TEXT", value_parser = jobs::parse_job_filter)]
     jobs: Option<String>,
     /// Writes the figures into a file
     #[arg(long, value_name = "FILE")]
@@ -66,7 +66,7 @@ pub struct Options {
 
 /// The three modes of doorbells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Doorbells {
+pub enum DemoDoorbellMode {
     /// A store to the Doorbell Buffer in the guest's memory
     Shadow,
     /// A store to a page that is mapped into the guest
@@ -75,7 +75,7 @@ pub enum Doorbells {
     Trap,
 }
 
-impl Doorbells {
+impl DemoDoorbellMode {
     /// Returns the value of the `doorbells` option.
     pub fn word(self) -> &'static str {
         match self {
@@ -210,7 +210,7 @@ pub enum DemoError {
 ///
 /// # Errors
 /// The demonstration cannot be run.
-pub fn run(options: &Options) -> Result<bool, DemoError> {
+pub fn run(options: &DemoOptions) -> Result<bool, DemoError> {
     if options.drive == Some(DriveChoice::Lab) {
         return lab::run(options);
     }
@@ -220,7 +220,7 @@ pub fn run(options: &Options) -> Result<bool, DemoError> {
         Some(DriveChoice::Function { address }) => host::check_function(address)?,
         _ => {}
     }
-    let assets = Assets::provide(&options.kernel)?;
+    let assets = GuestAssets::provide(&options.kernel)?;
     let binary = server::build()?;
     let folder = tempfile::Builder::new()
         .prefix("nvme-mpt-demo-")
@@ -230,10 +230,10 @@ pub fn run(options: &Options) -> Result<bool, DemoError> {
             source,
         })?;
 
-    let result = share(options, &assets, &binary, folder.path());
+    let result = run_on_drive(options, &assets, &binary, folder.path());
     match &result {
         Ok(report) if report.all_well() => {}
-        _ => say(&format!(
+        _ => print_line(&format!(
             "Logs and consoles are kept in {}",
             folder.keep().display()
         )),
@@ -245,20 +245,22 @@ pub fn run(options: &Options) -> Result<bool, DemoError> {
             source,
         })?;
     }
-    say(&report.table());
+    print_line(&report.table());
     Ok(report.all_well())
 }
 
-fn share(
-    options: &Options,
-    assets: &Assets,
+fn run_on_drive(
+    options: &DemoOptions,
+    assets: &GuestAssets,
     binary: &Path,
     folder: &Path,
-) -> Result<Report, DemoError> {
+) -> Result<DemoReport, DemoError> {
     let layout = match &options.drive {
-        Some(DriveChoice::Memory { size }) => Layout::in_memory(*size, options.guests)?,
-        Some(DriveChoice::Path(path)) => Layout::on_file(path, options.guests)?,
-        Some(DriveChoice::Function { address }) => Layout::on_function(address, options.guests)?,
+        Some(DriveChoice::Memory { size }) => DriveLayout::in_memory(*size, options.guests)?,
+        Some(DriveChoice::Path(path)) => DriveLayout::on_file(path, options.guests)?,
+        Some(DriveChoice::Function { address }) => {
+            DriveLayout::on_function(address, options.guests)?
+        }
         Some(DriveChoice::Lab) | None => {
             let path = crate::target_dir().join("demo/drive.img");
             let at = |source| DemoError::File {
@@ -271,19 +273,19 @@ fn share(
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(error)),
                 _ => {}
             }
-            Layout::on_file(&path, options.guests)?
+            DriveLayout::on_file(&path, options.guests)?
         }
     };
-    let step = Step::start(format!("Marking {}", layout.drive()));
+    let step = ProgressStep::start(format!("Marking {}", layout.drive()));
     layout.mark_guards()?;
     step.done(layout.describe());
 
     let names: Vec<String> = (1..=options.guests).map(|n| format!("guest-{n}")).collect();
-    let functions: Vec<FunctionOptions> = names
+    let functions: Vec<FunctionArgument> = names
         .iter()
         .zip(layout.ranges())
         .map(|(name, range)| {
-            FunctionOptions::new(name, layout.drive(), range.option())
+            FunctionArgument::new(name, layout.drive(), range.option())
                 .option(format!("doorbells={}", options.doorbells.word()))
                 .option(format!("queues={}", options.vcpus))
         })
@@ -291,18 +293,18 @@ fn share(
     // This is declared before the server, and therefore dropped after it.
     let taken = match layout.function() {
         Some(address) => {
-            let step = Step::start(format!("Taking {address} from the host's driver"));
-            let taken = Taken::take(binary, address)?;
+            let step = ProgressStep::start(format!("Taking {address} from the host's driver"));
+            let taken = UnboundDrive::take(binary, address)?;
             step.done("");
             Some(taken)
         }
         None => None,
     };
-    let step = Step::start("Starting nvme-mpt serve");
+    let step = ProgressStep::start("Starting nvme-mpt serve");
     let mut server = Server::start(binary, &functions, folder)?;
     step.done(format!("one process, {} functions", functions.len()));
 
-    let step = Step::start(format!(
+    let step = ProgressStep::start(format!(
         "Booting {} guests, kernel {}",
         names.len(),
         assets.kernel.name
@@ -313,28 +315,29 @@ fn share(
     for name in &names {
         let config = GuestConfig::new(name)
             .vcpus(options.vcpus)
-            .drive(Drive::vfio_user(server.socket(name)));
+            .drive(GuestDrive::vfio_user(server.socket(name)));
         let guest = Guest::start_booting(assets, &config, folder)?;
         if one_by_one {
-            guest.await_ready(BOOT_PATIENCE)?;
+            guest.await_ready(BOOT_TIMEOUT)?;
             step.note(format!("{name} is up"));
         }
         guests.push(guest);
     }
     for (guest, name) in guests.iter().zip(&names).filter(|_| !one_by_one) {
-        guest.await_ready(BOOT_PATIENCE)?;
+        guest.await_ready(BOOT_TIMEOUT)?;
         step.note(format!("{name} is up"));
     }
     step.done("");
 
-    let step = Step::start("Measuring, all guests at once");
+    let step = ProgressStep::start("Measuring, all guests at once");
     let mut reports = on_each(&guests, |guest| jobs::measure(guest, &server, options))?;
     step.done("");
 
-    let step = Step::start("Each guest fills its range with a pattern of its own, all at once");
+    let step =
+        ProgressStep::start("Each guest fills its range with a pattern of its own, all at once");
     let filled = on_each(&guests, |guest| Ok(isolation::fill(guest)))?;
     step.done("");
-    let step = Step::start("Each guest reads its whole range back");
+    let step = ProgressStep::start("Each guest reads its whole range back");
     let read_back = on_each(&guests, |guest| Ok(isolation::read_back(guest)))?;
     step.done("");
     let ends = filled.into_iter().zip(read_back);
@@ -347,26 +350,26 @@ fn share(
         }))?;
 
     for guest in &mut guests {
-        guest.power_off(POWER_OFF_PATIENCE)?;
+        guest.power_off(POWER_OFF_TIMEOUT)?;
     }
     server.stop()?;
     if let Some(taken) = taken {
-        let step = Step::start(format!(
+        let step = ProgressStep::start(format!(
             "Giving {} back to the host's driver",
             layout.drive()
         ));
-        taken.give_back()?;
+        taken.bind_again()?;
         step.done("");
     }
 
-    let step = Step::start("Checking the drive: every range, and what lies between them");
+    let step = ProgressStep::start("Checking the drive: every range, and what lies between them");
     let faults = layout.check(&names)?;
     step.done(if faults.is_empty() {
         "all as it should be"
     } else {
         "NOT as it should be"
     });
-    Ok(Report {
+    Ok(DemoReport {
         doorbells: options.doorbells,
         guests: reports,
         guards_checked: layout.has_guards(),
@@ -379,11 +382,11 @@ fn on_each<T: Send>(
     guests: &[Guest],
     what: impl Fn(&Guest) -> Result<T, DemoError> + Sync,
 ) -> Result<Vec<T>, DemoError> {
-    let lines = Lines::of_this_thread();
+    let lines = ProgressOutput::current();
     std::thread::scope(|scope| {
         let threads: Vec<_> = guests
             .iter()
-            .map(|guest| scope.spawn(|| lines.take_from(|| what(guest))))
+            .map(|guest| scope.spawn(|| lines.with_lines(|| what(guest))))
             .collect();
         all(threads.into_iter().map(|thread| {
             thread

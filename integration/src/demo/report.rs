@@ -4,10 +4,10 @@ use std::fmt::Write;
 
 use serde::Serialize;
 
-use super::{DemoError, Doorbells};
+use super::{DemoDoorbellMode, DemoError};
 use crate::guest;
 use crate::guest::fio::FioError;
-use crate::progress::say;
+use crate::progress::print_line;
 
 /// Result of one job in one guest.
 #[derive(Debug, Clone, Serialize)]
@@ -42,7 +42,7 @@ impl GuestReport {
     pub(super) fn note(&mut self, result: Result<(), FioError>) -> Result<(), DemoError> {
         let Err(error) = result else { return Ok(()) };
         let failure = crate::error_chain(&error);
-        say(&format!("    {}: {failure}", self.name));
+        print_line(&format!("    {}: {failure}", self.name));
         if guest::is_lost(&error) || crate::lab::inside::is_inside() {
             return Err(error.into());
         }
@@ -53,8 +53,8 @@ impl GuestReport {
 
 /// Results of the demonstration.
 #[derive(Debug)]
-pub(super) struct Report {
-    pub(super) doorbells: Doorbells,
+pub(super) struct DemoReport {
+    pub(super) doorbells: DemoDoorbellMode,
     pub(super) guests: Vec<GuestReport>,
     /// True if the host could read the guards.
     pub(super) guards_checked: bool,
@@ -78,7 +78,7 @@ struct JsonGuest<'a> {
     jobs: &'a [JobReport],
 }
 
-impl Report {
+impl DemoReport {
     pub(super) fn all_well(&self) -> bool {
         self.faults.is_empty() && self.guests.iter().all(|guest| guest.failures.is_empty())
     }
@@ -182,9 +182,9 @@ impl Report {
 mod tests {
     use super::*;
 
-    fn report() -> Report {
-        Report {
-            doorbells: Doorbells::Shadow,
+    fn report() -> DemoReport {
+        DemoReport {
+            doorbells: DemoDoorbellMode::Shadow,
             guests: vec![GuestReport {
                 name: "guest-1".to_owned(),
                 kernel: "6.12".to_owned(),

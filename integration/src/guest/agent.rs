@@ -6,22 +6,22 @@ use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::Duration;
 
-use super::channel::{Channel, ChannelError, Job, Output};
-use super::{BOOT_PATIENCE, GuestError, PANIC_LINES};
-use crate::process::{self, Supervised};
-use crate::vmm::counters::has_foreign_registers;
+use super::channel::{AgentChannel, AgentChannelError, ScriptJob, ScriptOutput};
+use super::{BOOT_TIMEOUT, GuestError, PANIC_LINES};
+use crate::process::{self, SupervisedChild};
+use crate::vmm::counters::has_host_registers;
 
 /// The agent of a guest, and the VMM's process. Dropping it kills the VMM.
 #[derive(Debug)]
-pub struct Agent {
+pub struct GuestAgent {
     name: String,
     kernel: String,
     console: PathBuf,
-    vmm: Supervised,
-    channel: Channel,
+    vmm: SupervisedChild,
+    channel: AgentChannel,
 }
 
-impl Agent {
+impl GuestAgent {
     /// Creates the agent that communicates over `stream`. The guest's kernel writes to the file `console`.
     ///
     /// # Errors
@@ -30,10 +30,10 @@ impl Agent {
         name: &str,
         kernel: &str,
         console: &Path,
-        vmm: Supervised,
+        vmm: SupervisedChild,
         stream: UnixStream,
     ) -> Result<Self, GuestError> {
-        let channel = Channel::new(stream).map_err(|reason| GuestError::Silent {
+        let channel = AgentChannel::new(stream).map_err(|reason| GuestError::Silent {
             guest: name.to_owned(),
             reason,
             console: String::new(),
@@ -71,14 +71,14 @@ impl Agent {
     pub fn await_ready(&self, patience: Duration) -> Result<(), GuestError> {
         self.channel
             .await_ready(patience)
-            .map_err(|reason| self.silent(reason))
+            .map_err(|reason| self.silent_error(reason))
     }
 
     /// Runs a shell script and returns its output and exit status.
     ///
     /// # Errors
     /// The script does not end in time, or the guest dies.
-    pub fn run(&self, script: &str, patience: Duration) -> Result<Output, GuestError> {
+    pub fn run(&self, script: &str, patience: Duration) -> Result<ScriptOutput, GuestError> {
         let job = self.start(script)?;
         self.finish(job, patience)
     }
@@ -96,27 +96,31 @@ impl Agent {
     ///
     /// # Errors
     /// The guest is dead.
-    pub fn start(&self, script: &str) -> Result<Job, GuestError> {
+    pub fn start(&self, script: &str) -> Result<ScriptJob, GuestError> {
         self.channel
             .start(script)
-            .map_err(|reason| self.silent(reason))
+            .map_err(|reason| self.silent_error(reason))
     }
 
     /// Waits for a background script.
     ///
     /// # Errors
     /// The script does not end in time, or the guest dies.
-    pub fn finish(&self, job: Job, patience: Duration) -> Result<Output, GuestError> {
+    pub fn finish(&self, job: ScriptJob, patience: Duration) -> Result<ScriptOutput, GuestError> {
         self.channel
-            .wait(job, patience, || has_foreign_registers(self.pid()))
-            .map_err(|reason| self.silent(reason))
+            .wait(job, patience, || has_host_registers(self.pid()))
+            .map_err(|reason| self.silent_error(reason))
     }
 
     /// Waits for a background script that must succeed.
     ///
     /// # Errors
     /// The script fails or does not end in time, or the guest dies.
-    pub fn finish_well(&self, job: Job, patience: Duration) -> Result<String, GuestError> {
+    pub fn finish_successfully(
+        &self,
+        job: ScriptJob,
+        patience: Duration,
+    ) -> Result<String, GuestError> {
         let script = job.script().to_owned();
         let output = self.finish(job, patience)?;
         self.expect_success(&script, output)
@@ -129,7 +133,7 @@ impl Agent {
     pub fn next_event(&self, patience: Duration) -> Result<String, GuestError> {
         self.channel
             .next_event(patience)
-            .map_err(|reason| self.silent(reason))
+            .map_err(|reason| self.silent_error(reason))
     }
 
     /// Returns all events that were not taken yet.
@@ -143,7 +147,7 @@ impl Agent {
     /// The kernel refuses a module.
     pub fn load_modules(&self) -> Result<(), GuestError> {
         let script = "for module in /lib/modules/*.ko; do insmod $module || exit 1; done";
-        self.check(script, BOOT_PATIENCE)?;
+        self.check(script, BOOT_TIMEOUT)?;
         Ok(())
     }
 
@@ -152,7 +156,7 @@ impl Agent {
     /// # Errors
     /// The stream cannot be used.
     pub(crate) fn reconnect(&mut self, stream: UnixStream) -> Result<(), GuestError> {
-        let mut channel = Channel::new(stream).map_err(|reason| self.silent(reason))?;
+        let mut channel = AgentChannel::new(stream).map_err(|reason| self.silent_error(reason))?;
         if self.channel.reminds() {
             channel.remind();
         }
@@ -165,7 +169,7 @@ impl Agent {
     /// # Errors
     /// The VMM's status cannot be read.
     pub(crate) fn has_ended(&mut self) -> Result<bool, GuestError> {
-        Ok(self.vmm.ended()?.is_some())
+        Ok(self.vmm.try_wait()?.is_some())
     }
 
     /// Starts a script that ends the VMM, and waits for the VMM.
@@ -215,7 +219,7 @@ impl Agent {
         self.vmm.pid()
     }
 
-    fn expect_success(&self, script: &str, output: Output) -> Result<String, GuestError> {
+    fn expect_success(&self, script: &str, output: ScriptOutput) -> Result<String, GuestError> {
         if output.status == 0 {
             return Ok(output.text);
         }
@@ -227,12 +231,12 @@ impl Agent {
         })
     }
 
-    fn silent(&self, reason: ChannelError) -> GuestError {
+    fn silent_error(&self, reason: AgentChannelError) -> GuestError {
         GuestError::Silent {
             guest: self.name.clone(),
             reason,
             console: self.console_tail(),
-            log: self.vmm_log_tail() + "\n" + &process::children_at_work(),
+            log: self.vmm_log_tail() + "\n" + &process::describe_children(),
         }
     }
 }

@@ -18,24 +18,24 @@ const BLOCK: u64 = 512;
 
 /// The memory file of a VMM's guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MemoryFile {
+pub struct MemoryFileUsage {
     /// Size of the guest's memory in bytes.
     pub len_bytes: u64,
     /// Allocated bytes, which do not include freed pages.
     pub allocated_bytes: u64,
 }
 
-impl MemoryFile {
+impl MemoryFileUsage {
     /// Returns the largest memfd of a process.
     ///
     /// # Errors
     /// The process has no memfd, or its descriptors cannot be read.
-    pub fn of_process(pid: u32) -> io::Result<Self> {
+    pub fn from_process(pid: u32) -> io::Result<Self> {
         let mut largest: Option<Self> = None;
         for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
             let path = entry?.path();
             // The process may have closed the descriptor.
-            let Some(file) = Self::of_descriptor(&path) else {
+            let Some(file) = Self::from_descriptor(&path) else {
                 continue;
             };
             if largest.is_none_or(|other| other.len_bytes < file.len_bytes) {
@@ -45,7 +45,7 @@ impl MemoryFile {
         largest.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    fn of_descriptor(path: &Path) -> Option<Self> {
+    fn from_descriptor(path: &Path) -> Option<Self> {
         let name = fs::read_link(path).ok()?;
         if !name.to_string_lossy().starts_with(MEMFD) {
             return None;
@@ -71,9 +71,9 @@ impl Guest {
     ///
     /// # Errors
     /// QEMU refuses.
-    pub fn leave(&mut self, bytes: u64) -> Result<(), GuestError> {
+    pub fn shrink_memory_to(&mut self, bytes: u64) -> Result<(), GuestError> {
         let size = json!({"value": bytes});
-        self.monitor(|qmp| qmp.execute("balloon", size).map(drop))
+        self.with_qmp(|qmp| qmp.execute("balloon", size).map(drop))
     }
 }
 
@@ -94,8 +94,8 @@ mod tests {
         small.write_all_at(&[1; 3 << 12], 0).expect("a write");
         let large = memfd(1 << 45);
         large.write_all_at(&[1; 2 << 12], 1 << 44).expect("a write");
-        let found = MemoryFile::of_process(std::process::id()).expect("a memfd");
-        let expected = MemoryFile {
+        let found = MemoryFileUsage::from_process(std::process::id()).expect("a memfd");
+        let expected = MemoryFileUsage {
             len_bytes: 1 << 45,
             allocated_bytes: 2 << 12,
         };

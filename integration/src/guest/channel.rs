@@ -21,24 +21,24 @@ const REMINDERS: [(Duration, Duration); 2] = [
 ];
 
 /// Interval of checks whether the guest is lost.
-const LOOK: Duration = Duration::from_secs(5);
+const LOSS_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Script for a guest that did not end another script in time, and the timeout of its answer.
 const INQUIRY: &str = include_str!("../../../resources/guest/inquiry");
-const INQUIRY_PATIENCE: Duration = Duration::from_secs(180);
+const INQUIRY_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Errors of the connection to the agent.
 #[derive(Debug, Error)]
-pub enum ChannelError {
+pub enum AgentChannelError {
     /// The guest did not answer in time.
-    #[error("waited {patience:?} in vain for {what}{}", sign_of_life(.life.as_deref()))]
+    #[error("waited {patience:?} in vain for {what}{}", describe_life_sign(.life.as_deref()))]
     Timeout {
         /// Expected event.
         what: String,
         /// Timeout.
         patience: Duration,
         /// Result of another script, if one was started to find the cause.
-        life: Option<Box<Life>>,
+        life: Option<Box<SignOfLife>>,
     },
     /// The connection ended, so that no answer will come.
     #[error("it runs with its host's registers, and {what} was waited for")]
@@ -59,24 +59,24 @@ pub enum ChannelError {
 
 /// Distinguishes a hanging script from a hanging guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Life {
+pub enum SignOfLife {
     /// The guest ran the inquiry, whose output may show the cause.
-    Said(String),
+    Answered(String),
     /// The guest did not run the inquiry.
     None,
 }
 
-fn sign_of_life(life: Option<&Life>) -> String {
+fn describe_life_sign(life: Option<&SignOfLife>) -> String {
     match life {
         None => String::new(),
-        Some(Life::Said(text)) => format!("\nIt ran another script afterwards:\n{text}"),
-        Some(Life::None) => "\nIt ran nothing else afterwards.".to_owned(),
+        Some(SignOfLife::Answered(text)) => format!("\nIt ran another script afterwards:\n{text}"),
+        Some(SignOfLife::None) => "\nIt ran nothing else afterwards.".to_owned(),
     }
 }
 
 /// Output and exit status of a script.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Output {
+pub struct ScriptOutput {
     /// Exit status; 128 + N if signal N ended the script.
     pub status: i32,
     /// Standard output and standard error, in order of arrival.
@@ -85,44 +85,44 @@ pub struct Output {
 
 /// A running script in the guest.
 #[derive(Debug)]
-pub struct Job {
+pub struct ScriptJob {
     script: String,
-    result: Receiver<Output>,
+    result: Receiver<ScriptOutput>,
 }
 
-impl Job {
+impl ScriptJob {
     /// Returns the script.
     pub fn script(&self) -> &str {
         &self.script
     }
 
     /// Returns the result if the script has ended.
-    pub fn try_result(&self) -> Option<Output> {
+    pub fn try_result(&self) -> Option<ScriptOutput> {
         self.result.try_recv().ok()
     }
 }
 
 #[derive(Debug)]
-struct Running {
+struct PendingScript {
     text: Vec<u8>,
-    result: Sender<Output>,
+    result: Sender<ScriptOutput>,
 }
 
-type RunningJobs = Arc<Mutex<HashMap<u64, Running>>>;
+type RunningJobs = Arc<Mutex<HashMap<u64, PendingScript>>>;
 
 /// The host's end of the connection.
 #[derive(Debug)]
-pub(super) struct Channel {
+pub(super) struct AgentChannel {
     out: Mutex<UnixStream>,
     running: RunningJobs,
     next_id: AtomicU64,
     ready: Mutex<Receiver<()>>,
     events: Mutex<Receiver<String>>,
-    reminds: bool,
+    sends_reminders: bool,
 }
 
-impl Channel {
-    pub(super) fn new(stream: UnixStream) -> Result<Self, ChannelError> {
+impl AgentChannel {
+    pub(super) fn new(stream: UnixStream) -> Result<Self, AgentChannelError> {
         let running = RunningJobs::default();
         let (ready_in, ready) = mpsc::channel();
         let (events_in, events) = mpsc::channel();
@@ -136,28 +136,28 @@ impl Channel {
             next_id: AtomicU64::new(1),
             ready: Mutex::new(ready),
             events: Mutex::new(events),
-            reminds: false,
+            sends_reminders: false,
         })
     }
 
     /// Sends empty lines, which the agent ignores, while a caller waits for a script. Some ports raise a single interrupt for
     /// many bytes. Bytes that the guest does not take on that interrupt (Linux takes 256) stay there until more bytes arrive.
     pub(super) fn remind(&mut self) {
-        self.reminds = true;
+        self.sends_reminders = true;
     }
 
     /// Returns whether empty lines are sent.
     pub(super) fn reminds(&self) -> bool {
-        self.reminds
+        self.sends_reminders
     }
 
     /// Waits for the end of a script. `is_lost` is called periodically and returns whether the guest is lost.
     pub(super) fn wait(
         &self,
-        job: Job,
+        job: ScriptJob,
         patience: Duration,
         is_lost: impl Fn() -> bool,
-    ) -> Result<Output, ChannelError> {
+    ) -> Result<ScriptOutput, AgentChannelError> {
         let what = || format!("the end of `{}`", job.script);
         let started = Instant::now();
         let mut looked = Duration::ZERO;
@@ -165,11 +165,13 @@ impl Channel {
             let waited = started.elapsed();
             let left = patience.saturating_sub(waited);
             let reminder = REMINDERS.iter().find(|(until, _)| waited < *until);
-            let reminder = reminder.filter(|_| self.reminds).map(|(_, turn)| *turn);
-            let turn = reminder.unwrap_or(LOOK);
+            let reminder = reminder
+                .filter(|_| self.sends_reminders)
+                .map(|(_, turn)| *turn);
+            let turn = reminder.unwrap_or(LOSS_CHECK_INTERVAL);
             if turn >= left {
                 return receive(&job.result, left, what).map_err(|error| match error {
-                    ChannelError::Timeout { what, .. } => ChannelError::Timeout {
+                    AgentChannelError::Timeout { what, .. } => AgentChannelError::Timeout {
                         what,
                         patience,
                         life: Some(Box::new(self.inquire())),
@@ -178,7 +180,7 @@ impl Channel {
                 });
             }
             match receive(&job.result, turn, what) {
-                Err(ChannelError::Timeout { .. }) => {}
+                Err(AgentChannelError::Timeout { .. }) => {}
                 result => return result,
             }
             if reminder.is_some() {
@@ -186,32 +188,32 @@ impl Channel {
                 // The listener thread detects a closed connection.
                 let _ = out.write_all(b"\n");
             }
-            if waited >= looked + LOOK {
+            if waited >= looked + LOSS_CHECK_INTERVAL {
                 looked = waited;
                 if is_lost() {
-                    return Err(ChannelError::Lost { what: what() });
+                    return Err(AgentChannelError::Lost { what: what() });
                 }
             }
         }
     }
 
-    fn inquire(&self) -> Life {
-        let answer = |job: Job| job.result.recv_timeout(INQUIRY_PATIENCE).ok();
+    fn inquire(&self) -> SignOfLife {
+        let answer = |job: ScriptJob| job.result.recv_timeout(INQUIRY_TIMEOUT).ok();
         match self.start(INQUIRY).ok().and_then(answer) {
-            Some(Output { text, .. }) => Life::Said(text),
-            None => Life::None,
+            Some(ScriptOutput { text, .. }) => SignOfLife::Answered(text),
+            None => SignOfLife::None,
         }
     }
 
-    pub(super) fn await_ready(&self, patience: Duration) -> Result<(), ChannelError> {
+    pub(super) fn await_ready(&self, patience: Duration) -> Result<(), AgentChannelError> {
         let ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
         receive(&ready, patience, || "the guest to come up".to_owned())
     }
 
-    pub(super) fn start(&self, script: &str) -> Result<Job, ChannelError> {
+    pub(super) fn start(&self, script: &str) -> Result<ScriptJob, AgentChannelError> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (sender, result) = mpsc::channel();
-        let running = Running {
+        let running = PendingScript {
             text: Vec::new(),
             result: sender,
         };
@@ -219,16 +221,16 @@ impl Channel {
         let line = format!("run {id} {}\n", BASE64.encode(script));
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         out.write_all(line.as_bytes())
-            .map_err(|_| ChannelError::Closed {
+            .map_err(|_| AgentChannelError::Closed {
                 what: format!("the start of `{script}`"),
             })?;
-        Ok(Job {
+        Ok(ScriptJob {
             script: script.to_owned(),
             result,
         })
     }
 
-    pub(super) fn next_event(&self, patience: Duration) -> Result<String, ChannelError> {
+    pub(super) fn next_event(&self, patience: Duration) -> Result<String, AgentChannelError> {
         let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         receive(&events, patience, || "an event".to_owned())
     }
@@ -239,7 +241,7 @@ impl Channel {
     }
 }
 
-impl Drop for Channel {
+impl Drop for AgentChannel {
     fn drop(&mut self) {
         // Ends the listener thread even if the VMM is still alive.
         let out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
@@ -247,7 +249,9 @@ impl Drop for Channel {
     }
 }
 
-fn lock(jobs: &Mutex<HashMap<u64, Running>>) -> std::sync::MutexGuard<'_, HashMap<u64, Running>> {
+fn lock(
+    jobs: &Mutex<HashMap<u64, PendingScript>>,
+) -> std::sync::MutexGuard<'_, HashMap<u64, PendingScript>> {
     jobs.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -255,14 +259,14 @@ fn receive<T>(
     from: &Receiver<T>,
     patience: Duration,
     what: impl Fn() -> String,
-) -> Result<T, ChannelError> {
+) -> Result<T, AgentChannelError> {
     from.recv_timeout(patience).map_err(|error| match error {
-        RecvTimeoutError::Timeout => ChannelError::Timeout {
+        RecvTimeoutError::Timeout => AgentChannelError::Timeout {
             what: what(),
             patience,
             life: None,
         },
-        RecvTimeoutError::Disconnected => ChannelError::Closed { what: what() },
+        RecvTimeoutError::Disconnected => AgentChannelError::Closed { what: what() },
     })
 }
 
@@ -279,13 +283,13 @@ fn listen(input: UnixStream, jobs: &RunningJobs, ready: &Sender<()>, events: &Se
         }
         let text = String::from_utf8_lossy(&line);
         // The port turns "\n" into "\r\n", and firmware may have left characters before the line.
-        understand(text.trim(), jobs, ready, events);
+        handle_line(text.trim(), jobs, ready, events);
     }
     // Answers can no longer arrive: dropping the senders wakes waiting threads.
     lock(jobs).clear();
 }
 
-fn understand(line: &str, jobs: &RunningJobs, ready: &Sender<()>, events: &Sender<String>) {
+fn handle_line(line: &str, jobs: &RunningJobs, ready: &Sender<()>, events: &Sender<String>) {
     let (verb, rest) = line.split_once(' ').unwrap_or((line, ""));
     // Sends fail only if the guest was dropped, and nothing waits for the answer.
     match verb {
@@ -313,7 +317,7 @@ fn understand(line: &str, jobs: &RunningJobs, ready: &Sender<()>, events: &Sende
                 && let Some(running) = lock(jobs).remove(&id)
             {
                 let text = String::from_utf8_lossy(&running.text).into_owned();
-                let _ = running.result.send(Output { status, text });
+                let _ = running.result.send(ScriptOutput { status, text });
             }
         }
         _ => {}
@@ -324,11 +328,11 @@ fn understand(line: &str, jobs: &RunningJobs, ready: &Sender<()>, events: &Sende
 mod tests {
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(180);
+    const TIMEOUT: Duration = Duration::from_secs(180);
 
-    fn line() -> (Channel, UnixStream) {
+    fn line() -> (AgentChannel, UnixStream) {
         let (ours, theirs) = UnixStream::pair().expect("socket pair");
-        (Channel::new(ours).expect("channel"), theirs)
+        (AgentChannel::new(ours).expect("channel"), theirs)
     }
 
     #[test]
@@ -339,16 +343,16 @@ mod tests {
         let (a, b) = (BASE64.encode("aa"), BASE64.encode("b"));
         let said = format!("out 1 {a}\r\nout 2 {b}\r\nout 1 {a}\r\nend 2 3\r\nend 1 0\r\n");
         guest.write_all(said.as_bytes()).expect("write");
-        let output = |status, text: &str| Output {
+        let output = |status, text: &str| ScriptOutput {
             status,
             text: text.to_owned(),
         };
         assert_eq!(
-            channel.wait(first, PATIENCE, || false).expect("first"),
+            channel.wait(first, TIMEOUT, || false).expect("first"),
             output(0, "aaaa")
         );
         assert_eq!(
-            channel.wait(second, PATIENCE, || false).expect("second"),
+            channel.wait(second, TIMEOUT, || false).expect("second"),
             output(3, "b")
         );
     }
@@ -367,10 +371,7 @@ mod tests {
             guest
         });
         assert_eq!(
-            channel
-                .wait(job, PATIENCE, || false)
-                .expect("an end")
-                .status,
+            channel.wait(job, TIMEOUT, || false).expect("an end").status,
             0
         );
         let mut guest = answers.join().expect("answers");
@@ -407,16 +408,16 @@ mod tests {
         let job = channel.start("sleep").expect("start");
         drop(guest);
         assert!(matches!(
-            channel.wait(job, PATIENCE, || false),
-            Err(ChannelError::Closed { .. })
+            channel.wait(job, TIMEOUT, || false),
+            Err(AgentChannelError::Closed { .. })
         ));
         assert!(matches!(
-            channel.next_event(PATIENCE),
-            Err(ChannelError::Closed { .. })
+            channel.next_event(TIMEOUT),
+            Err(AgentChannelError::Closed { .. })
         ));
         assert!(matches!(
-            channel.await_ready(PATIENCE),
-            Err(ChannelError::Closed { .. })
+            channel.await_ready(TIMEOUT),
+            Err(AgentChannelError::Closed { .. })
         ));
     }
 
@@ -427,10 +428,10 @@ mod tests {
             .write_all(b"event record 41\r\nevent record 4")
             .expect("write");
         drop(guest);
-        assert_eq!(channel.next_event(PATIENCE).expect("event"), "record 41");
+        assert_eq!(channel.next_event(TIMEOUT).expect("event"), "record 41");
         assert!(matches!(
-            channel.next_event(PATIENCE),
-            Err(ChannelError::Closed { .. })
+            channel.next_event(TIMEOUT),
+            Err(AgentChannelError::Closed { .. })
         ));
     }
 
@@ -439,10 +440,10 @@ mod tests {
         let (channel, mut guest) = line();
         let job = channel.start("reboot").expect("start");
         guest.write_all(b"ready\r\n").expect("write");
-        channel.await_ready(PATIENCE).expect("ready");
+        channel.await_ready(TIMEOUT).expect("ready");
         assert!(matches!(
-            channel.wait(job, PATIENCE, || false),
-            Err(ChannelError::Closed { .. })
+            channel.wait(job, TIMEOUT, || false),
+            Err(AgentChannelError::Closed { .. })
         ));
     }
 
@@ -452,6 +453,6 @@ mod tests {
         guest
             .write_all(b"\xff\xfe garbage\r\nend x y\r\nout 9\r\nend 77 0\r\nevent hello there\r\n")
             .expect("write");
-        assert_eq!(channel.next_event(PATIENCE).expect("event"), "hello there");
+        assert_eq!(channel.next_event(TIMEOUT).expect("event"), "hello there");
     }
 }

@@ -5,10 +5,10 @@ use std::time::Duration;
 use serde_json::Value;
 use thiserror::Error;
 
-use super::{Agent, GuestError};
+use super::{GuestAgent, GuestError};
 
 /// Time that fio may need in addition to its run time: start, end, and verification on a busy machine.
-const SLACK: Duration = Duration::from_secs(300);
+const EXTRA_TIME: Duration = Duration::from_secs(300);
 
 /// Errors of a fio job.
 #[derive(Debug, Error)]
@@ -40,13 +40,13 @@ pub enum FioError {
 
 /// A fio job.
 #[derive(Debug, Clone)]
-pub struct Fio {
+pub struct GuestFioJob {
     name: String,
     options: Vec<String>,
     runtime: Duration,
 }
 
-impl Fio {
+impl GuestFioJob {
     /// Creates a job on the first namespace, with direct I/O.
     pub fn new(name: &str, pattern: &str, block_size: &str, depth: u32) -> Self {
         let fio = Self {
@@ -83,7 +83,7 @@ impl Fio {
 
     /// Reads writes back and checks their checksums.
     #[must_use]
-    pub fn verified(self) -> Self {
+    pub fn with_verification(self) -> Self {
         self.option("verify", "crc32c")
             .option("verify_fatal", "1")
             .option("do_verify", "1")
@@ -107,16 +107,16 @@ impl Fio {
     }
 
     /// Returns the timeout of the job.
-    pub fn patience(&self) -> Duration {
-        self.runtime + SLACK
+    pub fn timeout(&self) -> Duration {
+        self.runtime + EXTRA_TIME
     }
 
     /// Runs the job in a guest.
     ///
     /// # Errors
     /// Fio finds an I/O error or wrong data, or the guest fails.
-    pub fn run(&self, guest: &Agent) -> Result<Report, FioError> {
-        let output = guest.run(&self.script(), self.patience())?;
+    pub fn run(&self, guest: &GuestAgent) -> Result<FioJobReport, FioError> {
+        let output = guest.run(&self.script(), self.timeout())?;
         self.report(&output.text)
     }
 
@@ -124,7 +124,7 @@ impl Fio {
     ///
     /// # Errors
     /// Fio found an I/O error or wrong data, or printed no report.
-    pub fn report(&self, text: &str) -> Result<Report, FioError> {
+    pub fn report(&self, text: &str) -> Result<FioJobReport, FioError> {
         let (said, job) = self.job(text)?;
         let code = self.error(&job, text)?;
         if code != 0 {
@@ -135,8 +135,8 @@ impl Fio {
             });
         }
         let unreadable = |reason: &str| self.unreadable(text, reason);
-        let side = |name| Side::parse(&job[name]).ok_or_else(|| unreadable(name));
-        Ok(Report {
+        let side = |name| FioJobDirection::parse(&job[name]).ok_or_else(|| unreadable(name));
+        Ok(FioJobReport {
             read: side("read")?,
             write: side("write")?,
         })
@@ -146,10 +146,10 @@ impl Fio {
     ///
     /// # Errors
     /// Fio printed no report.
-    pub fn outcome(&self, text: &str) -> Result<Outcome, FioError> {
+    pub fn outcome(&self, text: &str) -> Result<FioJobOutcome, FioError> {
         let (_, job) = self.job(text)?;
         let flushes = job["sync"]["lat_ns"]["N"].as_u64();
-        Ok(Outcome {
+        Ok(FioJobOutcome {
             error: self.error(&job, text)?,
             flushes: flushes.ok_or_else(|| self.unreadable(text, "it has no 'sync'"))?,
         })
@@ -192,16 +192,16 @@ impl Fio {
 
 /// Result of a job.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Report {
+pub struct FioJobReport {
     /// Reads, including those for verification.
-    pub read: Side,
+    pub read: FioJobDirection,
     /// Writes.
-    pub write: Side,
+    pub write: FioJobDirection,
 }
 
-impl Report {
+impl FioJobReport {
     /// Returns the direction with more I/Os.
-    pub fn main(&self) -> &Side {
+    pub fn main(&self) -> &FioJobDirection {
         if self.read.ios >= self.write.ios {
             &self.read
         } else {
@@ -210,7 +210,7 @@ impl Report {
     }
 
     /// Returns the writes of a job that writes, as `randwrite` does, and else the reads.
-    pub fn writes_first(&self) -> &Side {
+    pub fn written_side(&self) -> &FioJobDirection {
         if self.write.ios > 0 {
             &self.write
         } else {
@@ -221,7 +221,7 @@ impl Report {
 
 /// Result of a job that may have failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Outcome {
+pub struct FioJobOutcome {
     /// Error number, or 0.
     pub error: i64,
     /// Number of successful `fsync` calls.
@@ -230,7 +230,7 @@ pub struct Outcome {
 
 /// One direction of a job.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Side {
+pub struct FioJobDirection {
     /// I/Os completed.
     pub ios: u64,
     /// I/Os per second.
@@ -245,7 +245,7 @@ pub struct Side {
     pub max_us: f64,
 }
 
-impl Side {
+impl FioJobDirection {
     fn parse(side: &Value) -> Option<Self> {
         let latency = &side["clat_ns"];
         // fio omits the percentiles if there was no I/O.
@@ -275,8 +275,8 @@ mod tests {
     "clat_ns": { "max": 5000000, "percentile": { "50.000000": 120000, "99.000000": 450000 } } },
   "write": { "total_ios": 0, "iops": 0.0, "bw_bytes": 0, "clat_ns": { "max": 0 } } } ] }"#;
 
-    fn job() -> Fio {
-        Fio::new("j", "randread", "4k", 1)
+    fn job() -> GuestFioJob {
+        GuestFioJob::new("j", "randread", "4k", 1)
     }
 
     #[test]

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-use super::{Drive, GuestConfig, machine_arguments};
-use crate::process::{self, ProcessError, Supervised};
-use crate::provision::{Assets, Qemu};
+use super::{GuestConfig, GuestDrive, machine_arguments};
+use crate::process::{self, ProcessError, SupervisedChild};
+use crate::provision::{GuestAssets, Qemu};
 
 /// UEFI firmware for this QEMU is missing.
 #[derive(Debug, Error)]
@@ -65,9 +65,9 @@ impl Firmware {
 /// # Errors
 /// The text does not appear within `patience`.
 pub fn await_console(
-    assets: &Assets,
+    assets: &GuestAssets,
     firmware: Firmware,
-    drives: &[Drive],
+    drives: &[GuestDrive],
     folder: &Path,
     expected: &str,
     patience: Duration,
@@ -82,7 +82,7 @@ pub fn await_console(
     for drive in drives {
         command.arg("-device").arg(drive.properties().to_string());
     }
-    let mut qemu = Supervised::spawn("firmware", &command, &folder.join("firmware.qemu.log"))?;
+    let mut qemu = SupervisedChild::spawn("firmware", &command, &folder.join("firmware.qemu.log"))?;
     let deadline = Instant::now() + patience;
     loop {
         let said = fs::read(&console).unwrap_or_default();
@@ -90,7 +90,7 @@ pub fn await_console(
         if said.contains(expected) {
             return Ok(());
         }
-        if qemu.ended()?.is_some() || Instant::now() >= deadline {
+        if qemu.try_wait()?.is_some() || Instant::now() >= deadline {
             return Err(FirmwareError::Silent {
                 expected: expected.to_owned(),
                 console: process::tail(&said),

@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use thiserror::Error;
 
-use crate::process::{self, ProcessError, Supervised};
-use crate::provision::{Assets, lab};
+use crate::process::{self, ProcessError, SupervisedChild};
+use crate::provision::{GuestAssets, lab};
 
 mod agent;
 pub mod balloon;
@@ -28,8 +28,8 @@ pub mod firmware;
 pub mod nvme;
 pub(crate) mod qmp;
 
-pub use agent::Agent;
-pub use channel::{ChannelError, Job, Output};
+pub use agent::GuestAgent;
+pub use channel::{AgentChannelError, ScriptJob, ScriptOutput};
 pub use qmp::QmpError;
 
 use firmware::{Firmware, NoUefi};
@@ -40,7 +40,7 @@ const MESSAGE_TIMEOUT_MS: u32 = 300_000;
 
 /// Timeout of booting an emulated guest on a busy machine. A guest in the lab, on a physical drive, took up to 135 s to boot
 /// and verify 4 MiB, while a dozen other processes used the lab's two processors.
-pub const BOOT_PATIENCE: Duration = Duration::from_secs(300);
+pub const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 /// Kernel arguments for booting from the file system on the first NVMe drive, which contains the guests' user land.
 pub const ROOT_ARGUMENTS: &str = "root=/dev/nvme0n1 rw init=/init";
 /// Kernel arguments. A panic ends the machine. `no_timer_check` avoids a boot check that counts ten timer ticks and panics on a
@@ -51,12 +51,12 @@ const KERNEL_ARGUMENTS: &str = "console=ttyS0 panic=-1 no_timer_check \
 /// Maximum number of panic lines in an error.
 const PANIC_LINES: usize = 25;
 /// Timeout for QEMU to open its sockets.
-const START_PATIENCE: Duration = Duration::from_secs(300);
+const START_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Exit status of a program with a [lost](is_lost) guest: a failure that need not repeat (`EX_TEMPFAIL`).
 pub const LOST_STATUS: u8 = 75;
 /// Part of the line that reports a lost guest whose work is repeated.
-pub const LOST: &str = "a guest was lost: once more";
+pub const LOST_GUEST_LINE: &str = "a guest was lost: once more";
 
 /// Returns whether an error was caused by a lost guest. KVM on an emulated processor sometimes ends a guest without a message:
 /// the VMM ended, the guest reset itself in the reference VMM, or the guest did not come up. A guest may also continue with
@@ -106,7 +106,7 @@ pub enum GuestError {
         /// The guest.
         guest: String,
         /// Cause.
-        reason: ChannelError,
+        reason: AgentChannelError,
         /// End of the guest's console.
         console: String,
         /// End of the VMM's output, and the state of the VMM and other processes.
@@ -139,7 +139,7 @@ pub enum GuestError {
 
 /// Backend of a guest's drive.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
+pub enum DriveSource {
     /// A vfio-user socket.
     VfioUser(PathBuf),
     /// PCI address of a function of this machine, passed through as a whole.
@@ -150,34 +150,34 @@ pub enum Source {
 
 /// A drive of a guest.
 #[derive(Debug, Clone)]
-pub struct Drive {
+pub struct GuestDrive {
     /// QEMU's name for the device.
     pub id: String,
     /// Backend.
-    pub source: Source,
+    pub source: DriveSource,
     /// Bus of the drive; `None` for the root bus.
     pub bus: Option<String>,
     /// Position in the firmware's boot order.
     pub boot_index: Option<u32>,
 }
 
-impl Drive {
+impl GuestDrive {
     /// Creates a drive on a vfio-user socket.
     pub fn vfio_user(socket: impl Into<PathBuf>) -> Self {
-        Self::from_source(Source::VfioUser(socket.into()))
+        Self::from_source(DriveSource::VfioUser(socket.into()))
     }
 
     /// Creates a drive from a function of this machine that is bound to `vfio-pci`, passed through as a whole.
     pub fn vfio_pci(address: &str) -> Self {
-        Self::from_source(Source::VfioPci(address.to_owned()))
+        Self::from_source(DriveSource::VfioPci(address.to_owned()))
     }
 
     /// Creates a virtio disk from a file or block device of this machine.
     pub fn virtio_blk(path: impl Into<PathBuf>) -> Self {
-        Self::from_source(Source::VirtioBlk(path.into()))
+        Self::from_source(DriveSource::VirtioBlk(path.into()))
     }
 
-    fn from_source(source: Source) -> Self {
+    fn from_source(source: DriveSource) -> Self {
         Self {
             id: "nvme0".to_owned(),
             source,
@@ -210,15 +210,17 @@ impl Drive {
     fn properties(&self) -> serde_json::Value {
         let id = &self.id;
         let mut properties = match &self.source {
-            Source::VfioUser(socket) => json!({
+            DriveSource::VfioUser(socket) => json!({
                 "driver": "vfio-user-pci",
                 "id": id,
                 "socket": {"type": "unix", "path": socket},
                 // DMA mappings for a physical drive take long on an emulated IOMMU.
                 "x-msg-timeout": MESSAGE_TIMEOUT_MS,
             }),
-            Source::VfioPci(address) => json!({"driver": "vfio-pci", "id": id, "host": address}),
-            Source::VirtioBlk(_) => json!({
+            DriveSource::VfioPci(address) => {
+                json!({"driver": "vfio-pci", "id": id, "host": address})
+            }
+            DriveSource::VirtioBlk(_) => json!({
                 "driver": "virtio-blk-pci",
                 "id": id,
                 "drive": self.block_node(),
@@ -247,7 +249,7 @@ impl Drive {
     /// Returns the block device that QEMU must open before it creates the virtio disk. The block device bypasses the page
     /// cache, as drives do.
     fn block_device(&self) -> Option<serde_json::Value> {
-        let Source::VirtioBlk(path) = &self.source else {
+        let DriveSource::VirtioBlk(path) = &self.source else {
             return None;
         };
         let is_device = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file());
@@ -275,7 +277,7 @@ pub enum Accelerator {
 
 impl Accelerator {
     /// Returns KVM inside the lab, where it is known to work, and software elsewhere, where KVM may be present but unusable.
-    fn here() -> Self {
+    fn detect() -> Self {
         if lab::is_inside() {
             Self::Kvm
         } else {
@@ -293,15 +295,15 @@ pub struct GuestConfig {
     name: String,
     vcpus: u32,
     memory_mib: u32,
-    drives: Vec<Drive>,
+    drives: Vec<GuestDrive>,
     hotplug: bool,
     virtual_iommu: bool,
     root_on_drive: bool,
     firmware: Option<Firmware>,
     kernel_arguments: String,
-    reboots: bool,
+    can_reboot: bool,
     accelerator: Accelerator,
-    extra: Vec<String>,
+    qemu_arguments: Vec<String>,
 }
 
 impl GuestConfig {
@@ -317,9 +319,9 @@ impl GuestConfig {
             root_on_drive: false,
             firmware: None,
             kernel_arguments: String::new(),
-            reboots: false,
-            accelerator: Accelerator::here(),
-            extra: Vec::new(),
+            can_reboot: false,
+            accelerator: Accelerator::detect(),
+            qemu_arguments: Vec::new(),
         }
     }
 
@@ -339,7 +341,7 @@ impl GuestConfig {
 
     /// Adds a drive that is present from the start.
     #[must_use]
-    pub fn drive(mut self, drive: Drive) -> Self {
+    pub fn drive(mut self, drive: GuestDrive) -> Self {
         self.drives.push(drive);
         self
     }
@@ -383,7 +385,7 @@ impl GuestConfig {
     /// Allows the guest to reboot. By default, QEMU ends when the guest reboots.
     #[must_use]
     pub fn reboots(mut self) -> Self {
-        self.reboots = true;
+        self.can_reboot = true;
         self
     }
 
@@ -397,7 +399,8 @@ impl GuestConfig {
     /// Adds arguments for QEMU.
     #[must_use]
     pub fn qemu_arguments<'a>(mut self, arguments: impl IntoIterator<Item = &'a str>) -> Self {
-        self.extra.extend(arguments.into_iter().map(str::to_owned));
+        self.qemu_arguments
+            .extend(arguments.into_iter().map(str::to_owned));
         self
     }
 }
@@ -405,20 +408,20 @@ impl GuestConfig {
 /// A running guest in QEMU. Its [`Agent`] runs scripts in the guest. Dropping it kills QEMU.
 #[derive(Debug)]
 pub struct Guest {
-    agent: Agent,
+    agent: GuestAgent,
     qmp: Qmp,
 }
 
 impl Deref for Guest {
-    type Target = Agent;
+    type Target = GuestAgent;
 
-    fn deref(&self) -> &Agent {
+    fn deref(&self) -> &GuestAgent {
         &self.agent
     }
 }
 
 impl DerefMut for Guest {
-    fn deref_mut(&mut self) -> &mut Agent {
+    fn deref_mut(&mut self) -> &mut GuestAgent {
         &mut self.agent
     }
 }
@@ -428,9 +431,13 @@ impl Guest {
     ///
     /// # Errors
     /// QEMU cannot be run or the guest does not come up in time.
-    pub fn boot(assets: &Assets, config: &GuestConfig, folder: &Path) -> Result<Self, GuestError> {
+    pub fn boot(
+        assets: &GuestAssets,
+        config: &GuestConfig,
+        folder: &Path,
+    ) -> Result<Self, GuestError> {
         let guest = Self::start_booting(assets, config, folder)?;
-        guest.await_ready(BOOT_PATIENCE)?;
+        guest.await_ready(BOOT_TIMEOUT)?;
         Ok(guest)
     }
 
@@ -439,7 +446,7 @@ impl Guest {
     /// # Errors
     /// QEMU cannot be run.
     pub fn start_booting(
-        assets: &Assets,
+        assets: &GuestAssets,
         config: &GuestConfig,
         folder: &Path,
     ) -> Result<Self, GuestError> {
@@ -484,16 +491,16 @@ impl Guest {
             }
             command.arg("-device").arg(drive.properties().to_string());
         }
-        command.args(&config.extra);
+        command.args(&config.qemu_arguments);
 
-        let mut qemu = Supervised::spawn(&name, &command, &path("qemu.log"))?;
+        let mut qemu = SupervisedChild::spawn(&name, &command, &path("qemu.log"))?;
         let agent = accept(&agent, &mut qemu, &name)?;
         let monitor = accept(&monitor, &mut qemu, &name)?;
         let qmp = Qmp::new(monitor).map_err(|reason| GuestError::Monitor {
             guest: name.clone(),
             reason,
         })?;
-        let agent = Agent::new(&name, &assets.kernel.name, &console, qemu, agent)?;
+        let agent = GuestAgent::new(&name, &assets.kernel.name, &console, qemu, agent)?;
         Ok(Self { agent, qmp })
     }
 
@@ -501,14 +508,14 @@ impl Guest {
     ///
     /// # Errors
     /// QEMU refuses.
-    pub fn plug(&mut self, drive: &Drive) -> Result<(), GuestError> {
+    pub fn plug(&mut self, drive: &GuestDrive) -> Result<(), GuestError> {
         if let Some(block_device) = drive.block_device() {
             let thread = json!({"qom-type": "iothread", "id": drive.io_thread()});
-            self.monitor(|qmp| qmp.execute("object-add", thread).map(drop))?;
-            self.monitor(|qmp| qmp.execute("blockdev-add", block_device).map(drop))?;
+            self.with_qmp(|qmp| qmp.execute("object-add", thread).map(drop))?;
+            self.with_qmp(|qmp| qmp.execute("blockdev-add", block_device).map(drop))?;
         }
         let properties = drive.properties();
-        self.monitor(|qmp| qmp.execute("device_add", properties).map(drop))
+        self.with_qmp(|qmp| qmp.execute("device_add", properties).map(drop))
     }
 
     /// Resets the machine by its reset button. The guest must be allowed to [reboot](GuestConfig::reboots).
@@ -516,7 +523,7 @@ impl Guest {
     /// # Errors
     /// QEMU refuses.
     pub fn reset(&mut self) -> Result<(), GuestError> {
-        self.monitor(|qmp| qmp.execute("system_reset", json!({})).map(drop))
+        self.with_qmp(|qmp| qmp.execute("system_reset", json!({})).map(drop))
     }
 
     /// Stops the vCPUs, as a VMM does for pausing a guest.
@@ -524,7 +531,7 @@ impl Guest {
     /// # Errors
     /// QEMU refuses.
     pub fn pause(&mut self) -> Result<(), GuestError> {
-        self.monitor(|qmp| qmp.execute("stop", json!({})).map(drop))
+        self.with_qmp(|qmp| qmp.execute("stop", json!({})).map(drop))
     }
 
     /// Resumes the vCPUs.
@@ -532,7 +539,7 @@ impl Guest {
     /// # Errors
     /// QEMU refuses.
     pub fn resume(&mut self) -> Result<(), GuestError> {
-        self.monitor(|qmp| qmp.execute("cont", json!({})).map(drop))
+        self.with_qmp(|qmp| qmp.execute("cont", json!({})).map(drop))
     }
 
     /// Powers the guest off and waits until QEMU has ended.
@@ -544,7 +551,7 @@ impl Guest {
         Ok(())
     }
 
-    fn monitor<T>(
+    fn with_qmp<T>(
         &mut self,
         ask: impl FnOnce(&mut Qmp) -> Result<T, QmpError>,
     ) -> Result<T, GuestError> {
@@ -573,7 +580,7 @@ fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) 
         .arg(format!("{memory}M"))
         .arg("-smp")
         .arg(config.vcpus.to_string());
-    if !config.reboots {
+    if !config.can_reboot {
         command.arg("-no-reboot");
     }
     if config.virtual_iommu {
@@ -603,17 +610,17 @@ pub(crate) fn listen(path: &Path) -> Result<UnixListener, GuestError> {
 /// Waits until the VMM connects or ends.
 pub(crate) fn accept(
     listener: &UnixListener,
-    vmm: &mut Supervised,
+    vmm: &mut SupervisedChild,
     guest: &str,
 ) -> Result<std::os::unix::net::UnixStream, GuestError> {
-    let not_started = |vmm: &Supervised| GuestError::NotStarted {
+    let not_started = |vmm: &SupervisedChild| GuestError::NotStarted {
         guest: guest.to_owned(),
         log: process::file_tail(vmm.log()),
     };
     if listener.set_nonblocking(true).is_err() {
         return Err(not_started(vmm));
     }
-    let deadline = Instant::now() + START_PATIENCE;
+    let deadline = Instant::now() + START_TIMEOUT;
     loop {
         if let Ok((stream, _)) = listener.accept() {
             return match stream.set_nonblocking(false) {
@@ -621,7 +628,7 @@ pub(crate) fn accept(
                 Err(_) => Err(not_started(vmm)),
             };
         }
-        if vmm.ended()?.is_some() || Instant::now() >= deadline {
+        if vmm.try_wait()?.is_some() || Instant::now() >= deadline {
             return Err(not_started(vmm));
         }
         std::thread::sleep(Duration::from_millis(5));

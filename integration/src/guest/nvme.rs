@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use super::{Agent, GuestError};
+use super::{GuestAgent, GuestError};
 
 /// Timeout of a single NVMe command on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(300);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Status Code Type and Status Code (NVMe Base 2.0, 4.6.1). The other bits are about retries.
 const TYPE_AND_CODE: u16 = 0x7ff;
@@ -42,27 +42,27 @@ pub enum NvmeError {
 
 /// Result of a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Completion {
+pub struct NvmeCommandResult {
     /// Status Code Type (bits 10:8) and Status Code (bits 7:0); 0 is success.
     pub status: u16,
     /// Output of nvme-cli.
     pub text: String,
 }
 
-impl Agent {
+impl GuestAgent {
     /// Runs `nvme COMMAND` and returns the completion status.
     ///
     /// # Errors
     /// nvme-cli fails without an NVMe status.
-    pub fn nvme(&self, command: &str) -> Result<Completion, NvmeError> {
-        let output = self.run(&format!("nvme {command}"), PATIENCE)?;
+    pub fn nvme(&self, command: &str) -> Result<NvmeCommandResult, NvmeError> {
+        let output = self.run(&format!("nvme {command}"), COMMAND_TIMEOUT)?;
         let status = if output.status == 0 {
             Some(0)
         } else {
-            status_in(&output.text)
+            parse_status(&output.text)
         };
         match status {
-            Some(status) => Ok(Completion {
+            Some(status) => Ok(NvmeCommandResult {
                 status,
                 text: output.text,
             }),
@@ -78,7 +78,7 @@ impl Agent {
     /// # Errors
     /// The command completes with another status, or nvme-cli fails.
     pub fn expect_nvme(&self, command: &str, expected: u16) -> Result<String, NvmeError> {
-        let Completion { status, text } = self.nvme(command)?;
+        let NvmeCommandResult { status, text } = self.nvme(command)?;
         if status == expected {
             return Ok(text);
         }
@@ -92,7 +92,7 @@ impl Agent {
 }
 
 /// Finds the status in `NVMe status: NAME: EXPLANATION(0xNNNN)`.
-fn status_in(text: &str) -> Option<u16> {
+fn parse_status(text: &str) -> Option<u16> {
     let line = &text[text.find("NVMe status:")?..];
     let line = line.lines().next()?;
     let digits = &line[line.rfind("(0x")? + 3..line.rfind(')')?];
@@ -109,15 +109,15 @@ mod tests {
     fn the_status_is_found_without_its_retry_bits() {
         let text = "compare: NVMe status: Compare Failure: The command failed (for once) due to a \
                     miscompare during a Compare command(0x4285)\n";
-        assert_eq!(status_in(text), Some(0x285));
+        assert_eq!(parse_status(text), Some(0x285));
     }
 
     #[test]
     fn output_without_a_status_yields_none() {
         assert_eq!(
-            status_in("/dev/nvme0: No such file or directory (0x2)"),
+            parse_status("/dev/nvme0: No such file or directory (0x2)"),
             None
         );
-        assert_eq!(status_in("NVMe status: odd"), None);
+        assert_eq!(parse_status("NVMe status: odd"), None);
     }
 }

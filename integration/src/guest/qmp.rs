@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use thiserror::Error;
 
 /// Timeout of an answer.
-const PATIENCE: Duration = Duration::from_secs(300);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Errors of the monitor.
 #[derive(Debug, Error)]
@@ -45,7 +45,7 @@ impl Qmp {
             partial: Vec::new(),
         };
         // QEMU sends a greeting first.
-        qmp.read("greeting", Instant::now() + PATIENCE)?;
+        qmp.read("greeting", Instant::now() + ANSWER_TIMEOUT)?;
         qmp.execute("qmp_capabilities", json!({}))?;
         Ok(qmp)
     }
@@ -56,7 +56,7 @@ impl Qmp {
             asked: command.to_owned(),
             reason,
         })?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
         loop {
             let message = self.read(command, deadline)?;
             if let Some(error) = message.get("error") {

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-use super::drive::Placed;
-use super::faults::{ENABLE, FaultError, Faults, Request};
+use super::drive::PlacedDrive;
+use super::faults::{ENABLE, LabFaultError, LabFaultInjector, LabFaultRequest};
 use crate::guest::qmp::Qmp;
 
 /// QEMU's name of the port, by which the lab finds it.
@@ -19,7 +19,7 @@ const LONGEST_LINE: usize = 256;
 
 /// Errors of the control line.
 #[derive(Debug, Error)]
-pub enum ControlError {
+pub enum LabControlError {
     /// A socket of QEMU cannot be used.
     #[error("Cannot use the lab's socket {path}")]
     Socket {
@@ -30,12 +30,12 @@ pub enum ControlError {
     },
     /// The request failed.
     #[error(transparent)]
-    Fault(#[from] FaultError),
+    Fault(#[from] LabFaultError),
 }
 
 /// The control line's server. Requests are answered until this is dropped.
 #[derive(Debug)]
-pub(super) struct Control {
+pub(super) struct LabControlServer {
     line: UnixStream,
 }
 
@@ -51,7 +51,7 @@ fn monitor_socket(folder: &Path) -> PathBuf {
     folder.join("control.monitor")
 }
 
-impl Control {
+impl LabControlServer {
     /// Returns QEMU's arguments for the control line and for a separate monitor.
     pub(super) fn arguments(folder: &Path) -> Vec<String> {
         let socket = |id: &str, path: PathBuf| {
@@ -75,14 +75,14 @@ impl Control {
     }
 
     /// Starts to answer requests, once QEMU runs.
-    pub(super) fn start(folder: &Path, drives: Vec<Placed>) -> Result<Self, ControlError> {
+    pub(super) fn start(folder: &Path, drives: Vec<PlacedDrive>) -> Result<Self, LabControlError> {
         let connect = |path: PathBuf| {
-            UnixStream::connect(&path).map_err(|source| ControlError::Socket { path, source })
+            UnixStream::connect(&path).map_err(|source| LabControlError::Socket { path, source })
         };
-        let monitor = Qmp::new(connect(monitor_socket(folder))?).map_err(FaultError::Monitor)?;
-        let mut faults = Faults::new(monitor, drives, drive_log(folder))?;
+        let monitor = Qmp::new(connect(monitor_socket(folder))?).map_err(LabFaultError::Monitor)?;
+        let mut faults = LabFaultInjector::new(monitor, drives, drive_log(folder))?;
         let line = connect(line_socket(folder))?;
-        let ours = line.try_clone().map_err(|source| ControlError::Socket {
+        let ours = line.try_clone().map_err(|source| LabControlError::Socket {
             path: line_socket(folder),
             source,
         })?;
@@ -92,7 +92,7 @@ impl Control {
     }
 }
 
-impl Drop for Control {
+impl Drop for LabControlServer {
     fn drop(&mut self) {
         // Fails only if QEMU has ended, and so has the thread.
         let _ = self.line.shutdown(std::net::Shutdown::Both);
@@ -100,7 +100,10 @@ impl Drop for Control {
 }
 
 /// Answers each line until the end of input.
-fn answer(line: UnixStream, mut execute: impl FnMut(&Request) -> Result<String, FaultError>) {
+fn answer(
+    line: UnixStream,
+    mut execute: impl FnMut(&LabFaultRequest) -> Result<String, LabFaultError>,
+) {
     let Ok(mut out) = line.try_clone() else {
         return;
     };
@@ -114,7 +117,7 @@ fn answer(line: UnixStream, mut execute: impl FnMut(&Request) -> Result<String, 
         }
         let text = String::from_utf8_lossy(&bytes);
         let answer = match text
-            .parse::<Request>()
+            .parse::<LabFaultRequest>()
             .and_then(|request| execute(&request))
         {
             Ok(said) => format!("ok {said}"),
@@ -149,15 +152,15 @@ fn read_line(input: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lab::faults::Action;
+    use crate::lab::faults::LabFaultAction;
 
     fn ask(lines: &[u8]) -> Vec<String> {
         let (ours, mut theirs) = UnixStream::pair().expect("socket pair");
         let thread = std::thread::spawn(move || {
             answer(ours, |request| match request.action {
-                Action::Freeze => Ok(String::new()),
-                Action::Heal => Ok("two\nlines".to_owned()),
-                _ => Err(FaultError::NoDrive {
+                LabFaultAction::Freeze => Ok(String::new()),
+                LabFaultAction::Heal => Ok("two\nlines".to_owned()),
+                _ => Err(LabFaultError::NoDrive {
                     drive: request.drive.clone(),
                 }),
             });

@@ -247,21 +247,21 @@ impl FromStr for LabDrive {
 
 /// A drive in a slot of the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Placed {
+pub(super) struct PlacedDrive {
     pub(super) drive: LabDrive,
     slot: usize,
 }
 
 /// Assigns a slot to each drive.
-pub(super) fn place(drives: &[LabDrive]) -> Result<Vec<Placed>, LabError> {
-    let mut placed: Vec<Placed> = Vec::new();
+pub(super) fn place(drives: &[LabDrive]) -> Result<Vec<PlacedDrive>, LabError> {
+    let mut placed: Vec<PlacedDrive> = Vec::new();
     for (slot, drive) in drives.iter().enumerate() {
         if placed.iter().any(|other| other.drive.id == drive.id) {
             return Err(LabError::TwoDrives {
                 id: drive.id.clone(),
             });
         }
-        placed.push(Placed {
+        placed.push(PlacedDrive {
             drive: drive.clone(),
             slot,
         });
@@ -277,7 +277,7 @@ pub(super) fn list(drives: &[LabDrive]) -> String {
     drives.iter().enumerate().map(line).collect()
 }
 
-impl Placed {
+impl PlacedDrive {
     /// Returns QEMU's names of the block nodes, one for each namespace.
     pub(super) fn nodes(&self) -> Vec<String> {
         (1..=self.drive.namespaces)

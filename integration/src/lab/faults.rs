@@ -10,7 +10,7 @@ use std::str::FromStr;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-use super::drive::{LabDrive, Placed};
+use super::drive::{LabDrive, PlacedDrive};
 use crate::guest::qmp::{Qmp, QmpError};
 
 /// Read that is issued once a drive is limited to one byte per second. Its debt outlasts every test.
@@ -18,16 +18,16 @@ const FREEZING_READ: &str = "aio_read 0 1M";
 
 /// Request to inject a fault into a drive.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Request {
+pub struct LabFaultRequest {
     /// The drive.
     pub drive: String,
     /// Action.
-    pub action: Action,
+    pub action: LabFaultAction,
 }
 
 /// Fault to inject, in the words of the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Action {
+pub enum LabFaultAction {
     /// `freeze DRIVE`: reads and writes no longer complete. Registers, admin commands and Flush still work. A controller reset
     /// ends in-flight commands, since QEMU's device waits for them.
     Freeze,
@@ -37,7 +37,7 @@ pub enum Action {
     Slow(u64),
     /// `fail DRIVE read|write|flush [BLOCK]`: commands of this kind end with a media error. With BLOCK, only commands on this
     /// block of 512 bytes fail, independent of the drive's block size.
-    Fail(Direction, Option<u64>),
+    Fail(FailedCommandKind, Option<u64>),
     /// `heal DRIVE`: ends all failures.
     Heal,
     /// `warn DRIVE BITS`: sets the health log's Critical Warning bits (NVMe Base 2.0, 5.16.1.3), and reports the event.
@@ -52,7 +52,7 @@ pub enum Action {
 
 /// Kind of commands to fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
+pub enum FailedCommandKind {
     /// Reads.
     Read,
     /// Writes.
@@ -66,7 +66,7 @@ pub(super) const ENABLE: &str = "pci_nvme_mmio_start_success";
 
 /// Errors of a fault request.
 #[derive(Debug, Error)]
-pub enum FaultError {
+pub enum LabFaultError {
     /// The text is no request.
     #[error(
         "'{text}' is not a request: freeze DRIVE, thaw DRIVE, slow DRIVE IOPS, fail DRIVE read|write|flush [BLOCK], \
@@ -101,7 +101,7 @@ pub enum FaultError {
     Monitor(#[from] QmpError),
 }
 
-impl fmt::Display for Direction {
+impl fmt::Display for FailedCommandKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Read => "read",
@@ -111,65 +111,69 @@ impl fmt::Display for Direction {
     }
 }
 
-impl FromStr for Request {
-    type Err = FaultError;
+impl FromStr for LabFaultRequest {
+    type Err = LabFaultError;
 
-    fn from_str(text: &str) -> Result<Self, FaultError> {
+    fn from_str(text: &str) -> Result<Self, LabFaultError> {
         let words: Vec<&str> = text.split_whitespace().collect();
-        parse(&words).ok_or_else(|| FaultError::NotARequest {
+        parse(&words).ok_or_else(|| LabFaultError::NotARequest {
             text: text.to_owned(),
         })
     }
 }
 
-fn parse(words: &[&str]) -> Option<Request> {
+fn parse(words: &[&str]) -> Option<LabFaultRequest> {
     let (drive, action) = match *words {
-        ["freeze", drive] => (drive, Action::Freeze),
-        ["thaw", drive] => (drive, Action::Thaw),
+        ["freeze", drive] => (drive, LabFaultAction::Freeze),
+        ["thaw", drive] => (drive, LabFaultAction::Thaw),
         ["slow", drive, iops] => {
             let iops = iops.parse().ok().filter(|iops| *iops > 0)?;
-            (drive, Action::Slow(iops))
+            (drive, LabFaultAction::Slow(iops))
         }
-        ["fail", drive, what] => (drive, Action::Fail(direction(what)?, None)),
+        ["fail", drive, what] => (drive, LabFaultAction::Fail(direction(what)?, None)),
         ["fail", drive, what, block] => {
             let block = block.parse().ok()?;
-            (drive, Action::Fail(direction(what)?, Some(block)))
+            (drive, LabFaultAction::Fail(direction(what)?, Some(block)))
         }
-        ["heal", drive] => (drive, Action::Heal),
-        ["warn", drive, bits] => (drive, Action::Warn(bits.parse().ok()?)),
-        ["unplug", drive] => (drive, Action::Unplug),
-        ["plug", drive] => (drive, Action::Plug),
-        ["enables", drive] => (drive, Action::Enables),
+        ["heal", drive] => (drive, LabFaultAction::Heal),
+        ["warn", drive, bits] => (drive, LabFaultAction::Warn(bits.parse().ok()?)),
+        ["unplug", drive] => (drive, LabFaultAction::Unplug),
+        ["plug", drive] => (drive, LabFaultAction::Plug),
+        ["enables", drive] => (drive, LabFaultAction::Enables),
         _ => return None,
     };
-    Some(Request {
+    Some(LabFaultRequest {
         drive: drive.to_owned(),
         action,
     })
 }
 
-fn direction(word: &str) -> Option<Direction> {
+fn direction(word: &str) -> Option<FailedCommandKind> {
     match word {
-        "read" => Some(Direction::Read),
-        "write" => Some(Direction::Write),
-        "flush" => Some(Direction::Flush),
+        "read" => Some(FailedCommandKind::Read),
+        "write" => Some(FailedCommandKind::Write),
+        "flush" => Some(FailedCommandKind::Flush),
         _ => None,
     }
 }
 
 /// The drives and the monitor of the machine that they are in.
 #[derive(Debug)]
-pub(super) struct Faults {
+pub(super) struct LabFaultInjector {
     monitor: Qmp,
-    drives: Vec<Placed>,
+    drives: Vec<PlacedDrive>,
     /// Drives with a failing node in between.
     failing: HashSet<String>,
     /// QEMU's log of [`ENABLE`].
     log: PathBuf,
 }
 
-impl Faults {
-    pub(super) fn new(monitor: Qmp, drives: Vec<Placed>, log: PathBuf) -> Result<Self, FaultError> {
+impl LabFaultInjector {
+    pub(super) fn new(
+        monitor: Qmp,
+        drives: Vec<PlacedDrive>,
+        log: PathBuf,
+    ) -> Result<Self, LabFaultError> {
         let mut faults = Self {
             monitor,
             drives,
@@ -183,44 +187,44 @@ impl Faults {
     }
 
     /// Executes a request and returns the answer.
-    pub(super) fn execute(&mut self, request: &Request) -> Result<String, FaultError> {
+    pub(super) fn execute(&mut self, request: &LabFaultRequest) -> Result<String, LabFaultError> {
         let drive = self
             .drives
             .iter()
             .find(|drive| drive.drive.id == request.drive)
             .cloned()
-            .ok_or_else(|| FaultError::NoDrive {
+            .ok_or_else(|| LabFaultError::NoDrive {
                 drive: request.drive.clone(),
             })?;
         match request.action {
-            Action::Freeze => self.freeze(&drive)?,
-            Action::Thaw => self.throttle(&drive, 0, 0)?,
-            Action::Slow(iops) => self.throttle(&drive, 0, iops)?,
-            Action::Fail(direction, block) => {
+            LabFaultAction::Freeze => self.freeze(&drive)?,
+            LabFaultAction::Thaw => self.throttle(&drive, 0, 0)?,
+            LabFaultAction::Slow(iops) => self.throttle(&drive, 0, iops)?,
+            LabFaultAction::Fail(direction, block) => {
                 self.heal(&drive)?;
                 self.fail(&drive, direction, block)?;
             }
-            Action::Heal => self.heal(&drive)?,
-            Action::Warn(bits) => {
+            LabFaultAction::Heal => self.heal(&drive)?,
+            LabFaultAction::Warn(bits) => {
                 let property = json!({
                     "path": format!("/machine/peripheral/{}", request.drive),
                     "property": "smart_critical_warning",
                     "value": bits,
                 });
-                self.ask("qom-set", property)?;
+                self.run_qmp("qom-set", property)?;
             }
-            Action::Unplug => self.ask("device_del", json!({"id": request.drive}))?,
-            Action::Plug => {
+            LabFaultAction::Unplug => self.run_qmp("device_del", json!({"id": request.drive}))?,
+            LabFaultAction::Plug => {
                 if drive.drive.namespaces > 1 {
-                    return Err(FaultError::NotPluggable {
+                    return Err(LabFaultError::NotPluggable {
                         drive: request.drive.clone(),
                     });
                 }
-                self.ask("device_add", drive.device())?;
+                self.run_qmp("device_add", drive.device())?;
                 self.limit(&drive)?;
             }
-            Action::Enables => {
-                let log = fs::read_to_string(&self.log).map_err(|source| FaultError::Log {
+            LabFaultAction::Enables => {
+                let log = fs::read_to_string(&self.log).map_err(|source| LabFaultError::Log {
                     path: self.log.clone(),
                     source,
                 })?;
@@ -231,13 +235,13 @@ impl Faults {
         Ok(String::new())
     }
 
-    fn ask(&mut self, command: &str, arguments: Value) -> Result<(), FaultError> {
+    fn run_qmp(&mut self, command: &str, arguments: Value) -> Result<(), LabFaultError> {
         self.monitor.execute(command, arguments)?;
         Ok(())
     }
 
     /// Applies the limits in a drive's description.
-    fn limit(&mut self, drive: &Placed) -> Result<(), FaultError> {
+    fn limit(&mut self, drive: &PlacedDrive) -> Result<(), LabFaultError> {
         let LabDrive {
             iops, bandwidth, ..
         } = drive.drive;
@@ -245,25 +249,25 @@ impl Faults {
     }
 
     /// Limits a drive; 0 is no limit.
-    fn throttle(&mut self, drive: &Placed, bps: u64, iops: u64) -> Result<(), FaultError> {
+    fn throttle(&mut self, drive: &PlacedDrive, bps: u64, iops: u64) -> Result<(), LabFaultError> {
         for user in drive.block_users() {
             let limits = json!({
                 "id": user,
                 "bps": bps, "bps_rd": 0, "bps_wr": 0,
                 "iops": iops, "iops_rd": 0, "iops_wr": 0,
             });
-            self.ask("block_set_io_throttle", limits)?;
+            self.run_qmp("block_set_io_throttle", limits)?;
         }
         Ok(())
     }
 
     /// Freezes a drive by a limit of one byte per second. Such a limit lets the first request through and delays all later ones
     /// until the first is paid for. The first one is a large read.
-    fn freeze(&mut self, drive: &Placed) -> Result<(), FaultError> {
+    fn freeze(&mut self, drive: &PlacedDrive) -> Result<(), LabFaultError> {
         self.throttle(drive, 1, 0)?;
         for user in drive.block_users() {
             let line = format!("qemu-io -d {user} \"{FREEZING_READ}\"");
-            self.ask("human-monitor-command", json!({"command-line": line}))?;
+            self.run_qmp("human-monitor-command", json!({"command-line": line}))?;
         }
         Ok(())
     }
@@ -271,10 +275,10 @@ impl Faults {
     /// Inserts a failing node between each namespace and its file.
     fn fail(
         &mut self,
-        drive: &Placed,
-        direction: Direction,
+        drive: &PlacedDrive,
+        direction: FailedCommandKind,
         block: Option<u64>,
-    ) -> Result<(), FaultError> {
+    ) -> Result<(), LabFaultError> {
         for node in drive.nodes() {
             let mut rule = json!({
                 "event": "none",
@@ -287,23 +291,23 @@ impl Faults {
             let failing = json!({
                 "driver": "blkdebug",
                 "node-name": failing_node(&node),
-                "image": Placed::file_node(&node),
+                "image": PlacedDrive::file_node(&node),
                 "inject-error": [rule],
             });
-            self.ask("blockdev-add", failing)?;
+            self.run_qmp("blockdev-add", failing)?;
             let over = drive.node(&node, &failing_node(&node));
-            self.ask("blockdev-reopen", json!({"options": [over]}))?;
+            self.run_qmp("blockdev-reopen", json!({"options": [over]}))?;
             self.failing.insert(node);
         }
         Ok(())
     }
 
-    fn heal(&mut self, drive: &Placed) -> Result<(), FaultError> {
+    fn heal(&mut self, drive: &PlacedDrive) -> Result<(), LabFaultError> {
         for node in drive.nodes() {
             if self.failing.remove(&node) {
-                let over = drive.node(&node, &Placed::file_node(&node));
-                self.ask("blockdev-reopen", json!({"options": [over]}))?;
-                self.ask("blockdev-del", json!({"node-name": failing_node(&node)}))?;
+                let over = drive.node(&node, &PlacedDrive::file_node(&node));
+                self.run_qmp("blockdev-reopen", json!({"options": [over]}))?;
+                self.run_qmp("blockdev-del", json!({"node-name": failing_node(&node)}))?;
             }
         }
         Ok(())
@@ -320,32 +324,35 @@ mod tests {
 
     #[test]
     fn requests_are_understood() {
-        let request = |drive: &str, action| Request {
+        let request = |drive: &str, action| LabFaultRequest {
             drive: drive.to_owned(),
             action,
         };
         for (text, expected) in [
-            ("freeze a", request("a", Action::Freeze)),
-            (" thaw\ta ", request("a", Action::Thaw)),
-            ("slow b 10", request("b", Action::Slow(10))),
+            ("freeze a", request("a", LabFaultAction::Freeze)),
+            (" thaw\ta ", request("a", LabFaultAction::Thaw)),
+            ("slow b 10", request("b", LabFaultAction::Slow(10))),
             (
                 "fail a read",
-                request("a", Action::Fail(Direction::Read, None)),
+                request("a", LabFaultAction::Fail(FailedCommandKind::Read, None)),
             ),
             (
                 "fail a write 2048",
-                request("a", Action::Fail(Direction::Write, Some(2048))),
+                request(
+                    "a",
+                    LabFaultAction::Fail(FailedCommandKind::Write, Some(2048)),
+                ),
             ),
             (
                 "fail a flush",
-                request("a", Action::Fail(Direction::Flush, None)),
+                request("a", LabFaultAction::Fail(FailedCommandKind::Flush, None)),
             ),
-            ("heal a", request("a", Action::Heal)),
-            ("warn a 4", request("a", Action::Warn(4))),
-            ("unplug a", request("a", Action::Unplug)),
-            ("plug a", request("a", Action::Plug)),
+            ("heal a", request("a", LabFaultAction::Heal)),
+            ("warn a 4", request("a", LabFaultAction::Warn(4))),
+            ("unplug a", request("a", LabFaultAction::Unplug)),
+            ("plug a", request("a", LabFaultAction::Plug)),
         ] {
-            assert_eq!(text.parse::<Request>().expect(text), expected);
+            assert_eq!(text.parse::<LabFaultRequest>().expect(text), expected);
         }
     }
 
@@ -364,7 +371,7 @@ mod tests {
             "warn a 256",
             "burn a",
         ] {
-            assert!(text.parse::<Request>().is_err(), "{text}");
+            assert!(text.parse::<LabFaultRequest>().is_err(), "{text}");
         }
     }
 }

@@ -13,7 +13,7 @@ use crate::process::{self, ProcessError};
 use crate::provision::lab as place;
 
 /// Longest wait for the kernel to show a namespace.
-const PATIENCE: Duration = Duration::from_secs(180);
+const NAMESPACE_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Errors inside the lab.
 #[derive(Debug, Error)]
@@ -48,8 +48,8 @@ pub enum InsideError {
 pub use place::is_inside;
 
 /// Returns the path of a program or file that was copied into the lab.
-pub fn brought(name: &str) -> PathBuf {
-    place::brought("bin").join(name)
+pub fn copied_path(name: &str) -> PathBuf {
+    place::copied_path("bin").join(name)
 }
 
 /// Returns the PCI address of a drive, as in `0000:01:00.0`.
@@ -57,8 +57,8 @@ pub fn brought(name: &str) -> PathBuf {
 /// # Errors
 /// The drive does not exist.
 pub fn address(id: &str) -> Result<String, InsideError> {
-    let path = place::brought("drives");
-    let list = fs::read_to_string(&path).map_err(at(&path))?;
+    let path = place::copied_path("drives");
+    let list = fs::read_to_string(&path).map_err(with_path(&path))?;
     list.lines()
         .filter_map(|line| line.split_once(' '))
         .find(|(name, _)| *name == id)
@@ -88,7 +88,7 @@ pub fn block_device(id: &str, nsid: u32) -> Result<PathBuf, InsideError> {
     let has_nsid = |namespace: &Path| {
         fs::read_to_string(namespace.join("nsid")).is_ok_and(|text| text.trim() == nsid.to_string())
     };
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + NAMESPACE_TIMEOUT;
     loop {
         let found = entries(&controllers)
             .flat_map(|controller| entries(&controller.path()))
@@ -117,7 +117,7 @@ pub fn control(request: &str) -> Result<String, InsideError> {
     Ok(said.trim_end().to_owned())
 }
 
-fn at(path: &Path) -> impl FnOnce(io::Error) -> InsideError {
+fn with_path(path: &Path) -> impl FnOnce(io::Error) -> InsideError {
     let path = path.to_owned();
     |source| InsideError::File { path, source }
 }

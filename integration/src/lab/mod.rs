@@ -35,26 +35,26 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-use crate::guest::{Accelerator, BOOT_PATIENCE, Guest, GuestConfig, GuestError, Output};
+use crate::guest::{Accelerator, BOOT_TIMEOUT, Guest, GuestConfig, GuestError, ScriptOutput};
 use crate::process::{self, ProcessError};
-use crate::progress::say;
+use crate::progress::print_line;
 use crate::provision::lab::LabAssets;
 use crate::provision::{ProvisionError, image};
 
-pub mod anchor;
 mod control;
 pub mod drive;
 pub mod faults;
 pub mod inside;
 pub mod options;
+pub mod static_keys;
 
-pub use control::ControlError;
+pub use control::LabControlError;
 pub use drive::LabDrive;
 
-use control::Control;
+use control::LabControlServer;
 
 /// Timeout of a short command inside the lab.
-const PATIENCE: Duration = Duration::from_secs(300);
+const SHORT_TIMEOUT: Duration = Duration::from_secs(300);
 /// Memory of the lab. Nested guests take half a GiB each, and the lab's file systems are in memory.
 const MEMORY_MIB: u32 = 3072;
 /// Interval of checks that the lab is alive while a long command runs.
@@ -65,7 +65,7 @@ const SILENCE: Duration = Duration::from_secs(600);
 const ALIVE: &str = "for processor in $(seq 0 $(($(nproc) - 1))); do \
      taskset -c $processor sleep 0.1; done";
 /// Interval for reading a command's output.
-const FOLLOW: Duration = Duration::from_millis(20);
+const OUTPUT_INTERVAL: Duration = Duration::from_millis(20);
 /// CPU model without memory encryption and similar features, which are not emulated. KVM needs SVM with nested paging.
 const CPU: &str = "EPYC,+svm,+npt,+vgif";
 /// Kernel arguments. An oops ends the machine, and the log is large enough to keep fault messages. `no_timer_check` avoids a
@@ -92,7 +92,7 @@ pub enum LabError {
     Process(#[from] ProcessError),
     /// The control line failed.
     #[error(transparent)]
-    Control(#[from] ControlError),
+    Control(#[from] LabControlError),
     /// A file cannot be used.
     #[error("Cannot use {path}")]
     File {
@@ -137,7 +137,7 @@ pub struct LabConfig {
     disks: Vec<PathBuf>,
     vcpus: u32,
     memory_mib: u32,
-    brought: Vec<PathBuf>,
+    files: Vec<PathBuf>,
 }
 
 impl Default for LabConfig {
@@ -154,7 +154,7 @@ impl LabConfig {
             disks: Vec::new(),
             vcpus: 2,
             memory_mib: MEMORY_MIB,
-            brought: Vec::new(),
+            files: Vec::new(),
         }
     }
 
@@ -186,15 +186,15 @@ impl LabConfig {
         self
     }
 
-    fn brings(&self, program: &str) -> bool {
+    fn has_program(&self, program: &str) -> bool {
         let is_it = |file: &PathBuf| file.file_name().is_some_and(|name| name == program);
-        self.brought.iter().any(is_it)
+        self.files.iter().any(is_it)
     }
 
     /// Copies a program or another file into the lab, to `/lab/run/bin`.
     #[must_use]
-    pub fn bring(mut self, file: impl Into<PathBuf>) -> Self {
-        self.brought.push(file.into());
+    pub fn with_file(mut self, file: impl Into<PathBuf>) -> Self {
+        self.files.push(file.into());
         self
     }
 }
@@ -204,24 +204,24 @@ impl LabConfig {
 pub struct Lab {
     guest: Guest,
     /// Server of the control line.
-    _control: Control,
-    out: Stream,
-    files: Stream,
+    _control: LabControlServer,
+    out: PortOutput,
+    files: PortOutput,
     folder: PathBuf,
 }
 
 /// Sink for [`Lab::stream`] that prints and stores its input.
 #[derive(Debug, Default)]
-pub struct Said(Vec<u8>);
+pub struct EchoedOutput(Vec<u8>);
 
-impl Said {
+impl EchoedOutput {
     /// Returns the last lines of the output.
     pub fn tail(&self) -> String {
         process::tail(&String::from_utf8_lossy(&self.0))
     }
 }
 
-impl Write for Said {
+impl Write for EchoedOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let written = io::stdout().write(bytes)?;
         self.0.extend_from_slice(&bytes[..written]);
@@ -235,9 +235,9 @@ impl Write for Said {
 
 /// Output of a port of the lab. QEMU writes it to a file, of which the first `taken` bytes were read.
 #[derive(Debug)]
-struct Stream {
+struct PortOutput {
     path: PathBuf,
-    taken: Mutex<u64>,
+    bytes_read: Mutex<u64>,
 }
 
 impl Lab {
@@ -248,9 +248,9 @@ impl Lab {
     pub fn boot(assets: &LabAssets, config: &LabConfig, folder: &Path) -> Result<Self, LabError> {
         let drives = drive::place(&config.drives)?;
         let run_disk = run_disk(config, folder)?;
-        let stream = |name| Stream {
+        let stream = |name| PortOutput {
             path: folder.join(name),
-            taken: Mutex::new(0),
+            bytes_read: Mutex::new(0),
         };
         let (out, files) = (stream("lab.out"), stream("lab.files"));
 
@@ -294,7 +294,7 @@ impl Lab {
             let device = format!("virtserialport,chardev={name},name={name}");
             guest = guest.qemu_arguments(["-chardev", &chardev, "-device", &device]);
         }
-        for argument in Control::arguments(folder) {
+        for argument in LabControlServer::arguments(folder) {
             guest = guest.qemu_arguments([argument.as_str()]);
         }
         for drive in &drives {
@@ -305,12 +305,12 @@ impl Lab {
         }
 
         let guest = Guest::start_booting(&assets.host, &guest, folder)?;
-        guest.await_ready(BOOT_PATIENCE)?;
-        guest.check(HUGE_PAGES, PATIENCE)?;
-        if config.brings(anchor::PROGRAM) {
-            anchor::hold(&guest)?;
+        guest.await_ready(BOOT_TIMEOUT)?;
+        guest.check(HUGE_PAGES, SHORT_TIMEOUT)?;
+        if config.has_program(static_keys::PROGRAM) {
+            static_keys::start_in_lab(&guest)?;
         }
-        let control = Control::start(folder, drives)?;
+        let control = LabControlServer::start(folder, drives)?;
         Ok(Self {
             guest,
             _control: control,
@@ -324,7 +324,7 @@ impl Lab {
     ///
     /// # Errors
     /// The script does not end in time, or the lab dies.
-    pub fn run(&self, script: &str, patience: Duration) -> Result<Output, LabError> {
+    pub fn run(&self, script: &str, patience: Duration) -> Result<ScriptOutput, LabError> {
         Ok(self.guest.run(script, patience)?)
     }
 
@@ -352,8 +352,8 @@ impl Lab {
             .guest
             .start(&format!("exec >/dev/virtio-ports/lab.out 2>&1\n{script}"))?;
         let (output, followed) = std::thread::scope(|scope| {
-            let follower = scope.spawn(|| self.out.follow(&ended, sink));
-            scope.spawn(|| self.end_if_silent(&ended));
+            let follower = scope.spawn(|| self.out.forward_until(&ended, sink));
+            scope.spawn(|| self.kill_if_silent(&ended));
             let output = self.guest.finish(job, patience);
             ended.store(true, Ordering::Release);
             let followed = follower
@@ -371,10 +371,10 @@ impl Lab {
 
     /// Checks until `ended` that each processor of the lab still answers, and kills the lab if not. An emulated processor that
     /// lost an interrupt sleeps forever, and so does everything that waits for it, including timeouts.
-    fn end_if_silent(&self, ended: &AtomicBool) {
+    fn kill_if_silent(&self, ended: &AtomicBool) {
         let mut asked = Instant::now();
         while !ended.load(Ordering::Acquire) {
-            std::thread::sleep(FOLLOW);
+            std::thread::sleep(OUTPUT_INTERVAL);
             if asked.elapsed() < HEARTBEAT {
                 continue;
             }
@@ -382,7 +382,7 @@ impl Lab {
             if let Err(error) = answer
                 && !ended.load(Ordering::Acquire)
             {
-                say(&format!(
+                print_line(&format!(
                     "The lab does not answer any more and is ended: {error}"
                 ));
                 let pid = self.guest.pid().to_string();
@@ -411,13 +411,13 @@ impl Lab {
                  echo {name}; fi\n"
             ));
         }
-        let there = self.check(&script, BOOT_PATIENCE)?;
+        let there = self.check(&script, BOOT_TIMEOUT)?;
         if there.is_empty() {
             // tar treats an empty file as no archive.
             return Ok(Vec::new());
         }
         let archive = self.folder.join("files.tar");
-        self.files.take_into(&archive)?;
+        self.files.copy_to_file(&archive)?;
         process::run(
             Command::new("tar")
                 .args(["--extract", "--ignore-zeros", "--no-same-owner", "--file"])
@@ -435,7 +435,7 @@ impl Lab {
     /// # Errors
     /// The request fails.
     pub fn control(&self, request: &str) -> Result<String, LabError> {
-        self.check(&format!("lab-ctl {request}"), PATIENCE)
+        self.check(&format!("lab-ctl {request}"), SHORT_TIMEOUT)
     }
 
     /// Returns the number of device accesses that the IOMMU refused, by the kernel's log. If there are many, the kernel omits
@@ -444,7 +444,7 @@ impl Lab {
     /// # Errors
     /// The lab does not answer.
     pub fn iommu_faults(&self) -> Result<u64, LabError> {
-        Ok(count_faults(&self.check("dmesg", PATIENCE)?))
+        Ok(count_faults(&self.check("dmesg", SHORT_TIMEOUT)?))
     }
 
     /// Fetches `files`, powers the lab off, and returns the report of a command that ended with `status`.
@@ -468,7 +468,7 @@ impl Lab {
             });
         }
         let console = self.guest.console_tail();
-        self.guest.power_off(PATIENCE)?;
+        self.guest.power_off(SHORT_TIMEOUT)?;
         Ok(LabReport {
             status,
             iommu_faults,
@@ -478,31 +478,38 @@ impl Lab {
     }
 }
 
-impl Stream {
+impl PortOutput {
     /// Forwards new output until `ended`, and then the rest.
-    fn follow(&self, ended: &AtomicBool, sink: &mut (dyn Write + Send)) -> Result<(), LabError> {
+    fn forward_until(
+        &self,
+        ended: &AtomicBool,
+        sink: &mut (dyn Write + Send),
+    ) -> Result<(), LabError> {
         loop {
             // Read the flag before the file: output written before `ended` is then forwarded below.
             let last = ended.load(Ordering::Acquire);
-            self.take(sink)?;
+            self.copy_new_output(sink)?;
             if last {
                 return Ok(());
             }
-            std::thread::sleep(FOLLOW);
+            std::thread::sleep(OUTPUT_INTERVAL);
         }
     }
 
-    fn take_into(&self, path: &Path) -> Result<(), LabError> {
+    fn copy_to_file(&self, path: &Path) -> Result<(), LabError> {
         let mut file = File::create(path).map_err(|source| LabError::File {
             path: path.to_owned(),
             source,
         })?;
-        self.take(&mut file)
+        self.copy_new_output(&mut file)
     }
 
     /// Forwards the output since the last call.
-    fn take(&self, sink: &mut dyn Write) -> Result<(), LabError> {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+    fn copy_new_output(&self, sink: &mut dyn Write) -> Result<(), LabError> {
+        let mut taken = self
+            .bytes_read
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let mut copy = |taken: &mut u64| {
             let mut file = File::open(&self.path)?;
             file.seek(SeekFrom::Start(*taken))?;
@@ -536,7 +543,7 @@ fn run_disk(config: &LabConfig, folder: &Path) -> Result<PathBuf, LabError> {
         |source| LabError::File { path, source }
     };
     fs::create_dir_all(&programs).map_err(at(&programs))?;
-    for file in &config.brought {
+    for file in &config.files {
         let to = programs.join(file.file_name().unwrap_or_default());
         fs::copy(file, &to).map_err(at(file))?;
         fs::set_permissions(&to, Permissions::from_mode(0o755)).map_err(at(&to))?;
@@ -583,17 +590,17 @@ mod tests {
     #[test]
     fn a_stream_is_read_in_pieces() {
         let folder = tempfile::tempdir().expect("temporary folder");
-        let stream = Stream {
+        let stream = PortOutput {
             path: folder.path().join("out"),
-            taken: Mutex::new(0),
+            bytes_read: Mutex::new(0),
         };
         fs::write(&stream.path, "one").expect("write");
         let mut sink = Vec::new();
-        stream.take(&mut sink).expect("take");
-        stream.take(&mut sink).expect("take nothing");
+        stream.copy_new_output(&mut sink).expect("take");
+        stream.copy_new_output(&mut sink).expect("take nothing");
         fs::write(&stream.path, "one, two").expect("write");
         stream
-            .follow(&AtomicBool::new(true), &mut sink)
+            .forward_until(&AtomicBool::new(true), &mut sink)
             .expect("follow");
         assert_eq!(sink, b"one, two");
     }

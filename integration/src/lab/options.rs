@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 
-use super::{Lab, LabConfig, LabDrive, LabError, LabReport, anchor, quote};
+use super::{Lab, LabConfig, LabDrive, LabError, LabReport, quote, static_keys};
 use crate::programs;
-use crate::progress::{Step, say, seconds};
+use crate::progress::{ProgressStep, print_line, seconds};
 use crate::provision::KernelChoice;
 use crate::provision::lab::LabAssets;
 
@@ -18,7 +18,7 @@ const PROGRAMS: &[&str] = &[
     "nvme-load",
     "demo",
     "reference-vmm",
-    anchor::PROGRAM,
+    static_keys::PROGRAM,
 ];
 
 /// Runs a command on an emulated host with NVMe drives, an IOMMU and KVM
@@ -26,7 +26,7 @@ const PROGRAMS: &[&str] = &[
 /// Ends with the command's exit status.
 #[derive(Debug, Parser)]
 #[command(name = "lab", version)]
-pub struct Options {
+pub struct LabOptions {
     /// A drive: id=NAME[,size=SIZE][,lba=512|4096][,namespaces=N][,queues=N][,mdts=N][,dbcs=on|off]
     /// [,iops=N][,bandwidth=SIZE][,image=FILE]. By default one, 'a', of 1 GiB
     #[arg(long = "drive", value_name = "DRIVE")]
@@ -67,7 +67,7 @@ pub struct Options {
 ///
 /// # Errors
 /// The lab cannot be provided or dies, or the command does not end in time.
-pub fn run(options: &Options) -> Result<LabReport, LabError> {
+pub fn run(options: &LabOptions) -> Result<LabReport, LabError> {
     let programs = build()?;
     let assets = LabAssets::provide(&options.kernel)?;
     let folder = tempfile::Builder::new()
@@ -79,7 +79,7 @@ pub fn run(options: &Options) -> Result<LabReport, LabError> {
         })?;
     let result = run_in(options, &programs, &assets, folder.path());
     if options.keep || result.is_err() {
-        say(&format!(
+        print_line(&format!(
             "The lab's console, logs and images: {}",
             folder.keep().display()
         ));
@@ -88,7 +88,7 @@ pub fn run(options: &Options) -> Result<LabReport, LabError> {
 }
 
 fn run_in(
-    options: &Options,
+    options: &LabOptions,
     programs: &[PathBuf],
     assets: &LabAssets,
     folder: &Path,
@@ -97,7 +97,7 @@ fn run_in(
         .vcpus(options.vcpus)
         .memory_mib(options.memory);
     for file in programs.iter().chain(&options.put) {
-        config = config.bring(file);
+        config = config.with_file(file);
     }
     if options.drives.is_empty() && !options.no_drive {
         config = config.drive(LabDrive::new("a", 1 << 30));
@@ -107,10 +107,10 @@ fn run_in(
     }
     let (script, brought) = script(&options.command);
     if let Some(file) = brought {
-        config = config.bring(file);
+        config = config.with_file(file);
     }
 
-    let step = Step::start(format!(
+    let step = ProgressStep::start(format!(
         "Booting the lab, kernel {}",
         assets.host.kernel.name
     ));
@@ -121,7 +121,7 @@ fn run_in(
     let status = lab.stream(&script, patience, &mut io::stdout())?;
     let took = seconds(started.elapsed());
     let report = lab.finish(status, &options.get, &options.into)?;
-    say(&format!(
+    print_line(&format!(
         "==> exit status {status} after {took}, {} IOMMU faults",
         report.iommu_faults
     ));
@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn the_command_line_is_understood() {
-        let options = Options::try_parse_from([
+        let options = LabOptions::try_parse_from([
             "lab",
             "--drive",
             "id=a",
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(options.drives.len(), 2);
         assert_eq!(options.get, ["/tmp/x"]);
         assert_eq!(options.command, ["uname", "-a"]);
-        assert!(Options::try_parse_from(["lab"]).is_err());
-        assert!(Options::try_parse_from(["lab", "--drive", "id=A", "true"]).is_err());
+        assert!(LabOptions::try_parse_from(["lab"]).is_err());
+        assert!(LabOptions::try_parse_from(["lab", "--drive", "id=A", "true"]).is_err());
     }
 }

@@ -9,13 +9,13 @@ use std::process::Command;
 
 use super::ProvisionError;
 use crate::process;
-use crate::progress::Step;
+use crate::progress::ProgressStep;
 
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// Debian suites with packages.
 #[derive(Debug, Clone, Copy)]
-pub struct Suites {
+pub struct DebianSuites {
     /// Names of the suites. A backports suite follows its base suite.
     pub known: &'static [&'static str],
     /// Suite that is preferred if several have a package.
@@ -26,14 +26,14 @@ pub struct Suites {
 ///
 /// # Errors
 /// There is no mirror, or a package cannot be fetched, verified or unpacked.
-pub fn unpack(suites: Suites, packages: &[&str], root: &Path) -> Result<(), ProvisionError> {
+pub fn unpack(suites: DebianSuites, packages: &[&str], root: &Path) -> Result<(), ProvisionError> {
     let apt = PrivateApt::new(suites, root)?;
     unpack_from(&apt, suites, packages, root)?;
     apt.remove()
 }
 
 /// Source of packages.
-trait Source {
+trait PackageSource {
     /// Fetches the package lists.
     fn update(&self) -> Result<(), ProvisionError>;
 
@@ -43,12 +43,12 @@ trait Source {
 
 /// Fetches and unpacks packages as one progress step, whose unique announcement lists the packages.
 fn unpack_from(
-    source: &impl Source,
-    suites: Suites,
+    source: &impl PackageSource,
+    suites: DebianSuites,
     packages: &[&str],
     root: &Path,
 ) -> Result<(), ProvisionError> {
-    let step = Step::start(format!(
+    let step = ProgressStep::start(format!(
         "Packages from Debian {}: {}",
         suites.preferred,
         packages.join(", ")
@@ -75,7 +75,7 @@ struct PrivateApt {
 }
 
 impl PrivateApt {
-    fn new(suites: Suites, root: &Path) -> Result<Self, ProvisionError> {
+    fn new(suites: DebianSuites, root: &Path) -> Result<Self, ProvisionError> {
         if !Path::new(KEYRING).exists() {
             return Err(ProvisionError::NotDebian);
         }
@@ -156,7 +156,7 @@ Acquire::Retries "3";
     }
 }
 
-impl Source for PrivateApt {
+impl PackageSource for PrivateApt {
     fn update(&self) -> Result<(), ProvisionError> {
         process::run(self.command().args([
             "update",
@@ -303,9 +303,9 @@ mod tests {
     use crate::progress;
 
     /// A source without packages.
-    struct Nothing;
+    struct NoPackages;
 
-    impl Source for Nothing {
+    impl PackageSource for NoPackages {
         fn update(&self) -> Result<(), ProvisionError> {
             Ok(())
         }
@@ -327,10 +327,11 @@ mod tests {
             fetches.push((suites, kernel));
         }
         let root = Path::new("/nonexistent");
-        let (result, said) = progress::keep(|| {
+        let (result, said) = progress::capture_lines(|| {
             let mut fetches = fetches.iter();
-            fetches
-                .try_for_each(|(suites, packages)| unpack_from(&Nothing, *suites, packages, root))
+            fetches.try_for_each(|(suites, packages)| {
+                unpack_from(&NoPackages, *suites, packages, root)
+            })
         });
         result.expect("nothing is unpacked");
         let mut lines: Vec<&str> = said

@@ -5,27 +5,27 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::apt::{self, Suites};
-use super::cache::Cache;
-use super::debian::Release;
-use super::host::{self, Tool};
-use super::kernel::{Kernel, KernelChoice};
-use super::{ProvisionError, at, debian};
+use super::apt::{self, DebianSuites};
+use super::cache::ProvisionCache;
+use super::debian::DebianRelease;
+use super::host::{self, HostTool};
+use super::kernel::{GuestKernel, KernelChoice};
+use super::{ProvisionError, debian, with_path};
 use crate::process;
 
-const SUITES: Suites = Suites {
+const SUITES: DebianSuites = DebianSuites {
     known: &["bookworm"],
     preferred: "bookworm",
 };
 const LOADER_PACKAGES: &[&str] = &["grub-efi-amd64-bin"];
 /// GRUB with built-in modules. It reads `/EFI/debian/grub.cfg` on its own partition.
 const LOADER: &str = "usr/lib/grub/x86_64-efi/monolithic/grubx64.efi";
-const TOOLS: [Tool; 2] = [
-    Tool {
+const TOOLS: [HostTool; 2] = [
+    HostTool {
         program: "sfdisk",
         package: "fdisk",
     },
-    Tool {
+    HostTool {
         program: "mformat",
         package: "mtools",
     },
@@ -54,9 +54,9 @@ fn loader_configuration() -> String {
 /// Packages cannot be fetched or installed.
 pub fn provide() -> Result<PathBuf, ProvisionError> {
     // The cache has one user at a time, so this precedes opening it.
-    let root = debian::provide(Release::Debian12)?;
-    let cache = Cache::open()?;
-    let kernel = Kernel::provide(&cache, &KernelChoice::V6_1)?;
+    let root = debian::provide(DebianRelease::Debian12)?;
+    let cache = ProvisionCache::open()?;
+    let kernel = GuestKernel::provide(&cache, &KernelChoice::V6_1)?;
     let configuration = loader_configuration();
     let recipe = format!(
         "{root:?} by {LOADER_PACKAGES:?} of {SUITES:?} and {kernel:?}: {SYSTEM_PARTITION:?} {configuration}"
@@ -64,10 +64,10 @@ pub fn provide() -> Result<PathBuf, ProvisionError> {
     let folder = cache.entry("bootable", &recipe, |folder| {
         host::ensure(&TOOLS)?;
         let packages = folder.join("packages");
-        fs::create_dir(&packages).map_err(at(&packages))?;
+        fs::create_dir(&packages).map_err(with_path(&packages))?;
         apt::unpack(SUITES, LOADER_PACKAGES, &packages)?;
         let text = folder.join("grub.cfg");
-        fs::write(&text, &configuration).map_err(at(&text))?;
+        fs::write(&text, &configuration).map_err(with_path(&text))?;
         let system = folder.join("system");
         let files = [
             (packages.join(LOADER), "::/EFI/BOOT/BOOTX64.EFI"),
@@ -76,8 +76,8 @@ pub fn provide() -> Result<PathBuf, ProvisionError> {
         ];
         make_system_partition(&system, &files)?;
         make_disk(&folder.join("disk"), &system, &root)?;
-        fs::remove_file(&system).map_err(at(&system))?;
-        fs::remove_dir_all(&packages).map_err(at(&packages))
+        fs::remove_file(&system).map_err(with_path(&system))?;
+        fs::remove_dir_all(&packages).map_err(with_path(&packages))
     })?;
     Ok(folder.join("disk"))
 }
@@ -101,19 +101,22 @@ fn make_system_partition(image: &Path, files: &[(PathBuf, &str)]) -> Result<(), 
 
 /// Creates a disk with two partitions of these contents.
 fn make_disk(disk: &Path, system: &Path, root: &Path) -> Result<(), ProvisionError> {
-    let root_mib = fs::metadata(root).map_err(at(root))?.len().div_ceil(MIB);
+    let root_mib = fs::metadata(root)
+        .map_err(with_path(root))?
+        .len()
+        .div_ceil(MIB);
     let (start, mib) = SYSTEM_PARTITION;
     let root_start = start + mib;
     fs::File::create(disk)
         .and_then(|file| file.set_len((root_start + root_mib + END) * MIB))
-        .map_err(at(disk))?;
+        .map_err(with_path(disk))?;
     let table = disk.with_extension("table");
     let text = format!(
         "label: gpt\n\
          start={start}MiB, size={mib}MiB, type=uefi\n\
          start={root_start}MiB, size={root_mib}MiB, type=linux, uuid={ROOT}\n"
     );
-    fs::write(&table, text).map_err(at(&table))?;
+    fs::write(&table, text).map_err(with_path(&table))?;
     // Debian installs sfdisk in a directory that is only in root's PATH.
     let script = "exec /sbin/sfdisk --quiet \"$0\" < \"$1\"";
     process::run(
@@ -129,5 +132,5 @@ fn make_disk(disk: &Path, system: &Path, root: &Path) -> Result<(), ProvisionErr
         let how = ["bs=1M", "conv=notrunc,sparse", "status=none"];
         process::run(Command::new("dd").args([input, output, seek]).args(how))?;
     }
-    fs::remove_file(&table).map_err(at(&table))
+    fs::remove_file(&table).map_err(with_path(&table))
 }

@@ -11,13 +11,13 @@ pub const CACHE_VARIABLE: &str = "NVME_MPT_CACHE";
 
 /// The cache directory, locked by one process at a time.
 #[derive(Debug)]
-pub struct Cache {
+pub struct ProvisionCache {
     root: PathBuf,
     /// Locked while it is open.
     _lock: File,
 }
 
-impl Cache {
+impl ProvisionCache {
     /// Opens the cache, waiting until no other process has it open.
     ///
     /// # Errors
@@ -44,7 +44,7 @@ impl Cache {
 
     /// Opens a cache in a directory, for tests.
     #[cfg(test)]
-    pub(super) fn at(root: &Path) -> Self {
+    pub(super) fn open_at(root: &Path) -> Self {
         Self {
             root: root.to_owned(),
             _lock: File::create(root.join("lock")).expect("lock file"),
@@ -97,7 +97,7 @@ mod tests {
     #[test]
     fn a_failed_build_leaves_no_complete_entry() {
         let folder = tempfile::tempdir().expect("temporary folder");
-        let cache = Cache::at(folder.path());
+        let cache = ProvisionCache::open_at(folder.path());
         let failed = cache.entry("thing", "recipe", |path| {
             fs::write(path.join("half"), "half").expect("write");
             Err(ProvisionError::NotDebian)
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn a_recipe_is_built_once_and_a_changed_recipe_again() {
         let folder = tempfile::tempdir().expect("temporary folder");
-        let cache = Cache::at(folder.path());
+        let cache = ProvisionCache::open_at(folder.path());
         let first = cache.entry("thing", "1", |_| Ok(())).expect("first");
         let again = cache
             .entry("thing", "1", |_| panic!("built twice"))

@@ -8,12 +8,12 @@ use cpio::newc::{self, Builder, ModeFileType};
 
 /// An archive that is being written.
 #[derive(Debug)]
-pub(super) struct Archive<W> {
+pub(super) struct CpioArchive<W> {
     out: W,
     inode: u32,
 }
 
-impl<W: Write> Archive<W> {
+impl<W: Write> CpioArchive<W> {
     /// Begins an archive.
     pub(super) fn new(out: W) -> Self {
         Self { out, inode: 0 }

@@ -5,17 +5,17 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::cache::Cache;
-use super::host::{self, Tool};
+use super::cache::ProvisionCache;
+use super::host::{self, HostTool};
 use super::kernel::KernelChoice;
-use super::{ProvisionError, apt, at, image};
+use super::{ProvisionError, apt, image, with_path};
 use crate::process;
-use crate::progress::Step;
+use crate::progress::ProgressStep;
 
 /// Free space in bytes for packages to install. During an upgrade, it holds two versions of a package.
-const ROOM: u64 = 512 << 20;
+const FREE_SPACE: u64 = 512 << 20;
 const PACKAGES: &str = "systemd,systemd-sysv,udev,e2fsprogs";
-const TOOLS: [Tool; 1] = [Tool {
+const TOOLS: [HostTool; 1] = [HostTool {
     program: "mmdebstrap",
     package: "mmdebstrap",
 }];
@@ -35,7 +35,7 @@ const TARGET: &str = "multi-user.target.wants";
 
 /// A release of Debian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Release {
+pub enum DebianRelease {
     /// Bullseye.
     Debian11,
     /// Bookworm.
@@ -44,7 +44,7 @@ pub enum Release {
     Debian13,
 }
 
-impl Release {
+impl DebianRelease {
     /// Returns the name of the release's suite.
     pub fn suite(self) -> &'static str {
         match self {
@@ -70,17 +70,17 @@ impl Release {
 ///
 /// # Errors
 /// Packages cannot be fetched or installed.
-pub fn provide(release: Release) -> Result<PathBuf, ProvisionError> {
-    let cache = Cache::open()?;
+pub fn provide(release: DebianRelease) -> Result<PathBuf, ProvisionError> {
+    let cache = ProvisionCache::open()?;
     let suite = release.suite();
-    let recipe = format!("{PACKAGES} of {suite}, {ROOM} free: {AGENT} {AGENT_UNIT}");
+    let recipe = format!("{PACKAGES} of {suite}, {FREE_SPACE} free: {AGENT} {AGENT_UNIT}");
     let folder = cache.entry("debian", &recipe, |folder| {
         host::ensure(&TOOLS)?;
         let root = folder.join("root");
         install(suite, &root)?;
         add_agent(&root)?;
-        image::make(&root, &folder.join("disk"), ROOM)?;
-        fs::remove_dir_all(&root).map_err(at(&root))
+        image::make(&root, &folder.join("disk"), FREE_SPACE)?;
+        fs::remove_dir_all(&root).map_err(with_path(&root))
     })?;
     Ok(folder.join("disk"))
 }
@@ -94,7 +94,7 @@ pub fn disk(folder: &Path, disk: &Path) -> Result<(), ProvisionError> {
 }
 
 fn install(suite: &str, root: &Path) -> Result<(), ProvisionError> {
-    let step = Step::start(format!("Installing Debian {suite} into a directory"));
+    let step = ProgressStep::start(format!("Installing Debian {suite} into a directory"));
     let mut command = Command::new("mmdebstrap");
     command
         .args(["--mode=root", "--variant=minbase", "--include", PACKAGES])
@@ -108,14 +108,14 @@ fn install(suite: &str, root: &Path) -> Result<(), ProvisionError> {
 
 fn add_agent(root: &Path) -> Result<(), ProvisionError> {
     let agent = root.join("usr/local/sbin/agent");
-    fs::write(&agent, AGENT).map_err(at(&agent))?;
+    fs::write(&agent, AGENT).map_err(with_path(&agent))?;
     let units = root.join("etc/systemd/system");
     let unit = units.join("agent.service");
-    fs::write(&unit, AGENT_UNIT).map_err(at(&unit))?;
+    fs::write(&unit, AGENT_UNIT).map_err(with_path(&unit))?;
     let wants = units.join(TARGET);
-    fs::create_dir_all(&wants).map_err(at(&wants))?;
+    fs::create_dir_all(&wants).map_err(with_path(&wants))?;
     let link = wants.join("agent.service");
-    symlink("../agent.service", &link).map_err(at(&link))?;
+    symlink("../agent.service", &link).map_err(with_path(&link))?;
     // The directory becomes the root of the file system, which every user must be able to traverse.
-    fs::set_permissions(root, fs::Permissions::from_mode(0o755)).map_err(at(root))
+    fs::set_permissions(root, fs::Permissions::from_mode(0o755)).map_err(with_path(root))
 }

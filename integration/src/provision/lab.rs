@@ -5,14 +5,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::cache::Cache;
-use super::host::{self, Tool};
-use super::kernel::{self, Kernel, KernelChoice};
+use super::cache::ProvisionCache;
+use super::host::{self, HostTool};
+use super::kernel::{self, GuestKernel, KernelChoice};
 use super::qemu::Qemu;
-use super::userland::{self, Additions};
-use super::{Assets, ProvisionError, at, image};
+use super::userland::{self, UserlandAdditions};
+use super::{GuestAssets, ProvisionError, image, with_path};
 use crate::process;
-use crate::progress::Step;
+use crate::progress::ProgressStep;
 
 /// Environment variable that is set inside the lab.
 const INSIDE_VARIABLE: &str = "NVME_MPT_LAB";
@@ -52,12 +52,12 @@ const FOLDERS: &[&str] = &["lab", "lab/assets", "lab/run", "lib/modules"];
 /// Modules of nested guests, from Debian 13's kernel.
 const GUEST_MODULES: &[&str] = &["virtio_balloon", "virtio_blk"];
 
-const TOOLS: &[Tool] = &[
-    Tool {
+const TOOLS: &[HostTool] = &[
+    HostTool {
         program: "mkfs.ext4",
         package: "e2fsprogs",
     },
-    Tool {
+    HostTool {
         program: "xz",
         package: "xz-utils",
     },
@@ -67,7 +67,7 @@ const TOOLS: &[Tool] = &[
 #[derive(Debug, Clone)]
 pub struct LabAssets {
     /// Files for the lab as a guest.
-    pub host: Assets,
+    pub host: GuestAssets,
     /// Disk image with everything that nested guests need.
     pub disk: PathBuf,
 }
@@ -79,17 +79,17 @@ impl LabAssets {
     /// A file cannot be found, fetched or verified.
     pub fn provide(kernel: &KernelChoice) -> Result<Self, ProvisionError> {
         host::ensure(TOOLS)?;
-        let cache = Cache::open()?;
-        let (kernel, modules) = Kernel::with_modules(&cache, kernel, "lab", MODULES)?;
+        let cache = ProvisionCache::open()?;
+        let (kernel, modules) = GuestKernel::with_modules(&cache, kernel, "lab", MODULES)?;
         let userland = userland::provide(&cache)?;
         // The additions turn the guests' user land into a virtualization host's.
-        let additions = Additions {
-            folders: FOLDERS,
+        let additions = UserlandAdditions {
+            dirs: FOLDERS,
             scripts: SCRIPTS,
             modules: &modules,
         };
         Ok(Self {
-            host: Assets {
+            host: GuestAssets {
                 qemu: Qemu::provide(&cache)?,
                 kernel,
                 initramfs: additions.to(&cache, "lab-userland", &userland)?,
@@ -105,17 +105,17 @@ pub fn is_inside() -> bool {
 }
 
 /// Returns the path of a file that this run copied into the lab.
-pub fn brought(name: &str) -> PathBuf {
+pub fn copied_path(name: &str) -> PathBuf {
     Path::new(RUN).join(name)
 }
 
 /// Returns the files for booting a nested guest.
-pub(super) fn nested(choice: &KernelChoice) -> Result<Assets, ProvisionError> {
+pub(super) fn nested(choice: &KernelChoice) -> Result<GuestAssets, ProvisionError> {
     let assets = Path::new(ASSETS);
-    Ok(Assets {
-        qemu: Qemu::unpacked_in(assets.join("qemu")),
+    Ok(GuestAssets {
+        qemu: Qemu::from_unpacked(assets.join("qemu")),
         kernel: match kernel::packaged(choice) {
-            Ok((suites, name)) => Kernel::in_folder(&assets.join(name), suites)?,
+            Ok((suites, name)) => GuestKernel::from_dir(&assets.join(name), suites)?,
             Err(own) => own,
         },
         initramfs: assets.join("initramfs"),
@@ -123,10 +123,11 @@ pub(super) fn nested(choice: &KernelChoice) -> Result<Assets, ProvisionError> {
 }
 
 /// Returns the user land of nested guests.
-fn guest_userland(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
-    let (_, modules) = Kernel::with_modules(cache, &KernelChoice::V6_12, "guest", GUEST_MODULES)?;
-    let additions = Additions {
-        folders: &["lib/modules"],
+fn guest_userland(cache: &ProvisionCache, userland: &Path) -> Result<PathBuf, ProvisionError> {
+    let (_, modules) =
+        GuestKernel::with_modules(cache, &KernelChoice::V6_12, "guest", GUEST_MODULES)?;
+    let additions = UserlandAdditions {
+        dirs: &["lib/modules"],
         scripts: &[],
         modules: &modules,
     };
@@ -134,7 +135,7 @@ fn guest_userland(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionEr
 }
 
 /// Creates a disk with QEMU and its libraries, and the nested guests' kernels and user land.
-fn disk(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
+fn disk(cache: &ProvisionCache, userland: &Path) -> Result<PathBuf, ProvisionError> {
     let qemu = Qemu::unpacked(cache)?;
     let mut parts = vec![
         (qemu, "qemu".to_owned()),
@@ -142,15 +143,15 @@ fn disk(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
     ];
     for choice in [KernelChoice::V6_1, KernelChoice::V6_12] {
         if let Ok((_, name)) = kernel::packaged(&choice) {
-            let image = Kernel::provide(cache, &choice)?.image;
+            let image = GuestKernel::provide(cache, &choice)?.image;
             let folder = image.parent().unwrap_or(&image).to_owned();
             parts.push((folder, name.to_owned()));
         }
     }
     let folder = cache.entry("lab-disk", &format!("{parts:?}"), |folder| {
-        let step = Step::start("Making the lab's disk");
+        let step = ProgressStep::start("Making the lab's disk");
         let tree = folder.join("tree");
-        fs::create_dir(&tree).map_err(at(&tree))?;
+        fs::create_dir(&tree).map_err(with_path(&tree))?;
         for (from, name) in &parts {
             // The cache is one file system, so hard links save space.
             process::run(
@@ -161,7 +162,7 @@ fn disk(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
             )?;
         }
         image::make(&tree, &folder.join("disk"), 0)?;
-        fs::remove_dir_all(&tree).map_err(at(&tree))?;
+        fs::remove_dir_all(&tree).map_err(with_path(&tree))?;
         step.done("");
         Ok(())
     })?;

@@ -27,8 +27,8 @@ mod userland;
 pub use kernel::KernelChoice;
 pub use qemu::Qemu;
 
-use cache::Cache;
-use kernel::Kernel;
+use cache::ProvisionCache;
+use kernel::GuestKernel;
 
 /// Errors of providing guests.
 #[derive(Debug, Error)]
@@ -96,16 +96,16 @@ pub enum ProvisionError {
 
 /// Files for booting a guest.
 #[derive(Debug, Clone)]
-pub struct Assets {
+pub struct GuestAssets {
     /// QEMU.
     pub qemu: Qemu,
     /// Guest kernel.
-    pub kernel: Kernel,
+    pub kernel: GuestKernel,
     /// Guest user land, which works with every kernel.
     pub initramfs: PathBuf,
 }
 
-impl Assets {
+impl GuestAssets {
     /// Provides QEMU, `kernel`, and the user land. Inside the lab, they exist already.
     ///
     /// # Errors
@@ -114,10 +114,10 @@ impl Assets {
         if lab::is_inside() {
             return lab::nested(kernel);
         }
-        let cache = Cache::open()?;
+        let cache = ProvisionCache::open()?;
         Ok(Self {
             qemu: Qemu::provide(&cache)?,
-            kernel: Kernel::provide(&cache, kernel)?,
+            kernel: GuestKernel::provide(&cache, kernel)?,
             initramfs: userland::provide(&cache)?,
         })
     }
@@ -130,12 +130,12 @@ impl Assets {
         if lab::is_inside() {
             return Err(ProvisionError::NoModules);
         }
-        let cache = Cache::open()?;
+        let cache = ProvisionCache::open()?;
         let (kernel, modules) =
-            Kernel::with_modules(&cache, &KernelChoice::V6_12, "guest", wanted)?;
+            GuestKernel::with_modules(&cache, &KernelChoice::V6_12, "guest", wanted)?;
         let userland = userland::provide(&cache)?;
-        let additions = userland::Additions {
-            folders: &["lib/modules"],
+        let additions = userland::UserlandAdditions {
+            dirs: &["lib/modules"],
             scripts: &[],
             modules: &modules,
         };
@@ -154,15 +154,15 @@ impl Assets {
         if lab::is_inside() {
             return lab::nested(kernel);
         }
-        let cache = Cache::open()?;
+        let cache = ProvisionCache::open()?;
         Ok(Self {
-            kernel: Kernel::provide(&cache, kernel)?,
+            kernel: GuestKernel::provide(&cache, kernel)?,
             ..self.clone()
         })
     }
 }
 
-fn at(path: &Path) -> impl FnOnce(io::Error) -> ProvisionError {
+fn with_path(path: &Path) -> impl FnOnce(io::Error) -> ProvisionError {
     let path = path.to_owned();
     |source| ProvisionError::File { path, source }
 }

@@ -19,7 +19,7 @@ const DEPENDS: &[u8] = b"\0depends=";
 /// # Errors
 /// A file cannot be read, uncompressed or written.
 pub(super) fn copy(root: &Path, wanted: &[&str], folder: &Path) -> Result<(), ProvisionError> {
-    let mut tree = Tree {
+    let mut tree = ModuleTree {
         files: HashMap::new(),
         chosen: Vec::new(),
         folder,
@@ -37,13 +37,13 @@ pub(super) fn copy(root: &Path, wanted: &[&str], folder: &Path) -> Result<(), Pr
     Ok(())
 }
 
-struct Tree<'a> {
+struct ModuleTree<'a> {
     files: HashMap<String, PathBuf>,
     chosen: Vec<String>,
     folder: &'a Path,
 }
 
-impl Tree<'_> {
+impl ModuleTree<'_> {
     fn index(&mut self, folder: &Path) -> Result<(), ProvisionError> {
         let at = |source| ProvisionError::File {
             path: folder.to_owned(),

@@ -5,15 +5,15 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::ProvisionError;
-use super::apt::{self, Suites};
-use super::cache::Cache;
+use super::apt::{self, DebianSuites};
+use super::cache::ProvisionCache;
 use super::host;
 use crate::process;
 
 const PROGRAM: &str = "qemu-system-x86_64";
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 /// Debian 13's backports have QEMU 11, linked with Debian 13's libraries.
-pub(super) const SUITES: Suites = Suites {
+pub(super) const SUITES: DebianSuites = DebianSuites {
     known: &["trixie", "trixie-backports"],
     preferred: "trixie-backports",
 };
@@ -27,16 +27,16 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    pub(super) fn provide(cache: &Cache) -> Result<Self, ProvisionError> {
+    pub(super) fn provide(cache: &ProvisionCache) -> Result<Self, ProvisionError> {
         let system = Self { private_root: None };
         if host::on_path(PROGRAM) && system.speaks_vfio_user() {
             return Ok(system);
         }
-        Ok(Self::unpacked_in(Self::unpacked(cache)?))
+        Ok(Self::from_unpacked(Self::unpacked(cache)?))
     }
 
     /// Returns the directory of the unpacked QEMU.
-    pub(super) fn unpacked(cache: &Cache) -> Result<PathBuf, ProvisionError> {
+    pub(super) fn unpacked(cache: &ProvisionCache) -> Result<PathBuf, ProvisionError> {
         let recipe = format!("{PACKAGES:?} of {SUITES:?}, as a bundle");
         cache.entry("qemu", &recipe, |root| {
             apt::unpack(SUITES, PACKAGES, root)?;
@@ -45,7 +45,7 @@ impl Qemu {
                 path: bundle,
                 source,
             })?;
-            let unpacked = Self::unpacked_in(root.to_owned());
+            let unpacked = Self::from_unpacked(root.to_owned());
             if unpacked.speaks_vfio_user() {
                 Ok(())
             } else {
@@ -57,7 +57,7 @@ impl Qemu {
     }
 
     /// Creates the QEMU that is unpacked in `root`.
-    pub(super) fn unpacked_in(root: PathBuf) -> Self {
+    pub(super) fn from_unpacked(root: PathBuf) -> Self {
         Self {
             private_root: Some(root),
         }

@@ -7,13 +7,13 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::apt::{self, Suites};
-use super::cache::Cache;
-use super::cpio::Archive;
-use super::{ProvisionError, at};
+use super::apt::{self, DebianSuites};
+use super::cache::ProvisionCache;
+use super::cpio::CpioArchive;
+use super::{ProvisionError, with_path};
 use crate::process;
 
-pub(super) const SUITES: Suites = Suites {
+pub(super) const SUITES: DebianSuites = DebianSuites {
     known: &["trixie"],
     preferred: "trixie",
 };
@@ -68,7 +68,7 @@ const FOLDERS: &[&str] = &[
 ];
 
 /// Returns the image, creating it if the cache does not contain it.
-pub(super) fn provide(cache: &Cache) -> Result<PathBuf, ProvisionError> {
+pub(super) fn provide(cache: &ProvisionCache) -> Result<PathBuf, ProvisionError> {
     let recipe = format!("{PACKAGES:?} of {SUITES:?}: {FOLDERS:?} {PROGRAMS:?} {SCRIPTS:?}");
     let folder = cache.entry("userland", &recipe, |folder| {
         // The packages have their own cache entry, so that a changed script does not fetch them again.
@@ -83,24 +83,24 @@ pub(super) fn provide(cache: &Cache) -> Result<PathBuf, ProvisionError> {
 }
 
 /// Additional content for some guests.
-pub(super) struct Additions<'a> {
-    pub(super) folders: &'a [&'a str],
+pub(super) struct UserlandAdditions<'a> {
+    pub(super) dirs: &'a [&'a str],
     /// Paths and contents of scripts in the guest.
     pub(super) scripts: &'a [(&'a str, &'a str)],
     /// Directory of modules, which the guest has in `lib/modules`.
     pub(super) modules: &'a Path,
 }
 
-impl Additions<'_> {
+impl UserlandAdditions<'_> {
     /// Returns an image of `userland` with these additions. It consists of two archives, which Linux unpacks in sequence.
     pub(super) fn to(
         &self,
-        cache: &Cache,
+        cache: &ProvisionCache,
         name: &str,
         userland: &Path,
     ) -> Result<PathBuf, ProvisionError> {
         let Self {
-            folders,
+            dirs: folders,
             scripts,
             modules,
         } = self;
@@ -110,7 +110,7 @@ impl Additions<'_> {
             let write = || -> io::Result<()> {
                 let mut out = BufWriter::new(File::create(&image)?);
                 io::copy(&mut File::open(userland)?, &mut out)?;
-                let mut archive = Archive::new(out);
+                let mut archive = CpioArchive::new(out);
                 for name in *folders {
                     archive.directory(name)?;
                 }
@@ -125,7 +125,7 @@ impl Additions<'_> {
                 }
                 archive.finish()?.flush()
             };
-            write().map_err(at(&image))
+            write().map_err(with_path(&image))
         })?;
         Ok(folder.join("initramfs"))
     }
@@ -137,7 +137,7 @@ fn pack(root: &Path, image: &Path) -> Result<(), ProvisionError> {
         source,
     };
     let out = BufWriter::new(fs::File::create(image).map_err(at)?);
-    let mut archive = Archive::new(out);
+    let mut archive = CpioArchive::new(out);
     for folder in FOLDERS {
         archive.directory(folder).map_err(at)?;
     }

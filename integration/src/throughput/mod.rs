@@ -14,24 +14,24 @@ use clap::Parser;
 use figure_data::FigureError;
 use thiserror::Error;
 
-use crate::guest::fio::{Fio, FioError, Side};
+use crate::guest::fio::{FioError, FioJobDirection, GuestFioJob};
 use crate::guest::{self, GuestError};
 use crate::lab::inside::{self, InsideError};
 use crate::lab::options::build;
 use crate::lab::{Lab, LabConfig, LabDrive, LabError};
 use crate::process::ProcessError;
-use crate::progress::{Step, say};
+use crate::progress::{ProgressStep, print_line};
 use crate::provision::lab::LabAssets;
-use crate::provision::{Assets, KernelChoice, ProvisionError};
+use crate::provision::{GuestAssets, KernelChoice, ProvisionError};
 use crate::server::ServerError;
 use crate::vmms::VmmsError;
 use crate::vmms::cloud_hypervisor;
 
+mod access_method;
 mod table;
-mod ways;
 
-use table::Table;
-use ways::Way;
+use access_method::AccessMethod;
+use table::ThroughputTable;
 
 /// The lab's only drive.
 const DRIVE: &str = "a";
@@ -39,7 +39,7 @@ const DRIVE_SIZE: u64 = 512 << 20;
 /// CPUs of the host by default.
 const VCPUS: u32 = 2;
 /// Timeout, longer than any run.
-const PATIENCE: Duration = Duration::from_secs(4 * 3600);
+const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 const REPORT: &str = "/tmp/throughput.json";
 /// Maximum number of attempts for a way whose guest is lost.
 const ATTEMPTS: u32 = 3;
@@ -47,7 +47,7 @@ const ATTEMPTS: u32 = 3;
 /// Measures a drive through each way into a guest, in the lab, and prints a table with ratios
 #[derive(Debug, Parser)]
 #[command(name = "throughput", version)]
-pub struct Options {
+pub struct ThroughputOptions {
     /// Duration of each job
     #[arg(long, value_name = "SECONDS", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     runtime: u64,
@@ -117,7 +117,7 @@ pub enum ThroughputError {
     /// No way has the text in its name.
     #[error(
         "There is no way with '{part}' in its name; those on a file want {variable} to name a Cloud Hypervisor",
-        variable = cloud_hypervisor::VARIABLE
+        variable = cloud_hypervisor::PATH_VARIABLE
     )]
     NoWay {
         /// The text.
@@ -133,16 +133,16 @@ pub enum ThroughputError {
 
 /// Returns the jobs: random 4 KiB and sequential 128 KiB, as reads, writes and a mix, with one command and with 32 in flight.
 /// All use libaio with direct I/O in one process, on a drive that was written before.
-fn jobs(options: &Options) -> Result<Vec<Fio>, ThroughputError> {
+fn jobs(options: &ThroughputOptions) -> Result<Vec<GuestFioJob>, ThroughputError> {
     let runtime = Duration::from_secs(options.runtime);
     let job = |name, pattern, size, depth| {
-        Fio::new(name, pattern, size, depth)
+        GuestFioJob::new(name, pattern, size, depth)
             .runtime(runtime)
             .option("size", "256m")
             // The ramp time excludes one-time work of drive and guest.
             .option("ramp_time", "1")
     };
-    let jobs: Vec<Fio> = [
+    let jobs: Vec<GuestFioJob> = [
         job("randread-4k-qd1", "randread", "4k", 1),
         job("randread-4k-qd32", "randread", "4k", 32),
         job("randwrite-4k-qd1", "randwrite", "4k", 1),
@@ -165,8 +165,8 @@ fn jobs(options: &Options) -> Result<Vec<Fio>, ThroughputError> {
 }
 
 /// Returns the selected ways.
-fn ways(options: &Options) -> Result<Vec<Way>, ThroughputError> {
-    let mut ways = Way::all();
+fn ways(options: &ThroughputOptions) -> Result<Vec<AccessMethod>, ThroughputError> {
+    let mut ways = AccessMethod::all();
     ways.retain(|way| way.name().contains(&options.ways));
     if ways.is_empty() {
         return Err(ThroughputError::NoWay {
@@ -180,7 +180,7 @@ fn ways(options: &Options) -> Result<Vec<Way>, ThroughputError> {
 ///
 /// # Errors
 /// A way cannot be measured. The table has no gaps.
-pub fn run(options: &Options) -> Result<(), ThroughputError> {
+pub fn run(options: &ThroughputOptions) -> Result<(), ThroughputError> {
     if inside::is_inside() {
         // The program outside prints the results.
         let table = measure(options)?;
@@ -188,25 +188,25 @@ pub fn run(options: &Options) -> Result<(), ThroughputError> {
         return fs::write(&path, table.json())
             .map_err(|source| ThroughputError::File { path, source });
     }
-    let table = in_a_lab(options)?;
+    let table = measure_in_lab(options)?;
     if let Some(path) = &options.json {
         table.figure(&command(options)).write(path)?;
     }
-    say(&table.to_string());
+    print_line(&table.to_string());
     Ok(())
 }
 
 /// Returns the command that measures the same.
-fn command(options: &Options) -> String {
-    let Options {
+fn command(options: &ThroughputOptions) -> String {
+    let ThroughputOptions {
         runtime,
         rounds,
         vcpus,
         ..
     } = options;
     let mut command = format!("cargo throughput --runtime {runtime} --rounds {rounds}");
-    if cloud_hypervisor::named().is_some() {
-        command = format!("{}=PATH {command}", cloud_hypervisor::VARIABLE);
+    if cloud_hypervisor::configured_path().is_some() {
+        command = format!("{}=PATH {command}", cloud_hypervisor::PATH_VARIABLE);
     }
     for (name, part) in [("jobs", &options.jobs), ("ways", &options.ways)] {
         if !part.is_empty() {
@@ -219,7 +219,7 @@ fn command(options: &Options) -> String {
     command
 }
 
-fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
+fn measure_in_lab(options: &ThroughputOptions) -> Result<ThroughputTable, ThroughputError> {
     jobs(options)?;
     ways(options)?;
     let mut programs = build()?;
@@ -228,7 +228,7 @@ fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
         source,
     })?;
     programs.push(itself);
-    programs.extend(cloud_hypervisor::to_bring());
+    programs.extend(cloud_hypervisor::existing_path());
     let assets = LabAssets::provide(&KernelChoice::V6_12)?;
     let folder = tempfile::Builder::new()
         .prefix("nvme-mpt-throughput-")
@@ -241,9 +241,9 @@ fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
         .vcpus(options.vcpus)
         .drive(LabDrive::new(DRIVE, DRIVE_SIZE));
     for program in &programs {
-        config = config.bring(program);
+        config = config.with_file(program);
     }
-    let step = Step::start("Booting the lab");
+    let step = ProgressStep::start("Booting the lab");
     let lab = Lab::boot(&assets, &config, folder.path())?;
     step.done(format!("kernel {}", assets.host.kernel.name));
     let command = format!(
@@ -254,7 +254,7 @@ fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
         options.jobs,
         options.ways
     );
-    let status = lab.stream(&command, PATIENCE, &mut io::stdout())?;
+    let status = lab.stream(&command, TIMEOUT, &mut io::stdout())?;
     let report = lab.finish(status, &[REPORT.to_owned()], folder.path())?;
     if status != 0 {
         // The program in the lab has printed the cause.
@@ -265,7 +265,7 @@ fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
         path: path.clone(),
         source,
     })?;
-    let mut table = Table::from_json(&text).map_err(|source| ThroughputError::File {
+    let mut table = ThroughputTable::from_json(&text).map_err(|source| ThroughputError::File {
         path,
         source: source.into(),
     })?;
@@ -273,21 +273,21 @@ fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
     Ok(table)
 }
 
-fn measure(options: &Options) -> Result<Table, ThroughputError> {
+fn measure(options: &ThroughputOptions) -> Result<ThroughputTable, ThroughputError> {
     let jobs = jobs(options)?;
-    let assets = Assets::provide(&KernelChoice::V6_12)?;
+    let assets = GuestAssets::provide(&KernelChoice::V6_12)?;
     let folder = PathBuf::from("/tmp/throughput");
     fs::create_dir_all(&folder).map_err(|source| ThroughputError::File {
         path: folder.clone(),
         source,
     })?;
-    ways::fill()?;
+    access_method::fill()?;
     let ways = ways(options)?;
     let names = ways.iter().map(|way| way.name());
-    let mut table = Table::new(names, jobs.iter().map(Fio::name));
+    let mut table = ThroughputTable::new(names, jobs.iter().map(GuestFioJob::name));
     for round in 1..=options.rounds {
         for (column, way) in ways.iter().enumerate() {
-            let step = Step::start(format!("{} (round {round})", way.name()));
+            let step = ProgressStep::start(format!("{} (round {round})", way.name()));
             let sides = measured(*way, &jobs, &assets, &folder)?;
             for (row, side) in sides.iter().enumerate() {
                 table.add(row, column, side);
@@ -300,14 +300,16 @@ fn measure(options: &Options) -> Result<Table, ThroughputError> {
 
 /// Measures a way, repeating it if its guest is lost.
 fn measured(
-    way: Way,
-    jobs: &[Fio],
-    assets: &Assets,
+    way: AccessMethod,
+    jobs: &[GuestFioJob],
+    assets: &GuestAssets,
     folder: &Path,
-) -> Result<Vec<Side>, ThroughputError> {
+) -> Result<Vec<FioJobDirection>, ThroughputError> {
     for _ in 1..ATTEMPTS {
         match way.measure(jobs, assets, folder) {
-            Err(error) if guest::is_lost(&error) => say(&format!("    {}", guest::LOST)),
+            Err(error) if guest::is_lost(&error) => {
+                print_line(&format!("    {}", guest::LOST_GUEST_LINE))
+            }
             result => return result,
         }
     }

@@ -5,32 +5,32 @@ use std::fmt;
 use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
 use serde::{Deserialize, Serialize};
 
-use crate::guest::fio::Side;
+use crate::guest::fio::FioJobDirection;
 
 /// Columns for ratios. Of this project's columns, the better one is used.
 const HOST: &str = "host driver";
 const PASS_THROUGH: &str = "pass-through";
 const VIRTIO: &str = "virtio-blk";
-const OURS: [&str; 2] = ["nvme-mpt busy", "nvme-mpt adaptive"];
+const OUR_COLUMNS: [&str; 2] = ["nvme-mpt busy", "nvme-mpt adaptive"];
 const FILE_VIRTIO: &str = "file, virtio-blk";
 const OURS_ON_FILE: [&str; 2] = ["file, busy", "file, adaptive"];
 const RATIOS: [([&str; 2], &str); 3] = [
-    (OURS, PASS_THROUGH),
-    (OURS, VIRTIO),
+    (OUR_COLUMNS, PASS_THROUGH),
+    (OUR_COLUMNS, VIRTIO),
     (OURS_ON_FILE, FILE_VIRTIO),
 ];
 
 /// I/Os per second by job and way.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Table {
+pub(super) struct ThroughputTable {
     ways: Vec<String>,
-    rows: Vec<Row>,
+    rows: Vec<ThroughputRow>,
     /// Number of accesses that the IOMMU refused during the measurement.
     pub(super) iommu_faults: u64,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct Row {
+struct ThroughputRow {
     job: String,
     /// Results of the rounds, by way.
     iops: Vec<Vec<f64>>,
@@ -38,14 +38,14 @@ struct Row {
     p50_us: Vec<Vec<f64>>,
 }
 
-impl Table {
+impl ThroughputTable {
     pub(super) fn new<'a>(
         ways: impl IntoIterator<Item = &'a str>,
         jobs: impl IntoIterator<Item = &'a str>,
     ) -> Self {
         let ways: Vec<String> = ways.into_iter().map(str::to_owned).collect();
         let none = vec![Vec::new(); ways.len()];
-        let row = |job: &str| Row {
+        let row = |job: &str| ThroughputRow {
             job: job.to_owned(),
             iops: none.clone(),
             mib_s: none.clone(),
@@ -58,7 +58,7 @@ impl Table {
         }
     }
 
-    pub(super) fn add(&mut self, row: usize, way: usize, side: &Side) {
+    pub(super) fn add(&mut self, row: usize, way: usize, side: &FioJobDirection) {
         if let Some(row) = self.rows.get_mut(row) {
             row.iops[way].push(side.iops);
             row.mib_s[way].push(side.mib_s);
@@ -77,23 +77,25 @@ impl Table {
 
     /// Returns the medians of the rounds with their spread, by job and way.
     pub(super) fn figure(&self, command: &str) -> FigureData {
-        let panel = |measured: &str, unit: &str, plot, values: fn(&Row) -> &Vec<Vec<f64>>| {
-            let series = self.ways.iter().enumerate().map(|(at, way)| {
-                let point = |row: &Row| FigurePoint::of_rounds(&row.job, &values(row)[at]);
-                FigureSeries {
-                    label: way.clone(),
-                    points: self.rows.iter().filter_map(point).collect(),
+        let panel =
+            |measured: &str, unit: &str, plot, values: fn(&ThroughputRow) -> &Vec<Vec<f64>>| {
+                let series = self.ways.iter().enumerate().map(|(at, way)| {
+                    let point =
+                        |row: &ThroughputRow| FigurePoint::from_rounds(&row.job, &values(row)[at]);
+                    FigureSeries {
+                        label: way.clone(),
+                        points: self.rows.iter().filter_map(point).collect(),
+                    }
+                });
+                FigurePanel {
+                    measured: measured.to_owned(),
+                    unit: unit.to_owned(),
+                    plot,
+                    log: false,
+                    series: series.collect(),
                 }
-            });
-            FigurePanel {
-                measured: measured.to_owned(),
-                unit: unit.to_owned(),
-                plot,
-                log: false,
-                series: series.collect(),
-            }
-        };
-        let mut figure = FigureData::of_this_machine("Ways into a guest, in the lab", command);
+            };
+        let mut figure = FigureData::on_this_machine("Ways into a guest, in the lab", command);
         figure.panels = vec![
             panel(
                 "rate, by job of fio",
@@ -127,7 +129,7 @@ impl Table {
     }
 
     /// Returns the best median of the columns `ours`, divided by the median of column `way`.
-    fn ratio(&self, row: &Row, ours: &[&str], way: &str) -> f64 {
+    fn ratio(&self, row: &ThroughputRow, ours: &[&str], way: &str) -> f64 {
         let median = |way: &str| {
             self.column(way)
                 .map_or(f64::NAN, |at| median(&row.iops[at]))
@@ -137,7 +139,7 @@ impl Table {
     }
 }
 
-impl fmt::Display for Table {
+impl fmt::Display for ThroughputTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -189,8 +191,8 @@ fn median(rounds: &[f64]) -> f64 {
 mod tests {
     use super::*;
 
-    fn side(iops: f64) -> Side {
-        Side {
+    fn side(iops: f64) -> FioJobDirection {
+        FioJobDirection {
             ios: 1,
             iops,
             mib_s: iops / 256.0,
@@ -202,12 +204,12 @@ mod tests {
 
     #[test]
     fn medians_of_all_rounds_are_compared() {
-        let mut table = Table::new(
+        let mut table = ThroughputTable::new(
             [
                 HOST,
                 PASS_THROUGH,
-                OURS[0],
-                OURS[1],
+                OUR_COLUMNS[0],
+                OUR_COLUMNS[1],
                 VIRTIO,
                 OURS_ON_FILE[0],
                 OURS_ON_FILE[1],
@@ -232,7 +234,7 @@ mod tests {
                 table.add(0, way, &side(*iops));
             }
         }
-        let again = Table::from_json(&table.json()).expect("json");
+        let again = ThroughputTable::from_json(&table.json()).expect("json");
         let text = again.to_string();
         let line = text
             .lines()
@@ -248,8 +250,8 @@ mod tests {
 
     #[test]
     fn a_ratio_needs_both_of_its_sides() {
-        for ways in [[HOST, PASS_THROUGH], [OURS[0], FILE_VIRTIO]] {
-            let mut table = Table::new(ways, ["job"]);
+        for ways in [[HOST, PASS_THROUGH], [OUR_COLUMNS[0], FILE_VIRTIO]] {
+            let mut table = ThroughputTable::new(ways, ["job"]);
             table.add(0, 0, &side(2.0));
             table.add(0, 1, &side(1.0));
             let text = table.to_string();
@@ -259,7 +261,7 @@ mod tests {
 
     #[test]
     fn a_figure_has_the_rounds_of_each_way_by_job() {
-        let mut table = Table::new([HOST, PASS_THROUGH], ["job", "other"]);
+        let mut table = ThroughputTable::new([HOST, PASS_THROUGH], ["job", "other"]);
         for row in 0..2 {
             for iops in [1000.0, 5000.0, 900.0] {
                 table.add(row, 0, &side(iops));

@@ -8,26 +8,26 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::{Context, Count, VerifyError};
-use crate::guest::LOST;
+use super::{CheckCounts, StepContext, VerifyError};
+use crate::guest::LOST_GUEST_LINE;
 use crate::process;
-use crate::progress::{say, seconds};
+use crate::progress::{print_line, seconds};
 
 /// Target triple for sanitizers. If the target is named, build scripts are built without the sanitizer.
 pub(super) const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// Number of checks that a successful program counts for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Worth {
+pub(super) enum CountedChecks {
     /// One.
     One,
     /// The number in the program's output, which must not be 0.
-    ItsTests,
+    Tests,
     /// The number in the output, which is also shown while the program runs.
-    ItsTestsShown,
+    TestsShown,
 }
 
-impl Context<'_> {
+impl StepContext<'_> {
     /// Returns a cargo command in the workspace.
     pub(super) fn cargo(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -39,7 +39,12 @@ impl Context<'_> {
     }
 
     /// Returns a cargo command with a separate build directory and other flags.
-    pub(super) fn cargo_apart(&self, arguments: &[&str], build: &str, flags: &str) -> Command {
+    pub(super) fn cargo_with_target_dir(
+        &self,
+        arguments: &[&str],
+        build: &str,
+        flags: &str,
+    ) -> Command {
         let mut command = self.cargo(arguments);
         command
             .env("CARGO_TARGET_DIR", self.folder.join(build))
@@ -78,10 +83,14 @@ impl Context<'_> {
     }
 
     /// Runs a program that must succeed.
-    pub(super) fn run(&mut self, command: &mut Command, worth: Worth) -> Result<(), VerifyError> {
+    pub(super) fn run(
+        &mut self,
+        command: &mut Command,
+        worth: CountedChecks,
+    ) -> Result<(), VerifyError> {
         let line = describe(command);
-        let ran = self.run_logged(command, &line, worth == Worth::ItsTestsShown)?;
-        let Ran {
+        let ran = self.run_logged(command, &line, worth == CountedChecks::TestsShown)?;
+        let ProgramResult {
             status,
             count,
             failures,
@@ -90,7 +99,7 @@ impl Context<'_> {
         } = ran;
         if let Some(slowest) = programs.slowest() {
             let step = self.log.file_stem().unwrap_or_default();
-            say(&format!("    slowest of {}: {slowest}", step.display()));
+            print_line(&format!("    slowest of {}: {slowest}", step.display()));
         }
         for what in not_checked {
             if !self.not_checked.contains(&what) {
@@ -98,22 +107,22 @@ impl Context<'_> {
             }
         }
         match worth {
-            Worth::One => {
+            CountedChecks::One => {
                 self.count.built += count.built;
                 self.count.passed += u64::from(status.success());
             }
-            Worth::ItsTests | Worth::ItsTestsShown => self.count.add(count),
+            CountedChecks::Tests | CountedChecks::TestsShown => self.count.add(count),
         }
         if !status.success() {
             return Err(VerifyError::Failed {
                 command: line,
                 log: self.log.clone(),
                 what: failures
-                    .told()
+                    .into_messages()
                     .unwrap_or_else(|| process::file_tail(&self.log)),
             });
         }
-        if worth != Worth::One && count.passed + count.failed == 0 {
+        if worth != CountedChecks::One && count.passed + count.failed == 0 {
             return Err(VerifyError::NothingTested {
                 command: line,
                 log: self.log.clone(),
@@ -127,7 +136,7 @@ impl Context<'_> {
         command: &mut Command,
         line: &str,
         shown: bool,
-    ) -> Result<Ran, VerifyError> {
+    ) -> Result<ProgramResult, VerifyError> {
         let at = |source| VerifyError::File {
             path: self.log.clone(),
             source,
@@ -150,9 +159,9 @@ impl Context<'_> {
         // The command holds the writing end of the pipe, so that reading would never end.
         command.stdout(Stdio::null()).stderr(Stdio::null());
 
-        let mut count = Count::default();
-        let mut failures = Failures::default();
-        let mut programs = Programs::default();
+        let mut count = CheckCounts::default();
+        let mut failures = FailureMessages::default();
+        let mut programs = TestPrograms::default();
         let mut not_checked = Vec::new();
         let mut lines = BufReader::new(output);
         let mut said = Vec::new();
@@ -166,12 +175,12 @@ impl Context<'_> {
             programs.read(text.trim_end());
             not_checked.extend(not_checked_in(text.trim_end()));
             if shown {
-                say(&format!("    {}", text.trim_end()));
+                print_line(&format!("    {}", text.trim_end()));
             }
             said.clear();
         }
         let status = child.wait().map_err(at)?;
-        Ok(Ran {
+        Ok(ProgramResult {
             status,
             count,
             failures,
@@ -182,22 +191,22 @@ impl Context<'_> {
 }
 
 /// Result of a program.
-struct Ran {
+struct ProgramResult {
     status: ExitStatus,
-    count: Count,
-    failures: Failures,
-    programs: Programs,
+    count: CheckCounts,
+    failures: FailureMessages,
+    programs: TestPrograms,
     not_checked: Vec<String>,
 }
 
 /// Test programs that cargo ran, with their times in seconds.
 #[derive(Debug, Default)]
-struct Programs {
+struct TestPrograms {
     running: Option<String>,
-    took: Vec<(f64, String)>,
+    durations: Vec<(f64, String)>,
 }
 
-impl Programs {
+impl TestPrograms {
     /// Maximum number of programs to report, and the minimum time of each in seconds.
     const MOST: usize = 5;
     const LONG: f64 = 10.0;
@@ -214,16 +223,16 @@ impl Programs {
             && let Some(Ok(took)) = time.strip_suffix('s').map(str::parse::<f64>)
             && let Some(name) = self.running.take()
         {
-            self.took.push((took, name));
+            self.durations.push((took, name));
         }
     }
 
     /// Returns the slowest programs, if several ran and at least one took long.
     fn slowest(mut self) -> Option<String> {
-        let are_several = self.took.len() > 1;
-        self.took.retain(|(took, _)| *took >= Self::LONG);
-        self.took.sort_by(|(a, _), (b, _)| b.total_cmp(a));
-        let told = self.took.iter().take(Self::MOST).map(|(took, name)| {
+        let are_several = self.durations.len() > 1;
+        self.durations.retain(|(took, _)| *took >= Self::LONG);
+        self.durations.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+        let told = self.durations.iter().take(Self::MOST).map(|(took, name)| {
             let took = seconds(Duration::from_secs_f64(*took));
             format!("{name} {took}")
         });
@@ -236,12 +245,12 @@ impl Programs {
 ///
 /// Cargo continues after a program with failures, so the end of the output need not contain them.
 #[derive(Debug, Default)]
-struct Failures {
+struct FailureMessages {
     lines: Vec<String>,
     is_inside: bool,
 }
 
-impl Failures {
+impl FailureMessages {
     /// Maximum number of lines.
     const MOST: usize = 300;
 
@@ -258,7 +267,7 @@ impl Failures {
     }
 
     /// Returns the messages; `None` if no test failed.
-    fn told(self) -> Option<String> {
+    fn into_messages(self) -> Option<String> {
         let is_told = self.lines.iter().any(|line| !line.is_empty());
         is_told.then(|| self.lines.join("\n"))
     }
@@ -297,34 +306,34 @@ fn not_checked_in(line: &str) -> Option<String> {
 
 /// Counts the results in a line of cargo or a test program: `test result: ok. 3 passed; 0 failed; …`, a built crate, a lost
 /// guest, or a Go package.
-fn results_in(line: &str) -> Option<Count> {
-    if line.contains(LOST) {
-        return Some(Count {
+fn results_in(line: &str) -> Option<CheckCounts> {
+    if line.contains(LOST_GUEST_LINE) {
+        return Some(CheckCounts {
             lost: 1,
-            ..Count::default()
+            ..CheckCounts::default()
         });
     }
     // Tests of a Go package are not counted separately.
     if line.starts_with("ok  \t") || line.starts_with("FAIL\t") {
-        return Some(Count {
+        return Some(CheckCounts {
             passed: u64::from(line.starts_with("ok")),
             failed: u64::from(line.starts_with("FAIL")),
-            ..Count::default()
+            ..CheckCounts::default()
         });
     }
     let building = ["   Compiling ", "    Checking ", " Documenting "];
     if building.iter().any(|word| line.starts_with(word)) {
-        return Some(Count {
+        return Some(CheckCounts {
             built: 1,
-            ..Count::default()
+            ..CheckCounts::default()
         });
     }
     let (_, result) = line.strip_prefix("test result: ")?.split_once(". ")?;
     let mut parts = result.split("; ");
-    Some(Count {
+    Some(CheckCounts {
         passed: parts.next()?.strip_suffix(" passed")?.parse().ok()?,
         failed: parts.next()?.strip_suffix(" failed")?.parse().ok()?,
-        ..Count::default()
+        ..CheckCounts::default()
     })
 }
 
@@ -335,9 +344,9 @@ mod tests {
     #[test]
     fn messages_of_failed_tests_are_kept_and_nothing_else() {
         let read = |output: &str| {
-            let mut failures = Failures::default();
+            let mut failures = FailureMessages::default();
             output.lines().for_each(|line| failures.read(line));
-            failures.told()
+            failures.into_messages()
         };
         let failed = "running 2 tests\n\
             test a ... ok\n\
@@ -362,7 +371,7 @@ mod tests {
     #[test]
     fn the_slowest_test_programs_are_named() {
         let slowest = |output: &str| {
-            let mut programs = Programs::default();
+            let mut programs = TestPrograms::default();
             output.lines().for_each(|line| programs.read(line));
             programs.slowest()
         };
@@ -401,15 +410,15 @@ mod tests {
         let line = "test result: ok. 26 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out";
         assert_eq!(
             results_in(line),
-            Some(Count {
+            Some(CheckCounts {
                 passed: 26,
                 failed: 1,
-                ..Count::default()
+                ..CheckCounts::default()
             })
         );
         let built = results_in("   Compiling nvme-mpt v0.1.0 (/nvme-mpt)").unwrap();
         assert_eq!((built.built, built.passed), (1, 0));
-        let lost = results_in(&format!("test vmms::qemu ... {LOST}")).unwrap();
+        let lost = results_in(&format!("test vmms::qemu ... {LOST_GUEST_LINE}")).unwrap();
         assert_eq!((lost.lost, lost.failed), (1, 0));
         let go = |line| results_in(line).map(|count| (count.passed, count.failed));
         assert_eq!(go("ok  \tmodule/package\t1.5s"), Some((1, 0)));

@@ -8,10 +8,10 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::thread::{self, ScopedJoinHandle};
 
-use super::command::{TARGET, Worth};
-use super::{Context, VerifyError};
+use super::command::{CountedChecks, TARGET};
+use super::{StepContext, VerifyError};
 use crate::process;
-use crate::progress::say;
+use crate::progress::print_line;
 
 const MANIFEST: &str = "tests/fuzz/Cargo.toml";
 
@@ -24,7 +24,7 @@ const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer
      -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares";
 
 /// Builds all targets and runs them, each on one thread, as many at once as there are processors.
-pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
+pub(super) fn run(context: &mut StepContext) -> Result<(), VerifyError> {
     let at_once = thread::available_parallelism().map_or(1, NonZero::get);
     let build = [
         "build",
@@ -34,8 +34,8 @@ pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
         "--manifest-path",
         MANIFEST,
     ];
-    let mut command = context.cargo_apart(&build, "fuzz", FLAGS);
-    context.run(&mut command, Worth::One)?;
+    let mut command = context.cargo_with_target_dir(&build, "fuzz", FLAGS);
+    context.run(&mut command, CountedChecks::One)?;
 
     let programs = context.folder.join("fuzz").join(TARGET).join("release");
     let targets = context.targets(MANIFEST, "bin")?;
@@ -50,7 +50,7 @@ pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
         let mut targets = targets.lock().unwrap_or_else(PoisonError::into_inner);
         targets.next()
     };
-    let work = |mut own: Context| {
+    let work = |mut own: StepContext| {
         let mut result = Ok(());
         while let Some(target) = next() {
             own.log = own.log.with_file_name(format!("fuzz-{target}.log"));
@@ -64,7 +64,7 @@ pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
         (own.count, result)
     };
     let ran: Vec<_> = thread::scope(|scope| {
-        let start = |_| scope.spawn(|| work(context.beside()));
+        let start = |_| scope.spawn(|| work(context.with_separate_counts()));
         let workers: Vec<_> = (0..at_once).map(start).collect();
         workers.into_iter().map(ScopedJoinHandle::join).collect()
     });
@@ -77,9 +77,9 @@ pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
     result
 }
 
-fn run_target(context: &mut Context, target: &str, program: &Path) -> Result<(), VerifyError> {
-    let finds = folder(&context.folder.join("fuzz-finds").join(target))?;
-    let artifacts = folder(&context.folder.join("fuzz-artifacts").join(target))?;
+fn run_target(context: &mut StepContext, target: &str, program: &Path) -> Result<(), VerifyError> {
+    let finds = create_dir(&context.folder.join("fuzz-finds").join(target))?;
+    let artifacts = create_dir(&context.folder.join("fuzz-artifacts").join(target))?;
     // Ignore artifacts of earlier runs.
     let before = files(&artifacts)?;
     let seconds = context.options.fuzz_seconds;
@@ -94,7 +94,7 @@ fn run_target(context: &mut Context, target: &str, program: &Path) -> Result<(),
     if corpus.is_dir() {
         command.arg(corpus);
     }
-    let result = context.run(&mut command, Worth::One);
+    let result = context.run(&mut command, CountedChecks::One);
     let found = files(&artifacts)?
         .into_iter()
         .find(|file| !before.contains(file));
@@ -105,7 +105,7 @@ fn run_target(context: &mut Context, target: &str, program: &Path) -> Result<(),
             tail: process::file_tail(&context.log),
         }),
         (Ok(()), None) => {
-            say(&format!("    {target}: nothing found in {seconds} s"));
+            print_line(&format!("    {target}: nothing found in {seconds} s"));
             Ok(())
         }
         (Err(error), None) => Err(error),
@@ -118,7 +118,7 @@ fn corpus(target: &str) -> PathBuf {
         .join(target)
 }
 
-fn folder(path: &Path) -> Result<PathBuf, VerifyError> {
+fn create_dir(path: &Path) -> Result<PathBuf, VerifyError> {
     fs::create_dir_all(path).map_err(|source| VerifyError::File {
         path: path.to_owned(),
         source,

@@ -13,9 +13,9 @@ use thiserror::Error;
 
 use crate::checks::Shard;
 use crate::process::{self, ProcessError};
-use crate::progress::{Step as Announced, say, seconds};
+use crate::progress::{ProgressStep as Announced, print_line, seconds};
 use crate::provision::ProvisionError;
-use crate::provision::host::{self, Tool};
+use crate::provision::host::{self, HostTool};
 
 mod command;
 mod fuzz;
@@ -26,7 +26,7 @@ mod steps;
 /// Nothing is retried, and nothing depends on guests inside of guests. With --full it checks everything.
 #[derive(Debug, Parser)]
 #[command(name = "verify", version)]
-pub struct Options {
+pub struct VerifyOptions {
     /// Runs every step: the lab's nested guests, which may get lost and are tried again, included
     #[arg(long, conflicts_with = "only")]
     full: bool,
@@ -108,7 +108,7 @@ pub enum VerifyError {
 
 /// Numbers of passed and failed checks, and of related events.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Count {
+struct CheckCounts {
     passed: u64,
     failed: u64,
     /// Guests that were lost and retried.
@@ -117,7 +117,7 @@ struct Count {
     built: u64,
 }
 
-impl Count {
+impl CheckCounts {
     fn add(&mut self, more: Self) {
         let Self {
             passed,
@@ -133,23 +133,23 @@ impl Count {
 }
 
 /// Environment of a step.
-struct Context<'a> {
-    options: &'a Options,
+struct StepContext<'a> {
+    options: &'a VerifyOptions,
     /// Directory of logs, and of builds that must be separate from the usual ones.
     folder: &'a Path,
     log: PathBuf,
-    count: Count,
+    count: CheckCounts,
     not_checked: Vec<String>,
 }
 
-impl Context<'_> {
+impl StepContext<'_> {
     /// Returns an environment with separate counts, for a part that runs concurrently.
-    fn beside(&self) -> Self {
+    fn with_separate_counts(&self) -> Self {
         Self {
             options: self.options,
             folder: self.folder,
             log: self.log.clone(),
-            count: Count::default(),
+            count: CheckCounts::default(),
             not_checked: Vec::new(),
         }
     }
@@ -157,7 +157,7 @@ impl Context<'_> {
 
 /// Condition for running a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum When {
+enum StepCondition {
     /// Always, unless other steps are selected.
     Always,
     /// Without `--full`, for steps that boot one machine and are part of another step of `--full`.
@@ -167,35 +167,35 @@ enum When {
 }
 
 /// A verification step.
-struct Step {
+struct VerifyStep {
     name: &'static str,
     what: &'static str,
-    when: When,
+    when: StepCondition,
     /// True if each [`Shard`] runs a part of the step. Otherwise, one shard runs the whole step.
-    is_shared_out: bool,
+    is_sharded: bool,
     /// True if the step has separate builds, and can run beside steps that share the workspace's build.
-    is_beside: bool,
+    has_separate_build: bool,
     /// True if the step needs a quiet machine. With `--full`, it and all later steps wait for concurrent steps to end.
-    wants_quiet: bool,
-    run: fn(&mut Context) -> Result<(), VerifyError>,
+    needs_quiet: bool,
+    run: fn(&mut StepContext) -> Result<(), VerifyError>,
 }
 
-impl Step {
-    fn is_wanted(&self, options: &Options) -> bool {
+impl VerifyStep {
+    fn is_wanted(&self, options: &VerifyOptions) -> bool {
         if !options.only.is_empty() {
             return options.only.iter().any(|name| name == self.name);
         }
         match self.when {
-            When::Always => true,
-            When::UnlessFull => !options.full,
-            When::Full => options.full,
+            StepCondition::Always => true,
+            StepCondition::UnlessFull => !options.full,
+            StepCondition::Full => options.full,
         }
     }
 }
 
-struct Outcome {
+struct StepOutcome {
     name: &'static str,
-    count: Count,
+    count: CheckCounts,
     time: Duration,
     well: bool,
     /// Skipped parts of the step.
@@ -203,21 +203,21 @@ struct Outcome {
 }
 
 /// Tools that builds and tests need in addition to Rust.
-const TOOLS: &[Tool] = &[
-    Tool {
+const TOOLS: &[HostTool] = &[
+    HostTool {
         program: "cc",
         package: "gcc",
     },
-    Tool {
+    HostTool {
         program: "c++",
         package: "g++",
     },
-    Tool {
+    HostTool {
         program: "valgrind",
         package: "valgrind",
     },
     // Needed by a test of subvolumes.
-    Tool {
+    HostTool {
         program: "mkfs.btrfs",
         package: "btrfs-progs",
     },
@@ -227,14 +227,14 @@ const TOOLS: &[Tool] = &[
 ///
 /// # Errors
 /// The steps cannot be run at all.
-pub fn run(options: &Options) -> Result<bool, VerifyError> {
+pub fn run(options: &VerifyOptions) -> Result<bool, VerifyError> {
     if options.list {
         for step in steps::ALL {
             let when = match step.when {
-                When::Always | When::UnlessFull => "",
-                When::Full => " (--full)",
+                StepCondition::Always | StepCondition::UnlessFull => "",
+                StepCondition::Full => " (--full)",
             };
-            say(&format!("{:<10} {}{when}", step.name, step.what));
+            print_line(&format!("{:<10} {}{when}", step.name, step.what));
         }
         return Ok(true);
     }
@@ -250,26 +250,26 @@ pub fn run(options: &Options) -> Result<bool, VerifyError> {
         source,
     })?;
 
-    let belongs = |(place, step): &(usize, &Step)| {
-        step.is_shared_out || options.shard.is_none_or(|shard| shard.has(*place))
+    let belongs = |(place, step): &(usize, &VerifyStep)| {
+        step.is_sharded || options.shard.is_none_or(|shard| shard.has(*place))
     };
-    process::sleep_exactly();
+    process::reduce_timer_slack();
     let started = Instant::now();
     let wanted = steps::ALL.iter().filter(|step| step.is_wanted(options));
     let steps = wanted.enumerate().filter(belongs);
-    let steps: Vec<&Step> = steps.map(|(_, step)| step).collect();
+    let steps: Vec<&VerifyStep> = steps.map(|(_, step)| step).collect();
     let processors = thread::available_parallelism().map_or(1, NonZero::get);
     let outcomes = run_steps(&steps, options, &folder, processors);
     Ok(summarize(&outcomes, started.elapsed()))
 }
 
 /// Steps with their positions in the list.
-type Placed<'a> = Vec<(usize, &'a Step)>;
+type Placed<'a> = Vec<(usize, &'a VerifyStep)>;
 
 /// Steps by the phase in which they run.
-struct Lanes<'a> {
+struct StepPhases<'a> {
     /// Steps with separate builds, which run at lower priority.
-    beside: Placed<'a>,
+    separate_builds: Placed<'a>,
     /// Steps that run beside the separate builds.
     first: Placed<'a>,
     /// Steps that boot one machine each. They run concurrently after `first`, since each machine keeps one processor busy.
@@ -278,20 +278,22 @@ struct Lanes<'a> {
     last: Placed<'a>,
 }
 
-impl<'a> Lanes<'a> {
-    fn of(steps: &[&'a Step], is_full: bool, processors: usize) -> Self {
-        let is_beside = |(_, step): &(usize, &Step)| processors > 1 && step.is_beside;
+impl<'a> StepPhases<'a> {
+    fn from_steps(steps: &[&'a VerifyStep], is_full: bool, processors: usize) -> Self {
+        let is_beside =
+            |(_, step): &(usize, &VerifyStep)| processors > 1 && step.has_separate_build;
         let placed = steps.iter().copied().enumerate();
         let (beside, mut first): (Placed<'_>, Placed<'_>) = placed.partition(is_beside);
         let quiet = first
             .iter()
-            .position(|(_, step)| is_full && step.wants_quiet);
+            .position(|(_, step)| is_full && step.needs_quiet);
         let last = first.split_off(quiet.unwrap_or(first.len()));
-        let is_machine =
-            |(_, step): &(usize, &Step)| processors > 1 && step.when == When::UnlessFull;
+        let is_machine = |(_, step): &(usize, &VerifyStep)| {
+            processors > 1 && step.when == StepCondition::UnlessFull
+        };
         let (machines, first) = first.into_iter().partition(is_machine);
         Self {
-            beside,
+            separate_builds: beside,
             first,
             machines,
             last,
@@ -300,22 +302,27 @@ impl<'a> Lanes<'a> {
 }
 
 /// Runs steps by their [lanes](Lanes). Returns the outcomes in the order of the steps.
-fn run_steps(steps: &[&Step], options: &Options, folder: &Path, processors: usize) -> Vec<Outcome> {
-    let run = |steps: Placed<'_>| -> Vec<(usize, Outcome)> {
+fn run_steps(
+    steps: &[&VerifyStep],
+    options: &VerifyOptions,
+    folder: &Path,
+    processors: usize,
+) -> Vec<StepOutcome> {
+    let run = |steps: Placed<'_>| -> Vec<(usize, StepOutcome)> {
         let steps = steps.into_iter();
         steps
             .map(|(place, step)| (place, run_step(step, options, folder)))
             .collect()
     };
-    let Lanes {
-        beside,
+    let StepPhases {
+        separate_builds: beside,
         first,
         machines,
         last,
-    } = Lanes::of(steps, options.full, processors);
+    } = StepPhases::from_steps(steps, options.full, processors);
     let mut outcomes = thread::scope(|scope| {
         let beside = scope.spawn(|| {
-            process::give_way();
+            process::lower_priority();
             run(beside)
         });
         let mut outcomes = run(first);
@@ -333,14 +340,14 @@ fn run_steps(steps: &[&Step], options: &Options, folder: &Path, processors: usiz
     outcomes.into_iter().map(|(_, outcome)| outcome).collect()
 }
 
-fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
+fn run_step(step: &VerifyStep, options: &VerifyOptions, folder: &Path) -> StepOutcome {
     let started = Instant::now();
     let announced = Announced::start(format!("{}: {}", step.name, step.what));
-    let mut context = Context {
+    let mut context = StepContext {
         options,
         folder,
         log: folder.join(format!("{}.log", step.name)),
-        count: Count::default(),
+        count: CheckCounts::default(),
         not_checked: Vec::new(),
     };
     // Remove the log of an earlier run.
@@ -354,13 +361,13 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
         }
         Err(error) => {
             drop(announced);
-            say(&crate::error_chain(&error));
+            print_line(&crate::error_chain(&error));
             // A step that failed without counting a failure failed as a whole.
             count.failed = count.failed.max(1);
             false
         }
     };
-    Outcome {
+    StepOutcome {
         name: step.name,
         count,
         time: started.elapsed(),
@@ -370,13 +377,13 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
 }
 
 /// Prints the result of each step, and the sum on the last line. `time` is the total time. Returns whether all succeeded.
-fn summarize(outcomes: &[Outcome], time: Duration) -> bool {
-    let mut sum = Count::default();
-    say(&format!(
+fn summarize(outcomes: &[StepOutcome], time: Duration) -> bool {
+    let mut sum = CheckCounts::default();
+    print_line(&format!(
         "\n{:<10} {:<8} {:>7} {:>7} {:>7} {:>7} {:>14}",
         "step", "", "passed", "failed", "lost", "built", "time"
     ));
-    for Outcome {
+    for StepOutcome {
         name,
         count,
         time: of_step,
@@ -384,7 +391,7 @@ fn summarize(outcomes: &[Outcome], time: Duration) -> bool {
         not_checked: _,
     } in outcomes
     {
-        say(&format!(
+        print_line(&format!(
             "{name:<10} {:<8} {:>7} {:>7} {:>7} {:>7} {:>14}",
             if *well { "ok" } else { "FAILED" },
             count.passed,
@@ -395,7 +402,7 @@ fn summarize(outcomes: &[Outcome], time: Duration) -> bool {
         ));
         sum.add(*count);
     }
-    say(&format!(
+    print_line(&format!(
         "{:<10} {:<8} {:>7} {:>7} {:>7} {:>7} {:>14}",
         "all",
         "",
@@ -405,11 +412,13 @@ fn summarize(outcomes: &[Outcome], time: Duration) -> bool {
         sum.built,
         seconds(time),
     ));
-    say("lost: guests that were lost and tried again; built: crates that were compiled or checked");
+    print_line(
+        "lost: guests that were lost and tried again; built: crates that were compiled or checked",
+    );
     for what in outcomes.iter().flat_map(|outcome| &outcome.not_checked) {
-        say(&format!("NOT CHECKED: {what}"));
+        print_line(&format!("NOT CHECKED: {what}"));
     }
-    say(&format!("\n{} passed, {} failed", sum.passed, sum.failed));
+    print_line(&format!("\n{} passed, {} failed", sum.passed, sum.failed));
     !outcomes.is_empty() && outcomes.iter().all(|outcome| outcome.well)
 }
 
@@ -424,7 +433,7 @@ mod tests {
     static MEETING: Condvar = Condvar::new();
 
     /// Waits for the other step.
-    fn meet(context: &mut Context) -> Result<(), VerifyError> {
+    fn meet(context: &mut StepContext) -> Result<(), VerifyError> {
         let mut came = CAME.lock().expect("the meeting");
         *came += 1;
         MEETING.notify_all();
@@ -438,11 +447,11 @@ mod tests {
         }
     }
 
-    fn pass(_: &mut Context) -> Result<(), VerifyError> {
+    fn pass(_: &mut StepContext) -> Result<(), VerifyError> {
         Ok(())
     }
 
-    fn fail(_: &mut Context) -> Result<(), VerifyError> {
+    fn fail(_: &mut StepContext) -> Result<(), VerifyError> {
         Err(VerifyError::NoStep {
             name: "none".to_owned(),
         })
@@ -451,27 +460,27 @@ mod tests {
     fn step(
         name: &'static str,
         is_beside: bool,
-        run: fn(&mut Context) -> Result<(), VerifyError>,
-    ) -> Step {
-        Step {
+        run: fn(&mut StepContext) -> Result<(), VerifyError>,
+    ) -> VerifyStep {
+        VerifyStep {
             name,
             what: "a step of a test",
-            when: When::Always,
-            is_shared_out: false,
-            is_beside,
-            wants_quiet: false,
+            when: StepCondition::Always,
+            is_sharded: false,
+            has_separate_build: is_beside,
+            needs_quiet: false,
             run,
         }
     }
 
     #[test]
     fn verify_steps_run_in_their_lanes() {
-        let quiet = Step {
-            wants_quiet: true,
+        let quiet = VerifyStep {
+            needs_quiet: true,
             ..step("quiet", false, pass)
         };
-        let machine = Step {
-            when: When::UnlessFull,
+        let machine = VerifyStep {
+            when: StepCondition::UnlessFull,
             ..step("machine", false, pass)
         };
         let steps = [
@@ -480,14 +489,14 @@ mod tests {
             step("later", false, pass),
             step("apart", true, pass),
         ];
-        let steps: Vec<&Step> = steps.iter().collect();
-        let lanes = |steps: &[&Step], is_full, processors| {
-            let Lanes {
-                beside,
+        let steps: Vec<&VerifyStep> = steps.iter().collect();
+        let lanes = |steps: &[&VerifyStep], is_full, processors| {
+            let StepPhases {
+                separate_builds: beside,
                 first,
                 machines,
                 last,
-            } = Lanes::of(steps, is_full, processors);
+            } = StepPhases::from_steps(steps, is_full, processors);
             [beside, first, machines, last].map(|lane| {
                 let names: Vec<_> = lane.iter().map(|(_, step)| step.name).collect();
                 names.join(" ")
@@ -510,10 +519,10 @@ mod tests {
 
     #[test]
     fn steps_with_builds_of_their_own_run_beside_the_others() {
-        let options = Options::try_parse_from(["verify"]).expect("options");
+        let options = VerifyOptions::try_parse_from(["verify"]).expect("options");
         let folder = tempfile::tempdir().expect("a folder");
-        let ends = |steps: &[Step], processors| {
-            let steps: Vec<&Step> = steps.iter().collect();
+        let ends = |steps: &[VerifyStep], processors| {
+            let steps: Vec<&VerifyStep> = steps.iter().collect();
             let outcomes = run_steps(&steps, &options, folder.path(), processors);
             let ends = outcomes
                 .into_iter()

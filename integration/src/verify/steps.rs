@@ -7,13 +7,13 @@ use std::path::Path;
 use std::process::Command;
 use std::thread;
 
-use super::command::{TARGET, Worth};
-use super::{Context, Options, Step, VerifyError, When, fuzz};
+use super::command::{CountedChecks, TARGET};
+use super::{StepCondition, StepContext, VerifyError, VerifyOptions, VerifyStep, fuzz};
 use crate::checks::FULL;
 use crate::process;
-use crate::provision::host::{self, Tool};
+use crate::provision::host::{self, HostTool};
 use crate::provision::lab::LabAssets;
-use crate::provision::{Assets, KernelChoice, go};
+use crate::provision::{GuestAssets, KernelChoice, go};
 
 /// Crates with loom models.
 const MODELLED: [&str; 2] = ["nvme-guest", "nvme-software"];
@@ -50,218 +50,218 @@ const CLUSTER_MODULE: &str = "hypervisor-glue/kubernetes/cluster";
 const UNOPTIMIZED: &str = "-gcflags=all=-N -l";
 const AARCH64: &str = "aarch64-unknown-linux-gnu";
 /// Linker and C library for `AARCH64`.
-const AARCH64_TOOLS: [Tool; 2] = [
-    Tool {
+const AARCH64_TOOLS: [HostTool; 2] = [
+    HostTool {
         program: "aarch64-linux-gnu-gcc",
         package: "gcc-aarch64-linux-gnu",
     },
-    Tool {
+    HostTool {
         program: "/usr/aarch64-linux-gnu/lib/crt1.o",
         package: "libc6-dev-arm64-cross",
     },
 ];
 
-pub(super) const ALL: &[Step] = &[
-    Step {
+pub(super) const ALL: &[VerifyStep] = &[
+    VerifyStep {
         name: "fmt",
         what: "the format of all sources",
-        when: When::Always,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::Always,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: fmt,
     },
-    Step {
+    VerifyStep {
         name: "clippy",
         what: "lints, as errors",
-        when: When::Always,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::Always,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: clippy,
     },
-    Step {
+    VerifyStep {
         name: "doc",
         what: "documentation without broken links",
-        when: When::Always,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::Always,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: doc,
     },
-    Step {
+    VerifyStep {
         name: "test",
         what: "unit tests and those that cross crates",
-        when: When::Always,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::Always,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: test,
     },
-    Step {
+    VerifyStep {
         name: "fetch",
         what: "a QEMU, kernels and user lands of guests and of the lab, from packages",
-        when: When::Always,
-        is_shared_out: true,
-        is_beside: true,
-        wants_quiet: false,
+        when: StepCondition::Always,
+        is_sharded: true,
+        has_separate_build: true,
+        needs_quiet: false,
         run: fetch,
     },
-    Step {
+    VerifyStep {
         name: "loom",
         what: "models of what threads do to each other",
-        when: When::Always,
-        is_shared_out: false,
-        is_beside: true,
-        wants_quiet: false,
+        when: StepCondition::Always,
+        is_sharded: false,
+        has_separate_build: true,
+        needs_quiet: false,
         run: loom,
     },
-    Step {
+    VerifyStep {
         name: "simulate",
         what: "the data path on a simulated clock",
-        when: When::Always,
-        is_shared_out: false,
-        is_beside: true,
-        wants_quiet: false,
+        when: StepCondition::Always,
+        is_sharded: false,
+        has_separate_build: true,
+        needs_quiet: false,
         run: simulate,
     },
-    Step {
+    VerifyStep {
         name: "guest",
         what: "one guest on a stock QEMU, with a function for each way of doorbells",
-        when: When::UnlessFull,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::UnlessFull,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: guest,
     },
-    Step {
+    VerifyStep {
         name: "host",
         what: "one host in software, with two drives and an IOMMU",
-        when: When::UnlessFull,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::UnlessFull,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: host,
     },
-    Step {
+    VerifyStep {
         name: "remote",
         what: "functions whose host side is reached through the lease protocol",
-        when: When::Full,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: remote,
     },
-    Step {
+    VerifyStep {
         name: "long",
         what: "tests that do something a hundred or a thousand times",
-        when: When::Full,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: long,
     },
-    Step {
+    VerifyStep {
         name: "asan",
         what: "the data path's tests under AddressSanitizer",
-        when: When::Full,
-        is_shared_out: false,
-        is_beside: true,
-        wants_quiet: false,
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: true,
+        needs_quiet: false,
         run: asan,
     },
-    Step {
+    VerifyStep {
         name: "fuzz",
         what: "every fuzz target for a while",
-        when: When::Full,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: fuzz::run,
     },
-    Step {
+    VerifyStep {
         name: "bench",
         what: "benchmarks run, and commands allocate nothing",
-        when: When::Full,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: bench,
     },
-    Step {
+    VerifyStep {
         name: "deny",
         what: "licences, sources and advisories of dependencies",
-        when: When::Full,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: deny,
     },
-    Step {
+    VerifyStep {
         name: "kubernetes",
         what: "the DRA driver against the server and parts of Kubernetes",
-        when: When::Full,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: kubernetes,
     },
-    Step {
+    VerifyStep {
         name: "cluster",
         what: "the DRA driver in a cluster of etcd, an API server, a scheduler and kubelet",
-        when: When::Full,
-        is_shared_out: false,
-        is_beside: false,
-        wants_quiet: false,
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: false,
+        needs_quiet: false,
         run: cluster,
     },
-    Step {
+    VerifyStep {
         name: "package",
         what: "crates built from what would be published of them",
-        when: When::Full,
-        is_shared_out: false,
-        is_beside: true,
-        wants_quiet: false,
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: true,
+        needs_quiet: false,
         run: package,
     },
-    Step {
+    VerifyStep {
         name: "aarch64",
         what: "a build for 64-bit Arm",
-        when: When::Full,
-        is_shared_out: false,
-        is_beside: true,
-        wants_quiet: false,
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: true,
+        needs_quiet: false,
         run: aarch64,
     },
-    Step {
+    VerifyStep {
         name: "e2e",
         what: "guests on a stock QEMU",
-        when: When::Full,
-        is_shared_out: true,
-        is_beside: false,
-        wants_quiet: true,
+        when: StepCondition::Full,
+        is_sharded: true,
+        has_separate_build: false,
+        needs_quiet: true,
         run: e2e,
     },
-    Step {
+    VerifyStep {
         name: "lab",
         what: "hosts in software, with drives, an IOMMU, KVM and guests of their own",
-        when: When::Full,
-        is_shared_out: true,
-        is_beside: false,
-        wants_quiet: true,
+        when: StepCondition::Full,
+        is_sharded: true,
+        has_separate_build: false,
+        needs_quiet: true,
         run: lab,
     },
 ];
 
-fn fmt(context: &mut Context) -> Result<(), VerifyError> {
+fn fmt(context: &mut StepContext) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["fmt", "--all", "--check", "--", "--color", "never"]);
-    context.run(&mut command, Worth::One)?;
+    context.run(&mut command, CountedChecks::One)?;
     let mut command = context.cargo(&["fmt", "--check", "--manifest-path"]);
     command.args(["tests/fuzz/Cargo.toml", "--", "--color", "never"]);
-    context.run(&mut command, Worth::One)
+    context.run(&mut command, CountedChecks::One)
 }
 
-fn clippy(context: &mut Context) -> Result<(), VerifyError> {
+fn clippy(context: &mut StepContext) -> Result<(), VerifyError> {
     let arguments = [
         "clippy",
         "--release",
@@ -272,26 +272,26 @@ fn clippy(context: &mut Context) -> Result<(), VerifyError> {
         "warnings",
     ];
     let mut command = context.cargo(&arguments);
-    context.run(&mut command, Worth::One)?;
+    context.run(&mut command, CountedChecks::One)?;
     // `--all-targets` omits tests that `cargo test` does not run by default.
     let mut command = context.cargo(&["clippy", "--release", "--workspace"]);
     command.args(["--test", "e2e", "--test", "lab", "--", "--deny", "warnings"]);
-    context.run(&mut command, Worth::One)
+    context.run(&mut command, CountedChecks::One)
 }
 
-fn doc(context: &mut Context) -> Result<(), VerifyError> {
+fn doc(context: &mut StepContext) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["doc", "--release", "--workspace", "--no-deps"]);
     command.env("RUSTDOCFLAGS", "--deny warnings");
-    context.run(&mut command, Worth::One)
+    context.run(&mut command, CountedChecks::One)
 }
 
 /// Tests the whole workspace in the release profile, which guests, lab and benchmarks use, too. Selecting the whole workspace
 /// selects the same dependency features as there, so that all share one build. Arithmetic checks of the debug profile are in
 /// the builds of `asan` and `fuzz`.
-fn test(context: &mut Context) -> Result<(), VerifyError> {
+fn test(context: &mut StepContext) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace", "--no-fail-fast"]);
     command.env(TEST_THREADS, test_threads());
-    context.run(&mut command, Worth::ItsTests)
+    context.run(&mut command, CountedChecks::Tests)
 }
 
 /// Environment variable for the number of concurrent tests of a program.
@@ -304,33 +304,33 @@ fn test_threads() -> String {
 }
 
 /// Runs the function tests again, with a remote backend over a socket.
-fn remote(context: &mut Context) -> Result<(), VerifyError> {
+fn remote(context: &mut StepContext) -> Result<(), VerifyError> {
     let tests = ["--test", "function", "--test", "physical"];
     let arguments = ["test", "--release", "--workspace"];
     let mut command = context.cargo(&[&arguments[..], &tests, &["--no-fail-fast"]].concat());
     command.env("NVME_MPT_HOST_SIDE", "remote");
     command.env(TEST_THREADS, test_threads());
-    context.run(&mut command, Worth::ItsTests)
+    context.run(&mut command, CountedChecks::Tests)
 }
 
 /// Runs tests that are too slow for the step `test`.
-fn long(context: &mut Context) -> Result<(), VerifyError> {
+fn long(context: &mut StepContext) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace"]);
     command.args(["--test", "command", "--", "--ignored"]);
     command.args(["a_hundred", "a_thousand", "sixty_four"]);
-    context.run(&mut command, Worth::ItsTests)
+    context.run(&mut command, CountedChecks::Tests)
 }
 
 /// Downloads and builds the parts of guests and lab in advance, since later steps would wait for them.
-fn fetch(context: &mut Context) -> Result<(), VerifyError> {
-    Assets::provide(&KernelChoice::V6_12)?;
+fn fetch(context: &mut StepContext) -> Result<(), VerifyError> {
+    GuestAssets::provide(&KernelChoice::V6_12)?;
     // The lab's guests use the same kernels as other guests.
     LabAssets::provide(&KernelChoice::V6_12)?;
     context.count.passed += 1;
     Ok(())
 }
 
-fn loom(context: &mut Context) -> Result<(), VerifyError> {
+fn loom(context: &mut StepContext) -> Result<(), VerifyError> {
     let packages = MODELLED.map(|package| ["--package", package]).concat();
     let arguments = [
         &["test"][..],
@@ -338,22 +338,25 @@ fn loom(context: &mut Context) -> Result<(), VerifyError> {
         &["--profile", "model", "--lib", "loom"],
     ]
     .concat();
-    let mut command = context.cargo_apart(&arguments, "loom", "--cfg loom");
-    context.run(&mut command, Worth::ItsTests)
+    let mut command = context.cargo_with_target_dir(&arguments, "loom", "--cfg loom");
+    context.run(&mut command, CountedChecks::Tests)
 }
 
 /// Simulates seeds that failed once, and new ones. `--full` adds twenty thousand seeds, and the scheduler's tests and lints of
 /// simulation-only code.
-fn simulate(context: &mut Context) -> Result<(), VerifyError> {
+fn simulate(context: &mut StepContext) -> Result<(), VerifyError> {
     let full = context.options.full;
     let mut command = context.cargo(&["simulate", "--regressions"]);
-    context.run(&mut command, Worth::One)?;
+    context.run(&mut command, CountedChecks::One)?;
     let seeds = if full { "20000" } else { "1000" };
     let mut command = context.cargo(&["simulate", "--seeds", seeds]);
-    context.run(&mut command, Worth::One)?;
+    context.run(&mut command, CountedChecks::One)?;
     if full {
         let flags = "build.rustflags=['--cfg=simulation', '--deny=warnings']";
-        for (subcommand, worth) in [("test", Worth::ItsTests), ("clippy", Worth::One)] {
+        for (subcommand, worth) in [
+            ("test", CountedChecks::Tests),
+            ("clippy", CountedChecks::One),
+        ] {
             let arguments = [subcommand, "--profile", "simulation", "--config", flags];
             let mut command = context.cargo(&arguments);
             command.args(["--target-dir", "target/simulation"]);
@@ -364,13 +367,13 @@ fn simulate(context: &mut Context) -> Result<(), VerifyError> {
     Ok(())
 }
 
-fn asan(context: &mut Context) -> Result<(), VerifyError> {
+fn asan(context: &mut StepContext) -> Result<(), VerifyError> {
     let packages = SANITIZED.map(|package| ["--package", package]).concat();
     let how = ["--target", TARGET, "--lib", "--all-features"];
     // The step `test` has the statistics of simulated drives. Other simulations cover the same memory accesses.
     let which = ["--", "--skip", "sharing::figures_"];
     let arguments = [&["test"][..], &packages, &how, &which].concat();
-    let mut command = context.cargo_apart(&arguments, "asan", "-Zsanitizer=address");
+    let mut command = context.cargo_with_target_dir(&arguments, "asan", "-Zsanitizer=address");
     // The sanitizer's option is unstable, but the instrumented code is the stable compiler's.
     command.env("RUSTC_BOOTSTRAP", "1");
     // The tests run longer than their build, so they are optimized. Arithmetic checks stay enabled.
@@ -379,10 +382,10 @@ fn asan(context: &mut Context) -> Result<(), VerifyError> {
     command.env("CARGO_PROFILE_DEV_INCREMENTAL", "false");
     // Reports contain functions and lines.
     command.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
-    context.run(&mut command, Worth::ItsTests)
+    context.run(&mut command, CountedChecks::Tests)
 }
 
-fn bench(context: &mut Context) -> Result<(), VerifyError> {
+fn bench(context: &mut StepContext) -> Result<(), VerifyError> {
     let manifests = ["tests/Cargo.toml", "integration/Cargo.toml"];
     let mut benches = Vec::new();
     for manifest in manifests {
@@ -391,7 +394,7 @@ fn bench(context: &mut Context) -> Result<(), VerifyError> {
     for name in &benches {
         let arguments = ["bench", "--workspace", "--bench", name, "--", "--smoke"];
         let mut command = context.cargo(&arguments);
-        context.run(&mut command, Worth::One)?;
+        context.run(&mut command, CountedChecks::One)?;
     }
     if benches.is_empty() {
         return Err(VerifyError::NothingTested {
@@ -402,7 +405,7 @@ fn bench(context: &mut Context) -> Result<(), VerifyError> {
     Ok(())
 }
 
-fn deny(context: &mut Context) -> Result<(), VerifyError> {
+fn deny(context: &mut StepContext) -> Result<(), VerifyError> {
     let check = |checks: &[&str]| {
         let mut command = context.cargo(&["deny", "check"]);
         command.args(checks);
@@ -412,8 +415,8 @@ fn deny(context: &mut Context) -> Result<(), VerifyError> {
         check(&["bans", "licenses", "sources"]),
         check(&["advisories"]),
     );
-    context.run(&mut offline, Worth::One)?;
-    match context.run(&mut advisories, Worth::One) {
+    context.run(&mut offline, CountedChecks::One)?;
+    match context.run(&mut advisories, CountedChecks::One) {
         // The database is not in a registry, and some networks cannot reach it.
         Err(VerifyError::Failed { what, .. }) if what.contains(NO_ADVISORIES) => {
             let what = "advisories of dependencies: their database cannot be fetched from here";
@@ -429,7 +432,7 @@ const NO_ADVISORIES: &str = "failed to fetch advisory database";
 
 /// Packages the present sources, committed or not, in a directory with a new name. Cargo identifies unpacked crates by the
 /// directory's name. With the same name, it would reuse an earlier crate of the same version.
-fn package(context: &mut Context) -> Result<(), VerifyError> {
+fn package(context: &mut StepContext) -> Result<(), VerifyError> {
     let parent = crate::target_dir().join("packages");
     // A killed run may have left directories.
     let removed = match fs::remove_dir_all(&parent) {
@@ -446,10 +449,10 @@ fn package(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["package", "--workspace", "--allow-dirty"]);
     command.args(PRIVATE.map(|package| ["--exclude", package]).as_flattened());
     command.arg("--target-dir").arg(folder.path());
-    context.run(&mut command, Worth::One)
+    context.run(&mut command, CountedChecks::One)
 }
 
-fn aarch64(context: &mut Context) -> Result<(), VerifyError> {
+fn aarch64(context: &mut StepContext) -> Result<(), VerifyError> {
     host::ensure(&AARCH64_TOOLS)?;
     process::run(Command::new("rustup").args(["target", "add", AARCH64]))?;
     let arguments = ["--workspace", "--exclude", OF_PCS, "--target", AARCH64];
@@ -458,11 +461,11 @@ fn aarch64(context: &mut Context) -> Result<(), VerifyError> {
         "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER",
         AARCH64_TOOLS[0].program,
     );
-    context.run(&mut command, Worth::One)
+    context.run(&mut command, CountedChecks::One)
 }
 
 /// Tests the Kubernetes driver against the server that is built here.
-fn kubernetes(context: &mut Context) -> Result<(), VerifyError> {
+fn kubernetes(context: &mut StepContext) -> Result<(), VerifyError> {
     build_server(context)?;
     let go = go::go()?;
     let mut format = in_module(&go.with_file_name("gofmt"), DRA_MODULES[0], &["-l", "."]);
@@ -476,17 +479,17 @@ fn kubernetes(context: &mut Context) -> Result<(), VerifyError> {
     }
     for module in DRA_MODULES {
         let mut vet = in_module(&go, module, &["vet", UNOPTIMIZED, "./..."]);
-        context.run(&mut vet, Worth::One)?;
+        context.run(&mut vet, CountedChecks::One)?;
         let arguments = ["test", "-vet=off", "-count=1", UNOPTIMIZED, "./..."];
         let mut test = in_module(&go, module, &arguments);
-        context.run(&mut test, Worth::ItsTests)?;
+        context.run(&mut test, CountedChecks::Tests)?;
     }
     Ok(())
 }
 
 /// Tests the driver in a cluster. The cluster's programs stay in a directory, since their first build takes ten minutes and
 /// more.
-fn cluster(context: &mut Context) -> Result<(), VerifyError> {
+fn cluster(context: &mut StepContext) -> Result<(), VerifyError> {
     let go = match go::go() {
         Ok(go) => go,
         Err(error) => {
@@ -497,18 +500,18 @@ fn cluster(context: &mut Context) -> Result<(), VerifyError> {
     };
     build_server(context)?;
     let mut vet = in_module(&go, CLUSTER_MODULE, &["vet", UNOPTIMIZED, "./..."]);
-    context.run(&mut vet, Worth::One)?;
+    context.run(&mut vet, CountedChecks::One)?;
     // Go prints the reasons of skipped tests only with -v.
     let how = ["-vet=off", "-count=1", "-v", "-timeout=3h"];
     let arguments = [&["test"][..], &how, &[UNOPTIMIZED, "."]].concat();
     let mut test = in_module(&go, CLUSTER_MODULE, &arguments);
     test.env("NVME_MPT_CLUSTER_PROGRAMS", context.folder.join("cluster"));
-    context.run(&mut test, Worth::ItsTests)
+    context.run(&mut test, CountedChecks::Tests)
 }
 
-fn build_server(context: &mut Context) -> Result<(), VerifyError> {
+fn build_server(context: &mut StepContext) -> Result<(), VerifyError> {
     let mut build = context.cargo(&["build", "--release", "--workspace", "--bin", "nvme-mpt"]);
-    context.run(&mut build, Worth::One)
+    context.run(&mut build, CountedChecks::One)
 }
 
 /// Returns a command for a Go program in a module, with the server's path in the environment.
@@ -524,33 +527,38 @@ fn in_module(program: &Path, module: &str, arguments: &[&str]) -> Command {
     command
 }
 
-fn guest(context: &mut Context) -> Result<(), VerifyError> {
-    machines(context, "e2e", &["modes::"], Worth::ItsTestsShown)
+fn guest(context: &mut StepContext) -> Result<(), VerifyError> {
+    machines(context, "e2e", &["modes::"], CountedChecks::TestsShown)
 }
 
 /// Runs the lab's native checks. Their output is not shown, since the step `guest` shows its output concurrently.
-fn host(context: &mut Context) -> Result<(), VerifyError> {
-    machines(context, "lab", &["--once", "native::"], Worth::ItsTests)
+fn host(context: &mut StepContext) -> Result<(), VerifyError> {
+    machines(
+        context,
+        "lab",
+        &["--once", "native::"],
+        CountedChecks::Tests,
+    )
 }
 
-fn e2e(context: &mut Context) -> Result<(), VerifyError> {
-    let Options {
+fn e2e(context: &mut StepContext) -> Result<(), VerifyError> {
+    let VerifyOptions {
         e2e_filter,
         e2e_skip,
         ..
     } = context.options;
     let skip = e2e_skip.iter().flat_map(|skip| ["--skip", skip.as_str()]);
     let arguments = skip.chain(e2e_filter.as_deref()).collect();
-    share_of_machines(context, "e2e", arguments)
+    run_machines_shard(context, "e2e", arguments)
 }
 
-fn lab(context: &mut Context) -> Result<(), VerifyError> {
+fn lab(context: &mut StepContext) -> Result<(), VerifyError> {
     let filter = context.options.lab_filter.as_deref();
-    share_of_machines(context, "lab", filter.into_iter().collect())
+    run_machines_shard(context, "lab", filter.into_iter().collect())
 }
 
-fn share_of_machines(
-    context: &mut Context,
+fn run_machines_shard(
+    context: &mut StepContext,
     name: &str,
     more: Vec<&str>,
 ) -> Result<(), VerifyError> {
@@ -559,15 +567,15 @@ fn share_of_machines(
     if let Some(shard) = &shard {
         arguments.extend(["--shard", shard]);
     }
-    machines(context, name, &arguments, Worth::ItsTestsShown)
+    machines(context, name, &arguments, CountedChecks::TestsShown)
 }
 
 /// Runs a program of checks that boot machines, which reports its progress.
 fn machines(
-    context: &mut Context,
+    context: &mut StepContext,
     name: &str,
     more: &[&str],
-    worth: Worth,
+    worth: CountedChecks,
 ) -> Result<(), VerifyError> {
     let mut arguments = vec!["test", "--release", "--workspace", "--test"];
     arguments.extend([name, "--"]);

@@ -34,7 +34,7 @@ pub(super) fn tables(start: u64, vcpus: u8) -> Vec<u8> {
         table.to_aml_bytes(&mut bytes);
         bytes
     };
-    let mut placed = Placed {
+    let mut placed = PlacedTables {
         start,
         bytes: vec![0; Rsdp::len()],
     };
@@ -55,12 +55,12 @@ pub(super) fn tables(start: u64, vcpus: u8) -> Vec<u8> {
 }
 
 /// Consecutive tables in memory.
-struct Placed {
+struct PlacedTables {
     start: u64,
     bytes: Vec<u8>,
 }
 
-impl Placed {
+impl PlacedTables {
     /// Appends a table and returns its address.
     fn add(&mut self, table: &[u8]) -> u64 {
         self.bytes.resize(self.bytes.len().next_multiple_of(16), 0);
@@ -101,9 +101,9 @@ fn madt(vcpus: u8) -> MADT {
 }
 
 /// A serial port, as an index of [`layout::SERIAL`].
-struct SerialPort(u8);
+struct AcpiSerialPort(u8);
 
-impl Aml for SerialPort {
+impl Aml for AcpiSerialPort {
     fn to_aml_bytes(&self, sink: &mut dyn AmlSink) {
         let (port, gsi) = layout::SERIAL[usize::from(self.0)];
         let interrupt = Interrupt::new(true, true, false, false, gsi);
@@ -122,9 +122,9 @@ impl Aml for SerialPort {
 }
 
 /// Interrupt route of INTA for a device number (ACPI 6.5, section 6.2.13).
-struct Route(u32);
+struct AcpiIntxRoute(u32);
 
-impl Aml for Route {
+impl Aml for AcpiIntxRoute {
     fn to_aml_bytes(&self, sink: &mut dyn AmlSink) {
         /// All functions of the device.
         const FUNCTIONS: u32 = 0xFFFF;
@@ -144,7 +144,7 @@ fn dsdt() -> Sdt {
     let ecam = Memory32Fixed::new(true, layout::ECAM as u32, layout::ECAM_SIZE as u32);
     let ecam = ResourceTemplate::new(vec![&ecam]);
     // At most 31.
-    let routes: Vec<_> = (1..=SLOTS as u32).map(Route).collect();
+    let routes: Vec<_> = (1..=SLOTS as u32).map(AcpiIntxRoute).collect();
     let routes = Package::new(routes.iter().map(|route| route as &dyn Aml).collect());
     Scope::new(
         "\\_SB_".into(),
@@ -169,8 +169,8 @@ fn dsdt() -> Sdt {
                     &Name::new("_CRS".into(), &ecam),
                 ],
             ),
-            &SerialPort(0),
-            &SerialPort(1),
+            &AcpiSerialPort(0),
+            &AcpiSerialPort(1),
         ],
     )
     .to_aml_bytes(&mut body);

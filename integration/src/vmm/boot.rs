@@ -9,7 +9,7 @@ use linux_loader::loader::bootparam::{boot_e820_entry, boot_params};
 use linux_loader::loader::{BzImage, KernelLoader};
 use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryBackend, ReadVolatile};
 
-use super::memory::Memory;
+use super::memory::MachineMemory;
 use super::{MachineError, acpi, layout};
 
 /// Offset of the 64-bit entry point from the start of the kernel.
@@ -33,18 +33,18 @@ const GDT: [u64; 4] = [0, 0, 0x00AF_9B00_0000_FFFF, 0x00CF_9300_0000_FFFF];
 
 /// Entry point of the first vCPU.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Entry {
+pub(super) struct EntryPoint {
     address: u64,
 }
 
 /// Loads the kernel at `path`, and an initramfs file if there is one.
 pub(super) fn load(
-    memory: &Memory,
+    memory: &MachineMemory,
     vcpus: u8,
     path: &Path,
     initramfs: Option<&Path>,
     command_line: &str,
-) -> Result<Entry, MachineError> {
+) -> Result<EntryPoint, MachineError> {
     let open = |path: &Path| {
         File::open(path).map_err(|source| MachineError::File {
             path: path.to_owned(),
@@ -118,7 +118,7 @@ pub(super) fn load(
     write(guest, layout::GDT, &words(&GDT), "its descriptor table")?;
     let tables = words(&page_tables());
     write(guest, layout::PAGE_TABLES, &tables, "its page tables")?;
-    Ok(Entry {
+    Ok(EntryPoint {
         address: loaded.kernel_load.0 + ENTRY_64,
     })
 }
@@ -158,7 +158,7 @@ fn page_tables() -> Vec<u64> {
     words
 }
 
-impl Entry {
+impl EntryPoint {
     /// Sets the registers of the first vCPU as the protocol requires, in long mode.
     pub(super) fn set(self, vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
         const PROTECTED_MODE: u64 = 1;

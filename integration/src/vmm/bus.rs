@@ -21,7 +21,7 @@ impl Bus {
         device: Arc<dyn DevicePio + Send + Sync>,
     ) -> Result<(), bus::Error> {
         let range = PioRange::new(PioAddress(first), ports)?;
-        self.change().register_pio(range, device)
+        self.write_lock().register_pio(range, device)
     }
 
     /// Adds a device at a range of addresses.
@@ -31,12 +31,12 @@ impl Bus {
         device: Arc<dyn DeviceMmio + Send + Sync>,
     ) -> Result<(), bus::Error> {
         let range = MmioRange::new(MmioAddress(first), len)?;
-        self.change().register_mmio(range, device)
+        self.write_lock().register_mmio(range, device)
     }
 
     /// Removes the device whose range begins at `first`.
     pub(super) fn remove_addresses(&self, first: u64) {
-        let mut bus = self.change();
+        let mut bus = self.write_lock();
         let begins = |found: &(&MmioRange, _)| found.0.base().0 == first;
         if bus
             .mmio_device(MmioAddress(first))
@@ -48,7 +48,7 @@ impl Bus {
     }
 
     /// Moves a device's BARs. A BAR that overlaps another range is not mapped.
-    pub(super) fn follow<D>(&self, device: &Arc<D>, moves: &[BarMove])
+    pub(super) fn move_bars<D>(&self, device: &Arc<D>, moves: &[BarMove])
     where
         D: DeviceMmio + Send + Sync + 'static,
     {
@@ -93,22 +93,22 @@ impl Bus {
     }
 
     fn at_port(&self, port: u16) -> Option<(u16, Arc<dyn DevicePio + Send + Sync>)> {
-        let bus = self.look();
+        let bus = self.read_lock();
         let (range, device) = bus.pio_device(PioAddress(port))?;
         Some((range.base().0, device.clone()))
     }
 
     fn at_address(&self, address: u64) -> Option<(u64, Arc<dyn DeviceMmio + Send + Sync>)> {
-        let bus = self.look();
+        let bus = self.read_lock();
         let (range, device) = bus.mmio_device(MmioAddress(address))?;
         Some((range.base().0, device.clone()))
     }
 
-    fn look(&self) -> RwLockReadGuard<'_, IoManager> {
+    fn read_lock(&self) -> RwLockReadGuard<'_, IoManager> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn change(&self) -> RwLockWriteGuard<'_, IoManager> {
+    fn write_lock(&self) -> RwLockWriteGuard<'_, IoManager> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 }

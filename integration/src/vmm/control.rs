@@ -23,7 +23,7 @@ use super::MachineError;
 const REQUEST_MAX: u64 = 4096;
 
 /// Requests to a running machine.
-pub(super) trait Requests: Send + Sync + 'static {
+pub(super) trait MachineRequests: Send + Sync + 'static {
     /// Adds a function and returns its id.
     fn add(&self, options: &ParsedFunctionOptions) -> Result<String, MachineError>;
 
@@ -38,7 +38,7 @@ pub(super) trait Requests: Send + Sync + 'static {
 }
 
 /// Serves the socket at `path` while the machine exists.
-pub(super) fn serve<M: Requests>(path: &Path, machine: Weak<M>) -> Result<(), MachineError> {
+pub(super) fn serve<M: MachineRequests>(path: &Path, machine: Weak<M>) -> Result<(), MachineError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             return Err(MachineError::file(path)(error));
@@ -63,17 +63,17 @@ pub(super) fn serve<M: Requests>(path: &Path, machine: Weak<M>) -> Result<(), Ma
         .map_err(MachineError::file(path))
 }
 
-fn answer<M: Requests>(mut stream: &UnixStream, machine: &Weak<M>) -> io::Result<()> {
+fn answer<M: MachineRequests>(mut stream: &UnixStream, machine: &Weak<M>) -> io::Result<()> {
     let mut line = String::new();
     BufReader::new(stream.take(REQUEST_MAX)).read_line(&mut line)?;
     let answer = match machine.upgrade() {
-        Some(machine) => carry_out(line.trim_end(), &*machine),
+        Some(machine) => execute_request(line.trim_end(), &*machine),
         None => "error The machine is gone".to_owned(),
     };
     writeln!(stream, "{answer}")
 }
 
-fn carry_out<M: Requests>(request: &str, machine: &M) -> String {
+fn execute_request<M: MachineRequests>(request: &str, machine: &M) -> String {
     let result = match request.split_once(' ') {
         Some(("add", options)) => options
             .parse()

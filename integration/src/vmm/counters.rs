@@ -17,7 +17,7 @@ use vm_device::bus::{MmioAddress, MmioAddressOffset};
 use super::pci::RootComplex;
 
 /// KVM's directory with one directory of counters per machine (Linux, virt/kvm/kvm_main.c).
-const FOLDERS: &str = "/sys/kernel/debug/kvm";
+const KVM_DEBUG_DIR: &str = "/sys/kernel/debug/kvm";
 
 /// KVM's counters of a machine (Linux, arch/x86/kvm/x86.c).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -37,8 +37,8 @@ impl KvmCounters {
     ///
     /// # Errors
     /// The process has no machine, or the kernel's debugfs cannot be read.
-    pub fn of_process(pid: u32) -> io::Result<Self> {
-        Self::read(&folder_of_process(pid)?)
+    pub fn from_process(pid: u32) -> io::Result<Self> {
+        Self::read(&process_counter_dir(pid)?)
     }
 
     fn read(folder: &Path) -> io::Result<Self> {
@@ -53,12 +53,12 @@ impl KvmCounters {
 }
 
 /// Returns the counter directory of a process's machine. The directory is named after the thread that created the machine.
-fn folder_of_process(pid: u32) -> io::Result<PathBuf> {
+fn process_counter_dir(pid: u32) -> io::Result<PathBuf> {
     let mut threads = Vec::new();
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
         threads.push(thread?.file_name());
     }
-    for folder in fs::read_dir(FOLDERS)? {
+    for folder in fs::read_dir(KVM_DEBUG_DIR)? {
         let folder = folder?;
         let name = folder.file_name();
         let name = name.to_string_lossy();
@@ -69,7 +69,7 @@ fn folder_of_process(pid: u32) -> io::Result<PathBuf> {
             return Ok(folder.path());
         }
     }
-    let none = format!("Process {pid} has no virtual machine in {FOLDERS}");
+    let none = format!("Process {pid} has no virtual machine in {KVM_DEBUG_DIR}");
     Err(io::Error::new(io::ErrorKind::NotFound, none))
 }
 
@@ -86,15 +86,15 @@ fn read(folder: &Path, name: &str) -> io::Result<u64> {
 /// host's page tables. The guest has no memory at these addresses, so each access faults, and KVM injects the fault into the
 /// guest, which causes the next one. With nested paging, KVM counts no other faults. The counter stays 0 for healthy machines,
 /// and otherwise grows by 19,000 per second.
-pub fn has_foreign_registers(pid: u32) -> bool {
-    folder_of_process(pid).is_ok_and(|folder| {
+pub fn has_host_registers(pid: u32) -> bool {
+    process_counter_dir(pid).is_ok_and(|folder| {
         let a_second = || thread::sleep(Duration::from_secs(1));
-        faults_for_ever(&folder, a_second)
+        is_faulting_endlessly(&folder, a_second)
     })
 }
 
 /// Compares the counter before and after `pause`.
-fn faults_for_ever(folder: &Path, pause: impl FnOnce()) -> bool {
+fn is_faulting_endlessly(folder: &Path, pause: impl FnOnce()) -> bool {
     const MANY: u64 = 1000;
     let faults = || read(folder, "pf_guest");
     let Ok(before) = faults() else { return false };
@@ -122,22 +122,22 @@ impl fmt::Display for KvmCounters {
 
 /// Device at an address where a guest's write prints counters while its vCPU waits: KVM's counters, and the number and time of
 /// the VMM's doorbell mappings. Reads return the number of unmappings.
-pub(super) struct Teller {
+pub(super) struct CounterPrinter {
     folder: PathBuf,
     root: Arc<RootComplex>,
     started: Instant,
-    told: u32,
+    report_count: u32,
 }
 
-impl Teller {
+impl CounterPrinter {
     /// Creates the device for `vm`, with the functions of `root`.
     pub(super) fn new(vm: &VmFd, root: Arc<RootComplex>) -> Self {
         let name = format!("{}-{}", std::process::id(), vm.as_raw_fd());
         Self {
-            folder: Path::new(FOLDERS).join(name),
+            folder: Path::new(KVM_DEBUG_DIR).join(name),
             root,
             started: Instant::now(),
-            told: 0,
+            report_count: 0,
         }
     }
 
@@ -145,16 +145,16 @@ impl Teller {
     fn doorbells(&self) -> DoorbellMappingStats {
         let mut sum = DoorbellMappingStats::default();
         for function in self.root.functions() {
-            let figures = function.doorbell_figures();
+            let figures = function.doorbell_stats();
             sum.mapped += figures.mapped;
             sum.unmapped += figures.unmapped;
-            sum.took += figures.took;
+            sum.total_time += figures.total_time;
         }
         sum
     }
 }
 
-impl MutDeviceMmio for Teller {
+impl MutDeviceMmio for CounterPrinter {
     fn mmio_read(&mut self, _: MmioAddress, _: MmioAddressOffset, data: &mut [u8]) {
         let unmapped = self.doorbells().unmapped.to_le_bytes();
         for (byte, figure) in data.iter_mut().zip(unmapped) {
@@ -165,13 +165,13 @@ impl MutDeviceMmio for Teller {
     fn mmio_write(&mut self, _: MmioAddress, _: MmioAddressOffset, _: &[u8]) {
         let us = self.started.elapsed().as_micros();
         let doorbells = self.doorbells();
-        let (mappings, mapping_us) = (doorbells.mapped, doorbells.took.as_micros());
-        self.told += 1;
+        let (mappings, mapping_us) = (doorbells.mapped, doorbells.total_time.as_micros());
+        self.report_count += 1;
         let counters = match KvmCounters::read(&self.folder) {
             Ok(counters) => counters.to_string(),
             Err(error) => format!("({}: {error})", self.folder.display()),
         };
-        let told = self.told;
+        let told = self.report_count;
         println!(
             "vmm: counters {told} {counters} mappings={mappings} mapping_us={mapping_us} us={us}"
         );
@@ -215,7 +215,7 @@ mod tests {
             fs::write(&new, format!("{faults}\n")).expect("written");
             fs::rename(new, path).expect("renamed");
         };
-        assert!(!faults_for_ever(folder.path(), || {}), "not counted");
+        assert!(!is_faulting_endlessly(folder.path(), || {}), "not counted");
         for (before, after, expected) in [
             (0, 1_000_000, false),
             (1_000_000, 1_000_000, false),
@@ -223,9 +223,9 @@ mod tests {
             (1_000_000, 1_001_000, true),
         ] {
             count(before);
-            let found = faults_for_ever(folder.path(), || count(after));
+            let found = is_faulting_endlessly(folder.path(), || count(after));
             assert_eq!(found, expected, "{before}, {after}");
         }
-        assert!(!has_foreign_registers(std::process::id()));
+        assert!(!has_host_registers(std::process::id()));
     }
 }

@@ -18,14 +18,14 @@ use vmm_device::{MsixMasking, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::bus::Bus;
-use super::control::{self, Requests};
-use super::counters::Teller;
-use super::memory::Memory;
+use super::control::{self, MachineRequests};
+use super::counters::CounterPrinter;
+use super::memory::MachineMemory;
 use super::pci::RootComplex;
 use super::platform::{PowerControl, SerialPort};
 use super::snapshot::{self, InterruptState, MachineState, SerialPortState, SlotState, VcpuState};
-use super::vcpu::{self, Vcpus};
-use super::{Ended, MachineError, boot, layout};
+use super::vcpu::{self, RunningVcpus};
+use super::{MachineEnd, MachineError, boot, layout};
 
 /// Maximum number of vCPUs, enough for a small guest.
 pub(super) const MAX_VCPUS: u8 = 4;
@@ -59,25 +59,25 @@ pub struct MachineConfig {
 
 /// A running machine. Dropping it is like a power failure, except that functions are stopped and their drives flushed.
 pub struct Machine {
-    shared: Arc<Shared>,
-    ended: Receiver<Ended>,
+    shared: Arc<SharedMachine>,
+    ended: Receiver<MachineEnd>,
 }
 
 /// State for requests to a running machine.
-struct Shared {
+struct SharedMachine {
     /// Dropped first, since the vCPUs access the other fields. `None` once the machine has ended.
-    vcpus: Mutex<Option<Vcpus>>,
-    ended: Sender<Ended>,
+    vcpus: Mutex<Option<RunningVcpus>>,
+    ended: Sender<MachineEnd>,
     kvm: Kvm,
     vm: Arc<VmFd>,
     serial_ports: Vec<Arc<Mutex<SerialPort>>>,
-    functions: Functions,
+    functions: MachineFunctions,
 }
 
 /// Functions of a machine, and resources for creating more.
-struct Functions {
+struct MachineFunctions {
     vmm: Arc<KvmVmm>,
-    memory: Memory,
+    memory: MachineMemory,
     root: Arc<RootComplex>,
     ledgers: LeaseLedgers,
     pollers: Arc<PollerPool>,
@@ -105,7 +105,7 @@ impl Machine {
         vm.set_tss_address(layout::KVM_TSS).map_err(make())?;
         vm.create_irq_chip().map_err(make())?;
         let vmm = Arc::new(KvmVmm::new(vm.clone()).with_intx(layout::INTX));
-        let memory = Memory::new(memory_mib, &*vmm)?;
+        let memory = MachineMemory::new(memory_mib, &*vmm)?;
 
         let bus = Arc::new(Bus::default());
         let (sender, ended) = mpsc::channel();
@@ -116,21 +116,21 @@ impl Machine {
         bus.add_ports((layout::POWER, layout::POWER_PORTS), power)
             .map_err(place_device)?;
         if config.counters {
-            let teller = Arc::new(Mutex::new(Teller::new(&vm, root.clone())));
+            let teller = Arc::new(Mutex::new(CounterPrinter::new(&vm, root.clone())));
             bus.add_addresses((layout::COUNTERS, layout::COUNTERS_SIZE), teller)
                 .map_err(place_device)?;
         }
         bus.add_addresses((layout::ECAM, layout::ECAM_SIZE), root.clone())
             .map_err(place_device)?;
 
-        let functions = Functions {
-            pollers: nvme_mpt_vmm::pollers(vmm.clone()),
+        let functions = MachineFunctions {
+            pollers: nvme_mpt_vmm::poller_pool(vmm.clone()),
             vmm,
             memory,
             root,
             ledgers: LeaseLedgers::open(&config.state_dir),
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedMachine {
             vcpus: Mutex::default(),
             ended: sender.clone(),
             kvm,
@@ -142,11 +142,11 @@ impl Machine {
             (Some(saved), Some(folder)) => shared.restore(&saved, folder, config)?,
             _ => shared.boot(config)?,
         };
-        let vcpus = Vcpus::start(vcpus, &shared.functions.vmm, &bus, &sender);
+        let vcpus = RunningVcpus::start(vcpus, &shared.functions.vmm, &bus, &sender);
         let vcpus = vcpus.map_err(MachineError::kvm("start the vCPUs"))?;
         // Functions of a snapshot have their interrupt messages already.
         for (_, function) in shared.functions.root.occupied() {
-            function.vcpus_changed();
+            function.update_vcpu_threads();
         }
         *lock(&shared.vcpus) = Some(vcpus);
         if let Some(path) = &config.control {
@@ -167,16 +167,16 @@ impl Machine {
     ///
     /// # Errors
     /// A function does not end cleanly.
-    pub fn wait(self) -> Result<Ended, MachineError> {
+    pub fn wait(self) -> Result<MachineEnd, MachineError> {
         // The power control holds a sender as long as the machine exists.
-        let ended = self.ended.recv().unwrap_or(Ended::PoweredOff);
+        let ended = self.ended.recv().unwrap_or(MachineEnd::PoweredOff);
         drop(lock(&self.shared.vcpus).take());
         self.shared.functions.stop()?;
         Ok(ended)
     }
 }
 
-impl Requests for Shared {
+impl MachineRequests for SharedMachine {
     fn add(&self, options: &ParsedFunctionOptions) -> Result<String, MachineError> {
         let device = self.functions.make(options)?;
         let id = device.id().to_owned();
@@ -197,8 +197,8 @@ impl Requests for Shared {
         let vmm = &self.functions.vmm;
         format!(
             "memory_slots={} message_routes={}",
-            vmm.slots(),
-            vmm.message_routes()
+            vmm.slot_count(),
+            vmm.message_route_count()
         )
     }
 
@@ -213,8 +213,8 @@ impl Requests for Shared {
         let written = self.write(&stopped, folder);
         // After a failed snapshot, the vCPUs cannot continue, either.
         let ended = match &written {
-            Ok(()) => Ended::Suspended,
-            Err(error) => Ended::Failed(error.to_string()),
+            Ok(()) => MachineEnd::Suspended,
+            Err(error) => MachineEnd::Failed(error.to_string()),
         };
         // Only the first end counts; later ones are dropped.
         let _ = self.ended.send(ended);
@@ -222,7 +222,7 @@ impl Requests for Shared {
     }
 }
 
-impl Shared {
+impl SharedMachine {
     fn write(&self, vcpus: &[VcpuFd], folder: &Path) -> Result<(), MachineError> {
         let mut functions = Vec::new();
         // Functions are paused first, since their interrupts change other state.
@@ -334,10 +334,10 @@ impl Shared {
     }
 }
 
-impl Functions {
+impl MachineFunctions {
     /// Creates a function without a slot.
     fn make(&self, function: &ParsedFunctionOptions) -> Result<Arc<FunctionDevice>, MachineError> {
-        let (id, host) = open::host_side(function, &self.ledgers, &self.pollers)?;
+        let (id, host) = open::open_backend(function, &self.ledgers, &self.pollers)?;
         let function = NvmeFunction::new(host, MsixMasking::Function);
         let vmm: Arc<dyn Vmm> = self.vmm.clone();
         let device = FunctionDevice::start(&id, function, vmm)?;

@@ -20,13 +20,13 @@ pub(super) const MAX_MIB: u64 = 3072;
 
 /// Guest memory.
 #[derive(Debug)]
-pub(super) struct Memory {
+pub(super) struct MachineMemory {
     fd: OwnedFd,
     len: u64,
     guest: GuestMemoryMmap,
 }
 
-impl Memory {
+impl MachineMemory {
     /// Creates memory of `mib` MiB and maps it into the guest of `vmm`.
     pub(super) fn new(mib: u64, vmm: &dyn Vmm) -> Result<Self, MachineError> {
         if !(MIN_MIB..=MAX_MIB).contains(&mib) {

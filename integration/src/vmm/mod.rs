@@ -38,7 +38,7 @@ pub use machine::{Machine, MachineConfig};
 
 /// Reasons why a machine ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Ended {
+pub enum MachineEnd {
     /// The guest powered it off.
     PoweredOff,
     /// The guest reset it.

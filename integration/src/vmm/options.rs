@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use clap::Parser;
 use nvme_mpt_vmm::options::ParsedFunctionOptions;
 
-use super::{Ended, Machine, MachineConfig, MachineError};
+use super::{Machine, MachineConfig, MachineEnd, MachineError};
 
 /// The smallest VMM that has NVMe functions in its own process: an example, and no product.
 #[derive(Debug, Parser)]
 #[command(name = "reference-vmm")]
-pub struct Options {
+pub struct ReferenceVmmOptions {
     /// The kernel, a bzImage.
     #[arg(long, required_unless_present = "restore")]
     kernel: Option<PathBuf>,
@@ -50,7 +50,7 @@ pub struct Options {
 ///
 /// # Errors
 /// See [`MachineError`].
-pub fn run(options: Options) -> Result<Ended, MachineError> {
+pub fn run(options: ReferenceVmmOptions) -> Result<MachineEnd, MachineError> {
     let config = MachineConfig {
         kernel: options.kernel.unwrap_or_default(),
         initramfs: options.initramfs,

@@ -65,7 +65,7 @@ impl RootComplex {
             return false;
         };
         if let Some(bus) = self.bus.upgrade() {
-            bus.follow(&function, bars);
+            bus.move_bars(&function, bars);
         }
         *free = Some(function);
         true
@@ -87,7 +87,7 @@ impl RootComplex {
         };
         let function = self.slots().iter_mut().find(is_it)?.take()?;
         for bar in Bar::ALL {
-            let address = function.with(|function| function.bar_address(bar));
+            let address = function.with_function(|function| function.bar_address(bar));
             if let (Some(address), Some(bus)) = (address.flatten(), self.bus.upgrade()) {
                 bus.remove_addresses(address);
             }
@@ -109,13 +109,13 @@ impl RootComplex {
         removed.collect()
     }
 
-    fn at(&self, offset: u64) -> Option<Place> {
+    fn occupant_at(&self, offset: u64) -> Option<SlotOccupant> {
         if offset >> FUNCTION_SHIFT & FUNCTION_MASK != 0 {
             return None;
         }
         match usize::try_from(offset >> DEVICE_SHIFT).ok()?.checked_sub(1) {
-            None => Some(Place::HostBridge),
-            Some(slot) => self.slots().get(slot)?.clone().map(Place::Function),
+            None => Some(SlotOccupant::HostBridge),
+            Some(slot) => self.slots().get(slot)?.clone().map(SlotOccupant::Function),
         }
     }
 
@@ -125,7 +125,7 @@ impl RootComplex {
 }
 
 /// Occupant of a device number.
-enum Place {
+enum SlotOccupant {
     HostBridge,
     Function(Arc<FunctionDevice>),
 }
@@ -133,18 +133,18 @@ enum Place {
 impl DeviceMmio for RootComplex {
     fn mmio_read(&self, _: MmioAddress, offset: MmioAddressOffset, data: &mut [u8]) {
         let register = offset & REGISTER_MASK;
-        match self.at(offset) {
-            Some(Place::HostBridge) => read_host_bridge(register, data),
-            Some(Place::Function(function)) => function.read_config(register, data),
+        match self.occupant_at(offset) {
+            Some(SlotOccupant::HostBridge) => read_host_bridge(register, data),
+            Some(SlotOccupant::Function(function)) => function.read_config(register, data),
             None => data.fill(0xFF),
         }
     }
 
     fn mmio_write(&self, _: MmioAddress, offset: MmioAddressOffset, data: &[u8]) {
-        if let Some(Place::Function(function)) = self.at(offset) {
+        if let Some(SlotOccupant::Function(function)) = self.occupant_at(offset) {
             let moves: Vec<BarMove> = function.write_config(offset & REGISTER_MASK, data);
             if let Some(bus) = self.bus.upgrade() {
-                bus.follow(&function, &moves);
+                bus.move_bars(&function, &moves);
             }
         }
     }

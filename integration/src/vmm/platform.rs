@@ -10,7 +10,7 @@ use vm_superio::serial::SerialEvents;
 use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::Ended;
+use super::MachineEnd;
 use super::snapshot::SerialPortState;
 
 /// SLP_TYP of soft off in the DSDT (ACPI 6.5, section 7.4.2.6).
@@ -29,9 +29,9 @@ const LSR: u8 = 5;
 const LSR_DATA_READY: u8 = 1 << 0;
 
 /// An edge-triggered interrupt line.
-pub(super) struct Line(EventFd);
+pub(super) struct InterruptLine(EventFd);
 
-impl Trigger for Line {
+impl Trigger for InterruptLine {
     type E = io::Error;
 
     fn trigger(&self) -> io::Result<()> {
@@ -40,9 +40,9 @@ impl Trigger for Line {
 }
 
 /// Waker of a thread that waits for space in a port: see [`SerialPort::feed`].
-struct Room(Arc<Condvar>);
+struct SpaceWaker(Arc<Condvar>);
 
-impl SerialEvents for Room {
+impl SerialEvents for SpaceWaker {
     fn buffer_read(&self) {}
 
     fn out_byte(&self) {}
@@ -56,8 +56,8 @@ impl SerialEvents for Room {
 
 /// A serial port with a writer for its output.
 pub(super) struct SerialPort {
-    serial: Serial<Line, Room, Box<dyn Write + Send>>,
-    room: Arc<Condvar>,
+    serial: Serial<InterruptLine, SpaceWaker, Box<dyn Write + Send>>,
+    space: Arc<Condvar>,
 }
 
 impl SerialPort {
@@ -68,12 +68,15 @@ impl SerialPort {
         state: Option<SerialPortState>,
     ) -> Option<Self> {
         let room = Arc::new(Condvar::new());
-        let (line, events) = (Line(line), Room(room.clone()));
+        let (line, events) = (InterruptLine(line), SpaceWaker(room.clone()));
         let serial = match state {
             Some(state) => Serial::from_state(&state.into(), line, events, writer).ok()?,
             None => Serial::with_events(line, events, writer),
         };
-        Some(Self { serial, room })
+        Some(Self {
+            serial,
+            space: room,
+        })
     }
 
     /// Returns the port's state.
@@ -84,7 +87,7 @@ impl SerialPort {
     /// Raises the interrupt again while there is data, as a UART does (16550D data sheet, section 8.5). The emulated port
     /// clears it when the first byte is read. A guest that reads a limited number of bytes per interrupt would not see the
     /// rest.
-    fn identify_data(&mut self) {
+    fn raise_if_data(&mut self) {
         if self.serial.read(LSR) & LSR_DATA_READY != 0 {
             let enabled = self.serial.read(IER);
             // Enabling an interrupt raises it if its cause is present.
@@ -102,7 +105,7 @@ impl SerialPort {
             };
             let mut port = port.lock().unwrap_or_else(PoisonError::into_inner);
             while !piece.is_empty() {
-                let room = port.room.clone();
+                let room = port.space.clone();
                 port = room
                     .wait_while(port, |port| port.serial.fifo_capacity() == 0)
                     .unwrap_or_else(PoisonError::into_inner);
@@ -121,7 +124,7 @@ impl MutDevicePio for SerialPort {
         data.fill(0xFF);
         if let (Ok(offset), Some(byte)) = (u8::try_from(offset), data.first_mut()) {
             if offset == IIR {
-                self.identify_data();
+                self.raise_if_data();
             }
             *byte = self.serial.read(offset);
         }
@@ -138,7 +141,7 @@ impl MutDevicePio for SerialPort {
 }
 
 /// Sleep control, sleep status and reset registers, one port each.
-pub(super) struct PowerControl(pub(super) Sender<Ended>);
+pub(super) struct PowerControl(pub(super) Sender<MachineEnd>);
 
 impl MutDevicePio for PowerControl {
     fn pio_read(&mut self, _: PioAddress, _: PioAddressOffset, data: &mut [u8]) {
@@ -148,8 +151,8 @@ impl MutDevicePio for PowerControl {
     fn pio_write(&mut self, _: PioAddress, offset: PioAddressOffset, data: &[u8]) {
         const OFF: u8 = SLEEP_TYPE_OFF << SLEEP_TYPE_SHIFT | SLEEP_ENABLE;
         let ended = match (offset, data.first()) {
-            (0, Some(&OFF)) => Ended::PoweredOff,
-            (2, Some(&RESET_VALUE)) => Ended::Reset,
+            (0, Some(&OFF)) => MachineEnd::PoweredOff,
+            (2, Some(&RESET_VALUE)) => MachineEnd::Reset,
             _ => return,
         };
         // Only the first end counts; later ones are dropped.
@@ -236,8 +239,8 @@ mod tests {
         write(u16::MAX, &[1]);
         assert_eq!(ended.try_recv().ok(), None);
         write(0, &[0x34]);
-        assert_eq!(ended.try_recv(), Ok(Ended::PoweredOff));
+        assert_eq!(ended.try_recv(), Ok(MachineEnd::PoweredOff));
         write(2, &[1]);
-        assert_eq!(ended.try_recv(), Ok(Ended::Reset));
+        assert_eq!(ended.try_recv(), Ok(MachineEnd::Reset));
     }
 }

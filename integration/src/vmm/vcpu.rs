@@ -13,7 +13,7 @@ use nvme_mpt_vmm::ThreadId;
 use nvme_mpt_vmm::kvm::KvmVmm;
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
-use super::Ended;
+use super::MachineEnd;
 use super::bus::Bus;
 
 /// Interval of signals to a vCPU thread that must end. A signal may arrive immediately before the guest is entered, and have no
@@ -42,18 +42,18 @@ pub(super) fn cpuid(kvm: &Kvm, apic: u8) -> Result<CpuId, kvm_ioctls::Error> {
 }
 
 /// The running vCPUs.
-pub(super) struct Vcpus {
+pub(super) struct RunningVcpus {
     stopping: Arc<AtomicBool>,
     threads: Vec<JoinHandle<VcpuFd>>,
 }
 
-impl Vcpus {
+impl RunningVcpus {
     /// Starts vCPUs that are set up. A vCPU that ends by itself reports the reason. Registers the threads with `vmm`.
     pub(super) fn start(
         vcpus: Vec<VcpuFd>,
         vmm: &KvmVmm,
         bus: &Arc<Bus>,
-        ended: &Sender<Ended>,
+        ended: &Sender<MachineEnd>,
     ) -> io::Result<Self> {
         register_signal_handler(SIGRTMIN(), on_kick)
             .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
@@ -70,7 +70,7 @@ impl Vcpus {
                 .spawn(move || {
                     let mut vcpu = vcpu;
                     // The channel has room, so that sending does not block.
-                    let _ = name.send(ThreadId::of_this_thread());
+                    let _ = name.send(ThreadId::current());
                     if let Some(why) = run(&mut vcpu, &bus, &stopping) {
                         // Only the first end counts; later ones are dropped.
                         let _ = ended.send(why);
@@ -103,7 +103,7 @@ impl Vcpus {
     }
 }
 
-impl Drop for Vcpus {
+impl Drop for RunningVcpus {
     fn drop(&mut self) {
         drop(self.stop());
     }
@@ -113,7 +113,7 @@ impl Drop for Vcpus {
 extern "C" fn on_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
 /// Runs a vCPU until it is stopped. Returns the reason if it ends by itself.
-fn run(vcpu: &mut VcpuFd, bus: &Bus, stopping: &AtomicBool) -> Option<Ended> {
+fn run(vcpu: &mut VcpuFd, bus: &Bus, stopping: &AtomicBool) -> Option<MachineEnd> {
     loop {
         // KVM completes the instruction of an access that exited when the vCPU is entered again. Before stopping, this entry
         // happens with an immediate exit, so that no other instruction runs.
@@ -125,12 +125,12 @@ fn run(vcpu: &mut VcpuFd, bus: &Bus, stopping: &AtomicBool) -> Option<Ended> {
             Ok(VcpuExit::MmioRead(address, data)) => bus.read_address(address, data),
             Ok(VcpuExit::MmioWrite(address, data)) => bus.write_address(address, data),
             // A triple fault resets a PC.
-            Ok(VcpuExit::Shutdown | VcpuExit::SystemEvent(..)) => return Some(Ended::Reset),
+            Ok(VcpuExit::Shutdown | VcpuExit::SystemEvent(..)) => return Some(MachineEnd::Reset),
             Ok(VcpuExit::Intr | VcpuExit::Hlt | VcpuExit::IrqWindowOpen) => {}
-            Ok(exit) => return Some(Ended::Failed(format!("a vCPU stopped: {exit:?}"))),
+            Ok(exit) => return Some(MachineEnd::Failed(format!("a vCPU stopped: {exit:?}"))),
             Err(error) if last && error.errno() == libc::EINTR => return None,
             Err(error) if [libc::EINTR, libc::EAGAIN].contains(&error.errno()) => {}
-            Err(error) => return Some(Ended::Failed(format!("a vCPU cannot run: {error}"))),
+            Err(error) => return Some(MachineEnd::Failed(format!("a vCPU cannot run: {error}"))),
         }
     }
 }

@@ -10,18 +10,18 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::guest::{Agent, BOOT_PATIENCE, ChannelError, GuestError};
+use crate::guest::{AgentChannelError, BOOT_TIMEOUT, GuestAgent, GuestError};
 use crate::lab::{self, inside};
-use crate::process::{self, Supervised};
-use crate::server::{self, FunctionOptions, Replacement, Server};
+use crate::process::{self, SupervisedChild};
+use crate::server::{self, FunctionArgument, Server, ServerReplacement};
 
 use super::{
-    MEMORY_MIB, NO_SERVER, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, Vmm,
-    VmmsError, expect_success,
+    MEMORY_MIB, NO_SERVER, POWER_OFF, REBOOT, RESET_BY_ACPI, RequestOutcome, TIMEOUT, VmmSetup,
+    VmmUnderTest, VmmsError, expect_success,
 };
 
 /// Environment variable with the path of the user's Cloud Hypervisor.
-pub const VARIABLE: &str = "CLOUD_HYPERVISOR";
+pub const PATH_VARIABLE: &str = "CLOUD_HYPERVISOR";
 
 const NAME: &str = "cloud-hypervisor";
 /// Option for functions in its own process.
@@ -32,17 +32,17 @@ const USER_DEVICE: &str = "--user-device";
 /// A Cloud Hypervisor with a guest.
 #[derive(Debug)]
 pub struct CloudHypervisor {
-    guest: Agent,
+    guest: GuestAgent,
     folder: PathBuf,
     state_dir: PathBuf,
-    pluggable: FunctionOptions,
+    pluggable: FunctionArgument,
     /// Server of the functions; `None` if functions are in the VMM's process.
     server: Option<Server>,
 }
 
 /// Returns the path of the user's Cloud Hypervisor.
-pub fn named() -> Option<PathBuf> {
-    std::env::var_os(VARIABLE).map(PathBuf::from)
+pub fn configured_path() -> Option<PathBuf> {
+    std::env::var_os(PATH_VARIABLE).map(PathBuf::from)
 }
 
 /// Returns whether the user's Cloud Hypervisor has functions in its own process.
@@ -50,25 +50,25 @@ pub fn named() -> Option<PathBuf> {
 /// # Errors
 /// The variable is not set, or the program cannot be run.
 pub fn has_own_functions() -> Result<bool, VmmsError> {
-    let binary = named().ok_or(VmmsError::NotNamed)?;
+    let binary = configured_path().ok_or(VmmsError::NotNamed)?;
     let help = process::run(Command::new(&binary).arg("--help"))?;
     Ok(help.contains(OPTION))
 }
 
 /// Returns the path if the file exists, to be [copied](crate::lab::LabConfig::bring) into the lab.
-pub fn to_bring() -> Option<PathBuf> {
-    named().filter(|path| path.is_file())
+pub fn existing_path() -> Option<PathBuf> {
+    configured_path().filter(|path| path.is_file())
 }
 
 /// Returns the prefix that sets the variable for a command in the lab; empty if the user has none.
 pub fn assignment() -> String {
-    let Some(path) = named() else {
+    let Some(path) = configured_path() else {
         return String::new();
     };
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     format!(
-        "{VARIABLE}={} ",
-        lab::quote(&inside::brought(&name).to_string_lossy())
+        "{PATH_VARIABLE}={} ",
+        lab::quote(&inside::copied_path(&name).to_string_lossy())
     )
 }
 
@@ -79,26 +79,30 @@ pub fn assignment() -> String {
 pub fn spawn<S: AsRef<OsStr>>(
     folder: &Path,
     arguments: impl IntoIterator<Item = S>,
-) -> Result<Supervised, VmmsError> {
+) -> Result<SupervisedChild, VmmsError> {
     let socket = api(folder);
     // A socket of an earlier guest may still exist.
     let _ = std::fs::remove_file(&socket);
-    let mut command = Command::new(named().ok_or(VmmsError::NotNamed)?);
+    let mut command = Command::new(configured_path().ok_or(VmmsError::NotNamed)?);
     command
         .args(["--api-socket", &format!("path={}", socket.display())])
         .args(arguments);
-    Ok(Supervised::spawn(NAME, &command, &folder.join("vmm.log"))?)
+    Ok(SupervisedChild::spawn(
+        NAME,
+        &command,
+        &folder.join("vmm.log"),
+    )?)
 }
 
 /// Sends an API request to the Cloud Hypervisor of a directory (Cloud Hypervisor, docs/api.md). The body may be `null`.
 ///
 /// # Errors
 /// The VMM does not answer, or refuses.
-pub fn ask(folder: &Path, asked: &str, body: &Value) -> Result<(), VmmsError> {
+pub fn request(folder: &Path, asked: &str, body: &Value) -> Result<(), VmmsError> {
     let path = api(folder);
     let file = || VmmsError::file(&path);
     let mut stream = UnixStream::connect(&path).map_err(file())?;
-    stream.set_read_timeout(Some(PATIENCE)).map_err(file())?;
+    stream.set_read_timeout(Some(TIMEOUT)).map_err(file())?;
     let body = match body {
         Value::Null => String::new(),
         body => body.to_string(),
@@ -110,7 +114,7 @@ pub fn ask(folder: &Path, asked: &str, body: &Value) -> Result<(), VmmsError> {
         body.len()
     )
     .map_err(file())?;
-    let answer = Answer::read(BufReader::new(stream)).map_err(file())?;
+    let answer = HttpResponse::read(BufReader::new(stream)).map_err(file())?;
     if answer.is_success() {
         return Ok(());
     }
@@ -125,12 +129,12 @@ fn api(folder: &Path) -> PathBuf {
 }
 
 /// HTTP response (RFC 9112).
-struct Answer {
+struct HttpResponse {
     status: String,
     body: String,
 }
 
-impl Answer {
+impl HttpResponse {
     fn read(mut from: impl BufRead) -> std::io::Result<Self> {
         let mut status = String::new();
         from.read_line(&mut status)?;
@@ -166,7 +170,7 @@ fn connect(
     path: &Path,
     mut has_ended: impl FnMut() -> Result<bool, VmmsError>,
 ) -> Result<UnixStream, VmmsError> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         match UnixStream::connect(path) {
             Ok(stream) => return Ok(stream),
@@ -180,7 +184,7 @@ fn connect(
 
 /// Returns the help text of the user's Cloud Hypervisor, which must support vfio-user.
 fn help() -> Result<String, VmmsError> {
-    let binary = named().ok_or(VmmsError::NotNamed)?;
+    let binary = configured_path().ok_or(VmmsError::NotNamed)?;
     let help = process::run(Command::new(&binary).arg("--help"))?;
     match help.contains(USER_DEVICE) {
         true => Ok(help),
@@ -200,7 +204,7 @@ impl CloudHypervisor {
     ///
     /// # Errors
     /// As of [`Vmm::launch`].
-    pub fn launch_over_vfio_user(setup: &Setup<'_>, socket: &Path) -> Result<Self, VmmsError> {
+    pub fn launch_over_vfio_user(setup: &VmmSetup<'_>, socket: &Path) -> Result<Self, VmmsError> {
         help()?;
         Self::boot(setup, user_device(socket, &setup.first.id), None, &[])
     }
@@ -209,8 +213,8 @@ impl CloudHypervisor {
     ///
     /// # Errors
     /// As of [`Vmm::launch`].
-    pub fn launch_with(setup: &Setup<'_>, arguments: &[&str]) -> Result<Self, VmmsError> {
-        let Setup {
+    pub fn launch_with(setup: &VmmSetup<'_>, arguments: &[&str]) -> Result<Self, VmmsError> {
+        let VmmSetup {
             first,
             folder,
             state_dir,
@@ -221,7 +225,7 @@ impl CloudHypervisor {
             let function = format!("{function},state_dir={leases}");
             return Self::boot(setup, [OPTION.to_owned(), function], None, arguments);
         }
-        let server = Server::start_kept(&server::build()?, &setup.functions(), folder)?;
+        let server = Server::start_supervised(&server::build()?, &setup.functions(), folder)?;
         let function = user_device(&server.socket(&first.id), &first.id);
         Self::boot(setup, function, Some(server), arguments)
     }
@@ -232,11 +236,11 @@ impl CloudHypervisor {
     /// The VMM refuses.
     pub fn set_balloon(&self, bytes: u64) -> Result<(), VmmsError> {
         let size = json!({"desired_balloon": bytes});
-        ask(&self.folder, "vm.resize", &size)
+        request(&self.folder, "vm.resize", &size)
     }
 
     fn boot(
-        setup: &Setup<'_>,
+        setup: &VmmSetup<'_>,
         function: [String; 2],
         server: Option<Server>,
         more: &[&str],
@@ -264,10 +268,10 @@ impl CloudHypervisor {
         let arguments = arguments.into_iter().chain(initramfs).flatten();
         let arguments = arguments.chain(more.iter().map(|&argument| argument.to_owned()));
         let mut vmm = spawn(setup.folder, arguments)?;
-        let stream = connect(&agent, || Ok(vmm.ended()?.is_some()))?;
+        let stream = connect(&agent, || Ok(vmm.try_wait()?.is_some()))?;
         // The serial port raises a single interrupt for all bytes that arrive together.
-        let guest = Agent::new("guest", &kernel.name, &console, vmm, stream)?.remind();
-        guest.await_ready(BOOT_PATIENCE)?;
+        let guest = GuestAgent::new("guest", &kernel.name, &console, vmm, stream)?.remind();
+        guest.await_ready(BOOT_TIMEOUT)?;
         Ok(Self {
             guest,
             folder: setup.folder.to_owned(),
@@ -278,12 +282,12 @@ impl CloudHypervisor {
     }
 }
 
-impl Vmm for CloudHypervisor {
-    fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError> {
+impl VmmUnderTest for CloudHypervisor {
+    fn launch(setup: &VmmSetup<'_>) -> Result<Self, VmmsError> {
         Self::launch_with(setup, &[])
     }
 
-    fn guest(&self) -> &Agent {
+    fn guest(&self) -> &GuestAgent {
         &self.guest
     }
 
@@ -292,32 +296,32 @@ impl Vmm for CloudHypervisor {
         match &self.server {
             Some(server) => {
                 let device = json!({"id": id, "socket": server.socket(id)});
-                ask(&self.folder, "vm.add-user-device", &device)
+                request(&self.folder, "vm.add-user-device", &device)
             }
             None => {
                 let mut function = Value::from_iter(self.pluggable.pairs());
                 function["state_dir"] = json!(self.state_dir);
-                ask(&self.folder, "vm.add-nvme-mpt", &function)
+                request(&self.folder, "vm.add-nvme-mpt", &function)
             }
         }
     }
 
-    fn unplug(&mut self, _: &str) -> Result<Outcome, VmmsError> {
+    fn unplug(&mut self, _: &str) -> Result<RequestOutcome, VmmsError> {
         // The guest receives the request, and releases the function.
         let device = json!({"id": self.pluggable.id});
-        ask(&self.folder, "vm.remove-device", &device)?;
-        Ok(Outcome::Done)
+        request(&self.folder, "vm.remove-device", &device)?;
+        Ok(RequestOutcome::Done)
     }
 
-    fn reboot(&mut self) -> Result<Outcome, VmmsError> {
+    fn reboot(&mut self) -> Result<RequestOutcome, VmmsError> {
         // The script's end cannot be observed.
         let _job = self.guest.start(REBOOT)?;
-        let deadline = Instant::now() + BOOT_PATIENCE;
+        let deadline = Instant::now() + BOOT_TIMEOUT;
         // A reboot creates all devices again, including the serial port.
         loop {
-            match self.guest.await_ready(BOOT_PATIENCE) {
+            match self.guest.await_ready(BOOT_TIMEOUT) {
                 Err(GuestError::Silent {
-                    reason: ChannelError::Closed { .. },
+                    reason: AgentChannelError::Closed { .. },
                     ..
                 }) if Instant::now() < deadline && !self.guest.has_ended()? => {
                     let (guest, path) = (&mut self.guest, self.folder.join("agent"));
@@ -326,22 +330,22 @@ impl Vmm for CloudHypervisor {
                 }
                 result => {
                     result?;
-                    return Ok(Outcome::Done);
+                    return Ok(RequestOutcome::Done);
                 }
             }
         }
     }
 
-    fn replace_server(&mut self, how: Replacement) -> Result<Outcome, VmmsError> {
+    fn replace_server(&mut self, how: ServerReplacement) -> Result<RequestOutcome, VmmsError> {
         let Some(server) = &mut self.server else {
             return Ok(NO_SERVER);
         };
         server.replace(how)?;
-        Ok(Outcome::Done)
+        Ok(RequestOutcome::Done)
     }
 
     fn power_off(&mut self) -> Result<(), VmmsError> {
-        let status = self.guest.end(POWER_OFF, PATIENCE)?;
+        let status = self.guest.end(POWER_OFF, TIMEOUT)?;
         expect_success(status, &self.guest)?;
         match &mut self.server {
             Some(server) => Ok(server.stop()?),
@@ -354,8 +358,8 @@ impl Vmm for CloudHypervisor {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Answer {
-        Answer::read(text.as_bytes()).expect("an answer")
+    fn read(text: &str) -> HttpResponse {
+        HttpResponse::read(text.as_bytes()).expect("an answer")
     }
 
     #[test]

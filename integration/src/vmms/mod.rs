@@ -13,22 +13,22 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use crate::guest::{Agent, GuestError, ROOT_ARGUMENTS};
+use crate::guest::{GuestAgent, GuestError, ROOT_ARGUMENTS};
 use crate::process::ProcessError;
-use crate::provision::Assets;
-use crate::server::{FunctionOptions, Replacement, ServerError};
+use crate::provision::GuestAssets;
+use crate::server::{FunctionArgument, ServerError, ServerReplacement};
 
 pub mod cloud_hypervisor;
 mod qemu;
 pub mod reference;
 
 pub use cloud_hypervisor::CloudHypervisor;
-pub use qemu::Qemu;
-pub use reference::Reference;
+pub use qemu::QemuVmm;
+pub use reference::ReferenceVmm;
 
 const MEMORY_MIB: u32 = 384;
 /// Timeout of a guest's end and of a VMM's answer.
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Kernel parameter for machines without firmware: reset by ACPI. Without legacy hardware, other methods end in a jump to a
 /// missing BIOS.
@@ -59,12 +59,12 @@ pub enum VmmsError {
         source: io::Error,
     },
     /// The user's Cloud Hypervisor is not named.
-    #[error("{} does not name a Cloud Hypervisor", cloud_hypervisor::VARIABLE)]
+    #[error("{} does not name a Cloud Hypervisor", cloud_hypervisor::PATH_VARIABLE)]
     NotNamed,
     /// The named program is no Cloud Hypervisor.
     #[error(
         "{path} does not say in its --help that it is a Cloud Hypervisor: set {variable} to one",
-        variable = cloud_hypervisor::VARIABLE
+        variable = cloud_hypervisor::PATH_VARIABLE
     )]
     NoCloudHypervisor {
         /// The path.
@@ -103,16 +103,16 @@ impl VmmsError {
 
 /// Result of a request to a VMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
+pub enum RequestOutcome {
     /// The VMM executed the request.
     Done,
     /// The VMM does not support the request. The text names the replacement.
-    Lacking(&'static str),
+    Unsupported(&'static str),
 }
 
 /// Location of a guest's root file system, which contains the guests' user land.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Root {
+pub enum RootLocation {
     /// Function that the guest has from the start.
     Function,
     /// Guest memory.
@@ -121,57 +121,57 @@ pub enum Root {
 
 /// Configuration of a VMM and its guest.
 #[derive(Debug)]
-pub struct Setup<'a> {
+pub struct VmmSetup<'a> {
     /// Kernel and programs.
-    pub assets: &'a Assets,
+    pub assets: &'a GuestAssets,
     /// Number of vCPUs.
     pub vcpus: u32,
     /// Location of the root file system.
-    pub root: Root,
+    pub root: RootLocation,
     /// Function that the guest has from the start.
-    pub first: FunctionOptions,
+    pub first: FunctionArgument,
     /// Function that can be plugged at run time.
-    pub pluggable: FunctionOptions,
+    pub pluggable: FunctionArgument,
     /// Directory of logs and sockets.
     pub folder: &'a Path,
     /// Directory of the lease ledger, which a server of the VMM's drives shares.
     pub state_dir: &'a Path,
 }
 
-impl Setup<'_> {
-    fn functions(&self) -> [FunctionOptions; 2] {
+impl VmmSetup<'_> {
+    fn functions(&self) -> [FunctionArgument; 2] {
         [self.first.clone(), self.pluggable.clone()]
     }
 
     /// Returns the kernel parameters for the root file system.
     fn root_arguments(&self) -> &'static str {
         match self.root {
-            Root::Function => ROOT_ARGUMENTS,
-            Root::Memory => "",
+            RootLocation::Function => ROOT_ARGUMENTS,
+            RootLocation::Memory => "",
         }
     }
 
     /// Returns the initramfs, if the root is in memory.
     fn initramfs(&self) -> Option<&Path> {
         match self.root {
-            Root::Function => None,
-            Root::Memory => Some(&self.assets.initramfs),
+            RootLocation::Function => None,
+            RootLocation::Memory => Some(&self.assets.initramfs),
         }
     }
 }
 
 /// A VMM with a guest. Dropping it kills the VMM.
-pub trait Vmm {
+pub trait VmmUnderTest {
     /// Launches the VMM, and waits until its guest accepts commands.
     ///
     /// # Errors
     /// The VMM cannot be run, or the guest does not come up.
-    fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError>
+    fn launch(setup: &VmmSetup<'_>) -> Result<Self, VmmsError>
     where
         Self: Sized;
 
     /// Returns the guest.
-    fn guest(&self) -> &Agent;
+    fn guest(&self) -> &GuestAgent;
 
     /// Plugs the pluggable function. If the VMM sends no event, the guest rescans its bus.
     ///
@@ -183,19 +183,19 @@ pub trait Vmm {
     ///
     /// # Errors
     /// The VMM or the guest refuses.
-    fn unplug(&mut self, controller: &str) -> Result<Outcome, VmmsError>;
+    fn unplug(&mut self, controller: &str) -> Result<RequestOutcome, VmmsError>;
 
     /// Reboots the guest, and waits until it accepts commands.
     ///
     /// # Errors
     /// The guest does not come up again.
-    fn reboot(&mut self) -> Result<Outcome, VmmsError>;
+    fn reboot(&mut self) -> Result<RequestOutcome, VmmsError>;
 
     /// Replaces the server of the functions under its supervisor, and waits until the successor serves.
     ///
     /// # Errors
     /// The successor does not come up.
-    fn replace_server(&mut self, how: Replacement) -> Result<Outcome, VmmsError>;
+    fn replace_server(&mut self, how: ServerReplacement) -> Result<RequestOutcome, VmmsError>;
 
     /// Powers the guest off, and waits until the VMM has ended.
     ///
@@ -205,22 +205,22 @@ pub trait Vmm {
 }
 
 /// Outcome for functions in the VMM's process.
-const NO_SERVER: Outcome =
-    Outcome::Lacking("its functions are in its own process, without a server");
+const NO_SERVER: RequestOutcome =
+    RequestOutcome::Unsupported("its functions are in its own process, without a server");
 
 /// Returns a script that releases a controller and removes its function in the guest.
-fn forget(controller: &str) -> String {
+fn remove_controller_script(controller: &str) -> String {
     format!("echo 1 >/sys/class/nvme/{controller}/device/remove")
 }
 
-fn expect_success(status: ExitStatus, guest: &Agent) -> Result<(), VmmsError> {
+fn expect_success(status: ExitStatus, guest: &GuestAgent) -> Result<(), VmmsError> {
     if status.success() {
         return Ok(());
     }
-    Err(ended(status, guest))
+    Err(end_error(status, guest))
 }
 
-fn ended(status: ExitStatus, guest: &Agent) -> VmmsError {
+fn end_error(status: ExitStatus, guest: &GuestAgent) -> VmmsError {
     VmmsError::Ended {
         status,
         log: guest.vmm_log_tail(),

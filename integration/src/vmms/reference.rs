@@ -7,33 +7,33 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::guest::{self, Agent, BOOT_PATIENCE};
+use crate::guest::{self, BOOT_TIMEOUT, GuestAgent};
 use crate::lab::inside;
-use crate::process::{ProcessError, Supervised};
-use crate::server::Replacement;
+use crate::process::{ProcessError, SupervisedChild};
+use crate::server::ServerReplacement;
 
 use super::{
-    MEMORY_MIB, NO_SERVER, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, Vmm,
-    VmmsError, ended, expect_success, forget,
+    MEMORY_MIB, NO_SERVER, POWER_OFF, REBOOT, RESET_BY_ACPI, RequestOutcome, TIMEOUT, VmmSetup,
+    VmmUnderTest, VmmsError, end_error, expect_success, remove_controller_script,
 };
 
 const NAME: &str = "reference-vmm";
 /// Exit status after the guest reset the machine.
 const RESET: i32 = 2;
 /// Longest wait for the VMM's end after its connections have ended.
-const END_PATIENCE: Duration = Duration::from_secs(30);
+const END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The reference VMM.
 #[derive(Debug)]
-pub struct Reference {
-    guest: Agent,
-    machine: Machine,
+pub struct ReferenceVmm {
+    guest: GuestAgent,
+    machine: ReferenceParameters,
     pluggable: (String, String),
 }
 
 /// Parameters for starting and restarting the VMM.
 #[derive(Debug)]
-struct Machine {
+struct ReferenceParameters {
     kernel: (String, PathBuf),
     vcpus: u32,
     root_arguments: &'static str,
@@ -53,26 +53,26 @@ pub fn spawn<S: AsRef<OsStr>>(
     state_dir: &Path,
     log: &Path,
     arguments: impl IntoIterator<Item = S>,
-) -> Result<Supervised, ProcessError> {
-    let mut command = Command::new(inside::brought(NAME));
+) -> Result<SupervisedChild, ProcessError> {
+    let mut command = Command::new(inside::copied_path(NAME));
     command
         .arg("--control")
         .arg(control(folder))
         .arg("--state-dir")
         .arg(state_dir)
         .args(arguments);
-    Supervised::spawn(NAME, &command, log)
+    SupervisedChild::spawn(NAME, &command, log)
 }
 
 /// Sends a control request to the reference VMM of a directory, and returns the answer.
 ///
 /// # Errors
 /// The VMM does not answer, or refuses.
-pub fn ask(folder: &Path, request: &str) -> Result<String, VmmsError> {
+pub fn request(folder: &Path, request: &str) -> Result<String, VmmsError> {
     let path = control(folder);
     let file = || VmmsError::file(&path);
     let mut stream = UnixStream::connect(&path).map_err(file())?;
-    stream.set_read_timeout(Some(PATIENCE)).map_err(file())?;
+    stream.set_read_timeout(Some(TIMEOUT)).map_err(file())?;
     writeln!(stream, "{request}").map_err(file())?;
     let mut answer = String::new();
     BufReader::new(stream)
@@ -93,8 +93,8 @@ fn control(folder: &Path) -> PathBuf {
     folder.join("control")
 }
 
-impl Machine {
-    fn start(&self) -> Result<Agent, VmmsError> {
+impl ReferenceParameters {
+    fn start(&self) -> Result<GuestAgent, VmmsError> {
         let (agent, console) = (self.folder.join("agent"), self.folder.join("console"));
         let listener = guest::listen(&agent)?;
         let command_line = format!(
@@ -118,33 +118,33 @@ impl Machine {
             .flat_map(|(name, value)| [name.as_ref(), value]);
         let mut vmm = spawn(&self.folder, &self.state_dir, &console, arguments)?;
         let stream = guest::accept(&listener, &mut vmm, NAME)?;
-        let guest = Agent::new("guest", &self.kernel.0, &console, vmm, stream)?;
-        guest.await_ready(BOOT_PATIENCE)?;
+        let guest = GuestAgent::new("guest", &self.kernel.0, &console, vmm, stream)?;
+        guest.await_ready(BOOT_TIMEOUT)?;
         Ok(guest)
     }
 }
 
-impl Reference {
+impl ReferenceVmm {
     /// Sends a control request to the VMM, and returns the answer.
     ///
     /// # Errors
     /// The VMM refuses or does not answer. If the VMM has ended, the error contains its exit status.
-    fn ask(&mut self, request: &str) -> Result<String, VmmsError> {
-        let answer = ask(&self.machine.folder, request);
+    fn request(&mut self, request: &str) -> Result<String, VmmsError> {
+        let answer = self::request(&self.machine.folder, request);
         match answer {
             Ok(_) | Err(VmmsError::Refused { .. }) => answer,
-            Err(error) => Err(match self.guest.await_end(END_PATIENCE) {
-                Ok(status) => ended(status, &self.guest),
+            Err(error) => Err(match self.guest.await_end(END_TIMEOUT) {
+                Ok(status) => end_error(status, &self.guest),
                 Err(_) => error,
             }),
         }
     }
 }
 
-impl Vmm for Reference {
-    fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError> {
+impl VmmUnderTest for ReferenceVmm {
+    fn launch(setup: &VmmSetup<'_>) -> Result<Self, VmmsError> {
         let kernel = &setup.assets.kernel;
-        let machine = Machine {
+        let machine = ReferenceParameters {
             kernel: (kernel.name.clone(), kernel.image.clone()),
             vcpus: setup.vcpus,
             root_arguments: setup.root_arguments(),
@@ -160,40 +160,41 @@ impl Vmm for Reference {
         })
     }
 
-    fn guest(&self) -> &Agent {
+    fn guest(&self) -> &GuestAgent {
         &self.guest
     }
 
     fn plug(&mut self) -> Result<(), VmmsError> {
-        self.ask(&format!("add {}", self.pluggable.1))?;
+        self.request(&format!("add {}", self.pluggable.1))?;
         // The VMM sends no hotplug event.
-        self.guest.check("echo 1 >/sys/bus/pci/rescan", PATIENCE)?;
+        self.guest.check("echo 1 >/sys/bus/pci/rescan", TIMEOUT)?;
         Ok(())
     }
 
-    fn unplug(&mut self, controller: &str) -> Result<Outcome, VmmsError> {
-        self.guest.check(&forget(controller), PATIENCE)?;
-        self.ask(&format!("remove {}", self.pluggable.0))?;
-        Ok(Outcome::Done)
+    fn unplug(&mut self, controller: &str) -> Result<RequestOutcome, VmmsError> {
+        self.guest
+            .check(&remove_controller_script(controller), TIMEOUT)?;
+        self.request(&format!("remove {}", self.pluggable.0))?;
+        Ok(RequestOutcome::Done)
     }
 
-    fn reboot(&mut self) -> Result<Outcome, VmmsError> {
-        let status = self.guest.end(REBOOT, PATIENCE)?;
+    fn reboot(&mut self) -> Result<RequestOutcome, VmmsError> {
+        let status = self.guest.end(REBOOT, TIMEOUT)?;
         if status.code() != Some(RESET) {
-            return Err(ended(status, &self.guest));
+            return Err(end_error(status, &self.guest));
         }
         self.guest = self.machine.start()?;
-        Ok(Outcome::Lacking(
+        Ok(RequestOutcome::Unsupported(
             "the reference VMM ends when its guest resets the machine; another process of it began again",
         ))
     }
 
-    fn replace_server(&mut self, _: Replacement) -> Result<Outcome, VmmsError> {
+    fn replace_server(&mut self, _: ServerReplacement) -> Result<RequestOutcome, VmmsError> {
         Ok(NO_SERVER)
     }
 
     fn power_off(&mut self) -> Result<(), VmmsError> {
-        let status = self.guest.end(POWER_OFF, PATIENCE)?;
+        let status = self.guest.end(POWER_OFF, TIMEOUT)?;
         expect_success(status, &self.guest)
     }
 }

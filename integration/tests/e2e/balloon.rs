@@ -1,17 +1,17 @@
 //! A guest with a balloon and a function of a file.
 
-use integration::checks::balloon::{self, Pinning};
-use integration::provision::Assets;
+use integration::checks::balloon::{self, MemoryPinning};
+use integration::provision::GuestAssets;
 
 use crate::Group;
-use crate::fixture::{Bench, Failure, function};
+use crate::fixture::{CheckEnvironment, Failure, function};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "balloon",
     checks: &[("a_file_under_a_balloon", under_a_balloon)],
 };
 
-fn under_a_balloon(bench: &Bench) -> Result<(), Failure> {
-    let assets = Assets::provide_with_modules(&[balloon::MODULE])?;
-    balloon::in_qemu(bench, &assets, &function(bench)?, Pinning::None)
+fn under_a_balloon(bench: &CheckEnvironment) -> Result<(), Failure> {
+    let assets = GuestAssets::provide_with_modules(&[balloon::MODULE])?;
+    balloon::in_qemu(bench, &assets, &function(bench)?, MemoryPinning::None)
 }

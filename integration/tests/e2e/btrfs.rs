@@ -3,11 +3,13 @@
 use std::fs;
 use std::time::Duration;
 
-use integration::provision::Assets;
-use integration::server::FunctionOptions;
+use integration::provision::GuestAssets;
+use integration::server::FunctionArgument;
 
 use crate::Group;
-use crate::fixture::{Bench, Booted, FUNCTION, Failure, PATIENCE, at, expect};
+use crate::fixture::{
+    BootedFunction, CheckEnvironment, FUNCTION, Failure, TIMEOUT, expect, with_path,
+};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "btrfs",
@@ -32,28 +34,28 @@ const FILL: &str = "for i in $(seq 8); do head -c 2000000 /dev/urandom > /mnt/$i
                     cd /mnt && md5sum * > /tmp/sums && cd / && \
                     dd if=/dev/zero of=/mnt/rest bs=1M count=320 && sync";
 /// Removes files, which leaves zones to be reset, and fills those zones with other files.
-const TURN_OVER: &str = "rm /mnt/rest && sync && sleep 1 && \
+const REPLACE_FILES: &str = "rm /mnt/rest && sync && sleep 1 && \
                          for i in $(seq 3); do head -c 4000000 /dev/urandom > /mnt/new || exit 1; sync; done; \
                          rm /mnt/new && umount /mnt && btrfs check /dev/nvme0n1";
 const FIND: &str = "mount -t btrfs /dev/nvme0n1 /mnt && cd /mnt && md5sum -c /tmp/sums && \
                     cd / && umount /mnt";
 
-fn fills_a_drive_with_zones(bench: &Bench) -> Result<(), Failure> {
-    let profile = bench.folder().join("zones.toml");
-    fs::write(&profile, PROFILE).map_err(at(&profile))?;
+fn fills_a_drive_with_zones(bench: &CheckEnvironment) -> Result<(), Failure> {
+    let profile = bench.dir().join("zones.toml");
+    fs::write(&profile, PROFILE).map_err(with_path(&profile))?;
     let drive = bench.drive("zoned.img", 1024)?.display().to_string();
-    let function = FunctionOptions::new(FUNCTION, drive, "128M+512M")
+    let function = FunctionArgument::new(FUNCTION, drive, "128M+512M")
         .option(format!("profile={}", profile.display()))
         .option("lba=4096");
-    let assets = Assets::provide_with_modules(&["btrfs"])?;
-    let booted = Booted::with(bench, &assets, function, 2)?;
+    let assets = GuestAssets::provide_with_modules(&["btrfs"])?;
+    let booted = BootedFunction::boot(bench, &assets, function, 2)?;
     let guest = &booted.guest;
     guest.load_modules()?;
 
     // Condition of an empty zone in the output of blkzone: `zcond: 1(em)`.
     let zones = |condition: &str| -> Result<u64, Failure> {
         let count = format!("blkzone report /dev/nvme0n1 | grep -c '({condition})' || true");
-        let text = guest.check(&count, PATIENCE)?;
+        let text = guest.check(&count, TIMEOUT)?;
         let count = text.trim().parse();
         count.map_err(|_| Failure::from(format!("blkzone counts no zones: {text}")))
     };
@@ -67,7 +69,7 @@ fn fills_a_drive_with_zones(bench: &Bench) -> Result<(), Failure> {
     expect(full >= FILLED, || {
         format!("{full} zones are full, not {FILLED}")
     })?;
-    guest.check(TURN_OVER, WORK)?;
+    guest.check(REPLACE_FILES, WORK)?;
     guest.check(FIND, WORK)?;
-    booted.expect_well()
+    booted.expect_healthy()
 }

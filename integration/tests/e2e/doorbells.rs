@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use integration::guest::fio::Fio;
-use integration::server::Totals;
+use integration::guest::fio::GuestFioJob;
+use integration::server::QueueTotals;
 
-use crate::fixture::{Booted, Failure, await_that, expect};
+use crate::fixture::{BootedFunction, Failure, await_that, expect};
 
 /// Most doorbell writes that exit for each park of a poller, where doorbells are not trapped: one for the submission queue, and
 /// one for the completion queue.
@@ -17,17 +17,17 @@ const MOST_EXITS_BESIDE: u64 = 2;
 const LEAST_EXITS_PER_IO: f64 = 0.03;
 
 /// Returns the number of parks of the server's pollers so far.
-fn parks(booted: &Booted) -> Result<u64, Failure> {
+fn park_count(booted: &BootedFunction) -> Result<u64, Failure> {
     let stats = booted.server().stats()?;
     Ok(stats.pollers.iter().map(|poller| poller.parks).sum())
 }
 
 /// Returns what the device counted during a load, and the number of parks of its poller in that time.
-fn loaded(booted: &Booted) -> Result<(Totals, u64), Failure> {
+fn measure_load(booted: &BootedFunction) -> Result<(QueueTotals, u64), Failure> {
     booted.verified_load("verify", 1).run(&booted.guest)?;
     let totals = || Ok::<_, Failure>(booted.server().function_stats(&booted.function)?.totals());
-    let (before, parks_before) = (totals()?, parks(booted)?);
-    let report = Fio::new("load", "randread", "4k", 32)
+    let (before, parks_before) = (totals()?, park_count(booted)?);
+    let report = GuestFioJob::new("load", "randread", "4k", 32)
         .option("filename", &booted.namespace)
         .runtime(Duration::from_secs(3))
         .run(&booted.guest)?;
@@ -37,12 +37,12 @@ fn loaded(booted: &Booted) -> Result<(Totals, u64), Failure> {
         during = totals()?.since(before);
         Ok(during.commands >= report.read.ios)
     })?;
-    booted.expect_well()?;
-    Ok((during, parks(booted)? - parks_before))
+    booted.expect_healthy()?;
+    Ok((during, park_count(booted)? - parks_before))
 }
 
-pub(crate) fn exit_as_their_mode_has_it(booted: &Booted) -> Result<(), Failure> {
-    let (during, parks) = loaded(booted)?;
+pub(crate) fn check_exits_by_mode(booted: &BootedFunction) -> Result<(), Failure> {
+    let (during, parks) = measure_load(booted)?;
     let exits = during.doorbell_exits_per_io();
     let as_expected = match booted.function.as_str() {
         "trap" => exits > LEAST_EXITS_PER_IO,

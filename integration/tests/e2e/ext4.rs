@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use integration::guest::{Drive, Guest, GuestConfig};
+use integration::guest::{Guest, GuestConfig, GuestDrive};
 use integration::server::Server;
 
 use crate::Group;
-use crate::fixture::{Bench, FUNCTION, Failure, PATIENCE, expect, function};
+use crate::fixture::{CheckEnvironment, FUNCTION, Failure, TIMEOUT, expect, function};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "ext4",
@@ -35,23 +35,23 @@ const MAKE: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nvme0n1 /
 const CHECK: &str = "mount -t ext4 /dev/nvme0n1 /mnt && cd /mnt/files && md5sum -c /mnt/sums && \
      cd / && ls /mnt/records";
 
-fn boot(bench: &Bench, server: &Server) -> Result<Guest, Failure> {
+fn boot(bench: &CheckEnvironment, server: &Server) -> Result<Guest, Failure> {
     let config = GuestConfig::new("guest")
         .vcpus(2)
-        .drive(Drive::vfio_user(server.socket(FUNCTION)));
+        .drive(GuestDrive::vfio_user(server.socket(FUNCTION)));
     bench.boot(&config)
 }
 
 /// Writes records, each reported once it is durable, beside an unrelated load of files. Returns the number of the last record
 /// that was reported.
 fn write_records(guest: &Guest) -> Result<u64, Failure> {
-    guest.check(MAKE, PATIENCE)?;
+    guest.check(MAKE, TIMEOUT)?;
     guest
         .start("cd /mnt && while :; do head -c 1000000 /dev/urandom > junk; mv junk junk2; done")?;
     guest.start("fsync-records /mnt/records")?;
     let mut last = 0;
     while last < RECORDS {
-        last = record(&guest.next_event(PATIENCE)?)?;
+        last = record(&guest.next_event(TIMEOUT)?)?;
     }
     Ok(last)
 }
@@ -66,21 +66,21 @@ fn record(event: &str) -> Result<u64, Failure> {
 
 /// Verifies in a new guest that all durable records exist, and that the file system has no errors.
 fn expect_all_there(guest: &Guest, last: u64) -> Result<(), Failure> {
-    guest.check(CHECK, PATIENCE)?;
+    guest.check(CHECK, TIMEOUT)?;
     let report = guest.check(
         &format!(
             "for n in $(seq {last}); do \
                seq $n $((n + 400)) | cmp - /mnt/records/$n || exit 1; \
              done; umount /mnt && e2fsck -f -n /dev/nvme0n1"
         ),
-        PATIENCE,
+        TIMEOUT,
     )?;
     expect(!report.contains("Fix"), || {
         format!("e2fsck found something to fix:\n{report}")
     })
 }
 
-fn survives_the_kill_of_its_guest(bench: &Bench) -> Result<(), Failure> {
+fn survives_the_kill_of_its_guest(bench: &CheckEnvironment) -> Result<(), Failure> {
     let server = bench.serve(&[function(bench)?])?;
     let mut guest = boot(bench, &server)?;
     let mut last = write_records(&guest)?;
@@ -92,7 +92,7 @@ fn survives_the_kill_of_its_guest(bench: &Bench) -> Result<(), Failure> {
     expect_all_there(&boot(bench, &server)?, last)
 }
 
-fn survives_the_kill_of_its_server(bench: &Bench) -> Result<(), Failure> {
+fn survives_the_kill_of_its_server(bench: &CheckEnvironment) -> Result<(), Failure> {
     let mut server = bench.serve(&[function(bench)?])?;
     let mut guest = boot(bench, &server)?;
     let mut last = write_records(&guest)?;

@@ -1,14 +1,14 @@
 //! A guest that exports its function to another guest by Linux's NVMe/TCP target, while the function's server is killed and
 //! replaced.
 
-use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
-use integration::provision::Assets;
-use integration::server::Replacement;
+use integration::guest::{BOOT_TIMEOUT, Guest, GuestConfig, GuestDrive};
+use integration::provision::GuestAssets;
+use integration::server::ServerReplacement;
 
 use crate::Group;
 use crate::fixture::{
-    Bench, ENDLESS, FUNCTION, Failure, PATIENCE, await_load, await_path, await_that, end_load,
-    expect, expect_no_complaints, function, verified_load,
+    CheckEnvironment, ENDLESS, FUNCTION, Failure, TIMEOUT, await_load, await_path, await_that,
+    end_load, expect, expect_no_complaints, function, verified_load,
 };
 
 pub(crate) const GROUP: Group = Group::Alone {
@@ -51,10 +51,10 @@ const WRITE: &str = "head -c 2097152 /dev/urandom > /tmp/bytes && \
                      md5sum < /tmp/bytes";
 const READ: &str = "dd if=/dev/nvme0n1 bs=256k skip=400 count=8 iflag=direct 2>/dev/null | md5sum";
 
-fn a_function_is_exported(bench: &Bench) -> Result<(), Failure> {
-    let assets = Assets::provide_with_modules(&["virtio_net", "nvmet_tcp", "nvme_tcp"])?;
-    let mut server = bench.serve_kept(&[function(bench)?])?;
-    let wire = bench.folder().join("wire");
+fn a_function_is_exported(bench: &CheckEnvironment) -> Result<(), Failure> {
+    let assets = GuestAssets::provide_with_modules(&["virtio_net", "nvmet_tcp", "nvme_tcp"])?;
+    let mut server = bench.serve_supervised(&[function(bench)?])?;
+    let wire = bench.dir().join("wire");
     let boot = |config: GuestConfig, listens: &str, mac: &str| -> Result<Guest, Failure> {
         let wire = wire.display();
         let end = format!("stream,id=wire,server={listens},addr.type=unix,addr.path={wire}");
@@ -63,18 +63,19 @@ fn a_function_is_exported(bench: &Bench) -> Result<(), Failure> {
         let config = config
             .vcpus(2)
             .qemu_arguments(["-netdev", &*end, "-device", &*card]);
-        Ok(Guest::start_booting(&assets, &config, bench.folder())?)
+        Ok(Guest::start_booting(&assets, &config, bench.dir())?)
     };
-    let exporter = GuestConfig::new("exporter").drive(Drive::vfio_user(server.socket(FUNCTION)));
+    let exporter =
+        GuestConfig::new("exporter").drive(GuestDrive::vfio_user(server.socket(FUNCTION)));
     let exporter = boot(exporter, "on", "52:54:00:00:00:01")?;
     // The exporter listens on the stream socket when the importer connects.
     let importer = boot(GuestConfig::new("importer"), "off", "52:54:00:00:00:02")?;
     for guest in [&exporter, &importer] {
-        guest.await_ready(BOOT_PATIENCE)?;
+        guest.await_ready(BOOT_TIMEOUT)?;
         guest.load_modules()?;
     }
-    exporter.check(EXPORT, PATIENCE)?;
-    importer.check(CONNECT, PATIENCE)?;
+    exporter.check(EXPORT, TIMEOUT)?;
+    importer.check(CONNECT, TIMEOUT)?;
     await_path(&importer, "/dev/nvme0n1", true)?;
 
     let load = verified_load("load", 1)
@@ -83,9 +84,9 @@ fn a_function_is_exported(bench: &Bench) -> Result<(), Failure> {
     let job = importer.start(&load.script())?;
     await_load(&importer)?;
     for how in [
-        Replacement::Upgrade,
-        Replacement::Kill,
-        Replacement::Upgrade,
+        ServerReplacement::Upgrade,
+        ServerReplacement::Kill,
+        ServerReplacement::Upgrade,
     ] {
         await_that("commands of the importer", || {
             Ok(server.function_stats(FUNCTION)?.totals().commands > COMMANDS)
@@ -96,20 +97,20 @@ fn a_function_is_exported(bench: &Bench) -> Result<(), Failure> {
         Ok(server.function_stats(FUNCTION)?.totals().commands > COMMANDS)
     })?;
     end_load(&importer)?;
-    let output = importer.finish(job, load.patience())?;
+    let output = importer.finish(job, load.timeout())?;
     let report = load.report(&output.text)?;
     expect(report.read.ios > 0 && report.write.ios > 0, || {
         format!("The importer has not verified anything: {report:?}")
     })?;
 
     // Both guests must read the same bytes.
-    let written = importer.check(WRITE, PATIENCE)?;
+    let written = importer.check(WRITE, TIMEOUT)?;
     let written = written.lines().last().unwrap_or_default().to_owned();
-    let read = exporter.check(READ, PATIENCE)?;
+    let read = exporter.check(READ, TIMEOUT)?;
     expect(read.trim() == written.trim(), || {
         format!("The importer wrote {written}, and the exporter reads {read}")
     })?;
-    importer.check("nvme disconnect-all", PATIENCE)?;
+    importer.check("nvme disconnect-all", TIMEOUT)?;
     for guest in [&exporter, &importer] {
         expect_no_complaints(guest)?;
     }

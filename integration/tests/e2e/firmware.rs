@@ -9,14 +9,16 @@ use std::process::Command;
 use std::time::Duration;
 
 use integration::guest::firmware::{Firmware, await_console};
-use integration::guest::{Drive, Guest, GuestConfig};
+use integration::guest::{Guest, GuestConfig, GuestDrive};
 use integration::process;
-use integration::progress::say;
+use integration::progress::print_line;
 use integration::provision::{bootable, host};
-use integration::server::{FunctionOptions, Server};
+use integration::server::{FunctionArgument, Server};
 
 use crate::Group;
-use crate::fixture::{Bench, FUNCTION, Failure, at, expect, expect_no_complaints, function};
+use crate::fixture::{
+    CheckEnvironment, FUNCTION, Failure, expect, expect_no_complaints, function, with_path,
+};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "firmware",
@@ -48,8 +50,8 @@ pub(crate) const FULL_GROUP: Group = Group::Alone {
 };
 
 /// Timeout of a Debian that GRUB loads through the firmware's driver, on an emulated processor.
-const BOOT_PATIENCE: Duration = Duration::from_secs(600);
-const PATIENCE: Duration = Duration::from_secs(300);
+const BOOT_TIMEOUT: Duration = Duration::from_secs(600);
+const TIMEOUT: Duration = Duration::from_secs(300);
 const GREETING: &[u8] = b"booted from NVMe\0";
 
 /// Returns a boot sector that writes a greeting to the first serial port and halts.
@@ -79,72 +81,72 @@ const ZONES: &str = "model = \"zns\"\nzone_size = \"4M\"\nzone_capacity = \"4M\"
                      max_open = 4\nmax_active = 4\nappend_limit = \"64K\"\n";
 
 /// Returns functions on a zoned drive and on a key-value drive.
-fn others(bench: &Bench) -> Result<[FunctionOptions; 2], Failure> {
-    let profile = bench.folder().join("zones.toml");
-    fs::write(&profile, ZONES).map_err(at(&profile))?;
+fn others(bench: &CheckEnvironment) -> Result<[FunctionArgument; 2], Failure> {
+    let profile = bench.dir().join("zones.toml");
+    fs::write(&profile, ZONES).map_err(with_path(&profile))?;
     let zoned = bench.drive("zoned.img", 64)?.display().to_string();
     let pairs = bench.drive("pairs.img", 64)?.display().to_string();
     Ok([
-        FunctionOptions::new("zoned", zoned, "0+64M")
+        FunctionArgument::new("zoned", zoned, "0+64M")
             .option(format!("profile={}", profile.display())),
-        FunctionOptions::new("pairs", pairs, "0+64M").option("profile=kv"),
+        FunctionArgument::new("pairs", pairs, "0+64M").option("profile=kv"),
     ])
 }
 
 /// Starts a server with these functions. Returns the drives of a machine that boots from the last one.
 fn serve(
-    bench: &Bench,
-    others: &[FunctionOptions],
-    boots: FunctionOptions,
-) -> Result<(Server, Vec<Drive>), Failure> {
+    bench: &CheckEnvironment,
+    others: &[FunctionArgument],
+    boots: FunctionArgument,
+) -> Result<(Server, Vec<GuestDrive>), Failure> {
     let server = bench.serve(&[others, &[boots]].concat())?;
-    let drive = |id: &str| Drive::vfio_user(server.socket(id)).id(id);
-    let mut drives: Vec<Drive> = others.iter().map(|other| drive(&other.id)).collect();
+    let drive = |id: &str| GuestDrive::vfio_user(server.socket(id)).id(id);
+    let mut drives: Vec<GuestDrive> = others.iter().map(|other| drive(&other.id)).collect();
     drives.push(drive(FUNCTION).boot_index(0));
     Ok((server, drives))
 }
 
-fn bios_boots(bench: &Bench, others: &[FunctionOptions]) -> Result<(), Failure> {
+fn bios_boots(bench: &CheckEnvironment, others: &[FunctionArgument]) -> Result<(), Failure> {
     let function = function(bench)?;
     let path = PathBuf::from(&function.path);
     File::options()
         .write(true)
         .open(&path)
         .and_then(|mut file| file.write_all(&boot_sector()))
-        .map_err(at(path))?;
+        .map_err(with_path(path))?;
     let (_server, drives) = serve(bench, others, function)?;
     await_console(
         bench.v6_12(),
         Firmware::Bios,
         &drives,
-        bench.folder(),
+        bench.dir(),
         "booted from NVMe",
-        PATIENCE,
+        TIMEOUT,
     )?;
     Ok(())
 }
 
 /// Waits for the list of block devices that the UEFI shell prints at first.
-fn uefi_sees(bench: &Bench, function: FunctionOptions) -> Result<(), Failure> {
+fn uefi_sees(bench: &CheckEnvironment, function: FunctionArgument) -> Result<(), Failure> {
     let (_server, drives) = serve(bench, &[], function)?;
     await_console(
         bench.v6_12(),
         Firmware::Uefi,
         &drives,
-        bench.folder(),
+        bench.dir(),
         "NVMe(0x1,",
-        PATIENCE,
+        TIMEOUT,
     )?;
     Ok(())
 }
 
 /// Checks that OVMF finds GRUB on the drive, GRUB finds the kernel, and the kernel finds a writable root.
-fn uefi_boots_debian(bench: &Bench, others: &[FunctionOptions]) -> Result<(), Failure> {
+fn uefi_boots_debian(bench: &CheckEnvironment, others: &[FunctionArgument]) -> Result<(), Failure> {
     if !host::is_root() {
-        say("        NOT CHECKED: debian: only root can install a Debian into a folder");
+        print_line("        NOT CHECKED: debian: only root can install a Debian into a folder");
         return Ok(());
     }
-    let (function, disk) = debian(bench)?;
+    let (function, disk) = debian_function(bench)?;
     let (mut server, drives) = serve(bench, others, function)?;
     let mut config = GuestConfig::new("debian")
         .memory_mib(1024)
@@ -152,9 +154,9 @@ fn uefi_boots_debian(bench: &Bench, others: &[FunctionOptions]) -> Result<(), Fa
     for drive in drives {
         config = config.drive(drive);
     }
-    let mut guest = Guest::start_booting(bench.v6_12(), &config, bench.folder())?;
-    guest.await_ready(BOOT_PATIENCE)?;
-    let check = |script: &str| guest.check(script, BOOT_PATIENCE);
+    let mut guest = Guest::start_booting(bench.v6_12(), &config, bench.dir())?;
+    guest.await_ready(BOOT_TIMEOUT)?;
+    let check = |script: &str| guest.check(script, BOOT_TIMEOUT);
 
     check("test -d /sys/firmware/efi")?;
     let root = check("findmnt --noheadings --output SOURCE /")?;
@@ -170,7 +172,7 @@ fn uefi_boots_debian(bench: &Bench, others: &[FunctionOptions]) -> Result<(), Fa
     })?;
     check(&format!("echo {NOTE} > /note && sync"))?;
     expect_no_complaints(&guest)?;
-    guest.power_off(BOOT_PATIENCE)?;
+    guest.power_off(BOOT_TIMEOUT)?;
     server.expect_alive()?;
 
     // The note must be in the file system of the partition.
@@ -187,7 +189,7 @@ fn name(path: &str) -> &str {
 }
 
 /// Returns a function on a drive with a Debian, and the drive's file.
-fn debian(bench: &Bench) -> Result<(FunctionOptions, PathBuf), Failure> {
+fn debian_function(bench: &CheckEnvironment) -> Result<(FunctionArgument, PathBuf), Failure> {
     let image = bootable::provide()?;
     let drive = bench.drive("debian.img", 0)?;
     process::run(
@@ -195,8 +197,8 @@ fn debian(bench: &Bench) -> Result<(FunctionOptions, PathBuf), Failure> {
             .arg("--sparse=always")
             .args([Path::new(&image), &drive]),
     )?;
-    let bytes = fs::metadata(&drive).map_err(at(&drive))?.len();
-    let function = FunctionOptions::new(
+    let bytes = fs::metadata(&drive).map_err(with_path(&drive))?.len();
+    let function = FunctionArgument::new(
         FUNCTION,
         drive.display().to_string(),
         format!("0+{}M", bytes >> 20),

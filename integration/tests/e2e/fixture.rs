@@ -6,32 +6,32 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-pub(crate) use integration::checks::{Bench, Failure, at, expect};
-use integration::guest::fio::Fio;
-use integration::guest::{Drive, Guest, GuestConfig};
-use integration::progress::say;
-use integration::provision::{Assets, KernelChoice};
-use integration::server::{self, FunctionOptions, Server};
+pub(crate) use integration::checks::{CheckEnvironment, Failure, expect, with_path};
+use integration::guest::fio::GuestFioJob;
+use integration::guest::{Guest, GuestConfig, GuestDrive};
+use integration::progress::print_line;
+use integration::provision::{GuestAssets, KernelChoice};
+use integration::server::{self, FunctionArgument, Server};
 
 /// Timeout of any operation in a busy guest.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(300);
 /// Size of the drive of most checks.
 pub(crate) const DRIVE_MIB: u64 = 256;
 /// Id of the only function of a guest.
 pub(crate) const FUNCTION: &str = "a";
 
 /// The `nvme-mpt` command, and the files that guests boot from.
-static PROVIDED: LazyLock<Result<(PathBuf, Assets), String>> = LazyLock::new(|| {
+static PROVIDED: LazyLock<Result<(PathBuf, GuestAssets), String>> = LazyLock::new(|| {
     let provide = || {
-        let assets = Assets::provide(&KernelChoice::V6_12)?;
+        let assets = GuestAssets::provide(&KernelChoice::V6_12)?;
         Ok::<_, Failure>((server::build()?, assets))
     };
     provide().map_err(|failure| integration::error_chain(&*failure))
 });
 
 /// A bench with its directories. On drop, its drives are removed, and its logs as well unless a check failed.
-pub(crate) struct Place {
-    pub(crate) bench: Bench,
+pub(crate) struct BenchDir {
+    pub(crate) bench: CheckEnvironment,
     drives: PathBuf,
     /// Lock on the drives' directory.
     _lock: File,
@@ -39,28 +39,28 @@ pub(crate) struct Place {
     has_failed: AtomicBool,
 }
 
-impl Place {
+impl BenchDir {
     /// Creates a place for the check or group of checks called `name`.
     pub(crate) fn new(name: &str) -> Result<Self, Failure> {
         let (program, assets) = PROVIDED.as_ref().map_err(String::as_str)?;
         let folder = tempfile::Builder::new()
             .prefix("nvme-mpt-e2e-")
             .tempdir()
-            .map_err(at(std::env::temp_dir()))?;
+            .map_err(with_path(std::env::temp_dir()))?;
         let drives = integration::target_dir()
             .join("e2e")
             .join(name.replace("::", "-"));
-        fs::create_dir_all(&drives).map_err(at(&drives))?;
-        let lock = File::open(&drives).map_err(at(&drives))?;
+        fs::create_dir_all(&drives).map_err(with_path(&drives))?;
+        let lock = File::open(&drives).map_err(with_path(&drives))?;
         lock.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => Failure::from(format!(
                 "Another run uses the drives in {}: wait for its end, or set another CARGO_TARGET_DIR",
                 drives.display()
             )),
-            TryLockError::Error(source) => at(&drives)(source),
+            TryLockError::Error(source) => with_path(&drives)(source),
         })?;
         Ok(Self {
-            bench: Bench::new(
+            bench: CheckEnvironment::new(
                 folder.path().to_owned(),
                 drives.clone(),
                 program.clone(),
@@ -74,19 +74,19 @@ impl Place {
     }
 
     /// Records the result of a check, and returns it.
-    pub(crate) fn note<T>(&self, result: Result<T, Failure>) -> Result<T, Failure> {
+    pub(crate) fn record_result<T>(&self, result: Result<T, Failure>) -> Result<T, Failure> {
         self.has_failed.fetch_or(result.is_err(), Ordering::Relaxed);
         result
     }
 }
 
-impl Drop for Place {
+impl Drop for BenchDir {
     fn drop(&mut self) {
         // The next run removes drives that are left.
         let _ = fs::remove_dir_all(&self.drives);
         let failed = self.has_failed.load(Ordering::Relaxed) || std::thread::panicking();
         if let Some(folder) = self.folder.take_if(|_| failed) {
-            say(&format!(
+            print_line(&format!(
                 "        logs and consoles: {}",
                 folder.keep().display()
             ));
@@ -95,10 +95,10 @@ impl Drop for Place {
 }
 
 /// Returns a function on the whole of a new drive.
-pub(crate) fn function(bench: &Bench) -> Result<FunctionOptions, Failure> {
+pub(crate) fn function(bench: &CheckEnvironment) -> Result<FunctionArgument, Failure> {
     let drive = bench.drive("drive.img", DRIVE_MIB)?;
     let range = format!("0+{DRIVE_MIB}M");
-    Ok(FunctionOptions::new(
+    Ok(FunctionArgument::new(
         FUNCTION,
         drive.display().to_string(),
         range,
@@ -106,7 +106,7 @@ pub(crate) fn function(bench: &Bench) -> Result<FunctionOptions, Failure> {
 }
 
 /// A function of a booted guest, with its server. The guest is dropped before the server.
-pub(crate) struct Booted {
+pub(crate) struct BootedFunction {
     pub(crate) guest: Arc<Guest>,
     server: Arc<Mutex<Server>>,
     /// Id of the function.
@@ -117,23 +117,23 @@ pub(crate) struct Booted {
     pub(crate) namespace: String,
 }
 
-impl Booted {
+impl BootedFunction {
     /// Starts a server with one function, and a guest of Linux 6.12 with that function.
-    pub(crate) fn new(bench: &Bench, vcpus: u32) -> Result<Self, Failure> {
-        Self::with(bench, bench.v6_12(), function(bench)?, vcpus)
+    pub(crate) fn new(bench: &CheckEnvironment, vcpus: u32) -> Result<Self, Failure> {
+        Self::boot(bench, bench.v6_12(), function(bench)?, vcpus)
     }
 
     /// Starts a server with one function, and a guest with that function.
-    pub(crate) fn with(
-        bench: &Bench,
-        assets: &Assets,
-        function: FunctionOptions,
+    pub(crate) fn boot(
+        bench: &CheckEnvironment,
+        assets: &GuestAssets,
+        function: FunctionArgument,
         vcpus: u32,
     ) -> Result<Self, Failure> {
         let server = bench.serve(&[function])?;
         let config = GuestConfig::new("guest")
             .vcpus(vcpus)
-            .drive(Drive::vfio_user(server.socket(FUNCTION)));
+            .drive(GuestDrive::vfio_user(server.socket(FUNCTION)));
         let guest = bench.boot_with(assets, &config)?;
         Ok(Self {
             guest: Arc::new(guest),
@@ -145,20 +145,20 @@ impl Booted {
     }
 
     /// Starts a server with all `functions`, and a guest of Linux 6.12 with all of them.
-    pub(crate) fn all(
-        bench: &Bench,
-        functions: &[FunctionOptions],
+    pub(crate) fn boot_all(
+        bench: &CheckEnvironment,
+        functions: &[FunctionArgument],
         vcpus: u32,
     ) -> Result<Vec<Self>, Failure> {
         let server = bench.serve(functions)?;
         let mut config = GuestConfig::new("guest").vcpus(vcpus);
         for function in functions {
-            let drive = Drive::vfio_user(server.socket(&function.id));
+            let drive = GuestDrive::vfio_user(server.socket(&function.id));
             config = config.drive(drive.id(&function.id));
         }
         let guest = Arc::new(bench.boot(&config)?);
         let server = Arc::new(Mutex::new(server));
-        let booted = |function: &FunctionOptions| {
+        let booted = |function: &FunctionArgument| {
             // Linux numbers controllers in the order in which their probes end, so the serial number identifies a controller.
             let serial = lock(&server).function_stats(&function.id)?.serial;
             let named = guest.check(
@@ -167,7 +167,7 @@ impl Booted {
                        if grep -q '^{serial}' $c/serial; then echo $c; (cd $c && ls -d nvme*n1); fi; \
                      done"
                 ),
-                PATIENCE,
+                TIMEOUT,
             )?;
             let mut names = named.split_whitespace();
             let mut name = || {
@@ -192,12 +192,12 @@ impl Booted {
     }
 
     /// Returns [`verified_load`] on this function's namespace.
-    pub(crate) fn verified_load(&self, name: &str, jobs: u32) -> Fio {
+    pub(crate) fn verified_load(&self, name: &str, jobs: u32) -> GuestFioJob {
         verified_load(name, jobs).option("filename", &self.namespace)
     }
 
     /// Checks that the server runs, and that the guest's kernel has logged no problem.
-    pub(crate) fn expect_well(&self) -> Result<(), Failure> {
+    pub(crate) fn expect_healthy(&self) -> Result<(), Failure> {
         self.server().expect_alive()?;
         expect_no_complaints(&self.guest)
     }
@@ -212,7 +212,7 @@ pub(crate) fn expect_no_complaints(guest: &Guest) -> Result<(), Failure> {
     let said = guest.check(
         "dmesg | grep -iE '(nvme|blk_|I/O error|EXT4-fs).*(timeout,|timed out|abort|error|fail|invalid|resetting)' \
          || true",
-        PATIENCE,
+        TIMEOUT,
     )?;
     expect(said.trim().is_empty(), || {
         format!("The guest's kernel complains:\n{said}")
@@ -220,10 +220,10 @@ pub(crate) fn expect_no_complaints(guest: &Guest) -> Result<(), Failure> {
 }
 
 /// Returns a fio job that writes and verifies checksums, with a process for each vCPU.
-pub(crate) fn verified_load(name: &str, jobs: u32) -> Fio {
+pub(crate) fn verified_load(name: &str, jobs: u32) -> GuestFioJob {
     let share = 32 / jobs;
-    Fio::new(name, "randwrite", "4k", 32)
-        .verified()
+    GuestFioJob::new(name, "randwrite", "4k", 32)
+        .with_verification()
         .option("numjobs", &jobs.to_string())
         .option("size", &format!("{share}m"))
         .option("offset_increment", &format!("{share}m"))
@@ -234,7 +234,7 @@ pub(crate) const ENDLESS: Duration = Duration::from_secs(600);
 
 /// Waits until a guest runs fio.
 pub(crate) fn await_load(guest: &Guest) -> Result<(), Failure> {
-    guest.check("until pidof fio > /dev/null; do sleep 0.1; done", PATIENCE)?;
+    guest.check("until pidof fio > /dev/null; do sleep 0.1; done", TIMEOUT)?;
     Ok(())
 }
 
@@ -242,7 +242,7 @@ pub(crate) fn await_load(guest: &Guest) -> Result<(), Failure> {
 pub(crate) fn end_load(guest: &Guest) -> Result<(), Failure> {
     guest.check(
         "kill -INT $(pidof fio) || echo fio has ended by itself",
-        PATIENCE,
+        TIMEOUT,
     )?;
     Ok(())
 }
@@ -252,10 +252,10 @@ pub(crate) fn await_that(
     what: &str,
     mut happened: impl FnMut() -> Result<bool, Failure>,
 ) -> Result<(), Failure> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !happened()? {
         expect(Instant::now() < deadline, || {
-            format!("Waited {PATIENCE:?} in vain: {what}")
+            format!("Waited {TIMEOUT:?} in vain: {what}")
         })?;
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -270,7 +270,7 @@ pub(crate) fn await_path(guest: &Guest, path: &str, there: bool) -> Result<(), F
             "for i in $(seq 1800); do [ {test} {path} ] && exit 0; sleep 0.1; done; \
              echo \"{path}: not as awaited after 180 s\"; exit 1"
         ),
-        PATIENCE,
+        TIMEOUT,
     )?;
     Ok(())
 }

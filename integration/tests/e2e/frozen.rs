@@ -9,15 +9,15 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use integration::guest::fio::Fio;
-use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig, Job};
-use integration::progress::say;
+use integration::guest::fio::GuestFioJob;
+use integration::guest::{BOOT_TIMEOUT, Guest, GuestConfig, GuestDrive, ScriptJob};
+use integration::progress::print_line;
 use integration::provision::host;
-use integration::server::{FunctionOptions, Server};
+use integration::server::{FunctionArgument, Server};
 
 use crate::Group;
-use crate::fixture::{Bench, ENDLESS, Failure, PATIENCE, at, end_load, expect};
-use crate::mounts::{self, Frozen, LoopDevice, Mounted};
+use crate::fixture::{CheckEnvironment, ENDLESS, Failure, TIMEOUT, end_load, expect, with_path};
+use crate::mounts::{self, FrozenFileSystem, LoopDevice, Mounted};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "frozen",
@@ -40,49 +40,49 @@ const COMMANDS: u64 = 200;
 
 /// Owner of a guest's drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Whose {
+enum DriveOwner {
     Ours,
     Qemus,
 }
 
 /// A guest with one drive.
 struct Scene {
-    whose: Whose,
+    owner: DriveOwner,
     timeout: &'static str,
     guest: Guest,
 }
 
 impl Scene {
     fn start(
-        bench: &Bench,
+        bench: &CheckEnvironment,
         server: &Server,
         store: &Path,
-        (whose, timeout): (Whose, &'static str),
+        (whose, timeout): (DriveOwner, &'static str),
     ) -> Result<Self, Failure> {
         let config = GuestConfig::new(format!("{whose:?}-{timeout}"))
             .kernel_arguments(&format!("nvme_core.io_timeout={timeout} {ADMIN_TIMEOUT}"));
         let config = match whose {
-            Whose::Ours => config.drive(Drive::vfio_user(server.socket(&id(timeout)))),
-            Whose::Qemus => {
+            DriveOwner::Ours => config.drive(GuestDrive::vfio_user(server.socket(&id(timeout)))),
+            DriveOwner::Qemus => {
                 let image = image(store, whose, timeout)?;
                 let image = format!("if=none,id=image,format=raw,file={}", image.display());
                 let device = "nvme,drive=image,serial=theirs";
                 config.qemu_arguments(["-drive", &image, "-device", device])
             }
         };
-        let guest = Guest::start_booting(bench.v6_12(), &config, bench.folder())?;
+        let guest = Guest::start_booting(bench.v6_12(), &config, bench.dir())?;
         Ok(Self {
-            whose,
+            owner: whose,
             timeout,
             guest,
         })
     }
 
     /// Starts the load, and waits until fio runs.
-    fn load(&self) -> Result<(Fio, Job), Failure> {
-        self.guest.await_ready(BOOT_PATIENCE)?;
-        self.guest.check("dmesg -c > /dev/null", PATIENCE)?;
-        let load = Fio::new("load", "randwrite", "4k", 4)
+    fn load(&self) -> Result<(GuestFioJob, ScriptJob), Failure> {
+        self.guest.await_ready(BOOT_TIMEOUT)?;
+        self.guest.check("dmesg -c > /dev/null", TIMEOUT)?;
+        let load = GuestFioJob::new("load", "randwrite", "4k", 4)
             .option("size", "16m")
             .option("rate_iops", "100")
             .option("verify", "crc32c")
@@ -100,18 +100,18 @@ impl Scene {
         let script = format!(
             "before=$({done}); until [ $({done}) -gt $((before + {COMMANDS})) ]; do sleep 0.2; done"
         );
-        self.guest.check(&script, PATIENCE)?;
+        self.guest.check(&script, TIMEOUT)?;
         Ok(())
     }
 
     /// Ends the load, and returns its row of the table. The load on a function must have found no error.
-    fn tell(&self, load: &Fio, job: Job) -> Result<String, Failure> {
+    fn finish_and_describe(&self, load: &GuestFioJob, job: ScriptJob) -> Result<String, Failure> {
         end_load(&self.guest)?;
-        let end = match self.guest.finish(job, PATIENCE) {
+        let end = match self.guest.finish(job, TIMEOUT) {
             Ok(output) => load.report(&output.text).map_err(Failure::from),
             Err(failure) => Err(failure.into()),
         };
-        let kernel = self.guest.check("dmesg", PATIENCE)?;
+        let kernel = self.guest.check("dmesg", TIMEOUT)?;
         let count = |said: &str| kernel.lines().filter(|line| line.contains(said)).count();
         let aborts = count("timeout, aborting");
         let resets = count("timeout, reset controller") + count("timeout, disable controller");
@@ -121,7 +121,7 @@ impl Scene {
                 let slowest = report.read.max_us.max(report.write.max_us) / 1e6;
                 format!("verified, the slowest I/O took {slowest:.1} s")
             }
-            Err(failure) if self.whose == Whose::Qemus => {
+            Err(failure) if self.owner == DriveOwner::Qemus => {
                 let text = failure.to_string();
                 text.lines().next().unwrap_or_default().to_owned()
             }
@@ -129,15 +129,15 @@ impl Scene {
         };
         let patient = self.timeout == ENDLESS_TIMEOUT;
         let is_right = errors == 0 && !(patient && aborts + resets > 0);
-        expect(is_right || self.whose == Whose::Qemus, || {
+        expect(is_right || self.owner == DriveOwner::Qemus, || {
             format!(
                 "The kernel of the guest that waits {} s:\n{kernel}",
                 self.timeout
             )
         })?;
-        let name = match self.whose {
-            Whose::Ours => "nvme-mpt",
-            Whose::Qemus => "QEMU's nvme",
+        let name = match self.owner {
+            DriveOwner::Ours => "nvme-mpt",
+            DriveOwner::Qemus => "QEMU's nvme",
         };
         let timeout = self.timeout;
         Ok(format!(
@@ -152,33 +152,33 @@ fn id(timeout: &str) -> String {
 }
 
 /// Creates an image on the storage that will be frozen.
-fn image(store: &Path, whose: Whose, timeout: &str) -> Result<PathBuf, Failure> {
+fn image(store: &Path, whose: DriveOwner, timeout: &str) -> Result<PathBuf, Failure> {
     let path = store.join(format!("{whose:?}-{timeout}.img"));
     File::create(&path)
         .and_then(|file| file.set_len(IMAGE_MIB << 20))
-        .map_err(at(&path))?;
+        .map_err(with_path(&path))?;
     Ok(path)
 }
 
-fn stand_still(bench: &Bench, seconds: u64) -> Result<(), Failure> {
+fn stand_still(bench: &CheckEnvironment, seconds: u64) -> Result<(), Failure> {
     if !host::is_root() {
-        say("        NOT CHECKED: frozen: only root can freeze a file system");
+        print_line("        NOT CHECKED: frozen: only root can freeze a file system");
         return Ok(());
     }
-    let disk = LoopDevice::of(&bench.drive("store.img", STORE_MIB)?)?;
+    let disk = LoopDevice::attach(&bench.drive("store.img", STORE_MIB)?)?;
     mounts::run("mkfs.ext4", &[Path::new("-q"), &disk.path])?;
-    let store = Mounted::at(&disk.path, bench.folder().join("store"))?;
+    let store = Mounted::at(&disk.path, bench.dir().join("store"))?;
     let function = |timeout: &&str| {
-        let path = image(&store.folder, Whose::Ours, timeout)?;
+        let path = image(&store.folder, DriveOwner::Ours, timeout)?;
         let path = path.display().to_string();
         let range = format!("0+{IMAGE_MIB}M");
-        Ok(FunctionOptions::new(&id(timeout), path, range))
+        Ok(FunctionArgument::new(&id(timeout), path, range))
     };
     let functions: Result<Vec<_>, Failure> = TIMEOUTS.iter().map(function).collect();
     let mut server = bench.serve(&functions?)?;
     let mut scenes = Vec::new();
     for timeout in TIMEOUTS {
-        for whose in [Whose::Ours, Whose::Qemus] {
+        for whose in [DriveOwner::Ours, DriveOwner::Qemus] {
             scenes.push(Scene::start(
                 bench,
                 &server,
@@ -192,7 +192,7 @@ fn stand_still(bench: &Bench, seconds: u64) -> Result<(), Failure> {
         loads.push(scene.load()?);
     }
 
-    let frozen = Frozen::new(&store)?;
+    let frozen = FrozenFileSystem::new(&store)?;
     std::thread::sleep(Duration::from_secs(seconds));
     drop(frozen);
 
@@ -201,12 +201,12 @@ fn stand_still(bench: &Bench, seconds: u64) -> Result<(), Failure> {
          io_timeout | drive       | aborts | resets | errors | fio\n"
     );
     for (scene, (load, job)) in scenes.iter().zip(loads) {
-        if scene.whose == Whose::Ours {
+        if scene.owner == DriveOwner::Ours {
             scene.await_ios()?;
         }
-        let _ = write!(table, "{}", scene.tell(&load, job)?);
+        let _ = write!(table, "{}", scene.finish_and_describe(&load, job)?);
     }
-    say(table.trim_end());
+    print_line(table.trim_end());
     server.expect_alive()?;
     Ok(())
 }

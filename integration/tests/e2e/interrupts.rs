@@ -3,13 +3,13 @@
 //! On a busy machine, Linux has disabled the line ("nobody cared"), because the level rose as the guest consumed its last
 //! entry, and did not fall. Therefore the function gives the guest's handler an entry to find.
 
-use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
-use integration::server::FunctionOptions;
+use integration::guest::{GuestConfig, GuestDrive, HOTPLUG_BUS};
+use integration::server::FunctionArgument;
 
 use crate::Group;
 use crate::fixture::{
-    Bench, DRIVE_MIB, FUNCTION, Failure, PATIENCE, await_path, expect, expect_no_complaints,
-    function, verified_load,
+    CheckEnvironment, DRIVE_MIB, FUNCTION, Failure, TIMEOUT, await_path, expect,
+    expect_no_complaints, function, verified_load,
 };
 
 pub(crate) const GROUP: Group = Group::Alone {
@@ -20,24 +20,24 @@ pub(crate) const GROUP: Group = Group::Alone {
 /// The function that is plugged in later.
 const LATER: &str = "later";
 
-fn pin_boots_loads_and_plugs(bench: &Bench) -> Result<(), Failure> {
+fn pin_boots_loads_and_plugs(bench: &CheckEnvironment) -> Result<(), Failure> {
     let later = bench.drive("later.img", DRIVE_MIB)?.display().to_string();
-    let later = FunctionOptions::new(LATER, later, format!("0+{DRIVE_MIB}M"));
+    let later = FunctionArgument::new(LATER, later, format!("0+{DRIVE_MIB}M"));
     let mut server = bench.serve(&[function(bench)?, later])?;
     let config = GuestConfig::new("guest")
         .vcpus(2)
         .hotplug()
-        .drive(Drive::vfio_user(server.socket(FUNCTION)))
+        .drive(GuestDrive::vfio_user(server.socket(FUNCTION)))
         .kernel_arguments("pci=nomsi");
     let mut guest = bench.boot(&config)?;
-    let of_nvme = guest.check("grep nvme /proc/interrupts", PATIENCE)?;
+    let of_nvme = guest.check("grep nvme /proc/interrupts", TIMEOUT)?;
     expect(
         of_nvme.contains("IO-APIC") && !of_nvme.contains("MSI"),
         || format!("The guest has other interrupts than the pin:\n{of_nvme}"),
     )?;
     verified_load("boot", 2).run(&guest)?;
     guest.plug(
-        &Drive::vfio_user(server.socket(LATER))
+        &GuestDrive::vfio_user(server.socket(LATER))
             .id("plugged")
             .bus(HOTPLUG_BUS),
     )?;
@@ -51,7 +51,7 @@ fn pin_boots_loads_and_plugs(bench: &Bench) -> Result<(), Failure> {
         .run(&guest)?;
     verified_load("again", 2).run(&guest)?;
     // The kernel disables a line that stays high.
-    let said = guest.check("dmesg | grep -i 'nobody cared' || true", PATIENCE)?;
+    let said = guest.check("dmesg | grep -i 'nobody cared' || true", TIMEOUT)?;
     expect(said.trim().is_empty(), || said.clone())?;
     expect_no_complaints(&guest)?;
     server.expect_alive()?;

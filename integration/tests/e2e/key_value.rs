@@ -1,10 +1,12 @@
 //! A key-value drive. Linux creates only a character device, to which nvme-cli sends commands.
 
-use integration::guest::{Drive, Guest, GuestConfig};
-use integration::server::FunctionOptions;
+use integration::guest::{Guest, GuestConfig, GuestDrive};
+use integration::server::FunctionArgument;
 
 use crate::Group;
-use crate::fixture::{Bench, Booted, FUNCTION, Failure, PATIENCE, expect, expect_no_complaints};
+use crate::fixture::{
+    BootedFunction, CheckEnvironment, FUNCTION, Failure, TIMEOUT, expect, expect_no_complaints,
+};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "key_value",
@@ -44,9 +46,9 @@ mod status {
 const MUST_NOT_EXIST: u32 = 1 << 9;
 
 /// Returns a function on the second half of the drive.
-fn function(bench: &Bench) -> Result<FunctionOptions, Failure> {
+fn function(bench: &CheckEnvironment) -> Result<FunctionArgument, Failure> {
     let drive = bench.drive("pairs.img", 64)?.display().to_string();
-    Ok(FunctionOptions::new(FUNCTION, drive, "32M+32M").option("profile=kv"))
+    Ok(FunctionArgument::new(FUNCTION, drive, "32M+32M").option("profile=kv"))
 }
 
 /// A command on a key. The key length in dword 11 may be wrong on purpose.
@@ -100,7 +102,7 @@ impl<'a> Command<'a> {
 
 /// Creates a file of `len` random bytes in the guest.
 fn make_value(guest: &Guest, file: &str, len: usize) -> Result<(), Failure> {
-    guest.check(&format!("head -c {len} /dev/urandom > {file}"), PATIENCE)?;
+    guest.check(&format!("head -c {len} /dev/urandom > {file}"), TIMEOUT)?;
     Ok(())
 }
 
@@ -120,15 +122,15 @@ fn expect_value(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(),
     expect(said.contains(&format!("{len:08x}")), || {
         format!("The size of the value, {len:#x}, is not the result: {said}")
     })?;
-    guest.check(&format!("cmp {file} /tmp/found"), PATIENCE)?;
+    guest.check(&format!("cmp {file} /tmp/found"), TIMEOUT)?;
     Ok(())
 }
 
-fn nvme_cli_stores_and_retrieves(bench: &Bench) -> Result<(), Failure> {
-    let booted = Booted::with(bench, bench.v6_12(), function(bench)?, 2)?;
+fn nvme_cli_stores_and_retrieves(bench: &CheckEnvironment) -> Result<(), Failure> {
+    let booted = BootedFunction::boot(bench, bench.v6_12(), function(bench)?, 2)?;
     let guest = &booted.guest;
-    guest.check(&format!("[ -c {NAMESPACE} ]"), PATIENCE)?;
-    let blocks = guest.check("grep -c nvme /proc/partitions || true", PATIENCE)?;
+    guest.check(&format!("[ -c {NAMESPACE} ]"), TIMEOUT)?;
+    let blocks = guest.check("grep -c nvme /proc/partitions || true", TIMEOUT)?;
     expect(blocks.trim() == "0", || {
         format!("There are block devices: {blocks}")
     })?;
@@ -151,7 +153,7 @@ fn nvme_cli_stores_and_retrieves(bench: &Bench) -> Result<(), Failure> {
     let listed = "printf '\\2\\0\\0\\0\\20\\0000123456789abcdef\\0\\0\\1\\0a\\0'";
     guest.check(
         &format!("{listed} > /tmp/listed; head -c 28 /tmp/list | cmp /tmp/listed -"),
-        PATIENCE,
+        TIMEOUT,
     )?;
 
     let data = "--write --input-file=/tmp/small";
@@ -179,7 +181,7 @@ fn nvme_cli_stores_and_retrieves(bench: &Bench) -> Result<(), Failure> {
     exist(b"a").run(guest, status::KEY_DOES_NOT_EXIST)?;
     expect_value(guest, long, "/tmp/large", 100_000)?;
     batch(guest)?;
-    booted.expect_well()
+    booted.expect_healthy()
 }
 
 /// Returns an operation of a Batch, on a key of one byte. `value` is length and offset of the value in bytes.
@@ -202,7 +204,7 @@ fn batch(guest: &Guest) -> Result<(), Failure> {
     let escapes: String = data.iter().map(|byte| format!("\\{byte:03o}")).collect();
     guest.check(
         &format!("printf '{escapes}' > /tmp/batch; printf {VALUE} > /tmp/value"),
-        PATIENCE,
+        TIMEOUT,
     )?;
     let line = format!(
         "io-passthru {NAMESPACE} --opcode={} --namespace-id=1 --cdw10={len} --cdw11={} --data-len={len} --write \
@@ -220,9 +222,9 @@ fn batch(guest: &Guest) -> Result<(), Failure> {
 }
 
 /// Uses Linux 6.1, whose character devices are the same.
-fn values_outlive_a_server_that_is_killed(bench: &Bench) -> Result<(), Failure> {
+fn values_outlive_a_server_that_is_killed(bench: &CheckEnvironment) -> Result<(), Failure> {
     let mut server = bench.serve(&[function(bench)?])?;
-    let config = GuestConfig::new("guest").drive(Drive::vfio_user(server.socket(FUNCTION)));
+    let config = GuestConfig::new("guest").drive(GuestDrive::vfio_user(server.socket(FUNCTION)));
     let guest = bench.boot_with(&bench.v6_1()?, &config)?;
     let keys: [&[u8]; 3] = [b"a", b"some key", b"0123456789abcdef"];
     let mut sums = String::new();
@@ -230,7 +232,7 @@ fn values_outlive_a_server_that_is_killed(bench: &Bench) -> Result<(), Failure> 
         let (file, len) = (format!("/tmp/value{index}"), 1000 + 50_000 * index);
         make_value(&guest, &file, len)?;
         store(&guest, key, &file, len)?;
-        sums = guest.check("md5sum /tmp/value*", PATIENCE)?;
+        sums = guest.check("md5sum /tmp/value*", TIMEOUT)?;
     }
     // Without a flush: completed commands must be durable.
     server.kill();
@@ -243,7 +245,7 @@ fn values_outlive_a_server_that_is_killed(bench: &Bench) -> Result<(), Failure> 
             .data(1000 + 50_000 * index, &data)
             .run(&guest, status::SUCCESS)?;
     }
-    let found = guest.check("md5sum /tmp/value*", PATIENCE)?;
+    let found = guest.check("md5sum /tmp/value*", TIMEOUT)?;
     expect(found == sums, || {
         format!("Values are not what they were:\n{found}\nwere:\n{sums}")
     })?;

@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use integration::guest::fio::Fio;
-use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
+use integration::guest::fio::GuestFioJob;
+use integration::guest::{BOOT_TIMEOUT, Guest, GuestConfig, GuestDrive};
 use integration::server::Server;
 
 use crate::Group;
 use crate::fixture::{
-    Bench, FUNCTION, Failure, PATIENCE, expect, expect_no_complaints, function, verified_load,
+    CheckEnvironment, FUNCTION, Failure, TIMEOUT, expect, expect_no_complaints, function,
+    verified_load,
 };
 
 pub(crate) const GROUP: Group = Group::Alone {
@@ -25,8 +26,8 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-fn marked(name: &str, pattern: &str) -> Fio {
-    Fio::new(name, pattern, "64k", 8)
+fn marked(name: &str, pattern: &str) -> GuestFioJob {
+    GuestFioJob::new(name, pattern, "64k", 8)
         .option("size", "16m")
         .option("offset", "128m")
         .option("verify", "crc32c")
@@ -34,10 +35,10 @@ fn marked(name: &str, pattern: &str) -> Fio {
 }
 
 fn config(server: &Server) -> GuestConfig {
-    GuestConfig::new("guest").drive(Drive::vfio_user(server.socket(FUNCTION)))
+    GuestConfig::new("guest").drive(GuestDrive::vfio_user(server.socket(FUNCTION)))
 }
 
-fn guest_reboots(bench: &Bench) -> Result<(), Failure> {
+fn guest_reboots(bench: &CheckEnvironment) -> Result<(), Failure> {
     let mut server = bench.serve(&[function(bench)?])?;
     let mut guest = bench.boot(&config(&server).reboots())?;
     marked("mark", "write")
@@ -52,7 +53,7 @@ fn guest_reboots(bench: &Bench) -> Result<(), Failure> {
             std::thread::sleep(Duration::from_millis(300));
             guest.reset()?;
         }
-        guest.await_ready(BOOT_PATIENCE)?;
+        guest.await_ready(BOOT_TIMEOUT)?;
         marked("marks", "read").run(&guest)?;
         verified_load("verify", 1).run(&guest)?;
         expect_no_complaints(&guest)?;
@@ -61,7 +62,7 @@ fn guest_reboots(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-fn client_dies_and_comes_back(bench: &Bench) -> Result<(), Failure> {
+fn client_dies_and_comes_back(bench: &CheckEnvironment) -> Result<(), Failure> {
     let mut server = bench.serve(&[function(bench)?])?;
     let mut guest = bench.boot(&config(&server))?;
     marked("mark", "write")
@@ -82,20 +83,20 @@ fn client_dies_and_comes_back(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-fn one_client_dies_and_the_other_goes_on(bench: &Bench) -> Result<(), Failure> {
+fn one_client_dies_and_the_other_goes_on(bench: &CheckEnvironment) -> Result<(), Failure> {
     let drive = bench.drive("shared.img", 256)?.display().to_string();
     let function =
-        |id, range: &str| integration::server::FunctionOptions::new(id, drive.clone(), range);
+        |id, range: &str| integration::server::FunctionArgument::new(id, drive.clone(), range);
     let mut server = bench.serve(&[function("a", "0+128M"), function("b", "128M+128M")])?;
     let boot = |name: &str| {
-        let config = GuestConfig::new(name).drive(Drive::vfio_user(server.socket(name)));
-        Guest::start_booting(bench.v6_12(), &config, bench.folder())
+        let config = GuestConfig::new(name).drive(GuestDrive::vfio_user(server.socket(name)));
+        Guest::start_booting(bench.v6_12(), &config, bench.dir())
     };
     let mut dying = boot("a")?;
     let steady = boot("b")?;
-    dying.await_ready(BOOT_PATIENCE)?;
-    steady.await_ready(BOOT_PATIENCE)?;
-    let load = Fio::new("steady", "randwrite", "4k", 16)
+    dying.await_ready(BOOT_TIMEOUT)?;
+    steady.await_ready(BOOT_TIMEOUT)?;
+    let load = GuestFioJob::new("steady", "randwrite", "4k", 16)
         .option("size", "32m")
         .option("verify", "crc32c")
         .option("verify_backlog", "1024")
@@ -105,14 +106,14 @@ fn one_client_dies_and_the_other_goes_on(bench: &Bench) -> Result<(), Failure> {
     dying.start(&verified_load("load", 1).script())?;
     std::thread::sleep(Duration::from_secs(2));
     dying.kill();
-    let output = steady.finish(job, load.patience())?;
+    let output = steady.finish(job, load.timeout())?;
     load.report(&output.text)?;
     expect_no_complaints(&steady)?;
     server.expect_alive()?;
     Ok(())
 }
 
-fn server_stops_under_a_guest(bench: &Bench) -> Result<(), Failure> {
+fn server_stops_under_a_guest(bench: &CheckEnvironment) -> Result<(), Failure> {
     let mut server = bench.serve(&[function(bench)?])?;
     let guest = bench.boot(&config(&server))?;
     guest.start(&verified_load("load", 1).script())?;
@@ -127,7 +128,7 @@ fn server_stops_under_a_guest(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-fn guest_is_paused_under_load(bench: &Bench) -> Result<(), Failure> {
+fn guest_is_paused_under_load(bench: &CheckEnvironment) -> Result<(), Failure> {
     let mut server = bench.serve(&[function(bench)?])?;
     let mut guest = bench.boot(&config(&server))?;
     let load = verified_load("load", 1);
@@ -139,10 +140,10 @@ fn guest_is_paused_under_load(bench: &Bench) -> Result<(), Failure> {
         std::thread::sleep(Duration::from_millis(300));
         guest.resume()?;
     }
-    let output = guest.finish(job, load.patience())?;
+    let output = guest.finish(job, load.timeout())?;
     load.report(&output.text)?;
     server.expect_alive()?;
-    let said = guest.check("cat /sys/class/nvme/nvme0/state", PATIENCE)?;
+    let said = guest.check("cat /sys/class/nvme/nvme0/state", TIMEOUT)?;
     expect(said.trim() == "live", || {
         format!("The controller is {said}")
     })

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
 use clap::Parser;
-use integration::checks::{self, FULL, Options};
+use integration::checks::{self, CheckOptions, FULL};
 
 mod balloon;
 mod btrfs;
@@ -20,32 +20,32 @@ mod faults;
 mod firmware;
 mod fixture;
 mod frozen;
+mod function_changes;
 mod hotplug;
 mod interrupts;
-mod kept;
 mod key_value;
 mod lifecycle;
 mod linux;
+mod lost_notifications;
 mod modes;
 mod mounts;
 mod nvme_cli;
 mod package;
-mod pauses;
 mod profiles;
+mod replaced_servers;
 mod reset;
-mod roster;
 mod sharing;
 mod tenants;
 mod trim;
 mod viommu;
 mod zones;
 
-use fixture::{Bench, Booted, Failure, Place};
+use fixture::{BenchDir, BootedFunction, CheckEnvironment, Failure};
 
 /// A check with its own [`Place`] and guests, which may run beside other checks.
-type Alone = fn(&Bench) -> Result<(), Failure>;
+type Alone = fn(&CheckEnvironment) -> Result<(), Failure>;
 /// A check that shares a booted guest with other checks of its group.
-type OnGuest = fn(&Booted) -> Result<(), Failure>;
+type OnGuest = fn(&BootedFunction) -> Result<(), Failure>;
 
 /// Checks that belong together.
 #[derive(Clone, Copy)]
@@ -59,7 +59,7 @@ enum Group {
         name: &'static str,
         /// Ids of the functions, in the order of the result of `boot`.
         functions: &'static [&'static str],
-        boot: fn(&Bench) -> Result<Vec<Booted>, Failure>,
+        boot: fn(&CheckEnvironment) -> Result<Vec<BootedFunction>, Failure>,
         checks: &'static [(&'static str, OnGuest)],
     },
 }
@@ -76,9 +76,9 @@ const GROUPS: &[Group] = &[
     zones::ODD_GROUP,
     key_value::GROUP,
     sharing::GROUP,
-    kept::GROUP,
+    replaced_servers::GROUP,
     lifecycle::GROUP,
-    roster::GROUP,
+    function_changes::GROUP,
     reset::GROUP,
     modes::GROUP,
     ext4::GROUP,
@@ -99,7 +99,7 @@ const FULL_GROUPS: &[Group] = &[
 ];
 
 /// Groups that must run alone. Their modules say why.
-const ON_A_QUIET_MACHINE: &[&str] = &["interrupts"];
+const EXCLUSIVE_GROUPS: &[&str] = &["interrupts"];
 
 /// Maximum number of concurrent checks on any machine. Each may have two guests of 512 MiB.
 const MOST_AT_ONCE: usize = 8;
@@ -108,21 +108,21 @@ fn main() -> ExitCode {
     let full = env::var_os(FULL).map(|_| FULL_GROUPS).unwrap_or_default();
     let groups = GROUPS.iter().chain(full).copied();
     let groups = groups.map(Group::checks).collect();
-    checks::run(Options::parse(), groups, MOST_AT_ONCE)
+    checks::run(CheckOptions::parse(), groups, MOST_AT_ONCE)
 }
 
 impl Group {
-    fn checks(self) -> checks::Group {
+    fn checks(self) -> checks::CheckGroup {
         match self {
             Self::Alone { name, checks } => {
-                let mut group = checks::Group::new(name).apart();
-                if ON_A_QUIET_MACHINE.contains(&name) {
-                    group = group.alone();
+                let mut group = checks::CheckGroup::new(name).concurrent();
+                if EXCLUSIVE_GROUPS.contains(&name) {
+                    group = group.exclusive();
                 }
                 for &(check, run) in checks {
                     group = group.check(check, move || {
-                        let place = Place::new(&format!("{name}-{check}"))?;
-                        place.note(run(&place.bench))
+                        let place = BenchDir::new(&format!("{name}-{check}"))?;
+                        place.record_result(run(&place.bench))
                     });
                 }
                 group
@@ -138,7 +138,7 @@ impl Group {
                     boot,
                     booted: OnceLock::new(),
                 });
-                let mut group = checks::Group::new(name);
+                let mut group = checks::CheckGroup::new(name);
                 for &(check, run) in checks {
                     for (place, function) in functions.iter().enumerate() {
                         let check = match functions.len() {
@@ -158,16 +158,16 @@ impl Group {
 /// A guest that checks share. The first check boots it, and it ends with the last check.
 struct SharedGuest {
     name: &'static str,
-    boot: fn(&Bench) -> Result<Vec<Booted>, Failure>,
+    boot: fn(&CheckEnvironment) -> Result<Vec<BootedFunction>, Failure>,
     // The functions are dropped before their place.
-    booted: OnceLock<Result<(Vec<Booted>, Place), String>>,
+    booted: OnceLock<Result<(Vec<BootedFunction>, BenchDir), String>>,
 }
 
 impl SharedGuest {
-    fn boot(&self) -> Result<(Vec<Booted>, Place), String> {
+    fn boot(&self) -> Result<(Vec<BootedFunction>, BenchDir), String> {
         let boot = || {
-            let place = Place::new(self.name)?;
-            let functions = place.note((self.boot)(&place.bench))?;
+            let place = BenchDir::new(self.name)?;
+            let functions = place.record_result((self.boot)(&place.bench))?;
             Ok((functions, place))
         };
         boot().map_err(|failure: Failure| {
@@ -179,6 +179,6 @@ impl SharedGuest {
     fn check(&self, place: usize, run: OnGuest) -> Result<(), Failure> {
         let booted = self.booted.get_or_init(|| self.boot());
         let (functions, at) = booted.as_ref().map_err(String::as_str)?;
-        at.note(run(&functions[place]))
+        at.record_result(run(&functions[place]))
     }
 }

@@ -1,8 +1,8 @@
 //! A guest with a function for each doorbell mode, and all uses of a drive by a guest.
 
-use crate::fixture::{Bench, Booted, DRIVE_MIB, Failure};
-use crate::{Group, doorbells, nvme_cli, pauses};
-use integration::server::FunctionOptions;
+use crate::fixture::{BootedFunction, CheckEnvironment, DRIVE_MIB, Failure};
+use crate::{Group, doorbells, lost_notifications, nvme_cli};
+use integration::server::FunctionArgument;
 
 pub(crate) const GROUP: Group = Group::OnGuest {
     name: "modes",
@@ -10,8 +10,8 @@ pub(crate) const GROUP: Group = Group::OnGuest {
     boot,
     // The guest's kernel log is checked first, because later commands fail on purpose.
     checks: &[
-        ("doorbells", doorbells::exit_as_their_mode_has_it),
-        ("pauses", pauses::none_is_lost),
+        ("doorbells", doorbells::check_exits_by_mode),
+        ("pauses", lost_notifications::none_is_lost),
         ("id_ctrl", nvme_cli::id_ctrl),
         ("id_ns", nvme_cli::id_ns),
         ("list", nvme_cli::list),
@@ -37,13 +37,13 @@ pub(crate) const GROUP: Group = Group::OnGuest {
 /// Values of `doorbells=`, which are also the ids of the functions.
 const MODES: [&str; 3] = ["shadow", "mapped", "trap"];
 
-fn boot(bench: &Bench) -> Result<Vec<Booted>, Failure> {
+fn boot(bench: &CheckEnvironment) -> Result<Vec<BootedFunction>, Failure> {
     let function = |mode: &str| {
         let drive = bench.drive(&format!("{mode}.img"), DRIVE_MIB)?;
         let range = format!("0+{DRIVE_MIB}M");
-        let function = FunctionOptions::new(mode, drive.display().to_string(), range);
+        let function = FunctionArgument::new(mode, drive.display().to_string(), range);
         Ok::<_, Failure>(function.option(format!("doorbells={mode}")))
     };
     let functions: Vec<_> = MODES.into_iter().map(function).collect::<Result<_, _>>()?;
-    Booted::all(bench, &functions, 1)
+    BootedFunction::boot_all(bench, &functions, 1)
 }

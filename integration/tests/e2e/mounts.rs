@@ -6,7 +6,7 @@ use std::process::Command;
 
 use integration::process;
 
-use crate::fixture::{Failure, at};
+use crate::fixture::{Failure, with_path};
 
 /// Runs a program with paths and options. Returns its output.
 pub(crate) fn run(program: &str, arguments: &[&Path]) -> Result<String, Failure> {
@@ -20,7 +20,7 @@ pub(crate) struct LoopDevice {
 
 impl LoopDevice {
     /// Creates a loop device of a file.
-    pub(crate) fn of(file: &Path) -> Result<Self, Failure> {
+    pub(crate) fn attach(file: &Path) -> Result<Self, Failure> {
         let found = run("losetup", &[Path::new("--find"), Path::new("--show"), file])?;
         Ok(Self {
             path: found.trim().into(),
@@ -43,7 +43,7 @@ pub(crate) struct Mounted {
 impl Mounted {
     /// Mounts a device in a new directory.
     pub(crate) fn at(device: &Path, folder: PathBuf) -> Result<Self, Failure> {
-        fs::create_dir_all(&folder).map_err(at(&folder))?;
+        fs::create_dir_all(&folder).map_err(with_path(&folder))?;
         run("mount", &[device, &folder])?;
         Ok(Self { folder })
     }
@@ -57,11 +57,11 @@ impl Drop for Mounted {
 }
 
 /// A frozen file system, which is thawed on drop.
-pub(crate) struct Frozen<'a> {
+pub(crate) struct FrozenFileSystem<'a> {
     folder: &'a Path,
 }
 
-impl<'a> Frozen<'a> {
+impl<'a> FrozenFileSystem<'a> {
     /// Freezes a file system.
     pub(crate) fn new(mounted: &'a Mounted) -> Result<Self, Failure> {
         let folder = mounted.folder.as_path();
@@ -70,7 +70,7 @@ impl<'a> Frozen<'a> {
     }
 }
 
-impl Drop for Frozen<'_> {
+impl Drop for FrozenFileSystem<'_> {
     fn drop(&mut self) {
         // Thawing fails only if another process has thawed the file system.
         let _ = run("fsfreeze", &[Path::new("--unfreeze"), self.folder]);

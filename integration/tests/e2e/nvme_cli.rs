@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::fixture::{Booted, DRIVE_MIB, Failure, PATIENCE, await_path, await_that, expect};
+use crate::fixture::{BootedFunction, DRIVE_MIB, Failure, TIMEOUT, await_path, await_that, expect};
 
 /// Status codes (NVMe Base 2.0, 4.6.1.2): Status Code Type in bits 10:8.
 mod status {
@@ -15,7 +15,7 @@ mod status {
 }
 
 /// Returns the output of `nvme COMMAND -o json`.
-fn json(booted: &Booted, command: &str) -> Result<Value, Failure> {
+fn json(booted: &BootedFunction, command: &str) -> Result<Value, Failure> {
     let text = booted
         .guest
         .expect_nvme(&format!("{command} -o json"), status::SUCCESS)?;
@@ -30,12 +30,17 @@ fn number(value: &Value, field: &str) -> Result<u64, Failure> {
 }
 
 /// Fills `blocks` blocks from `start` with `byte`.
-fn write_blocks(booted: &Booted, start: u64, blocks: u64, byte: char) -> Result<(), Failure> {
+fn write_blocks(
+    booted: &BootedFunction,
+    start: u64,
+    blocks: u64,
+    byte: char,
+) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     let bytes = blocks * 512;
     booted.guest.check(
         &format!("head -c {bytes} /dev/zero | tr '\\0' '{byte}' > /tmp/data"),
-        PATIENCE,
+        TIMEOUT,
     )?;
     booted.guest.expect_nvme(
         &format!(
@@ -48,11 +53,16 @@ fn write_blocks(booted: &Booted, start: u64, blocks: u64, byte: char) -> Result<
 }
 
 /// Fails unless `blocks` blocks from `start` are filled with `byte`, in tr's notation.
-fn expect_blocks(booted: &Booted, start: u64, blocks: u64, byte: &str) -> Result<(), Failure> {
+fn expect_blocks(
+    booted: &BootedFunction,
+    start: u64,
+    blocks: u64,
+    byte: &str,
+) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     let bytes = blocks * 512;
     // nvme-cli does not truncate an existing file.
-    booted.guest.check("rm -f /tmp/found", PATIENCE)?;
+    booted.guest.check("rm -f /tmp/found", TIMEOUT)?;
     booted.guest.expect_nvme(
         &format!(
             "read {namespace} -s {start} -c {} -z {bytes} -d /tmp/found",
@@ -65,12 +75,12 @@ fn expect_blocks(booted: &Booted, start: u64, blocks: u64, byte: &str) -> Result
             "head -c {bytes} /dev/zero | tr '\\0' '{byte}' | cmp - /tmp/found && \
              [ $(stat -c %s /tmp/found) = {bytes} ]"
         ),
-        PATIENCE,
+        TIMEOUT,
     )?;
     Ok(())
 }
 
-pub(crate) fn id_ctrl(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn id_ctrl(booted: &BootedFunction) -> Result<(), Failure> {
     let controller = &booted.controller;
     let controller = json(booted, &format!("id-ctrl {controller}"))?;
     let stats = booted.server().function_stats(&booted.function)?;
@@ -101,7 +111,7 @@ pub(crate) fn id_ctrl(booted: &Booted) -> Result<(), Failure> {
     expect(version >= 0x0002_0000, || format!("VER {version:#x}"))
 }
 
-pub(crate) fn id_ns(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn id_ns(booted: &BootedFunction) -> Result<(), Failure> {
     let controller = &booted.controller;
     let namespace = &booted.namespace;
     let identified = json(booted, &format!("id-ns {namespace}"))?;
@@ -125,7 +135,7 @@ pub(crate) fn id_ns(booted: &Booted) -> Result<(), Failure> {
     expect(active.contains("0x1"), || format!("list-ns: {active}"))
 }
 
-pub(crate) fn list(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn list(booted: &BootedFunction) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     let devices = json(booted, "list")?;
     let listed = devices["Devices"].as_array().cloned().unwrap_or_default();
@@ -139,7 +149,7 @@ pub(crate) fn list(booted: &Booted) -> Result<(), Failure> {
     })
 }
 
-pub(crate) fn smart_log(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn smart_log(booted: &BootedFunction) -> Result<(), Failure> {
     let controller = &booted.controller;
     let before = json(booted, &format!("smart-log {controller}"))?;
     expect(number(&before, "critical_warning")? == 0, || {
@@ -154,7 +164,7 @@ pub(crate) fn smart_log(booted: &Booted) -> Result<(), Failure> {
     })
 }
 
-fn expect_read(booted: &Booted) -> Result<(), Failure> {
+fn expect_read(booted: &BootedFunction) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     booted.guest.expect_nvme(
         &format!("read {namespace} -s 0 -c 0 -z 512 -d /tmp/found"),
@@ -163,13 +173,13 @@ fn expect_read(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn error_log(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn error_log(booted: &BootedFunction) -> Result<(), Failure> {
     let controller = &booted.controller;
     let log = json(booted, &format!("error-log {controller}"))?;
     expect(log["errors"].is_array(), || format!("error-log: {log}"))
 }
 
-pub(crate) fn fw_log(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn fw_log(booted: &BootedFunction) -> Result<(), Failure> {
     let controller = &booted.controller;
     let text = booted
         .guest
@@ -177,7 +187,7 @@ pub(crate) fn fw_log(booted: &Booted) -> Result<(), Failure> {
     expect(text.contains("afi"), || format!("fw-log: {text}"))
 }
 
-pub(crate) fn effects_log(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn effects_log(booted: &BootedFunction) -> Result<(), Failure> {
     let controller = &booted.controller;
     // Without --csi, nvme-cli maps the registers, which the kernel reserves for its driver.
     let text = booted.guest.expect_nvme(
@@ -192,7 +202,7 @@ pub(crate) fn effects_log(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn get_feature(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn get_feature(booted: &BootedFunction) -> Result<(), Failure> {
     let controller = &booted.controller;
     // NVMe Base 2.0, figure 317: arbitration, power, LBA range type, temperature, error recovery, write
     // cache, queues, interrupt coalescing, vector configuration, write atomicity, async events,
@@ -210,7 +220,7 @@ pub(crate) fn get_feature(booted: &Booted) -> Result<(), Failure> {
          done; done",
         named.join(" ")
     );
-    booted.guest.check(&script, PATIENCE)?;
+    booted.guest.check(&script, TIMEOUT)?;
     booted.guest.expect_nvme(
         &format!("get-feature {controller} -f 0x7f"),
         status::INVALID_FIELD,
@@ -218,7 +228,7 @@ pub(crate) fn get_feature(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn dsm(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn dsm(booted: &BootedFunction) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     write_blocks(booted, 64, 16, 'd')?;
     booted.guest.expect_nvme(
@@ -240,7 +250,7 @@ pub(crate) fn dsm(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn write_zeroes(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn write_zeroes(booted: &BootedFunction) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     write_blocks(booted, 128, 16, 'z')?;
     booted.guest.expect_nvme(
@@ -252,7 +262,7 @@ pub(crate) fn write_zeroes(booted: &Booted) -> Result<(), Failure> {
     expect_blocks(booted, 140, 4, "z")
 }
 
-pub(crate) fn compare(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn compare(booted: &BootedFunction) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     write_blocks(booted, 256, 8, 'c')?;
     let compare = |start| format!("compare {namespace} -s {start} -c 7 -z 4096 -d /tmp/data");
@@ -263,7 +273,7 @@ pub(crate) fn compare(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn verify(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn verify(booted: &BootedFunction) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     write_blocks(booted, 320, 8, 'v')?;
     booted
@@ -272,7 +282,7 @@ pub(crate) fn verify(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn copy(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn copy(booted: &BootedFunction) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     write_blocks(booted, 512, 8, '1')?;
     write_blocks(booted, 600, 4, '2')?;
@@ -295,7 +305,7 @@ pub(crate) fn copy(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn write_uncor_then_read(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn write_uncor_then_read(booted: &BootedFunction) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     write_blocks(booted, 800, 4, 'u')?;
     booted.guest.expect_nvme(
@@ -317,7 +327,7 @@ pub(crate) fn write_uncor_then_read(booted: &Booted) -> Result<(), Failure> {
     expect_blocks(booted, 801, 1, "U")
 }
 
-pub(crate) fn flush(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn flush(booted: &BootedFunction) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     booted
         .guest
@@ -325,7 +335,7 @@ pub(crate) fn flush(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn lba_out_of_range(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn lba_out_of_range(booted: &BootedFunction) -> Result<(), Failure> {
     let namespace = &booted.namespace;
     let end = (DRIVE_MIB << 20) / 512;
     let last = end - 1;
@@ -358,7 +368,7 @@ pub(crate) fn lba_out_of_range(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn unknown_commands(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn unknown_commands(booted: &BootedFunction) -> Result<(), Failure> {
     let controller = &booted.controller;
     let namespace = &booted.namespace;
     for opcode in ["0x3f", "0x7f"] {
@@ -379,7 +389,7 @@ pub(crate) fn unknown_commands(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn reset(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn reset(booted: &BootedFunction) -> Result<(), Failure> {
     let controller = &booted.controller;
     for _ in 0..3 {
         booted
@@ -390,7 +400,7 @@ pub(crate) fn reset(booted: &Booted) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn unbind_and_bind(booted: &Booted) -> Result<(), Failure> {
+pub(crate) fn unbind_and_bind(booted: &BootedFunction) -> Result<(), Failure> {
     let (controller, namespace) = (&booted.controller, &booted.namespace);
     for _ in 0..3 {
         booted.guest.check(
@@ -399,7 +409,7 @@ pub(crate) fn unbind_and_bind(booted: &Booted) -> Result<(), Failure> {
                  cd /sys/bus/pci/drivers/nvme && echo $address > unbind && [ ! -e {namespace} ] && \
                  echo $address > bind"
             ),
-            PATIENCE,
+            TIMEOUT,
         )?;
         await_path(&booted.guest, namespace, true)?;
     }

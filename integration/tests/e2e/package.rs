@@ -7,13 +7,13 @@ use std::process::Command;
 
 use integration::guest::{Guest, GuestConfig};
 use integration::process;
-use integration::progress::say;
-use integration::provision::debian::{self, Release};
+use integration::progress::print_line;
+use integration::provision::debian::{self, DebianRelease};
 use integration::provision::host;
 use integration::{package, programs};
 
 use crate::Group;
-use crate::fixture::{Bench, Failure, PATIENCE, at, expect};
+use crate::fixture::{CheckEnvironment, Failure, TIMEOUT, expect, with_path};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "package",
@@ -42,8 +42,8 @@ fn dpkg_deb(option: &str, package: &Path) -> Result<String, Failure> {
     )?)
 }
 
-fn has_its_files(bench: &Bench) -> Result<(), Failure> {
-    let package = package::build(&bench.folder().join("package"), None)?;
+fn has_its_files(bench: &CheckEnvironment) -> Result<(), Failure> {
+    let package = package::build(&bench.dir().join("package"), None)?;
     let listing = dpkg_deb("--contents", &package)?;
     let files: BTreeSet<&str> = listing
         .lines()
@@ -66,14 +66,15 @@ fn has_its_files(bench: &Bench) -> Result<(), Failure> {
             format!("{page} is absent:\n{listing}")
         })?;
     }
-    let control = bench.folder().join("control");
+    let control = bench.dir().join("control");
     process::run(
         Command::new("dpkg-deb")
             .arg("--control")
             .arg(&package)
             .arg(&control),
     )?;
-    let read = |name: &str| fs::read_to_string(control.join(name)).map_err(at(control.join(name)));
+    let read =
+        |name: &str| fs::read_to_string(control.join(name)).map_err(with_path(control.join(name)));
     let configuration = read("conffiles")?;
     expect(configuration == "/etc/nvme-mpt.toml\n", || {
         format!("Configuration files: {configuration}")
@@ -90,10 +91,10 @@ fn has_its_files(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// Boots a Debian 12 with packages in `/mnt`.
-fn boot(bench: &Bench, packages: &Path) -> Result<Guest, Failure> {
-    let disk = bench.folder().join("packages");
+fn boot(bench: &CheckEnvironment, packages: &Path) -> Result<Guest, Failure> {
+    let disk = bench.dir().join("packages");
     debian::disk(packages, &disk)?;
-    let root = debian::provide(Release::Debian12)?;
+    let root = debian::provide(DebianRelease::Debian12)?;
     let namespace = |number: u32, image: &Path| {
         let image = image.display();
         [
@@ -115,9 +116,9 @@ fn boot(bench: &Bench, packages: &Path) -> Result<Guest, Failure> {
         .root_on_drive()
         .kernel_arguments("init=/lib/systemd/systemd systemd.show_status=0")
         .qemu_arguments(arguments);
-    let guest = Guest::start_booting(&bench.v6_1()?, &config, bench.folder())?;
-    guest.await_ready(PATIENCE)?;
-    guest.check("mount -o ro /dev/nvme0n2 /mnt", PATIENCE)?;
+    let guest = Guest::start_booting(&bench.v6_1()?, &config, bench.dir())?;
+    guest.await_ready(TIMEOUT)?;
+    guest.check("mount -o ro /dev/nvme0n2 /mnt", TIMEOUT)?;
     Ok(guest)
 }
 
@@ -125,7 +126,7 @@ fn boot(bench: &Bench, packages: &Path) -> Result<Guest, Failure> {
 fn main_pid(guest: &Guest) -> Result<String, Failure> {
     let text = guest.check(
         "systemctl show --property MainPID --value nvme-mpt",
-        PATIENCE,
+        TIMEOUT,
     )?;
     Ok(text.trim().to_owned())
 }
@@ -136,14 +137,14 @@ fn await_servers(guest: &Guest, count: usize) -> Result<(), Failure> {
         "until [ $(journalctl --unit nvme-mpt --output cat --no-pager | grep --count --line-regexp ready) = {count} ] && \
            systemctl is-active --quiet nvme-mpt; do sleep 0.2; done"
     );
-    guest.check(&script, PATIENCE)?;
+    guest.check(&script, TIMEOUT)?;
     Ok(())
 }
 
 /// Checks that the service may not use an image, although its unit and the file modes allow it, until its file has a rule and
 /// the service was restarted.
 fn uses_files_of_its_rules(guest: &Guest) -> Result<(), Failure> {
-    let check = |script: &str| guest.check(script, PATIENCE);
+    let check = |script: &str| guest.check(script, TIMEOUT);
     check(
         "mkdir --parents /srv/images /etc/systemd/system/nvme-mpt.service.d && \
          truncate --size 64M /srv/images/b.img && chown --recursive nvme-mpt: /srv/images && \
@@ -176,24 +177,24 @@ fn uses_files_of_its_rules(guest: &Guest) -> Result<(), Failure> {
 }
 
 /// Checks that a client continues while the service is reloaded, its package upgraded, and its server killed.
-fn guests_outlive_its_upgrade(bench: &Bench) -> Result<(), Failure> {
+fn guests_outlive_its_upgrade(bench: &CheckEnvironment) -> Result<(), Failure> {
     if !host::is_root() {
-        say("        NOT CHECKED: package: only root can install a Debian into a folder");
+        print_line("        NOT CHECKED: package: only root can install a Debian into a folder");
         return Ok(());
     }
-    let packages = bench.folder().join("mnt");
-    fs::create_dir(&packages).map_err(at(&packages))?;
+    let packages = bench.dir().join("mnt");
+    fs::create_dir(&packages).map_err(with_path(&packages))?;
     for (revision, name) in [("1", "first.deb"), ("2", "second.deb")] {
         let version = format!("{}-{revision}", env!("CARGO_PKG_VERSION"));
-        let package = package::build(&bench.folder().join("package"), Some(&version))?;
-        fs::rename(&package, packages.join(name)).map_err(at(&package))?;
+        let package = package::build(&bench.dir().join("package"), Some(&version))?;
+        fs::rename(&package, packages.join(name)).map_err(with_path(&package))?;
     }
     let [load] = &programs::build("nvme-load", &["nvme-load"])?[..] else {
         return Err("One program was built".into());
     };
-    fs::copy(load, packages.join("nvme-load")).map_err(at(load))?;
+    fs::copy(load, packages.join("nvme-load")).map_err(with_path(load))?;
     let guest = boot(bench, &packages)?;
-    let check = |script: &str| guest.check(script, PATIENCE);
+    let check = |script: &str| guest.check(script, TIMEOUT);
 
     check("dpkg --install /mnt/first.deb && systemctl is-active nvme-mpt")?;
     let first = main_pid(&guest)?;
@@ -236,7 +237,7 @@ fn guests_outlive_its_upgrade(bench: &Bench) -> Result<(), Failure> {
         servers.push(main_pid(&guest)?);
     }
     check("touch /run/stop")?;
-    guest.finish_well(client, PATIENCE)?;
+    guest.finish_successfully(client, TIMEOUT)?;
     let version = check("dpkg-query --show --showformat '${Version}' nvme-mpt")?;
     expect(version.ends_with("-2"), || version.clone())?;
     let listed = check("nvme-mpt list --json")?;

@@ -4,42 +4,42 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use integration::guest::fio::Fio;
-use integration::guest::{Drive, Guest, GuestConfig, HOTPLUG_BUS};
+use integration::guest::fio::GuestFioJob;
+use integration::guest::{Guest, GuestConfig, GuestDrive, HOTPLUG_BUS};
 use integration::process;
-use integration::server::{FunctionOptions, Server};
+use integration::server::{FunctionArgument, Server};
 use nvme_software::model::DriveProfile;
 
 use crate::Group;
-use crate::fixture::{Bench, FUNCTION, Failure, PATIENCE, at, await_path, expect};
+use crate::fixture::{CheckEnvironment, FUNCTION, Failure, TIMEOUT, await_path, expect, with_path};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "profiles",
-    checks: &[("fitted_to_what_a_guest_measures", fitted)],
+    checks: &[("fitted_to_what_a_guest_measures", check_fitted_profile)],
 };
 
 /// A slow profile, so that the guest's own time matters little, and few commands reach the limits.
-const GIVEN: &str = "model = \"nvm\"\nunits = 4\nstripe = \"32K\"\n\
+const GIVEN_PROFILE: &str = "model = \"nvm\"\nunits = 4\nstripe = \"32K\"\n\
     read = { latency = \"5ms\", bandwidth = \"32M\" }\nwrite = { latency = \"8ms\", bandwidth = \"24M\" }\n";
 
-fn fitted(bench: &Bench) -> Result<(), Failure> {
-    write(&bench.folder().join("given.toml"), GIVEN)?;
-    let mut server = bench.serve(&[function("given.toml", bench.folder())])?;
+fn check_fitted_profile(bench: &CheckEnvironment) -> Result<(), Failure> {
+    write(&bench.dir().join("given.toml"), GIVEN_PROFILE)?;
+    let mut server = bench.serve(&[function("given.toml", bench.dir())])?;
     let config = GuestConfig::new("guest")
         .vcpus(2)
         .hotplug()
-        .drive(Drive::vfio_user(server.socket(FUNCTION)));
+        .drive(GuestDrive::vfio_user(server.socket(FUNCTION)));
     let mut guest = bench.boot(&config)?;
-    let report = bench.folder().join("drive.json");
-    write(&report, &measured(&guest)?)?;
+    let report = bench.dir().join("drive.json");
+    write(&report, &measure_drive(&guest)?)?;
 
     let text = process::run(
         Command::new(bench.program())
             .args(["profile", "fit"])
             .arg(&report),
     )?;
-    let folder = bench.folder().join("fitted");
-    fs::create_dir_all(&folder).map_err(at(&folder))?;
+    let folder = bench.dir().join("fitted");
+    fs::create_dir_all(&folder).map_err(with_path(&folder))?;
     let fitted = folder.join("fitted.toml");
     write(&fitted, &text)?;
     // The values depend on the speed of this guest. Tests of `fit` compare values.
@@ -54,12 +54,12 @@ fn fitted(bench: &Bench) -> Result<(), Failure> {
         &folder,
     )?;
     guest.plug(
-        &Drive::vfio_user(second.socket(FUNCTION))
+        &GuestDrive::vfio_user(second.socket(FUNCTION))
             .id("fitted")
             .bus(HOTPLUG_BUS),
     )?;
     await_path(&guest, "/dev/nvme1n1", true)?;
-    let reads = Fio::new("reads", "randread", "4k", 1)
+    let reads = GuestFioJob::new("reads", "randread", "4k", 1)
         .option("filename", "/dev/nvme1n1")
         .option("number_ios", "100")
         .run(&guest)?
@@ -70,20 +70,20 @@ fn fitted(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-fn function(profile: &str, folder: &Path) -> FunctionOptions {
+fn function(profile: &str, folder: &Path) -> FunctionArgument {
     let profile = folder.join(profile);
-    FunctionOptions::new(FUNCTION, "memory:64M", "0+64M")
+    FunctionArgument::new(FUNCTION, "memory:64M", "0+64M")
         .option(format!("profile={}", profile.display()))
 }
 
 fn write(path: &Path, text: &str) -> Result<(), Failure> {
-    fs::write(path, text).map_err(at(path))
+    fs::write(path, text).map_err(with_path(path))
 }
 
 /// Returns fio's report of `resources/drives/measure.fio`, with short jobs.
-fn measured(guest: &Guest) -> Result<String, Failure> {
+fn measure_drive(guest: &Guest) -> Result<String, Failure> {
     let path = integration::workspace_dir().join("resources/drives/measure.fio");
-    let jobs = fs::read_to_string(&path).map_err(at(path))?;
+    let jobs = fs::read_to_string(&path).map_err(with_path(path))?;
     let (mut short, mut shortened) = (String::new(), 0);
     for line in jobs.lines() {
         let line = match line.split_once('=') {
@@ -101,5 +101,5 @@ fn measured(guest: &Guest) -> Result<String, Failure> {
          fio --filename=/dev/nvme0n1 --output-format=json --output=/tmp/drive.json /tmp/measure.fio && \
          cat /tmp/drive.json"
     );
-    Ok(guest.check(&script, 2 * PATIENCE)?)
+    Ok(guest.check(&script, 2 * TIMEOUT)?)
 }

@@ -1,10 +1,11 @@
 //! Resets of every kind under load: commands in flight are repeated, and all data is right.
 
-use integration::guest::fio::Fio;
+use integration::guest::fio::GuestFioJob;
 
 use crate::Group;
 use crate::fixture::{
-    Bench, Booted, ENDLESS, Failure, PATIENCE, await_load, end_load, expect, verified_load,
+    BootedFunction, CheckEnvironment, ENDLESS, Failure, TIMEOUT, await_load, end_load, expect,
+    verified_load,
 };
 
 pub(crate) const GROUP: Group = Group::Alone {
@@ -22,10 +23,10 @@ pub(crate) const GROUP: Group = Group::Alone {
 /// Number of resets during a load.
 const RESETS: u32 = 5;
 
-fn under_load(bench: &Bench, reset: &str) -> Result<(), Failure> {
-    let booted = Booted::new(bench, 2)?;
+fn under_load(bench: &CheckEnvironment, reset: &str) -> Result<(), Failure> {
+    let booted = BootedFunction::new(bench, 2)?;
     // fio verifies in the background while it writes, so that the load does not stop.
-    let load = Fio::new("load", "randwrite", "4k", 32)
+    let load = GuestFioJob::new("load", "randwrite", "4k", 32)
         .option("size", "64m")
         .option("verify", "crc32c")
         .option("verify_backlog", "1024")
@@ -38,17 +39,17 @@ fn under_load(bench: &Bench, reset: &str) -> Result<(), Failure> {
             "for n in $(seq {RESETS}); do sleep 1; {reset} || exit 1; done; sleep 1; \
              pidof fio > /dev/null && echo alive; true"
         ),
-        PATIENCE,
+        TIMEOUT,
     )?;
     end_load(&booted.guest)?;
-    let output = booted.guest.finish(job, load.patience())?;
+    let output = booted.guest.finish(job, load.timeout())?;
     load.report(&output.text)?;
     expect(alive.trim() == "alive", || {
         format!("The load did not outlive the resets:\n{}", output.text)
     })?;
     let state = booted
         .guest
-        .check("cat /sys/class/nvme/nvme0/state", PATIENCE)?;
+        .check("cat /sys/class/nvme/nvme0/state", TIMEOUT)?;
     expect(state.trim() == "live", || {
         format!("The controller is {state}")
     })?;

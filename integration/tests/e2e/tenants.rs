@@ -10,11 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use clap::Parser;
-use integration::guest::fio::Report;
-use integration::guest::{Drive, GuestConfig};
-use integration::progress::say;
-use integration::provision::host::{self, Tool};
-use integration::server::{FunctionOptions, Server};
+use integration::guest::fio::FioJobReport;
+use integration::guest::{GuestConfig, GuestDrive};
+use integration::progress::print_line;
+use integration::provision::host::{self, HostTool};
+use integration::server::{FunctionArgument, Server};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::{Disk, Transfer};
@@ -23,28 +23,34 @@ use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use crate::Group;
-use crate::fixture::{Bench, Failure, PATIENCE, at, expect, expect_no_complaints, verified_load};
+use crate::fixture::{
+    CheckEnvironment, Failure, TIMEOUT, expect, expect_no_complaints, verified_load, with_path,
+};
 use crate::mounts::{self, LoopDevice, Mounted};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "tenants",
     checks: &[
         ("on_a_file", |bench| {
-            storm(bench, &bench.drive("shared.img", SHARED_MIB)?)
+            check_storm(bench, &bench.drive("shared.img", SHARED_MIB)?)
         }),
-        ("on_tmpfs", |bench| on_tmpfs(bench, storm)),
-        ("on_ext4", |bench| on_ext4(bench, storm)),
-        ("on_xfs", |bench| on_xfs(bench, storm)),
-        ("on_a_loop_device", |bench| on_a_loop_device(bench, storm)),
+        ("on_tmpfs", |bench| on_tmpfs(bench, check_storm)),
+        ("on_ext4", |bench| on_ext4(bench, check_storm)),
+        ("on_xfs", |bench| on_xfs(bench, check_storm)),
+        ("on_a_loop_device", |bench| {
+            on_a_loop_device(bench, check_storm)
+        }),
         ("guest_on_tmpfs", |bench| {
-            on_tmpfs(bench, storm_beside_a_guest)
+            on_tmpfs(bench, check_storm_with_guest)
         }),
         ("guest_on_ext4", |bench| {
-            on_ext4(bench, storm_beside_a_guest)
+            on_ext4(bench, check_storm_with_guest)
         }),
-        ("guest_on_xfs", |bench| on_xfs(bench, storm_beside_a_guest)),
+        ("guest_on_xfs", |bench| {
+            on_xfs(bench, check_storm_with_guest)
+        }),
         ("guest_on_a_loop_device", |bench| {
-            on_a_loop_device(bench, storm_beside_a_guest)
+            on_a_loop_device(bench, check_storm_with_guest)
         }),
     ],
 };
@@ -61,28 +67,28 @@ const LOUD_COMMANDS: u64 = 100;
 
 /// Memory of a loud client, and memory that is mapped and unmapped: start and length.
 const MEMORY: (u64, u64) = (1 << 32, 16 << 20);
-const COMING: (u64, u64) = (1 << 33, 1 << 20);
+const PLUGGED_REGION: (u64, u64) = (1 << 33, 1 << 20);
 /// Maximum number of blocks of a write, and of a range of Deallocate or Write Zeroes.
 const WRITE_BLOCKS: u64 = 300;
 const RANGE_BLOCKS: u64 = 2048;
 
 /// A test on a drive.
-type Scene = fn(&Bench, &Path) -> Result<(), Failure>;
+type Scene = fn(&CheckEnvironment, &Path) -> Result<(), Failure>;
 
-fn on_tmpfs(bench: &Bench, scene: Scene) -> Result<(), Failure> {
+fn on_tmpfs(bench: &CheckEnvironment, scene: Scene) -> Result<(), Failure> {
     let folder = tempfile::Builder::new()
         .prefix("nvme-mpt-e2e-")
         .tempdir_in("/dev/shm")
-        .map_err(at("/dev/shm"))?;
+        .map_err(with_path("/dev/shm"))?;
     scene(bench, &image(folder.path())?)
 }
 
-fn on_ext4(bench: &Bench, scene: Scene) -> Result<(), Failure> {
+fn on_ext4(bench: &CheckEnvironment, scene: Scene) -> Result<(), Failure> {
     on_a_file_system(bench, "mkfs.ext4", scene)
 }
 
-fn on_xfs(bench: &Bench, scene: Scene) -> Result<(), Failure> {
-    host::ensure(&[Tool {
+fn on_xfs(bench: &CheckEnvironment, scene: Scene) -> Result<(), Failure> {
+    host::ensure(&[HostTool {
         program: "mkfs.xfs",
         package: "xfsprogs",
     }])?;
@@ -90,15 +96,15 @@ fn on_xfs(bench: &Bench, scene: Scene) -> Result<(), Failure> {
 }
 
 /// Creates a file system on a loop device, and runs `scene` on an image in it.
-fn on_a_file_system(bench: &Bench, mkfs: &str, scene: Scene) -> Result<(), Failure> {
-    let disk = LoopDevice::of(&bench.drive("disk.img", 2 * SHARED_MIB)?)?;
+fn on_a_file_system(bench: &CheckEnvironment, mkfs: &str, scene: Scene) -> Result<(), Failure> {
+    let disk = LoopDevice::attach(&bench.drive("disk.img", 2 * SHARED_MIB)?)?;
     mounts::run(mkfs, &[Path::new("-q"), &disk.path])?;
-    let mounted = Mounted::at(&disk.path, bench.folder().join("mounted"))?;
+    let mounted = Mounted::at(&disk.path, bench.dir().join("mounted"))?;
     scene(bench, &image(&mounted.folder)?)
 }
 
-fn on_a_loop_device(bench: &Bench, scene: Scene) -> Result<(), Failure> {
-    let disk = LoopDevice::of(&bench.drive("loop.img", SHARED_MIB)?)?;
+fn on_a_loop_device(bench: &CheckEnvironment, scene: Scene) -> Result<(), Failure> {
+    let disk = LoopDevice::attach(&bench.drive("loop.img", SHARED_MIB)?)?;
     scene(bench, &disk.path)
 }
 
@@ -106,18 +112,21 @@ fn image(folder: &Path) -> Result<PathBuf, Failure> {
     let path = folder.join("shared.img");
     fs::File::create(&path)
         .and_then(|file| file.set_len(SHARED_MIB << 20))
-        .map_err(at(&path))?;
+        .map_err(with_path(&path))?;
     Ok(path)
 }
 
 #[derive(Parser)]
 struct Quiet {
     #[command(flatten)]
-    load: nvme_load::options::Options,
+    load: nvme_load::options::LoadOptions,
 }
 
 /// Runs the quiet tenant's load, which fails on the first wrong block.
-fn verified(socket: &Path, seconds: &str) -> Result<nvme_load::report::Report, Failure> {
+fn run_verified_load(
+    socket: &Path,
+    seconds: &str,
+) -> Result<nvme_load::report::LoadReport, Failure> {
     let arguments = [
         "quiet",
         "--verify",
@@ -140,13 +149,15 @@ fn verified(socket: &Path, seconds: &str) -> Result<nvme_load::report::Report, F
         .map_err(|error| Failure::from(format!("Quiet: {}", integration::error_chain(&error))))
 }
 
-fn storm(bench: &Bench, drive: &Path) -> Result<(), Failure> {
+fn check_storm(bench: &CheckEnvironment, drive: &Path) -> Result<(), Failure> {
     let mut server = serve(bench, drive, &["quiet"])?;
-    let alone = verified(&server.socket("quiet"), SECONDS_ALONE)?;
+    let alone = run_verified_load(&server.socket("quiet"), SECONDS_ALONE)?;
     // A process that another check starts may briefly hold a copy of the client's connection.
     server.await_no_client("quiet")?;
-    let (beside, commands) = in_a_storm(&server, || verified(&server.socket("quiet"), SECONDS))?;
-    say(&format!(
+    let (beside, commands) = during_storm(&server, || {
+        run_verified_load(&server.socket("quiet"), SECONDS)
+    })?;
+    print_line(&format!(
         "        quiet p99: {:.0} us alone, {:.0} us in a storm of {commands} commands; max {:.0} and {:.0} us",
         alone.latency_us.p99, beside.latency_us.p99, alone.latency_us.max, beside.latency_us.max
     ));
@@ -155,47 +166,47 @@ fn storm(bench: &Bench, drive: &Path) -> Result<(), Failure> {
 }
 
 /// Like [`storm`], with fio on two functions of a guest.
-fn storm_beside_a_guest(bench: &Bench, drive: &Path) -> Result<(), Failure> {
+fn check_storm_with_guest(bench: &CheckEnvironment, drive: &Path) -> Result<(), Failure> {
     let mut server = serve(bench, drive, &QUIET)?;
     let mut config = GuestConfig::new("quiet").vcpus(2);
     for id in QUIET {
-        config = config.drive(Drive::vfio_user(server.socket(id)).id(id));
+        config = config.drive(GuestDrive::vfio_user(server.socket(id)).id(id));
     }
     let mut guest = bench.boot(&config)?;
-    let verify = || -> Result<Report, Failure> {
+    let verify = || -> Result<FioJobReport, Failure> {
         let job = verified_load("verify", 1).option("filename", "/dev/nvme0n1:/dev/nvme1n1");
         Ok(job.run(&guest)?)
     };
     let alone = verify()?;
-    let (beside, commands) = in_a_storm(&server, verify)?;
+    let (beside, commands) = during_storm(&server, verify)?;
     let (alone, beside) = (alone.write, beside.write);
-    say(&format!(
+    print_line(&format!(
         "        two tenants of fio, p99: {:.0} us alone, {:.0} us in a storm of {commands} commands; max {:.0} and \
          {:.0} us",
         alone.p99_us, beside.p99_us, alone.max_us, beside.max_us
     ));
     expect_no_complaints(&guest)?;
-    guest.power_off(PATIENCE)?;
+    guest.power_off(TIMEOUT)?;
     server.stop()?;
     Ok(())
 }
 
 /// Serves the quiet and the loud tenants, each with a range of the drive.
-fn serve(bench: &Bench, drive: &Path, quiet: &[&str]) -> Result<Server, Failure> {
+fn serve(bench: &CheckEnvironment, drive: &Path, quiet: &[&str]) -> Result<Server, Failure> {
     let functions: Vec<_> = quiet
         .iter()
         .chain(&LOUD)
         .zip(0_u64..)
         .map(|(id, place)| {
             let range = format!("{}M+{RANGE_MIB}M", place * RANGE_MIB);
-            FunctionOptions::new(id, drive.display().to_string(), range)
+            FunctionArgument::new(id, drive.display().to_string(), range)
         })
         .collect();
     bench.serve(&functions)
 }
 
 /// Runs `quiet` during a storm of the loud tenants. Returns its result, and the number of the loud tenants' commands.
-fn in_a_storm<T>(
+fn during_storm<T>(
     server: &Server,
     quiet: impl FnOnce() -> Result<T, Failure>,
 ) -> Result<(T, u64), Failure> {
@@ -206,7 +217,7 @@ fn in_a_storm<T>(
             .zip(1..)
             .map(|(id, seed)| {
                 let (socket, stop, commands) = (server.socket(id), &stop, &commands);
-                scope.spawn(move || Loud::connect(&socket, seed)?.rage(stop, commands))
+                scope.spawn(move || LoudTenant::connect(&socket, seed)?.run_until(stop, commands))
             })
             .collect();
         let beside = quiet();
@@ -243,10 +254,10 @@ enum Block {
 }
 
 /// A loud tenant.
-struct Loud {
+struct LoudTenant {
     bar: Arc<VfioUserBar>,
     memory: GuestMemory,
-    coming: Region,
+    plugged: Region,
     disk: Disk,
     // Queues must be dropped before the controller.
     _controller: Controller,
@@ -255,19 +266,19 @@ struct Loud {
     writes: u64,
 }
 
-impl Loud {
+impl LoudTenant {
     fn connect(socket: &Path, seed: u64) -> Result<Self, Failure> {
         let memory = GuestMemory::new(&[MEMORY])?;
         let bar = Arc::new(VfioUserBar::attach(socket, &memory)?);
         let registers: Arc<dyn Bar> = bar.clone();
         let mut controller = Controller::attach(registers, memory.clone(), Config::default(), 1)?;
         let disk = Disk::open(&mut controller, 1)?;
-        let coming = memory.add_region(COMING.0, COMING.1)?;
+        let coming = memory.add_region(PLUGGED_REGION.0, PLUGGED_REGION.1)?;
         let blocks = vec![Block::Any; usize::try_from(disk.blocks()).unwrap_or(0)];
         Ok(Self {
             bar,
             memory,
-            coming,
+            plugged: coming,
             disk,
             _controller: controller,
             blocks,
@@ -283,7 +294,7 @@ impl Loud {
         (start as usize, blocks as u32)
     }
 
-    fn rage(mut self, stop: &AtomicBool, commands: &AtomicU64) -> Result<(), Failure> {
+    fn run_until(mut self, stop: &AtomicBool, commands: &AtomicU64) -> Result<(), Failure> {
         // A tenant that begins late also sends its commands.
         let mut made = 0;
         while made < LOUD_COMMANDS || !stop.load(Ordering::Relaxed) {
@@ -366,17 +377,17 @@ impl Loud {
 
     /// Maps memory, writes from it at once, and unmaps it.
     fn plug_and_write(&mut self) -> Result<(), Failure> {
-        self.bar.dma_map(&self.memory, &self.coming)?;
+        self.bar.dma_map(&self.memory, &self.plugged)?;
         let (start, _) = self.range(WRITE_BLOCKS);
         self.writes += 1;
-        let data = self.memory.alloc_at(COMING.0, 4096)?;
+        let data = self.memory.alloc_at(PLUGGED_REGION.0, 4096)?;
         data.write(0, &self.writes.to_le_bytes().repeat(512));
         let prepared = nvme_mpt_tests::prp::buffer(&data, 0, 4096)?;
         let write = nvme_mpt_tests::command::Sqe::write(self.disk.nsid(), start as u64, 8);
         self.disk.command(write.with_data(prepared.pointer))?;
         self.blocks[start..start + 8].fill(Block::Filled(self.writes));
         drop(data);
-        self.bar.dma_unmap(&self.coming)?;
+        self.bar.dma_unmap(&self.plugged)?;
         Ok(())
     }
 }

@@ -9,23 +9,30 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use integration::error_chain;
-use integration::guest::{Drive, Guest, GuestConfig, HOTPLUG_BUS};
-use integration::progress::say;
-use integration::provision::debian::{self, Release};
+use integration::guest::{Guest, GuestConfig, GuestDrive, HOTPLUG_BUS};
+use integration::progress::print_line;
+use integration::provision::debian::{self, DebianRelease};
 use integration::provision::{ProvisionError, host};
-use integration::server::FunctionOptions;
+use integration::server::FunctionArgument;
 
 use crate::Group;
 use crate::fixture::{
-    Bench, FUNCTION, Failure, PATIENCE, at, await_path, expect, expect_no_complaints,
+    CheckEnvironment, FUNCTION, Failure, TIMEOUT, await_path, expect, expect_no_complaints,
+    with_path,
 };
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "trim",
     checks: &[
-        ("debian_11", |bench| frees_blocks(bench, Release::Debian11)),
-        ("debian_12", |bench| frees_blocks(bench, Release::Debian12)),
-        ("debian_13", |bench| frees_blocks(bench, Release::Debian13)),
+        ("debian_11", |bench| {
+            frees_blocks(bench, DebianRelease::Debian11)
+        }),
+        ("debian_12", |bench| {
+            frees_blocks(bench, DebianRelease::Debian12)
+        }),
+        ("debian_13", |bench| {
+            frees_blocks(bench, DebianRelease::Debian13)
+        }),
     ],
 };
 
@@ -34,7 +41,7 @@ const DRIVE_MIB: u64 = 4096;
 /// Size of the file that a guest writes and removes.
 const FILE_MIB: u64 = 64;
 /// Fewest MiB that must be allocated or freed for the file, as file system and guest may keep a part.
-const LEAST_MIB: u64 = 60;
+const TRIMMED_MIB_MIN: u64 = 60;
 /// Most MiB that an empty ext4 of this size needs with its journal.
 const EMPTY_MIB: u64 = 160;
 
@@ -43,12 +50,12 @@ const NO_SUITE: [&str; 2] = ["does not have a Release file", "404"];
 
 /// Returns the MiB that are allocated to a file on the host, like `du`.
 fn du(path: &Path) -> Result<u64, Failure> {
-    let metadata = fs::metadata(path).map_err(at(path))?;
+    let metadata = fs::metadata(path).map_err(with_path(path))?;
     Ok((metadata.blocks() * 512) >> 20)
 }
 
 /// Boots a Debian, and plugs the function in after its root was mounted, so that the root is the first drive.
-fn boot(bench: &Bench, release: Release, socket: &Path) -> Result<Guest, Failure> {
+fn boot(bench: &CheckEnvironment, release: DebianRelease, socket: &Path) -> Result<Guest, Failure> {
     let image = debian::provide(release)?;
     let assets = bench.v6_12().with_kernel(&release.kernel())?;
     let image = format!(
@@ -62,23 +69,23 @@ fn boot(bench: &Bench, release: Release, socket: &Path) -> Result<Guest, Failure
         .root_on_drive()
         .kernel_arguments("init=/lib/systemd/systemd systemd.show_status=0")
         .qemu_arguments(["-drive", &image, "-device", "nvme,drive=root,serial=root"]);
-    let mut guest = Guest::start_booting(&assets, &config, bench.folder())?;
-    guest.await_ready(PATIENCE)?;
-    guest.plug(&Drive::vfio_user(socket).id("plugged").bus(HOTPLUG_BUS))?;
+    let mut guest = Guest::start_booting(&assets, &config, bench.dir())?;
+    guest.await_ready(TIMEOUT)?;
+    guest.plug(&GuestDrive::vfio_user(socket).id("plugged").bus(HOTPLUG_BUS))?;
     await_path(&guest, "/dev/nvme1n1", true)?;
     Ok(guest)
 }
 
 /// Returns whether the mirror lacks a suite. Debian moves old suites to an archive.
-fn is_gone(failure: &Failure) -> bool {
+fn is_missing_suite(failure: &Failure) -> bool {
     let text = error_chain(&**failure);
     failure.is::<ProvisionError>() && NO_SUITE.iter().any(|said| text.contains(said))
 }
 
-fn frees_blocks(bench: &Bench, release: Release) -> Result<(), Failure> {
+fn frees_blocks(bench: &CheckEnvironment, release: DebianRelease) -> Result<(), Failure> {
     let suite = release.suite();
     if !host::is_root() {
-        say(&format!(
+        print_line(&format!(
             "        NOT CHECKED: trim: {suite}: only root can install a Debian into a folder"
         ));
         return Ok(());
@@ -86,17 +93,17 @@ fn frees_blocks(bench: &Bench, release: Release) -> Result<(), Failure> {
     let drive = bench.drive("drive.img", DRIVE_MIB)?;
     let range = format!("0+{DRIVE_MIB}M");
     let path = drive.display().to_string();
-    let mut server = bench.serve(&[FunctionOptions::new(FUNCTION, path, range)])?;
+    let mut server = bench.serve(&[FunctionArgument::new(FUNCTION, path, range)])?;
     let guest = match boot(bench, release, &server.socket(FUNCTION)) {
-        Err(failure) if release == Release::Debian11 && is_gone(&failure) => {
-            say(&format!(
+        Err(failure) if release == DebianRelease::Debian11 && is_missing_suite(&failure) => {
+            print_line(&format!(
                 "        NOT CHECKED: trim: {suite}: the mirror has it no more"
             ));
             return Ok(());
         }
         booted => booted?,
     };
-    let check = |script: &str| guest.check(script, PATIENCE);
+    let check = |script: &str| guest.check(script, TIMEOUT);
 
     // mkfs.ext4 deallocates the drive first. The kernel writes no tables of inodes later.
     check(
@@ -109,13 +116,13 @@ fn frees_blocks(bench: &Bench, release: Release) -> Result<(), Failure> {
     let script = format!("head -c {FILE_MIB}M /dev/urandom > /mnt/file && sync");
     check(&script)?;
     let full = du(&drive)?;
-    expect(full >= empty + LEAST_MIB, || {
+    expect(full >= empty + TRIMMED_MIB_MIN, || {
         format!("{FILE_MIB} MiB were written, and the file went from {empty} to {full} MiB")
     })?;
     check("rm /mnt/file && sync")?;
     let told = check("fstrim --verbose /mnt && sync")?;
     let trimmed = du(&drive)?;
-    expect(trimmed + LEAST_MIB <= full, || {
+    expect(trimmed + TRIMMED_MIB_MIN <= full, || {
         format!("fstrim left {trimmed} of {full} MiB: {told}")
     })?;
     // Remaining data must be intact.
@@ -128,7 +135,7 @@ fn frees_blocks(bench: &Bench, release: Release) -> Result<(), Failure> {
     expect_no_complaints(&guest)?;
     let kernel = check("uname --kernel-release")?;
     let largest = check("cat /sys/block/nvme1n1/queue/discard_max_bytes")?;
-    say(&format!(
+    print_line(&format!(
         "        {suite}, Linux {}, discards of at most {} bytes: the file takes {empty} MiB with an empty ext4, \
          {full} MiB with {FILE_MIB} MiB written, {trimmed} MiB after fstrim, {discarded} MiB after blkdiscard",
         kernel.trim(),

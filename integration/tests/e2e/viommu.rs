@@ -3,14 +3,15 @@
 
 use std::time::{Duration, Instant};
 
-use integration::guest::fio::Fio;
-use integration::guest::{Drive, GuestConfig};
-use integration::progress::say;
-use integration::provision::Assets;
+use integration::guest::fio::GuestFioJob;
+use integration::guest::{GuestConfig, GuestDrive};
+use integration::progress::print_line;
+use integration::provision::GuestAssets;
 
 use crate::Group;
 use crate::fixture::{
-    Bench, FUNCTION, Failure, PATIENCE, expect, expect_no_complaints, function, verified_load,
+    CheckEnvironment, FUNCTION, Failure, TIMEOUT, expect, expect_no_complaints, function,
+    verified_load,
 };
 
 pub(crate) const GROUP: Group = Group::Alone {
@@ -30,18 +31,15 @@ const FILE_SYSTEM: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nv
      mount -t ext4 /dev/nvme0n1 /mnt && cd /mnt && md5sum -c /tmp/sums && cd / && umount /mnt && \
      e2fsck -f -n /dev/nvme0n1";
 
-fn from_boot_to_resets(bench: &Bench, assets: &Assets) -> Result<(), Failure> {
+fn from_boot_to_resets(bench: &CheckEnvironment, assets: &GuestAssets) -> Result<(), Failure> {
     let mut server = bench.serve(&[function(bench)?])?;
     let config = GuestConfig::new("guest")
         .vcpus(2)
         .virtual_iommu()
         .kernel_arguments(ARGUMENTS)
-        .drive(Drive::vfio_user(server.socket(FUNCTION)));
+        .drive(GuestDrive::vfio_user(server.socket(FUNCTION)));
     let guest = bench.boot_with(assets, &config)?;
-    let domain = guest.check(
-        "cat /sys/class/nvme/nvme0/device/iommu_group/type",
-        PATIENCE,
-    )?;
+    let domain = guest.check("cat /sys/class/nvme/nvme0/device/iommu_group/type", TIMEOUT)?;
     expect(domain.trim() == "DMA", || {
         format!("The drive's IOMMU domain is '{domain}', not DMA")
     })?;
@@ -52,7 +50,7 @@ fn from_boot_to_resets(bench: &Bench, assets: &Assets) -> Result<(), Failure> {
     let (after, seconds) = (counts()?, began.elapsed().as_secs_f64());
     let per_second = |count: u64| count as f64 / seconds;
     let (maps, unmaps) = (after.maps - before.maps, after.unmaps - before.unmaps);
-    say(&format!(
+    print_line(&format!(
         "        fio had {maps} regions mapped and {unmaps} unmapped: {:.0} and {:.0} a second",
         per_second(maps),
         per_second(unmaps)
@@ -61,21 +59,21 @@ fn from_boot_to_resets(bench: &Bench, assets: &Assets) -> Result<(), Failure> {
         "The guest mapped no memory for its I/O".to_owned()
     })?;
     // Large commands with PRP lists, from memory that begins in the middle of a page.
-    Fio::new("large", "randwrite", "512k", 4)
+    GuestFioJob::new("large", "randwrite", "512k", 4)
         .option("size", "64m")
         .option("iomem_align", "512")
-        .verified()
+        .with_verification()
         .run(&guest)?;
-    guest.check(FILE_SYSTEM, PATIENCE)?;
+    guest.check(FILE_SYSTEM, TIMEOUT)?;
     expect_no_complaints(&guest)?;
 
     let load = verified_load("load", 1).runtime(Duration::from_secs(8));
     let job = guest.start(&load.script())?;
     guest.check(
         "for i in 1 2 3 4; do sleep 1; nvme reset /dev/nvme0 || exit 1; done",
-        PATIENCE,
+        TIMEOUT,
     )?;
-    let output = guest.finish(job, load.patience())?;
+    let output = guest.finish(job, load.timeout())?;
     load.report(&output.text)?;
     verified_load("afterwards", 2).run(&guest)?;
     server.expect_alive()?;

@@ -2,12 +2,14 @@
 
 use std::fs;
 
-use integration::guest::fio::Fio;
-use integration::server::FunctionOptions;
+use integration::guest::fio::GuestFioJob;
+use integration::server::FunctionArgument;
 use serde_json::Value;
 
 use crate::Group;
-use crate::fixture::{Bench, Booted, FUNCTION, Failure, PATIENCE, at, await_path, expect};
+use crate::fixture::{
+    BootedFunction, CheckEnvironment, FUNCTION, Failure, TIMEOUT, await_path, expect, with_path,
+};
 
 pub(crate) const GROUP: Group = Group::OnGuest {
     name: "zones",
@@ -51,24 +53,34 @@ mod status {
     pub(super) const INVALID_ZONE_STATE_TRANSITION: u16 = 0x1BF;
 }
 
-fn boot(bench: &Bench) -> Result<Vec<Booted>, Failure> {
-    let profile = bench.folder().join("zones.toml");
-    fs::write(&profile, PROFILE).map_err(at(&profile))?;
+fn boot(bench: &CheckEnvironment) -> Result<Vec<BootedFunction>, Failure> {
+    let profile = bench.dir().join("zones.toml");
+    fs::write(&profile, PROFILE).map_err(with_path(&profile))?;
     let drive = bench.drive("zoned.img", 256)?.display().to_string();
-    let function = FunctionOptions::new(FUNCTION, drive, "64M+128M")
+    let function = FunctionArgument::new(FUNCTION, drive, "64M+128M")
         .option(format!("profile={}", profile.display()))
         .option("lba=4096");
-    Ok(vec![Booted::with(bench, bench.v6_12(), function, 2)?])
+    Ok(vec![BootedFunction::boot(
+        bench,
+        bench.v6_12(),
+        function,
+        2,
+    )?])
 }
 
 /// Runs `nvme COMMAND` with the namespace after the command's name.
-fn nvme(booted: &Booted, command: &str, options: &str, status: u16) -> Result<String, Failure> {
+fn nvme(
+    booted: &BootedFunction,
+    command: &str,
+    options: &str,
+    status: u16,
+) -> Result<String, Failure> {
     let line = format!("{command} {NAMESPACE} {options}");
     Ok(booted.guest.expect_nvme(&line, status)?)
 }
 
 /// Returns `count` zone descriptors from `zone` on, as nvme-cli prints them.
-fn report(booted: &Booted, zone: u64, count: u64) -> Result<Vec<Value>, Failure> {
+fn report(booted: &BootedFunction, zone: u64, count: u64) -> Result<Vec<Value>, Failure> {
     let options = format!("-s {} -d {count} -o json", zone * ZONE);
     let text = nvme(booted, "zns report-zones", &options, status::SUCCESS)?;
     let report: Option<Value> = serde_json::from_str(&text).ok();
@@ -80,7 +92,12 @@ fn report(booted: &Booted, zone: u64, count: u64) -> Result<Vec<Value>, Failure>
 }
 
 /// Fails unless a zone is in `state`, with its write pointer `written` blocks from its start.
-fn expect_zone(booted: &Booted, zone: u64, state: &str, written: u64) -> Result<(), Failure> {
+fn expect_zone(
+    booted: &BootedFunction,
+    zone: u64,
+    state: &str,
+    written: u64,
+) -> Result<(), Failure> {
     let zones = report(booted, zone, 1)?;
     let found = zones.first();
     let is = |found: &Value| {
@@ -96,30 +113,30 @@ fn expect_zone(booted: &Booted, zone: u64, state: &str, written: u64) -> Result<
     })
 }
 
-fn reset_all(booted: &Booted) -> Result<(), Failure> {
+fn reset_all(booted: &BootedFunction) -> Result<(), Failure> {
     nvme(booted, "zns reset-zone", "-a", status::SUCCESS)?;
     Ok(())
 }
 
 /// Creates a file in the guest with `count` blocks of a letter.
-fn data(booted: &Booted, count: u64, letter: char) -> Result<String, Failure> {
+fn data(booted: &BootedFunction, count: u64, letter: char) -> Result<String, Failure> {
     let file = format!("/tmp/{letter}{count}");
     let bytes = count * 4096;
     booted.guest.check(
         &format!("head -c {bytes} /dev/zero | tr '\\0' {letter} > {file}"),
-        PATIENCE,
+        TIMEOUT,
     )?;
     Ok(file)
 }
 
-fn write(booted: &Booted, slba: u64, count: u64, status: u16) -> Result<(), Failure> {
+fn write(booted: &BootedFunction, slba: u64, count: u64, status: u16) -> Result<(), Failure> {
     let file = data(booted, count, 'w')?;
     let options = format!("-s {slba} -c {} -z {} -d {file}", count - 1, count * 4096);
     nvme(booted, "write", &options, status)?;
     Ok(())
 }
 
-fn linux_calls_it_host_managed(booted: &Booted) -> Result<(), Failure> {
+fn linux_calls_it_host_managed(booted: &BootedFunction) -> Result<(), Failure> {
     // Attributes are in sectors of 512 bytes. The limits are the lease's share.
     for (attribute, expected) in [
         ("zoned", "host-managed".to_owned()),
@@ -130,7 +147,7 @@ fn linux_calls_it_host_managed(booted: &Booted) -> Result<(), Failure> {
         ("zone_append_max_bytes", "65536".to_owned()),
     ] {
         let path = format!("/sys/block/nvme0n1/queue/{attribute}");
-        let found = booted.guest.check(&format!("cat {path}"), PATIENCE)?;
+        let found = booted.guest.check(&format!("cat {path}"), TIMEOUT)?;
         expect(found.trim() == expected, || {
             format!("{path} is {}, not {expected}", found.trim())
         })?;
@@ -143,10 +160,10 @@ fn linux_calls_it_host_managed(booted: &Booted) -> Result<(), Failure> {
     expect_zone(booted, ZONES - 1, "EMPTY", 0)?;
     let id = nvme(booted, "zns id-ns", "", status::SUCCESS)?;
     expect(id.contains("0x400"), || format!("No zone size in\n{id}"))?;
-    booted.expect_well()
+    booted.expect_healthy()
 }
 
-fn wrong_writes_are_refused(booted: &Booted) -> Result<(), Failure> {
+fn wrong_writes_are_refused(booted: &BootedFunction) -> Result<(), Failure> {
     reset_all(booted)?;
     let zone = |index: u64| index * ZONE;
     write(booted, zone(1) + 1, 1, status::ZONE_INVALID_WRITE)?;
@@ -160,20 +177,20 @@ fn wrong_writes_are_refused(booted: &Booted) -> Result<(), Failure> {
         status::INVALID_FIELD,
     )?;
     let at = |index: u64| format!("-s {}", zone(index));
-    nvme(booted, "zns close-zone", &at(1), status::SUCCESS)?;
+    nvme(booted, "zns close-zone", &with_path(1), status::SUCCESS)?;
     expect_zone(booted, 1, "CLOSED", 3)?;
-    nvme(booted, "zns finish-zone", &at(1), status::SUCCESS)?;
+    nvme(booted, "zns finish-zone", &with_path(1), status::SUCCESS)?;
     expect_zone(booted, 1, "FULL", 0)?;
     write(booted, zone(1) + 3, 1, status::ZONE_IS_FULL)?;
     nvme(
         booted,
         "zns close-zone",
-        &at(1),
+        &with_path(1),
         status::INVALID_ZONE_STATE_TRANSITION,
     )?;
     // Fills all writable blocks but 64.
     let fill = format!("dd if=/dev/zero of={NAMESPACE} bs=256k count=11 seek=32 oflag=direct");
-    booted.guest.check(&fill, PATIENCE)?;
+    booted.guest.check(&fill, TIMEOUT)?;
     write(
         booted,
         zone(2) + CAPACITY - 64,
@@ -181,7 +198,7 @@ fn wrong_writes_are_refused(booted: &Booted) -> Result<(), Failure> {
         status::ZONE_BOUNDARY_ERROR,
     )?;
     for index in [3, 4] {
-        nvme(booted, "zns open-zone", &at(index), status::SUCCESS)?;
+        nvme(booted, "zns open-zone", &with_path(index), status::SUCCESS)?;
     }
     // The controller closed zone 2 to open other zones. Zone 2 is still active, so a write reopens it.
     write(
@@ -191,13 +208,13 @@ fn wrong_writes_are_refused(booted: &Booted) -> Result<(), Failure> {
         status::TOO_MANY_OPEN_ZONES,
     )?;
     write(booted, zone(5), 1, status::TOO_MANY_ACTIVE_ZONES)?;
-    nvme(booted, "zns reset-zone", &at(3), status::SUCCESS)?;
+    nvme(booted, "zns reset-zone", &with_path(3), status::SUCCESS)?;
     write(booted, zone(5), 1, status::SUCCESS)?;
     reset_all(booted)?;
     expect_zone(booted, 2, "EMPTY", 0)
 }
 
-fn zone_append(booted: &Booted) -> Result<(), Failure> {
+fn zone_append(booted: &BootedFunction) -> Result<(), Failure> {
     reset_all(booted)?;
     let zslba = 5 * ZONE;
     for (count, letter) in [(2, 'a'), (3, 'b')] {
@@ -215,15 +232,15 @@ fn zone_append(booted: &Booted) -> Result<(), Failure> {
     nvme(booted, "read", &read, status::SUCCESS)?;
     booted
         .guest
-        .check("cat /tmp/a2 /tmp/b3 | cmp - /tmp/found", PATIENCE)?;
+        .check("cat /tmp/a2 /tmp/b3 | cmp - /tmp/found", TIMEOUT)?;
     Ok(())
 }
 
-fn fio_writes_and_verifies(booted: &Booted) -> Result<(), Failure> {
+fn fio_writes_and_verifies(booted: &BootedFunction) -> Result<(), Failure> {
     reset_all(booted)?;
     for (name, pattern) in [("sequential", "write"), ("random", "randwrite")] {
-        Fio::new(name, pattern, "16k", 4)
-            .verified()
+        GuestFioJob::new(name, pattern, "16k", 4)
+            .with_verification()
             .option("zonemode", "zbd")
             .option("max_open_zones", "2")
             .option("offset", "16m")
@@ -231,28 +248,28 @@ fn fio_writes_and_verifies(booted: &Booted) -> Result<(), Failure> {
             .option("io_size", "6m")
             .run(&booted.guest)?;
     }
-    booted.expect_well()
+    booted.expect_healthy()
 }
 
 /// Checks zones whose size is not a power of two: programs use the character device, and `serve` warns.
-fn linux_makes_no_disk_of_them(bench: &Bench) -> Result<(), Failure> {
+fn linux_makes_no_disk_of_them(bench: &CheckEnvironment) -> Result<(), Failure> {
     const NAMESPACE: &str = "/dev/ng0n1";
-    let profile = bench.folder().join("odd.toml");
+    let profile = bench.dir().join("odd.toml");
     let text = "model = \"zns\"\nzone_size = \"6M\"\nzone_capacity = \"6M\"\n\
                 max_open = 4\nmax_active = 6\nappend_limit = \"64K\"\n";
-    fs::write(&profile, text).map_err(at(&profile))?;
+    fs::write(&profile, text).map_err(with_path(&profile))?;
     let drive = bench.drive("odd.img", 192)?.display().to_string();
-    let function = FunctionOptions::new(FUNCTION, drive, "48M+96M")
+    let function = FunctionArgument::new(FUNCTION, drive, "48M+96M")
         .option(format!("profile={}", profile.display()))
         .option("lba=4096");
-    let booted = Booted::with(bench, bench.v6_12(), function, 1)?;
+    let booted = BootedFunction::boot(bench, bench.v6_12(), function, 1)?;
     let guest = &booted.guest;
     await_path(guest, NAMESPACE, true)?;
-    let disks = guest.check("grep -c nvme /proc/partitions || true", PATIENCE)?;
+    let disks = guest.check("grep -c nvme /proc/partitions || true", TIMEOUT)?;
     expect(disks.trim() == "0", || {
         format!("There are {disks} block devices")
     })?;
-    let said = guest.check("dmesg | grep 'invalid zone size' || true", PATIENCE)?;
+    let said = guest.check("dmesg | grep 'invalid zone size' || true", TIMEOUT)?;
     expect(!said.is_empty(), || {
         "The kernel does not say why there is no disk".to_owned()
     })?;

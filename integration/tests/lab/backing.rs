@@ -14,13 +14,13 @@ use nvme_mpt_memory::{MappedWord32, Mapping, MappingAccess};
 use nvme_vfio::function::PciAddress;
 use nvme_vfio::{DeviceBacking, VfioBacking, VfioError};
 
-use crate::fixture::{Bench, Failure, PATIENCE, await_that, expect, sh};
-use crate::{Group, Refused};
+use crate::fixture::{CheckEnvironment, Failure, TIMEOUT, await_that, expect, sh};
+use crate::{ExpectedRefusals, Group};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "backing",
     drives: || vec![LabDrive::new("a", 16 << 20), LabDrive::new("b", 16 << 20)],
-    refused: Refused::Nothing,
+    refused: ExpectedRefusals::None,
     checks: &[
         ("registers_and_doorbells_are_there", registers),
         ("a_reset_leaves_them_mapped", reset),
@@ -57,7 +57,7 @@ fn kernel<T>(what: &str, result: io::Result<T>) -> Result<T, Failure> {
     result.map_err(|error| Failure::from(format!("{what}: {error}")))
 }
 
-fn registers(_: &Bench) -> Result<(), Failure> {
+fn registers(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = open("a")?;
     expect(a.read32(VS) == 0x0001_0400, || {
         format!("VS {:#x}", a.read32(VS))
@@ -94,7 +94,7 @@ fn registers(_: &Bench) -> Result<(), Failure> {
     })
 }
 
-fn reset(_: &Bench) -> Result<(), Failure> {
+fn reset(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = open("a")?;
     // Entry sizes without EN.
     a.write32(CC, 0x0046_0000);
@@ -130,7 +130,7 @@ fn map(iommu: &dyn Iommu, iova: u64, memory: &Mapping, access: MappingAccess) ->
     iommu.map(iova, memory, 0..memory.len(), access)
 }
 
-fn mapping(_: &Bench) -> Result<(), Failure> {
+fn mapping(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = open("a")?;
     let iommu = a.iommu();
     let memory = kernel("memory", Mapping::anonymous(3 * 4096 + 1))?;
@@ -167,7 +167,7 @@ fn mapping(_: &Bench) -> Result<(), Failure> {
         )?;
     }
     let usable = a.usable_iovas();
-    let space = Arc::new(IovaSpace::behind_iommu(iommu, &usable));
+    let space = Arc::new(IovaSpace::with_iommu(iommu, &usable));
     let large = kernel("memory", Mapping::anonymous(64 << 20))?;
     for _ in 0..3 {
         drop(kernel("map", space.map(&large, MappingAccess::ReadWrite))?);
@@ -175,7 +175,7 @@ fn mapping(_: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-fn too_many_mappings(_: &Bench) -> Result<(), Failure> {
+fn too_many_mappings(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = open("a")?;
     let iommu = a.iommu();
     let page = kernel("memory", Mapping::anonymous(4096))?;
@@ -232,10 +232,10 @@ fn expect_gone(a: &VfioBacking) -> Result<(), Failure> {
     kernel("unmap", a.iommu().unmap(1 << 32, 4096))
 }
 
-fn released_while_read(_: &Bench) -> Result<(), Failure> {
+fn released_while_read(_: &CheckEnvironment) -> Result<(), Failure> {
     for _ in 0..5 {
         let a = open("a")?;
-        let space = Arc::new(IovaSpace::behind_iommu(a.iommu(), &a.usable_iovas()));
+        let space = Arc::new(IovaSpace::with_iommu(a.iommu(), &a.usable_iovas()));
         let memory = kernel("memory", Mapping::anonymous(1 << 20))?;
         let mapped = kernel("map", space.map(&memory, MappingAccess::ReadWrite))?;
         thread::scope(|scope| {
@@ -280,7 +280,7 @@ fn is_asked_for(a: &VfioBacking) -> bool {
     count.is_some_and(|count| count.trim() != "0")
 }
 
-fn asked_back(_: &Bench) -> Result<(), Failure> {
+fn asked_back(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = open("a")?;
     let other = open("b")?;
     expect(!is_asked_for(&a), || {
@@ -309,7 +309,7 @@ fn asked_back(_: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-fn pulled(_: &Bench) -> Result<(), Failure> {
+fn pulled(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = open("a")?;
     let other = open("b")?;
     let memory = kernel("memory", Mapping::anonymous(1 << 20))?;
@@ -330,7 +330,7 @@ fn pulled(_: &Bench) -> Result<(), Failure> {
     a.write32(CC, 0);
     let started = std::time::Instant::now();
     a.release();
-    expect(started.elapsed() < PATIENCE, || "It took long".to_owned())?;
+    expect(started.elapsed() < TIMEOUT, || "It took long".to_owned())?;
     expect_gone(&a)?;
     expect(!other.is_gone() && other.read32(CSTS) == 0, || {
         "The other drive noticed".to_owned()

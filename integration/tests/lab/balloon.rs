@@ -3,21 +3,21 @@
 
 use std::fs;
 
-use integration::checks::balloon::{self, Pinning};
+use integration::checks::balloon::{self, MemoryPinning};
 use integration::lab::{LabDrive, inside};
 use integration::process::file_tail;
-use integration::server::FunctionOptions;
+use integration::server::FunctionArgument;
 use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
-use integration::vmms::{Root, Setup, Vmm, VmmsError};
+use integration::vmms::{RootLocation, VmmSetup, VmmUnderTest, VmmsError};
 
-use crate::fixture::{Bench, Failure, PATIENCE, at, expect};
+use crate::fixture::{CheckEnvironment, Failure, TIMEOUT, expect, with_path};
 use crate::vmms::is_patched_cloud_hypervisor_named;
-use crate::{Group, Refused};
+use crate::{ExpectedRefusals, Group};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "balloon",
     drives: || vec![LabDrive::new("a", 128 << 20)],
-    refused: Refused::Nothing,
+    refused: ExpectedRefusals::None,
     checks: &[
         ("qemu_on_a_physical_drive", qemu_on_a_physical_drive),
         (
@@ -33,21 +33,21 @@ const RANGE: &str = "0+64M";
 const BALLOON: [&str; 2] = ["--balloon", "size=0,free_page_reporting=on"];
 
 /// Checks that QEMU frees no page while it has the function, and that data is right.
-fn qemu_on_a_physical_drive(bench: &Bench) -> Result<(), Failure> {
+fn qemu_on_a_physical_drive(bench: &CheckEnvironment) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
-    let function = FunctionOptions::new("a", inside::address("a")?, RANGE);
-    balloon::in_qemu(bench, bench.v6_12(), &function, Pinning::All)?;
+    let function = FunctionArgument::new("a", inside::address("a")?, RANGE);
+    balloon::in_qemu(bench, bench.v6_12(), &function, MemoryPinning::All)?;
     Ok(inside::bind("a", "nvme")?)
 }
 
 /// Checks that Cloud Hypervisor does not start with a balloon and a physical drive.
-fn cloud_hypervisor_on_a_physical_drive(bench: &Bench) -> Result<(), Failure> {
+fn cloud_hypervisor_on_a_physical_drive(bench: &CheckEnvironment) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
     }
     inside::bind("a", "vfio-pci")?;
     let address = inside::address("a")?;
-    let function = FunctionOptions::new("a", &address, RANGE).in_process();
+    let function = FunctionArgument::new("a", &address, RANGE).in_process();
     let function = format!("{function},state_dir={}", bench.state_dir().display());
     let kernel = bench.v6_12().kernel.image.display().to_string();
     let machine = [
@@ -56,8 +56,8 @@ fn cloud_hypervisor_on_a_physical_drive(bench: &Bench) -> Result<(), Failure> {
         ["--nvme-mpt", function.as_str()],
         BALLOON,
     ];
-    let mut vmm = cloud_hypervisor::spawn(bench.folder(), machine.as_flattened())?;
-    let status = vmm.wait(PATIENCE)?;
+    let mut vmm = cloud_hypervisor::spawn(bench.dir(), machine.as_flattened())?;
+    let status = vmm.wait(TIMEOUT)?;
     let log = file_tail(vmm.log());
     expect(!status.success() && is_refusal(&log, &address), || {
         format!("It ended with {status}, and not because of its balloon:\n{log}")
@@ -66,7 +66,7 @@ fn cloud_hypervisor_on_a_physical_drive(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// Checks that Cloud Hypervisor with a function on a file accepts a balloon, and then refuses a function on a physical drive.
-fn cloud_hypervisor_on_a_file(bench: &Bench) -> Result<(), Failure> {
+fn cloud_hypervisor_on_a_file(bench: &CheckEnvironment) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
     }
@@ -74,13 +74,13 @@ fn cloud_hypervisor_on_a_file(bench: &Bench) -> Result<(), Failure> {
     let address = inside::address("a")?;
     let file = bench.drive("drive.img", 64)?.display().to_string();
     let vmm = CloudHypervisor::launch_with(
-        &Setup {
+        &VmmSetup {
             assets: bench.v6_12(),
             vcpus: 2,
-            root: Root::Memory,
-            first: FunctionOptions::new("file", &file, RANGE),
-            pluggable: FunctionOptions::new("a", &address, RANGE),
-            folder: bench.folder(),
+            root: RootLocation::Memory,
+            first: FunctionArgument::new("file", &file, RANGE),
+            pluggable: FunctionArgument::new("a", &address, RANGE),
+            folder: bench.dir(),
             state_dir: &bench.state_dir(),
         },
         &BALLOON,
@@ -95,7 +95,7 @@ fn cloud_hypervisor_on_a_file(bench: &Bench) -> Result<(), Failure> {
         }
     }
     vmm.power_off()?;
-    fs::remove_file(&file).map_err(at(&file))?;
+    fs::remove_file(&file).map_err(with_path(&file))?;
     Ok(inside::bind("a", "nvme")?)
 }
 

@@ -5,11 +5,11 @@ use std::fs;
 use std::process::{Child, Command, Stdio};
 
 use integration::lab::{LabDrive, inside};
-use integration::server::{FunctionOptions, Server};
+use integration::server::{FunctionArgument, Server};
 use serde_json::Value;
 
-use crate::fixture::{Bench, Failure, at, await_that, expect, sh};
-use crate::{Group, Refused};
+use crate::fixture::{CheckEnvironment, Failure, await_that, expect, sh, with_path};
+use crate::{ExpectedRefusals, Group};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "bind",
@@ -22,9 +22,9 @@ pub(crate) const GROUP: Group = Group::Inside {
                 .max_ioqpairs(4),
         ]
     },
-    refused: Refused::Nothing,
+    refused: ExpectedRefusals::None,
     checks: &[
-        ("there_and_back_keeps_the_data", there_and_back),
+        ("there_and_back_keeps_the_data", bind_and_unbind),
         ("every_way_to_name_a_drive", every_name),
         ("what_is_mounted_stays", mounted),
         ("what_is_mounted_elsewhere_stays", mounted_elsewhere),
@@ -40,11 +40,11 @@ pub(crate) const GROUP: Group = Group::Inside {
 
 /// Runs `nvme-mpt`. Returns its output on success, and its error otherwise.
 fn nvme_mpt(arguments: &str) -> Result<Result<String, String>, Failure> {
-    let program = inside::brought("nvme-mpt");
+    let program = inside::copied_path("nvme-mpt");
     let output = Command::new(&program)
         .args(arguments.split_whitespace())
         .output()
-        .map_err(at(program))?;
+        .map_err(with_path(program))?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
     Ok(if output.status.success() {
         Ok(text(&output.stdout))
@@ -111,7 +111,7 @@ impl HostDrive {
     }
 
     /// Returns the drive's entry in `nvme-mpt drives --json`.
-    fn listed(&self, more: &str) -> Result<Value, Failure> {
+    fn list_entry(&self, more: &str) -> Result<Value, Failure> {
         let text = nvme_mpt(&format!("drives --json {more}"))?.map_err(Failure::from)?;
         let wrong = |why: String| Failure::from(format!("{why}: {text}"));
         let drives: Value =
@@ -128,7 +128,7 @@ fn expect_is(found: &Value, wanted: Value) -> Result<(), Failure> {
     expect(*found == wanted, || format!("{found} instead of {wanted}"))
 }
 
-fn there_and_back(_: &Bench) -> Result<(), Failure> {
+fn bind_and_unbind(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     sh(&format!(
         "echo still here | dd of={} bs=512 seek=7 conv=sync oflag=direct",
@@ -169,7 +169,7 @@ fn there_and_back(_: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-fn every_name(_: &Bench) -> Result<(), Failure> {
+fn every_name(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     let short = a.address.trim_start_matches("0000:");
     for name in [short, &format!("/sys/bus/pci/devices/{}", a.address)] {
@@ -182,7 +182,7 @@ fn every_name(_: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-fn mounted(_: &Bench) -> Result<(), Failure> {
+fn mounted(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     let disk = &a.disk;
     sh(&format!(
@@ -196,13 +196,13 @@ fn mounted(_: &Bench) -> Result<(), Failure> {
             &[&wanted, "end that first"],
         )?;
     }
-    let listed = a.listed("")?;
+    let listed = a.list_entry("")?;
     expect(listed["in_the_way"][0] == wanted, || listed.to_string())?;
     sh("umount '/mnt/a b'")?;
     a.expect_untouched()
 }
 
-fn mounted_elsewhere(_: &Bench) -> Result<(), Failure> {
+fn mounted_elsewhere(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     let script = format!(
         "mkfs.ext4 -q -F {} && mount {} /mnt && touch /tmp/mounted && exec sleep 1000",
@@ -212,7 +212,7 @@ fn mounted_elsewhere(_: &Bench) -> Result<(), Failure> {
         Command::new("unshare")
             .args(["-m", "sh", "-c", &script])
             .spawn()
-            .map_err(at("unshare"))?,
+            .map_err(with_path("unshare"))?,
     );
     await_that("the mount", || {
         Ok(fs::exists("/tmp/mounted").unwrap_or(false))
@@ -225,7 +225,7 @@ fn mounted_elsewhere(_: &Bench) -> Result<(), Failure> {
     a.expect_untouched()
 }
 
-fn swap(_: &Bench) -> Result<(), Failure> {
+fn swap(_: &CheckEnvironment) -> Result<(), Failure> {
     let b = HostDrive::ready("b")?;
     // Uses the second namespace: one used namespace blocks the whole drive.
     let disk = inside::block_device("b", 2)?.display().to_string();
@@ -253,13 +253,13 @@ impl Drop for Process {
     }
 }
 
-fn open(_: &Bench) -> Result<(), Failure> {
+fn open(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     for device in [a.disk.clone(), a.disk.trim_end_matches("n1").to_owned()] {
-        let file = fs::File::open(&device).map_err(at(&device))?;
+        let file = fs::File::open(&device).map_err(with_path(&device))?;
         let mut sleeper = Command::new("sleep");
         sleeper.arg("1000").stdin(Stdio::from(file));
-        let reader = Process(sleeper.spawn().map_err(at(&device))?);
+        let reader = Process(sleeper.spawn().map_err(with_path(&device))?);
         drop(sleeper);
         let wanted = format!(
             "{} is open in process {} (sleep)",
@@ -273,7 +273,7 @@ fn open(_: &Bench) -> Result<(), Failure> {
         Command::new("sh")
             .args(["-c", &format!("exec sleep 1000 <{}", a.disk)])
             .spawn()
-            .map_err(at("sh"))?,
+            .map_err(with_path("sh"))?,
     );
     expect_ok(
         &format!("{} --force", a.bind()),
@@ -281,13 +281,13 @@ fn open(_: &Bench) -> Result<(), Failure> {
     )
 }
 
-fn listed(_: &Bench) -> Result<(), Failure> {
+fn listed(_: &CheckEnvironment) -> Result<(), Failure> {
     let b = HostDrive::ready("b")?;
     // The namespaces appear one after the other.
     await_that("both namespaces", || {
         Ok(inside::block_device("b", 2).is_ok())
     })?;
-    let drive = b.listed("")?;
+    let drive = b.list_entry("")?;
     expect_is(&drive["driver"], "nvme".into())?;
     let namespace = |nsid| serde_json::json!({"nsid": nsid, "bytes": 32 << 20, "lba_bytes": 4096});
     expect_is(
@@ -299,7 +299,7 @@ fn listed(_: &Bench) -> Result<(), Failure> {
     expect_is(&drive["queue_pairs"], Value::Null)?;
 
     nvme_mpt(&b.bind())?.map_err(Failure::from)?;
-    let drive = b.listed("")?;
+    let drive = b.list_entry("")?;
     expect_is(&drive["driver"], "vfio-pci".into())?;
     expect_is(&drive["namespaces"], Value::Null)?;
     expect_is(&drive["in_the_way"], Value::Array(Vec::new()))?;
@@ -311,18 +311,18 @@ fn listed(_: &Bench) -> Result<(), Failure> {
 }
 
 /// Starts a server with drive `b`. Returns the arguments that select its control socket as well.
-fn serve(bench: &Bench, b: &HostDrive) -> Result<(Server, String), Failure> {
+fn serve(bench: &CheckEnvironment, b: &HostDrive) -> Result<(Server, String), Failure> {
     nvme_mpt(&b.bind())?.map_err(Failure::from)?;
-    let function = FunctionOptions::new("v", b.address.as_str(), "0+32M");
+    let function = FunctionArgument::new("v", b.address.as_str(), "0+32M");
     let server = bench.serve(&[function])?;
     let control = server.socket("v").with_file_name("control.sock");
     Ok((server, format!("--control {}", control.display())))
 }
 
-fn served(bench: &Bench) -> Result<(), Failure> {
+fn served(bench: &CheckEnvironment) -> Result<(), Failure> {
     let b = HostDrive::ready("b")?;
     let (mut server, control) = serve(bench, &b)?;
-    let drive = b.listed(&control)?;
+    let drive = b.list_entry(&control)?;
     expect_is(&drive["served"], true.into())?;
     expect_is(&drive["queue_pairs"]["total"], 4.into())?;
     expect_is(&drive["queue_pairs"]["free"], 4.into())?;
@@ -330,7 +330,7 @@ fn served(bench: &Bench) -> Result<(), Failure> {
     expect_is(&drive["in_the_way"], Value::Array(Vec::new()))?;
     // Without the server's answer, the listing still shows that a process holds the drive.
     let has_it = format!("is open in process {} (nvme-mpt)", server.pid());
-    let drive = b.listed("")?;
+    let drive = b.list_entry("")?;
     let obstacle = drive["in_the_way"][0].as_str().unwrap_or_default();
     expect(obstacle.ends_with(&has_it), || drive.to_string())?;
 
@@ -351,7 +351,7 @@ fn served(bench: &Bench) -> Result<(), Failure> {
     HostDrive::ready("b")?.expect_untouched()
 }
 
-fn crashed(bench: &Bench) -> Result<(), Failure> {
+fn crashed(bench: &CheckEnvironment) -> Result<(), Failure> {
     let b = HostDrive::ready("b")?;
     let (mut server, _) = serve(bench, &b)?;
     server.kill();
@@ -360,7 +360,7 @@ fn crashed(bench: &Bench) -> Result<(), Failure> {
     HostDrive::ready("b")?.expect_untouched()
 }
 
-fn unservable(_: &Bench) -> Result<(), Failure> {
+fn unservable(_: &CheckEnvironment) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     let serve = |state: &str, path: &str| {
         format!("serve --state-dir /tmp/{state} --function socket=/tmp/n.sock,path={path}")
@@ -384,13 +384,13 @@ fn unservable(_: &Bench) -> Result<(), Failure> {
     let as_nobody = |before: &str| {
         let command = format!(
             "{before} {} {}",
-            inside::brought("nvme-mpt").display(),
+            inside::copied_path("nvme-mpt").display(),
             serve("nobody", &a.address)
         );
         let output = Command::new("su")
             .args(["nobody", "-s", "/bin/sh", "-c", &command])
             .output()
-            .map_err(at("su"))?;
+            .map_err(with_path("su"))?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         expect(!output.status.success(), || "It is served".to_owned()).map(|()| said)
     };
@@ -407,7 +407,7 @@ fn unservable(_: &Bench) -> Result<(), Failure> {
     )
 }
 
-fn others(_: &Bench) -> Result<(), Failure> {
+fn others(_: &CheckEnvironment) -> Result<(), Failure> {
     let bridge = sh("for f in /sys/bus/pci/devices/*; do \
                      grep -q 0x0601 $f/class && basename $f; done | head -n 1")?;
     for command in ["bind", "unbind"] {

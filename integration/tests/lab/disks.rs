@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use integration::lab::{LabDrive, inside};
-use integration::progress::say;
-use integration::server::{FunctionOptions, Server, ServerError};
+use integration::progress::print_line;
+use integration::server::{FunctionArgument, Server, ServerError};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller};
@@ -23,43 +23,43 @@ use nvme_mpt_tests::prp;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use crate::fixture::{Bench, Failure, at, await_that, expect, sh};
-use crate::{Group, Refused, fio};
+use crate::fixture::{CheckEnvironment, Failure, await_that, expect, sh, with_path};
+use crate::{ExpectedRefusals, Group, fio};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "disks",
     drives: || vec![LabDrive::new("a", DISK)],
-    refused: Refused::Nothing,
+    refused: ExpectedRefusals::None,
     checks: &[
         ("full_under_a_file", |bench| {
-            compare(bench, Layer::File, Trouble::Full)
+            compare(bench, Layer::File, DiskFailure::Full)
         }),
         ("failing_under_a_file", |bench| {
-            compare(bench, Layer::File, Trouble::Error)
+            compare(bench, Layer::File, DiskFailure::Error)
         }),
         ("flaky_under_a_file", |bench| {
-            compare(bench, Layer::File, Trouble::Flaky)
+            compare(bench, Layer::File, DiskFailure::Flaky)
         }),
         ("failing", |bench| {
-            compare(bench, Layer::Device, Trouble::Error)
+            compare(bench, Layer::Device, DiskFailure::Error)
         }),
         ("flaky", |bench| {
-            compare(bench, Layer::Device, Trouble::Flaky)
+            compare(bench, Layer::Device, DiskFailure::Flaky)
         }),
         ("full_under_fio", |bench| {
-            fio::compare(bench, Layer::File, Trouble::Full)
+            fio::compare(bench, Layer::File, DiskFailure::Full)
         }),
         ("failing_file_under_fio", |bench| {
-            fio::compare(bench, Layer::File, Trouble::Error)
+            fio::compare(bench, Layer::File, DiskFailure::Error)
         }),
         ("flaky_file_under_fio", |bench| {
-            fio::compare(bench, Layer::File, Trouble::Flaky)
+            fio::compare(bench, Layer::File, DiskFailure::Flaky)
         }),
         ("failing_under_fio", |bench| {
-            fio::compare(bench, Layer::Device, Trouble::Error)
+            fio::compare(bench, Layer::Device, DiskFailure::Error)
         }),
         ("flaky_under_fio", |bench| {
-            fio::compare(bench, Layer::Device, Trouble::Flaky)
+            fio::compare(bench, Layer::Device, DiskFailure::Flaky)
         }),
         ("one_drive_by_every_path", one_drive),
         (
@@ -84,7 +84,7 @@ pub(crate) const BATCH: u64 = 8;
 /// Minimum number of flushes before, and after, the disk begins to fail.
 const FLUSHES: u64 = 12;
 /// Minimum duration of the failure: a flaky disk alternates between a good second and a failing second.
-const TROUBLE: Duration = Duration::from_secs(5);
+const FAILURE_TIME: Duration = Duration::from_secs(5);
 /// Device mapper device on top of the disk.
 const MAPPED: &str = "/dev/mapper/trouble";
 const MEMORY: (u64, u64) = (1 << 32, 4 << 20);
@@ -99,7 +99,7 @@ pub(crate) enum Layer {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Trouble {
+pub(crate) enum DiskFailure {
     /// The file system is smaller than the image.
     Full,
     /// Every access fails.
@@ -137,8 +137,8 @@ struct Function {
 }
 
 impl Function {
-    fn connect(bench: &Bench, path: &Path) -> Result<Self, Failure> {
-        let options = FunctionOptions::new("x", path.display().to_string(), format!("0+{LEASE}"));
+    fn connect(bench: &CheckEnvironment, path: &Path) -> Result<Self, Failure> {
+        let options = FunctionArgument::new("x", path.display().to_string(), format!("0+{LEASE}"));
         let server = bench.serve(&[options])?;
         let memory = GuestMemory::new(&[MEMORY])?;
         let bar: Arc<dyn Bar> = Arc::new(VfioUserBar::attach(&server.socket("x"), &memory)?);
@@ -182,7 +182,7 @@ impl Target for Function {
 
 /// Results of a writer, and the contents that they imply.
 #[derive(Debug, Default)]
-struct Record {
+struct WriteRecord {
     /// Generation of the last successful flush, by place. The place holds this generation or a later one.
     flushed: BTreeMap<u64, u64>,
     /// Generation of the last successful write since the last flush, by place.
@@ -195,7 +195,7 @@ struct Record {
     first_error: Option<String>,
 }
 
-impl Record {
+impl WriteRecord {
     fn write(&mut self, target: &mut impl Target, place: u64, generation: u64) {
         let bytes = generation.to_le_bytes().repeat((PLACE / 8) as usize);
         match target.write(place, &bytes) {
@@ -234,22 +234,22 @@ impl Record {
 }
 
 /// Writes and flushes, and calls `begin` half-way to start the failure.
-fn work(
+fn write_with_failure(
     target: &mut impl Target,
-    trouble: Trouble,
+    trouble: DiskFailure,
     begin: impl FnOnce() -> Result<(), Failure>,
-) -> Result<Record, Failure> {
-    let mut record = Record::default();
+) -> Result<WriteRecord, Failure> {
+    let mut record = WriteRecord::default();
     let mut rng = Rng::new(7);
     let mut generation = 0;
-    let mut batch = |record: &mut Record, places: &mut dyn FnMut() -> u64| {
+    let mut batch = |record: &mut WriteRecord, places: &mut dyn FnMut() -> u64| {
         for _ in 0..BATCH {
             generation += 1;
             record.write(target, places(), generation);
         }
         record.flush(target);
     };
-    if trouble == Trouble::Full {
+    if trouble == DiskFailure::Full {
         // Writes each place once, which exceeds the capacity of the file system.
         let mut next = 0..PLACES;
         for _ in 0..PLACES / BATCH {
@@ -267,19 +267,21 @@ fn work(
     begin()?;
     let started = Instant::now();
     let before = record.flushes;
-    while record.flushes.0 + record.flushes.1 < before.0 + FLUSHES || started.elapsed() < TROUBLE {
+    while record.flushes.0 + record.flushes.1 < before.0 + FLUSHES
+        || started.elapsed() < FAILURE_TIME
+    {
         batch(&mut record, &mut anywhere);
     }
     Ok(record)
 }
 
 /// The disk with a device mapper device.
-pub(crate) struct Mapped {
+pub(crate) struct MappedDisk {
     device: PathBuf,
     bytes: u64,
 }
 
-impl Mapped {
+impl MappedDisk {
     fn create(bytes: u64) -> Result<Self, Failure> {
         inside::bind("a", "nvme")?;
         let device = inside::block_device("a", 1)?;
@@ -308,19 +310,19 @@ impl Mapped {
     }
 
     /// Returns the number of bytes written so far (Linux, Documentation/block/stat.rst).
-    pub(crate) fn written(&self) -> Result<u64, Failure> {
+    pub(crate) fn written_bytes(&self) -> Result<u64, Failure> {
         let sectors = sh("awk '{ print $7 }' /sys/block/dm-0/stat")?;
         let sectors = sectors.trim().parse::<u64>();
         let sectors = sectors.map_err(|_| Failure::from("The disk counts no sectors"))?;
         Ok(sectors * SECTOR)
     }
 
-    pub(crate) fn begin(&self, trouble: Trouble) -> Result<(), Failure> {
+    pub(crate) fn begin(&self, trouble: DiskFailure) -> Result<(), Failure> {
         let (sectors, device) = (self.sectors(), self.device.display());
         match trouble {
-            Trouble::Full => Ok(()),
-            Trouble::Error => self.load(&format!("0 {sectors} error")),
-            Trouble::Flaky => {
+            DiskFailure::Full => Ok(()),
+            DiskFailure::Error => self.load(&format!("0 {sectors} error")),
+            DiskFailure::Flaky => {
                 self.load(&format!("0 {sectors} flakey {device} 0 1 1 1 error_writes"))
             }
         }
@@ -331,7 +333,7 @@ impl Mapped {
     }
 }
 
-impl Drop for Mapped {
+impl Drop for MappedDisk {
     fn drop(&mut self) {
         // If a check failed, the next check creates the device again.
         let _ = sh("umount /mnt 2> /dev/null; DM_DISABLE_UDEV=1 dmsetup remove --retry trouble");
@@ -340,32 +342,35 @@ impl Drop for Mapped {
 
 fn open(path: &Path) -> Result<File, Failure> {
     let opened = OpenOptions::new().read(true).write(true).open(path);
-    opened.map_err(at(path))
+    opened.map_err(with_path(path))
 }
 
 /// Creates a new disk. Returns the path of the image or device on it as well.
-pub(crate) fn prepare(layer: Layer, trouble: Trouble) -> Result<(Mapped, PathBuf), Failure> {
-    let bytes = if trouble == Trouble::Full {
+pub(crate) fn prepare(
+    layer: Layer,
+    trouble: DiskFailure,
+) -> Result<(MappedDisk, PathBuf), Failure> {
+    let bytes = if trouble == DiskFailure::Full {
         SMALL
     } else {
         DISK
     };
-    let disk = Mapped::create(bytes)?;
+    let disk = MappedDisk::create(bytes)?;
     let path = match layer {
         Layer::Device => PathBuf::from(MAPPED),
         Layer::File => {
             sh(&format!("mkfs.ext4 -q -F {MAPPED} && mount {MAPPED} /mnt"))?;
             let path = PathBuf::from("/mnt/drive.img");
-            let image = File::create(&path).map_err(at(&path))?;
-            image.set_len(LEASE).map_err(at(&path))?;
-            if trouble != Trouble::Full {
+            let image = File::create(&path).map_err(with_path(&path))?;
+            image.set_len(LEASE).map_err(with_path(&path))?;
+            if trouble != DiskFailure::Full {
                 // All blocks are allocated, so that the check writes only data.
                 let zeroes = vec![0; PLACE as usize];
                 for place in 0..PLACES {
                     let written = image.write_all_at(&zeroes, place * PLACE);
-                    written.map_err(at(&path))?;
+                    written.map_err(with_path(&path))?;
                 }
-                image.sync_all().map_err(at(&path))?;
+                image.sync_all().map_err(with_path(&path))?;
                 drop(image);
                 // Writes all metadata back, so that its errors do not hide errors of the data.
                 sh(&format!("umount /mnt && mount {MAPPED} /mnt"))?;
@@ -377,7 +382,7 @@ pub(crate) fn prepare(layer: Layer, trouble: Trouble) -> Result<(Mapped, PathBuf
 }
 
 /// Repairs the disk, and empties the page cache so that reads come from the disk.
-pub(crate) fn heal(disk: &Mapped, layer: Layer) -> Result<(), Failure> {
+pub(crate) fn heal(disk: &MappedDisk, layer: Layer) -> Result<(), Failure> {
     disk.end()?;
     sh(&match layer {
         Layer::File => format!("umount /mnt && mount {MAPPED} /mnt"),
@@ -387,14 +392,19 @@ pub(crate) fn heal(disk: &Mapped, layer: Layer) -> Result<(), Failure> {
 }
 
 /// Runs the work on a new disk, through a function or locally. Returns the writer's results.
-fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<Record, Failure> {
+fn run(
+    bench: &CheckEnvironment,
+    layer: Layer,
+    trouble: DiskFailure,
+    locally: bool,
+) -> Result<WriteRecord, Failure> {
     let (disk, path) = prepare(layer, trouble)?;
     let begin = || disk.begin(trouble);
     let record = if locally {
-        work(&mut Local(open(&path)?), trouble, begin)?
+        write_with_failure(&mut Local(open(&path)?), trouble, begin)?
     } else {
         let mut function = Function::connect(bench, &path)?;
-        let record = work(&mut function, trouble, begin)?;
+        let record = write_with_failure(&mut function, trouble, begin)?;
         function.end(record.flushes.1 > 0)?;
         record
     };
@@ -404,12 +414,12 @@ fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<R
 }
 
 /// Checks that each place holds its flushed generation or a later one.
-fn verify(path: &Path, record: &Record) -> Result<(), Failure> {
+fn verify(path: &Path, record: &WriteRecord) -> Result<(), Failure> {
     let file = open(path)?;
     let mut bytes = vec![0; PLACE as usize];
     for (place, flushed) in &record.flushed {
         file.read_exact_at(&mut bytes, place * PLACE)
-            .map_err(at(path))?;
+            .map_err(with_path(path))?;
         let old = bytes
             .chunks_exact(8)
             .map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()))
@@ -425,11 +435,11 @@ fn verify(path: &Path, record: &Record) -> Result<(), Failure> {
 
 /// Checks one namespace by three paths: a mapping, the block device, and the PCI address. A stale lease by one path refuses
 /// another id by each path, and its own id takes it over by any path.
-fn one_drive(bench: &Bench) -> Result<(), Failure> {
-    let disk = Mapped::create(DISK)?;
+fn one_drive(bench: &CheckEnvironment) -> Result<(), Failure> {
+    let disk = MappedDisk::create(DISK)?;
     let device = disk.device.display().to_string();
     let serve = |id: &str, path: &str| {
-        let options = FunctionOptions::new(id, path, format!("0+{LEASE}"));
+        let options = FunctionArgument::new(id, path, format!("0+{LEASE}"));
         bench.serve(&[options])
     };
     let refused = |path: &str| match serve("b", path) {
@@ -455,9 +465,9 @@ fn one_drive(bench: &Bench) -> Result<(), Failure> {
 
 /// Checks a server that is killed with a write which the disk executes seconds later. The next server waits for that write, so
 /// that its guest never sees a block change without a command.
-fn killed_with_a_write_in_flight(bench: &Bench) -> Result<(), Failure> {
+fn killed_with_a_write_in_flight(bench: &CheckEnvironment) -> Result<(), Failure> {
     let late = Duration::from_secs(6);
-    let mapped = Mapped::create(DISK)?;
+    let mapped = MappedDisk::create(DISK)?;
     let (sectors, device) = (mapped.sectors(), mapped.device.display());
     let late_ms = late.as_millis();
     mapped.load(&format!(
@@ -467,11 +477,13 @@ fn killed_with_a_write_in_flight(bench: &Bench) -> Result<(), Failure> {
         sh("echo 3 > /proc/sys/vm/drop_caches")?;
         let mut bytes = vec![0; PLACE as usize];
         let path = Path::new(MAPPED);
-        open(path)?.read_exact_at(&mut bytes, 0).map_err(at(path))?;
+        open(path)?
+            .read_exact_at(&mut bytes, 0)
+            .map_err(with_path(path))?;
         Ok(bytes.iter().all(|&byte| byte == 0x5A))
     };
 
-    let options = FunctionOptions::new("x", MAPPED, format!("0+{LEASE}"));
+    let options = FunctionArgument::new("x", MAPPED, format!("0+{LEASE}"));
     let server = bench.serve(std::slice::from_ref(&options))?;
     let memory = GuestMemory::new(&[MEMORY])?;
     let bar: Arc<dyn Bar> = Arc::new(VfioUserBar::attach(&server.socket("x"), &memory)?);
@@ -498,7 +510,7 @@ fn killed_with_a_write_in_flight(bench: &Bench) -> Result<(), Failure> {
 
     let began = Instant::now();
     let mut next = bench.serve(&[options])?;
-    say(&format!(
+    print_line(&format!(
         "        the next server was there {:.1} s after the first one was killed",
         began.elapsed().as_secs_f64()
     ));
@@ -508,14 +520,14 @@ fn killed_with_a_write_in_flight(bench: &Bench) -> Result<(), Failure> {
     Ok(next.stop()?)
 }
 
-fn compare(bench: &Bench, layer: Layer, trouble: Trouble) -> Result<(), Failure> {
-    fs::create_dir_all("/mnt").map_err(at(Path::new("/mnt")))?;
+fn compare(bench: &CheckEnvironment, layer: Layer, trouble: DiskFailure) -> Result<(), Failure> {
+    fs::create_dir_all("/mnt").map_err(with_path(Path::new("/mnt")))?;
     for (who, locally) in [("a local file", true), ("a function", false)] {
         let record = run(bench, layer, trouble, locally)?;
-        let Record {
+        let WriteRecord {
             writes, flushes, ..
         } = record;
-        say(&format!(
+        print_line(&format!(
             "        {who}: writes {} done, {} failed; flushes {} done, {} failed: {}",
             writes.0,
             writes.1,

@@ -3,13 +3,13 @@
 use std::process::{Command, Stdio};
 
 use integration::lab::inside;
-use integration::progress::say;
+use integration::progress::print_line;
 use serde_json::Value;
 
-use crate::fixture::{Bench, Failure, at, expect, sh};
+use crate::fixture::{CheckEnvironment, Failure, expect, sh, with_path};
 
 /// Checks whose results do not depend on the driver that is used to query the drive.
-const ABILITIES: &[&str] = &[
+const ABILITY_CHECKS: &[&str] = &[
     "drive.model",
     "drive.queue_pairs",
     "drive.transfer",
@@ -25,7 +25,7 @@ const ABILITIES: &[&str] = &[
 ];
 
 /// Checks of a namespace that do not depend on timing.
-const TRIED: &[&str] = &[
+const NAMESPACE_CHECKS: &[&str] = &[
     "scratch.sharing",
     "scratch.isolation",
     "scratch.reset",
@@ -45,14 +45,14 @@ struct Report {
 }
 
 impl Report {
-    fn of(arguments: &str) -> Result<Self, Failure> {
-        let program = inside::brought("nvme-mpt");
+    fn run(arguments: &str) -> Result<Self, Failure> {
+        let program = inside::copied_path("nvme-mpt");
         let output = Command::new(&program)
             .args(["doctor", "--json", "--state-dir", "/tmp/doctor"])
             .args(arguments.split_whitespace())
             .stdin(Stdio::null())
             .output()
-            .map_err(at(&program))?;
+            .map_err(with_path(&program))?;
         let json = serde_json::from_slice(&output.stdout)
             .map_err(|error| Failure::from(format!("doctor {arguments}: {error}: {output:?}")))?;
         Ok(Self {
@@ -81,11 +81,11 @@ impl Report {
 }
 
 /// Examines a drive through either driver, and tries out a namespace.
-pub(crate) fn examined(_: &Bench) -> Result<(), Failure> {
+pub(crate) fn examined(_: &CheckEnvironment) -> Result<(), Failure> {
     let address = inside::address("a")?;
     inside::bind("a", "nvme")?;
     inside::block_device("a", 1)?;
-    let by_host = Report::of(&address)?;
+    let by_host = Report::run(&address)?;
     expect(by_host.succeeded, || by_host.json.to_string())?;
     for name in [
         "host.iommu",
@@ -100,10 +100,10 @@ pub(crate) fn examined(_: &Bench) -> Result<(), Failure> {
     by_host.expect("drive.driver", "warning")?;
 
     inside::bind("a", "vfio-pci")?;
-    let by_vfio = Report::of(&address)?;
+    let by_vfio = Report::run(&address)?;
     expect(by_vfio.succeeded, || by_vfio.json.to_string())?;
     by_vfio.expect("drive.driver", "ok")?;
-    for name in ABILITIES {
+    for name in ABILITY_CHECKS {
         by_host.expect(name, "ok")?;
         let (one, other) = (by_host.check(name)?, by_vfio.check(name)?);
         expect(one == other, || format!("{name}: {one:?} and {other:?}"))?;
@@ -118,19 +118,19 @@ pub(crate) fn examined(_: &Bench) -> Result<(), Failure> {
     };
     write("EFI PART")?;
     let scratch = format!("{address} --scratch 1 --yes --seconds 1");
-    let refused = Report::of(&scratch)?;
+    let refused = Report::run(&scratch)?;
     expect(!refused.succeeded, || refused.json.to_string())?;
     refused.expect("scratch.setup", "not checked")?;
     write("\\0")?;
-    let tried = Report::of(&scratch)?;
-    for name in TRIED {
+    let tried = Report::run(&scratch)?;
+    for name in NAMESPACE_CHECKS {
         tried.expect(name, "ok")?;
-        say(&format!("        {name}: {}", tried.check(name)?.1));
+        print_line(&format!("        {name}: {}", tried.check(name)?.1));
     }
     // A slow lab may not reach the limit, but must not exceed it.
     let (outcome, finding) = tried.check("scratch.limits")?;
     expect(outcome != "problem", || finding.to_owned())?;
-    say(&format!("        scratch.limits: {finding}"));
+    print_line(&format!("        scratch.limits: {finding}"));
     expect(tried.succeeded, || tried.json.to_string())?;
     // The host's driver has the drive again.
     inside::block_device("a", 1)?;

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use integration::lab::{LabDrive, inside};
 
-use crate::fixture::{Bench, Failure, at, await_that, expect, sh};
-use crate::{Group, Refused};
+use crate::fixture::{CheckEnvironment, Failure, await_that, expect, sh, with_path};
+use crate::{ExpectedRefusals, Group};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "drives",
@@ -21,7 +21,7 @@ pub(crate) const GROUP: Group = Group::Inside {
                 .dbcs(false),
         ]
     },
-    refused: Refused::Nothing,
+    refused: ExpectedRefusals::None,
     checks: &[
         ("are_as_described", are_as_described),
         ("bind_to_vfio_and_back", bind_to_vfio_and_back),
@@ -35,7 +35,7 @@ pub(crate) const GROUP: Group = Group::Inside {
 };
 
 /// Returns the block device of drive `a`.
-fn a() -> Result<String, Failure> {
+fn drive_a() -> Result<String, Failure> {
     Ok(inside::block_device("a", 1)?.display().to_string())
 }
 
@@ -55,7 +55,7 @@ fn identified(id: &str, key: &str) -> Result<u64, Failure> {
         .ok_or_else(|| Failure::from(format!("No {key} in {text}")))
 }
 
-fn are_as_described(_: &Bench) -> Result<(), Failure> {
+fn are_as_described(_: &CheckEnvironment) -> Result<(), Failure> {
     /// Optional Admin Command Support: Doorbell Buffer Config (NVMe Base 2.0, figure 275).
     const DOORBELL_BUFFER_CONFIG: u64 = 1 << 8;
     for (id, nsid, bytes, block) in [("a", 1, 64 << 20, 512), ("b", 2, 32 << 20, 4096)] {
@@ -84,7 +84,7 @@ fn are_as_described(_: &Bench) -> Result<(), Failure> {
     )
 }
 
-fn bind_to_vfio_and_back(_: &Bench) -> Result<(), Failure> {
+fn bind_to_vfio_and_back(_: &CheckEnvironment) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let address = inside::address("a")?;
     let group = sh(&format!(
@@ -97,13 +97,13 @@ fn bind_to_vfio_and_back(_: &Bench) -> Result<(), Failure> {
     inside::bind("a", "nvme")?;
     sh(&format!(
         "dd if={} of=/dev/null bs=4k count=1 iflag=direct",
-        a()?
+        drive_a()?
     ))?;
     Ok(())
 }
 
-fn freeze_and_thaw(_: &Bench) -> Result<(), Failure> {
-    let device = a()?;
+fn freeze_and_thaw(_: &CheckEnvironment) -> Result<(), Failure> {
+    let device = drive_a()?;
     inside::control("freeze a")?;
     let mut reader = Command::new("dd")
         .args([
@@ -114,7 +114,7 @@ fn freeze_and_thaw(_: &Bench) -> Result<(), Failure> {
             "iflag=direct",
         ])
         .spawn()
-        .map_err(at(&device))?;
+        .map_err(with_path(&device))?;
     // The command must still wait in the frozen drive after a thousand times its usual duration.
     std::thread::sleep(Duration::from_secs(2));
     let ended = reader.try_wait();
@@ -135,8 +135,8 @@ fn freeze_and_thaw(_: &Bench) -> Result<(), Failure> {
     })
 }
 
-fn fail_where_asked(_: &Bench) -> Result<(), Failure> {
-    let device = a()?;
+fn fail_where_asked(_: &CheckEnvironment) -> Result<(), Failure> {
+    let device = drive_a()?;
     let read = |block: u64| {
         sh(&format!(
             "dd if={device} of=/dev/null bs=4k count=1 skip={block} iflag=direct"
@@ -162,8 +162,8 @@ fn fail_where_asked(_: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-fn slow_down(_: &Bench) -> Result<(), Failure> {
-    let device = a()?;
+fn slow_down(_: &CheckEnvironment) -> Result<(), Failure> {
+    let device = drive_a()?;
     inside::control("slow a 20")?;
     let started = std::time::Instant::now();
     sh(&format!(
@@ -175,7 +175,7 @@ fn slow_down(_: &Bench) -> Result<(), Failure> {
     expect(took > Duration::from_millis(500), || format!("{took:?}"))
 }
 
-fn warn(_: &Bench) -> Result<(), Failure> {
+fn warn(_: &CheckEnvironment) -> Result<(), Failure> {
     let warning = || {
         sh(&format!(
             "nvme smart-log {} | grep -i '^critical_warning'",
@@ -190,8 +190,8 @@ fn warn(_: &Bench) -> Result<(), Failure> {
     expect(said.trim_end().ends_with('0'), || said)
 }
 
-fn vanish_and_come_back(_: &Bench) -> Result<(), Failure> {
-    let device = a()?;
+fn vanish_and_come_back(_: &CheckEnvironment) -> Result<(), Failure> {
+    let device = drive_a()?;
     sh(&format!(
         "echo before | dd of={device} bs=512 conv=sync oflag=direct"
     ))?;
@@ -204,7 +204,10 @@ fn vanish_and_come_back(_: &Bench) -> Result<(), Failure> {
         await_that("the drive is back", || {
             Ok(inside::block_device("a", 1).is_ok())
         })?;
-        sh(&format!("dd if={} bs=512 count=1 | grep -q before", a()?))?;
+        sh(&format!(
+            "dd if={} bs=512 count=1 | grep -q before",
+            drive_a()?
+        ))?;
         // A pressed attention button would remove the drive again after five seconds.
         std::thread::sleep(Duration::from_secs(6));
         inside::block_device("a", 1)?;
@@ -212,7 +215,7 @@ fn vanish_and_come_back(_: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-fn refuse(_: &Bench) -> Result<(), Failure> {
+fn refuse(_: &CheckEnvironment) -> Result<(), Failure> {
     for request in ["burn a", "freeze c", "remove c", "slow a", "fail a trim"] {
         expect(inside::control(request).is_err(), || {
             format!("'{request}' was done")

@@ -1,11 +1,11 @@
 //! Exits and interrupts of a guest's I/O, counted by KVM: of the reference VMM, and of QEMU with virtio-blk for comparison.
 
-use integration::guest::{Drive, GuestConfig};
-use integration::progress::say;
+use integration::guest::{GuestConfig, GuestDrive};
+use integration::progress::print_line;
 use integration::provision::KernelChoice;
 use integration::vmm::counters::KvmCounters;
 
-use crate::fixture::{Bench, Failure, PATIENCE, at, expect, sh};
+use crate::fixture::{CheckEnvironment, Failure, TIMEOUT, expect, sh, with_path};
 use crate::init;
 use crate::vmm::{Owner, boot};
 
@@ -41,13 +41,13 @@ fn script(body: &str) -> String {
     init::script(&format!("{FUNCTIONS}\n{body}"))
 }
 
-pub(crate) fn with_a_doorbell_buffer(bench: &Bench) -> Result<(), Failure> {
-    counted(bench, ("auto", Owner::Vmm), "Doorbell Buffer")
+pub(crate) fn with_a_doorbell_buffer(bench: &CheckEnvironment) -> Result<(), Failure> {
+    count_exits(bench, ("auto", Owner::Vmm), "Doorbell Buffer")
 }
 
 /// A server's drive must cause no more exits than a drive in the VMM's process.
-pub(crate) fn on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
-    counted(
+pub(crate) fn on_a_servers_drive(bench: &CheckEnvironment) -> Result<(), Failure> {
+    count_exits(
         bench,
         ("auto", Owner::Server),
         "Doorbell Buffer, drive of a server",
@@ -55,12 +55,16 @@ pub(crate) fn on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// The Doorbell Buffer is not offered, because the guest would use it.
-pub(crate) fn without_a_doorbell_buffer(bench: &Bench) -> Result<(), Failure> {
-    counted(bench, ("mapped", Owner::Vmm), "no Doorbell Buffer")
+pub(crate) fn without_a_doorbell_buffer(bench: &CheckEnvironment) -> Result<(), Failure> {
+    count_exits(bench, ("mapped", Owner::Vmm), "no Doorbell Buffer")
 }
 
 /// Counts the exits of a guest's reads by KVM.
-fn counted(bench: &Bench, function: (&str, Owner), what: &str) -> Result<(), Failure> {
+fn count_exits(
+    bench: &CheckEnvironment,
+    function: (&str, Owner),
+    what: &str,
+) -> Result<(), Failure> {
     let body = format!(
         "reads /dev/nvme0n1 {READS_BEFORE}
 count
@@ -73,22 +77,26 @@ count"
     expect(said.contains(&format!("guest: read {READS}")), || {
         format!("The guest has not read:\n{said}")
     })?;
-    let per_read = |name: &str| Ok::<_, Failure>(delta(&said, name)? as f64 / READS as f64);
+    let per_read =
+        |name: &str| Ok::<_, Failure>(reported_delta(&said, name)? as f64 / READS as f64);
     let (mmio, interrupts) = (per_read("mmio_exits")?, per_read("irq_injections")?);
-    tell(
+    print_costs(
         &format!("doorbells={}, {what}", function.0),
         [mmio, per_read("io_exits")?, interrupts, per_read("exits")?],
     );
-    let own = own_interrupts(&said)? as f64 / READS as f64;
-    say(&format!(
+    let own = guest_interrupts(&said)? as f64 / READS as f64;
+    print_line(&format!(
         "        {own:.3} of the interrupts are the function's, the others those of timers and the console"
     ));
-    let (mapping, all) = (delta(&said, "mapping_us")?, delta(&said, "us")?);
-    let all_mapping = told(&said, 2, "mapping_us")?;
-    say(&format!(
+    let (mapping, all) = (
+        reported_delta(&said, "mapping_us")?,
+        reported_delta(&said, "us")?,
+    );
+    let all_mapping = reported_value(&said, 2, "mapping_us")?;
+    print_line(&format!(
         "        doorbells were mapped {} times, which took {all_mapping} us with unmapping; \
          {mapping} us of the {all} us that the reads took",
-        told(&said, 2, "mappings")?,
+        reported_value(&said, 2, "mappings")?,
     ));
     expect(mmio < MMIO_EXITS_MAX, || {
         format!("{mmio} MMIO exits for each read")
@@ -106,7 +114,7 @@ count"
 }
 
 /// Returns the number of the function's interrupts that the guest counted during the reads.
-fn own_interrupts(said: &str) -> Result<u64, Failure> {
+fn guest_interrupts(said: &str) -> Result<u64, Failure> {
     let line = said.lines().find(|line| line.ends_with(" interrupts"));
     let words = line.and_then(|line| line.split_once("guest: "));
     let number = words.and_then(|(_, rest)| rest.split(' ').next()?.parse().ok());
@@ -114,7 +122,7 @@ fn own_interrupts(said: &str) -> Result<u64, Failure> {
 }
 
 /// Checks a guest with occasional I/O, whose doorbells are mapped and unmapped repeatedly.
-pub(crate) fn doorbells_come_and_go(bench: &Bench) -> Result<(), Failure> {
+pub(crate) fn doorbells_come_and_go(bench: &CheckEnvironment) -> Result<(), Failure> {
     const BURSTS: u64 = 2;
     // The guest waits after each burst until the doorbells are unmapped, for a limited time, because slow mapping also delays
     // unmapping.
@@ -136,9 +144,12 @@ count"
         format!("The guest has not read:\n{said}")
     })?;
     // Counted since the start of the machine, because the boot maps doorbells as well.
-    let (mappings, mapping) = (told(&said, 2, "mappings")?, told(&said, 2, "mapping_us")?);
-    let all = told(&said, 2, "us")?;
-    say(&format!(
+    let (mappings, mapping) = (
+        reported_value(&said, 2, "mappings")?,
+        reported_value(&said, 2, "mapping_us")?,
+    );
+    let all = reported_value(&said, 2, "us")?;
+    print_line(&format!(
         "        doorbells were mapped {mappings} times by {BURSTS} bursts and before, which took {mapping} us with \
          unmapping, of {all} us"
     ));
@@ -151,25 +162,26 @@ count"
 }
 
 /// Measures the same reads by virtio-blk in QEMU, with direct I/O and an I/O thread.
-pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Failure> {
-    let image = bench.folder().join("disk.img");
+pub(crate) fn with_virtio_blk(bench: &CheckEnvironment) -> Result<(), Failure> {
+    let image = bench.dir().join("disk.img");
     sh(&format!(
         "dd if=/dev/urandom of={} bs=1M count=128 2>/dev/null",
         image.display()
     ))?;
-    let drive = Drive::virtio_blk(&image);
+    let drive = GuestDrive::virtio_blk(&image);
     let mut guest = bench.boot(&GuestConfig::new("guest").drive(drive).memory_mib(384))?;
     guest.load_modules()?;
     let reads = |count: u64| format!("{FUNCTIONS}\nreads /dev/vda {count}\n");
     // The guest gets the scripts before the measurement, to keep the console quiet.
     for count in [READS_BEFORE, READS] {
         let write = format!("cat >/tmp/reads-{count} <<'end'\n{}end\n", reads(count));
-        guest.check(&write, PATIENCE)?;
+        guest.check(&write, TIMEOUT)?;
     }
-    guest.check(&format!("sh /tmp/reads-{READS_BEFORE}"), PATIENCE)?;
-    let counters = || KvmCounters::of_process(guest.pid()).map_err(at("/sys/kernel/debug/kvm"));
+    guest.check(&format!("sh /tmp/reads-{READS_BEFORE}"), TIMEOUT)?;
+    let counters =
+        || KvmCounters::from_process(guest.pid()).map_err(with_path("/sys/kernel/debug/kvm"));
     let before = counters()?;
-    let said = guest.check(&format!("sh /tmp/reads-{READS}"), PATIENCE)?;
+    let said = guest.check(&format!("sh /tmp/reads-{READS}"), TIMEOUT)?;
     let after = counters()?;
     expect(said.contains(&format!("guest: read {READS}")), || {
         format!("The guest has not read:\n{said}")
@@ -177,7 +189,7 @@ pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Failure> {
     let per_read =
         |of: fn(&KvmCounters) -> u64| of(&after).saturating_sub(of(&before)) as f64 / READS as f64;
     let mmio = per_read(|counters| counters.mmio_exits);
-    tell(
+    print_costs(
         "virtio-blk in QEMU",
         [
             mmio,
@@ -186,7 +198,7 @@ pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Failure> {
             per_read(|counters| counters.exits),
         ],
     );
-    guest.power_off(PATIENCE)?;
+    guest.power_off(TIMEOUT)?;
     sh(&format!("rm {}", image.display()))?;
     // QEMU's values are only printed, but KVM must have counted exits.
     expect(per_read(|counters| counters.exits) > 0.0, || {
@@ -195,14 +207,18 @@ pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// Prints a row of the table of costs per read.
-fn tell(what: &str, [mmio, io, interrupts, exits]: [f64; 4]) {
-    say(&format!(
+fn print_costs(what: &str, [mmio, io, interrupts, exits]: [f64; 4]) {
+    print_line(&format!(
         "        for each of {READS} reads: {mmio:.4} MMIO exits, {io:.4} port exits, {interrupts:.3} \
          interrupts, {exits:.2} exits of all kinds; {what}"
     ));
 }
 
-fn boot_counting(bench: &Bench, script: &str, function: (&str, Owner)) -> Result<String, Failure> {
+fn boot_counting(
+    bench: &CheckEnvironment,
+    script: &str,
+    function: (&str, Owner),
+) -> Result<String, Failure> {
     boot(
         bench,
         &KernelChoice::V6_1,
@@ -213,7 +229,7 @@ fn boot_counting(bench: &Bench, script: &str, function: (&str, Owner)) -> Result
 }
 
 /// Returns a value from the report number `time`.
-fn told(said: &str, time: u32, name: &str) -> Result<u64, Failure> {
+fn reported_value(said: &str, time: u32, name: &str) -> Result<u64, Failure> {
     let told = format!("vmm: counters {time} ");
     let line = said.lines().find_map(|line| line.split(&told).nth(1));
     let prefix = format!("{name}=");
@@ -225,6 +241,6 @@ fn told(said: &str, time: u32, name: &str) -> Result<u64, Failure> {
 }
 
 /// Returns the difference of a value between both reports.
-fn delta(said: &str, name: &str) -> Result<u64, Failure> {
-    Ok(told(said, 2, name)?.saturating_sub(told(said, 1, name)?))
+fn reported_delta(said: &str, name: &str) -> Result<u64, Failure> {
+    Ok(reported_value(said, 2, name)?.saturating_sub(reported_value(said, 1, name)?))
 }

@@ -12,18 +12,18 @@ use std::process::Command;
 use std::time::Duration;
 
 use integration::lab::{LabDrive, inside};
-use integration::process::Supervised;
-use integration::progress::say;
-use integration::server::{DriveStats, FunctionOptions, Replacement, Server};
+use integration::process::SupervisedChild;
+use integration::progress::print_line;
+use integration::server::{DriveStatsExcerpt, FunctionArgument, Server, ServerReplacement};
 
-use crate::client::{Client, Contents, Counts, Outcome, Work};
-use crate::fixture::{Bench, Failure, at, await_that, expect, iommu_faults, sh};
-use crate::{Group, Refused, native};
+use crate::client::{Client, ClientWork, Contents, Counts, Outcome};
+use crate::fixture::{CheckEnvironment, Failure, await_that, expect, iommu_faults, sh, with_path};
+use crate::{ExpectedRefusals, Group, native};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "failures",
     drives: || vec![LabDrive::new("a", 64 << 20), LabDrive::new("b", 64 << 20)],
-    refused: Refused::Nothing,
+    refused: ExpectedRefusals::None,
     checks: &[
         ("overdue_and_abort_is_honoured", honoured),
         ("overdue_and_abort_is_ignored", ignored),
@@ -42,14 +42,14 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("server_is_killed", server_killed),
         ("every_command_is_accounted_for", table),
         ("a_hundred_servers_are_killed_under_a_function", |bench| {
-            native::taken_up(bench, 100)
+            native::check_restored(bench, 100)
         }),
         (
             "a_hundred_kept_servers_are_killed_under_a_client",
-            |bench| native::outlives(bench, Replacement::Kill, 100),
+            |bench| native::check_replacements(bench, ServerReplacement::Kill, 100),
         ),
         ("a_hundred_upgrades_reset_no_drive", |bench| {
-            native::outlives(bench, Replacement::Upgrade, 100)
+            native::check_replacements(bench, ServerReplacement::Upgrade, 100)
         }),
     ],
 };
@@ -84,13 +84,13 @@ struct Scene {
 }
 
 impl Scene {
-    fn start(bench: &Bench, failure: &str, options: &[&str]) -> Result<Self, Failure> {
+    fn start(bench: &CheckEnvironment, failure: &str, options: &[&str]) -> Result<Self, Failure> {
         let iommu_faults = iommu_faults()?;
         inside::bind("a", "vfio-pci")?;
         inside::bind("b", "vfio-pci")?;
         let (a, b) = (inside::address("a")?, inside::address("b")?);
         let function = |id: &str, path: &str, start: u64| {
-            FunctionOptions::new(id, path, format!("{start}+{RANGE}"))
+            FunctionArgument::new(id, path, format!("{start}+{RANGE}"))
         };
         let mut functions = vec![function("a1", &a, RANGES[0]), function("a2", &a, RANGES[1])];
         for option in options {
@@ -98,7 +98,7 @@ impl Scene {
         }
         functions.push(function("b1", &b, 0));
         let server = bench.serve(&functions)?;
-        let guest = |name, seed| Client::start(name, &server.socket(name), Work::new(seed));
+        let guest = |name, seed| Client::start(name, &server.socket(name), ClientWork::new(seed));
         let scene = Self {
             failure: failure.to_owned(),
             a: [guest("a1", 1)?, guest("a2", 2)?],
@@ -115,19 +115,23 @@ impl Scene {
     fn advance(&self) -> Result<(), Failure> {
         // The first commands write the range, so progress is awaited after them.
         for client in [&self.a[0], &self.a[1], &self.b] {
-            let places = Work::new(0).places as u64;
+            let places = ClientWork::new(0).places as u64;
             client.wait_for("to write its range", || client.completed() > places)?;
             client.advance()?;
         }
         Ok(())
     }
 
-    fn drive_stats(&self) -> Result<DriveStats, Failure> {
+    fn drive_stats(&self) -> Result<DriveStatsExcerpt, Failure> {
         Ok(self.server.drive_stats(&self.drive)?)
     }
 
     /// Waits until the drive's statistics satisfy `there`.
-    fn await_drive(&self, what: &str, there: impl Fn(&DriveStats) -> bool) -> Result<(), Failure> {
+    fn await_drive(
+        &self,
+        what: &str,
+        there: impl Fn(&DriveStatsExcerpt) -> bool,
+    ) -> Result<(), Failure> {
         await_that(what, || Ok(there(&self.drive_stats()?)))
     }
 
@@ -146,7 +150,7 @@ impl Scene {
         let elsewhere = b.finish()?;
         server.stop()?;
         let errors = here[0].counts.errors + here[1].counts.errors;
-        account(&failure, &here, &elsewhere, iommu_faults)?;
+        record_row(&failure, &here, &elsewhere, iommu_faults)?;
         expect(errors == 0, || {
             format!(
                 "{errors} commands failed: {:?}",
@@ -157,7 +161,7 @@ impl Scene {
 }
 
 /// Records a row, and fails if the row has a forbidden count.
-fn account(
+fn record_row(
     failure: &str,
     here: &[Outcome; 2],
     elsewhere: &Outcome,
@@ -165,7 +169,7 @@ fn account(
 ) -> Result<(), Failure> {
     let row = Row {
         failure: failure.to_owned(),
-        here: here[0].counts.and(&here[1].counts),
+        here: here[0].counts.sum_with(&here[1].counts),
         elsewhere: elsewhere.counts.clone(),
         iommu_faults: iommu_faults()? - faults_before,
     };
@@ -176,7 +180,7 @@ fn account(
         .append(true)
         .open(TABLE)
         .and_then(|mut table| writeln!(table, "{said}"))
-        .map_err(at(TABLE))?;
+        .map_err(with_path(TABLE))?;
     expect(wrong.is_none(), || {
         format!("{}:\n{HEADER}\n{said}", wrong.unwrap_or_default())
     })
@@ -184,8 +188,8 @@ fn account(
 
 impl Row {
     fn fault(&self) -> Option<&'static str> {
-        let all = self.here.and(&self.elsewhere);
-        if all.lost() > 0 {
+        let all = self.here.sum_with(&self.elsewhere);
+        if all.lost_commands() > 0 {
             return Some("Commands were lost");
         }
         if all.doubled > 0 {
@@ -216,7 +220,7 @@ impl std::fmt::Display for Row {
             here.retried,
             here.errors,
             here.withdrawn,
-            here.lost() + there.lost(),
+            here.lost_commands() + there.lost_commands(),
             here.doubled + there.doubled,
             seconds(here.stall),
             there.completed,
@@ -228,15 +232,15 @@ impl std::fmt::Display for Row {
 }
 
 /// Prints the table of all failures. A row with a forbidden count has already failed its own check.
-fn table(_: &Bench) -> Result<(), Failure> {
-    let rows = fs::read_to_string(TABLE).map_err(at(TABLE))?;
-    say(HEADER);
-    say(rows.trim_end());
+fn table(_: &CheckEnvironment) -> Result<(), Failure> {
+    let rows = fs::read_to_string(TABLE).map_err(with_path(TABLE))?;
+    print_line(HEADER);
+    print_line(rows.trim_end());
     Ok(())
 }
 
 /// The drive misses the deadline, and honours the Abort before a reset is due.
-fn honoured(bench: &Bench) -> Result<(), Failure> {
+fn honoured(bench: &CheckEnvironment) -> Result<(), Failure> {
     let scene = Scene::start(bench, "overdue: Abort is honoured", &[SHORT])?;
     inside::control("freeze a")?;
     scene.await_drive("an Abort", |drive| drive.aborts > 0)?;
@@ -250,11 +254,11 @@ fn honoured(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// The drive completes nothing, and ignores the Abort.
-fn ignored(bench: &Bench) -> Result<(), Failure> {
+fn ignored(bench: &CheckEnvironment) -> Result<(), Failure> {
     let scene = Scene::start(bench, "overdue: Abort is ignored, reset", &[SHORT])?;
     inside::control("freeze a")?;
     scene.await_drive("a reset", |drive| drive.resets > 0)?;
-    let DriveStats {
+    let DriveStatsExcerpt {
         timeouts, aborts, ..
     } = scene.drive_stats()?;
     inside::control("thaw a")?;
@@ -266,7 +270,7 @@ fn ignored(bench: &Bench) -> Result<(), Failure> {
 
 /// A reset from outside makes the drive forget its queues, including the admin queue. A command becomes overdue, and its Abort
 /// is lost.
-fn controller_reset(bench: &Bench) -> Result<(), Failure> {
+fn controller_reset(bench: &CheckEnvironment) -> Result<(), Failure> {
     let scene = Scene::start(bench, "the controller forgets its queues", &[])?;
     sh(&format!(
         "echo 1 >/sys/bus/pci/devices/{}/reset",
@@ -277,7 +281,7 @@ fn controller_reset(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// The drive loses access to its queues, and reports that by CSTS.CFS.
-fn fatal_status(bench: &Bench) -> Result<(), Failure> {
+fn fatal_status(bench: &CheckEnvironment) -> Result<(), Failure> {
     let scene = Scene::start(bench, "controller fatal status", &[])?;
     // Memory Space Enable without Bus Master Enable in the Command register (PCI Local Bus 3.0, 6.2.2).
     let config = format!("/sys/bus/pci/devices/{}/config", scene.drive);
@@ -289,7 +293,7 @@ fn fatal_status(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// A block is unreadable. Only its reader gets an error, and the block is readable after the repair.
-fn media_error(bench: &Bench) -> Result<(), Failure> {
+fn media_error(bench: &CheckEnvironment) -> Result<(), Failure> {
     let scene = Scene::start(bench, "media error", &[])?;
     inside::control("fail a read 9")?;
     let a1 = &scene.a[0];
@@ -307,7 +311,7 @@ fn media_error(bench: &Bench) -> Result<(), Failure> {
     let here = [first.finish()?, second.finish()?];
     let elsewhere = b.finish()?;
     server.stop()?;
-    account(&failure, &here, &elsewhere, iommu_faults)?;
+    record_row(&failure, &here, &elsewhere, iommu_faults)?;
     let statuses = &here[0].counts.statuses;
     expect(
         statuses.len() == 1 && statuses[0].starts_with("Unrecovered Read Error"),
@@ -317,7 +321,7 @@ fn media_error(bench: &Bench) -> Result<(), Failure> {
     expect(others == 0, || format!("{others} errors in another range"))
 }
 
-fn guest_reset(bench: &Bench) -> Result<(), Failure> {
+fn guest_reset(bench: &CheckEnvironment) -> Result<(), Failure> {
     let scene = Scene::start(bench, "guest resets its controller, 5 times", &[])?;
     for _ in 0..5 {
         scene.a[0].reset()?;
@@ -327,14 +331,14 @@ fn guest_reset(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// The memory is returned only after the drive has stopped using it, even if that takes a reset.
-fn guest_detach(bench: &Bench) -> Result<(), Failure> {
+fn guest_detach(bench: &CheckEnvironment) -> Result<(), Failure> {
     let scene = Scene::start(bench, "guest takes its memory, drive frozen", &[SHORT])?;
     inside::control("freeze a")?;
     let [first, second] = scene.a;
-    let first = first.take_memory()?;
+    let first = first.unmap_and_end()?;
     inside::control("thaw a")?;
     second.advance()?;
-    leave(
+    end_remaining_guests(
         &scene.failure,
         scene.server,
         first,
@@ -345,14 +349,15 @@ fn guest_detach(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// The memory of a disconnected guest is no longer written once the server accepts the next guest.
-fn guest_death(bench: &Bench) -> Result<(), Failure> {
+fn guest_death(bench: &CheckEnvironment) -> Result<(), Failure> {
     let scene = Scene::start(bench, "guest dies, drive frozen", &[SHORT])?;
     inside::control("freeze a")?;
     let [first, second] = scene.a;
     first.vanish()?;
     let socket = scene.server.socket("a1");
     // The server accepts the next guest after the old guest's commands have ended, which may take a reset of the drive.
-    let next = std::thread::spawn(move || Client::start("a1, the next", &socket, Work::new(4)));
+    let next =
+        std::thread::spawn(move || Client::start("a1, the next", &socket, ClientWork::new(4)));
     let resets = || Ok(scene.server.drive_stats(&scene.drive)?.resets > 0);
     await_that("a reset", resets)?;
     inside::control("thaw a")?;
@@ -360,19 +365,19 @@ fn guest_death(bench: &Bench) -> Result<(), Failure> {
         Ok(next) => next?,
         Err(panic) => std::panic::resume_unwind(panic),
     };
-    let first = first.look_at_memory()?;
+    let first = first.check_memory_after_vanish()?;
     next.advance()?;
     second.advance()?;
     let next = next.finish()?;
     let first = Outcome {
-        counts: first.counts.and(&next.counts),
+        counts: first.counts.sum_with(&next.counts),
         contents: next.contents,
     };
     let errors = first.counts.errors;
     expect(errors == 0, || {
         format!("{errors} errors: {:?}", first.counts.statuses)
     })?;
-    leave(
+    end_remaining_guests(
         &scene.failure,
         scene.server,
         first,
@@ -383,35 +388,35 @@ fn guest_death(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// A VMM process is killed repeatedly with many commands in flight. Its function must be free each time.
-fn guest_killed(bench: &Bench) -> Result<(), Failure> {
+fn guest_killed(bench: &CheckEnvironment) -> Result<(), Failure> {
     let scene = Scene::start(bench, "guest's process is killed, 5 times", &[])?;
     let [first, second] = scene.a;
     let first = first.finish()?;
     for round in 0..5 {
-        let mut command = Command::new(inside::brought("nvme-load"));
+        let mut command = Command::new(inside::copied_path("nvme-load"));
         command
             .arg(scene.server.socket("a1"))
             .args(["--qd", "64", "--size", "64K", "--mix", "50"])
             .args(["--seconds", "600"]);
-        let log = bench.folder().join(format!("load-{round}.log"));
+        let log = bench.dir().join(format!("load-{round}.log"));
         let commands =
             || -> Result<u64, Failure> { Ok(scene.server.function_stats("a1")?.totals().commands) };
         let before = commands()?;
-        let mut load = Supervised::spawn("nvme-load", &command, &log)?;
+        let mut load = SupervisedChild::spawn("nvme-load", &command, &log)?;
         await_that("the load", || Ok(commands()? > before + 50))?;
         load.kill();
     }
     // The contents of the killed guest's range are unknown, so the client writes its range again.
-    let again = Client::start("a1, again", &scene.server.socket("a1"), Work::new(5))?;
-    let places = Work::new(0).places as u64;
+    let again = Client::start("a1, again", &scene.server.socket("a1"), ClientWork::new(5))?;
+    let places = ClientWork::new(0).places as u64;
     again.wait_for("to write its range", || again.completed() > places)?;
     let again = again.finish()?;
     let first = Outcome {
-        counts: first.counts.and(&again.counts),
+        counts: first.counts.sum_with(&again.counts),
         contents: again.contents,
     };
     second.advance()?;
-    leave(
+    end_remaining_guests(
         &scene.failure,
         scene.server,
         first,
@@ -422,7 +427,7 @@ fn guest_killed(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// Ends the remaining guests after one guest of drive a has ended.
-fn leave(
+fn end_remaining_guests(
     failure: &str,
     mut server: Server,
     first: Outcome,
@@ -434,7 +439,7 @@ fn leave(
     let here = [first, second.finish()?];
     let elsewhere = b.finish()?;
     server.stop()?;
-    account(failure, &here, &elsewhere, iommu_faults)?;
+    record_row(failure, &here, &elsewhere, iommu_faults)?;
     let errors = here[1].counts.errors;
     expect(errors == 0, || {
         format!(
@@ -452,7 +457,7 @@ fn leave(
 }
 
 /// The drive is removed: its guests get errors, and no other guest notices.
-fn removal(bench: &Bench) -> Result<(), Failure> {
+fn removal(bench: &CheckEnvironment) -> Result<(), Failure> {
     let mut scene = Scene::start(bench, "drive is removed", &[])?;
     inside::control("remove a")?;
     scene.await_drive("the drive to be gone", |drive| drive.gone)?;
@@ -473,9 +478,9 @@ fn removal(bench: &Bench) -> Result<(), Failure> {
     let here = [first.finish()?, second.finish()?];
     let elsewhere = b.finish()?;
     server.stop()?;
-    account(&failure, &here, &elsewhere, iommu_faults)?;
+    record_row(&failure, &here, &elsewhere, iommu_faults)?;
     inside::control("plug a")?;
-    let device = reappeared()?;
+    let device = reappeared_device()?;
     for (outcome, start) in here.iter().zip(RANGES) {
         outcome.contents.check_device(&device, start)?;
     }
@@ -483,7 +488,7 @@ fn removal(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// Returns drive a's block device, once the drive has been plugged in again.
-pub(crate) fn reappeared() -> Result<PathBuf, Failure> {
+pub(crate) fn reappeared_device() -> Result<PathBuf, Failure> {
     let address = inside::address("a")?;
     let there = format!("test -d /sys/bus/pci/devices/{address}");
     await_that("the drive is back", || Ok(sh(&there).is_ok()))?;
@@ -492,22 +497,22 @@ pub(crate) fn reappeared() -> Result<PathBuf, Failure> {
 }
 
 /// A server that is stopped under load releases its drives in order.
-fn server_stopped(bench: &Bench) -> Result<(), Failure> {
-    server_goes(bench, "server is stopped (SIGTERM)", |server| {
+fn server_stopped(bench: &CheckEnvironment) -> Result<(), Failure> {
+    check_server_end(bench, "server is stopped (SIGTERM)", |server| {
         Ok(server.stop()?)
     })
 }
 
 /// A server that is killed under load leaves working drives.
-fn server_killed(bench: &Bench) -> Result<(), Failure> {
-    server_goes(bench, "server is killed (SIGKILL)", |server| {
+fn server_killed(bench: &CheckEnvironment) -> Result<(), Failure> {
+    check_server_end(bench, "server is killed (SIGKILL)", |server| {
         server.kill();
         Ok(())
     })
 }
 
-fn server_goes(
-    bench: &Bench,
+fn check_server_end(
+    bench: &CheckEnvironment,
     failure: &str,
     end: fn(&mut Server) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
@@ -518,7 +523,7 @@ fn server_goes(
     let [first, second] = scene.a;
     let here = [first.join()?, second.join()?];
     let elsewhere = scene.b.join()?;
-    account(failure, &here, &elsewhere, scene.iommu_faults)?;
+    record_row(failure, &here, &elsewhere, scene.iommu_faults)?;
     let check = |contents: &Contents, drive, start| {
         contents.check_device(&inside::block_device(drive, 1)?, start)
     };

@@ -10,35 +10,39 @@ use std::thread;
 use std::time::Duration;
 use std::{fs, io};
 
-use integration::guest::fio::{Fio, Outcome};
-use integration::guest::{Drive, GuestConfig};
-use integration::progress::say;
-use integration::server::{FunctionOptions, ServerError};
+use integration::guest::fio::{FioJobOutcome, GuestFioJob};
+use integration::guest::{GuestConfig, GuestDrive};
+use integration::progress::print_line;
+use integration::server::{FunctionArgument, ServerError};
 
-use crate::disks::{BATCH, LEASE, Layer, Mapped, PLACE, Trouble, heal, prepare};
-use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, sh};
+use crate::disks::{BATCH, DiskFailure, LEASE, Layer, MappedDisk, PLACE, heal, prepare};
+use crate::fixture::{CheckEnvironment, Failure, TIMEOUT, await_that, expect, sh, with_path};
 
 /// Writes per second, slow enough that a flaky disk fails before the last write.
 const RATE: u64 = 100;
 /// Fewest bytes on the disk before it begins to fail.
-const BEFORE: u64 = 4 << 20;
+const WRITTEN_BEFORE: u64 = 4 << 20;
 
 /// Errors that may result from a disk failure. Linux reports a Write Fault as ENODATA to direct I/O (`nvme_error_status`), and
 /// as EIO to `fsync`.
 const FAILED: [i64; 2] = [libc::EIO as i64, libc::ENODATA as i64];
 
 /// Compares fio in a guest with fio on the local file or device.
-pub(crate) fn compare(bench: &Bench, layer: Layer, trouble: Trouble) -> Result<(), Failure> {
-    fs::create_dir_all("/mnt").map_err(at(Path::new("/mnt")))?;
+pub(crate) fn compare(
+    bench: &CheckEnvironment,
+    layer: Layer,
+    trouble: DiskFailure,
+) -> Result<(), Failure> {
+    fs::create_dir_all("/mnt").map_err(with_path(Path::new("/mnt")))?;
     for (who, locally) in [("a local file", true), ("a guest", false)] {
         let (disk, path) = prepare(layer, trouble)?;
         let outcome = match locally {
-            true => on_the_host(&disk, layer, &path, trouble)?,
-            false => in_a_guest(bench, &disk, layer, &path, trouble)?,
+            true => run_on_host(&disk, layer, &path, trouble)?,
+            false => run_in_guest(bench, &disk, layer, &path, trouble)?,
         };
         heal(&disk, layer)?;
         let covered = outcome.flushes * BATCH * PLACE;
-        say(&format!(
+        print_line(&format!(
             "        {who}: {} MiB were flushed, then fio got {}",
             covered >> 20,
             io::Error::from_raw_os_error(outcome.error as i32)
@@ -47,25 +51,25 @@ pub(crate) fn compare(bench: &Bench, layer: Layer, trouble: Trouble) -> Result<(
             format!("{who} flushed nothing before there was any trouble")
         })?;
         let expected = match trouble {
-            Trouble::Full => outcome.error == i64::from(libc::ENOSPC),
-            Trouble::Error | Trouble::Flaky => FAILED.contains(&outcome.error),
+            DiskFailure::Full => outcome.error == i64::from(libc::ENOSPC),
+            DiskFailure::Error | DiskFailure::Flaky => FAILED.contains(&outcome.error),
         };
         expect(expected, || {
             format!("{who} got error {} of a disk in {trouble:?}", outcome.error)
         })?;
         let job = job(layer, trouble, &path).option("verify_only", "1");
         let job = job.option("size", &covered.to_string());
-        job.report(&fio(&job)?)?;
+        job.report(&run_job(&job)?)?;
     }
     Ok(())
 }
 
 /// Returns a job with direct writes. On a file below which the disk fails, the job uses the page cache, as most programs do.
 /// (Write-back to a full device fails with EIO.)
-fn job(layer: Layer, trouble: Trouble, path: &Path) -> Fio {
-    let cached = (layer, trouble) == (Layer::File, Trouble::Error);
+fn job(layer: Layer, trouble: DiskFailure, path: &Path) -> GuestFioJob {
+    let cached = (layer, trouble) == (Layer::File, DiskFailure::Error);
     let direct = if cached { "0" } else { "1" };
-    Fio::new("trouble", "write", &PLACE.to_string(), 1)
+    GuestFioJob::new("trouble", "write", &PLACE.to_string(), 1)
         .option("filename", &path.display().to_string())
         .option("size", &LEASE.to_string())
         .option("direct", direct)
@@ -74,7 +78,7 @@ fn job(layer: Layer, trouble: Trouble, path: &Path) -> Fio {
 }
 
 /// Returns a job that only writes.
-fn writes(layer: Layer, trouble: Trouble, path: &Path) -> Fio {
+fn writes(layer: Layer, trouble: DiskFailure, path: &Path) -> GuestFioJob {
     job(layer, trouble, path)
         .option("do_verify", "0")
         .option("fsync", &BATCH.to_string())
@@ -82,58 +86,58 @@ fn writes(layer: Layer, trouble: Trouble, path: &Path) -> Fio {
 }
 
 /// Runs a job on the lab host. Returns its report, which may contain an error.
-fn fio(job: &Fio) -> Result<String, Failure> {
+fn run_job(job: &GuestFioJob) -> Result<String, Failure> {
     let ran = Command::new("sh").args(["-c", &job.script()]).output();
-    let output = ran.map_err(at(Path::new("sh")))?;
+    let output = ran.map_err(with_path(Path::new("sh")))?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// Starts the failure in the middle of the writes.
-fn begin(disk: &Mapped, trouble: Trouble, before: u64) -> Result<(), Failure> {
-    if trouble != Trouble::Full {
+fn begin(disk: &MappedDisk, trouble: DiskFailure, before: u64) -> Result<(), Failure> {
+    if trouble != DiskFailure::Full {
         await_that("the disk has some writes", || {
-            Ok(disk.written()? >= before + BEFORE)
+            Ok(disk.written_bytes()? >= before + WRITTEN_BEFORE)
         })?;
     }
     disk.begin(trouble)
 }
 
-fn on_the_host(
-    disk: &Mapped,
+fn run_on_host(
+    disk: &MappedDisk,
     layer: Layer,
     path: &Path,
-    trouble: Trouble,
-) -> Result<Outcome, Failure> {
+    trouble: DiskFailure,
+) -> Result<FioJobOutcome, Failure> {
     let job = writes(layer, trouble, path);
-    let before = disk.written()?;
+    let before = disk.written_bytes()?;
     let (done, outcome) = mpsc::channel();
     let local = job.clone();
     thread::spawn(move || {
         // The receiver may be gone at the end of the check.
-        let _ = done.send(fio(&local).map_err(|failure| failure.to_string()));
+        let _ = done.send(run_job(&local).map_err(|failure| failure.to_string()));
     });
     begin(disk, trouble, before)?;
-    let text = outcome.recv_timeout(PATIENCE)??;
+    let text = outcome.recv_timeout(TIMEOUT)??;
     Ok(job.outcome(&text)?)
 }
 
-fn in_a_guest(
-    bench: &Bench,
-    disk: &Mapped,
+fn run_in_guest(
+    bench: &CheckEnvironment,
+    disk: &MappedDisk,
     layer: Layer,
     path: &Path,
-    trouble: Trouble,
-) -> Result<Outcome, Failure> {
-    let options = FunctionOptions::new("x", path.display().to_string(), format!("0+{LEASE}"));
+    trouble: DiskFailure,
+) -> Result<FioJobOutcome, Failure> {
+    let options = FunctionArgument::new("x", path.display().to_string(), format!("0+{LEASE}"));
     let mut server = bench.serve(&[options])?;
-    let config = GuestConfig::new("guest").drive(Drive::vfio_user(server.socket("x")));
+    let config = GuestConfig::new("guest").drive(GuestDrive::vfio_user(server.socket("x")));
     let mut guest = bench.boot(&config)?;
     let job = writes(layer, trouble, &PathBuf::from("/dev/nvme0n1"));
-    let before = disk.written()?;
+    let before = disk.written_bytes()?;
     let running = guest.start(&job.script())?;
     begin(disk, trouble, before)?;
-    let output = guest.finish(running, job.patience().max(Duration::from_secs(300)))?;
-    guest.power_off(PATIENCE)?;
+    let output = guest.finish(running, job.timeout().max(Duration::from_secs(300)))?;
+    guest.power_off(TIMEOUT)?;
     match server.stop() {
         // The server may be unable to flush, or may report an earlier error.
         Ok(()) | Err(ServerError::Ended { .. }) => {}

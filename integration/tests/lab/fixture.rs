@@ -5,13 +5,13 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-pub(crate) use integration::checks::{Bench, Failure, at, expect};
+pub(crate) use integration::checks::{CheckEnvironment, Failure, expect, with_path};
 use integration::lab::inside;
 use integration::process;
-use integration::provision::{Assets, KernelChoice};
+use integration::provision::{GuestAssets, KernelChoice};
 
 /// Timeout of any operation in the lab.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(180);
 /// Directory for the logs of checks.
 pub(crate) const LOGS: &str = "/tmp/logs";
 
@@ -45,10 +45,10 @@ pub(crate) fn await_that(
     what: &str,
     mut happened: impl FnMut() -> Result<bool, Failure>,
 ) -> Result<(), Failure> {
-    let deadline = std::time::Instant::now() + PATIENCE;
+    let deadline = std::time::Instant::now() + TIMEOUT;
     while !happened()? {
         expect(std::time::Instant::now() < deadline, || {
-            format!("Waited {PATIENCE:?} in vain: {what}")
+            format!("Waited {TIMEOUT:?} in vain: {what}")
         })?;
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -56,14 +56,14 @@ pub(crate) fn await_that(
 }
 
 /// Returns a bench with its own directory.
-pub(crate) fn bench(check: &str) -> Result<Bench, Failure> {
+pub(crate) fn bench(check: &str) -> Result<CheckEnvironment, Failure> {
     let folder = Path::new(LOGS).join(check.replace("::", "-"));
-    fs::create_dir_all(&folder).map_err(at(&folder))?;
-    let assets = Assets::provide(&KernelChoice::V6_12)?;
-    Ok(Bench::new(
+    fs::create_dir_all(&folder).map_err(with_path(&folder))?;
+    let assets = GuestAssets::provide(&KernelChoice::V6_12)?;
+    Ok(CheckEnvironment::new(
         folder.clone(),
         folder,
-        inside::brought("nvme-mpt"),
+        inside::copied_path("nvme-mpt"),
         assets,
     ))
 }

@@ -5,22 +5,22 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
 use integration::checks::FULL;
-use integration::guest::{self, LOST, LOST_STATUS};
+use integration::guest::{self, LOST_GUEST_LINE, LOST_STATUS};
 use integration::lab::options;
-use integration::lab::{Lab, LabConfig, LabDrive, Said};
-use integration::progress::say;
+use integration::lab::{EchoedOutput, Lab, LabConfig, LabDrive};
+use integration::progress::print_line;
 use integration::provision::KernelChoice;
 use integration::provision::lab::LabAssets;
 use integration::vmms::cloud_hypervisor;
 use tempfile::TempDir;
 
-use crate::Refused;
-use crate::fixture::{Failure, LOGS, at, expect};
+use crate::ExpectedRefusals;
+use crate::fixture::{Failure, LOGS, expect, with_path};
 
 /// Timeout of a check on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(1800);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(1800);
 /// Timeout of collecting the logs.
-const PATIENCE_FOR_LOGS: Duration = Duration::from_secs(60);
+const LOGS_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum number of labs for a check whose guests are lost.
 const ATTEMPTS: u32 = 8;
 /// Largest log file that is fetched. Larger files are images of drives or memory, which take minutes to fetch.
@@ -45,11 +45,11 @@ pub(crate) fn suite() -> Result<&'static Suite, Failure> {
 
 impl Suite {
     fn provide() -> Result<Self, Failure> {
-        let itself = std::env::current_exe().map_err(at("this program"))?;
+        let itself = std::env::current_exe().map_err(with_path("this program"))?;
         let name = itself.file_name().unwrap_or_default().to_string_lossy();
         let inside = format!("/lab/run/bin/{name}");
         let mut programs = options::build()?;
-        programs.extend(cloud_hypervisor::to_bring());
+        programs.extend(cloud_hypervisor::existing_path());
         programs.push(itself);
         Ok(Self {
             assets: LabAssets::provide(&KernelChoice::V6_12)?,
@@ -59,12 +59,12 @@ impl Suite {
     }
 
     fn boot(&self, config: LabConfig, folder: &Path) -> Result<Lab, Failure> {
-        let config = self.programs.iter().fold(config, LabConfig::bring);
+        let config = self.programs.iter().fold(config, LabConfig::with_file);
         Ok(Lab::boot(&self.assets, &config, folder)?)
     }
 
     /// Returns the path of this program inside a lab.
-    pub(crate) fn itself(&self) -> &str {
+    pub(crate) fn program_path(&self) -> &str {
         &self.itself
     }
 
@@ -98,11 +98,11 @@ fn with_drives(drives: Vec<LabDrive>) -> LabConfig {
 
 fn temporary(prefix: &str) -> Result<TempDir, Failure> {
     let folder = tempfile::Builder::new().prefix(prefix).tempdir();
-    folder.map_err(at(std::env::temp_dir()))
+    folder.map_err(with_path(std::env::temp_dir()))
 }
 
 fn keep(folder: TempDir) {
-    say(&format!(
+    print_line(&format!(
         "        console and logs: {}",
         folder.keep().display()
     ));
@@ -111,7 +111,7 @@ fn keep(folder: TempDir) {
 /// Prints the cause of a failure without the console output.
 fn print_cause(failure: &(dyn std::error::Error + Send + Sync)) {
     let text = integration::error_chain(failure);
-    say(&format!(
+    print_line(&format!(
         "        {}",
         text.lines().next().unwrap_or_default()
     ));
@@ -156,22 +156,24 @@ impl GroupLab {
                 result => return result,
             };
             // The drives are in an unknown state, so the lab is discarded.
-            if let Err(failure) = state.leave() {
+            if let Err(failure) = state.end_lab() {
                 print_cause(&*failure);
             }
             if attempt == self.attempts {
                 return Err(failure);
             }
             print_cause(&*failure);
-            say(&format!("        {name}: {LOST}, in another lab"));
+            print_line(&format!(
+                "        {name}: {LOST_GUEST_LINE}, in another lab"
+            ));
             attempt += 1;
         }
     }
 
     /// Ends the lab and checks the number of refused accesses.
-    pub(crate) fn end(&self, refused: Refused) -> Result<(), Failure> {
+    pub(crate) fn end(&self, refused: ExpectedRefusals) -> Result<(), Failure> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.leave()?;
+        state.end_lab()?;
         refused.expect(state.refusals)
     }
 }
@@ -193,8 +195,8 @@ impl State {
         };
         let assignments = full + &cloud_hypervisor::assignment();
         let command = format!("{assignments}{} {name}", suite.itself);
-        let mut said = Said::default();
-        match lab.stream(&command, PATIENCE, &mut said) {
+        let mut said = EchoedOutput::default();
+        match lab.stream(&command, CHECK_TIMEOUT, &mut said) {
             Ok(status) => {
                 self.lab = Some((lab, folder));
                 self.failed |= status != 0;
@@ -232,7 +234,7 @@ impl State {
     }
 
     /// Ends the running lab. Its logs are fetched if a check has failed.
-    fn leave(&mut self) -> Result<(), Failure> {
+    fn end_lab(&mut self) -> Result<(), Failure> {
         let Some((lab, folder)) = self.lab.take() else {
             return Ok(());
         };
@@ -245,14 +247,14 @@ impl State {
         let large =
             format!("[ ! -d {LOGS} ] || find {LOGS} -type f -size +{LOG_KIB_MAX}k -exec rm {{}} +");
         let report = lab
-            .run(&large, PATIENCE_FOR_LOGS)
+            .run(&large, LOGS_TIMEOUT)
             .and_then(|_| lab.finish(failed.into(), &files, logs.path()));
         match report {
             Ok(report) => {
                 self.refusals += report.iommu_faults;
                 if !report.files.is_empty() {
                     let path = logs.keep();
-                    say(&format!("        logs of what failed: {}", path.display()));
+                    print_line(&format!("        logs of what failed: {}", path.display()));
                 }
                 Ok(())
             }
@@ -264,12 +266,12 @@ impl State {
     }
 }
 
-impl Refused {
+impl ExpectedRefusals {
     /// Fails unless the number of refused accesses is expected.
     fn expect(self, refusals: u64) -> Result<(), Failure> {
         let as_expected = match self {
-            Self::Nothing => refusals == 0,
-            Self::Something => refusals > 0,
+            Self::None => refusals == 0,
+            Self::AtLeastOne => refusals > 0,
         };
         expect(as_expected, || {
             format!("The IOMMU has refused {refusals} accesses, expected: {self:?}")

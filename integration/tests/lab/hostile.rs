@@ -34,27 +34,27 @@ const RACES: u64 = 400;
 
 /// Numbers of attempts.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Tried {
+pub(crate) struct AttemptCounts {
     pub(crate) commands: u64,
     pub(crate) refused: u64,
 }
 
-pub(crate) struct Hostile {
+pub(crate) struct HostileGuest {
     memory: GuestMemory,
     controller: Controller,
     queue: QueuePair,
     /// Guest memory that is not mapped for the device.
-    hidden: DmaBuffer,
+    unmapped: DmaBuffer,
     /// Mapped memory that no valid command uses.
-    unnamed: DmaBuffer,
+    unused: DmaBuffer,
     data: DmaBuffer,
     /// Numbers of logical blocks in the range and in a page.
     blocks: u64,
     per_page: u32,
-    tried: Tried,
+    attempts: AttemptCounts,
 }
 
-impl Hostile {
+impl HostileGuest {
     /// Connects to a function with a range of `range` bytes.
     pub(crate) fn attach(socket: &Path, range: u64) -> Result<Self, Failure> {
         let memory = GuestMemory::new(&[(BASE, SIZE)])?;
@@ -84,17 +84,17 @@ impl Hostile {
             memory,
             controller,
             queue,
-            hidden,
-            unnamed,
+            unmapped: hidden,
+            unused: unnamed,
             data,
             blocks: namespace.nsze,
             per_page: (PAGE / block) as u32,
-            tried: Tried::default(),
+            attempts: AttemptCounts::default(),
         })
     }
 
     /// Makes every attempt once. Each invalid command must be refused.
-    pub(crate) fn try_everything(&mut self) -> Result<Tried, Failure> {
+    pub(crate) fn try_everything(&mut self) -> Result<AttemptCounts, Failure> {
         self.pointers()?;
         self.lists()?;
         self.descriptors()?;
@@ -108,11 +108,11 @@ impl Hostile {
         }
         self.race_with_ranges()?;
         self.expect_untouched()?;
-        Ok(self.tried)
+        Ok(self.attempts)
     }
 
     /// Checks that guest memory contains none of these block prefixes.
-    pub(crate) fn expect_nothing_of(&self, secrets: &HashSet<[u8; 16]>) -> Result<(), Failure> {
+    pub(crate) fn expect_no_secrets(&self, secrets: &HashSet<[u8; 16]>) -> Result<(), Failure> {
         let mut bytes = vec![0; MIB];
         for gpa in (BASE..BASE + SIZE).step_by(MIB) {
             self.memory.read(gpa, &mut bytes)?;
@@ -129,20 +129,25 @@ impl Hostile {
         Ok(())
     }
 
-    pub(crate) fn leave(mut self) -> Result<(), Failure> {
+    pub(crate) fn end(mut self) -> Result<(), Failure> {
         Ok(self.controller.disable()?)
     }
 
     /// Runs a command. Returns whether it succeeded.
     fn command(&mut self, sqe: Sqe) -> Result<bool, Failure> {
         let status = self.queue.submit_and_wait(sqe, TIMEOUT)?.status();
-        self.tried.commands += 1;
-        self.tried.refused += u64::from(!status.is_success());
+        self.attempts.commands += 1;
+        self.attempts.refused += u64::from(!status.is_success());
         Ok(status.is_success())
     }
 
     /// Checks that commands with `pages` pages of data, in both directions, are refused.
-    fn refused(&mut self, what: &str, pointer: DataPointer, pages: u32) -> Result<(), Failure> {
+    fn expect_refused(
+        &mut self,
+        what: &str,
+        pointer: DataPointer,
+        pages: u32,
+    ) -> Result<(), Failure> {
         for opcode in [io::READ, io::WRITE, io::COMPARE] {
             let sqe = Sqe::range(opcode, 1, 0, pages * self.per_page).with_data(pointer);
             let executed = self.command(sqe)?;
@@ -155,8 +160,8 @@ impl Hostile {
 
     fn expect_untouched(&self) -> Result<(), Failure> {
         for (name, memory) in [
-            ("not given to", &self.hidden),
-            ("not named to", &self.unnamed),
+            ("not given to", &self.unmapped),
+            ("not named to", &self.unused),
         ] {
             let bytes = memory.to_vec(0, memory.len());
             expect(bytes.iter().all(|byte| *byte == SENTINEL), || {
@@ -183,20 +188,20 @@ impl Hostile {
 
     /// PRP1 and PRP2, outside of memory and misaligned (NVMe Base 2.0, 4.1.1).
     fn pointers(&mut self) -> Result<(), Failure> {
-        let (data, unnamed) = (self.data.gpa(), self.unnamed.gpa());
-        for gpa in outside() {
-            self.refused("PRP1", DataPointer::prp(gpa, 0), 1)?;
-            self.refused("PRP2", DataPointer::prp(data, gpa), 2)?;
+        let (data, unnamed) = (self.data.gpa(), self.unused.gpa());
+        for gpa in outside_addresses() {
+            self.expect_refused("PRP1", DataPointer::prp(gpa, 0), 1)?;
+            self.expect_refused("PRP2", DataPointer::prp(data, gpa), 2)?;
         }
         for offset in [1, 2, 3, 4095] {
-            self.refused(
+            self.expect_refused(
                 "PRP1",
                 DataPointer::prp(unnamed + offset, unnamed + PAGE),
                 1,
             )?;
         }
         for offset in [1, 4, 512, 4092] {
-            self.refused("PRP2", DataPointer::prp(data, unnamed + offset), 2)?;
+            self.expect_refused("PRP2", DataPointer::prp(data, unnamed + offset), 2)?;
         }
         Ok(())
     }
@@ -204,23 +209,26 @@ impl Hostile {
     /// PRP lists and their entries.
     fn lists(&mut self) -> Result<(), Failure> {
         let data = self.data.gpa();
-        for gpa in outside().into_iter().chain([self.unnamed.gpa() + 8]) {
+        for gpa in outside_addresses()
+            .into_iter()
+            .chain([self.unused.gpa() + 8])
+        {
             for bad in 0..3 {
                 let mut entries: Vec<u64> = (1..4).map(|page| data + page * PAGE).collect();
                 entries[bad] = gpa;
                 let list = self.list(&entries)?;
-                self.refused("a PRP list's entry", DataPointer::prp(data, list.gpa()), 4)?;
+                self.expect_refused("a PRP list's entry", DataPointer::prp(data, list.gpa()), 4)?;
             }
         }
-        for gpa in outside() {
-            self.refused("a PRP list", DataPointer::prp(data, gpa), 4)?;
+        for gpa in outside_addresses() {
+            self.expect_refused("a PRP list", DataPointer::prp(data, gpa), 4)?;
         }
         // The list continues in memory that is not mapped for the device.
         let edge = self.memory.alloc_at(BASE + SIZE - PAGE, PAGE_SIZE)?;
         edge.write(PAGE_SIZE - 16, &data.to_le_bytes());
         edge.write(PAGE_SIZE - 8, &HIDDEN.to_le_bytes());
         let pointer = DataPointer::prp(data, edge.gpa() + PAGE - 16);
-        self.refused("a PRP list that goes on outside", pointer, 4)?;
+        self.expect_refused("a PRP list that goes on outside", pointer, 4)?;
         // A list that links to itself. The device follows it only for the length of the command.
         let list = self.list(&vec![data; PAGE_SIZE / 8])?;
         list.write(PAGE_SIZE - 8, &list.gpa().to_le_bytes());
@@ -236,18 +244,18 @@ impl Hostile {
     fn descriptors(&mut self) -> Result<(), Failure> {
         let data = self.data.gpa();
         let len = PAGE as u32;
-        for gpa in outside()
+        for gpa in outside_addresses()
             .into_iter()
             .chain([BASE - 1, HIDDEN - 8, u64::MAX - 4094])
         {
-            self.refused("an SGL", DataPointer::sgl(data_block(gpa, len)), 1)?;
+            self.expect_refused("an SGL", DataPointer::sgl(data_block(gpa, len)), 1)?;
             let list =
                 self.descriptor_list(&[data_block(data, 1024), data_block(gpa, len - 1024)])?;
             let pointer = DataPointer::sgl(last_segment(list.gpa(), 32));
-            self.refused("an SGL's second block", pointer, 1)?;
+            self.expect_refused("an SGL's second block", pointer, 1)?;
         }
         for wrong in [1, 512, len - 1, len + 1, u32::MAX] {
-            self.refused(
+            self.expect_refused(
                 "an SGL's length",
                 DataPointer::sgl(data_block(data, wrong)),
                 1,
@@ -260,15 +268,15 @@ impl Hostile {
         ];
         let list = self.descriptor_list(&wrapping)?;
         let pointer = DataPointer::sgl(last_segment(list.gpa(), 48));
-        self.refused("lengths that wrap", pointer, 1)?;
+        self.expect_refused("lengths that wrap", pointer, 1)?;
         // Offset, Transport, Keyed, vendor specific and undefined descriptor types.
         for kind in (1..16).filter(|kind| ![2, 3].contains(kind)) {
             let pointer = DataPointer::sgl(sgl::descriptor(data, len, kind, 0));
-            self.refused("an SGL's type", pointer, 1)?;
+            self.expect_refused("an SGL's type", pointer, 1)?;
         }
         for sub in 1..16 {
             let pointer = DataPointer::sgl(sgl::descriptor(data, len, 0, sub));
-            self.refused("an SGL's sub type", pointer, 1)?;
+            self.expect_refused("an SGL's sub type", pointer, 1)?;
         }
         Ok(())
     }
@@ -276,18 +284,18 @@ impl Hostile {
     /// SGL segments.
     fn segments(&mut self) -> Result<(), Failure> {
         let data = self.data.gpa();
-        for gpa in outside().into_iter().chain([HIDDEN - 16, !15]) {
+        for gpa in outside_addresses().into_iter().chain([HIDDEN - 16, !15]) {
             for link in [segment(gpa, 32), last_segment(gpa, 32)] {
-                self.refused("a segment", DataPointer::sgl(link), 1)?;
+                self.expect_refused("a segment", DataPointer::sgl(link), 1)?;
             }
             let list = self.descriptor_list(&[data_block(data, 512), last_segment(gpa, 32)])?;
             let pointer = DataPointer::sgl(segment(list.gpa(), 32));
-            self.refused("a segment in a segment", pointer, 1)?;
+            self.expect_refused("a segment in a segment", pointer, 1)?;
         }
         let list = self.descriptor_list(&[data_block(data, 512); 8])?;
         for len in [0, 15, 17, 31, 1 << 31, !15] {
             let pointer = DataPointer::sgl(last_segment(list.gpa(), len));
-            self.refused("a segment's length", pointer, 1)?;
+            self.expect_refused("a segment's length", pointer, 1)?;
         }
         let loops = self.descriptor_list(&[data_block(data, 0); 2])?;
         let back: Vec<u8> = segment(loops.gpa(), 32)
@@ -296,12 +304,12 @@ impl Hostile {
             .collect();
         loops.write(16, &back);
         let pointer = DataPointer::sgl(segment(loops.gpa(), 32));
-        self.refused("segments in a loop", pointer, 1)
+        self.expect_refused("segments in a loop", pointer, 1)
     }
 
     /// Blocks beyond the range, in the command itself.
     fn ranges(&mut self) -> Result<(), Failure> {
-        for (slba, count) in beyond(self.blocks) {
+        for (slba, count) in ranges_beyond(self.blocks) {
             for opcode in [
                 io::READ,
                 io::WRITE,
@@ -344,7 +352,7 @@ impl Hostile {
 
     /// Blocks beyond the range, in the ranges of Dataset Management and Copy.
     fn ranges_in_data(&mut self) -> Result<(), Failure> {
-        for (slba, count) in beyond(self.blocks) {
+        for (slba, count) in ranges_beyond(self.blocks) {
             for before in [0, 1, 31] {
                 let mut bytes = dsm_range(self.blocks / 2, 1).repeat(before);
                 bytes.extend(dsm_range(slba, count));
@@ -394,7 +402,7 @@ impl Hostile {
 
     fn race_with_a_list(&mut self) -> Result<(), Failure> {
         const ENTRIES: u64 = 15;
-        let (data, unnamed) = (self.data.gpa(), self.unnamed.gpa());
+        let (data, unnamed) = (self.data.gpa(), self.unused.gpa());
         let entries: Vec<u64> = (1..=ENTRIES).map(|page| data + page * PAGE).collect();
         let list = self.list(&entries)?;
         let cells = list.cells::<AtomicU64>();
@@ -467,12 +475,12 @@ fn opcode(round: u64) -> u8 {
 }
 
 /// Returns addresses with at least one byte outside of the device's mappings.
-fn outside() -> [u64; 6] {
+fn outside_addresses() -> [u64; 6] {
     [0, BASE - PAGE, HIDDEN, HIDDEN + PAGE, !(PAGE - 1), 1 << 63]
 }
 
 /// Returns ranges (first block, number of blocks) beyond a namespace of `blocks` blocks.
-fn beyond(blocks: u64) -> [(u64, u32); 10] {
+fn ranges_beyond(blocks: u64) -> [(u64, u32); 10] {
     [
         (blocks, 1),
         (blocks - 1, 2),

@@ -2,18 +2,18 @@
 
 use integration::lab::{LabDrive, inside};
 
-use crate::fixture::{Bench, Failure, await_that, sh};
-use crate::{Group, Refused};
+use crate::fixture::{CheckEnvironment, Failure, await_that, sh};
+use crate::{ExpectedRefusals, Group};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "iommu",
     drives: || vec![LabDrive::new("a", 16 << 20)],
-    refused: Refused::Something,
+    refused: ExpectedRefusals::AtLeastOne,
     checks: &[("refuses_what_is_not_mapped", refuses)],
 };
 
 /// Makes a drive fetch its first admin command from an unmapped address.
-fn refuses(_: &Bench) -> Result<(), Failure> {
+fn refuses(_: &CheckEnvironment) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let device = format!("/sys/bus/pci/devices/{}", inside::address("a")?);
     let bar = sh(&format!("head -n 1 {device}/resource | cut -d' ' -f1"))?;

@@ -11,8 +11,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use integration::lab::{LabDrive, inside};
-use integration::progress::say;
-use integration::server::FunctionOptions;
+use integration::progress::print_line;
+use integration::server::FunctionArgument;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
@@ -22,10 +22,10 @@ use nvme_mpt_tests::registers::CSTS_FATAL;
 use nvme_mpt_tests::rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use crate::client::{Client, Work};
-use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, sh};
-use crate::hostile::Hostile;
-use crate::{Group, Refused};
+use crate::client::{Client, ClientWork};
+use crate::fixture::{CheckEnvironment, Failure, TIMEOUT, await_that, expect, sh, with_path};
+use crate::hostile::HostileGuest;
+use crate::{ExpectedRefusals, Group};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "isolation",
@@ -41,7 +41,7 @@ pub(crate) const GROUP: Group = Group::Inside {
             LabDrive::new("c", DRIVE).dbcs(false),
         ]
     },
-    refused: Refused::Nothing,
+    refused: ExpectedRefusals::None,
     checks: &[
         ("hostile_guest_on_512_bytes_blocks", on_small_blocks),
         (
@@ -71,36 +71,36 @@ const MIB: usize = 1 << 20;
 const SECRET: u64 = 0x5ec2e7;
 const OWN: u64 = 0x0135;
 
-fn on_small_blocks(bench: &Bench) -> Result<(), Failure> {
+fn on_small_blocks(bench: &CheckEnvironment) -> Result<(), Failure> {
     attack(bench, "a", 512)
 }
 
-fn on_large_blocks(bench: &Bench) -> Result<(), Failure> {
+fn on_large_blocks(bench: &CheckEnvironment) -> Result<(), Failure> {
     attack(bench, "b", 4096)
 }
 
-fn attack(bench: &Bench, id: &str, block_size: usize) -> Result<(), Failure> {
+fn attack(bench: &CheckEnvironment, id: &str, block_size: usize) -> Result<(), Failure> {
     inside::bind(id, "nvme")?;
     let secrets = fill_drive(&inside::block_device(id, 1)?, block_size)?;
     inside::bind(id, "vfio-pci")?;
     let path = inside::address(id)?;
     let function = |name: &str, start: u64| {
-        FunctionOptions::new(name, path.as_str(), format!("{start}+{RANGE}")).option("namespace=1")
+        FunctionArgument::new(name, path.as_str(), format!("{start}+{RANGE}")).option("namespace=1")
     };
     let mut server = bench.serve(&[
         function("victim", VICTIM),
         function("hostile", HOSTILE),
         function("bystander", BYSTANDER),
     ])?;
-    let bystander = Client::start("bystander", &server.socket("bystander"), Work::new(6))?;
-    let mut hostile = Hostile::attach(&server.socket("hostile"), RANGE)?;
+    let bystander = Client::start("bystander", &server.socket("bystander"), ClientWork::new(6))?;
+    let mut hostile = HostileGuest::attach(&server.socket("hostile"), RANGE)?;
     let tried = hostile.try_everything()?;
-    hostile.expect_nothing_of(&secrets)?;
-    hostile.leave()?;
+    hostile.expect_no_secrets(&secrets)?;
+    hostile.end()?;
     bystander.advance()?;
     let bystander = bystander.finish()?;
     server.stop()?;
-    say(&format!(
+    print_line(&format!(
         "  hostile guest, blocks of {block_size}: {} commands, {} of them refused, {} executed within its range",
         tried.commands,
         tried.refused,
@@ -108,7 +108,7 @@ fn attack(bench: &Bench, id: &str, block_size: usize) -> Result<(), Failure> {
     ));
     let counts = &bystander.counts;
     expect(
-        counts.errors + counts.retried + counts.lost() + counts.doubled == 0,
+        counts.errors + counts.retried + counts.lost_commands() + counts.doubled == 0,
         || format!("The guest beside it noticed: {counts:?}"),
     )?;
 
@@ -139,9 +139,9 @@ fn fill_drive(device: &Path, block_size: usize) -> Result<HashSet<[u8; 16]>, Fai
             secrets.extend(beginnings.copied());
         }
         let written = file.write_all_at(&bytes, offset);
-        written.map_err(at(device))?;
+        written.map_err(with_path(device))?;
     }
-    file.sync_all().map_err(at(device))?;
+    file.sync_all().map_err(with_path(device))?;
     Ok(secrets)
 }
 
@@ -154,7 +154,7 @@ fn expect_unchanged(device: &Path, block_size: usize) -> Result<(), Failure> {
         .filter(|offset| !may_have_changed(*offset))
     {
         let read = file.read_exact_at(&mut bytes, offset);
-        read.map_err(at(device))?;
+        read.map_err(with_path(device))?;
         rng::fill_blocks(&mut wanted, SECRET, offset / block_size as u64, block_size);
         expect(bytes == wanted, || {
             format!("The drive has changed in the MiB from byte {offset:#x} on")
@@ -165,12 +165,12 @@ fn expect_unchanged(device: &Path, block_size: usize) -> Result<(), Failure> {
 
 fn open(device: &Path) -> Result<File, Failure> {
     let file = File::options().read(true).write(true).open(device);
-    file.map_err(at(device))
+    file.map_err(with_path(device))
 }
 
 /// Runs commands of 1 MiB on three drives with four namespaces of one server. Drives with lower limits get split commands.
 /// Clients use SGLs where they are offered.
-fn large_commands(bench: &Bench) -> Result<(), Failure> {
+fn large_commands(bench: &CheckEnvironment) -> Result<(), Failure> {
     let drives = [
         ("a", 1, true),
         ("b", 1, false),
@@ -183,18 +183,18 @@ fn large_commands(bench: &Bench) -> Result<(), Failure> {
     let mut functions = Vec::new();
     for (id, nsid, _) in drives {
         let range = format!("0+{DRIVE}");
-        let function = FunctionOptions::new(&format!("{id}{nsid}"), inside::address(id)?, range);
+        let function = FunctionArgument::new(&format!("{id}{nsid}"), inside::address(id)?, range);
         functions.push(function.option(format!("namespace={nsid}")));
     }
     let mut server = bench.serve(&functions)?;
     let mut guests = Vec::new();
     for (index, (id, nsid, sgl)) in drives.into_iter().enumerate() {
-        let work = Work {
+        let work = ClientWork {
             depth: 4,
             bytes: MIB,
             places: 16,
             sgl,
-            ..Work::new(20 + index as u64)
+            ..ClientWork::new(20 + index as u64)
         };
         let socket = server.socket(&format!("{id}{nsid}"));
         guests.push(Client::start("of large commands", &socket, work)?);
@@ -210,11 +210,12 @@ fn large_commands(bench: &Bench) -> Result<(), Failure> {
     }
     for ((id, nsid, _), outcome) in drives.into_iter().zip(&outcomes) {
         let counts = &outcome.counts;
-        say(&format!(
+        print_line(&format!(
             "  drive {id}, namespace {nsid}: {} commands of 1 MiB, all data verified",
             counts.completed
         ));
-        let all_well = counts.errors + counts.retried + counts.lost() + counts.doubled == 0;
+        let all_well =
+            counts.errors + counts.retried + counts.lost_commands() + counts.doubled == 0;
         expect(all_well, || {
             format!("Drive {id}, namespace {nsid}: {counts:?}")
         })?;
@@ -227,30 +228,30 @@ fn large_commands(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// The hardware loses a huge page of a guest's memory: only that guest ends.
-fn memory_that_the_hardware_loses(bench: &Bench) -> Result<(), Failure> {
+fn memory_that_the_hardware_loses(bench: &CheckEnvironment) -> Result<(), Failure> {
     /// Makes the kernel treat the page at a physical address as lost (Linux, `admin-guide/mm/memory-hotplug`).
     const LOSE: &str = "/sys/devices/system/memory/hard_offline_page";
     const BASE: u64 = 1 << 32;
     const MEMORY: u64 = 4 * HUGE_PAGE;
     let function = |name: &str, start: u64| {
-        FunctionOptions::new(name, "memory:32M", format!("{start}+{RANGE}"))
+        FunctionArgument::new(name, "memory:32M", format!("{start}+{RANGE}"))
     };
     let mut server = bench.serve(&[function("victim", 0), function("bystander", RANGE)])?;
-    let bystander = Client::start("bystander", &server.socket("bystander"), Work::new(7))?;
-    let pages = HugePages::set_aside(MEMORY / HUGE_PAGE).ok_or("The lab has no huge pages")?;
+    let bystander = Client::start("bystander", &server.socket("bystander"), ClientWork::new(7))?;
+    let pages = HugePages::reserve(MEMORY / HUGE_PAGE).ok_or("The lab has no huge pages")?;
     let memory = GuestMemory::in_huge_pages(&pages, &[(BASE, MEMORY)])?;
     let bar: Arc<dyn Bar> = Arc::new(VfioUserBar::attach(&server.socket("victim"), &memory)?);
     let mut controller = Controller::attach(bar, memory.clone(), Config::default(), 1)?;
     let mut queue = controller.create_queue_pair(1, &QueueOptions::polled(64))?;
     let data = memory.alloc_aligned(HUGE_PAGE as usize, HUGE_PAGE as usize)?;
     let read = Sqe::read(1, 0, 8).with_data(DataPointer::prp(data.gpa(), 0));
-    let status = queue.submit_and_wait(read, PATIENCE)?.status();
+    let status = queue.submit_and_wait(read, TIMEOUT)?.status();
     expect(status.is_success(), || {
         format!("Before the error: {status}")
     })?;
 
     let address = data.host_address()?;
-    std::fs::write(LOSE, format!("{address:#x}")).map_err(at(Path::new(LOSE)))?;
+    std::fs::write(LOSE, format!("{address:#x}")).map_err(with_path(Path::new(LOSE)))?;
     queue.submit(read)?;
     queue.ring();
     await_that("CSTS.CFS of the guest whose memory is gone", || {
@@ -258,16 +259,16 @@ fn memory_that_the_hardware_loses(bench: &Bench) -> Result<(), Failure> {
     })?;
     bystander.advance()?;
     drop((queue, controller));
-    let work = Work {
+    let work = ClientWork {
         places: 16,
-        ..Work::new(8)
+        ..ClientWork::new(8)
     };
     let again = Client::start("with other memory", &server.socket("victim"), work)?;
     again.wait_for("to complete commands", || again.completed() >= 64)?;
     for client in [again, bystander] {
         let counts = client.finish()?.counts;
         expect(
-            counts.errors + counts.retried + counts.lost() + counts.doubled == 0,
+            counts.errors + counts.retried + counts.lost_commands() + counts.doubled == 0,
             || format!("A guest with sound memory noticed: {counts:?}"),
         )?;
     }

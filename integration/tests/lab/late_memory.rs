@@ -5,16 +5,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use integration::process::{Supervised, file_tail};
-use integration::progress::say;
-use integration::provision::{Assets, KernelChoice};
+use integration::process::{SupervisedChild, file_tail};
+use integration::progress::print_line;
+use integration::provision::{GuestAssets, KernelChoice};
 use integration::server::Server;
-use integration::vmms::cloud_hypervisor::{self, ask};
+use integration::vmms::cloud_hypervisor::{self, request};
 use serde_json::{Value, json};
 
-use crate::fixture::{Bench, Failure, at, await_that, expect, sh};
+use crate::fixture::{CheckEnvironment, Failure, await_that, expect, sh, with_path};
 use crate::init;
-use crate::vmm::{root, said, spawn_cloud_hypervisor};
+use crate::vmm::{console_output, root, spawn_cloud_hypervisor};
 use crate::vmms::is_patched_cloud_hypervisor_named;
 
 /// Passes of the guest's load before and after the restore.
@@ -43,17 +43,17 @@ done
 }
 
 /// A guest under load. It is dropped before the server of its drive.
-struct Loaded {
-    vmm: Supervised,
+struct LoadedGuest {
+    vmm: SupervisedChild,
     console: PathBuf,
     image: PathBuf,
     server: Option<Server>,
 }
 
-impl Loaded {
+impl LoadedGuest {
     /// Boots a guest, whose drive belongs to the VMM or to a server.
-    fn start(bench: &Bench, is_served: bool) -> Result<Self, Failure> {
-        let assets = Assets::provide(&KernelChoice::V6_12)?;
+    fn start(bench: &CheckEnvironment, is_served: bool) -> Result<Self, Failure> {
+        let assets = GuestAssets::provide(&KernelChoice::V6_12)?;
         let image = root(bench, &assets, &load())?;
         let server = match is_served {
             true => Some(bench.hold(&[format!("path={}", image.display())])?),
@@ -69,17 +69,13 @@ impl Loaded {
     }
 
     /// Saves the guest into a directory, and ends its VMM.
-    fn save(&mut self, bench: &Bench) -> Result<String, Failure> {
+    fn save(&mut self, bench: &CheckEnvironment) -> Result<String, Failure> {
         await_passes(&self.console, &mut self.vmm)?;
-        let snapshot = bench.folder().join("snapshot");
-        fs::create_dir(&snapshot).map_err(at(&snapshot))?;
+        let snapshot = bench.dir().join("snapshot");
+        fs::create_dir(&snapshot).map_err(with_path(&snapshot))?;
         let url = format!("file://{}", snapshot.display());
-        ask(bench.folder(), "vm.pause", &Value::Null)?;
-        ask(
-            bench.folder(),
-            "vm.snapshot",
-            &json!({"destination_url": url}),
-        )?;
+        request(bench.dir(), "vm.pause", &Value::Null)?;
+        request(bench.dir(), "vm.snapshot", &json!({"destination_url": url}))?;
         self.vmm.kill();
         self.forget()?;
         Ok(url)
@@ -87,18 +83,18 @@ impl Loaded {
 
     /// Empties the console log.
     fn forget(&self) -> Result<(), Failure> {
-        fs::write(&self.console, "").map_err(at(&self.console))
+        fs::write(&self.console, "").map_err(with_path(&self.console))
     }
 
     /// Restores and resumes the guest.
-    fn restore(&mut self, bench: &Bench, url: &str, mode: &str) -> Result<(), Failure> {
+    fn restore(&mut self, bench: &CheckEnvironment, url: &str, mode: &str) -> Result<(), Failure> {
         let restore = format!("source_url={url},memory_restore_mode={mode},resume=true");
-        self.vmm = cloud_hypervisor::spawn(bench.folder(), ["--restore", &restore])?;
+        self.vmm = cloud_hypervisor::spawn(bench.dir(), ["--restore", &restore])?;
         Ok(())
     }
 
     /// Ends the guest, and removes its files, which occupy memory.
-    fn end(mut self, bench: &Bench) -> Result<(), Failure> {
+    fn end(mut self, bench: &CheckEnvironment) -> Result<(), Failure> {
         self.vmm.kill();
         if let Some(server) = &mut self.server {
             server.stop()?;
@@ -106,18 +102,18 @@ impl Loaded {
         sh(&format!(
             "rm -rf {} {}",
             self.image.display(),
-            bench.folder().join("snapshot").display()
+            bench.dir().join("snapshot").display()
         ))?;
         Ok(())
     }
 }
 
 /// Waits for passes of the load. None may have found an error.
-fn await_passes(console: &Path, vmm: &mut Supervised) -> Result<(), Failure> {
+fn await_passes(console: &Path, vmm: &mut SupervisedChild) -> Result<(), Failure> {
     let pid = vmm.pid();
     await_that(&format!("passes of fio in process {pid}"), || {
-        let told = said(console).unwrap_or_default();
-        if let Some(status) = vmm.ended()? {
+        let told = console_output(console).unwrap_or_default();
+        if let Some(status) = vmm.try_wait()? {
             let log = file_tail(vmm.log());
             return Err(format!("The VMM ended with {status}:\n{log}\n{told}").into());
         }
@@ -137,11 +133,11 @@ fn await_passes(console: &Path, vmm: &mut Supervised) -> Result<(), Failure> {
 }
 
 /// If the VMM has the drive, its function restores pages on access.
-pub(crate) fn restores_on_demand(bench: &Bench) -> Result<(), Failure> {
+pub(crate) fn restores_on_demand(bench: &CheckEnvironment) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
     }
-    let mut guest = Loaded::start(bench, false)?;
+    let mut guest = LoadedGuest::start(bench, false)?;
     let url = guest.save(bench)?;
     guest.restore(bench, &url, "ondemand")?;
     await_passes(&guest.console, &mut guest.vmm)?;
@@ -149,16 +145,16 @@ pub(crate) fn restores_on_demand(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// If a server has the drive, it maps the memory's file: a restore on demand is refused, and a restore by copy works.
-pub(crate) fn restores_by_a_server(bench: &Bench) -> Result<(), Failure> {
+pub(crate) fn restores_by_a_server(bench: &CheckEnvironment) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
     }
-    let mut guest = Loaded::start(bench, true)?;
+    let mut guest = LoadedGuest::start(bench, true)?;
     let url = guest.save(bench)?;
     guest.restore(bench, &url, "ondemand")?;
     await_that("the end of a restore that is refused", || {
         let log = file_tail(guest.vmm.log());
-        Ok(log.contains(REFUSAL) || guest.vmm.ended()?.is_some())
+        Ok(log.contains(REFUSAL) || guest.vmm.try_wait()?.is_some())
     })?;
     let log = file_tail(guest.vmm.log());
     expect(log.contains(REFUSAL), || {
@@ -171,29 +167,29 @@ pub(crate) fn restores_by_a_server(bench: &Bench) -> Result<(), Failure> {
 }
 
 /// The guest migrates to another process on this host, and its memory follows.
-pub(crate) fn migrates_by_post_copy(bench: &Bench) -> Result<(), Failure> {
+pub(crate) fn migrates_by_post_copy(bench: &CheckEnvironment) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
     }
     sh("ip link set lo up")?;
-    let mut guest = Loaded::start(bench, false)?;
+    let mut guest = LoadedGuest::start(bench, false)?;
     await_passes(&guest.console, &mut guest.vmm)?;
-    let folder = bench.folder().join("receiver");
-    fs::create_dir(&folder).map_err(at(&folder))?;
+    let folder = bench.dir().join("receiver");
+    fs::create_dir(&folder).map_err(with_path(&folder))?;
     let no_arguments: [&str; 0] = [];
     let mut receiver = cloud_hypervisor::spawn(&folder, no_arguments)?;
     await_that("the receiver", || Ok(folder.join("api").exists()))?;
     let receives = {
         let folder = folder.clone();
         let asked = json!({"receiver_url": format!("tcp:{RECEIVER}"), "memory_mode": "Postcopy"});
-        thread::spawn(move || ask(&folder, "vm.receive-migration", &asked))
+        thread::spawn(move || request(&folder, "vm.receive-migration", &asked))
     };
     let sent = json!({"destination_url": format!("tcp:{RECEIVER}"), "memory_mode": "Postcopy"});
     await_that("the receiver's socket", || {
         Ok(sh("grep -qi ':1B59 .* 0A ' /proc/net/tcp").is_ok())
     })?;
     guest.forget()?;
-    let sent = ask(bench.folder(), "vm.send-migration", &sent);
+    let sent = request(bench.dir(), "vm.send-migration", &sent);
     let received = receives
         .join()
         .map_err(|_| "The receiver's thread failed")?;
@@ -202,7 +198,7 @@ pub(crate) fn migrates_by_post_copy(bench: &Bench) -> Result<(), Failure> {
         expect(log.contains(REFUSAL), || {
             format!("It is refused for another reason: {error}\n{log}")
         })?;
-        say("        refused: the memory is restored on demand");
+        print_line("        refused: the memory is restored on demand");
         return guest.end(bench);
     }
     // The sender remains, without a guest.

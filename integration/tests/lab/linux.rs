@@ -3,14 +3,14 @@
 
 use std::time::Duration;
 
-use integration::guest::fio::Fio;
-use integration::guest::{Drive, Guest, GuestConfig};
+use integration::guest::fio::GuestFioJob;
+use integration::guest::{Guest, GuestConfig, GuestDrive};
 use integration::lab::{LabDrive, inside};
-use integration::server::{FunctionOptions, QueuePairStats, Server};
+use integration::server::{FunctionArgument, QueuePairStatsExcerpt, Server};
 
-use crate::client::{Client, Work};
-use crate::fixture::{Bench, Failure, PATIENCE, await_that, expect};
-use crate::{Group, Refused};
+use crate::client::{Client, ClientWork};
+use crate::fixture::{CheckEnvironment, Failure, TIMEOUT, await_that, expect};
+use crate::{ExpectedRefusals, Group};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "linux",
@@ -19,7 +19,7 @@ pub(crate) const GROUP: Group = Group::Inside {
         (few.max_ioqpairs, few.lba_size) = (1, 4096);
         vec![few]
     },
-    refused: Refused::Nothing,
+    refused: ExpectedRefusals::None,
     checks: &[("guests_share_a_drive_until_it_is_gone", from_start_to_end)],
 };
 
@@ -32,17 +32,17 @@ struct Scene {
     address: String,
 }
 
-fn scene(bench: &Bench) -> Result<Scene, Failure> {
+fn scene(bench: &CheckEnvironment) -> Result<Scene, Failure> {
     inside::bind("a", "vfio-pci")?;
     let address = inside::address("a")?;
     let server = bench.serve(&[
-        FunctionOptions::new("one", &address, "0+64M"),
-        FunctionOptions::new("two", &address, "64M+64M"),
+        FunctionArgument::new("one", &address, "0+64M"),
+        FunctionArgument::new("two", &address, "64M+64M"),
     ])?;
-    let drive = Drive::vfio_user(server.socket("one"));
+    let drive = GuestDrive::vfio_user(server.socket("one"));
     Ok(Scene {
         guest: bench.boot(&GuestConfig::new("one").drive(drive))?,
-        neighbour: Client::start("two", &server.socket("two"), Work::new(2))?,
+        neighbour: Client::start("two", &server.socket("two"), ClientWork::new(2))?,
         server,
         address,
     })
@@ -50,7 +50,7 @@ fn scene(bench: &Bench) -> Result<Scene, Failure> {
 
 /// Returns a number that `nvme` prints after a name and a colon.
 fn field(guest: &Guest, command: &str, name: &str) -> Result<u64, Failure> {
-    let text = guest.check(command, PATIENCE)?;
+    let text = guest.check(command, TIMEOUT)?;
     let value = text.lines().find_map(|line| {
         let (found, value) = line.split_once(':')?;
         let value = value.trim();
@@ -66,22 +66,22 @@ fn critical_warning(guest: &Guest) -> Result<u64, Failure> {
     field(guest, "nvme smart-log /dev/nvme0", "critical_warning")
 }
 
-fn load(name: &str) -> Fio {
-    Fio::new(name, "randrw", "4k", 8)
+fn load(name: &str) -> GuestFioJob {
+    GuestFioJob::new(name, "randrw", "4k", 8)
         .option("size", "16m")
         .option("verify", "crc32c")
         .option("verify_backlog", "64")
 }
 
 /// Runs all steps in one scene, because each boot may lose the machine.
-fn from_start_to_end(bench: &Bench) -> Result<(), Failure> {
+fn from_start_to_end(bench: &CheckEnvironment) -> Result<(), Failure> {
     let mut scene = scene(bench)?;
     shares_queue_pairs(&scene)?;
     knows_its_health(&scene)?;
     loses_its_disk_and_does_not_hang(&mut scene)?;
-    scene.guest.power_off(PATIENCE)?;
+    scene.guest.power_off(TIMEOUT)?;
     let counts = scene.neighbour.finish()?.counts;
-    expect(counts.lost() + counts.doubled == 0, || {
+    expect(counts.lost_commands() + counts.doubled == 0, || {
         format!("Of the neighbour's commands: {counts:?}")
     })?;
     scene.server.stop()?;
@@ -104,7 +104,7 @@ fn shares_queue_pairs(scene: &Scene) -> Result<(), Failure> {
             format!("{name} is {found:#x}, not {expected:#x}")
         })?;
     }
-    let block = guest.check("cat /sys/block/nvme0n1/queue/logical_block_size", PATIENCE)?;
+    let block = guest.check("cat /sys/block/nvme0n1/queue/logical_block_size", TIMEOUT)?;
     expect(block.trim() == "4096", || {
         format!("Logical blocks of {block} bytes")
     })?;
@@ -121,7 +121,7 @@ fn shares_queue_pairs(scene: &Scene) -> Result<(), Failure> {
         let pairs = of_drive.and_then(|drive| drive.queue_pairs);
         let queues = stats.functions.iter().flat_map(|function| &function.queues);
         let shared = queues.filter(|queue| queue.host_queue.as_deref() == Some("shared"));
-        let all_shared = QueuePairStats {
+        let all_shared = QueuePairStatsExcerpt {
             total: 1,
             exclusive: 0,
             shared: 1,
@@ -129,7 +129,7 @@ fn shares_queue_pairs(scene: &Scene) -> Result<(), Failure> {
         Ok(pairs == Some(all_shared) && shared.count() == 2)
     };
     await_that("two queues that share a queue pair", is_shared)?;
-    shared.report(&guest.finish(job, shared.patience())?.text)?;
+    shared.report(&guest.finish(job, shared.timeout())?.text)?;
     neighbour.advance()
 }
 
@@ -168,7 +168,7 @@ fn loses_its_disk_and_does_not_hang(scene: &mut Scene) -> Result<(), Failure> {
     await_that("load", || Ok(commands()? > before + 2000))?;
     neighbour.advance()?;
     inside::control("remove a")?;
-    let output = guest.finish(job, PATIENCE)?;
+    let output = guest.finish(job, TIMEOUT)?;
     expect(output.status != 0, || {
         "fio did not notice that the drive is gone".to_owned()
     })?;
@@ -176,22 +176,22 @@ fn loses_its_disk_and_does_not_hang(scene: &mut Scene) -> Result<(), Failure> {
     let stats = server.drive_stats(address)?;
     expect(stats.gone, || format!("The drive is not gone: {stats:?}"))?;
     await_that("the disk to go", || {
-        Ok(guest.run("[ ! -e /dev/nvme0n1 ]", PATIENCE)?.status == 0)
+        Ok(guest.run("[ ! -e /dev/nvme0n1 ]", TIMEOUT)?.status == 0)
     })?;
     let warning = critical_warning(guest)?;
     expect(warning == 4, || {
         format!("The Critical Warning is {warning:#x}")
     })?;
     // The disk does not come back, but commands do not hang.
-    guest.check("nvme reset /dev/nvme0", PATIENCE)?;
-    let state = guest.check("cat /sys/class/nvme/nvme0/state", PATIENCE)?;
+    guest.check("nvme reset /dev/nvme0", TIMEOUT)?;
+    let state = guest.check("cat /sys/class/nvme/nvme0/state", TIMEOUT)?;
     expect(state.trim() == "live", || {
         format!("The controller is {state}")
     })?;
     // The guest's driver must not have hit its own timeout.
     let waited = guest.run(
         "dmesg | grep -v 'ommand line' | grep -iE 'nvme.*time ?out|blocked for more'",
-        PATIENCE,
+        TIMEOUT,
     )?;
     expect(waited.status != 0, || {
         format!("The guest waited: {}", waited.text)

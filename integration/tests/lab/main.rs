@@ -12,25 +12,24 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::Parser;
-use integration::checks::{self, Options};
+use integration::checks::{self, CheckOptions};
 use integration::guest;
 use integration::lab::{LabDrive, inside};
 
-mod around;
 mod backing;
 mod balloon;
 mod bind;
 mod client;
-mod comings;
+mod disk_order;
 mod disks;
 mod doctor;
+mod drive_release;
 mod drives;
-mod elsewhere;
 mod exits;
 mod failures;
 mod fio;
 mod fixture;
-mod giveback;
+mod function_changes;
 mod harness;
 mod hostile;
 mod init;
@@ -40,28 +39,29 @@ mod late_memory;
 mod linux;
 mod native;
 mod nested;
-mod order;
-mod scarcity;
-mod shared;
+mod outside;
+mod remote_functions;
+mod scarce_queue_pairs;
+mod shared_drive;
 mod sharing;
 mod vmm;
 mod vmms;
 
-use fixture::{Bench, Failure};
+use fixture::{CheckEnvironment, Failure};
 use harness::{GroupLab, Suite};
 
 /// A check inside the lab.
-type Inside = fn(&Bench) -> Result<(), Failure>;
+type Inside = fn(&CheckEnvironment) -> Result<(), Failure>;
 /// A check outside of the lab, which boots its own labs.
 type Around = fn(&Suite) -> Result<(), Failure>;
 
 /// Expected number of IOMMU refusals at the end of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Refused {
+enum ExpectedRefusals {
     /// No refusals: every DMA address was valid.
-    Nothing,
+    None,
     /// At least one refusal, which the group provokes.
-    Something,
+    AtLeastOne,
 }
 
 /// Checks that belong together.
@@ -71,7 +71,7 @@ enum Group {
     Inside {
         name: &'static str,
         drives: fn() -> Vec<LabDrive>,
-        refused: Refused,
+        refused: ExpectedRefusals,
         checks: &'static [(&'static str, Inside)],
     },
     /// Checks from outside.
@@ -82,23 +82,23 @@ enum Group {
 }
 
 const GROUPS: &[Group] = &[
-    around::GROUP,
+    outside::GROUP,
     backing::GROUP,
     balloon::GROUP,
     bind::GROUP,
-    comings::GROUP,
+    function_changes::GROUP,
     disks::GROUP,
     drives::GROUP,
     failures::GROUP,
-    giveback::GROUP,
+    drive_release::GROUP,
     iommu::GROUP,
     isolation::GROUP,
     linux::GROUP,
     native::GROUP,
     nested::GROUP,
-    order::GROUP,
-    scarcity::GROUP,
-    shared::GROUP,
+    disk_order::GROUP,
+    scarce_queue_pairs::GROUP,
+    shared_drive::GROUP,
     sharing::GROUP,
     vmm::GROUP,
     vmms::GROUP,
@@ -108,12 +108,14 @@ fn main() -> ExitCode {
     if inside::is_inside() {
         let arguments: Vec<String> = std::env::args().skip(1).collect();
         return match &arguments[..] {
-            [first, rest @ ..] if first == elsewhere::ARGUMENT => elsewhere::main(rest),
-            [first, rest @ ..] if first == order::ARGUMENT => order::main(rest),
+            [first, rest @ ..] if first == remote_functions::ARGUMENT => {
+                remote_functions::main(rest)
+            }
+            [first, rest @ ..] if first == disk_order::ARGUMENT => disk_order::main(rest),
             _ => run_inside(arguments.first().map_or("", String::as_str)),
         };
     }
-    let options = Options::parse();
+    let options = CheckOptions::parse();
     let once = options.once;
     let groups = GROUPS.iter().map(|group| group.checks(once)).collect();
     // A lab needs the whole machine.
@@ -121,10 +123,10 @@ fn main() -> ExitCode {
 }
 
 impl Group {
-    fn checks(self, once: bool) -> checks::Group {
+    fn checks(self, once: bool) -> checks::CheckGroup {
         match self {
             Self::Around { name, checks } => {
-                let mut group = checks::Group::new(name);
+                let mut group = checks::CheckGroup::new(name);
                 for &(check, run) in checks {
                     group = group.check(check, move || run(harness::suite()?));
                 }
@@ -137,7 +139,7 @@ impl Group {
                 checks,
             } => {
                 let lab = Arc::new(GroupLab::new(drives, once));
-                let mut group = checks::Group::new(name);
+                let mut group = checks::CheckGroup::new(name);
                 for &(check, _) in checks {
                     let lab = Arc::clone(&lab);
                     group = group.check(check, move || lab.check(&format!("{name}::{check}")));

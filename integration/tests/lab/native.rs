@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use integration::checks::FULL;
 use integration::lab::{LabDrive, inside};
-use integration::progress::say;
-use integration::server::{FunctionOptions, Replacement, Server};
+use integration::progress::print_line;
+use integration::server::{FunctionArgument, Server, ServerReplacement};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;
@@ -15,28 +15,30 @@ use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use crate::client::{Client, Outcome, Work};
-use crate::elsewhere::{
-    CHECK, Elsewhere, Process, RANGE, TRESPASS, WRITE, check_device, expect_refused,
+use crate::client::{Client, ClientWork, Outcome};
+use crate::failures::reappeared_device;
+use crate::fixture::{CheckEnvironment, Failure, await_that, expect, iommu_faults};
+use crate::remote_functions::{
+    CHECK, Process, RANGE, RemoteFunction, TRESPASS, WRITE, check_device, expect_refused,
 };
-use crate::failures::reappeared;
-use crate::fixture::{Bench, Failure, await_that, expect, iommu_faults};
-use crate::{Group, Refused, doctor, giveback};
+use crate::{ExpectedRefusals, Group, doctor, drive_release};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "native",
     drives: || vec![LabDrive::new("a", 64 << 20), LabDrive::new("b", 64 << 20)],
-    refused: Refused::Nothing,
+    refused: ExpectedRefusals::None,
     checks: &[
-        ("served_verified_given_back", giveback::stopped),
-        ("leased_to_functions_elsewhere", leased),
-        ("taken_up_by_the_next_servers", |bench| taken_up(bench, 3)),
+        ("served_verified_given_back", drive_release::stopped),
+        ("leased_to_functions_elsewhere", check_leases),
+        ("taken_up_by_the_next_servers", |bench| {
+            check_restored(bench, 3)
+        }),
         ("reset_while_there_is_no_server", reset_in_outages),
         ("outlives_kept_servers", |bench| {
-            outlives(bench, Replacement::Kill, 10)
+            check_replacements(bench, ServerReplacement::Kill, 10)
         }),
         ("outlives_upgrades_without_a_reset", |bench| {
-            outlives(bench, Replacement::Upgrade, 10)
+            check_replacements(bench, ServerReplacement::Upgrade, 10)
         }),
         ("examined_by_doctor", doctor::examined),
         ("pulled_and_plugged", pulled),
@@ -56,12 +58,12 @@ const MEMORY: (u64, u64) = (1 << 33, 1 << 20);
 
 /// Shares a physical drive among functions in two processes and a vfio-user client. The server refuses ranges that others have
 /// leased.
-fn leased(bench: &Bench) -> Result<(), Failure> {
+fn check_leases(bench: &CheckEnvironment) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
-    let function = |id, start| FunctionOptions::new(id, &a, format!("{start}+{RANGE}"));
+    let function = |id, start| FunctionArgument::new(id, &a, format!("{start}+{RANGE}"));
     let mut server = bench.serve(&[function("f", 0)])?;
-    let over_vfio_user = working("f", &server, 3)?;
+    let over_vfio_user = start_client("f", &server, 3)?;
     let mut one = Process::start(&server, &function("one", RANGE), 1)?;
     let mut two = Process::start(&server, &function("two", 2 * RANGE), 2)?;
     for (order, meanwhile) in [(WRITE, WRITE), (TRESPASS, WRITE), (CHECK, TRESPASS)] {
@@ -112,12 +114,12 @@ fn leased(bench: &Bench) -> Result<(), Failure> {
 
 /// Kills servers of a physical drive, each with writes of a function in another process in flight. The next server executes the
 /// writes, and the guest notices only a delay.
-pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
+pub(crate) fn check_restored(bench: &CheckEnvironment, servers: u32) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
     let mut server = bench.hold(&[format!("path={a}")])?;
-    let function = FunctionOptions::new("one", &a, format!("0+{RANGE}"));
-    let mut one = Elsewhere::attach(&server, &function, 1)?;
+    let function = FunctionArgument::new("one", &a, format!("0+{RANGE}"));
+    let mut one = RemoteFunction::attach(&server, &function, 1)?;
     one.write()?;
     let faults = iommu_faults()?;
     let mut still = Vec::new();
@@ -140,7 +142,7 @@ pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
     still.sort_unstable();
     if let [.., last] = still[..] {
         let middle = still[still.len() / 2];
-        say(&format!(
+        print_line(&format!(
             "        I/O stood still for {middle:.1?} (median), {last:.1?} at most"
         ));
     }
@@ -151,19 +153,19 @@ pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
 
 /// Kills servers of a slow physical drive, each with reads of a function in another process in flight, whose guest resets its
 /// controller. The kernel frees a server's memory and sockets before it closes the drive.
-pub(crate) fn reset_in_outages(bench: &Bench) -> Result<(), Failure> {
+pub(crate) fn reset_in_outages(bench: &CheckEnvironment) -> Result<(), Failure> {
     /// Memory that the kernel frees before it closes the drive's descriptors.
     const LARGE: &str = "600M";
     /// Functions whose sockets are closed before the drive's descriptors.
-    const CROWD: u64 = 60;
+    const EXTRA_FUNCTIONS: u64 = 60;
     let servers = match env::var_os(FULL) {
         Some(_) => OUTAGES_OF_FULL,
         None => OUTAGES,
     };
-    let large = FunctionOptions::new("large", format!("memory:{LARGE}"), format!("0+{LARGE}"));
-    let crowd = (0..CROWD).map(|nth| {
+    let large = FunctionArgument::new("large", format!("memory:{LARGE}"), format!("0+{LARGE}"));
+    let crowd = (0..EXTRA_FUNCTIONS).map(|nth| {
         let range = format!("{nth}M+1M");
-        FunctionOptions::new(&format!("c{nth}"), "memory:64M", range)
+        FunctionArgument::new(&format!("c{nth}"), "memory:64M", range)
     });
     let situations = [
         ("alone", Vec::new()),
@@ -173,13 +175,13 @@ pub(crate) fn reset_in_outages(bench: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
     for (situation, others) in situations {
-        let mut functions = vec![FunctionOptions::new("f", &a, format!("{RANGE}+{RANGE}"))];
+        let mut functions = vec![FunctionArgument::new("f", &a, format!("{RANGE}+{RANGE}"))];
         functions.extend(others);
         let mut server = bench.serve(&functions)?;
-        let function = FunctionOptions::new("one", &a, format!("0+{RANGE}"));
+        let function = FunctionArgument::new("one", &a, format!("0+{RANGE}"));
         let mut longest = Duration::ZERO;
         for _ in 0..servers {
-            let mut one = Elsewhere::attach(&server, &function, 1)?;
+            let mut one = RemoteFunction::attach(&server, &function, 1)?;
             one.write()?;
             inside::control("slow a 300")?;
             let took = one.reset_in_outage(&server);
@@ -189,7 +191,7 @@ pub(crate) fn reset_in_outages(bench: &Bench) -> Result<(), Failure> {
             server.kill();
             server.restart()?;
         }
-        say(&format!(
+        print_line(&format!(
             "        {servers} resets without a server, {situation}, took {longest:.1?} at most"
         ));
         server.stop()?;
@@ -199,24 +201,28 @@ pub(crate) fn reset_in_outages(bench: &Bench) -> Result<(), Failure> {
 
 /// Replaces servers of a physical drive under a keeper, each with commands of a vfio-user client in flight. The client verifies
 /// its reads, and notices only a delay. No upgrade resets the drive.
-pub(crate) fn outlives(bench: &Bench, how: Replacement, servers: u32) -> Result<(), Failure> {
+pub(crate) fn check_replacements(
+    bench: &CheckEnvironment,
+    how: ServerReplacement,
+    servers: u32,
+) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
-    let function = FunctionOptions::new("f", &a, format!("0+{RANGE}"));
-    let mut server = bench.serve_kept(&[function])?;
+    let function = FunctionArgument::new("f", &a, format!("0+{RANGE}"));
+    let mut server = bench.serve_supervised(&[function])?;
     let faults = iommu_faults()?;
-    let client = working("f", &server, 7)?;
-    let enables = enables()?;
+    let client = start_client("f", &server, 7)?;
+    let enables = enable_count()?;
     let mut rng = Rng::new(3);
     for _ in 0..servers {
         let enough = client.completed() + 1 + rng.below(COMMANDS);
         client.wait_for("to complete commands", || client.completed() >= enough)?;
         server.replace(how)?;
     }
-    let resets = self::enables()? - enables;
+    let resets = self::enable_count()? - enables;
     let expected = match how {
-        Replacement::Kill => u64::from(servers),
-        Replacement::Upgrade => 0,
+        ServerReplacement::Kill => u64::from(servers),
+        ServerReplacement::Upgrade => 0,
     };
     expect(resets == expected, || {
         format!("The drive was enabled {resets} times, not {expected}")
@@ -229,9 +235,10 @@ pub(crate) fn outlives(bench: &Bench, how: Replacement, servers: u32) -> Result<
     expect(refused == 0, || {
         format!("The IOMMU has refused {refused} accesses")
     })?;
-    let unlike = counts.errors + counts.retried + counts.withdrawn + counts.doubled + counts.lost();
+    let unlike =
+        counts.errors + counts.retried + counts.withdrawn + counts.doubled + counts.lost_commands();
     expect(unlike == 0, || format!("The client noticed: {counts:?}"))?;
-    say(&format!(
+    print_line(&format!(
         "        {how:?}: {servers} servers replaced, {} commands, I/O stood still for {:.1?} at most",
         counts.completed, counts.stall
     ));
@@ -240,30 +247,30 @@ pub(crate) fn outlives(bench: &Bench, how: Replacement, servers: u32) -> Result<
 }
 
 /// Returns how often the controller was enabled so far, as counted outside of the lab.
-fn enables() -> Result<u64, Failure> {
+fn enable_count() -> Result<u64, Failure> {
     let said = inside::control("enables a")?;
     said.parse()
         .map_err(|error| Failure::from(format!("{said}: {error}")))
 }
 
 /// Returns a client that has written its range.
-fn working(id: &'static str, server: &Server, seed: u64) -> Result<Client, Failure> {
-    let client = Client::start(id, &server.socket(id), Work::new(seed))?;
-    let places = Work::new(0).places as u64;
+fn start_client(id: &'static str, server: &Server, seed: u64) -> Result<Client, Failure> {
+    let client = Client::start(id, &server.socket(id), ClientWork::new(seed))?;
+    let places = ClientWork::new(0).places as u64;
     client.wait_for("to write its range", || client.completed() > places)?;
     Ok(client)
 }
 
 /// Removes a drive whose client is idle, while a client of another drive works. Removing a QEMU drive with commands in flight
 /// may corrupt QEMU's memory, so only `failures` does that.
-fn pulled(bench: &Bench) -> Result<(), Failure> {
+fn pulled(bench: &CheckEnvironment) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     inside::bind("b", "vfio-pci")?;
     let (a, b) = (inside::address("a")?, inside::address("b")?);
-    let function = |id, path: &str| FunctionOptions::new(id, path, format!("0+{RANGE}"));
+    let function = |id, path: &str| FunctionArgument::new(id, path, format!("0+{RANGE}"));
     let mut server = bench.serve(&[function("a", &a), function("b", &b)])?;
-    let elsewhere = working("b", &server, 2)?;
-    let outcome = working("a", &server, 1)?.finish()?;
+    let elsewhere = start_client("b", &server, 2)?;
+    let outcome = start_client("a", &server, 1)?.finish()?;
     server.await_no_client("a")?;
 
     let memory = GuestMemory::new(&[MEMORY])?;
@@ -285,5 +292,5 @@ fn pulled(bench: &Bench) -> Result<(), Failure> {
     server.stop()?;
 
     inside::control("plug a")?;
-    outcome.contents.check_device(&reappeared()?, 0)
+    outcome.contents.check_device(&reappeared_device()?, 0)
 }

@@ -6,20 +6,20 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use integration::process::{ProcessError, Supervised, at_work, file_tail};
-use integration::provision::{Assets, KernelChoice};
-use integration::vmm::counters::{KvmCounters, has_foreign_registers};
+use integration::process::{ProcessError, SupervisedChild, describe_process, file_tail};
+use integration::provision::{GuestAssets, KernelChoice};
+use integration::vmm::counters::{KvmCounters, has_host_registers};
 use integration::vmms::{cloud_hypervisor, reference};
 use serde_json::json;
 
-use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, sh};
+use crate::fixture::{CheckEnvironment, Failure, TIMEOUT, await_that, expect, sh, with_path};
 use crate::vmms::is_patched_cloud_hypervisor_named;
-use crate::{Group, Refused, exits, init, late_memory};
+use crate::{ExpectedRefusals, Group, exits, init, late_memory};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "vmm",
     drives: Vec::new,
-    refused: Refused::Nothing,
+    refused: ExpectedRefusals::None,
     checks: &[
         ("root_with_mapped_doorbells", root_with_mapped_doorbells),
         ("root_with_trapped_doorbells", root_with_trapped_doorbells),
@@ -78,15 +78,15 @@ echo 3 >/proc/sys/vm/drop_caches
 [ $(md5sum </more | cut -c-32) = ${sum%% *} ] && echo guest: same
 ";
 
-fn root_with_mapped_doorbells(bench: &Bench) -> Result<(), Failure> {
+fn root_with_mapped_doorbells(bench: &CheckEnvironment) -> Result<(), Failure> {
     verify(bench, &KernelChoice::V6_12, "mapped", 1, Owner::Vmm)
 }
 
-fn root_with_trapped_doorbells(bench: &Bench) -> Result<(), Failure> {
+fn root_with_trapped_doorbells(bench: &CheckEnvironment) -> Result<(), Failure> {
     verify(bench, &KernelChoice::V6_1, "trap", 4, Owner::Vmm)
 }
 
-fn root_on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
+fn root_on_a_servers_drive(bench: &CheckEnvironment) -> Result<(), Failure> {
     verify(bench, &KernelChoice::V6_12, "auto", 2, Owner::Server)
 }
 
@@ -102,7 +102,7 @@ fn script_with_the_pin() -> String {
 }
 
 /// Lines that the guest must print.
-const SAID_WITH_THE_PIN: [&str; 4] = [
+const PIN_LINES: [&str; 4] = [
     "guest: verified",
     "guest: same",
     "guest: pin 1",
@@ -113,8 +113,8 @@ const SAID_WITH_THE_PIN: [&str; 4] = [
 const PLUG: &str = "guest: plug";
 
 /// Boots a guest without MSI. A function that is plugged in later shares the interrupt line.
-fn root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
-    let later = bench.folder().join("later.img");
+fn root_with_the_pin(bench: &CheckEnvironment) -> Result<(), Failure> {
+    let later = bench.dir().join("later.img");
     sh(&format!("truncate -s 64M {}", later.display()))?;
     let script = format!(
         "{VERIFY}
@@ -139,33 +139,33 @@ fn root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
     )?;
     let wanted = ["verified", "same", "pin 1", "line 1", "loaded", "cared"];
     expect_lines(&said, wanted.map(|wanted| format!("guest: {wanted}")))?;
-    fs::remove_file(&later).map_err(at(&later))
+    fs::remove_file(&later).map_err(with_path(&later))
 }
 
 /// Like [`root_with_the_pin`], in Cloud Hypervisor, which emulates the I/O APIC.
-fn cloud_hypervisor_root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
+fn cloud_hypervisor_root_with_the_pin(bench: &CheckEnvironment) -> Result<(), Failure> {
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
     }
-    let assets = Assets::provide(&KernelChoice::V6_12)?;
+    let assets = GuestAssets::provide(&KernelChoice::V6_12)?;
     let image = root(bench, &assets, &script_with_the_pin())?;
     let (mut vmm, console) =
         spawn_cloud_hypervisor(bench, &assets, &image, NO_MESSAGES, "doorbells=auto")?;
     await_end(&mut vmm, &console)?;
-    expect_in_order(&image)?;
-    expect_lines(&said(&console)?, SAID_WITH_THE_PIN)
+    expect_clean_root(&image)?;
+    expect_lines(&console_output(&console)?, PIN_LINES)
 }
 
 /// Starts patched Cloud Hypervisor with two vCPUs and its guest's root on a function. `parameters` extend the kernel command
 /// line, and `options` are options of the function. Returns the guest's console log as well.
 pub(crate) fn spawn_cloud_hypervisor(
-    bench: &Bench,
-    assets: &Assets,
+    bench: &CheckEnvironment,
+    assets: &GuestAssets,
     image: &Path,
     parameters: &str,
     options: &str,
-) -> Result<(Supervised, PathBuf), Failure> {
-    let console = bench.folder().join("console");
+) -> Result<(SupervisedChild, PathBuf), Failure> {
+    let console = bench.dir().join("console");
     let state_dir = bench.state_dir();
     let function = format!(
         "path={},{options},state_dir={}",
@@ -182,7 +182,7 @@ pub(crate) fn spawn_cloud_hypervisor(
         ["--serial", &format!("file={}", console.display())],
         ["--nvme-mpt", &function],
     ];
-    let vmm = cloud_hypervisor::spawn(bench.folder(), machine.as_flattened())?;
+    let vmm = cloud_hypervisor::spawn(bench.dir(), machine.as_flattened())?;
     Ok((vmm, console))
 }
 
@@ -194,7 +194,7 @@ const OUTAGE: Duration = Duration::from_millis(500);
 
 /// Kills servers while fio works on a guest's root: neither fio nor the guest's kernel may see an error, no controller is
 /// reset, and all data is verified.
-fn root_outlives_its_servers(bench: &Bench) -> Result<(), Failure> {
+fn root_outlives_its_servers(bench: &CheckEnvironment) -> Result<(), Failure> {
     let script = format!(
         r"
 for pass in $(seq {KILLS}); do
@@ -232,19 +232,19 @@ fn reads(seconds: u32) -> String {
 }
 
 /// Options of a function whose pollers follow vCPUs. With mapped doorbells, the admin queue would have the first poller.
-const BESIDE: &str = "doorbells=shadow,poll=dedicated@vcpu";
+const POLLER_OPTIONS: &str = "doorbells=shadow,poll=dedicated@vcpu";
 
 /// Processors of two vCPUs, in sequence.
-const PLACES: [[&str; 2]; 3] = [["0", "1"], ["1", "0"], ["0", "1"]];
+const VCPU_PROCESSORS: [[&str; 2]; 3] = [["0", "1"], ["1", "0"], ["0", "1"]];
 
 /// Runs a guest with two vCPUs that both read. The test pins the vCPU threads to one processor each, then swaps the processors.
 /// The poller of each vCPU's queue must move to the processor that its vCPU does not use.
-fn pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(), Failure> {
-    let assets = Assets::provide(&KernelChoice::V6_12)?;
+fn pollers_stay_beside_their_vcpus(bench: &CheckEnvironment) -> Result<(), Failure> {
+    let assets = GuestAssets::provide(&KernelChoice::V6_12)?;
     let image = root(bench, &assets, &init::script(&reads(3600)))?;
-    let console = bench.folder().join("console");
+    let console = bench.dir().join("console");
     let kernel = assets.kernel.image.display().to_string();
-    let function = format!("path={},{BESIDE}", image.display());
+    let function = format!("path={},{POLLER_OPTIONS}", image.display());
     let machine = [
         ["--kernel", kernel.as_str()],
         ["--memory", "384"],
@@ -253,26 +253,28 @@ fn pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(), Failure> {
         ["--nvme-mpt", function.as_str()],
     ];
     let machine = machine.as_flattened();
-    let mut vmm = reference::spawn(bench.folder(), &bench.state_dir(), &console, machine)?;
-    for processors in PLACES {
+    let mut vmm = reference::spawn(bench.dir(), &bench.state_dir(), &console, machine)?;
+    for processors in VCPU_PROCESSORS {
         expect_pollers_beside(vmm.pid(), ["vcpu-0", "vcpu-1"], processors)?;
     }
-    expect(vmm.ended()?.is_none(), || {
+    expect(vmm.try_wait()?.is_none(), || {
         format!("The VMM ended:\n{}", file_tail(&console))
     })?;
     vmm.kill();
-    fs::remove_file(&image).map_err(at(&image))?;
+    fs::remove_file(&image).map_err(with_path(&image))?;
     Ok(())
 }
 
 /// Like [`pollers_stay_beside_their_vcpus`], in Cloud Hypervisor with its seccomp filters. Then the second vCPU is unplugged
 /// and plugged in again, which gives it another thread.
-fn cloud_hypervisor_pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(), Failure> {
+fn cloud_hypervisor_pollers_stay_beside_their_vcpus(
+    bench: &CheckEnvironment,
+) -> Result<(), Failure> {
     const VCPUS: [&str; 2] = ["vcpu0", "vcpu1"];
     if !is_patched_cloud_hypervisor_named()? {
         return Ok(());
     }
-    let assets = Assets::provide(&KernelChoice::V6_12)?;
+    let assets = GuestAssets::provide(&KernelChoice::V6_12)?;
     // A plugged vCPU is offline at first, and an earlier load does not use it.
     let script = format!(
         "(while :; do echo 1 >/sys/devices/system/cpu/cpu1/online; sleep 1; done) >/dev/null 2>&1 &
@@ -280,14 +282,14 @@ fn cloud_hypervisor_pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(),
         reads(5)
     );
     let image = root(bench, &assets, &init::script(&script))?;
-    let (mut vmm, console) = spawn_cloud_hypervisor(bench, &assets, &image, "", BESIDE)?;
+    let (mut vmm, console) = spawn_cloud_hypervisor(bench, &assets, &image, "", POLLER_OPTIONS)?;
     let pid = vmm.pid();
-    for processors in PLACES {
+    for processors in VCPU_PROCESSORS {
         expect_pollers_beside(pid, VCPUS, processors)?;
     }
     let resize = |count: u32| {
         let vcpus = json!({"desired_vcpus": count});
-        cloud_hypervisor::ask(bench.folder(), "vm.resize", &vcpus)
+        cloud_hypervisor::request(bench.dir(), "vm.resize", &vcpus)
     };
     resize(1)?;
     // After the guest has released the vCPU, the VMM refuses another request until it has joined the vCPU's thread.
@@ -296,15 +298,15 @@ fn cloud_hypervisor_pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(),
         Ok(there.lines().all(|name| name != VCPUS[1]))
     })?;
     await_that("the second vCPU", || Ok(resize(2).is_ok()))?;
-    for processors in PLACES {
+    for processors in VCPU_PROCESSORS {
         expect_pollers_beside(pid, VCPUS, processors)?;
     }
-    expect(vmm.ended()?.is_none(), || {
-        let log = file_tail(&bench.folder().join("vmm.log"));
+    expect(vmm.try_wait()?.is_none(), || {
+        let log = file_tail(&bench.dir().join("vmm.log"));
         format!("The VMM ended:\n{}{log}", file_tail(&console))
     })?;
     vmm.kill();
-    fs::remove_file(&image).map_err(at(&image))?;
+    fs::remove_file(&image).map_err(with_path(&image))?;
     Ok(())
 }
 
@@ -359,7 +361,7 @@ pub(crate) enum Owner {
 
 /// Boots a guest that verifies its own I/O on its root.
 fn verify(
-    bench: &Bench,
+    bench: &CheckEnvironment,
     kernel: &KernelChoice,
     doorbells: &str,
     cpus: u8,
@@ -399,7 +401,7 @@ fn expect_lines<S: AsRef<str>>(
 /// Boots a guest with its root on a function of the VMM. The guest runs a script and turns itself off. Returns its console
 /// output.
 pub(crate) fn boot(
-    bench: &Bench,
+    bench: &CheckEnvironment,
     kernel: &KernelChoice,
     script: &str,
     function: (&str, Owner),
@@ -417,14 +419,14 @@ pub(crate) fn boot(
 
 /// Like [`boot`], with a kernel command line, and a function that is plugged in once the guest [asks](PLUG) for it.
 fn boot_with(
-    bench: &Bench,
+    bench: &CheckEnvironment,
     kernel: &KernelChoice,
     script: &str,
     (doorbells, owner): (&str, Owner),
     (command_line, plugged): (&str, Option<&str>),
     arguments: &[&str],
 ) -> Result<String, Failure> {
-    let assets = Assets::provide(kernel)?;
+    let assets = GuestAssets::provide(kernel)?;
     let image = root(bench, &assets, script)?;
     let mut server = match owner {
         Owner::Vmm => None,
@@ -432,7 +434,7 @@ fn boot_with(
             Some(bench.hold(&[format!("path={}", image.display())])?)
         }
     };
-    let console = bench.folder().join("console");
+    let console = bench.dir().join("console");
     let function = format!("path={},doorbells={doorbells}", image.display());
     let machine = [
         OsStr::new("--kernel"),
@@ -445,14 +447,14 @@ fn boot_with(
         function.as_ref(),
     ];
     let machine = machine.into_iter().chain(arguments.iter().map(OsStr::new));
-    let mut vmm = reference::spawn(bench.folder(), &bench.state_dir(), &console, machine)?;
+    let mut vmm = reference::spawn(bench.dir(), &bench.state_dir(), &console, machine)?;
     if let Some(server) = &server {
         await_that("the lease", || Ok(server.list()?.len() == 1))?;
     }
     if let (Owner::KilledServers, Some(server)) = (owner, &mut server) {
         for pass in 1..=KILLS {
             let begun = format!("guest: pass {pass}");
-            await_that(&begun, || Ok(said(&console)?.contains(&begun)))?;
+            await_that(&begun, || Ok(console_output(&console)?.contains(&begun)))?;
             // The server is killed in the middle of the pass.
             thread::sleep(Duration::from_secs(1));
             server.kill();
@@ -461,27 +463,27 @@ fn boot_with(
         }
     }
     if let Some(plugged) = plugged {
-        await_that(PLUG, || Ok(said(&console)?.contains(PLUG)))?;
-        reference::ask(bench.folder(), &format!("add {plugged}"))?;
+        await_that(PLUG, || Ok(console_output(&console)?.contains(PLUG)))?;
+        reference::request(bench.dir(), &format!("add {plugged}"))?;
     }
     await_end(&mut vmm, &console)?;
     if let Some(server) = &mut server {
         await_that("the end of the lease", || Ok(server.list()?.is_empty()))?;
         server.stop()?;
     }
-    expect_in_order(&image)?;
-    said(&console)
+    expect_clean_root(&image)?;
+    console_output(&console)
 }
 
 /// Waits until a guest has turned itself off.
-fn await_end(vmm: &mut Supervised, console: &Path) -> Result<(), Failure> {
-    let status = vmm.wait(PATIENCE).map_err(|error| match error {
-        ProcessError::StillRuns { .. } if has_foreign_registers(vmm.pid()) => {
+fn await_end(vmm: &mut SupervisedChild, console: &Path) -> Result<(), Failure> {
+    let status = vmm.wait(TIMEOUT).map_err(|error| match error {
+        ProcessError::StillRuns { .. } if has_host_registers(vmm.pid()) => {
             Failure::from(format!("{error}, and it runs with its host's registers"))
         }
         ProcessError::StillRuns { .. } => {
             let said = file_tail(console);
-            Failure::from(format!("{error}:\n{}{said}", watch(vmm.pid())))
+            Failure::from(format!("{error}:\n{}{said}", describe_vmm(vmm.pid())))
         }
         error => error.into(),
     })?;
@@ -491,36 +493,40 @@ fn await_end(vmm: &mut Supervised, console: &Path) -> Result<(), Failure> {
 }
 
 /// Checks that the guest left its file system clean, and removes the image.
-fn expect_in_order(image: &Path) -> Result<(), Failure> {
+fn expect_clean_root(image: &Path) -> Result<(), Failure> {
     sh(&format!("e2fsck -fn {}", image.display()))?;
-    fs::remove_file(image).map_err(at(image))
+    fs::remove_file(image).map_err(with_path(image))
 }
 
 /// Returns the console output of a guest.
-pub(crate) fn said(console: &Path) -> Result<String, Failure> {
-    let said = fs::read(console).map_err(at(console))?;
+pub(crate) fn console_output(console: &Path) -> Result<String, Failure> {
+    let said = fs::read(console).map_err(with_path(console))?;
     Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
 /// Describes a VMM that does not end, by two samples a few seconds apart: its guest runs, waits, or is lost.
-fn watch(pid: u32) -> String {
+fn describe_vmm(pid: u32) -> String {
     let look = |_| {
         thread::sleep(Duration::from_secs(2));
-        let counters = match KvmCounters::of_process(pid) {
+        let counters = match KvmCounters::from_process(pid) {
             Ok(counters) => counters.to_string(),
             Err(error) => error.to_string(),
         };
-        format!("{}; {counters}\n", at_work(pid))
+        format!("{}; {counters}\n", describe_process(pid))
     };
     (0..2).map(look).collect()
 }
 
 /// Creates a file system image with the guests' user land and the script.
-pub(crate) fn root(bench: &Bench, assets: &Assets, text: &str) -> Result<PathBuf, Failure> {
-    let tree = bench.folder().join("tree");
-    let image = bench.folder().join("root.img");
-    let script = bench.folder().join("check");
-    fs::write(&script, text).map_err(at(&script))?;
+pub(crate) fn root(
+    bench: &CheckEnvironment,
+    assets: &GuestAssets,
+    text: &str,
+) -> Result<PathBuf, Failure> {
+    let tree = bench.dir().join("tree");
+    let image = bench.dir().join("root.img");
+    let script = bench.dir().join("check");
+    fs::write(&script, text).map_err(with_path(&script))?;
     sh(&format!(
         "set -e; mkdir {tree}; cd {tree}; cpio -i <{initramfs} 2>/dev/null; \
          install -m 755 {script} check; mkfs.ext4 -q -d {tree} {image} 256M; cd /; rm -r {tree}",

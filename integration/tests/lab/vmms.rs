@@ -9,32 +9,34 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use integration::checks::FULL;
-use integration::guest::fio::Fio;
-use integration::progress::{say, seconds};
-use integration::provision::{Assets, KernelChoice};
-use integration::server::{FunctionOptions, Replacement, Server};
+use integration::guest::fio::GuestFioJob;
+use integration::progress::{print_line, seconds};
+use integration::provision::{GuestAssets, KernelChoice};
+use integration::server::{FunctionArgument, Server, ServerReplacement};
 use integration::vmm::counters::KvmCounters;
 use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
-use integration::vmms::{Outcome, Qemu, Reference, Root, Setup, Vmm, VmmsError};
+use integration::vmms::{
+    QemuVmm, ReferenceVmm, RequestOutcome, RootLocation, VmmSetup, VmmUnderTest, VmmsError,
+};
 
-use crate::fixture::{Bench, Failure, PATIENCE, at, expect, sh};
+use crate::fixture::{CheckEnvironment, Failure, TIMEOUT, expect, sh, with_path};
 use crate::vmm::{Owner, root};
-use crate::{Group, Refused};
+use crate::{ExpectedRefusals, Group};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "vmms",
     drives: Vec::new,
-    refused: Refused::Nothing,
+    refused: ExpectedRefusals::None,
     checks: &[
-        ("qemu", |bench| over::<Qemu>(bench, Owner::Vmm)),
+        ("qemu", |bench| run_on::<QemuVmm>(bench, Owner::Vmm)),
         ("reference_vmm", |bench| {
-            over::<Reference>(bench, Owner::Vmm)
+            run_on::<ReferenceVmm>(bench, Owner::Vmm)
         }),
         ("reference_vmm_leased", |bench| {
-            over::<Reference>(bench, Owner::Server)
+            run_on::<ReferenceVmm>(bench, Owner::Server)
         }),
-        ("cloud_hypervisor", over_cloud_hypervisor),
-        ("cloud_hypervisor_leased", over_leased_cloud_hypervisor),
+        ("cloud_hypervisor", run_on_cloud_hypervisor),
+        ("cloud_hypervisor_leased", run_on_leased_cloud_hypervisor),
     ],
 };
 
@@ -48,11 +50,11 @@ const LIST: &[(&str, Check)] = &[
     ("resets its controller", resets),
     ("outlives its servers", outlives_its_servers),
     ("flushes and discards", flushes_and_discards),
-    ("lets go of a function", lets_go),
+    ("lets go of a function", releases_function),
     ("powers off", powers_off),
 ];
 
-type Check = fn(&mut Subject<'_>) -> Result<Outcome, Failure>;
+type Check = fn(&mut Subject<'_>) -> Result<RequestOutcome, Failure>;
 
 /// Serial numbers and sizes of the functions.
 const ROOT: &str = "LISTROOT";
@@ -69,7 +71,7 @@ const MMIO_EXITS_MAX: f64 = 0.01;
 /// Number of controller resets under load.
 const RESETS: usize = 3;
 /// Ends of servers of vfio-user functions in one round.
-const ENDS: [Replacement; 2] = [Replacement::Kill, Replacement::Upgrade];
+const SERVER_ENDS: [ServerReplacement; 2] = [ServerReplacement::Kill, ServerReplacement::Upgrade];
 /// Number of rounds without `--full`.
 const ROUNDS: usize = 3;
 /// Number of rounds with `--full`.
@@ -83,7 +85,7 @@ const TRIES: u32 = 200;
 
 /// A VMM, with the resources of its functions.
 struct Subject<'a> {
-    vmm: Box<dyn Vmm>,
+    vmm: Box<dyn VmmUnderTest>,
     images: &'a Images,
     /// The guest's name of the plugged controller.
     plugged: String,
@@ -91,18 +93,18 @@ struct Subject<'a> {
     server: Option<Server>,
 }
 
-fn over_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
-    if cloud_hypervisor::named().is_none() {
-        say(&format!("        NOT CHECKED: {}", VmmsError::NotNamed));
+fn run_on_cloud_hypervisor(bench: &CheckEnvironment) -> Result<(), Failure> {
+    if cloud_hypervisor::configured_path().is_none() {
+        print_line(&format!("        NOT CHECKED: {}", VmmsError::NotNamed));
         return Ok(());
     }
-    over::<CloudHypervisor>(bench, Owner::Vmm)
+    run_on::<CloudHypervisor>(bench, Owner::Vmm)
 }
 
 /// Uses functions in the VMM's process, on drives of a server.
-fn over_leased_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
+fn run_on_leased_cloud_hypervisor(bench: &CheckEnvironment) -> Result<(), Failure> {
     match is_patched_cloud_hypervisor_named()? {
-        true => over::<CloudHypervisor>(bench, Owner::Server),
+        true => run_on::<CloudHypervisor>(bench, Owner::Server),
         false => Ok(()),
     }
 }
@@ -113,26 +115,31 @@ pub(crate) fn is_patched_cloud_hypervisor_named() -> Result<bool, Failure> {
     match cloud_hypervisor::has_own_functions() {
         Ok(true) => return Ok(true),
         Ok(false) => {
-            say("        NOT CHECKED: it has no functions in its own process, as it has no patch");
+            print_line(
+                "        NOT CHECKED: it has no functions in its own process, as it has no patch",
+            );
         }
-        Err(error @ VmmsError::NotNamed) => say(&format!("        NOT CHECKED: {error}")),
+        Err(error @ VmmsError::NotNamed) => print_line(&format!("        NOT CHECKED: {error}")),
         Err(error) => return Err(error.into()),
     }
     Ok(false)
 }
 
 /// Runs the list on a VMM. `owner` has the drives.
-fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
-    let assets = Assets::provide(&KernelChoice::V6_12)?;
+fn run_on<V: VmmUnderTest + 'static>(
+    bench: &CheckEnvironment,
+    owner: Owner,
+) -> Result<(), Failure> {
+    let assets = GuestAssets::provide(&KernelChoice::V6_12)?;
     let images = Images {
         root: root(bench, &assets, "")?,
-        plugged: bench.folder().join("plugged.img"),
+        plugged: bench.dir().join("plugged.img"),
     };
     let file = fs::File::create(&images.plugged).and_then(|file| file.set_len(PLUGGED_BYTES));
-    file.map_err(at(&images.plugged))?;
+    file.map_err(with_path(&images.plugged))?;
     let function = |id: &str, path: &Path, serial: &str, poll: &str| {
         let range = format!("0+{}", path.metadata().map_or(0, |metadata| metadata.len()));
-        FunctionOptions::new(id, path.display().to_string(), range)
+        FunctionArgument::new(id, path.display().to_string(), range)
             .option(format!("serial={serial}"))
             // Mapped doorbells would avoid exits without the Doorbell Buffer, and a parked poller requests exits.
             .option("doorbells=shadow")
@@ -146,16 +153,16 @@ fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
         }
     };
     let started = Instant::now();
-    let vmm = V::launch(&Setup {
+    let vmm = V::launch(&VmmSetup {
         vcpus: VCPUS,
-        root: Root::Function,
+        root: RootLocation::Function,
         first: function("root", &images.root, ROOT, "shared"),
         pluggable: function("plugged", &images.plugged, PLUGGED, "shared:busy"),
         assets: &assets,
-        folder: bench.folder(),
+        folder: bench.dir(),
         state_dir: &bench.state_dir(),
     })?;
-    tell("boots with its root on a function", started);
+    print_time("boots with its root on a function", started);
     let mut subject = Subject {
         vmm: Box::new(vmm),
         images: &images,
@@ -168,9 +175,9 @@ fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
             let chain = integration::error_chain(&*failure);
             Failure::from(format!("It {name}, and does not: {chain}"))
         })?;
-        tell(name, started);
-        if let Outcome::Lacking(what) = outcome {
-            say(&format!("        NOT CHECKED: {what}"));
+        print_time(name, started);
+        if let RequestOutcome::Unsupported(what) = outcome {
+            print_line(&format!("        NOT CHECKED: {what}"));
         }
         if let Some(server) = &mut subject.server {
             server.expect_alive()?;
@@ -197,14 +204,14 @@ impl Drop for Images {
     }
 }
 
-fn tell(name: &str, started: Instant) {
-    say(&format!("        {name} ({})", seconds(started.elapsed())));
+fn print_time(name: &str, started: Instant) {
+    print_line(&format!("        {name} ({})", seconds(started.elapsed())));
 }
 
 impl Subject<'_> {
     /// Runs a script in the guest, which must succeed.
     fn check(&self, script: &str) -> Result<String, Failure> {
-        Ok(self.vmm.guest().check(script, PATIENCE)?)
+        Ok(self.vmm.guest().check(script, TIMEOUT)?)
     }
 
     /// Waits until the guest can open a drive with this serial number, because the device node may appear earlier. Checks the
@@ -253,35 +260,37 @@ fn field<'a>(text: &'a str, name: &str) -> Result<&'a str, Failure> {
         .ok_or_else(|| Failure::from(format!("nvme-cli does not tell of {name}:\n{text}")))
 }
 
-fn identifies_its_root(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
+fn identifies_its_root(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
     let controller = subject.identify(ROOT, ROOT_BYTES)?;
     expect(controller == "nvme0", || {
         format!("The drive that the guest booted from is {controller}")
     })?;
     subject.check("grep -q '^/dev/root / ext4 rw' /proc/mounts")?;
-    Ok(Outcome::Done)
+    Ok(RequestOutcome::Done)
 }
 
-fn verifies(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
+fn verifies(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
     const BYTES: u64 = 4 << 20;
-    let written = Fio::new("verify", "randwrite", "4k", 32)
+    let written = GuestFioJob::new("verify", "randwrite", "4k", 32)
         .option("filename", "/data")
         .option("size", &BYTES.to_string())
-        .verified()
+        .with_verification()
         .run(subject.vmm.guest())?;
     expect(written.write.ios == BYTES / 4096, || {
         format!("fio wrote {} blocks", written.write.ios)
     })?;
-    Ok(Outcome::Done)
+    Ok(RequestOutcome::Done)
 }
 
 /// Checks that earlier data exists after a reboot.
-fn reboots(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
-    const KEPT: &str = "md5sum </kept; cat /proc/sys/kernel/random/boot_id";
-    let write = format!("dd if=/dev/urandom of=/kept bs=64k count=32 2>/dev/null && {KEPT}");
+fn reboots(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
+    const PERSISTED_FILE_SCRIPT: &str = "md5sum </kept; cat /proc/sys/kernel/random/boot_id";
+    let write = format!(
+        "dd if=/dev/urandom of=/kept bs=64k count=32 2>/dev/null && {PERSISTED_FILE_SCRIPT}"
+    );
     let before = subject.check(&write)?;
     let outcome = subject.vmm.reboot()?;
-    let after = subject.check(KEPT)?;
+    let after = subject.check(PERSISTED_FILE_SCRIPT)?;
     let lines = before.lines().zip(after.lines());
     let same: Vec<bool> = lines.map(|(before, after)| before == after).collect();
     expect(same == [true, false], || {
@@ -290,15 +299,15 @@ fn reboots(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     Ok(outcome)
 }
 
-fn finds_what_is_plugged(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
+fn finds_what_is_plugged(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
     subject.check(&format!("! grep -q {PLUGGED} /sys/class/nvme/*/serial"))?;
     subject.vmm.plug()?;
     subject.plugged = subject.identify(PLUGGED, PLUGGED_BYTES)?;
-    Ok(Outcome::Done)
+    Ok(RequestOutcome::Done)
 }
 
 /// Checks that the guest writes doorbells to memory: KVM counts hardly any register access during I/O.
-fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
+fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
     // A first run loads the programs from the root's drive, whose poller parks.
     let reads = format!(
         "sync; dd if=/dev/{}n1 of=/dev/null iflag=direct bs=4k count=",
@@ -306,8 +315,8 @@ fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Failur
     );
     subject.check(&format!("{reads}1"))?;
     let counters = || {
-        KvmCounters::of_process(subject.vmm.guest().pid())
-            .map_err(at(Path::new("/sys/kernel/debug/kvm")))
+        KvmCounters::from_process(subject.vmm.guest().pid())
+            .map_err(with_path(Path::new("/sys/kernel/debug/kvm")))
     };
     let before = counters()?;
     let said = subject.check(&format!("{reads}{READS}"))?;
@@ -319,30 +328,30 @@ fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Failur
         "KVM has counted nothing".to_owned()
     })?;
     let exits = (after.mmio_exits - before.mmio_exits) as f64 / READS as f64;
-    say(&format!(
+    print_line(&format!(
         "        {exits:.4} MMIO exits for each of {READS} reads"
     ));
     expect(exits < MMIO_EXITS_MAX, || {
         format!("{exits} MMIO exits for each read")
     })?;
-    Ok(Outcome::Done)
+    Ok(RequestOutcome::Done)
 }
 
 /// Kills and upgrades the servers under a verified load. The next servers continue.
-fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
+fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
     let rounds = match env::var_os(FULL) {
         Some(_) => ROUNDS_OF_FULL,
         None => ROUNDS,
     };
     let ends = match subject.server {
         // Ends of the server with the drives of functions in the VMM's process.
-        Some(_) => ENDS[..1].to_vec(),
-        None => ENDS.repeat(rounds),
+        Some(_) => SERVER_ENDS[..1].to_vec(),
+        None => SERVER_ENDS.repeat(rounds),
     };
-    let load = Fio::new("load", "randwrite", "4k", 32)
+    let load = GuestFioJob::new("load", "randwrite", "4k", 32)
         .option("filename", &format!("/dev/{}n1", subject.plugged))
         .option("size", "8m")
-        .verified()
+        .with_verification()
         .script();
     subject.check(&format!(
         "rm -f /run/outcome; touch /run/load; dmesg -c >/dev/null
@@ -350,7 +359,7 @@ fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
         while [ $status = 0 ] && [ -e /run/load ]; do ({load}) || status=1; done
         echo $status >/run/outcome) >/run/fio 2>&1 </dev/null &"
     ))?;
-    let mut outcome = Outcome::Done;
+    let mut outcome = RequestOutcome::Done;
     for end in ends {
         // Field 5 counts completed writes (Linux, Documentation/block/stat.rst).
         subject.check(&format!(
@@ -364,11 +373,11 @@ fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
                 server.kill();
                 thread::sleep(Duration::from_millis(500));
                 server.restart()?;
-                Outcome::Done
+                RequestOutcome::Done
             }
             None => subject.vmm.replace_server(end)?,
         };
-        if outcome != Outcome::Done {
+        if outcome != RequestOutcome::Done {
             break;
         }
     }
@@ -386,12 +395,12 @@ fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
 }
 
 /// Resets the controller under a verified load.
-fn resets(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
+fn resets(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
     let controller = &subject.plugged;
-    let load = Fio::new("load", "randwrite", "4k", 32)
+    let load = GuestFioJob::new("load", "randwrite", "4k", 32)
         .option("filename", &format!("/dev/{controller}n1"))
         .option("size", "2m")
-        .verified();
+        .with_verification();
     let said = subject.check(&format!(
         "set_up() {{ dmesg | grep -c '{controller}: .* default/read/poll queues'; }}
         before=$(set_up)
@@ -409,14 +418,14 @@ fn resets(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     expect(said.trim() == format!("live, {RESETS} times anew"), || {
         format!("The controller is {said}")
     })?;
-    Ok(Outcome::Done)
+    Ok(RequestOutcome::Done)
 }
 
 /// Checks that flushed data is in the file, and that discarded data is removed from the file and reads as zeroes.
-fn flushes_and_discards(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
+fn flushes_and_discards(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
     let (controller, file) = (&subject.plugged, &subject.images.plugged);
     let occupied = || {
-        let metadata = file.metadata().map_err(at(file))?;
+        let metadata = file.metadata().map_err(with_path(file))?;
         Ok::<_, Failure>(metadata.blocks() * BLOCK)
     };
     let count = PATTERN_BYTES >> 16;
@@ -448,10 +457,10 @@ fn flushes_and_discards(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     expect(after + PATTERN_BYTES <= before, || {
         format!("The file took {before} bytes before, and {after} afterwards")
     })?;
-    Ok(Outcome::Done)
+    Ok(RequestOutcome::Done)
 }
 
-fn lets_go(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
+fn releases_function(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
     let controller = &subject.plugged;
     let outcome = subject.vmm.unplug(controller)?;
     // The drive of the guest's root stays.
@@ -467,8 +476,8 @@ fn lets_go(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
 }
 
 /// Powers the guest off, and checks that its file system is clean.
-fn powers_off(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
+fn powers_off(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
     subject.vmm.power_off()?;
     sh(&format!("e2fsck -fn {}", subject.images.root.display()))?;
-    Ok(Outcome::Done)
+    Ok(RequestOutcome::Done)
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Directory of the kernel's control groups.
-const GROUPS: &str = "sys/fs/cgroup";
+const CGROUP_DIR: &str = "sys/fs/cgroup";
 
 /// A limit of a control group, and its current use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -12,7 +12,7 @@ pub struct ControlGroupLimit {
     /// The file of the limit.
     pub file: PathBuf,
     /// The limit.
-    pub most: u64,
+    pub limit: u64,
     /// Use by the group. Page cache is not included, because the kernel reclaims it when memory is short.
     pub used: u64,
 }
@@ -20,8 +20,8 @@ pub struct ControlGroupLimit {
 impl ControlGroupLimit {
     /// Returns how much of the limit is left.
     #[must_use]
-    pub fn left(&self) -> u64 {
-        self.most.saturating_sub(self.used)
+    pub fn remaining(&self) -> u64 {
+        self.limit.saturating_sub(self.used)
     }
 }
 
@@ -46,7 +46,7 @@ const MEMORY: ControlGroupController = ControlGroupController {
     ],
 };
 
-const TASKS: ControlGroupController = ControlGroupController {
+const PIDS: ControlGroupController = ControlGroupController {
     name: "pids",
     files: [("pids.max", "pids.current"), ("pids.max", "pids.current")],
     reclaimable: [&[], &[]],
@@ -55,20 +55,20 @@ const TASKS: ControlGroupController = ControlGroupController {
 /// Returns the memory limit with the least memory left; `None` if there is no limit.
 #[must_use]
 pub fn memory_limit() -> Option<ControlGroupLimit> {
-    memory_limit_below(Path::new("/"))
+    memory_limit_in(Path::new("/"))
 }
 
 /// Like [`memory_limit`], with the kernel's files below `root` instead of `/`.
-pub(crate) fn memory_limit_below(root: &Path) -> Option<ControlGroupLimit> {
-    tightest(&MEMORY, &root.join(GROUPS), &own_groups(root))
+pub(crate) fn memory_limit_in(root: &Path) -> Option<ControlGroupLimit> {
+    tightest_limit(&MEMORY, &root.join(CGROUP_DIR), &own_groups(root))
 }
 
 /// Returns how many processes of this control group (version 2) and its descendants the OOM killer has ended. The
 /// kernel's files are below `root`. Returns `None` if the group has no such count.
-pub(crate) fn oom_kills_below(root: &Path) -> Option<u64> {
+pub(crate) fn oom_kills_in(root: &Path) -> Option<u64> {
     let groups = own_groups(root);
     let group = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
-    let events = root.join(GROUPS).join(group).join("memory.events");
+    let events = root.join(CGROUP_DIR).join(group).join("memory.events");
     let events = fs::read_to_string(events).ok()?;
     let count = events
         .lines()
@@ -80,7 +80,7 @@ pub(crate) fn oom_kills_below(root: &Path) -> Option<u64> {
 #[must_use]
 pub fn task_limit() -> Option<ControlGroupLimit> {
     let root = Path::new("/");
-    tightest(&TASKS, &root.join(GROUPS), &own_groups(root))
+    tightest_limit(&PIDS, &root.join(CGROUP_DIR), &own_groups(root))
 }
 
 fn own_groups(root: &Path) -> String {
@@ -88,7 +88,7 @@ fn own_groups(root: &Path) -> String {
 }
 
 /// Returns the bytes of a group that the kernel can reclaim.
-fn reclaimable(group: &Path, keys: &[&str]) -> u64 {
+fn reclaimable_bytes(group: &Path, keys: &[&str]) -> u64 {
     if keys.is_empty() {
         return 0;
     }
@@ -102,7 +102,7 @@ fn reclaimable(group: &Path, keys: &[&str]) -> u64 {
 
 /// Returns the limit with the least left of the process's groups and their ancestors. `groups` is the text of
 /// `/proc/PID/cgroup` (cgroups(7)).
-fn tightest(
+fn tightest_limit(
     controller: &ControlGroupController,
     root: &Path,
     groups: &str,
@@ -125,12 +125,16 @@ fn tightest(
             let file = group.join(files.0);
             let most = number(file.clone())?;
             let used = number(group.join(files.1))?;
-            let used = used.saturating_sub(reclaimable(group, keys));
-            Some(ControlGroupLimit { file, most, used })
+            let used = used.saturating_sub(reclaimable_bytes(group, keys));
+            Some(ControlGroupLimit {
+                file,
+                limit: most,
+                used,
+            })
         });
-        limits.min_by_key(ControlGroupLimit::left)
+        limits.min_by_key(ControlGroupLimit::remaining)
     });
-    limits.min_by_key(ControlGroupLimit::left)
+    limits.min_by_key(ControlGroupLimit::remaining)
 }
 
 #[cfg(test)]
@@ -169,18 +173,21 @@ mod tests {
                 ("cpu,pids/v1/pids.current", "7\n"),
             ],
         );
-        let memory = |groups| tightest(&MEMORY, root, groups);
+        let memory = |groups| tightest_limit(&MEMORY, root, groups);
         let found = memory("0::/a/b/c\n").unwrap();
-        assert_eq!((found.left(), found.file), (100, root.join("a/memory.max")));
+        assert_eq!(
+            (found.remaining(), found.file),
+            (100, root.join("a/memory.max"))
+        );
         fs::write(root.join("a/memory.current"), "400\n").unwrap();
         let found = memory("0::/a/b/c\n").unwrap();
-        assert_eq!((found.most, found.used), (500, 100));
+        assert_eq!((found.limit, found.used), (500, 100));
         fs::write(root.join("a/memory.current"), "900\n").unwrap();
         let found = memory("0::/a/b/c\n4:memory:/v1/gone\n").unwrap();
         let file = root.join("memory/v1/memory.limit_in_bytes");
-        assert_eq!((found.left(), found.file), (0, file));
+        assert_eq!((found.remaining(), found.file), (0, file));
         assert_eq!(memory("0::/\n3:cpu:/v1\n\nbad\n"), None);
-        let tasks = tightest(&TASKS, root, "3:cpu,pids:/v1\n").unwrap();
-        assert_eq!((tasks.most, tasks.used, tasks.left()), (7, 7, 0));
+        let tasks = tightest_limit(&PIDS, root, "3:cpu,pids:/v1\n").unwrap();
+        assert_eq!((tasks.limit, tasks.used, tasks.remaining()), (7, 7, 0));
     }
 }

@@ -49,7 +49,7 @@ pub enum IoQueueEvent {
 
 impl IoQueueEvent {
     /// Returns whether the guest can cause any number of these events.
-    fn is_of_guest(&self) -> bool {
+    fn is_guest_caused(&self) -> bool {
         matches!(self, Self::CommandFailed(_) | Self::InvalidDoorbell { .. })
     }
 
@@ -59,7 +59,7 @@ impl IoQueueEvent {
 
     /// Returns whether the event only tells the function to read a state again. If the queue already has the same event,
     /// another one is unnecessary.
-    fn is_state(&self) -> bool {
+    fn is_state_change(&self) -> bool {
         matches!(self, Self::Drive(_) | Self::Changes)
     }
 }
@@ -127,7 +127,7 @@ pub struct EventQueue {
     events: Mutex<VecDeque<IoQueueEvent>>,
     eventfd: Arc<EventFd>,
     /// True if another process reads the eventfd.
-    is_read_elsewhere: bool,
+    has_remote_reader: bool,
     /// The eventfd, if another process reads it.
     client: Option<Arc<ClientEventFd>>,
 }
@@ -139,32 +139,32 @@ impl EventQueue {
     /// Returns the kernel's error when there are no file descriptors left.
     pub fn new() -> io::Result<Self> {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
-        Ok(Self::with(eventfd))
+        Ok(Self::with_eventfd(eventfd))
     }
 
     /// Creates an empty queue whose eventfd another process reads. The eventfd is `kept`, or a new one.
     ///
     /// # Errors
     /// Returns the kernel's error when there are no file descriptors left.
-    pub fn read_elsewhere(kept: Option<EventFd>, reader: EventReader) -> io::Result<Self> {
+    pub fn with_remote_reader(kept: Option<EventFd>, reader: EventReader) -> io::Result<Self> {
         let eventfd = match kept {
             Some(eventfd) => eventfd,
             None => EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
         };
-        let queue = Self::with(eventfd);
+        let queue = Self::with_eventfd(eventfd);
         let client = ClientSignals::new("events", reader).eventfd(queue.eventfd.clone());
         Ok(Self {
-            is_read_elsewhere: true,
+            has_remote_reader: true,
             client: Some(client),
             ..queue
         })
     }
 
-    fn with(eventfd: EventFd) -> Self {
+    fn with_eventfd(eventfd: EventFd) -> Self {
         Self {
             events: Mutex::new(VecDeque::with_capacity(CAPACITY)),
             eventfd: Arc::new(eventfd),
-            is_read_elsewhere: false,
+            has_remote_reader: false,
             client: None,
         }
     }
@@ -179,7 +179,7 @@ impl EventQueue {
     #[must_use]
     pub fn take(&self) -> Vec<IoQueueEvent> {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        if !self.is_read_elsewhere {
+        if !self.has_remote_reader {
             // The eventfd may not be readable: another call may have taken the events already.
             let _ = self.eventfd.read();
         }
@@ -190,14 +190,14 @@ impl EventQueue {
     /// failure of a queue or the replacement of its namespace.
     pub fn report(&self, event: IoQueueEvent) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        if event.is_state() && events.contains(&event) {
+        if event.is_state_change() && events.contains(&event) {
             return;
         }
         if events.len() >= CAPACITY {
-            if event.is_of_guest() {
+            if event.is_guest_caused() {
                 return;
             }
-            match events.iter().position(IoQueueEvent::is_of_guest) {
+            match events.iter().position(IoQueueEvent::is_guest_caused) {
                 Some(index) => drop(events.remove(index)),
                 // One failure is enough for the controller to fail.
                 None if event.is_failure() && events.iter().any(IoQueueEvent::is_failure) => return,
@@ -208,7 +208,7 @@ impl EventQueue {
         let first = events.is_empty();
         events.push_back(event);
         drop(events);
-        if first || self.is_read_elsewhere {
+        if first || self.has_remote_reader {
             self.signal();
         }
     }

@@ -62,27 +62,33 @@
 )]
 #![forbid(unsafe_code)]
 
+pub mod adaptive;
 pub mod address;
+pub mod backend;
 pub mod control_group;
-pub mod crossing;
 pub mod dma;
 pub mod doorbell;
 pub mod event;
 pub mod host;
+pub mod inflight;
 pub mod interrupt;
 pub mod iova;
-pub mod kept;
-pub mod learn;
-pub mod limit;
-pub mod live;
+pub mod leaked;
 pub mod memory_account;
 pub mod park;
-pub mod seam;
+pub mod rate_limit;
+pub mod serde_forms;
 pub mod stats;
 mod sync;
 pub mod threads;
 
+pub use adaptive::AdaptivePolicies;
 pub use address::{Gpa, Iova};
+pub use backend::{
+    BackendState, BackendStateError, ControllerBackend, CqConfig, LeaseFacts, LeaseStatus,
+    LeasedNamespace, PersistedBackendFiles, PersistedBackendParts, PersistedQueues, QueueError,
+    SharedBackendParts, SqConfig,
+};
 pub use dma::{
     DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryLimit, MemoryRefusal,
     MemoryRegion, VmmMapping,
@@ -91,10 +97,4 @@ pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellStride};
 pub use event::{BackendEvent, DriveEvent, ErrorEntry, EventQueue, IoQueueEvent, QueueFailure};
 pub use host::ControllerLimits;
 pub use interrupt::{EventReader, InterruptVector};
-pub use learn::AdaptivePolicies;
-pub use seam::{
-    BackendState, BackendStateError, ControllerBackend, CqConfig, LeaseFacts, LeaseStatus,
-    LeasedNamespace, PersistedBackendFiles, PersistedBackendParts, PersistedQueues, QueueError,
-    SharedParts, SqConfig,
-};
 pub use stats::{BackendStats, LeaseCounters};

@@ -12,28 +12,28 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock, PoisonError};
 
-use nvme_lease::range::Bytes;
+use nvme_lease::range::ByteSize;
 use nvme_mpt_memory::MappedWord64;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use thiserror::Error;
 
-use crate::control_group::{memory_limit_below, oom_kills_below};
+use crate::control_group::{memory_limit_in, oom_kills_in};
 
 /// Divisor of the total memory for the reserve, which has to stay free.
-const KEPT: u64 = 16;
+const RESERVE_DIVISOR: u64 = 16;
 
 /// Largest reserve in bytes.
-const KEPT_MAX: u64 = 1 << 30;
+const RESERVE_MAX: u64 = 1 << 30;
 
 /// Most bytes of the reserve that one function may use.
-pub(crate) const SMALL: u64 = 32 << 20;
+pub(crate) const RESERVE_USE_MAX: u64 = 32 << 20;
 
 /// Flag in an OOM-kill count: the count is that of the control group, not of the host.
-const OF_GROUP: u64 = 1 << 63;
+const GROUP_FLAG: u64 = 1 << 63;
 
 /// Value in place of the recorded OOM-kill count of a function that was blamed for a memory shortage. No real count gets this
 /// high.
-const BLAMED: u64 = OF_GROUP - 1;
+const BLAMED: u64 = GROUP_FLAG - 1;
 
 /// Account of the free memory, which reserves memory for functions. It reads the kernel's statistics files.
 #[derive(Clone, Debug)]
@@ -49,20 +49,20 @@ struct PromisedMemory {
     bytes: u64,
     /// Bytes of the reserve that each function uses, by name. An entry ends when a request of the function succeeds without the
     /// reserve.
-    of_kept: BTreeMap<String, u64>,
+    reserve_used: BTreeMap<String, u64>,
 }
 
 impl MemoryAccount {
     /// Returns the account of this host, which the whole process shares.
     #[must_use]
-    pub fn of_host() -> Self {
+    pub fn for_host() -> Self {
         static HOST: OnceLock<MemoryAccount> = OnceLock::new();
-        HOST.get_or_init(|| Self::below("/")).clone()
+        HOST.get_or_init(|| Self::with_root("/")).clone()
     }
 
     /// Creates an account with the kernel's files below `root`.
     #[must_use]
-    pub fn below(root: impl Into<PathBuf>) -> Self {
+    pub fn with_root(root: impl Into<PathBuf>) -> Self {
         Self {
             root: root.into(),
             promised: Arc::default(),
@@ -72,38 +72,39 @@ impl MemoryAccount {
     /// Returns the bytes that the host has; `None` if unknown.
     #[must_use]
     pub fn total(&self) -> Option<u64> {
-        self.figure("proc/meminfo", "MemTotal:")?.checked_mul(1024)
+        self.read_stat("proc/meminfo", "MemTotal:")?
+            .checked_mul(1024)
     }
 
     /// Returns the bytes that the host can give without swapping (proc_meminfo(5)); `None` if unknown.
     #[must_use]
     pub fn available(&self) -> Option<u64> {
-        let kib = self.figure("proc/meminfo", "MemAvailable:")?;
+        let kib = self.read_stat("proc/meminfo", "MemAvailable:")?;
         kib.checked_mul(1024)
     }
 
     /// Returns the number of processes that the OOM killer has ended. Counts this process's control group if known,
     /// with [`OF_GROUP`] set, else the host since its boot. Returns `None` if neither is known.
     fn oom_kills(&self) -> Option<u64> {
-        let of_group = oom_kills_below(&self.root).map(|kills| kills | OF_GROUP);
-        of_group.or_else(|| self.oom_kills_of_host())
+        let of_group = oom_kills_in(&self.root).map(|kills| kills | GROUP_FLAG);
+        of_group.or_else(|| self.host_oom_kills())
     }
 
-    fn oom_kills_of_host(&self) -> Option<u64> {
-        self.figure("proc/vmstat", "oom_kill ")
+    fn host_oom_kills(&self) -> Option<u64> {
+        self.read_stat("proc/vmstat", "oom_kill ")
     }
 
     /// Returns whether the OOM killer has ended a process since `before`, an untrusted result of [`Self::oom_kills`].
-    fn has_killed_since(&self, before: u64) -> bool {
-        match before & OF_GROUP {
+    fn has_oom_kill_since(&self, before: u64) -> bool {
+        match before & GROUP_FLAG {
             _ if before == BLAMED => true,
-            0 => self.oom_kills_of_host().is_some_and(|now| now != before),
+            0 => self.host_oom_kills().is_some_and(|now| now != before),
             // The count of another group may be smaller.
-            _ => oom_kills_below(&self.root).is_some_and(|now| now | OF_GROUP > before),
+            _ => oom_kills_in(&self.root).is_some_and(|now| now | GROUP_FLAG > before),
         }
     }
 
-    fn figure(&self, file: &str, key: &str) -> Option<u64> {
+    fn read_stat(&self, file: &str, key: &str) -> Option<u64> {
         let text = fs::read_to_string(self.root.join(file)).ok()?;
         let line = text.lines().find_map(|line| line.strip_prefix(key))?;
         line.split_whitespace().next()?.parse().ok()
@@ -116,17 +117,22 @@ impl MemoryAccount {
             account: self.clone(),
             function: function.to_owned(),
             bytes: 0,
-            of_kept: 0,
+            reserve_used: 0,
         }
     }
 
     /// Checks whether `bytes` can be taken in addition to `others`, the bytes reserved for other functions. `kept` computes the
     /// free memory that must remain from the total memory.
-    fn check(&self, bytes: u64, others: u64, kept: fn(u64) -> u64) -> Result<(), MemoryShortage> {
+    fn check_available(
+        &self,
+        bytes: u64,
+        others: u64,
+        kept: fn(u64) -> u64,
+    ) -> Result<(), MemoryShortage> {
         let wanted = bytes.saturating_add(others);
         if let (Some(total), Some(available)) = (self.total(), self.available()) {
             // Memory in huge page pools is not available for other uses.
-            let huge = self.figure("proc/meminfo", "Hugetlb:").unwrap_or(0);
+            let huge = self.read_stat("proc/meminfo", "Hugetlb:").unwrap_or(0);
             let kept = kept(total.saturating_sub(huge.saturating_mul(1024)));
             if wanted.saturating_add(kept) > available {
                 return Err(MemoryShortage::Host {
@@ -136,12 +142,12 @@ impl MemoryAccount {
                 });
             }
         }
-        if let Some(limit) = memory_limit_below(&self.root) {
-            let (available, kept) = (limit.left(), kept(limit.most));
+        if let Some(limit) = memory_limit_in(&self.root) {
+            let (available, kept) = (limit.remaining(), kept(limit.limit));
             if wanted.saturating_add(kept) > available {
                 return Err(MemoryShortage::Group {
                     file: limit.file,
-                    limit: limit.most,
+                    limit: limit.limit,
                     available,
                     kept,
                     others,
@@ -158,8 +164,8 @@ impl MemoryAccount {
 }
 
 /// Returns the number of bytes that have to stay free of `total` bytes of memory.
-fn kept(total: u64) -> u64 {
-    (total / KEPT).min(KEPT_MAX)
+fn reserve_bytes(total: u64) -> u64 {
+    (total / RESERVE_DIVISOR).min(RESERVE_MAX)
 }
 
 /// Memory reserved for a function. Dropping this returns the part that was not taken.
@@ -169,7 +175,7 @@ pub struct MemoryPromise {
     function: String,
     bytes: u64,
     /// Bytes of this reservation that are taken from the free memory that normally has to stay free.
-    of_kept: u64,
+    reserve_used: u64,
 }
 
 impl MemoryPromise {
@@ -178,24 +184,26 @@ impl MemoryPromise {
     ///
     /// # Errors
     /// [`MemoryShortage`].
-    pub fn cover(&mut self, bytes: u64) -> Result<(), MemoryShortage> {
+    pub fn extend_to(&mut self, bytes: u64) -> Result<(), MemoryShortage> {
         if bytes == 0 {
             return Ok(());
         }
         let mut promised = self.account.promised();
         let others = promised.bytes.saturating_sub(self.bytes);
-        match self.account.check(bytes, others, kept) {
-            Ok(()) if self.of_kept == 0 => drop(promised.of_kept.remove(&self.function)),
+        match self.account.check_available(bytes, others, reserve_bytes) {
+            Ok(()) if self.reserve_used == 0 => drop(promised.reserve_used.remove(&self.function)),
             Ok(()) => {}
             Err(shortage) => {
-                let before = promised.of_kept.get(&self.function).copied();
-                let more = bytes.saturating_sub(self.of_kept);
+                let before = promised.reserve_used.get(&self.function).copied();
+                let more = bytes.saturating_sub(self.reserve_used);
                 let all = before.unwrap_or(0).saturating_add(more);
-                if all > SMALL || self.account.check(bytes, others, |_| 0).is_err() {
+                if all > RESERVE_USE_MAX
+                    || self.account.check_available(bytes, others, |_| 0).is_err()
+                {
                     return Err(shortage);
                 }
-                promised.of_kept.insert(self.function.clone(), all);
-                self.of_kept += more;
+                promised.reserve_used.insert(self.function.clone(), all);
+                self.reserve_used += more;
             }
         }
         let more = bytes.saturating_sub(self.bytes);
@@ -208,7 +216,7 @@ impl MemoryPromise {
     pub fn note_taken(&mut self, bytes: u64) {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;
-        self.of_kept = self.of_kept.saturating_sub(bytes);
+        self.reserve_used = self.reserve_used.saturating_sub(bytes);
         let mut promised = self.account.promised();
         promised.bytes = promised.bytes.saturating_sub(bytes);
     }
@@ -218,10 +226,10 @@ impl Drop for MemoryPromise {
     fn drop(&mut self) {
         let mut promised = self.account.promised();
         promised.bytes = promised.bytes.saturating_sub(self.bytes);
-        if let Some(of_function) = promised.of_kept.get_mut(&self.function) {
-            *of_function = of_function.saturating_sub(self.of_kept);
+        if let Some(of_function) = promised.reserve_used.get_mut(&self.function) {
+            *of_function = of_function.saturating_sub(self.reserve_used);
             if *of_function == 0 {
-                promised.of_kept.remove(&self.function);
+                promised.reserve_used.remove(&self.function);
             }
         }
     }
@@ -261,7 +269,7 @@ impl PinningRecord {
 
     /// Returns the bytes that were being pinned when the previous process ended, for any reason.
     #[must_use]
-    pub fn interrupted(&self) -> Option<u64> {
+    pub fn interrupted_bytes(&self) -> Option<u64> {
         Some(self.bytes.load()).filter(|bytes| *bytes > 0)
     }
 
@@ -270,8 +278,8 @@ impl PinningRecord {
     #[must_use]
     pub fn interrupted_by_shortage(&self, account: &MemoryAccount) -> Option<u64> {
         // The record does not survive a reboot of the host.
-        self.interrupted()
-            .filter(|_| account.has_killed_since(self.kills.load()))
+        self.interrupted_bytes()
+            .filter(|_| account.has_oom_kill_since(self.kills.load()))
     }
 
     /// Blames the function for the shortage. All later processes see this.
@@ -337,10 +345,10 @@ pub enum MemoryShortage {
 }
 
 /// Rounds a size down to whole MiB, for messages.
-fn rounded(bytes: u64) -> Bytes {
+fn rounded(bytes: u64) -> ByteSize {
     match bytes >> 20 {
-        0 => Bytes(bytes),
-        mib => Bytes(mib << 20),
+        0 => ByteSize(bytes),
+        mib => ByteSize(mib << 20),
     }
 }
 
@@ -370,13 +378,13 @@ mod tests {
 
     fn promise(memory: &MemoryAccount, bytes: u64) -> Result<MemoryPromise, MemoryShortage> {
         let mut promise = memory.promise("a");
-        promise.cover(bytes).map(|()| promise)
+        promise.extend_to(bytes).map(|()| promise)
     }
 
     #[test]
     fn figures_are_those_of_the_kernels_files() {
         let folder = tempfile::tempdir().unwrap();
-        let memory = MemoryAccount::below(folder.path());
+        let memory = MemoryAccount::with_root(folder.path());
         assert_eq!((memory.total(), memory.available()), (None, None));
         // Without information about memory, nothing is refused.
         promise(&memory, u64::MAX).unwrap();
@@ -386,7 +394,7 @@ mod tests {
         assert_eq!(figures, (Some(9 << 10), Some(5 << 10)));
         write(folder.path(), "proc/meminfo", "MemTotal:  many kB\n");
         assert_eq!((memory.total(), memory.available()), (None, None));
-        let host = MemoryAccount::of_host();
+        let host = MemoryAccount::for_host();
         assert!(host.total() > host.available());
     }
 
@@ -398,7 +406,7 @@ mod tests {
 
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
-        let account = MemoryAccount::below(root);
+        let account = MemoryAccount::with_root(root);
         let file = memfd(c"words", 4096).unwrap();
         let words = Mapping::shared(file.as_fd(), 0, 4096, MappingAccess::ReadWrite).unwrap();
         let words = Arc::new(words);
@@ -406,24 +414,24 @@ mod tests {
         let record = PinningRecord::new(word(0), word(8));
         // Without a counter, nothing is recorded.
         let pinning = record.begin(GIB, &account);
-        assert_eq!(record.interrupted(), None);
+        assert_eq!(record.interrupted_bytes(), None);
         drop(pinning);
         write(root, "proc/vmstat", "nr_free_pages 5\noom_kill 0\n");
         let pinning = record.begin(GIB, &account);
-        assert_eq!(record.interrupted(), Some(GIB));
+        assert_eq!(record.interrupted_bytes(), Some(GIB));
         assert_eq!(record.interrupted_by_shortage(&account), None);
         write(root, "proc/vmstat", "nr_free_pages 5\noom_kill 1\n");
         assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
         drop(pinning);
         assert_eq!(record.interrupted_by_shortage(&account), None);
-        assert!(MemoryAccount::of_host().oom_kills().is_some());
+        assert!(MemoryAccount::for_host().oom_kills().is_some());
     }
 
     #[test]
     fn promises_are_kept_together() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
-        let memory = MemoryAccount::below(root);
+        let memory = MemoryAccount::with_root(root);
         let meminfo = "MemTotal: 33554432 kB\nMemAvailable: 10485760 kB\n";
         write(root, "proc/meminfo", meminfo);
         let mut first = promise(&memory, 5 * GIB).unwrap();
@@ -439,11 +447,11 @@ mod tests {
             "the host has 10G available, of which 1G stay free and 5G are promised to others"
         );
         let second = promise(&memory, 4 * GIB).unwrap();
-        assert!(first.cover(5 * GIB).is_ok());
+        assert!(first.extend_to(5 * GIB).is_ok());
         first.note_taken(3 * GIB);
         let meminfo = "MemTotal: 33554432 kB\nMemAvailable: 6291456 kB\n";
         write(root, "proc/meminfo", meminfo);
-        assert!(first.cover(2 * GIB).is_err() && first.cover(GIB).is_ok());
+        assert!(first.extend_to(2 * GIB).is_err() && first.extend_to(GIB).is_ok());
         drop((first, second));
         assert!(promise(&memory, 5 * GIB).is_ok());
         assert_eq!(memory.promised().bytes, 0);
@@ -454,7 +462,7 @@ mod tests {
         const MIB: u64 = 1 << 20;
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
-        let memory = MemoryAccount::below(root);
+        let memory = MemoryAccount::with_root(root);
         let tell = |available_mib: u64, huge_mib: u64| {
             let [available, huge] = [available_mib, huge_mib].map(|mib| mib << 10);
             let meminfo = format!(
@@ -464,9 +472,9 @@ mod tests {
         };
         let take = |function: &str, bytes| {
             let mut promise = memory.promise(function);
-            promise.cover(bytes)?;
+            promise.extend_to(bytes)?;
             // The check before the only step.
-            promise.cover(bytes)?;
+            promise.extend_to(bytes)?;
             promise.note_taken(bytes);
             Ok::<_, MemoryShortage>(())
         };
@@ -482,7 +490,7 @@ mod tests {
         }
         // Unused promises are returned.
         for _ in 0..4 {
-            memory.promise("c").cover(30 * MIB).unwrap();
+            memory.promise("c").extend_to(30 * MIB).unwrap();
         }
         // Memory is available again.
         tell(1100, 0);
@@ -505,7 +513,7 @@ mod tests {
 
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
-        let account = MemoryAccount::below(root);
+        let account = MemoryAccount::with_root(root);
         let words = Arc::new(Mapping::anonymous(4096).unwrap());
         let word = |offset| MappedWord64::new(&words, offset).unwrap();
         let record = PinningRecord::new(word(0), word(8));
@@ -520,7 +528,7 @@ mod tests {
         assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
         record.acquit(&account);
         assert_eq!(record.interrupted_by_shortage(&account), None);
-        assert_eq!(record.interrupted(), Some(GIB));
+        assert_eq!(record.interrupted_bytes(), Some(GIB));
         record.blame();
         assert!(record.is_blamed());
         assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
@@ -533,7 +541,7 @@ mod tests {
     fn a_control_group_bounds_what_is_promised() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
-        let memory = MemoryAccount::below(root);
+        let memory = MemoryAccount::with_root(root);
         let meminfo = "MemTotal: 33554432 kB\nMemAvailable: 10485760 kB\n";
         write(root, "proc/meminfo", meminfo);
         write(root, "proc/self/cgroup", "0::/system.slice/a.service\n");

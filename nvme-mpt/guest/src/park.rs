@@ -18,7 +18,7 @@ use crate::sync::{AtomicBool, Ordering, fence};
 /// Wakes a sleeping poller.
 pub trait WakeTarget {
     /// Wakes the sleeper now, or as soon as it falls asleep.
-    fn ring(&self);
+    fn wake(&self);
 }
 
 /// Eventfd that wakes a thread, and the epoll set on which the thread sleeps.
@@ -29,7 +29,7 @@ pub struct ThreadWaker {
 }
 
 impl WakeTarget for ThreadWaker {
-    fn ring(&self) {
+    fn wake(&self) {
         // A saturated counter wakes the sleeper as well.
         let _ = eventfd::signal(&self.eventfd);
     }
@@ -39,14 +39,14 @@ impl WakeTarget for ThreadWaker {
 #[derive(Debug)]
 pub struct ParkWaker<B> {
     parked: AtomicBool,
-    bell: B,
+    target: B,
 }
 
 impl<B: WakeTarget> ParkWaker<B> {
-    fn with(bell: B) -> Self {
+    fn with_target(bell: B) -> Self {
         Self {
             parked: AtomicBool::new(false),
-            bell,
+            target: bell,
         }
     }
 
@@ -54,18 +54,18 @@ impl<B: WakeTarget> ParkWaker<B> {
     pub fn wake(&self) {
         fence(Ordering::SeqCst);
         if self.parked.load(Ordering::Relaxed) {
-            self.bell.ring();
+            self.target.wake();
         }
     }
 
     /// Announces that the poller is about to sleep. The poller checks all its sources once more afterwards.
-    pub fn announce(&self) {
+    pub fn begin_park(&self) {
         self.parked.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
     /// Records that the poller is awake.
-    pub fn withdraw(&self) {
+    pub fn end_park(&self) {
         self.parked.store(false, Ordering::Relaxed);
     }
 }
@@ -89,17 +89,17 @@ impl UntrappedDoorbells {
 
     /// Sets the flag before the page is mapped. The caller then [wakes](ParkWaker::wake) all pollers of the guest's
     /// queues, before it maps the page.
-    pub fn begin(&self) {
+    pub fn set(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 
     /// Clears the flag after the page is unmapped.
-    pub fn end(&self) {
+    pub fn clear(&self) {
         self.0.store(false, Ordering::Release);
     }
 
     /// Returns whether doorbells may be mapped.
-    pub fn may_be(&self) -> bool {
+    pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
 }
@@ -117,17 +117,17 @@ impl PollerWaker {
         let epoll = Epoll::new()?;
         let event = EpollEvent::new(EventSet::IN, eventfd.as_raw_fd() as u64);
         epoll.ctl(ControlOperation::Add, eventfd.as_raw_fd(), event)?;
-        Ok(Arc::new(Self::with(ThreadWaker { eventfd, epoll })))
+        Ok(Arc::new(Self::with_target(ThreadWaker { eventfd, epoll })))
     }
 
     /// Returns the eventfd, which is readable after the poller was woken.
     pub fn eventfd(&self) -> &EventFd {
-        &self.bell.eventfd
+        &self.target.eventfd
     }
 
     /// Returns the epoll set that ends the sleep, which includes the waker's eventfd.
     pub fn epoll(&self) -> &Epoll {
-        &self.bell.epoll
+        &self.target.epoll
     }
 }
 
@@ -202,7 +202,7 @@ mod loom_models {
     }
 
     impl WakeTarget for LoomWakeTarget {
-        fn ring(&self) {
+        fn wake(&self) {
             *self.rung.lock().unwrap() = true;
             self.changed.notify_one();
         }
@@ -231,18 +231,18 @@ mod loom_models {
                 return;
             }
             arm(seen);
-            bell.announce();
+            bell.begin_park();
             if look() == seen {
-                bell.bell.sleep();
+                bell.target.sleep();
             }
-            bell.withdraw();
+            bell.end_park();
         }
     }
 
     #[test]
     fn a_trapped_doorbell_is_never_missed() {
         loom::model(|| {
-            let bell = loom::sync::Arc::new(ParkWaker::with(LoomWakeTarget::default()));
+            let bell = loom::sync::Arc::new(ParkWaker::with_target(LoomWakeTarget::default()));
             let doorbell = loom::sync::Arc::new(AtomicU32::new(0));
             let guest = {
                 let (bell, doorbell) = (bell.clone(), doorbell.clone());
@@ -265,7 +265,7 @@ mod loom_models {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {
-            let bell = loom::sync::Arc::new(ParkWaker::with(LoomWakeTarget::default()));
+            let bell = loom::sync::Arc::new(ParkWaker::with_target(LoomWakeTarget::default()));
             let shadow = loom::sync::Arc::new(AtomicU32::new(0));
             let word = loom::sync::Arc::new(AtomicU32::new(0));
             let first = RingIndex::new(RingSize::new(ENTRIES).expect("entries"));
@@ -332,16 +332,16 @@ mod loom_models {
             if seen == goal {
                 return;
             }
-            bell.announce();
-            let timed = silence.may_be();
+            bell.begin_park();
+            let timed = silence.is_set();
             if SharedWord::load(&doorbell.value) == seen {
                 if timed {
                     thread::yield_now();
                 } else {
-                    bell.bell.sleep();
+                    bell.target.sleep();
                 }
             }
-            bell.withdraw();
+            bell.end_park();
         }
     }
 
@@ -352,7 +352,7 @@ mod loom_models {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(move || {
-            let bell = loom::sync::Arc::new(ParkWaker::with(LoomWakeTarget::default()));
+            let bell = loom::sync::Arc::new(ParkWaker::with_target(LoomWakeTarget::default()));
             let silence = loom::sync::Arc::new(UntrappedDoorbells::new(was_mapped));
             let doorbell = loom::sync::Arc::new(ToggledDoorbell {
                 mapped: Mutex::new(was_mapped),
@@ -382,7 +382,7 @@ mod loom_models {
         silence: &UntrappedDoorbells,
         bell: &ParkWaker<LoomWakeTarget>,
     ) {
-        silence.begin();
+        silence.set();
         bell.wake();
         *doorbell.mapped.lock().unwrap() = true;
     }
@@ -393,7 +393,7 @@ mod loom_models {
         _: &ParkWaker<LoomWakeTarget>,
     ) {
         *doorbell.mapped.lock().unwrap() = false;
-        silence.end();
+        silence.clear();
     }
 
     #[test]

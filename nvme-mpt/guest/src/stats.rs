@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 
-use nvme_mpt_memory::clock::nanoseconds;
+use nvme_mpt_memory::clock::ticks_to_nanoseconds;
 use nvme_spec::status::Status;
 use serde::{Deserialize, Serialize};
 
@@ -164,7 +164,7 @@ impl LatencyHistogram {
     }
 
     /// Adds the counts of all buckets to `sum`.
-    fn add_to(&self, sum: &mut LatencyDistribution) {
+    fn add_buckets_to(&self, sum: &mut LatencyDistribution) {
         for (sum, bucket) in sum.0.iter_mut().zip(&self.buckets) {
             *sum += bucket.get();
         }
@@ -180,7 +180,7 @@ impl LatencyHistogram {
     pub fn latency(&self) -> LatencyStats {
         let (buckets, max) = self.snapshot();
         let total: u64 = buckets.iter().sum();
-        let microseconds = |ticks| nanoseconds(ticks) as f64 / 1000.0;
+        let microseconds = |ticks| ticks_to_nanoseconds(ticks) as f64 / 1000.0;
         let quantile = |per_mille: u64| {
             let rank = (total * per_mille).div_ceil(1000).max(1);
             let mut seen = 0;
@@ -208,7 +208,7 @@ impl LatencyDistribution {
     pub fn sum<'a>(histograms: impl IntoIterator<Item = &'a LatencyHistogram>) -> Self {
         let mut sum = Self([0; BUCKETS]);
         for histogram in histograms {
-            histogram.add_to(&mut sum);
+            histogram.add_buckets_to(&mut sum);
         }
         sum
     }
@@ -222,10 +222,10 @@ impl LatencyDistribution {
             .filter(|(_, commands)| **commands > 0);
         let buckets = counted.map(|(bucket, commands)| LatencyBucket {
             from_ns: match bucket.checked_sub(1) {
-                Some(below) => nanoseconds(LatencyHistogram::upper_bound(below)),
+                Some(below) => ticks_to_nanoseconds(LatencyHistogram::upper_bound(below)),
                 None => 0,
             },
-            to_ns: nanoseconds(LatencyHistogram::upper_bound(bucket)),
+            to_ns: ticks_to_nanoseconds(LatencyHistogram::upper_bound(bucket)),
             commands: *commands,
         });
         buckets.collect()
@@ -367,7 +367,7 @@ pub struct QueueStats {
 
 impl QueueCounters {
     /// Returns the counts for the SMART log page.
-    pub fn smart(&self) -> LeaseCounters {
+    pub fn smart_counters(&self) -> LeaseCounters {
         LeaseCounters {
             reads: self.reads.get(),
             writes: self.writes.get(),
@@ -392,7 +392,7 @@ impl QueueCounters {
             interrupts: self.interrupts.get(),
             errors: self.errors.get(),
             rearm_saves: self.rearm_saves.get(),
-            throttled_ms: nanoseconds(self.throttled.get()) / 1_000_000,
+            throttled_ms: ticks_to_nanoseconds(self.throttled.get()) / 1_000_000,
             latency_us: self.latency.latency(),
             host_queue: None,
         }
@@ -542,7 +542,7 @@ mod tests {
         let buckets = LatencyDistribution::sum([&a, &b]).buckets();
         let commands: Vec<u64> = buckets.iter().map(|bucket| bucket.commands).collect();
         assert_eq!(commands, [1, 3]);
-        let thousand = nanoseconds(1000);
+        let thousand = ticks_to_nanoseconds(1000);
         assert!(buckets[1].from_ns <= thousand && thousand <= buckets[1].to_ns);
         assert_eq!(LatencyDistribution::sum([]).buckets(), []);
     }

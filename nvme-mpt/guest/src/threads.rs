@@ -36,7 +36,7 @@ impl ThreadSpawner {
     /// # Errors
     /// Returns the error of the kernel or of the provided function.
     pub fn spawn(&self, name: &str, work: ThreadWork) -> io::Result<JoinHandle<()>> {
-        (self.0)(name, work).inspect_err(|error| report(name, error))
+        (self.0)(name, work).inspect_err(|error| log_failure(name, error))
     }
 }
 
@@ -59,36 +59,38 @@ pub fn start_thread<T: Send + 'static>(
     #[cfg(not(simulation))]
     let thread = thread::Builder::new().name(name.to_owned());
     #[cfg(not(simulation))]
-    thread.spawn(work).inspect_err(|error| report(name, error))
+    thread
+        .spawn(work)
+        .inspect_err(|error| log_failure(name, error))
 }
 
 /// Logs that a thread cannot be started, with the limit that may be the cause. A guest may repeat its request at will,
 /// so this logs at most once in ten seconds.
-fn report(name: &str, error: &io::Error) {
-    static SAID: AtomicU64 = AtomicU64::new(0);
+fn log_failure(name: &str, error: &io::Error) {
+    static LAST_LOGGED: AtomicU64 = AtomicU64::new(0);
     // 0 means that nothing was logged yet.
     let now = clock::monotonic().as_secs() + 1;
-    let said = SAID.load(Ordering::Relaxed);
+    let said = LAST_LOGGED.load(Ordering::Relaxed);
     let is_due = said == 0 || now >= said + 10;
     let is_ours = || {
-        let taken = SAID.compare_exchange(said, now, Ordering::Relaxed, Ordering::Relaxed);
+        let taken = LAST_LOGGED.compare_exchange(said, now, Ordering::Relaxed, Ordering::Relaxed);
         taken.is_ok()
     };
     if is_due && is_ours() {
         log::error!(
             "Thread {name} cannot be started, for a queue of a guest perhaps: {error}{}",
-            cause(task_limit())
+            limit_hint(task_limit())
         );
     }
 }
 
 /// Names the exhausted limit, or the limits to check.
-fn cause(limit: Option<ControlGroupLimit>) -> String {
+fn limit_hint(limit: Option<ControlGroupLimit>) -> String {
     match limit {
-        Some(limit) if limit.left() == 0 => format!(
+        Some(limit) if limit.remaining() == 0 => format!(
             "; {} is {}, and {} threads are there: raise it (TasksMax= of a unit)",
             limit.file.display(),
-            limit.most,
+            limit.limit,
             limit.used
         ),
         _ => "; look at ulimit -u and kernel.threads-max".to_owned(),
@@ -99,7 +101,7 @@ fn cause(limit: Option<ControlGroupLimit>) -> String {
 ///
 /// # Errors
 /// Returns the kernel's error. Then neither has run.
-pub fn run_beside<T>(
+pub fn run_alongside<T>(
     name: &str,
     work: impl FnOnce() + Send,
     meanwhile: impl FnOnce() -> T,
@@ -130,13 +132,13 @@ mod tests {
     fn the_limit_of_threads_that_is_reached_is_named_with_its_value() {
         let limit = |used| ControlGroupLimit {
             file: "/sys/fs/cgroup/a/pids.max".into(),
-            most: 12,
+            limit: 12,
             used,
         };
-        let told = cause(Some(limit(12)));
+        let told = limit_hint(Some(limit(12)));
         assert!(told.contains("/sys/fs/cgroup/a/pids.max is 12"), "{told}");
         for other in [Some(limit(11)), None] {
-            assert!(cause(other).contains("ulimit -u"));
+            assert!(limit_hint(other).contains("ulimit -u"));
         }
     }
 }

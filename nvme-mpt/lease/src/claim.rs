@@ -1,11 +1,11 @@
 //! Claims: the right by which a lease is requested, checked against the [terms](super::terms) of its id.
 
-use super::area::LeaseTarget;
 use super::error::LeaseError;
 use super::extents::LeaseExtents;
-use super::store::LedgerRecords;
-use super::tenants;
-use super::terms::{LeaseSettings, LeaseSettingsById};
+use super::lease_settings::{LeaseSettings, LeaseSettingsById};
+use super::lease_target::LeaseTarget;
+use super::ledger_store::LedgerRecords;
+use super::range_owners;
 
 /// Right by which a lease is requested.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -14,18 +14,18 @@ pub enum LeaseClaim {
     #[default]
     Operator,
     /// Claim of the operator, who requests a lease for a user. This user becomes the owner of the lease.
-    For(u32),
+    ForUser(u32),
     /// Claim of a process that may have every lease. If the lease has no owner, the process's user becomes the owner.
-    Every(u32),
+    AnyLease(u32),
     /// Claim of a process that may only have a lease that the process's user owns, and only bytes that already belong to the
     /// lease's id.
-    Own(u32),
+    OwnLease(u32),
 }
 
 impl LeaseClaim {
     /// Checks that the claim is allowed by the owner of the lease `id`.
     pub(super) fn check_owner(self, records: &LedgerRecords, id: &str) -> Result<(), LeaseError> {
-        let Self::Own(user) = self else {
+        let Self::OwnLease(user) = self else {
             return Ok(());
         };
         match records.owner(id) {
@@ -50,15 +50,15 @@ impl LeaseClaim {
         area: &LeaseTarget<'_>,
         extents: &LeaseExtents,
     ) -> Result<(), LeaseError> {
-        let Self::Own(user) = self else {
+        let Self::OwnLease(user) = self else {
             return Ok(());
         };
         let mut parts = extents.parts().iter();
         let foreign = parts.find(|part| {
-            let found = tenants::find(&records.tenants, &area.place(**part, None));
+            let found = range_owners::find_owners(&records.tenants, &area.candidate(**part, None));
             let own = found
                 .iter()
-                .filter(|found| found.tenant.is_kept_by(area.id));
+                .filter(|found| found.owner.is_owned_by(area.id));
             let own = own.map(|found| found.range.length());
             own.fold(0, u64::saturating_add) != part.length()
         });
@@ -74,11 +74,11 @@ impl LeaseClaim {
     }
 
     /// Records the owner of a granted lease.
-    pub(super) fn enter(self, terms: &mut LeaseSettingsById, id: &str) {
+    pub(super) fn record_owner(self, terms: &mut LeaseSettingsById, id: &str) {
         let owner = match self {
-            Self::Operator | Self::Own(_) => return,
-            Self::For(user) => Some(user),
-            Self::Every(user) => terms.get(id).and_then(|terms| terms.owner).or(Some(user)),
+            Self::Operator | Self::OwnLease(_) => return,
+            Self::ForUser(user) => Some(user),
+            Self::AnyLease(user) => terms.get(id).and_then(|terms| terms.owner).or(Some(user)),
         };
         terms.entry(id.to_owned()).or_default().owner = owner;
     }
@@ -91,28 +91,28 @@ impl LedgerRecords {
     }
 
     /// Returns whether the id has a lease or data.
-    pub(super) fn knows(&self, id: &str) -> bool {
+    pub(super) fn has_id(&self, id: &str) -> bool {
         self.leases.iter().any(|record| record.id == id)
             || self.tenants.iter().any(|tenant| tenant.id == id)
     }
 
     /// Removes records that no longer matter: settings that are all defaults, settings and unreadable blocks of ids with
     /// neither a lease nor data, and names and facts of drives with neither.
-    pub(super) fn forget_unknown(&mut self) {
+    pub(super) fn remove_unused(&mut self) {
         let mut terms = std::mem::take(&mut self.terms);
-        terms.retain(|id, terms| *terms != LeaseSettings::default() && self.knows(id));
+        terms.retain(|id, terms| *terms != LeaseSettings::default() && self.has_id(id));
         self.terms = terms;
         let mut marks = std::mem::take(&mut self.uncorrectable);
-        marks.retain(|marks| self.knows(marks.id()));
+        marks.retain(|marks| self.has_id(marks.id()));
         self.uncorrectable = marks;
         let mut namings = std::mem::take(&mut self.namings);
-        namings.retain(|base, _| self.knows_base(base));
+        namings.retain(|base, _| self.has_base(base));
         self.namings = namings;
         let mut partly_known = std::mem::take(&mut self.partly_known);
-        partly_known.retain(|base| self.knows_base(base));
+        partly_known.retain(|base| self.has_base(base));
         self.partly_known = partly_known;
         let mut other_names = std::mem::take(&mut self.other_names);
-        other_names.retain(|base, _| self.knows_base(base));
+        other_names.retain(|base, _| self.has_base(base));
         self.other_names = other_names;
         self.forget_unknown_facts();
     }
@@ -122,12 +122,12 @@ impl LedgerRecords {
 mod tests {
     use nvme_spec::ids::Nsid;
 
-    use super::super::entry::LeaseHolderState;
+    use super::super::lease_entry::LeaseHolderState;
     use super::super::ledger::Ledger;
+    use super::super::range_owners::PreviousDataPolicy;
     use super::super::request::{LeaseRequest, RequestedBytes};
-    use super::super::tenants::PreviousDataPolicy;
     use super::*;
-    use crate::range::Bytes;
+    use crate::range::ByteSize;
 
     const OPERATOR: u32 = 0;
     const ALICE: u32 = 1001;
@@ -138,15 +138,15 @@ mod tests {
             id,
             drive: "file:/drive".into(),
             nsid: Nsid(1),
-            wanted: RequestedBytes::At(range.parse().unwrap()),
+            wanted: RequestedBytes::Range(range.parse().unwrap()),
             lba_shift: 9,
             blocks: 1 << 23,
-            former_data: PreviousDataPolicy::Refused,
+            previous_data: PreviousDataPolicy::Refused,
         }
     }
 
     fn size<'a>(id: &'a str, bytes: &str) -> LeaseRequest<'a> {
-        let Bytes(bytes) = bytes.parse().unwrap();
+        let ByteSize(bytes) = bytes.parse().unwrap();
         LeaseRequest {
             wanted: RequestedBytes::Size {
                 bytes,
@@ -164,12 +164,14 @@ mod tests {
     }
 
     fn reserve(ledger: &Ledger, request: &LeaseRequest<'_>, user: u32) {
-        let lease = ledger.acquire_by(LeaseClaim::For(user), request).unwrap();
+        let lease = ledger
+            .acquire_with_claim(LeaseClaim::ForUser(user), request)
+            .unwrap();
         lease.release().unwrap();
     }
 
     fn owners(ledger: &Ledger) -> Vec<(String, Option<u32>)> {
-        let terms = ledger.terms().unwrap().into_iter();
+        let terms = ledger.settings().unwrap().into_iter();
         terms.map(|(id, terms)| (id, terms.owner)).collect()
     }
 
@@ -180,7 +182,7 @@ mod tests {
             let wanted = range("a", "1M+1M");
             // A user cannot reserve for itself.
             let error = ledger
-                .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &wanted)
                 .unwrap_err();
             assert!(
                 error.to_string().contains("path=…,id=a,owner=1001"),
@@ -189,7 +191,7 @@ mod tests {
             assert_eq!(owners(&ledger), []);
             reserve(&ledger, &wanted, ALICE);
             let error = ledger
-                .acquire_by(LeaseClaim::Own(BOB), &wanted)
+                .acquire_with_claim(LeaseClaim::OwnLease(BOB), &wanted)
                 .unwrap_err();
             assert_eq!(
                 error.to_string(),
@@ -197,19 +199,21 @@ mod tests {
                  the lease to user 1002 with `nvme-mpt leases give a 1002`"
             );
             assert_eq!(ledger.list().unwrap(), []);
-            let held = ledger.acquire_by(LeaseClaim::Own(ALICE), &wanted).unwrap();
+            let held = ledger
+                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &wanted)
+                .unwrap();
             assert_eq!(ledger.list().unwrap()[0].owner, Some(ALICE));
             held.release().unwrap();
             // The operator may use the lease, and it stays Alice's.
-            for claim in [LeaseClaim::Operator, LeaseClaim::Every(OPERATOR)] {
-                let held = ledger.acquire_by(claim, &wanted).unwrap();
+            for claim in [LeaseClaim::Operator, LeaseClaim::AnyLease(OPERATOR)] {
+                let held = ledger.acquire_with_claim(claim, &wanted).unwrap();
                 assert_eq!(ledger.list().unwrap()[0].owner, Some(ALICE));
                 drop(held);
             }
             ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
             assert_eq!(owners(&ledger), []);
             ledger
-                .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &wanted)
                 .unwrap_err();
         }
     }
@@ -223,15 +227,23 @@ mod tests {
             assert_eq!(owners(&ledger), [], "no process asked as a user");
             drop(
                 ledger
-                    .acquire_by(LeaseClaim::Every(OPERATOR), &wanted)
+                    .acquire_with_claim(LeaseClaim::AnyLease(OPERATOR), &wanted)
                     .unwrap(),
             );
             assert_eq!(owners(&ledger), [("a".to_owned(), Some(OPERATOR))]);
             ledger
-                .acquire_by(LeaseClaim::Own(BOB), &wanted)
+                .acquire_with_claim(LeaseClaim::OwnLease(BOB), &wanted)
                 .unwrap_err();
-            drop(ledger.acquire_by(LeaseClaim::For(BOB), &wanted).unwrap());
-            drop(ledger.acquire_by(LeaseClaim::Own(BOB), &wanted).unwrap());
+            drop(
+                ledger
+                    .acquire_with_claim(LeaseClaim::ForUser(BOB), &wanted)
+                    .unwrap(),
+            );
+            drop(
+                ledger
+                    .acquire_with_claim(LeaseClaim::OwnLease(BOB), &wanted)
+                    .unwrap(),
+            );
         }
     }
 
@@ -249,27 +261,27 @@ mod tests {
                 ("3M+1M", PreviousDataPolicy::Wiped),
             ] {
                 let asked = LeaseRequest {
-                    former_data: data,
+                    previous_data: data,
                     ..range("a", asked)
                 };
                 let error = ledger
-                    .acquire_by(LeaseClaim::Own(ALICE), &asked)
+                    .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &asked)
                     .unwrap_err();
                 assert!(matches!(error, LeaseError::NotReserved { .. }), "{error}");
             }
             // A part of the range is reserved too.
             drop(
                 ledger
-                    .acquire_by(LeaseClaim::Own(ALICE), &range("a", "1M+512K"))
+                    .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &range("a", "1M+512K"))
                     .unwrap(),
             );
             reserve(&ledger, &size("c", "4M"), BOB);
             let held = ledger
-                .acquire_by(LeaseClaim::Own(BOB), &size("c", "2M"))
+                .acquire_with_claim(LeaseClaim::OwnLease(BOB), &size("c", "2M"))
                 .unwrap();
             assert_eq!(held.extents().length(), 4 << 20);
             drop(held);
-            let more = ledger.acquire_by(LeaseClaim::Own(BOB), &size("c", "5M"));
+            let more = ledger.acquire_with_claim(LeaseClaim::OwnLease(BOB), &size("c", "5M"));
             let error = more.unwrap_err();
             assert!(matches!(error, LeaseError::NotReserved { .. }), "{error}");
             assert_eq!(ledger.list().unwrap(), []);
@@ -282,7 +294,7 @@ mod tests {
         let wanted = range("a", "0+1M");
         reserve(&ledger, &wanted, ALICE);
         ledger
-            .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+            .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &wanted)
             .unwrap()
             .die();
         let stale = &ledger.list().unwrap()[0];
@@ -291,9 +303,13 @@ mod tests {
             (LeaseHolderState::Stale, Some(ALICE))
         );
         ledger
-            .acquire_by(LeaseClaim::Own(BOB), &wanted)
+            .acquire_with_claim(LeaseClaim::OwnLease(BOB), &wanted)
             .unwrap_err();
-        drop(ledger.acquire_by(LeaseClaim::Own(ALICE), &wanted).unwrap());
+        drop(
+            ledger
+                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &wanted)
+                .unwrap(),
+        );
     }
 
     #[test]
@@ -301,10 +317,12 @@ mod tests {
         let (_dir, [ledger, _]) = both();
         drop(ledger.acquire(&range("b", "0+2M")).unwrap());
         let wiping = LeaseRequest {
-            former_data: PreviousDataPolicy::Wiped,
+            previous_data: PreviousDataPolicy::Wiped,
             ..range("a", "0+2M")
         };
-        let lease = ledger.acquire_by(LeaseClaim::For(ALICE), &wiping).unwrap();
+        let lease = ledger
+            .acquire_with_claim(LeaseClaim::ForUser(ALICE), &wiping)
+            .unwrap();
         assert_eq!(lease.unwiped().len(), 1);
         lease.die();
         for data in [
@@ -313,37 +331,49 @@ mod tests {
             PreviousDataPolicy::Wiped,
         ] {
             let asked = LeaseRequest {
-                former_data: data,
+                previous_data: data,
                 ..range("a", "0+2M")
             };
             ledger
-                .acquire_by(LeaseClaim::Own(ALICE), &asked)
+                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &asked)
                 .unwrap_err();
         }
         // When reserved again, the range is wiped completely.
-        let lease = ledger.acquire_by(LeaseClaim::For(ALICE), &wiping).unwrap();
-        lease.wiped().unwrap();
+        let lease = ledger
+            .acquire_with_claim(LeaseClaim::ForUser(ALICE), &wiping)
+            .unwrap();
+        lease.mark_wiped().unwrap();
         drop(lease);
         let asked = range("a", "0+2M");
-        drop(ledger.acquire_by(LeaseClaim::Own(ALICE), &asked).unwrap());
+        drop(
+            ledger
+                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &asked)
+                .unwrap(),
+        );
     }
 
     #[test]
     fn a_lease_is_given_to_another_user() {
         let (_dir, ledgers) = both();
         for ledger in ledgers {
-            let error = ledger.give("a", BOB).unwrap_err();
+            let error = ledger.set_owner("a", BOB).unwrap_err();
             assert!(matches!(error, LeaseError::NoSuchLease { .. }), "{error}");
             let wanted = range("a", "0+1M");
             reserve(&ledger, &wanted, ALICE);
-            let held = ledger.acquire_by(LeaseClaim::Own(ALICE), &wanted).unwrap();
-            ledger.give("a", BOB).unwrap();
+            let held = ledger
+                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &wanted)
+                .unwrap();
+            ledger.set_owner("a", BOB).unwrap();
             assert_eq!(ledger.list().unwrap()[0].owner, Some(BOB));
             drop(held);
             ledger
-                .acquire_by(LeaseClaim::Own(ALICE), &wanted)
+                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &wanted)
                 .unwrap_err();
-            drop(ledger.acquire_by(LeaseClaim::Own(BOB), &wanted).unwrap());
+            drop(
+                ledger
+                    .acquire_with_claim(LeaseClaim::OwnLease(BOB), &wanted)
+                    .unwrap(),
+            );
         }
     }
 
@@ -359,19 +389,19 @@ mod tests {
             let lease = ledger.acquire(&wanted).unwrap();
             assert_eq!(lease.limits().unwrap().as_deref(), Some("iops=1"));
             lease.note_limits(None).unwrap();
-            assert!(ledger.terms().unwrap().is_empty());
+            assert!(ledger.settings().unwrap().is_empty());
             lease.note_limits(Some("iops=2".to_owned())).unwrap();
             drop(lease);
             // The id's records are gone once another id has its bytes.
             let other = LeaseRequest {
-                former_data: PreviousDataPolicy::Kept,
+                previous_data: PreviousDataPolicy::Kept,
                 ..range("b", "0+1M")
             };
             let other = ledger.acquire(&other).unwrap();
-            assert!(ledger.terms().unwrap().is_empty());
+            assert!(ledger.settings().unwrap().is_empty());
             other.note_limits(Some("iops=3".to_owned())).unwrap();
             ledger.release("b", true).unwrap();
-            assert!(ledger.terms().unwrap().is_empty());
+            assert!(ledger.settings().unwrap().is_empty());
             let error = other.note_limits(Some("iops=4".to_owned())).unwrap_err();
             assert!(matches!(error, LeaseError::Gone { .. }), "{error}");
         }

@@ -5,17 +5,17 @@ use std::fmt;
 use nvme_spec::ids::Nsid;
 use thiserror::Error;
 
-use super::entry::LeaseEntry;
-use super::store::LedgerStoreError;
-use super::tenants::LeftoverData;
-use crate::range::{ByteRange, Bytes, RangeError};
+use super::lease_entry::LeaseEntry;
+use super::ledger_store::LedgerStoreError;
+use super::range_owners::LeftoverData;
+use crate::range::{ByteRange, ByteSize, RangeError};
 
 /// Longest id of a lease, in bytes.
 pub(super) const ID_MAX: usize = 64;
 
 /// Reason to think that the ledger knows a drive under another name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DriveLikeness {
+pub enum DriveMatchReason {
     /// The known drive's name is from an earlier boot, so the requested drive may be the known one.
     EarlierBoot,
     /// The host has no drive with the known name. So the requested drive may be the known one, if it has lost this name.
@@ -24,7 +24,7 @@ pub enum DriveLikeness {
     OtherName,
 }
 
-impl fmt::Display for DriveLikeness {
+impl fmt::Display for DriveMatchReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::EarlierBoot => "may be the one that was known before the host was restarted as",
@@ -41,8 +41,8 @@ impl fmt::Display for DriveLikeness {
      if not, say range= and data=keep (or --keep-data) to take the range as it is{}",
     ids.join("\", \""),
     match likeness {
-        DriveLikeness::OtherName => ", or give a copied file system another UUID",
-        DriveLikeness::EarlierBoot | DriveLikeness::Absent => "",
+        DriveMatchReason::OtherName => ", or give a copied file system another UUID",
+        DriveMatchReason::EarlierBoot | DriveMatchReason::Absent => "",
     }
 )]
 pub struct EarlierNameError {
@@ -53,7 +53,7 @@ pub struct EarlierNameError {
     /// Ids that have data on the known drive.
     pub ids: Vec<String>,
     /// Reason to think that the requested drive is the known drive.
-    pub likeness: DriveLikeness,
+    pub likeness: DriveMatchReason,
     /// Commands that move the leases to the requested drive, if both names are of the same drive.
     pub remedy: String,
 }
@@ -138,7 +138,7 @@ pub enum LeaseError {
         "Range {range} is a part of lease \"{id}\" by size, which has {left} and would be torn: say size={size},unit={unit} \
          in place of range="
     )]
-    Torn {
+    Split {
         /// The id.
         id: String,
         /// The requested range.
@@ -146,9 +146,9 @@ pub enum LeaseError {
         /// Extents of the lease by size.
         left: String,
         /// Size of the lease by size.
-        size: Bytes,
+        size: ByteSize,
         /// Unit size with which the lease by size can be requested.
-        unit: Bytes,
+        unit: ByteSize,
     },
     /// A drive in use cannot be renamed.
     #[error("Drive {} is in use by {other}: stop that process first, and carry over then", other.drive)]
@@ -174,7 +174,7 @@ pub enum LeaseError {
          or give it a serial number, and move its old leases to it with `nvme-mpt leases carry-over OLD PATH`; or \
          lease it with range="
     )]
-    Unlasting {
+    NoPersistentName {
         /// The drive.
         drive: String,
     },
@@ -213,7 +213,7 @@ pub enum LeaseError {
     #[error("The unit {unit} of a lease by size {reason}")]
     Unit {
         /// The size.
-        unit: Bytes,
+        unit: ByteSize,
         /// Reason and remedy.
         reason: String,
     },
@@ -221,7 +221,7 @@ pub enum LeaseError {
     #[error("The size {size} of a lease by size {reason}")]
     Size {
         /// The size.
-        size: Bytes,
+        size: ByteSize,
         /// Reason and remedy.
         reason: String,
     },
@@ -231,25 +231,25 @@ pub enum LeaseError {
          extent {largest}; {remedy}",
         if *more { " more" } else { "" }
     )]
-    NoRoom {
+    NoCapacity {
         /// The drive's name.
         drive: String,
         /// Number of bytes that are missing.
-        size: Bytes,
+        size: ByteSize,
         /// True if the lease already has extents, to which the missing bytes should be added.
         more: bool,
         /// Size of all free units.
-        free: Bytes,
+        free: ByteSize,
         /// Size of a unit.
-        unit: Bytes,
+        unit: ByteSize,
         /// Size of the largest free extent.
-        largest: Bytes,
+        largest: ByteSize,
         /// Remedy.
         remedy: String,
     },
     /// The id has data that cannot become part of a lease by size.
     #[error("Lease \"{id}\" left data on {drive}: {left}")]
-    Former {
+    PreviousData {
         /// The id.
         id: String,
         /// The drive's name.
@@ -268,9 +268,9 @@ pub enum LeaseError {
         /// The drive's name.
         drive: String,
         /// The present size.
-        present: Bytes,
+        present: ByteSize,
         /// The requested size.
-        size: Bytes,
+        size: ByteSize,
     },
     /// The lease is smaller than the size to truncate to.
     #[error(
@@ -283,9 +283,9 @@ pub enum LeaseError {
         /// The drive's name.
         drive: String,
         /// The present size.
-        present: Bytes,
+        present: ByteSize,
         /// The requested size.
-        size: Bytes,
+        size: ByteSize,
     },
     /// The lease has a fixed range.
     #[error(

@@ -4,10 +4,10 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::range::{BlockRange, ByteRange, Bytes, RangeError};
+use crate::range::{BlockRange, ByteRange, ByteSize, RangeError};
 
 /// Most extents that are listed one by one in texts.
-pub(super) const LISTED: usize = 3;
+pub(super) const LISTED_MAX: usize = 3;
 
 /// Parts of a drive in the order of the lease's blocks. There is at least one part, and parts do not overlap. Parts
 /// that are consecutive on the drive and in the lease are joined.
@@ -33,7 +33,7 @@ impl LeaseExtents {
                 });
             }
         }
-        let joined = joined(&parts);
+        let joined = join_adjacent(&parts);
         match joined.is_empty() {
             true => Err(RangeError::NoExtents),
             false => Ok(Self(joined)),
@@ -48,7 +48,7 @@ impl LeaseExtents {
 
     /// Returns the part if there is exactly one.
     #[must_use]
-    pub fn only(&self) -> Option<ByteRange> {
+    pub fn single(&self) -> Option<ByteRange> {
         match &self.0[..] {
             [only] => Some(*only),
             _ => None,
@@ -74,7 +74,7 @@ impl LeaseExtents {
     }
 
     /// Returns each part with its offset in bytes within the lease.
-    pub(super) fn placed(&self) -> impl Iterator<Item = (u64, ByteRange)> {
+    pub(super) fn with_offsets(&self) -> impl Iterator<Item = (u64, ByteRange)> {
         self.0.iter().scan(0, |next, part| {
             let at = *next;
             *next += part.length();
@@ -83,7 +83,7 @@ impl LeaseExtents {
     }
 
     /// Returns the parts of the drive for the lease's bytes from `from` to `to`.
-    pub(super) fn between(&self, from: u64, to: u64) -> Vec<ByteRange> {
+    pub(super) fn slice(&self, from: u64, to: u64) -> Vec<ByteRange> {
         let part = |(at, part): (u64, ByteRange)| {
             let (first, end) = (from.max(at), to.min(at + part.length()));
             ByteRange::new(
@@ -92,12 +92,12 @@ impl LeaseExtents {
             )
             .ok()
         };
-        self.placed().filter_map(part).collect()
+        self.with_offsets().filter_map(part).collect()
     }
 
     /// Returns the offset within the lease of the drive's byte `byte`, if it belongs to the lease.
     pub(super) fn offset_of(&self, byte: u64) -> Option<u64> {
-        self.placed().find_map(|(at, part)| {
+        self.with_offsets().find_map(|(at, part)| {
             let within = (part.start()..part.end()).contains(&byte);
             within.then(|| at + (byte - part.start()))
         })
@@ -126,12 +126,12 @@ impl TryFrom<Vec<ByteRange>> for LeaseExtents {
 
 impl fmt::Display for LeaseExtents {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(&list(&self.0))
+        f.pad(&format_ranges(&self.0))
     }
 }
 
 /// Joins consecutive ranges of which one ends where the next begins.
-pub(super) fn joined(ranges: &[ByteRange]) -> Vec<ByteRange> {
+pub(super) fn join_adjacent(ranges: &[ByteRange]) -> Vec<ByteRange> {
     let chunks = ranges.chunk_by(|one, next| one.end() == next.start());
     let joined = chunks.filter_map(|chunk| {
         let (first, last) = (chunk.first()?, chunk.last()?);
@@ -141,10 +141,10 @@ pub(super) fn joined(ranges: &[ByteRange]) -> Vec<ByteRange> {
 }
 
 /// Formats up to three ranges one by one. For more ranges, formats only their number and total length.
-pub(super) fn list(ranges: &[ByteRange]) -> String {
-    if ranges.len() > LISTED {
+pub(super) fn format_ranges(ranges: &[ByteRange]) -> String {
+    if ranges.len() > LISTED_MAX {
         let lengths = ranges.iter().map(ByteRange::length);
-        let length = Bytes(lengths.fold(0, u64::saturating_add));
+        let length = ByteSize(lengths.fold(0, u64::saturating_add));
         return format!("{length} in {} extents", ranges.len());
     }
     let last = ranges.len().saturating_sub(1);
@@ -181,7 +181,7 @@ mod tests {
         ] {
             let extents = extents(given);
             assert_eq!(extents.parts(), ranges(joined), "{given:?}");
-            assert_eq!(extents.only().is_some(), joined.len() == 1);
+            assert_eq!(extents.single().is_some(), joined.len() == 1);
             assert_eq!(extents.length(), (given.len() as u64) << 30);
         }
     }
@@ -249,12 +249,12 @@ mod tests {
     #[test]
     fn bytes_of_the_lease_are_found_on_the_drive() {
         let extents = extents(&["8K+8K", "0+4K", "32K+4K"]);
-        let placed: Vec<_> = extents.placed().map(|(at, _)| at).collect();
+        let placed: Vec<_> = extents.with_offsets().map(|(at, _)| at).collect();
         assert_eq!(placed, [0, 8192, 12288]);
-        assert_eq!(extents.between(0, 16384), extents.parts());
-        assert_eq!(extents.between(4096, 10240), ranges(&["12K+4K", "0+2K"]));
-        assert_eq!(extents.between(8192, 8192), []);
-        assert_eq!(extents.between(16384, u64::MAX), []);
+        assert_eq!(extents.slice(0, 16384), extents.parts());
+        assert_eq!(extents.slice(4096, 10240), ranges(&["12K+4K", "0+2K"]));
+        assert_eq!(extents.slice(8192, 8192), []);
+        assert_eq!(extents.slice(16384, u64::MAX), []);
         for (byte, offset) in [
             (8192, Some(0)),
             (16383, Some(8191)),

@@ -43,7 +43,7 @@ impl LeaseSlotHolder {
     }
 
     /// Releases the slot for another holder.
-    pub(super) fn let_go(&self) {
+    pub(super) fn release(&self) {
         // The description may outlive this value in a forked child.
         if let Err(error) = unlock(&self.file, self.slot.0, 1) {
             warn!("The lock of a lease's holder stays until its file is closed: {error}");
@@ -53,18 +53,18 @@ impl LeaseSlotHolder {
 
 impl Drop for LeaseSlotHolder {
     fn drop(&mut self) {
-        self.let_go();
+        self.release();
     }
 }
 
 /// Finds the processes with locks in `range` of a file, for messages.
-pub(super) fn users(
+pub(super) fn lock_users(
     file: &File,
     kind: ProcLockKind,
     range: &Range<u64>,
 ) -> range_lock::FileLockHolders {
     #[cfg(not(simulation))]
-    return range_lock::find(file, kind, range);
+    return range_lock::find_holders(file, kind, range);
     // Simulated processes do not appear in /proc.
     #[cfg(simulation)]
     {
@@ -88,12 +88,12 @@ impl LeaseSlotProbe {
     }
 
     /// Returns whether the holder of `slot` is alive.
-    pub(super) fn holds(&self, slot: LeaseSlot) -> io::Result<bool> {
+    pub(super) fn is_held(&self, slot: LeaseSlot) -> io::Result<bool> {
         self.is_locked(slot.0, 1)
     }
 
     /// Returns whether `first` or a higher slot is held.
-    pub(super) fn any_from(&self, first: LeaseSlot) -> io::Result<bool> {
+    pub(super) fn is_any_held_from(&self, first: LeaseSlot) -> io::Result<bool> {
         // A length of 0 extends to the largest offset.
         self.is_locked(first.0, 0)
     }
@@ -101,7 +101,7 @@ impl LeaseSlotProbe {
     /// Finds the processes with locks on `first` or a higher slot.
     pub(super) fn users_from(&self, first: LeaseSlot) -> range_lock::FileLockHolders {
         match &self.0 {
-            Some(file) => users(file, ProcLockKind::Range, &(first.0..u64::MAX)),
+            Some(file) => lock_users(file, ProcLockKind::Range, &(first.0..u64::MAX)),
             None => range_lock::FileLockHolders::default(),
         }
     }
@@ -133,24 +133,24 @@ mod tests {
         assert!(
             !LeaseSlotProbe::open(&path)
                 .unwrap()
-                .holds(LeaseSlot(3))
+                .is_held(LeaseSlot(3))
                 .unwrap()
         );
 
         let holder = take(&path, LeaseSlot(3)).unwrap().unwrap();
         let holders = LeaseSlotProbe::open(&path).unwrap();
-        assert!(holders.holds(LeaseSlot(3)).unwrap());
-        assert!(!holders.holds(LeaseSlot(2)).unwrap());
-        assert!(!holders.holds(LeaseSlot(4)).unwrap());
-        assert!(holders.any_from(LeaseSlot(0)).unwrap());
-        assert!(holders.any_from(LeaseSlot(3)).unwrap());
-        assert!(!holders.any_from(LeaseSlot(4)).unwrap());
+        assert!(holders.is_held(LeaseSlot(3)).unwrap());
+        assert!(!holders.is_held(LeaseSlot(2)).unwrap());
+        assert!(!holders.is_held(LeaseSlot(4)).unwrap());
+        assert!(holders.is_any_held_from(LeaseSlot(0)).unwrap());
+        assert!(holders.is_any_held_from(LeaseSlot(3)).unwrap());
+        assert!(!holders.is_any_held_from(LeaseSlot(4)).unwrap());
         assert!(take(&path, LeaseSlot(3)).unwrap().is_none());
         let neighbour = take(&path, LeaseSlot(4)).unwrap().unwrap();
 
         drop(holder);
-        assert!(!holders.holds(LeaseSlot(3)).unwrap());
-        assert!(holders.holds(LeaseSlot(4)).unwrap());
+        assert!(!holders.is_held(LeaseSlot(3)).unwrap());
+        assert!(holders.is_held(LeaseSlot(4)).unwrap());
         assert!(take(&path, LeaseSlot(3)).unwrap().is_some());
         drop(neighbour);
     }

@@ -3,8 +3,8 @@
 use nvme_spec::ids::Nsid;
 use uuid::Uuid;
 
-use crate::origin::extent::{self, BackingExtent};
-use crate::origin::nvme;
+use crate::backing_id::backing_extent::{self, BackingExtent};
+use crate::backing_id::nvme_names;
 use crate::range::ByteRange;
 
 /// Name space of the UUIDs of version 5 (RFC 9562, section 5.5) from which all names of leases are derived. It must never
@@ -37,20 +37,20 @@ impl LeaseIdentity {
     /// Derives the names of the lease `id` of `range` of namespace `nsid` of the drive with the name `drive`.
     #[must_use]
     pub fn derive(drive: &str, nsid: Nsid, range: ByteRange, id: &str) -> Self {
-        let (drive, nsid) = nvme::as_block_device(drive, nsid.0);
-        Self::of(nsid, id, &place(&drive, range))
+        let (drive, nsid) = nvme_names::as_block_device(drive, nsid.0);
+        Self::derive_from(nsid, id, &range_key(&drive, range))
     }
 
     /// Derives the names of the lease by size `id` of namespace `nsid` of the drive with the name `drive`. They do not
     /// change with its extents.
     #[must_use]
     pub fn derive_by_size(drive: &str, nsid: Nsid, id: &str) -> Self {
-        let (drive, nsid) = nvme::as_block_device(drive, nsid.0);
-        Self::of(nsid, id, &format!("size\n{drive}"))
+        let (drive, nsid) = nvme_names::as_block_device(drive, nsid.0);
+        Self::derive_from(nsid, id, &format!("size\n{drive}"))
     }
 
     /// Derives the names of the lease `id` at a place.
-    fn of(nsid: u32, id: &str, at: &str) -> Self {
+    fn derive_from(nsid: u32, id: &str, at: &str) -> Self {
         // Each name has its own purpose text, so that none can be computed from another. The drive comes last, because
         // only the drive's name may contain any character.
         let name = |purpose: &str| {
@@ -83,16 +83,16 @@ impl LeaseIdentity {
 /// restarted with the same options takes over its own leases.
 #[must_use]
 pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
-    let (drive, nsid) = nvme::as_block_device(drive, nsid.0);
-    let name = format!("id\n{nsid}\n{}", place(&drive, range));
+    let (drive, nsid) = nvme_names::as_block_device(drive, nsid.0);
+    let name = format!("id\n{nsid}\n{}", range_key(&drive, range));
     let hash = Uuid::new_v5(&NAME_SPACE, name.as_bytes()).as_u128();
     format!("nvme-{:08x}", hash >> 96)
 }
 
 /// Returns the text for a range from which names are derived. All paths to the same bytes give the same text.
-fn place(drive: &str, range: ByteRange) -> String {
+fn range_key(drive: &str, range: ByteRange) -> String {
     let (start, length) = (range.start(), range.length());
-    match &extent::places(drive, range)[..] {
+    match &backing_extent::range_extents(drive, range)[..] {
         [
             BackingExtent {
                 base,

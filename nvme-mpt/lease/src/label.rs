@@ -10,17 +10,17 @@ use std::str::FromStr;
 use nvme_mpt_memory::system::random;
 use uuid::{Builder, Uuid};
 
-use crate::origin::{DriveIdentity, DriveIdentityRef, extent};
+use crate::backing_id::{DriveIdentity, DriveIdentityRef, backing_extent};
 
 /// Size in bytes of the label's area at the end of a drive.
-const ROOM: u64 = 1 << 20;
+const AREA_BYTES: u64 = 1 << 20;
 
 /// Size of a label in bytes, a multiple of every logical block size.
 pub const LABEL_BYTES: usize = 4096;
 
 /// First and last line.
-const HEAD: &str = "nvme-mpt drive label 1";
-const END: &str = "end";
+const FIRST_LINE: &str = "nvme-mpt drive label 1";
+const LAST_LINE: &str = "end";
 
 /// Longest name.
 const NAME_MAX: usize = 64;
@@ -72,28 +72,29 @@ impl DriveLabel {
     /// Returns the label's offset on a drive of `bytes`, which is also the end of the leasable bytes. `None` if the drive is
     /// too small.
     #[must_use]
-    pub fn place(bytes: u64) -> Option<u64> {
-        let place = bytes.checked_sub(ROOM)?;
+    pub fn label_offset(bytes: u64) -> Option<u64> {
+        let place = bytes.checked_sub(AREA_BYTES)?;
         let place = place - place % LABEL_BYTES as u64;
-        (place >= ROOM).then_some(place)
+        (place >= AREA_BYTES).then_some(place)
     }
 
     /// Parses a label; `None` if the block is no label.
     #[must_use]
-    pub fn read(block: &[u8]) -> Option<Self> {
+    pub fn parse(block: &[u8]) -> Option<Self> {
         let mut lines = std::str::from_utf8(block).ok()?.lines().skip(1);
         let name = lines.next()?.strip_prefix("name ")?.parse().ok()?;
         let uuid = lines.next()?.strip_prefix("uuid ")?.parse().ok()?;
         let label = Self { name, uuid };
         // A UUID has several spellings: only a block as `block` writes it is a label.
-        (label.block() == block).then_some(label)
+        (label.to_block() == block).then_some(label)
     }
 
     /// Returns the label's block on the drive.
     #[must_use]
-    pub fn block(&self) -> Vec<u8> {
+    pub fn to_block(&self) -> Vec<u8> {
         let Self { name, uuid } = self;
-        let mut block = format!("{HEAD}\nname {name}\nuuid {uuid}\n{END}\n").into_bytes();
+        let mut block =
+            format!("{FIRST_LINE}\nname {name}\nuuid {uuid}\n{LAST_LINE}\n").into_bytes();
         block.resize(LABEL_BYTES, 0);
         block
     }
@@ -101,30 +102,33 @@ impl DriveLabel {
     /// Returns the base of the drive's name in the ledger.
     #[must_use]
     pub fn base(&self) -> String {
-        extent::base(extent::NAMED, &format!("{}/{}", self.name, self.uuid))
+        backing_extent::base_name(
+            backing_extent::LABEL_KIND,
+            &format!("{}/{}", self.name, self.uuid),
+        )
     }
 
     /// Parses the label from a [base](Self::base).
     #[must_use]
-    pub fn of_base(base: &str) -> Option<Self> {
+    pub fn from_base(base: &str) -> Option<Self> {
         let (kind, name) = base.split_once(':')?;
         let (name, uuid) = name.split_once('/')?;
         let label = Self {
             name: name.parse().ok()?,
             uuid: uuid.parse().ok()?,
         };
-        (kind == extent::NAMED).then_some(label)
+        (kind == backing_extent::LABEL_KIND).then_some(label)
     }
 
     /// Returns the identity of the labelled drive. `of` is the drive's identity without the label, and `bytes` the number of
     /// leasable bytes. The names of `of` become former names.
     #[must_use]
     pub fn identity(&self, of: DriveIdentityRef<'_>, bytes: u64) -> DriveIdentity {
-        let formerly = of.formerly.iter().map(String::as_str).chain([of.name]);
+        let formerly = of.former_names.iter().map(String::as_str).chain([of.name]);
         DriveIdentity {
-            name: extent::over(&self.base(), of.name, bytes),
-            formerly: formerly.map(str::to_owned).collect(),
-            others: of.others.to_vec(),
+            name: backing_extent::labelled_identity(&self.base(), of.name, bytes),
+            former_names: formerly.map(str::to_owned).collect(),
+            possible_names: of.possible_names.to_vec(),
             facts: None,
         }
     }
@@ -137,17 +141,17 @@ mod tests {
     #[test]
     fn a_label_is_read_as_it_was_written() {
         let label = DriveLabel::new("pool-1".parse().unwrap());
-        let block = label.block();
+        let block = label.to_block();
         assert_eq!(block.len(), LABEL_BYTES);
-        assert_eq!(DriveLabel::read(&block), Some(label.clone()));
-        assert_eq!(DriveLabel::of_base(&label.base()), Some(label.clone()));
+        assert_eq!(DriveLabel::parse(&block), Some(label.clone()));
+        assert_eq!(DriveLabel::from_base(&label.base()), Some(label.clone()));
         assert_ne!(DriveLabel::new(label.name.clone()), label);
         for at in [0, 25, 60, LABEL_BYTES - 1] {
             let mut torn = block.clone();
             torn[at] ^= 0x20;
-            assert_ne!(DriveLabel::read(&torn), Some(label.clone()), "{at}");
+            assert_ne!(DriveLabel::parse(&torn), Some(label.clone()), "{at}");
         }
-        assert_eq!(DriveLabel::read(&[0; LABEL_BYTES]), None);
+        assert_eq!(DriveLabel::parse(&[0; LABEL_BYTES]), None);
         for name in ["", "a b", "a/b", "a,b", "\u{e4}"] {
             name.parse::<DriveName>().unwrap_err();
         }
@@ -155,11 +159,11 @@ mod tests {
 
     #[test]
     fn a_label_lies_in_the_last_mebibyte() {
-        assert_eq!(DriveLabel::place(64 << 20), Some(63 << 20));
-        assert_eq!(DriveLabel::place((64 << 20) + 512), Some(63 << 20));
-        assert_eq!(DriveLabel::place(2 << 20), Some(1 << 20));
-        assert_eq!(DriveLabel::place((2 << 20) - 512), None);
-        assert_eq!(DriveLabel::place(0), None);
+        assert_eq!(DriveLabel::label_offset(64 << 20), Some(63 << 20));
+        assert_eq!(DriveLabel::label_offset((64 << 20) + 512), Some(63 << 20));
+        assert_eq!(DriveLabel::label_offset(2 << 20), Some(1 << 20));
+        assert_eq!(DriveLabel::label_offset((2 << 20) - 512), None);
+        assert_eq!(DriveLabel::label_offset(0), None);
     }
 
     #[test]
@@ -168,17 +172,17 @@ mod tests {
         let identity = label.identity("1048576+4194304 of disk:d".into(), 1 << 20);
         let identity = identity.name;
         let range = "0+4K".parse().unwrap();
-        let on = |drive, range: &str| extent::DriveByteRange {
+        let on = |drive, range: &str| backing_extent::DriveByteRange {
             drive,
             range: range.parse().unwrap(),
         };
-        let ours = extent::DriveByteRange {
+        let ours = backing_extent::DriveByteRange {
             drive: &identity,
             range,
         };
-        assert!(extent::overlap(ours, on("disk:d", "1M+4K")));
-        assert!(!extent::overlap(ours, on("disk:d", "0+1M")));
-        assert_eq!(extent::bases(&identity), [label.base()]);
-        assert_eq!(extent::boot_of(&label.base()), None);
+        assert!(backing_extent::do_overlap(ours, on("disk:d", "1M+4K")));
+        assert!(!backing_extent::do_overlap(ours, on("disk:d", "0+1M")));
+        assert_eq!(backing_extent::bases(&identity), [label.base()]);
+        assert_eq!(backing_extent::boot_id_of(&label.base()), None);
     }
 }

@@ -65,49 +65,49 @@
 )]
 #![forbid(unsafe_code)]
 
-mod admit;
-mod allocate;
-mod area;
+mod admission;
+mod allocation;
+pub mod backing_id;
 mod by_size;
+mod capacity;
 mod claim;
-mod earlier;
-mod entry;
+mod earlier_drive;
 mod error;
+mod exchanged_drives;
 pub mod extents;
-mod facts;
 mod holder;
 pub mod identity;
-mod kept;
-mod known;
+mod known_drives;
 pub mod label;
+mod lease_entry;
+mod lease_settings;
+mod lease_target;
 pub mod ledger;
-mod marks;
-pub mod origin;
+mod ledger_store;
+mod memory_file;
 mod outcome;
-mod private;
+mod pending_returns;
+mod private_files;
 pub mod range;
 pub mod range_lock;
+mod range_owners;
 mod request;
-mod returns;
-mod room;
-mod store;
-mod tenants;
-mod terms;
+mod uncorrectable;
 
 pub use by_size::MIN_UNIT;
+pub use capacity::{CapacityUse, NamespaceCapacity};
 pub use claim::LeaseClaim;
-pub use entry::{LeaseEntry, LeaseHolderState};
 pub use error::{
-    ChangedDriveError, DriveLikeness, EarlierNameError, ExchangedDriveError, LeaseError,
+    ChangedDriveError, DriveMatchReason, EarlierNameError, ExchangedDriveError, LeaseError,
 };
 pub use extents::LeaseExtents;
 pub use identity::LeaseIdentity;
+pub use lease_entry::{LeaseEntry, LeaseHolderState};
+pub use lease_settings::LeaseSettings;
 pub use ledger::{Lease, Ledger, LedgerUncorrectableMarks};
-pub use private::PrivateFileError;
-pub use request::{LeaseRequest, RequestedBytes};
-pub use room::{CapacityUse, NamespaceCapacity};
-pub use store::{
-    CONTROL_SOCKET, LedgerStoreError, SERVER_SOCKETS, make_state_folder, open_state_folder,
+pub use ledger_store::{
+    CONTROL_SOCKET, LedgerStoreError, SERVER_SOCKETS, make_searchable_state_dir, make_state_dir,
 };
-pub use tenants::{LeftoverData, PreviousDataPolicy};
-pub use terms::LeaseSettings;
+pub use private_files::PrivateFileError;
+pub use range_owners::{LeftoverData, PreviousDataPolicy};
+pub use request::{LeaseRequest, RequestedBytes};

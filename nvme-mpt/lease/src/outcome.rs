@@ -5,26 +5,26 @@ use std::path::Path;
 
 use nvme_mpt_memory::system::process_id;
 
-use super::allocate::UnitDemand;
-use super::area::LeaseTarget;
-use super::entry::{LeaseEntry, LeaseHolderState};
+use super::allocation::UnitDemand;
 use super::error::{
-    ChangedDriveError, DriveLikeness, EarlierNameError, ExchangedDriveError, LeaseError,
+    ChangedDriveError, DriveMatchReason, EarlierNameError, ExchangedDriveError, LeaseError,
 };
-use super::extents::{LeaseExtents, list};
+use super::extents::{LeaseExtents, format_ranges};
 use super::holder::LeaseSlot;
-use super::store::LedgerStoreError;
-use super::tenants::LeftoverData;
+use super::lease_entry::{LeaseEntry, LeaseHolderState};
+use super::lease_target::LeaseTarget;
+use super::ledger_store::LedgerStoreError;
+use super::range_owners::LeftoverData;
+use crate::backing_id::nvme_names;
 use crate::label::DriveLabel;
-use crate::origin::nvme;
-use crate::range::{ByteRange, Bytes};
+use crate::range::{ByteRange, ByteSize};
 
 /// Known drive that may be the requested drive under another name, and the ids with data on the known drive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct EarlierDrive {
     pub(super) name: String,
     pub(super) ids: Vec<String>,
-    pub(super) likeness: DriveLikeness,
+    pub(super) likeness: DriveMatchReason,
 }
 
 /// Lease by size whose data the id still has.
@@ -32,7 +32,7 @@ pub(super) struct EarlierDrive {
 pub(super) struct PreviousLeaseBySize {
     pub(super) extents: LeaseExtents,
     /// Largest unit of which the starts and lengths of all its extents are multiples.
-    pub(super) unit: Bytes,
+    pub(super) unit: ByteSize,
 }
 
 /// A granted lease.
@@ -41,7 +41,7 @@ pub(super) struct AdmittedLease {
     pub(super) taken_over: Option<LeaseSlot>,
     pub(super) extents: LeaseExtents,
     /// Extents at the start of the lease that the id had before.
-    pub(super) former: Option<PreviousExtents>,
+    pub(super) previous: Option<PreviousExtents>,
 }
 
 /// Extents with data of an id, which the id's lease by size reuses.
@@ -49,7 +49,7 @@ pub(super) struct AdmittedLease {
 pub(super) struct PreviousExtents {
     pub(super) extents: LeaseExtents,
     /// True if the id leased the extents as a fixed range, not by size.
-    pub(super) named: bool,
+    pub(super) is_fixed_range: bool,
 }
 
 /// Reason for refusing a lease or a resize.
@@ -58,7 +58,7 @@ pub(super) enum LeaseRefusal {
     IdTaken(Box<LeaseEntry>),
     OthersData(ByteRange, LeftoverData),
     /// The range would split the id's lease by size.
-    Torn(ByteRange, PreviousLeaseBySize),
+    Split(ByteRange, PreviousLeaseBySize),
     /// Ids have data on a known drive that may be the requested drive under another name.
     Earlier(EarlierDrive),
     /// The namespace may have other content than when it was leased.
@@ -69,10 +69,10 @@ pub(super) enum LeaseRefusal {
         address: String,
     },
     /// The drive's name is only valid until the next boot.
-    Unlasting,
+    NoPersistentName,
     /// The id has data that cannot become part of a lease by size.
-    Former(Vec<ByteRange>, PreviousExtentsMismatch),
-    NoRoom {
+    PreviousData(Vec<ByteRange>, PreviousExtentsMismatch),
+    NoCapacity {
         bytes: u64,
         unit: u64,
         free: u64,
@@ -90,14 +90,14 @@ pub(super) enum LeaseRefusal {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PreviousExtentsMismatch {
     /// Parts of the id's former lease by size are missing.
-    Parts,
+    MissingParts,
     /// The ranges that the id leased are not contiguous.
-    Apart,
+    NotContiguous,
     /// The start or end of an extent is not a multiple of `unit`. `fits` is the largest unit of which all are multiples; `None`
     /// if that is smaller than the smallest allowed unit.
     Unit { unit: u64, fits: Option<u64> },
     /// There are several extents, but the lease must be one.
-    NotWhole,
+    NotOneExtent,
 }
 
 impl LeaseRefusal {
@@ -114,10 +114,10 @@ impl LeaseRefusal {
                     LeaseHolderState::Held => {
                         "choose a range that does not overlap, or stop that process".to_owned()
                     }
-                    LeaseHolderState::Ending => wait_for_end(folder),
+                    LeaseHolderState::Ending => wait_hint(folder),
                     LeaseHolderState::Stale => format!(
                         "choose a range that does not overlap, or {}",
-                        take_over_or_release(&other.id, folder)
+                        release_hint(&other.id, folder)
                     ),
                 },
                 other,
@@ -127,13 +127,10 @@ impl LeaseRefusal {
                 remedy: match other.state {
                     LeaseHolderState::Held => "choose another id".to_owned(),
                     LeaseHolderState::Ending => {
-                        format!("choose another id, or {}", wait_for_end(folder))
+                        format!("choose another id, or {}", wait_hint(folder))
                     }
                     LeaseHolderState::Stale => {
-                        format!(
-                            "choose another id, or {}",
-                            take_over_or_release(&other.id, folder)
-                        )
+                        format!("choose another id, or {}", release_hint(&other.id, folder))
                     }
                 },
                 other,
@@ -149,20 +146,23 @@ impl LeaseRefusal {
                 ids,
                 likeness,
             }) => {
-                let remedy = match DriveLabel::of_base(&name) {
+                let remedy = match DriveLabel::from_base(&name) {
                     Some(label) => format!(
                         "say drive-id={0}, after {1} if it has lost its label",
                         label.name,
-                        command(&format!("leases label PATH {} --again", label.name), folder)
+                        format_command(
+                            &format!("leases label PATH {} --again", label.name),
+                            folder
+                        )
                     ),
                     // Only the server of a physical drive can query its name.
-                    None if nvme::is_name(&drive) => format!(
+                    None if nvme_names::is_nvme_name(&drive) => format!(
                         "run {}",
-                        command(&format!("leases carry-over '{name}' '{drive}'"), folder)
+                        format_command(&format!("leases carry-over '{name}' '{drive}'"), folder)
                     ),
                     None => format!(
                         "run {}",
-                        command(&format!("leases carry-over '{name}' PATH"), folder)
+                        format_command(&format!("leases carry-over '{name}' PATH"), folder)
                     ),
                 };
                 LeaseError::EarlierName(Box::new(EarlierNameError {
@@ -173,70 +173,70 @@ impl LeaseRefusal {
                     remedy,
                 }))
             }
-            Self::Torn(range, PreviousLeaseBySize { extents, unit }) => LeaseError::Torn {
+            Self::Split(range, PreviousLeaseBySize { extents, unit }) => LeaseError::Split {
                 id,
                 range,
-                left: format!("{} on {drive}", list(extents.parts())),
-                size: Bytes(extents.length()),
+                left: format!("{} on {drive}", format_ranges(extents.parts())),
+                size: ByteSize(extents.length()),
                 unit,
             },
             Self::Changed(change) => LeaseError::Changed(Box::new(ChangedDriveError {
-                remedy: command(&format!("leases carry-over '{drive}' '{drive}'"), folder),
+                remedy: format_command(&format!("leases carry-over '{drive}' '{drive}'"), folder),
                 drive,
                 nsid: of.nsid,
                 change,
             })),
             Self::Exchanged { before, address } => {
                 LeaseError::Exchanged(Box::new(ExchangedDriveError {
-                    remedy: command(&format!("leases release {id}"), folder),
+                    remedy: format_command(&format!("leases release {id}"), folder),
                     id,
                     drive,
                     before,
                     address,
                 }))
             }
-            Self::Unlasting => LeaseError::Unlasting { drive },
-            Self::Former(ranges, unfit) => {
-                let release = command(&format!("leases release {id}"), folder);
+            Self::NoPersistentName => LeaseError::NoPersistentName { drive },
+            Self::PreviousData(ranges, unfit) => {
+                let release = format_command(&format!("leases release {id}"), folder);
                 let keeps = match unfit {
                     PreviousExtentsMismatch::Unit {
                         fits: Some(fits), ..
-                    } => format!("say unit={}, or lease it with range=", Bytes(fits)),
-                    PreviousExtentsMismatch::Parts
-                    | PreviousExtentsMismatch::Apart
-                    | PreviousExtentsMismatch::NotWhole => {
+                    } => format!("say unit={}, or lease it with range=", ByteSize(fits)),
+                    PreviousExtentsMismatch::MissingParts
+                    | PreviousExtentsMismatch::NotContiguous
+                    | PreviousExtentsMismatch::NotOneExtent => {
                         "lease each part with range=, and a name of its own".to_owned()
                     }
                     PreviousExtentsMismatch::Unit { fits: None, .. } => {
                         "lease it with range=".to_owned()
                     }
                 };
-                LeaseError::Former {
+                LeaseError::PreviousData {
                     id,
                     drive,
                     left: format!(
                         "{}, {unfit}; {keeps}; if that data is no longer needed, {release} has it erased, and the \
                          lease begins empty",
-                        list(&ranges)
+                        format_ranges(&ranges)
                     ),
                 }
             }
-            Self::NoRoom {
+            Self::NoCapacity {
                 bytes,
                 unit,
                 free,
                 largest,
                 need,
                 smaller,
-            } => LeaseError::NoRoom {
+            } => LeaseError::NoCapacity {
                 drive,
-                size: Bytes(bytes),
-                more: need.behind.is_some(),
-                free: Bytes(free),
-                unit: Bytes(unit),
-                largest: Bytes(largest),
+                size: ByteSize(bytes),
+                more: need.after_unit.is_some(),
+                free: ByteSize(free),
+                unit: ByteSize(unit),
+                largest: ByteSize(largest),
                 remedy: {
-                    let why = match (need.whole, need.behind) {
+                    let why = match (need.whole, need.after_unit) {
                         (false, _) => "",
                         (true, None) => "this drive's leases have one extent: ",
                         (true, Some(_)) => {
@@ -250,7 +250,7 @@ impl LeaseRefusal {
                     };
                     format!(
                         "{why}ask for less, {smaller}or release leases that are no longer needed, which {} shows",
-                        command("leases", folder)
+                        format_command("leases", folder)
                     )
                 },
             },
@@ -263,17 +263,17 @@ impl LeaseRefusal {
 impl fmt::Display for PreviousExtentsMismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Parts => write!(
+            Self::MissingParts => write!(
                 f,
                 "which is not all of a lease: another lease had the other parts since"
             ),
-            Self::Apart => write!(f, "which lies apart, and was leased with range="),
+            Self::NotContiguous => write!(f, "which lies apart, and was leased with range="),
             Self::Unit { unit, .. } => write!(
                 f,
                 "which does not begin and end at multiples of the unit {}",
-                Bytes(*unit)
+                ByteSize(*unit)
             ),
-            Self::NotWhole => write!(
+            Self::NotOneExtent => write!(
                 f,
                 "which is more than one extent, and leases of this drive have one"
             ),
@@ -282,25 +282,25 @@ impl fmt::Display for PreviousExtentsMismatch {
 }
 
 /// Formats a command of this program, for messages.
-fn command(words: &str, folder: &Path) -> String {
+fn format_command(words: &str, folder: &Path) -> String {
     match folder.as_os_str().is_empty() {
         true => format!("`nvme-mpt {words}`"),
         false => format!("`nvme-mpt {words} --state-dir {}`", folder.display()),
     }
 }
 
-fn wait_for_end(folder: &Path) -> String {
+fn wait_hint(folder: &Path) -> String {
     let list = match folder.as_os_str().is_empty() {
         true => String::new(),
-        false => format!(": {} shows it until then", command("leases", folder)),
+        false => format!(": {} shows it until then", format_command("leases", folder)),
     };
     format!("try again once the last of them has ended{list}")
 }
 
-fn take_over_or_release(id: &str, folder: &Path) -> String {
+fn release_hint(id: &str, folder: &Path) -> String {
     format!(
         "start its holder with the same options, which takes it over; if its data is no longer needed, {} gives it \
          up",
-        command(&format!("leases release {id}"), folder)
+        format_command(&format!("leases release {id}"), folder)
     )
 }

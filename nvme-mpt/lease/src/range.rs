@@ -29,9 +29,9 @@ pub enum SizeError {
 
 /// A number of bytes, written as a number with an optional suffix K, M, G or T (powers of 1024).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Bytes(pub u64);
+pub struct ByteSize(pub u64);
 
-impl FromStr for Bytes {
+impl FromStr for ByteSize {
     type Err = SizeError;
 
     fn from_str(text: &str) -> Result<Self, SizeError> {
@@ -54,7 +54,7 @@ impl FromStr for Bytes {
     }
 }
 
-impl fmt::Display for Bytes {
+impl fmt::Display for ByteSize {
     /// Uses the largest suffix that represents the size exactly.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let exact = SUFFIXES
@@ -85,14 +85,14 @@ pub enum RangeError {
     },
     /// The length is zero.
     #[error("A range that starts at {0} is empty: give it a length above 0")]
-    Empty(Bytes),
+    Empty(ByteSize),
     /// The end does not fit 64 bits.
     #[error("The range of {length} from {start} ends beyond what 64 bits can count")]
     Overflow {
         /// First byte.
-        start: Bytes,
+        start: ByteSize,
         /// Number of bytes.
-        length: Bytes,
+        length: ByteSize,
     },
     /// Start or length is not a whole number of logical blocks.
     #[error(
@@ -107,9 +107,9 @@ pub enum RangeError {
         /// Size of a logical block in bytes.
         block: u64,
         /// The next lower valid value.
-        below: Bytes,
+        below: ByteSize,
         /// The next higher valid value.
-        above: Bytes,
+        above: ByteSize,
     },
     /// The start or end of a lease is not aligned to [`BOUNDARY`].
     #[error(
@@ -123,9 +123,9 @@ pub enum RangeError {
         /// `start` or `length`.
         part: &'static str,
         /// The next lower valid value.
-        below: Bytes,
+        below: ByteSize,
         /// The next higher valid value.
-        above: Bytes,
+        above: ByteSize,
     },
     /// The range ends beyond the drive.
     #[error("Range {range} ends at {end}, beyond the drive's {capacity}; {advice}")]
@@ -133,9 +133,9 @@ pub enum RangeError {
         /// The range.
         range: ByteRange,
         /// End.
-        end: Bytes,
+        end: ByteSize,
         /// Size of the drive.
-        capacity: Bytes,
+        capacity: ByteSize,
         /// Ranges that would fit.
         advice: String,
     },
@@ -192,12 +192,12 @@ impl ByteRange {
     /// The range is empty, or its end does not fit 64 bits.
     pub fn new(start: u64, length: u64) -> Result<Self, RangeError> {
         if length == 0 {
-            return Err(RangeError::Empty(Bytes(start)));
+            return Err(RangeError::Empty(ByteSize(start)));
         }
         if start.checked_add(length).is_none() {
             return Err(RangeError::Overflow {
-                start: Bytes(start),
-                length: Bytes(length),
+                start: ByteSize(start),
+                length: ByteSize(length),
             });
         }
         Ok(Self { start, length })
@@ -233,7 +233,7 @@ impl ByteRange {
     ///
     /// # Errors
     /// [`RangeError::NotOnBoundary`].
-    pub fn check_boundaries(&self, capacity: u64) -> Result<(), RangeError> {
+    pub fn check_alignment(&self, capacity: u64) -> Result<(), RangeError> {
         let length = (self.end() != capacity).then_some(("length", self.length));
         for (part, value) in [Some(("start", self.start)), length].into_iter().flatten() {
             if !value.is_multiple_of(BOUNDARY) {
@@ -241,8 +241,8 @@ impl ByteRange {
                 return Err(RangeError::NotOnBoundary {
                     range: *self,
                     part,
-                    below: Bytes(below),
-                    above: Bytes(below.saturating_add(BOUNDARY)),
+                    below: ByteSize(below),
+                    above: ByteSize(below.saturating_add(BOUNDARY)),
                 });
             }
         }
@@ -262,8 +262,8 @@ impl ByteRange {
                     range: *self,
                     part,
                     block,
-                    below: Bytes(below),
-                    above: Bytes(below.saturating_add(block)),
+                    below: ByteSize(below),
+                    above: ByteSize(below.saturating_add(block)),
                 });
             }
         }
@@ -277,15 +277,15 @@ impl ByteRange {
             let advice = match capacity.checked_sub(self.start) {
                 Some(rest) if rest > 0 => format!(
                     "the longest range from there is {}+{}",
-                    Bytes(self.start),
-                    Bytes(rest)
+                    ByteSize(self.start),
+                    ByteSize(rest)
                 ),
                 _ => "start below that".to_owned(),
             };
             return Err(RangeError::BeyondDrive {
                 range: *self,
-                end: Bytes(self.end()),
-                capacity: Bytes(capacity),
+                end: ByteSize(self.end()),
+                capacity: ByteSize(capacity),
                 advice,
             });
         }
@@ -301,11 +301,13 @@ impl FromStr for ByteRange {
             .split_once('+')
             .ok_or_else(|| RangeError::Syntax(text.to_owned()))?;
         let size = |part, value: &str| {
-            value.parse::<Bytes>().map_err(|source| RangeError::Size {
-                text: text.to_owned(),
-                part,
-                source,
-            })
+            value
+                .parse::<ByteSize>()
+                .map_err(|source| RangeError::Size {
+                    text: text.to_owned(),
+                    part,
+                    source,
+                })
         };
         Self::new(size("start", start)?.0, size("length", length)?.0)
     }
@@ -313,7 +315,11 @@ impl FromStr for ByteRange {
 
 impl fmt::Display for ByteRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(&format!("{}+{}", Bytes(self.start), Bytes(self.length)))
+        f.pad(&format!(
+            "{}+{}",
+            ByteSize(self.start),
+            ByteSize(self.length)
+        ))
     }
 }
 
@@ -356,7 +362,7 @@ mod tests {
             ("16777215T", 16_777_215 << 40),
             ("18446744073709551615", u64::MAX),
         ] {
-            assert_eq!(text.parse(), Ok(Bytes(bytes)), "{text}");
+            assert_eq!(text.parse(), Ok(ByteSize(bytes)), "{text}");
         }
     }
 
@@ -366,14 +372,14 @@ mod tests {
             "", "G", "+1", "-1", "1.5G", "1 G", "1GB", "1GiB", "0x10", "1P", "٣",
         ] {
             assert_eq!(
-                text.parse::<Bytes>(),
+                text.parse::<ByteSize>(),
                 Err(SizeError::Syntax(text.to_owned())),
                 "{text}"
             );
         }
         for text in ["18446744073709551616", "16777216T", "99999999999999999999K"] {
             assert_eq!(
-                text.parse::<Bytes>(),
+                text.parse::<ByteSize>(),
                 Err(SizeError::TooLarge(text.to_owned())),
                 "{text}"
             );
@@ -393,9 +399,9 @@ mod tests {
             (1 << 40, "1T"),
             (u64::MAX, "18446744073709551615"),
         ] {
-            assert_eq!(Bytes(bytes).to_string(), text);
+            assert_eq!(ByteSize(bytes).to_string(), text);
         }
-        assert_eq!(format!("{:>6}|", Bytes(1024)), "    1K|");
+        assert_eq!(format!("{:>6}|", ByteSize(1024)), "    1K|");
     }
 
     #[test]
@@ -480,7 +486,7 @@ mod tests {
     fn leases_begin_and_end_at_multiples_of_4_kib() {
         let check = |text: &str| {
             let range: ByteRange = text.parse().unwrap();
-            range.check_boundaries((1 << 20) + 512)
+            range.check_alignment((1 << 20) + 512)
         };
         for sound in ["0+4K", "8K+1000K", "4K+1044992", "0+1049088"] {
             check(sound).expect(sound);

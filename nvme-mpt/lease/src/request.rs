@@ -2,18 +2,18 @@
 
 use nvme_spec::ids::Nsid;
 
-use super::area::LeaseTarget;
 use super::by_size;
 use super::error::{ID_MAX, LeaseError};
-use super::tenants::PreviousDataPolicy;
-use crate::origin::DriveIdentityRef;
+use super::lease_target::LeaseTarget;
+use super::range_owners::PreviousDataPolicy;
+use crate::backing_id::DriveIdentityRef;
 use crate::range::ByteRange;
 
 /// Bytes that a lease is requested for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestedBytes {
     /// This range of the namespace.
-    At(ByteRange),
+    Range(ByteRange),
     /// Any bytes of the namespace, starting with the extents that the id already has.
     Size {
         /// Length of the lease, a multiple of `unit`.
@@ -41,12 +41,12 @@ pub struct LeaseRequest<'a> {
     /// Size of the namespace in logical blocks.
     pub blocks: u64,
     /// Treatment of other ids' data in the range. For a lease by size, such data is always wiped.
-    pub former_data: PreviousDataPolicy,
+    pub previous_data: PreviousDataPolicy,
 }
 
 impl<'a> LeaseRequest<'a> {
     /// Returns the namespace, and the requesting id.
-    pub(super) fn area(&self) -> LeaseTarget<'a> {
+    pub(super) fn target(&self) -> LeaseTarget<'a> {
         LeaseTarget {
             id: self.id,
             drive: self.drive.name,
@@ -59,11 +59,11 @@ impl<'a> LeaseRequest<'a> {
     /// Checks the id, and the range or size.
     pub(super) fn check(&self) -> Result<(), LeaseError> {
         check_id(self.id)?;
-        let area = self.area();
+        let area = self.target();
         match self.wanted {
-            RequestedBytes::At(range) => {
+            RequestedBytes::Range(range) => {
                 range.to_blocks(self.lba_shift, self.blocks)?;
-                Ok(range.check_boundaries(area.capacity)?)
+                Ok(range.check_alignment(area.capacity)?)
             }
             RequestedBytes::Size { bytes, unit, .. } => {
                 by_size::check_unit(unit, self.lba_shift, &area)?;

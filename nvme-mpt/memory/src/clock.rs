@@ -60,7 +60,7 @@ impl TickRate {
 
     /// Returns the speed of [`Ticks::now`].
     #[must_use]
-    pub fn of_this_machine() -> Self {
+    pub fn measured() -> Self {
         if cfg!(simulation) {
             return Self::NANOSECOND;
         }
@@ -77,7 +77,7 @@ impl TickRate {
 
     /// Returns the duration of a number of ticks.
     #[must_use]
-    pub fn time(self, ticks: u64) -> Duration {
+    pub fn duration(self, ticks: u64) -> Duration {
         Duration::from_nanos((ticks as f64 / self.per_nanosecond) as u64)
     }
 }
@@ -85,13 +85,13 @@ impl TickRate {
 /// Returns the number of ticks in a duration. For use at set-up.
 #[must_use]
 pub fn ticks_in(time: Duration) -> u64 {
-    TickRate::of_this_machine().ticks(time)
+    TickRate::measured().ticks(time)
 }
 
 /// Returns the duration of a number of ticks in nanoseconds.
 #[must_use]
-pub fn nanoseconds(ticks: u64) -> u64 {
-    TickRate::of_this_machine().time(ticks).as_nanos() as u64
+pub fn ticks_to_nanoseconds(ticks: u64) -> u64 {
+    TickRate::measured().duration(ticks).as_nanos() as u64
 }
 
 /// Returns the time since the first call in this process, by the system's monotonic clock.
@@ -116,15 +116,15 @@ pub fn sleep(time: Duration) {
 
 /// Duration of the measurement by [`per_nanosecond`]. The largest error of 300 measurements was 6 millionths; with 20 ms, it
 /// was 0.6 millionths. The duration is short because the start of a server or a VMM waits for the measurement.
-const MEASURED: Duration = Duration::from_millis(2);
+const MEASUREMENT_TIME: Duration = Duration::from_millis(2);
 
 /// Returns the ticks per nanosecond, measured once against the system's clock.
 fn per_nanosecond() -> f64 {
     static RATE: OnceLock<f64> = OnceLock::new();
     *RATE.get_or_init(|| {
-        let (from, start) = both_clocks();
-        sleep(MEASURED);
-        let (to, end) = both_clocks();
+        let (from, start) = read_both_clocks();
+        sleep(MEASUREMENT_TIME);
+        let (to, end) = read_both_clocks();
         let ticks = to.since(from);
         let nanos = end.saturating_sub(start).as_nanos();
         // A stopped counter or a broken clock must not make durations infinite.
@@ -139,7 +139,7 @@ fn per_nanosecond() -> f64 {
 /// Returns one moment as read from both clocks: the ticks and the system's monotonic clock.
 ///
 /// A preemption between the two readings would falsify the rate. So the closest of several pairs of readings is used.
-fn both_clocks() -> (Ticks, Duration) {
+fn read_both_clocks() -> (Ticks, Duration) {
     const TRIES: usize = 16;
     let pairs = (0..TRIES).map(|_| {
         let before = monotonic();
@@ -159,11 +159,11 @@ mod tests {
     #[test]
     fn ticks_and_nanoseconds_convert_both_ways() {
         let ticks = ticks_in(Duration::from_millis(1));
-        let nanos = nanoseconds(ticks);
+        let nanos = ticks_to_nanoseconds(ticks);
         assert!((990_000..=1_010_000).contains(&nanos), "{nanos}");
         assert_eq!(Ticks(5).since(Ticks(9)), 0);
         let microsecond = Duration::from_micros(1);
         assert_eq!(TickRate::NANOSECOND.ticks(microsecond), 1000);
-        assert_eq!(TickRate::NANOSECOND.time(1000), microsecond);
+        assert_eq!(TickRate::NANOSECOND.duration(1000), microsecond);
     }
 }

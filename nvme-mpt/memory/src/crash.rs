@@ -21,8 +21,8 @@ use std::ptr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::sigbus::{install_handler, pass_on};
-use super::work::{self, count_crash};
+use super::current_work::{self, count_crash};
+use super::sigbus::{call_previous, install_handler};
 use super::{MappedWord64, Mapping};
 
 /// Signals for which this module installs a handler. SIGBUS already has a handler, which replaces lost pages.
@@ -33,18 +33,18 @@ static PREVIOUS: [OnceLock<libc::sigaction>; SIGNALS.len()] =
     [const { OnceLock::new() }; SIGNALS.len()];
 
 /// Condition that a crash waits for, and the timeout.
-static LAST: OnceLock<(fn() -> bool, Duration)> = OnceLock::new();
+static CRASH_WAIT: OnceLock<(fn() -> bool, Duration)> = OnceLock::new();
 
 /// Makes a crash wait until `is_done` returns `true`, for at most `time`, so that another thread can write pending log
 /// messages. `is_done` runs in a signal handler, so it may only read atomics.
-pub fn await_before_the_end(is_done: fn() -> bool, time: Duration) {
+pub fn set_crash_wait(is_done: fn() -> bool, time: Duration) {
     // The first caller wins.
-    let _ = LAST.set((is_done, time));
+    let _ = CRASH_WAIT.set((is_done, time));
 }
 
 /// Waits as set by [`await_before_the_end`]. Async-signal-safe.
-fn await_last() {
-    let Some((is_done, time)) = LAST.get() else {
+fn wait_before_end() {
+    let Some((is_done, time)) = CRASH_WAIT.get() else {
         return;
     };
     let pause = libc::timespec {
@@ -82,17 +82,17 @@ impl CrashRecord {
 
     /// Runs `work`. If this thread crashes in `work`, the crash is counted in this record.
     #[inline]
-    pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
+    pub fn run<T>(&self, work: impl FnOnce() -> T) -> T {
         // SAFETY: `self` keeps the word alive.
-        unsafe { work::during(self.0.as_ptr(), work) }
+        unsafe { current_work::run_counted(self.0.as_ptr(), work) }
     }
 }
 
 /// Runs `work`, [with its record](CrashRecord::during) if there is one.
 #[inline]
-pub fn recorded<T>(record: Option<&CrashRecord>, work: impl FnOnce() -> T) -> T {
+pub fn run_recorded<T>(record: Option<&CrashRecord>, work: impl FnOnce() -> T) -> T {
     match record {
-        Some(record) => record.during(work),
+        Some(record) => record.run(work),
         None => work(),
     }
 }
@@ -100,14 +100,14 @@ pub fn recorded<T>(record: Option<&CrashRecord>, work: impl FnOnce() -> T) -> T 
 /// Returns whether this thread is running work with a record.
 #[must_use]
 pub fn is_recorded() -> bool {
-    work::is_named()
+    current_work::is_counting()
 }
 
 /// Installs the signal handlers that count crashes. Previous handlers of the same signals are called afterwards.
 ///
 /// # Errors
 /// Returns the kernel's error.
-pub fn record_crashes() -> io::Result<()> {
+pub fn install_crash_handlers() -> io::Result<()> {
     install_handler()?;
     for (signal, place) in SIGNALS.into_iter().zip(&PREVIOUS) {
         if place.get().is_some() {
@@ -142,10 +142,10 @@ extern "C" fn on_crash(
     // SAFETY: the kernel passes a valid siginfo to an SA_SIGINFO handler.
     let is_fault = unsafe { (*info).si_code } > 0;
     count_crash(info, is_fault);
-    await_last();
+    wait_before_end();
     let place = SIGNALS.iter().position(|known| *known == signal);
     let previous = place.and_then(|place| PREVIOUS[place].get());
-    pass_on(previous, signal, info, context, is_fault);
+    call_previous(previous, signal, info, context, is_fault);
 }
 
 #[cfg(test)]

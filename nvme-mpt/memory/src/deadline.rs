@@ -73,20 +73,20 @@ impl Deadline {
 
     /// Returns a deadline at the present moment, by the same clock.
     #[must_use]
-    pub fn at_once(&self) -> Self {
+    pub fn expired(&self) -> Self {
         Self::after(&self.clock, Duration::ZERO)
     }
 
     /// Returns the time that is left; zero once the deadline has passed.
     #[must_use]
-    pub fn left(&self) -> Duration {
+    pub fn remaining(&self) -> Duration {
         self.at.saturating_sub(self.clock.now())
     }
 
     /// Returns whether the deadline has passed.
     #[must_use]
     pub fn has_passed(&self) -> bool {
-        self.left().is_zero()
+        self.remaining().is_zero()
     }
 
     /// Sleeps on the deadline's clock for `pause`, between two polls of the condition that the caller waits for.
@@ -100,7 +100,7 @@ impl Deadline {
     /// Like [`Receiver::recv_timeout`].
     pub fn receive<T>(&self, receiver: &Receiver<T>) -> Result<T, RecvTimeoutError> {
         let mut result = Err(RecvTimeoutError::Timeout);
-        self.clock.wait(self.left(), &mut |time| {
+        self.clock.wait(self.remaining(), &mut |time| {
             result = receiver.recv_timeout(time);
             !matches!(result, Err(RecvTimeoutError::Timeout))
         });
@@ -161,11 +161,11 @@ mod tests {
         let (sender, receiver) = channel();
         sender.send(1).expect("receiver");
         assert_eq!(deadline.receive(&receiver), Ok(1));
-        assert_eq!(deadline.left(), Duration::from_secs(30));
+        assert_eq!(deadline.remaining(), Duration::from_secs(30));
         for _ in 0..3 {
             let nothing = deadline.receive(&receiver);
             assert_eq!(nothing, Err(RecvTimeoutError::Timeout));
-            assert_eq!(deadline.left(), Duration::ZERO);
+            assert_eq!(deadline.remaining(), Duration::ZERO);
         }
         assert_eq!(clock.now(), Duration::from_secs(30));
         sender.send(2).expect("receiver");

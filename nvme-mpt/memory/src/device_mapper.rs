@@ -62,19 +62,19 @@ const BUFFER_FULL: u32 = 1 << 8;
 const SECURE_DATA: u32 = 1 << 15;
 
 /// First and largest length of the buffer.
-const FIRST: usize = 16 << 10;
-const LAST: usize = 16 << 20;
+const BUFFER_MIN: usize = 16 << 10;
+const BUFFER_MAX: usize = 16 << 20;
 
 /// Reads the active table of a device-mapper device.
 ///
 /// # Errors
 /// Returns the kernel's error; `InvalidData` for a table that does not have the documented form.
-pub fn table(major: u32, minor: u32) -> io::Result<Vec<DeviceMapperTarget>> {
+pub fn read_table(major: u32, minor: u32) -> io::Result<Vec<DeviceMapperTarget>> {
     let control = File::options()
         .read(true)
         .write(true)
         .open("/dev/mapper/control")?;
-    let mut len = FIRST;
+    let mut len = BUFFER_MIN;
     loop {
         let mut buffer = vec![0_u64; len / 8];
         let bytes = buffer.as_mut_bytes();
@@ -93,7 +93,7 @@ pub fn table(major: u32, minor: u32) -> io::Result<Vec<DeviceMapperTarget>> {
         }
         let (header, _) =
             DmIoctlHeader::read_from_prefix(bytes).map_err(|_| io::ErrorKind::InvalidData)?;
-        if header.flags & BUFFER_FULL != 0 && len < LAST {
+        if header.flags & BUFFER_FULL != 0 && len < BUFFER_MAX {
             len *= 4;
             continue;
         }

@@ -20,7 +20,7 @@ use vmm_sys_util::eventfd::EventFd;
 ///
 /// # Errors
 /// `EINVAL` for another kind of descriptor; the kernel's error.
-pub fn take(fd: OwnedFd) -> io::Result<EventFd> {
+pub fn from_client(fd: OwnedFd) -> io::Result<EventFd> {
     let kind = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
     if kind.as_os_str() != "anon_inode:[eventfd]" {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -94,7 +94,7 @@ pub fn wait(epoll: &Epoll, time: Option<Duration>, events: &mut [EpollEvent]) ->
 ///
 /// # Errors
 /// Returns the kernel's error when there are no descriptors left.
-pub fn is_ready(fd: BorrowedFd<'_>) -> io::Result<bool> {
+pub fn is_readable(fd: BorrowedFd<'_>) -> io::Result<bool> {
     let epoll = Epoll::new()?;
     let event = EpollEvent::new(EventSet::IN, 0);
     epoll.ctl(ControlOperation::Add, fd.as_raw_fd(), event)?;
@@ -112,7 +112,7 @@ mod tests {
     fn a_full_counter_makes_no_write_wait() {
         for flags in [0, libc::EFD_NONBLOCK] {
             let theirs = EventFd::new(flags).unwrap();
-            let ours = take(share(&theirs).unwrap()).unwrap();
+            let ours = from_client(share(&theirs).unwrap()).unwrap();
             ours.write(u64::MAX - 1).unwrap();
             let error = ours.write(1).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
@@ -123,9 +123,9 @@ mod tests {
     fn a_descriptor_is_ready_once_it_can_be_read() {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK).unwrap();
         let fd = share(&eventfd).unwrap();
-        assert!(!is_ready(fd.as_fd()).unwrap());
+        assert!(!is_readable(fd.as_fd()).unwrap());
         signal(&eventfd).unwrap();
-        assert!(is_ready(fd.as_fd()).unwrap() && is_ready(fd.as_fd()).unwrap());
+        assert!(is_readable(fd.as_fd()).unwrap() && is_readable(fd.as_fd()).unwrap());
     }
 
     #[test]
@@ -133,7 +133,10 @@ mod tests {
         let (reader, writer) = io::pipe().unwrap();
         let file = File::open("/dev/null").unwrap();
         for fd in [OwnedFd::from(reader), writer.into(), file.into()] {
-            assert_eq!(take(fd).unwrap_err().raw_os_error(), Some(libc::EINVAL));
+            assert_eq!(
+                from_client(fd).unwrap_err().raw_os_error(),
+                Some(libc::EINVAL)
+            );
         }
     }
 }

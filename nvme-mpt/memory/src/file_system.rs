@@ -20,7 +20,7 @@ const EXT: u32 = 0xEF53;
 const BTRFS: u32 = 0x9123_683E;
 const BCACHEFS: u32 = 0xCA45_1A4E;
 
-fn status(fd: BorrowedFd<'_>) -> io::Result<libc::statfs> {
+fn fstatfs(fd: BorrowedFd<'_>) -> io::Result<libc::statfs> {
     // SAFETY: `statfs` is a plain structure that fstatfs fills, and `fd` is open.
     unsafe {
         let mut status = std::mem::zeroed::<libc::statfs>();
@@ -41,7 +41,7 @@ pub fn uuid_name(path: &Path) -> Option<String> {
         .custom_flags(libc::O_PATH)
         .open(path)
         .ok()?;
-    let status = status(path.as_fd()).ok()?;
+    let status = fstatfs(path.as_fd()).ok()?;
     let kind = match status.f_type as u32 {
         EXT => "ext",
         BTRFS => "btrfs",
@@ -58,7 +58,7 @@ pub fn uuid_name(path: &Path) -> Option<String> {
 /// # Errors
 /// Returns the error of fstatfs.
 pub(super) fn page_size(fd: BorrowedFd<'_>) -> io::Result<usize> {
-    let status = status(fd)?;
+    let status = fstatfs(fd)?;
     let host = host_page_size();
     // Magic numbers have 32 bits, but the field's type depends on the architecture.
     Ok(match status.f_type as u32 {
@@ -73,7 +73,7 @@ pub(super) fn page_size(fd: BorrowedFd<'_>) -> io::Result<usize> {
 /// The test is whether the file supports seals (memfd_create(2)), because only such files do. Unlike fstat and fstatfs, this
 /// system call never waits for the process of a FUSE mount.
 #[must_use]
-pub fn is_memory(fd: BorrowedFd<'_>) -> bool {
+pub fn is_memory_file(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: `fd` is open; F_GET_SEALS has no argument.
     unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
 }
@@ -82,7 +82,7 @@ pub fn is_memory(fd: BorrowedFd<'_>) -> bool {
 ///
 /// Reads the kernel's lists, because a query to the file system may block.
 #[must_use]
-pub fn type_of(fd: BorrowedFd<'_>) -> Option<String> {
+pub fn file_system_type(fd: BorrowedFd<'_>) -> Option<String> {
     let of_fd = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?;
     let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
     let mount = of_fd
@@ -208,16 +208,16 @@ mod tests {
     #[test]
     fn memory_is_told_from_files() {
         let memory = memfd(c"test", 4096).expect("memory");
-        assert!(is_memory(memory.as_fd()));
+        assert!(is_memory_file(memory.as_fd()));
         let shm = tempfile::tempfile_in("/dev/shm").expect("tmpfs");
-        assert!(is_memory(shm.as_fd()));
-        assert_eq!(type_of(shm.as_fd()).as_deref(), Some("tmpfs"));
+        assert!(is_memory_file(shm.as_fd()));
+        assert_eq!(file_system_type(shm.as_fd()).as_deref(), Some("tmpfs"));
         let regular = File::open("/proc/self/exe").expect("a file");
-        assert!(!is_memory(regular.as_fd()));
+        assert!(!is_memory_file(regular.as_fd()));
         let zero = File::open("/dev/zero").expect("a device");
-        assert!(!is_memory(zero.as_fd()));
+        assert!(!is_memory_file(zero.as_fd()));
         let proc = File::open("/proc/self/status").expect("a file of the kernel's");
-        assert_eq!(type_of(proc.as_fd()).as_deref(), Some("proc"));
+        assert_eq!(file_system_type(proc.as_fd()).as_deref(), Some("proc"));
         assert_eq!(page_size(memory.as_fd()).expect("size"), host_page_size());
     }
 

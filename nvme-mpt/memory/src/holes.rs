@@ -14,10 +14,10 @@ use std::os::unix::fs::MetadataExt;
 use super::file_system::{host_page_size, page_size};
 
 /// Unit of `st_blocks` in bytes, with all file systems.
-const BLOCK: u64 = 512;
+const STAT_BLOCK_BYTES: u64 = 512;
 
 /// Opens a file again. The new description has its own file position.
-pub(super) fn open_anew(fd: BorrowedFd<'_>) -> io::Result<File> {
+pub(super) fn reopen(fd: BorrowedFd<'_>) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
 
@@ -26,7 +26,7 @@ pub(super) fn open_anew(fd: BorrowedFd<'_>) -> io::Result<File> {
 /// # Errors
 /// Returns the error of `fstat`.
 pub fn allocated_bytes(file: &File) -> io::Result<u64> {
-    Ok(file.metadata()?.blocks().saturating_mul(BLOCK))
+    Ok(file.metadata()?.blocks().saturating_mul(STAT_BLOCK_BYTES))
 }
 
 /// Returns whether any page is missing in `ranges` of a memory file. The ranges are in bytes and do not overlap. Bytes
@@ -41,10 +41,10 @@ pub fn lacks_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<bool> {
     }
     if page_size(file.as_fd())? > host_page_size() {
         let needed: u64 = ranges.iter().map(|range| range.end - range.start).sum();
-        return Ok(status.blocks().saturating_mul(BLOCK) < needed);
+        return Ok(status.blocks().saturating_mul(STAT_BLOCK_BYTES) < needed);
     }
     // A sandbox may refuse to open the file. The shared position is then used, which no VMM relies on.
-    let own = open_anew(file.as_fd());
+    let own = reopen(file.as_fd());
     let file = own.as_ref().unwrap_or(file);
     for range in ranges {
         // `None` means beyond the end, where no pages exist.
@@ -62,7 +62,8 @@ pub fn lacks_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<bool> {
 /// Returns the kernel's error.
 pub fn may_lack_pages(file: &File, range: &Range<u64>) -> io::Result<bool> {
     let status = file.metadata()?;
-    if range.end <= status.len() && status.blocks().saturating_mul(BLOCK) >= status.len() {
+    if range.end <= status.len() && status.blocks().saturating_mul(STAT_BLOCK_BYTES) >= status.len()
+    {
         return Ok(false);
     }
     Ok(page_size(file.as_fd())? > host_page_size()
@@ -74,7 +75,7 @@ pub(super) fn has_hole(file: &File, range: &Range<u64>) -> io::Result<bool> {
     let status = file.metadata()?;
     // hugetlbfs reports the whole file as data, but counts its pages.
     if page_size(file.as_fd())? > host_page_size() {
-        return Ok(status.blocks().saturating_mul(BLOCK) < status.len());
+        return Ok(status.blocks().saturating_mul(STAT_BLOCK_BYTES) < status.len());
     }
     Ok(match seek(file, range.start, libc::SEEK_HOLE) {
         // The end of the file is reported as a hole, too.
@@ -113,7 +114,7 @@ pub enum MissingBytes {
 ///
 /// # Errors
 /// Returns the kernel's error.
-pub fn missing_at_most(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<MissingBytes> {
+pub fn max_missing_bytes(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<MissingBytes> {
     // Simulations and fuzzers map their own memory many times a second.
     if cfg!(any(simulation, fuzzing)) || page_size(fd)? > host_page_size() {
         return Ok(MissingBytes::Nothing);
@@ -140,7 +141,7 @@ impl PageFinder {
     /// # Errors
     /// Returns the kernel's error: for example, another user's file may not be opened.
     pub fn new(fd: BorrowedFd<'_>) -> io::Result<Self> {
-        let file = open_anew(fd)?;
+        let file = reopen(fd)?;
         Ok(Self { file })
     }
 
@@ -149,7 +150,7 @@ impl PageFinder {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    pub fn missing(&self, range: &Range<u64>, enough: u64) -> io::Result<u64> {
+    pub fn missing_bytes(&self, range: &Range<u64>, enough: u64) -> io::Result<u64> {
         let (mut at, mut missing) = (range.start, 0);
         while at < range.end && missing <= enough {
             let data = seek(&self.file, at, libc::SEEK_DATA)?;
@@ -206,9 +207,9 @@ mod tests {
         let page = host_page_size() as u64;
         let file = File::from(memfd(c"guest", 16 * page).unwrap());
         let all = 0..16 * page;
-        let bound = |range: &Range<u64>| missing_at_most(file.as_fd(), range).unwrap();
+        let bound = |range: &Range<u64>| max_missing_bytes(file.as_fd(), range).unwrap();
         let finder = PageFinder::new(file.as_fd()).unwrap();
-        let count = |range: &Range<u64>| finder.missing(range, u64::MAX).unwrap();
+        let count = |range: &Range<u64>| finder.missing_bytes(range, u64::MAX).unwrap();
         assert_eq!(bound(&all), MissingBytes::AtMost(16 * page));
         assert_eq!(count(&all), 16 * page);
         for at in [3, 4, 9] {
@@ -218,7 +219,7 @@ mod tests {
         assert_eq!(count(&all), 13 * page);
         assert_eq!(count(&(3 * page..5 * page)), 0);
         assert_eq!(count(&(4 * page..10 * page)), 4 * page);
-        assert_eq!(finder.missing(&all, page).unwrap(), 3 * page);
+        assert_eq!(finder.missing_bytes(&all, page).unwrap(), 3 * page);
         // The position of the client's description is the client's.
         assert_eq!(std::io::Seek::stream_position(&mut &file).unwrap(), 0);
         let access = crate::MappingAccess::ReadWrite;

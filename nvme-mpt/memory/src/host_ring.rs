@@ -29,14 +29,14 @@ impl HostSubmissionRing {
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
         let tail = RingIndex::new(RingSize::new(entries)?);
-        let entries = writable(mapping, offset, entries)?;
+        let entries = writable_entries(mapping, offset, entries)?;
         Some(Self { entries, tail })
     }
 
     /// Continues at the tail of a predecessor process; `None` if the ring has no such entry.
     #[must_use]
-    pub fn at(self, tail: u32) -> Option<Self> {
-        let tail = RingIndex::at(self.tail.size(), tail)?;
+    pub fn with_tail(self, tail: u32) -> Option<Self> {
+        let tail = RingIndex::from_index(self.tail.size(), tail)?;
         Some(Self { tail, ..self })
     }
 
@@ -74,7 +74,7 @@ impl HostSubmissionRing {
     /// Writes an entry and returns its address.
     #[inline]
     fn write(&self, index: u32, entry: &Sqe) -> *mut SubmissionEntry {
-        let at = self.entries.at_in_one_stretch(index).cast_mut();
+        let at = self.entries.contiguous_entry(index).cast_mut();
         let words: [u64; 8] = transmute!(*entry);
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the constructor checked that the ring lies inside the mapping, which is writable, and indices here
@@ -128,14 +128,14 @@ impl HostCompletionRing {
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
         let head = PhasedIndex::new(RingSize::new(entries)?);
-        let entries = writable(mapping, offset, entries)?;
+        let entries = writable_entries(mapping, offset, entries)?;
         Some(Self { entries, head })
     }
 
     /// Continues at the head and phase of a predecessor process; `None` if the ring has no such entry.
     #[must_use]
-    pub fn at(self, head: u32, phase: bool) -> Option<Self> {
-        let head = PhasedIndex::at(RingIndex::at(self.head.size(), head)?, phase);
+    pub fn with_head(self, head: u32, phase: bool) -> Option<Self> {
+        let head = PhasedIndex::with_phase(RingIndex::from_index(self.head.size(), head)?, phase);
         Some(Self { head, ..self })
     }
 
@@ -198,14 +198,18 @@ impl HostCompletionRing {
     fn entry(&self, index: u32) -> &CompletionEntry {
         // SAFETY: the constructor checked that the ring lies inside the mapping, which `self` keeps alive, and indices
         // here are below the ring's size; the entry is aligned and writable, and is only accessed as atomic words.
-        unsafe { &*self.entries.at_in_one_stretch(index) }
+        unsafe { &*self.entries.contiguous_entry(index) }
     }
 }
 
 /// Returns the entries of a ring in a writable mapping.
-fn writable<T>(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<RingEntries<T>> {
+fn writable_entries<T>(
+    mapping: &Arc<Mapping>,
+    offset: usize,
+    entries: u32,
+) -> Option<RingEntries<T>> {
     match mapping.access() {
-        MappingAccess::ReadWrite => RingEntries::in_one_stretch(mapping, offset, entries),
+        MappingAccess::ReadWrite => RingEntries::new_contiguous(mapping, offset, entries),
         MappingAccess::Read => None,
     }
 }

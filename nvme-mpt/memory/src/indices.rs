@@ -46,7 +46,7 @@ impl RingSize {
     /// Returns the index `steps` entries before `index`. `steps` is at most the number of entries.
     #[inline]
     #[must_use]
-    pub const fn behind(self, index: u32, steps: u32) -> u32 {
+    pub const fn step_back(self, index: u32, steps: u32) -> u32 {
         debug_assert!(index < self.entries() && steps <= self.entries());
         if index >= steps {
             index - steps
@@ -73,7 +73,7 @@ impl RingIndex {
 
     /// Creates an index of any entry; `None` if the queue has no such entry.
     #[must_use]
-    pub const fn at(size: RingSize, index: u32) -> Option<Self> {
+    pub const fn from_index(size: RingSize, index: u32) -> Option<Self> {
         if index < size.entries() {
             Some(Self { size, index })
         } else {
@@ -129,12 +129,12 @@ impl PhasedIndex {
     /// Creates an index of the first entry, in the first pass.
     #[must_use]
     pub const fn new(size: RingSize) -> Self {
-        Self::at(RingIndex::new(size), true)
+        Self::with_phase(RingIndex::new(size), true)
     }
 
     /// Creates an index of any entry, with the Phase Tag of its pass.
     #[must_use]
-    pub const fn at(index: RingIndex, phase: bool) -> Self {
+    pub const fn with_phase(index: RingIndex, phase: bool) -> Self {
         Self {
             index,
             tag: PhaseTag::new(phase),
@@ -221,7 +221,7 @@ pub struct CompletionIndices {
     /// Index up to which the host has consumed entries, below the size.
     head: u32,
     /// Entries that are free and not reserved by a [`CompletionCredit`].
-    room: u32,
+    free_entries: u32,
 }
 
 impl CompletionIndices {
@@ -231,13 +231,13 @@ impl CompletionIndices {
         Self {
             tail: PhasedIndex::new(size),
             head: 0,
-            room: size.entries() - 1,
+            free_entries: size.entries() - 1,
         }
     }
 
     /// Creates indices of a queue in use without reservations; `None` if the queue has no such head.
     #[must_use]
-    pub const fn at(tail: PhasedIndex, head: u32) -> Option<Self> {
+    pub const fn from_positions(tail: PhasedIndex, head: u32) -> Option<Self> {
         let size = tail.size();
         if head >= size.entries() {
             return None;
@@ -246,7 +246,7 @@ impl CompletionIndices {
         Some(Self {
             tail,
             head,
-            room: size.entries() - 1 - unconsumed,
+            free_entries: size.entries() - 1 - unconsumed,
         })
     }
 
@@ -291,32 +291,32 @@ impl CompletionIndices {
     /// Returns the number of entries that can be reserved.
     #[inline]
     #[must_use]
-    pub const fn room(&self) -> u32 {
-        self.room
+    pub const fn free_entries(&self) -> u32 {
+        self.free_entries
     }
 
     /// Reserves an entry if one is free.
     #[inline]
     pub const fn reserve(&mut self) -> Option<CompletionCredit> {
-        if self.room == 0 {
+        if self.free_entries == 0 {
             return None;
         }
-        self.room -= 1;
+        self.free_entries -= 1;
         Some(CompletionCredit(()))
     }
 
     /// Reserves up to `most` entries, as far as they are free.
     #[inline]
     pub fn reserve_up_to(&mut self, most: u32) -> CompletionCredits {
-        let count = most.min(self.room);
-        self.room -= count;
+        let count = most.min(self.free_entries);
+        self.free_entries -= count;
         CompletionCredits(count)
     }
 
     /// Returns unused permits.
     #[inline]
-    pub const fn give_back(&mut self, rooms: CompletionCredits) {
-        self.room += rooms.0;
+    pub const fn return_credits(&mut self, rooms: CompletionCredits) {
+        self.free_entries += rooms.0;
     }
 
     /// Advances the tail past a filled entry, and uses up its permit.
@@ -340,7 +340,7 @@ impl CompletionIndices {
             return Err(InvalidIndex);
         }
         self.head = head;
-        self.room += consumed;
+        self.free_entries += consumed;
         Ok(())
     }
 }
@@ -370,8 +370,8 @@ mod tests {
                 for to in 0..entries {
                     let distance = (to + entries - from) % entries;
                     assert_eq!(size.distance(from, to), distance);
-                    assert_eq!(size.behind(to, distance), from);
-                    let index = RingIndex::at(size, from).expect("an entry");
+                    assert_eq!(size.step_back(to, distance), from);
+                    let index = RingIndex::from_index(size, from).expect("an entry");
                     assert_eq!(index.distance_to(to), Ok(distance));
                 }
             }
@@ -380,20 +380,20 @@ mod tests {
 
     #[test]
     fn indices_beyond_the_queue_are_none() {
-        let index = RingIndex::at(size(4), 3).expect("an entry");
-        assert_eq!(RingIndex::at(size(4), 4), None);
+        let index = RingIndex::from_index(size(4), 3).expect("an entry");
+        assert_eq!(RingIndex::from_index(size(4), 4), None);
         assert_eq!(index.distance_to(4), Err(InvalidIndex));
         assert_eq!(index.distance_to(u32::MAX), Err(InvalidIndex));
-        let tail = PhasedIndex::at(index, false);
-        assert!(CompletionIndices::at(tail, 4).is_none());
-        let mut queue = CompletionIndices::at(tail, 1).expect("an entry");
-        assert_eq!((queue.unconsumed(), queue.room()), (2, 1));
+        let tail = PhasedIndex::with_phase(index, false);
+        assert!(CompletionIndices::from_positions(tail, 4).is_none());
+        let mut queue = CompletionIndices::from_positions(tail, 1).expect("an entry");
+        assert_eq!((queue.unconsumed(), queue.free_entries()), (2, 1));
         for head in [0, 4, u32::MAX] {
             assert_eq!(queue.move_head(head), Err(InvalidIndex));
         }
         assert_eq!(queue.head().get(), 1);
         assert_eq!(queue.move_head(3), Ok(()));
-        assert_eq!((queue.unconsumed(), queue.room()), (0, 3));
+        assert_eq!((queue.unconsumed(), queue.free_entries()), (0, 3));
         assert!(!queue.tail().phase());
     }
 
@@ -401,16 +401,16 @@ mod tests {
     fn room_is_reserved_once() {
         let mut queue = CompletionIndices::new(size(4));
         let mut rooms = queue.reserve_up_to(5);
-        assert_eq!((rooms.count(), queue.room()), (3, 0));
+        assert_eq!((rooms.count(), queue.free_entries()), (3, 0));
         assert!(queue.reserve().is_none());
         let room = rooms.split_off().expect("room");
-        queue.give_back(rooms);
-        assert_eq!((queue.unconsumed(), queue.room()), (0, 2));
+        queue.return_credits(rooms);
+        assert_eq!((queue.unconsumed(), queue.free_entries()), (0, 2));
         queue.spend(room);
-        assert_eq!((queue.unconsumed(), queue.room()), (1, 2));
+        assert_eq!((queue.unconsumed(), queue.free_entries()), (1, 2));
         let room = queue.reserve().expect("room");
-        queue.give_back(room.into());
-        assert_eq!(queue.room(), 2);
+        queue.return_credits(room.into());
+        assert_eq!(queue.free_entries(), 2);
         assert!(queue.reserve_up_to(0).split_off().is_none());
     }
 
@@ -447,7 +447,7 @@ mod tests {
                     }
                     3 => {
                         if let Some(room) = rooms.pop() {
-                            queue.give_back(room.into());
+                            queue.return_credits(room.into());
                         }
                     }
                     _ => {
@@ -457,7 +457,10 @@ mod tests {
                     }
                 }
                 assert_eq!(queue.unconsumed() as usize, posted.len());
-                assert_eq!(queue.room() as usize, 2 - posted.len() - rooms.len());
+                assert_eq!(
+                    queue.free_entries() as usize,
+                    2 - posted.len() - rooms.len()
+                );
             }
         }
     }

@@ -59,9 +59,9 @@
 )]
 
 mod bytes;
-mod cell;
 pub mod clock;
 pub mod crash;
+mod current_work;
 pub mod deadline;
 pub mod device_mapper;
 pub mod eventfd;
@@ -70,37 +70,37 @@ pub mod files;
 pub mod holes;
 mod host_ring;
 mod indices;
+mod mapped_word;
 mod mapping;
 pub mod notifier;
-pub mod presence;
-mod private;
+mod private_words;
+pub mod process_liveness;
 pub mod processors;
-mod records;
 mod registers;
 mod ring;
+mod shared_words;
 mod sigbus;
 #[cfg(simulation)]
 pub mod simulation;
+mod slot_records;
 pub mod sync;
 pub mod system;
-pub mod user_faults;
+pub mod userfaultfd;
 #[cfg(not(simulation))]
 pub mod watched_write;
-mod words;
-mod work;
 
 pub use bytes::{RawBytes, RawWords};
-pub use cell::{MappedWord32, MappedWord64};
 pub use file_system::{allocate, host_page_size, is_size_sealed, memfd, sealed_memfd};
 pub use host_ring::{HostCompletionRing, HostSubmissionRing};
 pub use indices::{
     CompletionCredit, CompletionCredits, CompletionIndices, InvalidIndex, PhasedIndex, RingIndex,
     RingSize,
 };
+pub use mapped_word::{MappedWord32, MappedWord64};
 pub use mapping::{FilePlace, Mapping, MappingAccess};
-pub use private::PrivateWords;
-pub use records::SlotRecords;
+pub use private_words::PrivateWords;
 pub use registers::MappedRegisters;
 pub use ring::{CompletionRing, PAGE_SIZE, SubmissionRing};
+pub use shared_words::SharedWords;
 pub use sigbus::lost_memory_epoch;
-pub use words::SharedWords;
+pub use slot_records::SlotRecords;

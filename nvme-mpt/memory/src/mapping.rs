@@ -51,14 +51,14 @@ pub struct Mapping {
     start: NonNull<u8>,
     len: usize,
     /// Bytes that the kernel mapped: whole pages, or huge pages if the memory has them.
-    mapped: usize,
+    mapped_bytes: usize,
     access: MappingAccess,
     place: Option<FilePlace>,
     guard: Option<sigbus::SigbusGuard>,
     /// Owner of memory that it has mapped and will unmap.
     owner: Option<MemoryOwner>,
     /// See [`Mapping::lose`].
-    replaced: AtomicBool,
+    is_marked_lost: AtomicBool,
 }
 
 // SAFETY: the mapping is plain memory without thread affinity; all access to it is by raw volatile, atomic or bulk
@@ -79,7 +79,7 @@ impl Mapping {
         len: usize,
         access: MappingAccess,
     ) -> io::Result<Self> {
-        Self::of_file(fd, offset, len, access, libc::MAP_SHARED)
+        Self::map_file(fd, offset, len, access, libc::MAP_SHARED)
     }
 
     /// Maps the first `len` bytes of `fd` like [`Self::shared`], but reserves no memory for untouched pages. For a file in huge
@@ -92,10 +92,10 @@ impl Mapping {
         len: usize,
         access: MappingAccess,
     ) -> io::Result<Self> {
-        Self::of_file(fd, 0, len, access, libc::MAP_SHARED | libc::MAP_NORESERVE)
+        Self::map_file(fd, 0, len, access, libc::MAP_SHARED | libc::MAP_NORESERVE)
     }
 
-    fn of_file(
+    fn map_file(
         fd: BorrowedFd<'_>,
         offset: u64,
         len: usize,
@@ -105,7 +105,7 @@ impl Mapping {
         let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
         let file_offset = libc::off_t::try_from(offset)
             .map_err(|_| invalid(format!("file offset {offset:#x} is too large")))?;
-        let stat = status(fd)?;
+        let stat = fstat(fd)?;
         let size = u64::try_from(stat.st_size).unwrap_or(0);
         if offset.checked_add(len as u64).is_none_or(|end| end > size) {
             return Err(invalid(format!(
@@ -114,14 +114,19 @@ impl Mapping {
         }
         let page = page_size(fd)?;
         let mut mapping = Self::map(len, access, flags, fd.as_raw_fd(), file_offset)?;
-        mapping.mapped = len.next_multiple_of(page);
+        mapping.mapped_bytes = len.next_multiple_of(page);
         mapping.place = Some(FilePlace {
             device: stat.st_dev,
             inode: stat.st_ino,
             offset,
         });
         let (start, kind) = (mapping.start, sigbus::MappingKind::Memory);
-        mapping.guard = Some(sigbus::SigbusGuard::new(start, mapping.mapped, page, kind)?);
+        mapping.guard = Some(sigbus::SigbusGuard::new(
+            start,
+            mapping.mapped_bytes,
+            page,
+            kind,
+        )?);
         Ok(mapping)
     }
 
@@ -146,11 +151,11 @@ impl Mapping {
         offset: u64,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> io::Result<Self> {
-        let stat = status(fd)?;
+        let stat = fstat(fd)?;
         Ok(Self {
             start,
             len,
-            mapped: len,
+            mapped_bytes: len,
             access,
             place: Some(FilePlace {
                 device: stat.st_dev,
@@ -159,7 +164,7 @@ impl Mapping {
             }),
             guard: None,
             owner: Some(MemoryOwner(owner)),
-            replaced: AtomicBool::new(false),
+            is_marked_lost: AtomicBool::new(false),
         })
     }
 
@@ -199,9 +204,9 @@ impl Mapping {
     ///
     /// # Errors
     /// Returns the error of `mmap`; part of the device is then still mapped. Returns `InvalidInput` for memory.
-    pub fn give_up_device(&self) -> io::Result<()> {
+    pub fn detach_device(&self) -> io::Result<()> {
         match &self.guard {
-            Some(guard) if guard.kind() == sigbus::MappingKind::Device => guard.give_up_device(),
+            Some(guard) if guard.kind() == sigbus::MappingKind::Device => guard.detach_device(),
             _ => Err(io::ErrorKind::InvalidInput.into()),
         }
     }
@@ -256,12 +261,12 @@ impl Mapping {
         Ok(Self {
             start,
             len,
-            mapped: len,
+            mapped_bytes: len,
             access,
             place: None,
             guard: None,
             owner: None,
-            replaced: AtomicBool::new(false),
+            is_marked_lost: AtomicBool::new(false),
         })
     }
 
@@ -366,7 +371,7 @@ impl Mapping {
 
     /// Returns the location of the first byte in a file; `None` for private memory and registers.
     #[must_use]
-    pub fn place(&self) -> Option<FilePlace> {
+    pub fn file_place(&self) -> Option<FilePlace> {
         self.place
     }
 
@@ -398,7 +403,7 @@ impl Mapping {
     #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {
-        let replaced = self.replaced.load(Ordering::Acquire);
+        let replaced = self.is_marked_lost.load(Ordering::Acquire);
         replaced
             || self
                 .guard
@@ -408,13 +413,13 @@ impl Mapping {
 
     /// Marks the memory as lost, for a caller that found that pages pinned for a drive were freed. Queues detect the mark by
     /// [`lost_memory_epoch`](crate::lost_memory_epoch).
-    pub fn lose(&self) {
-        self.replaced.store(true, Ordering::Release);
-        sigbus::count_loss();
+    pub fn mark_lost(&self) {
+        self.is_marked_lost.store(true, Ordering::Release);
+        sigbus::advance_loss_epoch();
     }
 }
 
-fn status(fd: BorrowedFd<'_>) -> io::Result<libc::stat> {
+fn fstat(fd: BorrowedFd<'_>) -> io::Result<libc::stat> {
     // SAFETY: `stat` is a plain structure that fstat fills, and `fd` is open.
     unsafe {
         let mut stat = std::mem::zeroed::<libc::stat>();
@@ -430,15 +435,15 @@ impl Drop for Mapping {
         // The guard is dropped first, because another mapping may take the address range right after.
         self.guard = None;
         #[cfg(simulation)]
-        crate::simulation::stores::forget(
-            &(self.start.as_ptr().addr()..self.start.as_ptr().addr() + self.mapped),
+        crate::simulation::store_buffers::forget(
+            &(self.start.as_ptr().addr()..self.start.as_ptr().addr() + self.mapped_bytes),
         );
         if self.is_borrowed() {
             return;
         }
         // SAFETY: we mapped the range, and unmap it once; every user of its addresses borrows from, or holds a
         // reference count of, this mapping.
-        unsafe { libc::munmap(self.start.as_ptr().cast(), self.mapped) };
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.mapped_bytes) };
     }
 }
 
@@ -601,7 +606,7 @@ mod tests {
         let (file, mapping) = device(pages as u64);
         let witness = Mapping::shared(file.as_fd(), 0, pages, MappingAccess::Read).expect("map");
         mapping.bytes(0, 4).expect("inside").copy_from(&[1; 4]);
-        mapping.give_up_device().expect("give up");
+        mapping.detach_device().expect("give up");
         assert!(mapping.is_lost());
         for offset in (0..pages).step_by(512) {
             assert_eq!(read(&mapping, offset), [0xFF; 4]);
@@ -609,14 +614,14 @@ mod tests {
         }
         assert_eq!(read(&witness, 0), [1; 4]);
         assert_eq!(read(&witness, 512), [0; 4]);
-        mapping.give_up_device().expect("again");
+        mapping.detach_device().expect("again");
 
         let memory = Mapping::shared(file.as_fd(), 0, pages, MappingAccess::Read).expect("map");
-        assert!(memory.give_up_device().is_err());
+        assert!(memory.detach_device().is_err());
         assert!(
             Mapping::anonymous(4096)
                 .expect("map")
-                .give_up_device()
+                .detach_device()
                 .is_err()
         );
     }

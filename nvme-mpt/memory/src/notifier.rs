@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vmm_sys_util::eventfd::EventFd;
 
 /// Minimum number of requests that the kernel's context can hold at once. This number counts toward the limit `fs.aio-max-nr`.
-const ROOM: libc::c_int = 256;
+const CONTEXT_REQUESTS: libc::c_int = 256;
 
 /// Maximum number of attempts to queue a signal while other threads keep the context full.
 const ATTEMPTS: usize = 16;
@@ -25,13 +25,13 @@ const ATTEMPTS: usize = 16;
 const BATCH: u32 = 16;
 
 /// Most completions that are removed at once.
-const TAKEN: usize = 32;
+const COMPLETIONS_MAX: usize = 32;
 
 /// `IOCB_CMD_PREAD`.
 const PREAD: u16 = 0;
 
 /// `IOCB_FLAG_RESFD`: the completion signals an eventfd.
-const SIGNALS: u32 = 1;
+const RESFD_FLAG: u32 = 1;
 
 /// `struct iocb` of a little-endian machine (linux/aio_abi.h).
 #[repr(C)]
@@ -66,7 +66,7 @@ const _: () = assert!(size_of::<AioControlBlock>() == 64 && size_of::<AioEvent>(
 #[derive(Debug)]
 pub struct EventfdNotifier {
     context: libc::c_ulong,
-    nothing: File,
+    dev_null: File,
     signals: AtomicU32,
 }
 
@@ -95,7 +95,8 @@ impl EventfdNotifier {
         let nothing = File::open("/dev/null")?;
         let mut context: libc::c_ulong = 0;
         // SAFETY: the kernel writes one number, to a variable that lives during the call.
-        let result = unsafe { libc::syscall(libc::SYS_io_setup, ROOM, &raw mut context) };
+        let result =
+            unsafe { libc::syscall(libc::SYS_io_setup, CONTEXT_REQUESTS, &raw mut context) };
         if result < 0 {
             let error = io::Error::last_os_error();
             return Err(match error.raw_os_error() {
@@ -112,7 +113,7 @@ impl EventfdNotifier {
         }
         Ok(Arc::new(Self {
             context,
-            nothing,
+            dev_null: nothing,
             signals: AtomicU32::new(0),
         }))
     }
@@ -123,13 +124,13 @@ impl EventfdNotifier {
     /// Returns the kernel's error if it has no memory for the signal, or if other threads keep the context full.
     pub fn signal(&self, eventfd: &EventFd) -> io::Result<()> {
         if self.signals.fetch_add(1, Ordering::Relaxed) % BATCH == BATCH - 1 {
-            self.take();
+            self.reap_completions();
         }
         let mut result = self.submit(eventfd);
         for _ in 0..ATTEMPTS {
             match &result {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.take();
+                    self.reap_completions();
                     result = self.submit(eventfd);
                 }
                 _ => break,
@@ -141,8 +142,8 @@ impl EventfdNotifier {
     fn submit(&self, eventfd: &EventFd) -> io::Result<()> {
         let mut request = AioControlBlock {
             opcode: PREAD,
-            fd: self.nothing.as_raw_fd().cast_unsigned(),
-            flags: SIGNALS,
+            fd: self.dev_null.as_raw_fd().cast_unsigned(),
+            flags: RESFD_FLAG,
             signalled_fd: eventfd.as_raw_fd().cast_unsigned(),
             ..AioControlBlock::default()
         };
@@ -159,15 +160,15 @@ impl EventfdNotifier {
     }
 
     /// Removes completions to make space for more.
-    fn take(&self) {
-        let mut completions = [AioEvent::default(); TAKEN];
+    fn reap_completions(&self) {
+        let mut completions = [AioEvent::default(); COMPLETIONS_MAX];
         // SAFETY: the kernel writes at most as many completions as the array can hold, and waits for none.
         unsafe {
             libc::syscall(
                 libc::SYS_io_getevents,
                 self.context,
                 0,
-                TAKEN,
+                COMPLETIONS_MAX,
                 completions.as_mut_ptr(),
                 ptr::null::<libc::timespec>(),
             )

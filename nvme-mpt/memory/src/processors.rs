@@ -21,7 +21,7 @@ const _: () = assert!(align_of::<ProcessorSet>() == align_of::<libc::cpu_set_t>(
 impl ProcessorSet {
     /// Returns the set of one processor; `None` if the number is not below [`PROCESSORS_MAX`].
     #[must_use]
-    pub fn of(processor: usize) -> Option<Self> {
+    pub fn from_processor(processor: usize) -> Option<Self> {
         let mut set = Self::default();
         *set.0.get_mut(processor / 64)? |= 1 << (processor % 64);
         Some(set)
@@ -30,7 +30,7 @@ impl ProcessorSet {
     /// Parses a list as the kernel prints it, such as `0-3,8` (Linux, `Documentation/admin-guide/cputopology.rst`).
     /// Invalid parts, and numbers that are not below [`PROCESSORS_MAX`], are ignored.
     #[must_use]
-    pub fn of_list(list: &str) -> Self {
+    pub fn parse_list(list: &str) -> Self {
         let range = |part: &str| {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
             let first: usize = first.trim().parse().ok()?;
@@ -39,8 +39,8 @@ impl ProcessorSet {
         };
         let numbers = list.split(',').filter_map(range).flatten();
         numbers
-            .filter_map(Self::of)
-            .fold(Self::default(), |set, one| set.or(&one))
+            .filter_map(Self::from_processor)
+            .fold(Self::default(), |set, one| set.union(&one))
     }
 
     /// Returns whether a processor is in the set.
@@ -63,23 +63,23 @@ impl ProcessorSet {
 
     /// Returns the intersection of both sets.
     #[must_use]
-    pub fn and(&self, other: &Self) -> Self {
-        self.each(other, |own, other| own & other)
+    pub fn intersection(&self, other: &Self) -> Self {
+        self.combine(other, |own, other| own & other)
     }
 
     /// Returns the union of both sets.
     #[must_use]
-    pub fn or(&self, other: &Self) -> Self {
-        self.each(other, |own, other| own | other)
+    pub fn union(&self, other: &Self) -> Self {
+        self.combine(other, |own, other| own | other)
     }
 
     /// Returns the processors that are not in `other`.
     #[must_use]
-    pub fn without(&self, other: &Self) -> Self {
-        self.each(other, |own, other| own & !other)
+    pub fn difference(&self, other: &Self) -> Self {
+        self.combine(other, |own, other| own & !other)
     }
 
-    fn each(&self, other: &Self, join: impl Fn(u64, u64) -> u64) -> Self {
+    fn combine(&self, other: &Self, join: impl Fn(u64, u64) -> u64) -> Self {
         let mut joined = *self;
         for (word, other) in joined.0.iter_mut().zip(&other.0) {
             *word = join(*word, *other);
@@ -116,7 +116,7 @@ pub struct ThreadId(pub i32);
 impl ThreadId {
     /// Returns the id of the calling thread.
     #[must_use]
-    pub fn of_this_thread() -> Self {
+    pub fn current() -> Self {
         #[cfg(simulation)]
         return Self(crate::simulation::actor() as i32);
         #[cfg(not(simulation))]
@@ -129,7 +129,7 @@ impl ThreadId {
     /// # Errors
     /// Returns the kernel's error; `ESRCH` if there is no such thread.
     pub fn processors(self) -> io::Result<ProcessorSet> {
-        processors_of(self.0)
+        thread_processors(self.0)
     }
 }
 
@@ -137,11 +137,11 @@ impl ThreadId {
 ///
 /// # Errors
 /// Returns the kernel's error; `EINVAL` on a host with more than [`PROCESSORS_MAX`] processors.
-pub fn own_processors() -> io::Result<ProcessorSet> {
-    processors_of(0)
+pub fn current_processors() -> io::Result<ProcessorSet> {
+    thread_processors(0)
 }
 
-fn processors_of(thread: libc::pid_t) -> io::Result<ProcessorSet> {
+fn thread_processors(thread: libc::pid_t) -> io::Result<ProcessorSet> {
     let mut set = ProcessorSet::default();
     let raw = set.0.as_mut_ptr().cast::<libc::cpu_set_t>();
     // SAFETY: the set has the size and alignment of a `cpu_set_t`, as asserted above, and any bits are valid.
@@ -156,7 +156,7 @@ fn processors_of(thread: libc::pid_t) -> io::Result<ProcessorSet> {
 ///
 /// # Errors
 /// Returns the kernel's error; `EINVAL` if none of them is allowed.
-pub fn run_on(processors: &ProcessorSet) -> io::Result<()> {
+pub fn set_affinity(processors: &ProcessorSet) -> io::Result<()> {
     let raw = processors.as_raw();
     // SAFETY: the set has the size and alignment of a `cpu_set_t`; thread 0 is the calling thread.
     if unsafe { libc::sched_setaffinity(0, size_of::<ProcessorSet>(), raw) } < 0 {
@@ -169,15 +169,15 @@ pub fn run_on(processors: &ProcessorSet) -> io::Result<()> {
 ///
 /// # Errors
 /// Returns the kernel's error; `InvalidInput` for an invalid number.
-pub fn pin_this_thread(processor: usize) -> io::Result<()> {
-    let set = ProcessorSet::of(processor).ok_or(io::ErrorKind::InvalidInput)?;
-    run_on(&set)
+pub fn pin_current_thread(processor: usize) -> io::Result<()> {
+    let set = ProcessorSet::from_processor(processor).ok_or(io::ErrorKind::InvalidInput)?;
+    set_affinity(&set)
 }
 
 /// Returns whether this is a virtual machine: hypervisors set bit 31 of ECX in CPUID leaf 1 (AMD64 APM, volume 3,
 /// section E.3.2). Returns `false` on architectures without this bit.
 #[must_use]
-pub fn are_virtual() -> bool {
+pub fn is_virtual_machine() -> bool {
     #[cfg(target_arch = "x86_64")]
     return std::arch::x86_64::__cpuid(1).ecx & 1 << 31 != 0;
     #[cfg(not(target_arch = "x86_64"))]
@@ -193,7 +193,7 @@ mod tests {
         let text = std::fs::read_to_string("/proc/cpuinfo").unwrap();
         let flags = text.lines().find(|line| line.starts_with("flags"));
         let has_flag = flags.is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor"));
-        assert_eq!(are_virtual(), has_flag);
+        assert_eq!(is_virtual_machine(), has_flag);
     }
 
     #[test]
@@ -205,43 +205,43 @@ mod tests {
             ("63-64, 1023-2000", &[63, 64, 1023]),
             ("3-1,x,7", &[7]),
         ] {
-            let set = ProcessorSet::of_list(list);
+            let set = ProcessorSet::parse_list(list);
             assert_eq!(set.iter().collect::<Vec<_>>(), processors, "{list:?}");
             assert_eq!(set.is_empty(), processors.is_empty(), "{list:?}");
         }
-        assert_eq!(ProcessorSet::of_list("0-1,65").to_string(), "0+1+65");
-        assert_eq!(ProcessorSet::of(PROCESSORS_MAX), None);
+        assert_eq!(ProcessorSet::parse_list("0-1,65").to_string(), "0+1+65");
+        assert_eq!(ProcessorSet::from_processor(PROCESSORS_MAX), None);
     }
 
     #[test]
     fn sets_are_joined() {
-        let [left, right] = ["0-4,100", "3-6"].map(ProcessorSet::of_list);
-        assert_eq!(left.and(&right), ProcessorSet::of_list("3-4"));
-        assert_eq!(left.or(&right), ProcessorSet::of_list("0-6,100"));
-        assert_eq!(left.without(&right), ProcessorSet::of_list("0-2,100"));
+        let [left, right] = ["0-4,100", "3-6"].map(ProcessorSet::parse_list);
+        assert_eq!(left.intersection(&right), ProcessorSet::parse_list("3-4"));
+        assert_eq!(left.union(&right), ProcessorSet::parse_list("0-6,100"));
+        assert_eq!(left.difference(&right), ProcessorSet::parse_list("0-2,100"));
     }
 
     #[test]
     fn a_thread_runs_on_processors_that_there_are() {
-        let first = own_processors().expect("there are fewer").iter().next();
+        let first = current_processors().expect("there are fewer").iter().next();
         let first = first.expect("it runs on one");
         let pinned = std::thread::spawn(move || {
-            pin_this_thread(first).expect("it may run there");
-            let by_number = ThreadId::of_this_thread().processors();
+            pin_current_thread(first).expect("it may run there");
+            let by_number = ThreadId::current().processors();
             assert_eq!(
                 by_number.expect("it lives"),
-                own_processors().expect("it lives")
+                current_processors().expect("it lives")
             );
-            own_processors().expect("it lives")
+            current_processors().expect("it lives")
         });
         assert_eq!(
             Some(pinned.join().expect("no panic")),
-            ProcessorSet::of(first)
+            ProcessorSet::from_processor(first)
         );
-        let pin = std::thread::spawn(|| pin_this_thread(1 << 20)).join();
+        let pin = std::thread::spawn(|| pin_current_thread(1 << 20)).join();
         let error = pin.expect("a thread").expect_err("no such bit");
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
-        let gone = std::thread::spawn(ThreadId::of_this_thread).join();
+        let gone = std::thread::spawn(ThreadId::current).join();
         let gone = gone.expect("a thread");
         // The kernel reports the end of a thread before it has taken the thread out of its table.
         let error = loop {

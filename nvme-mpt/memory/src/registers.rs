@@ -162,7 +162,7 @@ mod tests {
                         }
                     }
                 });
-                registers.mapping.give_up_device().expect("give up");
+                registers.mapping.detach_device().expect("give up");
                 assert_eq!(reader.join().expect("the reader"), (u64::MAX, true));
             });
         }

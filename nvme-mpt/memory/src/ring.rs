@@ -27,7 +27,7 @@ pub(crate) type CompletionEntry = [AtomicU64; 2];
 pub(crate) struct RingEntries<T> {
     first: *const T,
     /// Number of contiguous entries from `first` on.
-    in_first_stretch: u32,
+    contiguous_entries: u32,
     entries: u32,
     /// All pages, if the ring is not contiguous.
     pages: Box<[*const u8]>,
@@ -44,7 +44,7 @@ pub const PAGE_SIZE: u64 = 4096;
 const PAGE: usize = PAGE_SIZE as usize;
 
 impl<T> RingEntries<T> {
-    pub(crate) fn in_one_stretch(
+    pub(crate) fn new_contiguous(
         mapping: &Arc<Mapping>,
         offset: usize,
         entries: u32,
@@ -53,7 +53,7 @@ impl<T> RingEntries<T> {
         let first = mapping.bytes(offset, len)?.as_ptr().cast::<T>();
         first.is_aligned().then(|| Self {
             first: first.cast_const(),
-            in_first_stretch: entries,
+            contiguous_entries: entries,
             entries,
             pages: Box::default(),
             mapping: mapping.clone(),
@@ -61,7 +61,7 @@ impl<T> RingEntries<T> {
         })
     }
 
-    fn in_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
+    fn from_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
         const { assert!(PAGE.is_multiple_of(size_of::<T>())) };
         let len = (entries as usize).checked_mul(size_of::<T>())?;
         let mut mappings: Vec<Arc<Mapping>> = Vec::new();
@@ -87,7 +87,7 @@ impl<T> RingEntries<T> {
         let in_first_stretch = ((follow.count() + 1) * PAGE / size_of::<T>()).min(entries as usize);
         Some(Self {
             first,
-            in_first_stretch: in_first_stretch as u32,
+            contiguous_entries: in_first_stretch as u32,
             entries,
             pages: addresses.into(),
             mapping: mappings.first()?.clone(),
@@ -106,24 +106,24 @@ impl<T> RingEntries<T> {
     /// # Panics
     /// If there is no such entry.
     #[inline]
-    pub(crate) fn at(&self, index: u32) -> *const T {
-        if index < self.in_first_stretch {
+    pub(crate) fn entry(&self, index: u32) -> *const T {
+        if index < self.contiguous_entries {
             return self.first.wrapping_add(index as usize);
         }
-        self.beyond_first_stretch(index)
+        self.entry_in_pages(index)
     }
 
     /// Returns the address of an entry of a contiguous ring, in a mapping that is kept alive. For an index beyond the
     /// ring, the address must not be used.
     #[inline]
-    pub(crate) fn at_in_one_stretch(&self, index: u32) -> *const T {
-        debug_assert!(index < self.in_first_stretch);
+    pub(crate) fn contiguous_entry(&self, index: u32) -> *const T {
+        debug_assert!(index < self.contiguous_entries);
         self.first.wrapping_add(index as usize)
     }
 
     #[cold]
     #[inline(never)]
-    fn beyond_first_stretch(&self, index: u32) -> *const T {
+    fn entry_in_pages(&self, index: u32) -> *const T {
         assert!(index < self.entries, "queue index out of range");
         let offset = index as usize * size_of::<T>();
         let page = self.pages[offset / PAGE].cast::<T>();
@@ -143,14 +143,14 @@ impl SubmissionRing {
     /// mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
-        RingEntries::in_one_stretch(mapping, offset, entries).map(Self)
+        RingEntries::new_contiguous(mapping, offset, entries).map(Self)
     }
 
     /// Creates a ring of `entries` entries in these pages, each a mapping and an offset in it. Returns `None` if the
     /// number of pages is wrong, or if a page is not aligned or not inside its mapping.
     #[must_use]
-    pub fn in_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
-        RingEntries::in_pages(pages, entries).map(Self)
+    pub fn from_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
+        RingEntries::from_pages(pages, entries).map(Self)
     }
 
     /// Copies an entry out of guest memory with a single read.
@@ -172,8 +172,8 @@ impl SubmissionRing {
     pub fn read_ahead(&self, index: u32, ahead: u32) -> Sqe {
         #[cfg(simulation)]
         crate::simulation::turn(crate::simulation::ActorStep::ReadEntry, [index.into(), 0]);
-        let entry = self.0.at(index);
-        fetch(entry.wrapping_add(ahead as usize));
+        let entry = self.0.entry(index);
+        prefetch_entry(entry.wrapping_add(ahead as usize));
         // SAFETY: the entry lies inside a mapping by the constructor's check and `at`, aligned to 64 bytes; volatile,
         // as the guest may write it at any time.
         #[cfg(target_arch = "x86_64")]
@@ -197,7 +197,7 @@ impl SubmissionRing {
     /// Prefetches an entry of the first contiguous part. Any index is safe.
     #[inline]
     pub fn prefetch(&self, index: u32) {
-        fetch(self.0.first.wrapping_add(index as usize));
+        prefetch_entry(self.0.first.wrapping_add(index as usize));
     }
 }
 
@@ -207,7 +207,7 @@ impl SubmissionRing {
     not(target_arch = "x86_64"),
     expect(unused_variables, reason = "no prefetch is stable there")
 )]
-fn fetch(entry: *const SubmissionEntry) {
+fn prefetch_entry(entry: *const SubmissionEntry) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch has no architectural effect, wherever it points.
     unsafe {
@@ -231,18 +231,18 @@ impl CompletionRing {
         if mapping.access() != MappingAccess::ReadWrite {
             return None;
         }
-        RingEntries::in_one_stretch(mapping, offset, entries).map(Self)
+        RingEntries::new_contiguous(mapping, offset, entries).map(Self)
     }
 
     /// Like [`SubmissionRing::in_pages`], with writable mappings.
     #[must_use]
-    pub fn in_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
+    pub fn from_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
         let is_writable =
             |(mapping, _): &(Arc<Mapping>, _)| mapping.access() == MappingAccess::ReadWrite;
         if !pages.iter().all(is_writable) {
             return None;
         }
-        RingEntries::in_pages(pages, entries).map(Self)
+        RingEntries::from_pages(pages, entries).map(Self)
     }
 
     /// Publishes an entry. The half with the Phase Tag is stored last, with release ordering.
@@ -255,7 +255,7 @@ impl CompletionRing {
         crate::simulation::publishes(entry);
         // SAFETY: the entry lies inside a mapping, which is writable, by the constructor's check and `at`; the guest
         // reads it as words.
-        let [low, high] = unsafe { &*self.0.at(index) };
+        let [low, high] = unsafe { &*self.0.entry(index) };
         low.store(entry.low, Ordering::Relaxed);
         #[cfg(simulation)]
         crate::simulation::turn(
@@ -311,14 +311,14 @@ mod tests {
             mapping.bytes(page + offset % PAGE, len).expect("inside")
         };
         let entries = 3 * 64 + 10;
-        let submissions = SubmissionRing::in_pages(&pages, entries).expect("enough");
-        assert_eq!(submissions.0.in_first_stretch, 128);
+        let submissions = SubmissionRing::from_pages(&pages, entries).expect("enough");
+        assert_eq!(submissions.0.contiguous_entries, 128);
         for index in 0..entries {
             bytes_of(index as usize * 64, 64).copy_from(&[index as u8; 64]);
             assert_eq!(submissions.read(index).as_bytes(), [index as u8; 64]);
         }
         let entries = 4 * 256;
-        let completions = CompletionRing::in_pages(&pages, entries).expect("enough");
+        let completions = CompletionRing::from_pages(&pages, entries).expect("enough");
         for index in 0..entries {
             let entry = Cqe::new(
                 QueueId(1),
@@ -334,17 +334,17 @@ mod tests {
             assert_eq!(Cqe::read_from_bytes(&bytes).expect("16 bytes"), entry);
         }
         for (pages, entries) in [(&pages[..3], 3 * 64 + 1), (&pages[..4], 3 * 64), (&[], 2)] {
-            assert!(SubmissionRing::in_pages(pages, entries).is_none());
+            assert!(SubmissionRing::from_pages(pages, entries).is_none());
         }
         let outside = [(mappings[1].clone(), 8)];
-        assert!(SubmissionRing::in_pages(&outside, 2).is_none());
+        assert!(SubmissionRing::from_pages(&outside, 2).is_none());
     }
 
     #[test]
     #[should_panic(expected = "out of range")]
     fn no_entry_beyond_a_ring_in_pages_is_written() {
         let mapping = Arc::new(Mapping::anonymous(PAGE).expect("map"));
-        let ring = CompletionRing::in_pages(&[(mapping, 0)], 16).expect("fits");
+        let ring = CompletionRing::from_pages(&[(mapping, 0)], 16).expect("fits");
         ring.publish(16, Cqe::default());
     }
 
@@ -356,8 +356,8 @@ mod tests {
         assert!(SubmissionRing::new(&mapping, 0, 4).is_some());
         assert!(CompletionRing::new(&mapping, 0, 4).is_none());
         let pages = [(mapping, 0)];
-        assert!(SubmissionRing::in_pages(&pages, 4).is_some());
-        assert!(CompletionRing::in_pages(&pages, 4).is_none());
+        assert!(SubmissionRing::from_pages(&pages, 4).is_some());
+        assert!(CompletionRing::from_pages(&pages, 4).is_none());
     }
 
     #[test]

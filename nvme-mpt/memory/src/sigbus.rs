@@ -19,13 +19,13 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use super::current_work::count_crash;
 use super::file_system::{host_page_size, memfd};
-use super::work::count_crash;
 
 /// Number of mappings in one part of the table. The table grows by parts that are never freed, because the signal handler
 /// cannot lock, and the data that it reads must stay valid. A VM needs one entry for each file of its memory, at most 256
 /// (`dma`), so no VM can use up the table.
-const PART: usize = 256;
+const CHUNK_ENTRIES: usize = 256;
 
 /// Kind of a mapping, which determines the replacement of lost pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +38,7 @@ pub(super) enum MappingKind {
 }
 
 struct GuardedMapping {
-    taken: AtomicBool,
+    is_used: AtomicBool,
     start: AtomicUsize,
     end: AtomicUsize,
     /// Page size of the mapping: the host's, or a huge page size.
@@ -52,7 +52,7 @@ struct GuardedMapping {
 impl GuardedMapping {
     const fn new() -> Self {
         Self {
-            taken: AtomicBool::new(false),
+            is_used: AtomicBool::new(false),
             start: AtomicUsize::new(0),
             end: AtomicUsize::new(0),
             page: AtomicUsize::new(0),
@@ -69,14 +69,14 @@ impl GuardedMapping {
 }
 
 struct GuardedMappingChunk {
-    entries: [GuardedMapping; PART],
+    entries: [GuardedMapping; CHUNK_ENTRIES],
     next: AtomicPtr<GuardedMappingChunk>,
 }
 
 impl GuardedMappingChunk {
     const fn new() -> Self {
         Self {
-            entries: [const { GuardedMapping::new() }; PART],
+            entries: [const { GuardedMapping::new() }; CHUNK_ENTRIES],
             next: AtomicPtr::new(ptr::null_mut()),
         }
     }
@@ -103,7 +103,7 @@ pub fn lost_memory_epoch() -> usize {
 }
 
 /// Records that memory of a mapping was lost.
-pub(super) fn count_loss() {
+pub(super) fn advance_loss_epoch() {
     EPOCH.fetch_add(1, Ordering::Release);
 }
 
@@ -126,7 +126,7 @@ impl SigbusGuard {
     ) -> io::Result<Self> {
         install_handler()?;
         if kind == MappingKind::Device {
-            make_ones()?;
+            create_ones_file()?;
         }
         let start = start.as_ptr() as usize;
         let entry = take_entry();
@@ -156,13 +156,13 @@ impl SigbusGuard {
 
     /// Replaces the whole device by ones, as if it were gone. This ends the mapping of the device, because the kernel cannot
     /// remove a device that is mapped.
-    pub(super) fn give_up_device(&self) -> io::Result<()> {
+    pub(super) fn detach_device(&self) -> io::Result<()> {
         let entry = self.0;
         let host_page = HOST_PAGE.load(Ordering::Relaxed);
         // Set before the pages are replaced: a user that reads ones must also see the mapping as lost.
         entry.lost.store(true, Ordering::Release);
         for page in entry.range().step_by(host_page) {
-            if !put_ones(page) {
+            if !map_ones(page) {
                 return Err(io::Error::last_os_error());
             }
         }
@@ -180,7 +180,7 @@ impl Drop for SigbusGuard {
             hint::spin_loop();
         }
         entry.start.store(0, Ordering::Relaxed);
-        entry.taken.store(false, Ordering::Release);
+        entry.is_used.store(false, Ordering::Release);
     }
 }
 
@@ -188,11 +188,11 @@ impl Drop for SigbusGuard {
 fn take_entry() -> &'static GuardedMapping {
     static TAKING: Mutex<()> = Mutex::new(());
     let _taking = lock(&TAKING);
-    let is_free = |entry: &&GuardedMapping| !entry.taken.load(Ordering::Acquire);
+    let is_free = |entry: &&GuardedMapping| !entry.is_used.load(Ordering::Acquire);
     let mut part = &TABLE;
     loop {
         if let Some(entry) = part.entries.iter().find(is_free) {
-            entry.taken.store(true, Ordering::Relaxed);
+            entry.is_used.store(true, Ordering::Relaxed);
             return entry;
         }
         part = match part.next() {
@@ -236,7 +236,7 @@ pub(super) fn install_handler() -> io::Result<()> {
         let inherited = libc::SA_ONSTACK | libc::SA_NODEFER | libc::SA_RESTART;
         action.sa_mask = previous.sa_mask;
         action.sa_flags = libc::SA_SIGINFO
-            | match is_handler(previous) {
+            | match has_handler(previous) {
                 true => previous.sa_flags & inherited,
                 false => libc::SA_ONSTACK,
             };
@@ -248,7 +248,7 @@ pub(super) fn install_handler() -> io::Result<()> {
     Ok(())
 }
 
-fn is_handler(action: &libc::sigaction) -> bool {
+fn has_handler(action: &libc::sigaction) -> bool {
     ![libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction)
 }
 
@@ -257,7 +257,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn make_ones() -> io::Result<()> {
+fn create_ones_file() -> io::Result<()> {
     static MAKING: Mutex<()> = Mutex::new(());
     let _making = lock(&MAKING);
     if ONES.load(Ordering::Relaxed) < 0 {
@@ -272,7 +272,7 @@ fn make_ones() -> io::Result<()> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SigbusCause {
     /// The file ends before the address, or has no memory left.
-    CutShort,
+    Truncated,
     /// The hardware lost a page.
     MemoryError,
 }
@@ -288,7 +288,7 @@ extern "C" fn on_sigbus(
     let (address, code) = unsafe { ((*info).si_addr() as usize, (*info).si_code) };
     let cause = match code {
         libc::BUS_MCEERR_AR | libc::BUS_MCEERR_AO => Some(SigbusCause::MemoryError),
-        libc::BUS_ADRERR | libc::BUS_OBJERR => Some(SigbusCause::CutShort),
+        libc::BUS_ADRERR | libc::BUS_OBJERR => Some(SigbusCause::Truncated),
         // Other codes have no address, for example those of signals sent by a process.
         _ => None,
     };
@@ -300,14 +300,14 @@ extern "C" fn on_sigbus(
             let once = previous.sa_flags & libc::SA_RESETHAND != 0;
             !(once && PREVIOUS_USED.swap(true, Ordering::AcqRel))
         });
-        pass_on(previous, signal, info, context, is_fault);
+        call_previous(previous, signal, info, context, is_fault);
     }
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = errno };
 }
 
 /// Handles the signal as if this module had no handler: by `previous`, the action of the signal before.
-pub(super) fn pass_on(
+pub(super) fn call_previous(
     previous: Option<&libc::sigaction>,
     signal: libc::c_int,
     info: *mut libc::siginfo_t,
@@ -315,7 +315,7 @@ pub(super) fn pass_on(
     is_fault: bool,
 ) {
     match previous {
-        Some(previous) if is_handler(previous) => {
+        Some(previous) if has_handler(previous) => {
             // SAFETY: it is the address of a function that its owner registered with the kernel, to be called with
             // these arguments.
             unsafe {
@@ -358,7 +358,8 @@ fn replace_lost_pages(address: usize, cause: SigbusCause) -> bool {
             // Checked again after `handlers` was incremented: either the mapping now stays until this is done, or it is
             // already gone.
             let range = entry.range();
-            let replaced = range.contains(&address) && replace_in(entry, range, address, cause);
+            let replaced =
+                range.contains(&address) && replace_in_mapping(entry, range, address, cause);
             entry.handlers.fetch_sub(1, Ordering::SeqCst);
             if replaced {
                 return true;
@@ -369,7 +370,7 @@ fn replace_lost_pages(address: usize, cause: SigbusCause) -> bool {
     false
 }
 
-fn replace_in(
+fn replace_in_mapping(
     entry: &GuardedMapping,
     range: Range<usize>,
     address: usize,
@@ -379,13 +380,13 @@ fn replace_in(
         // Set before the page is replaced, as in `give_up_device`.
         entry.lost.store(true, Ordering::Release);
         let page = HOST_PAGE.load(Ordering::Relaxed);
-        return put_ones(address - address % page);
+        return map_ones(address - address % page);
     }
-    let lost = lost_part(&range, entry.page.load(Ordering::Relaxed), address, cause);
+    let lost = lost_range(&range, entry.page.load(Ordering::Relaxed), address, cause);
     // Set before the pages are replaced: code that copied to the zeroes must see the mapping as lost.
     entry.lost.store(true, Ordering::Release);
     // If the kernel's limit of mappings is reached, the whole range is replaced, which needs no additional mapping.
-    if !put_zeroes(lost) && !put_zeroes(range) {
+    if !map_zeroes(lost) && !map_zeroes(range) {
         return false;
     }
     EPOCH.fetch_add(1, Ordering::Relaxed);
@@ -393,7 +394,7 @@ fn replace_in(
 }
 
 /// Returns the part of a memory mapping that is replaced, in whole pages of the mapping.
-fn lost_part(
+fn lost_range(
     mapping: &Range<usize>,
     page: usize,
     address: usize,
@@ -402,27 +403,27 @@ fn lost_part(
     let start = address - (address - mapping.start) % page;
     let end = match cause {
         // A truncated file has lost the following bytes as well.
-        SigbusCause::CutShort => mapping.end,
+        SigbusCause::Truncated => mapping.end,
         SigbusCause::MemoryError => mapping.end.min(start + page),
     };
     start..end
 }
 
 /// Replaces pages of a registered mapping by zeroes.
-fn put_zeroes(pages: Range<usize>) -> bool {
+fn map_zeroes(pages: Range<usize>) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
-    put(pages.start, pages.len(), flags, -1)
+    map_fixed(pages.start, pages.len(), flags, -1)
 }
 
 /// Replaces one host page of a registered mapping by ones. The replacement is atomic: an access reaches either the
 /// device or the ones. Later writes go to a private copy of the page.
-fn put_ones(page: usize) -> bool {
+fn map_ones(page: usize) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
     let len = HOST_PAGE.load(Ordering::Relaxed);
-    put(page, len, flags, ONES.load(Ordering::Acquire))
+    map_fixed(page, len, flags, ONES.load(Ordering::Acquire))
 }
 
-fn put(start: usize, len: usize, flags: libc::c_int, fd: libc::c_int) -> bool {
+fn map_fixed(start: usize, len: usize, flags: libc::c_int, fd: libc::c_int) -> bool {
     // SAFETY: the range lies in whole pages of a registered mapping. Its owner does not unmap it concurrently: it waits
     // for handlers before, or gives the device up itself.
     let replaced = unsafe {
@@ -447,8 +448,8 @@ mod tests {
     #[test]
     fn whole_pages_of_the_mappings_own_size_are_replaced() {
         let mapping = 64 * MIB..72 * MIB;
-        let lost = |page, address, cause| lost_part(&mapping, page, address, cause);
-        let (cut, error) = (SigbusCause::CutShort, SigbusCause::MemoryError);
+        let lost = |page, address, cause| lost_range(&mapping, page, address, cause);
+        let (cut, error) = (SigbusCause::Truncated, SigbusCause::MemoryError);
         let at = 67 * MIB + 0x1234;
         assert_eq!(lost(4096, at, cut), 67 * MIB + 0x1000..72 * MIB);
         assert_eq!(lost(4096, at, error), 67 * MIB + 0x1000..67 * MIB + 0x2000);
@@ -459,7 +460,7 @@ mod tests {
         // A page of 1 GiB at the start of the mapping.
         let gigabytes = 1 << 30..3 << 30;
         assert_eq!(
-            lost_part(&gigabytes, 1 << 30, (2 << 30) + 5, error),
+            lost_range(&gigabytes, 1 << 30, (2 << 30) + 5, error),
             2 << 30..3 << 30
         );
     }

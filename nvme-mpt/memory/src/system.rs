@@ -24,7 +24,7 @@ use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int,
 pub fn is_exhaustion(error: &(dyn Error + 'static)) -> bool {
     let mut cause = Some(error);
     while let Some(error) = cause {
-        if error.downcast_ref().is_some_and(is_scarcity) {
+        if error.downcast_ref().is_some_and(is_io_exhaustion) {
             return true;
         }
         cause = error.source();
@@ -32,7 +32,7 @@ pub fn is_exhaustion(error: &(dyn Error + 'static)) -> bool {
     false
 }
 
-fn is_scarcity(error: &io::Error) -> bool {
+fn is_io_exhaustion(error: &io::Error) -> bool {
     let code = error.raw_os_error();
     matches!(code, Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS))
         || matches!(
@@ -47,14 +47,14 @@ pub fn thread_time() -> Duration {
     #[cfg(simulation)]
     return crate::simulation::now();
     #[cfg(not(simulation))]
-    time_of(libc::CLOCK_THREAD_CPUTIME_ID)
+    read_clock(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
 /// True if the process may query the kernel for preemptions.
 static COUNTS_PREEMPTIONS: AtomicBool = AtomicBool::new(false);
 
 /// Allows [`thread_preemptions`] to call getrusage. A server calls this; the sandboxes of VMMs forbid getrusage.
-pub fn count_preemptions() {
+pub fn enable_preemption_count() {
     COUNTS_PREEMPTIONS.store(true, Ordering::Relaxed);
 }
 
@@ -80,11 +80,11 @@ pub fn host_time() -> Duration {
     #[cfg(simulation)]
     return crate::simulation::now();
     #[cfg(not(simulation))]
-    time_of(libc::CLOCK_MONOTONIC)
+    read_clock(libc::CLOCK_MONOTONIC)
 }
 
 #[cfg(not(simulation))]
-fn time_of(clock: libc::clockid_t) -> Duration {
+fn read_clock(clock: libc::clockid_t) -> Duration {
     let mut time = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
@@ -152,7 +152,7 @@ pub enum LockKind {
 }
 
 impl LockKind {
-    const fn bits(self) -> c_int {
+    const fn lock_type(self) -> c_int {
         match self {
             Self::Shared => F_RDLCK,
             Self::Exclusive => F_WRLCK,
@@ -168,7 +168,11 @@ impl LockKind {
 /// # Errors
 /// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
 pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
-    match fcntl(file, F_OFD_SETLK, &mut range(kind.bits(), start, length)?) {
+    match fcntl_lock(
+        file,
+        F_OFD_SETLK,
+        &mut flock_range(kind.lock_type(), start, length)?,
+    ) {
         Ok(()) => Ok(true),
         Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
             Ok(false)
@@ -183,7 +187,7 @@ pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Res
 /// # Errors
 /// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
 pub fn unlock(file: &File, start: u64, length: u64) -> io::Result<()> {
-    fcntl(file, F_OFD_SETLK, &mut range(F_UNLCK, start, length)?)
+    fcntl_lock(file, F_OFD_SETLK, &mut flock_range(F_UNLCK, start, length)?)
 }
 
 /// Returns whether another open file description has a lock that conflicts with one of `kind` on `length` bytes from
@@ -192,13 +196,13 @@ pub fn unlock(file: &File, start: u64, length: u64) -> io::Result<()> {
 /// # Errors
 /// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
 pub fn is_lock_excluded(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
-    let mut lock = range(kind.bits(), start, length)?;
-    fcntl(file, F_OFD_GETLK, &mut lock)?;
+    let mut lock = flock_range(kind.lock_type(), start, length)?;
+    fcntl_lock(file, F_OFD_GETLK, &mut lock)?;
     // The kernel returns the conflicting lock, or F_UNLCK if there is none.
     Ok(c_int::from(lock.l_type) != F_UNLCK)
 }
 
-fn range(kind: c_int, start: u64, length: u64) -> io::Result<libc::flock> {
+fn flock_range(kind: c_int, start: u64, length: u64) -> io::Result<libc::flock> {
     let offset = |value: u64| {
         off_t::try_from(value).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))
     };
@@ -212,7 +216,7 @@ fn range(kind: c_int, start: u64, length: u64) -> io::Result<libc::flock> {
     })
 }
 
-fn fcntl(file: &File, command: c_int, lock: &mut libc::flock) -> io::Result<()> {
+fn fcntl_lock(file: &File, command: c_int, lock: &mut libc::flock) -> io::Result<()> {
     // SAFETY: the descriptor is open for as long as `file` is borrowed; both commands read and write one `struct
     // flock`, which `lock` is, and keep no pointer to it.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(lock)) };

@@ -27,13 +27,13 @@ use super::processors::ThreadId;
 const SIGNAL: libc::c_int = libc::SIGURG;
 
 /// Poll interval of the watcher.
-const PERIOD: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Time after which a write is interrupted.
-const LONGEST: Duration = Duration::from_millis(10);
+const WRITE_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// Number of polls without a write after which the watcher sleeps.
-const IDLE_LOOKS: u32 = 200;
+const IDLE_POLLS: u32 = 200;
 
 /// Threads that have written.
 static WRITERS: Mutex<Vec<Arc<WatchedWriter>>> = Mutex::new(Vec::new());
@@ -60,7 +60,7 @@ struct WriterRegistration(Arc<WatchedWriter>);
 impl WriterRegistration {
     fn new() -> Self {
         let writer = Arc::new(WatchedWriter {
-            thread: ThreadId::of_this_thread(),
+            thread: ThreadId::current(),
             since: AtomicU64::new(0),
             last: AtomicU64::new(0),
         });
@@ -88,7 +88,7 @@ extern "C" fn do_nothing(_signal: libc::c_int) {}
 ///
 /// # Errors
 /// Returns the kernel's error; `EBUSY` if the process already has another handler for SIGURG.
-pub fn prepare() -> io::Result<()> {
+pub fn install_handler() -> io::Result<()> {
     // SAFETY: all fields are integers and pointers, for which zero is valid.
     let mut action = unsafe { std::mem::zeroed::<libc::sigaction>() };
     // SAFETY: the call writes to a structure that lives during the call.
@@ -117,24 +117,24 @@ pub fn prepare() -> io::Result<()> {
 ///
 /// # Errors
 /// Returns the kernel's error if there are no descriptors left.
-pub fn watch() -> io::Result<()> {
+pub fn run_watcher() -> io::Result<()> {
     let waker = EventFd::new(libc::EFD_CLOEXEC)?;
     if WATCHER.set(waker).is_err() {
         return Ok(());
     }
-    let longest = ticks_in(LONGEST);
+    let longest = ticks_in(WRITE_TIMEOUT);
     let mut last = 0;
     let mut idle = 0;
     loop {
         IS_WATCHED.store(true, Ordering::SeqCst);
-        sleep(PERIOD);
+        sleep(POLL_INTERVAL);
         let now = Ticks::now();
         let mut latest = 0;
         for writer in &*WRITERS.lock().unwrap_or_else(PoisonError::into_inner) {
             latest = latest.max(writer.last.load(Ordering::Relaxed));
             let since = writer.since.load(Ordering::SeqCst);
             if since != 0 && now.since(Ticks(since)) >= longest {
-                interrupt(writer.thread);
+                interrupt_thread(writer.thread);
             }
         }
         idle = match latest == last {
@@ -142,11 +142,11 @@ pub fn watch() -> io::Result<()> {
             false => 0,
         };
         last = latest;
-        if idle >= IDLE_LOOKS {
+        if idle >= IDLE_POLLS {
             idle = 0;
             IS_WATCHED.store(false, Ordering::SeqCst);
             // A write that starts from here on sees that it has to wake the watcher.
-            if !is_any_under_way()
+            if !has_pending_write()
                 && let Some(waker) = WATCHER.get()
             {
                 await_wake(waker)?;
@@ -166,13 +166,13 @@ fn await_wake(waker: &EventFd) -> io::Result<()> {
     }
 }
 
-fn is_any_under_way() -> bool {
+fn has_pending_write() -> bool {
     let writers = WRITERS.lock().unwrap_or_else(PoisonError::into_inner);
     let mut under_way = writers.iter();
     under_way.any(|writer| writer.since.load(Ordering::SeqCst) != 0)
 }
 
-fn interrupt(thread: ThreadId) {
+fn interrupt_thread(thread: ThreadId) {
     // SAFETY: the call has no preconditions. The thread is alive, as its entry is among the writers, which are locked.
     unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread.0, SIGNAL) };
 }
@@ -227,11 +227,11 @@ mod tests {
 
     #[test]
     fn a_write_that_waits_for_another_process_ends() {
-        prepare().unwrap();
+        install_handler().unwrap();
         let (name, named) = mpsc::channel();
         thread::spawn(move || {
-            name.send(ThreadId::of_this_thread()).unwrap();
-            watch().unwrap();
+            name.send(ThreadId::current()).unwrap();
+            run_watcher().unwrap();
         });
         let watcher = named.recv().unwrap();
         let full = || {
@@ -253,7 +253,7 @@ mod tests {
         }
         // The watcher keeps sleeping after a signal.
         thread::sleep(Duration::from_millis(50));
-        interrupt(watcher);
+        interrupt_thread(watcher);
         thread::sleep(Duration::from_millis(50));
         let wait = || thread::spawn(move || signal(&full()).unwrap_err().kind());
         let threads: Vec<_> = (0..4).map(|_| wait()).collect();

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::Arc;
 
-use nvme_mpt_memory::crash::{CrashRecord, record_crashes};
+use nvme_mpt_memory::crash::{CrashRecord, install_crash_handlers};
 use nvme_mpt_memory::{Mapping, MappingAccess};
 
 /// Offset of the record in its file.
@@ -81,14 +81,14 @@ fn child() {
         return;
     };
     let way = way.into_string().unwrap();
-    record_crashes().unwrap();
+    install_crash_handlers().unwrap();
     let record = record(Path::new(&path));
     match way.strip_prefix("after ") {
         Some(way) => {
-            record.during(|| black_box(0));
+            record.run(|| black_box(0));
             end(way);
         }
-        None => record.during(|| end(&way)),
+        None => record.run(|| end(&way)),
     }
 }
 

@@ -16,7 +16,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
-use nvme_mpt_memory::user_faults::{MemoryHolder, is_incomplete};
+use nvme_mpt_memory::userfaultfd::{MemoryHolder, is_incomplete};
 use nvme_mpt_memory::{Mapping, MappingAccess, memfd};
 use vmm_sys_util::eventfd::EventFd;
 

@@ -12,7 +12,8 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::PathError;
 use crate::walk::{
-    self, ExposedDirectory, FileId, FileStatus, PathEntry, is_safe, is_trusted, others_write, walk,
+    self, ExposedDirectory, FileId, FileStatus, PathEntry, is_safe, is_trusted,
+    is_writable_by_others, walk,
 };
 
 /// An open directory. Entries are accessed through the descriptor, so a rename of the directory does not redirect them.
@@ -25,18 +26,18 @@ impl OpenDirectory {
     /// # Errors
     /// See [`PathError`].
     pub fn open(path: &Path) -> Result<Self, PathError> {
-        Self::of(walk(path, None)?)
+        Self::from_entry(walk(path, None)?)
     }
 
     /// Opens a directory. Creates it and its ancestors if needed, with `mode` reduced by the umask.
     ///
     /// # Errors
     /// See [`PathError`].
-    pub fn make(path: &Path, mode: u32) -> Result<Self, PathError> {
-        Self::of(walk(path, Some(Mode::from_raw_mode(mode)))?)
+    pub fn open_or_create(path: &Path, mode: u32) -> Result<Self, PathError> {
+        Self::from_entry(walk(path, Some(Mode::from_raw_mode(mode)))?)
     }
 
-    fn of(entry: PathEntry) -> Result<Self, PathError> {
+    fn from_entry(entry: PathEntry) -> Result<Self, PathError> {
         match entry.kind() {
             FileType::Directory => Ok(Self(entry)),
             _ => Err(PathError::io("use the directory", &entry.path)(
@@ -49,7 +50,7 @@ impl OpenDirectory {
     ///
     /// # Errors
     /// See [`PathError`].
-    pub fn holding(path: &Path) -> Result<(Self, &OsStr), PathError> {
+    pub fn open_parent(path: &Path) -> Result<(Self, &OsStr), PathError> {
         let name = path
             .file_name()
             .ok_or_else(|| PathError::NoFileName { path: path.into() })?;
@@ -74,7 +75,7 @@ impl OpenDirectory {
     /// address.
     #[must_use]
     pub fn entry_path(&self, name: &OsStr) -> PathBuf {
-        self.0.by_descriptor().join(name)
+        self.0.proc_fd_path().join(name)
     }
 
     /// Changes the mode of the directory.
@@ -86,7 +87,7 @@ impl OpenDirectory {
     }
 
     /// Returns whether only trusted users can replace an entry of this directory, if `owner` owns the entry.
-    pub(crate) fn protects(&self, owner: u32) -> bool {
+    pub(crate) fn is_safe_for(&self, owner: u32) -> bool {
         self.0.exposure.is_none() && is_safe(self.fd(), &self.0.stat, owner)
     }
 
@@ -97,13 +98,13 @@ impl OpenDirectory {
     pub fn check_not_exposed(&self, name: &OsStr) -> Result<(), PathError> {
         let path = self.path().join(name);
         if let Some(exposure) = &self.0.exposure {
-            return Err(exposure.error(&path));
+            return Err(exposure.to_error(&path));
         }
         let stat = &self.0.stat;
         let is_sticky = stat.is_sticky();
-        match is_trusted(stat.owner) && (is_sticky || !others_write(self.fd(), stat)) {
+        match is_trusted(stat.owner) && (is_sticky || !is_writable_by_others(self.fd(), stat)) {
             true => Ok(()),
-            false => Err(ExposedDirectory::of(self.path(), stat).error(&path)),
+            false => Err(ExposedDirectory::new(self.path(), stat).to_error(&path)),
         }
     }
 
@@ -118,14 +119,14 @@ impl OpenDirectory {
             Err(Errno::NOENT) => return Ok(None),
             Err(error) => return Err(PathError::io("open", &path)(error)),
         };
-        let stat = FileStatus::of(&descriptor).map_err(PathError::io("inspect", &path))?;
-        let exposure = match self.protects(stat.owner) {
+        let stat = FileStatus::from_fd(&descriptor).map_err(PathError::io("inspect", &path))?;
+        let exposure = match self.is_safe_for(stat.owner) {
             true => None,
             false => Some(
                 self.0
                     .exposure
                     .clone()
-                    .unwrap_or_else(|| ExposedDirectory::of(self.path(), &self.0.stat)),
+                    .unwrap_or_else(|| ExposedDirectory::new(self.path(), &self.0.stat)),
             ),
         };
         Ok(Some(PathEntry {
@@ -141,7 +142,7 @@ impl OpenDirectory {
     /// # Errors
     /// Returns the kernel's error.
     pub fn names(&self) -> Result<Vec<OsString>, PathError> {
-        let entries = std::fs::read_dir(self.0.by_descriptor());
+        let entries = std::fs::read_dir(self.0.proc_fd_path());
         let names =
             entries.and_then(|entries| entries.map(|entry| Ok(entry?.file_name())).collect());
         names.map_err(|source| PathError::Io {
@@ -163,7 +164,7 @@ impl OpenDirectory {
     }
 
     /// Creates a file with an unused name. Returns the name and the file. The umask reduces `mode`.
-    fn make_temporary(&self, name: &OsStr, mode: u32) -> Result<(OsString, File), PathError> {
+    fn create_temporary(&self, name: &OsStr, mode: u32) -> Result<(OsString, File), PathError> {
         let temporary = temporary_name(name);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
         let path = self.path().join(name);
@@ -201,14 +202,14 @@ impl OpenDirectory {
                 mode: there.stat.permissions(),
             });
         }
-        let (temporary, mut file) = self.make_temporary(name, mode)?;
-        let id = FileId::of_open(&file).and_then(|id| write(&mut file).map(|()| id));
+        let (temporary, mut file) = self.create_temporary(name, mode)?;
+        let id = FileId::from_file(&file).and_then(|id| write(&mut file).map(|()| id));
         let id = id.map_err(|source| PathError::Io {
             action: "write",
             path: path.clone(),
             source,
         });
-        step("written", self, &temporary);
+        run_test_hook("written", self, &temporary);
         let replaced = id.and_then(|id| {
             // The sandboxes of VMMs do not allow renameat(2).
             let renamed = std::fs::rename(self.entry_path(&temporary), self.entry_path(name));
@@ -228,20 +229,20 @@ impl OpenDirectory {
     ///
     /// # Errors
     /// See [`PathError`].
-    pub fn make_new(
+    pub fn create_new(
         &self,
         name: &OsStr,
         mode: u32,
         write: impl FnOnce(&mut File) -> io::Result<()>,
     ) -> Result<bool, PathError> {
         let path = self.path().join(name);
-        let (temporary, mut file) = self.make_temporary(name, mode)?;
+        let (temporary, mut file) = self.create_temporary(name, mode)?;
         let made = write(&mut file).map_err(|source| PathError::Io {
             action: "write",
             path: path.clone(),
             source,
         });
-        step("written", self, &temporary);
+        run_test_hook("written", self, &temporary);
         let made = made.and_then(|()| {
             match fs::linkat(self.fd(), &temporary, self.fd(), name, AtFlags::empty()) {
                 Ok(()) => Ok(true),
@@ -270,15 +271,15 @@ impl OpenDirectory {
 
     /// Returns whether the entry `name` is this file.
     #[must_use]
-    pub fn holds(&self, name: &OsStr, id: FileId) -> bool {
+    pub fn has_entry(&self, name: &OsStr, id: FileId) -> bool {
         let stat = fs::statat(self.fd(), name, AtFlags::SYMLINK_NOFOLLOW);
-        stat.is_ok_and(|stat| FileId::of(&stat) == id)
+        stat.is_ok_and(|stat| FileId::from_stat(&stat) == id)
     }
 
     /// Removes an entry if it is this file. The file may be replaced between check and removal, but only by a user who could
     /// also have removed it.
     pub fn remove(&self, name: &OsStr, id: FileId) {
-        if self.holds(name, id) {
+        if self.has_entry(name, id) {
             let _ = fs::unlinkat(self.fd(), name, AtFlags::empty());
         }
     }
@@ -300,7 +301,7 @@ pub(crate) fn temporary_name(name: &OsStr) -> OsString {
 }
 
 /// Hook between two system calls, where tests act as another user.
-pub(crate) fn step(_name: &'static str, _directory: &OpenDirectory, _entry: &OsStr) {
+pub(crate) fn run_test_hook(_name: &'static str, _directory: &OpenDirectory, _entry: &OsStr) {
     #[cfg(test)]
-    crate::tests::at_step(_name, _directory, _entry);
+    crate::tests::run_attack(_name, _directory, _entry);
 }

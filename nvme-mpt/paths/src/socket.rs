@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::PathError;
-use crate::directory::{OpenDirectory, step, temporary_name};
+use crate::directory::{OpenDirectory, run_test_hook, temporary_name};
 use crate::walk::{FileId, PathEntry, is_trusted};
 
 /// Most pending connections: the limit of `net.core.somaxconn`, as in the standard library.
@@ -47,7 +47,7 @@ impl PathEntry {
     ///
     /// # Errors
     /// See [`PathError`].
-    pub fn occupant(&self) -> Result<SocketPathState, PathError> {
+    pub fn socket_state(&self) -> Result<SocketPathState, PathError> {
         if self.kind() != FileType::Socket {
             return Ok(SocketPathState::NotASocket);
         }
@@ -55,7 +55,7 @@ impl PathEntry {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let asked = net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None);
         let asked = asked.map_err(failed("make a socket to look at"))?;
-        let address = SocketAddrUnix::new(self.by_descriptor()).map_err(failed("name"))?;
+        let address = SocketAddrUnix::new(self.proc_fd_path()).map_err(failed("name"))?;
         Ok(match net::connect(&asked, &address) {
             Err(Errno::CONNREFUSED) => SocketPathState::Stale,
             Err(Errno::NOENT) => SocketPathState::Nothing,
@@ -69,9 +69,9 @@ impl OpenDirectory {
     ///
     /// # Errors
     /// See [`PathError`].
-    pub fn occupant(&self, name: &OsStr) -> Result<SocketPathState, PathError> {
+    pub fn socket_state(&self, name: &OsStr) -> Result<SocketPathState, PathError> {
         match self.entry(name)? {
-            Some(entry) => entry.occupant(),
+            Some(entry) => entry.socket_state(),
             None => Ok(SocketPathState::Nothing),
         }
     }
@@ -93,8 +93,8 @@ impl OpenDirectory {
         let path = self.path().join(name);
         let temporary = temporary_name(OsStr::new("vfio-user"));
         let socket = self.bind(&path, &temporary)?;
-        step("bound", self, &temporary);
-        let listened = self.finish(name, &path, &temporary, &socket, permissions);
+        run_test_hook("bound", self, &temporary);
+        let listened = self.publish_socket(name, &path, &temporary, &socket, permissions);
         match listened {
             Ok(id) => {
                 self.remove(&temporary, id);
@@ -123,7 +123,7 @@ impl OpenDirectory {
         Ok(socket.into())
     }
 
-    fn finish(
+    fn publish_socket(
         &self,
         name: &OsStr,
         path: &Path,
@@ -134,23 +134,23 @@ impl OpenDirectory {
         let replaced = || PathError::Replaced { path: path.into() };
         let mut file = self.entry(temporary)?.ok_or_else(replaced)?;
         file.path = path.into();
-        if file.kind() != FileType::Socket || !leads_to(&file, socket)? {
+        if file.kind() != FileType::Socket || !is_bound_to(&file, socket)? {
             return Err(replaced());
         }
-        step("opened", self, temporary);
+        run_test_hook("opened", self, temporary);
         let SocketPermissions { mode, user, group } = permissions;
         if user.is_some() || group.is_some() {
             file.set_owner(user, group)?;
         }
         file.set_mode(mode)?;
-        step("permitted", self, temporary);
+        run_test_hook("permitted", self, temporary);
         // linkat(2) replaces nothing, so two servers cannot both get the path.
-        let source = file.by_descriptor();
+        let source = file.proc_fd_path();
         let link = || fs::linkat(CWD, &source, self.fd(), name, AtFlags::SYMLINK_FOLLOW);
         loop {
             match link() {
                 Ok(()) => break,
-                Err(Errno::EXIST) => self.make_way(name, path, user)?,
+                Err(Errno::EXIST) => self.remove_stale_socket(name, path, user)?,
                 Err(Errno::NOENT) => return Err(replaced()),
                 Err(error) => return Err(PathError::io("create", path)(error)),
             }
@@ -160,7 +160,12 @@ impl OpenDirectory {
 
     /// Removes a stale socket. The socket is first renamed and checked again, because another server may have replaced
     /// it after the first check.
-    fn make_way(&self, name: &OsStr, path: &Path, user: Option<u32>) -> Result<(), PathError> {
+    fn remove_stale_socket(
+        &self,
+        name: &OsStr,
+        path: &Path,
+        user: Option<u32>,
+    ) -> Result<(), PathError> {
         let failed = |action| PathError::io(action, path);
         let refuse = |occupant| match occupant {
             SocketPathState::Nothing | SocketPathState::Stale => Ok(occupant),
@@ -170,26 +175,26 @@ impl OpenDirectory {
         let Some(entry) = self.entry(name)? else {
             return Ok(());
         };
-        if refuse(entry.occupant()?)? == SocketPathState::Nothing {
+        if refuse(entry.socket_state()?)? == SocketPathState::Nothing {
             return Ok(());
         }
         let owner = entry.owner();
         // In a directory that only trusted users can write, a trusted user created it and set its owner.
-        if !is_trusted(owner) && user != Some(owner) && !self.protects(owner) {
+        if !is_trusted(owner) && user != Some(owner) && !self.is_safe_for(owner) {
             return Err(PathError::ForeignFile {
                 path: path.into(),
                 owner,
                 mode: entry.stat.permissions(),
             });
         }
-        step("stale", self, name);
+        run_test_hook("stale", self, name);
         let aside = temporary_name(OsStr::new("vfio-user"));
         match fs::renameat(self.fd(), name, self.fd(), &aside) {
             Ok(()) => {}
             Err(Errno::NOENT) => return Ok(()),
             Err(error) => return Err(failed("move aside")(error)),
         }
-        let found = self.occupant(&aside)?;
+        let found = self.socket_state(&aside)?;
         if found == SocketPathState::Live || found == SocketPathState::NotASocket {
             let link = fs::linkat(self.fd(), &aside, self.fd(), name, AtFlags::empty());
             link.map_err(failed("put back"))?;
@@ -201,7 +206,7 @@ impl OpenDirectory {
 
 /// Returns whether a connection to a file reaches this socket. Sends no data, because the file may be the socket of another
 /// server.
-fn leads_to(file: &PathEntry, socket: &UnixListener) -> Result<bool, PathError> {
+fn is_bound_to(file: &PathEntry, socket: &UnixListener) -> Result<bool, PathError> {
     let failed = |action| PathError::io(action, &file.path);
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let client = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
@@ -210,7 +215,7 @@ fn leads_to(file: &PathEntry, socket: &UnixListener) -> Result<bool, PathError> 
     net::bind(client.as_fd(), &SocketAddrUnix::new_unnamed()).map_err(failed("try"))?;
     let address = net::getsockname(&client).map_err(failed("try"))?;
     let address = SocketAddrUnix::try_from(address).map_err(failed("try"))?;
-    let target = SocketAddrUnix::new(file.by_descriptor()).map_err(failed("try"))?;
+    let target = SocketAddrUnix::new(file.proc_fd_path()).map_err(failed("try"))?;
     if net::connect(&client, &target).is_err() {
         return Ok(false);
     }

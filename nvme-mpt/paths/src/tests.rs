@@ -19,7 +19,7 @@ thread_local! {
     static ACT: RefCell<Option<Act>> = const { RefCell::new(None) };
 }
 
-pub(crate) fn at_step(step: &str, directory: &OpenDirectory, entry: &OsStr) {
+pub(crate) fn run_attack(step: &str, directory: &OpenDirectory, entry: &OsStr) {
     ACT.with_borrow_mut(|act| {
         if let Some(act) = act {
             act(step, &directory.path().join(entry));
@@ -61,7 +61,7 @@ const OPEN: SocketPermissions = SocketPermissions {
 };
 
 /// Creates a directory of another user, and a file of root outside of it.
-fn bench() -> (TempDir, PathBuf, PathBuf) {
+fn create_test_dirs() -> (TempDir, PathBuf, PathBuf) {
     let root = tempfile::tempdir().unwrap();
     let home = root.path().join("home");
     fs::create_dir(&home).unwrap();
@@ -85,7 +85,7 @@ fn a_socket_gets_owner_and_mode_before_its_name() {
     if !is_root() {
         return;
     }
-    let (_root, home, _) = bench();
+    let (_root, home, _) = create_test_dirs();
     let name = home.join("a.sock");
     let watched = name.clone();
     let _acting = Acting::with(move |step, entry| {
@@ -97,7 +97,7 @@ fn a_socket_gets_owner_and_mode_before_its_name() {
     let directory = OpenDirectory::open(&home).unwrap();
     let (listener, id) = directory.listen(OsStr::new("a.sock"), OPEN).unwrap();
     assert_eq!((mode(&name), owner(&name)), (0o666, OTHER));
-    assert!(directory.holds(OsStr::new("a.sock"), id));
+    assert!(directory.has_entry(OsStr::new("a.sock"), id));
     UnixStream::connect(&name).unwrap();
     assert!(listener.accept().is_ok());
     assert_eq!(fs::read_dir(&home).unwrap().count(), 1);
@@ -110,7 +110,7 @@ fn a_file_swapped_for_the_socket_keeps_its_owner_and_mode() {
     }
     for at in ["bound", "opened", "permitted"] {
         for kind in ["link", "file", "hard link", "live socket", "dead socket"] {
-            let (root, home, secret) = bench();
+            let (root, home, secret) = create_test_dirs();
             let live = root.path().join("live.sock");
             let live_socket = UnixListener::bind(&live).unwrap();
             live_socket.set_nonblocking(true).unwrap();
@@ -196,7 +196,7 @@ fn another_users_stale_socket_is_replaced_only_in_a_directory_of_ours() {
     };
     let name = OsStr::new("a.sock");
     for (dir_mode, is_replaced) in [(0o755, true), (0o1777, false)] {
-        let (root, ..) = bench();
+        let (root, ..) = create_test_dirs();
         let folder = root.path().join("folder");
         fs::create_dir(&folder).unwrap();
         fs::set_permissions(&folder, Permissions::from_mode(dir_mode)).unwrap();
@@ -225,7 +225,7 @@ fn links_of_trusted_users_are_followed_and_others_are_refused() {
     if !is_root() {
         return;
     }
-    let (root, home, _) = bench();
+    let (root, home, _) = create_test_dirs();
     let real = root.path().join("real");
     fs::create_dir(&real).unwrap();
     let real = real.canonicalize().unwrap();
@@ -278,7 +278,7 @@ fn files_writable_or_replaceable_by_other_users_are_not_trusted() {
     if !is_root() {
         return;
     }
-    let (root, home, _) = bench();
+    let (root, home, _) = create_test_dirs();
     let all = root.path().join("all");
     fs::create_dir(&all).unwrap();
     fs::set_permissions(&all, Permissions::from_mode(0o1777)).unwrap();
@@ -303,7 +303,7 @@ fn files_writable_or_replaceable_by_other_users_are_not_trusted() {
         fs::write(&path, "text").unwrap();
         fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
         chown(&path, Some(user), None).unwrap();
-        let read = read_obeyed(&path, 4);
+        let read = read_trusted_file(&path, 4);
         let case = format!("{} of {user}, {mode:o}: {read:?}", path.display());
         assert_eq!(read.is_ok(), is_obeyed, "{case}");
         if let Err(error) = read {
@@ -318,12 +318,12 @@ fn files_writable_or_replaceable_by_other_users_are_not_trusted() {
         assert_eq!(makes.is_err(), exposed, "{}", folder.display());
         fs::remove_file(&path).unwrap();
     }
-    let error = read_obeyed(&home, 4).unwrap_err();
+    let error = read_trusted_file(&home, 4).unwrap_err();
     assert!(matches!(error, PathError::NotAFile { .. }), "{error}");
-    let error = read_obeyed(&root.path().join("none"), 4).unwrap_err();
+    let error = read_trusted_file(&root.path().join("none"), 4).unwrap_err();
     assert!(error.is_not_found(), "{error}");
     fs::write(root.path().join("long"), "12345").unwrap();
-    let error = read_obeyed(&root.path().join("long"), 4).unwrap_err();
+    let error = read_trusted_file(&root.path().join("long"), 4).unwrap_err();
     assert!(error.to_string().contains("Cannot read"), "{error}");
 }
 
@@ -363,14 +363,14 @@ fn a_file_is_replaced_as_a_whole_and_no_link_is_written_through() {
     let failed = directory.replace(name, 0o644, |_| Err(std::io::ErrorKind::StorageFull.into()));
     assert!(failed.is_err());
     assert_eq!(fs::read(home.join(name)).unwrap(), b"figures");
-    assert!(!directory.make_new(name, 0o600, |_| Ok(())).unwrap());
+    assert!(!directory.create_new(name, 0o600, |_| Ok(())).unwrap());
     assert_eq!(fs::read_dir(&home).unwrap().count(), 1);
     // The file under this name is not the one that was written.
     let later = directory.replace(name, 0o644, |_| Ok(())).unwrap();
     directory.remove(name, id);
     assert!(home.join(name).exists());
     directory.remove(name, later);
-    assert!(directory.make_new(name, 0o600, |_| Ok(())).unwrap());
+    assert!(directory.create_new(name, 0o600, |_| Ok(())).unwrap());
 }
 
 #[test]
@@ -378,7 +378,7 @@ fn a_file_of_another_user_in_a_directory_of_all_is_not_replaced() {
     if !is_root() {
         return;
     }
-    let (root, ..) = bench();
+    let (root, ..) = create_test_dirs();
     fs::set_permissions(root.path(), Permissions::from_mode(0o1777)).unwrap();
     let path = root.path().join("file");
     fs::write(&path, "theirs").unwrap();
@@ -395,20 +395,20 @@ fn a_file_of_another_user_in_a_directory_of_all_is_not_replaced() {
 fn directories_are_made_where_the_path_leads() {
     let root = tempfile::tempdir().unwrap();
     let deep = root.path().join("a/b");
-    let made = OpenDirectory::make(&deep, 0o700).unwrap();
+    let made = OpenDirectory::open_or_create(&deep, 0o700).unwrap();
     assert_eq!(mode(&deep), 0o700);
     made.set_mode(0o755).unwrap();
     assert_eq!(mode(&deep), 0o755);
-    OpenDirectory::make(&deep, 0o700).unwrap();
+    OpenDirectory::open_or_create(&deep, 0o700).unwrap();
     fs::write(deep.join("file"), "").unwrap();
-    assert!(OpenDirectory::make(&deep.join("file"), 0o700).is_err());
+    assert!(OpenDirectory::open_or_create(&deep.join("file"), 0o700).is_err());
     let file = deep.join("file");
-    let (directory, name) = OpenDirectory::holding(&file).unwrap();
+    let (directory, name) = OpenDirectory::open_parent(&file).unwrap();
     assert_eq!(
         (directory.path().ends_with("a/b"), name),
         (true, OsStr::new("file"))
     );
-    assert!(OpenDirectory::holding(Path::new("/")).is_err());
+    assert!(OpenDirectory::open_parent(Path::new("/")).is_err());
     assert!(
         !fs::metadata(directory.entry_path(name))
             .unwrap()

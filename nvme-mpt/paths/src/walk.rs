@@ -25,7 +25,7 @@ pub struct FileId {
 }
 
 impl FileId {
-    pub(crate) fn of(stat: &Stat) -> Self {
+    pub(crate) fn from_stat(stat: &Stat) -> Self {
         Self {
             device: stat.st_dev,
             inode: stat.st_ino,
@@ -36,8 +36,8 @@ impl FileId {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    pub fn of_open(file: impl AsFd) -> io::Result<Self> {
-        Ok(Self::of(&fs::fstat(file)?))
+    pub fn from_file(file: impl AsFd) -> io::Result<Self> {
+        Ok(Self::from_stat(&fs::fstat(file)?))
     }
 }
 
@@ -53,10 +53,10 @@ pub(crate) struct FileStatus {
 }
 
 impl FileStatus {
-    pub(crate) fn of(file: impl AsFd) -> Result<Self, Errno> {
+    pub(crate) fn from_fd(file: impl AsFd) -> Result<Self, Errno> {
         let stat = fs::fstat(file)?;
         Ok(Self {
-            id: FileId::of(&stat),
+            id: FileId::from_stat(&stat),
             owner: stat.st_uid,
             group: stat.st_gid,
             mode: stat.st_mode,
@@ -82,7 +82,7 @@ pub(crate) struct ExposedDirectory {
 }
 
 impl ExposedDirectory {
-    pub(crate) fn of(directory: &Path, stat: &FileStatus) -> Self {
+    pub(crate) fn new(directory: &Path, stat: &FileStatus) -> Self {
         Self {
             directory: directory.to_owned(),
             owner: stat.owner,
@@ -90,7 +90,7 @@ impl ExposedDirectory {
         }
     }
 
-    pub(crate) fn error(&self, path: &Path) -> PathError {
+    pub(crate) fn to_error(&self, path: &Path) -> PathError {
         PathError::Exposed {
             path: path.to_owned(),
             directory: self.directory.clone(),
@@ -119,12 +119,12 @@ pub(crate) fn is_trusted(user: u32) -> bool {
 
 /// Returns whether users other than the owner may write the open file or directory. On a read-only mount, such as a volume of
 /// Kubernetes, no user may.
-pub(crate) fn others_write(file: BorrowedFd<'_>, stat: &FileStatus) -> bool {
-    others_may_write(stat)
+pub(crate) fn is_writable_by_others(file: BorrowedFd<'_>, stat: &FileStatus) -> bool {
+    has_others_write_mode(stat)
         && !fs::fstatvfs(file).is_ok_and(|mount| mount.f_flag.contains(StatVfsMountFlags::RDONLY))
 }
 
-fn others_may_write(stat: &FileStatus) -> bool {
+fn has_others_write_mode(stat: &FileStatus) -> bool {
     let user = process_user();
     // A group with the owner's number contains only the owner. On many distributions, this is the default group of a
     // user's files.
@@ -136,7 +136,8 @@ fn others_may_write(stat: &FileStatus) -> bool {
 /// Returns whether only trusted users can replace an entry of `directory`, if `owner` owns the entry.
 pub(crate) fn is_safe(directory: BorrowedFd<'_>, stat: &FileStatus, owner: u32) -> bool {
     let is_sticky = stat.is_sticky();
-    is_trusted(stat.owner) && (is_sticky && is_trusted(owner) || !others_write(directory, stat))
+    is_trusted(stat.owner)
+        && (is_sticky && is_trusted(owner) || !is_writable_by_others(directory, stat))
 }
 
 /// Opens an entry without following a link. Triggers automounts.
@@ -149,7 +150,7 @@ pub(crate) fn open_entry(directory: BorrowedFd<'_>, name: &OsStr) -> Result<Owne
 }
 
 /// Returns the components of a path, the last one first.
-fn steps(path: &Path) -> impl Iterator<Item = OsString> + use<'_> {
+fn reversed_components(path: &Path) -> impl Iterator<Item = OsString> + use<'_> {
     path.components().rev().filter_map(|step| match step {
         Component::Normal(name) => Some(name.to_owned()),
         Component::ParentDir => Some("..".into()),
@@ -172,7 +173,8 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let opened = fs::open("/", flags, Mode::empty());
         let descriptor = opened.map_err(PathError::io("open", Path::new("/")))?;
-        let stat = FileStatus::of(&descriptor).map_err(PathError::io("inspect", Path::new("/")))?;
+        let stat =
+            FileStatus::from_fd(&descriptor).map_err(PathError::io("inspect", Path::new("/")))?;
         Ok((descriptor, stat))
     };
     let (descriptor, stat) = root()?;
@@ -182,7 +184,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
         path: "/".into(),
         exposure: None,
     };
-    let mut left: Vec<OsString> = steps(&path).collect();
+    let mut left: Vec<OsString> = reversed_components(&path).collect();
     let mut links = 0;
     while let Some(name) = left.pop() {
         let next_path = match name.as_bytes() {
@@ -202,7 +204,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
             (opened, _) => opened,
         };
         let next = next.map_err(failed("open"))?;
-        let stat = FileStatus::of(&next).map_err(failed("inspect"))?;
+        let stat = FileStatus::from_fd(&next).map_err(failed("inspect"))?;
         let is_safe = is_safe(here.descriptor.as_fd(), &here.stat, stat.owner);
         if FileType::from_raw_mode(stat.mode) == FileType::Symlink {
             if !is_safe || !is_trusted(stat.owner) {
@@ -220,7 +222,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
                 return Err(failed("follow")(Errno::LOOP));
             }
             // The sandboxes of VMMs do not allow readlinkat(2). No other user can replace the link.
-            let target = std::fs::read_link(by_descriptor(here.descriptor.as_fd()).join(&name));
+            let target = std::fs::read_link(proc_fd_path(here.descriptor.as_fd()).join(&name));
             let target = target.map_err(|source| PathError::Io {
                 action: "read the link",
                 path: next_path.clone(),
@@ -232,11 +234,11 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
                 here.stat = stat;
                 here.path = "/".into();
             }
-            left.extend(steps(&target));
+            left.extend(reversed_components(&target));
             continue;
         }
         if !is_safe && here.exposure.is_none() {
-            here.exposure = Some(ExposedDirectory::of(&here.path, &here.stat));
+            here.exposure = Some(ExposedDirectory::new(&here.path, &here.stat));
         }
         here.descriptor = next;
         here.stat = stat;
@@ -277,8 +279,8 @@ impl PathEntry {
     }
 
     /// Returns a path that leads to this file, even after a rename.
-    pub(crate) fn by_descriptor(&self) -> PathBuf {
-        by_descriptor(self.descriptor.as_fd())
+    pub(crate) fn proc_fd_path(&self) -> PathBuf {
+        proc_fd_path(self.descriptor.as_fd())
     }
 
     /// Opens this file.
@@ -286,7 +288,7 @@ impl PathEntry {
     /// # Errors
     /// Returns the kernel's error.
     pub fn reopen(&self, flags: OFlags) -> io::Result<File> {
-        let opened = fs::open(self.by_descriptor(), flags | OFlags::CLOEXEC, Mode::empty())?;
+        let opened = fs::open(self.proc_fd_path(), flags | OFlags::CLOEXEC, Mode::empty())?;
         Ok(opened.into())
     }
 
@@ -296,7 +298,7 @@ impl PathEntry {
     /// Returns the kernel's error.
     pub fn set_mode(&self, mode: u32) -> Result<(), PathError> {
         // fchmod(2) does not accept `O_PATH` descriptors.
-        let changed = fs::chmod(self.by_descriptor(), Mode::from_raw_mode(mode));
+        let changed = fs::chmod(self.proc_fd_path(), Mode::from_raw_mode(mode));
         changed.map_err(PathError::io("set the permissions of", &self.path))
     }
 
@@ -315,12 +317,14 @@ impl PathEntry {
     ///
     /// # Errors
     /// Describes the access of other users.
-    pub fn check_obeyed(&self) -> Result<(), PathError> {
+    pub fn check_trusted(&self) -> Result<(), PathError> {
         let path = self.path.clone();
         if self.kind() != FileType::RegularFile {
             return Err(PathError::NotAFile { path });
         }
-        if !is_trusted(self.stat.owner) || others_write(self.descriptor.as_fd(), &self.stat) {
+        if !is_trusted(self.stat.owner)
+            || is_writable_by_others(self.descriptor.as_fd(), &self.stat)
+        {
             return Err(PathError::ForeignFile {
                 path,
                 owner: self.stat.owner,
@@ -328,7 +332,7 @@ impl PathEntry {
             });
         }
         match &self.exposure {
-            Some(exposure) => Err(exposure.error(&self.path)),
+            Some(exposure) => Err(exposure.to_error(&self.path)),
             None => Ok(()),
         }
     }
@@ -370,6 +374,6 @@ pub fn open(path: &Path, flags: OFlags) -> Result<File, PathError> {
 }
 
 /// Returns the path of an open descriptor.
-pub(crate) fn by_descriptor(descriptor: BorrowedFd<'_>) -> PathBuf {
+pub(crate) fn proc_fd_path(descriptor: BorrowedFd<'_>) -> PathBuf {
     Path::new("/proc/self/fd").join(descriptor.as_raw_fd().to_string())
 }

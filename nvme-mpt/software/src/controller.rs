@@ -7,15 +7,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::adaptive::PolicyChoice;
 use nvme_guest::event::EventQueue;
 use nvme_guest::host::{
     CommandSetDescription, ControllerLimits, LeaseChangeLog, LeaseDamage, Mdts,
 };
+use nvme_guest::inflight::{ChangeRecord, LeaseWriteErrorRecord};
 use nvme_guest::iova::IovaSpace;
-use nvme_guest::learn::PolicyChoice;
-use nvme_guest::live::{ChangeRecord, LeaseWriteErrorRecord};
+use nvme_lease::backing_id::{DriveIdentity, DriveIdentityRef};
 use nvme_lease::label::{DriveLabel, DriveName};
-use nvme_lease::origin::{DriveIdentity, DriveIdentityRef};
 use nvme_lease::range::{BlockRange, ByteRange};
 use nvme_mpt::drive::{
     DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
@@ -25,9 +25,9 @@ use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
 use nvme_spec::identify::Oncs;
 use nvme_spec::ids::Nsid;
 
+use crate::backing_store::{BackingStore, CommandTiming, LeasedBackingStore};
 use crate::faults::{FaultError, FaultInjector, FaultPlan, FaultQueue};
 use crate::file::FileBackingStore;
-use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
 use crate::memory::{MemoryAllocationTime, MemoryBackingStore};
 use crate::model::{DriveModel, DriveProfile, FlashWear, ZnsProfile};
 use crate::null::NullBackingStore;
@@ -39,7 +39,7 @@ pub struct SoftwareController {
     identity: DriveIdentity,
     namespace: HostNamespace,
     limits: ControllerLimits,
-    medium: Box<dyn BackingStore>,
+    store: Box<dyn BackingStore>,
     /// Model that decides when commands complete. Without a model, a command completes as soon as the backing store has
     /// executed it.
     timing: Option<Arc<DriveModel>>,
@@ -82,7 +82,7 @@ pub(crate) const LIMITS: ControllerLimits = ControllerLimits {
 impl SoftwareController {
     /// Creates a drive over a backing store, with blocks of 2^`lba_shift` bytes.
     #[must_use]
-    pub fn over(medium: impl BackingStore + 'static, lba_shift: u8) -> Self {
+    pub fn new(medium: impl BackingStore + 'static, lba_shift: u8) -> Self {
         let namespace = HostNamespace {
             nsid: Nsid(1),
             blocks: medium.bytes() >> lba_shift,
@@ -92,7 +92,7 @@ impl SoftwareController {
             identity: medium.identity(),
             namespace,
             limits: medium.limits(LIMITS),
-            medium: Box::new(medium),
+            store: Box::new(medium),
             timing: None,
             zones: None,
             faults: None,
@@ -103,7 +103,7 @@ impl SoftwareController {
     /// Creates a drive that stores no data: writes succeed, and reads leave the buffer unchanged.
     #[must_use]
     pub fn null(bytes: u64, lba_shift: u8) -> Self {
-        Self::over(NullBackingStore::new(bytes), lba_shift)
+        Self::new(NullBackingStore::new(bytes), lba_shift)
     }
 
     /// Creates a drive in memory.
@@ -113,7 +113,7 @@ impl SoftwareController {
     /// [`MemoryAllocationTime::AtOnce`].
     pub fn memory(bytes: u64, lba_shift: u8, allocation: MemoryAllocationTime) -> io::Result<Self> {
         let medium = MemoryBackingStore::new(bytes, lba_shift, allocation)?;
-        Ok(Self::over(medium, lba_shift))
+        Ok(Self::new(medium, lba_shift))
     }
 
     /// Creates a drive in a memory file, which a successor process can take over.
@@ -127,16 +127,16 @@ impl SoftwareController {
         lba_shift: u8,
         allocation: MemoryAllocationTime,
     ) -> io::Result<Self> {
-        let medium = MemoryBackingStore::of_file(file, bytes, lba_shift, allocation)?;
-        Ok(Self::over(medium, lba_shift))
+        let medium = MemoryBackingStore::from_file(file, bytes, lba_shift, allocation)?;
+        Ok(Self::new(medium, lba_shift))
     }
 
     /// Creates a drive over a file or a block device.
     ///
     /// # Errors
     /// Returns the kernel's error if the path cannot be opened.
-    pub fn file(path: &Path, lba_shift: u8) -> io::Result<Self> {
-        Self::file_in_slices(path, lba_shift, PolicyChoice::Learned, None)
+    pub fn open_file(path: &Path, lba_shift: u8) -> io::Result<Self> {
+        Self::open_file_with_slices(path, lba_shift, PolicyChoice::Learned, None)
     }
 
     /// Creates a drive over a file or a block device, like [`Self::file`]. Long deallocations are split into slices, and
@@ -145,28 +145,28 @@ impl SoftwareController {
     ///
     /// # Errors
     /// Returns the kernel's error if the path cannot be opened, and `InvalidData` if the file has no label with the name.
-    pub fn file_in_slices(
+    pub fn open_file_with_slices(
         path: &Path,
         lba_shift: u8,
         slices: PolicyChoice,
         name: Option<&DriveName>,
     ) -> io::Result<Self> {
         let store = FileBackingStore::open(path, lba_shift, slices)?;
-        let store = store.by_label(name)?;
-        Ok(Self::over(store, lba_shift))
+        let store = store.with_label(name)?;
+        Ok(Self::new(store, lba_shift))
     }
 
     /// Sets a timeout for requests to the storage. If a request exceeds the timeout, its queue fails. Without a timeout, queues
     /// wait indefinitely.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
-        self.medium.set_timeout(timeout);
+        self.store.set_timeout(timeout);
         self
     }
 
     /// Adds the timing of the drive that `profile` describes.
     #[must_use]
-    pub fn timed(mut self, profile: &DriveProfile) -> Self {
+    pub fn with_timing(mut self, profile: &DriveProfile) -> Self {
         let HostNamespace {
             blocks, lba_shift, ..
         } = self.namespace;
@@ -190,17 +190,17 @@ impl SoftwareController {
     ///
     /// # Errors
     /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
-    pub fn zoned(mut self, profile: &ZnsProfile) -> Result<Self, ZoneError> {
-        let path = self.medium.path();
+    pub fn with_zones(mut self, profile: &ZnsProfile) -> Result<Self, ZoneError> {
+        let path = self.store.path();
         if let Some(path) = path.filter(|path| !path.is_file()) {
-            return Err(ZoneError::NoPlace(path.to_owned()));
+            return Err(ZoneError::NoDirectory(path.to_owned()));
         }
         let zones = DriveZones::new(profile, &self.namespace, path)?;
         if let Some(file) = zones.file() {
-            self.medium.keep_durable_with(file.clone());
+            self.store.set_companion_file(file.clone());
         }
         if let Some(model) = &self.timing {
-            model.fill_zones(zones.written());
+            model.fill_zones(zones.written_blocks());
         }
         self.namespace.blocks = zones.blocks();
         self.limits = ControllerLimits {
@@ -222,8 +222,8 @@ impl SoftwareController {
     ///
     /// # Errors
     /// See [`FaultInjector::inject`].
-    pub fn faulty(mut self, plan: &FaultPlan) -> Result<Self, FaultError> {
-        let unit = self.zones.as_ref().map_or(1, DriveZones::size);
+    pub fn with_faults(mut self, plan: &FaultPlan) -> Result<Self, FaultError> {
+        let unit = self.zones.as_ref().map_or(1, DriveZones::zone_blocks);
         self.faults = Some(Arc::new(FaultInjector::new(plan, self.namespace, unit)?));
         Ok(self)
     }
@@ -233,9 +233,13 @@ impl SoftwareController {
     ///
     /// # Errors
     /// See [`FaultInjector::inject`].
-    pub fn faulty_kept(mut self, plan: &FaultPlan, file: &OwnedFd) -> Result<Self, FaultError> {
-        let unit = self.zones.as_ref().map_or(1, DriveZones::size);
-        self.faults = Some(Arc::new(FaultInjector::kept(
+    pub fn with_persisted_faults(
+        mut self,
+        plan: &FaultPlan,
+        file: &OwnedFd,
+    ) -> Result<Self, FaultError> {
+        let unit = self.zones.as_ref().map_or(1, DriveZones::zone_blocks);
+        self.faults = Some(Arc::new(FaultInjector::with_record(
             plan,
             self.namespace,
             unit,
@@ -252,7 +256,7 @@ impl SoftwareController {
 
     /// Downcasts a host controller, or returns `None` if it is not a software drive of logical blocks.
     #[must_use]
-    pub fn of(controller: &dyn HostController) -> Option<&Self> {
+    pub fn downcast(controller: &dyn HostController) -> Option<&Self> {
         let controller: &dyn Any = controller;
         controller.downcast_ref()
     }
@@ -264,7 +268,7 @@ impl SoftwareController {
     /// Returns the path of the drive's file, if it is a regular file. Files with saved state can only lie beside a regular
     /// file.
     fn regular_file(&self) -> Option<&Path> {
-        self.medium.path().filter(|path| path.is_file())
+        self.store.path().filter(|path| path.is_file())
     }
 
     /// Returns the wear of the modelled flash, or `None` if the model has no flash.
@@ -288,7 +292,7 @@ impl HostController for SoftwareController {
     }
 
     fn model(&self) -> &str {
-        self.medium.model()
+        self.store.model()
     }
 
     fn limits(&self) -> &ControllerLimits {
@@ -296,7 +300,7 @@ impl HostController for SoftwareController {
     }
 
     fn may_block(&self) -> bool {
-        self.medium.may_block()
+        self.store.may_block()
     }
 
     fn mdts_max(&self) -> Mdts {
@@ -320,51 +324,51 @@ impl HostController for SoftwareController {
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
         // Lock the range first: until then, its previous owner may still change zone states.
-        let medium = self.medium.open_lease(request)?;
+        let medium = self.store.open_lease(request)?;
         let zones = self.zones.as_ref().map(|zones| {
-            let zones = zones.lease(request.only()?);
+            let zones = zones.lease(request.single_part()?);
             zones.map_err(|error| HostLeaseError::Unfit(error.into()))
         });
         let zones = zones.transpose()?;
         Ok(Box::new(SoftwareLease {
-            medium,
+            store: medium,
             zones: zones.map(Arc::new),
             drive: self,
         }))
     }
 
     fn label(&self) -> Option<(&DriveLabel, bool)> {
-        self.medium.label()
+        self.store.label()
     }
 
     fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
-        self.medium.peek(offset, into)
+        self.store.peek(offset, into)
     }
 
     fn is_private(&self) -> bool {
-        self.medium.is_private()
+        self.store.is_private()
     }
 
-    fn whole_lease(&self) -> Option<u64> {
+    fn lease_unit_bytes(&self) -> Option<u64> {
         let zones = self.zones.as_ref()?;
-        Some(zones.size() << self.namespace.lba_shift)
+        Some(zones.zone_blocks() << self.namespace.lba_shift)
     }
 
     fn incidents(&self) -> DriveIncidents {
         DriveIncidents {
-            gone: self.is_gone(),
+            is_gone: self.is_gone(),
             ..DriveIncidents::default()
         }
     }
 
-    fn resizes_in_place(&self) -> bool {
+    fn can_resize_in_place(&self) -> bool {
         true
     }
 
     /// A block device is opened exclusively, so another process cannot open it. A zoned drive has zone states that only one
     /// process may change.
-    fn opens_beside(&self) -> bool {
-        self.zones.is_none() && self.medium.path().is_none_or(Path::is_file)
+    fn can_open_concurrently(&self) -> bool {
+        self.zones.is_none() && self.store.path().is_none_or(Path::is_file)
     }
 
     fn subscribe(&self, events: &Arc<EventQueue>) {
@@ -377,7 +381,7 @@ impl HostController for SoftwareController {
 /// A lease of a software drive.
 #[derive(Debug)]
 struct SoftwareLease {
-    medium: Box<dyn LeasedBackingStore>,
+    store: Box<dyn LeasedBackingStore>,
     zones: Option<Arc<LeasedZones>>,
     drive: Arc<SoftwareController>,
 }
@@ -398,7 +402,7 @@ impl HostLease for SoftwareLease {
             return Err(io::ErrorKind::NotConnected.into());
         }
         let queue = self
-            .medium
+            .store
             .create_queue(slots, CommandTiming(drive.timing.as_ref()))?;
         Ok(match &drive.faults {
             Some(faults) => HostQueuePair::new(FaultQueue::new(queue, faults.clone(), slots)),
@@ -406,10 +410,10 @@ impl HostLease for SoftwareLease {
         })
     }
 
-    fn add(&self, part: BlockRange) -> Result<(), HostLeaseError> {
+    fn add_part(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         match self.zones {
             Some(_) => Err(HostLeaseError::SeveralParts),
-            None => self.medium.add(part),
+            None => self.store.add_part(part),
         }
     }
 
@@ -417,7 +421,7 @@ impl HostLease for SoftwareLease {
     /// commands.
     fn leading_zeroes(&self, part: BlockRange) -> u64 {
         match (&self.drive.timing, &self.drive.faults) {
-            (None, None) => self.medium.leading_zeroes(part),
+            (None, None) => self.store.leading_zeroes(part),
             _ => 0,
         }
     }
@@ -426,17 +430,20 @@ impl HostLease for SoftwareLease {
         if self.drive.is_gone() {
             return Err(io::ErrorKind::NotConnected.into());
         }
-        self.medium.flush()?;
-        let checked = self.zones.as_ref().map_or(Ok(()), |zones| zones.check());
+        self.store.flush()?;
+        let checked = self
+            .zones
+            .as_ref()
+            .map_or(Ok(()), |zones| zones.check_stored());
         checked.map_err(io::Error::other)
     }
 
-    fn let_go(&self) {
-        self.medium.let_go();
+    fn release_locks(&self) {
+        self.store.release_locks();
     }
 
     fn subscribe(&self, events: &Arc<EventQueue>) {
-        self.medium.subscribe(events);
+        self.store.subscribe(events);
         if let Some(zones) = &self.zones {
             zones.subscribe(events);
         }
@@ -446,8 +453,8 @@ impl HostLease for SoftwareLease {
         let zones_are_lost = self
             .zones
             .as_ref()
-            .is_some_and(|zones| zones.check().is_err());
-        let damage = self.medium.damage();
+            .is_some_and(|zones| zones.check_stored().is_err());
+        let damage = self.store.damage();
         LeaseDamage {
             lost_writes: damage.lost_writes || zones_are_lost,
             ..damage
@@ -455,53 +462,53 @@ impl HostLease for SoftwareLease {
     }
 
     fn can_be_damaged(&self) -> bool {
-        self.medium.can_be_damaged()
+        self.store.can_be_damaged()
     }
 
-    fn lose_earlier_writes(&self) {
-        self.medium.lose_earlier_writes();
+    fn record_earlier_write_errors(&self) {
+        self.store.record_earlier_write_errors();
     }
 
-    fn record_losses(&self, record: LeaseWriteErrorRecord) {
-        self.medium.record_losses(record);
+    fn set_write_error_record(&self, record: LeaseWriteErrorRecord) {
+        self.store.set_write_error_record(record);
     }
 
-    fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
-        self.medium.open_spare()
+    fn open_spare_fds(&self) -> io::Result<Vec<OwnedFd>> {
+        self.store.open_spare_fds()
     }
 
-    fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
-        self.medium.take_spare(spare)
+    fn restore_spare_fds(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
+        self.store.restore_spare_fds(spare)
     }
 
-    fn take_up_losses(&self) {
-        self.medium.take_up_losses();
+    fn restore_write_errors(&self) {
+        self.store.restore_write_errors();
     }
 
     fn record_changes(&self, record: ChangeRecord) {
         if let Some(zones) = &self.zones {
-            zones.record_changes(record);
+            zones.set_change_record(record);
         }
     }
 
-    fn keep_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
-        self.medium.keep_marks(marks, ask);
+    fn restore_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
+        self.store.restore_marks(marks, ask);
     }
 
     fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
-        self.medium.store_marks(store);
+        self.store.store_marks(store);
     }
 
-    fn begin_anew(&self) {
-        self.medium.begin_anew();
+    fn forget_write_errors(&self) {
+        self.store.reset_state();
         if let Some(zones) = &self.zones {
-            zones.begin_anew();
+            zones.rewrite_states();
         }
     }
 
-    fn wiped(&self, range: &ByteRange) {
+    fn on_wiped(&self, range: &ByteRange) {
         if let Some(zones) = &self.zones {
-            zones.empty(range);
+            zones.empty_zones(range);
             if let Some(model) = &self.drive.timing {
                 model.empty_zones(range.start()..range.end());
             }
@@ -512,7 +519,7 @@ impl HostLease for SoftwareLease {
         self.zones.as_ref().map(|zones| zones.describe())
     }
 
-    fn changes(&self) -> Option<&dyn LeaseChangeLog> {
+    fn change_log(&self) -> Option<&dyn LeaseChangeLog> {
         let zones = self.zones.as_deref();
         zones.map(|zones| zones as &dyn LeaseChangeLog)
     }

@@ -104,25 +104,25 @@
     )
 )]
 
+mod backing_store;
+mod command_executor;
 mod controller;
 pub mod faults;
 mod file;
 pub mod key_value;
-mod looks;
-mod medium;
 mod memory;
 pub mod model;
 mod null;
-mod range;
-mod store;
+mod range_descriptors;
+mod request_age;
 mod sync;
 mod uncorrectable;
 pub mod zones;
 
+pub use backing_store::{BackingStore, CommandTiming, LeasedBackingStore};
+pub use command_executor::{CommandExecutor, ExecutionStep, SoftwareQueue};
 pub use controller::SoftwareController;
+pub use file::extent_survey::start as survey_files;
 #[cfg(simulation)]
 pub use file::kernel::simulated;
-pub use file::survey::start as survey_files;
-pub use medium::{BackingStore, CommandTiming, LeasedBackingStore};
 pub use memory::MemoryAllocationTime;
-pub use store::{CommandExecutor, ExecutionStep, SoftwareQueue};

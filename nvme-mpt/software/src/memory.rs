@@ -12,7 +12,7 @@ use std::sync::Arc;
 use nvme_guest::control_group::{ControlGroupLimit, memory_limit};
 use nvme_guest::host::ControllerLimits;
 use nvme_guest::memory_account::MemoryAccount;
-use nvme_lease::origin::DriveIdentity;
+use nvme_lease::backing_id::DriveIdentity;
 use nvme_lease::range::BlockRange;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory};
@@ -27,13 +27,13 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
-use crate::range::range;
-use crate::store::{CommandExecutor, ExecutionStep, SoftwareQueue, TURN_BYTES};
+use crate::backing_store::{BackingStore, CommandTiming, LeasedBackingStore};
+use crate::command_executor::{CommandExecutor, ExecutionStep, SoftwareQueue, TURN_BYTES};
+use crate::range_descriptors::range_descriptor;
 use crate::uncorrectable::{LeaseMarkRegistration, UncorrectableBlocks, UncorrectableMarkChange};
 
 /// Block size of `st_blocks`, in bytes (stat(2)).
-const STAT_BLOCK: u64 = 512;
+const STAT_BLOCK_BYTES: u64 = 512;
 
 /// Number of bytes that can be freed in the time that zeroing one byte takes, with pages of 4 KiB. Freeing huge pages is
 /// faster.
@@ -74,9 +74,9 @@ impl fmt::Display for MemoryAllocationTime {
 
 /// Returns an error if the host or this process's control group has less memory left than `bytes`, because the kernel would
 /// kill processes. If the host does not report its memory, the check passes.
-fn expect_available(bytes: u64) -> io::Result<()> {
-    expect_within(bytes, memory_limit())?;
-    match MemoryAccount::of_host().available() {
+fn check_available_memory(bytes: u64) -> io::Result<()> {
+    check_limit(bytes, memory_limit())?;
+    match MemoryAccount::for_host().available() {
         Some(available) if available < bytes => Err(io::Error::new(
             io::ErrorKind::OutOfMemory,
             format!("It needs {bytes} bytes, and the host has {available} available"),
@@ -85,16 +85,16 @@ fn expect_available(bytes: u64) -> io::Result<()> {
     }
 }
 
-fn expect_within(bytes: u64, limit: Option<ControlGroupLimit>) -> io::Result<()> {
+fn check_limit(bytes: u64, limit: Option<ControlGroupLimit>) -> io::Result<()> {
     match limit {
-        Some(limit) if limit.left() < bytes => Err(io::Error::new(
+        Some(limit) if limit.remaining() < bytes => Err(io::Error::new(
             io::ErrorKind::OutOfMemory,
             format!(
                 "It needs {bytes} bytes, and its control group has {} available ({} is {}, {} are used): raise it (MemoryMax= of a \
                  unit), or leave populate=on out",
-                limit.left(),
+                limit.remaining(),
                 limit.file.display(),
-                limit.most,
+                limit.limit,
                 limit.used
             ),
         )),
@@ -106,7 +106,7 @@ fn expect_within(bytes: u64, limit: Option<ControlGroupLimit>) -> io::Result<()>
 #[derive(Debug)]
 pub(crate) struct MemoryBackingStore {
     bytes: u64,
-    store: MemoryCommandExecutor,
+    executor: MemoryCommandExecutor,
 }
 
 impl MemoryBackingStore {
@@ -117,17 +117,20 @@ impl MemoryBackingStore {
     ) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
         if allocation == MemoryAllocationTime::AtOnce {
-            expect_available(bytes)?;
+            check_available_memory(bytes)?;
         }
         let store = MemoryCommandExecutor::new(len, lba_shift, Arc::default())?;
         if allocation == MemoryAllocationTime::AtOnce {
             store.blocks.populate()?;
         }
-        Ok(Self { bytes, store })
+        Ok(Self {
+            bytes,
+            executor: store,
+        })
     }
 
     /// Creates a backing store of `bytes` bytes in a memory file.
-    pub(crate) fn of_file(
+    pub(crate) fn from_file(
         file: &OwnedFd,
         bytes: u64,
         lba_shift: u8,
@@ -138,13 +141,16 @@ impl MemoryBackingStore {
             // Allocate without populating the page tables: a successor finds the memory allocated, whereas populating would
             // pause its guests.
             let file = File::from(file.try_clone()?);
-            let taken = file.metadata()?.blocks() * STAT_BLOCK;
-            expect_available(bytes.saturating_sub(taken))?;
+            let taken = file.metadata()?.blocks() * STAT_BLOCK_BYTES;
+            check_available_memory(bytes.saturating_sub(taken))?;
             memory::allocate(file.as_fd(), bytes)?;
         }
         let blocks = Mapping::shared_unreserved(file.as_fd(), len, MappingAccess::ReadWrite)?;
-        let store = MemoryCommandExecutor::over(blocks, true, lba_shift, Arc::default());
-        Ok(Self { bytes, store })
+        let store = MemoryCommandExecutor::from_mapping(blocks, true, lba_shift, Arc::default());
+        Ok(Self {
+            bytes,
+            executor: store,
+        })
     }
 }
 
@@ -173,30 +179,33 @@ impl BackingStore for MemoryBackingStore {
         &self,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
-        let store = self.store.clone();
-        let marks = store.uncorrectable.make_room(request.parts);
-        Ok(Box::new(MemoryLease { store, marks }))
+        let store = self.executor.clone();
+        let marks = store.uncorrectable.register_lease(request.parts);
+        Ok(Box::new(MemoryLease {
+            executor: store,
+            marks,
+        }))
     }
 }
 
 #[derive(Debug)]
 struct MemoryLease {
-    store: MemoryCommandExecutor,
+    executor: MemoryCommandExecutor,
     marks: LeaseMarkRegistration,
 }
 
 impl LeasedBackingStore for MemoryLease {
-    fn add(&self, part: BlockRange) -> Result<(), HostLeaseError> {
+    fn add_part(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         self.marks.add(part);
         Ok(())
     }
 
     fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
-        Ok(pace.queue(SoftwareQueue::new(self.store.clone(), slots), slots))
+        Ok(pace.wrap_queue(SoftwareQueue::new(self.executor.clone(), slots), slots))
     }
 
-    fn keep_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
-        self.marks.keep(marks, ask);
+    fn restore_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
+        self.marks.restore(marks, ask);
     }
 
     fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
@@ -213,9 +222,9 @@ pub(crate) struct MemoryCommandExecutor {
     lba_shift: u8,
     uncorrectable: Arc<UncorrectableBlocks>,
     /// Last change of unreadable-block marks by the present command.
-    change: Option<UncorrectableMarkChange>,
+    mark_change: Option<UncorrectableMarkChange>,
     /// Change of marks that a long command still waits for, after its other work is done.
-    awaited: Option<UncorrectableMarkChange>,
+    awaited_change: Option<UncorrectableMarkChange>,
 }
 
 impl MemoryCommandExecutor {
@@ -225,10 +234,10 @@ impl MemoryCommandExecutor {
         uncorrectable: Arc<UncorrectableBlocks>,
     ) -> io::Result<Self> {
         let blocks = Mapping::anonymous(bytes)?;
-        Ok(Self::over(blocks, false, lba_shift, uncorrectable))
+        Ok(Self::from_mapping(blocks, false, lba_shift, uncorrectable))
     }
 
-    fn over(
+    fn from_mapping(
         blocks: Mapping,
         is_file: bool,
         lba_shift: u8,
@@ -240,8 +249,8 @@ impl MemoryCommandExecutor {
             is_file,
             lba_shift,
             uncorrectable,
-            change: None,
-            awaited: None,
+            mark_change: None,
+            awaited_change: None,
         }
     }
 
@@ -264,7 +273,7 @@ impl MemoryCommandExecutor {
     }
 
     #[inline]
-    fn readable(&self, slba: Lba, count: u64) -> Result<(), Status> {
+    fn check_readable(&self, slba: Lba, count: u64) -> Result<(), Status> {
         if !self.uncorrectable.is_empty() && self.uncorrectable.intersects(slba.0, count) {
             return Err(Status::UNRECOVERED_READ_ERROR);
         }
@@ -275,10 +284,10 @@ impl MemoryCommandExecutor {
     fn read(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let count = u64::from(nlb_z) + 1;
-        self.readable(slba, count)?;
+        self.check_readable(slba, count)?;
         let blocks = self.bytes(slba, count)?;
         let mut done = 0;
-        DataPointer::of(sqe).for_each(memory, blocks.len() as u64, |part| {
+        DataPointer::from_sqe(sqe).for_each_piece(memory, blocks.len() as u64, |part| {
             if let Some(source) = blocks.slice(done, part.len()) {
                 part.copy_from_bytes(source);
             }
@@ -292,13 +301,13 @@ impl MemoryCommandExecutor {
         let count = u64::from(nlb_z) + 1;
         let blocks = self.bytes(slba, count)?;
         let mut done = 0;
-        DataPointer::of(sqe).for_each(memory, blocks.len() as u64, |part| {
+        DataPointer::from_sqe(sqe).for_each_piece(memory, blocks.len() as u64, |part| {
             if let Some(target) = blocks.slice(done, part.len()) {
                 target.copy_from_bytes(part);
             }
             done += part.len();
         })?;
-        self.clear(slba, count);
+        self.clear_marks(slba, count);
         Ok(())
     }
 
@@ -308,9 +317,9 @@ impl MemoryCommandExecutor {
     fn read_page(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<()> {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let count = u64::from(nlb_z) + 1;
-        self.readable(slba, count).ok()?;
+        self.check_readable(slba, count).ok()?;
         let blocks = self.bytes(slba, count).ok()?;
-        let page = DataPointer::of(sqe).in_one_page(memory, blocks.len() as u64)?;
+        let page = DataPointer::from_sqe(sqe).single_page_bytes(memory, blocks.len() as u64)?;
         page.copy_from_bytes(blocks);
         Some(())
     }
@@ -322,7 +331,7 @@ impl MemoryCommandExecutor {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let count = u64::from(nlb_z) + 1;
         let blocks = self.bytes(slba, count).ok()?;
-        let page = DataPointer::of(sqe).in_one_page(memory, blocks.len() as u64)?;
+        let page = DataPointer::from_sqe(sqe).single_page_bytes(memory, blocks.len() as u64)?;
         blocks.copy_from_bytes(page);
         Some(())
     }
@@ -349,10 +358,10 @@ impl MemoryCommandExecutor {
     fn compare(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
         let CompareVerify { slba, nlb_z, .. } = CompareVerify::from(sqe);
         let count = u64::from(nlb_z) + 1;
-        self.readable(slba, count)?;
+        self.check_readable(slba, count)?;
         let blocks = self.bytes(slba, count)?;
         let (mut done, mut equal) = (0, true);
-        DataPointer::of(sqe).for_each(memory, blocks.len() as u64, |part| {
+        DataPointer::from_sqe(sqe).for_each_piece(memory, blocks.len() as u64, |part| {
             equal &= blocks
                 .slice(done, part.len())
                 .is_some_and(|source| source.equals(part));
@@ -368,7 +377,7 @@ impl MemoryCommandExecutor {
     fn verify(&self, sqe: &Sqe) -> Result<(), Status> {
         let CompareVerify { slba, nlb_z, .. } = CompareVerify::from(sqe);
         self.bytes(slba, u64::from(nlb_z) + 1)?;
-        self.readable(slba, u64::from(nlb_z) + 1)
+        self.check_readable(slba, u64::from(nlb_z) + 1)
     }
 
     fn write_zeroes(&mut self, sqe: &Sqe) -> Result<(), Status> {
@@ -381,15 +390,15 @@ impl MemoryCommandExecutor {
         } else {
             self.bytes(slba, count)?.zero();
         }
-        self.clear(slba, count);
+        self.clear_marks(slba, count);
         Ok(())
     }
 
     /// Clears the unreadable-block marks of written blocks.
     #[inline]
-    fn clear(&mut self, slba: Lba, count: u64) {
+    fn clear_marks(&mut self, slba: Lba, count: u64) {
         if let Some(change) = self.uncorrectable.clear(slba.0, count) {
-            self.change = Some(change);
+            self.mark_change = Some(change);
         }
     }
 
@@ -398,7 +407,7 @@ impl MemoryCommandExecutor {
         let count = u64::from(nlb_z) + 1;
         self.bytes(slba, count)?;
         let change = self.uncorrectable.mark(slba.0, count);
-        self.change = Some(change.ok_or(Status::INTERNAL_ERROR)?);
+        self.mark_change = Some(change.ok_or(Status::INTERNAL_ERROR)?);
         Ok(())
     }
 
@@ -427,7 +436,7 @@ impl MemoryCommandExecutor {
 
     /// Deallocates one range of a Dataset Management command. Returns the number of blocks of this range, or `None` after the
     /// last range.
-    fn manage_range(
+    fn deallocate_range(
         &mut self,
         sqe: &Sqe,
         memory: HostMemory<'_>,
@@ -437,10 +446,10 @@ impl MemoryCommandExecutor {
         if !ad || index > usize::from(nr_z) {
             return Ok(None);
         }
-        let DsmRange { slba, nlb, .. } = range(sqe, memory, index)?;
+        let DsmRange { slba, nlb, .. } = range_descriptor(sqe, memory, index)?;
         if nlb != 0 {
             self.deallocate(slba, u64::from(nlb))?;
-            self.clear(slba, u64::from(nlb));
+            self.clear_marks(slba, u64::from(nlb));
         }
         Ok(Some(u64::from(nlb)))
     }
@@ -448,7 +457,7 @@ impl MemoryCommandExecutor {
     fn dataset_management(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
         let mut ranges = 0..;
         while let Some(index) = ranges.next()
-            && self.manage_range(sqe, memory, index)?.is_some()
+            && self.deallocate_range(sqe, memory, index)?.is_some()
         {}
         Ok(())
     }
@@ -458,16 +467,16 @@ impl MemoryCommandExecutor {
     fn copy(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
         let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(sqe);
         for index in 0..=usize::from(nr_z) {
-            let CopyRange0 { slba, nlb_z, .. } = range(sqe, memory, index)?;
-            self.readable(slba, u64::from(nlb_z) + 1)?;
+            let CopyRange0 { slba, nlb_z, .. } = range_descriptor(sqe, memory, index)?;
+            self.check_readable(slba, u64::from(nlb_z) + 1)?;
         }
         let mut target = sdlba;
         for index in 0..=usize::from(nr_z) {
-            let CopyRange0 { slba, nlb_z, .. } = range(sqe, memory, index)?;
+            let CopyRange0 { slba, nlb_z, .. } = range_descriptor(sqe, memory, index)?;
             let count = u64::from(nlb_z) + 1;
             self.bytes(target, count)?
                 .copy_from_bytes(self.bytes(slba, count)?);
-            self.clear(target, count);
+            self.clear_marks(target, count);
             target = target.checked_add(count).ok_or(Status::LBA_OUT_OF_RANGE)?;
         }
         Ok(())
@@ -475,7 +484,7 @@ impl MemoryCommandExecutor {
 }
 
 impl CommandExecutor for MemoryCommandExecutor {
-    const HAS_LONG: bool = true;
+    const HAS_LONG_COMMANDS: bool = true;
 
     /// All commands except Flush, Write and Read are long. These three have the lowest opcodes.
     #[inline]
@@ -485,21 +494,21 @@ impl CommandExecutor for MemoryCommandExecutor {
 
     /// A Write to marked blocks waits until the ledger has removed the marks.
     #[inline]
-    fn waits(&self, sqe: &Sqe) -> bool {
+    fn needs_wait(&self, sqe: &Sqe) -> bool {
         let is_write = NvmOpcode(sqe.opcode()) == NvmOpcode::WRITE;
         is_write && !self.uncorrectable.is_empty() && self.has_marks(sqe)
     }
 
-    fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> ExecutionStep {
-        if let Some(change) = self.awaited {
-            return self.await_change(change);
+    fn execute_step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> ExecutionStep {
+        if let Some(change) = self.awaited_change {
+            return self.await_mark_change(change);
         }
-        let step = self.work(sqe, memory, steps);
+        let step = self.execute_data_step(sqe, memory, steps);
         if step.status.is_some() {
-            let change = self.change.take();
-            self.awaited = change.filter(|_| step.status == Some(Status::SUCCESS));
+            let change = self.mark_change.take();
+            self.awaited_change = change.filter(|_| step.status == Some(Status::SUCCESS));
         }
-        match self.awaited {
+        match self.awaited_change {
             None => step,
             Some(_) => ExecutionStep {
                 status: None,
@@ -538,15 +547,15 @@ impl MemoryCommandExecutor {
     #[cold]
     fn has_marks(&self, sqe: &Sqe) -> bool {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
-        self.uncorrectable.touches(slba.0, u64::from(nlb_z) + 1)
+        self.uncorrectable.needs_clear(slba.0, u64::from(nlb_z) + 1)
     }
 
     /// Completes the command if the ledger has stored its change of marks. Otherwise, ends the queue's turn, so that the
     /// command continues in a later one.
-    fn await_change(&mut self, change: UncorrectableMarkChange) -> ExecutionStep {
-        let end = self.uncorrectable.end_of(change);
+    fn await_mark_change(&mut self, change: UncorrectableMarkChange) -> ExecutionStep {
+        let end = self.uncorrectable.change_result(change);
         if end.is_some() {
-            self.awaited = None;
+            self.awaited_change = None;
         }
         ExecutionStep {
             bytes: TURN_BYTES,
@@ -558,14 +567,19 @@ impl MemoryCommandExecutor {
     }
 
     /// Executes the next step of a long command, except the wait for a change of marks.
-    fn work(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> ExecutionStep {
+    fn execute_data_step(
+        &mut self,
+        sqe: &Sqe,
+        memory: HostMemory<'_>,
+        steps: usize,
+    ) -> ExecutionStep {
         let lba_shift = self.lba_shift;
         let whole = |status, blocks: u64| ExecutionStep {
             bytes: blocks << lba_shift,
             status: Some(status),
         };
         match NvmOpcode(sqe.opcode()) {
-            NvmOpcode::DATASET_MANAGEMENT => match self.manage_range(sqe, memory, steps) {
+            NvmOpcode::DATASET_MANAGEMENT => match self.deallocate_range(sqe, memory, steps) {
                 Ok(Some(blocks)) => ExecutionStep {
                     bytes: (blocks << self.lba_shift) / DISCARD_SPEED,
                     status: None,
@@ -604,7 +618,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     /// Returns whether each page of a store is in memory, from bit 63 of its entry (proc_pid_pagemap(5)).
-    fn is_there(store: &MemoryCommandExecutor) -> bool {
+    fn is_resident(store: &MemoryCommandExecutor) -> bool {
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         let bytes = store.blocks.bytes(0, store.blocks.len()).unwrap();
         let pages = (0..store.blocks.len()).step_by(host_page_size());
@@ -623,15 +637,15 @@ mod tests {
             (MemoryAllocationTime::AtOnce, true),
         ] {
             let medium = MemoryBackingStore::new(4 * MIB, 9, allocation).unwrap();
-            assert_eq!(is_there(&medium.store), taken, "{allocation}");
+            assert_eq!(is_resident(&medium.executor), taken, "{allocation}");
 
             let file = memory::memfd(c"test", 4 * MIB).unwrap();
             let content = File::from(file.try_clone().unwrap());
             content.write_all_at(&[7], MIB).unwrap();
             // Allocate twice: the next process finds the memory allocated.
             for _ in 0..2 {
-                MemoryBackingStore::of_file(&file, 4 * MIB, 9, allocation).unwrap();
-                let bytes = content.metadata().unwrap().blocks() * STAT_BLOCK;
+                MemoryBackingStore::from_file(&file, 4 * MIB, 9, allocation).unwrap();
+                let bytes = content.metadata().unwrap().blocks() * STAT_BLOCK_BYTES;
                 assert_eq!(bytes == 4 * MIB, taken, "{allocation}: {bytes}");
             }
             let mut read = [0; 2];
@@ -648,20 +662,20 @@ mod tests {
         assert!(error.to_string().contains("available"), "{error}");
         let file = memory::memfd(c"test", PIB).unwrap();
         let error =
-            MemoryBackingStore::of_file(&file, PIB, 9, MemoryAllocationTime::AtOnce).unwrap_err();
+            MemoryBackingStore::from_file(&file, PIB, 9, MemoryAllocationTime::AtOnce).unwrap_err();
         assert!(error.to_string().contains("available"), "{error}");
         let limit = |used| ControlGroupLimit {
             file: "/sys/fs/cgroup/a/memory.max".into(),
-            most: 1000,
+            limit: 1000,
             used,
         };
-        let refused = expect_within(600, Some(limit(401))).unwrap_err();
+        let refused = check_limit(600, Some(limit(401))).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::OutOfMemory);
         for part in ["needs 600 bytes", "has 599 available", "memory.max is 1000"] {
             assert!(refused.to_string().contains(part), "{refused}");
         }
-        expect_within(600, Some(limit(400))).unwrap();
-        expect_within(u64::MAX, None).unwrap();
+        check_limit(600, Some(limit(400))).unwrap();
+        check_limit(u64::MAX, None).unwrap();
     }
 
     struct MemoryTestDrive {
@@ -722,7 +736,7 @@ mod tests {
         }
 
         fn deallocation(&mut self, slot: u16, ranges: &[DsmRange]) -> Sqe {
-            let (list, iova) = self.lists.of_slot(slot);
+            let (list, iova) = self.lists.slot_list(slot);
             let list = list.as_mut_bytes();
             list[..size_of_val(ranges)].copy_from_slice(ranges.as_bytes());
             let mut sqe = Sqe::new(NvmOpcode::DATASET_MANAGEMENT.0);
@@ -749,7 +763,7 @@ mod tests {
         let passes: Vec<_> = (1..8).map(|_| drive.reap()).collect();
         assert_eq!(passes[0], [(8, Status::SUCCESS), (1, Status::SUCCESS)]);
         assert_eq!(passes[6], [(7, Status::SUCCESS)]);
-        assert!(!drive.queue.puts_off());
+        assert!(!drive.queue.has_deferred_commands());
     }
 
     #[test]
@@ -760,13 +774,13 @@ mod tests {
             nlb: (32 * MIB / 512) as u32,
             ..DsmRange::default()
         };
-        let blocks = drive.queue.store.blocks.clone();
+        let blocks = drive.queue.executor.blocks.clone();
         let last = blocks.bytes(32 * MIB as usize - 8, 8).unwrap();
         last.copy_from(&[1; 8]);
         drive.deallocate(0, &[range; 16]);
         for pass in 0..16 {
             assert_eq!(drive.reap(), [], "pass {pass}");
-            assert!(drive.queue.puts_off());
+            assert!(drive.queue.has_deferred_commands());
             assert_eq!(drive.queue.next_due(), Some(Ticks(0)));
         }
         assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
@@ -792,17 +806,17 @@ mod tests {
             nlb: (32 * MIB / 512) as u32,
             ..DsmRange::default()
         });
-        let blocks = drive.queue.store.blocks.clone();
+        let blocks = drive.queue.executor.blocks.clone();
         let last = blocks.bytes(64 * MIB as usize - 8, 8).unwrap();
         last.copy_from(&[1; 8]);
         let sqe = drive.deallocation(0, &ranges);
-        let store = SoftwareQueue::new(drive.queue.store.clone(), SLOTS);
-        let mut queue = CommandTiming(Some(&Arc::new(model))).queue(store, SLOTS);
+        let store = SoftwareQueue::new(drive.queue.executor.clone(), SLOTS);
+        let mut queue = CommandTiming(Some(&Arc::new(model))).wrap_queue(store, SLOTS);
         let memory = HostMemory {
             table: &drive.table,
             lists: &drive.lists,
         };
-        queue.ring_in(&[sqe], memory);
+        queue.submit_batch(&[sqe], memory);
         let mut read = [0; 8];
         last.copy_to(&mut read);
         assert_eq!(read, [1; 8], "its turn has not come");

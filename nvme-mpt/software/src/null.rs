@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::RawFd;
 
-use nvme_lease::origin::DriveIdentity;
+use nvme_lease::backing_id::DriveIdentity;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{
     CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
@@ -13,8 +13,8 @@ use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
-use crate::store::{CommandExecutor, SoftwareQueue};
+use crate::backing_store::{BackingStore, CommandTiming, LeasedBackingStore};
+use crate::command_executor::{CommandExecutor, SoftwareQueue};
 
 /// A backing store that stores nothing.
 #[derive(Debug)]
@@ -57,7 +57,7 @@ impl LeasedBackingStore for NullLease {
         Ok(if pace.is_immediate() {
             HostQueuePair::new(NullQueue::new(slots))
         } else {
-            pace.queue(SoftwareQueue::new(NullCommandExecutor, slots), slots)
+            pace.wrap_queue(SoftwareQueue::new(NullCommandExecutor, slots), slots)
         })
     }
 }
@@ -95,7 +95,7 @@ impl HostBatch for &mut NullQueue {
 }
 
 impl HostQueue for NullQueue {
-    const COMPLETES: CompletionTiming = CompletionTiming::AtOnce;
+    const COMPLETION_TIMING: CompletionTiming = CompletionTiming::Immediate;
 
     type Commands = NvmCommands;
 
@@ -115,7 +115,7 @@ impl HostQueue for NullQueue {
 
     fn cut_short(&mut self) {}
 
-    fn settle(&mut self) -> bool {
+    fn drain(&mut self) -> bool {
         true
     }
 

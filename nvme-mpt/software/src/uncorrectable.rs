@@ -34,7 +34,7 @@ const FAILURES_MAX: usize = 64;
 pub(crate) struct UncorrectableBlocks {
     state: Mutex<UncorrectableState>,
     /// True if any lease has marks, in memory or in the ledger. Commands check this first.
-    any: AtomicBool,
+    has_marks: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -65,19 +65,19 @@ impl fmt::Debug for MarkStoreRequest {
 /// The unreadable blocks of one lease.
 #[derive(Debug, Default)]
 struct LeaseUncorrectableBlocks {
-    now: BlockRangeSet,
+    current: BlockRangeSet,
     /// Marks that the ledger has.
     stored: BlockRangeSet,
     /// Number of the latest change of marks.
-    change: u64,
+    last_change: u64,
     /// Number of the latest change that the ledger has.
     stored_change: u64,
     /// For each failed store, the numbers of the first and last change that it should have stored.
     failures: Vec<(u64, u64)>,
     /// Callback that requests a store; `None` if the marks end with the lease and are not stored.
-    ask: Option<MarkStoreRequest>,
+    request_store: Option<MarkStoreRequest>,
     /// True if a store was requested and has not begun.
-    is_asked: bool,
+    is_store_requested: bool,
 }
 
 /// A change of marks. The command that made it waits until it is stored.
@@ -116,17 +116,17 @@ impl LeaseMarkRegistration {
 
     /// Loads the marks of the ledger. From now on, each change calls `ask`, so that another thread calls
     /// [`store`](Self::store).
-    pub(crate) fn keep(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
+    pub(crate) fn restore(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let mut state = self.blocks.lock();
         if let Some(lease) = state.leases.get_mut(&self.lease) {
             for (start, end) in marks.iter().map(bounds) {
-                lease.now.cut(start, end);
-                lease.now.insert(start, end);
+                lease.current.remove(start, end);
+                lease.current.insert(start, end);
             }
-            lease.stored = lease.now.clone();
-            lease.ask = Some(MarkStoreRequest(ask));
+            lease.stored = lease.current.clone();
+            lease.request_store = Some(MarkStoreRequest(ask));
         }
-        self.blocks.note(&state);
+        self.blocks.update_has_marks(&state);
     }
 
     /// Makes the current marks durable with `store`.
@@ -136,13 +136,13 @@ impl LeaseMarkRegistration {
             let Some(lease) = state.leases.get_mut(&self.lease) else {
                 return;
             };
-            lease.is_asked = false;
+            lease.is_store_requested = false;
             if lease.is_settled() {
                 return;
             }
-            (lease.now.clone(), lease.change)
+            (lease.current.clone(), lease.last_change)
         };
-        let stored = store(&marks.list());
+        let stored = store(&marks.to_vec());
         let mut state = self.blocks.lock();
         if let Some(lease) = state.leases.get_mut(&self.lease) {
             match stored {
@@ -150,10 +150,10 @@ impl LeaseMarkRegistration {
                     lease.stored = marks;
                     lease.stored_change = change;
                 }
-                Err(_) => lease.fail(),
+                Err(_) => lease.revert(),
             }
         }
-        self.blocks.note(&state);
+        self.blocks.update_has_marks(&state);
     }
 }
 
@@ -162,7 +162,7 @@ impl Drop for LeaseMarkRegistration {
         let mut state = self.blocks.lock();
         state.parts.retain(|_, part| part.lease != self.lease);
         let ended = state.leases.remove(&self.lease);
-        self.blocks.note(&state);
+        self.blocks.update_has_marks(&state);
         drop(state);
         // Drop outside the lock: the `ask` callback may own other values whose drop has effects.
         drop(ended);
@@ -171,7 +171,7 @@ impl Drop for LeaseMarkRegistration {
 
 impl UncorrectableBlocks {
     /// Registers a lease with these parts. No other registered lease may overlap them.
-    pub(crate) fn make_room(self: &Arc<Self>, parts: &[BlockRange]) -> LeaseMarkRegistration {
+    pub(crate) fn register_lease(self: &Arc<Self>, parts: &[BlockRange]) -> LeaseMarkRegistration {
         let mut state = self.lock();
         let lease = state.next_lease;
         state.next_lease += 1;
@@ -190,7 +190,7 @@ impl UncorrectableBlocks {
     /// Returns whether no lease has marks. This is the common case and costs one atomic load.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        !self.any.load(Ordering::Acquire)
+        !self.has_marks.load(Ordering::Acquire)
     }
 
     /// Returns whether any block of `start..start+count` is unreadable. The range lies in one part of a lease.
@@ -199,36 +199,36 @@ impl UncorrectableBlocks {
             return false;
         }
         let mut state = self.lock();
-        let lease = state.lease_of(start);
-        lease.is_some_and(|(_, lease)| lease.now.intersects(start, start + count))
+        let lease = state.find_lease(start);
+        lease.is_some_and(|(_, lease)| lease.current.intersects(start, start + count))
     }
 
     /// Returns whether a write of `start..start+count` has to [clear](Self::clear) marks, either in memory or in the ledger.
     /// The range lies in one part of a lease.
     #[inline]
-    pub(crate) fn touches(&self, start: u64, count: u64) -> bool {
-        !self.is_empty() && self.finds_any(start, start + count)
+    pub(crate) fn needs_clear(&self, start: u64, count: u64) -> bool {
+        !self.is_empty() && self.has_marks_in(start, start + count)
     }
 
     #[cold]
-    fn finds_any(&self, start: u64, end: u64) -> bool {
+    fn has_marks_in(&self, start: u64, end: u64) -> bool {
         let mut state = self.lock();
-        let lease = state.lease_of(start);
-        lease.is_some_and(|(_, lease)| lease.touches(start, end))
+        let lease = state.find_lease(start);
+        lease.is_some_and(|(_, lease)| lease.has_marks_in(start, end))
     }
 
     /// Makes `start..start+count` unreadable. The range lies in one part of a lease. Returns the change that the command waits
     /// for, or `None` if the lease has reached its limit of marks.
     pub(crate) fn mark(&self, start: u64, count: u64) -> Option<UncorrectableMarkChange> {
         let mut state = self.lock();
-        let (key, lease) = state.lease_of(start)?;
-        if !lease.now.has_room() {
+        let (key, lease) = state.find_lease(start)?;
+        if !lease.current.has_space() {
             return None;
         }
-        lease.now.cut(start, start + count);
-        lease.now.insert(start, start + count);
+        lease.current.remove(start, start + count);
+        lease.current.insert(start, start + count);
         let change = lease.begin_change(key);
-        self.any.store(true, Ordering::Release);
+        self.has_marks.store(true, Ordering::Release);
         Some(change)
     }
 
@@ -239,29 +239,32 @@ impl UncorrectableBlocks {
             return None;
         }
         let mut state = self.lock();
-        let (key, lease) = state.lease_of(start)?;
-        if !lease.touches(start, start + count) {
+        let (key, lease) = state.find_lease(start)?;
+        if !lease.has_marks_in(start, start + count) {
             return None;
         }
-        lease.now.cut(start, start + count);
+        lease.current.remove(start, start + count);
         let change = lease.begin_change(key);
-        self.note(&state);
+        self.update_has_marks(&state);
         Some(change)
     }
 
     /// Returns the result of a change, or `None` if it is not stored yet.
     ///
     /// # Errors Returns an error if the change could not be stored and was reverted.
-    pub(crate) fn end_of(&self, change: UncorrectableMarkChange) -> Option<Result<(), ()>> {
+    pub(crate) fn change_result(&self, change: UncorrectableMarkChange) -> Option<Result<(), ()>> {
         let state = self.lock();
         // The marks of an ended lease are gone.
         let lease = state.leases.get(&change.lease)?;
-        lease.end_of(change.number)
+        lease.change_result(change.number)
     }
 
-    fn note(&self, state: &UncorrectableState) {
-        let any = state.leases.values().any(LeaseUncorrectableBlocks::has_any);
-        self.any.store(any, Ordering::Release);
+    fn update_has_marks(&self, state: &UncorrectableState) {
+        let any = state
+            .leases
+            .values()
+            .any(LeaseUncorrectableBlocks::has_marks);
+        self.has_marks.store(any, Ordering::Release);
     }
 
     fn lock(&self) -> MutexGuard<'_, UncorrectableState> {
@@ -272,7 +275,7 @@ impl UncorrectableBlocks {
 
 impl UncorrectableState {
     /// Returns the lease of a block and the lease's key.
-    fn lease_of(&mut self, block: u64) -> Option<(u64, &mut LeaseUncorrectableBlocks)> {
+    fn find_lease(&mut self, block: u64) -> Option<(u64, &mut LeaseUncorrectableBlocks)> {
         let (_, part) = self.parts.range(..=block).next_back()?;
         let key = (block < part.end).then_some(part.lease)?;
         Some((key, self.leases.get_mut(&key)?))
@@ -282,48 +285,48 @@ impl UncorrectableState {
 impl LeaseUncorrectableBlocks {
     /// Checks the marks in the ledger too, because a mark that was cleared in memory is in the ledger until the change is
     /// stored.
-    fn touches(&self, start: u64, end: u64) -> bool {
-        self.now.intersects(start, end) || self.stored.intersects(start, end)
+    fn has_marks_in(&self, start: u64, end: u64) -> bool {
+        self.current.intersects(start, end) || self.stored.intersects(start, end)
     }
 
-    fn has_any(&self) -> bool {
-        !self.now.0.is_empty() || !self.stored.0.is_empty()
+    fn has_marks(&self) -> bool {
+        !self.current.0.is_empty() || !self.stored.0.is_empty()
     }
 
     fn is_settled(&self) -> bool {
-        self.end_of(self.change).is_some()
+        self.change_result(self.last_change).is_some()
     }
 
     /// Numbers a change and requests its store.
     fn begin_change(&mut self, lease: u64) -> UncorrectableMarkChange {
-        self.change += 1;
-        let number = self.change;
-        match &self.ask {
+        self.last_change += 1;
+        let number = self.last_change;
+        match &self.request_store {
             None => {
-                self.stored = self.now.clone();
+                self.stored = self.current.clone();
                 self.stored_change = number;
             }
-            Some(_) if self.is_asked => {}
+            Some(_) if self.is_store_requested => {}
             Some(MarkStoreRequest(ask)) => {
                 ask();
-                self.is_asked = true;
+                self.is_store_requested = true;
             }
         }
         UncorrectableMarkChange { lease, number }
     }
 
     /// Reverts the marks in memory to those in the ledger, after a failed store.
-    fn fail(&mut self) {
+    fn revert(&mut self) {
         let first = self.failures.last().map_or(0, |(_, last)| *last);
         let first = first.max(self.stored_change) + 1;
         if self.failures.len() >= FAILURES_MAX {
             self.failures.remove(0);
         }
-        self.failures.push((first, self.change));
-        self.now = self.stored.clone();
+        self.failures.push((first, self.last_change));
+        self.current = self.stored.clone();
     }
 
-    fn end_of(&self, number: u64) -> Option<Result<(), ()>> {
+    fn change_result(&self, number: u64) -> Option<Result<(), ()>> {
         let failed = |(first, last): &(u64, u64)| (*first..=*last).contains(&number);
         if self.failures.iter().any(failed) {
             return Some(Err(()));
@@ -342,11 +345,11 @@ fn bounds(range: &BlockRange) -> (u64, u64) {
 struct BlockRangeSet(BTreeMap<u64, u64>);
 
 impl BlockRangeSet {
-    fn has_room(&self) -> bool {
+    fn has_space(&self) -> bool {
         self.0.len() < MAX_RANGES
     }
 
-    fn list(&self) -> Vec<BlockRange> {
+    fn to_vec(&self) -> Vec<BlockRange> {
         let ranges = self.0.iter().map(|(&start, &end)| BlockRange {
             start: Lba(start),
             blocks: end - start,
@@ -363,7 +366,7 @@ impl BlockRangeSet {
         before.is_some_and(|(_, &range_end)| range_end > start)
     }
 
-    fn cut(&mut self, start: u64, end: u64) {
+    fn remove(&mut self, start: u64, end: u64) {
         let touched: Vec<(u64, u64)> = self
             .0
             .range(..end)
@@ -378,7 +381,7 @@ impl BlockRangeSet {
             }
             // A write into the middle splits a range in two. At the limit of ranges, the second half loses its mark, because
             // the write cannot be refused.
-            if range_end > end && self.has_room() {
+            if range_end > end && self.has_space() {
                 self.insert(end, range_end);
             }
         }
@@ -403,16 +406,16 @@ mod tests {
         #[test]
         fn it_is_a_set_of_blocks(steps in prop::collection::vec((any::<bool>(), 0..60u64, 1..9u64), 1..60)) {
             let blocks = Arc::new(UncorrectableBlocks::default());
-            let _room = blocks.make_room(&[range(0, 80)]);
+            let _room = blocks.register_lease(&[range(0, 80)]);
             let mut model = [false; 80];
             for (mark, start, count) in steps {
                 let bytes = start as usize..(start + count) as usize;
                 if mark {
                     let change = blocks.mark(start, count).unwrap();
-                    prop_assert_eq!(blocks.end_of(change), Some(Ok(())));
+                    prop_assert_eq!(blocks.change_result(change), Some(Ok(())));
                 } else {
                     let had = model[bytes.clone()].contains(&true);
-                    prop_assert_eq!(blocks.touches(start, count), had);
+                    prop_assert_eq!(blocks.needs_clear(start, count), had);
                     prop_assert_eq!(blocks.clear(start, count).is_some(), had);
                 }
                 model[bytes].fill(mark);
@@ -425,7 +428,7 @@ mod tests {
     }
 
     /// Creates a lease of 80 blocks with marks in the ledger. Also returns a counter of the requested stores.
-    fn kept(
+    fn lease_with_marks(
         marks: &[BlockRange],
     ) -> (
         Arc<UncorrectableBlocks>,
@@ -433,10 +436,10 @@ mod tests {
         Arc<AtomicUsize>,
     ) {
         let blocks = Arc::new(UncorrectableBlocks::default());
-        let room = blocks.make_room(&[range(0, 80)]);
+        let room = blocks.register_lease(&[range(0, 80)]);
         let asked = Arc::new(AtomicUsize::new(0));
         let count = asked.clone();
-        room.keep(
+        room.restore(
             marks,
             Box::new(move || {
                 count.fetch_add(1, Ordering::Relaxed);
@@ -447,14 +450,17 @@ mod tests {
 
     #[test]
     fn a_change_ends_when_it_is_stored() {
-        let (blocks, room, asked) = kept(&[range(4, 2)]);
+        let (blocks, room, asked) = lease_with_marks(&[range(4, 2)]);
         assert!(blocks.intersects(5, 1));
         let mark = blocks.mark(10, 1).unwrap();
         assert!(blocks.intersects(10, 1), "at once");
         let clear = blocks.clear(4, 1).unwrap();
         assert!(!blocks.intersects(4, 1) && blocks.intersects(5, 1));
         assert_eq!(asked.load(Ordering::Relaxed), 1, "once for both");
-        assert_eq!((blocks.end_of(mark), blocks.end_of(clear)), (None, None));
+        assert_eq!(
+            (blocks.change_result(mark), blocks.change_result(clear)),
+            (None, None)
+        );
         // The ledger has the mark until then, so another write of the block waits too.
         let again = blocks.clear(4, 1).unwrap();
         let mut between = None;
@@ -464,29 +470,33 @@ mod tests {
             Ok(())
         });
         for change in [mark, clear, again] {
-            assert_eq!(blocks.end_of(change), Some(Ok(())));
+            assert_eq!(blocks.change_result(change), Some(Ok(())));
         }
-        assert_eq!(blocks.end_of(between.unwrap()), None, "it came too late");
+        assert_eq!(
+            blocks.change_result(between.unwrap()),
+            None,
+            "it came too late"
+        );
         assert_eq!(asked.load(Ordering::Relaxed), 2);
         assert_eq!(blocks.clear(4, 1), None, "there is nothing to wait for");
         room.store(&mut |marks| {
             assert_eq!(marks.len(), 3);
             Ok(())
         });
-        assert_eq!(blocks.end_of(between.unwrap()), Some(Ok(())));
+        assert_eq!(blocks.change_result(between.unwrap()), Some(Ok(())));
         room.store(&mut |_| panic!("nothing has changed"));
     }
 
     #[test]
     fn changes_that_cannot_be_stored_are_taken_back() {
-        let (blocks, room, _) = kept(&[range(4, 2)]);
+        let (blocks, room, _) = lease_with_marks(&[range(4, 2)]);
         let fails = |room: &LeaseMarkRegistration| {
             room.store(&mut |_| Err(io::ErrorKind::StorageFull.into()))
         };
         let changes = [blocks.mark(10, 1), blocks.clear(4, 2)].map(Option::unwrap);
         fails(&room);
         for change in changes {
-            assert_eq!(blocks.end_of(change), Some(Err(())));
+            assert_eq!(blocks.change_result(change), Some(Err(())));
         }
         assert!(!blocks.intersects(10, 1));
         assert!(blocks.intersects(4, 1), "as the ledger has it");
@@ -495,22 +505,22 @@ mod tests {
             assert_eq!(marks, []);
             Ok(())
         });
-        assert_eq!(blocks.end_of(next), Some(Ok(())));
+        assert_eq!(blocks.change_result(next), Some(Ok(())));
         let last = blocks.mark(7, 1).unwrap();
         fails(&room);
-        assert_eq!(blocks.end_of(last), Some(Err(())));
+        assert_eq!(blocks.change_result(last), Some(Err(())));
         for change in changes {
-            assert_eq!(blocks.end_of(change), Some(Err(())), "they stay so");
+            assert_eq!(blocks.change_result(change), Some(Err(())), "they stay so");
         }
-        assert_eq!(blocks.end_of(next), Some(Ok(())));
+        assert_eq!(blocks.change_result(next), Some(Ok(())));
         assert!(blocks.is_empty());
     }
 
     #[test]
     fn a_lease_takes_no_room_from_others() {
         let blocks = Arc::new(UncorrectableBlocks::default());
-        let greedy = blocks.make_room(&[range(0, 1 << 20)]);
-        let modest = blocks.make_room(&[range(1 << 20, 1 << 20)]);
+        let greedy = blocks.register_lease(&[range(0, 1 << 20)]);
+        let modest = blocks.register_lease(&[range(1 << 20, 1 << 20)]);
         let marked = (0..1 << 20)
             .step_by(2)
             .take_while(|&at| blocks.mark(at, 1).is_some());
@@ -522,7 +532,7 @@ mod tests {
         drop(greedy);
         assert!(!blocks.intersects(0, 1 << 20));
         assert!(blocks.intersects(1 << 20, 1));
-        let _next = blocks.make_room(&[range(0, 1 << 20)]);
+        let _next = blocks.register_lease(&[range(0, 1 << 20)]);
         assert!(!blocks.intersects(0, 1 << 20) && blocks.mark(0, 1).is_some());
         drop(modest);
         assert!(!blocks.is_empty());
@@ -533,7 +543,7 @@ mod tests {
     #[test]
     fn parts_of_a_lease_share_its_room() {
         let blocks = Arc::new(UncorrectableBlocks::default());
-        let room = blocks.make_room(&[range(1 << 20, 1 << 20), range(0, 1 << 19)]);
+        let room = blocks.register_lease(&[range(1 << 20, 1 << 20), range(0, 1 << 19)]);
         room.add(range(1 << 21, 1 << 20));
         let parts = [1 << 20, 0, 1 << 21];
         let each = MAX_RANGES as u64 / 4;
@@ -555,14 +565,14 @@ mod tests {
     #[test]
     fn writes_into_marks_do_not_exceed_the_mark_capacity() {
         let blocks = Arc::new(UncorrectableBlocks::default());
-        let room = blocks.make_room(&[range(0, 1 << 20)]);
+        let room = blocks.register_lease(&[range(0, 1 << 20)]);
         assert!(blocks.mark(0, 1 << 20).is_some());
         for at in (1..1 << 20).step_by(2) {
             blocks.clear(at, 1);
             assert!(!blocks.intersects(at, 1));
         }
         let state = blocks.lock();
-        let ranges = state.leases[&room.lease].now.0.len();
+        let ranges = state.leases[&room.lease].current.0.len();
         assert!(ranges <= MAX_RANGES, "{ranges}");
     }
 }

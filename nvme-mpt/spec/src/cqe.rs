@@ -111,7 +111,7 @@ impl Cqe {
         dw0: u32,
         dw1: u32,
     ) -> Self {
-        Self::of(
+        Self::from_position(
             SubmissionQueuePosition::new(sqid, sqhd),
             cid,
             status,
@@ -123,7 +123,7 @@ impl Cqe {
     /// Creates an entry as [`Self::new`] does. Several completions can use the same `origin`.
     #[inline]
     #[must_use]
-    pub const fn of(
+    pub const fn from_position(
         origin: SubmissionQueuePosition,
         cid: CommandId,
         status: Status,
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn a_tag_in_its_place_is_the_phase() {
-        let clear = Cqe::of(
+        let clear = Cqe::from_position(
             SubmissionQueuePosition::new(QueueId(2), 7),
             CommandId(0xFFFF),
             Status(0x7FFF),

@@ -50,7 +50,7 @@ impl PrpEntry {
     /// first page.
     #[inline]
     #[must_use]
-    pub const fn pages(offset: u64, length: u64, page_shift: u32) -> u64 {
+    pub const fn page_count(offset: u64, length: u64, page_shift: u32) -> u64 {
         (offset + length).div_ceil(1 << page_shift)
     }
 
@@ -65,7 +65,7 @@ impl PrpEntry {
 pub struct PrpList {
     pointer: PrpEntry,
     /// Number of remaining entries.
-    left: u64,
+    remaining: u64,
     /// Required alignment of `pointer`. The list may start at any entry of a page, but continues at the start of a
     /// page. So each further page has at least one entry of data.
     alignment: u64,
@@ -76,19 +76,19 @@ pub struct PrpList {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrpListPage {
     /// Address of the first entry.
-    pub at: u64,
+    pub address: u64,
     /// Number of entries, including a pointer to the next page.
     pub count: u64,
     /// True if the last entry points to the next page of the list.
-    pub continues: bool,
+    pub has_next_page: bool,
 }
 
 impl PrpListPage {
     /// Returns the number of entries that describe data.
     #[inline(always)]
     #[must_use]
-    pub const fn of_data(self) -> u64 {
-        self.count - self.continues as u64
+    pub const fn data_entries(self) -> u64 {
+        self.count - self.has_next_page as u64
     }
 }
 
@@ -99,7 +99,7 @@ impl PrpList {
     pub const fn new(pointer: PrpEntry, entries: u64, page_shift: u32) -> Self {
         Self {
             pointer,
-            left: entries,
+            remaining: entries,
             alignment: PrpEntry::SIZE as u64,
             page_shift,
         }
@@ -113,17 +113,17 @@ impl PrpList {
             return None;
         }
         let slots = self.pointer.bytes_to_page_end(self.page_shift) / PrpEntry::SIZE as u64;
-        let continues = self.left > slots;
+        let continues = self.remaining > slots;
         Some(PrpListPage {
-            at: self.pointer.0,
-            count: if continues { slots } else { self.left },
-            continues,
+            address: self.pointer.0,
+            count: if continues { slots } else { self.remaining },
+            has_next_page: continues,
         })
     }
 
     /// Continues after `page`, whose last entry is `pointer`.
-    pub const fn go_on(&mut self, page: PrpListPage, pointer: PrpEntry) {
-        self.left -= page.of_data();
+    pub const fn advance(&mut self, page: PrpListPage, pointer: PrpEntry) {
+        self.remaining -= page.data_entries();
         self.pointer = pointer;
         self.alignment = 1 << self.page_shift;
     }
@@ -157,24 +157,24 @@ impl SglDescriptor {
     #[inline]
     #[must_use]
     pub const fn data_block(address: u64, length: u32) -> Self {
-        Self::of_type(SglType::DATA_BLOCK, address, length)
+        Self::with_type(SglType::DATA_BLOCK, address, length)
     }
 
     /// Creates a segment descriptor for `length` bytes of further descriptors, which are not the last segment.
     #[inline]
     #[must_use]
     pub const fn segment(address: u64, length: u32) -> Self {
-        Self::of_type(SglType::SEGMENT, address, length)
+        Self::with_type(SglType::SEGMENT, address, length)
     }
 
     /// Creates a last segment descriptor for `length` bytes of further descriptors.
     #[inline]
     #[must_use]
     pub const fn last_segment(address: u64, length: u32) -> Self {
-        Self::of_type(SglType::LAST_SEGMENT, address, length)
+        Self::with_type(SglType::LAST_SEGMENT, address, length)
     }
 
-    const fn of_type(sgl_type: SglType, address: u64, length: u32) -> Self {
+    const fn with_type(sgl_type: SglType, address: u64, length: u32) -> Self {
         let id = SglId(0).with_sgl_type(sgl_type);
         Self {
             address,
@@ -232,12 +232,12 @@ mod tests {
 
     #[test]
     fn entries_are_counted_by_page() {
-        assert_eq!(PrpEntry::pages(0, 4096, 12), 1);
-        assert_eq!(PrpEntry::pages(0, 4097, 12), 2);
-        assert_eq!(PrpEntry::pages(512, 4096, 12), 2);
-        assert_eq!(PrpEntry::pages(4092, 4, 12), 1);
-        assert_eq!(PrpEntry::pages(0, 0, 12), 0);
-        assert_eq!(PrpEntry::pages(512, 1 << 20, 12), 257);
+        assert_eq!(PrpEntry::page_count(0, 4096, 12), 1);
+        assert_eq!(PrpEntry::page_count(0, 4097, 12), 2);
+        assert_eq!(PrpEntry::page_count(512, 4096, 12), 2);
+        assert_eq!(PrpEntry::page_count(4092, 4, 12), 1);
+        assert_eq!(PrpEntry::page_count(0, 0, 12), 0);
+        assert_eq!(PrpEntry::page_count(512, 1 << 20, 12), 257);
     }
 
     #[test]
@@ -246,15 +246,18 @@ mod tests {
         let mut list = PrpList::new(PrpEntry(0x1FF0), 5, 12);
         let page = list.page().expect("at an entry");
         let expected = PrpListPage {
-            at: 0x1FF0,
+            address: 0x1FF0,
             count: 2,
-            continues: true,
+            has_next_page: true,
         };
-        assert_eq!((page, page.of_data()), (expected, 1));
-        list.go_on(page, PrpEntry(0x7000));
+        assert_eq!((page, page.data_entries()), (expected, 1));
+        list.advance(page, PrpEntry(0x7000));
         let page = list.page().expect("at a page");
-        assert_eq!((page.at, page.count, page.continues), (0x7000, 4, false));
-        list.go_on(expected, PrpEntry(0x7008));
+        assert_eq!(
+            (page.address, page.count, page.has_next_page),
+            (0x7000, 4, false)
+        );
+        list.advance(expected, PrpEntry(0x7008));
         assert_eq!(
             list.page(),
             None,
@@ -265,7 +268,7 @@ mod tests {
         let full = PrpList::new(PrpEntry(0x1FF0), 2, 12)
             .page()
             .expect("at an entry");
-        assert!(!full.continues && full.count == 2);
+        assert!(!full.has_next_page && full.count == 2);
     }
 
     #[test]

@@ -85,7 +85,7 @@ impl AsyncEvent {
     );
 
     /// An event without content, of the vendor specific type.
-    pub const NOTHING: Self = Self::new(AsyncEventType::VENDOR_SPECIFIC, 0, LogPageId(0));
+    pub const EMPTY: Self = Self::new(AsyncEventType::VENDOR_SPECIFIC, 0, LogPageId(0));
 
     /// Creates an event of any type.
     #[must_use]
@@ -128,7 +128,7 @@ mod tests {
             0x0002_0101
         );
         assert_eq!(AsyncEvent::ZONE_DESCRIPTOR_CHANGED.0, 0x00BF_EF02);
-        assert_eq!(AsyncEvent::NOTHING.0, 7);
+        assert_eq!(AsyncEvent::EMPTY.0, 7);
     }
 
     #[test]

@@ -147,7 +147,7 @@ impl KvKey {
     /// Reads the key of a command (KV 1.0, section 3.2): bytes 0 to 7 in dwords 2 and 3, bytes 8 to 15 in dwords 14 and
     /// 15, the length in dword 11. Returns `None` if the length is too large.
     #[must_use]
-    pub fn of(sqe: &Sqe) -> Option<Self> {
+    pub fn from_sqe(sqe: &Sqe) -> Option<Self> {
         let bytes: [u8; KEY_LENGTH_MAX] = transmute!([sqe.cdw2, sqe.cdw3, sqe.cdw14, sqe.cdw15]);
         // The length field has the same position in all commands.
         let KvRetrieveCommand { kl, .. } = KvRetrieveCommand::from(sqe);
@@ -197,20 +197,20 @@ impl fmt::Debug for KvKey {
 #[derive(Clone, Debug)]
 pub struct KvKeyList {
     bytes: Vec<u8>,
-    room: usize,
+    capacity: usize,
     count: u32,
 }
 
 impl KvKeyList {
     /// Bytes before the first key.
-    pub const HEADER: usize = 4;
+    pub const HEADER_BYTES: usize = 4;
 
     /// Creates an empty list for a host buffer of `room` bytes. The buffer is large enough for the list's header.
     #[must_use]
     pub fn new(room: usize) -> Self {
         Self {
-            bytes: vec![0; Self::HEADER],
-            room,
+            bytes: vec![0; Self::HEADER_BYTES],
+            capacity: room,
             count: 0,
         }
     }
@@ -219,7 +219,7 @@ impl KvKeyList {
     pub fn push(&mut self, key: &KvKey) -> bool {
         let key = key.as_bytes();
         let end = self.bytes.len() + (2 + key.len()).next_multiple_of(4);
-        if end > self.room {
+        if end > self.capacity {
             return false;
         }
         self.bytes.extend([key.len() as u8, 0]);
@@ -335,14 +335,14 @@ mod tests {
         assert_eq!((sqe.cdw2, sqe.cdw3), (0x6463_6261, 0x6867_6665));
         assert_eq!((sqe.cdw14, sqe.cdw15), (0x006B_6A69, 0));
         assert_eq!((sqe.cdw10, sqe.cdw11), (0x1234, 0x020B));
-        assert_eq!(KvKey::of(&sqe), Some(key(b"abcdefghijk")));
+        assert_eq!(KvKey::from_sqe(&sqe), Some(key(b"abcdefghijk")));
         // Bytes behind a key's length are no part of the key.
         sqe.cdw15 = !0;
-        assert_eq!(KvKey::of(&sqe), Some(key(b"abcdefghijk")));
+        assert_eq!(KvKey::from_sqe(&sqe), Some(key(b"abcdefghijk")));
         sqe.cdw11 = 17;
-        assert_eq!(KvKey::of(&sqe), None);
+        assert_eq!(KvKey::from_sqe(&sqe), None);
         sqe.cdw11 = 0;
-        assert_eq!(KvKey::of(&sqe), Some(KvKey::default()));
+        assert_eq!(KvKey::from_sqe(&sqe), Some(KvKey::default()));
     }
 
     #[test]

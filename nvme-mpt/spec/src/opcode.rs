@@ -90,7 +90,7 @@ pub enum DataTransfer {
 impl DataTransfer {
     /// Returns the direction encoded in the opcode's two low bits.
     #[must_use]
-    pub const fn of_opcode(opcode: u8) -> Self {
+    pub const fn from_opcode(opcode: u8) -> Self {
         match opcode & 0b11 {
             0b00 => Self::None,
             0b01 => Self::HostToController,
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn the_low_bits_of_an_opcode_tell_the_direction() {
-        let of = DataTransfer::of_opcode;
+        let of = DataTransfer::from_opcode;
         assert_eq!(of(NvmOpcode::WRITE.0), DataTransfer::HostToController);
         assert_eq!(of(NvmOpcode::READ.0), DataTransfer::ControllerToHost);
         assert_eq!(of(NvmOpcode::FLUSH.0), DataTransfer::None);

@@ -239,7 +239,7 @@ impl Doorbell {
     /// Returns the distance of doorbells in bytes for a stride (`CAP.DSTRD`).
     #[inline]
     #[must_use]
-    pub const fn spacing(dstrd: u8) -> u64 {
+    pub const fn stride_bytes(dstrd: u8) -> u64 {
         4 << (dstrd & 0xF)
     }
 
@@ -247,8 +247,8 @@ impl Doorbell {
     /// same in BAR0 and in both buffers of Doorbell Buffer Config (Base 2.0, section 5.11).
     #[inline]
     #[must_use]
-    pub const fn area(io_queues: u16, dstrd: u8) -> u64 {
-        (io_queues as u64 + 1) * 2 * Self::spacing(dstrd)
+    pub const fn area_bytes(io_queues: u16, dstrd: u8) -> u64 {
+        (io_queues as u64 + 1) * 2 * Self::stride_bytes(dstrd)
     }
 
     /// Returns the index among all doorbells.
@@ -265,7 +265,7 @@ impl Doorbell {
     #[inline]
     #[must_use]
     pub const fn offset(self, dstrd: u8) -> u64 {
-        self.index() as u64 * Self::spacing(dstrd)
+        self.index() as u64 * Self::stride_bytes(dstrd)
     }
 
     /// Returns the offset in BAR0.
@@ -278,11 +278,11 @@ impl Doorbell {
     /// Returns the doorbell at an offset in BAR0; `None` if no doorbell starts there.
     #[inline]
     #[must_use]
-    pub const fn at_bar_offset(bar_offset: u64, dstrd: u8) -> Option<Self> {
+    pub const fn from_bar_offset(bar_offset: u64, dstrd: u8) -> Option<Self> {
         let Some(from_first) = bar_offset.checked_sub(offset::DOORBELLS) else {
             return None;
         };
-        let spacing = Self::spacing(dstrd);
+        let spacing = Self::stride_bytes(dstrd);
         let index = from_first / spacing;
         if !from_first.is_multiple_of(spacing) || index / 2 > u16::MAX as u64 {
             return None;
@@ -352,20 +352,20 @@ mod tests {
         assert_eq!(Doorbell::CqHead(QueueId(0)).bar_offset(0), 0x1004);
         assert_eq!(Doorbell::SqTail(QueueId(3)).bar_offset(0), 0x1018);
         assert_eq!(Doorbell::CqHead(QueueId(1)).bar_offset(4), 0x1000 + 3 * 64);
-        assert_eq!(Doorbell::area(31, 4), 4096);
+        assert_eq!(Doorbell::area_bytes(31, 4), 4096);
         for dstrd in 0..16 {
             for doorbell in [
                 Doorbell::SqTail(QueueId(u16::MAX)),
                 Doorbell::CqHead(QueueId(5)),
             ] {
                 let at = doorbell.bar_offset(dstrd);
-                assert_eq!(Doorbell::at_bar_offset(at, dstrd), Some(doorbell));
-                assert_eq!(Doorbell::at_bar_offset(at + 1, dstrd), None);
+                assert_eq!(Doorbell::from_bar_offset(at, dstrd), Some(doorbell));
+                assert_eq!(Doorbell::from_bar_offset(at + 1, dstrd), None);
             }
         }
-        assert_eq!(Doorbell::at_bar_offset(0xFFC, 0), None);
+        assert_eq!(Doorbell::from_bar_offset(0xFFC, 0), None);
         let last = Doorbell::CqHead(QueueId(u16::MAX)).bar_offset(0);
-        assert_eq!(Doorbell::at_bar_offset(last + 4, 0), None);
-        assert_eq!(Doorbell::at_bar_offset(u64::MAX, 0), None);
+        assert_eq!(Doorbell::from_bar_offset(last + 4, 0), None);
+        assert_eq!(Doorbell::from_bar_offset(u64::MAX, 0), None);
     }
 }

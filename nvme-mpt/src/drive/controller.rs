@@ -10,9 +10,9 @@ use std::time::Duration;
 use nvme_guest::event::EventQueue;
 use nvme_guest::host::{ControllerLimits, Mdts, TemperatureThresholds};
 use nvme_guest::iova::IovaSpace;
-use nvme_guest::limit::LeaseWeight;
+use nvme_guest::rate_limit::LeaseWeight;
+use nvme_lease::backing_id::DriveIdentityRef;
 use nvme_lease::label::DriveLabel;
-use nvme_lease::origin::DriveIdentityRef;
 use nvme_spec::log::{ErrorInformation, SmartHealth};
 
 use super::lease::{HostLease, HostLeaseError, HostLeaseRequest};
@@ -50,7 +50,7 @@ pub struct DriveIncidents {
     /// Controller resets.
     pub resets: u64,
     /// True if the drive failed for good or was removed: every command fails.
-    pub gone: bool,
+    pub is_gone: bool,
 }
 
 /// The control path of a host controller.
@@ -67,7 +67,7 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     /// Returns the largest data transfer that a function may be given. By default this is the MDTS of [`Self::limits`]; the
     /// operator can choose another.
     fn mdts_max(&self) -> Mdts {
-        Mdts::of_pages(self.limits().mdts)
+        Mdts::from_log2_pages(self.limits().mdts)
     }
 
     /// Returns the active namespaces, by ascending identifier.
@@ -107,7 +107,7 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// See [`ReserveError`]. Nothing is reserved then.
-    fn reserve(
+    fn reserve_pairs(
         self: Arc<Self>,
         lease: &str,
         pairs: u16,
@@ -130,7 +130,7 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
 
     /// Returns the unit of leases in bytes: the size of each lease is a multiple of the unit, and each lease is contiguous.
     /// Returns `None` if a lease may consist of any parts.
-    fn whole_lease(&self) -> Option<u64> {
+    fn lease_unit_bytes(&self) -> Option<u64> {
         None
     }
 
@@ -168,7 +168,7 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
 
     /// Returns whether a namespace keeps the data of its blocks, up to its new size, when its size changes. A physical drive
     /// instead deletes the namespace and creates a new one.
-    fn resizes_in_place(&self) -> bool {
+    fn can_resize_in_place(&self) -> bool {
         false
     }
 
@@ -185,15 +185,15 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
 
     /// Returns whether two processes can have the drive open at the same time. The second process can lease parts that the
     /// first one has [released](HostLease::let_go).
-    fn opens_beside(&self) -> bool {
+    fn can_open_concurrently(&self) -> bool {
         false
     }
 
     /// Resumes after [`Self::hand_over`] if no other process took the drive.
-    fn take_back(&self) {}
+    fn cancel_hand_over(&self) {}
 
     /// Unmaps memory that the predecessor had mapped, unless a function of this process has mapped it within `time`.
-    fn end_inheritance(&self, time: Duration) {
+    fn expire_predecessor_mappings(&self, time: Duration) {
         let _ = time;
     }
 

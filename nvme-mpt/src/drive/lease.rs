@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use nvme_guest::event::EventQueue;
 use nvme_guest::host::{CommandSetDescription, LeaseChangeLog, LeaseDamage};
-use nvme_guest::limit::LeaseWeight;
-use nvme_guest::live::{ChangeRecord, LeaseWriteErrorRecord};
+use nvme_guest::inflight::{ChangeRecord, LeaseWriteErrorRecord};
+use nvme_guest::rate_limit::LeaseWeight;
 use nvme_lease::range::{BlockRange, ByteRange};
 
 use super::namespace::HostNamespace;
@@ -31,7 +31,7 @@ pub struct HostLeaseRequest<'a> {
 
 impl HostLeaseRequest<'_> {
     /// Returns the leased parts as byte ranges.
-    pub fn bytes(&self) -> impl Iterator<Item = ByteRange> {
+    pub fn byte_ranges(&self) -> impl Iterator<Item = ByteRange> {
         let shift = self.namespace.lba_shift;
         self.parts.iter().map(move |part| part.bytes(shift))
     }
@@ -40,7 +40,7 @@ impl HostLeaseRequest<'_> {
     ///
     /// # Errors
     /// [`HostLeaseError::SeveralParts`].
-    pub fn only(&self) -> Result<BlockRange, HostLeaseError> {
+    pub fn single_part(&self) -> Result<BlockRange, HostLeaseError> {
         match self.parts {
             [part] => Ok(*part),
             _ => Err(HostLeaseError::SeveralParts),
@@ -91,7 +91,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`HostController::open_lease`](super::HostController::open_lease). The lease is unchanged after an error.
-    fn add(&self, part: BlockRange) -> Result<(), HostLeaseError> {
+    fn add_part(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         let _ = part;
         Err(HostLeaseError::SeveralParts)
     }
@@ -118,7 +118,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
 
     /// Releases the locks of the lease before a hand-over, since the kernel may need time to release them after the process
     /// exits. The caller ensures that no command is in flight and that this process exits at once.
-    fn let_go(&self) {}
+    fn release_locks(&self) {}
 
     /// Reports [changes](Self::changes) and new damage of the lease to this event queue from now on.
     fn subscribe(&self, events: &Arc<EventQueue>) {
@@ -136,10 +136,10 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     }
 
     /// Records that completed writes of this VMM were lost before this process opened the lease.
-    fn lose_earlier_writes(&self) {}
+    fn record_earlier_write_errors(&self) {}
 
     /// Records lost writes in `record` from now on, for the successor process.
-    fn record_losses(&self, record: LeaseWriteErrorRecord) {
+    fn set_write_error_record(&self, record: LeaseWriteErrorRecord) {
         let _ = record;
     }
 
@@ -149,7 +149,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
+    fn open_spare_fds(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(Vec::new())
     }
 
@@ -158,14 +158,14 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
+    fn restore_spare_fds(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
         let _ = spare;
         Ok(false)
     }
 
     /// Notes write errors that the spare descriptors or other leases of the drive reported before this process opened the
     /// lease. This is necessary if another process had the lease before, because writes that completed there may be lost.
-    fn take_up_losses(&self) {}
+    fn restore_write_errors(&self) {}
 
     /// Records in `record` whether there are unreported [changes](Self::changes), for the successor process. If the record says
     /// that the predecessor had unreported changes, the lease reports a change of unknown blocks.
@@ -175,7 +175,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
 
     /// Loads the unreadable blocks of the lease's id. After each change of these blocks, `ask` makes another thread call
     /// [`Self::store_marks`]. A drive that stores its unreadable blocks itself ignores this.
-    fn keep_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
+    fn restore_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let _ = (marks, ask);
     }
 
@@ -186,10 +186,10 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     }
 
     /// Forgets lost writes of the previous VMM, because a newly connected VMM gets no errors for writes of another VMM.
-    fn begin_anew(&self) {}
+    fn forget_write_errors(&self) {}
 
     /// Notes that the wipe of a leased range succeeded: its bytes are zeroes.
-    fn wiped(&self, range: &ByteRange) {
+    fn on_wiped(&self, range: &ByteRange) {
         let _ = range;
     }
 
@@ -199,12 +199,12 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     }
 
     /// Returns the log of changes that the drive made by itself; `None` if the command set has no such log.
-    fn changes(&self) -> Option<&dyn LeaseChangeLog> {
+    fn change_log(&self) -> Option<&dyn LeaseChangeLog> {
         None
     }
 
     /// Returns the number of used bytes if the command set counts them, else 0.
-    fn used(&self) -> u64 {
+    fn used_bytes(&self) -> u64 {
         0
     }
 }

@@ -3,27 +3,27 @@
 //! [`HostController`] and [`HostLease`] are the control path of a host controller of any kind.
 
 mod controller;
-mod header;
+mod disk_image_header;
 #[cfg(test)]
-pub(crate) mod idle;
+pub(crate) mod idle_controller;
 mod lease;
 mod namespace;
 mod reservation;
-mod spare;
+mod spare_descriptors;
 
 use std::sync::Arc;
 
 pub use controller::{DriveIncidents, HostController, QueuePairUse};
-pub use header::DiskImageHeader;
+pub use disk_image_header::DiskImageHeader;
 pub use lease::{HostLease, HostLeaseError, HostLeaseRequest};
 pub use namespace::HostNamespace;
 pub use reservation::{QueuePairReservation, ReserveError, ReservedPairs};
-pub use spare::SpareDescriptorStore;
+pub use spare_descriptors::SpareDescriptorStore;
 
 use nvme_guest::host::ControllerLimits;
-use nvme_guest::limit::LeaseWeight;
+use nvme_guest::rate_limit::LeaseWeight;
+use nvme_lease::backing_id::DriveIdentityRef;
 use nvme_lease::label::DriveLabel;
-use nvme_lease::origin::DriveIdentityRef;
 use nvme_lease::range::BlockRange;
 use nvme_spec::ids::Nsid;
 
@@ -170,13 +170,13 @@ impl Drive {
     ///
     /// # Errors
     /// See [`ReserveError`].
-    pub fn reserve(
+    pub fn reserve_pairs(
         &self,
         lease: &str,
         pairs: u16,
         weight: LeaseWeight,
     ) -> Result<QueuePairReservation, ReserveError> {
-        self.controller.clone().reserve(lease, pairs, weight)
+        self.controller.clone().reserve_pairs(lease, pairs, weight)
     }
 
     /// Opens a lease of parts of the namespace at the host controller. `name` is the lease's name in the log.

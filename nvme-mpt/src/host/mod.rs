@@ -7,13 +7,13 @@
 //! This module does not name any kind of host controller. A shadow queue owns a
 //! [`HostQueuePair`](crate::shadow::HostQueuePair), whose poll is one virtual call.
 
-mod data;
-mod lists;
+mod data_pointer;
+mod list_memory;
 mod queue;
 
-pub use data::DataPointer;
-pub(crate) use lists::LIST_BYTES;
-pub use lists::ListMemory;
+pub use data_pointer::DataPointer;
+pub(crate) use list_memory::LIST_BYTES;
+pub use list_memory::ListMemory;
 pub use queue::{
     CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
     SharedQueuePair,

@@ -35,17 +35,17 @@ pub struct HostMemory<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompletionTiming {
     /// All commands complete while their doorbell is rung, except the commands that are [put off](HostQueue::puts_off).
-    AtOnce,
+    Immediate,
     /// Some commands complete while their doorbell is rung.
-    SoonOrLater,
+    Mixed,
     /// No command completes before the end of the poll.
-    Later,
+    Deferred,
 }
 
 /// Data path of one host queue pair. Only one thread uses it at a time.
 pub trait HostQueue {
     /// Point at which commands complete, so that the poller knows when to reap.
-    const COMPLETES: CompletionTiming = CompletionTiming::SoonOrLater;
+    const COMPLETION_TIMING: CompletionTiming = CompletionTiming::Mixed;
 
     /// True if a reset of the drive completes commands with Command Interrupted. The shadow queue resubmits these.
     const IS_INTERRUPTED: bool = false;
@@ -71,7 +71,7 @@ pub trait HostQueue {
     /// Waits for commands that the drive still has, before the queue is dropped. Returns whether the drive has none left.
     ///
     /// If the drive still has commands, the shadow queue never releases the memory and the lease that they use.
-    fn settle(&mut self) -> bool;
+    fn drain(&mut self) -> bool;
 
     /// Returns a descriptor that is readable while completions are available, for a poller that wants to sleep; `None` if
     /// commands complete while their doorbell is rung.
@@ -79,7 +79,7 @@ pub trait HostQueue {
 
     /// Returns whether there are commands that continue only at the next [reap](Self::reap), although the queue
     /// [completes](Self::COMPLETES) other commands at once.
-    fn puts_off(&self) -> bool {
+    fn has_deferred_commands(&self) -> bool {
         false
     }
 
@@ -105,7 +105,7 @@ pub trait HostQueue {
 
     /// Sets whether commands complete as soon as possible instead of at their due time. Used while a caller waits for an empty
     /// queue.
-    fn hurry(&mut self, hurried: bool) {
+    fn set_hurried(&mut self, hurried: bool) {
         let _ = hurried;
     }
 
@@ -125,7 +125,7 @@ pub trait HostQueue {
 /// Queue pair of a drive that several host queues may share. A host queue may move to another pair.
 pub trait SharedQueuePair: fmt::Debug + Send + Sync {
     /// Returns the number of host queues that share the pair.
-    fn members(&self) -> usize;
+    fn user_count(&self) -> usize;
 
     /// Returns whether the pair is reserved for the lease of the host queue.
     fn is_reserved(&self) -> bool;
@@ -140,7 +140,7 @@ pub trait HostBatch {
     fn submit(&mut self, sqe: &Sqe);
 
     /// Submits a command that may already have been executed partly or completely.
-    fn submit_again(&mut self, sqe: &Sqe) {
+    fn resubmit(&mut self, sqe: &Sqe) {
         self.submit(sqe);
     }
 

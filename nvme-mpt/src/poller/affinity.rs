@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use log::{info, warn};
 use nvme_mpt_memory::clock::{TickRate, Ticks};
-use nvme_mpt_memory::processors::{ProcessorSet, own_processors, pin_this_thread};
+use nvme_mpt_memory::processors::{ProcessorSet, current_processors, pin_current_thread};
 
 /// Interval for checking the processors of a poller's thread. A sleeping poller checks when it wakes up.
-const PERIOD: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A processor for pinning pollers does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -23,7 +23,7 @@ pub struct NoSuchProcessor {
 
 /// Checks that processors are online. If the kernel does not list the online processors, as in a sandbox, accepts all
 /// processors.
-pub(super) fn check(cpus: &[usize]) -> Result<(), NoSuchProcessor> {
+pub(super) fn check_online(cpus: &[usize]) -> Result<(), NoSuchProcessor> {
     if cpus.is_empty() {
         return Ok(());
     }
@@ -34,7 +34,7 @@ pub(super) fn check(cpus: &[usize]) -> Result<(), NoSuchProcessor> {
 }
 
 fn check_among(cpus: &[usize], online: &str) -> Result<(), NoSuchProcessor> {
-    let there = ProcessorSet::of_list(online);
+    let there = ProcessorSet::parse_list(online);
     match cpus.iter().find(|cpu| !there.contains(**cpu)) {
         None => Ok(()),
         Some(cpu) => Err(NoSuchProcessor {
@@ -51,8 +51,8 @@ fn check_among(cpus: &[usize], online: &str) -> Result<(), NoSuchProcessor> {
 #[derive(Debug)]
 pub(super) struct ThreadPinning {
     processor: usize,
-    next: Ticks,
-    period: u64,
+    next_check: Ticks,
+    period_ticks: u64,
     /// True if the thread may run on other processors; this was logged.
     is_lost: bool,
 }
@@ -66,34 +66,37 @@ enum PinningChange {
 
 impl ThreadPinning {
     /// Pins the calling thread, or logs why that failed.
-    pub(super) fn begin(processor: usize, name: &str) -> Self {
-        let pinned = pin_this_thread(processor);
+    pub(super) fn pin_current_thread(processor: usize, name: &str) -> Self {
+        let pinned = pin_current_thread(processor);
         if let Err(error) = &pinned {
             warn!(
                 "Poller {name} stays unpinned: processor {processor} cannot be used: {error}. It is pinned once that can be"
             );
         }
-        let period = TickRate::of_this_machine().ticks(PERIOD);
+        let period = TickRate::measured().ticks(CHECK_INTERVAL);
         Self {
             processor,
-            next: Ticks(Ticks::now().0.saturating_add(period)),
-            period,
+            next_check: Ticks(Ticks::now().0.saturating_add(period)),
+            period_ticks: period,
             is_lost: pinned.is_err(),
         }
     }
 
     /// Checks the pinning once per interval. Pins the thread again if it may run elsewhere.
     #[cold]
-    pub(super) fn follow(&mut self, now: Ticks, name: &str) {
+    pub(super) fn check(&mut self, now: Ticks, name: &str) {
         // All threads of a simulation are one kernel thread.
-        if now < self.next || cfg!(simulation) {
+        if now < self.next_check || cfg!(simulation) {
             return;
         }
-        self.next = Ticks(now.0.saturating_add(self.period));
+        self.next_check = Ticks(now.0.saturating_add(self.period_ticks));
         let processor = self.processor;
-        let (own, wanted) = (own_processors(), ProcessorSet::of(processor));
+        let (own, wanted) = (
+            current_processors(),
+            ProcessorSet::from_processor(processor),
+        );
         let is_pinned = own.as_ref().is_ok_and(|own| Some(*own) == wanted);
-        match self.look(is_pinned, || pin_this_thread(processor)) {
+        match self.update(is_pinned, || pin_current_thread(processor)) {
             Some(PinningChange::Lost) => {
                 let now = own.map_or("others".to_owned(), |own| own.to_string());
                 warn!(
@@ -109,7 +112,7 @@ impl ThreadPinning {
     }
 
     /// Updates the state. `is_pinned` is true if the thread is pinned; otherwise `pin` is tried.
-    fn look(
+    fn update(
         &mut self,
         is_pinned: bool,
         pin: impl FnOnce() -> io::Result<()>,
@@ -127,23 +130,26 @@ impl ThreadPinning {
 #[cfg(test)]
 mod tests {
     use nvme_guest::threads::start_thread;
-    use nvme_mpt_memory::processors::run_on;
+    use nvme_mpt_memory::processors::set_affinity;
 
     use super::*;
 
     #[test]
     fn a_thread_that_was_moved_off_its_processor_returns_to_it() {
         let moved = || {
-            let all = own_processors().expect("it lives");
+            let all = current_processors().expect("it lives");
             let processor = all.iter().next().expect("a processor");
-            let mut pinning = ThreadPinning::begin(processor, "a");
+            let mut pinning = ThreadPinning::pin_current_thread(processor, "a");
             // Linux 6.1 leaves this mask when a CPU set loses the processor and gets it back.
-            run_on(&all).expect("allowed");
-            let before = pinning.next.0 - 1;
-            pinning.follow(Ticks(before), "a");
-            assert_eq!(own_processors().expect("it lives"), all, "not yet");
-            pinning.follow(pinning.next, "a");
-            assert_eq!(own_processors().ok(), ProcessorSet::of(processor));
+            set_affinity(&all).expect("allowed");
+            let before = pinning.next_check.0 - 1;
+            pinning.check(Ticks(before), "a");
+            assert_eq!(current_processors().expect("it lives"), all, "not yet");
+            pinning.check(pinning.next_check, "a");
+            assert_eq!(
+                current_processors().ok(),
+                ProcessorSet::from_processor(processor)
+            );
         };
         start_thread("a", moved)
             .expect("a thread")
@@ -155,22 +161,22 @@ mod tests {
     fn a_processor_that_is_gone_is_reported_once_and_taken_again_once_it_is_back() {
         let mut pinning = ThreadPinning {
             processor: 1,
-            next: Ticks(0),
-            period: 1,
+            next_check: Ticks(0),
+            period_ticks: 1,
             is_lost: false,
         };
         let refused = || Err(io::Error::from_raw_os_error(libc::EINVAL));
-        assert_eq!(pinning.look(true, || unreachable!()), None);
-        assert_eq!(pinning.look(false, refused), Some(PinningChange::Lost));
-        assert_eq!(pinning.look(false, refused), None);
-        let back = pinning.look(false, || Ok(()));
+        assert_eq!(pinning.update(true, || unreachable!()), None);
+        assert_eq!(pinning.update(false, refused), Some(PinningChange::Lost));
+        assert_eq!(pinning.update(false, refused), None);
+        let back = pinning.update(false, || Ok(()));
         assert_eq!(back, Some(PinningChange::Restored));
-        assert_eq!(pinning.look(true, || unreachable!()), None);
+        assert_eq!(pinning.update(true, || unreachable!()), None);
         // The processor was removed and came back between two checks, on a kernel that restores the affinity.
-        let back = pinning.look(false, || Ok(()));
+        let back = pinning.update(false, || Ok(()));
         assert_eq!(back, Some(PinningChange::Restored));
-        assert_eq!(pinning.look(false, refused), Some(PinningChange::Lost));
-        let by_kernel = pinning.look(true, || unreachable!());
+        assert_eq!(pinning.update(false, refused), Some(PinningChange::Lost));
+        let by_kernel = pinning.update(true, || unreachable!());
         assert_eq!(by_kernel, Some(PinningChange::Restored));
     }
 
@@ -188,7 +194,11 @@ mod tests {
                 assert!(error.ends_with(&format!("has {online}")), "{error}");
             }
         }
-        assert_eq!(check(&[]), Ok(()));
-        assert_eq!(check(&[0]), Ok(()), "where the kernel begins to count");
+        assert_eq!(check_online(&[]), Ok(()));
+        assert_eq!(
+            check_online(&[0]),
+            Ok(()),
+            "where the kernel begins to count"
+        );
     }
 }

@@ -7,16 +7,16 @@
 //! poller reads them periodically. A poller that follows a vCPU changes its processors (`beside.rs`).
 
 mod affinity;
-mod arbiter;
-mod beside;
+mod arbitration;
+mod locality;
 mod placement;
 mod policy;
-mod seat;
-mod watch;
+mod takeover_slot;
+mod watchdog;
 mod worker;
 
 pub use affinity::NoSuchProcessor;
-pub(crate) use beside::PollerLocality;
+pub(crate) use locality::PollerLocality;
 pub use placement::PollerPool;
 pub use policy::{PollPolicy, PollerIdleMode, PollerProcessors, PollerSharing};
 pub(crate) use worker::{DoorbellWatch, Poller, QueueRemoval};

@@ -6,13 +6,13 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use log::warn;
-use nvme_guest::learn::AdaptivePolicies;
+use nvme_guest::adaptive::AdaptivePolicies;
 use nvme_guest::stats::PollerStats;
 use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_memory::clock;
 use nvme_mpt_memory::sync::Mutex;
 
-use super::beside::PollerLocality;
+use super::locality::PollerLocality;
 use super::policy::{PollPolicy, PollerIdleMode, PollerProcessors, PollerSharing};
 use super::worker::{Poller, ThreadPlacement};
 
@@ -35,19 +35,19 @@ pub struct PollerPool {
 struct PollerGroup {
     policy: PollPolicy,
     /// Adaptive choices of the pollers.
-    learning: AdaptivePolicies,
+    adaptive: AdaptivePolicies,
     /// Shared pollers live as long as the group, dedicated ones as long as their queue.
     shared: Vec<Arc<Poller>>,
     dedicated: Vec<Weak<Poller>>,
     /// Pollers of functions that once blocked other functions.
-    apart: Vec<Weak<Poller>>,
+    isolated: Vec<Weak<Poller>>,
     /// Pollers of drives that may block, by drive. They live as long as their queues.
-    of_drives: Vec<(usize, Weak<Poller>)>,
+    drive_pollers: Vec<(usize, Weak<Poller>)>,
     started: usize,
 }
 
 /// Returns the number of processors that threads may run on.
-fn processors() -> usize {
+fn processor_count() -> usize {
     // A simulation must not depend on the machine.
     #[cfg(simulation)]
     return nvme_mpt_memory::simulation::costs::shared_pollers() * PROCESSORS_PER_SHARED_POLLER;
@@ -70,17 +70,17 @@ impl PollerGroup {
             PollerProcessors::Named(named) => {
                 in_turn(named).map_or(ThreadPlacement::Anywhere, ThreadPlacement::Processor)
             }
-            PollerProcessors::Vcpu => ThreadPlacement::Beside(neighbours),
+            PollerProcessors::Vcpu => ThreadPlacement::NearVcpu(neighbours),
         };
-        let kind = match self.policy.placement {
+        let kind = match self.policy.sharing {
             PollerSharing::Shared => "shared",
             PollerSharing::Dedicated => "queue",
         };
         let poller = Poller::start(
             &format!("poll-{kind}-{}", self.started),
             home,
-            self.policy.spin,
-            self.learning,
+            self.policy.idle_mode,
+            self.adaptive,
             threads,
         )?;
         self.started += 1;
@@ -88,9 +88,9 @@ impl PollerGroup {
     }
 
     /// Returns the running pollers of the group.
-    fn running(&self) -> Vec<Arc<Poller>> {
-        let others = self.dedicated.iter().chain(&self.apart);
-        let others = others.chain(self.of_drives.iter().map(|(_, poller)| poller));
+    fn running_pollers(&self) -> Vec<Arc<Poller>> {
+        let others = self.dedicated.iter().chain(&self.isolated);
+        let others = others.chain(self.drive_pollers.iter().map(|(_, poller)| poller));
         let others = others.filter_map(Weak::upgrade);
         self.shared.iter().cloned().chain(others).collect()
     }
@@ -100,7 +100,7 @@ impl PollerGroup {
         match &self.policy.processors {
             PollerProcessors::Named(named) => named.len().max(1),
             PollerProcessors::Any | PollerProcessors::Vcpu => {
-                let processors = processors();
+                let processors = processor_count();
                 (processors / PROCESSORS_PER_SHARED_POLLER).max(1)
             }
         }
@@ -116,7 +116,7 @@ impl PollerPool {
 
     /// Creates an empty set whose threads are started by `threads`.
     #[must_use]
-    pub fn on(threads: ThreadSpawner) -> Arc<Self> {
+    pub fn with_threads(threads: ThreadSpawner) -> Arc<Self> {
         Arc::new(Self {
             threads,
             groups: Mutex::default(),
@@ -132,13 +132,15 @@ impl PollerPool {
     }
 
     /// Lets the watching thread see the turns of all current and future shared pollers.
-    pub(super) fn begin_watch(&self) {
+    pub(super) fn enable_watch(&self) {
         self.are_watched.store(true, Ordering::Relaxed);
-        self.shared().iter().for_each(|poller| poller.begin_watch());
+        self.shared_pollers()
+            .iter()
+            .for_each(|poller| poller.enable_watch());
     }
 
     /// Returns the shared pollers.
-    pub(super) fn shared(&self) -> Vec<Arc<Poller>> {
+    pub(super) fn shared_pollers(&self) -> Vec<Arc<Poller>> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         groups
             .iter()
@@ -147,13 +149,13 @@ impl PollerPool {
     }
 
     /// Notes the poller of a function that blocked the poller `held`.
-    pub(super) fn note_apart(&self, held: &Arc<Poller>, apart: &Arc<Poller>) {
+    pub(super) fn add_isolated(&self, held: &Arc<Poller>, apart: &Arc<Poller>) {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let its =
             |group: &&mut PollerGroup| group.shared.iter().any(|poller| Arc::ptr_eq(poller, held));
         if let Some(group) = groups.iter_mut().find(its) {
-            group.apart.retain(|poller| poller.strong_count() > 0);
-            group.apart.push(Arc::downgrade(apart));
+            group.isolated.retain(|poller| poller.strong_count() > 0);
+            group.isolated.push(Arc::downgrade(apart));
         }
     }
 
@@ -163,9 +165,9 @@ impl PollerPool {
     /// # Errors
     /// Returns the kernel's error.
     pub fn prepare(&self, policy: &PollPolicy, learning: AdaptivePolicies) -> io::Result<()> {
-        match policy.placement {
+        match policy.sharing {
             PollerSharing::Shared => self
-                .place(policy, learning, PollerLocality::default(), None)
+                .choose_poller(policy, learning, PollerLocality::default(), None)
                 .map(drop),
             PollerSharing::Dedicated => Ok(()),
         }
@@ -177,11 +179,14 @@ impl PollerPool {
     pub fn await_passes(&self, patience: Duration) {
         let running: Vec<_> = {
             let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-            groups.iter().flat_map(PollerGroup::running).collect()
+            groups
+                .iter()
+                .flat_map(PollerGroup::running_pollers)
+                .collect()
         };
         let deadline = clock::monotonic() + patience;
         // All pollers are asked before the first wait.
-        let asked: Vec<_> = running.iter().map(|poller| poller.ask_for_pass()).collect();
+        let asked: Vec<_> = running.iter().map(|poller| poller.request_pass()).collect();
         for answer in asked {
             let left = deadline.saturating_sub(clock::monotonic());
             // A late poller makes its pass later.
@@ -191,7 +196,7 @@ impl PollerPool {
 
     /// Returns the poller for a new shadow queue with these placement hints. If its drive may block a poller, `blocks`
     /// identifies the drive, which then shares no poller with other drives.
-    pub(crate) fn place(
+    pub(crate) fn choose_poller(
         &self,
         policy: &PollPolicy,
         learning: AdaptivePolicies,
@@ -199,16 +204,16 @@ impl PollerPool {
         blocks: Option<usize>,
     ) -> io::Result<Arc<Poller>> {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let poller = self.place_among(
+        let poller = self.choose_poller_among(
             &mut groups,
             policy,
-            learning.of_poller(),
+            learning.for_poller(),
             neighbours,
             blocks,
         )?;
         let mut told = self.crowded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(cpu) = poller.cpu()
-            && let Some(names) = crowd(&groups, cpu)
+            && let Some(names) = crowded_pollers(&groups, cpu)
             && !told.contains(&cpu)
         {
             told.push(cpu);
@@ -221,7 +226,7 @@ impl PollerPool {
         Ok(poller)
     }
 
-    fn place_among(
+    fn choose_poller_among(
         &self,
         groups: &mut Vec<PollerGroup>,
         policy: &PollPolicy,
@@ -229,25 +234,25 @@ impl PollerPool {
         neighbours: PollerLocality,
         blocks: Option<usize>,
     ) -> io::Result<Arc<Poller>> {
-        let is_same = |group: &PollerGroup| group.policy == *policy && group.learning == learning;
+        let is_same = |group: &PollerGroup| group.policy == *policy && group.adaptive == learning;
         let index = match groups.iter().position(is_same) {
             Some(index) => index,
             None => {
                 let policy = policy.clone();
                 groups.push(PollerGroup {
                     policy,
-                    learning,
+                    adaptive: learning,
                     shared: Vec::new(),
                     dedicated: Vec::new(),
-                    apart: Vec::new(),
-                    of_drives: Vec::new(),
+                    isolated: Vec::new(),
+                    drive_pollers: Vec::new(),
                     started: 0,
                 });
                 groups.len() - 1
             }
         };
         let group = &mut groups[index];
-        match policy.placement {
+        match policy.sharing {
             PollerSharing::Dedicated => {
                 let poller = group.start(neighbours, &self.threads)?;
                 group.dedicated.retain(|poller| poller.strong_count() > 0);
@@ -256,29 +261,36 @@ impl PollerPool {
             }
             PollerSharing::Shared if blocks.is_some() => {
                 let drive = blocks.unwrap_or_default();
-                let same = group.of_drives.iter().find(|(other, _)| *other == drive);
+                let same = group
+                    .drive_pollers
+                    .iter()
+                    .find(|(other, _)| *other == drive);
                 if let Some(poller) = same.and_then(|(_, poller)| poller.upgrade()) {
                     return Ok(poller);
                 }
                 let poller = group.start(neighbours, &self.threads)?;
                 group
-                    .of_drives
+                    .drive_pollers
                     .retain(|(_, poller)| poller.strong_count() > 0);
-                group.of_drives.push((drive, Arc::downgrade(&poller)));
+                group.drive_pollers.push((drive, Arc::downgrade(&poller)));
                 Ok(poller)
             }
             PollerSharing::Shared => {
-                let idlest = group.shared.iter().min_by_key(|poller| poller.queues());
+                let idlest = group
+                    .shared
+                    .iter()
+                    .min_by_key(|poller| poller.queue_count());
                 match idlest {
                     Some(poller)
-                        if poller.queues() == 0 || group.shared.len() >= group.shared_max() =>
+                        if poller.queue_count() == 0
+                            || group.shared.len() >= group.shared_max() =>
                     {
                         Ok(poller.clone())
                     }
                     _ => {
                         let poller = group.start(neighbours, &self.threads)?;
                         if self.are_watched.load(Ordering::Relaxed) {
-                            poller.begin_watch();
+                            poller.enable_watch();
                         }
                         group.shared.push(poller.clone());
                         Ok(poller)
@@ -292,19 +304,19 @@ impl PollerPool {
     #[must_use]
     pub fn stats(&self) -> Vec<PollerStats> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = groups.iter().flat_map(PollerGroup::running);
+        let all = groups.iter().flat_map(PollerGroup::running_pollers);
         all.map(|poller| poller.stats()).collect()
     }
 }
 
 /// Returns the names of a processor's pollers, if there are several and one of them never sleeps.
-fn crowd(groups: &[PollerGroup], cpu: usize) -> Option<Vec<String>> {
+fn crowded_pollers(groups: &[PollerGroup], cpu: usize) -> Option<Vec<String>> {
     let (mut names, mut busy) = (Vec::new(), false);
     for group in groups {
-        let pinned = group.running().into_iter();
+        let pinned = group.running_pollers().into_iter();
         for poller in pinned.filter(|poller| poller.cpu() == Some(cpu)) {
             names.push(poller.name().to_owned());
-            busy |= group.policy.spin == PollerIdleMode::Busy;
+            busy |= group.policy.idle_mode == PollerIdleMode::Busy;
         }
     }
     (busy && names.len() > 1).then_some(names)
@@ -315,12 +327,14 @@ mod tests {
     use std::sync::mpsc;
 
     use nvme_guest::interrupt::InterruptVector;
-    use nvme_mpt_memory::processors::{ProcessorSet, ThreadId, own_processors, pin_this_thread};
+    use nvme_mpt_memory::processors::{
+        ProcessorSet, ThreadId, current_processors, pin_current_thread,
+    };
 
     use super::*;
 
     fn place_in(pollers: &PollerPool, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
-        pollers.place(
+        pollers.choose_poller(
             policy,
             AdaptivePolicies::default(),
             PollerLocality::default(),
@@ -366,7 +380,7 @@ mod tests {
     fn dedicated_pollers_are_not_shared_and_end_with_their_queue() {
         let pollers = PollerPool::new();
         let policy = PollPolicy {
-            placement: PollerSharing::Dedicated,
+            sharing: PollerSharing::Dedicated,
             ..PollPolicy::default()
         };
         let first = place_in(&pollers, &policy).expect("thread");
@@ -378,7 +392,7 @@ mod tests {
         let place = |fixed: &str| {
             let learning = fixed.parse().expect("names");
             pollers
-                .place(
+                .choose_poller(
                     &PollPolicy::default(),
                     learning,
                     PollerLocality::default(),
@@ -437,7 +451,7 @@ mod tests {
                 work();
             })
         });
-        let pollers = PollerPool::on(threads);
+        let pollers = PollerPool::with_threads(threads);
         let _poller = place_in(&pollers, &PollPolicy::default()).expect("a thread");
         // The poller makes no pass yet.
         pollers.await_passes(Duration::ZERO);
@@ -497,9 +511,9 @@ mod tests {
             names.push(name.to_owned());
             std::thread::Builder::new().spawn(work)
         });
-        let pollers = PollerPool::on(threads);
+        let pollers = PollerPool::with_threads(threads);
         let dedicated = PollPolicy {
-            placement: PollerSharing::Dedicated,
+            sharing: PollerSharing::Dedicated,
             ..PollPolicy::default()
         };
         let _shared = place_in(&pollers, &PollPolicy::default()).expect("a thread");
@@ -526,9 +540,9 @@ mod tests {
             let (tell, done) = mpsc::channel();
             let (name, named) = mpsc::channel();
             std::thread::spawn(move || {
-                name.send(ThreadId::of_this_thread()).expect("a test");
+                name.send(ThreadId::current()).expect("a test");
                 for processor in asked {
-                    pin_this_thread(processor).expect("it may run there");
+                    pin_current_thread(processor).expect("it may run there");
                     tell.send(()).expect("a test");
                 }
             });
@@ -563,7 +577,7 @@ mod tests {
 
     #[test]
     fn a_poller_stays_beside_the_vcpu_of_its_queue_wherever_that_goes() {
-        let allowed = own_processors().expect("there are fewer than a set has room for");
+        let allowed = current_processors().expect("there are fewer than a set has room for");
         let processors: Vec<usize> = allowed.iter().collect();
         let [first, .., last] = processors[..] else {
             // A single processor has no neighbours.
@@ -575,11 +589,11 @@ mod tests {
             std::thread::Builder::new()
                 .name(name.to_owned())
                 .spawn(move || {
-                    names.send(ThreadId::of_this_thread()).expect("a test");
+                    names.send(ThreadId::current()).expect("a test");
                     work();
                 })
         });
-        let pollers = PollerPool::on(threads);
+        let pollers = PollerPool::with_threads(threads);
         let vector = InterruptVector::new();
         let neighbours = PollerLocality {
             vector: Some(vector.clone()),
@@ -588,7 +602,7 @@ mod tests {
         // A poller that never sleeps checks the location itself.
         let policy = "dedicated:busy@vcpu".parse().expect("valid");
         let _poller = pollers
-            .place(&policy, AdaptivePolicies::default(), neighbours, None)
+            .choose_poller(&policy, AdaptivePolicies::default(), neighbours, None)
             .expect("a thread");
         let poller = started.recv().expect("it started");
         let is_beside =

@@ -39,7 +39,7 @@ pub enum PollerIdleMode {
 impl PollerIdleMode {
     /// Returns the ticks without work after which a poller parks; `None` if it never does. `spin` is the adaptive spin time.
     #[inline]
-    pub(super) fn patience(self, spin: u64) -> Option<u64> {
+    pub(super) fn park_timeout(self, spin: u64) -> Option<u64> {
         match self {
             Self::Adaptive => Some(spin),
             Self::Busy => None,
@@ -48,7 +48,7 @@ impl PollerIdleMode {
     }
 
     /// Returns how long before a due command of a timing model a poller starts to spin, so that the command completes on time.
-    pub(super) fn spins_before_due(self) -> Duration {
+    pub(super) fn spin_lead(self) -> Duration {
         match self {
             Self::Adaptive | Self::Busy => DUE_SOON,
             Self::Event => Duration::ZERO,
@@ -73,9 +73,9 @@ pub enum PollerProcessors {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PollPolicy {
     /// Sharing of pollers between queues.
-    pub placement: PollerSharing,
+    pub sharing: PollerSharing,
     /// Behaviour of a poller without work.
-    pub spin: PollerIdleMode,
+    pub idle_mode: PollerIdleMode,
     /// Processors of the pollers.
     pub processors: PollerProcessors,
 }
@@ -125,8 +125,8 @@ impl FromStr for PollPolicy {
             }
         };
         Ok(Self {
-            placement,
-            spin,
+            sharing: placement,
+            idle_mode: spin,
             processors,
         })
     }
@@ -137,8 +137,8 @@ impl PollPolicy {
     ///
     /// A store to a mapped register wakes no poller, so [`DoorbellMode::Auto`] does not map registers for event-driven pollers.
     #[must_use]
-    pub fn doorbells(&self, asked: DoorbellMode) -> DoorbellMode {
-        match (self.spin, asked) {
+    pub fn doorbell_mode(&self, asked: DoorbellMode) -> DoorbellMode {
+        match (self.idle_mode, asked) {
             (PollerIdleMode::Event, DoorbellMode::Auto) => DoorbellMode::Shadow,
             (_, asked) => asked,
         }
@@ -148,9 +148,9 @@ impl PollPolicy {
     ///
     /// # Errors
     /// [`NoSuchProcessor`].
-    pub fn check(&self) -> Result<(), NoSuchProcessor> {
+    pub fn check_processors(&self) -> Result<(), NoSuchProcessor> {
         match &self.processors {
-            PollerProcessors::Named(named) => affinity::check(named),
+            PollerProcessors::Named(named) => affinity::check_online(named),
             PollerProcessors::Any | PollerProcessors::Vcpu => Ok(()),
         }
     }
@@ -158,11 +158,11 @@ impl PollPolicy {
 
 impl fmt::Display for PollPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.placement {
+        f.write_str(match self.sharing {
             PollerSharing::Shared => "shared",
             PollerSharing::Dedicated => "dedicated",
         })?;
-        f.write_str(match self.spin {
+        f.write_str(match self.idle_mode {
             PollerIdleMode::Adaptive => "",
             PollerIdleMode::Busy => ":busy",
             PollerIdleMode::Event => ":event",
@@ -186,15 +186,15 @@ mod tests {
 
     #[test]
     fn the_way_of_spinning_bounds_the_time_without_work() {
-        assert_eq!(PollerIdleMode::Adaptive.patience(7), Some(7));
-        assert_eq!(PollerIdleMode::Busy.patience(7), None);
-        assert_eq!(PollerIdleMode::Event.patience(7), Some(0));
+        assert_eq!(PollerIdleMode::Adaptive.park_timeout(7), Some(7));
+        assert_eq!(PollerIdleMode::Busy.park_timeout(7), None);
+        assert_eq!(PollerIdleMode::Event.park_timeout(7), Some(0));
     }
 
     #[test]
     fn an_event_driven_poller_spins_for_no_command_that_is_due_soon() {
-        assert_eq!(PollerIdleMode::Event.spins_before_due(), Duration::ZERO);
-        assert!(!PollerIdleMode::Adaptive.spins_before_due().is_zero());
+        assert_eq!(PollerIdleMode::Event.spin_lead(), Duration::ZERO);
+        assert!(!PollerIdleMode::Adaptive.spin_lead().is_zero());
     }
 
     #[test]
@@ -210,7 +210,7 @@ mod tests {
             (&event, DoorbellMode::Mapped, DoorbellMode::Mapped),
             (&adaptive, DoorbellMode::Auto, DoorbellMode::Auto),
         ] {
-            assert_eq!(policy.doorbells(asked), given, "{policy}: {asked}");
+            assert_eq!(policy.doorbell_mode(asked), given, "{policy}: {asked}");
         }
     }
 }

@@ -11,15 +11,15 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use log::{error, warn};
-use nvme_guest::event::EventQueue;
-use nvme_guest::learn::{
+use nvme_guest::adaptive::{
     AdaptivePolicies, PollInterval, PreemptionBackoff, SpinTime, ThreadProcessorUse,
 };
+use nvme_guest::event::EventQueue;
 use nvme_guest::park::PollerWaker;
 use nvme_guest::stats::PollerStats;
 use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_memory::clock::{TickRate, Ticks};
-use nvme_mpt_memory::processors::{ThreadId, are_virtual, own_processors, run_on};
+use nvme_mpt_memory::processors::{ThreadId, current_processors, is_virtual_machine, set_affinity};
 use nvme_mpt_memory::sync::mpsc::{Receiver, SendError, SyncSender, sync_channel};
 use nvme_mpt_memory::sync::{JoinHandle, Mutex};
 use nvme_mpt_memory::system::{thread_preemptions, thread_time};
@@ -28,10 +28,10 @@ use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::affinity::ThreadPinning;
-use super::arbiter::{FunctionArbitration, FunctionQuantum};
-use super::beside::{PollerLocality, VcpuAffinity};
+use super::arbitration::{FunctionArbitration, FunctionQuantum};
+use super::locality::{PollerLocality, VcpuAffinity};
 use super::policy::PollerIdleMode;
-use super::seat::{TakeoverSlot as SeatOf, is_blocked};
+use super::takeover_slot::{TakeoverSlot as SeatOf, is_blocked};
 use crate::processor_time::{self, ProcessorTime, ProcessorTimeCharge, ProcessorTimeDivision};
 use crate::shadow::ShadowQueue;
 
@@ -52,32 +52,32 @@ type PollerTakeoverSlot = SeatOf<PolledFunctions, TakeoverTicket>;
 const EAGER_PASSES: u32 = 64;
 
 /// Maximum sleep that ends with the precision of a timer. Longer sleeps end with a precision of a millisecond.
-const EXACT_MAX: Duration = Duration::from_millis(20);
+const PRECISE_SLEEP_MAX: Duration = Duration::from_millis(20);
 
 /// Limits of the sleeps of a poller that sleeps instead of spinning, because other threads need its processor.
-const REST_MIN: Duration = Duration::from_micros(5);
-const REST_MAX: Duration = Duration::from_micros(50);
+const BACKOFF_SLEEP_MIN: Duration = Duration::from_micros(5);
+const BACKOFF_SLEEP_MAX: Duration = Duration::from_micros(50);
 
 /// Time that a thread gets to run before it is checked whether it is blocked.
-const LOOK: Duration = Duration::from_micros(500);
+const BLOCK_CHECK_DELAY: Duration = Duration::from_micros(500);
 
 /// Watched doorbells of a mapped admin queue, whose values another thread handles.
 #[derive(Debug)]
 pub(crate) struct DoorbellWatch {
     pub(crate) id: u64,
     pub(crate) doorbells: [MappedWord32; 2],
-    pub(crate) seen: [u32; 2],
+    pub(crate) last_values: [u32; 2],
     pub(crate) events: Arc<EventQueue>,
     /// Processor time spent on the watch by its poller.
-    pub(crate) bill: ProcessorTimeCharge,
+    pub(crate) cpu_charge: ProcessorTimeCharge,
 }
 
 impl DoorbellWatch {
-    fn look(&mut self) -> bool {
+    fn check_doorbells(&mut self) -> bool {
         let now = [self.doorbells[0].load(), self.doorbells[1].load()];
-        let changed = now != self.seen;
+        let changed = now != self.last_values;
         if changed {
-            self.seen = now;
+            self.last_values = now;
             self.events.signal();
         }
         changed
@@ -88,9 +88,9 @@ impl DoorbellWatch {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QueueRemovalMode {
     /// Commands complete.
-    Drains,
+    Drain,
     /// Commands end after their current step.
-    Ends,
+    CutShort,
 }
 
 /// Shadow queue that its poller hands over.
@@ -104,7 +104,7 @@ impl QueueRemoval {
     /// Keeps the queue with its poller, after [`Poller::stay`]. Returns the queue if it has already left.
     ///
     /// Does not wait for the poller's next pass, because a function may block the thread in the kernel.
-    pub(crate) fn stay(self) -> Option<Box<ShadowQueue>> {
+    pub(crate) fn cancel(self) -> Option<Box<ShadowQueue>> {
         match self.is_decided.swap(true, Ordering::AcqRel) {
             false => None,
             // The queue was sent, or the poller is about to send it.
@@ -136,7 +136,7 @@ enum PollerRequest {
     /// Cuts the commands of a leaving queue short, because the queue is deleted.
     CutShort(u64),
     /// Keeps a leaving queue. Its requester also calls [`QueueRemoval::stay`], which returns the queue if it has already left.
-    Stay(u64),
+    CancelRemoval(u64),
     Watch(DoorbellWatch),
     Unwatch(u64),
     /// Answered after the next pass.
@@ -149,9 +149,9 @@ pub(super) struct PollerState {
     name: String,
     cpu: Option<usize>,
     waker: Arc<PollerWaker>,
-    mail: Mutex<Vec<PollerRequest>>,
+    mailbox: Mutex<Vec<PollerRequest>>,
     has_mail: AtomicBool,
-    queues: AtomicUsize,
+    queue_count: AtomicUsize,
     busy_ticks: AtomicU64,
     parked_ticks: AtomicU64,
     /// Processor time of the thread at the last settlement.
@@ -161,11 +161,11 @@ pub(super) struct PollerState {
     parks: AtomicU64,
     spurious_wakes: AtomicU64,
     started: Ticks,
-    spin: PollerIdleMode,
-    learning: AdaptivePolicies,
+    idle_mode: PollerIdleMode,
+    adaptive: AdaptivePolicies,
     threads: ThreadSpawner,
     /// Seat of the thread that currently runs the poller.
-    seat: Mutex<Arc<PollerTakeoverSlot>>,
+    takeover_slot: Mutex<Arc<PollerTakeoverSlot>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -176,7 +176,7 @@ pub(super) enum ThreadPlacement {
     /// This processor.
     Processor(usize),
     /// Processors beside a vCPU.
-    Beside(PollerLocality),
+    NearVcpu(PollerLocality),
 }
 
 /// Handle of a poller. Its thread ends when the handle is dropped.
@@ -202,13 +202,13 @@ impl Poller {
     ) -> io::Result<Self> {
         let cpu = match home {
             ThreadPlacement::Processor(cpu) => Some(cpu),
-            ThreadPlacement::Anywhere | ThreadPlacement::Beside(_) => None,
+            ThreadPlacement::Anywhere | ThreadPlacement::NearVcpu(_) => None,
         };
         let shared = PollerState::new(name, cpu, spin, learning, threads)?;
         let mut worker = PollerThread::new(&shared)?;
         let work = Box::new(move || {
-            if let ThreadPlacement::Beside(neighbours) = home {
-                worker.beside = VcpuAffinity::begin(neighbours, &worker.shared.name);
+            if let ThreadPlacement::NearVcpu(neighbours) = home {
+                worker.vcpu_affinity = VcpuAffinity::start(neighbours, &worker.shared.name);
             }
             worker.run();
         });
@@ -218,8 +218,8 @@ impl Poller {
     }
 
     /// Lets another thread watch whether a function's turn blocks the poller's thread.
-    pub(super) fn begin_watch(&self) {
-        self.shared.seat().begin_watch();
+    pub(super) fn enable_watch(&self) {
+        self.shared.takeover_slot().enable_watch();
     }
 
     /// Returns whether the poller's thread is awake.
@@ -232,15 +232,16 @@ impl Poller {
     ///
     /// # Errors
     /// The kernel's error. Nothing has changed then.
-    pub(super) fn relieve(
+    pub(super) fn take_over_if_blocked(
         &self,
         limit: u64,
         number: usize,
         threads: &ThreadSpawner,
     ) -> io::Result<Option<Arc<Self>>> {
         let shared = &self.shared;
-        let seat = shared.seat();
-        let Some((began, thread)) = seat.turn(|polled, index| shared.has_others(polled, index))
+        let seat = shared.takeover_slot();
+        let Some((began, thread)) =
+            seat.current_turn(|polled, index| shared.has_other_functions(polled, index))
         else {
             return Ok(None);
         };
@@ -248,16 +249,16 @@ impl Poller {
             return Ok(None);
         }
         // The thread may just have waited for the lock of its seat, which this check held.
-        nvme_mpt_memory::clock::sleep(LOOK);
+        nvme_mpt_memory::clock::sleep(BLOCK_CHECK_DELAY);
         if !is_blocked(thread) {
             return Ok(None);
         }
         // Everything that can fail comes first. If the new thread is not needed after all, it ends at once.
         let (sender, receiver) = sync_channel::<PolledFunctions>(1);
         let mut worker = PollerThread::new(shared)?;
-        worker.seat = Arc::default();
-        worker.seat.begin_watch();
-        let next = worker.seat.clone();
+        worker.takeover_slot = Arc::default();
+        worker.takeover_slot.enable_watch();
+        let next = worker.takeover_slot.clone();
         let work = Box::new(move || {
             if let Ok(polled) = receiver.recv() {
                 worker.take_over(polled);
@@ -267,8 +268,8 @@ impl Poller {
         let apart = PollerState::new(
             &format!("poll-apart-{number}"),
             None,
-            shared.spin,
-            shared.learning,
+            shared.idle_mode,
+            shared.adaptive,
             threads,
         )?;
         let ticket = TakeoverTicket {
@@ -279,12 +280,15 @@ impl Poller {
         let Some((mut polled, index)) = seat.take_over(began, ticket) else {
             return Ok(None);
         };
-        *shared.seat.lock().unwrap_or_else(PoisonError::into_inner) = next;
+        *shared
+            .takeover_slot
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = next;
         *shared.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         let function = polled.functions.remove(index);
         let queues = function.ids.len();
-        shared.queues.fetch_sub(queues, Ordering::Relaxed);
-        apart.queues.fetch_add(queues, Ordering::Relaxed);
+        shared.queue_count.fetch_sub(queues, Ordering::Relaxed);
+        apart.queue_count.fetch_add(queues, Ordering::Relaxed);
         for fd in function.ids.iter().filter_map(|(_, fd)| *fd) {
             let _ = shared
                 .waker
@@ -293,18 +297,18 @@ impl Poller {
         }
         let poller = Arc::new(Self { shared: apart });
         let is_its = |id: u64| function.ids.iter().any(|(own, _)| *own == id);
-        let (its, others) = std::mem::take(&mut polled.leaving)
+        let (its, others) = std::mem::take(&mut polled.pending_removals)
             .into_iter()
             .partition(|(id, _)| is_its(*id));
-        polled.leaving = others;
+        polled.pending_removals = others;
         for (id, requester) in its {
             poller.send(PollerRequest::Remove(
                 id,
-                QueueRemovalMode::Drains,
+                QueueRemovalMode::Drain,
                 requester,
             ));
         }
-        polled.apart.push(IsolatedFunction {
+        polled.isolated.push(IsolatedFunction {
             function: Arc::downgrade(&function.function),
             poller: poller.clone(),
         });
@@ -329,28 +333,28 @@ impl Poller {
     }
 
     /// Returns the number of shadow queues that the poller runs.
-    pub(crate) fn queues(&self) -> usize {
-        self.shared.queues.load(Ordering::Relaxed)
+    pub(crate) fn queue_count(&self) -> usize {
+        self.shared.queue_count.load(Ordering::Relaxed)
     }
 
     /// Adds a shadow queue to run.
     pub(crate) fn add(&self, queue: Box<ShadowQueue>) {
-        self.shared.queues.fetch_add(1, Ordering::Relaxed);
+        self.shared.queue_count.fetch_add(1, Ordering::Relaxed);
         self.send(PollerRequest::Add(queue));
     }
 
     /// Removes a shadow queue. The queue takes no more commands from now on, and is handed over once none of its commands is in
     /// flight at the host controller.
     pub(crate) fn remove(&self, id: u64) -> QueueRemoval {
-        self.let_leave(id, QueueRemovalMode::Drains)
+        self.request_removal(id, QueueRemovalMode::Drain)
     }
 
     /// Removes a queue as [`Self::remove`] does, and cuts its commands short, because the queue is deleted.
-    pub(crate) fn end(&self, id: u64) -> QueueRemoval {
-        self.let_leave(id, QueueRemovalMode::Ends)
+    pub(crate) fn delete(&self, id: u64) -> QueueRemoval {
+        self.request_removal(id, QueueRemovalMode::CutShort)
     }
 
-    fn let_leave(&self, id: u64, departure: QueueRemovalMode) -> QueueRemoval {
+    fn request_removal(&self, id: u64, departure: QueueRemovalMode) -> QueueRemoval {
         let (reply, queue) = sync_channel(1);
         let is_decided = Arc::new(AtomicBool::new(false));
         let requester = QueueRemovalReply {
@@ -367,21 +371,21 @@ impl Poller {
     }
 
     /// Keeps a leaving queue. Call [`QueueRemoval::stay`] next, which returns the queue if it has already left.
-    pub(crate) fn stay(&self, id: u64) {
-        self.send(PollerRequest::Stay(id));
+    pub(crate) fn cancel_removal(&self, id: u64) {
+        self.send(PollerRequest::CancelRemoval(id));
     }
 
     /// Starts to watch doorbells.
-    pub(crate) fn watch(&self, watch: DoorbellWatch) {
+    pub(crate) fn watch_doorbells(&self, watch: DoorbellWatch) {
         self.send(PollerRequest::Watch(watch));
     }
 
-    pub(crate) fn unwatch(&self, id: u64) {
+    pub(crate) fn unwatch_doorbells(&self, id: u64) {
         self.send(PollerRequest::Unwatch(id));
     }
 
     /// Requests a pass over everything that the poller has been given so far. The answer follows the pass.
-    pub(super) fn ask_for_pass(&self) -> Receiver<()> {
+    pub(super) fn request_pass(&self) -> Receiver<()> {
         let (sender, receiver) = sync_channel(1);
         self.send(PollerRequest::AfterPass(sender));
         receiver
@@ -389,7 +393,7 @@ impl Poller {
 
     fn send(&self, mail: PollerRequest) {
         self.shared
-            .mail
+            .mailbox
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .push(mail);
@@ -402,7 +406,7 @@ impl Poller {
         let now = Ticks::now();
         let life = now.since(shared.started).max(1);
         let share = |ticks: u64| (ticks as f64 / life as f64).min(1.0);
-        let seconds = |ticks: u64| nvme_mpt_memory::clock::nanoseconds(ticks) as f64 / 1e9;
+        let seconds = |ticks: u64| nvme_mpt_memory::clock::ticks_to_nanoseconds(ticks) as f64 / 1e9;
         let asleep = match shared.asleep_since.load(Ordering::Relaxed) {
             0 => 0,
             since => now.since(Ticks(since)),
@@ -418,7 +422,7 @@ impl Poller {
             processor_seconds: shared.processor_nanoseconds.load(Ordering::Relaxed) as f64 / 1e9,
             busy_share: share(busy),
             parked_share: share(parked),
-            queues: self.queues(),
+            queues: self.queue_count(),
             parks: shared.parks.load(Ordering::Relaxed),
             spurious_wakes: shared.spurious_wakes.load(Ordering::Relaxed),
         }
@@ -461,7 +465,7 @@ struct FunctionQueues {
 /// Function that a poller runs.
 struct PolledFunction {
     function: Arc<ProcessorTime>,
-    turns: FunctionArbitration,
+    arbitration: FunctionArbitration,
     /// Empty while the function has its turn.
     members: FunctionQueues,
     /// Identifiers of the function's queues, with the descriptors that wake a sleeping poller for these queues.
@@ -481,8 +485,8 @@ struct IsolatedFunction {
 pub(super) struct PolledFunctions {
     functions: Vec<PolledFunction>,
     /// Queues to hand over once none of their commands is in flight.
-    leaving: Vec<(u64, QueueRemovalReply)>,
-    apart: Vec<IsolatedFunction>,
+    pending_removals: Vec<(u64, QueueRemovalReply)>,
+    isolated: Vec<IsolatedFunction>,
 }
 
 impl PolledFunctions {
@@ -507,7 +511,7 @@ impl PolledFunctions {
     }
 
     /// Returns the function that a bill is charged to, and adds the function if it is new.
-    fn function(&mut self, bill: &ProcessorTimeCharge) -> &mut PolledFunction {
+    fn get_or_add_function(&mut self, bill: &ProcessorTimeCharge) -> &mut PolledFunction {
         let own = bill.function();
         let at = self
             .functions
@@ -516,7 +520,7 @@ impl PolledFunctions {
         let at = at.unwrap_or_else(|| {
             self.functions.push(PolledFunction {
                 function: own.clone(),
-                turns: FunctionArbitration::default(),
+                arbitration: FunctionArbitration::default(),
                 members: FunctionQueues::default(),
                 ids: Vec::new(),
             });
@@ -526,9 +530,9 @@ impl PolledFunctions {
     }
 
     /// Returns the function that a bill is charged to, if the function has its own poller.
-    fn apart(&mut self, bill: &ProcessorTimeCharge) -> Option<&mut IsolatedFunction> {
+    fn isolated_function(&mut self, bill: &ProcessorTimeCharge) -> Option<&mut IsolatedFunction> {
         let own = bill.function();
-        self.apart
+        self.isolated
             .iter_mut()
             .find(|apart| apart.function.as_ptr() == Arc::as_ptr(own))
     }
@@ -536,22 +540,22 @@ impl PolledFunctions {
 
 struct PollerThread {
     shared: Arc<PollerState>,
-    seat: Arc<PollerTakeoverSlot>,
+    takeover_slot: Arc<PollerTakeoverSlot>,
     sleeper: PollerSleep,
     polled: PolledFunctions,
     quantum: FunctionQuantum,
-    stop: bool,
+    should_stop: bool,
     /// True if all queues and watches belong to one function, which is charged all of the time, and none is leaving.
-    is_plain: bool,
+    has_single_function: bool,
     /// True if the function has its own poller, which the wakers given out earlier do not wake.
-    is_apart: bool,
+    is_isolated: bool,
     /// Processor time of the thread that is already charged.
-    settled: Duration,
+    charged_time: Duration,
     /// Nanoseconds to add to this thread's processor time to get the poller's processor time, because a poller may change its
     /// thread.
-    beside_nanoseconds: u64,
+    offset_nanoseconds: u64,
     /// Placement beside a vCPU, if requested.
-    beside: Option<VcpuAffinity>,
+    vcpu_affinity: Option<VcpuAffinity>,
 }
 
 impl PollerState {
@@ -566,9 +570,9 @@ impl PollerState {
             name: name.to_owned(),
             cpu,
             waker: PollerWaker::new()?,
-            mail: Mutex::default(),
+            mailbox: Mutex::default(),
             has_mail: AtomicBool::new(false),
-            queues: AtomicUsize::new(0),
+            queue_count: AtomicUsize::new(0),
             busy_ticks: AtomicU64::new(0),
             parked_ticks: AtomicU64::new(0),
             processor_nanoseconds: AtomicU64::new(0),
@@ -576,23 +580,23 @@ impl PollerState {
             parks: AtomicU64::new(0),
             spurious_wakes: AtomicU64::new(0),
             started: Ticks::now(),
-            spin,
-            learning,
+            idle_mode: spin,
+            adaptive: learning,
             threads: threads.clone(),
-            seat: Mutex::default(),
+            takeover_slot: Mutex::default(),
             thread: Mutex::default(),
         }))
     }
 
-    fn seat(&self) -> Arc<PollerTakeoverSlot> {
-        self.seat
+    fn takeover_slot(&self) -> Arc<PollerTakeoverSlot> {
+        self.takeover_slot
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
     }
 
     /// Returns whether the poller has, or is about to get, functions other than the one at `index`.
-    fn has_others(&self, polled: &PolledFunctions, index: usize) -> bool {
+    fn has_other_functions(&self, polled: &PolledFunctions, index: usize) -> bool {
         let function = polled.functions.get(index);
         let is_other = |bill: &ProcessorTimeCharge| {
             function.is_none_or(|function| !Arc::ptr_eq(&function.function, bill.function()))
@@ -600,13 +604,13 @@ impl PollerState {
         polled.functions.len() > 1
             || self.has_mail.load(Ordering::Acquire)
                 && self
-                    .mail
+                    .mailbox
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .iter()
                     .any(|mail| match mail {
-                        PollerRequest::Add(queue) => is_other(queue.bill()),
-                        PollerRequest::Watch(watch) => is_other(&watch.bill),
+                        PollerRequest::Add(queue) => is_other(queue.cpu_charge()),
+                        PollerRequest::Watch(watch) => is_other(&watch.cpu_charge),
                         _ => false,
                     })
     }
@@ -616,110 +620,117 @@ impl PollerThread {
     fn new(shared: &Arc<PollerState>) -> io::Result<Self> {
         Ok(Self {
             shared: shared.clone(),
-            seat: shared.seat(),
+            takeover_slot: shared.takeover_slot(),
             sleeper: PollerSleep::new(&shared.waker)?,
             polled: PolledFunctions::default(),
-            quantum: FunctionQuantum::new(TickRate::of_this_machine()),
-            stop: false,
-            is_plain: true,
-            is_apart: false,
-            settled: Duration::ZERO,
-            beside_nanoseconds: 0,
-            beside: None,
+            quantum: FunctionQuantum::new(TickRate::measured()),
+            should_stop: false,
+            has_single_function: true,
+            is_isolated: false,
+            charged_time: Duration::ZERO,
+            offset_nanoseconds: 0,
+            vcpu_affinity: None,
         })
     }
 
     /// Takes over the functions of a blocked thread.
     fn take_over(&mut self, polled: PolledFunctions) {
-        self.beside_nanoseconds = self.shared.processor_nanoseconds.load(Ordering::Relaxed);
+        self.offset_nanoseconds = self.shared.processor_nanoseconds.load(Ordering::Relaxed);
         self.polled = polled;
-        self.shared.waker.withdraw();
-        self.follow_change();
+        self.shared.waker.end_park();
+        self.on_queues_changed();
     }
 
     /// Gives a function its turn, which starts at `began`. If another thread takes over the other functions during the turn,
     /// this thread runs only this function from then on.
     #[inline]
-    fn turn<R>(
+    fn run_turn<R>(
         &mut self,
         index: usize,
         began: Ticks,
         work: impl FnOnce(&mut FunctionQueues) -> R,
     ) -> R {
         let mut members = std::mem::take(&mut self.polled.functions[index].members);
-        if !self.seat.is_watched() {
+        if !self.takeover_slot.is_watched() {
             let result = work(&mut members);
             self.polled.functions[index].members = members;
             return result;
         }
         let polled = std::mem::take(&mut self.polled);
-        self.seat.leave(polled, index, began);
+        self.takeover_slot.begin_turn(polled, index, began);
         let result = work(&mut members);
-        match self.seat.come_back() {
+        match self.takeover_slot.end_turn() {
             Ok(polled) => {
                 self.polled = polled;
                 self.polled.functions[index].members = members;
             }
-            Err(ticket) => self.go_apart(ticket, members, began),
+            Err(ticket) => self.continue_isolated(ticket, members, began),
         }
         result
     }
 
     /// Continues with one function, after another thread has taken over the others.
     #[cold]
-    fn go_apart(&mut self, ticket: Option<TakeoverTicket>, members: FunctionQueues, began: Ticks) {
+    fn continue_isolated(
+        &mut self,
+        ticket: Option<TakeoverTicket>,
+        members: FunctionQueues,
+        began: Ticks,
+    ) {
         let Some(TakeoverTicket { shared, sleeper }) = ticket else {
             // A take-over always leaves a ticket.
             error!("Poller {} lost its place", self.shared.name);
             return;
         };
-        let held = nvme_mpt_memory::clock::nanoseconds(Ticks::now().since(began)) / 1_000_000;
+        let held =
+            nvme_mpt_memory::clock::ticks_to_nanoseconds(Ticks::now().since(began)) / 1_000_000;
         warn!(
             "A function blocked poller {} for {held} ms, by slow memory, storage or a descriptor: it has a poller of \
              its own from now on, {}",
             self.shared.name, shared.name
         );
-        self.seat = shared.seat();
+        self.takeover_slot = shared.takeover_slot();
         self.shared = shared;
         self.sleeper = sleeper;
-        self.is_apart = true;
+        self.is_isolated = true;
         let time = u64::try_from(thread_time().as_nanos()).unwrap_or(u64::MAX);
-        self.beside_nanoseconds = 0_u64.wrapping_sub(time);
-        self.settled = thread_time();
+        self.offset_nanoseconds = 0_u64.wrapping_sub(time);
+        self.charged_time = thread_time();
         let FunctionQueues { queues, watches } = members;
         for queue in queues {
-            self.take_in(queue);
+            self.add_queue(queue);
         }
         for watch in watches {
             self.polled
-                .function(&watch.bill)
+                .get_or_add_function(&watch.cpu_charge)
                 .members
                 .watches
                 .push(watch);
         }
-        self.follow_change();
+        self.on_queues_changed();
     }
 
     /// Starts to run a queue.
-    fn take_in(&mut self, queue: Box<ShadowQueue>) {
+    fn add_queue(&mut self, queue: Box<ShadowQueue>) {
         let fd = queue.wait_fd();
         if let Some(fd) = fd {
-            self.sleeper.watch(fd);
+            self.sleeper.watch_fd(fd);
         }
-        let function = self.polled.function(queue.bill());
+        let function = self.polled.get_or_add_function(queue.cpu_charge());
         function.ids.push((queue.id(), fd));
         function.members.queues.push(queue);
     }
 
     fn run(mut self) {
-        let (spin, learning) = (self.shared.spin, self.shared.learning);
-        self.seat.sit_down(ThreadId::of_this_thread());
+        let (spin, learning) = (self.shared.idle_mode, self.shared.adaptive);
+        self.takeover_slot.set_thread(ThreadId::current());
         let processor = self.shared.cpu;
         // Processors for the thread if it loses its seat.
-        let anywhere = processor.and_then(|_| own_processors().ok());
-        let mut pinning = processor.map(|cpu| ThreadPinning::begin(cpu, &self.shared.name));
-        let rate = TickRate::of_this_machine();
-        let early = spin.spins_before_due();
+        let anywhere = processor.and_then(|_| current_processors().ok());
+        let mut pinning =
+            processor.map(|cpu| ThreadPinning::pin_current_thread(cpu, &self.shared.name));
+        let rate = TickRate::measured();
+        let early = spin.spin_lead();
         let due_soon = rate.ticks(early);
         let mut spin_time = SpinTime::new(learning.spin, rate);
         let mut courtesy = PreemptionBackoff::new(learning.courtesy, rate);
@@ -727,39 +738,39 @@ impl PollerThread {
         let mut idle_since = None;
         // Like `idle_since`, but since the last sleep.
         let mut spin_since = None;
-        let eager_passes = if are_virtual() {
+        let eager_passes = if is_virtual_machine() {
             u32::MAX
         } else {
             EAGER_PASSES
         };
         let mut empty_passes = 0_u32;
         let mut pass_began = Ticks::now();
-        let period = rate.ticks(processor_time::PERIOD);
+        let period = rate.ticks(processor_time::ACCOUNTING_PERIOD);
         let mut settles_at = pass_began;
         loop {
             if self.shared.has_mail.load(Ordering::Acquire) {
                 self.read_mail();
             }
-            if self.stop {
+            if self.should_stop {
                 return;
             }
-            let worked = self.pass(pass_began);
+            let worked = self.run_pass(pass_began);
             let now = Ticks::now();
             if now >= settles_at {
-                self.settle();
-                if let Some(beside) = &mut self.beside {
-                    beside.follow(now, &self.shared.name);
+                self.charge_time();
+                if let Some(beside) = &mut self.vcpu_affinity {
+                    beside.follow_vcpu(now, &self.shared.name);
                 }
                 // A function that is alone on the thread has no right to the processor of the others.
-                if self.is_apart
+                if self.is_isolated
                     && pinning.take().is_some()
                     && let Some(all) = &anywhere
                 {
                     // On failure, it stays where it is.
-                    let _ = run_on(all);
+                    let _ = set_affinity(all);
                 }
                 if let Some(pinning) = &mut pinning {
-                    pinning.follow(now, &self.shared.name);
+                    pinning.check(now, &self.shared.name);
                 }
                 settles_at = Ticks(now.0.saturating_add(period));
             }
@@ -768,11 +779,11 @@ impl PollerThread {
                 ticks: rate.ticks(thread_time()),
                 preemptions: thread_preemptions(),
             };
-            if courtesy.passed(now, spun, now.since(pass_began), on_processor) {
-                spin_time.crowded();
+            if courtesy.on_pass(now, spun, now.since(pass_began), on_processor) {
+                spin_time.on_contention();
             }
             if worked {
-                add(&self.shared.busy_ticks, now.since(pass_began));
+                add_to_counter(&self.shared.busy_ticks, now.since(pass_began));
                 idle_since = None;
                 spin_since = None;
                 empty_passes = 0;
@@ -786,26 +797,30 @@ impl PollerThread {
             if empty_passes > eager_passes {
                 std::hint::spin_loop();
             }
-            let rests = self.rests();
+            let rests = self.throttled_queues();
             let patience = match rests {
                 ThrottledQueues::None => spin_time.ticks(),
-                ThrottledQueues::Some => spin_time.shortest(),
+                ThrottledQueues::Some => spin_time.min_ticks(),
                 ThrottledQueues::All => 0,
             };
             // A poller that follows a vCPU must check the vCPU's processors.
             let has_nothing =
-                self.has_no_queues() && self.has_no_watches() && self.beside.is_none();
+                self.has_no_queues() && self.has_no_watches() && self.vcpu_affinity.is_none();
             // A separated function's poller must not occupy a processor permanently.
-            let spin = match self.is_apart {
+            let spin = match self.is_isolated {
                 true if spin == PollerIdleMode::Busy => PollerIdleMode::Adaptive,
                 _ => spin,
             };
             let parks = has_nothing
                 || spin
-                    .patience(patience)
+                    .park_timeout(patience)
                     .is_some_and(|patience| idle >= patience || self.has_no_queues());
-            let leaves = courtesy.is_due(now, idle);
-            if !(parks || leaves) || self.until_due(now).is_some_and(|ticks| ticks <= due_soon) {
+            let leaves = courtesy.should_sleep(now, idle);
+            if !(parks || leaves)
+                || self
+                    .ticks_until_due(now)
+                    .is_some_and(|ticks| ticks <= due_soon)
+            {
                 continue;
             }
             spin_since = None;
@@ -813,16 +828,18 @@ impl PollerThread {
                 let (found_work, slept) = self.park(idle, early, looks);
                 // The timer ends a rest, however long the poller spins before it.
                 if rests == ThrottledQueues::None {
-                    spin_time.slept(slept, found_work);
+                    spin_time.on_sleep(slept, found_work);
                 }
                 pass_began = Ticks::now();
                 // Doorbells that are checked periodically stay idle until they move.
-                if found_work || !self.is_timed() {
+                if found_work || !self.needs_timed_wakes() {
                     idle_since = None;
                 }
             } else {
-                let half = Duration::from_nanos(nvme_mpt_memory::clock::nanoseconds(idle) / 2);
-                self.sleeper.sleep(Some(half.clamp(REST_MIN, REST_MAX)));
+                let half =
+                    Duration::from_nanos(nvme_mpt_memory::clock::ticks_to_nanoseconds(idle) / 2);
+                self.sleeper
+                    .sleep(Some(half.clamp(BACKOFF_SLEEP_MIN, BACKOFF_SLEEP_MAX)));
                 pass_began = Ticks::now();
             }
         }
@@ -839,20 +856,20 @@ impl PollerThread {
     /// Runs every queue once, or the queues whose turn it is. Returns whether any queue had work or was skipped. `began` is the
     /// current time.
     #[inline]
-    fn pass(&mut self, began: Ticks) -> bool {
-        if !self.is_plain {
-            return self.measured_pass(false);
+    fn run_pass(&mut self, began: Ticks) -> bool {
+        if !self.has_single_function {
+            return self.run_measured_pass(false);
         }
         if self.polled.functions.is_empty() {
             return false;
         }
-        self.turn(0, began, |FunctionQueues { queues, watches }| {
+        self.run_turn(0, began, |FunctionQueues { queues, watches }| {
             let mut worked = false;
             for queue in queues {
                 worked |= queue.poll();
             }
             for watch in watches {
-                worked |= watch.look();
+                worked |= watch.check_doorbells();
             }
             worked
         })
@@ -861,62 +878,63 @@ impl PollerThread {
     /// Runs the queues whose turn it is, or `all` once. Adds each queue's ticks to the queue's bill, and hands over leaving
     /// queues. Returns whether any queue had work or was skipped.
     #[inline(never)]
-    fn measured_pass(&mut self, all: bool) -> bool {
+    fn run_measured_pass(&mut self, all: bool) -> bool {
         let mut worked = false;
         let mut began = Ticks::now();
         let quantum = self.quantum;
         let mut index = 0;
         while let Some(function) = self.polled.functions.get(index) {
-            let mut turns = function.turns;
+            let mut turns = function.arbitration;
             let turns_of = &mut turns;
-            (worked, began) = self.turn(index, began, move |FunctionQueues { queues, watches }| {
-                let (mut worked, mut last) = (worked, began);
-                let mut taken = || {
-                    let now = Ticks::now();
-                    now.since(std::mem::replace(&mut last, now))
-                };
-                let count = queues.len();
-                let mut poll = |index: usize| {
-                    let Some(queue) = queues.get_mut(index) else {
-                        return 0;
+            (worked, began) =
+                self.run_turn(index, began, move |FunctionQueues { queues, watches }| {
+                    let (mut worked, mut last) = (worked, began);
+                    let mut taken = || {
+                        let now = Ticks::now();
+                        now.since(std::mem::replace(&mut last, now))
                     };
-                    worked |= queue.poll();
-                    let ticks = taken();
-                    queue.bill_mut().add(ticks);
-                    ticks
-                };
-                let left_out = if all {
-                    for index in 0..count {
-                        poll(index);
+                    let count = queues.len();
+                    let mut poll = |index: usize| {
+                        let Some(queue) = queues.get_mut(index) else {
+                            return 0;
+                        };
+                        worked |= queue.poll();
+                        let ticks = taken();
+                        queue.cpu_charge_mut().add(ticks);
+                        ticks
+                    };
+                    let left_out = if all {
+                        for index in 0..count {
+                            poll(index);
+                        }
+                        false
+                    } else {
+                        turns_of.run_turn(quantum, count, poll)
+                    };
+                    worked |= left_out;
+                    for watch in watches {
+                        worked |= watch.check_doorbells();
+                        watch.cpu_charge.add(taken());
                     }
-                    false
-                } else {
-                    turns_of.turn(quantum, count, poll)
-                };
-                worked |= left_out;
-                for watch in watches {
-                    worked |= watch.look();
-                    watch.bill.add(taken());
-                }
-                (worked, last)
-            });
+                    (worked, last)
+                });
             if let Some(function) = self.polled.functions.get_mut(index) {
-                function.turns = turns;
+                function.arbitration = turns;
             }
             index += 1;
         }
-        if !self.polled.leaving.is_empty() {
-            self.hand_back();
+        if !self.polled.pending_removals.is_empty() {
+            self.hand_over_drained();
         }
         worked
     }
 
     /// Calls a closure with the queues and watches of each function, in that function's turn. Returns whether any call returned
     /// `true`.
-    fn each(&mut self, mut work: impl FnMut(&mut FunctionQueues) -> bool) -> bool {
+    fn for_each_function(&mut self, mut work: impl FnMut(&mut FunctionQueues) -> bool) -> bool {
         let (mut index, mut any) = (0, false);
         while index < self.polled.functions.len() {
-            any |= self.turn(index, Ticks::now(), &mut work);
+            any |= self.run_turn(index, Ticks::now(), &mut work);
             index += 1;
         }
         any
@@ -925,65 +943,71 @@ impl PollerThread {
     /// Charges the thread's time since the last settlement to the functions that it was spent on. Time without a queue or watch
     /// is not charged.
     #[cold]
-    fn settle(&mut self) {
+    fn charge_time(&mut self) {
         let time = thread_time();
-        let spent = time.saturating_sub(std::mem::replace(&mut self.settled, time));
+        let spent = time.saturating_sub(std::mem::replace(&mut self.charged_time, time));
         let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        let nanoseconds = nanoseconds.wrapping_add(self.beside_nanoseconds);
+        let nanoseconds = nanoseconds.wrapping_add(self.offset_nanoseconds);
         self.shared
             .processor_nanoseconds
             .store(nanoseconds, Ordering::Relaxed);
-        let settlement = ProcessorTimeDivision::new(spent, self.bills());
+        let settlement = ProcessorTimeDivision::new(spent, self.charges());
         for PolledFunction { members, .. } in &mut self.polled.functions {
-            let queues = members.queues.iter_mut().map(|queue| queue.bill_mut());
-            let watches = members.watches.iter_mut().map(|watch| &mut watch.bill);
+            let queues = members
+                .queues
+                .iter_mut()
+                .map(|queue| queue.cpu_charge_mut());
+            let watches = members
+                .watches
+                .iter_mut()
+                .map(|watch| &mut watch.cpu_charge);
             queues
                 .chain(watches)
-                .for_each(|bill| settlement.settle(bill));
+                .for_each(|bill| settlement.charge_share(bill));
         }
     }
 
-    fn bills(&self) -> impl Iterator<Item = &ProcessorTimeCharge> {
-        let queues = self.polled.queues().map(ShadowQueue::bill);
-        queues.chain(self.polled.watches().map(|watch| &watch.bill))
+    fn charges(&self) -> impl Iterator<Item = &ProcessorTimeCharge> {
+        let queues = self.polled.queues().map(ShadowQueue::cpu_charge);
+        queues.chain(self.polled.watches().map(|watch| &watch.cpu_charge))
     }
 
     /// Updates derived state after a change of the queues and watches.
-    fn follow_change(&mut self) {
+    fn on_queues_changed(&mut self) {
         let functions = &mut self.polled.functions;
         functions.retain(|PolledFunction { members, .. }| {
             !(members.queues.is_empty() && members.watches.is_empty())
         });
         let is_of_one = functions.len() <= 1;
-        self.is_plain = is_of_one && self.polled.leaving.is_empty();
+        self.has_single_function = is_of_one && self.polled.pending_removals.is_empty();
         for queue in self.polled.queues_mut() {
-            queue.share_poller(!is_of_one);
+            queue.set_poller_shared(!is_of_one);
         }
         self.polled
-            .apart
+            .isolated
             .retain(|apart| apart.function.strong_count() > 0);
     }
 
     /// Sleeps until there is work, or until `early` ticks before a command is due. Returns whether there was work afterwards,
     /// and the ticks slept.
     fn park(&mut self, idle: u64, early: Duration, looks: PollInterval) -> (bool, u64) {
-        self.each(|members| {
+        self.for_each_function(|members| {
             for queue in &mut members.queues {
-                queue.arm();
+                queue.arm_notifications();
             }
             false
         });
         let waker = self.shared.waker.clone();
-        waker.announce();
+        waker.begin_park();
         // Between arming and the second check: see `Silence`.
-        let timed = self.is_timed();
+        let timed = self.needs_timed_wakes();
         let mut found = self.shared.has_mail.load(Ordering::Acquire);
-        found |= self.each(|FunctionQueues { queues, watches }| {
+        found |= self.for_each_function(|FunctionQueues { queues, watches }| {
             let mut found = false;
             for queue in queues {
-                found |= queue.look_again();
+                found |= queue.recheck();
             }
-            found | watches.iter_mut().any(DoorbellWatch::look)
+            found | watches.iter_mut().any(DoorbellWatch::check_doorbells)
         });
         if !Arc::ptr_eq(&waker, &self.shared.waker) {
             // The waker belongs to another thread now.
@@ -994,33 +1018,39 @@ impl PollerThread {
         let mut timeout = None;
         if !found {
             let silent = timed.then(|| {
-                let idle = Duration::from_nanos(nvme_mpt_memory::clock::nanoseconds(idle));
-                if self.polled.queues().any(ShadowQueue::has_silent_work) {
-                    PollInterval::at_work(idle)
+                let idle = Duration::from_nanos(nvme_mpt_memory::clock::ticks_to_nanoseconds(idle));
+                if self.polled.queues().any(ShadowQueue::has_unsignalled_work) {
+                    PollInterval::for_pending_work(idle)
                 } else {
-                    looks.at_doorbells(idle)
+                    looks.for_doorbells(idle)
                 }
             });
             // A spinning poller spins for the remaining time, so that the command completes on time.
-            let due = self.until_due(began).map(|ticks| {
-                let until = Duration::from_nanos(nvme_mpt_memory::clock::nanoseconds(ticks));
+            let due = self.ticks_until_due(began).map(|ticks| {
+                let until =
+                    Duration::from_nanos(nvme_mpt_memory::clock::ticks_to_nanoseconds(ticks));
                 until.saturating_sub(early).max(Duration::from_micros(1))
             });
-            let rest = self.polled.queues().filter_map(ShadowQueue::rests_until);
+            let rest = self
+                .polled
+                .queues()
+                .filter_map(ShadowQueue::throttled_until);
             let rest = rest.min().map(|end| {
-                Duration::from_nanos(nvme_mpt_memory::clock::nanoseconds(end.since(began)))
-                    .max(Duration::from_micros(1))
+                Duration::from_nanos(nvme_mpt_memory::clock::ticks_to_nanoseconds(
+                    end.since(began),
+                ))
+                .max(Duration::from_micros(1))
             });
             timeout = [silent, due, rest].into_iter().flatten().min();
             self.shared.parks.fetch_add(1, Ordering::Relaxed);
             self.sleeper.sleep(timeout);
         }
-        waker.withdraw();
+        waker.end_park();
         let slept = Ticks::now().since(began);
         self.shared.asleep_since.store(0, Ordering::Relaxed);
-        add(&self.shared.parked_ticks, slept);
+        add_to_counter(&self.shared.parked_ticks, slept);
         if !found {
-            found = self.pass(Ticks::now()) || self.shared.has_mail.load(Ordering::Acquire);
+            found = self.run_pass(Ticks::now()) || self.shared.has_mail.load(Ordering::Acquire);
             if !found && timeout.is_none() {
                 self.shared.spurious_wakes.fetch_add(1, Ordering::Relaxed);
             }
@@ -1029,8 +1059,11 @@ impl PollerThread {
     }
 
     /// Returns whether queues wait for the limits of their leases.
-    fn rests(&self) -> ThrottledQueues {
-        let rests = self.polled.queues().filter_map(ShadowQueue::rests_until);
+    fn throttled_queues(&self) -> ThrottledQueues {
+        let rests = self
+            .polled
+            .queues()
+            .filter_map(ShadowQueue::throttled_until);
         match rests.count() {
             0 => ThrottledQueues::None,
             count if count == self.polled.queues().count() && self.has_no_watches() => {
@@ -1041,27 +1074,27 @@ impl PollerThread {
     }
 
     /// Returns the ticks until the first timed event of a queue, if there is any.
-    fn until_due(&self, now: Ticks) -> Option<u64> {
+    fn ticks_until_due(&self, now: Ticks) -> Option<u64> {
         let due = self.polled.queues().filter_map(ShadowQueue::next_due);
         due.min().map(|due| due.since(now))
     }
 
     /// Returns whether a doorbell here is only stored to, so that no store wakes the poller.
-    fn is_timed(&self) -> bool {
+    fn needs_timed_wakes(&self) -> bool {
         !self.has_no_watches()
-            || (self.is_apart && !self.has_no_queues())
-            || self.polled.queues().any(ShadowQueue::is_silent)
+            || (self.is_isolated && !self.has_no_queues())
+            || self.polled.queues().any(ShadowQueue::needs_polling)
     }
 
     #[cold]
     fn read_mail(&mut self) {
         // Leaving queues are charged up to now, and new queues from now on.
-        self.settle();
+        self.charge_time();
         self.shared.has_mail.store(false, Ordering::Relaxed);
         let mail = {
             let mut mail = self
                 .shared
-                .mail
+                .mailbox
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner);
             std::mem::take(&mut *mail)
@@ -1069,25 +1102,29 @@ impl PollerThread {
         let mut answers = Vec::new();
         for mail in mail {
             match mail {
-                PollerRequest::Add(queue) => match self.polled.apart(queue.bill()) {
-                    Some(apart) => {
-                        self.shared.queues.fetch_sub(1, Ordering::Relaxed);
-                        apart.poller.add(queue);
+                PollerRequest::Add(queue) => {
+                    match self.polled.isolated_function(queue.cpu_charge()) {
+                        Some(apart) => {
+                            self.shared.queue_count.fetch_sub(1, Ordering::Relaxed);
+                            apart.poller.add(queue);
+                        }
+                        None => self.add_queue(queue),
                     }
-                    None => self.take_in(queue),
-                },
+                }
                 PollerRequest::Remove(id, departure, requester) => match self.polled.queue(id) {
                     Some(queue) => {
                         queue.stop();
-                        if departure == QueueRemovalMode::Ends {
+                        if departure == QueueRemovalMode::CutShort {
                             queue.cut_short();
                         }
                         // An earlier requester has stopped waiting.
-                        self.polled.leaving.retain(|(other, _)| *other != id);
-                        self.polled.leaving.push((id, requester));
+                        self.polled
+                            .pending_removals
+                            .retain(|(other, _)| *other != id);
+                        self.polled.pending_removals.push((id, requester));
                     }
                     None => {
-                        for IsolatedFunction { poller, .. } in &self.polled.apart {
+                        for IsolatedFunction { poller, .. } in &self.polled.isolated {
                             poller.send(PollerRequest::Remove(id, departure, requester.clone()));
                         }
                     }
@@ -1096,45 +1133,49 @@ impl PollerThread {
                     Some(queue) => queue.cut_short(),
                     None => self
                         .polled
-                        .apart
+                        .isolated
                         .iter()
                         .for_each(|apart| apart.poller.cut_short(id)),
                 },
-                PollerRequest::Stay(id) => {
+                PollerRequest::CancelRemoval(id) => {
                     match self.polled.queue(id) {
                         Some(queue) => queue.resume(),
                         None => self
                             .polled
-                            .apart
+                            .isolated
                             .iter()
-                            .for_each(|apart| apart.poller.stay(id)),
+                            .for_each(|apart| apart.poller.cancel_removal(id)),
                     }
-                    self.polled.leaving.retain(|(other, _)| *other != id);
+                    self.polled
+                        .pending_removals
+                        .retain(|(other, _)| *other != id);
                 }
-                PollerRequest::Watch(watch) => match self.polled.apart(&watch.bill) {
-                    Some(apart) => apart.poller.watch(watch),
-                    None => self
-                        .polled
-                        .function(&watch.bill)
-                        .members
-                        .watches
-                        .push(watch),
-                },
+                PollerRequest::Watch(watch) => {
+                    match self.polled.isolated_function(&watch.cpu_charge) {
+                        Some(apart) => apart.poller.watch_doorbells(watch),
+                        None => self
+                            .polled
+                            .get_or_add_function(&watch.cpu_charge)
+                            .members
+                            .watches
+                            .push(watch),
+                    }
+                }
                 PollerRequest::Unwatch(id) => {
                     for function in &mut self.polled.functions {
                         function.members.watches.retain(|watch| watch.id != id);
                     }
-                    for apart in &self.polled.apart {
-                        apart.poller.unwatch(id);
+                    for apart in &self.polled.isolated {
+                        apart.poller.unwatch_doorbells(id);
                     }
                 }
                 PollerRequest::AfterPass(answer) => answers.push(answer),
-                PollerRequest::Stop => self.stop = true,
+                PollerRequest::Stop => self.should_stop = true,
             }
         }
-        self.follow_change();
+        self.on_queues_changed();
         if !answers.is_empty() {
-            self.measured_pass(true);
+            self.run_measured_pass(true);
         }
         for answer in answers {
             // The requester may have stopped waiting.
@@ -1143,18 +1184,21 @@ impl PollerThread {
     }
 
     #[cold]
-    fn hand_back(&mut self) {
+    fn hand_over_drained(&mut self) {
         let goes = |queue: &ShadowQueue| {
-            let mut leaving = self.polled.leaving.iter();
+            let mut leaving = self.polled.pending_removals.iter();
             queue.is_drained() && leaving.any(|(id, _)| *id == queue.id())
         };
         if self.polled.queues().any(goes) {
-            self.settle();
+            self.charge_time();
         }
         let Self {
-            polled: PolledFunctions {
-                functions, leaving, ..
-            },
+            polled:
+                PolledFunctions {
+                    functions,
+                    pending_removals: leaving,
+                    ..
+                },
             sleeper,
             shared,
             ..
@@ -1179,23 +1223,23 @@ impl PollerThread {
             }
             let queue = function.members.queues.swap_remove(index);
             function.ids.retain(|(other, _)| other != id);
-            shared.queues.fetch_sub(1, Ordering::Relaxed);
+            shared.queue_count.fetch_sub(1, Ordering::Relaxed);
             if let Some(fd) = queue.wait_fd() {
-                sleeper.unwatch(fd);
+                sleeper.unwatch_fd(fd);
             }
             if let Err(SendError(queue)) = requester.reply.send(queue) {
                 abandoned.push(queue);
             }
             false
         });
-        end_apart(&shared.threads, abandoned);
-        self.follow_change();
+        drop_queues_in_thread(&shared.threads, abandoned);
+        self.on_queues_changed();
     }
 }
 
 /// Drops queues whose requesters are gone, on a separate thread, because the drop may wait for the drive and the ledger.
 #[expect(clippy::vec_box, reason = "queues move between threads and are large")]
-fn end_apart(threads: &ThreadSpawner, queues: Vec<Box<ShadowQueue>>) {
+fn drop_queues_in_thread(threads: &ThreadSpawner, queues: Vec<Box<ShadowQueue>>) {
     if queues.is_empty() {
         return;
     }
@@ -1204,7 +1248,7 @@ fn end_apart(threads: &ThreadSpawner, queues: Vec<Box<ShadowQueue>>) {
 }
 
 /// Adds to a counter that only this thread writes.
-fn add(counter: &AtomicU64, by: u64) {
+fn add_to_counter(counter: &AtomicU64, by: u64) {
     counter.store(
         counter.load(Ordering::Relaxed).wrapping_add(by),
         Ordering::Relaxed,
@@ -1214,7 +1258,7 @@ fn add(counter: &AtomicU64, by: u64) {
 /// Sleep of a parked poller.
 pub(super) struct PollerSleep {
     timer: TimerFd,
-    bell: RawFd,
+    waker_fd: RawFd,
     waker: Arc<PollerWaker>,
 }
 
@@ -1222,34 +1266,34 @@ impl PollerSleep {
     fn new(waker: &Arc<PollerWaker>) -> io::Result<Self> {
         let sleeper = Self {
             timer: TimerFd::new()?,
-            bell: waker.eventfd().as_raw_fd(),
+            waker_fd: waker.eventfd().as_raw_fd(),
             waker: waker.clone(),
         };
-        sleeper.control(ControlOperation::Add, sleeper.timer.as_raw_fd())?;
+        sleeper.control_epoll(ControlOperation::Add, sleeper.timer.as_raw_fd())?;
         Ok(sleeper)
     }
 
-    fn control(&self, operation: ControlOperation, fd: RawFd) -> io::Result<()> {
+    fn control_epoll(&self, operation: ControlOperation, fd: RawFd) -> io::Result<()> {
         self.waker
             .epoll()
             .ctl(operation, fd, EpollEvent::new(EventSet::IN, fd as u64))
     }
 
-    fn watch(&self, fd: RawFd) {
-        if let Err(error) = self.control(ControlOperation::Add, fd) {
+    fn watch_fd(&self, fd: RawFd) {
+        if let Err(error) = self.control_epoll(ControlOperation::Add, fd) {
             // Completions are then found only when the poller is awake for another reason.
             error!("A host queue's completions cannot wake its poller: {error}");
         }
     }
 
-    fn unwatch(&self, fd: RawFd) {
+    fn unwatch_fd(&self, fd: RawFd) {
         // A closed descriptor has already left the epoll set.
-        let _ = self.control(ControlOperation::Delete, fd);
+        let _ = self.control_epoll(ControlOperation::Delete, fd);
     }
 
     fn sleep(&mut self, timeout: Option<Duration>) {
         // A long sleep needs no precise end, so it saves the system calls for a timer. A simulator's clock is always precise.
-        let needs_timer = |timeout: &Duration| *timeout <= EXACT_MAX && !cfg!(simulation);
+        let needs_timer = |timeout: &Duration| *timeout <= PRECISE_SLEEP_MAX && !cfg!(simulation);
         let exact = timeout.filter(needs_timer);
         if let Some(timeout) = exact
             && let Err(error) = self.timer.reset(timeout, None)
@@ -1261,7 +1305,10 @@ impl PollerSleep {
         let rest = timeout.filter(|_| exact.is_none());
         // An interrupted sleep counts as a short one: the poller checks for work and sleeps again.
         let ready = eventfd::wait(self.waker.epoll(), rest, &mut events).unwrap_or(0);
-        if events[..ready].iter().any(|event| event.fd() == self.bell) {
+        if events[..ready]
+            .iter()
+            .any(|event| event.fd() == self.waker_fd)
+        {
             // An empty eventfd is no error: the signal may belong to the previous sleep.
             let _ = self.waker.eventfd().read();
         }

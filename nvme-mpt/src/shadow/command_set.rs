@@ -65,14 +65,17 @@ pub trait CommandSet {
     /// Returns the first LBA of a command for the error log.
     #[must_use]
     #[inline(always)]
-    fn named_lba(guest: &Sqe) -> u64 {
+    fn error_log_lba(guest: &Sqe) -> u64 {
         guest.cdw10_11()
     }
 
     /// Returns dwords 0 and 1 of the guest's completion.
     #[must_use]
     #[inline(always)]
-    fn result(translator: &CommandTranslator, completed: &CompletedCommand) -> (u32, u32) {
+    fn completion_dwords(
+        translator: &CommandTranslator,
+        completed: &CompletedCommand,
+    ) -> (u32, u32) {
         let _ = translator;
         (completed.dw0, 0)
     }

@@ -9,7 +9,7 @@ use nvme_lease::range::BlockRange;
 use nvme_spec::ids::{Lba, Nsid};
 use nvme_spec::status::Status;
 
-use super::{CommandFailure, UntranslatedCommand, location};
+use super::{CommandFailure, UntranslatedCommand, field_offsets};
 
 /// Identifiers of a namespace for the guest and for the host controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub struct LeasedBlocks {
     nsids: NamespaceIds,
     lba_shift: u8,
     /// True if units may be added.
-    grows: bool,
+    can_grow: bool,
     /// Number of LBA bits that are the offset in a unit.
     unit_shift: u32,
     /// Mask of the LBA bits that are the offset in a unit.
@@ -40,7 +40,7 @@ pub struct LeasedBlocks {
 }
 
 /// Unit shift of a lease with a single unit: no LBA of a namespace has more bits.
-const WHOLE_SHIFT: u32 = 63;
+const SINGLE_UNIT_SHIFT: u32 = 63;
 
 impl LeasedBlocks {
     /// Creates the blocks of a lease from its extents in the host's namespace, in order. Several extents must each consist of
@@ -57,7 +57,7 @@ impl LeasedBlocks {
         let blocks = parts.iter().map(|part| part.blocks).sum();
         let (units, unit_shift, unit_blocks) = match (parts, unit_blocks) {
             ([], _) => return None,
-            ([only], _) => (vec![only.start], WHOLE_SHIFT, blocks),
+            ([only], _) => (vec![only.start], SINGLE_UNIT_SHIFT, blocks),
             (_, Some(unit)) if unit.is_power_of_two() => {
                 if parts.iter().any(|part| !part.blocks.is_multiple_of(unit)) {
                     return None;
@@ -73,7 +73,7 @@ impl LeasedBlocks {
         Some(Self {
             nsids,
             lba_shift,
-            grows,
+            can_grow: grows,
             unit_shift,
             unit_mask: (1 << unit_shift) - 1,
             unit_blocks,
@@ -83,8 +83,8 @@ impl LeasedBlocks {
     }
 
     /// Returns whether the lease may get several extents.
-    pub(crate) const fn may_grow(&self) -> bool {
-        self.grows
+    pub(crate) const fn can_grow(&self) -> bool {
+        self.can_grow
     }
 
     /// Returns the namespace identifier for the guest.
@@ -117,12 +117,12 @@ impl LeasedBlocks {
 
     /// Returns the host LBA of the lease's first block.
     #[must_use]
-    pub fn first(&self) -> Lba {
+    pub fn first_lba(&self) -> Lba {
         self.units.first().copied().unwrap_or_default()
     }
 
     /// Returns the lease without blocks, so that no command is translated.
-    pub(super) fn revoked(&self) -> Self {
+    pub(super) fn to_revoked(&self) -> Self {
         Self {
             nsids: NamespaceIds {
                 guest: Nsid::NONE,
@@ -134,15 +134,15 @@ impl LeasedBlocks {
         }
     }
 
-    pub(super) fn are_revoked(&self) -> bool {
+    pub(super) fn is_revoked(&self) -> bool {
         self.nsids.guest == Nsid::NONE
     }
 
     /// Returns the same number of blocks, starting at host LBA 0, so that translation leaves LBAs unchanged.
-    pub(super) fn of_lease(&self) -> Self {
+    pub(super) fn to_identity(&self) -> Self {
         Self {
-            unit_shift: WHOLE_SHIFT,
-            unit_mask: (1 << WHOLE_SHIFT) - 1,
+            unit_shift: SINGLE_UNIT_SHIFT,
+            unit_mask: (1 << SINGLE_UNIT_SHIFT) - 1,
             unit_blocks: self.blocks,
             units: Arc::new([Lba(0)]),
             ..*self
@@ -155,7 +155,7 @@ impl LeasedBlocks {
     }
 
     #[inline(always)]
-    const fn unit_of(&self, slba: Lba) -> usize {
+    const fn unit_index(&self, slba: Lba) -> usize {
         (slba.0 >> self.unit_shift) as usize
     }
 
@@ -167,7 +167,7 @@ impl LeasedBlocks {
     #[inline(always)]
     pub fn translate(&self, slba: Lba, count: u64) -> Result<Lba, UntranslatedCommand> {
         let offset = self.offset_in_unit(slba);
-        match self.units.get(self.unit_of(slba)) {
+        match self.units.get(self.unit_index(slba)) {
             Some(unit) if offset + count <= self.unit_blocks => Ok(Lba(unit.0 + offset)),
             _ => self.translate_across(slba, count),
         }
@@ -179,21 +179,23 @@ impl LeasedBlocks {
     fn translate_across(&self, slba: Lba, count: u64) -> Result<Lba, UntranslatedCommand> {
         match slba.checked_add(count) {
             Some(end) if end.0 <= self.blocks => {
-                let (start, run) = self.run(slba, count);
+                let (start, run) = self.contiguous_run(slba, count);
                 match run == count {
                     true => Ok(start),
                     false => Err(UntranslatedCommand::InParts),
                 }
             }
-            _ => Err(CommandFailure::at(Status::LBA_OUT_OF_RANGE, location::CDW10).into()),
+            _ => Err(
+                CommandFailure::permanent(Status::LBA_OUT_OF_RANGE, field_offsets::CDW10).into(),
+            ),
         }
     }
 
     /// Returns the number of blocks, counted from the lease's first, that lie within a namespace of `host_blocks` blocks.
-    pub(crate) fn within(&self, host_blocks: u64) -> u64 {
+    pub(crate) fn blocks_within(&self, host_blocks: u64) -> u64 {
         let mut within = 0;
         while within < self.blocks {
-            let (start, run) = self.run(Lba(within), self.blocks - within);
+            let (start, run) = self.contiguous_run(Lba(within), self.blocks - within);
             let there = host_blocks.saturating_sub(start.0).min(run);
             within += there;
             if there < run {
@@ -206,12 +208,12 @@ impl LeasedBlocks {
     /// Returns the host LBA of a block, and the number of contiguous blocks from there: at most `most`, and 0 after the
     /// lease's last block.
     #[cold]
-    pub(super) fn run(&self, slba: Lba, most: u64) -> (Lba, u64) {
+    pub(super) fn contiguous_run(&self, slba: Lba, most: u64) -> (Lba, u64) {
         let most = most.min(self.blocks.saturating_sub(slba.0));
         let offset = self.offset_in_unit(slba);
         let mut units = self.units.iter();
-        let Some(first) = units.nth(self.unit_of(slba)) else {
-            return (self.first(), 0);
+        let Some(first) = units.nth(self.unit_index(slba)) else {
+            return (self.first_lba(), 0);
         };
         let mut run = self.unit_blocks.saturating_sub(offset);
         for next in units {
@@ -282,14 +284,14 @@ mod tests {
                 let there = model.get(slba as usize..(slba + count) as usize);
                 let translated = blocks.translate(Lba(slba), count);
                 let Some(there) = there else {
-                    let outside = CommandFailure::at(Status::LBA_OUT_OF_RANGE, location::CDW10);
+                    let outside = CommandFailure::permanent(Status::LBA_OUT_OF_RANGE, field_offsets::CDW10);
                     prop_assert_eq!(translated, Err(outside.into()));
                     continue;
                 };
                 if let Some(first) = there.first() {
                     let follow = there.windows(2).take_while(|pair| pair[0] + 1 == pair[1]);
                     let run = follow.count() as u64 + 1;
-                    prop_assert_eq!(blocks.run(Lba(slba), count), (Lba(*first), run));
+                    prop_assert_eq!(blocks.contiguous_run(Lba(slba), count), (Lba(*first), run));
                     let expected = match run == count {
                         true => Ok(Lba(*first)),
                         false => Err(UntranslatedCommand::InParts),
@@ -298,8 +300,8 @@ mod tests {
                 } else {
                     prop_assert!(translated.is_ok());
                 }
-                prop_assert_eq!(blocks.of_lease().translate(Lba(slba), count), Ok(Lba(slba)));
-                prop_assert!(count == 0 || blocks.revoked().translate(Lba(slba), count).is_err());
+                prop_assert_eq!(blocks.to_identity().translate(Lba(slba), count), Ok(Lba(slba)));
+                prop_assert!(count == 0 || blocks.to_revoked().translate(Lba(slba), count).is_err());
             }
         }
     }

@@ -4,10 +4,10 @@
 //! `leased_blocks` maps the lease's blocks to the drive's. `parts` splits commands whose blocks lie in several extents.
 
 mod command_set;
+pub mod field_offsets;
 mod leased_blocks;
-pub mod location;
+mod multi_part;
 mod nvm;
-mod parts;
 mod prp;
 mod queue;
 mod sgl;
@@ -17,8 +17,8 @@ mod translate;
 pub(crate) use command_set::TranslatedQueue;
 pub use command_set::{CommandSet, CommandTraffic, CompletedCommand};
 pub use leased_blocks::{LeasedBlocks, NamespaceIds};
+pub(crate) use multi_part::PART_LISTS;
 pub use nvm::{NvmCommands, NvmFacts};
-pub(crate) use parts::PART_LISTS;
 pub(crate) use queue::{
     CompletionQueue, HostQueueParts, QueueContext, SubmissionQueue, UnmappedRing,
 };
@@ -38,12 +38,12 @@ pub struct CommandFailure(u32);
 impl CommandFailure {
     /// Creates a failure with Do Not Retry: the same command would fail again.
     #[must_use]
-    pub const fn at(status: Status, location: u16) -> Self {
+    pub const fn permanent(status: Status, location: u16) -> Self {
         Self((location as u32) << 16 | status.with_dnr(true).0 as u32)
     }
 
     /// Creates a failure that the guest may retry. No byte of the command is wrong.
-    pub(crate) const fn for_now(status: Status) -> Self {
+    pub(crate) const fn retryable(status: Status) -> Self {
         Self(0xFFFF << 16 | status.0 as u32)
     }
 

@@ -16,7 +16,7 @@ use super::translate::CommandTranslator;
 
 /// Longest deallocation range advised to guests, in bytes. Longer ranges are executed in parts. Linux follows the advice
 /// since 5.13. Without the advice, Linux would send ranges that take longer than its timeout.
-const RANGE_ADVISED: u64 = 1 << 30;
+const ADVISED_RANGE_BYTES: u64 = 1 << 30;
 
 /// The NVM Command Set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +50,7 @@ impl CommandSet for NvmCommands {
     /// formats, and Identify Namespace is all zero. Identify Controller has size limits (NVM 1.0, section 4.1.5.4).
     fn describe(facts: &NvmFacts) -> CommandSetDescription {
         let NvmFacts { limits, lba_shift } = facts;
-        let size_limit = |opcode| match limits.offers(opcode) {
+        let size_limit = |opcode| match limits.supports(opcode) {
             true => log2_pages(limits.no_data_bytes_max),
             false => 0,
         };
@@ -58,20 +58,20 @@ impl CommandSet for NvmCommands {
         id.vsl = size_limit(NvmOpcode::VERIFY);
         id.wzsl = size_limit(NvmOpcode::WRITE_ZEROES);
         id.wusl = size_limit(NvmOpcode::WRITE_UNCORRECTABLE);
-        if limits.offers(NvmOpcode::DATASET_MANAGEMENT) {
+        if limits.supports(NvmOpcode::DATASET_MANAGEMENT) {
             // A command can have at most 256 ranges, so 256 is reported as 0, no limit.
             id.dmrl = u8::try_from(limits.dsm_ranges_max).unwrap_or(0);
-            id.dmrsl = u32::try_from(RANGE_ADVISED >> lba_shift).unwrap_or(u32::MAX);
+            id.dmrsl = u32::try_from(ADVISED_RANGE_BYTES >> lba_shift).unwrap_or(u32::MAX);
         }
         let offered = Self::COMMANDS.iter().copied();
         CommandSetDescription {
             csi: Csi::NVM,
             contents: NamespaceContents::BLOCKS,
             commands: offered
-                .filter(|command| limits.offers(NvmOpcode(command.opcode)))
+                .filter(|command| limits.supports(NvmOpcode(command.opcode)))
                 .collect(),
             namespace: IdentifyNamespaceData::default(),
-            controller: SparseStructure::of(&id),
+            controller: SparseStructure::from_structure(&id),
             change_list: None,
             // The limits are promised elsewhere.
             promises: Vec::new(),
@@ -101,10 +101,10 @@ mod tests {
 
     use super::*;
     use crate::drive::HostController;
-    use crate::drive::idle::IdleController;
+    use crate::drive::idle_controller::IdleController;
 
     /// Returns the range limit in bytes that guests see on a drive with this limit.
-    fn told(dsm_range_bytes_max: u64, lba_shift: u8) -> u64 {
+    fn reported_range_limit(dsm_range_bytes_max: u64, lba_shift: u8) -> u64 {
         let limits = ControllerLimits {
             commands: Oncs(0).with_dsm(true),
             dsm_range_bytes_max,
@@ -120,7 +120,7 @@ mod tests {
     fn guests_are_advised_the_same_range_whatever_the_drive_takes_at_once() {
         for lba_shift in [9, 12] {
             for own in [1 << 20, 1 << 40, u64::MAX] {
-                assert_eq!(told(own, lba_shift), RANGE_ADVISED);
+                assert_eq!(reported_range_limit(own, lba_shift), ADVISED_RANGE_BYTES);
             }
         }
     }

@@ -12,7 +12,7 @@ use nvme_spec::status::Status;
 use super::CommandFailure;
 use crate::host::ListMemory;
 
-const PAGE_OFFSET: u64 = PAGE_SIZE - 1;
+const PAGE_OFFSET_MASK: u64 = PAGE_SIZE - 1;
 
 /// Byte offsets of the two PRP entries in a command, for the error log.
 const PRP1: u16 = 24;
@@ -58,10 +58,10 @@ pub(super) fn translate(
     slot: u16,
 ) -> Result<[u64; 2], CommandFailure> {
     if !prp1.is_multiple_of(4) {
-        return Err(CommandFailure::at(Status::PRP_OFFSET_INVALID, PRP1));
+        return Err(CommandFailure::permanent(Status::PRP_OFFSET_INVALID, PRP1));
     }
     let first = (PAGE_SIZE - prp1 % PAGE_SIZE).min(len);
-    let outside = |location| CommandFailure::at(Status::DATA_TRANSFER_ERROR, location);
+    let outside = |location| CommandFailure::permanent(Status::DATA_TRANSFER_ERROR, location);
     let host_prp1 = table
         .translate_for_hint(Gpa(prp1), first, direction, &mut hints.page)
         .ok_or(outside(PRP1))?
@@ -71,14 +71,14 @@ pub(super) fn translate(
         return Ok([host_prp1, 0]);
     }
     if rest <= PAGE_SIZE {
-        if prp2 & PAGE_OFFSET != 0 {
-            return Err(CommandFailure::at(Status::PRP_OFFSET_INVALID, PRP2));
+        if prp2 & PAGE_OFFSET_MASK != 0 {
+            return Err(CommandFailure::permanent(Status::PRP_OFFSET_INVALID, PRP2));
         }
         let host_prp2 = table.translate_for_hint(Gpa(prp2), rest, direction, &mut hints.page);
         return Ok([host_prp1, host_prp2.ok_or(outside(PRP2))?.bits()]);
     }
     translate_list(table, hints, prp2, rest, direction, lists, slot)?;
-    Ok([host_prp1, lists.iova_of_slot(slot).bits()])
+    Ok([host_prp1, lists.slot_iova(slot).bits()])
 }
 
 /// Copies and translates a PRP list for `len` bytes to the slot's list.
@@ -92,13 +92,13 @@ fn translate_list(
     lists: &mut ListMemory,
     slot: u16,
 ) -> Result<(), CommandFailure> {
-    let (host_list, _) = lists.of_slot(slot);
+    let (host_list, _) = lists.slot_list(slot);
     // Regions are whole pages, so the page of the last entry lies in one region even if its end is unused.
     let entries = (len - 1) / PAGE_SIZE + 1;
     let list = PrpList::new(PrpEntry(pointer), entries, PAGE_SIZE.ilog2());
-    let page = page_of(&list)?;
-    if !page.continues {
-        let guest_list = entries_of(table, hints, page)?;
+    let page = current_page(&list)?;
+    if !page.has_next_page {
+        let guest_list = page_entries(table, hints, page)?;
         return translate_entries(table, hints, guest_list, direction, host_list);
     }
     translate_chain(table, hints, list, direction, host_list)
@@ -106,22 +106,27 @@ fn translate_list(
 
 /// Returns the current page of the walk through a list.
 #[inline(always)]
-fn page_of(list: &PrpList) -> Result<PrpListPage, CommandFailure> {
+fn current_page(list: &PrpList) -> Result<PrpListPage, CommandFailure> {
     list.page()
-        .ok_or(CommandFailure::at(Status::PRP_OFFSET_INVALID, PRP2))
+        .ok_or(CommandFailure::permanent(Status::PRP_OFFSET_INVALID, PRP2))
 }
 
 /// Returns the entries of a list page in guest memory.
 #[inline(always)]
-fn entries_of<'a>(
+fn page_entries<'a>(
     table: &'a RegionTable,
     hints: &mut PrpHints,
     page: PrpListPage,
 ) -> Result<RawBytes<'a>, CommandFailure> {
     let len = PrpEntry::SIZE as u64 * page.count;
     table
-        .bytes(Gpa(page.at), len, DmaDirection::FromGuest, &mut hints.list)
-        .ok_or(CommandFailure::at(Status::DATA_TRANSFER_ERROR, PRP2))
+        .bytes(
+            Gpa(page.address),
+            len,
+            DmaDirection::FromGuest,
+            &mut hints.list,
+        )
+        .ok_or(CommandFailure::permanent(Status::DATA_TRANSFER_ERROR, PRP2))
 }
 
 /// Copies and translates a PRP list of several pages.
@@ -134,17 +139,17 @@ fn translate_chain(
     mut host_list: &mut [u64],
 ) -> Result<(), CommandFailure> {
     loop {
-        let page = page_of(&list)?;
-        let guest_list = entries_of(table, hints, page)?;
-        if !page.continues {
+        let page = current_page(&list)?;
+        let guest_list = page_entries(table, hints, page)?;
+        if !page.has_next_page {
             return translate_entries(table, hints, guest_list, direction, host_list);
         }
-        let here = page.of_data() as usize;
-        let internal = CommandFailure::at(Status::INTERNAL_ERROR, PRP2);
+        let here = page.data_entries() as usize;
+        let internal = CommandFailure::permanent(Status::INTERNAL_ERROR, PRP2);
         // The list's address is a multiple of an entry's size, and regions are whole pages. So entries are aligned.
         let next = guest_list.words().ok_or(internal)?.read(here);
-        list.go_on(page, PrpEntry(next));
-        page_of(&list)?;
+        list.advance(page, PrpEntry(next));
+        current_page(&list)?;
         let guest_list = guest_list.slice(0, PrpEntry::SIZE * here).ok_or(internal)?;
         translate_entries(table, hints, guest_list, direction, host_list)?;
         host_list = host_list.get_mut(here..).ok_or(internal)?;
@@ -164,16 +169,16 @@ fn translate_entries(
     // The largest transfer uses half of the entries of a list.
     let host_list = host_list
         .get_mut(..guest_list.len() / PrpEntry::SIZE)
-        .ok_or(CommandFailure::at(Status::INTERNAL_ERROR, PRP2))?;
+        .ok_or(CommandFailure::permanent(Status::INTERNAL_ERROR, PRP2))?;
     let run = hints
         .page
         .pages(direction)
-        .ok_or(CommandFailure::at(Status::INTERNAL_ERROR, PRP2))?;
+        .ok_or(CommandFailure::permanent(Status::INTERNAL_ERROR, PRP2))?;
     // No branch per entry: nearly always, all pages lie in one run.
     let offsets = guest_list.copy_moved_words_to(host_list, run.first, run.iova);
     // Runs start at page boundaries, so the offset in the run includes the offset in the page.
-    if offsets & PAGE_OFFSET != 0 {
-        return Err(CommandFailure::at(Status::PRP_OFFSET_INVALID, PRP2));
+    if offsets & PAGE_OFFSET_MASK != 0 {
+        return Err(CommandFailure::permanent(Status::PRP_OFFSET_INVALID, PRP2));
     }
     // `offsets` is the bitwise OR of all offsets, so no offset is larger. Runs end at page boundaries, so a page whose first
     // byte lies in the run lies completely in the run.
@@ -198,7 +203,7 @@ fn translate_one_by_one(
             let guest = Gpa(offset.wrapping_add(run.first));
             let iova = table.translate(guest, PAGE_SIZE, direction, &mut hints.data);
             *entry = iova
-                .ok_or(CommandFailure::at(Status::DATA_TRANSFER_ERROR, PRP2))?
+                .ok_or(CommandFailure::permanent(Status::DATA_TRANSFER_ERROR, PRP2))?
                 .bits();
         }
     }

@@ -21,7 +21,7 @@ pub const MAX_DESCRIPTORS: u32 = (LIST_BYTES / SglDescriptor::SIZE) as u32;
 const SGL1: u16 = 24;
 
 fn failure(status: Status) -> CommandFailure {
-    CommandFailure::at(status, SGL1)
+    CommandFailure::permanent(status, SGL1)
 }
 
 /// Builder of the host controller's data blocks.
@@ -30,7 +30,7 @@ struct SglBuilder<'a> {
     hint: &'a mut RegionHint,
     direction: DmaDirection,
     /// Bytes of the command's data that no descriptor has covered yet.
-    missing: u64,
+    missing_bytes: u64,
     lists: &'a mut ListMemory,
     slot: u16,
     count: usize,
@@ -38,30 +38,30 @@ struct SglBuilder<'a> {
 }
 
 impl SglBuilder<'_> {
-    fn data_block(&mut self, guest: SglDescriptor) -> Result<(), CommandFailure> {
+    fn add_data_block(&mut self, guest: SglDescriptor) -> Result<(), CommandFailure> {
         let len = u64::from(guest.length);
         if len == 0 {
             return Ok(());
         }
-        self.missing = self
-            .missing
+        self.missing_bytes = self
+            .missing_bytes
             .checked_sub(len)
             .ok_or(failure(Status::DATA_SGL_LENGTH_INVALID))?;
         let (address, hint) = (Gpa(guest.address), &mut *self.hint);
         match self.table.translate(address, len, self.direction, hint) {
             Some(iova) => self.push(iova, guest.length),
-            None => self.block_in_pieces(address, guest.length),
+            None => self.add_block_pieces(address, guest.length),
         }
     }
 
     /// Adds a data block for each piece of a guest range that is not contiguous for the host controller.
     #[cold]
-    fn block_in_pieces(&mut self, mut address: Gpa, mut len: u32) -> Result<(), CommandFailure> {
+    fn add_block_pieces(&mut self, mut address: Gpa, mut len: u32) -> Result<(), CommandFailure> {
         let outside = failure(Status::DATA_TRANSFER_ERROR);
         loop {
             let (iova, piece) = self
                 .table
-                .translate_some(address, len.into(), self.direction, self.hint)
+                .translate_prefix(address, len.into(), self.direction, self.hint)
                 .ok_or(outside)?;
             // The piece is at most `len`, a `u32`.
             let piece = piece as u32;
@@ -81,7 +81,7 @@ impl SglBuilder<'_> {
         }
         // The number of guest descriptors is limited to the list's size, but translation in pieces may exceed the limit.
         let words: [u64; 2] = transmute!(host);
-        let (list, _) = self.lists.of_slot(self.slot);
+        let (list, _) = self.lists.slot_list(self.slot);
         list.get_mut(2 * self.count..2 * self.count + 2)
             .ok_or(failure(Status::INVALID_NUMBER_OF_SGL_DESCRIPTORS))?
             .copy_from_slice(&words);
@@ -90,13 +90,13 @@ impl SglBuilder<'_> {
     }
 
     fn finish(self) -> Result<[u64; 2], CommandFailure> {
-        if self.missing != 0 {
+        if self.missing_bytes != 0 {
             return Err(failure(Status::DATA_SGL_LENGTH_INVALID));
         }
         if self.count == 1 {
             return Ok(transmute!(self.first));
         }
-        let (_, iova) = self.lists.of_slot(self.slot);
+        let (_, iova) = self.lists.slot_list(self.slot);
         let len = (self.count * SglDescriptor::SIZE) as u32;
         Ok(transmute!(SglDescriptor::last_segment(iova.bits(), len)))
     }
@@ -105,7 +105,7 @@ impl SglBuilder<'_> {
 /// Segment in the guest's memory. Each word is read once.
 enum SglSegment<'a> {
     /// Contiguous in this process's address space.
-    Whole(RawWords<'a>),
+    Contiguous(RawWords<'a>),
     /// In scattered pages, starting at a guest address.
     Scattered(&'a RegionTable, Gpa),
 }
@@ -118,7 +118,7 @@ impl<'a> SglSegment<'a> {
     ) -> Result<Self, CommandFailure> {
         let (start, len) = (Gpa(descriptor.address), u64::from(descriptor.length));
         match table.bytes(start, len, DmaDirection::FromGuest, hint) {
-            Some(bytes) => words(bytes).map(Self::Whole),
+            Some(bytes) => words(bytes).map(Self::Contiguous),
             None => Ok(Self::Scattered(table, start)),
         }
     }
@@ -126,7 +126,7 @@ impl<'a> SglSegment<'a> {
     #[inline]
     fn read(&self, index: u32, hint: &mut RegionHint) -> Result<SglDescriptor, CommandFailure> {
         match self {
-            Self::Whole(words) => {
+            Self::Contiguous(words) => {
                 let word = 2 * index as usize;
                 Ok(transmute!([words.read(word), words.read(word + 1)]))
             }
@@ -178,7 +178,7 @@ pub(super) fn translate(
         table,
         hint,
         direction,
-        missing: len,
+        missing_bytes: len,
         lists,
         slot,
         count: 0,
@@ -191,7 +191,7 @@ pub(super) fn translate(
         }
         let last = match descriptor.id.sgl_type() {
             SglType::DATA_BLOCK => {
-                builder.data_block(descriptor)?;
+                builder.add_data_block(descriptor)?;
                 return builder.finish();
             }
             SglType::SEGMENT => false,
@@ -213,7 +213,7 @@ pub(super) fn translate(
         for i in 0..blocks {
             let block = read(i)?;
             match (block.id.sgl_type(), block.id.sub_type()) {
-                (SglType::DATA_BLOCK, SglSubType::ADDRESS) => builder.data_block(block)?,
+                (SglType::DATA_BLOCK, SglSubType::ADDRESS) => builder.add_data_block(block)?,
                 // A descriptor that points to the next segment is allowed only as the last one of a segment.
                 (SglType::SEGMENT | SglType::LAST_SEGMENT, _) => {
                     return Err(failure(Status::INVALID_SGL_SEGMENT_DESCRIPTOR));

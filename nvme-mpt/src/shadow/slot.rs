@@ -13,7 +13,7 @@ use crate::host::DataPointer;
 /// Time after taking a command in which the command may be resubmitted to the host controller: half of the usual command
 /// timeout of drivers. With `timeout=` of 10 s, a command that the drive never completes is resubmitted once, and fails before
 /// its driver's timeout.
-const AGAIN: Duration = Duration::from_secs(15);
+const RESUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Rare extra work at the end of a command. A single check finds whether there is any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,9 +25,9 @@ impl CompletionWork {
     /// The command is executed in parts.
     pub(crate) const IN_PARTS: Self = Self(2);
     /// Unit of the count of resubmissions.
-    const AGAIN: u8 = 4;
+    const RESUBMISSION: u8 = 4;
     /// Maximum number of resubmissions of a command.
-    pub(crate) const AGAIN_MAX: u8 = 3;
+    pub(crate) const RESUBMISSIONS_MAX: u8 = 3;
 
     #[inline(always)]
     pub(crate) const fn is_some(self) -> bool {
@@ -43,10 +43,10 @@ impl CompletionWork {
     }
 
     /// Counts a resubmission of the command. Returns false if the maximum is reached.
-    const fn count_again(&mut self) -> bool {
-        let may = self.0 / Self::AGAIN < Self::AGAIN_MAX;
+    const fn count_resubmission(&mut self) -> bool {
+        let may = self.0 / Self::RESUBMISSION < Self::RESUBMISSIONS_MAX;
         if may {
-            self.0 += Self::AGAIN;
+            self.0 += Self::RESUBMISSION;
         }
         may
     }
@@ -60,17 +60,17 @@ pub(crate) struct CommandSlot {
     /// Index of the Submission Queue in the shadow queue.
     pub(crate) sq: u16,
     /// Reservation of a completion entry, from [`SlotPermit::occupy`] to [`CommandSlots::release`].
-    room: Option<CompletionCredit>,
+    credit: Option<CompletionCredit>,
     /// Number of the next free slot, while this slot is free.
     next_free: u16,
     /// Extra work at the end of the command.
-    pub(crate) special: CompletionWork,
+    pub(crate) completion_work: CompletionWork,
     /// Data bytes in the VM's memory. Ranges to deallocate or copy do not count, because the host has a copy of them.
     pub(crate) bytes: u32,
     /// First LBA as sent by the guest, for the error log; 0 in command sets without LBAs.
     pub(crate) slba: u64,
     /// Time at which the command was taken.
-    pub(crate) taken: Ticks,
+    pub(crate) taken_at: Ticks,
     /// Command sent to the host controller, or the whole command from which its parts are made. The Data Pointer of this
     /// command and the slot's list, which the guest cannot change, describe the data.
     pub(crate) host: Sqe,
@@ -93,17 +93,17 @@ impl CommandSlot {
     /// Counts a resubmission of a command that a drive reset interrupted. Returns false if the command must not be
     /// resubmitted: its memory was unmapped, it is executed in parts, it is not repeatable, or the guest has waited too long.
     #[cold]
-    pub(crate) fn begins_again(&mut self, is_repeatable: impl FnOnce(&Sqe) -> bool) -> bool {
-        !self.special.has(CompletionWork::IN_PARTS)
-            && !self.special.has(CompletionWork::STALE)
-            && Ticks::now().since(self.taken) < ticks_in(AGAIN)
+    pub(crate) fn try_resubmit(&mut self, is_repeatable: impl FnOnce(&Sqe) -> bool) -> bool {
+        !self.completion_work.has(CompletionWork::IN_PARTS)
+            && !self.completion_work.has(CompletionWork::STALE)
+            && Ticks::now().since(self.taken_at) < ticks_in(RESUBMIT_TIMEOUT)
             && is_repeatable(&self.host)
-            && self.special.count_again()
+            && self.completion_work.count_resubmission()
     }
 
     /// Returns the Data Pointer of the command at the host controller.
-    pub(crate) fn data(&self) -> DataPointer {
-        DataPointer::of(&self.host)
+    pub(crate) fn data_pointer(&self) -> DataPointer {
+        DataPointer::from_sqe(&self.host)
     }
 }
 
@@ -119,12 +119,12 @@ pub(crate) struct SlotPermit<'a> {
 /// Properties of a command that is put in flight; see [`CommandSlot`].
 #[derive(Debug)]
 pub(crate) struct SlotCommand {
-    pub(crate) room: CompletionCredit,
+    pub(crate) credit: CompletionCredit,
     pub(crate) cdw0: Cdw0,
     pub(crate) sq: u16,
     pub(crate) bytes: u32,
     pub(crate) slba: u64,
-    pub(crate) taken: Ticks,
+    pub(crate) taken_at: Ticks,
 }
 
 impl<'a> SlotPermit<'a> {
@@ -139,19 +139,19 @@ impl<'a> SlotPermit<'a> {
     pub(crate) fn occupy(self, command: SlotCommand) -> &'a Sqe {
         let Self { slot, free, .. } = self;
         let SlotCommand {
-            room,
+            credit: room,
             cdw0,
             sq,
             bytes,
             slba,
-            taken,
+            taken_at: taken,
         } = command;
         slot.cdw0 = cdw0;
         slot.sq = sq;
-        slot.room = Some(room);
+        slot.credit = Some(room);
         slot.bytes = bytes;
         slot.slba = slba;
-        slot.taken = taken;
+        slot.taken_at = taken;
         // The permit has the number `free.first`.
         free.first = slot.next_free;
         free.count -= 1;
@@ -161,7 +161,7 @@ impl<'a> SlotPermit<'a> {
     /// Puts a command in parts in flight. Returns the whole command.
     #[cold]
     pub(crate) fn occupy_in_parts(self, command: SlotCommand) -> &'a Sqe {
-        self.slot.special.add(CompletionWork::IN_PARTS);
+        self.slot.completion_work.add(CompletionWork::IN_PARTS);
         self.occupy(command)
     }
 }
@@ -205,7 +205,7 @@ impl CommandSlots {
     }
 
     #[inline]
-    pub(crate) fn free(&self) -> usize {
+    pub(crate) fn free_count(&self) -> usize {
         self.free.count
     }
 
@@ -264,8 +264,8 @@ impl CommandSlots {
         let slot = self
             .slots
             .get_mut(usize::from(index))
-            .filter(|slot| slot.room.is_some())?;
-        let room = slot.room.take()?;
+            .filter(|slot| slot.credit.is_some())?;
+        let room = slot.credit.take()?;
         slot.next_free = self.free.first;
         self.free.first = index;
         self.free.count += 1;
@@ -274,11 +274,11 @@ impl CommandSlots {
 
     /// Occupies the most recently released slot again.
     #[cold]
-    pub(crate) fn retake(&mut self, index: u16, room: CompletionCredit) {
+    pub(crate) fn reoccupy(&mut self, index: u16, room: CompletionCredit) {
         if let Some(slot) = self.slots.get_mut(usize::from(index))
             && self.free.first == index
         {
-            slot.room = Some(room);
+            slot.credit = Some(room);
             self.free.first = slot.next_free;
             self.free.count -= 1;
         }
@@ -287,8 +287,8 @@ impl CommandSlots {
     /// Occupies a slot again as [`Self::retake`] does, for a command that must be resubmitted to the host controller.
     #[cold]
     #[inline(never)]
-    pub(crate) fn retake_interrupted(&mut self, index: u16, room: CompletionCredit) {
-        self.retake(index, room);
+    pub(crate) fn reoccupy_interrupted(&mut self, index: u16, room: CompletionCredit) {
+        self.reoccupy(index, room);
         self.interrupted.push(index);
     }
 
@@ -300,7 +300,7 @@ impl CommandSlots {
     /// Returns whether memory of the slot's command was unmapped.
     pub(crate) fn is_stale(&self, index: u16) -> bool {
         let slot = self.slots.get(usize::from(index));
-        slot.is_some_and(|slot| slot.special.has(CompletionWork::STALE))
+        slot.is_some_and(|slot| slot.completion_work.has(CompletionWork::STALE))
     }
 
     /// Takes the slots of the commands that must be resubmitted to the host controller.
@@ -309,22 +309,22 @@ impl CommandSlots {
     }
 
     /// Returns the time at which the slot's command was taken.
-    pub(crate) fn taken(&self, index: u16) -> Ticks {
+    pub(crate) fn taken_at(&self, index: u16) -> Ticks {
         let slot = self.slots.get(usize::from(index));
-        slot.map_or(Ticks(0), |slot| slot.taken)
+        slot.map_or(Ticks(0), |slot| slot.taken_at)
     }
 
     /// Returns the in-flight command of a slot: the command sent to the host controller, or the whole of a command in parts.
     pub(crate) fn command(&self, index: u16) -> Option<&Sqe> {
         let slot = self.slots.get(usize::from(index));
-        slot.filter(|slot| slot.room.is_some())
+        slot.filter(|slot| slot.credit.is_some())
             .map(|slot| &slot.host)
     }
 
     /// Returns the in-flight commands with their slot numbers.
     pub(crate) fn in_flight_mut(&mut self) -> impl Iterator<Item = (usize, &mut CommandSlot)> {
         let slots = self.slots.iter_mut().enumerate();
-        slots.filter(|(_, slot)| slot.room.is_some())
+        slots.filter(|(_, slot)| slot.credit.is_some())
     }
 }
 
@@ -339,12 +339,12 @@ mod tests {
         let (number, _) = permit.host();
         let size = RingSize::new(2).expect("entries");
         permit.occupy(SlotCommand {
-            room: CompletionIndices::new(size).reserve().expect("room"),
+            credit: CompletionIndices::new(size).reserve().expect("room"),
             cdw0: Cdw0::default().with_cid(cid),
             sq: 0,
             bytes: 0,
             slba: 0,
-            taken: Ticks(0),
+            taken_at: Ticks(0),
         });
         number
     }
@@ -369,7 +369,7 @@ mod tests {
             slots.release(0).map(|(slot, _)| slot.cid()),
             Some(CommandId(7))
         );
-        assert_eq!((slots.in_flight(), slots.free()), (0, 3));
+        assert_eq!((slots.in_flight(), slots.free_count()), (0, 3));
     }
 
     #[test]
@@ -392,7 +392,7 @@ mod tests {
             let mut permit = slots.reserve_at(number).expect("free");
             assert_eq!(permit.host().0, number);
             assert_eq!(occupy(&mut slots, CommandId(number)), number);
-            assert_eq!(slots.free(), free);
+            assert_eq!(slots.free_count(), free);
             assert!(slots.reserve_at(number).is_none());
         }
         assert!(slots.reserve().is_none());
@@ -405,8 +405,8 @@ mod tests {
             assert_eq!(occupy(&mut slots, CommandId(number)), number);
         }
         let (_, room) = slots.release(3).expect("in flight");
-        slots.retake(3, room);
-        assert_eq!((slots.in_flight(), slots.free()), (4, 0));
+        slots.reoccupy(3, room);
+        assert_eq!((slots.in_flight(), slots.free_count()), (4, 0));
         assert!(slots.reserve().is_none());
     }
 
@@ -414,7 +414,7 @@ mod tests {
     fn a_permit_that_is_dropped_takes_no_slot() {
         let mut slots = CommandSlots::new(1);
         drop(slots.reserve().expect("a free slot"));
-        assert_eq!((slots.in_flight(), slots.free()), (0, 1));
+        assert_eq!((slots.in_flight(), slots.free_count()), (0, 1));
         assert!(slots.release(0).is_none());
         occupy(&mut slots, CommandId(7));
         assert!(slots.reserve().is_none());

@@ -19,7 +19,7 @@ use nvme_spec::status::Status;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::prp::{self, PrpHints};
-use super::{CommandFailure, LeasedBlocks, UntranslatedCommand, location, sgl};
+use super::{CommandFailure, LeasedBlocks, UntranslatedCommand, field_offsets, sgl};
 use crate::host::ListMemory;
 use crate::host::{DataPointer, HostMemory};
 
@@ -42,10 +42,10 @@ pub struct CommandTranslator {
     lists: ListMemory,
     blocks: LeasedBlocks,
     /// Blocks with identity translation, for [whole commands](Self::translate_whole).
-    of_lease: LeasedBlocks,
+    identity_blocks: LeasedBlocks,
     limits: ControllerLimits,
     /// Limits of [whole commands](Self::translate_whole), which are executed in parts.
-    of_wholes: ControllerLimits,
+    whole_limits: ControllerLimits,
     max_transfer: u64,
     prp_hints: PrpHints,
     sgl_hint: RegionHint,
@@ -72,11 +72,11 @@ impl CommandTranslator {
         Self {
             table,
             lists,
-            of_lease: blocks.of_lease(),
+            identity_blocks: blocks.to_identity(),
             blocks,
             limits,
-            of_wholes: of_wholes(limits),
-            max_transfer: limits.max_transfer(),
+            whole_limits: whole_command_limits(limits),
+            max_transfer: limits.max_transfer_bytes(),
             prp_hints: PrpHints::default(),
             sgl_hint: RegionHint::default(),
             ranges: Box::new([0; PAGE_SIZE as usize / 8]),
@@ -96,14 +96,14 @@ impl CommandTranslator {
 
     /// Fails all further commands, because the lease is revoked.
     pub(super) fn revoke(&mut self) {
-        self.blocks = self.blocks.revoked();
+        self.blocks = self.blocks.to_revoked();
     }
 
     /// Sets the blocks of the lease, unless the lease is revoked.
     pub(super) fn set_blocks(&mut self, blocks: &LeasedBlocks) {
-        if !self.blocks.are_revoked() {
+        if !self.blocks.is_revoked() {
             self.blocks = blocks.clone();
-            self.of_lease = blocks.of_lease();
+            self.identity_blocks = blocks.to_identity();
         }
     }
 
@@ -117,25 +117,25 @@ impl CommandTranslator {
         &mut self,
         translate: impl FnOnce(&mut Self) -> Result<u32, UntranslatedCommand>,
     ) -> Result<u32, CommandFailure> {
-        self.swap_for_wholes();
+        self.swap_whole_context();
         let translated = translate(self);
-        self.swap_for_wholes();
+        self.swap_whole_context();
         translated.map_err(|error| match error {
             UntranslatedCommand::Failed(failure) => failure,
             // The blocks of a whole command are contiguous, and their number is not limited.
             UntranslatedCommand::InParts => {
-                CommandFailure::at(Status::INTERNAL_ERROR, location::CDW10)
+                CommandFailure::permanent(Status::INTERNAL_ERROR, field_offsets::CDW10)
             }
         })
     }
 
-    fn swap_for_wholes(&mut self) {
-        std::mem::swap(&mut self.blocks, &mut self.of_lease);
-        std::mem::swap(&mut self.limits, &mut self.of_wholes);
+    fn swap_whole_context(&mut self) {
+        std::mem::swap(&mut self.blocks, &mut self.identity_blocks);
+        std::mem::swap(&mut self.limits, &mut self.whole_limits);
     }
 
     /// Returns the references that are needed to build the parts of commands.
-    pub(super) fn for_parts(&mut self) -> PartContext<'_> {
+    pub(super) fn part_context(&mut self) -> PartContext<'_> {
         PartContext {
             blocks: &self.blocks,
             limits: &self.limits,
@@ -184,7 +184,7 @@ impl CommandTranslator {
         let kind = guest.cdw0.0 & (OPCODE.0 | FUSE_AND_PSDT.0);
         if matches!(kind, READ | WRITE) {
             self.check_nsid(guest)?;
-            return self.read_write::<true>(guest, opcode, slot, host);
+            return self.translate_read_write::<true>(guest, opcode, slot, host);
         }
         self.translate_others(guest, opcode, slot, host)
     }
@@ -198,10 +198,12 @@ impl CommandTranslator {
     ) -> Result<u32, UntranslatedCommand> {
         if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
             self.check_common(guest)?;
-            return self.read_write::<false>(guest, opcode, slot, host);
+            return self.translate_read_write::<false>(guest, opcode, slot, host);
         }
-        if !self.limits.offers(opcode) {
-            return Err(CommandFailure::at(Status::INVALID_OPCODE, location::OPCODE).into());
+        if !self.limits.supports(opcode) {
+            return Err(
+                CommandFailure::permanent(Status::INVALID_OPCODE, field_offsets::OPCODE).into(),
+            );
         }
         match opcode {
             NvmOpcode::FLUSH if guest.nsid == Nsid::BROADCAST => {
@@ -209,7 +211,7 @@ impl CommandTranslator {
                     nsid: self.blocks.guest_nsid(),
                     ..*guest
                 })?;
-                self.begin(host, opcode.0, slot);
+                self.init_command(host, opcode.0, slot);
                 Ok(0)
             }
             NvmOpcode::FLUSH
@@ -222,16 +224,20 @@ impl CommandTranslator {
                 self.check_common(guest)?;
                 match opcode {
                     NvmOpcode::FLUSH => {
-                        self.begin(host, opcode.0, slot);
+                        self.init_command(host, opcode.0, slot);
                         Ok(0)
                     }
-                    NvmOpcode::COMPARE => self.compare(guest, slot, host),
-                    NvmOpcode::DATASET_MANAGEMENT => self.dataset_management(guest, slot, host),
-                    NvmOpcode::COPY => self.copy(guest, slot, host),
-                    _ => self.without_data(guest, opcode, slot, host),
+                    NvmOpcode::COMPARE => self.translate_compare(guest, slot, host),
+                    NvmOpcode::DATASET_MANAGEMENT => {
+                        self.translate_dataset_management(guest, slot, host)
+                    }
+                    NvmOpcode::COPY => self.translate_copy(guest, slot, host),
+                    _ => self.translate_without_data(guest, opcode, slot, host),
                 }
             }
-            _ => Err(CommandFailure::at(Status::INVALID_OPCODE, location::OPCODE).into()),
+            _ => {
+                Err(CommandFailure::permanent(Status::INVALID_OPCODE, field_offsets::OPCODE).into())
+            }
         }
     }
 
@@ -245,9 +251,9 @@ impl CommandTranslator {
         if cdw0.0 & FUSE_AND_PSDT.0 != 0 {
             let sgl = cdw0.psdt() == Psdt::SGL_MPTR_BUFFER && self.limits.sgl_descriptors_max > 0;
             if cdw0.fuse() != FusedOperation::NORMAL || !sgl {
-                return Err(CommandFailure::at(
+                return Err(CommandFailure::permanent(
                     Status::INVALID_FIELD,
-                    location::FUSE_AND_PSDT,
+                    field_offsets::FUSE_AND_PSDT,
                 ));
             }
         }
@@ -257,9 +263,9 @@ impl CommandTranslator {
     #[inline(always)]
     fn check_nsid(&self, guest: &Sqe) -> Result<(), CommandFailure> {
         if guest.nsid != self.blocks.guest_nsid() {
-            return Err(CommandFailure::at(
+            return Err(CommandFailure::permanent(
                 Status::INVALID_NAMESPACE_OR_FORMAT,
-                location::NSID,
+                field_offsets::NSID,
             ));
         }
         Ok(())
@@ -267,7 +273,7 @@ impl CommandTranslator {
 
     /// Initializes `host` as a command without parameters.
     #[inline(always)]
-    pub fn begin(&self, host: &mut Sqe, opcode: u8, slot: u16) {
+    pub fn init_command(&self, host: &mut Sqe, opcode: u8, slot: u16) {
         let cdw0 = Cdw0::default()
             .with_opcode(opcode)
             .with_cid(CommandId(slot));
@@ -283,7 +289,7 @@ impl CommandTranslator {
     /// # Errors
     /// [`CommandFailure`] if the data does not lie in the VM's memory.
     #[inline(always)]
-    pub fn data(
+    pub fn translate_data(
         &mut self,
         guest: &Sqe,
         len: u64,
@@ -292,7 +298,7 @@ impl CommandTranslator {
         host: &mut Sqe,
     ) -> Result<(), CommandFailure> {
         if guest.cdw0.psdt() == Psdt::PRP {
-            self.prps(guest, len, direction, slot, host)?;
+            self.translate_prps(guest, len, direction, slot, host)?;
         } else {
             let hint = &mut self.sgl_hint;
             host.cdw0 = host.cdw0.with_psdt(Psdt::SGL_MPTR_BUFFER);
@@ -311,7 +317,7 @@ impl CommandTranslator {
 
     /// Translates PRPs into `host`.
     #[inline(always)]
-    fn prps(
+    fn translate_prps(
         &mut self,
         guest: &Sqe,
         len: u64,
@@ -350,7 +356,7 @@ impl CommandTranslator {
 
     /// Translates a Read or a Write. `PRPS` is true if the command is known to use PRPs.
     #[inline(always)]
-    fn read_write<const PRPS: bool>(
+    fn translate_read_write<const PRPS: bool>(
         &mut self,
         guest: &Sqe,
         opcode: NvmOpcode,
@@ -362,25 +368,27 @@ impl CommandTranslator {
         let slba = self.blocks.translate(command.slba, count)?;
         let len = count << self.blocks.lba_shift();
         if len > self.max_transfer {
-            return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW12).into());
+            return Err(
+                CommandFailure::permanent(Status::INVALID_FIELD, field_offsets::CDW12).into(),
+            );
         }
         let direction = if opcode == NvmOpcode::READ {
             DmaDirection::ToGuest
         } else {
             DmaDirection::FromGuest
         };
-        self.begin(host, opcode.0, slot);
+        self.init_command(host, opcode.0, slot);
         host.set_cdw10_11(slba.0);
         host.cdw12 = guest.cdw12 & READ_WRITE_CDW12;
         if PRPS {
-            self.prps(guest, len, direction, slot, host)?;
+            self.translate_prps(guest, len, direction, slot, host)?;
         } else {
-            self.data(guest, len, direction, slot, host)?;
+            self.translate_data(guest, len, direction, slot, host)?;
         }
         Ok(len as u32)
     }
 
-    fn compare(
+    fn translate_compare(
         &mut self,
         guest: &Sqe,
         slot: u16,
@@ -391,9 +399,11 @@ impl CommandTranslator {
         let slba = self.blocks.translate(command.slba, count)?;
         let len = count << self.blocks.lba_shift();
         if len > self.max_transfer {
-            return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW12).into());
+            return Err(
+                CommandFailure::permanent(Status::INVALID_FIELD, field_offsets::CDW12).into(),
+            );
         }
-        self.begin(host, NvmOpcode::COMPARE.0, slot);
+        self.init_command(host, NvmOpcode::COMPARE.0, slot);
         let CompareVerify { nlb_z, fua, lr, .. } = command;
         CompareVerify {
             slba,
@@ -403,12 +413,12 @@ impl CommandTranslator {
             ..CompareVerify::default()
         }
         .write_to(host);
-        self.data(guest, len, DmaDirection::FromGuest, slot, host)?;
+        self.translate_data(guest, len, DmaDirection::FromGuest, slot, host)?;
         Ok(len as u32)
     }
 
     /// Translates Write Zeroes, Write Uncorrectable and Verify, which have only a range of blocks.
-    fn without_data(
+    fn translate_without_data(
         &mut self,
         guest: &Sqe,
         opcode: NvmOpcode,
@@ -423,7 +433,7 @@ impl CommandTranslator {
         if count << self.blocks.lba_shift() > self.limits.no_data_bytes_max {
             return Err(UntranslatedCommand::InParts);
         }
-        self.begin(host, opcode.0, slot);
+        self.init_command(host, opcode.0, slot);
         match opcode {
             NvmOpcode::WRITE_ZEROES => {
                 let WriteZeroes { deac, fua, lr, .. } = WriteZeroes::from(guest);
@@ -454,7 +464,7 @@ impl CommandTranslator {
         Ok(0)
     }
 
-    fn dataset_management(
+    fn translate_dataset_management(
         &mut self,
         guest: &Sqe,
         slot: u16,
@@ -466,7 +476,7 @@ impl CommandTranslator {
         if count as u64 > u64::from(self.limits.dsm_ranges_max) {
             return Err(UntranslatedCommand::InParts);
         }
-        self.begin(host, NvmOpcode::DATASET_MANAGEMENT.0, slot);
+        self.init_command(host, NvmOpcode::DATASET_MANAGEMENT.0, slot);
         let len = self.fetch_ranges(guest, count * size_of::<DsmRange>(), slot)?;
         let (blocks, most) = (&self.blocks, self.limits.dsm_range_bytes_max);
         let mut total = 0;
@@ -478,24 +488,30 @@ impl CommandTranslator {
             range.slba = blocks.translate(range.slba, u64::from(range.nlb))?;
             range.cattr = 0;
         }
-        self.hand_over_ranges(len, slot, host);
+        self.set_ranges(len, slot, host);
         let DatasetManagement { nr_z, idr, idw, ad } = command;
         DatasetManagement { nr_z, idr, idw, ad }.write_to(host);
         Ok(0)
     }
 
-    fn copy(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, UntranslatedCommand> {
+    fn translate_copy(
+        &mut self,
+        guest: &Sqe,
+        slot: u16,
+        host: &mut Sqe,
+    ) -> Result<u32, UntranslatedCommand> {
         let command = CopyCommand::from(guest);
-        let invalid = CommandFailure::at(Status::INVALID_FIELD, location::CDW12);
+        let invalid = CommandFailure::permanent(Status::INVALID_FIELD, field_offsets::CDW12);
         if command.desfmt != CopyFormat::FORMAT_0 {
             return Err(invalid.into());
         }
-        let too_large = CommandFailure::at(Status::COMMAND_SIZE_LIMIT_EXCEEDED, location::CDW12);
+        let too_large =
+            CommandFailure::permanent(Status::COMMAND_SIZE_LIMIT_EXCEEDED, field_offsets::CDW12);
         let count = usize::from(command.nr_z) + 1;
         if count as u64 > u64::from(self.limits.copy_ranges_max) {
             return Err(too_large.into());
         }
-        self.begin(host, NvmOpcode::COPY.0, slot);
+        self.init_command(host, NvmOpcode::COPY.0, slot);
         let len = self.fetch_ranges(guest, count * size_of::<CopyRange0>(), slot)?;
         let (blocks, most) = (&self.blocks, self.limits.copy_bytes_max);
         let mut total = 0;
@@ -513,7 +529,7 @@ impl CommandTranslator {
             };
         }
         let sdlba = self.blocks.translate(command.sdlba, total)?;
-        self.hand_over_ranges(len, slot, host);
+        self.set_ranges(len, slot, host);
         let CopyCommand {
             nr_z,
             desfmt,
@@ -541,7 +557,7 @@ impl CommandTranslator {
         slot: u16,
     ) -> Result<usize, CommandFailure> {
         let mut fetched = Sqe::default();
-        self.data(
+        self.translate_data(
             guest,
             len as u64,
             DmaDirection::FromGuest,
@@ -554,25 +570,25 @@ impl CommandTranslator {
         };
         let mut done = 0;
         let ranges = &mut self.ranges.as_mut_bytes()[..len];
-        DataPointer::of(&fetched)
-            .for_each(memory, len as u64, |part| {
+        DataPointer::from_sqe(&fetched)
+            .for_each_piece(memory, len as u64, |part| {
                 part.copy_to(&mut ranges[done..]);
                 done += part.len();
             })
-            .map_err(|status| CommandFailure::at(status, location::DATA))?;
+            .map_err(|status| CommandFailure::permanent(status, field_offsets::DATA))?;
         Ok(len)
     }
 
     /// Sets the data of the host's command to the translated ranges in the slot's own memory.
-    fn hand_over_ranges(&mut self, len: usize, slot: u16, host: &mut Sqe) {
-        let (list, iova) = self.lists.of_slot(slot);
+    fn set_ranges(&mut self, len: usize, slot: u16, host: &mut Sqe) {
+        let (list, iova) = self.lists.slot_list(slot);
         list.as_mut_bytes()[..len].copy_from_slice(&self.ranges.as_bytes()[..len]);
         host.dptr = [iova.bits(), 0];
     }
 }
 
 /// Returns the limits for translating whole commands: no limit on ranges and on blocks without data.
-fn of_wholes(limits: ControllerLimits) -> ControllerLimits {
+fn whole_command_limits(limits: ControllerLimits) -> ControllerLimits {
     ControllerLimits {
         no_data_bytes_max: u64::MAX,
         dsm_range_bytes_max: u64::MAX,
@@ -586,5 +602,5 @@ fn ranges_mut<T: FromBytes + IntoBytes + zerocopy::KnownLayout>(
     bytes: &mut [u8],
 ) -> Result<&mut [T], CommandFailure> {
     <[T]>::mut_from_bytes(bytes)
-        .map_err(|_| CommandFailure::at(Status::INTERNAL_ERROR, location::DATA))
+        .map_err(|_| CommandFailure::permanent(Status::INTERNAL_ERROR, field_offsets::DATA))
 }

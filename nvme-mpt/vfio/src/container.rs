@@ -45,10 +45,10 @@ const MAPPINGS_MAX: u32 = 65_535;
 
 /// Maximum bytes to pin per call. During the call the kernel holds the container's lock, so other calls that map guest memory
 /// or rings for the drive wait.
-const PIECE: u64 = 1 << 30;
+const PIN_BYTES_MAX: u64 = 1 << 30;
 
 /// Maximum bytes per call that allocates pages. During the call, other threads of the process cannot map memory.
-const PAGES_AT_ONCE: usize = 16 << 20;
+const POPULATE_BYTES_MAX: usize = 16 << 20;
 
 /// Splits a range of IOVAs at multiples of [`PIECE`]. Returns the offsets of each piece.
 fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
@@ -56,7 +56,7 @@ fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
     std::iter::from_fn(move || {
         let left = len.checked_sub(at).filter(|left| *left > 0)?;
         let start = at;
-        let room = PIECE - iova.wrapping_add(at) % PIECE;
+        let room = PIN_BYTES_MAX - iova.wrapping_add(at) % PIN_BYTES_MAX;
         at += left.min(room);
         Some(start..at)
     })
@@ -85,9 +85,9 @@ pub(super) struct Type1Container {
     address: PciAddress,
     /// `None` once released. Only `release` locks this for writing; mapping and unmapping lock it for reading.
     files: RwLock<Option<ContainerFiles>>,
-    usable: Vec<RangeInclusive<u64>>,
+    usable_iovas: Vec<RangeInclusive<u64>>,
     /// Smallest page size of the IOMMU, in bytes.
-    page: u64,
+    page_bytes: u64,
     /// Maximum number of mappings.
     mappings_max: u32,
 }
@@ -116,7 +116,7 @@ impl Type1Container {
         if vfio.join(format!("noiommu-{group_number}")).exists() {
             return Err(VfioError::NoIommu { address });
         }
-        let open = |path| open(root, function, path);
+        let open = |path| open_vfio_file(root, function, path);
         let container = open(vfio.join("vfio"))?;
         if !ioctl::is_version_known(&container)
             .map_err(refused("ask for the version of the VFIO"))?
@@ -128,10 +128,10 @@ impl Type1Container {
         let group = open(group_path.clone())?;
         let flags = ioctl::group_flags(&group).map_err(refused("ask for the IOMMU group"))?;
         if flags & abi::VFIO_GROUP_FLAGS_VIABLE == 0 {
-            return Err(not_viable(function));
+            return Err(not_viable_error(function));
         }
         if flags & abi::VFIO_GROUP_FLAGS_CONTAINER_SET != 0 {
-            return Err(in_use(root, function, group_path));
+            return Err(in_use_error(root, function, group_path));
         }
         ioctl::set_container(&group, &container)
             .map_err(refused("give a container to the IOMMU group"))?;
@@ -146,7 +146,7 @@ impl Type1Container {
     }
 
     /// Takes over the group and the container of a predecessor. `mapped` lists the container's mappings.
-    pub(super) fn handed_over(
+    pub(super) fn from_predecessor(
         root: &HostRoot,
         function: &PciFunction,
         [group, container]: [OwnedFd; 2],
@@ -185,9 +185,9 @@ impl Type1Container {
             }
         };
         let info = ioctl::iommu_info(&files.container).map_err(refused("ask for the IOMMU"))?;
-        let usable = match info.usable {
+        let usable = match info.usable_iovas {
             Some(usable) => usable,
-            None => usable_by_reservations(root, group_number).map_err(refused(
+            None => derive_usable_iovas(root, group_number).map_err(refused(
                 "find the addresses that are reserved in the IOMMU group",
             ))?,
         };
@@ -201,8 +201,8 @@ impl Type1Container {
         Ok(Self {
             address,
             files: RwLock::new(Some(files)),
-            usable,
-            page: match info.page_sizes {
+            usable_iovas: usable,
+            page_bytes: match info.page_sizes {
                 0 => host_page_size() as u64,
                 sizes => 1 << sizes.trailing_zeros(),
             },
@@ -214,15 +214,17 @@ impl Type1Container {
 
     /// Returns the size of a mapping of `len` bytes: `len` rounded up to the kernel's page size, because memory is mapped
     /// in whole pages.
-    fn whole_pages(&self, iova: u64, len: u64) -> io::Result<u64> {
+    fn mapping_len(&self, iova: u64, len: u64) -> io::Result<u64> {
         let size = len.checked_next_multiple_of(host_page_size() as u64);
         match size {
-            Some(size) if size % self.page == 0 && iova.is_multiple_of(self.page) => Ok(size),
+            Some(size) if size % self.page_bytes == 0 && iova.is_multiple_of(self.page_bytes) => {
+                Ok(size)
+            }
             _ => Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
                 format!(
                     "{len:#x} bytes at IOVA {iova:#x} are no whole pages of the IOMMU of {}, which has pages of {:#x} bytes",
-                    self.address, self.page
+                    self.address, self.page_bytes
                 ),
             )),
         }
@@ -257,10 +259,10 @@ impl Iommu for Type1Container {
         part: Range<usize>,
         access: MappingAccess,
     ) -> io::Result<()> {
-        self.map_after(iova, memory, part, access, &mut |_| Ok(()))
+        self.map_with_check(iova, memory, part, access, &mut |_| Ok(()))
     }
 
-    fn map_after(
+    fn map_with_check(
         &self,
         iova: u64,
         memory: &Mapping,
@@ -272,7 +274,7 @@ impl Iommu for Type1Container {
         let Some(ContainerFiles { container, .. }) = &*files else {
             return Err(io::ErrorKind::NotConnected.into());
         };
-        let size = self.whole_pages(iova, part.len() as u64)?;
+        let size = self.mapping_len(iova, part.len() as u64)?;
         let mut writable = access == MappingAccess::ReadWrite;
         if !writable && memory.access() == MappingAccess::ReadWrite {
             match memory.populate() {
@@ -311,7 +313,7 @@ impl Iommu for Type1Container {
             // The release removed all mappings.
             return Ok(());
         };
-        let len = self.whole_pages(iova, len)?;
+        let len = self.mapping_len(iova, len)?;
         let unmapped = unmap_pieces(container, iova, len)?;
         if unmapped != len {
             return Err(io::Error::other(VfioError::PartlyUnmapped {
@@ -323,9 +325,9 @@ impl Iommu for Type1Container {
         Ok(())
     }
 
-    fn take_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
-        for start in part.clone().step_by(PAGES_AT_ONCE) {
-            let end = part.end.min(start + PAGES_AT_ONCE);
+    fn allocate_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
+        for start in part.clone().step_by(POPULATE_BYTES_MAX) {
+            let end = part.end.min(start + POPULATE_BYTES_MAX);
             memory.populate_part(start, end - start)?;
         }
         Ok(())
@@ -336,7 +338,7 @@ impl Iommu for Type1Container {
         let Some(ContainerFiles { container, .. }) = &*files else {
             return Ok(());
         };
-        let len = self.whole_pages(iova, len)?;
+        let len = self.mapping_len(iova, len)?;
         ioctl::unmap_dma(container, iova, len).map(drop)
     }
 
@@ -372,7 +374,7 @@ impl IommuContext for Type1Container {
     }
 
     fn usable_iovas(&self) -> &[RangeInclusive<u64>] {
-        &self.usable
+        &self.usable_iovas
     }
 
     fn release(&self) {
@@ -400,7 +402,11 @@ fn group_number(function: &PciFunction) -> Result<u32, VfioError> {
 }
 
 /// Opens a VFIO file.
-fn open(root: &HostRoot, function: &PciFunction, path: PathBuf) -> Result<File, VfioError> {
+fn open_vfio_file(
+    root: &HostRoot,
+    function: &PciFunction,
+    path: PathBuf,
+) -> Result<File, VfioError> {
     OpenOptions::new()
         .read(true)
         .write(true)
@@ -410,7 +416,7 @@ fn open(root: &HostRoot, function: &PciFunction, path: PathBuf) -> Result<File, 
             // ENODEV: the file still exists, but its driver is gone.
             Some(libc::ENOENT | libc::ENODEV) => VfioError::NoVfio(path),
             Some(libc::EACCES | libc::EPERM) => VfioError::Permission(path),
-            Some(libc::EBUSY) => in_use(root, function, path),
+            Some(libc::EBUSY) => in_use_error(root, function, path),
             _ => VfioError::Refused {
                 address: function.address,
                 what: "open the VFIO file",
@@ -420,7 +426,7 @@ fn open(root: &HostRoot, function: &PciFunction, path: PathBuf) -> Result<File, 
 }
 
 /// Returns the error for a group that another process has open.
-fn in_use(root: &HostRoot, function: &PciFunction, group: PathBuf) -> VfioError {
+fn in_use_error(root: &HostRoot, function: &PciFunction, group: PathBuf) -> VfioError {
     let users = function.iommu_group.as_ref();
     VfioError::InUse {
         address: function.address,
@@ -429,7 +435,7 @@ fn in_use(root: &HostRoot, function: &PciFunction, group: PathBuf) -> VfioError 
     }
 }
 
-fn not_viable(function: &PciFunction) -> VfioError {
+fn not_viable_error(function: &PciFunction) -> VfioError {
     let group = function.iommu_group.as_ref();
     VfioError::NotViable {
         address: function.address,
@@ -462,11 +468,11 @@ fn lock_limit() -> Option<u64> {
 }
 
 /// Smallest IOVA width of any supported IOMMU, in bits.
-const WIDTH_MIN: u32 = 39;
+const IOVA_BITS_MIN: u32 = 39;
 
 /// Derives the usable IOVAs if the kernel does not report them: all IOVAs of [`WIDTH_MIN`] bits, except the group's reserved
 /// regions.
-fn usable_by_reservations(root: &HostRoot, group: u32) -> io::Result<Vec<RangeInclusive<u64>>> {
+fn derive_usable_iovas(root: &HostRoot, group: u32) -> io::Result<Vec<RangeInclusive<u64>>> {
     let path = root
         .sys
         .join(format!("kernel/iommu_groups/{group}/reserved_regions"));
@@ -494,7 +500,7 @@ fn read_reserved(path: &Path) -> io::Result<Vec<RangeInclusive<u64>>> {
 }
 
 fn without_reserved(reserved: &[RangeInclusive<u64>]) -> Vec<RangeInclusive<u64>> {
-    let last = (1 << WIDTH_MIN) - 1;
+    let last = (1 << IOVA_BITS_MIN) - 1;
     let mut usable = Vec::new();
     let mut next = 0_u64;
     for range in reserved {
@@ -528,18 +534,23 @@ mod tests {
     fn large_memory_is_pinned_in_pieces() {
         let ends = |iova, len| pieces(iova, len).map(|piece| piece.end).collect::<Vec<_>>();
         assert_eq!(ends(4096, 8192), [8192]);
-        assert_eq!(ends(0, PIECE), [PIECE]);
-        let first = PIECE - 4096;
-        let expected = [first, first + PIECE, first + 2 * PIECE, 3 * PIECE];
-        assert_eq!(ends(5 * PIECE + 4096, 3 * PIECE), expected);
+        assert_eq!(ends(0, PIN_BYTES_MAX), [PIN_BYTES_MAX]);
+        let first = PIN_BYTES_MAX - 4096;
+        let expected = [
+            first,
+            first + PIN_BYTES_MAX,
+            first + 2 * PIN_BYTES_MAX,
+            3 * PIN_BYTES_MAX,
+        ];
+        assert_eq!(ends(5 * PIN_BYTES_MAX + 4096, 3 * PIN_BYTES_MAX), expected);
         assert!(ends(4096, 0).is_empty());
-        let mut pieces = pieces(4096, 8 * PIECE);
+        let mut pieces = pieces(4096, 8 * PIN_BYTES_MAX);
         let first = pieces.next().unwrap();
         let joined = pieces.fold(first, |before, piece| {
             assert_eq!(before.end, piece.start);
             before.start..piece.end
         });
-        assert_eq!(joined, 0..8 * PIECE);
+        assert_eq!(joined, 0..8 * PIN_BYTES_MAX);
     }
 
     #[test]

@@ -71,7 +71,7 @@ struct NvmePassthroughCommand {
 const _: () = assert!(size_of::<NvmePassthroughCommand>() == 72);
 
 /// Maximum length of a structure that the kernel may return, in bytes.
-const INFO_MAX: usize = 1 << 20;
+const INFO_BYTES_MAX: usize = 1 << 20;
 
 /// Converts a negative result to `errno`'s error.
 fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
@@ -190,7 +190,7 @@ pub(super) struct VfioDeviceRegion {
 /// Reads the description of a region by its index.
 pub(super) fn region(device: &File, index: u32) -> io::Result<VfioDeviceRegion> {
     type Fixed = abi::vfio_region_info;
-    let info = VfioCapabilityChain::ask(
+    let info = VfioCapabilityChain::query(
         device,
         DEVICE_GET_REGION_INFO,
         size_of::<Fixed>(),
@@ -213,7 +213,7 @@ fn parse_region(info: &VfioCapabilityChain) -> VfioDeviceRegion {
             None => mappable.push((0, size)),
             Some(at) => {
                 let count = info.u32(at + offset_of!(Sparse, nr_areas));
-                mappable = info.pairs(at + offset_of!(Sparse, areas), count);
+                mappable = info.read_pairs(at + offset_of!(Sparse, areas), count);
                 mappable.retain(|(start, len)| {
                     *len > 0 && start.checked_add(*len).is_some_and(|end| end <= size)
                 });
@@ -283,7 +283,7 @@ pub(super) struct IommuInfo {
     /// Supported page sizes, one bit each.
     pub(super) page_sizes: u64,
     /// IOVA ranges that the IOMMU translates; `None` if the kernel does not report them (before 5.4).
-    pub(super) usable: Option<Vec<RangeInclusive<u64>>>,
+    pub(super) usable_iovas: Option<Vec<RangeInclusive<u64>>>,
     /// Number of mappings that can still be added; `None` if the kernel does not report it (before 5.10).
     pub(super) mappings_left: Option<u32>,
 }
@@ -291,7 +291,7 @@ pub(super) struct IommuInfo {
 /// Reads the properties of a container's IOMMU.
 pub(super) fn iommu_info(container: &File) -> io::Result<IommuInfo> {
     let fixed = size_of::<abi::vfio_iommu_type1_info>();
-    Ok(parse_iommu(&VfioCapabilityChain::ask(
+    Ok(parse_iommu(&VfioCapabilityChain::query(
         container,
         IOMMU_GET_INFO,
         fixed,
@@ -311,7 +311,7 @@ fn parse_iommu(info: &VfioCapabilityChain) -> IommuInfo {
     };
     let usable = capability(abi::VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE).map(|at| {
         let count = info.u32(at + offset_of!(Ranges, nr_iovas));
-        let ranges = info.pairs(at + offset_of!(Ranges, iova_ranges), count);
+        let ranges = info.read_pairs(at + offset_of!(Ranges, iova_ranges), count);
         ranges
             .into_iter()
             .map(|(start, end)| start..=end)
@@ -325,7 +325,7 @@ fn parse_iommu(info: &VfioCapabilityChain) -> IommuInfo {
     };
     IommuInfo {
         page_sizes,
-        usable,
+        usable_iovas: usable,
         mappings_left: capability(abi::VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL)
             .map(|at| info.u32(at + offset_of!(Avail, avail))),
     }
@@ -380,7 +380,7 @@ struct VfioCapabilityChain {
 impl VfioCapabilityChain {
     /// Reads a structure of `fixed` bytes and its capability chain from the kernel. `argument` is an offset in the
     /// structure and the word to store there before the call.
-    fn ask(
+    fn query(
         file: &File,
         request: c_ulong,
         fixed: usize,
@@ -402,9 +402,9 @@ impl VfioCapabilityChain {
             if needed <= len {
                 return Ok(info);
             }
-            if needed > INFO_MAX {
+            if needed > INFO_BYTES_MAX {
                 return Err(io::Error::other(format!(
-                    "the kernel's answer has {needed} bytes, more than {INFO_MAX}"
+                    "the kernel's answer has {needed} bytes, more than {INFO_BYTES_MAX}"
                 )));
             }
             len = needed;
@@ -428,7 +428,7 @@ impl VfioCapabilityChain {
     }
 
     /// Reads up to `count` pairs of 64-bit numbers, as far as they lie within the structure.
-    fn pairs(&self, offset: usize, count: u32) -> Vec<(u64, u64)> {
+    fn read_pairs(&self, offset: usize, count: u32) -> Vec<(u64, u64)> {
         let there = self.words.as_bytes().len().saturating_sub(offset) / 16;
         (0..there.min(count as usize))
             .map(|index| {
@@ -554,10 +554,10 @@ mod tests {
         assert_eq!(told.page_sizes, 0x4020_1000);
         assert_eq!(told.mappings_left, Some(65_535));
         let usable = [0..=0xFEDF_FFFF, 0xFEF0_0000..=0x7F_FFFF_FFFF];
-        assert_eq!(told.usable.as_deref(), Some(&usable[..]));
+        assert_eq!(told.usable_iovas.as_deref(), Some(&usable[..]));
 
         let told = parse_iommu(&info(&[24, abi::VFIO_IOMMU_INFO_PGSIZES, 4096, 0, 0, 0]));
-        assert_eq!((told.usable, told.mappings_left), (None, None));
+        assert_eq!((told.usable_iovas, told.mappings_left), (None, None));
     }
 
     #[test]
@@ -565,7 +565,11 @@ mod tests {
         let flags = abi::VFIO_IOMMU_INFO_CAPS;
         for (first, next) in [(1000, 0), (u32::MAX, 0), (24, 24), (24, u32::MAX), (31, 31)] {
             let words = [40, flags, 0, 0, first, 0, 9 | 1 << 16, next, 0, 0];
-            assert_eq!(parse_iommu(&info(&words)).usable, None, "{first} {next}");
+            assert_eq!(
+                parse_iommu(&info(&words)).usable_iovas,
+                None,
+                "{first} {next}"
+            );
         }
     }
 }

@@ -16,22 +16,22 @@
     )
 )]
 
-mod backing;
 mod container;
 mod controller;
 mod description;
-mod device;
+mod device_backing;
 mod error;
 pub mod function;
 mod ioctl;
-pub mod pair;
+pub mod queue_pair;
+mod vfio_backing;
 
-pub use backing::DeviceBacking;
 pub use controller::{
     ArbitrationChoice, ControllerError, ControllerOptions, DescriptorStore, HandedOverDrive,
     PersistedIommu, PredecessorIommu, VfioController,
 };
 pub use description::{ArbitrationDescription, DriveDescription};
-pub use device::VfioBacking;
+pub use device_backing::DeviceBacking;
 pub use error::VfioError;
-pub use pair::VfioQueue;
+pub use queue_pair::VfioQueue;
+pub use vfio_backing::VfioBacking;

@@ -24,7 +24,7 @@ use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::{LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
-use nvme_mpt_tests::attached::AttachedGuest;
+use nvme_mpt_tests::attached_guest::AttachedGuest;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
 use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::prp;
@@ -48,11 +48,11 @@ const AT_ONCE: &str = "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\
 
 /// A guest's queue pair on a drive, and the shadow queue that serves it.
 struct Rig {
-    attachment: Arc<LocalBackend>,
+    local_backend: Arc<LocalBackend>,
     queue: QueuePair,
     shadow: Box<ShadowQueue>,
     guest: AttachedGuest,
-    kept: Vec<DmaBuffer>,
+    allocated_buffers: Vec<DmaBuffer>,
 }
 
 impl Rig {
@@ -66,10 +66,10 @@ impl Rig {
             id: "bench",
             drive: drive.identity(),
             nsid: Nsid(1),
-            wanted: RequestedBytes::At(ByteRange::new(0, BYTES).unwrap()),
+            wanted: RequestedBytes::Range(ByteRange::new(0, BYTES).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_lease::PreviousDataPolicy::Kept,
+            previous_data: nvme_lease::PreviousDataPolicy::Kept,
         };
         let config = LocalBackendConfig {
             lease: Ledger::in_process().acquire(&request).unwrap(),
@@ -80,11 +80,11 @@ impl Rig {
             doorbell_stride: nvme_guest::DoorbellStride::default(),
             doorbells: nvme_guest::DoorbellMode::Shadow,
             poll: PollPolicy::default(),
-            learning: AdaptivePolicies::default(),
+            adaptive: AdaptivePolicies::default(),
             pollers: PollerPool::new(),
             memory: nvme_guest::MemoryKinds::default(),
             memory_limit: None,
-            rates: nvme_guest::limit::RateLimits::default(),
+            rates: nvme_guest::rate_limit::RateLimits::default(),
             serial: None,
         };
         let attachment = Arc::new(LocalBackend::new(config).unwrap());
@@ -92,11 +92,11 @@ impl Rig {
         let queue = guest.queue_pair(1, ENTRIES, None);
         let shadow = attachment.take_queue(QueueId(1)).unwrap();
         Self {
-            attachment,
+            local_backend: attachment,
             queue,
             shadow,
             guest,
-            kept: Vec::new(),
+            allocated_buffers: Vec::new(),
         }
     }
 
@@ -105,8 +105,8 @@ impl Rig {
         let buffer = |_| {
             let data = self.guest.memory().alloc(bytes).unwrap();
             let prepared = prp::buffer(&data, 0, bytes).unwrap();
-            self.kept.push(data);
-            self.kept.extend(prepared.pages);
+            self.allocated_buffers.push(data);
+            self.allocated_buffers.extend(prepared.pages);
             prepared.pointer
         };
         (0..depth).map(buffer).collect()
@@ -154,8 +154,8 @@ impl Rig {
     }
 
     fn finish(self) {
-        self.attachment.give_queue_back(self.shadow).unwrap();
-        self.attachment.reset().unwrap();
+        self.local_backend.return_queue(self.shadow).unwrap();
+        self.local_backend.reset().unwrap();
     }
 }
 
@@ -199,7 +199,7 @@ const fn case(
     }
 }
 
-fn of_nvm(profile: &NvmProfile) -> Vec<Case> {
+fn nvm_cases(profile: &NvmProfile) -> Vec<Case> {
     let NvmProfile { read, write, .. } = profile;
     let latency = |latency: u64| Configured::Latency(latency as f64);
     let bandwidth = |bandwidth: u64| Configured::Bandwidth(bandwidth as f64);
@@ -232,7 +232,7 @@ fn of_nvm(profile: &NvmProfile) -> Vec<Case> {
     ]
 }
 
-fn of_ssd(profile: &SsdProfile) -> Vec<Case> {
+fn ssd_cases(profile: &SsdProfile) -> Vec<Case> {
     let transfer = |bandwidth: u64| 4096.0 / bandwidth as f64 * 1e9;
     let link = profile.link_bandwidth.0;
     let read = (profile.read_overhead.0 + profile.read.0) as f64
@@ -260,8 +260,8 @@ fn of_ssd(profile: &SsdProfile) -> Vec<Case> {
 
 fn cases(profile: &DriveProfile) -> Vec<Case> {
     match profile {
-        DriveProfile::Nvm(profile) => of_nvm(profile),
-        DriveProfile::Ssd(profile) => of_ssd(profile),
+        DriveProfile::Nvm(profile) => nvm_cases(profile),
+        DriveProfile::Ssd(profile) => ssd_cases(profile),
         // The timing equals model `nvm`, or is compared with exact times in the model's own tests.
         DriveProfile::Zns(_) => Vec::new(),
         // The profile is for keys, and this bench sends reads and writes.
@@ -311,7 +311,7 @@ fn report(name: &str, profile: &DriveProfile, smoke: bool) {
 }
 
 /// Returns the case for counting instructions of a 4 KiB read.
-fn counted() -> Case {
+fn instruction_case() -> Case {
     case(
         "counted",
         (4096, 32),
@@ -345,7 +345,7 @@ fn main() -> ExitCode {
     {
         let profile = (name == "timed").then(|| DriveProfile::parse("bench", AT_ONCE).unwrap());
         let mut rig = Rig::new(profile);
-        rig.run(&counted(), commands.parse().expect("a number"));
+        rig.run(&instruction_case(), commands.parse().expect("a number"));
         rig.finish();
         return ExitCode::SUCCESS;
     }
@@ -362,7 +362,7 @@ fn main() -> ExitCode {
     let smoke = arguments.iter().any(|argument| argument == "--smoke");
     println!("profile  case             figure configured   achieved         difference");
     for name in ["nvm", "ssd"] {
-        report(name, &DriveProfile::named(name).unwrap(), smoke);
+        report(name, &DriveProfile::find_built_in(name).unwrap(), smoke);
     }
     if !smoke && let (Some(with), Some(without)) = (instructions("timed"), instructions("plain")) {
         println!(

@@ -11,7 +11,7 @@ use super::{Configured, Rig, cases, fill};
 const RUNS: usize = 10;
 /// Large enough that ten commands are slower than the last percentile.
 const COMMANDS: usize = 100_000;
-const FIGURES: [(&str, f64); 5] = [
+const STATISTICS: [(&str, f64); 5] = [
     ("p50", 0.5),
     ("p90", 0.9),
     ("p99", 0.99),
@@ -25,7 +25,7 @@ const PROFILES: [(&str, RGBColor); 2] = [
 ];
 
 /// Latencies of a run in microseconds.
-type Run = [f64; FIGURES.len()];
+type Run = [f64; STATISTICS.len()];
 
 /// Runs of a profile's reads.
 struct Runs {
@@ -42,7 +42,7 @@ pub(super) fn draw_to(path: &Path) -> Result<(), Box<dyn Error>> {
     let mut all = Vec::new();
     for (profile, colour) in PROFILES {
         let runs = measure(profile, colour)?;
-        for (index, (figure, _)) in FIGURES.iter().enumerate() {
+        for (index, (figure, _)) in STATISTICS.iter().enumerate() {
             let of_runs = || runs.runs.iter().map(|run| run[index]);
             let (least, most) = (
                 of_runs().fold(f64::MAX, f64::min),
@@ -57,7 +57,7 @@ pub(super) fn draw_to(path: &Path) -> Result<(), Box<dyn Error>> {
 }
 
 fn measure(name: &'static str, colour: RGBColor) -> Result<Runs, Box<dyn Error>> {
-    let profile = DriveProfile::named(name)?;
+    let profile = DriveProfile::find_built_in(name)?;
     let cases = cases(&profile);
     let case = cases.first().ok_or("A profile without a case")?;
     let Configured::Latency(configured) = case.configured else {
@@ -70,7 +70,7 @@ fn measure(name: &'static str, colour: RGBColor) -> Result<Runs, Box<dyn Error>>
     let runs = (0..RUNS).map(|_| {
         let (mut latencies, _) = rig.run(case, COMMANDS);
         latencies.sort_unstable();
-        FIGURES.map(|(_, share)| latencies[(COMMANDS as f64 * share) as usize] as f64 / 1e3)
+        STATISTICS.map(|(_, share)| latencies[(COMMANDS as f64 * share) as usize] as f64 / 1e3)
     });
     let runs = runs.collect();
     rig.finish();
@@ -83,7 +83,7 @@ fn measure(name: &'static str, colour: RGBColor) -> Result<Runs, Box<dyn Error>>
 }
 
 fn draw(path: &Path, all: &[Runs]) -> Result<(), Box<dyn Error>> {
-    let last = (FIGURES.len() - 1) as f64;
+    let last = (STATISTICS.len() - 1) as f64;
     let slowest = all.iter().flat_map(|runs| runs.runs.iter().flatten());
     let slowest = slowest.copied().fold(0.0, f64::max);
     let root = SVGBackend::new(path, SIZE).into_drawing_area();
@@ -99,8 +99,12 @@ fn draw(path: &Path, all: &[Runs]) -> Result<(), Box<dyn Error>> {
         .build_cartesian_2d(0.0..last, (5.0..slowest * 1.5).log_scale())?;
     chart
         .configure_mesh()
-        .x_labels(FIGURES.len())
-        .x_label_formatter(&|x| FIGURES[x.round() as usize % FIGURES.len()].0.to_owned())
+        .x_labels(STATISTICS.len())
+        .x_label_formatter(&|x| {
+            STATISTICS[x.round() as usize % STATISTICS.len()]
+                .0
+                .to_owned()
+        })
         .y_desc("microseconds; grey: configured")
         .draw()?;
     for runs in all {

@@ -35,7 +35,7 @@ fn fixture(choice: u8) -> Fixture {
     };
     let fixture = Fixture::new(mode, MsixMasking::Client);
     // For a second after a change of the memory map, commands wait for missing memory. Let this second pass.
-    while fixture.function.memory().quiet_for() <= Duration::from_secs(1) {
+    while fixture.function.memory().time_since_change() <= Duration::from_secs(1) {
         clock::sleep(Duration::from_millis(10));
     }
     fixture
@@ -59,7 +59,7 @@ fn enable(fixture: &mut Fixture) {
 }
 
 /// Returns the command identifiers of the posted completions.
-fn completed(fixture: &Fixture) -> Vec<u16> {
+fn completed_cids(fixture: &Fixture) -> Vec<u16> {
     let mut queue = [0; ENTRIES as usize * 16];
     fixture
         .function
@@ -97,7 +97,7 @@ pub fn run(input: &[u8]) {
         fixture.function.process_events();
 
         if fixture.register(0x1C) & CFS == 0 {
-            let mut completed = completed(fixture);
+            let mut completed = completed_cids(fixture);
             completed.sort_unstable();
             let once = completed.windows(2).all(|pair| pair[0] != pair[1]);
             assert!(once, "a command completed twice: {completed:?}");

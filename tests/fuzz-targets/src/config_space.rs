@@ -19,10 +19,10 @@ thread_local! {
 }
 
 /// Reported addresses of the BARs.
-struct Places([Option<u64>; 2]);
+struct BarAddresses([Option<u64>; 2]);
 
-impl Places {
-    fn follow(&mut self, moves: &[BarMove], function: &NvmeFunction) {
+impl BarAddresses {
+    fn apply_moves(&mut self, moves: &[BarMove], function: &NvmeFunction) {
         for (place, bar) in self.0.iter_mut().zip(Bar::ALL) {
             for moved in moves.iter().filter(|moved| moved.bar == bar) {
                 assert_eq!((moved.from, moved.size), (*place, function.bar_size(bar)));
@@ -69,7 +69,7 @@ pub fn run(input: &[u8]) {
     FIXTURE.with_borrow_mut(|fixture| {
         fixture.reset(&[]);
         let function = &mut fixture.function;
-        let mut places = Places([None; 2]);
+        let mut places = BarAddresses([None; 2]);
         let mut input = Input(input);
         while !input.is_empty() {
             let kind = input.byte();
@@ -85,12 +85,12 @@ pub fn run(input: &[u8]) {
                 assert!(offset < 0x100 || data.iter().all(|byte| *byte == 0));
             } else {
                 let moves = function.write_config(offset, input.piece(length));
-                places.follow(&moves, function);
+                places.apply_moves(&moves, function);
             }
             check(function);
         }
         let moves = function.reset();
-        places.follow(&moves, function);
+        places.apply_moves(&moves, function);
         assert_eq!(places.0, [None; 2]);
     });
 }

@@ -26,7 +26,7 @@ pub fn run(input: &[u8]) {
     let Ok(path) = "null:1M".parse() else { return };
     match drives::open(&path, options) {
         Ok(drive) => {
-            let drive = SoftwareController::of(drive.controller());
+            let drive = SoftwareController::downcast(drive.controller());
             let Some(faults) = drive.and_then(SoftwareController::faults) else {
                 panic!("a drive with faults has none");
             };

@@ -42,9 +42,9 @@ const DATA_PAGES: u64 = 32;
 const LEASE: u64 = 1 << 20;
 const BLOCK: u64 = 512;
 /// Blocks reserved for each command: the size of the longest command.
-const STRETCH: u64 = DATA_PAGES * PAGE / BLOCK;
+const BLOCKS_PER_COMMAND: u64 = DATA_PAGES * PAGE / BLOCK;
 /// Number of commands of a guest: one for each reserved part of the lease.
-const COMMANDS: usize = (LEASE / BLOCK / STRETCH) as usize;
+const COMMANDS: usize = (LEASE / BLOCK / BLOCKS_PER_COMMAND) as usize;
 const GUESTS: usize = 2;
 /// Maximum number of steps of an input. Further steps are ignored.
 const STEPS: usize = 256;
@@ -60,26 +60,26 @@ thread_local! {
 
 /// Expected result of a guest's command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Fate {
+enum ExpectedResult {
     #[default]
     Idle,
     /// In flight, with no error so far.
-    Good,
+    InFlight,
     /// In flight, and interrupted by the drive. The command may be repeated, and then may have any result.
     Interrupted,
     /// In flight, and a part has failed.
-    Bad,
+    PartFailed,
 }
 
 /// A guest whose queue pair this thread polls.
 struct Lane {
-    attachment: LocalBackend,
+    local_backend: LocalBackend,
     memory: File,
     shadow: Option<Box<ShadowQueue>>,
     tail: u32,
     head: u32,
     phase: bool,
-    fates: [Fate; COMMANDS],
+    command_states: [ExpectedResult; COMMANDS],
 }
 
 impl Lane {
@@ -88,10 +88,10 @@ impl Lane {
             id: &format!("lease-{index}"),
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            wanted: RequestedBytes::At(ByteRange::new(index * LEASE, LEASE).expect("a range")),
+            wanted: RequestedBytes::Range(ByteRange::new(index * LEASE, LEASE).expect("a range")),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_lease::PreviousDataPolicy::Kept,
+            previous_data: nvme_lease::PreviousDataPolicy::Kept,
         };
         let attachment = LocalBackend::new(LocalBackendConfig {
             drive: drive.clone(),
@@ -102,11 +102,11 @@ impl Lane {
             doorbell_stride: nvme_guest::DoorbellStride::default(),
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),
-            learning: AdaptivePolicies::default(),
+            adaptive: AdaptivePolicies::default(),
             pollers: pollers.clone(),
             memory: nvme_guest::MemoryKinds::default(),
             memory_limit: None,
-            rates: nvme_guest::limit::RateLimits::default(),
+            rates: nvme_guest::rate_limit::RateLimits::default(),
             serial: None,
         })
         .expect("an attachment");
@@ -127,13 +127,13 @@ impl Lane {
             .collect();
         memory.write_all_at(&list, LIST).expect("memory");
         Self {
-            attachment,
+            local_backend: attachment,
             memory,
             shadow: None,
             tail: 0,
             head: 0,
             phase: true,
-            fates: [Fate::Idle; COMMANDS],
+            command_states: [ExpectedResult::Idle; COMMANDS],
         }
     }
 
@@ -148,32 +148,36 @@ impl Lane {
             entries: ENTRIES,
             vector: None,
         };
-        self.attachment.create_cq(cq).expect("a queue");
+        self.local_backend.create_cq(cq).expect("a queue");
         let sq = SqConfig {
             qid: QUEUE,
             cqid: QUEUE,
             base: Gpa(SQ),
             entries: ENTRIES,
         };
-        self.attachment.create_sq(sq).expect("a queue");
-        self.shadow = Some(self.attachment.take_queue(QUEUE).expect("the queue"));
+        self.local_backend.create_sq(sq).expect("a queue");
+        self.shadow = Some(self.local_backend.take_queue(QUEUE).expect("the queue"));
     }
 
     fn end(&mut self) {
         if let Some(shadow) = self.shadow.take() {
-            let given_back = self.attachment.give_queue_back(shadow);
+            let given_back = self.local_backend.return_queue(shadow);
             given_back.expect("it is known");
         }
-        self.attachment.reset().expect("nothing is in flight");
+        self.local_backend.reset().expect("nothing is in flight");
     }
 
     /// Submits an idle command.
     fn send(&mut self, kind: u8, size: u8) {
-        let Some(index) = self.fates.iter().position(|fate| *fate == Fate::Idle) else {
+        let Some(index) = self
+            .command_states
+            .iter()
+            .position(|fate| *fate == ExpectedResult::Idle)
+        else {
             return;
         };
-        let slba = index as u64 * STRETCH;
-        let blocks = u32::from(size) % STRETCH as u32 + 1;
+        let slba = index as u64 * BLOCKS_PER_COMMAND;
+        let blocks = u32::from(size) % BLOCKS_PER_COMMAND as u32 + 1;
         let sqe = match kind % 5 {
             0 => Sqe::write_zeroes(1, slba, blocks, false),
             1 => Sqe::compare(1, slba, blocks),
@@ -192,9 +196,9 @@ impl Lane {
         let at = SQ + 64 * u64::from(self.tail);
         self.memory.write_all_at(&bytes, at).expect("memory");
         self.tail = (self.tail + 1) % ENTRIES;
-        self.fates[index] = Fate::Good;
+        self.command_states[index] = ExpectedResult::InFlight;
         let tail = Doorbell::SqTail(QUEUE);
-        self.attachment.ring_doorbell(tail, self.tail);
+        self.local_backend.ring_doorbell(tail, self.tail);
     }
 
     /// Polls, and consumes completions.
@@ -211,13 +215,18 @@ impl Lane {
                 break;
             }
             let index = usize::from(word(12));
-            let fate = self.fates.get_mut(index).expect("a command of the guest's");
+            let fate = self
+                .command_states
+                .get_mut(index)
+                .expect("a command of the guest's");
             let success = word(14) >> 1 & 0x7FF == 0;
             match std::mem::take(fate) {
-                Fate::Idle => panic!("command {index} completed, which is not in flight"),
-                Fate::Good => assert!(success, "command {index}: {:#x}", word(14)),
-                Fate::Interrupted => {}
-                Fate::Bad => assert!(!success, "command {index} succeeded in part"),
+                ExpectedResult::Idle => panic!("command {index} completed, which is not in flight"),
+                ExpectedResult::InFlight => assert!(success, "command {index}: {:#x}", word(14)),
+                ExpectedResult::Interrupted => {}
+                ExpectedResult::PartFailed => {
+                    assert!(!success, "command {index} succeeded in part")
+                }
             }
             self.head = (self.head + 1) % ENTRIES;
             if self.head == 0 {
@@ -227,13 +236,15 @@ impl Lane {
         }
         if taken {
             let head = Doorbell::CqHead(QUEUE);
-            self.attachment.ring_doorbell(head, self.head);
+            self.local_backend.ring_doorbell(head, self.head);
         }
         busy || taken
     }
 
     fn is_idle(&self) -> bool {
-        self.fates.iter().all(|fate| *fate == Fate::Idle)
+        self.command_states
+            .iter()
+            .all(|fate| *fate == ExpectedResult::Idle)
     }
 }
 
@@ -257,12 +268,12 @@ impl Fixture {
                 GUESTS as u64 * LEASE,
                 BLOCK as u32,
             )],
-            by_hand: true,
+            is_manual: true,
             ..Options::default()
         });
         let options = ControllerOptions {
             // No command may be aborted during an input.
-            deadline: Duration::from_secs(3600),
+            command_timeout: Duration::from_secs(3600),
             ..ControllerOptions::default()
         };
         let controller = VfioController::open(model.clone(), options, &ThreadSpawner::default())
@@ -282,7 +293,7 @@ impl Fixture {
     }
 
     /// Polls the guests' queues, and takes their commands.
-    fn turn(&mut self, guests: usize) -> bool {
+    fn poll_lanes(&mut self, guests: usize) -> bool {
         let mut busy = false;
         for lane in &mut self.lanes[..guests] {
             busy |= lane.poll();
@@ -311,15 +322,15 @@ impl Fixture {
         if let Some(index) = known {
             let sqe = self.commands.remove(index);
             if upper & STATUS_MASK != 0 {
-                let stretch = sqe.0[5] / STRETCH;
+                let stretch = sqe.0[5] / BLOCKS_PER_COMMAND;
                 let lane = &mut self.lanes[stretch as usize / COMMANDS];
-                let fate = &mut lane.fates[stretch as usize % COMMANDS];
-                assert_ne!(*fate, Fate::Idle, "a part of nothing: {sqe:?}");
+                let fate = &mut lane.command_states[stretch as usize % COMMANDS];
+                assert_ne!(*fate, ExpectedResult::Idle, "a part of nothing: {sqe:?}");
                 let is_interrupted = (upper & STATUS_MASK) >> 49 == INTERRUPTED;
                 // The first failed part in order decides, so the status of other parts may be ignored.
-                *fate = match is_interrupted || *fate == Fate::Interrupted {
-                    true => Fate::Interrupted,
-                    false => Fate::Bad,
+                *fate = match is_interrupted || *fate == ExpectedResult::Interrupted {
+                    true => ExpectedResult::Interrupted,
+                    false => ExpectedResult::PartFailed,
                 };
             }
         }
@@ -365,7 +376,7 @@ impl Fixture {
                 }
                 _ => self.post(last[0], last[1]),
             }
-            self.turn(guests);
+            self.poll_lanes(guests);
         }
         // The drive completes its remaining commands correctly.
         let mut idle = 0;
@@ -373,9 +384,9 @@ impl Fixture {
             while let Some(sqe) = self.commands.first() {
                 let upper = u64::from(sqe.cid()) << 32;
                 self.post(0, upper);
-                self.turn(guests);
+                self.poll_lanes(guests);
             }
-            idle = if self.turn(guests) { 0 } else { idle + 1 };
+            idle = if self.poll_lanes(guests) { 0 } else { idle + 1 };
             if idle > 1000 {
                 // Commands of queues that share a queue pair may wait for a while.
                 std::thread::sleep(Duration::from_micros(100));
@@ -384,7 +395,7 @@ impl Fixture {
         }
         // Nothing may follow the last completion.
         for _ in 0..3 {
-            self.turn(guests);
+            self.poll_lanes(guests);
         }
         assert!(self.commands.is_empty());
     }
@@ -405,6 +416,6 @@ pub fn run(input: &[u8]) {
         for lane in &mut fixture.lanes[..guests] {
             lane.end();
         }
-        fixture.model.judgement().expect("a host that behaves");
+        fixture.model.check_host().expect("a host that behaves");
     });
 }

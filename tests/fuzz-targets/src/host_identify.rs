@@ -60,7 +60,7 @@ pub fn run(input: &[u8]) {
         &ThreadSpawner::default(),
     ) {
         let limits = controller.limits();
-        assert!(limits.max_transfer() >= 4096 && limits.entries_max >= 2);
+        assert!(limits.max_transfer_bytes() >= 4096 && limits.entries_max >= 2);
         let namespaces = controller.namespaces();
         for namespace in &namespaces {
             assert!(matches!(namespace.lba_shift, 9 | 12), "{namespace:?}");
@@ -99,5 +99,5 @@ pub fn run(input: &[u8]) {
     }
     assert!(model.is_released());
     assert_eq!(model.model_iommu().fault_count(), 0);
-    assert_eq!(model.model_iommu().mapped(), 0);
+    assert_eq!(model.model_iommu().mapped_bytes(), 0);
 }

@@ -148,7 +148,7 @@ impl VfioUserDevice for Model {
         self.requests += 1;
     }
 
-    fn keep_client(&mut self, stream: BorrowedFd<'_>) -> io::Result<()> {
+    fn persist_client(&mut self, stream: BorrowedFd<'_>) -> io::Result<()> {
         self.stream = Some(stream.try_clone_to_owned()?);
         Ok(())
     }
@@ -157,15 +157,15 @@ impl VfioUserDevice for Model {
         Some(self.requests.to_le_bytes().to_vec())
     }
 
-    fn disconnected(&mut self) {
+    fn on_disconnected(&mut self) {
         self.stream = None;
     }
 }
 
 /// An event loop that handles every event, whether the event occurred or not.
-struct Anything;
+struct NullWatcher;
 
-impl SocketWatcher for Anything {
+impl SocketWatcher for NullWatcher {
     fn add(&mut self, _: RawFd, _: u32, _: EventSet) -> io::Result<()> {
         Ok(())
     }
@@ -196,7 +196,7 @@ impl Client {
     }
 
     /// Sends as many messages as the socket accepts.
-    fn say(&mut self, mut script: Input<'_>) {
+    fn send_messages(&mut self, mut script: Input<'_>) {
         while !script.is_empty() {
             let (command, options) = (script.byte(), script.byte());
             let length = script.number().into();
@@ -219,14 +219,14 @@ impl Client {
         self.messages = self.messages.wrapping_add(1);
     }
 
-    fn hear(&mut self) {
+    fn drain_replies(&mut self) {
         let mut buffer = [0; 64 * 1024];
         while let Ok(1..) = self.stream.read(&mut buffer) {}
     }
 }
 
 /// Changes the log's file.
-fn damage(journal: &File, choices: u8, input: &mut Input<'_>) {
+fn corrupt_log(journal: &File, choices: u8, input: &mut Input<'_>) {
     let mut generation = [0; 8];
     journal
         .read_exact_at(&mut generation, COMMIT_WORD)
@@ -254,66 +254,70 @@ fn damage(journal: &File, choices: u8, input: &mut Input<'_>) {
     }
 }
 
-fn converse(choices: u8, mut input: Input<'_>) {
+fn run_session(choices: u8, mut input: Input<'_>) {
     let is_chosen = |bit: u8| choices & 1 << bit != 0;
     let model = Model::new(is_chosen(2));
     let journal = RequestLog::new().expect("memory");
     let file = journal.as_fd().try_clone_to_owned().expect("a descriptor");
-    let mut server = VfioUserServer::bind_kept(socket(), SocketAccess::default(), model, journal)
-        .expect("a server");
+    let mut server =
+        VfioUserServer::bind_with_log(socket(), SocketAccess::default(), model, journal)
+            .expect("a server");
     let listener = server.listener().as_fd().try_clone_to_owned();
     let listener = listener.expect("a descriptor");
 
     let mut changes = Input(input.0);
     skip(&mut input, choices);
     let mut client = Client::connect();
-    server.handle(LISTENER, &mut Anything);
+    server.handle_event(LISTENER, &mut NullWatcher);
     if is_chosen(0) {
         client.message(1, 0, b"\0\0\x01\0");
     }
     let length = input.number().into();
-    client.say(Input(input.piece(length)));
-    server.handle(CLIENT, &mut Anything);
+    client.send_messages(Input(input.piece(length)));
+    server.handle_event(CLIENT, &mut NullWatcher);
     if is_chosen(1) {
-        client.hear();
-        server.handle(CLIENT, &mut Anything);
+        client.drain_replies();
+        server.handle_event(CLIENT, &mut NullWatcher);
     }
     let stream = server.device_mut().stream.take();
-    server.leave();
+    server.release();
     drop(server);
 
     let shared = File::from(file.try_clone().expect("a descriptor"));
-    damage(&shared, choices, &mut changes);
+    corrupt_log(&shared, choices, &mut changes);
     drop(shared);
     let mut client = Some(client).filter(|_| !is_chosen(3));
     let stream = stream.filter(|_| !is_chosen(4)).map(UnixStream::from);
-    let Ok((journal, record)) = RequestLog::from_kept(file) else {
+    let Ok((journal, record)) = RequestLog::from_predecessor(file) else {
         return;
     };
-    let requests = record.device().try_into().map_or(0, u32::from_le_bytes);
+    let requests = record
+        .device_state()
+        .try_into()
+        .map_or(0, u32::from_le_bytes);
     let mut model = Model::new(is_chosen(2));
     model.requests = requests;
     model.stream = stream
         .as_ref()
         .map(|stream| stream.as_fd().try_clone_to_owned().expect("a descriptor"));
-    let listener = SocketListener::from_kept(&socket(), listener).expect("it listens");
+    let listener = SocketListener::from_predecessor(&socket(), listener).expect("it listens");
     let Ok(mut server) = VfioUserServer::resume(listener, journal, stream, model) else {
         return;
     };
-    server.watch(&mut Anything).expect("anything is watched");
+    server.watch(&mut NullWatcher).expect("anything is watched");
     let other = is_chosen(6).then(Client::connect);
-    server.handle(LISTENER, &mut Anything);
-    server.handle(CLIENT, &mut Anything);
+    server.handle_event(LISTENER, &mut NullWatcher);
+    server.handle_event(CLIENT, &mut NullWatcher);
     if let Some(client) = &mut client {
-        client.say(input);
+        client.send_messages(input);
         for _ in 0..EVENTS {
-            server.handle(CLIENT, &mut Anything);
-            client.hear();
+            server.handle_event(CLIENT, &mut NullWatcher);
+            client.drain_replies();
         }
     }
     drop((client, other));
     for _ in 0..EVENTS {
-        server.handle(CLIENT, &mut Anything);
+        server.handle_event(CLIENT, &mut NullWatcher);
     }
     assert!(!server.is_connected(), "a client that is gone");
     server.commit().expect("a journal");
@@ -337,7 +341,7 @@ pub fn run(input: &[u8]) {
     LazyLock::force(&FOLDER);
     LazyLock::force(&AREA);
     let before = *OPEN_FILES;
-    converse(choices, input);
+    run_session(choices, input);
     let _ = fs::remove_file(socket());
     assert_eq!(open_files(), before, "a file descriptor is left open");
 }

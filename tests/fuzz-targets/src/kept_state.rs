@@ -25,9 +25,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use nvme_guest::live::InflightFile;
+use nvme_guest::inflight::InflightFile;
 use nvme_guest::{DoorbellMode, DoorbellPage, Gpa, MemoryRegion, PersistedBackendFiles};
-use nvme_mpt::{LocalBackendError, SharedPartsSource};
+use nvme_mpt::{LocalBackendError, SharedBackendPartsSource};
 use nvme_mpt_memory::memfd;
 use nvme_spec::ids::QueueId;
 use nvme_spec::registers::Doorbell;
@@ -60,7 +60,7 @@ const NUMBER_OF_QUEUES: u32 = 7;
 
 static HOST: LazyLock<Host> = LazyLock::new(Host::open);
 /// State that processes left, one for each doorbell mode.
-static LEFT: LazyLock<[Left; 3]> = LazyLock::new(|| MODES.map(Left::new));
+static LEFT: LazyLock<[LeftState; 3]> = LazyLock::new(|| MODES.map(LeftState::new));
 
 /// Files of a function that outlive its process.
 struct Files([File; 3]);
@@ -77,11 +77,11 @@ impl Files {
     /// Creates a function in its state after power-on, with these files.
     fn function(&self, mode: DoorbellMode) -> Result<NvmeFunction, LocalBackendError> {
         let [doorbells, live, memory] = self.0.each_ref().map(AsFd::as_fd).map(share);
-        let parts = SharedPartsSource::Continued(Some(PersistedBackendFiles {
+        let parts = SharedBackendPartsSource::Continued(Some(PersistedBackendFiles {
             doorbells: doorbells.into(),
-            live: live.into(),
+            inflight: live.into(),
         }));
-        let attachment = HOST.attachment(mode, parts)?;
+        let attachment = HOST.open_local_backend(mode, parts)?;
         let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
         let region = MemoryRegion {
             gpa: Gpa(0),
@@ -91,7 +91,7 @@ impl Files {
             readable: true,
             writable: true,
         };
-        function.host().map(region).expect("memory");
+        function.backend().map(region).expect("memory");
         Ok(function)
     }
 
@@ -121,15 +121,15 @@ fn length(file: &File) -> usize {
 }
 
 /// State that a process left.
-struct Left {
+struct LeftState {
     contents: [Vec<u8>; 3],
     state: Value,
 }
 
-impl Left {
+impl LeftState {
     fn new(mode: DoorbellMode) -> Self {
         let files = Files::new(mode);
-        let mut guest = Guest::on(files.function(mode).expect("new files"));
+        let mut guest = Guest::with_function(files.function(mode).expect("new files"));
         guest.enable();
         let queues = u32::from(QUEUE_PAIRS) - 1;
         guest.expect_admin(0x09, [0, 0], [NUMBER_OF_QUEUES, queues << 16 | queues]);
@@ -259,7 +259,7 @@ fn ring(function: &mut NvmeFunction, doorbell: Doorbell, value: u32) {
 }
 
 impl Guest {
-    fn on(function: NvmeFunction) -> Self {
+    fn with_function(function: NvmeFunction) -> Self {
         Self {
             function,
             admin: Queue::new(QueueId::ADMIN, ADMIN_SQ, ADMIN_CQ),
@@ -331,12 +331,12 @@ impl Guest {
 
 /// Paths of the leaves and lists of a state.
 #[derive(Default)]
-struct Places {
+struct StatePaths {
     leaves: Vec<String>,
     lists: Vec<String>,
 }
 
-impl Places {
+impl StatePaths {
     fn of(state: &Value) -> Self {
         let mut places = Self::default();
         places.add(state, String::new());
@@ -374,7 +374,7 @@ fn change(input: &mut Input<'_>, state: &mut Value, files: &Files) {
         let length = input.byte();
         return files.write(file, at, input.piece(length.into()));
     }
-    let places = Places::of(state);
+    let places = StatePaths::of(state);
     if kind > 2 {
         let list = pick(&places.lists, input.byte().into());
         let place = usize::from(input.byte());
@@ -411,7 +411,7 @@ fn change(input: &mut Input<'_>, state: &mut Value, files: &Files) {
 }
 
 /// Returns a function's control state without the time.
-fn still(function: &NvmeFunction) -> Value {
+fn comparable_state(function: &NvmeFunction) -> Value {
     let mut state = serde_json::to_value(function.control_state()).expect("JSON");
     state["admin"]["features"]["timestamp"].take();
     state["stored_at"].take();
@@ -419,7 +419,11 @@ fn still(function: &NvmeFunction) -> Value {
 }
 
 /// Restores a function. Returns `None` if the state is refused.
-fn take_up(files: &Files, mode: DoorbellMode, state: &ControlState) -> Option<NvmeFunction> {
+fn restore_function(
+    files: &Files,
+    mode: DoorbellMode,
+    state: &ControlState,
+) -> Option<NvmeFunction> {
     let mut function = match files.function(mode) {
         Ok(function) => function,
         Err(error) => {
@@ -427,10 +431,10 @@ fn take_up(files: &Files, mode: DoorbellMode, state: &ControlState) -> Option<Nv
             return None;
         }
     };
-    let before = still(&function);
-    if let Err(error) = function.take_up(state) {
+    let before = comparable_state(&function);
+    if let Err(error) = function.restore_control_state(state) {
         assert!(!error.to_string().is_empty());
-        assert_eq!(still(&function), before, "refused, but changed");
+        assert_eq!(comparable_state(&function), before, "refused, but changed");
         return None;
     }
     function.process_events();
@@ -450,16 +454,16 @@ pub fn run(input: &[u8]) {
     let Ok(state) = serde_json::from_value::<ControlState>(state) else {
         return;
     };
-    let Some(function) = take_up(&files, mode, &state) else {
+    let Some(function) = restore_function(&files, mode, &state) else {
         return;
     };
     // The next process restores the unchanged live state and this control state.
     let bytes = serde_json::to_vec(&function.control_state()).expect("JSON");
     drop(function);
     let state = serde_json::from_slice(&bytes).expect("its own JSON");
-    let function = take_up(&files, mode, &state).expect("a function's own state");
+    let function = restore_function(&files, mode, &state).expect("a function's own state");
 
-    let mut guest = Guest::on(function);
+    let mut guest = Guest::with_function(function);
     guest.set_register(0x14, 0);
     assert_eq!(guest.register(0x1C), 0, "CSTS after a reset");
     guest.enable();

@@ -7,10 +7,10 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use nvme_guest::limit::RateLimits;
+use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::threads::ThreadSpawner;
 use nvme_guest::{ControllerBackend, CqConfig, Gpa, MemoryRegion, SqConfig};
-use nvme_mpt_lease_protocol::attach_over;
+use nvme_mpt_lease_protocol::attach_stream;
 use nvme_mpt_memory::memfd;
 use nvme_spec::ids::QueueId;
 use nvme_spec::registers::Doorbell;
@@ -23,7 +23,7 @@ const MEMORY: u64 = 1 << 20;
 const TIME: Duration = Duration::from_secs(1);
 
 /// Calls each function of the back end once.
-fn ask(host: &dyn ControllerBackend) {
+fn call_everything(host: &dyn ControllerBackend) {
     let qid = QueueId(1);
     let _ = host.map(MemoryRegion {
         gpa: Gpa(0),
@@ -50,26 +50,26 @@ fn ask(host: &dyn ControllerBackend) {
     let _ = host.create_sq_within(sq, TIME);
     host.ring(Doorbell::SqTail(qid), 1);
     let _ = host.io_doorbells();
-    if let Some(vector) = host.shared().vectors.get(1) {
+    if let Some(vector) = host.shared_parts().vectors.get(1) {
         vector.set_eventfd(Some(EventFd::new(EFD_NONBLOCK).expect("eventfd")));
         vector.set_masked(true);
-        let _ = vector.pending();
+        let _ = vector.is_pending();
         vector.set_masked(false);
         vector.clear_pending();
     }
-    let _ = (host.status(), host.damage(), host.smart_health());
-    let _ = (host.counters(), host.commands(), host.stats());
+    let _ = (host.status(), host.check_damage(), host.smart_health());
+    let _ = (host.counters(), host.completed_commands(), host.stats());
     if let Some(changes) = host.changes() {
-        host.forget_changes(&changes);
+        host.remove_changes(&changes);
     }
     let _ = host.take_events();
     let _ = host.start_dirty_log();
     let _ = host.take_dirty_pages();
     host.stop_dirty_log();
-    host.set_rates(RateLimits::default());
+    host.set_rate_limits(RateLimits::default());
     let _ = host.pause();
     if let Ok(state) = host.save() {
-        let _ = host.check(&state);
+        let _ = host.check_state(&state);
         let _ = host.restore(&state);
     }
     host.resume();
@@ -85,12 +85,12 @@ pub fn run(input: &[u8]) {
     let (server, vmm) = UnixStream::pair().expect("a pair");
     let input = input.to_vec();
     let server = thread::spawn(move || {
-        talk::say(&server, &input);
+        talk::send_lines(&server, &input);
         talk::listen(&server);
     });
     let threads = ThreadSpawner::default();
-    if let Ok(Some(host)) = attach_over(vmm, Path::new("pair"), "options", &threads) {
-        ask(&host);
+    if let Ok(Some(host)) = attach_stream(vmm, Path::new("pair"), "options", &threads) {
+        call_everything(&host);
     }
     server.join().expect("no panic");
 }

@@ -7,21 +7,21 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, LazyLock};
 use std::thread;
 
-use nvme_guest::limit::RateLimits;
+use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::{ControllerBackend, DoorbellMode, PersistedBackendParts};
 use nvme_mpt::LocalBackend;
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity,
 };
 
-use crate::{attachment, talk};
+use crate::{new_local_backend, talk};
 
 static HOST: LazyLock<Arc<LocalBackend>> =
-    LazyLock::new(|| Arc::new(attachment(DoorbellMode::Shadow)));
+    LazyLock::new(|| Arc::new(new_local_backend(DoorbellMode::Shadow)));
 
-struct Always;
+struct FixedLeaseSource;
 
-impl LeaseSource for Always {
+impl LeaseSource for FixedLeaseSource {
     fn attach(
         &self,
         _: PeerIdentity,
@@ -36,7 +36,7 @@ impl LeaseSource for Always {
         }
     }
 
-    fn ended(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+    fn on_lease_end(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
         LeaseEndCause::Removed
     }
 }
@@ -45,9 +45,11 @@ impl LeaseSource for Always {
 pub fn run(input: &[u8]) {
     let (server, vmm) = UnixStream::pair().expect("a pair");
     let session = thread::spawn(move || {
-        let _ = LeaseSession::new(server).expect("credentials").run(&Always);
+        let _ = LeaseSession::new(server)
+            .expect("credentials")
+            .run(&FixedLeaseSource);
     });
-    talk::say(&vmm, input);
+    talk::send_lines(&vmm, input);
     talk::listen(&vmm);
     session.join().expect("no panic");
     assert!(HOST.io_doorbells().wakers.is_empty(), "a queue is left");

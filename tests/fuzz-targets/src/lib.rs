@@ -26,7 +26,7 @@ use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::{
     Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollPolicy, PollerPool,
-    SharedPartsSource,
+    SharedBackendPartsSource,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
@@ -94,10 +94,10 @@ impl Host {
     ///
     /// # Errors
     /// Creating a part of the attachment fails.
-    pub fn attachment(
+    pub fn open_local_backend(
         &self,
         mode: DoorbellMode,
-        parts: SharedPartsSource,
+        parts: SharedBackendPartsSource,
     ) -> Result<LocalBackend, LocalBackendError> {
         let drive = self.drive.clone();
         let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
@@ -105,10 +105,10 @@ impl Host {
             id: "fuzz",
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            wanted: RequestedBytes::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
+            wanted: RequestedBytes::Range(ByteRange::new(0, blocks << lba_shift).expect("a range")),
             lba_shift,
             blocks,
-            former_data: nvme_lease::PreviousDataPolicy::Kept,
+            previous_data: nvme_lease::PreviousDataPolicy::Kept,
         };
         let lease = Ledger::in_process().acquire(&request).expect("a lease");
         let config = LocalBackendConfig {
@@ -120,11 +120,11 @@ impl Host {
             doorbell_stride: nvme_guest::DoorbellStride::default(),
             doorbells: mode,
             poll: PollPolicy::default(),
-            learning: AdaptivePolicies::default(),
+            adaptive: AdaptivePolicies::default(),
             pollers: self.pollers.clone(),
             memory: nvme_guest::MemoryKinds::default(),
             memory_limit: None,
-            rates: nvme_guest::limit::RateLimits::default(),
+            rates: nvme_guest::rate_limit::RateLimits::default(),
             serial: None,
         };
         LocalBackend::with_parts(config, parts)
@@ -133,11 +133,13 @@ impl Host {
 
 /// Creates an attachment to a drive without storage.
 #[must_use]
-pub fn attachment(mode: DoorbellMode) -> LocalBackend {
+pub fn new_local_backend(mode: DoorbellMode) -> LocalBackend {
     // The queues have live state, as with a function in a VMM.
-    let attachment =
-        Host::open().attachment(mode, SharedPartsSource::Outliving(EventReader::Trusted));
-    attachment.expect("an attachment")
+    let backend = Host::open().open_local_backend(
+        mode,
+        SharedBackendPartsSource::Outliving(EventReader::Trusted),
+    );
+    backend.expect("a back end")
 }
 
 /// A function and its guest's memory.
@@ -150,8 +152,8 @@ impl Fixture {
     /// Creates a function in its state after power-on.
     #[must_use]
     pub fn new(mode: DoorbellMode, masking: MsixMasking) -> Self {
-        let attachment = attachment(mode);
-        let function = NvmeFunction::new(Arc::new(attachment), masking);
+        let backend = new_local_backend(mode);
+        let function = NvmeFunction::new(Arc::new(backend), masking);
         map(&function, 0, MEMORY);
         map(&function, RINGS, 0x20_000);
         Self { function }
@@ -191,7 +193,7 @@ fn map(function: &NvmeFunction, gpa: u64, len: u64) {
         readable: true,
         writable: true,
     };
-    function.host().map(region).expect("memory");
+    function.backend().map(region).expect("memory");
 }
 
 /// Parser that splits an input into numbers and pieces. Bytes missing at the end are zero.

@@ -25,12 +25,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::LazyLock;
 
-use nvme_guest::live::InflightFile;
+use nvme_guest::inflight::InflightFile;
 use nvme_guest::{
     ControllerBackend, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader, Gpa,
     MemoryRegion, PersistedBackendParts, PersistedQueues, SqConfig,
 };
-use nvme_mpt::{LocalBackend, LocalBackendError, SharedPartsSource};
+use nvme_mpt::{LocalBackend, LocalBackendError, SharedBackendPartsSource};
 use nvme_mpt_memory::memfd;
 use nvme_spec::ids::QueueId;
 use nvme_spec::registers::Doorbell;
@@ -60,13 +60,13 @@ const POLLS: usize = 64;
 static HOST: LazyLock<Host> = LazyLock::new(Host::open);
 
 /// Files of the previous process.
-struct Left {
+struct LeftFiles {
     memory: File,
-    live: OwnedFd,
+    inflight: OwnedFd,
     doorbells: DoorbellPage,
 }
 
-impl Left {
+impl LeftFiles {
     fn new(
         mode: DoorbellMode,
         queues: &PersistedQueues,
@@ -109,22 +109,22 @@ impl Left {
         write(&memory, DATA, input.piece((MEMORY - DATA) as usize));
         Self {
             memory,
-            live,
+            inflight: live,
             doorbells,
         }
     }
 
     /// Creates an attachment of the next process, with guest memory mapped.
     fn attach(&self, mode: DoorbellMode) -> Result<LocalBackend, LocalBackendError> {
-        let parts = SharedPartsSource::Kept(
+        let parts = SharedBackendPartsSource::Persisted(
             PersistedBackendParts {
                 doorbells: share(self.doorbells.fd()).into(),
-                live: share(self.live.as_fd()).into(),
+                inflight: share(self.inflight.as_fd()).into(),
                 events: EventFd::new(EFD_NONBLOCK).expect("eventfd"),
             },
             EventReader::Trusted,
         );
-        let attachment = HOST.attachment(mode, parts)?;
+        let attachment = HOST.open_local_backend(mode, parts)?;
         let region = MemoryRegion {
             gpa: Gpa(0),
             len: MEMORY,
@@ -177,8 +177,8 @@ fn queues(choices: u8, input: &mut Input<'_>) -> PersistedQueues {
 /// Checks the state of a paused function.
 fn check(attachment: &LocalBackend, queues: &PersistedQueues) {
     let state = ControllerBackend::save(attachment).expect("paused");
-    ControllerBackend::check(attachment, &state).expect("a state as any other");
-    assert_eq!(PersistedQueues::of(&state), *queues);
+    ControllerBackend::check_state(attachment, &state).expect("a state as any other");
+    assert_eq!(PersistedQueues::from_state(&state), *queues);
 }
 
 /// Lets the queue work until nothing is left to do.
@@ -187,7 +187,7 @@ fn work(attachment: &LocalBackend, queues: &PersistedQueues) {
     for _ in 0..POLLS {
         queue.poll();
     }
-    attachment.give_queue_back(queue).expect("it is known");
+    attachment.return_queue(queue).expect("it is known");
     // The Completion Queue's head advances at most once, to its doorbell. Each entry is used at most once before and once
     // after.
     let done: u64 = attachment
@@ -201,7 +201,7 @@ fn work(attachment: &LocalBackend, queues: &PersistedQueues) {
 }
 
 /// Restores the state in a new attachment. Returns whether the state was accepted.
-fn take_up(left: &Left, mode: DoorbellMode, queues: &PersistedQueues) -> bool {
+fn restore_queues(left: &LeftFiles, mode: DoorbellMode, queues: &PersistedQueues) -> bool {
     let attachment = match left.attach(mode) {
         Ok(attachment) => attachment,
         Err(error) => {
@@ -211,7 +211,7 @@ fn take_up(left: &Left, mode: DoorbellMode, queues: &PersistedQueues) -> bool {
     };
     // Without pollers, until the state is checked.
     ControllerBackend::pause(&attachment).expect("idle");
-    if let Err(error) = ControllerBackend::take_up(&attachment, queues) {
+    if let Err(error) = ControllerBackend::restore_inflight(&attachment, queues) {
         assert!(!error.to_string().is_empty());
         let state = ControllerBackend::save(&attachment).expect("paused");
         assert!(state.queues.is_empty(), "a queue is left");
@@ -234,9 +234,9 @@ pub fn run(input: &[u8]) {
         Some(_) => DoorbellMode::Shadow,
         None => DoorbellMode::Trap,
     };
-    let left = Left::new(mode, &queues, &mut input, choices);
-    if take_up(&left, mode, &queues) {
+    let left = LeftFiles::new(mode, &queues, &mut input, choices);
+    if restore_queues(&left, mode, &queues) {
         // Guest memory may claim more completions by now, so the state may be refused.
-        take_up(&left, mode, &queues);
+        restore_queues(&left, mode, &queues);
     }
 }

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
-use nvme_lease::range::{ByteRange, Bytes};
+use nvme_lease::range::{ByteRange, ByteSize};
 use nvme_mpt_vmm::options::{
     FunctionOptions, OptionError, OptionText, RateChange, ServerDriveOptions, ServerFunctionOptions,
 };
@@ -65,11 +65,14 @@ pub fn run(input: &[u8]) {
     // Server and client exchange options in this form.
     if let Ok(options) = text.parse::<OptionText>() {
         assert_eq!(options.to_string().parse().ok(), Some(options.clone()));
-        let absolute = options.absolute(Path::new("/run"));
+        let absolute = options.with_absolute_paths(Path::new("/run"));
         assert_eq!(absolute.to_string().parse().ok(), Some(absolute.clone()));
-        assert_eq!(absolute.clone().absolute(Path::new("/run")), absolute);
+        assert_eq!(
+            absolute.clone().with_absolute_paths(Path::new("/run")),
+            absolute
+        );
     }
-    if let Ok(size) = text.parse::<Bytes>() {
+    if let Ok(size) = text.parse::<ByteSize>() {
         assert_eq!(size.to_string().parse(), Ok(size));
     }
 }

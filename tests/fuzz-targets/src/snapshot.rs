@@ -30,9 +30,9 @@ fn check(fixture: &mut Fixture, state: &FunctionSnapshot) {
     match fixture.function.restore(state) {
         Ok(_) => {
             let saved = fixture.function.save().expect("paused");
-            let mut wanted = state.attachment().queues.clone();
+            let mut wanted = state.backend_state().queues.clone();
             wanted.sort_by_key(|queue| queue.qid);
-            assert_eq!(saved.attachment().queues, wanted);
+            assert_eq!(saved.backend_state().queues, wanted);
             fixture.function.resume();
             fixture.function.process_events();
             for doorbell in 0..8 {
@@ -68,12 +68,12 @@ fn check(fixture: &mut Fixture, state: &FunctionSnapshot) {
 }
 
 /// Parses a state, and adds the promises of the present function.
-fn guessed(input: &[u8], fixture: &mut Fixture) -> Option<FunctionSnapshot> {
+fn parse_snapshot(input: &[u8], fixture: &mut Fixture) -> Option<FunctionSnapshot> {
     let mut state: Value = serde_json::from_slice(input).ok()?;
     fixture.function.pause().expect("idle");
     let own = fixture.function.save().expect("paused");
     fixture.function.resume();
-    let promises = serde_json::to_value(&own.attachment().promises).expect("text");
+    let promises = serde_json::to_value(&own.backend_state().promises).expect("text");
     *state.pointer_mut("/attachment/promises")? = promises;
     serde_json::from_value(state).ok()
 }
@@ -90,7 +90,7 @@ pub fn run(input: &[u8]) {
         let state = if choice & 2 == 0 {
             FunctionSnapshot::from_bytes(input).ok()
         } else {
-            guessed(input, fixture)
+            parse_snapshot(input, fixture)
         };
         if let Some(state) = state {
             check(fixture, &state);

@@ -32,7 +32,7 @@ static MEMORY: LazyLock<File> = LazyLock::new(|| {
 static EVENT: LazyLock<EventFd> = LazyLock::new(|| EventFd::new(EFD_NONBLOCK).expect("eventfd"));
 
 /// Sends all lines, then shuts down the sending side.
-pub(crate) fn say(stream: &UnixStream, input: &[u8]) {
+pub(crate) fn send_lines(stream: &UnixStream, input: &[u8]) {
     for line in input.split(|byte| *byte == b'\n') {
         let Some((first, rest)) = line.split_first() else {
             continue;

@@ -108,7 +108,7 @@ enum Kind {
 }
 
 /// Maximum number of polls for a command. A reset of all zones takes one poll for each zone.
-const TURNS: usize = 64;
+const POLLS_MAX: usize = 64;
 
 /// Maximum number of pauses after the polls: a mark of unreadable blocks waits until a thread has stored it.
 const PAUSES: usize = 10_000;
@@ -121,7 +121,7 @@ thread_local! {
 
 /// A guest's queue pair, which this thread polls.
 struct Lane {
-    attachment: LocalBackend,
+    local_backend: LocalBackend,
     rings: File,
     shadow: Option<Box<ShadowQueue>>,
     tail: u32,
@@ -141,7 +141,7 @@ impl Lane {
             wanted,
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_lease::PreviousDataPolicy::Kept,
+            previous_data: nvme_lease::PreviousDataPolicy::Kept,
         };
         let attachment = LocalBackend::new(LocalBackendConfig {
             drive: drive.clone(),
@@ -153,18 +153,18 @@ impl Lane {
             doorbell_stride: nvme_guest::DoorbellStride::default(),
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),
-            learning: AdaptivePolicies::default(),
+            adaptive: AdaptivePolicies::default(),
             pollers: pollers.clone(),
             memory: nvme_guest::MemoryKinds::default(),
             memory_limit: None,
-            rates: nvme_guest::limit::RateLimits::default(),
+            rates: nvme_guest::rate_limit::RateLimits::default(),
             serial: None,
         })
         .expect("an attachment");
         let rings = file(4 * PAGE);
         assert!(map(&attachment, &rings, RINGS, 4, (true, true)));
         Self {
-            attachment,
+            local_backend: attachment,
             rings,
             shadow: None,
             tail: 0,
@@ -182,24 +182,24 @@ impl Lane {
             entries: ENTRIES,
             vector: None,
         };
-        self.attachment.create_cq(cq).expect("a queue");
+        self.local_backend.create_cq(cq).expect("a queue");
         let sq = SqConfig {
             qid: QUEUE,
             cqid: QUEUE,
             base: Gpa(SQ),
             entries: ENTRIES,
         };
-        self.attachment.create_sq(sq).expect("a queue");
-        self.shadow = Some(self.attachment.take_queue(QUEUE).expect("the queue"));
+        self.local_backend.create_sq(sq).expect("a queue");
+        self.shadow = Some(self.local_backend.take_queue(QUEUE).expect("the queue"));
     }
 
     fn end(&mut self) {
         if let Some(shadow) = self.shadow.take() {
-            self.attachment
-                .give_queue_back(shadow)
+            self.local_backend
+                .return_queue(shadow)
                 .expect("it is known");
         }
-        self.attachment.reset().expect("nothing is in flight");
+        self.local_backend.reset().expect("nothing is in flight");
     }
 
     /// Executes one command. There is one at a time, since its data may overwrite the rings.
@@ -210,21 +210,25 @@ impl Lane {
         let at = SQ - RINGS + 64 * u64::from(index);
         self.rings.write_all_at(&command, at).expect("memory");
         self.tail = (index + 1) % ENTRIES;
-        let before = completed(&self.attachment);
-        self.attachment
+        let before = completed_count(&self.local_backend);
+        self.local_backend
             .ring_doorbell(Doorbell::SqTail(QUEUE), self.tail);
         let shadow = self.shadow.as_mut().expect("between begin and end");
         assert!(shadow.poll(), "the command was not taken: {command:x?}");
-        for turn in 0..TURNS + PAUSES {
-            if completed(&self.attachment) == before {
-                if turn >= TURNS {
+        for turn in 0..POLLS_MAX + PAUSES {
+            if completed_count(&self.local_backend) == before {
+                if turn >= POLLS_MAX {
                     clock::sleep(PAUSE);
                 }
                 shadow.poll();
             }
         }
         assert!(!shadow.poll(), "there was more than one command");
-        assert_eq!(completed(&self.attachment), before + 1, "{command:x?}");
+        assert_eq!(
+            completed_count(&self.local_backend),
+            before + 1,
+            "{command:x?}"
+        );
         let mut entry = [0; 16];
         let at = CQ - RINGS + 16 * u64::from(index);
         self.rings.read_exact_at(&mut entry, at).expect("memory");
@@ -239,7 +243,7 @@ impl Lane {
 }
 
 /// Returns the number of completed commands.
-fn completed(attachment: &LocalBackend) -> u64 {
+fn completed_count(attachment: &LocalBackend) -> u64 {
     let stats = attachment.stats();
     stats.queues.first().map_or(0, |queue| queue.commands)
 }
@@ -270,12 +274,13 @@ impl Fixture {
         };
         let drive = drives::open(&path, options).expect("memory");
         let (ledger, pollers) = (Ledger::in_process(), PollerPool::new());
-        let at = |index| RequestedBytes::At(ByteRange::new(index * LEASE, LEASE).expect("a range"));
+        let at =
+            |index| RequestedBytes::Range(ByteRange::new(index * LEASE, LEASE).expect("a range"));
         let lane = |id, wanted| Lane::new(&drive, &ledger, &pollers, (id, wanted));
         let mut neighbours = [lane("below", at(0)), lane("above", at(2))];
         let neighbours_memory = file(2 * EDGE);
         for (neighbour, index) in neighbours.iter_mut().zip(0..) {
-            let attachment = &neighbour.attachment;
+            let attachment = &neighbour.local_backend;
             // Inputs use these addresses for their guest's memory too.
             assert!(map(
                 attachment,
@@ -330,7 +335,7 @@ impl Fixture {
             assert_eq!(status, 0, "another guest's blocks became unreadable");
             // The neighbour's completion queue never becomes full.
             let head = neighbour.tail;
-            let attachment = &neighbour.attachment;
+            let attachment = &neighbour.local_backend;
             attachment.ring_doorbell(Doorbell::CqHead(QUEUE), head);
             if head == 0 {
                 neighbour.end();
@@ -514,7 +519,7 @@ pub fn run(input: &[u8]) {
             let access = input.byte();
             let access = (access & 1 == 0, access & 2 == 0);
             let offset = index * REGION_PAGES * PAGE;
-            let attachment = &fixture.guest.attachment;
+            let attachment = &fixture.guest.local_backend;
             if map_part(attachment, &fixture.memory, (gpa, pages), offset, access) {
                 mapped.push((gpa, pages, offset, access.1));
             }
@@ -576,7 +581,7 @@ pub fn run(input: &[u8]) {
             }
             let unmapped = fixture
                 .guest
-                .attachment
+                .local_backend
                 .window()
                 .unmap(Gpa(gpa), pages * PAGE);
             assert_eq!(unmapped.expect("nothing uses it"), pages * PAGE);

@@ -153,7 +153,7 @@ impl VfioUserDevice for Model {
 
     fn reset(&mut self) {}
 
-    fn disconnected(&mut self) {
+    fn on_disconnected(&mut self) {
         self.maps.clear();
         self.vectors.clear();
     }
@@ -163,23 +163,23 @@ impl VfioUserDevice for Model {
 struct Client {
     stream: UnixStream,
     /// Bytes of incomplete replies.
-    heard: Vec<u8>,
+    received: Vec<u8>,
     replies: usize,
 }
 
 impl Client {
-    fn hear(&mut self) {
+    fn read_replies(&mut self) {
         let mut buffer = [0; 16 * 1024];
         while let Ok(bytes @ 1..) = self.stream.read(&mut buffer) {
-            self.heard.extend_from_slice(&buffer[..bytes]);
+            self.received.extend_from_slice(&buffer[..bytes]);
         }
-        while let Some(size) = self.heard.get(4..8) {
+        while let Some(size) = self.received.get(4..8) {
             let size = u32::from_le_bytes(size.try_into().expect("4 bytes")) as usize;
             assert!((HEADER..=HEADER + 16 + 1024 * 1024).contains(&size));
-            if self.heard.len() < size {
+            if self.received.len() < size {
                 break;
             }
-            let reply: Vec<u8> = self.heard.drain(..size).collect();
+            let reply: Vec<u8> = self.received.drain(..size).collect();
             match reply[8..12] {
                 [0x01, 0, 0, 0] => assert_eq!(reply[12..16], [0; 4]),
                 [0x21, 0, 0, 0] => {
@@ -234,7 +234,7 @@ fn open_files() -> usize {
     fs::read_dir("/proc/self/fd").expect("proc").count()
 }
 
-fn converse(mode: u8, data: &[u8]) {
+fn run_session(mode: u8, data: &[u8]) {
     let (stream, server) = UnixStream::pair().expect("a socket pair");
     stream.set_nonblocking(true).expect("non-blocking");
     server.set_nonblocking(true).expect("non-blocking");
@@ -246,7 +246,7 @@ fn converse(mode: u8, data: &[u8]) {
     let mut session = VfioUserSession::new(server, &device).expect("good regions");
     let mut client = Client {
         stream,
-        heard: Vec::new(),
+        received: Vec::new(),
         replies: 0,
     };
 
@@ -270,11 +270,11 @@ fn converse(mode: u8, data: &[u8]) {
                 }
                 loop {
                     let progress = session.run(&mut device);
-                    client.hear();
+                    client.read_replies();
                     match progress {
                         SessionReadiness::Reading => break,
                         SessionReadiness::Writing => {}
-                        SessionReadiness::Ended => return device.disconnected(),
+                        SessionReadiness::Ended => return device.on_disconnected(),
                     }
                 }
                 if rest.is_empty() {
@@ -287,9 +287,9 @@ fn converse(mode: u8, data: &[u8]) {
     // The session answers messages that remain after a turn in later turns.
     for _ in 0..=sent / HEADER {
         session.run(&mut device);
-        client.hear();
+        client.read_replies();
     }
-    assert!(client.heard.is_empty(), "a reply is cut short");
+    assert!(client.received.is_empty(), "a reply is cut short");
     assert!(client.replies <= sent / HEADER, "a reply too many");
 }
 
@@ -300,6 +300,6 @@ pub fn run(data: &[u8]) {
     };
     LazyLock::force(&NULL);
     let before = *OPEN_FILES;
-    converse(mode, data);
+    run_session(mode, data);
     assert_eq!(open_files(), before, "a file descriptor is left open");
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nvme_lease::origin::DriveIdentity;
+use nvme_lease::backing_id::DriveIdentity;
 use nvme_lease::range::BlockRange;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory};
@@ -81,21 +81,21 @@ impl BackingStore for Blocks {
         &self,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
-        Ok(Box::new(Leased {
+        Ok(Box::new(LeasedBlocks {
             blocks: self.clone(),
-            range: request.only()?,
+            range: request.single_part()?,
         }))
     }
 }
 
 /// A controller of the drive for one lease.
 #[derive(Clone, Debug)]
-struct Leased {
+struct LeasedBlocks {
     blocks: Blocks,
     range: BlockRange,
 }
 
-impl CommandExecutor for Leased {
+impl CommandExecutor for LeasedBlocks {
     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let blocks = u64::from(nlb_z) + 1;
@@ -113,20 +113,20 @@ impl CommandExecutor for Leased {
         }
         costs::work(self.blocks.time);
         let (start, len) = (slba.0 as usize * BLOCK, blocks as usize * BLOCK);
-        let data = DataPointer::of(sqe);
+        let data = DataPointer::from_sqe(sqe);
         let mut at = 0;
         // Guest memory may make this thread wait for other actors, so the lock is not held here.
         let moved = match opcode {
             NvmOpcode::READ => {
                 let read = self.blocks.bytes()[start..start + len].to_vec();
-                data.for_each(memory, len as u64, |part: RawBytes<'_>| {
+                data.for_each_piece(memory, len as u64, |part: RawBytes<'_>| {
                     part.copy_from(&read[at..at + part.len()]);
                     at += part.len();
                 })
             }
             NvmOpcode::WRITE => {
                 let mut written = vec![0; len];
-                let moved = data.for_each(memory, len as u64, |part: RawBytes<'_>| {
+                let moved = data.for_each_piece(memory, len as u64, |part: RawBytes<'_>| {
                     part.copy_to(&mut written[at..at + part.len()]);
                     at += part.len();
                 });
@@ -144,14 +144,14 @@ impl CommandExecutor for Leased {
 
     fn prefetch(&self, _: &Sqe) {}
 
-    const HAS_LONG: bool = true;
+    const HAS_LONG_COMMANDS: bool = true;
 
     fn is_long(sqe: &Sqe) -> bool {
         NvmOpcode(sqe.opcode()) == NvmOpcode::WRITE_ZEROES
     }
 
     /// Zeroes one block per turn, so that commands of other queues run in between.
-    fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> ExecutionStep {
+    fn execute_step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> ExecutionStep {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let mut block = *sqe;
         ReadWrite {
@@ -169,8 +169,8 @@ impl CommandExecutor for Leased {
     }
 }
 
-impl LeasedBackingStore for Leased {
+impl LeasedBackingStore for LeasedBlocks {
     fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
-        Ok(pace.queue(SoftwareQueue::new(self.clone(), slots), slots))
+        Ok(pace.wrap_queue(SoftwareQueue::new(self.clone(), slots), slots))
     }
 }

@@ -15,7 +15,7 @@ use nvme_guest::interrupt::{ClientSignals, EventReader};
 use nvme_guest::threads::start_thread;
 use nvme_lease::range::ByteRange;
 use nvme_mpt::drive::HostController;
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_memory::clock;
 use nvme_mpt_memory::simulation::{acted, costs};
 use nvme_mpt_tests::command::{DSM_DEALLOCATE, Sqe, dsm_range, io};
@@ -34,7 +34,7 @@ use vmm_device::{MsixMasking, NvmeFunction};
 use crate::blocks::Blocks;
 use crate::engine::Engine;
 use crate::history::BLOCK;
-use crate::runs::Less;
+use crate::runs::OmittedParts;
 use crate::scenario::{LOW, LOW_LEN, Started, config, interrupts, lease_on};
 
 /// Size of a command in blocks of 512 bytes (4 KiB), and of a guest's range.
@@ -101,7 +101,7 @@ impl Client {
             queue_pairs: queues,
             ..config(drive, lease, DoorbellMode::Trap, "shared:event", pollers)
         };
-        let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own);
+        let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
         let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
         let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
         let memory = GuestMemory::new(&[(LOW, LOW_LEN)]).unwrap_or_else(|error| panic!("{error}"));
@@ -114,7 +114,7 @@ impl Client {
         for (vector, interrupt) in function.vectors().iter().zip(&vectors) {
             let event = interrupt.event().try_clone().expect("descriptors");
             signalled.push(event.as_raw_fd());
-            vector.set_client(signals.eventfd(event));
+            vector.set_client_eventfd(signals.eventfd(event));
         }
         let config = Config {
             doorbells: DoorbellMode::Trap,
@@ -150,7 +150,7 @@ impl Client {
     }
 
     /// Pauses, then executes a command. Returns the latency.
-    fn do_one(&mut self, sqe: Sqe) -> Duration {
+    fn execute_after_pause(&mut self, sqe: Sqe) -> Duration {
         clock::sleep(Duration::from_nanos(self.rng.below(PAUSE)));
         let began = clock::monotonic();
         let queue = &mut self.queues[0];
@@ -193,9 +193,9 @@ impl Client {
 
 /// Latencies of commands.
 #[derive(Debug, Default)]
-struct Times(Mutex<Vec<Duration>>);
+struct LatencySamples(Mutex<Vec<Duration>>);
 
-impl Times {
+impl LatencySamples {
     fn add(&self, times: Vec<Duration>) {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.extend(times);
@@ -213,7 +213,7 @@ impl Times {
 /// Creates a drive in memory with a range for each guest. Each read takes time.
 fn timed_drive(guests: usize) -> Arc<Drive> {
     let blocks = Blocks::new(guests * RANGE_BLOCKS).with_time(READ);
-    let controller: Arc<dyn HostController> = Arc::new(SoftwareController::over(blocks, 9));
+    let controller: Arc<dyn HostController> = Arc::new(SoftwareController::new(blocks, 9));
     Drive::new("simulated", controller, None).expect("a namespace")
 }
 
@@ -223,18 +223,18 @@ fn range_of(guest: usize) -> ByteRange {
 }
 
 /// Starts a world in which all functions share one poller. A watcher thread runs too.
-fn begin() -> Arc<PollerPool> {
+fn start_pollers() -> Arc<PollerPool> {
     let engine = Engine::of_thread().expect("a scheduler");
-    engine.charge_calls_alone();
+    engine.charge_only_calls();
     costs::share_one_poller();
     let pollers = PollerPool::new();
-    pollers.watch().expect("an actor");
+    pollers.start_watchdog().expect("an actor");
     pollers
 }
 
 /// Compares a guest's latencies beside a function with one busy queue and beside the same function with sixteen.
-pub(crate) fn run_shares(less: Less, rng: &mut Rng) {
-    let pollers = begin();
+pub(crate) fn run_shares(less: OmittedParts, rng: &mut Rng) {
+    let pollers = start_pollers();
     let drive = timed_drive(2);
     let mut quiet = Client::connect(&drive, range_of(0), 1, &pollers, rng);
     let mut busy = Client::connect(&drive, range_of(1), QUEUES, &pollers, rng);
@@ -249,10 +249,14 @@ pub(crate) fn run_shares(less: Less, rng: &mut Rng) {
             *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(busy);
         };
         let actor = start_thread("busy", work).expect("an actor");
-        let times = Times::default();
+        let times = LatencySamples::default();
         let sqe = quiet.read(0);
         let commands = 2 * COMMANDS.min(less.rounds.unwrap_or(u64::MAX) as usize);
-        times.add((0..commands).map(|_| quiet.do_one(sqe)).collect());
+        times.add(
+            (0..commands)
+                .map(|_| quiet.execute_after_pause(sqe))
+                .collect(),
+        );
         is_over.store(true, Ordering::Relaxed);
         acted();
         let _ended = actor.join();
@@ -293,9 +297,9 @@ const ATTACKS: [Attack; 5] = [
 ];
 
 /// A logger that charges time for each line.
-struct Log;
+struct SlowLogger;
 
-impl log::Log for Log {
+impl log::Log for SlowLogger {
     fn enabled(&self, _: &log::Metadata<'_>) -> bool {
         true
     }
@@ -311,7 +315,7 @@ impl log::Log for Log {
 pub(crate) fn charge_lines(are_charged: bool) {
     static SET: Once = Once::new();
     SET.call_once(|| {
-        let _is_first = log::set_logger(&Log);
+        let _is_first = log::set_logger(&SlowLogger);
     });
     log::set_max_level(match are_charged {
         true => log::LevelFilter::Warn,
@@ -322,7 +326,7 @@ pub(crate) fn charge_lines(are_charged: bool) {
 /// Returns the attacker's drive, and the attacker's range on this drive.
 fn drive_of(attack: Attack, shared: &Arc<Drive>, guests: usize) -> (Arc<Drive>, ByteRange) {
     let controller = match attack {
-        Attack::Submissions => SoftwareController::file("/drive".as_ref(), 9)
+        Attack::Submissions => SoftwareController::open_file("/drive".as_ref(), 9)
             .unwrap_or_else(|error| panic!("the file does not open: {error}")),
         Attack::Holes => SoftwareController::memory(HOLES, 9, MemoryAllocationTime::AsWritten)
             .unwrap_or_else(|error| panic!("no memory for a drive: {error}")),
@@ -338,10 +342,10 @@ impl Client {
     /// Performs one iteration of the attack.
     fn attack(&mut self, attack: Attack) {
         match attack {
-            Attack::Signals | Attack::Submissions => drop(self.do_one(self.read(0))),
-            Attack::Memory => drop(self.do_one(self.read(1))),
+            Attack::Signals | Attack::Submissions => drop(self.execute_after_pause(self.read(0))),
+            Attack::Memory => drop(self.execute_after_pause(self.read(1))),
             Attack::Holes => self.deallocate(),
-            Attack::Log => self.lie(),
+            Attack::Log => self.write_invalid_doorbell(),
         }
     }
 
@@ -357,11 +361,11 @@ impl Client {
             .with_cdw(10, 255)
             .with_cdw(11, DSM_DEALLOCATE)
             .with_data(data.pointer);
-        self.do_one(sqe);
+        self.execute_after_pause(sqe);
     }
 
     /// Writes doorbell values that are outside the queue.
-    fn lie(&mut self) {
+    fn write_invalid_doorbell(&mut self) {
         clock::sleep(Duration::from_nanos(self.rng.below(PAUSE)));
         let value = 1000 + self.rng.below(60_000) as u32;
         let side = [Side::SqTail, Side::CqHead][self.rng.below(2) as usize];
@@ -380,7 +384,7 @@ impl Client {
                 let start = self.buffer.gpa() - LOW + 4096;
                 costs::slow_memory(inode, start..start + 4096, ACCESS);
             }
-            Attack::Submissions => disk::slow_submissions(SUBMISSION),
+            Attack::Submissions => disk::set_submission_time(SUBMISSION),
             Attack::Holes => costs::slow_deallocation(DEALLOCATION),
             Attack::Log => charge_lines(true),
         }
@@ -388,8 +392,8 @@ impl Client {
 }
 
 /// Compares guests' latencies beside a quiet guest and beside an attacker.
-pub(crate) fn run_attackers(less: Less, rng: &mut Rng) {
-    let pollers = begin();
+pub(crate) fn run_attackers(less: OmittedParts, rng: &mut Rng) {
+    let pollers = start_pollers();
     let attack = ATTACKS[rng.below(ATTACKS.len() as u64) as usize];
     let guests = 4.min(less.guests.unwrap_or(u64::MAX)) as usize;
     disk::format(
@@ -408,7 +412,7 @@ pub(crate) fn run_attackers(less: Less, rng: &mut Rng) {
     let flag = is_closed.clone();
     let kernel = start_thread("kernel", move || disk::run(&flag)).expect("an actor");
     let drive = timed_drive(guests + 1);
-    let phases: Arc<[Times; 3]> = Arc::default();
+    let phases: Arc<[LatencySamples; 3]> = Arc::default();
     let ready = Arc::new(AtomicUsize::new(0));
     let mut actors: Vec<Started> = Vec::new();
     for guest in 0..guests {
@@ -418,7 +422,9 @@ pub(crate) fn run_attackers(less: Less, rng: &mut Rng) {
         let work = move || {
             let sqe = client.read(0);
             let mut phase = |phase: usize, commands: usize| {
-                let times = (0..commands).map(|_| client.do_one(sqe)).collect();
+                let times = (0..commands)
+                    .map(|_| client.execute_after_pause(sqe))
+                    .collect();
                 phases[phase].add(times);
             };
             phase(0, commands);
@@ -441,7 +447,7 @@ pub(crate) fn run_attackers(less: Less, rng: &mut Rng) {
             match begins.load(Ordering::Relaxed) {
                 true => attacker.attack(attack),
                 false => {
-                    attacker.do_one(attacker.read(0));
+                    attacker.execute_after_pause(attacker.read(0));
                     if ready.load(Ordering::Relaxed) == guests {
                         attacker.prepare(attack);
                         begins.store(true, Ordering::Relaxed);

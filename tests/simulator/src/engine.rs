@@ -13,12 +13,12 @@ use generator::{Generator, Gn};
 use nvme_mpt_lease_protocol::simulated as sockets;
 use nvme_mpt_memory::files::simulated as files;
 use nvme_mpt_memory::simulation::{
-    self, ActorEvent, ActorStep, ActorWork, Simulator, costs, stores,
+    self, ActorEvent, ActorStep, ActorWork, Simulator, costs, store_buffers,
 };
 use nvme_mpt_tests::rng::Rng;
 use nvme_software::simulated as drives;
 
-use crate::runs::Less;
+use crate::runs::OmittedParts;
 
 /// Stack size of an actor, in words.
 const STACK: usize = 64 << 10;
@@ -35,7 +35,7 @@ struct StepLimits {
 }
 
 impl StepLimits {
-    const USUAL: Self = Self {
+    const DEFAULT: Self = Self {
         idle: 1_000_000_000,
         all: 4_000_000_000,
     };
@@ -55,7 +55,7 @@ impl StepLimits {
 }
 
 /// Value of `descheduled` for a held actor.
-const HELD: Duration = Duration::MAX;
+const HELD_UNTIL: Duration = Duration::MAX;
 
 /// Step time in nanoseconds, and maximum number of steps between two switches, if only calls are charged.
 const QUICK_STEP: u64 = 4;
@@ -97,7 +97,7 @@ enum State {
 
 /// Scheduling parameters, chosen by the seed.
 #[derive(Clone, Copy, Debug)]
-struct Habits {
+struct SchedulingParameters {
     /// Average duration of a step, in nanoseconds.
     step: u64,
     /// Average number of steps between two switches.
@@ -107,23 +107,23 @@ struct Habits {
     /// Quarter of each kind of step, two bits each.
     heat: u64,
     /// Average number of steps between two long preemptions. 0 means never.
-    desched: u64,
+    preemption_interval: u64,
     /// Longest duration of a long preemption, in nanoseconds.
-    desched_max: u64,
+    preemption_max: u64,
     /// Average number of stores per delayed store. 0 means never.
     late: u64,
 }
 
-impl Habits {
-    fn of(rng: &mut Rng) -> Self {
+impl SchedulingParameters {
+    fn random(rng: &mut Rng) -> Self {
         let pick = |rng: &mut Rng, of: &[u64]| of[rng.below(of.len() as u64) as usize];
         Self {
             step: pick(rng, &[20, 60, 200, 1000]),
             stickiness: pick(rng, &[1, 2, 8, 64, 500]),
             hot: pick(rng, &[0, 0, 1, 2]),
             heat: rng.next_u64(),
-            desched: pick(rng, &[0, 300, 3000, 30_000]),
-            desched_max: pick(rng, &[20_000, 2_000_000, 200_000_000]),
+            preemption_interval: pick(rng, &[0, 300, 3000, 30_000]),
+            preemption_max: pick(rng, &[20_000, 2_000_000, 200_000_000]),
             late: pick(rng, &[0, 1, 2, 8]),
         }
     }
@@ -138,17 +138,17 @@ const fn share(random: u64, bound: u64) -> u64 {
 #[derive(Debug)]
 struct Core {
     rng: Rng,
-    habits: Habits,
+    parameters: SchedulingParameters,
     now: u64,
     limits: StepLimits,
     steps: u64,
     /// Steps up to which a guest last took a completion.
-    taken_at: u64,
+    last_completion_step: u64,
     commands: u64,
     /// Number of steps so far that may be visible to waiting actors.
     effects: u64,
     /// Value of `effects` at which all waiting actors have been polled.
-    looked: u64,
+    polled_effects: u64,
     actors: Vec<Actor>,
     processes: u64,
     last: VecDeque<(u64, usize, ActorEvent)>,
@@ -169,9 +169,9 @@ thread_local! {
 /// A killed process that has not ended yet.
 #[derive(Debug)]
 #[must_use = "others wait for its end"]
-pub(crate) struct Dying(u64);
+pub(crate) struct DyingProcess(u64);
 
-impl Dying {
+impl DyingProcess {
     /// Ends the process. No state of the process remains.
     pub(crate) fn end(self) {
         sockets::end_process(self.0);
@@ -225,17 +225,17 @@ impl Engine {
     pub(crate) fn run(
         &self,
         seed: u64,
-        less: Less,
+        less: OmittedParts,
         main: impl FnOnce() + Send + 'static,
     ) -> Outcome {
-        self.run_within(StepLimits::USUAL, seed, less, main)
+        self.run_with_limits(StepLimits::DEFAULT, seed, less, main)
     }
 
-    fn run_within(
+    fn run_with_limits(
         &self,
         limits: StepLimits,
         seed: u64,
-        less: Less,
+        less: OmittedParts,
         main: impl FnOnce() + Send + 'static,
     ) -> Outcome {
         let mut core = Core {
@@ -243,13 +243,13 @@ impl Engine {
             ..Core::new(seed)
         };
         if less.no_preemption {
-            core.habits.desched = 0;
+            core.parameters.preemption_interval = 0;
         }
         if less.no_late_stores {
-            core.habits.late = 0;
+            core.parameters.late = 0;
         }
         *self.core.borrow_mut() = core;
-        stores::clear();
+        store_buffers::clear();
         costs::clear();
         self.start("main", Box::new(main));
         let mut stacks: Vec<Stack> = Vec::new();
@@ -267,9 +267,9 @@ impl Engine {
             let ended = stacks[next].resume().unwrap_or(Yield::Ended);
             self.current.set(None);
             if matches!(ended, Yield::Ended) {
-                stores::drain(next);
+                store_buffers::drain(next);
             }
-            self.core.borrow_mut().yielded(next, ended);
+            self.core.borrow_mut().on_yield(next, ended);
         }
         for stack in stacks {
             // The stacks of killed processes are not unwound.
@@ -296,11 +296,11 @@ impl Engine {
 
     /// Kills all actors of a process at their present steps. Their stores become visible.
     pub(crate) fn kill(&self, process: Process) {
-        self.kill_but_its_drive(process).end();
+        self.kill_before_drive(process).end();
     }
 
     /// Kills a process as [`Self::kill`] does, but delays its end: the kernel has closed the sockets, but not the drive.
-    pub(crate) fn kill_but_its_drive(&self, Process(process): Process) -> Dying {
+    pub(crate) fn kill_before_drive(&self, Process(process): Process) -> DyingProcess {
         let killed = self.with_core(|core| {
             core.effects += 1;
             let actors = core.actors.iter_mut().enumerate();
@@ -312,12 +312,12 @@ impl Engine {
             .collect::<Vec<_>>()
         });
         for actor in killed {
-            stores::drain(actor);
+            store_buffers::drain(actor);
         }
         drives::end_process(process);
         files::end_process(process);
         sockets::close_all(process);
-        Dying(process)
+        DyingProcess(process)
     }
 
     /// Suspends a process for some time: its actors stop at their present steps.
@@ -328,8 +328,8 @@ impl Engine {
 
     /// Suspends a process until [`Self::release`]: its actors stop at their present steps. Their stores become visible.
     pub(crate) fn hold(&self, process: &Process) {
-        for actor in self.deschedule(process, HELD) {
-            stores::drain(actor);
+        for actor in self.deschedule(process, HELD_UNTIL) {
+            store_buffers::drain(actor);
         }
     }
 
@@ -367,24 +367,24 @@ impl Engine {
 
     /// Makes steps nearly free, and preemptions of long duration impossible. From now on, mainly calls that [cost](costs) time
     /// move the clock.
-    pub(crate) fn charge_calls_alone(&self) {
+    pub(crate) fn charge_only_calls(&self) {
         self.with_core(|core| {
-            core.habits = Habits {
+            core.parameters = SchedulingParameters {
                 step: QUICK_STEP,
-                stickiness: core.habits.stickiness.min(QUICK_STICKINESS),
-                desched: 0,
-                ..core.habits
+                stickiness: core.parameters.stickiness.min(QUICK_STICKINESS),
+                preemption_interval: 0,
+                ..core.parameters
             };
         });
     }
 
     /// Returns the longest time for which an actor can be preempted.
-    pub(crate) fn longest_absence(&self) -> Duration {
-        let Habits {
-            desched,
-            desched_max,
+    pub(crate) fn max_preemption(&self) -> Duration {
+        let SchedulingParameters {
+            preemption_interval: desched,
+            preemption_max: desched_max,
             ..
-        } = self.with_core(|core| core.habits);
+        } = self.with_core(|core| core.parameters);
         Duration::from_nanos(if desched == 0 { 0 } else { desched_max })
     }
 
@@ -428,15 +428,15 @@ impl Core {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x5EED);
         Self {
-            habits: Habits::of(&mut rng),
+            parameters: SchedulingParameters::random(&mut rng),
             rng,
             now: 0,
-            limits: StepLimits::USUAL,
+            limits: StepLimits::DEFAULT,
             steps: 0,
-            taken_at: 0,
+            last_completion_step: 0,
             commands: 0,
             effects: 0,
-            looked: 0,
+            polled_effects: 0,
             actors: Vec::new(),
             processes: 0,
             last: VecDeque::with_capacity(LAST_STEPS),
@@ -460,20 +460,20 @@ impl Core {
         self.last.push_back((self.now, actor, event));
         self.steps += 1;
         if event.step == ActorStep::GuestTakes {
-            self.taken_at = self.steps;
+            self.last_completion_step = self.steps;
         }
         self.commands += u64::from(event.step == ActorStep::ReadEntry);
         let random = self.rng.next_u64();
-        self.now += 1 + share(random, 2 * self.habits.step);
+        self.now += 1 + share(random, 2 * self.parameters.step);
         self.effects += u64::from(event.step.has_effect());
-        let Habits {
+        let SchedulingParameters {
             stickiness,
             hot,
             heat,
-            desched,
-            desched_max,
+            preemption_interval: desched,
+            preemption_max: desched_max,
             ..
-        } = self.habits;
+        } = self.parameters;
         if desched > 0 && share(random >> 16, desched) == 0 {
             // The exponent is uniform, so short times are as frequent as long times.
             let bits = self.rng.below(u64::from(desched_max.ilog2()));
@@ -486,7 +486,7 @@ impl Core {
     }
 
     /// Updates the state of an actor that has yielded.
-    fn yielded(&mut self, actor: usize, reason: Yield) {
+    fn on_yield(&mut self, actor: usize, reason: Yield) {
         self.actors[actor].state = match reason {
             Yield::Turn => State::Ready,
             Yield::Wait(until) => State::Waits {
@@ -527,12 +527,15 @@ impl Core {
                 return None;
             }
             // Polls all waiting actors once more before the clock advances.
-            if self.effects != self.looked {
+            if self.effects != self.polled_effects {
                 self.effects += 1;
-                self.looked = self.effects;
+                self.polled_effects = self.effects;
                 continue;
             }
-            let able = self.actors.iter().filter(|actor| actor.descheduled < HELD);
+            let able = self
+                .actors
+                .iter()
+                .filter(|actor| actor.descheduled < HELD_UNTIL);
             let ends = able.filter_map(|actor| match actor.state {
                 State::Ready => Some(actor.descheduled),
                 State::Waits { until, .. } if actor.descheduled > now => {
@@ -553,7 +556,7 @@ impl Engine {
     }
 
     /// Yields to other actors, if the caller is an actor.
-    fn lets_go_on(&self, reason: Yield) {
+    fn yield_to_actors(&self, reason: Yield) {
         if self.current.get().is_some() {
             #[expect(
                 deprecated,
@@ -584,18 +587,18 @@ impl Simulator for Engine {
         };
         let (others, seen, limits, steps, idle) = self.with_core(|core| {
             let others = core.step(actor, event);
-            let late = core.habits.late > 0 && core.steps.is_multiple_of(5);
+            let late = core.parameters.late > 0 && core.steps.is_multiple_of(5);
             let seen = late.then(|| core.rng.below(core.actors.len() as u64));
-            let idle = core.steps - core.taken_at;
+            let idle = core.steps - core.last_completion_step;
             (others, seen, core.limits, core.steps, idle)
         });
         // The report of a failure needs the core.
         limits.check(steps, idle);
         if let Some(seen) = seen {
-            stores::drain_one(seen as usize);
+            store_buffers::drain_one(seen as usize);
         }
         if others {
-            self.lets_go_on(Yield::Turn);
+            self.yield_to_actors(Yield::Turn);
         }
     }
 
@@ -604,7 +607,7 @@ impl Simulator for Engine {
     }
 
     fn wait(&self, until: Option<Duration>) {
-        self.lets_go_on(Yield::Wait(until));
+        self.yield_to_actors(Yield::Wait(until));
     }
 
     fn start(&self, name: &str, work: ActorWork) {
@@ -616,7 +619,7 @@ impl Simulator for Engine {
     }
 
     fn delays_store(&self) -> bool {
-        self.with_core(|core| core.habits.late > 0 && core.rng.below(core.habits.late) == 0)
+        self.with_core(|core| core.parameters.late > 0 && core.rng.below(core.parameters.late) == 0)
     }
 }
 
@@ -640,11 +643,11 @@ mod tests {
     /// Runs a world of actors that lose their processor for a few steps alone. Returns the text of its panic, if it fails.
     fn run(main: impl FnOnce() + Send + 'static) -> Result<Outcome, String> {
         let engine = Engine::install();
-        let less = Less {
+        let less = OmittedParts {
             no_preemption: true,
-            ..Less::default()
+            ..OmittedParts::default()
         };
-        let run = AssertUnwindSafe(|| engine.run_within(LIMITS, 1, less, main));
+        let run = AssertUnwindSafe(|| engine.run_with_limits(LIMITS, 1, less, main));
         catch_unwind(run).map_err(|panic| match panic.downcast::<String>() {
             Ok(text) => *text,
             Err(_) => "another panic".to_owned(),

@@ -30,11 +30,11 @@ use nvme_software::SoftwareController;
 use nvme_software::simulated as disk;
 
 use crate::engine::{Engine, Process};
-use crate::guest::{Conditions, Data, End, Guest, Machine, Persona, Shared, Work};
+use crate::guest::{CommandEnd, Conditions, Data, Guest, GuestState, Machine, Persona, Work};
 use crate::history::{BLOCK, History};
-use crate::lives::{Kept, attach, live_on};
 use crate::registers::{BLOCKS, BLOCKS_MAX, bytes_of, value_of};
-use crate::runs::Less;
+use crate::restarts::{VmmParts, open_local_backend, sleep_forever};
+use crate::runs::OmittedParts;
 use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, buffers};
 
 /// Blocks of a tenant. With this many pages, a lost block is seldom overwritten before a Flush promises the block.
@@ -47,10 +47,10 @@ pub(crate) const SHARE: u64 = (SHARE_BLOCKS * BLOCK) as u64;
 const FUA: u32 = 1 << 30;
 
 /// Longest time of a command. The kernel may delay a few requests by many seconds each.
-const PATIENCE: Duration = Duration::from_secs(120);
+const IO_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Maximum number of requests that the kernel delays, of all tenants.
-const KEPT_MAX: u64 = 2;
+const DELAYED_REQUESTS_MAX: u64 = 2;
 
 /// Directory of the ledger, on a separate disk.
 const STATE: &str = "/state";
@@ -61,10 +61,10 @@ const MARKED: u64 = 1;
 
 /// Expected contents of a tenant's blocks.
 #[derive(Debug)]
-struct Known {
+struct ExpectedBlocks {
     number: u64,
     /// Values that a read may return.
-    seen: History,
+    readable: History,
     /// Values that may be on stable storage.
     stable: History,
     /// Moment at which the last successful Flush began.
@@ -72,26 +72,26 @@ struct Known {
     /// Number of disk failures when the VMM connected.
     failures: u64,
     /// A server died with a loss in its live state. The loss may be unreal: the server records it before it asks the spare.
-    may_be_wrong: bool,
+    may_have_lost_writes: bool,
     /// Number of Deallocates that remain of a storm.
-    storm: u64,
+    remaining_deallocates: u64,
     /// Readability of the blocks: Write Uncorrectable marks blocks as unreadable. Marks survive crashes.
     marks: History,
     /// True if the work has no commands that delay other tenants for long.
     is_plain: bool,
 }
 
-impl Known {
+impl ExpectedBlocks {
     fn new(number: u64) -> Self {
-        let history = || History::new(number, SHARE_BLOCKS).whole();
+        let history = || History::new(number, SHARE_BLOCKS).keep_all_writes();
         Self {
             number,
-            seen: history(),
+            readable: history(),
             stable: history(),
             flushed: Duration::ZERO,
             failures: 0,
-            may_be_wrong: false,
-            storm: 0,
+            may_have_lost_writes: false,
+            remaining_deallocates: 0,
             marks: history(),
             is_plain: false,
         }
@@ -99,7 +99,7 @@ impl Known {
 
     /// Returns whether a read that began at a moment may find an unreadable block.
     fn may_be_marked(&self, mut blocks: std::ops::Range<u64>, began: Duration) -> bool {
-        blocks.any(|block| self.marks.may_be(block, began, |value| value == MARKED))
+        blocks.any(|block| self.marks.may_return(block, began, |value| value == MARKED))
     }
 
     /// Checks that a read that began at a moment may find all blocks readable.
@@ -141,31 +141,31 @@ impl Known {
 
     /// Handles a crash of the machine: checks the stable values, and continues with these values.
     fn crash(&mut self, now: Duration) {
-        let blocks = self.seen.blocks();
+        let blocks = self.readable.blocks();
         self.judge_stable(0..blocks, self.flushed, "after a crash, the last Flush");
         let values: Vec<u64> = (0..blocks).map(|block| self.stable_value(block)).collect();
-        self.seen.begin_with(&values, now);
-        self.stable.begin_with(&values, now);
+        self.readable.reset_to(&values, now);
+        self.stable.reset_to(&values, now);
         self.flushed = now;
     }
 
     /// Handles a new connection of the VMM, when no requests of the previous VMM are in flight. `failures` is the disk's number
     /// of failures before.
     fn connect(&mut self, failures: u64, now: Duration) {
-        self.seen.end_all(now);
+        self.readable.end_all(now);
         self.stable.end_all(now);
         self.marks.end_all(now);
         if disk::failures() > self.failures {
-            self.stable.doubt(now);
+            self.stable.mark_uncertain(now);
         }
         self.failures = failures;
-        self.may_be_wrong = false;
+        self.may_have_lost_writes = false;
     }
 }
 
 /// A guest's work on a tenant's blocks.
 #[derive(Debug)]
-pub(crate) struct Tenant(Arc<Mutex<Known>>);
+pub(crate) struct Tenant(Arc<Mutex<ExpectedBlocks>>);
 
 /// A command on blocks.
 #[derive(Debug)]
@@ -183,13 +183,13 @@ pub(crate) struct Command {
 impl Tenant {
     /// Creates work that only reads, writes and flushes. All blocks are zeroes.
     pub(crate) fn plain(number: u64) -> Self {
-        Self(Arc::new(Mutex::new(Known {
+        Self(Arc::new(Mutex::new(ExpectedBlocks {
             is_plain: true,
-            ..Known::new(number)
+            ..ExpectedBlocks::new(number)
         })))
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn expected(&self) -> MutexGuard<'_, ExpectedBlocks> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -200,17 +200,17 @@ impl Work for Tenant {
     const COMMAND_SETS: u32 = CC_CSS_NVM;
 
     fn choose(&mut self, rng: &mut Rng) -> Command {
-        let mut known = self.known();
+        let mut known = self.expected();
         if rng.below(100) == 0 {
-            known.storm = 4 + rng.below(20);
+            known.remaining_deallocates = 4 + rng.below(20);
         }
         let opcode = match rng.below(16) {
             _ if known.is_plain => {
                 [io::READ, io::WRITE, io::FLUSH][rng.below(8).min(5) as usize / 2]
             }
             _ if rng.below(10) == 0 => io::WRITE_UNCORRECTABLE,
-            _ if known.storm > 0 && rng.below(4) > 0 => {
-                known.storm -= 1;
+            _ if known.remaining_deallocates > 0 && rng.below(4) > 0 => {
+                known.remaining_deallocates -= 1;
                 io::DATASET_MANAGEMENT
             }
             0..5 => io::READ,
@@ -220,7 +220,7 @@ impl Work for Tenant {
             14 => io::DATASET_MANAGEMENT,
             _ => io::VERIFY,
         };
-        let most = known.seen.blocks();
+        let most = known.readable.blocks();
         let blocks = match opcode {
             io::DATASET_MANAGEMENT | io::WRITE_ZEROES => 1 + rng.below(2 * BLOCKS_MAX),
             _ => 1 + rng.below(BLOCKS_MAX),
@@ -233,7 +233,7 @@ impl Work for Tenant {
         };
         let values = match opcode {
             io::WRITE => (slba..slba + blocks)
-                .map(|block| known.seen.value(block))
+                .map(|block| known.readable.value(block))
                 .collect(),
             io::WRITE_ZEROES | io::DATASET_MANAGEMENT => vec![0; blocks as usize],
             _ => Vec::new(),
@@ -248,7 +248,7 @@ impl Work for Tenant {
         }
     }
 
-    fn request(&self, command: &Command) -> (Sqe, Data) {
+    fn to_sqe(&self, command: &Command) -> (Sqe, Data) {
         let Command {
             opcode,
             slba,
@@ -286,9 +286,9 @@ impl Work for Tenant {
     }
 
     fn begin(&mut self, command: &mut Command, now: Duration) {
-        let mut known = self.known();
+        let mut known = self.expected();
         for (block, value) in (command.slba..).zip(&command.values) {
-            known.seen.begin(block, *value, now);
+            known.readable.begin(block, *value, now);
             known.stable.begin(block, *value, now);
             known.marks.begin(block, READABLE, now);
         }
@@ -299,7 +299,7 @@ impl Work for Tenant {
         }
     }
 
-    fn end(&mut self, command: Command, end: &End<'_>) {
+    fn end(&mut self, command: Command, end: &CommandEnd<'_>) {
         let Command {
             opcode,
             slba,
@@ -308,7 +308,7 @@ impl Work for Tenant {
             values,
             ..
         } = command;
-        let mut known = self.known();
+        let mut known = self.expected();
         let has_succeeded = end.has_succeeded();
         if let Some(cqe) = end.cqe
             && !has_succeeded
@@ -316,7 +316,7 @@ impl Work for Tenant {
             let code = cqe.status().code();
             let is_lost = [status::WRITE_FAULT, status::READ_ONLY_RANGE].contains(&code)
                 && ![io::READ, io::VERIFY].contains(&opcode)
-                && (disk::failures() > known.failures || known.may_be_wrong);
+                && (disk::failures() > known.failures || known.may_have_lost_writes);
             let is_marked = code == status::UNRECOVERED_READ_ERROR
                 && [io::READ, io::VERIFY].contains(&opcode)
                 && known.may_be_marked(slba..slba + blocks, end.began);
@@ -327,7 +327,10 @@ impl Work for Tenant {
         }
         if opcode == io::READ && has_succeeded {
             for (block, bytes) in (slba..).zip(end.data.chunks_exact(BLOCK)) {
-                if let Err(error) = known.seen.judge(block, value_of(block, bytes), end.began) {
+                if let Err(error) = known
+                    .readable
+                    .judge(block, value_of(block, bytes), end.began)
+                {
                     panic!("{error}");
                 }
             }
@@ -346,12 +349,12 @@ impl Work for Tenant {
         // Deallocate is advisory, so the blocks may stay as they were.
         let sure = has_succeeded && opcode != io::DATASET_MANAGEMENT;
         for (block, _) in (slba..).zip(&values) {
-            known.seen.end(block, end.began, end.now, sure);
+            known.readable.end(block, end.began, end.now, sure);
             known.stable.end(block, end.began, end.now, sure);
             known.marks.end(block, end.began, end.now, sure);
         }
         if opcode == io::FLUSH && has_succeeded {
-            let all = 0..known.seen.blocks();
+            let all = 0..known.readable.blocks();
             known.judge_stable(all, end.began, "a Flush");
             known.flushed = known.flushed.max(end.began);
         }
@@ -365,8 +368,8 @@ impl Work for Tenant {
         }
     }
 
-    fn last(&self) -> Vec<Command> {
-        let count = self.known().seen.blocks();
+    fn verification_commands(&self) -> Vec<Command> {
+        let count = self.expected().readable.blocks();
         let starts = (0..count).step_by(BLOCKS_MAX as usize);
         starts
             .map(|slba| Command {
@@ -382,7 +385,10 @@ impl Work for Tenant {
 }
 
 /// Chooses the parameters of a disk model.
-pub(crate) fn habits(less: Less, rng: &mut Rng) -> disk::DiskModelParameters {
+pub(crate) fn random_disk_parameters(
+    less: OmittedParts,
+    rng: &mut Rng,
+) -> disk::DiskModelParameters {
     let fails = !less.no_trouble;
     let write_backs = [8, 40][rng.below(2) as usize];
     let mut one_in = |of: u64, worlds: u64| match fails && rng.below(worlds) == 0 {
@@ -396,7 +402,7 @@ pub(crate) fn habits(less: Less, rng: &mut Rng) -> disk::DiskModelParameters {
         short_transfers: one_in(6, 2),
         refused_slices: one_in(4, 3),
         refused_calls: one_in(8, 2),
-        kept_requests: one_in(60, 4),
+        held_requests: one_in(60, 4),
         is_direct: rng.below(2) == 0,
         punches_holes: rng.below(4) > 0,
         time_bits: 8 + rng.below(14),
@@ -404,27 +410,27 @@ pub(crate) fn habits(less: Less, rng: &mut Rng) -> disk::DiskModelParameters {
 }
 
 /// A tenant in one life of its machine.
-struct Seat {
-    kept: Arc<Kept>,
-    known: Arc<Mutex<Known>>,
-    shared: Arc<Shared>,
+struct TenantLife {
+    function: Arc<VmmParts>,
+    expected: Arc<Mutex<ExpectedBlocks>>,
+    shared: Arc<GuestState>,
     /// Number of disk failures before the VMM connected.
     failures: u64,
     guest: Option<(Guest<Tenant>, Vec<QueuePair>)>,
 }
 
-impl Seat {
-    fn new(known: &Arc<Mutex<Known>>, rounds: u64, rng: &mut Rng) -> Self {
+impl TenantLife {
+    fn new(known: &Arc<Mutex<ExpectedBlocks>>, rounds: u64, rng: &mut Rng) -> Self {
         let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
         let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
-        let (kept, pairs) = Kept::new(&memory, rng);
-        let shared = Arc::new(Shared::default());
+        let (kept, pairs) = VmmParts::new(&memory, rng);
+        let shared = Arc::new(GuestState::default());
         let conditions = Conditions {
             rounds,
-            patience: PATIENCE,
-            admin_patience: PATIENCE,
-            errors: false,
-            is_kept_waiting: true,
+            io_timeout: IO_TIMEOUT,
+            admin_timeout: IO_TIMEOUT,
+            may_fail: false,
+            may_be_slow: true,
             resets: 0,
             deletions: 0,
             aborts: 0,
@@ -440,8 +446,8 @@ impl Seat {
         let seed = Rng::new(rng.next_u64());
         let guest = Guest::new(work, Persona::FreeBsd, conditions, seed, machine);
         Self {
-            kept,
-            known: known.clone(),
+            function: kept,
+            expected: known.clone(),
             shared,
             failures: disk::failures(),
             guest: Some((guest, pairs)),
@@ -451,19 +457,19 @@ impl Seat {
     /// Starts the guest once its VMM is connected.
     fn start(&mut self, engine: &Engine) -> Option<Process> {
         let (guest, pairs) = self.guest.take()?;
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         known.connect(self.failures, clock::monotonic());
         drop(known);
         Some(engine.start_process("guest", move || guest.run_on(pairs)))
     }
 
     /// Handles the death of the server.
-    fn server_died(&self) {
-        self.kept.died();
+    fn on_server_death(&self) {
+        self.function.on_server_death();
         // The call may switch to other actors, so it happens without the lock.
-        let has_losses = self.kept.has_losses();
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.may_be_wrong |= has_losses;
+        let has_losses = self.function.has_write_errors();
+        let mut known = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
+        known.may_have_lost_writes |= has_losses;
     }
 
     fn has_ended(&self) -> bool {
@@ -472,9 +478,9 @@ impl Seat {
 }
 
 /// Runs a server for one life.
-fn serve(kept: &[Arc<Kept>], life: u64) {
+fn serve(kept: &[Arc<VmmParts>], life: u64) {
     let path = Path::new("/drive");
-    let controller = SoftwareController::file(path, 9);
+    let controller = SoftwareController::open_file(path, 9);
     let controller = controller.unwrap_or_else(|error| panic!("the file does not open: {error}"));
     let controller: Arc<dyn HostController> = Arc::new(controller);
     let drive = Drive::new("simulated", controller, None).expect("a namespace");
@@ -483,32 +489,36 @@ fn serve(kept: &[Arc<Kept>], life: u64) {
     for (number, kept) in kept.iter().enumerate() {
         let range = ByteRange::new(number as u64 * SHARE, SHARE).expect("a range");
         let id = format!("guest-{number}");
-        let attachment = attach(kept, &drive, &ledger, &id, range, life);
+        let attachment = open_local_backend(kept, &drive, &ledger, &id, range, life);
         attachments.push(attachment);
     }
-    live_on();
+    sleep_forever();
 }
 
 /// Runs machines that crash, and servers that die. The last server lives until the guests have finished.
-pub(crate) fn run(less: Less, rng: &mut Rng) {
+pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let engine = Engine::of_thread().expect("a scheduler");
     let tenants = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
-    disk::format(tenants * SHARE, habits(less, rng), KEPT_MAX);
+    disk::format(
+        tenants * SHARE,
+        random_disk_parameters(less, rng),
+        DELAYED_REQUESTS_MAX,
+    );
     ledger_disk::format(0);
     let is_over = Arc::new(AtomicBool::new(false));
     let flag = is_over.clone();
     let kernel = start_thread("kernel", move || disk::run(&flag)).expect("an actor");
     let known: Vec<_> = (0..tenants)
-        .map(|number| Arc::new(Mutex::new(Known::new(number))))
+        .map(|number| Arc::new(Mutex::new(ExpectedBlocks::new(number))))
         .collect();
     let machines = 1 + rng.below(3);
     for machine in 1..=machines {
         let rounds = (12 + rng.below(36)).min(less.rounds.unwrap_or(u64::MAX));
-        let mut seats: Vec<Seat> = known
+        let mut seats: Vec<TenantLife> = known
             .iter()
-            .map(|known| Seat::new(known, rounds, rng))
+            .map(|known| TenantLife::new(known, rounds, rng))
             .collect();
-        let kept: Vec<_> = seats.iter().map(|seat| seat.kept.clone()).collect();
+        let kept: Vec<_> = seats.iter().map(|seat| seat.function.clone()).collect();
         let start = |life: u64| {
             let kept = kept.clone();
             engine.start_process("server", move || serve(&kept, life))
@@ -525,11 +535,11 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
             let bits = 10 + rng.below(14);
             clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
             engine.kill(server);
-            seats.iter().for_each(Seat::server_died);
+            seats.iter().for_each(TenantLife::on_server_death);
             server = start(life);
         }
         if machine == machines {
-            while !seats.iter().all(Seat::has_ended) {
+            while !seats.iter().all(TenantLife::has_ended) {
                 clock::sleep(Duration::from_millis(1));
             }
         } else {

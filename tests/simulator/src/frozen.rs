@@ -14,7 +14,7 @@ use std::time::Duration;
 use nvme_guest::threads::start_thread;
 use nvme_lease::range::ByteRange;
 use nvme_mpt::drive::HostController;
-use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedPartsSource};
+use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_memory::clock;
 use nvme_mpt_memory::simulation::acted;
 use nvme_mpt_memory::sync::mpsc::{Receiver, Sender, channel, sync_channel};
@@ -23,20 +23,20 @@ use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
 use nvme_software::SoftwareController;
 use nvme_software::simulated as disk;
-use vmm_device::rest::rest_all;
+use vmm_device::quiesce::pause_all;
 use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::engine::Engine;
 use crate::files;
-use crate::guest::{Conditions, Guest, Load, Machine, Persona, Shared, Timeouts};
-use crate::runs::Less;
+use crate::guest::{Conditions, Guest, GuestState, Load, Machine, Persona, Timeouts};
+use crate::runs::OmittedParts;
 use crate::scenario::{
-    ABSENCES, HIGH, HIGH_LEN, Host, LOW, LOW_LEN, Scenario, Started, Tenant, any_persona, buffers,
-    config, lease_on, plug, policy, rest, start_guest,
+    HIGH, HIGH_LEN, Host, LOW, LOW_LEN, PREEMPTIONS_MAX, Scenario, Started, Tenant, any_persona,
+    buffers, config, lease_on, plug, policy, sleep_randomly, start_guest,
 };
 
 /// Range of the disk's stall time, in seconds.
-const STANDS: std::ops::Range<u64> = 30..151;
+const STALL_SECONDS: std::ops::Range<u64> = 30..151;
 
 /// Timeout after which a driver aborts a command, and after which it resets the controller.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
@@ -48,7 +48,7 @@ const ABORT: Duration = Duration::from_secs(2);
 const UPGRADE: Duration = Duration::from_secs(40);
 
 /// Longest time of a command of the guest with the stalled disk.
-const PATIENCE: Duration = Duration::from_secs(400);
+const IO_TIMEOUT: Duration = Duration::from_secs(400);
 
 /// Longest time of another guest's command. An upgrade pauses such a function for at most 100 ms because of another function's
 /// drive.
@@ -58,26 +58,26 @@ const NEIGHBOUR: Duration = Duration::from_millis(130);
 const CHECK: Duration = Duration::from_secs(5);
 
 /// Time within which an upgrade is refused.
-const REFUSED: Duration = Duration::from_secs(20);
+const REFUSAL_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The guest with the stalled disk.
-struct Frozen {
+struct StalledGuest {
     guest: Guest<files::Tenant>,
     bar: Arc<InProcess>,
-    attachment: Weak<LocalBackend>,
-    shared: Arc<Shared>,
+    local_backend: Weak<LocalBackend>,
+    shared: Arc<GuestState>,
     /// State of the guest that must end before the frozen guest ends.
-    trouble: Arc<Shared>,
+    companion: Arc<GuestState>,
 }
 
-impl Frozen {
+impl StalledGuest {
     fn new(
         pollers: &Arc<PollerPool>,
-        less: Less,
+        less: OmittedParts,
         timeouts: Option<Timeouts>,
         rng: &mut Rng,
     ) -> Self {
-        let controller = SoftwareController::file("/drive".as_ref(), 9);
+        let controller = SoftwareController::open_file("/drive".as_ref(), 9);
         let controller =
             controller.unwrap_or_else(|error| panic!("the file does not open: {error}"));
         let controller: Arc<dyn HostController> = Arc::new(controller);
@@ -87,21 +87,21 @@ impl Frozen {
         let persona = patient_persona(rng);
         let doorbells = persona.doorbells();
         let config = config(&drive, lease, doorbells, policy(doorbells, rng), pollers);
-        let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own);
+        let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
         let attachment =
             Arc::new(attachment.unwrap_or_else(|error| panic!("no attachment: {error}")));
         let weak = Arc::downgrade(&attachment);
         let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
         let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
         let (bar, interrupts) = plug(NvmeFunction::new(attachment, MsixMasking::Client), &memory);
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(GuestState::default());
         shared.plugged.store(true, Ordering::Relaxed);
         let conditions = Conditions {
             rounds: (6 + rng.below(10)).min(less.rounds.unwrap_or(u64::MAX)),
-            patience: PATIENCE,
-            admin_patience: PATIENCE,
-            errors: false,
-            is_kept_waiting: true,
+            io_timeout: IO_TIMEOUT,
+            admin_timeout: IO_TIMEOUT,
+            may_fail: false,
+            may_be_slow: true,
             resets: 0,
             deletions: 0,
             aborts: 0,
@@ -115,7 +115,7 @@ impl Frozen {
         let seed = Rng::new(rng.next_u64());
         let mut guest = Guest::new(files::Tenant::plain(0), persona, conditions, seed, machine);
         // The guest has commands for as long as the disk may stall.
-        let trouble = Arc::new(Shared::default());
+        let trouble = Arc::new(GuestState::default());
         guest = guest.with_load(Load::Usual, vec![trouble.clone()]);
         if let Some(timeouts) = timeouts {
             guest = guest.with_timeouts(timeouts);
@@ -123,9 +123,9 @@ impl Frozen {
         Self {
             guest,
             bar,
-            attachment: weak,
+            local_backend: weak,
             shared,
-            trouble,
+            companion: trouble,
         }
     }
 }
@@ -140,16 +140,16 @@ fn patient_persona(rng: &mut Rng) -> Persona {
 }
 
 /// A function that stays paused until this is dropped.
-struct Resting {
-    _goes_on: Sender<()>,
+struct PausedFunction {
+    _resume: Sender<()>,
 }
 
 /// Pauses functions within a time limit, each by a thread of its own, as a server does.
-fn ask_to_rest(
+fn pause_functions(
     functions: &[Weak<InProcess>],
     places: &[usize],
     time: Duration,
-) -> Vec<Result<Resting, String>> {
+) -> Vec<Result<PausedFunction, String>> {
     let deadline = clock::monotonic() + time;
     let left = move || deadline.saturating_sub(clock::monotonic());
     let ask = |place: &usize| {
@@ -160,11 +160,11 @@ fn ask_to_rest(
                 return;
             };
             let mut function = bar.function();
-            let answered = match function.pause_within(left()) {
+            let answered = match function.pause_with_timeout(left()) {
                 Err(error) => answer.send(Err(error.to_string())),
                 Ok(()) => {
                     let (goes_on, end) = channel();
-                    let answered = answer.send(Ok(Resting { _goes_on: goes_on }));
+                    let answered = answer.send(Ok(PausedFunction { _resume: goes_on }));
                     let _: Result<(), _> = end.recv();
                     function.resume();
                     answered
@@ -176,8 +176,9 @@ fn ask_to_rest(
         start_thread("rest", rest).expect("an actor");
         result
     };
-    let asked: Vec<Receiver<Result<Resting, String>>> = places.iter().map(ask).collect();
-    let wait = |result: Receiver<Result<Resting, String>>| match result.recv_timeout(left()) {
+    let asked: Vec<Receiver<Result<PausedFunction, String>>> = places.iter().map(ask).collect();
+    let wait = |result: Receiver<Result<PausedFunction, String>>| match result.recv_timeout(left())
+    {
         Ok(result) => result,
         Err(error) => Err(format!("{error:?}")),
     };
@@ -190,18 +191,18 @@ fn ask_to_rest(
 /// A function whose drive works causes a refusal, or the upgrade is not refused although the disk has unanswered requests.
 fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<LocalBackend>, until: Duration) {
     let is_refused = || {
-        let is_still = disk::transfers() > 0 && clock::monotonic() + REFUSED < until;
+        let is_still = disk::transfers() > 0 && clock::monotonic() + REFUSAL_TIMEOUT < until;
         move |refused: bool| assert!(refused || !is_still, "the disk stands still")
     };
     let judge = is_refused();
     if let Some(frozen) = frozen.upgrade() {
-        let rests = frozen.rest_once(CHECK);
+        let rests = frozen.quiesce_once(CHECK);
         judge(rests.is_err());
     }
     // A server decides by the check above. The disk may stall from here on.
     let judge = is_refused();
-    match rest_all(functions.len(), |places, time| {
-        ask_to_rest(functions, places, time)
+    match pause_all(functions.len(), |places, time| {
+        pause_functions(functions, places, time)
     }) {
         Ok(resting) => {
             judge(false);
@@ -222,13 +223,15 @@ fn freeze(
     mut rng: Rng,
 ) {
     for _ in 0..1 + rng.below(2) {
-        rest(&mut rng);
-        let time = Duration::from_secs(STANDS.start + rng.below(STANDS.end - STANDS.start));
+        sleep_randomly(&mut rng);
+        let time = Duration::from_secs(
+            STALL_SECONDS.start + rng.below(STALL_SECONDS.end - STALL_SECONDS.start),
+        );
         let until = clock::monotonic() + time;
-        disk::stand_still(time);
+        disk::pause_disk(time);
         while clock::monotonic() < until {
             if upgrades {
-                rest(&mut rng);
+                sleep_randomly(&mut rng);
                 upgrade(functions, attachment, until);
             }
             let left = until.saturating_sub(clock::monotonic());
@@ -238,28 +241,28 @@ fn freeze(
 }
 
 /// Runs a guest of a disk that stalls, and guests of other drives.
-pub(crate) fn run(less: Less, rng: &mut Rng) {
-    let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::longest_absence);
+pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
+    let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::max_preemption);
     let pollers = PollerPool::new();
     if rng.below(2) == 0 {
-        pollers.watch().expect("an actor");
+        pollers.start_watchdog().expect("an actor");
     }
-    let calm = Less {
+    let calm = OmittedParts {
         no_trouble: true,
         ..less
     };
-    disk::format(files::SHARE, files::habits(calm, rng), 0);
+    disk::format(files::SHARE, files::random_disk_parameters(calm, rng), 0);
     let is_over = Arc::new(AtomicBool::new(false));
     let flag = is_over.clone();
     let kernel = start_thread("kernel", move || disk::run(&flag)).expect("an actor");
     let upgrades = rng.below(2) == 0;
     let timeouts = (rng.below(2) == 0).then(|| Timeouts {
         command: COMMAND_TIMEOUT,
-        abort: if upgrades { UPGRADE } else { ABORT } + absence * ABSENCES,
-        storage: PATIENCE,
+        abort: if upgrades { UPGRADE } else { ABORT } + absence * PREEMPTIONS_MAX,
+        storage: IO_TIMEOUT,
         transfers: disk::transfers,
     });
-    let frozen = Frozen::new(&pollers, less, timeouts, rng);
+    let frozen = StalledGuest::new(&pollers, less, timeouts, rng);
     let count = (1 + rng.below(2)).min(less.guests.unwrap_or(u64::MAX));
     let host = Host::new(Scenario::Memory, count, pollers, rng);
     let mut functions = vec![Arc::downgrade(&frozen.bar)];
@@ -267,8 +270,8 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
     for number in 0..count {
         let tenant = Tenant {
             load: Load::Seldom,
-            company: vec![frozen.shared.clone()],
-            longest: Some(NEIGHBOUR + absence * ABSENCES),
+            companions: vec![frozen.shared.clone()],
+            max_latency: Some(NEIGHBOUR + absence * PREEMPTIONS_MAX),
             ..Tenant::new(number, patient_persona(rng))
         };
         let shared = tenant.shared.clone();
@@ -276,12 +279,12 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
         let function = shared.function.lock();
         functions.push(function.unwrap_or_else(PoisonError::into_inner).clone());
     }
-    let Frozen {
+    let StalledGuest {
         guest,
         bar,
-        attachment,
+        local_backend: attachment,
         shared: _,
-        trouble,
+        companion: trouble,
     } = frozen;
     let freeze_rng = Rng::new(rng.next_u64());
     let work = move || {

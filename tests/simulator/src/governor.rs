@@ -12,10 +12,11 @@ use nvme_mpt::PollerPool;
 use nvme_mpt_tests::rng::Rng;
 
 use crate::engine::Engine;
-use crate::guest::{Load, Persona, Shared};
-use crate::runs::Less;
+use crate::guest::{GuestState, Load, Persona};
+use crate::runs::OmittedParts;
 use crate::scenario::{
-    ABSENCES, FAILURE_PATIENCE, Host, Scenario, Tenant, any_persona, start_guest, trouble,
+    FAILURE_TIMEOUT, Host, PREEMPTIONS_MAX, Scenario, Tenant, any_persona, inject_faults,
+    start_guest,
 };
 
 /// Time limits for commands of the quiet guest and of loud guests, without long preemptions: multiples of the time for 80
@@ -24,17 +25,17 @@ const QUIET: Duration = Duration::from_millis(500);
 const LOUD: Duration = Duration::from_secs(5);
 
 /// Runs quiet and loud guests on shared queue pairs. In every third world the drive fails.
-pub(crate) fn run(less: Less, rng: &mut Rng) {
+pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let scenario = Scenario::Governor;
     let loud = (1 + rng.below(2)).min(less.guests.unwrap_or(u64::MAX));
     let host = Host::new(scenario, loud + 1, PollerPool::new(), rng);
     let is_troubled = !less.no_trouble && rng.below(3) == 0;
-    let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::longest_absence);
+    let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::max_preemption);
     let patience = |time: Duration| match is_troubled {
-        true => Some(FAILURE_PATIENCE),
-        false => Some(time + absence * ABSENCES),
+        true => Some(FAILURE_TIMEOUT),
+        false => Some(time + absence * PREEMPTIONS_MAX),
     };
-    let company: Vec<Arc<Shared>> = (0..loud).map(|_| Arc::default()).collect();
+    let company: Vec<Arc<GuestState>> = (0..loud).map(|_| Arc::default()).collect();
     let mut guests = Vec::new();
     for (number, shared) in (0..).zip(&company) {
         let persona = match any_persona(rng) {
@@ -45,24 +46,24 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
         let tenant = Tenant {
             shared: shared.clone(),
             load: Load::Loud,
-            patience: patience(LOUD),
-            errors: is_troubled,
+            io_timeout: patience(LOUD),
+            may_fail: is_troubled,
             ..Tenant::new(number, persona)
         };
         guests.push(start_guest(&host, scenario, less, tenant, rng));
     }
     let quiet = Tenant {
         load: Load::Quiet,
-        company,
-        patience: patience(QUIET),
-        errors: is_troubled,
+        companions: company,
+        io_timeout: patience(QUIET),
+        may_fail: is_troubled,
         ..Tenant::new(loud, any_persona(rng))
     };
     guests.push(start_guest(&host, scenario, less, quiet, rng));
     let trouble_rng = Rng::new(rng.next_u64());
     if is_troubled {
         let model = host.model.clone().expect("a physical drive");
-        let work = move || trouble(&model, trouble_rng);
+        let work = move || inject_faults(&model, trouble_rng);
         guests.push(start_thread("trouble", work).expect("an actor"));
     }
     for actor in guests {

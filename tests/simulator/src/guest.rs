@@ -15,7 +15,7 @@ use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::function::InProcess;
 use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
-use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::prp::{self, PreparedPointer};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CC, CC_ENABLE, CSTS_FATAL, CSTS_READY};
 use nvme_mpt_tests::rng::Rng;
@@ -24,7 +24,7 @@ use nvme_mpt_tests::rng::Rng;
 const BUFFER: usize = 16 << 10;
 
 /// Number of polls of a controller after a function reset before the guest gives up. Together they take longer than CAP.TO.
-const READY_LOOKS: u32 = 2000;
+const READY_POLLS: u32 = 2000;
 
 /// Time after a Function Level Reset during which a driver must not access the function (PCI Express 4.0, section 6.6.2).
 const FUNCTION_RESET_TIME: Duration = Duration::from_millis(100);
@@ -36,7 +36,7 @@ const FAILURES_MAX: u32 = 20;
 const EVENT_REQUESTS: usize = 4;
 
 /// Polling interval for a queue without interrupts.
-const LOOK: Duration = Duration::from_micros(20);
+const POLL_INTERVAL: Duration = Duration::from_micros(20);
 
 /// Longest pause between commands of a guest with seldom load.
 const SELDOM: Duration = Duration::from_millis(150);
@@ -106,13 +106,13 @@ pub(crate) struct Conditions {
     /// Number of rounds of commands.
     pub(crate) rounds: u64,
     /// Longest time of an I/O command.
-    pub(crate) patience: Duration,
+    pub(crate) io_timeout: Duration,
     /// Longest time of an admin command.
-    pub(crate) admin_patience: Duration,
+    pub(crate) admin_timeout: Duration,
     /// True if commands may fail.
-    pub(crate) errors: bool,
+    pub(crate) may_fail: bool,
     /// True if commands may take many seconds.
-    pub(crate) is_kept_waiting: bool,
+    pub(crate) may_be_slow: bool,
     /// Average number of rounds per controller reset. 0 means never.
     pub(crate) resets: u64,
     /// Average number of rounds per queue deletion. 0 means never.
@@ -133,7 +133,7 @@ pub(crate) trait Work: Send {
     fn choose(&mut self, rng: &mut Rng) -> Self::Command;
 
     /// Returns a command's submission queue entry (without a data pointer) and data.
-    fn request(&self, command: &Self::Command) -> (Sqe, Data);
+    fn to_sqe(&self, command: &Self::Command) -> (Sqe, Data);
 
     /// Records that a command is in its queue.
     fn begin(&mut self, command: &mut Self::Command, now: Duration);
@@ -142,10 +142,10 @@ pub(crate) trait Work: Send {
     ///
     /// # Panics
     /// The result is impossible.
-    fn end(&mut self, command: Self::Command, end: &End<'_>);
+    fn end(&mut self, command: Self::Command, end: &CommandEnd<'_>);
 
     /// Returns commands that read all contents. The guest executes them when no other command is in flight.
-    fn last(&self) -> Vec<Self::Command>;
+    fn verification_commands(&self) -> Vec<Self::Command>;
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -170,7 +170,7 @@ impl Data {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct End<'a> {
+pub(crate) struct CommandEnd<'a> {
     /// Moment of submission.
     pub(crate) began: Duration,
     /// Moment of completion, or of the loss of the queue.
@@ -183,7 +183,7 @@ pub(crate) struct End<'a> {
     pub(crate) data: &'a [u8],
 }
 
-impl End<'_> {
+impl CommandEnd<'_> {
     /// Returns whether the command succeeded.
     pub(crate) fn has_succeeded(&self) -> bool {
         self.cqe.is_some_and(|cqe| cqe.status().is_success())
@@ -192,23 +192,23 @@ impl End<'_> {
 
 /// State that a guest shares with its VMM.
 #[derive(Debug, Default)]
-pub(crate) struct Shared {
+pub(crate) struct GuestState {
     /// True while commands may use the high memory, which the VMM maps and unmaps.
     pub(crate) plugged: AtomicBool,
     /// Number of times that the VMM has unmapped the high memory in spite of commands in flight.
-    pub(crate) rude: AtomicUsize,
+    pub(crate) forced_unmaps: AtomicUsize,
     /// Number of commands in flight that use the high memory.
     pub(crate) users: AtomicUsize,
     /// True if the guest's processors shall stop.
-    pub(crate) frozen: AtomicBool,
+    pub(crate) should_stop: AtomicBool,
     /// True while the guest's processors are stopped.
-    pub(crate) stands_still: AtomicBool,
+    pub(crate) is_stopped: AtomicBool,
     /// True once the guest has created its queues.
-    pub(crate) works: AtomicBool,
+    pub(crate) has_queues: AtomicBool,
     /// True once the guest's drive may be gone.
-    pub(crate) gone: AtomicBool,
+    pub(crate) may_be_gone: AtomicBool,
     /// Number of the killed server whose drive may still write to the guest's memory. 0 for none.
-    pub(crate) late_drive: AtomicU64,
+    pub(crate) killed_server: AtomicU64,
     /// True once the guest has ended.
     pub(crate) ended: AtomicBool,
     /// The guest's function, once there is one.
@@ -230,23 +230,23 @@ pub(crate) struct Machine {
     /// Interrupt vectors of the function.
     pub(crate) interrupts: Vec<Arc<Interrupt>>,
     /// State shared with the VMM.
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<GuestState>,
     /// Buffers for commands.
     pub(crate) buffers: Buffers,
 }
 
 /// A command in flight.
-struct Flight<C> {
+struct GuestCommand<C> {
     command: C,
     opcode: u8,
     began: Duration,
     slot: Slot,
     offset: usize,
     len: usize,
-    _prepared: Option<Prepared>,
+    _prepared: Option<PreparedPointer>,
     aborted: bool,
     /// Value of [`Shared::rude`] at submission.
-    rude: usize,
+    forced_unmaps: usize,
 }
 
 /// Location of a buffer.
@@ -259,7 +259,7 @@ struct Slot {
 struct Queue<C> {
     pair: QueuePair,
     interrupt: Option<Arc<Interrupt>>,
-    flights: BTreeMap<u16, Flight<C>>,
+    inflight: BTreeMap<u16, GuestCommand<C>>,
     next_cid: u16,
 }
 
@@ -270,7 +270,7 @@ pub(crate) struct Guest<W: Work> {
     rng: Rng,
     memory: GuestMemory,
     interrupts: Vec<Arc<Interrupt>>,
-    shared: Arc<Shared>,
+    shared: Arc<GuestState>,
     buffers: Buffers,
     busy: Vec<Slot>,
     queues: Vec<Queue<W::Command>>,
@@ -278,7 +278,7 @@ pub(crate) struct Guest<W: Work> {
     failures: u32,
     load: Load,
     /// Guests that must end before this guest ends.
-    company: Vec<Arc<Shared>>,
+    companions: Vec<Arc<GuestState>>,
     /// Performs a Function Level Reset.
     reset_function: Option<Box<dyn Fn() + Send>>,
     /// True once the guest has given up a drive that is gone.
@@ -288,7 +288,7 @@ pub(crate) struct Guest<W: Work> {
     /// True if a command has exceeded the driver's timeout.
     is_late: bool,
     /// Maximum latency of an I/O command, if there is a limit.
-    longest: Option<Duration>,
+    max_latency: Option<Duration>,
 }
 
 /// Timeouts of a driver.
@@ -331,12 +331,12 @@ impl<W: Work> Guest<W> {
             queues: Vec::new(),
             failures: 0,
             load: Load::Usual,
-            company: Vec::new(),
+            companions: Vec::new(),
             reset_function: None,
             has_given_up: false,
             timeouts: None,
             is_late: false,
-            longest: None,
+            max_latency: None,
         }
     }
 
@@ -349,18 +349,18 @@ impl<W: Work> Guest<W> {
     }
 
     /// Sets the maximum latency of I/O commands.
-    pub(crate) fn with_longest(self, longest: Duration) -> Self {
+    pub(crate) fn with_max_latency(self, longest: Duration) -> Self {
         Self {
-            longest: Some(longest),
+            max_latency: Some(longest),
             ..self
         }
     }
 
     /// Sets the load, and the guests that must end first.
-    pub(crate) fn with_load(self, load: Load, company: Vec<Arc<Shared>>) -> Self {
+    pub(crate) fn with_load(self, load: Load, company: Vec<Arc<GuestState>>) -> Self {
         Self {
             load,
-            company,
+            companions: company,
             ..self
         }
     }
@@ -382,7 +382,7 @@ impl<W: Work> Guest<W> {
     fn attach(&mut self, bar: Arc<dyn Bar>) -> Option<(Controller, u16)> {
         let config = Config {
             doorbells: self.persona.doorbells(),
-            admin_timeout: self.conditions.admin_patience,
+            admin_timeout: self.conditions.admin_timeout,
             admin_in_buffer: self.persona == Persona::Libvfn,
             admin_entries: 8 + self.rng.below(24) as u16,
             command_set: W::COMMAND_SETS,
@@ -395,19 +395,19 @@ impl<W: Work> Guest<W> {
         let mut controller = match Controller::attach(bar, memory, config, count) {
             Ok(controller) => controller,
             Err(error) => {
-                self.give_up("the controller does not attach", &error);
+                self.give_up_drive("the controller does not attach", &error);
                 self.shared.ended.store(true, Ordering::Relaxed);
                 return None;
             }
         };
         self.request_events(&mut controller);
         self.create_queues(&mut controller, count);
-        self.shared.works.store(true, Ordering::Relaxed);
+        self.shared.has_queues.store(true, Ordering::Relaxed);
         Some((controller, count))
     }
 
     /// Attaches, executes the rounds, calls `last`, fills the queues, and ends with the commands in flight.
-    pub(crate) fn run_and_leave(mut self, bar: Arc<dyn Bar>, last: impl FnOnce()) {
+    pub(crate) fn run_and_abandon(mut self, bar: Arc<dyn Bar>, last: impl FnOnce()) {
         let Some((mut controller, count)) = self.attach(bar) else {
             return;
         };
@@ -446,9 +446,9 @@ impl<W: Work> Guest<W> {
             }
         }
         if let Err(error) = controller.shutdown(false) {
-            self.give_up("the controller does not shut down", &error);
+            self.give_up_drive("the controller does not shut down", &error);
         }
-        if self.shared.gone.load(Ordering::Relaxed) {
+        if self.shared.may_be_gone.load(Ordering::Relaxed) {
             self.leave(&mut controller);
         }
         self.shared.ended.store(true, Ordering::Relaxed);
@@ -459,11 +459,11 @@ impl<W: Work> Guest<W> {
         let disabled = controller.disable();
         disabled.unwrap_or_else(|error| panic!("the controller is not disabled: {error}"));
         let queues = std::mem::take(&mut self.queues);
-        self.lose(queues);
+        self.end_queue_commands(queues);
     }
 
     fn has_company(&self) -> bool {
-        let mut company = self.company.iter();
+        let mut company = self.companions.iter();
         company.any(|other| !other.ended.load(Ordering::Relaxed))
     }
 
@@ -471,13 +471,13 @@ impl<W: Work> Guest<W> {
     ///
     /// # Panics
     /// The drive is present, or the guest's access timed out without an answer.
-    fn give_up(&mut self, what: &str, error: &Error) {
+    fn give_up_drive(&mut self, what: &str, error: &Error) {
         let is_answer = match error {
             Error::Timeout { .. } => false,
             Error::NotReached { csts, .. } => csts & CSTS_FATAL != 0,
             _ => true,
         };
-        let is_gone = self.shared.gone.load(Ordering::Relaxed);
+        let is_gone = self.shared.may_be_gone.load(Ordering::Relaxed);
         assert!(is_gone && is_answer, "{:?}: {what}: {error}", self.persona);
         self.has_given_up = true;
     }
@@ -489,7 +489,7 @@ impl<W: Work> Guest<W> {
             self.queues.push(Queue {
                 pair,
                 interrupt: None,
-                flights: BTreeMap::new(),
+                inflight: BTreeMap::new(),
                 next_cid,
             });
         }
@@ -523,11 +523,11 @@ impl<W: Work> Guest<W> {
 
     /// Submits commands to a queue, and takes completions. Returns the index of the queue.
     fn submit_round(&mut self) -> usize {
-        while self.shared.frozen.load(Ordering::Relaxed) {
-            self.shared.stands_still.store(true, Ordering::Relaxed);
+        while self.shared.should_stop.load(Ordering::Relaxed) {
+            self.shared.is_stopped.store(true, Ordering::Relaxed);
             clock::sleep(Duration::from_micros(50));
         }
-        self.shared.stands_still.store(false, Ordering::Relaxed);
+        self.shared.is_stopped.store(false, Ordering::Relaxed);
         let depth = match (self.persona, self.load) {
             (Persona::Edk2, _) | (_, Load::Quiet | Load::Seldom) => 1,
             (_, Load::Usual) => 1 + self.rng.below(16),
@@ -578,20 +578,25 @@ impl<W: Work> Guest<W> {
         for id in 1..=count {
             match self.create_queue(controller, id) {
                 Ok(queue) => self.queues.push(queue),
-                Err(error) => return self.start_again(controller, count, &error),
+                Err(error) => return self.recover_from_admin_failure(controller, count, &error),
             }
         }
     }
 
     /// Handles a failed admin command. The drive may have failed, so the driver resets the controller a limited number of
     /// times.
-    fn start_again(&mut self, controller: &mut Controller, count: u16, error: &Error) {
-        if self.shared.gone.load(Ordering::Relaxed) {
-            return self.give_up("an admin command failed", error);
+    fn recover_from_admin_failure(
+        &mut self,
+        controller: &mut Controller,
+        count: u16,
+        error: &Error,
+    ) {
+        if self.shared.may_be_gone.load(Ordering::Relaxed) {
+            return self.give_up_drive("an admin command failed", error);
         }
         self.failures += 1;
         assert!(
-            self.conditions.errors && self.failures < FAILURES_MAX,
+            self.conditions.may_fail && self.failures < FAILURES_MAX,
             "{:?}: an admin command failed: {error}",
             self.persona
         );
@@ -616,7 +621,7 @@ impl<W: Work> Guest<W> {
         Ok(Queue {
             pair,
             interrupt,
-            flights: BTreeMap::new(),
+            inflight: BTreeMap::new(),
             next_cid: self.rng.next_u64() as u16,
         })
     }
@@ -670,9 +675,9 @@ impl<W: Work> Guest<W> {
         let Some(slot) = self.slot() else {
             return Err(command);
         };
-        let rude = self.shared.rude.load(Ordering::Relaxed);
+        let rude = self.shared.forced_unmaps.load(Ordering::Relaxed);
         let offset = 4 * self.rng.below(1000) as usize;
-        let (sqe, data) = self.work.request(&command);
+        let (sqe, data) = self.work.to_sqe(&command);
         let len = data.len();
         let (buffer, start) = self.buffer(slot);
         buffer.write(start, &[CANARY; BUFFER]);
@@ -688,7 +693,7 @@ impl<W: Work> Guest<W> {
             None => sqe,
         };
         let queue = &mut self.queues[index];
-        while queue.flights.contains_key(&queue.next_cid) || queue.next_cid >= 0xF000 {
+        while queue.inflight.contains_key(&queue.next_cid) || queue.next_cid >= 0xF000 {
             queue.next_cid = queue.next_cid.wrapping_add(1) % 0xF000;
         }
         let cid = queue.next_cid;
@@ -699,7 +704,7 @@ impl<W: Work> Guest<W> {
             return Err(command);
         }
         self.work.begin(&mut command, began);
-        let flight = Flight {
+        let flight = GuestCommand {
             command,
             opcode: sqe.opcode(),
             began,
@@ -708,9 +713,9 @@ impl<W: Work> Guest<W> {
             len,
             _prepared: prepared,
             aborted: false,
-            rude,
+            forced_unmaps: rude,
         };
-        self.queues[index].flights.insert(cid, flight);
+        self.queues[index].inflight.insert(cid, flight);
         Ok(())
     }
 
@@ -729,7 +734,7 @@ impl<W: Work> Guest<W> {
             // The VMM pins memory before it handles a trapped doorbell. This time does not count.
             last += clock::monotonic() - before;
             let queue = &self.queues[index];
-            if taken >= least || queue.flights.is_empty() {
+            if taken >= least || queue.inflight.is_empty() {
                 return;
             }
             let waited = clock::monotonic() - last;
@@ -742,32 +747,32 @@ impl<W: Work> Guest<W> {
                 return;
             }
             assert!(
-                waited < self.conditions.patience,
+                waited < self.conditions.io_timeout,
                 "{:?}: {} commands of queue {} did not complete within {:?}",
                 self.persona,
-                queue.flights.len(),
+                queue.inflight.len(),
                 queue.pair.sq.id(),
-                self.conditions.patience
+                self.conditions.io_timeout
             );
             match &queue.interrupt {
                 Some(interrupt) => {
                     let time = self.timeouts.as_ref().map(|limits| limits.command);
-                    let time = time.unwrap_or(self.conditions.patience);
+                    let time = time.unwrap_or(self.conditions.io_timeout);
                     let signals = interrupt.wait(time);
                     let signals = signals.unwrap_or_else(|error| panic!("{error}"));
                     assert!(
-                        signals > 0 || !queue.pair.cq.ready(),
+                        signals > 0 || !queue.pair.cq.has_entry(),
                         "{:?}: queue {} has completions, and signalled none for {:?}",
                         self.persona,
                         queue.pair.cq.id(),
-                        self.conditions.patience
+                        self.conditions.io_timeout
                     );
                 }
                 // If the kernel delays requests for long, a fixed polling interval would take a million polls.
-                None if self.conditions.is_kept_waiting => {
-                    clock::sleep((waited / 64).clamp(LOOK, 500 * LOOK));
+                None if self.conditions.may_be_slow => {
+                    clock::sleep((waited / 64).clamp(POLL_INTERVAL, 500 * POLL_INTERVAL));
                 }
-                None => clock::sleep(LOOK),
+                None => clock::sleep(POLL_INTERVAL),
             }
         }
     }
@@ -834,7 +839,7 @@ impl<W: Work> Guest<W> {
             self.persona
         );
         let queues = std::mem::take(&mut self.queues);
-        self.lose(queues);
+        self.end_queue_commands(queues);
         let enabled = controller.enable();
         enabled.unwrap_or_else(|error| panic!("the controller is not enabled: {error}"));
         self.set_up(controller, count);
@@ -846,18 +851,24 @@ impl<W: Work> Guest<W> {
         let queue = &mut self.queues[index];
         let id = queue.pair.sq.id();
         assert_eq!(cqe.sq_id(), id, "a completion of another queue: {cqe:?}");
-        let flight = queue.flights.remove(&cqe.cid());
+        let flight = queue.inflight.remove(&cqe.cid());
         let flight = flight.unwrap_or_else(|| panic!("queue {id}: nobody waits for {cqe:?}"));
-        let is_taken = flight.slot.high && self.shared.rude.load(Ordering::Relaxed) != flight.rude;
-        let is_gone = self.shared.gone.load(Ordering::Relaxed);
-        let is_excused = self.conditions.errors || flight.aborted || is_taken || is_gone;
-        self.land(flight, Some(cqe), is_excused);
+        let is_taken = flight.slot.high
+            && self.shared.forced_unmaps.load(Ordering::Relaxed) != flight.forced_unmaps;
+        let is_gone = self.shared.may_be_gone.load(Ordering::Relaxed);
+        let is_excused = self.conditions.may_fail || flight.aborted || is_taken || is_gone;
+        self.end_command(flight, Some(cqe), is_excused);
     }
 
     /// Ends a command that has completed, or whose queue is gone.
-    fn land(&mut self, flight: Flight<W::Command>, cqe: Option<Cqe>, is_excused: bool) {
+    fn end_command(
+        &mut self,
+        flight: GuestCommand<W::Command>,
+        cqe: Option<Cqe>,
+        is_excused: bool,
+    ) {
         let now = clock::monotonic();
-        if let Some(longest) = self.longest {
+        if let Some(longest) = self.max_latency {
             let took = now - flight.began;
             assert!(
                 took <= longest,
@@ -876,7 +887,7 @@ impl<W: Work> Guest<W> {
                 self.persona, flight.opcode
             );
         }
-        let end = End {
+        let end = CommandEnd {
             began: flight.began,
             now,
             cqe,
@@ -889,14 +900,14 @@ impl<W: Work> Guest<W> {
 
     /// Ends the commands of deleted queues. Each command took effect already, or never will. The test checks that the commands'
     /// memory is not written from now on.
-    fn lose(&mut self, queues: Vec<Queue<W::Command>>) {
+    fn end_queue_commands(&mut self, queues: Vec<Queue<W::Command>>) {
         let mut slots = Vec::new();
         for flight in queues
             .into_iter()
-            .flat_map(|queue| queue.flights.into_values())
+            .flat_map(|queue| queue.inflight.into_values())
         {
             let slot = flight.slot;
-            self.land(flight, None, true);
+            self.end_command(flight, None, true);
             let (buffer, start) = self.buffer(slot);
             buffer.write(start, &[CANARY; BUFFER]);
             slots.push(slot);
@@ -933,33 +944,33 @@ impl<W: Work> Guest<W> {
                 }
                 looks += 1;
                 assert!(
-                    looks < READY_LOOKS,
+                    looks < READY_POLLS,
                     "{:?}: the controller is ready after a reset of its function",
                     self.persona
                 );
                 clock::sleep(FUNCTION_RESET_TIME);
             }
             let queues = std::mem::take(&mut self.queues);
-            self.lose(queues);
+            self.end_queue_commands(queues);
         }
         self.reset_function = Some(reset);
     }
 
     fn reset(&mut self, controller: &mut Controller, count: u16) {
         self.reset_function(controller);
-        let late = self.shared.late_drive.load(Ordering::Relaxed);
+        let late = self.shared.killed_server.load(Ordering::Relaxed);
         controller
             .disable()
             .unwrap_or_else(|error| panic!("the controller is not disabled: {error}"));
         assert!(
-            late == 0 || late != self.shared.late_drive.load(Ordering::Relaxed),
+            late == 0 || late != self.shared.killed_server.load(Ordering::Relaxed),
             "{:?}: the reset is complete, and the drive of a killed server writes to the guest's memory",
             self.persona
         );
         let queues = std::mem::take(&mut self.queues);
-        self.lose(queues);
+        self.end_queue_commands(queues);
         if let Err(error) = controller.enable() {
-            return self.give_up("the controller is not enabled", &error);
+            return self.give_up_drive("the controller is not enabled", &error);
         }
         self.set_up(controller, count);
     }
@@ -969,7 +980,7 @@ impl<W: Work> Guest<W> {
         if self.persona.doorbells() == DoorbellMode::Shadow
             && let Err(error) = controller.configure_doorbell_buffer(&mut [])
         {
-            return self.give_up("the controller is not enabled", &error);
+            return self.give_up_drive("the controller is not enabled", &error);
         }
         self.request_events(controller);
         self.create_queues(controller, count);
@@ -985,9 +996,9 @@ impl<W: Work> Guest<W> {
             .and_then(|_| controller.admin(Sqe::delete_cq(id)));
         if let Err(error) = deleted {
             self.queues.push(queue);
-            return self.start_again(controller, count, &error);
+            return self.recover_from_admin_failure(controller, count, &error);
         }
-        for flight in queue.flights.values_mut() {
+        for flight in queue.inflight.values_mut() {
             flight.aborted = true;
         }
         self.queues.push(queue);
@@ -996,16 +1007,16 @@ impl<W: Work> Guest<W> {
             self.complete(last, cqe);
         }
         let queue = self.queues.pop();
-        self.lose(queue.into_iter().collect());
+        self.end_queue_commands(queue.into_iter().collect());
         match self.create_queue(controller, id) {
             Ok(queue) => self.queues.push(queue),
-            Err(error) => self.start_again(controller, count, &error),
+            Err(error) => self.recover_from_admin_failure(controller, count, &error),
         }
     }
 
     fn abort(&mut self, controller: &mut Controller, index: usize) {
         let queue = &mut self.queues[index];
-        let Some((&cid, flight)) = queue.flights.iter_mut().next() else {
+        let Some((&cid, flight)) = queue.inflight.iter_mut().next() else {
             return;
         };
         flight.aborted = true;
@@ -1013,14 +1024,14 @@ impl<W: Work> Guest<W> {
         debug_assert_eq!(sqe.opcode(), admin::ABORT);
         let aborted = controller.admin_raw(sqe);
         assert!(
-            aborted.is_ok() || self.conditions.errors,
+            aborted.is_ok() || self.conditions.may_fail,
             "an Abort did not complete: {aborted:?}"
         );
     }
 
     /// Verifies all data once no other command is in flight.
     fn read_all(&mut self) {
-        for mut command in self.work.last() {
+        for mut command in self.work.verification_commands() {
             while let Err(left) = self.submit_command(0, command) {
                 command = left;
                 self.queues[0].pair.ring();

@@ -9,7 +9,7 @@ use std::time::Duration;
 pub(crate) const BLOCK: usize = 512;
 
 /// Number of writes kept for each block, if there are many blocks.
-const KEPT: usize = 24;
+const KEPT_WRITES: usize = 24;
 
 /// A write of a value to a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,9 +28,9 @@ pub(crate) struct History {
     guest: u64,
     writes: u64,
     /// Number of writes kept for each block.
-    kept: usize,
+    kept_writes: usize,
     /// Moment before which no write is certain to have taken effect.
-    doubted: Duration,
+    uncertain_before: Duration,
     blocks: Vec<Vec<Write>>,
 }
 
@@ -46,16 +46,16 @@ impl History {
         Self {
             guest,
             writes: 0,
-            kept: KEPT,
-            doubted: Duration::ZERO,
+            kept_writes: KEPT_WRITES,
+            uncertain_before: Duration::ZERO,
             blocks: vec![vec![zeroes]; blocks],
         }
     }
 
     /// Keeps all writes. If there are few blocks, a block may be written many times during one read.
-    pub(crate) fn whole(self) -> Self {
+    pub(crate) fn keep_all_writes(self) -> Self {
         Self {
-            kept: usize::MAX,
+            kept_writes: usize::MAX,
             ..self
         }
     }
@@ -83,7 +83,7 @@ impl History {
 
     /// Records the end of the write that began at `began`. `sure` means success.
     pub(crate) fn end(&mut self, block: u64, began: Duration, now: Duration, sure: bool) {
-        let sure = sure && began >= self.doubted;
+        let sure = sure && began >= self.uncertain_before;
         let writes = &mut self.blocks[block as usize];
         if let Some(write) = writes
             .iter_mut()
@@ -91,7 +91,7 @@ impl History {
         {
             (write.ended, write.sure) = (Some(now), sure);
         }
-        if writes.len() > self.kept {
+        if writes.len() > self.kept_writes {
             // Drops writes that were overwritten long ago. No read lasts for that many writes.
             let sure = writes.iter().rev().filter(|write| write.sure).nth(8);
             if let Some(&last) = sure {
@@ -120,11 +120,11 @@ impl History {
     }
 
     /// Marks all writes that began before a moment as uncertain.
-    pub(crate) fn doubt(&mut self, moment: Duration) {
-        if moment <= self.doubted {
+    pub(crate) fn mark_uncertain(&mut self, moment: Duration) {
+        if moment <= self.uncertain_before {
             return;
         }
-        self.doubted = moment;
+        self.uncertain_before = moment;
         let writes = self.blocks.iter_mut().flatten();
         for write in writes.filter(|write| write.began < moment) {
             write.sure = false;
@@ -132,7 +132,7 @@ impl History {
     }
 
     /// Replaces the history: from this moment on, the blocks have exactly these values.
-    pub(crate) fn begin_with(&mut self, values: &[u64], now: Duration) {
+    pub(crate) fn reset_to(&mut self, values: &[u64], now: Duration) {
         for (writes, value) in self.blocks.iter_mut().zip(values) {
             *writes = vec![Write {
                 value: *value,
@@ -144,7 +144,12 @@ impl History {
     }
 
     /// Returns whether a read that began at `began` may return a value that meets `such`.
-    pub(crate) fn may_be(&self, block: u64, began: Duration, such: impl Fn(u64) -> bool) -> bool {
+    pub(crate) fn may_return(
+        &self,
+        block: u64,
+        began: Duration,
+        such: impl Fn(u64) -> bool,
+    ) -> bool {
         let values = self.blocks[block as usize].iter().map(|write| write.value);
         values
             .filter(|value| such(*value))

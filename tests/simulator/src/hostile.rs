@@ -46,14 +46,14 @@ pub(crate) fn run(
             continue;
         };
         for _ in 0..rng.below(60) {
-            lie(&controller, &mut queue, &mut rng);
+            misbehave_once(&controller, &mut queue, &mut rng);
             let bits = rng.below(18);
             clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
         }
     }
 }
 
-fn lie(controller: &Controller, queue: &mut QueuePair, rng: &mut Rng) {
+fn misbehave_once(controller: &Controller, queue: &mut QueuePair, rng: &mut Rng) {
     let entry = |rng: &mut Rng| {
         let mut words: [u64; SQE_SIZE / 8] = std::array::from_fn(|_| rng.next_u64());
         // Opcode and namespace are often valid, so that invalid addresses and lengths are reached.

@@ -13,10 +13,10 @@ use nvme_mpt_tests::status;
 use nvme_software::key_value::KeyValueController;
 use nvme_software::model::DriveProfile;
 
-use crate::guest::{Data, End, Work};
+use crate::guest::{CommandEnd, Data, Work};
 use crate::history::History;
 use crate::registers::value_of;
-use crate::runs::Less;
+use crate::runs::OmittedParts;
 use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, Scenario, run_alone};
 
 /// Number of keys. It is small, so that commands conflict.
@@ -26,7 +26,7 @@ const KEYS: usize = 4;
 const ABSENT: u64 = 0;
 
 /// Size of a guest's buffer for a value, in bytes.
-const ROOM: usize = 512;
+const VALUE_BUFFER_SIZE: usize = 512;
 
 /// Maximum number of consecutive Stores of one key that must be absent.
 const RACERS: u64 = 10;
@@ -38,23 +38,23 @@ struct Keys {
     /// Key of a race, and the number of Stores that are left in the race.
     race: Option<(u64, u64)>,
     /// Stores that created an absent key.
-    made: Vec<Span>,
+    made: Vec<CommandSpan>,
     /// Deletes of a key that existed, or may have existed.
-    deleted: Vec<Span>,
+    deleted: Vec<CommandSpan>,
 }
 
 /// Time span of a command on a key.
 #[derive(Clone, Copy, Debug)]
-struct Span {
+struct CommandSpan {
     key: u64,
     began: Duration,
     /// `None` while the command is in flight.
     ended: Option<Duration>,
 }
 
-impl Span {
+impl CommandSpan {
     /// Returns whether the span overlaps the time between two moments.
-    fn meets(&self, key: u64, (from, to): (Duration, Duration)) -> bool {
+    fn overlaps(&self, key: u64, (from, to): (Duration, Duration)) -> bool {
         self.key == key && self.began <= to && self.ended.is_none_or(|ended| ended >= from)
     }
 
@@ -72,17 +72,17 @@ pub(crate) struct Command {
     /// Value of the key after the command.
     value: Option<u64>,
     /// State that the key must have for a Store to succeed.
-    only_if: Option<Presence>,
+    only_if: Option<KeyState>,
 }
 
 /// Existence of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Presence {
+enum KeyState {
     Present,
     Absent,
 }
 
-impl Presence {
+impl KeyState {
     /// Returns the Store option that requires this state.
     const fn option(self) -> u32 {
         match self {
@@ -103,31 +103,31 @@ fn bytes_of(value: u64) -> Vec<u8> {
 }
 
 /// Returns the state of the key that a command's completion reveals.
-fn presence(command: &Command, end: &End<'_>) -> Option<Presence> {
+fn revealed_state(command: &Command, end: &CommandEnd<'_>) -> Option<KeyState> {
     let status = end.cqe?.status().code();
     match (command.opcode, status, command.only_if) {
         (kv::STORE, status::SUCCESS, only_if) => only_if,
-        (kv::RETRIEVE | kv::EXIST | kv::DELETE, status::SUCCESS, _) => Some(Presence::Present),
+        (kv::RETRIEVE | kv::EXIST | kv::DELETE, status::SUCCESS, _) => Some(KeyState::Present),
         (kv::RETRIEVE | kv::EXIST | kv::DELETE, status::KEY_DOES_NOT_EXIST, _)
-        | (kv::STORE, status::KEY_DOES_NOT_EXIST, Some(Presence::Present)) => {
-            Some(Presence::Absent)
+        | (kv::STORE, status::KEY_DOES_NOT_EXIST, Some(KeyState::Present)) => {
+            Some(KeyState::Absent)
         }
-        (kv::STORE, status::KEY_EXISTS, Some(Presence::Absent)) => Some(Presence::Present),
+        (kv::STORE, status::KEY_EXISTS, Some(KeyState::Absent)) => Some(KeyState::Present),
         _ => None,
     }
 }
 
 impl Keys {
     /// Checks a value that a command has read.
-    fn judge(&self, key: u64, value: u64, end: &End<'_>) {
+    fn judge(&self, key: u64, value: u64, end: &CommandEnd<'_>) {
         if let Err(error) = self.history.judge(key, value, end.began) {
             panic!("key {key}: {error}");
         }
     }
 
     /// Checks a Store that created a key: in any span, N such Stores need at least N - 1 Deletes.
-    fn judge_maker(&mut self, key: u64, end: &End<'_>) {
-        self.made.push(Span {
+    fn check_creation(&mut self, key: u64, end: &CommandEnd<'_>) {
+        self.made.push(CommandSpan {
             key,
             began: end.began,
             ended: Some(end.now),
@@ -136,7 +136,7 @@ impl Keys {
             let ended = other.ended.unwrap_or(end.now);
             let time = (other.began.min(end.began), ended.max(end.now));
             let made = self.made.iter().filter(|span| span.is_within(key, time));
-            let deleted = self.deleted.iter().filter(|span| span.meets(key, time));
+            let deleted = self.deleted.iter().filter(|span| span.overlaps(key, time));
             let (made, deleted) = (made.count(), deleted.count());
             assert!(
                 made <= deleted + 1,
@@ -146,13 +146,14 @@ impl Keys {
     }
 
     /// Records the end of a Delete. An interrupted Delete may have taken effect.
-    fn end_delete(&mut self, key: u64, end: &End<'_>, found: Option<Presence>) {
-        let its = |span: &Span| span.key == key && span.began == end.began && span.ended.is_none();
+    fn end_delete(&mut self, key: u64, end: &CommandEnd<'_>, found: Option<KeyState>) {
+        let its =
+            |span: &CommandSpan| span.key == key && span.began == end.began && span.ended.is_none();
         let Some(index) = self.deleted.iter().position(its) else {
             return;
         };
         match found {
-            Some(Presence::Absent) => {
+            Some(KeyState::Absent) => {
                 self.deleted.swap_remove(index);
             }
             _ => self.deleted[index].ended = Some(end.now),
@@ -172,7 +173,7 @@ impl Work for Keys {
                 opcode: kv::STORE,
                 key,
                 value: Some(self.history.value(key)),
-                only_if: Some(Presence::Absent),
+                only_if: Some(KeyState::Absent),
             };
         }
         let key = rng.below(KEYS as u64);
@@ -198,8 +199,8 @@ impl Work for Keys {
             _ => None,
         };
         let only_if = match (opcode, rng.below(4)) {
-            (kv::STORE, 0) => Some(Presence::Present),
-            (kv::STORE, 1) => Some(Presence::Absent),
+            (kv::STORE, 0) => Some(KeyState::Present),
+            (kv::STORE, 1) => Some(KeyState::Absent),
             _ => None,
         };
         Command {
@@ -210,16 +211,16 @@ impl Work for Keys {
         }
     }
 
-    fn request(&self, command: &Command) -> (Sqe, Data) {
+    fn to_sqe(&self, command: &Command) -> (Sqe, Data) {
         let data = match (command.opcode, command.value) {
             (kv::FLUSH, _) => return (Sqe::flush(1), Data::None),
             (kv::STORE, Some(value)) => Data::Out(bytes_of(value)),
-            (kv::RETRIEVE, _) => Data::In(ROOM),
+            (kv::RETRIEVE, _) => Data::In(VALUE_BUFFER_SIZE),
             _ => Data::None,
         };
         let size = data.len() as u32;
         let name = name(command.key);
-        let options = command.only_if.map_or(0, Presence::option);
+        let options = command.only_if.map_or(0, KeyState::option);
         let sqe = Sqe::key_value(command.opcode, 1, &name, size);
         (sqe.with_cdw(11, name.len() as u32 | options), data)
     }
@@ -229,7 +230,7 @@ impl Work for Keys {
             self.history.begin(command.key, value, now);
         }
         if command.opcode == kv::DELETE {
-            self.deleted.push(Span {
+            self.deleted.push(CommandSpan {
                 key: command.key,
                 began: now,
                 ended: None,
@@ -237,11 +238,11 @@ impl Work for Keys {
         }
     }
 
-    fn end(&mut self, command: Command, end: &End<'_>) {
+    fn end(&mut self, command: Command, end: &CommandEnd<'_>) {
         let Command {
             opcode, key, value, ..
         } = command;
-        let presence = presence(&command, end);
+        let presence = revealed_state(&command, end);
         let is_refused = presence.is_some() && !end.has_succeeded();
         assert!(
             end.has_succeeded() || end.is_excused || is_refused,
@@ -254,14 +255,18 @@ impl Work for Keys {
         if opcode == kv::DELETE {
             self.end_delete(key, end, presence);
         }
-        if end.has_succeeded() && command.only_if == Some(Presence::Absent) {
-            self.judge_maker(key, end);
+        if end.has_succeeded() && command.only_if == Some(KeyState::Absent) {
+            self.check_creation(key, end);
         }
         let length = end.cqe.map_or(0, |cqe| cqe.result as usize);
         match presence {
-            Some(Presence::Absent) => self.judge(key, ABSENT, end),
-            Some(Presence::Present) if opcode == kv::RETRIEVE => {
-                assert!((8..=ROOM).contains(&length), "{command:?}: {:?}", end.cqe);
+            Some(KeyState::Absent) => self.judge(key, ABSENT, end),
+            Some(KeyState::Present) if opcode == kv::RETRIEVE => {
+                assert!(
+                    (8..=VALUE_BUFFER_SIZE).contains(&length),
+                    "{command:?}: {:?}",
+                    end.cqe
+                );
                 let bytes = &end.data[..length];
                 let found = value_of(key, bytes);
                 assert!(
@@ -270,13 +275,13 @@ impl Work for Keys {
                 );
                 self.judge(key, found, end);
             }
-            Some(Presence::Present) => {
+            Some(KeyState::Present) => {
                 let may_be = |found: u64| {
                     let has_length = opcode != kv::EXIST || bytes_of(found).len() == length;
                     found != ABSENT && Some(found) != value && has_length
                 };
                 assert!(
-                    self.history.may_be(key, end.began, may_be),
+                    self.history.may_return(key, end.began, may_be),
                     "{command:?} found a value that was not there: {:?}, {:?}",
                     end.cqe,
                     self.history
@@ -290,7 +295,7 @@ impl Work for Keys {
         }
     }
 
-    fn last(&self) -> Vec<Command> {
+    fn verification_commands(&self) -> Vec<Command> {
         let retrieve = |key| Command {
             opcode: kv::RETRIEVE,
             key,
@@ -302,7 +307,7 @@ impl Work for Keys {
 }
 
 /// Runs a guest on key-value storage in memory.
-pub(crate) fn run(less: Less, rng: &mut Rng) {
+pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let timing = match rng.below(3) {
         0 => "",
         _ => {
@@ -323,7 +328,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
     let memory = memory.unwrap_or_else(|error| panic!("{error}"));
     let conditions = Scenario::Keys.conditions(less, rng);
     let work = Keys {
-        history: History::new(0, KEYS).whole(),
+        history: History::new(0, KEYS).keep_all_writes(),
         race: None,
         made: Vec::new(),
         deleted: Vec::new(),

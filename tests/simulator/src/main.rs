@@ -11,7 +11,7 @@ mod blocks;
 #[cfg(simulation)]
 mod contention;
 #[cfg(simulation)]
-mod endings;
+mod ended_tenant;
 #[cfg(simulation)]
 mod engine;
 #[cfg(simulation)]
@@ -31,8 +31,6 @@ mod keys;
 #[cfg(simulation)]
 mod ledger;
 #[cfg(simulation)]
-mod lives;
-#[cfg(simulation)]
 mod mutations;
 #[cfg(simulation)]
 mod protocol;
@@ -42,6 +40,8 @@ mod registers;
 mod regressions;
 #[cfg(simulation)]
 mod removal;
+#[cfg(simulation)]
+mod restarts;
 #[cfg(simulation)]
 mod runs;
 #[cfg(simulation)]

@@ -75,12 +75,12 @@ struct Mutation {
 
 impl Mutation {
     /// Returns the text and the replacement without the final newlines of TOML's multi-line strings.
-    fn texts(&self) -> [&str; 2] {
+    fn trimmed_texts(&self) -> [&str; 2] {
         [&self.find, &self.replace].map(|text| text.trim_end_matches('\n'))
     }
 
     fn apply(&self, text: &str) -> Result<String, MutationError> {
-        let [find, replace] = self.texts();
+        let [find, replace] = self.trimmed_texts();
         match text.matches(find).count() {
             1 => Ok(text.replacen(find, replace, 1)),
             count => Err(MutationError::Stale {
@@ -93,7 +93,7 @@ impl Mutation {
 }
 
 /// Result of a mutation test.
-struct Found {
+struct MutationResult {
     name: String,
     seeds: String,
     is_found: bool,
@@ -133,7 +133,11 @@ pub(crate) fn run(filter: &str, first: bool) -> Result<bool, MutationError> {
     Ok(unfound == 0)
 }
 
-fn simulate(copy: &Path, mutation: &Mutation, first: bool) -> Result<Found, MutationError> {
+fn simulate(
+    copy: &Path,
+    mutation: &Mutation,
+    first: bool,
+) -> Result<MutationResult, MutationError> {
     let mut cargo = Command::new("cargo");
     cargo.current_dir(copy).env_remove("CARGO_TARGET_DIR");
     // Flags of `cargo simulate`, except for lints: a defect may leave unused code.
@@ -160,7 +164,7 @@ fn simulate(copy: &Path, mutation: &Mutation, first: bool) -> Result<Found, Muta
         return Err(MutationError::Program { command, reason });
     };
     let summary = summary.split(':').next().unwrap_or(summary);
-    Ok(Found {
+    Ok(MutationResult {
         name: mutation.name.clone(),
         seeds: summary.to_owned(),
         is_found: !output.status.success(),
@@ -181,7 +185,7 @@ fn copy_sources(workspace: &Path, copy: &Path) -> Result<(), MutationError> {
         let (from, to) = (workspace.join(file), copy.join(file));
         if let Ok(target) = fs::read_link(&from) {
             if !to.is_symlink() {
-                make_folder(&to)?;
+                create_parent_dir(&to)?;
                 let made = symlink(target, &to);
                 made.map_err(|source| MutationError::File { path: to, source })?;
             }
@@ -195,14 +199,14 @@ fn copy_sources(workspace: &Path, copy: &Path) -> Result<(), MutationError> {
         if fs::read(&to).is_ok_and(|there| there == bytes) {
             continue;
         }
-        make_folder(&to)?;
+        create_parent_dir(&to)?;
         fs::write(&to, bytes).map_err(|source| MutationError::File { path: to, source })?;
     }
     Ok(())
 }
 
 /// Creates the directory of a file.
-fn make_folder(file: &Path) -> Result<(), MutationError> {
+fn create_parent_dir(file: &Path) -> Result<(), MutationError> {
     let folder = file.parent().unwrap_or(file);
     fs::create_dir_all(folder).map_err(|source| MutationError::File {
         path: folder.to_owned(),

@@ -7,7 +7,7 @@ use nvme_mpt_tests::command::{DSM_DEALLOCATE, Sqe, dsm_range, io};
 use nvme_mpt_tests::registers::CC_CSS_NVM;
 use nvme_mpt_tests::rng::Rng;
 
-use crate::guest::{Data, End, Work};
+use crate::guest::{CommandEnd, Data, Work};
 use crate::history::{BLOCK, History};
 
 /// Number of blocks that a guest uses. It is small, so that commands overlap.
@@ -33,11 +33,11 @@ pub(crate) struct Command {
 impl Registers {
     /// Creates work on blocks that are all zeroes.
     pub(crate) fn new(guest: u64) -> Self {
-        Self::after(Arc::new(Mutex::new(History::new(guest, BLOCKS))))
+        Self::with_history(Arc::new(Mutex::new(History::new(guest, BLOCKS))))
     }
 
     /// Creates work on blocks with a previous guest's history.
-    pub(crate) fn after(history: Arc<Mutex<History>>) -> Self {
+    pub(crate) fn with_history(history: Arc<Mutex<History>>) -> Self {
         Self(history)
     }
 
@@ -96,7 +96,7 @@ impl Work for Registers {
         }
     }
 
-    fn request(&self, command: &Command) -> (Sqe, Data) {
+    fn to_sqe(&self, command: &Command) -> (Sqe, Data) {
         let Command {
             opcode,
             slba,
@@ -129,7 +129,7 @@ impl Work for Registers {
         }
     }
 
-    fn end(&mut self, command: Command, end: &End<'_>) {
+    fn end(&mut self, command: Command, end: &CommandEnd<'_>) {
         let Command {
             opcode,
             slba,
@@ -159,7 +159,7 @@ impl Work for Registers {
         }
     }
 
-    fn last(&self) -> Vec<Command> {
+    fn verification_commands(&self) -> Vec<Command> {
         let count = self.history().blocks();
         let starts = (0..count).step_by(BLOCKS_MAX as usize);
         starts

@@ -11,18 +11,18 @@ use nvme_guest::threads::start_thread;
 use nvme_mpt::PollerPool;
 use nvme_mpt_memory::clock;
 use nvme_mpt_tests::command::admin;
-use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive};
+use nvme_mpt_tests::drive::{Effect, Fault, FaultMatch, ModelDrive};
 use nvme_mpt_tests::rng::Rng;
 
-use crate::guest::Shared;
-use crate::runs::Less;
+use crate::guest::GuestState;
+use crate::runs::OmittedParts;
 use crate::scenario::{Host, Scenario, Tenant, any_persona, start_guest};
 
 /// Time after which the drive vanishes in any case, if no command has triggered the removal.
-const AT_LAST: Duration = Duration::from_secs(2);
+const REMOVAL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Runs guests on two drives, and removes one drive.
-pub(crate) fn run(less: Less, rng: &mut Rng) {
+pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
     let host = Host::new(Scenario::Removal, count, PollerPool::new(), rng);
     let other = Host::new(Scenario::Physical, 1, host.pollers(), rng);
@@ -34,7 +34,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
         guests.push(start_guest(&host, Scenario::Removal, less, tenant, rng));
     }
     let neighbour = Tenant {
-        company: shared.clone(),
+        companions: shared.clone(),
         ..Tenant::new(0, any_persona(rng))
     };
     guests.push(start_guest(
@@ -58,26 +58,26 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
 }
 
 /// Removes a drive at a random moment.
-fn remove(model: &ModelDrive, guests: &[Arc<Shared>], rng: &mut Rng) {
+fn remove(model: &ModelDrive, guests: &[Arc<GuestState>], rng: &mut Rng) {
     let bits = rng.below(24);
     clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
     for guest in guests {
-        guest.gone.store(true, Ordering::Relaxed);
+        guest.may_be_gone.store(true, Ordering::Relaxed);
     }
     let creation = [admin::CREATE_CQ, admin::CREATE_SQ][rng.below(2) as usize];
     let vanish = |meets| Fault::once(meets, Effect::Vanish);
     match rng.below(6) {
         0 => model.request_removal(),
-        1 => model.inject(vanish(Meets::Admin(creation))),
+        1 => model.inject(vanish(FaultMatch::Admin(creation))),
         2 => {
             // The drive vanishes during the reset that the fatal error causes.
-            model.inject(Fault::once(Meets::Io, Effect::Fatal).after(rng.below(8)));
+            model.inject(Fault::once(FaultMatch::Io, Effect::Fatal).after(rng.below(8)));
             let opcode = [admin::SET_FEATURES, creation][rng.below(2) as usize];
-            model.inject(vanish(Meets::Admin(opcode)).after(rng.below(2)));
+            model.inject(vanish(FaultMatch::Admin(opcode)).after(rng.below(2)));
         }
-        3 | 4 => model.inject(vanish(Meets::Io).after(rng.below(20))),
+        3 | 4 => model.inject(vanish(FaultMatch::Io).after(rng.below(20))),
         _ => model.vanish(),
     }
-    clock::sleep(AT_LAST);
+    clock::sleep(REMOVAL_TIMEOUT);
     model.vanish();
 }

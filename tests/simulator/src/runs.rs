@@ -20,14 +20,14 @@ use crate::tenants;
 const BATCH: u64 = 25;
 
 /// Maximum number of failures to show.
-const SHOWN: usize = 10;
+const FAILURES_SHOWN: usize = 10;
 
 /// First word of a child's line about a seed that passed.
 const OK: &str = "ok";
 /// First word of a child's line about a seed that failed.
 const FAILED: &str = "failed";
 /// First word of a child's line with results of a cell of [`tenants`].
-const FIGURES: &str = "figures";
+const TENANT_LINE: &str = "figures";
 
 /// Runs functions, pollers and drives on one simulated clock, and checks what the guests observe.
 #[derive(Clone, Debug, Parser)]
@@ -53,7 +53,7 @@ pub(crate) struct Options {
     first: bool,
     /// Simulates less than the seed requires.
     #[command(flatten)]
-    less: Less,
+    less: OmittedParts,
     /// Searches for the smallest simulation that still fails with the seed.
     #[arg(long)]
     shrink: bool,
@@ -73,7 +73,7 @@ pub(crate) struct Options {
 
 /// Parts of a simulation to leave out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
-pub(crate) struct Less {
+pub(crate) struct OmittedParts {
     /// Maximum number of guests.
     #[arg(long)]
     pub(crate) guests: Option<u64>,
@@ -91,7 +91,7 @@ pub(crate) struct Less {
     pub(crate) no_trouble: bool,
 }
 
-impl Less {
+impl OmittedParts {
     fn arguments(self) -> Vec<String> {
         let mut arguments = Vec::new();
         for (name, most) in [("--guests", self.guests), ("--rounds", self.rounds)] {
@@ -110,7 +110,7 @@ impl Less {
     }
 
     /// Returns smaller simulations, the smallest first.
-    fn smaller(self) -> Vec<Self> {
+    fn smaller_simulations(self) -> Vec<Self> {
         let rounds = self.rounds.unwrap_or(64);
         let guests = self.guests.unwrap_or(3);
         let mut smaller: Vec<_> = (1..guests)
@@ -203,11 +203,11 @@ fn run_batch(options: &Options, seeds: Range<u64>) -> ExitCode {
     }));
     for seed in seeds {
         *running.lock().unwrap_or_else(PoisonError::into_inner) = seed;
-        let scenario = options.scenario.unwrap_or_else(|| Scenario::of(seed));
+        let scenario = options.scenario.unwrap_or_else(|| Scenario::for_seed(seed));
         let less = options.less;
         let is_figure = options.tenants;
         let main = move || match is_figure {
-            true => println!("{FIGURES} {}", tenants::figures(seed)),
+            true => println!("{TENANT_LINE} {}", tenants::result_line(seed)),
             false => scenario::run(scenario, seed, less),
         };
         let outcome = engine.run(seed, less, main);
@@ -235,13 +235,13 @@ struct Results {
     time: Duration,
     failures: Vec<(u64, String)>,
     /// Lines with results of tenants' cells.
-    figures: Vec<String>,
+    tenant_lines: Vec<String>,
 }
 
 /// A child process that runs seeds.
 struct Batch {
     child: Child,
-    rest: Range<u64>,
+    remaining: Range<u64>,
 }
 
 impl Batch {
@@ -261,7 +261,7 @@ impl Batch {
         }
         Ok(Self {
             child: command.spawn()?,
-            rest: seeds,
+            remaining: seeds,
         })
     }
 
@@ -273,9 +273,9 @@ impl Batch {
             .flat_map(BufRead::lines)
             .map_while(Result::ok)
         {
-            if let Some((FIGURES, figures)) = line.split_once(' ') {
+            if let Some((TENANT_LINE, figures)) = line.split_once(' ') {
                 let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
-                results.figures.push(figures.to_owned());
+                results.tenant_lines.push(figures.to_owned());
                 continue;
             }
             let mut words = line.splitn(6, ' ');
@@ -299,25 +299,25 @@ impl Batch {
                 let reason = words.next().unwrap_or_default();
                 results.failures.push((seed, reason.to_owned()));
             }
-            self.rest.start = seed + 1;
+            self.remaining.start = seed + 1;
         }
         let ended = self.child.wait();
         let died = ended.map_or(true, |status| status.code().is_none_or(|code| code > 1));
-        if died && !self.rest.is_empty() {
+        if died && !self.remaining.is_empty() {
             let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
             results.seeds += 1;
             let reason = format!("the process died: {:?}", self.child.wait());
-            results.failures.push((self.rest.start, reason));
-            self.rest.start += 1;
+            results.failures.push((self.remaining.start, reason));
+            self.remaining.start += 1;
         }
-        self.rest
+        self.remaining
     }
 }
 
 /// Removes parts of the simulation one by one, as long as the seed still fails.
 fn shrink(options: &Options) -> ExitCode {
     let seed = options.seed.unwrap_or(0);
-    let failure = |less: Less| {
+    let failure = |less: OmittedParts| {
         let results = Mutex::default();
         let options = Options {
             less,
@@ -334,7 +334,7 @@ fn shrink(options: &Options) -> ExitCode {
         return ExitCode::FAILURE;
     };
     while let Some((smaller, why)) = less
-        .smaller()
+        .smaller_simulations()
         .into_iter()
         .find_map(|less| Some((less, failure(less)?.1)))
     {
@@ -342,7 +342,7 @@ fn shrink(options: &Options) -> ExitCode {
     }
     let scenario = options
         .scenario
-        .unwrap_or_else(|| Scenario::of(seed))
+        .unwrap_or_else(|| Scenario::for_seed(seed))
         .name();
     show(scenario, &reason, seed, less);
     ExitCode::SUCCESS
@@ -406,7 +406,7 @@ fn run_regressions(options: &Options) -> ExitCode {
 }
 
 /// Prints a failure, and the command that reproduces it.
-fn show(scenario: &str, reason: &str, seed: u64, less: Less) {
+fn show(scenario: &str, reason: &str, seed: u64, less: OmittedParts) {
     let seed = seed.to_string();
     let mut command = vec!["cargo simulate", "--seed", &seed, "--scenario", scenario];
     let less = less.arguments();
@@ -422,7 +422,7 @@ fn print_tenants(options: &Options) -> ExitCode {
     };
     let began = Instant::now();
     let results = run_seeds(&options, 0..tenants::CELLS, None);
-    println!("{}", tenants::table(&results.figures));
+    println!("{}", tenants::table(&results.tenant_lines));
     report(&options, &results, began.elapsed())
 }
 
@@ -484,11 +484,11 @@ fn run_seeds(options: &Options, seeds: Range<u64>, limit: Option<Duration>) -> R
 fn report(options: &Options, results: &Results, elapsed: Duration) -> ExitCode {
     let mut failures: Vec<_> = results.failures.iter().collect();
     failures.sort();
-    let shown = failures.iter().take(SHOWN);
+    let shown = failures.iter().take(FAILURES_SHOWN);
     for (seed, reason) in shown {
         let scenario = options
             .scenario
-            .unwrap_or_else(|| Scenario::of(*seed))
+            .unwrap_or_else(|| Scenario::for_seed(*seed))
             .name();
         show(scenario, reason, *seed, options.less);
     }

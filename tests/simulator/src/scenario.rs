@@ -4,17 +4,19 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use nvme_guest::limit::{RateLimit, RateLimits};
+use nvme_guest::rate_limit::{RateLimit, RateLimits};
 use nvme_guest::threads::{ThreadSpawner, start_thread};
 use nvme_guest::{AdaptivePolicies, Gpa, MemoryKinds};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::drive::HostController;
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_memory::clock;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::doorbell::DoorbellMode;
-use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options, Pinning};
+use nvme_mpt_tests::drive::{
+    Effect, Fault, FaultMatch, ModelDrive, NamespaceOptions, Options, Pinning,
+};
 use nvme_mpt_tests::function::{InProcess, map, map_piece};
 use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{GuestMemory, Piece};
@@ -27,21 +29,21 @@ use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::blocks::Blocks;
 use crate::contention;
-use crate::endings;
+use crate::ended_tenant;
 use crate::engine::Engine;
 use crate::files;
 use crate::frozen;
 use crate::governor;
-use crate::guest::{Buffers, Conditions, Guest, Load, Machine, Persona, Shared, Work};
+use crate::guest::{Buffers, Conditions, Guest, GuestState, Load, Machine, Persona, Work};
 use crate::history::BLOCK;
 use crate::hostile;
 use crate::keys;
 use crate::ledger;
-use crate::lives::World;
 use crate::protocol;
 use crate::registers::{BLOCKS, Registers};
 use crate::removal;
-use crate::runs::Less;
+use crate::restarts::World;
+use crate::runs::OmittedParts;
 use crate::snapshots;
 use crate::tenants;
 use crate::zones;
@@ -62,14 +64,14 @@ pub(crate) const HIGH_LEN: u64 = 128 << 10;
 const PIECES: u64 = 4;
 
 /// Longest time of a command on a drive that fails.
-pub(crate) const FAILURE_PATIENCE: Duration = Duration::from_secs(180);
+pub(crate) const FAILURE_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Longest time of an I/O command while memory is pinned, without long preemptions. Three guests have up to 144 commands of 2
 /// ms, which take 288 ms in sequence, or more if the commands are split.
-const PINNING_PATIENCE: Duration = Duration::from_secs(2);
+const PINNING_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Maximum number of long preemptions during a command.
-pub(crate) const ABSENCES: u32 = 40;
+pub(crate) const PREEMPTIONS_MAX: u32 = 40;
 
 /// Range of the time to pin memory, as multiples of the longest time of a command.
 const PINNING_TIMES: std::ops::Range<u32> = 3..6;
@@ -87,7 +89,7 @@ const DEVICE_CONTROL: u64 = 8;
 const INITIATE_RESET: u8 = 1 << 7;
 
 /// Fill byte for unmapped memory.
-pub(crate) const TAKEN: u8 = 0x5A;
+pub(crate) const UNMAPPED_BYTE: u8 = 0x5A;
 
 /// A world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -174,7 +176,7 @@ impl Scenario {
     ];
 
     /// Returns the scenario of a seed. `Tenants` is excluded: it takes ten times as long as the others, and runs by name only.
-    pub(crate) fn of(seed: u64) -> Self {
+    pub(crate) fn for_seed(seed: u64) -> Self {
         let others = Self::ALL
             .iter()
             .filter(|(_, scenario)| *scenario != Self::Tenants);
@@ -222,7 +224,7 @@ impl Scenario {
     }
 
     /// Returns the parameters and limits of a guest's run.
-    pub(crate) fn conditions(self, less: Less, rng: &mut Rng) -> Conditions {
+    pub(crate) fn conditions(self, less: OmittedParts, rng: &mut Rng) -> Conditions {
         let errors = self == Self::Failing;
         let resets = match self {
             Self::Snapshots | Self::Zones | Self::Keys => rng.below(2) == 0,
@@ -236,15 +238,15 @@ impl Scenario {
             _ => 16 + rng.below(48),
         };
         let patience = match self {
-            Self::Failing | Self::Removal | Self::Endings => FAILURE_PATIENCE,
+            Self::Failing | Self::Removal | Self::Endings => FAILURE_TIMEOUT,
             _ => Duration::from_secs(30),
         };
         Conditions {
             rounds: rounds.min(less.rounds.unwrap_or(u64::MAX)),
-            patience,
-            admin_patience: patience,
-            errors,
-            is_kept_waiting: false,
+            io_timeout: patience,
+            admin_timeout: patience,
+            may_fail: errors,
+            may_be_slow: false,
             resets: if resets { 12 } else { 0 },
             deletions: if resets { 10 } else { 0 },
             aborts: if resets { 10 } else { 0 },
@@ -294,7 +296,7 @@ impl Host {
             drive.set_admin_timeout(Some(Duration::from_secs(5)));
             model = Some(drive.clone());
             let options = ControllerOptions {
-                deadline: match scenario {
+                command_timeout: match scenario {
                     // The drive delays commands. The deadline is long, so they do not count as lost.
                     Scenario::Endings => Duration::from_secs(600),
                     _ => Duration::from_secs(10),
@@ -311,7 +313,7 @@ impl Host {
                 Scenario::Timed | Scenario::Resets | Scenario::Pauses
             );
             Arc::new(match is_timed {
-                true => software.timed(&profile(rng)),
+                true => software.with_timing(&profile(rng)),
                 false => software,
             })
         };
@@ -332,7 +334,7 @@ impl Host {
 
     /// Lets the drive's IOMMU pin guest memory slowly in some worlds. Returns the longest time of an I/O command in these
     /// worlds: a third of the shortest time to pin memory.
-    fn pin_slowly(&self, scenario: Scenario, seed: u64, less: Less) -> Option<Duration> {
+    fn pin_slowly(&self, scenario: Scenario, seed: u64, less: OmittedParts) -> Option<Duration> {
         // A separate generator leaves all other random choices as they are.
         let mut rng = Rng::new(!seed);
         let (worlds, one_in) = match scenario {
@@ -343,8 +345,8 @@ impl Host {
         if less.no_trouble || rng.below(worlds) > 0 {
             return None;
         }
-        let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::longest_absence);
-        let patience = PINNING_PATIENCE + absence * ABSENCES;
+        let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::max_preemption);
+        let patience = PINNING_TIMEOUT + absence * PREEMPTIONS_MAX;
         let pinning = Pinning {
             rng,
             one_in,
@@ -367,11 +369,11 @@ impl Host {
         } = self;
         drop((ledger, pollers, drive));
         if let Some(model) = model {
-            if is_judged && let Err(complaint) = model.judgement() {
+            if is_judged && let Err(complaint) = model.check_host() {
                 panic!("{complaint}");
             }
             assert!(model.is_released(), "the drive was not given back");
-            let mapped = nvme_mpt_tests::drive::ModelIommu::mapped(model.model_iommu());
+            let mapped = nvme_mpt_tests::drive::ModelIommu::mapped_bytes(model.model_iommu());
             assert_eq!(mapped, 0, "memory stays mapped for the drive");
         }
     }
@@ -383,10 +385,10 @@ impl Host {
             id,
             drive: self.drive.identity(),
             nsid: self.drive.namespace().nsid,
-            wanted: RequestedBytes::At(range),
+            wanted: RequestedBytes::Range(range),
             lba_shift: self.drive.lba_shift(),
             blocks: self.drive.blocks(),
-            former_data: PreviousDataPolicy::Kept,
+            previous_data: PreviousDataPolicy::Kept,
         })
     }
 
@@ -418,7 +420,7 @@ impl Host {
             },
             ..config(&self.drive, lease, doorbells, policy, &self.pollers)
         };
-        let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own)
+        let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own)
             .unwrap_or_else(|error| panic!("no attachment: {error}"));
         NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
     }
@@ -455,7 +457,7 @@ pub(crate) fn config(
             DoorbellMode::Trap => nvme_guest::DoorbellMode::Trap,
         },
         poll: policy.parse().expect("a policy"),
-        learning: AdaptivePolicies::default(),
+        adaptive: AdaptivePolicies::default(),
         pollers: pollers.clone(),
         memory: MemoryKinds::default(),
         memory_limit: None,
@@ -468,8 +470,8 @@ fn limits(rng: &mut Rng) -> RateLimits {
     let iops = ["200", "20000", "3000+1"][rng.below(3) as usize];
     let bandwidth = ["1M", "50M", "10M+4K"][rng.below(3) as usize];
     RateLimits {
-        iops: (rng.below(2) == 0).then(|| RateLimit::of_commands(iops).expect("a limit")),
-        bandwidth: Some(RateLimit::of_bytes(bandwidth).expect("a limit")),
+        iops: (rng.below(2) == 0).then(|| RateLimit::parse_iops(iops).expect("a limit")),
+        bandwidth: Some(RateLimit::parse_bandwidth(bandwidth).expect("a limit")),
         weight: None,
     }
 }
@@ -492,7 +494,7 @@ pub(crate) fn timing(rng: &mut Rng) -> String {
 }
 
 /// Runs a world.
-pub(crate) fn run(scenario: Scenario, number: u64, less: Less) {
+pub(crate) fn run(scenario: Scenario, number: u64, less: OmittedParts) {
     let seed = mix(number);
     let mut rng = Rng::new(seed);
     match scenario {
@@ -505,7 +507,7 @@ pub(crate) fn run(scenario: Scenario, number: u64, less: Less) {
         Scenario::Snapshots => return snapshots::run(less, &mut rng),
         Scenario::Removal => return removal::run(less, &mut rng),
         Scenario::Governor => return governor::run(less, &mut rng),
-        Scenario::Endings => return endings::run(less, &mut rng),
+        Scenario::Endings => return ended_tenant::run(less, &mut rng),
         Scenario::Frozen => return frozen::run(less, &mut rng),
         Scenario::Shares => return contention::run_shares(less, &mut rng),
         Scenario::Attackers => return contention::run_attackers(less, &mut rng),
@@ -520,20 +522,20 @@ pub(crate) fn run(scenario: Scenario, number: u64, less: Less) {
     let guests: Vec<_> = (0..count)
         .map(|number| {
             let tenant = Tenant {
-                patience,
+                io_timeout: patience,
                 // The VMM executes requests one at a time, and maps of memory are requests too.
-                admin_patience: patience.map(|time| time * PINNING_TIMES.end * PINS_MAX),
+                admin_timeout: patience.map(|time| time * PINNING_TIMES.end * PINS_MAX),
                 ..Tenant::new(number, any_persona(&mut rng))
             };
             start_guest(&host, scenario, less, tenant, &mut rng)
         })
         .collect();
-    let liar = is_hostile.then(|| start_liar(&host, scenario, count, &mut rng));
+    let liar = is_hostile.then(|| start_hostile_guest(&host, scenario, count, &mut rng));
     let is_troubled = scenario == Scenario::Failing && !less.no_trouble;
     let trouble = is_troubled.then(|| {
         let model = host.model.clone().expect("a physical drive");
         let rng = Rng::new(rng.next_u64());
-        start_thread("trouble", move || trouble(&model, rng)).expect("an actor")
+        start_thread("trouble", move || inject_faults(&model, rng)).expect("an actor")
     });
     for guest in guests {
         let _ended = guest.join();
@@ -558,10 +560,10 @@ pub(crate) fn lease_on(drive: &Drive, id: &str, range: ByteRange) -> Lease {
         id,
         drive: drive.identity(),
         nsid: drive.namespace().nsid,
-        wanted: RequestedBytes::At(range),
+        wanted: RequestedBytes::Range(range),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
-        former_data: PreviousDataPolicy::Kept,
+        previous_data: PreviousDataPolicy::Kept,
     });
     lease.unwrap_or_else(|error| panic!("no lease: {error}"))
 }
@@ -581,11 +583,11 @@ pub(crate) fn run_alone<W: Work + 'static>(
     let doorbells = persona.doorbells();
     let policy = policy(doorbells, rng);
     let config = config(&drive, lease, doorbells, policy, &PollerPool::new());
-    let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own);
+    let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
     let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
     let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
     let (bar, interrupts) = plug(function, &memory);
-    let shared = Arc::new(Shared::default());
+    let shared = Arc::new(GuestState::default());
     shared.plugged.store(true, Ordering::Relaxed);
     let machine = Machine {
         memory: memory.clone(),
@@ -606,22 +608,22 @@ pub(crate) fn run_alone<W: Work + 'static>(
 }
 
 /// Runs one guest whose server dies several times.
-fn run_lives(scenario: Scenario, less: Less, rng: &mut Rng) {
+fn run_lives(scenario: Scenario, less: OmittedParts, rng: &mut Rng) {
     let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
     let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
     let profile = (rng.below(2) == 0).then(|| profile(rng));
     let blocks = Blocks::new(BLOCKS);
     let open = move || -> Arc<dyn HostController> {
-        let controller = SoftwareController::over(blocks.clone(), 9);
+        let controller = SoftwareController::new(blocks.clone(), 9);
         Arc::new(match &profile {
-            Some(profile) => controller.timed(profile),
+            Some(profile) => controller.with_timing(profile),
             None => controller,
         })
     };
     let range = ByteRange::new(0, LEASE).expect("a range");
     let (world, pairs) = World::new(&memory, Arc::new(open), range, rng);
     let buffers = buffers(&memory);
-    let shared = Arc::new(Shared::default());
+    let shared = Arc::new(GuestState::default());
     let (persona, conditions) = (Persona::FreeBsd, scenario.conditions(less, rng));
     let seed = Rng::new(rng.next_u64());
     let machine = Machine {
@@ -652,18 +654,18 @@ pub(crate) type Started = nvme_mpt_memory::sync::JoinHandle<()>;
 pub(crate) struct Tenant {
     pub(crate) number: u64,
     pub(crate) persona: Persona,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<GuestState>,
     pub(crate) load: Load,
     /// Guests that must end before this guest ends.
-    pub(crate) company: Vec<Arc<Shared>>,
+    pub(crate) companions: Vec<Arc<GuestState>>,
     /// Longest time of commands, if it differs from the scenario's limit.
-    pub(crate) patience: Option<Duration>,
+    pub(crate) io_timeout: Option<Duration>,
     /// Longest time of admin commands, if it differs from the limit of all commands.
-    pub(crate) admin_patience: Option<Duration>,
+    pub(crate) admin_timeout: Option<Duration>,
     /// True if commands may fail, whatever the scenario.
-    pub(crate) errors: bool,
+    pub(crate) may_fail: bool,
     /// Maximum latency of I/O commands, if there is a limit.
-    pub(crate) longest: Option<Duration>,
+    pub(crate) max_latency: Option<Duration>,
 }
 
 impl Tenant {
@@ -674,11 +676,11 @@ impl Tenant {
             persona,
             shared: Arc::default(),
             load: Load::Usual,
-            company: Vec::new(),
-            patience: None,
-            admin_patience: None,
-            errors: false,
-            longest: None,
+            companions: Vec::new(),
+            io_timeout: None,
+            admin_timeout: None,
+            may_fail: false,
+            max_latency: None,
         }
     }
 }
@@ -687,7 +689,7 @@ impl Tenant {
 pub(crate) fn start_guest(
     host: &Host,
     scenario: Scenario,
-    less: Less,
+    less: OmittedParts,
     tenant: Tenant,
     rng: &mut Rng,
 ) -> Started {
@@ -696,11 +698,11 @@ pub(crate) fn start_guest(
         persona,
         shared,
         load,
-        company,
-        patience,
-        admin_patience,
-        errors,
-        longest,
+        companions: company,
+        io_timeout: patience,
+        admin_timeout: admin_patience,
+        may_fail: errors,
+        max_latency: longest,
     } = tenant;
     let function = host.function(scenario, number, persona.doorbells(), rng);
     let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
@@ -713,10 +715,10 @@ pub(crate) fn start_guest(
         .unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&bar);
     let buffers = buffers(&memory);
     let mut conditions = scenario.conditions(less, rng);
-    conditions.patience = patience.unwrap_or(conditions.patience);
+    conditions.io_timeout = patience.unwrap_or(conditions.io_timeout);
     let admin_patience = admin_patience.or(patience);
-    conditions.admin_patience = admin_patience.unwrap_or(conditions.admin_patience);
-    conditions.errors |= errors;
+    conditions.admin_timeout = admin_patience.unwrap_or(conditions.admin_timeout);
+    conditions.may_fail |= errors;
     let machine = Machine {
         memory: memory.clone(),
         interrupts,
@@ -733,7 +735,7 @@ pub(crate) fn start_guest(
     );
     let mut guest = guest.with_load(load, company);
     if let Some(longest) = longest {
-        guest = guest.with_longest(longest);
+        guest = guest.with_max_latency(longest);
     }
     if scenario.has_function_resets() {
         let bar = bar.clone();
@@ -741,7 +743,7 @@ pub(crate) fn start_guest(
     }
     let vmm_rng = Rng::new(rng.next_u64());
     let vmm = match scenario {
-        _ if scenario.has_maps() => Some(take_and_give as Vmm),
+        _ if scenario.has_maps() => Some(unmap_and_map as Vmm),
         _ if scenario.has_pauses() => Some(pause_and_resume as Vmm),
         _ => None,
     };
@@ -808,7 +810,7 @@ pub(crate) fn wire(function: NvmeFunction, interrupts: &[Arc<Interrupt>]) -> Arc
     Arc::new(InProcess::new(function))
 }
 
-fn start_liar(host: &Host, scenario: Scenario, number: u64, rng: &mut Rng) -> Started {
+fn start_hostile_guest(host: &Host, scenario: Scenario, number: u64, rng: &mut Rng) -> Started {
     let modes = [DoorbellMode::Shadow, DoorbellMode::Trap];
     let doorbells = modes[rng.below(2) as usize];
     let function = host.function(scenario, number, doorbells, rng);
@@ -824,10 +826,10 @@ fn start_liar(host: &Host, scenario: Scenario, number: u64, rng: &mut Rng) -> St
 }
 
 /// Actions of a VMM, until its guest has ended.
-pub(crate) type Vmm = fn(&InProcess, &GuestMemory, &Shared, Rng);
+pub(crate) type Vmm = fn(&InProcess, &GuestMemory, &GuestState, Rng);
 
 /// Sleeps for a random time of at most 17 ms.
-pub(crate) fn rest(rng: &mut Rng) {
+pub(crate) fn sleep_randomly(rng: &mut Rng) {
     let bits = 10 + rng.below(14);
     clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
 }
@@ -836,14 +838,14 @@ pub(crate) fn rest(rng: &mut Rng) {
 pub(crate) fn pause_and_resume(
     bar: &InProcess,
     memory: &GuestMemory,
-    shared: &Shared,
+    shared: &GuestState,
     mut rng: Rng,
 ) {
     while !shared.ended.load(Ordering::Relaxed) {
-        rest(&mut rng);
-        shared.frozen.store(true, Ordering::Relaxed);
+        sleep_randomly(&mut rng);
+        shared.should_stop.store(true, Ordering::Relaxed);
         let stands_still =
-            || shared.stands_still.load(Ordering::Relaxed) || shared.ended.load(Ordering::Relaxed);
+            || shared.is_stopped.load(Ordering::Relaxed) || shared.ended.load(Ordering::Relaxed);
         // The guest's processors stop before the device is paused, or later.
         let is_first = rng.below(2) == 0;
         while is_first && !stands_still() {
@@ -858,7 +860,7 @@ pub(crate) fn pause_and_resume(
                 bytes
             };
             let before = look();
-            rest(&mut rng);
+            sleep_randomly(&mut rng);
             let after = look();
             // Compares all bytes at once first: the search for the position is slow without optimization.
             if after != before {
@@ -867,25 +869,30 @@ pub(crate) fn pause_and_resume(
                 panic!("byte {first:?} of memory was written while the function was paused");
             }
         }
-        rest(&mut rng);
+        sleep_randomly(&mut rng);
         bar.function().resume();
-        shared.frozen.store(false, Ordering::Relaxed);
-        shared.stands_still.store(false, Ordering::Relaxed);
+        shared.should_stop.store(false, Ordering::Relaxed);
+        shared.is_stopped.store(false, Ordering::Relaxed);
     }
 }
 
 /// Unmaps and maps a region of the guest's memory until the guest has ended.
-pub(crate) fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut rng: Rng) {
+pub(crate) fn unmap_and_map(
+    bar: &InProcess,
+    memory: &GuestMemory,
+    shared: &GuestState,
+    mut rng: Rng,
+) {
     let region = memory
         .regions()
         .into_iter()
         .find(|region| region.gpa == HIGH)
         .expect("the region");
     while !shared.ended.load(Ordering::Relaxed) {
-        rest(&mut rng);
+        sleep_randomly(&mut rng);
         let is_polite = rng.below(2) == 0;
         if !is_polite {
-            shared.rude.fetch_add(1, Ordering::Relaxed);
+            shared.forced_unmaps.fetch_add(1, Ordering::Relaxed);
         }
         shared.plugged.store(false, Ordering::Relaxed);
         if is_polite {
@@ -893,16 +900,16 @@ pub(crate) fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shar
                 clock::sleep(Duration::from_micros(50));
             }
         }
-        let unmapped = bar.function().host().unmap(Gpa(HIGH), HIGH_LEN);
+        let unmapped = bar.function().backend().unmap(Gpa(HIGH), HIGH_LEN);
         let unmapped = unmapped.unwrap_or_else(|error| panic!("memory is not taken away: {error}"));
         assert_eq!(unmapped, HIGH_LEN, "too little memory is taken away");
         if shared.users.load(Ordering::Relaxed) == 0 {
-            let bytes = vec![TAKEN; HIGH_LEN as usize];
+            let bytes = vec![UNMAPPED_BYTE; HIGH_LEN as usize];
             memory.write(HIGH, &bytes).expect("memory");
-            rest(&mut rng);
+            sleep_randomly(&mut rng);
             let mut bytes = vec![0; HIGH_LEN as usize];
             memory.read(HIGH, &mut bytes).expect("memory");
-            let written = bytes.iter().position(|byte| *byte != TAKEN);
+            let written = bytes.iter().position(|byte| *byte != UNMAPPED_BYTE);
             assert_eq!(written, None, "memory was written after it was taken away");
         }
         // While the kernel pins a piece, pollers may have seen all earlier pieces, some of them or none.
@@ -921,7 +928,7 @@ pub(crate) fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shar
 }
 
 /// Injects some faults into a drive, then heals the drive.
-pub(crate) fn trouble(model: &ModelDrive, mut rng: Rng) {
+pub(crate) fn inject_faults(model: &ModelDrive, mut rng: Rng) {
     for _ in 0..1 + rng.below(4) {
         let bits = rng.below(24);
         clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
@@ -940,11 +947,11 @@ pub(crate) fn trouble(model: &ModelDrive, mut rng: Rng) {
             7 => Effect::Fail(status::UNRECOVERED_READ_ERROR, rng.below(2) == 0),
             _ => Effect::Delay(Duration::from_micros(rng.below(2000))),
         };
-        let fault = Fault::once(Meets::Io, effect)
+        let fault = Fault::once(FaultMatch::Io, effect)
             .after(rng.below(20))
             .times(1 + rng.below(3));
         model.inject(fault);
     }
     clock::sleep(Duration::from_secs(5));
-    model.heal();
+    model.remove_faults();
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_memory::files::simulated as files;
 use nvme_mpt_memory::sync::mpsc::{self, Receiver, Sender};
 use nvme_mpt_memory::{clock, eventfd};
@@ -30,16 +30,16 @@ use vmm_device::{FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};
 
 use crate::blocks::Blocks;
 use crate::engine::{Engine, Process};
-use crate::guest::{Guest, Machine, Persona, Shared};
+use crate::guest::{Guest, GuestState, Machine, Persona};
 use crate::registers::{BLOCKS, Registers};
-use crate::runs::Less;
+use crate::runs::OmittedParts;
 use crate::scenario::{
     HIGH, HIGH_LEN, LEASE, LOW, LOW_LEN, QUEUE_PAIRS, Scenario, buffers, config, interrupts,
     policy, profile, wire,
 };
 
 /// Directory of the ledger.
-const FOLDER: &str = "/state";
+const STATE_DIR: &str = "/state";
 
 /// Drivers without mapped doorbells. A VMM would have to replace mapped doorbells during a migration.
 const PERSONAS: [Persona; 5] = [
@@ -62,7 +62,7 @@ struct World {
 
 /// Options for the creation of a function.
 #[derive(Clone, Copy, Debug)]
-struct Build {
+struct FunctionParameters {
     policy: &'static str,
     queue_pairs: u16,
     doorbells: DoorbellMode,
@@ -71,14 +71,14 @@ struct Build {
 }
 
 /// The function of a process, if there is one.
-struct Slot {
+struct FunctionSlot {
     world: Arc<World>,
     function: Option<Arc<InProcess>>,
 }
 
-impl Slot {
+impl FunctionSlot {
     /// Creates a function for the lease, in its state after power-on.
-    fn build(&mut self, build: Build) -> Result<(), LeaseError> {
+    fn build(&mut self, build: FunctionParameters) -> Result<(), LeaseError> {
         let World {
             blocks,
             profile,
@@ -86,20 +86,20 @@ impl Slot {
             interrupts,
             ..
         } = &*self.world;
-        let controller = SoftwareController::over(blocks.clone(), 9);
+        let controller = SoftwareController::new(blocks.clone(), 9);
         let controller = match profile {
-            Some(profile) => controller.timed(profile),
+            Some(profile) => controller.with_timing(profile),
             None => controller,
         };
         let drive = Drive::new("simulated", Arc::new(controller), None).expect("a namespace");
-        let lease = Ledger::open(Path::new(FOLDER)).acquire(&LeaseRequest {
+        let lease = Ledger::open(Path::new(STATE_DIR)).acquire(&LeaseRequest {
             id: "guest",
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            wanted: RequestedBytes::At(ByteRange::new(0, LEASE).expect("a range")),
+            wanted: RequestedBytes::Range(ByteRange::new(0, LEASE).expect("a range")),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: PreviousDataPolicy::Kept,
+            previous_data: PreviousDataPolicy::Kept,
         })?;
         let config = LocalBackendConfig {
             queue_pairs: build.queue_pairs,
@@ -111,7 +111,7 @@ impl Slot {
                 &PollerPool::new(),
             )
         };
-        let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own)
+        let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own)
             .unwrap_or_else(|error| panic!("no attachment: {error}"));
         let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
         if build.has_memory {
@@ -159,7 +159,7 @@ fn map_all(function: &NvmeFunction, memory: &GuestMemory) {
     }
 }
 
-type Job = Box<dyn FnOnce(&mut Slot) + Send>;
+type Job = Box<dyn FnOnce(&mut FunctionSlot) + Send>;
 
 /// A process that may have the guest's function.
 struct Vmm {
@@ -171,10 +171,10 @@ impl Vmm {
     /// Starts work in the process. The receiver gets the result, unless the process dies.
     fn begin<T: Send + 'static>(
         &self,
-        work: impl FnOnce(&mut Slot) -> T + Send + 'static,
+        work: impl FnOnce(&mut FunctionSlot) -> T + Send + 'static,
     ) -> Receiver<T> {
         let (outcome, receiver) = mpsc::channel();
-        let work = move |slot: &mut Slot| {
+        let work = move |slot: &mut FunctionSlot| {
             let _ended = outcome.send(work(slot));
         };
         let sent = self.work.send(Box::new(work));
@@ -183,7 +183,10 @@ impl Vmm {
     }
 
     /// Performs work in the process, and waits for the result.
-    fn call<T: Send + 'static>(&self, work: impl FnOnce(&mut Slot) -> T + Send + 'static) -> T {
+    fn call<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&mut FunctionSlot) -> T + Send + 'static,
+    ) -> T {
         self.begin(work).recv().expect("a process that lives")
     }
 
@@ -236,31 +239,31 @@ impl Bar for MovingBar {
 }
 
 /// Moves the guest.
-struct Mover<'a> {
+struct GuestMigration<'a> {
     engine: &'static Engine,
     world: Arc<World>,
     bar: Arc<MovingBar>,
-    shared: Arc<Shared>,
+    shared: Arc<GuestState>,
     guest: Process,
     rng: &'a mut Rng,
     /// True if no failures are injected.
     is_calm: bool,
 }
 
-impl Mover<'_> {
+impl GuestMigration<'_> {
     fn one_in(&mut self, bound: u64) -> bool {
         self.rng.below(bound) == 0
     }
 
     /// Sleeps for less than `2 << bits` nanoseconds.
-    fn rest(&mut self, bits: u64) {
+    fn sleep_randomly(&mut self, bits: u64) {
         let bits = self.rng.below(bits);
         clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
     }
 
-    fn build(&mut self) -> Build {
+    fn build(&mut self) -> FunctionParameters {
         let doorbells = self.world.doorbells;
-        Build {
+        FunctionParameters {
             policy: policy(doorbells, self.rng),
             queue_pairs: QUEUE_PAIRS,
             doorbells,
@@ -278,16 +281,16 @@ impl Mover<'_> {
     }
 
     /// Resumes the function of a process, and resumes the guest's processors before or after it.
-    fn go_on(&mut self, vmm: &Vmm) {
+    fn resume_guest(&mut self, vmm: &Vmm) {
         self.bar.move_to(vmm.call(|slot| slot.weak()));
         let is_first = self.one_in(2);
         if is_first {
             self.engine.release(&self.guest);
-            self.rest(16);
+            self.sleep_randomly(16);
         }
         vmm.call(|slot| slot.function().function().resume());
         if !is_first {
-            self.rest(16);
+            self.sleep_randomly(16);
             self.engine.release(&self.guest);
         }
     }
@@ -311,20 +314,20 @@ impl Mover<'_> {
         let stops_first = self.one_in(2);
         if stops_first {
             self.stop_guest();
-            self.rest(14);
+            self.sleep_randomly(14);
         }
         let paused = sender.call(|slot| slot.function().function().pause());
         paused.unwrap_or_else(|error| panic!("the function is not paused: {error}"));
         if !stops_first {
-            self.rest(18);
+            self.sleep_randomly(18);
             self.stop_guest();
         }
         let mut snapshot = save(&sender);
         let memory = self.memory();
         if self.one_in(8) {
-            self.rest(18);
+            self.sleep_randomly(18);
             self.check_memory(&memory);
-            self.go_on(&sender);
+            self.resume_guest(&sender);
             return sender;
         }
         // The sender releases the drive, by its death or normally.
@@ -349,7 +352,7 @@ impl Mover<'_> {
                 self.check_memory(&memory);
                 continue;
             }
-            self.become_guests(&vmm, &snapshot);
+            self.restore_guest(&vmm, &snapshot);
             self.check_memory(&memory);
             let early = self.take_interrupts();
             assert!(
@@ -369,7 +372,7 @@ impl Mover<'_> {
                 // Raises the interrupts that the sender raised. Otherwise they are lost in the migration.
                 self.raise(&raised);
             }
-            self.go_on(&vmm);
+            self.resume_guest(&vmm);
             return vmm;
         }
     }
@@ -391,8 +394,8 @@ impl Mover<'_> {
     }
 
     /// Restores the guest's function in a process. The function stays paused.
-    fn become_guests(&mut self, vmm: &Vmm, snapshot: &[u8]) {
-        let build = Build {
+    fn restore_guest(&mut self, vmm: &Vmm, snapshot: &[u8]) {
+        let build = FunctionParameters {
             has_memory: self.is_calm || !self.one_in(4),
             ..self.build()
         };
@@ -428,7 +431,7 @@ impl Mover<'_> {
                     built.unwrap_or_else(|error| panic!("no lease: {error}"));
                     slot.restore(&bytes)
                 });
-                self.rest(21);
+                self.sleep_randomly(21);
             }
             4 => {
                 let mut build = self.build();
@@ -461,13 +464,13 @@ impl Mover<'_> {
                 assert!(refused.is_err(), "a damaged snapshot is none");
             }
             _ => {
-                self.become_guests(&vmm, snapshot);
-                self.rest(16);
+                self.restore_guest(&vmm, snapshot);
+                self.sleep_randomly(16);
                 let again = save(&vmm);
                 let [before, after] = [&*snapshot, &again].map(|bytes| {
                     let state = FunctionSnapshot::from_bytes(bytes);
                     let state = state.unwrap_or_else(|error| panic!("no snapshot: {error}"));
-                    state.attachment().clone()
+                    state.backend_state().clone()
                 });
                 assert!(
                     before == after,
@@ -496,7 +499,7 @@ impl Mover<'_> {
     /// Migrates the guest several times, and waits until the guest has ended.
     fn run(mut self, mut vmm: Vmm) {
         for _ in 0..1 + self.rng.below(10) {
-            self.rest(24);
+            self.sleep_randomly(24);
             if self.shared.ended.load(Ordering::Relaxed) {
                 break;
             }
@@ -514,7 +517,7 @@ fn start_vmm(engine: &'static Engine, world: &Arc<World>) -> Vmm {
     let (work, orders) = mpsc::channel::<Job>();
     let world = world.clone();
     let process = engine.start_process("vmm", move || {
-        let mut slot = Slot {
+        let mut slot = FunctionSlot {
             world,
             function: None,
         };
@@ -533,7 +536,7 @@ fn save(vmm: &Vmm) -> Vec<u8> {
 }
 
 /// Runs a guest, and migrates the guest at the same time.
-pub(crate) fn run(less: Less, rng: &mut Rng) {
+pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     files::format(0);
     let engine = Engine::of_thread().expect("a scheduler");
     let persona = PERSONAS[rng.below(PERSONAS.len() as u64) as usize];
@@ -546,7 +549,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
         memory: memory.clone(),
         interrupts: interrupts(usize::from(QUEUE_PAIRS) + 1),
     });
-    let shared = Arc::new(Shared::default());
+    let shared = Arc::new(GuestState::default());
     shared.plugged.store(true, Ordering::Relaxed);
     let machine = Machine {
         memory: memory.clone(),
@@ -564,7 +567,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
     );
     let bar = Arc::new(MovingBar::default());
     let vmm = start_vmm(engine, &world);
-    let build = Build {
+    let build = FunctionParameters {
         policy: policy(world.doorbells, rng),
         queue_pairs: QUEUE_PAIRS,
         doorbells: world.doorbells,
@@ -576,7 +579,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
         let bar = bar.clone();
         engine.start_process("guest", move || guest.run(bar))
     };
-    let mover = Mover {
+    let mover = GuestMigration {
         engine,
         world,
         bar,

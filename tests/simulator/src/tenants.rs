@@ -12,13 +12,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use nvme_guest::learn::PolicyChoice;
-use nvme_guest::limit::{LeaseWeight, RateLimits};
+use nvme_guest::adaptive::PolicyChoice;
+use nvme_guest::rate_limit::{LeaseWeight, RateLimits};
 use nvme_guest::threads::{ThreadSpawner, start_thread};
 use nvme_guest::{AdaptivePolicies, Gpa};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_memory::clock;
 use nvme_mpt_memory::simulation::acted;
 use nvme_mpt_tests::command::{Sqe, dsm_range};
@@ -50,16 +50,16 @@ const COMMAND: Duration = Duration::from_millis(1);
 const COMMAND_PAGE: Duration = Duration::from_micros(20);
 
 /// Times of a tenant alone: before the measurement, and of the measurement.
-const SETTLES: Duration = Duration::from_millis(100);
-const ALONE: Duration = Duration::from_millis(500);
+const SETTLING_TIME: Duration = Duration::from_millis(100);
+const ALONE_TIME: Duration = Duration::from_millis(500);
 
 /// Times beside a neighbour: for the product's adaptation, and of the measurement. Weighted shares follow the drive's work in
 /// the last tenths of seconds.
-const LEARNS: [Duration; 2] = [Duration::from_millis(1500), Duration::from_secs(4)];
-const COUNTED: Duration = Duration::from_secs(1);
+const ADAPTATION_TIMES: [Duration; 2] = [Duration::from_millis(1500), Duration::from_secs(4)];
+const MEASURING_TIME: Duration = Duration::from_secs(1);
 
 /// Longest wait for an interrupt.
-const LOOK: Duration = Duration::from_millis(10);
+const INTERRUPT_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// Commands per second that each queue may have although its tenant's share is used up.
 const HELD_BACK_COMMANDS: f64 = 16.0;
@@ -75,23 +75,23 @@ enum Kind {
 
 /// Changes in a neighbour's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Life {
+enum BehaviourChange {
     Steady,
     /// The controller is reset repeatedly.
     Resets,
     /// Memory is unmapped and mapped repeatedly.
     MapChurn,
     /// The neighbour ends with commands in flight, and comes back.
-    Dies,
+    Ends,
 }
 
-impl Life {
+impl BehaviourChange {
     /// Returns the durations of presence and absence.
-    const fn times(self) -> (Duration, Duration) {
+    const fn active_and_idle_times(self) -> (Duration, Duration) {
         match self {
             Self::Steady | Self::MapChurn => (Duration::MAX, Duration::ZERO),
             Self::Resets => (Duration::from_millis(20), Duration::ZERO),
-            Self::Dies => (Duration::from_millis(300), Duration::from_millis(150)),
+            Self::Ends => (Duration::from_millis(300), Duration::from_millis(150)),
         }
     }
 }
@@ -107,7 +107,7 @@ struct Behaviour {
     depth: u16,
     kind: Kind,
     bytes: usize,
-    life: Life,
+    change: BehaviourChange,
 }
 
 const QUIET: Behaviour = Behaviour {
@@ -116,7 +116,7 @@ const QUIET: Behaviour = Behaviour {
     depth: 1,
     kind: Kind::Read,
     bytes: PAGE,
-    life: Life::Steady,
+    change: BehaviourChange::Steady,
 };
 
 const BUSY: Behaviour = Behaviour {
@@ -157,17 +157,17 @@ const NEIGHBOURS: [Behaviour; 7] = [
     },
     Behaviour {
         name: "resets",
-        life: Life::Resets,
+        change: BehaviourChange::Resets,
         ..LOUD
     },
     Behaviour {
         name: "map churn",
-        life: Life::MapChurn,
+        change: BehaviourChange::MapChurn,
         ..LOUD
     },
     Behaviour {
         name: "dies",
-        life: Life::Dies,
+        change: BehaviourChange::Ends,
         ..LOUD
     },
 ];
@@ -198,7 +198,7 @@ impl Cell {
     const PARTS: [usize; 4] = [NEIGHBOURS.len(), TENANTS.len(), PAIRS.len(), ORDERS.len()];
 
     /// Returns the cell of a seed. `CELLS` consecutive seeds have each cell once.
-    fn of(seed: u64) -> Self {
+    fn for_seed(seed: u64) -> Self {
         // The shift in each round makes seeds at a regular distance have all cells, too.
         let mut number = ((seed + seed / CELLS) % CELLS) as usize;
         let [neighbour, tenant, pairs, order] = Self::PARTS.map(|count| {
@@ -262,15 +262,15 @@ impl Cell {
         let drive = CHANNELS as f64 / (COMMAND + COMMAND_PAGE).as_secs_f64();
         let unlimited = f64::from(self.neighbour.queues) * HELD_BACK_COMMANDS / drive;
         let share = share.min(1.0 - unlimited);
-        match (self.neighbour.life, self.neighbour.kind) {
+        match (self.neighbour.change, self.neighbour.kind) {
             // After each return, the neighbour is a new tenant, and has no limit for most of its life. Slots then go by the
             // number of waiting commands, which is 32 of 288. The drive also executes the commands that the neighbour leaves
             // behind.
-            (Life::Dies, _) => 0.3,
+            (BehaviourChange::Ends, _) => 0.3,
             // Weights divide bytes. The drive's cost of a byte is unknown, and differs between large and small commands.
             (_, Kind::Write | Kind::Zeroes) => 0.3,
             // After each reset, the neighbour's queue fills again, beyond its limit at first.
-            (Life::Resets, _) => 0.85 * share,
+            (BehaviourChange::Resets, _) => 0.85 * share,
             _ => 0.9 * share,
         }
     }
@@ -336,7 +336,7 @@ struct Client {
     vector: Arc<Interrupt>,
     commands: Vec<Sqe>,
     next: usize,
-    _data: (DmaBuffer, Vec<prp::Prepared>),
+    _data: (DmaBuffer, Vec<prp::PreparedPointer>),
     memory: GuestMemory,
     bar: Arc<InProcess>,
 }
@@ -350,15 +350,17 @@ impl World {
                 id: &format!("tenant-{number}"),
                 drive: self.drive.identity(),
                 nsid: self.drive.namespace().nsid,
-                wanted: RequestedBytes::At(range),
+                wanted: RequestedBytes::Range(range),
                 lba_shift: self.drive.lba_shift(),
                 blocks: self.drive.blocks(),
-                former_data: PreviousDataPolicy::Kept,
+                previous_data: PreviousDataPolicy::Kept,
             });
             match lease {
                 Ok(lease) => break lease,
                 // The drive still executes commands of the process that died.
-                Err(LeaseError::Overlap { .. } | LeaseError::InUse { .. }) => clock::sleep(LOOK),
+                Err(LeaseError::Overlap { .. } | LeaseError::InUse { .. }) => {
+                    clock::sleep(INTERRUPT_TIMEOUT)
+                }
                 Err(error) => panic!("no lease: {error}"),
             }
         };
@@ -369,7 +371,7 @@ impl World {
                 ..RateLimits::default()
             },
             // An experiment with interrupt coalescing would dominate p99.
-            learning: AdaptivePolicies {
+            adaptive: AdaptivePolicies {
                 moderation: PolicyChoice::Fixed,
                 ..AdaptivePolicies::default()
             },
@@ -381,7 +383,7 @@ impl World {
                 &self.pollers,
             )
         };
-        let attachment = LocalBackend::with_parts(config, SharedPartsSource::Own);
+        let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
         let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
         let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
         let memory = GuestMemory::new(&[(LOW, LOW_LEN), (HIGH, HIGH_LEN)]);
@@ -419,7 +421,7 @@ impl World {
 }
 
 /// Returns the commands of a behaviour, and their PRP lists.
-fn commands(behaviour: Behaviour, buffer: &DmaBuffer) -> (Vec<Sqe>, Vec<prp::Prepared>) {
+fn commands(behaviour: Behaviour, buffer: &DmaBuffer) -> (Vec<Sqe>, Vec<prp::PreparedPointer>) {
     let blocks = (behaviour.bytes / BLOCK) as u32;
     match behaviour.kind {
         Kind::Read | Kind::Write => {
@@ -496,7 +498,7 @@ impl Client {
                 pair.ring();
             }
             if !has_worked {
-                let time = (until - now).min(LOOK);
+                let time = (until - now).min(INTERRUPT_TIMEOUT);
                 let signals = self.vector.wait(time);
                 let _count = signals.unwrap_or_else(|error| panic!("{error}"));
             }
@@ -509,7 +511,7 @@ fn churn(bar: &InProcess, memory: &GuestMemory, is_over: &AtomicBool) {
     let regions = memory.regions();
     let region: &Region = regions.iter().find(|it| it.gpa == HIGH).expect("a region");
     while !is_over.load(Ordering::Relaxed) {
-        let unmapped = bar.function().host().unmap(Gpa(HIGH), HIGH_LEN);
+        let unmapped = bar.function().backend().unmap(Gpa(HIGH), HIGH_LEN);
         unmapped.unwrap_or_else(|error| panic!("memory is not taken away: {error}"));
         clock::sleep(CHURN);
         for piece in region.pieces() {
@@ -520,16 +522,16 @@ fn churn(bar: &InProcess, memory: &GuestMemory, is_over: &AtomicBool) {
 }
 
 /// Runs the neighbour until the flag is set, and counts its bytes.
-fn live(
+fn run_neighbour(
     world: &World,
     behaviour: Behaviour,
     weight: u16,
     is_over: &Arc<AtomicBool>,
     bytes: &AtomicU64,
 ) {
-    let (alive, away) = behaviour.life.times();
+    let (alive, away) = behaviour.change.active_and_idle_times();
     let mut client = world.connect(1, behaviour, weight);
-    let churning = (behaviour.life == Life::MapChurn).then(|| {
+    let churning = (behaviour.change == BehaviourChange::MapChurn).then(|| {
         let (bar, memory, is_over) = (client.bar.clone(), client.memory.clone(), is_over.clone());
         start_thread("vmm", move || churn(&bar, &memory, &is_over)).expect("an actor")
     });
@@ -538,9 +540,9 @@ fn live(
         client.work(until, is_over, |_| {
             bytes.fetch_add(behaviour.bytes as u64, Ordering::Relaxed);
         });
-        match behaviour.life {
-            Life::Resets => client.reset(),
-            Life::Dies if !is_over.load(Ordering::Relaxed) => {
+        match behaviour.change {
+            BehaviourChange::Resets => client.reset(),
+            BehaviourChange::Ends if !is_over.load(Ordering::Relaxed) => {
                 drop(client);
                 clock::sleep(away);
                 client = world.connect(1, behaviour, weight);
@@ -555,13 +557,13 @@ fn live(
 
 /// Latencies of a tenant's commands in a period.
 #[derive(Debug, Default)]
-struct Seen {
+struct TenantLatencies {
     times: Vec<Duration>,
     elapsed: Duration,
 }
 
-impl Seen {
-    fn of(client: &mut Client, time: Duration) -> Self {
+impl TenantLatencies {
+    fn measure(client: &mut Client, time: Duration) -> Self {
         let began = clock::monotonic();
         let mut times = Vec::new();
         let never = AtomicBool::new(false);
@@ -585,20 +587,20 @@ impl Seen {
 
 /// Results of a cell: rate and latencies relative to those of the tenant alone, and the tenant's share of all bytes.
 #[derive(Clone, Copy, Debug)]
-struct Figures {
+struct CellResults {
     rate: f64,
     p50: f64,
     p99: f64,
     share: f64,
 }
 
-impl Figures {
-    fn are_within(self, bounds: Bounds) -> bool {
+impl CellResults {
+    fn meets(self, bounds: Bounds) -> bool {
         self.rate >= bounds.rate && self.p99 <= bounds.p99
     }
 }
 
-impl fmt::Display for Figures {
+impl fmt::Display for CellResults {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             rate,
@@ -616,9 +618,9 @@ impl fmt::Display for Figures {
 }
 
 /// Measures the tenant of a cell, alone and beside its neighbour.
-fn measure(cell: Cell) -> Figures {
+fn measure(cell: Cell) -> CellResults {
     let engine = Engine::of_thread().expect("a scheduler");
-    engine.charge_calls_alone();
+    engine.charge_only_calls();
     let model = ModelDrive::start(Options {
         namespaces: vec![NamespaceOptions::new(1, 2 * RANGE, BLOCK as u32)],
         queue_pairs: cell.pairs,
@@ -642,20 +644,20 @@ fn measure(cell: Cell) -> Figures {
     });
     let [own, others] = cell.weights;
     let mut client = world.connect(0, cell.tenant, own);
-    Seen::of(&mut client, SETTLES);
-    let alone = Seen::of(&mut client, ALONE);
+    TenantLatencies::measure(&mut client, SETTLING_TIME);
+    let alone = TenantLatencies::measure(&mut client, ALONE_TIME);
     let (is_over, bytes) = (
         Arc::new(AtomicBool::new(false)),
         Arc::new(AtomicU64::new(0)),
     );
     let neighbour = {
         let (world, is_over, bytes) = (world.clone(), is_over.clone(), bytes.clone());
-        let work = move || live(&world, cell.neighbour, others, &is_over, &bytes);
+        let work = move || run_neighbour(&world, cell.neighbour, others, &is_over, &bytes);
         start_thread("neighbour", work).expect("an actor")
     };
-    Seen::of(&mut client, LEARNS[usize::from(!cell.is_quiet())]);
+    TenantLatencies::measure(&mut client, ADAPTATION_TIMES[usize::from(!cell.is_quiet())]);
     let before = bytes.load(Ordering::Relaxed);
-    let beside = Seen::of(&mut client, COUNTED);
+    let beside = TenantLatencies::measure(&mut client, MEASURING_TIME);
     let others = (bytes.load(Ordering::Relaxed) - before) as f64;
     is_over.store(true, Ordering::Relaxed);
     acted();
@@ -663,14 +665,14 @@ fn measure(cell: Cell) -> Figures {
     drop(client);
     let world = Arc::try_unwrap(world).unwrap_or_else(|_| panic!("the neighbour has ended"));
     drop(world);
-    if let Err(complaint) = model.judgement() {
+    if let Err(complaint) = model.check_host() {
         panic!("{complaint}");
     }
     assert!(model.is_released(), "the drive was not given back");
-    let mapped = ModelIommu::mapped(model.model_iommu());
+    let mapped = ModelIommu::mapped_bytes(model.model_iommu());
     assert_eq!(mapped, 0, "memory stays mapped for the drive");
     let own = (beside.times.len() * cell.tenant.bytes) as f64;
-    Figures {
+    CellResults {
         rate: beside.rate() / alone.rate(),
         p50: beside.percentile(50) / alone.percentile(50),
         p99: beside.percentile(99) / alone.percentile(99),
@@ -683,24 +685,24 @@ fn measure(cell: Cell) -> Figures {
 /// # Panics
 /// The tenant's results are worse than the limits.
 pub(crate) fn run(seed: u64) {
-    let cell = Cell::of(seed);
+    let cell = Cell::for_seed(seed);
     let figures = measure(cell);
     let bounds = cell.bounds();
-    assert!(figures.are_within(bounds), "{cell}: {figures}; {bounds}");
+    assert!(figures.meets(bounds), "{cell}: {figures}; {bounds}");
 }
 
 /// Returns the results of a seed's cell as a line for [`table`].
-pub(crate) fn figures(seed: u64) -> String {
-    let Figures {
+pub(crate) fn result_line(seed: u64) -> String {
+    let CellResults {
         rate,
         p50,
         p99,
         share,
-    } = measure(Cell::of(seed));
+    } = measure(Cell::for_seed(seed));
     format!("{seed} {rate} {p50} {p99} {share}")
 }
 
-impl FromStr for Figures {
+impl FromStr for CellResults {
     type Err = ();
 
     fn from_str(line: &str) -> Result<Self, ()> {
@@ -717,7 +719,7 @@ impl FromStr for Figures {
 
 /// Returns a Markdown table of lines by [`figures`].
 pub(crate) fn table(lines: &[String]) -> String {
-    let figures: BTreeMap<u64, Figures> = lines
+    let figures: BTreeMap<u64, CellResults> = lines
         .iter()
         .filter_map(|line| {
             let (seed, rest) = line.split_once(' ')?;
@@ -746,8 +748,8 @@ pub(crate) fn table(lines: &[String]) -> String {
                     let Some(found) = figures.get(&seed) else {
                         return "-".to_owned();
                     };
-                    let bounds = Cell::of(seed).bounds();
-                    let mark = if found.are_within(bounds) { "" } else { " (!)" };
+                    let bounds = Cell::for_seed(seed).bounds();
+                    let mark = if found.meets(bounds) { "" } else { " (!)" };
                     let rate = 100.0 * found.rate;
                     format!("{rate:.0}, {:.1}, {:.1}{mark}", found.p50, found.p99)
                 })

@@ -1,9 +1,9 @@
 //! Admin commands (NVMe Base 2.0, section 5) that host drivers need.
 
 use super::data;
-use super::faults::Aborts;
+use super::faults::AbortReaction;
 use super::queues::{Cq, Sq};
-use super::{Controller, DoorbellBufferUse, Work};
+use super::{Controller, DoorbellBufferUse, ModelCommand};
 use crate::admin::{feature, log};
 use crate::command::{Sqe, admin};
 use crate::identify::IDENTIFY_SIZE;
@@ -30,13 +30,13 @@ impl Controller {
                 if self.event_requests.len() < EVENT_REQUESTS {
                     return self.event_requests.push_back(sqe.cid());
                 }
-                self.complain("More Asynchronous Event Requests than AERL allows");
+                self.record_violation("More Asynchronous Event Requests than AERL allows");
                 Err(status::AER_LIMIT_EXCEEDED)
             }
             admin::ABORT => {
                 self.counters.aborts += 1;
-                if self.faults.aborts == Aborts::Hang {
-                    return self.work.push(Work {
+                if self.faults.aborts == AbortReaction::Hang {
+                    return self.fetched.push(ModelCommand {
                         sq: 0,
                         sqe: *sqe,
                         due: None,
@@ -75,7 +75,7 @@ impl Controller {
             let mut rest = data;
             for (iova, len) in pieces {
                 let (now, later) = rest.split_at(len);
-                let unsound = |_| data::Unsound {
+                let unsound = |_| data::InvalidDataPointer {
                     status: status::DATA_TRANSFER_ERROR,
                     what: "data outside of memory",
                 };
@@ -85,7 +85,7 @@ impl Controller {
             Ok(0)
         });
         sent.map_err(|unsound| {
-            self.complain(format!("{}: {sqe:?}", unsound.what));
+            self.record_violation(format!("{}: {sqe:?}", unsound.what));
             unsound.status
         })
     }
@@ -93,10 +93,10 @@ impl Controller {
     /// Returns Dword 0 of the Abort: 1 if the command was not aborted.
     fn abort(&mut self, sqe: &Sqe) -> u32 {
         let (sqid, cid) = (sqe.cdw(10) as u16, (sqe.cdw(10) >> 16) as u16);
-        let named = |work: &Work| work.sq == sqid && work.sqe.cid() == cid;
-        match self.work.iter().position(named) {
-            Some(index) if self.faults.aborts == Aborts::Work => {
-                let work = self.work.remove(index);
+        let named = |work: &ModelCommand| work.sq == sqid && work.sqe.cid() == cid;
+        match self.fetched.iter().position(named) {
+            Some(index) if self.faults.aborts == AbortReaction::Work => {
+                let work = self.fetched.remove(index);
                 self.counters.completed += u64::from(sqid != 0);
                 self.complete(sqid, &work.sqe, Err(status::ABORT_REQUESTED), false);
                 0
@@ -127,7 +127,7 @@ impl Controller {
         };
         match unsound {
             Some((code, what)) => {
-                self.complain(format!("A queue's {what}: {sqe:?}"));
+                self.record_violation(format!("A queue's {what}: {sqe:?}"));
                 Err(code)
             }
             None => Ok((id, base, entries)),
@@ -137,7 +137,7 @@ impl Controller {
     fn create_cq(&mut self, sqe: &Sqe) -> Answer {
         let (id, base, entries) = self.queue_memory(sqe)?;
         if self.cqs.contains_key(&id) {
-            self.complain(format!("Completion queue {id} is there already"));
+            self.record_violation(format!("Completion queue {id} is there already"));
             return Err(status::INVALID_QUEUE_ID);
         }
         let interrupts = sqe.cdw(11) & 1 << 1 != 0;
@@ -150,7 +150,7 @@ impl Controller {
         let (id, base, entries) = self.queue_memory(sqe)?;
         let cq = (sqe.cdw(11) >> 16) as u16;
         if self.sqs.contains_key(&id) || cq == 0 || !self.cqs.contains_key(&cq) {
-            self.complain(format!("Submission queue {id} cannot be created: {sqe:?}"));
+            self.record_violation(format!("Submission queue {id} cannot be created: {sqe:?}"));
             return Err(match self.sqs.contains_key(&id) {
                 true => status::INVALID_QUEUE_ID,
                 false => status::CQ_INVALID,
@@ -166,17 +166,17 @@ impl Controller {
 
     fn delete_sq(&mut self, id: u16) -> Answer {
         if id == 0 || !self.sqs.contains_key(&id) {
-            self.complain(format!(
+            self.record_violation(format!(
                 "Submission queue {id}, which is not, was to be deleted"
             ));
             return Err(status::INVALID_QUEUE_ID);
         }
-        let of_queue = self.work.extract_if(.., |work| work.sq == id);
+        let of_queue = self.fetched.extract_if(.., |work| work.sq == id);
         for work in of_queue.collect::<Vec<_>>() {
             self.counters.completed += 1;
             self.complete(id, &work.sqe, Err(status::ABORTED_SQ_DELETION), false);
         }
-        self.post_held();
+        self.post_waiting();
         self.sqs.remove(&id);
         Ok(0)
     }
@@ -184,7 +184,7 @@ impl Controller {
     fn delete_cq(&mut self, id: u16) -> Answer {
         let used = self.sqs.values().any(|sq| sq.cq == id);
         if id == 0 || used || self.cqs.remove(&id).is_none() {
-            self.complain(format!("Completion queue {id} cannot be deleted"));
+            self.record_violation(format!("Completion queue {id} cannot be deleted"));
             return Err(match used {
                 true => status::INVALID_QUEUE_DELETION,
                 false => status::INVALID_QUEUE_ID,
@@ -197,7 +197,7 @@ impl Controller {
         match sqe.cdw(10) as u8 {
             feature::NUMBER_OF_QUEUES => {
                 if self.sqs.len() > 1 || self.cqs.len() > 1 {
-                    self.complain("Number of Queues while there are I/O queues");
+                    self.record_violation("Number of Queues while there are I/O queues");
                     return Err(status::COMMAND_SEQUENCE_ERROR);
                 }
                 let mut granted = (u32::from(self.options.queue_pairs - 1) * 0x1_0001)
@@ -235,12 +235,12 @@ impl Controller {
 
     fn configure_doorbell_buffer(&mut self, sqe: &Sqe) -> Answer {
         if self.options.doorbell_buffer == DoorbellBufferUse::None {
-            self.complain("Doorbell Buffer Config, which is not offered");
+            self.record_violation("Doorbell Buffer Config, which is not offered");
             return Err(status::INVALID_OPCODE);
         }
         let pages = [sqe.0[3], sqe.0[4]];
         if pages.iter().any(|page| !page.is_multiple_of(PAGE)) {
-            self.complain("The Doorbell Buffer is not of pages");
+            self.record_violation("The Doorbell Buffer is not of pages");
             return Err(status::INVALID_FIELD);
         }
         self.shadow = Some(pages);
@@ -277,7 +277,7 @@ impl Controller {
     }
 
     /// Queues an event if the host enabled it (Asynchronous Event Configuration).
-    pub(super) fn happen(&mut self, kind: u8, info: u8, log_page: u8) {
+    pub(super) fn queue_event(&mut self, kind: u8, info: u8, log_page: u8) {
         let wanted = match kind {
             1 => self.event_config & 0xFF != 0,
             2 => self.event_config & NAMESPACE_NOTICES != 0,
@@ -290,7 +290,7 @@ impl Controller {
     }
 
     /// Completes Asynchronous Event Requests with queued events. Each type is reported once until its log page is read.
-    pub(super) fn tell_events(&mut self) {
+    pub(super) fn report_events(&mut self) {
         let tellable = |event: &u32| self.events_masked & 1 << (event & 0b111) == 0;
         if let Some(index) = self.events.iter().position(tellable)
             && let Some(cid) = self.event_requests.pop_front()
@@ -299,7 +299,7 @@ impl Controller {
             self.events_masked |= 1 << (event & 0b111);
             let request = Sqe::new(admin::ASYNC_EVENT_REQUEST, 0).with_cid(cid);
             self.complete(0, &request, Ok(event), false);
-            self.post_held();
+            self.post_waiting();
         }
     }
 }

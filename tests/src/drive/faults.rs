@@ -13,7 +13,7 @@ const MEDIUM: u32 = 2;
 
 /// Commands that a [`Fault`] matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Meets {
+pub enum FaultMatch {
     /// I/O commands.
     Io,
     /// I/O commands with an opcode.
@@ -28,8 +28,8 @@ pub enum Meets {
     QueueClass,
 }
 
-impl Meets {
-    fn meets(&self, queue: u16, sqe: &Sqe) -> bool {
+impl FaultMatch {
+    fn matches(&self, queue: u16, sqe: &Sqe) -> bool {
         match self {
             Self::Io => queue != 0,
             Self::IoOpcode(opcode) => queue != 0 && sqe.opcode() == *opcode,
@@ -43,13 +43,13 @@ impl Meets {
                 let weights = sqe.cdw(11) >> 8;
                 let is_equal = weights == (weights & 0xFF) * 0x1_0101;
                 let is_arbitration = sqe.cdw(10) as u8 == feature::ARBITRATION;
-                Self::Admin(admin::SET_FEATURES).meets(queue, sqe)
+                Self::Admin(admin::SET_FEATURES).matches(queue, sqe)
                     && is_arbitration
                     && !(*unequal && is_equal)
             }
             Self::QueueClass => {
                 let priority = sqe.cdw(11) >> 1 & 0b11;
-                Self::Admin(admin::CREATE_SQ).meets(queue, sqe) && priority != MEDIUM
+                Self::Admin(admin::CREATE_SQ).matches(queue, sqe) && priority != MEDIUM
             }
         }
     }
@@ -89,19 +89,19 @@ pub enum Effect {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// Commands that the fault matches.
-    pub meets: Meets,
+    pub matching: FaultMatch,
     /// Which of the matching commands fail.
-    pub occasions: FaultSchedule,
+    pub schedule: FaultSchedule,
     /// Effect on these commands.
     pub effect: Effect,
 }
 
 impl Fault {
     /// Creates a fault for the next matching command only.
-    pub fn once(meets: Meets, effect: Effect) -> Self {
+    pub fn once(meets: FaultMatch, effect: Effect) -> Self {
         Self {
-            meets,
-            occasions: FaultSchedule::new(0, Some(1)),
+            matching: meets,
+            schedule: FaultSchedule::new(0, Some(1)),
             effect,
         }
     }
@@ -109,21 +109,21 @@ impl Fault {
     /// Sets the number of matching commands that succeed first.
     #[must_use]
     pub fn after(mut self, commands: u64) -> Self {
-        self.occasions.after = commands;
+        self.schedule.after = commands;
         self
     }
 
     /// Sets the number of matching commands that fail.
     #[must_use]
     pub fn times(mut self, commands: u64) -> Self {
-        self.occasions.count = Some(commands);
+        self.schedule.count = Some(commands);
         self
     }
 }
 
 /// Reaction to Abort.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Aborts {
+pub enum AbortReaction {
     /// The command is aborted.
     #[default]
     Work,
@@ -137,7 +137,7 @@ pub enum Aborts {
 
 /// Reaction to enabling and disabling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Resets {
+pub enum ResetReaction {
     /// CSTS.RDY follows CC.EN.
     #[default]
     Work,
@@ -151,10 +151,10 @@ pub enum Resets {
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     list: Vec<Fault>,
-    pub(super) aborts: Aborts,
-    pub(super) resets: Resets,
+    pub(super) aborts: AbortReaction,
+    pub(super) resets: ResetReaction,
     /// Number of commands that a fault matched.
-    pub(super) met: u64,
+    pub(super) matched: u64,
 }
 
 impl Faults {
@@ -167,18 +167,18 @@ impl Faults {
     }
 
     /// Returns the effect of the faults on a newly fetched command.
-    pub(super) fn meet(&mut self, queue: u16, sqe: &Sqe) -> Option<Effect> {
+    pub(super) fn effect_on(&mut self, queue: u16, sqe: &Sqe) -> Option<Effect> {
         let mut effect = None;
         for fault in &mut self.list {
-            if !fault.meets.meets(queue, sqe) {
+            if !fault.matching.matches(queue, sqe) {
                 continue;
             }
-            if fault.occasions.come(|| effect.is_none()) {
-                self.met += 1;
+            if fault.schedule.count_command(|| effect.is_none()) {
+                self.matched += 1;
                 effect = Some(fault.effect);
             }
         }
-        self.list.retain(|fault| !fault.occasions.are_over());
+        self.list.retain(|fault| !fault.schedule.is_exhausted());
         effect
     }
 }
@@ -191,21 +191,21 @@ mod tests {
     fn a_fault_meets_the_commands_it_names_as_often_as_it_says() {
         let mut faults = Faults::default();
         faults.add(
-            Fault::once(Meets::IoOpcode(2), Effect::Lose)
+            Fault::once(FaultMatch::IoOpcode(2), Effect::Lose)
                 .after(1)
                 .times(2),
         );
-        faults.add(Fault::once(Meets::Blocks(8..16), Effect::Hang));
+        faults.add(Fault::once(FaultMatch::Blocks(8..16), Effect::Hang));
         let (read, write) = (Sqe::read(1, 7, 2), Sqe::write(1, 7, 1));
         let met: Vec<_> = [read, write, read, read, read]
             .iter()
-            .map(|sqe| faults.meet(1, sqe))
+            .map(|sqe| faults.effect_on(1, sqe))
             .collect();
         let lose = Some(Effect::Lose);
         assert_eq!(met, [Some(Effect::Hang), None, lose, lose, None]);
-        assert_eq!(faults.met, 3);
-        faults.add(Fault::once(Meets::Admin(2), Effect::Fatal));
-        assert_eq!(faults.meet(1, &read), None);
-        assert_eq!(faults.meet(0, &read), Some(Effect::Fatal));
+        assert_eq!(faults.matched, 3);
+        faults.add(Fault::once(FaultMatch::Admin(2), Effect::Fatal));
+        assert_eq!(faults.effect_on(1, &read), None);
+        assert_eq!(faults.effect_on(0, &read), Some(Effect::Fatal));
     }
 }

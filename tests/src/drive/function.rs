@@ -14,7 +14,7 @@ use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_mpt_memory::{Mapping, clock};
 use nvme_vfio::DeviceBacking;
 
-use super::faults::{Aborts, Effect, Fault, Resets};
+use super::faults::{AbortReaction, Effect, Fault, ResetReaction};
 use super::iommu::{DoorbellRegisters, ModelIommu};
 use super::namespace::Namespace;
 use super::registers::Phase;
@@ -44,14 +44,14 @@ pub struct ModelDrive {
     /// True once the drive has disappeared from the bus.
     vanished: AtomicBool,
     /// True while the drive is present but does not answer.
-    silent: AtomicBool,
+    is_silent: AtomicBool,
     released: AtomicBool,
-    judge_on_release: bool,
+    check_on_release: bool,
     /// True if commands start when their doorbell is rung, even with a simulated clock.
-    is_prompt: bool,
+    starts_on_doorbell: bool,
     admin_timeout: Mutex<Duration>,
     /// Number of times that the driver read the admin timeout.
-    admin_waits: AtomicU64,
+    admin_timeout_reads: AtomicU64,
     /// Lock by which a test delays the release.
     release: Mutex<()>,
 }
@@ -75,7 +75,7 @@ impl ModelDrive {
         let all = 2 * (usize::from(options.queue_pairs) + 1) * stride;
         let len = options.doorbell_bytes.unwrap_or(all).next_multiple_of(4096);
         let doorbells = Arc::new(DoorbellRegisters::new(len).expect("memory for doorbells"));
-        let judge_on_release = options.judge_on_release;
+        let judge_on_release = options.check_on_release;
         let is_prompt = options.service.is_some();
         let drive = Arc::new(Self {
             name: "model".to_owned(),
@@ -84,12 +84,12 @@ impl ModelDrive {
             doorbells,
             removal: io::pipe().expect("descriptors"),
             vanished: AtomicBool::new(false),
-            silent: AtomicBool::new(false),
+            is_silent: AtomicBool::new(false),
             released: AtomicBool::new(false),
-            judge_on_release,
-            is_prompt,
+            check_on_release: judge_on_release,
+            starts_on_doorbell: is_prompt,
             admin_timeout: Mutex::new(ADMIN_TIMEOUT),
-            admin_waits: AtomicU64::new(0),
+            admin_timeout_reads: AtomicU64::new(0),
             release: Mutex::new(()),
         });
         let hardware = Arc::downgrade(&drive);
@@ -103,18 +103,18 @@ impl ModelDrive {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn answers(&self) -> bool {
+    fn is_present(&self) -> bool {
         !self.vanished.load(Ordering::Acquire) && !self.released.load(Ordering::Acquire)
     }
 
     /// Returns whether the drive is present and answers.
-    fn is_reached(&self) -> bool {
-        self.answers() && !self.silent.load(Ordering::Acquire)
+    fn is_reachable(&self) -> bool {
+        self.is_present() && !self.is_silent.load(Ordering::Acquire)
     }
 
     /// Returns a register, or all ones if the drive is unreachable.
     pub(super) fn register(&self, offset: u64) -> u64 {
-        match self.is_reached() {
+        match self.is_reachable() {
             true => self.controller().read_register(offset),
             false => u64::MAX,
         }
@@ -122,7 +122,7 @@ impl ModelDrive {
 
     /// Writes a register if the drive is reachable.
     pub(super) fn set_register(&self, offset: u64, value: u64) {
-        if self.is_reached() {
+        if self.is_reachable() {
             self.controller().write_register(offset, value);
         }
     }
@@ -148,9 +148,9 @@ impl ModelDrive {
     }
 
     /// Completes the commands that a fault holds (`Effect::Hold`).
-    pub fn let_go(&self) {
+    pub fn complete_held(&self) {
         let now = clock::monotonic();
-        for work in &mut self.controller().work {
+        for work in &mut self.controller().fetched {
             if work.effect == Some(Effect::Hold) {
                 work.due = Some(now);
             }
@@ -158,20 +158,20 @@ impl ModelDrive {
     }
 
     /// Removes all faults and restores the normal reactions.
-    pub fn heal(&self) {
+    pub fn remove_faults(&self) {
         let mut controller = self.controller();
         controller.faults.clear();
-        controller.faults.aborts = Aborts::Work;
-        controller.faults.resets = Resets::Work;
+        controller.faults.aborts = AbortReaction::Work;
+        controller.faults.resets = ResetReaction::Work;
     }
 
     /// Sets the reaction to Abort.
-    pub fn set_aborts(&self, aborts: Aborts) {
+    pub fn set_aborts(&self, aborts: AbortReaction) {
         self.controller().faults.aborts = aborts;
     }
 
     /// Sets the reaction to resets.
-    pub fn set_resets(&self, resets: Resets) {
+    pub fn set_resets(&self, resets: ResetReaction) {
         self.controller().faults.resets = resets;
     }
 
@@ -185,8 +185,8 @@ impl ModelDrive {
     }
 
     /// Returns how often the driver read its timeout of admin commands.
-    pub fn admin_waits(&self) -> u64 {
-        self.admin_waits.load(Ordering::Relaxed)
+    pub fn admin_timeout_reads(&self) -> u64 {
+        self.admin_timeout_reads.load(Ordering::Relaxed)
     }
 
     /// Reports a fatal status (CSTS.CFS) and stops until a reset.
@@ -216,23 +216,23 @@ impl ModelDrive {
         // The lock ensures that no DMA is under way, and none follows.
         let mut controller = self.controller();
         self.vanished.store(true, Ordering::Release);
-        controller.forget();
+        controller.clear_state();
     }
 
     /// Stops all work and answers, as while the kernel recovers the link or resets the function.
-    pub fn fall_silent(&self, is_reset: bool) {
+    pub fn stop_answering(&self, is_reset: bool) {
         // The lock ensures that no register access is under way.
         let mut controller = self.controller();
-        self.silent.store(true, Ordering::Release);
+        self.is_silent.store(true, Ordering::Release);
         if is_reset {
             controller.reset_function();
         }
     }
 
     /// Ends [`Self::fall_silent`].
-    pub fn answer_again(&self) {
+    pub fn resume_answering(&self) {
         let _controller = self.controller();
-        self.silent.store(false, Ordering::Release);
+        self.is_silent.store(false, Ordering::Release);
     }
 
     /// Requests an orderly removal: the driver is asked to release the drive.
@@ -251,15 +251,15 @@ impl ModelDrive {
     }
 
     /// Sets the temperature, and reports it as a critical warning.
-    pub fn overheat(&self, temperature: u16) {
+    pub fn report_temperature(&self, temperature: u16) {
         let mut controller = self.controller();
         controller.temperature = temperature;
         controller.critical_warning |= 1 << 1;
-        controller.happen(1, 1, 2);
+        controller.queue_event(1, 1, 2);
     }
 
     /// Sets the temperature and clears the critical warning, which is no event.
-    pub fn cool(&self, temperature: u16) {
+    pub fn clear_temperature(&self, temperature: u16) {
         let mut controller = self.controller();
         controller.temperature = temperature;
         controller.critical_warning &= !(1 << 1);
@@ -288,7 +288,7 @@ impl ModelDrive {
         if !controller.changed_namespaces.contains(&nsid) {
             controller.changed_namespaces.push(nsid);
         }
-        controller.happen(2, 0, 4);
+        controller.queue_event(2, 0, 4);
     }
 
     /// Returns blocks of a namespace without a command.
@@ -342,8 +342,8 @@ impl ModelDrive {
     }
 
     /// Returns the queues of I/O commands that were fetched since the last call, in order, at most 4096.
-    pub fn taken(&self) -> Vec<u16> {
-        std::mem::take(&mut self.controller().taken)
+    pub fn take_fetched_queues(&self) -> Vec<u16> {
+        std::mem::take(&mut self.controller().fetched_queues)
     }
 
     /// Returns the number of I/O queue pairs.
@@ -355,7 +355,7 @@ impl ModelDrive {
     ///
     /// # Errors
     /// All violations.
-    pub fn judgement(&self) -> Result<(), String> {
+    pub fn check_host(&self) -> Result<(), String> {
         let complaints = self.controller().complaints.clone();
         let faults = self.iommu.faults();
         match complaints.is_empty() && faults.is_empty() {
@@ -371,14 +371,14 @@ fn run(drive: &Weak<ModelDrive>) {
     while let Some(drive) = drive.upgrade() {
         let mut busy = false;
         let mut next = None;
-        let is_prompt = drive.is_prompt;
-        if drive.is_reached() {
+        let is_prompt = drive.starts_on_doorbell;
+        if drive.is_reachable() {
             let mut controller = drive.controller();
-            busy = controller.turn(clock::monotonic());
+            busy = controller.run_once(clock::monotonic());
             next = controller.next();
-            if controller.vanishing() {
+            if controller.will_disappear() {
                 drive.vanished.store(true, Ordering::Release);
-                controller.forget();
+                controller.clear_state();
             }
         }
         drop(drive);
@@ -389,7 +389,7 @@ fn run(drive: &Weak<ModelDrive>) {
             });
             let time = time.clamp(Duration::from_nanos(100), IDLE_SIMULATED);
             if is_prompt {
-                look_again(time);
+                wait_for_work(time);
             } else {
                 clock::sleep(time);
             }
@@ -402,7 +402,7 @@ fn run(drive: &Weak<ModelDrive>) {
 }
 
 /// Waits for `time`; in a simulation, also until another actor takes a step.
-fn look_again(time: Duration) {
+fn wait_for_work(time: Duration) {
     #[cfg(simulation)]
     nvme_mpt_memory::simulation::wait(Some(clock::monotonic() + time));
     #[cfg(not(simulation))]
@@ -417,19 +417,19 @@ impl Controller {
             Phase::Disabled | Phase::Ready => None,
         };
         let works = self.phase == Phase::Ready && !self.fatal && !self.hung;
-        let work = self.work.iter().filter(|_| works);
+        let work = self.fetched.iter().filter(|_| works);
         let due = work.filter_map(|work| work.due);
         due.chain(phase).min()
     }
 
     /// Returns whether a fetched command makes the drive disappear.
-    fn vanishing(&self) -> bool {
+    fn will_disappear(&self) -> bool {
         let vanish = Some(Effect::Vanish);
-        self.work.iter().any(|work| work.effect == vanish)
+        self.fetched.iter().any(|work| work.effect == vanish)
     }
 }
 
-fn gone() -> io::Error {
+fn gone_error() -> io::Error {
     io::ErrorKind::NotConnected.into()
 }
 
@@ -468,23 +468,23 @@ impl DeviceBacking for ModelDrive {
     }
 
     fn set_bus_master(&self, enabled: bool) -> io::Result<()> {
-        if !self.is_reached() {
-            return Err(gone());
+        if !self.is_reachable() {
+            return Err(gone_error());
         }
         self.controller().bus_master = enabled;
         Ok(())
     }
 
     fn reset(&self) -> io::Result<()> {
-        if !self.is_reached() {
-            return Err(gone());
+        if !self.is_reachable() {
+            return Err(gone_error());
         }
         self.controller().reset_function();
         Ok(())
     }
 
     fn admin_timeout(&self) -> Duration {
-        self.admin_waits.fetch_add(1, Ordering::Relaxed);
+        self.admin_timeout_reads.fetch_add(1, Ordering::Relaxed);
         *self
             .admin_timeout
             .lock()
@@ -496,7 +496,7 @@ impl DeviceBacking for ModelDrive {
     }
 
     fn is_gone(&self) -> bool {
-        !self.answers()
+        !self.is_present()
     }
 
     /// Descriptors are not needed, since the other driver is in this process.
@@ -505,7 +505,7 @@ impl DeviceBacking for ModelDrive {
     }
 
     /// The other driver in this process uses the same IOMMU.
-    fn keep_iommu(&self) -> io::Result<Vec<OwnedFd>> {
+    fn persist_iommu(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(Vec::new())
     }
 
@@ -513,12 +513,12 @@ impl DeviceBacking for ModelDrive {
         drop(self.hold_release());
         // Closing a function resets it and ends its DMA.
         let mut controller = self.controller();
-        let left_enabled = controller.cc & CC_ENABLE != 0 && self.answers();
+        let left_enabled = controller.cc & CC_ENABLE != 0 && self.is_present();
         self.released.store(true, Ordering::Release);
-        controller.forget();
+        controller.clear_state();
         drop(controller);
-        if self.judge_on_release && !std::thread::panicking() {
-            if let Err(complaint) = self.judgement() {
+        if self.check_on_release && !std::thread::panicking() {
+            if let Err(complaint) = self.check_host() {
                 panic!("{complaint}");
             }
             assert!(

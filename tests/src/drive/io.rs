@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use super::data::{self, Piece, Unsound};
-use super::faults::{Aborts, Effect};
+use super::data::{self, InvalidDataPointer, Piece};
+use super::faults::{AbortReaction, Effect};
 use super::queues::entry;
-use super::{Controller, Work};
+use super::{Controller, ModelCommand};
 use crate::command::{Sqe, admin, io};
 use crate::identify::{
     ONCS_COMPARE, ONCS_COPY, ONCS_DSM, ONCS_VERIFY, ONCS_WRITE_UNCORRECTABLE, ONCS_WRITE_ZEROES,
@@ -21,16 +21,18 @@ const UNKNOWN_CID: u16 = 0xFFF0;
 
 impl Controller {
     /// Executes commands that are due.
-    pub(super) fn work(&mut self, now: Duration) -> bool {
-        let holds_aborts = self.faults.aborts == Aborts::Hold;
+    pub(super) fn execute_due(&mut self, now: Duration) -> bool {
+        let holds_aborts = self.faults.aborts == AbortReaction::Hold;
         for done in 0..AT_ONCE {
             if self.fatal || self.hung {
                 return true;
             }
-            let is_held =
-                |work: &Work| holds_aborts && work.sq == 0 && work.sqe.opcode() == admin::ABORT;
-            let due = |work: &Work| work.due.is_some_and(|due| due <= now) && !is_held(work);
-            let count = self.work.iter().filter(|work| due(work)).count();
+            let is_held = |work: &ModelCommand| {
+                holds_aborts && work.sq == 0 && work.sqe.opcode() == admin::ABORT
+            };
+            let due =
+                |work: &ModelCommand| work.due.is_some_and(|due| due <= now) && !is_held(work);
+            let count = self.fetched.iter().filter(|work| due(work)).count();
             if count == 0 {
                 return done > 0;
             }
@@ -38,7 +40,7 @@ impl Controller {
                 Some(_) => self.rng.below(count as u64) as usize,
                 None => 0,
             };
-            let indices = self.work.iter().enumerate();
+            let indices = self.fetched.iter().enumerate();
             let Some(index) = indices
                 .filter(|(_, work)| due(work))
                 .map(|(i, _)| i)
@@ -46,14 +48,14 @@ impl Controller {
             else {
                 return done > 0;
             };
-            let work = self.work.remove(index);
+            let work = self.fetched.remove(index);
             self.finish(&work);
         }
         true
     }
 
-    fn finish(&mut self, work: &Work) {
-        let Work {
+    fn finish(&mut self, work: &ModelCommand) {
+        let ModelCommand {
             sq, sqe, effect, ..
         } = work;
         if *sq == 0 {
@@ -86,7 +88,7 @@ impl Controller {
         match effect {
             Some(Effect::CompleteTwice) => self.complete(*sq, sqe, outcome, true),
             Some(Effect::CompleteAgain(further)) => {
-                self.post_later(*sq, entry(*sq, sqe, outcome, true), *further);
+                self.post_delayed(*sq, entry(*sq, sqe, outcome, true), *further);
             }
             _ => {}
         }
@@ -99,10 +101,10 @@ impl Controller {
             .and_then(|pieces| self.transfer(sqe, &pieces));
         let code = match result {
             Ok(()) => return Ok(0),
-            Err(Unsound { status, what }) => {
+            Err(InvalidDataPointer { status, what }) => {
                 // The host must avoid these errors. It cannot know about errors without a description.
                 if !what.is_empty() {
-                    self.complain(format!("{what}: {sqe:?}"));
+                    self.record_violation(format!("{what}: {sqe:?}"));
                 }
                 status
             }
@@ -112,8 +114,8 @@ impl Controller {
     }
 
     /// Checks the rules that a host must follow, and returns the parts of memory with the command's data.
-    fn check(&self, sqe: &Sqe) -> Result<Vec<Piece>, Unsound> {
-        let unsound = |status, what| Err(Unsound { status, what });
+    fn check(&self, sqe: &Sqe) -> Result<Vec<Piece>, InvalidDataPointer> {
+        let unsound = |status, what| Err(InvalidDataPointer { status, what });
         let oncs = match sqe.opcode() {
             io::FLUSH | io::READ | io::WRITE => 0,
             io::COMPARE => ONCS_COMPARE,
@@ -166,13 +168,13 @@ impl Controller {
     }
 
     /// Executes the command with its DMA.
-    fn transfer(&mut self, sqe: &Sqe, pieces: &[Piece]) -> Result<(), Unsound> {
-        let fault = |_| Unsound {
+    fn transfer(&mut self, sqe: &Sqe, pieces: &[Piece]) -> Result<(), InvalidDataPointer> {
+        let fault = |_| InvalidDataPointer {
             status: status::DATA_TRANSFER_ERROR,
             what: "data outside of memory",
         };
         if !self.bus_master && !pieces.is_empty() {
-            return Err(Unsound {
+            return Err(InvalidDataPointer {
                 status: status::DATA_TRANSFER_ERROR,
                 what: "data, but no bus mastering",
             });
@@ -199,7 +201,7 @@ impl Controller {
                     status::SIZE_LIMIT_EXCEEDED => "more than one Copy may be",
                     _ => "",
                 };
-                return Err(Unsound { status, what });
+                return Err(InvalidDataPointer { status, what });
             }
         };
         for &(iova, len) in pieces.iter().filter(|_| sqe.opcode() == io::READ) {
@@ -211,8 +213,8 @@ impl Controller {
     }
 
     /// Executes the DMA of commands that never complete. The controller may do so until CSTS.RDY is cleared.
-    pub(super) fn move_data_of_lost_commands(&mut self) {
-        for work in std::mem::take(&mut self.work) {
+    pub(super) fn transfer_lost_commands(&mut self) {
+        for work in std::mem::take(&mut self.fetched) {
             if work.sq != 0 && self.bus_master {
                 let _status = self.execute(&work.sqe);
             }

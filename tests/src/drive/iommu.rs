@@ -24,7 +24,7 @@ use crate::mapping;
 use crate::rng::Rng;
 
 /// Maximum number of recorded faults. Further faults are only counted.
-const KEPT: usize = 16;
+const RECORDED_FAULTS_MAX: usize = 16;
 
 /// Bytes that are pinned at a time.
 const PIECE: usize = 64 << 20;
@@ -44,40 +44,40 @@ pub struct DmaFault {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Mapped {
+struct ModelMapping {
     len: u64,
     start: NonNull<u8>,
     access: MappingAccess,
 }
 
 // SAFETY: an address range; it is accessed under the IOMMU's lock only, by copies and atomics.
-unsafe impl Send for Mapped {}
+unsafe impl Send for ModelMapping {}
 // SAFETY: as above.
-unsafe impl Sync for Mapped {}
+unsafe impl Sync for ModelMapping {}
 
 /// The IOMMU in front of the drive.
 #[derive(Debug, Default)]
 pub struct ModelIommu {
     /// Maximum number of mappings at a time, if there is a limit.
     mappings_max: Option<usize>,
-    maps: RwLock<BTreeMap<u64, Mapped>>,
+    maps: RwLock<BTreeMap<u64, ModelMapping>>,
     faults: Mutex<Vec<DmaFault>>,
     count: AtomicU64,
-    made: AtomicU64,
-    refusing: AtomicBool,
+    mappings_made: AtomicU64,
+    refuses_maps: AtomicBool,
     /// True if mapping allocates missing pages. Otherwise, mapped memory keeps its holes.
     pins: AtomicBool,
     /// Bytes that were allocated before they were mapped.
-    taken: AtomicU64,
-    taking: Mutex<Option<Act>>,
-    pinning: Mutex<Option<Act>>,
-    gate: Gate,
+    allocated_bytes: AtomicU64,
+    allocation_hook: Mutex<Option<PageHook>>,
+    pinning_hook: Mutex<Option<PageHook>>,
+    gate: MappingGate,
 }
 
 /// A test's hook in allocating or pinning pages. The argument is the number of bytes done so far.
-struct Act(Box<dyn FnMut(u64) + Send>);
+struct PageHook(Box<dyn FnMut(u64) + Send>);
 
-impl fmt::Debug for Act {
+impl fmt::Debug for PageHook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Act")
     }
@@ -107,20 +107,20 @@ impl Pinning {
 
 /// Gate at which mappings wait, as if the IOMMU were pinning memory page by page.
 #[derive(Debug, Default)]
-struct Gate {
-    state: Mutex<GateState>,
+struct MappingGate {
+    state: Mutex<MappingGateState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct GateState {
+struct MappingGateState {
     closed: bool,
     waiting: usize,
-    pinning: Option<Pinning>,
+    pinning_delays: Option<Pinning>,
 }
 
-impl Gate {
-    fn change<T>(&self, change: impl FnOnce(&mut GateState) -> T) -> T {
+impl MappingGate {
+    fn change<T>(&self, change: impl FnOnce(&mut MappingGateState) -> T) -> T {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let result = change(&mut state);
         self.changed.notify_all();
@@ -137,7 +137,10 @@ impl Gate {
         }
         state.waiting -= 1;
         // Guest memory is backed by a file.
-        let pinning = state.pinning.as_mut().filter(|_| memory.place().is_some());
+        let pinning = state
+            .pinning_delays
+            .as_mut()
+            .filter(|_| memory.file_place().is_some());
         let time = pinning.map_or(Duration::ZERO, Pinning::next);
         drop(state);
         if !time.is_zero() {
@@ -168,7 +171,7 @@ impl ModelIommu {
     }
 
     /// Returns the number of mapped bytes.
-    pub fn mapped(&self) -> u64 {
+    pub fn mapped_bytes(&self) -> u64 {
         self.read_maps().values().map(|mapped| mapped.len).sum()
     }
 
@@ -178,13 +181,13 @@ impl ModelIommu {
     }
 
     /// Returns the number of mappings that were ever made.
-    pub fn made(&self) -> u64 {
-        self.made.load(Ordering::Relaxed)
+    pub fn mappings_made(&self) -> u64 {
+        self.mappings_made.load(Ordering::Relaxed)
     }
 
     /// Makes mappings fail as if the limit of locked memory were reached, or ends this.
     pub fn refuse_maps(&self, refuse: bool) {
-        self.refusing.store(refuse, Ordering::Relaxed);
+        self.refuses_maps.store(refuse, Ordering::Relaxed);
     }
 
     /// Makes mappings allocate missing pages.
@@ -203,39 +206,46 @@ impl ModelIommu {
     }
 
     /// Ends [`Self::hold_maps`].
-    pub fn let_maps_through(&self) {
+    pub fn release_maps(&self) {
         self.gate.change(|state| state.closed = false);
     }
 
     /// Returns the bytes of guest memory that the driver allocated before mapping. The model itself allocates none.
-    pub fn pages_taken(&self) -> u64 {
-        self.taken.load(Ordering::Relaxed)
+    pub fn allocated_bytes(&self) -> u64 {
+        self.allocated_bytes.load(Ordering::Relaxed)
     }
 
     /// Calls `act` before each allocation of pages, with the number of bytes allocated before.
-    pub fn when_pages_are_taken(&self, act: impl FnMut(u64) + Send + 'static) {
-        let mut taking = self.taking.lock().unwrap_or_else(PoisonError::into_inner);
-        *taking = Some(Act(Box::new(act)));
+    pub fn on_allocation(&self, act: impl FnMut(u64) + Send + 'static) {
+        let mut taking = self
+            .allocation_hook
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *taking = Some(PageHook(Box::new(act)));
     }
 
     /// Calls `act` after each pinned piece of memory, with the number of bytes of the mapping that are pinned.
-    pub fn when_a_piece_is_pinned(&self, act: impl FnMut(u64) + Send + 'static) {
-        let mut pinning = self.pinning.lock().unwrap_or_else(PoisonError::into_inner);
-        *pinning = Some(Act(Box::new(act)));
+    pub fn on_piece_pinned(&self, act: impl FnMut(u64) + Send + 'static) {
+        let mut pinning = self
+            .pinning_hook
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *pinning = Some(PageHook(Box::new(act)));
     }
 
     /// Delays some mappings of guest memory.
     pub fn pin_slowly(&self, pinning: Pinning) {
-        self.gate.change(|state| state.pinning = Some(pinning));
+        self.gate
+            .change(|state| state.pinning_delays = Some(pinning));
     }
 
-    fn read_maps(&self) -> nvme_mpt_memory::sync::RwLockReadGuard<'_, BTreeMap<u64, Mapped>> {
+    fn read_maps(&self) -> nvme_mpt_memory::sync::RwLockReadGuard<'_, BTreeMap<u64, ModelMapping>> {
         self.maps.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `access` on each part of the range (start, offset in the range, size in bytes) if the drive may access all of it.
     /// The memory stays mapped meanwhile.
-    fn each(
+    fn for_each_piece(
         &self,
         iova: u64,
         len: usize,
@@ -259,7 +269,7 @@ impl ModelIommu {
                 let fault = DmaFault { iova, len, write };
                 self.count.fetch_add(1, Ordering::Relaxed);
                 let mut faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
-                if faults.len() < KEPT {
+                if faults.len() < RECORDED_FAULTS_MAX {
                     faults.push(fault);
                 }
                 return Err(fault);
@@ -275,7 +285,7 @@ impl ModelIommu {
 
     /// Copies bytes out of memory.
     pub(super) fn read(&self, iova: u64, into: &mut [u8]) -> Result<(), DmaFault> {
-        self.each(iova, into.len(), false, |first, offset, bytes| {
+        self.for_each_piece(iova, into.len(), false, |first, offset, bytes| {
             let to = &mut into[offset..offset + bytes];
             // SAFETY: `bytes` bytes are mapped there, and stay so while the lock is held; `to` is ours.
             unsafe { ptr::copy_nonoverlapping(first.as_ptr(), to.as_mut_ptr(), bytes) };
@@ -284,7 +294,7 @@ impl ModelIommu {
 
     /// Copies bytes into memory.
     pub(super) fn write(&self, iova: u64, from: &[u8]) -> Result<(), DmaFault> {
-        self.each(iova, from.len(), true, |first, offset, bytes| {
+        self.for_each_piece(iova, from.len(), true, |first, offset, bytes| {
             let from = &from[offset..offset + bytes];
             // SAFETY: `bytes` bytes are mapped there for writing, and stay so while the lock is held.
             unsafe { ptr::copy_nonoverlapping(from.as_ptr(), first.as_ptr(), bytes) };
@@ -294,7 +304,7 @@ impl ModelIommu {
     /// Reads an aligned word. Earlier stores of its writer are visible afterwards.
     pub(super) fn load32(&self, iova: u64) -> Result<u32, DmaFault> {
         let mut value = 0;
-        self.each(iova & !3, 4, false, |first, _, _| {
+        self.for_each_piece(iova & !3, 4, false, |first, _, _| {
             // SAFETY: the word is mapped, and aligned, as mappings are to pages.
             value = unsafe { AtomicU32::from_ptr(first.as_ptr().cast()) }.load(Ordering::SeqCst);
         })?;
@@ -303,7 +313,7 @@ impl ModelIommu {
 
     /// Writes an aligned word.
     pub(super) fn store32(&self, iova: u64, value: u32) -> Result<(), DmaFault> {
-        self.each(iova & !3, 4, true, |first, _, _| {
+        self.for_each_piece(iova & !3, 4, true, |first, _, _| {
             // SAFETY: as in `load32`, and mapped for writing.
             let word = unsafe { AtomicU32::from_ptr(first.as_ptr().cast()) };
             word.store(value.to_le(), Ordering::SeqCst);
@@ -312,7 +322,7 @@ impl ModelIommu {
 
     /// Writes two aligned 64-bit words. A reader that sees the second word sees the first one, too.
     pub(super) fn publish(&self, iova: u64, words: [u64; 2]) -> Result<(), DmaFault> {
-        self.each(iova & !15, 16, true, |first, _, _| {
+        self.for_each_piece(iova & !15, 16, true, |first, _, _| {
             for (index, word) in words.into_iter().enumerate() {
                 // SAFETY: both words are mapped for writing, and aligned.
                 let to = unsafe { AtomicU64::from_ptr(first.as_ptr().cast::<u64>().add(index)) };
@@ -332,7 +342,7 @@ impl Iommu for ModelIommu {
     ) -> io::Result<()> {
         let len = part.len() as u64;
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
-        if self.refusing.load(Ordering::Relaxed) {
+        if self.refuses_maps.load(Ordering::Relaxed) {
             return Err(io::ErrorKind::OutOfMemory.into());
         }
         let bytes = memory.bytes(part.start, part.len()).ok_or_else(invalid)?;
@@ -351,13 +361,13 @@ impl Iommu for ModelIommu {
         if self.mappings_max.is_some_and(|max| maps.len() >= max) {
             return Err(io::ErrorKind::StorageFull.into());
         }
-        self.made.fetch_add(1, Ordering::Relaxed);
+        self.mappings_made.fetch_add(1, Ordering::Relaxed);
         // The caller keeps the memory as long as the mapping.
-        maps.insert(iova, Mapped { len, start, access });
+        maps.insert(iova, ModelMapping { len, start, access });
         Ok(())
     }
 
-    fn map_after(
+    fn map_with_check(
         &self,
         iova: u64,
         memory: &Mapping,
@@ -368,8 +378,11 @@ impl Iommu for ModelIommu {
         for start in part.clone().step_by(PIECE) {
             let end = part.end.min(start + PIECE);
             before(start..end)?;
-            let mut pinning = self.pinning.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(Act(act)) = pinning.as_mut() {
+            let mut pinning = self
+                .pinning_hook
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            if let Some(PageHook(act)) = pinning.as_mut() {
                 act((end - part.start) as u64);
             }
         }
@@ -386,13 +399,18 @@ impl Iommu for ModelIommu {
         Ok(())
     }
 
-    fn take_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
+    fn allocate_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
         if self.pins.load(Ordering::Relaxed) {
             memory.populate_part(part.start, part.len())?;
         }
-        let before = self.taken.fetch_add(part.len() as u64, Ordering::Relaxed);
-        let mut taking = self.taking.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(Act(act)) = taking.as_mut() {
+        let before = self
+            .allocated_bytes
+            .fetch_add(part.len() as u64, Ordering::Relaxed);
+        let mut taking = self
+            .allocation_hook
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(PageHook(act)) = taking.as_mut() {
             act(before);
         }
         Ok(())
@@ -401,8 +419,8 @@ impl Iommu for ModelIommu {
     fn clear(&self, iova: u64, len: u64) -> io::Result<()> {
         let mut maps = self.maps.write().unwrap_or_else(PoisonError::into_inner);
         let end = iova.checked_add(len).ok_or(io::ErrorKind::InvalidInput)?;
-        let is_outside = |at: &u64, mapped: &Mapped| *at >= end || at + mapped.len <= iova;
-        let cuts = |at: &u64, mapped: &Mapped| *at < iova || at + mapped.len > end;
+        let is_outside = |at: &u64, mapped: &ModelMapping| *at >= end || at + mapped.len <= iova;
+        let cuts = |at: &u64, mapped: &ModelMapping| *at < iova || at + mapped.len > end;
         if maps
             .iter()
             .any(|(at, mapped)| !is_outside(at, mapped) && cuts(at, mapped))
@@ -426,7 +444,7 @@ pub(super) struct DoorbellRegisters {
 }
 
 /// Value of a doorbell register without a new store. No queue has as many entries.
-const UNTOUCHED: u32 = u32::MAX;
+const UNWRITTEN: u32 = u32::MAX;
 
 impl DoorbellRegisters {
     pub(super) fn new(len: usize) -> io::Result<Self> {
@@ -437,7 +455,7 @@ impl DoorbellRegisters {
             mapping: mapping.into(),
             memfd,
         };
-        registers.forget();
+        registers.discard_stores();
         Ok(registers)
     }
 
@@ -459,15 +477,15 @@ impl DoorbellRegisters {
     pub(super) fn take(&self, offset: usize) -> Option<u32> {
         let value = self
             .register(offset)?
-            .swap(UNTOUCHED.to_le(), Ordering::SeqCst);
-        (value != UNTOUCHED.to_le()).then(|| u32::from_le(value))
+            .swap(UNWRITTEN.to_le(), Ordering::SeqCst);
+        (value != UNWRITTEN.to_le()).then(|| u32::from_le(value))
     }
 
     /// Discards all stored values.
-    pub(super) fn forget(&self) {
+    pub(super) fn discard_stores(&self) {
         for offset in (0..self.mapping.len()).step_by(4) {
             if let Some(register) = self.register(offset) {
-                register.store(UNTOUCHED.to_le(), Ordering::Relaxed);
+                register.store(UNWRITTEN.to_le(), Ordering::Relaxed);
             }
         }
     }
@@ -502,7 +520,7 @@ mod tests {
         iommu.unmap(0x10_0000, 4096).unwrap_err();
         iommu.unmap(0x10_0000, 8192).unwrap();
         iommu.read(0x10_0000, &mut [0]).unwrap_err();
-        assert_eq!(iommu.mapped(), 4096);
+        assert_eq!(iommu.mapped_bytes(), 4096);
     }
 
     #[test]

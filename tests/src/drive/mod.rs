@@ -16,7 +16,7 @@ mod bar;
 mod data;
 mod faults;
 mod function;
-mod hand;
+mod hand_queue;
 mod identify;
 mod io;
 mod iommu;
@@ -32,9 +32,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use bar::DriveBar;
-pub use faults::{Aborts, Effect, Fault, Meets, Resets};
+pub use faults::{AbortReaction, Effect, Fault, FaultMatch, ResetReaction};
 pub use function::ModelDrive;
-pub use hand::HandQueue;
+pub use hand_queue::HandQueue;
 pub use iommu::{DmaFault, ModelIommu, Pinning};
 pub use namespace::NamespaceOptions;
 pub use service::{Order, Service};
@@ -60,7 +60,7 @@ pub const ONCS_ALL: u16 = ONCS_COMPARE
     | ONCS_COPY;
 
 /// Maximum number of recorded queues of fetched commands.
-const TAKEN: usize = 4096;
+const FETCHED_QUEUES_MAX: usize = 4096;
 
 /// Maximum number of recorded complaints.
 const COMPLAINTS: usize = 16;
@@ -73,18 +73,18 @@ pub enum DoorbellBufferUse {
     /// The drive polls the buffer, and never requests register writes.
     Watched,
     /// The drive reads the buffer after register writes, and requests the next register write.
-    Asked,
+    EventIdx,
 }
 
 /// Arbitration mechanisms between Submission Queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arbitration {
     /// Only round robin (CAP.AMS).
-    InTurn,
+    RoundRobin,
     /// Round robin and weighted round robin.
     Weighted,
     /// The drive reports weighted round robin, but fails when it is enabled with it.
-    InNameOnly(WeightedFailure),
+    FailingWeighted(WeightedFailure),
 }
 
 /// Failure mode of a drive that is enabled with weighted round robin. CSTS.RDY is never set.
@@ -148,10 +148,10 @@ pub struct Options {
     /// Seed of the order of completions; `None` for the order of submission.
     pub seed: Option<u64>,
     /// True if the test completes I/O commands itself ([`ModelDrive::hand_queue`]).
-    pub by_hand: bool,
+    pub is_manual: bool,
     /// True if `release` panics after a violation by the host ([`ModelDrive::judgement`]), for tests that do not keep the drive
     /// until the end.
-    pub judge_on_release: bool,
+    pub check_on_release: bool,
 }
 
 impl Default for Options {
@@ -165,7 +165,7 @@ impl Default for Options {
             // Much longer than a loaded machine needs.
             timeout: 240,
             command_sets: 1,
-            arbitration: Arbitration::InTurn,
+            arbitration: Arbitration::RoundRobin,
             queue_pairs: 8,
             doorbell_bytes: None,
             mdts: 9,
@@ -181,8 +181,8 @@ impl Default for Options {
             parallel: 256,
             service: None,
             seed: Some(1),
-            by_hand: false,
-            judge_on_release: false,
+            is_manual: false,
+            check_on_release: false,
         }
     }
 }
@@ -217,12 +217,12 @@ pub struct Counters {
     /// Maximum number of I/O Submission Queues at a time.
     pub queues_most: u64,
     /// Commands that a fault matched.
-    pub faults_met: u64,
+    pub faults_matched: u64,
 }
 
 /// A fetched command that is not completed yet.
 #[derive(Clone, Debug)]
-struct Work {
+struct ModelCommand {
     sq: u16,
     sqe: Sqe,
     /// Time of its completion; `None` if the command is lost.
@@ -262,12 +262,12 @@ struct Controller {
     // State that a reset forgets.
     sqs: BTreeMap<u16, Sq>,
     /// I/O queue of the last fetched command.
-    last_taken: u16,
+    last_fetched: u16,
     /// Arbitration feature (Set Features).
     arbitration: u32,
     weighted_turns: WeightedTurns,
     cqs: BTreeMap<u16, Cq>,
-    work: Vec<Work>,
+    fetched: Vec<ModelCommand>,
     /// Time at which each channel of the [`Service`] becomes free.
     channels: Vec<Duration>,
     shadow: Option<[u64; 2]>,
@@ -282,7 +282,7 @@ struct Controller {
     temperature: u16,
     error_count: u64,
     /// I/O queues of fetched commands, at most [`TAKEN`].
-    taken: Vec<u16>,
+    fetched_queues: Vec<u16>,
     /// Hook that changes the drive's description.
     forger: Option<Box<Forger>>,
 }
@@ -315,11 +315,11 @@ impl Controller {
             hung: false,
             paused: false,
             sqs: BTreeMap::new(),
-            last_taken: 0,
+            last_fetched: 0,
             arbitration: 0,
             weighted_turns: WeightedTurns::default(),
             cqs: BTreeMap::new(),
-            work: Vec::new(),
+            fetched: Vec::new(),
             shadow: None,
             event_requests: VecDeque::new(),
             events: VecDeque::new(),
@@ -329,30 +329,30 @@ impl Controller {
             critical_warning: 0,
             temperature: 300,
             error_count: 0,
-            taken: Vec::new(),
+            fetched_queues: Vec::new(),
             forger: None,
         }
     }
 
     /// Records a violation by the host.
-    fn complain(&mut self, what: impl Into<String>) {
+    fn record_violation(&mut self, what: impl Into<String>) {
         if self.complaints.len() < COMPLAINTS {
             self.complaints.push(what.into());
         }
     }
 
     /// Runs the hardware once. Returns false if there was nothing to do.
-    fn turn(&mut self, now: Duration) -> bool {
-        let moved = self.follow(now);
+    fn run_once(&mut self, now: Duration) -> bool {
+        let moved = self.update_status(now);
         if self.phase != Phase::Ready || self.fatal || self.hung {
             return moved;
         }
         let rung = self.take_doorbells();
         let taken = self.take_commands(now);
-        let worked = self.work(now);
-        let posted = self.post_held();
-        self.tell_events();
-        self.ask_for_doorbells();
+        let worked = self.execute_due(now);
+        let posted = self.post_waiting();
+        self.report_events();
+        self.request_doorbells();
         moved || rung || taken || worked || posted
     }
 }

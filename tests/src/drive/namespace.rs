@@ -109,14 +109,14 @@ impl Namespace {
         }
     }
 
-    fn readable(&self, slba: u64, blocks: u64) -> Done {
+    fn check_readable(&self, slba: u64, blocks: u64) -> Done {
         match self.uncorrectable.range(slba..slba + blocks).next() {
             Some(_) => Err(status::UNRECOVERED_READ_ERROR),
             None => Ok(()),
         }
     }
 
-    fn corrected(&mut self, slba: u64, blocks: u64) {
+    fn clear_uncorrectable(&mut self, slba: u64, blocks: u64) {
         self.uncorrectable
             .retain(|lba| !(slba..slba + blocks).contains(lba));
     }
@@ -128,29 +128,29 @@ impl Namespace {
             io::FLUSH => {}
             io::READ => {
                 let range = self.range(slba, blocks)?;
-                self.readable(slba, blocks)?;
+                self.check_readable(slba, blocks)?;
                 return Ok(&self.bytes[range]);
             }
             io::WRITE => {
                 let range = self.range(slba, blocks)?;
                 self.bytes[range].copy_from_slice(data);
-                self.corrected(slba, blocks);
+                self.clear_uncorrectable(slba, blocks);
             }
             io::COMPARE => {
                 let range = self.range(slba, blocks)?;
-                self.readable(slba, blocks)?;
+                self.check_readable(slba, blocks)?;
                 if self.bytes[range] != *data {
                     return Err(status::COMPARE_FAILURE);
                 }
             }
             io::VERIFY => {
                 self.range(slba, blocks)?;
-                self.readable(slba, blocks)?;
+                self.check_readable(slba, blocks)?;
             }
             io::WRITE_ZEROES => {
                 let range = self.range(slba, blocks)?;
                 self.bytes[range].fill(0);
-                self.corrected(slba, blocks);
+                self.clear_uncorrectable(slba, blocks);
             }
             io::WRITE_UNCORRECTABLE => {
                 self.range(slba, blocks)?;
@@ -169,7 +169,7 @@ impl Namespace {
             let range = self.range(field::u64(entry, 8), field::u32(entry, 4).into())?;
             if deallocate {
                 self.bytes[range].fill(0);
-                self.corrected(field::u64(entry, 8), field::u32(entry, 4).into());
+                self.clear_uncorrectable(field::u64(entry, 8), field::u32(entry, 4).into());
             }
         }
         Ok(())
@@ -191,10 +191,10 @@ impl Namespace {
         let mut to = sdlba;
         for (from, blocks) in sources {
             let source = self.range(from, blocks)?;
-            self.readable(from, blocks)?;
+            self.check_readable(from, blocks)?;
             let target = self.range(to, blocks)?;
             self.bytes.copy_within(source, target.start);
-            self.corrected(to, blocks);
+            self.clear_uncorrectable(to, blocks);
             to += blocks;
         }
         Ok(())

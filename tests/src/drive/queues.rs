@@ -7,7 +7,7 @@ use std::time::Duration;
 use nvme_mpt_memory::eventfd;
 
 use super::faults::Effect;
-use super::{Controller, DoorbellBufferUse, TAKEN, Work};
+use super::{Controller, DoorbellBufferUse, FETCHED_QUEUES_MAX, ModelCommand};
 use crate::command::Sqe;
 use crate::queue::{CQE_SIZE, SQE_SIZE};
 use crate::status::{self, StatusCode};
@@ -29,7 +29,7 @@ pub(super) struct Sq {
     /// QPRIO.
     pub(super) priority: u8,
     /// Entries to post later, each with the number of commands that the drive fetches before.
-    later: Vec<(u16, [u64; 2])>,
+    delayed: Vec<(u16, [u64; 2])>,
 }
 
 impl Sq {
@@ -41,7 +41,7 @@ impl Sq {
             tail: 0,
             cq,
             priority,
-            later: Vec::new(),
+            delayed: Vec::new(),
         }
     }
 
@@ -60,11 +60,11 @@ impl Sq {
     }
 
     /// Removes and returns the entries that are due when the drive fetches the next command.
-    fn take_later(&mut self) -> Vec<[u64; 2]> {
-        for (further, _) in &mut self.later {
+    fn take_due(&mut self) -> Vec<[u64; 2]> {
+        for (further, _) in &mut self.delayed {
             *further = further.saturating_sub(1);
         }
-        let due = self.later.extract_if(.., |(further, _)| *further == 0);
+        let due = self.delayed.extract_if(.., |(further, _)| *further == 0);
         due.map(|(_, entry)| entry).collect()
     }
 }
@@ -136,7 +136,7 @@ impl Controller {
         let Some([shadow, _]) = self.shadow.filter(|_| queue != 0) else {
             return register;
         };
-        if register.is_none() && self.options.doorbell_buffer == DoorbellBufferUse::Asked {
+        if register.is_none() && self.options.doorbell_buffer == DoorbellBufferUse::EventIdx {
             return None;
         }
         // The host writes the buffer before the register, so the buffer has the newer value.
@@ -146,7 +146,7 @@ impl Controller {
     /// Reads all doorbells. Returns whether a value changed.
     pub(super) fn take_doorbells(&mut self) -> bool {
         let mut rung = false;
-        let last = if self.options.by_hand {
+        let last = if self.options.is_manual {
             0
         } else {
             self.options.queue_pairs
@@ -167,15 +167,15 @@ impl Controller {
         let (known, entries) = match head {
             false => match self.sqs.get_mut(&queue) {
                 Some(sq) => (&mut sq.tail, sq.entries),
-                None => return self.no_such_queue(queue, value),
+                None => return self.on_unknown_doorbell(queue, value),
             },
             true => match self.cqs.get_mut(&queue) {
                 Some(cq) => (&mut cq.head, cq.entries),
-                None => return self.no_such_queue(queue, value),
+                None => return self.on_unknown_doorbell(queue, value),
             },
         };
         if value >= entries {
-            self.complain(format!(
+            self.record_violation(format!(
                 "Doorbell of queue {queue}: {value} of {entries} entries"
             ));
             self.events.push_back(INVALID_DOORBELL_VALUE);
@@ -184,20 +184,20 @@ impl Controller {
         std::mem::replace(known, value) != value
     }
 
-    fn no_such_queue(&mut self, queue: u16, value: u32) -> bool {
+    fn on_unknown_doorbell(&mut self, queue: u16, value: u32) -> bool {
         // In a Doorbell Buffer, doorbells of queues that do not exist may have any value.
         if self.shadow.is_none() || queue == 0 {
-            self.complain(format!("Doorbell of queue {queue}, which is not: {value}"));
+            self.record_violation(format!("Doorbell of queue {queue}, which is not: {value}"));
         }
         false
     }
 
     /// Requests a register write for the next doorbell values (EventIdx), if the drive does so.
-    pub(super) fn ask_for_doorbells(&mut self) {
+    pub(super) fn request_doorbells(&mut self) {
         let Some([shadow, event_idx]) = self.shadow else {
             return;
         };
-        let asked = self.options.doorbell_buffer == DoorbellBufferUse::Asked;
+        let asked = self.options.doorbell_buffer == DoorbellBufferUse::EventIdx;
         let sqs = self
             .sqs
             .iter()
@@ -254,8 +254,8 @@ impl Controller {
     }
 
     /// Returns whether the drive has room for an I/O command. Admin commands do not count.
-    pub(super) fn has_place(&self) -> bool {
-        let of_io = self.work.iter().filter(|work| work.sq != 0);
+    pub(super) fn has_space(&self) -> bool {
+        let of_io = self.fetched.iter().filter(|work| work.sq != 0);
         of_io.count() < self.options.parallel
     }
 
@@ -264,7 +264,7 @@ impl Controller {
         if self.sqs.get(&0).is_some_and(|admin| admin.waiting() > 0) {
             return Some(0);
         }
-        if !self.has_place() {
+        if !self.has_space() {
             return None;
         }
         if let Some(urgent) = self.next_of_class(URGENT) {
@@ -301,18 +301,18 @@ impl Controller {
         let mut taken = false;
         loop {
             // The turn continues behind the last served queue, even if the drive had no room meanwhile.
-            let (last, sqs) = (self.last_taken, &self.sqs);
+            let (last, sqs) = (self.last_fetched, &self.sqs);
             let behind = sqs.range((Bound::Excluded(last), Bound::Unbounded));
             let turns = behind.chain(sqs.range(..=last));
             let ids: Vec<u16> = turns.map(|(&id, _)| id).collect();
             let mut more = false;
             for id in ids {
-                let room = id == 0 || self.has_room(now);
+                let room = id == 0 || self.can_fetch(now);
                 if room && !self.fatal && !self.hung && self.take_command(id, now) {
                     more = true;
                     // The admin queue does not take part in round robin.
                     if id != 0 {
-                        self.last_taken = id;
+                        self.last_fetched = id;
                     }
                 }
             }
@@ -330,31 +330,31 @@ impl Controller {
         let at = sq.base + u64::from(sq.head) * SQE_SIZE as u64;
         sq.head = (sq.head + 1) % sq.entries;
         if let Some(cq) = self.cqs.get_mut(&sq.cq) {
-            cq.held.extend(sq.take_later());
+            cq.held.extend(sq.take_due());
         }
         let mut bytes = [0; SQE_SIZE];
         if !self.bus_master || self.iommu.read(at, &mut bytes).is_err() {
-            self.complain(format!("Submission queue {id} cannot be read"));
+            self.record_violation(format!("Submission queue {id} cannot be read"));
             self.fatal = true;
             return false;
         }
         let sqe = Sqe::from_bytes(&bytes);
-        let same = |work: &&Work| work.sq == id && work.sqe.cid() == sqe.cid();
+        let same = |work: &&ModelCommand| work.sq == id && work.sqe.cid() == sqe.cid();
         let requests = &self.event_requests;
-        if self.work.iter().any(|work| same(&work)) || id == 0 && requests.contains(&sqe.cid()) {
-            self.complain(format!(
+        if self.fetched.iter().any(|work| same(&work)) || id == 0 && requests.contains(&sqe.cid()) {
+            self.record_violation(format!(
                 "Queue {id}: command identifier {:#x} twice",
                 sqe.cid()
             ));
             self.complete(id, &sqe, Err(status::COMMAND_ID_CONFLICT), true);
             return true;
         }
-        let effect = self.faults.meet(id, &sqe);
-        self.counters.faults_met = self.faults.met;
+        let effect = self.faults.effect_on(id, &sqe);
+        self.counters.faults_matched = self.faults.matched;
         if id != 0 {
             self.counters.commands += 1;
-            if self.taken.len() < TAKEN {
-                self.taken.push(id);
+            if self.fetched_queues.len() < FETCHED_QUEUES_MAX {
+                self.fetched_queues.push(id);
             }
         }
         let mut due = Some(match id {
@@ -368,7 +368,7 @@ impl Controller {
             Some(Effect::Hang) => self.hung = true,
             _ => {}
         }
-        self.work.push(Work {
+        self.fetched.push(ModelCommand {
             sq: id,
             sqe,
             due,
@@ -390,9 +390,9 @@ impl Controller {
     }
 
     /// Posts an entry after the drive has fetched `further` more commands of its Submission Queue.
-    pub(super) fn post_later(&mut self, sq: u16, entry: [u64; 2], further: u16) {
+    pub(super) fn post_delayed(&mut self, sq: u16, entry: [u64; 2], further: u16) {
         if let Some(sq) = self.sqs.get_mut(&sq) {
-            sq.later.push((further, entry));
+            sq.delayed.push((further, entry));
         }
     }
 
@@ -406,7 +406,7 @@ impl Controller {
     }
 
     /// Writes queued entries into Completion Queues that have room.
-    pub(super) fn post_held(&mut self) -> bool {
+    pub(super) fn post_waiting(&mut self) -> bool {
         let mut posted = false;
         let mut unreachable = None;
         for (id, cq) in &mut self.cqs {
@@ -435,7 +435,7 @@ impl Controller {
             }
         }
         if let Some(id) = unreachable {
-            self.complain(format!("Completion queue {id} cannot be written"));
+            self.record_violation(format!("Completion queue {id} cannot be written"));
             self.fatal = true;
         }
         posted

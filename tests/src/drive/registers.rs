@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use nvme_mpt_memory::clock;
 
-use super::faults::Resets;
+use super::faults::ResetReaction;
 use super::queues::{Cq, Sq, WeightedTurns};
 use super::{Arbitration, Controller, WeightedFailure};
 use crate::memory::PAGE_SIZE;
@@ -37,7 +37,7 @@ impl Controller {
         // CQR is set.
         u64::from(options.entries_max - 1)
             | 1 << 16
-            | u64::from(options.arbitration != Arbitration::InTurn) << 17
+            | u64::from(options.arbitration != Arbitration::RoundRobin) << 17
             | u64::from(options.timeout) << 24
             | u64::from(options.dstrd) << 32
             | u64::from(options.command_sets) << 37
@@ -76,7 +76,7 @@ impl Controller {
 
     pub(super) fn write_register(&mut self, offset: u64, value: u64) {
         if matches!(offset, AQA | ASQ | ACQ) && self.cc & CC_ENABLE != 0 {
-            self.complain(format!(
+            self.record_violation(format!(
                 "Register {offset:#x} was written while CC.EN is set"
             ));
         }
@@ -87,7 +87,7 @@ impl Controller {
             ACQ => self.acq = value,
             // INTMS and INTMC, which MSI-X does not use.
             0x0C | 0x10 => {}
-            _ => self.complain(format!("Register {offset:#x} was written")),
+            _ => self.record_violation(format!("Register {offset:#x} was written")),
         }
     }
 
@@ -102,10 +102,12 @@ impl Controller {
         match (before & CC_ENABLE != 0, cc & CC_ENABLE != 0) {
             (false, true) => {
                 if self.phase != Phase::Disabled {
-                    self.complain("CC.EN was set before CSTS.RDY was cleared");
+                    self.record_violation("CC.EN was set before CSTS.RDY was cleared");
                 }
                 if cc & CC_CSS_MPS != 0 {
-                    self.complain(format!("CC {cc:#x}: CSS or MPS is not one that is offered"));
+                    self.record_violation(format!(
+                        "CC {cc:#x}: CSS or MPS is not one that is offered"
+                    ));
                 }
                 self.select_arbitration(cc & CC_AMS);
                 self.counters.enables += 1;
@@ -115,15 +117,15 @@ impl Controller {
             (true, false) => {
                 let stuck = self.fatal
                     || self.weighted_failure.is_some()
-                    || self.faults.resets != Resets::Work;
+                    || self.faults.resets != ResetReaction::Work;
                 if matches!(self.phase, Phase::Enabling(_)) && !stuck {
-                    self.complain("CC.EN was cleared before CSTS.RDY was set");
+                    self.record_violation("CC.EN was cleared before CSTS.RDY was set");
                 }
                 self.counters.disables += 1;
                 self.phase = Phase::Disabling(then);
             }
             (true, true) if (before ^ cc) & (CC_CSS_MPS | CC_AMS) != 0 => {
-                self.complain("CC.CSS, CC.MPS or CC.AMS was changed while CC.EN is set");
+                self.record_violation("CC.CSS, CC.MPS or CC.AMS was changed while CC.EN is set");
             }
             _ => {}
         }
@@ -133,12 +135,12 @@ impl Controller {
     fn select_arbitration(&mut self, ams: u32) {
         match (ams, self.options.arbitration) {
             (0, _) | (CC_AMS_WEIGHTED, Arbitration::Weighted) => {}
-            (CC_AMS_WEIGHTED, Arbitration::InNameOnly(failure)) => {
+            (CC_AMS_WEIGHTED, Arbitration::FailingWeighted(failure)) => {
                 self.fatal = failure != WeightedFailure::NeverReady;
                 self.weighted_failure = Some(failure);
             }
             _ => {
-                self.complain(format!("CC.AMS {:#b} is not offered", ams >> 11));
+                self.record_violation(format!("CC.AMS {:#b} is not offered", ams >> 11));
                 self.fatal = true;
             }
         }
@@ -150,31 +152,31 @@ impl Controller {
     }
 
     /// Makes CSTS follow CC.
-    pub(super) fn follow(&mut self, now: Duration) -> bool {
+    pub(super) fn update_status(&mut self, now: Duration) -> bool {
         match self.phase {
             Phase::Enabling(then)
                 if then <= now
-                    && self.faults.resets == Resets::Work
+                    && self.faults.resets == ResetReaction::Work
                     && self.weighted_failure.is_none() =>
             {
-                self.begin();
+                self.enter_ready();
                 true
             }
             Phase::Disabling(then) if then <= now => {
-                self.move_data_of_lost_commands();
-                self.forget();
+                self.transfer_lost_commands();
+                self.clear_state();
                 true
             }
             _ => false,
         }
     }
 
-    fn begin(&mut self) {
-        self.doorbells.forget();
+    fn enter_ready(&mut self) {
+        self.doorbells.discard_stores();
         let page = PAGE_SIZE as u64;
         let (sq, cq) = (self.aqa & 0xFFF, self.aqa >> 16 & 0xFFF);
         if !self.asq.is_multiple_of(page) || !self.acq.is_multiple_of(page) || sq == 0 || cq == 0 {
-            self.complain("AQA, ASQ or ACQ holds no queue");
+            self.record_violation("AQA, ASQ or ACQ holds no queue");
             self.fatal = true;
         }
         self.cqs.insert(0, Cq::new(self.acq, cq + 1, None));
@@ -183,7 +185,7 @@ impl Controller {
     }
 
     /// Clears the state that a reset clears. The drive no longer accesses memory.
-    pub(super) fn forget(&mut self) {
+    pub(super) fn clear_state(&mut self) {
         self.phase = Phase::Disabled;
         let lasting = |failure: &WeightedFailure| *failure != WeightedFailure::Fatal;
         self.weighted_failure = self.weighted_failure.filter(lasting);
@@ -191,29 +193,29 @@ impl Controller {
         (self.hung, self.shut_down) = (false, false);
         self.paused = false;
         self.sqs.clear();
-        self.last_taken = 0;
+        self.last_fetched = 0;
         self.arbitration = 0;
         self.weighted_turns = WeightedTurns::default();
         self.cqs.clear();
-        self.work.clear();
+        self.fetched.clear();
         self.channels.fill(Duration::ZERO);
         self.shadow = None;
         self.event_requests.clear();
         self.events.clear();
         self.events_masked = 0;
         self.event_config = 0;
-        self.doorbells.forget();
+        self.doorbells.discard_stores();
     }
 
     /// Resets the function.
     pub(super) fn reset_function(&mut self) {
         self.counters.function_resets += 1;
         self.weighted_failure = None;
-        self.forget();
+        self.clear_state();
         (self.cc, self.aqa, self.asq, self.acq) = (0, 0, 0, 0);
         self.bus_master = false;
-        if self.faults.resets == Resets::NeverReady {
-            self.faults.resets = Resets::Work;
+        if self.faults.resets == ResetReaction::NeverReady {
+            self.faults.resets = ResetReaction::Work;
         }
     }
 }

@@ -31,9 +31,9 @@ pub struct Service {
 
 impl Controller {
     /// Returns whether the drive can fetch another I/O command now.
-    pub(super) fn has_room(&self, now: Duration) -> bool {
+    pub(super) fn can_fetch(&self, now: Duration) -> bool {
         match self.options.service {
-            None => self.has_place(),
+            None => self.has_space(),
             Some(Service { order, .. }) => {
                 order == Order::Arrival || self.channels.iter().any(|free_at| *free_at <= now)
             }

@@ -79,7 +79,7 @@ fn random_commands_agree_with_the_model_of_a_namespace() {
         (
             DoorbellMode::Shadow,
             Options {
-                doorbell_buffer: DoorbellBufferUse::Asked,
+                doorbell_buffer: DoorbellBufferUse::EventIdx,
                 namespaces: vec![NamespaceOptions::new(1, 1 << 20, 4096)],
                 ..default.clone()
             },
@@ -97,7 +97,7 @@ fn random_commands_agree_with_the_model_of_a_namespace() {
     for (mode, options) in variants {
         let mut scene = scene(options, mode);
         let mut disk = scene.disk();
-        let limits = Limits::of(&disk, 32);
+        let limits = Limits::for_disk(&disk, 32);
         let mut model = Model::new(limits, true);
         let mut rng = Rng::new(7);
         for round in 0..800 {
@@ -135,7 +135,7 @@ fn queues_have_turns_though_there_is_room_for_one_command() {
     let [mut first, mut second] =
         [1, 2].map(|id| scene.driver.create_queue_pair(id, &queue).unwrap());
     // The first command keeps the only place until both queues have all of theirs.
-    let held = Fault::once(Meets::Io, Effect::Hold);
+    let held = Fault::once(FaultMatch::Io, Effect::Hold);
     scene.drive.inject(held);
     for pair in [&mut first, &mut second] {
         for cid in 0..8 {
@@ -143,10 +143,10 @@ fn queues_have_turns_though_there_is_room_for_one_command() {
         }
         pair.ring();
     }
-    while scene.drive.counters().faults_met == 0 {
+    while scene.drive.counters().faults_matched == 0 {
         clock::sleep(Duration::from_micros(50));
     }
-    scene.drive.let_go();
+    scene.drive.complete_held();
     let [mut early, mut late] = [0, 0];
     while late < 8 {
         early += u32::from(first.poll().is_some());
@@ -164,7 +164,7 @@ fn enabled_with(arbitration: Arbitration, ams: u32) -> (u32, Arc<ModelDrive>) {
         ..Options::default()
     });
     let bit = drive.read64(CAP as usize) >> 17 & 1;
-    assert_eq!(bit == 1, arbitration != Arbitration::InTurn);
+    assert_eq!(bit == 1, arbitration != Arbitration::RoundRobin);
     drive.write32(AQA as usize, 0x1_0001);
     drive.write64(ASQ as usize, 0x1000);
     drive.write64(ACQ as usize, 0x2000);
@@ -184,14 +184,14 @@ fn enabled_with(arbitration: Arbitration, ams: u32) -> (u32, Arc<ModelDrive>) {
 #[test]
 fn an_arbitration_that_is_not_offered_is_fatal() {
     let cases = [
-        (Arbitration::InTurn, 0, true, true),
-        (Arbitration::InTurn, 1, false, false),
+        (Arbitration::RoundRobin, 0, true, true),
+        (Arbitration::RoundRobin, 1, false, false),
         (Arbitration::Weighted, 0, true, true),
         (Arbitration::Weighted, 1, true, true),
         (Arbitration::Weighted, 7, false, false),
         // Its host could not know.
         (
-            Arbitration::InNameOnly(WeightedFailure::Fatal),
+            Arbitration::FailingWeighted(WeightedFailure::Fatal),
             1,
             false,
             true,
@@ -199,7 +199,7 @@ fn an_arbitration_that_is_not_offered_is_fatal() {
     ];
     for (arbitration, ams, works, is_sound) in cases {
         let (csts, drive) = enabled_with(arbitration, ams);
-        let found = (csts & CSTS_FATAL == 0, drive.judgement().is_ok());
+        let found = (csts & CSTS_FATAL == 0, drive.check_host().is_ok());
         assert_eq!(found, (works, is_sound), "{arbitration:?}, CC.AMS {ams}");
     }
 }
@@ -242,7 +242,7 @@ fn host_violations_are_detected() {
     );
     let mut disk = scene.disk();
     disk.write(0, &[7; 8192]).unwrap();
-    scene.drive.judgement().unwrap();
+    scene.drive.check_host().unwrap();
     let complaints = |scene: &Scene| scene.drive.controller().complaints.len();
     assert_eq!(code(disk.read(0, 17)), status::INVALID_FIELD);
     assert_eq!(code(disk.verify(0, 1)), status::INVALID_OPCODE);
@@ -267,7 +267,7 @@ fn host_violations_are_detected() {
         std::thread::sleep(Duration::from_micros(20));
     }
     disk.flush().unwrap();
-    assert!(scene.drive.judgement().is_err());
+    assert!(scene.drive.check_host().is_err());
 }
 
 #[test]
@@ -275,7 +275,7 @@ fn each_fault_has_its_effect() {
     let mut scene = scene(Options::default(), DoorbellMode::Trap);
     let mut queue = scene.queue();
     let drive = scene.drive.clone();
-    let inject = |effect| drive.inject(Fault::once(Meets::Io, effect));
+    let inject = |effect| drive.inject(Fault::once(FaultMatch::Io, effect));
     inject(Effect::Fail(status::NAMESPACE_NOT_READY, false));
     let failed = queue.execute(Sqe::flush(1), LONG).unwrap_err();
     let failed = failed.completion().unwrap().status();
@@ -287,9 +287,9 @@ fn each_fault_has_its_effect() {
     let lost = queue.submit(Sqe::flush(1)).unwrap();
     queue.ring();
     queue.execute(Sqe::flush(1), LONG).unwrap();
-    drive.set_aborts(Aborts::Fail);
+    drive.set_aborts(AbortReaction::Fail);
     assert!(!scene.driver.abort(1, lost).unwrap());
-    drive.set_aborts(Aborts::Work);
+    drive.set_aborts(AbortReaction::Work);
     assert!(scene.driver.abort(1, lost).unwrap());
     let aborted = queue.wait(lost, LONG).unwrap();
     assert_eq!(aborted.status().code(), status::ABORT_REQUESTED);
@@ -330,12 +330,12 @@ fn each_fault_has_its_effect() {
 
     // Failures of the controller, which a reset cures.
     for effect in [Effect::Fatal, Effect::Hang] {
-        let met = drive.counters().faults_met + 1;
+        let met = drive.counters().faults_matched + 1;
         inject(effect);
         queue.submit(Sqe::flush(1)).unwrap();
         queue.ring();
         // Before it can take the admin command, which it would carry out.
-        while drive.counters().faults_met < met {
+        while drive.counters().faults_matched < met {
             std::thread::sleep(Duration::from_micros(20));
         }
         let admin = scene.driver.admin_queue().unwrap();
@@ -351,7 +351,7 @@ fn each_fault_has_its_effect() {
         assert_eq!(drive.queue_pairs(), 0);
         queue = scene.queue();
     }
-    drive.judgement().unwrap();
+    drive.check_host().unwrap();
     inject(Effect::Vanish);
     queue.submit(Sqe::flush(1)).unwrap();
     queue.ring();
@@ -369,7 +369,7 @@ fn data_of_a_lost_command_moves_until_the_controller_is_disabled() {
     let page = scene.driver.memory().alloc(4096).unwrap();
     scene
         .drive
-        .inject(Fault::once(Meets::IoOpcode(2), Effect::Lose));
+        .inject(Fault::once(FaultMatch::IoOpcode(2), Effect::Lose));
     let pointer = crate::command::DataPointer::prp(page.gpa(), 0);
     queue.submit(Sqe::read(1, 0, 1).with_data(pointer)).unwrap();
     queue.ring();
@@ -379,7 +379,7 @@ fn data_of_a_lost_command_moves_until_the_controller_is_disabled() {
     assert_eq!(page.to_vec(0, 512), [0; 512]);
     scene.driver.disable().unwrap();
     assert_eq!(page.to_vec(0, 512), [9; 512]);
-    scene.drive.judgement().unwrap();
+    scene.drive.check_host().unwrap();
 }
 
 #[test]
@@ -392,8 +392,8 @@ fn events_are_told_once_until_their_log_page_is_read() {
     for _ in 0..3 {
         driver.request_async_event().unwrap();
     }
-    scene.drive.overheat(360);
-    scene.drive.overheat(361);
+    scene.drive.report_temperature(360);
+    scene.drive.report_temperature(361);
     let event = driver.async_event(LONG).unwrap().unwrap();
     assert_eq!((event.kind, event.info, event.log_page), (1, 1, 2));
     scene.drive.resize(1, 100);

@@ -102,11 +102,11 @@ impl Model {
         }
     }
 
-    fn at(&self, lba: u64) -> &Possible {
+    fn possible_contents(&self, lba: u64) -> &Possible {
         self.touched.get(&lba).unwrap_or(&self.initial)
     }
 
-    fn in_range(&self, slba: u64, blocks: u32) -> bool {
+    fn is_in_range(&self, slba: u64, blocks: u32) -> bool {
         slba.checked_add(u64::from(blocks))
             .is_some_and(|end| end <= self.limits.blocks)
     }
@@ -116,18 +116,18 @@ impl Model {
     }
 
     fn may_fail(&self, lba: u64) -> bool {
-        let possible = self.at(lba);
+        let possible = self.possible_contents(lba);
         possible.is_empty() || possible.contains(&Content::Uncorrectable)
     }
 
     fn must_fail(&self, lba: u64) -> bool {
-        let possible = self.at(lba);
+        let possible = self.possible_contents(lba);
         !possible.is_empty() && possible.iter().all(|c| *c == Content::Uncorrectable)
     }
 
     /// Removes contents that `keep` rejects from a block's possible ones. Returns false if none is left.
     fn narrow(&mut self, lba: u64, keep: impl Fn(Content) -> bool) -> bool {
-        let mut possible = self.at(lba).clone();
+        let mut possible = self.possible_contents(lba).clone();
         if possible.is_empty() {
             return true;
         }
@@ -201,13 +201,13 @@ impl Model {
                 want: want.to_owned(),
             })
         };
-        if !self.addressed(op) {
+        if !self.is_addressable(op) {
             // A Copy may fail at an unreadable source before it reaches the range beyond the namespace.
             let bad_source = code == status::UNRECOVERED_READ_ERROR && self.may_fail_first(op);
             if code != status::LBA_OUT_OF_RANGE && !bad_source {
                 return wrong("LBA Out of Range");
             }
-            self.refused(op);
+            self.on_refusal(op);
             return Ok(());
         }
         match op {
@@ -217,7 +217,7 @@ impl Model {
                 }
                 if code == status::SUCCESS {
                     for (lba, bytes) in (*slba..).zip(data.chunks(block_size)) {
-                        let want = format!("{:?}", self.at(lba));
+                        let want = format!("{:?}", self.possible_contents(lba));
                         if !self.narrow(lba, |c| c.matches(bytes)) {
                             return Err(Mismatch::Data {
                                 op: op.clone(),
@@ -266,18 +266,19 @@ impl Model {
     }
 
     /// Returns whether every block of the operation is in the namespace.
-    fn addressed(&self, op: &Op) -> bool {
+    fn is_addressable(&self, op: &Op) -> bool {
         match op {
             Op::Read { slba, blocks }
             | Op::Write { slba, blocks, .. }
             | Op::Compare { slba, blocks, .. }
             | Op::Verify { slba, blocks }
             | Op::WriteZeroes { slba, blocks, .. }
-            | Op::WriteUncorrectable { slba, blocks } => self.in_range(*slba, *blocks),
-            Op::Deallocate { ranges } => ranges.iter().all(|&(s, n)| self.in_range(s, n)),
+            | Op::WriteUncorrectable { slba, blocks } => self.is_in_range(*slba, *blocks),
+            Op::Deallocate { ranges } => ranges.iter().all(|&(s, n)| self.is_in_range(s, n)),
             Op::Copy { sdlba, ranges } => {
                 let total = ranges.iter().map(|&(_, n)| n).sum();
-                self.in_range(*sdlba, total) && ranges.iter().all(|&(s, n)| self.in_range(s, n))
+                self.is_in_range(*sdlba, total)
+                    && ranges.iter().all(|&(s, n)| self.is_in_range(s, n))
             }
             Op::Flush => true,
         }
@@ -290,36 +291,36 @@ impl Model {
         };
         ranges
             .iter()
-            .filter(|&&(slba, blocks)| self.in_range(slba, blocks))
+            .filter(|&&(slba, blocks)| self.is_in_range(slba, blocks))
             .any(|&(slba, blocks)| Self::range(slba, blocks).any(|lba| self.may_fail(lba)))
     }
 
     /// Updates the model after a refused operation. A command of several ranges may have executed the valid ones.
-    fn refused(&mut self, op: &Op) {
+    fn on_refusal(&mut self, op: &Op) {
         match op {
             Op::Deallocate { ranges } => {
                 for &(slba, blocks) in ranges {
-                    if self.in_range(slba, blocks) {
-                        self.deallocated(slba, blocks);
+                    if self.is_in_range(slba, blocks) {
+                        self.on_deallocate(slba, blocks);
                     }
                 }
             }
-            Op::Copy { sdlba, ranges } => self.forget(*sdlba, ranges),
+            Op::Copy { sdlba, ranges } => self.forget_destination(*sdlba, ranges),
             _ => {}
         }
     }
 
     /// Marks the destination of a failed Copy as unknown.
-    fn forget(&mut self, sdlba: u64, ranges: &[(u64, u32)]) {
+    fn forget_destination(&mut self, sdlba: u64, ranges: &[(u64, u32)]) {
         let total: u64 = ranges.iter().map(|&(_, n)| u64::from(n)).sum();
         for lba in sdlba..sdlba.saturating_add(total).min(self.limits.blocks) {
             self.touched.insert(lba, Vec::new());
         }
     }
 
-    fn deallocated(&mut self, slba: u64, blocks: u32) {
+    fn on_deallocate(&mut self, slba: u64, blocks: u32) {
         for lba in Self::range(slba, blocks) {
-            let mut possible = self.at(lba).clone();
+            let mut possible = self.possible_contents(lba).clone();
             if !possible.is_empty() && !possible.contains(&Content::Zero) {
                 possible.push(Content::Zero);
                 self.touched.insert(lba, possible);
@@ -338,7 +339,7 @@ impl Model {
             }
             Op::Deallocate { ref ranges } => {
                 for &(slba, blocks) in ranges {
-                    self.deallocated(slba, blocks);
+                    self.on_deallocate(slba, blocks);
                 }
                 return;
             }
@@ -367,7 +368,7 @@ impl Model {
         match code {
             status::SUCCESS => range.all(|lba| self.narrow(lba, equal(lba))),
             status::COMPARE_FAILURE => range.any(|lba| {
-                let possible = self.at(lba);
+                let possible = self.possible_contents(lba);
                 possible.is_empty()
                     || possible
                         .iter()
@@ -390,12 +391,13 @@ impl Model {
                 }
                 for (to, &from) in (sdlba..).zip(&sources) {
                     self.narrow(from, |c| c != Content::Uncorrectable);
-                    self.touched.insert(to, self.at(from).clone());
+                    self.touched
+                        .insert(to, self.possible_contents(from).clone());
                 }
                 true
             }
             status::UNRECOVERED_READ_ERROR => {
-                self.forget(sdlba, ranges);
+                self.forget_destination(sdlba, ranges);
                 sources.iter().any(|&lba| self.may_fail(lba))
             }
             _ => false,

@@ -20,7 +20,7 @@ pub struct Limits {
 
 impl Limits {
     /// Returns the limits of `disk`, with transfers of at most `transfer` blocks.
-    pub fn of(disk: &Disk, transfer: u32) -> Self {
+    pub fn for_disk(disk: &Disk, transfer: u32) -> Self {
         let namespace = disk.namespace();
         Self {
             blocks: disk.blocks(),

@@ -16,7 +16,8 @@ use nvme_mpt_tests::status::{
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{
-    HANG, Host, LEASE, Machine, NOWHERE, Setup, admin_status, queue_pair, status, written_file,
+    HANG, Host, LEASE, Machine, Setup, UNMAPPED_ADDRESS, admin_status, queue_pair, status,
+    written_file,
 };
 
 const IO_OPCODES: [u8; 9] = [
@@ -66,7 +67,7 @@ fn every_io_opcode() {
     let sentinel = Sentinel::new(&scene.machine.memory, 4096);
     for opcode in 0..=u8::MAX {
         let known = IO_OPCODES.contains(&opcode);
-        for (nsid, pointer) in [(1, sentinel.gpa()), (0, NOWHERE), (u32::MAX, 1)] {
+        for (nsid, pointer) in [(1, sentinel.gpa()), (0, UNMAPPED_ADDRESS), (u32::MAX, 1)] {
             let sqe = Sqe::new(opcode, nsid).with_data(DataPointer::prp(pointer, 0));
             let want = match (opcode, nsid) {
                 _ if !known => INVALID_OPCODE,
@@ -98,7 +99,8 @@ fn every_admin_opcode() {
             }
             // Log page 0 with a data pointer outside of memory. Either error may be reported first.
             admin::GET_LOG_PAGE => {
-                let sqe = Sqe::new(opcode, u32::MAX).with_data(DataPointer::prp(NOWHERE, 0));
+                let sqe =
+                    Sqe::new(opcode, u32::MAX).with_data(DataPointer::prp(UNMAPPED_ADDRESS, 0));
                 let code = admin_status(&mut scene.controller, sqe);
                 assert!(
                     [DATA_TRANSFER_ERROR, INVALID_LOG_PAGE].contains(&code),
@@ -177,7 +179,8 @@ fn every_cns_value() {
         }
     }
     // Data pointers without memory, and data that spans two regions.
-    let nowhere = Sqe::identify(cns::CONTROLLER, 0, 0).with_data(DataPointer::prp(NOWHERE, 0));
+    let nowhere =
+        Sqe::identify(cns::CONTROLLER, 0, 0).with_data(DataPointer::prp(UNMAPPED_ADDRESS, 0));
     assert_eq!(admin_status(controller, nowhere), DATA_TRANSFER_ERROR);
     scene.finish();
 }
@@ -332,7 +335,7 @@ fn invalid_data_pointers_of_admin_commands() {
     let identify = Sqe::identify(cns::CONTROLLER, 0, 0);
     for (prp1, prp2, want) in [
         (0, 0, DATA_TRANSFER_ERROR),
-        (NOWHERE, 0, DATA_TRANSFER_ERROR),
+        (UNMAPPED_ADDRESS, 0, DATA_TRANSFER_ERROR),
         (!3, 0, DATA_TRANSFER_ERROR),
         (
             sentinel.gpa() + 1,

@@ -14,7 +14,9 @@ use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, INVALID_SGL_COUNT, SUCCESS};
 use nvme_mpt_tests::{prp, queue::QueuePair};
 
 use crate::common::bystander::Bystander;
-use crate::common::{HIGH, Host, LEASE, Machine, NOWHERE, Setup, queue_pair, status, written_file};
+use crate::common::{
+    HIGH, Host, LEASE, Machine, Setup, UNMAPPED_ADDRESS, queue_pair, status, written_file,
+};
 use crate::memory::queue_pair_at;
 
 const BLOCK: u64 = 64 << 10;
@@ -32,7 +34,7 @@ fn file() -> tempfile::NamedTempFile {
 }
 
 /// Adds the region to the guest's memory. The function does not have it mapped yet.
-fn unplugged(machine: &Machine) -> Region {
+fn add_unplugged_region(machine: &Machine) -> Region {
     machine.memory.add_region(PLUGGED, BLOCKS * BLOCK).unwrap()
 }
 
@@ -50,12 +52,12 @@ fn part(machine: &Machine, region: &Region, offset: u64, len: u64) -> MemoryRegi
 
 fn plug(machine: &Machine, region: &Region, block: u64) {
     let memory = part(machine, region, block * BLOCK, BLOCK);
-    machine.function().host().map(memory).unwrap();
+    machine.function().backend().map(memory).unwrap();
 }
 
 fn unplug(machine: &Machine, region: &Region, block: u64) {
     let gpa = Gpa(region.gpa + block * BLOCK);
-    let unmapped = machine.function().host().unmap(gpa, BLOCK);
+    let unmapped = machine.function().backend().unmap(gpa, BLOCK);
     assert_eq!(unmapped.unwrap(), BLOCK);
 }
 
@@ -100,7 +102,7 @@ fn data_goes_on_from_block_to_block() {
         let bystander = Bystander::start(&host, &Setup::nth(1));
         for order in orders() {
             let machine = host.machine(&Setup::nth(0));
-            let region = unplugged(&machine);
+            let region = add_unplugged_region(&machine);
             for block in order {
                 plug(&machine, &region, block);
             }
@@ -137,11 +139,11 @@ fn descriptors_that_cross_too_many_blocks_are_refused() {
     let host = Host::new("memory:32M", 512);
     let bystander = Bystander::start(&host, &Setup::nth(1));
     let machine = host.machine(&Setup::nth(0));
-    let region = unplugged(&machine);
+    let region = add_unplugged_region(&machine);
     // Single pages in descending order, which never merge into runs.
     for page in (0..BLOCKS * BLOCK / PAGE).rev() {
         let memory = part(&machine, &region, page * PAGE, PAGE);
-        machine.function().host().map(memory).unwrap();
+        machine.function().backend().map(memory).unwrap();
     }
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 64);
@@ -175,7 +177,7 @@ fn blocks_come_and_go_under_io_to_others() {
     let host = Host::of_file(file.path(), 512);
     let bystander = Bystander::start(&host, &Setup::nth(1));
     let machine = host.machine(&Setup::nth(0));
-    let region = unplugged(&machine);
+    let region = add_unplugged_region(&machine);
     (0..BLOCKS).for_each(|block| plug(&machine, &region, block));
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 64);
@@ -229,7 +231,7 @@ fn queues_may_lie_in_several_blocks() {
     let bystander = Bystander::start(&host, &Setup::nth(1));
     for order in orders() {
         let machine = host.machine(&Setup::nth(0));
-        let region = unplugged(&machine);
+        let region = add_unplugged_region(&machine);
         for block in order {
             plug(&machine, &region, block);
         }
@@ -244,7 +246,7 @@ fn queues_may_lie_in_several_blocks() {
         }
         // If any block of a queue is unmapped, the controller fails.
         unplug(&machine, &region, 10);
-        machine.poke(&controller, 1, Side::SqTail, 0);
+        machine.write_raw_doorbell(&controller, 1, Side::SqTail, 0);
         machine.wait_fatal(&controller);
     }
     bystander.finish();
@@ -258,12 +260,12 @@ fn a_client_that_maps_page_by_page_is_stopped() {
     let count = (MAX_REGIONS - machine.memory.regions().len()) as u64;
     let len = count * PAGE;
     let region = machine.memory.add_region(PLUGGED, len).unwrap();
-    let map = |memory| machine.function().host().map(memory);
+    let map = |memory| machine.function().backend().map(memory);
     for page in 0..count {
         map(part(&machine, &region, page * PAGE, PAGE)).unwrap();
     }
     let more = MemoryRegion {
-        gpa: Gpa(NOWHERE),
+        gpa: Gpa(UNMAPPED_ADDRESS),
         ..part(&machine, &region, 0, PAGE)
     };
     let refused = map(more);
@@ -282,8 +284,8 @@ fn a_client_that_maps_page_by_page_is_stopped() {
     let list = |buffer| prp::buffer(buffer, 0, MDTS).unwrap();
     let (list_a, list_b) = (list(&a), list(&b));
     round_trip(&mut queue, (list_a.pointer, &a), (list_b.pointer, &b));
-    bystander.goes_on();
-    let unmapped = machine.function().host().unmap(Gpa(PLUGGED), len);
+    bystander.wait_for_progress();
+    let unmapped = machine.function().backend().unmap(Gpa(PLUGGED), len);
     assert_eq!(unmapped.unwrap(), len);
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
     bystander.finish();

@@ -8,7 +8,7 @@ use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::memory::{DmaBuffer, PAGE_SIZE};
-use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::prp::{self, PreparedPointer};
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::sgl;
 
@@ -27,7 +27,7 @@ fn pages_at(gpa: u64, len: u64) -> impl Iterator<Item = u64> {
     gpa / page..(gpa + len).div_ceil(page)
 }
 
-fn pages_told(ranges: &[DirtyRange]) -> Pages {
+fn reported_pages(ranges: &[DirtyRange]) -> Pages {
     let pages = ranges.iter();
     pages
         .flat_map(|range| pages_at(range.gpa.0, range.len))
@@ -56,7 +56,7 @@ struct Read {
     blocks: u32,
     data: DmaBuffer,
     offset: usize,
-    prepared: Prepared,
+    prepared: PreparedPointer,
 }
 
 impl Read {
@@ -87,7 +87,7 @@ impl Read {
         }
     }
 
-    fn written(&self) -> impl Iterator<Item = u64> {
+    fn written_pages(&self) -> impl Iterator<Item = u64> {
         let len = u64::from(self.blocks) * 512;
         pages_at(self.data.gpa() + self.offset as u64, len)
     }
@@ -107,7 +107,7 @@ fn transfers(rng: &mut Rng) -> Transfer {
 }
 
 /// Returns the pages that the guest writes itself: rings, doorbells and lists.
-fn written_by_guest(controller: &mut Controller, disk: &Disk, reads: &[Read]) -> Pages {
+fn guest_written_pages(controller: &mut Controller, disk: &Disk, reads: &[Read]) -> Pages {
     let mut pages: Pages = pages_of(disk.queue.sq.memory()).collect();
     pages.extend(pages_of(controller.admin_queue().unwrap().sq.memory()));
     if let Some(buffer) = controller.doorbell_buffer() {
@@ -119,7 +119,7 @@ fn written_by_guest(controller: &mut Controller, disk: &Disk, reads: &[Read]) ->
 }
 
 /// Executes all kinds of reads while the dirty page log is active, and queries the log at random moments.
-fn reads_are_told(host: &Host, mode: DoorbellMode) {
+fn check_reads_are_reported(host: &Host, mode: DoorbellMode) {
     let machine = host.machine(&Setup::default().doorbells(mode));
     let (mut controller, mut disk) = machine.disk();
     for slba in (0..8192).step_by(1024) {
@@ -134,9 +134,9 @@ fn reads_are_told(host: &Host, mode: DoorbellMode) {
             Read::new(&machine, transfer, rng.below(7000), blocks)
         })
         .collect();
-    let own = written_by_guest(&mut controller, &disk, &reads);
+    let own = guest_written_pages(&mut controller, &disk, &reads);
     // The device may write data, completions, and EventIdx.
-    let mut writable: Pages = reads.iter().flat_map(Read::written).collect();
+    let mut writable: Pages = reads.iter().flat_map(Read::written_pages).collect();
     writable.extend(pages_of(disk.queue.cq.memory()));
     writable.extend(pages_of(controller.admin_queue().unwrap().cq.memory()));
     if let Some(buffer) = controller.doorbell_buffer() {
@@ -145,12 +145,12 @@ fn reads_are_told(host: &Host, mode: DoorbellMode) {
     let identify = machine.memory.alloc(PAGE_SIZE).unwrap();
     writable.extend(pages_of(&identify));
 
-    machine.function().host().start_dirty_log().unwrap();
+    machine.function().backend().start_dirty_log().unwrap();
     let before = contents(&machine);
     let mut told = Pages::new();
     let take = || {
-        let ranges = machine.function().host().take_dirty_pages().unwrap();
-        pages_told(&ranges)
+        let ranges = machine.function().backend().take_dirty_pages().unwrap();
+        reported_pages(&ranges)
     };
     let mut waiting = Vec::new();
     for read in &reads {
@@ -184,7 +184,7 @@ fn reads_are_told(host: &Host, mode: DoorbellMode) {
         .filter(|(before, after)| before != after)
         .map(|((page, _), _)| *page)
         .collect();
-    let data: Pages = reads.iter().flat_map(Read::written).collect();
+    let data: Pages = reads.iter().flat_map(Read::written_pages).collect();
     assert!(data.is_subset(&changed), "the reads did something");
     let missing: Vec<_> = changed
         .difference(&own)
@@ -195,10 +195,10 @@ fn reads_are_told(host: &Host, mode: DoorbellMode) {
     assert!(invented.is_empty(), "{mode:?}: nobody wrote {invented:x?}");
 
     // Repeat the reads with the log stopped.
-    machine.function().host().stop_dirty_log();
+    machine.function().backend().stop_dirty_log();
     machine.function().resume();
     disk.read(0, 64).unwrap();
-    machine.function().host().take_dirty_pages().unwrap_err();
+    machine.function().backend().take_dirty_pages().unwrap_err();
 }
 
 #[test]
@@ -206,8 +206,8 @@ fn pages_that_reads_and_completions_went_to() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(LEASE).unwrap();
     for mode in MODES {
-        reads_are_told(&Host::new("memory:16M", 512), mode);
-        reads_are_told(&Host::of_file(file.path(), 512), mode);
+        check_reads_are_reported(&Host::new("memory:16M", 512), mode);
+        check_reads_are_reported(&Host::of_file(file.path(), 512), mode);
     }
 }
 
@@ -218,13 +218,13 @@ fn writes_make_no_page_of_data_dirty() {
     let (_controller, mut disk) = machine.disk();
     let data = machine.memory.alloc(64 << 10).unwrap();
     let prepared = prp::buffer(&data, 0, 64 << 10).unwrap();
-    machine.function().host().start_dirty_log().unwrap();
+    machine.function().backend().start_dirty_log().unwrap();
     for round in 0..100 {
         let sqe = Sqe::write(1, round * 128, 128).with_data(prepared.pointer);
         disk.queue.execute(sqe, HANG).unwrap();
     }
-    let told = machine.function().host().take_dirty_pages().unwrap();
-    let told = pages_told(&told);
+    let told = machine.function().backend().take_dirty_pages().unwrap();
+    let told = reported_pages(&told);
     assert!(pages_of(&data).all(|page| !told.contains(&page)));
     assert!(pages_of(disk.queue.cq.memory()).any(|page| told.contains(&page)));
 }

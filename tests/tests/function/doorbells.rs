@@ -85,11 +85,11 @@ fn tails_beyond_the_queue() {
         let mut queue = queue_pair(&mut controller, 1, 8);
         request_event(&mut controller);
         for bad in [8, 9, 255, 0xffff, 0x1_0000, u32::MAX] {
-            machine.poke(&controller, 1, Side::SqTail, bad);
+            machine.write_raw_doorbell(&controller, 1, Side::SqTail, bad);
             expect_event(&mut controller, INVALID_VALUE);
             // Writing the same value again causes no second event.
-            machine.poke(&controller, 1, Side::SqTail, bad);
-            machine.poke(&controller, 1, Side::SqTail, bad);
+            machine.write_raw_doorbell(&controller, 1, Side::SqTail, bad);
+            machine.write_raw_doorbell(&controller, 1, Side::SqTail, bad);
             // The queue still works with valid values.
             for _ in 0..20 {
                 assert_eq!(
@@ -117,15 +117,15 @@ fn heads_beyond_the_queue() {
             let tail = sq.tail() as u16;
             sq.doorbell_mut().ring(tail);
             for cid in 0..8 {
-                wait_for("a completion", || cq.ready());
+                wait_for("a completion", || cq.has_entry());
                 if cid == 0 {
-                    machine.poke(&controller, 1, Side::CqHead, bad);
+                    machine.write_raw_doorbell(&controller, 1, Side::CqHead, bad);
                     expect_event(&mut controller, INVALID_VALUE);
-                    machine.poke(&controller, 1, Side::CqHead, head);
+                    machine.write_raw_doorbell(&controller, 1, Side::CqHead, head);
                 }
                 let cqe = cq.poll().unwrap();
                 assert_eq!((cqe.cid(), cqe.status().code()), (cid, SUCCESS), "{mode:?}");
-                sq.freed(cqe.sq_head());
+                sq.set_head(cqe.sq_head());
                 head = cq.head();
                 cq.doorbell_mut().ring(head as u16);
             }
@@ -146,10 +146,10 @@ fn heads_beyond_what_was_posted() {
             assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
         }
         for bad in [4, 7, 5] {
-            machine.poke(&controller, 1, Side::CqHead, bad);
+            machine.write_raw_doorbell(&controller, 1, Side::CqHead, bad);
             expect_event(&mut controller, INVALID_VALUE);
         }
-        machine.poke(&controller, 1, Side::CqHead, queue.cq.head());
+        machine.write_raw_doorbell(&controller, 1, Side::CqHead, queue.cq.head());
         for _ in 0..20 {
             assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS, "{mode:?}");
         }
@@ -194,7 +194,7 @@ fn admin_doorbells_beyond_the_queue() {
     with_each_mode(|machine, mut controller, _| {
         request_event(&mut controller);
         for bad in [32, 0xffff, u32::MAX] {
-            machine.poke(&controller, 0, Side::SqTail, bad);
+            machine.write_raw_doorbell(&controller, 0, Side::SqTail, bad);
             expect_event(&mut controller, INVALID_VALUE);
         }
         assert_eq!(controller.active_namespaces(0).unwrap(), [1]);
@@ -258,13 +258,13 @@ fn an_admin_queue_in_the_doorbell_buffer_is_served_round_after_round() {
 }
 
 /// A BAR whose doorbell writes arrive when the test delivers them, like writes of a client that awaits no reply.
-struct Posted {
+struct PostedBar {
     bar: Arc<dyn Bar>,
-    posts: AtomicBool,
+    is_posting: AtomicBool,
     writes: Mutex<Vec<(u64, u32)>>,
 }
 
-impl Posted {
+impl PostedBar {
     fn deliver(&self) {
         for (offset, value) in self.writes.lock().unwrap().drain(..) {
             self.bar.write32(offset, value);
@@ -272,7 +272,7 @@ impl Posted {
     }
 }
 
-impl Bar for Posted {
+impl Bar for PostedBar {
     fn read32(&self, offset: u64) -> u32 {
         self.bar.read32(offset)
     }
@@ -282,7 +282,7 @@ impl Bar for Posted {
     }
 
     fn write32(&self, offset: u64, value: u32) {
-        if offset >= 0x1000 && self.posts.load(Ordering::Relaxed) {
+        if offset >= 0x1000 && self.is_posting.load(Ordering::Relaxed) {
             self.writes.lock().unwrap().push((offset, value));
         } else {
             self.bar.write32(offset, value);
@@ -298,13 +298,13 @@ impl Bar for Posted {
 fn register_writes_that_arrive_late_hide_no_admin_command() {
     let host = Host::new("memory:32M", 512);
     let machine = host.machine(&Setup::nth(0));
-    let posted = Arc::new(Posted {
+    let posted = Arc::new(PostedBar {
         bar: machine.bar(),
-        posts: AtomicBool::new(false),
+        is_posting: AtomicBool::new(false),
         writes: Mutex::default(),
     });
     let mut controller = buffered_admin_queue(&machine, posted.clone());
-    posted.posts.store(true, Ordering::Relaxed);
+    posted.is_posting.store(true, Ordering::Relaxed);
     for round in 0..4 * ADMIN_ENTRIES {
         let queue = controller.admin_queue().unwrap();
         for cid in 0..3 {

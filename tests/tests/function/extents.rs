@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use nvme_lease::range_lock::FileRangeLock;
 use nvme_lease::{Lease, LeaseError, PreviousDataPolicy};
-use nvme_mpt::attachment::GrowError;
+use nvme_mpt::local_backend::GrowError;
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
 use nvme_mpt_tests::command::Sqe;
@@ -45,14 +45,14 @@ fn hosts() -> [(Host, Option<tempfile::NamedTempFile>); 2] {
 
 /// Returns the setup of a lease by size of `count` units.
 fn units(count: u64) -> Setup {
-    Setup::whole(count * UNIT).by_size(UNIT)
+    Setup::from_start(count * UNIT).with_allocation_unit(UNIT)
 }
 
 /// Leases all units except for `count` separate ones: the second unit of the drive, the fourth, and so on.
-fn leave(host: &Host, count: u64) -> Vec<Lease> {
+fn leave_units(host: &Host, count: u64) -> Vec<Lease> {
     let rest = 2 * count * UNIT;
     let every_second = (0..count).map(|at| (2 * at * UNIT, UNIT));
-    host.occupy(every_second.chain([(rest, DRIVE - rest)]))
+    host.lease_ranges(every_second.chain([(rest, DRIVE - rest)]))
 }
 
 /// Returns data that differs for each block.
@@ -77,7 +77,7 @@ fn check(disk: &mut Disk, first: u64, blocks: u64) {
 #[test]
 fn a_guest_sees_one_namespace_and_its_optimal_boundary() {
     for (host, _file) in hosts() {
-        let _others = leave(&host, 8);
+        let _others = leave_units(&host, 8);
         let machine = host.machine(&units(8));
         let (_controller, mut disk) = machine.disk();
         assert_eq!(disk.blocks(), 8 * BLOCKS);
@@ -106,7 +106,7 @@ fn a_guest_sees_one_namespace_and_its_optimal_boundary() {
 #[test]
 fn copies_go_over_borders() {
     for (host, _file) in hosts() {
-        let _others = leave(&host, 8);
+        let _others = leave_units(&host, 8);
         let machine = host.machine(&units(8));
         let (_controller, mut disk) = machine.disk();
         fill(&mut disk);
@@ -133,7 +133,7 @@ fn copies_go_over_borders() {
 #[test]
 fn ranges_without_data_go_over_borders() {
     for (host, _file) in hosts() {
-        let _others = leave(&host, 8);
+        let _others = leave_units(&host, 8);
         let machine = host.machine(&units(8));
         let (_controller, mut disk) = machine.disk();
         fill(&mut disk);
@@ -165,7 +165,7 @@ fn ranges_without_data_go_over_borders() {
 #[test]
 fn many_commands_in_parts_are_in_flight_at_a_time() {
     for (host, _file) in hosts() {
-        let _others = leave(&host, 8);
+        let _others = leave_units(&host, 8);
         let machine = host.machine(&units(8));
         let (mut controller, mut disk) = machine.disk();
         fill(&mut disk);
@@ -203,10 +203,10 @@ fn failure(result: Result<(), Error>) -> StatusCode {
 fn faulty(plan: &str, profile: Option<&str>) -> Host {
     let options = DriveOptions {
         faults: Some(Arc::new(FaultPlan::parse("test", plan).unwrap())),
-        profile: profile.map(|name| Arc::new(DriveProfile::named(name).unwrap())),
+        profile: profile.map(|name| Arc::new(DriveProfile::find_built_in(name).unwrap())),
         ..DriveOptions::default()
     };
-    Host::of(drives::open(&"memory:32M".parse().unwrap(), options).unwrap())
+    Host::from_drive(drives::open(&"memory:32M".parse().unwrap(), options).unwrap())
 }
 
 #[test]
@@ -216,7 +216,7 @@ fn a_part_that_fails_ends_its_command() {
         "[[fault]]\nkind = \"media-error\"\nrange = \"3M+4K\"\n",
         None,
     );
-    let _others = leave(&host, 4);
+    let _others = leave_units(&host, 4);
     let machine = host.machine(&units(4));
     let (_controller, mut disk) = machine.disk();
     disk.write(BLOCKS - 8, &pattern(0, 8)).unwrap();
@@ -236,7 +236,7 @@ fn a_reset_begins_no_further_part() {
     // The latency is longer than any pause of the machine, so no write completes on its own.
     let plan = "[[fault]]\nkind = \"latency\"\nadd = \"60s\"\noperations = [\"write\"]\n".repeat(3);
     let host = faulty(&plan, Some("nvm"));
-    let _others = leave(&host, 4);
+    let _others = leave_units(&host, 4);
     let machine = host.machine(&units(4));
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 2, 16);
@@ -245,7 +245,7 @@ fn a_reset_begins_no_further_part() {
     let write = Sqe::write(1, BLOCKS - 4, 8).with_data(prepared.pointer);
     queue.submit(write).unwrap();
     queue.ring();
-    let drive = SoftwareController::of(host.drive.controller()).unwrap();
+    let drive = SoftwareController::downcast(host.drive.controller()).unwrap();
     let struck = || drive.faults().unwrap().stats()[0].struck;
     wait_for("the first part", || struck() == 1);
     controller.reset().unwrap();
@@ -274,7 +274,7 @@ fn listening(machine: &Machine) -> (Controller, Disk) {
 }
 
 #[track_caller]
-fn hears_of_its_namespace(controller: &mut Controller) {
+fn expect_namespace_event(controller: &mut Controller) {
     let event = controller.async_event(HANG).unwrap();
     let changed = AsyncEvent {
         kind: 2,
@@ -290,7 +290,7 @@ fn a_lease_grows_under_its_guest() {
         // Data of a released lease, and of a lease in use.
         let stop = AtomicBool::new(false);
         {
-            let former = host.machine(&Setup::whole(2 * UNIT));
+            let former = host.machine(&Setup::from_start(2 * UNIT));
             fill(&mut former.disk().1);
         }
         host.ledger
@@ -300,12 +300,12 @@ fn a_lease_grows_under_its_guest() {
             &host,
             &Setup {
                 start: 4 * UNIT,
-                ..Setup::whole(26 * UNIT)
+                ..Setup::from_start(26 * UNIT)
             },
         );
         // Unused space is allocated first.
         let machine = host.machine(&units(1));
-        let attachment = host.attached.lock().unwrap().upgrade().unwrap();
+        let attachment = host.latest_backend.lock().unwrap().upgrade().unwrap();
         assert_eq!(attachment.lease().extents().to_string(), "2M+1M");
         let (mut controller, mut disk) = listening(&machine);
         fill(&mut disk);
@@ -314,13 +314,13 @@ fn a_lease_grows_under_its_guest() {
 
         let error = attachment.grow(7 * UNIT, &stop).unwrap_err();
         assert!(
-            matches!(&error, GrowError::Lease(LeaseError::NoRoom { .. })),
+            matches!(&error, GrowError::Lease(LeaseError::NoCapacity { .. })),
             "{error}"
         );
         assert_eq!(status(&mut disk.queue, beyond), LBA_OUT_OF_RANGE);
 
         attachment.grow(5 * UNIT, &stop).unwrap();
-        hears_of_its_namespace(&mut controller);
+        expect_namespace_event(&mut controller);
         // The existing queue can access the new blocks, across the borders of extents.
         check(&mut disk, 0, BLOCKS);
         let mut whole = crate::common::disk(&mut controller, 2);
@@ -351,13 +351,13 @@ fn failed_growth_keeps_the_old_size_and_can_be_repeated() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(DRIVE).unwrap();
     let host = Host::of_file(file.path(), 512);
-    drop(host.occupy([(4 * UNIT, DRIVE - 4 * UNIT)]));
+    drop(host.lease_ranges([(4 * UNIT, DRIVE - 4 * UNIT)]));
     let former = format!("at-{}", 4 * UNIT);
     host.ledger
         .decide_data(&former, PreviousDataPolicy::Wiped)
         .unwrap();
     let machine = host.machine(&units(1));
-    let attachment = host.attached.lock().unwrap().upgrade().unwrap();
+    let attachment = host.latest_backend.lock().unwrap().upgrade().unwrap();
     let (mut controller, mut disk) = listening(&machine);
     fill(&mut disk);
     let beyond = Sqe::read(1, BLOCKS, 1);
@@ -375,7 +375,7 @@ fn failed_growth_keeps_the_old_size_and_can_be_repeated() {
     assert_eq!(status(&mut disk.queue, beyond), LBA_OUT_OF_RANGE);
     drop(lock);
     grow(4, false).unwrap();
-    hears_of_its_namespace(&mut controller);
+    expect_namespace_event(&mut controller);
     check_zeroes(&mut disk, BLOCKS, BLOCKS);
 
     // The server stops during the wipe.
@@ -389,7 +389,7 @@ fn failed_growth_keeps_the_old_size_and_can_be_repeated() {
     assert_eq!(status(&mut disk.queue, beyond), LBA_OUT_OF_RANGE);
     assert!(!attachment.lease().unwiped().is_empty());
     grow(6, false).unwrap();
-    hears_of_its_namespace(&mut controller);
+    expect_namespace_event(&mut controller);
     for first in [4 * BLOCKS, 5 * BLOCKS] {
         check_zeroes(&mut disk, first, BLOCKS);
     }
@@ -404,15 +404,15 @@ fn a_lease_of_zones_does_not_grow() {
         profile: Some(Arc::new(DriveProfile::parse("test", zones).unwrap())),
         ..DriveOptions::default()
     };
-    let host = Host::of(drives::open(&"memory:32M".parse().unwrap(), options).unwrap());
+    let host = Host::from_drive(drives::open(&"memory:32M".parse().unwrap(), options).unwrap());
     let machine = host.machine(&units(4));
-    let attachment = host.attached.lock().unwrap().upgrade().unwrap();
+    let attachment = host.latest_backend.lock().unwrap().upgrade().unwrap();
     let error = attachment.grow(5 * UNIT, &AtomicBool::new(false));
-    assert!(matches!(error, Err(GrowError::Whole(_))), "{error:?}");
+    assert!(matches!(error, Err(GrowError::FixedSize(_))), "{error:?}");
     assert_eq!(attachment.lease().extents().to_string(), "0+4M");
     drop((machine, attachment));
     // The failed growth did not affect the data state of the space.
-    let others = host.occupy([(4 * UNIT, UNIT)]);
+    let others = host.lease_ranges([(4 * UNIT, UNIT)]);
     assert_eq!(others[0].unwiped(), []);
 }
 
@@ -431,7 +431,7 @@ fn a_snapshot_is_restored_on_a_grown_lease() {
     machine.function().resume();
     controller.move_to(machine.bar()).unwrap();
     disk.queue.move_to(&machine.bar()).unwrap();
-    hears_of_its_namespace(&mut controller);
+    expect_namespace_event(&mut controller);
     check(&mut disk, 0, BLOCKS);
     let whole = crate::common::disk(&mut controller, 2);
     assert_eq!(whole.blocks(), 4 * BLOCKS);

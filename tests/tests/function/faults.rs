@@ -25,12 +25,12 @@ use crate::common::{HANG, Host, LEASE, Machine, Setup, disk, queue_pair, status,
 const STORES: [&str; 2] = ["memory:32M", "file"];
 
 /// A drive with space for two leases and with faults, and its file if there is one.
-struct Faulty {
+struct FaultyHost {
     host: Host,
     _file: Option<tempfile::NamedTempFile>,
 }
 
-impl Faulty {
+impl FaultyHost {
     fn new(store: &str, plan: &str) -> Self {
         Self::timed(store, plan, None)
     }
@@ -47,22 +47,22 @@ impl Faulty {
         };
         let options = DriveOptions {
             faults: Some(Arc::new(FaultPlan::parse("test", plan).unwrap())),
-            profile: profile.map(|name| Arc::new(DriveProfile::named(name).unwrap())),
+            profile: profile.map(|name| Arc::new(DriveProfile::find_built_in(name).unwrap())),
             ..DriveOptions::default()
         };
         Self {
-            host: Host::of(drives::open(&path.parse().unwrap(), options).unwrap()),
+            host: Host::from_drive(drives::open(&path.parse().unwrap(), options).unwrap()),
             _file: file,
         }
     }
 
     fn faults(&self) -> &FaultInjector {
-        let drive = SoftwareController::of(self.host.drive.controller());
+        let drive = SoftwareController::downcast(self.host.drive.controller());
         drive.and_then(SoftwareController::faults).unwrap()
     }
 
     /// Returns the number of affected commands for each fault.
-    fn struck(&self) -> Vec<u64> {
+    fn struck_commands(&self) -> Vec<u64> {
         let faults = self.faults().stats();
         faults.iter().map(|fault| fault.struck).collect()
     }
@@ -76,7 +76,12 @@ impl Faulty {
 
 /// Executes a command that must not change its buffer of 4 KiB.
 #[track_caller]
-fn fails(machine: &Machine, controller: &mut Controller, queue: u16, sqe: Sqe) -> StatusCode {
+fn failed_status(
+    machine: &Machine,
+    controller: &mut Controller,
+    queue: u16,
+    sqe: Sqe,
+) -> StatusCode {
     let sentinel = Sentinel::new(&machine.memory, 4096);
     let data = nvme_mpt_tests::command::DataPointer::prp(sentinel.gpa(), 0);
     let mut pair = queue_pair(controller, queue, 16);
@@ -91,7 +96,7 @@ fn media_errors_are_told_and_change_nothing() {
     for profile in [None, Some("nvm")] {
         for store in STORES {
             let plan = "[[fault]]\nkind = \"media-error\"\nrange = \"64K+4K\"\n";
-            let drive = Faulty::timed(store, plan, profile);
+            let drive = FaultyHost::timed(store, plan, profile);
             let bystander = Bystander::start(&drive.host, &Setup::nth(1));
             let machine = drive.host.machine(&Setup::nth(0));
             let (mut controller, mut disk) = machine.disk();
@@ -108,7 +113,7 @@ fn media_errors_are_told_and_change_nothing() {
                 (Sqe::range(io::WRITE_ZEROES, 1, 128, 8), WRITE_FAULT),
                 (Sqe::range(io::WRITE_UNCORRECTABLE, 1, 135, 8), WRITE_FAULT),
             ] {
-                let status = fails(&machine, &mut controller, 2, sqe);
+                let status = failed_status(&machine, &mut controller, 2, sqe);
                 assert_eq!(status, expected, "{store} {sqe:?}");
             }
             assert_eq!(disk.read(120, 8).unwrap(), [0xA5; 4096]);
@@ -122,8 +127,8 @@ fn media_errors_are_told_and_change_nothing() {
                 .log_page(LogPage::of_controller(log::SMART, 512))
                 .unwrap();
             assert_eq!(health[160], 7, "media errors");
-            assert_eq!(drive.struck(), [7]);
-            let errors = machine.function().host().stats().errors;
+            assert_eq!(drive.struck_commands(), [7]);
+            let errors = machine.function().backend().stats().errors;
             let errors: Vec<_> = errors
                 .iter()
                 .map(|error| (error.status.as_str(), error.commands))
@@ -140,11 +145,11 @@ fn media_errors_are_told_and_change_nothing() {
 #[test]
 fn a_latency_fault_delays_matching_commands() {
     // The system clock may be slewed by up to 500 ppm, and the test compares the drive's time with it.
-    const AT_LEAST: Duration = Duration::from_millis(299);
+    const DELAY_MIN: Duration = Duration::from_millis(299);
     for store in STORES {
         let plan = "[[fault]]\nkind = \"latency\"\nadd = \"300ms\"\noperations = [\"write\"]\n\
                     range = \"0+16M\"\nafter = 1\ncount = 4\n";
-        let drive = Faulty::timed(store, plan, Some("nvm"));
+        let drive = FaultyHost::timed(store, plan, Some("nvm"));
         let bystander = Bystander::start(&drive.host, &Setup::nth(1));
         let machine = drive.host.machine(&Setup::nth(0));
         let (_controller, mut disk) = machine.disk();
@@ -159,13 +164,13 @@ fn a_latency_fault_delays_matching_commands() {
         taken(Sqe::write(1, 0, 8));
         for lba in 0..4 {
             let taken = taken(Sqe::write(1, lba, 8));
-            assert!(taken >= AT_LEAST, "{store}: {taken:?}");
+            assert!(taken >= DELAY_MIN, "{store}: {taken:?}");
         }
         for _ in 0..20 {
             taken(Sqe::write(1, 0, 8));
             taken(Sqe::read(1, 0, 8));
         }
-        assert_eq!(drive.struck(), [4]);
+        assert_eq!(drive.struck_commands(), [4]);
         bystander.finish();
     }
 }
@@ -175,7 +180,7 @@ fn a_lost_command_ends_with_its_queue_and_the_others_go_on() {
     for store in STORES {
         let plan =
             "[[fault]]\nkind = \"lost\"\noperations = [\"write\"]\nrange = \"0+16M\"\ncount = 3\n";
-        let drive = Faulty::new(store, plan);
+        let drive = FaultyHost::new(store, plan);
         let bystander = Bystander::start(&drive.host, &Setup::nth(1));
         let machine = drive.host.machine(&Setup::nth(0));
         let (mut controller, mut disk) = machine.disk();
@@ -187,7 +192,7 @@ fn a_lost_command_ends_with_its_queue_and_the_others_go_on() {
         let mut queue = queue_pair(&mut controller, 2, 16);
         assert!(queue.push(&write.with_cid(7)));
         queue.ring();
-        wait_for("the fault strikes", || drive.struck() == [1]);
+        wait_for("the fault strikes", || drive.struck_commands() == [1]);
         wait_for("it is counted", || machine.queue_stats(2).in_flight == 1);
         assert_eq!(
             disk.read(8, 8).unwrap(),
@@ -206,7 +211,9 @@ fn a_lost_command_ends_with_its_queue_and_the_others_go_on() {
             let mut queue = queue_pair(&mut controller, 3, 16);
             assert!(queue.push(&write));
             queue.ring();
-            wait_for("the fault strikes", || drive.struck() == [2 + reset]);
+            wait_for("the fault strikes", || {
+                drive.struck_commands() == [2 + reset]
+            });
             let waited = drive.host.clock.waited();
             controller.reset().unwrap();
             assert_eq!(drive.host.clock.waited(), waited);
@@ -224,7 +231,7 @@ fn a_fatal_status_is_one_controllers_and_a_reset_cures_it() {
     for store in STORES {
         let plan =
             "[[fault]]\nkind = \"fatal\"\noperations = [\"read\"]\nrange = \"0+16M\"\nafter = 10\n";
-        let drive = Faulty::new(store, plan);
+        let drive = FaultyHost::new(store, plan);
         let bystander = Bystander::start(&drive.host, &Setup::nth(1));
         let machine = drive.host.machine(&Setup::nth(0));
         let (mut controller, mut disk) = machine.disk();
@@ -244,7 +251,7 @@ fn a_fatal_status_is_one_controllers_and_a_reset_cures_it() {
         controller.set_number_of_queues(4).unwrap();
         let mut disk = crate::common::disk(&mut controller, 1);
         assert_eq!(disk.read(0, 8).unwrap(), [0xC3; 4096]);
-        assert_eq!(drive.struck(), [1]);
+        assert_eq!(drive.struck_commands(), [1]);
         bystander.finish();
     }
 }
@@ -284,7 +291,7 @@ fn a_drive_that_is_removed_is_gone_for_all_its_guests() {
     for store in STORES {
         let plan = "[[fault]]\nkind = \"lost\"\noperations = [\"write\"]\nrange = \"16M+4K\"\n\
                     [[fault]]\nkind = \"removal\"\noperations = [\"flush\"]\n";
-        let drive = Faulty::new(store, plan);
+        let drive = FaultyHost::new(store, plan);
         let machines = [0, 1].map(|index| drive.host.machine(&Setup::nth(index)));
         let mut controllers = [0, 1].map(|index: usize| listening(&machines[index]));
         let [mut first, mut second] = [0, 1].map(|index| disk(&mut controllers[index], 1));
@@ -294,7 +301,7 @@ fn a_drive_that_is_removed_is_gone_for_all_its_guests() {
         let pointer = prp::buffer(&data, 0, 4096).unwrap().pointer;
         assert!(second.queue.push(&Sqe::write(1, 0, 8).with_data(pointer)));
         second.queue.ring();
-        wait_for("the fault strikes", || drive.struck()[0] == 1);
+        wait_for("the fault strikes", || drive.struck_commands()[0] == 1);
 
         assert_eq!(status(&mut first.queue, Sqe::flush(1)), INTERNAL_ERROR);
         let mut lost = None;
@@ -325,7 +332,7 @@ fn a_drive_that_is_removed_is_gone_for_all_its_guests() {
 #[test]
 fn a_namespace_that_is_resized_has_another_size() {
     for store in STORES {
-        let drive = Faulty::new(store, "");
+        let drive = FaultyHost::new(store, "");
         let bystander = Bystander::start(&drive.host, &Setup::nth(0));
         let machine = drive.host.machine(&Setup::nth(1));
         let mut controller = listening(&machine);
@@ -344,7 +351,7 @@ fn a_namespace_that_is_resized_has_another_size() {
             let namespace = controller.identify_namespace(1).unwrap();
             assert_eq!((namespace.nsze, namespace.ncap), (left, left));
             assert_eq!(disk.read(0, 8).unwrap(), [0x11; 4096]);
-            let last = fails(&machine, &mut controller, 2, Sqe::write(1, left, 1));
+            let last = failed_status(&machine, &mut controller, 2, Sqe::write(1, left, 1));
             assert_eq!(last, LBA_OUT_OF_RANGE);
             disk.read(left - 8, 8).unwrap();
         }
@@ -365,7 +372,7 @@ fn faults_of_a_guest_do_not_depend_on_other_guests() {
     let plan =
         "seed = 3\n[[fault]]\nkind = \"media-error\"\nrange = \"0+16M\"\nprobability = 0.2\n";
     let run = |with_other: bool| -> Vec<StatusCode> {
-        let drive = Faulty::new("memory:32M", plan);
+        let drive = FaultyHost::new("memory:32M", plan);
         let other = with_other.then(|| Bystander::start(&drive.host, &Setup::nth(1)));
         let machine = drive.host.machine(&Setup::nth(0));
         let (_controller, mut disk) = machine.disk();

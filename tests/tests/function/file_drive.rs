@@ -87,7 +87,7 @@ pub(crate) fn cached(file: &File) -> Option<[u64; 5]> {
 }
 
 /// Returns whether the kernel reports dirty pages for files on this file system.
-pub(crate) fn dirt_shows() -> bool {
+pub(crate) fn has_dirty_page_counts() -> bool {
     let file = tempfile::tempfile().unwrap();
     (0..20).any(|_| {
         file.write_all_at(&[1; 65_536], 0).unwrap();
@@ -112,7 +112,7 @@ fn write_through_cache(scene: &mut Scene, flags: u32) {
 
 #[test]
 fn flush_and_force_unit_access_reach_the_device() {
-    if !dirt_shows() {
+    if !has_dirty_page_counts() {
         not_checked("the kernel or the file system does not tell what is in its cache only");
         return;
     }
@@ -277,7 +277,7 @@ fn is_direct() -> bool {
         .write(true)
         .custom_flags(libc::O_DIRECT)
         .open(file.path());
-    direct.is_ok() && dirt_shows()
+    direct.is_ok() && has_dirty_page_counts()
 }
 
 #[test]
@@ -514,8 +514,8 @@ fn a_guest_is_warned_of_a_file_that_is_cut_short_or_replaced() {
 /// On a full tmpfs, writes to missing pages fail, including pages that the server believes to exist.
 #[test]
 fn a_full_tmpfs() {
-    const ROOM: u64 = 1 << 20;
-    let Some(tmpfs) = Mounted::tmpfs(ROOM) else {
+    const FREE_SPACE: u64 = 1 << 20;
+    let Some(tmpfs) = Mounted::tmpfs(FREE_SPACE) else {
         return;
     };
     let path = tmpfs.path().join("drive.img");
@@ -577,7 +577,7 @@ fn punch(file: &File, offset: i64, len: i64) {
 }
 
 /// Allocates space in a part of a file without data. Returns whether the file system reports such space as a hole.
-fn reserve_room(file: &File, offset: i64, len: i64) -> bool {
+fn reserve_space(file: &File, offset: i64, len: i64) -> bool {
     // SAFETY: the calls take numbers alone. The position of the file is not used.
     unsafe {
         libc::fallocate(file.as_raw_fd(), 0, offset, len) == 0
@@ -588,7 +588,7 @@ fn reserve_room(file: &File, offset: i64, len: i64) -> bool {
 #[test]
 fn a_wipe_erases_all_data_and_leaves_holes_out() {
     const MIB: u64 = 1 << 20;
-    const ROOM: u64 = 4 * MIB;
+    const FREE_SPACE: u64 = 4 * MIB;
     let setup = Setup::nth(0);
     let data = [0xA5; 4096];
     for folder in [std::env::temp_dir(), "/dev/shm".into()] {
@@ -596,7 +596,7 @@ fn a_wipe_erases_all_data_and_leaves_holes_out() {
             let drive = tempfile::Builder::new().tempfile_in(&folder).unwrap();
             let file = drive.as_file();
             file.set_len(LEASE + 4096).unwrap();
-            if !reserve_room(file, 8 << 20, ROOM as i64) {
+            if !reserve_space(file, 8 << 20, FREE_SPACE as i64) {
                 not_checked("the file system has no room without data");
                 continue;
             }
@@ -621,7 +621,7 @@ fn a_wipe_erases_all_data_and_leaves_holes_out() {
             assert!(block(LEASE) == data, "the neighbour's data");
             // A deallocating command would have freed the space.
             let bytes = file.metadata().unwrap().blocks() * 512;
-            assert!(bytes >= ROOM, "{bytes} bytes");
+            assert!(bytes >= FREE_SPACE, "{bytes} bytes");
         }
     }
 }

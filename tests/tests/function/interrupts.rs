@@ -260,7 +260,7 @@ fn messages_of_msi_wait_for_intmc() {
         write_register(&machine, INTMS, all);
         submit(&mut queue, 4);
         crate::common::wait_for("a pending message", || {
-            machine.function().vectors()[1].pending()
+            machine.function().vectors()[1].is_pending()
         });
         assert_eq!(interrupt.take().unwrap(), 0);
         write_register(&machine, INTMC, all);
@@ -276,14 +276,14 @@ fn the_interrupt_pin_is_high_until_all_completions_are_consumed() {
     for poll in ["shared", "shared:busy"] {
         for mode in MODES {
             let machine = host.machine(&Setup::nth(0).doorbells(mode).poll(poll));
-            assert_eq!(machine.function().has_pin(), !remote::is_chosen());
-            if remote::is_chosen() {
+            assert_eq!(machine.function().has_pin(), !remote::is_enabled());
+            if remote::is_enabled() {
                 continue;
             }
             machine
                 .function()
                 .set_pin(Some(PinDeassertion::Acknowledgement));
-            let acknowledge = || machine.function().end_of_interrupt();
+            let acknowledge = || machine.function().on_end_of_interrupt();
             let mut controller = machine.attach();
             let pin = Arc::clone(&machine.interrupts[0]);
             // All queues share the pin, including the admin queue.
@@ -328,7 +328,7 @@ fn the_interrupt_pin_is_high_until_all_completions_are_consumed() {
 
 #[test]
 fn a_pin_that_stays_high_gives_its_handler_an_entry() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let host = Host::new("memory:16M", 512);
@@ -338,7 +338,7 @@ fn a_pin_that_stays_high_gives_its_handler_an_entry() {
     let pin = Arc::clone(&machine.interrupts[0]);
     let options = QueueOptions::interrupting(64, 0, Arc::clone(&pin));
     let mut queue = controller.create_queue_pair(1, &options).unwrap();
-    machine.function().end_of_interrupt();
+    machine.function().on_end_of_interrupt();
     pin.take().unwrap();
     let look = |after: u64| {
         host.clock.advance(Duration::from_millis(after));
@@ -351,7 +351,7 @@ fn a_pin_that_stays_high_gives_its_handler_an_entry() {
     // Without an event request, the test cannot make the guest's handler run.
     look(0);
     look(200);
-    machine.function().end_of_interrupt();
+    machine.function().on_end_of_interrupt();
     look(0);
     controller.request_async_event().unwrap();
     submit(&mut queue, 1);
@@ -364,7 +364,7 @@ fn a_pin_that_stays_high_gives_its_handler_an_entry() {
     let event = controller.async_event(HANG).unwrap().expect("an event");
     assert_eq!((event.kind, event.info, event.log_page), (7, 0, 0));
     // The head doorbell of the admin queue is written, and the level falls.
-    machine.function().end_of_interrupt();
+    machine.function().on_end_of_interrupt();
     controller.request_async_event().unwrap();
     look(0);
     look(200);

@@ -12,7 +12,7 @@ use nvme_guest::{
     SqConfig, VmmMapping,
 };
 use nvme_lease::PreviousDataPolicy;
-use nvme_mpt::{LocalBackend, SharedPartsSource};
+use nvme_mpt::{LocalBackend, SharedBackendPartsSource};
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, MESSAGE_MAX, PeerIdentity,
     SessionError, VERSION,
@@ -41,12 +41,12 @@ fn opening() -> Vec<u8> {
 type Ended = (Result<(), SessionError>, Vec<u8>, Weak<LocalBackend>);
 
 /// Runs a session until the VMM disconnects. `vmm_says` sends the VMM's messages.
-fn heard(host: &Host, vmm_says: impl FnOnce(&mut UnixStream)) -> Ended {
+fn run_session(host: &Host, vmm_says: impl FnOnce(&mut UnixStream)) -> Ended {
     let (mut vmm, server) = UnixStream::pair().unwrap();
-    let attachment = host.attachment_with(
+    let attachment = host.open_local_backend_with(
         "lease",
         &Setup::nth(0),
-        SharedPartsSource::Outliving(EventReader::Trusted),
+        SharedBackendPartsSource::Outliving(EventReader::Trusted),
     );
     let attached: Weak<LocalBackend> = Arc::downgrade(&attachment);
     let lease = OneLease(Mutex::new(Some(attachment)));
@@ -59,9 +59,9 @@ fn heard(host: &Host, vmm_says: impl FnOnce(&mut UnixStream)) -> Ended {
 }
 
 /// Runs a session that receives these bytes.
-fn said(host: &Host, bytes: &[u8]) -> Ended {
+fn run_session_with(host: &Host, bytes: &[u8]) -> Ended {
     // The write may fail: a server that has refused a message reads no more.
-    heard(host, |vmm| drop(vmm.write_all(bytes)))
+    run_session(host, |vmm| drop(vmm.write_all(bytes)))
 }
 
 /// Returns whether the lease of a session is free.
@@ -78,7 +78,7 @@ fn a_vmm_that_disconnects_at_any_byte_leaves_no_state() {
     let status = message("\"status\"", 0);
     let whole = [opening(), status.clone(), status].concat();
     for end in 0..=whole.len() {
-        let (result, _, attached) = said(&host, &whole[..end]);
+        let (result, _, attached) = run_session_with(&host, &whole[..end]);
         result.unwrap();
         wait_for("the end of the lease", || is_free(&host, &attached));
     }
@@ -103,7 +103,7 @@ fn a_vmm_that_goes_between_two_messages_leaves_nothing_behind() {
         r#"{"unmap":{"gpa":0,"len":16384,"time":{"secs":30,"nanos":0}}}"#,
     ];
     for end in 0..=messages.len() {
-        let (result, answers, attached) = heard(&host, |vmm| {
+        let (result, answers, attached) = run_session(&host, |vmm| {
             vmm.write_all(&opening()).unwrap();
             let map = message(map, 1);
             let sent = vmm.send_with_fd(&map[..], memory.as_raw_fd());
@@ -135,7 +135,7 @@ fn an_invalid_message_ends_only_its_own_lease() {
         (message("\"status\"", 1), "0 descriptors instead of 1"),
         (too_large, "more than the 4194304 that are allowed"),
     ] {
-        let (result, _, attached) = said(&host, &[opening(), wrong].concat());
+        let (result, _, attached) = run_session_with(&host, &[opening(), wrong].concat());
         let SessionError::Channel(error) = result.unwrap_err() else {
             panic!("another error");
         };
@@ -148,10 +148,10 @@ fn an_invalid_message_ends_only_its_own_lease() {
 fn a_descriptor_that_nobody_asked_for_is_refused() {
     let host = Host::new("memory:16M", 512);
     let (vmm, server) = UnixStream::pair().unwrap();
-    let attachment = host.attachment_with(
+    let attachment = host.open_local_backend_with(
         "lease",
         &Setup::nth(0),
-        SharedPartsSource::Outliving(EventReader::Trusted),
+        SharedBackendPartsSource::Outliving(EventReader::Trusted),
     );
     let lease = OneLease(Mutex::new(Some(attachment)));
     let session = std::thread::spawn(move || LeaseSession::new(server).unwrap().run(&lease));
@@ -172,7 +172,7 @@ fn a_descriptor_that_nobody_asked_for_is_refused() {
 fn another_version_is_refused_by_name() {
     let host = Host::new("memory:16M", 512);
     let future = r#"{"version":77,"options":"options","more":{"fields":[1]}}"#;
-    let (result, answers, attached) = said(&host, &message(future, 0));
+    let (result, answers, attached) = run_session_with(&host, &message(future, 0));
     result.unwrap();
     let answers = String::from_utf8_lossy(&answers).into_owned();
     assert!(
@@ -183,9 +183,9 @@ fn another_version_is_refused_by_name() {
 }
 
 /// A server whose lease takes until the server is stopped, like a lease with a long wipe.
-struct Endless;
+struct EndlessLeaseSource;
 
-impl LeaseSource for Endless {
+impl LeaseSource for EndlessLeaseSource {
     fn attach(
         &self,
         _: PeerIdentity,
@@ -199,12 +199,12 @@ impl LeaseSource for Endless {
         LeaseAdmission::Refused("it was stopped".to_owned())
     }
 
-    fn server_ends(&self) -> bool {
+    fn is_server_ending(&self) -> bool {
         true
     }
 
-    fn ended(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
-        LeaseEndCause::Gone
+    fn on_lease_end(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+        LeaseEndCause::Disconnected
     }
 }
 
@@ -213,7 +213,8 @@ fn a_stopping_server_cancels_leases_in_preparation() {
     let (mut vmm, server) = UnixStream::pair().unwrap();
     // The VMM waits for the lease, and stays connected.
     vmm.write_all(&opening()).unwrap();
-    let session = std::thread::spawn(move || LeaseSession::new(server).unwrap().run(&Endless));
+    let session =
+        std::thread::spawn(move || LeaseSession::new(server).unwrap().run(&EndlessLeaseSource));
     session.join().unwrap().unwrap();
     let mut answers = String::new();
     vmm.read_to_string(&mut answers).unwrap();
@@ -224,12 +225,12 @@ fn a_stopping_server_cancels_leases_in_preparation() {
 fn vmm_doorbell_counts_appear_in_server_statistics() {
     const PAGE: u64 = 4096;
     let host = Host::new("memory:16M", 512);
-    let attachment = host.attachment_with(
+    let attachment = host.open_local_backend_with(
         "lease",
         &Setup::nth(0),
-        SharedPartsSource::Outliving(EventReader::Trusted),
+        SharedBackendPartsSource::Outliving(EventReader::Trusted),
     );
-    let function = remote::host_side(attachment.clone());
+    let function = remote::wrap_remote(attachment.clone());
     let region = MemoryRegion {
         gpa: Gpa(0),
         len: 4 * PAGE,
@@ -270,12 +271,12 @@ fn vmm_doorbell_counts_appear_in_server_statistics() {
 #[test]
 fn a_server_gets_no_memory_that_its_vmm_has_not_completed() {
     let host = Host::new("memory:16M", 512);
-    let attachment = host.attachment_with(
+    let attachment = host.open_local_backend_with(
         "lease",
         &Setup::nth(0),
-        SharedPartsSource::Outliving(EventReader::Trusted),
+        SharedBackendPartsSource::Outliving(EventReader::Trusted),
     );
-    let function = remote::host_side(attachment.clone());
+    let function = remote::wrap_remote(attachment.clone());
     let len = 4 * 4096;
     let file = memfd(c"guest", len).unwrap();
     let map = |is_complete| {
@@ -299,10 +300,14 @@ fn a_server_gets_no_memory_that_its_vmm_has_not_completed() {
     assert_eq!(attachment.stats().memory.regions, 0);
     map(true).unwrap();
     assert_eq!(attachment.stats().memory.regions, 1);
-    function.shared().memory.write(Gpa(4096), &[7]).unwrap();
+    function
+        .shared_parts()
+        .memory
+        .write(Gpa(4096), &[7])
+        .unwrap();
     let mut byte = [0];
     attachment
-        .shared()
+        .shared_parts()
         .memory
         .read(Gpa(4096), &mut byte)
         .unwrap();

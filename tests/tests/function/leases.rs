@@ -122,10 +122,10 @@ fn ranges_that_touch_within_a_page_are_refused() {
             id: "half",
             drive: host.drive.identity(),
             nsid: host.drive.namespace().nsid,
-            wanted: RequestedBytes::At(ByteRange::new(start, length).unwrap()),
+            wanted: RequestedBytes::Range(ByteRange::new(start, length).unwrap()),
             lba_shift: 9,
             blocks: host.drive.blocks(),
-            former_data: PreviousDataPolicy::Refused,
+            previous_data: PreviousDataPolicy::Refused,
         };
         let refusal = host.ledger.acquire(&request).unwrap_err();
         let refusal = refusal.to_string();
@@ -178,7 +178,7 @@ fn unreadable_blocks_stay_with_the_data_of_their_id() {
         let drive = Host::new(path, 512).drive;
         // Each step uses a new host, like a new process. A drive in memory keeps its host.
         let host = || match path.starts_with("memory:") {
-            true => Host::of(drive.clone()),
+            true => Host::from_drive(drive.clone()),
             false => Host::new(path, 512),
         };
         let host = || Host {
@@ -187,7 +187,7 @@ fn unreadable_blocks_stay_with_the_data_of_their_id() {
         };
         let with_disk = |id: &str, work: &dyn Fn(&mut Disk)| {
             let host = host();
-            let function = NvmeFunction::new(host.attachment(id, &setup), setup.masking);
+            let function = NvmeFunction::new(host.open_local_backend(id, &setup), setup.masking);
             let machine = host.machine_of(id.to_owned(), function, &setup);
             let (_controller, mut disk) = machine.disk();
             work(&mut disk);
@@ -240,11 +240,11 @@ fn each_extent_of_a_lease_is_wiped() {
                 wanted,
                 lba_shift: host.drive.lba_shift(),
                 blocks: host.drive.blocks(),
-                former_data: PreviousDataPolicy::Kept,
+                previous_data: PreviousDataPolicy::Kept,
             };
             host.ledger.acquire(&request).unwrap()
         };
-        let at = |start, length| RequestedBytes::At(ByteRange::new(start, length).unwrap());
+        let at = |start, length| RequestedBytes::Range(ByteRange::new(start, length).unwrap());
         drop(lease("old", at(0, SIZE)));
         host.ledger
             .decide_data("old", PreviousDataPolicy::Wiped)

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_guest::limit::{RateLimit, RateLimits};
+use nvme_guest::rate_limit::{RateLimit, RateLimits};
 use nvme_mpt::LocalBackend;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -14,8 +14,8 @@ use crate::common::{HANG, Host, MODES, Machine, Setup, queue_pair};
 
 fn rates(iops: &str, bandwidth: &str) -> RateLimits {
     RateLimits {
-        iops: RateLimit::of_commands(iops).ok(),
-        bandwidth: RateLimit::of_bytes(bandwidth).ok(),
+        iops: RateLimit::parse_iops(iops).ok(),
+        bandwidth: RateLimit::parse_bandwidth(bandwidth).ok(),
         weight: None,
     }
 }
@@ -28,8 +28,8 @@ fn limited(doorbells: DoorbellMode, rates: RateLimits) -> Setup {
 }
 
 /// Returns the back end of the host's only function.
-fn attachment(host: &Host) -> Arc<LocalBackend> {
-    host.attached.lock().unwrap().upgrade().unwrap()
+fn local_backend(host: &Host) -> Arc<LocalBackend> {
+    host.latest_backend.lock().unwrap().upgrade().unwrap()
 }
 
 /// Executes `count` reads of `bytes` each, with up to `depth` outstanding on each queue. Returns the time for all reads.
@@ -95,7 +95,7 @@ fn a_guest_at_its_limit_spins_no_poller() {
         let machine = host.machine(&limited(doorbells, rates("1+1", "")));
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 32);
-        let (parks, began) = (host.parks(), Instant::now());
+        let (parks, began) = (host.park_count(), Instant::now());
         for _ in 0..FLUSHES {
             queue.submit(Sqe::flush(1)).unwrap();
         }
@@ -104,7 +104,7 @@ fn a_guest_at_its_limit_spins_no_poller() {
         loop {
             done += std::iter::from_fn(|| queue.poll()).count();
             // Read the statistics before `done` is checked: this thread may lose its processor until all commands are done.
-            if machine.queue_stats(1).throttled_ms > 0 && host.parks() > parks {
+            if machine.queue_stats(1).throttled_ms > 0 && host.park_count() > parks {
                 break;
             }
             assert!(done < FLUSHES, "{doorbells:?}: the poller spun");
@@ -115,7 +115,7 @@ fn a_guest_at_its_limit_spins_no_poller() {
         // The two clocks may differ, since one may be slewed.
         let most = began.elapsed().mul_f64(1.1).as_millis() + 1;
         assert!(throttled <= most, "{throttled} ms");
-        attachment(&host).set_rates(RateLimits::default());
+        local_backend(&host).set_rates(RateLimits::default());
         while done < FLUSHES {
             done += std::iter::from_fn(|| queue.poll()).count();
             assert!(began.elapsed() < HANG, "{doorbells:?}: {done} are done");
@@ -147,13 +147,13 @@ fn a_limit_ends_under_its_guest() {
     let waits: Vec<u16> = (0..8).map(|_| queue.submit(flush).unwrap()).collect();
     queue.ring();
     // The poller sleeps for a second, or is about to.
-    attachment(&host).set_rates(RateLimits::default());
+    local_backend(&host).set_rates(RateLimits::default());
     let began = Instant::now();
     queue.drain(&waits, HANG).unwrap();
     read(&machine, std::slice::from_mut(&mut queue), 10_000, 8, 4096);
     assert!(began.elapsed() < HANG);
     // Set the limit again.
-    attachment(&host).set_rates(rates("1000+10", ""));
+    local_backend(&host).set_rates(rates("1000+10", ""));
     let time = read(&machine, std::slice::from_mut(&mut queue), 300, 8, 4096);
     assert!(time >= Duration::from_millis(280), "{time:?}");
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use nvme_guest::{ControllerBackend, EventReader, PersistedBackendParts};
 use nvme_mpt::drive::SpareDescriptorStore;
-use nvme_mpt::{LocalBackend, SharedPartsSource};
+use nvme_mpt::{LocalBackend, SharedBackendPartsSource};
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};
 use nvme_mpt_tests::controller::Controller;
@@ -26,10 +26,10 @@ use crate::common::{HANG, Host, LEASE, Machine, Setup, disk};
 pub(crate) const RELIABILITY_AND_READ_ONLY: u8 = 0b1100;
 
 /// Space of the file system in bytes. The guests write more than this.
-const ROOM: u64 = 1 << 20;
+const FILE_SYSTEM_BYTES: u64 = 1 << 20;
 
 /// Executes a command. Returns its status and Do Not Retry.
-pub(crate) fn ended(disk: &mut Disk, sqe: Sqe) -> (StatusCode, bool) {
+pub(crate) fn status_and_dnr(disk: &mut Disk, sqe: Sqe) -> (StatusCode, bool) {
     let status = disk.queue.submit_and_wait(sqe, HANG).unwrap().status();
     (status.code(), status.do_not_retry())
 }
@@ -51,7 +51,7 @@ fn write_through_cache(
         let sqe = sqe
             .with_cdw(12, sqe.cdw(12) | flags)
             .with_data(DataPointer::sgl(sgl::data_block(data.gpa(), PIECE as u32)));
-        ended(disk, sqe).0
+        status_and_dnr(disk, sqe).0
     });
     ends.collect()
 }
@@ -70,7 +70,7 @@ pub(crate) fn warnings(controller: &mut Controller) -> u8 {
 
 #[test]
 fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
-    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
+    let Some(device) = LoopDevice::cached(2 * LEASE, FILE_SYSTEM_BYTES) else {
         return;
     };
     let host = Host::of_file(device.device(), 4096);
@@ -80,12 +80,12 @@ fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
     let mut a_second = disk(&mut a_controller, 2);
     assert_eq!(warnings(&mut a_controller), 0);
 
-    let ends = write_through_cache(&a, &mut a_disk, 0..4 * ROOM, 0);
+    let ends = write_through_cache(&a, &mut a_disk, 0..4 * FILE_SYSTEM_BYTES, 0);
     assert!(ends.iter().all(|end| *end == SUCCESS), "{ends:?}");
     let flush = Sqe::flush(1);
     // The neighbour's Flush detects the error first.
     assert_eq!(
-        ended(&mut b_disk, flush),
+        status_and_dnr(&mut b_disk, flush),
         (WRITE_FAULT, true),
         "B's first Flush"
     );
@@ -96,7 +96,7 @@ fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
             ("B", &mut b_disk),
         ] {
             assert_eq!(
-                ended(disk, flush),
+                status_and_dnr(disk, flush),
                 (WRITE_FAULT, true),
                 "{who}, Flush {round}"
             );
@@ -116,22 +116,22 @@ fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
     a_controller.reset().unwrap();
     let mut a_disk = disk(&mut a_controller, 1);
     assert_eq!(
-        ended(&mut a_disk, flush),
+        status_and_dnr(&mut a_disk, flush),
         (WRITE_FAULT, true),
         "after a reset"
     );
     a.function().flush().unwrap_err();
 
-    a.function().host().begin_anew();
+    a.function().backend().reset_connection();
     assert_eq!(
-        ended(&mut a_disk, flush),
+        status_and_dnr(&mut a_disk, flush),
         (SUCCESS, false),
         "for a VMM that connected anew"
     );
     assert_eq!(warnings(&mut a_controller), 0);
     a.function().flush().unwrap();
     assert_eq!(
-        ended(&mut b_disk, flush),
+        status_and_dnr(&mut b_disk, flush),
         (WRITE_FAULT, true),
         "B's VMM did not"
     );
@@ -139,51 +139,60 @@ fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
 
 #[test]
 fn a_reset_between_the_loss_and_the_flush_hides_nothing() {
-    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
+    let Some(device) = LoopDevice::cached(2 * LEASE, FILE_SYSTEM_BYTES) else {
         return;
     };
     let host = Host::of_file(device.device(), 4096);
     let [a, b] = [0, 1].map(|nth| host.machine(&Setup::nth(nth)));
     let (mut a_controller, mut a_disk) = a.disk();
     let (_b_controller, mut b_disk) = b.disk();
-    let ends = write_through_cache(&a, &mut a_disk, 0..4 * ROOM, 0);
+    let ends = write_through_cache(&a, &mut a_disk, 0..4 * FILE_SYSTEM_BYTES, 0);
     assert!(ends.iter().all(|end| *end == SUCCESS), "{ends:?}");
     drop(a_disk);
     // Descriptors that are opened later do not see the error, since it was reported already.
-    assert_eq!(ended(&mut b_disk, Sqe::flush(1)), (WRITE_FAULT, true));
+    assert_eq!(
+        status_and_dnr(&mut b_disk, Sqe::flush(1)),
+        (WRITE_FAULT, true)
+    );
     a_controller.reset().unwrap();
     let mut a_disk = disk(&mut a_controller, 1);
-    assert_eq!(ended(&mut a_disk, Sqe::flush(1)), (WRITE_FAULT, true));
+    assert_eq!(
+        status_and_dnr(&mut a_disk, Sqe::flush(1)),
+        (WRITE_FAULT, true)
+    );
 }
 
 #[test]
 fn a_write_with_fua_and_the_end_of_a_function_find_what_was_lost() {
-    let Some(device) = LoopDevice::cached(LEASE, ROOM) else {
+    let Some(device) = LoopDevice::cached(LEASE, FILE_SYSTEM_BYTES) else {
         return;
     };
     let host = Host::of_file(device.device(), 4096);
     let machine = host.machine(&Setup::nth(0));
     let (_controller, mut disk) = machine.disk();
-    let ends = write_through_cache(&machine, &mut disk, 0..4 * ROOM, 0);
+    let ends = write_through_cache(&machine, &mut disk, 0..4 * FILE_SYSTEM_BYTES, 0);
     assert!(ends.iter().all(|end| *end == SUCCESS), "{ends:?}");
-    let ends = write_through_cache(&machine, &mut disk, 0..4 * ROOM, FUA);
+    let ends = write_through_cache(&machine, &mut disk, 0..4 * FILE_SYSTEM_BYTES, FUA);
     let first = ends.iter().position(|end| *end != SUCCESS);
     let (durable, after) = ends.split_at(first.expect("there is no room for all of them"));
-    assert!(durable.len() as u64 <= ROOM / 65_536);
+    assert!(durable.len() as u64 <= FILE_SYSTEM_BYTES / 65_536);
     assert_eq!(after[0], WRITE_FAULT);
     assert!(after[1..].iter().all(|end| *end == READ_ONLY_RANGE));
-    assert_eq!(ended(&mut disk, Sqe::flush(1)), (WRITE_FAULT, true));
+    assert_eq!(
+        status_and_dnr(&mut disk, Sqe::flush(1)),
+        (WRITE_FAULT, true)
+    );
     machine.function().flush().unwrap_err();
 }
 
 /// Returns the shared parts of a function whose back end ends, for the next server.
-pub(crate) fn kept(attachment: &LocalBackend) -> SharedPartsSource {
-    let parts = attachment.shared();
+pub(crate) fn persisted_parts(attachment: &LocalBackend) -> SharedBackendPartsSource {
+    let parts = attachment.shared_parts();
     let share = |fd: BorrowedFd<'_>| fd.try_clone_to_owned().unwrap();
-    SharedPartsSource::Kept(
+    SharedBackendPartsSource::Persisted(
         PersistedBackendParts {
             doorbells: share(parts.doorbells.fd()),
-            live: share(parts.live.unwrap().fd()),
+            inflight: share(parts.inflight.unwrap().fd()),
             events: EventFd::new(0).unwrap(),
         },
         EventReader::Trusted,
@@ -194,7 +203,7 @@ pub(crate) fn kept(attachment: &LocalBackend) -> SharedPartsSource {
 #[test]
 fn lost_writes_are_known_to_the_next_server() {
     const MINUTE: Duration = Duration::from_secs(60);
-    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
+    let Some(device) = LoopDevice::cached(2 * LEASE, FILE_SYSTEM_BYTES) else {
         return;
     };
     // Each step uses a new server with new descriptors.
@@ -202,49 +211,49 @@ fn lost_writes_are_known_to_the_next_server() {
     let [setup, other] = [0, 1].map(Setup::nth);
     let write = || {
         let file = File::options().write(true).open(device.device()).unwrap();
-        file.write_all_at(&vec![0x41; 4 * ROOM as usize], 0)
+        file.write_all_at(&vec![0x41; 4 * FILE_SYSTEM_BYTES as usize], 0)
     };
 
     let server = host();
-    let attachment = server.attachment_with(
+    let attachment = server.open_local_backend_with(
         "a",
         &setup,
-        SharedPartsSource::Outliving(EventReader::Trusted),
+        SharedBackendPartsSource::Outliving(EventReader::Trusted),
     );
-    assert!(!attachment.damage().lost_writes);
+    assert!(!attachment.check_damage().lost_writes);
     write().unwrap();
     // The old server's Flush gets the error, and the guest does not see it.
     attachment.flush_within(MINUTE).unwrap_err();
-    let parts = kept(&attachment);
+    let parts = persisted_parts(&attachment);
     drop((attachment, server));
 
     let server = host();
-    let attachment = server.attachment_with("a", &setup, parts);
+    let attachment = server.open_local_backend_with("a", &setup, parts);
     attachment
         .flush_within(MINUTE)
         .expect_err("the next one promised what was lost");
-    assert!(attachment.damage().lost_writes);
-    let parts = kept(&attachment);
+    assert!(attachment.check_damage().lost_writes);
+    let parts = persisted_parts(&attachment);
     drop((attachment, server));
 
     let server = host();
-    let attachment = server.attachment_with("a", &setup, parts);
-    assert!(attachment.damage().lost_writes, "the third one");
-    attachment.begin_anew();
+    let attachment = server.open_local_backend_with("a", &setup, parts);
+    assert!(attachment.check_damage().lost_writes, "the third one");
+    attachment.reset_connection();
     attachment.flush_within(MINUTE).expect("another VMM");
 
     // The neighbour gets the error, and the server is killed before this function flushes.
-    let neighbour = server.attachment_with(
+    let neighbour = server.open_local_backend_with(
         "b",
         &other,
-        SharedPartsSource::Outliving(EventReader::Trusted),
+        SharedBackendPartsSource::Outliving(EventReader::Trusted),
     );
     write().unwrap();
     neighbour.flush_within(MINUTE).unwrap_err();
-    let parts = kept(&attachment);
+    let parts = persisted_parts(&attachment);
     drop((attachment, neighbour, server));
     let server = host();
-    let attachment = server.attachment_with("a", &setup, parts);
+    let attachment = server.open_local_backend_with("a", &setup, parts);
     attachment
         .flush_within(MINUTE)
         .expect_err("the error was reported to the neighbour alone");
@@ -252,17 +261,17 @@ fn lost_writes_are_known_to_the_next_server() {
 
 /// Spare descriptions of a keeper, by drive and lease.
 #[derive(Debug, Default)]
-struct Shelf(Mutex<BTreeMap<(String, String), Vec<OwnedFd>>>);
+struct SpareFdStore(Mutex<BTreeMap<(String, String), Vec<OwnedFd>>>);
 
-impl SpareDescriptorStore for Shelf {
-    fn kept(&self, drive: &str, lease: &str) -> Vec<OwnedFd> {
+impl SpareDescriptorStore for SpareFdStore {
+    fn load(&self, drive: &str, lease: &str) -> Vec<OwnedFd> {
         let kept = self.0.lock().unwrap();
         let kept = kept.get(&(drive.to_owned(), lease.to_owned()));
         let kept = kept.into_iter().flatten();
         kept.map(|spare| spare.try_clone().unwrap()).collect()
     }
 
-    fn keep(&self, drive: &str, lease: &str, spare: &[OwnedFd]) {
+    fn store(&self, drive: &str, lease: &str, spare: &[OwnedFd]) {
         let spare = spare.iter().map(|spare| spare.try_clone().unwrap());
         let place = (drive.to_owned(), lease.to_owned());
         self.0.lock().unwrap().insert(place, spare.collect());
@@ -278,62 +287,62 @@ impl SpareDescriptorStore for Shelf {
 #[test]
 fn a_spare_descriptor_reports_losses_the_predecessor_did_not_record() {
     const MINUTE: Duration = Duration::from_secs(60);
-    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
+    let Some(device) = LoopDevice::cached(2 * LEASE, FILE_SYSTEM_BYTES) else {
         return;
     };
     let host = || Host::of_file(device.device(), 4096);
     let setup = Setup::nth(0);
-    let new = || SharedPartsSource::Outliving(EventReader::Trusted);
+    let new = || SharedBackendPartsSource::Outliving(EventReader::Trusted);
     let lose = || {
         let told = File::open(device.device()).unwrap();
         let file = File::options().write(true).open(device.device()).unwrap();
-        file.write_all_at(&vec![0x41; 4 * ROOM as usize], 0)
+        file.write_all_at(&vec![0x41; 4 * FILE_SYSTEM_BYTES as usize], 0)
             .unwrap();
         // The error is reported here, so descriptions that are opened later do not see it.
         told.sync_all().unwrap_err();
     };
-    let shelf = Arc::new(Shelf::default());
+    let shelf = Arc::new(SpareFdStore::default());
     for spares in [None, Some(shelf.clone() as Arc<dyn SpareDescriptorStore>)] {
         let server = host();
-        let attachment = server.attachment_of("a", &setup, new(), spares.clone());
+        let attachment = server.open_local_backend_with_spares("a", &setup, new(), spares.clone());
         lose();
-        let parts = kept(&attachment);
+        let parts = persisted_parts(&attachment);
         // The server is killed.
-        attachment.leave_spare();
+        attachment.retain_spares();
         drop((attachment, server));
         let server = host();
-        let attachment = server.attachment_of("a", &setup, parts, spares.clone());
+        let attachment = server.open_local_backend_with_spares("a", &setup, parts, spares.clone());
         let flushed = attachment.flush_within(MINUTE);
         assert_eq!(flushed.is_err(), spares.is_some(), "only a keeper knows");
-        assert_eq!(attachment.damage().lost_writes, spares.is_some());
+        assert_eq!(attachment.check_damage().lost_writes, spares.is_some());
     }
     assert!(shelf.0.lock().unwrap().is_empty(), "the lease has ended");
 
     let spares = Some(shelf.clone() as Arc<dyn SpareDescriptorStore>);
     let server = host();
-    let attachment = server.attachment_of("a", &setup, new(), spares.clone());
+    let attachment = server.open_local_backend_with_spares("a", &setup, new(), spares.clone());
     lose();
     // The VMM ends, and the next VMM starts with a new function.
-    attachment.begin_anew();
-    let parts = kept(&attachment);
-    attachment.leave_spare();
+    attachment.reset_connection();
+    let parts = persisted_parts(&attachment);
+    attachment.retain_spares();
     drop((attachment, server));
     let server = host();
-    let attachment = server.attachment_of("a", &setup, parts, spares.clone());
+    let attachment = server.open_local_backend_with_spares("a", &setup, parts, spares.clone());
     attachment
         .flush_within(MINUTE)
         .expect("another VMM lost that");
     lose();
-    attachment.leave_spare();
+    attachment.retain_spares();
     drop((attachment, server));
     // The server and the previous VMM have died before this VMM connects.
     let server = host();
-    let attachment = server.attachment_of("a", &setup, new(), spares.clone());
-    let parts = kept(&attachment);
-    attachment.leave_spare();
+    let attachment = server.open_local_backend_with_spares("a", &setup, new(), spares.clone());
+    let parts = persisted_parts(&attachment);
+    attachment.retain_spares();
     drop((attachment, server));
     let server = host();
-    let attachment = server.attachment_of("a", &setup, parts, spares.clone());
+    let attachment = server.open_local_backend_with_spares("a", &setup, parts, spares.clone());
     attachment
         .flush_within(MINUTE)
         .expect("a function that is new lost nothing");
@@ -345,39 +354,41 @@ fn a_spare_descriptor_reports_losses_the_predecessor_did_not_record() {
 #[test]
 fn a_late_restored_function_knows_losses_reported_to_a_neighbour() {
     const MINUTE: Duration = Duration::from_secs(60);
-    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
+    let Some(device) = LoopDevice::cached(2 * LEASE, FILE_SYSTEM_BYTES) else {
         return;
     };
     let [setup, other] = [0, 1].map(Setup::nth);
     let server = Host::of_file(device.device(), 4096);
     let functions = [("a", &setup), ("b", &other)].map(|(name, setup)| {
-        server.attachment_with(
+        server.open_local_backend_with(
             name,
             setup,
-            SharedPartsSource::Outliving(EventReader::Trusted),
+            SharedBackendPartsSource::Outliving(EventReader::Trusted),
         )
     });
-    let [first, late] = functions.each_ref().map(|function| kept(function));
+    let [first, late] = functions
+        .each_ref()
+        .map(|function| persisted_parts(function));
     drop((functions, server));
 
     let server = Host::of_file(device.device(), 4096);
-    let first = server.attachment_with("a", &setup, first);
+    let first = server.open_local_backend_with("a", &setup, first);
     let file = File::options().write(true).open(device.device()).unwrap();
-    file.write_all_at(&vec![0x41; 4 * ROOM as usize], 0)
+    file.write_all_at(&vec![0x41; 4 * FILE_SYSTEM_BYTES as usize], 0)
         .unwrap();
     first.flush_within(MINUTE).unwrap_err();
-    let late = server.attachment_with("b", &other, late);
+    let late = server.open_local_backend_with("b", &other, late);
     late.flush_within(MINUTE)
         .expect_err("the error was reported to the neighbour alone");
-    assert!(late.damage().lost_writes);
-    late.begin_anew();
+    assert!(late.check_damage().lost_writes);
+    late.reset_connection();
     late.flush_within(MINUTE).expect("another VMM");
 }
 
 #[test]
 fn a_late_restored_snapshot_knows_losses_reported_to_a_neighbour() {
     const MINUTE: Duration = Duration::from_secs(60);
-    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
+    let Some(device) = LoopDevice::cached(2 * LEASE, FILE_SYSTEM_BYTES) else {
         return;
     };
     let [setup, other] = [0, 1].map(Setup::nth);
@@ -390,9 +401,9 @@ fn a_late_restored_snapshot_knows_losses_reported_to_a_neighbour() {
         ledger,
         ..Host::of_file(device.device(), 4096)
     };
-    let neighbour = host.attachment("neighbour", &other);
+    let neighbour = host.open_local_backend("neighbour", &other);
     let file = File::options().write(true).open(device.device()).unwrap();
-    file.write_all_at(&vec![0x41; 4 * ROOM as usize], 0)
+    file.write_all_at(&vec![0x41; 4 * FILE_SYSTEM_BYTES as usize], 0)
         .unwrap();
     neighbour.flush_within(MINUTE).unwrap_err();
     let restored = host.restore(&suspended, &setup).unwrap();
@@ -400,22 +411,25 @@ fn a_late_restored_snapshot_knows_losses_reported_to_a_neighbour() {
     function
         .flush()
         .expect_err("the error was reported to the neighbour alone");
-    function.host().begin_anew();
+    function.backend().reset_connection();
     function.flush().expect("another VMM");
 }
 
 #[test]
 fn a_snapshot_records_lost_writes() {
-    let Some(device) = LoopDevice::cached(LEASE, ROOM) else {
+    let Some(device) = LoopDevice::cached(LEASE, FILE_SYSTEM_BYTES) else {
         return;
     };
     let setup = Setup::nth(0);
     let host = Host::of_file(device.device(), 4096);
     let machine = host.machine(&setup);
     let (controller, mut disk) = machine.disk();
-    let ends = write_through_cache(&machine, &mut disk, 0..4 * ROOM, 0);
+    let ends = write_through_cache(&machine, &mut disk, 0..4 * FILE_SYSTEM_BYTES, 0);
     assert!(ends.iter().all(|end| *end == SUCCESS), "{ends:?}");
-    assert_eq!(ended(&mut disk, Sqe::flush(1)), (WRITE_FAULT, true));
+    assert_eq!(
+        status_and_dnr(&mut disk, Sqe::flush(1)),
+        (WRITE_FAULT, true)
+    );
     drop((controller, disk));
     let suspended = machine.suspend();
     let Host { ledger, .. } = host;

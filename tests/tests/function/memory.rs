@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nvme_guest::{Gpa, MemoryRegion};
-use nvme_mpt_memory::file_system::is_memory;
+use nvme_mpt_memory::file_system::is_memory_file;
 use nvme_mpt_tests::command::{DataPointer, Sqe, io};
 use nvme_mpt_tests::controller::{Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::{Doorbell, DoorbellMode, Side};
@@ -22,8 +22,8 @@ use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, SUCCESS};
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{
-    AWAY, HANG, HIGH, Host, LEASE, MODES, Machine, NOWHERE, REGION, Setup, disk, queue_pair,
-    status, wait_for, written_file,
+    HANG, HIGH, Host, LEASE, MODES, Machine, REGION, Setup, UNMAP_TIME, UNMAPPED_ADDRESS, disk,
+    queue_pair, status, wait_for, written_file,
 };
 
 const PIECE: usize = 64 << 10;
@@ -215,8 +215,8 @@ fn a_ring_unmapped_under_io() {
                 ring.fill(0x5a);
                 machine.wait_fatal(&controller);
                 // The device no longer writes to this memory, whatever the guest does.
-                machine.poke(&controller, 1, Side::SqTail, 3);
-                bystander.goes_on();
+                machine.write_raw_doorbell(&controller, 1, Side::SqTail, 3);
+                bystander.wait_for_progress();
                 assert!(ring.to_vec(0, 4096).iter().all(|&b| b == 0x5a), "{mode:?}");
                 // The guest can continue after a controller reset.
                 drop(queue);
@@ -255,7 +255,7 @@ fn a_ring_that_comes_back_goes_on_under_io() {
                     let gone = Instant::now();
                     machine.unmap(&region);
                     machine.map(&region);
-                    if gone.elapsed() > AWAY {
+                    if gone.elapsed() > UNMAP_TIME {
                         // The machine was paused for too long. The controller may fail in this case.
                         break;
                     }
@@ -287,14 +287,14 @@ fn a_doorbell_buffer_unmapped_under_io() {
         sq.push(&Sqe::flush(1));
         shadow.write(2 * stride, &1_u32.to_le_bytes());
         sq.doorbell_mut().ring(1);
-        wait_for("a completion", || cq.ready());
+        wait_for("a completion", || cq.has_entry());
         machine.unmap(&high(&machine));
-        let sentinels = [shadow, event_idx].map(Sentinel::over);
+        let sentinels = [shadow, event_idx].map(Sentinel::from_pages);
         machine.wait_fatal(&controller);
         // The poller goes to sleep and wakes up, and must not write EventIdx to the unmapped page.
         for _ in 0..20 {
             controller.write_doorbell(1, Side::SqTail, 2);
-            bystander.goes_on();
+            bystander.wait_for_progress();
         }
         sentinels.iter().for_each(Sentinel::check);
         controller.reset().unwrap();
@@ -315,7 +315,7 @@ fn admin_queues_unmapped() {
         for region in machine.memory.regions() {
             machine.unmap(&region);
         }
-        machine.poke(&controller, 0, Side::SqTail, 0);
+        machine.write_raw_doorbell(&controller, 0, Side::SqTail, 0);
         // The function's clock limits the wait, and the test advances this clock.
         wait_for("CSTS.CFS", || {
             host.clock.advance(Duration::from_millis(1));
@@ -339,21 +339,21 @@ fn truncatable(machine: &Machine) -> File {
 fn region_of(machine: &Machine, file: File) -> File {
     file.set_len(REGION).unwrap();
     let region = MemoryRegion {
-        gpa: Gpa(NOWHERE),
+        gpa: Gpa(UNMAPPED_ADDRESS),
         len: REGION,
         fd: OwnedFd::from(file.try_clone().unwrap()),
         offset: 0,
         readable: true,
         writable: true,
     };
-    machine.function().host().map(region).unwrap();
+    machine.function().backend().map(region).unwrap();
     file
 }
 
 #[test]
 fn data_truncated_under_io() {
     let host = Host::new("memory:32M", 512);
-    data_is_cut_off(&host, || tempfile::tempfile_in("/dev/shm").unwrap());
+    check_truncated_data(&host, || tempfile::tempfile_in("/dev/shm").unwrap());
 }
 
 /// The device itself copies between guest memory and the file's pages.
@@ -362,29 +362,29 @@ fn data_of_a_file_on_tmpfs_truncated_under_io() {
     let drive = tempfile::Builder::new().tempfile_in("/dev/shm").unwrap();
     drive.as_file().set_len(2 * LEASE).unwrap();
     let host = Host::of_file(drive.path(), 512);
-    data_is_cut_off(&host, || tempfile::tempfile_in("/dev/shm").unwrap());
+    check_truncated_data(&host, || tempfile::tempfile_in("/dev/shm").unwrap());
 }
 
 #[test]
 fn data_in_huge_pages_truncated_under_io() {
-    match HugePages::set_aside(REGION / HUGE_PAGE) {
+    match HugePages::reserve(REGION / HUGE_PAGE) {
         Some(pages) => {
             let host = Host::new("memory:32M", 512);
-            data_is_cut_off(&host, || pages.file().unwrap());
+            check_truncated_data(&host, || pages.file().unwrap());
         }
         None => not_checked("no huge pages can be had here"),
     }
 }
 
 /// Truncates a guest's memory to one huge page during I/O to this memory.
-fn data_is_cut_off(host: &Host, memory: impl Fn() -> File) {
+fn check_truncated_data(host: &Host, memory: impl Fn() -> File) {
     let bystander = Bystander::start(host, &Setup::nth(1));
     for mode in MODES {
         let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let file = region_of(&machine, memory());
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 64);
-        let pointer = DataPointer::prp(NOWHERE + (8 << 20), 0);
+        let pointer = DataPointer::prp(UNMAPPED_ADDRESS + (8 << 20), 0);
         for opcode in [io::WRITE, io::READ] {
             let sqe = Sqe::range(opcode, 1, 0, 8).with_data(pointer);
             assert_eq!(status(&mut queue, sqe), SUCCESS);
@@ -402,12 +402,12 @@ fn data_is_cut_off(host: &Host, memory: impl Fn() -> File) {
         });
         queue.ring();
         machine.wait_fatal(&controller);
-        bystander.goes_on();
+        bystander.wait_for_progress();
         // The truncated region stays unusable. Another region works.
         machine
             .function()
-            .host()
-            .unmap(Gpa(NOWHERE), REGION)
+            .backend()
+            .unmap(Gpa(UNMAPPED_ADDRESS), REGION)
             .unwrap();
         drop(queue);
         controller.reset().unwrap();
@@ -421,7 +421,7 @@ fn data_is_cut_off(host: &Host, memory: impl Fn() -> File) {
 #[test]
 fn data_of_a_file_drive_truncated_under_io() {
     let file = tempfile::NamedTempFile::new().unwrap();
-    if is_memory(file.as_fd()) {
+    if is_memory_file(file.as_fd()) {
         not_checked("temporary files are in memory here");
         return;
     }
@@ -432,7 +432,7 @@ fn data_of_a_file_drive_truncated_under_io() {
     let memory = truncatable(&machine);
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 64);
-    let pointer = DataPointer::prp(NOWHERE + (8 << 20), 0);
+    let pointer = DataPointer::prp(UNMAPPED_ADDRESS + (8 << 20), 0);
     for opcode in [io::READ, io::WRITE] {
         let sqe = Sqe::range(opcode, 1, 0, 8).with_data(pointer);
         memory.set_len(REGION).unwrap();
@@ -455,8 +455,8 @@ fn rings_truncated_under_io() {
             let mut controller = machine.attach();
             let there = machine.memory.alloc(4096).unwrap();
             let (sq, cq) = match sq_goes {
-                true => (NOWHERE + 4096, there.gpa()),
-                false => (there.gpa(), NOWHERE + 4096),
+                true => (UNMAPPED_ADDRESS + 4096, there.gpa()),
+                false => (there.gpa(), UNMAPPED_ADDRESS + 4096),
             };
             controller.admin(Sqe::create_cq(1, cq, 64, None)).unwrap();
             controller.admin(Sqe::create_sq(1, sq, 64, 1)).unwrap();
@@ -469,7 +469,7 @@ fn rings_truncated_under_io() {
                 true => file.write_all_at(&flush, 4096).unwrap(),
                 false => there.write(0, &flush),
             }
-            machine.poke(&controller, 1, Side::SqTail, 1);
+            machine.write_raw_doorbell(&controller, 1, Side::SqTail, 1);
             let completed = || {
                 let mut entry = [0; 16];
                 match sq_goes {
@@ -480,9 +480,9 @@ fn rings_truncated_under_io() {
             };
             wait_for("a completion", completed);
             file.set_len(4096).unwrap();
-            machine.poke(&controller, 1, Side::SqTail, 2);
+            machine.write_raw_doorbell(&controller, 1, Side::SqTail, 2);
             machine.wait_fatal(&controller);
-            bystander.goes_on();
+            bystander.wait_for_progress();
             controller.disable().unwrap();
         }
     }

@@ -9,7 +9,7 @@ use nvme_mpt_tests::rng;
 use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, SUCCESS};
 
 use crate::common::bystander::Bystander;
-use crate::common::{AWAY, HANG, Host, MODES, Machine, Setup, queue_pair, status};
+use crate::common::{HANG, Host, MODES, Machine, Setup, UNMAP_TIME, queue_pair, status};
 
 /// Entries of the largest queue.
 const ENTRIES: u32 = 4096;
@@ -148,7 +148,7 @@ fn a_page_of_a_ring_that_goes_suspends_the_queue_until_it_is_back() {
                 let gone = Instant::now();
                 machine.unmap_piece(piece);
                 machine.map_piece(piece);
-                if gone.elapsed() > AWAY {
+                if gone.elapsed() > UNMAP_TIME {
                     // The machine was paused for too long. The controller may fail in this case.
                     continue 'rings;
                 }

@@ -17,7 +17,7 @@ const PAUSE: u64 = 500;
 /// The spin time is fixed at a fifth of the longest pause. An adaptive poller would learn to spin through all pauses, and would
 /// not sleep.
 fn pauses(host: &Host, setup: Setup, commands: u64) {
-    let setup = setup.fixed("spin");
+    let setup = setup.with_fixed_policies("spin");
     let machine = host.machine(&setup);
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 32);
@@ -25,7 +25,7 @@ fn pauses(host: &Host, setup: Setup, commands: u64) {
     let read = Sqe::read(1, 0, 8).with_data(prp::buffer(&data, 0, 4096).unwrap().pointer);
     let mut rng = Rng::new(setup.start + 1);
     for number in 0..commands {
-        let before = host.parks();
+        let before = host.park_count();
         // A lost notification shows as a timeout.
         queue.execute(read, HANG).unwrap_or_else(|error| {
             panic!("{:?}, command {number}: {error}", setup.doorbells);
@@ -38,7 +38,7 @@ fn pauses(host: &Host, setup: Setup, commands: u64) {
         }
         if number % 4 == 0 {
             // The next command must find a sleeping poller.
-            wait_for("the poller sleeps", || host.parks() > before);
+            wait_for("the poller sleeps", || host.park_count() > before);
         }
     }
 }
@@ -94,8 +94,8 @@ fn an_event_driven_poller_wakes_once_for_a_batch() {
     let mut queue = queue_pair(&mut controller, 1, 32);
     let data = machine.memory.alloc(4096).unwrap();
     let data = prp::buffer(&data, 0, 4096).unwrap().pointer;
-    wait_for("the poller sleeps", || host.parks() > 0);
-    let before = host.parks();
+    wait_for("the poller sleeps", || host.park_count() > 0);
+    let before = host.park_count();
     for batch in 1..=BATCHES {
         for cid in 0..BATCH {
             let read = Sqe::read(1, u64::from(cid), 8)
@@ -106,10 +106,10 @@ fn an_event_driven_poller_wakes_once_for_a_batch() {
         queue.ring();
         let cids: Vec<_> = (0..BATCH).collect();
         queue.drain(&cids, HANG).unwrap();
-        wait_for("the poller sleeps", || host.parks() >= before + batch);
+        wait_for("the poller sleeps", || host.park_count() >= before + batch);
     }
     // Messages of the control thread wake the poller too, for example with a remote back end.
-    let parks = host.parks() - before;
+    let parks = host.park_count() - before;
     assert!(parks < BATCHES + BATCHES / 10, "{parks}");
 }
 
@@ -117,16 +117,18 @@ fn an_event_driven_poller_wakes_once_for_a_batch() {
 #[test]
 fn a_guest_with_mapped_doorbells_that_rests_is_looked_at_seldom() {
     let host = Host::new("memory:16M", 512);
-    let setup = Setup::nth(0).doorbells(DoorbellMode::Mapped).fixed("spin");
+    let setup = Setup::nth(0)
+        .doorbells(DoorbellMode::Mapped)
+        .with_fixed_policies("spin");
     let machine = host.machine(&setup);
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 32);
     let data = machine.memory.alloc(4096).unwrap();
     let read = Sqe::read(1, 0, 8).with_data(prp::buffer(&data, 0, 4096).unwrap().pointer);
     queue.execute(read, HANG).unwrap();
-    let (began, before) = (Instant::now(), host.parks());
+    let (began, before) = (Instant::now(), host.park_count());
     std::thread::sleep(Duration::from_secs(3));
-    let looks = host.parks() - before;
+    let looks = host.park_count() - before;
     // About 300 polls in the first 1.3 s, then 50 per second. With `fixed=looks` there would be 1000 per second.
     let most = 400 + u64::try_from(began.elapsed().as_millis()).unwrap() / 20;
     assert!((1..most).contains(&looks), "{looks} of {most}");

@@ -62,7 +62,7 @@ fn next_event(controller: &mut Controller) -> AsyncEvent {
 
 /// Checks that no event occurs, after the function had the opportunity to report one.
 #[track_caller]
-fn no_event(machine: &Machine, controller: &mut Controller) {
+fn expect_no_event(machine: &Machine, controller: &mut Controller) {
     machine.function().process_events();
     let event = controller.async_event(Duration::ZERO).unwrap();
     assert_eq!(event, None);
@@ -73,7 +73,7 @@ fn read_log(controller: &mut Controller, id: u8, len: usize) -> Vec<u8> {
     controller.log_page(page).unwrap()
 }
 
-fn create_queue_fails(controller: &mut Controller, id: u16) -> StatusCode {
+fn failed_create_status(controller: &mut Controller, id: u16) -> StatusCode {
     match controller.create_queue_pair(id, &QueueOptions::polled(16)) {
         Err(Error::Status { cqe, .. }) => cqe.status().code(),
         other => panic!("a queue on a drive that is gone: {other:?}"),
@@ -175,28 +175,28 @@ fn a_temperature_beyond_the_guests_threshold_is_an_event_once() {
     controller
         .set_feature(feature::TEMPERATURE_THRESHOLD, 0, 320)
         .unwrap();
-    no_event(&machine, &mut controller);
+    expect_no_event(&machine, &mut controller);
 
     drive.heat(325);
-    drive.tell(DriveEvent::Health);
+    drive.report_event(DriveEvent::Health);
     assert_eq!(next_event(&mut controller), SMART_TEMPERATURE);
     // The temperature exceeds the drive's threshold, but not this guest's own threshold.
-    no_event(&other, &mut patient);
+    expect_no_event(&other, &mut patient);
 
-    drive.tell(DriveEvent::Health);
-    no_event(&machine, &mut controller);
+    drive.report_event(DriveEvent::Health);
+    expect_no_event(&machine, &mut controller);
     assert_eq!(
         read_log(&mut controller, log::SMART, 512)[0],
         TEMPERATURE as u8
     );
-    no_event(&machine, &mut controller);
+    expect_no_event(&machine, &mut controller);
 
     // Cooling down and heating up again causes another event.
     drive.heat(300);
-    drive.tell(DriveEvent::Health);
-    no_event(&machine, &mut controller);
+    drive.report_event(DriveEvent::Health);
+    expect_no_event(&machine, &mut controller);
     drive.heat(350);
-    drive.tell(DriveEvent::Health);
+    drive.report_event(DriveEvent::Health);
     assert_eq!(next_event(&mut controller), SMART_TEMPERATURE);
     assert_eq!(next_event(&mut patient), SMART_TEMPERATURE);
 }
@@ -215,13 +215,13 @@ fn drive_warnings_are_reported_once_until_read() {
         .with_spare(true)
         .with_read_only(true);
     drive.warn(failing);
-    drive.tell(DriveEvent::Health);
+    drive.report_event(DriveEvent::Health);
     assert_eq!(next_event(&mut controller), SMART_SPARE);
     // The second event is held back until the guest has read the log page of the first.
-    no_event(&machine, &mut controller);
+    expect_no_event(&machine, &mut controller);
     assert_eq!(read_log(&mut controller, log::SMART, 512)[0], failing.0);
     assert_eq!(next_event(&mut controller), SMART_RELIABILITY);
-    no_event(&other, &mut deaf);
+    expect_no_event(&other, &mut deaf);
 
     // A guest that enables an event gets it for a present condition.
     deaf.set_feature(feature::ASYNC_EVENT_CONFIG, 0, 0b1000)
@@ -238,7 +238,7 @@ fn namespace_changes_reach_only_its_guests() {
         [0, 1].map(|index: usize| listening(&machines[index], ALL_EVENTS));
     // The namespace grows, which does not affect a lease.
     drive.change_namespaces(|namespaces| namespaces[1].blocks *= 2);
-    drive.tell(DriveEvent::NamespaceChanged(Nsid(2)));
+    drive.report_event(DriveEvent::NamespaceChanged(Nsid(2)));
 
     assert_eq!(next_event(&mut second), NAMESPACE_CHANGED);
     let keep = LogPage {
@@ -259,7 +259,7 @@ fn namespace_changes_reach_only_its_guests() {
     assert_eq!(page, [0; 4096], "it was read");
     assert_eq!(second.active_namespaces(0).unwrap(), [1]);
 
-    no_event(&machines[0], &mut first);
+    expect_no_event(&machines[0], &mut first);
     let page = read_log(&mut first, log::CHANGED_NAMESPACES, 4096);
     assert_eq!(page, [0; 4096], "another guest's");
 }
@@ -304,7 +304,9 @@ fn a_namespace_with_different_blocks_is_lost_to_the_guest() {
             "shrunk" => namespaces[0].blocks = 100,
             _ => drop(namespaces.remove(0)),
         });
-        scene.drive.tell(DriveEvent::NamespaceChanged(Nsid(1)));
+        scene
+            .drive
+            .report_event(DriveEvent::NamespaceChanged(Nsid(1)));
         assert_eq!(next_event(&mut scene.controller), NAMESPACE_CHANGED);
         assert_eq!(
             scene.controller.active_namespaces(0).unwrap(),
@@ -321,7 +323,7 @@ fn a_namespace_with_different_blocks_is_lost_to_the_guest() {
             assert_eq!(status, INVALID_NAMESPACE, "{case}");
         }
         sentinel.check();
-        let failed = create_queue_fails(&mut scene.controller, 2);
+        let failed = failed_create_status(&mut scene.controller, 2);
         assert_eq!(failed, INTERNAL_ERROR, "{case}");
         assert_eq!(scene.controller.status().unwrap(), 1, "it works");
         scene.bystander.finish();
@@ -345,7 +347,7 @@ fn a_guest_whose_drive_is_gone_loses_its_namespace_and_no_more() {
     for _ in 0..3 {
         scene.controller.reset().unwrap();
         assert_eq!(scene.controller.active_namespaces(0).unwrap(), [0; 0]);
-        let failed = create_queue_fails(&mut scene.controller, 1);
+        let failed = failed_create_status(&mut scene.controller, 1);
         assert_eq!(failed, INTERNAL_ERROR);
     }
     scene.controller.shutdown(false).unwrap();
@@ -354,8 +356,8 @@ fn a_guest_whose_drive_is_gone_loses_its_namespace_and_no_more() {
 #[test]
 fn a_drive_reset_causes_no_guest_event() {
     let mut scene = scene();
-    scene.drive.tell(DriveEvent::Reset);
-    no_event(&scene.machine, &mut scene.controller);
+    scene.drive.report_event(DriveEvent::Reset);
+    expect_no_event(&scene.machine, &mut scene.controller);
     let errors = read_log(&mut scene.controller, log::ERROR, 64);
     assert_eq!(errors, [0; 64]);
     assert_eq!(

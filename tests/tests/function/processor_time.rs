@@ -17,13 +17,13 @@ use crate::common::{HANG, Host, Machine, Setup, queue_pair, wait_for};
 const TOLERANCE: f64 = 0.05;
 
 /// Charged time before the comparison, in seconds. The charge may lag by a millisecond.
-const ENOUGH: f64 = 0.2;
+const CHARGED_MIN: f64 = 0.2;
 
 /// Creates a host whose poller reports its thread id.
 fn host() -> (Host, Receiver<Pid>) {
     let (sender, threads) = channel();
     let mut host = Host::new("memory:32M", 512);
-    host.pollers = PollerPool::on(ThreadSpawner::from_spawn(move |name, work| {
+    host.pollers = PollerPool::with_threads(ThreadSpawner::from_spawn(move |name, work| {
         let sender = name.starts_with("poll-").then(|| sender.clone());
         thread::Builder::new().spawn(move || {
             if let Some(sender) = sender {
@@ -46,12 +46,12 @@ fn kernel_seconds(thread: Pid) -> f64 {
 /// Creates a machine. Returns the back end of its function too.
 fn machine(host: &Host, index: u64, poll: &'static str) -> (Machine, Arc<LocalBackend>) {
     let machine = host.machine(&Setup::nth(index).poll(poll));
-    let attached = host.attached.lock();
+    let attached = host.latest_backend.lock();
     let attached = attached.unwrap_or_else(PoisonError::into_inner).upgrade();
     (machine, attached.unwrap())
 }
 
-fn charged(attachments: &[&LocalBackend]) -> f64 {
+fn charged_seconds(attachments: &[&LocalBackend]) -> f64 {
     let seconds = attachments
         .iter()
         .map(|attachment| attachment.stats().processor_seconds);
@@ -62,9 +62,9 @@ fn charged(attachments: &[&LocalBackend]) -> f64 {
 struct Reading([f64; 3]);
 
 impl Reading {
-    fn of(thread: Pid, attachments: &[&LocalBackend]) -> Self {
+    fn take(thread: Pid, attachments: &[&LocalBackend]) -> Self {
         let before = kernel_seconds(thread);
-        let charged = charged(attachments);
+        let charged = charged_seconds(attachments);
         Self([before, charged, kernel_seconds(thread)])
     }
 
@@ -92,19 +92,19 @@ fn the_time_of_a_dedicated_poller_is_its_functions() {
         let data = machine.memory.alloc(4096).unwrap();
         let read = Sqe::read(1, 0, 8).with_data(prp::buffer(&data, 0, 4096).unwrap().pointer);
         queue.execute(read, HANG).unwrap();
-        wait_for("time is charged", || charged(&attachments) > 0.0);
-        let begin = Reading::of(thread, &attachments);
-        while charged(&attachments) < begin.0[1] + ENOUGH {
+        wait_for("time is charged", || charged_seconds(&attachments) > 0.0);
+        let begin = Reading::take(thread, &attachments);
+        while charged_seconds(&attachments) < begin.0[1] + CHARGED_MIN {
             queue.execute(read, HANG).unwrap();
         }
-        let worked = Reading::of(thread, &attachments);
+        let worked = Reading::take(thread, &attachments);
         worked.check_since(&begin);
         // A poller that parks takes hardly any time without commands.
         if poll == "dedicated:busy" {
             wait_for("empty passes are charged", || {
-                charged(&attachments) >= worked.0[1] + ENOUGH
+                charged_seconds(&attachments) >= worked.0[1] + CHARGED_MIN
             });
-            Reading::of(thread, &attachments).check_since(&worked);
+            Reading::take(thread, &attachments).check_since(&worked);
         }
     }
 }
@@ -122,23 +122,23 @@ fn functions_that_share_a_poller_have_its_time_between_them() {
     let (busy, idle) = ([first.1.as_ref()], [second.1.as_ref()]);
     let both = [first.1.as_ref(), second.1.as_ref()];
     wait_for("time is charged to both", || {
-        charged(&busy) > 0.0 && charged(&idle) > 0.0
+        charged_seconds(&busy) > 0.0 && charged_seconds(&idle) > 0.0
     });
-    let begin = Reading::of(thread, &both);
-    let (busy_at_first, idle_at_first) = (charged(&busy), charged(&idle));
+    let begin = Reading::take(thread, &both);
+    let (busy_at_first, idle_at_first) = (charged_seconds(&busy), charged_seconds(&idle));
     const LEN: usize = 128 << 10;
     let data = first.0.memory.alloc(LEN).unwrap();
     let buffer = prp::buffer(&data, 0, LEN).unwrap();
     let read = Sqe::read(1, 0, (LEN / 512) as u32).with_data(buffer.pointer);
     let mut commands = 0;
-    while commands < 4000 || charged(&both) < begin.0[1] + ENOUGH {
+    while commands < 4000 || charged_seconds(&both) < begin.0[1] + CHARGED_MIN {
         queue.execute(read, HANG).unwrap();
         commands += 1;
     }
-    Reading::of(thread, &both).check_since(&begin);
+    Reading::take(thread, &both).check_since(&begin);
     let (busy, idle) = (
-        charged(&busy) - busy_at_first,
-        charged(&idle) - idle_at_first,
+        charged_seconds(&busy) - busy_at_first,
+        charged_seconds(&idle) - idle_at_first,
     );
     assert!(busy > idle, "{busy} s for reads, and {idle} s for none");
 }

@@ -6,7 +6,7 @@ use nvme_mpt_tests::model::{Limits, Model, Op};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-use crate::common::{Host, LEASE, MODES, Setup, fitting};
+use crate::common::{Host, LEASE, MODES, Setup, fit_poll_policy};
 
 /// Parameters of a test run.
 #[derive(Clone, Copy, Debug)]
@@ -46,7 +46,7 @@ fn variants() -> impl Strategy<Value = Variant> {
                 doorbells,
                 scattered,
                 taken,
-                poll: fitting(poll, doorbells),
+                poll: fit_poll_policy(poll, doorbells),
                 transfer,
             },
         )
@@ -96,14 +96,14 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
         false => setup,
     };
     let units = (0..u32::BITS).filter(|unit| variant.taken >> unit & 1 != 0);
-    let _others = host.occupy(units.map(|unit| (u64::from(unit) * UNIT, UNIT)));
+    let _others = host.lease_ranges(units.map(|unit| (u64::from(unit) * UNIT, UNIT)));
     let setup = match variant.taken {
         0 => setup,
-        _ => setup.by_size(UNIT),
+        _ => setup.with_allocation_unit(UNIT),
     };
     let machine = host.machine(&setup);
     let (_controller, mut disk) = machine.disk();
-    let limits = Limits::of(&disk, variant.transfer / variant.lba_size);
+    let limits = Limits::for_disk(&disk, variant.transfer / variant.lba_size);
     let mut model = Model::new(limits, true);
     let fail = |mismatch| TestCaseError::fail(format!("{variant:?}: {mismatch}"));
     for &(words, number) in steps {

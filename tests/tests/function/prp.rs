@@ -11,9 +11,11 @@ use nvme_mpt_tests::rng::{self, Rng};
 use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, PRP_OFFSET_INVALID, SUCCESS, StatusCode};
 
 use crate::common::bystander::Bystander;
-use crate::common::changes::Changes;
+use crate::common::changes::ChangeThread;
 use crate::common::sentinel::Sentinel;
-use crate::common::{HIGH, Host, LEASE, LOW, Machine, NOWHERE, REGION, Setup, queue_pair, status};
+use crate::common::{
+    HIGH, Host, LEASE, LOW, Machine, REGION, Setup, UNMAPPED_ADDRESS, queue_pair, status,
+};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 /// Blocks per page.
@@ -48,7 +50,7 @@ impl Scene {
 
     /// Checks that reads and writes of `pages` pages end with the status `want`.
     #[track_caller]
-    fn refused(&mut self, pointer: DataPointer, pages: u32, want: StatusCode) {
+    fn expect_refused(&mut self, pointer: DataPointer, pages: u32, want: StatusCode) {
         for opcode in [io::READ, io::WRITE, io::COMPARE] {
             let sqe = Sqe::range(opcode, 1, 0, pages * BLOCKS).with_data(pointer);
             assert_eq!(status(&mut self.queue, sqe), want, "opcode {opcode:#x}");
@@ -71,13 +73,13 @@ impl Scene {
 }
 
 /// Returns addresses of pages that are partly or completely outside of guest memory.
-fn outside() -> [u64; 7] {
+fn outside_addresses() -> [u64; 7] {
     [
         0,
         LOW - PAGE,
         LOW + 2 * REGION,
         HIGH + REGION,
-        NOWHERE,
+        UNMAPPED_ADDRESS,
         !(PAGE - 1),
         1 << 63,
     ]
@@ -86,8 +88,8 @@ fn outside() -> [u64; 7] {
 #[test]
 fn prp1_outside_memory() {
     let mut scene = scene();
-    for gpa in outside() {
-        scene.refused(DataPointer::prp(gpa, 0), 1, DATA_TRANSFER_ERROR);
+    for gpa in outside_addresses() {
+        scene.expect_refused(DataPointer::prp(gpa, 0), 1, DATA_TRANSFER_ERROR);
     }
     scene.finish();
 }
@@ -96,9 +98,9 @@ fn prp1_outside_memory() {
 fn prp2_outside_memory() {
     let mut scene = scene();
     let data = Sentinel::new(&scene.machine.memory, PAGE_SIZE);
-    for gpa in outside() {
+    for gpa in outside_addresses() {
         let pointer = DataPointer::prp(data.gpa(), gpa);
-        scene.refused(pointer, 2, DATA_TRANSFER_ERROR);
+        scene.expect_refused(pointer, 2, DATA_TRANSFER_ERROR);
     }
     data.check();
     scene.finish();
@@ -108,21 +110,21 @@ fn prp2_outside_memory() {
 fn a_list_entry_outside_memory() {
     let mut scene = scene();
     let data = Sentinel::new(&scene.machine.memory, 4 * PAGE_SIZE);
-    for gpa in outside() {
+    for gpa in outside_addresses() {
         for bad in 0..3 {
             let mut entries: Vec<u64> = (1..4).map(|i| data.gpa() + i * PAGE).collect();
             entries[bad] = gpa;
             let list = scene.list(&entries);
             let pointer = DataPointer::prp(data.gpa(), list.gpa());
-            scene.refused(pointer, 4, DATA_TRANSFER_ERROR);
+            scene.expect_refused(pointer, 4, DATA_TRANSFER_ERROR);
         }
     }
     data.check();
     // The page directly behind a region, in a list whose other pages are valid.
-    let begin = Sentinel::over(scene.machine.memory.alloc_at(HIGH, PAGE_SIZE).unwrap());
+    let begin = Sentinel::from_pages(scene.machine.memory.alloc_at(HIGH, PAGE_SIZE).unwrap());
     let list = scene.list(&[begin.gpa(), begin.gpa(), HIGH + REGION]);
     let pointer = DataPointer::prp(begin.gpa(), list.gpa());
-    scene.refused(pointer, 4, DATA_TRANSFER_ERROR);
+    scene.expect_refused(pointer, 4, DATA_TRANSFER_ERROR);
     begin.check();
     scene.finish();
 }
@@ -131,9 +133,9 @@ fn a_list_entry_outside_memory() {
 fn a_list_outside_memory() {
     let mut scene = scene();
     let data = Sentinel::new(&scene.machine.memory, PAGE_SIZE);
-    for gpa in outside() {
+    for gpa in outside_addresses() {
         let pointer = DataPointer::prp(data.gpa(), gpa);
-        scene.refused(pointer, 4, DATA_TRANSFER_ERROR);
+        scene.expect_refused(pointer, 4, DATA_TRANSFER_ERROR);
     }
     // Data that starts in memory and continues outside.
     let edge = scene
@@ -145,7 +147,7 @@ fn a_list_outside_memory() {
     edge.write(0, &good);
     edge.write(PAGE_SIZE - 8, &(HIGH + REGION).to_le_bytes());
     let pointer = DataPointer::prp(data.gpa(), edge.gpa() + PAGE - 16);
-    scene.refused(pointer, 4, DATA_TRANSFER_ERROR);
+    scene.expect_refused(pointer, 4, DATA_TRANSFER_ERROR);
     data.check();
     scene.finish();
 }
@@ -156,7 +158,7 @@ fn prp1_misaligned() {
     let data = Sentinel::new(&scene.machine.memory, 2 * PAGE_SIZE);
     for offset in [1, 2, 3, 5, 4095] {
         let pointer = DataPointer::prp(data.gpa() + offset, data.gpa() + PAGE);
-        scene.refused(pointer, 1, PRP_OFFSET_INVALID);
+        scene.expect_refused(pointer, 1, PRP_OFFSET_INVALID);
     }
     data.check();
     scene.finish();
@@ -168,7 +170,7 @@ fn prp2_misaligned() {
     let data = Sentinel::new(&scene.machine.memory, 3 * PAGE_SIZE);
     for offset in [1, 4, 8, 512, 4092] {
         let pointer = DataPointer::prp(data.gpa(), data.gpa() + PAGE + offset);
-        scene.refused(pointer, 2, PRP_OFFSET_INVALID);
+        scene.expect_refused(pointer, 2, PRP_OFFSET_INVALID);
     }
     data.check();
     scene.finish();
@@ -184,7 +186,7 @@ fn a_list_entry_misaligned() {
             entries[bad] += offset;
             let list = scene.list(&entries);
             let pointer = DataPointer::prp(data.gpa(), list.gpa());
-            scene.refused(pointer, 4, PRP_OFFSET_INVALID);
+            scene.expect_refused(pointer, 4, PRP_OFFSET_INVALID);
         }
     }
     data.check();
@@ -198,7 +200,7 @@ fn a_list_pointer_misaligned() {
     let list = scene.list(&[data.gpa(); 8]);
     for offset in [1, 2, 4, 12] {
         let pointer = DataPointer::prp(data.gpa(), list.gpa() + offset);
-        scene.refused(pointer, 4, PRP_OFFSET_INVALID);
+        scene.expect_refused(pointer, 4, PRP_OFFSET_INVALID);
     }
     // The pointer to the next list page must have no offset at all.
     for offset in [8, 2048] {
@@ -206,7 +208,7 @@ fn a_list_pointer_misaligned() {
         let next = list.gpa() + offset;
         list.write(PAGE_SIZE - 8, &next.to_le_bytes());
         let pointer = DataPointer::prp(data.gpa(), list.gpa() + PAGE - 8);
-        scene.refused(pointer, 4, PRP_OFFSET_INVALID);
+        scene.expect_refused(pointer, 4, PRP_OFFSET_INVALID);
     }
     data.check();
     scene.finish();
@@ -331,8 +333,8 @@ fn a_list_that_changes_while_it_is_read() {
     let mut scene = scene();
     let memory = scene.machine.memory.clone();
     // Guest memory that is not mapped for the device.
-    let hidden = memory.add_region(NOWHERE, 64 * PAGE).unwrap();
-    let hidden = Sentinel::over(memory.alloc_at(hidden.gpa, 64 * PAGE_SIZE).unwrap());
+    let hidden = memory.add_region(UNMAPPED_ADDRESS, 64 * PAGE).unwrap();
+    let hidden = Sentinel::from_pages(memory.alloc_at(hidden.gpa, 64 * PAGE_SIZE).unwrap());
     let unnamed = Sentinel::new(&memory, 8 * PAGE_SIZE);
     let data = scene.pages(ENTRIES + 1);
     let list = scene.list(&[data.gpa(); ENTRIES]);
@@ -355,7 +357,7 @@ fn a_list_that_changes_while_it_is_read() {
             std::thread::sleep(std::time::Duration::from_micros(20));
         }
     };
-    Changes::during(change, |changes| {
+    ChangeThread::during(change, |changes| {
         let mut rng = Rng::new(10);
         let mut command = |round: usize| {
             let pointer = DataPointer::prp(data.gpa(), list.gpa());
@@ -370,7 +372,7 @@ fn a_list_that_changes_while_it_is_read() {
                 other => panic!("{other}"),
             }
             if round % 100 == 0 {
-                assert_eq!(changes.rest(|| command(round)), SUCCESS);
+                assert_eq!(changes.while_paused(|| command(round)), SUCCESS);
             }
         }
     });

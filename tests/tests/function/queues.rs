@@ -21,15 +21,15 @@ use nvme_spec::registers::Doorbell;
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{
-    HANG, HIGH, Host, LEASE, LOW, MODES, NOWHERE, REGION, Setup, admin_status, disk, pass_round,
-    queue_pair, status, wait_for, written_file,
+    HANG, HIGH, Host, LEASE, LOW, MODES, REGION, Setup, UNMAPPED_ADDRESS, admin_status, disk,
+    pass_round, queue_pair, status, wait_for, written_file,
 };
 
 /// MQES + 1 of the software controller.
 const ENTRIES_MAX: u32 = 4096;
 
 /// Executes commands through all entries of a queue slightly more than twice, with as many outstanding as possible.
-fn go_round(queue: &mut QueuePair) {
+fn fill_ring_twice(queue: &mut QueuePair) {
     let size = queue.sq.size();
     let mut left = 2 * size + 3;
     while left > 0 {
@@ -59,7 +59,7 @@ fn queues_of_every_size() {
         ];
         for entries in (2..=66).chain(large) {
             let mut queue = queue_pair(&mut controller, 1, entries);
-            go_round(&mut queue);
+            fill_ring_twice(&mut queue);
             controller.delete_queue_pair(queue).unwrap();
         }
         for entries in [0, 1, ENTRIES_MAX + 1, 0x1_0000] {
@@ -87,7 +87,7 @@ fn a_queue_pair_of_two_sizes() {
         let sq = controller.create_sq(1, sq_entries, 1).unwrap();
         let mut queue = QueuePair::new(sq, cq);
         queue.attach(&controller.doorbell_buffer().unwrap().clone());
-        go_round(&mut queue);
+        fill_ring_twice(&mut queue);
         controller.delete_queue_pair(queue).unwrap();
     }
 }
@@ -182,13 +182,13 @@ fn an_admin_queue_of_4096_entries() {
 }
 
 /// Submission queues that share one completion queue.
-struct Shared {
+struct SharedCompletionQueue {
     sqs: Vec<SubmissionQueue>,
     cq: CompletionQueue,
     consumed: usize,
 }
 
-impl Shared {
+impl SharedCompletionQueue {
     fn new(controller: &mut Controller, sqs: u16, sq_entries: u32, cq_entries: u32) -> Self {
         let mut cq = controller
             .create_cq(1, &QueueOptions::polled(cq_entries))
@@ -219,10 +219,10 @@ impl Shared {
     }
 
     fn completion(&mut self) -> Cqe {
-        wait_for("a completion", || self.cq.ready());
+        wait_for("a completion", || self.cq.has_entry());
         let cqe = self.cq.poll().unwrap();
         self.consumed += 1;
-        self.sqs[usize::from(cqe.sq_id()) - 1].freed(cqe.sq_head());
+        self.sqs[usize::from(cqe.sq_id()) - 1].set_head(cqe.sq_head());
         let head = self.cq.head() as u16;
         self.cq.doorbell_mut().ring(head);
         cqe
@@ -234,7 +234,7 @@ impl Shared {
     }
 
     /// Returns the number of unconsumed completions, from the phase tags.
-    fn waiting(&self) -> usize {
+    fn unconsumed(&self) -> usize {
         let (ring, size) = (self.ring(), self.cq.size() as usize);
         (self.consumed..self.consumed + size)
             .take_while(|at| {
@@ -252,7 +252,7 @@ fn many_submission_queues_on_one_completion_queue() {
         let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
         // The completion queue has fewer entries than there are commands.
-        let mut queues = Shared::new(&mut controller, 4, 9, 5);
+        let mut queues = SharedCompletionQueue::new(&mut controller, 4, 9, 5);
         for round in 0..60_u16 {
             let mut submitted = BTreeSet::new();
             for sq in 0..4 {
@@ -302,7 +302,7 @@ fn a_deleted_submission_queue_leaves_its_neighbours() {
     let host = Host::new("memory:16M", 512);
     let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
-    let mut queues = Shared::new(&mut controller, 4, 64, 64);
+    let mut queues = SharedCompletionQueue::new(&mut controller, 4, 64, 64);
     for delete in [2, 1, 4] {
         for (index, cid) in [0, 1, 2, 3].into_iter().zip(100..) {
             let alive = machine.has_queue(Doorbell::SqTail((index as u16 + 1).into()));
@@ -328,15 +328,15 @@ fn a_completion_queue_that_is_never_consumed() {
         let bystander = Bystander::start(&host, &Setup::nth(1));
         let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
-        let mut queues = Shared::new(&mut controller, 2, 256, 8);
+        let mut queues = SharedCompletionQueue::new(&mut controller, 2, 256, 8);
         for _ in 0..3 {
             for cid in 0..200 {
                 assert!(queues.submit(usize::from(cid % 2), Sqe::flush(1).with_cid(cid)));
             }
-            wait_for("seven completions", || queues.waiting() == 7);
-            bystander.goes_on();
+            wait_for("seven completions", || queues.unconsumed() == 7);
+            bystander.wait_for_progress();
             let before = queues.ring();
-            bystander.goes_on();
+            bystander.wait_for_progress();
             assert_eq!(queues.ring(), before, "{mode:?}: a full queue was written");
             // No completion is lost or duplicated.
             let mut seen = BTreeSet::new();
@@ -346,7 +346,7 @@ fn a_completion_queue_that_is_never_consumed() {
                 assert_eq!(cqe.cid() % 2 + 1, cqe.sq_id());
                 assert!(seen.insert(cqe.cid()), "{mode:?}: {cqe:?} twice");
             }
-            assert!(!queues.cq.ready());
+            assert!(!queues.cq.has_entry());
         }
         bystander.finish();
     }
@@ -359,18 +359,18 @@ fn a_full_completion_queue_lets_its_poller_sleep() {
         let host = Host::new("memory:16M", 512);
         let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
-        let mut queues = Shared::new(&mut controller, 1, 64, 4);
-        let parks = host.parks();
+        let mut queues = SharedCompletionQueue::new(&mut controller, 1, 64, 4);
+        let parks = host.park_count();
         for cid in 0..60 {
             assert!(queues.submit(0, Sqe::flush(1).with_cid(cid)));
         }
-        wait_for("a completion", || queues.cq.ready());
-        wait_for("a park", || host.parks() > parks);
+        wait_for("a completion", || queues.cq.has_entry());
+        wait_for("a park", || host.park_count() > parks);
         // The doorbell writes may wake the poller a few more times. Then it must stay asleep.
         wait_for("a long sleep", || {
-            let parks = host.parks();
+            let parks = host.park_count();
             std::thread::sleep(Duration::from_millis(50));
-            host.parks() == parks
+            host.park_count() == parks
         });
         let seen: BTreeSet<u16> = (0..60).map(|_| queues.completion().cid()).collect();
         assert_eq!(seen.len(), 60, "{mode:?}");
@@ -385,7 +385,13 @@ fn queues_outside_memory() {
     let mut controller = machine.attach();
     let _cq = controller.create_cq(1, &QueueOptions::polled(64)).unwrap();
     // Rings of two pages with one page outside of memory: behind the end, or before the start.
-    for base in [0, NOWHERE, HIGH + REGION - 4096, LOW - 4096, !0xfff] {
+    for base in [
+        0,
+        UNMAPPED_ADDRESS,
+        HIGH + REGION - 4096,
+        LOW - 4096,
+        !0xfff,
+    ] {
         let cq = Sqe::create_cq(2, base, 512, None);
         assert_eq!(
             admin_status(&mut controller, cq),
@@ -482,12 +488,12 @@ fn a_queue_deleted_while_it_is_busy() {
             }
             queue.ring();
             if round % 2 == 1 {
-                wait_for("the first completion", || queue.cq.ready());
+                wait_for("the first completion", || queue.cq.has_entry());
             }
             assert_eq!(admin_status(&mut controller, Sqe::delete_sq(1)), SUCCESS);
             // From now on, the device must not write to the memory, although the completion queue still exists.
             let ring = queue.cq.memory().to_vec(0, 128 * 16);
-            let sentinels: Vec<Sentinel> = buffers.into_iter().map(Sentinel::over).collect();
+            let sentinels: Vec<Sentinel> = buffers.into_iter().map(Sentinel::from_pages).collect();
             // Each command completed once before the deletion, or was never taken.
             let (mut seen, mut taken) = (BTreeSet::new(), 0);
             while let Some(cqe) = queue.poll() {
@@ -496,7 +502,7 @@ fn a_queue_deleted_while_it_is_busy() {
                 taken = taken.max(usize::from(cqe.sq_head()));
             }
             assert_eq!(seen.len(), taken, "{mode:?}: taken, and never completed");
-            bystander.goes_on();
+            bystander.wait_for_progress();
             sentinels.iter().for_each(Sentinel::check);
             assert_eq!(queue.cq.memory().to_vec(0, 128 * 16), ring);
             assert_eq!(admin_status(&mut controller, Sqe::delete_cq(1)), SUCCESS);

@@ -19,9 +19,9 @@ use nvme_mpt_tests::status::{
 };
 
 use crate::common::bystander::Bystander;
-use crate::common::changes::Changes;
+use crate::common::changes::ChangeThread;
 use crate::common::sentinel::Sentinel;
-use crate::common::{Host, LEASE, Machine, NOWHERE, Setup, status};
+use crate::common::{Host, LEASE, Machine, Setup, UNMAPPED_ADDRESS, status};
 
 /// Allocation unit of a lease by size, in bytes.
 const UNIT: u64 = 1 << 20;
@@ -39,7 +39,7 @@ const RANGED: [u8; 7] = [
 ];
 
 /// Returns ranges (first block, number of blocks) that exceed a namespace of `blocks` blocks.
-fn beyond(blocks: u64) -> Vec<(u64, u32)> {
+fn ranges_beyond(blocks: u64) -> Vec<(u64, u32)> {
     vec![
         (blocks, 1),
         (blocks - 1, 2),
@@ -86,7 +86,7 @@ impl Scene {
 
     /// Executes a command with `bytes` as its data, in separate pages.
     #[track_caller]
-    fn with_bytes(&mut self, sqe: Sqe, bytes: &[u8]) -> StatusCode {
+    fn execute_with_bytes(&mut self, sqe: Sqe, bytes: &[u8]) -> StatusCode {
         let data = self.machine.memory.alloc(bytes.len()).unwrap();
         data.write(0, bytes);
         let prepared = prp::buffer(&data, 0, bytes.len()).unwrap();
@@ -95,7 +95,7 @@ impl Scene {
 }
 
 /// Runs a test on a drive of each kind and logical block size.
-fn everywhere(test: impl Fn(Scene)) {
+fn on_each_drive(test: impl Fn(Scene)) {
     for lba_size in [512, 4096] {
         test(scene(&Host::new("memory:48M", lba_size), &Setup::nth(1)));
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -105,25 +105,26 @@ fn everywhere(test: impl Fn(Scene)) {
         // A lease of several extents, with other leases between them.
         let host = Host::new("memory:80M", lba_size);
         let between = (16..80).step_by(2).map(|at| (at * UNIT, UNIT));
-        let others = host.occupy(between.filter(|(at, _)| !(32 * UNIT..48 * UNIT).contains(at)));
-        test(scene(&host, &Setup::default().by_size(UNIT)));
+        let others =
+            host.lease_ranges(between.filter(|(at, _)| !(32 * UNIT..48 * UNIT).contains(at)));
+        test(scene(&host, &Setup::default().with_allocation_unit(UNIT)));
         drop(others);
     }
 }
 
 #[test]
 fn blocks_beyond_the_lease() {
-    everywhere(|mut scene| {
+    on_each_drive(|mut scene| {
         let sentinel = Sentinel::new(&scene.machine.memory, 16 * PAGE_SIZE);
         let blocks = scene.disk.blocks();
         assert_eq!(blocks, LEASE / scene.disk.block_size() as u64);
-        for (slba, count) in beyond(blocks) {
+        for (slba, count) in ranges_beyond(blocks) {
             for opcode in RANGED {
                 let sqe = match opcode {
                     // The command has one source range with this number of blocks. Its data is not at the sentinel.
                     io::COPY => {
                         let bytes = copy_range(0, count);
-                        let code = scene.with_bytes(Sqe::copy(1, slba, 1), &bytes);
+                        let code = scene.execute_with_bytes(Sqe::copy(1, slba, 1), &bytes);
                         assert_eq!(code, LBA_OUT_OF_RANGE, "copy to {slba:#x}+{count}");
                         continue;
                     }
@@ -157,7 +158,7 @@ fn blocks_beyond_the_lease() {
 
 #[test]
 fn transfers_beyond_mdts() {
-    everywhere(|mut scene| {
+    on_each_drive(|mut scene| {
         let mdts = scene.controller.identity().unwrap().max_transfer();
         let most = (mdts / scene.disk.block_size()) as u32;
         assert_eq!(mdts, 1 << 20);
@@ -196,23 +197,23 @@ fn transfers_beyond_mdts() {
 
 #[test]
 fn deallocation_beyond_the_lease() {
-    everywhere(|mut scene| {
+    on_each_drive(|mut scene| {
         let blocks = scene.disk.blocks();
-        for (slba, count) in beyond(blocks) {
+        for (slba, count) in ranges_beyond(blocks) {
             // The invalid range is alone, or follows valid ranges.
             for before in [0, 1, 255] {
                 let mut bytes = dsm_range(blocks / 2, 1).repeat(before);
                 bytes.extend(dsm_range(slba, count));
                 let sqe = Sqe::deallocate(1, before as u32 + 1);
-                let code = scene.with_bytes(sqe, &bytes);
+                let code = scene.execute_with_bytes(sqe, &bytes);
                 assert_eq!(code, LBA_OUT_OF_RANGE, "{slba:#x}+{count} behind {before}");
                 // The attributes are hints too, but their blocks must be valid.
-                let code = scene.with_bytes(sqe.with_cdw(11, 0), &bytes);
+                let code = scene.execute_with_bytes(sqe.with_cdw(11, 0), &bytes);
                 assert_eq!(code, LBA_OUT_OF_RANGE);
             }
         }
         for (slba, count) in [(1, u32::MAX), (blocks - 1, u32::MAX), (u64::MAX, u32::MAX)] {
-            let code = scene.with_bytes(Sqe::deallocate(1, 1), &dsm_range(slba, count));
+            let code = scene.execute_with_bytes(Sqe::deallocate(1, 1), &dsm_range(slba, count));
             assert_eq!(code, LBA_OUT_OF_RANGE, "{slba:#x}+{count:#x}");
         }
         scene
@@ -251,7 +252,7 @@ fn check_deallocated(firsts: &[u8], took: Duration) {
 #[test]
 fn commands_of_drivers_that_know_no_limits() {
     nvme_software::survey_files(&ThreadSpawner::default()).unwrap();
-    everywhere(|mut scene| {
+    on_each_drive(|mut scene| {
         let blocks = scene.disk.blocks();
         let block = scene.disk.block_size();
         let whole = u32::try_from(blocks).unwrap();
@@ -268,7 +269,7 @@ fn commands_of_drivers_that_know_no_limits() {
         fill(&mut scene.disk);
         // All blocks in one range; all but the first block in the maximum number of ranges; and no blocks.
         let begun = Instant::now();
-        let code = scene.with_bytes(Sqe::deallocate(1, 1), &dsm_range(0, whole));
+        let code = scene.execute_with_bytes(Sqe::deallocate(1, 1), &dsm_range(0, whole));
         assert_eq!(code, SUCCESS);
         check_deallocated(&first_of_each(&mut scene.disk), begun.elapsed());
         fill(&mut scene.disk);
@@ -276,7 +277,10 @@ fn commands_of_drivers_that_know_no_limits() {
         let ranges = (1..256).flat_map(|at| dsm_range(u64::from(at * each), each));
         let ranges: Vec<u8> = ranges.chain(dsm_range(0, 0)).collect();
         let begun = Instant::now();
-        assert_eq!(scene.with_bytes(Sqe::deallocate(1, 256), &ranges), SUCCESS);
+        assert_eq!(
+            scene.execute_with_bytes(Sqe::deallocate(1, 256), &ranges),
+            SUCCESS
+        );
         let took = begun.elapsed();
         let firsts = first_of_each(&mut scene.disk);
         assert_eq!(firsts[0], 0x5a);
@@ -347,22 +351,22 @@ fn a_file_gets_its_room_back_from_a_driver_that_knows_no_limit() {
 
 #[test]
 fn copies_from_beyond_the_lease() {
-    everywhere(|mut scene| {
+    on_each_drive(|mut scene| {
         let blocks = scene.disk.blocks();
-        for (slba, count) in beyond(blocks) {
+        for (slba, count) in ranges_beyond(blocks) {
             for before in [0, 1, 31] {
                 let mut bytes = copy_range(0, 1).repeat(before);
                 bytes.extend(copy_range(slba, count));
                 let sqe = Sqe::copy(1, blocks / 2, before as u32 + 1);
-                let code = scene.with_bytes(sqe, &bytes);
+                let code = scene.execute_with_bytes(sqe, &bytes);
                 assert_eq!(code, LBA_OUT_OF_RANGE, "{slba:#x}+{count} behind {before}");
             }
         }
         // A destination with space for all ranges except for the last.
         let bytes = copy_range(0, 8).repeat(4);
-        let code = scene.with_bytes(Sqe::copy(1, blocks - 31, 4), &bytes);
+        let code = scene.execute_with_bytes(Sqe::copy(1, blocks - 31, 4), &bytes);
         assert_eq!(code, LBA_OUT_OF_RANGE);
-        let code = scene.with_bytes(Sqe::copy(1, blocks - 32, 4), &bytes);
+        let code = scene.execute_with_bytes(Sqe::copy(1, blocks - 32, 4), &bytes);
         assert_eq!(code, SUCCESS);
         scene.finish();
     });
@@ -370,7 +374,7 @@ fn copies_from_beyond_the_lease() {
 
 #[test]
 fn copies_beyond_their_limits() {
-    everywhere(|mut scene| {
+    on_each_drive(|mut scene| {
         let namespace = scene.disk.namespace();
         let (mssrl, mcl) = (u32::from(namespace.mssrl), namespace.mcl);
         let most = u32::from(namespace.max_copy_ranges);
@@ -388,13 +392,13 @@ fn copies_beyond_their_limits() {
             (256, 1, SIZE_LIMIT_EXCEEDED),
         ] {
             let sqe = Sqe::copy(1, blocks / 2, count);
-            let code = scene.with_bytes(sqe, &ranges(count, each));
+            let code = scene.execute_with_bytes(sqe, &ranges(count, each));
             assert_eq!(code, want, "{count} ranges of {each}");
         }
         // Descriptor formats that are not supported.
         for format in 1..16_u32 {
             let sqe = Sqe::copy(1, 64, 1).with_cdw(12, format << 8);
-            let code = scene.with_bytes(sqe, &ranges(1, 1));
+            let code = scene.execute_with_bytes(sqe, &ranges(1, 1));
             assert_eq!(code, INVALID_FIELD, "format {format}");
         }
         scene.finish();
@@ -403,7 +407,14 @@ fn copies_beyond_their_limits() {
 
 /// Executes a command repeatedly while another thread changes its ranges: these `words` of the data alternate between `good`
 /// and `bad` values.
-fn race(scene: &mut Scene, rounds: u32, sqe: Sqe, bytes: &[u8], words: &[usize], bad: &[u64]) {
+fn race_with_changes(
+    scene: &mut Scene,
+    rounds: u32,
+    sqe: Sqe,
+    bytes: &[u8],
+    words: &[usize],
+    bad: &[u64],
+) {
     let memory = scene.machine.memory.clone();
     let data = memory.alloc(bytes.len()).unwrap();
     data.write(0, bytes);
@@ -423,13 +434,13 @@ fn race(scene: &mut Scene, rounds: u32, sqe: Sqe, bytes: &[u8], words: &[usize],
             std::thread::sleep(std::time::Duration::from_micros(20));
         }
     };
-    Changes::during(change, |changes| {
+    ChangeThread::during(change, |changes| {
         let mut command = || status(&mut scene.disk.queue, sqe.with_data(pointer));
         for round in 0..rounds {
             let code = command();
             assert!([SUCCESS, LBA_OUT_OF_RANGE].contains(&code), "{code}");
             if round % 50 == 0 {
-                assert_eq!(changes.rest(&mut command), SUCCESS);
+                assert_eq!(changes.while_paused(&mut command), SUCCESS);
             }
         }
     });
@@ -437,7 +448,7 @@ fn race(scene: &mut Scene, rounds: u32, sqe: Sqe, bytes: &[u8], words: &[usize],
 
 #[test]
 fn deallocation_ranges_that_change_while_they_are_used() {
-    everywhere(|mut scene| {
+    on_each_drive(|mut scene| {
         let blocks = scene.disk.blocks();
         let bytes = dsm_range(blocks / 2, 8).repeat(16);
         // SLBA is the second word of a range. It changes to blocks of the neighbours.
@@ -445,14 +456,14 @@ fn deallocation_ranges_that_change_while_they_are_used() {
         let bad = [blocks, blocks + 64, blocks.wrapping_neg(), u64::MAX - 4];
         let sqe = Sqe::deallocate(1, 16).with_cdw(11, DSM_DEALLOCATE);
         // Each command takes a step of the file for each range, about 0.1 s on a slow file system.
-        race(&mut scene, 200, sqe, &bytes, &words, &bad);
+        race_with_changes(&mut scene, 200, sqe, &bytes, &words, &bad);
         scene.finish();
     });
 }
 
 #[test]
 fn copy_ranges_that_change_while_they_are_used() {
-    everywhere(|mut scene| {
+    on_each_drive(|mut scene| {
         let blocks = scene.disk.blocks();
         // The lease's blocks have a pattern, so that a neighbour's blocks would be noticed.
         let block = vec![0x3c; scene.disk.block_size()];
@@ -462,7 +473,7 @@ fn copy_ranges_that_change_while_they_are_used() {
         let bytes = copy_range(0, 4).repeat(16);
         let words: Vec<usize> = (0..16).map(|range| 4 * range + 1).collect();
         let bad = [blocks, blocks + 64, blocks.wrapping_neg(), u64::MAX - 1];
-        race(&mut scene, 1000, Sqe::copy(1, 64, 16), &bytes, &words, &bad);
+        race_with_changes(&mut scene, 1000, Sqe::copy(1, 64, 16), &bytes, &words, &bad);
         for slba in 64..128 {
             assert_eq!(scene.disk.read(slba, 1).unwrap(), block, "block {slba}");
         }
@@ -472,9 +483,9 @@ fn copy_ranges_that_change_while_they_are_used() {
 
 #[test]
 fn range_lists_outside_memory() {
-    everywhere(|mut scene| {
+    on_each_drive(|mut scene| {
         for sqe in [Sqe::deallocate(1, 256), Sqe::copy(1, 0, 128)] {
-            for gpa in [0, NOWHERE, !0xfff] {
+            for gpa in [0, UNMAPPED_ADDRESS, !0xfff] {
                 let sqe = sqe.with_data(DataPointer::prp(gpa, 0));
                 let code = status(&mut scene.disk.queue, sqe);
                 assert_eq!(code, nvme_mpt_tests::status::DATA_TRANSFER_ERROR);

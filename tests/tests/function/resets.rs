@@ -5,7 +5,7 @@ use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
 use nvme_mpt_tests::memory::{DmaBuffer, PAGE_SIZE};
-use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::prp::{self, PreparedPointer};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CC, CC_ENABLE, CSTS};
 
@@ -61,7 +61,7 @@ struct Life {
     queue: QueuePair,
     doorbells: Vec<(u64, usize)>,
     buffers: Vec<DmaBuffer>,
-    _lists: Vec<Prepared>,
+    _lists: Vec<PreparedPointer>,
 }
 
 impl Life {
@@ -140,14 +140,14 @@ fn storm(host: &Host, mode: DoorbellMode, rounds: usize, resets: &[Reset]) {
         let reset = resets[round % resets.len()];
         let life = Life::start(&machine, &mut controller, mode);
         if round % 3 == 2 {
-            wait_for("a completion", || life.queue.cq.ready());
+            wait_for("a completion", || life.queue.cq.has_entry());
         }
         reset.run(&machine, &mut controller);
         life.mark(&machine);
         let what = format!("{mode:?} {reset:?} round {round}");
         // Provokes a late poller: the old doorbells are written, and the bystander keeps the poller awake.
         controller.write_doorbell(1, Side::SqTail, 5);
-        bystander.goes_on();
+        bystander.wait_for_progress();
         life.check(&machine, &what);
         // The pages of the Doorbell Buffer return to the allocator with `life`, so they are checked before the next life.
     }

@@ -16,9 +16,11 @@ use nvme_mpt_tests::status::{
 };
 
 use crate::common::bystander::Bystander;
-use crate::common::changes::Changes;
+use crate::common::changes::ChangeThread;
 use crate::common::sentinel::Sentinel;
-use crate::common::{HIGH, Host, LOW, Machine, NOWHERE, REGION, Setup, queue_pair, status};
+use crate::common::{
+    HIGH, Host, LOW, Machine, REGION, Setup, UNMAPPED_ADDRESS, queue_pair, status,
+};
 
 /// Maximum number of descriptors of a command, including segment descriptors.
 const MOST: usize = 512;
@@ -52,7 +54,7 @@ fn scene() -> Scene {
 impl Scene {
     /// Checks that reads and writes of 4 KiB end with the status `want`.
     #[track_caller]
-    fn ends(&mut self, sgl: Descriptor, want: StatusCode) {
+    fn expect_status(&mut self, sgl: Descriptor, want: StatusCode) {
         for opcode in [io::READ, io::WRITE, io::COMPARE] {
             let sqe = Sqe::range(opcode, 1, 0, LEN / 512).with_data(DataPointer::sgl(sgl));
             assert_eq!(
@@ -77,10 +79,10 @@ impl Scene {
 
     /// Checks that commands with these descriptors in a Last Segment end with `want`.
     #[track_caller]
-    fn list_ends(&mut self, list: &[Descriptor], want: StatusCode) {
+    fn expect_list_status(&mut self, list: &[Descriptor], want: StatusCode) {
         let page = self.place(list);
         let sgl = last_segment(page.gpa(), 16 * list.len() as u32);
-        self.ends(sgl, want);
+        self.expect_status(sgl, want);
     }
 
     #[track_caller]
@@ -106,14 +108,14 @@ fn data_outside_memory() {
         LOW - 4096,
         LOW - 1,
         HIGH + REGION - 8,
-        NOWHERE,
+        UNMAPPED_ADDRESS,
         u64::MAX,
         u64::MAX - 4095,
         u64::MAX - 4094,
     ] {
-        scene.ends(data_block(gpa, LEN), DATA_TRANSFER_ERROR);
+        scene.expect_status(data_block(gpa, LEN), DATA_TRANSFER_ERROR);
         let second = data_block(gpa, LEN - 1024);
-        scene.list_ends(&[data_block(good.gpa(), 1024), second], DATA_TRANSFER_ERROR);
+        scene.expect_list_status(&[data_block(good.gpa(), 1024), second], DATA_TRANSFER_ERROR);
     }
     good.check();
     scene.finish();
@@ -122,13 +124,13 @@ fn data_outside_memory() {
 #[test]
 fn segments_outside_memory() {
     let mut scene = scene();
-    for gpa in [0, LOW - 16, HIGH + REGION - 16, NOWHERE, !15] {
+    for gpa in [0, LOW - 16, HIGH + REGION - 16, UNMAPPED_ADDRESS, !15] {
         for sgl in [segment(gpa, 32), last_segment(gpa, 32)] {
-            scene.ends(sgl, DATA_TRANSFER_ERROR);
+            scene.expect_status(sgl, DATA_TRANSFER_ERROR);
         }
         // The descriptor is in a segment in valid memory.
         let page = scene.place(&[data_block(scene.data.gpa(), 512), last_segment(gpa, 32)]);
-        scene.ends(segment(page.gpa(), 32), DATA_TRANSFER_ERROR);
+        scene.expect_status(segment(page.gpa(), 32), DATA_TRANSFER_ERROR);
     }
     scene.finish();
 }
@@ -138,7 +140,7 @@ fn sgl_lengths_that_differ_from_the_command() {
     let mut scene = scene();
     let gpa = scene.data.gpa();
     for len in [0, 1, 512, LEN - 1, LEN + 1, 8192, u32::MAX] {
-        scene.ends(data_block(gpa, len), SGL_LENGTH_INVALID);
+        scene.expect_status(data_block(gpa, len), SGL_LENGTH_INVALID);
     }
     for list in [
         // Too short, too long, and sums that overflow 32 bits.
@@ -157,7 +159,7 @@ fn sgl_lengths_that_differ_from_the_command() {
             data_block(gpa, LEN),
         ],
     ] {
-        scene.list_ends(&list, SGL_LENGTH_INVALID);
+        scene.expect_list_status(&list, SGL_LENGTH_INVALID);
     }
     scene.finish();
 }
@@ -166,16 +168,16 @@ fn sgl_lengths_that_differ_from_the_command() {
 fn blocks_without_length_and_odd_addresses_are_sound() {
     let mut scene = scene();
     let gpa = scene.data.gpa();
-    scene.ends(data_block(gpa + 3, LEN), SUCCESS);
+    scene.expect_status(data_block(gpa + 3, LEN), SUCCESS);
     let list = [
         // A block of length 0 transfers nothing, so its address is not checked.
-        data_block(NOWHERE, 0),
+        data_block(UNMAPPED_ADDRESS, 0),
         data_block(gpa + 1, 1),
         data_block(gpa + 77, 3095),
         data_block(gpa, 0),
         data_block(gpa + 8191, 1000),
     ];
-    scene.list_ends(&list, SUCCESS);
+    scene.expect_list_status(&list, SUCCESS);
     scene.finish();
 }
 
@@ -187,7 +189,7 @@ fn types_and_sub_types_that_are_not_offered() {
         for sub in 0..16 {
             let bad = descriptor(gpa, LEN, kind, sub);
             match (kind, sub) {
-                (0, 0) => scene.ends(bad, SUCCESS),
+                (0, 0) => scene.expect_status(bad, SUCCESS),
                 // The segment consists of zeroes, which are data blocks of length 0.
                 (2 | 3, 0) => {
                     let want = if kind == 2 {
@@ -196,9 +198,9 @@ fn types_and_sub_types_that_are_not_offered() {
                         SGL_LENGTH_INVALID
                     };
                     scene.data.fill(0);
-                    scene.ends(bad, want);
+                    scene.expect_status(bad, want);
                 }
-                _ => scene.ends(bad, SGL_TYPE_INVALID),
+                _ => scene.expect_status(bad, SGL_TYPE_INVALID),
             }
             // A further segment within a segment is invalid, whatever its sub type.
             let want = match (kind, sub) {
@@ -206,10 +208,10 @@ fn types_and_sub_types_that_are_not_offered() {
                 (2 | 3, _) => INVALID_SGL_SEGMENT,
                 _ => SGL_TYPE_INVALID,
             };
-            scene.list_ends(&[data_block(gpa, 0), bad], want);
+            scene.expect_list_status(&[data_block(gpa, 0), bad], want);
         }
     }
-    scene.ends(bit_bucket(LEN), SGL_TYPE_INVALID);
+    scene.expect_status(bit_bucket(LEN), SGL_TYPE_INVALID);
     scene.finish();
 }
 
@@ -229,16 +231,16 @@ fn segments_of_impossible_lengths() {
     let mut scene = scene();
     let page = scene.place(&[data_block(scene.data.gpa(), LEN); 4]);
     for len in [0, 1, 8, 15, 17, 24, 31] {
-        scene.ends(segment(page.gpa(), len), INVALID_SGL_SEGMENT);
-        scene.ends(last_segment(page.gpa(), len), INVALID_SGL_SEGMENT);
+        scene.expect_status(segment(page.gpa(), len), INVALID_SGL_SEGMENT);
+        scene.expect_status(last_segment(page.gpa(), len), INVALID_SGL_SEGMENT);
     }
     for len in [16 * (MOST as u32 + 1), 1 << 31, !15] {
-        scene.ends(segment(page.gpa(), len), INVALID_SGL_COUNT);
-        scene.ends(last_segment(page.gpa(), len), INVALID_SGL_COUNT);
+        scene.expect_status(segment(page.gpa(), len), INVALID_SGL_COUNT);
+        scene.expect_status(last_segment(page.gpa(), len), INVALID_SGL_COUNT);
     }
     // Descriptors must be aligned to 8 bytes.
     for offset in [1, 4] {
-        scene.ends(last_segment(page.gpa() + offset, 16), INVALID_SGL_SEGMENT);
+        scene.expect_status(last_segment(page.gpa() + offset, 16), INVALID_SGL_SEGMENT);
     }
     scene.finish();
 }
@@ -251,11 +253,11 @@ fn misplaced_segments() {
     let link = last_segment(after.gpa(), 128);
     // A segment descriptor that is not last, and a segment descriptor in a last segment.
     let early = scene.place(&[link, block]);
-    scene.ends(segment(early.gpa(), 32), INVALID_SGL_SEGMENT);
-    scene.list_ends(&[block, link], INVALID_SGL_SEGMENT);
+    scene.expect_status(segment(early.gpa(), 32), INVALID_SGL_SEGMENT);
+    scene.expect_list_status(&[block, link], INVALID_SGL_SEGMENT);
     // A segment without a link to the next segment.
     let stuck = scene.place(&[block; 8]);
-    scene.ends(segment(stuck.gpa(), 128), INVALID_SGL_SEGMENT);
+    scene.expect_status(segment(stuck.gpa(), 128), INVALID_SGL_SEGMENT);
     scene.finish();
 }
 
@@ -270,14 +272,14 @@ fn segments_in_a_loop() {
     };
     // A segment that links to itself, without and with a data block.
     write(&a, 0, segment(a.gpa(), 16));
-    scene.ends(segment(a.gpa(), 16), INVALID_SGL_COUNT);
+    scene.expect_status(segment(a.gpa(), 16), INVALID_SGL_COUNT);
     write(&a, 0, block);
     write(&a, 1, segment(a.gpa(), 32));
-    scene.ends(segment(a.gpa(), 32), INVALID_SGL_COUNT);
+    scene.expect_status(segment(a.gpa(), 32), INVALID_SGL_COUNT);
     // Two segments that link to each other.
     write(&a, 1, segment(b.gpa(), 32));
     write(&b, 1, segment(a.gpa(), 32));
-    scene.ends(segment(a.gpa(), 32), INVALID_SGL_COUNT);
+    scene.expect_status(segment(a.gpa(), 32), INVALID_SGL_COUNT);
     scene.finish();
 }
 
@@ -286,9 +288,9 @@ fn maximum_number_of_descriptors_and_one_more() {
     let mut scene = scene();
     let gpa = scene.data.gpa();
     let mut list = vec![data_block(gpa, 8); MOST];
-    scene.list_ends(&list, SUCCESS);
+    scene.expect_list_status(&list, SUCCESS);
     list.push(data_block(gpa, 0));
-    scene.list_ends(&list, INVALID_SGL_COUNT);
+    scene.expect_list_status(&list, INVALID_SGL_COUNT);
     // Many segments, whose links count as descriptors too.
     for (per_segment, blocks, want) in [
         (2, 257, SUCCESS),
@@ -313,8 +315,10 @@ fn maximum_number_of_descriptors_and_one_more() {
 fn a_segment_that_changes_while_it_is_read() {
     let mut scene = scene();
     let memory = scene.machine.memory.clone();
-    let hidden = memory.add_region(NOWHERE, 16 * PAGE_SIZE as u64).unwrap();
-    let hidden = Sentinel::over(memory.alloc_at(hidden.gpa, 16 * PAGE_SIZE).unwrap());
+    let hidden = memory
+        .add_region(UNMAPPED_ADDRESS, 16 * PAGE_SIZE as u64)
+        .unwrap();
+    let hidden = Sentinel::from_pages(memory.alloc_at(hidden.gpa, 16 * PAGE_SIZE).unwrap());
     let gpa = scene.data.gpa();
     let page = scene.place(&[data_block(gpa, 512); 8]);
     let cells = page.cells::<AtomicU64>();
@@ -333,7 +337,7 @@ fn a_segment_that_changes_while_it_is_read() {
             std::thread::sleep(std::time::Duration::from_micros(20));
         }
     };
-    Changes::during(change, |changes| {
+    ChangeThread::during(change, |changes| {
         for round in 0..3000_u64 {
             let opcode = [io::READ, io::WRITE][round as usize % 2];
             let sqe = Sqe::range(opcode, 1, round, LEN / 512)
@@ -344,7 +348,10 @@ fn a_segment_that_changes_while_it_is_read() {
                 other => panic!("{other}"),
             }
             if round % 100 == 0 {
-                assert_eq!(changes.rest(|| status(&mut scene.queue, sqe)), SUCCESS);
+                assert_eq!(
+                    changes.while_paused(|| status(&mut scene.queue, sqe)),
+                    SUCCESS
+                );
             }
         }
     });

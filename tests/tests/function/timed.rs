@@ -20,7 +20,7 @@ fn host(path: &str, profile: DriveProfile) -> Host {
         profile: Some(Arc::new(profile)),
         ..DriveOptions::default()
     };
-    Host::of(drives::open(&path.parse().unwrap(), options).unwrap())
+    Host::from_drive(drives::open(&path.parse().unwrap(), options).unwrap())
 }
 
 /// Returns a profile with this latency for all commands, at any queue depth.
@@ -37,7 +37,7 @@ fn slow(latency: &str) -> DriveProfile {
 fn verify(host: &Host, setup: &Setup, seed: u64) {
     let machine = host.machine(setup);
     let (_controller, mut disk) = machine.disk();
-    let limits = Limits::of(&disk, 64);
+    let limits = Limits::for_disk(&disk, 64);
     let mut model = Model::new(limits, true);
     let mut rng = Rng::new(seed);
     for _ in 0..1000 {
@@ -61,7 +61,7 @@ fn every_model_changes_nothing_but_time() {
             .set_len(2 * LEASE)
             .unwrap();
         for path in ["memory:32M", file.to_str().unwrap()] {
-            let host = host(path, DriveProfile::named(name).unwrap());
+            let host = host(path, DriveProfile::find_built_in(name).unwrap());
             std::thread::scope(|scope| {
                 for index in 0..2 {
                     let host = &host;
@@ -78,7 +78,7 @@ fn every_model_changes_nothing_but_time() {
 fn no_command_completes_before_its_time() {
     // Longer than a poller spins, so the poller sleeps, and only the timer wakes it. Less than the nominal latency, since the
     // system clock may be slewed by up to 500 ppm.
-    const AT_LEAST: Duration = Duration::from_micros(9_990);
+    const LATENCY_MIN: Duration = Duration::from_micros(9_990);
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(LEASE).unwrap();
     for path in ["null:16M", "memory:16M", file.path().to_str().unwrap()] {
@@ -93,18 +93,18 @@ fn no_command_completes_before_its_time() {
             let mut queue = queue_pair(&mut controller, 1, 32);
             let data = machine.memory.alloc(4096).unwrap();
             let pointer = prp::buffer(&data, 0, 4096).unwrap().pointer;
-            let parks = host.parks();
+            let parks = host.park_count();
             for command in [Sqe::write(1, 0, 8), Sqe::read(1, 0, 8)].repeat(4) {
                 let begin = Instant::now();
                 queue.execute(command.with_data(pointer), HANG).unwrap();
                 let taken = begin.elapsed();
-                assert!(taken >= AT_LEAST, "{path} {mode:?} {poll}: {taken:?}");
+                assert!(taken >= LATENCY_MIN, "{path} {mode:?} {poll}: {taken:?}");
             }
             wait_for("the poller sleeps", || {
                 queue
                     .execute(Sqe::read(1, 0, 8).with_data(pointer), HANG)
                     .unwrap();
-                host.parks() > parks
+                host.park_count() > parks
             });
         }
     }
@@ -131,7 +131,7 @@ fn a_reset_waits_for_no_command_that_waits_for_its_time() {
 
 #[test]
 fn a_guest_that_keeps_a_drive_busy_leaves_the_others_whole() {
-    let host = host("memory:32M", DriveProfile::named("ssd").unwrap());
+    let host = host("memory:32M", DriveProfile::find_built_in("ssd").unwrap());
     let bystander = Bystander::start(&host, &Setup::nth(1));
     verify(&host, &Setup::nth(0), 9);
     bystander.finish();

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use nvme_mpt_tests::command::admin;
 use nvme_mpt_tests::drive::{
-    Arbitration, Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options, WeightedFailure,
+    Arbitration, Effect, Fault, FaultMatch, ModelDrive, NamespaceOptions, Options, WeightedFailure,
 };
 use nvme_mpt_tests::identify::cns;
 use nvme_mpt_tests::status::INVALID_FIELD;
 use nvme_vfio::{ArbitrationChoice, ControllerError, ControllerOptions};
 
 use crate::common::{Host, LEASE, LONG, READY_TIMEOUT, Setup, open_with, remote, wait_for};
-use crate::hand_over::{go_on_with, hand_over};
+use crate::hand_over::{hand_over, open_in_successor_with};
 use crate::weights::{Guest, rates};
 
 /// Timeout of admin commands without an answer: longer than answered commands take on a busy machine.
@@ -42,7 +42,7 @@ fn options(arbitration: Arbitration) -> Options {
 
 fn chosen(arbitration: ArbitrationChoice) -> ControllerOptions {
     ControllerOptions {
-        deadline: LONG,
+        command_timeout: LONG,
         arbitration,
         ..ControllerOptions::default()
     }
@@ -58,7 +58,7 @@ fn faulty_host(faults: impl IntoIterator<Item = Fault>) -> Host {
     let model = ModelDrive::start(options(Arbitration::Weighted));
     faults.into_iter().for_each(|fault| model.inject(fault));
     let drive = open_with(&model, chosen(ArbitrationChoice::Weighted)).unwrap();
-    Host::of(drive, model)
+    Host::from_drive(drive, model)
 }
 
 /// Fails the controller once. Waits until it works again and its queues have these priorities.
@@ -87,18 +87,18 @@ fn first_half(
     is_ready: impl Fn(&ModelDrive) -> bool,
 ) -> usize {
     let model = &host.model;
-    let met = model.counters().faults_met;
-    model.inject(Fault::once(Meets::Io, Effect::Hold));
+    let met = model.counters().faults_matched;
+    model.inject(Fault::once(FaultMatch::Io, Effect::Hold));
     // With a single command, the guest would count as quiet.
     guests[0].read(COMMANDS + 1);
     wait_for("the command that is held", || {
-        model.counters().faults_met > met
+        model.counters().faults_matched > met
     });
     guests[1].read(COMMANDS);
     wait_for("all commands", || model.waiting() as usize == 2 * COMMANDS);
     wait_for("the weights", || is_ready(model));
-    model.taken();
-    model.let_go();
+    model.take_fetched_queues();
+    model.complete_held();
     let mut left = [COMMANDS + 1, COMMANDS];
     wait_for("the completions", || {
         for (guest, left) in guests.iter_mut().zip(&mut left) {
@@ -108,7 +108,7 @@ fn first_half(
         }
         left == [0, 0]
     });
-    let taken = model.taken();
+    let taken = model.take_fetched_queues();
     assert_eq!(taken.len(), 2 * COMMANDS);
     // The queue pairs were created in the order of the guests.
     let first = *taken.iter().min().unwrap();
@@ -116,7 +116,7 @@ fn first_half(
 }
 
 /// Returns a condition: the drive has these weights.
-fn weighs(weights: Option<[u32; 3]>) -> impl Fn(&ModelDrive) -> bool {
+fn has_weights(weights: Option<[u32; 3]>) -> impl Fn(&ModelDrive) -> bool {
     move |model| model.weights() == weights
 }
 
@@ -127,7 +127,7 @@ fn check(got: usize, due: usize) {
 
 #[test]
 fn a_drive_with_weighted_round_robin_serves_busy_guests_by_weights_that_change() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         // The test changes weights at the local back end, which is in the server here.
         return;
     }
@@ -136,10 +136,10 @@ fn a_drive_with_weighted_round_robin_serves_busy_guests_by_weights_that_change()
     assert_eq!(host.model.priorities(), [MEDIUM, HIGH]);
     // Recommended Arbitration Burst.
     assert_eq!(host.model.arbitration_burst(), 2);
-    let three = first_half(&host, &mut guests, weighs(Some([3, 1, 3])));
+    let three = first_half(&host, &mut guests, has_weights(Some([3, 1, 3])));
     // A changed weight does not change the priority of existing queues.
-    guests[0].attachment.set_rates(rates(900));
-    let third = first_half(&host, &mut guests, weighs(Some([1, 3, 3])));
+    guests[0].local_backend.set_rates(rates(900));
+    let third = first_half(&host, &mut guests, has_weights(Some([1, 3, 3])));
     drop(guests);
     host.finish();
     check(three, COMMANDS / 4);
@@ -148,13 +148,13 @@ fn a_drive_with_weighted_round_robin_serves_busy_guests_by_weights_that_change()
 
 #[test]
 fn a_light_guest_is_not_starved_by_weighted_round_robin() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let host = host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [1, 1000]);
     assert_eq!(host.model.priorities(), [LOW, HIGH]);
-    let light = first_half(&host, &mut guests, weighs(Some([16, 16, 1])));
+    let light = first_half(&host, &mut guests, has_weights(Some([16, 16, 1])));
     drop(guests);
     host.finish();
     assert!(
@@ -166,19 +166,19 @@ fn a_light_guest_is_not_starved_by_weighted_round_robin() {
 /// The weight of a class is the sum of its leases' weights. A guest that is alone in a class has only its own weight.
 #[test]
 fn one_heavy_guest_beside_many_has_its_own_share_and_not_half_of_the_drive() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let host = host(Arbitration::Weighted);
     let mut usual: Vec<_> = (1..4).map(|nth| Guest::new(&host, nth, 100)).collect();
     let mut heavy = Guest::new(&host, 0, 150);
     assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM, MEDIUM, HIGH]);
-    host.model.inject(Fault::once(Meets::Io, Effect::Hold));
+    host.model.inject(Fault::once(FaultMatch::Io, Effect::Hold));
     for guest in usual.iter_mut().chain([&mut heavy]) {
         guest.read(COMMANDS);
     }
     wait_for("the weights", || host.model.weights() == Some([1, 2, 2]));
-    host.model.let_go();
+    host.model.complete_held();
     wait_for("the completions", || {
         for guest in usual.iter_mut().chain([&mut heavy]) {
             while guest.queue.poll().is_some() {}
@@ -191,17 +191,17 @@ fn one_heavy_guest_beside_many_has_its_own_share_and_not_half_of_the_drive() {
 
 #[test]
 fn round_robin_unless_weights_are_supported_and_chosen() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     for (arbitration, choice) in [
-        (Arbitration::InTurn, ArbitrationChoice::Weighted),
+        (Arbitration::RoundRobin, ArbitrationChoice::Weighted),
         (Arbitration::Weighted, ArbitrationChoice::default()),
     ] {
         let host = Host::with_controller(options(arbitration), chosen(choice));
         let mut guests = two_guests(&host, [100, 300]);
         assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
-        let half = first_half(&host, &mut guests, weighs(None));
+        let half = first_half(&host, &mut guests, has_weights(None));
         let counters = host.model.counters();
         assert_eq!((counters.weighted_enables, counters.arbitrations), (0, 0));
         drop(guests);
@@ -212,14 +212,14 @@ fn round_robin_unless_weights_are_supported_and_chosen() {
 
 #[test]
 fn weights_and_classes_are_there_after_a_reset() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let host = host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [50, 300]);
     fail(&host, &[LOW, HIGH]);
     assert_eq!(host.model.arbitration_burst(), 2);
-    let light = first_half(&host, &mut guests, weighs(Some([6, 6, 1])));
+    let light = first_half(&host, &mut guests, has_weights(Some([6, 6, 1])));
     drop(guests);
     host.finish();
     check(light, COMMANDS / 7);
@@ -227,7 +227,7 @@ fn weights_and_classes_are_there_after_a_reset() {
 
 #[test]
 fn weights_continue_in_the_next_process() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let before = host(Arbitration::Weighted);
@@ -235,13 +235,13 @@ fn weights_continue_in_the_next_process() {
     drop(two_guests(&before, [300, 100]));
     let handed = hand_over(&before);
     mem::forget(before);
-    let host = go_on_with(&model, handed, chosen(ArbitrationChoice::Weighted)).unwrap();
+    let host = open_in_successor_with(&model, handed, chosen(ArbitrationChoice::Weighted)).unwrap();
     let mut guests = two_guests(&host, [100, 200]);
     assert_eq!(model.priorities(), [MEDIUM, HIGH]);
-    let third = first_half(&host, &mut guests, weighs(Some([2, 1, 2])));
+    let third = first_half(&host, &mut guests, has_weights(Some([2, 1, 2])));
     assert_eq!(model.counters().enables, 1);
     // The predecessor's memory is still mapped.
-    assert_eq!(model.judgement(), Ok(()));
+    assert_eq!(model.check_host(), Ok(()));
     drop((guests, host));
     check(third, COMMANDS / 3);
 }
@@ -249,10 +249,10 @@ fn weights_continue_in_the_next_process() {
 /// The present arbitration counts, since the predecessor may have tried another one without success.
 #[test]
 fn the_next_process_does_not_switch_to_weights() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
-    let failing = Arbitration::InNameOnly(WeightedFailure::Fatal);
+    let failing = Arbitration::FailingWeighted(WeightedFailure::Fatal);
     let [weighted, in_turn] = [ArbitrationChoice::Weighted, ArbitrationChoice::RoundRobin];
     for (arbitration, first, next, enables) in [
         (failing, weighted, weighted, 1),
@@ -264,7 +264,7 @@ fn the_next_process_does_not_switch_to_weights() {
         let handed = hand_over(&before);
         mem::forget(before);
         let sent = model.counters().arbitrations;
-        let host = go_on_with(&model, handed, chosen(next)).unwrap();
+        let host = open_in_successor_with(&model, handed, chosen(next)).unwrap();
         let guests = two_guests(&host, [100, 300]);
         assert_eq!(model.priorities(), [MEDIUM, MEDIUM]);
         fail(&host, &[MEDIUM, MEDIUM]);
@@ -272,25 +272,25 @@ fn the_next_process_does_not_switch_to_weights() {
         assert_eq!(counters.weighted_enables, enables);
         assert_eq!(counters.arbitrations, sent);
         assert_eq!(model.weights(), None);
-        assert_eq!(model.judgement(), Ok(()));
+        assert_eq!(model.check_host(), Ok(()));
         drop((guests, host));
     }
 }
 
 #[test]
 fn a_drive_that_refuses_weights_uses_round_robin() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     // After a refusal without Do Not Retry, the command is sent once more.
     for (dnr, refusals) in [(true, 1), (false, 2)] {
         let refused = Effect::Fail(INVALID_FIELD, dnr);
-        let host = faulty_host([Fault::once(Meets::Weights(false), refused).times(u64::MAX)]);
-        let met = || host.model.counters().faults_met;
+        let host = faulty_host([Fault::once(FaultMatch::Weights(false), refused).times(u64::MAX)]);
+        let met = || host.model.counters().faults_matched;
         assert_eq!(met(), refusals);
         let mut guests = two_guests(&host, [100, 300]);
         assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
-        let half = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
+        let half = first_half(&host, &mut guests, has_weights(Some([1, 1, 1])));
         fail(&host, &[MEDIUM, MEDIUM]);
         // After the reset, weights are not sent again, and the drive uses round robin. The held command is the additional
         // fault.
@@ -312,7 +312,7 @@ fn a_drive_that_recommends_bursts_without_a_limit_has_one() {
         }
     }));
     let drive = open_with(&model, chosen(ArbitrationChoice::Weighted)).unwrap();
-    let host = Host::of(drive, model);
+    let host = Host::from_drive(drive, model);
     assert_eq!(host.model.arbitration_burst(), 6);
     host.finish();
 }
@@ -320,23 +320,23 @@ fn a_drive_that_recommends_bursts_without_a_limit_has_one() {
 /// The drive accepts equal weights and refuses other weights.
 #[test]
 fn a_drive_that_refuses_unequal_weights_has_equal_ones() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     for (dnr, refusals) in [(true, 1), (false, 2)] {
         let host = host(Arbitration::Weighted);
         let mut guests = two_guests(&host, [100, 300]);
         let refused = Effect::Fail(INVALID_FIELD, dnr);
-        let refused = Fault::once(Meets::Weights(true), refused);
+        let refused = Fault::once(FaultMatch::Weights(true), refused);
         host.model.inject(refused.times(u64::MAX));
         // The drive had equal weights from the start, and they are sent once more.
         let is_told = |model: &ModelDrive| model.counters().arbitrations == 2;
         let half = first_half(&host, &mut guests, is_told);
-        let half_again = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
+        let half_again = first_half(&host, &mut guests, has_weights(Some([1, 1, 1])));
         let counters = host.model.counters();
         // The two held commands count as faults too.
         assert_eq!(
-            (counters.faults_met, counters.arbitrations),
+            (counters.faults_matched, counters.arbitrations),
             (refusals + 2, 2)
         );
         assert_eq!(host.incidents().resets, 0);
@@ -351,19 +351,19 @@ fn a_drive_that_refuses_unequal_weights_has_equal_ones() {
 
 #[test]
 fn a_drive_that_later_refuses_weights_continues() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let host = host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [100, 300]);
     let refused = Effect::Fail(INVALID_FIELD, true);
-    let refused = Fault::once(Meets::Weights(false), refused);
+    let refused = Fault::once(FaultMatch::Weights(false), refused);
     host.model.inject(refused.times(u64::MAX));
     // Faults: the held command, the refusal of these weights, and the refusal of equal weights.
-    let refused = |model: &ModelDrive| model.counters().faults_met == 3;
+    let refused = |model: &ModelDrive| model.counters().faults_matched == 3;
     let half = first_half(&host, &mut guests, refused);
-    let half_again = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
-    assert_eq!(host.model.counters().faults_met, 4);
+    let half_again = first_half(&host, &mut guests, has_weights(Some([1, 1, 1])));
+    assert_eq!(host.model.counters().faults_matched, 4);
     assert_eq!(host.incidents().resets, 0);
     drop(guests);
     host.finish();
@@ -382,7 +382,7 @@ fn a_drive_that_does_not_come_up_with_weighted_round_robin_is_enabled_without() 
             // The failure still shows after CC.EN is cleared.
             reset_time: Duration::from_millis(20),
             timeout: READY_TIMEOUT,
-            ..options(Arbitration::InNameOnly(failure))
+            ..options(Arbitration::FailingWeighted(failure))
         };
         let host = Host::with_controller(options, chosen(ArbitrationChoice::Weighted));
         let machine = host.machine(&Setup::nth(0));
@@ -414,7 +414,10 @@ fn a_drive_that_does_not_come_up_with_weighted_round_robin_is_enabled_without() 
 #[test]
 fn a_drive_that_fails_once_it_is_up_with_weights_is_enabled_without() {
     // The failure occurs while the drive is opened.
-    let host = faulty_host([Fault::once(Meets::Admin(admin::IDENTIFY), Effect::Fatal)]);
+    let host = faulty_host([Fault::once(
+        FaultMatch::Admin(admin::IDENTIFY),
+        Effect::Fatal,
+    )]);
     let counters = host.model.counters();
     assert_eq!((counters.enables, counters.weighted_enables), (2, 1));
     assert_eq!(host.model.weights(), None);
@@ -423,8 +426,10 @@ fn a_drive_that_fails_once_it_is_up_with_weights_is_enabled_without() {
     let host = self::host(Arbitration::Weighted);
     let machine = host.machine(&Setup::nth(0));
     let (controller, mut disk) = machine.disk();
-    host.model
-        .inject(Fault::once(Meets::Admin(admin::CREATE_CQ), Effect::Fatal));
+    host.model.inject(Fault::once(
+        FaultMatch::Admin(admin::CREATE_CQ),
+        Effect::Fatal,
+    ));
     fail(&host, &[MEDIUM]);
     disk.write(0, &[7; 4096]).unwrap();
     let counters = host.model.counters();
@@ -436,16 +441,16 @@ fn a_drive_that_fails_once_it_is_up_with_weights_is_enabled_without() {
 
 #[test]
 fn a_drive_that_does_not_answer_weights_is_not_reset_for_that_and_has_turns() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     // The failure occurs while the drive is opened.
     let model = ModelDrive::start(options(Arbitration::Weighted));
-    model.inject(Fault::once(Meets::Weights(false), Effect::Lose));
+    model.inject(Fault::once(FaultMatch::Weights(false), Effect::Lose));
     model.set_admin_timeout(Some(ADMIN_TIMEOUT));
     let drive = open_with(&model, chosen(ArbitrationChoice::Weighted)).unwrap();
     model.set_admin_timeout(None);
-    let host = Host::of(drive, model);
+    let host = Host::from_drive(drive, model);
     let guests = two_guests(&host, [100, 300]);
     assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
     let counters = host.model.counters();
@@ -454,11 +459,11 @@ fn a_drive_that_does_not_answer_weights_is_not_reset_for_that_and_has_turns() {
     host.finish();
     // If the drive answers no command afterwards, it is enabled without weighted round robin.
     let model = ModelDrive::start(options(Arbitration::Weighted));
-    model.inject(Fault::once(Meets::Weights(false), Effect::Hang));
+    model.inject(Fault::once(FaultMatch::Weights(false), Effect::Hang));
     model.set_admin_timeout(Some(ADMIN_TIMEOUT));
     let drive = open_with(&model, chosen(ArbitrationChoice::Weighted)).unwrap();
     model.set_admin_timeout(None);
-    let host = Host::of(drive, model);
+    let host = Host::from_drive(drive, model);
     let counters = host.model.counters();
     assert_eq!((counters.enables, counters.weighted_enables), (2, 1));
     host.finish();
@@ -466,18 +471,20 @@ fn a_drive_that_does_not_answer_weights_is_not_reset_for_that_and_has_turns() {
     let host = self::host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [100, 300]);
     host.model
-        .inject(Fault::once(Meets::Weights(false), Effect::Lose));
+        .inject(Fault::once(FaultMatch::Weights(false), Effect::Lose));
     host.model.set_admin_timeout(Some(ADMIN_TIMEOUT));
-    let half = first_half(&host, &mut guests, |model| model.counters().faults_met == 2);
+    let half = first_half(&host, &mut guests, |model| {
+        model.counters().faults_matched == 2
+    });
     // The queue is created after the timeout.
     let third = Guest::new(&host, 2, 300);
     host.model.set_admin_timeout(None);
     assert_eq!(host.model.priorities(), [MEDIUM, HIGH, MEDIUM]);
-    let half_again = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
+    let half_again = first_half(&host, &mut guests, has_weights(Some([1, 1, 1])));
     // It has answered since, and has equal weights for certain.
     wait_for("equal weights", || host.model.counters().arbitrations == 2);
     // Two commands were held.
-    assert_eq!(host.model.counters().faults_met, 3);
+    assert_eq!(host.model.counters().faults_matched, 3);
     assert_eq!(host.incidents().resets, 0);
     drop((guests, third));
     host.finish();
@@ -487,20 +494,20 @@ fn a_drive_that_does_not_answer_weights_is_not_reset_for_that_and_has_turns() {
 
 #[test]
 fn weights_that_a_drive_takes_after_their_timeout_are_made_equal() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let host = host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [100, 300]);
     let model = &host.model;
-    model.inject(Fault::once(Meets::Io, Effect::Hold));
-    model.inject(Fault::once(Meets::Weights(true), Effect::Hold));
+    model.inject(Fault::once(FaultMatch::Io, Effect::Hold));
+    model.inject(Fault::once(FaultMatch::Weights(true), Effect::Hold));
     model.set_admin_timeout(Some(ADMIN_TIMEOUT));
     for guest in &mut guests {
         guest.read(COMMANDS);
     }
     wait_for("the weights that are held", || {
-        model.counters().faults_met == 2
+        model.counters().faults_matched == 2
     });
     // Its queue is created once there was no answer.
     let third = Guest::new(&host, 2, 300);
@@ -508,7 +515,7 @@ fn weights_that_a_drive_takes_after_their_timeout_are_made_equal() {
     assert_eq!(model.priorities(), [MEDIUM, HIGH, MEDIUM]);
     wait_for("equal weights", || model.counters().arbitrations == 2);
     // The drive gets to the weights that were held, after the equal ones.
-    model.let_go();
+    model.complete_held();
     wait_for("the weights and equal ones", || {
         model.counters().arbitrations == 4
     });
@@ -520,28 +527,30 @@ fn weights_that_a_drive_takes_after_their_timeout_are_made_equal() {
 
 #[test]
 fn no_time_counts_against_weights_while_the_drive_has_paused() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let host = host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [100, 300]);
     let model = &host.model;
-    model.inject(Fault::once(Meets::Io, Effect::Hold));
-    model.inject(Fault::once(Meets::Weights(true), Effect::Hold));
+    model.inject(Fault::once(FaultMatch::Io, Effect::Hold));
+    model.inject(Fault::once(FaultMatch::Weights(true), Effect::Hold));
     for guest in &mut guests {
         guest.read(COMMANDS);
     }
     wait_for("the weights that are held", || {
-        model.counters().faults_met == 2
+        model.counters().faults_matched == 2
     });
     model.pause();
     // If the drive were not paused, the command would time out at once.
     model.set_admin_timeout(Some(Duration::ZERO));
-    let looks = model.admin_waits() + 50;
-    wait_for("looks at the command", || model.admin_waits() >= looks);
+    let looks = model.admin_timeout_reads() + 50;
+    wait_for("looks at the command", || {
+        model.admin_timeout_reads() >= looks
+    });
     model.set_admin_timeout(None);
     model.resume();
-    model.let_go();
+    model.complete_held();
     wait_for("the weights", || model.weights() == Some([3, 1, 3]));
     wait_for("the completions", || {
         for guest in &mut guests {
@@ -559,70 +568,72 @@ fn no_time_counts_against_weights_while_the_drive_has_paused() {
 #[track_caller]
 fn remove_in_pause(model: &ModelDrive) {
     wait_for("the weights that are held", || {
-        model.counters().faults_met == 1
+        model.counters().faults_matched == 1
     });
     model.pause();
     // Without the pause, no command would be waited for.
     model.set_admin_timeout(Some(Duration::ZERO));
-    let looks = model.admin_waits() + 50;
-    wait_for("looks at the command", || model.admin_waits() >= looks);
+    let looks = model.admin_timeout_reads() + 50;
+    wait_for("looks at the command", || {
+        model.admin_timeout_reads() >= looks
+    });
     model.set_admin_timeout(None);
     model.request_removal();
 }
 
 #[test]
 fn a_pause_while_a_drive_is_opened_ends_when_the_kernel_asks_for_it() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let model = ModelDrive::start(options(Arbitration::Weighted));
-    model.inject(Fault::once(Meets::Weights(false), Effect::Hold));
+    model.inject(Fault::once(FaultMatch::Weights(false), Effect::Hold));
     let opens = {
         let model = model.clone();
         thread::spawn(move || open_with(&model, chosen(ArbitrationChoice::Weighted)).err())
     };
     remove_in_pause(&model);
     let error = opens.join().unwrap();
-    assert!(matches!(error, Some(ControllerError::WantedBack)));
+    assert!(matches!(error, Some(ControllerError::RemovalRequested)));
     assert!(model.is_released());
 }
 
 #[test]
 fn a_pause_at_a_hand_over_ends_when_the_kernel_asks_for_the_drive() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let before = host(Arbitration::Weighted);
     let model = before.model.clone();
     let handed = hand_over(&before);
     mem::forget(before);
-    model.inject(Fault::once(Meets::Weights(false), Effect::Hold));
+    model.inject(Fault::once(FaultMatch::Weights(false), Effect::Hold));
     let goes_on = {
         let model = model.clone();
         let options = chosen(ArbitrationChoice::Weighted);
-        thread::spawn(move || go_on_with(&model, handed, options).err())
+        thread::spawn(move || open_in_successor_with(&model, handed, options).err())
     };
     remove_in_pause(&model);
     let error = goes_on.join().unwrap();
-    assert!(matches!(error, Some(ControllerError::WantedBack)));
+    assert!(matches!(error, Some(ControllerError::RemovalRequested)));
     assert!(model.is_released());
 }
 
 #[test]
 fn a_drive_that_refuses_classes_has_queues_of_one_class_and_equal_weights() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let refused = || {
         let refused = Effect::Fail(INVALID_FIELD, true);
-        Fault::once(Meets::QueueClass, refused).times(u64::MAX)
+        Fault::once(FaultMatch::QueueClass, refused).times(u64::MAX)
     };
     // The drive refuses classes from the start.
     let host = faulty_host([refused()]);
     let mut guests = two_guests(&host, [100, 300]);
     assert_eq!(host.model.priorities(), [MEDIUM, MEDIUM]);
-    assert_eq!(host.model.counters().faults_met, 1);
-    let half = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
+    assert_eq!(host.model.counters().faults_matched, 1);
+    let half = first_half(&host, &mut guests, has_weights(Some([1, 1, 1])));
     // The number of queues is unchanged.
     let pairs = host.drive.controller().queue_pairs().expect("a bound");
     assert_eq!(pairs.total, Options::default().queue_pairs);
@@ -634,12 +645,12 @@ fn a_drive_that_refuses_classes_has_queues_of_one_class_and_equal_weights() {
     // The drive refuses classes after weights were set.
     let host = self::host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [100, 300]);
-    let quarter = first_half(&host, &mut guests, weighs(Some([3, 1, 3])));
+    let quarter = first_half(&host, &mut guests, has_weights(Some([3, 1, 3])));
     host.model.inject(refused());
     let third = Guest::new(&host, 2, 300);
     assert_eq!(host.model.priorities(), [MEDIUM, HIGH, MEDIUM]);
     assert_eq!(host.model.weights(), Some([1, 1, 1]));
-    let half = first_half(&host, &mut guests, weighs(Some([1, 1, 1])));
+    let half = first_half(&host, &mut guests, has_weights(Some([1, 1, 1])));
     drop((guests, third));
     host.finish();
     check(quarter, COMMANDS / 4);
@@ -658,7 +669,7 @@ fn a_drive_that_refuses_classes_after_a_reset_works_without() {
     assert!(classes.contains(&HIGH), "{classes:?}");
     let refused = Effect::Fail(INVALID_FIELD, true);
     host.model
-        .inject(Fault::once(Meets::QueueClass, refused).times(u64::MAX));
+        .inject(Fault::once(FaultMatch::QueueClass, refused).times(u64::MAX));
     fail(&host, &vec![MEDIUM; classes.len()]);
     disk.write(0, &[7; 4096]).unwrap();
     assert_eq!(host.incidents().resets, 1);
@@ -668,14 +679,16 @@ fn a_drive_that_refuses_classes_after_a_reset_works_without() {
 
 #[test]
 fn a_queue_gets_an_idle_pair_of_another_class_if_its_own_cannot_be_created() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let host = host(Arbitration::Weighted);
     drop(Guest::new(&host, 0, 100));
     assert_eq!(host.model.priorities(), [MEDIUM]);
-    host.model
-        .inject(Fault::once(Meets::Admin(admin::CREATE_CQ), Effect::Fatal));
+    host.model.inject(Fault::once(
+        FaultMatch::Admin(admin::CREATE_CQ),
+        Effect::Fatal,
+    ));
     let mut heavy = Guest::new(&host, 1, 300);
     wait_for("a reset", || host.incidents().resets == 1);
     heavy.read(1);
@@ -688,17 +701,17 @@ fn a_queue_gets_an_idle_pair_of_another_class_if_its_own_cannot_be_created() {
 /// A quiet guest uses turns of its class, so its weight is added to the class.
 #[test]
 fn a_quiet_guest_is_not_squeezed_beside_a_busy_one_of_its_class() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     let host = host(Arbitration::Weighted);
     let mut guests = two_guests(&host, [100, 600]);
     let mut quiet = Guest::new(&host, 2, 100);
     assert_eq!(host.model.priorities(), [MEDIUM, HIGH, MEDIUM]);
-    host.model.inject(Fault::once(Meets::Io, Effect::Hold));
+    host.model.inject(Fault::once(FaultMatch::Io, Effect::Hold));
     guests[0].read(COMMANDS);
     wait_for("the command that is held", || {
-        host.model.counters().faults_met == 1
+        host.model.counters().faults_matched == 1
     });
     // The guest's only command waits behind the held command.
     quiet.read(1);
@@ -706,7 +719,7 @@ fn a_quiet_guest_is_not_squeezed_beside_a_busy_one_of_its_class() {
     // The two guests in Medium together have a third of the weight of the guest in High.
     wait_for("weights", || host.model.weights() != Some([1, 1, 1]));
     assert_eq!(host.model.weights(), Some([3, 1, 3]));
-    host.model.let_go();
+    host.model.complete_held();
     wait_for("the completions", || {
         for guest in guests.iter_mut().chain([&mut quiet]) {
             while guest.queue.poll().is_some() {}

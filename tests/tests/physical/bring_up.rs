@@ -7,8 +7,8 @@ use std::{io, thread};
 use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_tests::command::admin;
 use nvme_mpt_tests::drive::{
-    DoorbellBufferUse, Effect, Fault, Meets, ModelDrive, NamespaceOptions, ONCS_ALL, Options,
-    Resets,
+    DoorbellBufferUse, Effect, Fault, FaultMatch, ModelDrive, NamespaceOptions, ONCS_ALL, Options,
+    ResetReaction,
 };
 use nvme_mpt_tests::identify::{IdentifyController, ONCS_DSM, ONCS_WRITE_ZEROES};
 use nvme_mpt_tests::status;
@@ -30,7 +30,7 @@ fn plain() -> Options {
 
 /// Runs two guests with verified I/O on a drive.
 #[track_caller]
-fn works(options: Options) -> IdentifyController {
+fn check_works(options: Options) -> IdentifyController {
     let host = Host::with(options, LONG);
     let loads: Vec<Load> = (0..2)
         .map(|nth| Load::start(&host, &Setup::nth(nth), 2, 12))
@@ -62,14 +62,14 @@ fn a_drive_says_where_it_is() {
 #[test]
 fn doorbells_at_any_stride() {
     for dstrd in [0, 1, 4, 10] {
-        works(Options { dstrd, ..plain() });
+        check_works(Options { dstrd, ..plain() });
     }
 }
 
 #[test]
 fn queues_that_are_small() {
     for entries_max in [2, 3, 16, 65536] {
-        works(Options {
+        check_works(Options {
             entries_max,
             ..plain()
         });
@@ -78,7 +78,7 @@ fn queues_that_are_small() {
 
 #[test]
 fn blocks_of_4096_bytes() {
-    works(Options {
+    check_works(Options {
         namespaces: vec![NamespaceOptions::new(1, 2 * LEASE, 4096)],
         ..plain()
     });
@@ -87,7 +87,7 @@ fn blocks_of_4096_bytes() {
 #[test]
 fn transfers_of_any_size() {
     for mdts in [0, 1, 3, 5, 8, 9] {
-        let identity = works(Options { mdts, ..plain() });
+        let identity = check_works(Options { mdts, ..plain() });
         assert_eq!(identity.max_transfer(), 1 << 20, "MDTS {mdts}");
         // Split commands describe their data by PRPs.
         assert_eq!(identity.sgl(), matches!(mdts, 0 | 8..), "MDTS {mdts}");
@@ -96,7 +96,7 @@ fn transfers_of_any_size() {
 
 #[test]
 fn drives_without_sgl_support() {
-    let identity = works(Options {
+    let identity = check_works(Options {
         sgl: false,
         ..plain()
     });
@@ -105,7 +105,7 @@ fn drives_without_sgl_support() {
 
 #[test]
 fn drives_with_mandatory_features_only() {
-    let identity = works(Options {
+    let identity = check_works(Options {
         version: 0x1_0200,
         oncs: 0,
         sgl: false,
@@ -120,7 +120,7 @@ fn drives_with_mandatory_features_only() {
 #[test]
 fn offered_features_match_the_drive() {
     let oncs = ONCS_DSM | ONCS_WRITE_ZEROES;
-    let identity = works(Options { oncs, ..plain() });
+    let identity = check_works(Options { oncs, ..plain() });
     assert_eq!(identity.oncs & ONCS_ALL, oncs);
 }
 
@@ -128,12 +128,12 @@ fn offered_features_match_the_drive() {
 fn doorbell_buffers_of_the_drive() {
     for (doorbell_buffer, dstrd) in [
         (DoorbellBufferUse::Watched, 0),
-        (DoorbellBufferUse::Asked, 0),
-        (DoorbellBufferUse::Asked, 4),
+        (DoorbellBufferUse::EventIdx, 0),
+        (DoorbellBufferUse::EventIdx, 4),
         // The doorbells exceed the buffer's page.
-        (DoorbellBufferUse::Asked, 8),
+        (DoorbellBufferUse::EventIdx, 8),
     ] {
-        works(Options {
+        check_works(Options {
             doorbell_buffer,
             dstrd,
             ..plain()
@@ -153,7 +153,7 @@ fn a_watched_doorbell_buffer_spares_register_writes() {
     let load = Load::start(&host, &Setup::nth(0), 1, 16);
     let before = host.model.counters();
     for _ in 0..10 {
-        load.goes_on();
+        load.wait_for_progress();
     }
     let after = host.model.counters();
     load.finish_undisturbed();
@@ -221,7 +221,7 @@ fn namespaces_side_by_side() {
     assert_eq!(seen, [(1, 9), (3, 12)]);
     let other = crate::function::Host {
         drive: host.drive.sibling(Some(namespaces[1].nsid)).unwrap(),
-        ..crate::function::Host::of(host.drive.clone())
+        ..crate::function::Host::from_drive(host.drive.clone())
     };
     host.model.poke(7, 0, &[0x77; 512]);
     let loads = [
@@ -229,7 +229,7 @@ fn namespaces_side_by_side() {
         Load::start(&other, &Setup::nth(0), 2, 16),
     ];
     for load in loads {
-        load.goes_on();
+        load.wait_for_progress();
         load.finish_undisturbed();
     }
     drop(other);
@@ -244,15 +244,15 @@ fn refused(options: Options, prepare: impl Fn(&ModelDrive)) -> ControllerError {
     prepare(&model);
     let error = open(&model, LONG).expect_err("a drive that cannot be used");
     assert!(model.is_released(), "{error}");
-    model.judgement().unwrap();
-    assert_eq!(model.model_iommu().mapped(), 0);
+    model.check_host().unwrap();
+    assert_eq!(model.model_iommu().mapped_bytes(), 0);
     error
 }
 
 #[test]
 fn unusable_drives_are_released() {
     let fails = |opcode, code| {
-        let fault = Fault::once(Meets::Admin(opcode), Effect::Fail(code, true));
+        let fault = Fault::once(FaultMatch::Admin(opcode), Effect::Fail(code, true));
         move |model: &ModelDrive| model.inject(fault.clone())
     };
     let nothing = |_: &ModelDrive| {};
@@ -282,10 +282,10 @@ fn unusable_drives_are_released() {
             timeout: READY_TIMEOUT,
             ..plain()
         },
-        |model| model.set_resets(Resets::NeverReady),
+        |model| model.set_resets(ResetReaction::NeverReady),
     );
     assert!(
-        matches!(error, ControllerError::NotInTime { .. }),
+        matches!(error, ControllerError::StateTimeout { .. }),
         "{error}"
     );
     let error = refused(plain(), fails(admin::IDENTIFY, status::INTERNAL_ERROR));
@@ -335,7 +335,7 @@ fn a_drive_that_was_left_enabled_is_begun_anew() {
     assert_eq!(model.counters().disables, 1);
     drop(drive);
     wait_for("the drive's release", || model.is_released());
-    model.judgement().unwrap();
+    model.check_host().unwrap();
     assert_eq!(model.counters().shutdowns, 1);
 }
 
@@ -419,7 +419,7 @@ fn memory_that_cannot_be_mapped_is_refused_and_nothing_else_is_lost() {
     });
     assert!(matches!(refused, Err(nvme_guest::DmaError::Iommu { .. })));
     host.model.model_iommu().refuse_maps(false);
-    load.goes_on();
+    load.wait_for_progress();
     load.finish_undisturbed();
     drop(window);
     host.finish();
@@ -440,10 +440,7 @@ fn the_thread_spawner_starts_the_drive_monitor() {
 
     let refuse = ThreadSpawner::from_spawn(|_, _| Err(io::Error::other("no more threads")));
     let refused = VfioController::open(ModelDrive::start(plain()), options, &refuse).unwrap_err();
-    assert!(
-        matches!(refused, ControllerError::Supervisor(_)),
-        "{refused}"
-    );
+    assert!(matches!(refused, ControllerError::Monitor(_)), "{refused}");
 }
 
 #[test]

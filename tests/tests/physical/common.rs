@@ -45,7 +45,7 @@ pub(crate) fn open(
     deadline: Duration,
 ) -> Result<Arc<Drive>, ControllerError> {
     let options = ControllerOptions {
-        deadline,
+        command_timeout: deadline,
         ..ControllerOptions::default()
     };
     open_with(model, options)
@@ -70,7 +70,7 @@ impl Host {
         };
         let options = Options {
             namespaces: vec![NamespaceOptions::new(1, bytes, lba_size)],
-            judge_on_release: true,
+            check_on_release: true,
             ..Options::default()
         };
         Self::with(options, LONG)
@@ -79,7 +79,7 @@ impl Host {
     /// Creates a host whose drive has this command deadline.
     pub(crate) fn with(options: Options, deadline: Duration) -> Self {
         let controller = ControllerOptions {
-            deadline,
+            command_timeout: deadline,
             ..ControllerOptions::default()
         };
         Self::with_controller(options, controller)
@@ -94,18 +94,18 @@ impl Host {
             match open_with(&model, controller) {
                 Ok(drive) => break (model, drive),
                 // The drive's thread may also be preempted for as long as this deadline.
-                Err(ControllerError::NotInTime { .. })
+                Err(ControllerError::StateTimeout { .. })
                     if options.timeout <= READY_TIMEOUT && attempts < 3 => {}
                 Err(error) => panic!("{error}"),
             }
         };
-        Self::of(drive, model)
+        Self::from_drive(drive, model)
     }
 
     /// Creates a host for an open drive.
-    pub(crate) fn of(drive: Arc<Drive>, model: Arc<ModelDrive>) -> Self {
+    pub(crate) fn from_drive(drive: Arc<Drive>, model: Arc<ModelDrive>) -> Self {
         Self {
-            host: crate::function::Host::of(drive),
+            host: crate::function::Host::from_drive(drive),
             model,
         }
     }
@@ -117,7 +117,7 @@ impl Host {
     }
 
     /// Creates a host with another drive on the same pollers.
-    pub(crate) fn beside(&self, options: Options, deadline: Duration) -> Self {
+    pub(crate) fn with_another_drive(&self, options: Options, deadline: Duration) -> Self {
         let mut other = Self::with(options, deadline);
         other.host.pollers = self.host.pollers.clone();
         other
@@ -135,19 +135,19 @@ impl Host {
         drop(host);
         // A poller may hold the last reference to the drive.
         wait_for("the drive's release", || model.is_released());
-        if let Err(complaint) = model.judgement() {
+        if let Err(complaint) = model.check_host() {
             panic!("{complaint}");
         }
         assert!(!model.is_enabled(), "the drive was given back enabled");
         wait_for("the memory to be given back", || {
-            model.model_iommu().mapped() == 0
+            model.model_iommu().mapped_bytes() == 0
         });
     }
 }
 
 /// Waits until the pollers have handled all requests: each poller with a queue has slept twice.
 #[track_caller]
-pub(crate) fn pollers_look(host: &Host) {
+pub(crate) fn wait_for_pollers(host: &Host) {
     for before in host.pollers() {
         wait_for("a poller's look at its mail", || {
             let now = host.pollers();

@@ -30,7 +30,7 @@ struct Variant {
     seed: Option<u64>,
     parallel: usize,
     /// True for a lease of several extents, with other leases between them.
-    in_extents: bool,
+    has_extents: bool,
     poll: &'static str,
     /// Size of the largest transfer in bytes.
     transfer: u32,
@@ -53,7 +53,7 @@ fn variants() -> impl Strategy<Value = Variant> {
         prop::sample::select(vec![
             DoorbellBufferUse::None,
             DoorbellBufferUse::Watched,
-            DoorbellBufferUse::Asked,
+            DoorbellBufferUse::EventIdx,
         ]),
         prop::sample::select(vec!["shared", "dedicated", "shared:busy", "shared:event"]),
         select(&[32 << 10, 32 << 10, 1 << 20]),
@@ -65,7 +65,7 @@ fn variants() -> impl Strategy<Value = Variant> {
             entries_max: more.0,
             seed: more.1,
             parallel: more.2 as usize,
-            in_extents: more.3,
+            has_extents: more.3,
             doorbell_buffer,
             poll,
             transfer,
@@ -100,15 +100,18 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
     let host = Host::with(options, LONG);
     // A neighbour that uses the same queue pairs. Its commands must not be confused with this guest's.
     let neighbour = Load::start(&host, &Setup::nth(0).poll(variant.poll), 1, 6);
-    let (setup, between) = match variant.in_extents {
-        true => (Setup::default().by_size(UNIT), LEASE..3 * LEASE),
+    let (setup, between) = match variant.has_extents {
+        true => (
+            Setup::default().with_allocation_unit(UNIT),
+            LEASE..3 * LEASE,
+        ),
         false => (Setup::nth(1), 0..0),
     };
-    let others = host.occupy(between.step_by(2 * UNIT as usize).map(|at| (at, UNIT)));
+    let others = host.lease_ranges(between.step_by(2 * UNIT as usize).map(|at| (at, UNIT)));
     let machine = host.machine(&setup.poll(variant.poll));
     let (controller, mut disk) = machine.disk();
     let sgl = controller.identity().unwrap().sgl();
-    let limits = Limits::of(&disk, variant.transfer / variant.lba_size);
+    let limits = Limits::for_disk(&disk, variant.transfer / variant.lba_size);
     let mut model = Model::new(limits, true);
     let fail = |mismatch| TestCaseError::fail(format!("{variant:?}: {mismatch}"));
     for &(words, number) in steps {
@@ -231,7 +234,7 @@ fn guests_on_few_queue_pairs_have_their_own_data() {
         let pairs = host.drive.controller().queue_pairs().unwrap();
         assert_eq!((pairs.shared, pairs.total), (queue_pairs, queue_pairs));
         for load in &loads {
-            load.goes_on();
+            load.wait_for_progress();
         }
         for load in loads {
             load.finish_undisturbed();
@@ -251,7 +254,7 @@ fn drives_without_some_commands_still_agree_with_the_model() {
     let machine = host.machine(&Setup::nth(0));
     let (_controller, mut disk) = machine.disk();
     // Transfers of at most 16 KiB.
-    let limits = Limits::of(&disk, 32);
+    let limits = Limits::for_disk(&disk, 32);
     let mut model = Model::new(limits, true);
     let mut rng = Rng::new(11);
     let mut step = |disk: &mut Disk| {

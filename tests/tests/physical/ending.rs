@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use nvme_guest::threads::ThreadSpawner;
 use nvme_guest::{ControllerBackend, EventReader, PersistedBackendParts};
 use nvme_lease::{LeaseHolderState, PreviousDataPolicy};
-use nvme_mpt::SharedPartsSource;
+use nvme_mpt::SharedBackendPartsSource;
 use nvme_mpt_lease_protocol::{
-    LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, attach_over,
+    LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, attach_stream,
 };
 use nvme_mpt_tests::command::{DataPointer, Sqe, admin};
 use nvme_mpt_tests::controller::Controller;
@@ -26,10 +26,10 @@ use nvme_mpt_tests::registers::{CSTS, CSTS_READY};
 use vmm_device::NvmeFunction;
 
 use crate::common::remote::OneLease;
-use crate::common::{Host, LEASE, Machine, Setup, pollers_look, queue_pair, remote, wait_for};
+use crate::common::{Host, LEASE, Machine, Setup, queue_pair, remote, wait_for, wait_for_pollers};
 
 /// Deadline of commands that the test completes itself.
-const FOR_EVER: Duration = Duration::from_secs(24 * 3600);
+const DEADLINE_NEVER: Duration = Duration::from_secs(24 * 3600);
 
 /// Maximum total wait when a function ends.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -38,7 +38,7 @@ const DEADLINE: Duration = Duration::from_secs(30);
 const ACCESS: Duration = Duration::from_secs(1);
 
 /// Time within which a wait of 50 ms ends, even on a machine that pauses.
-const BOUND: Duration = Duration::from_secs(80);
+const WAIT_MAX: Duration = Duration::from_secs(80);
 
 const CC: u64 = 0x14;
 
@@ -61,10 +61,10 @@ fn host() -> Host {
         mdts: MDTS,
         entries_max: ENTRIES,
         namespaces: vec![NamespaceOptions::new(1, 2 * LEASE, 512)],
-        by_hand: true,
+        is_manual: true,
         ..Options::default()
     };
-    Host::with(options, FOR_EVER)
+    Host::with(options, DEADLINE_NEVER)
 }
 
 /// Takes all commands that the host has submitted.
@@ -73,17 +73,22 @@ fn take(hand: &mut HandQueue) -> Vec<Sqe> {
 }
 
 /// The drive's view of a write that is split into more parts than its queue holds.
-struct Stuck {
+struct StuckWrite {
     hand: HandQueue,
     /// Parts that the drive has taken.
-    begun: Vec<Sqe>,
+    taken: Vec<Sqe>,
 }
 
 /// The driver's resources for the write.
-type Driver = (QueuePair, DmaBuffer, prp::Prepared);
+type Driver = (QueuePair, DmaBuffer, prp::PreparedPointer);
 
 /// Submits a write on a new queue. The drive takes the first parts and does not complete them.
-fn begin(host: &Host, machine: &Machine, controller: &mut Controller, id: u16) -> (Stuck, Driver) {
+fn begin(
+    host: &Host,
+    machine: &Machine,
+    controller: &mut Controller,
+    id: u16,
+) -> (StuckWrite, Driver) {
     let mut queue = queue_pair(controller, id, 64);
     let mut hand = host.model.hand_queue(id).unwrap();
     let buffer = machine.memory.alloc(LEN).unwrap();
@@ -97,7 +102,7 @@ fn begin(host: &Host, machine: &Machine, controller: &mut Controller, id: u16) -
         begun.len() == ENTRIES as usize - 1
     });
     assert!(begun.len() < PARTS, "some wait for their turn");
-    (Stuck { hand, begun }, (queue, buffer, prepared))
+    (StuckWrite { hand, taken: begun }, (queue, buffer, prepared))
 }
 
 /// Submits a write of a single part on a new queue. The drive does not complete it.
@@ -106,7 +111,7 @@ fn begin_one(
     machine: &Machine,
     controller: &mut Controller,
     id: u16,
-) -> (Stuck, Driver) {
+) -> (StuckWrite, Driver) {
     let mut queue = queue_pair(controller, id, 64);
     let mut hand = host.model.hand_queue(id).unwrap();
     let buffer = machine.memory.alloc(4096).unwrap();
@@ -118,19 +123,19 @@ fn begin_one(
         begun.extend(take(&mut hand));
         begun.len() == 1
     });
-    (Stuck { hand, begun }, (queue, buffer, prepared))
+    (StuckWrite { hand, taken: begun }, (queue, buffer, prepared))
 }
 
-impl Stuck {
+impl StuckWrite {
     /// Completes the parts that the drive has taken.
     fn complete(&mut self) {
-        for sqe in self.begun.drain(..) {
+        for sqe in self.taken.drain(..) {
             self.hand.post([0, u64::from(sqe.cid()) << 32]);
         }
     }
 
     #[track_caller]
-    fn has_no_more(&mut self) {
+    fn expect_no_commands(&mut self) {
         assert_eq!(take(&mut self.hand), [], "a further step began");
     }
 }
@@ -139,12 +144,12 @@ impl Stuck {
 fn a_lease_lives_until_its_last_command_has_ended() {
     let host = host();
     let machine = host.machine(&Setup::nth(0));
-    let mapped = host.model.model_iommu().mapped();
+    let mapped = host.model.model_iommu().mapped_bytes();
     let mut controller = machine.attach();
     let (mut stuck, driver) = begin(&host, &machine, &mut controller, 1);
     host.clock.skip_waits(true);
     drop((driver, controller, machine));
-    pollers_look(&host);
+    wait_for_pollers(&host);
 
     let next = || host.lease("next", &Setup::nth(0), PreviousDataPolicy::Kept);
     let error = next().expect_err("the drive has commands of the range");
@@ -154,16 +159,16 @@ fn a_lease_lives_until_its_last_command_has_ended() {
     };
     assert_eq!(entry.state, LeaseHolderState::Ending);
     assert!(
-        host.model.model_iommu().mapped() >= mapped,
+        host.model.model_iommu().mapped_bytes() >= mapped,
         "the drive can reach the memory that its commands name"
     );
 
     stuck.complete();
     wait_for("the lease's end", || {
-        stuck.has_no_more();
+        stuck.expect_no_commands();
         next().is_ok()
     });
-    stuck.has_no_more();
+    stuck.expect_no_commands();
     host.finish();
 }
 
@@ -185,22 +190,22 @@ fn all_queues_of_a_reset_share_one_deadline() {
     let csts = bar.read32(CSTS);
     assert_eq!(csts, CSTS_READY, "the reset is not complete");
     assert_eq!(host.clock.waited(), ACCESS, "for {QUEUE_PAIRS} queues");
-    pollers_look(&host);
+    wait_for_pollers(&host);
 
     // Longer than any driver waits.
     host.clock.advance(Duration::from_secs(300));
     machine.function().process_events();
     assert_eq!(bar.read32(CSTS), CSTS_READY);
-    stuck.iter_mut().for_each(Stuck::complete);
+    stuck.iter_mut().for_each(StuckWrite::complete);
     host.clock.skip_waits(false);
     wait_for("the reset's end", || bar.read32(CSTS) == 0);
-    stuck.iter_mut().for_each(Stuck::has_no_more);
+    stuck.iter_mut().for_each(StuckWrite::expect_no_commands);
     bar.write32(CC, bar.read32(CC) | 1);
     wait_for("the controller", || bar.read32(CSTS) == CSTS_READY);
     bar.write32(CC, bar.read32(CC) & !1);
     assert_eq!(bar.read32(CSTS), 0);
     // A server flushes the drive when a VMM disconnects, and the test would have to complete this Flush.
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         return;
     }
     drop((drivers, controller, bar, machine));
@@ -229,7 +234,7 @@ fn a_completion_that_comes_late_is_delivered() {
         done.is_some()
     });
     assert!(done.unwrap().status().is_success());
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         // The final Flush of the lease gets no answer.
         host.clock.skip_waits(true);
     } else {
@@ -267,7 +272,7 @@ fn queues_that_are_deleted_at_once_share_one_deadline() {
     assert_eq!(host.clock.waited(), ACCESS, "for both queues");
     let bar = machine.bar();
     assert_eq!(bar.read32(CSTS), CSTS_READY);
-    if !remote::is_chosen() {
+    if !remote::is_enabled() {
         drop((stuck, controller, bar, machine));
         host.finish();
     }
@@ -315,8 +320,8 @@ fn a_queue_is_changed_once_its_commands_have_ended() {
         let ended = ended.unwrap();
         assert_eq!((ended.cid(), ended.status().is_success()), (7, true));
         assert_eq!(controller.status().unwrap(), CSTS_READY, "{change}");
-        stuck.has_no_more();
-        if remote::is_chosen() {
+        stuck.expect_no_commands();
+        if remote::is_enabled() {
             // The final Flush of the lease gets no answer.
             host.clock.skip_waits(true);
         } else {
@@ -343,7 +348,7 @@ fn after_a_failed_reset_unmaps_do_not_wait() {
     }
     stuck.complete();
     machine.function().reset_and_unmap().unwrap();
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         host.clock.skip_waits(true);
     } else {
         drop((driver, controller, machine));
@@ -352,9 +357,9 @@ fn after_a_failed_reset_unmaps_do_not_wait() {
 }
 
 /// A lease for one session, of a server that ends with the session.
-struct LastLease(OneLease);
+struct FinalLeaseSource(OneLease);
 
-impl LeaseSource for LastLease {
+impl LeaseSource for FinalLeaseSource {
     fn attach(
         &self,
         peer: PeerIdentity,
@@ -365,12 +370,12 @@ impl LeaseSource for LastLease {
         self.0.attach(peer, options, parts, stop)
     }
 
-    fn server_ends(&self) -> bool {
+    fn is_server_ending(&self) -> bool {
         true
     }
 
-    fn ended(&self, host: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
-        self.0.ended(host)
+    fn on_lease_end(&self, host: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+        self.0.on_lease_end(host)
     }
 }
 
@@ -384,21 +389,21 @@ impl Server {
     /// Serves a function, and creates a guest with it.
     fn with_machine(host: &Host) -> (Self, Machine) {
         let setup = Setup::nth(0);
-        let attachment = host.attachment_with(
+        let attachment = host.open_local_backend_with(
             "served",
             &setup,
-            SharedPartsSource::Outliving(EventReader::Trusted),
+            SharedBackendPartsSource::Outliving(EventReader::Trusted),
         );
         let clock = host.clock.clone();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let stream = theirs.try_clone().unwrap();
         let session = thread::spawn(move || {
-            let leases = LastLease(OneLease(Mutex::new(Some(attachment))));
+            let leases = FinalLeaseSource(OneLease(Mutex::new(Some(attachment))));
             let session = LeaseSession::new(theirs).unwrap().with_clock(clock);
             session.run(&leases).unwrap();
         });
         let threads = ThreadSpawner::default();
-        let remote = attach_over(ours, Path::new("pair"), "options", &threads).unwrap();
+        let remote = attach_stream(ours, Path::new("pair"), "options", &threads).unwrap();
         let function = NvmeFunction::new(Arc::new(remote.unwrap()), setup.masking);
         let function = function.with_clock(host.clock.clone());
         let machine = host.machine_of("served".to_owned(), function, &setup);
@@ -406,7 +411,7 @@ impl Server {
     }
 
     /// Makes the server refuse further requests, and starts the end of the lease.
-    fn begin_end(&self) {
+    fn start_stopping(&self) {
         self.stream.shutdown(Shutdown::Read).unwrap();
     }
 
@@ -443,8 +448,8 @@ fn queues_that_are_overdue_are_waited_for_once() {
     wait_for("the reset's end", || bar.read32(CSTS) == 0);
     machine.function_level_reset();
     assert_eq!(bar.read32(CSTS), 0);
-    stuck.has_no_more();
-    if remote::is_chosen() {
+    stuck.expect_no_commands();
+    if remote::is_enabled() {
         return;
     }
     drop((driver, controller, bar, machine));
@@ -465,7 +470,7 @@ fn bus_master_enable_is_cleared_in_one_deadline() {
     assert_eq!(bar.read32(CSTS), CSTS_READY);
     assert_eq!(host.clock.waited(), ACCESS);
     // The end of the function does not wait for the write either.
-    if !remote::is_chosen() {
+    if !remote::is_enabled() {
         drop((driver, idle, controller, bar, machine));
         assert_eq!(host.clock.waited(), ACCESS);
         stuck.complete();
@@ -484,12 +489,12 @@ fn the_end_of_a_server_has_one_deadline() {
     wait_for("the write's end", || queue.poll().is_some());
     let (mut stuck, _driver) = begin(&host, &machine, &mut controller, 2);
     host.clock.skip_waits(true);
-    server.begin_end();
+    server.start_stopping();
     server.wait();
     assert_eq!(host.clock.waited(), DEADLINE);
     stuck.complete();
-    pollers_look(&host);
-    stuck.has_no_more();
+    wait_for_pollers(&host);
+    stuck.expect_no_commands();
 }
 
 #[test]
@@ -499,13 +504,13 @@ fn a_server_that_ends_cuts_commands_short_after_half_of_its_time() {
     let mut controller = machine.attach();
     let (mut stuck, _driver) = begin(&host, &machine, &mut controller, 1);
     // Only one wait is skipped, whatever the timing of this thread.
-    host.clock.skip_in_vain(1);
-    server.begin_end();
+    host.clock.skip_failing_waits(1);
+    server.start_stopping();
     wait_for("half of the time", || host.clock.waited() == DEADLINE / 2);
-    pollers_look(&host);
+    wait_for_pollers(&host);
     stuck.complete();
     server.wait();
-    stuck.has_no_more();
+    stuck.expect_no_commands();
 }
 
 #[test]
@@ -514,16 +519,16 @@ fn a_server_that_is_ending_is_waited_for_once() {
     let (server, machine) = Server::with_machine(&host);
     let mut controller = machine.attach();
     let (mut stuck, _driver) = begin_one(&host, &machine, &mut controller, 1);
-    server.begin_end();
+    server.start_stopping();
     let began = Instant::now();
     {
         let function = machine.function();
-        let host = function.host();
+        let host = function.backend();
         host.reset_within(Duration::from_millis(50)).unwrap_err();
         host.pause().unwrap_err();
         host.unmap_all().unwrap_err();
     }
-    assert!(began.elapsed() < BOUND, "{:?}", began.elapsed());
+    assert!(began.elapsed() < WAIT_MAX, "{:?}", began.elapsed());
     // The final Flush gets no answer.
     host.clock.skip_waits(true);
     stuck.complete();

@@ -5,7 +5,7 @@ use std::time::Duration;
 use nvme_mpt_tests::admin::{LogPage, feature, log};
 use nvme_mpt_tests::command::{Sqe, admin};
 use nvme_mpt_tests::controller::Controller;
-use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options};
+use nvme_mpt_tests::drive::{Effect, Fault, FaultMatch, ModelDrive, NamespaceOptions, Options};
 use nvme_mpt_tests::identify::field;
 use nvme_mpt_tests::status::{INVALID_FIELD, INVALID_NAMESPACE, NAMESPACE_NOT_READY, SUCCESS};
 
@@ -43,7 +43,7 @@ fn heat_is_told_to_every_guest() {
     let machines = [host.machine(&Setup::nth(0)), host.machine(&Setup::nth(1))];
     let mut controllers = machines.each_ref().map(listening);
     for temperature in [365, 366] {
-        host.model.overheat(temperature);
+        host.model.report_temperature(temperature);
         for controller in &mut controllers {
             let event = controller.async_event(HANG).unwrap().expect("an event");
             assert_eq!((event.kind, event.info, event.log_page), (1, 1, log::SMART));
@@ -55,7 +55,7 @@ fn heat_is_told_to_every_guest() {
         }
         if temperature == 365 {
             // Cool down, so that heating up is a new event.
-            host.model.cool(300);
+            host.model.clear_temperature(300);
             let page = LogPage::of_controller(log::SMART, 512);
             // A function reads the drive's health at most once per second.
             host.clock.advance(Duration::from_secs(1));
@@ -75,7 +75,7 @@ fn namespace_changes_reach_only_its_guests() {
     let namespaces = host.drive.controller().namespaces();
     let other = crate::function::Host {
         drive: host.drive.sibling(Some(namespaces[1].nsid)).unwrap(),
-        ..crate::function::Host::of(host.drive.clone())
+        ..crate::function::Host::from_drive(host.drive.clone())
     };
     let load = Load::start(&host, &Setup::nth(0), 1, 8);
     let machines = [host.machine(&Setup::nth(1)), other.machine(&Setup::nth(0))];
@@ -92,7 +92,7 @@ fn namespace_changes_reach_only_its_guests() {
         host.drive.controller().namespaces()[1].blocks,
         2 * LEASE / 4096
     );
-    load.goes_on();
+    load.wait_for_progress();
     load.finish_undisturbed();
     drop((controllers, machines, other));
     host.finish();
@@ -100,7 +100,7 @@ fn namespace_changes_reach_only_its_guests() {
 
 /// Waits until a guest gets an event about its namespace.
 #[track_caller]
-fn is_told(controller: &mut Controller) {
+fn expect_namespace_event(controller: &mut Controller) {
     let event = controller.async_event(HANG).unwrap().expect("an event");
     let want = (2, 0, log::CHANGED_NAMESPACES);
     assert_eq!((event.kind, event.info, event.log_page), want);
@@ -122,7 +122,7 @@ fn the_only_namespace_disappears_when_its_blocks_are_lost() {
     wait_for("the end of its commands", || {
         status(&mut queue, Sqe::flush(1)) == INVALID_NAMESPACE
     });
-    is_told(&mut controller);
+    expect_namespace_event(&mut controller);
     assert!(host.drive.controller().namespaces().is_empty());
     assert_eq!(controller.active_namespaces(0).unwrap(), [0; 0]);
     drop((queue, controller, machine));
@@ -137,7 +137,7 @@ fn a_namespace_change_is_reported_although_a_reset_drops_the_event() {
     // The failed drive executes nothing, and keeps its event until it is reset.
     host.model.fail();
     host.model.resize(1, LEASE / 512);
-    is_told(&mut controller);
+    expect_namespace_event(&mut controller);
     assert_eq!(host.drive.controller().namespaces()[0].blocks, LEASE / 512);
     drop((controller, machine));
     host.finish();
@@ -150,9 +150,9 @@ fn a_namespace_change_is_reported_although_the_first_read_fails() {
     let mut controller = listening(&machine);
     let fail = Effect::Fail(NAMESPACE_NOT_READY, false);
     host.model
-        .inject(Fault::once(Meets::Admin(admin::IDENTIFY), fail).times(3));
+        .inject(Fault::once(FaultMatch::Admin(admin::IDENTIFY), fail).times(3));
     host.model.resize(1, LEASE / 512);
-    is_told(&mut controller);
+    expect_namespace_event(&mut controller);
     assert_eq!(host.drive.controller().namespaces()[0].blocks, LEASE / 512);
     drop((controller, machine));
     host.finish();
@@ -167,13 +167,13 @@ fn a_drive_that_knows_fewer_warnings_tells_of_its_namespaces() {
     let model = ModelDrive::start(options);
     // Number of Queues, then Asynchronous Event Configuration.
     let refuse = Effect::Fail(INVALID_FIELD, true);
-    model.inject(Fault::once(Meets::Admin(admin::SET_FEATURES), refuse).after(1));
-    let host = Host::of(open(&model, LONG).unwrap(), model);
-    assert_eq!(host.model.counters().faults_met, 1);
+    model.inject(Fault::once(FaultMatch::Admin(admin::SET_FEATURES), refuse).after(1));
+    let host = Host::from_drive(open(&model, LONG).unwrap(), model);
+    assert_eq!(host.model.counters().faults_matched, 1);
     let machine = host.machine(&Setup::nth(0));
     let mut controller = listening(&machine);
     host.model.resize(1, LEASE / 512);
-    is_told(&mut controller);
+    expect_namespace_event(&mut controller);
     drop((controller, machine));
     host.finish();
 }

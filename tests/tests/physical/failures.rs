@@ -5,15 +5,15 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
-use nvme_guest::limit::LeaseWeight;
+use nvme_guest::rate_limit::LeaseWeight;
 use nvme_guest::threads::ThreadSpawner;
 use nvme_lease::{Lease, PreviousDataPolicy};
 use nvme_mpt::drive::{DriveIncidents, HostController, ReserveError};
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::drive::{
-    Aborts, Counters, DoorbellBufferUse, Effect, Fault, HandQueue, Meets, ModelDrive,
-    NamespaceOptions, Options, Resets,
+    AbortReaction, Counters, DoorbellBufferUse, Effect, Fault, FaultMatch, HandQueue, ModelDrive,
+    NamespaceOptions, Options, ResetReaction,
 };
 use nvme_mpt_tests::status::{
     COMMAND_INTERRUPTED, INTERNAL_ERROR, INVALID_NAMESPACE, NAMESPACE_NOT_READY, SUCCESS,
@@ -67,7 +67,7 @@ pub(crate) struct Outcome {
 /// Runs three guests with two queues each, and causes a failure. The drive or its driver must recover, and the guests must
 /// continue.
 #[track_caller]
-pub(crate) fn survives(
+pub(crate) fn check_survives(
     options: Options,
     deadline: Duration,
     fail: impl Fn(&Host, &[Load]),
@@ -78,7 +78,7 @@ pub(crate) fn survives(
         .collect();
     fail(&host, &loads);
     for load in &loads {
-        load.goes_on();
+        load.wait_for_progress();
     }
     let mut sum = Tally::default();
     for load in loads {
@@ -89,7 +89,7 @@ pub(crate) fn survives(
         sum.interrupted += tally.interrupted;
     }
     let (drive, incidents) = (host.model.counters(), host.incidents());
-    assert!(!incidents.gone);
+    assert!(!incidents.is_gone);
     host.finish();
     Outcome {
         tally: sum,
@@ -100,16 +100,18 @@ pub(crate) fn survives(
 
 /// Injects a fault and waits until commands have met it.
 #[track_caller]
-fn met(host: &Host, fault: Fault) {
-    let until = host.model.counters().faults_met + fault.occasions.count.unwrap_or_default();
+fn inject_and_wait(host: &Host, fault: Fault) {
+    let until = host.model.counters().faults_matched + fault.schedule.count.unwrap_or_default();
     host.model.inject(fault);
-    wait_for("the fault", || host.model.counters().faults_met >= until);
+    wait_for("the fault", || {
+        host.model.counters().faults_matched >= until
+    });
 }
 
 /// Repeats an attempt that a reset would spoil: resets also occur when a thread is preempted. `attempt` gets a function that
 /// tells whether a reset has occurred.
 #[track_caller]
-fn without_reset(host: &Host, attempt: impl Fn(&dyn Fn() -> bool)) {
+fn retry_on_reset(host: &Host, attempt: impl Fn(&dyn Fn() -> bool)) {
     for _ in 0..10 {
         let before = host.incidents().resets;
         let is_reset = || host.incidents().resets > before;
@@ -123,7 +125,7 @@ fn without_reset(host: &Host, attempt: impl Fn(&dyn Fn() -> bool)) {
 
 /// Waits until the drive's driver has counted this number of resets.
 #[track_caller]
-pub(crate) fn resets(host: &Host, count: u64) {
+pub(crate) fn wait_for_resets(host: &Host, count: u64) {
     wait_for("a reset", || host.incidents().resets >= count);
     wait_for("the drive to be ready again", || {
         host.model.counters().enables > count
@@ -133,13 +135,13 @@ pub(crate) fn resets(host: &Host, count: u64) {
 #[test]
 fn lost_commands_are_aborted_and_sent_again() {
     for options in [scarce(), ample()] {
-        let outcome = survives(options, SHORT, |host, _| {
-            without_reset(host, |is_reset| {
+        let outcome = check_survives(options, SHORT, |host, _| {
+            retry_on_reset(host, |is_reset| {
                 let until = host.model.counters().aborts + 6;
                 for opcode in [io::READ, io::WRITE, io::READ] {
-                    met(
+                    inject_and_wait(
                         host,
-                        Fault::once(Meets::IoOpcode(opcode), Effect::Lose).times(2),
+                        Fault::once(FaultMatch::IoOpcode(opcode), Effect::Lose).times(2),
                     );
                 }
                 wait_for("six aborts", || {
@@ -160,11 +162,11 @@ fn lost_commands_are_aborted_and_sent_again() {
 #[test]
 fn lost_commands_whose_abort_fails_are_ended_by_a_reset() {
     for options in [scarce(), ample()] {
-        let outcome = survives(options, SHORT, |host, _| {
-            host.model.set_aborts(Aborts::Fail);
-            met(host, Fault::once(Meets::Io, Effect::Lose).after(50));
-            resets(host, 1);
-            host.model.heal();
+        let outcome = check_survives(options, SHORT, |host, _| {
+            host.model.set_aborts(AbortReaction::Fail);
+            inject_and_wait(host, Fault::once(FaultMatch::Io, Effect::Lose).after(50));
+            wait_for_resets(host, 1);
+            host.model.remove_faults();
         });
         assert!(outcome.tally.interrupted == 0 && outcome.drive.aborts >= 1);
     }
@@ -172,21 +174,21 @@ fn lost_commands_whose_abort_fails_are_ended_by_a_reset() {
 
 #[test]
 fn an_abort_that_is_lost_ends_in_a_reset() {
-    let outcome = survives(scarce(), SHORT, |host, _| {
+    let outcome = check_survives(scarce(), SHORT, |host, _| {
         host.model.set_admin_timeout(Some(ADMIN_TIMEOUT));
-        host.model.set_aborts(Aborts::Hang);
-        met(host, Fault::once(Meets::Io, Effect::Lose));
-        resets(host, 1);
-        host.model.heal();
+        host.model.set_aborts(AbortReaction::Hang);
+        inject_and_wait(host, Fault::once(FaultMatch::Io, Effect::Lose));
+        wait_for_resets(host, 1);
+        host.model.remove_faults();
     });
     assert_eq!(outcome.tally.interrupted, 0);
 }
 
 #[test]
 fn slow_commands_within_the_deadline_are_let_be() {
-    let outcome = survives(scarce(), LONG, |host, _| {
+    let outcome = check_survives(scarce(), LONG, |host, _| {
         let slow = Effect::Delay(Duration::from_millis(150));
-        met(host, Fault::once(Meets::Io, slow).times(20));
+        inject_and_wait(host, Fault::once(FaultMatch::Io, slow).times(20));
     });
     assert_eq!(outcome.incidents, DriveIncidents::default());
     assert_eq!(outcome.tally.interrupted, 0);
@@ -195,22 +197,25 @@ fn slow_commands_within_the_deadline_are_let_be() {
 #[test]
 fn commands_that_complete_while_they_are_aborted_complete_once() {
     // Delays around the deadline let Abort and completion occur in every order.
-    let outcome = survives(ample(), SHORT, |host, loads| {
+    let outcome = check_survives(ample(), SHORT, |host, loads| {
         for late in [SHORT, SHORT + Duration::from_millis(60), 2 * SHORT] {
-            met(host, Fault::once(Meets::Io, Effect::Delay(late)).times(8));
-            loads[0].goes_on();
+            inject_and_wait(
+                host,
+                Fault::once(FaultMatch::Io, Effect::Delay(late)).times(8),
+            );
+            loads[0].wait_for_progress();
         }
         // Ensures some completions while the drive still has the Abort.
-        without_reset(host, |is_reset| {
+        retry_on_reset(host, |is_reset| {
             let aborts = host.incidents().aborts;
-            host.model.set_aborts(Aborts::Hold);
-            met(host, Fault::once(Meets::Io, Effect::Hold).times(8));
+            host.model.set_aborts(AbortReaction::Hold);
+            inject_and_wait(host, Fault::once(FaultMatch::Io, Effect::Hold).times(8));
             wait_for("an Abort", || {
                 host.incidents().aborts > aborts || is_reset()
             });
-            host.model.let_go();
-            loads[0].goes_on();
-            host.model.set_aborts(Aborts::Work);
+            host.model.complete_held();
+            loads[0].wait_for_progress();
+            host.model.set_aborts(AbortReaction::Work);
         });
     });
     assert!(outcome.incidents.timeouts > 0, "{:?}", outcome.incidents);
@@ -219,14 +224,14 @@ fn commands_that_complete_while_they_are_aborted_complete_once() {
 #[test]
 fn fatal_status_ends_in_a_reset() {
     for options in [scarce(), ample()] {
-        let outcome = survives(options, LONG, |host, loads| {
+        let outcome = check_survives(options, LONG, |host, loads| {
             for round in 1..=3 {
-                met(
+                inject_and_wait(
                     host,
-                    Fault::once(Meets::Io, Effect::Fatal).after(20 * round),
+                    Fault::once(FaultMatch::Io, Effect::Fatal).after(20 * round),
                 );
-                resets(host, round);
-                loads[1].goes_on();
+                wait_for_resets(host, round);
+                loads[1].wait_for_progress();
             }
         });
         assert_eq!(outcome.incidents.resets, 3);
@@ -237,10 +242,10 @@ fn fatal_status_ends_in_a_reset() {
 
 #[test]
 fn a_drive_that_does_nothing_more_is_reset() {
-    let outcome = survives(scarce(), SHORT, |host, _| {
+    let outcome = check_survives(scarce(), SHORT, |host, _| {
         host.model.set_admin_timeout(Some(ADMIN_TIMEOUT));
-        met(host, Fault::once(Meets::Io, Effect::Hang).after(33));
-        resets(host, 1);
+        inject_and_wait(host, Fault::once(FaultMatch::Io, Effect::Hang).after(33));
+        wait_for_resets(host, 1);
     });
     assert!(outcome.incidents.resets >= 1 && outcome.tally.interrupted == 0);
 }
@@ -251,10 +256,10 @@ fn a_drive_that_is_ready_only_after_a_function_level_reset() {
         timeout: READY_TIMEOUT,
         ..scarce()
     };
-    let outcome = survives(options, LONG, |host, _| {
-        host.model.set_resets(Resets::NeverReady);
+    let outcome = check_survives(options, LONG, |host, _| {
+        host.model.set_resets(ResetReaction::NeverReady);
         host.model.fail();
-        resets(host, 1);
+        wait_for_resets(host, 1);
         wait_for("a function level reset", || {
             host.model.counters().function_resets > 0
         });
@@ -270,15 +275,15 @@ fn slow_resets_lose_no_commands() {
         reset_time: Duration::from_millis(300),
         ..scarce()
     };
-    let outcome = survives(options, LONG, |host, loads| {
+    let outcome = check_survives(options, LONG, |host, loads| {
         host.model.fail();
-        resets(host, 1);
-        loads.iter().for_each(Load::goes_on);
+        wait_for_resets(host, 1);
+        loads.iter().for_each(Load::wait_for_progress);
         // A guest arrives and another guest leaves while the drive has failed.
         host.model.fail();
         let late = Load::start(host, &Setup::nth(3), 2, 4);
         late.finish();
-        loads[0].goes_on();
+        loads[0].wait_for_progress();
     });
     assert_eq!(outcome.incidents.resets, 2);
 }
@@ -290,7 +295,7 @@ fn commands_ended_by_resets_reach_the_guest_if_not_repeatable() {
     let machine = host.machine(&Setup::nth(1));
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 16);
-    let fatal = Fault::once(Meets::IoOpcode(io::VERIFY), Effect::Fatal);
+    let fatal = Fault::once(FaultMatch::IoOpcode(io::VERIFY), Effect::Fatal);
     let verify = Sqe::verify(1, 6, 1);
     host.model.inject(fatal.clone().times(3));
     assert_eq!(status(&mut queue, verify), SUCCESS);
@@ -302,7 +307,7 @@ fn commands_ended_by_resets_reach_the_guest_if_not_repeatable() {
     assert_eq!(status(&mut queue, verify), SUCCESS, "it counts anew");
     assert_eq!(host.incidents().resets, 7);
     // Other guests continue. Commands that were repeated too often return to their guest's driver, which repeats them.
-    load.goes_on();
+    load.wait_for_progress();
     load.finish();
     drop((queue, controller, machine));
     host.finish();
@@ -320,7 +325,7 @@ fn a_deep_queue_on_a_slow_drive_is_not_late() {
     let host = Host::with(options, Duration::from_secs(3));
     let busy = Load::start(&host, &Setup::nth(0), 4, 15);
     let quiet = Load::start(&host, &Setup::nth(1), 1, 1);
-    busy.goes_on();
+    busy.wait_for_progress();
     for load in [busy, quiet] {
         load.finish_undisturbed();
     }
@@ -336,10 +341,10 @@ fn unexpected_completions_are_dropped() {
         Effect::Garbage,
     ] {
         for options in [scarce(), ample()] {
-            let outcome = survives(options, LONG, |host, loads| {
+            let outcome = check_survives(options, LONG, |host, loads| {
                 for _ in 0..5 {
-                    met(host, Fault::once(Meets::Io, effect).times(10));
-                    loads[0].goes_on();
+                    inject_and_wait(host, Fault::once(FaultMatch::Io, effect).times(10));
+                    loads[0].wait_for_progress();
                 }
             });
             assert_eq!(outcome.tally.interrupted, 0, "{effect:?}");
@@ -357,8 +362,10 @@ fn errors_reach_the_guest_that_they_are_for() {
     let first = LEASE / 512;
     let fail = |at: u64, code, dnr| {
         let blocks = first + at..first + at + 1;
-        host.model
-            .inject(Fault::once(Meets::Blocks(blocks), Effect::Fail(code, dnr)));
+        host.model.inject(Fault::once(
+            FaultMatch::Blocks(blocks),
+            Effect::Fail(code, dnr),
+        ));
     };
     fail(5, WRITE_FAULT, true);
     let zeroes = Sqe::write_zeroes(1, 5, 1, false);
@@ -385,7 +392,7 @@ fn errors_reach_the_guest_that_they_are_for() {
 
 /// Runs guests on a drive that fails permanently: every command completes with an error and Do Not Retry, and no guest hangs.
 #[track_caller]
-pub(crate) fn ends(
+pub(crate) fn check_permanent_failure(
     options: Options,
     deadline: Duration,
     end: impl Fn(&Host),
@@ -396,7 +403,7 @@ pub(crate) fn ends(
         .collect();
     end(&host);
     for load in &loads {
-        load.fails();
+        load.wait_for_failure();
     }
     let machines = loads
         .into_iter()
@@ -410,13 +417,13 @@ pub(crate) fn ends(
             machine
         })
         .collect();
-    assert!(host.incidents().gone);
+    assert!(host.incidents().is_gone);
     (host, machines)
 }
 
 /// Checks the guests after the drive is gone: controllers can be reset, and commands fail.
 #[track_caller]
-pub(crate) fn is_buried((host, machines): (Host, Vec<crate::function::Machine>)) {
+pub(crate) fn check_after_removal((host, machines): (Host, Vec<crate::function::Machine>)) {
     for machine in &machines {
         let mut controller = machine.attach();
         controller.identify_namespace(1).unwrap();
@@ -427,12 +434,12 @@ pub(crate) fn is_buried((host, machines): (Host, Vec<crate::function::Machine>))
         }
     }
     wait_for("the release", || host.model.is_released());
-    host.model.judgement().unwrap();
+    host.model.check_host().unwrap();
     drop(machines);
     let model = host.model.clone();
     drop(host);
     wait_for("the memory to be given back", || {
-        model.model_iommu().mapped() == 0
+        model.model_iommu().mapped_bytes() == 0
     });
 }
 
@@ -441,7 +448,7 @@ fn a_drive_that_is_pulled_out_fails_its_guests_and_no_others() {
     for options in [scarce(), ample()] {
         let other = Host::with(Options::default(), LONG);
         let bystander = Bystander::start(&other, &Setup::nth(0));
-        let host = other.beside(options, LONG);
+        let host = other.with_another_drive(options, LONG);
         let loads: Vec<Load> = (0..3)
             .map(|nth| Load::start(&host, &Setup::nth(nth), 2, 12))
             .collect();
@@ -449,12 +456,12 @@ fn a_drive_that_is_pulled_out_fails_its_guests_and_no_others() {
         let machines: Vec<_> = loads
             .into_iter()
             .map(|load| {
-                load.fails();
+                load.wait_for_failure();
                 load.finish().0
             })
             .collect();
-        bystander.goes_on();
-        is_buried((host, machines));
+        bystander.wait_for_progress();
+        check_after_removal((host, machines));
         bystander.finish();
         other.finish();
     }
@@ -462,14 +469,14 @@ fn a_drive_that_is_pulled_out_fails_its_guests_and_no_others() {
 
 #[test]
 fn a_drive_that_goes_with_a_command() {
-    is_buried(ends(scarce(), LONG, |host| {
-        met(host, Fault::once(Meets::Io, Effect::Vanish).after(77));
+    check_after_removal(check_permanent_failure(scarce(), LONG, |host| {
+        inject_and_wait(host, Fault::once(FaultMatch::Io, Effect::Vanish).after(77));
     }));
 }
 
 #[test]
 fn a_drive_that_the_host_wants_back_is_released() {
-    is_buried(ends(ample(), LONG, |host| {
+    check_after_removal(check_permanent_failure(ample(), LONG, |host| {
         host.model.request_removal();
         wait_for("the release", || host.model.is_released());
         assert!(!host.model.is_enabled());
@@ -482,8 +489,8 @@ fn a_drive_that_never_comes_back_is_given_up() {
         timeout: READY_TIMEOUT,
         ..scarce()
     };
-    is_buried(ends(options, LONG, |host| {
-        host.model.set_resets(Resets::Broken);
+    check_after_removal(check_permanent_failure(options, LONG, |host| {
+        host.model.set_resets(ResetReaction::Broken);
         host.model.fail();
     }));
 }
@@ -494,9 +501,9 @@ fn a_drive_that_goes_while_it_is_reset() {
         reset_time: Duration::from_millis(400),
         ..scarce()
     };
-    is_buried(ends(options, LONG, |host| {
+    check_after_removal(check_permanent_failure(options, LONG, |host| {
         host.model.fail();
-        resets_begin(host);
+        wait_for_reset(host);
         host.model.vanish();
     }));
 }
@@ -505,56 +512,60 @@ fn a_drive_that_goes_while_it_is_reset() {
 fn a_drive_that_goes_while_it_is_reset_is_gone_before_it_is_given_back() {
     let host = Host::with(scarce(), LONG);
     // The held answer to Number of Queues delays the reset.
-    let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
+    let held = Fault::once(FaultMatch::Admin(admin::SET_FEATURES), Effect::Hold);
     host.model.inject(held);
     host.model.fail();
-    wait_for("the reset", || host.model.counters().faults_met == 1);
+    wait_for("the reset", || host.model.counters().faults_matched == 1);
     // The kernel takes long to release a removed function.
     let release = host.model.hold_release();
     host.model.vanish();
-    wait_for("the end", || host.incidents().gone);
-    let refused = host.drive.reserve("a lease", 1, LeaseWeight::default());
+    wait_for("the end", || host.incidents().is_gone);
+    let refused = host
+        .drive
+        .reserve_pairs("a lease", 1, LeaseWeight::default());
     let Err(ReserveError::Io(error)) = &refused else {
         panic!("{refused:?}");
     };
     assert_eq!(error.kind(), std::io::ErrorKind::NotConnected, "{error}");
     assert!(!host.model.is_released());
     drop(release);
-    is_buried((host, Vec::new()));
+    check_after_removal((host, Vec::new()));
 }
 
 #[track_caller]
-pub(crate) fn resets_begin(host: &Host) {
+pub(crate) fn wait_for_reset(host: &Host) {
     wait_for("a reset", || host.incidents().resets >= 1);
 }
 
 #[test]
 fn a_drive_that_forgets_queues_after_a_reset_is_given_up() {
-    is_buried(ends(scarce(), LONG, |host| {
+    check_after_removal(check_permanent_failure(scarce(), LONG, |host| {
         let fail = Effect::Fail(INTERNAL_ERROR, true);
         host.model
-            .inject(Fault::once(Meets::Admin(admin::CREATE_SQ), fail).times(u64::MAX));
+            .inject(Fault::once(FaultMatch::Admin(admin::CREATE_SQ), fail).times(u64::MAX));
         host.model.fail();
     }));
 }
 
 #[test]
 fn admin_commands_that_are_lost_end_in_a_reset() {
-    let outcome = survives(scarce(), LONG, |host, loads| {
-        met(
+    let outcome = check_survives(scarce(), LONG, |host, loads| {
+        inject_and_wait(
             host,
-            Fault::once(Meets::Admin(admin::GET_LOG_PAGE), Effect::Lose).times(0),
+            Fault::once(FaultMatch::Admin(admin::GET_LOG_PAGE), Effect::Lose).times(0),
         );
-        host.model
-            .inject(Fault::once(Meets::Admin(admin::GET_LOG_PAGE), Effect::Lose));
+        host.model.inject(Fault::once(
+            FaultMatch::Admin(admin::GET_LOG_PAGE),
+            Effect::Lose,
+        ));
         host.model.set_admin_timeout(Some(ADMIN_TIMEOUT));
         host.drive
             .controller()
             .smart_health()
             .expect_err("no answer");
         host.model.set_admin_timeout(None);
-        resets(host, 1);
-        loads[0].goes_on();
+        wait_for_resets(host, 1);
+        loads[0].wait_for_progress();
         assert!(host.drive.controller().smart_health().unwrap().is_some());
     });
     assert_eq!(outcome.incidents.resets, 1);
@@ -568,25 +579,28 @@ fn a_description_that_gets_no_answer_ends_in_a_reset() {
         VfioController::open(model.clone(), options, &ThreadSpawner::default()).unwrap();
     assert!(controller.describe().unwrap().health.is_some());
     model.set_admin_timeout(Some(ADMIN_TIMEOUT));
-    model.inject(Fault::once(Meets::Admin(admin::GET_LOG_PAGE), Effect::Lose));
+    model.inject(Fault::once(
+        FaultMatch::Admin(admin::GET_LOG_PAGE),
+        Effect::Lose,
+    ));
     controller.describe().expect_err("no answer");
     model.set_admin_timeout(None);
     // Until the reset, the device may write the page of the answer.
     wait_for("a reset", || controller.incidents().resets >= 1);
     wait_for("a description", || controller.describe().is_ok());
     drop(controller);
-    model.judgement().unwrap();
+    model.check_host().unwrap();
 }
 
 #[test]
 fn a_flush_of_a_functions_end_outlasts_a_reset() {
     let host = Host::with(scarce(), LONG);
     let machine = host.machine(&Setup::nth(0));
-    let fatal = Fault::once(Meets::IoOpcode(io::FLUSH), Effect::Fatal);
+    let fatal = Fault::once(FaultMatch::IoOpcode(io::FLUSH), Effect::Fatal);
     host.model.inject(fatal);
     machine.function().flush().unwrap();
     assert_eq!(host.incidents().resets, 1);
-    assert_eq!(host.model.counters().faults_met, 1);
+    assert_eq!(host.model.counters().faults_matched, 1);
     drop(machine);
     host.finish();
 }
@@ -595,14 +609,14 @@ fn a_flush_of_a_functions_end_outlasts_a_reset() {
 fn statistics_and_health_do_not_wait_for_a_reset() {
     let host = Host::with(scarce(), LONG);
     let load = Load::start(&host, &Setup::nth(0), 2, 4);
-    load.goes_on();
+    load.wait_for_progress();
     let before = host.drive.controller().queue_pairs().expect("a bound");
     assert_eq!((before.total, before.exclusive), (2, 2));
     // The held answer to Number of Queues delays the reset.
-    let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
+    let held = Fault::once(FaultMatch::Admin(admin::SET_FEATURES), Effect::Hold);
     host.model.inject(held);
     host.model.fail();
-    wait_for("the reset", || host.model.counters().faults_met == 1);
+    wait_for("the reset", || host.model.counters().faults_matched == 1);
     assert_eq!(host.drive.controller().queue_pairs(), Some(before));
     host.drive
         .controller()
@@ -610,8 +624,8 @@ fn statistics_and_health_do_not_wait_for_a_reset() {
         .expect_err("it is being reset");
     // If this attempt had timed out, there would be another one.
     assert_eq!(host.model.counters().enables, 2, "it waited");
-    host.model.let_go();
-    load.goes_on();
+    host.model.complete_held();
+    load.wait_for_progress();
     load.finish();
     host.finish();
 }
@@ -625,7 +639,10 @@ fn a_pair_that_was_refused_is_there_again_after_a_reset() {
         let mut controllers = machines.each_ref().map(|machine| machine.attach());
         let first = queue_pair(&mut controllers[0], 1, 16);
         let fail = Effect::Fail(INTERNAL_ERROR, true);
-        let fault = |opcode| host.model.inject(Fault::once(Meets::Admin(opcode), fail));
+        let fault = |opcode| {
+            host.model
+                .inject(Fault::once(FaultMatch::Admin(opcode), fail))
+        };
         fault(admin::CREATE_SQ);
         if !is_deleted {
             fault(admin::DELETE_CQ);
@@ -650,11 +667,12 @@ fn a_queue_that_a_drive_did_not_delete_is_deleted_before_the_next_one_is_created
     let mut controller = machine.attach();
     let fail = Effect::Fail(INTERNAL_ERROR, true);
     for opcode in [admin::CREATE_SQ, admin::DELETE_CQ] {
-        host.model.inject(Fault::once(Meets::Admin(opcode), fail));
+        host.model
+            .inject(Fault::once(FaultMatch::Admin(opcode), fail));
     }
     let options = nvme_mpt_tests::controller::QueueOptions::polled(16);
     assert!(controller.create_queue_pair(1, &options).is_err());
-    assert_eq!(host.model.counters().faults_met, 2);
+    assert_eq!(host.model.counters().faults_matched, 2);
     let mut queue = queue_pair(&mut controller, 1, 16);
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
     drop((queue, controller, machine));
@@ -670,14 +688,14 @@ fn a_queue_is_created_after_the_reset_that_a_fatal_status_brings() {
     for (id, opcode) in [(1, admin::CREATE_CQ), (2, admin::CREATE_SQ)] {
         let before = host.incidents().resets;
         host.model
-            .inject(Fault::once(Meets::Admin(opcode), Effect::Fatal));
+            .inject(Fault::once(FaultMatch::Admin(opcode), Effect::Fatal));
         // The drive does not answer, although it has minutes.
         let mut queue = queue_pair(&mut controller, id, 16);
         assert_eq!(host.incidents().resets, before + 1);
         assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
-        load.goes_on();
+        load.wait_for_progress();
     }
-    assert_eq!(host.model.counters().faults_met, 2);
+    assert_eq!(host.model.counters().faults_matched, 2);
     load.finish();
     drop((controller, machine));
     host.finish();
@@ -688,8 +706,10 @@ fn a_queue_whose_creation_gets_no_answer_is_created_after_the_reset() {
     let host = Host::with(scarce_with(4), LONG);
     let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
-    host.model
-        .inject(Fault::once(Meets::Admin(admin::CREATE_CQ), Effect::Lose));
+    host.model.inject(Fault::once(
+        FaultMatch::Admin(admin::CREATE_CQ),
+        Effect::Lose,
+    ));
     host.model.set_admin_timeout(Some(ADMIN_TIMEOUT));
     let (model, drive) = (host.model.clone(), host.drive.clone());
     let patient = thread::spawn(move || {
@@ -698,7 +718,7 @@ fn a_queue_whose_creation_gets_no_answer_is_created_after_the_reset() {
     });
     let mut queue = queue_pair(&mut controller, 1, 16);
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
-    assert_eq!(host.model.counters().faults_met, 1);
+    assert_eq!(host.model.counters().faults_matched, 1);
     patient.join().unwrap();
     drop((queue, controller, machine));
     host.finish();
@@ -710,14 +730,14 @@ fn a_drive_that_fails_with_each_new_queue_is_not_reset_without_end() {
     let load = Load::start(&host, &Setup::nth(0), 1, 4);
     let machine = host.machine(&Setup::nth(1));
     let mut controller = machine.attach();
-    let fault = Fault::once(Meets::Admin(admin::CREATE_CQ), Effect::Fatal);
+    let fault = Fault::once(FaultMatch::Admin(admin::CREATE_CQ), Effect::Fatal);
     host.model.inject(fault.clone());
     // The reset between the attempts creates the queue pair of the load.
     host.model.inject(fault.after(2));
     let options = nvme_mpt_tests::controller::QueueOptions::polled(16);
     assert!(controller.create_queue_pair(1, &options).is_err());
-    resets(&host, 2);
-    load.goes_on();
+    wait_for_resets(&host, 2);
+    load.wait_for_progress();
     assert_eq!(host.incidents().resets, 2);
     load.finish();
     drop((controller, machine));
@@ -725,7 +745,7 @@ fn a_drive_that_fails_with_each_new_queue_is_not_reset_without_end() {
 }
 
 /// Creates a lease of a range with another lease's data, which takes many commands to wipe.
-fn unwiped(host: &Host) -> Lease {
+fn unwiped_lease(host: &Host) -> Lease {
     let setup = Setup::nth(0);
     {
         let machine = host.machine(&setup);
@@ -766,13 +786,13 @@ fn a_wipe_goes_on_after_the_resets_of_its_drive() {
         ..scarce()
     };
     let host = Host::with(options, LONG);
-    let lease = unwiped(&host);
-    let fault = Fault::once(Meets::IoOpcode(io::WRITE_ZEROES), Effect::Fatal);
+    let lease = unwiped_lease(&host);
+    let fault = Fault::once(FaultMatch::IoOpcode(io::WRITE_ZEROES), Effect::Fatal);
     for first in [0, 3, 300] {
         host.model.inject(fault.clone().after(first));
     }
     wipe(&host.drive, &lease, &AtomicBool::new(false)).unwrap();
-    assert_eq!(host.model.counters().faults_met, 3);
+    assert_eq!(host.model.counters().faults_matched, 3);
     assert_eq!(host.incidents().resets, 3);
     assert_wiped(&host, lease);
     host.finish();
@@ -785,8 +805,8 @@ fn a_wipe_ends_on_a_drive_that_fails_with_its_commands_again_and_again() {
         ..scarce()
     };
     let host = Host::with(options, LONG);
-    let lease = unwiped(&host);
-    let fault = Fault::once(Meets::IoOpcode(io::WRITE_ZEROES), Effect::Fatal);
+    let lease = unwiped_lease(&host);
+    let fault = Fault::once(FaultMatch::IoOpcode(io::WRITE_ZEROES), Effect::Fatal);
     host.model.inject(fault.times(1000));
     let error = wipe(&host.drive, &lease, &AtomicBool::new(false)).unwrap_err();
     assert!(
@@ -794,19 +814,19 @@ fn a_wipe_ends_on_a_drive_that_fails_with_its_commands_again_and_again() {
         "{error}"
     );
     assert_eq!(lease.unwiped().len(), 1, "it stays marked");
-    host.model.heal();
+    host.model.remove_faults();
     wipe(&host.drive, &lease, &AtomicBool::new(false)).unwrap();
     assert_wiped(&host, lease);
     host.finish();
 }
 
 /// Generates faults that a drive recovers from.
-fn mishaps() -> impl Strategy<Value = (Meets, Effect, u64, u64)> {
+fn recoverable_faults() -> impl Strategy<Value = (FaultMatch, Effect, u64, u64)> {
     let meets = prop_oneof![
-        Just(Meets::Io),
-        Just(Meets::IoOpcode(io::READ)),
-        Just(Meets::IoOpcode(io::WRITE)),
-        Just(Meets::Blocks(0..LEASE / 512)),
+        Just(FaultMatch::Io),
+        Just(FaultMatch::IoOpcode(io::READ)),
+        Just(FaultMatch::IoOpcode(io::WRITE)),
+        Just(FaultMatch::Blocks(0..LEASE / 512)),
     ];
     let effect = prop_oneof![
         Just(Effect::Lose),
@@ -831,9 +851,9 @@ proptest! {
         queue_pairs in prop::sample::select(vec![1_u16, 2, 16]),
         mdts in prop::sample::select(vec![0_u8, 2, 5]),
         entries_max in prop::sample::select(vec![4_u32, 1024]),
-        doorbell_buffer in prop::sample::select(vec![DoorbellBufferUse::None, DoorbellBufferUse::Asked]),
-        aborts in prop::sample::select(vec![Aborts::Work, Aborts::Fail]),
-        mishaps in prop::collection::vec(mishaps(), 1..6),
+        doorbell_buffer in prop::sample::select(vec![DoorbellBufferUse::None, DoorbellBufferUse::EventIdx]),
+        aborts in prop::sample::select(vec![AbortReaction::Work, AbortReaction::Fail]),
+        mishaps in prop::collection::vec(recoverable_faults(), 1..6),
     ) {
         let options = Options {
             mdts,
@@ -841,15 +861,15 @@ proptest! {
             doorbell_buffer,
             ..scarce_with(queue_pairs)
         };
-        survives(options, SHORT, |host, loads| {
+        check_survives(options, SHORT, |host, loads| {
             host.model.set_admin_timeout(Some(ADMIN_TIMEOUT));
             host.model.set_aborts(aborts);
             for (meets, effect, after, times) in &mishaps {
                 let fault = Fault::once(meets.clone(), *effect);
                 host.model.inject(fault.after(*after).times(*times));
-                loads[0].goes_on();
+                loads[0].wait_for_progress();
             }
-            host.model.heal();
+            host.model.remove_faults();
         });
     }
 }
@@ -858,36 +878,36 @@ proptest! {
 #[test]
 fn an_abort_that_comes_late_meets_no_other_command() {
     let options = Options {
-        by_hand: true,
+        is_manual: true,
         ..scarce()
     };
     let host = Host::with(options, SHORT);
-    host.model.set_aborts(Aborts::Hold);
+    host.model.set_aborts(AbortReaction::Hold);
     // Delays the Abort by nothing, to count Aborts that the drive has taken.
     let taken_up = Effect::Delay(Duration::ZERO);
     host.model
-        .inject(Fault::once(Meets::Admin(admin::ABORT), taken_up));
+        .inject(Fault::once(FaultMatch::Admin(admin::ABORT), taken_up));
     let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 4);
     let mut hand = host.model.hand_queue(1).unwrap();
     let verify = queue.submit(Sqe::verify(1, 0, 1)).unwrap();
     queue.ring();
-    let late = taken(&mut hand);
-    wait_for("an Abort", || host.model.counters().faults_met == 1);
+    let late = take_cid(&mut hand);
+    wait_for("an Abort", || host.model.counters().faults_matched == 1);
     complete(&mut hand, late);
     assert_eq!(queue.wait(verify, HANG).unwrap().status().code(), SUCCESS);
     // More commands than a slot has identifiers.
     for _ in 0..100 {
         let verify = queue.submit(Sqe::verify(1, 0, 1)).unwrap();
         queue.ring();
-        let cid = taken(&mut hand);
+        let cid = take_cid(&mut hand);
         assert_ne!(cid, late, "the Abort would meet it");
         complete(&mut hand, cid);
         assert_eq!(queue.wait(verify, HANG).unwrap().status().code(), SUCCESS);
     }
     assert_eq!(host.model.counters().aborts, 0, "the drive holds the Abort");
-    host.model.set_aborts(Aborts::Work);
+    host.model.set_aborts(AbortReaction::Work);
     wait_for("the Abort's end", || host.model.counters().aborts == 1);
     assert_eq!(host.incidents().resets, 0);
     drop((queue, controller, machine));
@@ -895,7 +915,7 @@ fn an_abort_that_comes_late_meets_no_other_command() {
 }
 
 /// Returns the identifier of the next command from the host.
-fn taken(hand: &mut HandQueue) -> u16 {
+fn take_cid(hand: &mut HandQueue) -> u16 {
     let mut taken = None;
     wait_for("a command", || {
         taken = hand.take();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::command::Sqe;
-use nvme_mpt_tests::drive::{Effect, Fault, Meets, NamespaceOptions, Options};
+use nvme_mpt_tests::drive::{Effect, Fault, FaultMatch, NamespaceOptions, Options};
 use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory, PAGE_SIZE, Region};
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
@@ -31,7 +31,7 @@ fn options(queue_pairs: u16) -> Options {
 
 /// Executes a command, and repeats it while its status permits a retry: late commands are interrupted.
 #[track_caller]
-fn until_done<T: Debug>(mut command: impl FnMut() -> Result<T, Error>) -> T {
+fn retry_until_done<T: Debug>(mut command: impl FnMut() -> Result<T, Error>) -> T {
     let mut result = command();
     for _ in 0..20 {
         match &result {
@@ -43,20 +43,20 @@ fn until_done<T: Debug>(mut command: impl FnMut() -> Result<T, Error>) -> T {
 }
 
 /// Reads that the drive delays.
-struct Reads {
+struct DelayedReads {
     /// Resources of the guest's driver. They live as long as the function does.
-    driver: Option<(QueuePair, Vec<(DmaBuffer, prp::Prepared)>)>,
+    driver: Option<(QueuePair, Vec<(DmaBuffer, prp::PreparedPointer)>)>,
     memory: GuestMemory,
     /// Memory that the drive and the function may write.
     ranges: Vec<(u64, usize)>,
 }
 
-impl Reads {
+impl DelayedReads {
     /// Submits reads. Returns when the drive has them.
     fn start(host: &Host, machine: &Machine, effect: Effect) -> Self {
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 64);
-        until_done(|| queue.execute(Sqe::flush(1), HANG));
+        retry_until_done(|| queue.execute(Sqe::flush(1), HANG));
         let buffers: Vec<_> = (0..DEPTH)
             .map(|_| {
                 let buffer = machine.memory.alloc(LEN).unwrap();
@@ -65,9 +65,9 @@ impl Reads {
             })
             .collect();
         // The drive's commands are limited to 32 KiB, so each command of the guest is split in two.
-        let met = host.model.counters().faults_met + 8;
+        let met = host.model.counters().faults_matched + 8;
         let first = 3 * LEASE / 512;
-        let blocks = Meets::Blocks(first..first + LEASE / 512);
+        let blocks = FaultMatch::Blocks(first..first + LEASE / 512);
         host.model
             .inject(Fault::once(blocks, effect).times(u64::MAX));
         for (cid, (_, prepared)) in (0..DEPTH).zip(&buffers) {
@@ -77,7 +77,7 @@ impl Reads {
         }
         queue.ring();
         wait_for("reads at the drive", || {
-            host.model.counters().faults_met >= met
+            host.model.counters().faults_matched >= met
         });
         let data = buffers.iter().map(|(buffer, _)| buffer);
         let written = data.chain([queue.cq.memory()]);
@@ -108,22 +108,22 @@ impl Reads {
 
 /// Way in which a guest ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Goes {
+enum GuestEnd {
     Disabled,
     FunctionLevelReset,
     FunctionReset,
     Dead,
 }
 
-const WAYS: [Goes; 4] = [
-    Goes::Disabled,
-    Goes::FunctionLevelReset,
-    Goes::FunctionReset,
-    Goes::Dead,
+const WAYS: [GuestEnd; 4] = [
+    GuestEnd::Disabled,
+    GuestEnd::FunctionLevelReset,
+    GuestEnd::FunctionReset,
+    GuestEnd::Dead,
 ];
 
 /// Ends a guest with reads in flight, beside other guests under load on the same queue pairs.
-fn goes(queue_pairs: u16, deadline: Duration, effect: Effect) {
+fn check_guest_end(queue_pairs: u16, deadline: Duration, effect: Effect) {
     let host = Host::with(options(queue_pairs), deadline);
     // The drive has nonzero data, so that a late read is noticed.
     host.model
@@ -133,25 +133,25 @@ fn goes(queue_pairs: u16, deadline: Duration, effect: Effect) {
         .collect();
     for way in WAYS {
         let machine = host.machine(&Setup::nth(3));
-        let mut reads = Reads::start(&host, &machine, effect);
+        let mut reads = DelayedReads::start(&host, &machine, effect);
         let mut left = None;
         match way {
-            Goes::Disabled => {
+            GuestEnd::Disabled => {
                 // The driver clears CC.EN and waits for CSTS.RDY as long as permitted.
                 let bar = machine.bar();
                 bar.write32(0x14, 0);
                 wait_for("CSTS.RDY to be cleared", || bar.read32(CSTS) & 1 == 0);
                 left = Some(machine);
             }
-            Goes::FunctionLevelReset => {
+            GuestEnd::FunctionLevelReset => {
                 machine.function_level_reset();
                 left = Some(machine);
             }
-            Goes::FunctionReset => {
+            GuestEnd::FunctionReset => {
                 drop(machine.function().reset());
                 left = Some(machine);
             }
-            Goes::Dead => {
+            GuestEnd::Dead => {
                 let driver = reads.driver.take();
                 let gone = std::thread::spawn(move || drop((driver, machine)));
                 wait_for("the machine's end", || gone.is_finished());
@@ -160,16 +160,16 @@ fn goes(queue_pairs: u16, deadline: Duration, effect: Effect) {
         }
         let what = format!("{way:?}, {effect:?}, {queue_pairs} queue pairs");
         reads.mark();
-        host.model.heal();
+        host.model.remove_faults();
         for load in &loads {
-            load.goes_on();
+            load.wait_for_progress();
         }
         reads.check(&what);
         // The next holder of the lease finds its data and the drive in order.
         drop((reads, left));
         let next = host.machine(&Setup::nth(3));
         let (_controller, mut disk) = next.disk();
-        let read = until_done(|| disk.read(0, 8));
+        let read = retry_until_done(|| disk.read(0, 8));
         assert_eq!(read, vec![0x99; PAGE_SIZE], "{what}");
     }
     for load in loads {
@@ -181,21 +181,21 @@ fn goes(queue_pairs: u16, deadline: Duration, effect: Effect) {
 #[test]
 fn guests_go_while_the_drive_is_slow() {
     let slow = Effect::Delay(Duration::from_millis(400));
-    goes(8, LONG, slow);
-    goes(1, LONG, slow);
+    check_guest_end(8, LONG, slow);
+    check_guest_end(1, LONG, slow);
 }
 
 #[test]
 fn guests_go_while_the_drive_has_lost_their_commands() {
-    goes(8, SHORT, Effect::Lose);
-    goes(1, SHORT, Effect::Lose);
+    check_guest_end(8, SHORT, Effect::Lose);
+    check_guest_end(1, SHORT, Effect::Lose);
 }
 
 #[test]
 fn memory_is_given_back_once_the_drive_is_done_with_it() {
     let host = Host::with(options(2), LONG);
     let machine = host.machine(&Setup::nth(3));
-    let reads = Reads::start(&host, &machine, Effect::Delay(Duration::from_millis(500)));
+    let reads = DelayedReads::start(&host, &machine, Effect::Delay(Duration::from_millis(500)));
     // The region of the data buffers.
     let &(data, _) = reads.ranges.first().unwrap();
     let regions = machine.memory.regions();
@@ -206,7 +206,7 @@ fn memory_is_given_back_once_the_drive_is_done_with_it() {
     for &(gpa, len) in reads.ranges.iter().filter(|(gpa, _)| *gpa >= region.gpa) {
         machine.memory.write(gpa, &vec![MARK; len]).unwrap();
     }
-    host.model.heal();
+    host.model.remove_faults();
     Load::start(&host, &Setup::nth(0), 2, 8).finish_undisturbed();
     reads.check("unmapped");
     drop((reads, machine));

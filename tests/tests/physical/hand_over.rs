@@ -17,7 +17,7 @@ use nvme_mpt_memory::{Mapping, MappingAccess};
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::drive::{
-    DoorbellBufferUse, Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options,
+    DoorbellBufferUse, Effect, Fault, FaultMatch, ModelDrive, NamespaceOptions, Options,
 };
 use nvme_mpt_tests::status::INTERNAL_ERROR;
 use nvme_vfio::{
@@ -43,25 +43,29 @@ pub(crate) fn hand_over(host: &Host) -> Vec<OwnedFd> {
 }
 
 /// Opens the drive in the next process.
-fn go_on(model: &Arc<ModelDrive>, handed: Vec<OwnedFd>) -> Result<Host, ControllerError> {
+fn open_in_successor(
+    model: &Arc<ModelDrive>,
+    handed: Vec<OwnedFd>,
+) -> Result<Host, ControllerError> {
     let options = ControllerOptions {
-        deadline: LONG,
+        command_timeout: LONG,
         ..ControllerOptions::default()
     };
-    go_on_with(model, handed, options)
+    open_in_successor_with(model, handed, options)
 }
 
 /// Opens the drive in the next process with controller options.
-pub(crate) fn go_on_with(
+pub(crate) fn open_in_successor_with(
     model: &Arc<ModelDrive>,
     handed: Vec<OwnedFd>,
     options: ControllerOptions,
 ) -> Result<Host, ControllerError> {
     let handed = HandedOverDrive::read(handed)?;
     let threads = ThreadSpawner::default();
-    let controller = VfioController::handed_over(model.clone(), handed, options, &threads, None)?;
+    let controller =
+        VfioController::from_predecessor(model.clone(), handed, options, &threads, None)?;
     let drive = Drive::new("0000:01:00.0", controller, None).expect("a namespace");
-    Ok(Host::of(drive, model.clone()))
+    Ok(Host::from_drive(drive, model.clone()))
 }
 
 /// Pauses a function whose process ends without ending the function.
@@ -90,7 +94,7 @@ fn copies(descriptors: &[OwnedFd]) -> Vec<OwnedFd> {
     copies.collect()
 }
 
-fn guests_go_on(doorbell_buffer: DoorbellBufferUse) {
+fn check_guests_continue(doorbell_buffer: DoorbellBufferUse) {
     // Each process has a ledger of its own, which has no locks of the previous process.
     let ledgers = tempfile::tempdir().unwrap();
     let ledger = |process: usize| ledgers.path().join(process.to_string());
@@ -112,17 +116,19 @@ fn guests_go_on(doorbell_buffer: DoorbellBufferUse) {
         let copied = copy.arg("-a").args([ledger(process - 1), ledger(process)]);
         assert!(copied.status().unwrap().success());
         load.submit(true);
-        let made = model.model_iommu().made();
+        let made = model.model_iommu().mappings_made();
         let reached = model.model_iommu().iovas();
 
-        host = go_on(&model, handed).unwrap().with_ledger(&ledger(process));
+        host = open_in_successor(&model, handed)
+            .unwrap()
+            .with_ledger(&ledger(process));
         // Neither the admin queues nor the guest's memory are mapped again.
         machine = host.restore(&suspended, &setup).unwrap();
         let of_queues = 2 * 2;
-        let again = model.model_iommu().made() - made;
+        let again = model.model_iommu().mappings_made() - made;
         assert!(again <= of_queues, "{again} mappings were made again");
-        let memory = machine.function().host().stats().memory.regions as usize;
-        end_inheritance(&host);
+        let memory = machine.function().backend().stats().memory.regions as usize;
+        release_predecessor_memory(&host);
         let kept = model.model_iommu().iovas();
         let kept = kept.iter().filter(|iova| reached.contains(iova)).count();
         let admin = 1 + usize::from(doorbell_buffer != DoorbellBufferUse::None);
@@ -147,12 +153,12 @@ fn guests_go_on(doorbell_buffer: DoorbellBufferUse) {
 
 #[test]
 fn guests_go_on_without_a_reset() {
-    guests_go_on(DoorbellBufferUse::None);
+    check_guests_continue(DoorbellBufferUse::None);
 }
 
 #[test]
 fn guests_go_on_without_a_reset_of_a_doorbell_buffer() {
-    guests_go_on(DoorbellBufferUse::Asked);
+    check_guests_continue(DoorbellBufferUse::EventIdx);
 }
 
 /// A function with a remote back end may have commands in flight.
@@ -163,16 +169,18 @@ fn commands_in_flight_end_before_the_next_process_has_the_drive() {
     let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 16);
-    model.inject(Fault::once(Meets::IoOpcode(io::FLUSH), Effect::Hold));
+    model.inject(Fault::once(FaultMatch::IoOpcode(io::FLUSH), Effect::Hold));
     queue.submit(Sqe::flush(1)).unwrap();
     queue.ring();
-    wait_for("the drive to take it", || model.counters().faults_met == 1);
+    wait_for("the drive to take it", || {
+        model.counters().faults_matched == 1
+    });
     let handed = hand_over(&host);
     std::mem::forget((machine, host));
-    let host = go_on(&model, handed).unwrap();
+    let host = open_in_successor(&model, handed).unwrap();
     // The abandoned function accesses no unmapped memory.
-    end_inheritance(&host);
-    model.let_go();
+    release_predecessor_memory(&host);
+    model.complete_held();
     let machine = host.machine(&Setup::nth(1));
     let (next, mut disk) = machine.disk();
     disk.write(0, &[7; 4096]).unwrap();
@@ -198,12 +206,12 @@ fn a_pair_that_was_refused_is_there_again_after_a_reset_in_the_next_process() {
     let mut controller = machine.attach();
     let first = queue_pair(&mut controller, 1, 16);
     let refuse = Effect::Fail(INTERNAL_ERROR, true);
-    model.inject(Fault::once(Meets::Admin(admin::CREATE_SQ), refuse));
+    model.inject(Fault::once(FaultMatch::Admin(admin::CREATE_SQ), refuse));
     let second = queue_pair(&mut controller, 2, 16);
     assert_eq!(total(&host), 1);
     let handed = hand_over(&host);
     std::mem::forget((machine, host));
-    let host = go_on(&model, handed).unwrap();
+    let host = open_in_successor(&model, handed).unwrap();
     assert_eq!(total(&host), 1);
     model.fail();
     wait_for("all pairs", || total(&host) == 4);
@@ -219,7 +227,7 @@ fn a_hand_over_state_is_valid_once_and_until_a_change() {
 
     // The old process continues.
     let handed = hand_over(&host);
-    host.drive.controller().take_back();
+    host.drive.controller().cancel_hand_over();
     assert!(refused(handed).contains("holds no more"));
     assert!(host.drive.controller().smart_health().unwrap().is_some());
 
@@ -227,7 +235,7 @@ fn a_hand_over_state_is_valid_once_and_until_a_change() {
     let handed = hand_over(&host);
     let other = host.machine(&Setup::nth(1));
     assert!(refused(copies(&handed)).contains("holds no more"));
-    host.drive.controller().take_back();
+    host.drive.controller().cancel_hand_over();
     // A remote function has unmapped memory.
     let handed = hand_over(&host);
     drop(other);
@@ -235,13 +243,13 @@ fn a_hand_over_state_is_valid_once_and_until_a_change() {
         HandedOverDrive::read(copies(&handed))
             .is_err_and(|error| error.to_string().contains("no more"))
     });
-    host.drive.controller().take_back();
+    host.drive.controller().cancel_hand_over();
 
     // Another process has read the descriptors.
     let handed = hand_over(&host);
     assert!(HandedOverDrive::read(copies(&handed)).is_ok());
     assert!(refused(handed).contains("holds no more"));
-    host.drive.controller().take_back();
+    host.drive.controller().cancel_hand_over();
 
     assert!(refused(Vec::new()).contains("missing"));
     let empty = nvme_mpt_memory::memfd(c"empty", 0).unwrap();
@@ -260,7 +268,7 @@ fn admin_commands_wait_while_the_drive_rests() {
     let asks = std::thread::spawn(move || drive.controller().smart_health().map(|_| ()));
     std::thread::sleep(Duration::from_millis(20));
     assert!(!asks.is_finished());
-    host.drive.controller().take_back();
+    host.drive.controller().cancel_hand_over();
     asks.join().unwrap().unwrap();
     host.finish();
 }
@@ -269,12 +277,12 @@ fn admin_commands_wait_while_the_drive_rests() {
 fn a_drive_that_is_to_be_reset_is_not_handed_over() {
     let host = Host::with(options(DoorbellBufferUse::None), LONG);
     // The held answer to Number of Queues delays the reset, whatever the timing.
-    let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
+    let held = Fault::once(FaultMatch::Admin(admin::SET_FEATURES), Effect::Hold);
     host.model.inject(held);
     host.model.fail();
     assert!(host.drive.controller().hand_over().is_err());
-    wait_for("the reset", || host.model.counters().faults_met == 1);
-    host.model.let_go();
+    wait_for("the reset", || host.model.counters().faults_matched == 1);
+    host.model.complete_held();
     // The drive recovers on its own.
     wait_for("the drive's health", || {
         host.drive.controller().smart_health().is_ok()
@@ -290,48 +298,49 @@ fn a_drive_that_was_reset_meanwhile_is_refused_and_can_be_opened() {
     let handed = hand_over(&host);
     model.reset().unwrap();
     std::mem::forget(host);
-    assert!(go_on(&model, handed).is_err());
+    assert!(open_in_successor(&model, handed).is_err());
 }
 
 /// Store for descriptors that outlives each process.
 #[derive(Debug, Default)]
-struct Shelf(Mutex<Vec<OwnedFd>>);
+struct TestFdStore(Mutex<Vec<OwnedFd>>);
 
-impl Shelf {
+impl TestFdStore {
     fn contents(&self) -> Vec<OwnedFd> {
         copies(&self.0.lock().unwrap())
     }
 }
 
-impl DescriptorStore for Shelf {
-    fn keep(&self, descriptors: &[BorrowedFd<'_>]) -> std::io::Result<()> {
+impl DescriptorStore for TestFdStore {
+    fn store(&self, descriptors: &[BorrowedFd<'_>]) -> std::io::Result<()> {
         let copies = descriptors.iter().map(BorrowedFd::try_clone_to_owned);
         *self.0.lock().unwrap() = copies.collect::<std::io::Result<_>>()?;
         Ok(())
     }
 
-    fn let_go(&self) -> std::io::Result<()> {
+    fn clear(&self) -> std::io::Result<()> {
         self.0.lock().unwrap().clear();
         Ok(())
     }
 }
 
 /// Opens the drive with the descriptors that a dead process has left.
-fn open_kept(model: &Arc<ModelDrive>, shelf: &Arc<Shelf>) -> Host {
+fn open_from_store(model: &Arc<ModelDrive>, shelf: &Arc<TestFdStore>) -> Host {
     let contents = shelf.contents();
     let left = (!contents.is_empty()).then(|| PredecessorIommu::read(contents).unwrap());
     let kept = PersistedIommu {
-        keeper: Some(shelf.clone()),
-        left,
+        store: Some(shelf.clone()),
+        predecessor: left,
     };
     let options = ControllerOptions {
-        deadline: LONG,
+        command_timeout: LONG,
         ..ControllerOptions::default()
     };
     let threads = ThreadSpawner::default();
-    let controller = VfioController::open_kept(model.clone(), options, &threads, kept).unwrap();
+    let controller =
+        VfioController::open_persisted(model.clone(), options, &threads, kept).unwrap();
     let drive = Drive::new("0000:01:00.0", controller, None).expect("a namespace");
-    Host::of(drive, model.clone())
+    Host::from_drive(drive, model.clone())
 }
 
 /// Simulates the death of a process: its threads stop, and the kernel closes the function.
@@ -342,12 +351,12 @@ fn kill(host: Host) {
 }
 
 /// Unmaps the predecessor's memory that no function has taken over.
-fn end_inheritance(host: &Host) {
+fn release_predecessor_memory(host: &Host) {
     let controller = host.drive.controller();
-    controller.end_inheritance(Duration::ZERO);
+    controller.expire_predecessor_mappings(Duration::ZERO);
     let space = controller.iova_space();
     wait_for("the end of the inheritance", || {
-        !space.has_inherited() && !space.has_leavings()
+        !space.has_inherited() && !space.has_unmapping()
     });
 }
 
@@ -360,10 +369,10 @@ fn close(model: &ModelDrive) {
 fn memory_of_guests_stays_mapped_when_their_server_dies() {
     let ledgers = tempfile::tempdir().unwrap();
     let ledger = |process: usize| ledgers.path().join(process.to_string());
-    let model = ModelDrive::start(options(DoorbellBufferUse::Asked));
+    let model = ModelDrive::start(options(DoorbellBufferUse::EventIdx));
     model.model_iommu().pin_pages();
-    let shelf = Arc::new(Shelf::default());
-    let mut host = open_kept(&model, &shelf).with_ledger(&ledger(0));
+    let shelf = Arc::new(TestFdStore::default());
+    let mut host = open_from_store(&model, &shelf).with_ledger(&ledger(0));
     let setup = Setup::nth(0);
     let mut machine = host.machine(&setup);
     let gone = host.machine(&Setup::nth(1));
@@ -373,7 +382,7 @@ fn memory_of_guests_stays_mapped_when_their_server_dies() {
         load.submit(true);
         load.reap(true);
         load.drain();
-        let memory = machine.function().host().stats().memory.regions as usize;
+        let memory = machine.function().backend().stats().memory.regions as usize;
         let suspended = abandon(machine);
         // This guest does not exist in the next process.
         std::mem::forget(gone.take().map(abandon));
@@ -382,20 +391,20 @@ fn memory_of_guests_stays_mapped_when_their_server_dies() {
         let mut copy = Command::new("cp");
         let copied = copy.arg("-a").args([ledger(process - 1), ledger(process)]);
         assert!(copied.status().unwrap().success());
-        let made = model.model_iommu().made();
+        let made = model.model_iommu().mappings_made();
         let reached = model.model_iommu().iovas();
         // The next process dies at once.
         if process == 2 {
-            kill(open_kept(&model, &shelf));
+            kill(open_from_store(&model, &shelf));
             close(&model);
         }
-        host = open_kept(&model, &shelf).with_ledger(&ledger(process));
+        host = open_from_store(&model, &shelf).with_ledger(&ledger(process));
         machine = host.restore(&suspended, &setup).unwrap();
         // The driver's own memory: admin queues, Doorbell Buffer, two queue pairs.
         let of_processes = if process == 2 { 2 } else { 0 } + 2 + 2 * 2;
-        let again = model.model_iommu().made() - made;
+        let again = model.model_iommu().mappings_made() - made;
         assert!(again <= of_processes, "{again} mappings were made again");
-        end_inheritance(&host);
+        release_predecessor_memory(&host);
         let kept = model.model_iommu().iovas();
         let kept = kept.iter().filter(|iova| reached.contains(iova)).count();
         assert_eq!(
@@ -416,28 +425,28 @@ fn memory_of_guests_stays_mapped_when_their_server_dies() {
 #[test]
 fn stored_mappings_match_the_iommu_of_continued_and_lost_drives() {
     let model = ModelDrive::start(options(DoorbellBufferUse::None));
-    let shelf = Arc::new(Shelf::default());
-    let host = open_kept(&model, &shelf);
+    let shelf = Arc::new(TestFdStore::default());
+    let host = open_from_store(&model, &shelf);
     let handed = hand_over(&host);
     std::mem::forget(host);
     let before = shelf.contents();
     let handed = HandedOverDrive::read(handed).unwrap();
     let threads = ThreadSpawner::default();
     let options = ControllerOptions {
-        deadline: LONG,
+        command_timeout: LONG,
         ..ControllerOptions::default()
     };
     let keeper: Arc<dyn DescriptorStore> = shelf.clone();
     let controller =
-        VfioController::handed_over(model.clone(), handed, options, &threads, Some(keeper));
+        VfioController::from_predecessor(model.clone(), handed, options, &threads, Some(keeper));
     let drive = Drive::new("0000:01:00.0", controller.unwrap(), None).unwrap();
-    let host = Host::of(drive, model.clone());
+    let host = Host::from_drive(drive, model.clone());
     let machine = host.machine(&Setup::nth(0));
     // Only the table of the drive's present process is valid.
     let read = |mut table: Vec<OwnedFd>| RecordedMappings::read(table.remove(0)).unwrap();
     let (before, now) = (read(before), read(shelf.contents()));
-    assert!(now.there().len() > before.there().len());
-    let mapped: Vec<u64> = now.there().iter().map(|mapping| mapping.iova).collect();
+    assert!(now.mapped().len() > before.mapped().len());
+    let mapped: Vec<u64> = now.mapped().iter().map(|mapping| mapping.iova).collect();
     let mut iovas = model.model_iommu().iovas();
     iovas.retain(|iova| !mapped.contains(iova));
     assert_eq!(iovas, [] as [u64; 0]);
@@ -451,11 +460,11 @@ fn stored_mappings_match_the_iommu_of_continued_and_lost_drives() {
 fn memory_whose_pages_were_freed_while_no_server_ran_is_mapped_anew() {
     let model = ModelDrive::start(options(DoorbellBufferUse::None));
     model.model_iommu().pin_pages();
-    let shelf = Arc::new(Shelf::default());
+    let shelf = Arc::new(TestFdStore::default());
     // Each process has a ledger of its own, which has no locks of the previous process.
     let ledgers = tempfile::tempdir().unwrap();
     let [before, after] = ["before", "after"].map(|name| ledgers.path().join(name));
-    let host = open_kept(&model, &shelf).with_ledger(&before);
+    let host = open_from_store(&model, &shelf).with_ledger(&before);
     let setup = Setup::nth(0);
     let machine = host.machine(&setup);
     let regions = machine.memory.regions();
@@ -470,16 +479,16 @@ fn memory_whose_pages_were_freed_while_no_server_ran_is_mapped_anew() {
     let mut copy = Command::new("cp");
     let copied = copy.arg("-a").args([before, after.clone()]);
     assert!(copied.status().unwrap().success());
-    let host = open_kept(&model, &shelf).with_ledger(&after);
-    let made = model.model_iommu().made();
+    let host = open_from_store(&model, &shelf).with_ledger(&after);
+    let made = model.model_iommu().mappings_made();
     let machine = host.restore(&suspended, &setup).unwrap();
     assert_eq!(
-        model.model_iommu().made() - made,
+        model.model_iommu().mappings_made() - made,
         1,
         "of {} regions",
         regions.len()
     );
-    end_inheritance(&host);
+    release_predecessor_memory(&host);
     machine.function().resume();
     let (controller, mut disk) = machine.disk();
     disk.write(0, &[7; 4096]).unwrap();

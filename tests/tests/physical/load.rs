@@ -9,7 +9,7 @@ use std::time::Instant;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
 use nvme_mpt_tests::completion::Cqe;
 use nvme_mpt_tests::memory::DmaBuffer;
-use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::prp::{self, PreparedPointer};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::{self, Rng};
 use nvme_mpt_tests::status::{COMMAND_INTERRUPTED, NAMESPACE_NOT_READY, StatusCode};
@@ -46,7 +46,7 @@ struct Slot {
     slba: u64,
     blocks: u32,
     buffer: DmaBuffer,
-    prepared: Prepared,
+    prepared: PreparedPointer,
     /// Tag of the last write.
     tag: u64,
     task: Task,
@@ -84,7 +84,7 @@ impl Load {
             shared,
             thread: Some(thread),
         };
-        load.goes_on();
+        load.wait_for_progress();
         load
     }
 
@@ -100,14 +100,14 @@ impl Load {
 
     /// Waits for more successful commands.
     #[track_caller]
-    pub(crate) fn goes_on(&self) {
+    pub(crate) fn wait_for_progress(&self) {
         let until = self.shared.succeeded.load(Ordering::Relaxed) + 100;
         self.wait("more commands that succeed", &self.shared.succeeded, until);
     }
 
     /// Waits for a command that fails with Do Not Retry.
     #[track_caller]
-    pub(crate) fn fails(&self) {
+    pub(crate) fn wait_for_failure(&self) {
         self.wait("a failure", &self.shared.failed, 1);
     }
 

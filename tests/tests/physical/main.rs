@@ -4,6 +4,7 @@
 //! Every test ends with this check: no DMA outside of mapped memory, no protocol violations by the host, and a drive that was
 //! disabled before its release.
 
+mod all_ones;
 mod arbitration;
 mod bring_up;
 mod common;
@@ -23,5 +24,4 @@ mod prp;
 mod reservations;
 #[path = "../function/sgl.rs"]
 mod sgl;
-mod silence;
 mod weights;

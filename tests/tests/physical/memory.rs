@@ -17,7 +17,7 @@ use nvme_mpt_tests::memory::PAGE_SIZE;
 use nvme_mpt_tests::status::SUCCESS;
 use nvme_spec::ids::QueueId;
 
-use crate::common::{HANG, Host, LONG, NOWHERE, REGION, Setup, queue_pair, status};
+use crate::common::{HANG, Host, LONG, REGION, Setup, UNMAPPED_ADDRESS, queue_pair, status};
 use crate::load::Load;
 
 const MIB: u64 = 1 << 20;
@@ -26,8 +26,8 @@ const GIB: u64 = 1 << 30;
 /// Creates a function's window, on a host that gives no information about its own memory.
 fn window(host: &Host, function: &str, limit: Option<u64>) -> DmaWindow {
     let window = DmaWindow::new(host.drive.controller().iova_space().clone());
-    let window = window.with_account(MemoryAccount::below("/proc/self/fdinfo"));
-    window.of_function(function, limit.map(MemoryLimit::Chosen))
+    let window = window.with_account(MemoryAccount::with_root("/proc/self/fdinfo"));
+    window.with_function(function, limit.map(MemoryLimit::Configured))
 }
 
 /// Creates a sparse memory file.
@@ -73,7 +73,7 @@ fn refusal(error: DmaError) -> MemoryRefusal {
 fn endless_aliases_are_refused_with_numbers() {
     let host = Host::with(Options::default(), LONG);
     let iommu = host.model.model_iommu();
-    let before = iommu.mapped();
+    let before = iommu.mapped_bytes();
     let file = sparse(MIB);
     let hostile = window(&host, "vm-1", Some(64 * MIB));
     let (mapped, error) = map_aliases(&hostile, &file, MIB);
@@ -87,7 +87,7 @@ fn endless_aliases_are_refused_with_numbers() {
     ] {
         assert!(told.contains(part), "{told}");
     }
-    let limit = MemoryLimit::Chosen(64 * MIB);
+    let limit = MemoryLimit::Configured(64 * MIB);
     let (function, mapped) = ("vm-1".to_owned(), 64 * MIB);
     let asked = MIB;
     let expected = MemoryRefusal::Limit {
@@ -98,16 +98,16 @@ fn endless_aliases_are_refused_with_numbers() {
     };
     assert_eq!(refusal(error), expected);
     // A refused map leaves no mappings, and an unmap makes space again.
-    assert_eq!(iommu.mapped(), before + 64 * MIB);
+    assert_eq!(iommu.mapped_bytes(), before + 64 * MIB);
     assert_eq!(hostile.unmap(Gpa(5 * MIB), 2 * MIB).unwrap(), 2 * MIB);
     map(&hostile, &file, 5 * MIB, MIB).unwrap();
     map(&hostile, &file, 64 * MIB, 2 * MIB).unwrap_err();
     map(&hostile, &file, 64 * MIB, MIB).unwrap();
     // The neighbour has enough memory.
     Load::start(&host, &Setup::nth(0), 2, 4).finish_undisturbed();
-    let before = iommu.mapped();
+    let before = iommu.mapped_bytes();
     drop(hostile);
-    assert_eq!(iommu.mapped(), before - 64 * MIB);
+    assert_eq!(iommu.mapped_bytes(), before - 64 * MIB);
     host.finish();
 }
 
@@ -118,7 +118,7 @@ fn a_function_has_the_limit_that_its_options_give_it() {
         memory_limit: Some(4 * MIB),
         ..Setup::nth(0)
     };
-    let attachment = host.attachment("vm-1", &setup);
+    let attachment = host.open_local_backend("vm-1", &setup);
     let file = sparse(MIB);
     let map = |nth| {
         let fd = file.try_clone().unwrap().into();
@@ -149,8 +149,8 @@ fn a_function_has_the_limit_that_its_options_give_it() {
 fn without_a_limit_a_function_can_map_the_hosts_memory_once() {
     let host = Host::with(Options::default(), LONG);
     let space = host.drive.controller().iova_space();
-    let window = DmaWindow::new(space.clone()).of_function("a", Some(MemoryLimit::Host(2 * GIB)));
-    let window = window.with_account(MemoryAccount::below("/proc/self/fdinfo"));
+    let window = DmaWindow::new(space.clone()).with_function("a", Some(MemoryLimit::Host(2 * GIB)));
+    let window = window.with_account(MemoryAccount::with_root("/proc/self/fdinfo"));
     let file = sparse(GIB);
     let (mapped, error) = map_aliases(&window, &file, GIB);
     assert_eq!(mapped, 2);
@@ -162,9 +162,9 @@ fn without_a_limit_a_function_can_map_the_hosts_memory_once() {
 }
 
 /// Fake files with a host's memory statistics.
-struct HostFiles(tempfile::TempDir);
+struct HostMemoryFiles(tempfile::TempDir);
 
-impl HostFiles {
+impl HostMemoryFiles {
     fn new(total: u64, available: u64) -> Self {
         let files = Self(tempfile::tempdir().unwrap());
         std::fs::create_dir(files.0.path().join("proc")).unwrap();
@@ -180,7 +180,7 @@ impl HostFiles {
 
     /// Creates a function's window on this host.
     fn window(&self, host: &Host, function: &str) -> DmaWindow {
-        let account = MemoryAccount::below(self.0.path());
+        let account = MemoryAccount::with_root(self.0.path());
         window(host, function, None).with_account(account)
     }
 }
@@ -189,8 +189,8 @@ impl HostFiles {
 fn sparse_memory_that_the_host_does_not_have_is_refused_before_a_page_is_taken() {
     let host = Host::with(Options::default(), LONG);
     let iommu = host.model.model_iommu();
-    let before = iommu.mapped();
-    let files = HostFiles::new(4 * GIB, 3 * GIB);
+    let before = iommu.mapped_bytes();
+    let files = HostMemoryFiles::new(4 * GIB, 3 * GIB);
     let hostile = files.window(&host, "vm-1");
     let file = sparse(16 * GIB);
     let error = map(&hostile, &file, 0, 16 * GIB).unwrap_err();
@@ -206,11 +206,11 @@ fn sparse_memory_that_the_host_does_not_have_is_refused_before_a_page_is_taken()
         refusal(error),
         MemoryRefusal::Unavailable { missing, .. } if missing == 16 * GIB
     ));
-    assert_eq!((iommu.pages_taken(), iommu.mapped()), (0, before));
+    assert_eq!((iommu.allocated_bytes(), iommu.mapped_bytes()), (0, before));
     assert_eq!(file.metadata().unwrap().blocks(), 0);
     // The host has this much memory, which is taken in steps.
     map(&hostile, &file, 0, 2 * GIB).unwrap();
-    assert_eq!(iommu.pages_taken(), 2 * GIB);
+    assert_eq!(iommu.allocated_bytes(), 2 * GIB);
     // The neighbour continues.
     Load::start(&host, &Setup::nth(0), 1, 4).finish_undisturbed();
     drop(hostile);
@@ -221,23 +221,26 @@ fn sparse_memory_that_the_host_does_not_have_is_refused_before_a_page_is_taken()
 fn a_host_whose_memory_runs_out_meanwhile_refuses_the_next_step() {
     let host = Host::with(Options::default(), LONG);
     let iommu = host.model.model_iommu();
-    let before = iommu.mapped();
-    let files = HostFiles::new(4 * GIB, 3 * GIB);
+    let before = iommu.mapped_bytes();
+    let files = HostMemoryFiles::new(4 * GIB, 3 * GIB);
     let hostile = files.window(&host, "vm-1");
     let file = sparse(2 * GIB);
     let root = files.0.path().to_owned();
-    iommu.when_pages_are_taken(move |taken| {
+    iommu.on_allocation(move |taken| {
         if taken == 512 * MIB {
-            HostFiles::write(&root, 4 * GIB, 300 * MIB);
+            HostMemoryFiles::write(&root, 4 * GIB, 300 * MIB);
         }
     });
     let error = map(&hostile, &file, 0, 2 * GIB).unwrap_err();
     let told = nvme_mpt_vmm::report::chain(&error);
     assert!(told.contains("of which 256M are not there yet"), "{told}");
     assert!(told.contains("has 300M available"), "{told}");
-    assert_eq!((iommu.pages_taken(), iommu.mapped()), (768 * MIB, before));
+    assert_eq!(
+        (iommu.allocated_bytes(), iommu.mapped_bytes()),
+        (768 * MIB, before)
+    );
     // The reservation ended with the map, including everything counted for the map.
-    HostFiles::write(files.0.path(), 4 * GIB, 3 * GIB);
+    HostMemoryFiles::write(files.0.path(), 4 * GIB, 3 * GIB);
     map(&hostile, &file, 0, 2 * GIB).unwrap();
     drop(hostile);
     host.finish();
@@ -248,8 +251,8 @@ fn pages_that_are_freed_while_others_are_pinned_are_refused_if_the_host_has_too_
     const PIECE: u64 = 64 * MIB;
     let host = Host::with(Options::default(), LONG);
     let iommu = host.model.model_iommu();
-    let before = iommu.mapped();
-    let files = HostFiles::new(GIB, 100 * MIB);
+    let before = iommu.mapped_bytes();
+    let files = HostMemoryFiles::new(GIB, 100 * MIB);
     let hostile = files.window(&host, "vm-1");
     let file = sparse(3 * PIECE);
     nvme_mpt_memory::allocate(file.as_fd(), 3 * PIECE).unwrap();
@@ -260,7 +263,7 @@ fn pages_that_are_freed_while_others_are_pinned_are_refused_if_the_host_has_too_
         MappingAccess::ReadWrite,
     )
     .unwrap();
-    iommu.when_a_piece_is_pinned(move |pinned| {
+    iommu.on_piece_pinned(move |pinned| {
         if pinned < 3 * PIECE {
             own.discard_file(pinned as usize, PIECE as usize).unwrap();
         }
@@ -274,10 +277,10 @@ fn pages_that_are_freed_while_others_are_pinned_are_refused_if_the_host_has_too_
         MemoryRefusal::Unavailable { missing: PIECE, .. }
     ));
     // No mappings are left.
-    assert_eq!(iommu.mapped(), before);
+    assert_eq!(iommu.mapped_bytes(), before);
     assert_eq!(hostile.stats().bytes, 0);
     // A host with enough memory accepts the map.
-    HostFiles::write(files.0.path(), GIB, 512 * MIB);
+    HostMemoryFiles::write(files.0.path(), GIB, 512 * MIB);
     map(&hostile, &file, 0, 3 * PIECE).unwrap();
     drop(hostile);
     host.finish();
@@ -288,16 +291,16 @@ fn pages_are_promised_until_the_kernel_has_pinned_them() {
     const LEN: u64 = 64 * MIB;
     let host = Host::with(Options::default(), LONG);
     let iommu = host.model.model_iommu();
-    let files = HostFiles::new(GIB, 160 * MIB);
-    let account = MemoryAccount::below(files.0.path());
+    let files = HostMemoryFiles::new(GIB, 160 * MIB);
+    let account = MemoryAccount::with_root(files.0.path());
     let first = window(&host, "vm-1", None).with_account(account.clone());
     // The model does not populate pages, so they are missing until they are pinned, as before Linux 5.14.
     let other = account.clone();
-    iommu.when_a_piece_is_pinned(move |_| {
-        other.promise("vm-2").cover(LEN).unwrap_err();
+    iommu.on_piece_pinned(move |_| {
+        other.promise("vm-2").extend_to(LEN).unwrap_err();
     });
     map(&first, &sparse(LEN), 0, LEN).unwrap();
-    account.promise("vm-2").cover(LEN).unwrap();
+    account.promise("vm-2").extend_to(LEN).unwrap();
     drop(first);
     host.finish();
 }
@@ -306,7 +309,7 @@ fn pages_are_promised_until_the_kernel_has_pinned_them() {
 fn a_small_region_is_mapped_on_a_host_with_little_left() {
     let host = Host::with(Options::default(), LONG);
     host.model.model_iommu().pin_pages();
-    let files = HostFiles::new(4 * GIB, 200 * MIB);
+    let files = HostMemoryFiles::new(4 * GIB, 200 * MIB);
     let window = files.window(&host, "vm-1");
     map(&window, &sparse(16 * MIB), 0, 16 * MIB).unwrap();
     map(&window, &sparse(PAGE_SIZE as u64), GIB, PAGE_SIZE as u64).unwrap();
@@ -322,7 +325,7 @@ fn a_small_region_is_mapped_on_a_host_with_little_left() {
 fn populated_memory_is_never_refused() {
     let host = Host::with(Options::default(), LONG);
     let iommu = host.model.model_iommu();
-    let files = HostFiles::new(4 * GIB, 0);
+    let files = HostMemoryFiles::new(4 * GIB, 0);
     let window = files.window(&host, "vm-1");
     // Fully allocated, by writes or by fallocate; and partly allocated, with holes beside the region.
     let allocated = sparse(4 * MIB);
@@ -331,7 +334,7 @@ fn populated_memory_is_never_refused() {
     let written = sparse(16 * MIB);
     written.write_all_at(&vec![1; 4 << 20], 0).unwrap();
     map(&window, &written, 4 * MIB, 4 * MIB).unwrap();
-    assert_eq!(iommu.pages_taken(), 0);
+    assert_eq!(iommu.allocated_bytes(), 0);
     let error = map(&window, &written, 8 * MIB, 8 * MIB).unwrap_err();
     assert!(matches!(
         refusal(error),
@@ -344,8 +347,8 @@ fn populated_memory_is_never_refused() {
 #[test]
 fn a_software_drive_pins_nothing_and_has_no_limit() {
     let space = std::sync::Arc::new(nvme_guest::iova::IovaSpace::software());
-    let limit = Some(MemoryLimit::Chosen(MIB));
-    let window = DmaWindow::new(space).of_function("a", limit);
+    let limit = Some(MemoryLimit::Configured(MIB));
+    let window = DmaWindow::new(space).with_function("a", limit);
     let file = sparse(MIB);
     for nth in 0..16 {
         map(&window, &file, nth * MIB, MIB).unwrap();
@@ -402,12 +405,12 @@ fn a_poller_goes_on_while_memory_is_pinned() {
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 16);
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
-    let attachment = host.attached.lock().unwrap().upgrade().unwrap();
+    let attachment = host.latest_backend.lock().unwrap().upgrade().unwrap();
     let taken = attachment.take_queue(QueueId(1));
     let mut shadow = taken.unwrap();
     // A table that the queue has not adopted yet.
     let regions = [0, 1].map(|nth| {
-        let gpa = NOWHERE + nth * 2 * REGION;
+        let gpa = UNMAPPED_ADDRESS + nth * 2 * REGION;
         machine.memory.add_region(gpa, REGION).unwrap()
     });
     machine.map(&regions[0]);
@@ -432,10 +435,10 @@ fn a_poller_goes_on_while_memory_is_pinned() {
         });
         let completions = queue.drain(&[cid], HANG);
         let pinning = !map.is_finished();
-        iommu.let_maps_through();
+        iommu.release_maps();
         map.join().unwrap();
         let shadow = poller.join().unwrap();
-        let returned = attachment.give_queue_back(shadow);
+        let returned = attachment.return_queue(shadow);
         returned.unwrap();
         assert!(pinning, "memory was pinned meanwhile");
         let completions = completions.expect("a completion while memory is pinned");
@@ -482,7 +485,7 @@ fn a_guest_whose_pages_were_freed_under_the_drive_stops_and_others_go_on() {
     // The controller may fail before it answers.
     let queue = controller.create_queue_pair(1, &QueueOptions::polled(16));
     machine.wait_fatal(&controller);
-    neighbour.goes_on();
+    neighbour.wait_for_progress();
     neighbour.finish();
     assert_eq!(host.incidents().resets, resets, "of the drive");
     drop((queue, controller, machine));

@@ -3,11 +3,11 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use nvme_guest::limit::LeaseWeight;
+use nvme_guest::rate_limit::LeaseWeight;
 use nvme_guest::stats::{HostQueueUse, LeasePairStats};
 use nvme_mpt::drive::{QueuePairReservation, QueuePairUse, ReserveError, ReservedPairs};
 use nvme_mpt_tests::command::{Sqe, admin};
-use nvme_mpt_tests::drive::{Effect, Fault, Meets, NamespaceOptions, Options};
+use nvme_mpt_tests::drive::{Effect, Fault, FaultMatch, NamespaceOptions, Options};
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::status::SUCCESS;
 
@@ -15,7 +15,7 @@ use crate::common::{Host, LEASE, LONG, Setup, queue_pair, status, wait_for};
 use crate::load::Load;
 
 /// Time without commands after which a queue's pair is lent.
-const RESTS: Duration = Duration::from_secs(1);
+const LENDING_DELAY: Duration = Duration::from_secs(1);
 
 fn host(queue_pairs: u16) -> Host {
     let options = Options {
@@ -48,10 +48,13 @@ fn usage(host: &Host) -> [u16; 4] {
 }
 
 /// Reserves pairs of a drive, also while the drive is being reset.
-fn reserved(host: &Host, lease: &str, pairs: u16) -> QueuePairReservation {
+fn reserve_pairs(host: &Host, lease: &str, pairs: u16) -> QueuePairReservation {
     let mut reservation = None;
     wait_for("a reservation", || {
-        match host.drive.reserve(lease, pairs, LeaseWeight::default()) {
+        match host
+            .drive
+            .reserve_pairs(lease, pairs, LeaseWeight::default())
+        {
             Ok(made) => reservation = Some(made),
             Err(ReserveError::Io(error)) if error.kind() == io::ErrorKind::ResourceBusy => {}
             Err(error) => panic!("{error}"),
@@ -64,12 +67,18 @@ fn reserved(host: &Host, lease: &str, pairs: u16) -> QueuePairReservation {
 #[test]
 fn a_refused_reservation_names_the_holders_and_changes_nothing() {
     let host = host(8);
-    let a = host.drive.reserve("a", 4, LeaseWeight::default()).unwrap();
-    let b = host.drive.reserve("b", 2, LeaseWeight::default()).unwrap();
+    let a = host
+        .drive
+        .reserve_pairs("a", 4, LeaseWeight::default())
+        .unwrap();
+    let b = host
+        .drive
+        .reserve_pairs("b", 2, LeaseWeight::default())
+        .unwrap();
     assert_eq!(usage(&host), [6, 0, 0, 2]);
     let error = host
         .drive
-        .reserve("c", 2, LeaseWeight::default())
+        .reserve_pairs("c", 2, LeaseWeight::default())
         .unwrap_err();
     let ReserveError::TooFew {
         asked,
@@ -94,11 +103,21 @@ fn a_refused_reservation_names_the_holders_and_changes_nothing() {
     );
     assert_eq!(usage(&host), [6, 0, 0, 2]);
     // One more pair can be reserved. The last pair always remains unreserved.
-    let c = host.drive.reserve("c", 1, LeaseWeight::default()).unwrap();
-    assert!(host.drive.reserve("d", 1, LeaseWeight::default()).is_err());
+    let c = host
+        .drive
+        .reserve_pairs("c", 1, LeaseWeight::default())
+        .unwrap();
+    assert!(
+        host.drive
+            .reserve_pairs("d", 1, LeaseWeight::default())
+            .is_err()
+    );
     drop((a, c));
     assert_eq!(usage(&host), [2, 0, 0, 6]);
-    let d = host.drive.reserve("d", 5, LeaseWeight::default()).unwrap();
+    let d = host
+        .drive
+        .reserve_pairs("d", 5, LeaseWeight::default())
+        .unwrap();
     drop((b, d));
     assert_eq!(usage(&host), [0, 0, 0, 8]);
     host.finish();
@@ -109,7 +128,7 @@ fn a_drive_of_one_pair_has_none_to_reserve() {
     let host = host(1);
     let error = host
         .drive
-        .reserve("a", 1, LeaseWeight::default())
+        .reserve_pairs("a", 1, LeaseWeight::default())
         .unwrap_err()
         .to_string();
     assert!(
@@ -134,13 +153,13 @@ fn a_reservation_gets_its_pairs_from_guests_under_load_and_gives_them_back() {
     let reserved: Vec<_> = leases.iter().map(|lease| lease.reserved_pairs).collect();
     assert_eq!(reserved, [0, 0, 2]);
     for load in others.iter().chain([&owner]) {
-        load.goes_on();
+        load.wait_for_progress();
     }
     owner.finish_undisturbed();
     // Without a restart, each queue has an exclusive pair again.
     wait_for("a pair for each queue", || usage(&host) == [0, 4, 0, 0]);
     for load in others {
-        load.goes_on();
+        load.wait_for_progress();
         load.finish_undisturbed();
     }
     host.finish();
@@ -172,7 +191,7 @@ fn idle_queues_make_room_for_a_reservation() {
     let (reserved, shared) = (HostQueueUse::Reserved, HostQueueUse::Shared);
     assert_eq!(uses, [reserved, reserved, shared].map(Some));
     assert_eq!(machines[0].queue_stats(1).host_queue, Some(shared));
-    let pairs = owner.function().host().stats().queue_pairs;
+    let pairs = owner.function().backend().stats().queue_pairs;
     let expected = LeasePairStats {
         reserved: 2,
         exclusive: 0,
@@ -200,7 +219,7 @@ fn a_pair_that_becomes_free_goes_to_a_queue_that_shares() {
     loads.remove(1).finish_undisturbed();
     wait_for("a pair for each queue", || usage(&host) == [0, 2, 0, 0]);
     for load in loads {
-        load.goes_on();
+        load.wait_for_progress();
         load.finish_undisturbed();
     }
     host.finish();
@@ -221,18 +240,18 @@ fn an_idle_pair_serves_a_sharing_queue_until_its_own_is_active() {
     for _ in 0..3 {
         wait_for("a loan", || uses(HostQueueUse::Shared));
         for load in [&first, &second] {
-            load.goes_on();
+            load.wait_for_progress();
         }
         let woken = Instant::now();
         assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
         // If this thread was preempted for a second, the pair was lent again.
         assert!(
-            uses(HostQueueUse::Exclusive) || woken.elapsed() > RESTS / 2,
+            uses(HostQueueUse::Exclusive) || woken.elapsed() > LENDING_DELAY / 2,
             "the borrower is on its way"
         );
     }
     for load in [first, second] {
-        load.goes_on();
+        load.wait_for_progress();
         load.finish_undisturbed();
     }
     drop((queue, controller, machine));
@@ -259,7 +278,7 @@ fn a_reserved_pair_that_rests_is_never_lent() {
             machine.queue_stats(1).host_queue == Some(HostQueueUse::Shared)
         });
         for load in [&first, &second] {
-            load.goes_on();
+            load.wait_for_progress();
         }
         assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
     }
@@ -267,7 +286,7 @@ fn a_reserved_pair_that_rests_is_never_lent() {
     let of_reserved = owner.queue_stats(1).host_queue;
     assert_eq!(of_reserved, Some(HostQueueUse::Reserved));
     for load in [first, second] {
-        load.goes_on();
+        load.wait_for_progress();
         load.finish_undisturbed();
     }
     drop((queue, controller, machine));
@@ -283,22 +302,22 @@ fn reservations_come_and_go_under_load_while_the_drive_is_reset() {
         .collect();
     let mut rng = Rng::new(5);
     for round in 0..40 {
-        let one = reserved(&host, "one", 1 + rng.below(2) as u16);
-        let two = reserved(&host, "two", 1 + rng.below(2) as u16);
+        let one = reserve_pairs(&host, "one", 1 + rng.below(2) as u16);
+        let two = reserve_pairs(&host, "two", 1 + rng.below(2) as u16);
         drop(one);
         if round % 10 == 9 {
             let resets = host.incidents().resets;
             host.model.fail();
             wait_for("a reset", || host.incidents().resets > resets);
         }
-        loads[round % 3].goes_on();
+        loads[round % 3].wait_for_progress();
         drop(two);
     }
     wait_for("queues that are evened out", || {
         usage(&host) == [0, 1, 4, 0]
     });
     for load in loads {
-        load.goes_on();
+        load.wait_for_progress();
         let (_, tally) = load.finish();
         assert_eq!(tally.failed, [], "{tally:?}");
     }
@@ -309,17 +328,19 @@ fn reservations_come_and_go_under_load_while_the_drive_is_reset() {
 fn reservations_wait_for_no_reset() {
     let host = host(4);
     let load = Load::start(&host, &Setup::nth(0), 1, 8);
-    load.goes_on();
+    load.wait_for_progress();
     let before = host
         .drive
-        .reserve("before", 2, LeaseWeight::default())
+        .reserve_pairs("before", 2, LeaseWeight::default())
         .unwrap();
     // The held answer to Number of Queues delays the reset.
-    let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
+    let held = Fault::once(FaultMatch::Admin(admin::SET_FEATURES), Effect::Hold);
     host.model.inject(held);
     host.model.fail();
-    wait_for("the reset", || host.model.counters().faults_met == 1);
-    let refused = host.drive.reserve("meanwhile", 1, LeaseWeight::default());
+    wait_for("the reset", || host.model.counters().faults_matched == 1);
+    let refused = host
+        .drive
+        .reserve_pairs("meanwhile", 1, LeaseWeight::default());
     let Err(ReserveError::Io(error)) = &refused else {
         panic!("{refused:?}");
     };
@@ -328,9 +349,9 @@ fn reservations_wait_for_no_reset() {
     assert_eq!(usage(&host), [0, 1, 0, 3]);
     // If this attempt had timed out, there would be another one.
     assert_eq!(host.model.counters().enables, 2, "they waited");
-    host.model.let_go();
-    load.goes_on();
-    drop(reserved(&host, "after", 3));
+    host.model.complete_held();
+    load.wait_for_progress();
+    drop(reserve_pairs(&host, "after", 3));
     let (_, tally) = load.finish();
     assert_eq!(tally.failed, [], "{tally:?}");
     host.finish();

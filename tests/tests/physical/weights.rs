@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_guest::limit::{LeaseWeight, RateLimits};
+use nvme_guest::rate_limit::{LeaseWeight, RateLimits};
 use nvme_mpt::LocalBackend;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::Controller;
@@ -13,13 +13,13 @@ use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 
-use crate::common::{Host, LEASE, Machine, Setup, pollers_look, queue_pair, remote, wait_for};
+use crate::common::{Host, LEASE, Machine, Setup, queue_pair, remote, wait_for, wait_for_pollers};
 
 /// Entries of the drive's queue pair.
 const ENTRIES: u32 = 16;
 
 /// Slots for busy queues: one entry stays empty, and one entry is for quiet queues.
-const PLACES: usize = 14;
+const BUSY_SLOTS: usize = 14;
 
 /// Commands of a loud guest, which are submitted all at once.
 const COMMANDS: usize = 480;
@@ -28,7 +28,7 @@ const COMMANDS: usize = 480;
 const BLOCKS: u64 = LEASE / 512;
 
 /// Longer than the test.
-const FOR_EVER: Duration = Duration::from_secs(3600);
+const DEADLINE_NEVER: Duration = Duration::from_secs(3600);
 
 fn host() -> Host {
     let options = Options {
@@ -37,10 +37,10 @@ fn host() -> Host {
         namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
         // Without a volatile cache, no Flush is sent at the end.
         volatile_cache: false,
-        by_hand: true,
+        is_manual: true,
         ..Options::default()
     };
-    Host::with(options, FOR_EVER)
+    Host::with(options, DEADLINE_NEVER)
 }
 
 pub(crate) fn rates(weight: u16) -> RateLimits {
@@ -52,7 +52,7 @@ pub(crate) fn rates(weight: u16) -> RateLimits {
 
 /// A guest with one queue.
 pub(crate) struct Guest {
-    pub(crate) attachment: Arc<LocalBackend>,
+    pub(crate) local_backend: Arc<LocalBackend>,
     pub(crate) queue: QueuePair,
     data: DmaBuffer,
     _controller: Controller,
@@ -66,10 +66,10 @@ impl Guest {
             rates: rates(weight),
             ..Setup::nth(nth)
         });
-        let attachment = host.attached.lock().unwrap().upgrade().unwrap();
+        let attachment = host.latest_backend.lock().unwrap().upgrade().unwrap();
         let mut controller = machine.attach();
         Self {
-            attachment,
+            local_backend: attachment,
             queue: queue_pair(&mut controller, 1, 512),
             data: machine.memory.alloc(4096).unwrap(),
             _controller: controller,
@@ -90,8 +90,8 @@ impl Guest {
 
 /// A drive that the test plays. It executes one command at a time.
 struct Drive {
-    hand: HandQueue,
-    has: VecDeque<Sqe>,
+    hand_queue: HandQueue,
+    taken: VecDeque<Sqe>,
 }
 
 /// Returns the lease of a command, by its block address.
@@ -105,18 +105,18 @@ impl Drive {
     fn take(&mut self) -> usize {
         let mut taken = None;
         wait_for("a command", || {
-            taken = self.hand.take();
+            taken = self.hand_queue.take();
             taken.is_some()
         });
         let taken = taken.unwrap();
-        self.has.push_back(taken);
+        self.taken.push_back(taken);
         lease_of(&taken)
     }
 
     /// Completes the oldest command. Returns its lease.
     fn complete(&mut self) -> usize {
-        let sqe = self.has.pop_front().expect("a command");
-        self.hand.post([0, u64::from(sqe.cid()) << 32]);
+        let sqe = self.taken.pop_front().expect("a command");
+        self.hand_queue.post([0, u64::from(sqe.cid()) << 32]);
         lease_of(&sqe)
     }
 
@@ -135,7 +135,7 @@ impl Drive {
     /// Completes the remaining `left` commands.
     fn finish(mut self, mut left: usize) {
         while left > 0 {
-            if self.has.is_empty() {
+            if self.taken.is_empty() {
                 self.take();
             }
             self.complete();
@@ -149,17 +149,17 @@ fn two_loud_guests(host: &Host, weights: [u16; 2]) -> ([Guest; 2], Drive) {
     let mut nth = 0..;
     let mut guests = weights.map(|weight| Guest::new(host, nth.next().unwrap(), weight));
     let mut drive = Drive {
-        hand: host.model.hand_queue(1).expect("the only pair"),
-        has: VecDeque::new(),
+        hand_queue: host.model.hand_queue(1).expect("the only pair"),
+        taken: VecDeque::new(),
     };
     for guest in &mut guests {
         guest.read(COMMANDS);
     }
-    while drive.has.len() < PLACES {
+    while drive.taken.len() < BUSY_SLOTS {
         drive.take();
     }
     // A poller does not sleep while it can take commands.
-    pollers_look(host);
+    wait_for_pollers(host);
     (guests, drive)
 }
 
@@ -172,17 +172,17 @@ fn check(counts: [usize; 3], expected: [usize; 3]) {
 
 #[test]
 fn two_loud_guests_get_commands_by_weights_that_change_under_them() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         // A server flushes the drive when a VMM disconnects, and the test would have to complete this Flush.
         return;
     }
     let host = host();
     let (guests, mut drive) = two_loud_guests(&host, [100, 300]);
     let first = drive.run(200);
-    guests[0].attachment.set_rates(rates(900));
+    guests[0].local_backend.set_rates(rates(900));
     let second = drive.run(200);
     // The default weight is 100.
-    guests[0].attachment.set_rates(RateLimits::default());
+    guests[0].local_backend.set_rates(RateLimits::default());
     let third = drive.run(200);
     // The host waits for all commands when it is dropped.
     drive.finish(2 * COMMANDS - 600);
@@ -195,7 +195,7 @@ fn two_loud_guests_get_commands_by_weights_that_change_under_them() {
 
 #[test]
 fn a_quiet_guest_waits_only_for_commands_in_the_drive() {
-    if remote::is_chosen() {
+    if remote::is_enabled() {
         // A server flushes the drive when a VMM disconnects, and the test would have to complete this Flush.
         return;
     }
@@ -217,5 +217,8 @@ fn a_quiet_guest_waits_only_for_commands_in_the_drive() {
     drive.finish(2 * COMMANDS - waits.iter().sum::<usize>());
     drop((quiet, guests));
     host.finish();
-    assert!(waits.iter().all(|waited| *waited <= PLACES), "{waits:?}");
+    assert!(
+        waits.iter().all(|waited| *waited <= BUSY_SLOTS),
+        "{waits:?}"
+    );
 }

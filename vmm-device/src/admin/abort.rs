@@ -6,7 +6,7 @@
 
 use nvme_spec::{admin::AbortCommand, ids::QueueId};
 
-use super::{async_events::AsyncEvents, ring::AdminCompletion};
+use super::{admin_rings::AdminCompletion, async_events::AsyncEvents};
 
 /// Abort Command Limit, `ACL`, as a zero-based value: four commands, as the specification recommends. An Abort never waits, so
 /// the limit is never reached.
@@ -44,7 +44,7 @@ mod tests {
     #[test]
     fn a_request_for_events_is_aborted() {
         let mut events = AsyncEvents::default();
-        events.request(CommandId(5)).unwrap();
+        events.add_request(CommandId(5)).unwrap();
         let command = AbortCommand {
             sqid: QueueId::ADMIN,
             cid: CommandId(5),
@@ -65,7 +65,7 @@ mod tests {
     #[test]
     fn an_io_command_is_not_aborted() {
         let mut events = AsyncEvents::default();
-        events.request(CommandId(5)).unwrap();
+        events.add_request(CommandId(5)).unwrap();
         let command = AbortCommand {
             sqid: QueueId(1),
             cid: CommandId(5),

@@ -10,7 +10,7 @@ use nvme_spec::{
     status::Status,
 };
 
-use super::ring::AdminCompletion;
+use super::admin_rings::AdminCompletion;
 use crate::state::parts::AsyncEventsState;
 
 /// Asynchronous Event Request Limit, `AERL`, as a zero-based value: four requests, the recommended minimum.
@@ -29,7 +29,7 @@ pub(super) struct AsyncEvents {
 
 impl AsyncEvents {
     /// Adds an Asynchronous Event Request, which completes when an event occurs.
-    pub(super) fn request(&mut self, cid: CommandId) -> Result<(), Status> {
+    pub(super) fn add_request(&mut self, cid: CommandId) -> Result<(), Status> {
         if self.requests.len() > usize::from(LIMIT_Z) {
             return Err(Status::ASYNC_EVENT_LIMIT_EXCEEDED);
         }
@@ -65,30 +65,30 @@ impl AsyncEvents {
 
     /// Completes a request without an event, so that the guest's interrupt handler finds a completion. No event type is masked,
     /// because the guest would not read a log page to unmask it.
-    pub(super) fn report_nothing(&mut self) -> Option<AdminCompletion> {
+    pub(super) fn complete_without_event(&mut self) -> Option<AdminCompletion> {
         Some(AdminCompletion {
             cid: self.requests.pop_front()?,
             status: Status::SUCCESS,
-            dw0: AsyncEvent::NOTHING.0,
+            dw0: AsyncEvent::EMPTY.0,
         })
     }
 
     /// Unmasks an event type, because the guest has read its log page with Retain Asynchronous Event clear.
-    pub(super) fn clear(&mut self, event_type: AsyncEventType) {
-        self.masked &= !bit(event_type);
+    pub(super) fn unmask(&mut self, event_type: AsyncEventType) {
+        self.masked &= !event_type_bit(event_type);
     }
 
     /// Completes a waiting request with a waiting event, and masks the event's type. Returns `None` if there is no request or
     /// no event.
-    pub(super) fn report(&mut self) -> Option<AdminCompletion> {
+    pub(super) fn report_next(&mut self) -> Option<AdminCompletion> {
         let masked = self.masked;
         let index = self
             .events
             .iter()
-            .position(|event| bit(event.event_type()) & masked == 0)?;
+            .position(|event| event_type_bit(event.event_type()) & masked == 0)?;
         let cid = self.requests.pop_front()?;
         let event = self.events.remove(index)?;
-        self.masked |= bit(event.event_type());
+        self.masked |= event_type_bit(event.event_type());
         Some(AdminCompletion {
             cid,
             status: Status::SUCCESS,
@@ -140,7 +140,7 @@ impl AsyncEvents {
     }
 
     /// Restores a checked state.
-    pub(super) fn restored(state: &AsyncEventsState) -> Self {
+    pub(super) fn from_state(state: &AsyncEventsState) -> Self {
         let AsyncEventsState {
             requests,
             events,
@@ -154,7 +154,7 @@ impl AsyncEvents {
     }
 }
 
-fn bit(event_type: AsyncEventType) -> u8 {
+fn event_type_bit(event_type: AsyncEventType) -> u8 {
     1 << (event_type.0 & 0b111)
 }
 
@@ -175,12 +175,12 @@ mod tests {
     #[test]
     fn an_event_completes_the_oldest_request() {
         let mut events = AsyncEvents::default();
-        events.request(CommandId(7)).unwrap();
-        events.request(CommandId(8)).unwrap();
-        assert_eq!(events.report(), None);
+        events.add_request(CommandId(7)).unwrap();
+        events.add_request(CommandId(8)).unwrap();
+        assert_eq!(events.report_next(), None);
         assert!(events.raise(AsyncEvent::INVALID_DOORBELL_VALUE));
-        assert_eq!(events.report(), completion(7, 0x0001_0100));
-        assert_eq!(events.report(), None);
+        assert_eq!(events.report_next(), completion(7, 0x0001_0100));
+        assert_eq!(events.report_next(), None);
     }
 
     #[test]
@@ -188,37 +188,41 @@ mod tests {
         let mut events = AsyncEvents::default();
         assert!(events.raise(AsyncEvent::INVALID_DOORBELL_VALUE));
         assert!(!events.raise(AsyncEvent::INVALID_DOORBELL_VALUE));
-        assert_eq!(events.report(), None);
-        events.request(CommandId(1)).unwrap();
-        assert_eq!(events.report(), completion(1, 0x0001_0100));
+        assert_eq!(events.report_next(), None);
+        events.add_request(CommandId(1)).unwrap();
+        assert_eq!(events.report_next(), completion(1, 0x0001_0100));
     }
 
     #[test]
     fn a_type_is_masked_until_its_log_page_is_read() {
         let mut events = AsyncEvents::default();
         for cid in 1..=4 {
-            events.request(CommandId(cid)).unwrap();
+            events.add_request(CommandId(cid)).unwrap();
         }
         events.raise(AsyncEvent::INVALID_DOORBELL_VALUE);
-        assert!(events.report().is_some());
+        assert!(events.report_next().is_some());
         events.raise(AsyncEvent::INVALID_DOORBELL_REGISTER);
-        assert_eq!(events.report(), None, "errors are masked");
+        assert_eq!(events.report_next(), None, "errors are masked");
         events.raise(AsyncEvent::smart(SmartEvent::TEMPERATURE_THRESHOLD));
-        assert_eq!(events.report(), completion(2, 0x0002_0101), "health is not");
-        events.clear(AsyncEventType::SMART_HEALTH);
-        assert_eq!(events.report(), None);
-        events.clear(AsyncEventType::ERROR);
-        assert_eq!(events.report(), completion(3, 0x0001_0000));
+        assert_eq!(
+            events.report_next(),
+            completion(2, 0x0002_0101),
+            "health is not"
+        );
+        events.unmask(AsyncEventType::SMART_HEALTH);
+        assert_eq!(events.report_next(), None);
+        events.unmask(AsyncEventType::ERROR);
+        assert_eq!(events.report_next(), completion(3, 0x0001_0000));
     }
 
     #[test]
     fn requests_beyond_the_limit_are_refused() {
         let mut events = AsyncEvents::default();
         for cid in 0..4 {
-            assert_eq!(events.request(CommandId(cid)), Ok(()));
+            assert_eq!(events.add_request(CommandId(cid)), Ok(()));
         }
         let refused = Err(Status::ASYNC_EVENT_LIMIT_EXCEEDED);
-        assert_eq!(events.request(CommandId(4)), refused);
+        assert_eq!(events.add_request(CommandId(4)), refused);
         assert_eq!(
             events
                 .abort(CommandId(2))
@@ -226,8 +230,8 @@ mod tests {
             Some(Status::ABORT_REQUESTED)
         );
         assert_eq!(events.abort(CommandId(2)), None);
-        assert_eq!(events.request(CommandId(4)), Ok(()));
+        assert_eq!(events.add_request(CommandId(4)), Ok(()));
         events.raise(AsyncEvent::INVALID_DOORBELL_VALUE);
-        assert_eq!(events.report(), completion(0, 0x0001_0100));
+        assert_eq!(events.report_next(), completion(0, 0x0001_0100));
     }
 }

@@ -30,10 +30,10 @@ pub(super) fn configure(
         return Err(Status::INVALID_FIELD.into());
     }
     controller
-        .host
-        .set_doorbell_buffer_within(buffer, controller.deadline.left())
+        .backend
+        .set_doorbell_buffer_within(buffer, controller.deadline.remaining())
         .map_err(|error| match error {
-            QueueError::Timeout(_) => AdminCommandFailure::Waits,
+            QueueError::Timeout(_) => AdminCommandFailure::QueueBusy,
             QueueError::NotMapped { .. } => AdminCommandFailure::NotMapped(Status::INVALID_FIELD),
             error => {
                 log::warn!("Doorbell Buffer Config failed: {error}");

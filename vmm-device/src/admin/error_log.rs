@@ -28,7 +28,7 @@ pub(super) struct ErrorLog {
 
 impl ErrorLog {
     /// Logs the error of a command.
-    pub(super) fn command_failed(&mut self, error: &ErrorEntry) {
+    pub(super) fn log_command_error(&mut self, error: &ErrorEntry) {
         self.push(ErrorInformation {
             sqid: error.sqid,
             cid: error.cid,
@@ -41,7 +41,7 @@ impl ErrorLog {
     }
 
     /// Logs an error that belongs to no command.
-    pub(super) fn controller_failed(&mut self, status: Status) {
+    pub(super) fn log_controller_error(&mut self, status: Status) {
         self.push(ErrorInformation {
             sqid: QueueId(NO_COMMAND),
             cid: CommandId(NO_COMMAND),
@@ -93,7 +93,7 @@ impl ErrorLog {
     }
 
     /// Restores a checked state.
-    pub(super) fn restored(state: &ErrorLogState) -> Self {
+    pub(super) fn from_state(state: &ErrorLogState) -> Self {
         let entries = state.entries.chunks_exact(size_of::<ErrorInformation>());
         Self {
             entries: entries
@@ -122,7 +122,7 @@ mod tests {
         let mut log = ErrorLog::default();
         assert_eq!(log.page(), [0; 4096]);
         for cid in 1..=65 {
-            log.command_failed(&ErrorEntry {
+            log.log_command_error(&ErrorEntry {
                 sqid: QueueId(1),
                 cid: CommandId(cid),
                 status: Status::LBA_OUT_OF_RANGE.with_dnr(true),
@@ -149,7 +149,7 @@ mod tests {
     #[test]
     fn an_error_without_a_command_has_no_command_identifier() {
         let mut log = ErrorLog::default();
-        log.controller_failed(Status::INTERNAL_ERROR);
+        log.log_controller_error(Status::INTERNAL_ERROR);
         assert_eq!(
             log.page()[8..16],
             [0xFF, 0xFF, 0xFF, 0xFF, 0x0C, 0x00, 0xFF, 0xFF]

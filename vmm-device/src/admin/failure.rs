@@ -11,22 +11,22 @@ pub(super) enum AdminCommandFailure {
     /// The command fails, and would fail again if retried.
     Command(Status),
     /// The command fails, but may succeed if retried.
-    ForNow(Status),
+    Retryable(Status),
     /// The command names unmapped memory. The command waits until the VMM maps this memory again. If that takes too long, the
     /// command fails with this status.
     NotMapped(Status),
     /// The command changes an I/O queue that has commands in flight. The queue accepts no further commands, and the admin
     /// command is carried out when these commands have ended.
-    Waits,
+    QueueBusy,
 }
 
 impl AdminCommandFailure {
     /// Returns the status that completes the command.
     pub(super) fn status(&self) -> Status {
         match self {
-            Self::ForNow(status) => *status,
+            Self::Retryable(status) => *status,
             Self::Command(status) | Self::NotMapped(status) => status.with_dnr(true),
-            Self::Waits => Status::INTERNAL_ERROR,
+            Self::QueueBusy => Status::INTERNAL_ERROR,
         }
     }
 }
@@ -49,7 +49,7 @@ impl From<QueueError> for AdminCommandFailure {
             QueueError::InvalidSize { .. } => Status::INVALID_QUEUE_SIZE,
             QueueError::Misaligned { .. } => Status::PRP_OFFSET_INVALID,
             QueueError::NotMapped { .. } => return Self::NotMapped(Status::INVALID_FIELD),
-            QueueError::Timeout { .. } => return Self::Waits,
+            QueueError::Timeout { .. } => return Self::QueueBusy,
             QueueError::Paused { .. } => {
                 log::error!("{error}");
                 Status::INTERNAL_ERROR
@@ -58,7 +58,7 @@ impl From<QueueError> for AdminCommandFailure {
                 log::error!("{error}: {source}");
                 // For example, a drive that is reset again and again.
                 if source.kind() == io::ErrorKind::ResourceBusy {
-                    return Self::ForNow(Status::INTERNAL_ERROR);
+                    return Self::Retryable(Status::INTERNAL_ERROR);
                 }
                 Status::INTERNAL_ERROR
             }

@@ -43,10 +43,10 @@ impl IoQueues<'_> {
         let config = CqConfig {
             qid: command.qid,
             base,
-            entries: entries(command.qsize_z),
+            entries: queue_entries(command.qsize_z),
             vector: command.ien.then_some(command.iv),
         };
-        self.controller.host.create_cq(config)?;
+        self.controller.backend.create_cq(config)?;
         Ok(config)
     }
 
@@ -68,11 +68,11 @@ impl IoQueues<'_> {
             qid: command.qid,
             cqid: command.cqid,
             base,
-            entries: entries(command.qsize_z),
+            entries: queue_entries(command.qsize_z),
         };
         self.controller
-            .host
-            .create_sq_within(config, self.controller.deadline.left())
+            .backend
+            .create_sq_within(config, self.controller.deadline.remaining())
             .map_err(|error| match error {
                 QueueError::NoSuchQueue { .. } => {
                     AdminCommandFailure::from(Status::COMPLETION_QUEUE_INVALID)
@@ -85,22 +85,22 @@ impl IoQueues<'_> {
     pub(super) fn delete_sq(&self, command: DeleteQueue) -> Result<(), AdminCommandFailure> {
         require(command.qid != QueueId::ADMIN, Status::INVALID_QUEUE_ID)?;
         self.controller
-            .host
-            .delete_sq_within(command.qid, self.controller.deadline.left())
+            .backend
+            .delete_sq_within(command.qid, self.controller.deadline.remaining())
             .map_err(AdminCommandFailure::from)
     }
 
     pub(super) fn delete_cq(&self, command: DeleteQueue) -> Result<(), AdminCommandFailure> {
         require(command.qid != QueueId::ADMIN, Status::INVALID_QUEUE_ID)?;
         self.controller
-            .host
-            .delete_cq_within(command.qid, self.controller.deadline.left())
+            .backend
+            .delete_cq_within(command.qid, self.controller.deadline.remaining())
             .map_err(AdminCommandFailure::from)
     }
 }
 
 /// Returns the number of entries from the zero-based field QSIZE.
-fn entries(qsize_z: u16) -> u32 {
+fn queue_entries(qsize_z: u16) -> u32 {
     u32::from(qsize_z) + 1
 }
 

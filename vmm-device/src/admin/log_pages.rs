@@ -24,7 +24,7 @@ use super::{
     features::{self, ControllerFeatures, FeatureContext},
     health::GuestDriveHealth,
     identify::FIRMWARE_REVISION,
-    subject::IdentifySubject,
+    identify_subject::IdentifySubject,
 };
 
 /// Log pages that every function supports. They include all pages that version 2.0 requires of an I/O controller (Base 2.0,
@@ -71,7 +71,7 @@ impl LogPages<'_> {
     /// Returns the requested part of a log page. The data ends at the end of the log page even if the command requests more,
     /// because dwords beyond the end are undefined (Base 2.0, section 5.16).
     pub(super) fn read(&self, request: &LogPageRequest, nsid: Nsid) -> Result<Vec<u8>, Status> {
-        if request.length() > self.subject.limits.max_transfer() {
+        if request.length() > self.subject.limits.max_transfer_bytes() {
             return Err(Status::INVALID_FIELD);
         }
         // Offsets are bytes. No page advertises index offsets.
@@ -89,7 +89,7 @@ impl LogPages<'_> {
 
     fn page(&self, request: &LogPageRequest, nsid: Nsid) -> Result<Vec<u8>, Status> {
         match request.lid {
-            LogPageId::SUPPORTED_LOG_PAGES => Ok(self.supported()),
+            LogPageId::SUPPORTED_LOG_PAGES => Ok(self.supported_log_pages()),
             LogPageId::ERROR_INFORMATION => Ok(self.errors.page()),
             LogPageId::SMART_HEALTH => {
                 // With one namespace, the controller's page and the namespace's page are the same.
@@ -100,7 +100,7 @@ impl LogPages<'_> {
             }
             LogPageId::FIRMWARE_SLOT => Ok(firmware_slots()),
             LogPageId::CHANGED_NAMESPACE_LIST => Ok(self.changed_namespaces()),
-            LogPageId::COMMANDS_SUPPORTED_AND_EFFECTS => Ok(self.commands(request.csi)),
+            LogPageId::COMMANDS_SUPPORTED_AND_EFFECTS => Ok(self.supported_commands(request.csi)),
             LogPageId::FEATURES_SUPPORTED_AND_EFFECTS => Ok(self.supported_features()),
             lid if self.change_list().is_some_and(|list| list.lid == lid) => {
                 let changes = self.changes.ok_or(Status::INVALID_LOG_PAGE)?;
@@ -113,11 +113,11 @@ impl LogPages<'_> {
     }
 
     fn change_list(&self) -> Option<ChangeListDescription> {
-        self.subject.namespace.command_sets.own().change_list
+        self.subject.namespace.command_sets.native().change_list
     }
 
     /// Supported Log Pages (Base 2.0, section 5.16.1.1).
-    fn supported(&self) -> Vec<u8> {
+    fn supported_log_pages(&self) -> Vec<u8> {
         let mut log = SupportedLogPages::new_zeroed();
         let own = self.change_list().map(|list| list.lid);
         for lid in SUPPORTED.into_iter().chain(own) {
@@ -149,10 +149,10 @@ impl LogPages<'_> {
         let mut log = self.health.page(self.features);
         log.data_units_read = data_units(counters.bytes_read);
         log.data_units_written = data_units(counters.bytes_written);
-        log.host_read_commands = wide(counters.reads);
-        log.host_write_commands = wide(counters.writes);
-        log.media_errors = wide(counters.media_errors);
-        log.error_log_entries = wide(self.errors.count());
+        log.host_read_commands = to_u128(counters.reads);
+        log.host_write_commands = to_u128(counters.writes);
+        log.media_errors = to_u128(counters.media_errors);
+        log.error_log_entries = to_u128(self.errors.count());
         log.as_bytes().to_vec()
     }
 
@@ -167,13 +167,13 @@ impl LogPages<'_> {
 
     /// Commands Supported and Effects (Base 2.0, section 5.16.1.6). For a command set that the controller lacks, the page is
     /// empty instead of an error, because tools query all command sets and stop at the first error.
-    fn commands(&self, csi: Csi) -> Vec<u8> {
+    fn supported_commands(&self, csi: Csi) -> Vec<u8> {
         let supported = CommandEffects::default().with_csupp(true);
         let mut log = CommandsSupportedAndEffects::new_zeroed();
         for opcode in ADMIN_COMMANDS {
             log.acs[usize::from(opcode.0)] = supported;
         }
-        if self.subject.doorbell_buffer {
+        if self.subject.has_doorbell_buffer {
             log.acs[usize::from(AdminOpcode::DOORBELL_BUFFER_CONFIG.0)] = supported;
         }
         for command in self.subject.namespace.command_sets.commands(csi) {
@@ -184,7 +184,7 @@ impl LogPages<'_> {
 }
 
 /// Returns the event type that is unmasked when the guest reads a log page. Covers only the pages that all command sets have.
-pub(super) fn cleared_by(lid: LogPageId) -> Option<AsyncEventType> {
+pub(super) fn unmasked_event_type(lid: LogPageId) -> Option<AsyncEventType> {
     match lid {
         LogPageId::ERROR_INFORMATION => Some(AsyncEventType::ERROR),
         LogPageId::SMART_HEALTH => Some(AsyncEventType::SMART_HEALTH),
@@ -203,10 +203,10 @@ fn firmware_slots() -> Vec<u8> {
 
 /// Converts bytes into data units of 1000 times 512 bytes, rounded up.
 fn data_units(bytes: u64) -> U128 {
-    wide(bytes.div_ceil(512 * 1000))
+    to_u128(bytes.div_ceil(512 * 1000))
 }
 
-fn wide(value: u64) -> U128 {
+fn to_u128(value: u64) -> U128 {
     U128::new(u128::from(value))
 }
 
@@ -233,12 +233,12 @@ mod tests {
 
     impl LogPagesFixture {
         fn new() -> Self {
-            let mut health = GuestDriveHealth::new(None, fixtures::still_clock());
-            health.refresh(&fixtures::attachment(DoorbellMode::Trap));
+            let mut health = GuestDriveHealth::new(None, fixtures::fixture_clock());
+            health.refresh(&fixtures::local_backend(DoorbellMode::Trap));
             Self {
                 namespace: fixtures::namespace(),
                 limits: fixtures::limits(),
-                features: ControllerFeatures::new(&fixtures::still_clock()),
+                features: ControllerFeatures::new(&fixtures::fixture_clock()),
                 errors: ErrorLog::default(),
                 counters: LeaseCounters::default(),
                 health,
@@ -250,10 +250,10 @@ mod tests {
             let subject = IdentifySubject {
                 namespace: &self.namespace,
                 blocks: self.namespace.blocks,
-                used: 0,
+                used_bytes: 0,
                 limits: &self.limits,
-                doorbell_buffer: true,
-                active: true,
+                has_doorbell_buffer: true,
+                is_active: true,
                 thresholds: fixtures::THRESHOLDS,
                 unit_blocks: None,
             };
@@ -395,7 +395,7 @@ mod tests {
             media_errors: 7,
             errors: 9,
         };
-        fixture.errors.command_failed(&ErrorEntry {
+        fixture.errors.log_command_error(&ErrorEntry {
             sqid: QueueId(1),
             cid: CommandId(1),
             status: Status::LBA_OUT_OF_RANGE,

@@ -5,20 +5,20 @@
 //! I/O queue with commands in flight.
 
 mod abort;
+mod admin_rings;
 mod async_events;
 mod command;
-mod data;
+mod data_buffer;
 mod doorbell_buffer;
 mod error_log;
 mod failure;
 mod features;
 mod health;
 mod identify;
+mod identify_subject;
 mod io_queues;
 mod log_pages;
-mod ring;
 mod state;
-mod subject;
 mod suspension;
 
 #[cfg(test)]
@@ -29,7 +29,7 @@ use std::sync::Arc;
 
 use nvme_guest::{
     ControllerBackend, DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Gpa, IoQueueEvent,
-    LeaseFacts, PersistedQueues, SharedParts,
+    LeaseFacts, PersistedQueues, SharedBackendParts,
 };
 use nvme_mpt_memory::deadline::{Deadline, WaitClock};
 use nvme_mpt_memory::eventfd;
@@ -45,20 +45,20 @@ use nvme_spec::{
 };
 
 use self::{
+    admin_rings::{AdminCompletion, GuestAdminRings},
     async_events::AsyncEvents,
     command::AdminCommand,
-    data::DataBuffer,
+    data_buffer::DataBuffer,
     error_log::ErrorLog,
     failure::AdminCommandFailure,
     features::{ControllerFeatures, FeatureContext},
     health::GuestDriveHealth,
+    identify_subject::IdentifySubject,
     io_queues::IoQueues,
     log_pages::LogPages,
-    ring::{AdminCompletion, GuestAdminRings},
-    subject::IdentifySubject,
     suspension::{MemorySuspension, SuspensionTime},
 };
-pub(crate) use self::{health::WATCH_INTERVAL, suspension::LOOK_INTERVAL};
+pub(crate) use self::{health::HEALTH_POLL_INTERVAL, suspension::MEMORY_POLL_INTERVAL};
 use crate::{registers::AdminQueues, state::parts::SavedAdminState};
 
 /// Callback that stores the state of the admin queue and the list of existing I/O queues.
@@ -67,14 +67,14 @@ pub(crate) type StoreAdminState<'a> = &'a dyn Fn(SavedAdminState, &PersistedQueu
 /// Parts of the function that admin commands use.
 #[derive(Clone, Copy)]
 pub(crate) struct AdminCommandContext<'a> {
-    pub(crate) host: &'a dyn ControllerBackend,
+    pub(crate) backend: &'a dyn ControllerBackend,
     pub(crate) facts: &'a LeaseFacts,
-    pub(crate) shared: &'a SharedParts,
+    pub(crate) shared: &'a SharedBackendParts,
     pub(crate) cc: Cc,
     /// Deadline by which this call must stop waiting for commands in flight.
     pub(crate) deadline: &'a Deadline,
     /// Stores the state for the successor process, before each completion is posted.
-    pub(crate) keep: Option<StoreAdminState<'a>>,
+    pub(crate) state_store: Option<StoreAdminState<'a>>,
 }
 
 /// Admin queue, and the state that admin commands read and change.
@@ -99,7 +99,7 @@ pub(crate) struct GuestAdminQueue {
     errors: ErrorLog,
     health: GuestDriveHealth,
     /// Present critical warnings that the guest was already notified of.
-    warned: CriticalWarning,
+    reported_warnings: CriticalWarning,
     /// Set if the namespace is in the Changed Namespace List.
     namespace_changed: bool,
     /// I/O queues that the guest has created.
@@ -107,12 +107,12 @@ pub(crate) struct GuestAdminQueue {
     commands: u64,
     aborts: u64,
     /// Doorbell Buffer that the present command has set up.
-    new_buffer: Option<DoorbellBuffer>,
+    new_doorbell_buffer: Option<DoorbellBuffer>,
     clock: Arc<dyn WaitClock>,
     /// Commands that change an I/O queue and wait until its commands in flight have ended, in order of arrival.
-    held: VecDeque<Sqe>,
+    held_commands: VecDeque<Sqe>,
     /// Events that were read together with command errors, and which the function has not taken yet.
-    put_off: Vec<IoQueueEvent>,
+    deferred_events: Vec<IoQueueEvent>,
 }
 
 /// Maximum length of `held`. When `held` is full, the next such command is not taken, so all commands behind it wait, too.
@@ -123,7 +123,7 @@ enum AdminCommandOutcome {
     /// The command completes, with this value in dword 0.
     Done(u32),
     /// The command is an Asynchronous Event Request, and waits for an event.
-    Waits,
+    Waiting,
 }
 
 impl GuestAdminQueue {
@@ -139,15 +139,15 @@ impl GuestAdminQueue {
             events: AsyncEvents::default(),
             errors: ErrorLog::default(),
             health: GuestDriveHealth::new(facts.thresholds, clock.clone()),
-            warned: CriticalWarning::default(),
+            reported_warnings: CriticalWarning::default(),
             namespace_changed: false,
             queues: PersistedQueues::default(),
             commands: 0,
             aborts: 0,
-            new_buffer: None,
+            new_doorbell_buffer: None,
             clock,
-            held: VecDeque::new(),
-            put_off: Vec::new(),
+            held_commands: VecDeque::new(),
+            deferred_events: Vec::new(),
         }
     }
 
@@ -174,17 +174,17 @@ impl GuestAdminQueue {
         self.may_be_posted = false;
         self.postponed = None;
         self.features = ControllerFeatures::new(&self.clock);
-        self.held.clear();
+        self.held_commands.clear();
         self.events = AsyncEvents::default();
-        self.warned = CriticalWarning::default();
+        self.reported_warnings = CriticalWarning::default();
         self.namespace_changed = false;
         self.queues = PersistedQueues::default();
     }
 
     /// Returns whether [`GuestAdminQueue::run`] must be called every [`LOOK_INTERVAL`], because commands or queues wait for
     /// unmapped memory.
-    pub(crate) fn waits_for_memory(&self) -> bool {
-        self.suspension.is_on() || self.command_suspension.is_on()
+    pub(crate) fn is_waiting_for_memory(&self) -> bool {
+        self.suspension.is_active() || self.command_suspension.is_active()
     }
 
     /// Returns the I/O queues that the guest has created.
@@ -193,7 +193,7 @@ impl GuestAdminQueue {
     }
 
     /// Records that the lease was revoked: all I/O commands fail until the next reset.
-    pub(crate) fn note_revoked(&mut self) {
+    pub(crate) fn mark_revoked(&mut self) {
         self.queues.revoked = true;
     }
 
@@ -208,37 +208,37 @@ impl GuestAdminQueue {
     }
 
     /// Reads the admin doorbells. Returns whether the caller must read them again soon.
-    pub(crate) fn ring(&mut self, shared: &SharedParts) -> bool {
+    pub(crate) fn read_doorbells(&mut self, shared: &SharedBackendParts) -> bool {
         let Some(rings) = &mut self.rings else {
             return false;
         };
         // After a restore, the guest's head may be beyond the first completion. It is valid only once that is posted again.
-        if self.may_be_posted && rings.has_room() {
+        if self.may_be_posted && rings.has_free_slot() {
             return true;
         }
-        let look = rings.look(shared);
-        if look.invalid {
-            self.report_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
+        let look = rings.read_doorbells(shared);
+        if look.has_invalid_value {
+            self.report_invalid_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
         }
-        look.moves_on
+        look.needs_another_read
     }
 
     /// Reports a write to a doorbell whose queue does not exist.
     pub(crate) fn report_unknown_doorbell(&mut self) {
-        self.report_doorbell(AsyncEvent::INVALID_DOORBELL_REGISTER);
+        self.report_invalid_doorbell(AsyncEvent::INVALID_DOORBELL_REGISTER);
     }
 
     /// Reports an event of an I/O queue or the drive to the guest.
-    pub(crate) fn report(&mut self, event: &IoQueueEvent, host: &dyn ControllerBackend) {
+    pub(crate) fn report_event(&mut self, event: &IoQueueEvent, host: &dyn ControllerBackend) {
         match event {
             IoQueueEvent::InvalidDoorbell { .. } => {
-                self.report_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
+                self.report_invalid_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
             }
-            IoQueueEvent::CommandFailed(error) => self.errors.command_failed(error),
+            IoQueueEvent::CommandFailed(error) => self.errors.log_command_error(error),
             IoQueueEvent::QueueFailed { .. } => {
-                self.errors.controller_failed(Status::INTERNAL_ERROR)
+                self.errors.log_controller_error(Status::INTERNAL_ERROR)
             }
-            IoQueueEvent::Drive(event) => self.report_drive(*event, host),
+            IoQueueEvent::Drive(event) => self.report_drive_event(*event, host),
             IoQueueEvent::Changes => self.report_changes(host),
             // The function decides what to report of it.
             IoQueueEvent::HostSide(_) => {}
@@ -247,7 +247,7 @@ impl GuestAdminQueue {
 
     /// Reports a new entry in the command set's change list.
     fn report_changes(&mut self, host: &dyn ControllerBackend) {
-        let Some(list) = host.facts().namespace.command_sets.own().change_list else {
+        let Some(list) = host.facts().namespace.command_sets.native().change_list else {
             return;
         };
         if self.features.async_events().0 & list.notice.0 != 0 {
@@ -257,29 +257,29 @@ impl GuestAdminQueue {
 
     /// Reports that the I/O queues are lost and the controller must be reset. This event is reported before all others.
     pub(crate) fn report_lost_queues(&mut self) {
-        self.errors.controller_failed(Status::INTERNAL_ERROR);
+        self.errors.log_controller_error(Status::INTERNAL_ERROR);
         self.events
             .raise_first(AsyncEvent::PERSISTENT_INTERNAL_ERROR);
     }
 
     /// Reports an event of the drive or its namespaces.
-    fn report_drive(&mut self, event: DriveEvent, host: &dyn ControllerBackend) {
+    fn report_drive_event(&mut self, event: DriveEvent, host: &dyn ControllerBackend) {
         match event {
             DriveEvent::Health => self.read_health(host),
-            DriveEvent::NamespaceChanged(_) => self.report_namespace(),
+            DriveEvent::NamespaceChanged(_) => self.report_namespace_change(),
             // Each interrupted command is logged as an error.
             DriveEvent::Reset => {}
             // If the namespace disappears, a driver asks for the active namespaces, finds none, and fails its remaining
             // commands. CSTS.CFS would be worse: drivers notice it only by timeouts, and reset the controller again and again.
             DriveEvent::Gone => {
-                self.errors.controller_failed(Status::INTERNAL_ERROR);
-                self.report_namespace();
+                self.errors.log_controller_error(Status::INTERNAL_ERROR);
+                self.report_namespace_change();
                 self.read_health(host);
             }
         }
     }
 
-    fn report_namespace(&mut self) {
+    fn report_namespace_change(&mut self) {
         self.namespace_changed = true;
         if self.features.async_events().namespace_attribute() {
             self.events.raise(AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED);
@@ -287,21 +287,21 @@ impl GuestAdminQueue {
     }
 
     /// Returns whether the drive's health must be polled.
-    pub(crate) fn watches_health(&self, facts: &LeaseFacts) -> bool {
+    pub(crate) fn needs_health_polling(&self, facts: &LeaseFacts) -> bool {
         // Damage goes into the log even if the guest has not enabled the events.
         let wanted = self.features.async_events().critical_warnings().0 != 0;
         facts.can_be_damaged || (wanted && self.health.can_change())
     }
 
     /// Polls the drive's health if that is due.
-    pub(crate) fn watch_health(&mut self, controller: AdminCommandContext<'_>) {
-        if self.watches_health(controller.facts) && self.health.is_due() {
-            self.read_health(controller.host);
+    pub(crate) fn poll_health(&mut self, controller: AdminCommandContext<'_>) {
+        if self.needs_health_polling(controller.facts) && self.health.is_due() {
+            self.read_health(controller.backend);
         }
     }
 
     fn read_health(&mut self, host: &dyn ControllerBackend) {
-        self.health.note(host.damage());
+        self.health.set_damage(host.check_damage());
         self.health.read(host);
         self.report_health();
     }
@@ -310,8 +310,8 @@ impl GuestAdminQueue {
     fn report_health(&mut self) {
         let warnings = self.health.warnings(&self.features);
         let wanted = self.features.async_events().critical_warnings();
-        let news = CriticalWarning(warnings.0 & !self.warned.0 & wanted.0);
-        self.warned = CriticalWarning(warnings.0 & wanted.0);
+        let news = CriticalWarning(warnings.0 & !self.reported_warnings.0 & wanted.0);
+        self.reported_warnings = CriticalWarning(warnings.0 & wanted.0);
         // The grouping is the specification's (Base 2.0, Figure 147).
         let reliability = news.reliability() || news.read_only() || news.volatile_backup();
         for (is_news, event) in [
@@ -327,14 +327,14 @@ impl GuestAdminQueue {
 
     /// Completes an outstanding Asynchronous Event Request without an event, so that the guest's interrupt handler finds a
     /// completion.
-    pub(crate) fn report_nothing(&mut self) {
-        self.unposted.extend(self.events.report_nothing());
+    pub(crate) fn complete_event_request(&mut self) {
+        self.unposted.extend(self.events.complete_without_event());
     }
 
-    fn report_doorbell(&mut self, event: AsyncEvent) {
+    fn report_invalid_doorbell(&mut self, event: AsyncEvent) {
         // A waiting event is logged once, so a guest with a stream of invalid writes does not flood the log.
         if self.events.raise(event) {
-            self.errors.controller_failed(Status::INVALID_FIELD);
+            self.errors.log_controller_error(Status::INVALID_FIELD);
         }
     }
 
@@ -342,23 +342,29 @@ impl GuestAdminQueue {
     ///
     /// # Errors
     /// The memory of an admin queue has been unmapped for too long. The caller must fail the controller.
-    pub(crate) fn run(&mut self, controller: AdminCommandContext<'_>) -> Result<bool, DmaError> {
+    pub(crate) fn process_commands(
+        &mut self,
+        controller: AdminCommandContext<'_>,
+    ) -> Result<bool, DmaError> {
         // Taken out to borrow the rest of `self` for the commands.
         let Some(mut rings) = self.rings.take() else {
             return Ok(false);
         };
         let mut posted = false;
         // Before the access: the memory may be back by the time the thread reads the clock again.
-        let before = self.moment(controller);
-        let result = self.run_rings(&mut rings, controller, &mut posted);
+        let before = self.suspension_time(controller);
+        let result = self.process_rings(&mut rings, controller, &mut posted);
         self.rings = Some(rings);
         match result {
             Ok(()) => self.suspension.end(),
             Err(error) => {
                 let is_gone = matches!(error, DmaError::NotMapped { .. });
-                let after = self.moment(controller);
-                let SuspensionTime { now, quiet } = self.suspension.moment(before, after);
-                if !is_gone || self.suspension.is_over(now, quiet) {
+                let after = self.suspension_time(controller);
+                let SuspensionTime {
+                    now,
+                    unchanged_for: quiet,
+                } = self.suspension.failure_time(before, after);
+                if !is_gone || self.suspension.has_timed_out(now, quiet) {
                     return Err(error);
                 }
             }
@@ -367,13 +373,13 @@ impl GuestAdminQueue {
     }
 
     /// Returns whether commands wait for I/O commands in flight.
-    pub(crate) fn holds_commands(&self) -> bool {
-        !self.held.is_empty()
+    pub(crate) fn has_held_commands(&self) -> bool {
+        !self.held_commands.is_empty()
     }
 
     /// Carries out commands and posts completions until none is left. Sets `posted` with the first completion. If the memory of
     /// a queue cannot be accessed, returns the error; the next call begins with the same queue entry.
-    fn run_rings(
+    fn process_rings(
         &mut self,
         rings: &mut GuestAdminRings,
         controller: AdminCommandContext<'_>,
@@ -381,29 +387,29 @@ impl GuestAdminQueue {
     ) -> Result<(), DmaError> {
         let memory = &controller.shared.memory;
         let at_once = AdminCommandContext {
-            deadline: &controller.deadline.at_once(),
+            deadline: &controller.deadline.expired(),
             ..controller
         };
-        for _ in 0..self.held.len() {
-            if let Some(sqe) = self.held.pop_front() {
-                self.carry_out_in(&sqe, rings, at_once);
+        for _ in 0..self.held_commands.len() {
+            if let Some(sqe) = self.held_commands.pop_front() {
+                self.carry_out_with_rings(&sqe, rings, at_once);
             }
         }
         if let Some(sqe) = self.postponed.take() {
-            self.carry_out_in(&sqe, rings, controller);
+            self.carry_out_with_rings(&sqe, rings, controller);
         }
         // Reserves completion queue space before taking a command that needs it. If the guest frees none, only its own commands
         // wait; its head doorbell leads here again.
         while self.postponed.is_none()
             && let Some(room) = rings.reserve()
         {
-            let event = self.unposted.is_empty().then(|| self.events.report());
+            let event = self.unposted.is_empty().then(|| self.events.report_next());
             self.unposted.extend(event.flatten());
             if let Some(completion) = self.unposted.front().copied() {
-                if let Some(keep) = controller.keep {
+                if let Some(keep) = controller.state_store {
                     // The guest may act on a completion as soon as it is visible. By then, the successor must know that the
                     // command was carried out. It posts the same entry once more, which changes nothing.
-                    keep(self.save_with(Some(rings)), &self.queues);
+                    keep(self.save_with_rings(Some(rings)), &self.queues);
                 }
                 rings.post(room, completion, memory)?;
                 self.unposted.pop_front();
@@ -411,7 +417,7 @@ impl GuestAdminQueue {
                 *posted = true;
             } else if let Some(sqe) = rings.take(room, memory)? {
                 self.commands += 1;
-                self.carry_out_in(&sqe, rings, controller);
+                self.carry_out_with_rings(&sqe, rings, controller);
             } else {
                 break;
             }
@@ -421,7 +427,7 @@ impl GuestAdminQueue {
 
     /// Carries out one command like [`Self::carry_out`]. If the command has set up a Doorbell Buffer, starts to use that
     /// buffer.
-    fn carry_out_in(
+    fn carry_out_with_rings(
         &mut self,
         sqe: &Sqe,
         rings: &mut GuestAdminRings,
@@ -429,8 +435,8 @@ impl GuestAdminQueue {
     ) {
         self.carry_out(sqe, controller);
         // Must precede the completion: after it, the driver may use the buffer.
-        if let Some(buffer) = self.new_buffer.take() {
-            rings.enter_buffer(buffer, controller.shared);
+        if let Some(buffer) = self.new_doorbell_buffer.take() {
+            rings.use_doorbell_buffer(buffer, controller.shared);
         }
     }
 
@@ -438,40 +444,40 @@ impl GuestAdminQueue {
     /// command instead.
     fn carry_out(&mut self, sqe: &Sqe, controller: AdminCommandContext<'_>) {
         let cid = sqe.cid();
-        let host = controller.host;
-        let successors = host.successors();
-        let before = self.moment(controller);
+        let host = controller.backend;
+        let successors = host.successor_count();
+        let before = self.suspension_time(controller);
         let completion = match self.execute(sqe, controller) {
-            Ok(AdminCommandOutcome::Waits) => return,
+            Ok(AdminCommandOutcome::Waiting) => return,
             Ok(AdminCommandOutcome::Done(dw0)) => AdminCompletion {
                 cid,
                 status: Status::SUCCESS,
                 dw0,
             },
             // Another host side process may be connected by now. Its event leads here again.
-            Err(_) if host.is_away() || host.successors() != successors => {
+            Err(_) if host.is_disconnected() || host.successor_count() != successors => {
                 self.postponed = Some(*sqe);
                 return;
             }
             // The command has changed nothing yet.
             Err(AdminCommandFailure::NotMapped(_))
-                if !self.is_memory_gone_for_good(before, controller) =>
+                if !self.should_stop_waiting(before, controller) =>
             {
                 self.postponed = Some(*sqe);
                 return;
             }
             // Its I/O queue has commands in flight. Other commands, such as an Abort, are carried out before it.
-            Err(AdminCommandFailure::Waits) if self.held.len() < HELD_MAX => {
-                self.held.push_back(*sqe);
+            Err(AdminCommandFailure::QueueBusy) if self.held_commands.len() < HELD_MAX => {
+                self.held_commands.push_back(*sqe);
                 return;
             }
-            Err(AdminCommandFailure::Waits) => {
+            Err(AdminCommandFailure::QueueBusy) => {
                 self.postponed = Some(*sqe);
                 return;
             }
             Err(failure) => {
                 let status = failure.status();
-                self.errors.command_failed(&ErrorEntry {
+                self.errors.log_command_error(&ErrorEntry {
                     sqid: QueueId::ADMIN,
                     cid,
                     status,
@@ -491,22 +497,26 @@ impl GuestAdminQueue {
     }
 
     /// Returns the present time, and for how long the mappings of the VM's memory have not changed.
-    fn moment(&self, controller: AdminCommandContext<'_>) -> SuspensionTime {
+    fn suspension_time(&self, controller: AdminCommandContext<'_>) -> SuspensionTime {
         SuspensionTime {
             now: self.clock.now(),
-            quiet: controller.shared.memory.quiet_for(),
+            unchanged_for: controller.shared.memory.time_since_change(),
         }
     }
 
     /// Returns whether to stop waiting for memory that a command names. The failed access happened after `before`.
-    fn is_memory_gone_for_good(
+    fn should_stop_waiting(
         &mut self,
         before: SuspensionTime,
         controller: AdminCommandContext<'_>,
     ) -> bool {
-        let after = self.moment(controller);
-        let SuspensionTime { now, quiet } = self.command_suspension.moment(before, after);
-        self.command_suspension.is_over_for_command(now, quiet)
+        let after = self.suspension_time(controller);
+        let SuspensionTime {
+            now,
+            unchanged_for: quiet,
+        } = self.command_suspension.failure_time(before, after);
+        self.command_suspension
+            .has_timed_out_for_command(now, quiet)
     }
 
     fn execute(
@@ -518,7 +528,9 @@ impl GuestAdminQueue {
         let mut dw0 = 0;
         match AdminCommand::parse(sqe)? {
             AdminCommand::Identify(command) => {
-                let structure = self.subject(controller).identify(command, sqe.nsid)?;
+                let structure = self
+                    .identify_subject(controller)
+                    .identify(command, sqe.nsid)?;
                 DataBuffer::new(memory, sqe, IDENTIFY_SIZE as u64).write(&structure)?;
             }
             AdminCommand::GetLogPage(request) => {
@@ -541,7 +553,7 @@ impl GuestAdminQueue {
                 dw0 = self
                     .features
                     .set(command.fid, command.dword11, &data, &context)?;
-                self.feature_changed(command.fid, controller);
+                self.apply_feature(command.fid, controller);
             }
             AdminCommand::CreateIoCq(command) => {
                 let base = Gpa(sqe.prp1());
@@ -568,12 +580,12 @@ impl GuestAdminQueue {
                 dw0 = not_aborted;
             }
             AdminCommand::AsyncEventRequest => {
-                self.events.request(sqe.cid())?;
-                return Ok(AdminCommandOutcome::Waits);
+                self.events.add_request(sqe.cid())?;
+                return Ok(AdminCommandOutcome::Waiting);
             }
             AdminCommand::DoorbellBufferConfig => {
                 let buffer = doorbell_buffer::configure(controller, sqe)?;
-                self.new_buffer = Some(buffer);
+                self.new_doorbell_buffer = Some(buffer);
                 self.queues.doorbell_buffer = Some(buffer);
             }
         }
@@ -587,7 +599,7 @@ impl GuestAdminQueue {
         controller: AdminCommandContext<'_>,
     ) -> Result<(), AdminCommandFailure> {
         let AdminCommandContext {
-            host,
+            backend: host,
             facts,
             shared,
             ..
@@ -596,18 +608,18 @@ impl GuestAdminQueue {
             request.lid,
             LogPageId::ERROR_INFORMATION | LogPageId::SMART_HEALTH
         ) {
-            self.take_up_errors(controller);
+            self.collect_errors(controller);
         }
         if request.lid == LogPageId::SMART_HEALTH {
-            self.health.note(host.damage());
+            self.health.set_damage(host.check_damage());
             self.health.refresh(host);
             self.report_health();
         }
-        let list = facts.namespace.command_sets.own().change_list;
+        let list = facts.namespace.command_sets.native().change_list;
         let list = list.filter(|list| list.lid == request.lid);
         let changes = list.and_then(|_| host.changes());
         let pages = LogPages {
-            subject: self.subject(controller),
+            subject: self.identify_subject(controller),
             features: &self.features,
             context: self.feature_context(controller),
             errors: &self.errors,
@@ -621,26 +633,26 @@ impl GuestAdminQueue {
         if request.rae {
             return Ok(());
         }
-        if let Some(event_type) = log_pages::cleared_by(request.lid) {
-            self.events.clear(event_type);
+        if let Some(event_type) = log_pages::unmasked_event_type(request.lid) {
+            self.events.unmask(event_type);
         }
         if request.lid == LogPageId::CHANGED_NAMESPACE_LIST {
             self.namespace_changed = false;
         }
         if let (Some(list), Some(told)) = (list, &changes) {
-            self.events.clear(list.event.event_type());
-            host.forget_changes(told);
+            self.events.unmask(list.event.event_type());
+            host.remove_changes(told);
         }
         Ok(())
     }
 
     /// Adds the errors that queues have reported so far to the error log. Otherwise, the log could lack the error of a command
     /// whose completion the guest has already seen.
-    fn take_up_errors(&mut self, controller: AdminCommandContext<'_>) {
-        for event in controller.host.take_events() {
+    fn collect_errors(&mut self, controller: AdminCommandContext<'_>) {
+        for event in controller.backend.take_events() {
             match event {
-                IoQueueEvent::CommandFailed(error) => self.errors.command_failed(&error),
-                other => self.put_off.push(other),
+                IoQueueEvent::CommandFailed(error) => self.errors.log_command_error(&error),
+                other => self.deferred_events.push(other),
             }
         }
         // Reading the events also consumes a doorbell's signal. A full counter wakes as well.
@@ -648,24 +660,28 @@ impl GuestAdminQueue {
     }
 
     /// Returns the events that `put_off` holds for the function.
-    pub(crate) fn take_put_off(&mut self) -> Vec<IoQueueEvent> {
-        std::mem::take(&mut self.put_off)
+    pub(crate) fn take_deferred_events(&mut self) -> Vec<IoQueueEvent> {
+        std::mem::take(&mut self.deferred_events)
     }
 
     /// Applies the new value of a feature.
-    fn feature_changed(&mut self, fid: FeatureId, controller: AdminCommandContext<'_>) {
+    fn apply_feature(&mut self, fid: FeatureId, controller: AdminCommandContext<'_>) {
         match fid {
             FeatureId::INTERRUPT_COALESCING | FeatureId::INTERRUPT_VECTOR_CONFIGURATION => {
-                controller.host.set_coalescing(self.features.coalescing());
+                controller
+                    .backend
+                    .set_coalescing(self.features.coalescing());
             }
             // A warning that is already present is reported again to a host that enables it again.
             FeatureId::TEMPERATURE_THRESHOLD | FeatureId::ASYNC_EVENT_CONFIGURATION => {
-                self.warned = match fid {
-                    FeatureId::TEMPERATURE_THRESHOLD => self.warned.with_temperature(false),
+                self.reported_warnings = match fid {
+                    FeatureId::TEMPERATURE_THRESHOLD => {
+                        self.reported_warnings.with_temperature(false)
+                    }
                     _ => CriticalWarning::default(),
                 };
-                self.health.note(controller.host.damage());
-                self.health.refresh(controller.host);
+                self.health.set_damage(controller.backend.check_damage());
+                self.health.refresh(controller.backend);
                 self.report_health();
             }
             _ => {}
@@ -676,7 +692,7 @@ impl GuestAdminQueue {
         let facts = controller.facts;
         FeatureContext {
             namespace: &facts.namespace,
-            blocks: controller.host.status().blocks,
+            blocks: controller.backend.status().blocks,
             volatile_write_cache: facts.limits.volatile_write_cache,
             queue_pairs_max: facts.queue_pairs,
             default_threshold: self.health.default_threshold(),
@@ -688,25 +704,30 @@ impl GuestAdminQueue {
     fn io_queues<'a>(&self, controller: AdminCommandContext<'a>) -> IoQueues<'a> {
         IoQueues {
             controller,
-            allocated: self.features.allocated(&self.feature_context(controller)),
+            allocated: self
+                .features
+                .allocated_queues(&self.feature_context(controller)),
         }
     }
 
-    fn subject<'a>(&self, controller: AdminCommandContext<'a>) -> IdentifySubject<'a> {
+    fn identify_subject<'a>(&self, controller: AdminCommandContext<'a>) -> IdentifySubject<'a> {
         let AdminCommandContext {
-            host, facts, cc, ..
+            backend: host,
+            facts,
+            cc,
+            ..
         } = controller;
         let status = host.status();
         // A namespace of a disabled command set is inactive (Base 2.0, section 3.1.3.5).
-        let is_basic = facts.namespace.command_sets.own().csi == Csi::NVM;
+        let is_basic = facts.namespace.command_sets.native().csi == Csi::NVM;
         let enabled = is_basic || cc.css() == CommandSetSelected::ALL;
         IdentifySubject {
             namespace: &facts.namespace,
             blocks: status.blocks,
-            used: status.used,
+            used_bytes: status.used,
             limits: &facts.limits,
-            doorbell_buffer: doorbell_buffer::is_supported(facts),
-            active: enabled && status.is_backed,
+            has_doorbell_buffer: doorbell_buffer::is_supported(facts),
+            is_active: enabled && status.is_backed,
             thresholds: self.health.thresholds(),
             unit_blocks: facts.unit_blocks,
         }

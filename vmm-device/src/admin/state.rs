@@ -17,11 +17,11 @@ const UNPOSTED_MAX: usize = async_events::LIMIT_Z as usize + 2;
 
 impl GuestAdminQueue {
     pub(crate) fn save(&self) -> SavedAdminState {
-        self.save_with(self.rings.as_ref())
+        self.save_with_rings(self.rings.as_ref())
     }
 
     /// Saves the state, with `rings` as the queue pair, because `run` has taken the rings out of `self`.
-    pub(super) fn save_with(&self, rings: Option<&GuestAdminRings>) -> SavedAdminState {
+    pub(super) fn save_with_rings(&self, rings: Option<&GuestAdminRings>) -> SavedAdminState {
         let Self {
             rings: _,
             // Waits start again in the successor.
@@ -36,18 +36,18 @@ impl GuestAdminQueue {
             errors,
             // The health itself is read from the drive again.
             health,
-            warned,
+            reported_warnings: warned,
             namespace_changed,
             // Saved with the host side's queues.
             queues: _,
             commands,
             aborts,
             // Set only during a command.
-            new_buffer: _,
+            new_doorbell_buffer: _,
             clock: _,
-            held,
+            held_commands: held,
             // Empty: taken before the state is saved.
-            put_off: _,
+            deferred_events: _,
         } = self;
         SavedAdminState {
             rings: rings.map(GuestAdminRings::save),
@@ -61,7 +61,7 @@ impl GuestAdminQueue {
             namespace_changed: *namespace_changed,
             commands: *commands,
             aborts: *aborts,
-            powered_seconds: health.powered().as_secs(),
+            powered_seconds: health.powered_time().as_secs(),
         }
     }
 
@@ -136,18 +136,18 @@ impl GuestAdminQueue {
         let buffer = queues.doorbell_buffer;
         self.rings = rings
             .as_ref()
-            .and_then(|rings| GuestAdminRings::restored(rings, buffer));
-        self.unposted = unposted.iter().map(restored_completion).collect();
+            .and_then(|rings| GuestAdminRings::from_state(rings, buffer));
+        self.unposted = unposted.iter().map(completion_from_state).collect();
         self.may_be_posted = !self.unposted.is_empty();
         self.postponed = postponed.map(|words| transmute!(words));
-        self.held = held.iter().map(|words| transmute!(*words)).collect();
-        self.features = ControllerFeatures::restored(features, &self.clock, since);
+        self.held_commands = held.iter().map(|words| transmute!(*words)).collect();
+        self.features = ControllerFeatures::from_state(features, &self.clock, since);
         let powered = Duration::from_secs(*powered_seconds);
         self.health
-            .go_on(powered.saturating_add(since.unwrap_or_default()));
-        self.events = AsyncEvents::restored(events);
-        self.errors = ErrorLog::restored(errors);
-        self.warned = CriticalWarning(*warned);
+            .set_powered_time(powered.saturating_add(since.unwrap_or_default()));
+        self.events = AsyncEvents::from_state(events);
+        self.errors = ErrorLog::from_state(errors);
+        self.reported_warnings = CriticalWarning(*warned);
         self.namespace_changed = *namespace_changed;
         self.queues = queues;
         self.commands = *commands;
@@ -156,10 +156,10 @@ impl GuestAdminQueue {
     }
 
     /// Returns whether there are completions that the host has not consumed.
-    pub(crate) fn has_unconsumed(&self) -> bool {
+    pub(crate) fn has_unconsumed_completions(&self) -> bool {
         self.rings
             .as_ref()
-            .is_some_and(GuestAdminRings::has_unconsumed)
+            .is_some_and(GuestAdminRings::has_unconsumed_completions)
     }
 }
 
@@ -172,7 +172,7 @@ fn save_completion(completion: &AdminCompletion) -> CompletionState {
     }
 }
 
-fn restored_completion(state: &CompletionState) -> AdminCompletion {
+fn completion_from_state(state: &CompletionState) -> AdminCompletion {
     let CompletionState { cid, status, dw0 } = *state;
     AdminCompletion {
         cid: CommandId(cid),

@@ -7,13 +7,13 @@
 use std::time::Duration;
 
 /// Duration below which a check does not count: it has not read the mappings.
-const FREE: Duration = Duration::from_micros(50);
+const UNCOUNTED_TIME: Duration = Duration::from_micros(50);
 
 /// Total duration of checks that a guest may cause in succession before the next check has to wait.
 const BURST: Duration = Duration::from_millis(100);
 
 /// Divisor: in the long run, checks may take 1/`SHARE` of the time.
-const SHARE: u32 = 20;
+const TIME_SHARE_DIVISOR: u32 = 20;
 
 /// Longest time for which an enable of the controller waits for its check.
 const WAIT_MAX: Duration = Duration::from_secs(2);
@@ -23,27 +23,27 @@ const WAIT_MAX: Duration = Duration::from_secs(2);
 pub(super) struct MemoryChecks {
     /// Time that checks have taken, less the time that was paid off until `at`.
     debt: Duration,
-    at: Duration,
+    updated_at: Duration,
 }
 
 impl MemoryChecks {
     /// Returns whether a check may begin.
-    pub(super) fn may_begin(&self, now: Duration) -> bool {
+    pub(super) fn can_begin(&self, now: Duration) -> bool {
         self.debt_at(now) <= BURST
     }
 
     /// Records the duration of a check.
-    pub(super) fn ended(&mut self, began: Duration, now: Duration) {
+    pub(super) fn record_check(&mut self, began: Duration, now: Duration) {
         let time = now.saturating_sub(began);
-        if time >= FREE {
+        if time >= UNCOUNTED_TIME {
             let debt = self.debt_at(now).saturating_add(time);
-            self.debt = debt.min(BURST + WAIT_MAX / SHARE);
-            self.at = now;
+            self.debt = debt.min(BURST + WAIT_MAX / TIME_SHARE_DIVISOR);
+            self.updated_at = now;
         }
     }
 
     fn debt_at(&self, now: Duration) -> Duration {
-        let paid = now.saturating_sub(self.at) / SHARE;
+        let paid = now.saturating_sub(self.updated_at) / TIME_SHARE_DIVISOR;
         self.debt.saturating_sub(paid)
     }
 }
@@ -56,20 +56,20 @@ mod tests {
     fn checks_take_a_twentieth_of_the_time() {
         let ms = Duration::from_millis;
         let mut checks = MemoryChecks::default();
-        assert!(checks.may_begin(ms(0)));
-        checks.ended(ms(1_000), ms(1_100));
-        assert!(checks.may_begin(ms(1_100)), "several at once");
-        checks.ended(ms(1_100), ms(1_102));
-        assert!(!checks.may_begin(ms(1_139)));
-        assert!(checks.may_begin(ms(1_140)));
-        checks.ended(ms(2_000), ms(5_000));
-        assert!(!checks.may_begin(ms(6_999)));
-        assert!(checks.may_begin(ms(7_000)), "two seconds at most");
+        assert!(checks.can_begin(ms(0)));
+        checks.record_check(ms(1_000), ms(1_100));
+        assert!(checks.can_begin(ms(1_100)), "several at once");
+        checks.record_check(ms(1_100), ms(1_102));
+        assert!(!checks.can_begin(ms(1_139)));
+        assert!(checks.can_begin(ms(1_140)));
+        checks.record_check(ms(2_000), ms(5_000));
+        assert!(!checks.can_begin(ms(6_999)));
+        assert!(checks.can_begin(ms(7_000)), "two seconds at most");
         // The memory of most guests needs no checks.
         let mut free = MemoryChecks::default();
         for _ in 0..10_000 {
-            free.ended(ms(1), ms(1) + Duration::from_micros(49));
+            free.record_check(ms(1), ms(1) + Duration::from_micros(49));
         }
-        assert!(free.may_begin(ms(1)));
+        assert!(free.can_begin(ms(1)));
     }
 }

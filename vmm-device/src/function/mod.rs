@@ -1,10 +1,10 @@
 //! The NVMe PCI function: the object through which a VMM drives a guest's controller.
 
-mod kept;
+mod control_state;
 mod memory_checks;
 #[cfg(test)]
 mod model;
-mod pin;
+mod pin_watch;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -13,7 +13,7 @@ use std::{io, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use nvme_guest::{
     BackendEvent, ControllerBackend, DmaError, DoorbellMode, DriveEvent, GuestMemory,
-    InterruptVector, IoQueueEvent, LeaseFacts, PersistedQueues, QueueError, SharedParts,
+    InterruptVector, IoQueueEvent, LeaseFacts, PersistedQueues, QueueError, SharedBackendParts,
     interrupt::PinDeassertion,
 };
 use nvme_mpt_memory::deadline::{
@@ -32,7 +32,7 @@ use vm_device::{
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::{
-    admin::{AdminCommandContext, GuestAdminQueue, LOOK_INTERVAL, WATCH_INTERVAL},
+    admin::{AdminCommandContext, GuestAdminQueue, HEALTH_POLL_INTERVAL, MEMORY_POLL_INTERVAL},
     pci::{
         config_space::{Bar, BarMove, ConfigSpace, OfferedInterrupts, set_interrupt_status},
         msix::{MsixControl, MsixMasking, MsixMessage, MsixTable},
@@ -40,16 +40,16 @@ use crate::{
     registers::{ControllerCapabilities, ControllerProperties, ControllerTransition},
 };
 
-use kept::ControlParts;
-pub use kept::{ControlRestoreError, ControlState, ControlStateStore};
+use control_state::ControlParts;
+pub use control_state::{ControlRestoreError, ControlState, ControlStateStore};
 use memory_checks::MemoryChecks;
-use pin::{PIN_INTERVAL, PinWatch};
+use pin_watch::{PIN_INTERVAL, PinWatch};
 
 const ADMIN_SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
 const ADMIN_CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
 
 /// Interval at which a waiting function checks whether its commands in flight have ended.
-const HOLD_INTERVAL: Duration = Duration::from_millis(50);
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Vector of the Admin Completion Queue (Base 2.0, section 3.3.1).
 const ADMIN_VECTOR: u16 = 0;
@@ -120,36 +120,36 @@ pub struct NvmeFunction {
     admin: GuestAdminQueue,
     /// Must be dropped before `host`. These parts keep guest memory mapped, and this memory must be unmapped before the lease
     /// is released.
-    shared: SharedParts,
-    host: Arc<dyn ControllerBackend>,
+    shared: SharedBackendParts,
+    backend: Arc<dyn ControllerBackend>,
     facts: LeaseFacts,
     pub(crate) clock: Arc<dyn WaitClock>,
     admin_doorbell_exits: u64,
     /// Updated only after a reset is complete. So if the successor process repeats an access, its reset is counted once.
     resets: ResetStats,
     /// Vectors to raise when the function resumes after a restore.
-    owed: Vec<u16>,
+    pending_vectors: Vec<u16>,
     /// Set while the VMM has paused the function.
     paused: bool,
     /// Set while the back end is paused: by the VMM, or because Bus Master Enable is clear.
-    rests: bool,
+    is_quiesced: bool,
     /// Set if the back end was asked to pause, but commands are still in flight.
-    rest_waits: bool,
+    is_quiescing: bool,
     /// Set while the back end's process is gone and its successor has not connected.
-    away: bool,
+    is_disconnected: bool,
     /// Transition that is not complete, as `CSTS` shows. It waits for the back end's next process, for commands in flight, for
     /// a flush, or until the next memory check is allowed.
-    waiting: Option<ControllerTransition>,
+    pending_transition: Option<ControllerTransition>,
     /// Time since which the transition in `waiting` waits for the drive.
-    held_since: Option<Duration>,
-    keeper: Option<Box<dyn ControlStateStore>>,
+    waiting_since: Option<Duration>,
+    state_store: Option<Box<dyn ControlStateStore>>,
     /// Registers before the access that is in progress. The stored control state has these registers, because the successor
     /// process repeats the access.
-    before_access: Option<ControllerProperties>,
+    registers_before_access: Option<ControllerProperties>,
     /// Set if the control state may have changed since the last call of `take_change`.
-    is_touched: bool,
+    may_have_changed: bool,
     /// Set if the function is quarantined, so that its controller stays failed.
-    is_set_aside: bool,
+    is_quarantined: bool,
     /// Detects an interrupt pin whose level stays high.
     pin_watch: PinWatch,
     memory_checks: MemoryChecks,
@@ -165,7 +165,7 @@ impl NvmeFunction {
     /// queue pair and one for the admin queue.
     #[must_use]
     pub fn new(host: Arc<dyn ControllerBackend>, masking: MsixMasking) -> Self {
-        let (facts, shared) = (host.facts(), host.shared());
+        let (facts, shared) = (host.facts(), host.shared_parts());
         let clock = SystemClock::shared();
         let msix = MsixTable::new(shared.vectors.clone(), masking);
         let capabilities = ControllerCapabilities {
@@ -182,23 +182,23 @@ impl NvmeFunction {
             msix,
             registers: ControllerProperties::new(capabilities),
             admin: GuestAdminQueue::new(&facts, clock.clone()),
-            host,
+            backend: host,
             facts,
             shared,
             clock,
             admin_doorbell_exits: 0,
             resets: ResetStats::default(),
-            owed: Vec::new(),
+            pending_vectors: Vec::new(),
             paused: false,
-            rests: false,
-            rest_waits: false,
-            away: false,
-            waiting: None,
-            held_since: None,
-            keeper: None,
-            before_access: None,
-            is_touched: true,
-            is_set_aside: false,
+            is_quiesced: false,
+            is_quiescing: false,
+            is_disconnected: false,
+            pending_transition: None,
+            waiting_since: None,
+            state_store: None,
+            registers_before_access: None,
+            may_have_changed: true,
+            is_quarantined: false,
             pin_watch: PinWatch::default(),
             memory_checks: MemoryChecks::default(),
         }
@@ -238,12 +238,14 @@ impl NvmeFunction {
     fn has_pin_interrupt(&self) -> bool {
         let is_masked = self.registers.interrupt_mask() & 1 != 0;
         let pin = self.msix.vector(ADMIN_VECTOR);
-        !self.sends_messages() && !is_masked && pin.is_some_and(|pin| pin.has_pin_interrupt())
+        !self.is_msi_or_msix_enabled()
+            && !is_masked
+            && pin.is_some_and(|pin| pin.has_pin_interrupt())
     }
 
     /// Returns whether the guest has enabled MSI-X or MSI. If not, interrupts are sent by the pin, if the function has a pin.
     #[must_use]
-    pub fn sends_messages(&self) -> bool {
+    pub fn is_msi_or_msix_enabled(&self) -> bool {
         self.config.msix_control().enabled || self.config.msi_control().enabled
     }
 
@@ -251,30 +253,30 @@ impl NvmeFunction {
     /// addresses, and map the doorbells there.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Vec<BarMove> {
-        self.write_config_routed(offset, data, |_| {})
+        self.write_config_and_route(offset, data, |_| {})
     }
 
     /// Writes configuration space like [`Self::write_config`]. Calls `route` before the write unmasks a vector, so that the VMM
     /// can install the message routes first. If the write initiates a Function Level Reset, earlier pending interrupts are
     /// discarded before that call.
     #[must_use = "the VMM has to follow the BARs"]
-    pub fn write_config_routed(
+    pub fn write_config_and_route(
         &mut self,
         offset: u64,
         data: &[u8],
         route: impl FnOnce(&Self),
     ) -> Vec<BarMove> {
-        self.is_touched = true;
+        self.may_have_changed = true;
         let write = self.config.write(offset, data);
-        if write.function_level_reset && !self.is_set_aside {
+        if write.function_level_reset && !self.is_quarantined {
             let deadline = self.access_deadline();
             // CSTS.RDY shows a reset that is not complete.
             let _ = self.reset_controller(&deadline);
             self.resets.function_level += 1;
         }
         route(self);
-        if !self.is_set_aside {
-            self.follow_bus_master();
+        if !self.is_quarantined {
+            self.apply_bus_master();
         }
         write.moves
     }
@@ -304,27 +306,27 @@ impl NvmeFunction {
         match bar {
             Bar::Registers if offset >= DOORBELLS => self.write_doorbell(offset, data),
             Bar::Registers => {
-                self.is_touched = true;
+                self.may_have_changed = true;
                 let before = self.registers.clone();
                 let transition = self.registers.write(offset, data);
-                self.follow_masks(before.interrupt_mask());
-                if self.is_set_aside {
-                    self.stay_failed(transition);
+                self.update_masks(before.interrupt_mask());
+                if self.is_quarantined {
+                    self.complete_quarantined_transition(transition);
                 } else if let Some(transition) = transition {
                     let mask = before.interrupt_mask();
-                    self.before_access = Some(before);
-                    self.carry_out(transition, &self.access_deadline());
-                    self.before_access = None;
-                    self.begin_looks();
+                    self.registers_before_access = Some(before);
+                    self.carry_out_transition(transition, &self.access_deadline());
+                    self.registers_before_access = None;
+                    self.start_polling();
                     if matches!(transition, ControllerTransition::Disable) {
                         self.resets.controller += 1;
                     }
                     // A reset clears the mask.
-                    self.follow_masks(mask);
+                    self.update_masks(mask);
                 }
             }
             Bar::Msix => {
-                self.is_touched = true;
+                self.may_have_changed = true;
                 self.msix.write(offset, data);
                 self.apply_masks();
             }
@@ -357,13 +359,13 @@ impl NvmeFunction {
     /// # Errors
     /// Returns the kernel's error if no poller can watch the admin queue's doorbells.
     pub fn begin_mapped_doorbells(&mut self) -> io::Result<()> {
-        self.host.begin_silent_doorbells()
+        self.backend.begin_untrapped_doorbells()
     }
 
     /// Returns to trapped doorbells, after the VMM has unmapped them: from now on, the VMM reports each doorbell write. A VMM
     /// that starts with unmapped doorbells must call this first, even if the function is configured for mapped doorbells.
     pub fn end_mapped_doorbells(&mut self) {
-        self.host.end_silent_doorbells();
+        self.backend.end_untrapped_doorbells();
         // Makes the VMM process values that were stored to the admin doorbells just before. A full counter wakes it, too.
         let _ = eventfd::signal(self.events_fd());
     }
@@ -399,13 +401,13 @@ impl NvmeFunction {
     }
 
     /// Reports that the VMM has lowered the interrupt line, because the guest has acknowledged the interrupt.
-    pub fn end_of_interrupt(&mut self) {
+    pub fn on_end_of_interrupt(&mut self) {
         if let Some(pin) = self.msix.vector(ADMIN_VECTOR) {
             pin.end_of_interrupt();
         }
         self.raise_pin();
         // Pollers check whether the guest has left completions in their queues.
-        for (_, waker) in self.host.io_doorbells().wakers {
+        for (_, waker) in self.backend.io_doorbells().wakers {
             // A full counter wakes as well.
             let _ = eventfd::signal(waker.eventfd());
         }
@@ -414,9 +416,10 @@ impl NvmeFunction {
     /// Raises the pin if the guest has not consumed all completions of the admin queue, unless the level is already high.
     fn raise_pin(&mut self) {
         // The guest may have advanced the queue's head.
-        self.ring_admin();
-        let is_high =
-            !self.is_at_rest() && self.registers.is_running() && self.admin.has_unconsumed();
+        self.read_admin_doorbells();
+        let is_high = !self.is_pausing_or_paused()
+            && self.registers.is_running()
+            && self.admin.has_unconsumed_completions();
         if let Some(pin) = self.msix.vector(ADMIN_VECTOR)
             && is_high
         {
@@ -452,8 +455,8 @@ impl NvmeFunction {
     ///
     /// Callers may only map memory and read statistics. Everything else is up to the function.
     #[must_use]
-    pub fn host(&self) -> &dyn ControllerBackend {
-        self.host.as_ref()
+    pub fn backend(&self) -> &dyn ControllerBackend {
+        self.backend.as_ref()
     }
 
     /// Returns the counters of the admin queue.
@@ -465,7 +468,7 @@ impl NvmeFunction {
             interrupts: self
                 .msix
                 .vector(ADMIN_VECTOR)
-                .map_or(0, |vector| vector.count()),
+                .map_or(0, |vector| vector.signal_count()),
             aborts: self.admin.aborts(),
         }
     }
@@ -482,11 +485,11 @@ impl NvmeFunction {
     /// [`EndError::Busy`] if commands are still in flight, [`EndError::Flush`] if the drive was not flushed. The lease is
     /// released only after both are done.
     pub fn end(&mut self) -> Result<(), EndError> {
-        let deadline = self.deadline();
+        let deadline = self.drain_deadline();
         drop(self.config.reset());
         let stopped = self.reset_controller(&deadline);
         // Completed commands are made durable even if others are still in flight.
-        let flushed = self.flush_by(&deadline);
+        let flushed = self.flush_until(&deadline);
         stopped.map_err(EndError::Busy)?;
         flushed.map_err(EndError::Flush)
     }
@@ -496,19 +499,19 @@ impl NvmeFunction {
     /// # Errors
     /// Returns the drive's error; [`io::ErrorKind::TimedOut`] after 30 seconds.
     pub fn flush(&self) -> io::Result<()> {
-        self.flush_by(&self.deadline())
+        self.flush_until(&self.drain_deadline())
     }
 
-    fn flush_by(&self, deadline: &Deadline) -> io::Result<()> {
-        if self.host.status().is_gone {
+    fn flush_until(&self, deadline: &Deadline) -> io::Result<()> {
+        if self.backend.status().is_gone {
             log::warn!("The drive is gone, and not flushed");
             return Ok(());
         }
-        self.host.flush_within(deadline.left())
+        self.backend.flush_within(deadline.remaining())
     }
 
     /// Returns the deadline for `end` and `reset`, from now.
-    fn deadline(&self) -> Deadline {
+    fn drain_deadline(&self) -> Deadline {
         Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
 
@@ -523,22 +526,22 @@ impl NvmeFunction {
     /// mappings stay.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&mut self) -> Vec<BarMove> {
-        let moves = self.reset_by(&self.deadline());
+        let moves = self.reset_until(&self.drain_deadline());
         self.resets.vmm += 1;
         moves
     }
 
     /// Resets the function like [`Self::reset`], with `deadline` instead of 30 s.
-    pub(super) fn reset_by(&mut self, deadline: &Deadline) -> Vec<BarMove> {
-        self.is_touched = true;
+    pub(super) fn reset_until(&mut self, deadline: &Deadline) -> Vec<BarMove> {
+        self.may_have_changed = true;
         let moves = self.config.reset();
         // CSTS.RDY shows a reset that is not complete.
         let _ = self.reset_controller(deadline);
-        if self.is_set_aside {
+        if self.is_quarantined {
             self.registers.fail();
             return moves;
         }
-        self.follow_bus_master();
+        self.apply_bus_master();
         moves
     }
 
@@ -550,9 +553,9 @@ impl NvmeFunction {
     /// access it.
     pub fn reset_and_unmap(&mut self) -> Result<u64, DmaError> {
         let deadline = self.access_deadline();
-        drop(self.reset_by(&deadline));
-        self.config.renew();
-        self.host.unmap_all_within(deadline.left())
+        drop(self.reset_until(&deadline));
+        self.config.reset_for_new_guest();
+        self.backend.unmap_all_within(deadline.remaining())
     }
 
     /// Returns an eventfd that is readable when [`Self::process_events`] has work to do.
@@ -569,41 +572,44 @@ impl NvmeFunction {
     /// - admin queues or commands wait for memory that the VMM has unmapped, or
     /// - the function waits for commands in flight.
     #[must_use]
-    pub fn events_interval(&self) -> Option<Duration> {
-        if self.is_held() || self.admin.holds_commands() {
-            return Some(HOLD_INTERVAL);
+    pub fn events_poll_interval(&self) -> Option<Duration> {
+        if self.is_draining() || self.admin.has_held_commands() {
+            return Some(DRAIN_POLL_INTERVAL);
         }
-        if !self.registers.is_running() || self.rests {
+        if !self.registers.is_running() || self.is_quiesced {
             return None;
         }
         let pin = self.msix.vector(ADMIN_VECTOR);
-        let pin = pin.and_then(|vector| vector.falls_by_access().then_some(PIN_INTERVAL));
+        let pin = pin.and_then(|vector| vector.deasserts_on_access().then_some(PIN_INTERVAL));
         let health = self
             .admin
-            .watches_health(&self.facts)
-            .then_some(WATCH_INTERVAL);
-        let memory = self.admin.waits_for_memory().then_some(LOOK_INTERVAL);
+            .needs_health_polling(&self.facts)
+            .then_some(HEALTH_POLL_INTERVAL);
+        let memory = self
+            .admin
+            .is_waiting_for_memory()
+            .then_some(MEMORY_POLL_INTERVAL);
         pin.into_iter().chain(health).chain(memory).min()
     }
 
     /// Carries out admin commands and reports events of the I/O queues and the drive to the guest. Waits at most a second in
     /// all for I/O commands in flight. Call this whenever [`Self::events_fd`] is readable; further calls are harmless.
     pub fn process_events(&mut self) {
-        self.is_touched = true;
-        self.take_events();
-        if !self.away {
-            self.look_after_held();
-            self.watch_pin();
-            self.run_admin();
+        self.may_have_changed = true;
+        self.handle_events();
+        if !self.is_disconnected {
+            self.continue_deferred_work();
+            self.check_pin();
+            self.process_admin_commands();
         }
     }
 
     /// Checks for an interrupt pin whose level stays high although the guest has consumed all completions. If so, completes an
     /// Asynchronous Event Request, so that the guest's interrupt handler finds a completion.
-    fn watch_pin(&mut self) {
+    fn check_pin(&mut self) {
         let high = match self.msix.vector(ADMIN_VECTOR) {
-            Some(pin) if self.registers.is_running() && !self.is_at_rest() => {
-                pin.high_until_access()
+            Some(pin) if self.registers.is_running() && !self.is_pausing_or_paused() => {
+                pin.asserted_until_access()
             }
             _ => None,
         };
@@ -611,17 +617,17 @@ impl NvmeFunction {
             log::debug!(
                 "The guest does not lower its interrupt pin: it gets an event without a cause"
             );
-            self.admin.report_nothing();
+            self.admin.complete_event_request();
         }
     }
 
     /// Carries out admin commands, and posts all completions for which there is space.
-    fn run_admin(&mut self) {
-        if !self.registers.is_running() || self.is_at_rest() {
+    fn process_admin_commands(&mut self) {
+        if !self.registers.is_running() || self.is_pausing_or_paused() {
             return;
         }
         // Stores to mapped doorbells are only seen here.
-        self.ring_admin();
+        self.read_admin_doorbells();
         let deadline = self.access_deadline();
         let parts = ControlParts {
             facts: &self.facts,
@@ -630,20 +636,22 @@ impl NvmeFunction {
             registers: &self.registers,
             resets: self.resets,
         };
-        let keeper = self.keeper.as_deref();
+        let keeper = self.state_store.as_deref();
         let keep = keeper.map(|keeper| {
-            move |admin, queues: &PersistedQueues| keeper.store(parts.with(admin, queues.clone()))
+            move |admin, queues: &PersistedQueues| {
+                keeper.store(parts.to_control_state(admin, queues.clone()))
+            }
         });
         let controller = AdminCommandContext {
-            host: &*self.host,
+            backend: &*self.backend,
             facts: &self.facts,
             shared: &self.shared,
             cc: self.registers.cc(),
             deadline: &deadline,
-            keep: keep.as_ref().map(|keep| keep as _),
+            state_store: keep.as_ref().map(|keep| keep as _),
         };
-        self.admin.watch_health(controller);
-        match self.admin.run(controller) {
+        self.admin.poll_health(controller);
+        match self.admin.process_commands(controller) {
             Ok(false) => {}
             Ok(true) => {
                 if let Some(vector) = self.msix.vector(ADMIN_VECTOR) {
@@ -655,47 +663,47 @@ impl NvmeFunction {
     }
 
     /// Returns the pending events, the deferred ones first.
-    fn events(&mut self) -> Vec<IoQueueEvent> {
-        let mut events = self.admin.take_put_off();
-        events.extend(self.host.take_events());
+    fn take_pending_events(&mut self) -> Vec<IoQueueEvent> {
+        let mut events = self.admin.take_deferred_events();
+        events.extend(self.backend.take_events());
         events
     }
 
     /// Handles the pending events of the I/O queues and the drive.
-    fn take_events(&mut self) {
-        for event in self.events() {
+    fn handle_events(&mut self) {
+        for event in self.take_pending_events() {
             match &event {
                 IoQueueEvent::QueueFailed { qid, reason } => {
                     self.fail(&format!("I/O queue {qid}: {reason}"));
                 }
                 IoQueueEvent::Drive(DriveEvent::NamespaceChanged(_))
-                    if !self.host.status().is_backed =>
+                    if !self.backend.status().is_backed =>
                 {
                     self.revoke();
                 }
-                IoQueueEvent::HostSide(event) => self.follow_host_side(*event),
-                IoQueueEvent::Drive(DriveEvent::Gone) => self.away = false,
+                IoQueueEvent::HostSide(event) => self.handle_backend_event(*event),
+                IoQueueEvent::Drive(DriveEvent::Gone) => self.is_disconnected = false,
                 _ => {}
             }
-            self.admin.report(&event, &*self.host);
+            self.admin.report_event(&event, &*self.backend);
         }
     }
 
     /// Handles the loss or the return of the back end's process. While the process is gone, the guest sees a slow drive. If the
     /// next process lacks the queues, the controller fails, so that the guest's driver resets it and submits its commands
     /// again.
-    fn follow_host_side(&mut self, event: BackendEvent) {
-        self.away = event == BackendEvent::Away;
-        if self.away {
+    fn handle_backend_event(&mut self, event: BackendEvent) {
+        self.is_disconnected = event == BackendEvent::Away;
+        if self.is_disconnected {
             return;
         }
-        if let Some(transition) = self.waiting.take() {
-            self.carry_out(transition, &self.access_deadline());
-            self.begin_looks();
+        if let Some(transition) = self.pending_transition.take() {
+            self.carry_out_transition(transition, &self.access_deadline());
+            self.start_polling();
         } else if event == BackendEvent::BackWithoutQueues && self.registers.is_running() {
             // A driver notices `CSTS.CFS` only after its commands time out.
             self.admin.report_lost_queues();
-            self.run_admin();
+            self.process_admin_commands();
             self.fail("the process that had its queues ended, and another one took its place");
         }
     }
@@ -704,130 +712,140 @@ impl NvmeFunction {
     /// another namespace.
     fn revoke(&mut self) {
         log::error!("The namespace of the guest's lease is gone, or has other blocks");
-        self.admin.note_revoked();
-        if let Err(error) = self.host.revoke() {
+        self.admin.mark_revoked();
+        if let Err(error) = self.backend.revoke() {
             self.fail(&format!("its lease cannot be revoked: {error}"));
         }
     }
 
     /// Returns whether an error means that the back end's process has just disconnected and that the function waits for its
     /// successor.
-    fn is_waited_for(&self, error: &io::Error) -> bool {
-        error.kind() == io::ErrorKind::NotConnected && !self.host.status().is_gone
+    fn is_disconnect_error(&self, error: &io::Error) -> bool {
+        error.kind() == io::ErrorKind::NotConnected && !self.backend.status().is_gone
     }
 
     /// Carries out a transition until `deadline`. If it is not complete by then, `process_events` continues it.
-    fn carry_out(&mut self, transition: ControllerTransition, deadline: &Deadline) {
+    fn carry_out_transition(&mut self, transition: ControllerTransition, deadline: &Deadline) {
         // Each transition ends the previous state: a guest that enables the controller finds no leftovers, and doorbell stores
         // from before count for nothing. Until that is done, CSTS.RDY and CSTS.SHST show an incomplete reset or shutdown (Base
         // 2.0, sections 3.1.3.6 and 3.6.1).
         if let Err(error) = self.stop(deadline) {
-            return self.hold(transition, &error);
+            return self.defer_until_drained(transition, &error);
         }
         match transition {
-            ControllerTransition::Enable(_) if self.away => self.waiting = Some(transition),
+            ControllerTransition::Enable(_) if self.is_disconnected => {
+                self.pending_transition = Some(transition)
+            }
             // The guest has caused many memory checks. Enabling is delayed.
-            ControllerTransition::Enable(_) if !self.memory_checks.may_begin(self.clock.now()) => {
-                self.waiting = Some(transition);
+            ControllerTransition::Enable(_) if !self.memory_checks.can_begin(self.clock.now()) => {
+                self.pending_transition = Some(transition);
             }
             ControllerTransition::Enable(queues) => {
                 // No guest memory was used since the reset.
                 let began = self.clock.now();
-                let checked = self.host.check_memory();
-                self.memory_checks.ended(began, self.clock.now());
+                let checked = self.backend.check_memory();
+                self.memory_checks.record_check(began, self.clock.now());
                 if let Err(error) = checked {
                     return self.fail(&format!("its memory cannot be used: {error}"));
                 }
                 // Stores to mapped doorbells do not arrive here.
-                if let Err(error) = self.host.watch_admin_doorbells() {
-                    if self.is_waited_for(&error) {
-                        return self.wait(transition);
+                if let Err(error) = self.backend.watch_admin_doorbells() {
+                    if self.is_disconnect_error(&error) {
+                        return self.defer_until_reconnect(transition);
                     }
                     return self.fail(&format!("its admin doorbells cannot be watched: {error}"));
                 }
-                self.admin.enable(queues, &*self.host);
-                self.registers.enabled();
+                self.admin.enable(queues, &*self.backend);
+                self.registers.set_ready();
             }
             ControllerTransition::Disable => {
                 // The reset clears the masks. The interrupts that they held back have no queue entry left.
                 self.msix.clear_pending();
-                self.owed.clear();
-                self.registers.disabled();
+                self.pending_vectors.clear();
+                self.registers.complete_reset();
             }
             ControllerTransition::Shutdown(notification) => {
                 // An abrupt shutdown skips the flush. A drive that is gone keeps nothing.
-                let successors = self.host.successors();
+                let successors = self.backend.successor_count();
                 if notification == ShutdownNotification::NORMAL
-                    && let Err(error) = self.flush_by(deadline)
+                    && let Err(error) = self.flush_until(deadline)
                 {
-                    if self.host.is_away() || self.host.successors() != successors {
+                    if self.backend.is_disconnected()
+                        || self.backend.successor_count() != successors
+                    {
                         // The successor makes durable what this host side wrote.
-                        return self.wait(transition);
+                        return self.defer_until_reconnect(transition);
                     }
                     if error.kind() == io::ErrorKind::TimedOut {
-                        return self.hold(transition, &error);
+                        return self.defer_until_drained(transition, &error);
                     }
                     return self.fail(&format!("its drive cannot be flushed: {error}"));
                 }
-                self.registers.shut_down();
+                self.registers.complete_shutdown();
             }
         }
     }
 
     /// Defers a transition until the back end's next process has connected.
-    fn wait(&mut self, transition: ControllerTransition) {
-        self.away = true;
-        self.waiting = Some(transition);
+    fn defer_until_reconnect(&mut self, transition: ControllerTransition) {
+        self.is_disconnected = true;
+        self.pending_transition = Some(transition);
     }
 
     /// Defers a transition because the drive has not finished its work. A later transition replaces the deferred one.
-    fn hold(&mut self, transition: ControllerTransition, why: &dyn std::error::Error) {
+    fn defer_until_drained(
+        &mut self,
+        transition: ControllerTransition,
+        why: &dyn std::error::Error,
+    ) {
         if matches!(transition, ControllerTransition::Disable) {
-            self.registers.hold_reset();
+            self.registers.keep_ready();
         }
-        if self.held_since.is_none() {
+        if self.waiting_since.is_none() {
             log::warn!("The guest waits for the drive ({transition:?}): {why}");
-            self.held_since = Some(self.clock.now());
+            self.waiting_since = Some(self.clock.now());
         }
-        self.waiting = Some(transition);
+        self.pending_transition = Some(transition);
     }
 
     /// If the function waits, wakes the thread that calls `process_events`, so that the thread starts to poll. Must not be
     /// called by a poll, because each poll would then trigger the next one at once.
-    fn begin_looks(&self) {
-        if self.is_held() {
+    fn start_polling(&self) {
+        if self.is_draining() {
             // A full counter wakes as well.
             let _ = eventfd::signal(self.events_fd());
         }
     }
 
     /// Returns whether the function waits for commands in flight or for a flush.
-    fn is_held(&self) -> bool {
-        !self.is_set_aside && !self.away && (self.waiting.is_some() || self.rest_waits)
+    fn is_draining(&self) -> bool {
+        !self.is_quarantined
+            && !self.is_disconnected
+            && (self.pending_transition.is_some() || self.is_quiescing)
     }
 
     /// Returns whether the function is pausing or paused. If so, it must not access guest memory.
-    fn is_at_rest(&self) -> bool {
-        self.rests || self.rest_waits
+    fn is_pausing_or_paused(&self) -> bool {
+        self.is_quiesced || self.is_quiescing
     }
 
     /// Continues a deferred transition or pause, if its commands in flight have ended.
-    fn look_after_held(&mut self) {
-        let at_once = self.access_deadline().at_once();
-        if let Some(transition) = self.waiting.take() {
+    fn continue_deferred_work(&mut self) {
+        let at_once = self.access_deadline().expired();
+        if let Some(transition) = self.pending_transition.take() {
             let mask = self.registers.interrupt_mask();
-            self.carry_out(transition, &at_once);
+            self.carry_out_transition(transition, &at_once);
             // A reset clears the mask.
-            self.follow_masks(mask);
+            self.update_masks(mask);
         }
-        if self.waiting.is_none()
-            && let Some(since) = self.held_since.take()
+        if self.pending_transition.is_none()
+            && let Some(since) = self.waiting_since.take()
         {
             let waited = self.clock.now().saturating_sub(since);
             log::info!("The guest has waited {} s for the drive", waited.as_secs());
         }
-        if self.rest_waits {
-            self.follow_bus_master_by(&at_once);
+        if self.is_quiescing {
+            self.apply_bus_master_until(&at_once);
         }
     }
 
@@ -860,7 +878,7 @@ impl NvmeFunction {
     }
 
     /// Applies INTMS and INTMC if the mask differs from `before`.
-    fn follow_masks(&self, before: u32) {
+    fn update_masks(&self, before: u32) {
         if self.registers.interrupt_mask() != before {
             self.apply_masks();
         }
@@ -877,29 +895,29 @@ impl NvmeFunction {
 
     /// Pauses the queues if Bus Master Enable is clear, because the function must then neither access memory nor send interrupt
     /// messages. Resumes the queues if Bus Master Enable is set.
-    fn follow_bus_master(&mut self) {
-        let deadline = match self.waiting {
+    fn apply_bus_master(&mut self) {
+        let deadline = match self.pending_transition {
             // A longer wait for these commands has just been tried.
-            Some(_) => self.access_deadline().at_once(),
+            Some(_) => self.access_deadline().expired(),
             None => self.access_deadline(),
         };
-        self.follow_bus_master_by(&deadline);
-        self.begin_looks();
+        self.apply_bus_master_until(&deadline);
+        self.start_polling();
     }
 
     /// Does the work of [`Self::follow_bus_master`]. If commands are in flight at the deadline, `process_events` completes the
     /// pause later.
-    fn follow_bus_master_by(&mut self, deadline: &Deadline) {
+    fn apply_bus_master_until(&mut self, deadline: &Deadline) {
         self.apply_masks();
         let rests = self.paused || !self.config.is_bus_master();
-        if rests == self.rests && !self.rest_waits {
+        if rests == self.is_quiesced && !self.is_quiescing {
             return;
         }
         if !rests {
-            self.rest_waits = false;
-            self.host.resume();
-            self.rests = false;
-            for vector in std::mem::take(&mut self.owed) {
+            self.is_quiescing = false;
+            self.backend.resume();
+            self.is_quiesced = false;
+            for vector in std::mem::take(&mut self.pending_vectors) {
                 if let Some(vector) = self.msix.vector(vector) {
                     vector.signal();
                 }
@@ -912,8 +930,8 @@ impl NvmeFunction {
             // Admin commands may have arrived during the pause. A full counter wakes as well.
             let _ = eventfd::signal(self.events_fd());
         } else {
-            self.rests = self.host.pause_within(deadline.left()).is_ok();
-            self.rest_waits = !self.rests;
+            self.is_quiesced = self.backend.pause_within(deadline.remaining()).is_ok();
+            self.is_quiescing = !self.is_quiesced;
         }
     }
 
@@ -923,10 +941,10 @@ impl NvmeFunction {
         let stopped = self.stop(deadline);
         self.msix.reset();
         self.apply_masks();
-        self.owed.clear();
+        self.pending_vectors.clear();
         if let Err(error) = &stopped {
-            self.hold(ControllerTransition::Disable, error);
-            self.begin_looks();
+            self.defer_until_drained(ControllerTransition::Disable, error);
+            self.start_polling();
         }
         stopped
     }
@@ -936,18 +954,18 @@ impl NvmeFunction {
     /// # Errors
     /// [`QueueError::Timeout`] if commands are in flight at the deadline. Another call completes the stop.
     fn stop(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
-        self.waiting = None;
+        self.pending_transition = None;
         self.admin.reset();
         // From here on the doorbells are reset. The successor process must not restore queues from them.
-        self.store();
-        let stopped = self.host.reset_within(deadline.left());
+        self.store_control_state();
+        let stopped = self.backend.reset_within(deadline.remaining());
         // Errors of the ended queues' commands stay in the log. Drive events are dropped: later requests read the drive's state
         // again.
-        for event in self.events() {
+        for event in self.take_pending_events() {
             match event {
-                IoQueueEvent::CommandFailed(_) => self.admin.report(&event, &*self.host),
-                IoQueueEvent::HostSide(event) => self.away = event == BackendEvent::Away,
-                IoQueueEvent::Drive(DriveEvent::Gone) => self.away = false,
+                IoQueueEvent::CommandFailed(_) => self.admin.report_event(&event, &*self.backend),
+                IoQueueEvent::HostSide(event) => self.is_disconnected = event == BackendEvent::Away,
+                IoQueueEvent::Drive(DriveEvent::Gone) => self.is_disconnected = false,
                 _ => {}
             }
         }
@@ -967,23 +985,23 @@ impl NvmeFunction {
             Some(doorbell @ (ADMIN_SQ_TAIL | ADMIN_CQ_HEAD)) => {
                 self.admin_doorbell_exits += 1;
                 self.shared.doorbells.store(doorbell, value);
-                self.ring_admin();
+                self.read_admin_doorbells();
             }
-            Some(doorbell) if self.host.ring(doorbell, value) => return,
+            Some(doorbell) if self.backend.ring(doorbell, value) => return,
             _ => self.admin.report_unknown_doorbell(),
         }
-        self.is_touched = true;
+        self.may_have_changed = true;
         // `process_events` carries the commands out later, so that the vCPU does not wait here. A full counter wakes as well.
         let _ = eventfd::signal(self.events_fd());
     }
 
     /// Reads the admin doorbells.
-    fn ring_admin(&mut self) {
+    fn read_admin_doorbells(&mut self) {
         // A paused function touches no memory, including the Doorbell Buffer. The doorbells are read after the resume.
-        if self.is_at_rest() {
+        if self.is_pausing_or_paused() {
             return;
         }
-        if self.admin.ring(&self.shared) {
+        if self.admin.read_doorbells(&self.shared) {
             // The rest is left to the next turn, so that a driver that keeps ringing delays no other work. A full counter wakes
             // as well.
             let _ = eventfd::signal(self.events_fd());

@@ -13,8 +13,10 @@ use proptest::test_runner::{Config, TestCaseError};
 use zerocopy::IntoBytes;
 
 use super::NvmeFunction;
-use super::kept::tests::{PersistedFunctionParts, clone, function_on, pass_on};
-use crate::fixtures::{self, ADMIN_ENTRIES, ADMIN_SQ, MEMORY, NOWHERE};
+use super::control_state::tests::{
+    PersistedFunctionParts, clone_fd, function_with_files, serialize_and_parse,
+};
+use crate::fixtures::{self, ADMIN_ENTRIES, ADMIN_SQ, MEMORY, UNMAPPED};
 use crate::{Bar, FunctionSnapshot, MsixMasking};
 
 /// Size of a part of the guest's memory, the unit that the VMM maps and unmaps.
@@ -76,7 +78,7 @@ fn any_address() -> impl Strategy<Value = u64> {
         (0..PARTS, 0..4_u64).prop_map(|(part, page)| MEMORY.start + part * PART + (page << 12));
     prop_oneof![
         6 => page,
-        1 => Just(NOWHERE),
+        1 => Just(UNMAPPED),
         1 => Just(0),
         1 => any::<u64>(),
     ]
@@ -202,7 +204,7 @@ fn any_step() -> impl Strategy<Value = FunctionModelStep> {
 /// A function with its guest and its VMM.
 struct FunctionModelMachine {
     function: NvmeFunction,
-    survivors: PersistedFunctionParts,
+    persisted: PersistedFunctionParts,
     /// Set for each part of the memory that is mapped.
     mapped: [bool; PARTS as usize],
     /// The guest's tail of the admin queue.
@@ -213,18 +215,18 @@ impl FunctionModelMachine {
     fn new() -> Self {
         let (drive, ledger) = (fixtures::drive(), tempfile::tempfile().unwrap());
         let memory = fixtures::guest_memory();
-        let function = function_on(&drive, &ledger, None);
-        let shared = function.host().shared();
+        let function = function_with_files(&drive, &ledger, None);
+        let shared = function.backend().shared_parts();
         let survivors = PersistedFunctionParts {
             drive,
             ledger,
-            doorbells: clone(shared.doorbells.fd()),
-            live: clone(shared.live.unwrap().fd()),
+            doorbells: clone_fd(shared.doorbells.fd()),
+            inflight: clone_fd(shared.inflight.unwrap().fd()),
             memory,
         };
         let machine = Self {
             function,
-            survivors,
+            persisted: survivors,
             mapped: [true; PARTS as usize],
             tail: 0,
         };
@@ -236,7 +238,7 @@ impl FunctionModelMachine {
         MemoryRegion {
             gpa: Gpa(MEMORY.start + part * PART),
             len: PART,
-            fd: clone(&self.survivors.memory),
+            fd: clone_fd(&self.persisted.memory),
             offset: part * PART,
             readable: true,
             writable: true,
@@ -247,7 +249,7 @@ impl FunctionModelMachine {
     fn map_all(&self, function: &NvmeFunction) {
         for (part, mapped) in (0..).zip(self.mapped) {
             if mapped {
-                function.host().map(self.region(part)).unwrap();
+                function.backend().map(self.region(part)).unwrap();
             }
         }
     }
@@ -268,7 +270,7 @@ impl FunctionModelMachine {
 
     /// Writes to the guest's memory, mapped or not.
     fn store(&self, at: u64, data: &[u8]) {
-        let file = File::from(clone(&self.survivors.memory));
+        let file = File::from(clone_fd(&self.persisted.memory));
         file.write_all_at(data, at - MEMORY.start).unwrap();
     }
 
@@ -277,7 +279,7 @@ impl FunctionModelMachine {
         self.write_register(offset, &value.to_le_bytes());
     }
 
-    fn take(&mut self, step: &FunctionModelStep) -> Result<(), TestCaseError> {
+    fn apply_step(&mut self, step: &FunctionModelStep) -> Result<(), TestCaseError> {
         match step {
             FunctionModelStep::Configure(cc) => self.write_register(CC, &cc.to_le_bytes()),
             FunctionModelStep::Property { offset, data } => self.write_register(*offset, data),
@@ -313,7 +315,7 @@ impl FunctionModelMachine {
                 let qid = QueueId(*qid);
                 let queues = self.function.control_state().queues;
                 let sq = queues.sqs.iter().find(|sq| sq.qid == qid);
-                let base = sq.map_or(NOWHERE, |sq| sq.base.0);
+                let base = sq.map_or(UNMAPPED, |sq| sq.base.0);
                 if MEMORY.contains(&base) {
                     self.store(base, words.as_bytes());
                 }
@@ -330,7 +332,7 @@ impl FunctionModelMachine {
                 };
                 let (cq, sq) = (queue(0x05, 2, 3), queue(0x01, 3, u32::from(*qid) << 16 | 1));
                 for sqe in [cq, sq] {
-                    self.take(&FunctionModelStep::Admin(zerocopy::transmute!(sqe)))?;
+                    self.apply_step(&FunctionModelStep::Admin(zerocopy::transmute!(sqe)))?;
                 }
             }
             FunctionModelStep::Map { part, mapped } => {
@@ -338,8 +340,13 @@ impl FunctionModelMachine {
                 let place = usize::try_from(*part).unwrap();
                 if self.mapped[place] != *mapped {
                     match mapped {
-                        true => self.function.host().map(region).unwrap(),
-                        false => drop(self.function.host().unmap(region.gpa, region.len).unwrap()),
+                        true => self.function.backend().map(region).unwrap(),
+                        false => drop(
+                            self.function
+                                .backend()
+                                .unmap(region.gpa, region.len)
+                                .unwrap(),
+                        ),
                     }
                     self.mapped[place] = *mapped;
                 }
@@ -367,18 +374,19 @@ impl FunctionModelMachine {
 
     /// Ends this process and restores the function in the next one.
     fn replace(&mut self) -> Result<(), TestCaseError> {
-        let mut before = pass_on(&self.function.control_state());
+        let mut before = serialize_and_parse(&self.function.control_state());
         // No time passes by the clock of these functions.
         before.stored_at = None;
         let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
         drop(std::mem::replace(&mut self.function, unused));
         let files = PersistedBackendFiles {
-            doorbells: clone(&self.survivors.doorbells),
-            live: clone(&self.survivors.live),
+            doorbells: clone_fd(&self.persisted.doorbells),
+            inflight: clone_fd(&self.persisted.inflight),
         };
-        let mut next = function_on(&self.survivors.drive, &self.survivors.ledger, Some(files));
+        let mut next =
+            function_with_files(&self.persisted.drive, &self.persisted.ledger, Some(files));
         self.map_all(&next);
-        let taken_up = next.take_up(&before);
+        let taken_up = next.restore_control_state(&before);
         prop_assert!(taken_up.is_ok(), "{taken_up:?} of {before:?}");
         let mut after = next.control_state();
         if before.registers.is_being_disabled() {
@@ -400,14 +408,14 @@ impl FunctionModelMachine {
     /// Restores a snapshot of the function, with all guest memory mapped.
     fn snapshot(&mut self) -> Result<(), TestCaseError> {
         for part in 0..PARTS {
-            self.take(&FunctionModelStep::Map { part, mapped: true })?;
+            self.apply_step(&FunctionModelStep::Map { part, mapped: true })?;
         }
         self.function.pause().unwrap();
         let mut before = self.function.save().unwrap();
         let bytes = before.to_bytes().unwrap();
         let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
         drop(std::mem::replace(&mut self.function, unused));
-        let mut next = function_on(&self.survivors.drive, &self.survivors.ledger, None);
+        let mut next = function_with_files(&self.persisted.drive, &self.persisted.ledger, None);
         self.map_all(&next);
         let restored = next.restore(&FunctionSnapshot::from_bytes(&bytes).unwrap());
         prop_assert!(restored.is_ok(), "{restored:?} of {before:?}");
@@ -422,9 +430,9 @@ impl FunctionModelMachine {
         after.msix.pending = Vec::new();
         prop_assert_eq!(&after, &before);
         next.resume();
-        let shared = next.host().shared();
-        self.survivors.doorbells = clone(shared.doorbells.fd());
-        self.survivors.live = clone(shared.live.unwrap().fd());
+        let shared = next.backend().shared_parts();
+        self.persisted.doorbells = clone_fd(shared.doorbells.fd());
+        self.persisted.inflight = clone_fd(shared.inflight.unwrap().fd());
         self.function = next;
         Ok(())
     }
@@ -433,9 +441,9 @@ impl FunctionModelMachine {
     fn check_usable(&mut self) -> Result<(), TestCaseError> {
         drop(self.function.reset());
         for part in 0..PARTS {
-            self.take(&FunctionModelStep::Map { part, mapped: true })?;
+            self.apply_step(&FunctionModelStep::Map { part, mapped: true })?;
         }
-        self.take(&FunctionModelStep::Config {
+        self.apply_step(&FunctionModelStep::Config {
             offset: 4,
             data: vec![6, 0],
         })?;
@@ -460,7 +468,7 @@ fn the_next_process_takes_up_whatever_state_a_function_is_in() {
         let mut machine = FunctionModelMachine::new();
         machine.enable();
         for step in &steps {
-            machine.take(step)?;
+            machine.apply_step(step)?;
         }
         machine.replace()?;
         machine.check_usable()?;

@@ -18,28 +18,28 @@ impl NvmeFunction {
     /// # Errors
     /// [`QueueError::Timeout`] if commands are in flight after 30 seconds. After an error, the function runs as before.
     pub fn pause(&mut self) -> Result<(), QueueError> {
-        self.pause_within(DRAIN_DEADLINE)
+        self.pause_with_timeout(DRAIN_DEADLINE)
     }
 
     /// Pauses like [`Self::pause`], but waits at most `time`.
     ///
     /// # Errors
     /// As [`Self::pause`].
-    pub fn pause_within(&mut self, time: Duration) -> Result<(), QueueError> {
-        let paused = match self.rest_waits {
+    pub fn pause_with_timeout(&mut self, time: Duration) -> Result<(), QueueError> {
+        let paused = match self.is_quiescing {
             // Bus Master Enable is clear: the queues stay stopped even if this times out.
-            true => self.host.pause_within(time),
-            false if time == DRAIN_DEADLINE => self.host.pause(),
+            true => self.backend.pause_within(time),
+            false if time == DRAIN_DEADLINE => self.backend.pause(),
             false => self
-                .host
+                .backend
                 .pause_within(time)
-                .inspect_err(|_| self.host.resume()),
+                .inspect_err(|_| self.backend.resume()),
         };
         if paused.is_ok() {
-            (self.paused, self.rests, self.rest_waits) = (true, true, false);
+            (self.paused, self.is_quiesced, self.is_quiescing) = (true, true, false);
         }
         // Events that the queues reported while they stopped belong to the saved state.
-        self.take_events();
+        self.handle_events();
         paused
     }
 
@@ -47,7 +47,7 @@ impl NvmeFunction {
     pub fn resume(&mut self) {
         self.paused = false;
         // Without Bus Master Enable, the function continues once the guest sets it.
-        self.follow_bus_master();
+        self.apply_bus_master();
     }
 
     /// Returns whether the VMM has paused the function.
@@ -62,24 +62,24 @@ impl NvmeFunction {
     /// [`BackendStateError::NotPaused`]; [`BackendStateError::Unreachable`] while a transition waits for the back end or its
     /// storage.
     pub fn save(&self) -> Result<FunctionSnapshot, BackendStateError> {
-        if self.waiting.is_some() {
+        if self.pending_transition.is_some() {
             let text = "the guest enables its controller or shuts it down, which waits for the drive: save it again later";
             let source = io::Error::new(io::ErrorKind::NotConnected, text);
             return Err(BackendStateError::Unreachable { source });
         }
         let mut msix = self.msix.save();
         // A restored function that was not resumed yet still has to raise these vectors.
-        msix.pending.extend(&self.owed);
+        msix.pending.extend(&self.pending_vectors);
         msix.pending.sort_unstable();
         msix.pending.dedup();
         Ok(FunctionSnapshot {
             version: VERSION,
             config_space: self.config.save(),
-            switched_off: self.config.is_switched_off(),
+            switched_off: self.config.is_command_cleared(),
             msix,
             registers: self.registers.save(),
             admin: self.admin.save(),
-            attachment: self.host.save()?,
+            attachment: self.backend.save()?,
         })
     }
 
@@ -93,7 +93,7 @@ impl NvmeFunction {
     pub fn restore(&mut self, state: &FunctionSnapshot) -> Result<Vec<BarMove>, SnapshotError> {
         state.check_version()?;
         // Everything is checked before anything is applied. The host side comes first, as its errors are the most telling.
-        self.host.check(&state.attachment)?;
+        self.backend.check_state(&state.attachment)?;
         self.config.check(&state.config_space)?;
         self.msix.check(&state.msix)?;
         self.registers.check(&state.registers)?;
@@ -101,11 +101,11 @@ impl NvmeFunction {
             .check(&state.admin, self.msix.vectors().len(), &self.facts)?;
         self.check_enabled(state)?;
 
-        let mut moves = self.reset_by(&self.deadline());
+        let mut moves = self.reset_until(&self.drain_deadline());
         self.pause()?;
         if let Err(error) = self.apply(state, &mut moves) {
-            drop(self.reset_by(&self.deadline()));
-            self.owed.clear();
+            drop(self.reset_until(&self.drain_deadline()));
+            self.pending_vectors.clear();
             self.resume();
             return Err(error);
         }
@@ -136,28 +136,28 @@ impl NvmeFunction {
             admin,
             attachment,
         } = state;
-        self.host.restore(attachment)?;
+        self.backend.restore(attachment)?;
         self.registers.restore(registers);
         if registers.is_being_disabled() {
             // The commands that the disable waited for do not exist here.
-            self.registers.disabled();
+            self.registers.complete_reset();
         }
-        let queues = PersistedQueues::of(attachment);
-        self.admin.restore(admin, queues, &*self.host, None);
+        let queues = PersistedQueues::from_state(attachment);
+        self.admin.restore(admin, queues, &*self.backend, None);
         if self.registers.is_running()
-            && let Err(error) = self.host.watch_admin_doorbells()
+            && let Err(error) = self.backend.watch_admin_doorbells()
             // The host side's next process gets this request on connecting.
-            && !self.is_waited_for(&error)
+            && !self.is_disconnect_error(&error)
         {
             self.fail(&format!("its admin doorbells cannot be watched: {error}"));
         }
         moves.extend(self.config.restore(config_space, *switched_off));
         self.msix.restore(msix);
         self.apply_masks();
-        self.owed.clone_from(&msix.pending);
+        self.pending_vectors.clone_from(&msix.pending);
         // The interrupt for admin completions may have been lost, like those of I/O queues. A superfluous one is harmless.
-        if self.admin.has_unconsumed() {
-            self.owed.push(ADMIN_VECTOR);
+        if self.admin.has_unconsumed_completions() {
+            self.pending_vectors.push(ADMIN_VECTOR);
         }
         Ok(())
     }

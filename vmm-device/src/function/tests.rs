@@ -8,7 +8,7 @@ use vm_device::DeviceMmio;
 use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
 use super::*;
-use crate::fixtures::{self, DATA, MEMORY, NOWHERE, QUEUE_PAIRS, TestGuest};
+use crate::fixtures::{self, DATA, MEMORY, QUEUE_PAIRS, TestGuest, UNMAPPED};
 
 const IO_CQ: u64 = DATA + 0x10_0000;
 const IO_SQ: u64 = DATA + 0x11_0000;
@@ -64,7 +64,7 @@ fn io_runs_through_the_queues_that_admin_commands_made() {
         DoorbellMode::Shadow,
         DoorbellMode::Mapped,
     ] {
-        let mut guest = TestGuest::ready(mode);
+        let mut guest = TestGuest::with_enabled_controller(mode);
         let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
         let ours = interrupt.try_clone().expect("eventfd");
         guest.function.vectors()[1].set_eventfd(Some(ours));
@@ -147,7 +147,7 @@ fn a_reset_ends_all_queues_and_can_be_repeated() {
         }
         assert_eq!(guest.csts(), 0, "round {round}");
         assert_eq!(guest.read_register(0x14), 0);
-        assert!(guest.function.host().io_doorbells().wakers.is_empty());
+        assert!(guest.function.backend().io_doorbells().wakers.is_empty());
         assert!(guest.peek().is_none(), "requests for events vanish");
     }
     flr(&mut guest);
@@ -164,7 +164,7 @@ fn a_reset_ends_all_queues_and_can_be_repeated() {
 
 #[test]
 fn a_reset_forgets_the_doorbell_buffer() {
-    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Shadow);
     let config = Sqe {
         dptr: [DATA, DATA + 0x1000],
         ..Sqe::new(0x7C)
@@ -188,7 +188,7 @@ fn a_reset_forgets_the_doorbell_buffer() {
 
 #[test]
 fn a_controller_that_is_not_running_ignores_its_doorbells() {
-    let mut guest = TestGuest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Trap);
     guest.write_register(0x14, 0x0046_4001);
     assert_eq!(guest.csts(), 0b1001);
     guest.submit(identify());
@@ -203,7 +203,7 @@ fn a_controller_that_is_not_running_ignores_its_doorbells() {
 
 #[test]
 fn doorbells_are_dwords() {
-    let mut guest = TestGuest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Trap);
     guest.enqueue(identify());
     for data in [&[1][..], &[1, 0], &[1, 0, 0]] {
         guest.function.write_bar(Bar::Registers, 0x1000, data);
@@ -227,7 +227,7 @@ fn doorbells_are_dwords() {
 
 #[test]
 fn mapped_doorbells_wake_the_admin_queue() {
-    let mut guest = TestGuest::ready(DoorbellMode::Mapped);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Mapped);
     let region = guest.function.doorbell_region().expect("doorbells to map");
     assert_eq!(region.offset, 0x1000);
     assert_eq!(region.length % 4096, 0);
@@ -235,7 +235,7 @@ fn mapped_doorbells_wake_the_admin_queue() {
     for round in 1..=3 {
         let cid = guest.enqueue(identify());
         // A store to mapped memory, without a notification.
-        let doorbells = guest.function.host().shared().doorbells;
+        let doorbells = guest.function.backend().shared_parts().doorbells;
         doorbells.store(ADMIN_SQ_TAIL, round);
         wait_for(|| guest.function.events_fd().read().is_ok());
         guest.function.process_events();
@@ -259,9 +259,9 @@ fn doorbells_are_mapped_in_mapped_mode_only() {
 
 #[test]
 fn a_queue_that_lost_its_memory_fails_the_controller() {
-    let mut guest = TestGuest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Trap);
     create_queue_pair(&mut guest);
-    guest.function.host().unmap_all().expect("unmapped");
+    guest.function.backend().unmap_all().expect("unmapped");
     guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
     wait_for(|| {
         guest.function.process_events();
@@ -275,7 +275,7 @@ fn a_queue_that_lost_its_memory_fails_the_controller() {
 fn guest_with_memory() -> (TestGuest, OwnedFd) {
     let memory = fixtures::guest_memory();
     let function = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
-    let mut guest = TestGuest::on(function, memory.try_clone().expect("a descriptor"));
+    let mut guest = TestGuest::with_function(function, memory.try_clone().expect("a descriptor"));
     guest.enable();
     (guest, memory)
 }
@@ -283,17 +283,20 @@ fn guest_with_memory() -> (TestGuest, OwnedFd) {
 #[test]
 fn admin_commands_wait_for_their_queue_to_be_mapped_again() {
     let (mut guest, memory) = guest_with_memory();
-    let interval = guest.function.events_interval();
+    let interval = guest.function.events_poll_interval();
     let cid = guest.enqueue(identify());
-    guest.function.host().unmap_all().expect("unmapped");
+    guest.function.backend().unmap_all().expect("unmapped");
     guest.ring();
     assert_eq!(guest.csts(), 1, "it waits");
-    assert_eq!(guest.function.events_interval(), Some(LOOK_INTERVAL));
+    assert_eq!(
+        guest.function.events_poll_interval(),
+        Some(MEMORY_POLL_INTERVAL)
+    );
     fixtures::map_memory(&guest.function, memory);
     guest.function.process_events();
     let cqe = guest.completion();
     assert_eq!((cqe.cid(), cqe.status()), (cid, Status::SUCCESS));
-    assert_eq!(guest.function.events_interval(), interval);
+    assert_eq!(guest.function.events_poll_interval(), interval);
     assert_eq!(guest.function.admin_stats().commands, 1);
 }
 
@@ -301,7 +304,7 @@ fn admin_commands_wait_for_their_queue_to_be_mapped_again() {
 fn admin_completions_wait_for_their_queue_to_be_mapped_again() {
     let (mut guest, memory) = guest_with_memory();
     let cid = guest.submit(Sqe::new(0x0C));
-    guest.function.host().unmap_all().expect("unmapped");
+    guest.function.backend().unmap_all().expect("unmapped");
     // Causes an event, because this queue does not exist.
     guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
     guest.function.process_events();
@@ -320,7 +323,7 @@ fn admin_completions_wait_for_their_queue_to_be_mapped_again() {
 fn admin_queues_that_stay_unmapped_fail_the_controller() {
     let (mut guest, _) = guest_with_memory();
     guest.enqueue(identify());
-    guest.function.host().unmap_all().expect("unmapped");
+    guest.function.backend().unmap_all().expect("unmapped");
     guest.ring();
     assert_eq!(guest.csts(), 1);
     guest.function.clock.sleep(Duration::from_secs(31));
@@ -334,7 +337,7 @@ fn admin_queues_that_stay_unmapped_fail_the_controller() {
 /// Returns a region beside the guest's memory, for data alone.
 fn data_memory() -> MemoryRegion {
     MemoryRegion {
-        gpa: Gpa(NOWHERE),
+        gpa: Gpa(UNMAPPED),
         len: MEMORY.end - MEMORY.start,
         fd: fixtures::guest_memory(),
         offset: 0,
@@ -345,27 +348,30 @@ fn data_memory() -> MemoryRegion {
 
 /// Checks that a command waits for memory at [`NOWHERE`], which is unmapped right before the command. Returns whether the check
 /// was possible, and the guest.
-fn waits_for_memory(command: Sqe) -> (bool, TestGuest) {
-    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
-    let interval = guest.function.events_interval();
-    guest.function.host().map(data_memory()).expect("mapped");
+fn check_waits_for_memory(command: Sqe) -> (bool, TestGuest) {
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Shadow);
+    let interval = guest.function.events_poll_interval();
+    guest.function.backend().map(data_memory()).expect("mapped");
     let len = MEMORY.end - MEMORY.start;
-    let unmapped = guest.function.host().unmap(Gpa(NOWHERE), len);
+    let unmapped = guest.function.backend().unmap(Gpa(UNMAPPED), len);
     assert_eq!(unmapped.expect("unmapped"), len);
     let cid = guest.submit(command);
     if let Some(cqe) = guest.peek() {
         // The command waits only shortly after a change of the memory, and the machine stalled for longer.
-        let quiet = guest.function.memory().quiet_for();
+        let quiet = guest.function.memory().time_since_change();
         assert!(quiet > Duration::from_secs(1), "{cqe:?}");
         return (false, guest);
     }
     assert_eq!(guest.csts(), 1);
-    assert_eq!(guest.function.events_interval(), Some(LOOK_INTERVAL));
-    guest.function.host().map(data_memory()).expect("mapped");
+    assert_eq!(
+        guest.function.events_poll_interval(),
+        Some(MEMORY_POLL_INTERVAL)
+    );
+    guest.function.backend().map(data_memory()).expect("mapped");
     guest.function.process_events();
     let cqe = guest.completion();
     assert_eq!((cqe.cid(), cqe.status()), (cid, Status::SUCCESS));
-    assert_eq!(guest.function.events_interval(), interval);
+    assert_eq!(guest.function.events_poll_interval(), interval);
     assert_eq!(guest.function.admin_stats().commands, 1);
     (true, guest)
 }
@@ -378,10 +384,16 @@ fn a_guest_that_enables_its_controller_often_waits_for_the_check_of_its_memory()
     guest.enable();
     guest.write_register(0x14, 0);
     let second = Duration::from_secs(1);
-    guest.function.memory_checks.ended(Duration::ZERO, second);
+    guest
+        .function
+        .memory_checks
+        .record_check(Duration::ZERO, second);
     guest.write_register(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0);
-    assert_eq!(guest.function.events_interval(), Some(HOLD_INTERVAL));
+    assert_eq!(
+        guest.function.events_poll_interval(),
+        Some(DRAIN_POLL_INTERVAL)
+    );
     guest.function.process_events();
     assert_eq!(guest.csts(), 0);
     clock.sleep(3 * second);
@@ -389,7 +401,10 @@ fn a_guest_that_enables_its_controller_often_waits_for_the_check_of_its_memory()
     assert_eq!(guest.csts(), 1);
     // A guest that disables the controller at once does not wait.
     guest.write_register(0x14, 0);
-    guest.function.memory_checks.ended(3 * second, 4 * second);
+    guest
+        .function
+        .memory_checks
+        .record_check(3 * second, 4 * second);
     guest.write_register(0x14, 0x0046_0001);
     guest.write_register(0x14, 0);
     clock.sleep(3 * second);
@@ -400,40 +415,40 @@ fn a_guest_that_enables_its_controller_often_waits_for_the_check_of_its_memory()
 #[test]
 fn the_data_of_an_admin_command_waits_to_be_mapped_again() {
     let identify = Sqe {
-        dptr: [NOWHERE, 0],
+        dptr: [UNMAPPED, 0],
         ..identify()
     };
     let guest = loop {
-        let (is_checked, guest) = waits_for_memory(identify);
+        let (is_checked, guest) = check_waits_for_memory(identify);
         if is_checked {
             break guest;
         }
     };
-    assert_ne!(guest.read_memory(NOWHERE, 4096), [0; 4096]);
+    assert_ne!(guest.read_memory(UNMAPPED, 4096), [0; 4096]);
 }
 
 #[test]
 fn creating_queues_and_doorbell_buffers_waits_for_their_memory() {
     let completion_queue = Sqe {
-        dptr: [NOWHERE, 0],
+        dptr: [UNMAPPED, 0],
         cdw10: 15 << 16 | 1,
         cdw11: 1,
         ..Sqe::new(0x05)
     };
     let doorbell_buffer = Sqe {
-        dptr: [NOWHERE, NOWHERE + 0x1000],
+        dptr: [UNMAPPED, UNMAPPED + 0x1000],
         ..Sqe::new(0x7C)
     };
     for command in [completion_queue, doorbell_buffer] {
-        while !waits_for_memory(command).0 {}
+        while !check_waits_for_memory(command).0 {}
     }
 }
 
 #[test]
 fn data_that_stays_unmapped_fails_the_command_alone() {
-    let mut guest = TestGuest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Trap);
     let nowhere = Sqe {
-        dptr: [NOWHERE, 0],
+        dptr: [UNMAPPED, 0],
         ..identify()
     };
     let cids = [guest.enqueue(nowhere), guest.enqueue(identify())];
@@ -477,7 +492,8 @@ impl WaitClock for StallingClock {
         if stall.readings > 0 {
             stall.readings -= 1;
         } else if let Some(memory) = stall.memory.take() {
-            stall.is_gone = self.host.shared().memory.quiet_for() > Duration::from_secs(1);
+            stall.is_gone =
+                self.host.shared_parts().memory.time_since_change() > Duration::from_secs(1);
             self.host.map(memory).expect("mapped");
             stall.now += Duration::from_secs(40);
         }
@@ -495,27 +511,27 @@ impl WaitClock for StallingClock {
 
 /// Checks that a command which waits for the memory from `gone` on succeeds if the thread stalls at a reading of the clock
 /// while the memory comes back. Returns whether the clock was read that often.
-fn goes_on_after_a_stall(readings: u32, gone: u64, command: Sqe) -> bool {
-    let host = Arc::new(fixtures::attachment(DoorbellMode::Trap));
+fn continues_after_stall(readings: u32, gone: u64, command: Sqe) -> bool {
+    let host = Arc::new(fixtures::local_backend(DoorbellMode::Trap));
     let clock = Arc::new(StallingClock {
         host: host.clone(),
         stall: Mutex::default(),
     });
     let function = NvmeFunction::new(host, MsixMasking::Client).with_clock(clock.clone());
     let memory = fixtures::guest_memory();
-    let mut guest = TestGuest::on(function, memory.try_clone().expect("a descriptor"));
+    let mut guest = TestGuest::with_function(function, memory.try_clone().expect("a descriptor"));
     guest.enable();
     let data = data_memory();
     let data_fd = data.fd.try_clone().expect("a descriptor");
-    guest.function.host().map(data).expect("mapped");
+    guest.function.backend().map(data).expect("mapped");
     let cid = guest.enqueue(command);
     let len = MEMORY.end - MEMORY.start;
-    let unmapped = guest.function.host().unmap(Gpa(gone), len);
+    let unmapped = guest.function.backend().unmap(Gpa(gone), len);
     assert_eq!(unmapped.expect("unmapped"), len);
     guest.ring();
-    if guest.function.events_interval() != Some(LOOK_INTERVAL) {
+    if guest.function.events_poll_interval() != Some(MEMORY_POLL_INTERVAL) {
         // The command waits only shortly after a change of the memory, and the machine stalled for longer.
-        assert_eq!(gone, NOWHERE);
+        assert_eq!(gone, UNMAPPED);
         return true;
     }
     *clock.stall.lock().expect("sound") = Stall {
@@ -523,7 +539,7 @@ fn goes_on_after_a_stall(readings: u32, gone: u64, command: Sqe) -> bool {
         readings,
         memory: Some(MemoryRegion {
             gpa: Gpa(gone),
-            fd: if gone == NOWHERE { data_fd } else { memory },
+            fd: if gone == UNMAPPED { data_fd } else { memory },
             ..data_memory()
         }),
         is_gone: false,
@@ -535,7 +551,7 @@ fn goes_on_after_a_stall(readings: u32, gone: u64, command: Sqe) -> bool {
         if stall.memory.is_some() {
             return false;
         }
-        if stall.is_gone && gone == NOWHERE {
+        if stall.is_gone && gone == UNMAPPED {
             return true;
         }
     }
@@ -552,20 +568,20 @@ fn goes_on_after_a_stall(readings: u32, gone: u64, command: Sqe) -> bool {
 #[test]
 fn memory_remapped_during_a_thread_stall_is_found() {
     let data = Sqe {
-        dptr: [NOWHERE, 0],
+        dptr: [UNMAPPED, 0],
         ..identify()
     };
-    for (gone, command) in [(MEMORY.start, identify()), (NOWHERE, data)] {
-        let readings = (0..).take_while(|reading| goes_on_after_a_stall(*reading, gone, command));
+    for (gone, command) in [(MEMORY.start, identify()), (UNMAPPED, data)] {
+        let readings = (0..).take_while(|reading| continues_after_stall(*reading, gone, command));
         assert!(readings.count() > 0);
     }
 }
 
 #[test]
 fn a_queue_failure_from_before_a_reset_is_ignored_after_it() {
-    let mut guest = TestGuest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Trap);
     create_queue_pair(&mut guest);
-    guest.function.host().unmap_all().expect("unmapped");
+    guest.function.backend().unmap_all().expect("unmapped");
     guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
     wait_for(|| guest.function.events_fd().read().is_ok());
     guest.write_register(0x14, 0);
@@ -575,7 +591,7 @@ fn a_queue_failure_from_before_a_reset_is_ignored_after_it() {
 
 #[test]
 fn an_invalid_io_doorbell_value_is_an_event() {
-    let mut guest = TestGuest::ready(DoorbellMode::Trap);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Trap);
     create_queue_pair(&mut guest);
     guest.submit(Sqe::new(0x0C));
     guest.doorbell(Doorbell::SqTail(QueueId(1)), 16);
@@ -700,7 +716,7 @@ fn intms_and_intmc_mask_msi_and_not_msix() {
 fn a_controller_reset_discards_masked_interrupts() {
     const INTMS: u64 = 0x0C;
     const CC: u64 = 0x14;
-    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Shadow);
     guest
         .function
         .set_pin(Some(PinDeassertion::Acknowledgement));
@@ -734,31 +750,31 @@ fn a_controller_reset_discards_masked_interrupts() {
 
 #[test]
 fn the_pin_is_high_while_admin_completions_are_unconsumed() {
-    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Shadow);
     guest.function.set_pin(Some(PinDeassertion::Access));
     let pin = EventFd::new(EFD_NONBLOCK).expect("eventfd");
     guest.function.vectors()[0].set_eventfd(Some(pin.try_clone().expect("eventfd")));
-    guest.function.end_of_interrupt();
+    guest.function.on_end_of_interrupt();
     assert!(pin.read().is_err(), "there was no command");
     guest.submit(Sqe::new(0x7F));
     assert!(pin.read().is_ok(), "raised");
     guest.submit(Sqe::new(0x7F));
     assert!(pin.read().is_err(), "it is high");
     for _ in 0..2 {
-        guest.function.end_of_interrupt();
+        guest.function.on_end_of_interrupt();
         assert!(pin.read().is_ok(), "the guest has left the entries");
     }
     for _ in 0..2 {
         assert_ne!(guest.completion().status(), Status::SUCCESS);
     }
-    guest.function.end_of_interrupt();
+    guest.function.on_end_of_interrupt();
     assert!(pin.read().is_err(), "the entries are consumed");
 }
 
 #[test]
 fn intms_holds_the_pin_back_until_intmc() {
     for fall in [PinDeassertion::Acknowledgement, PinDeassertion::Access] {
-        let mut guest = TestGuest::ready(DoorbellMode::Shadow);
+        let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Shadow);
         guest.function.set_pin(Some(fall));
         let pin = EventFd::new(EFD_NONBLOCK).expect("eventfd");
         guest.function.vectors()[0].set_eventfd(Some(pin.try_clone().expect("eventfd")));
@@ -771,19 +787,19 @@ fn intms_holds_the_pin_back_until_intmc() {
         assert_eq!(pin.read().expect("what was held back"), 1, "{fall:?}");
         // The level falls while the vector is masked, and the guest has not consumed the entry.
         guest.write_register(INTMS, 0b01);
-        guest.function.end_of_interrupt();
+        guest.function.on_end_of_interrupt();
         assert!(pin.read().is_err(), "{fall:?}: masked");
         guest.write_register(INTMC, 0b01);
         assert_eq!(pin.read().expect("the entry is left"), 1, "{fall:?}");
         assert_ne!(guest.completion().status(), Status::SUCCESS);
-        guest.function.end_of_interrupt();
+        guest.function.on_end_of_interrupt();
         assert!(pin.read().is_err(), "{fall:?}: the entry is consumed");
     }
 }
 
 #[test]
 fn after_a_pause_the_pin_rises_for_unconsumed_admin_completions() {
-    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Shadow);
     guest
         .function
         .set_pin(Some(PinDeassertion::Acknowledgement));
@@ -792,26 +808,26 @@ fn after_a_pause_the_pin_rises_for_unconsumed_admin_completions() {
     guest.submit(Sqe::new(0x7F));
     assert!(pin.read().is_ok(), "raised");
     guest.function.pause().expect("it rests");
-    guest.function.end_of_interrupt();
+    guest.function.on_end_of_interrupt();
     assert!(pin.read().is_err(), "it is paused");
     guest.function.resume();
     assert!(pin.read().is_ok(), "the guest has left the entry");
     // Without Bus Master Enable, the function is paused as well.
     let _ = guest.function.write_config(4, &[0x02]);
-    guest.function.end_of_interrupt();
+    guest.function.on_end_of_interrupt();
     assert!(pin.read().is_err(), "it reads no memory");
     let _ = guest.function.write_config(4, &[0x06]);
     assert!(pin.read().is_ok(), "the guest has left the entry");
     assert_ne!(guest.completion().status(), Status::SUCCESS);
     guest.function.pause().expect("it rests");
-    guest.function.end_of_interrupt();
+    guest.function.on_end_of_interrupt();
     guest.function.resume();
     assert!(pin.read().is_err(), "the entry is consumed");
 }
 
 #[test]
 fn interrupt_status_tells_of_the_pin() {
-    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Shadow);
     guest.function.set_pin(Some(PinDeassertion::Access));
     let has_interrupt = |guest: &TestGuest| {
         let (mut status, mut with_command) = ([0; 2], [0; 4]);
@@ -835,15 +851,15 @@ fn interrupt_status_tells_of_the_pin() {
     assert!(!has_interrupt(&guest), "it sends messages");
     let _ = guest.function.write_config(0x53, &[0x00]);
     assert_ne!(guest.completion().status(), Status::SUCCESS);
-    guest.function.end_of_interrupt();
+    guest.function.on_end_of_interrupt();
     assert!(!has_interrupt(&guest), "the entry is consumed");
 }
 
 #[test]
 fn guest_memory_can_be_unmapped_once_the_controller_is_disabled() {
-    let mut guest = TestGuest::ready(DoorbellMode::Shadow);
+    let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Shadow);
     create_queue_pair(&mut guest);
     guest.write_register(0x14, 0);
-    let unmapped = guest.function.host().unmap_all().expect("unmapped");
+    let unmapped = guest.function.backend().unmap_all().expect("unmapped");
     assert_eq!(unmapped, MEMORY.end - MEMORY.start);
 }

@@ -200,7 +200,7 @@ impl MsixTable {
         MsixState {
             table: self.table.iter().map(save).collect(),
             pending: vectors
-                .filter(|(_, vector)| vector.pending())
+                .filter(|(_, vector)| vector.is_pending())
                 .map(|(number, _)| number)
                 .collect(),
         }
@@ -289,7 +289,7 @@ impl MsixTable {
                 .take(8)
                 .enumerate()
                 .fold(0, |bits, (bit, vector)| {
-                    bits | u8::from(vector.pending()) << bit
+                    bits | u8::from(vector.is_pending()) << bit
                 }),
         )
     }
@@ -416,7 +416,7 @@ mod tests {
             msix.apply(control);
             msix.vector(1).unwrap().signal();
             assert!(eventfd.read().is_err());
-            assert!(msix.vector(1).unwrap().pending());
+            assert!(msix.vector(1).unwrap().is_pending());
             msix.apply(ENABLED);
             assert_eq!(eventfd.read().unwrap(), 1);
         }

@@ -98,7 +98,7 @@ impl ControllerProperties {
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         for (byte, at) in data.iter_mut().zip(offset..offset::DOORBELLS) {
-            *byte = self.dword(at & !0b11).to_le_bytes()[(at & 0b11) as usize];
+            *byte = self.read_dword(at & !0b11).to_le_bytes()[(at & 0b11) as usize];
         }
     }
 
@@ -138,13 +138,13 @@ impl ControllerProperties {
     }
 
     /// Sets `CSTS.RDY`, after the admin queues were set up.
-    pub(crate) fn enabled(&mut self) {
+    pub(crate) fn set_ready(&mut self) {
         self.csts = self.csts.with_rdy(true);
     }
 
     /// Completes a Controller Reset. Call this only when nothing accesses guest memory any longer. `AQA`, `ASQ` and `ACQ` keep
     /// their values, all other properties are reset (Base 2.0, section 3.7.2).
-    pub(crate) fn disabled(&mut self) {
+    pub(crate) fn complete_reset(&mut self) {
         *self = Self {
             aqa: self.aqa,
             asq: self.asq,
@@ -155,12 +155,12 @@ impl ControllerProperties {
 
     /// Keeps `CSTS.RDY` set during a reset, because earlier commands may still access guest memory. [`Self::disabled`] clears
     /// it.
-    pub(crate) fn hold_reset(&mut self) {
+    pub(crate) fn keep_ready(&mut self) {
         self.csts = self.csts.with_rdy(true);
     }
 
     /// Returns the transition that is not complete according to these properties, if any.
-    pub(crate) fn incomplete(&self) -> Option<ControllerTransition> {
+    pub(crate) fn incomplete_transition(&self) -> Option<ControllerTransition> {
         if self.csts.cfs() {
             return None;
         }
@@ -175,7 +175,7 @@ impl ControllerProperties {
     }
 
     /// Completes a shutdown.
-    pub(crate) fn shut_down(&mut self) {
+    pub(crate) fn complete_shutdown(&mut self) {
         self.csts = self.csts.with_shst(ShutdownStatus::COMPLETE);
     }
 
@@ -189,7 +189,7 @@ impl ControllerProperties {
         *self = Self::with_cap(self.cap);
     }
 
-    fn dword(&self, at: u64) -> u32 {
+    fn read_dword(&self, at: u64) -> u32 {
         const CAP_HIGH: u64 = offset::CAP + 4;
         const ASQ_HIGH: u64 = offset::ASQ + 4;
         const ACQ_HIGH: u64 = offset::ACQ + 4;

@@ -53,7 +53,7 @@ fn running() -> ControllerProperties {
         0,
         "not ready until the queues are set up"
     );
-    registers.enabled();
+    registers.set_ready();
     registers
 }
 
@@ -112,7 +112,7 @@ fn an_invalid_configuration_fails_the_controller() {
             write_u32(&mut registers, 0x14, 0),
             Some(ControllerTransition::Disable)
         );
-        registers.disabled();
+        registers.complete_reset();
         assert_eq!(read_u32(&registers, 0x1C), 0);
     }
     for aqa in [0, 0x001F_0000, 0x0000_001F] {
@@ -134,7 +134,7 @@ fn entry_sizes_may_come_later() {
         enable(&mut registers, 1),
         Some(ControllerTransition::Enable(QUEUES))
     );
-    registers.enabled();
+    registers.set_ready();
     assert_eq!(write_u32(&mut registers, 0x14, 0x0046_0001), None);
     assert_eq!((registers.cc().iosqes(), registers.cc().iocqes()), (6, 4));
 }
@@ -154,7 +154,7 @@ fn ready_stays_until_the_reset_is_complete() {
         Some(ControllerTransition::Disable)
     );
     assert_eq!(read_u32(&registers, 0x1C), 1);
-    registers.disabled();
+    registers.complete_reset();
     assert_eq!(read_u32(&registers, 0x1C), 0);
     assert_eq!(read_u32(&registers, 0x14), 0);
     assert_eq!(read_u32(&registers, 0x24), 0x001F_003F, "AQA survives");
@@ -185,7 +185,7 @@ fn a_shutdown_is_notified_once_and_ended_by_a_reset() {
         );
         assert_eq!(read_u32(&registers, 0x1C), 0b0101);
         assert!(!registers.is_running());
-        registers.shut_down();
+        registers.complete_shutdown();
         assert_eq!(read_u32(&registers, 0x1C), 0b1001);
         assert_eq!(write_u32(&mut registers, 0x14, cc), None);
         assert_eq!(write_u32(&mut registers, 0x14, 0x0046_0001), None);
@@ -194,7 +194,7 @@ fn a_shutdown_is_notified_once_and_ended_by_a_reset() {
             write_u32(&mut registers, 0x14, 0),
             Some(ControllerTransition::Disable)
         );
-        registers.disabled();
+        registers.complete_reset();
         assert_eq!(read_u32(&registers, 0x1C), 0);
     }
 }
@@ -206,7 +206,7 @@ fn a_disabled_controller_can_be_shut_down_and_enabled_again() {
         write_u32(&mut registers, 0x14, 0x4000),
         Some(ControllerTransition::Shutdown(ShutdownNotification::NORMAL))
     );
-    registers.shut_down();
+    registers.complete_shutdown();
     assert_eq!(read_u32(&registers, 0x1C), 0b1000);
     assert_eq!(
         enable(&mut registers, 0x0046_0001),
@@ -298,7 +298,7 @@ fn one_write_over_everything_makes_one_transition() {
         registers.write(0, &[0; 4096]),
         Some(ControllerTransition::Disable)
     );
-    registers.disabled();
+    registers.complete_reset();
     assert_eq!(
         read(&registers, 0x24),
         [0; 0x14],

@@ -96,7 +96,7 @@ impl FunctionSnapshot {
 
     /// Returns the state of the back end: the I/O queues, and the properties of the lease that the guest was told.
     #[must_use]
-    pub fn attachment(&self) -> &BackendState {
+    pub fn backend_state(&self) -> &BackendState {
         &self.attachment
     }
 }

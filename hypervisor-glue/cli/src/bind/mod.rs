@@ -166,7 +166,7 @@ impl fmt::Display for BindResult {
 /// # Errors
 /// Returns the obstacle. If `vfio-pci` does not take the drive, the kernel chooses a driver for the drive again.
 pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<BindResult, BindError> {
-    let function = find(root, address)?;
+    let function = find_nvme_function(root, address)?;
     if function.iommu_group.is_none() {
         return Err(BindError::NoIommu(address));
     }
@@ -179,7 +179,7 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<BindRes
     if function.driver.as_deref() == Some(VFIO_PCI) {
         return Ok(done(DriverChange::None));
     }
-    expect_driver(root, VFIO_PCI)?;
+    check_driver(root, VFIO_PCI)?;
     let claim = match (&function.driver, &function.controller) {
         (Some(driver), _) if driver != NVME && !force => {
             let driver = driver.clone();
@@ -187,22 +187,22 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<BindRes
         }
         (_, None) => None,
         (_, Some(controller)) => {
-            let (claim, users) = controller.claim(root)?;
+            let (claim, users) = controller.claim_disks(root)?;
             if !users.iter().all(|user| force && user.can_be_overridden()) {
                 return Err(BindError::InUse { address, users });
             }
             Some(claim)
         }
     };
-    let folder = root.function_folder(address);
-    write(&folder.join("driver_override"), VFIO_PCI)?;
+    let folder = root.function_dir(address);
+    write_sysfs(&folder.join("driver_override"), VFIO_PCI)?;
     let taken = rebind(root, &function, VFIO_PCI);
     // The claim has kept the drive from being mounted until now.
     drop(claim);
     if taken.is_err() {
         // Let the kernel choose a driver again.
-        let back = write(&folder.join("driver_override"), "\n")
-            .and_then(|()| write(&drivers_probe(root), &address.to_string()));
+        let back = write_sysfs(&folder.join("driver_override"), "\n")
+            .and_then(|()| write_sysfs(&drivers_probe_path(root), &address.to_string()));
         if let Err(error) = back {
             log::warn!("Cannot give {address} back to its driver: {error}");
         }
@@ -216,8 +216,8 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<BindRes
 /// # Errors
 /// Returns the obstacle, such as a process that uses the drive.
 pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<BindResult, BindError> {
-    let function = find(root, address)?;
-    let folder = root.function_folder(address);
+    let function = find_nvme_function(root, address)?;
+    let folder = root.function_dir(address);
     let done = |change| BindResult {
         address,
         driver: NVME,
@@ -226,7 +226,7 @@ pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<BindResult, BindEr
     };
     // A remaining override would keep the `nvme` driver from the drive.
     let clear = |function: &PciFunction| match function.driver_override {
-        Some(_) => write(&folder.join("driver_override"), "\n"),
+        Some(_) => write_sysfs(&folder.join("driver_override"), "\n"),
         None => Ok(()),
     };
     match function.driver.as_deref() {
@@ -247,14 +247,14 @@ pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<BindResult, BindEr
         }
         None => {}
     }
-    expect_driver(root, NVME)?;
+    check_driver(root, NVME)?;
     clear(&function)?;
     rebind(root, &function, NVME)?;
     Ok(done(DriverChange::From(function.driver.clone())))
 }
 
 /// Returns the function, if it is an NVMe controller.
-fn find(root: &HostRoot, address: PciAddress) -> Result<PciFunction, BindError> {
+fn find_nvme_function(root: &HostRoot, address: PciAddress) -> Result<PciFunction, BindError> {
     let function = PciFunction::find(root, address)?;
     if !function.is_nvme() {
         let class = function.class;
@@ -277,12 +277,12 @@ pub(crate) fn group_remarks(function: &PciFunction) -> Vec<String> {
     function.others_with_host_drivers().map(remark).collect()
 }
 
-fn drivers_probe(root: &HostRoot) -> PathBuf {
+fn drivers_probe_path(root: &HostRoot) -> PathBuf {
     root.sys.join("bus/pci/drivers_probe")
 }
 
 /// Checks that the kernel has the driver.
-fn expect_driver(root: &HostRoot, driver: &'static str) -> Result<(), BindError> {
+fn check_driver(root: &HostRoot, driver: &'static str) -> Result<(), BindError> {
     if root.sys.join("bus/pci/drivers").join(driver).exists() {
         Ok(())
     } else {
@@ -295,11 +295,11 @@ fn rebind(root: &HostRoot, function: &PciFunction, wanted: &'static str) -> Resu
     let address = function.address;
     let text = address.to_string();
     if function.driver.is_some() {
-        let folder = root.function_folder(address);
-        write(&folder.join("driver/unbind"), &text)?;
+        let folder = root.function_dir(address);
+        write_sysfs(&folder.join("driver/unbind"), &text)?;
     }
     // The write returns the result of the driver's probe.
-    let probed = write(&drivers_probe(root), &text);
+    let probed = write_sysfs(&drivers_probe_path(root), &text);
     let now = PciFunction::find(root, address)?.driver;
     if now.as_deref() == Some(wanted) {
         return Ok(());
@@ -312,7 +312,7 @@ fn rebind(root: &HostRoot, function: &PciFunction, wanted: &'static str) -> Resu
     })
 }
 
-fn write(path: &Path, text: &str) -> Result<(), BindError> {
+fn write_sysfs(path: &Path, text: &str) -> Result<(), BindError> {
     let written = OpenOptions::new()
         .write(true)
         .open(path)

@@ -72,7 +72,7 @@ impl Host {
 
     /// Creates a link in the function's sysfs directory.
     fn link(&self, name: &str, target: &str) {
-        let folder = self.root.function_folder(self.address);
+        let folder = self.root.function_dir(self.address);
         symlink(self.folder.path().join(target), folder.join(name)).unwrap();
     }
 
@@ -82,7 +82,7 @@ impl Host {
 
     /// Returns the contents of the files that are written for the kernel: driver_override, unbind of the nvme driver, and
     /// drivers_probe.
-    fn told(&self) -> [String; 3] {
+    fn written_files(&self) -> [String; 3] {
         [
             self.read(&format!("devices/{ADDRESS}/driver_override")),
             self.read("drivers/nvme/unbind"),
@@ -113,7 +113,7 @@ fn a_mounted_drive_is_refused_also_by_force() {
              end that first (--force does not change this)"
         );
     }
-    assert_eq!(host.told(), NOTHING);
+    assert_eq!(host.written_files(), NOTHING);
 }
 
 #[test]
@@ -128,14 +128,14 @@ fn an_open_drive_is_bound_only_with_force() {
         "0000:01:00.0 is in use: nvme0 is open in process 42 (smartd); \
          end that first, or take the drive from it with --force"
     );
-    assert_eq!(host.told(), NOTHING);
+    assert_eq!(host.written_files(), NOTHING);
     // The fake kernel changes no driver, so the request is undone.
     let refused = host.bind(true);
     assert!(
         refused.starts_with("The driver vfio-pci refused 0000:01:00.0, which is now bound to nvme"),
         "{refused}"
     );
-    assert_eq!(host.told(), ["\nfio-pci", ADDRESS, ADDRESS]);
+    assert_eq!(host.written_files(), ["\nfio-pci", ADDRESS, ADDRESS]);
 }
 
 #[test]
@@ -146,12 +146,12 @@ fn a_bound_drive_is_not_bound_again() {
         bound.to_string(),
         "0000:01:00.0 is bound to vfio-pci already"
     );
-    assert_eq!(host.told(), NOTHING);
+    assert_eq!(host.written_files(), NOTHING);
 
     let host = Host::new(Some("nvme"));
     let bound = unbind(&host.root, host.address).unwrap();
     assert_eq!(bound.to_string(), "0000:01:00.0 is bound to nvme already");
-    assert_eq!(host.told(), NOTHING);
+    assert_eq!(host.written_files(), NOTHING);
 }
 
 #[test]
@@ -182,7 +182,7 @@ fn missing_requirements_are_reported_before_any_change() {
         host.bind(false),
         "The host's kernel has no driver vfio-pci; load it with: modprobe vfio-pci"
     );
-    fs::remove_file(host.root.function_folder(host.address).join("iommu_group")).unwrap();
+    fs::remove_file(host.root.function_dir(host.address).join("iommu_group")).unwrap();
     assert!(host.bind(true).starts_with("0000:01:00.0 has no IOMMU"));
     host.write(
         &format!("sys/bus/pci/devices/{ADDRESS}/class"),
@@ -192,7 +192,7 @@ fn missing_requirements_are_reported_before_any_change() {
         host.bind(true)
             .starts_with("0000:01:00.0 is not an NVMe controller: its class code is 010601h")
     );
-    assert_eq!(host.told(), NOTHING);
+    assert_eq!(host.written_files(), NOTHING);
     let elsewhere = "0000:02:00.0".parse().unwrap();
     let error = bind(&host.root, elsewhere, true).unwrap_err().to_string();
     assert!(
@@ -210,7 +210,7 @@ fn functions_of_other_drivers_are_not_unbound() {
     );
     let error = unbind(&host.root, host.address).unwrap_err().to_string();
     assert!(error.contains("nothing was changed"), "{error}");
-    assert_eq!(host.told(), NOTHING);
+    assert_eq!(host.written_files(), NOTHING);
 }
 
 #[test]
@@ -226,5 +226,5 @@ fn a_drive_open_by_vfio_is_not_unbound() {
         error.ends_with("vfio/7 is open in process 42 (nvme-mpt); end that first"),
         "{error}"
     );
-    assert_eq!(host.told(), NOTHING);
+    assert_eq!(host.written_files(), NOTHING);
 }

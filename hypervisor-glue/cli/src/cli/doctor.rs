@@ -9,7 +9,7 @@ use nvme_mpt_vmm::drives::DrivePath;
 use nvme_vfio::function::HostRoot;
 use thiserror::Error;
 
-use super::{StateDirArgs, told};
+use super::{StateDirArgs, error_text};
 use crate::doctor::scratch::ScratchNamespace;
 use crate::doctor::{CheckOutcome, DoctorHost, examine};
 
@@ -21,7 +21,7 @@ use crate::doctor::{CheckOutcome, DoctorHost, examine};
 pub(super) struct DoctorArgs {
     /// The drive's PCI address, as in 0000:01:00.0, or its directory in /sys/bus/pci/devices; with --scratch any drive, as in
     /// path=
-    #[arg(value_parser = |text: &str| text.parse::<DrivePath>().map_err(|error| told(&error)))]
+    #[arg(value_parser = |text: &str| text.parse::<DrivePath>().map_err(|error| error_text(&error)))]
     drive: Option<DrivePath>,
     /// ERASE this namespace of the drive: try sharing, isolation, reset, upgrade and limits on it, and measure
     ///
@@ -76,8 +76,8 @@ impl DoctorArgs {
         let mut tried = true;
         if let (Some(path), Some(nsid)) = (&self.drive, self.scratch) {
             let time = Duration::from_secs(self.seconds);
-            let mut consent = |subject: &ScratchNamespace| consents(subject, self.yes);
-            report.try_out(&host, path, nsid, time, &mut consent);
+            let mut consent = |subject: &ScratchNamespace| has_consent(subject, self.yes);
+            report.test_namespace(&host, path, nsid, time, &mut consent);
             let last = report.sections.last();
             tried = last.is_some_and(|section| section.checks.len() > 1);
         }
@@ -95,12 +95,12 @@ impl DoctorArgs {
 }
 
 /// Asks for consent to erase a namespace. Uses standard error, so that standard output contains only the report.
-fn consents(subject: &ScratchNamespace, yes: bool) -> bool {
+fn has_consent(subject: &ScratchNamespace, yes: bool) -> bool {
     let ScratchNamespace {
         drive,
         nsid,
-        word,
-        former_use,
+        confirmation_word: word,
+        previous_use: former_use,
     } = subject;
     if yes && former_use.is_none() {
         return true;

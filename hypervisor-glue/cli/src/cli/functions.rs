@@ -9,17 +9,17 @@ use std::path::PathBuf;
 
 use clap::Args;
 use nvme_lease::MIN_UNIT;
-use nvme_lease::range::Bytes;
+use nvme_lease::range::ByteSize;
 use nvme_mpt_server::change::{ChangeResult, FunctionChange, ReservedLease};
 use nvme_mpt_server::control;
 use nvme_mpt_server::owner::user_name;
-use nvme_mpt_server::serve::introduce;
-use nvme_mpt_server::stats::{KEEPER_ENDED, SupervisorStatus};
-use nvme_mpt_vmm::options::{LeaseReservation, OptionText, RateChange, table};
+use nvme_mpt_server::serve::print_function;
+use nvme_mpt_server::stats::{SUPERVISOR_ENDED, SupervisorStatus};
+use nvme_mpt_vmm::options::{LeaseReservation, OptionText, RateChange, option_help};
 use thiserror::Error;
 
-use super::{RunningServerArgs, told};
-use crate::table::{list, room};
+use super::{RunningServerArgs, error_text};
+use crate::table::{capacity, list};
 
 /// Add a function to a running server, also for its next start
 ///
@@ -30,7 +30,7 @@ pub(super) struct AddArgs {
         value_name = "OPTIONS",
         help = function_synopsis(),
         long_help = function_help(),
-        value_parser = |text: &str| text.parse::<OptionText>().map_err(|error| told(&error))
+        value_parser = |text: &str| text.parse::<OptionText>().map_err(|error| error_text(&error))
     )]
     options: OptionText,
     #[command(flatten)]
@@ -48,8 +48,8 @@ pub(super) struct ReserveArgs {
         help =
             "path=DRIVE,owner=USER,id=ID, and range= or size= as for `add`; limits as for `limit`",
         value_parser = |text: &str| match text.parse::<LeaseReservation>() {
-            Ok(_) => text.parse::<OptionText>().map_err(|error| told(&error)),
-            Err(error) => Err(told(&error)),
+            Ok(_) => text.parse::<OptionText>().map_err(|error| error_text(&error)),
+            Err(error) => Err(error_text(&error)),
         }
     )]
     options: OptionText,
@@ -81,7 +81,7 @@ pub(super) struct LimitArgs {
     /// busy guests of a physical drive, or none for 100
     #[arg(
         value_name = "LIMITS",
-        value_parser = |text: &str| text.parse::<RateChange>().map(|_| text.to_owned()).map_err(|error| told(&error))
+        value_parser = |text: &str| text.parse::<RateChange>().map(|_| text.to_owned()).map_err(|error| error_text(&error))
     )]
     limits: String,
     #[command(flatten)]
@@ -97,8 +97,8 @@ pub(super) struct ResizeArgs {
     /// The function's id, or its socket
     id: String,
     /// New size, as in 128G
-    #[arg(value_parser = |text: &str| text.parse::<Bytes>().map_err(|error| told(&error)))]
-    size: Bytes,
+    #[arg(value_parser = |text: &str| text.parse::<ByteSize>().map_err(|error| error_text(&error)))]
+    size: ByteSize,
     /// Make it smaller, and lose the data at its end
     #[arg(long)]
     truncate: bool,
@@ -121,7 +121,7 @@ pub(super) struct CapacityArgs {
     /// Count what is free in units of this size, as in 16M: a power of two, 1M or more [default: 1G; of zones, one
     /// zone]
     #[arg(long, value_name = "SIZE", value_parser = parse_unit)]
-    unit: Option<Bytes>,
+    unit: Option<ByteSize>,
     #[command(flatten)]
     server: RunningServerArgs,
 }
@@ -181,9 +181,10 @@ impl UpgradeArgs {
         let upgrade = FunctionChange::Upgrade {
             binary: binary.transpose()?,
         };
-        let before = control::listening_process(&self.server.control());
-        let ChangeResult::Upgraded { process, pending } = self.server.change(upgrade)? else {
-            return Err(UNEXPECTED.into());
+        let before = control::listening_pid(&self.server.control());
+        let ChangeResult::Upgraded { process, pending } = self.server.request_change(upgrade)?
+        else {
+            return Err(UNEXPECTED_ANSWER.into());
         };
         control::await_server(&self.server.control(), before, process)?;
         let mut out = io::stdout().lock();
@@ -208,15 +209,18 @@ impl UpgradeArgs {
 impl AddArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let add = FunctionChange::Add {
-            options: self.options.absolute(&env::current_dir()?).to_string(),
+            options: self
+                .options
+                .with_absolute_paths(&env::current_dir()?)
+                .to_string(),
         };
-        let ChangeResult::Added(entry) = self.server.change(add)? else {
-            return Err(UNEXPECTED.into());
+        let ChangeResult::Added(entry) = self.server.request_change(add)? else {
+            return Err(UNEXPECTED_ANSWER.into());
         };
         let mut out = io::stdout().lock();
         match self.server.json {
             true => writeln!(out, "{}", serde_json::to_string(&entry)?)?,
-            false => introduce(&entry, &mut out)?,
+            false => print_function(&entry, &mut out)?,
         }
         Ok(())
     }
@@ -225,10 +229,13 @@ impl AddArgs {
 impl ReserveArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let reserve = FunctionChange::Reserve {
-            options: self.options.absolute(&env::current_dir()?).to_string(),
+            options: self
+                .options
+                .with_absolute_paths(&env::current_dir()?)
+                .to_string(),
         };
-        let ChangeResult::Reserved(reserved) = self.server.change(reserve)? else {
-            return Err(UNEXPECTED.into());
+        let ChangeResult::Reserved(reserved) = self.server.request_change(reserve)? else {
+            return Err(UNEXPECTED_ANSWER.into());
         };
         let mut out = io::stdout().lock();
         if self.server.json {
@@ -253,8 +260,9 @@ impl RemoveArgs {
             id: socket_or_id(self.id),
             force: self.force,
         };
-        let ChangeResult::Removed { function, trouble } = self.server.change(remove)? else {
-            return Err(UNEXPECTED.into());
+        let ChangeResult::Removed { function, trouble } = self.server.request_change(remove)?
+        else {
+            return Err(UNEXPECTED_ANSWER.into());
         };
         let mut out = io::stdout().lock();
         match self.server.json {
@@ -274,8 +282,8 @@ impl LimitArgs {
             id: socket_or_id(self.id),
             limits: self.limits.clone(),
         };
-        let ChangeResult::Limited(entry) = self.server.change(limit)? else {
-            return Err(UNEXPECTED.into());
+        let ChangeResult::Limited(entry) = self.server.request_change(limit)? else {
+            return Err(UNEXPECTED_ANSWER.into());
         };
         let mut out = io::stdout().lock();
         match self.server.json {
@@ -293,8 +301,8 @@ impl ResizeArgs {
             bytes: self.size.0,
             truncate: self.truncate,
         };
-        let ChangeResult::Resized(entry) = self.server.change(resize)? else {
-            return Err(UNEXPECTED.into());
+        let ChangeResult::Resized(entry) = self.server.request_change(resize)? else {
+            return Err(UNEXPECTED_ANSWER.into());
         };
         let mut out = io::stdout().lock();
         match self.server.json {
@@ -320,24 +328,24 @@ impl ListArgs {
         let stats = control::query_stats(&self.server.control())?;
         if stats.keeper == SupervisorStatus::Ended {
             // If standard error is closed, the warning cannot be shown.
-            let _ = writeln!(io::stderr(), "nvme-mpt: warning: {KEEPER_ENDED}");
+            let _ = writeln!(io::stderr(), "nvme-mpt: warning: {SUPERVISOR_ENDED}");
         }
         Ok(())
     }
 }
 
-fn parse_unit(text: &str) -> Result<Bytes, String> {
-    match text.parse::<Bytes>() {
+fn parse_unit(text: &str) -> Result<ByteSize, String> {
+    match text.parse::<ByteSize>() {
         Ok(unit) if unit.0.is_power_of_two() && unit.0 >= MIN_UNIT => Ok(unit),
         Ok(_) => Err("a unit is a power of two, 1M or more".to_owned()),
-        Err(error) => Err(told(&error)),
+        Err(error) => Err(error_text(&error)),
     }
 }
 
 impl CapacityArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let unit = self.unit.and_then(|unit| NonZeroU64::new(unit.0));
-        let rooms = control::query_room(&self.server.control(), unit)?;
+        let rooms = control::query_capacity(&self.server.control(), unit)?;
         let mut out = io::stdout().lock();
         if self.server.json {
             writeln!(out, "{}", serde_json::to_string(&rooms)?)?;
@@ -347,7 +355,7 @@ impl CapacityArgs {
                 "No drives; open one with `nvme-mpt serve --drive` or `nvme-mpt add`"
             )?;
         } else {
-            write!(out, "{}", room::table(&rooms))?;
+            write!(out, "{}", capacity::table(&rooms))?;
         }
         Ok(())
     }
@@ -356,8 +364,8 @@ impl CapacityArgs {
 impl ReloadArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let reload = FunctionChange::Reload { force: self.force };
-        let ChangeResult::Reloaded(reloaded) = self.server.change(reload)? else {
-            return Err(UNEXPECTED.into());
+        let ChangeResult::Reloaded(reloaded) = self.server.request_change(reload)? else {
+            return Err(UNEXPECTED_ANSWER.into());
         };
         let mut out = io::stdout().lock();
         if self.server.json {
@@ -381,14 +389,14 @@ impl ReloadArgs {
 }
 
 pub(super) fn function_synopsis() -> String {
-    format!("A function: {}", table::synopsis())
+    format!("A function: {}", option_help::synopsis())
 }
 
 pub(super) fn function_help() -> String {
     format!(
         "{}\n\n{}\nA value with a comma stands in double quotes. docs/options.md has the details.",
         function_synopsis(),
-        table::help()
+        option_help::help()
     )
 }
 
@@ -401,5 +409,5 @@ fn socket_or_id(text: String) -> String {
 }
 
 /// Error of an answer of the wrong kind.
-const UNEXPECTED: &str =
+const UNEXPECTED_ANSWER: &str =
     "The server's answer is for another request: use the version of nvme-mpt that the server has";

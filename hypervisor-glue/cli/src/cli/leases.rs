@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use nvme_mpt_server::control;
-use nvme_mpt_server::owner::{user_name, user_number};
+use nvme_mpt_server::owner::{resolve_user, user_name};
 use serde::Serialize;
 
 use nvme_guest::stats::LeasePairStats;
@@ -18,7 +18,7 @@ use nvme_lease::{
 
 use nvme_mpt_vmm::drives;
 
-use super::{ControlSocketArgs, JsonError, StateDirArgs, told};
+use super::{ControlSocketArgs, JsonError, StateDirArgs, error_text};
 use crate::table::TextTable;
 
 /// Show the holder of each leased range, or release the lease of a dead holder
@@ -48,7 +48,7 @@ enum LeasesCommand {
         /// The lease's id
         id: String,
         /// Name or number of the user
-        #[arg(value_parser = |text: &str| user_number(text).map_err(|error| told(&error)))]
+        #[arg(value_parser = |text: &str| resolve_user(text).map_err(|error| error_text(&error)))]
         user: u32,
     },
     /// Show the owner of each id, and the limits that an operator gave to its functions in VMMs
@@ -97,7 +97,7 @@ enum LeasesCommand {
 
 impl LeasesCommand {
     /// Returns the command with its JSON output enabled if `--json` was given before the subcommand's name.
-    fn in_json(self, wanted: bool) -> Result<Self, JsonError> {
+    fn with_json(self, wanted: bool) -> Result<Self, JsonError> {
         match self {
             Self::List { json } => Ok(Self::List {
                 json: json || wanted,
@@ -128,16 +128,16 @@ pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {
     let command = options
         .command
         .unwrap_or(LeasesCommand::List { json: false });
-    match command.in_json(options.json)? {
+    match command.with_json(options.json)? {
         LeasesCommand::List { json: true } => {
             writeln!(
                 out,
                 "{}",
-                serde_json::to_string(&shown(ledger.list()?, &control))?
+                serde_json::to_string(&add_queue_pairs(ledger.list()?, &control))?
             )?;
         }
         LeasesCommand::List { json: false } => {
-            let leases = shown(ledger.list()?, &control);
+            let leases = add_queue_pairs(ledger.list()?, &control);
             if leases.is_empty() {
                 writeln!(out, "No leases in {}", state_dir.display())?;
             } else {
@@ -145,7 +145,7 @@ pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {
             }
         }
         LeasesCommand::Give { id, user } => {
-            ledger.give(&id, user)?;
+            ledger.set_owner(&id, user)?;
             writeln!(out, "Lease {id} belongs to {} now", user_name(user))?;
         }
         LeasesCommand::Label {
@@ -162,27 +162,27 @@ pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {
             )?;
         }
         LeasesCommand::CarryOver { old, path } => {
-            let drive = drives::identity(&path)?;
-            if drive == old && ledger.accept(&drive)? {
+            let drive = drives::ledger_name(&path)?;
+            if drive == old && ledger.accept_drive(&drive)? {
                 writeln!(
                     out,
                     "The next lease of {drive} accepts its namespaces as they are"
                 )?;
                 return Ok(());
             }
-            match ledger.carry_over_by_hand(&old, &drive)? {
+            match ledger.carry_over_checked(&old, &drive)? {
                 true => writeln!(out, "Leases of {old} are now on {drive}")?,
                 false => writeln!(out, "{} has no leases of {old}", state_dir.display())?,
             }
         }
         LeasesCommand::Terms { json } => {
-            let terms = ledger.terms()?;
+            let terms = ledger.settings()?;
             match json {
                 true => writeln!(out, "{}", serde_json::to_string(&terms)?)?,
                 false if terms.is_empty() => {
                     writeln!(out, "No owners and no limits in {}", state_dir.display())?;
                 }
-                false => write!(out, "{}", terms_table(&terms))?,
+                false => write!(out, "{}", settings_table(&terms))?,
             }
         }
         LeasesCommand::Release { id, keep, force } => {
@@ -224,11 +224,11 @@ pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn terms_table(terms: &BTreeMap<String, LeaseSettings>) -> TextTable {
+fn settings_table(terms: &BTreeMap<String, LeaseSettings>) -> TextTable {
     let mut table = TextTable::new(&["ID", "OWNER", "LIMITS"]);
     for (id, LeaseSettings { owner, limits }) in terms {
         let limits = limits.clone().unwrap_or_else(|| "-".to_owned());
-        table.row(vec![id.clone(), owner_name(*owner), limits]);
+        table.add_row(vec![id.clone(), owner_name(*owner), limits]);
     }
     table
 }
@@ -238,7 +238,7 @@ fn owner_name(owner: Option<u32>) -> String {
 }
 
 /// Adds the use of queue pairs to those leases that the server at the control socket `control` reports.
-fn shown(leases: Vec<LeaseEntry>, control: &Path) -> Vec<ShownLease> {
+fn add_queue_pairs(leases: Vec<LeaseEntry>, control: &Path) -> Vec<ShownLease> {
     let held = leases
         .iter()
         .any(|lease| lease.state == LeaseHolderState::Held);

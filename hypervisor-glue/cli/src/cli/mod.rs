@@ -4,8 +4,8 @@ mod doctor;
 mod functions;
 mod leases;
 mod manual;
+mod stats;
 mod top;
-mod watch;
 
 use std::env;
 use std::error::Error;
@@ -19,19 +19,19 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use nvme_mpt_server::change::{ChangeResult, FunctionChange};
-use nvme_mpt_server::confine::{ConfinementOptions, FileRule, SeccompMode};
+use nvme_mpt_server::confinement::{ConfinementOptions, FileRule, SeccompMode};
 use nvme_mpt_server::control::{self, ControlError};
 use nvme_mpt_server::faults::FaultRequest;
-use nvme_mpt_server::kept::predecessor::FailureReport;
-use nvme_mpt_server::kept::{FIRST_STAGE, has_kept_configuration};
 use nvme_mpt_server::logging::{self, LevelFilter, LogFilter};
 use nvme_mpt_server::metrics::{MetricsAddress, MetricsOptions};
 use nvme_mpt_server::output::ThreadedOutput;
-use nvme_mpt_server::serve::{ParsedDeclaration, ServeOptions, descriptions, serve};
+use nvme_mpt_server::persistence::predecessor::FailureReport;
+use nvme_mpt_server::persistence::{FIRST_STAGE, has_persisted_configuration};
+use nvme_mpt_server::serve::{ParsedDeclaration, ServeOptions, option_files, serve};
 use serde_json::json;
 use thiserror::Error;
 
-use nvme_lease::range::Bytes;
+use nvme_lease::range::ByteSize;
 use nvme_lease::{CONTROL_SOCKET, PreviousDataPolicy};
 use nvme_mpt_keep::{InheritedDescriptors, SuperviseOptions};
 use nvme_mpt_vmm::drives::DrivePath;
@@ -45,8 +45,8 @@ use self::functions::{
 };
 use self::leases::{LeasesArgs, run_leases};
 use self::manual::{CompletionsArgs, ManArgs};
+use self::stats::StatsArgs;
 use self::top::TopArgs;
-use self::watch::StatsArgs;
 use crate::table::faults;
 use crate::{bind, drives, profile};
 use nvme_mpt_vmm::options::{
@@ -56,7 +56,7 @@ use nvme_mpt_vmm::options::{
 use nvme_mpt_vmm::report;
 
 /// Exit code of `nvme-mpt upgrade --strict` if the file differs from the served configuration.
-const DIFFERS: u8 = 3;
+const DIFFERS_EXIT_CODE: u8 = 3;
 
 /// Help text about the log.
 const LOG_HELP: &str = "Environment:
@@ -137,7 +137,7 @@ struct ServeArgs {
         value_name = "SIZE",
         value_parser = |text: &str| parse_memory_limit(text)
     )]
-    memory_limit: Option<Bytes>,
+    memory_limit: Option<ByteSize>,
     /// Let VMMs of other users ask for their leases: mode= and owner= of the socket, as in mode=0660,owner=:kvm
     ///
     /// Without it, root and the user of this server may ask.
@@ -146,7 +146,7 @@ struct ServeArgs {
         value_name = "OPTIONS",
         default_value = "mode=0600",
         hide_default_value = true,
-        value_parser = |text: &str| text.parse::<VmmSocket>().map_err(|error| told(&error))
+        value_parser = |text: &str| text.parse::<VmmSocket>().map_err(|error| error_text(&error))
     )]
     vmm_socket: VmmSocket,
     /// Serve metrics to Prometheus at http://ADDRESS/metrics: PORT of the loopback interface, ADDRESS:PORT, or unix:PATH
@@ -164,7 +164,7 @@ struct ServeArgs {
     #[arg(
         long,
         value_name = "FILTER",
-        value_parser = |text: &str| text.parse::<LogFilter>().map_err(|error| told(&error))
+        value_parser = |text: &str| text.parse::<LogFilter>().map_err(|error| error_text(&error))
     )]
     log: Option<LogFilter>,
     /// Filter of the server's system calls: true, false, or log, which only reports refusals to the kernel's audit log
@@ -172,7 +172,7 @@ struct ServeArgs {
         long,
         value_name = "true|false|log",
         default_value = "true",
-        value_parser = |text: &str| text.parse::<SeccompMode>().map_err(|error| told(&error))
+        value_parser = |text: &str| text.parse::<SeccompMode>().map_err(|error| error_text(&error))
     )]
     seccomp: SeccompMode,
     /// Let the server use only the files of its functions, drives and directories, by Landlock
@@ -188,7 +188,7 @@ struct ServeArgs {
         long,
         value_name = "path=DIR,access=rwx",
         requires = "landlock",
-        value_parser = |text: &str| text.parse::<FileRule>().map_err(|error| told(&error))
+        value_parser = |text: &str| text.parse::<FileRule>().map_err(|error| error_text(&error))
     )]
     landlock_rules: Vec<FileRule>,
     #[command(flatten)]
@@ -204,7 +204,7 @@ struct ServeArgs {
 struct LogArgs {
     /// New filter: a least level (off, error, warn, info, debug, trace), or levels of modules, as in
     /// warn,nvme_vfio=debug
-    #[arg(value_parser = |text: &str| text.parse::<LogFilter>().map_err(|error| told(&error)))]
+    #[arg(value_parser = |text: &str| text.parse::<LogFilter>().map_err(|error| error_text(&error)))]
     filter: Option<LogFilter>,
     #[command(flatten)]
     server: RunningServerArgs,
@@ -212,7 +212,7 @@ struct LogArgs {
 
 impl LogArgs {
     fn run(&self) -> Result<(), Box<dyn Error>> {
-        let filter = control::request_log(&self.server.control(), self.filter.as_ref())?;
+        let filter = control::set_log_filter(&self.server.control(), self.filter.as_ref())?;
         let mut out = io::stdout().lock();
         match self.server.json {
             true => writeln!(out, "{}", json!({ "log": filter }))?,
@@ -379,7 +379,7 @@ impl RunningServerArgs {
     }
 
     /// Requests a change from the server.
-    fn change(&self, change: FunctionChange) -> Result<ChangeResult, ControlError> {
+    fn request_change(&self, change: FunctionChange) -> Result<ChangeResult, ControlError> {
         control::request_change(&self.control(), change)
     }
 }
@@ -401,29 +401,29 @@ struct JsonError(&'static str);
 #[derive(Clone, Debug)]
 struct OptionsArgument<T> {
     /// The parsed argument, or the message about an invalid one.
-    given: Result<ParsedDeclaration<T>, String>,
-    described: Vec<PathBuf>,
+    parsed: Result<ParsedDeclaration<T>, String>,
+    option_files: Vec<PathBuf>,
 }
 
 impl<T: FromStr<Err = OptionError>> OptionsArgument<T> {
     fn parse(text: &str) -> Result<Self, String> {
         let given = || {
             let options: OptionText = text.parse()?;
-            Ok((descriptions(&options), ParsedDeclaration::read(options)?))
+            Ok((option_files(&options), ParsedDeclaration::parse(options)?))
         };
         match given() {
             Ok((described, given)) => Ok(Self {
-                given: Ok(given),
-                described,
+                parsed: Ok(given),
+                option_files: described,
             }),
             // A named file may have changed. As the old server's configuration is restored, the argument is not needed.
-            Err(error) if has_kept_configuration() => Ok(Self {
-                given: Err(told(&error)),
-                described: Vec::new(),
+            Err(error) if has_persisted_configuration() => Ok(Self {
+                parsed: Err(error_text(&error)),
+                option_files: Vec::new(),
             }),
             Err(error) => {
                 let error: OptionError = error;
-                Err(told(&error))
+                Err(error_text(&error))
             }
         }
     }
@@ -431,20 +431,20 @@ impl<T: FromStr<Err = OptionError>> OptionsArgument<T> {
 
 /// Returns the valid arguments, and makes their relative paths absolute as starting at `folder`. Appends messages about invalid
 /// arguments to `mistakes`.
-fn given<T: FromStr<Err = OptionError>>(
+fn collect_arguments<T: FromStr<Err = OptionError>>(
     arguments: Vec<OptionsArgument<T>>,
     folder: &Path,
     mistakes: &mut Vec<String>,
 ) -> Vec<ParsedDeclaration<T>> {
     let all = arguments.into_iter().filter_map(|argument| {
-        let given = argument.given.map_err(|mistake| mistakes.push(mistake));
-        given.ok().map(|given| given.absolute(folder))
+        let given = argument.parsed.map_err(|mistake| mistakes.push(mistake));
+        given.ok().map(|given| given.with_absolute_paths(folder))
     });
     all.collect()
 }
 
 /// Formats an error and its causes for clap.
-fn told(error: &dyn Error) -> String {
+fn error_text(error: &dyn Error) -> String {
     report::chain(error)
 }
 
@@ -453,11 +453,12 @@ fn told(error: &dyn Error) -> String {
 pub fn run() -> ExitCode {
     let mut arguments = env::args_os();
     if arguments.nth(1).is_some_and(|first| first == FIRST_STAGE) {
-        return failure(&nvme_mpt_keep::first_stage(arguments));
+        return report_failure(&nvme_mpt_keep::run_first_stage(arguments));
     }
-    let CommandLine { command } = CommandLine::try_parse().unwrap_or_else(|error| refuse(&error));
+    let CommandLine { command } =
+        CommandLine::try_parse().unwrap_or_else(|error| exit_with_error(&error));
     if matches!(command, MainCommand::Serve(_) | MainCommand::Keep(_)) {
-        logging::wait_for_a_thread();
+        logging::queue_messages();
     }
     match &command {
         MainCommand::Serve(serve) => logging::start(serve.log.clone(), LevelFilter::Info),
@@ -465,7 +466,7 @@ pub fn run() -> ExitCode {
     }
     let result = match command {
         MainCommand::Serve(options) => run_serve(*options),
-        MainCommand::Keep(options) => return run_keep(&options),
+        MainCommand::Keep(options) => return run_supervise(&options),
         MainCommand::Upgrade(options) => options.run(),
         MainCommand::Add(options) => options.run(),
         MainCommand::Reserve(options) => options.run(),
@@ -493,59 +494,59 @@ pub fn run() -> ExitCode {
         // The output's reader has closed the pipe, which is not an error.
         Err(error) if is_broken_pipe(&*error) => ExitCode::SUCCESS,
         Err(error) if error.is::<DiffersError>() => {
-            failure(&*error);
-            ExitCode::from(DIFFERS)
+            report_failure(&*error);
+            ExitCode::from(DIFFERS_EXIT_CODE)
         }
-        Err(error) => failure(&*error),
+        Err(error) => report_failure(&*error),
     };
-    logging::flush(logging::END_PATIENCE);
+    logging::flush(logging::END_TIMEOUT);
     status
 }
 
 /// Exits because of invalid arguments. If this process was started to replace a server, also reports the error to that server.
-fn refuse(error: &clap::Error) -> ! {
+fn exit_with_error(error: &clap::Error) -> ! {
     if error.use_stderr()
         && let Ok(inherited) = InheritedDescriptors::from_env()
-        && let Some(failure) = FailureReport::to_predecessor(&inherited)
+        && let Some(failure) = FailureReport::connect(&inherited)
     {
-        failure.tell(error.to_string().trim_end());
+        failure.send(error.to_string().trim_end());
     }
     error.exit()
 }
 
 /// Reports the error of a command.
-fn failure(error: &dyn Error) -> ExitCode {
-    logging::last_words(&format!("nvme-mpt: {}", report::chain(error)));
+fn report_failure(error: &dyn Error) -> ExitCode {
+    logging::log_fatal(&format!("nvme-mpt: {}", report::chain(error)));
     ExitCode::FAILURE
 }
 
-fn no_server(control: PathBuf) -> ControlError {
+fn no_server_error(control: PathBuf) -> ControlError {
     ControlError::NoServer {
         path: control,
         source: io::ErrorKind::NotFound.into(),
     }
 }
 
-fn run_keep(options: &SuperviseArgs) -> ExitCode {
+fn run_supervise(options: &SuperviseArgs) -> ExitCode {
     let mut keep = SuperviseOptions::new(vec![FIRST_STAGE.into()]);
-    keep.deaths = options.deaths as usize;
+    keep.max_deaths = options.deaths as usize;
     keep.first_delay = Duration::from_millis(options.delay.into());
-    if let Err(error) = logging::write_on_a_thread() {
+    if let Err(error) = logging::start_log_thread() {
         log::warn!(
             "Cannot start the thread of the log, so a slow reader of the log delays this process: {error}"
         );
     }
     let kept = match options.adopt {
-        false => nvme_mpt_keep::keep(&keep, &options.command),
+        false => nvme_mpt_keep::supervise(&keep, &options.command),
         true => {
             let control = options.control.clone();
             let control = control.unwrap_or_else(|| Path::new(STATE_DIR).join(CONTROL_SOCKET));
             // The process cannot change meanwhile, as a server without a keeper refuses upgrades.
-            match control::listening_process(&control) {
-                None => return failure(&no_server(control)),
+            match control::listening_pid(&control) {
+                None => return report_failure(&no_server_error(control)),
                 Some(number) => {
                     nvme_mpt_keep::adopt(&keep, &options.command, number, |socket, max| {
-                        control::offer_keeper(&control, socket, max)
+                        control::offer_supervisor(&control, socket, max)
                     })
                 }
             }
@@ -553,9 +554,9 @@ fn run_keep(options: &SuperviseArgs) -> ExitCode {
     };
     let status = match kept {
         Ok(status) => nvme_mpt_keep::exit_code(status),
-        Err(error) => failure(&error),
+        Err(error) => report_failure(&error),
     };
-    logging::flush(logging::END_PATIENCE);
+    logging::flush(logging::END_TIMEOUT);
     status
 }
 
@@ -573,16 +574,16 @@ fn run_serve(options: ServeArgs) -> Result<(), Box<dyn Error>> {
         _ => PreviousDataPolicy::Refused,
     };
     let described = options.functions.iter();
-    let described = described.flat_map(|argument| &argument.described);
+    let described = described.flat_map(|argument| &argument.option_files);
     let of_drives = options.drives.iter();
-    let of_drives = of_drives.flat_map(|argument| &argument.described);
+    let of_drives = of_drives.flat_map(|argument| &argument.option_files);
     let described = described.chain(of_drives).cloned().collect();
     let folder = env::current_dir()?;
     let mut mistakes = Vec::new();
     let options = ServeOptions {
-        functions: given(options.functions, &folder, &mut mistakes),
-        drives: given(options.drives, &folder, &mut mistakes),
-        mistakes,
+        functions: collect_arguments(options.functions, &folder, &mut mistakes),
+        drives: collect_arguments(options.drives, &folder, &mut mistakes),
+        argument_errors: mistakes,
         file: options.file,
         data,
         memory_limit: options.memory_limit,
@@ -599,7 +600,7 @@ fn run_serve(options: ServeArgs) -> Result<(), Box<dyn Error>> {
             landlock: options.landlock,
             rules: options.landlock_rules,
         },
-        described,
+        option_files: described,
     };
     Ok(serve(options, &mut ThreadedOutput::new(io::stdout()))?)
 }
@@ -618,15 +619,15 @@ fn run_fault(options: FaultArgs) -> Result<(), Box<dyn Error>> {
         _ if as_json => return Err(JsonError("`fault list`").into()),
         FaultCommand::Inject { drive, plan } => {
             // Parse the plan here too, where its file name is known for errors.
-            let text = FaultPlan::read(&plan)?;
+            let text = FaultPlan::read_text(&plan)?;
             FaultPlan::parse(&plan, &text)?;
             FaultRequest::Inject {
-                drive: canonical(drive).to_string(),
+                drive: canonicalize_path(drive).to_string(),
                 plan: text,
             }
         }
         FaultCommand::Clear { drive } => FaultRequest::Clear {
-            drive: canonical(drive).to_string(),
+            drive: canonicalize_path(drive).to_string(),
         },
     };
     let drives = control::query_faults(&path, request)?;
@@ -650,7 +651,7 @@ fn run_profile(options: &ProfileArgs) -> Result<(), Box<dyn Error>> {
 }
 
 /// Returns the absolute path with links resolved, since the server may run in another working directory.
-fn canonical(path: DrivePath) -> DrivePath {
+fn canonicalize_path(path: DrivePath) -> DrivePath {
     match path {
         DrivePath::File(file) => DrivePath::File(fs::canonicalize(&file).unwrap_or(file)),
         other => other,
@@ -665,7 +666,7 @@ fn run_drives(options: DrivesArgs) -> Result<(), Box<dyn Error>> {
         Err(ControlError::NoServer { .. } | ControlError::Permission { .. }) => Vec::new(),
         Err(error) => return Err(error.into()),
     };
-    let drives = drives::drives(&HostRoot::default(), &served)?;
+    let drives = drives::list_drives(&HostRoot::default(), &served)?;
     let mut out = io::stdout().lock();
     if options.server.json {
         writeln!(out, "{}", serde_json::to_string(&drives)?)?;

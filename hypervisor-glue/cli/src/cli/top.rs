@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::watch::parse_interval;
+use super::stats::parse_interval;
 use super::{ControlSocketArgs, StateDirArgs};
 use crate::top::{TopColumn, TopSubject, TopView, run, run_once};
 

@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
-use nvme_lease::origin::nvme::text;
-use nvme_lease::range::Bytes;
+use nvme_lease::backing_id::nvme_names::ascii_text;
+use nvme_lease::range::ByteSize;
 use nvme_spec::identify::{DeallocatedRead, IdentifyController, IdentifyNamespace};
 use nvme_spec::ids::Nsid;
 use nvme_spec::log::SmartHealth;
@@ -20,13 +20,13 @@ const NVME: &str = "nvme";
 const PAGE_SHIFT: u8 = 12;
 
 /// Percentage Used from which a drive should be replaced.
-const WORN: u8 = 90;
+const WORN_PERCENT: u8 = 90;
 
 /// Offset between kelvins and degrees Celsius.
-const KELVIN: i32 = 273;
+const ZERO_CELSIUS: i32 = 273;
 
 /// Checks the function's driver, IOMMU group and users on the host.
-pub(super) fn placed(root: &HostRoot, function: &PciFunction) -> Vec<DoctorCheck> {
+pub(super) fn check_placement(root: &HostRoot, function: &PciFunction) -> Vec<DoctorCheck> {
     vec![
         class(function),
         driver(function),
@@ -54,7 +54,7 @@ fn class(function: &PciFunction) -> DoctorCheck {
             CheckOutcome::Problem,
             format!("{finding}: not an NVMe controller"),
         )
-        .remedy("nvme-mpt drives lists those of this host"),
+        .with_remedy("nvme-mpt drives lists those of this host"),
     }
 }
 
@@ -68,14 +68,14 @@ fn driver(function: &PciFunction) -> DoctorCheck {
             CheckOutcome::Warning,
             "nvme: the host's own driver has it, so it cannot be served",
         )
-        .remedy(bind),
+        .with_remedy(bind),
         Some(other) => DoctorCheck::new(
             NAME,
             CheckOutcome::Problem,
             format!("{other}: its users are not known"),
         )
-        .remedy(format!("{bind} --force")),
-        None => DoctorCheck::new(NAME, CheckOutcome::Warning, "none").remedy(bind),
+        .with_remedy(format!("{bind} --force")),
+        None => DoctorCheck::new(NAME, CheckOutcome::Warning, "none").with_remedy(bind),
     }
 }
 
@@ -87,7 +87,7 @@ fn group(function: &PciFunction) -> DoctorCheck {
             CheckOutcome::Problem,
             "none: it would reach all memory of the host",
         )
-        .remedy("enable the IOMMU, as host.iommu shows");
+        .with_remedy("enable the IOMMU, as host.iommu shows");
     };
     let own = function.address.to_string();
     let others = group.members.iter().filter(|member| member.address != own);
@@ -108,7 +108,7 @@ fn group(function: &PciFunction) -> DoctorCheck {
         .collect();
     match in_the_way.is_empty() {
         true => DoctorCheck::ok(NAME, finding),
-        false => DoctorCheck::new(NAME, CheckOutcome::Problem, finding).remedy(format!(
+        false => DoctorCheck::new(NAME, CheckOutcome::Problem, finding).with_remedy(format!(
             "bind to vfio-pci as well, or to no driver: {}",
             in_the_way.join(", ")
         )),
@@ -133,15 +133,15 @@ fn users(root: &HostRoot, function: &PciFunction) -> DoctorCheck {
     let listed = listed.join("; ");
     match lost {
         true => DoctorCheck::new(NAME, CheckOutcome::Problem, listed)
-            .remedy("end that use first: --force does not override it"),
+            .with_remedy("end that use first: --force does not override it"),
         false => DoctorCheck::new(NAME, CheckOutcome::Warning, listed)
-            .remedy("end these processes first"),
+            .with_remedy("end these processes first"),
     }
 }
 
 fn link(root: &HostRoot, function: &PciFunction) -> DoctorCheck {
     const NAME: &str = "drive.link";
-    let folder = root.function_folder(function.address);
+    let folder = root.function_dir(function.address);
     let values = [
         "current_link_speed",
         "current_link_width",
@@ -149,7 +149,7 @@ fn link(root: &HostRoot, function: &PciFunction) -> DoctorCheck {
         "max_link_width",
     ];
     let [Some(speed), Some(width), Some(max_speed), Some(max_width)] =
-        values.map(|file| read(&folder.join(file)))
+        values.map(|file| read_text(&folder.join(file)))
     else {
         return DoctorCheck::not_checked(NAME, "the kernel does not report the PCIe link");
     };
@@ -162,7 +162,7 @@ fn link(root: &HostRoot, function: &PciFunction) -> DoctorCheck {
         CheckOutcome::Warning,
         format!("{finding}; the drive can do {max_speed}, {max_width} lanes"),
     )
-    .remedy(
+    .with_remedy(
         "use a slot with as many lanes of that speed; some drives slow the link down while idle",
     )
 }
@@ -178,13 +178,13 @@ fn node(function: &PciFunction) -> DoctorCheck {
     }
 }
 
-fn read(path: &Path) -> Option<String> {
+fn read_text(path: &Path) -> Option<String> {
     let bytes = std::fs::read(path).ok()?;
     Some(String::from_utf8_lossy(&bytes).trim().to_owned())
 }
 
 /// Checks the drive's own description.
-pub(super) fn described(description: &DriveDescription) -> Vec<DoctorCheck> {
+pub(super) fn check_description(description: &DriveDescription) -> Vec<DoctorCheck> {
     let DriveDescription {
         controller,
         namespaces,
@@ -199,7 +199,7 @@ pub(super) fn described(description: &DriveDescription) -> Vec<DoctorCheck> {
     match namespaces.is_empty() {
         true => checks.push(
             DoctorCheck::new("drive.namespaces", CheckOutcome::Problem, "none is active")
-                .remedy("nvme create-ns and nvme attach-ns, with the host's own driver"),
+                .with_remedy("nvme create-ns and nvme attach-ns, with the host's own driver"),
         ),
         false => checks.extend(namespaces.iter().map(|(nsid, it)| namespace(*nsid, it))),
     }
@@ -224,9 +224,9 @@ fn model(controller: &IdentifyController) -> DoctorCheck {
         "drive.model",
         format!(
             "{}, serial {}, firmware {}, NVMe {}.{}.{}",
-            text(&controller.mn),
-            text(&controller.sn),
-            text(&controller.fr),
+            ascii_text(&controller.mn),
+            ascii_text(&controller.sn),
+            ascii_text(&controller.fr),
             version.mjr(),
             version.mnr(),
             version.ter()
@@ -257,7 +257,7 @@ fn health(health: Option<&SmartHealth>) -> DoctorCheck {
     .into_iter()
     .filter_map(|(is_set, meaning)| is_set.then_some(meaning))
     .collect();
-    let celsius = i32::from(health.composite_temperature.get()) - KELVIN;
+    let celsius = i32::from(health.composite_temperature.get()) - ZERO_CELSIUS;
     let media_errors = health.media_errors.get();
     let figures = format!(
         "{celsius} °C, {} % used, {} % spare, {media_errors} media errors",
@@ -269,11 +269,11 @@ fn health(health: Option<&SmartHealth>) -> DoctorCheck {
             CheckOutcome::Problem,
             format!("{}; {figures}", critical.join(", ")),
         )
-        .remedy("replace the drive, or cool it if the temperature alone is reported");
+        .with_remedy("replace the drive, or cool it if the temperature alone is reported");
     }
-    if health.percentage_used >= WORN || media_errors > 0 {
+    if health.percentage_used >= WORN_PERCENT || media_errors > 0 {
         return DoctorCheck::new(NAME, CheckOutcome::Warning, figures)
-            .remedy("plan to replace the drive");
+            .with_remedy("plan to replace the drive");
     }
     DoctorCheck::ok(NAME, figures)
 }
@@ -305,9 +305,9 @@ fn transfer(controller: &IdentifyController) -> DoctorCheck {
         match bytes {
             Some(bytes) if bytes < 1 << 20 => format!(
                 "{} a command; longer commands of guests are split, and guests have no SGLs",
-                Bytes(bytes)
+                ByteSize(bytes)
             ),
-            Some(bytes) => format!("{} a command", Bytes(bytes)),
+            Some(bytes) => format!("{} a command", ByteSize(bytes)),
             None => "any size a command".to_owned(),
         },
     )
@@ -332,14 +332,15 @@ fn namespace(nsid: Nsid, namespace: &IdentifyNamespace) -> DoctorCheck {
     let others: Vec<String> = others
         .filter(|format| format.lbads() != 0)
         .map(|format| match format.ms() {
-            0 => block(format.lbads()),
-            metadata => format!("{}+{metadata}", block(format.lbads())),
+            0 => format_block_size(format.lbads()),
+            metadata => format!("{}+{metadata}", format_block_size(format.lbads())),
         })
         .collect();
     let finding = format!(
         "{}, blocks of {} bytes{}; formats: {}",
-        size.map_or("of unknown size".to_owned(), |size| Bytes(size).to_string()),
-        block(shift),
+        size.map_or("of unknown size".to_owned(), |size| ByteSize(size)
+            .to_string()),
+        format_block_size(shift),
         match metadata {
             0 => String::new(),
             metadata => format!(" and {metadata} bytes of metadata"),
@@ -354,20 +355,20 @@ fn namespace(nsid: Nsid, namespace: &IdentifyNamespace) -> DoctorCheck {
         CheckOutcome::Problem,
         format!("{finding}; it cannot be served"),
     )
-    .remedy(
+    .with_remedy(
         "use another namespace, or, if its data is not needed, nvme format --lbaf=N to blocks of 512 or 4096 bytes without \
          metadata, which erases it",
     )
 }
 
 /// Formats a logical block size. The drive reports the size's exponent, which may be invalidly large.
-fn block(shift: u8) -> String {
+fn format_block_size(shift: u8) -> String {
     let bytes = 1_u64.checked_shl(shift.into());
     bytes.map_or_else(|| format!("2^{shift}"), |bytes| bytes.to_string())
 }
 
 /// Returns the namespaces for which the drive does not guarantee that deallocated blocks read as zeroes.
-fn not_zeroes(namespaces: &[(Nsid, IdentifyNamespace)]) -> Vec<String> {
+fn nonzero_namespaces(namespaces: &[(Nsid, IdentifyNamespace)]) -> Vec<String> {
     let others = namespaces
         .iter()
         .filter(|(_, namespace)| namespace.dlfeat.read() != DeallocatedRead::ZEROES);
@@ -385,11 +386,13 @@ fn wiping(
             CheckOutcome::Warning,
             "no Write Zeroes: data of a previous owner cannot be erased",
         )
-        .remedy("give each range to one owner only, or erase it by other means and use data=keep");
+        .with_remedy(
+            "give each range to one owner only, or erase it by other means and use data=keep",
+        );
     }
     DoctorCheck::ok(
         NAME,
-        match not_zeroes(namespaces).is_empty() {
+        match nonzero_namespaces(namespaces).is_empty() {
             true => "Write Zeroes, and deallocated blocks read as zeroes: wipes are fast",
             false => "Write Zeroes; wipes may write each block",
         },
@@ -404,7 +407,7 @@ fn deallocation(
     if !controller.oncs.dsm() {
         return DoctorCheck::ok(NAME, "no Dataset Management: guests cannot discard");
     }
-    let others = not_zeroes(namespaces);
+    let others = nonzero_namespaces(namespaces);
     DoctorCheck::ok(
         NAME,
         match others.is_empty() {

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use nvme_lease::CONTROL_SOCKET;
-use nvme_lease::range::Bytes;
+use nvme_lease::range::ByteSize;
 use nvme_mpt_server::control::{ControlError, query_stats};
 use nvme_mpt_server::stats::SupervisorStatus;
 use nvme_mpt_vmm::report::chain;
@@ -17,11 +17,11 @@ use super::report::{CheckOutcome, DoctorCheck};
 const OLDEST_KERNEL: (u32, u32) = (6, 1);
 
 /// Minimum limit of open descriptors for a server with many functions. It is higher than the usual soft limit.
-const DESCRIPTORS: u64 = 4096;
+const DESCRIPTORS_MIN: u64 = 4096;
 
 /// Locked memory in bytes that a process with a physical drive needs in addition to the memory of the VMs
 /// (`nvme_vfio::VfioError::MemoryLock`).
-const LOCKED_BESIDES: u64 = 256 << 20;
+const LOCKED_OVERHEAD: u64 = 256 << 20;
 
 /// Capabilities (capabilities(7)).
 const CAP_IPC_LOCK: u32 = 14;
@@ -53,21 +53,21 @@ impl DoctorHost {
             self.descriptors(),
             self.huge_pages(),
             self.kvm(),
-            self.state_folder(),
-            self.keeper(),
+            self.state_dir(),
+            self.supervisor(),
         ]
     }
 
-    fn proc(&self, name: &str) -> Option<String> {
-        read(&self.root.proc.join(name))
+    fn read_proc(&self, name: &str) -> Option<String> {
+        read_text(&self.root.proc.join(name))
     }
 
-    fn sys(&self, name: &str) -> Option<String> {
-        read(&self.root.sys.join(name))
+    fn read_sys(&self, name: &str) -> Option<String> {
+        read_text(&self.root.sys.join(name))
     }
 
     /// Returns the outcome of a check whose requirement only matters for physical drives and is not met.
-    fn unmet(&self) -> CheckOutcome {
+    fn unmet_outcome(&self) -> CheckOutcome {
         match self.physical {
             true => CheckOutcome::Problem,
             false => CheckOutcome::Warning,
@@ -76,7 +76,7 @@ impl DoctorHost {
 
     fn kernel(&self) -> DoctorCheck {
         const NAME: &str = "host.kernel";
-        let Some(release) = self.proc("sys/kernel/osrelease") else {
+        let Some(release) = self.read_proc("sys/kernel/osrelease") else {
             return DoctorCheck::not_checked(NAME, "the kernel does not report its release");
         };
         let mut numbers = release
@@ -91,24 +91,24 @@ impl DoctorHost {
             return DoctorCheck::ok(NAME, finding);
         }
         let (major, minor) = OLDEST_KERNEL;
-        DoctorCheck::new(NAME, CheckOutcome::Warning, finding).remedy(format!(
+        DoctorCheck::new(NAME, CheckOutcome::Warning, finding).with_remedy(format!(
             "use Linux {major}.{minor} or newer, as the tests do"
         ))
     }
 
     fn io_uring(&self) -> DoctorCheck {
         const NAME: &str = "host.io_uring";
-        let Some(text) = self.proc("sys/kernel/io_uring_disabled") else {
+        let Some(text) = self.read_proc("sys/kernel/io_uring_disabled") else {
             return DoctorCheck::ok(NAME, "allowed; the kernel has no switch for it");
         };
         let lost = "files and block devices cannot be drives; physical drives can";
         let refused = |finding| {
             DoctorCheck::new(NAME, CheckOutcome::Warning, finding)
-                .remedy("sysctl kernel.io_uring_disabled=0")
+                .with_remedy("sysctl kernel.io_uring_disabled=0")
         };
         match text.as_str() {
             "0" => DoctorCheck::ok(NAME, "allowed"),
-            "1" if self.is_capable(CAP_SYS_ADMIN) => DoctorCheck::ok(
+            "1" if self.has_capability(CAP_SYS_ADMIN) => DoctorCheck::ok(
                 NAME,
                 "allowed for this user, as kernel.io_uring_disabled is 1",
             ),
@@ -125,8 +125,8 @@ impl DoctorHost {
 
     fn iommu(&self) -> DoctorCheck {
         const NAME: &str = "host.iommu";
-        let groups = names(&self.root.sys.join("kernel/iommu_groups"));
-        let units = names(&self.root.sys.join("class/iommu"));
+        let groups = dir_names(&self.root.sys.join("kernel/iommu_groups"));
+        let units = dir_names(&self.root.sys.join("class/iommu"));
         if !groups.is_empty() {
             let units = match units.is_empty() {
                 true => String::new(),
@@ -138,7 +138,7 @@ impl DoctorHost {
             true => "no IOMMU: physical drives cannot be served",
             false => "the IOMMU makes no groups: physical drives cannot be served",
         };
-        DoctorCheck::new(NAME, self.unmet(), finding).remedy(
+        DoctorCheck::new(NAME, self.unmet_outcome(), finding).with_remedy(
             "enable VT-d, AMD-Vi or SMMU in the firmware's setup, and on Intel hosts add intel_iommu=on to the kernel's \
              command line",
         )
@@ -154,18 +154,22 @@ impl DoctorHost {
             .exists()
         {
             true => DoctorCheck::ok(NAME, "the driver vfio-pci is loaded"),
-            false => DoctorCheck::new(NAME, self.unmet(), "the driver vfio-pci is not loaded")
-                .remedy("modprobe vfio-pci"),
+            false => DoctorCheck::new(
+                NAME,
+                self.unmet_outcome(),
+                "the driver vfio-pci is not loaded",
+            )
+            .with_remedy("modprobe vfio-pci"),
         }
     }
 
     fn vfio_type1(&self) -> DoctorCheck {
         const NAME: &str = "host.vfio_iommu_type1";
         if !self.root.sys.join("module/vfio_iommu_type1").exists() {
-            return DoctorCheck::new(NAME, self.unmet(), "the module is not loaded")
-                .remedy("modprobe vfio_iommu_type1");
+            return DoctorCheck::new(NAME, self.unmet_outcome(), "the module is not loaded")
+                .with_remedy("modprobe vfio_iommu_type1");
         }
-        let limit = self.sys("module/vfio_iommu_type1/parameters/dma_entry_limit");
+        let limit = self.read_sys("module/vfio_iommu_type1/parameters/dma_entry_limit");
         DoctorCheck::ok(
             NAME,
             match limit {
@@ -178,18 +182,23 @@ impl DoctorHost {
     fn vfio_device(&self) -> DoctorCheck {
         const NAME: &str = "host.vfio_device";
         let path = self.root.dev.join("vfio/vfio");
-        self.accessible(NAME, &path, self.unmet(), "modprobe vfio_iommu_type1")
+        self.check_access(
+            NAME,
+            &path,
+            self.unmet_outcome(),
+            "modprobe vfio_iommu_type1",
+        )
     }
 
     fn kvm(&self) -> DoctorCheck {
         const NAME: &str = "host.kvm";
         let path = self.root.dev.join("kvm");
         let remedy = "enable virtualisation in the firmware's setup, and load kvm_intel or kvm_amd";
-        self.accessible(NAME, &path, CheckOutcome::Warning, remedy)
+        self.check_access(NAME, &path, CheckOutcome::Warning, remedy)
     }
 
     /// Checks that this user may read and write a device file.
-    fn accessible(
+    fn check_access(
         &self,
         name: &str,
         path: &Path,
@@ -200,10 +209,10 @@ impl DoctorHost {
         match rustix::fs::access(path, Access::READ_OK | Access::WRITE_OK) {
             Ok(()) => DoctorCheck::ok(name, format!("{shown} can be read and written")),
             Err(_) if !path.exists() => {
-                DoctorCheck::new(name, unmet, format!("{shown} does not exist")).remedy(to_have_it)
+                DoctorCheck::new(name, unmet, format!("{shown} does not exist")).with_remedy(to_have_it)
             }
             Err(error) => DoctorCheck::new(name, unmet, format!("{shown} cannot be used: {error}"))
-                .remedy(format!(
+                .with_remedy(format!(
                     "run as root, or let a group of this user have it: chgrp GROUP {shown} && chmod g+rw {shown}"
                 )),
         }
@@ -211,10 +220,10 @@ impl DoctorHost {
 
     fn locked_memory(&self) -> DoctorCheck {
         const NAME: &str = "host.locked_memory";
-        if self.is_capable(CAP_IPC_LOCK) {
+        if self.has_capability(CAP_IPC_LOCK) {
             return DoctorCheck::ok(NAME, "without a limit for this user (CAP_IPC_LOCK)");
         }
-        let Some(limits) = self.limit("Max locked memory") else {
+        let Some(limits) = self.resource_limit("Max locked memory") else {
             return DoctorCheck::not_checked(NAME, "the kernel does not report the limit");
         };
         let limit = match limits.0 {
@@ -224,23 +233,26 @@ impl DoctorHost {
         let memory = self.total_memory();
         let enough = memory.is_some_and(|memory| limit >= memory);
         if enough {
-            return DoctorCheck::ok(NAME, format!("{}, all memory of this host", Bytes(limit)));
+            return DoctorCheck::ok(
+                NAME,
+                format!("{}, all memory of this host", ByteSize(limit)),
+            );
         }
-        let outcome = match limit < LOCKED_BESIDES {
-            true => self.unmet(),
+        let outcome = match limit < LOCKED_OVERHEAD {
+            true => self.unmet_outcome(),
             false => CheckOutcome::Warning,
         };
         let finding = format!(
             "{} may be locked; the memory of all VMs on a physical drive is, and {} besides",
-            Bytes(limit),
-            Bytes(LOCKED_BESIDES)
+            ByteSize(limit),
+            ByteSize(LOCKED_OVERHEAD)
         );
         DoctorCheck::new(NAME, outcome, finding)
-            .remedy("ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit")
+            .with_remedy("ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit")
     }
 
     fn total_memory(&self) -> Option<u64> {
-        let text = self.proc("meminfo")?;
+        let text = self.read_proc("meminfo")?;
         let line = text
             .lines()
             .find_map(|line| line.strip_prefix("MemTotal:"))?;
@@ -250,28 +262,28 @@ impl DoctorHost {
 
     fn descriptors(&self) -> DoctorCheck {
         const NAME: &str = "host.descriptors";
-        let Some((soft, hard)) = self.limit("Max open files") else {
+        let Some((soft, hard)) = self.resource_limit("Max open files") else {
             return DoctorCheck::not_checked(NAME, "the kernel does not report the limit");
         };
         let shown = |limit: Option<u64>| {
             limit.map_or("without a limit".to_owned(), |limit| limit.to_string())
         };
         let finding = format!("{} (at most {})", shown(soft), shown(hard));
-        if soft.is_none_or(|soft| soft >= DESCRIPTORS) {
+        if soft.is_none_or(|soft| soft >= DESCRIPTORS_MIN) {
             return DoctorCheck::ok(NAME, finding);
         }
         let finding = format!("{finding}: few for a server with many functions");
         DoctorCheck::new(NAME, CheckOutcome::Warning, finding)
-            .remedy("ulimit -n 524288, or LimitNOFILE=524288 in the unit")
+            .with_remedy("ulimit -n 524288, or LimitNOFILE=524288 in the unit")
     }
 
     fn huge_pages(&self) -> DoctorCheck {
         const NAME: &str = "host.huge_pages";
         let folder = "kernel/mm/hugepages";
         let mut sizes = Vec::new();
-        for name in names(&self.root.sys.join(folder)) {
-            let total = self.sys(&format!("{folder}/{name}/nr_hugepages"));
-            let free = self.sys(&format!("{folder}/{name}/free_hugepages"));
+        for name in dir_names(&self.root.sys.join(folder)) {
+            let total = self.read_sys(&format!("{folder}/{name}/nr_hugepages"));
+            let free = self.read_sys(&format!("{folder}/{name}/free_hugepages"));
             if let (Some(total), Some(free)) = (total, free)
                 && total != "0"
             {
@@ -283,7 +295,7 @@ impl DoctorHost {
             true => "none reserved".to_owned(),
             false => sizes.join(", "),
         };
-        let transparent = self.sys("kernel/mm/transparent_hugepage/enabled");
+        let transparent = self.read_sys("kernel/mm/transparent_hugepage/enabled");
         let choice = transparent
             .as_deref()
             .and_then(|text| Some(text.split_once('[')?.1.split_once(']')?.0));
@@ -295,13 +307,13 @@ impl DoctorHost {
                     "{reserved}; transparent huge pages are off, so mapping a large VM takes long"
                 ),
             )
-            .remedy("echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"),
+            .with_remedy("echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"),
             Some(choice) => DoctorCheck::ok(NAME, format!("{reserved}; transparent: {choice}")),
             None => DoctorCheck::ok(NAME, reserved),
         }
     }
 
-    fn state_folder(&self) -> DoctorCheck {
+    fn state_dir(&self) -> DoctorCheck {
         const NAME: &str = "host.state_folder";
         let folder = &self.state_dir;
         let shown = folder.display();
@@ -314,7 +326,7 @@ impl DoctorHost {
                     CheckOutcome::Problem,
                     format!("{shown} cannot be written: {error}"),
                 )
-                .remedy(
+                .with_remedy(
                     "run as its owner or as root, or choose another directory with --state-dir",
                 ),
             };
@@ -326,7 +338,7 @@ impl DoctorHost {
                 CheckOutcome::Problem,
                 format!("{shown} is not a directory"),
             )
-            .remedy(elsewhere);
+            .with_remedy(elsewhere);
         }
         let nearest = folder.ancestors().skip(1).find(|parent| parent.exists());
         // A relative path without a directory starts at the working directory.
@@ -344,12 +356,12 @@ impl DoctorHost {
                     parent.display()
                 ),
             )
-            .remedy(elsewhere),
+            .with_remedy(elsewhere),
         }
     }
 
     /// Checks the supervisor process of the server that has the state directory's control socket.
-    fn keeper(&self) -> DoctorCheck {
+    fn supervisor(&self) -> DoctorCheck {
         const NAME: &str = "server.keeper";
         match query_stats(&self.state_dir.join(CONTROL_SOCKET)).map(|stats| stats.keeper) {
             Err(ControlError::NoServer { .. }) => DoctorCheck::ok(NAME, "no server runs"),
@@ -360,20 +372,20 @@ impl DoctorHost {
                 CheckOutcome::Warning,
                 "the server has no keeper: VMs on vfio-user lose their drives when it ends",
             )
-            .remedy("start it by `nvme-mpt keep`, or by systemd with resources/nvme-mpt.service"),
+            .with_remedy("start it by `nvme-mpt keep`, or by systemd with resources/nvme-mpt.service"),
             Ok(SupervisorStatus::Ended) => DoctorCheck::new(
                 NAME,
                 CheckOutcome::Problem,
                 "the server's keeper has ended: VMs on vfio-user lose their drives if the server dies",
             )
-            .remedy("start another keeper with `nvme-mpt keep --adopt -- nvme-mpt serve ...`"),
+            .with_remedy("start another keeper with `nvme-mpt keep --adopt -- nvme-mpt serve ...`"),
         }
     }
 
     /// Returns the soft and the hard limit of this process for the resource `name`; `None` if they cannot be read. An inner
     /// `None` means unlimited.
-    fn limit(&self, name: &str) -> Option<(Option<u64>, Option<u64>)> {
-        let text = self.proc("self/limits")?;
+    fn resource_limit(&self, name: &str) -> Option<(Option<u64>, Option<u64>)> {
+        let text = self.read_proc("self/limits")?;
         let line = text.lines().find_map(|line| line.strip_prefix(name))?;
         let mut values = line.split_whitespace();
         let mut value = || match values.next()? {
@@ -384,8 +396,8 @@ impl DoctorHost {
     }
 
     /// Returns whether this process has a capability.
-    fn is_capable(&self, capability: u32) -> bool {
-        let Some(text) = self.proc("self/status") else {
+    fn has_capability(&self, capability: u32) -> bool {
+        let Some(text) = self.read_proc("self/status") else {
             return false;
         };
         let effective = text.lines().find_map(|line| line.strip_prefix("CapEff:"));
@@ -396,13 +408,13 @@ impl DoctorHost {
 }
 
 /// Returns the text of a file without the line end; `None` if the file cannot be read.
-fn read(path: &Path) -> Option<String> {
+fn read_text(path: &Path) -> Option<String> {
     let bytes = fs::read(path).ok()?;
     Some(String::from_utf8_lossy(&bytes).trim().to_owned())
 }
 
 /// Returns the names in a directory, sorted; none if the directory cannot be read.
-fn names(folder: &Path) -> Vec<String> {
+fn dir_names(folder: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(folder) else {
         return Vec::new();
     };

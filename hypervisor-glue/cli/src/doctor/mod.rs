@@ -35,7 +35,7 @@ pub fn examine(host: &DoctorHost, address: Option<PciAddress>) -> DoctorReport {
     if let Some(address) = address {
         sections.push(ReportSection {
             subject: format!("Drive {address}"),
-            checks: drive_checks(host, address, |function| describe(host, function)),
+            checks: check_drive(host, address, |function| describe_drive(host, function)),
         });
     }
     DoctorReport {
@@ -49,7 +49,7 @@ impl DoctorReport {
     /// Tests a namespace if `consent` allows erasing it, and appends the checks to the report. Each measurement takes `time`.
     ///
     /// Does nothing if the report already has problems.
-    pub fn try_out(
+    pub fn test_namespace(
         &mut self,
         host: &DoctorHost,
         path: &DrivePath,
@@ -65,7 +65,7 @@ impl DoctorReport {
             .flat_map(|section| &section.checks);
         let problems = drive.filter(|check| check.outcome == CheckOutcome::Problem);
         let checks = match problems.count() {
-            0 => match scratch::try_out(host, path, nsid, time, consent) {
+            0 => match scratch::test_namespace(host, path, nsid, time, consent) {
                 Ok(checks) => checks,
                 Err(error @ scratch::ScratchError::NotConfirmed) => {
                     vec![DoctorCheck::not_checked(NAME, chain(&error))]
@@ -82,7 +82,7 @@ impl DoctorReport {
 }
 
 /// Checks a drive. `describe` returns the drive's description, or the reason why the drive cannot be described.
-fn drive_checks(
+fn check_drive(
     host: &DoctorHost,
     address: PciAddress,
     describe: impl FnOnce(&PciFunction) -> Result<DriveDescription, String>,
@@ -97,19 +97,19 @@ fn drive_checks(
             )];
         }
     };
-    let mut checks = drive::placed(&host.root, &function);
+    let mut checks = drive::check_placement(&host.root, &function);
     if !function.is_nvme() {
         return checks;
     }
     match describe(&function) {
-        Ok(description) => checks.extend(drive::described(&description)),
+        Ok(description) => checks.extend(drive::check_description(&description)),
         Err(reason) => checks.push(DoctorCheck::not_checked("drive.model", reason)),
     }
     checks
 }
 
 /// Reads the drive's description through its present driver.
-fn describe(host: &DoctorHost, function: &PciFunction) -> Result<DriveDescription, String> {
+fn describe_drive(host: &DoctorHost, function: &PciFunction) -> Result<DriveDescription, String> {
     if let Some(controller) = &function.controller {
         return controller
             .describe(&host.root)

@@ -77,7 +77,7 @@ impl DoctorCheck {
 
     /// Sets the remedy.
     #[must_use]
-    pub fn remedy(mut self, remedy: impl Into<String>) -> Self {
+    pub fn with_remedy(mut self, remedy: impl Into<String>) -> Self {
         self.remedy = Some(remedy.into());
         self
     }
@@ -113,7 +113,7 @@ impl DoctorReport {
 }
 
 /// Replaces control characters, which may come from a drive or the kernel.
-fn printable(text: &str) -> String {
+fn escape_text(text: &str) -> String {
     let clean = |c: char| if c.is_control() { ' ' } else { c };
     text.chars().map(clean).collect()
 }
@@ -127,18 +127,18 @@ impl fmt::Display for DoctorReport {
         } = self;
         writeln!(f, "nvme-mpt {version}, {time}")?;
         // All sections share one table, so that their columns are equally wide.
-        let mut table = TextTable::of_text();
+        let mut table = TextTable::left_aligned();
         let mut lines = Vec::new();
         for ReportSection { checks, .. } in sections {
             for check in checks {
-                table.row(vec![
+                table.add_row(vec![
                     check.name.clone(),
                     check.outcome.name().to_owned(),
-                    printable(&check.finding),
+                    escape_text(&check.finding),
                 ]);
                 if let Some(remedy) = &check.remedy {
-                    let remedy = format!("remedy: {}", printable(remedy));
-                    table.row(vec![String::new(), String::new(), remedy]);
+                    let remedy = format!("remedy: {}", escape_text(remedy));
+                    table.add_row(vec![String::new(), String::new(), remedy]);
                 }
                 lines.push(1 + usize::from(check.remedy.is_some()));
             }
@@ -147,7 +147,7 @@ impl fmt::Display for DoctorReport {
         let mut rows = text.lines();
         let mut lines = lines.into_iter();
         for ReportSection { subject, checks } in sections {
-            writeln!(f, "\n{}", printable(subject))?;
+            writeln!(f, "\n{}", escape_text(subject))?;
             let count = lines.by_ref().take(checks.len()).sum();
             for row in rows.by_ref().take(count) {
                 writeln!(f, "{row}")?;
@@ -180,7 +180,7 @@ mod tests {
                     checks: vec![
                         DoctorCheck::ok("host.kernel", "Linux 6.12"),
                         DoctorCheck::new("host.iommu", CheckOutcome::Problem, "no\nIOMMU")
-                            .remedy("enable it"),
+                            .with_remedy("enable it"),
                     ],
                 },
                 ReportSection {

@@ -100,12 +100,12 @@ const FILES: &[(&str, &str)] = &[
     ("sys/bus/pci/devices/0000:01:00.0/nvme/nvme0/serial", "S1\n"),
 ];
 
-struct Folder {
+struct FakeHostDir {
     folder: tempfile::TempDir,
     host: DoctorHost,
 }
 
-impl Folder {
+impl FakeHostDir {
     /// Creates a healthy host with a drive that is bound to `driver`.
     fn new(driver: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
@@ -170,7 +170,7 @@ impl Folder {
 
     fn checks(&self) -> Vec<DoctorCheck> {
         let mut checks = self.host.checks();
-        let drive = drive_checks(&self.host, ADDRESS.parse().unwrap(), |_| Ok(description()));
+        let drive = check_drive(&self.host, ADDRESS.parse().unwrap(), |_| Ok(description()));
         checks.extend(drive);
         checks
     }
@@ -228,7 +228,7 @@ fn description() -> DriveDescription {
 
 #[test]
 fn a_suitable_host_and_drive_have_no_problems() {
-    let folder = Folder::new("vfio-pci");
+    let folder = FakeHostDir::new("vfio-pci");
     let checks = folder.checks();
     for check in &checks {
         assert_eq!(check.outcome, CheckOutcome::Ok, "{check:?}");
@@ -263,7 +263,7 @@ fn a_suitable_host_and_drive_have_no_problems() {
 #[test]
 fn each_obstacle_of_a_host_has_its_remedy() {
     use CheckOutcome::{NotChecked, Problem, Warning};
-    let folder = Folder::new("vfio-pci");
+    let folder = FakeHostDir::new("vfio-pci");
     let changed = |path: &str, text: &str| folder.write(path, text.as_bytes());
     changed("proc/sys/kernel/osrelease", "5.10.0-28-amd64\n");
     folder.expect(
@@ -366,7 +366,7 @@ fn each_obstacle_of_a_host_has_its_remedy() {
 #[test]
 fn each_obstacle_of_a_drive_has_its_remedy() {
     use CheckOutcome::{NotChecked, Problem, Warning};
-    let folder = Folder::new("nvme");
+    let folder = FakeHostDir::new("nvme");
     folder.expect(
         "drive.driver",
         Warning,
@@ -406,10 +406,10 @@ fn each_obstacle_of_a_drive_has_its_remedy() {
     );
     folder.remove(FUNCTION);
     folder.expect("drive.function", Problem, "There is no PCI function", "");
-    let folder = Folder::new("uio_pci_generic");
+    let folder = FakeHostDir::new("uio_pci_generic");
     folder.expect("drive.driver", Problem, "uio_pci_generic", "--force");
     // The controller's device file is not a device, so the drive cannot be queried.
-    let folder = Folder::new("nvme");
+    let folder = FakeHostDir::new("nvme");
     let address = ADDRESS.parse().unwrap();
     let report = examine(&folder.host, Some(address));
     let checks = &report.sections[1].checks;
@@ -430,7 +430,7 @@ fn missing_abilities_of_a_drive_are_named() {
     poor.namespaces[0].1.lbaf[0] = LbaFormat::default().with_lbads(9).with_ms(8);
     let health = poor.health.as_mut().unwrap();
     health.critical_warning = CriticalWarning(0).with_read_only(true);
-    let checks = drive::described(&poor);
+    let checks = drive::check_description(&poor);
     expect(
         &checks,
         "drive.health",
@@ -474,17 +474,17 @@ fn missing_abilities_of_a_drive_are_named() {
             has_weighted: true,
             is_weighted,
         });
-        let checks = drive::described(&poor);
+        let checks = drive::check_description(&poor);
         expect(&checks, "drive.arbitration", Ok, finding, "");
     }
     poor.controller.oncs = Oncs(0).with_copy(true);
     poor.namespaces[0].1.mssrl = 0;
-    let checks = drive::described(&poor);
+    let checks = drive::check_description(&poor);
     expect(&checks, "drive.copy", Ok, "limits are 0", "");
     poor.health = None;
     poor.queue_pairs = None;
     poor.namespaces.clear();
-    let checks = drive::described(&poor);
+    let checks = drive::check_description(&poor);
     expect(&checks, "drive.health", NotChecked, "does not return", "");
     expect(
         &checks,
@@ -522,7 +522,7 @@ fn content(usual: &'static str) -> impl Strategy<Value = Vec<u8>> {
     ]
 }
 
-fn write_or_remove(folder: &Folder, path: &str, text: Option<&[u8]>) {
+fn write_or_remove(folder: &FakeHostDir, path: &str, text: Option<&[u8]>) {
     match text {
         Some(text) => folder.write(path, text),
         None if folder.folder.path().join(path).is_file() => folder.remove(path),
@@ -538,7 +538,7 @@ proptest! {
         texts in FILES.iter().map(|(_, usual)| proptest::option::of(content(usual))).collect::<Vec<_>>(),
         driver in prop_oneof![Just("nvme"), Just("vfio-pci")],
     ) {
-        let folder = Folder::new(driver);
+        let folder = FakeHostDir::new(driver);
         for ((path, _), text) in FILES.iter().zip(&texts) {
             write_or_remove(&folder, path, text.as_deref());
         }
@@ -571,7 +571,7 @@ proptest! {
             controller_memory: None,
             arbitration: None,
         };
-        prop_assert!(drive::described(&any).len() > 10);
+        prop_assert!(drive::check_description(&any).len() > 10);
     }
 }
 
@@ -590,7 +590,7 @@ fn the_host_of_this_test_is_examined() {
 
 /// Tries out a namespace of the drive. Returns the only check, and the namespace for whose data consent was asked.
 fn try_out(
-    folder: &Folder,
+    folder: &FakeHostDir,
     nsid: u32,
     consent: bool,
 ) -> (DoctorCheck, Option<scratch::ScratchNamespace>) {
@@ -598,7 +598,7 @@ fn try_out(
     let mut report = examine(&folder.host, Some(address));
     let mut asked = None;
     let path = DrivePath::Pci(address);
-    report.try_out(&folder.host, &path, nsid, Duration::ZERO, &mut |subject| {
+    report.test_namespace(&folder.host, &path, nsid, Duration::ZERO, &mut |subject| {
         asked = Some(subject.clone());
         consent
     });
@@ -612,7 +612,7 @@ fn try_out(
 #[test]
 fn a_drive_of_the_host_is_bound_only_after_consent() {
     use CheckOutcome::{NotChecked, Problem};
-    let folder = Folder::new("nvme");
+    let folder = FakeHostDir::new("nvme");
     folder.write("sys/bus/pci/drivers/nvme/unbind", b"");
     folder.write("sys/bus/pci/drivers_probe", b"");
     let told = || folder.read("sys/bus/pci/drivers/nvme/unbind");
@@ -629,8 +629,8 @@ fn a_drive_of_the_host_is_bound_only_after_consent() {
     let (check, asked) = try_out(&folder, 1, false);
     expect(&[check], "scratch.setup", NotChecked, "Not confirmed", "");
     let asked = asked.unwrap();
-    assert_eq!((&*asked.word, asked.nsid), ("S1", 1));
-    assert_eq!(asked.former_use, Some("a GUID partition table"));
+    assert_eq!((&*asked.confirmation_word, asked.nsid), ("S1", 1));
+    assert_eq!(asked.previous_use, Some("a GUID partition table"));
     assert_eq!(told(), "");
     // The fake kernel does not bind the driver, but the request was written.
     let (check, _) = try_out(&folder, 1, true);

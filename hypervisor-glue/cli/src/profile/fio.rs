@@ -3,16 +3,16 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use nvme_lease::range::Bytes;
+use nvme_lease::range::ByteSize;
 use serde::Deserialize;
 
 use super::error::FitError;
 
 /// fio's name of the median.
-const MEDIAN: &str = "50.000000";
+const MEDIAN_KEY: &str = "50.000000";
 
 /// fio's options for mixed block sizes.
-const SIZES: [&str; 3] = ["bsrange", "blocksize_range", "bssplit"];
+const SIZE_RANGE_OPTIONS: [&str; 3] = ["bsrange", "blocksize_range", "bssplit"];
 
 /// Measurements of read-only and write-only jobs.
 pub(super) struct FioReport {
@@ -122,8 +122,8 @@ impl FioReport {
             let measured = |side| job.measurement(path, &file.global, side);
             match (job.read.total_ios, job.write.total_ios) {
                 (0, 0) => {}
-                (_, 0) => add(&mut report.reads, measured(FioDirection::Read)?),
-                (0, _) => add(&mut report.writes, measured(FioDirection::Write)?),
+                (_, 0) => add_measurement(&mut report.reads, measured(FioDirection::Read)?),
+                (0, _) => add_measurement(&mut report.writes, measured(FioDirection::Write)?),
                 // In a mixed job, reads and writes affect each other.
                 _ => {}
             }
@@ -134,7 +134,7 @@ impl FioReport {
 
 /// Adds a job's measurement. Without `group_reporting`, fio reports each process of a job separately, so consecutive entries of
 /// one job are summed.
-fn add(measurements: &mut Vec<FioMeasurement>, measured: FioMeasurement) {
+fn add_measurement(measurements: &mut Vec<FioMeasurement>, measured: FioMeasurement) {
     match measurements.last_mut() {
         Some(last) if last.job == measured.job && last.group == measured.group => {
             last.iops += measured.iops;
@@ -173,14 +173,17 @@ impl FioJob {
             FioDirection::Read => &self.read,
             FioDirection::Write => &self.write,
         };
-        let has_sizes =
-            |options: &BTreeMap<_, _>| SIZES.iter().any(|name| options.contains_key(*name));
+        let has_sizes = |options: &BTreeMap<_, _>| {
+            SIZE_RANGE_OPTIONS
+                .iter()
+                .any(|name| options.contains_key(*name))
+        };
         let block = if has_sizes(&self.options) || has_sizes(global) {
             side.io_bytes / side.total_ios.max(1)
         } else {
             let block = option(["bs", "blocksize"], "4k");
             // The sizes of reads, writes and trims may differ. This job does only one of them.
-            let sizes: Option<Vec<u64>> = block.split(',').map(size).collect();
+            let sizes: Option<Vec<u64>> = block.split(',').map(parse_size).collect();
             let sizes = sizes.unwrap_or_default();
             let size = match direction {
                 FioDirection::Read => sizes.first(),
@@ -194,7 +197,7 @@ impl FioJob {
             block,
             in_flight: count("iodepth")?.saturating_mul(count("numjobs")?),
             iops: side.iops,
-            latency: side.latency(),
+            latency: side.median_latency(),
         })
     }
 }
@@ -202,22 +205,22 @@ impl FioJob {
 impl FioDirectionStats {
     /// Returns the median completion latency. If the report lacks it, returns the median total latency (`lat_percentiles`), or
     /// else the mean.
-    fn latency(&self) -> f64 {
+    fn median_latency(&self) -> f64 {
         [Some(&self.clat_ns), self.lat_ns.as_ref()]
             .into_iter()
             .flatten()
-            .find_map(|latency| latency.percentile.get(MEDIAN).copied())
+            .find_map(|latency| latency.percentile.get(MEDIAN_KEY).copied())
             .unwrap_or(self.clat_ns.mean)
     }
 }
 
 /// Parses a fio size, by default in powers of 1024: 4096, 4k, 4kb, 4KiB.
-fn size(text: &str) -> Option<u64> {
+fn parse_size(text: &str) -> Option<u64> {
     let text = text.trim().to_ascii_lowercase();
     let text = text
         .strip_suffix("ib")
         .or_else(|| text.strip_suffix('b'))
         .unwrap_or(&text);
-    let Bytes(bytes) = text.parse().ok()?;
+    let ByteSize(bytes) = text.parse().ok()?;
     (bytes > 0).then_some(bytes)
 }

@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use nvme_lease::range::Bytes;
+use nvme_lease::range::ByteSize;
 use nvme_software::model::DriveProfile;
 
 mod error;
@@ -17,10 +17,10 @@ pub use error::FitError;
 use fio::{FioMeasurement, FioReport};
 
 /// Maximum size of a fio report in bytes. The limit stops reading if a wrong path leads to a device, for example.
-const LONGEST: u64 = 64 << 20;
+const REPORT_BYTES_MAX: u64 = 64 << 20;
 
 /// Minimum number of in-flight commands for a fio job to count as a measurement of the maximum IOPS.
-const DEEP: u64 = 8;
+const DEPTH_MIN: u64 = 8;
 
 /// Bounds of `stripe` in bytes.
 const STRIPE_MIN: u64 = 4 << 10;
@@ -42,7 +42,7 @@ pub fn fit(path: &Path) -> Result<String, FitError> {
         path: path.to_owned(),
         source,
     };
-    if fs::metadata(path).map_err(failed)?.len() > LONGEST {
+    if fs::metadata(path).map_err(failed)?.len() > REPORT_BYTES_MAX {
         return Err(failed(io::ErrorKind::FileTooLarge.into()));
     }
     fit_text(path, &fs::read_to_string(path).map_err(failed)?)
@@ -55,20 +55,20 @@ fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
         what,
         options,
     };
-    let reads = DirectionMeasurements::of(&report.reads).ok_or_else(|| {
+    let reads = DirectionMeasurements::select(&report.reads).ok_or_else(|| {
         missing(
             "reads with one command in flight",
             "rw=randread bs=4k iodepth=1",
         )
     })?;
-    let writes = DirectionMeasurements::of(&report.writes).ok_or_else(|| {
+    let writes = DirectionMeasurements::select(&report.writes).ok_or_else(|| {
         missing(
             "writes with one command in flight",
             "rw=randwrite bs=4k iodepth=1",
         )
     })?;
-    let stripe = stripe(&reads, &writes);
-    let profile = render(path, &reads, &writes, stripe);
+    let stripe = choose_stripe(&reads, &writes);
+    let profile = render_profile(path, &reads, &writes, stripe);
     // Check that the printed profile can be loaded.
     match DriveProfile::parse(&path.display().to_string(), &profile) {
         Ok(_) => Ok(profile),
@@ -82,16 +82,16 @@ fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
 /// Measurements of reads or writes.
 struct DirectionMeasurements<'a> {
     /// Job that measures the latency.
-    alone: &'a FioMeasurement,
+    latency_job: &'a FioMeasurement,
     /// Job that measures the bandwidth.
-    fastest: &'a FioMeasurement,
+    bandwidth_job: &'a FioMeasurement,
     /// Job with the highest IOPS among the jobs that have the smallest blocks and at least `DEEP` commands in flight.
-    busiest: Option<&'a FioMeasurement>,
+    iops_job: Option<&'a FioMeasurement>,
 }
 
 impl<'a> DirectionMeasurements<'a> {
     /// Selects the jobs from the measurements of one direction. Returns `None` if no job has one command in flight.
-    fn of(measurements: &'a [FioMeasurement]) -> Option<Self> {
+    fn select(measurements: &'a [FioMeasurement]) -> Option<Self> {
         let alone = measurements
             .iter()
             .filter(|job| job.in_flight == 1)
@@ -101,29 +101,29 @@ impl<'a> DirectionMeasurements<'a> {
             .max_by(|a, b| a.bandwidth().total_cmp(&b.bandwidth()))?;
         let busiest = measurements
             .iter()
-            .filter(|job| job.in_flight >= DEEP && job.block <= alone.block)
+            .filter(|job| job.in_flight >= DEPTH_MIN && job.block <= alone.block)
             .max_by(|a, b| a.iops.total_cmp(&b.iops));
         Some(Self {
-            alone,
-            fastest,
-            busiest,
+            latency_job: alone,
+            bandwidth_job: fastest,
+            iops_job: busiest,
         })
     }
 
     /// Bytes that the drive transfers at its maximum bandwidth in the time that it needs per small block when saturated.
     fn bytes_per_command(&self) -> Option<f64> {
-        Some(self.fastest.bandwidth() / self.busiest?.iops)
+        Some(self.bandwidth_job.bandwidth() / self.iops_job?.iops)
     }
 
     /// Number of stripes of this size that must be in flight to reach the maximum bandwidth, if each takes the latency of a
     /// single command.
     fn stripes_at_once(&self, stripe: u64) -> f64 {
-        self.alone.latency / 1e9 * self.fastest.bandwidth() / stripe as f64
+        self.latency_job.latency / 1e9 * self.bandwidth_job.bandwidth() / stripe as f64
     }
 }
 
 /// Returns one stripe size for reads and writes: the power of two that is closest to their geometric mean.
-fn stripe(reads: &DirectionMeasurements<'_>, writes: &DirectionMeasurements<'_>) -> u64 {
+fn choose_stripe(reads: &DirectionMeasurements<'_>, writes: &DirectionMeasurements<'_>) -> u64 {
     let wanted: Vec<f64> = [reads, writes]
         .into_iter()
         .filter_map(DirectionMeasurements::bytes_per_command)
@@ -137,7 +137,7 @@ fn stripe(reads: &DirectionMeasurements<'_>, writes: &DirectionMeasurements<'_>)
     (1_u64 << shift).clamp(STRIPE_MIN, STRIPE_MAX)
 }
 
-fn render(
+fn render_profile(
     path: &Path,
     reads: &DirectionMeasurements<'_>,
     writes: &DirectionMeasurements<'_>,
@@ -155,24 +155,24 @@ fn render(
     );
     let sources: Vec<&str> = [reads, writes]
         .into_iter()
-        .filter_map(|rates| Some(rates.busiest?.job.as_str()))
+        .filter_map(|rates| Some(rates.iops_job?.job.as_str()))
         .collect();
     if sources.is_empty() {
         let _ = writeln!(
             text,
-            "# Not measured: no job has {DEEP} or more small blocks in flight."
+            "# Not measured: no job has {DEPTH_MIN} or more small blocks in flight."
         );
     } else {
         let _ = writeln!(text, "# From: {}.", sources.join(", "));
     }
-    let _ = writeln!(text, "stripe = \"{}\"", Bytes(stripe));
+    let _ = writeln!(text, "stripe = \"{}\"", ByteSize(stripe));
     for (name, rates) in [("read", reads), ("write", writes)] {
         // Rounding to KiB keeps a drive's bandwidth exact to a thousandth.
-        let bandwidth = Bytes((rates.fastest.bandwidth() / 1024.0).round() as u64 * 1024);
+        let bandwidth = ByteSize((rates.bandwidth_job.bandwidth() / 1024.0).round() as u64 * 1024);
         let _ = write!(
             text,
             "\n[{name}]\n# From: {}.\nlatency = \"{:.0}ns\"\n# From: {}.\nbandwidth = \"{bandwidth}\"\n",
-            rates.alone.job, rates.alone.latency, rates.fastest.job
+            rates.latency_job.job, rates.latency_job.latency, rates.bandwidth_job.job
         );
     }
     text

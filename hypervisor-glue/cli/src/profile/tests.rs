@@ -52,7 +52,7 @@ fn measured(profile: &NvmProfile) -> String {
     json!({"fio version": "fio-3.33", "jobs": jobs}).to_string()
 }
 
-fn fitted(text: &str) -> NvmProfile {
+fn fit_profile(text: &str) -> NvmProfile {
     let profile = fit_text(Path::new(PATH), text).expect("a profile");
     match DriveProfile::parse(PATH, &profile).expect("one that can be used") {
         DriveProfile::Nvm(profile) => profile,
@@ -83,7 +83,7 @@ proptest! {
             read: rates(read),
             write: rates(write),
         };
-        let found = fitted(&measured(&given));
+        let found = fit_profile(&measured(&given));
         prop_assert_eq!(found.stripe, given.stripe);
         for (found, given) in [(&found.read, &given.read), (&found.write, &given.write)] {
             prop_assert_eq!(found.latency, given.latency);
@@ -131,7 +131,7 @@ const PROCESSES: &str = include_str!("reports/processes.json");
 
 #[test]
 fn a_guests_measurements_yield_the_profile_of_its_drive() {
-    let found = fitted(MEASURED);
+    let found = fit_profile(MEASURED);
     assert_eq!(found.stripe, ProfileSize(32 << 10));
     assert_eq!(
         (found.read.latency, found.write.latency),
@@ -166,7 +166,7 @@ fn processes_of_a_job_count_together() {
 #[test]
 fn the_last_of_several_fio_reports_counts() {
     let text = format!("fio: a word before\n{PROCESSES}{MEASURED}\nDisk stats (read/write):\n");
-    assert_eq!(fitted(&text), fitted(MEASURED));
+    assert_eq!(fit_profile(&text), fit_profile(MEASURED));
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn total_latency_percentiles_replace_completion_percentiles() {
     reads["read"]["lat_ns"] = reads["read"]["clat_ns"].take();
     reads["read"]["clat_ns"] = json!({"mean": 21e3});
     let writes = job("w", "write", json!({}), 50e3, 20e3);
-    let profile = fitted(&json!({"jobs": [reads, writes]}).to_string());
+    let profile = fit_profile(&json!({"jobs": [reads, writes]}).to_string());
     assert_eq!(profile.read.latency, TimeSpan(20_000));
 }
 
@@ -184,7 +184,7 @@ fn without_percentiles_the_mean_counts() {
     let mut reads = job("r", "read", json!({}), 50e3, 20e3);
     reads["read"]["clat_ns"] = json!({"mean": 21e3});
     let writes = job("w", "write", json!({}), 50e3, 20e3);
-    let profile = fitted(&json!({"jobs": [reads, writes]}).to_string());
+    let profile = fit_profile(&json!({"jobs": [reads, writes]}).to_string());
     assert_eq!(profile.read.latency, TimeSpan(21_000));
     assert_eq!(
         profile.stripe,

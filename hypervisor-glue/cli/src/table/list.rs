@@ -46,7 +46,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             DeclarationSource::Added => "added",
             DeclarationSource::Vmm => "VMM",
         };
-        table.row(vec![
+        table.add_row(vec![
             id.clone(),
             state,
             origin.to_owned(),

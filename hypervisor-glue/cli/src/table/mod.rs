@@ -1,8 +1,8 @@
 //! Text tables for the terminal.
 
+pub(crate) mod capacity;
 pub(crate) mod faults;
 pub(crate) mod list;
-pub(crate) mod room;
 pub(crate) mod stats;
 
 use std::fmt;
@@ -11,7 +11,7 @@ use std::fmt;
 pub(crate) struct TextTable {
     rows: Vec<Vec<String>>,
     /// True to align cells to the left.
-    of_text: bool,
+    is_left_aligned: bool,
 }
 
 impl TextTable {
@@ -19,15 +19,15 @@ impl TextTable {
     pub(crate) fn new(head: &[&str]) -> Self {
         Self {
             rows: vec![head.iter().map(|&cell| cell.to_owned()).collect()],
-            of_text: false,
+            is_left_aligned: false,
         }
     }
 
     /// Creates a left-aligned table without a header row.
-    pub(crate) fn of_text() -> Self {
+    pub(crate) fn left_aligned() -> Self {
         Self {
             rows: Vec::new(),
-            of_text: true,
+            is_left_aligned: true,
         }
     }
 
@@ -36,7 +36,7 @@ impl TextTable {
         self.rows.len() < 2
     }
 
-    pub(crate) fn row(&mut self, cells: Vec<String>) {
+    pub(crate) fn add_row(&mut self, cells: Vec<String>) {
         self.rows.push(cells);
     }
 }
@@ -56,12 +56,16 @@ impl fmt::Display for TextTable {
         for row in &self.rows {
             let mut line = String::new();
             for (cell, width) in row.iter().zip(&widths) {
-                line += &match self.of_text {
+                line += &match self.is_left_aligned {
                     true => format!("  {cell:<width$}"),
                     false => format!("  {cell:>width$}"),
                 };
             }
-            let line = if self.of_text { line.trim_end() } else { &line };
+            let line = if self.is_left_aligned {
+                line.trim_end()
+            } else {
+                &line
+            };
             writeln!(f, "{line}")?;
         }
         Ok(())

@@ -3,17 +3,17 @@
 use std::fmt;
 
 use nvme_guest::stats::{HostQueueUse, LeasePairStats};
-use nvme_lease::range::Bytes;
+use nvme_lease::range::ByteSize;
 use nvme_mpt_server::stats::{
-    DriveStats, FunctionStats, GuestPause, GuestPauseCause, KEEPER_ENDED, ResetCounts, ServerStats,
-    SupervisorStatus,
+    DriveStats, FunctionStats, GuestPause, GuestPauseCause, ResetCounts, SUPERVISOR_ENDED,
+    ServerStats, SupervisorStatus,
 };
 
 use super::TextTable;
 use super::list::one_line;
 
 /// Formats bytes with three significant digits.
-fn rounded(bytes: u64) -> String {
+fn format_bytes(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let mut value = bytes as f64;
     let mut unit = 0;
@@ -30,12 +30,12 @@ fn rounded(bytes: u64) -> String {
     format!("{value:.digits$} {}", UNITS[unit])
 }
 
-fn microseconds(value: f64) -> String {
+fn format_microseconds(value: f64) -> String {
     format!("{value:.1}")
 }
 
 /// Describes which VMM uses the function.
-fn user(function: &FunctionStats) -> String {
+fn describe_user(function: &FunctionStats) -> String {
     match (function.process, function.connected) {
         (Some(process), _) => format!("in VMM process {process}"),
         (None, true) => "VMM connected".to_owned(),
@@ -50,9 +50,9 @@ fn function_table(function: &FunctionStats) -> impl fmt::Display {
             f,
             "{}: {}, {}, {}, serial {}, doorbells {}, socket {}",
             function.id,
-            user(function),
+            describe_user(function),
             function.model,
-            Bytes(function.capacity_bytes),
+            ByteSize(function.capacity_bytes),
             function.serial,
             function.doorbells,
             function.socket
@@ -123,7 +123,7 @@ fn function_table(function: &FunctionStats) -> impl fmt::Display {
             head.push("host queue");
         }
         let mut table = TextTable::new(&head);
-        table.row(vec![
+        table.add_row(vec![
             "admin".to_owned(),
             function.admin.commands.to_string(),
             String::new(),
@@ -136,15 +136,15 @@ fn function_table(function: &FunctionStats) -> impl fmt::Display {
             let mut row = vec![
                 queue.qid.to_string(),
                 queue.commands.to_string(),
-                rounded(queue.read_bytes),
-                rounded(queue.write_bytes),
+                format_bytes(queue.read_bytes),
+                format_bytes(queue.write_bytes),
                 queue.errors.to_string(),
                 queue.doorbell_exits.to_string(),
                 queue.interrupts.to_string(),
-                microseconds(queue.latency_us.p50),
-                microseconds(queue.latency_us.p99),
-                microseconds(queue.latency_us.p999),
-                microseconds(queue.latency_us.max),
+                format_microseconds(queue.latency_us.p50),
+                format_microseconds(queue.latency_us.p99),
+                format_microseconds(queue.latency_us.p999),
+                format_microseconds(queue.latency_us.max),
             ];
             if throttled {
                 row.push(queue.throttled_ms.to_string());
@@ -158,14 +158,14 @@ fn function_table(function: &FunctionStats) -> impl fmt::Display {
                 };
                 row.push(host_queue.to_owned());
             }
-            table.row(row);
+            table.add_row(row);
         }
         write!(f, "{table}")
     })
 }
 
 /// Returns the table of the drives that have a limited number of queue pairs; `None` if there are none.
-fn drives(drives: &[DriveStats]) -> Option<TextTable> {
+fn drives_table(drives: &[DriveStats]) -> Option<TextTable> {
     let mut table = TextTable::new(&[
         "drive",
         "queue pairs",
@@ -182,7 +182,7 @@ fn drives(drives: &[DriveStats]) -> Option<TextTable> {
         let Some(pairs) = drive.queue_pairs else {
             continue;
         };
-        table.row(vec![
+        table.add_row(vec![
             drive.path.clone(),
             pairs.total.to_string(),
             pairs.reserved.to_string(),
@@ -202,7 +202,7 @@ fn drives(drives: &[DriveStats]) -> Option<TextTable> {
 pub(crate) fn server_table(stats: &ServerStats) -> impl fmt::Display {
     fmt::from_fn(move |f| {
         if stats.keeper == SupervisorStatus::Ended {
-            writeln!(f, "{KEEPER_ENDED}\n")?;
+            writeln!(f, "{SUPERVISOR_ENDED}\n")?;
         }
         for failure in &stats.failed {
             writeln!(f, "{}: failed: {}\n", failure.id, one_line(&failure.reason))?;
@@ -210,7 +210,7 @@ pub(crate) fn server_table(stats: &ServerStats) -> impl fmt::Display {
         for function in &stats.functions {
             writeln!(f, "{}", function_table(function))?;
         }
-        if let Some(table) = drives(&stats.drives) {
+        if let Some(table) = drives_table(&stats.drives) {
             writeln!(f, "{table}")?;
         }
         let mut table = TextTable::new(&[
@@ -223,7 +223,7 @@ pub(crate) fn server_table(stats: &ServerStats) -> impl fmt::Display {
             "spurious wakes",
         ]);
         for poller in &stats.pollers {
-            table.row(vec![
+            table.add_row(vec![
                 poller.name.clone(),
                 poller
                     .cpu
@@ -361,7 +361,7 @@ mod tests {
             (1023 << 20, "1.00 GiB"),
             (u64::MAX, "16384 PiB"),
         ] {
-            assert_eq!(rounded(bytes), text, "{bytes}");
+            assert_eq!(format_bytes(bytes), text, "{bytes}");
         }
     }
 

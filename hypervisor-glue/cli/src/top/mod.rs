@@ -24,13 +24,13 @@ pub use self::terminal::{TopError, run, run_once};
 const HISTORY: usize = 60;
 
 /// State of a function that could not be served, or is quarantined. `nvme-mpt list` shows the reason.
-const FAILED: &str = "failed";
+const FAILED_STATE: &str = "failed";
 
 /// Statistics of a server at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct TopSample {
     /// Monotonic time of the sample.
-    pub at: Duration,
+    pub taken_at: Duration,
     /// Wall-clock time of the sample.
     pub time: Timestamp,
     /// Statistics of the server.
@@ -95,7 +95,7 @@ impl TopColumn {
     }
 
     /// Returns the column that is `by` places to the right, wrapping around.
-    fn moved(self, by: isize) -> Self {
+    fn shifted(self, by: isize) -> Self {
         let all = Self::value_variants();
         let place = all.iter().position(|column| *column == self).unwrap_or(0);
         all[(place as isize + by).rem_euclid(all.len() as isize) as usize]
@@ -121,7 +121,7 @@ struct TopRow {
 
 impl TopRow {
     /// Computes the rates of a function from its counts during the last `seconds`.
-    fn of(function: &FunctionStats, seconds: f64) -> Self {
+    fn from_stats(function: &FunctionStats, seconds: f64) -> Self {
         let mut row = Self {
             name: function.id.clone(),
             state: match (function.process, function.connected) {
@@ -162,7 +162,7 @@ impl TopRow {
         Some(quantile(&self.latency, 0.99)? as f64 / 1e3)
     }
 
-    fn cell(&self, column: TopColumn) -> String {
+    fn format_cell(&self, column: TopColumn) -> String {
         match column {
             TopColumn::Name => self.name.clone(),
             TopColumn::State => self.state.clone(),
@@ -179,7 +179,7 @@ impl TopRow {
     }
 
     /// Returns the sort key of a numeric column, or `None` for text.
-    fn number(&self, column: TopColumn) -> Option<f64> {
+    fn sort_key(&self, column: TopColumn) -> Option<f64> {
         match column {
             TopColumn::Name | TopColumn::State => None,
             TopColumn::Iops => Some(self.iops),
@@ -236,19 +236,19 @@ enum TopCommand {
 pub struct TopView {
     subject: TopSubject,
     sort: TopColumn,
-    reversed: bool,
-    paused: bool,
+    is_reversed: bool,
+    is_paused: bool,
     /// Index of the first visible row.
-    first: usize,
-    before: Option<TopSample>,
-    now: Option<TopSample>,
+    first_row: usize,
+    previous: Option<TopSample>,
+    current: Option<TopSample>,
     rows: Vec<TopRow>,
     /// Recent IOPS of each row, by name.
     history: HashMap<String, VecDeque<u64>>,
     /// Recent IOPS of all functions.
     total: VecDeque<u64>,
     /// Error of the last sample, if it failed.
-    trouble: Option<String>,
+    sample_error: Option<String>,
 }
 
 impl TopView {
@@ -258,115 +258,115 @@ impl TopView {
         Self {
             subject,
             sort,
-            reversed: false,
-            paused: false,
-            first: 0,
-            before: None,
-            now: None,
+            is_reversed: false,
+            is_paused: false,
+            first_row: 0,
+            previous: None,
+            current: None,
             rows: Vec::new(),
             history: HashMap::new(),
             total: VecDeque::new(),
-            trouble: None,
+            sample_error: None,
         }
     }
 
     /// Adds a sample, or the error of taking one.
-    pub fn take(&mut self, sample: Result<TopSample, String>) {
+    pub fn add_sample(&mut self, sample: Result<TopSample, String>) {
         match sample {
-            Err(trouble) => self.trouble = Some(trouble),
+            Err(trouble) => self.sample_error = Some(trouble),
             // The next rates are computed against the last displayed sample.
-            Ok(_) if self.paused => {}
+            Ok(_) if self.is_paused => {}
             Ok(sample) => {
-                self.trouble = None;
-                self.before = self.now.replace(sample);
-                self.count();
-                self.remember();
+                self.sample_error = None;
+                self.previous = self.current.replace(sample);
+                self.compute_rows();
+                self.update_history();
             }
         }
     }
 
-    fn press(&mut self, key: TopCommand) {
+    fn handle_command(&mut self, key: TopCommand) {
         match key {
             TopCommand::Subject => {
                 self.subject = match self.subject {
                     TopSubject::Functions => TopSubject::Drives,
                     TopSubject::Drives => TopSubject::Functions,
                 };
-                self.first = 0;
+                self.first_row = 0;
                 self.history.clear();
-                self.count();
+                self.compute_rows();
             }
-            TopCommand::Sort(by) => self.sort = self.sort.moved(by),
-            TopCommand::Reverse => self.reversed = !self.reversed,
+            TopCommand::Sort(by) => self.sort = self.sort.shifted(by),
+            TopCommand::Reverse => self.is_reversed = !self.is_reversed,
             TopCommand::Scroll(by) => {
                 let last = self.rows.len().saturating_sub(1);
-                self.first = self.first.saturating_add_signed(by).min(last);
+                self.first_row = self.first_row.saturating_add_signed(by).min(last);
             }
-            TopCommand::Pause => self.paused = !self.paused,
+            TopCommand::Pause => self.is_paused = !self.is_paused,
         }
         self.sort();
     }
 
     /// Returns the seconds between the last two samples.
-    fn seconds(&self) -> Option<f64> {
-        let (before, now) = (self.before.as_ref()?, self.now.as_ref()?);
-        let seconds = now.at.saturating_sub(before.at).as_secs_f64();
+    fn elapsed_seconds(&self) -> Option<f64> {
+        let (before, now) = (self.previous.as_ref()?, self.current.as_ref()?);
+        let seconds = now.taken_at.saturating_sub(before.taken_at).as_secs_f64();
         Some(seconds).filter(|seconds| *seconds > 0.0)
     }
 
     /// Computes the rows from the last two samples.
-    fn count(&mut self) {
-        let Some(seconds) = self.seconds() else {
+    fn compute_rows(&mut self) {
+        let Some(seconds) = self.elapsed_seconds() else {
             return;
         };
-        let (Some(before), Some(now)) = (&self.before, &self.now) else {
+        let (Some(before), Some(now)) = (&self.previous, &self.current) else {
             return;
         };
         let since = now.stats.since(&before.stats);
         let functions = since.functions.iter();
         let mut functions: Vec<TopRow> = functions
-            .map(|function| TopRow::of(function, seconds))
+            .map(|function| TopRow::from_stats(function, seconds))
             .collect();
         for failure in &since.failed {
             let named = |row: &&mut TopRow| row.name == failure.id;
             match functions.iter_mut().find(named) {
-                Some(row) => row.state = FAILED.to_owned(),
+                Some(row) => row.state = FAILED_STATE.to_owned(),
                 None => functions.push(TopRow {
                     name: failure.id.clone(),
-                    state: FAILED.to_owned(),
+                    state: FAILED_STATE.to_owned(),
                     ..TopRow::default()
                 }),
             }
         }
         self.rows = match self.subject {
             TopSubject::Functions => functions,
-            TopSubject::Drives => drives(now, &functions),
+            TopSubject::Drives => drive_rows(now, &functions),
         };
         self.sort();
     }
 
-    fn remember(&mut self) {
-        if self.seconds().is_none() {
+    fn update_history(&mut self) {
+        if self.elapsed_seconds().is_none() {
             return;
         }
         let mut remembered = std::mem::take(&mut self.history);
         for row in &self.rows {
             let mut history = remembered.remove(&row.name).unwrap_or_default();
-            push(&mut history, row.iops);
+            push_sample(&mut history, row.iops);
             self.history.insert(row.name.clone(), history);
         }
-        push(&mut self.total, self.rows.iter().map(|row| row.iops).sum());
+        push_sample(&mut self.total, self.rows.iter().map(|row| row.iops).sum());
     }
 
     /// Sorts the rows: numbers in descending order, text in ascending order.
     fn sort(&mut self) {
         let column = self.sort;
         self.rows.sort_by(|a, b| {
-            let order = match (a.number(column), b.number(column)) {
+            let order = match (a.sort_key(column), b.sort_key(column)) {
                 (Some(a), Some(b)) => b.total_cmp(&a),
-                _ => a.cell(column).cmp(&b.cell(column)),
+                _ => a.format_cell(column).cmp(&b.format_cell(column)),
             };
-            let order = if self.reversed {
+            let order = if self.is_reversed {
                 order.reverse()
             } else {
                 order
@@ -381,13 +381,18 @@ impl TopView {
         let titles: Vec<&str> = columns.iter().map(|column| column.title()).collect();
         let mut table = TextTable::new(&titles);
         for row in &self.rows {
-            table.row(columns.iter().map(|column| row.cell(*column)).collect());
+            table.add_row(
+                columns
+                    .iter()
+                    .map(|column| row.format_cell(*column))
+                    .collect(),
+            );
         }
         table
     }
 }
 
-fn push(history: &mut VecDeque<u64>, value: f64) {
+fn push_sample(history: &mut VecDeque<u64>, value: f64) {
     if history.len() == HISTORY {
         history.pop_front();
     }
@@ -395,7 +400,7 @@ fn push(history: &mut VecDeque<u64>, value: f64) {
 }
 
 /// Returns a row per drive, with the sums of its functions.
-fn drives(now: &TopSample, functions: &[TopRow]) -> Vec<TopRow> {
+fn drive_rows(now: &TopSample, functions: &[TopRow]) -> Vec<TopRow> {
     let drives = now.stats.drives.iter().map(|drive| {
         let own = now
             .functions
@@ -522,7 +527,7 @@ mod tests {
         };
         let time = second as f64;
         TopSample {
-            at: Duration::from_secs(second as u64),
+            taken_at: Duration::from_secs(second as u64),
             time: Timestamp::from_second(1_000_000_000 + second as i64).unwrap(),
             stats: ServerStats {
                 keeper: nvme_mpt_server::stats::SupervisorStatus::None,
@@ -541,10 +546,10 @@ mod tests {
         }
     }
 
-    fn board(subject: TopSubject) -> TopView {
+    fn view_with_samples(subject: TopSubject) -> TopView {
         let mut board = TopView::new(subject, TopColumn::Iops);
         for second in 0..=8 {
-            board.take(Ok(sample(second)));
+            board.add_sample(Ok(sample(second)));
         }
         board
     }
@@ -568,13 +573,13 @@ mod tests {
         let package = Path::new(env!("CARGO_MANIFEST_DIR"));
         let picture = package.ancestors().nth(2).unwrap().join("docs/top.txt");
         let picture = fs::read_to_string(picture).unwrap();
-        let screen = screen(&board(TopSubject::Functions)).join("\n");
+        let screen = screen(&view_with_samples(TopSubject::Functions)).join("\n");
         assert_eq!(picture, screen + "\n");
     }
 
     #[test]
     fn rates_and_percentiles_cover_the_last_interval() {
-        let board = board(TopSubject::Functions);
+        let board = view_with_samples(TopSubject::Functions);
         assert_eq!(names(&board), ["db-1", "web", "build"]);
         let row = &board.rows[0];
         assert_eq!((row.iops, row.read), (215_400.0, 215_400.0 * 3072.0));
@@ -590,18 +595,18 @@ mod tests {
 
     #[test]
     fn rows_are_sorted_by_each_column_and_in_both_orders() {
-        let mut board = board(TopSubject::Functions);
-        board.press(TopCommand::Sort(-1));
+        let mut board = view_with_samples(TopSubject::Functions);
+        board.handle_command(TopCommand::Sort(-1));
         assert_eq!(board.sort, TopColumn::State);
         assert_eq!(names(&board), ["web", "db-1", "build"]);
-        board.press(TopCommand::Sort(-1));
+        board.handle_command(TopCommand::Sort(-1));
         assert_eq!(
             (board.sort, names(&board)),
             (TopColumn::Name, vec!["build", "db-1", "web"])
         );
-        board.press(TopCommand::Reverse);
+        board.handle_command(TopCommand::Reverse);
         assert_eq!(names(&board), ["web", "db-1", "build"]);
-        board.press(TopCommand::Sort(-1));
+        board.handle_command(TopCommand::Sort(-1));
         assert_eq!(board.sort, TopColumn::Processor);
         assert_eq!(names(&board), ["build", "web", "db-1"]);
     }
@@ -618,22 +623,25 @@ mod tests {
                     reason: "because".to_owned(),
                 })
                 .into();
-            board.take(Ok(sample));
+            board.add_sample(Ok(sample));
         }
         let states: HashMap<_, _> = board
             .rows
             .iter()
             .map(|row| (&*row.name, &*row.state))
             .collect();
-        assert_eq!((states["db-1"], states["vm-9"]), (FAILED, FAILED));
+        assert_eq!(
+            (states["db-1"], states["vm-9"]),
+            (FAILED_STATE, FAILED_STATE)
+        );
         assert_eq!(states["build"], "waiting");
         assert!(screen(&board)[0].contains("3 functions, 2 with a VMM, 2 failed"));
     }
 
     #[test]
     fn drives_have_the_sums_of_their_functions() {
-        let mut board = board(TopSubject::Functions);
-        board.press(TopCommand::Subject);
+        let mut board = view_with_samples(TopSubject::Functions);
+        board.handle_command(TopCommand::Subject);
         assert_eq!(names(&board), ["0000:01:00.0", "memory:1G"]);
         assert_eq!(board.rows[0].iops, 215_800.0);
         assert_eq!(board.rows[0].p99(), Some(96.0));
@@ -652,22 +660,22 @@ mod tests {
         for second in 0..2 {
             let mut idle = sample(second);
             idle.stats.pollers.clear();
-            board.take(Ok(idle));
+            board.add_sample(Ok(idle));
         }
         assert!(screen(&board)[0].ends_with("pollers: 0.00 processors busy, 0.00 spinning"));
-        board.take(Ok(sample(0)));
-        board.take(Ok(sample(1)));
-        board.press(TopCommand::Pause);
-        board.take(Ok(sample(2)));
+        board.add_sample(Ok(sample(0)));
+        board.add_sample(Ok(sample(1)));
+        board.handle_command(TopCommand::Pause);
+        board.add_sample(Ok(sample(2)));
         assert_eq!(board.rows[0].iops, 210_000.0);
         assert!(screen(&board)[0].ends_with("PAUSED"));
-        board.press(TopCommand::Pause);
-        board.take(Err("No server answers".to_owned()));
+        board.handle_command(TopCommand::Pause);
+        board.add_sample(Err("No server answers".to_owned()));
         assert_eq!(screen(&board)[0], "No server answers");
         assert_eq!(board.rows[0].iops, 210_000.0);
         // A restarted server counts from zero.
-        board.take(Ok(TopSample {
-            at: Duration::from_secs(9),
+        board.add_sample(Ok(TopSample {
+            taken_at: Duration::from_secs(9),
             ..sample(0)
         }));
         assert_eq!(board.rows[0].iops, 0.0);
@@ -676,13 +684,13 @@ mod tests {
 
     #[test]
     fn rows_scroll_and_no_screen_is_too_small() {
-        let mut board = board(TopSubject::Functions);
-        board.press(TopCommand::Scroll(2));
+        let mut board = view_with_samples(TopSubject::Functions);
+        board.handle_command(TopCommand::Scroll(2));
         assert!(!screen(&board).iter().any(|line| line.contains("db-1")));
-        board.press(TopCommand::Scroll(9));
-        assert_eq!(board.first, 2);
-        board.press(TopCommand::Scroll(-9));
-        assert_eq!(board.first, 0);
+        board.handle_command(TopCommand::Scroll(9));
+        assert_eq!(board.first_row, 2);
+        board.handle_command(TopCommand::Scroll(-9));
+        assert_eq!(board.first_row, 0);
         for (width, height) in [(1, 1), (10, 3), (40, 7)] {
             let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
             terminal.draw(|frame| board.draw(frame)).unwrap();

@@ -16,7 +16,7 @@ use thiserror::Error;
 use super::{TopCommand, TopSample, TopView};
 
 /// Interval of checking for keys and samples.
-const TICK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Error of `nvme-mpt top`.
 #[derive(Debug, Error)]
@@ -38,11 +38,11 @@ pub enum TopError {
     Print(io::Error),
 }
 
-fn sample(control: &Path) -> Result<TopSample, ControlError> {
+fn take_sample(control: &Path) -> Result<TopSample, ControlError> {
     let functions = control::query_functions(control)?;
     let stats = control::query_stats(control)?;
     Ok(TopSample {
-        at: clock::monotonic(),
+        taken_at: clock::monotonic(),
         time: Timestamp::now(),
         stats,
         functions,
@@ -59,9 +59,9 @@ pub fn run_once(
     interval: Duration,
     out: &mut dyn Write,
 ) -> Result<(), TopError> {
-    board.take(Ok(sample(control)?));
+    board.add_sample(Ok(take_sample(control)?));
     clock::sleep(interval);
-    board.take(Ok(sample(control)?));
+    board.add_sample(Ok(take_sample(control)?));
     write!(out, "{}", board.table()).map_err(TopError::Print)
 }
 
@@ -74,22 +74,25 @@ pub fn run(control: PathBuf, mut board: TopView, interval: Duration) -> Result<(
         return Err(TopError::NoTerminal);
     }
     // Take the first sample before changing the screen, so that an error is printed normally.
-    board.take(Ok(sample(&control)?));
-    let samples = ask(control, interval).map_err(TopError::Thread)?;
+    board.add_sample(Ok(take_sample(&control)?));
+    let samples = poll_server(control, interval).map_err(TopError::Thread)?;
     let mut terminal = ratatui::try_init().map_err(TopError::Terminal)?;
-    let shown = show(&mut terminal, &mut board, &samples);
+    let shown = run_loop(&mut terminal, &mut board, &samples);
     ratatui::restore();
     shown.map_err(TopError::Terminal)
 }
 
 /// Polls the server on a separate thread, so that a slow answer does not delay the handling of keys.
-fn ask(control: PathBuf, interval: Duration) -> io::Result<Receiver<Result<TopSample, String>>> {
+fn poll_server(
+    control: PathBuf,
+    interval: Duration,
+) -> io::Result<Receiver<Result<TopSample, String>>> {
     let (sender, samples) = mpsc::sync_channel(1);
     let work = move || {
         let mut next = clock::monotonic() + interval;
         loop {
             clock::sleep(next.saturating_sub(clock::monotonic()));
-            let sample = sample(&control).map_err(|error| report::chain(&error));
+            let sample = take_sample(&control).map_err(|error| report::chain(&error));
             if sender.send(sample).is_err() {
                 return;
             }
@@ -100,7 +103,7 @@ fn ask(control: PathBuf, interval: Duration) -> io::Result<Receiver<Result<TopSa
     Ok(samples)
 }
 
-fn show(
+fn run_loop(
     terminal: &mut ratatui::DefaultTerminal,
     board: &mut TopView,
     samples: &Receiver<Result<TopSample, String>>,
@@ -109,7 +112,7 @@ fn show(
     loop {
         match samples.try_recv() {
             Ok(sample) => {
-                board.take(sample);
+                board.add_sample(sample);
                 changed = true;
             }
             Err(TryRecvError::Empty) => {}
@@ -121,14 +124,14 @@ fn show(
             terminal.draw(|frame| board.draw(frame))?;
             changed = false;
         }
-        if event::poll(TICK)? {
+        if event::poll(POLL_INTERVAL)? {
             changed = true;
             if let Event::Key(key) = event::read()?
                 && key.kind == KeyEventKind::Press
             {
-                match action(key) {
+                match key_action(key) {
                     KeyAction::End => return Ok(()),
-                    KeyAction::Press(key) => board.press(key),
+                    KeyAction::Press(key) => board.handle_command(key),
                     KeyAction::None => {}
                 }
             }
@@ -144,7 +147,7 @@ enum KeyAction {
     None,
 }
 
-fn action(key: KeyEvent) -> KeyAction {
+fn key_action(key: KeyEvent) -> KeyAction {
     match key.code {
         KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => KeyAction::End,
         KeyCode::Char('q') | KeyCode::Esc => KeyAction::End,
@@ -167,12 +170,12 @@ mod tests {
 
     #[test]
     fn keys_have_their_meaning() {
-        let key = |code| action(KeyEvent::new(code, KeyModifiers::NONE));
+        let key = |code| key_action(KeyEvent::new(code, KeyModifiers::NONE));
         assert_eq!(key(KeyCode::Char('q')), KeyAction::End);
         assert_eq!(key(KeyCode::Tab), KeyAction::Press(TopCommand::Subject));
         assert_eq!(key(KeyCode::Left), KeyAction::Press(TopCommand::Sort(-1)));
         assert_eq!(key(KeyCode::Char('c')), KeyAction::None);
         let interrupt = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
-        assert_eq!(action(interrupt), KeyAction::End);
+        assert_eq!(key_action(interrupt), KeyAction::End);
     }
 }

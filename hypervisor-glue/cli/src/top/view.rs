@@ -11,14 +11,15 @@ use ratatui::widgets::{Block, Cell, Row as TableRow, Sparkline, Table};
 use super::{PrefixedNumber, TopColumn, TopSubject, TopView};
 
 /// Height of the total's graph, with its border.
-const GRAPH: u16 = 5;
+const GRAPH_HEIGHT: u16 = 5;
 
 /// Width of a row's history.
 const BARS_WIDTH: u16 = 20;
 
 const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-const KEYS: &str = "q quit  Tab functions or drives  ←→ sort  r reverse  ↑↓ scroll  Space pause";
+const KEY_HELP: &str =
+    "q quit  Tab functions or drives  ←→ sort  r reverse  ↑↓ scroll  Space pause";
 
 /// Formats the latest values as bars, scaled to the largest of all values.
 fn bars<'a>(values: impl DoubleEndedIterator<Item = &'a u64> + Clone) -> String {
@@ -38,20 +39,20 @@ impl TopView {
     pub(super) fn draw(&self, frame: &mut Frame<'_>) {
         let areas = Layout::vertical([
             Constraint::Length(1),
-            Constraint::Length(GRAPH),
+            Constraint::Length(GRAPH_HEIGHT),
             Constraint::Min(2),
             Constraint::Length(1),
         ]);
         let [head, graph, table, foot] = areas.areas(frame.area());
-        frame.render_widget(Line::from(self.head()).style(Modifier::BOLD), head);
+        frame.render_widget(Line::from(self.header_text()).style(Modifier::BOLD), head);
         self.draw_graph(frame, graph);
         self.draw_table(frame, table);
-        frame.render_widget(Line::from(KEYS).style(Modifier::DIM), foot);
+        frame.render_widget(Line::from(KEY_HELP).style(Modifier::DIM), foot);
     }
 
-    fn head(&self) -> String {
+    fn header_text(&self) -> String {
         let mut head = "nvme-mpt".to_owned();
-        if let Some(now) = &self.now {
+        if let Some(now) = &self.current {
             let connected = now.stats.functions.iter();
             let connected = connected.filter(|function| function.connected).count();
             head += &format!(
@@ -74,10 +75,10 @@ impl TopView {
                 );
             }
         }
-        if self.paused {
+        if self.is_paused {
             head += "  PAUSED";
         }
-        match &self.trouble {
+        match &self.sample_error {
             Some(trouble) => trouble.replace('\n', ";"),
             None => head,
         }
@@ -86,14 +87,14 @@ impl TopView {
     /// Returns the time that all pollers together spent on `of` between the last two samples, divided by the time between the
     /// samples. So 1.0 is one fully used processor.
     fn poller_seconds(&self, of: fn(&nvme_guest::stats::PollerStats) -> f64) -> Option<f64> {
-        let (before, now) = (self.before.as_ref()?, self.now.as_ref()?);
+        let (before, now) = (self.previous.as_ref()?, self.current.as_ref()?);
         let time = now.stats.pollers.iter().map(|poller| {
             let mut earlier = before.stats.pollers.iter();
             let earlier = earlier.find(|earlier| earlier.name == poller.name);
             (of(poller) - earlier.map_or(0.0, of)).max(0.0)
         });
         // `sum` of an empty iterator would be -0.
-        Some(time.fold(0.0, |sum, time| sum + time) / self.seconds()?)
+        Some(time.fold(0.0, |sum, time| sum + time) / self.elapsed_seconds()?)
     }
 
     fn draw_graph(&self, frame: &mut Frame<'_>, area: Rect) {
@@ -125,11 +126,14 @@ impl TopView {
         let columns = TopColumn::value_variants();
         let is_text = |column: TopColumn| matches!(column, TopColumn::Name | TopColumn::State);
         let width = |column: TopColumn| {
-            let cells = self.rows.iter().map(|row| row.cell(column).chars().count());
+            let cells = self
+                .rows
+                .iter()
+                .map(|row| row.format_cell(column).chars().count());
             cells.max().unwrap_or(0).max(column.title().len() + 1) as u16
         };
         let titles = columns.iter().map(|column| {
-            let mark = match (*column == self.sort, self.reversed) {
+            let mark = match (*column == self.sort, self.is_reversed) {
                 (false, _) => "",
                 (true, false) => "▼",
                 (true, true) => "▲",
@@ -142,9 +146,9 @@ impl TopView {
             })
         });
         let titles = titles.chain([Cell::from("LAST IOPS")]);
-        let rows = self.rows.iter().skip(self.first).map(|row| {
+        let rows = self.rows.iter().skip(self.first_row).map(|row| {
             let cells = columns.iter().map(|column| {
-                let cell = Line::from(row.cell(*column));
+                let cell = Line::from(row.format_cell(*column));
                 Cell::from(if is_text(*column) {
                     cell
                 } else {
@@ -166,7 +170,7 @@ impl TopView {
             .column_spacing(2);
         frame.render_widget(table, area);
         if self.rows.is_empty() {
-            let what = match (self.seconds(), self.subject) {
+            let what = match (self.elapsed_seconds(), self.subject) {
                 (None, _) => "Counting …",
                 (_, TopSubject::Functions) => "The server has no functions",
                 (_, TopSubject::Drives) => "The server has no drives open",

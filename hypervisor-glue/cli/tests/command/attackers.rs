@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use clap::Parser;
-use nvme_load::attackers::{self, Options};
+use nvme_load::attackers::{self, AttackerOptions};
 
 #[test]
 fn victims_of_attackers_have_no_errors() {
@@ -14,11 +14,11 @@ fn victims_of_attackers_have_no_errors() {
         "--cpus=any",
         "--only=eventfd-full,log",
     ];
-    let options = Options::try_parse_from(arguments).unwrap();
+    let options = AttackerOptions::try_parse_from(arguments).unwrap();
     let program = Path::new(env!("CARGO_BIN_EXE_nvme-mpt"));
     let mut rows = Vec::new();
     let report = attackers::run(program, &options, |row| rows.push(row.to_string())).unwrap();
-    assert!(report.is_good(), "{rows:#?}");
+    assert!(report.has_no_errors(), "{rows:#?}");
     let columns = |row: &String| row.matches(" | ").count();
     assert_eq!(
         rows.iter().map(columns).collect::<Vec<_>>(),

@@ -20,7 +20,7 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 use serde_json::{Value, json};
 use vfio_user::Client;
 
-use crate::support::{Bench, PATIENCE, Server, exists};
+use crate::support::{Bench, Server, TIMEOUT, exists};
 
 fn ask(bench: &Bench, command: &str, arguments: &[&str]) -> Result<String, String> {
     bench.ask(command, arguments)
@@ -648,7 +648,7 @@ fn a_wipe_that_is_killed_in_the_middle_is_done_by_the_next_server() {
         let bench = &bench;
         let wiped = options("b", ",data=wipe");
         let add = scope.spawn(move || ask(bench, "add", &[&wiped]));
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while first_byte(0) != 0 {
             assert!(Instant::now() < deadline, "the wipe begins");
             thread::sleep(Duration::from_millis(1));
@@ -729,7 +729,7 @@ fn holdings(server: &Server) -> [u64; 4] {
 
 /// Sends a change to the server. Repeats it while the server is too busy to answer.
 fn change(control: &Path, change: &FunctionChange) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         match request_change(control, change.clone()) {
             Ok(_) => return,
@@ -778,7 +778,7 @@ fn a_thousand_functions_leave_nothing_behind() {
     come_and_go(1000);
     // The count may include a connection that the server has not closed yet, or a thread that is ending.
     let more = [8, 2, 8, 4 << 20];
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let after = holdings(&server);
         if (0..4).all(|one| after[one] <= before[one] + more[one]) {

@@ -22,7 +22,7 @@ use nvme_mpt_vmm::open::{self, LeaseLedgers};
 use nvme_mpt_vmm::options::ParsedFunctionOptions;
 use vmm_device::{MsixMasking, NvmeFunction};
 
-use crate::support::{Bench, PATIENCE, Server};
+use crate::support::{Bench, Server, TIMEOUT};
 use crate::vmms::await_leases;
 
 /// Bytes of an I/O.
@@ -45,17 +45,17 @@ const WITNESS_PAUSE: Duration = Duration::from_millis(50);
 
 /// Shortest witness write that explains reports of stuck requests. It is half of the time after which servers report a request,
 /// because the write may have begun later than the request.
-const KEPT: Duration = Duration::from_secs(5);
+const STUCK_WRITE_MIN: Duration = Duration::from_secs(5);
 
 /// Beginnings of log messages about requests that the kernel has not completed.
-const KEPT_MESSAGES: [&str; 2] = [
+const STUCK_MESSAGES: [&str; 2] = [
     "The kernel has not completed a ",
     "The kernel did not cancel request ",
 ];
 
 /// Resources of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Held {
+struct HeldResources {
     descriptors: usize,
     threads: usize,
     mappings: usize,
@@ -63,8 +63,8 @@ struct Held {
     memory: u64,
 }
 
-impl Held {
-    fn by(server: &Server) -> Self {
+impl HeldResources {
+    fn of_server(server: &Server) -> Self {
         let folder = Path::new("/proc").join(server.pid().to_string());
         let entries = |name: &str| folder.join(name).read_dir().unwrap().count();
         let text = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
@@ -90,9 +90,9 @@ impl Held {
     /// Waits until the server's usage is back at `before`, because the kernel removes ended threads with a delay. Returns the
     /// usage.
     fn await_back_at(before: &Self, server: &Server) -> Self {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
-            let held = Self::by(server);
+            let held = Self::of_server(server);
             if held.is_back_at(before) || Instant::now() > deadline {
                 return held;
             }
@@ -197,11 +197,11 @@ fn witness(path: &Path, phase: &AtomicU8) -> Duration {
 fn stop(server: Server, longest: Duration) {
     let (status, log) = server.signal("TERM");
     assert!(status.success(), "{status}: {log}");
-    let is_of_kept = |line: &&str| KEPT_MESSAGES.iter().any(|message| line.contains(message));
+    let is_of_kept = |line: &&str| STUCK_MESSAGES.iter().any(|message| line.contains(message));
     let (kept, others): (Vec<&str>, Vec<&str>) = log.lines().partition(is_of_kept);
     assert!(others.is_empty(), "{log}");
     assert!(
-        kept.is_empty() || longest >= KEPT,
+        kept.is_empty() || longest >= STUCK_WRITE_MIN,
         "another process's writes took {longest:.1?} at most, and the server logged:\n{log}"
     );
     if !kept.is_empty() {
@@ -211,7 +211,7 @@ fn stop(server: Server, longest: Duration) {
     }
 }
 
-fn at(sorted: &[Duration], part: f64) -> Duration {
+fn percentile(sorted: &[Duration], part: f64) -> Duration {
     let place = (sorted.len() as f64 * part) as usize;
     sorted
         .get(place.min(sorted.len().saturating_sub(1)))
@@ -249,7 +249,7 @@ impl<'a> Churn<'a> {
 
     /// Sends a change. Repeats it while the server or this process is too busy.
     fn change(&self, change: &FunctionChange) -> Result<ChangeResult, ControlError> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             match request_change(&self.bench.path("one.control"), change.clone()) {
                 // A request without an answer has changed nothing.
@@ -278,7 +278,7 @@ impl<'a> Churn<'a> {
             use_disk(&mut guest, number as u64);
         }
         // The server notices the disconnect with a delay.
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let remove = FunctionChange::Remove { id, force: false };
         while let Err(error) = self.change(&remove) {
             let told = error.to_string();
@@ -293,7 +293,7 @@ impl<'a> Churn<'a> {
         let path = self.bench.path("drive.img").display().to_string();
         let options = format!("path={path},range=32M+16M,id=w{number},data=keep");
         let function: ParsedFunctionOptions = options.parse().unwrap();
-        let (_, host) = open::host_side(&function, &self.ledgers, &self.pollers).unwrap();
+        let (_, host) = open::open_backend(&function, &self.ledgers, &self.pollers).unwrap();
         let function = NvmeFunction::new(host, MsixMasking::Function);
         for region in self.memory.regions() {
             map(&function, &self.memory, &region);
@@ -339,7 +339,7 @@ fn check_ledger(bench: &Bench, last: usize) {
 ///
 /// If `compares` is set, a second server then gets the same changes. Its effect on the load shows the cost of processor time
 /// alone. Finally the load runs without changes.
-fn come_and_go(count: usize, compares: bool) {
+fn run_churn(count: usize, compares: bool) {
     let bench = Bench::new();
     let function = "socket=load.sock,path=drive.img,range=0+16M,id=load";
     let mut serve = bench.serve_command("one", &[function]);
@@ -355,15 +355,15 @@ fn come_and_go(count: usize, compares: bool) {
         let load = scope.spawn(|| load(&socket, &phase));
         let witness = scope.spawn(|| witness(&witnessed, &phase));
         // Ends the load if an assertion below fails.
-        let _end = EndLoad(&phase);
+        let _end = EndLoadGuard(&phase);
         churn.rounds(0..WARM_UP);
-        let before = Held::by(&server);
+        let before = HeldResources::of_server(&server);
         phase.store(BESIDE, Ordering::Relaxed);
         let begun = Instant::now();
         churn.rounds(WARM_UP..WARM_UP + count);
         let took = begun.elapsed();
         phase.store(IDLE, Ordering::Relaxed);
-        let after = Held::await_back_at(&before, &server);
+        let after = HeldResources::await_back_at(&before, &server);
         let mut second = None;
         if compares {
             let other = Bench::new();
@@ -388,7 +388,7 @@ fn come_and_go(count: usize, compares: bool) {
     println!("{count} rounds in {took:.1?}; before {before:?}, after {after:?}");
     let measured = PHASES.iter().zip(&latencies);
     for (name, of) in measured.filter(|(_, of)| !of.is_empty()) {
-        let [p50, p99, p999] = [0.5, 0.99, 0.999].map(|part| at(of, part));
+        let [p50, p99, p999] = [0.5, 0.99, 0.999].map(|part| percentile(of, part));
         println!(
             "load {name}: {} I/Os, p50 {p50:.1?}, p99 {p99:.1?}, p99.9 {p999:.1?}",
             of.len()
@@ -399,9 +399,9 @@ fn come_and_go(count: usize, compares: bool) {
     stop(server, longest);
 }
 
-struct EndLoad<'a>(&'a AtomicU8);
+struct EndLoadGuard<'a>(&'a AtomicU8);
 
-impl Drop for EndLoad<'_> {
+impl Drop for EndLoadGuard<'_> {
     fn drop(&mut self) {
         self.0.store(ENDED, Ordering::Relaxed);
     }
@@ -409,11 +409,11 @@ impl Drop for EndLoad<'_> {
 
 #[test]
 fn added_and_removed_functions_leave_nothing_in_the_server() {
-    come_and_go(50, false);
+    run_churn(50, false);
 }
 
 #[test]
 #[ignore = "adds and removes a thousand functions"]
 fn a_thousand_functions_are_added_and_removed() {
-    come_and_go(1000, true);
+    run_churn(1000, true);
 }

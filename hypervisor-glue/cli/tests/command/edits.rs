@@ -9,7 +9,7 @@ use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use crate::kept::Kept;
+use crate::replaced_servers::SupervisedServer;
 use crate::support::Bench;
 
 /// A guest that must not lose its drive.
@@ -52,7 +52,7 @@ impl Guest {
 }
 
 /// The configuration file of a server.
-struct Edited<'a> {
+struct EditedConfig<'a> {
     bench: &'a Bench,
     /// Lines of keys of each function, by id.
     functions: Vec<(String, Vec<String>)>,
@@ -60,9 +60,9 @@ struct Edited<'a> {
     drives: Vec<String>,
 }
 
-impl Edited<'_> {
+impl EditedConfig<'_> {
     /// Creates a configuration with functions a, b and c.
-    fn new(bench: &Bench) -> Edited<'_> {
+    fn new(bench: &Bench) -> EditedConfig<'_> {
         let keys = |id: &str, more: &[&str]| {
             let common = [
                 format!("socket = \"{id}.sock\""),
@@ -71,7 +71,7 @@ impl Edited<'_> {
             let more = more.iter().map(|line| (*line).to_owned());
             (id.to_owned(), common.into_iter().chain(more).collect())
         };
-        Edited {
+        EditedConfig {
             bench,
             functions: vec![
                 keys("a", &["range = \"0+8M\"", "profile = \"./nvm.toml\""]),
@@ -118,7 +118,7 @@ impl Edited<'_> {
         let _ = fs::remove_dir(self.path());
         let name = match rng.below(13) {
             0 => {
-                *self = Edited::new(self.bench);
+                *self = EditedConfig::new(self.bench);
                 "the first file".to_owned()
             }
             1 => {
@@ -201,7 +201,7 @@ fn no_client_loses_its_drive(seed: u64, steps: usize) {
         }
     };
     install();
-    let mut file = Edited::new(&bench);
+    let mut file = EditedConfig::new(&bench);
     file.write();
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--config", "serve.toml"]);
@@ -211,7 +211,7 @@ fn no_client_loses_its_drive(seed: u64, steps: usize) {
         installed
     };
     let options = ["--deaths", "100000", "--delay", "0"];
-    let kept = Kept::start_command(&bench, &options, &serve);
+    let kept = SupervisedServer::start_command(&bench, &options, &serve);
     let added = "path=memory:4M,socket=d.sock,id=d";
     bench.ask("add", &[added]).unwrap();
     let mut guests = ["a", "b", "c", "d"].map(|id| Guest::connect(&bench, id));
@@ -285,7 +285,8 @@ fn functions_continue_after_an_edit_and_differences_are_reported_until_a_reload(
     write("0+8M");
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--config", "serve.toml"]);
-    let kept = Kept::start_command(&bench, &["--deaths", "100000", "--delay", "0"], &serve);
+    let kept =
+        SupervisedServer::start_command(&bench, &["--deaths", "100000", "--delay", "0"], &serve);
     let mut guest = Guest::connect(&bench, "a");
     let mut rng = Rng::new(7);
     let list = || bench.ask("list", &[]).unwrap();
@@ -336,7 +337,7 @@ fn functions_continue_after_an_edit_and_differences_are_reported_until_a_reload(
 #[test]
 fn a_function_of_a_whole_drive_that_grew_keeps_its_range() {
     let bench = Bench::new();
-    let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+    let kept = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
     let mut guest = Guest::connect(&bench, "a");
     let mut rng = Rng::new(3);
     let drive = fs::File::options()
@@ -359,7 +360,7 @@ fn a_function_of_a_whole_drive_that_grew_keeps_its_range() {
 #[test]
 fn an_upgrade_is_refused_while_a_drives_path_names_another_file() {
     let bench = Bench::new();
-    let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+    let kept = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
     let mut guest = Guest::connect(&bench, "a");
     let mut rng = Rng::new(4);
     let (path, aside) = (bench.path("drive.img"), bench.path("aside.img"));
@@ -393,7 +394,7 @@ fn an_upgrade_is_refused_while_a_drives_path_names_another_file() {
 #[test]
 fn a_function_that_cannot_be_stored_is_not_removed() {
     let bench = Bench::new();
-    let kept = Kept::start(&bench, &[]);
+    let kept = SupervisedServer::start(&bench, &[]);
     bench
         .ask("add", &["path=memory:1M,socket=a.sock,id=a"])
         .unwrap();

@@ -21,7 +21,7 @@ use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process};
 use vfio_user::Client;
 
-use crate::support::{Bench, PATIENCE, Server};
+use crate::support::{Bench, Server, TIMEOUT};
 
 const FUNCTION: &str = "socket=a.sock,path=drive.img,id=a";
 
@@ -145,7 +145,7 @@ fn a_full_log_and_output_block_neither_start_nor_guests_nor_stop() {
         .code()
         != Some(0)
     {
-        assert!(start.elapsed() < PATIENCE, "the server does not start");
+        assert!(start.elapsed() < TIMEOUT, "the server does not start");
         clock::sleep(Duration::from_millis(10));
     }
     let connect = |socket: &str| {

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use vfio_user::Client;
 
-use crate::support::{Bench, PATIENCE, Server};
+use crate::support::{Bench, Server, TIMEOUT};
 
 /// Returns the standard error of a command that is refused.
 fn complaint(bench: &Bench, command: &str, arguments: &[&str]) -> String {
@@ -18,7 +18,7 @@ fn complaint(bench: &Bench, command: &str, arguments: &[&str]) -> String {
 }
 
 fn printed(bench: &Bench, command: &str, arguments: &[&str]) -> String {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let output = bench.run(command, arguments);
         // The server does not read the request of a client that is held up.

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use vfio_user::Client;
 
-use crate::support::{Bench, PATIENCE, Server};
+use crate::support::{Bench, Server, TIMEOUT};
 
 /// Returns the metrics of a server whose socket is `m.sock`, once `complete` holds.
 fn scrape(bench: &Bench, complete: impl Fn(&str) -> bool) -> String {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let mut stream = UnixStream::connect(bench.path("m.sock")).unwrap();
         let mut answer = String::new();

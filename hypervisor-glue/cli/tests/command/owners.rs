@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use nvme_mpt_tests::not_checked::not_checked;
 
-use crate::support::{Bench, PATIENCE, Server, has_aio};
+use crate::support::{Bench, Server, TIMEOUT, has_aio};
 use crate::vmms::{TestVmm, await_leases};
 
 const ALICE: u32 = 1001;
@@ -55,7 +55,7 @@ fn run(bench: &Bench, command: &str, arguments: &[&str]) -> String {
 }
 
 /// Returns the owner and the limits of each id.
-fn terms(bench: &Bench) -> serde_json::Value {
+fn lease_settings(bench: &Bench) -> serde_json::Value {
     let terms = run(bench, "leases", &["terms", "--json"]);
     serde_json::from_str(&terms).unwrap()
 }
@@ -106,7 +106,7 @@ fn servers_of_two_pid_namespaces_share_a_state_folder() {
     assert_eq!(states, [held("a"), held("b")]);
     // The next server removes the socket of a killed server.
     first.kill();
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while bench.leases()[0].1 != "stale" {
         assert!(Instant::now() < deadline, "the kernel ends the namespace");
         thread::sleep(Duration::from_millis(10));
@@ -211,7 +211,7 @@ fn an_operator_gives_a_lease_to_another_user_and_forgets_it() {
     // Root may attach the lease, and its owner does not change.
     let mut root = TestVmm::start(&bench, FIRST, 1);
     assert_eq!(root.report(), "attached");
-    assert_eq!(terms(&bench)["first"]["owner"], ALICE);
+    assert_eq!(lease_settings(&bench)["first"]["owner"], ALICE);
     let given = run(&bench, "leases", &["give", "first", "1002"]);
     assert_eq!(given, "Lease first belongs to 1002 now\n");
     // The VMM keeps the lease that it has.
@@ -225,7 +225,7 @@ fn an_operator_gives_a_lease_to_another_user_and_forgets_it() {
     await_leases(&bench, &[]);
     // The release removes the owner, and the data is erased before the next owner gets the range.
     run(&bench, "leases", &["release", "first"]);
-    assert_eq!(terms(&bench), serde_json::json!({}));
+    assert_eq!(lease_settings(&bench), serde_json::json!({}));
     assert!(refusal(&bench, BOB, FIRST).contains("belongs to no user"));
     let none = bench.run("leases", &["give", "none", "1002"]);
     let told = String::from_utf8(none.stderr).unwrap();
@@ -240,14 +240,14 @@ fn the_first_vmm_that_takes_a_lease_owns_it_and_a_sockets_owner_too() {
     let mut first = TestVmm::start(&bench, FIRST, 1);
     assert_eq!(first.report(), "attached");
     let user = nix::unistd::getuid().as_raw();
-    assert_eq!(terms(&bench)["first"]["owner"], user);
+    assert_eq!(lease_settings(&bench)["first"]["owner"], user);
     first.end();
     let owner = format!("path=drive.img,range=16M+16M,id=b,socket=b.sock,owner={user}");
     bench.ask("add", &[&owner]).unwrap();
     bench
         .ask("add", &["path=drive.img,range=32M+16M,id=c,socket=c.sock"])
         .unwrap();
-    let terms = terms(&bench);
+    let terms = lease_settings(&bench);
     assert_eq!(terms["b"]["owner"], user);
     assert!(terms["c"].is_null(), "{terms}");
     let unknown = format!("{FIRST},owner=no-such-user");

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 use std::time::Instant;
 
-use crate::support::{Bench, PATIENCE, Server, exists};
+use crate::support::{Bench, Server, TIMEOUT, exists};
 use vfio_user::Client;
 
 /// Offsets in BAR0 (Base 2.0, section 3.1.3).
@@ -254,7 +254,7 @@ fn statistics_are_available_as_text_and_json() {
     assert!(table.starts_with("vm-1: ") && table.contains("doorbell exits"));
 
     // A reader that closes the pipe early is no error.
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let watch = ["--control", "one.control", "--json", "--watch", "0.1"];
         let mut watch = bench

@@ -8,7 +8,7 @@ use std::process::Command;
 use nvme_mpt_tests::not_checked::not_checked;
 
 use crate::changes::{list, serve_file};
-use crate::support::{Bench, PATIENCE, Server};
+use crate::support::{Bench, Server, TIMEOUT};
 
 /// Keys of the unit that systemd knows since version 254. Older versions warn, and ignore them.
 const NEWER: [&str; 2] = ["'RestartSteps'", "'RestartMaxDelaySec'"];
@@ -85,7 +85,7 @@ fn systemd_takes_the_whole_unit() {
 fn a_service_manager_without_a_store_gets_ready_and_stopping() {
     let bench = Bench::new();
     let manager = UnixDatagram::bind(bench.path("notify")).unwrap();
-    manager.set_read_timeout(Some(PATIENCE)).unwrap();
+    manager.set_read_timeout(Some(TIMEOUT)).unwrap();
     let next = || {
         let mut message = [0; 64];
         let length = manager.recv(&mut message).unwrap();

@@ -3,7 +3,7 @@
 use std::fs;
 use std::sync::Arc;
 
-use nvme_mpt_tests::PATIENCE;
+use nvme_mpt_tests::COMMAND_TIMEOUT;
 use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::controller::{Config, Controller};
@@ -48,7 +48,7 @@ fn leases(bench: &Bench) -> Vec<Value> {
 type Part = (String, u64, bool);
 
 /// Returns the free MiB of the only drive, and the ids that use the drive, from `nvme-mpt room`.
-fn room(bench: &Bench) -> (u64, Vec<Part>) {
+fn capacity(bench: &Bench) -> (u64, Vec<Part>) {
     let shown = bench.ask("room", &["--json", "--unit", "1M"]).unwrap();
     let drives: Vec<Value> = serde_json::from_str(&shown).unwrap();
     assert_eq!(drives.len(), 1, "{shown}");
@@ -67,14 +67,14 @@ fn leases_and_unreleased_data_use_capacity() {
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--drive", "path=drive.img"]);
     let _server = Server::start(serve).unwrap();
-    assert_eq!(room(&bench), (64, vec![]));
+    assert_eq!(capacity(&bench), (64, vec![]));
     bench.ask("add", &[&sized("a", "20M")]).unwrap();
-    assert_eq!(room(&bench), (44, vec![("a".to_owned(), 20, true)]));
+    assert_eq!(capacity(&bench), (44, vec![("a".to_owned(), 20, true)]));
     bench.ask("remove", &["a"]).unwrap();
-    assert_eq!(room(&bench), (44, vec![("a".to_owned(), 20, false)]));
+    assert_eq!(capacity(&bench), (44, vec![("a".to_owned(), 20, false)]));
     let output = bench.run("leases", &["release", "a"]);
     assert!(output.status.success(), "{output:?}");
-    assert_eq!(room(&bench), (64, vec![]));
+    assert_eq!(capacity(&bench), (64, vec![]));
     let table = bench.ask("room", &[]).unwrap();
     assert!(table.contains("free"), "{table}");
     let complaint = bench.ask("room", &["--unit", "3M"]).unwrap_err();
@@ -153,7 +153,11 @@ impl Guest {
 
     /// Waits for the event that the namespace has changed. Returns the new size in bytes.
     fn growth(&mut self) -> u64 {
-        let event = self.controller.async_event(PATIENCE).unwrap().unwrap();
+        let event = self
+            .controller
+            .async_event(COMMAND_TIMEOUT)
+            .unwrap()
+            .unwrap();
         // Notice: Namespace Attribute Changed.
         assert_eq!((event.kind, event.info), (2, 0));
         self.size()

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// Timeout that exceeds any delay of a busy machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// A directory with its own drive file, state directory and sockets.
 pub(crate) struct Bench {
@@ -79,7 +79,7 @@ impl Bench {
         complete: impl Fn(&str) -> bool,
     ) -> Result<String, String> {
         let control = ["--control", "one.control"];
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let output = self.run(command, &[&control, arguments].concat());
             let text = |bytes| String::from_utf8(bytes).unwrap();

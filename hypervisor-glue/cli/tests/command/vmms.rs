@@ -15,8 +15,8 @@ use landlock::{
     ABI, Access, AccessFs, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus,
     path_beneath_rules,
 };
-use nvme_guest::limit::RateLimits;
-use nvme_guest::{ControllerBackend, SharedParts};
+use nvme_guest::rate_limit::RateLimits;
+use nvme_guest::{ControllerBackend, SharedBackendParts};
 use nvme_mpt::PollerPool;
 use nvme_mpt_memory::eventfd;
 use nvme_mpt_tests::admin::feature;
@@ -38,7 +38,7 @@ use nvme_mpt_vmm::{report, sandbox};
 use vmm_device::{MsixMasking, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::support::{Bench, PATIENCE, Server};
+use crate::support::{Bench, Server, TIMEOUT};
 
 /// Environment variables of a VMM: its option string, its state directory, and the byte that it writes.
 const FUNCTION: &str = "TEST_VMM_FUNCTION";
@@ -137,7 +137,7 @@ impl TestVmm {
     }
 
     /// Stops the process by SIGSTOP. Only SIGKILL ends it then.
-    pub(crate) fn stand_still(&self) {
+    pub(crate) fn stop_process(&self) {
         let process = self.process.id().to_string();
         let stopped = Command::new("kill").args(["-s", "STOP", &process]).status();
         assert!(stopped.unwrap().success());
@@ -168,7 +168,7 @@ fn vmm() {
     if env::var(CONFINED).is_ok() {
         confine(&function, env::var(STATE).unwrap());
     }
-    let host = match open::host_side(&function, &ledgers, &PollerPool::new()) {
+    let host = match open::open_backend(&function, &ledgers, &PollerPool::new()) {
         Ok((_, host)) => host,
         Err(error) => {
             println!(
@@ -190,14 +190,14 @@ fn vmm() {
     for order in std::io::stdin().lines() {
         let order = order.unwrap();
         if order == "failure" {
-            let deadline = Instant::now() + PATIENCE;
+            let deadline = Instant::now() + TIMEOUT;
             while !guest.has_failed() && Instant::now() < deadline {
                 thread::sleep(Duration::from_millis(10));
             }
         }
         match &*order {
             "event" => {
-                let event = guest.controller.async_event(PATIENCE).unwrap().unwrap();
+                let event = guest.controller.async_event(TIMEOUT).unwrap().unwrap();
                 println!("VMM: {}, fatal: {}", event.info, guest.has_failed());
             }
             "listen" => {
@@ -206,12 +206,12 @@ fn vmm() {
                 println!("VMM: listens");
             }
             "growth" => {
-                let event = guest.controller.async_event(PATIENCE).unwrap().unwrap();
+                let event = guest.controller.async_event(TIMEOUT).unwrap().unwrap();
                 guest.controller.request_async_event().unwrap();
                 println!("VMM: {}, {} blocks", event.info, guest.blocks());
             }
             "unlimit" => {
-                host.set_rates(RateLimits::default());
+                host.set_rate_limits(RateLimits::default());
                 println!("VMM: unlimited");
             }
             "blocks" => println!("VMM: {} blocks", guest.blocks()),
@@ -225,7 +225,7 @@ fn vmm() {
                 println!("VMM: attached");
             }
             _ if guest.has_failed() => println!("VMM: fatal"),
-            "trespass" => match guest.trespass() {
+            "trespass" => match guest.check_isolation() {
                 Ok(()) => println!("VMM: refused all"),
                 Err(error) => println!("VMM: failed: {error}"),
             },
@@ -268,7 +268,7 @@ fn confine(function: &ParsedFunctionOptions, state_dir: String) {
     let all = AccessFs::from_all(ABI::V3);
     let rules = Ruleset::default().handle_access(all).unwrap();
     let mut rules = rules.create().unwrap();
-    for (path, writes) in sandbox::settle(&config).unwrap() {
+    for (path, writes) in sandbox::required_files(&config).unwrap() {
         let rights = match writes {
             true => all,
             false => AccessFs::from_read(ABI::V3),
@@ -317,9 +317,9 @@ impl Guest {
     /// Makes all eventfds that the server holds of this VMM block on write, and has the server signal them.
     fn block(mut self, host: &dyn ControllerBackend) -> Self {
         const VECTOR: u16 = 2;
-        let SharedParts {
+        let SharedBackendParts {
             events, vectors, ..
-        } = host.shared();
+        } = host.shared_parts();
         self.controller.delete_queue_pair(self.queue).unwrap();
         let interrupt = Arc::new(Interrupt::new().unwrap());
         let options = QueueOptions::interrupting(64, VECTOR, interrupt);
@@ -343,12 +343,12 @@ impl Guest {
         self.queue.submit(Sqe::read(1, u64::MAX, 1)).unwrap();
         self.queue.ring();
         // A poller that begins to watch the admin doorbells signals events for pending values.
-        host.begin_silent_doorbells().unwrap();
+        host.begin_untrapped_doorbells().unwrap();
         self
     }
 
     /// Sends commands with memory outside of the guest, and with blocks outside of the lease. The server must refuse each.
-    fn trespass(&mut self) -> Result<(), String> {
+    fn check_isolation(&mut self) -> Result<(), String> {
         let blocks = self.blocks();
         let (page, end) = (self.buffer.gpa(), self.buffer.memory().regions());
         let end = end.iter().map(|region| region.gpa + region.len);
@@ -363,7 +363,7 @@ impl Guest {
         let lease = beyond.map(|(slba, count)| ((slba, count, ours), LBA_OUT_OF_RANGE));
         for ((slba, count, pointer), expected) in memory.chain(lease) {
             for sqe in [Sqe::write(1, slba, count), Sqe::read(1, slba, count)] {
-                let cqe = self.queue.submit_and_wait(sqe.with_data(pointer), PATIENCE);
+                let cqe = self.queue.submit_and_wait(sqe.with_data(pointer), TIMEOUT);
                 let cqe = cqe.map_err(|error| error.to_string())?;
                 if cqe.status().code() != expected {
                     return Err(format!("{cqe:?} for {count} blocks at {slba}, {pointer:?}"));
@@ -400,7 +400,7 @@ impl Guest {
     /// Waits for the commands in flight. Each must complete once and succeed.
     fn await_in_flight(&mut self) -> Result<(), String> {
         let cids = std::mem::take(&mut self.in_flight);
-        let completions = self.queue.drain(&cids, PATIENCE);
+        let completions = self.queue.drain(&cids, TIMEOUT);
         let completions = completions.map_err(|error| error.to_string())?;
         if let Some(failed) = completions
             .iter()
@@ -445,7 +445,7 @@ pub(crate) fn server(bench: &Bench) -> Server {
 
 /// Waits until the ledger has exactly these leases.
 pub(crate) fn await_leases(bench: &Bench, ids: &[&str]) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let leases = bench.leases();
         let mut names: Vec<&str> = leases.iter().map(|(id, ..)| id.as_str()).collect();

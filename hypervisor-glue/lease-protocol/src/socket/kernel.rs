@@ -66,7 +66,7 @@ pub(crate) fn connect(socket: &Path) -> io::Result<Stream> {
 }
 
 /// Returns the entries of a directory. Unreadable ones are left out.
-pub(crate) fn named_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
+pub(crate) fn list_dir(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = folder.read_dir()?.flatten();
     Ok(entries.map(|entry| entry.path()).collect())
 }
@@ -90,7 +90,7 @@ pub(crate) fn wait_for_end(stream: &Stream) -> io::Result<()> {
 
 /// Timeouts of [`wait_for`], in milliseconds.
 const FOREVER: i32 = -1;
-const AT_ONCE: i32 = 0;
+const NO_WAIT: i32 = 0;
 
 /// Waits for events of a descriptor. Returns whether an event has occurred within the timeout.
 fn wait_for(descriptor: &impl AsRawFd, events: EventSet, timeout: i32) -> io::Result<bool> {
@@ -109,19 +109,22 @@ fn wait_for(descriptor: &impl AsRawFd, events: EventSet, timeout: i32) -> io::Re
 /// Descriptors that signal that a server's process has ended completely: see [`presence`](nvme_mpt_memory::presence).
 #[derive(Debug)]
 pub(crate) struct ServerExitSigns {
-    process: OwnedFd,
-    hangs_up: OwnedFd,
+    pidfd: OwnedFd,
+    exit_pipe: OwnedFd,
 }
 
 impl ServerExitSigns {
     /// Wraps the descriptors that a server has sent over this connection.
     pub(crate) fn new(_: &Stream, [process, hangs_up]: [OwnedFd; SIGNS]) -> Self {
-        Self { process, hangs_up }
+        Self {
+            pidfd: process,
+            exit_pipe: hangs_up,
+        }
     }
 
     /// Returns whether the server's process has ended completely.
-    pub(crate) fn have_come(&self) -> io::Result<bool> {
-        self.wait(AT_ONCE)
+    pub(crate) fn have_occurred(&self) -> io::Result<bool> {
+        self.wait(NO_WAIT)
     }
 
     /// Waits until the server's process has ended completely.
@@ -130,7 +133,7 @@ impl ServerExitSigns {
     }
 
     fn wait(&self, timeout: i32) -> io::Result<bool> {
-        Ok(wait_for(&self.process, EventSet::IN, timeout)?
-            && wait_for(&self.hangs_up, EventSet::HANG_UP, timeout)?)
+        Ok(wait_for(&self.pidfd, EventSet::IN, timeout)?
+            && wait_for(&self.exit_pipe, EventSet::HANG_UP, timeout)?)
     }
 }

@@ -10,11 +10,11 @@ use nvme_mpt_memory::system;
 
 #[cfg(not(simulation))]
 pub(crate) use kernel::{
-    ServerExitSigns, Stream, connect, named_in, peer, receive, send, wait_for_end,
+    ServerExitSigns, Stream, connect, list_dir, peer, receive, send, wait_for_end,
 };
 #[cfg(simulation)]
 pub(crate) use simulated::{
-    ServerExitSigns, Stream, connect, named_in, peer, receive, send, wait_for_end,
+    ServerExitSigns, Stream, connect, list_dir, peer, receive, send, wait_for_end,
 };
 
 /// Maximum number of descriptors of a message. If there are more new wakers, the VMM repeats the request.

@@ -339,7 +339,7 @@ pub(crate) fn connect(socket: &Path) -> io::Result<Stream> {
 }
 
 /// Returns the names in a directory, including stale ones.
-pub(crate) fn named_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
+pub(crate) fn list_dir(folder: &Path) -> io::Result<Vec<PathBuf>> {
     turn(ActorStep::Receive, [0; 2]);
     with(|sockets| {
         let names = sockets.names.keys();
@@ -388,7 +388,7 @@ impl ServerExitSigns {
     }
 
     /// Returns whether the server's process has ended completely.
-    pub(crate) fn have_come(&self) -> io::Result<bool> {
+    pub(crate) fn have_occurred(&self) -> io::Result<bool> {
         turn(ActorStep::Receive, [0; 2]);
         Ok(self.has_ended())
     }

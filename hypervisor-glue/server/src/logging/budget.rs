@@ -35,7 +35,7 @@ impl LogBudget {
     }
 
     /// Replaces the current thread's budget by this one.
-    pub(crate) fn give_to_this_thread(&self) {
+    pub(crate) fn install_for_thread(&self) {
         BUDGET.set(self.clone());
     }
 
@@ -56,7 +56,7 @@ pub(super) fn charge(bytes: usize) {
 }
 
 /// Decides whether this thread may log a message.
-pub(super) fn verdict() -> LogBudgetDecision {
+pub(super) fn decide() -> LogBudgetDecision {
     // A thread that is ending has no budget, and is not limited.
     let verdict = BUDGET.try_with(|budget| budget.borrow().take());
     verdict.unwrap_or(LogBudgetDecision::Pass)
@@ -68,7 +68,7 @@ pub(super) enum LogBudgetDecision {
     Pass,
     /// The message may be logged, after a notice about this number of suppressed messages.
     PassAfter(u64),
-    LeaveOut,
+    Suppress,
 }
 
 /// A token bucket for messages and bytes.
@@ -78,8 +78,8 @@ struct LogTokenBucket {
     /// Bytes left in the bucket. Negative if the last message had more bytes than were left.
     bytes: i64,
     /// Time of the last refill.
-    at: Duration,
-    left_out: u64,
+    refilled_at: Duration,
+    suppressed: u64,
 }
 
 impl LogTokenBucket {
@@ -87,31 +87,31 @@ impl LogTokenBucket {
         Self {
             tokens: BURST,
             bytes: BURST_BYTES,
-            at: now,
-            left_out: 0,
+            refilled_at: now,
+            suppressed: 0,
         }
     }
 
     fn take(&mut self, now: Duration) -> LogBudgetDecision {
-        let refills = now.saturating_sub(self.at).as_secs() / REFILL.as_secs();
+        let refills = now.saturating_sub(self.refilled_at).as_secs() / REFILL.as_secs();
         match u32::try_from(refills) {
             Ok(refills) if refills < BURST => {
                 self.tokens = BURST.min(self.tokens + refills);
                 self.bytes = BURST_BYTES.min(self.bytes + REFILL_BYTES * i64::from(refills));
-                self.at += REFILL * refills;
+                self.refilled_at += REFILL * refills;
             }
             _ => {
                 self.tokens = BURST;
                 self.bytes = BURST_BYTES;
-                self.at = now;
+                self.refilled_at = now;
             }
         }
         if self.tokens == 0 || self.bytes <= 0 {
-            self.left_out += 1;
-            return LogBudgetDecision::LeaveOut;
+            self.suppressed += 1;
+            return LogBudgetDecision::Suppress;
         }
         self.tokens -= 1;
-        match std::mem::take(&mut self.left_out) {
+        match std::mem::take(&mut self.suppressed) {
             0 => LogBudgetDecision::Pass,
             left_out => LogBudgetDecision::PassAfter(left_out),
         }
@@ -138,11 +138,11 @@ mod tests {
             assert_eq!(bucket.take(start), LogBudgetDecision::Pass);
         }
         for _ in 0..1000 {
-            assert_eq!(bucket.take(start), LogBudgetDecision::LeaveOut);
+            assert_eq!(bucket.take(start), LogBudgetDecision::Suppress);
         }
         let later = start + Duration::from_millis(1500);
         assert_eq!(bucket.take(later), LogBudgetDecision::PassAfter(1000));
-        assert_eq!(bucket.take(later), LogBudgetDecision::LeaveOut);
+        assert_eq!(bucket.take(later), LogBudgetDecision::Suppress);
         // The unused half second counts towards the next message.
         assert_eq!(
             bucket.take(start + Duration::from_secs(2)),
@@ -158,13 +158,13 @@ mod tests {
             assert_eq!(bucket.take(start), LogBudgetDecision::Pass);
             bucket.charge(4096);
         }
-        assert_eq!(bucket.take(start), LogBudgetDecision::LeaveOut);
+        assert_eq!(bucket.take(start), LogBudgetDecision::Suppress);
         let later = start + Duration::from_secs(1);
         assert_eq!(bucket.take(later), LogBudgetDecision::PassAfter(1));
         bucket.charge(4096);
         for seconds in 2..=4 {
             let later = start + Duration::from_secs(seconds);
-            assert_eq!(bucket.take(later), LogBudgetDecision::LeaveOut, "{seconds}");
+            assert_eq!(bucket.take(later), LogBudgetDecision::Suppress, "{seconds}");
         }
         let later = start + Duration::from_secs(5);
         assert_eq!(bucket.take(later), LogBudgetDecision::PassAfter(3));
@@ -175,7 +175,7 @@ mod tests {
         let budget = LogBudget::full();
         let given = budget.clone();
         let is_given = move || {
-            given.give_to_this_thread();
+            given.install_for_thread();
             BUDGET.with_borrow(|own| Arc::ptr_eq(&own.0, &given.0))
         };
         assert!(start_thread("client", is_given).unwrap().join().unwrap());
@@ -193,7 +193,7 @@ mod tests {
             let passed = |bucket: &mut LogTokenBucket, now| {
                 let taken = (0..10 * BURST).map(|_| bucket.take(now));
                 taken
-                    .filter(|verdict| *verdict != LogBudgetDecision::LeaveOut)
+                    .filter(|verdict| *verdict != LogBudgetDecision::Suppress)
                     .count()
             };
             assert_eq!(passed(&mut bucket, start), BURST as usize);

@@ -12,7 +12,7 @@ thread_local! {
 }
 
 /// Sets the function that this thread serves, by the id of its lease.
-pub(crate) fn work_for(id: &str) {
+pub(crate) fn set_function(id: &str) {
     FUNCTION.set(Some(id.to_owned()));
 }
 
@@ -27,7 +27,7 @@ pub(super) fn function() -> Option<String> {
 /// Fields of a message.
 pub(super) struct LogFields<'a> {
     /// Fields given in the log call.
-    pub(super) own: &'a dyn Source,
+    pub(super) record_fields: &'a dyn Source,
     /// Id of the function that the thread serves.
     pub(super) function: Option<&'a str>,
     pub(super) thread: &'a str,
@@ -35,10 +35,10 @@ pub(super) struct LogFields<'a> {
 
 impl Source for LogFields<'_> {
     fn visit<'kvs>(&'kvs self, visitor: &mut dyn VisitSource<'kvs>) -> Result<(), Error> {
-        self.own.visit(visitor)?;
+        self.record_fields.visit(visitor)?;
         if let Some(id) = self.function {
             for key in ["function", "lease"] {
-                if self.own.get(Key::from(key)).is_none() {
+                if self.record_fields.get(Key::from(key)).is_none() {
                     visitor.visit_pair(Key::from(key), Value::from(id))?;
                 }
             }
@@ -60,11 +60,11 @@ mod tests {
         }
     }
 
-    fn seen(own: &dyn Source) -> Vec<(String, String)> {
+    fn collect_fields(own: &dyn Source) -> Vec<(String, String)> {
         let mut seen = SeenFields(Vec::new());
         let function = function();
         let fields = LogFields {
-            own,
+            record_fields: own,
             function: function.as_deref(),
             thread: "vm7",
         };
@@ -80,14 +80,17 @@ mod tests {
     #[test]
     fn a_message_has_its_own_fields_and_its_threads_fields() {
         let own = [("queue", Value::from(3_u16))];
-        assert_eq!(seen(&own), pairs(&[("queue", "3"), ("thread", "vm7")]));
-        work_for("vm7");
+        assert_eq!(
+            collect_fields(&own),
+            pairs(&[("queue", "3"), ("thread", "vm7")])
+        );
+        set_function("vm7");
         let of_thread = [("function", "vm7"), ("lease", "vm7"), ("thread", "vm7")];
         let expected = [&[("queue", "3")][..], &of_thread].concat();
-        assert_eq!(seen(&own), pairs(&expected));
+        assert_eq!(collect_fields(&own), pairs(&expected));
         // A message about another function has only its own lease field.
         let own = [("lease", Value::from("vm9"))];
         let expected = [("lease", "vm9"), ("function", "vm7"), ("thread", "vm7")];
-        assert_eq!(seen(&own), pairs(&expected));
+        assert_eq!(collect_fields(&own), pairs(&expected));
     }
 }

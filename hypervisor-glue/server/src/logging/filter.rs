@@ -42,7 +42,7 @@ pub enum FilterError {
 /// default, other modules log nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogFilter {
-    least: Option<LevelFilter>,
+    default_level: Option<LevelFilter>,
     modules: Vec<(String, LevelFilter)>,
 }
 
@@ -50,7 +50,7 @@ impl LogFilter {
     /// Compiles the filter for matching records.
     pub(super) fn build(&self) -> Filter {
         let mut builder = Builder::new();
-        builder.filter_level(self.least.unwrap_or(LevelFilter::Off));
+        builder.filter_level(self.default_level.unwrap_or(LevelFilter::Off));
         for (module, level) in &self.modules {
             builder.filter_module(module, *level);
         }
@@ -61,7 +61,7 @@ impl LogFilter {
 impl From<LevelFilter> for LogFilter {
     fn from(least: LevelFilter) -> Self {
         Self {
-            least: Some(least),
+            default_level: Some(least),
             modules: Vec::new(),
         }
     }
@@ -72,7 +72,7 @@ impl FromStr for LogFilter {
 
     fn from_str(text: &str) -> Result<Self, FilterError> {
         let mut filter = Self {
-            least: None,
+            default_level: None,
             modules: Vec::new(),
         };
         for part in text.split(',').map(str::trim) {
@@ -85,7 +85,7 @@ impl FromStr for LogFilter {
                 if part.is_empty() {
                     return Err(FilterError::Empty);
                 }
-                if filter.least.replace(level(part)?).is_some() {
+                if filter.default_level.replace(level(part)?).is_some() {
                     let what = "all modules".to_owned();
                     return Err(FilterError::Twice { what });
                 }
@@ -111,7 +111,7 @@ impl FromStr for LogFilter {
 impl fmt::Display for LogFilter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let level = |level: &LevelFilter| level.as_str().to_ascii_lowercase();
-        let least = self.least.iter().map(level);
+        let least = self.default_level.iter().map(level);
         let modules = self.modules.iter();
         let modules = modules.map(|(module, of_module)| format!("{module}={}", level(of_module)));
         let parts: Vec<_> = least.chain(modules).collect();

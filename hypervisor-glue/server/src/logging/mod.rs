@@ -31,25 +31,25 @@ use nvme_mpt_memory::crash;
 use systemd_journal_logger::JournalLog;
 
 pub(crate) use self::budget::LogBudget;
-use self::budget::{LogBudgetDecision, charge, verdict};
+use self::budget::{LogBudgetDecision, charge, decide};
 use self::fields::LogFields;
-pub(crate) use self::fields::work_for;
+pub(crate) use self::fields::set_function;
 pub use self::filter::{FilterError, LogFilter};
 use self::queue::{LogMessage, MessageQueue};
-use self::text::{FIELD_MAX, MESSAGE_MAX, line_of};
-use crate::signals::without_signals;
+use self::text::{FIELD_MAX, MESSAGE_MAX, format_line};
+use crate::signals::with_signals_blocked;
 
 /// Environment variable with a filter.
-const VARIABLE: &str = "RUST_LOG";
+const FILTER_VARIABLE: &str = "RUST_LOG";
 
 /// Syslog identifier of messages in the journal.
-const IDENTIFIER: &str = "nvme-mpt";
+const SYSLOG_IDENTIFIER: &str = "nvme-mpt";
 
 /// Timeout for the log's reader when a process ends.
-pub const END_PATIENCE: Duration = Duration::from_secs(1);
+pub const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Timeout like [`END_PATIENCE`], but shorter, for a crash or upgrade, since guests then wait for the next process.
-pub const CRASH_PATIENCE: Duration = Duration::from_millis(100);
+pub const CRASH_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Maximum number of fields of a message.
 const FIELDS_MAX: usize = 16;
@@ -65,7 +65,7 @@ static LOGGER: OnceLock<BudgetedLogger> = OnceLock::new();
 
 /// Starts logging. The filter is `asked`, or else the environment variable `RUST_LOG`, or else the level `least`.
 pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
-    let of_environment = || env::var(VARIABLE).ok().map(|text| text.parse());
+    let of_environment = || env::var(FILTER_VARIABLE).ok().map(|text| text.parse());
     let (filter, trouble) = match asked.map(Ok).or_else(of_environment) {
         Some(Ok(filter)) => (filter, None),
         Some(Err(error)) => (least.into(), Some(error)),
@@ -74,15 +74,15 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
     let logger = LOGGER.get_or_init(|| BudgetedLogger::new(filter));
     // An error means that a logger is already installed, which then continues.
     let _ = log::set_logger(logger);
-    log::set_max_level(logger.passing().built.filter());
+    log::set_max_level(logger.active_filter().compiled.filter());
     if let Some(error) = trouble {
-        log::warn!("Ignored {VARIABLE}: {error}");
+        log::warn!("Ignored {FILTER_VARIABLE}: {error}");
     }
 }
 
 /// Queues messages from now on, for the log thread that [`write_on_a_thread`] starts later. So no other thread waits for the
 /// log's reader.
-pub fn wait_for_a_thread() {
+pub fn queue_messages() {
     QUEUE.get_or_init(MessageQueue::default);
 }
 
@@ -92,25 +92,25 @@ pub fn wait_for_a_thread() {
 ///
 /// # Errors
 /// Returns the kernel's error.
-pub fn write_on_a_thread() -> io::Result<()> {
+pub fn start_log_thread() -> io::Result<()> {
     let (Some(logger), Some(queue)) = (LOGGER.get(), QUEUE.get()) else {
         return Ok(());
     };
     if HAS_THREAD.swap(true, Ordering::Relaxed) {
         return Ok(());
     }
-    let write = move || queue.write_all(|message| logger.place.write(message));
+    let write = move || queue.write_all(|message| logger.destination.write(message));
     // With unblocked signals, the log thread could receive a signal meant for the signal thread, and end the process.
-    without_signals(|| start_thread("log", write))
+    with_signals_blocked(|| start_thread("log", write))
         .inspect_err(|_| HAS_THREAD.store(false, Ordering::Relaxed))?;
-    crash::await_before_the_end(|| !has_unwritten(), CRASH_PATIENCE);
+    crash::set_crash_wait(|| !has_unwritten(), CRASH_TIMEOUT);
     // With `RUST_BACKTRACE`, keep the default hook, which prints the backtrace.
     if env::var_os("RUST_BACKTRACE").is_none() {
         panic::set_hook(Box::new(|panic| {
             let text = format_args!("{panic}");
             let record = Record::builder().level(Level::Error).args(text).build();
             logger.write(&record);
-            flush(CRASH_PATIENCE);
+            flush(CRASH_TIMEOUT);
         }));
     }
     Ok(())
@@ -120,7 +120,7 @@ pub fn write_on_a_thread() -> io::Result<()> {
 pub fn flush(time: Duration) {
     if let Some(queue) = QUEUE.get() {
         // The log thread may not be started yet if the process ends early.
-        let _ = write_on_a_thread();
+        let _ = start_log_thread();
         queue.flush(time);
     }
 }
@@ -135,26 +135,26 @@ pub(crate) fn dropped_messages() -> u64 {
 }
 
 /// Logs why the process ends, and waits a [moment](END_PATIENCE) until the log thread has written the message.
-pub fn last_words(text: &str) {
+pub fn log_fatal(text: &str) {
     let lines = text.lines();
-    let lines = lines.map(|line| line_of(format_args!("{line}"), MESSAGE_MAX));
+    let lines = lines.map(|line| format_line(format_args!("{line}"), MESSAGE_MAX));
     let text = lines.collect::<Vec<_>>().join("\n");
     let Some(queue) = QUEUE.get() else {
-        return write_to_error(format!("{text}\n").as_bytes());
+        return write_to_stderr(format!("{text}\n").as_bytes());
     };
     let plain = Record::builder().level(Level::Error).build();
     queue.put(LogMessage {
         text,
         is_plain: true,
-        ..message_of(&plain)
+        ..build_message(&plain)
     });
-    flush(END_PATIENCE);
+    flush(END_TIMEOUT);
 }
 
 /// Returns the filter of this process's log, or `None` before [`start`].
 #[must_use]
 pub fn filter() -> Option<LogFilter> {
-    Some(LOGGER.get()?.passing().filter.clone())
+    Some(LOGGER.get()?.active_filter().filter.clone())
 }
 
 /// Changes the filter of this process's log.
@@ -163,9 +163,9 @@ pub fn set_filter(filter: LogFilter) {
         return;
     };
     let passing = ActiveLogFilter::new(filter);
-    let most = passing.built.filter();
+    let most = passing.compiled.filter();
     *logger
-        .passing
+        .active_filter
         .write()
         .unwrap_or_else(PoisonError::into_inner) = passing;
     log::set_max_level(most);
@@ -174,41 +174,46 @@ pub fn set_filter(filter: LogFilter) {
 /// A filter as given, and compiled for matching.
 struct ActiveLogFilter {
     filter: LogFilter,
-    built: Filter,
+    compiled: Filter,
 }
 
 impl ActiveLogFilter {
     fn new(filter: LogFilter) -> Self {
         let built = filter.build();
-        Self { filter, built }
+        Self {
+            filter,
+            compiled: built,
+        }
     }
 }
 
 /// Logger with a budget of messages per thread.
 struct BudgetedLogger {
-    passing: RwLock<ActiveLogFilter>,
-    place: LogDestination,
+    active_filter: RwLock<ActiveLogFilter>,
+    destination: LogDestination,
 }
 
 /// Output of the log.
 enum LogDestination {
     /// Standard error, read by a person or a file.
-    Error,
+    Stderr,
     /// Standard error is connected to the journal. The journal adds the time, so messages have none.
-    ErrorOfJournal,
+    JournalStderr,
     /// The journal's native socket, which accepts fields.
     Journal(JournalLog),
 }
 
 impl LogDestination {
-    fn of_process() -> Self {
+    fn detect() -> Self {
         if !is_journal(env::var_os("JOURNAL_STREAM"), io::stderr()) {
-            return Self::Error;
+            return Self::Stderr;
         }
         match JournalLog::empty() {
-            Ok(journal) => Self::Journal(journal.with_syslog_identifier(IDENTIFIER.to_owned())),
+            Ok(journal) => {
+                Self::Journal(journal.with_syslog_identifier(SYSLOG_IDENTIFIER.to_owned()))
+            }
             // A sandbox may hide the journal's socket.
-            Err(_) => Self::ErrorOfJournal,
+            Err(_) => Self::JournalStderr,
         }
     }
 
@@ -222,27 +227,27 @@ impl LogDestination {
         } = message;
         let line = match self {
             _ if message.is_plain => format!("{text}\n"),
-            Self::Journal(journal) => match send(journal, message) {
+            Self::Journal(journal) => match send_to_journal(journal, message) {
                 Ok(()) => return,
-                Err(_) => format!("<{}>[{thread}] {text}\n", priority(*level)),
+                Err(_) => format!("<{}>[{thread}] {text}\n", syslog_priority(*level)),
             },
-            Self::ErrorOfJournal => format!("<{}>[{thread}] {text}\n", priority(*level)),
-            Self::Error => {
+            Self::JournalStderr => format!("<{}>[{thread}] {text}\n", syslog_priority(*level)),
+            Self::Stderr => {
                 let time = time.strftime("%Y-%m-%dT%H:%M:%S%.6fZ");
                 format!("{time} {level} [{thread}] {text}\n")
             }
         };
-        write_to_error(line.as_bytes());
+        write_to_stderr(line.as_bytes());
     }
 }
 
 /// Writes to standard error without the standard library's lock. The text is lost if standard error is closed.
-fn write_to_error(mut bytes: &[u8]) {
+fn write_to_stderr(mut bytes: &[u8]) {
     while !bytes.is_empty() {
         match rustix::io::write(rustix::stdio::stderr(), bytes) {
             Ok(written) => bytes = &bytes[written..],
             Err(rustix::io::Errno::INTR) => {}
-            Err(rustix::io::Errno::AGAIN) => await_room(),
+            Err(rustix::io::Errno::AGAIN) => await_stderr(),
             Err(_) => return,
         }
     }
@@ -250,7 +255,7 @@ fn write_to_error(mut bytes: &[u8]) {
 
 /// Waits until standard error is writable. This is needed because another process may have made the shared open file
 /// description non-blocking.
-fn await_room() {
+fn await_stderr() {
     let stderr = rustix::stdio::stderr();
     let mut room = [rustix::event::PollFd::new(
         &stderr,
@@ -259,14 +264,14 @@ fn await_room() {
     let _ = rustix::event::poll(&mut room, None);
 }
 
-fn send(journal: &JournalLog, message: &LogMessage) -> io::Result<()> {
+fn send_to_journal(journal: &JournalLog, message: &LogMessage) -> io::Result<()> {
     let fields = JournalFields(&message.fields);
     let text = format_args!("{}", message.text);
     let record = Record::builder()
         .level(message.level)
         .target(&message.target)
-        .file_static(message.place.0)
-        .line(message.place.1)
+        .file_static(message.location.0)
+        .line(message.location.1)
         .args(text)
         .key_values(&fields)
         .build();
@@ -291,7 +296,7 @@ struct FieldCopies(Vec<(String, String)>);
 impl<'kvs> VisitSource<'kvs> for FieldCopies {
     fn visit_pair(&mut self, key: kv::Key<'kvs>, value: kv::Value<'kvs>) -> Result<(), kv::Error> {
         if self.0.len() < FIELDS_MAX {
-            let value = line_of(format_args!("{value}"), FIELD_MAX);
+            let value = format_line(format_args!("{value}"), FIELD_MAX);
             self.0.push((key.to_string(), value));
         }
         Ok(())
@@ -299,12 +304,12 @@ impl<'kvs> VisitSource<'kvs> for FieldCopies {
 }
 
 /// Converts a record of this thread to a message.
-fn message_of(record: &Record<'_>) -> LogMessage {
+fn build_message(record: &Record<'_>) -> LogMessage {
     let current = thread::current();
     let thread = current.name().unwrap_or("?");
     let function = fields::function();
     let fields = LogFields {
-        own: record.key_values(),
+        record_fields: record.key_values(),
         function: function.as_deref(),
         thread,
     };
@@ -315,9 +320,9 @@ fn message_of(record: &Record<'_>) -> LogMessage {
         time: Timestamp::now(),
         level: record.level(),
         target: record.target().to_owned(),
-        thread: line_of(format_args!("{thread}"), FIELD_MAX),
-        place: (record.file_static(), record.line()),
-        text: line_of(*record.args(), MESSAGE_MAX),
+        thread: format_line(format_args!("{thread}"), FIELD_MAX),
+        location: (record.file_static(), record.line()),
+        text: format_line(*record.args(), MESSAGE_MAX),
         is_plain: false,
         fields: copies.0,
     }
@@ -334,7 +339,7 @@ fn is_journal(named: Option<OsString>, stream: impl AsFd) -> bool {
 }
 
 /// Returns the syslog priority of a level, with the mapping of [`JournalLog`].
-const fn priority(level: Level) -> u8 {
+const fn syslog_priority(level: Level) -> u8 {
     match level {
         Level::Error => 3,
         Level::Warn => 4,
@@ -347,47 +352,49 @@ const fn priority(level: Level) -> u8 {
 impl BudgetedLogger {
     fn new(filter: LogFilter) -> Self {
         Self {
-            passing: RwLock::new(ActiveLogFilter::new(filter)),
-            place: LogDestination::of_process(),
+            active_filter: RwLock::new(ActiveLogFilter::new(filter)),
+            destination: LogDestination::detect(),
         }
     }
 
     fn write(&self, record: &Record<'_>) {
-        let message = message_of(record);
+        let message = build_message(record);
         charge(message.text.len());
         match QUEUE.get() {
             Some(queue) => queue.put(message),
-            None => self.place.write(&message),
+            None => self.destination.write(&message),
         }
     }
 
-    fn passing(&self) -> std::sync::RwLockReadGuard<'_, ActiveLogFilter> {
-        self.passing.read().unwrap_or_else(PoisonError::into_inner)
+    fn active_filter(&self) -> std::sync::RwLockReadGuard<'_, ActiveLogFilter> {
+        self.active_filter
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Log for BudgetedLogger {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        self.passing().built.enabled(metadata)
+        self.active_filter().compiled.enabled(metadata)
     }
 
     fn log(&self, record: &Record<'_>) {
-        if !self.passing().built.matches(record) {
+        if !self.active_filter().compiled.matches(record) {
             return;
         }
-        match verdict() {
+        match decide() {
             LogBudgetDecision::Pass => self.write(record),
             LogBudgetDecision::PassAfter(left_out) => {
                 let notice = format_args!("{left_out} messages like the next were left out");
                 self.write(&record.to_builder().args(notice).build());
                 self.write(record);
             }
-            LogBudgetDecision::LeaveOut => {}
+            LogBudgetDecision::Suppress => {}
         }
     }
 
     fn flush(&self) {
-        flush(END_PATIENCE);
+        flush(END_TIMEOUT);
     }
 }
 

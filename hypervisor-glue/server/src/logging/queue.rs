@@ -25,7 +25,7 @@ pub(super) struct LogMessage {
     pub(super) level: Level,
     pub(super) target: String,
     /// Source file and line.
-    pub(super) place: (Option<&'static str>, Option<u32>),
+    pub(super) location: (Option<&'static str>, Option<u32>),
     pub(super) thread: String,
     pub(super) text: String,
     /// True to write only the text, without time, level and thread.
@@ -41,12 +41,12 @@ impl LogMessage {
         size_of::<Self>() + self.text.len() + fields.sum::<usize>()
     }
 
-    fn of_dropped(number: u64) -> Self {
+    fn dropped_notice(number: u64) -> Self {
         Self {
             time: Timestamp::now(),
             level: Level::Warn,
             target: module_path!().to_owned(),
-            place: (None, None),
+            location: (None, None),
             thread: "log".to_owned(),
             is_plain: false,
             text: format!("{number} messages were dropped, as the log's reader was too slow"),
@@ -62,30 +62,30 @@ struct QueuedMessages {
     /// Number of dropped messages that are not reported yet.
     dropped: u64,
     /// Number of messages enqueued, and number of messages written.
-    put: u64,
+    enqueued: u64,
     written: u64,
 }
 
 /// A bounded queue of messages. Its lock is held only while a message is moved into or out of the queue, never during a write.
 #[derive(Debug, Default)]
 pub(super) struct MessageQueue {
-    waiting: Mutex<QueuedMessages>,
-    came: Condvar,
-    went: Condvar,
+    queued: Mutex<QueuedMessages>,
+    not_empty: Condvar,
+    message_written: Condvar,
     /// True if a message is queued or being written.
     has_unwritten: AtomicBool,
     dropped: AtomicU64,
 }
 
 impl MessageQueue {
-    fn waiting(&self) -> MutexGuard<'_, QueuedMessages> {
+    fn lock(&self) -> MutexGuard<'_, QueuedMessages> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queued.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Enqueues a message, or counts it as dropped if the queue is full. Does not block on the reader.
     pub(super) fn put(&self, message: LogMessage) {
-        let mut waiting = self.waiting();
+        let mut waiting = self.lock();
         let bytes = message.bytes();
         let is_full = waiting.messages.len() >= MESSAGES_MAX || waiting.bytes + bytes > BYTES_MAX;
         if is_full {
@@ -94,11 +94,11 @@ impl MessageQueue {
             self.dropped.fetch_add(1, Ordering::Relaxed);
             return;
         }
-        waiting.tell_of_dropped();
+        waiting.report_dropped();
         waiting.push(message);
         self.has_unwritten.store(true, Ordering::Release);
         drop(waiting);
-        self.came.notify_one();
+        self.not_empty.notify_one();
     }
 
     /// Writes messages as they arrive. Does not return.
@@ -109,13 +109,13 @@ impl MessageQueue {
     }
 
     fn write_next(&self, write: &mut impl FnMut(&LogMessage)) {
-        let mut waiting = self.waiting();
+        let mut waiting = self.lock();
         let message = loop {
             match waiting.messages.pop_front() {
                 Some(message) => break message,
                 None => {
                     waiting = self
-                        .came
+                        .not_empty
                         .wait(waiting)
                         .unwrap_or_else(PoisonError::into_inner);
                 }
@@ -124,23 +124,23 @@ impl MessageQueue {
         waiting.bytes -= message.bytes();
         drop(waiting);
         write(&message);
-        let mut waiting = self.waiting();
+        let mut waiting = self.lock();
         waiting.written += 1;
         if waiting.messages.is_empty() {
-            waiting.tell_of_dropped();
+            waiting.report_dropped();
         }
         let has_unwritten = !waiting.messages.is_empty();
         self.has_unwritten.store(has_unwritten, Ordering::Release);
         drop(waiting);
-        self.went.notify_all();
+        self.message_written.notify_all();
     }
 
     /// Waits until all queued messages are written, for at most `time`. Returns whether they are.
     pub(super) fn flush(&self, time: Duration) -> bool {
-        let waiting = self.waiting();
-        let put = waiting.put;
+        let waiting = self.lock();
+        let put = waiting.enqueued;
         let waited = self
-            .went
+            .message_written
             .wait_timeout_while(waiting, time, |waiting| waiting.written < put);
         let (waiting, _) = waited.unwrap_or_else(PoisonError::into_inner);
         waiting.written >= put
@@ -160,15 +160,15 @@ impl MessageQueue {
 impl QueuedMessages {
     fn push(&mut self, message: LogMessage) {
         self.bytes += message.bytes();
-        self.put += 1;
+        self.enqueued += 1;
         self.messages.push_back(message);
     }
 
     /// Enqueues a message with the number of dropped messages, if there are any.
-    fn tell_of_dropped(&mut self) {
+    fn report_dropped(&mut self) {
         match std::mem::take(&mut self.dropped) {
             0 => {}
-            number => self.push(LogMessage::of_dropped(number)),
+            number => self.push(LogMessage::dropped_notice(number)),
         }
     }
 }
@@ -186,7 +186,7 @@ mod tests {
             time: Timestamp::UNIX_EPOCH,
             level: Level::Info,
             target: "test".to_owned(),
-            place: (None, None),
+            location: (None, None),
             is_plain: false,
             thread: "main".to_owned(),
             text: text.to_owned(),
@@ -244,7 +244,7 @@ mod tests {
         for _ in 0..2 * BYTES_MAX / long.len() {
             queue.put(message(&long));
         }
-        let waiting = queue.waiting();
+        let waiting = queue.lock();
         assert!(waiting.bytes <= BYTES_MAX && waiting.bytes > BYTES_MAX - 2 * long.len());
         let kept = waiting.messages.len() as u64;
         assert_eq!(kept + waiting.dropped, (2 * BYTES_MAX / long.len()) as u64);

@@ -9,20 +9,20 @@ pub(super) const MESSAGE_MAX: usize = 4096;
 pub(super) const FIELD_MAX: usize = 512;
 
 /// Suffix of a cut text.
-const CUT: &str = "… (cut)";
+const TRUNCATION_MARK: &str = "… (cut)";
 
 /// Formats a text as one line and cuts it at `most` bytes. Escapes characters that move a terminal's cursor or reorder the
 /// terminal's text. Does not format the part after the cut.
-pub(super) fn line_of(text: fmt::Arguments<'_>, most: usize) -> String {
+pub(super) fn format_line(text: fmt::Arguments<'_>, most: usize) -> String {
     let mut line = BoundedLine {
         text: String::new(),
-        most,
-        is_cut: false,
+        max_bytes: most,
+        is_truncated: false,
     };
     // Fails when the line is full.
     let _ = line.write_fmt(text);
-    if line.is_cut {
-        line.text.push_str(CUT);
+    if line.is_truncated {
+        line.text.push_str(TRUNCATION_MARK);
     }
     line.text
 }
@@ -30,22 +30,22 @@ pub(super) fn line_of(text: fmt::Arguments<'_>, most: usize) -> String {
 /// A line that accepts up to `most` bytes.
 struct BoundedLine {
     text: String,
-    most: usize,
-    is_cut: bool,
+    max_bytes: usize,
+    is_truncated: bool,
 }
 
 impl Write for BoundedLine {
     fn write_str(&mut self, part: &str) -> fmt::Result {
         for char in part.chars() {
             let before = self.text.len();
-            if is_harmless(char) {
+            if is_printable(char) {
                 self.text.push(char);
             } else {
                 self.text.extend(char.escape_default());
             }
-            if self.text.len() > self.most {
+            if self.text.len() > self.max_bytes {
                 self.text.truncate(before);
-                self.is_cut = true;
+                self.is_truncated = true;
                 return Err(fmt::Error);
             }
         }
@@ -54,7 +54,7 @@ impl Write for BoundedLine {
 }
 
 /// Returns whether a character can be logged unescaped.
-fn is_harmless(char: char) -> bool {
+fn is_printable(char: char) -> bool {
     !matches!(
         char,
         // Controls, including line ends and escapes.
@@ -85,7 +85,7 @@ mod tests {
             ("a\u{2028}b\u{feff}", r"a\u{2028}b\u{feff}"),
             ("Größe 4 µs: „ok“, 東", "Größe 4 µs: „ok“, 東"),
         ] {
-            assert_eq!(line_of(format_args!("{text}"), 100), line, "{text:?}");
+            assert_eq!(format_line(format_args!("{text}"), 100), line, "{text:?}");
         }
     }
 
@@ -99,18 +99,18 @@ mod tests {
                 }
             }
         }
-        let line = line_of(format_args!("{EndlessText}"), 25);
+        let line = format_line(format_args!("{EndlessText}"), 25);
         assert_eq!(line, "0123456789012345678901234… (cut)");
-        let whole = line_of(format_args!("{}", "é".repeat(10)), 20);
+        let whole = format_line(format_args!("{}", "é".repeat(10)), 20);
         assert_eq!(whole, "é".repeat(10));
     }
 
     proptest! {
         #[test]
         fn any_text_is_one_bounded_line(text in any::<String>(), most in 0_usize..40) {
-            let line = line_of(format_args!("{text}"), most);
-            prop_assert!(line.len() <= most + CUT.len());
-            let ends = line.chars().filter(|char| !is_harmless(*char));
+            let line = format_line(format_args!("{text}"), most);
+            prop_assert!(line.len() <= most + TRUNCATION_MARK.len());
+            let ends = line.chars().filter(|char| !is_printable(*char));
             prop_assert_eq!(ends.count(), 0);
         }
     }

@@ -23,7 +23,7 @@ use crate::stats::{DriveStats, FunctionStats, QueuePairStats, ServerStats, Super
 pub(super) const PREFIX: &str = "nvme_mpt";
 
 /// Upper bounds of the latency histogram's buckets, in seconds.
-const BOUNDS: [f64; 22] = [
+const LATENCY_BOUNDS: [f64; 22] = [
     1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2,
     5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 ];
@@ -63,7 +63,7 @@ pub struct MetricsSnapshot {
 impl MetricsSnapshot {
     /// Formats the statistics as text.
     #[must_use]
-    pub fn text(self, format: MetricsFormat) -> String {
+    pub fn into_text(self, format: MetricsFormat) -> String {
         let mut registry = Registry::with_prefix(PREFIX);
         registry.register_collector(Box::new(self));
         let mut out = String::new();
@@ -78,7 +78,7 @@ impl MetricsSnapshot {
 }
 
 /// Writes all metrics of `families`.
-fn write<'a, L, T: 'a>(
+fn write_families<'a, L, T: 'a>(
     families: &[MetricFamily<T>],
     out: &mut DescriptorEncoder<'_>,
     items: &'a [LabelledSubject<L, &'a T>],
@@ -95,7 +95,7 @@ where
 type MetricLabels<'a, const N: usize> = [(&'static str, &'a str); N];
 
 /// Writes a gauge with integer samples. Omits a gauge without samples.
-fn numbers<'a, const N: usize>(
+fn write_gauge<'a, const N: usize>(
     out: &mut DescriptorEncoder<'_>,
     name: &str,
     unit: Option<&Unit>,
@@ -123,7 +123,7 @@ impl Collector for MetricsSnapshot {
         } = self;
         let out = &mut out;
         let version = [("version", env!("CARGO_PKG_VERSION"))];
-        numbers(
+        write_gauge(
             out,
             "build_info",
             None,
@@ -135,25 +135,25 @@ impl Collector for MetricsSnapshot {
             state => Some(([("", ""); 0], u64::from(state == SupervisorStatus::Runs))),
         };
         let help = "0 if the server's keeper has ended: VMs lose their drives if the server dies";
-        numbers(out, "keeper_up", None, help, keeper)?;
+        write_gauge(out, "keeper_up", None, help, keeper)?;
         self.write_functions(out)?;
         write_latencies(out, &stats.functions)?;
         write_errors(out, &stats.functions)?;
         write_resets(out, &stats.functions)?;
-        write_stalls(out, &stats.functions)?;
+        write_pauses(out, &stats.functions)?;
         write_queues(out, &stats.functions)?;
         write_leases(out, functions, &stats.functions)?;
         write_drives(out, &stats.drives, health)?;
         let pollers = stats.pollers.iter().map(|poller| LabelledSubject {
             labels: [("poller", poller.name.as_str())],
-            of: poller,
+            subject: poller,
         });
-        write(POLLER, out, &pollers.collect::<Vec<_>>())?;
+        write_families(POLLER, out, &pollers.collect::<Vec<_>>())?;
         let process = LabelledSubject {
             labels: [("", ""); 0],
-            of: process,
+            subject: process,
         };
-        write(PROCESS, out, &[process])
+        write_families(PROCESS, out, &[process])
     }
 }
 
@@ -173,7 +173,7 @@ impl MetricsSnapshot {
             )
         });
         let help = "0 if the function could not be served, or waits for commands and reports no statistics";
-        numbers(out, "function_up", None, help, up)?;
+        write_gauge(out, "function_up", None, help, up)?;
         let facts = self.functions.iter().filter_map(|entry| {
             let function = reporting.get(entry.id.as_str())?;
             let labels = [
@@ -182,11 +182,11 @@ impl MetricsSnapshot {
                 ("model", function.model.as_str()),
                 ("serial", function.serial.as_str()),
                 ("doorbells", function.doorbells.as_str()),
-                ("origin", origin(entry.origin)),
+                ("origin", origin_label(entry.origin)),
             ];
             Some((labels, 1))
         });
-        numbers(
+        write_gauge(
             out,
             "function_info",
             None,
@@ -195,13 +195,13 @@ impl MetricsSnapshot {
         )?;
         let functions = stats.iter().map(|function| LabelledSubject {
             labels: [("function", function.id.as_str())],
-            of: function,
+            subject: function,
         });
-        write(FUNCTION, out, &functions.collect::<Vec<_>>())
+        write_families(FUNCTION, out, &functions.collect::<Vec<_>>())
     }
 }
 
-fn origin(origin: DeclarationSource) -> &'static str {
+fn origin_label(origin: DeclarationSource) -> &'static str {
     match origin {
         DeclarationSource::CommandLine => "command line",
         DeclarationSource::File => "file",
@@ -215,13 +215,13 @@ fn origin(origin: DeclarationSource) -> &'static str {
 ///
 /// Each command counts with the middle of its bucket in `buckets`. These buckets are at most 25 % wide, so the error is at most
 /// about 13 %.
-fn latency(buckets: &[LatencyBucket]) -> (Vec<(f64, u64)>, f64) {
-    let bounds = BOUNDS.iter().copied().chain([f64::INFINITY]);
+fn latency_histogram(buckets: &[LatencyBucket]) -> (Vec<(f64, u64)>, f64) {
+    let bounds = LATENCY_BOUNDS.iter().copied().chain([f64::INFINITY]);
     let mut counts: Vec<(f64, u64)> = bounds.map(|bound| (bound, 0)).collect();
     let mut sum = 0.0;
     for bucket in buckets {
         let middle = (bucket.from_ns as f64 + bucket.to_ns as f64) / 2e9;
-        let place = BOUNDS.partition_point(|bound| *bound < middle);
+        let place = LATENCY_BOUNDS.partition_point(|bound| *bound < middle);
         counts[place].1 += bucket.commands;
         sum += middle * bucket.commands as f64;
     }
@@ -240,7 +240,7 @@ fn write_latencies(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats])
         MetricType::Histogram,
     )?;
     for function in functions {
-        let (buckets, sum) = latency(&function.latency);
+        let (buckets, sum) = latency_histogram(&function.latency);
         let commands = buckets.iter().map(|(_, commands)| commands).sum();
         let labels = [("function", function.id.as_str())];
         let mut sample = metric.encode_family(&labels)?;
@@ -292,12 +292,12 @@ fn write_resets(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
     Ok(())
 }
 
-fn write_stalls(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
+fn write_pauses(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
     let stalls = functions.iter().filter_map(|function| {
         let stall = function.stall?;
         let labels = [
             ("function", function.id.as_str()),
-            ("cause", stall.cause.name()),
+            ("cause", stall.cause.label()),
         ];
         Some((labels, stall.seconds))
     });
@@ -326,9 +326,9 @@ fn write_queues(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
     let queues: Vec<_> = queues.collect();
     let queues = queues.iter().map(|(function, qid, queue)| LabelledSubject {
         labels: [("function", *function), ("queue", qid.as_str())],
-        of: *queue,
+        subject: *queue,
     });
-    write(QUEUE, out, &queues.collect::<Vec<_>>())
+    write_families(QUEUE, out, &queues.collect::<Vec<_>>())
 }
 
 fn write_leases(
@@ -341,9 +341,9 @@ fn write_leases(
             ("lease", entry.id.as_str()),
             ("drive", entry.drive.as_str()),
         ],
-        of: entry,
+        subject: entry,
     });
-    write(LEASE, out, &leases.collect::<Vec<_>>())?;
+    write_families(LEASE, out, &leases.collect::<Vec<_>>())?;
     let drives = entries.iter();
     let drives: HashMap<&str, &str> = drives
         .map(|entry| (entry.id.as_str(), entry.drive.as_str()))
@@ -353,10 +353,10 @@ fn write_leases(
         let labels = [("lease", id), ("drive", *drives.get(id)?)];
         Some(LabelledSubject {
             labels,
-            of: function,
+            subject: function,
         })
     });
-    write(LEASE_USE, out, &used.collect::<Vec<_>>())?;
+    write_families(LEASE_USE, out, &used.collect::<Vec<_>>())?;
     let pairs = functions.iter().flat_map(|function| {
         let LeasePairStats {
             reserved,
@@ -377,7 +377,7 @@ fn write_leases(
         })
     });
     let help = "Queue pairs of the drive that belong to the lease, that one of its queues has, and its queues that share one";
-    numbers(out, "lease_queue_pairs", None, help, pairs)
+    write_gauge(out, "lease_queue_pairs", None, help, pairs)
 }
 
 fn write_drives(
@@ -392,12 +392,12 @@ fn write_drives(
         ];
         (labels, 1)
     });
-    numbers(out, "drive_info", None, "1, with facts of the drive", facts)?;
+    write_gauge(out, "drive_info", None, "1, with facts of the drive", facts)?;
     let labelled = drives.iter().map(|drive| LabelledSubject {
         labels: [("drive", drive.path.as_str())],
-        of: drive,
+        subject: drive,
     });
-    write(DRIVE, out, &labelled.collect::<Vec<_>>())?;
+    write_families(DRIVE, out, &labelled.collect::<Vec<_>>())?;
     let namespaces = drives.iter().flat_map(|drive| {
         let namespaces = drive.namespaces.iter();
         namespaces.map(|namespace| {
@@ -412,7 +412,7 @@ fn write_drives(
     let sizes = namespaces
         .iter()
         .map(|(drive, nsid, bytes)| ([("drive", *drive), ("namespace", nsid.as_str())], *bytes));
-    numbers(
+    write_gauge(
         out,
         "drive_namespace",
         Some(&Unit::Bytes),
@@ -441,7 +441,7 @@ fn write_drives(
             )
         })
     });
-    numbers(
+    write_gauge(
         out,
         "drive_queue_pairs",
         None,
@@ -450,9 +450,9 @@ fn write_drives(
     )?;
     let health = health.iter().map(|(drive, health)| LabelledSubject {
         labels: [("drive", drive.as_str())],
-        of: health,
+        subject: health,
     });
-    write(HEALTH, out, &health.collect::<Vec<_>>())
+    write_families(HEALTH, out, &health.collect::<Vec<_>>())
 }
 
 /// Keeps pollers' exported time counters from decreasing. A counter is a sum whose terms are read one after the other while the
@@ -461,7 +461,7 @@ fn write_drives(
 pub(super) struct MonotonicPollerStats(HashMap<String, PollerStats>);
 
 impl MonotonicPollerStats {
-    pub(super) fn steady(&mut self, pollers: &mut [PollerStats]) {
+    pub(super) fn make_monotonic(&mut self, pollers: &mut [PollerStats]) {
         let before = std::mem::take(&mut self.0);
         for poller in pollers {
             // A shorter lifetime means that another poller has reused the name.
@@ -529,10 +529,10 @@ pub(super) mod tests {
             summary: String::new(),
         };
         let health = DriveHealth {
-            at: 1e9,
+            time: 1e9,
             celsius: 41.0,
             spare: 1.0,
-            used: 0.02,
+            percentage_used: 0.02,
             critical_warning: 0,
             media_errors: 0,
             unsafe_shutdowns: 7,
@@ -567,7 +567,7 @@ pub(super) mod tests {
 
     #[test]
     fn each_sample_has_its_name_and_its_labels() {
-        let text = full().text(MetricsFormat::OpenMetrics);
+        let text = full().into_text(MetricsFormat::OpenMetrics);
         for line in [
             "nvme_mpt_function_up{function=\"vm-1\"} 1",
             "nvme_mpt_function_up{function=\"vm-2\"} 0",
@@ -611,7 +611,7 @@ pub(super) mod tests {
             seconds: 0.25,
         });
         snapshot.functions[0].origin = DeclarationSource::Vmm;
-        let text = snapshot.text(MetricsFormat::OpenMetrics);
+        let text = snapshot.into_text(MetricsFormat::OpenMetrics);
         for line in [
             "nvme_mpt_lease_processor_seconds_total{lease=\"vm-1\",drive=\"0000:01:00.0\"} 2.345678",
             "nvme_mpt_function_stall_seconds{function=\"vm-1\",cause=\"restart\"} 0.25",
@@ -626,7 +626,7 @@ pub(super) mod tests {
     #[test]
     fn each_metric_is_declared_once_and_all_samples_follow_it() {
         for format in [MetricsFormat::OpenMetrics, MetricsFormat::Prometheus] {
-            let text = full().text(format);
+            let text = full().into_text(format);
             let mut declared = Vec::new();
             for line in text.lines() {
                 match line.strip_prefix("# TYPE ") {
@@ -643,7 +643,7 @@ pub(super) mod tests {
     }
 
     /// Returns the metric names in `text`.
-    fn named(text: &str) -> BTreeSet<String> {
+    fn metric_names_in(text: &str) -> BTreeSet<String> {
         let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
         let named = words.filter(|word| word.starts_with("nvme_mpt_"));
         named.map(str::to_owned).collect()
@@ -660,9 +660,9 @@ pub(super) mod tests {
         let dashboard = fs::read_to_string(path).unwrap();
         let json: serde_json::Value = serde_json::from_str(&dashboard).unwrap();
         assert_eq!(json["uid"], "nvme-mpt");
-        let text = full().text(MetricsFormat::OpenMetrics);
+        let text = full().into_text(MetricsFormat::OpenMetrics);
         let exported: BTreeSet<String> = names(&text).into_iter().collect();
-        let asked = named(&dashboard);
+        let asked = metric_names_in(&dashboard);
         assert!(asked.len() > 25, "{asked:?}");
         let unknown: Vec<_> = asked.difference(&exported).collect();
         assert_eq!(unknown, [""; 0]);
@@ -700,7 +700,7 @@ pub(super) mod tests {
     #[test]
     fn the_page_has_each_metric_and_no_other() {
         let page = fs::read_to_string(workspace().join("docs/operations.md")).unwrap();
-        let text = full().text(MetricsFormat::OpenMetrics);
+        let text = full().into_text(MetricsFormat::OpenMetrics);
         let parts = ["_bucket", "_count", "_sum"];
         let whole = |name: String| {
             let part = parts.iter().find_map(|part| name.strip_suffix(part));
@@ -708,12 +708,12 @@ pub(super) mod tests {
                 .map_or(name.clone(), str::to_owned)
         };
         let exported: BTreeSet<String> = names(&text).into_iter().map(whole).collect();
-        assert_eq!(named(&page), exported);
+        assert_eq!(metric_names_in(&page), exported);
     }
 
     #[test]
     fn a_server_without_functions_has_metrics_too() {
-        let text = MetricsSnapshot::default().text(MetricsFormat::Prometheus);
+        let text = MetricsSnapshot::default().into_text(MetricsFormat::Prometheus);
         assert_eq!(
             names(&text),
             [
@@ -727,7 +727,7 @@ pub(super) mod tests {
 
     #[test]
     fn the_sum_of_latencies_is_right_to_the_width_of_a_bucket() {
-        let (_, sum) = latency(&full().stats.functions[0].latency);
+        let (_, sum) = latency_histogram(&full().stats.functions[0].latency);
         assert!((sum - (90.0 * 9e-6 + 10.0 * 22.0)).abs() < 1e-9, "{sum}");
     }
 
@@ -742,7 +742,7 @@ pub(super) mod tests {
         let mut steady = MonotonicPollerStats::default();
         let mut parked = |life, parked| {
             let mut pollers = [poller(life, parked)];
-            steady.steady(&mut pollers);
+            steady.make_monotonic(&mut pollers);
             pollers[0].parked_seconds
         };
         assert_eq!(parked(10.0, 5.0), 5.0);

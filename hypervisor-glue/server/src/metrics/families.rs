@@ -79,14 +79,14 @@ const fn gauge<T>(
     }
 }
 
-fn some(value: impl Into<MetricValue>) -> Option<MetricValue> {
+fn some_value(value: impl Into<MetricValue>) -> Option<MetricValue> {
     Some(value.into())
 }
 
 /// An object with the labels of its samples.
 pub(super) struct LabelledSubject<L, T> {
     pub(super) labels: L,
-    pub(super) of: T,
+    pub(super) subject: T,
 }
 
 impl<T> MetricFamily<T> {
@@ -100,7 +100,7 @@ impl<T> MetricFamily<T> {
         T: 'a,
     {
         let mut samples = items.into_iter().filter_map(|item| {
-            let value = (self.value)(item.of)?;
+            let value = (self.value)(item.subject)?;
             Some((&item.labels, value))
         });
         let Some(first) = samples.next() else {
@@ -128,55 +128,55 @@ impl<T> MetricFamily<T> {
 /// Metrics of an I/O queue. Labels: `function`, `queue`.
 pub(super) static QUEUE: &[MetricFamily<QueueStats>] = &[
     counter("queue_commands", None, "Commands completed", |queue| {
-        some(queue.commands)
+        some_value(queue.commands)
     }),
     counter("queue_reads", None, "Read commands completed", |queue| {
-        some(queue.reads)
+        some_value(queue.reads)
     }),
     counter("queue_writes", None, "Write commands completed", |queue| {
-        some(queue.writes)
+        some_value(queue.writes)
     }),
     counter(
         "queue_read",
         Some(Unit::Bytes),
         "Bytes read by the guest",
-        |queue| some(queue.read_bytes),
+        |queue| some_value(queue.read_bytes),
     ),
     counter(
         "queue_written",
         Some(Unit::Bytes),
         "Bytes written by the guest",
-        |queue| some(queue.write_bytes),
+        |queue| some_value(queue.write_bytes),
     ),
     counter(
         "queue_errors",
         None,
         "Commands that completed with an error",
-        |queue| some(queue.errors),
+        |queue| some_value(queue.errors),
     ),
     gauge("queue_in_flight", None, "Commands in flight", |queue| {
-        some(queue.in_flight)
+        some_value(queue.in_flight)
     }),
     counter(
         "queue_doorbell_exits",
         None,
         "Doorbell writes that exited to the VMM",
-        |queue| some(queue.doorbell_exits),
+        |queue| some_value(queue.doorbell_exits),
     ),
     counter("queue_interrupts", None, "Interrupts raised", |queue| {
-        some(queue.interrupts)
+        some_value(queue.interrupts)
     }),
     counter(
         "queue_rearm_saves",
         None,
         "Polls of a re-armed doorbell that found new commands",
-        |queue| some(queue.rearm_saves),
+        |queue| some_value(queue.rearm_saves),
     ),
     counter(
         "queue_throttled",
         Some(Unit::Seconds),
         "Time in which commands waited for the limits of their lease",
-        |queue| some(queue.throttled_ms as f64 / 1e3),
+        |queue| some_value(queue.throttled_ms as f64 / 1e3),
     ),
 ];
 
@@ -186,72 +186,72 @@ pub(super) static FUNCTION: &[MetricFamily<FunctionStats>] = &[
         "function_connected",
         None,
         "1 if a VMM is connected to the function",
-        |function| some(function.connected),
+        |function| some_value(function.connected),
     ),
     gauge(
         "function_capacity",
         Some(Unit::Bytes),
         "Size of the namespace that the guest sees",
-        |function| some(function.capacity_bytes),
+        |function| some_value(function.capacity_bytes),
     ),
     gauge(
         "function_memory_regions",
         None,
         "Regions of the guest's memory that are mapped",
-        |function| some(function.memory.regions),
+        |function| some_value(function.memory.regions),
     ),
     gauge(
         "function_memory",
         Some(Unit::Bytes),
         "Bytes of the guest's memory that are mapped",
-        |function| some(function.memory.bytes),
+        |function| some_value(function.memory.bytes),
     ),
     counter(
         "function_memory_maps",
         None,
         "Regions of the guest's memory that were mapped",
-        |function| some(function.memory.maps),
+        |function| some_value(function.memory.maps),
     ),
     counter(
         "function_memory_unmaps",
         None,
         "Regions of the guest's memory that were unmapped",
-        |function| some(function.memory.unmaps),
+        |function| some_value(function.memory.unmaps),
     ),
     counter(
         "function_processor",
         Some(Unit::Seconds),
         "Processor time that pollers spent for the function, with work and without",
-        |function| some(function.processor_seconds),
+        |function| some_value(function.processor_seconds),
     ),
     counter(
         "function_admin_commands",
         None,
         "Admin commands completed, of functions over vfio-user",
-        |function| in_server(function, function.admin.commands),
+        |function| admin_value(function, function.admin.commands),
     ),
     counter(
         "function_admin_doorbell_exits",
         None,
         "Writes of admin doorbells that exited to the VMM, of functions over vfio-user",
-        |function| in_server(function, function.admin.doorbell_exits),
+        |function| admin_value(function, function.admin.doorbell_exits),
     ),
     counter(
         "function_admin_interrupts",
         None,
         "Interrupts of the admin queue, of functions over vfio-user",
-        |function| in_server(function, function.admin.interrupts),
+        |function| admin_value(function, function.admin.interrupts),
     ),
     counter(
         "function_aborts",
         None,
         "Abort commands of the guest, of functions over vfio-user",
-        |function| in_server(function, function.admin.aborts),
+        |function| admin_value(function, function.admin.aborts),
     ),
 ];
 
 /// Returns a value of the admin queue; `None` for a function in a VMM, because the VMM processes the admin queue itself.
-fn in_server(function: &FunctionStats, value: u64) -> Option<MetricValue> {
+fn admin_value(function: &FunctionStats, value: u64) -> Option<MetricValue> {
     function
         .process
         .is_none()
@@ -264,13 +264,13 @@ pub(super) static LEASE: &[MetricFamily<FunctionEntry>] = &[
         "lease",
         Some(Unit::Bytes),
         "Bytes of the drive that the lease has",
-        |entry| some(entry.extents.as_ref()?.length()),
+        |entry| some_value(entry.extents.as_ref()?.length()),
     ),
     gauge(
         "lease_extents",
         None,
         "Extents of the drive that the lease has",
-        |entry| some(entry.extents.as_ref()?.parts().len() as u64),
+        |entry| some_value(entry.extents.as_ref()?.parts().len() as u64),
     ),
 ];
 
@@ -279,7 +279,7 @@ pub(super) static LEASE_USE: &[MetricFamily<FunctionStats>] = &[counter(
     "lease_processor",
     Some(Unit::Seconds),
     "Processor time that pollers spent for the lease, with work and without",
-    |function| some(function.processor_seconds),
+    |function| some_value(function.processor_seconds),
 )];
 
 /// Metrics of a drive. Label: `drive`.
@@ -288,22 +288,22 @@ pub(super) static DRIVE: &[MetricFamily<DriveStats>] = &[
         "drive_up",
         None,
         "0 if the drive failed for good or was removed",
-        |drive| some(!drive.gone),
+        |drive| some_value(!drive.gone),
     ),
     counter(
         "drive_timeouts",
         None,
         "Commands that did not complete within their deadline",
-        |drive| some(drive.timeouts),
+        |drive| some_value(drive.timeouts),
     ),
     counter(
         "drive_aborts",
         None,
         "Abort commands for such commands",
-        |drive| some(drive.aborts),
+        |drive| some_value(drive.aborts),
     ),
     counter("drive_resets", None, "Controller resets", |drive| {
-        some(drive.resets)
+        some_value(drive.resets)
     }),
 ];
 
@@ -313,43 +313,43 @@ pub(super) static HEALTH: &[MetricFamily<DriveHealth>] = &[
         "drive_health_timestamp",
         Some(Unit::Seconds),
         "Time of the last answer about the drive's health, since the epoch",
-        |health| some(health.at),
+        |health| some_value(health.time),
     ),
     gauge(
         "drive_temperature",
         Some(Unit::Celsius),
         "Composite temperature",
-        |health| some(health.celsius),
+        |health| some_value(health.celsius),
     ),
     gauge(
         "drive_available_spare_ratio",
         None,
         "Spare capacity that is left",
-        |health| some(health.spare),
+        |health| some_value(health.spare),
     ),
     gauge(
         "drive_used_ratio",
         None,
         "Share of the estimated life that is used; it may exceed 1",
-        |health| some(health.used),
+        |health| some_value(health.percentage_used),
     ),
     gauge(
         "drive_critical_warning",
         None,
         "Critical Warning bits of the drive; 0 without a warning",
-        |health| some(u64::from(health.critical_warning)),
+        |health| some_value(u64::from(health.critical_warning)),
     ),
     counter(
         "drive_media_errors",
         None,
         "Media and data integrity errors of the drive, of all its users",
-        |health| some(health.media_errors),
+        |health| some_value(health.media_errors),
     ),
     counter(
         "drive_unsafe_shutdowns",
         None,
         "Losses of power without a shutdown",
-        |health| some(health.unsafe_shutdowns),
+        |health| some_value(health.unsafe_shutdowns),
     ),
 ];
 
@@ -359,7 +359,7 @@ pub(super) static POLLER: &[MetricFamily<PollerStats>] = &[
         "poller_busy",
         Some(Unit::Seconds),
         "Time in which the poller found work",
-        |poller| some(poller.busy_seconds),
+        |poller| some_value(poller.busy_seconds),
     ),
     counter(
         "poller_spinning",
@@ -367,35 +367,35 @@ pub(super) static POLLER: &[MetricFamily<PollerStats>] = &[
         "Time in which the poller was awake and found no work",
         |poller| {
             let awake = poller.life_seconds - poller.parked_seconds;
-            some((awake - poller.busy_seconds).max(0.0))
+            some_value((awake - poller.busy_seconds).max(0.0))
         },
     ),
     counter(
         "poller_parked",
         Some(Unit::Seconds),
         "Time in which the poller slept",
-        |poller| some(poller.parked_seconds),
+        |poller| some_value(poller.parked_seconds),
     ),
     counter(
         "poller_processor",
         Some(Unit::Seconds),
         "Time for which the poller had a processor, by the kernel's clock of its thread",
-        |poller| some(poller.processor_seconds),
+        |poller| some_value(poller.processor_seconds),
     ),
     gauge("poller_queues", None, "Queues that it runs", |poller| {
-        some(poller.queues as u64)
+        some_value(poller.queues as u64)
     }),
     counter(
         "poller_parks",
         None,
         "Times that it went to sleep",
-        |poller| some(poller.parks),
+        |poller| some_value(poller.parks),
     ),
     counter(
         "poller_spurious_wakes",
         None,
         "Times that it woke up and found nothing to do",
-        |poller| some(poller.spurious_wakes),
+        |poller| some_value(poller.spurious_wakes),
     ),
 ];
 
@@ -405,18 +405,18 @@ pub(super) static PROCESS: &[MetricFamily<ProcessStats>] = &[
         "wiped",
         Some(Unit::Bytes),
         "Bytes of previous owners that were erased",
-        |process| some(process.wiped.bytes),
+        |process| some_value(process.wiped.bytes),
     ),
     counter(
         "wipes",
         None,
         "Ranges with data of previous owners that were erased completely",
-        |process| some(process.wiped.parts),
+        |process| some_value(process.wiped.parts),
     ),
     counter(
         "log_messages_dropped",
         None,
         "Messages of the log that were dropped, as its reader was too slow",
-        |process| some(process.dropped_messages),
+        |process| some_value(process.dropped_messages),
     ),
 ];

@@ -19,19 +19,19 @@ use nvme_spec::log::SmartHealth;
 use crate::stats::DriveStats;
 
 /// Poll interval.
-const INTERVAL: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Temperature of 0 °C in kelvins, rounded to 273 as drives do.
-const FREEZING: f64 = 273.0;
+const ZERO_CELSIUS: f64 = 273.0;
 
 /// Health of a drive, in base units.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DriveHealth {
     /// Time of the answer, in seconds since the epoch.
-    pub(super) at: f64,
+    pub(super) time: f64,
     pub(super) celsius: f64,
     pub(super) spare: f64,
-    pub(super) used: f64,
+    pub(super) percentage_used: f64,
     pub(super) critical_warning: u8,
     pub(super) media_errors: u64,
     pub(super) unsafe_shutdowns: u64,
@@ -42,10 +42,10 @@ impl DriveHealth {
         // Counters do not exceed 64 bits in practice.
         let low = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
         Self {
-            at: at.as_millisecond() as f64 / 1e3,
-            celsius: f64::from(smart.composite_temperature.get()) - FREEZING,
+            time: at.as_millisecond() as f64 / 1e3,
+            celsius: f64::from(smart.composite_temperature.get()) - ZERO_CELSIUS,
             spare: f64::from(smart.available_spare) / 100.0,
-            used: f64::from(smart.percentage_used) / 100.0,
+            percentage_used: f64::from(smart.percentage_used) / 100.0,
             critical_warning: smart.critical_warning.0,
             media_errors: low(smart.media_errors.get()),
             unsafe_shutdowns: low(smart.unsafe_shutdowns.get()),
@@ -64,12 +64,12 @@ impl HealthAnswers {
     }
 
     /// Returns the latest health of all drives.
-    pub(crate) fn all(&self) -> BTreeMap<String, DriveHealth> {
+    pub(crate) fn snapshot(&self) -> BTreeMap<String, DriveHealth> {
         self.lock().clone()
     }
 
     /// Copies critical warnings into the drives' statistics.
-    pub(crate) fn note_in(&self, drives: &mut [DriveStats]) {
+    pub(crate) fn copy_warnings_to(&self, drives: &mut [DriveStats]) {
         let answers = self.lock();
         for drive in drives {
             let health = answers.get(&drive.path);
@@ -96,7 +96,9 @@ impl HealthWatch {
     ) -> io::Result<Self> {
         let (stop, stopped) = mpsc::sync_channel(0);
         let watch = move || {
-            while stopped.recv_timeout(ask(drives(), &answers)) == Err(RecvTimeoutError::Timeout) {}
+            while stopped.recv_timeout(poll_drives(drives(), &answers))
+                == Err(RecvTimeoutError::Timeout)
+            {}
         };
         Ok(Self {
             stop: Some(stop),
@@ -117,7 +119,7 @@ impl Drop for HealthWatch {
 }
 
 /// Polls each drive. Returns the time until the next poll.
-fn ask(drives: Vec<Arc<Drive>>, answers: &HealthAnswers) -> Duration {
+fn poll_drives(drives: Vec<Arc<Drive>>, answers: &HealthAnswers) -> Duration {
     let mut present = BTreeMap::new();
     for drive in drives {
         let path = drive.path().to_owned();
@@ -135,7 +137,7 @@ fn ask(drives: Vec<Arc<Drive>>, answers: &HealthAnswers) -> Duration {
         }
     }
     *answers.lock() = present;
-    INTERVAL
+    POLL_INTERVAL
 }
 
 /// Statistics of a server's process.
@@ -155,10 +157,10 @@ mod tests {
     fn drive_statistics_have_the_last_known_warnings() {
         let answers = HealthAnswers::default();
         let health = DriveHealth {
-            at: 1e9,
+            time: 1e9,
             celsius: 41.0,
             spare: 0.03,
-            used: 0.99,
+            percentage_used: 0.99,
             critical_warning: 0b1001,
             media_errors: 0,
             unsafe_shutdowns: 0,
@@ -169,7 +171,7 @@ mod tests {
         };
         let mut drives = [drive("0000:01:00.0"), drive("0000:02:00.0")];
         let mut warnings = || {
-            answers.note_in(&mut drives);
+            answers.copy_warnings_to(&mut drives);
             [drives[0].critical_warning, drives[1].critical_warning]
         };
         assert_eq!(warnings(), [None, None]);

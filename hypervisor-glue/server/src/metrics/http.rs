@@ -15,7 +15,7 @@ use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use super::export::MetricsFormat;
 
 /// Timeout for sending the request and receiving the answer.
-const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 5 });
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 5 });
 
 /// Maximum size of a request in bytes.
 const REQUEST_MAX: usize = 8 << 10;
@@ -37,10 +37,10 @@ enum HttpRequest {
     /// The metrics, with a body or (for HEAD) without.
     Metrics {
         format: MetricsFormat,
-        with_text: bool,
+        has_body: bool,
     },
     /// An invalid request: status and explanation to return.
-    Wrong(&'static str, &'static str),
+    Invalid(&'static str, &'static str),
 }
 
 /// Host names that clients may use over TCP.
@@ -60,7 +60,7 @@ impl AllowedHosts {
     }
 
     /// Returns whether a `Host:` header has an IP address, `localhost` or an accepted name.
-    fn has(&self, header: &str) -> bool {
+    fn is_allowed(&self, header: &str) -> bool {
         let header = header.trim();
         if header.parse::<IpAddr>().is_ok() || header.parse::<SocketAddr>().is_ok() {
             return true;
@@ -99,26 +99,29 @@ impl HttpRequest {
             Ok(httparse::Status::Complete(_)) => {}
             Ok(httparse::Status::Partial) if head.len() < REQUEST_MAX => return None,
             Ok(httparse::Status::Partial) => {
-                return Some(Self::Wrong(
+                return Some(Self::Invalid(
                     "431 Request Header Fields Too Large",
                     "Send a shorter request",
                 ));
             }
-            Err(_) => return Some(Self::Wrong("400 Bad Request", "Use GET /metrics")),
+            Err(_) => return Some(Self::Invalid("400 Bad Request", "Use GET /metrics")),
         }
-        if let Some(refusal) = hosts.and_then(|hosts| refusal(request.headers, hosts)) {
+        if let Some(refusal) = hosts.and_then(|hosts| find_refusal(request.headers, hosts)) {
             return Some(refusal);
         }
         let path = request.path.unwrap_or_default();
         let path = path.split_once('?').map_or(path, |(path, _)| path);
         if path != PATH {
-            return Some(Self::Wrong("404 Not Found", "The metrics are at /metrics"));
+            return Some(Self::Invalid(
+                "404 Not Found",
+                "The metrics are at /metrics",
+            ));
         }
         let with_text = match request.method {
             Some("GET") => true,
             Some("HEAD") => false,
             _ => {
-                return Some(Self::Wrong("405 Method Not Allowed", "Use GET /metrics"));
+                return Some(Self::Invalid("405 Method Not Allowed", "Use GET /metrics"));
             }
         };
         let mut accepted = request.headers.iter();
@@ -131,19 +134,22 @@ impl HttpRequest {
             true => MetricsFormat::OpenMetrics,
             false => MetricsFormat::Prometheus,
         };
-        Some(Self::Metrics { format, with_text })
+        Some(Self::Metrics {
+            format,
+            has_body: with_text,
+        })
     }
 }
 
 /// Refuses cross-site requests of browsers, and `Host:` names that a stranger may own.
-fn refusal(headers: &[httparse::Header<'_>], hosts: &AllowedHosts) -> Option<HttpRequest> {
+fn find_refusal(headers: &[httparse::Header<'_>], hosts: &AllowedHosts) -> Option<HttpRequest> {
     let of = |name: &'static str| {
         let named = headers.iter();
         named.filter(move |header| header.name.eq_ignore_ascii_case(name))
     };
     let foreign = |header: &httparse::Header<'_>| !matches!(header.value, b"none" | b"same-origin");
     if of("origin").next().is_some() || of("sec-fetch-site").any(foreign) {
-        return Some(HttpRequest::Wrong(
+        return Some(HttpRequest::Invalid(
             "403 Forbidden",
             "Requests from pages of other sites are refused",
         ));
@@ -151,8 +157,8 @@ fn refusal(headers: &[httparse::Header<'_>], hosts: &AllowedHosts) -> Option<Htt
     // A client without a `Host:` header is not a browser.
     let mut named = of("host");
     let first = named.next()?;
-    let is_known = std::str::from_utf8(first.value).is_ok_and(|name| hosts.has(name));
-    (!is_known || named.next().is_some()).then_some(HttpRequest::Wrong(
+    let is_known = std::str::from_utf8(first.value).is_ok_and(|name| hosts.is_allowed(name));
+    (!is_known || named.next().is_some()).then_some(HttpRequest::Invalid(
         "421 Misdirected Request",
         "Use the address of this host, or allow its name with --metrics-host",
     ))
@@ -160,8 +166,8 @@ fn refusal(headers: &[httparse::Header<'_>], hosts: &AllowedHosts) -> Option<Htt
 
 #[derive(Debug)]
 enum HttpConnectionState {
-    Reads(Vec<u8>),
-    Writes {
+    Reading(Vec<u8>),
+    Writing {
         head: Vec<u8>,
         text: Arc<str>,
         written: usize,
@@ -172,7 +178,7 @@ enum HttpConnectionState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HttpProgress {
     /// The client has to send or receive more.
-    Waits,
+    Pending,
     /// The answer is sent.
     Done,
 }
@@ -192,8 +198,8 @@ impl HttpConnection {
         Self {
             stream,
             hosts,
-            deadline: Deadline::after(&SystemClock::shared(), PATIENCE),
-            state: HttpConnectionState::Reads(Vec::new()),
+            deadline: Deadline::after(&SystemClock::shared(), CLIENT_TIMEOUT),
+            state: HttpConnectionState::Reading(Vec::new()),
         }
     }
 
@@ -202,36 +208,36 @@ impl HttpConnection {
     }
 
     /// Returns whether the client is receiving its answer.
-    pub(super) fn writes(&self) -> bool {
-        matches!(self.state, HttpConnectionState::Writes { .. })
+    pub(super) fn is_writing(&self) -> bool {
+        matches!(self.state, HttpConnectionState::Writing { .. })
     }
 
     /// Returns the time left until the client's timeout.
-    pub(super) fn left(&self) -> Duration {
-        self.deadline.left()
+    pub(super) fn time_left(&self) -> Duration {
+        self.deadline.remaining()
     }
 
     /// Reads and writes as much as possible without blocking. `text` returns the metrics.
     ///
     /// # Errors
     /// The client has disconnected.
-    pub(super) fn go_on(
+    pub(super) fn advance(
         &mut self,
         text: &mut dyn FnMut(MetricsFormat) -> Arc<str>,
     ) -> io::Result<HttpProgress> {
         loop {
             let more = match &mut self.state {
-                HttpConnectionState::Reads(head) => match read(&mut *self.stream, head)? {
+                HttpConnectionState::Reading(head) => match read(&mut *self.stream, head)? {
                     false => false,
                     true => match HttpRequest::parse(head, self.hosts.as_deref()) {
                         None => true,
                         Some(request) => {
-                            self.state = answer(request, text);
+                            self.state = build_response(request, text);
                             true
                         }
                     },
                 },
-                HttpConnectionState::Writes {
+                HttpConnectionState::Writing {
                     head,
                     text,
                     written,
@@ -243,7 +249,7 @@ impl HttpConnection {
                     if rest.is_empty() {
                         return Ok(HttpProgress::Done);
                     }
-                    match unless_blocked(self.stream.write(rest))? {
+                    match nonblocking_result(self.stream.write(rest))? {
                         Some(0) => return Err(io::ErrorKind::WriteZero.into()),
                         Some(count) => {
                             *written += count;
@@ -254,7 +260,7 @@ impl HttpConnection {
                 }
             };
             if !more {
-                return Ok(HttpProgress::Waits);
+                return Ok(HttpProgress::Pending);
             }
         }
     }
@@ -263,7 +269,7 @@ impl HttpConnection {
 /// Reads once. Returns whether data arrived.
 fn read(stream: &mut dyn HttpStream, head: &mut Vec<u8>) -> io::Result<bool> {
     let mut chunk = [0; 1024];
-    match unless_blocked(stream.read(&mut chunk))? {
+    match nonblocking_result(stream.read(&mut chunk))? {
         Some(0) => Err(io::ErrorKind::UnexpectedEof.into()),
         Some(count) => {
             head.extend_from_slice(&chunk[..count]);
@@ -274,7 +280,7 @@ fn read(stream: &mut dyn HttpStream, head: &mut Vec<u8>) -> io::Result<bool> {
 }
 
 /// Returns the result, or `None` if the socket would block.
-fn unless_blocked(result: io::Result<usize>) -> io::Result<Option<usize>> {
+fn nonblocking_result(result: io::Result<usize>) -> io::Result<Option<usize>> {
     match result {
         Ok(count) => Ok(Some(count)),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
@@ -283,15 +289,16 @@ fn unless_blocked(result: io::Result<usize>) -> io::Result<Option<usize>> {
     }
 }
 
-fn answer(
+fn build_response(
     request: HttpRequest,
     text: &mut dyn FnMut(MetricsFormat) -> Arc<str>,
 ) -> HttpConnectionState {
     let (status, kind, text, with_text) = match request {
-        HttpRequest::Metrics { format, with_text } => {
-            ("200 OK", format.content_type(), text(format), with_text)
-        }
-        HttpRequest::Wrong(status, explanation) => {
+        HttpRequest::Metrics {
+            format,
+            has_body: with_text,
+        } => ("200 OK", format.content_type(), text(format), with_text),
+        HttpRequest::Invalid(status, explanation) => {
             let text = format!("{explanation}\n").into();
             (status, "text/plain; charset=utf-8", text, true)
         }
@@ -300,7 +307,7 @@ fn answer(
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
         text.len()
     );
-    HttpConnectionState::Writes {
+    HttpConnectionState::Writing {
         head: head.into_bytes(),
         text: if with_text { text } else { "".into() },
         written: 0,
@@ -321,7 +328,7 @@ mod tests {
         let status = |headers: &str| {
             let text = format!("GET /metrics HTTP/1.1\r\n{headers}\r\n");
             match HttpRequest::parse(text.as_bytes(), Some(&hosts)) {
-                Some(HttpRequest::Wrong(status, _)) => status.split_once(' ').unwrap().0,
+                Some(HttpRequest::Invalid(status, _)) => status.split_once(' ').unwrap().0,
                 _ => "200",
             }
         };
@@ -375,7 +382,7 @@ mod tests {
     fn metrics(format: MetricsFormat) -> Option<HttpRequest> {
         Some(HttpRequest::Metrics {
             format,
-            with_text: true,
+            has_body: true,
         })
     }
 
@@ -386,12 +393,9 @@ mod tests {
         let open = "GET /metrics?x=y HTTP/1.1\r\naccept: application/openmetrics-text;version=1.0.0,*/*;q=0.1\r\n\r\n";
         assert_eq!(parse(open), metrics(MetricsFormat::OpenMetrics));
         let head = "HEAD /metrics HTTP/1.0\r\n\r\n";
-        let with_text = false;
+        let has_body = false;
         let format = MetricsFormat::Prometheus;
-        assert_eq!(
-            parse(head),
-            Some(HttpRequest::Metrics { format, with_text })
-        );
+        assert_eq!(parse(head), Some(HttpRequest::Metrics { format, has_body }));
     }
 
     #[test]
@@ -402,7 +406,7 @@ mod tests {
         }
         let long = format!("GET /metrics HTTP/1.1\r\nx: {}", "y".repeat(REQUEST_MAX));
         assert!(
-            matches!(parse(&long), Some(HttpRequest::Wrong(status, _)) if status.starts_with("431"))
+            matches!(parse(&long), Some(HttpRequest::Invalid(status, _)) if status.starts_with("431"))
         );
     }
 
@@ -417,7 +421,7 @@ mod tests {
         ] {
             let request = parse(text);
             assert!(
-                matches!(request, Some(HttpRequest::Wrong(got, _)) if got.starts_with(status)),
+                matches!(request, Some(HttpRequest::Invalid(got, _)) if got.starts_with(status)),
                 "{text:?}: {request:?}"
             );
         }
@@ -426,7 +430,7 @@ mod tests {
             "a: b\r\n".repeat(HEADERS_MAX + 1)
         );
         assert!(
-            matches!(parse(&many), Some(HttpRequest::Wrong(status, _)) if status.starts_with("400"))
+            matches!(parse(&many), Some(HttpRequest::Invalid(status, _)) if status.starts_with("400"))
         );
     }
 }

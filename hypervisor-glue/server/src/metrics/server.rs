@@ -27,13 +27,13 @@ use super::{MetricsAddress, MetricsError, MetricsOptions, MetricsSource};
 const CLIENTS_MAX: usize = 64;
 
 /// Maximum age of a metrics text that is sent to further clients.
-const FRESH: Duration = Duration::from_millis(500);
+const TEXT_AGE_MAX: Duration = Duration::from_millis(500);
 
 /// Interval of writing the file.
-const INTERVAL: Duration = Duration::from_secs(15);
+const FILE_INTERVAL: Duration = Duration::from_secs(15);
 
 /// Pause after a failed accept, for example if descriptors have run out.
-const REST: Duration = Duration::from_secs(1);
+const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 enum MetricsSocket {
@@ -116,7 +116,7 @@ impl MetricsFile {
     /// Replaces the file atomically. The directory may belong to the node exporter's user, who may have replaced files in it
     /// since the last write.
     fn write(&mut self, text: &str) -> Result<(), MetricsError> {
-        let written = OpenDirectory::holding(&self.path).and_then(|(directory, name)| {
+        let written = OpenDirectory::open_parent(&self.path).and_then(|(directory, name)| {
             // Readable for the node exporter's user. The name must be replaced atomically, as the node exporter reads every
             // `.prom` file.
             directory.replace(name, 0o666, |file| file.write_all(text.as_bytes()))
@@ -134,7 +134,7 @@ impl Drop for MetricsFile {
     fn drop(&mut self) {
         // The identity check keeps files of other servers and users.
         if let Some(id) = self.written
-            && let Ok((directory, name)) = OpenDirectory::holding(&self.path)
+            && let Ok((directory, name)) = OpenDirectory::open_parent(&self.path)
         {
             directory.remove(name, id);
         }
@@ -156,7 +156,7 @@ impl MetricsListener {
     pub fn bind(options: &MetricsOptions) -> Result<Self, MetricsError> {
         let mut file = options.file.as_deref().map(MetricsFile::new);
         if let Some(file) = &mut file {
-            file.write(&MetricsSnapshot::default().text(MetricsFormat::Prometheus))?;
+            file.write(&MetricsSnapshot::default().into_text(MetricsFormat::Prometheus))?;
         }
         let socket = options.address.as_ref();
         let socket = socket.map(|address| MetricsSocket::bind(address, &options.hosts));
@@ -198,15 +198,15 @@ impl MetricsServer {
         let (stopped, stop) = io::pipe().map_err(MetricsError::Thread)?;
         let figures = MetricsTextCache {
             source,
-            steady: MonotonicPollerStats::default(),
+            monotonic_pollers: MonotonicPollerStats::default(),
             texts: Vec::new(),
         };
         let serving = MetricsThreadState {
             socket,
             clients: Vec::new(),
             file: file.map(|file| (file, Duration::ZERO)),
-            rests_until: Duration::ZERO,
-            figures,
+            accept_after: Duration::ZERO,
+            texts: figures,
         };
         let thread = start_thread("metrics", move || serving.run(&stopped));
         Ok(Self {
@@ -231,7 +231,7 @@ impl Drop for MetricsServer {
 /// Source of the texts, with a cache of recent ones.
 struct MetricsTextCache {
     source: Arc<dyn MetricsSource>,
-    steady: MonotonicPollerStats,
+    monotonic_pollers: MonotonicPollerStats,
     /// Recent texts, each with the time of its creation.
     texts: Vec<(MetricsFormat, Duration, Arc<str>)>,
 }
@@ -240,13 +240,14 @@ impl MetricsTextCache {
     fn text(&mut self, format: MetricsFormat) -> Arc<str> {
         let now = clock::monotonic();
         self.texts
-            .retain(|(_, made, _)| now.saturating_sub(*made) < FRESH);
+            .retain(|(_, made, _)| now.saturating_sub(*made) < TEXT_AGE_MAX);
         if let Some((_, _, text)) = self.texts.iter().find(|(other, ..)| *other == format) {
             return text.clone();
         }
         let mut snapshot = self.source.snapshot();
-        self.steady.steady(&mut snapshot.stats.pollers);
-        let text: Arc<str> = snapshot.text(format).into();
+        self.monotonic_pollers
+            .make_monotonic(&mut snapshot.stats.pollers);
+        let text: Arc<str> = snapshot.into_text(format).into();
         self.texts.push((format, now, text.clone()));
         text
     }
@@ -259,14 +260,14 @@ struct MetricsThreadState {
     /// The file and the time of its next write.
     file: Option<(MetricsFile, Duration)>,
     /// Time until which no client is accepted.
-    rests_until: Duration,
-    figures: MetricsTextCache,
+    accept_after: Duration,
+    texts: MetricsTextCache,
 }
 
 /// Result of a wait.
 struct MetricsReadiness {
-    stopped: bool,
-    accepts: bool,
+    should_stop: bool,
+    can_accept: bool,
     clients: Vec<bool>,
 }
 
@@ -281,23 +282,25 @@ impl MetricsThreadState {
                     return;
                 }
             };
-            if ready.stopped {
+            if ready.should_stop {
                 return;
             }
             let mut index = 0;
             let Self {
-                clients, figures, ..
+                clients,
+                texts: figures,
+                ..
             } = &mut self;
             clients.retain_mut(|client| {
                 let is_ready = ready.clients.get(index).is_some_and(|ready| *ready);
                 index += 1;
                 let progress = match is_ready {
-                    true => client.go_on(&mut |format| figures.text(format)),
-                    false => Ok(HttpProgress::Waits),
+                    true => client.advance(&mut |format| figures.text(format)),
+                    false => Ok(HttpProgress::Pending),
                 };
-                matches!(progress, Ok(HttpProgress::Waits)) && !client.left().is_zero()
+                matches!(progress, Ok(HttpProgress::Pending)) && !client.time_left().is_zero()
             });
-            if ready.accepts {
+            if ready.can_accept {
                 self.accept();
             }
         }
@@ -308,19 +311,19 @@ impl MetricsThreadState {
         if let Some((file, next)) = &mut self.file
             && now >= *next
         {
-            if let Err(error) = file.write(&self.figures.text(MetricsFormat::Prometheus)) {
+            if let Err(error) = file.write(&self.texts.text(MetricsFormat::Prometheus)) {
                 log::warn!("{}", nvme_mpt_vmm::report::chain(&error));
             }
-            *next = now + INTERVAL;
+            *next = now + FILE_INTERVAL;
         }
     }
 
     /// Waits for events or for the next deadline.
     fn wait(&self, stopped: &PipeReader) -> io::Result<MetricsReadiness> {
         let now = clock::monotonic();
-        let mut times: Vec<Duration> = self.clients.iter().map(HttpConnection::left).collect();
+        let mut times: Vec<Duration> = self.clients.iter().map(HttpConnection::time_left).collect();
         times.extend(self.file.iter().map(|(_, next)| next.saturating_sub(now)));
-        let rest = self.rests_until.saturating_sub(now);
+        let rest = self.accept_after.saturating_sub(now);
         let accepts = rest.is_zero();
         times.extend(Some(rest).filter(|rest| !rest.is_zero()));
         let timeout = match times.into_iter().min() {
@@ -332,7 +335,7 @@ impl MetricsThreadState {
         };
         let mut fds = vec![PollFd::new(stopped.as_fd(), PollFlags::POLLIN)];
         fds.extend(self.clients.iter().map(|client| {
-            let flags = match client.writes() {
+            let flags = match client.is_writing() {
                 true => PollFlags::POLLOUT,
                 false => PollFlags::POLLIN,
             };
@@ -348,8 +351,8 @@ impl MetricsThreadState {
         let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
         let clients = 1..=self.clients.len();
         Ok(MetricsReadiness {
-            stopped: is_ready(&fds[0]),
-            accepts: fds.get(clients.end() + 1).is_some_and(is_ready),
+            should_stop: is_ready(&fds[0]),
+            can_accept: fds.get(clients.end() + 1).is_some_and(is_ready),
             clients: fds[clients].iter().map(is_ready).collect(),
         })
     }
@@ -369,7 +372,7 @@ impl MetricsThreadState {
             }
             Err(error) => {
                 log::warn!("Cannot accept a client of the metrics: {error}");
-                self.rests_until = clock::monotonic() + REST;
+                self.accept_after = clock::monotonic() + ACCEPT_PAUSE;
             }
         }
     }
@@ -437,7 +440,7 @@ mod tests {
         answer
     }
 
-    fn over(address: &str) -> MetricsOptions {
+    fn tcp_options(address: &str) -> MetricsOptions {
         MetricsOptions {
             address: Some(address.parse().unwrap()),
             ..MetricsOptions::default()
@@ -449,7 +452,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("m.sock");
         for place in ["0", &format!("unix:{}", socket.display())] {
-            let (server, address) = server(&over(place));
+            let (server, address) = server(&tcp_options(place));
             let address = address.unwrap();
             let plain = get(&address, "*/*");
             let (head, text) = plain.split_once("\r\n\r\n").unwrap();
@@ -479,7 +482,7 @@ mod tests {
 
     #[test]
     fn clients_that_hang_hold_up_no_other() {
-        let (_server, address) = server(&over("0"));
+        let (_server, address) = server(&tcp_options("0"));
         let address = address.unwrap();
         // Clients that send a part of a request, read no answer, and send nothing.
         let mut slow = connect(&address);
@@ -498,7 +501,7 @@ mod tests {
 
     #[test]
     fn many_silent_clients_delay_no_scrape() {
-        let (_server, address) = server(&over("0"));
+        let (_server, address) = server(&tcp_options("0"));
         let address = address.unwrap();
         let mut held: Vec<_> = (0..4 * CLIENTS_MAX).map(|_| connect(&address)).collect();
         assert!(get(&address, "*/*").starts_with("HTTP/1.1 200"));
@@ -508,7 +511,7 @@ mod tests {
 
     #[test]
     fn invalid_requests_are_refused_and_the_next_scrape_is_served() {
-        let (_server, address) = server(&over("0"));
+        let (_server, address) = server(&tcp_options("0"));
         let address = address.unwrap();
         for (request, status) in [
             (&b"POST /metrics HTTP/1.1\r\n\r\n"[..], "405"),
@@ -531,11 +534,11 @@ mod tests {
     fn clients_that_ask_at_once_share_a_text() {
         let mut figures = MetricsTextCache {
             source: Arc::new(CountingMetricsSource(Arc::default())),
-            steady: MonotonicPollerStats::default(),
+            monotonic_pollers: MonotonicPollerStats::default(),
             texts: Vec::new(),
         };
         let first = figures.text(MetricsFormat::Prometheus);
-        figures.texts[0].1 = clock::monotonic() + PATIENCE;
+        figures.texts[0].1 = clock::monotonic() + TIMEOUT;
         assert!(Arc::ptr_eq(
             &first,
             &figures.text(MetricsFormat::Prometheus)
@@ -549,7 +552,7 @@ mod tests {
     }
 
     /// Timeout that exceeds any delay of a busy machine.
-    const PATIENCE: Duration = Duration::from_secs(180);
+    const TIMEOUT: Duration = Duration::from_secs(180);
 
     #[test]
     fn the_metrics_file_exists_while_the_server_runs() {
@@ -563,7 +566,7 @@ mod tests {
         let at_first = fs::read_to_string(&path).unwrap();
         assert!(at_first.contains("nvme_mpt_build_info"), "{at_first}");
         let server = MetricsServer::start(listener, CountingMetricsSource(Arc::default())).unwrap();
-        let deadline = clock::monotonic() + PATIENCE;
+        let deadline = clock::monotonic() + TIMEOUT;
         // Each read finds a complete file.
         while clock::monotonic() < deadline {
             let text = fs::read_to_string(&path).unwrap();
@@ -596,7 +599,7 @@ mod tests {
         assert!(error.unwrap_err().to_string().contains("--metrics-file"));
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port().to_string();
-        let error = MetricsListener::bind(&over(&port)).unwrap_err();
+        let error = MetricsListener::bind(&tcp_options(&port)).unwrap_err();
         assert!(error.to_string().contains(&port), "{error}");
     }
 }

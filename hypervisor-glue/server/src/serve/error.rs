@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use nvme_lease::{LeaseError, LeaseHolderState};
 use nvme_mpt::LocalBackendError;
-use nvme_mpt::attachment::GrowError;
+use nvme_mpt::local_backend::GrowError;
 use nvme_mpt_keep::FdStoreError;
 use nvme_mpt_vmm::drives::{DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::OpenError;
@@ -14,9 +14,9 @@ use nvme_software::key_value::KeyValueError;
 use nvme_vfio::VfioError;
 use thiserror::Error;
 
-use super::declared::ConfigFileError;
-use super::drives::FunctionDriveError;
-use crate::confine::LandlockRefusal;
+use super::declarations::ConfigFileError;
+use super::open_drives::FunctionDriveError;
+use crate::confinement::LandlockRefusal;
 use crate::function_thread::FunctionThreadError;
 use crate::owner::UnknownOwner;
 
@@ -67,7 +67,7 @@ impl From<FdStoreError> for FunctionRegistrationError {
 impl FunctionRegistrationError {
     /// Returns whether the error is that the old server's stored files do not match the function's options, for example after a
     /// change of `queues=`.
-    pub(super) fn is_of_kept_files(&self) -> bool {
+    pub(super) fn is_persisted_files_mismatch(&self) -> bool {
         match self {
             Self::Open(OpenError::Attach(LocalBackendError::Io(error))) => {
                 error.kind() == io::ErrorKind::InvalidData
@@ -78,7 +78,7 @@ impl FunctionRegistrationError {
 
     /// Returns whether the error is that another user holds the drive or its range. This user may be a killed server, until the
     /// kernel has closed its io_uring.
-    pub(super) fn is_of_another_user(&self) -> bool {
+    pub(super) fn is_in_use(&self) -> bool {
         match self {
             Self::Drive(FunctionDriveError::Open(error)) => match error {
                 OpenDriveError::InUse { .. }

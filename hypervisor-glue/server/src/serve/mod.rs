@@ -15,21 +15,21 @@
 //! - `figures`: statistics for the control socket and for metrics
 //! - `view`: a snapshot of functions and drives for other threads
 
-mod changes;
-mod declared;
-mod drives;
+mod change_thread;
+mod configuration_differences;
+mod context;
+mod declarations;
 mod error;
-mod figures;
-mod leases;
-mod needs;
-mod offer;
-mod pending;
+mod lease_server;
+mod open_drives;
+mod registered_function;
+mod registry;
+mod registry_snapshot;
 mod reload;
-mod roster;
-mod served;
-mod terms;
+mod required_files;
+mod stats_source;
+mod stored_configuration;
 mod upgrade;
-mod view;
 
 use std::fs;
 use std::io::{self, Write};
@@ -43,12 +43,12 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use nvme_guest::threads::start_thread;
-use nvme_lease::range::Bytes;
-use nvme_lease::{PreviousDataPolicy, PrivateFileError, make_state_folder};
+use nvme_lease::range::ByteSize;
+use nvme_lease::{PreviousDataPolicy, PrivateFileError, make_state_dir};
 use nvme_mpt::PollerPool;
 use nvme_mpt_keep::{FdStoreError, InheritedDescriptors};
 use nvme_mpt_memory::clock::TickRate;
-use nvme_mpt_memory::crash::record_crashes;
+use nvme_mpt_memory::crash::install_crash_handlers;
 use nvme_mpt_memory::system;
 use nvme_mpt_paths::{OpenDirectory, PathError};
 use nvme_mpt_vmm::open::LeaseLedgers;
@@ -59,37 +59,37 @@ use nvme_mpt_vmm::report;
 use thiserror::Error;
 use vfio_user_server::SocketAccess;
 
-use self::changes::{ChangeQueue, ChangeThread};
-use self::declared::{AddedFile, FunctionDeclaration, StartConfiguration};
-use self::drives::OpenDrives;
-use self::figures::ServerStatsSource;
-use self::leases::{LeaseServer, LeaseTable};
-use self::pending::ConfigurationComparer;
-use self::roster::FunctionRegistry;
-use self::served::StoredConfigurationError;
-use self::terms::ServerContext;
-use crate::attach;
+use self::change_thread::{ChangeQueue, ChangeThread};
+use self::configuration_differences::ConfigurationComparer;
+use self::context::ServerContext;
+use self::declarations::{AddedFunctionsFile, FunctionDeclaration, StartConfiguration};
+use self::lease_server::{LeaseServer, LeaseTable};
+use self::open_drives::OpenDrives;
+use self::registry::FunctionRegistry;
+use self::stats_source::ServerStatsSource;
+use self::stored_configuration::StoredConfigurationError;
+use crate::capacity::DriveCapacity;
 use crate::change::{DeclarationSource, FunctionChange, FunctionEntry};
-use crate::confine::{ConfineError, ConfinementOptions, ProcessConfinement, confine};
+use crate::confinement::{ConfineError, ConfinementOptions, ProcessConfinement, confine};
 use crate::control::{ChangeReply, ControlError, ControlListener, ControlServer, ControlService};
 use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::FunctionThreadError;
-use crate::kept::predecessor::FailureReport;
-use crate::kept::{self, GuestPauseStart, PersistenceError, ServerPersistence, crashes};
 use crate::logging::{self, LogFilter};
 use crate::metrics::{HealthAnswers, MetricsError, MetricsListener, MetricsOptions, MetricsServer};
 use crate::owner::{UnknownOwner, socket_access};
-use crate::room::DriveCapacity;
+use crate::persistence::predecessor::FailureReport;
+use crate::persistence::{self, GuestPauseStart, PersistenceError, ServerPersistence, crashes};
 use crate::signals::{EndSignals, ServerSignal};
 use crate::stats::ServerStats;
+use crate::vmm_arguments;
 
-pub use self::declared::descriptions;
-pub use self::declared::{ConfigFileError, ParsedDeclaration};
-pub use self::drives::FunctionDriveError;
+pub use self::declarations::option_files;
+pub use self::declarations::{ConfigFileError, ParsedDeclaration};
 pub use self::error::{ChangeError, FunctionRegistrationError, LimitsError};
+pub use self::open_drives::FunctionDriveError;
 
 /// Timeout for the first pass of newly started pollers.
-const START_PATIENCE: Duration = Duration::from_millis(100);
+const POLLER_START_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Configuration of a server.
 #[derive(Clone, Debug)]
@@ -100,13 +100,13 @@ pub struct ServeOptions {
     pub drives: Vec<ParsedDeclaration<ServerDriveOptions>>,
     /// Errors in functions and drives of the command line. A server that restores its predecessor's configuration ignores these
     /// errors.
-    pub mistakes: Vec<String>,
+    pub argument_errors: Vec<String>,
     /// Configuration file with more functions and drives.
     pub file: Option<PathBuf>,
     /// Policy for data that another lease id left in a range, for functions without `data=`.
     pub data: PreviousDataPolicy,
     /// Memory limit of functions without `memory-limit=`, including functions in VMMs.
-    pub memory_limit: Option<Bytes>,
+    pub memory_limit: Option<ByteSize>,
     /// Directory of the lease ledger.
     pub state_dir: PathBuf,
     /// Path of the control socket.
@@ -118,7 +118,7 @@ pub struct ServeOptions {
     /// Restrictions by Landlock and seccomp.
     pub confinement: ConfinementOptions,
     /// Files that `profile=` and `faults=` name in [`Self::functions`] and [`Self::drives`]. The next server reads them again.
-    pub described: Vec<PathBuf>,
+    pub option_files: Vec<PathBuf>,
 }
 
 /// Error of starting or ending a server.
@@ -166,16 +166,16 @@ pub enum ServeError {
     Argument(String),
     /// The state of the old server cannot be restored.
     #[error(transparent)]
-    Keeping(#[from] PersistenceError),
+    Persistence(#[from] PersistenceError),
     /// The stored configuration of the old server cannot be read.
     #[error(transparent)]
-    Served(#[from] StoredConfigurationError),
+    StoredConfiguration(#[from] StoredConfigurationError),
     /// The thread that changes functions cannot be started.
     #[error("Cannot start the thread that changes functions")]
     Thread(#[source] io::Error),
     /// The thread that writes this process into the ledger cannot be started.
     #[error("Cannot start the thread that names this process in the ledger of leases")]
-    Clerk(#[source] io::Error),
+    LedgerWriter(#[source] io::Error),
     /// The signal handlers that count crashes cannot be installed.
     #[error("Cannot count crashes of this server for the functions that cause them")]
     Crashes(#[source] io::Error),
@@ -207,7 +207,7 @@ pub enum ServeError {
 
 impl From<FdStoreError> for ServeError {
     fn from(error: FdStoreError) -> Self {
-        Self::Keeping(error.into())
+        Self::Persistence(error.into())
     }
 }
 
@@ -225,10 +225,10 @@ impl From<ChangeError> for ServeError {
 /// Errors of ending the functions are returned as well.
 pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeError> {
     let inherited = InheritedDescriptors::from_env()?;
-    let failure = FailureReport::to_predecessor(&inherited);
+    let failure = FailureReport::connect(&inherited);
     let served = serve_inherited(options, inherited, failure.is_some(), out);
     if let (Err(error), Some(failure)) = (&served, failure) {
-        failure.tell(&report::chain(error));
+        failure.send(&report::chain(error));
     }
     served
 }
@@ -240,49 +240,51 @@ fn serve_inherited(
     replaces: bool,
     out: &mut dyn Write,
 ) -> Result<(), ServeError> {
-    let signals = EndSignals::hold_back().map_err(ServeError::Signals)?;
-    let declared = declared(&options, &inherited, replaces)?;
+    let signals = EndSignals::block().map_err(ServeError::Signals)?;
+    let declared = initial_configuration(&options, &inherited, replaces)?;
     // Confine first: threads started later inherit the restrictions.
-    let rules = needs::of_server(&options, &declared)?;
+    let rules = required_files::server_rules(&options, &declared)?;
     let confined = confine(&options.confinement, rules)?;
-    logging::write_on_a_thread().map_err(ServeError::Log)?;
-    system::count_preemptions();
+    logging::start_log_thread().map_err(ServeError::Log)?;
+    system::enable_preemption_count();
     let stop = Arc::new(AtomicBool::new(false));
     // Long waits of the start, such as for wiping a range, must end with a signal as well.
-    let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
-    record_crashes().map_err(ServeError::Crashes)?;
+    let signal = start_signal_thread(signals, stop.clone()).map_err(ServeError::Signals)?;
+    install_crash_handlers().map_err(ServeError::Crashes)?;
     // Measuring the tick rate takes some milliseconds. Do it here, before the old server pauses its functions.
-    let _ = TickRate::of_this_machine();
+    let _ = TickRate::measured();
     // Errors in the arguments must show up before the old server ends.
     let metrics = options.metrics.clone();
     let control = options.control.clone();
     let mut prepared = None;
     let mut late = None;
-    let keeping = ServerPersistence::find(inherited, || -> Result<(), ServeError> {
+    let keeping = ServerPersistence::connect(inherited, || -> Result<(), ServeError> {
         // If the thread cannot be started, the sockets are bound after the functions are served.
-        late = LateSockets::prepare(control.clone(), metrics.clone()).ok();
-        prepared = Some(prepare(&options, &declared)?);
+        late = SuccessorSockets::spawn(control.clone(), metrics.clone()).ok();
+        prepared = Some(prepare_takeover(&options, &declared)?);
         Ok(())
     })?;
     let keeper = keeping.as_deref();
-    let goes_on = declared.was_served || keeper.is_some_and(ServerPersistence::goes_on);
+    let goes_on =
+        declared.is_restored || keeper.is_some_and(ServerPersistence::has_restorable_functions);
     // Guests wait only for their functions. The old server may still own the sockets.
-    let replacing = keeping
-        .as_ref()
-        .filter(|keeping| keeping.replaces_a_server());
+    let replacing = keeping.as_ref().filter(|keeping| keeping.has_predecessor());
     if let (Some(keeping), Some(late)) = (replacing, &late) {
-        late.begin(keeping.clone(), goes_on);
+        late.start_binding(keeping.clone(), goes_on);
     }
     let bound = match replacing {
         Some(_) => None,
-        None => Some(metrics_listener(&metrics, goes_on)?),
+        None => Some(bind_metrics(&metrics, goes_on)?),
     };
     let (listener, roster) = start(options, declared, prepared, keeping.clone(), stop, confined)?;
-    let bound = match (listener.zip(bound), late.and_then(LateSockets::bound)) {
+    let bound = match (
+        listener.zip(bound),
+        late.and_then(SuccessorSockets::into_sockets),
+    ) {
         (Some(bound), _) => Ok(bound),
         (None, Some(bound)) => bound,
         // The thread could not be started.
-        (None, None) => bind_late(keeper, &control, &metrics, goes_on),
+        (None, None) => bind_after_predecessor(keeper, &control, &metrics, goes_on),
     };
     let (listener, metrics) = match bound {
         Ok(bound) => bound,
@@ -292,7 +294,7 @@ fn serve_inherited(
             return Err(error);
         }
     };
-    announce(&roster, out).map_err(ServeError::Print)?;
+    print_functions(&roster, out).map_err(ServeError::Print)?;
     if keeping.is_none() && roster.entries().next().is_some() {
         let lost = "Without a keeper: VMs on vfio-user lose their drives when this server ends; see `nvme-mpt help keep`";
         writeln!(out, "{lost}").map_err(ServeError::Print)?;
@@ -301,15 +303,15 @@ fn serve_inherited(
         let control = control.display();
         log::info!("There is no function yet: add one with `nvme-mpt add --control {control}`");
     }
-    let server = ActiveServer::run(listener, metrics, roster)?;
-    if let Some(Err(error)) = keeping.as_ref().map(ServerPersistence::watch) {
+    let server = ActiveServer::start(listener, metrics, roster)?;
+    if let Some(Err(error)) = keeping.as_ref().map(ServerPersistence::watch_supervisor) {
         log::warn!("Cannot start a thread, so the end of the keeper will be noticed late: {error}");
     }
     // "ready" goes to the keeper first. A reader of the line may kill this process at once, and a keeper does not restart a
     // server that never became ready.
-    kept::notify(keeping.as_deref(), "READY=1");
+    persistence::notify(keeping.as_deref(), "READY=1");
     // Functions may have been restored after a crash. Flush the log before the reader of "ready" can kill this process.
-    logging::flush(logging::END_PATIENCE);
+    logging::flush(logging::END_TIMEOUT);
     writeln!(out, "ready")
         .and_then(|()| out.flush())
         .map_err(ServeError::Print)?;
@@ -323,24 +325,24 @@ fn serve_inherited(
         }
     };
     log::info!("{signal}: no more clients are accepted, and the functions are reset");
-    kept::notify(keeping.as_deref(), "STOPPING=1");
+    persistence::notify(keeping.as_deref(), "STOPPING=1");
     server.end()
 }
 
 /// Returns the initial configuration: the one that the old server stored, or else that of the command line and the file.
-fn declared(
+fn initial_configuration(
     options: &ServeOptions,
     inherited: &InheritedDescriptors,
     replaces: bool,
 ) -> Result<StartConfiguration, ServeError> {
-    let kept = kept::kept_configuration(inherited).map_err(ServeError::from);
-    let served = kept.and_then(|kept| match kept {
-        Some(bytes) => Ok(Some(served::decode(&bytes)?)),
+    let stored = persistence::persisted_configuration(inherited).map_err(ServeError::from);
+    let served = stored.and_then(|stored| match stored {
+        Some(bytes) => Ok(Some(stored_configuration::decode(&bytes)?)),
         None => Ok(None),
     });
     match served {
         Ok(Some(served)) => {
-            for mistake in &options.mistakes {
+            for mistake in &options.argument_errors {
                 log::warn!(
                     "The command line is invalid, so the previous configuration stays in use: {mistake}"
                 );
@@ -355,18 +357,18 @@ fn declared(
             report::chain(&error)
         ),
     }
-    if let Some(mistake) = options.mistakes.first() {
+    if let Some(mistake) = options.argument_errors.first() {
         return Err(ServeError::Argument(mistake.clone()));
     }
-    let file = options.file.clone().map(absolute).transpose()?;
-    let added = AddedFile::beside(&options.control);
+    let file = options.file.clone().map(absolute_path).transpose()?;
+    let added = AddedFunctionsFile::for_control_socket(&options.control);
     let (functions, drives) = (options.functions.clone(), options.drives.clone());
     let declared = StartConfiguration::read(functions, drives, file.as_deref(), &added);
     Ok(declared.map_err(ChangeError::from)?)
 }
 
 /// Waits for signals on a thread. The signal that ends the server also sets `stop`.
-fn await_signal(
+fn start_signal_thread(
     signals: EndSignals,
     stop: Arc<AtomicBool>,
 ) -> io::Result<Receiver<io::Result<ServerSignal>>> {
@@ -382,7 +384,7 @@ fn await_signal(
         stop.store(true, Ordering::Relaxed);
         // Keep signals blocked to the end. A signal that killed the process now would leave leases behind whose data is not
         // durable. Each remaining wait is bounded.
-        signals.hold_for_good();
+        signals.block_forever();
         // If the start failed, the receiver is gone and the process ends anyway.
         let _ = sender.send(signal);
     };
@@ -403,7 +405,7 @@ fn start(
     let ServeOptions {
         functions: _,
         drives: _,
-        mistakes: _,
+        argument_errors: _,
         file,
         data,
         memory_limit,
@@ -412,35 +414,35 @@ fn start(
         vmm_socket,
         metrics: _,
         confinement: _,
-        described: _,
+        option_files: _,
     } = options;
     let VmmSocket { mode, owner } = vmm_socket;
     let access = match socket_access(mode, owner.as_ref()) {
-        Err(error) if declared.was_served => {
+        Err(error) if declared.is_restored => {
             let error = report::chain(&error);
             log::error!("Only VMMs of root and of this server's user may ask for leases: {error}");
             SocketAccess::default()
         }
         access => access?,
     };
-    survey_files();
+    start_file_survey();
     // Do this before anything is opened, so that an error about a directory that other users can access is reported first.
-    make_state_folder(&state_dir).map_err(ServeError::StateDir)?;
-    let file = match declared.was_served {
+    make_state_dir(&state_dir).map_err(ServeError::StateDir)?;
+    let file = match declared.is_restored {
         // The file may have been removed.
         true => file.map(|file| path::absolute(&file).unwrap_or(file)),
-        false => file.map(absolute).transpose()?,
+        false => file.map(absolute_path).transpose()?,
     };
     let replaces = keeping
         .as_deref()
-        .is_some_and(ServerPersistence::replaces_a_server);
+        .is_some_and(ServerPersistence::has_predecessor);
     // The control socket locks the file of added functions against a second server. During an upgrade, the old server's socket
     // does that.
     let listener = match replaces {
         true => None,
         false => Some(bind_control(&control)?),
     };
-    let added = AddedFile::beside(&control);
+    let added = AddedFunctionsFile::for_control_socket(&control);
     let PreparedTakeover {
         ledgers,
         drives: open,
@@ -451,24 +453,24 @@ fn start(
             ledgers: open_ledgers(&state_dir, keeping.is_some())?,
             drives: OpenDrives::default(),
             pollers: match &keeping {
-                Some(_) => PollerPool::on(crashes::threads()),
+                Some(_) => PollerPool::with_threads(crashes::thread_spawner()),
                 None => PollerPool::new(),
             },
         },
     };
     let ledgers = ledgers.with_memory_limit(memory_limit);
-    if let Err(error) = pollers.watch() {
+    if let Err(error) = pollers.start_watchdog() {
         log::warn!(
             "Cannot start a thread, so a function that waits delays others of its poller: {error}"
         );
     }
     let ledgers = Arc::new(match &keeping {
         Some(keeping) => ledgers
-            .with_private(keeping.private_ledger())
-            .with_spares(keeping.spares().clone()),
+            .with_private_ledger(keeping.private_ledger())
+            .with_spare_store(keeping.spares().clone()),
         None => ledgers,
     });
-    let stall_begin = GuestPauseStart::of_vmms(keeping.as_deref());
+    let stall_begin = GuestPauseStart::for_vmms(keeping.as_deref());
     let mut roster = FunctionRegistry::new(ServerContext {
         leases: LeaseTable::new(
             &state_dir,
@@ -485,20 +487,20 @@ fn start(
         state_dir: path::absolute(&state_dir).unwrap_or(state_dir),
         file,
         added,
-        keeping,
+        persistence: keeping,
         stop,
-        confined,
+        confinement: confined,
     });
     roster.drives = open;
     roster.start(declared)?;
     Ok((listener, roster))
 }
 
-fn make_control_folder(control: &Path) -> Result<(), ServeError> {
+fn make_control_dir(control: &Path) -> Result<(), ServeError> {
     let Some(folder) = control.parent() else {
         return Ok(());
     };
-    let made = OpenDirectory::make(folder, 0o777);
+    let made = OpenDirectory::open_or_create(folder, 0o777);
     made.map(drop).map_err(|source| ServeError::ControlDir {
         path: folder.to_owned(),
         source,
@@ -506,21 +508,21 @@ fn make_control_folder(control: &Path) -> Result<(), ServeError> {
 }
 
 fn bind_control(control: &Path) -> Result<ControlListener, ServeError> {
-    make_control_folder(control)?;
+    make_control_dir(control)?;
     Ok(ControlListener::bind(control)?)
 }
 
 /// Binds the sockets of a server that replaces another one, after the old server has ended.
-fn bind_late(
+fn bind_after_predecessor(
     keeping: Option<&ServerPersistence>,
     control: &Path,
     metrics: &MetricsOptions,
     goes_on: bool,
 ) -> Result<ServerSockets, ServeError> {
     if let Some(keeping) = keeping {
-        keeping.await_predecessor()?;
+        keeping.await_predecessor_end()?;
     }
-    let metrics = metrics_listener(metrics, goes_on)?;
+    let metrics = bind_metrics(metrics, goes_on)?;
     Ok((bind_control(control)?, metrics))
 }
 
@@ -531,35 +533,46 @@ type ServerSockets = (ControlListener, MetricsListener);
 /// are still being restored, which can take long. So no other server can take the control socket and write the file of added
 /// functions.
 #[derive(Debug)]
-struct LateSockets {
-    orders: Sender<(Arc<ServerPersistence>, bool)>,
+struct SuccessorSockets {
+    requests: Sender<(Arc<ServerPersistence>, bool)>,
     /// The thread's result is `None` if `begin` was never called.
     thread: JoinHandle<Option<Result<ServerSockets, ServeError>>>,
 }
 
-impl LateSockets {
+impl SuccessorSockets {
     /// Starts the thread. It must start before functions pause, because a thread that starts during the pause could take
     /// processor time from a poller.
-    fn prepare(control: PathBuf, metrics: MetricsOptions) -> io::Result<Self> {
+    fn spawn(control: PathBuf, metrics: MetricsOptions) -> io::Result<Self> {
         let (orders, inbox) = mpsc::channel();
         let bind = move || {
-            crashes::end_by_panic();
+            crashes::abort_on_panic();
             let (keeping, goes_on): (Arc<ServerPersistence>, bool) = inbox.recv().ok()?;
-            Some(bind_late(Some(&keeping), &control, &metrics, goes_on))
+            Some(bind_after_predecessor(
+                Some(&keeping),
+                &control,
+                &metrics,
+                goes_on,
+            ))
         };
         let thread = start_thread("sockets", bind)?;
-        Ok(Self { orders, thread })
+        Ok(Self {
+            requests: orders,
+            thread,
+        })
     }
 
     /// Starts waiting for the end of the old server.
-    fn begin(&self, keeping: Arc<ServerPersistence>, goes_on: bool) {
+    fn start_binding(&self, keeping: Arc<ServerPersistence>, goes_on: bool) {
         // A send fails only if the thread has panicked, which ends the process.
-        let _ = self.orders.send((keeping, goes_on));
+        let _ = self.requests.send((keeping, goes_on));
     }
 
     /// Waits until the sockets are bound. Returns `None` without a [begin](Self::begin).
-    fn bound(self) -> Option<Result<ServerSockets, ServeError>> {
-        let Self { orders, thread } = self;
+    fn into_sockets(self) -> Option<Result<ServerSockets, ServeError>> {
+        let Self {
+            requests: orders,
+            thread,
+        } = self;
         drop(orders);
         match thread.join() {
             Ok(bound) => bound,
@@ -570,10 +583,7 @@ impl LateSockets {
 
 /// Binds the metrics listener. If this fails, a server that restores functions starts without metrics, so that VMs keep their
 /// drives.
-fn metrics_listener(
-    options: &MetricsOptions,
-    goes_on: bool,
-) -> Result<MetricsListener, MetricsError> {
+fn bind_metrics(options: &MetricsOptions, goes_on: bool) -> Result<MetricsListener, MetricsError> {
     match MetricsListener::bind(options) {
         Err(error) if goes_on => {
             log::error!("Cannot serve metrics: {}", report::chain(&error));
@@ -599,13 +609,15 @@ struct PreparedTakeover {
 fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<LeaseLedgers, ServeError> {
     let ledgers = LeaseLedgers::open(state_dir);
     match is_kept {
-        true => ledgers.with_clerk().map_err(ServeError::Clerk),
+        true => ledgers
+            .with_ledger_writer()
+            .map_err(ServeError::LedgerWriter),
         false => Ok(ledgers),
     }
 }
 
 /// Starts the thread that maps the holes of files opened later.
-fn survey_files() {
+fn start_file_survey() {
     if let Err(error) = nvme_software::survey_files(&nvme_guest::threads::ThreadSpawner::default())
     {
         log::warn!(
@@ -615,38 +627,40 @@ fn survey_files() {
 }
 
 /// Checks options, opens drives and starts pollers, without any lease. Returns once the pollers are running.
-fn prepare(
+fn prepare_takeover(
     options: &ServeOptions,
     declared: &StartConfiguration,
 ) -> Result<PreparedTakeover, ServeError> {
     let VmmSocket { mode, owner } = &options.vmm_socket;
     socket_access(*mode, owner.as_ref())?;
-    survey_files();
+    start_file_survey();
     // The roster resolves paths the same way.
     let resolved = |function: &FunctionOptions| FunctionOptions {
-        path: declared::resolved(&function.path),
+        path: declarations::resolve_path(&function.path),
         ..function.clone()
     };
     let held = declared.drives.iter();
-    let held: Vec<_> = held.map(|held| resolved(&held.given.value.drive)).collect();
+    let held: Vec<_> = held
+        .map(|held| resolved(&held.parsed.value.drive))
+        .collect();
     let functions = declared.functions.iter();
     let functions = functions.map(|declared| resolved(&declared.function.function));
-    let added = declared.added.iter().filter_map(|text| {
-        let added = FunctionDeclaration::read(DeclarationSource::Added, text.clone()).ok()?;
+    let added = declared.added_texts.iter().filter_map(|text| {
+        let added = FunctionDeclaration::parse(DeclarationSource::Added, text.clone()).ok()?;
         Some(resolved(&added.function.function))
     });
     let functions: Vec<_> = functions.chain(added).collect();
     let drives = OpenDrives::open_beside(&held, &functions);
     let ledgers = open_ledgers(&options.state_dir, true)?;
-    let pollers = PollerPool::on(crashes::threads());
+    let pollers = PollerPool::with_threads(crashes::thread_spawner());
     for function in &functions {
-        if function.poll.check().is_ok() {
+        if function.poll.check_processors().is_ok() {
             // After an error here, the function's first queue requests the poller again.
             let _ = pollers.prepare(&function.poll, function.fixed);
         }
     }
     // Threads that start while functions are paused would compete with the old server for processors.
-    pollers.await_passes(START_PATIENCE);
+    pollers.await_passes(POLLER_START_TIMEOUT);
     Ok(PreparedTakeover {
         ledgers,
         drives,
@@ -656,18 +670,18 @@ fn prepare(
 
 /// Returns the absolute path of an existing file. Symbolic links are not resolved, since they may lead to another file at a
 /// later reload.
-fn absolute(path: PathBuf) -> Result<PathBuf, ServeError> {
+fn absolute_path(path: PathBuf) -> Result<PathBuf, ServeError> {
     let found = fs::metadata(&path).and_then(|_| path::absolute(&path));
     found.map_err(|source| ServeError::Path { path, source })
 }
 
-fn announce(roster: &FunctionRegistry, out: &mut dyn Write) -> io::Result<()> {
+fn print_functions(roster: &FunctionRegistry, out: &mut dyn Write) -> io::Result<()> {
     for summary in roster.drive_summaries() {
         writeln!(out, "Drive {summary}")?;
         writeln!(out)?;
     }
     for entry in roster.entries() {
-        introduce(entry, out)?;
+        print_function(entry, out)?;
         writeln!(out)?;
     }
     Ok(())
@@ -677,7 +691,7 @@ fn announce(roster: &FunctionRegistry, out: &mut dyn Write) -> io::Result<()> {
 ///
 /// # Errors
 /// Returns the error of `out`.
-pub fn introduce(entry: &FunctionEntry, out: &mut dyn Write) -> io::Result<()> {
+pub fn print_function(entry: &FunctionEntry, out: &mut dyn Write) -> io::Result<()> {
     let FunctionEntry {
         id,
         socket,
@@ -687,9 +701,13 @@ pub fn introduce(entry: &FunctionEntry, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "Function {id} on {}", socket.display())?;
     writeln!(out, "  {summary}")?;
     writeln!(out, "  Cloud Hypervisor:")?;
-    writeln!(out, "    {}", attach::cloud_hypervisor(id, socket))?;
+    writeln!(
+        out,
+        "    {}",
+        vmm_arguments::cloud_hypervisor_arguments(id, socket)
+    )?;
     writeln!(out, "  QEMU 10.1 or newer:")?;
-    writeln!(out, "    {}", attach::qemu(id, socket))
+    writeln!(out, "    {}", vmm_arguments::qemu_arguments(id, socket))
 }
 
 /// A running server. Dropping it ends all functions.
@@ -703,18 +721,18 @@ struct ActiveServer {
 }
 
 impl ActiveServer {
-    fn run(
+    fn start(
         listener: ControlListener,
         metrics: MetricsListener,
         roster: FunctionRegistry,
     ) -> Result<Self, ServeError> {
         let figures = ServerStatsSource {
-            view: roster.view(),
+            registry_snapshot: roster.snapshot(),
             leases: roster.leases(),
             pollers: roster.pollers(),
-            ledgers: roster.terms.ledgers.clone(),
+            ledgers: roster.context.ledgers.clone(),
             health: HealthAnswers::default(),
-            keeping: roster.terms.keeping.clone(),
+            persistence: roster.context.persistence.clone(),
         };
         // Start the lease server before anything is reported, because a VMM that finds no lease server would open the drive
         // itself.
@@ -722,10 +740,10 @@ impl ActiveServer {
             LeaseServer::start(figures.leases.clone()).map_err(ServeError::Leases)?;
         let metrics = MetricsServer::start(metrics, figures.clone())?;
         let comparer = ConfigurationComparer::start({
-            let view = roster.view();
+            let view = roster.snapshot();
             move || {
                 let view = view.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                view.declared.compare()
+                view.running_configuration.compare()
             }
         })
         .map_err(ServeError::Thread)?;
@@ -734,7 +752,7 @@ impl ActiveServer {
         let control = ControlServer::start(
             listener,
             ServerControl {
-                figures,
+                stats_source: figures,
                 comparer,
                 changes: queue,
             },
@@ -758,18 +776,18 @@ impl ActiveServer {
         // No new changes arrive. Waiting changes are refused, and the current one ends early.
         drop((control, metrics));
         // End leases and functions concurrently: each may use its whole timeout.
-        leases.begin_end();
+        leases.stop_leases();
         let roster = changes.end().ok_or(ServeError::Panicked)?;
         roster.forget_configuration();
-        roster.begin_end();
+        roster.stop_functions();
         drop(leases);
-        let keeping = roster.terms.keeping.clone();
+        let keeping = roster.context.persistence.clone();
         // The keeper must not close a block device last: the kernel would make it wait for writes.
         let _open = keeping.as_ref().map(|_| roster.drives.controllers());
         let ended = roster.end();
         if let Some(keeping) = keeping {
             // Leases to which no VMM returned: close their spare files.
-            keeping.spares().forget_drives_but(&[]);
+            keeping.spares().forget_other_drives(&[]);
         }
         ended.map_err(|(socket, source)| ServeError::End { socket, source })
     }
@@ -777,37 +795,38 @@ impl ActiveServer {
 
 /// Implementation of the control socket's requests.
 struct ServerControl {
-    figures: ServerStatsSource,
+    stats_source: ServerStatsSource,
     comparer: ConfigurationComparer,
     changes: ChangeQueue,
 }
 
 impl ControlService for ServerControl {
     fn stats(&self) -> ServerStats {
-        self.figures.stats()
+        self.stats_source.stats()
     }
 
-    fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String> {
-        faults::carry_out(request, &self.figures.view().drives).map_err(|error| error.to_string())
+    fn update_faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String> {
+        faults::execute_request(request, &self.stats_source.registry_snapshot().drives)
+            .map_err(|error| error.to_string())
     }
 
-    fn adopt(&self, keeper: &Path, max: u64) -> Result<(), String> {
-        match &self.figures.keeping {
-            Some(keeping) => keeping.adopt(keeper.as_os_str(), max),
+    fn adopt_supervisor(&self, keeper: &Path, max: u64) -> Result<(), String> {
+        match &self.stats_source.persistence {
+            Some(keeping) => keeping.adopt_supervisor(keeper.as_os_str(), max),
             None => {
                 Err("it was started without a keeper, and has nothing to store in one".to_owned())
             }
         }
     }
 
-    fn list(&self) -> Vec<FunctionEntry> {
-        let mut entries = self.figures.view().entries();
-        self.comparer.differences().note_in(&mut entries);
-        entries.extend(self.figures.leases.entries());
+    fn functions(&self) -> Vec<FunctionEntry> {
+        let mut entries = self.stats_source.registry_snapshot().entries();
+        self.comparer.differences().mark_entries(&mut entries);
+        entries.extend(self.stats_source.leases.entries());
         entries
     }
 
-    fn log(&self, filter: Option<&str>) -> Result<String, String> {
+    fn set_log_filter(&self, filter: Option<&str>) -> Result<String, String> {
         if let Some(text) = filter {
             let filter: LogFilter = text.parse().map_err(|error| format!("{error}"))?;
             let say = || log::info!("The filter of the log is {filter} from now on");
@@ -824,13 +843,13 @@ impl ControlService for ServerControl {
         Ok(filter.to_string())
     }
 
-    fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, String> {
-        self.figures
-            .room(unit)
+    fn capacity(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, String> {
+        self.stats_source
+            .capacity(unit)
             .map_err(|error| report::chain(&error))
     }
 
-    fn change(&self, change: FunctionChange, reply: ChangeReply) {
+    fn start_change(&self, change: FunctionChange, reply: ChangeReply) {
         self.changes.push(change, reply);
     }
 }
@@ -852,11 +871,14 @@ mod tests {
         let command = command.stdin(Stdio::piped()).stdout(Stdio::null());
         let mut before = command.spawn().unwrap();
         let process = pidfd_open(Pid::from_child(&before), PidfdFlags::empty()).unwrap();
-        let keeping = Arc::new(ServerPersistence::beside(folder.path(), process));
+        let keeping = Arc::new(ServerPersistence::beside_predecessor(
+            folder.path(),
+            process,
+        ));
         let control = folder.path().join("control.sock");
         let metrics = MetricsOptions::default();
-        let late = LateSockets::prepare(control.clone(), metrics).unwrap();
-        late.begin(keeping, true);
+        let late = SuccessorSockets::spawn(control.clone(), metrics).unwrap();
+        late.start_binding(keeping, true);
         UnixStream::connect(&control).unwrap_err();
         drop(before.stdin.take());
         before.wait().unwrap();
@@ -864,6 +886,6 @@ mod tests {
         while UnixStream::connect(&control).is_err() {
             clock::sleep(Duration::from_millis(1));
         }
-        late.bound().expect("begun").unwrap();
+        late.into_sockets().expect("begun").unwrap();
     }
 }

@@ -7,48 +7,48 @@ use nvme_mpt::Drive;
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::report;
 
-use super::declared::resolved;
-use super::declared::{ConfigFileContents, DriveDeclaration, FunctionDeclaration};
+use super::declarations::resolve_path;
+use super::declarations::{ConfigFileContents, DriveDeclaration, FunctionDeclaration};
 use super::error::ChangeError;
-use super::offer::RegisteredFunction;
-use super::roster::{FunctionRegistry, HeldDrive, cannot_offer, taken};
+use super::registered_function::RegisteredFunction;
+use super::registry::{DeclaredDrive, FunctionRegistry, find_conflict, function_error};
 use crate::change::{DeclarationSource, ReloadResult};
 use crate::function_thread::FunctionHandle;
 
 impl FunctionRegistry {
     /// Applies the file. Unchanged functions are not interrupted.
     pub(super) fn reload(&mut self, force: bool) -> Result<ReloadResult, ChangeError> {
-        let file = self.terms.file.as_ref().ok_or(ChangeError::NoFile)?;
+        let file = self.context.file.as_ref().ok_or(ChangeError::NoFile)?;
         // Landlock rules cannot change while the process runs.
         let ConfigFileContents {
             functions, drives, ..
         } = ConfigFileContents::read(file)?;
         let mut wanted: Vec<FunctionDeclaration> = functions
             .into_iter()
-            .map(|declared| self.resolved(declared))
+            .map(|declared| self.resolve_declaration(declared))
             .collect();
-        self.check_taken(&wanted)?;
+        self.check_conflicts(&wanted)?;
 
         // The loop moves unchanged functions out of `wanted`, and collects functions that end in `going`.
         let mut reloaded = ReloadResult::default();
         let mut going = Vec::new();
         let mut limited = Vec::new();
         let mut grown = Vec::new();
-        for (place, offer) in self.offers.iter().enumerate() {
-            if offer.declared.origin != DeclarationSource::File {
+        for (place, offer) in self.functions.iter().enumerate() {
+            if offer.declaration.origin != DeclarationSource::File {
                 continue;
             }
-            let present = &offer.declared.function;
+            let present = &offer.declaration.function;
             let rates = present.function.rates;
             let stays = wanted.iter().position(|other| other.is_same_as(present));
-            let Some(stays) = stays.filter(|_| !offer.is_set_aside()) else {
+            let Some(stays) = stays.filter(|_| !offer.is_quarantined()) else {
                 going.push(place);
                 continue;
             };
             let stays = wanted.remove(stays);
             // A reload never shrinks a lease.
             let asked = stays.function.function.size.map(|asked| asked.size);
-            let larger = asked.filter(|size| offer.grows_to(*size));
+            let larger = asked.filter(|size| offer.needs_growth(*size));
             grown.extend(larger.map(|size| (place, size)));
             if stays.function.function.rates != rates {
                 reloaded.limited.push(offer.entry.id.clone());
@@ -59,20 +59,22 @@ impl FunctionRegistry {
         }
         let drive = |given| DriveDeclaration {
             origin: DeclarationSource::File,
-            given,
+            parsed: given,
         };
         let drives: Vec<DriveDeclaration> = drives.into_iter().map(drive).collect();
-        let abandoned = self.abandoned(&going, &wanted, &drives);
+        let abandoned = self.find_abandoned(&going, &wanted, &drives);
         if !force && !abandoned.is_empty() {
             return Err(ChangeError::Abandoned(abandoned));
         }
         // Grow first, as it may fail. A lease that has grown does no harm if a later step fails.
         for (place, size) in grown {
             self.grow(place, size)?;
-            reloaded.resized.push(self.offers[place].entry.id.clone());
+            reloaded
+                .resized
+                .push(self.functions[place].entry.id.clone());
         }
         for place in &going {
-            let RegisteredFunction { entry, .. } = &self.offers[*place];
+            let RegisteredFunction { entry, .. } = &self.functions[*place];
             let again = wanted.iter().any(|new| new.function.socket == entry.socket);
             let names = match again {
                 true => &mut reloaded.changed,
@@ -80,25 +82,25 @@ impl FunctionRegistry {
             };
             names.push(entry.id.clone());
         }
-        let functions = self.take_out(&going, force)?;
+        let functions = self.remove_functions(&going, force)?;
         let sockets: Vec<PathBuf> = functions
             .iter()
             .map(|declared| declared.function.socket.clone())
             .collect();
         let held = self.release_held(DeclarationSource::File);
         let failed = self.take_failed(DeclarationSource::File);
-        let kept = self.offers.len();
-        let made = self.hold(drives).and_then(|()| self.offer_all(wanted));
+        let kept = self.functions.len();
+        let made = self.open_held(drives).and_then(|()| self.serve_all(wanted));
         if let Err(error) = made {
-            self.give_failed_back(failed);
-            let error = self.restore(error, held, functions);
+            self.return_failed(failed);
+            let error = self.undo_reload(error, held, functions);
             self.publish();
             return Err(error);
         }
         drop(held);
         self.forget_unlisted();
         for id in abandoned {
-            if self.terms.leases.end_lease(&id).is_some() {
+            if self.context.leases.end_lease(&id).is_some() {
                 reloaded.removed.push(id);
             }
         }
@@ -106,12 +108,12 @@ impl FunctionRegistry {
         for declared in limited {
             let function = &declared.function;
             let same = |offer: &&mut RegisteredFunction| offer.entry.socket == function.socket;
-            if let Some(offer) = self.offers.iter_mut().find(same) {
-                offer.declared.text = declared.text.clone();
+            if let Some(offer) = self.functions.iter_mut().find(same) {
+                offer.declaration.text = declared.text.clone();
                 offer.set_rates(function.function.rates);
             }
         }
-        let made = self.offers.iter().skip(kept);
+        let made = self.functions.iter().skip(kept);
         let new = made.filter(|offer| !sockets.contains(&offer.entry.socket));
         reloaded.added = new.map(|offer| offer.entry.id.clone()).collect();
         self.publish();
@@ -120,23 +122,23 @@ impl FunctionRegistry {
 
     /// Returns the leases of VMMs on drives that a reload would close, because the file does not name these drives and nothing
     /// else keeps them open. The next server would not open such drives either.
-    fn abandoned(
+    fn find_abandoned(
         &self,
         going: &[usize],
         wanted: &[FunctionDeclaration],
         drives: &[DriveDeclaration],
     ) -> Vec<String> {
-        let drives = drives.iter().map(|held| &held.given.value.drive);
+        let drives = drives.iter().map(|held| &held.parsed.value.drive);
         let functions = wanted.iter().map(|declared| &declared.function.function);
         let named = drives.chain(functions).map(|options| &options.path);
-        let named: Vec<DrivePath> = named.map(resolved).collect();
-        let offers = self.offers.iter().enumerate();
+        let named: Vec<DrivePath> = named.map(resolve_path).collect();
+        let offers = self.functions.iter().enumerate();
         let offers = offers.filter(|(place, _)| !going.contains(place));
         let offers = offers.map(|(_, offer)| &offer.drive);
         let held = self
-            .held
+            .held_drives
             .iter()
-            .filter(|held| held.declared.origin != DeclarationSource::File);
+            .filter(|held| held.declaration.origin != DeclarationSource::File);
         let kept: Vec<&Arc<Drive>> = offers.chain(held.map(|held| &held.drive)).collect();
         let stays = |path: &DrivePath, drive: &Drive| {
             let is_kept = |kept: &&Arc<Drive>| kept.shares_controller_with(drive);
@@ -144,7 +146,7 @@ impl FunctionRegistry {
         };
         let going = self.drives.iter();
         let going = going.filter(|(path, drive)| !stays(path, drive));
-        let leases = going.flat_map(|(_, drive)| self.terms.leases.on(drive));
+        let leases = going.flat_map(|(_, drive)| self.context.leases.ids_on_drive(drive));
         let mut leases: Vec<String> = leases.collect();
         // Namespaces of one drive each yield the same leases.
         leases.sort();
@@ -153,20 +155,22 @@ impl FunctionRegistry {
     }
 
     /// Checks that sockets and ids in the file are unique, both within the file and among the server's other functions.
-    fn check_taken(&self, wanted: &[FunctionDeclaration]) -> Result<(), ChangeError> {
-        let others = self.offers.iter().map(|offer| &offer.declared);
+    fn check_conflicts(&self, wanted: &[FunctionDeclaration]) -> Result<(), ChangeError> {
+        let others = self.functions.iter().map(|offer| &offer.declaration);
         let others = others.filter(|declared| declared.origin != DeclarationSource::File);
         for (place, new) in wanted.iter().enumerate() {
             let mut others = others.clone().chain(&wanted[..place]);
-            if let Some(source) = others.find_map(|other| taken(&new.function, &other.function)) {
-                return Err(cannot_offer(new, source));
+            if let Some(source) =
+                others.find_map(|other| find_conflict(&new.function, &other.function))
+            {
+                return Err(function_error(new, source));
             }
         }
         Ok(())
     }
 
     /// Ends all functions at the indices `places`. If one of them cannot end, serves again those that ended already.
-    fn take_out(
+    fn remove_functions(
         &mut self,
         places: &[usize],
         force: bool,
@@ -178,7 +182,7 @@ impl FunctionRegistry {
         let mut leaving = places;
         for (asked, place) in places.iter().enumerate() {
             // A VMM may have connected since the check.
-            if let Err(error) = self.ask_to_leave(*place, force) {
+            if let Err(error) = self.request_shutdown(*place, force) {
                 refused = Some(error);
                 leaving = &places[..asked];
                 break;
@@ -188,7 +192,7 @@ impl FunctionRegistry {
         match refused {
             None => Ok(functions),
             Some(error) => {
-                let error = self.offer_back(error, functions);
+                let error = self.serve_again(error, functions);
                 self.publish();
                 Err(error)
             }
@@ -197,11 +201,11 @@ impl FunctionRegistry {
 
     /// Checks that no VMM is connected to the functions at `places`. Called before any of them ends.
     pub(super) fn check_unused(&self, places: &[usize]) -> Result<(), ChangeError> {
-        let offers = places.iter().map(|place| &self.offers[*place]);
+        let offers = places.iter().map(|place| &self.functions[*place]);
         let handles: Vec<FunctionHandle> = offers.map(|offer| offer.thread.handle()).collect();
-        let figures = FunctionHandle::stats_of(&handles);
+        let figures = FunctionHandle::collect_stats(&handles);
         for place in places {
-            let id = &self.offers[*place].entry.id;
+            let id = &self.functions[*place].entry.id;
             match figures.iter().find(|figures| figures.id == *id) {
                 Some(figures) if figures.connected => {
                     return Err(ChangeError::Connected(id.clone()));
@@ -217,8 +221,8 @@ impl FunctionRegistry {
     fn end_functions(&mut self, places: &[usize]) -> Vec<FunctionDeclaration> {
         let mut functions = Vec::new();
         for place in places.iter().rev() {
-            let offer = self.offers.remove(*place);
-            functions.push(offer.declared.clone());
+            let offer = self.functions.remove(*place);
+            functions.push(offer.declaration.clone());
             if let Some(trouble) = offer.end() {
                 log::error!("{trouble}");
             }
@@ -228,27 +232,27 @@ impl FunctionRegistry {
     }
 
     /// Undoes a reload that failed with `error`.
-    fn restore(
+    fn undo_reload(
         &mut self,
         error: ChangeError,
-        held: Vec<HeldDrive>,
+        held: Vec<DeclaredDrive>,
         functions: Vec<FunctionDeclaration>,
     ) -> ChangeError {
         self.release_held(DeclarationSource::File);
-        self.held.extend(held);
-        self.offer_back(error, functions)
+        self.held_drives.extend(held);
+        self.serve_again(error, functions)
     }
 
     /// After a reload failed with `error`, serves the functions again that ended for the reload. Closes unused drives only
     /// afterwards, so these functions find their drives open.
-    fn offer_back(
+    fn serve_again(
         &mut self,
         error: ChangeError,
         functions: Vec<FunctionDeclaration>,
     ) -> ChangeError {
         let mut failed = Vec::new();
         for declared in functions {
-            if let Err(error) = self.offer_all(vec![declared]) {
+            if let Err(error) = self.serve_all(vec![declared]) {
                 failed.push(report::chain(&error));
             }
         }

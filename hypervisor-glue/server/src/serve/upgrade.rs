@@ -12,98 +12,103 @@ use nvme_mpt::Drive;
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use nvme_mpt_vmm::report;
 
-use super::drives::outlives_process;
-use super::roster::FunctionRegistry;
-use crate::confine::{FileAccess, FileRule, LandlockRefusal};
+use super::open_drives::can_outlive_process;
+use super::registry::FunctionRegistry;
+use crate::confinement::{FileAccess, FileRule, LandlockRefusal};
 use crate::function_thread::FunctionHandle;
-use crate::kept::predecessor::{SuccessorProcess, UpgradeError, lease_protocol};
-use crate::kept::{FIRST_STAGE, ServerPersistence};
+use crate::persistence::predecessor::{SuccessorProcess, UpgradeError, lease_protocol_variable};
+use crate::persistence::{FIRST_STAGE, ServerPersistence};
 
 /// Maximum time for in-flight commands to end when an upgrade checks whether the drives answer.
-const CHECK: Duration = Duration::from_secs(5);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Suffix that the kernel appends to the path of a deleted executable.
-const DELETED: &[u8] = b" (deleted)";
+const DELETED_SUFFIX: &[u8] = b" (deleted)";
 
 impl FunctionRegistry {
     /// Hands all functions over to a new process and returns its process id. After a success, the caller must end this process
     /// at once.
     pub(super) fn upgrade(&self, binary: Option<&Path>) -> Result<u32, UpgradeError> {
-        let keeping = self.terms.keeping.as_ref().ok_or(UpgradeError::NoKeeper)?;
+        let keeping = self
+            .context
+            .persistence
+            .as_ref()
+            .ok_or(UpgradeError::NoKeeper)?;
         let program = match binary {
             Some(binary) => binary.to_owned(),
-            None => own_program()?,
+            None => current_program()?,
         };
         let mut command: Vec<OsString> = vec![program.clone().into()];
         command.extend(env::args_os().skip(1));
-        let ends = || self.terms.stop.load(Ordering::Relaxed);
+        let ends = || self.context.stop.load(Ordering::Relaxed);
         // If a drive has stuck commands, the next server could not even open its file.
         self.check_drives()?;
         // The next server would open another file than its VMs use.
-        let deadline = Deadline::after(&SystemClock::shared(), CHECK);
+        let deadline = Deadline::after(&SystemClock::shared(), CHECK_TIMEOUT);
         if let Some(moved) = self.drives.find_moved(&deadline) {
             return Err(UpgradeError::Moved(moved.to_string()));
         }
         // A keeper that does not answer could not restart the next server after a crash.
-        keeping.await_keeper()?;
+        keeping.await_supervisor()?;
         let mut successor = SuccessorProcess::start(
             keeping,
             &[FIRST_STAGE.into()],
             &command,
             &[
-                self.terms.confined.variable(),
-                lease_protocol(self.terms.leases.are_there()),
+                self.context.confinement.env_variable(),
+                lease_protocol_variable(self.context.leases.has_leases()),
             ],
         )?;
         if let Err(error) = successor.await_ready(ends) {
             return Err(self.explain_upgrade(error, &program));
         }
-        let number = successor.number();
-        let goes_on_beside = successor.goes_on_beside() && self.leaves_all_beside();
-        let offers = self.offers.iter();
+        let number = successor.pid();
+        let goes_on_beside = successor.can_run_beside() && self.can_restore_beside();
+        let offers = self.functions.iter();
         let handles: Vec<_> = offers.map(|offer| offer.thread.handle()).collect();
         // Check this while functions still run. With such a lease, this process would end late, and all functions would stay
         // paused until then.
-        if !goes_on_beside || self.terms.leases.are_there() {
-            let ending = self.terms.ledgers.find_ending();
+        if !goes_on_beside || self.context.leases.has_leases() {
+            let ending = self.context.ledgers.find_ending();
             if let Some(id) = ending.map_err(UpgradeError::Ledger)? {
                 return Err(UpgradeError::Lease(id));
             }
         }
         self.check_leases()?;
-        let (resting, rested) = FunctionHandle::rest(&handles).map_err(|(place, reason)| {
-            let offer = &self.offers[place];
-            UpgradeError::Function {
-                id: offer.entry.id.clone(),
-                drive: offer.declared.function.function.path.to_string(),
-                reason,
-            }
-        })?;
-        let drives = QuiescedDrives::begin(keeping, self.drives.controllers());
+        let (resting, rested) =
+            FunctionHandle::quiesce_all(&handles).map_err(|(place, reason)| {
+                let offer = &self.functions[place];
+                UpgradeError::Function {
+                    id: offer.entry.id.clone(),
+                    drive: offer.declaration.function.function.path.to_string(),
+                    reason,
+                }
+            })?;
+        let drives = QuiescedDrives::quiesce(keeping, self.drives.controllers());
         if ends() {
             return Err(UpgradeError::Ending);
         }
-        keeping.spares().leave(true);
+        keeping.spares().set_handed_over(true);
         if let Err(error) = successor.hand_over(keeping, rested) {
-            keeping.spares().leave(false);
+            keeping.spares().set_handed_over(false);
             return Err(error);
         }
         // Functions and drives stay paused until the process has ended.
         std::mem::forget((resting, drives));
-        for offer in &self.offers {
-            offer.let_go();
+        for offer in &self.functions {
+            offer.release_lease();
         }
         // Functions in VMMs continue until this process ends.
-        let have_vmms_none = self.terms.leases.leave();
+        let have_vmms_none = self.context.leases.stop_attaching();
         // A removed function may still wait for its in-flight commands, which keeps its lease.
-        let are_all_let_go = self.terms.ledgers.leave();
+        let are_all_let_go = self.context.ledgers.release_private_ledger();
         let goes_on_beside = goes_on_beside && have_vmms_none && are_all_let_go;
-        if goes_on_beside && let Err(error) = successor.let_go_on() {
+        if goes_on_beside && let Err(error) = successor.announce_release() {
             let error = report::chain(&error);
             log::warn!("Process {number} does not serve all functions yet, or has ended: {error}");
         }
         // A service manager may reject messages of a process that has already ended.
-        if let Err(error) = keeping.await_keeper() {
+        if let Err(error) = keeping.await_supervisor() {
             let error = report::chain(&error);
             log::warn!("The keeper may not know that process {number} is the server now: {error}");
         }
@@ -113,21 +118,21 @@ impl FunctionRegistry {
     /// Refuses the upgrade if a drive does not answer. For this check, pauses each function and then each VMM's lease until its
     /// in-flight commands have ended.
     fn check_drives(&self) -> Result<(), UpgradeError> {
-        let deadline = Deadline::after(&SystemClock::shared(), CHECK);
-        let mut offers = self.offers.iter();
-        match offers.find(|offer| !offer.rests_within(deadline.left())) {
+        let deadline = Deadline::after(&SystemClock::shared(), CHECK_TIMEOUT);
+        let mut offers = self.functions.iter();
+        match offers.find(|offer| !offer.can_quiesce(deadline.remaining())) {
             None => self.check_leases(),
             Some(offer) => Err(UpgradeError::Function {
                 id: offer.entry.id.clone(),
-                drive: offer.declared.function.function.path.to_string(),
-                reason: format!("it has had commands in flight for over {CHECK:?}"),
+                drive: offer.declaration.function.function.path.to_string(),
+                reason: format!("it has had commands in flight for over {CHECK_TIMEOUT:?}"),
             }),
         }
     }
 
     /// Refuses the upgrade if the drive of a VMM's lease does not answer.
     fn check_leases(&self) -> Result<(), UpgradeError> {
-        match self.terms.leases.find_busy(CHECK) {
+        match self.context.leases.find_busy(CHECK_TIMEOUT) {
             None => Ok(()),
             Some(id) => Err(UpgradeError::Lease(id)),
         }
@@ -135,17 +140,17 @@ impl FunctionRegistry {
 
     /// Returns whether the successor can restore all functions while this process still runs with its functions paused.
     /// Otherwise, the successor must wait until this process has ended.
-    fn leaves_all_beside(&self) -> bool {
-        let mut offers = self.offers.iter();
+    fn can_restore_beside(&self) -> bool {
+        let mut offers = self.functions.iter();
         let mut drives = self.drives.controllers().into_iter();
-        offers.all(|offer| outlives_process(&offer.declared.function.function))
-            && drives.all(|drive| drive.controller().opens_beside())
+        offers.all(|offer| can_outlive_process(&offer.declaration.function.function))
+            && drives.all(|drive| drive.controller().can_open_concurrently())
     }
 
     /// If Landlock denied executing the successor's program, adds this cause to `error`.
     fn explain_upgrade(&self, error: UpgradeError, program: &Path) -> UpgradeError {
         let executed = FileRule::new(program, FileAccess::EXECUTE);
-        match self.terms.confined.refused([executed]) {
+        match self.context.confinement.find_refused([executed]) {
             Some(rule) if matches!(error, UpgradeError::Ended(_)) => {
                 LandlockRefusal::new(rule, Box::new(error)).into()
             }
@@ -156,22 +161,22 @@ impl FunctionRegistry {
 
 /// Drives that are paused for the next server. Dropping this resumes the drives.
 struct QuiescedDrives<'a> {
-    keeping: &'a ServerPersistence,
+    persistence: &'a ServerPersistence,
     drives: Vec<Arc<Drive>>,
 }
 
 impl<'a> QuiescedDrives<'a> {
     /// Pauses all drives that can be handed over. The next process resets all other drives.
-    fn begin(keeping: &'a ServerPersistence, drives: Vec<Arc<Drive>>) -> Self {
+    fn quiesce(keeping: &'a ServerPersistence, drives: Vec<Arc<Drive>>) -> Self {
         let mut resting = Self {
-            keeping,
+            persistence: keeping,
             drives: Vec::new(),
         };
         for drive in drives {
             let path = drive.path();
             let kept = match drive.controller().hand_over() {
                 Ok(None) => continue,
-                Ok(Some(handed)) => keeping.hand_drive_over(path, &handed),
+                Ok(Some(handed)) => keeping.hand_over_drive(path, &handed),
                 Err(error) => {
                     log::warn!(
                         "Cannot hand drive {path} over, so the next server resets it: {error}"
@@ -192,16 +197,16 @@ impl<'a> QuiescedDrives<'a> {
 impl Drop for QuiescedDrives<'_> {
     fn drop(&mut self) {
         for drive in &self.drives {
-            drive.controller().take_back();
-            self.keeping.take_drive_back(drive.path());
+            drive.controller().cancel_hand_over();
+            self.persistence.reclaim_drive(drive.path());
         }
     }
 }
 
 /// Returns the path of this program, even if the file at that path was replaced or deleted since the start.
-fn own_program() -> Result<PathBuf, UpgradeError> {
+fn current_program() -> Result<PathBuf, UpgradeError> {
     let program = env::current_exe()?.into_os_string();
     let path = program.as_bytes();
-    let path = path.strip_suffix(DELETED).unwrap_or(path).to_owned();
+    let path = path.strip_suffix(DELETED_SUFFIX).unwrap_or(path).to_owned();
     Ok(OsString::from_vec(path).into())
 }

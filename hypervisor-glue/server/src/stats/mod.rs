@@ -31,7 +31,7 @@ pub struct ServerStats {
 }
 
 /// Message about a keeper that has ended.
-pub const KEEPER_ENDED: &str = "The keeper of this server has ended: if the server dies, VMs on vfio-user lose their drives. Start \
+pub const SUPERVISOR_ENDED: &str = "The keeper of this server has ended: if the server dies, VMs on vfio-user lose their drives. Start \
      another keeper for it with `nvme-mpt keep --adopt -- nvme-mpt serve ...`, which changes nothing for VMs";
 
 /// State of a server's keeper.
@@ -59,7 +59,7 @@ pub struct FunctionFailure {
 impl FunctionFailure {
     /// Returns the failure of a function, if it failed.
     #[must_use]
-    pub fn of(entry: &FunctionEntry) -> Option<Self> {
+    pub fn from_entry(entry: &FunctionEntry) -> Option<Self> {
         match &entry.state {
             FunctionStatus::Failed { reason } => Some(Self {
                 id: entry.id.clone(),
@@ -124,19 +124,22 @@ pub struct QueuePairStats {
 impl DriveStats {
     /// Returns the statistics of a drive's controller.
     #[must_use]
-    pub fn of(drive: &Drive) -> Self {
+    pub fn from_drive(drive: &Drive) -> Self {
         let controller = drive.controller();
         let DriveIncidents {
             timeouts,
             aborts,
             resets,
-            gone,
+            is_gone: gone,
         } = controller.incidents();
         let namespaces = controller.namespaces();
         Self {
             path: drive.path().to_string(),
             model: controller.model().to_owned(),
-            namespaces: namespaces.iter().map(NamespaceStats::of).collect(),
+            namespaces: namespaces
+                .iter()
+                .map(NamespaceStats::from_namespace)
+                .collect(),
             queue_pairs: controller.queue_pairs().map(|pairs| QueuePairStats {
                 total: pairs.total,
                 reserved: pairs.reserved,
@@ -164,7 +167,7 @@ impl DriveStats {
 }
 
 impl NamespaceStats {
-    fn of(namespace: &HostNamespace) -> Self {
+    fn from_namespace(namespace: &HostNamespace) -> Self {
         Self {
             nsid: namespace.nsid.0,
             bytes: namespace.blocks << namespace.lba_shift,
@@ -255,7 +258,7 @@ pub enum GuestPauseCause {
 }
 
 impl GuestPauseCause {
-    pub(crate) fn name(self) -> &'static str {
+    pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Upgrade => "upgrade",
             Self::Crash => "crash",

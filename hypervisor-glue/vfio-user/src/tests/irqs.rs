@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn interrupt_types_are_told() {
-    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
     let request = |index: u32, argsz: u32| {
         let request = IrqInfoPayload {
             argsz: argsz.into(),
@@ -14,7 +14,7 @@ fn interrupt_types_are_told() {
         request.as_bytes().to_vec()
     };
     for (index, count) in [(0, 0), (1, 0), (2, MSIX_VECTORS), (3, 1), (4, 1)] {
-        let reply = talk.ask(VfioUserCommand::DEVICE_GET_IRQ_INFO, &request(index, 16));
+        let reply = talk.request(VfioUserCommand::DEVICE_GET_IRQ_INFO, &request(index, 16));
         assert_eq!(reply.payload.len(), 16);
         let info: IrqInfoPayload = reply.read();
         assert_eq!((info.argsz.get(), info.index.get()), (16, index));
@@ -29,18 +29,18 @@ fn interrupt_types_are_told() {
         );
     }
     for (index, argsz) in [(5, 16), (u32::MAX, 16), (2, 15)] {
-        let reply = talk.ask(VfioUserCommand::DEVICE_GET_IRQ_INFO, &request(index, argsz));
+        let reply = talk.request(VfioUserCommand::DEVICE_GET_IRQ_INFO, &request(index, argsz));
         assert_eq!(reply.errno(), EINVAL);
     }
 }
 
 #[test]
 fn interrupts_are_connected_and_disconnected() {
-    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
     // Connects all vectors by one message, which exceeds `max_msg_fds`, as Cloud Hypervisor does.
     let (tracers, fds) = tracers(MSIX_VECTORS as usize);
     let payload = irq_set(CONNECT, IrqIndex::Msix, 0, MSIX_VECTORS);
-    let reply = talk.ask_with(VfioUserCommand::DEVICE_SET_IRQS, &payload, &raw(&fds));
+    let reply = talk.request_with_fds(VfioUserCommand::DEVICE_SET_IRQS, &payload, &raw(&fds));
     assert_eq!((reply.errno(), reply.payload.len()), (0, 0));
     drop(fds);
     let command = talk.device.irqs.pop().unwrap();
@@ -58,7 +58,7 @@ fn interrupts_are_connected_and_disconnected() {
     assert!(tracers.iter().all(DescriptorTracer::is_closed));
 
     // QEMU connects a part of the vectors, and disconnects others by messages without descriptors.
-    let reply = talk.ask(
+    let reply = talk.request(
         VfioUserCommand::DEVICE_SET_IRQS,
         &irq_set(CONNECT, IrqIndex::Msix, 16, 4),
     );
@@ -68,7 +68,7 @@ fn interrupts_are_connected_and_disconnected() {
     assert_eq!((command.start, command.count), (16, 4));
     let none = IrqSet::DATA_NONE | IrqSet::ACTION_TRIGGER;
     for index in IrqIndex::ALL {
-        let reply = talk.ask(
+        let reply = talk.request(
             VfioUserCommand::DEVICE_SET_IRQS,
             &irq_set(none, index, 0, 0),
         );
@@ -81,11 +81,12 @@ fn interrupts_are_connected_and_disconnected() {
 
 #[test]
 fn interrupts_are_masked_and_triggered() {
-    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
     let bools = IrqSet::DATA_BOOL | IrqSet::ACTION_MASK;
     let payload = [irq_set(bools, IrqIndex::Msix, 1, 3), vec![1, 0, 7]].concat();
     assert_eq!(
-        talk.ask(VfioUserCommand::DEVICE_SET_IRQS, &payload).errno(),
+        talk.request(VfioUserCommand::DEVICE_SET_IRQS, &payload)
+            .errno(),
         0
     );
     let command = talk.device.irqs.pop().unwrap();
@@ -95,7 +96,8 @@ fn interrupts_are_masked_and_triggered() {
     let unmask = IrqSet::DATA_NONE | IrqSet::ACTION_UNMASK;
     let payload = irq_set(unmask, IrqIndex::Req, 0, 1);
     assert_eq!(
-        talk.ask(VfioUserCommand::DEVICE_SET_IRQS, &payload).errno(),
+        talk.request(VfioUserCommand::DEVICE_SET_IRQS, &payload)
+            .errno(),
         0
     );
     assert_eq!(talk.device.irqs.pop().unwrap().action, IrqAction::Unmask);
@@ -103,7 +105,7 @@ fn interrupts_are_masked_and_triggered() {
 
 #[test]
 fn absent_interrupts_are_refused_and_their_fds_closed() {
-    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
     let (tracers, fds) = tracers(2);
     let msix = IrqIndex::Msix;
     let none = IrqSet::DATA_NONE;
@@ -141,7 +143,7 @@ fn absent_interrupts_are_refused_and_their_fds_closed() {
         no_index,
         vec![20; 19],
     ] {
-        let reply = talk.ask_with(VfioUserCommand::DEVICE_SET_IRQS, &payload, &raw(&fds));
+        let reply = talk.request_with_fds(VfioUserCommand::DEVICE_SET_IRQS, &payload, &raw(&fds));
         assert_eq!(reply.errno(), EINVAL, "{payload:?}");
     }
     drop(fds);

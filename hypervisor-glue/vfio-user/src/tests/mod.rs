@@ -2,8 +2,8 @@
 
 mod dma;
 mod irqs;
-mod kept;
 mod regions;
+mod restore;
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
@@ -100,7 +100,7 @@ fn version_comes_first_and_once() {
         (VfioUserCommand::DMA_MAP, dma_map(DmaMap::READ, 0, 0, 4096)),
         (VfioUserCommand(99), vec![1, 2, 3]),
     ] {
-        let errno = talk.ask(command, &payload).errno();
+        let errno = talk.request(command, &payload).errno();
         assert!(
             errno == EINVAL || command == VfioUserCommand(99),
             "{command}"
@@ -111,14 +111,15 @@ fn version_comes_first_and_once() {
 
     // An invalid version message is refused, and a valid one may follow.
     assert_eq!(
-        talk.ask(VfioUserCommand::VERSION, &[0, 0, 1]).errno(),
+        talk.request(VfioUserCommand::VERSION, &[0, 0, 1]).errno(),
         EINVAL
     );
     assert_eq!(
-        talk.ask(VfioUserCommand::VERSION, b"\0\0\x01\0{").errno(),
+        talk.request(VfioUserCommand::VERSION, b"\0\0\x01\0{")
+            .errno(),
         EINVAL
     );
-    let reply = talk.ask(
+    let reply = talk.request(
         VfioUserCommand::VERSION,
         b"\0\0\x05\0{\"capabilities\":{}}\0",
     );
@@ -127,10 +128,11 @@ fn version_comes_first_and_once() {
     assert_eq!(reply.payload.last(), Some(&0));
 
     assert_eq!(
-        talk.ask(VfioUserCommand::VERSION, &[0, 0, 1, 0]).errno(),
+        talk.request(VfioUserCommand::VERSION, &[0, 0, 1, 0])
+            .errno(),
         EINVAL
     );
-    assert_eq!(talk.ask(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
+    assert_eq!(talk.request(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
     assert_eq!(talk.device.resets, 1);
 }
 
@@ -140,15 +142,15 @@ fn another_major_version_ends_the_connection_with_an_error() {
     let message = talk.message(VfioUserCommand::VERSION, &[1, 0, 0, 0]);
     std::io::Write::write_all(&mut &talk.client, &message).unwrap();
     assert_eq!(talk.run(), SessionReadiness::Ended);
-    assert_eq!(talk.hear().unwrap().errno(), ENOTSUP);
+    assert_eq!(talk.receive_reply().unwrap().errno(), ENOTSUP);
     assert!(talk.closes_for_client());
 }
 
 #[test]
 fn reset_is_harmless_right_after_version() {
-    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
     for resets in 1..=3 {
-        let reply = talk.ask(VfioUserCommand::DEVICE_RESET, &[]);
+        let reply = talk.request(VfioUserCommand::DEVICE_RESET, &[]);
         assert_eq!((reply.errno(), reply.payload.len()), (0, 0));
         assert_eq!(talk.device.resets, resets);
     }
@@ -156,12 +158,12 @@ fn reset_is_harmless_right_after_version() {
 
 #[test]
 fn device_info_is_a_pci_function_with_nine_regions_and_five_interrupt_types() {
-    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
     // Cloud Hypervisor's client sends an `argsz` of 32.
     for argsz in [16_u32, 32, u32::MAX] {
         let mut payload = [0; 16];
         payload[..4].copy_from_slice(argsz.as_bytes());
-        let reply = talk.ask(VfioUserCommand::DEVICE_GET_INFO, &payload);
+        let reply = talk.request(VfioUserCommand::DEVICE_GET_INFO, &payload);
         assert_eq!(reply.payload.len(), 16);
         let info: DeviceInfo = reply.read();
         assert_eq!(info.argsz.get(), 16);
@@ -169,7 +171,7 @@ fn device_info_is_a_pci_function_with_nine_regions_and_five_interrupt_types() {
         assert_eq!(info.num_regions.get(), NUM_REGIONS);
         assert_eq!(info.num_irqs.get(), NUM_IRQS);
     }
-    let short = talk.ask(
+    let short = talk.request(
         VfioUserCommand::DEVICE_GET_INFO,
         &[15, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
     );
@@ -177,14 +179,15 @@ fn device_info_is_a_pci_function_with_nine_regions_and_five_interrupt_types() {
     let mut payload = [0; 16];
     payload[0] = 15;
     assert_eq!(
-        talk.ask(VfioUserCommand::DEVICE_GET_INFO, &payload).errno(),
+        talk.request(VfioUserCommand::DEVICE_GET_INFO, &payload)
+            .errno(),
         EINVAL
     );
 }
 
 #[test]
 fn errno_of_the_device_reaches_the_client() {
-    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
     let (tracer, fd) = DescriptorTracer::new();
     for (command, payload) in [
         (VfioUserCommand::DMA_MAP, dma_map(3, 0, 0, 0x1000)),
@@ -194,8 +197,8 @@ fn errno_of_the_device_reaches_the_client() {
             irq_set(CONNECT, IrqIndex::Msix, 0, 1),
         ),
     ] {
-        talk.device.fail = Some(libc::EEXIST);
-        let reply = talk.ask_with(command, &payload, &[fd.as_raw_fd()]);
+        talk.device.next_errno = Some(libc::EEXIST);
+        let reply = talk.request_with_fds(command, &payload, &[fd.as_raw_fd()]);
         assert_eq!(reply.errno(), libc::EEXIST as u32, "{command}");
     }
     drop(fd);
@@ -204,18 +207,21 @@ fn errno_of_the_device_reaches_the_client() {
 
 #[test]
 fn unsupported_commands_return_enotsup() {
-    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
     for number in [0, 11, 12, 14, 16, 17, 18, 19, 0x7fff, u16::MAX] {
         for payload in [&[][..], &[0; 8], &[0xff; 4096]] {
-            assert_eq!(talk.ask(VfioUserCommand(number), payload).errno(), ENOTSUP);
+            assert_eq!(
+                talk.request(VfioUserCommand(number), payload).errno(),
+                ENOTSUP
+            );
         }
     }
-    assert_eq!(talk.ask(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
+    assert_eq!(talk.request(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
 }
 
 #[test]
 fn file_descriptors_that_no_command_wants_are_closed() {
-    let mut talk = SessionFixture::negotiated(RecordingDevice::new());
+    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
     let (tracer, fd) = DescriptorTracer::new();
     for (command, payload) in [
         (VfioUserCommand::REGION_READ, access(0, 0, 4)),
@@ -224,7 +230,7 @@ fn file_descriptors_that_no_command_wants_are_closed() {
         (VfioUserCommand::DEVICE_GET_REGION_INFO, region_info(0, 32)),
         (VfioUserCommand(77), vec![]),
     ] {
-        talk.ask_with(command, &payload, &[fd.as_raw_fd(); 5]);
+        talk.request_with_fds(command, &payload, &[fd.as_raw_fd(); 5]);
     }
     drop(fd);
     assert!(tracer.is_closed());

@@ -29,7 +29,7 @@ impl VfioUserDevice for Nothing {
         Ok(())
     }
     fn reset(&mut self) {}
-    fn disconnected(&mut self) {}
+    fn on_disconnected(&mut self) {}
 }
 
 /// A `VERSION` message for 0.1, without version data.
@@ -39,7 +39,7 @@ pub(crate) const VERSION: [u8; 20] = [1, 0, 1, 0, 20, 0, 0, 0, 0, 0, 0, 0, 0, 0,
 pub(crate) const RESET: [u8; 16] = [2, 0, 13, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
 /// Reads a reply, and returns its errno.
-pub(crate) fn hear(mut stream: &UnixStream) -> u32 {
+pub(crate) fn read_reply(mut stream: &UnixStream) -> u32 {
     let mut header = [0; 16];
     stream.read_exact(&mut header).unwrap();
     let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());

@@ -57,7 +57,7 @@ pub enum DeviceError {
     Private(String),
     /// The function was not given a way to be created again.
     #[error("The drive of {0} cannot be handed over: it could not be taken back")]
-    Unique(String),
+    NoFactory(String),
     /// Another process has the drive at present.
     #[error("The drive of {0} was handed over; resume the function first")]
     HandedOver(String),

@@ -12,14 +12,14 @@
 
 use std::mem;
 
-use super::remake::{FunctionFactory, HandedOverFunction};
+use super::function_factory::{FunctionFactory, HandedOverFunction};
 use super::{DeviceError, DeviceSlot, FunctionDevice, SharedFunctionDevice, WiredFunction};
 
 impl FunctionDevice {
     /// Sets the factory that creates the function again when a hand-over is taken back. [`Self::hand_over`] requires one.
     #[must_use]
-    pub fn remade_by(mut self, remake: FunctionFactory) -> Self {
-        self.remake = Some(remake);
+    pub fn with_factory(mut self, remake: FunctionFactory) -> Self {
+        self.factory = Some(remake);
         self
     }
 
@@ -36,10 +36,10 @@ impl FunctionDevice {
         let state = match &mut *slot {
             DeviceSlot::Function(state) => state,
             DeviceSlot::HandedOver(_) => return Ok(()),
-            DeviceSlot::Empty => return Err(self.empty()),
+            DeviceSlot::Empty => return Err(self.empty_error()),
         };
-        if self.remake.is_none() {
-            return Err(DeviceError::Unique(id.clone()));
+        if self.factory.is_none() {
+            return Err(DeviceError::NoFactory(id.clone()));
         }
         if state.function.facts().is_private {
             return Err(DeviceError::Private(id.clone()));
@@ -48,9 +48,9 @@ impl FunctionDevice {
         state.function.flush().map_err(DeviceError::Flush)?;
         let handed_over = HandedOverFunction {
             saved,
-            memory: state.function.memory().hold(),
+            memory: state.function.memory().detach(),
             // `None` if the pages were not logged.
-            dirty: state.function.host().take_dirty_pages().ok(),
+            dirty: state.function.backend().take_dirty_pages().ok(),
         };
         // The function is paused, so no command keeps the memory busy.
         let unwired = self.shared.unwire(state);
@@ -60,7 +60,7 @@ impl FunctionDevice {
 
     /// Creates the function that was handed over again, restores it and resumes it.
     pub(super) fn take_back(&self, slot: &mut DeviceSlot) -> Result<(), DeviceError> {
-        let (handed_over, remake) = match (mem::replace(slot, DeviceSlot::Empty), &self.remake) {
+        let (handed_over, remake) = match (mem::replace(slot, DeviceSlot::Empty), &self.factory) {
             (DeviceSlot::HandedOver(handed_over), Some(remake)) => (handed_over, remake),
             (other, _) => {
                 *slot = other;
@@ -69,26 +69,26 @@ impl FunctionDevice {
         };
         let SharedFunctionDevice { id, vmm, .. } = &*self.shared;
         let function = remake
-            .function()
+            .create()
             .map_err(|source| DeviceError::TakeBack(id.clone(), source))?;
         let mut state = self.shared.wire(function)?;
-        if let Err(error) = state.become_again(&handed_over) {
+        if let Err(error) = state.restore_handed_over(&handed_over) {
             self.shared.unwire(&mut state)?;
             return Err(error);
         }
         state.function.resume();
-        state.follow(&**vmm);
+        state.update_vmm(&**vmm);
         *slot = DeviceSlot::Function(Box::new(state));
         Ok(())
     }
 }
 
 impl WiredFunction {
-    fn become_again(&mut self, handed_over: &HandedOverFunction) -> Result<(), DeviceError> {
-        self.function.host().map_held(&handed_over.memory)?;
+    fn restore_handed_over(&mut self, handed_over: &HandedOverFunction) -> Result<(), DeviceError> {
+        self.function.backend().map_detached(&handed_over.memory)?;
         // The VMM has kept the BARs where they were.
         drop(self.function.restore(&handed_over.saved)?);
-        self.routes.follow_all(&self.function);
+        self.routes.update_all(&self.function);
         Ok(())
     }
 }

@@ -1,8 +1,8 @@
 //! A function in a VMM's own process, with its control thread.
 
 mod error;
+mod function_factory;
 mod hand_over;
-mod remake;
 mod snapshot;
 
 use std::fmt;
@@ -22,15 +22,15 @@ use vm_device::bus::{MmioAddress, MmioAddressOffset};
 use vmm_device::{Bar, BarMove, EndError, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::control::{ControlLoop, ControlLoopHandler};
-use crate::doorbells::{DoorbellMappingStats, IoeventfdDoorbells, MappedDoorbells};
+use crate::control_loop::{ControlLoop, ControlLoopHandler};
+use crate::mapped_doorbells::{DoorbellMappingStats, IoeventfdDoorbells, MappedDoorbells};
 use crate::report;
-use crate::routes::VectorRoutes;
+use crate::vector_routes::VectorRoutes;
 use crate::vmm::Vmm;
 
 pub use error::DeviceError;
-pub use remake::FunctionFactory;
-use remake::HandedOverFunction;
+pub use function_factory::FunctionFactory;
+use function_factory::HandedOverFunction;
 
 /// An NVMe function in a VMM's process.
 ///
@@ -43,7 +43,7 @@ pub struct FunctionDevice {
     shared: Arc<SharedFunctionDevice>,
     /// BAR sizes, in the order of [`Bar::ALL`].
     bar_sizes: [u64; Bar::ALL.len()],
-    remake: Option<FunctionFactory>,
+    factory: Option<FunctionFactory>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -72,9 +72,9 @@ struct WiredFunction {
     events: EventFd,
     routes: VectorRoutes,
     /// Eventfd that becomes readable when the INTx pin's level has fallen.
-    pin_fallen: Option<EventFd>,
-    mapped: Option<MappedDoorbells>,
-    tied: IoeventfdDoorbells,
+    pin_resample: Option<EventFd>,
+    mapped_doorbells: Option<MappedDoorbells>,
+    ioeventfd_doorbells: IoeventfdDoorbells,
 }
 
 impl fmt::Debug for FunctionDevice {
@@ -113,7 +113,7 @@ impl FunctionDevice {
         Ok(Self {
             shared,
             bar_sizes,
-            remake: None,
+            factory: None,
             thread: Mutex::new(Some(thread)),
         })
     }
@@ -125,15 +125,15 @@ impl FunctionDevice {
     }
 
     /// Calls `look` with the function, if the slot has one.
-    pub fn with<T>(&self, look: impl FnOnce(&NvmeFunction) -> T) -> Option<T> {
+    pub fn with_function<T>(&self, look: impl FnOnce(&NvmeFunction) -> T) -> Option<T> {
         let mut slot = self.shared.slot();
         slot.function().map(|state| look(&state.function))
     }
 
     /// Asks the VMM again for the [vCPU thread](Vmm::vcpu_thread) of each vector.
-    pub fn vcpus_changed(&self) {
+    pub fn update_vcpu_threads(&self) {
         if let Some(state) = self.shared.slot().function() {
-            state.routes.find_vcpus(&state.function);
+            state.routes.update_vcpu_threads(&state.function);
         }
     }
 
@@ -141,7 +141,7 @@ impl FunctionDevice {
     pub fn read_config(&self, offset: u64, data: &mut [u8]) {
         match self.shared.slot().function() {
             Some(state) => state.function.read_config(offset, data),
-            None => read_nothing(data),
+            None => fill_with_ones(data),
         }
     }
 
@@ -157,14 +157,14 @@ impl FunctionDevice {
             function, routes, ..
         } = state;
         let moves = routes.write_config(function, offset, data);
-        state.follow(&*self.shared.vmm);
+        state.update_vmm(&*self.shared.vmm);
         moves
     }
 
     /// Sets a BAR's address, as firmware does. The BAR responds at this address once the guest enables memory accesses in the
     /// Command register.
     #[must_use = "the VMM has to follow the BARs"]
-    pub fn place_bar(&self, bar: Bar, address: u64) -> Vec<BarMove> {
+    pub fn set_bar_address(&self, bar: Bar, address: u64) -> Vec<BarMove> {
         self.write_config(bar.config_offset(), &address.to_le_bytes())
     }
 
@@ -181,7 +181,7 @@ impl FunctionDevice {
     pub fn read_bar(&self, bar: Bar, offset: u64, data: &mut [u8]) {
         match self.shared.slot().function() {
             Some(state) => state.function.read_bar(bar, offset, data),
-            None => read_nothing(data),
+            None => fill_with_ones(data),
         }
     }
 
@@ -194,7 +194,7 @@ impl FunctionDevice {
         let WiredFunction {
             function,
             routes,
-            mapped,
+            mapped_doorbells: mapped,
             ..
         } = state;
         match bar {
@@ -205,13 +205,13 @@ impl FunctionDevice {
             // A doorbell write can only change the decision whether to map the doorbells.
             if let Some(mapped) = mapped
                 && is_io_doorbell(function, offset)
-                && mapped.exited()
+                && mapped.record_exit()
             {
                 self.shared.control.wake();
             }
             return;
         }
-        state.follow(&*self.shared.vmm);
+        state.update_vmm(&*self.shared.vmm);
     }
 
     /// Reads from the BAR at a guest address, for a VMM with its own bus.
@@ -227,17 +227,20 @@ impl FunctionDevice {
     /// Returns how often and for how long the function's doorbells were mapped into and unmapped from the guest; zeros if they
     /// are never mapped.
     #[must_use]
-    pub fn doorbell_figures(&self) -> DoorbellMappingStats {
+    pub fn doorbell_stats(&self) -> DoorbellMappingStats {
         let mut slot = self.shared.slot();
-        let mapped = slot.function().and_then(|state| state.mapped.as_ref());
-        mapped.map(MappedDoorbells::figures).unwrap_or_default()
+        let mapped = slot
+            .function()
+            .and_then(|state| state.mapped_doorbells.as_ref());
+        mapped.map(MappedDoorbells::stats).unwrap_or_default()
     }
 
     /// Resets the function to its power-on state, for a guest that is restarted. If commands do not end within 30 seconds, the
     /// guest's memory stays in use and `CSTS.RDY` stays set until they end.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&self) -> Vec<BarMove> {
-        self.change(NvmeFunction::reset).unwrap_or_default()
+        self.update_function(NvmeFunction::reset)
+            .unwrap_or_default()
     }
 
     /// Adds guest memory by its file. The VMM must call this for all memory after it starts the function, and for memory that
@@ -250,7 +253,7 @@ impl FunctionDevice {
     /// # Errors
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn map_memory(&self, memory: MemoryRegion) -> Result<(), DeviceError> {
-        self.map_by(|host| host.map(memory))
+        self.map_with(|host| host.map(memory))
     }
 
     /// Adds guest memory like [`Self::map_memory`], but uses the VMM's own mapping and creates no other. So restore on demand,
@@ -262,16 +265,16 @@ impl FunctionDevice {
     /// # Errors
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn map_vmm_memory(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DeviceError> {
-        self.map_by(|host| host.map_in_place(memory, own))
+        self.map_with(|host| host.map_in_place(memory, own))
     }
 
-    fn map_by(
+    fn map_with(
         &self,
         map: impl FnOnce(&dyn ControllerBackend) -> Result<(), DmaError>,
     ) -> Result<(), DeviceError> {
         match &*self.shared.slot() {
-            DeviceSlot::Function(state) => Ok(map(state.function.host())?),
-            DeviceSlot::HandedOver(_) => Err(self.handed_over()),
+            DeviceSlot::Function(state) => Ok(map(state.function.backend())?),
+            DeviceSlot::HandedOver(_) => Err(self.handed_over_error()),
             DeviceSlot::Empty => Ok(()),
         }
     }
@@ -282,8 +285,8 @@ impl FunctionDevice {
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn unmap_memory(&self, gpa: Gpa, len: u64) -> Result<u64, DeviceError> {
         match &*self.shared.slot() {
-            DeviceSlot::Function(state) => Ok(state.function.host().unmap(gpa, len)?),
-            DeviceSlot::HandedOver(_) => Err(self.handed_over()),
+            DeviceSlot::Function(state) => Ok(state.function.backend().unmap(gpa, len)?),
+            DeviceSlot::HandedOver(_) => Err(self.handed_over_error()),
             DeviceSlot::Empty => Ok(0),
         }
     }
@@ -309,7 +312,7 @@ impl FunctionDevice {
                 // The function has already waited for the commands in flight. Their memory stays mapped.
                 Err(busy @ EndError::Busy(_)) => Err(busy.into()),
                 ended => {
-                    let unmapped = state.function.host().unmap_all();
+                    let unmapped = state.function.backend().unmap_all();
                     let unmapped = unmapped.map(drop).map_err(DeviceError::from);
                     unmapped.and(ended.map_err(DeviceError::from))
                 }
@@ -320,20 +323,20 @@ impl FunctionDevice {
     }
 
     /// Calls `change` for the function if the slot has one, and then updates the VMM's interrupt routes, mappings and eventfds.
-    fn change<T>(&self, change: impl FnOnce(&mut NvmeFunction) -> T) -> Option<T> {
+    fn update_function<T>(&self, change: impl FnOnce(&mut NvmeFunction) -> T) -> Option<T> {
         let mut slot = self.shared.slot();
         let state = slot.function()?;
         let changed = change(&mut state.function);
-        state.routes.follow_all(&state.function);
-        state.follow(&*self.shared.vmm);
+        state.routes.update_all(&state.function);
+        state.update_vmm(&*self.shared.vmm);
         Some(changed)
     }
 
-    fn handed_over(&self) -> DeviceError {
+    fn handed_over_error(&self) -> DeviceError {
         DeviceError::HandedOver(self.shared.id.clone())
     }
 
-    fn empty(&self) -> DeviceError {
+    fn empty_error(&self) -> DeviceError {
         DeviceError::Empty(self.shared.id.clone())
     }
 }
@@ -350,17 +353,17 @@ impl Drop for FunctionDevice {
 impl DeviceMmio for FunctionDevice {
     fn mmio_read(&self, base: MmioAddress, offset: MmioAddressOffset, data: &mut [u8]) {
         match self
-            .with(|function| function.bar_at(base, offset))
+            .with_function(|function| function.bar_at(base, offset))
             .flatten()
         {
             Some((bar, offset)) => self.read_bar(bar, offset, data),
             // The BAR has just moved away, or the slot is empty.
-            None => read_nothing(data),
+            None => fill_with_ones(data),
         }
     }
 
     fn mmio_write(&self, base: MmioAddress, offset: MmioAddressOffset, data: &[u8]) {
-        let found = self.with(|function| function.bar_at(base, offset));
+        let found = self.with_function(|function| function.bar_at(base, offset));
         if let Some((bar, offset)) = found.flatten() {
             self.write_bar(bar, offset, data);
         }
@@ -368,14 +371,14 @@ impl DeviceMmio for FunctionDevice {
 }
 
 /// Fills `data` with ones, as a read returns if there is no device.
-fn read_nothing(data: &mut [u8]) {
+fn fill_with_ones(data: &mut [u8]) {
     data.fill(0xFF);
 }
 
 /// Token of the function's events.
-const EVENTS: u64 = 0;
+const EVENTS_TOKEN: u64 = 0;
 /// Token of the eventfd that reports that the INTx pin's level has fallen.
-const PIN_FALLEN: u64 = 1;
+const PIN_RESAMPLE_TOKEN: u64 = 1;
 
 impl DeviceSlot {
     /// Returns the function, if the slot has one.
@@ -403,28 +406,28 @@ impl SharedFunctionDevice {
         }
         // A function whose host side is another process has no pin.
         let pin = pin.filter(|_| function.has_pin());
-        let pin_fallen = pin.as_ref().map(|pin| pin.fallen()).transpose();
+        let pin_fallen = pin.as_ref().map(|pin| pin.resample_eventfd()).transpose();
         let pin_fallen = pin_fallen.map_err(wiring)?;
         let routes = VectorRoutes::connect(self.vmm.clone(), vectors, pin, &function);
         let routes = routes.map_err(wiring)?;
-        let mapped = MappedDoorbells::of(&mut function).map_err(wiring)?;
+        let mapped = MappedDoorbells::new(&mut function).map_err(wiring)?;
         // A duplicate, so that the descriptor stays open while it is watched.
         let events = function.events_fd().try_clone().map_err(wiring)?;
         self.control
-            .watch(events.as_raw_fd(), EVENTS)
+            .watch(events.as_raw_fd(), EVENTS_TOKEN)
             .map_err(wiring)?;
         if let Some(fallen) = &pin_fallen {
             self.control
-                .watch(fallen.as_raw_fd(), PIN_FALLEN)
+                .watch(fallen.as_raw_fd(), PIN_RESAMPLE_TOKEN)
                 .map_err(wiring)?;
         }
         Ok(WiredFunction {
             function,
             events,
             routes,
-            pin_fallen,
-            mapped,
-            tied: IoeventfdDoorbells::default(),
+            pin_resample: pin_fallen,
+            mapped_doorbells: mapped,
+            ioeventfd_doorbells: IoeventfdDoorbells::default(),
         })
     }
 
@@ -439,15 +442,15 @@ impl SharedFunctionDevice {
 
     /// Disconnects a function without work in progress from the VMM and from the control thread.
     fn disconnect(&self, state: &mut WiredFunction) {
-        state.follow(&*self.vmm);
+        state.update_vmm(&*self.vmm);
         for vector in state.function.vectors() {
             vector.set_eventfd(None);
         }
-        for watched in [Some(&state.events), state.pin_fallen.as_ref()]
+        for watched in [Some(&state.events), state.pin_resample.as_ref()]
             .into_iter()
             .flatten()
         {
-            if let Err(error) = self.control.forget(watched.as_raw_fd()) {
+            if let Err(error) = self.control.unwatch(watched.as_raw_fd()) {
                 log::error!("Cannot stop watching {}: {error}", self.id);
             }
         }
@@ -456,54 +459,59 @@ impl SharedFunctionDevice {
 
 /// The function's work on the control thread: admin commands, events for the guest, and the decision whether to map doorbells.
 impl ControlLoopHandler for &SharedFunctionDevice {
-    fn due_in(&mut self) -> Option<Duration> {
-        self.slot().function().and_then(|state| state.interval())
+    fn next_timeout(&mut self) -> Option<Duration> {
+        self.slot()
+            .function()
+            .and_then(|state| state.next_timeout())
     }
 
     fn turn(&mut self, ready: &[u64]) {
         if let Some(state) = self.slot().function() {
-            if ready.contains(&PIN_FALLEN)
-                && let Some(fallen) = &state.pin_fallen
+            if ready.contains(&PIN_RESAMPLE_TOKEN)
+                && let Some(fallen) = &state.pin_resample
                 && fallen.read().is_ok()
                 // All functions on the line are told, including those that send messages.
-                && state.routes.is_pin()
+                && state.routes.is_pin_connected()
             {
-                state.function.end_of_interrupt();
+                state.function.on_end_of_interrupt();
             }
             state.function.process_events();
-            state.decide();
-            state.follow(&*self.vmm);
+            state.decide_mapping();
+            state.update_vmm(&*self.vmm);
         }
     }
 }
 
 impl WiredFunction {
     /// Returns the time until the next periodic work; `None` if only events cause work.
-    fn interval(&self) -> Option<Duration> {
-        let decision = self.mapped.as_ref().and_then(MappedDoorbells::decides_in);
-        let events = self.function.events_interval();
+    fn next_timeout(&self) -> Option<Duration> {
+        let decision = self
+            .mapped_doorbells
+            .as_ref()
+            .and_then(MappedDoorbells::next_decision_in);
+        let events = self.function.events_poll_interval();
         [decision, events].into_iter().flatten().min()
     }
 
     /// Decides whether doorbells are to be mapped.
-    fn decide(&mut self) {
-        if let Some(mapped) = &mut self.mapped {
+    fn decide_mapping(&mut self) {
+        if let Some(mapped) = &mut self.mapped_doorbells {
             mapped.decide(&self.function);
         }
     }
 
     /// Updates the hypervisor's mappings and eventfds to the function's present state.
-    fn follow(&mut self, vmm: &dyn Vmm) {
+    fn update_vmm(&mut self, vmm: &dyn Vmm) {
         let Self {
             function,
-            mapped,
-            tied,
+            mapped_doorbells: mapped,
+            ioeventfd_doorbells: tied,
             ..
         } = self;
         if let Some(mapped) = mapped {
-            mapped.follow(function, vmm);
+            mapped.apply_decision(function, vmm);
         }
-        tied.follow(function, vmm);
+        tied.update(function, vmm);
     }
 }
 

@@ -32,7 +32,7 @@ impl FunctionDevice {
         match &mut *slot {
             DeviceSlot::Function(state) => {
                 state.function.resume();
-                state.follow(&*self.shared.vmm);
+                state.update_vmm(&*self.shared.vmm);
                 Ok(())
             }
             DeviceSlot::HandedOver(_) => {
@@ -53,7 +53,7 @@ impl FunctionDevice {
         match &*self.shared.slot() {
             DeviceSlot::Function(state) => Ok(state.function.save()?),
             DeviceSlot::HandedOver(handed_over) => Ok(handed_over.saved.clone()),
-            DeviceSlot::Empty => Err(self.empty()),
+            DeviceSlot::Empty => Err(self.empty_error()),
         }
     }
 
@@ -64,8 +64,8 @@ impl FunctionDevice {
     /// [`DeviceError::Memory`] if commands in flight do not complete, [`DeviceError::HandedOver`].
     pub fn start_dirty_log(&self) -> Result<(), DeviceError> {
         match &*self.shared.slot() {
-            DeviceSlot::Function(state) => Ok(state.function.host().start_dirty_log()?),
-            DeviceSlot::HandedOver(_) => Err(self.handed_over()),
+            DeviceSlot::Function(state) => Ok(state.function.backend().start_dirty_log()?),
+            DeviceSlot::HandedOver(_) => Err(self.handed_over_error()),
             DeviceSlot::Empty => Ok(()),
         }
     }
@@ -77,7 +77,7 @@ impl FunctionDevice {
     /// [`DeviceError::Memory`] if the log is not active.
     pub fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DeviceError> {
         match &mut *self.shared.slot() {
-            DeviceSlot::Function(state) => Ok(state.function.host().take_dirty_pages()?),
+            DeviceSlot::Function(state) => Ok(state.function.backend().take_dirty_pages()?),
             DeviceSlot::HandedOver(handed_over) => {
                 Ok(handed_over.take_dirty_pages().ok_or(DmaError::NotLogged)?)
             }
@@ -89,7 +89,7 @@ impl FunctionDevice {
     /// Stops the log of [`Self::start_dirty_log`].
     pub fn stop_dirty_log(&self) {
         match &mut *self.shared.slot() {
-            DeviceSlot::Function(state) => state.function.host().stop_dirty_log(),
+            DeviceSlot::Function(state) => state.function.backend().stop_dirty_log(),
             DeviceSlot::HandedOver(handed_over) => handed_over.stop_dirty_log(),
             DeviceSlot::Empty => {}
         }
@@ -105,17 +105,17 @@ impl FunctionDevice {
         let mut slot = self.shared.slot();
         let state = match &mut *slot {
             DeviceSlot::Function(state) => state,
-            DeviceSlot::HandedOver(_) => return Err(self.handed_over()),
-            DeviceSlot::Empty => return Err(self.empty()),
+            DeviceSlot::HandedOver(_) => return Err(self.handed_over_error()),
+            DeviceSlot::Empty => return Err(self.empty_error()),
         };
         let WiredFunction {
             function, routes, ..
         } = &mut **state;
         let restored = function.restore(saved);
         // Vectors are raised only after the resume. After a refusal, the function may have been reset.
-        routes.follow_all(function);
+        routes.update_all(function);
         let moves = restored?;
-        state.follow(&*self.shared.vmm);
+        state.update_vmm(&*self.shared.vmm);
         Ok(moves)
     }
 }

@@ -3,7 +3,7 @@
 //! To add a kind of drive, add a variant of [`DrivePath`], its conversions from and to text, and the code that opens it.
 //! Options that do not apply to the kind are refused in `options/function.rs`.
 
-mod opened;
+mod open_controllers;
 
 use std::fmt;
 use std::fs;
@@ -18,9 +18,9 @@ use std::time::Duration;
 
 use nvme_guest::AdaptivePolicies;
 use nvme_guest::threads::ThreadSpawner;
+use nvme_lease::backing_id::{self, BackingId, DriveIdentityRef, nvme_names};
 use nvme_lease::label::{DriveLabel, DriveName, LABEL_BYTES};
-use nvme_lease::origin::{self, BackingId, DriveIdentityRef, nvme};
-use nvme_lease::range::{ByteRange, Bytes};
+use nvme_lease::range::{ByteRange, ByteSize};
 use nvme_lease::{LeaseError, Ledger};
 use nvme_mpt::Drive;
 use nvme_mpt::drive::HostController;
@@ -98,7 +98,7 @@ pub enum OpenDriveError {
         "Drive `{path}` is open in this process with another {key}=: give the same {key}= to all functions that \
          share it"
     )]
-    OpenedOtherwise {
+    OptionConflict {
         /// Path that was to be opened.
         path: String,
         /// The option that differs.
@@ -109,7 +109,7 @@ pub enum OpenDriveError {
         "Drive `{path}` has the label drive-id={name}, and so has another drive that is open: one is a copy of the other; \
          close that one, or use this one without its label once it is overwritten"
     )]
-    OpenedTwice {
+    DuplicateLabel {
         /// Path that was to be opened.
         path: String,
         /// Name of the label.
@@ -152,8 +152,8 @@ impl FromStr for DrivePath {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let invalid = || OpenDriveError::InvalidPath(text.to_owned());
-        let size = |text: &str| match text.parse::<Bytes>() {
-            Ok(Bytes(bytes)) if bytes > 0 => Ok(bytes),
+        let size = |text: &str| match text.parse::<ByteSize>() {
+            Ok(ByteSize(bytes)) if bytes > 0 => Ok(bytes),
             _ => Err(invalid()),
         };
         if let Some(bytes) = text.strip_prefix("null:") {
@@ -176,8 +176,8 @@ impl FromStr for DrivePath {
 impl fmt::Display for DrivePath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Null(bytes) => write!(f, "null:{}", Bytes(*bytes)),
-            Self::Memory(bytes) => write!(f, "memory:{}", Bytes(*bytes)),
+            Self::Null(bytes) => write!(f, "null:{}", ByteSize(*bytes)),
+            Self::Memory(bytes) => write!(f, "memory:{}", ByteSize(*bytes)),
             Self::Pci(address) => address.fmt(f),
             Self::File(path) => path.display().fmt(f),
         }
@@ -193,11 +193,11 @@ pub struct DriveOptions {
     pub namespace: Option<Nsid>,
     /// Timeout of commands. On expiry, a physical drive aborts the command or is reset, and a software drive's queue fails.
     /// `None` means 10 s for a physical drive, and no timeout for a software drive.
-    pub deadline: Option<Duration>,
+    pub timeout: Option<Duration>,
     /// Arbitration mechanism with which a physical drive is enabled.
     pub arbitration: ArbitrationChoice,
     /// Adaptive policies of the drive whose parameters stay fixed.
-    pub learning: AdaptivePolicies,
+    pub adaptive: AdaptivePolicies,
     /// Performance model of a software drive; `None` for full speed. Physical drives ignore it.
     pub profile: Option<Arc<DriveProfile>>,
     /// Fault schedule of a software drive; `None` for no faults.
@@ -210,7 +210,7 @@ pub struct DriveOptions {
     pub memory: Option<MemoryFile>,
     /// Memory file in which the state of injected faults is passed to the successor process; `None` if that state is lost when
     /// the process ends.
-    pub kept_faults: Option<MemoryFile>,
+    pub persisted_faults: Option<MemoryFile>,
 }
 
 /// Memory file with the content of a `memory:` drive, or with the state of a drive's injected faults.
@@ -233,22 +233,22 @@ impl Hash for MemoryFile {
 
 /// Default timeout of a physical drive's commands: much longer than a healthy drive needs, and shorter than the guest driver's
 /// timeout (Linux: 30 seconds).
-const DEFAULT_DEADLINE: Duration = Duration::from_secs(10);
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Default for DriveOptions {
     fn default() -> Self {
         Self {
             lba_size: 512,
             namespace: None,
-            deadline: None,
+            timeout: None,
             arbitration: ArbitrationChoice::default(),
-            learning: AdaptivePolicies::default(),
+            adaptive: AdaptivePolicies::default(),
             profile: None,
             faults: None,
             allocation: MemoryAllocationTime::default(),
             name: None,
             memory: None,
-            kept_faults: None,
+            persisted_faults: None,
         }
     }
 }
@@ -257,29 +257,29 @@ impl DriveOptions {
     /// Returns the key of an option that conflicts with the options of the open drive at `path`. A profile, faults or policies
     /// that are not set conflict with no value.
     #[must_use]
-    pub fn difference(&self, path: &DrivePath, opened: &Self) -> Option<&'static str> {
+    pub fn conflicting_option(&self, path: &DrivePath, opened: &Self) -> Option<&'static str> {
         let Self {
             lba_size,
             namespace: _,
-            deadline,
+            timeout: deadline,
             arbitration,
-            learning,
+            adaptive: learning,
             profile,
             faults,
             allocation,
             name,
             memory: _,
-            kept_faults: _,
+            persisted_faults: _,
         } = self;
         let physical = matches!(path, DrivePath::Pci(_));
-        let bound = |deadline: Option<Duration>| deadline.or(physical.then_some(DEFAULT_DEADLINE));
+        let bound = |deadline: Option<Duration>| deadline.or(physical.then_some(DEFAULT_TIMEOUT));
         let differ = [
             ("lba", !physical && *lba_size != opened.lba_size),
-            ("timeout", bound(*deadline) != bound(opened.deadline)),
+            ("timeout", bound(*deadline) != bound(opened.timeout)),
             ("arbitration", *arbitration != opened.arbitration),
             (
                 "fixed",
-                *learning != AdaptivePolicies::default() && *learning != opened.learning,
+                *learning != AdaptivePolicies::default() && *learning != opened.adaptive,
             ),
             ("profile", profile.is_some() && *profile != opened.profile),
             ("faults", faults.is_some() && *faults != opened.faults),
@@ -296,31 +296,31 @@ impl DriveOptions {
 /// # Errors
 /// All of [`OpenDriveError`] but [`OpenDriveError::InvalidPath`].
 pub fn open(path: &DrivePath, options: DriveOptions) -> Result<Arc<Drive>, OpenDriveError> {
-    open_on(path, options, &ThreadSpawner::default())
+    open_with_threads(path, options, &ThreadSpawner::default())
 }
 
 /// [Opens](open) a drive. Monitor threads of a physical drive are started through `threads`.
 ///
 /// # Errors
 /// As [`open`].
-pub fn open_on(
+pub fn open_with_threads(
     path: &DrivePath,
     options: DriveOptions,
     threads: &ThreadSpawner,
 ) -> Result<Arc<Drive>, OpenDriveError> {
-    open_with(path, options, threads, PersistedDriveDescriptors::default())
+    find_or_open_drive(path, options, threads, PersistedDriveDescriptors::default())
 }
 
 /// Descriptors of a physical drive that were opened by a predecessor and outlived it.
 #[derive(Debug, Default)]
 pub struct PersistedDriveDescriptors {
     /// Descriptors from a [hand-over](HostController::hand_over) by the predecessor.
-    pub handed: Vec<OwnedFd>,
+    pub handed_over: Vec<OwnedFd>,
     /// Descriptors that a predecessor which crashed left with its keeper (supervisor process). Ignored if the predecessor
     /// handed the drive over.
-    pub left: Vec<OwnedFd>,
+    pub crash_leftovers: Vec<OwnedFd>,
     /// Store of the drive's descriptors at this process's keeper (supervisor process).
-    pub keeper: Option<Arc<dyn DescriptorStore>>,
+    pub fd_store: Option<Arc<dyn DescriptorStore>>,
 }
 
 /// [Opens](open) a drive with the descriptors of a predecessor. If the drive cannot be restored from them, it is opened from
@@ -328,12 +328,12 @@ pub struct PersistedDriveDescriptors {
 ///
 /// # Errors
 /// As [`open`].
-pub fn open_outliving(
+pub fn open_with_descriptors(
     path: &DrivePath,
     options: DriveOptions,
     outliving: PersistedDriveDescriptors,
 ) -> Result<Arc<Drive>, OpenDriveError> {
-    open_with(path, options, &ThreadSpawner::default(), outliving)
+    find_or_open_drive(path, options, &ThreadSpawner::default(), outliving)
 }
 
 /// Returns a drive that this process has open under this path. Opens no drive, even if the path leads to another drive by now.
@@ -342,26 +342,26 @@ pub fn open_outliving(
 /// [`OpenDriveError::Closed`], [`OpenDriveError::OpenedOtherwise`], [`OpenDriveError::Namespace`].
 pub fn find(path: &DrivePath, options: &DriveOptions) -> Result<Arc<Drive>, OpenDriveError> {
     let closed = || Err(OpenDriveError::Closed(path.to_string()));
-    let controller = opened::find_or_open(path, options, closed)?;
+    let controller = open_controllers::find_or_open(path, options, closed)?;
     Ok(Drive::new(path.to_string(), controller, options.namespace)?)
 }
 
-fn open_with(
+fn find_or_open_drive(
     path: &DrivePath,
     options: DriveOptions,
     threads: &ThreadSpawner,
     outliving: PersistedDriveDescriptors,
 ) -> Result<Arc<Drive>, OpenDriveError> {
     let open = || open_controller(path, &options, threads, outliving);
-    let controller = opened::find_or_open(path, &options, open)?;
+    let controller = open_controllers::find_or_open(path, &options, open)?;
     Ok(Drive::new(path.to_string(), controller, options.namespace)?)
 }
 
 /// Returns the options of an open drive. `None` if the drive is not open, and for `null:` and `memory:` drives, because each
 /// open of them makes a new drive.
 #[must_use]
-pub fn opened_options(path: &DrivePath) -> Option<DriveOptions> {
-    opened::options(path)
+pub fn open_drive_options(path: &DrivePath) -> Option<DriveOptions> {
+    open_controllers::options(path)
 }
 
 fn open_controller(
@@ -377,7 +377,7 @@ fn open_controller(
         other => return Err(OpenDriveError::InvalidLbaSize(other)),
     };
     let failed = |source: io::Error| match source.kind() {
-        io::ErrorKind::NotFound => absent(path),
+        io::ErrorKind::NotFound => not_found_error(path),
         io::ErrorKind::ResourceBusy => OpenDriveError::InUse {
             path: path.to_string(),
             user: exclusive_user(path),
@@ -388,8 +388,10 @@ fn open_controller(
         },
     };
     if let DrivePath::File(file) = path {
-        let user = file.canonicalize().and_then(|file| BackingId::of(&file));
-        if let Some(user) = user.map_err(failed)?.user() {
+        let user = file
+            .canonicalize()
+            .and_then(|file| BackingId::from_path(&file));
+        if let Some(user) = user.map_err(failed)?.find_user() {
             return Err(OpenDriveError::InUse {
                 path: path.to_string(),
                 user,
@@ -403,26 +405,30 @@ fn open_controller(
             return Err(KeyValueError::Faults.into());
         }
         let drive = open_key_value(path, profile, threads)?;
-        return Ok(Arc::new(match options.deadline {
+        return Ok(Arc::new(match options.timeout {
             Some(timeout) => drive.with_timeout(timeout),
             None => drive,
         }));
     }
     let software = |drive: SoftwareController| -> Result<Arc<dyn HostController>, OpenDriveError> {
-        let drive = match options.deadline {
+        let drive = match options.timeout {
             Some(timeout) => drive.with_timeout(timeout),
             None => drive,
         };
         let drive = match options.profile.as_deref() {
-            Some(profile @ DriveProfile::Zns(zones)) => drive.timed(profile).zoned(zones)?,
-            Some(profile) => drive.timed(profile),
+            Some(profile @ DriveProfile::Zns(zones)) => {
+                drive.with_timing(profile).with_zones(zones)?
+            }
+            Some(profile) => drive.with_timing(profile),
             None => drive,
         };
-        Ok(Arc::new(match (&options.faults, &options.kept_faults) {
-            (Some(plan), Some(MemoryFile(file))) => drive.faulty_kept(plan, file)?,
-            (Some(plan), None) => drive.faulty(plan)?,
-            (None, _) => drive,
-        }))
+        Ok(Arc::new(
+            match (&options.faults, &options.persisted_faults) {
+                (Some(plan), Some(MemoryFile(file))) => drive.with_persisted_faults(plan, file)?,
+                (Some(plan), None) => drive.with_faults(plan)?,
+                (None, _) => drive,
+            },
+        ))
     };
     Ok(match path {
         DrivePath::Null(bytes) => software(SoftwareController::null(*bytes, lba_shift))?,
@@ -444,15 +450,19 @@ fn open_controller(
             software(drive.map_err(failed)?)?
         }
         DrivePath::File(file) => {
-            let slices = options.learning.slices;
-            let drive =
-                SoftwareController::file_in_slices(file, lba_shift, slices, options.name.as_ref());
+            let slices = options.adaptive.slices;
+            let drive = SoftwareController::open_file_with_slices(
+                file,
+                lba_shift,
+                slices,
+                options.name.as_ref(),
+            );
             software(drive.map_err(failed)?)?
         }
         DrivePath::Pci(address) => {
             let options = ControllerOptions {
-                deadline: options.deadline.unwrap_or(DEFAULT_DEADLINE),
-                learning: options.learning,
+                command_timeout: options.timeout.unwrap_or(DEFAULT_TIMEOUT),
+                adaptive: options.adaptive,
                 arbitration: options.arbitration,
             };
             open_physical(*address, options, threads, outliving)?
@@ -469,16 +479,16 @@ fn open_physical(
     outliving: PersistedDriveDescriptors,
 ) -> Result<Arc<VfioController>, OpenDriveError> {
     let PersistedDriveDescriptors {
-        handed,
-        mut left,
-        keeper,
+        handed_over: handed,
+        crash_leftovers: mut left,
+        fd_store: keeper,
     } = outliving;
     if !handed.is_empty() {
-        let went_on = handed_over(address, handed).and_then(|(backing, handed)| {
+        let went_on = restore_handed_over(address, handed).and_then(|(backing, handed)| {
             // The descriptors that were left are out of date after a hand-over.
             left.clear();
             let backing = Arc::new(backing);
-            VfioController::handed_over(backing, handed, options, threads, keeper.clone())
+            VfioController::from_predecessor(backing, handed, options, threads, keeper.clone())
         });
         match went_on {
             Ok(controller) => return Ok(controller),
@@ -492,10 +502,13 @@ fn open_physical(
         path: address.to_string(),
         source,
     };
-    let mut kept = PersistedIommu { keeper, left: None };
-    let backing = match left_backing(address, left) {
+    let mut kept = PersistedIommu {
+        store: keeper,
+        predecessor: None,
+    };
+    let backing = match restore_leftover_backing(address, left) {
         Ok(Some((backing, left))) => {
-            kept.left = Some(left);
+            kept.predecessor = Some(left);
             backing
         }
         nothing => {
@@ -504,29 +517,29 @@ fn open_physical(
                 log::warn!("Drive {address}: all memory is pinned again: {error}");
             }
             // Release the predecessor's descriptors: the function can be opened only once.
-            if let Some(keeper) = &kept.keeper {
+            if let Some(keeper) = &kept.store {
                 keeper
-                    .let_go()
+                    .clear()
                     .map_err(|error| failed(ControllerError::Memory(error)))?;
             }
             VfioBacking::open(address)?
         }
     };
-    VfioController::open_kept(Arc::new(backing), options, threads, kept).map_err(failed)
+    VfioController::open_persisted(Arc::new(backing), options, threads, kept).map_err(failed)
 }
 
 /// Restores a physical drive that the predecessor handed over.
-fn handed_over(
+fn restore_handed_over(
     address: PciAddress,
     handed: Vec<OwnedFd>,
 ) -> Result<(VfioBacking, HandedOverDrive), ControllerError> {
     let mut handed = HandedOverDrive::read(handed)?;
-    let backing = handed.backing(address)?;
+    let backing = handed.open_backing(address)?;
     Ok((backing, handed))
 }
 
 /// Restores the IOMMU address space that a crashed predecessor left; `None` if it left none.
-fn left_backing(
+fn restore_leftover_backing(
     address: PciAddress,
     left: Vec<OwnedFd>,
 ) -> Result<Option<(VfioBacking, PredecessorIommu)>, ControllerError> {
@@ -534,7 +547,7 @@ fn left_backing(
         return Ok(None);
     }
     let mut left = PredecessorIommu::read(left)?;
-    let backing = left.backing(address);
+    let backing = left.open_backing(address);
     let backing = backing.map_err(|error| ControllerError::Function(io::Error::other(error)))?;
     Ok(Some((backing, left)))
 }
@@ -544,19 +557,21 @@ fn left_backing(
 ///
 /// # Errors
 /// [`OpenDriveError::NoDevice`], [`OpenDriveError::NotFound`], [`OpenDriveError::Open`].
-pub fn identity(path: &Path) -> Result<String, OpenDriveError> {
-    if let Some(name) = path.to_str().filter(|name| nvme::is_name(name)) {
+pub fn ledger_name(path: &Path) -> Result<String, OpenDriveError> {
+    if let Some(name) = path.to_str().filter(|name| nvme_names::is_nvme_name(name)) {
         return Ok(name.to_owned());
     }
-    let origin = path.canonicalize().and_then(|path| BackingId::of(&path));
-    let origin = origin.map_err(|source| match source.kind() {
-        io::ErrorKind::NotFound => absent(&DrivePath::File(path.to_owned())),
+    let backing_id = path
+        .canonicalize()
+        .and_then(|path| BackingId::from_path(&path));
+    let backing_id = backing_id.map_err(|source| match source.kind() {
+        io::ErrorKind::NotFound => not_found_error(&DrivePath::File(path.to_owned())),
         _ => OpenDriveError::Open {
             path: path.display().to_string(),
             source,
         },
     })?;
-    let identity = origin.identity();
+    let identity = backing_id.identity();
     Ok(match read_label(path) {
         Some((label, place)) => label.identity(identity.into(), place).name,
         None => identity.name.clone(),
@@ -566,13 +581,13 @@ pub fn identity(path: &Path) -> Result<String, OpenDriveError> {
 /// Reads the label of a file or block device. Returns the label and its offset in bytes.
 fn read_label(path: &Path) -> Option<(DriveLabel, u64)> {
     let mut file = fs::File::open(path).ok()?;
-    let place = DriveLabel::place(file.seek(SeekFrom::End(0)).ok()?)?;
+    let place = DriveLabel::label_offset(file.seek(SeekFrom::End(0)).ok()?)?;
     let mut block = [0; LABEL_BYTES];
     let read = nvme_mpt_memory::file_system::read_past_cache(&file, place, &mut block).ok()?;
     if read < LABEL_BYTES {
         return None;
     }
-    Some((DriveLabel::read(&block)?, place))
+    Some((DriveLabel::parse(&block)?, place))
 }
 
 /// Errors of labelling a drive.
@@ -592,7 +607,7 @@ pub enum LabelError {
         "Leases or data are on a drive with the label drive-id={0}: choose another name; if this is that drive and \
          it has lost its label, as by growing, add --again"
     )]
-    Taken(DriveName),
+    NameTaken(DriveName),
     /// The drive has a label already.
     #[error("Drive `{path}` has the label drive-id={name}: use that name")]
     Labelled {
@@ -608,7 +623,7 @@ pub enum LabelError {
          if not, add --other",
         ids.join("\", \"")
     )]
-    MayBe {
+    MaybeKnown {
         /// The drive.
         path: String,
         /// Ledger name of the missing drive.
@@ -657,7 +672,7 @@ pub fn label(
     let label = match (known, again) {
         (Some(label), true) => label,
         (None, _) => DriveLabel::new(name.clone()),
-        (Some(_), false) => return Err(LabelError::Taken(name.clone())),
+        (Some(_), false) => return Err(LabelError::NameTaken(name.clone())),
     };
     // Opening detects other users of the drive, and keeps a block device exclusive meanwhile.
     let drive = open(&DrivePath::File(path.to_owned()), DriveOptions::default())?;
@@ -670,19 +685,19 @@ pub fn label(
     let file = fs::OpenOptions::new().read(true).write(true).open(path);
     let mut file = file.map_err(write)?;
     let end = file.seek(SeekFrom::End(0)).map_err(write)?;
-    let place = DriveLabel::place(end).ok_or_else(|| LabelError::TooSmall(text()))?;
+    let place = DriveLabel::label_offset(end).ok_or_else(|| LabelError::TooSmall(text()))?;
     let mut rest = vec![0; (end - place) as usize];
     file.read_exact_at(&mut rest, place).map_err(write)?;
     let range = ByteRange::new(place, bytes.saturating_sub(place)).map_err(LeaseError::from)?;
     if !again && !is_other {
-        let found = ledger.find_lost(
+        let found = ledger.find_renamed(
             drive.identity(),
             namespace.nsid,
             namespace.blocks,
             namespace.lba_shift,
         )?;
         if let Some((lost, ids)) = found {
-            return Err(LabelError::MayBe {
+            return Err(LabelError::MaybeKnown {
                 path: text(),
                 lost,
                 ids,
@@ -693,7 +708,11 @@ pub fn label(
     if !is_unused || rest.iter().any(|byte| *byte != 0) {
         return Err(LabelError::InUse(text()));
     }
-    let DriveIdentityRef { name, formerly, .. } = drive.identity();
+    let DriveIdentityRef {
+        name,
+        former_names: formerly,
+        ..
+    } = drive.identity();
     let identity = label.identity(drive.identity(), place).name;
     let before = || formerly.iter().map(String::as_str).chain([name]);
     for before in before() {
@@ -702,7 +721,7 @@ pub fn label(
             ledger.check_idle(before)?;
         }
     }
-    file.write_all_at(&label.block(), place).map_err(write)?;
+    file.write_all_at(&label.to_block(), place).map_err(write)?;
     file.sync_all().map_err(write)?;
     for before in before() {
         ledger.carry_over(before, &identity)?;
@@ -718,7 +737,7 @@ pub fn is_block_device(path: &Path) -> bool {
 }
 
 /// Returns the error for a path that does not exist.
-fn absent(path: &DrivePath) -> OpenDriveError {
+fn not_found_error(path: &DrivePath) -> OpenDriveError {
     match path {
         // A regular file in `/dev` would be lost when the host restarts.
         DrivePath::File(file) if file.starts_with("/dev") => {
@@ -733,7 +752,7 @@ fn exclusive_user(path: &DrivePath) -> String {
     let DrivePath::File(file) = path else {
         return "another program".to_owned();
     };
-    origin::holder(file).unwrap_or_else(|| {
+    backing_id::device_holders(file).unwrap_or_else(|| {
         let file = file.display();
         format!("a program that has it open exclusively (`fuser -v {file}` names it)")
     })
@@ -748,9 +767,9 @@ fn open_key_value(
     match path {
         DrivePath::Memory(bytes) => Ok(KeyValueController::memory(*bytes, profile)),
         DrivePath::File(file) if file.exists() => {
-            Ok(KeyValueController::file(file, profile, threads)?)
+            Ok(KeyValueController::open_file(file, profile, threads)?)
         }
-        DrivePath::File(_) => Err(absent(path)),
+        DrivePath::File(_) => Err(not_found_error(path)),
         _ => Err(KeyValueError::Null.into()),
     }
 }

@@ -76,10 +76,10 @@ fn a_process_opens_a_drive_once() {
             assert!(error.contains(&format!("the same {key}=")), "{error}");
         }
     }
-    let opened = opened_options(&DrivePath::File(link.clone()));
+    let opened = open_drive_options(&DrivePath::File(link.clone()));
     assert_eq!(opened, Some(small.clone()));
     drop(first);
-    assert_eq!(opened_options(&DrivePath::File(link)), None);
+    assert_eq!(open_drive_options(&DrivePath::File(link)), None);
     // All functions of a drive share its faults and its profile.
     for (options, other) in [(&faulty, &modelled), (&modelled, &faulty)] {
         let first = open_file(&path, options).expect("opened");
@@ -101,7 +101,7 @@ fn finding_a_drive_returns_only_open_drives() {
     let options = DriveOptions::default();
     let error = find(&path, &options).expect_err("it is not open");
     assert!(matches!(error, OpenDriveError::Closed(_)), "{error}");
-    assert_eq!(opened_options(&path), None);
+    assert_eq!(open_drive_options(&path), None);
     let opened = open(&path, options.clone()).expect("opened");
     let found = find(&path, &options).expect("found");
     assert!(std::ptr::addr_eq(opened.controller(), found.controller()));
@@ -161,10 +161,10 @@ fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
         id: "test",
         drive: drive.identity(),
         nsid: Nsid(1),
-        wanted: RequestedBytes::At(range.parse().expect("a range")),
+        wanted: RequestedBytes::Range(range.parse().expect("a range")),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
-        former_data: PreviousDataPolicy::Refused,
+        previous_data: PreviousDataPolicy::Refused,
     });
     LocalBackendConfig {
         drive: drive.clone(),
@@ -175,11 +175,11 @@ fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
         doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
-        learning: AdaptivePolicies::default(),
+        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
         memory: MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_guest::limit::RateLimits::default(),
+        rates: nvme_guest::rate_limit::RateLimits::default(),
         serial: None,
     }
 }
@@ -216,7 +216,7 @@ fn a_disk_image_is_served_raw_only_on_request() {
     let reserve = |options: &str| {
         let options = format!("path={},{options}", path.display());
         let options: crate::options::FunctionOptions = options.parse().expect("valid");
-        let drive = open(&options.path, options.of_drive(None)).expect("opened");
+        let drive = open(&options.path, options.drive_options(None)).expect("opened");
         let ledgers = crate::open::LeaseLedgers::open(&state);
         let stop = std::sync::atomic::AtomicBool::new(false);
         let reserved = crate::open::reserve(&options, None, &drive, &ledgers, &stop);
@@ -298,7 +298,7 @@ impl Host {
     fn reserve(&self, disk: &str, options: &str) -> Result<nvme_lease::LeaseExtents, String> {
         let options = format!("path={},{options}", self.path(disk).display());
         let options: crate::options::FunctionOptions = options.parse().expect("valid");
-        let drive = open(&options.path, options.of_drive(None));
+        let drive = open(&options.path, options.drive_options(None));
         let drive = drive.map_err(|error| crate::report::chain(&error))?;
         let ledgers = crate::open::LeaseLedgers::open(&self.path("state"));
         let stop = std::sync::atomic::AtomicBool::new(false);
@@ -308,7 +308,7 @@ impl Host {
     }
 }
 
-fn refused<T: std::fmt::Debug>(result: Result<T, String>, said: &str) {
+fn assert_refused<T: std::fmt::Debug>(result: Result<T, String>, said: &str) {
     let error = result.expect_err(said);
     assert!(error.contains(said), "{error}");
 }
@@ -324,40 +324,43 @@ fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
             id: "before",
             drive: drive.into(),
             nsid: Nsid(1),
-            wanted: RequestedBytes::At("0+1M".parse().expect("a range")),
+            wanted: RequestedBytes::Range("0+1M".parse().expect("a range")),
             lba_shift: 9,
             blocks: (16 << 20) >> 9,
-            former_data: PreviousDataPolicy::Refused,
+            previous_data: PreviousDataPolicy::Refused,
         });
         lease.expect("its own").identity()
     };
-    let before = names(&identity(&host.path("a")).expect("a file"));
-    refused(
+    let before = names(&ledger_name(&host.path("a")).expect("a file"));
+    assert_refused(
         host.reserve("a", "id=x,size=1M,unit=1M,drive-id=pool"),
         "leases label",
     );
     host.label("a", "pool", false).expect("labelled");
     // Leases from before the label continue, with the names that their guests know.
-    assert_eq!(names(&identity(&host.path("a")).expect("a file")), before);
+    assert_eq!(
+        names(&ledger_name(&host.path("a")).expect("a file")),
+        before
+    );
     host.reserve("a", "id=before,range=0+1M,drive-id=pool")
         .expect("its own");
     host.reserve("a", "id=x,size=1M,unit=1M,drive-id=pool")
         .expect("leased");
     // Refusals: no label, another label, another drive, and two drives with one label.
-    refused(
+    assert_refused(
         host.reserve("a", "id=x,size=1M,unit=1M"),
         "say drive-id=pool",
     );
-    refused(
+    assert_refused(
         host.reserve("a", "id=x,size=1M,unit=1M,drive-id=other"),
         "has the label drive-id=pool",
     );
-    refused(
+    assert_refused(
         host.reserve("b", "id=x,size=1M,unit=1M,drive-id=pool"),
         "has no label drive-id=pool",
     );
-    refused(host.label("b", "pool", false), "choose another name");
-    refused(
+    assert_refused(host.label("b", "pool", false), "choose another name");
+    assert_refused(
         host.label("a", "other", false),
         "has the label drive-id=pool",
     );
@@ -371,24 +374,27 @@ fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
     let held = open_at("a").expect("opened");
     let error = open_at("copy").expect_err("a copy");
     assert!(
-        matches!(error, OpenDriveError::OpenedTwice { .. }),
+        matches!(error, OpenDriveError::DuplicateLabel { .. }),
         "{error}"
     );
     drop(held);
     // No lease includes the label's blocks.
-    refused(host.reserve("a", "id=y,range=15M+1M,drive-id=pool"), "15M");
+    assert_refused(host.reserve("a", "id=y,range=15M+1M,drive-id=pool"), "15M");
     // After the drive grew, its label is still at the former end.
     let file = fs::OpenOptions::new()
         .write(true)
         .open(host.path("a"))
         .expect("a file");
     file.set_len(32 << 20).expect("longer");
-    refused(
+    assert_refused(
         host.reserve("a", "id=x,size=1M,unit=1M,drive-id=pool"),
         "has no label",
     );
     host.label("a", "pool", true).expect("labelled again");
-    assert_eq!(names(&identity(&host.path("a")).expect("a file")), before);
+    assert_eq!(
+        names(&ledger_name(&host.path("a")).expect("a file")),
+        before
+    );
     let extents = host.reserve("a", "id=x,size=1M,unit=1M,drive-id=pool");
     assert_eq!(extents.expect("its own").to_string(), "1M+1M");
 }
@@ -398,7 +404,7 @@ fn a_label_is_refused_where_blocks_are_in_use() {
     let host = Host::new();
     host.disk("a");
     host.reserve("a", "id=all").expect("leased");
-    refused(
+    assert_refused(
         host.label("a", "pool", false),
         "is not empty, or belongs to a lease",
     );
@@ -408,12 +414,12 @@ fn a_label_is_refused_where_blocks_are_in_use() {
         .open(path)
         .expect("a file");
     file.write_all_at(b"x", (16 << 20) - 1).expect("written");
-    refused(
+    assert_refused(
         host.label("b", "pool", false),
         "is not empty, or belongs to a lease",
     );
     file.set_len(1 << 20).expect("shorter");
-    refused(host.label("b", "pool", false), "too small");
+    assert_refused(host.label("b", "pool", false), "too small");
     // A guest that writes a label to its lease does not name another drive.
     host.disk("c");
     host.label("c", "pool", false).expect("labelled");
@@ -424,7 +430,7 @@ fn a_label_is_refused_where_blocks_are_in_use() {
         .write(true)
         .open(host.path("a"))
         .expect("a file");
-    file.write_all_at(&forged.block(), 15 << 20)
+    file.write_all_at(&forged.to_block(), 15 << 20)
         .expect("written");
     host.reserve("a", "id=all").expect("its own");
 }
@@ -441,13 +447,13 @@ fn a_drive_that_lost_its_label_is_refused_by_its_other_names() {
     file.write_all_at(&[0; LABEL_BYTES], 15 << 20)
         .expect("overwritten");
     for place in ["size=4M,unit=1M", "range=0+1M"] {
-        refused(host.reserve("a", &format!("id=y,{place}")), "--again");
+        assert_refused(host.reserve("a", &format!("id=y,{place}")), "--again");
     }
     host.reserve("a", "id=y,range=8M+1M,data=keep")
         .expect("the operator's word");
-    refused(host.reserve("a", "id=z,size=4M,unit=1M"), "--again");
+    assert_refused(host.reserve("a", "id=z,size=4M,unit=1M"), "--again");
     // Another label does not help either.
-    refused(host.label("a", "other", false), "drive-id:pool");
+    assert_refused(host.label("a", "other", false), "drive-id:pool");
     host.label("a", "pool", true).expect("labelled again");
     let extents = host.reserve("a", "id=x,size=4M,unit=1M,drive-id=pool");
     assert_eq!(extents.expect("its own").to_string(), "0+4M");

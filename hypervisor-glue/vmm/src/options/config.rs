@@ -4,15 +4,15 @@
 use std::path::PathBuf;
 
 use crate::drives::{DrivePath, is_block_device};
-use nvme_mpt_lease_protocol::sockets;
+use nvme_mpt_lease_protocol::sockets_dir;
 use nvme_software::model::DriveProfile;
 use serde::{Deserialize, Serialize};
 
-use super::asked::ParsedFunctionOptions;
 use super::error::OptionError;
 use super::function::{FunctionOptions, LbaSize};
-use super::key_values::{KeyValues, parsed};
-use super::served::OptionText;
+use super::key_values::{KeyValues, parse_value};
+use super::parsed_options::ParsedFunctionOptions;
+use super::server_options::OptionText;
 
 /// Default directory of the lease ledger.
 ///
@@ -220,35 +220,35 @@ impl FunctionConfig {
             range: get("range"),
             size: get("size"),
             unit: get("unit"),
-            queues: parsed("queues", get("queues"), str::parse)?,
-            reserve: parsed("reserve", get("reserve"), str::parse)?,
+            queues: parse_value("queues", get("queues"), str::parse)?,
+            reserve: parse_value("reserve", get("reserve"), str::parse)?,
             mdts: get("mdts"),
             lease: get("lease"),
             doorbells: get("doorbells"),
-            doorbell_stride: parsed("doorbell-stride", get("doorbell-stride"), str::parse)?,
+            doorbell_stride: parse_value("doorbell-stride", get("doorbell-stride"), str::parse)?,
             poll: get("poll"),
             fixed: get("fixed"),
             memory: get("memory"),
             memory_limit: get("memory-limit"),
             iops: get("iops"),
             bandwidth: get("bandwidth"),
-            weight: parsed("weight", get("weight"), str::parse)?,
+            weight: parse_value("weight", get("weight"), str::parse)?,
             data: get("data"),
             serial: get("serial"),
-            lba: parsed("lba", get("lba"), str::parse::<LbaSize>)?.map(LbaSize::bytes),
+            lba: parse_value("lba", get("lba"), str::parse::<LbaSize>)?.map(LbaSize::bytes),
             drive_id: get("drive-id"),
             format: get("format"),
             profile: get("profile"),
             faults: get("faults"),
             populate: get("populate"),
-            namespace: parsed("namespace", get("namespace"), str::parse)?,
-            timeout: parsed(
+            namespace: parse_value("namespace", get("namespace"), str::parse)?,
+            timeout: parse_value(
                 "timeout",
                 get("timeout").filter(|text| text != "none"),
                 str::parse,
             )?,
             arbitration: get("arbitration"),
-            reconnect: parsed("reconnect", get("reconnect"), str::parse)?,
+            reconnect: parse_value("reconnect", get("reconnect"), str::parse)?,
             state_dir,
         })
     }
@@ -258,7 +258,7 @@ impl FunctionConfig {
     /// # Errors
     /// Any [`OptionError`] that values can cause.
     pub fn options(&self) -> Result<FunctionOptions, OptionError> {
-        let mut keys = KeyValues::of(self.pairs()?);
+        let mut keys = KeyValues::from_pairs(self.pairs()?);
         FunctionOptions::take(&mut keys)
     }
 
@@ -266,8 +266,8 @@ impl FunctionConfig {
     ///
     /// # Errors
     /// Any [`OptionError`] that values can cause.
-    pub fn asked(&self) -> Result<ParsedFunctionOptions, OptionError> {
-        ParsedFunctionOptions::read(OptionText::of(self.pairs()?)?)
+    pub fn options_with_text(&self) -> Result<ParsedFunctionOptions, OptionError> {
+        ParsedFunctionOptions::from_text(OptionText::from_pairs(self.pairs()?)?)
     }
 
     /// Returns the files that a sandbox must allow if this process opens the function's drive itself, each with true if write
@@ -276,16 +276,16 @@ impl FunctionConfig {
     ///
     /// # Errors
     /// [`OptionError::Value`] if the path names no drive.
-    pub fn files(&self) -> Result<Vec<(PathBuf, bool)>, OptionError> {
+    pub fn required_files(&self) -> Result<Vec<(PathBuf, bool)>, OptionError> {
         let path = Some(self.path.clone());
         let mut files = vec![(self.state_dir.clone(), true)];
-        match parsed("path", path, str::parse)? {
+        match parse_value("path", path, str::parse)? {
             Some(DrivePath::File(file)) => {
                 // A disk model stores its state in a file next to the drive, which it replaces by a rename.
                 let keeps_state = self.profile.as_deref().is_some_and(|name| {
                     // An unreadable profile is refused later.
                     let profile = DriveProfile::load(name).ok();
-                    profile.is_none_or(|profile| profile.keeps_state())
+                    profile.is_none_or(|profile| profile.has_state_file())
                 });
                 let has_file = keeps_state && !is_block_device(&file);
                 let folder = file.parent().filter(|_| has_file);
@@ -314,19 +314,19 @@ impl FunctionConfig {
                 files.push((nodes, false));
             }
         }
-        files.extend(self.described());
+        files.extend(self.profile_and_fault_files());
         Ok(files)
     }
 
     /// Returns the files that a function needs if a drive server has its drive, each with true if write access is needed.
-    pub(crate) fn files_with_server(&self) -> Vec<(PathBuf, bool)> {
-        let mut files = vec![(sockets(&self.state_dir), false)];
-        files.extend(self.described());
+    pub(crate) fn required_files_with_server(&self) -> Vec<(PathBuf, bool)> {
+        let mut files = vec![(sockets_dir(&self.state_dir), false)];
+        files.extend(self.profile_and_fault_files());
         files
     }
 
     /// Returns the profile and fault schedule files that the options name.
-    fn described(&self) -> impl Iterator<Item = (PathBuf, bool)> {
+    fn profile_and_fault_files(&self) -> impl Iterator<Item = (PathBuf, bool)> {
         let described = [&self.profile, &self.faults].into_iter().flatten();
         let named = described.filter(|name| name.contains('/'));
         named.map(|name| (name.into(), false))
@@ -410,7 +410,7 @@ impl FunctionConfig {
 
 #[cfg(test)]
 mod tests {
-    use super::super::table;
+    use super::super::option_help;
     use super::*;
 
     fn config(pairs: &[(&str, &str)]) -> Result<FunctionConfig, OptionError> {
@@ -456,7 +456,7 @@ mod tests {
 
     #[test]
     fn keys_match_the_option_string_except_the_id() {
-        let of_a_string = table::keys().filter(|key| *key != "id");
+        let of_a_string = option_help::keys().filter(|key| *key != "id");
         let keys: Vec<&str> = of_a_string.chain(["state_dir"]).collect();
         assert_eq!(FunctionConfig::KEYS, keys);
     }
@@ -542,7 +542,7 @@ mod tests {
         // There is no default drive.
         let error = read.options().expect_err("no path").to_string();
         assert!(error.starts_with("Option \"path\" is missing"), "{error}");
-        let error = read.asked().expect_err("no path").to_string();
+        let error = read.options_with_text().expect_err("no path").to_string();
         assert!(error.starts_with("Option \"path\" is missing"), "{error}");
     }
 
@@ -550,7 +550,10 @@ mod tests {
     fn sandbox_files_cover_all_needs_of_a_function() {
         // Device mapper's control file exists only on some hosts.
         let files = |pairs: &[(&str, &str)]| {
-            let mut files = config(pairs).expect("valid").files().expect("valid");
+            let mut files = config(pairs)
+                .expect("valid")
+                .required_files()
+                .expect("valid");
             files.retain(|(path, _)| path.as_os_str() != "/dev/mapper/control");
             files
         };
@@ -583,7 +586,7 @@ mod tests {
             [state, ("/srv".into(), true), sys, proc, described.clone()]
         );
         let with_server =
-            |pairs: &[(&str, &str)]| config(pairs).expect("valid").files_with_server();
+            |pairs: &[(&str, &str)]| config(pairs).expect("valid").required_files_with_server();
         let servers = (PathBuf::from(STATE_DIR).join("servers"), false);
         for pairs in [
             &[image][..],

@@ -9,7 +9,7 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 pub enum OptionError {
     /// A key has no `=`.
-    #[error("{}", no_value(word))]
+    #[error("{}", no_value_text(word))]
     NoValue {
         /// The key.
         word: String,
@@ -30,13 +30,13 @@ pub enum OptionError {
     },
     /// A key occurs twice.
     #[error("Option \"{key}\" is given twice: keep one")]
-    Twice {
+    Duplicate {
         /// The key.
         key: String,
     },
     /// Two keys exclude each other.
     #[error("Options \"{key}\" and \"{other}\" are both given: {why}; keep one")]
-    Both {
+    Conflict {
         /// One key.
         key: &'static str,
         /// The other key.
@@ -68,7 +68,7 @@ pub enum OptionError {
     },
     /// A key does not apply to the kind of drive.
     #[error("Option \"{key}\" is not for {path}: {why}; leave it out")]
-    Meaningless {
+    NotApplicable {
         /// The key.
         key: &'static str,
         /// The drive.
@@ -100,7 +100,7 @@ pub enum OptionError {
     },
 }
 
-fn no_value(word: &str) -> String {
+fn no_value_text(word: &str) -> String {
     if word.is_empty() {
         "An option is empty: write KEY=VALUE, separated by single commas".to_owned()
     } else {

@@ -4,14 +4,14 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::adaptive::{AdaptivePolicies, PolicyChoice};
 use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
 use nvme_guest::host::Mdts;
-use nvme_guest::learn::{AdaptivePolicies, PolicyChoice};
-use nvme_guest::limit::{RateLimit, RateLimits};
+use nvme_guest::rate_limit::{RateLimit, RateLimits};
 use nvme_guest::{DoorbellMode, DoorbellStride, MemoryKinds};
 use nvme_lease::PreviousDataPolicy;
 use nvme_lease::label::DriveName;
-use nvme_lease::range::{ByteRange, Bytes, SizeError};
+use nvme_lease::range::{ByteRange, ByteSize, SizeError};
 use nvme_mpt::PollPolicy;
 use nvme_mpt::poller::{PollerIdleMode, PollerSharing};
 use nvme_software::MemoryAllocationTime;
@@ -23,8 +23,8 @@ use nvme_vfio::ArbitrationChoice;
 use crate::drives::{DriveOptions, DrivePath};
 
 use super::error::OptionError;
-use super::key_values::{KeyValues, no_more, take};
-use super::table;
+use super::key_values::{KeyValues, reject_remaining, take_value};
+use super::option_help;
 
 /// Maximum length of a serial number in bytes (Base 2.0, Identify Controller data structure, SN).
 const MAX_SERIAL: usize = 20;
@@ -93,7 +93,7 @@ pub struct FunctionOptions {
     /// Kinds of files that may back the VM's memory.
     pub memory: MemoryKinds,
     /// Maximum bytes of the VM's memory that are mapped for a physical drive. If not given, the host's memory is the limit.
-    pub memory_limit: Option<Bytes>,
+    pub memory_limit: Option<ByteSize>,
     /// Limits of I/Os and bytes per second, and the weight against other guests.
     pub rates: RateLimits,
     /// Policy for data that another id left in the range.
@@ -123,7 +123,7 @@ pub struct FunctionOptions {
 }
 
 /// Reason why a software drive has no weight.
-pub(super) const UNSHARED: &str =
+pub(super) const NO_WEIGHT_REASON: &str =
     "only a physical drive, as in path=0000:01:00.0, has queue pairs that guests share";
 
 /// Refuses a bandwidth limit that is too low for guest drivers.
@@ -131,9 +131,9 @@ pub(super) fn check_bandwidth(limit: Option<RateLimit>) -> Result<(), OptionErro
     let Some(limit) = limit else {
         return Ok(());
     };
-    limit.check_bytes().map_err(|error| OptionError::Value {
+    limit.check_bandwidth().map_err(|error| OptionError::Value {
         key: "bandwidth",
-        value: Bytes(limit.per_second.get()).to_string(),
+        value: ByteSize(limit.per_second.get()).to_string(),
         source: error.into(),
     })
 }
@@ -152,7 +152,7 @@ impl FunctionOptions {
 
     /// Returns warnings about the function's queues as sentences for the operator.
     #[must_use]
-    pub fn cautions(&self) -> Vec<String> {
+    pub fn warnings(&self) -> Vec<String> {
         let mut cautions = Vec::new();
         let (asked, pairs) = (self.queues, self.queue_pairs());
         if pairs < asked {
@@ -177,10 +177,10 @@ impl FunctionOptions {
             cautions.push(format!(
                 "Linux makes no disk of it, as it only supports zones of a power of two, and these have {}; use such \
                  a zone_size for guests with Linux",
-                Bytes(size)
+                ByteSize(size)
             ));
         }
-        if let Some(Err(error)) = self.rates.bandwidth.map(RateLimit::check_bytes) {
+        if let Some(Err(error)) = self.rates.bandwidth.map(RateLimit::check_bandwidth) {
             cautions.push(error.to_string());
         }
         cautions
@@ -197,30 +197,30 @@ impl FunctionOptions {
     /// Returns the drive options of the function. If the drive is already open, `opened` are its options, and options that the
     /// function does not set take their values.
     #[must_use]
-    pub fn of_drive(&self, opened: Option<&DriveOptions>) -> DriveOptions {
+    pub fn drive_options(&self, opened: Option<&DriveOptions>) -> DriveOptions {
         let default = opened.cloned().unwrap_or_default();
         DriveOptions {
             lba_size: self.lba.map_or(default.lba_size, LbaSize::bytes),
-            deadline: self.timeout.or(default.deadline),
+            timeout: self.timeout.or(default.timeout),
             arbitration: self.arbitration.unwrap_or(default.arbitration),
-            learning: self.fixed.of_drive(),
+            adaptive: self.fixed.for_drive(),
             namespace: self.namespace,
             profile: self.profile.clone(),
             faults: self.faults.clone(),
             allocation: self.populate.unwrap_or(default.allocation),
             name: self.drive_id.clone().or(default.name),
             memory: default.memory,
-            kept_faults: default.kept_faults,
+            persisted_faults: default.persisted_faults,
         }
     }
 
     /// Removes the options of a function from `keys` and parses them.
     pub(super) fn take(keys: &mut KeyValues) -> Result<Self, OptionError> {
-        let path = take(keys, "path", str::parse)?.ok_or(OptionError::Missing {
+        let path = take_value(keys, "path", str::parse)?.ok_or(OptionError::Missing {
             key: "path",
             example: "DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
         })?;
-        let timeout = take(keys, "timeout", parse_timeout)?;
+        let timeout = take_value(keys, "timeout", parse_timeout)?;
         if timeout == Some(None) && matches!(path, DrivePath::Pci(_)) {
             return Err(OptionError::Value {
                 key: "timeout",
@@ -231,41 +231,41 @@ impl FunctionOptions {
         let timeout = timeout.flatten();
         let options = Self {
             path,
-            range: take(keys, "range", str::parse)?,
+            range: take_value(keys, "range", str::parse)?,
             size: take_size(keys)?,
-            queues: take(keys, "queues", parse_queues)?.unwrap_or(DEFAULT_QUEUES),
-            reserve: take(keys, "reserve", str::parse)?.unwrap_or_default(),
-            mdts: take(keys, "mdts", str::parse)?,
+            queues: take_value(keys, "queues", parse_queues)?.unwrap_or(DEFAULT_QUEUES),
+            reserve: take_value(keys, "reserve", str::parse)?.unwrap_or_default(),
+            mdts: take_value(keys, "mdts", str::parse)?,
             id: take_id(keys)?,
-            doorbells: take(keys, "doorbells", str::parse)?.unwrap_or_default(),
-            doorbell_stride: take(keys, "doorbell-stride", str::parse)?.unwrap_or_default(),
-            poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
-            fixed: take(keys, "fixed", str::parse)?.unwrap_or_default(),
-            memory: take(keys, "memory", str::parse)?.unwrap_or_default(),
-            memory_limit: take(keys, "memory-limit", parse_memory_limit)?,
+            doorbells: take_value(keys, "doorbells", str::parse)?.unwrap_or_default(),
+            doorbell_stride: take_value(keys, "doorbell-stride", str::parse)?.unwrap_or_default(),
+            poll: take_value(keys, "poll", str::parse)?.unwrap_or_default(),
+            fixed: take_value(keys, "fixed", str::parse)?.unwrap_or_default(),
+            memory: take_value(keys, "memory", str::parse)?.unwrap_or_default(),
+            memory_limit: take_value(keys, "memory-limit", parse_memory_limit)?,
             rates: RateLimits {
-                iops: take(keys, "iops", RateLimit::of_commands)?,
-                bandwidth: take(keys, "bandwidth", RateLimit::of_bytes)?,
-                weight: take(keys, "weight", str::parse)?,
+                iops: take_value(keys, "iops", RateLimit::parse_iops)?,
+                bandwidth: take_value(keys, "bandwidth", RateLimit::parse_bandwidth)?,
+                weight: take_value(keys, "weight", str::parse)?,
             },
-            data: take(keys, "data", str::parse)?.unwrap_or_default(),
-            serial: take(keys, "serial", parse_serial)?,
-            lba: take(keys, "lba", str::parse)?,
-            drive_id: take(keys, "drive-id", str::parse)?,
-            is_raw: take(keys, "format", parse_format)?.is_some(),
-            profile: take(keys, "profile", |name| {
+            data: take_value(keys, "data", str::parse)?.unwrap_or_default(),
+            serial: take_value(keys, "serial", parse_serial)?,
+            lba: take_value(keys, "lba", str::parse)?,
+            drive_id: take_value(keys, "drive-id", str::parse)?,
+            is_raw: take_value(keys, "format", parse_format)?.is_some(),
+            profile: take_value(keys, "profile", |name| {
                 DriveProfile::load(name).map(Arc::new)
             })?,
-            faults: take(keys, "faults", |name| FaultPlan::load(name).map(Arc::new))?,
-            populate: take(keys, "populate", str::parse)?,
-            namespace: take(keys, "namespace", parse_namespace)?,
+            faults: take_value(keys, "faults", |name| FaultPlan::load(name).map(Arc::new))?,
+            populate: take_value(keys, "populate", str::parse)?,
+            namespace: take_value(keys, "namespace", parse_namespace)?,
             timeout,
-            arbitration: take(keys, "arbitration", str::parse)?,
-            reconnect: take(keys, "reconnect", parse_seconds)?,
+            arbitration: take_value(keys, "arbitration", str::parse)?,
+            reconnect: take_value(keys, "reconnect", parse_seconds)?,
         };
         if options.memory == MemoryKinds::Any
             && !matches!(options.path, DrivePath::Pci(_))
-            && options.poll.placement != PollerSharing::Dedicated
+            && options.poll.sharing != PollerSharing::Dedicated
         {
             return Err(OptionError::Needs {
                 key: "memory",
@@ -274,7 +274,9 @@ impl FunctionOptions {
                 why: "page faults in such memory may stop its pollers",
             });
         }
-        if options.poll.spin == PollerIdleMode::Event && options.doorbells == DoorbellMode::Mapped {
+        if options.poll.idle_mode == PollerIdleMode::Event
+            && options.doorbells == DoorbellMode::Mapped
+        {
             return Err(OptionError::Needs {
                 key: "doorbells",
                 value: options.doorbells.to_string(),
@@ -283,7 +285,7 @@ impl FunctionOptions {
             });
         }
         options.check_size()?;
-        match options.meaningless() {
+        match options.inapplicable_option() {
             None if options.reserve > options.queue_pairs() => Err(OptionError::Value {
                 key: "reserve",
                 value: options.reserve.to_string(),
@@ -294,7 +296,7 @@ impl FunctionOptions {
                 .into(),
             }),
             None => Ok(options),
-            Some((key, why)) => Err(OptionError::Meaningless {
+            Some((key, why)) => Err(OptionError::NotApplicable {
                 key,
                 path: options.path,
                 why,
@@ -315,14 +317,14 @@ impl FunctionOptions {
             })
         };
         if self.range.is_some() {
-            return Err(OptionError::Both {
+            return Err(OptionError::Conflict {
                 key: "range",
                 other: "size",
                 why: "a lease has a fixed range or a size",
             });
         }
         if self.data == PreviousDataPolicy::Kept {
-            return Err(OptionError::Both {
+            return Err(OptionError::Conflict {
                 key: "size",
                 other: "data=keep",
                 why: "data is taken over with its range; use range= instead of size=",
@@ -345,13 +347,13 @@ impl FunctionOptions {
     }
 
     /// Returns whether the drive is a key-value drive.
-    pub(crate) fn has_keys(&self) -> bool {
+    pub(crate) fn is_key_value(&self) -> bool {
         matches!(self.profile.as_deref(), Some(DriveProfile::Kv(_)))
     }
 
     /// Returns the key of a given option that does not apply to the kind of drive, and the reason; `None` if all options apply.
-    fn meaningless(&self) -> Option<(&'static str, &'static str)> {
-        let is_sliced = matches!(self.path, DrivePath::File(_)) && !self.has_keys();
+    fn inapplicable_option(&self) -> Option<(&'static str, &'static str)> {
+        let is_sliced = matches!(self.path, DrivePath::File(_)) && !self.is_key_value();
         if self.fixed.slices == PolicyChoice::Fixed && !is_sliced {
             let why = "only the blocks of a file or block device are deallocated in slices";
             return Some(("fixed=slices", why));
@@ -360,12 +362,12 @@ impl FunctionOptions {
             let why = "only a file or block device of the host can be a disk image";
             return Some(("format", why));
         }
-        let is_keys = self.has_keys();
+        let is_keys = self.is_key_value();
         if self.drive_id.is_some() && (is_keys || !matches!(self.path, DrivePath::File(_))) {
             let why = "only the blocks of a file or block device have a label, which tells them from others";
             return Some(("drive-id", why));
         }
-        let takes_memory = matches!(self.path, DrivePath::Memory(_)) && !self.has_keys();
+        let takes_memory = matches!(self.path, DrivePath::Memory(_)) && !self.is_key_value();
         if self.populate.is_some() && !takes_memory {
             let why = "only the blocks of a drive in memory, as in path=memory:4G, take memory of the host";
             return Some(("populate", why));
@@ -423,7 +425,7 @@ impl FunctionOptions {
             let why = "only a physical drive, as in path=0000:01:00.0, has an arbitration between its queues";
             ("arbitration", why)
         });
-        let weight = self.rates.weight.map(|_| ("weight", UNSHARED));
+        let weight = self.rates.weight.map(|_| ("weight", NO_WEIGHT_REASON));
         let why = "only a physical drive, as in path=0000:01:00.0, pins the memory of its VMs";
         let memory_limit = self.memory_limit.map(|_| ("memory-limit", why));
         let of_drive = fixed.or(namespace).or(timeout).or(reserve);
@@ -437,7 +439,7 @@ impl FromStr for FunctionOptions {
     fn from_str(text: &str) -> Result<Self, OptionError> {
         let mut keys = KeyValues::parse(text)?;
         let options = Self::take(&mut keys)?;
-        no_more(keys, table::keys())?;
+        reject_remaining(keys, option_help::keys())?;
         Ok(options)
     }
 }
@@ -446,14 +448,14 @@ impl FromStr for FunctionOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseSize {
     /// Size.
-    pub size: Bytes,
+    pub size: ByteSize,
     /// Allocation unit of the lease: the size of each extent is a multiple of it. If not given, the drive's default is used.
-    pub unit: Option<Bytes>,
+    pub unit: Option<ByteSize>,
 }
 
 fn take_size(keys: &mut KeyValues) -> Result<Option<LeaseSize>, OptionError> {
-    let size = take(keys, "size", str::parse)?;
-    let unit: Option<Bytes> = take(keys, "unit", str::parse)?;
+    let size = take_value(keys, "size", str::parse)?;
+    let unit: Option<ByteSize> = take_value(keys, "unit", str::parse)?;
     match (size, unit) {
         (Some(size), unit) => Ok(Some(LeaseSize { size, unit })),
         (None, None) => Ok(None),
@@ -468,7 +470,7 @@ fn take_size(keys: &mut KeyValues) -> Result<Option<LeaseSize>, OptionError> {
 
 fn take_id(keys: &mut KeyValues) -> Result<Option<String>, OptionError> {
     match (keys.take("id"), keys.take("lease")) {
-        (Some(_), Some(_)) => Err(OptionError::Both {
+        (Some(_), Some(_)) => Err(OptionError::Conflict {
             key: "id",
             other: "lease",
             why: "they are two names of one option",
@@ -485,13 +487,13 @@ const MEMORY_LIMIT_MIN: u64 = 1 << 20;
 ///
 /// # Errors
 /// The text is no size, or the size is too small for any VM.
-pub fn parse_memory_limit(text: &str) -> Result<Bytes, String> {
-    let limit: Bytes = text.parse().map_err(|error: SizeError| error.to_string())?;
+pub fn parse_memory_limit(text: &str) -> Result<ByteSize, String> {
+    let limit: ByteSize = text.parse().map_err(|error: SizeError| error.to_string())?;
     match limit.0 >= MEMORY_LIMIT_MIN {
         true => Ok(limit),
         false => Err(format!(
             "That is too little memory for a VM: write at least {}, as in 16G",
-            Bytes(MEMORY_LIMIT_MIN)
+            ByteSize(MEMORY_LIMIT_MIN)
         )),
     }
 }

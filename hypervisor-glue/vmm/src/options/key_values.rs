@@ -19,7 +19,7 @@ impl KeyValues {
         let mut chars = text.chars().peekable();
         let mut keys = Self::default();
         loop {
-            let (word, value) = pair(&mut chars)?;
+            let (word, value) = parse_pair(&mut chars)?;
             let key = word.trim();
             if key != word && !key.is_empty() {
                 let key = key.to_owned();
@@ -42,14 +42,14 @@ impl KeyValues {
             return Err(OptionError::EmptyValue { key });
         }
         if self.get(&key).is_some() {
-            return Err(OptionError::Twice { key });
+            return Err(OptionError::Duplicate { key });
         }
         self.0.push((key, value));
         Ok(())
     }
 
     /// Creates a list from unique keys.
-    pub(super) fn of(pairs: Vec<(String, String)>) -> Self {
+    pub(super) fn from_pairs(pairs: Vec<(String, String)>) -> Self {
         Self(pairs)
     }
 
@@ -94,7 +94,7 @@ impl KeyValues {
     }
 
     /// Returns a key that no parser has removed; `None` if the list is empty.
-    pub(super) fn rest(self) -> Option<String> {
+    pub(super) fn remaining_key(self) -> Option<String> {
         self.0.into_iter().next().map(|(key, _)| key)
     }
 }
@@ -115,7 +115,7 @@ impl fmt::Display for KeyValues {
 }
 
 /// Reads up to the next comma outside quotes. Returns the key, and the value if there is an equals sign.
-fn pair(chars: &mut Peekable<Chars<'_>>) -> Result<(String, Option<String>), OptionError> {
+fn parse_pair(chars: &mut Peekable<Chars<'_>>) -> Result<(String, Option<String>), OptionError> {
     let mut word = String::new();
     let mut value: Option<String> = None;
     while let Some(&next) = chars.peek() {
@@ -125,7 +125,7 @@ fn pair(chars: &mut Peekable<Chars<'_>>) -> Result<(String, Option<String>), Opt
         chars.next();
         match (next, &mut value) {
             ('=', None) => value = Some(String::new()),
-            ('"', Some(value)) => quoted(chars, &word, value)?,
+            ('"', Some(value)) => parse_quoted(chars, &word, value)?,
             (_, Some(value)) => value.push(next),
             (_, None) => word.push(next),
         }
@@ -134,7 +134,7 @@ fn pair(chars: &mut Peekable<Chars<'_>>) -> Result<(String, Option<String>), Opt
 }
 
 /// Reads a quoted value from behind the opening quote through the closing quote.
-fn quoted(
+fn parse_quoted(
     chars: &mut Peekable<Chars<'_>>,
     key: &str,
     value: &mut String,
@@ -152,16 +152,16 @@ fn quoted(
 }
 
 /// Removes `key` from `keys` and parses its value.
-pub(super) fn take<T, E: Into<Box<dyn StdError + Send + Sync>>>(
+pub(super) fn take_value<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     keys: &mut KeyValues,
     key: &'static str,
     parse: impl FnOnce(&str) -> Result<T, E>,
 ) -> Result<Option<T>, OptionError> {
-    parsed(key, keys.take(key), parse)
+    parse_value(key, keys.take(key), parse)
 }
 
 /// Parses the value of `key`, if there is one.
-pub(super) fn parsed<T, E: Into<Box<dyn StdError + Send + Sync>>>(
+pub(super) fn parse_value<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     key: &'static str,
     value: Option<String>,
     parse: impl FnOnce(&str) -> Result<T, E>,
@@ -180,11 +180,11 @@ pub(super) fn parsed<T, E: Into<Box<dyn StdError + Send + Sync>>>(
 }
 
 /// Returns an error if a key is left in `keys`, since no parser took it. The error lists the `allowed` keys.
-pub(super) fn no_more<'a>(
+pub(super) fn reject_remaining<'a>(
     keys: KeyValues,
     allowed: impl Iterator<Item = &'a str>,
 ) -> Result<(), OptionError> {
-    match keys.rest() {
+    match keys.remaining_key() {
         None => Ok(()),
         Some(key) => Err(OptionError::Unknown {
             key,
@@ -201,7 +201,7 @@ mod tests {
         KeyValues::parse(text).unwrap().0
     }
 
-    fn pair_of(key: &str, value: &str) -> (String, String) {
+    fn owned_pair(key: &str, value: &str) -> (String, String) {
         (key.to_owned(), value.to_owned())
     }
 
@@ -209,7 +209,11 @@ mod tests {
     fn keys_have_values() {
         assert_eq!(
             pairs("a=1,b=x=y,c=/p+q"),
-            [pair_of("a", "1"), pair_of("b", "x=y"), pair_of("c", "/p+q")]
+            [
+                owned_pair("a", "1"),
+                owned_pair("b", "x=y"),
+                owned_pair("c", "/p+q")
+            ]
         );
     }
 
@@ -222,7 +226,7 @@ mod tests {
             (r#"a="x=y""#, "x=y"),
             (r#"a="""""#, "\""),
         ] {
-            assert_eq!(pairs(text)[0], pair_of("a", value), "{text}");
+            assert_eq!(pairs(text)[0], owned_pair("a", value), "{text}");
         }
     }
 

@@ -9,23 +9,23 @@
 //!
 //! [`table`] contains every option with its help.
 
-mod asked;
 mod config;
 mod error;
 mod function;
 mod key_values;
-mod reserved;
-mod served;
-pub mod table;
+pub mod option_help;
+mod parsed_options;
+mod reservation;
+mod server_options;
 #[cfg(test)]
 mod tests;
 
-pub use asked::ParsedFunctionOptions;
 pub use config::{FunctionConfig, STATE_DIR};
 pub use error::OptionError;
 pub use function::{FunctionOptions, LbaSize, LeaseSize, parse_memory_limit};
-pub use reserved::{LeaseReservation, VmmSocket, parse_user};
-pub use served::{
+pub use parsed_options::ParsedFunctionOptions;
+pub use reservation::{LeaseReservation, VmmSocket, parse_user};
+pub use server_options::{
     OptionText, RateChange, ServerDriveOptions, ServerFunctionOptions, SocketOwner,
     parse_socket_path,
 };

@@ -5,11 +5,11 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_guest::learn::{AdaptivePolicies, PolicyChoice};
-use nvme_guest::limit::{RateLimit, RateLimits};
+use nvme_guest::adaptive::{AdaptivePolicies, PolicyChoice};
+use nvme_guest::rate_limit::{RateLimit, RateLimits};
 use nvme_guest::{DoorbellMode, DoorbellStride, MemoryKinds};
 use nvme_lease::PreviousDataPolicy;
-use nvme_lease::range::{ByteRange, Bytes};
+use nvme_lease::range::{ByteRange, ByteSize};
 use nvme_mpt::PollPolicy;
 use nvme_software::MemoryAllocationTime;
 use nvme_software::model::DriveProfile;
@@ -23,7 +23,7 @@ fn function(text: &str) -> FunctionOptions {
 }
 
 /// Returns the error and all its causes, one per line.
-fn complaint<T: FromStr<Err = OptionError>>(text: &str) -> String {
+fn error_text<T: FromStr<Err = OptionError>>(text: &str) -> String {
     let Err(error) = text.parse::<T>() else {
         panic!("{text} was taken");
     };
@@ -91,14 +91,14 @@ fn every_option_is_understood_in_any_order() {
             memory: MemoryKinds::Any,
             memory_limit: None,
             rates: RateLimits {
-                iops: RateLimit::of_commands("20000+500").ok(),
-                bandwidth: RateLimit::of_bytes("1G").ok(),
+                iops: RateLimit::parse_iops("20000+500").ok(),
+                bandwidth: RateLimit::parse_bandwidth("1G").ok(),
                 weight: None,
             },
             data: PreviousDataPolicy::Erased,
             serial: Some("A 1".to_owned()),
             lba: Some(LbaSize::B4096),
-            profile: Some(Arc::new(DriveProfile::named("nvm").unwrap())),
+            profile: Some(Arc::new(DriveProfile::find_built_in("nvm").unwrap())),
             faults: Some(Arc::default()),
             drive_id: None,
             is_raw: false,
@@ -115,7 +115,7 @@ fn every_option_is_understood_in_any_order() {
     assert_eq!((physical.queues, physical.reserve), (4, 4));
     assert_eq!(physical.rates.to_string(), "weight=300");
     assert_eq!(physical.fixed.to_string(), "governor+budget");
-    assert_eq!(physical.memory_limit, Some(Bytes(16 << 30)));
+    assert_eq!(physical.memory_limit, Some(ByteSize(16 << 30)));
     assert_eq!(physical.namespace, Some(Nsid(2)));
     assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
     assert_eq!(physical.arbitration, Some(ArbitrationChoice::Weighted));
@@ -126,7 +126,7 @@ fn every_option_is_understood_in_any_order() {
     );
     assert_eq!(file("path=/d,timeout=none"), file("path=/d"));
     assert_eq!(physical.reconnect, Some(Duration::from_secs(90)));
-    let (size, unit) = (Bytes(64 << 30), Some(Bytes(1 << 28)));
+    let (size, unit) = (ByteSize(64 << 30), Some(ByteSize(1 << 28)));
     let by_size = function("path=/d,size=64G,unit=256M,lease=vm-1");
     assert_eq!(by_size.size, Some(LeaseSize { size, unit }));
     assert_eq!(by_size.id.as_deref(), Some("vm-1"));
@@ -143,7 +143,7 @@ fn zones_that_linux_does_not_take_are_named() {
                    max_open = 1\nmax_active = 1\nappend_limit = \"64K\"\n";
     std::fs::write(&path, profile).unwrap();
     let options = function(&format!("path=null:1G,profile={}", path.display()));
-    let caution = options.cautions().join("\n");
+    let caution = options.warnings().join("\n");
     assert!(caution.contains("Linux makes no disk of it"), "{caution}");
     assert!(caution.contains("these have 96M"), "{caution}");
 }
@@ -152,7 +152,7 @@ fn zones_that_linux_does_not_take_are_named() {
 fn unsuitable_queue_counts_are_named() {
     let cautions = |text: &str| {
         let options = function(&format!("path=null:1G,{text}"));
-        (options.queue_pairs(), options.cautions().join("\n"))
+        (options.queue_pairs(), options.warnings().join("\n"))
     };
     for (text, pairs) in [
         ("queues=511", 511),
@@ -181,7 +181,7 @@ fn unsuitable_queue_counts_are_named() {
         }
     }
     let reserved =
-        complaint::<FunctionOptions>("path=0000:01:00.0,queues=40,doorbell-stride=64,reserve=32");
+        error_text::<FunctionOptions>("path=0000:01:00.0,queues=40,doorbell-stride=64,reserve=32");
     assert!(reserved.contains("31 I/O queue pairs"), "{reserved}");
 }
 
@@ -422,10 +422,10 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
              characters, without spaces around it",
         ),
     ] {
-        assert_eq!(complaint::<FunctionOptions>(text), message);
+        assert_eq!(error_text::<FunctionOptions>(text), message);
     }
     for key in ["doorbells", "poll", "fixed", "memory", "data"] {
-        let complaint = complaint::<FunctionOptions>(&format!("path=/d,{key}=never"));
+        let complaint = error_text::<FunctionOptions>(&format!("path=/d,{key}=never"));
         assert!(
             complaint.starts_with(&format!("Option \"{key}\" cannot be \"never\"\n  ")),
             "{complaint}"
@@ -436,14 +436,14 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
 #[test]
 fn a_socket_has_a_path_that_fits() {
     assert_eq!(
-        complaint::<ServerFunctionOptions>("path=/d"),
+        error_text::<ServerFunctionOptions>("path=/d"),
         "Option \"socket\" is missing: add socket=PATH, where the VMM connects"
     );
     let longest = format!("/{}", "x".repeat(106));
     let served: ServerFunctionOptions = format!("path=/d,socket={longest}").parse().unwrap();
     assert_eq!(served.socket, PathBuf::from(longest));
     let too_long = format!("/{}", "x".repeat(107));
-    let complaint = complaint::<ServerFunctionOptions>(&format!("path=/d,socket={too_long}"));
+    let complaint = error_text::<ServerFunctionOptions>(&format!("path=/d,socket={too_long}"));
     assert!(
         complaint.ends_with(
             "The path of a socket has at most 107 bytes, this one has 108: use a shorter directory, such as one in \

@@ -28,7 +28,7 @@ const DATA: u64 = 0x2_0000;
 
 /// A host with a drive, and the memory of a migrating guest.
 struct Host {
-    folder: TempDir,
+    dir: TempDir,
     memory: File,
     pollers: Arc<PollerPool>,
 }
@@ -41,7 +41,7 @@ impl Host {
             .unwrap();
         let MemoryRegion { fd, .. } = region();
         Self {
-            folder,
+            dir: folder,
             memory: fd.into(),
             pollers: PollerPool::new(),
         }
@@ -49,8 +49,8 @@ impl Host {
 
     fn make(&self) -> impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + use<> {
         let config = FunctionConfig {
-            path: self.folder.path().join("drive").display().to_string(),
-            state_dir: self.folder.path().join("state"),
+            path: self.dir.path().join("drive").display().to_string(),
+            state_dir: self.dir.path().join("state"),
             queues: Some(QUEUE_PAIRS),
             ..FunctionConfig::default()
         };
@@ -67,7 +67,7 @@ impl Host {
     }
 
     /// Creates a VMM with the drive and the guest's memory.
-    fn vmm(&self, patience: Duration) -> Result<(FunctionDevice, Arc<Asked>), OpenError> {
+    fn vmm(&self, patience: Duration) -> Result<(FunctionDevice, Arc<RecordingVmm>), OpenError> {
         let make = self.make();
         self.vmm_with(make()?, FunctionFactory::new(make, patience))
     }
@@ -76,11 +76,11 @@ impl Host {
         &self,
         function: NvmeFunction,
         remake: FunctionFactory,
-    ) -> Result<(FunctionDevice, Arc<Asked>), OpenError> {
+    ) -> Result<(FunctionDevice, Arc<RecordingVmm>), OpenError> {
         let vmm = FakeVmm::default();
         let device = FunctionDevice::start("root", function, Arc::new(vmm.clone())).unwrap();
         device.map_memory(self.region()).unwrap();
-        Ok((device.remade_by(remake), vmm.0))
+        Ok((device.with_factory(remake), vmm.0))
     }
 
     /// Creates the VMM that receives the guest.
@@ -122,7 +122,7 @@ impl Host {
         for number in commands.clone() {
             // Status Success, with the Phase Tag of this round.
             let status = u16::from((number / ENTRIES).is_multiple_of(2));
-            await_that("it does not complete", nap, || {
+            wait_until("it does not complete", nap, || {
                 self.completion(number).1 == status
             });
             completed.insert(self.completion(number).0);
@@ -130,7 +130,7 @@ impl Host {
         assert!(completed.into_iter().eq(commands.clone()));
         let head = u32::from(commands.end % ENTRIES);
         ring(device, Doorbell::CqHead(QueueId(1)), head);
-        let drive = fs::read(self.folder.path().join("drive")).unwrap();
+        let drive = fs::read(self.dir.path().join("drive")).unwrap();
         for cid in commands {
             let at = usize::from(cid) * BLOCK;
             assert_eq!(drive[at..at + BLOCK], [cid as u8 + 1; BLOCK]);
@@ -148,12 +148,12 @@ impl Host {
 }
 
 fn ring(device: &FunctionDevice, doorbell: Doorbell, value: u32) {
-    let at = DOORBELLS + place_of(device, doorbell);
+    let at = DOORBELLS + doorbell_offset(device, doorbell);
     device.write_bar(Bar::Registers, at, &value.to_le_bytes());
 }
 
 /// Reads Vendor ID and Device ID, and CSTS, as the guest.
-fn reads(device: &FunctionDevice) -> [u32; 2] {
+fn read_registers(device: &FunctionDevice) -> [u32; 2] {
     let (mut ids, mut csts) = ([0; 4], [0; 4]);
     device.read_config(0, &mut ids);
     device.read_at(BAR, 0x1C, &mut csts);
@@ -166,7 +166,7 @@ const NOTHING: [u32; 2] = [u32::MAX; 2];
 fn a_guest_continues_with_another_vmm() {
     let host = Host::new();
     let (mut device, mut asked) = host.vmm(Duration::ZERO).unwrap();
-    begin(&device);
+    enable_controller(&device);
     create(&device, 1);
     // The pause comes after some of the commands were fetched.
     host.write(&device, 0..10);
@@ -174,7 +174,7 @@ fn a_guest_continues_with_another_vmm() {
         device.pause().unwrap();
         host.vmm(Duration::ZERO).expect_err("it is leased");
         device.hand_over().unwrap();
-        assert_eq!(reads(&device), NOTHING);
+        assert_eq!(read_registers(&device), NOTHING);
         assert!(asked.vectors.lock().unwrap().is_empty(), "given back");
         device.pause().unwrap();
         let saved = device.save().unwrap();
@@ -182,11 +182,11 @@ fn a_guest_continues_with_another_vmm() {
         let (next, next_asked) = host.vmm(Duration::ZERO).unwrap();
         assert_eq!(next.restore(&saved).unwrap().len(), 1, "BAR0");
         // Compares a part of the state only, because the controller's Timestamp advances.
-        assert_eq!(next.save().unwrap().attachment(), saved.attachment());
+        assert_eq!(next.save().unwrap().backend_state(), saved.backend_state());
         next.resume().unwrap();
         host.await_writes(&next, first..first + 10);
         host.write(&next, first + 10..first + 20);
-        assert_eq!(reads(&device), NOTHING);
+        assert_eq!(read_registers(&device), NOTHING);
         // The source VMM no longer has the drive.
         device.stop().unwrap();
         device.resume().unwrap();
@@ -199,9 +199,9 @@ fn a_guest_continues_with_another_vmm() {
 fn after_a_failed_migration_the_guest_continues_at_its_source() {
     let host = Host::new();
     let (device, asked) = host.vmm(Duration::ZERO).unwrap();
-    begin(&device);
+    enable_controller(&device);
     create(&device, 1);
-    let running = reads(&device);
+    let running = read_registers(&device);
     for first in [0, 10, 20] {
         host.write(&device, first..first + 10);
         device.pause().unwrap();
@@ -209,15 +209,15 @@ fn after_a_failed_migration_the_guest_continues_at_its_source() {
         // The target VMM restores the function, and fails.
         drop(host.receive(&device.save().unwrap()));
         device.resume().unwrap();
-        assert_eq!(reads(&device), running);
+        assert_eq!(read_registers(&device), running);
         assert!(!asked.vectors.lock().unwrap().is_empty());
         host.await_writes(&device, first..first + 10);
     }
     // The control thread serves the function again.
-    let before = with(&device, |function| function.admin_stats().commands);
+    let before = with_function(&device, |function| function.admin_stats().commands);
     device.write_bar(Bar::Registers, DOORBELLS, &1_u32.to_le_bytes());
-    await_that("the admin doorbell is not seen", nap, || {
-        with(&device, |function| function.admin_stats().commands) == before + 1
+    wait_until("the admin doorbell is not seen", nap, || {
+        with_function(&device, |function| function.admin_stats().commands) == before + 1
     });
 }
 
@@ -236,13 +236,13 @@ fn a_drive_released_late_is_attached_again() {
     };
     let remake = FunctionFactory::new(counted, Duration::from_secs(60));
     let (device, _) = host.vmm_with(function, remake).unwrap();
-    begin(&device);
+    enable_controller(&device);
     create(&device, 1);
     device.pause().unwrap();
     device.hand_over().unwrap();
     let other = host.receive(&device.save().unwrap());
     let giver = thread::spawn(move || {
-        await_that("it is not tried", nap, || {
+        wait_until("it is not tried", nap, || {
             attempts.load(Ordering::Relaxed) > 0
         });
         other.stop().unwrap();
@@ -257,7 +257,7 @@ fn a_drive_released_late_is_attached_again() {
 fn a_drive_leased_by_another_is_not_attached_again() {
     let host = Host::new();
     let (device, asked) = host.vmm(Duration::ZERO).unwrap();
-    begin(&device);
+    enable_controller(&device);
     create(&device, 1);
     device.pause().unwrap();
     device.hand_over().unwrap();
@@ -275,7 +275,7 @@ fn a_drive_leased_by_another_is_not_attached_again() {
     );
     // The guest finds an empty slot, whatever it accesses.
     for _ in 0..2 {
-        assert_eq!(reads(&device), NOTHING);
+        assert_eq!(read_registers(&device), NOTHING);
         assert!(asked.vectors.lock().unwrap().is_empty());
         device.write_bar(Bar::Registers, DOORBELLS + 8, &1_u32.to_le_bytes());
         device.map_memory(region()).unwrap();
@@ -295,7 +295,7 @@ fn a_drive_leased_by_another_is_not_attached_again() {
 fn dirty_pages_include_writes_before_the_hand_over() {
     let host = Host::new();
     let (device, _) = host.vmm(Duration::ZERO).unwrap();
-    begin(&device);
+    enable_controller(&device);
     create(&device, 1);
     device.start_dirty_log().unwrap();
     host.write(&device, 0..10);
@@ -317,7 +317,7 @@ fn dirty_pages_include_writes_before_the_hand_over() {
 fn a_hand_over_is_refused_if_the_function_cannot_be_restored() {
     let host = Host::new();
     let (device, _) = host.vmm(Duration::ZERO).unwrap();
-    begin(&device);
+    enable_controller(&device);
     create(&device, 1);
     assert!(matches!(device.hand_over(), Err(DeviceError::Save(_))));
     host.write(&device, 0..10);
@@ -325,12 +325,12 @@ fn a_hand_over_is_refused_if_the_function_cannot_be_restored() {
 
     let (device, _) = super::device(DoorbellMode::Auto);
     device.pause().unwrap();
-    assert!(matches!(device.hand_over(), Err(DeviceError::Unique(_))));
+    assert!(matches!(device.hand_over(), Err(DeviceError::NoFactory(_))));
     let nobody = FunctionFactory::new(host.make(), Duration::ZERO);
-    let device = device.remade_by(nobody);
+    let device = device.with_factory(nobody);
     assert!(matches!(device.hand_over(), Err(DeviceError::Private(_))));
     device.resume().unwrap();
-    with(&device, |function| assert!(!function.is_paused()));
+    with_function(&device, |function| assert!(!function.is_paused()));
 }
 
 #[test]
@@ -342,10 +342,10 @@ fn the_pin_comes_back_with_the_drive() {
     *vmm.0.pin.lock().unwrap() = Some(pin.share());
     let function = make().unwrap();
     let device = FunctionDevice::start("root", function, Arc::new(vmm.clone())).unwrap();
-    let device = device.remade_by(FunctionFactory::new(make, Duration::ZERO));
+    let device = device.with_factory(FunctionFactory::new(make, Duration::ZERO));
     device.map_memory(host.region()).unwrap();
-    begin(&device);
-    let signal = || with(&device, |function| function.vectors()[0].signal());
+    enable_controller(&device);
+    let signal = || with_function(&device, |function| function.vectors()[0].signal());
     signal();
     assert!(pin.is_raised());
     device.pause().unwrap();
@@ -355,8 +355,8 @@ fn the_pin_comes_back_with_the_drive() {
     signal();
     assert!(pin.is_raised());
     pin.0[1].write(1).unwrap();
-    await_that("it stays high", nap, || {
-        !with(&device, |function| {
+    wait_until("it stays high", nap, || {
+        !with_function(&device, |function| {
             function.vectors()[0].has_pin_interrupt()
         })
     });
@@ -368,7 +368,7 @@ fn the_pin_comes_back_with_the_drive() {
 fn a_guest_that_was_offered_no_pin_has_none_in_a_vmm_with_one() {
     let host = Host::new();
     let (device, asked) = host.vmm(Duration::ZERO).unwrap();
-    begin(&device);
+    enable_controller(&device);
     device.pause().unwrap();
     device.hand_over().unwrap();
     let pin = FakePin::new();
@@ -378,7 +378,7 @@ fn a_guest_that_was_offered_no_pin_has_none_in_a_vmm_with_one() {
         let mut interrupt_pin = [0xFF];
         device.read_config(0x3D, &mut interrupt_pin);
         assert_eq!(interrupt_pin, [0]);
-        with(&device, |function| function.vectors()[0].signal());
+        with_function(&device, |function| function.vectors()[0].signal());
         assert!(!pin.is_raised());
         drop(device.reset());
     }

@@ -36,23 +36,23 @@ const BAR4: u64 = 0x20;
 const MSIX_CONTROL: (u64, [u8; 2]) = (0x52, [0x00, 0x80]);
 /// Offset of the doorbells in BAR0.
 const DOORBELLS: u64 = 0x1000;
-const NOWHERE: [u64; 0] = [];
+const NO_ADDRESSES: [u64; 0] = [];
 
 /// A fake VMM, which records requests.
 #[derive(Debug, Default)]
-struct Asked {
+struct RecordingVmm {
     mapped: Mutex<BTreeMap<u64, Arc<Mapping>>>,
     /// Number of map requests.
     maps: Mutex<u32>,
     refuses: AtomicBool,
-    tied: Mutex<BTreeMap<u64, RawFd>>,
+    registered: Mutex<BTreeMap<u64, RawFd>>,
     /// Maximum number of tied doorbells, or 0 without a maximum.
-    ties_max: AtomicUsize,
-    ties_refused: AtomicUsize,
+    registered_max: AtomicUsize,
+    registrations_refused: AtomicUsize,
     messages: Mutex<Vec<(u16, u64, u32)>>,
     vectors: Mutex<Vec<EventFd>>,
     /// Number of messages that were set after their vector had been signalled.
-    late: Mutex<u32>,
+    late_messages: Mutex<u32>,
     /// Threads of the vCPUs, by message address.
     vcpus: Mutex<BTreeMap<u64, ThreadId>>,
     /// INTx, if the VMM offers it.
@@ -91,17 +91,17 @@ impl FakePin {
 }
 
 impl IntxPin for FakePin {
-    fn raise(&self) -> io::Result<EventFd> {
+    fn raise_eventfd(&self) -> io::Result<EventFd> {
         self.0[0].try_clone()
     }
 
-    fn fallen(&self) -> io::Result<EventFd> {
+    fn resample_eventfd(&self) -> io::Result<EventFd> {
         self.0[1].try_clone()
     }
 }
 
 #[derive(Debug, Clone, Default)]
-struct FakeVmm(Arc<Asked>);
+struct FakeVmm(Arc<RecordingVmm>);
 
 impl Vmm for FakeVmm {
     fn map(&self, gpa: Gpa, memory: &Arc<Mapping>) -> Result<(), VmmError> {
@@ -121,20 +121,20 @@ impl Vmm for FakeVmm {
             .ok_or_else(|| VmmError::new(format!("unmap {gpa}"), "There is nothing"))
     }
 
-    fn tie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
+    fn register_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
         let fd = eventfd.as_raw_fd();
-        let mut tied = self.0.tied.lock().unwrap();
-        let most = self.0.ties_max.load(Ordering::Relaxed);
+        let mut tied = self.0.registered.lock().unwrap();
+        let most = self.0.registered_max.load(Ordering::Relaxed);
         if most > 0 && tied.len() == most {
-            self.0.ties_refused.fetch_add(1, Ordering::Relaxed);
+            self.0.registrations_refused.fetch_add(1, Ordering::Relaxed);
             return Err(VmmError::new("tie a doorbell", "There are too many"));
         }
         assert_eq!(tied.insert(address.0, fd), None);
         Ok(())
     }
 
-    fn untie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
-        let before = self.0.tied.lock().unwrap().remove(&address.0);
+    fn unregister_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
+        let before = self.0.registered.lock().unwrap().remove(&address.0);
         assert_eq!(before, Some(eventfd.as_raw_fd()));
         Ok(())
     }
@@ -158,7 +158,7 @@ impl Vmm for FakeVmm {
 }
 
 #[derive(Debug)]
-struct FakeVectors(Arc<Asked>);
+struct FakeVectors(Arc<RecordingVmm>);
 
 impl VmmVectors for FakeVectors {
     fn eventfd(&self, vector: u16) -> io::Result<EventFd> {
@@ -171,7 +171,7 @@ impl VmmVectors for FakeVectors {
             .read()
             .is_ok()
         {
-            *self.0.late.lock().unwrap() += 1;
+            *self.0.late_messages.lock().unwrap() += 1;
         }
         self.0
             .messages
@@ -188,14 +188,14 @@ impl Drop for FakeVectors {
     }
 }
 
-impl Asked {
-    fn mapped_at(&self) -> Vec<u64> {
+impl RecordingVmm {
+    fn mapped_addresses(&self) -> Vec<u64> {
         self.mapped.lock().unwrap().keys().copied().collect()
     }
 
     /// Returns the offsets of tied doorbells in BAR0, which begins at `bar`.
-    fn tied_at(&self, bar: u64) -> Vec<u64> {
-        let tied = self.tied.lock().unwrap();
+    fn registered_offsets(&self, bar: u64) -> Vec<u64> {
+        let tied = self.registered.lock().unwrap();
         tied.keys().map(|address| address - bar).collect()
     }
 
@@ -208,24 +208,24 @@ impl Asked {
     }
 }
 
-fn device(doorbells: DoorbellMode) -> (FunctionDevice, Arc<Asked>) {
-    polled(doorbells, "shared")
+fn device(doorbells: DoorbellMode) -> (FunctionDevice, Arc<RecordingVmm>) {
+    device_with_poll(doorbells, "shared")
 }
 
-fn polled(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
-    learning(doorbells, poll, AdaptivePolicies::default())
+fn device_with_poll(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<RecordingVmm>) {
+    device_with_policies(doorbells, poll, AdaptivePolicies::default())
 }
 
-fn learning(
+fn device_with_policies(
     doorbells: DoorbellMode,
     poll: &str,
     learning: AdaptivePolicies,
-) -> (FunctionDevice, Arc<Asked>) {
+) -> (FunctionDevice, Arc<RecordingVmm>) {
     let vmm = FakeVmm::default();
-    (device_in(&vmm, doorbells, poll, learning), vmm.0)
+    (device_with_vmm(&vmm, doorbells, poll, learning), vmm.0)
 }
 
-fn device_in(
+fn device_with_vmm(
     vmm: &FakeVmm,
     doorbells: DoorbellMode,
     poll: &str,
@@ -237,10 +237,10 @@ fn device_in(
             id: "test",
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            wanted: RequestedBytes::At(ByteRange::new(0, 1 << 20).unwrap()),
+            wanted: RequestedBytes::Range(ByteRange::new(0, 1 << 20).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
-            former_data: nvme_lease::PreviousDataPolicy::Kept,
+            previous_data: nvme_lease::PreviousDataPolicy::Kept,
         })
         .unwrap();
     let attachment = LocalBackend::new(LocalBackendConfig {
@@ -252,11 +252,11 @@ fn device_in(
         doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells,
         poll: poll.parse().unwrap(),
-        learning,
+        adaptive: learning,
         pollers: PollerPool::new(),
         memory: nvme_guest::MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_guest::limit::RateLimits::default(),
+        rates: nvme_guest::rate_limit::RateLimits::default(),
         serial: None,
     })
     .unwrap();
@@ -265,8 +265,8 @@ fn device_in(
 }
 
 /// Runs `look` with the function, which must exist.
-fn with<T>(device: &FunctionDevice, look: impl FnOnce(&NvmeFunction) -> T) -> T {
-    device.with(look).unwrap()
+fn with_function<T>(device: &FunctionDevice, look: impl FnOnce(&NvmeFunction) -> T) -> T {
+    device.with_function(look).unwrap()
 }
 
 /// Writes to configuration space. Returns the number of BARs that moved.
@@ -274,7 +274,7 @@ fn configure(device: &FunctionDevice, offset: u64, data: &[u8]) -> usize {
     device.write_config(offset, data).len()
 }
 
-fn place(device: &FunctionDevice, bar: u64, address: u64) -> usize {
+fn set_bar_address(device: &FunctionDevice, bar: u64, address: u64) -> usize {
     configure(device, bar, &address.to_le_bytes())
 }
 
@@ -294,8 +294,8 @@ fn region() -> MemoryRegion {
 fn create(device: &FunctionDevice, qid: u16) {
     let (qid, entries) = (QueueId(qid), 16);
     let base = Gpa(0x1_0000 * u64::from(qid.0));
-    with(device, |function| {
-        let host = function.host();
+    with_function(device, |function| {
+        let host = function.backend();
         host.create_cq(CqConfig {
             qid,
             base,
@@ -315,23 +315,23 @@ fn create(device: &FunctionDevice, qid: u16) {
         )
         .unwrap();
     });
-    look(device);
+    trigger_check(device);
 }
 
 /// Makes the function check its state, by a write that changes nothing.
-fn look(device: &FunctionDevice) {
+fn trigger_check(device: &FunctionDevice) {
     configure(device, COMMAND.0, &COMMAND.1);
 }
 
 /// Returns the offset of a doorbell of queue 1 in its page.
-fn place_of(device: &FunctionDevice, doorbell: Doorbell) -> u64 {
-    with(device, |function| {
+fn doorbell_offset(device: &FunctionDevice, doorbell: Doorbell) -> u64 {
+    with_function(device, |function| {
         function.doorbell_offset(doorbell) - DOORBELLS
     })
 }
 
 /// Waits until `happened`, and calls `meanwhile` between checks.
-fn await_that(what: &str, mut meanwhile: impl FnMut(), happened: impl Fn() -> bool) {
+fn wait_until(what: &str, mut meanwhile: impl FnMut(), happened: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(600);
     while !happened() {
         assert!(Instant::now() < deadline, "{what}");
@@ -343,22 +343,26 @@ const BAR: u64 = 0xC000_0000;
 const TAIL: Doorbell = Doorbell::SqTail(QueueId(1));
 
 /// Creates a function with a placed BAR0, an enabled controller and a queue pair. No doorbells are mapped.
-fn running(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
-    let (device, asked) = polled(doorbells, poll);
+fn running(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<RecordingVmm>) {
+    let (device, asked) = device_with_poll(doorbells, poll);
     run(&device, &asked);
     (device, asked)
 }
 
-fn run(device: &FunctionDevice, asked: &Asked) {
+fn run(device: &FunctionDevice, asked: &RecordingVmm) {
     device.map_memory(region()).unwrap();
-    begin(device);
-    assert_eq!(asked.mapped_at(), NOWHERE, "there is no queue yet");
+    enable_controller(device);
+    assert_eq!(
+        asked.mapped_addresses(),
+        NO_ADDRESSES,
+        "there is no queue yet"
+    );
     create(device, 1);
 }
 
 /// Places BAR0 and enables the controller, as a driver does.
-fn begin(device: &FunctionDevice) {
-    place(device, BAR0, BAR);
+fn enable_controller(device: &FunctionDevice) {
+    set_bar_address(device, BAR0, BAR);
     configure(device, COMMAND.0, &COMMAND.1);
     let register = |offset: u64, value: u32| {
         device.write_bar(Bar::Registers, offset, &value.to_le_bytes());
@@ -374,11 +378,11 @@ fn begin(device: &FunctionDevice) {
 }
 
 /// Writes a doorbell repeatedly until writes no longer exit.
-fn write_until_mapped(device: &FunctionDevice, asked: &Asked) {
-    let offset = DOORBELLS + place_of(device, TAIL);
+fn write_until_mapped(device: &FunctionDevice, asked: &RecordingVmm) {
+    let offset = DOORBELLS + doorbell_offset(device, TAIL);
     let write = || device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
-    await_that("it is never mapped", write, || {
-        !asked.mapped_at().is_empty()
+    wait_until("it is never mapped", write, || {
+        !asked.mapped_addresses().is_empty()
     });
 }
 
@@ -388,15 +392,17 @@ fn doorbells_are_mapped_only_during_io() {
         let (device, asked) = running(mode, "shared");
         let idle = || std::thread::sleep(Duration::from_millis(1));
         for round in 1..=3 {
-            assert_eq!(asked.mapped_at(), NOWHERE);
+            assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
             write_until_mapped(&device, &asked);
-            await_that("it stays mapped", idle, || asked.mapped_at().is_empty());
+            wait_until("it stays mapped", idle, || {
+                asked.mapped_addresses().is_empty()
+            });
             // The control thread holds the state until unmapping is complete.
-            assert!(!with(&device, |function| function
-                .host()
+            assert!(!with_function(&device, |function| function
+                .backend()
                 .io_doorbells()
-                .are_silent));
-            let figures = device.doorbell_figures();
+                .are_untrapped));
+            let figures = device.doorbell_stats();
             assert!(figures.mapped >= round && figures.unmapped == figures.mapped);
         }
     }
@@ -405,7 +411,7 @@ fn doorbells_are_mapped_only_during_io() {
 #[test]
 fn few_writes_map_nothing() {
     let (device, asked) = running(DoorbellMode::Auto, "shared");
-    let offset = DOORBELLS + place_of(&device, TAIL);
+    let offset = DOORBELLS + doorbell_offset(&device, TAIL);
     for _ in 0..31 {
         device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
     }
@@ -426,29 +432,35 @@ fn busy_pollers_and_fixed_doorbells_keep_doorbells_mapped() {
         ("shared:busy", AdaptivePolicies::default()),
         ("shared", fixed),
     ] {
-        let (device, asked) = learning(DoorbellMode::Auto, poll, choices);
+        let (device, asked) = device_with_policies(DoorbellMode::Auto, poll, choices);
         run(&device, &asked);
         // The control thread maps the doorbells after it has executed admin commands.
-        let wake = || drop(with(&device, |function| function.events_fd().write(1)));
-        await_that("it is never mapped", wake, || !asked.mapped_at().is_empty());
+        let wake = || {
+            drop(with_function(&device, |function| {
+                function.events_fd().write(1)
+            }))
+        };
+        wait_until("it is never mapped", wake, || {
+            !asked.mapped_addresses().is_empty()
+        });
         // Longer than the time after which the control thread unmaps idle doorbells.
         std::thread::sleep(Duration::from_millis(500));
-        look(&device);
-        assert_eq!(asked.mapped_at(), [BAR + DOORBELLS]);
-        with(&device, |function| {
+        trigger_check(&device);
+        assert_eq!(asked.mapped_addresses(), [BAR + DOORBELLS]);
+        with_function(&device, |function| {
             function
-                .host()
+                .backend()
                 .delete_sq_within(QueueId(1), DRAIN_DEADLINE)
                 .unwrap()
         });
-        with(&device, |function| {
+        with_function(&device, |function| {
             function
-                .host()
+                .backend()
                 .delete_cq_within(QueueId(1), DRAIN_DEADLINE)
                 .unwrap()
         });
-        look(&device);
-        assert_eq!(asked.mapped_at(), NOWHERE);
+        trigger_check(&device);
+        assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
     }
 }
 
@@ -457,22 +469,22 @@ fn mapped_doorbells_follow_the_bar() {
     // These pollers never sleep, so the doorbells stay mapped.
     let (device, asked) = running(DoorbellMode::Mapped, "shared:busy");
     write_until_mapped(&device, &asked);
-    assert_eq!(asked.mapped_at(), [BAR + DOORBELLS]);
+    assert_eq!(asked.mapped_addresses(), [BAR + DOORBELLS]);
 
     // The function sees the value that the guest stores in the mapped page.
     let memory = asked.mapped.lock().unwrap().values().next().cloned();
-    let at = place_of(&device, TAIL) as usize;
+    let at = doorbell_offset(&device, TAIL) as usize;
     let page = memory.unwrap();
     page.bytes(at, 4).unwrap().copy_from(&7_u32.to_le_bytes());
-    let seen = with(&device, |function| {
-        function.host().shared().doorbells.load(TAIL)
+    let seen = with_function(&device, |function| {
+        function.backend().shared_parts().doorbells.load(TAIL)
     });
     assert_eq!(seen, 7);
 
-    assert_eq!(place(&device, BAR0, 0x1_0000_0000), 1);
-    assert_eq!(asked.mapped_at(), [0x1_0000_0000 + DOORBELLS]);
+    assert_eq!(set_bar_address(&device, BAR0, 0x1_0000_0000), 1);
+    assert_eq!(asked.mapped_addresses(), [0x1_0000_0000 + DOORBELLS]);
     configure(&device, COMMAND.0, &[0, 0]);
-    assert_eq!(asked.mapped_at(), NOWHERE);
+    assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
 }
 
 #[test]
@@ -492,11 +504,11 @@ fn a_reset_leaves_no_doorbell_mapped() {
         let (device, asked) = running(DoorbellMode::Auto, "shared:busy");
         write_until_mapped(&device, &asked);
         reset(&device);
-        assert_eq!(asked.mapped_at(), NOWHERE, "{what}");
-        assert!(!with(&device, |function| function
-            .host()
+        assert_eq!(asked.mapped_addresses(), NO_ADDRESSES, "{what}");
+        assert!(!with_function(&device, |function| function
+            .backend()
             .io_doorbells()
-            .are_silent));
+            .are_untrapped));
     }
 }
 
@@ -512,31 +524,31 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
         .next()
         .cloned()
         .unwrap();
-    let commands = || with(&device, |function| function.admin_stats().commands);
+    let commands = || with_function(&device, |function| function.admin_stats().commands);
     let before = commands();
     let idle = || std::thread::sleep(Duration::from_millis(1));
     // The contents of the ring are a command, although an invalid one.
     page.bytes(0, 4).unwrap().copy_from(&1_u32.to_le_bytes());
-    await_that("the admin doorbell is not seen", idle, || {
+    wait_until("the admin doorbell is not seen", idle, || {
         commands() == before + 1
     });
     // The guest stores this value right before the page is unmapped.
     page.bytes(0, 4).unwrap().copy_from(&2_u32.to_le_bytes());
-    with(&device, |function| {
+    with_function(&device, |function| {
         function
-            .host()
+            .backend()
             .delete_sq_within(QueueId(1), DRAIN_DEADLINE)
             .unwrap()
     });
-    with(&device, |function| {
+    with_function(&device, |function| {
         function
-            .host()
+            .backend()
             .delete_cq_within(QueueId(1), DRAIN_DEADLINE)
             .unwrap()
     });
-    look(&device);
-    assert_eq!(asked.mapped_at(), NOWHERE);
-    await_that("the admin doorbell is not seen", idle, || {
+    trigger_check(&device);
+    assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
+    wait_until("the admin doorbell is not seen", idle, || {
         commands() == before + 2
     });
 }
@@ -545,16 +557,16 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
 fn doorbells_that_cannot_be_mapped_still_exit() {
     let (device, asked) = running(DoorbellMode::Auto, "shared");
     asked.refuses.store(true, Ordering::Relaxed);
-    let offset = DOORBELLS + place_of(&device, TAIL);
+    let offset = DOORBELLS + doorbell_offset(&device, TAIL);
     let write = || device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
-    await_that("it is never tried", write, || {
+    wait_until("it is never tried", write, || {
         *asked.maps.lock().unwrap() == 1
     });
     for _ in 0..1000 {
         write();
     }
-    let silent = with(&device, |function| {
-        function.host().io_doorbells().are_silent
+    let silent = with_function(&device, |function| {
+        function.backend().io_doorbells().are_untrapped
     });
     assert!(!silent, "its pollers sleep well");
     drop(device);
@@ -565,7 +577,7 @@ fn doorbells_that_cannot_be_mapped_still_exit() {
 fn other_doorbells_are_not_mapped() {
     for mode in [DoorbellMode::Shadow, DoorbellMode::Trap] {
         let (device, asked) = running(mode, "shared:busy");
-        let offset = DOORBELLS + place_of(&device, TAIL);
+        let offset = DOORBELLS + doorbell_offset(&device, TAIL);
         for _ in 0..1000 {
             device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
         }
@@ -578,11 +590,11 @@ fn other_doorbells_are_not_mapped() {
 fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
     let (device, asked) = device(DoorbellMode::Auto);
     device.map_memory(region()).unwrap();
-    place(&device, BAR0, BAR);
+    set_bar_address(&device, BAR0, BAR);
     create(&device, 1);
     assert_eq!(
-        asked.tied_at(BAR),
-        NOWHERE,
+        asked.registered_offsets(BAR),
+        NO_ADDRESSES,
         "the value of a write is needed"
     );
 
@@ -590,68 +602,74 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
         shadow: Gpa(0x8_0000),
         event_idx: Gpa(0x9_0000),
     };
-    with(&device, |function| {
+    with_function(&device, |function| {
         function
-            .host()
+            .backend()
             .set_doorbell_buffer_within(buffer, DRAIN_DEADLINE)
             .unwrap();
     });
-    look(&device);
-    assert_eq!(asked.mapped_at(), NOWHERE);
+    trigger_check(&device);
+    assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
     // SQ 1 tail and CQ 1 head, each in its own cache line. Admin doorbells are never tied.
-    assert_eq!(asked.tied_at(BAR), [0x1080, 0x10C0]);
+    assert_eq!(asked.registered_offsets(BAR), [0x1080, 0x10C0]);
     create(&device, 2);
-    assert_eq!(asked.tied_at(BAR), [0x1080, 0x10C0, 0x1100, 0x1140]);
-    place(&device, BAR0, 2 * BAR);
-    assert_eq!(asked.tied_at(2 * BAR), [0x1080, 0x10C0, 0x1100, 0x1140]);
-    with(&device, |function| {
+    assert_eq!(
+        asked.registered_offsets(BAR),
+        [0x1080, 0x10C0, 0x1100, 0x1140]
+    );
+    set_bar_address(&device, BAR0, 2 * BAR);
+    assert_eq!(
+        asked.registered_offsets(2 * BAR),
+        [0x1080, 0x10C0, 0x1100, 0x1140]
+    );
+    with_function(&device, |function| {
         function
-            .host()
+            .backend()
             .delete_sq_within(QueueId(1), DRAIN_DEADLINE)
             .unwrap();
     });
-    look(&device);
-    assert_eq!(asked.tied_at(2 * BAR), [0x10C0, 0x1100, 0x1140]);
+    trigger_check(&device);
+    assert_eq!(asked.registered_offsets(2 * BAR), [0x10C0, 0x1100, 0x1140]);
 
     // Disabling the controller by CC ends the doorbell buffer.
     device.write_bar(Bar::Registers, 0x14, &0x0046_0001_u32.to_le_bytes());
     device.write_bar(Bar::Registers, 0x14, &0x0046_0000_u32.to_le_bytes());
-    assert_eq!(asked.tied_at(0), NOWHERE);
+    assert_eq!(asked.registered_offsets(0), NO_ADDRESSES);
 }
 
 #[test]
 fn doorbells_beyond_the_tie_limit_exit_and_are_requested_once() {
     let (device, asked) = device(DoorbellMode::Auto);
-    asked.ties_max.store(3, Ordering::Relaxed);
-    let refused = || asked.ties_refused.load(Ordering::Relaxed);
+    asked.registered_max.store(3, Ordering::Relaxed);
+    let refused = || asked.registrations_refused.load(Ordering::Relaxed);
     device.map_memory(region()).unwrap();
-    place(&device, BAR0, BAR);
+    set_bar_address(&device, BAR0, BAR);
     let buffer = DoorbellBuffer {
         shadow: Gpa(0x8_0000),
         event_idx: Gpa(0x9_0000),
     };
-    with(&device, |function| {
-        let host = function.host();
+    with_function(&device, |function| {
+        let host = function.backend();
         host.set_doorbell_buffer_within(buffer, DRAIN_DEADLINE)
             .unwrap();
     });
     create(&device, 1);
     create(&device, 2);
-    assert_eq!(asked.tied_at(BAR), [0x1080, 0x10C0, 0x1100]);
+    assert_eq!(asked.registered_offsets(BAR), [0x1080, 0x10C0, 0x1100]);
     assert_eq!(refused(), 1);
     for _ in 0..10 {
-        look(&device);
+        trigger_check(&device);
     }
     assert_eq!(refused(), 1, "it is not asked again at each access");
     // A write to the last doorbell exits, and reaches its queue.
     device.write_bar(Bar::Registers, 0x1140, &0_u32.to_le_bytes());
     // The doorbell can be tied after another one was removed.
-    with(&device, |function| {
-        let host = function.host();
+    with_function(&device, |function| {
+        let host = function.backend();
         host.delete_sq_within(QueueId(1), DRAIN_DEADLINE).unwrap();
     });
-    look(&device);
-    assert_eq!(asked.tied_at(BAR), [0x10C0, 0x1100, 0x1140]);
+    trigger_check(&device);
+    assert_eq!(asked.registered_offsets(BAR), [0x10C0, 0x1100, 0x1140]);
     assert_eq!(refused(), 1);
 }
 
@@ -659,7 +677,8 @@ fn doorbells_beyond_the_tie_limit_exit_and_are_requested_once() {
 fn a_vectors_message_is_routed_before_its_first_signal() {
     let (device, asked) = device(DoorbellMode::Shadow);
     configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
-    let signal = |vector: usize| with(&device, |function| function.vectors()[vector].signal());
+    let signal =
+        |vector: usize| with_function(&device, |function| function.vectors()[vector].signal());
     signal(1);
     assert!(!asked.signalled(1), "it is masked");
 
@@ -680,7 +699,7 @@ fn a_vectors_message_is_routed_before_its_first_signal() {
         }
     }
     assert_eq!(asked.messages(), []);
-    assert_eq!(*asked.late.lock().unwrap(), 0);
+    assert_eq!(*asked.late_messages.lock().unwrap(), 0);
 
     // Accesses beyond the table, and across entries.
     for (offset, len) in [(0, 64), (15, 34), (0x7F0, 32), (u64::MAX - 3, 8)] {
@@ -695,7 +714,8 @@ fn a_vector_follows_its_vcpu_thread_on_every_route_change() {
         let threads = of.map(|(vcpu, thread)| (0xFEE0_0000 | vcpu << 12, ThreadId(thread)));
         *asked.vcpus.lock().unwrap() = threads.into();
     };
-    let named = |vector: usize| with(&device, |function| function.vectors()[vector].vcpu_thread());
+    let named =
+        |vector: usize| with_function(&device, |function| function.vectors()[vector].vcpu_thread());
     let lead_masked = |address: u64| {
         device.write_bar(Bar::Msix, 16, &address.to_le_bytes());
         device.write_bar(Bar::Msix, 24, &0x41_u32.to_le_bytes());
@@ -713,14 +733,14 @@ fn a_vector_follows_its_vcpu_thread_on_every_route_change() {
     assert_eq!(named(1), Some(ThreadId(100)));
     threads([(0, 200), (1, 201)]);
     assert_eq!(named(1), Some(ThreadId(100)), "nobody told");
-    device.vcpus_changed();
+    device.update_vcpu_threads();
     assert_eq!((named(0), named(1)), (None, Some(ThreadId(200))));
     // Linux does this with the interrupts of a processor that goes offline.
     let mask = |control: u32| device.write_bar(Bar::Msix, 28, &control.to_le_bytes());
     mask(1);
     lead_masked(0);
     threads([(0, 300), (1, 301)]);
-    device.vcpus_changed();
+    device.update_vcpu_threads();
     assert_eq!(named(1), None, "it leads nowhere");
     lead_masked(0xFEE0_0000);
     mask(0);
@@ -734,14 +754,14 @@ fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
     let vmm = FakeVmm::default();
     let pin = FakePin::new();
     *vmm.0.pin.lock().unwrap() = Some(pin.share());
-    let device = device_in(
+    let device = device_with_vmm(
         &vmm,
         DoorbellMode::Shadow,
         "shared",
         AdaptivePolicies::default(),
     );
     let asked = &vmm.0;
-    let signal = || with(&device, |function| function.vectors()[0].signal());
+    let signal = || with_function(&device, |function| function.vectors()[0].signal());
     let mut interrupt_pin = [0];
     device.read_config(0x3D, &mut interrupt_pin);
     assert_eq!(interrupt_pin, [1], "INTA");
@@ -754,12 +774,12 @@ fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
         pin.0[1].write(1).unwrap();
         // The control thread reads the notification.
         let is_low = || {
-            !with(&device, |function| {
+            !with_function(&device, |function| {
                 function.vectors()[0].has_pin_interrupt()
             })
         };
         let idle = || std::thread::sleep(Duration::from_millis(1));
-        await_that("it stays high", idle, is_low);
+        wait_until("it stays high", idle, is_low);
     };
     acknowledge();
     signal();
@@ -789,25 +809,25 @@ fn with_msix_a_function_ignores_interrupts_of_its_shared_line() {
     let vmm = FakeVmm::default();
     let pin = FakePin::new();
     *vmm.0.pin.lock().unwrap() = Some(pin.share());
-    let device = device_in(
+    let device = device_with_vmm(
         &vmm,
         DoorbellMode::Shadow,
         "shared",
         AdaptivePolicies::default(),
     );
     device.map_memory(region()).unwrap();
-    begin(&device);
+    enable_controller(&device);
     device.write_bar(Bar::Msix, 0, &0xFEE0_1000_u64.to_le_bytes());
     device.write_bar(Bar::Msix, 8, &0x41_u64.to_le_bytes());
     configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
     // The contents of the ring are a command, although an invalid one. The guest does not consume its completion.
     device.write_bar(Bar::Registers, DOORBELLS, &1_u32.to_le_bytes());
     let idle = || std::thread::sleep(Duration::from_millis(1));
-    await_that("it is not told of", idle, || vmm.0.signalled(0));
+    wait_until("it is not told of", idle, || vmm.0.signalled(0));
     pin.0[1].write(1).unwrap();
-    await_that("it is not read", idle, || !pin.has_fallen());
+    wait_until("it is not read", idle, || !pin.has_fallen());
     // The function is available once the control thread's turn has ended.
-    with(&device, |_| ());
+    with_function(&device, |_| ());
     assert!(!vmm.0.signalled(0) && !pin.is_raised());
 }
 
@@ -825,13 +845,13 @@ fn resets_leave_the_pin_low_and_connected() {
         let vmm = FakeVmm::default();
         let pin = FakePin::new();
         *vmm.0.pin.lock().unwrap() = Some(pin.share());
-        let device = device_in(
+        let device = device_with_vmm(
             &vmm,
             DoorbellMode::Shadow,
             "shared",
             AdaptivePolicies::default(),
         );
-        let signal = || with(&device, |function| function.vectors()[0].signal());
+        let signal = || with_function(&device, |function| function.vectors()[0].signal());
         let has_interrupt = || {
             let mut status = [0];
             device.read_config(0x06, &mut status);
@@ -859,14 +879,15 @@ fn a_function_has_no_pin_in_a_vmm_that_has_none() {
     let mut interrupt_pin = [0xFF];
     device.read_config(0x3D, &mut interrupt_pin);
     assert_eq!(interrupt_pin, [0]);
-    with(&device, |function| function.vectors()[0].signal());
+    with_function(&device, |function| function.vectors()[0].signal());
     assert!(!asked.signalled(0), "no message is enabled");
 }
 
 #[test]
 fn msi_messages_are_routed_before_their_first_signal() {
     let (device, asked) = device(DoorbellMode::Shadow);
-    let signal = |vector: usize| with(&device, |function| function.vectors()[vector].signal());
+    let signal =
+        |vector: usize| with_function(&device, |function| function.vectors()[vector].signal());
     signal(1);
     signal(2);
     // Address and data, two messages, and MSI Enable.
@@ -898,7 +919,7 @@ fn msi_messages_are_routed_before_their_first_signal() {
     configure(&device, 0xA2, &[0x10]);
     signal(0);
     assert!(!asked.signalled(0), "neither of them");
-    assert_eq!(*asked.late.lock().unwrap(), 0);
+    assert_eq!(*asked.late_messages.lock().unwrap(), 0);
     // The function offers INTx only if the VMM reports that the level fell.
     let mut pin = [0xFF];
     device.read_config(0x3D, &mut pin);
@@ -908,8 +929,8 @@ fn msi_messages_are_routed_before_their_first_signal() {
 #[test]
 fn accesses_find_the_bars_where_the_guest_put_them() {
     let (device, _) = device(DoorbellMode::Shadow);
-    place(&device, BAR0, 0xC000_0000);
-    place(&device, BAR4, 0xC000_4000);
+    set_bar_address(&device, BAR0, 0xC000_0000);
+    set_bar_address(&device, BAR4, 0xC000_4000);
     configure(&device, COMMAND.0, &COMMAND.1);
     let read = |base, offset| {
         let mut data = [0xA5; 4];
@@ -939,11 +960,11 @@ fn a_removed_function_leaves_nothing() {
     write_until_mapped(&device, &asked);
 
     device.stop().unwrap();
-    assert_eq!(asked.mapped_at(), NOWHERE);
+    assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
     assert!(asked.vectors.lock().unwrap().is_empty(), "given back");
     assert_eq!(device.unmap_memory(Gpa(0), 0x10_0000).unwrap(), 0);
     // Holders of the device find an empty slot.
-    assert!(device.with(|_| ()).is_none());
+    assert!(device.with_function(|_| ()).is_none());
     device.write_bar(Bar::Msix, 12, &[0; 4]);
     let mut data = [0; 4];
     device.read_config(0, &mut data);

@@ -165,7 +165,7 @@ pub enum FigureError {
 impl FigureData {
     /// Returns a figure of this machine, this day and this commit, without panels.
     #[must_use]
-    pub fn of_this_machine(title: &str, command: &str) -> Self {
+    pub fn on_this_machine(title: &str, command: &str) -> Self {
         Self {
             title: title.to_owned(),
             date: origin::today(),
@@ -250,7 +250,7 @@ impl FigurePoint {
 
     /// Returns the median of some measurements with the lowest and the highest. `None` without measurements.
     #[must_use]
-    pub fn of_rounds(label: &str, rounds: &[f64]) -> Option<Self> {
+    pub fn from_rounds(label: &str, rounds: &[f64]) -> Option<Self> {
         let mut sorted = rounds.to_vec();
         sorted.sort_by(f64::total_cmp);
         let middle = sorted.len() / 2;

@@ -18,19 +18,19 @@ pub(super) fn check(figure: &FigureData) -> Result<(), Violation> {
         ("machine", &figure.machine),
         ("command", &figure.command),
     ] {
-        hold(!text.trim().is_empty(), field, "must not be empty")?;
+        ensure(!text.trim().is_empty(), field, "must not be empty")?;
     }
-    hold(
+    ensure(
         is_date(&figure.date),
         "date",
         "must be a day such as 2026-11-27, or 'before 0.1.0'",
     )?;
-    hold(
+    ensure(
         is_commit(&figure.commit),
         "commit",
         "must be a commit id of 7 digits or more, 'unknown' or 'before 0.1.0'",
     )?;
-    hold(!figure.panels.is_empty(), "panels", "must not be empty")?;
+    ensure(!figure.panels.is_empty(), "panels", "must not be empty")?;
     for (number, panel) in figure.panels.iter().enumerate() {
         check_panel(panel, &format!("panels[{number}]"))?;
     }
@@ -40,21 +40,21 @@ pub(super) fn check(figure: &FigureData) -> Result<(), Violation> {
 fn check_panel(panel: &FigurePanel, at: &str) -> Result<(), Violation> {
     for (field, text) in [("measured", &panel.measured), ("unit", &panel.unit)] {
         let field = format!("{at}.{field}");
-        hold(!text.trim().is_empty(), &field, "must not be empty")?;
+        ensure(!text.trim().is_empty(), &field, "must not be empty")?;
     }
     let list = format!("{at}.series");
-    hold(!panel.series.is_empty(), &list, "must not be empty")?;
+    ensure(!panel.series.is_empty(), &list, "must not be empty")?;
     let mut labels = BTreeSet::new();
     for (number, series) in panel.series.iter().enumerate() {
         let at = format!("{list}[{number}]");
         let label = format!("{at}.label");
         let needs_label = panel.series.len() > 1;
-        hold(
+        ensure(
             !needs_label || !series.label.trim().is_empty(),
             &label,
             "must not be empty beside other series",
         )?;
-        hold(labels.insert(&series.label), &label, "is there twice")?;
+        ensure(labels.insert(&series.label), &label, "is there twice")?;
         check_series(series, panel.log, &at)?;
     }
     Ok(())
@@ -62,13 +62,13 @@ fn check_panel(panel: &FigurePanel, at: &str) -> Result<(), Violation> {
 
 fn check_series(series: &FigureSeries, is_log: bool, at: &str) -> Result<(), Violation> {
     let list = format!("{at}.points");
-    hold(!series.points.is_empty(), &list, "must not be empty")?;
+    ensure(!series.points.is_empty(), &list, "must not be empty")?;
     let mut labels = BTreeSet::new();
     for (number, point) in series.points.iter().enumerate() {
         let at = format!("{list}[{number}]");
         let label = format!("{at}.label");
-        hold(!point.label.trim().is_empty(), &label, "must not be empty")?;
-        hold(labels.insert(&point.label), &label, "is there twice")?;
+        ensure(!point.label.trim().is_empty(), &label, "must not be empty")?;
+        ensure(labels.insert(&point.label), &label, "is there twice")?;
         check_point(point, is_log, &at)?;
     }
     Ok(())
@@ -82,9 +82,9 @@ fn check_point(point: &FigurePoint, is_log: bool, at: &str) -> Result<(), Violat
     ] {
         let field = format!("{at}.{name}");
         let is_finite = value.is_none_or(f64::is_finite);
-        hold(is_finite, &field, "must be a number")?;
+        ensure(is_finite, &field, "must be a number")?;
         let is_drawable = !is_log || value.is_none_or(|value| value > 0.0);
-        hold(
+        ensure(
             is_drawable,
             &field,
             "must be positive on a logarithmic axis",
@@ -98,13 +98,13 @@ fn check_point(point: &FigurePoint, is_log: bool, at: &str) -> Result<(), Violat
             return violation(&field("value"), "is missing without `min` and `max`");
         }
         (value, Some(min), Some(max)) => {
-            hold(min <= max, &field("min"), "must not be above `max`")?;
+            ensure(min <= max, &field("min"), "must not be above `max`")?;
             let is_between = value.is_none_or(|value| (min..=max).contains(&value));
-            hold(is_between, &field("value"), "must lie from `min` to `max`")?;
+            ensure(is_between, &field("value"), "must lie from `min` to `max`")?;
         }
         (Some(_), None, None) => {}
     }
-    hold(point.n != Some(0), &field("n"), "must not be 0")
+    ensure(point.n != Some(0), &field("n"), "must not be 0")
 }
 
 fn is_date(text: &str) -> bool {
@@ -124,7 +124,7 @@ fn is_commit(text: &str) -> bool {
         || COMMIT_DIGITS.contains(&id.len()) && is_hexadecimal
 }
 
-fn hold(is_so: bool, field: &str, problem: &'static str) -> Result<(), Violation> {
+fn ensure(is_so: bool, field: &str, problem: &'static str) -> Result<(), Violation> {
     if is_so {
         Ok(())
     } else {

@@ -146,7 +146,7 @@ fn two_points_of_a_series_have_different_labels() {
 
 #[test]
 fn a_figure_of_this_machine_names_its_origin() {
-    let mut figure = FigureData::of_this_machine("title", "command");
+    let mut figure = FigureData::on_this_machine("title", "command");
     figure.panels = parse(&super::tests::figure()).unwrap().panels;
     let folder = tempfile::tempdir().unwrap();
     figure.write(&folder.path().join("x.json")).unwrap();
@@ -171,8 +171,8 @@ fn the_machine_is_described_by_its_processors() {
 
 #[test]
 fn rounds_become_their_median_and_spread() {
-    assert_eq!(FigurePoint::of_rounds("x", &[]), None);
-    let point = FigurePoint::of_rounds("x", &[3.0, 1.0, 2.0, 9.0]).unwrap();
+    assert_eq!(FigurePoint::from_rounds("x", &[]), None);
+    let point = FigurePoint::from_rounds("x", &[3.0, 1.0, 2.0, 9.0]).unwrap();
     assert_eq!(point.value, Some(2.5));
     assert_eq!(point.range(), Some((1.0, 9.0)));
     assert_eq!(point.n, Some(4));

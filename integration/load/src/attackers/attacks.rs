@@ -9,21 +9,21 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nvme_mpt_memory::eventfd;
-use nvme_mpt_tests::PATIENCE;
+use nvme_mpt_tests::COMMAND_TIMEOUT;
 use nvme_mpt_tests::command::{Sqe, dsm_range};
 use nvme_mpt_tests::doorbell::Side;
 use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{DmaBuffer, PAGE_SIZE};
-use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::prp::{self, PreparedPointer};
 use nvme_mpt_tests::queue::QueuePair;
 use rustix::fs::FallocateFlags;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::client::{Client, NSID, keep_busy};
+use super::attack_kind::AttackKind;
+use super::client::{GuestClient, NSID, keep_busy};
 use super::error::AttackError;
-use super::kind::Kind;
-use super::server::Server;
+use super::server::AttackedServer;
 
 /// Size of a small read in bytes.
 const SMALL: u64 = 4096;
@@ -42,11 +42,11 @@ const WATCHES: [usize; 2] = [100, 200];
 /// Size of a deallocated range in bytes.
 const RANGE: u64 = 32 << 20;
 /// Time for which a client with a full eventfd stays connected before it reconnects.
-const STAY: Duration = Duration::from_millis(50);
+const CONNECTED_TIME: Duration = Duration::from_millis(50);
 /// Number of invalid connections between guests with invalid doorbell writes.
 const NONSENSE: u64 = 32;
 /// Timeout for the server to close a connection.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A connected attacker, which is idle until it is told to attack.
 pub(super) trait Attack: Send {
@@ -56,29 +56,29 @@ pub(super) trait Attack: Send {
 
 /// Connects an attacker to the server.
 pub(super) fn prepare<'a>(
-    kind: Kind,
-    server: &'a Server,
+    kind: AttackKind,
+    server: &'a AttackedServer,
 ) -> Result<Box<dyn Attack + 'a>, AttackError> {
     let socket = server.socket("attacker");
     Ok(match kind {
-        Kind::Spin => Box::new(Spin),
-        Kind::Queues => Box::new(Reads::connect(&socket, QUEUES, LARGE, DEPTH)?),
-        Kind::EventfdWatched => Box::new(Watched::connect(&socket)?),
-        Kind::EventfdFull => Box::new(Full { socket }),
-        Kind::Holes => Box::new(Holes::connect(&socket)?),
-        Kind::Log => Box::new(Log { socket }),
-        Kind::Deallocate => Box::new(Deallocate::connect(&socket)?),
-        Kind::RefusedUpgrade => Box::new(RefusedUpgrade::connect(server)?),
+        AttackKind::Spin => Box::new(SpinAttack),
+        AttackKind::Queues => Box::new(ReadAttack::connect(&socket, QUEUES, LARGE, DEPTH)?),
+        AttackKind::EventfdWatched => Box::new(WatchedEventfdAttack::connect(&socket)?),
+        AttackKind::EventfdFull => Box::new(FullEventfdAttack { socket }),
+        AttackKind::Holes => Box::new(HolePunchAttack::connect(&socket)?),
+        AttackKind::Log => Box::new(LogFloodAttack { socket }),
+        AttackKind::Deallocate => Box::new(DeallocateAttack::connect(&socket)?),
+        AttackKind::RefusedUpgrade => Box::new(RefusedUpgradeAttack::connect(server)?),
     })
 }
 
 fn interrupt() -> Result<Interrupt, AttackError> {
-    Interrupt::new().map_err(AttackError::system("Making an eventfd"))
+    Interrupt::new().map_err(AttackError::system_error("Making an eventfd"))
 }
 
 /// Connects again. The server refuses until it has noticed the end of the previous connection.
-fn again<C>(connect: impl Fn() -> Result<C, AttackError>) -> Result<C, AttackError> {
-    let end = Instant::now() + PATIENCE;
+fn reconnect<C>(connect: impl Fn() -> Result<C, AttackError>) -> Result<C, AttackError> {
+    let end = Instant::now() + COMMAND_TIMEOUT;
     loop {
         match connect() {
             Err(AttackError::Driver { .. }) if Instant::now() < end => {
@@ -90,9 +90,9 @@ fn again<C>(connect: impl Fn() -> Result<C, AttackError>) -> Result<C, AttackErr
 }
 
 /// The control attack, which only uses processor time.
-struct Spin;
+struct SpinAttack;
 
-impl Attack for Spin {
+impl Attack for SpinAttack {
     fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
         while !stop.load(Ordering::Relaxed) {
             std::hint::spin_loop();
@@ -102,22 +102,27 @@ impl Attack for Spin {
 }
 
 /// Reads into one buffer on several queues.
-struct Reads {
+struct ReadAttack {
     queues: Vec<QueuePair>,
     depth: usize,
     bytes: u64,
-    prepared: Prepared,
+    prepared: PreparedPointer,
     _data: DmaBuffer,
-    client: Client,
+    client: GuestClient,
 }
 
-impl Reads {
+impl ReadAttack {
     fn connect(socket: &Path, queues: u16, bytes: u64, depth: usize) -> Result<Self, AttackError> {
-        let client = Client::connect(socket, MEMORY, queues, interrupt()?)?;
-        Self::of(client, queues, bytes, depth)
+        let client = GuestClient::connect(socket, MEMORY, queues, interrupt()?)?;
+        Self::with_client(client, queues, bytes, depth)
     }
 
-    fn of(mut client: Client, queues: u16, bytes: u64, depth: usize) -> Result<Self, AttackError> {
+    fn with_client(
+        mut client: GuestClient,
+        queues: u16,
+        bytes: u64,
+        depth: usize,
+    ) -> Result<Self, AttackError> {
         let data = client.memory.alloc(bytes as usize)?;
         let queues = (1..=queues).map(|id| client.queue(id, true));
         Ok(Self {
@@ -131,7 +136,7 @@ impl Reads {
     }
 }
 
-impl Attack for Reads {
+impl Attack for ReadAttack {
     fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
         let Self {
             queues,
@@ -147,15 +152,15 @@ impl Attack for Reads {
 }
 
 /// Reads with an eventfd that has many watches. Each interrupt makes the server's write call a kernel function per watch.
-struct Watched {
-    reads: Reads,
+struct WatchedEventfdAttack {
+    reads: ReadAttack,
     _watches: Vec<Epoll>,
     _descriptors: Vec<EventFd>,
 }
 
-impl Watched {
+impl WatchedEventfdAttack {
     fn connect(socket: &Path) -> Result<Self, AttackError> {
-        let failed = AttackError::system("Watching an eventfd 20,000 times");
+        let failed = AttackError::system_error("Watching an eventfd 20,000 times");
         let event = EventFd::new(EFD_NONBLOCK).map_err(&failed)?;
         let descriptors: Result<Vec<_>, _> = (0..WATCHES[1]).map(|_| event.try_clone()).collect();
         let descriptors = descriptors.map_err(&failed)?;
@@ -170,48 +175,48 @@ impl Watched {
         let watches: Result<Vec<_>, std::io::Error> = (0..WATCHES[0]).map(watch).collect();
         let watches = watches.map_err(&failed)?;
         let interrupt = Interrupt::from_event(event).map_err(&failed)?;
-        let client = Client::connect(socket, MEMORY, 1, interrupt)?;
+        let client = GuestClient::connect(socket, MEMORY, 1, interrupt)?;
         Ok(Self {
-            reads: Reads::of(client, 1, SMALL, 1)?,
+            reads: ReadAttack::with_client(client, 1, SMALL, 1)?,
             _watches: watches,
             _descriptors: descriptors,
         })
     }
 }
 
-impl Attack for Watched {
+impl Attack for WatchedEventfdAttack {
     fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
         self.reads.attack(stop)
     }
 }
 
 /// Connects repeatedly with an eventfd whose next write blocks.
-struct Full {
+struct FullEventfdAttack {
     socket: PathBuf,
 }
 
-impl Attack for Full {
+impl Attack for FullEventfdAttack {
     fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
         let mut count = 0;
         while !stop.load(Ordering::Relaxed) {
-            count += self.visit(stop)?;
+            count += self.connect_once(stop)?;
         }
         Ok(count)
     }
 }
 
-impl Full {
-    fn visit(&self, stop: &AtomicBool) -> Result<u64, AttackError> {
-        let mut reads = again(|| Reads::connect(&self.socket, 1, SMALL, 8))?;
+impl FullEventfdAttack {
+    fn connect_once(&self, stop: &AtomicBool) -> Result<u64, AttackError> {
+        let mut reads = reconnect(|| ReadAttack::connect(&self.socket, 1, SMALL, 8))?;
         let event = reads.client.vectors[1].event();
-        let failed = AttackError::system("Filling an eventfd");
+        let failed = AttackError::system_error("Filling an eventfd");
         // Nothing reads the eventfd.
         event.write(u64::MAX - 1).map_err(&failed)?;
         // The server makes the eventfd non-blocking. Any process that shares it can undo that.
         let descriptor = eventfd::share(event).map_err(&failed)?;
         rustix::io::ioctl_fionbio(descriptor, false).map_err(|error| failed(error.into()))?;
         let end = AtomicBool::new(false);
-        let leave = Instant::now() + STAY;
+        let leave = Instant::now() + CONNECTED_TIME;
         thread::scope(|scope| {
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) && Instant::now() < leave {
@@ -225,16 +230,16 @@ impl Full {
 }
 
 /// Punches holes in the memory of its buffers.
-struct Holes {
-    client: Client,
+struct HolePunchAttack {
+    client: GuestClient,
     queues: Vec<QueuePair>,
-    prepared: Vec<Prepared>,
+    prepared: Vec<PreparedPointer>,
     data: DmaBuffer,
 }
 
-impl Holes {
+impl HolePunchAttack {
     fn connect(socket: &Path) -> Result<Self, AttackError> {
-        let mut client = Client::connect(socket, MEMORY + HOLES as u64, 1, interrupt()?)?;
+        let mut client = GuestClient::connect(socket, MEMORY + HOLES as u64, 1, interrupt()?)?;
         let data = client.memory.alloc(HOLES)?;
         let places = (0..HOLES).step_by(LARGE as usize);
         let prepared = places.map(|at| prp::buffer(&data, at, LARGE as usize));
@@ -255,7 +260,7 @@ impl Holes {
     }
 }
 
-impl Attack for Holes {
+impl Attack for HolePunchAttack {
     fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
         let offset = self.offset();
         let Self {
@@ -282,21 +287,21 @@ impl Attack for Holes {
             keep_busy(queues, DEPTH, read, stop);
             puncher.join().unwrap_or(Ok(0))
         });
-        punched.map_err(AttackError::system("Punching holes in memory"))
+        punched.map_err(AttackError::system_error("Punching holes in memory"))
     }
 }
 
 /// Makes the server log: first by invalid connections, then by a guest that writes invalid doorbell values and resets its
 /// controller.
-struct Log {
+struct LogFloodAttack {
     socket: PathBuf,
 }
 
-impl Log {
+impl LogFloodAttack {
     /// Connects and sends an invalid message. The server logs it and closes the connection.
-    fn say_nonsense(&self) -> std::io::Result<()> {
+    fn send_invalid_message(&self) -> std::io::Result<()> {
         let mut stream = UnixStream::connect(&self.socket)?;
-        stream.set_read_timeout(Some(ANSWERS_WITHIN))?;
+        stream.set_read_timeout(Some(CLOSE_TIMEOUT))?;
         // Errors are expected: the server may close the connection early, or still have the previous client.
         if stream.write_all(&[0xFF; 64]).is_ok() {
             let _ = stream.read_to_end(&mut Vec::new());
@@ -305,8 +310,8 @@ impl Log {
     }
 
     /// Connects a guest that writes invalid values to doorbells, of an existing and of a missing queue.
-    fn ring_wrongly(&self) -> Result<(), AttackError> {
-        let mut client = again(|| Client::connect(&self.socket, MEMORY, 1, interrupt()?))?;
+    fn write_invalid_doorbells(&self) -> Result<(), AttackError> {
+        let mut client = reconnect(|| GuestClient::connect(&self.socket, MEMORY, 1, interrupt()?))?;
         let _queue = client.queue(1, true)?;
         for value in 0x8000..0x8010 {
             for queue in 0..3 {
@@ -316,19 +321,19 @@ impl Log {
             }
         }
         let reset = client.controller.disable();
-        reset.map_err(AttackError::driver(&client.who))
+        reset.map_err(AttackError::driver_error(&client.name))
     }
 }
 
-impl Attack for Log {
+impl Attack for LogFloodAttack {
     fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
-        let failed = AttackError::system("Connecting");
+        let failed = AttackError::system_error("Connecting");
         let mut count = 0;
         while !stop.load(Ordering::Relaxed) {
             for _ in 0..NONSENSE {
-                self.say_nonsense().map_err(&failed)?;
+                self.send_invalid_message().map_err(&failed)?;
             }
-            self.ring_wrongly()?;
+            self.write_invalid_doorbells()?;
             count += NONSENSE + 1;
         }
         Ok(count)
@@ -336,16 +341,16 @@ impl Attack for Log {
 }
 
 /// Deallocates blocks that are deallocated already.
-struct Deallocate {
+struct DeallocateAttack {
     queues: Vec<QueuePair>,
     /// Ranges, each in a separate page.
-    ranges: Vec<(DmaBuffer, Prepared)>,
-    _client: Client,
+    ranges: Vec<(DmaBuffer, PreparedPointer)>,
+    _client: GuestClient,
 }
 
-impl Deallocate {
+impl DeallocateAttack {
     fn connect(socket: &Path) -> Result<Self, AttackError> {
-        let mut client = Client::connect(socket, MEMORY, 1, interrupt()?)?;
+        let mut client = GuestClient::connect(socket, MEMORY, 1, interrupt()?)?;
         let blocks = RANGE / client.block_size;
         let range = |number: u64| {
             let data = client.memory.alloc(PAGE_SIZE)?;
@@ -363,7 +368,7 @@ impl Deallocate {
     }
 }
 
-impl Attack for Deallocate {
+impl Attack for DeallocateAttack {
     fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
         let Self { queues, ranges, .. } = self;
         let deallocate = |number: u64| {
@@ -375,14 +380,14 @@ impl Attack for Deallocate {
 }
 
 /// Requests upgrades while its drive's path does not exist.
-struct RefusedUpgrade<'a> {
-    server: &'a Server,
-    _client: Client,
+struct RefusedUpgradeAttack<'a> {
+    server: &'a AttackedServer,
+    _client: GuestClient,
 }
 
-impl<'a> RefusedUpgrade<'a> {
-    fn connect(server: &'a Server) -> Result<Self, AttackError> {
-        let client = Client::connect(&server.socket("attacker"), MEMORY, 1, interrupt()?)?;
+impl<'a> RefusedUpgradeAttack<'a> {
+    fn connect(server: &'a AttackedServer) -> Result<Self, AttackError> {
+        let client = GuestClient::connect(&server.socket("attacker"), MEMORY, 1, interrupt()?)?;
         server.move_drive()?;
         Ok(Self {
             server,
@@ -391,14 +396,14 @@ impl<'a> RefusedUpgrade<'a> {
     }
 }
 
-impl Attack for RefusedUpgrade<'_> {
+impl Attack for RefusedUpgradeAttack<'_> {
     fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
         let mut count = 0;
         while count == 0 || !stop.load(Ordering::Relaxed) {
             let output = self.server.upgrade()?;
             let complaint = String::from_utf8_lossy(&output.stderr);
             if output.status.success() || !complaint.contains("is open") {
-                return Err(AttackError::upgraded(&output));
+                return Err(AttackError::unexpected_upgrade(&output));
             }
             count += 1;
         }

@@ -26,11 +26,11 @@ const MEMORY_BASE: u64 = 1 << 32;
 /// Sleep of an attacker without work.
 const PAUSE: Duration = Duration::from_micros(50);
 /// Timeout of in-flight commands at the end of an attack.
-const ENDS_WITHIN: Duration = Duration::from_secs(60);
+const END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A connected guest with an enabled controller.
-pub(super) struct Client {
-    pub(super) who: String,
+pub(super) struct GuestClient {
+    pub(super) name: String,
     pub(super) controller: Controller,
     pub(super) memory: GuestMemory,
     pub(super) block_size: u64,
@@ -39,7 +39,7 @@ pub(super) struct Client {
     pub(super) vectors: [Arc<Interrupt>; 2],
 }
 
-impl Client {
+impl GuestClient {
     /// Connects a guest with `memory` bytes of memory and up to `queues` I/O queues, whose vector is `interrupt`.
     pub(super) fn connect(
         socket: &Path,
@@ -49,10 +49,10 @@ impl Client {
     ) -> Result<Self, AttackError> {
         let who = socket.file_stem().unwrap_or_default();
         let who = who.to_string_lossy().into_owned();
-        let failed = AttackError::driver(&who);
+        let failed = AttackError::driver_error(&who);
         let memory = GuestMemory::new(&[(MEMORY_BASE, memory)])?;
         let bar = VfioUserBar::attach(socket, &memory).map_err(&failed)?;
-        let admin = Interrupt::new().map_err(AttackError::system("Making an eventfd"))?;
+        let admin = Interrupt::new().map_err(AttackError::system_error("Making an eventfd"))?;
         let vectors = [admin, interrupt].map(Arc::new);
         bar.enable_msix(vectors.iter().map(Arc::as_ref))
             .map_err(&failed)?;
@@ -64,7 +64,7 @@ impl Client {
             Controller::attach(Arc::new(bar), memory.clone(), config, queues).map_err(&failed)?;
         let namespace = controller.identify_namespace(NSID).map_err(&failed)?;
         Ok(Self {
-            who,
+            name: who,
             controller,
             memory,
             block_size: u64::from(namespace.block_size),
@@ -80,7 +80,7 @@ impl Client {
             false => QueueOptions::polled(ENTRIES),
         };
         let queue = self.controller.create_queue_pair(id, &options);
-        queue.map_err(AttackError::driver(&self.who))
+        queue.map_err(AttackError::driver_error(&self.name))
     }
 
     /// Returns read `number` of `bytes` bytes, without a data pointer. Consecutive numbers read consecutive blocks, wrapping at
@@ -106,7 +106,7 @@ pub(super) fn keep_busy(
     loop {
         let mut has_moved = false;
         if end.is_none() && stop.load(Ordering::Relaxed) {
-            end = Some(Instant::now() + ENDS_WITHIN);
+            end = Some(Instant::now() + END_TIMEOUT);
         }
         let is_idle = in_flight.iter().all(|&count| count == 0);
         if end.is_some_and(|end| is_idle || Instant::now() > end) {

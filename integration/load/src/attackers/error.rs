@@ -64,7 +64,7 @@ pub enum AttackError {
 }
 
 impl AttackError {
-    pub(super) fn driver(who: &str) -> impl Fn(nvme_mpt_tests::Error) -> Self + use<> {
+    pub(super) fn driver_error(who: &str) -> impl Fn(nvme_mpt_tests::Error) -> Self + use<> {
         let who = who.to_owned();
         move |source| Self::Driver {
             who: who.clone(),
@@ -72,11 +72,11 @@ impl AttackError {
         }
     }
 
-    pub(super) fn system(what: &'static str) -> impl Fn(io::Error) -> Self {
+    pub(super) fn system_error(what: &'static str) -> impl Fn(io::Error) -> Self {
         move |source| Self::System { what, source }
     }
 
-    pub(super) fn upgraded(output: &Output) -> Self {
+    pub(super) fn unexpected_upgrade(output: &Output) -> Self {
         let printed = [&output.stdout[..], &output.stderr].concat();
         Self::Upgraded {
             printed: String::from_utf8_lossy(&printed).trim().to_owned(),

@@ -4,10 +4,10 @@
 //! - `kind`: names of attackers; `attacks`: their implementations; `server`: the server with its functions;
 //! - `report`: the table; `error`: errors.
 
+mod attack_kind;
 mod attacks;
 mod client;
 mod error;
-mod kind;
 mod report;
 mod server;
 mod victims;
@@ -19,22 +19,22 @@ use std::time::Duration;
 
 use clap::Parser;
 
+pub use attack_kind::AttackKind;
 pub use error::AttackError;
-pub use kind::Kind;
-pub use report::{Report, Row};
+pub use report::{AttackReport, AttackRow};
 
 use attacks::Attack;
-use report::{Figures, Round};
-use server::{Server, VICTIMS};
+use report::{AttackRound, VictimLatencies};
+use server::{AttackedServer, VICTIMS};
 use victims::Victims;
 
 /// Measures what guests notice of a neighbour that attacks, and prints a table with ratios
 #[derive(Clone, Debug, Parser)]
 #[command(name = "attackers", version)]
-pub struct Options {
+pub struct AttackerOptions {
     /// Attackers to measure; by default all of them
     #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,…")]
-    pub only: Vec<Kind>,
+    pub only: Vec<AttackKind>,
 
     /// Rounds, each with a quiet neighbour and then an attacker; the table has the medians
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -50,7 +50,7 @@ pub struct Options {
 
     /// Processors for the guests, in turn; `any` leaves the choice to the kernel
     #[arg(long, default_value = "0", value_name = "CPU,…|any", value_parser = parse_cpus)]
-    pub cpus: Cpus,
+    pub cpus: GuestCpus,
 
     /// The `nvme-mpt` program; by default it is built
     #[arg(long, value_name = "PROGRAM")]
@@ -59,9 +59,9 @@ pub struct Options {
 
 /// Processors for the guests' threads; empty for no binding.
 #[derive(Clone, Debug, Default)]
-pub struct Cpus(Vec<usize>);
+pub struct GuestCpus(Vec<usize>);
 
-impl Cpus {
+impl GuestCpus {
     /// Binds the calling thread to the processor for thread `number`.
     fn pin(&self, number: usize) -> Result<(), AttackError> {
         if self.0.is_empty() {
@@ -72,12 +72,12 @@ impl Cpus {
     }
 }
 
-fn parse_cpus(text: &str) -> Result<Cpus, String> {
+fn parse_cpus(text: &str) -> Result<GuestCpus, String> {
     if text == "any" {
-        return Ok(Cpus::default());
+        return Ok(GuestCpus::default());
     }
     let cpus: Result<_, _> = text.split(',').map(str::parse).collect();
-    cpus.map(Cpus)
+    cpus.map(GuestCpus)
         .map_err(|_| format!("'{text}' is neither `any` nor a list such as 0,2"))
 }
 
@@ -94,14 +94,14 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
 /// A server does not start, or a victim cannot connect. Later errors are in the report.
 pub fn run(
     program: &Path,
-    options: &Options,
-    mut told: impl FnMut(&Row),
-) -> Result<Report, AttackError> {
+    options: &AttackerOptions,
+    mut told: impl FnMut(&AttackRow),
+) -> Result<AttackReport, AttackError> {
     let kinds = match &options.only[..] {
-        [] => Kind::ALL,
+        [] => AttackKind::ALL,
         only => only,
     };
-    let mut report = Report::default();
+    let mut report = AttackReport::default();
     for &kind in kinds {
         let row = measure(kind, program, options)?;
         told(&row);
@@ -110,43 +110,47 @@ pub fn run(
     Ok(report)
 }
 
-fn measure(kind: Kind, program: &Path, options: &Options) -> Result<Row, AttackError> {
-    let server = Server::start(program, kind, options.poller_cpu)?;
+fn measure(
+    kind: AttackKind,
+    program: &Path,
+    options: &AttackerOptions,
+) -> Result<AttackRow, AttackError> {
+    let server = AttackedServer::start(program, kind, options.poller_cpu)?;
     let mut victims = Victims::connect(&server)?;
     let mut attack = match attacks::prepare(kind, &server) {
         Ok(attack) => attack,
-        Err(error) => return Ok(Row::not_measured(kind, &error)),
+        Err(error) => return Ok(AttackRow::unmeasured(kind, &error)),
     };
     let mut rounds = Vec::new();
     for _ in 0..options.rounds {
-        let (quiet, _) = half(&mut victims, None, options)?;
-        let (attacked, attempts) = half(&mut victims, Some(attack.as_mut()), options)?;
+        let (quiet, _) = measure_half(&mut victims, None, options)?;
+        let (attacked, attempts) = measure_half(&mut victims, Some(attack.as_mut()), options)?;
         let round = match (quiet, attacked, attempts) {
-            (_, _, Err(error)) => return Ok(Row::not_measured(kind, &error)),
-            (Ok(quiet), Ok(attacked), Ok(attempts)) => Round {
+            (_, _, Err(error)) => return Ok(AttackRow::unmeasured(kind, &error)),
+            (Ok(quiet), Ok(attacked), Ok(attempts)) => AttackRound {
                 quiet,
                 attacked,
                 attempts,
             },
             (Err(error), _, _) | (_, Err(error), _) => {
-                return Ok(Row::failed(kind, &error));
+                return Ok(AttackRow::from_failure(kind, &error));
             }
         };
         rounds.push(round);
     }
-    Ok(Row::measured(kind, &rounds))
+    Ok(AttackRow::from_rounds(kind, &rounds))
 }
 
 /// Latencies of the victims, or the error of one.
-type Measured = Result<Figures, AttackError>;
+type Measured = Result<VictimLatencies, AttackError>;
 /// Operations per second of the attacker, or the reason why it could not attack.
 type Attempts = Result<f64, AttackError>;
 
 /// Runs the victims for a limited time, concurrently with an attack. The victims continue until the attack has ended.
-fn half(
+fn measure_half(
     victims: &mut Victims,
     attack: Option<&mut (dyn Attack + '_)>,
-    options: &Options,
+    options: &AttackerOptions,
 ) -> Result<(Measured, Attempts), AttackError> {
     let (stop_victims, stop_attack) = (AtomicBool::new(false), AtomicBool::new(false));
     let seconds = Duration::from_secs_f64(options.seconds);

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 
+use super::attack_kind::AttackKind;
 use super::error::AttackError;
-use super::kind::Kind;
 
 /// Latencies in nanoseconds.
 pub(super) type Latencies = Histogram<u64>;
@@ -22,7 +22,7 @@ pub(super) fn histogram() -> Latencies {
 
 /// Latencies of all victims in half of a round, in microseconds.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Figures {
+pub struct VictimLatencies {
     /// Median.
     pub p50: f64,
     /// 99th percentile.
@@ -33,8 +33,8 @@ pub struct Figures {
     pub max: f64,
 }
 
-impl Figures {
-    pub(super) fn of(latencies: &Latencies) -> Self {
+impl VictimLatencies {
+    pub(super) fn from_histogram(latencies: &Latencies) -> Self {
         let at = |quantile| latencies.value_at_quantile(quantile) as f64 / 1e3;
         Self {
             p50: at(0.5),
@@ -55,7 +55,7 @@ impl Figures {
     }
 }
 
-impl fmt::Display for Figures {
+impl fmt::Display for VictimLatencies {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             p50,
@@ -79,22 +79,22 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 /// Results of one round: with a quiet neighbour, and with the attacker.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Round {
-    pub(super) quiet: Figures,
-    pub(super) attacked: Figures,
+pub(super) struct AttackRound {
+    pub(super) quiet: VictimLatencies,
+    pub(super) attacked: VictimLatencies,
     /// The attacker's operations per second.
     pub(super) attempts: f64,
 }
 
 /// Result of an attacker.
 #[derive(Clone, Debug)]
-pub enum Outcome {
+pub enum AttackOutcome {
     /// Medians of the rounds.
     Measured {
         /// Latencies with a quiet neighbour.
-        quiet: Figures,
+        quiet: VictimLatencies,
         /// Latencies with the attacker.
-        attacked: Figures,
+        attacked: VictimLatencies,
         /// Operations of the attacker per second.
         attempts: f64,
     },
@@ -106,19 +106,19 @@ pub enum Outcome {
 
 /// Row of one attacker.
 #[derive(Clone, Debug)]
-pub struct Row {
+pub struct AttackRow {
     /// The attacker.
-    pub kind: Kind,
+    pub kind: AttackKind,
     /// Result.
-    pub outcome: Outcome,
+    pub outcome: AttackOutcome,
 }
 
-impl Row {
-    pub(super) fn measured(kind: Kind, rounds: &[Round]) -> Self {
-        let figures = |field: fn(&Round) -> Figures| {
-            Figures::medians(&rounds.iter().map(field).collect::<Vec<_>>())
+impl AttackRow {
+    pub(super) fn from_rounds(kind: AttackKind, rounds: &[AttackRound]) -> Self {
+        let figures = |field: fn(&AttackRound) -> VictimLatencies| {
+            VictimLatencies::medians(&rounds.iter().map(field).collect::<Vec<_>>())
         };
-        let outcome = Outcome::Measured {
+        let outcome = AttackOutcome::Measured {
             quiet: figures(|round| round.quiet),
             attacked: figures(|round| round.attacked),
             attempts: median(rounds.iter().map(|round| round.attempts).collect()),
@@ -126,13 +126,13 @@ impl Row {
         Self { kind, outcome }
     }
 
-    pub(super) fn not_measured(kind: Kind, error: &AttackError) -> Self {
-        let outcome = Outcome::NotMeasured(error.chain());
+    pub(super) fn unmeasured(kind: AttackKind, error: &AttackError) -> Self {
+        let outcome = AttackOutcome::NotMeasured(error.chain());
         Self { kind, outcome }
     }
 
-    pub(super) fn failed(kind: Kind, error: &AttackError) -> Self {
-        let outcome = Outcome::Failed(error.chain());
+    pub(super) fn from_failure(kind: AttackKind, error: &AttackError) -> Self {
+        let outcome = AttackOutcome::Failed(error.chain());
         Self { kind, outcome }
     }
 
@@ -153,11 +153,11 @@ impl Row {
     }
 }
 
-impl fmt::Display for Row {
+impl fmt::Display for AttackRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:<16} | ", self.kind.name())?;
         match &self.outcome {
-            Outcome::Measured {
+            AttackOutcome::Measured {
                 quiet,
                 attacked,
                 attempts,
@@ -165,26 +165,26 @@ impl fmt::Display for Row {
                 let ratio = attacked.p99_9 / quiet.p99_9;
                 write!(f, "{quiet} | {attacked} | {ratio:6.2} | {attempts:12.0}")
             }
-            Outcome::NotMeasured(why) => write!(f, "not measured: {why}"),
-            Outcome::Failed(why) => write!(f, "a victim had an error: {why}"),
+            AttackOutcome::NotMeasured(why) => write!(f, "not measured: {why}"),
+            AttackOutcome::Failed(why) => write!(f, "a victim had an error: {why}"),
         }
     }
 }
 
 /// Results of all selected attackers.
 #[derive(Clone, Debug, Default)]
-pub struct Report {
+pub struct AttackReport {
     /// One row per attacker.
-    pub rows: Vec<Row>,
+    pub rows: Vec<AttackRow>,
 }
 
-impl Report {
+impl AttackReport {
     /// Attacks that this program cannot make, printed below the table.
     pub const LEFT_OUT: &str = "not measured: an upgrade beside a drive that does not answer, which takes a file system of one's own (FUSE)";
 
     /// Returns whether no victim had an error.
-    pub fn is_good(&self) -> bool {
-        let failed = |row: &Row| matches!(row.outcome, Outcome::Failed(_));
+    pub fn has_no_errors(&self) -> bool {
+        let failed = |row: &AttackRow| matches!(row.outcome, AttackOutcome::Failed(_));
         !self.rows.iter().any(failed)
     }
 }
@@ -193,12 +193,12 @@ impl Report {
 mod tests {
     use super::*;
 
-    fn round(quiet: f64, attacked: f64) -> Round {
-        let figures = |p99_9| Figures {
+    fn round(quiet: f64, attacked: f64) -> AttackRound {
+        let figures = |p99_9| VictimLatencies {
             p99_9,
-            ..Figures::default()
+            ..VictimLatencies::default()
         };
-        Round {
+        AttackRound {
             quiet: figures(quiet),
             attacked: figures(attacked),
             attempts: 5.0,
@@ -208,17 +208,21 @@ mod tests {
     #[test]
     fn a_row_has_the_ratio_of_the_medians() {
         let rounds = [round(10.0, 40.0), round(1000.0, 20.0), round(8.0, 3000.0)];
-        let row = Row::measured(Kind::Queues, &rounds).to_string();
+        let row = AttackRow::from_rounds(AttackKind::Queues, &rounds).to_string();
         assert!(row.contains(" 4.00 |"), "{row}");
     }
 
     #[test]
     fn an_error_of_a_victim_alone_is_bad() {
         let error = AttackError::Panicked;
-        let mut report = Report::default();
-        report.rows.push(Row::not_measured(Kind::Holes, &error));
-        assert!(report.is_good());
-        report.rows.push(Row::failed(Kind::Holes, &error));
-        assert!(!report.is_good());
+        let mut report = AttackReport::default();
+        report
+            .rows
+            .push(AttackRow::unmeasured(AttackKind::Holes, &error));
+        assert!(report.has_no_errors());
+        report
+            .rows
+            .push(AttackRow::from_failure(AttackKind::Holes, &error));
+        assert!(!report.has_no_errors());
     }
 }

@@ -11,8 +11,8 @@ use std::thread;
 
 use tempfile::TempDir;
 
+use super::attack_kind::AttackKind;
 use super::error::AttackError;
-use super::kind::Kind;
 
 /// Number of victims.
 pub(super) const VICTIMS: usize = 4;
@@ -20,19 +20,19 @@ pub(super) const VICTIMS: usize = 4;
 const SPARSE: &str = "sparse.img";
 const SPARSE_LEN: u64 = 64 << 30;
 /// `nvme-mpt serve`, which is ended when this is dropped.
-pub(super) struct Server {
+pub(super) struct AttackedServer {
     program: PathBuf,
     child: Child,
-    has_keeper: bool,
+    is_supervised: bool,
     folder: TempDir,
     /// Reading end of its log, if nothing reads the log.
     _unread: Option<PipeReader>,
 }
 
-impl Server {
+impl AttackedServer {
     /// Starts a server with the functions for this kind of attack, and waits until it is ready.
-    pub(super) fn start(program: &Path, kind: Kind, cpu: usize) -> Result<Self, AttackError> {
-        let system = AttackError::system;
+    pub(super) fn start(program: &Path, kind: AttackKind, cpu: usize) -> Result<Self, AttackError> {
+        let system = AttackError::system_error;
         let folder = tempfile::tempdir().map_err(system("Making a directory"))?;
         let at = |name: &str| folder.path().join(name);
         let function = |id: &str, rest: &str| {
@@ -48,7 +48,7 @@ impl Server {
             .map(|number| function(&format!("victim-{number}"), &part(number)))
             .collect();
         let attacker = match kind {
-            Kind::Deallocate | Kind::RefusedUpgrade => {
+            AttackKind::Deallocate | AttackKind::RefusedUpgrade => {
                 let sparse = at(SPARSE);
                 let file = File::create(&sparse).map_err(system("Making a file"))?;
                 file.set_len(SPARSE_LEN)
@@ -60,7 +60,7 @@ impl Server {
         functions.push(function("attacker", &attacker));
 
         let mut command = Command::new(program);
-        let has_keeper = kind == Kind::RefusedUpgrade;
+        let has_keeper = kind == AttackKind::RefusedUpgrade;
         if has_keeper {
             command.args(["keep", "--"]).arg(program);
         }
@@ -71,7 +71,7 @@ impl Server {
         }
         let mut unread = None;
         let log = at("log");
-        let stderr: Stdio = if kind == Kind::Log {
+        let stderr: Stdio = if kind == AttackKind::Log {
             let (reader, writer) = io::pipe().map_err(system("Making a pipe"))?;
             fill(&writer).map_err(system("Filling a pipe"))?;
             unread = Some(reader);
@@ -93,7 +93,7 @@ impl Server {
         let mut server = Self {
             program: program.to_owned(),
             child,
-            has_keeper,
+            is_supervised: has_keeper,
             folder,
             _unread: unread,
         };
@@ -132,7 +132,7 @@ impl Server {
     pub(super) fn move_drive(&self) -> Result<(), AttackError> {
         let drive = self.folder.path().join(SPARSE);
         let renamed = fs::rename(&drive, drive.with_extension("moved"));
-        renamed.map_err(AttackError::system("Renaming a drive"))
+        renamed.map_err(AttackError::system_error("Renaming a drive"))
     }
 
     /// Requests an upgrade.
@@ -148,17 +148,17 @@ impl Server {
     }
 
     /// Returns the process id of the server under its supervisor.
-    fn kept(&self) -> Option<String> {
+    fn supervised_pid(&self) -> Option<String> {
         let keeper = self.child.id();
         let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
         children.split_whitespace().last().map(str::to_owned)
     }
 }
 
-impl Drop for Server {
+impl Drop for AttackedServer {
     fn drop(&mut self) {
-        let kept = match self.has_keeper {
-            true => self.kept(),
+        let kept = match self.is_supervised {
+            true => self.supervised_pid(),
             false => None,
         };
         // The supervisor is killed first, since it would restart the server. Errors mean that the process has ended.

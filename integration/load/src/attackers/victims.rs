@@ -4,28 +4,28 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt_tests::PATIENCE;
+use nvme_mpt_tests::COMMAND_TIMEOUT;
 use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::DmaBuffer;
-use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::prp::{self, PreparedPointer};
 use nvme_mpt_tests::queue::QueuePair;
 
-use super::client::Client;
+use super::client::GuestClient;
 use super::error::AttackError;
-use super::report::Figures;
-use super::server::{Server, VICTIMS};
-use super::{Cpus, report};
+use super::report::VictimLatencies;
+use super::server::{AttackedServer, VICTIMS};
+use super::{GuestCpus, report};
 
 /// Size of a read in bytes.
 const PIECE: u64 = 4096;
 /// Longest wait for an interrupt before the queue is checked.
-const LOOK: Duration = Duration::from_secs(1);
+const INTERRUPT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Victims of a server.
 pub(super) struct Victims(Vec<Victim>);
 
 impl Victims {
-    pub(super) fn connect(server: &Server) -> Result<Self, AttackError> {
+    pub(super) fn connect(server: &AttackedServer) -> Result<Self, AttackError> {
         let victims = (0..VICTIMS).map(|number| Victim::connect(server, number));
         Ok(Self(victims.collect::<Result<_, _>>()?))
     }
@@ -34,8 +34,8 @@ impl Victims {
     pub(super) fn read_until(
         &mut self,
         stop: &AtomicBool,
-        cpus: &Cpus,
-    ) -> Result<Figures, AttackError> {
+        cpus: &GuestCpus,
+    ) -> Result<VictimLatencies, AttackError> {
         let latencies: Result<Vec<_>, _> = thread::scope(|scope| {
             let victims = self.0.iter_mut().enumerate();
             let threads: Vec<_> = victims
@@ -55,23 +55,23 @@ impl Victims {
             // Both histograms have the same bounds, so this cannot fail.
             let _ = all.add(latencies);
         }
-        Ok(Figures::of(&all))
+        Ok(VictimLatencies::from_histogram(&all))
     }
 }
 
 struct Victim {
-    client: Client,
+    client: GuestClient,
     queue: QueuePair,
-    prepared: Prepared,
+    prepared: PreparedPointer,
     _data: DmaBuffer,
     reads: u64,
 }
 
 impl Victim {
-    fn connect(server: &Server, number: usize) -> Result<Self, AttackError> {
-        let vector = Interrupt::new().map_err(AttackError::system("Making an eventfd"))?;
+    fn connect(server: &AttackedServer, number: usize) -> Result<Self, AttackError> {
+        let vector = Interrupt::new().map_err(AttackError::system_error("Making an eventfd"))?;
         let socket = server.socket(&format!("victim-{number}"));
-        let mut client = Client::connect(&socket, 2 << 20, 1, vector)?;
+        let mut client = GuestClient::connect(&socket, 2 << 20, 1, vector)?;
         let queue = client.queue(1, true)?;
         let data = client.memory.alloc(PIECE as usize)?;
         Ok(Self {
@@ -97,7 +97,7 @@ impl Victim {
     /// Reads once, sleeping until the interrupt.
     fn read(&mut self) -> Result<(), AttackError> {
         let failed = |source| AttackError::Driver {
-            who: self.client.who.clone(),
+            who: self.client.name.clone(),
             source,
         };
         let sqe = self.client.read(self.reads, PIECE);
@@ -105,7 +105,7 @@ impl Victim {
         let sqe = sqe.with_data(self.prepared.pointer);
         let cid = self.queue.submit(sqe).map_err(&failed)?;
         self.queue.ring();
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + COMMAND_TIMEOUT;
         let cqe = loop {
             if let Some(cqe) = self.queue.poll() {
                 break cqe;
@@ -114,12 +114,12 @@ impl Victim {
                 return Err(failed(nvme_mpt_tests::Error::Timeout {
                     cid,
                     queue: self.queue.id(),
-                    after: PATIENCE,
+                    after: COMMAND_TIMEOUT,
                 }));
             }
             let interrupt = &self.client.vectors[1];
-            let waited = interrupt.wait(LOOK);
-            waited.map_err(AttackError::system("Waiting for an interrupt"))?;
+            let waited = interrupt.wait(INTERRUPT_TIMEOUT);
+            waited.map_err(AttackError::system_error("Waiting for an interrupt"))?;
         };
         self.queue.ring();
         match cqe.cid() == cid && cqe.status().is_success() {

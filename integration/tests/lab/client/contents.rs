@@ -6,13 +6,13 @@ use std::path::Path;
 
 use nvme_mpt_tests::rng;
 
-use super::Work;
-use crate::fixture::{Failure, at, expect};
+use super::ClientWork;
+use crate::fixture::{Failure, expect, with_path};
 
 /// Writes that a place may hold: the last completed write, and later writes whose outcome is unknown. A drive that disappears
 /// may have executed a failed write.
 #[derive(Clone, Copy, Debug, Default)]
-struct Place {
+struct WrittenPlace {
     completed: u64,
     last: u64,
 }
@@ -23,18 +23,18 @@ pub(crate) struct Contents {
     seed: u64,
     bytes: usize,
     block_size: usize,
-    places: Vec<Place>,
+    places: Vec<WrittenPlace>,
     /// Last generation that was started in each place. Generations are not reused.
     started: Vec<u64>,
 }
 
 impl Contents {
-    pub(super) fn new(work: &Work, block_size: usize) -> Self {
+    pub(super) fn new(work: &ClientWork, block_size: usize) -> Self {
         Self {
             seed: work.seed,
             bytes: work.bytes,
             block_size,
-            places: vec![Place::default(); work.places],
+            places: vec![WrittenPlace::default(); work.places],
             started: vec![0; work.places],
         }
     }
@@ -66,21 +66,21 @@ impl Contents {
         bytes
     }
 
-    pub(super) fn written(&mut self, place: usize, generation: u64) {
-        self.places[place] = Place {
+    pub(super) fn record_write(&mut self, place: usize, generation: u64) {
+        self.places[place] = WrittenPlace {
             completed: generation,
             last: generation,
         };
     }
 
     /// Records a write whose outcome is unknown.
-    pub(super) fn maybe_written(&mut self, place: usize, generation: u64) {
+    pub(super) fn record_uncertain_write(&mut self, place: usize, generation: u64) {
         self.places[place].last = generation;
     }
 
     /// Checks the data of a place block by block, because a write of unknown outcome may have stopped in the middle.
     pub(super) fn check(&self, place: usize, read: &[u8]) -> Result<(), Failure> {
-        let Place { completed, last } = self.places[place];
+        let WrittenPlace { completed, last } = self.places[place];
         let allowed: Vec<Vec<u8>> = (completed..=last)
             .map(|generation| match generation {
                 // Before the first write, any data is allowed.
@@ -91,7 +91,9 @@ impl Contents {
         let size = self.block_size;
         let wrong = read.chunks(size).enumerate().find(|(index, block)| {
             let at = index * size;
-            !allowed.iter().any(|bytes| bytes[at..at + size] == **block)
+            !allowed
+                .iter()
+                .any(|bytes| bytes[with_path..with_path + size] == **block)
         });
         expect(wrong.is_none(), || {
             let block = self.slba(place) + wrong.map_or(0, |(index, _)| index as u64);
@@ -101,11 +103,12 @@ impl Contents {
 
     /// Checks the contents on a block device of the host, from byte `start` on.
     pub(crate) fn check_device(&self, device: &Path, start: u64) -> Result<(), Failure> {
-        let file = File::open(device).map_err(at(device))?;
+        let file = File::open(device).map_err(with_path(device))?;
         let mut read = vec![0; self.bytes];
         for place in 0..self.places.len() {
             let offset = start + (place * self.bytes) as u64;
-            file.read_exact_at(&mut read, offset).map_err(at(device))?;
+            file.read_exact_at(&mut read, offset)
+                .map_err(with_path(device))?;
             self.check(place, &read)?;
         }
         Ok(())

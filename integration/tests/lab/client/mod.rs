@@ -13,7 +13,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::fixture::{Failure, PATIENCE, expect};
+use crate::fixture::{Failure, TIMEOUT, expect};
 
 mod contents;
 mod worker;
@@ -22,11 +22,11 @@ pub(crate) use contents::Contents;
 use worker::Worker;
 
 /// Completed commands after which a client counts as running.
-const UNDER_WAY: u64 = 40;
+const RUNNING_AFTER: u64 = 40;
 
 /// Work of a client: half reads and half writes, at random places of its range.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Work {
+pub(crate) struct ClientWork {
     /// Number of I/O queue pairs.
     pub(crate) queues: u16,
     /// Outstanding commands of each queue pair.
@@ -41,7 +41,7 @@ pub(crate) struct Work {
     pub(crate) sgl: bool,
 }
 
-impl Work {
+impl ClientWork {
     /// Returns work that completes a few hundred commands a second in the lab.
     pub(crate) fn new(seed: u64) -> Self {
         Self {
@@ -78,13 +78,13 @@ pub(crate) struct Counts {
 
 impl Counts {
     /// Returns the number of commands without any outcome.
-    pub(crate) fn lost(&self) -> u64 {
+    pub(crate) fn lost_commands(&self) -> u64 {
         let ended = self.completed + self.errors + self.withdrawn;
         self.submitted.saturating_sub(ended)
     }
 
     /// Returns the sum of two clients' counts.
-    pub(crate) fn and(&self, other: &Self) -> Self {
+    pub(crate) fn sum_with(&self, other: &Self) -> Self {
         Self {
             submitted: self.submitted + other.submitted,
             completed: self.completed + other.completed,
@@ -144,7 +144,11 @@ pub(crate) struct Client {
 
 impl Client {
     /// Connects to a function, writes every place of the range, and works until the next order.
-    pub(crate) fn start(name: &'static str, socket: &Path, work: Work) -> Result<Self, Failure> {
+    pub(crate) fn start(
+        name: &'static str,
+        socket: &Path,
+        work: ClientWork,
+    ) -> Result<Self, Failure> {
         let progress = Arc::new(Progress::default());
         let (orders, inbox) = mpsc::channel();
         let worker = Worker::attach(socket, work, Arc::clone(&progress))?;
@@ -169,13 +173,13 @@ impl Client {
 
     /// Waits until the client has completed `UNDER_WAY` more commands.
     pub(crate) fn advance(&self) -> Result<(), Failure> {
-        let enough = self.completed() + UNDER_WAY;
+        let enough = self.completed() + RUNNING_AFTER;
         self.wait_for("to complete commands", || self.completed() >= enough)
     }
 
     /// Waits until `there` returns true, or the client has ended.
     pub(crate) fn wait_for(&self, what: &str, there: impl Fn() -> bool) -> Result<(), Failure> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !there() {
             let running = !self.thread.is_finished() && Instant::now() < deadline;
             // `finish` returns the cause.
@@ -195,7 +199,7 @@ impl Client {
         // The result of a thread that has ended is returned by `join`.
         let _ = self.orders.send((order, done));
         // Returns when the order was executed or the thread has ended.
-        let _ = wait.recv_timeout(PATIENCE);
+        let _ = wait.recv_timeout(TIMEOUT);
         Ok(())
     }
 
@@ -210,13 +214,13 @@ impl Client {
     }
 
     /// Checks that memory was not written since [`Client::vanish`]. Call this after the server has noticed the disconnection.
-    pub(crate) fn look_at_memory(self) -> Result<Outcome, Failure> {
+    pub(crate) fn check_memory_after_vanish(self) -> Result<Outcome, Failure> {
         self.order(Order::LookAtMemory)?;
         self.join()
     }
 
     /// Unmaps the memory with commands in flight, and ends.
-    pub(crate) fn take_memory(self) -> Result<Outcome, Failure> {
+    pub(crate) fn unmap_and_end(self) -> Result<Outcome, Failure> {
         self.order(Order::TakeMemory)?;
         self.join()
     }

@@ -19,7 +19,7 @@ use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::sgl;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use super::{Contents, Counts, Order, Outcome, Progress, Work};
+use super::{ClientWork, Contents, Counts, Order, Outcome, Progress};
 use crate::fixture::{Failure, expect};
 
 /// Start of guest memory, above 4 GiB as most memory of large guests.
@@ -32,9 +32,9 @@ const RETRIES: u32 = 5;
 /// Timeout without a completion, equal to Linux's I/O timeout before a controller reset.
 const HANG: Duration = Duration::from_secs(30);
 /// Time without a completion after which the client checks whether the device still exists.
-const LOOK: Duration = Duration::from_millis(200);
+const DEVICE_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// Time for which memory is watched for writes by the device.
-const WATCH: Duration = Duration::from_millis(300);
+const MEMORY_WATCH_TIME: Duration = Duration::from_millis(300);
 /// Byte that fills watched memory.
 const SENTINEL: u8 = 0xA5;
 /// Number of low bits of a command identifier that hold the slot. The other bits count the slot's commands, so a duplicate
@@ -72,7 +72,7 @@ enum Phase {
 }
 
 pub(super) struct Worker {
-    work: Work,
+    work: ClientWork,
     progress: Arc<Progress>,
     memory: GuestMemory,
     device: Option<Device>,
@@ -95,7 +95,7 @@ struct Device {
 }
 
 impl Device {
-    fn start(&mut self, work: &Work) -> Result<(), Failure> {
+    fn start(&mut self, work: &ClientWork) -> Result<(), Failure> {
         self.controller.enable()?;
         let granted = self.controller.set_number_of_queues(work.queues)?;
         expect(granted >= work.queues, || {
@@ -114,7 +114,7 @@ impl Device {
 impl Worker {
     pub(super) fn attach(
         socket: &Path,
-        work: Work,
+        work: ClientWork,
         progress: Arc<Progress>,
     ) -> Result<Self, Failure> {
         let memory = GuestMemory::new(&[(MEMORY_BASE, MEMORY)])?;
@@ -180,7 +180,7 @@ impl Worker {
                 Err(TryRecvError::Empty) => {}
             }
             if self.device.is_none() {
-                std::thread::sleep(LOOK);
+                std::thread::sleep(DEVICE_CHECK_INTERVAL);
                 continue;
             }
             self.submit_all()?;
@@ -200,7 +200,7 @@ impl Worker {
                     Phase::Mix => {}
                 }
             } else {
-                if last.elapsed() > LOOK && self.is_gone()? {
+                if last.elapsed() > DEVICE_CHECK_INTERVAL && self.is_gone()? {
                     self.counts.stall = self.counts.stall.max(last.elapsed());
                     self.withdraw();
                     return Ok(self.outcome());
@@ -358,12 +358,12 @@ impl Worker {
                 self.counts.statuses.push(status);
             }
             if let Some(generation) = write {
-                self.contents.maybe_written(place, generation);
+                self.contents.record_uncertain_write(place, generation);
             }
             return Ok(());
         }
         match write {
-            Some(generation) => self.contents.written(place, generation),
+            Some(generation) => self.contents.record_write(place, generation),
             None => {
                 let read = slot.buffer.to_vec(0, self.work.bytes);
                 self.contents.check(place, &read)?;
@@ -381,7 +381,8 @@ impl Worker {
                 self.counts.withdrawn += 1;
                 self.busy[command.place] = false;
                 if let Some(generation) = command.write {
-                    self.contents.maybe_written(command.place, generation);
+                    self.contents
+                        .record_uncertain_write(command.place, generation);
                 }
             }
         }
@@ -456,7 +457,7 @@ impl Worker {
         for buffer in &buffers {
             buffer.fill(SENTINEL);
         }
-        std::thread::sleep(WATCH);
+        std::thread::sleep(MEMORY_WATCH_TIME);
         let written = buffers.iter().find(|buffer| {
             let bytes = buffer.to_vec(0, buffer.len());
             bytes.iter().any(|byte| *byte != SENTINEL)
@@ -468,7 +469,7 @@ impl Worker {
 }
 
 impl Slot {
-    fn new(memory: &GuestMemory, queue: usize, work: &Work) -> Result<Self, Failure> {
+    fn new(memory: &GuestMemory, queue: usize, work: &ClientWork) -> Result<Self, Failure> {
         let buffer = memory.alloc(work.bytes)?;
         let prepared = if work.sgl {
             // The second part does not begin at a page boundary, which PRPs would require.

@@ -5,7 +5,7 @@ use std::io;
 
 use super::{MAX_FILE_BYTES, MAX_FILES, MAX_REGIONS};
 use crate::address::Gpa;
-use crate::crossing;
+use crate::serde_forms;
 
 /// Error of an operation on a VM's memory.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
@@ -91,7 +91,7 @@ pub enum DmaError {
         /// Its length in bytes.
         len: u64,
         /// Error of the kernel.
-        #[serde(with = "crossing::io_error")]
+        #[serde(with = "serde_forms::io_error")]
         source: io::Error,
     },
     /// Page faults in the region's file may wait and block a poller.
@@ -115,7 +115,7 @@ pub enum DmaError {
         /// Its length in bytes.
         len: u64,
         /// Error of the kernel.
-        #[serde(with = "crossing::io_error")]
+        #[serde(with = "serde_forms::io_error")]
         source: io::Error,
     },
     /// The memory is incomplete, and a missing page would read as zeros.
@@ -141,7 +141,7 @@ pub enum DmaError {
         /// Its length in bytes.
         len: u64,
         /// Error of the kernel.
-        #[serde(with = "crossing::io_error")]
+        #[serde(with = "serde_forms::io_error")]
         source: io::Error,
     },
     /// The dirty log is not started.
@@ -161,7 +161,7 @@ impl DmaError {
     /// Returns whether other functions hold the drive's resources for the memory: IOVAs or IOMMU mappings. Once they release
     /// them, the memory can be mapped.
     #[must_use]
-    pub fn lacks_room(&self) -> bool {
+    pub fn lacks_iommu_resources(&self) -> bool {
         match self {
             Self::NoIova { .. } | Self::TooManyMappings { .. } => true,
             Self::Iommu { source, .. } => source.kind() == io::ErrorKind::StorageFull,

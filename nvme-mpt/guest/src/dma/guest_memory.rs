@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt_memory::clock::{Ticks, nanoseconds};
+use nvme_mpt_memory::clock::{Ticks, ticks_to_nanoseconds};
 use nvme_mpt_memory::{MappedWord32, RawBytes};
 
 use super::{
@@ -30,7 +30,7 @@ impl GuestMemory {
     /// [`DmaError::NotMapped`]. Bytes copied before the error stay in `buffer`.
     pub fn read(&self, gpa: Gpa, buffer: &mut [u8]) -> Result<(), DmaError> {
         let len = buffer.len();
-        self.each_part(gpa, len, DmaDirection::FromGuest, |bytes, range| {
+        self.for_each_part(gpa, len, DmaDirection::FromGuest, |bytes, range| {
             bytes.copy_to(&mut buffer[range]);
         })
     }
@@ -41,10 +41,10 @@ impl GuestMemory {
     /// [`DmaError::NotMapped`]. Bytes copied before the error stay in the VM's memory.
     pub fn write(&self, gpa: Gpa, buffer: &[u8]) -> Result<(), DmaError> {
         let len = buffer.len();
-        let written = self.each_part(gpa, len, DmaDirection::ToGuest, |bytes, range| {
+        let written = self.for_each_part(gpa, len, DmaDirection::ToGuest, |bytes, range| {
             bytes.copy_from(&buffer[range]);
         });
-        note(&self.table(), gpa, len as u64);
+        log_write(&self.table(), gpa, len as u64);
         written
     }
 
@@ -53,39 +53,39 @@ impl GuestMemory {
     #[must_use]
     pub fn load(&self, gpa: Gpa) -> Option<u32> {
         let table = self.table();
-        Some(word(&table, gpa)?.load())
+        Some(mapped_word(&table, gpa)?.load())
     }
 
     /// Stores a word with release semantics; the guest may load it concurrently. Returns whether the word is mapped and aligned
     /// to 4 bytes.
     pub fn store(&self, gpa: Gpa, value: u32) -> bool {
         let table = self.table();
-        let Some(cell) = word(&table, gpa) else {
+        let Some(cell) = mapped_word(&table, gpa) else {
             return false;
         };
         cell.store(value);
-        note(&table, gpa, size_of::<u32>() as u64);
+        log_write(&table, gpa, size_of::<u32>() as u64);
         true
     }
 
     /// Returns the time since the last change of the memory map ended; zero while a change is in progress.
     #[must_use]
-    pub fn quiet_for(&self) -> Duration {
+    pub fn time_since_change(&self) -> Duration {
         let now = Ticks::now();
-        Duration::from_nanos(nanoseconds(now.since(self.0.quiet_since(now))))
+        Duration::from_nanos(ticks_to_nanoseconds(now.since(self.0.last_change(now))))
     }
 
     /// Returns the current memory, for [mapping it again](super::DmaWindow::map_held).
     #[must_use]
-    pub fn hold(&self) -> DetachedGuestMemory {
-        DetachedGuestMemory::of(&lock(&self.0.changes))
+    pub fn detach(&self) -> DetachedGuestMemory {
+        DetachedGuestMemory::from_regions(&lock(&self.0.regions))
     }
 
     fn table(&self) -> Arc<RegionTable> {
         self.0.current()
     }
 
-    fn each_part(
+    fn for_each_part(
         &self,
         gpa: Gpa,
         len: usize,
@@ -103,7 +103,7 @@ impl GuestMemory {
             let Some(at) = gpa.checked_add(done as u64) else {
                 return Err(not_mapped);
             };
-            let Some(bytes) = table.some_bytes(at, len - done, direction, &mut hint) else {
+            let Some(bytes) = table.bytes_prefix(at, len - done, direction, &mut hint) else {
                 return Err(not_mapped);
             };
             let size = bytes.len();
@@ -114,15 +114,15 @@ impl GuestMemory {
     }
 }
 
-fn word(table: &RegionTable, gpa: Gpa) -> Option<MappedWord32> {
+fn mapped_word(table: &RegionTable, gpa: Gpa) -> Option<MappedWord32> {
     let (mapping, offset) = table.locate(gpa, size_of::<u32>() as u64)?;
     MappedWord32::new(mapping, offset)
 }
 
 /// Notes a finished write in the dirty log, if the log is on.
-fn note(table: &RegionTable, gpa: Gpa, len: u64) {
-    if table.is_logged() {
-        table.note_written(gpa, len);
+fn log_write(table: &RegionTable, gpa: Gpa, len: u64) {
+    if table.has_dirty_log() {
+        table.mark_dirty(gpa, len);
     }
 }
 
@@ -149,10 +149,10 @@ mod tests {
     fn memory_is_not_quiet_while_it_changes() {
         let window = window();
         let memory = window.memory();
-        let change = memory.0.under_way.begin();
-        assert_eq!(memory.quiet_for(), Duration::ZERO);
+        let change = memory.0.ongoing.begin();
+        assert_eq!(memory.time_since_change(), Duration::ZERO);
         drop(change);
-        let ended = memory.0.quiet_since(Ticks::now());
+        let ended = memory.0.last_change(Ticks::now());
         assert_ne!(ended, Ticks::default());
     }
 

@@ -29,22 +29,22 @@
 //! IOVAs again (`nvme-mpt/src/host/data.rs`), so a wrong IOVA gives no access. For a physical drive, the IOMMU checks: each
 //! region is mapped at its IOVA and pinned, lists are read-only for the drive, and nothing else is mapped.
 
-mod bounds;
-mod departure;
-mod dirty;
+mod detached_memory;
+mod dirty_bitmap;
+mod dirty_log;
 mod error;
 mod guest_memory;
-mod held;
-mod kinds;
-mod notes;
-mod pinned;
+mod memory_kinds;
+mod memory_limit;
+mod ongoing_changes;
+mod pending_unmap;
+mod pinned_file;
 mod pinning;
-mod published;
+mod published_snapshot;
 mod region;
-mod sorted;
-mod table;
-mod under_way;
-mod users;
+mod region_table;
+mod sorted_map;
+mod table_users;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -53,37 +53,37 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
-pub use bounds::{MemoryLimit, MemoryRefusal};
-pub use departure::PendingUnmap;
+pub use detached_memory::DetachedGuestMemory;
+pub use dirty_bitmap::DirtyRange;
 pub use error::DmaError;
 pub use guest_memory::GuestMemory;
-pub use held::DetachedGuestMemory;
-pub use kinds::MemoryKinds;
-pub use notes::DirtyRange;
-pub use table::{DmaDirection, RegionHint, RegionTable};
-pub use table::{IovaHint, RunPages};
-pub use under_way::is_gone_for_good;
-pub use users::TableUse;
+pub use memory_kinds::MemoryKinds;
+pub use memory_limit::{MemoryLimit, MemoryRefusal};
+pub use ongoing_changes::is_unmapped_too_long;
+pub use pending_unmap::PendingUnmap;
+pub use region_table::{DmaDirection, RegionHint, RegionTable};
+pub use region_table::{IovaHint, RunPages};
+pub use table_users::TableUse;
 
 use nvme_mpt_memory::clock::Ticks;
 use nvme_mpt_memory::deadline::{DRAIN_DEADLINE, SystemClock, WaitClock};
-use nvme_mpt_memory::file_system::type_of;
+use nvme_mpt_memory::file_system::file_system_type;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard, try_lock};
-use nvme_mpt_memory::user_faults::{MemoryHolder, is_incomplete};
+use nvme_mpt_memory::userfaultfd::{MemoryHolder, is_incomplete};
 use nvme_mpt_memory::{Mapping, MappingAccess};
 
+use crate::adaptive::IommuShareRefusal;
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::iova::{BudgetEntitlement, IovaRefusal, IovaSpace, MappingOwner, VmShares};
-use crate::learn::IommuShareRefusal;
 use crate::memory_account::{MemoryAccount, PinningRecord};
 use crate::park::PollerWaker;
 use crate::stats::MemoryStats;
-use bounds::FunctionMemoryLimit;
+use memory_limit::FunctionMemoryLimit;
+use ongoing_changes::OngoingChanges;
 use pinning::RegionPinning;
-use published::PublishedSnapshot;
+use published_snapshot::PublishedSnapshot;
 use region::{GuestFile, GuestMemoryPart, IovaExtent, MappedByteCount, MappedRegion};
-use under_way::OngoingChanges;
-use users::{TableUser, wait_left};
+use table_users::{TableUser, wait_for_release};
 
 /// Maximum number of regions of one VM: enough for 16 GiB of memory plugged in blocks of 2 MiB. The drive's limit for all
 /// VMs together may be reached earlier.
@@ -114,7 +114,7 @@ pub struct MemoryRegion {
 }
 
 impl MemoryRegion {
-    fn check_shape(&self) -> Result<(), DmaError> {
+    fn check_range(&self) -> Result<(), DmaError> {
         let Self { gpa, len, .. } = *self;
         let wraps = gpa.0.checked_add(len).is_none();
         if wraps || len == 0 || len >> 63 != 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
@@ -151,16 +151,16 @@ pub struct VmmMapping {
 pub struct PublishedTable {
     published: PublishedSnapshot<RegionTable>,
     users: Mutex<Vec<Arc<TableUser>>>,
-    under_way: OngoingChanges,
+    ongoing: OngoingChanges,
     /// Locked during a change. While a user holds this value, such as a queue with commands in flight, the memory stays mapped.
-    changes: Arc<Mutex<WindowRegions>>,
+    regions: Arc<Mutex<WindowRegions>>,
 }
 
 /// Keeps the memory mapped until the last user is gone. Threads that [check the memory](IovaSpace::shrunk_memory) hold only
 /// `changes`, so they are never the last user and never have to unmap memory.
 impl Drop for PublishedTable {
     fn drop(&mut self) {
-        let changes = std::mem::take(&mut *lock(&self.changes));
+        let changes = std::mem::take(&mut *lock(&self.regions));
         drop(changes);
     }
 }
@@ -193,7 +193,7 @@ impl PublishedTable {
         let mut users = lock(&self.users);
         let table = self.current();
         let user = Arc::new(TableUser::new(table.generation(), waker));
-        users.retain(|user| !user.is_gone());
+        users.retain(|user| !user.has_ended());
         users.push(user.clone());
         UsedTable {
             table_use: TableUse(user),
@@ -202,27 +202,27 @@ impl PublishedTable {
     }
 
     /// Returns the time at which the last change of the memory ended; `now` while a change is in progress.
-    pub fn quiet_since(&self, now: Ticks) -> Ticks {
-        self.under_way.quiet_since(now)
+    pub fn last_change(&self, now: Ticks) -> Ticks {
+        self.ongoing.last_change(now)
     }
 
     /// Returns whether no user can still use the regions that were unmapped when the table of generation `departure` was
     /// published.
-    pub fn have_left(&self, departure: u64) -> bool {
+    pub fn is_unmap_released(&self, departure: u64) -> bool {
         lock(&self.users)
             .iter()
-            .all(|user| user.has_left(departure))
+            .all(|user| user.has_released(departure))
     }
 
     /// Waits until [`Self::have_left`] is true. Returns false after a timeout.
-    fn wait_left(&self, departure: u64, clock: &dyn WaitClock, time: Duration) -> bool {
+    fn wait_for_release(&self, departure: u64, clock: &dyn WaitClock, time: Duration) -> bool {
         let users = lock(&self.users).clone();
-        clock.wait(time, &mut |time| wait_left(&users, departure, time))
+        clock.wait(time, &mut |time| wait_for_release(&users, departure, time))
     }
 
     /// Publishes the next table and returns its generation. The caller holds [`Self::changes`].
     fn publish(&self, changes: &WindowRegions, mut table: RegionTable) -> u64 {
-        table.complete(changes.departures.clone());
+        table.complete(changes.pending_unmaps.clone());
         let generation = table.generation();
         self.published.publish(generation, Arc::new(table));
         generation
@@ -237,9 +237,9 @@ pub struct DmaWindow {
     space: Arc<IovaSpace>,
     kinds: MemoryKinds,
     shares: VmShares,
-    bounds: FunctionMemoryLimit,
+    limit: FunctionMemoryLimit,
     account: MemoryAccount,
-    record: Option<PinningRecord>,
+    pinning_record: Option<PinningRecord>,
     tables: Arc<PublishedTable>,
     clock: Arc<dyn WaitClock>,
     /// Process that provides the memory and may resolve page faults in it (userfaultfd).
@@ -252,22 +252,22 @@ struct WindowRegions {
     /// Regions by guest address, not overlapping.
     regions: BTreeMap<u64, Arc<MappedRegion>>,
     /// Bytes of all regions.
-    mapped: u64,
+    mapped_bytes: u64,
     /// IOVAs taken by regions and pending unmaps.
-    taken: Arc<AtomicU64>,
+    iova_bytes: Arc<AtomicU64>,
     /// Bytes that count against the function's limit: those of regions, and those of pending unmaps that the drive can still
     /// access.
-    pinned: Arc<AtomicU64>,
+    pinned_bytes: Arc<AtomicU64>,
     /// Files of the regions, for use by further regions.
     files: Vec<Weak<GuestFile>>,
     /// Pending unmaps, until no user uses their memory.
-    departures: Vec<Arc<PendingUnmap>>,
+    pending_unmaps: Vec<Arc<PendingUnmap>>,
     /// Dirty pages of regions that were unmapped since the dirty log was last read.
-    departed: Vec<DirtyRange>,
+    unmapped_dirty: Vec<DirtyRange>,
     /// Number of regions mapped so far.
     maps: u64,
     /// True if a region was mapped that the old server did not leave mapped.
-    has_new: bool,
+    has_new_regions: bool,
     /// Number of regions unmapped so far.
     unmaps: u64,
 }
@@ -279,17 +279,17 @@ impl DmaWindow {
         let tables = PublishedTable {
             published: PublishedSnapshot::new(Arc::default()),
             users: Mutex::default(),
-            under_way: OngoingChanges::default(),
-            changes: Arc::default(),
+            ongoing: OngoingChanges::default(),
+            regions: Arc::default(),
         };
-        let memory: Weak<Mutex<WindowRegions>> = Arc::downgrade(&tables.changes);
-        space.watch(memory);
+        let memory: Weak<Mutex<WindowRegions>> = Arc::downgrade(&tables.regions);
+        space.watch_memory(memory);
         let tables = Arc::new(tables);
         Self {
-            shares: space.new_vm(),
-            bounds: FunctionMemoryLimit::default(),
-            account: MemoryAccount::of_host(),
-            record: None,
+            shares: space.new_vm_shares(),
+            limit: FunctionMemoryLimit::default(),
+            account: MemoryAccount::for_host(),
+            pinning_record: None,
             space,
             kinds: MemoryKinds::default(),
             tables,
@@ -305,23 +305,23 @@ impl DmaWindow {
 
     /// Sets the kinds of files that the memory may be in.
     #[must_use]
-    pub fn taking(self, kinds: MemoryKinds) -> Self {
+    pub fn with_kinds(self, kinds: MemoryKinds) -> Self {
         Self { kinds, ..self }
     }
 
     /// Sets the function's name. With an IOMMU, also sets the limit of its mapped memory.
     #[must_use]
-    pub fn of_function(self, function: &str, limit: Option<MemoryLimit>) -> Self {
+    pub fn with_function(self, function: &str, limit: Option<MemoryLimit>) -> Self {
         let bounds = FunctionMemoryLimit {
             function: function.to_owned(),
             limit: limit.filter(|_| self.space.has_iommu()),
         };
         let shares = VmShares {
-            owner: MappingOwner::of_function(function),
+            owner: MappingOwner::for_function(function),
             ..self.shares.clone()
         };
         Self {
-            bounds,
+            limit: bounds,
             shares,
             ..self
         }
@@ -335,8 +335,11 @@ impl DmaWindow {
 
     /// Sets the record of memory that is being pinned.
     #[must_use]
-    pub fn recording(self, record: Option<PinningRecord>) -> Self {
-        Self { record, ..self }
+    pub fn with_pinning_record(self, record: Option<PinningRecord>) -> Self {
+        Self {
+            pinning_record: record,
+            ..self
+        }
     }
 
     /// Sets the clock for waits.
@@ -350,10 +353,10 @@ impl DmaWindow {
     }
 
     /// Locks the state for a change, and releases pending unmaps whose memory is not used any longer.
-    fn changes(&self) -> MutexGuard<'_, WindowRegions> {
-        let mut changes = lock(&self.tables.changes);
-        changes.departures.retain(|departure| {
-            let used = !self.tables.have_left(departure.generation());
+    fn lock_regions(&self) -> MutexGuard<'_, WindowRegions> {
+        let mut changes = lock(&self.tables.regions);
+        changes.pending_unmaps.retain(|departure| {
+            let used = !self.tables.is_unmap_released(departure.generation());
             if !used {
                 departure.release();
             }
@@ -374,7 +377,7 @@ impl DmaWindow {
     /// # Errors
     /// All of [`DmaError`] except those of unmapping.
     pub fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        self.map_complete(memory, BudgetEntitlement::New)
+        self.check_and_map(memory, BudgetEntitlement::New)
     }
 
     /// Maps memory that the function had mapped under the old server. The bytes count against the function's limit and the VM's
@@ -383,8 +386,8 @@ impl DmaWindow {
     ///
     /// # Errors
     /// As [`Self::map`].
-    pub fn map_kept(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        self.map_complete(memory, BudgetEntitlement::Former)
+    pub fn map_persisted(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.check_and_map(memory, BudgetEntitlement::Inherited)
     }
 
     /// Maps memory of which the VMM claims that it was mapped under the old server. If the IOMMU still has this memory mapped,
@@ -393,17 +396,17 @@ impl DmaWindow {
     /// # Errors
     /// As [`Self::map`].
     pub fn map_claimed(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        self.map_complete(memory, BudgetEntitlement::Claimed)
+        self.check_and_map(memory, BudgetEntitlement::Claimed)
     }
 
-    fn map_complete(
+    fn check_and_map(
         &self,
         memory: MemoryRegion,
         demand: BudgetEntitlement,
     ) -> Result<(), DmaError> {
-        memory.check_shape()?;
-        self.check_use(&memory, |file| file.serves(&memory))?;
-        self.map_by(memory, None, demand)
+        memory.check_range()?;
+        self.check_file_use(&memory, |file| file.covers_region(&memory))?;
+        self.map_region(memory, None, demand)
     }
 
     /// Maps memory that was [checked](Self::check_region), now or when it was mapped before.
@@ -411,7 +414,7 @@ impl DmaWindow {
     /// # Errors
     /// All of [`DmaError`] except errors of unmapping and of incomplete memory.
     pub fn map_checked(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        self.map_by(memory, None, BudgetEntitlement::New)
+        self.map_region(memory, None, BudgetEntitlement::New)
     }
 
     /// Checks that the region's file can be used: its memory is complete, as far as this process can see. If the file already
@@ -421,11 +424,11 @@ impl DmaWindow {
     /// # Errors
     /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`], [`DmaError::MayWait`], [`DmaError::Map`].
     pub fn check_region(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
-        self.check_use(memory, |_| false)
+        self.check_file_use(memory, |_| false)
     }
 
     /// Checks as [`Self::check_region`] does. `is_through` returns whether the region would use the given file's mapping.
-    fn check_use(
+    fn check_file_use(
         &self,
         memory: &MemoryRegion,
         is_through: impl Fn(&GuestFile) -> bool,
@@ -433,9 +436,9 @@ impl DmaWindow {
         let MemoryRegion { gpa, len, fd, .. } = memory;
         self.check_kind(memory)?;
         let is_known = {
-            let changes = self.changes();
+            let changes = self.lock_regions();
             let mut known = changes.files.iter().filter_map(Weak::upgrade);
-            let id = GuestFile::id_of(fd.as_fd());
+            let id = GuestFile::file_id(fd.as_fd());
             let id = id.map_err(|source| DmaError::Map {
                 gpa: *gpa,
                 len: *len,
@@ -446,17 +449,17 @@ impl DmaWindow {
         };
         match is_known {
             true => Ok(()),
-            false => self.check_file(fd.as_fd(), *gpa, *len),
+            false => self.check_file_complete(fd.as_fd(), *gpa, *len),
         }
     }
 
     /// Checks the kind of the file. This comes first, because other calls on the file may block.
     fn check_kind(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
         let fd = memory.fd.as_fd();
-        if self.kinds.admits(fd) {
+        if self.kinds.accepts(fd) {
             return Ok(());
         }
-        let file_system = type_of(fd).unwrap_or_else(|| "another kind".to_owned());
+        let file_system = file_system_type(fd).unwrap_or_else(|| "another kind".to_owned());
         Err(DmaError::MayWait {
             gpa: memory.gpa,
             len: memory.len,
@@ -469,16 +472,16 @@ impl DmaWindow {
     /// # Errors
     /// As [`Self::map`]; [`DmaError::InvalidRegion`] if the mapping does not contain the whole region.
     pub fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
-        self.map_by(memory, Some(own.memory), BudgetEntitlement::New)
+        self.map_region(memory, Some(own.memory), BudgetEntitlement::New)
     }
 
-    fn map_by(
+    fn map_region(
         &self,
         memory: MemoryRegion,
         own: Option<Mapping>,
         demand: BudgetEntitlement,
     ) -> Result<(), DmaError> {
-        memory.check_shape()?;
+        memory.check_range()?;
         self.check_kind(&memory)?;
         let access = memory.access();
         let MemoryRegion {
@@ -491,8 +494,8 @@ impl DmaWindow {
         } = memory;
         let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
         let failed = |source| DmaError::Map { gpa, len, source };
-        let _change = self.tables.under_way.begin();
-        let mut changes = self.changes();
+        let _change = self.tables.ongoing.begin();
+        let mut changes = self.lock_regions();
         changes.check_free(gpa.0, len)?;
         let files = &mut changes.files;
         files.retain(|file| file.strong_count() > 0);
@@ -529,11 +532,16 @@ impl DmaWindow {
             file,
             offset,
         };
-        self.insert(&mut changes, place, demand)
+        self.insert_region(&mut changes, place, demand)
     }
 
     /// Checks that the file has no missing page that the process which provides the memory would fill on a page fault.
-    fn check_file(&self, file: BorrowedFd<'_>, gpa: Gpa, len: u64) -> Result<(), DmaError> {
+    fn check_file_complete(
+        &self,
+        file: BorrowedFd<'_>,
+        gpa: Gpa,
+        len: u64,
+    ) -> Result<(), DmaError> {
         let holder = *lock(&self.holder);
         match is_incomplete(holder, file) {
             Ok(false) => Ok(()),
@@ -557,15 +565,19 @@ impl DmaWindow {
     /// [`DmaError::Incomplete`].
     pub fn check_complete(&self) -> Result<(), DmaError> {
         let (files, gpa, mapped) = {
-            let changes = lock(&self.tables.changes);
+            let changes = lock(&self.tables.regions);
             let files: Vec<_> = changes.files.iter().filter_map(Weak::upgrade).collect();
             let first = changes.regions.keys().next();
-            (files, first.copied().unwrap_or_default(), changes.mapped)
+            (
+                files,
+                first.copied().unwrap_or_default(),
+                changes.mapped_bytes,
+            )
         };
         let files = files.iter().filter(|file| !file.mapping().is_borrowed());
         for file in files {
             if let Err(error @ DmaError::Incomplete { .. }) =
-                self.check_file(file.as_fd(), Gpa(gpa), mapped)
+                self.check_file_complete(file.as_fd(), Gpa(gpa), mapped)
             {
                 return Err(error);
             }
@@ -574,25 +586,25 @@ impl DmaWindow {
     }
 
     /// Maps a region that was [found free](WindowRegions::check_free).
-    fn insert(
+    fn insert_region(
         &self,
         changes: &mut WindowRegions,
         place: GuestMemoryPart,
         demand: BudgetEntitlement,
     ) -> Result<(), DmaError> {
         let (gpa, len) = (Gpa(place.gpa), place.len);
-        let refused = |refusal: MemoryRefusal| refusal.of_region(gpa, len);
-        let extent = match changes.extent_of(&place) {
+        let refused = |refusal: MemoryRefusal| refusal.into_region_error(gpa, len);
+        let extent = match changes.find_extent(&place) {
             Some(extent) => extent,
             None => {
                 let (vm, spare) = (&self.shares, changes.spare_iovas());
                 let place = (&place, demand);
-                let extent = IovaExtent::new(&self.space, vm, place, spare, &changes.taken);
-                let function = &self.bounds.function;
+                let extent = IovaExtent::new(&self.space, vm, place, spare, &changes.iova_bytes);
+                let function = &self.limit.function;
                 extent.map_err(|error| match error {
-                    IovaRefusal::Room => DmaError::NoIova { len },
+                    IovaRefusal::NoSpace => DmaError::NoIova { len },
                     IovaRefusal::Share(share) => {
-                        refused(MemoryRefusal::of_iovas(function, len, share))
+                        refused(MemoryRefusal::from_iova_refusal(function, len, share))
                     }
                 })?
             }
@@ -600,31 +612,32 @@ impl DmaWindow {
         let pinning = RegionPinning {
             space: &self.space,
             account: &self.account,
-            function: &self.bounds.function,
+            function: &self.limit.function,
             place: &place.clone(),
         };
         // Mappings left by the old server were allowed there, and are not pinned again.
         let had = demand != BudgetEntitlement::New;
         let is_there = had && extent.is_inherited(&place) && !pinning.lacks_pages();
         if !is_there {
-            extent.disinherit(&place);
-            let (memory, part) = (pinning.place.file.mapping(), pinning.place.part());
-            self.space.disinherit(self.shares.owner, memory, &part);
+            extent.unmap_inherited(&place);
+            let (memory, part) = (pinning.place.file.mapping(), pinning.place.mapping_range());
+            self.space.unmap_stale(self.shares.owner, memory, &part);
         }
         // A claim is bounded once other memory was mapped, so that old and new memory do not add up beyond the limit.
-        let is_bounded = !is_there || (demand == BudgetEntitlement::Claimed && changes.has_new);
+        let is_bounded =
+            !is_there || (demand == BudgetEntitlement::Claimed && changes.has_new_regions);
         let demand = match demand {
             BudgetEntitlement::New | BudgetEntitlement::Claimed if is_bounded => {
                 BudgetEntitlement::New
             }
-            _ => BudgetEntitlement::Former,
+            _ => BudgetEntitlement::Inherited,
         };
-        let pinned = self.pin(changes, len, demand).map_err(refused)?;
-        let permit = self.shares.mappings.demand(1, demand);
+        let pinned = self.count_pinned(changes, len, demand).map_err(refused)?;
+        let permit = self.shares.mappings.take_entitled(1, demand);
         let permit = permit.map_err(|no_share| {
             let IommuShareRefusal { taken, left, max } = no_share;
             DmaError::TooManyMappings {
-                function: self.bounds.function.clone(),
+                function: self.limit.function.clone(),
                 taken,
                 left,
                 max,
@@ -632,10 +645,12 @@ impl DmaWindow {
         })?;
         let mut prepared = match is_there {
             true => None,
-            false => pinning.prepare(self.record.as_ref()).map_err(refused)?,
+            false => pinning
+                .prepare(self.pinning_record.as_ref())
+                .map_err(refused)?,
         };
         let before = &mut |part: Range<usize>| match &mut prepared {
-            Some(prepared) => prepared.look_again(part),
+            Some(prepared) => prepared.recheck_part(part),
             None => Ok(()),
         };
         let region = MappedRegion::new(place, extent, permit, pinned, before)
@@ -643,47 +658,47 @@ impl DmaWindow {
         if let Some(prepared) = prepared {
             prepared.end();
         }
-        region.place.file.note_pinned();
+        region.place.file.update_allocated();
         let mut table = self.next_table();
-        table.add(&region);
+        table.add_region(&region);
         changes.regions.insert(gpa.0, Arc::new(region));
-        changes.mapped += len;
+        changes.mapped_bytes += len;
         changes.maps += 1;
-        changes.has_new |= !is_there;
+        changes.has_new_regions |= !is_there;
         self.tables.publish(changes, table);
         Ok(())
     }
 
     /// Counts the bytes of a region before it is mapped. Refuses the region if the function's limit would be exceeded, unless
     /// the function had the memory under the old server.
-    fn pin(
+    fn count_pinned(
         &self,
         changes: &WindowRegions,
         asked: u64,
         demand: BudgetEntitlement,
     ) -> Result<MappedByteCount, MemoryRefusal> {
-        let mapped = changes.pinned.load(Ordering::Relaxed);
+        let mapped = changes.pinned_bytes.load(Ordering::Relaxed);
         match self
-            .bounds
             .limit
-            .filter(|_| demand != BudgetEntitlement::Former)
+            .limit
+            .filter(|_| demand != BudgetEntitlement::Inherited)
         {
             Some(limit) if mapped.saturating_add(asked) > limit.bytes() => {
                 Err(MemoryRefusal::Limit {
-                    function: self.bounds.function.clone(),
+                    function: self.limit.function.clone(),
                     mapped,
                     asked,
                     limit,
                 })
             }
-            _ => Ok(MappedByteCount::new(&changes.pinned, asked)),
+            _ => Ok(MappedByteCount::new(&changes.pinned_bytes, asked)),
         }
     }
 
     /// Publishes the current table with a new generation and wakes all users, so that they adopt state that changes with the
     /// table.
-    pub fn renew_table(&self) {
-        let changes = self.changes();
+    pub fn republish_table(&self) {
+        let changes = self.lock_regions();
         self.tables.publish(&changes, self.next_table());
         drop(changes);
         for user in lock(&self.tables.users).iter() {
@@ -716,11 +731,11 @@ impl DmaWindow {
             Some(last) => last,
             None => return Err(DmaError::InvalidRegion { gpa, len }),
         };
-        let _change = self.tables.under_way.begin();
+        let _change = self.tables.ongoing.begin();
         let (departure, bytes) = {
-            let mut changes = self.changes();
+            let mut changes = self.lock_regions();
             let before = changes.regions.range(..gpa.0).next_back();
-            if before.is_some_and(|(_, before)| before.place.last() >= gpa.0) {
+            if before.is_some_and(|(_, before)| before.place.last_gpa() >= gpa.0) {
                 return Err(DmaError::PartialUnmap { gpa, len });
             }
             let gone: Vec<_> = changes
@@ -730,7 +745,7 @@ impl DmaWindow {
                 .collect();
             match gone.last() {
                 None => return Ok(0),
-                Some(highest) if highest.place.last() > last => {
+                Some(highest) if highest.place.last_gpa() > last => {
                     return Err(DmaError::PartialUnmap { gpa, len });
                 }
                 Some(_) => {}
@@ -741,22 +756,22 @@ impl DmaWindow {
                 changes.regions.remove(&region.place.gpa);
                 changes.unmaps += 1;
                 bytes += region.place.len;
-                let notes = table.take_away(&region);
+                let notes = table.remove_region(&region);
                 (region, notes)
             });
             let departure = PendingUnmap::new(self.table().generation() + 1, gone);
             let departure = Arc::new(departure);
-            changes.mapped -= bytes;
-            changes.departures.push(departure.clone());
+            changes.mapped_bytes -= bytes;
+            changes.pending_unmaps.push(departure.clone());
             self.tables.publish(&changes, table);
             (departure, bytes)
         };
         // Not under the lock: others may map memory during the wait.
         let left = self
             .tables
-            .wait_left(departure.generation(), &*self.clock, time);
+            .wait_for_release(departure.generation(), &*self.clock, time);
         // Taken after the wait, so that writes of in-flight commands are included.
-        departure.take_notes(&mut lock(&self.tables.changes).departed);
+        departure.take_dirty(&mut lock(&self.tables.regions).unmapped_dirty);
         if !left {
             return Err(DmaError::Busy { gpa, len });
         }
@@ -767,13 +782,13 @@ impl DmaWindow {
     /// Returns statistics of the regions.
     #[must_use]
     pub fn stats(&self) -> MemoryStats {
-        self.changes().stats()
+        self.lock_regions().stats()
     }
 
     /// Returns [`Self::stats`]; `None` while the regions change, which takes long if memory is pinned.
     #[must_use]
     pub fn try_stats(&self) -> Option<MemoryStats> {
-        Some(try_lock(&self.tables.changes)?.stats())
+        Some(try_lock(&self.tables.regions)?.stats())
     }
 
     /// Unmaps everything. Returns the number of unmapped bytes.
@@ -811,7 +826,7 @@ impl WindowRegions {
     fn stats(&self) -> MemoryStats {
         MemoryStats {
             regions: self.regions.len() as u64,
-            bytes: self.mapped,
+            bytes: self.mapped_bytes,
             maps: self.maps,
             unmaps: self.unmaps,
         }
@@ -823,36 +838,36 @@ impl WindowRegions {
             return Err(DmaError::TooManyRegions);
         }
         let before = self.regions.range(..gpa + len).next_back();
-        let is_free = before.is_none_or(|(_, before)| before.place.last() < gpa);
+        let is_free = before.is_none_or(|(_, before)| before.place.last_gpa() < gpa);
         let gpa = Gpa(gpa);
         is_free.then_some(()).ok_or(DmaError::Overlap { gpa, len })
     }
 
     /// Returns the extent of an adjacent region, if the extent has spare IOVAs for `place`. IOVAs of a pending unmap are not
     /// spare, because in-flight commands still use them.
-    fn extent_of(&self, place: &GuestMemoryPart) -> Option<Arc<IovaExtent>> {
+    fn find_extent(&self, place: &GuestMemoryPart) -> Option<Arc<IovaExtent>> {
         let before = self.regions.range(..place.gpa).next_back();
         let next = self.regions.range(place.gpa..).next();
         let neighbours = before.into_iter().chain(next);
         let mut extents = neighbours.map(|(_, region)| &region.extent);
         let is_free = |extent: &&Arc<IovaExtent>| {
-            let iova = extent.iova_of(place);
-            iova.is_some_and(|iova| !self.is_leaving(iova, place.len))
+            let iova = extent.find_iova(place);
+            iova.is_some_and(|iova| !self.is_unmap_pending(iova, place.len))
         };
         extents.find(is_free).cloned()
     }
 
     /// Returns whether a pending unmap is still mapped for the drive at any of these IOVAs.
-    fn is_leaving(&self, iova: u64, len: u64) -> bool {
-        let mut departures = self.departures.iter();
-        departures.any(|departure| departure.has_iova(iova, len))
+    fn is_unmap_pending(&self, iova: u64, len: u64) -> bool {
+        let mut departures = self.pending_unmaps.iter();
+        departures.any(|departure| departure.overlaps_iova(iova, len))
     }
 
     /// Returns the number of spare IOVAs that the VM may take for memory that is not mapped. Mapped and spare IOVAs together
     /// are at most twice the mapped memory.
     fn spare_iovas(&self) -> u64 {
-        let taken = self.taken.load(Ordering::Relaxed);
-        self.mapped.saturating_mul(2).saturating_sub(taken)
+        let taken = self.iova_bytes.load(Ordering::Relaxed);
+        self.mapped_bytes.saturating_mul(2).saturating_sub(taken)
     }
 }
 

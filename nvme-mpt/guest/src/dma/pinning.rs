@@ -20,24 +20,24 @@ use std::io;
 use std::mem;
 use std::ops::Range;
 
-use nvme_mpt_memory::holes::{MissingBytes, PageFinder, may_lack_pages, missing_at_most};
+use nvme_mpt_memory::holes::{MissingBytes, PageFinder, max_missing_bytes, may_lack_pages};
 
-use super::bounds::MemoryRefusal;
+use super::memory_limit::MemoryRefusal;
 use super::region::GuestMemoryPart;
 use crate::iova::IovaSpace;
 use crate::memory_account::{
-    MemoryAccount, MemoryPromise, MemoryShortage, OngoingPinning, PinningRecord, SMALL,
+    MemoryAccount, MemoryPromise, MemoryShortage, OngoingPinning, PinningRecord, RESERVE_USE_MAX,
 };
 
 /// Bytes to allocate between two checks of the free memory.
-const STEP: u64 = 256 << 20;
+const ALLOCATION_STEP: u64 = 256 << 20;
 
 /// Largest region whose pages are counted at once, in bytes. For a larger region, a count of all pages takes longer than
 /// the host's memory statistics stay valid.
-const LOOK: u64 = 2 << 20;
+const EXACT_COUNT_MAX: u64 = 2 << 20;
 
 /// Maximum number of bytes to pin between two counts of missing pages.
-const PIECE: u64 = 1 << 30;
+const PIN_CHUNK: u64 = 1 << 30;
 
 /// Memory of a region that is about to be pinned.
 #[derive(Debug)]
@@ -55,9 +55,9 @@ pub(super) struct PreparedPinning<'a> {
     record: Option<&'a PinningRecord>,
     finder: OnceCell<Option<PageFinder>>,
     promise: MemoryPromise,
-    under_way: Option<OngoingPinning<'a>>,
+    ongoing: Option<OngoingPinning<'a>>,
     /// Missing bytes of the part that is being pinned.
-    being_taken: u64,
+    pending_bytes: u64,
 }
 
 impl<'a> RegionPinning<'a> {
@@ -79,27 +79,27 @@ impl<'a> RegionPinning<'a> {
             record,
             finder: OnceCell::new(),
             promise: self.account.promise(self.function),
-            under_way: None,
-            being_taken: 0,
+            ongoing: None,
+            pending_bytes: 0,
         };
-        let missing = prepared.promise_all()?;
+        let missing = prepared.promise_missing()?;
         let may_be_taken = match self.place.len {
-            0..=SMALL => missing,
-            len => missing.max(len.min(PIECE)),
+            0..=RESERVE_USE_MAX => missing,
+            len => missing.max(len.min(PIN_CHUNK)),
         };
-        prepared.begin(may_be_taken);
+        prepared.begin_pinning(may_be_taken);
         if missing > 0 {
-            prepared.take_pages()?;
+            prepared.allocate_pages()?;
         }
         Ok(Some(prepared))
     }
 
     /// Returns whether a page of the region may be missing. If the file has no hole, the pages themselves are not checked.
     pub(super) fn lacks_pages(&self) -> bool {
-        may_lack_pages(self.place.file.file(), &self.place.in_file()).unwrap_or(true)
+        may_lack_pages(self.place.file.file(), &self.place.file_range()).unwrap_or(true)
     }
 
-    fn refused(&self, missing: u64, shortage: MemoryShortage) -> MemoryRefusal {
+    fn refusal(&self, missing: u64, shortage: MemoryShortage) -> MemoryRefusal {
         MemoryRefusal::Unavailable {
             function: self.function.to_owned(),
             asked: self.place.len,
@@ -110,7 +110,7 @@ impl<'a> RegionPinning<'a> {
 
     /// Returns an upper bound of the missing bytes of a file range; `None` if none is missing or the number is unknown.
     fn missing_at_most(&self, range: &Range<u64>) -> Option<u64> {
-        match missing_at_most(self.place.file.as_fd(), range) {
+        match max_missing_bytes(self.place.file.as_fd(), range) {
             Ok(MissingBytes::AtMost(missing)) => Some(missing),
             Ok(MissingBytes::Nothing) | Err(_) => None,
         }
@@ -118,10 +118,10 @@ impl<'a> RegionPinning<'a> {
 
     /// Returns the steps of the region, each as a range in the file and in its mapping.
     fn steps(&self) -> impl Iterator<Item = (Range<u64>, Range<usize>)> {
-        let (all, part) = (self.place.in_file(), self.place.part());
-        let starts = (0..self.place.len).step_by(STEP as usize);
+        let (all, part) = (self.place.file_range(), self.place.mapping_range());
+        let starts = (0..self.place.len).step_by(ALLOCATION_STEP as usize);
         starts.map(move |start| {
-            let end = (start + STEP).min(all.end - all.start);
+            let end = (start + ALLOCATION_STEP).min(all.end - all.start);
             let mapped = part.start + start as usize..part.start + end as usize;
             (all.start + start..all.start + end, mapped)
         })
@@ -130,48 +130,48 @@ impl<'a> RegionPinning<'a> {
 
 impl PreparedPinning<'_> {
     /// Reserves memory of the account for the region's missing pages. Returns the number of missing bytes.
-    fn promise_all(&mut self) -> Result<u64, MemoryRefusal> {
-        let all = self.pinning.place.in_file();
+    fn promise_missing(&mut self) -> Result<u64, MemoryRefusal> {
+        let all = self.pinning.place.file_range();
         let Some(most) = self.pinning.missing_at_most(&all) else {
             return Ok(0);
         };
-        let is_small = self.pinning.place.len <= LOOK;
+        let is_small = self.pinning.place.len <= EXACT_COUNT_MAX;
         let mut missing = match is_small {
-            true => self.count(&all, most),
+            true => self.count_missing(&all, most),
             false => most,
         };
-        let mut promised = self.promise.cover(missing);
+        let mut promised = self.promise.extend_to(missing);
         // The bound may be far above the real number.
         if promised.is_err() && !is_small {
-            missing = self.count(&all, most);
-            promised = self.promise.cover(missing);
+            missing = self.count_missing(&all, most);
+            promised = self.promise.extend_to(missing);
         }
-        promised.map_err(|shortage| self.pinning.refused(missing, shortage))?;
+        promised.map_err(|shortage| self.pinning.refusal(missing, shortage))?;
         Ok(missing)
     }
 
     /// Records that `bytes` bytes are being pinned.
-    fn begin(&mut self, bytes: u64) {
-        if bytes > 0 && self.under_way.is_none() {
+    fn begin_pinning(&mut self, bytes: u64) {
+        if bytes > 0 && self.ongoing.is_none() {
             let account = self.pinning.account;
-            self.under_way = self.record.map(|record| record.begin(bytes, account));
+            self.ongoing = self.record.map(|record| record.begin(bytes, account));
         }
     }
 
     /// Allocates missing pages step by step.
-    fn take_pages(&mut self) -> Result<(), MemoryRefusal> {
+    fn allocate_pages(&mut self) -> Result<(), MemoryRefusal> {
         let RegionPinning { space, place, .. } = self.pinning;
         for (step, part) in self.pinning.steps() {
             let Some(most) = self.pinning.missing_at_most(&step) else {
                 break;
             };
-            let missing = self.count(&step, most);
+            let missing = self.count_missing(&step, most);
             if missing == 0 {
                 continue;
             }
-            let covered = self.promise.cover(missing);
-            covered.map_err(|shortage| self.pinning.refused(missing, shortage))?;
-            if let Err(error) = space.take_pages(place.file.mapping(), part) {
+            let covered = self.promise.extend_to(missing);
+            covered.map_err(|shortage| self.pinning.refusal(missing, shortage))?;
+            if let Err(error) = space.allocate_pages(place.file.mapping(), part) {
                 // The IOMMU's own error will say more. The promise lasts until the IOMMU has pinned the pages.
                 let function = self.pinning.function;
                 log::debug!("Cannot allocate memory of function {function} in advance: {error}");
@@ -186,34 +186,34 @@ impl PreparedPinning<'_> {
     ///
     /// # Errors
     /// [`MemoryRefusal::Unavailable`], wrapped in the IOMMU's error type.
-    pub(super) fn look_again(&mut self, part: Range<usize>) -> io::Result<()> {
-        self.promise.note_taken(mem::take(&mut self.being_taken));
+    pub(super) fn recheck_part(&mut self, part: Range<usize>) -> io::Result<()> {
+        self.promise.note_taken(mem::take(&mut self.pending_bytes));
         let place = self.pinning.place;
-        let start = place.in_file().start + (part.start - place.part().start) as u64;
+        let start = place.file_range().start + (part.start - place.mapping_range().start) as u64;
         let range = start..start + part.len() as u64;
         let Some(most) = self.pinning.missing_at_most(&range) else {
             return Ok(());
         };
-        let missing = self.count(&range, most);
-        self.promise.cover(missing).map_err(|shortage| {
-            let refusal = self.pinning.refused(missing, shortage);
+        let missing = self.count_missing(&range, most);
+        self.promise.extend_to(missing).map_err(|shortage| {
+            let refusal = self.pinning.refusal(missing, shortage);
             io::Error::new(io::ErrorKind::OutOfMemory, refusal)
         })?;
-        self.begin(missing);
-        self.being_taken = missing;
+        self.begin_pinning(missing);
+        self.pending_bytes = missing;
         Ok(())
     }
 
     /// Ends the pinning after all pages are pinned.
     pub(super) fn end(mut self) {
-        self.promise.note_taken(self.being_taken);
+        self.promise.note_taken(self.pending_bytes);
     }
 
     /// Returns the missing bytes of a file range, at most `most`; returns `most` if its pages cannot be counted.
-    fn count(&self, range: &Range<u64>, most: u64) -> u64 {
+    fn count_missing(&self, range: &Range<u64>, most: u64) -> u64 {
         let open = || PageFinder::new(self.pinning.place.file.as_fd()).ok();
         let finder = self.finder.get_or_init(open).as_ref();
-        let found = finder.and_then(|finder| finder.missing(range, most).ok());
+        let found = finder.and_then(|finder| finder.missing_bytes(range, most).ok());
         found.map_or(most, |missing| missing.min(most))
     }
 }
@@ -229,8 +229,8 @@ mod tests {
     use super::*;
     use crate::dma::tests::region;
     use crate::dma::{DmaError, DmaWindow, MemoryLimit, MemoryRegion};
+    use crate::inflight::InflightFile;
     use crate::iova::{Iommu, StaleMappingsFlag};
-    use crate::live::InflightFile;
 
     /// An IOMMU that examines a function's live state at each call.
     #[derive(Debug)]
@@ -242,8 +242,8 @@ mod tests {
 
     impl InflightReadingIommu {
         fn look(&self) {
-            let seen = InflightFile::pinning_in(self.live.fd()).unwrap();
-            self.seen.lock().unwrap().push(seen.interrupted());
+            let seen = InflightFile::read_pinning(self.live.fd()).unwrap();
+            self.seen.lock().unwrap().push(seen.interrupted_bytes());
         }
     }
 
@@ -256,7 +256,7 @@ mod tests {
             }
         }
 
-        fn take_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
+        fn allocate_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
             self.look();
             Ok(())
         }
@@ -284,9 +284,9 @@ mod tests {
         std::fs::create_dir(folder.path().join("proc")).unwrap();
         let meminfo = "MemTotal: 1048576 kB\nMemAvailable: 0 kB\n";
         std::fs::write(folder.path().join("proc/meminfo"), meminfo).unwrap();
-        let before = IovaSpace::behind_iommu(iommu.clone(), &usable);
+        let before = IovaSpace::with_iommu(iommu.clone(), &usable);
         let before = Arc::new(before);
-        let window = DmaWindow::new(before.clone()).of_function("a", None);
+        let window = DmaWindow::new(before.clone()).with_function("a", None);
         let file = region(0, LEN).fd;
         let of_file = |gpa| MemoryRegion {
             fd: file.try_clone().unwrap(),
@@ -298,17 +298,17 @@ mod tests {
             Mapping::shared(file.as_fd(), 0, LEN as usize, MappingAccess::ReadWrite).unwrap();
         pinned.populate().unwrap();
         let word = MappedWord64::new(&live_words(), 0).unwrap();
-        let left = before.mappings(StaleMappingsFlag::new(word));
-        crate::kept::keep_for_good(window);
+        let left = before.list_mappings(StaleMappingsFlag::new(word));
+        crate::leaked::leak(window);
         let calls = iommu.seen.lock().unwrap().len();
 
         // The VMM's claim about memory is believed only if it is true.
-        for map in [DmaWindow::map_kept, DmaWindow::map_claimed] {
-            let next = IovaSpace::behind_iommu(iommu.clone(), &usable);
-            let next = Arc::new(next.inheriting(left.clone()).unwrap());
+        for map in [DmaWindow::map_persisted, DmaWindow::map_claimed] {
+            let next = IovaSpace::with_iommu(iommu.clone(), &usable);
+            let next = Arc::new(next.with_inherited(left.clone()).unwrap());
             let window = DmaWindow::new(next)
-                .with_account(MemoryAccount::below(folder.path()))
-                .of_function("a", Some(MemoryLimit::Chosen(LEN / 2)));
+                .with_account(MemoryAccount::with_root(folder.path()))
+                .with_function("a", Some(MemoryLimit::Configured(LEN / 2)));
             map(&window, of_file(0)).unwrap();
             assert_eq!(iommu.seen.lock().unwrap().len(), calls);
             let error = window.map_claimed(of_file(1 << 30)).unwrap_err();
@@ -319,7 +319,7 @@ mod tests {
                 source.downcast(),
                 Ok(MemoryRefusal::Limit { mapped: LEN, .. })
             ));
-            crate::kept::keep_for_good(window);
+            crate::leaked::leak(window);
         }
     }
 
@@ -341,13 +341,13 @@ mod tests {
         pinned.populate().unwrap();
         let usable = [0..=(1 << 39) - 1];
         let process = |left: Vec<_>, map: fn(&DmaWindow, MemoryRegion) -> Result<(), DmaError>| {
-            let space = IovaSpace::behind_iommu(iommu.clone(), &usable);
-            let space = Arc::new(space.inheriting(left).unwrap());
-            let window = DmaWindow::new(space.clone()).of_function("a", None);
+            let space = IovaSpace::with_iommu(iommu.clone(), &usable);
+            let space = Arc::new(space.with_inherited(left).unwrap());
+            let window = DmaWindow::new(space.clone()).with_function("a", None);
             map(&window, of_file(0)).unwrap();
             let word = MappedWord64::new(&live_words(), 0).unwrap();
-            let left = space.mappings(StaleMappingsFlag::new(word));
-            crate::kept::keep_for_good(window);
+            let left = space.list_mappings(StaleMappingsFlag::new(word));
+            crate::leaked::leak(window);
             left
         };
         let first = process(Vec::new(), DmaWindow::map);
@@ -368,9 +368,9 @@ mod tests {
             refuses: false,
         });
         let usable = [0..=(1 << 39) - 1];
-        let limit = Some(MemoryLimit::Chosen(LEN));
-        let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &usable));
-        let window = DmaWindow::new(space.clone()).of_function("a", limit);
+        let limit = Some(MemoryLimit::Configured(LEN));
+        let space = Arc::new(IovaSpace::with_iommu(iommu.clone(), &usable));
+        let window = DmaWindow::new(space.clone()).with_function("a", limit);
         let file = region(0, LEN).fd;
         let of_file = |gpa| MemoryRegion {
             fd: file.try_clone().unwrap(),
@@ -381,12 +381,12 @@ mod tests {
             Mapping::shared(file.as_fd(), 0, LEN as usize, MappingAccess::ReadWrite).unwrap();
         pinned.populate().unwrap();
         let word = MappedWord64::new(&live_words(), 0).unwrap();
-        let left = space.mappings(StaleMappingsFlag::new(word));
-        crate::kept::keep_for_good(window);
+        let left = space.list_mappings(StaleMappingsFlag::new(word));
+        crate::leaked::leak(window);
 
-        let space = IovaSpace::behind_iommu(iommu, &usable);
-        let space = Arc::new(space.inheriting(left).unwrap());
-        let window = DmaWindow::new(space).of_function("a", limit);
+        let space = IovaSpace::with_iommu(iommu, &usable);
+        let space = Arc::new(space.with_inherited(left).unwrap());
+        let window = DmaWindow::new(space).with_function("a", limit);
         window.map(region(1 << 30, LEN)).unwrap();
         let error = window.map_claimed(of_file(0)).unwrap_err();
         let DmaError::Iommu { source, .. } = error else {
@@ -415,8 +415,8 @@ mod tests {
                 refuses,
             });
             let usable = [0..=(1 << 39) - 1];
-            let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &usable));
-            let window = DmaWindow::new(space).recording(live.pinning());
+            let space = Arc::new(IovaSpace::with_iommu(iommu.clone(), &usable));
+            let window = DmaWindow::new(space).with_pinning_record(live.pinning());
             let missing = region(0, LEN);
             let there = region(1 << 30, LEN);
             nvme_mpt_memory::allocate(there.fd.as_fd(), LEN).unwrap();
@@ -429,7 +429,7 @@ mod tests {
                     false => mapped.is_ok(),
                     true => matches!(mapped, Err(DmaError::Iommu { .. })),
                 });
-                assert_eq!(live.pinning().unwrap().interrupted(), None);
+                assert_eq!(live.pinning().unwrap().interrupted_bytes(), None);
             }
             let seen = iommu.seen.lock().unwrap().clone();
             assert_eq!(seen, [Some(LEN), Some(LEN), None, Some(LARGE)]);

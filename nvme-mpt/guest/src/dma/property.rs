@@ -71,7 +71,7 @@ impl Iommu for WindowTestIommu {
         Ok(())
     }
 
-    fn take_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
+    fn allocate_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
         Ok(())
     }
 
@@ -137,7 +137,7 @@ fn stamp(file: usize, page: u64) -> [u8; 2] {
 impl WindowTest {
     fn new() -> Self {
         let iommu = Arc::new(WindowTestIommu::default());
-        let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &[0..=(1 << 39) - 1]));
+        let space = Arc::new(IovaSpace::with_iommu(iommu.clone(), &[0..=(1 << 39) - 1]));
         let files = (0..FILES).map(|file| {
             let fd = memfd(c"test", PAGES * PAGE_SIZE).expect("memory");
             let writer = std::fs::File::from(fd.try_clone().expect("descriptor"));
@@ -305,7 +305,7 @@ fn memory_that_comes_back_before_its_last_command_has_ended_lies_elsewhere() {
     assert!(scene.iommu.reaches(before).is_some(), "the command goes on");
     assert!(scene.iommu.reaches(after).is_some());
     let generation = scene.window.table().generation();
-    table_use.take_up(generation, std::iter::empty());
+    table_use.adopt(generation, std::iter::empty());
     // The next change releases the pending unmap.
     scene.apply(4, &map(9));
     assert_eq!(scene.iommu.reaches(before), None);
@@ -356,11 +356,11 @@ proptest! {
             let table = scene.window.table();
             let (mut at, end) = (at, at + len);
             while at < end {
-                let run = table.translate_some(
+                let run = table.translate_prefix(
                     Gpa(at), end - at, DmaDirection::ToGuest, &mut RegionHint::default(),
                 );
                 let Some((iova, bytes)) = run else { break };
-                prop_assert_eq!(table.note_written_by_drive(iova.bits(), bytes), bytes);
+                prop_assert_eq!(table.mark_dirty_iova(iova.bits(), bytes), bytes);
                 expected.extend(at / PAGE_SIZE..(at + bytes).div_ceil(PAGE_SIZE));
                 at += bytes;
             }

@@ -55,7 +55,7 @@ impl GuestFile {
         let file = File::from(fd);
         let status = file.metadata()?;
         let id = (status.dev(), status.ino());
-        let has_it = |file: &&Arc<Self>| file.id == id && file.has(offset, len, access);
+        let has_it = |file: &&Arc<Self>| file.id == id && file.covers(offset, len, access);
         if let Some(file) = known.iter().find(has_it) {
             return Ok(Some(file.clone()));
         }
@@ -93,7 +93,7 @@ impl GuestFile {
         let status = file.metadata()?;
         let id = (status.dev(), status.ino());
         let start = mapping
-            .place()
+            .file_place()
             .map(|place| place.offset)
             .unwrap_or_default();
         let is_it = |file: &&Arc<Self>| {
@@ -116,7 +116,7 @@ impl GuestFile {
     }
 
     /// Returns whether the mapping covers this part of the file with this access.
-    fn has(&self, offset: u64, len: usize, access: MappingAccess) -> bool {
+    fn covers(&self, offset: u64, len: usize, access: MappingAccess) -> bool {
         // After a truncation, a file that grew again has other pages than the mapping, which got replacement pages.
         self.mapping.access() == access
             && !self.mapping.is_lost()
@@ -124,12 +124,13 @@ impl GuestFile {
     }
 
     /// Returns whether a region of this file would use this mapping.
-    pub(super) fn serves(&self, memory: &MemoryRegion) -> bool {
-        usize::try_from(memory.len).is_ok_and(|len| self.has(memory.offset, len, memory.access()))
+    pub(super) fn covers_region(&self, memory: &MemoryRegion) -> bool {
+        usize::try_from(memory.len)
+            .is_ok_and(|len| self.covers(memory.offset, len, memory.access()))
     }
 
     /// Returns the device and inode numbers of a file.
-    pub(super) fn id_of(fd: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
+    pub(super) fn file_id(fd: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
         let status = File::from(fd.try_clone_to_owned()?).metadata()?;
         Ok((status.dev(), status.ino()))
     }
@@ -147,7 +148,7 @@ impl GuestFile {
     }
 
     /// Notes the file's allocated bytes after some of its pages were pinned.
-    pub(super) fn note_pinned(&self) {
+    pub(super) fn update_allocated(&self) {
         if let Ok(now) = allocated_bytes(&self.file) {
             self.allocated.fetch_max(now, Ordering::Relaxed);
         }
@@ -162,7 +163,7 @@ impl GuestFile {
     }
 
     /// Makes the next call of [`Self::has_shrunk`] return true.
-    pub(super) fn look_again(&self) {
+    pub(super) fn force_recheck(&self) {
         self.allocated.store(u64::MAX, Ordering::Relaxed);
     }
 
@@ -194,7 +195,7 @@ pub(super) struct GuestMemoryPart {
 
 impl GuestMemoryPart {
     /// Returns the part as a region with a descriptor, for mapping in another process.
-    pub(super) fn region(&self) -> io::Result<MemoryRegion> {
+    pub(super) fn to_region(&self) -> io::Result<MemoryRegion> {
         let [readable, writable] = self.rights;
         Ok(MemoryRegion {
             gpa: Gpa(self.gpa),
@@ -207,24 +208,24 @@ impl GuestMemoryPart {
     }
 
     /// Returns its range in the file, in bytes.
-    pub(super) fn in_file(&self) -> Range<u64> {
+    pub(super) fn file_range(&self) -> Range<u64> {
         let start = self.file.start + self.offset;
         start..start + self.len
     }
 
     /// Returns its range in the file's mapping, in bytes.
-    pub(super) fn part(&self) -> Range<usize> {
+    pub(super) fn mapping_range(&self) -> Range<usize> {
         self.offset as usize..(self.offset + self.len) as usize
     }
 
     /// Returns its last guest address.
-    pub(super) fn last(&self) -> u64 {
+    pub(super) fn last_gpa(&self) -> u64 {
         self.gpa + (self.len - 1)
     }
 
     /// Returns whether `inner` lies in this part of the memory, at the same distance from the start in guest memory and in the
     /// file.
-    fn has(&self, inner: &Self) -> bool {
+    fn contains(&self, inner: &Self) -> bool {
         let from_start = inner.gpa.wrapping_sub(self.gpa);
         Arc::ptr_eq(&self.file, &inner.file)
             && self.rights == inner.rights
@@ -257,8 +258,8 @@ impl IovaExtent {
         let mapped = place.file.mapping.len() as u64;
         let follows = (mapped - place.offset - place.len)
             .min(spare)
-            .min(u64::MAX - place.last());
-        let part = place.part();
+            .min(u64::MAX - place.last_gpa());
+        let part = place.mapping_range();
         let memory = &place.file.mapping;
         let had = demand != BudgetEntitlement::New;
         let iova = |len, demand| {
@@ -280,35 +281,35 @@ impl IovaExtent {
     }
 
     /// Returns the first IOVA for a place, if the extent has IOVAs for it.
-    pub(super) fn iova_of(&self, place: &GuestMemoryPart) -> Option<u64> {
-        let has_it = self.place.has(place) && !self.iova.is_stuck();
-        has_it.then(|| self.start_of(place))
+    pub(super) fn find_iova(&self, place: &GuestMemoryPart) -> Option<u64> {
+        let has_it = self.place.contains(place) && !self.iova.is_stuck();
+        has_it.then(|| self.first_iova(place))
     }
 
     /// Returns the first IOVA of a place in this extent.
-    fn start_of(&self, place: &GuestMemoryPart) -> u64 {
+    fn first_iova(&self, place: &GuestMemoryPart) -> u64 {
         self.iova.start() + (place.gpa - self.place.gpa)
     }
 
     /// Returns whether the old server left the place mapped. The place must lie in this extent.
     pub(super) fn is_inherited(&self, place: &GuestMemoryPart) -> bool {
-        let (iova, memory) = (self.start_of(place), &place.file.mapping);
-        self.iova.is_inherited(iova, memory, &place.part())
+        let (iova, memory) = (self.first_iova(place), &place.file.mapping);
+        self.iova.is_inherited(iova, memory, &place.mapping_range())
     }
 }
 
 impl IovaExtent {
     /// Unmaps what the old server left mapped at the IOVAs of `place`, before `place` is mapped there.
-    pub(super) fn disinherit(&self, place: &GuestMemoryPart) {
-        if let Some(iova) = self.iova_of(place) {
-            self.iova.disinherit(iova..iova + place.len);
+    pub(super) fn unmap_inherited(&self, place: &GuestMemoryPart) {
+        if let Some(iova) = self.find_iova(place) {
+            self.iova.unmap_inherited(iova..iova + place.len);
         }
     }
 
     /// Unmaps those mappings of the old server in this extent that no region has taken over.
     pub(super) fn end_inheritance(&self) {
         let start = self.iova.start();
-        self.iova.disinherit(start..start + self.place.len);
+        self.iova.unmap_inherited(start..start + self.place.len);
     }
 }
 
@@ -360,8 +361,8 @@ impl MappedRegion {
         before: &mut BeforePinning<'_>,
     ) -> io::Result<Self> {
         let mapping = &place.file.mapping;
-        let part = place.part();
-        let iova = extent.start_of(&place);
+        let part = place.mapping_range();
+        let iova = extent.first_iova(&place);
         let access = mapping.access();
         let part = extent
             .iova

@@ -172,7 +172,7 @@ fn an_unmap_waits_for_users_of_the_memory() {
         std::thread::sleep(std::time::Duration::from_micros(20));
     }
     assert!(!unmapper.is_finished());
-    user.take_up(window.table().generation(), std::iter::empty());
+    user.adopt(window.table().generation(), std::iter::empty());
     assert_eq!(unmapper.join().expect("no panic").expect("settled"), 0x1000);
 }
 
@@ -208,9 +208,9 @@ fn blocks_that_are_plugged_one_after_the_other_are_few_runs() {
         window.map(block(&file, number)).expect("map");
     }
     let table = window.table();
-    assert_eq!(lock(&window.tables.changes).regions.len(), 513);
+    assert_eq!(lock(&window.tables.regions).regions.len(), 513);
     // One run of boot memory and three others: each time, IOVAs for as much memory as is mapped are reserved.
-    assert_eq!(table.runs(), 4);
+    assert_eq!(table.run_count(), 4);
     // Any blocks can be unmapped, and are mapped at their old IOVAs again.
     let start = Gpa(4 << 30);
     let at = |number: u64| Gpa(start.0 + number * BLOCK);
@@ -221,20 +221,20 @@ fn blocks_that_are_plugged_one_after_the_other_are_few_runs() {
     window
         .unmap(at(8), BLOCK + 4096)
         .expect_err("cuts the second");
-    assert!(window.table().runs() > 4);
+    assert!(window.table().run_count() > 4);
     for number in [6, 5, 511, 300, 7, 0] {
         window.map(block(&file, number)).expect("free again");
     }
-    assert_eq!(window.table().runs(), 4);
+    assert_eq!(window.table().run_count(), 4);
     assert_eq!(window.unmap(start, 512 * BLOCK).expect("all"), 512 * BLOCK);
-    assert_eq!(window.table().runs(), 1);
+    assert_eq!(window.table().run_count(), 1);
 }
 
 #[test]
 fn blocks_merge_only_if_file_offset_and_rights_continue() {
     let (window, file) = window_with_a_hot_plug_file();
     let other = memfd(64 << 20);
-    let runs = |window: &DmaWindow| window.table().runs();
+    let runs = |window: &DmaWindow| window.table().run_count();
     window.map(block(&file, 0)).expect("map");
     window.map(block(&file, 1)).expect("map");
     assert_eq!(runs(&window), 2);
@@ -311,7 +311,7 @@ fn memory_that_may_block_is_mapped_only_on_request() {
         assert!(error.to_string().contains(said), "{error}");
     }
     assert_ne!(file_system, "another kind", "{error}");
-    let any = window().taking(MemoryKinds::Any);
+    let any = window().with_kinds(MemoryKinds::Any);
     any.map(part(&file, 0, 0, BLOCK)).expect("asked for");
 }
 
@@ -345,7 +345,7 @@ fn regions_are_bounded() {
     for i in 0..MAX_REGIONS as u64 {
         window.map(page(i, i * 0x1000)).expect("map");
     }
-    assert_eq!(window.table().runs(), MAX_REGIONS);
+    assert_eq!(window.table().run_count(), MAX_REGIONS);
     let error = window.map(page(0, 1 << 40)).expect_err("too many");
     assert!(matches!(error, DmaError::TooManyRegions), "{error}");
     assert!(error.to_string().contains("8192"), "{error}");
@@ -400,21 +400,21 @@ fn no_vm_takes_the_address_space_of_others() {
 
 /// An IOMMU with a limit on the number of mappings.
 #[derive(Debug)]
-struct Few {
+struct LimitedIommu {
     most: u64,
     made: AtomicU64,
 }
 
-impl Few {
+impl LimitedIommu {
     /// Creates an IOVA space below `end`, for a process that has inherited no mappings.
     fn space(most: u64, end: u64) -> Arc<IovaSpace> {
         let made = AtomicU64::new(0);
-        let space = IovaSpace::behind_iommu(Arc::new(Self { most, made }), &[0..=end - 1]);
+        let space = IovaSpace::with_iommu(Arc::new(Self { most, made }), &[0..=end - 1]);
         Arc::new(space)
     }
 }
 
-impl Iommu for Few {
+impl Iommu for LimitedIommu {
     fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: MappingAccess) -> io::Result<()> {
         if self.made.fetch_add(1, Ordering::Relaxed) < self.most {
             return Ok(());
@@ -428,7 +428,7 @@ impl Iommu for Few {
         Ok(())
     }
 
-    fn take_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
+    fn allocate_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
         Ok(())
     }
 
@@ -439,11 +439,11 @@ impl Iommu for Few {
 
 #[test]
 fn memory_is_unmapped_when_its_window_is_dropped_while_another_thread_looks_at_it() {
-    let few = Arc::new(Few {
+    let few = Arc::new(LimitedIommu {
         most: 1024,
         made: AtomicU64::new(0),
     });
-    let space = Arc::new(IovaSpace::behind_iommu(few.clone(), &[0..=(1 << 39) - 1]));
+    let space = Arc::new(IovaSpace::with_iommu(few.clone(), &[0..=(1 << 39) - 1]));
     let window = DmaWindow::new(space.clone());
     let file = memfd(4 * PAGE_SIZE);
     let vmm = Mapping::shared(
@@ -456,11 +456,13 @@ fn memory_is_unmapped_when_its_window_is_dropped_while_another_thread_looks_at_i
     vmm.populate().unwrap();
     window.map(part(&file, 0, 0, 4 * PAGE_SIZE)).unwrap();
     vmm.discard_file(0, PAGE_SIZE as usize).unwrap();
-    let looked_at = space.shrunk_memory();
+    let looked_at = space.find_shrunk_memory();
     assert_eq!(looked_at.len(), 1);
     drop(window);
     assert_eq!(few.made.load(Ordering::Relaxed), 0);
-    looked_at.iter().for_each(|memory| memory.find_freed());
+    looked_at
+        .iter()
+        .for_each(|memory| memory.check_freed_pages());
 }
 
 #[test]
@@ -477,18 +479,18 @@ fn former_memory_is_remapped_whatever_others_hold() {
             .find(|number| window.map(page(*number)).is_err())
             .unwrap()
     };
-    let space = Few::space(MAX, 1 << 39);
+    let space = LimitedIommu::space(MAX, 1 << 39);
     let windows = [(); 5].map(|()| DmaWindow::new(space.clone()));
     let had = windows.each_ref().map(take_all);
     drop(windows);
 
-    let space = Few::space(MAX, 1 << 39);
+    let space = LimitedIommu::space(MAX, 1 << 39);
     let [most, fewer @ ..] = had;
-    let limit = Some(MemoryLimit::Chosen(PAGE_SIZE));
+    let limit = Some(MemoryLimit::Configured(PAGE_SIZE));
     let take_up = |pages: u64| {
-        let window = DmaWindow::new(space.clone()).of_function("a", limit);
+        let window = DmaWindow::new(space.clone()).with_function("a", limit);
         for number in 0..pages {
-            window.map_kept(page(number)).expect("it was there");
+            window.map_persisted(page(number)).expect("it was there");
         }
         window
     };
@@ -507,7 +509,7 @@ fn former_memory_is_remapped_whatever_others_hold() {
     assert!(
         matches!(source.downcast(), Ok(MemoryRefusal::Limit { mapped: counted, .. }) if counted == mapped)
     );
-    let last = last.of_function("a", None);
+    let last = last.with_function("a", None);
     let error = last.map(page(most)).expect_err("beyond its share");
     assert!(matches!(error, DmaError::TooManyMappings { taken, .. } if taken == most));
     drop(others);
@@ -517,21 +519,25 @@ fn former_memory_is_remapped_whatever_others_hold() {
 fn former_memory_needs_only_address_space() {
     const LEN: u64 = 252 << 20;
     let folder = tempfile::tempdir().expect("a folder");
-    let account = MemoryAccount::below(folder.path());
+    let account = MemoryAccount::with_root(folder.path());
     let file = memfd(LEN);
     // The IOVA space except for the unusable part and the driver's reserve.
-    let window = DmaWindow::new(Few::space(1, 256 << 20)).with_account(account);
+    let window = DmaWindow::new(LimitedIommu::space(1, 256 << 20)).with_account(account);
     let error = window.map(part(&file, 0, 0, LEN)).expect_err("no share");
     assert!(matches!(error, DmaError::Iommu { .. }), "{error}");
-    window.map_kept(part(&file, 0, 0, LEN)).expect("room");
-    let error = window.map_kept(part(&file, 1 << 30, 0, LEN));
+    window.map_persisted(part(&file, 0, 0, LEN)).expect("room");
+    let error = window.map_persisted(part(&file, 1 << 30, 0, LEN));
     let error = error.expect_err("no room");
     assert!(matches!(error, DmaError::NoIova { .. }), "{error}");
-    assert!(error.lacks_room());
+    assert!(error.lacks_iommu_resources());
 
-    let window = DmaWindow::new(Few::space(0, 1 << 39));
-    let error = window.map_kept(region(0, PAGE_SIZE)).expect_err("none");
-    assert!(error.lacks_room(), "{error}");
-    let error = window.map_kept(region(1, PAGE_SIZE)).expect_err("no page");
-    assert!(!error.lacks_room(), "{error}");
+    let window = DmaWindow::new(LimitedIommu::space(0, 1 << 39));
+    let error = window
+        .map_persisted(region(0, PAGE_SIZE))
+        .expect_err("none");
+    assert!(error.lacks_iommu_resources(), "{error}");
+    let error = window
+        .map_persisted(region(1, PAGE_SIZE))
+        .expect_err("no page");
+    assert!(!error.lacks_iommu_resources(), "{error}");
 }

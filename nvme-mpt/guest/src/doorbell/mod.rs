@@ -60,7 +60,7 @@ impl DoorbellMode {
 
     /// Returns whether a VMM that can map and unmap the registers at run time should do so.
     #[must_use]
-    pub fn maps_at_times(self) -> bool {
+    pub fn should_map_dynamically(self) -> bool {
         matches!(self, Self::Auto | Self::Mapped)
     }
 }
@@ -126,7 +126,7 @@ impl DoorbellPage {
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if the file is too small or can be truncated; the kernel's error if it cannot be mapped.
-    pub fn kept(
+    pub fn from_persisted(
         fd: OwnedFd,
         mode: DoorbellMode,
         stride: DoorbellStride,
@@ -136,14 +136,14 @@ impl DoorbellPage {
             let text = "the file of the doorbells can be truncated";
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
-        Self::of_file(fd, stride.dstrd(mode, queue_pairs), queue_pairs)
+        Self::from_file(fd, stride.dstrd(mode, queue_pairs), queue_pairs)
     }
 
     /// Opens doorbells created by another process, with that process's [`Self::dstrd`] and number of queue pairs.
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if the file is too small; the kernel's error if it cannot be mapped.
-    pub fn of_file(fd: OwnedFd, dstrd: u8, queue_pairs: u16) -> io::Result<Self> {
+    pub fn from_file(fd: OwnedFd, dstrd: u8, queue_pairs: u16) -> io::Result<Self> {
         let too_small = || {
             let text = "the file is smaller than the doorbells that it is to hold";
             io::Error::new(io::ErrorKind::InvalidData, text)
@@ -166,7 +166,7 @@ impl DoorbellPage {
     }
 
     fn file_len(dstrd: u8, queue_pairs: u16) -> u64 {
-        DOORBELLS + Doorbell::area(queue_pairs, dstrd).next_multiple_of(PAGE_SIZE)
+        DOORBELLS + Doorbell::area_bytes(queue_pairs, dstrd).next_multiple_of(PAGE_SIZE)
     }
 
     /// Returns CAP.DSTRD: the stride of the registers and of the Doorbell Buffer.
@@ -197,7 +197,8 @@ impl DoorbellPage {
     /// Returns the doorbell at an offset in BAR0; `None` if no existing queue has one there.
     #[must_use]
     pub fn at_bar_offset(&self, bar_offset: u64) -> Option<Doorbell> {
-        Doorbell::at_bar_offset(bar_offset, self.dstrd).filter(|doorbell| self.exists(*doorbell))
+        Doorbell::from_bar_offset(bar_offset, self.dstrd)
+            .filter(|doorbell| self.has_doorbell(*doorbell))
     }
 
     /// Returns the last value written to a doorbell; 0 if the doorbell does not exist.
@@ -220,14 +221,14 @@ impl DoorbellPage {
         }
     }
 
-    fn exists(&self, doorbell: Doorbell) -> bool {
+    fn has_doorbell(&self, doorbell: Doorbell) -> bool {
         doorbell.index() / 2 <= u32::from(self.queue_pairs)
     }
 
     /// Returns the word of a doorbell; `None` if the controller has no such doorbell.
     pub fn cell(&self, doorbell: Doorbell) -> Option<MappedWord32> {
         let offset = doorbell.bar_offset(self.dstrd) as usize;
-        self.exists(doorbell)
+        self.has_doorbell(doorbell)
             .then(|| MappedWord32::new(&self.mapping, offset))
             .flatten()
     }
@@ -283,7 +284,7 @@ impl<W: SharedWord> EventIdx<W> {
             word,
             size,
             // Far enough behind that the next value is stored.
-            published: size.behind(consumed.get(), size.entries() / 2 + 1),
+            published: size.step_back(consumed.get(), size.entries() / 2 + 1),
             is_stored: false,
         }
     }
@@ -291,9 +292,9 @@ impl<W: SharedWord> EventIdx<W> {
     /// Returns a value behind `consumed` that the doorbell passes only after most of a pass through the queue. The value must
     /// not be right behind `consumed`. Otherwise a guest that has stored the doorbell, and reads EventIdx only now, could find
     /// that the doorbell just passed EventIdx.
-    fn behind(&self, consumed: u32) -> u32 {
+    fn lagging_value(&self, consumed: u32) -> u32 {
         let lag = (self.size.entries() / 4).max(1);
-        self.size.behind(consumed, lag)
+        self.size.step_back(consumed, lag)
     }
 
     fn publish(&mut self, value: u32) {
@@ -307,18 +308,18 @@ impl<W: SharedWord> EventIdx<W> {
     /// Each store takes the cache line away from the vCPU that reads EventIdx. So the value is stored only once per half pass
     /// through the queue, which suffices because the doorbell reaches it only after most of a pass.
     #[inline]
-    pub(crate) fn keep_quiet(&mut self, consumed: u32) {
+    pub(crate) fn suppress(&mut self, consumed: u32) {
         let ahead = self.size.distance(self.published, consumed);
         // A distance of 0 is an armed EventIdx: the next doorbell write would be a register write.
         if ahead == 0 || ahead > self.size.entries() / 2 {
-            self.publish(self.behind(consumed));
+            self.publish(self.lagging_value(consumed));
         }
     }
 
     /// Suppresses register writes, if no value was stored yet.
-    pub(crate) fn begin(&mut self, consumed: u32) {
+    pub(crate) fn suppress_initially(&mut self, consumed: u32) {
         if !self.is_stored {
-            self.publish(self.behind(consumed));
+            self.publish(self.lagging_value(consumed));
         }
     }
 
@@ -372,9 +373,9 @@ impl DoorbellSource {
 
     /// Suppresses notifications. The doorbell was seen at `consumed`.
     #[inline]
-    pub fn keep_quiet(&mut self, consumed: u32) {
+    pub fn suppress(&mut self, consumed: u32) {
         if let Some(event_idx) = &mut self.event_idx {
-            event_idx.keep_quiet(consumed);
+            event_idx.suppress(consumed);
         }
     }
 
@@ -385,9 +386,9 @@ impl DoorbellSource {
     }
 
     /// Suppresses notifications, if no value was stored yet. See `EventIdx::begin`.
-    pub fn begin(&mut self, consumed: u32) {
+    pub fn suppress_initially(&mut self, consumed: u32) {
         if let Some(event_idx) = &mut self.event_idx {
-            event_idx.begin(consumed);
+            event_idx.suppress_initially(consumed);
         }
     }
 
@@ -429,12 +430,12 @@ pub(crate) mod tests {
         let doorbell = Doorbell::SqTail(QueueId(2));
         made.store(doorbell, 7);
         let file = || made.fd().try_clone_to_owned().expect("a descriptor");
-        let kept = DoorbellPage::kept(file(), mode, stride, 4).expect("the same");
+        let kept = DoorbellPage::from_persisted(file(), mode, stride, 4).expect("the same");
         assert_eq!((kept.load(doorbell), kept.dstrd()), (7, made.dstrd()));
         File::from(file()).set_len(0).expect_err("sealed");
 
         let refused = |fd, pairs| {
-            let error = DoorbellPage::kept(fd, mode, stride, pairs).expect_err("no good");
+            let error = DoorbellPage::from_persisted(fd, mode, stride, pairs).expect_err("no good");
             assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         };
         refused(file(), 64);
@@ -473,7 +474,7 @@ pub(crate) mod tests {
 
     fn index(entries: u32, index: u32) -> RingIndex {
         let size = RingSize::new(entries).expect("entries");
-        RingIndex::at(size, index).expect("an entry")
+        RingIndex::from_index(size, index).expect("an entry")
     }
 
     #[test]
@@ -481,7 +482,7 @@ pub(crate) mod tests {
         for entries in [2_u32, 3, 7, 64, 1024, 65536] {
             let word = Cell::new(0);
             let mut event_idx = EventIdx::new(&word, index(entries, 0));
-            event_idx.keep_quiet(0);
+            event_idx.suppress(0);
             let mut tail = 0;
             for step in 0..5 * entries {
                 // Each doorbell adds at most half of the queue, and the poller keeps up.
@@ -491,7 +492,7 @@ pub(crate) mod tests {
                     "{entries} {tail}->{new}"
                 );
                 tail = new;
-                event_idx.keep_quiet(tail);
+                event_idx.suppress(tail);
             }
         }
     }
@@ -503,15 +504,15 @@ pub(crate) mod tests {
             let mut event_idx = EventIdx::new(&word, index(entries, 1));
             assert_eq!(word.get(), 77);
             assert!(!event_idx.is_stored);
-            event_idx.keep_quiet(1);
+            event_idx.suppress(1);
             assert!(!driver_writes_register(word.get(), 2 % entries, 1));
             // A Completion Queue's doorbell changes before the poller has examined it.
             let mut event_idx = EventIdx::new(&word, index(entries, 0));
             word.set(0);
-            event_idx.begin(0);
+            event_idx.suppress_initially(0);
             assert!(!driver_writes_register(word.get(), 1, 0));
             event_idx.arm(1);
-            event_idx.begin(1);
+            event_idx.suppress_initially(1);
             assert!(
                 driver_writes_register(word.get(), 2 % entries, 1),
                 "it stays armed"
@@ -530,7 +531,7 @@ pub(crate) mod tests {
                     let new = (consumed + by) % entries;
                     assert!(driver_writes_register(word.get(), new, consumed));
                 }
-                event_idx.keep_quiet(consumed);
+                event_idx.suppress(consumed);
                 let next = (consumed + 1) % entries;
                 assert!(!driver_writes_register(word.get(), next, consumed));
             }

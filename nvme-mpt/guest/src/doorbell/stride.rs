@@ -27,7 +27,7 @@ impl DoorbellStride {
     /// Returns `CAP.DSTRD` of a function with `queue_pairs` I/O queue pairs.
     #[must_use]
     pub fn dstrd(self, mode: DoorbellMode, queue_pairs: u16) -> u8 {
-        let fits = |dstrd: &u8| Doorbell::area(queue_pairs, *dstrd) <= PAGE_SIZE;
+        let fits = |dstrd: &u8| Doorbell::area_bytes(queue_pairs, *dstrd) <= PAGE_SIZE;
         match self {
             Self::Bytes4 => 0,
             Self::Widest if mode.offers_buffer() => {
@@ -51,7 +51,7 @@ impl DoorbellStride {
             Self::Bytes64 => CACHE_LINE_DSTRD,
         };
         // At most 511.
-        (PAGE_SIZE / Doorbell::area(0, narrowest) - 1) as u16
+        (PAGE_SIZE / Doorbell::area_bytes(0, narrowest) - 1) as u16
     }
 }
 
@@ -85,7 +85,7 @@ mod tests {
         ] {
             for mode in [DoorbellMode::Auto, DoorbellMode::Shadow] {
                 for queues in 1..=stride.queue_pairs_max(mode) {
-                    let area = Doorbell::area(queues, stride.dstrd(mode, queues));
+                    let area = Doorbell::area_bytes(queues, stride.dstrd(mode, queues));
                     assert!(area <= PAGE_SIZE, "{stride:?} {queues}");
                 }
             }

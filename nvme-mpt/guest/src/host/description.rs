@@ -23,7 +23,7 @@ pub struct CommandSets {
 impl CommandSets {
     /// Returns the namespace's own command set.
     #[must_use]
-    pub fn own(&self) -> &CommandSetDescription {
+    pub fn native(&self) -> &CommandSetDescription {
         self.other.as_ref().unwrap_or(&self.nvm)
     }
 
@@ -31,22 +31,22 @@ impl CommandSets {
     /// Controller data structure.
     #[must_use]
     pub fn find(&self, csi: Csi) -> Option<&CommandSetDescription> {
-        let sets = [Some(self.own()), Some(&self.nvm)];
+        let sets = [Some(self.native()), Some(&self.nvm)];
         sets.into_iter().flatten().find(|set| set.csi == csi)
     }
 
     /// Returns the description of command set `csi` if the namespace executes its commands. A namespace with logical blocks
     /// also executes the NVM Command Set.
     #[must_use]
-    pub fn executed(&self, csi: Csi) -> Option<&CommandSetDescription> {
-        let own = self.own();
+    pub fn find_executed(&self, csi: Csi) -> Option<&CommandSetDescription> {
+        let own = self.native();
         let set = self.find(csi)?;
         (set.csi == own.csi || own.has_blocks()).then_some(set)
     }
 
     /// Returns the I/O commands that the namespace executes for a command set.
     pub fn commands(&self, csi: Csi) -> impl Iterator<Item = &IoCommand> {
-        let set = self.executed(csi);
+        let set = self.find_executed(csi);
         let base = set.filter(|set| set.csi != self.nvm.csi && set.has_blocks());
         let base = base.map(|_| &self.nvm);
         base.into_iter()
@@ -196,7 +196,7 @@ pub struct IdentifyNamespaceData {
     /// The data structure.
     pub structure: SparseStructure,
     /// Facts that the function fills in.
-    pub facts: Vec<PlacedFact>,
+    pub facts: Vec<NamespaceFactOffset>,
 }
 
 impl IdentifyNamespaceData {
@@ -204,8 +204,8 @@ impl IdentifyNamespaceData {
     #[must_use]
     pub fn to_bytes<'a>(&self, len: usize, value: impl Fn(NamespaceFact) -> &'a [u8]) -> Vec<u8> {
         let mut structure = self.structure.to_bytes(len);
-        for PlacedFact { offset, fact } in &self.facts {
-            put(&mut structure, *offset, value(*fact));
+        for NamespaceFactOffset { offset, fact } in &self.facts {
+            copy_at(&mut structure, *offset, value(*fact));
         }
         structure
     }
@@ -213,7 +213,7 @@ impl IdentifyNamespaceData {
 
 /// Position of a fact in a data structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlacedFact {
+pub struct NamespaceFactOffset {
     /// Offset of its first byte.
     pub offset: u16,
     /// The fact.
@@ -245,7 +245,7 @@ struct StructureRun {
 impl SparseStructure {
     /// Stores a data structure of at most 64 KiB.
     #[must_use]
-    pub fn of(structure: &(impl IntoBytes + Immutable)) -> Self {
+    pub fn from_structure(structure: &(impl IntoBytes + Immutable)) -> Self {
         let mut runs: Vec<StructureRun> = Vec::new();
         for (offset, byte) in (0..=u16::MAX).zip(structure.as_bytes()) {
             match runs.last_mut() {
@@ -267,14 +267,14 @@ impl SparseStructure {
     pub fn to_bytes(&self, len: usize) -> Vec<u8> {
         let mut structure = vec![0; len];
         for StructureRun { offset, bytes } in &self.0 {
-            put(&mut structure, *offset, bytes);
+            copy_at(&mut structure, *offset, bytes);
         }
         structure
     }
 }
 
 /// Copies bytes to a position of a data structure, clipped at its end.
-fn put(structure: &mut [u8], offset: u16, bytes: &[u8]) {
+fn copy_at(structure: &mut [u8], offset: u16, bytes: &[u8]) {
     let places = structure.iter_mut().skip(offset.into());
     for (place, byte) in places.zip(bytes) {
         *place = *byte;
@@ -288,7 +288,7 @@ mod tests {
     #[test]
     fn a_structure_is_kept_as_its_bytes_that_are_not_zero() {
         let bytes = [0_u8, 7, 8, 0, 0, 9, 0];
-        let structure = SparseStructure::of(&bytes);
+        let structure = SparseStructure::from_structure(&bytes);
         let kept = serde_json::to_string(&structure).unwrap();
         let runs = r#"[{"offset":1,"bytes":[7,8]},{"offset":5,"bytes":[9]}]"#;
         assert_eq!(kept, runs);

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use nvme_lease::range::Bytes;
+use nvme_lease::range::ByteSize;
 
 use crate::address::PAGE_SIZE;
 
@@ -20,13 +20,13 @@ impl Mdts {
 
     /// Creates the size from a power of two of pages, clamped to the valid range.
     #[must_use]
-    pub fn of_pages(log2: u8) -> Self {
+    pub fn from_log2_pages(log2: u8) -> Self {
         Self(log2).clamp(Self::MIN, Self::MAX)
     }
 
     /// Returns the power of two of pages, as in Identify Controller.
     #[must_use]
-    pub const fn pages_log2(self) -> u8 {
+    pub const fn log2_pages(self) -> u8 {
         self.0
     }
 
@@ -42,7 +42,7 @@ impl FromStr for Mdts {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let wrong = "It is a power of two from 8K to 2M; of 4K there is no MDTS, as its value stands for no limit";
-        let Bytes(bytes) = text.parse().map_err(|_| wrong)?;
+        let ByteSize(bytes) = text.parse().map_err(|_| wrong)?;
         let sizes = (Self::MIN.0..=Self::MAX.0).map(Self);
         let mut found = sizes.filter(|mdts| mdts.bytes() == bytes);
         found.next().ok_or(wrong)
@@ -51,7 +51,7 @@ impl FromStr for Mdts {
 
 impl fmt::Display for Mdts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        Bytes(self.bytes()).fmt(f)
+        ByteSize(self.bytes()).fmt(f)
     }
 }
 
@@ -63,7 +63,7 @@ mod tests {
     fn sizes_are_powers_of_two_from_8_kib_to_2_mib() {
         for (text, log2) in [("8K", 1), ("8192", 1), ("128K", 5), ("1M", 8), ("2048K", 9)] {
             let mdts: Mdts = text.parse().expect(text);
-            assert_eq!(mdts.pages_log2(), log2, "{text}");
+            assert_eq!(mdts.log2_pages(), log2, "{text}");
             assert_eq!(mdts.to_string().parse(), Ok(mdts));
         }
         for wrong in [
@@ -80,6 +80,6 @@ mod tests {
         ] {
             assert!(wrong.parse::<Mdts>().is_err(), "{wrong}");
         }
-        assert_eq!(Mdts::of_pages(200), Mdts::MAX);
+        assert_eq!(Mdts::from_log2_pages(200), Mdts::MAX);
     }
 }

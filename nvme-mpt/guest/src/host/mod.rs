@@ -1,18 +1,18 @@
 //! Description of a drive and its namespaces: all that a function reports of them.
 
-mod changes;
 mod description;
+mod lease_change_log;
 mod mdts;
 
 use nvme_spec::identify::Oncs;
 use nvme_spec::opcode::NvmOpcode;
 use serde::{Deserialize, Serialize};
 
-pub use changes::{LeaseChangeLog, UnreportedChanges};
 pub use description::{
     ChangeListDescription, CommandSetDescription, CommandSets, GuestPromise, IdentifyNamespaceData,
-    IoCommand, NamespaceContents, NamespaceFact, PlacedFact, SparseStructure,
+    IoCommand, NamespaceContents, NamespaceFact, NamespaceFactOffset, SparseStructure,
 };
+pub use lease_change_log::{LeaseChangeLog, UnreportedChanges};
 pub use mdts::Mdts;
 
 /// Abilities of a host controller. They limit the abilities that the guest controller reports to its guest.
@@ -52,7 +52,7 @@ pub struct ControllerLimits {
 impl ControllerLimits {
     /// Returns the maximum data bytes of a command.
     #[must_use]
-    pub fn max_transfer(&self) -> u64 {
+    pub fn max_transfer_bytes(&self) -> u64 {
         crate::address::PAGE_SIZE << self.mdts
     }
 
@@ -62,12 +62,12 @@ impl ControllerLimits {
     /// larger, SGLs are not offered and the guest must use PRPs.
     #[must_use]
     pub fn with_mdts(self, mdts: Mdts) -> Self {
-        let sgls = match mdts.pages_log2() > self.mdts {
+        let sgls = match mdts.log2_pages() > self.mdts {
             true => 0,
             false => self.sgl_descriptors_max,
         };
         Self {
-            mdts: mdts.pages_log2(),
+            mdts: mdts.log2_pages(),
             sgl_descriptors_max: sgls,
             ..self
         }
@@ -75,7 +75,7 @@ impl ControllerLimits {
 
     /// Returns whether a host controller with these abilities can do everything that `promised` reported to the guest.
     #[must_use]
-    pub fn keep(&self, promised: &Self) -> bool {
+    pub fn satisfies(&self, promised: &Self) -> bool {
         let Self {
             mdts,
             entries_max,
@@ -110,7 +110,7 @@ impl ControllerLimits {
     /// Returns whether an I/O command on logical blocks is executed. Read, Write and Flush always are; optional commands are if
     /// [`Self::commands`] has them (Base 2.0, Figure 275, `ONCS`).
     #[must_use]
-    pub const fn offers(&self, opcode: NvmOpcode) -> bool {
+    pub const fn supports(&self, opcode: NvmOpcode) -> bool {
         match opcode {
             NvmOpcode::FLUSH | NvmOpcode::READ | NvmOpcode::WRITE => true,
             NvmOpcode::COMPARE => self.commands.compare(),

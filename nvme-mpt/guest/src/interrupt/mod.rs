@@ -1,7 +1,7 @@
 //! Interrupts to the guest: one eventfd per vector, and at most one signal per batch of completions.
 
-mod client;
-mod gate;
+mod client_signals;
+mod coalescer;
 #[cfg(test)]
 mod simulation;
 
@@ -21,15 +21,15 @@ pub const VECTORS_MAX: u16 = 128;
 /// at most [`VECTORS_MAX`]. Further completion queues share vectors, as chosen by the guest's driver (Base 2.0, section 5.5,
 /// Interrupt Vector).
 #[must_use]
-pub const fn vectors_of(queue_pairs: u16) -> u16 {
+pub const fn vector_count(queue_pairs: u16) -> u16 {
     match queue_pairs {
         0..VECTORS_MAX => queue_pairs + 1,
         _ => VECTORS_MAX,
     }
 }
 
-pub use client::{ClientEventFd, ClientSignals, EventReader};
-pub use gate::{InterruptCoalescer, OutstandingCommands};
+pub use client_signals::{ClientEventFd, ClientSignals, EventReader};
+pub use coalescer::{InterruptCoalescer, OutstandingCommands};
 
 /// Link to the same vector in another process, which raises it for I/O queues.
 ///
@@ -42,7 +42,7 @@ pub trait VectorLink: fmt::Debug + Send + Sync {
     fn set_masked(&self, masked: bool) -> bool;
 
     /// Returns whether a signal is pending there.
-    fn pending(&self) -> bool;
+    fn is_pending(&self) -> bool;
 
     /// Drops a signal that is pending in the other process.
     fn clear_pending(&self);
@@ -71,7 +71,7 @@ const NO_COALESCING: u8 = 1 << 0;
 /// Flag: the vector is the INTx pin.
 const PIN: u8 = 1 << 1;
 /// Flag: the pin's level falls at an access to a BAR.
-const FALLS_BY_ACCESS: u8 = 1 << 2;
+const DEASSERTS_ON_ACCESS: u8 = 1 << 2;
 
 /// Event at which a VMM lowers the level of the INTx pin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,7 +101,7 @@ struct InterruptVectorState {
     /// The pin's level was raised and has not fallen yet.
     asserted: bool,
     /// Number of times that the level fell.
-    falls: u64,
+    deassertions: u64,
 }
 
 /// Number of times that the pin's level has fallen. It tells whether the level fell between two reads of this number.
@@ -139,7 +139,7 @@ impl InterruptVector {
 
     /// Creates a vector of a function whose back end raises it in another process.
     #[must_use]
-    pub fn linked(link: Box<dyn VectorLink>) -> Arc<Self> {
+    pub fn with_link(link: Box<dyn VectorLink>) -> Arc<Self> {
         Arc::new(Self {
             link: Some(link),
             ..Self::default()
@@ -165,7 +165,7 @@ impl InterruptVector {
     }
 
     /// Connects the vector to another process's eventfd. Delivers a pending signal.
-    pub fn set_client(&self, eventfd: Arc<ClientEventFd>) {
+    pub fn set_client_eventfd(&self, eventfd: Arc<ClientEventFd>) {
         debug_assert!(self.link.is_none(), "the host side connects it");
         self.connect(self.state(), Some(VectorTarget::Client(eventfd)));
     }
@@ -219,25 +219,26 @@ impl InterruptVector {
         let flags = match pin {
             None => 0,
             Some(PinDeassertion::Acknowledgement) => PIN,
-            Some(PinDeassertion::Access) => PIN | FALLS_BY_ACCESS,
+            Some(PinDeassertion::Access) => PIN | DEASSERTS_ON_ACCESS,
         };
         self.flags
-            .fetch_and(!(PIN | FALLS_BY_ACCESS), Ordering::Relaxed);
+            .fetch_and(!(PIN | DEASSERTS_ON_ACCESS), Ordering::Relaxed);
         self.flags.fetch_or(flags, Ordering::Relaxed);
     }
 
     /// Returns whether the vector is the INTx pin and its level falls at an access to a BAR.
     #[must_use]
-    pub fn falls_by_access(&self) -> bool {
-        self.flags() & FALLS_BY_ACCESS != 0
+    pub fn deasserts_on_access(&self) -> bool {
+        self.flags() & DEASSERTS_ON_ACCESS != 0
     }
 
     /// If the pin's level is high and falls at an access to a BAR, returns a number that differs for each period with a high
     /// level. Otherwise returns `None`.
     #[must_use]
-    pub fn high_until_access(&self) -> Option<u64> {
+    pub fn asserted_until_access(&self) -> Option<u64> {
         let state = self.state();
-        (self.falls_by_access() && state.asserted && !state.is_masked()).then_some(state.falls)
+        (self.deasserts_on_access() && state.asserted && !state.is_masked())
+            .then_some(state.deassertions)
     }
 
     /// Returns whether the vector is the INTx pin.
@@ -257,22 +258,22 @@ impl InterruptVector {
     pub fn end_of_interrupt(&self) {
         let mut state = self.state();
         state.asserted = false;
-        state.falls += 1;
+        state.deassertions += 1;
         if state.pending {
             state.deliver();
         }
     }
 
     /// Returns the number of times that the pin's level has fallen, for a later `raise`.
-    pub fn epoch(&self) -> PinEpoch {
-        PinEpoch(self.state().falls)
+    pub fn pin_epoch(&self) -> PinEpoch {
+        PinEpoch(self.state().deassertions)
     }
 
     /// Returns whether a signal is pending because the vector is masked or not connected.
     #[must_use]
-    pub fn pending(&self) -> bool {
+    pub fn is_pending(&self) -> bool {
         let here = self.state().pending;
-        here || self.link.as_ref().is_some_and(|link| link.pending())
+        here || self.link.as_ref().is_some_and(|link| link.is_pending())
     }
 
     /// Drops a pending signal and the record that the pin's level is high. A reset calls this. If the VMM's level is still
@@ -282,7 +283,7 @@ impl InterruptVector {
             let mut state = self.state();
             state.pending = false;
             if std::mem::take(&mut state.asserted) {
-                state.falls += 1;
+                state.deassertions += 1;
             }
         }
         if let Some(link) = &self.link {
@@ -300,10 +301,10 @@ impl InterruptVector {
     ///
     /// If the level fell since `epoch`, the pin is not raised: the guest has acknowledged an interrupt in between, and may have
     /// consumed the entries that the caller saw before.
-    fn raise(&self, epoch: PinEpoch) -> bool {
+    fn raise_pin(&self, epoch: PinEpoch) -> bool {
         let mut state = self.state();
         let is_high = state.asserted && !state.is_masked();
-        if is_high || PinEpoch(state.falls) != epoch {
+        if is_high || PinEpoch(state.deassertions) != epoch {
             return false;
         }
         self.signals.fetch_add(1, Ordering::Relaxed);
@@ -313,7 +314,7 @@ impl InterruptVector {
 
     /// Returns the number of times that the vector was raised.
     #[must_use]
-    pub fn count(&self) -> u64 {
+    pub fn signal_count(&self) -> u64 {
         self.signals.load(Ordering::Relaxed)
     }
 
@@ -389,12 +390,12 @@ mod tests {
         vector.set_masked(true);
         vector.signal();
         vector.signal();
-        assert!(vector.pending());
+        assert!(vector.is_pending());
         theirs.read().expect_err("masked");
         vector.set_masked(false);
         assert_eq!(theirs.read().expect("delivered once"), 1);
-        assert!(!vector.pending());
-        assert_eq!(vector.count(), 3);
+        assert!(!vector.is_pending());
+        assert_eq!(vector.signal_count(), 3);
     }
 
     #[test]
@@ -427,7 +428,7 @@ mod tests {
         // A signal during the mask is sent once the level has fallen and the vector is unmasked.
         vector.set_register_masked(true);
         vector.signal();
-        assert!(vector.pending());
+        assert!(vector.is_pending());
         vector.end_of_interrupt();
         theirs.read().expect_err("masked");
         vector.set_register_masked(false);

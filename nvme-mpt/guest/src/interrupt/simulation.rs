@@ -7,7 +7,7 @@ use std::sync::Arc;
 use nvme_mpt_memory::clock::{TickRate, Ticks};
 
 use super::{CoalescingFeature, InterruptCoalescer, InterruptVector, OutstandingCommands};
-use crate::learn::PolicyChoice;
+use crate::adaptive::PolicyChoice;
 
 /// Number of commands of guests with a constant load.
 const COMMANDS: u32 = 8_000;
@@ -69,7 +69,7 @@ fn run<const N: usize>(
     let mut processor = CoalescingTestProcessor::default();
     let (mut now, mut outstanding) = (0_u64, 0_u32);
     phases.map(|(depth, commands)| {
-        let (began, before) = (now, vector.count());
+        let (began, before) = (now, vector.signal_count());
         let (mut consumed, mut longest) = (0, 0);
         while consumed < commands {
             now += pass;
@@ -89,8 +89,8 @@ fn run<const N: usize>(
                             free_at
                         }
                     }
-                } else if vector.count() > processor.interrupts {
-                    processor.interrupts = vector.count();
+                } else if vector.signal_count() > processor.interrupts {
+                    processor.interrupts = vector.signal_count();
                     processor.handles = true;
                     free_at + guest.interrupt
                 } else if outstanding < depth {
@@ -102,7 +102,7 @@ fn run<const N: usize>(
                 };
             }
             if submitted > 0 {
-                gate.taken(Ticks(now));
+                gate.on_taken(Ticks(now));
             }
             for _ in 0..submitted {
                 let server = servers.iter_mut().min().expect("one at least");
@@ -116,17 +116,17 @@ fn run<const N: usize>(
                 done += 1;
             }
             if done > 0 {
-                gate.post(done, Ticks(now));
+                gate.on_posted(done, Ticks(now));
             }
             let standing = OutstandingCommands {
                 unconsumed: posted.len() as u32,
                 in_flight: flying.len() as u32,
             };
-            gate.settle(standing, Ticks(now));
+            gate.signal_if_due(standing, Ticks(now));
         }
         CoalescingTestResult {
             ticks: now - began,
-            interrupts: vector.count() - before,
+            interrupts: vector.signal_count() - before,
             longest,
         }
     })

@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
-use crate::learn::{IommuBudget, IommuBudgetUse, IommuShareRefusal};
+use crate::adaptive::{IommuBudget, IommuBudgetUse, IommuShareRefusal};
 
 /// Budget of a resource that VMs and the driver share: an IOMMU's mappings or its addresses.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ impl SharedBudget {
     }
 
     /// Takes an amount for the driver itself.
-    pub(super) fn for_driver(self: &Arc<Self>, amount: u64) -> BudgetPermit {
+    pub(super) fn take_for_driver(self: &Arc<Self>, amount: u64) -> BudgetPermit {
         self.used().by_driver += amount;
         BudgetPermit::new(BudgetHolder::Driver(self.clone()), amount)
     }
@@ -40,7 +40,7 @@ pub(crate) enum BudgetEntitlement {
     /// Amount for new memory: the budget's rule decides.
     New,
     /// Amount that the VM had under the old server. It is granted without a check, because the old server checked it.
-    Former,
+    Inherited,
     /// Amount for memory that, by the VMM's claim, was mapped under the old server. If the memory is still mapped in the IOMMU,
     /// the amount is granted. Otherwise the budget's rule decides.
     Claimed,
@@ -66,28 +66,28 @@ impl VmShare {
     pub(crate) fn take(self: &Arc<Self>, amount: u64) -> Result<BudgetPermit, IommuShareRefusal> {
         let used = self.budget.used();
         let taken = self.taken.load(Ordering::Relaxed);
-        self.budget.rule.allow(taken, amount, *used)?;
-        Ok(self.add(used, amount))
+        self.budget.rule.check_share(taken, amount, *used)?;
+        Ok(self.grant(used, amount))
     }
 
     /// Takes an amount for the VM, with this justification. Dropping the permit returns the amount.
-    pub(crate) fn demand(
+    pub(crate) fn take_entitled(
         self: &Arc<Self>,
         amount: u64,
         demand: BudgetEntitlement,
     ) -> Result<BudgetPermit, IommuShareRefusal> {
         match demand {
             BudgetEntitlement::New | BudgetEntitlement::Claimed => self.take(amount),
-            BudgetEntitlement::Former => Ok(self.inherit(amount)),
+            BudgetEntitlement::Inherited => Ok(self.take_inherited(amount)),
         }
     }
 
     /// Takes an amount that the VM had under the old server. The budget's rule is not asked.
-    pub(crate) fn inherit(self: &Arc<Self>, amount: u64) -> BudgetPermit {
-        self.add(self.budget.used(), amount)
+    pub(crate) fn take_inherited(self: &Arc<Self>, amount: u64) -> BudgetPermit {
+        self.grant(self.budget.used(), amount)
     }
 
-    fn add(
+    fn grant(
         self: &Arc<Self>,
         mut used: MutexGuard<'_, IommuBudgetUse>,
         amount: u64,
@@ -109,7 +109,7 @@ enum BudgetHolder {
 pub(crate) struct BudgetPermit {
     holder: BudgetHolder,
     amount: u64,
-    is_stuck: bool,
+    is_permanent: bool,
 }
 
 impl BudgetPermit {
@@ -118,19 +118,19 @@ impl BudgetPermit {
         Self {
             holder,
             amount,
-            is_stuck,
+            is_permanent: is_stuck,
         }
     }
 
     /// Never returns the amount, because the resource cannot be freed, for example after a failed unmapping.
-    pub(super) fn stick(&mut self) {
-        self.is_stuck = true;
+    pub(super) fn make_permanent(&mut self) {
+        self.is_permanent = true;
     }
 }
 
 impl Drop for BudgetPermit {
     fn drop(&mut self) {
-        if self.is_stuck {
+        if self.is_permanent {
             return;
         }
         match &self.holder {
@@ -149,7 +149,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::learn::{ASSURED, FOR_ASSURED, FOR_DRIVER, PolicyChoice};
+    use crate::adaptive::{ASSURED, ASSURED_DIVISOR, DRIVER_DIVISOR, PolicyChoice};
 
     /// VFIO's default.
     const MAX: u64 = 65_535;
@@ -160,7 +160,7 @@ mod tests {
     }
 
     fn mappings(choice: PolicyChoice, max: Option<u64>) -> Arc<SharedBudget> {
-        SharedBudget::new(IommuBudget::of_mappings(choice, max))
+        SharedBudget::new(IommuBudget::for_mappings(choice, max))
     }
 
     #[test]
@@ -186,12 +186,12 @@ mod tests {
         let error = ninth.take(1).expect_err("no more than that");
         assert_eq!((error.taken, error.max), (taken.len() as u64, MAX));
         // Whatever these VMs do, this many other VMs get their assured mappings.
-        let others: Vec<_> = (9..MAX / FOR_ASSURED / ASSURED)
+        let others: Vec<_> = (9..MAX / ASSURED_DIVISOR / ASSURED)
             .map(|_| take(&VmShare::new(&budget), ASSURED as usize))
             .collect();
         assert!(others.iter().all(|taken| taken.len() == ASSURED as usize));
-        let driver: Vec<_> = (0..MAX / FOR_DRIVER)
-            .map(|_| budget.for_driver(1))
+        let driver: Vec<_> = (0..MAX / DRIVER_DIVISOR)
+            .map(|_| budget.take_for_driver(1))
             .collect();
         let used = budget.used();
         assert!(used.by_driver + used.by_vms <= MAX);
@@ -230,7 +230,7 @@ mod tests {
 
     #[test]
     fn a_vm_that_is_alone_has_addresses_for_large_memory() {
-        let budget = SharedBudget::new(IommuBudget::of_iovas(PolicyChoice::Learned, NARROW));
+        let budget = SharedBudget::new(IommuBudget::for_iovas(PolicyChoice::Learned, NARROW));
         let vm = VmShare::new(&budget);
         let low = vm.take(3 * GIB).expect("the memory below 4 GiB");
         let high = vm.take(215 * GIB).expect("the memory above");
@@ -242,7 +242,7 @@ mod tests {
     #[test]
     fn hostile_vms_leave_addresses_for_others_and_for_the_driver() {
         for choice in [PolicyChoice::Learned, PolicyChoice::Fixed] {
-            let budget = SharedBudget::new(IommuBudget::of_iovas(choice, NARROW));
+            let budget = SharedBudget::new(IommuBudget::for_iovas(choice, NARROW));
             let hostile = |_| grasp(&VmShare::new(&budget), 256 << 20);
             let hostile: Vec<_> = (0..16).map(hostile).collect();
             let first = hostile[0].len();
@@ -252,7 +252,7 @@ mod tests {
             let assured = [(); 2].map(|()| late.take(GIB).expect("assured"));
             let refused = late.take(GIB).expect_err("beyond");
             assert_eq!((refused.taken, refused.max), (2 * GIB, NARROW));
-            let driver = budget.for_driver(GIB);
+            let driver = budget.take_for_driver(GIB);
             let IommuBudgetUse { by_driver, by_vms } = *budget.used();
             assert!(by_vms + NARROW / 64 <= NARROW, "{by_vms}");
             assert_eq!(by_driver, GIB);
@@ -262,9 +262,12 @@ mod tests {
 
     #[test]
     fn former_mappings_are_never_refused() {
-        let budget = SharedBudget::new(IommuBudget::of_iovas(PolicyChoice::Learned, NARROW));
+        let budget = SharedBudget::new(IommuBudget::for_iovas(PolicyChoice::Learned, NARROW));
         let [first, second] = [(); 2].map(|()| VmShare::new(&budget));
-        let had = [first.inherit(200 * GIB), second.inherit(200 * GIB)];
+        let had = [
+            first.take_inherited(200 * GIB),
+            second.take_inherited(200 * GIB),
+        ];
         assert!(first.take(GIB).is_err());
         drop(had);
         assert_eq!(*budget.used(), IommuBudgetUse::default());
@@ -274,7 +277,7 @@ mod tests {
     fn a_mapping_that_cannot_be_undone_is_not_given_back() {
         let budget = mappings(PolicyChoice::Learned, Some(MAX));
         let mut permit = VmShare::new(&budget).take(1).expect("all are left");
-        permit.stick();
+        permit.make_permanent();
         drop(permit);
         assert_eq!(budget.used().by_vms, 1);
     }
@@ -289,7 +292,7 @@ mod tests {
         ) {
             let choice = if learned { PolicyChoice::Learned } else { PolicyChoice::Fixed };
             let budget = mappings(choice, Some(max));
-            let vms = max / FOR_ASSURED / ASSURED;
+            let vms = max / ASSURED_DIVISOR / ASSURED;
             let vms: Vec<_> = (0..vms.min(16)).map(|_| VmShare::new(&budget)).collect();
             let mut taken: Vec<Vec<BudgetPermit>> = vms.iter().map(|_| Vec::new()).collect();
             for (vm, count, takes) in steps {
@@ -308,7 +311,7 @@ mod tests {
                 taken.extend(take(vm, missing));
                 prop_assert!(taken.len() >= ASSURED as usize, "{} of {}", taken.len(), max);
             }
-            prop_assert!(budget.used().by_vms + max / FOR_DRIVER <= max);
+            prop_assert!(budget.used().by_vms + max / DRIVER_DIVISOR <= max);
         }
     }
 }

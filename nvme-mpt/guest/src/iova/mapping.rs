@@ -38,7 +38,7 @@ impl MappingOwner {
 
     /// Returns the owner for the function whose lease has this id.
     #[must_use]
-    pub fn of_function(id: &str) -> Self {
+    pub fn for_function(id: &str) -> Self {
         let (word, _) = Uuid::new_v5(&Self::FUNCTIONS, id.as_bytes()).as_u64_pair();
         Self(word.max(1))
     }
@@ -68,7 +68,7 @@ impl IommuMapping {
         access: MappingAccess,
         owner: MappingOwner,
     ) -> Self {
-        let file = memory.place().map(|place| {
+        let file = memory.file_place().map(|place| {
             let FilePlace {
                 device,
                 inode,
@@ -94,7 +94,7 @@ impl IommuMapping {
     }
 
     /// Returns the identity of the memory; `None` for memory that ends with its process.
-    pub(super) fn memory(&self) -> Option<MappedMemoryKey> {
+    pub(super) fn memory_key(&self) -> Option<MappedMemoryKey> {
         Some((self.owner, self.file?, self.len, self.writable))
     }
 
@@ -109,7 +109,7 @@ impl IommuMapping {
     }
 
     /// Returns whether both mappings have the same owner, file and rights, and the same distance between IOVA and file offset.
-    pub(super) fn goes_with(&self, other: &Self) -> bool {
+    pub(super) fn has_same_layout(&self, other: &Self) -> bool {
         let distance = |mapping: &Self| {
             let file = mapping.file?;
             let distance = mapping.iova.wrapping_sub(file.offset);

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use nvme_mpt_memory::MappedWord64;
 
 use super::mapping::{IommuMapping, MappedFile, MappedMemoryKey, MappingOwner};
-use super::table::MappingTable;
+use super::mapping_table::MappingTable;
 
 /// Word in a shared file that tells another process that its list of mappings is outdated.
 #[derive(Debug)]
@@ -34,16 +34,16 @@ impl StaleMappingsFlag {
 /// Mappings of an IOMMU by first address.
 #[derive(Debug, Default)]
 pub(super) struct IommuMappings {
-    present: BTreeMap<u64, IommuMapping>,
+    current: BTreeMap<u64, IommuMapping>,
     inherited: BTreeMap<u64, InheritedMapping>,
     /// First addresses of inherited mappings, by owner.
     by_owner: BTreeMap<MappingOwner, BTreeSet<u64>>,
     /// Mappings of the old server that no memory can take over any more. They are about to be unmapped.
-    leaving: BTreeMap<u64, IommuMapping>,
+    unmapping: BTreeMap<u64, IommuMapping>,
     /// First addresses of inherited mappings by their memory. Mappings in an allocated IOVA range are not listed.
     by_memory: BTreeMap<MappedMemoryKey, BTreeSet<u64>>,
     /// Set at each change.
-    outdated: Option<StaleMappingsFlag>,
+    stale_flag: Option<StaleMappingsFlag>,
     /// Table of all mappings for a successor, if this process dies.
     table: Option<MappingTable>,
 }
@@ -67,7 +67,7 @@ impl IommuMappings {
             self.inherited.insert(mapping.iova, inherited);
             let owned = self.by_owner.entry(mapping.owner).or_default();
             owned.insert(mapping.iova);
-            if let Some(memory) = mapping.memory() {
+            if let Some(memory) = mapping.memory_key() {
                 let places = self.by_memory.entry(memory).or_default();
                 places.insert(mapping.iova);
             }
@@ -75,8 +75,8 @@ impl IommuMappings {
     }
 
     /// Removes a mapping from [`Self::by_memory`].
-    fn unlist(&mut self, mapping: &IommuMapping) {
-        let Some(memory) = mapping.memory() else {
+    fn remove_from_index(&mut self, mapping: &IommuMapping) {
+        let Some(memory) = mapping.memory_key() else {
             return;
         };
         if let Some(places) = self.by_memory.get_mut(&memory) {
@@ -90,7 +90,7 @@ impl IommuMappings {
     /// Returns all mappings: those of this process, and those of the old server that memory may still take over.
     fn all(&self) -> impl Iterator<Item = &IommuMapping> {
         let inherited = self.inherited.values().map(|entry| &entry.mapping);
-        self.present.values().chain(inherited)
+        self.current.values().chain(inherited)
     }
 
     /// Returns whether there are mappings of the old server that no memory has taken over yet.
@@ -99,22 +99,22 @@ impl IommuMappings {
     }
 
     /// Returns whether the IOMMU has mappings that are about to be unmapped.
-    pub(super) fn are_leaving(&self) -> bool {
-        !self.leaving.is_empty()
+    pub(super) fn has_unmapping(&self) -> bool {
+        !self.unmapping.is_empty()
     }
 
     /// Returns all mappings. `outdated` is set at each later change.
-    pub(super) fn tell(&mut self, outdated: StaleMappingsFlag) -> Vec<IommuMapping> {
-        self.outdated = Some(outdated);
+    pub(super) fn list_with_flag(&mut self, outdated: StaleMappingsFlag) -> Vec<IommuMapping> {
+        self.stale_flag = Some(outdated);
         self.all().copied().collect()
     }
 
     /// Starts to record all mappings in a table. Returns its file.
-    pub(super) fn record(&mut self, most: Option<u64>) -> io::Result<OwnedFd> {
-        let all = self.all().chain(self.leaving.values());
+    pub(super) fn start_record(&mut self, most: Option<u64>) -> io::Result<OwnedFd> {
+        let all = self.all().chain(self.unmapping.values());
         let (table, file) = MappingTable::new(most, all)?;
-        for iova in self.leaving.keys() {
-            table.leave(*iova);
+        for iova in self.unmapping.keys() {
+            table.begin_unmapping(*iova);
         }
         self.table = Some(table);
         Ok(file)
@@ -123,47 +123,47 @@ impl IommuMappings {
     /// Ends [`Self::record`] and marks the table as invalid.
     pub(super) fn end_record(&mut self) {
         if let Some(table) = self.table.take() {
-            table.end();
+            table.invalidate();
         }
     }
 
     /// Notes that a change starts or was made.
-    fn change(&self) {
-        if let Some(outdated) = &self.outdated {
+    fn mark_stale(&self) {
+        if let Some(outdated) = &self.stale_flag {
             outdated.set();
         }
     }
 
     /// Notes that a mapping is about to be made.
-    pub(super) fn begin(&mut self, mapping: &IommuMapping) {
-        self.change();
+    pub(super) fn begin_mapping(&mut self, mapping: &IommuMapping) {
+        self.mark_stale();
         if let Some(table) = &mut self.table {
-            table.begin(mapping);
+            table.begin_mapping(mapping);
         }
     }
 
     /// Notes that a mapping which [began](Self::begin) was made.
-    pub(super) fn add(&mut self, mapping: IommuMapping) {
-        self.change();
+    pub(super) fn finish_mapping(&mut self, mapping: IommuMapping) {
+        self.mark_stale();
         if let Some(table) = &self.table {
-            table.settle(mapping.iova);
+            table.finish_mapping(mapping.iova);
         }
-        self.present.insert(mapping.iova, mapping);
+        self.current.insert(mapping.iova, mapping);
     }
 
     /// Notes that a mapping is about to be unmapped.
-    pub(super) fn leave(&self, iova: u64) {
-        self.change();
+    pub(super) fn begin_unmapping(&self, iova: u64) {
+        self.mark_stale();
         if let Some(table) = &self.table {
-            table.leave(iova);
+            table.begin_unmapping(iova);
         }
     }
 
     /// Notes that a mapping was unmapped, or could not be made.
     pub(super) fn remove(&mut self, iova: u64) {
-        self.change();
-        self.present.remove(&iova);
-        self.leaving.remove(&iova);
+        self.mark_stale();
+        self.current.remove(&iova);
+        self.unmapping.remove(&iova);
         if let Some(table) = &mut self.table {
             table.remove(iova);
         }
@@ -171,20 +171,20 @@ impl IommuMappings {
 
     /// Returns whether the old server left exactly this memory mapped, at addresses outside of the IOVA ranges allocated so
     /// far.
-    pub(super) fn has(&self, owner: MappingOwner, file: MappedFile, len: u64) -> bool {
+    pub(super) fn has_memory(&self, owner: MappingOwner, file: MappedFile, len: u64) -> bool {
         let mut accesses = [true, false].into_iter();
         accesses.any(|writable| self.by_memory.contains_key(&(owner, file, len, writable)))
     }
 
     /// Returns the address at which the old server had this memory mapped.
-    pub(super) fn place_of(&self, wanted: &IommuMapping) -> Option<u64> {
-        let places = self.by_memory.get(&wanted.memory()?)?;
+    pub(super) fn find_iova(&self, wanted: &IommuMapping) -> Option<u64> {
+        let places = self.by_memory.get(&wanted.memory_key()?)?;
         places.first().copied()
     }
 
     /// Returns the first addresses of all inherited mappings in a range. Returns `None` unless a mapping starts with the range,
     /// all have its owner and file, and none crosses the range's end.
-    pub(super) fn within(&self, range: &Range<u64>) -> Option<Vec<u64>> {
+    pub(super) fn inherited_within(&self, range: &Range<u64>) -> Option<Vec<u64>> {
         let first = &self.inherited.get(&range.start)?.mapping;
         let before = self.inherited.range(..range.start).next_back();
         if before.is_some_and(|(_, before)| before.mapping.end() > range.start) {
@@ -194,18 +194,18 @@ impl IommuMappings {
         all.map(|(iova, entry)| {
             let fits = entry.mapping.end() <= range.end
                 && !entry.is_in_range
-                && entry.mapping.goes_with(first);
+                && entry.mapping.has_same_layout(first);
             fits.then_some(*iova)
         })
         .collect()
     }
 
     /// Notes that the addresses of a mapping now lie in an allocated IOVA range.
-    pub(super) fn give_to_range(&mut self, iova: u64) {
+    pub(super) fn assign_to_range(&mut self, iova: u64) {
         if let Some(entry) = self.inherited.get_mut(&iova) {
             entry.is_in_range = true;
             let mapping = entry.mapping;
-            self.unlist(&mapping);
+            self.remove_from_index(&mapping);
         }
     }
 
@@ -216,12 +216,12 @@ impl IommuMappings {
     }
 
     /// Takes over a mapping that the old server left. Returns whether there is such a mapping.
-    pub(super) fn find(&mut self, wanted: &IommuMapping) -> bool {
+    pub(super) fn adopt(&mut self, wanted: &IommuMapping) -> bool {
         let is_it = self.is_inherited(wanted);
         if is_it {
             self.remove_inherited(wanted.iova);
-            self.change();
-            self.present.insert(wanted.iova, *wanted);
+            self.mark_stale();
+            self.current.insert(wanted.iova, *wanted);
         }
         is_it
     }
@@ -235,23 +235,23 @@ impl IommuMappings {
                 self.by_owner.remove(&owner);
             }
         }
-        self.unlist(&entry.mapping);
+        self.remove_from_index(&entry.mapping);
         Some(entry)
     }
 
     /// Removes inherited mappings that no memory has taken over and that lie outside of allocated IOVA ranges, so that the
     /// caller unmaps them.
-    pub(super) fn take_all_free(&mut self) -> Vec<(IommuMapping, bool)> {
+    pub(super) fn take_unassigned(&mut self) -> Vec<(IommuMapping, bool)> {
         let free = self
             .inherited
             .iter()
             .filter(|(_, entry)| !entry.is_in_range);
-        self.take(free.map(|(iova, _)| *iova).collect())
+        self.take_iovas(free.map(|(iova, _)| *iova).collect())
     }
 
     /// Removes an owner's inherited mappings that overlap these bytes of a file and that no memory has taken over, so that the
     /// caller unmaps them.
-    pub(super) fn take_of(
+    pub(super) fn take_overlapping(
         &mut self,
         owner: MappingOwner,
         file: MappedFile,
@@ -260,7 +260,7 @@ impl IommuMappings {
         let owned = self.by_owner.get(&owner).into_iter().flatten();
         let entries = owned.filter_map(|iova| self.inherited.get(iova));
         let of_file = entries.filter(|entry| entry.mapping.overlaps(file, len));
-        self.take(of_file.map(|entry| entry.mapping.iova).collect())
+        self.take_iovas(of_file.map(|entry| entry.mapping.iova).collect())
     }
 
     /// Removes inherited mappings in a range of addresses that no memory has taken over, so that the caller unmaps them. The
@@ -271,15 +271,15 @@ impl IommuMappings {
         let before = before.filter(|(_, entry)| entry.mapping.end() > range.start);
         let first = before.map(|(iova, _)| *iova);
         let within = self.inherited.range(range).map(|(iova, _)| *iova);
-        self.take(first.into_iter().chain(within).collect())
+        self.take_iovas(first.into_iter().chain(within).collect())
     }
 
-    fn take(&mut self, iovas: Vec<u64>) -> Vec<(IommuMapping, bool)> {
+    fn take_iovas(&mut self, iovas: Vec<u64>) -> Vec<(IommuMapping, bool)> {
         let mut taken = Vec::with_capacity(iovas.len());
         for iova in iovas {
             if let Some(entry) = self.remove_inherited(iova) {
-                self.leaving.insert(iova, entry.mapping);
-                self.leave(iova);
+                self.unmapping.insert(iova, entry.mapping);
+                self.begin_unmapping(iova);
                 taken.push((entry.mapping, entry.is_in_range));
             }
         }

@@ -2,8 +2,8 @@
 
 mod budget;
 mod mapping;
+mod mapping_table;
 mod mappings;
-mod table;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,14 +17,14 @@ use log::{error, warn};
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_mpt_memory::{Mapping, MappingAccess, host_page_size};
 
+use crate::adaptive::{IommuBudget, IommuShareRefusal, PolicyChoice};
 use crate::address::Iova;
-use crate::learn::{IommuBudget, IommuShareRefusal, PolicyChoice};
 use budget::SharedBudget;
 pub(crate) use budget::{BudgetEntitlement, BudgetPermit, VmShare};
 pub use mapping::{IommuMapping, MappedFile, MappingOwner};
+pub use mapping_table::RecordedMappings;
 use mappings::IommuMappings;
 pub use mappings::StaleMappingsFlag;
-pub use table::RecordedMappings;
 
 /// Ranges of at least this size start at multiples of it, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
@@ -51,7 +51,7 @@ pub trait Iommu: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Self::map`], and errors of `before`.
-    fn map_after(
+    fn map_with_check(
         &self,
         iova: u64,
         memory: &Mapping,
@@ -67,7 +67,7 @@ pub trait Iommu: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Returns the kernel's error. [`Self::map`] then allocates the pages.
-    fn take_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()>;
+    fn allocate_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()>;
 
     /// Unmaps the memory at `iova..iova+len`. On return, the device cannot access the memory.
     ///
@@ -95,7 +95,7 @@ pub trait PinnedMemory: Send + Sync + fmt::Debug {
 
     /// Finds freed pages that are still pinned for the drive, and fails the queues of the function. Takes long for large
     /// memory.
-    fn find_freed(&self);
+    fn check_freed_pages(&self);
 
     /// Unmaps those mappings of the old server at the memory's IOVAs that no region has taken over. Waits while memory is being
     /// pinned.
@@ -107,13 +107,13 @@ pub trait PinnedMemory: Send + Sync + fmt::Debug {
 #[derive(Debug)]
 pub struct IovaSpace {
     end: u64,
-    taken: Mutex<AllocatedIovas>,
+    allocated: Mutex<AllocatedIovas>,
     /// IOMMU; `None` if only the [table](crate::dma::RegionTable) resolves addresses.
     iommu: Option<Arc<dyn Iommu>>,
     /// Budget of mappings for VMs.
-    budget: Arc<SharedBudget>,
+    mapping_budget: Arc<SharedBudget>,
     /// Budget of addresses for VMs.
-    iovas: Arc<SharedBudget>,
+    iova_budget: Arc<SharedBudget>,
     /// Mappings of the IOMMU.
     mappings: Mutex<IommuMappings>,
     /// Memory of all VMs, to check for freed pages. Empty without an IOMMU.
@@ -124,31 +124,34 @@ pub struct IovaSpace {
 #[derive(Debug)]
 struct AllocatedIovas {
     /// End of each range by its start. The first range starts at 0.
-    parts: BTreeMap<u64, u64>,
+    ranges: BTreeMap<u64, u64>,
     /// Start of the range that was allocated last.
     last: u64,
 }
 
 impl AllocatedIovas {
     fn new(parts: BTreeMap<u64, u64>) -> Self {
-        Self { parts, last: 0 }
+        Self {
+            ranges: parts,
+            last: 0,
+        }
     }
 
     /// Returns whether `start..end` and its adjacent addresses are free, except for `inside` ranges within.
     fn is_free(&self, start: u64, end: u64, inside: usize) -> bool {
-        let before = self.parts.range(..start).next_back();
-        let within = self.parts.range(start..=end).count();
+        let before = self.ranges.range(..start).next_back();
+        let within = self.ranges.range(start..=end).count();
         let gap = u64::from(inside > 0);
         before.is_none_or(|(_, before)| before + gap <= start) && within == inside
     }
 
     /// Returns the start of the first free `len` bytes after the last range at or below `from`, with a gap on either side.
-    fn find(&self, from: u64, end: u64, len: u64) -> Option<u64> {
+    fn find_free(&self, from: u64, end: u64, len: u64) -> Option<u64> {
         let page = host_page_size() as u64;
         let alignment = if len < ALIGNMENT { page } else { ALIGNMENT };
-        let (&first, _) = self.parts.range(..=from).next_back()?;
+        let (&first, _) = self.ranges.range(..=from).next_back()?;
         let mut start = 0_u64;
-        for (&next, &end) in self.parts.range(first..) {
+        for (&next, &end) in self.ranges.range(first..) {
             if start > 0 && next > start && next - start > len {
                 break;
             }
@@ -177,14 +180,14 @@ impl IovaSpace {
     ) -> Self {
         let never: u64 = taken.iter().map(|(start, end)| end - start).sum();
         let mappings_max = iommu.as_ref().and_then(|iommu| iommu.mappings_max());
-        let mappings = IommuBudget::of_mappings(choice, mappings_max);
-        let iovas = IommuBudget::of_iovas(choice, end.saturating_sub(never));
+        let mappings = IommuBudget::for_mappings(choice, mappings_max);
+        let iovas = IommuBudget::for_iovas(choice, end.saturating_sub(never));
         Self {
             end,
-            taken: Mutex::new(AllocatedIovas::new(taken)),
+            allocated: Mutex::new(AllocatedIovas::new(taken)),
             iommu,
-            budget: SharedBudget::new(mappings),
-            iovas: SharedBudget::new(iovas),
+            mapping_budget: SharedBudget::new(mappings),
+            iova_budget: SharedBudget::new(iovas),
             mappings: Mutex::default(),
             pinned: Mutex::default(),
         }
@@ -192,7 +195,7 @@ impl IovaSpace {
 
     /// Creates the space behind an IOMMU that accepts the addresses in `usable` (sorted, not overlapping).
     #[must_use]
-    pub fn behind_iommu(iommu: Arc<dyn Iommu>, usable: &[RangeInclusive<u64>]) -> Self {
+    pub fn with_iommu(iommu: Arc<dyn Iommu>, usable: &[RangeInclusive<u64>]) -> Self {
         // Unset addresses in commands are 0, so 0 must never be valid.
         let mut taken = BTreeMap::from([(0, ALIGNMENT)]);
         let mut next = ALIGNMENT;
@@ -208,7 +211,7 @@ impl IovaSpace {
     /// Replaces the choice between the adaptive and the fixed budget rule. The space must not be in use yet.
     #[must_use]
     pub fn with_budget(self, budget: PolicyChoice) -> Self {
-        let taken = lock(&self.taken).parts.clone();
+        let taken = lock(&self.allocated).ranges.clone();
         Self::new(self.end, taken, self.iommu, budget)
     }
 
@@ -217,14 +220,14 @@ impl IovaSpace {
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if a mapping is impossible for this space.
-    pub fn inheriting(self, inherited: Vec<IommuMapping>) -> io::Result<Self> {
+    pub fn with_inherited(self, inherited: Vec<IommuMapping>) -> io::Result<Self> {
         self.inherit(inherited)?;
         Ok(self)
     }
 
     fn inherit(&self, inherited: Vec<IommuMapping>) -> io::Result<()> {
         let page = host_page_size() as u64;
-        let mut taken = lock(&self.taken);
+        let mut taken = lock(&self.allocated);
         for IommuMapping { iova, len, .. } in &inherited {
             let end = iova.checked_add(*len).filter(|end| *end <= self.end);
             let is_whole = *len > 0 && iova.is_multiple_of(page) && len.is_multiple_of(page);
@@ -233,7 +236,7 @@ impl IovaSpace {
                 let what = format!("{len:#x} bytes at IOVA {iova:#x} cannot have been mapped");
                 return Err(io::Error::new(io::ErrorKind::InvalidData, what));
             };
-            taken.parts.insert(*iova, end);
+            taken.ranges.insert(*iova, end);
         }
         drop(taken);
         lock(&self.mappings).inherit(inherited);
@@ -245,12 +248,15 @@ impl IovaSpace {
     ///
     /// # Errors
     /// The kernel's error. The IOMMU may then have unknown mappings.
-    pub fn surviving(self, left: RecordedMappings) -> io::Result<Self> {
+    pub fn with_recorded(self, left: RecordedMappings) -> io::Result<Self> {
         let Some(iommu) = self.iommu.clone() else {
             return Ok(self);
         };
-        let RecordedMappings { there, uncertain } = left;
-        let before = lock(&self.taken).parts.clone();
+        let RecordedMappings {
+            mapped: there,
+            uncertain,
+        } = left;
+        let before = lock(&self.allocated).ranges.clone();
         let refused = match uncertain.iter().all(|range| range.end <= self.end) {
             true => self.inherit(there).err().map(|error| error.to_string()),
             false => Some("a mapping lies beyond the addresses of the IOMMU".to_owned()),
@@ -264,7 +270,7 @@ impl IovaSpace {
             Some(refused) => {
                 warn!("All memory is mapped again: {refused}");
                 iommu.clear(0, self.end - self.end % host_page_size() as u64)?;
-                lock(&self.taken).parts = before;
+                lock(&self.allocated).ranges = before;
             }
         }
         Ok(self)
@@ -275,9 +281,9 @@ impl IovaSpace {
     ///
     /// # Errors
     /// Returns the kernel's error if there is no memory for the table.
-    pub fn record(&self) -> io::Result<OwnedFd> {
+    pub fn start_record(&self) -> io::Result<OwnedFd> {
         let most = self.iommu.as_ref().and_then(|iommu| iommu.mappings_max());
-        lock(&self.mappings).record(most)
+        lock(&self.mappings).start_record(most)
     }
 
     /// Ends [`Self::record`] and marks the table as invalid.
@@ -288,7 +294,7 @@ impl IovaSpace {
     /// Ends the inheritance: unmaps the mappings of the old server that no memory has taken over. Takes long for large
     /// mappings, because the kernel unpins memory page by page.
     pub fn end_inheritance(&self) {
-        let free = lock(&self.mappings).take_all_free();
+        let free = lock(&self.mappings).take_unassigned();
         self.unmap_inherited(free);
         // Mappings inside a range in use. Its VM maps memory there under its own lock, so the VM's memory unmaps them.
         let pinned = lock(&self.pinned).clone();
@@ -302,10 +308,10 @@ impl IovaSpace {
 
     /// Unmaps mappings of the old server that have the same owner, overlap these bytes of a file, and were not taken over. The
     /// bytes are about to be mapped again, and the old mappings may have pages that the file has lost since.
-    pub(crate) fn disinherit(&self, owner: MappingOwner, memory: &Mapping, part: &Range<usize>) {
+    pub(crate) fn unmap_stale(&self, owner: MappingOwner, memory: &Mapping, part: &Range<usize>) {
         let wanted = IommuMapping::new(0, memory, part, memory.access(), owner);
         if let Some(file) = wanted.file {
-            let former = lock(&self.mappings).take_of(owner, file, wanted.len);
+            let former = lock(&self.mappings).take_overlapping(owner, file, wanted.len);
             self.unmap_inherited(former);
         }
     }
@@ -318,29 +324,29 @@ impl IovaSpace {
 
     /// Returns whether there are mappings of the old server that are about to be unmapped.
     #[must_use]
-    pub fn has_leavings(&self) -> bool {
-        lock(&self.mappings).are_leaving()
+    pub fn has_unmapping(&self) -> bool {
+        lock(&self.mappings).has_unmapping()
     }
 
     /// Returns all mappings for a successor. `outdated` is set at each later change.
-    pub fn mappings(&self, outdated: StaleMappingsFlag) -> Vec<IommuMapping> {
-        lock(&self.mappings).tell(outdated)
+    pub fn list_mappings(&self, outdated: StaleMappingsFlag) -> Vec<IommuMapping> {
+        lock(&self.mappings).list_with_flag(outdated)
     }
 
     /// Returns the number of bytes of `memory` that the old server left mapped for `owner` and that were not taken over yet.
     /// They are already pinned. `memory` lists places in files with their lengths in bytes.
     #[must_use]
-    pub fn inherited_of(&self, owner: MappingOwner, memory: &[(MappedFile, u64)]) -> u64 {
+    pub fn inherited_bytes(&self, owner: MappingOwner, memory: &[(MappedFile, u64)]) -> u64 {
         let mappings = lock(&self.mappings);
         let there = memory
             .iter()
-            .filter(|(file, len)| mappings.has(owner, *file, *len));
+            .filter(|(file, len)| mappings.has_memory(owner, *file, *len));
         there.map(|(_, len)| len).sum()
     }
 
     /// Adds a VM's memory to the memory that [`Self::shrunk_memory`] checks. Without an IOMMU, does nothing, because no memory
     /// is pinned.
-    pub(crate) fn watch(&self, memory: Weak<dyn PinnedMemory>) {
+    pub(crate) fn watch_memory(&self, memory: Weak<dyn PinnedMemory>) {
         if self.has_iommu() {
             let mut pinned = lock(&self.pinned);
             pinned.retain(|memory| memory.strong_count() > 0);
@@ -350,7 +356,7 @@ impl IovaSpace {
 
     /// Checks the memory of all VMs. Returns the memory that lost pages since the last call. Never waits.
     #[must_use]
-    pub fn shrunk_memory(&self) -> Vec<Arc<dyn PinnedMemory>> {
+    pub fn find_shrunk_memory(&self) -> Vec<Arc<dyn PinnedMemory>> {
         let pinned = lock(&self.pinned);
         let memory = pinned.iter().filter_map(Weak::upgrade);
         memory.filter(|memory| memory.has_shrunk()).collect()
@@ -365,11 +371,13 @@ impl IovaSpace {
     /// Allocates a range of `len` bytes for the driver itself. The range is freed when it is dropped.
     #[must_use]
     pub fn allocate(self: &Arc<Self>, len: u64) -> Option<IovaRange> {
-        self.allocate_by(len, MappingOwner::DRIVER, || self.iovas.for_driver(len))
+        self.allocate_after_last(len, MappingOwner::DRIVER, || {
+            self.iova_budget.take_for_driver(len)
+        })
     }
 
     /// Allocates a range after the most recent one. So a VM that maps page by page does not search all ranges each time.
-    fn allocate_by(
+    fn allocate_after_last(
         self: &Arc<Self>,
         len: u64,
         owner: MappingOwner,
@@ -378,22 +386,27 @@ impl IovaSpace {
         if len == 0 {
             return None;
         }
-        let mut taken = lock(&self.taken);
-        let start = match taken.find(taken.last, self.end, len) {
+        let mut taken = lock(&self.allocated);
+        let start = match taken.find_free(taken.last, self.end, len) {
             Some(start) => start,
-            None => taken.find(0, self.end, len)?,
+            None => taken.find_free(0, self.end, len)?,
         };
-        taken.parts.insert(start, start + len);
+        taken.ranges.insert(start, start + len);
         taken.last = start;
-        Some(self.range(start, owner, permit()))
+        Some(self.new_range(start, owner, permit()))
     }
 
-    fn range(self: &Arc<Self>, start: u64, owner: MappingOwner, permit: BudgetPermit) -> IovaRange {
+    fn new_range(
+        self: &Arc<Self>,
+        start: u64,
+        owner: MappingOwner,
+        permit: BudgetPermit,
+    ) -> IovaRange {
         IovaRange {
             space: self.clone(),
             start,
             owner,
-            stuck: AtomicBool::new(false),
+            is_stuck: AtomicBool::new(false),
             permit,
         }
     }
@@ -415,34 +428,39 @@ impl IovaSpace {
     ) -> Result<IovaRange, IovaRefusal> {
         let VmShares { owner, iovas, .. } = vm;
         let wanted = IommuMapping::new(0, memory, part, memory.access(), *owner);
-        if had && let Some(inherited) = self.inherited_range(len, &wanted, || iovas.inherit(len)) {
+        if had
+            && let Some(inherited) =
+                self.take_inherited_range(len, &wanted, || iovas.take_inherited(len))
+        {
             return Ok(inherited);
         }
-        let permit = iovas.demand(len, demand).map_err(IovaRefusal::Share)?;
-        let range = self.allocate_by(len, *owner, || permit);
-        range.ok_or(IovaRefusal::Room)
+        let permit = iovas
+            .take_entitled(len, demand)
+            .map_err(IovaRefusal::Share)?;
+        let range = self.allocate_after_last(len, *owner, || permit);
+        range.ok_or(IovaRefusal::NoSpace)
     }
 
-    fn inherited_range(
+    fn take_inherited_range(
         self: &Arc<Self>,
         len: u64,
         wanted: &IommuMapping,
         permit: impl FnOnce() -> BudgetPermit,
     ) -> Option<IovaRange> {
         let mut mappings = lock(&self.mappings);
-        let start = mappings.place_of(wanted)?;
+        let start = mappings.find_iova(wanted)?;
         let end = start.checked_add(len).filter(|end| *end <= self.end)?;
-        let within = mappings.within(&(start..end))?;
-        let mut taken = lock(&self.taken);
+        let within = mappings.inherited_within(&(start..end))?;
+        let mut taken = lock(&self.allocated);
         if !taken.is_free(start, end, within.len()) {
             return None;
         }
         for iova in within {
-            taken.parts.remove(&iova);
-            mappings.give_to_range(iova);
+            taken.ranges.remove(&iova);
+            mappings.assign_to_range(iova);
         }
-        taken.parts.insert(start, end);
-        Some(self.range(start, wanted.owner, permit()))
+        taken.ranges.insert(start, end);
+        Some(self.new_range(start, wanted.owner, permit()))
     }
 
     /// Unmaps those mappings of the old server in `range` that no memory has taken over. Returns whether all are unmapped.
@@ -459,12 +477,12 @@ impl IovaSpace {
         };
         let mut all_unmapped = true;
         for (IommuMapping { iova, len, .. }, is_in_range) in inherited {
-            lock(&self.mappings).leave(iova);
+            lock(&self.mappings).begin_unmapping(iova);
             match iommu.unmap(iova, len) {
                 Ok(()) => {
                     lock(&self.mappings).remove(iova);
                     if !is_in_range {
-                        lock(&self.taken).parts.remove(&iova);
+                        lock(&self.allocated).ranges.remove(&iova);
                     }
                 }
                 // Its addresses stay allocated, so that they never lead to other memory.
@@ -481,19 +499,19 @@ impl IovaSpace {
     ///
     /// # Errors
     /// As [`Iommu::take_pages`].
-    pub(crate) fn take_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
+    pub(crate) fn allocate_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
         match &self.iommu {
-            Some(iommu) => iommu.take_pages(memory, part),
+            Some(iommu) => iommu.allocate_pages(memory, part),
             None => Ok(()),
         }
     }
 
     /// Creates the shares of another VM.
-    pub(crate) fn new_vm(&self) -> VmShares {
+    pub(crate) fn new_vm_shares(&self) -> VmShares {
         VmShares {
             owner: MappingOwner::DRIVER,
-            mappings: VmShare::new(&self.budget),
-            iovas: VmShare::new(&self.iovas),
+            mappings: VmShare::new(&self.mapping_budget),
+            iovas: VmShare::new(&self.iova_budget),
         }
     }
 
@@ -506,14 +524,15 @@ impl IovaSpace {
     pub fn map(self: &Arc<Self>, memory: &Mapping, access: MappingAccess) -> io::Result<IovaPart> {
         let (len, part) = (memory.len() as u64, 0..memory.len());
         let wanted = IommuMapping::new(0, memory, &part, memory.access(), MappingOwner::DRIVER);
-        let inherited = self.inherited_range(len, &wanted, || self.iovas.for_driver(len));
+        let inherited =
+            self.take_inherited_range(len, &wanted, || self.iova_budget.take_for_driver(len));
         let range = inherited.or_else(|| self.allocate(len)).ok_or_else(|| {
             io::Error::other(format!(
                 "The IOVA space of the host controller has no {len:#x} bytes left"
             ))
         })?;
         let start = range.start();
-        let permit = self.budget.for_driver(1);
+        let permit = self.mapping_budget.take_for_driver(1);
         let before = &mut |_| Ok(());
         Arc::new(range).map(start, memory, part, access, permit, before)
     }
@@ -536,7 +555,7 @@ pub(crate) enum IovaRefusal {
     /// The addresses are reserved for other VMs.
     Share(IommuShareRefusal),
     /// No free range is large enough.
-    Room,
+    NoSpace,
 }
 
 /// Range of an [`IovaSpace`], owned by its holder.
@@ -546,7 +565,7 @@ pub struct IovaRange {
     start: u64,
     owner: MappingOwner,
     /// True if a part cannot be unmapped.
-    stuck: AtomicBool,
+    is_stuck: AtomicBool,
     permit: BudgetPermit,
 }
 
@@ -560,7 +579,7 @@ impl IovaRange {
 
     /// Returns whether a part cannot be unmapped, so that no other memory may be mapped there.
     pub(crate) fn is_stuck(&self) -> bool {
-        self.stuck.load(Ordering::Relaxed)
+        self.is_stuck.load(Ordering::Relaxed)
     }
 
     /// Returns whether the old server left `part` of this memory mapped at `iova`, and no memory has taken this mapping over
@@ -573,7 +592,7 @@ impl IovaRange {
 
     /// Unmaps those mappings of the old server in a part of this range that no memory has taken over. The caller must not map
     /// memory there at the same time.
-    pub(crate) fn disinherit(&self, iovas: Range<u64>) {
+    pub(crate) fn unmap_inherited(&self, iovas: Range<u64>) {
         let _ = self.space.drop_inherited(iovas);
     }
 
@@ -596,16 +615,16 @@ impl IovaRange {
             let mapping = IommuMapping::new(iova, memory, &part, access, self.owner);
             // The lock is not held while memory is pinned.
             let mut mappings = lock(&self.space.mappings);
-            let is_there = mappings.find(&mapping);
+            let is_there = mappings.adopt(&mapping);
             if !is_there {
-                mappings.begin(&mapping);
+                mappings.begin_mapping(&mapping);
             }
             drop(mappings);
             if !is_there {
-                let mapped = iommu.map_after(iova, memory, part, access, before);
+                let mapped = iommu.map_with_check(iova, memory, part, access, before);
                 let mut mappings = lock(&self.space.mappings);
                 match mapped {
-                    Ok(()) => mappings.add(mapping),
+                    Ok(()) => mappings.finish_mapping(mapping),
                     Err(error) => {
                         mappings.remove(iova);
                         return Err(error);
@@ -642,7 +661,7 @@ impl IovaPart {
     /// Returns the address of byte `offset`.
     #[must_use]
     #[inline]
-    pub fn at(&self, offset: u64) -> Iova {
+    pub fn iova_at(&self, offset: u64) -> Iova {
         debug_assert!(offset < self.len);
         Iova(self.iova + offset)
     }
@@ -656,13 +675,13 @@ impl Drop for IovaPart {
         let Some(iommu) = &space.iommu else {
             return;
         };
-        lock(&space.mappings).leave(iova);
+        lock(&space.mappings).begin_unmapping(iova);
         match iommu.unmap(iova, len) {
             Ok(()) => lock(&space.mappings).remove(iova),
             Err(error) => {
                 error!("{len:#x} bytes at IOVA {iova:#x} stay mapped: {error}");
-                self.range.stuck.store(true, Ordering::Relaxed);
-                self.permit.stick();
+                self.range.is_stuck.store(true, Ordering::Relaxed);
+                self.permit.make_permanent();
             }
         }
     }
@@ -670,12 +689,12 @@ impl Drop for IovaPart {
 
 impl Drop for IovaRange {
     fn drop(&mut self) {
-        let end = lock(&self.space.taken).parts.get(&self.start).copied();
+        let end = lock(&self.space.allocated).ranges.get(&self.start).copied();
         let is_free =
             !self.is_stuck() && end.is_some_and(|end| self.space.drop_inherited(self.start..end));
         match is_free {
-            true => drop(lock(&self.space.taken).parts.remove(&self.start)),
-            false => self.permit.stick(),
+            true => drop(lock(&self.space.allocated).ranges.remove(&self.start)),
+            false => self.permit.make_permanent(),
         }
     }
 }

@@ -10,16 +10,16 @@ use std::rc::Rc;
 use nvme_mpt_memory::{MappedWord64, memfd};
 use proptest::prelude::*;
 
-use super::table::{MappingTable, cuts};
+use super::mapping_table::{MappingTable, kill_points};
 use super::*;
-use crate::kept::keep_for_good;
+use crate::leaked::leak;
 
 const PAGE: u64 = 4096;
 
 const DRIVER: MappingOwner = MappingOwner::DRIVER;
 
 /// Budget demand of a function for memory that it had mapped in the predecessor.
-const HAD: (BudgetEntitlement, bool) = (BudgetEntitlement::Former, true);
+const HAD: (BudgetEntitlement, bool) = (BudgetEntitlement::Inherited, true);
 
 /// Mappings in the kernel: mappings must not overlap, and an unmap must match a map exactly.
 #[derive(Debug, Default)]
@@ -39,20 +39,20 @@ impl Iommu for SharedIommu {
         mapped.insert(iova, end);
         self.made.fetch_add(1, Ordering::Relaxed);
         drop(mapped);
-        cuts::look();
+        kill_points::run_hook();
         Ok(())
     }
 
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
         let removed = lock(&self.mapped).remove(&iova);
-        cuts::look();
+        kill_points::run_hook();
         match removed {
             Some(end) if end == iova + len => Ok(()),
             _ => Err(io::ErrorKind::InvalidInput.into()),
         }
     }
 
-    fn take_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
+    fn allocate_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
         Ok(())
     }
 
@@ -79,7 +79,7 @@ impl SharedIommu {
 const USABLE: [RangeInclusive<u64>; 1] = [0..=(1 << 39) - 1];
 
 fn space(iommu: &Arc<SharedIommu>, inherited: Vec<IommuMapping>) -> Arc<IovaSpace> {
-    let space = IovaSpace::behind_iommu(iommu.clone(), &USABLE).inheriting(inherited);
+    let space = IovaSpace::with_iommu(iommu.clone(), &USABLE).with_inherited(inherited);
     Arc::new(space.expect("mappings that can be"))
 }
 
@@ -106,7 +106,7 @@ fn ended(iommu: &Arc<SharedIommu>) -> (Vec<IommuMapping>, OwnedFd, Vec<u64>) {
     for page in [0, 2] {
         let part = (page * PAGE) as usize..((page + 1) * PAGE) as usize;
         let iova = range.start() + page * PAGE;
-        let permit = space.budget.for_driver(1);
+        let permit = space.mapping_budget.take_for_driver(1);
         let mapped = range.map(
             iova,
             &whole,
@@ -115,13 +115,13 @@ fn ended(iommu: &Arc<SharedIommu>) -> (Vec<IommuMapping>, OwnedFd, Vec<u64>) {
             permit,
             &mut |_| Ok(()),
         );
-        keep_for_good(mapped.expect("map"));
+        leak(mapped.expect("map"));
     }
     let own = Mapping::anonymous(PAGE as usize).expect("memory");
     let lists = space.map(&own, MappingAccess::Read).expect("map");
-    let mappings = space.mappings(outdated().0);
+    let mappings = space.list_mappings(outdated().0);
     let starts = iommu.starts();
-    keep_for_good((lists, range, own, whole));
+    leak((lists, range, own, whole));
     (mappings, file, starts)
 }
 
@@ -132,13 +132,19 @@ fn inherited_file_memory_is_reused_and_the_rest_unmapped() {
     let made = iommu.made();
     let next = space(&iommu, inherited);
     let whole = memory(&file, 0, 16, MappingAccess::ReadWrite);
-    let first = next.allocate_for(&next.new_vm(), HAD, 16 * PAGE, &whole, &(0..PAGE as usize));
+    let first = next.allocate_for(
+        &next.new_vm_shares(),
+        HAD,
+        16 * PAGE,
+        &whole,
+        &(0..PAGE as usize),
+    );
     let first = Arc::new(first.expect("room"));
     assert_eq!(first.start(), starts[0]);
     let map = |page: u64| {
         let part = (page * PAGE) as usize..((page + 1) * PAGE) as usize;
         let iova = first.start() + page * PAGE;
-        let permit = next.budget.for_driver(1);
+        let permit = next.mapping_budget.take_for_driver(1);
         first.map(
             iova,
             &whole,
@@ -189,13 +195,13 @@ fn other_memory_is_mapped_elsewhere() {
     ] {
         let made = iommu.made();
         let range = next
-            .allocate_for(&next.new_vm(), HAD, PAGE, &memory, &first)
+            .allocate_for(&next.new_vm_shares(), HAD, PAGE, &memory, &first)
             .expect("room");
         assert!(!starts.contains(&range.start()));
         let access = memory.access();
         let iova = range.start();
         let range = Arc::new(range);
-        let permit = next.budget.for_driver(1);
+        let permit = next.mapping_budget.take_for_driver(1);
         let mapped = range.map(iova, &memory, 0..PAGE as usize, access, permit, &mut |_| {
             Ok(())
         });
@@ -219,13 +225,13 @@ fn inherited_memory_counts_for_its_owner() {
     };
     // Of pages 0 to 2, page 1 was not mapped.
     let own = [0, 1, 2].map(|page| place(&file, page, 1));
-    assert_eq!(next.inherited_of(DRIVER, &own), 2 * PAGE);
+    assert_eq!(next.inherited_bytes(DRIVER, &own), 2 * PAGE);
     // The range differs from the inherited mapping, so it would be mapped again.
-    assert_eq!(next.inherited_of(DRIVER, &[place(&file, 0, 2)]), 0);
+    assert_eq!(next.inherited_bytes(DRIVER, &[place(&file, 0, 2)]), 0);
     let neighbour = memfd(c"neighbour", 16 * PAGE).expect("memory");
-    assert_eq!(next.inherited_of(DRIVER, &[place(&neighbour, 0, 1)]), 0);
+    assert_eq!(next.inherited_bytes(DRIVER, &[place(&neighbour, 0, 1)]), 0);
     next.end_inheritance();
-    assert_eq!(next.inherited_of(DRIVER, &own), 0);
+    assert_eq!(next.inherited_bytes(DRIVER, &own), 0);
 }
 
 /// A client may have freed the pages of its file, and mapped the file again. The IOMMU still maps the old pages.
@@ -235,7 +241,7 @@ fn memory_that_is_new_is_not_found_where_a_file_was_mapped() {
     let (inherited, file, starts) = ended(&iommu);
     let next = space(&iommu, inherited);
     let whole = memory(&file, 0, 16, MappingAccess::ReadWrite);
-    let (vm, new) = (next.new_vm(), (BudgetEntitlement::New, false));
+    let (vm, new) = (next.new_vm_shares(), (BudgetEntitlement::New, false));
     let range = next.allocate_for(&vm, new, 16 * PAGE, &whole, &(0..PAGE as usize));
     let range = range.expect("room");
     let taken = range.start()..range.start() + 16 * PAGE;
@@ -250,8 +256,8 @@ fn memory_of_one_function_is_not_found_for_another() {
     let file = memfd(c"guest", 4 * PAGE).expect("memory");
     let whole = memory(&file, 0, 4, MappingAccess::ReadWrite);
     let vm_of = |space: &Arc<IovaSpace>, id: &str| VmShares {
-        owner: MappingOwner::of_function(id),
-        ..space.new_vm()
+        owner: MappingOwner::for_function(id),
+        ..space.new_vm_shares()
     };
     let before = space(&iommu, Vec::new());
     let map = |space: &Arc<IovaSpace>, id: &str| {
@@ -259,23 +265,23 @@ fn memory_of_one_function_is_not_found_for_another() {
         let range = space.allocate_for(&vm, HAD, PAGE, &whole, &page(0));
         let range = Arc::new(range.expect("room"));
         let start = range.start();
-        let permit = space.budget.for_driver(1);
+        let permit = space.mapping_budget.take_for_driver(1);
         let access = MappingAccess::ReadWrite;
         let mapped = range.map(start, &whole, page(0), access, permit, &mut |_| Ok(()));
-        keep_for_good(mapped.expect("map"));
+        leak(mapped.expect("map"));
         start
     };
     let own = map(&before, "a");
-    let left = before.mappings(outdated().0);
+    let left = before.list_mappings(outdated().0);
     let next = space(&iommu, left);
     assert_ne!(map(&next, "b"), own);
     assert_eq!(iommu.made(), 2);
     assert_eq!(map(&next, "a"), own);
     assert_eq!(iommu.made(), 2);
     // A function's inherited mappings are not removed on behalf of another function.
-    let left = next.mappings(outdated().0);
+    let left = next.list_mappings(outdated().0);
     let last = space(&iommu, left);
-    last.disinherit(MappingOwner::of_function("b"), &whole, &(0..4096));
+    last.unmap_stale(MappingOwner::for_function("b"), &whole, &(0..4096));
     assert_eq!(iommu.starts(), [own]);
 }
 
@@ -289,11 +295,11 @@ fn a_double_mapping_invalidates_the_table() {
         file: None,
         owner: DRIVER,
     };
-    table.begin(&mapping);
-    table.settle(PAGE);
+    table.begin_mapping(&mapping);
+    table.finish_mapping(PAGE);
     let read = || RecordedMappings::read(file.try_clone().expect("a copy"));
-    assert_eq!(read().expect("a table").there().len(), 1);
-    table.begin(&mapping);
+    assert_eq!(read().expect("a table").mapped().len(), 1);
+    table.begin_mapping(&mapping);
     read().expect_err("it does not hold any more");
 }
 
@@ -303,14 +309,26 @@ fn freeing_a_range_unmaps_its_inherited_mappings() {
     let (inherited, file, starts) = ended(&iommu);
     let next = space(&iommu, inherited);
     let whole = memory(&file, 0, 16, MappingAccess::ReadWrite);
-    let range = next.allocate_for(&next.new_vm(), HAD, 16 * PAGE, &whole, &(0..PAGE as usize));
+    let range = next.allocate_for(
+        &next.new_vm_shares(),
+        HAD,
+        16 * PAGE,
+        &whole,
+        &(0..PAGE as usize),
+    );
     assert_eq!(range.expect("room").start(), starts[0]);
     // The function has mapped none of the inherited pages, so they are gone. The page of lists is still mapped.
     assert_eq!(iommu.starts().len(), 1);
     // The whole range is free.
-    let again = next.allocate_for(&next.new_vm(), HAD, 16 * PAGE, &whole, &(0..PAGE as usize));
+    let again = next.allocate_for(
+        &next.new_vm_shares(),
+        HAD,
+        16 * PAGE,
+        &whole,
+        &(0..PAGE as usize),
+    );
     let again = Arc::new(again.expect("room"));
-    let permit = next.budget.for_driver(1);
+    let permit = next.mapping_budget.take_for_driver(1);
     let mapped = again.map(
         again.start(),
         &whole,
@@ -329,12 +347,12 @@ fn changes_mark_the_last_listing_outdated() {
     let own = Mapping::anonymous(PAGE as usize).expect("memory");
     let first = space.map(&own, MappingAccess::Read).expect("map");
     let (told, word) = outdated();
-    let listed = space.mappings(told);
+    let listed = space.list_mappings(told);
     assert_eq!((listed.len(), word.load()), (1, 0));
     drop(first);
     assert_eq!(word.load(), 1);
     let (told, word) = outdated();
-    assert_eq!(space.mappings(told), []);
+    assert_eq!(space.list_mappings(told), []);
     let mapped = space.map(&own, MappingAccess::Read).expect("map");
     assert_eq!(word.load(), 1);
     drop(mapped);
@@ -362,14 +380,14 @@ fn impossible_mappings_are_refused() {
         vec![mapping(at, PAGE), mapping(at, PAGE)],
     ] {
         let iommu = Arc::new(SharedIommu::default());
-        let refused = IovaSpace::behind_iommu(iommu, &USABLE).inheriting(wrong.clone());
+        let refused = IovaSpace::with_iommu(iommu, &USABLE).with_inherited(wrong.clone());
         assert!(refused.is_err(), "{wrong:x?}");
     }
     let iommu = Arc::new(SharedIommu::default());
     let touching = vec![mapping(at, PAGE), mapping(at + PAGE, PAGE)];
     assert!(
-        IovaSpace::behind_iommu(iommu, &USABLE)
-            .inheriting(touching)
+        IovaSpace::with_iommu(iommu, &USABLE)
+            .with_inherited(touching)
             .is_ok()
     );
 }
@@ -377,7 +395,7 @@ fn impossible_mappings_are_refused() {
 #[test]
 fn reserved_addresses_are_never_allotted() {
     let usable = [0..=0xFEDF_FFFF, 0xFEF0_0000..=(1 << 39) - 1];
-    let space = Arc::new(IovaSpace::behind_iommu(
+    let space = Arc::new(IovaSpace::with_iommu(
         Arc::new(SharedIommu::default()),
         &usable,
     ));
@@ -419,7 +437,7 @@ fn parts_never_overlap_and_come_back() {
 
 /// State left by a killed process.
 #[derive(Clone, Debug)]
-struct Cut {
+struct KilledProcessState {
     table: Vec<u8>,
     mapped: BTreeMap<u64, u64>,
     /// Mapped pages of the guest, except for pages that were about to be unmapped.
@@ -451,10 +469,10 @@ fn map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> IovaPart {
 }
 
 fn try_map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> io::Result<IovaPart> {
-    let vm = space.new_vm();
+    let vm = space.new_vm_shares();
     let range = space.allocate_for(&vm, HAD, PAGE, whole, &page(number));
     let range = Arc::new(range.expect("room"));
-    let permit = space.budget.for_driver(1);
+    let permit = space.mapping_budget.take_for_driver(1);
     range.map(
         range.start(),
         whole,
@@ -467,19 +485,19 @@ fn try_map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> io::Res
 
 /// Maps and unmaps a guest's pages one by one, and the driver's memory. Returns the state after a kill at each moment: at the
 /// start, after each store to the table, and after each change of the IOMMU.
-fn killed(changes: &[u64], whole: &Mapping) -> Vec<Cut> {
+fn killed(changes: &[u64], whole: &Mapping) -> Vec<KilledProcessState> {
     let iommu = Arc::new(SharedIommu::default());
     let space = space(&iommu, Vec::new());
     let own = Mapping::anonymous(PAGE as usize).expect("memory");
     // A mapping from before the table's creation, and one from after it.
     let before = space.map(&own, MappingAccess::Read).expect("map");
-    let table = space.record().expect("memory");
+    let table = space.start_record().expect("memory");
     let pages: Rc<RefCell<BTreeSet<u64>>> = Rc::default();
-    let cuts_seen: Rc<RefCell<Vec<Cut>>> = Rc::default();
+    let cuts_seen: Rc<RefCell<Vec<KilledProcessState>>> = Rc::default();
     let look = {
         let (iommu, pages, seen) = (iommu.clone(), pages.clone(), cuts_seen.clone());
         move || {
-            seen.borrow_mut().push(Cut {
+            seen.borrow_mut().push(KilledProcessState {
                 table: bytes_of(&table),
                 mapped: lock(&iommu.mapped).clone(),
                 pages: pages.borrow().clone(),
@@ -487,7 +505,7 @@ fn killed(changes: &[u64], whole: &Mapping) -> Vec<Cut> {
         }
     };
     look();
-    cuts::watch(Some(Box::new(look)));
+    kill_points::set_hook(Some(Box::new(look)));
     let mut parts = BTreeMap::new();
     for number in changes {
         let was_mapped = pages.borrow_mut().remove(number);
@@ -500,17 +518,17 @@ fn killed(changes: &[u64], whole: &Mapping) -> Vec<Cut> {
     }
     let after = space.map(&own, MappingAccess::Read).expect("map");
     drop((before, after));
-    cuts::watch(None);
-    keep_for_good(parts);
+    kill_points::set_hook(None);
+    leak(parts);
     cuts_seen.take()
 }
 
 /// Checks the process after a killed process.
-fn check_next(cut: &Cut, whole: &Mapping) {
+fn check_next(cut: &KilledProcessState, whole: &Mapping) {
     let read = || RecordedMappings::read(table_of(&cut.table)).expect("a table");
     let left = read();
     let there: BTreeMap<u64, u64> = left
-        .there()
+        .mapped()
         .iter()
         .map(|mapping| (mapping.iova, mapping.iova + mapping.len))
         .collect();
@@ -526,23 +544,23 @@ fn check_next(cut: &Cut, whole: &Mapping) {
         ..SharedIommu::default()
     });
     let surviving = || {
-        let space = IovaSpace::behind_iommu(iommu.clone(), &USABLE).surviving(read());
+        let space = IovaSpace::with_iommu(iommu.clone(), &USABLE).with_recorded(read());
         Arc::new(space.expect("an IOMMU that can be asked"))
     };
     // This process is killed too, before it has created a table.
     drop(surviving());
     assert_eq!(iommu.starts(), there.keys().copied().collect::<Vec<_>>());
     let next = surviving();
-    let own = next.record().expect("memory");
+    let own = next.start_record().expect("memory");
     let pages = cut.pages.iter();
     let pages: Vec<_> = pages.map(|page| map_page(&next, whole, *page)).collect();
     assert_eq!(iommu.made(), 0, "memory was pinned again");
     let all = RecordedMappings::read(table_of(&bytes_of(&own))).expect("a table");
-    assert_eq!(all.there().len(), there.len());
+    assert_eq!(all.mapped().len(), there.len());
     next.end_inheritance();
     assert_eq!(iommu.starts().len(), pages.len());
     let all = RecordedMappings::read(table_of(&bytes_of(&own))).expect("a table");
-    assert_eq!((all.there().len(), all.uncertain.len()), (pages.len(), 0));
+    assert_eq!((all.mapped().len(), all.uncertain.len()), (pages.len(), 0));
 }
 
 proptest! {
@@ -586,7 +604,7 @@ proptest! {
                 mapped: Mutex::new(cut.mapped),
                 ..SharedIommu::default()
             });
-            let next = IovaSpace::behind_iommu(iommu.clone(), &USABLE).surviving(left);
+            let next = IovaSpace::with_iommu(iommu.clone(), &USABLE).with_recorded(left);
             let next = Arc::new(next.expect("an IOMMU that can be asked"));
             let other = memfd(c"other", 8 * PAGE).expect("memory");
             let other = memory(&other, 0, 8, MappingAccess::ReadWrite);
@@ -596,7 +614,7 @@ proptest! {
             let is_in_the_way = |error: &io::Error| error.kind() == io::ErrorKind::AlreadyExists;
             prop_assert!(mapped.as_ref().err().is_none_or(is_in_the_way));
             prop_assert_eq!(iommu.made(), made + u64::from(mapped.is_ok()));
-            keep_for_good(mapped);
+            leak(mapped);
         }
     }
 }
@@ -653,11 +671,11 @@ fn one_impossible_inherited_mapping_drops_all() {
             mapped: Mutex::new(cut.mapped.clone()),
             ..SharedIommu::default()
         });
-        let next = IovaSpace::behind_iommu(iommu.clone(), &USABLE).surviving(left);
+        let next = IovaSpace::with_iommu(iommu.clone(), &USABLE).with_recorded(left);
         let next = Arc::new(next.expect("an IOMMU that can be asked"));
         assert_eq!(iommu.starts(), [] as [u64; 0]);
         next.end_inheritance();
-        keep_for_good(map_page(&next, &whole, 1));
+        leak(map_page(&next, &whole, 1));
         assert_eq!(iommu.made(), 1);
     }
 }
@@ -674,15 +692,15 @@ fn a_table_that_is_full_holds_no_more() {
     let first = mapping(ALIGNMENT);
     let (mut table, file) = MappingTable::new(Some(1), [first].iter()).expect("memory");
     let read = || RecordedMappings::read(file.try_clone().expect("a copy"));
-    assert_eq!(read().expect("a table").there(), [first]);
+    assert_eq!(read().expect("a table").mapped(), [first]);
     table.remove(ALIGNMENT);
-    table.begin(&mapping(2 * ALIGNMENT));
+    table.begin_mapping(&mapping(2 * ALIGNMENT));
     let uncertain = read().expect("a table").uncertain;
     assert_eq!(
         uncertain.first().map(|range| range.start),
         Some(2 * ALIGNMENT)
     );
-    table.begin(&mapping(3 * ALIGNMENT));
+    table.begin_mapping(&mapping(3 * ALIGNMENT));
     assert!(read().is_err());
     table.remove(2 * ALIGNMENT);
     assert!(read().is_err());

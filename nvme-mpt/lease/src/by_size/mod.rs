@@ -9,18 +9,18 @@
 
 use std::ops::Range;
 
-use super::allocate::{self, UnitDemand};
-use super::area::LeaseTarget;
-use super::entry::LeaseEntry;
+use super::allocation::{self, UnitDemand};
 use super::error::LeaseError;
-use super::extents::{LeaseExtents, joined};
+use super::extents::{LeaseExtents, join_adjacent};
 use super::holder::LeaseSlot;
+use super::lease_entry::LeaseEntry;
+use super::lease_target::LeaseTarget;
+use super::ledger_store::{LedgerRecords, LedgerStoreError};
 use super::outcome::{
     AdmittedLease, LeaseRefusal, PreviousExtents, PreviousExtentsMismatch, PreviousLeaseBySize,
 };
-use super::store::{LedgerRecords, LedgerStoreError};
-use super::tenants::{self, LocatedRangeOwner, PreviousDataPolicy, RangeOwner};
-use crate::range::{ByteRange, Bytes};
+use super::range_owners::{self, LocatedRangeOwner, PreviousDataPolicy, RangeOwner};
+use crate::range::{ByteRange, ByteSize};
 
 /// Smallest unit of leases by size, in bytes. The size of the ledger's file grows with the number of extents.
 pub const MIN_UNIT: u64 = 1 << 20;
@@ -40,33 +40,33 @@ pub(super) fn check_unit(
         match above / 2 {
             below if below >= MIN_UNIT => format!(
                 "is not a power of two: {} and {} are",
-                Bytes(below),
-                Bytes(above)
+                ByteSize(below),
+                ByteSize(above)
             ),
-            _ => format!("is not a power of two: {} is", Bytes(above)),
+            _ => format!("is not a power of two: {} is", ByteSize(above)),
         }
     } else if unit < MIN_UNIT {
-        format!("is too small: the smallest is {}", Bytes(MIN_UNIT))
+        format!("is too small: the smallest is {}", ByteSize(MIN_UNIT))
     } else if !unit.is_multiple_of(1 << lba_shift) {
-        let block = Bytes(1 << lba_shift);
+        let block = ByteSize(1 << lba_shift);
         format!("is not a multiple of the drive's logical block: use unit={block}")
     } else if area.capacity < MIN_UNIT {
         format!(
             "is larger than the drive {}, which has {}: lease it with range=",
             area.drive,
-            Bytes(area.capacity)
+            ByteSize(area.capacity)
         )
     } else if area.capacity < unit {
         format!(
             "is larger than the drive {}, which has {}: choose a smaller unit",
             area.drive,
-            Bytes(area.capacity)
+            ByteSize(area.capacity)
         )
     } else {
         return Ok(());
     };
     Err(LeaseError::Unit {
-        unit: Bytes(unit),
+        unit: ByteSize(unit),
         reason,
     })
 }
@@ -77,25 +77,25 @@ pub(super) fn check_size(bytes: u64, unit: u64) -> Result<(), LeaseError> {
     let below = bytes - bytes % unit;
     let above = below.saturating_add(unit);
     let reason = if bytes < unit {
-        format!("is less than a unit: use size={}", Bytes(unit))
+        format!("is less than a unit: use size={}", ByteSize(unit))
     } else if bytes > most {
         format!(
             "is more than {MAX_UNITS} units of {}: ask for at most {}, or choose a larger unit",
-            Bytes(unit),
-            Bytes(most)
+            ByteSize(unit),
+            ByteSize(most)
         )
     } else if bytes != below {
         format!(
             "is not a multiple of its unit {}: {} and {} are",
-            Bytes(unit),
-            Bytes(below),
-            Bytes(above)
+            ByteSize(unit),
+            ByteSize(below),
+            ByteSize(above)
         )
     } else {
         return Ok(());
     };
     Err(LeaseError::Size {
-        size: Bytes(bytes),
+        size: ByteSize(bytes),
         reason,
     })
 }
@@ -112,27 +112,27 @@ pub(super) struct SizeDemand {
 
 /// Returns the extents that the id already has for its lease by size. If the id has data that does not form such a lease, the
 /// request is refused. Data that was released or given up is free, and does not count.
-fn former(
+fn find_previous(
     found: &[LocatedRangeOwner<'_>],
     id: &str,
     demand: SizeDemand,
 ) -> Result<Option<PreviousExtents>, LeaseRefusal> {
     let own = found
         .iter()
-        .filter(|found| found.tenant.id == id && found.tenant.is_taken_up());
+        .filter(|found| found.owner.id == id && found.owner.is_reusable());
     let (placed, named): (Vec<&LocatedRangeOwner<'_>>, Vec<_>) =
-        own.partition(|found| found.at.is_some());
+        own.partition(|found| found.lease_offset.is_some());
     for (of, fit) in [
         (placed, in_lease_order as fn(&[&LocatedRangeOwner<'_>]) -> _),
         (named, in_drive_order),
     ] {
-        let is_free = of.iter().all(|found| found.tenant.is_free());
+        let is_free = of.iter().all(|found| found.owner.is_free());
         let unfit = match fit(&of) {
             Ok(None) => continue,
-            Err((ranges, unfit)) => LeaseRefusal::Former(ranges, unfit),
-            Ok(Some(former)) => match former.unfit(demand) {
+            Err((ranges, unfit)) => LeaseRefusal::PreviousData(ranges, unfit),
+            Ok(Some(former)) => match former.mismatch(demand) {
                 None => return Ok(Some(former)),
-                Some(unfit) => LeaseRefusal::Former(former.extents.parts().to_vec(), unfit),
+                Some(unfit) => LeaseRefusal::PreviousData(former.extents.parts().to_vec(), unfit),
             },
         };
         if !is_free {
@@ -145,33 +145,34 @@ fn former(
 /// If a lease of `range` would split the id's lease by size, returns the lease by size with its options. After a split, a
 /// request by size could not find the lease again. A range that starts with the lease's only extent and contains it does not
 /// split the lease.
-pub(super) fn torn_by(
+pub(super) fn find_split_lease(
     records: &LedgerRecords,
     area: &LeaseTarget<'_>,
     range: ByteRange,
 ) -> Option<PreviousLeaseBySize> {
-    let found = area.found(&records.tenants);
+    let found = area.find_owners(&records.tenants);
     let own = found
         .iter()
-        .filter(|found| found.tenant.id == area.id && found.tenant.is_taken_up());
-    let placed: Vec<&LocatedRangeOwner<'_>> = own.filter(|found| found.at.is_some()).collect();
-    if placed.iter().all(|found| found.tenant.is_free()) {
+        .filter(|found| found.owner.id == area.id && found.owner.is_reusable());
+    let placed: Vec<&LocatedRangeOwner<'_>> =
+        own.filter(|found| found.lease_offset.is_some()).collect();
+    if placed.iter().all(|found| found.owner.is_free()) {
         return None;
     }
     let extents = in_lease_order(&placed).ok()??.extents;
     let is_torn = extents.parts().iter().any(|part| part.overlaps(&range))
         && extents
-            .only()
+            .single()
             .is_none_or(|only| only.start() != range.start() || only.length() > range.length());
     is_torn.then(|| PreviousLeaseBySize {
-        unit: Bytes(1 << bits(&extents).trailing_zeros()),
+        unit: ByteSize(1 << alignment_bits(&extents).trailing_zeros()),
         extents,
     })
 }
 
 /// Returns the bitwise OR of the starts and lengths of all extents. Its lowest set bit is the largest unit that fits all
 /// extents.
-fn bits(extents: &LeaseExtents) -> u64 {
+fn alignment_bits(extents: &LeaseExtents) -> u64 {
     let bits = extents.parts().iter();
     let bits = bits.map(|part| part.start() | part.length());
     bits.fold(0, |all, bits| all | bits)
@@ -184,7 +185,7 @@ type PreviousExtentsFit =
 fn in_lease_order(placed: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     let mut placed: Vec<_> = placed
         .iter()
-        .filter_map(|found| Some((found.at?, found.range)))
+        .filter_map(|found| Some((found.lease_offset?, found.range)))
         .collect();
     if placed.is_empty() {
         return Ok(None);
@@ -198,43 +199,43 @@ fn in_lease_order(placed: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     match (end, LeaseExtents::new(parts.clone())) {
         (Some(_), Ok(extents)) => Ok(Some(PreviousExtents {
             extents,
-            named: false,
+            is_fixed_range: false,
         })),
-        _ => Err((in_order(parts), PreviousExtentsMismatch::Parts)),
+        _ => Err((sort_and_join(parts), PreviousExtentsMismatch::MissingParts)),
     }
 }
 
 /// Returns the data of leases with fixed ranges of the id as one extent. `None` if there is no such data; an error if it is not
 /// contiguous.
 fn in_drive_order(named: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
-    let ranges = in_order(named.iter().map(|found| found.range).collect());
+    let ranges = sort_and_join(named.iter().map(|found| found.range).collect());
     match &ranges[..] {
         [] => Ok(None),
         [only] => Ok(Some(PreviousExtents {
             extents: (*only).into(),
-            named: true,
+            is_fixed_range: true,
         })),
-        _ => Err((ranges, PreviousExtentsMismatch::Apart)),
+        _ => Err((ranges, PreviousExtentsMismatch::NotContiguous)),
     }
 }
 
 impl PreviousExtents {
-    fn unfit(&self, demand: SizeDemand) -> Option<PreviousExtentsMismatch> {
+    fn mismatch(&self, demand: SizeDemand) -> Option<PreviousExtentsMismatch> {
         let SizeDemand { unit, whole, .. } = demand;
         let parts = self.extents.parts();
-        let fits = 1 << bits(&self.extents).trailing_zeros();
+        let fits = 1 << alignment_bits(&self.extents).trailing_zeros();
         if fits < unit {
             let fits = Some(fits).filter(|fits| *fits >= MIN_UNIT);
             return Some(PreviousExtentsMismatch::Unit { unit, fits });
         }
-        (whole && parts.len() > 1).then_some(PreviousExtentsMismatch::NotWhole)
+        (whole && parts.len() > 1).then_some(PreviousExtentsMismatch::NotOneExtent)
     }
 }
 
 /// Returns ranges in the drive's order, with adjacent ones joined.
-fn in_order(mut ranges: Vec<ByteRange>) -> Vec<ByteRange> {
+fn sort_and_join(mut ranges: Vec<ByteRange>) -> Vec<ByteRange> {
     ranges.sort_by_key(ByteRange::start);
-    joined(&ranges)
+    join_adjacent(&ranges)
 }
 
 /// Finds extents for a lease by size: the extents that its id has, followed by free extents. If the id has a stale lease on
@@ -245,12 +246,12 @@ pub(super) fn admit(
     demand: SizeDemand,
     is_held: impl Fn(LeaseSlot) -> Result<bool, LedgerStoreError>,
 ) -> Result<AdmittedLease, LeaseRefusal> {
-    let found = area.found(&records.tenants);
+    let found = area.find_owners(&records.tenants);
     let mut taken_over = None;
     let mut taken = Vec::new();
     let mut others = Vec::new();
     for record in &records.leases {
-        let shared = area.shared_with(record);
+        let shared = area.shared_ranges(record);
         if record.id != area.id {
             taken.extend(&shared);
             others.push((record, shared));
@@ -264,7 +265,7 @@ pub(super) fn admit(
         }
         taken_over = Some(LeaseSlot(record.slot));
     }
-    let former = former(&found, area.id, demand)?;
+    let former = find_previous(&found, area.id, demand)?;
     let own = former.as_ref().map(|former| &former.extents);
     let own: &[ByteRange] = own.map_or(&[], LeaseExtents::parts);
     for (record, shared) in others {
@@ -280,16 +281,16 @@ pub(super) fn admit(
         }
     }
     taken.extend(own);
-    let extents = extend(own, &found, &taken, area, demand)?;
+    let extents = extend_with_free(own, &found, &taken, area, demand)?;
     Ok(AdmittedLease {
         taken_over,
         extents,
-        former,
+        previous: former,
     })
 }
 
 /// Returns `own` followed by free extents, with a total length of `bytes`.
-fn extend(
+fn extend_with_free(
     own: &[ByteRange],
     found: &[LocatedRangeOwner<'_>],
     taken: &[ByteRange],
@@ -301,21 +302,21 @@ fn extend(
     // A lease only shrinks on request.
     let missing = bytes.saturating_sub(present) / unit;
     let (dirty, kept): (Vec<&LocatedRangeOwner<'_>>, Vec<_>) =
-        found.iter().partition(|found| found.tenant.is_free());
+        found.iter().partition(|found| found.owner.is_free());
     let kept = kept.iter().map(|found| found.range);
     let taken: Vec<_> = taken.iter().copied().chain(kept).collect();
     let dirty: Vec<_> = dirty.iter().map(|found| found.range).collect();
-    let free = allocate::free(area.capacity / unit, unit, &taken, &dirty);
+    let free = allocation::free_units(area.capacity / unit, unit, &taken, &dirty);
     let need = UnitDemand {
         units: missing,
-        behind: own.last().map(|last| last.end() / unit),
+        after_unit: own.last().map(|last| last.end() / unit),
         whole,
     };
     let units = |run: &Range<u64>| run.end - run.start;
     let no_room = || {
-        let least = allocate::free(area.capacity / MIN_UNIT, MIN_UNIT, &taken, &dirty);
+        let least = allocation::free_units(area.capacity / MIN_UNIT, MIN_UNIT, &taken, &dirty);
         let least: u64 = least.usable.iter().map(units).sum();
-        LeaseRefusal::NoRoom {
+        LeaseRefusal::NoCapacity {
             bytes: missing * unit,
             unit,
             free: free.usable.iter().map(units).sum::<u64>() * unit,
@@ -324,7 +325,7 @@ fn extend(
             smaller: !whole && least * MIN_UNIT >= missing * unit,
         }
     };
-    let chosen = allocate::choose(&free, need).ok_or_else(no_room)?;
+    let chosen = allocation::choose_units(&free, need).ok_or_else(no_room)?;
     let range = |run: Range<u64>| ByteRange::new(run.start * unit, (run.end - run.start) * unit);
     let chosen = chosen.into_iter().filter_map(|run| range(run).ok());
     let parts = own.iter().copied().chain(chosen).collect();
@@ -336,67 +337,78 @@ fn extend(
 pub(super) type NamespaceUse<'a> = (&'a str, ByteRange, bool);
 
 /// Returns the number of free bytes for leases in units of `unit` bytes, and the parts that belong to ids, leased parts first.
-pub(super) fn uses<'a>(
+pub(super) fn namespace_uses<'a>(
     records: &'a LedgerRecords,
     area: &LeaseTarget<'_>,
     unit: u64,
 ) -> (u64, Vec<NamespaceUse<'a>>) {
     let leases = records.leases.iter().flat_map(|record| {
-        let shared = area.shared_with(record);
+        let shared = area.shared_ranges(record);
         shared.into_iter().map(|range| (&*record.id, range, true))
     });
-    let data = area.found(&records.tenants);
-    let data = data.iter().filter(|found| !found.tenant.is_free());
-    let data = data.map(|found| (&*found.tenant.id, found.range, false));
+    let data = area.find_owners(&records.tenants);
+    let data = data.iter().filter(|found| !found.owner.is_free());
+    let data = data.map(|found| (&*found.owner.id, found.range, false));
     let used: Vec<NamespaceUse<'a>> = leases.chain(data).collect();
     let taken: Vec<ByteRange> = used.iter().map(|(_, range, _)| *range).collect();
-    let free = allocate::free(area.capacity / unit, unit, &taken, &[]);
+    let free = allocation::free_units(area.capacity / unit, unit, &taken, &[]);
     let units = free.usable.iter().map(|run| run.end - run.start);
     (units.sum::<u64>() * unit, used)
 }
 
 /// Records the id as the owner of the lease's extents. Data of other ids in the extents is marked for wiping.
-pub(super) fn enter(
+pub(super) fn record_extents(
     tenants: &mut Vec<RangeOwner>,
     area: &LeaseTarget<'_>,
     extents: &LeaseExtents,
     former: Option<&PreviousExtents>,
 ) {
-    let placed = former.is_some_and(|former| !former.named);
-    if let Some(all) = area.all()
+    let placed = former.is_some_and(|former| !former.is_fixed_range);
+    if let Some(all) = area.whole_candidate()
         && !placed
     {
-        tenants::abandon(tenants, &all);
+        range_owners::mark_remnants(tenants, &all);
     }
     if let Some(PreviousExtents {
         extents,
-        named: true,
+        is_fixed_range: true,
     }) = former
     {
         // The bytes get offsets within the lease. All of them belong to the id.
-        enter_parts(tenants, area, extents.placed(), PreviousDataPolicy::Kept);
+        record_parts(
+            tenants,
+            area,
+            extents.with_offsets(),
+            PreviousDataPolicy::Kept,
+        );
     }
-    enter_parts(tenants, area, extents.placed(), PreviousDataPolicy::Wiped);
+    record_parts(
+        tenants,
+        area,
+        extents.with_offsets(),
+        PreviousDataPolicy::Wiped,
+    );
 }
 
-fn enter_parts(
+fn record_parts(
     tenants: &mut Vec<RangeOwner>,
     area: &LeaseTarget<'_>,
     parts: impl Iterator<Item = (u64, ByteRange)>,
     fate: PreviousDataPolicy,
 ) {
     for (at, range) in parts {
-        tenants::enter(tenants, &area.place(range, Some(at)), fate);
+        range_owners::record_owner(tenants, &area.candidate(range, Some(at)), fate);
     }
 }
 
 /// Returns the parts of `ranges` that have to be wiped, in the order of `ranges`.
-pub(super) fn marked(
+pub(super) fn unwiped_ranges(
     tenants: &[RangeOwner],
     area: &LeaseTarget<'_>,
     ranges: &[ByteRange],
 ) -> Vec<ByteRange> {
-    let marked = |range: &ByteRange| tenants::marked(tenants, &area.place(*range, None));
+    let marked =
+        |range: &ByteRange| range_owners::unwiped_ranges(tenants, &area.candidate(*range, None));
     ranges.iter().flat_map(marked).collect()
 }
 
@@ -414,24 +426,26 @@ pub(super) fn resize(
     let before = record.extents.clone();
     let present = before.length();
     let extents = if bytes <= present {
-        for range in before.between(bytes, present) {
-            tenants::release(&mut records.tenants, &area.place(range, None));
+        for range in before.slice(bytes, present) {
+            range_owners::release_range(&mut records.tenants, &area.candidate(range, None));
         }
-        LeaseExtents::new(before.between(0, bytes)).map_err(|_| LeaseRefusal::Gone)?
+        LeaseExtents::new(before.slice(0, bytes)).map_err(|_| LeaseRefusal::Gone)?
     } else {
         let taken = records.leases.iter();
-        let taken: Vec<_> = taken.flat_map(|record| area.shared_with(record)).collect();
-        let found = area.found(&records.tenants);
-        let extents = extend(before.parts(), &found, &taken, area, demand)?;
+        let taken: Vec<_> = taken
+            .flat_map(|record| area.shared_ranges(record))
+            .collect();
+        let found = area.find_owners(&records.tenants);
+        let extents = extend_with_free(before.parts(), &found, &taken, area, demand)?;
         let mut at = present;
-        for range in extents.between(present, bytes) {
-            let place = area.place(range, Some(at));
-            tenants::enter(&mut records.tenants, &place, PreviousDataPolicy::Wiped);
+        for range in extents.slice(present, bytes) {
+            let place = area.candidate(range, Some(at));
+            range_owners::record_owner(&mut records.tenants, &place, PreviousDataPolicy::Wiped);
             at += range.length();
         }
         extents
     };
-    if let Some(record) = records.of_slot(slot) {
+    if let Some(record) = records.find_mut(slot) {
         record.extents = extents.clone();
     }
     Ok(extents)

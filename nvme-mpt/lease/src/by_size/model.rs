@@ -114,7 +114,7 @@ fn request(id: &str, wanted: RequestedBytes, former_data: PreviousDataPolicy) ->
         wanted,
         lba_shift: 9,
         blocks: (UNITS as u64 * M + M / 2) >> 9,
-        former_data,
+        previous_data: former_data,
     }
 }
 
@@ -379,8 +379,8 @@ impl LedgerModel {
                 Some((lease, given))
             }
             (Err(LeaseError::IdTaken { .. }), LedgerModelOutcome::IdTaken)
-            | (Err(LeaseError::Former { .. }), LedgerModelOutcome::Former)
-            | (Err(LeaseError::NoRoom { .. }), LedgerModelOutcome::NoRoom) => None,
+            | (Err(LeaseError::PreviousData { .. }), LedgerModelOutcome::Former)
+            | (Err(LeaseError::NoCapacity { .. }), LedgerModelOutcome::NoRoom) => None,
             (result, outcome) => {
                 let result = result.map(|lease| lease.extents().to_string());
                 return Err(TestCaseError::fail(format!("{result:?}, not {outcome:?}")));
@@ -452,12 +452,12 @@ impl LedgerModel {
         let range = ByteRange::new(start as u64 * M, units as u64 * M).unwrap();
         match self
             .ledger
-            .acquire(&request(id, RequestedBytes::At(range), fate))
+            .acquire(&request(id, RequestedBytes::Range(range), fate))
         {
             Ok(lease) => {
                 prop_assert!(!in_the_way && !others && !torn);
                 self.leases.retain(|entry| entry.id != id);
-                prop_assert_eq!(lease.extents().only(), Some(range));
+                prop_assert_eq!(lease.extents().single(), Some(range));
                 self.enter(id, &wanted, None, fate);
                 self.write(id, &wanted, false);
                 self.leases.push(LedgerModelLease {
@@ -471,7 +471,7 @@ impl LedgerModel {
             Err(LeaseError::Overlap { .. } | LeaseError::IdTaken { .. }) => {
                 prop_assert!(in_the_way)
             }
-            Err(LeaseError::Torn { .. }) => prop_assert!(!in_the_way && torn),
+            Err(LeaseError::Split { .. }) => prop_assert!(!in_the_way && torn),
             Err(LeaseError::OthersData { .. }) => prop_assert!(!in_the_way && others && !torn),
             Err(other) => return Err(TestCaseError::fail(other.to_string())),
         }
@@ -507,7 +507,7 @@ impl LedgerModel {
         let room = Self::has_room(&usable, units, need, unit, whole);
         let added = match lease.grow((units.len() as u64 + by * unit) * M) {
             Ok(added) => units_of(&added),
-            Err(LeaseError::NoRoom { .. }) => {
+            Err(LeaseError::NoCapacity { .. }) => {
                 prop_assert!(!room);
                 return Ok(());
             }
@@ -583,7 +583,7 @@ impl LedgerModel {
         let Some(first) = lease.unwiped().first().copied() else {
             return;
         };
-        lease.wiped().unwrap();
+        lease.mark_wiped().unwrap();
         let units = units.clone();
         for wiped in units_of(&[first]) {
             let at = units.iter().position(|unit| *unit == wiped);

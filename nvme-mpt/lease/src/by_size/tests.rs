@@ -18,7 +18,7 @@ fn request(id: &str, wanted: RequestedBytes) -> LeaseRequest<'_> {
         wanted,
         lba_shift: 9,
         blocks: BLOCKS,
-        former_data: PreviousDataPolicy::Refused,
+        previous_data: PreviousDataPolicy::Refused,
     }
 }
 
@@ -53,13 +53,13 @@ fn double(id: &str, units: u64) -> LeaseRequest<'_> {
 }
 
 fn at<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
-    request(id, RequestedBytes::At(range.parse().unwrap()))
+    request(id, RequestedBytes::Range(range.parse().unwrap()))
 }
 
 /// Requests a range, and keeps other ids' data.
 fn keep<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
     LeaseRequest {
-        former_data: PreviousDataPolicy::Kept,
+        previous_data: PreviousDataPolicy::Kept,
         ..at(id, range)
     }
 }
@@ -93,7 +93,7 @@ fn parts(lease: &Lease) -> Vec<ByteRange> {
 
 fn wipe(lease: &Lease) {
     while !lease.unwiped().is_empty() {
-        lease.wiped().unwrap();
+        lease.mark_wiped().unwrap();
     }
 }
 
@@ -262,11 +262,11 @@ fn a_range_tears_no_lease_by_size_of_its_id() {
                 PreviousDataPolicy::Wiped,
             ] {
                 let wanted = LeaseRequest {
-                    former_data: fate,
+                    previous_data: fate,
                     ..at("a", range)
                 };
                 let message = match ledger.acquire(&wanted) {
-                    Err(LeaseError::Torn { .. }) => refusal(&ledger, &wanted),
+                    Err(LeaseError::Split { .. }) => refusal(&ledger, &wanted),
                     other => panic!("{range}, {fate:?}: {other:?}"),
                 };
                 assert!(message.contains("0+1M and 2M+1M on disk:d"), "{message}");
@@ -383,11 +383,11 @@ fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
             PreviousDataPolicy::Wiped,
         ] {
             let wanted = LeaseRequest {
-                former_data,
+                previous_data: former_data,
                 ..size("b", 10)
             };
             let error = ledger.acquire(&wanted).unwrap_err();
-            assert!(matches!(error, LeaseError::NoRoom { .. }), "{error}");
+            assert!(matches!(error, LeaseError::NoCapacity { .. }), "{error}");
         }
         ledger
             .decide_data("named", PreviousDataPolicy::Kept)
@@ -422,7 +422,7 @@ fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
 
 fn keep_size(id: &str, units: u64) -> LeaseRequest<'_> {
     LeaseRequest {
-        former_data: PreviousDataPolicy::Kept,
+        previous_data: PreviousDataPolicy::Kept,
         ..size(id, units)
     }
 }
@@ -433,7 +433,7 @@ fn a_released_id_that_lost_its_end_gets_new_extents() {
     for (id, leased) in [("a", size("a", 4)), ("b", at("b", "20M+4M"))] {
         let end = parts(&take(&ledger, &leased))[0].end();
         ledger.decide_data(id, PreviousDataPolicy::Wiped).unwrap();
-        let last = format!("{}+1M", Bytes(end - M));
+        let last = format!("{}+1M", ByteSize(end - M));
         let other = take(&ledger, &at("other", &last));
         assert_eq!(other.unwiped(), ranges(&[&last]));
         // The incomplete data must not be handed over as complete either.
@@ -486,7 +486,7 @@ fn a_wipe_by_name_that_was_cut_short_leaves_free_space() {
     let (_dir, ledger) = folder();
     drop(take(&ledger, &at("a", "0+40M")));
     let erasing = LeaseRequest {
-        former_data: PreviousDataPolicy::Wiped,
+        previous_data: PreviousDataPolicy::Wiped,
         ..at("b", "1M+2M")
     };
     drop(take(&ledger, &erasing));
@@ -499,7 +499,7 @@ fn a_wipe_by_name_that_was_cut_short_leaves_free_space() {
     // Unwiped ranges of a lease by size belong to this lease.
     drop(take(&ledger, &size("d", 1)));
     let error = ledger.acquire(&size("e", 1)).unwrap_err();
-    assert!(matches!(error, LeaseError::NoRoom { .. }), "{error}");
+    assert!(matches!(error, LeaseError::NoCapacity { .. }), "{error}");
 }
 
 #[test]
@@ -516,7 +516,7 @@ fn a_lease_that_grows_marks_what_it_has_to_wipe() {
         );
         assert_eq!(a.grow(6 * M).unwrap(), ranges(&["5M+1M"]));
         assert_eq!(a.unwiped(), ranges(&["3M+2M", "5M+1M"]));
-        a.wiped().unwrap();
+        a.mark_wiped().unwrap();
         assert_eq!(a.unwiped(), ranges(&["5M+1M"]));
         drop(a);
         let a = take(&ledger, &size("a", 6));

@@ -10,27 +10,27 @@ use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_mpt_memory::system::{process_id, random};
 use nvme_spec::ids::{Lba, Nsid};
 
-use super::admit::admit;
-use super::area::LeaseTarget;
+use super::admission::admit;
 use super::by_size;
+use super::capacity::{NamespaceCapacity, namespace_capacity};
 use super::claim::LeaseClaim;
-use super::entry::{LeaseEntry, LeaseHolderState};
 use super::error::LeaseError;
 use super::extents::LeaseExtents;
 use super::holder::{LeaseSlot, LeaseSlotHolder};
 use super::identity::LeaseIdentity;
-use super::kept::LedgerMemoryFile;
-use super::marks;
+use super::lease_entry::{LeaseEntry, LeaseHolderState};
+use super::lease_settings::LeaseSettings;
+use super::lease_target::LeaseTarget;
+use super::ledger_store::{LedgerDirectory, LedgerRecord, LedgerRecords, LedgerStoreError};
+use super::memory_file::LedgerMemoryFile;
 use super::outcome::AdmittedLease;
+use super::pending_returns::PendingLeaseReturns;
+use super::range_owners::{self, PreviousDataPolicy};
 use super::request::{LeaseRequest, RequestedBytes};
-use super::returns::PendingLeaseReturns;
-use super::room::{NamespaceCapacity, room};
-use super::store::{LedgerDirectory, LedgerRecord, LedgerRecords, LedgerStoreError};
-use super::tenants::{self, PreviousDataPolicy};
-use super::terms::LeaseSettings;
+use super::uncorrectable;
+use crate::backing_id::{DriveIdentityRef, HostDisks, backing_extent};
 use crate::label::DriveLabel;
-use crate::origin::{DriveIdentityRef, HostDisks, extent};
-use crate::range::{BlockRange, ByteRange, Bytes};
+use crate::range::{BlockRange, ByteRange, ByteSize};
 
 /// Record of the leases of drives. Clones are the same ledger.
 #[derive(Clone, Debug)]
@@ -40,10 +40,10 @@ pub struct Ledger(Arc<LedgerStorage>);
 #[derive(Debug)]
 enum LedgerStorage {
     /// In a state directory, shared by all processes that use it.
-    Folder {
-        folder: LedgerDirectory,
+    Directory {
+        dir: LedgerDirectory,
         /// Slots of leases that this process took over while the ledger still names another process.
-        unnamed: Mutex<BTreeSet<LeaseSlot>>,
+        unrecorded: Mutex<BTreeSet<LeaseSlot>>,
         returns: PendingLeaseReturns,
     },
     /// The ledger is in this process, for drives that no other process can access.
@@ -54,7 +54,7 @@ enum LedgerStorage {
         salt: u64,
         /// Memory file with the records for the successor process. The lock of this field is taken after the lock of the
         /// records.
-        kept: Option<Mutex<LedgerMemoryFile>>,
+        memory_file: Option<Mutex<LedgerMemoryFile>>,
     },
 }
 
@@ -63,9 +63,9 @@ impl Ledger {
     /// when the first lease is granted.
     #[must_use]
     pub fn open(dir: &Path) -> Self {
-        Self(Arc::new(LedgerStorage::Folder {
-            folder: LedgerDirectory::new(dir),
-            unnamed: Mutex::default(),
+        Self(Arc::new(LedgerStorage::Directory {
+            dir: LedgerDirectory::new(dir),
+            unrecorded: Mutex::default(),
             returns: PendingLeaseReturns::default(),
         }))
     }
@@ -76,7 +76,7 @@ impl Ledger {
         Self(Arc::new(LedgerStorage::Process {
             records: Mutex::default(),
             salt: random(),
-            kept: None,
+            memory_file: None,
         }))
     }
 
@@ -85,7 +85,7 @@ impl Ledger {
     ///
     /// # Errors
     /// The file cannot be read or written, or contains no such ledger.
-    pub fn kept(file: File) -> Result<Self, LeaseError> {
+    pub fn from_memory_file(file: File) -> Result<Self, LeaseError> {
         let damaged = |source| LedgerStoreError::Io {
             action: "read the ledger that is stored in",
             path: PathBuf::from("a memory file"),
@@ -98,20 +98,24 @@ impl Ledger {
         Ok(Self(Arc::new(LedgerStorage::Process {
             records: Mutex::new(records),
             salt,
-            kept: Some(Mutex::new(kept)),
+            memory_file: Some(Mutex::new(kept)),
         })))
     }
 
     /// Hands the memory file of a [kept](Self::kept) ledger over to the successor. Later changes are only visible in this
     /// process. Returns whether this process has [let go](Lease::let_go) of all its leases. The successor does not see leases
     /// of this process. So if this returns `false`, this process has to end before the successor grants leases.
-    pub fn leave(&self) -> bool {
+    pub fn hand_over(&self) -> bool {
         match &*self.0 {
-            LedgerStorage::Folder { .. } => true,
-            LedgerStorage::Process { records, kept, .. } => {
+            LedgerStorage::Directory { .. } => true,
+            LedgerStorage::Process {
+                records,
+                memory_file: kept,
+                ..
+            } => {
                 let records = lock(records);
                 if let Some(kept) = kept {
-                    lock(kept).leave();
+                    lock(kept).hand_over();
                 }
                 records.leases.is_empty()
             }
@@ -128,7 +132,7 @@ impl Ledger {
     /// The range overlaps another lease or does not lie on the drive. The drive has too little capacity for the size.
     /// The id is taken or invalid. The ledger's file cannot be used.
     pub fn acquire(&self, request: &LeaseRequest<'_>) -> Result<Lease, LeaseError> {
-        self.acquire_by(LeaseClaim::Operator, request)
+        self.acquire_with_claim(LeaseClaim::Operator, request)
     }
 
     /// Like [`Self::acquire`], by the right of `claim`.
@@ -136,32 +140,34 @@ impl Ledger {
     /// # Errors
     /// Like [`Self::acquire`]. Also if the claim does not allow the lease: another user or no user owns it, or the requested
     /// bytes do not all belong to the id.
-    pub fn acquire_by(
+    pub fn acquire_with_claim(
         &self,
         claim: LeaseClaim,
         request: &LeaseRequest<'_>,
     ) -> Result<Lease, LeaseError> {
         request.check()?;
         let (slot, holder, entered) = match &*self.0 {
-            LedgerStorage::Folder {
-                folder, unnamed, ..
+            LedgerStorage::Directory {
+                dir: folder,
+                unrecorded: unnamed,
+                ..
             } => {
                 let exclusive = folder.lock()?;
                 let before = folder.read()?;
                 let mut records = before.clone();
-                let holders = folder.holders()?;
+                let holders = folder.open_holders()?;
                 claim.check_owner(&records, request.id)?;
                 let admitted = admit(&records, request, |slot| folder.is_held(&holders, slot))
-                    .map_err(|refusal| refusal.into_error(&request.area(), folder.path()))?;
-                claim.check_extents(&records, &request.area(), &admitted.extents)?;
+                    .map_err(|refusal| refusal.into_error(&request.target(), folder.path()))?;
+                claim.check_extents(&records, &request.target(), &admitted.extents)?;
                 // The slot is held before the lease is entered and until after it is removed. So a live holder's lease
                 // never looks stale to another process.
                 let (slot, holder) = match admitted.taken_over {
                     Some(slot) => (slot, exclusive.take_over(slot)?),
                     None => exclusive.take_slot(&mut records)?,
                 };
-                let entered = enter(&mut records, request, admitted, slot, claim);
-                if records.says_the_same_as(&before) {
+                let entered = record_admitted(&mut records, request, admitted, slot, claim);
+                if records.is_equivalent(&before) {
                     lock(unnamed).insert(slot);
                 } else {
                     exclusive.write(&records)?;
@@ -171,31 +177,31 @@ impl Ledger {
             LedgerStorage::Process { .. } => self.update(|records| {
                 claim.check_owner(records, request.id)?;
                 let admitted = admit(records, request, |_| Ok(true))
-                    .map_err(|refusal| refusal.into_error(&request.area(), Path::new("")))?;
-                claim.check_extents(records, &request.area(), &admitted.extents)?;
+                    .map_err(|refusal| refusal.into_error(&request.target(), Path::new("")))?;
+                claim.check_extents(records, &request.target(), &admitted.extents)?;
                 let slot = LeaseSlot(records.next_slot);
                 records.next_slot += 1;
-                let entered = enter(records, request, admitted, slot, claim);
+                let entered = record_admitted(records, request, admitted, slot, claim);
                 Ok((slot, None, entered))
             })?,
         };
         let EnteredLease {
             parts,
             reserved_pairs,
-            named_on,
+            name_source: named_on,
             uncorrectable,
         } = entered;
         Ok(Lease {
             ledger: self.clone(),
             slot: Some(slot),
             holder,
-            is_let_go: Arc::default(),
+            is_handed_over: Arc::default(),
             id: request.id.to_owned(),
             drive: request.drive.name.to_owned(),
-            named_on,
+            name_source: named_on,
             nsid: request.nsid,
             lba_shift: request.lba_shift,
-            capacity: request.area().capacity,
+            capacity: request.target().capacity,
             wanted: request.wanted,
             reserved_pairs: Mutex::new(Some(reserved_pairs)),
             changes: Mutex::new(()),
@@ -210,9 +216,9 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn list(&self) -> Result<Vec<LeaseEntry>, LeaseError> {
         match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => {
+            LedgerStorage::Directory { dir: folder, .. } => {
                 let records = folder.read()?;
-                let holders = folder.holders()?;
+                let holders = folder.open_holders()?;
                 let mut entries = Vec::with_capacity(records.leases.len());
                 for record in &records.leases {
                     let slot = LeaseSlot(record.slot);
@@ -245,21 +251,25 @@ impl Ledger {
     ///
     /// # Errors
     /// The ledger's file cannot be used. The next call tries again.
-    pub fn name_holder(&self) -> Result<(), LeaseError> {
-        let LedgerStorage::Folder { unnamed, .. } = &*self.0 else {
+    pub fn record_holder(&self) -> Result<(), LeaseError> {
+        let LedgerStorage::Directory {
+            unrecorded: unnamed,
+            ..
+        } = &*self.0
+        else {
             return Ok(());
         };
         let slots = lock(unnamed).clone();
         if slots.is_empty() {
             return Ok(());
         }
-        self.name_holder_of(&slots, unnamed)?;
+        self.record_holder_in(&slots, unnamed)?;
         lock(unnamed).retain(|slot| !slots.contains(slot));
         Ok(())
     }
 
     /// Records this process as the holder of the leases in `slots`. Slots that are no longer in `unnamed` are skipped.
-    fn name_holder_of(
+    fn record_holder_in(
         &self,
         slots: &BTreeSet<LeaseSlot>,
         unnamed: &Mutex<BTreeSet<LeaseSlot>>,
@@ -278,7 +288,7 @@ impl Ledger {
             }
             found
         };
-        Ok(self.change(name)?)
+        Ok(self.change_if(name)?)
     }
 
     /// Returns the labels of drives with leases or data.
@@ -287,7 +297,7 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn labels(&self) -> Result<Vec<DriveLabel>, LeaseError> {
         match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => Ok(folder.read()?.labels()),
+            LedgerStorage::Directory { dir: folder, .. } => Ok(folder.read()?.labels()),
             LedgerStorage::Process { records, .. } => Ok(lock(records).labels()),
         }
     }
@@ -297,7 +307,7 @@ impl Ledger {
     ///
     /// # Errors
     /// The ledger's file cannot be used.
-    pub fn find_lost(
+    pub fn find_renamed(
         &self,
         drive: DriveIdentityRef<'_>,
         nsid: Nsid,
@@ -309,17 +319,17 @@ impl Ledger {
             id: "",
             drive,
             nsid,
-            wanted: RequestedBytes::At(all),
+            wanted: RequestedBytes::Range(all),
             lba_shift,
             blocks,
-            former_data: PreviousDataPolicy::Refused,
+            previous_data: PreviousDataPolicy::Refused,
         };
         let found = match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => {
-                folder.read()?.find_lost(&request, HostDisks::now)
+            LedgerStorage::Directory { dir: folder, .. } => {
+                folder.read()?.find_renamed(&request, HostDisks::query)
             }
             LedgerStorage::Process { records, .. } => {
-                lock(records).find_lost(&request, HostDisks::now)
+                lock(records).find_renamed(&request, HostDisks::query)
             }
         };
         Ok(found.map(|earlier| (earlier.name, earlier.ids)))
@@ -340,12 +350,13 @@ impl Ledger {
             let mut leased = records
                 .leases
                 .iter()
-                .flat_map(|record| area.shared_with(record));
+                .flat_map(|record| area.shared_ranges(record));
             !leased.any(|part| part.overlaps(&range))
-                && tenants::find(&records.tenants, &area.place(range, None)).is_empty()
+                && range_owners::find_owners(&records.tenants, &area.candidate(range, None))
+                    .is_empty()
         };
         match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => Ok(is_unused(&folder.read()?)),
+            LedgerStorage::Directory { dir: folder, .. } => Ok(is_unused(&folder.read()?)),
             LedgerStorage::Process { records, .. } => Ok(is_unused(&lock(records))),
         }
     }
@@ -354,10 +365,12 @@ impl Ledger {
     ///
     /// # Errors
     /// The ledger's file cannot be used.
-    pub fn naming(&self, drive: &str) -> Result<String, LeaseError> {
+    pub fn guest_name_source(&self, drive: &str) -> Result<String, LeaseError> {
         match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => Ok(folder.read()?.naming(drive)),
-            LedgerStorage::Process { records, .. } => Ok(lock(records).naming(drive)),
+            LedgerStorage::Directory { dir: folder, .. } => {
+                Ok(folder.read()?.guest_name_source(drive))
+            }
+            LedgerStorage::Process { records, .. } => Ok(lock(records).guest_name_source(drive)),
         }
     }
 
@@ -367,14 +380,14 @@ impl Ledger {
     /// # Errors
     /// The ledger's file cannot be used.
     pub fn carry_over(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
-        if let LedgerStorage::Folder { folder, .. } = &*self.0 {
+        if let LedgerStorage::Directory { dir: folder, .. } = &*self.0 {
             // See `release`.
             if !folder.read()?.carry_over(from, to) {
                 return Ok(false);
             }
         }
         let mut changed = false;
-        self.change(|records| {
+        self.change_if(|records| {
             changed = records.carry_over(from, to);
             changed
         })?;
@@ -386,10 +399,10 @@ impl Ledger {
     ///
     /// # Errors
     /// A process holds a lease of the drive, or the ledger's file cannot be used.
-    pub fn accept(&self, drive: &str) -> Result<bool, LeaseError> {
+    pub fn accept_drive(&self, drive: &str) -> Result<bool, LeaseError> {
         self.check_idle(drive)?;
         let mut changed = false;
-        self.change(|records| {
+        self.change_if(|records| {
             changed = records.forget_facts(drive);
             changed
         })?;
@@ -401,9 +414,9 @@ impl Ledger {
     /// # Errors
     /// A process holds such a lease, or the ledger's file cannot be used.
     pub fn check_idle(&self, drive: &str) -> Result<(), LeaseError> {
-        let bases = extent::bases(drive);
+        let bases = backing_extent::bases(drive);
         let held = |entry: &LeaseEntry| {
-            let of = extent::bases(&entry.drive);
+            let of = backing_extent::bases(&entry.drive);
             entry.state != LeaseHolderState::Stale && of.iter().any(|base| bases.contains(base))
         };
         match self.list()?.into_iter().find(held) {
@@ -419,11 +432,13 @@ impl Ledger {
     /// # Errors
     /// A process holds a lease of the drive `from`, both drives have leases or data, or the ledger's file cannot be
     /// used.
-    pub fn carry_over_by_hand(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
+    pub fn carry_over_checked(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
         self.check_idle(from)?;
         let known = match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => folder.read()?.drives_known(from, to),
-            LedgerStorage::Process { records, .. } => lock(records).drives_known(from, to),
+            LedgerStorage::Directory { dir: folder, .. } => {
+                folder.read()?.are_drives_known(from, to)
+            }
+            LedgerStorage::Process { records, .. } => lock(records).are_drives_known(from, to),
         };
         match known {
             (false, _) => Ok(false),
@@ -439,9 +454,9 @@ impl Ledger {
     ///
     /// # Errors
     /// The ledger's file cannot be used.
-    pub fn terms(&self) -> Result<BTreeMap<String, LeaseSettings>, LeaseError> {
+    pub fn settings(&self) -> Result<BTreeMap<String, LeaseSettings>, LeaseError> {
         match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => Ok(folder.read()?.terms),
+            LedgerStorage::Directory { dir: folder, .. } => Ok(folder.read()?.terms),
             LedgerStorage::Process { records, .. } => Ok(lock(records).terms.clone()),
         }
     }
@@ -450,7 +465,7 @@ impl Ledger {
     ///
     /// # Errors
     /// The ledger's file cannot be used.
-    pub fn room(
+    pub fn capacity(
         &self,
         drive: &str,
         nsid: Nsid,
@@ -464,8 +479,12 @@ impl Ledger {
             capacity,
         };
         match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => Ok(room(&folder.read()?, &area, unit)),
-            LedgerStorage::Process { records, .. } => Ok(room(&lock(records), &area, unit)),
+            LedgerStorage::Directory { dir: folder, .. } => {
+                Ok(namespace_capacity(&folder.read()?, &area, unit))
+            }
+            LedgerStorage::Process { records, .. } => {
+                Ok(namespace_capacity(&lock(records), &area, unit))
+            }
         }
     }
 
@@ -473,20 +492,20 @@ impl Ledger {
     ///
     /// # Errors
     /// The id has neither a lease nor data, or the ledger's file cannot be used.
-    pub fn give(&self, id: &str, user: u32) -> Result<(), LeaseError> {
-        self.change_terms(id, |terms| terms.owner = Some(user))
+    pub fn set_owner(&self, id: &str, user: u32) -> Result<(), LeaseError> {
+        self.change_settings(id, |terms| terms.owner = Some(user))
     }
 
-    fn change_terms(
+    fn change_settings(
         &self,
         id: &str,
         change: impl FnOnce(&mut LeaseSettings),
     ) -> Result<(), LeaseError> {
-        let check = |records: &LedgerRecords| match records.knows(id) {
+        let check = |records: &LedgerRecords| match records.has_id(id) {
             true => Ok(()),
             false => Err(LeaseError::NoSuchLease { id: id.to_owned() }),
         };
-        if let LedgerStorage::Folder { folder, .. } = &*self.0 {
+        if let LedgerStorage::Directory { dir: folder, .. } = &*self.0 {
             // See `release`.
             check(&folder.read()?)?;
         }
@@ -520,14 +539,14 @@ impl Ledger {
             Ok(entry)
         };
         match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => {
+            LedgerStorage::Directory { dir: folder, .. } => {
                 // First checked without the lock, because taking the lock creates the directory. A mistyped directory
                 // should not be created.
                 find(&folder.read()?)?;
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
                 let record = find(&records)?;
-                let held = folder.is_held(&folder.holders()?, LeaseSlot(record.slot))?;
+                let held = folder.is_held(&folder.open_holders()?, LeaseSlot(record.slot))?;
                 let entry = remove(&mut records, &record, held)?;
                 exclusive.write(&records)?;
                 Ok(entry)
@@ -552,7 +571,7 @@ impl Ledger {
         fate: PreviousDataPolicy,
     ) -> Result<Vec<ByteRange>, LeaseError> {
         let decided = |records: &mut LedgerRecords| {
-            let ranges = tenants::decide(&mut records.tenants, id, fate);
+            let ranges = range_owners::record_decision(&mut records.tenants, id, fate);
             match ranges.is_empty() {
                 true => Err(LeaseError::NoData { id: id.to_owned() }),
                 false => {
@@ -562,7 +581,7 @@ impl Ledger {
             }
         };
         match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => {
+            LedgerStorage::Directory { dir: folder, .. } => {
                 // See `release`.
                 decided(&mut folder.read()?)?;
                 let exclusive = folder.lock()?;
@@ -578,7 +597,7 @@ impl Ledger {
     /// Returns the directory of the ledger, for commands in messages; empty for a ledger of this process.
     fn path(&self) -> &Path {
         match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => folder.path(),
+            LedgerStorage::Directory { dir: folder, .. } => folder.path(),
             LedgerStorage::Process { .. } => Path::new(""),
         }
     }
@@ -589,7 +608,7 @@ impl Ledger {
         change: impl FnOnce(&mut LedgerRecords) -> Result<T, LeaseError>,
     ) -> Result<T, LeaseError> {
         match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => {
+            LedgerStorage::Directory { dir: folder, .. } => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
                 let value = change(&mut records)?;
@@ -599,7 +618,7 @@ impl Ledger {
             LedgerStorage::Process {
                 records,
                 salt,
-                kept,
+                memory_file: kept,
             } => {
                 let mut records = lock(records);
                 let mut changed = records.clone();
@@ -615,26 +634,26 @@ impl Ledger {
 
     /// Removes the returned lease in `slot` from the ledger, together with other leases that are returned at the same
     /// time.
-    fn give_back(&self, slot: LeaseSlot) -> Result<(), LedgerStoreError> {
+    fn return_lease(&self, slot: LeaseSlot) -> Result<(), LedgerStoreError> {
         match &*self.0 {
-            LedgerStorage::Folder { returns, .. } => returns.give_back(slot, |slots| {
-                self.change(|records| {
+            LedgerStorage::Directory { returns, .. } => returns.return_lease(slot, |slots| {
+                self.change_if(|records| {
                     let removed = slots.iter().filter(|slot| records.remove(**slot));
                     removed.count() > 0
                 })
             }),
-            LedgerStorage::Process { .. } => self.change(|records| records.remove(slot)),
+            LedgerStorage::Process { .. } => self.change_if(|records| records.remove(slot)),
         }
     }
 
     /// Changes the record of a held lease. `change` returns whether it changed anything. If an operator has released the lease
     /// by force, there is no record.
-    fn change(
+    fn change_if(
         &self,
         change: impl FnOnce(&mut LedgerRecords) -> bool,
     ) -> Result<(), LedgerStoreError> {
         match &*self.0 {
-            LedgerStorage::Folder { folder, .. } => {
+            LedgerStorage::Directory { dir: folder, .. } => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
                 if change(&mut records) {
@@ -644,7 +663,7 @@ impl Ledger {
             LedgerStorage::Process {
                 records,
                 salt,
-                kept,
+                memory_file: kept,
             } => {
                 let mut records = lock(records);
                 if change(&mut records)
@@ -665,13 +684,13 @@ struct EnteredLease {
     /// Number of reserved queue pairs in the ledger.
     reserved_pairs: u16,
     /// Drive name from which the names that guests see are derived.
-    named_on: String,
+    name_source: String,
     /// Unreadable bytes of the lease.
     uncorrectable: Vec<ByteRange>,
 }
 
 /// Records an admitted lease in the ledger.
-fn enter(
+fn record_admitted(
     records: &mut LedgerRecords,
     request: &LeaseRequest<'_>,
     admitted: AdmittedLease,
@@ -681,19 +700,19 @@ fn enter(
     let AdmittedLease {
         taken_over,
         extents,
-        former,
+        previous: former,
     } = admitted;
-    let area = request.area();
+    let area = request.target();
     let (unit, unwiped) = match request.wanted {
-        RequestedBytes::At(range) => {
-            let place = area.place(range, None);
-            records.note_decision(request, range, HostDisks::now);
-            tenants::enter(&mut records.tenants, &place, request.former_data);
-            (None, tenants::marked(&records.tenants, &place))
+        RequestedBytes::Range(range) => {
+            let place = area.candidate(range, None);
+            records.note_decision(request, range, HostDisks::query);
+            range_owners::record_owner(&mut records.tenants, &place, request.previous_data);
+            (None, range_owners::unwiped_ranges(&records.tenants, &place))
         }
         RequestedBytes::Size { unit, .. } => {
-            by_size::enter(&mut records.tenants, &area, &extents, former.as_ref());
-            let unwiped = by_size::marked(&records.tenants, &area, extents.parts());
+            by_size::record_extents(&mut records.tenants, &area, &extents, former.as_ref());
+            let unwiped = by_size::unwiped_ranges(&records.tenants, &area, extents.parts());
             (Some(unit), unwiped)
         }
     };
@@ -708,7 +727,7 @@ fn enter(
         ending: false,
         reserved_pairs: 0,
     };
-    let reserved_pairs = match taken_over.and_then(|stale| records.of_slot(stale)) {
+    let reserved_pairs = match taken_over.and_then(|stale| records.find_mut(stale)) {
         // The next holder most likely reserves the same number of pairs.
         Some(stale) => {
             let reserved_pairs = stale.reserved_pairs;
@@ -723,22 +742,22 @@ fn enter(
             0
         }
     };
-    let places = extents.placed();
-    let places = places.map(|(at, range)| area.place(range, unit.and(Some(at))));
+    let places = extents.with_offsets();
+    let places = places.map(|(at, range)| area.candidate(range, unit.and(Some(at))));
     let uncorrectable = places.flat_map(|place| {
-        marks::forget_others(&mut records.uncorrectable, &place);
-        marks::find(&records.uncorrectable, &place)
+        uncorrectable::remove_others(&mut records.uncorrectable, &place);
+        uncorrectable::find_ranges(&records.uncorrectable, &place)
     });
     let uncorrectable = uncorrectable.collect();
-    claim.enter(&mut records.terms, request.id);
+    claim.record_owner(&mut records.terms, request.id);
     records.note_names(request.drive);
     records.note_facts(request);
     // Cleans up ids whose last bytes this lease got.
-    records.forget_unknown();
+    records.remove_unused();
     EnteredLease {
         parts: LeaseParts { extents, unwiped },
         reserved_pairs,
-        named_on: records.naming(request.drive.name),
+        name_source: records.guest_name_source(request.drive.name),
         uncorrectable,
     }
 }
@@ -766,11 +785,11 @@ pub struct Lease {
     // Released after `drop` has returned the lease, because fields are dropped later.
     holder: Option<LeaseSlotHolder>,
     /// True if the lease was handed over to the successor process.
-    is_let_go: Arc<AtomicBool>,
+    is_handed_over: Arc<AtomicBool>,
     id: String,
     drive: String,
     /// Drive name from which the names that guests see are derived.
-    named_on: String,
+    name_source: String,
     nsid: Nsid,
     lba_shift: u8,
     /// Size of the namespace in bytes.
@@ -826,7 +845,7 @@ impl Lease {
     #[must_use]
     pub const fn unit(&self) -> Option<u64> {
         match self.wanted {
-            RequestedBytes::At(_) => None,
+            RequestedBytes::Range(_) => None,
             RequestedBytes::Size { unit, .. } => Some(unit),
         }
     }
@@ -838,7 +857,7 @@ impl Lease {
         lock(&self.parts).unwiped.clone()
     }
 
-    fn area(&self) -> LeaseTarget<'_> {
+    fn target(&self) -> LeaseTarget<'_> {
         LeaseTarget {
             id: &self.id,
             drive: &self.drive,
@@ -847,7 +866,7 @@ impl Lease {
         }
     }
 
-    fn gone(&self) -> LeaseError {
+    fn gone_error(&self) -> LeaseError {
         LeaseError::Gone {
             id: self.id.clone(),
         }
@@ -858,23 +877,23 @@ impl Lease {
     /// # Errors
     /// The ledger's file cannot be used, or the lease is no longer in the ledger. In both cases, the part stays marked for
     /// wiping.
-    pub fn wiped(&self) -> Result<(), LeaseError> {
+    pub fn mark_wiped(&self) -> Result<(), LeaseError> {
         let _one = lock(&self.changes);
         let LeaseParts { extents, unwiped } = lock(&self.parts).clone();
         let Some(&range) = unwiped.first() else {
             return Ok(());
         };
-        let slot = self.slot.ok_or_else(|| self.gone())?;
+        let slot = self.slot.ok_or_else(|| self.gone_error())?;
         let at = self.unit().and_then(|_| extents.offset_of(range.start()));
         self.ledger.update(|records| {
-            records.find(slot).ok_or_else(|| self.gone())?;
-            let place = self.area().place(range, at);
-            tenants::enter(&mut records.tenants, &place, PreviousDataPolicy::Kept);
-            marks::forget(&mut records.uncorrectable, &place);
+            records.find(slot).ok_or_else(|| self.gone_error())?;
+            let place = self.target().candidate(range, at);
+            range_owners::record_owner(&mut records.tenants, &place, PreviousDataPolicy::Kept);
+            uncorrectable::remove_all(&mut records.uncorrectable, &place);
             Ok(())
         })?;
         let mut uncorrectable = lock(&self.uncorrectable);
-        *uncorrectable = marks::without(&uncorrectable, &range);
+        *uncorrectable = uncorrectable::subtract(&uncorrectable, &range);
         drop(uncorrectable);
         lock(&self.parts).unwiped.remove(0);
         Ok(())
@@ -897,11 +916,11 @@ impl Lease {
 
     /// Returns access to the ledger's record of the lease's unreadable blocks.
     #[must_use]
-    pub fn marks(&self) -> LedgerUncorrectableMarks {
+    pub fn uncorrectable_marks(&self) -> LedgerUncorrectableMarks {
         LedgerUncorrectableMarks {
             ledger: self.ledger.clone(),
             slot: self.slot,
-            is_let_go: self.is_let_go.clone(),
+            is_handed_over: self.is_handed_over.clone(),
             lba_shift: self.lba_shift,
             id: self.id.clone(),
         }
@@ -916,22 +935,22 @@ impl Lease {
     /// little capacity. The ledger's file cannot be used. The lease is then unchanged.
     pub fn grow(&self, bytes: u64) -> Result<Vec<ByteRange>, LeaseError> {
         let _one = lock(&self.changes);
-        let present = self.check_change(bytes)?.length();
+        let present = self.check_resize(bytes)?.length();
         if bytes < present {
             return Err(LeaseError::HasMore {
                 id: self.id.clone(),
                 drive: self.drive.clone(),
-                present: Bytes(present),
-                size: Bytes(bytes),
+                present: ByteSize(present),
+                size: ByteSize(bytes),
             });
         }
         let (extents, mut unwiped) = self.ledger.update(|records| {
             let extents = self.resize(records, bytes)?;
-            let added = extents.between(present, bytes);
-            let unwiped = by_size::marked(&records.tenants, &self.area(), &added);
+            let added = extents.slice(present, bytes);
+            let unwiped = by_size::unwiped_ranges(&records.tenants, &self.target(), &added);
             Ok((extents, unwiped))
         })?;
-        let added = extents.between(present, bytes);
+        let added = extents.slice(present, bytes);
         let mut parts = lock(&self.parts);
         parts.extents = extents;
         parts.unwiped.append(&mut unwiped);
@@ -948,14 +967,14 @@ impl Lease {
     /// cannot be used. The lease is then unchanged.
     pub fn truncate(&self, bytes: u64) -> Result<Vec<ByteRange>, LeaseError> {
         let _one = lock(&self.changes);
-        let before = self.check_change(bytes)?;
+        let before = self.check_resize(bytes)?;
         let present = before.length();
         if bytes > present {
             return Err(LeaseError::HasLess {
                 id: self.id.clone(),
                 drive: self.drive.clone(),
-                present: Bytes(present),
-                size: Bytes(bytes),
+                present: ByteSize(present),
+                size: ByteSize(bytes),
             });
         }
         let extents = self.ledger.update(|records| self.resize(records, bytes))?;
@@ -966,13 +985,13 @@ impl Lease {
         let mut parts = lock(&self.parts);
         parts.extents = extents;
         parts.unwiped = parts.unwiped.drain(..).filter_map(kept).collect();
-        Ok(before.between(bytes, present))
+        Ok(before.slice(bytes, present))
     }
 
     /// Returns the present extents, after checking that the size may become `bytes`.
-    fn check_change(&self, bytes: u64) -> Result<LeaseExtents, LeaseError> {
+    fn check_resize(&self, bytes: u64) -> Result<LeaseExtents, LeaseError> {
         match self.wanted {
-            RequestedBytes::At(range) => Err(LeaseError::Fixed {
+            RequestedBytes::Range(range) => Err(LeaseError::Fixed {
                 id: self.id.clone(),
                 range,
             }),
@@ -990,15 +1009,17 @@ impl Lease {
             return Ok(self.extents());
         };
         let slot = self.slot.filter(|slot| records.find(*slot).is_some());
-        let slot = slot.ok_or_else(|| self.gone())?;
+        let slot = slot.ok_or_else(|| self.gone_error())?;
         let demand = by_size::SizeDemand { bytes, unit, whole };
-        by_size::resize(records, slot, &self.area(), demand)
-            .map_err(|refusal| refusal.into_error(&self.area(), self.ledger.path()))
+        by_size::resize(records, slot, &self.target(), demand)
+            .map_err(|refusal| refusal.into_error(&self.target(), self.ledger.path()))
     }
 
-    fn names_on(&self, drive: &str) -> LeaseIdentity {
+    fn identity_on(&self, drive: &str) -> LeaseIdentity {
         match self.wanted {
-            RequestedBytes::At(range) => LeaseIdentity::derive(drive, self.nsid, range, &self.id),
+            RequestedBytes::Range(range) => {
+                LeaseIdentity::derive(drive, self.nsid, range, &self.id)
+            }
             RequestedBytes::Size { .. } => {
                 LeaseIdentity::derive_by_size(drive, self.nsid, &self.id)
             }
@@ -1013,9 +1034,9 @@ impl Lease {
     #[must_use]
     pub fn identity(&self) -> LeaseIdentity {
         match &*self.ledger.0 {
-            LedgerStorage::Folder { .. } => self.names_on(&self.named_on),
+            LedgerStorage::Directory { .. } => self.identity_on(&self.name_source),
             LedgerStorage::Process { salt, .. } => {
-                self.names_on(&format!("{}#{salt:016x}", self.drive))
+                self.identity_on(&format!("{}#{salt:016x}", self.drive))
             }
         }
     }
@@ -1027,7 +1048,7 @@ impl Lease {
     /// The ledger's file cannot be used. Other processes then see the lease as held, not as ending.
     pub fn mark_ending(&self) -> Result<(), LeaseError> {
         if let Some(slot) = self.slot {
-            self.ledger.change(|records| records.mark_ending(slot))?;
+            self.ledger.change_if(|records| records.mark_ending(slot))?;
         }
         Ok(())
     }
@@ -1043,7 +1064,7 @@ impl Lease {
         }
         if let Some(slot) = self.slot {
             let change = |records: &mut LedgerRecords| records.note_reserved(slot, pairs);
-            if let Err(error) = self.ledger.change(change) {
+            if let Err(error) = self.ledger.change_if(change) {
                 *noted = None;
                 return Err(error.into());
             }
@@ -1056,7 +1077,7 @@ impl Lease {
     /// # Errors
     /// The ledger's file cannot be used.
     pub fn limits(&self) -> Result<Option<String>, LeaseError> {
-        let terms = self.ledger.terms()?.remove(&self.id);
+        let terms = self.ledger.settings()?.remove(&self.id);
         Ok(terms.and_then(|terms| terms.limits))
     }
 
@@ -1065,11 +1086,11 @@ impl Lease {
     /// # Errors
     /// The lease is no longer in the ledger, or the ledger's file cannot be used.
     pub fn note_limits(&self, limits: Option<String>) -> Result<(), LeaseError> {
-        let slot = self.slot.ok_or_else(|| self.gone())?;
+        let slot = self.slot.ok_or_else(|| self.gone_error())?;
         self.ledger.update(|records| {
-            records.find(slot).ok_or_else(|| self.gone())?;
+            records.find(slot).ok_or_else(|| self.gone_error())?;
             records.terms.entry(self.id.clone()).or_default().limits = limits;
-            records.forget_unknown();
+            records.remove_unused();
             Ok(())
         })
     }
@@ -1077,10 +1098,16 @@ impl Lease {
     /// Releases the lease for the successor process, which takes it over as a stale lease. In a ledger in a directory, the
     /// lease stays recorded until the successor takes it over. This process must not use the lease's bytes any more, and must
     /// end.
-    pub fn let_go(&self) {
-        self.is_let_go.store(true, Ordering::Relaxed);
+    pub fn hand_over(&self) {
+        self.is_handed_over.store(true, Ordering::Relaxed);
         match (&*self.ledger.0, self.slot) {
-            (LedgerStorage::Folder { unnamed, .. }, Some(slot)) => {
+            (
+                LedgerStorage::Directory {
+                    unrecorded: unnamed,
+                    ..
+                },
+                Some(slot),
+            ) => {
                 // The ledger will name the successor for it.
                 lock(unnamed).remove(&slot);
             }
@@ -1090,7 +1117,7 @@ impl Lease {
             (_, None) => {}
         }
         if let Some(holder) = &self.holder {
-            holder.let_go();
+            holder.release();
         }
     }
 
@@ -1100,7 +1127,7 @@ impl Lease {
     /// The ledger's file cannot be used. The lease then stays in the file as a stale lease.
     pub fn release(mut self) -> Result<(), LeaseError> {
         match self.slot.take() {
-            Some(slot) => Ok(self.ledger.give_back(slot)?),
+            Some(slot) => Ok(self.ledger.return_lease(slot)?),
             None => Ok(()),
         }
     }
@@ -1111,7 +1138,7 @@ impl Lease {
 pub struct LedgerUncorrectableMarks {
     ledger: Ledger,
     slot: Option<LeaseSlot>,
-    is_let_go: Arc<AtomicBool>,
+    is_handed_over: Arc<AtomicBool>,
     lba_shift: u8,
     id: String,
 }
@@ -1132,11 +1159,11 @@ impl LedgerUncorrectableMarks {
         self.ledger.update(|records| {
             let slot = self.slot.ok_or_else(gone)?;
             // Checked under the ledger's lock: the successor reads the ledger after this process has let go.
-            let has_it = !self.is_let_go.load(Ordering::Relaxed);
+            let has_it = !self.is_handed_over.load(Ordering::Relaxed);
             let record = records.find(slot).filter(|_| has_it);
             let record = record.cloned().ok_or_else(gone)?;
-            for place in record.places() {
-                marks::replace(&mut records.uncorrectable, &place, &bytes);
+            for place in record.candidates() {
+                uncorrectable::replace(&mut records.uncorrectable, &place, &bytes);
             }
             Ok(())
         })
@@ -1156,10 +1183,10 @@ impl Lease {
             ledger: self.ledger.clone(),
             slot: self.slot,
             holder: None,
-            is_let_go: Arc::default(),
+            is_handed_over: Arc::default(),
             id: self.id.clone(),
             drive: self.drive.clone(),
-            named_on: self.named_on.clone(),
+            name_source: self.name_source.clone(),
             reserved_pairs: Mutex::new(*lock(&self.reserved_pairs)),
             changes: Mutex::new(()),
             parts: Mutex::new(lock(&self.parts).clone()),
@@ -1175,8 +1202,8 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         if let Some(slot) = self.slot.take()
-            && !self.is_let_go.load(Ordering::Relaxed)
-            && let Err(error) = self.ledger.give_back(slot)
+            && !self.is_handed_over.load(Ordering::Relaxed)
+            && let Err(error) = self.ledger.return_lease(slot)
         {
             log::error!(
                 lease = self.id.as_str();

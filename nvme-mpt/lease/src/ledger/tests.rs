@@ -4,7 +4,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process;
 
-use super::super::entry::LeaseHolderState;
+use super::super::lease_entry::LeaseHolderState;
 use super::*;
 
 const DRIVE: &str = "file:/drive";
@@ -14,10 +14,10 @@ fn request<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
         id,
         drive: DRIVE.into(),
         nsid: Nsid(1),
-        wanted: RequestedBytes::At(range.parse().unwrap()),
+        wanted: RequestedBytes::Range(range.parse().unwrap()),
         lba_shift: 9,
         blocks: 1 << 30,
-        former_data: PreviousDataPolicy::Kept,
+        previous_data: PreviousDataPolicy::Kept,
     }
 }
 
@@ -139,7 +139,7 @@ fn block_sizes_do_not_hide_an_overlap() {
         let mut large = request("b", "12K+8K");
         large.lba_shift = 12;
         ledger.acquire(&large).unwrap_err();
-        large.wanted = RequestedBytes::At("16K+8K".parse().unwrap());
+        large.wanted = RequestedBytes::Range("16K+8K".parse().unwrap());
         ledger.acquire(&large).unwrap();
     }
 }
@@ -371,7 +371,7 @@ fn an_unchanged_takeover_writes_nothing() {
     }
 
     // A single write records the process for all leases.
-    next.name_holder().unwrap();
+    next.record_holder().unwrap();
     let named = file_of(&dir);
     assert_ne!(named, before);
     for entry in ledger.list().unwrap() {
@@ -380,7 +380,7 @@ fn an_unchanged_takeover_writes_nothing() {
             (LeaseHolderState::Held, process::id())
         );
     }
-    next.name_holder().unwrap();
+    next.record_holder().unwrap();
     assert_eq!(file_of(&dir), named);
 
     // The slot of a lease that was taken over serves this lease only.
@@ -410,9 +410,13 @@ fn a_lease_that_is_taken_over_with_a_change_is_written_at_once() {
     die(ledger.acquire(&partition).unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
     // The owner differs.
-    die(ledger.acquire_by(LeaseClaim::For(1), &partition).unwrap());
+    die(ledger
+        .acquire_with_claim(LeaseClaim::ForUser(1), &partition)
+        .unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
-    die(ledger.acquire_by(LeaseClaim::For(1), &partition).unwrap());
+    die(ledger
+        .acquire_with_claim(LeaseClaim::ForUser(1), &partition)
+        .unwrap());
     assert_eq!(file_of(&dir), before);
     // The lease has fewer reserved queue pairs.
     let lease = ledger.acquire(&partition).unwrap();
@@ -431,7 +435,7 @@ fn a_released_takeover_is_not_recorded_again() {
     let again = ledger.acquire(&request("a", "0+1G")).unwrap();
     drop(again);
     let before = file_of(&dir);
-    ledger.name_holder().unwrap();
+    ledger.record_holder().unwrap();
     assert_eq!(file_of(&dir), before);
     assert_eq!(ledger.list().unwrap(), []);
 }
@@ -444,13 +448,13 @@ fn a_handed_over_lease_belongs_to_the_successor() {
     let before = ledger.acquire(&request("a", "1G+1G")).unwrap();
     let next = Ledger::open(&dir.path().join("state"));
     next.acquire(&request("a", "1G+1G")).unwrap_err();
-    before.let_go();
+    before.hand_over();
     assert_eq!(next.list().unwrap()[0].state, LeaseHolderState::Stale);
     next.acquire(&request("b", "1G+1G")).unwrap_err();
     let lease = next.acquire(&request("a", "1G+1G")).unwrap();
     // The predecessor neither records itself nor returns the lease.
     let file = file_of(&dir);
-    ledger.name_holder().unwrap();
+    ledger.record_holder().unwrap();
     drop(before);
     assert_eq!(file_of(&dir), file);
     assert_eq!(next.list().unwrap()[0].state, LeaseHolderState::Held);
@@ -463,15 +467,19 @@ fn a_late_holder_record_does_not_overwrite_the_successor() {
     let (dir, [ledger, _]) = both();
     die(ledger.acquire(&request("a", "1G+1G")).unwrap());
     let before = ledger.acquire(&request("a", "1G+1G")).unwrap();
-    let LedgerStorage::Folder { unnamed, .. } = &*ledger.0 else {
+    let LedgerStorage::Directory {
+        unrecorded: unnamed,
+        ..
+    } = &*ledger.0
+    else {
         panic!("a ledger in a folder");
     };
     // The thread that records the process has read the slots, and waits for the ledger.
     let slots = lock(unnamed).clone();
     assert_eq!(slots.len(), 1);
-    before.let_go();
+    before.hand_over();
     let file = file_of(&dir);
-    ledger.name_holder_of(&slots, unnamed).unwrap();
+    ledger.record_holder_in(&slots, unnamed).unwrap();
     assert_eq!(file_of(&dir), file, "nothing is written");
 }
 
@@ -563,7 +571,7 @@ fn names_last_as_long_as_the_drive_does() {
 /// Requests a range with a policy for other ids' data.
 fn with(id: &'static str, range: &str, former_data: PreviousDataPolicy) -> LeaseRequest<'static> {
     LeaseRequest {
-        former_data,
+        previous_data: former_data,
         ..request(id, range)
     }
 }
@@ -669,7 +677,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
             assert_eq!(lease.unwiped(), [range("1536M+512M")], "{id}");
         }
         let lease = ledger.acquire(&strict("b", "1536M+512M")).unwrap();
-        lease.wiped().unwrap();
+        lease.mark_wiped().unwrap();
         drop(lease);
         let lease = ledger.acquire(&strict("b", "1536M+512M")).unwrap();
         assert!(lease.unwiped().is_empty());
@@ -709,14 +717,14 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
             .acquire(&with("c", wide, PreviousDataPolicy::Wiped))
             .unwrap();
         assert_eq!(lease.unwiped(), parts);
-        lease.wiped().unwrap();
+        lease.mark_wiped().unwrap();
         assert_eq!(lease.unwiped(), parts[1..]);
         drop(lease);
         let lease = ledger
             .acquire(&with("c", wide, PreviousDataPolicy::Wiped))
             .unwrap();
         assert_eq!(lease.unwiped(), parts[1..]);
-        lease.wiped().unwrap();
+        lease.mark_wiped().unwrap();
         drop(lease);
         ledger.acquire(&strict("c", wide)).unwrap();
         // Data outside of the lease still belongs to the previous owner.
@@ -728,7 +736,7 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
 #[test]
 fn a_kept_ledger_passes_names_and_data_owners_to_the_next_process() {
     let file = tempfile::tempfile().unwrap();
-    let kept = || Ledger::kept(file.try_clone().unwrap()).unwrap();
+    let kept = || Ledger::from_memory_file(file.try_clone().unwrap()).unwrap();
     let ledger = kept();
     let sized = LeaseRequest {
         wanted: RequestedBytes::Size {
@@ -755,7 +763,7 @@ fn a_kept_ledger_passes_names_and_data_owners_to_the_next_process() {
     drop(b);
     let other = next
         .acquire(&LeaseRequest {
-            former_data: PreviousDataPolicy::Wiped,
+            previous_data: PreviousDataPolicy::Wiped,
             ..request("other", "2G+1G")
         })
         .unwrap();
@@ -765,10 +773,10 @@ fn a_kept_ledger_passes_names_and_data_owners_to_the_next_process() {
 #[test]
 fn a_handed_over_ledger_is_not_written() {
     let file = tempfile::tempfile().unwrap();
-    let kept = || Ledger::kept(file.try_clone().unwrap()).unwrap();
+    let kept = || Ledger::from_memory_file(file.try_clone().unwrap()).unwrap();
     let before = kept();
     let removed = before.acquire(&request("removed", "0+1G")).unwrap();
-    before.leave();
+    before.hand_over();
     let next = kept();
     let lease = next.acquire(&request("a", "1G+1G")).unwrap();
     // The last command of a removed function ends.
@@ -780,11 +788,11 @@ fn a_handed_over_ledger_is_not_written() {
 
 #[test]
 fn leaving_a_kept_ledger_reports_leases_still_held() {
-    let ledger = Ledger::kept(tempfile::tempfile().unwrap()).unwrap();
+    let ledger = Ledger::from_memory_file(tempfile::tempfile().unwrap()).unwrap();
     let handed_over = ledger.acquire(&request("a", "0+1G")).unwrap();
     let in_vmm = ledger.acquire(&request("b", "1G+1G")).unwrap();
-    handed_over.let_go();
-    assert!(!ledger.leave());
+    handed_over.hand_over();
+    assert!(!ledger.hand_over());
     drop(in_vmm);
-    assert!(ledger.leave());
+    assert!(ledger.hand_over());
 }

@@ -18,7 +18,7 @@
 //!   if the lock stays for [`PATIENCE`]. A server without root sees only its own user's processes: its images should be
 //!   readable by its user only.
 
-mod holders;
+mod lock_holders;
 
 use std::fs::File;
 use std::io;
@@ -31,10 +31,10 @@ use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_mpt_memory::system::{LockKind, is_lock_excluded, process_user, try_lock, unlock};
 
-pub(crate) use holders::{FileLockHolders, ProcLockKind, find};
+pub(crate) use lock_holders::{FileLockHolders, ProcLockKind, find_holders};
 
 /// Timeout of a claim that waits for an invisible holder, such as the I/O of a killed process.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Shortest and longest pause between two attempts of a claim that waits for an invisible holder. Pauses are necessary because
 /// each attempt scans all processes of the host.
@@ -123,15 +123,15 @@ impl FileRangeLock {
     /// # Errors
     /// Like [`Self::claim`]. The lock then keeps its previous ranges.
     pub fn add(&self, start: u64, length: u64) -> Result<(), ClaimError> {
-        self.add_as(process_user(), start, length)
+        self.add_as_user(process_user(), start, length)
     }
 
-    fn add_as(&self, user: u32, start: u64, length: u64) -> Result<(), ClaimError> {
+    fn add_as_user(&self, user: u32, start: u64, length: u64) -> Result<(), ClaimError> {
         let range = start..match length {
             0 => u64::MAX,
             length => start.saturating_add(length),
         };
-        claim(user, &self.file, &range, start, length)?;
+        claim_range(user, &self.file, &range, start, length)?;
         self.ranges().push((start, length));
         Ok(())
     }
@@ -142,7 +142,11 @@ impl FileRangeLock {
     /// [`ClaimError::Taken`] if another process has an exclusive lock on it; otherwise the error of `fcntl`.
     pub fn share(&self, byte: u64) -> Result<(), ClaimError> {
         if !try_lock(&self.file, LockKind::Shared, byte, 1)? {
-            let holders = describe(&find(&self.file, ProcLockKind::Range, &(byte..byte + 1)));
+            let holders = describe_holders(&find_holders(
+                &self.file,
+                ProcLockKind::Range,
+                &(byte..byte + 1),
+            ));
             return Err(ClaimError::Taken { holders });
         }
         self.ranges().push((byte, 1));
@@ -159,22 +163,24 @@ impl FileRangeLock {
             return Ok(None);
         }
         let user = process_user();
-        let mut holders = find(&self.file, ProcLockKind::Range, &(byte..byte + 1));
-        holders.seen.retain(|holder| !holder.only_reads(user));
-        let are_some = holders.unseen || !holders.seen.is_empty();
-        Ok(are_some.then(|| describe(&holders)))
+        let mut holders = find_holders(&self.file, ProcLockKind::Range, &(byte..byte + 1));
+        holders
+            .visible
+            .retain(|holder| !holder.is_foreign_reader(user));
+        let are_some = holders.has_hidden || !holders.visible.is_empty();
+        Ok(are_some.then(|| describe_holders(&holders)))
     }
 
     /// Releases all ranges, even if the kernel keeps the file open for I/O.
-    pub fn let_go(&self) {
+    pub fn release_all(&self) {
         let ranges = self.ranges().clone();
         for (start, length) in ranges {
-            self.give_up(start, length);
+            self.release(start, length);
         }
     }
 
     /// Releases a range that was [added](Self::add).
-    pub fn give_up(&self, start: u64, length: u64) {
+    pub fn release(&self, start: u64, length: u64) {
         self.ranges().retain(|range| *range != (start, length));
         if let Err(error) = unlock(&self.file, start, length) {
             warn!("A lock on a drive's file stays until the file is closed: {error}");
@@ -183,14 +189,14 @@ impl FileRangeLock {
 }
 
 /// Claims a range of a file, as the process of `user`.
-fn claim(
+fn claim_range(
     user: u32,
     file: &File,
     range: &Range<u64>,
     start: u64,
     length: u64,
 ) -> Result<(), ClaimError> {
-    let deadline = Deadline::after(&SystemClock::shared(), PATIENCE);
+    let deadline = Deadline::after(&SystemClock::shared(), CLAIM_TIMEOUT);
     let mut pause = PAUSE.0;
     loop {
         // Checked before the attempt, so that the last attempt comes after the timeout even if the machine was
@@ -201,22 +207,22 @@ fn claim(
         }
         // The shared lock comes first and the check second: of two concurrent claims, at least one sees the other.
         let shared = try_lock(file, LockKind::Shared, start, length)?;
-        let holders = find(file, ProcLockKind::Range, range);
-        let reads_only = |holder: &holders::LockHolder| holder.only_reads(user);
-        if shared && !holders.unseen && holders.seen.iter().all(reads_only) {
-            if !holders.seen.is_empty() {
+        let holders = find_holders(file, ProcLockKind::Range, range);
+        let reads_only = |holder: &lock_holders::LockHolder| holder.is_foreign_reader(user);
+        if shared && !holders.has_hidden && holders.visible.iter().all(reads_only) {
+            if !holders.visible.is_empty() {
                 warn!(
                     "A lock on the drive's file is shared with {}, which only reads it; take the permission to \
                      read the file from others",
-                    describe(&holders)
+                    describe_holders(&holders)
                 );
             }
             return Ok(());
         }
         // Two concurrent claims must not wait for each other, and a refused claim keeps no lock.
         unlock(file, start, length)?;
-        if is_last || !holders.seen.iter().all(reads_only) {
-            let holders = describe(&holders);
+        if is_last || !holders.visible.iter().all(reads_only) {
+            let holders = describe_holders(&holders);
             return Err(ClaimError::Taken { holders });
         }
         deadline.sleep(pause);
@@ -236,9 +242,9 @@ impl Drop for FileRangeLock {
 }
 
 /// Names the holders of locks, for messages.
-pub(crate) fn describe(holders: &FileLockHolders) -> String {
-    let mut names: Vec<String> = holders.seen.iter().map(ToString::to_string).collect();
-    if names.is_empty() || holders.unseen {
+pub(crate) fn describe_holders(holders: &FileLockHolders) -> String {
+    let mut names: Vec<String> = holders.visible.iter().map(ToString::to_string).collect();
+    if names.is_empty() || holders.has_hidden {
         names.push(
             "a process that cannot be seen from here, or I/O of one that was killed".to_owned(),
         );
@@ -292,7 +298,7 @@ mod tests {
         /// Claims a part of the image, as a server of a user that is neither this test's user nor root.
         fn claim(&self, user: u32, start: u64) -> Result<FileRangeLock, ClaimError> {
             let lock = FileRangeLock::new(self.open(true));
-            lock.add_as(user, start, 1 << 10)?;
+            lock.add_as_user(user, start, 1 << 10)?;
             Ok(lock)
         }
     }
@@ -302,14 +308,14 @@ mod tests {
         let image = LockTestImage::new();
         let user = process_user();
         let lock = image.claim(user, 0).expect("free");
-        lock.add_as(user, 1 << 12, 1 << 10).expect("free");
+        lock.add_as_user(user, 1 << 12, 1 << 10).expect("free");
         let kept = lock.file().try_clone().expect("descriptor");
         let is_free = |start| {
             let taken = FileRangeLock::take(image.open(true), start, 1 << 10).expect("fcntl");
             taken.is_some()
         };
         assert!(!is_free(0) && !is_free(1 << 12));
-        lock.let_go();
+        lock.release_all();
         assert!(is_free(0) && is_free(1 << 12));
         drop(kept);
     }
@@ -322,11 +328,11 @@ mod tests {
         let (start, length) = (1 << 12, 1 << 10);
         let sharer = image.open(true);
         assert!(try_lock(&sharer, LockKind::Shared, start, length).expect("fcntl"));
-        lock.add_as(user, start, length).expect_err("in use");
+        lock.add_as_user(user, start, length).expect_err("in use");
         drop(sharer);
         let taken = FileRangeLock::take(image.open(true), start, length).expect("fcntl");
         assert!(taken.is_some(), "the lock that was refused has it");
-        lock.add_as(user, start, length).expect_err("in use");
+        lock.add_as_user(user, start, length).expect_err("in use");
     }
 
     /// Returns a user other than this test's.
@@ -377,10 +383,10 @@ mod tests {
             let taken = image.claim(other_user(), 4096).expect_err("in use");
             let pid = format!("process {} (", std::process::id());
             assert!(taken.to_string().contains(&pid), "{taken}");
-            let found = find(&image.open(true), ProcLockKind::Range, &EOF);
-            assert_eq!((found.seen.len(), found.unseen), (1, false));
+            let found = find_holders(&image.open(true), ProcLockKind::Range, &EOF);
+            assert_eq!((found.visible.len(), found.has_hidden), (1, false));
             assert_eq!(
-                (found.seen[0].exclusive, found.seen[0].writes),
+                (found.visible[0].is_exclusive, found.visible[0].is_writable),
                 (exclusive, true)
             );
             drop(vmm);

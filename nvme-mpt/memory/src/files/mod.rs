@@ -28,7 +28,7 @@ pub use self::simulated::{
 ///
 /// # Errors
 /// Returns the error of the disk or of the kernel.
-pub fn sync_names(folder: &Path) -> io::Result<()> {
+pub fn sync_dir(folder: &Path) -> io::Result<()> {
     use io::ErrorKind::{InvalidInput, PermissionDenied, ReadOnlyFilesystem, Unsupported};
     match File::open(folder).and_then(|folder| folder.sync_all()) {
         Err(error)

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{self, Ordering};
 
-use super::stores::{self, DelayedStoreTarget};
+use super::store_buffers::{self, DelayedStoreTarget};
 use super::{ActorStep, turn};
 
 /// Makes all stores of the actor visible, if the fence is sequentially consistent.
@@ -10,7 +10,7 @@ pub fn fence(order: Ordering) {
     atomic::fence(order);
     // Weaker fences do not prevent a load from being executed before an earlier store.
     if order == Ordering::SeqCst {
-        stores::drain_own();
+        store_buffers::drain_own();
         turn(ActorStep::Fence, [0; 2]);
     }
 }
@@ -34,21 +34,21 @@ macro_rules! atomic {
 
             /// Reads the word.
             pub fn load(&self, _: Ordering) -> $value {
-                from_word(stores::load(self.place()))
+                from_word(store_buffers::load(self.place()))
             }
 
             /// Writes the word. A sequentially consistent store is visible at once.
             pub fn store(&self, value: $value, order: Ordering) {
-                stores::store(self.place(), to_word(value));
+                store_buffers::store(self.place(), to_word(value));
                 if order == Ordering::SeqCst {
-                    stores::drain_own();
+                    store_buffers::drain_own();
                 }
             }
 
             /// Writes the word, and returns its previous value.
             pub fn swap(&self, value: $value, order: Ordering) -> $value {
                 turn(ActorStep::Swap, [0; 2]);
-                stores::drain_own();
+                store_buffers::drain_own();
                 self.0.swap(value, order)
             }
 
@@ -64,7 +64,7 @@ macro_rules! atomic {
                 failure: Ordering,
             ) -> Result<$value, $value> {
                 turn(ActorStep::Exchange, [0; 2]);
-                stores::drain_own();
+                store_buffers::drain_own();
                 self.0.compare_exchange(current, new, success, failure)
             }
         }
@@ -72,7 +72,7 @@ macro_rules! atomic {
         impl Drop for $name {
             fn drop(&mut self) {
                 let start = (&raw const self.0).addr();
-                stores::forget(&(start..start + size_of::<$value>()));
+                store_buffers::forget(&(start..start + size_of::<$value>()));
             }
         }
     };
@@ -137,21 +137,21 @@ macro_rules! counter {
             /// Adds to the word, and returns its previous value.
             pub fn fetch_add(&self, value: $value, order: Ordering) -> $value {
                 turn(ActorStep::Add, [0; 2]);
-                stores::drain_own();
+                store_buffers::drain_own();
                 self.0.fetch_add(value, order)
             }
 
             /// Subtracts from the word, and returns its previous value.
             pub fn fetch_sub(&self, value: $value, order: Ordering) -> $value {
                 turn(ActorStep::Add, [0; 2]);
-                stores::drain_own();
+                store_buffers::drain_own();
                 self.0.fetch_sub(value, order)
             }
 
             /// Raises the word to at least a value, and returns its previous value.
             pub fn fetch_max(&self, value: $value, order: Ordering) -> $value {
                 turn(ActorStep::Add, [0; 2]);
-                stores::drain_own();
+                store_buffers::drain_own();
                 self.0.fetch_max(value, order)
             }
         }

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 pub use std::sync::mpsc::{RecvError, RecvTimeoutError, SendError, TryRecvError, TrySendError};
 use std::time::Duration;
 
-use super::{ActorStep, acted, stores, turn, wait_for};
+use super::{ActorStep, acted, store_buffers, turn, wait_for};
 
 macro_rules! sender {
     ($name:ident) => {
@@ -26,7 +26,7 @@ macro_rules! sender {
             pub fn send(&self, value: T) -> Result<(), SendError<T>> {
                 turn(ActorStep::Send, [0; 2]);
                 // A receiver sees the sender's earlier stores.
-                stores::drain_own();
+                store_buffers::drain_own();
                 let sent = match &self.0 {
                     Some(sender) => sender.send(value),
                     None => Err(SendError(value)),
@@ -44,7 +44,7 @@ macro_rules! sender {
 
         impl<T> Drop for $name<T> {
             fn drop(&mut self) {
-                stores::drain_own();
+                store_buffers::drain_own();
                 drop(self.0.take());
                 acted();
             }
@@ -62,7 +62,7 @@ impl<T> SyncSender<T> {
     /// The channel is full, or the receiver is gone.
     pub fn try_send(&self, value: T) -> Result<(), TrySendError<T>> {
         turn(ActorStep::Send, [0; 2]);
-        stores::drain_own();
+        store_buffers::drain_own();
         let sent = match &self.0 {
             Some(sender) => sender.try_send(value),
             None => Err(TrySendError::Disconnected(value)),

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{self, LockResult, PoisonError, TryLockError, TryLockResult};
 use std::time::Duration;
 
-use super::{ActorStep, acted, now, stores, turn, wait};
+use super::{ActorStep, acted, now, store_buffers, turn, wait};
 
 /// Poll interval for a reader-writer lock.
 const LOOK: Duration = Duration::from_micros(1);
@@ -66,7 +66,7 @@ impl<T: ?Sized> Mutex<T> {
     /// Like [`std::sync::Mutex::try_lock`].
     pub fn try_lock(&self) -> TryLockResult<MutexGuard<'_, T>> {
         turn(ActorStep::Lock, [0; 2]);
-        stores::drain_own();
+        store_buffers::drain_own();
         match self.mutex.try_lock() {
             Ok(guard) => Ok(MutexGuard { mutex: self, guard }),
             Err(TryLockError::WouldBlock) => Err(TryLockError::WouldBlock),
@@ -110,7 +110,7 @@ impl<T: ?Sized> DerefMut for MutexGuard<'_, T> {
 impl<T: ?Sized> Drop for MutexGuard<'_, T> {
     fn drop(&mut self) {
         // Releasing a lock drains the actor's store buffer. No other actor runs before the lock is free.
-        stores::drain_own();
+        store_buffers::drain_own();
         if self.mutex.awaited.swap(false, Ordering::Relaxed) {
             acted();
         }
@@ -245,7 +245,7 @@ impl<T: ?Sized> RwLock<T> {
     fn taken<G>(mut attempt: impl FnMut() -> TryLockResult<G>) -> LockResult<G> {
         turn(ActorStep::Lock, [0; 2]);
         loop {
-            stores::drain_own();
+            store_buffers::drain_own();
             match attempt() {
                 Ok(guard) => return Ok(guard),
                 Err(TryLockError::Poisoned(error)) => return Err(error),

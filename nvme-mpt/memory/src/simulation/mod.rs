@@ -4,14 +4,14 @@
 //! each access to memory that several of them use ([`turn`]), and when it has to wait ([`wait`]). The simulator
 //! provides the clock and all random decisions.
 //!
-//! Stores are delayed as on an x86-64 processor: each actor has a first-in-first-out store buffer ([`stores`]), from
+//! Stores are delayed as on an x86-64 processor: each actor has a first-in-first-out store buffer ([`store_buffers`]), from
 //! which it also loads, and which a fence drains. So a missing fence is detected.
 
 pub mod atomics;
 pub mod channel;
 pub mod costs;
 pub mod locks;
-pub mod stores;
+pub mod store_buffers;
 pub mod threads;
 
 use std::cell::Cell;
@@ -172,7 +172,7 @@ pub fn acted() {
 
 /// Makes all stores of the actor visible, and records that it does something that others may wait for.
 pub fn fence_and_act() {
-    stores::drain_own();
+    store_buffers::drain_own();
     acted();
 }
 
@@ -180,13 +180,13 @@ pub fn fence_and_act() {
 pub(crate) fn publishes(entry: Cqe) {
     let numbers = [entry.sqid().0.into(), entry.cid().0.into()];
     turn(ActorStep::Complete, numbers);
-    stores::drain_own();
+    store_buffers::drain_own();
 }
 
 /// Precedes the submission of a command to a drive.
 pub(crate) fn submits(entry: &Sqe, cid: CommandId) {
     turn(ActorStep::Submit, [cid.0.into(), entry.opcode().into()]);
-    stores::drain_own();
+    store_buffers::drain_own();
 }
 
 /// Lets other actors run until one of them acts, or until a moment. May return early.
@@ -195,7 +195,7 @@ pub(crate) fn submits(entry: &Sqe, cid: CommandId) {
 /// If there is no simulator, because then no other actor could act.
 pub fn wait(until: Option<Duration>) {
     let simulator = SIMULATOR.get().expect("a wait needs a simulator");
-    stores::drain(simulator.actor());
+    store_buffers::drain(simulator.actor());
     simulator.wait(until);
 }
 

@@ -16,11 +16,11 @@
 //! To add a kind of fault, extend `FaultKind` and `FaultEffect` in `plan.rs`, implement the effect here, and add an entry to
 //! `resources/faults/example.toml`.
 
-mod command;
-mod occasions;
 mod plan;
 mod queue;
 mod record;
+mod schedule;
+mod touched_blocks;
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -30,17 +30,17 @@ use std::sync::{Arc, PoisonError, Weak};
 use log::warn;
 use serde::{Deserialize, Serialize};
 
-pub use occasions::FaultSchedule;
-pub use plan::{FaultError, FaultKind, FaultOperation, FaultPlan, LONGEST, MAX_FAULTS};
+pub use plan::{FaultError, FaultKind, FaultOperation, FaultPlan, MAX_FAULTS, MAX_PLAN_BYTES};
 pub use queue::FaultQueue;
+pub use schedule::FaultSchedule;
 
-use command::{any_extent, find_extent};
 use plan::{FaultEffect, PlannedFault};
 use record::{FaultRecord, RecordedFaults};
+use touched_blocks::{find_extent, has_extent};
 
 use super::model::TickUnit;
 use nvme_guest::event::{DriveEvent, EventQueue, IoQueueEvent};
-use nvme_lease::range::{ByteRange, Bytes};
+use nvme_lease::range::{ByteRange, ByteSize};
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::host::HostMemory;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
@@ -58,17 +58,17 @@ struct ArmedFault {
     /// The blocks of the fault's range.
     blocks: Option<Range<u64>>,
     /// State of the random number generator.
-    random: u64,
-    occasions: FaultSchedule,
+    rng_state: u64,
+    schedule: FaultSchedule,
     /// Delay of a latency fault, in ticks.
-    ticks: u64,
+    delay_ticks: u64,
 }
 
 impl ArmedFault {
     /// Decides whether the fault hits the command. If so, returns the status for a media error; faults of other kinds ignore
     /// this status.
-    fn strikes(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<Status> {
-        if !self.fault.operations.contain(NvmOpcode(sqe.opcode())) {
+    fn try_hit(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<Status> {
+        if !self.fault.operations.contains(NvmOpcode(sqe.opcode())) {
             return None;
         }
         let status = match &self.blocks {
@@ -80,10 +80,10 @@ impl ArmedFault {
                 .unwrap_or(Status::WRITE_FAULT),
         };
         let chance = || {
-            let random = split_mix(&mut self.random);
-            self.fault.probability.strikes(random)
+            let random = split_mix(&mut self.rng_state);
+            self.fault.probability.is_hit(random)
         };
-        self.occasions.come(chance).then_some(status)
+        self.schedule.count_command(chance).then_some(status)
     }
 }
 
@@ -133,13 +133,13 @@ pub struct FaultInjector {
     /// The namespace when the drive was opened.
     namespace: HostNamespace,
     /// Number of blocks of which the namespace's size must be a multiple: the zone size if the drive is zoned.
-    unit: u64,
-    armed: Mutex<Vec<ArmedFault>>,
+    unit_blocks: u64,
+    armed_faults: Mutex<Vec<ArmedFault>>,
     /// True if there are any faults.
-    any: AtomicBool,
+    has_faults: AtomicBool,
     /// Current number of blocks of the namespace.
     blocks: AtomicU64,
-    gone: AtomicBool,
+    is_gone: AtomicBool,
     subscribers: Mutex<Vec<Weak<EventQueue>>>,
     timebase: TickUnit,
     /// Copy of the faults and their state for a successor process.
@@ -164,49 +164,49 @@ impl FaultInjector {
     ///
     /// # Errors
     /// As [`Self::inject`]; [`FaultError::Kept`].
-    pub(crate) fn kept(
+    pub(crate) fn with_record(
         plan: &FaultPlan,
         namespace: HostNamespace,
         unit: u64,
         file: &OwnedFd,
     ) -> Result<Self, FaultError> {
-        let (record, recorded) = FaultRecord::open(file).map_err(FaultError::Kept)?;
+        let (record, recorded) = FaultRecord::open(file).map_err(FaultError::Record)?;
         let begun = match &recorded {
             Some(_) => Self::new(&FaultPlan::default(), namespace, unit)?,
             None => Self::new(plan, namespace, unit)?,
         };
         if let Some(recorded) = recorded {
-            begun.resume(recorded)?;
+            begun.restore(recorded)?;
         }
         let faults = Self {
             record: Some(record),
             ..begun
         };
         faults.record_drive();
-        faults.record_list(&lock(&faults.armed))?;
+        faults.record_list(&lock(&faults.armed_faults))?;
         Ok(faults)
     }
 
     /// Continues with the faults of a predecessor.
-    fn resume(&self, recorded: RecordedFaults) -> Result<(), FaultError> {
+    fn restore(&self, recorded: RecordedFaults) -> Result<(), FaultError> {
         let RecordedFaults {
             faults,
-            gone,
+            is_gone: gone,
             blocks,
         } = recorded;
         let armed = faults.into_iter().zip(1..);
         let armed = armed.map(|((fault, random, occasions), number)| {
-            let armed = self.arm(&fault, number, 0)?;
+            let armed = self.arm_fault(&fault, number, 0)?;
             Ok(ArmedFault {
-                random,
-                occasions,
+                rng_state: random,
+                schedule: occasions,
                 ..armed
             })
         });
         let armed: Vec<_> = armed.collect::<Result<_, FaultError>>()?;
-        self.any.store(!armed.is_empty(), Ordering::Release);
-        *lock(&self.armed) = armed;
-        self.gone.store(gone, Ordering::Release);
+        self.has_faults.store(!armed.is_empty(), Ordering::Release);
+        *lock(&self.armed_faults) = armed;
+        self.is_gone.store(gone, Ordering::Release);
         self.blocks
             .store(blocks.min(self.namespace.blocks), Ordering::Release);
         Ok(())
@@ -214,7 +214,7 @@ impl FaultInjector {
 
     fn record_list(&self, armed: &[ArmedFault]) -> Result<(), FaultError> {
         match &self.record {
-            Some(record) => record.store_list(armed).map_err(FaultError::Kept),
+            Some(record) => record.store_list(armed).map_err(FaultError::Record),
             None => Ok(()),
         }
     }
@@ -233,11 +233,11 @@ impl FaultInjector {
     ) -> Result<Self, FaultError> {
         let faults = Self {
             namespace,
-            unit,
-            armed: Mutex::default(),
-            any: AtomicBool::new(false),
+            unit_blocks: unit,
+            armed_faults: Mutex::default(),
+            has_faults: AtomicBool::new(false),
             blocks: AtomicU64::new(namespace.blocks),
-            gone: AtomicBool::new(false),
+            is_gone: AtomicBool::new(false),
             subscribers: Mutex::default(),
             timebase,
             record: None,
@@ -253,9 +253,9 @@ impl FaultInjector {
     /// [`FaultError::Kept`]. On an error, no fault is added.
     pub fn inject(&self, plan: &FaultPlan) -> Result<(), FaultError> {
         let armed = plan.faults.iter().zip(1..);
-        let armed = armed.map(|(fault, number)| self.arm(fault, number, plan.seed));
+        let armed = armed.map(|(fault, number)| self.arm_fault(fault, number, plan.seed));
         let armed = armed.collect::<Result<Vec<_>, _>>()?;
-        let mut all = lock(&self.armed);
+        let mut all = lock(&self.armed_faults);
         if all.len() + armed.len() > MAX_FAULTS {
             return Err(FaultError::TooMany(all.len() + armed.len()));
         }
@@ -265,15 +265,15 @@ impl FaultInjector {
             all.truncate(before);
             return Err(error);
         }
-        self.any.store(!all.is_empty(), Ordering::Release);
+        self.has_faults.store(!all.is_empty(), Ordering::Release);
         Ok(())
     }
 
     /// Removes all faults. Their effects remain: a removed drive stays removed.
     pub fn clear(&self) {
-        let mut all = lock(&self.armed);
+        let mut all = lock(&self.armed_faults);
         all.clear();
-        self.any.store(false, Ordering::Release);
+        self.has_faults.store(false, Ordering::Release);
         if let Err(error) = self.record_list(&all) {
             warn!("Cannot record the cleared faults, so the next process restores them: {error}");
         }
@@ -285,14 +285,14 @@ impl FaultInjector {
         let stats = |armed: &ArmedFault| FaultStats {
             kind: armed.fault.effect.kind(),
             range: armed.fault.range.as_ref().map(ByteRange::to_string),
-            seen: armed.occasions.seen(),
-            struck: armed.occasions.struck(),
+            seen: armed.schedule.seen(),
+            struck: armed.schedule.hits(),
             count: armed.fault.count,
         };
-        lock(&self.armed).iter().map(stats).collect()
+        lock(&self.armed_faults).iter().map(stats).collect()
     }
 
-    fn arm(
+    fn arm_fault(
         &self,
         fault: &PlannedFault,
         number: usize,
@@ -311,19 +311,19 @@ impl FaultInjector {
             if size > blocks << lba_shift {
                 return Err(FaultError::TooLarge {
                     number,
-                    size: Bytes(size),
-                    capacity: Bytes(blocks << lba_shift),
+                    size: ByteSize(size),
+                    capacity: ByteSize(blocks << lba_shift),
                 });
             }
             // A namespace must have at least one block, and whole blocks only.
             let whole = ByteRange::new(0, size);
             let whole = whole.map_err(|source| FaultError::Range { number, source })?;
             fits(whole)?;
-            if size >> lba_shift < self.unit {
+            if size >> lba_shift < self.unit_blocks {
                 return Err(FaultError::LessThanZone {
                     number,
-                    size: Bytes(size),
-                    zone: Bytes(self.unit << lba_shift),
+                    size: ByteSize(size),
+                    zone: ByteSize(self.unit_blocks << lba_shift),
                 });
             }
         }
@@ -333,52 +333,47 @@ impl FaultInjector {
         Ok(ArmedFault {
             fault: fault.clone(),
             blocks: range.map(|range| range.start.0..range.start.0 + range.blocks),
-            random,
-            occasions: FaultSchedule::new(fault.after, fault.count),
-            ticks: match fault.effect {
-                FaultEffect::Latency(add) => self.timebase.of(add),
+            rng_state: random,
+            schedule: FaultSchedule::new(fault.after, fault.count),
+            delay_ticks: match fault.effect {
+                FaultEffect::Latency(add) => self.timebase.span_ticks(add),
                 _ => 0,
             },
         })
     }
 
     /// Decides what happens to each command, in order of arrival.
-    fn judge(
+    fn decide_all(
         &self,
         commands: &[Sqe],
         memory: HostMemory<'_>,
         mut act: impl FnMut(&Sqe, FaultDecision),
     ) {
-        let mut armed = lock(&self.armed);
+        let mut armed = lock(&self.armed_faults);
         for sqe in commands {
-            let verdict = self.verdict(&mut armed, sqe, memory);
+            let verdict = self.decide(&mut armed, sqe, memory);
             act(sqe, verdict);
         }
     }
 
-    fn verdict(
-        &self,
-        armed: &mut [ArmedFault],
-        sqe: &Sqe,
-        memory: HostMemory<'_>,
-    ) -> FaultDecision {
+    fn decide(&self, armed: &mut [ArmedFault], sqe: &Sqe, memory: HostMemory<'_>) -> FaultDecision {
         if self.is_gone() {
             return FaultDecision::Refuse(REMOVED);
         }
         let mut delay: u64 = 0;
         for (index, armed) in armed.iter_mut().enumerate() {
-            let seen = armed.occasions.seen();
-            let struck = armed.strikes(sqe, memory);
-            if seen != armed.occasions.seen()
+            let seen = armed.schedule.seen();
+            let struck = armed.try_hit(sqe, memory);
+            if seen != armed.schedule.seen()
                 && let Some(record) = &self.record
             {
-                record.store(index, armed);
+                record.store_fault(index, armed);
             }
             let Some(media_error) = struck else {
                 continue;
             };
             match armed.fault.effect {
-                FaultEffect::Latency(_) => delay = delay.saturating_add(armed.ticks),
+                FaultEffect::Latency(_) => delay = delay.saturating_add(armed.delay_ticks),
                 FaultEffect::MediaError => return FaultDecision::Fail(media_error, delay),
                 FaultEffect::Lost => return FaultDecision::Lose,
                 FaultEffect::Fatal => return FaultDecision::Break,
@@ -395,7 +390,7 @@ impl FaultInjector {
         }
         let blocks = self.blocks();
         if blocks < self.namespace.blocks
-            && any_extent(sqe, memory, |extent| extent.blocks.end > blocks)
+            && has_extent(sqe, memory, |extent| extent.blocks.end > blocks)
         {
             // NVM 1.0, section 2.1.1: a command must not reach beyond the namespace.
             return FaultDecision::Refuse(Status::LBA_OUT_OF_RANGE.with_dnr(true));
@@ -405,22 +400,22 @@ impl FaultInjector {
 
     fn remove(&self) {
         warn!("A fault removes the drive");
-        self.gone.store(true, Ordering::Release);
+        self.is_gone.store(true, Ordering::Release);
         self.record_drive();
-        self.tell(DriveEvent::Gone);
+        self.report_event(DriveEvent::Gone);
     }
 
     /// Changes the size of the namespace. If the new size does not end at a zone boundary, the partial zone is left out,
     /// because all zones must have equal size (ZNS 1.1, section 2.1).
     fn resize(&self, blocks: u64) {
-        let blocks = blocks - blocks % self.unit;
+        let blocks = blocks - blocks % self.unit_blocks;
         warn!("A fault makes the drive {blocks} blocks long");
         self.blocks.store(blocks, Ordering::Release);
         self.record_drive();
-        self.tell(DriveEvent::NamespaceChanged(self.namespace.nsid));
+        self.report_event(DriveEvent::NamespaceChanged(self.namespace.nsid));
     }
 
-    fn tell(&self, event: DriveEvent) {
+    fn report_event(&self, event: DriveEvent) {
         lock(&self.subscribers).retain(|subscriber| {
             let events = subscriber.upgrade();
             if let Some(events) = &events {
@@ -440,7 +435,7 @@ impl FaultInjector {
 
     /// Returns whether the drive was removed.
     pub(crate) fn is_gone(&self) -> bool {
-        self.gone.load(Ordering::Acquire)
+        self.is_gone.load(Ordering::Acquire)
     }
 
     /// Returns the current number of blocks of the namespace.
@@ -450,7 +445,7 @@ impl FaultInjector {
 
     /// Returns whether all commands pass, because there are neither faults nor lasting effects.
     fn is_idle(&self) -> bool {
-        !self.any.load(Ordering::Acquire)
+        !self.has_faults.load(Ordering::Acquire)
             && !self.is_gone()
             && self.blocks() == self.namespace.blocks
     }

@@ -9,17 +9,17 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer};
 
 use crate::model::{ProfileSize, TimeSpan};
-use nvme_lease::range::{ByteRange, Bytes, RangeError};
+use nvme_lease::range::{ByteRange, ByteSize, RangeError};
 use nvme_spec::opcode::NvmOpcode;
 
 /// Maximum size of a plan in bytes. Protects against reading a wrong file.
-pub const LONGEST: u64 = 64 << 10;
+pub const MAX_PLAN_BYTES: u64 = 64 << 10;
 
 /// Maximum number of faults of a drive. Every command is checked against each fault.
 pub const MAX_FAULTS: usize = 64;
 
 /// Name of the empty plan.
-const NONE: &str = "none";
+const EMPTY_PLAN: &str = "none";
 
 /// Reason why faults cannot be injected.
 #[derive(Debug, thiserror::Error)]
@@ -89,9 +89,9 @@ pub enum FaultError {
         /// Number of the fault, from 1.
         number: usize,
         /// Requested size.
-        size: Bytes,
+        size: ByteSize,
         /// Capacity of the drive.
-        capacity: Bytes,
+        capacity: ByteSize,
     },
     /// The requested size is less than a zone, but a zoned drive must keep at least one zone.
     #[error("Fault {number} cannot resize the drive to {size}: its zones are of {zone} each")]
@@ -99,13 +99,13 @@ pub enum FaultError {
         /// Number of the fault, from 1.
         number: usize,
         /// Requested size.
-        size: Bytes,
+        size: ByteSize,
         /// Size of a zone.
-        zone: Bytes,
+        zone: ByteSize,
     },
     /// The memory file that records the faults for a successor cannot be used.
     #[error("The faults of the drive cannot be stored for the next process")]
-    Kept(#[source] io::Error),
+    Record(#[source] io::Error),
     /// The drive would have too many faults.
     #[error(
         "A drive has at most {MAX_FAULTS} faults, and these would be {0}: clear those that are there first"
@@ -171,14 +171,14 @@ impl FaultOperation {
 pub(super) struct FaultOperationSet(pub(super) u32);
 
 impl FaultOperationSet {
-    fn of(operations: impl IntoIterator<Item = FaultOperation>) -> Self {
+    fn from_operations(operations: impl IntoIterator<Item = FaultOperation>) -> Self {
         let bits = operations
             .into_iter()
             .map(|operation| 1 << operation.opcode().0);
         Self(bits.fold(0, |all, bit: u32| all | bit))
     }
 
-    pub(super) fn contain(self, opcode: NvmOpcode) -> bool {
+    pub(super) fn contains(self, opcode: NvmOpcode) -> bool {
         1_u32.checked_shl(opcode.0.into()).unwrap_or(0) & self.0 != 0
     }
 }
@@ -198,7 +198,7 @@ impl FaultProbability {
     }
 
     /// Returns whether a fault hits a command, given a random number.
-    pub(super) fn strikes(self, random: u64) -> bool {
+    pub(super) fn is_hit(self, random: u64) -> bool {
         random >> 11 < self.0
     }
 }
@@ -286,7 +286,7 @@ impl fmt::Display for FaultKind {
 
 impl FaultKind {
     /// Returns the default operations for this kind of fault.
-    fn operations(self) -> FaultOperationSet {
+    fn default_operations(self) -> FaultOperationSet {
         let media = |operation: &FaultOperation| {
             !matches!(
                 operation,
@@ -295,14 +295,14 @@ impl FaultKind {
         };
         let all = FaultOperation::ALL.into_iter();
         match self {
-            Self::MediaError => FaultOperationSet::of(all.filter(media)),
-            _ => FaultOperationSet::of(all),
+            Self::MediaError => FaultOperationSet::from_operations(all.filter(media)),
+            _ => FaultOperationSet::from_operations(all),
         }
     }
 
     /// Returns the default maximum number of commands that a fault of this kind hits: one if the effect is lasting, otherwise
     /// no limit.
-    const fn count(self) -> Option<u64> {
+    const fn default_count(self) -> Option<u64> {
         match self {
             Self::MediaError | Self::Latency | Self::Crash => None,
             Self::Lost | Self::Fatal | Self::Removal | Self::Resize => Some(1),
@@ -369,11 +369,11 @@ enum InvalidFaultField {
 }
 
 impl WrittenFault {
-    fn check(self) -> Result<PlannedFault, InvalidFaultField> {
+    fn into_planned(self) -> Result<PlannedFault, InvalidFaultField> {
         let Self { kind, .. } = self;
         let effect = self.effect()?;
         let operations = match self.operations {
-            None => kind.operations(),
+            None => kind.default_operations(),
             Some(operations) if operations.is_empty() => {
                 let allowed = "name one at least, as in [\"read\"], or leave it out";
                 return Err(InvalidFaultField::Value(
@@ -382,7 +382,7 @@ impl WrittenFault {
                     allowed,
                 ));
             }
-            Some(operations) => FaultOperationSet::of(operations),
+            Some(operations) => FaultOperationSet::from_operations(operations),
         };
         let share = self.probability.unwrap_or(1.0);
         let allowed = "it is above 0, and 1 at most";
@@ -398,7 +398,7 @@ impl WrittenFault {
             range: self.range.map(|FaultByteRange(range)| range),
             probability,
             after: self.after.unwrap_or(0),
-            count: self.count.or(kind.count()),
+            count: self.count.or(kind.default_count()),
         })
     }
 
@@ -444,23 +444,23 @@ impl FaultPlan {
     ///
     /// # Errors [`FaultError::Read`] and those of [`Self::parse`].
     pub fn load(name: &str) -> Result<Self, FaultError> {
-        if name == NONE {
+        if name == EMPTY_PLAN {
             return Ok(Self::default());
         }
-        Self::parse(name, &Self::read(name)?)
+        Self::parse(name, &Self::read_text(name)?)
     }
 
     /// Reads the text of a plan from a file.
     ///
     /// # Errors
     /// [`FaultError::Read`].
-    pub fn read(name: &str) -> Result<String, FaultError> {
+    pub fn read_text(name: &str) -> Result<String, FaultError> {
         let failed = |source| FaultError::Read {
             path: name.to_owned(),
             source,
         };
         let path = Path::new(name);
-        if fs::metadata(path).map_err(failed)?.len() > LONGEST {
+        if fs::metadata(path).map_err(failed)?.len() > MAX_PLAN_BYTES {
             return Err(failed(io::ErrorKind::FileTooLarge.into()));
         }
         fs::read_to_string(path).map_err(failed)
@@ -492,7 +492,8 @@ impl FaultPlan {
             },
         };
         let faults = written.fault.into_iter().zip(1..);
-        let faults = faults.map(|(fault, number)| fault.check().map_err(|e| told(number, e)));
+        let faults =
+            faults.map(|(fault, number)| fault.into_planned().map_err(|e| told(number, e)));
         Ok(Self {
             seed: written.seed,
             faults: faults.collect::<Result<_, _>>()?,
@@ -547,11 +548,11 @@ mod tests {
             panic!("{plan:?}");
         };
         assert_eq!((media.count, lost.count), (None, Some(1)));
-        assert!(media.operations.contain(NvmOpcode::READ));
-        assert!(!media.operations.contain(NvmOpcode::FLUSH));
-        assert!(lost.operations.contain(NvmOpcode::FLUSH));
-        assert!(!lost.operations.contain(NvmOpcode(0xC0)));
-        assert!(media.probability.strikes(u64::MAX));
+        assert!(media.operations.contains(NvmOpcode::READ));
+        assert!(!media.operations.contains(NvmOpcode::FLUSH));
+        assert!(lost.operations.contains(NvmOpcode::FLUSH));
+        assert!(!lost.operations.contains(NvmOpcode(0xC0)));
+        assert!(media.probability.is_hit(u64::MAX));
         assert_eq!(
             FaultPlan::load("none").expect("a name"),
             FaultPlan::default()

@@ -34,23 +34,23 @@ pub struct FaultQueue<C = HostClock> {
     faults: Arc<FaultInjector>,
     clock: C,
     /// Submitted commands whose doorbell was not rung yet.
-    arriving: Vec<Sqe>,
+    submitted: Vec<Sqe>,
     /// Commands of the batch that go to the drive.
-    passing: Vec<Sqe>,
+    forwarded: Vec<Sqe>,
     /// Decisions, indexed by slot.
-    fates: Box<[FaultCompletionOutcome]>,
+    outcomes: Box<[FaultCompletionOutcome]>,
     /// Completions of the drive.
     reaped: Vec<HostCompletion>,
     /// Completions of commands that failed without being passed to the drive.
     refused: Vec<HostCompletion>,
     /// Slots of commands that never complete.
-    lost: Vec<u16>,
+    lost_slots: Vec<u16>,
     /// Completions of delayed commands, indexed by slot.
     delayed: Box<[HostCompletion]>,
-    held: DueQueue,
-    hurried: bool,
+    due_queue: DueQueue,
+    is_hurried: bool,
     /// True if a fatal fault has hit a command, so that the guest's controller fails.
-    broken: bool,
+    has_fatal_fault: bool,
 }
 
 impl FaultQueue {
@@ -77,23 +77,23 @@ impl<C> FaultQueue<C> {
             drive,
             faults,
             clock,
-            arriving: Vec::with_capacity(room),
-            passing: Vec::with_capacity(room),
-            fates: vec![FaultCompletionOutcome::default(); room].into_boxed_slice(),
+            submitted: Vec::with_capacity(room),
+            forwarded: Vec::with_capacity(room),
+            outcomes: vec![FaultCompletionOutcome::default(); room].into_boxed_slice(),
             reaped: Vec::with_capacity(room),
             refused: Vec::with_capacity(room),
-            lost: Vec::with_capacity(room),
+            lost_slots: Vec::with_capacity(room),
             delayed: vec![nothing; room].into_boxed_slice(),
-            held: DueQueue::new(room, resolution),
-            hurried: false,
-            broken: false,
+            due_queue: DueQueue::new(room, resolution),
+            is_hurried: false,
+            has_fatal_fault: false,
         }
     }
 }
 
 /// Returns a Verify of the command's blocks (NVM 1.0, section 3.2.5). A Verify takes realistic time, but changes neither blocks
 /// nor guest memory. For a command with a list of ranges, only one block is verified.
-fn looks_only(sqe: &Sqe) -> Sqe {
+fn verify_command(sqe: &Sqe) -> Sqe {
     let mut verify = Sqe::new(NvmOpcode::VERIFY.0);
     verify.set_cid(sqe.cid());
     verify.nsid = sqe.nsid;
@@ -115,20 +115,20 @@ impl<C: TickClock> HostBatch for &mut FaultQueue<C> {
     fn announce(&mut self, _: u32, _: Ticks) {}
 
     fn submit(&mut self, sqe: &Sqe) {
-        debug_assert!(self.arriving.len() < self.arriving.capacity());
-        self.arriving.push(*sqe);
+        debug_assert!(self.submitted.len() < self.submitted.capacity());
+        self.submitted.push(*sqe);
     }
 
     fn ring(self, memory: HostMemory<'_>) {
         let FaultQueue {
             drive,
             faults,
-            arriving,
-            passing,
-            fates,
+            submitted: arriving,
+            forwarded: passing,
+            outcomes: fates,
             refused,
-            lost,
-            broken,
+            lost_slots: lost,
+            has_fatal_fault: broken,
             ..
         } = self;
         let mut act = |sqe: &Sqe, verdict| {
@@ -145,7 +145,7 @@ impl<C: TickClock> HostBatch for &mut FaultQueue<C> {
                 FaultDecision::Fail(status, delay) => {
                     let status = Some(status);
                     *fate = FaultCompletionOutcome { delay, status };
-                    passing.push(looks_only(sqe));
+                    passing.push(verify_command(sqe));
                 }
                 FaultDecision::Refuse(status) => refused.push(HostCompletion {
                     slot,
@@ -164,10 +164,10 @@ impl<C: TickClock> HostBatch for &mut FaultQueue<C> {
                 act(sqe, FaultDecision::Pass(0));
             }
         } else {
-            faults.judge(arriving, memory, act);
+            faults.decide_all(arriving, memory, act);
         }
         arriving.clear();
-        drive.ring_in(passing, memory);
+        drive.submit_batch(passing, memory);
         passing.clear();
     }
 }
@@ -189,12 +189,12 @@ impl<C: TickClock> HostQueue for FaultQueue<C> {
             drive,
             faults,
             clock,
-            fates,
+            outcomes: fates,
             reaped,
             refused,
-            lost,
+            lost_slots: lost,
             delayed,
-            held,
+            due_queue: held,
             ..
         } = self;
         let gone = faults.is_gone();
@@ -230,7 +230,7 @@ impl<C: TickClock> HostQueue for FaultQueue<C> {
                 });
             }
         };
-        if !self.hurried && !gone {
+        if !self.is_hurried && !gone {
             if held.next_due().is_some() {
                 held.advance(clock.now(), due);
             }
@@ -250,8 +250,8 @@ impl<C: TickClock> HostQueue for FaultQueue<C> {
         self.drive.cut_short();
     }
 
-    fn settle(&mut self) -> bool {
-        self.drive.settle()
+    fn drain(&mut self) -> bool {
+        self.drive.drain()
     }
 
     fn is_polled(&self) -> bool {
@@ -259,13 +259,13 @@ impl<C: TickClock> HostQueue for FaultQueue<C> {
     }
 
     /// Also completes the commands that a fault has lost.
-    fn hurry(&mut self, hurried: bool) {
-        self.hurried = hurried;
-        self.drive.hurry(hurried);
+    fn set_hurried(&mut self, hurried: bool) {
+        self.is_hurried = hurried;
+        self.drive.set_hurried(hurried);
     }
 
     fn next_due(&self) -> Option<Ticks> {
-        let delayed = self.held.next_due().map(Ticks);
+        let delayed = self.due_queue.next_due().map(Ticks);
         [delayed, self.drive.next_due()].into_iter().flatten().min()
     }
 
@@ -274,7 +274,7 @@ impl<C: TickClock> HostQueue for FaultQueue<C> {
     }
 
     fn has_failed(&self) -> bool {
-        self.broken || self.drive.has_failed()
+        self.has_fatal_fault || self.drive.has_failed()
     }
 
     fn is_gone(&self) -> bool {

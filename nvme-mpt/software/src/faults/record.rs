@@ -13,29 +13,29 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::ArmedFault;
-use super::occasions::FaultSchedule;
 use super::plan::{FaultEffect, FaultOperationSet, FaultProbability, MAX_FAULTS, PlannedFault};
+use super::schedule::FaultSchedule;
 use crate::model::TimeSpan;
 use nvme_lease::range::ByteRange;
 use nvme_mpt_memory::{MappedWord64, Mapping, MappingAccess};
 
 /// Size of the file in bytes.
-const BYTES: usize = 4096 + 2 * LIST_BYTES;
+const FILE_BYTES: usize = 4096 + 2 * LIST_BYTES;
 
 /// Offsets of the two lists. Each list begins with its length.
-const PLACES: [u64; 2] = [4096, 4096 + LIST_BYTES as u64];
+const LIST_OFFSETS: [u64; 2] = [4096, 4096 + LIST_BYTES as u64];
 
 /// Maximum bytes of a list: several hundred per fault.
 const LIST_BYTES: usize = 64 << 10;
 
 /// Offsets of the drive's words: 1 if the drive was removed, and the number of blocks.
-const GONE: usize = 8;
-const BLOCKS: usize = 16;
+const GONE_OFFSET: usize = 8;
+const BLOCKS_OFFSET: usize = 16;
 
 /// Offset of the first fault's words, and the number of words per fault.
-const FIRST: usize = 64;
-const WORDS: usize = 3;
-const _: () = assert!(FIRST + 8 * WORDS * MAX_FAULTS <= 4096);
+const FAULTS_OFFSET: usize = 64;
+const FAULT_WORDS: usize = 3;
+const _: () = assert!(FAULTS_OFFSET + 8 * FAULT_WORDS * MAX_FAULTS <= 4096);
 
 /// A fault as it is recorded.
 #[derive(Serialize, Deserialize)]
@@ -119,17 +119,17 @@ impl From<RecordedFault> for PlannedFault {
 pub(super) struct RecordedFaults {
     /// Faults, each with the state of its random number generator and its schedule.
     pub(super) faults: Vec<(PlannedFault, u64, FaultSchedule)>,
-    pub(super) gone: bool,
+    pub(super) is_gone: bool,
     pub(super) blocks: u64,
 }
 
 #[derive(Debug)]
 pub(super) struct FaultRecord {
     file: File,
-    current: MappedWord64,
+    current_list: MappedWord64,
     gone: MappedWord64,
     blocks: MappedWord64,
-    faults: Box<[[MappedWord64; WORDS]]>,
+    faults: Box<[[MappedWord64; FAULT_WORDS]]>,
 }
 
 impl FaultRecord {
@@ -140,8 +140,8 @@ impl FaultRecord {
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "no record of faults");
         let len = file.metadata()?.len();
         if len == 0 {
-            file.set_len(BYTES as u64)?;
-        } else if len != BYTES as u64 {
+            file.set_len(FILE_BYTES as u64)?;
+        } else if len != FILE_BYTES as u64 {
             return Err(invalid());
         }
         let mapping = Arc::new(Mapping::shared(
@@ -152,26 +152,26 @@ impl FaultRecord {
         )?);
         let word = |offset: usize| MappedWord64::new(&mapping, offset).ok_or_else(invalid);
         let of_fault = |fault: usize| {
-            let first = FIRST + 8 * WORDS * fault;
+            let first = FAULTS_OFFSET + 8 * FAULT_WORDS * fault;
             Ok([word(first)?, word(first + 8)?, word(first + 16)?])
         };
         let faults = (0..MAX_FAULTS).map(of_fault);
         let record = Self {
-            current: word(0)?,
-            gone: word(GONE)?,
-            blocks: word(BLOCKS)?,
+            current_list: word(0)?,
+            gone: word(GONE_OFFSET)?,
+            blocks: word(BLOCKS_OFFSET)?,
             faults: faults.collect::<io::Result<_>>()?,
             file,
         };
-        let recorded = match record.current.load() {
+        let recorded = match record.current_list.load() {
             0 => None,
-            place if PLACES.contains(&place) => Some(record.read(place)?),
+            place if LIST_OFFSETS.contains(&place) => Some(record.read_list(place)?),
             _ => return Err(invalid()),
         };
         Ok((record, recorded))
     }
 
-    fn read(&self, place: u64) -> io::Result<RecordedFaults> {
+    fn read_list(&self, place: u64) -> io::Result<RecordedFaults> {
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "a damaged record of faults");
         let mut len = [0; 8];
         self.file.read_exact_at(&mut len, place)?;
@@ -186,12 +186,12 @@ impl FaultRecord {
         let faults = list.into_iter().map(PlannedFault::from).zip(&self.faults);
         let faults = faults.map(|(fault, words)| {
             let [random, seen, struck] = words.each_ref().map(MappedWord64::load);
-            let occasions = FaultSchedule::resumed(fault.after, fault.count, seen, struck);
+            let occasions = FaultSchedule::with_progress(fault.after, fault.count, seen, struck);
             (fault, random, occasions)
         });
         Ok(RecordedFaults {
             faults: faults.collect(),
-            gone: self.gone.load() != 0,
+            is_gone: self.gone.load() != 0,
             blocks: self.blocks.load(),
         })
     }
@@ -207,10 +207,10 @@ impl FaultRecord {
             return Err(io::ErrorKind::FileTooLarge.into());
         }
         for (index, armed) in armed.iter().enumerate() {
-            self.store(index, armed);
+            self.store_fault(index, armed);
         }
-        let [first, second] = PLACES;
-        let place = if self.current.load() == first {
+        let [first, second] = LIST_OFFSETS;
+        let place = if self.current_list.load() == first {
             second
         } else {
             first
@@ -218,18 +218,18 @@ impl FaultRecord {
         self.file.write_all_at(&text, place + 8)?;
         let len = text.len() as u64;
         self.file.write_all_at(&len.to_le_bytes(), place)?;
-        self.current.store(place);
+        self.current_list.store(place);
         Ok(())
     }
 
     /// Records the state of a fault.
-    pub(super) fn store(&self, index: usize, armed: &ArmedFault) {
+    pub(super) fn store_fault(&self, index: usize, armed: &ArmedFault) {
         let Some([random, seen, struck]) = self.faults.get(index) else {
             return;
         };
-        random.store(armed.random);
-        seen.store(armed.occasions.seen());
-        struck.store(armed.occasions.struck());
+        random.store(armed.rng_state);
+        seen.store(armed.schedule.seen());
+        struck.store(armed.schedule.hits());
     }
 
     /// Records the state of the drive.

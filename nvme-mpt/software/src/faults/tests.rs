@@ -51,10 +51,10 @@ impl Drive {
     fn with_unit(plan: &str, unit: u64) -> Self {
         let plan = FaultPlan::parse("test", plan).expect("sound");
         let faults = FaultInjector::with_timebase(&plan, NAMESPACE, unit, TickUnit::Nanoseconds);
-        Self::of(faults.expect("fits"))
+        Self::with_faults(faults.expect("fits"))
     }
 
-    fn of(faults: FaultInjector) -> Self {
+    fn with_faults(faults: FaultInjector) -> Self {
         let faults = Arc::new(faults);
         let clock = VirtualClock::default();
         let store = HostQueuePair::new(SoftwareQueue::new(NullCommandExecutor, SLOTS));
@@ -124,7 +124,7 @@ impl Drive {
         mut sqe: Sqe,
         ranges: &[T],
     ) -> Sqe {
-        let (list, iova) = self.lists.of_slot(0);
+        let (list, iova) = self.lists.slot_list(0);
         let bytes = ranges.as_bytes();
         list.as_mut_bytes()[..bytes.len()].copy_from_slice(bytes);
         sqe.dptr[0] = iova.bits();
@@ -296,7 +296,9 @@ fn faults_continue_in_the_next_process() {
     // Each command runs in a new process, with any plan; then a single process runs all commands.
     let file = nvme_mpt_memory::memfd(c"test", 0).expect("memory");
     let next = |plan: &str| {
-        Drive::of(FaultInjector::kept(&parse(plan), NAMESPACE, 1, &file).expect("kept"))
+        Drive::with_faults(
+            FaultInjector::with_record(&parse(plan), NAMESPACE, 1, &file).expect("kept"),
+        )
     };
     let mut one = Drive::new(PLAN);
     let mut ends = BTreeSet::new();
@@ -323,8 +325,8 @@ fn faults_continue_in_the_next_process() {
     next("").faults.clear();
     assert_eq!(next(PLAN).faults.stats(), []);
     let wrong = nvme_mpt_memory::memfd(c"test", 7).expect("memory");
-    let refused = FaultInjector::kept(&parse(PLAN), NAMESPACE, 1, &wrong);
-    assert!(matches!(refused, Err(FaultError::Kept(_))), "{refused:?}");
+    let refused = FaultInjector::with_record(&parse(PLAN), NAMESPACE, 1, &wrong);
+    assert!(matches!(refused, Err(FaultError::Record(_))), "{refused:?}");
 }
 
 #[test]
@@ -355,7 +357,7 @@ fn a_lost_command_completes_when_its_queue_goes() {
     drive.clock.0.set(u64::MAX / 2);
     assert!(drive.reap().is_empty());
     assert!(!drive.queue.has_failed());
-    drive.queue.hurry(true);
+    drive.queue.set_hurried(true);
     let done = drive.reap();
     assert_eq!(
         (done[0].slot, done[0].status),
@@ -525,7 +527,7 @@ proptest! {
             done.extend(drive.reap());
             drive.clock.0.set(drive.clock.0.get() + time);
         }
-        drive.queue.hurry(true);
+        drive.queue.set_hurried(true);
         done.extend(drive.reap());
         let mut slots: Vec<u16> = done.iter().map(|completion| completion.slot).collect();
         slots.sort_unstable();

@@ -5,80 +5,86 @@
 
 use log::{error, warn};
 
-use super::operation::FileCommandStep;
+use super::file_command::FileCommandStep;
 use super::queue::FileQueue;
 use super::uring::FileIoRing;
-use crate::looks::{LOOK, OVERDUE};
 use crate::model::TickClock;
+use crate::request_age::{CHECK_INTERVAL, OVERDUE_CHECKS};
 use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::ids::CommandId;
 
 /// Bit in the tags of cancellations.
-const CANCELLATION: u64 = 1 << 32;
+const CANCELLATION_TAG_BIT: u64 = 1 << 32;
 
 impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     /// Checks the age of all requests that are pending in the kernel.
     #[cold]
-    pub(super) fn look(&mut self, now: Ticks) {
-        self.looks.look(now);
-        if self.ring.in_flight() == 0 || self.failed {
+    pub(super) fn check_request_ages(&mut self, now: Ticks) {
+        self.age_timer.count_check(now);
+        if self.ring.in_flight() == 0 || self.has_failed {
             return;
         }
-        for slot in 0..self.operations.len() {
-            let operation = &self.operations[slot];
-            if !operation.requested {
+        for slot in 0..self.commands.len() {
+            let operation = &self.commands[slot];
+            if !operation.is_requested {
                 continue;
             }
-            let age = self.looks.count.wrapping_sub(operation.since);
-            if self.timeout.is_some_and(|timeout| age > timeout) {
-                return self.fail(slot);
+            let age = self
+                .age_timer
+                .count
+                .wrapping_sub(operation.requested_at_check);
+            if self.timeout_checks.is_some_and(|timeout| age > timeout) {
+                return self.fail_queue(slot);
             }
-            if age > OVERDUE && !operation.overdue {
-                self.cancel(slot);
+            if age > OVERDUE_CHECKS && !operation.is_overdue {
+                self.cancel_request(slot);
             }
         }
     }
 
     /// Cancels an overdue request. A request that was already repeated is not cancelled again, because the first cancellation
     /// did not help.
-    fn cancel(&mut self, slot: usize) {
-        self.operations[slot].overdue = true;
-        if self.operations[slot].repeats > 0 {
-            return warn!("{}: waiting for it", self.report(slot));
+    fn cancel_request(&mut self, slot: usize) {
+        self.commands[slot].is_overdue = true;
+        if self.commands[slot].repeat_count > 0 {
+            return warn!("{}: waiting for it", self.describe_request(slot));
         }
-        warn!("{}: cancelling it", self.report(slot));
+        warn!("{}: cancelling it", self.describe_request(slot));
         let tag = slot as u64;
-        if let Err(error) = self.ring.cancel(CANCELLATION | tag, tag) {
+        if let Err(error) = self.ring.cancel(CANCELLATION_TAG_BIT | tag, tag) {
             warn!("A request cannot be cancelled: {error}");
         }
     }
 
-    fn fail(&mut self, slot: usize) {
-        error!("{}, its timeout: its queue fails", self.report(slot));
-        self.failed = true;
+    fn fail_queue(&mut self, slot: usize) {
+        error!(
+            "{}, its timeout: its queue fails",
+            self.describe_request(slot)
+        );
+        self.has_failed = true;
         // No thread checks the queue's requests from now on, so it makes no further ones.
-        self.cut_short = true;
+        self.is_stopping = true;
         // Other queues must not wait for the turn and the lane of a failed queue.
-        for operation in &mut self.operations {
+        for operation in &mut self.commands {
             if std::mem::take(&mut operation.zeroing.has_turn) {
-                self.file.turns.give_back();
+                self.file.slice_scheduler.cancel_turn();
             }
         }
-        self.file.turns.leave(self.waiter());
+        self.file.slice_scheduler.leave(self.waiter());
         self.lease.claims.close_lane(&self.lane);
     }
 
     /// Describes an overdue request for the log.
-    pub(super) fn report(&self, slot: usize) -> String {
-        let operation = &self.operations[slot];
-        let (what, fd, offset, len) = match operation.next {
-            FileCommandStep::Slice => {
+    pub(super) fn describe_request(&self, slot: usize) -> String {
+        let operation = &self.commands[slot];
+        let (what, fd, offset, len) = match operation.next_step {
+            FileCommandStep::ZeroSlice => {
                 let zeroing = &operation.zeroing;
                 (
                     "deallocation",
                     self.lease.sync_fd(),
-                    zeroing.at,
-                    zeroing.slice,
+                    zeroing.offset,
+                    zeroing.slice_bytes,
                 )
             }
             FileCommandStep::Sync => ("sync", self.lease.sync_fd(), 0, 0),
@@ -104,14 +110,18 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             "The kernel has not completed a {what} on {} (descriptor {fd}, offset {offset}, length {len}) for over \
              {:?}",
             self.file.path.display(),
-            LOOK * self.looks.count.wrapping_sub(operation.since)
+            CHECK_INTERVAL
+                * self
+                    .age_timer
+                    .count
+                    .wrapping_sub(operation.requested_at_check)
         )
     }
 
     /// Returns the slot of a completed request, or `None` for the completion of a cancellation.
     #[inline]
-    pub(super) fn slot_of(&self, tag: u64, result: Result<usize, i32>) -> Option<CommandId> {
-        if tag & CANCELLATION == 0 {
+    pub(super) fn completed_slot(&self, tag: u64, result: Result<usize, i32>) -> Option<CommandId> {
+        if tag & CANCELLATION_TAG_BIT == 0 {
             return Some(CommandId(tag as u16));
         }
         // A cancelled request completes by itself with an error.
@@ -119,7 +129,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             let error = std::io::Error::from_raw_os_error(errno);
             warn!(
                 "The kernel did not cancel request {}: {error}",
-                tag & !CANCELLATION
+                tag & !CANCELLATION_TAG_BIT
             );
         }
         None

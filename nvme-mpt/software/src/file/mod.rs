@@ -19,27 +19,27 @@
 //! cancelled, and repeated by a kernel worker thread. If the drive has no timeout, the queue then waits indefinitely. If it has
 //! one, the queue fails after this time, and the guest sees CSTS.CFS.
 
-mod bounces;
-mod claims;
+mod bounce_buffers;
+mod change_claims;
+mod damage_watch;
 mod deadline;
+pub(crate) mod extent_survey;
+mod file_command;
+mod io_mode;
 pub(crate) mod kernel;
 mod lease;
-mod locks;
-mod losses;
-mod operation;
-mod pages;
+mod lease_locks;
+mod mapped_pages;
 mod queue;
+mod queue_syncs;
 #[cfg(not(simulation))]
 mod reopen;
-mod slices;
+mod slice_scheduler;
 mod steps;
-pub(crate) mod survey;
-mod syncs;
 #[cfg(test)]
 mod tests;
 mod uring;
-mod watch;
-mod way;
+mod write_errors;
 mod zeroes;
 
 use std::io;
@@ -54,28 +54,28 @@ use log::info;
 pub(crate) use lease::LeasedFile;
 pub(crate) use queue::FileQueue;
 
-use claims::FileFastLanes;
+use change_claims::FileFastLanes;
+use damage_watch::FileDamageWatch;
+use extent_survey::SurveyThreadHandle;
+use file_command::{FileCommand, FileCommandStep, RangeZeroing, ZeroingMethod};
+use io_mode::{FileIoMode, TransferBuffer, TransferDirection};
 use kernel::{BackingId, File, OpenedFile};
-use locks::LeaseFileLocks;
-use losses::FileWriteErrors;
-use operation::{FileCommand, FileCommandStep, RangeZeroing, ZeroingMethod};
-use pages::MappedFilePages;
-use slices::SliceScheduler;
-use survey::SurveyThreadHandle;
-use watch::FileDamageWatch;
-use way::{FileIoMode, TransferBuffer, TransferDirection};
+use lease_locks::LeaseFileLocks;
+use mapped_pages::MappedFilePages;
+use slice_scheduler::SliceScheduler;
+use write_errors::FileWriteErrors;
 
+use nvme_guest::adaptive::PolicyChoice;
 use nvme_guest::event::EventQueue;
 use nvme_guest::host::{ControllerLimits, LeaseDamage};
-use nvme_guest::learn::PolicyChoice;
-use nvme_guest::live::LeaseWriteErrorRecord;
+use nvme_guest::inflight::LeaseWriteErrorRecord;
+use nvme_lease::backing_id::DriveIdentity;
 use nvme_lease::label::{DriveLabel, DriveName, LABEL_BYTES};
-use nvme_lease::origin::DriveIdentity;
 use nvme_lease::range::{BlockRange, ByteRange};
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::shadow::HostQueuePair;
 
-use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
+use crate::backing_store::{BackingStore, CommandTiming, LeasedBackingStore};
 use crate::uncorrectable::{LeaseMarkRegistration, UncorrectableBlocks};
 
 /// A backing store in a file or block device.
@@ -87,7 +87,7 @@ pub(crate) struct FileBackingStore {
 #[derive(Debug)]
 pub(super) struct SharedFile {
     path: PathBuf,
-    origin: BackingId,
+    backing_id: BackingId,
     /// Number of bytes that can be leased.
     bytes: u64,
     label: Option<DriveLabel>,
@@ -96,24 +96,24 @@ pub(super) struct SharedFile {
     pub(super) lba_shift: u8,
     /// Keeps the file open, and a block device open exclusively. No I/O uses this file description, because each lease opens
     /// its own.
-    opened: File,
-    way: FileIoMode,
+    open_file: File,
+    io_mode: FileIoMode,
     /// True for a file of tmpfs or hugetlbfs, which exists in the page cache only.
-    in_memory: bool,
+    is_in_memory: bool,
     /// The mapped pages of a file in memory.
     pages: Option<MappedFilePages>,
     /// True if an access may make the kernel wait for another process or host, as for files on FUSE and NFS.
     may_block: bool,
     /// True if ranges can be deallocated, and read as zeroes afterwards.
-    punches_holes: AtomicBool,
+    can_punch_holes: AtomicBool,
     /// True if the file system can zero a range and keep it allocated.
-    zeroes_ranges: AtomicBool,
+    can_zero_ranges: AtomicBool,
     lanes: FileFastLanes,
-    turns: SliceScheduler,
+    slice_scheduler: SliceScheduler,
     surveyor: SurveyThreadHandle,
     pub(super) uncorrectable: Arc<UncorrectableBlocks>,
-    watched: FileDamageWatch,
-    losses: FileWriteErrors,
+    damage_watch: FileDamageWatch,
+    write_errors: FileWriteErrors,
     /// Time after which a pending request fails its queue.
     timeout: OnceLock<Duration>,
     /// Companion file, such as the file of zone states. Each sync of the blocks also syncs this file.
@@ -128,16 +128,16 @@ impl FileBackingStore {
     pub(super) fn open(path: &Path, lba_shift: u8, slices: PolicyChoice) -> io::Result<Self> {
         let OpenedFile {
             path,
-            origin,
+            backing_id: origin,
             file: opened,
             bytes,
             is_regular,
-            in_memory,
+            is_in_memory: in_memory,
             direct,
-            punches_holes,
+            can_punch_holes: punches_holes,
             may_block,
         } = kernel::open(path)?;
-        let way = FileIoMode::of(bytes, direct);
+        let way = FileIoMode::choose(bytes, direct);
         if way == FileIoMode::Cached && !in_memory {
             info!(
                 "{} is read and written through the page cache, which costs a copy",
@@ -150,27 +150,27 @@ impl FileBackingStore {
         };
         let shared = SharedFile {
             path,
-            origin,
+            backing_id: origin,
             bytes,
             label: None,
             is_named: false,
             lba_shift,
-            opened,
-            way,
-            in_memory,
+            open_file: opened,
+            io_mode: way,
+            is_in_memory: in_memory,
             pages,
-            punches_holes: AtomicBool::new(punches_holes),
+            can_punch_holes: AtomicBool::new(punches_holes),
             may_block,
-            zeroes_ranges: AtomicBool::new(true),
+            can_zero_ranges: AtomicBool::new(true),
             lanes: FileFastLanes::default(),
-            turns: SliceScheduler::new(slices),
+            slice_scheduler: SliceScheduler::new(slices),
             surveyor: match is_regular {
                 true => SurveyThreadHandle::of_this_process(),
                 false => SurveyThreadHandle::default(),
             },
             uncorrectable: Arc::default(),
-            watched: FileDamageWatch::new(is_regular, bytes),
-            losses: FileWriteErrors::default(),
+            damage_watch: FileDamageWatch::new(is_regular, bytes),
+            write_errors: FileWriteErrors::default(),
             timeout: OnceLock::new(),
             companion: OnceLock::new(),
         };
@@ -183,11 +183,11 @@ impl FileBackingStore {
     ///
     /// # Errors
     /// Returns `InvalidData` if the drive has no label with that name.
-    pub(super) fn by_label(mut self, name: Option<&DriveName>) -> io::Result<Self> {
-        let place = DriveLabel::place(self.shared.bytes);
+    pub(super) fn with_label(mut self, name: Option<&DriveName>) -> io::Result<Self> {
+        let place = DriveLabel::label_offset(self.shared.bytes);
         let mut block = [0; LABEL_BYTES];
         let found = place.filter(|place| self.peek(*place, &mut block) == Some(LABEL_BYTES));
-        let label = found.and_then(|_| DriveLabel::read(&block));
+        let label = found.and_then(|_| DriveLabel::parse(&block));
         let path = self.shared.path.display();
         match (name, &label) {
             (Some(name), Some(label)) if label.name == *name => {}
@@ -221,12 +221,14 @@ impl FileBackingStore {
     ///
     /// # Errors
     /// As [`LeaseFileLocks::add`].
-    pub(super) fn claim(
+    pub(super) fn lock_ranges(
         &self,
         ranges: impl IntoIterator<Item = ByteRange>,
     ) -> io::Result<LeaseFileLocks> {
         let locks = LeaseFileLocks::new(&self.shared)?;
-        ranges.into_iter().try_for_each(|range| locks.add(range))?;
+        ranges
+            .into_iter()
+            .try_for_each(|range| locks.lock_range(range))?;
         Ok(locks)
     }
 
@@ -235,7 +237,7 @@ impl FileBackingStore {
     ///
     /// # Errors
     /// Returns the kernel's error if the file cannot be opened again.
-    pub(super) fn lease(
+    pub(super) fn open_for_lease(
         &self,
         name: &str,
         end: u64,
@@ -243,14 +245,14 @@ impl FileBackingStore {
     ) -> io::Result<Arc<LeasedFile>> {
         let lease = LeasedFile::open(self.shared.clone(), name, end, locks)?;
         let lease = Arc::new(lease);
-        self.shared.watched.tell(&lease);
+        self.shared.damage_watch.register(&lease);
         Ok(lease)
     }
 }
 
 impl BackingStore for FileBackingStore {
     fn identity(&self) -> DriveIdentity {
-        let below = self.shared.origin.identity();
+        let below = self.shared.backing_id.identity();
         match &self.shared.label {
             Some(label) if self.shared.is_named => label.identity(below.into(), self.shared.bytes),
             _ => below.clone(),
@@ -274,7 +276,7 @@ impl BackingStore for FileBackingStore {
     fn limits(&self, limits: ControllerLimits) -> ControllerLimits {
         ControllerLimits {
             volatile_write_cache: true,
-            deallocated_reads_zeroes: self.shared.punches_holes(),
+            deallocated_reads_zeroes: self.shared.can_punch_holes(),
             // Long ranges are cut into slices, and a command ends after 10 s in any case.
             dsm_range_bytes_max: u64::MAX,
             ..limits
@@ -300,11 +302,11 @@ impl BackingStore for FileBackingStore {
 
     #[cfg(not(simulation))]
     fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
-        nvme_mpt_memory::file_system::read_past_cache(&self.shared.opened, offset, into).ok()
+        nvme_mpt_memory::file_system::read_past_cache(&self.shared.open_file, offset, into).ok()
     }
 
     #[cfg(not(simulation))]
-    fn keep_durable_with(&self, file: Arc<File>) {
+    fn set_companion_file(&self, file: Arc<File>) {
         // A drive has one companion file: later calls are ignored.
         let _ = self.shared.companion.set(file);
     }
@@ -313,17 +315,19 @@ impl BackingStore for FileBackingStore {
         &self,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
-        let locks = self.claim(request.bytes()).map_err(refused)?;
-        let end = request.bytes().map(|part| part.end()).max();
+        let locks = self
+            .lock_ranges(request.byte_ranges())
+            .map_err(to_lease_error)?;
+        let end = request.byte_ranges().map(|part| part.end()).max();
         Ok(Box::new(FileLease {
-            file: self.lease(request.name, end.unwrap_or_default(), Some(locks))?,
-            marks: self.shared.uncorrectable.make_room(request.parts),
+            file: self.open_for_lease(request.name, end.unwrap_or_default(), Some(locks))?,
+            marks: self.shared.uncorrectable.register_lease(request.parts),
         }))
     }
 }
 
 /// Converts the error of a range that cannot be locked.
-fn refused(error: io::Error) -> HostLeaseError {
+fn to_lease_error(error: io::Error) -> HostLeaseError {
     match error.kind() {
         io::ErrorKind::WouldBlock => HostLeaseError::InUse(error),
         _ => HostLeaseError::Io(error),
@@ -338,22 +342,22 @@ struct FileLease {
 }
 
 impl LeasedBackingStore for FileLease {
-    fn add(&self, part: BlockRange) -> Result<(), HostLeaseError> {
+    fn add_part(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         let range = part.bytes(self.file.shared.lba_shift);
-        self.file.add(range).map_err(refused)?;
+        self.file.add_range(range).map_err(to_lease_error)?;
         self.marks.add(part);
         Ok(())
     }
 
     fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
-        Ok(pace.queue(FileQueue::new(&self.file, slots)?, slots))
+        Ok(pace.wrap_queue(FileQueue::new(&self.file, slots)?, slots))
     }
 
     fn leading_zeroes(&self, part: BlockRange) -> u64 {
         let shared = &self.file.shared;
         match shared.uncorrectable.intersects(part.start.0, part.blocks) {
             true => 0,
-            false => self.file.leading_hole(part.bytes(shared.lba_shift)) >> shared.lba_shift,
+            false => self.file.leading_hole_bytes(part.bytes(shared.lba_shift)) >> shared.lba_shift,
         }
     }
 
@@ -361,8 +365,8 @@ impl LeasedBackingStore for FileLease {
         self.file.sync()
     }
 
-    fn let_go(&self) {
-        self.file.let_go();
+    fn release_locks(&self) {
+        self.file.release_locks();
     }
 
     fn subscribe(&self, events: &Arc<EventQueue>) {
@@ -377,83 +381,87 @@ impl LeasedBackingStore for FileLease {
         self.file.can_be_damaged()
     }
 
-    fn lose_earlier_writes(&self) {
-        self.file.lose_earlier_writes();
+    fn record_earlier_write_errors(&self) {
+        self.file.record_earlier_write_errors();
     }
 
-    fn record_losses(&self, record: LeaseWriteErrorRecord) {
-        self.file.record_losses(record);
+    fn set_write_error_record(&self, record: LeaseWriteErrorRecord) {
+        self.file.set_write_error_record(record);
     }
 
-    fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
-        self.file.open_spare()
+    fn open_spare_fds(&self) -> io::Result<Vec<OwnedFd>> {
+        self.file.open_spare_fds()
     }
 
-    fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
-        self.file.take_spare(spare)
+    fn restore_spare_fds(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
+        self.file.restore_spare_fds(spare)
     }
 
-    fn take_up_losses(&self) {
-        self.file.take_up_losses();
+    fn restore_write_errors(&self) {
+        self.file.restore_write_errors();
     }
 
-    fn keep_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
-        self.marks.keep(marks, ask);
+    fn restore_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
+        self.marks.restore(marks, ask);
     }
 
     fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         self.marks.store(store);
     }
 
-    fn begin_anew(&self) {
-        self.file.forget_lost_writes();
+    fn reset_state(&self) {
+        self.file.clear_write_errors();
     }
 }
 
 impl SharedFile {
     /// Plans the transfer of an operation's data.
     #[inline]
-    fn plan(&self, direction: TransferDirection, operation: &FileCommand) -> TransferBuffer {
+    fn plan_transfer(
+        &self,
+        direction: TransferDirection,
+        operation: &FileCommand,
+    ) -> TransferBuffer {
         let parts = operation.vectors.parts();
-        self.way
-            .plan(direction, operation.data_offset, parts, self.bytes)
+        self.io_mode
+            .plan_transfer(direction, operation.data_offset, parts, self.bytes)
     }
 
     /// Plans the zeroing of a range. If `deallocate` is set and the file supports deallocation, deallocates the range instead.
-    fn zeroing(
+    fn plan_zeroing(
         &self,
         start: u64,
         end: u64,
         deallocate: bool,
         then: FileCommandStep,
     ) -> RangeZeroing {
-        let means = if deallocate && self.punches_holes() {
-            ZeroingMethod::Punch
-        } else if self.zeroes_ranges.load(Ordering::Relaxed) {
-            ZeroingMethod::Zero
+        let means = if deallocate && self.can_punch_holes() {
+            ZeroingMethod::PunchHole
+        } else if self.can_zero_ranges.load(Ordering::Relaxed) {
+            ZeroingMethod::ZeroRange
         } else {
-            ZeroingMethod::Hand
+            ZeroingMethod::WriteZeroes
         };
         RangeZeroing {
             start,
-            at: start,
+            offset: start,
             end,
-            means,
-            then,
+            method: means,
+            next_step: then,
             ..RangeZeroing::default()
         }
     }
 
-    fn punches_holes(&self) -> bool {
-        self.punches_holes.load(Ordering::Relaxed)
+    fn can_punch_holes(&self) -> bool {
+        self.can_punch_holes.load(Ordering::Relaxed)
     }
 
     /// Records that the file system or device does not support a method of zeroing.
-    fn gives_up(&self, means: ZeroingMethod) {
+    fn disable_zeroing_method(&self, means: ZeroingMethod) {
         let (can, what) = match means {
-            ZeroingMethod::Punch => (&self.punches_holes, "deallocate ranges"),
-            ZeroingMethod::Zero => (&self.zeroes_ranges, "zero ranges by itself"),
-            ZeroingMethod::Hand => return,
+            ZeroingMethod::PunchHole => (&self.can_punch_holes, "deallocate ranges"),
+            ZeroingMethod::ZeroRange => (&self.can_zero_ranges, "zero ranges by itself"),
+            ZeroingMethod::WriteZeroes => return,
         };
         if can.swap(false, Ordering::Relaxed) {
             info!("{} cannot {what}", self.path.display());

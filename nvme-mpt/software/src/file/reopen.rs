@@ -15,15 +15,15 @@ pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result
 }
 
 /// Opens an open file again like `reopen`, read-only.
-pub(super) fn reopen_to_read(file: &File, path: Option<&Path>) -> io::Result<File> {
+pub(super) fn reopen_read_only(file: &File, path: Option<&Path>) -> io::Result<File> {
     open(file, path, OpenOptions::new().read(true))
 }
 
 fn open(file: &File, path: Option<&Path>, options: &OpenOptions) -> io::Result<File> {
-    let wanted = place(file)?;
+    let wanted = file_identity(file)?;
     if let Some(path) = path
         && let Ok(opened) = options.open(path)
-        && place(&opened)? == wanted
+        && file_identity(&opened)? == wanted
     {
         return Ok(opened);
     }
@@ -35,17 +35,17 @@ fn open(file: &File, path: Option<&Path>, options: &OpenOptions) -> io::Result<F
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct OpenFileIdentity {
     /// Number of the device that contains the file.
-    on: u64,
+    containing_device: u64,
     inode: u64,
     /// Number of the device that the file represents, if it is a special file.
     device: u64,
 }
 
 /// Returns the identity of an open file.
-pub(super) fn place(file: &File) -> io::Result<OpenFileIdentity> {
+pub(super) fn file_identity(file: &File) -> io::Result<OpenFileIdentity> {
     let metadata = file.metadata()?;
     Ok(OpenFileIdentity {
-        on: metadata.dev(),
+        containing_device: metadata.dev(),
         inode: metadata.ino(),
         device: metadata.rdev(),
     })

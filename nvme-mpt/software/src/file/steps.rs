@@ -5,18 +5,20 @@ use std::io;
 
 use log::{error, info};
 
-use super::claims::{BlockChange, BlockChangeClaim};
+use super::change_claims::{BlockChange, BlockChangeClaim};
+use super::extent_survey;
+use super::file_command::{
+    FileCommand, FileCommandStep, ZeroingMethod, is_harmless_errno, status_from_errno,
+};
+use super::io_mode::{FileIoMode, TransferBuffer, TransferDirection, UNIT};
 use super::lease;
-use super::operation::{FileCommand, FileCommandStep, ZeroingMethod, failure, leaves_as_it_was};
 use super::queue::{FileQueue, FileStepOutcome};
-use super::survey;
-use super::syncs::FlushRole;
+use super::queue_syncs::FlushRole;
 use super::uring::{FileIoRequest, FileIoRing, RequestIssueMode};
-use super::way::{FileIoMode, TransferBuffer, TransferDirection, UNIT};
 use super::zeroes;
-use crate::looks::OVERDUE;
 use crate::model::TickClock;
-use crate::range::range;
+use crate::range_descriptors::range_descriptor;
+use crate::request_age::OVERDUE_CHECKS;
 use nvme_mpt::host::HostMemory;
 use nvme_mpt_memory::clock::ticks_in;
 use nvme_spec::ids::CommandId;
@@ -30,31 +32,32 @@ const HOLE_MAX: u64 = 1 << 30;
 
 impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     /// Starts to read a command's data.
-    pub(super) fn read(
+    pub(super) fn start_read(
         &mut self,
         slot: CommandId,
         plan: TransferBuffer,
         then: FileCommandStep,
         memory: HostMemory<'_>,
     ) -> Result<FileStepOutcome, Status> {
-        let operation = &mut self.operations[usize::from(slot.0)];
-        operation.next = FileCommandStep::Read;
+        let operation = &mut self.commands[usize::from(slot.0)];
+        operation.next_step = FileCommandStep::Read;
         match plan {
             TransferBuffer::InPlace => {
                 operation.staged = None;
-                (operation.offset, operation.then) = (operation.data_offset, then);
+                (operation.offset, operation.after_transfer) = (operation.data_offset, then);
             }
             TransferBuffer::Staged { start, end } => {
                 operation.staged = Some((start, end));
                 operation.use_stage(start, end)?;
-                (operation.then, operation.after_scatter) = (FileCommandStep::Scatter, then);
+                (operation.after_transfer, operation.after_scatter) =
+                    (FileCommandStep::Scatter, then);
             }
         }
-        self.go_on(slot, memory)
+        self.run_steps(slot, memory)
     }
 
     /// Starts to write a command's data, or makes the command wait for changes that exclude the write.
-    pub(super) fn write(
+    pub(super) fn start_write(
         &mut self,
         slot: CommandId,
         plan: TransferBuffer,
@@ -62,42 +65,42 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         memory: HostMemory<'_>,
     ) -> Result<FileStepOutcome, Status> {
         let Self {
-            operations,
+            commands: operations,
             file,
             lease,
             lane,
             ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
-        operation.then = then;
+        operation.after_transfer = then;
         let len = operation.vectors.len() as u64;
         let offset = operation.data_offset;
         operation.stage_write(plan, len);
-        if file.way == FileIoMode::Cached {
-            (operation.offset, operation.next) = (offset, FileCommandStep::Write);
-            return self.go_on(slot, memory);
+        if file.io_mode == FileIoMode::Cached {
+            (operation.offset, operation.next_step) = (offset, FileCommandStep::Write);
+            return self.run_steps(slot, memory);
         }
         let (start, end) = operation.staged.unwrap_or((offset, offset + len));
         let change = BlockChange {
             start,
             end,
-            partial: plan.is_partial(offset, len),
+            is_partial: plan.is_partial(offset, len),
         };
         let (claim, begins) = lease.claims.enter(lane, change);
         operation.claim = claim;
-        operation.next = FileCommandStep::Claimed;
+        operation.next_step = FileCommandStep::AwaitClaim;
         if !begins {
             return Ok(FileStepOutcome::Blocked);
         }
         self.begin_write(slot)?;
-        self.go_on(slot, memory)
+        self.run_steps(slot, memory)
     }
 
     /// Prepares a write that no other change excludes.
     fn begin_write(&mut self, slot: CommandId) -> Result<(), Status> {
-        let operation = &mut self.operations[usize::from(slot.0)];
+        let operation = &mut self.commands[usize::from(slot.0)];
         if operation.fills[0].is_some() || operation.fills[1].is_some() {
-            operation.next = FileCommandStep::Fill;
+            operation.next_step = FileCommandStep::Fill;
         } else {
             prepare_write(operation)?;
         }
@@ -105,7 +108,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     }
 
     /// Executes the steps of a command until it has a pending request, has to wait, or is complete.
-    pub(super) fn go_on(
+    pub(super) fn run_steps(
         &mut self,
         slot: CommandId,
         memory: HostMemory<'_>,
@@ -113,40 +116,37 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         let index = usize::from(slot.0);
         loop {
             let file = &self.file;
-            let operation = self
-                .operations
-                .get_mut(index)
-                .ok_or(Status::INTERNAL_ERROR)?;
-            if self.cut_short && operation.has_more() {
+            let operation = self.commands.get_mut(index).ok_or(Status::INTERNAL_ERROR)?;
+            if self.is_stopping && operation.has_more_requests() {
                 return Err(Status::ABORTED_SQ_DELETION);
             }
-            match operation.next {
+            match operation.next_step {
                 FileCommandStep::Done => {
-                    if !file.uncorrectable.is_empty() && operation.clear_marks_of_written(file) {
+                    if !file.uncorrectable.is_empty() && operation.clear_written_marks(file) {
                         continue;
                     }
-                    if operation.promises_durability() {
+                    if operation.needs_durability() {
                         let opcode = NvmOpcode(operation.sqe.opcode());
-                        self.promise_durability(opcode)?;
+                        self.check_durability(opcode)?;
                     }
                     return Ok(FileStepOutcome::Complete(Status::SUCCESS));
                 }
                 FileCommandStep::Flush => {
-                    self.lease.check(NvmOpcode::FLUSH)?;
-                    match self.syncs.join(operation.needs) {
-                        FlushRole::Done => operation.next = FileCommandStep::Done,
+                    self.lease.check_command(NvmOpcode::FLUSH)?;
+                    match self.syncs.join(operation.needed_sync) {
+                        FlushRole::Done => operation.next_step = FileCommandStep::Done,
                         FlushRole::Leads(number) => {
-                            operation.leads = Some(number);
-                            operation.next = FileCommandStep::Sync;
+                            operation.led_sync = Some(number);
+                            operation.next_step = FileCommandStep::Sync;
                         }
                         FlushRole::Waits => {
-                            self.syncs.wait(slot);
-                            return Ok(FileStepOutcome::Shared);
+                            self.syncs.add_waiter(slot);
+                            return Ok(FileStepOutcome::AwaitSync);
                         }
                     }
                 }
-                FileCommandStep::Claimed => {
-                    if !self.lease.claims.may_begin(&operation.claim) {
+                FileCommandStep::AwaitClaim => {
+                    if !self.lease.claims.can_begin(&operation.claim) {
                         return Ok(FileStepOutcome::Blocked);
                     }
                     self.begin_write(slot)?;
@@ -156,8 +156,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                     match first.take().or_else(|| second.take()) {
                         Some((start, end)) => {
                             operation.use_stage(start, end)?;
-                            if !self.skips_lost_range(slot) {
-                                return self.request(slot);
+                            if !self.skip_lost_range(slot) {
+                                return self.submit_request(slot);
                             }
                         }
                         None => prepare_write(operation)?,
@@ -168,22 +168,22 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                     // SAFETY: a shadow queue keeps the memory that the vectors name mapped while the command is in
                     // flight, and one that reads may write to it; or it is the operation's own.
                     unsafe { operation.vectors.copy_from(bytes) };
-                    operation.next = operation.after_scatter;
+                    operation.next_step = operation.after_scatter;
                 }
                 FileCommandStep::SyncCompanion if self.lease.companion_fd().is_none() => {
-                    operation.next = std::mem::take(&mut operation.after_sync);
+                    operation.next_step = std::mem::take(&mut operation.after_sync);
                 }
                 FileCommandStep::Read
                 | FileCommandStep::Write
                 | FileCommandStep::Sync
                 | FileCommandStep::SyncCompanion
-                | FileCommandStep::Slice => {
-                    if !self.copies_pages(slot)? && !self.skips_lost_range(slot) {
-                        return self.request(slot);
+                | FileCommandStep::ZeroSlice => {
+                    if !self.try_copy_pages(slot)? && !self.skip_lost_range(slot) {
+                        return self.submit_request(slot);
                     }
                 }
                 FileCommandStep::Compare => {
-                    let equal = operation.equals_data(file.lba_shift, memory)?;
+                    let equal = operation.is_data_equal(file.lba_shift, memory)?;
                     return Ok(FileStepOutcome::Complete(if equal {
                         Status::SUCCESS
                     } else {
@@ -191,42 +191,42 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                     }));
                 }
                 FileCommandStep::CopyRange => return self.copy_range(slot, memory),
-                FileCommandStep::Range => self.next_range(slot, memory)?,
+                FileCommandStep::DeallocateRange => self.begin_next_range(slot, memory)?,
                 FileCommandStep::Zero => {
-                    if let Some(step) = self.zero(slot, memory)? {
+                    if let Some(step) = self.zero_next_part(slot, memory)? {
                         return Ok(step);
                     }
                 }
-                FileCommandStep::Survey => {
-                    if !self.survey(slot) {
+                FileCommandStep::AwaitSurvey => {
+                    if !self.request_survey(slot) {
                         return Ok(FileStepOutcome::Blocked);
                     }
                 }
-                FileCommandStep::Turn => {
-                    if !self.take_turn(slot) {
+                FileCommandStep::AwaitTurn => {
+                    if !self.try_take_turn(slot) {
                         return Ok(FileStepOutcome::Blocked);
                     }
                 }
                 FileCommandStep::ClearMarks => {
-                    let (start, count) = operation.unmarked;
-                    operation.change = file.uncorrectable.clear(start, count);
-                    operation.next = FileCommandStep::StoreMarks;
+                    let (start, count) = operation.blocks_to_unmark;
+                    operation.mark_change = file.uncorrectable.clear(start, count);
+                    operation.next_step = FileCommandStep::AwaitMarks;
                 }
-                FileCommandStep::StoreMarks => {
-                    if let Some(change) = operation.change {
-                        match file.uncorrectable.end_of(change) {
+                FileCommandStep::AwaitMarks => {
+                    if let Some(change) = operation.mark_change {
+                        match file.uncorrectable.change_result(change) {
                             None => return Ok(FileStepOutcome::Blocked),
                             Some(Err(())) => return Err(Status::INTERNAL_ERROR),
-                            Some(Ok(())) => operation.change = None,
+                            Some(Ok(())) => operation.mark_change = None,
                         }
                     }
-                    operation.next = operation.after_marks;
+                    operation.next_step = operation.after_marks;
                 }
-                FileCommandStep::SliceClaimed => {
-                    if !self.lease.claims.may_begin(&operation.claim) {
+                FileCommandStep::AwaitSliceClaim => {
+                    if !self.lease.claims.can_begin(&operation.claim) {
                         return Ok(FileStepOutcome::Blocked);
                     }
-                    operation.next = FileCommandStep::Slice;
+                    operation.next_step = FileCommandStep::ZeroSlice;
                 }
             }
         }
@@ -238,43 +238,48 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         memory: HostMemory<'_>,
     ) -> Result<FileStepOutcome, Status> {
         let Self {
-            operations, file, ..
+            commands: operations,
+            file,
+            ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
         let sqe = operation.sqe;
         let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(&sqe);
         operation.vectors.clear();
-        if operation.ranges > usize::from(nr_z) {
+        if operation.processed_ranges > usize::from(nr_z) {
             operation.data_offset = sdlba.0 << file.lba_shift;
-            operation.use_data(0, operation.bytes)?;
-            let plan = file.plan(TransferDirection::Write, operation);
-            return self.write(slot, plan, FileCommandStep::Done, memory);
+            operation.use_data(0, operation.processed_bytes)?;
+            let plan = file.plan_transfer(TransferDirection::Write, operation);
+            return self.start_write(slot, plan, FileCommandStep::Done, memory);
         }
-        let range: CopyRange0 = range(&sqe, memory, operation.ranges)?;
+        let range: CopyRange0 = range_descriptor(&sqe, memory, operation.processed_ranges)?;
         let count = u64::from(range.nlb_z) + 1;
         if file.uncorrectable.intersects(range.slba.0, count) {
             return Err(Status::UNRECOVERED_READ_ERROR);
         }
         let len = (count << file.lba_shift) as usize;
-        operation.use_data(operation.bytes, len)?;
+        operation.use_data(operation.processed_bytes, len)?;
         operation.data_offset = range.slba.0 << file.lba_shift;
-        operation.ranges += 1;
-        operation.bytes += len;
-        let plan = file.plan(TransferDirection::Read, operation);
-        self.read(slot, plan, FileCommandStep::CopyRange, memory)
+        operation.processed_ranges += 1;
+        operation.processed_bytes += len;
+        let plan = file.plan_transfer(TransferDirection::Read, operation);
+        self.start_read(slot, plan, FileCommandStep::CopyRange, memory)
     }
 
     /// Begins the next range of a Dataset Management command.
-    fn next_range(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<(), Status> {
+    fn begin_next_range(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<(), Status> {
         let Self {
-            operations, file, ..
+            commands: operations,
+            file,
+            ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
         let DatasetManagement { nr_z, .. } = DatasetManagement::from(&operation.sqe);
         let mut joined: Option<(u64, u64)> = None;
         // Merge adjacent ranges.
-        while operation.ranges <= usize::from(nr_z) && file.punches_holes() {
-            let range: DsmRange = range(&operation.sqe, memory, operation.ranges)?;
+        while operation.processed_ranges <= usize::from(nr_z) && file.can_punch_holes() {
+            let range: DsmRange =
+                range_descriptor(&operation.sqe, memory, operation.processed_ranges)?;
             let start = range.slba.0 << file.lba_shift;
             let end = start + (u64::from(range.nlb) << file.lba_shift);
             joined = match joined {
@@ -283,12 +288,13 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 Some((first, last)) if last == start => Some((first, end)),
                 Some(_) => break,
             };
-            operation.ranges += 1;
+            operation.processed_ranges += 1;
         }
         operation.survey = None;
-        operation.next = match joined {
+        operation.next_step = match joined {
             Some((start, end)) => {
-                operation.zeroing = file.zeroing(start, end, true, FileCommandStep::Range);
+                operation.zeroing =
+                    file.plan_zeroing(start, end, true, FileCommandStep::DeallocateRange);
                 FileCommandStep::Zero
             }
             None => FileCommandStep::Done,
@@ -298,34 +304,36 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
 
     /// Zeroes the next part of a range. The file system zeroes whole blocks if it can. Partial blocks are overwritten with
     /// zeroes. A deallocation without bounce memory leaves partial blocks unchanged.
-    fn zero(
+    fn zero_next_part(
         &mut self,
         slot: CommandId,
         memory: HostMemory<'_>,
     ) -> Result<Option<FileStepOutcome>, Status> {
         let Self {
-            operations, file, ..
+            commands: operations,
+            file,
+            ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
         let is_advice = operation.is_advice();
         let leaves_parts = is_advice && operation.bounce.is_none();
         let zeroing = &mut operation.zeroing;
-        let (at, end) = (zeroing.at, zeroing.end);
+        let (at, end) = (zeroing.offset, zeroing.end);
         if at >= end {
             // A mark hides old data, so it is cleared only after the data is gone. Write Zeroes clears its marks when it
             // completes.
-            let then = zeroing.then;
-            if is_advice && !zeroing.keeps_data {
+            let then = zeroing.next_step;
+            if is_advice && !zeroing.has_skipped_data {
                 let (start, shift) = (zeroing.start, file.lba_shift);
                 let blocks = (start >> shift, (end - start) >> shift);
                 if operation.clear_marks(file, blocks, then) {
                     return Ok(None);
                 }
             }
-            operation.next = then;
+            operation.next_step = then;
             return Ok(None);
         }
-        let unit = match file.way {
+        let unit = match file.io_mode {
             FileIoMode::Cached => 1,
             FileIoMode::Direct(_) => UNIT,
         };
@@ -334,127 +342,134 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             at.next_multiple_of(unit).min(end) - at
         } else if whole <= at {
             end - at
-        } else if zeroing.means == ZeroingMethod::Hand {
+        } else if zeroing.method == ZeroingMethod::WriteZeroes {
             (whole - at).min(zeroes::BYTES as u64)
         } else {
-            let surveys = file.surveyor.asks() && operation.wants_survey();
-            operation.next = if surveys {
-                FileCommandStep::Survey
+            let surveys = file.surveyor.is_enabled() && operation.needs_survey();
+            operation.next_step = if surveys {
+                FileCommandStep::AwaitSurvey
             } else {
-                FileCommandStep::Turn
+                FileCommandStep::AwaitTurn
             };
             return Ok(None);
         };
         if leaves_parts {
-            zeroing.at += by_hand;
-            zeroing.keeps_data = true;
+            zeroing.offset += by_hand;
+            zeroing.has_skipped_data = true;
             return Ok(None);
         }
         let bytes = zeroes::bytes(by_hand as usize).ok_or_else(|| {
             error!("No memory for zeroes to write");
             Status::INTERNAL_ERROR
         })?;
-        zeroing.at += by_hand;
+        zeroing.offset += by_hand;
         operation.data_offset = at;
         operation.vectors.clear();
         operation.vectors.push(bytes);
-        let plan = file.plan(TransferDirection::Write, operation);
-        self.write(slot, plan, FileCommandStep::Zero, memory)
+        let plan = file.plan_transfer(TransferDirection::Write, operation);
+        self.start_write(slot, plan, FileCommandStep::Zero, memory)
             .map(Some)
     }
 
     /// Requests a survey of the next bytes of a range. Returns `false` if the command has to wait for the result.
-    fn survey(&mut self, slot: CommandId) -> bool {
+    fn request_survey(&mut self, slot: CommandId) -> bool {
         let now = self.now();
         let Self {
-            operations, file, ..
+            commands: operations,
+            file,
+            ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
         let zeroing = &mut operation.zeroing;
         match &operation.survey {
-            None => match file.surveyor.ask(file, zeroing.at, zeroing.end) {
+            None => match file
+                .surveyor
+                .request_survey(file, zeroing.offset, zeroing.end)
+            {
                 Some(survey) => {
                     operation.survey = Some((survey, now));
                     return false;
                 }
-                None => zeroing.is_blind = true,
+                None => zeroing.is_unsurveyed = true,
             },
             Some((survey, _)) if survey.extents().is_some() => {}
-            Some((_, asked)) if now.since(*asked) < ticks_in(survey::PATIENCE) => return false,
+            Some((_, asked)) if now.since(*asked) < ticks_in(extent_survey::SURVEY_TIMEOUT) => {
+                return false;
+            }
             Some(_) => {
-                zeroing.is_blind = true;
+                zeroing.is_unsurveyed = true;
                 operation.survey = None;
             }
         }
-        operation.next = FileCommandStep::Turn;
+        operation.next_step = FileCommandStep::AwaitTurn;
         true
     }
 
     /// Takes the file's turn for a slice. Returns `false` if the command has to wait for the turn.
-    fn take_turn(&mut self, slot: CommandId) -> bool {
+    fn try_take_turn(&mut self, slot: CommandId) -> bool {
         let (now, queue) = (self.now(), self.waiter());
         let Self {
-            operations,
+            commands: operations,
             file,
             lease,
             lane,
             ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
-        if now > operation.last_turn {
+        if now > operation.turn_deadline {
             // The command has waited too long. A deallocation ends here, and Write Zeroes writes the zeroes instead.
             if operation.is_advice() {
-                operation.next = FileCommandStep::Done;
+                operation.next_step = FileCommandStep::Done;
             } else {
-                operation.zeroing.means = ZeroingMethod::Hand;
-                operation.next = FileCommandStep::Zero;
+                operation.zeroing.method = ZeroingMethod::WriteZeroes;
+                operation.next_step = FileCommandStep::Zero;
             }
             return true;
         }
         let zeroing = &mut operation.zeroing;
-        let Some(most) = file.turns.take(now, queue) else {
+        let Some(most) = file.slice_scheduler.take_turn(now, queue) else {
             return false;
         };
         zeroing.has_turn = true;
-        let left = zeroing.end - zeroing.at;
-        let whole = match file.way {
+        let left = zeroing.end - zeroing.offset;
+        let whole = match file.io_mode {
             FileIoMode::Cached => left,
             FileIoMode::Direct(_) => left - left % UNIT,
         };
         let extents = operation.survey.as_ref();
         let extents = extents.and_then(|(survey, _)| survey.extents());
-        (zeroing.slice, zeroing.weight) =
-            match extents.filter(|_| zeroing.means == ZeroingMethod::Punch) {
+        (zeroing.slice_bytes, zeroing.slice_weight) =
+            match extents.filter(|_| zeroing.method == ZeroingMethod::PunchHole) {
                 Some(extents) => {
-                    let longest = zeroing.at + whole.min(HOLE_MAX);
-                    let (end, weight) = extents.slice(zeroing.at, longest, most);
-                    let slice = (end - zeroing.at).next_multiple_of(UNIT);
+                    let longest = zeroing.offset + whole.min(HOLE_MAX);
+                    let (end, weight) = extents.next_slice(zeroing.offset, longest, most);
+                    let slice = (end - zeroing.offset).next_multiple_of(UNIT);
                     (slice.min(whole), weight)
                 }
                 None => (whole.min(most), whole.min(most)),
             };
-        zeroing.began = now;
-        operation.next = FileCommandStep::Slice;
-        if file.way != FileIoMode::Cached {
+        zeroing.slice_start = now;
+        operation.next_step = FileCommandStep::ZeroSlice;
+        if file.io_mode != FileIoMode::Cached {
             let change = BlockChange {
-                start: zeroing.at,
-                end: zeroing.at + zeroing.slice,
-                partial: false,
+                start: zeroing.offset,
+                end: zeroing.offset + zeroing.slice_bytes,
+                is_partial: false,
             };
             let (claim, begins) = lease.claims.enter(lane, change);
             operation.claim = claim;
             if !begins {
-                operation.next = FileCommandStep::SliceClaimed;
+                operation.next_step = FileCommandStep::AwaitSliceClaim;
             }
         }
         true
     }
 
     /// Processes the end of a slice.
-    fn slice_ended(&mut self, slot: CommandId, result: Result<usize, i32>) -> Result<(), Status> {
+    fn end_slice(&mut self, slot: CommandId, result: Result<usize, i32>) -> Result<(), Status> {
         let now = self.now();
         let Self {
-            operations,
+            commands: operations,
             file,
             lease,
             lane,
@@ -468,72 +483,82 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         // If the queue has failed in the meantime, the turn was returned and may belong to another command.
         if std::mem::take(&mut zeroing.has_turn) {
             let transfers = file.lanes.take_transfers();
-            file.turns
-                .done(zeroing.weight, zeroing.began, now, transfers);
+            file.slice_scheduler.end_turn(
+                zeroing.slice_weight,
+                zeroing.slice_start,
+                now,
+                transfers,
+            );
         }
-        operation.next = FileCommandStep::Zero;
+        operation.next_step = FileCommandStep::Zero;
         match result {
-            Ok(_) => zeroing.at += zeroing.slice,
+            Ok(_) => zeroing.offset += zeroing.slice_bytes,
             Err(libc::EAGAIN | libc::EINTR | libc::ECANCELED) => {}
-            Err(errno) if is_advice && leaves_as_it_was(errno) => {
+            Err(errno) if is_advice && is_harmless_errno(errno) => {
                 if errno == libc::EOPNOTSUPP {
-                    file.gives_up(ZeroingMethod::Punch);
+                    file.disable_zeroing_method(ZeroingMethod::PunchHole);
                 }
-                zeroing.at = zeroing.end;
-                zeroing.keeps_data = true;
+                zeroing.offset = zeroing.end;
+                zeroing.has_skipped_data = true;
             }
-            Err(errno) if leaves_as_it_was(errno) && zeroing.means != ZeroingMethod::Hand => {
+            Err(errno)
+                if is_harmless_errno(errno) && zeroing.method != ZeroingMethod::WriteZeroes =>
+            {
                 if errno == libc::EOPNOTSUPP {
-                    file.gives_up(zeroing.means);
+                    file.disable_zeroing_method(zeroing.method);
                 }
-                zeroing.means = ZeroingMethod::Hand;
+                zeroing.method = ZeroingMethod::WriteZeroes;
             }
-            Err(errno) => return Err(failure(errno, FileCommandStep::Slice)),
+            Err(errno) => return Err(status_from_errno(errno, FileCommandStep::ZeroSlice)),
         }
         Ok(())
     }
 
     /// Checks the file's size, if that was not done for the present batch.
-    fn look_at_size(&mut self) {
-        if !std::mem::replace(&mut self.looked, true) {
-            self.file.look_at_size();
+    fn check_file_size(&mut self) {
+        if !std::mem::replace(&mut self.is_size_checked, true) {
+            self.file.check_size();
         }
     }
 
     /// If the next request of a deallocation reaches beyond the end of a truncated file, skips the rest of the deallocation.
     /// Returns whether it did.
-    fn skips_lost_range(&mut self, slot: CommandId) -> bool {
+    fn skip_lost_range(&mut self, slot: CommandId) -> bool {
         let index = usize::from(slot.0);
-        if !self.operations[index].is_advice() {
+        if !self.commands[index].is_advice() {
             return false;
         }
-        self.look_at_size();
-        if self.file.watched.has(self.operations[index].reach()) {
+        self.check_file_size();
+        if self
+            .file
+            .damage_watch
+            .is_intact_until(self.commands[index].request_end())
+        {
             return false;
         }
-        self.release(index);
-        let operation = &mut self.operations[index];
+        self.release_claim(index);
+        let operation = &mut self.commands[index];
         operation.fills = [None; 2];
-        operation.zeroing.at = operation.zeroing.end;
-        operation.zeroing.keeps_data = true;
-        operation.next = FileCommandStep::Zero;
+        operation.zeroing.offset = operation.zeroing.end;
+        operation.zeroing.has_skipped_data = true;
+        operation.next_step = FileCommandStep::Zero;
         true
     }
 
     /// Performs a transfer by copying from or to the mapped file, if all pages of the transfer are resident. Returns whether it
     /// did.
     #[inline]
-    fn copies_pages(&mut self, slot: CommandId) -> Result<bool, Status> {
-        let next = self.operations[usize::from(slot.0)].next;
+    fn try_copy_pages(&mut self, slot: CommandId) -> Result<bool, Status> {
+        let next = self.commands[usize::from(slot.0)].next_step;
         if self.file.pages.is_none()
             || !matches!(next, FileCommandStep::Read | FileCommandStep::Write)
         {
             return Ok(false);
         }
         // Beyond the end of a truncated file, its last page reads as zeroes and loses writes.
-        self.look_at_size();
+        self.check_file_size();
         let Self {
-            operations,
+            commands: operations,
             file,
             lane,
             ..
@@ -544,7 +569,9 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         };
         // Written zeroes may be many times as long as a transfer. As separate requests, their pieces let other commands run in
         // between.
-        if operation.then == FileCommandStep::Zero || !file.watched.has(operation.reach()) {
+        if operation.after_transfer == FileCommandStep::Zero
+            || !file.damage_watch.is_intact_until(operation.request_end())
+        {
             return Ok(false);
         }
         let vectors = match operation.staged {
@@ -564,56 +591,56 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             }
         }
         if pages.is_lost() {
-            pages.report(&file.path);
+            pages.log_loss(&file.path);
             return Ok(false);
         }
-        lane.note_transfer();
-        self.transferred(slot, len)
+        lane.record_transfer();
+        self.record_transfer(slot, len)
     }
 
     /// After a transfer by the kernel, records which pages of the file are resident.
-    fn learn_pages(&mut self, slot: CommandId, done: usize) {
+    fn record_resident_pages(&mut self, slot: CommandId, done: usize) {
         let Some(pages) = &self.file.pages else {
             return;
         };
-        let operation = &self.operations[usize::from(slot.0)];
+        let operation = &self.commands[usize::from(slot.0)];
         let (offset, len) = (operation.offset, done as u64);
-        if operation.next == FileCommandStep::Write {
-            pages.note(offset, len);
-        } else if !self.looked_in_vain {
-            self.looked_in_vain = !pages.look(&self.file.opened, offset, len);
+        if operation.next_step == FileCommandStep::Write {
+            pages.mark_resident(offset, len);
+        } else if !self.has_found_no_pages {
+            self.has_found_no_pages = !pages.check_residency(&self.file.open_file, offset, len);
         }
     }
 
     /// Submits the kernel request of a command's current step.
-    fn request(&mut self, slot: CommandId) -> Result<FileStepOutcome, Status> {
-        if self.cut_short {
+    fn submit_request(&mut self, slot: CommandId) -> Result<FileStepOutcome, Status> {
+        if self.is_stopping {
             return Err(Status::ABORTED_SQ_DELETION);
         }
         // Check before the first write of a batch, because no write may extend a truncated file.
-        let next = self.operations[usize::from(slot.0)].next;
-        if matches!(next, FileCommandStep::Write | FileCommandStep::Slice) {
-            self.look_at_size();
+        let next = self.commands[usize::from(slot.0)].next_step;
+        if matches!(next, FileCommandStep::Write | FileCommandStep::ZeroSlice) {
+            self.check_file_size();
         }
         let Self {
-            operations,
+            commands: operations,
             file,
             lease,
             ring,
-            looks,
+            age_timer: looks,
             lane,
             ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
-        if !file.watched.has(operation.reach()) {
-            return Err(failure(libc::EIO, operation.next));
+        if !file.damage_watch.is_intact_until(operation.request_end()) {
+            return Err(status_from_errno(libc::EIO, operation.next_step));
         }
-        if operation.next != FileCommandStep::Slice {
-            lane.note_transfer();
+        if operation.next_step != FileCommandStep::ZeroSlice {
+            lane.record_transfer();
         }
         let offset = operation.offset;
         let sync = lease.sync_fd();
-        let request = match operation.next {
+        let request = match operation.next_step {
             FileCommandStep::Read | FileCommandStep::Fill => FileIoRequest::Read {
                 fd: lease.data_fd(),
                 offset,
@@ -632,26 +659,26 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                     &operation.vectors
                 },
                 // Write, Copy and Write Zeroes have FUA in the same place. A sync follows the zeroes of a Write Zeroes.
-                durable: operation.then != FileCommandStep::Zero
+                durable: operation.after_transfer != FileCommandStep::Zero
                     && ReadWrite::from(&operation.sqe).fua,
             },
             FileCommandStep::Sync => FileIoRequest::Sync { fd: sync },
             FileCommandStep::SyncCompanion => FileIoRequest::Sync {
                 fd: lease.companion_fd().ok_or(Status::INTERNAL_ERROR)?,
             },
-            FileCommandStep::Slice => {
+            FileCommandStep::ZeroSlice => {
                 let zeroing = &operation.zeroing;
-                let (offset, len) = (zeroing.at, zeroing.slice);
+                let (offset, len) = (zeroing.offset, zeroing.slice_bytes);
                 if let Some(pages) = &file.pages {
-                    pages.forget(offset, len);
+                    pages.mark_absent(offset, len);
                 }
-                match zeroing.means {
-                    ZeroingMethod::Punch => FileIoRequest::Punch {
+                match zeroing.method {
+                    ZeroingMethod::PunchHole => FileIoRequest::Punch {
                         fd: sync,
                         offset,
                         len,
                     },
-                    ZeroingMethod::Zero | ZeroingMethod::Hand => FileIoRequest::Zero {
+                    ZeroingMethod::ZeroRange | ZeroingMethod::WriteZeroes => FileIoRequest::Zero {
                         fd: sync,
                         offset,
                         len,
@@ -663,10 +690,10 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 return Err(Status::INTERNAL_ERROR);
             }
         };
-        let manner = if operation.repeats > 0 {
-            RequestIssueMode::ByThread
+        let manner = if operation.repeat_count > 0 {
+            RequestIssueMode::Worker
         } else {
-            RequestIssueMode::AtOnce
+            RequestIssueMode::Inline
         };
         // SAFETY: the vectors are those of the slot's operation. It changes them only after the request has ended, as a
         // slot has one request at a time. The vectors are leaked with a queue whose requests the kernel keeps. The
@@ -678,111 +705,111 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             error!("A request to the kernel could not be made: {error}");
             Status::INTERNAL_ERROR
         })?;
-        operation.since = looks.count;
-        operation.requested = true;
+        operation.requested_at_check = looks.count;
+        operation.is_requested = true;
         Ok(FileStepOutcome::Requested)
     }
 
     /// Processes the completion of a request.
-    pub(super) fn ended(
+    pub(super) fn complete_request(
         &mut self,
         slot: CommandId,
         result: Result<usize, i32>,
         memory: HostMemory<'_>,
     ) -> Result<FileStepOutcome, Status> {
         let operation = self
-            .operations
+            .commands
             .get_mut(usize::from(slot.0))
             .ok_or(Status::INTERNAL_ERROR)?;
-        operation.requested = false;
-        let was_overdue = std::mem::take(&mut operation.overdue) && result.is_err();
+        operation.is_requested = false;
+        let was_overdue = std::mem::take(&mut operation.is_overdue) && result.is_err();
         if was_overdue {
-            operation.repeats += 1;
-            if !self.cut_short {
+            operation.repeat_count += 1;
+            if !self.is_stopping {
                 info!("A request that was overdue was cancelled and is repeated by another thread");
             }
         }
-        let result = match operation.next {
-            FileCommandStep::Sync | FileCommandStep::SyncCompanion => lease::synced(result),
+        let result = match operation.next_step {
+            FileCommandStep::Sync | FileCommandStep::SyncCompanion => lease::sync_result(result),
             _ => result,
         };
-        match (operation.next, result) {
-            (FileCommandStep::Slice, result) => self.slice_ended(slot, result)?,
+        match (operation.next_step, result) {
+            (FileCommandStep::ZeroSlice, result) => self.end_slice(slot, result)?,
             // The kernel could not start the request, was interrupted, or cancelled it for lack of a worker thread.
             (next, Err(errno @ (libc::EAGAIN | libc::EINTR | libc::ECANCELED))) => {
-                let since = operation.since;
-                let age = self.looks.count.wrapping_sub(since);
-                if age >= OVERDUE && !was_overdue {
-                    return Err(failure(errno, next));
+                let since = operation.requested_at_check;
+                let age = self.age_timer.count.wrapping_sub(since);
+                if age >= OVERDUE_CHECKS && !was_overdue {
+                    return Err(status_from_errno(errno, next));
                 }
                 // An interrupted sync may have consumed the only report of an error on its description.
                 let fua = next == FileCommandStep::Write && ReadWrite::from(&operation.sqe).fua;
                 if fua || matches!(next, FileCommandStep::Sync | FileCommandStep::SyncCompanion) {
-                    self.lease.ask(&self.witness)?;
+                    self.lease.check_probe(&self.probe)?;
                 }
-                let step = self.request(slot)?;
+                let step = self.submit_request(slot)?;
                 if !was_overdue {
                     // Keep the age of the first attempt.
-                    self.operations[usize::from(slot.0)].since = since;
+                    self.commands[usize::from(slot.0)].requested_at_check = since;
                 }
                 return Ok(step);
             }
             (FileCommandStep::Write, Err(errno))
-                if operation.is_advice() && leaves_as_it_was(errno) =>
+                if operation.is_advice() && is_harmless_errno(errno) =>
             {
                 let claim = std::mem::take(&mut operation.claim);
                 self.lease.claims.leave(&self.lane, claim);
-                operation.zeroing.keeps_data = true;
-                operation.next = FileCommandStep::Zero;
+                operation.zeroing.has_skipped_data = true;
+                operation.next_step = FileCommandStep::Zero;
             }
             (FileCommandStep::Sync | FileCommandStep::SyncCompanion, Err(errno)) => {
                 let cause = io::Error::from_raw_os_error(errno);
-                return Err(self.lease.lose_writes(&cause));
+                return Err(self.lease.handle_write_error(&cause));
             }
             (next, Err(errno)) => {
                 // RWF_DSYNC returns the same error if the write-back of another write failed.
                 if next == FileCommandStep::Write && ReadWrite::from(&operation.sqe).fua {
-                    self.lease.ask(&self.witness)?;
+                    self.lease.check_probe(&self.probe)?;
                 }
-                return Err(failure(errno, next));
+                return Err(status_from_errno(errno, next));
             }
             (FileCommandStep::Read | FileCommandStep::Fill | FileCommandStep::Write, Ok(done)) => {
-                self.learn_pages(slot, done);
-                if !self.transferred(slot, done)? {
-                    return self.request(slot);
+                self.record_resident_pages(slot, done);
+                if !self.record_transfer(slot, done)? {
+                    return self.submit_request(slot);
                 }
             }
-            (FileCommandStep::Sync, Ok(_)) => operation.next = FileCommandStep::SyncCompanion,
-            (_, Ok(_)) => operation.next = std::mem::take(&mut operation.after_sync),
+            (FileCommandStep::Sync, Ok(_)) => operation.next_step = FileCommandStep::SyncCompanion,
+            (_, Ok(_)) => operation.next_step = std::mem::take(&mut operation.after_sync),
         }
-        self.go_on(slot, memory)
+        self.run_steps(slot, memory)
     }
 
     /// Fails a command that would promise durable data if completed writes were lost. It does not matter which command received
     /// the kernel's report.
-    fn promise_durability(&self, opcode: NvmOpcode) -> Result<(), Status> {
-        self.lease.ask(&self.witness)?;
+    fn check_durability(&self, opcode: NvmOpcode) -> Result<(), Status> {
+        self.lease.check_probe(&self.probe)?;
         if opcode == NvmOpcode::FLUSH {
-            self.file.look_at_size();
+            self.file.check_size();
         }
-        match self.lease.check(opcode) {
+        match self.lease.check_command(opcode) {
             // The command was not refused at its start, so the loss is new.
-            Err(_) => Err(lease::LOST),
+            Err(_) => Err(lease::LOST_WRITES),
             Ok(()) => Ok(()),
         }
     }
 
     /// Records the bytes that a request transferred. Returns whether the transfer is complete.
-    fn transferred(&mut self, slot: CommandId, done: usize) -> Result<bool, Status> {
+    fn record_transfer(&mut self, slot: CommandId, done: usize) -> Result<bool, Status> {
         let Self {
-            operations,
+            commands: operations,
             file,
             lease,
             lane,
             ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
-        let direction = match operation.next {
+        let direction = match operation.next_step {
             FileCommandStep::Write => TransferDirection::Write,
             _ => TransferDirection::Read,
         };
@@ -791,26 +818,26 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             None => &mut operation.vectors,
         };
         if done < vectors.len() {
-            let step = file.way.step(direction) as usize;
+            let step = file.io_mode.resume_alignment(direction) as usize;
             let done = done - done % step;
             if done == 0 {
                 // The file ends before the drive does: it was truncated.
-                file.look_at_size();
-                return Err(failure(libc::EIO, operation.next));
+                file.check_size();
+                return Err(status_from_errno(libc::EIO, operation.next_step));
             }
             operation.offset += done as u64;
             vectors.advance(done);
             return Ok(false);
         }
-        match operation.next {
+        match operation.next_step {
             // Go on with the next partial block, if there is one.
             FileCommandStep::Fill => {}
             FileCommandStep::Write => {
                 let claim = std::mem::replace(&mut operation.claim, BlockChangeClaim::None);
                 lease.claims.leave(lane, claim);
-                operation.next = operation.then;
+                operation.next_step = operation.after_transfer;
             }
-            _ => operation.next = operation.then,
+            _ => operation.next_step = operation.after_transfer,
         }
         Ok(true)
     }
@@ -818,7 +845,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
 
 /// Copies the command's data to the bounce buffer, if it uses one, and makes the write the next step.
 fn prepare_write(operation: &mut FileCommand) -> Result<(), Status> {
-    operation.next = FileCommandStep::Write;
+    operation.next_step = FileCommandStep::Write;
     let Some((start, end)) = operation.staged else {
         operation.offset = operation.data_offset;
         return Ok(());

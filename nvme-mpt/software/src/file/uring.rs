@@ -49,7 +49,7 @@ impl IoVectors {
 
     /// Returns the remaining parts as the kernel expects them.
     #[cfg(not(simulation))]
-    pub(super) fn left(&self) -> &[libc::iovec] {
+    pub(super) fn remaining(&self) -> &[libc::iovec] {
         &self.vectors[self.first..]
     }
 
@@ -140,9 +140,9 @@ pub enum FileIoRequest<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestIssueMode {
     /// In the submitting thread if this does not block, otherwise in a worker thread.
-    AtOnce,
+    Inline,
     /// Always in a worker thread, which may block. The kernel executes the request on another code path there.
-    ByThread,
+    Worker,
 }
 
 /// A completed request.
@@ -175,7 +175,7 @@ pub trait FileIoRing: std::fmt::Debug {
     fn submit(&mut self);
 
     /// Returns whether the kernel did not accept all prepared requests.
-    fn is_behind(&self) -> bool;
+    fn has_unsubmitted(&self) -> bool;
 
     /// Takes one completion.
     fn take(&mut self) -> Option<FileIoCompletion>;
@@ -187,5 +187,5 @@ pub trait FileIoRing: std::fmt::Debug {
     fn fd(&self) -> RawFd;
 
     /// Waits until no request is in flight, for at most `patience`. Returns whether all requests have completed.
-    fn settle(&mut self, patience: Duration) -> bool;
+    fn wait_idle(&mut self, patience: Duration) -> bool;
 }

@@ -14,7 +14,7 @@ use zerocopy::FromBytes;
 ///
 /// # Errors
 /// Returns Invalid Field if the data is malformed. Then no operation may be executed.
-pub(super) fn steps(
+pub(super) fn parse_steps(
     data: &[u8],
     count: u8,
     value_bytes_max: u32,
@@ -33,12 +33,12 @@ pub(super) fn steps(
             if bytes > data.len() as u64 {
                 return Err(Status::INVALID_FIELD);
             }
-            step(&operation, data, value_bytes_max)
+            parse_step(&operation, data, value_bytes_max)
         })
         .collect()
 }
 
-fn step(
+fn parse_step(
     operation: &KvBatchOperation,
     data: &[u8],
     value_bytes_max: u32,
@@ -142,21 +142,21 @@ mod tests {
             Err(KvBatchStepStatus::INVALID),
         ];
         let data = data(&operations, b"oneXY");
-        assert_eq!(steps(&data, 8, 4), Ok(expected));
+        assert_eq!(parse_steps(&data, 8, 4), Ok(expected));
         let long = KvBatchOperation {
             key_length: 17,
             ..operation(KvOpcode::DELETE, b"b")
         };
-        let found = steps(long.as_bytes(), 1, 4);
+        let found = parse_steps(long.as_bytes(), 1, 4);
         assert_eq!(found, Ok(vec![Err(KvBatchStepStatus::INVALID_KEY_SIZE)]));
     }
 
     #[test]
     fn data_that_ends_before_its_operations_or_values_do_is_refused() {
         let whole = data(&[operation(KvOpcode::DELETE, b"b"); 2], &[]);
-        assert!(steps(&whole, 2, 4).is_ok());
+        assert!(parse_steps(&whole, 2, 4).is_ok());
         for (data, count) in [(&whole[..], 3), (&whole[..63], 2), (&[], 1)] {
-            assert_eq!(steps(data, count, 4), Err(Status::INVALID_FIELD));
+            assert_eq!(parse_steps(data, count, 4), Err(Status::INVALID_FIELD));
         }
         // Overlapping values must not exceed the data together.
         let whole = KvBatchOperation {
@@ -164,7 +164,7 @@ mod tests {
             ..operation(KvOpcode::STORE, b"a")
         };
         assert_eq!(
-            steps(&data(&[whole; 2], &[]), 2, 64),
+            parse_steps(&data(&[whole; 2], &[]), 2, 64),
             Err(Status::INVALID_FIELD)
         );
         for (offset, size) in [(32, 1), (33, 0), (u32::MAX, u32::MAX), (0, 33)] {
@@ -173,7 +173,7 @@ mod tests {
                 value_size: size,
                 ..operation(KvOpcode::STORE, b"a")
             };
-            let found = steps(store.as_bytes(), 1, 4);
+            let found = parse_steps(store.as_bytes(), 1, 4);
             assert_eq!(found, Err(Status::INVALID_FIELD), "{offset} {size}");
         }
     }
@@ -188,7 +188,7 @@ mod tests {
             for (place, opcode) in data.iter_mut().step_by(32).zip(opcodes) {
                 *place = opcode;
             }
-            if let Ok(found) = steps(&data, count, 100) {
+            if let Ok(found) = parse_steps(&data, count, 100) {
                 prop_assert_eq!(found.len(), usize::from(count.min(8)));
                 for step in found.into_iter().flatten() {
                     if let KvBatchStep::Change(KvChange::Store { value, .. }) = step {

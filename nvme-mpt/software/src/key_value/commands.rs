@@ -5,7 +5,7 @@ use nvme_guest::dma::DmaDirection;
 use nvme_guest::host::{CommandSetDescription, IoCommand};
 use nvme_mpt::shadow::{
     CommandFailure, CommandSet, CommandTraffic, CommandTranslator, CompletedCommand, NvmCommands,
-    UntranslatedCommand, location,
+    UntranslatedCommand, field_offsets,
 };
 use nvme_spec::ids::Nsid;
 use nvme_spec::key_value::{
@@ -16,18 +16,18 @@ use nvme_spec::opcode::KvOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-use super::format::{self, NamespaceKeys};
+use super::format::{self, KvNamespaceFormat};
 
 /// The Key Value Command Set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeyValueCommands;
 
 impl CommandSet for KeyValueCommands {
-    type Facts = NamespaceKeys;
+    type Facts = KvNamespaceFormat;
 
     const COMMANDS: &'static [IoCommand] = &format::COMMANDS;
 
-    fn describe(keys: &NamespaceKeys) -> CommandSetDescription {
+    fn describe(keys: &KvNamespaceFormat) -> CommandSetDescription {
         keys.describe()
     }
 
@@ -42,7 +42,7 @@ impl CommandSet for KeyValueCommands {
     }
 
     /// Returns 0, because the command set has no LBAs.
-    fn named_lba(_: &Sqe) -> u64 {
+    fn error_log_lba(_: &Sqe) -> u64 {
         0
     }
 
@@ -82,7 +82,7 @@ fn translate_command(
                 nsid: translator.blocks().guest_nsid(),
                 ..*guest
             })?;
-            translator.begin(host, opcode.0, slot);
+            translator.init_command(host, opcode.0, slot);
             Ok(0)
         }
         KvOpcode::FLUSH
@@ -93,44 +93,50 @@ fn translate_command(
         | KvOpcode::EXIST
         | KvOpcode::BATCH => {
             translator.check_common(guest)?;
-            translator.begin(host, opcode.0, slot);
+            translator.init_command(host, opcode.0, slot);
             match opcode {
-                KvOpcode::STORE => store(translator, guest, slot, host),
-                KvOpcode::RETRIEVE => retrieve(translator, guest, slot, host),
-                KvOpcode::LIST => list(translator, guest, slot, host),
-                KvOpcode::BATCH => batch(translator, guest, slot, host),
+                KvOpcode::STORE => translate_store(translator, guest, slot, host),
+                KvOpcode::RETRIEVE => translate_retrieve(translator, guest, slot, host),
+                KvOpcode::LIST => translate_list(translator, guest, slot, host),
+                KvOpcode::BATCH => translate_batch(translator, guest, slot, host),
                 KvOpcode::DELETE | KvOpcode::EXIST => {
-                    key(guest)?.write_to(host);
+                    required_key(guest)?.write_to(host);
                     Ok(0)
                 }
                 _ => Ok(0),
             }
         }
-        _ => Err(CommandFailure::at(Status::INVALID_OPCODE, location::OPCODE)),
+        _ => Err(CommandFailure::permanent(
+            Status::INVALID_OPCODE,
+            field_offsets::OPCODE,
+        )),
     }
 }
 
-fn store(
+fn translate_store(
     translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
 ) -> Result<u32, CommandFailure> {
     let command = KvStoreCommand::from(guest);
-    let key = key(guest)?;
+    let key = required_key(guest)?;
     // Contradictory conditions: the command could never succeed.
     if command.must_exist && command.must_not_exist {
-        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW11));
+        return Err(CommandFailure::permanent(
+            Status::INVALID_FIELD,
+            field_offsets::CDW11,
+        ));
     }
     if u64::from(command.vs) > translator.limits().own_bytes_max {
-        return Err(CommandFailure::at(
+        return Err(CommandFailure::permanent(
             Status::INVALID_VALUE_SIZE,
-            location::CDW10,
+            field_offsets::CDW10,
         ));
     }
     command.write_to(host);
     key.write_to(host);
-    value(
+    translate_value(
         translator,
         guest,
         command.vs,
@@ -140,17 +146,17 @@ fn store(
     )
 }
 
-fn retrieve(
+fn translate_retrieve(
     translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
 ) -> Result<u32, CommandFailure> {
     let command = KvRetrieveCommand::from(guest);
-    let key = key(guest)?;
+    let key = required_key(guest)?;
     command.write_to(host);
     key.write_to(host);
-    value(
+    translate_value(
         translator,
         guest,
         command.hbs,
@@ -160,20 +166,23 @@ fn retrieve(
     )
 }
 
-fn list(
+fn translate_list(
     translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
 ) -> Result<u32, CommandFailure> {
     let command = KvListCommand::from(guest);
-    let from = KvKey::of(guest).ok_or(KEY_SIZE)?;
-    if (command.hbs as usize) < KvKeyList::HEADER {
-        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW10));
+    let from = KvKey::from_sqe(guest).ok_or(INVALID_KEY_SIZE)?;
+    if (command.hbs as usize) < KvKeyList::HEADER_BYTES {
+        return Err(CommandFailure::permanent(
+            Status::INVALID_FIELD,
+            field_offsets::CDW10,
+        ));
     }
     command.write_to(host);
     from.write_to(host);
-    value(
+    translate_value(
         translator,
         guest,
         command.hbs,
@@ -184,7 +193,7 @@ fn list(
 }
 
 /// Translates a Batch. Its operations lie in guest memory, so they are copied first and checked afterwards.
-fn batch(
+fn translate_batch(
     translator: &mut CommandTranslator,
     guest: &Sqe,
     slot: u16,
@@ -192,14 +201,20 @@ fn batch(
 ) -> Result<u32, CommandFailure> {
     let command = KvBatchCommand::from(guest);
     if !(1..=KvBatchCommand::OPERATIONS_MAX).contains(&command.count) {
-        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW11));
+        return Err(CommandFailure::permanent(
+            Status::INVALID_FIELD,
+            field_offsets::CDW11,
+        ));
     }
     let least = usize::from(command.count) * size_of::<KvBatchOperation>();
     if (command.length as usize) < least {
-        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW10));
+        return Err(CommandFailure::permanent(
+            Status::INVALID_FIELD,
+            field_offsets::CDW10,
+        ));
     }
     command.write_to(host);
-    value(
+    translate_value(
         translator,
         guest,
         command.length,
@@ -210,7 +225,7 @@ fn batch(
 }
 
 /// Translates the data pointer of a command, if it has data.
-fn value(
+fn translate_value(
     translator: &mut CommandTranslator,
     guest: &Sqe,
     len: u32,
@@ -218,20 +233,24 @@ fn value(
     slot: u16,
     host: &mut Sqe,
 ) -> Result<u32, CommandFailure> {
-    if u64::from(len) > translator.limits().max_transfer() {
-        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW10));
+    if u64::from(len) > translator.limits().max_transfer_bytes() {
+        return Err(CommandFailure::permanent(
+            Status::INVALID_FIELD,
+            field_offsets::CDW10,
+        ));
     }
     if len > 0 {
-        translator.data(guest, len.into(), direction, slot, host)?;
+        translator.translate_data(guest, len.into(), direction, slot, host)?;
     }
     Ok(len)
 }
 
-const KEY_SIZE: CommandFailure = CommandFailure::at(Status::INVALID_KEY_SIZE, location::CDW11);
+const INVALID_KEY_SIZE: CommandFailure =
+    CommandFailure::permanent(Status::INVALID_KEY_SIZE, field_offsets::CDW11);
 
 /// Returns the key of a command that requires one.
-fn key(guest: &Sqe) -> Result<KvKey, CommandFailure> {
-    KvKey::of(guest)
+fn required_key(guest: &Sqe) -> Result<KvKey, CommandFailure> {
+    KvKey::from_sqe(guest)
         .filter(|key| !key.is_empty())
-        .ok_or(KEY_SIZE)
+        .ok_or(INVALID_KEY_SIZE)
 }

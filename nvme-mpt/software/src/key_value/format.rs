@@ -4,7 +4,7 @@ use core::mem::offset_of;
 
 use nvme_guest::host::{
     CommandSetDescription, GuestPromise, IdentifyNamespaceData, IoCommand, NamespaceContents,
-    NamespaceFact, PlacedFact, SparseStructure,
+    NamespaceFact, NamespaceFactOffset, SparseStructure,
 };
 use nvme_spec::identify::Csi;
 use nvme_spec::key_value::{IdentifyNamespaceKv, KEY_LENGTH_MAX, KvFormat};
@@ -25,16 +25,16 @@ pub(super) const COMMANDS: [IoCommand; 7] = [
 ];
 
 /// Fields of Identify Namespace that the function fills in.
-const FACTS: [PlacedFact; 3] = [
-    PlacedFact {
+const FACTS: [NamespaceFactOffset; 3] = [
+    NamespaceFactOffset {
         offset: offset_of!(IdentifyNamespaceKv, nuse) as u16,
         fact: NamespaceFact::Used,
     },
-    PlacedFact {
+    NamespaceFactOffset {
         offset: offset_of!(IdentifyNamespaceKv, nguid) as u16,
         fact: NamespaceFact::Nguid,
     },
-    PlacedFact {
+    NamespaceFactOffset {
         offset: offset_of!(IdentifyNamespaceKv, eui64) as u16,
         fact: NamespaceFact::Eui64,
     },
@@ -42,14 +42,14 @@ const FACTS: [PlacedFact; 3] = [
 
 /// Format of a key-value namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NamespaceKeys {
+pub struct KvNamespaceFormat {
     /// Capacity in bytes for all keys and values, including the overhead for each pair.
     pub capacity: u64,
     /// Maximum bytes of a value.
     pub value_bytes_max: u32,
 }
 
-impl NamespaceKeys {
+impl KvNamespaceFormat {
     /// Describes the namespace to its guest. All of Identify Controller for this command set is reserved.
     pub(super) fn describe(&self) -> CommandSetDescription {
         let format = self.format();
@@ -84,7 +84,7 @@ impl NamespaceKeys {
         id.nsze = self.capacity;
         id.kvf[0] = format;
         IdentifyNamespaceData {
-            structure: SparseStructure::of(&id),
+            structure: SparseStructure::from_structure(&id),
             facts: FACTS.to_vec(),
         }
     }

@@ -5,7 +5,8 @@ use std::convert::Infallible;
 use std::sync::PoisonError;
 
 use super::pairs::{
-    KeySpaceUsage, KeyValuePairs, KeyValuePairsMut, KvReply, KvRequest, answer, carry_out, change,
+    KeySpaceUsage, KeyValuePairs, KeyValuePairsMut, KvReply, KvRequest, execute_batch,
+    execute_change, execute_query,
 };
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_spec::key_value::KvKey;
@@ -29,9 +30,9 @@ impl MemoryKeySpace {
     pub(super) fn execute(&self, request: KvRequest, capacity: u64) -> KvReply {
         let MemoryKeySpaceState { pairs, usage } = &mut *self.lock();
         let result = match request {
-            KvRequest::Query(query) => answer(pairs, query),
-            KvRequest::Change(asked) => change(pairs, usage, capacity, asked),
-            KvRequest::Batch(steps) => carry_out(pairs, usage, capacity, steps),
+            KvRequest::Query(query) => execute_query(pairs, query),
+            KvRequest::Change(asked) => execute_change(pairs, usage, capacity, asked),
+            KvRequest::Batch(steps) => execute_batch(pairs, usage, capacity, steps),
         };
         match result {
             Ok(reply) => reply,

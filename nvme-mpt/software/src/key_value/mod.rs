@@ -14,6 +14,7 @@
 
 mod batch;
 mod commands;
+mod completion_pacer;
 #[cfg_attr(
     not(feature = "key-value-files"),
     expect(dead_code, reason = "without it, no file can be opened")
@@ -21,7 +22,6 @@ mod commands;
 mod file;
 mod format;
 mod memory;
-mod pace;
 mod pairs;
 mod queue;
 
@@ -32,7 +32,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 pub use commands::KeyValueCommands;
-pub use format::NamespaceKeys;
+pub use format::KvNamespaceFormat;
 pub use queue::KeyValueQueue;
 
 use file::KeyValueFile;
@@ -44,7 +44,7 @@ use nvme_guest::address::PAGE_SIZE;
 use nvme_guest::host::{CommandSetDescription, ControllerLimits};
 use nvme_guest::iova::IovaSpace;
 use nvme_guest::threads::ThreadSpawner;
-use nvme_lease::origin::{BackingId, DriveIdentity, DriveIdentityRef};
+use nvme_lease::backing_id::{BackingId, DriveIdentity, DriveIdentityRef};
 use nvme_lease::range::BOUNDARY;
 use nvme_lease::range_lock::ClaimError;
 use nvme_mpt::drive::{HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
@@ -149,7 +149,7 @@ pub struct KeyValueController {
     value_bytes_max: u32,
     /// Model that decides when commands complete. Without a model, a command completes as soon as the store has executed it.
     timing: Option<Arc<KvModel>>,
-    home: KeyValueStorage,
+    storage: KeyValueStorage,
     iova_space: Arc<IovaSpace>,
 }
 
@@ -193,7 +193,7 @@ impl KeyValueController {
                 .timing
                 .as_ref()
                 .map(|timing| Arc::new(KvModel::new(timing, TickUnit::Host))),
-            home,
+            storage: home,
             iova_space: Arc::new(IovaSpace::software()),
         }
     }
@@ -212,13 +212,13 @@ impl KeyValueController {
     ///
     /// # Errors
     /// Returns any [`KeyValueError`] except [`KeyValueError::Null`] and [`KeyValueError::Faults`].
-    pub fn file(
+    pub fn open_file(
         path: &Path,
         profile: &KvProfile,
         threads: &ThreadSpawner,
     ) -> Result<Self, KeyValueError> {
         let pairs = KeyValueFile::open(path, threads)?;
-        let origin = BackingId::of(pairs.path()).map_err(|source| KeyValueError::Io {
+        let origin = BackingId::from_path(pairs.path()).map_err(|source| KeyValueError::Io {
             path: pairs.path().to_owned(),
             source,
         })?;
@@ -233,7 +233,7 @@ impl KeyValueController {
     /// Without a timeout, queues wait indefinitely.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
-        if let KeyValueStorage::File(pairs) = &self.home {
+        if let KeyValueStorage::File(pairs) = &self.storage {
             pairs.set_timeout(timeout);
         }
         self
@@ -266,9 +266,9 @@ impl HostController for KeyValueController {
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
-        let bytes = request.only()?.bytes(request.namespace.lba_shift);
+        let bytes = request.single_part()?.bytes(request.namespace.lba_shift);
         let name = bytes.start();
-        let home = match &self.home {
+        let home = match &self.storage {
             KeyValueStorage::Memory(spaces) => {
                 // The state is consistent wherever a panic can occur.
                 let mut spaces = spaces.lock().unwrap_or_else(PoisonError::into_inner);
@@ -277,30 +277,30 @@ impl HostController for KeyValueController {
             KeyValueStorage::File(pairs) => KeySpaceStorage::File(pairs.clone(), name),
         };
         Ok(Box::new(KeySpace {
-            format: NamespaceKeys {
+            format: KvNamespaceFormat {
                 capacity: bytes.length(),
                 value_bytes_max: self.value_bytes_max,
             },
             timing: self.timing.clone(),
-            home,
+            storage: home,
         }))
     }
 
-    fn whole_lease(&self) -> Option<u64> {
+    fn lease_unit_bytes(&self) -> Option<u64> {
         Some(BOUNDARY)
     }
 
     fn is_private(&self) -> bool {
-        matches!(self.home, KeyValueStorage::Memory(_))
+        matches!(self.storage, KeyValueStorage::Memory(_))
     }
 }
 
 /// The key space of a lease.
 #[derive(Clone, Debug)]
 pub struct KeySpace {
-    format: NamespaceKeys,
+    format: KvNamespaceFormat,
     timing: Option<Arc<KvModel>>,
-    home: KeySpaceStorage,
+    storage: KeySpaceStorage,
 }
 
 #[derive(Clone, Debug)]
@@ -325,8 +325,8 @@ impl HostLease for KeySpace {
         Some(KeyValueCommands::describe(&self.format))
     }
 
-    fn used(&self) -> u64 {
-        match &self.home {
+    fn used_bytes(&self) -> u64 {
+        match &self.storage {
             KeySpaceStorage::Memory(space) => space.usage().bytes,
             KeySpaceStorage::File(pairs, name) => pairs.usage(*name).bytes,
         }

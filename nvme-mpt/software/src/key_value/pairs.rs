@@ -56,11 +56,11 @@ impl KvBatchStep {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KvQuery {
     /// Returns a value, but at most its first `room` bytes.
-    Retrieve { key: KvKey, room: usize },
+    Retrieve { key: KvKey, max_bytes: usize },
     /// Checks whether a key exists.
     Exist { key: KvKey },
     /// Returns the keys from `from` on, as many as fit into `room` bytes.
-    List { from: KvKey, room: usize },
+    List { from: KvKey, max_bytes: usize },
 }
 
 /// Request that changes pairs.
@@ -92,20 +92,20 @@ pub(super) struct KvReply {
     /// Data for the host's buffer.
     pub(super) data: Vec<u8>,
     /// Work of the steps of a Batch for the timing model.
-    pub(super) steps: Vec<KvWork>,
+    pub(super) step_work: Vec<KvWork>,
 }
 
 impl KvReply {
     /// Success without further results.
-    pub(super) const DONE: Self = Self::of(Status::SUCCESS);
+    pub(super) const SUCCESS: Self = Self::from_status(Status::SUCCESS);
 
     /// Returns a reply with a status only.
-    pub(super) const fn of(status: Status) -> Self {
+    pub(super) const fn from_status(status: Status) -> Self {
         Self {
             status,
             dw0: 0,
             data: Vec::new(),
-            steps: Vec::new(),
+            step_work: Vec::new(),
         }
     }
 }
@@ -140,57 +140,66 @@ pub(super) trait KeyValuePairsMut: KeyValuePairs {
 }
 
 /// Executes a query.
-pub(super) fn answer<P: KeyValuePairs>(pairs: &P, query: KvQuery) -> Result<KvReply, P::Error> {
+pub(super) fn execute_query<P: KeyValuePairs>(
+    pairs: &P,
+    query: KvQuery,
+) -> Result<KvReply, P::Error> {
     match query {
-        KvQuery::Retrieve { key, room } => {
+        KvQuery::Retrieve {
+            key,
+            max_bytes: room,
+        } => {
             let found = pairs.with_value(&key, |value| KvReply {
                 data: value.get(..room).unwrap_or(value).to_vec(),
-                ..sized(value.len())
+                ..size_reply(value.len())
             })?;
-            Ok(found.unwrap_or(MISSING))
+            Ok(found.unwrap_or(KEY_MISSING))
         }
         KvQuery::Exist { key } => {
-            let found = pairs.with_value(&key, |value| sized(value.len()))?;
-            Ok(found.unwrap_or(MISSING))
+            let found = pairs.with_value(&key, |value| size_reply(value.len()))?;
+            Ok(found.unwrap_or(KEY_MISSING))
         }
-        KvQuery::List { from, room } => {
+        KvQuery::List {
+            from,
+            max_bytes: room,
+        } => {
             let mut list = KvKeyList::new(room);
             pairs.for_each_key(&from, |key| list.push(key))?;
             Ok(KvReply {
                 data: list.into_bytes(),
-                ..KvReply::DONE
+                ..KvReply::SUCCESS
             })
         }
     }
 }
 
-const MISSING: KvReply = KvReply::of(Status::KV_KEY_DOES_NOT_EXIST);
+const KEY_MISSING: KvReply = KvReply::from_status(Status::KV_KEY_DOES_NOT_EXIST);
 
 /// Returns a successful reply with the size of a value, which is far below 2^32.
-fn sized(value: usize) -> KvReply {
+fn size_reply(value: usize) -> KvReply {
     KvReply {
         dw0: value as u32,
-        ..KvReply::DONE
+        ..KvReply::SUCCESS
     }
 }
 
 /// Executes the steps of a Batch in order. A failed step does not affect the others.
-pub(super) fn carry_out<P: KeyValuePairsMut>(
+pub(super) fn execute_batch<P: KeyValuePairsMut>(
     pairs: &mut P,
     usage: &mut KeySpaceUsage,
     capacity: u64,
     steps: Vec<Result<KvBatchStep, KvBatchStepStatus>>,
 ) -> Result<KvReply, P::Error> {
-    let mut reply = KvReply::DONE;
+    let mut reply = KvReply::SUCCESS;
     for (step, index) in steps.into_iter().zip(0..) {
         let KvBatchStepStatus(status) = match step {
             Ok(step) => {
-                reply.steps.push(step.work());
+                reply.step_work.push(step.work());
                 let ended = match step {
-                    KvBatchStep::Change(asked) => change(pairs, usage, capacity, asked)?,
-                    KvBatchStep::Exist { key } => answer(pairs, KvQuery::Exist { key })?,
+                    KvBatchStep::Change(asked) => execute_change(pairs, usage, capacity, asked)?,
+                    KvBatchStep::Exist { key } => execute_query(pairs, KvQuery::Exist { key })?,
                 };
-                status_of(ended.status)
+                to_step_status(ended.status)
             }
             Err(status) => status,
         };
@@ -200,7 +209,7 @@ pub(super) fn carry_out<P: KeyValuePairsMut>(
 }
 
 /// Converts the status of a command to the status of a step.
-fn status_of(status: Status) -> KvBatchStepStatus {
+fn to_step_status(status: Status) -> KvBatchStepStatus {
     match status {
         Status::SUCCESS => KvBatchStepStatus::DONE,
         Status::KV_KEY_DOES_NOT_EXIST => KvBatchStepStatus::KEY_DOES_NOT_EXIST,
@@ -211,7 +220,7 @@ fn status_of(status: Status) -> KvBatchStepStatus {
 }
 
 /// Executes a change, within the capacity of the key space.
-pub(super) fn change<P: KeyValuePairsMut>(
+pub(super) fn execute_change<P: KeyValuePairsMut>(
     pairs: &mut P,
     usage: &mut KeySpaceUsage,
     capacity: u64,
@@ -225,8 +234,10 @@ pub(super) fn change<P: KeyValuePairsMut>(
         } => {
             let there = pairs.with_value(&key, <[u8]>::len)?;
             match (only_if, there) {
-                (Some(KeyPresence::Absent), Some(_)) => return Ok(KvReply::of(Status::KEY_EXISTS)),
-                (Some(KeyPresence::Present), None) => return Ok(MISSING),
+                (Some(KeyPresence::Absent), Some(_)) => {
+                    return Ok(KvReply::from_status(Status::KEY_EXISTS));
+                }
+                (Some(KeyPresence::Present), None) => return Ok(KEY_MISSING),
                 _ => {}
             }
             let left = usage.bytes.saturating_sub(there.map_or(0, footprint));
@@ -234,21 +245,21 @@ pub(super) fn change<P: KeyValuePairsMut>(
             // Replacing a value by a smaller one always succeeds. This lets a guest shrink its usage after its lease became
             // smaller than its content.
             if bytes > capacity && bytes >= usage.bytes {
-                return Ok(KvReply::of(Status::CAPACITY_EXCEEDED));
+                return Ok(KvReply::from_status(Status::CAPACITY_EXCEEDED));
             }
             pairs.insert(&key, value)?;
             usage.bytes = bytes;
             usage.keys += u64::from(there.is_none());
-            Ok(KvReply::DONE)
+            Ok(KvReply::SUCCESS)
         }
         KvChange::Delete { key } => {
             let Some(there) = pairs.with_value(&key, <[u8]>::len)? else {
-                return Ok(MISSING);
+                return Ok(KEY_MISSING);
             };
             pairs.remove(&key)?;
             usage.bytes = usage.bytes.saturating_sub(footprint(there));
             usage.keys = usage.keys.saturating_sub(1);
-            Ok(KvReply::DONE)
+            Ok(KvReply::SUCCESS)
         }
     }
 }

@@ -10,13 +10,13 @@ use log::{error, warn};
 
 use super::KeyValueCommands;
 use super::batch;
+use super::completion_pacer::KvCompletionPacer;
 use super::file::{KeyValueFile, KvReplyQueue, QueuedKvRequest};
 use super::memory::MemoryKeySpace;
-use super::pace::KvCompletionPacer;
 use super::pairs::{KeyPresence, KvChange, KvQuery, KvReply, KvRequest};
-use super::{KeySpace, KeySpaceStorage, NamespaceKeys};
-use crate::looks::{LOOK, OVERDUE, RequestAgeTimer, looks_in};
+use super::{KeySpace, KeySpaceStorage, KvNamespaceFormat};
 use crate::model::{KvAccess, KvWork};
+use crate::request_age::{CHECK_INTERVAL, OVERDUE_CHECKS, RequestAgeTimer, checks_in};
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt_memory::clock::Ticks;
@@ -29,15 +29,15 @@ use nvme_spec::status::Status;
 
 /// Maximum bytes of values in flight between a queue and a file. Several of the largest values fit, but fewer than a guest can
 /// request at once.
-const BYTES_ON_THE_WAY: usize = 4 << 20;
+const INFLIGHT_BYTES_MAX: usize = 4 << 20;
 
 /// A queue pair of a key space.
 #[derive(Debug)]
 pub struct KeyValueQueue {
-    format: NamespaceKeys,
-    lane: KvRequestRoute,
+    format: KvNamespaceFormat,
+    route: KvRequestRoute,
     /// Submitted commands whose doorbell was not rung yet.
-    arriving: Vec<Sqe>,
+    submitted: Vec<Sqe>,
     ended: EndedKvCommands,
 }
 
@@ -46,16 +46,19 @@ pub struct KeyValueQueue {
 struct EndedKvCommands {
     completed: Vec<HostCompletion>,
     /// Delays completions, if the drive has a timing model.
-    pace: Option<KvCompletionPacer>,
+    pacer: Option<KvCompletionPacer>,
 }
 
 impl EndedKvCommands {
     /// Adds a completed command, after copying its data to guest memory.
     fn add(&mut self, sqe: &Sqe, reply: &KvReply, memory: HostMemory<'_>) {
-        let completion = complete(sqe, reply, memory);
-        match &mut self.pace {
+        let completion = to_completion(sqe, reply, memory);
+        match &mut self.pacer {
             None => self.completed.push(completion),
-            Some(pace) => pace.hold(completion, work(sqe, reply).iter().chain(&reply.steps)),
+            Some(pace) => pace.hold(
+                completion,
+                command_work(sqe, reply).iter().chain(&reply.step_work),
+            ),
         }
     }
 }
@@ -75,26 +78,26 @@ struct KvFileRoute {
     name: u64,
     mailbox: Arc<KvReplyQueue>,
     /// Commands whose requests the thread has, by slot.
-    asked: Box<[Sqe]>,
+    inflight: Box<[Sqe]>,
     /// Commands that are passed to the thread when fewer bytes are in flight.
     waiting: VecDeque<Sqe>,
     bytes: usize,
     /// Buffer for replies that were taken from the mailbox.
     replies: Vec<(u16, KvReply)>,
     /// Number of requests that the thread has.
-    requests: usize,
+    inflight_count: usize,
     progress: KvFileThreadProgress,
     /// True if the thread has made no progress for longer than the timeout.
-    failed: bool,
+    has_failed: bool,
 }
 
 /// Progress of the file's thread, as observed by a queue that waits for replies.
 #[derive(Debug)]
 struct KvFileThreadProgress {
-    looks: RequestAgeTimer,
+    age_timer: RequestAgeTimer,
     /// Number of batches when the last progress was seen, and the count of age checks at that time.
-    batches: u64,
-    since: u32,
+    last_batches: u64,
+    last_progress_check: u32,
 }
 
 /// Class of the time for which the thread has made no progress.
@@ -105,33 +108,38 @@ enum KvFileThreadDelay {
     /// Longer than a healthy drive needs. Returned once per period without progress.
     Overdue,
     /// Longer than the drive's timeout.
-    Lost,
+    TimedOut,
 }
 
 impl KvFileThreadProgress {
     fn new() -> Self {
         Self {
-            looks: RequestAgeTimer::new(),
-            batches: 0,
-            since: 0,
+            age_timer: RequestAgeTimer::new(),
+            last_batches: 0,
+            last_progress_check: 0,
         }
     }
 
     /// Restarts the measurement.
-    fn begin(&mut self, batches: u64) {
-        self.batches = batches;
-        self.since = self.looks.count;
+    fn restart(&mut self, batches: u64) {
+        self.last_batches = batches;
+        self.last_progress_check = self.age_timer.count;
     }
 
     /// Compares the number of batches with the number at the last check.
-    fn look(&mut self, now: Ticks, batches: u64, timeout: Option<u32>) -> KvFileThreadDelay {
-        self.looks.look(now);
-        if batches != self.batches {
-            self.begin(batches);
+    fn check_progress(
+        &mut self,
+        now: Ticks,
+        batches: u64,
+        timeout: Option<u32>,
+    ) -> KvFileThreadDelay {
+        self.age_timer.count_check(now);
+        if batches != self.last_batches {
+            self.restart(batches);
         }
-        match self.looks.count.wrapping_sub(self.since) {
-            age if timeout.is_some_and(|timeout| age > timeout) => KvFileThreadDelay::Lost,
-            OVERDUE => KvFileThreadDelay::Overdue,
+        match self.age_timer.count.wrapping_sub(self.last_progress_check) {
+            age if timeout.is_some_and(|timeout| age > timeout) => KvFileThreadDelay::TimedOut,
+            OVERDUE_CHECKS => KvFileThreadDelay::Overdue,
             _ => KvFileThreadDelay::Short,
         }
     }
@@ -140,28 +148,28 @@ impl KvFileThreadProgress {
 impl KeyValueQueue {
     pub(super) fn new(keys: KeySpace, slots: u16) -> io::Result<Self> {
         let room = usize::from(slots);
-        let lane = match keys.home {
+        let lane = match keys.storage {
             KeySpaceStorage::Memory(space) => KvRequestRoute::Memory(space),
             KeySpaceStorage::File(pairs, name) => KvRequestRoute::File(KvFileRoute {
                 pairs,
                 name,
                 mailbox: Arc::new(KvReplyQueue::new(room)?),
-                asked: vec![Sqe::default(); room].into_boxed_slice(),
+                inflight: vec![Sqe::default(); room].into_boxed_slice(),
                 waiting: VecDeque::with_capacity(room),
                 bytes: 0,
                 replies: Vec::with_capacity(room),
-                requests: 0,
+                inflight_count: 0,
                 progress: KvFileThreadProgress::new(),
-                failed: false,
+                has_failed: false,
             }),
         };
         Ok(Self {
             format: keys.format,
-            lane,
-            arriving: Vec::with_capacity(room),
+            route: lane,
+            submitted: Vec::with_capacity(room),
             ended: EndedKvCommands {
                 completed: Vec::with_capacity(room),
-                pace: keys
+                pacer: keys
                     .timing
                     .map(|model| KvCompletionPacer::new(model, slots)),
             },
@@ -171,25 +179,25 @@ impl KeyValueQueue {
 
 impl KvFileRoute {
     /// Passes waiting commands to the thread, as long as the bytes in flight are within the limit.
-    fn advance(
+    fn submit_waiting(
         &mut self,
-        format: &NamespaceKeys,
+        format: &KvNamespaceFormat,
         memory: HostMemory<'_>,
         ended: &mut EndedKvCommands,
     ) {
         let mut asked = Vec::new();
         while let Some(sqe) = self.waiting.front() {
-            let bytes = bytes_of(sqe);
-            if self.bytes > 0 && self.bytes + bytes > BYTES_ON_THE_WAY {
+            let bytes = request_bytes(sqe);
+            if self.bytes > 0 && self.bytes + bytes > INFLIGHT_BYTES_MAX {
                 break;
             }
             let Some(sqe) = self.waiting.pop_front() else {
                 break;
             };
-            match request(&sqe, format, memory) {
+            match to_request(&sqe, format, memory) {
                 Ok(Some(request)) => {
                     let slot = sqe.cid().0;
-                    let Some(place) = self.asked.get_mut(usize::from(slot)) else {
+                    let Some(place) = self.inflight.get_mut(usize::from(slot)) else {
                         continue;
                     };
                     *place = sqe;
@@ -201,44 +209,46 @@ impl KvFileRoute {
                         request,
                     });
                 }
-                Ok(None) => ended.add(&sqe, &KvReply::DONE, memory),
-                Err(status) => ended.add(&sqe, &KvReply::of(status), memory),
+                Ok(None) => ended.add(&sqe, &KvReply::SUCCESS, memory),
+                Err(status) => ended.add(&sqe, &KvReply::from_status(status), memory),
             }
         }
         if asked.is_empty() {
             return;
         }
-        if self.requests == 0 {
-            self.progress.begin(self.pairs.batches());
+        if self.inflight_count == 0 {
+            self.progress.restart(self.pairs.batches());
         }
-        self.requests += asked.len();
-        self.pairs.ask(self.name, asked);
+        self.inflight_count += asked.len();
+        self.pairs.submit_requests(self.name, asked);
     }
 
     /// Checks the thread's progress periodically.
-    fn look(&mut self) {
+    fn check_timeout(&mut self) {
         let now = Ticks::now();
-        if self.failed || self.requests == 0 || now < self.progress.looks.next {
+        if self.has_failed || self.inflight_count == 0 || now < self.progress.age_timer.next {
             return;
         }
         let timeout = self.pairs.timeout();
-        let looks = timeout.map(looks_in);
-        let standstill = self.progress.look(now, self.pairs.batches(), looks);
-        let (path, requests) = (self.pairs.path().display(), self.requests);
+        let looks = timeout.map(checks_in);
+        let standstill = self
+            .progress
+            .check_progress(now, self.pairs.batches(), looks);
+        let (path, requests) = (self.pairs.path().display(), self.inflight_count);
         match standstill {
             KvFileThreadDelay::Short => {}
             KvFileThreadDelay::Overdue => warn!(
                 "The kernel has not completed a transaction on {path} for over {:?}: {requests} commands of a queue \
                  wait for it",
-                LOOK * OVERDUE
+                CHECK_INTERVAL * OVERDUE_CHECKS
             ),
-            KvFileThreadDelay::Lost => {
+            KvFileThreadDelay::TimedOut => {
                 error!(
                     "The kernel has not completed a transaction on {path} for over {:?}, its timeout: a queue with \
                      {requests} commands fails",
                     timeout.unwrap_or_default()
                 );
-                self.failed = true;
+                self.has_failed = true;
             }
         }
     }
@@ -247,18 +257,18 @@ impl KvFileRoute {
     fn take_replies(&mut self, memory: HostMemory<'_>, ended: &mut EndedKvCommands) {
         self.mailbox.take(&mut self.replies);
         for (slot, reply) in self.replies.drain(..) {
-            let Some(sqe) = self.asked.get(usize::from(slot)) else {
+            let Some(sqe) = self.inflight.get(usize::from(slot)) else {
                 continue;
             };
-            self.bytes = self.bytes.saturating_sub(bytes_of(sqe));
-            self.requests = self.requests.saturating_sub(1);
+            self.bytes = self.bytes.saturating_sub(request_bytes(sqe));
+            self.inflight_count = self.inflight_count.saturating_sub(1);
             ended.add(sqe, &reply, memory);
         }
     }
 }
 
 /// Returns the maximum of bytes that a command transfers, plus the size of the request.
-fn bytes_of(sqe: &Sqe) -> usize {
+fn request_bytes(sqe: &Sqe) -> usize {
     // All commands with data have its length in the same place.
     let data = match KvOpcode(sqe.opcode()) {
         KvOpcode::STORE | KvOpcode::RETRIEVE | KvOpcode::LIST | KvOpcode::BATCH => {
@@ -270,19 +280,19 @@ fn bytes_of(sqe: &Sqe) -> usize {
 }
 
 /// Converts a command to a request. Returns `None` if the command is already complete, for example because it is invalid.
-fn request(
+fn to_request(
     sqe: &Sqe,
-    format: &NamespaceKeys,
+    format: &KvNamespaceFormat,
     memory: HostMemory<'_>,
 ) -> Result<Option<KvRequest>, Status> {
     if KvOpcode(sqe.opcode()) == KvOpcode::BATCH {
         let KvBatchCommand { length, count } = KvBatchCommand::from(sqe);
         // Copy the data before checking it, because the guest may write to it at any time.
-        let data = fetch(sqe, length, memory)?;
-        let steps = batch::steps(&data, count, format.value_bytes_max)?;
+        let data = read_value(sqe, length, memory)?;
+        let steps = batch::parse_steps(&data, count, format.value_bytes_max)?;
         return Ok(Some(KvRequest::Batch(steps)));
     }
-    let key = KvKey::of(sqe).ok_or(Status::INVALID_KEY_SIZE)?;
+    let key = KvKey::from_sqe(sqe).ok_or(Status::INVALID_KEY_SIZE)?;
     Ok(Some(match KvOpcode(sqe.opcode()) {
         // A completed command is durable, or ends with the process.
         KvOpcode::FLUSH => return Ok(None),
@@ -298,7 +308,7 @@ fn request(
                 (_, true) => Some(KeyPresence::Absent),
                 _ => None,
             };
-            let value = fetch(sqe, vs, memory)?;
+            let value = read_value(sqe, vs, memory)?;
             KvRequest::Change(KvChange::Store {
                 key,
                 value,
@@ -308,19 +318,25 @@ fn request(
         KvOpcode::DELETE => KvRequest::Change(KvChange::Delete { key }),
         KvOpcode::RETRIEVE => {
             let room = KvRetrieveCommand::from(sqe).hbs as usize;
-            KvRequest::Query(KvQuery::Retrieve { key, room })
+            KvRequest::Query(KvQuery::Retrieve {
+                key,
+                max_bytes: room,
+            })
         }
         KvOpcode::EXIST => KvRequest::Query(KvQuery::Exist { key }),
         KvOpcode::LIST => {
             let room = KvListCommand::from(sqe).hbs as usize;
-            KvRequest::Query(KvQuery::List { from: key, room })
+            KvRequest::Query(KvQuery::List {
+                from: key,
+                max_bytes: room,
+            })
         }
         _ => return Err(Status::INVALID_OPCODE),
     }))
 }
 
 /// Returns the work of a command for the timing model. A Flush has no work, and a Batch has only the work of its steps.
-fn work(sqe: &Sqe, reply: &KvReply) -> Option<KvWork> {
+fn command_work(sqe: &Sqe, reply: &KvReply) -> Option<KvWork> {
     let (access, bytes) = match KvOpcode(sqe.opcode()) {
         KvOpcode::STORE => (KvAccess::Store, KvStoreCommand::from(sqe).vs.into()),
         KvOpcode::RETRIEVE => (KvAccess::Retrieve, reply.data.len() as u64),
@@ -333,13 +349,13 @@ fn work(sqe: &Sqe, reply: &KvReply) -> Option<KvWork> {
 }
 
 /// Copies a value from guest memory.
-fn fetch(sqe: &Sqe, len: u32, memory: HostMemory<'_>) -> Result<Vec<u8>, Status> {
+fn read_value(sqe: &Sqe, len: u32, memory: HostMemory<'_>) -> Result<Vec<u8>, Status> {
     let mut value = vec![0; len as usize];
     if value.is_empty() {
         return Ok(value);
     }
     let mut rest = value.as_mut_slice();
-    DataPointer::of(sqe).for_each(memory, len.into(), |part| {
+    DataPointer::from_sqe(sqe).for_each_piece(memory, len.into(), |part| {
         let (here, after) = std::mem::take(&mut rest).split_at_mut(part.len());
         part.copy_to(here);
         rest = after;
@@ -348,8 +364,8 @@ fn fetch(sqe: &Sqe, len: u32, memory: HostMemory<'_>) -> Result<Vec<u8>, Status>
 }
 
 /// Creates the completion of a command, after copying its data to guest memory.
-fn complete(sqe: &Sqe, reply: &KvReply, memory: HostMemory<'_>) -> HostCompletion {
-    let handed_over = hand_over(sqe, &reply.data, memory);
+fn to_completion(sqe: &Sqe, reply: &KvReply, memory: HostMemory<'_>) -> HostCompletion {
+    let handed_over = copy_to_host(sqe, &reply.data, memory);
     let status = match handed_over {
         Ok(()) => reply.status,
         Err(status) => status,
@@ -363,14 +379,14 @@ fn complete(sqe: &Sqe, reply: &KvReply, memory: HostMemory<'_>) -> HostCompletio
 }
 
 /// Copies data to the command's buffer. The rest of the buffer is unchanged.
-fn hand_over(sqe: &Sqe, data: &[u8], memory: HostMemory<'_>) -> Result<(), Status> {
+fn copy_to_host(sqe: &Sqe, data: &[u8], memory: HostMemory<'_>) -> Result<(), Status> {
     if data.is_empty() {
         return Ok(());
     }
     // The length of the host's buffer decides whether PRP2 points to a list.
     let room = KvRetrieveCommand::from(sqe).hbs;
     let mut rest = data;
-    DataPointer::of(sqe).for_each(memory, room.into(), |part| {
+    DataPointer::from_sqe(sqe).for_each_piece(memory, room.into(), |part| {
         let (here, after) = rest.split_at(rest.len().min(part.len()));
         part.copy_from(here);
         rest = after;
@@ -381,34 +397,34 @@ impl HostBatch for &mut KeyValueQueue {
     fn announce(&mut self, _: u32, _: Ticks) {}
 
     fn submit(&mut self, sqe: &Sqe) {
-        debug_assert!(self.arriving.len() < self.arriving.capacity());
-        self.arriving.push(*sqe);
+        debug_assert!(self.submitted.len() < self.submitted.capacity());
+        self.submitted.push(*sqe);
     }
 
     fn ring(self, memory: HostMemory<'_>) {
         let KeyValueQueue {
             format,
-            lane,
-            arriving,
+            route: lane,
+            submitted: arriving,
             ended,
         } = self;
-        if let Some(pace) = &mut ended.pace {
-            pace.arrive(arriving.iter().map(|sqe| sqe.cid().0));
+        if let Some(pace) = &mut ended.pacer {
+            pace.record_arrivals(arriving.iter().map(|sqe| sqe.cid().0));
         }
         match lane {
             KvRequestRoute::Memory(space) => {
                 for sqe in arriving.drain(..) {
-                    let reply = match request(&sqe, format, memory) {
+                    let reply = match to_request(&sqe, format, memory) {
                         Ok(Some(request)) => space.execute(request, format.capacity),
-                        Ok(None) => KvReply::DONE,
-                        Err(status) => KvReply::of(status),
+                        Ok(None) => KvReply::SUCCESS,
+                        Err(status) => KvReply::from_status(status),
                     };
                     ended.add(&sqe, &reply, memory);
                 }
             }
             KvRequestRoute::File(lane) => {
                 lane.waiting.extend(arriving.drain(..));
-                lane.advance(format, memory, ended);
+                lane.submit_waiting(format, memory, ended);
             }
         }
     }
@@ -424,29 +440,29 @@ impl HostQueue for KeyValueQueue {
     }
 
     fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
-        if let KvRequestRoute::File(lane) = &mut self.lane {
+        if let KvRequestRoute::File(lane) = &mut self.route {
             if lane.mailbox.has_replies() {
                 lane.take_replies(memory, &mut self.ended);
-                lane.advance(&self.format, memory, &mut self.ended);
+                lane.submit_waiting(&self.format, memory, &mut self.ended);
             }
-            lane.look();
+            lane.check_timeout();
         }
         for completion in self.ended.completed.drain(..) {
             taker.take(completion);
         }
-        if let Some(pace) = &mut self.ended.pace {
+        if let Some(pace) = &mut self.ended.pacer {
             pace.release(|completion| taker.take(completion));
         }
     }
 
     /// Returns at once: the thread has copies of all data, so it never accesses guest memory.
-    fn settle(&mut self) -> bool {
+    fn drain(&mut self) -> bool {
         true
     }
 
     /// Drops the requests that the thread does not have yet.
     fn cut_short(&mut self) {
-        if let KvRequestRoute::File(lane) = &mut self.lane {
+        if let KvRequestRoute::File(lane) = &mut self.route {
             let ended = lane.waiting.drain(..).map(|sqe| HostCompletion {
                 slot: sqe.cid().0,
                 status: Status::ABORTED_SQ_DELETION,
@@ -457,35 +473,35 @@ impl HostQueue for KeyValueQueue {
     }
 
     fn wait_fd(&self) -> Option<RawFd> {
-        match &self.lane {
+        match &self.route {
             KvRequestRoute::Memory(_) => None,
             KvRequestRoute::File(lane) => Some(lane.mailbox.wait_fd()),
         }
     }
 
-    fn hurry(&mut self, hurried: bool) {
-        if let Some(pace) = &mut self.ended.pace {
+    fn set_hurried(&mut self, hurried: bool) {
+        if let Some(pace) = &mut self.ended.pacer {
             pace.hurry(hurried);
         }
     }
 
     fn next_due(&self) -> Option<Ticks> {
-        let look = match &self.lane {
-            KvRequestRoute::File(lane) if lane.requests > 0 && !lane.failed => {
-                Some(lane.progress.looks.next)
+        let look = match &self.route {
+            KvRequestRoute::File(lane) if lane.inflight_count > 0 && !lane.has_failed => {
+                Some(lane.progress.age_timer.next)
             }
             _ => None,
         };
         let due = self
             .ended
-            .pace
+            .pacer
             .as_ref()
             .and_then(KvCompletionPacer::next_due);
         [look, due].into_iter().flatten().min()
     }
 
     fn has_failed(&self) -> bool {
-        matches!(&self.lane, KvRequestRoute::File(lane) if lane.failed)
+        matches!(&self.route, KvRequestRoute::File(lane) if lane.has_failed)
     }
 }
 
@@ -495,23 +511,26 @@ mod tests {
 
     #[test]
     fn a_stalled_thread_is_reported_once_and_waited_for() {
-        let day = looks_in(std::time::Duration::from_secs(24 * 3600));
-        let lost = looks_in(std::time::Duration::from_secs(45));
+        let day = checks_in(std::time::Duration::from_secs(24 * 3600));
+        let lost = checks_in(std::time::Duration::from_secs(45));
         for timeout in [None, Some(lost)] {
             let mut progress = KvFileThreadProgress::new();
             let mut stands = |batches, looks: u32| -> Vec<KvFileThreadDelay> {
-                let found = (0..looks).map(|_| progress.look(Ticks(0), batches, timeout));
+                let found = (0..looks).map(|_| progress.check_progress(Ticks(0), batches, timeout));
                 found
                     .filter(|found| *found != KvFileThreadDelay::Short)
                     .collect()
             };
-            assert!(stands(1, OVERDUE).is_empty());
+            assert!(stands(1, OVERDUE_CHECKS).is_empty());
             // The store has made progress, if only with the next batch.
-            assert!(stands(2, OVERDUE).is_empty());
-            assert_eq!(stands(2, lost - OVERDUE + 1), [KvFileThreadDelay::Overdue]);
+            assert!(stands(2, OVERDUE_CHECKS).is_empty());
+            assert_eq!(
+                stands(2, lost - OVERDUE_CHECKS + 1),
+                [KvFileThreadDelay::Overdue]
+            );
             match timeout {
                 None => assert!(stands(2, day).is_empty(), "it is waited for"),
-                Some(_) => assert_eq!(stands(2, 1), [KvFileThreadDelay::Lost]),
+                Some(_) => assert_eq!(stands(2, 1), [KvFileThreadDelay::TimedOut]),
             }
         }
     }

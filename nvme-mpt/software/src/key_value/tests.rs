@@ -13,11 +13,11 @@ const PROFILE: KvProfile = KvProfile {
 };
 
 fn open(path: &Path) -> Result<KeyValueController, KeyValueError> {
-    KeyValueController::file(path, &PROFILE, &ThreadSpawner::default())
+    KeyValueController::open_file(path, &PROFILE, &ThreadSpawner::default())
 }
 
 /// Creates an empty file.
-fn empty(folder: &Path, len: u64) -> PathBuf {
+fn create_empty_file(folder: &Path, len: u64) -> PathBuf {
     let path = folder.join("drive.img");
     File::create(&path)
         .and_then(|file| file.set_len(len))
@@ -32,7 +32,7 @@ fn capacity(drive: &KeyValueController) -> u64 {
 #[test]
 fn an_empty_file_becomes_a_drive_of_its_size() {
     let folder = tempfile::tempdir().expect("a folder");
-    let path = empty(folder.path(), 64 << 20);
+    let path = create_empty_file(folder.path(), 64 << 20);
     let drive = open(&path).expect("empty");
     assert_eq!(capacity(&drive), 64 << 20);
     let length = fs::metadata(&path).expect("there").len();
@@ -51,12 +51,12 @@ fn an_empty_file_becomes_a_drive_of_its_size() {
 #[test]
 fn a_file_is_open_once() {
     let folder = tempfile::tempdir().expect("a folder");
-    let path = empty(folder.path(), 1 << 20);
+    let path = create_empty_file(folder.path(), 1 << 20);
     let drive = open(&path).expect("empty");
     let error = open(&path).expect_err("locked");
     assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
     // The file's blocks are not offered as a drive either.
-    let blocks = Arc::new(crate::SoftwareController::file(&path, 9).expect("a file"));
+    let blocks = Arc::new(crate::SoftwareController::open_file(&path, 9).expect("a file"));
     let request = HostLeaseRequest {
         name: "test",
         namespace: blocks.namespaces()[0],
@@ -77,7 +77,7 @@ fn a_file_is_open_once() {
 #[test]
 fn other_files_are_refused_and_unchanged() {
     let folder = tempfile::tempdir().expect("a folder");
-    let path = empty(folder.path(), 4 << 20);
+    let path = create_empty_file(folder.path(), 4 << 20);
     let file = File::options().write(true).open(&path).expect("there");
     // For example, a file system may have its superblock here.
     file.write_all_at(&[1], 3 << 20).expect("written");
@@ -90,7 +90,7 @@ fn other_files_are_refused_and_unchanged() {
     let error = open(folder.path()).expect_err("a folder");
     assert!(matches!(error, KeyValueError::NotAFile(_)), "{error}");
 
-    let path = empty(folder.path(), 1 << 20);
+    let path = create_empty_file(folder.path(), 1 << 20);
     drop(open(&path).expect("empty"));
     let file = File::options().write(true).open(&path).expect("there");
     // Overwrites the middle of the database's own header.

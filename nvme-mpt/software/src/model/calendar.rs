@@ -5,14 +5,14 @@
 //! less than operations on a heap. No memory is allocated after creation. Completions due in the same unit come out in any
 //! order, because a drive promises no order among commands (Base 2.0, section 3.4.1).
 
-use super::due::DueQueue;
+use super::due_queue::DueQueue;
 use nvme_mpt::host::HostCompletion;
 use nvme_spec::status::Status;
 
 /// Number of pages in the ring.
 const PAGES: u64 = 64 * 64;
 
-const NONE: u16 = u16::MAX;
+const NO_SLOT: u16 = u16::MAX;
 
 /// A time in ticks plus one tick less than a unit. If it is truncated to units, it is therefore rounded up, so no completion
 /// comes out early. Adding ticks keeps this property, so a due time computed from this time is rounded up, too.
@@ -45,7 +45,7 @@ impl CalendarEntry {
 #[derive(Debug)]
 struct CalendarRing {
     /// First time unit that has a page. The pages of all earlier units are empty.
-    begin: u64,
+    window_start: u64,
     /// Bitmap of the pages: 1 for a page that is not empty.
     occupied: [u64; 64],
     /// The first slot on each page.
@@ -57,13 +57,13 @@ struct CalendarRing {
 impl CalendarRing {
     /// Returns whether a time unit has a page.
     #[inline]
-    fn has(&self, unit: u64) -> bool {
-        unit.wrapping_sub(self.begin) < PAGES
+    fn has_unit(&self, unit: u64) -> bool {
+        unit.wrapping_sub(self.window_start) < PAGES
     }
 
     /// Adds a completion to the page of a time unit.
     #[inline]
-    fn enter(&mut self, slot: u16, status: Status, unit: u64) {
+    fn insert(&mut self, slot: u16, status: Status, unit: u64) {
         let Some(entry) = self.entries.get_mut(usize::from(slot)) else {
             return;
         };
@@ -74,9 +74,9 @@ impl CalendarRing {
     }
 
     /// Moves the completion of a slot from the heap of later completions to the page of a time unit.
-    fn enter_kept(&mut self, slot: u32, unit: u64) {
+    fn move_from_later(&mut self, slot: u32, unit: u64) {
         if let Some(entry) = self.entries.get(slot as usize) {
-            self.enter(slot as u16, entry.status(), unit);
+            self.insert(slot as u16, entry.status(), unit);
         }
     }
 
@@ -84,13 +84,13 @@ impl CalendarRing {
     #[inline]
     fn release_until(&mut self, until: u64, mut done: impl FnMut(HostCompletion)) {
         // The clock of another processor may be behind.
-        let Some(ahead) = until.checked_sub(self.begin) else {
+        let Some(ahead) = until.checked_sub(self.window_start) else {
             return;
         };
         // Scan the bitmap word by word. In the first word, pages before the first page belong to the end of the ring and come
         // last.
-        let last = self.begin + ahead.min(PAGES - 1);
-        let (mut word, mut asked) = (self.begin / 64, u64::MAX << (self.begin % 64));
+        let last = self.window_start + ahead.min(PAGES - 1);
+        let (mut word, mut asked) = (self.window_start / 64, u64::MAX << (self.window_start % 64));
         loop {
             while word < last / 64 && self.occupied[(word % 64) as usize] & asked == 0 {
                 word += 1;
@@ -117,7 +117,7 @@ impl CalendarRing {
         while due != 0 {
             let page = word * 64 + due.trailing_zeros() as usize;
             due &= due - 1;
-            let mut slot = std::mem::replace(&mut self.pages[page], NONE);
+            let mut slot = std::mem::replace(&mut self.pages[page], NO_SLOT);
             while let Some(&entry) = self.entries.get(usize::from(slot)) {
                 let (status, dw0) = (entry.status(), 0);
                 done(HostCompletion { slot, status, dw0 });
@@ -127,8 +127,11 @@ impl CalendarRing {
     }
 
     /// Returns the first time unit whose page is not empty.
-    fn first(&self) -> Option<u64> {
-        let (word, bit) = ((self.begin % PAGES / 64) as usize, self.begin % 64);
+    fn first_occupied(&self) -> Option<u64> {
+        let (word, bit) = (
+            (self.window_start % PAGES / 64) as usize,
+            self.window_start % 64,
+        );
         // In the first word, the pages before the first page are the last pages of the ring.
         let words = (0..=64).map(|i| match i {
             0 => self.occupied[word] >> bit << bit,
@@ -136,7 +139,7 @@ impl CalendarRing {
             i => self.occupied[(word + i) % 64],
         });
         let (i, found) = words.enumerate().find(|(_, found)| *found != 0)?;
-        let of_word = self.begin - bit + i as u64 * 64;
+        let of_word = self.window_start - bit + i as u64 * 64;
         Some(of_word + u64::from(found.trailing_zeros()))
     }
 }
@@ -147,7 +150,7 @@ pub(crate) struct CompletionCalendar {
     /// Ticks per time unit, as a base-2 logarithm.
     shift: u32,
     /// Ticks to add to a time for rounding up: one less than a time unit has.
-    round: u64,
+    rounding_ticks: u64,
     near: CalendarRing,
     /// Completions that are due after the time units of the ring.
     later: DueQueue,
@@ -156,15 +159,15 @@ pub(crate) struct CompletionCalendar {
 impl CompletionCalendar {
     /// Creates a calendar for slots 0 to `slots`-1, with time units of at most `resolution` ticks.
     pub(crate) fn new(slots: u16, resolution: u64) -> Self {
-        let nothing = CalendarEntry::new(Status::SUCCESS, NONE);
+        let nothing = CalendarEntry::new(Status::SUCCESS, NO_SLOT);
         let shift = resolution.max(1).ilog2();
         Self {
             shift,
-            round: (1 << shift) - 1,
+            rounding_ticks: (1 << shift) - 1,
             near: CalendarRing {
-                begin: 0,
+                window_start: 0,
                 occupied: [0; 64],
-                pages: [NONE; PAGES as usize],
+                pages: [NO_SLOT; PAGES as usize],
                 // At most 65,535 slots, so `NONE` is never a valid slot.
                 entries: vec![nothing; slots.into()].into_boxed_slice(),
             },
@@ -174,35 +177,35 @@ impl CompletionCalendar {
 
     /// Sets the current time to at least `now`. Returns `now` rounded up, as the base for due times.
     #[inline]
-    pub(crate) fn begin(&mut self, now: u64) -> RoundedUpTicks {
+    pub(crate) fn advance_to(&mut self, now: u64) -> RoundedUpTicks {
         let unit = now >> self.shift;
         // Skip ahead if no completion was held for a long time.
-        if unit > self.near.begin + PAGES / 2 && self.near.first().is_none() {
-            self.near.begin = unit;
+        if unit > self.near.window_start + PAGES / 2 && self.near.first_occupied().is_none() {
+            self.near.window_start = unit;
         }
-        RoundedUpTicks(now.wrapping_add(self.round))
+        RoundedUpTicks(now.wrapping_add(self.rounding_ticks))
     }
 
     /// Adds a completion for a slot, which must have no other. If the completion is already due, the next release returns it.
     #[inline]
     pub(crate) fn hold(&mut self, slot: u16, status: Status, due: RoundedUpTicks) {
         let unit = due.0 >> self.shift;
-        if self.near.has(unit) {
-            self.near.enter(slot, status, unit);
+        if self.near.has_unit(unit) {
+            self.near.insert(slot, status, unit);
         } else {
-            self.hold_elsewhere(slot, status, due);
+            self.hold_outside_ring(slot, status, due);
         }
     }
 
     /// Adds a completion whose time unit has no page.
     #[cold]
-    fn hold_elsewhere(&mut self, slot: u16, status: Status, due: RoundedUpTicks) {
-        if due.0 >> self.shift < self.near.begin {
-            self.near.enter(slot, status, self.near.begin);
+    fn hold_outside_ring(&mut self, slot: u16, status: Status, due: RoundedUpTicks) {
+        if due.0 >> self.shift < self.near.window_start {
+            self.near.insert(slot, status, self.near.window_start);
         } else if let Some(entry) = self.near.entries.get_mut(usize::from(slot)) {
-            *entry = CalendarEntry::new(status, NONE);
+            *entry = CalendarEntry::new(status, NO_SLOT);
             // `later` rounds up itself.
-            self.later.insert(slot.into(), due.0 - self.round);
+            self.later.insert(slot.into(), due.0 - self.rounding_ticks);
         }
     }
 
@@ -213,29 +216,29 @@ impl CompletionCalendar {
         let Self {
             shift, near, later, ..
         } = self;
-        let begin = near.begin;
+        let begin = near.window_start;
         let until = match now {
             Some(now) => {
                 if later.is_due(now) {
                     // Move them to the page that comes out next.
-                    later.advance(now, |slot| near.enter_kept(slot, begin));
+                    later.advance(now, |slot| near.move_from_later(slot, begin));
                 }
                 now >> *shift
             }
             None => {
-                later.drain(|slot| near.enter_kept(slot, begin));
+                later.drain(|slot| near.move_from_later(slot, begin));
                 u64::MAX - 1
             }
         };
         near.release_until(until, done);
         if now.is_some() {
-            near.begin = begin.max(until);
+            near.window_start = begin.max(until);
         }
     }
 
     /// Returns the earliest time, in ticks, at which a completion can come out; `None` if the calendar is empty.
     pub(crate) fn next_due(&self) -> Option<u64> {
-        let near = self.near.first().map(|unit| unit << self.shift);
+        let near = self.near.first_occupied().map(|unit| unit << self.shift);
         [near, self.later.next_due()].into_iter().flatten().min()
     }
 }
@@ -252,7 +255,11 @@ mod tests {
     }
 
     fn hold(calendar: &mut CompletionCalendar, slot: u16, due: u64) {
-        calendar.hold(slot, status(slot), RoundedUpTicks(due + calendar.round));
+        calendar.hold(
+            slot,
+            status(slot),
+            RoundedUpTicks(due + calendar.rounding_ticks),
+        );
     }
 
     fn release(calendar: &mut CompletionCalendar, now: u64) -> Vec<u16> {
@@ -298,7 +305,7 @@ mod tests {
     fn draining_does_not_move_the_time() {
         let mut calendar = CompletionCalendar::new(3, 1);
         assert!(release(&mut calendar, 100).is_empty());
-        calendar.begin(100);
+        calendar.advance_to(100);
         hold(&mut calendar, 0, 1 << 40);
         hold(&mut calendar, 1, 200);
         let mut out = 0;
@@ -336,7 +343,7 @@ mod tests {
                         expected.sort_unstable();
                         prop_assert_eq!(release(&mut calendar, now), expected);
                     }
-                    1 => prop_assert_eq!(calendar.begin(now), RoundedUpTicks(now + unit - 1)),
+                    1 => prop_assert_eq!(calendar.advance_to(now), RoundedUpTicks(now + unit - 1)),
                     _ => {
                         hold(&mut calendar, slot, now + time);
                         model.push(((now + time).div_ceil(unit), slot));

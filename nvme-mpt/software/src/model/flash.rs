@@ -4,10 +4,10 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use super::bandwidth_tokens::BandwidthTokens;
 use super::profile::ProfileSize;
 use super::time::{TickUnit, TimeSpan};
 use super::timeline::ResourceTimelines;
-use super::tokens::BandwidthTokens;
 
 /// Description of a drive's flash.
 #[derive(Clone, Copy, Debug)]
@@ -48,9 +48,9 @@ impl ModelledFlash {
         let dies = usize::from(parts.channels) * usize::from(parts.dies_per_channel);
         Self {
             busy: DieBusyTimes {
-                read: timebase.of(parts.read),
-                program: timebase.of(parts.program),
-                erase: timebase.of(parts.erase),
+                read: timebase.span_ticks(parts.read),
+                program: timebase.span_ticks(parts.program),
+                erase: timebase.span_ticks(parts.erase),
             },
             dies: ResourceTimelines::new(dies),
             channels: std::iter::repeat_with(channel)
@@ -60,9 +60,9 @@ impl ModelledFlash {
         }
     }
 
-    pub(super) fn forget(&mut self, now: u64) {
+    pub(super) fn drop_before(&mut self, now: u64) {
         for channel in &mut self.channels {
-            channel.forget(now);
+            channel.drop_before(now);
         }
     }
 
@@ -99,7 +99,7 @@ pub(super) struct WriteBuffer {
     /// Times at which space will be released, each with a size in bytes, earliest first.
     releases: BinaryHeap<Reverse<(u64, u64)>>,
     /// Time when all data that was handed to a die so far is programmed.
-    programmed: u64,
+    programmed_at: u64,
 }
 
 impl WriteBuffer {
@@ -109,12 +109,12 @@ impl WriteBuffer {
             bytes: parts.write_buffer.0,
             used: 0,
             releases: BinaryHeap::with_capacity(units as usize),
-            programmed: 0,
+            programmed_at: 0,
         }
     }
 
     /// Reserves space for some bytes. Returns the time at which there is enough space.
-    pub(super) fn admit(&mut self, mut now: u64, bytes: u64) -> u64 {
+    pub(super) fn reserve(&mut self, mut now: u64, bytes: u64) -> u64 {
         while let Some(&Reverse((time, released))) = self.releases.peek() {
             // Releases up to `now` are always applied. Later releases are waited for only if the bytes need them.
             if time > now && self.used + bytes <= self.bytes {
@@ -130,17 +130,17 @@ impl WriteBuffer {
 
     /// Releases space at `time`, when the data in it is programmed.
     pub(super) fn release(&mut self, time: u64, bytes: u64) {
-        self.programmed = self.programmed.max(time);
+        self.programmed_at = self.programmed_at.max(time);
         self.releases.push(Reverse((time, bytes)));
     }
 
     /// Releases the space of data that need not be programmed any more.
-    pub(super) fn give_back(&mut self, bytes: u64) {
+    pub(super) fn discard(&mut self, bytes: u64) {
         self.used = self.used.saturating_sub(bytes);
     }
 
     /// Returns the time when all data that was handed to a die so far is programmed.
-    pub(super) fn programmed(&self) -> u64 {
-        self.programmed
+    pub(super) fn programmed_at(&self) -> u64 {
+        self.programmed_at
     }
 }

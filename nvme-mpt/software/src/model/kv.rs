@@ -62,14 +62,14 @@ impl KvModel {
     pub(crate) fn new(timing: &KvTiming, timebase: TickUnit) -> Self {
         let per_byte = |rates: &KvRates| {
             let many = 1 << 30;
-            timebase.transfer(many, rates.bandwidth.0) as f64 / many as f64
+            timebase.transfer_ticks(many, rates.bandwidth.0) as f64 / many as f64
         };
         Self {
-            store: timebase.of(timing.store.latency),
-            retrieve: timebase.of(timing.retrieve.latency),
-            delete: timebase.of(timing.delete),
-            exist: timebase.of(timing.exist),
-            list: timebase.of(timing.list),
+            store: timebase.span_ticks(timing.store.latency),
+            retrieve: timebase.span_ticks(timing.retrieve.latency),
+            delete: timebase.span_ticks(timing.delete),
+            exist: timebase.span_ticks(timing.exist),
+            list: timebase.span_ticks(timing.list),
             to_drive: per_byte(&timing.store),
             to_host: per_byte(&timing.retrieve),
             state: Mutex::new(KvModelState {
@@ -80,7 +80,7 @@ impl KvModel {
     }
 
     /// Computes when an operation that arrived at `now` completes, in ticks.
-    pub(crate) fn due(&self, work: KvWork, now: u64) -> u64 {
+    pub(crate) fn due_time(&self, work: KvWork, now: u64) -> u64 {
         // A poisoned model returns wrong times at worst.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let KvModelState { units, links } = &mut *state;
@@ -147,7 +147,7 @@ mod tests {
         ] {
             // The drive is idle for long, also before the first command.
             for now in [0, 8_000, 10_000_000_000] {
-                let due = model().due(work(access, bytes), now);
+                let due = model().due_time(work(access, bytes), now);
                 assert_eq!(due - now, expected, "{access:?} {bytes} {now}");
             }
         }
@@ -157,27 +157,30 @@ mod tests {
     fn a_unit_does_one_operation_after_the_other() {
         let model = model();
         let due: Vec<u64> = (0..5)
-            .map(|_| model.due(work(KvAccess::Exist, 0), 100))
+            .map(|_| model.due_time(work(KvAccess::Exist, 0), 100))
             .collect();
         assert_eq!(due, [10_100, 10_100, 20_100, 20_100, 30_100]);
         // A short command goes to the unit that becomes free first.
-        assert_eq!(model.due(work(KvAccess::Delete, 0), 100), 35_100);
-        assert_eq!(model.due(work(KvAccess::Exist, 0), 100), 40_100);
-        assert_eq!(model.due(work(KvAccess::Exist, 0), 1_000_000), 1_010_000);
+        assert_eq!(model.due_time(work(KvAccess::Delete, 0), 100), 35_100);
+        assert_eq!(model.due_time(work(KvAccess::Exist, 0), 100), 40_100);
+        assert_eq!(
+            model.due_time(work(KvAccess::Exist, 0), 1_000_000),
+            1_010_000
+        );
     }
 
     #[test]
     fn values_move_one_after_the_other_in_each_direction() {
         let model = model();
-        assert_eq!(model.due(work(KvAccess::Store, 100_000), 0), 120_000);
-        assert_eq!(model.due(work(KvAccess::Store, 100_000), 0), 220_000);
+        assert_eq!(model.due_time(work(KvAccess::Store, 100_000), 0), 120_000);
+        assert_eq!(model.due_time(work(KvAccess::Store, 100_000), 0), 220_000);
         // The other direction is free, and a unit becomes free in time.
         assert_eq!(
-            model.due(work(KvAccess::Retrieve, 100_000), 220_000),
+            model.due_time(work(KvAccess::Retrieve, 100_000), 220_000),
             320_000
         );
         assert_eq!(
-            model.due(work(KvAccess::Retrieve, 100_000), 220_000),
+            model.due_time(work(KvAccess::Retrieve, 100_000), 220_000),
             370_000
         );
     }
@@ -186,7 +189,7 @@ mod tests {
     fn small_values_are_limited_by_the_units_and_large_ones_by_the_bandwidth() {
         for (bytes, least, most) in [(100, 99_000.0, 100_000.0), (1 << 20, 952.0, 954.0)] {
             let model = model();
-            let due = (0..1000).map(|_| model.due(work(KvAccess::Store, bytes), 0));
+            let due = (0..1000).map(|_| model.due_time(work(KvAccess::Store, bytes), 0));
             let end = due.max().expect("operations");
             let per_second = 1000.0 / end as f64 * 1e9;
             assert!(
@@ -198,13 +201,14 @@ mod tests {
 
     #[test]
     fn the_bundled_profile_has_its_stated_latencies() {
-        let DriveProfile::Kv(profile) = DriveProfile::named("kv-ssd").expect("comes along") else {
+        let DriveProfile::Kv(profile) = DriveProfile::find_built_in("kv-ssd").expect("comes along")
+        else {
             panic!("another model");
         };
         let timing = profile.timing.expect("it keeps time");
         let model = KvModel::new(&timing, TickUnit::Nanoseconds);
-        let moved = TickUnit::Nanoseconds.transfer(4 * KIB, timing.retrieve.bandwidth.0);
-        let due = model.due(work(KvAccess::Retrieve, 4 * KIB), 0);
+        let moved = TickUnit::Nanoseconds.transfer_ticks(4 * KIB, timing.retrieve.bandwidth.0);
+        let due = model.due_time(work(KvAccess::Retrieve, 4 * KIB), 0);
         assert!(
             due.abs_diff(timing.retrieve.latency.0 + moved) <= 1,
             "{due}"

@@ -14,8 +14,9 @@
 //! `kv` is used by key-value queues (`key_value/pace.rs`) and has a lock per command. To add a model, add a file here, a
 //! variant of `Profile` and of `DriveModel`, and a TOML file in `resources/drives/`.
 
+mod bandwidth_tokens;
 mod calendar;
-mod due;
+mod due_queue;
 mod flash;
 mod kv;
 mod nvm;
@@ -23,13 +24,12 @@ mod profile;
 pub mod simulation;
 mod ssd;
 mod time;
-mod timed;
+mod timed_queue;
 mod timeline;
-mod tokens;
 mod zns;
 
 pub(crate) use calendar::{CompletionCalendar, RoundedUpTicks};
-pub(crate) use due::DueQueue;
+pub(crate) use due_queue::DueQueue;
 pub(crate) use kv::{KvAccess, KvModel, KvWork};
 pub use profile::{
     DriveProfile, KvProfile, KvRates, KvTiming, NvmProfile, NvmRates, ProfileError, ProfileSize,
@@ -38,14 +38,14 @@ pub use profile::{
 pub use ssd::FlashWear;
 pub(crate) use time::TickUnit;
 pub use time::{HostClock, TickClock, TimeSpan, TimeSpanError};
-pub use timed::{TimedQueue, TimedQueueBackend};
+pub use timed_queue::{TimedQueue, TimedQueueBackend};
 
 use std::path::Path;
 use std::sync::PoisonError;
 
 use log::warn;
 
-use super::range::range;
+use super::range_descriptors::range_descriptor;
 use nvm::NvmModel;
 use nvme_mpt::host::HostMemory;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
@@ -143,9 +143,9 @@ impl DriveModel {
     /// Loads the flash state of the drive in this file. Models without saved state do nothing.
     pub(crate) fn restore(&self, drive: &Path) {
         if let Self::Ssd(model) = self
-            && let Err(error) = lock(model).restore(&ssd::beside(drive))
+            && let Err(error) = lock(model).restore(&ssd::state_path(drive))
         {
-            let path = ssd::beside(drive);
+            let path = ssd::state_path(drive);
             warn!(
                 "Cannot restore the state of the flash in {}, so the drive begins as new: {error}",
                 path.display()
@@ -156,9 +156,9 @@ impl DriveModel {
     /// Saves the flash state for the next opening of the drive.
     pub(crate) fn save(&self, drive: &Path) {
         if let Self::Ssd(model) = self
-            && let Err(error) = lock(model).save(&ssd::beside(drive))
+            && let Err(error) = lock(model).save(&ssd::state_path(drive))
         {
-            let path = ssd::beside(drive);
+            let path = ssd::state_path(drive);
             warn!(
                 "Cannot store the state of the flash in {}, so the next start restores an older state: {error}",
                 path.display()
@@ -167,7 +167,7 @@ impl DriveModel {
     }
 
     /// Computes the times, in ticks, when commands that arrive at `now` complete. `due` is indexed by slot.
-    fn admit<'a>(
+    fn compute_due_times<'a>(
         &self,
         commands: impl Iterator<Item = &'a Sqe>,
         memory: HostMemory<'_>,
@@ -175,21 +175,21 @@ impl DriveModel {
         due: &mut [u64],
     ) {
         match self {
-            Self::Nvm(model) => admit(commands, memory, now, due, |work, now| {
-                model.due(&work, now)
+            Self::Nvm(model) => fill_due_times(commands, memory, now, due, |work, now| {
+                model.due_time(&work, now)
             }),
             Self::Ssd(model) => {
                 let mut model = lock(model);
-                model.begin(now);
-                admit(commands, memory, now, due, |work, now| {
-                    model.due(&work, now)
+                model.begin_batch(now);
+                fill_due_times(commands, memory, now, due, |work, now| {
+                    model.due_time(&work, now)
                 });
             }
             Self::Zns(model) => {
                 let mut model = lock(model);
-                model.begin(now);
-                admit(commands, memory, now, due, |work, now| {
-                    model.due(&work, now)
+                model.begin_batch(now);
+                fill_due_times(commands, memory, now, due, |work, now| {
+                    model.due_time(&work, now)
                 });
             }
         }
@@ -201,7 +201,7 @@ fn lock<M>(model: &Mutex<M>) -> MutexGuard<'_, M> {
     model.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn admit<'a>(
+fn fill_due_times<'a>(
     commands: impl Iterator<Item = &'a Sqe>,
     memory: HostMemory<'_>,
     now: u64,
@@ -210,37 +210,37 @@ fn admit<'a>(
 ) {
     for sqe in commands {
         if let Some(due) = due.get_mut(usize::from(sqe.cid().0)) {
-            *due = due_of(sqe, memory, now, &mut model);
+            *due = command_due_time(sqe, memory, now, &mut model);
         }
     }
 }
 
 /// Computes the time when a command completes.
-fn due_of(
+fn command_due_time(
     sqe: &Sqe,
     memory: HostMemory<'_>,
     now: u64,
     model: &mut impl FnMut(MediaWork, u64) -> u64,
 ) -> u64 {
-    match read_or_write(sqe) {
+    match read_or_write_work(sqe) {
         Some(work) => model(work, now),
-        None => due_of_other(sqe, memory, now, model),
+        None => other_due_time(sqe, memory, now, model),
     }
 }
 
 /// Returns the access of a Read or Write; `None` for other commands, which are rarer.
 #[inline]
-fn read_or_write(sqe: &Sqe) -> Option<MediaWork> {
+fn read_or_write_work(sqe: &Sqe) -> Option<MediaWork> {
     match NvmOpcode(sqe.opcode()) {
-        NvmOpcode::READ => Some(work(MediaAccess::Read, sqe)),
-        NvmOpcode::WRITE => Some(work(MediaAccess::Write, sqe)),
+        NvmOpcode::READ => Some(media_work(MediaAccess::Read, sqe)),
+        NvmOpcode::WRITE => Some(media_work(MediaAccess::Write, sqe)),
         _ => None,
     }
 }
 
 /// Returns an access to the blocks that a command names.
 #[inline]
-fn work(access: MediaAccess, sqe: &Sqe) -> MediaWork {
+fn media_work(access: MediaAccess, sqe: &Sqe) -> MediaWork {
     // Compare, Verify, Write Zeroes and Write Uncorrectable have both fields in the same place.
     let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
     MediaWork {
@@ -251,7 +251,7 @@ fn work(access: MediaAccess, sqe: &Sqe) -> MediaWork {
 }
 
 #[cold]
-fn due_of_other(
+fn other_due_time(
     sqe: &Sqe,
     memory: HostMemory<'_>,
     now: u64,
@@ -264,16 +264,16 @@ fn due_of_other(
         NvmOpcode::FLUSH => MediaAccess::Flush,
         // If the ranges cannot be read, the store fails the command at once.
         NvmOpcode::DATASET_MANAGEMENT => {
-            return due_of_ranges(sqe, memory, now, model).unwrap_or(now);
+            return deallocation_due_time(sqe, memory, now, model).unwrap_or(now);
         }
-        NvmOpcode::COPY => return due_of_copy(sqe, memory, now, model).unwrap_or(now),
+        NvmOpcode::COPY => return copy_due_time(sqe, memory, now, model).unwrap_or(now),
         _ => return now,
     };
-    model(work(access, sqe), now)
+    model(media_work(access, sqe), now)
 }
 
 #[cold]
-fn due_of_ranges(
+fn deallocation_due_time(
     sqe: &Sqe,
     memory: HostMemory<'_>,
     now: u64,
@@ -283,7 +283,7 @@ fn due_of_ranges(
     let mut due = now;
     // A hint that is ignored takes no time.
     for index in (0..=usize::from(nr_z)).take_while(|_| ad) {
-        let DsmRange { slba, nlb, .. } = range(sqe, memory, index)?;
+        let DsmRange { slba, nlb, .. } = range_descriptor(sqe, memory, index)?;
         let work = MediaWork {
             access: MediaAccess::Deallocate,
             slba: slba.0,
@@ -295,7 +295,7 @@ fn due_of_ranges(
 }
 
 #[cold]
-fn due_of_copy(
+fn copy_due_time(
     sqe: &Sqe,
     memory: HostMemory<'_>,
     now: u64,
@@ -304,7 +304,7 @@ fn due_of_copy(
     let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(sqe);
     let (mut read, mut blocks) = (now, 0);
     for index in 0..=usize::from(nr_z) {
-        let CopyRange0 { slba, nlb_z, .. } = range(sqe, memory, index)?;
+        let CopyRange0 { slba, nlb_z, .. } = range_descriptor(sqe, memory, index)?;
         let work = MediaWork {
             access: MediaAccess::Read,
             slba: slba.0,

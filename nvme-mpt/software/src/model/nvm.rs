@@ -15,7 +15,7 @@ use super::{MediaAccess, MediaWork};
 #[repr(align(64))]
 struct ParallelUnit {
     /// Time, in ticks, when the unit has done all work that was assigned to it.
-    free: AtomicU64,
+    free_at: AtomicU64,
 }
 
 impl ParallelUnit {
@@ -32,12 +32,12 @@ impl ParallelUnit {
     /// time.
     #[inline]
     fn try_occupy(&self, now: u64, busy: u64) -> Option<u64> {
-        let free = self.free.load(Ordering::Relaxed);
+        let free = self.free_at.load(Ordering::Relaxed);
         let start = free.max(now);
         // A sum wraps only after centuries, and then the command is due at once.
         let done = start.wrapping_add(busy);
         // Relaxed: the unit's time orders no other memory.
-        self.free
+        self.free_at
             .compare_exchange(free, done, Ordering::Relaxed, Ordering::Relaxed)
             .ok()?;
         Some(start)
@@ -48,32 +48,32 @@ impl ParallelUnit {
 #[derive(Clone, Copy, Debug)]
 struct StripeCost {
     /// Time for which a stripe occupies its unit.
-    stripe: u64,
+    stripe_ticks: u64,
     /// Minimum time from the start on a unit to the end of the command.
     latency: u64,
     /// Latency minus the time for which one stripe occupies the unit.
-    beyond: u64,
+    extra_latency: u64,
     /// Time from the start on a unit to the end of a command of one stripe.
-    of_one: u64,
+    one_stripe_ticks: u64,
 }
 
 impl StripeCost {
     fn new(rates: &NvmRates, profile: &NvmProfile, timebase: TickUnit) -> Self {
         let units = u64::from(profile.units);
-        let stripe = timebase.transfer(profile.stripe.0 * units, rates.bandwidth.0);
-        let latency = timebase.of(rates.latency);
+        let stripe = timebase.transfer_ticks(profile.stripe.0 * units, rates.bandwidth.0);
+        let latency = timebase.span_ticks(rates.latency);
         Self {
-            stripe,
+            stripe_ticks: stripe,
             latency,
-            beyond: latency.saturating_sub(stripe),
-            of_one: latency.max(stripe),
+            extra_latency: latency.saturating_sub(stripe),
+            one_stripe_ticks: latency.max(stripe),
         }
     }
 
     /// Returns the time from the start on a unit to the end of a command whose stripes occupy the unit for `busy` ticks.
     #[inline]
-    fn of_stripes(&self, busy: u64) -> u64 {
-        self.latency.max(busy + self.beyond)
+    fn total_ticks(&self, busy: u64) -> u64 {
+        self.latency.max(busy + self.extra_latency)
     }
 }
 
@@ -89,7 +89,7 @@ struct FastRemainder {
 
 impl FastRemainder {
     /// Creates the remainder by a divisor, which must not be 0.
-    fn by(divisor: u16) -> Self {
+    fn new(divisor: u16) -> Self {
         let divisor = u64::from(divisor.max(1));
         Self {
             divisor,
@@ -99,7 +99,7 @@ impl FastRemainder {
     }
 
     #[inline]
-    fn of(self, dividend: u32) -> u32 {
+    fn remainder(self, dividend: u32) -> u32 {
         let fraction = self.reciprocal.wrapping_mul(u64::from(dividend));
         ((u128::from(fraction) * u128::from(self.divisor)) >> 64) as u32
     }
@@ -113,7 +113,7 @@ pub(crate) struct NvmModel {
     read: StripeCost,
     write: StripeCost,
     units: Box<[ParallelUnit]>,
-    by_units: FastRemainder,
+    unit_remainder: FastRemainder,
 }
 
 impl NvmModel {
@@ -126,13 +126,13 @@ impl NvmModel {
             read: StripeCost::new(&profile.read, profile, timebase),
             write: StripeCost::new(&profile.write, profile, timebase),
             units: units.take(profile.units.into()).collect(),
-            by_units: FastRemainder::by(profile.units),
+            unit_remainder: FastRemainder::new(profile.units),
         }
     }
 
     /// Computes the time when work that arrives at `now` completes.
-    pub(super) fn due(&self, work: &MediaWork, now: u64) -> u64 {
-        if let Some(due) = self.due_of_stripe(work, now) {
+    pub(super) fn due_time(&self, work: &MediaWork, now: u64) -> u64 {
+        if let Some(due) = self.stripe_due_time(work, now) {
             return due;
         }
         let cost = match work.access {
@@ -143,53 +143,56 @@ impl NvmModel {
             // Completed writes are never volatile.
             MediaAccess::Flush => return now,
         };
-        let (first, last) = self.stripes(work);
-        let index = self.by_units.of(first as u32);
-        self.due_of_many(index.into(), last - first + 1, cost, now)
+        let (first, last) = self.stripe_range(work);
+        let index = self.unit_remainder.remainder(first as u32);
+        self.striped_due_time(index.into(), last - first + 1, cost, now)
     }
 
     /// Does the same as [`Self::due`], but faster and only for a read or write of one stripe. Returns `None`, and changes
     /// nothing, for other work and if another queue has occupied the unit at the same time.
     #[inline]
-    pub(super) fn due_of_stripe(&self, work: &MediaWork, now: u64) -> Option<u64> {
+    pub(super) fn stripe_due_time(&self, work: &MediaWork, now: u64) -> Option<u64> {
         let cost = match work.access {
             MediaAccess::Read => &self.read,
             MediaAccess::Write => &self.write,
             MediaAccess::Deallocate | MediaAccess::Flush => return None,
         };
-        let (first, last) = self.stripes(work);
+        let (first, last) = self.stripe_range(work);
         if first != last {
             return None;
         }
         // Stripe numbers are taken modulo 2^32.
-        let unit = self.units.get(self.by_units.of(first as u32) as usize)?;
-        let start = unit.try_occupy(now, cost.stripe)?;
-        Some(start.wrapping_add(cost.of_one))
+        let unit = self
+            .units
+            .get(self.unit_remainder.remainder(first as u32) as usize)?;
+        let start = unit.try_occupy(now, cost.stripe_ticks)?;
+        Some(start.wrapping_add(cost.one_stripe_ticks))
     }
 
     /// Returns the first and the last stripe of the work's blocks.
     #[inline]
-    fn stripes(&self, work: &MediaWork) -> (u64, u64) {
+    fn stripe_range(&self, work: &MediaWork) -> (u64, u64) {
         let last = work.slba + work.blocks.saturating_sub(1);
         (work.slba >> self.stripe_shift, last >> self.stripe_shift)
     }
 
     #[inline]
-    fn due_of(&self, unit: u64, cost: &StripeCost, stripes: u64, now: u64) -> u64 {
+    fn unit_due_time(&self, unit: u64, cost: &StripeCost, stripes: u64, now: u64) -> u64 {
         let Some(unit) = self.units.get(unit as usize) else {
             return now;
         };
-        let busy = cost.stripe * stripes;
-        unit.occupy(now, busy).saturating_add(cost.of_stripes(busy))
+        let busy = cost.stripe_ticks * stripes;
+        unit.occupy(now, busy)
+            .saturating_add(cost.total_ticks(busy))
     }
 
-    fn due_of_many(&self, first: u64, stripes: u64, cost: &StripeCost, now: u64) -> u64 {
+    fn striped_due_time(&self, first: u64, stripes: u64, cost: &StripeCost, now: u64) -> u64 {
         let count = self.units.len() as u64;
         let (each, rest) = (stripes / count, stripes % count);
         let mut due = now;
         for i in 0..count.min(stripes) {
             let stripes = each + u64::from(i < rest);
-            due = due.max(self.due_of((first + i) % count, cost, stripes, now));
+            due = due.max(self.unit_due_time((first + i) % count, cost, stripes, now));
         }
         due
     }
@@ -227,12 +230,16 @@ mod tests {
     #[test]
     fn remainders_are_exact() {
         for divisor in [1, 2, 3, 5, 7, 12, 64, 100, 641, 32_767, u16::MAX] {
-            let remainder = FastRemainder::by(divisor);
+            let remainder = FastRemainder::new(divisor);
             let divisor = u32::from(divisor);
             let near = [0, divisor, u32::MAX / divisor * divisor, u32::MAX, 1 << 31];
             for near in near {
                 for dividend in (0..3).flat_map(|i| [near.wrapping_add(i), near.wrapping_sub(i)]) {
-                    assert_eq!(remainder.of(dividend), dividend % divisor, "{dividend}");
+                    assert_eq!(
+                        remainder.remainder(dividend),
+                        dividend % divisor,
+                        "{dividend}"
+                    );
                 }
             }
         }
@@ -241,13 +248,19 @@ mod tests {
     #[test]
     fn a_stripe_on_an_idle_drive_takes_the_latency() {
         let model = model();
-        assert_eq!(model.due(&work(MediaAccess::Read, 0, 8), 100), 10_100);
-        assert_eq!(model.due(&work(MediaAccess::Write, 8, 8), 100), 10_100);
+        assert_eq!(model.due_time(&work(MediaAccess::Read, 0, 8), 100), 10_100);
+        assert_eq!(model.due_time(&work(MediaAccess::Write, 8, 8), 100), 10_100);
         // A partial stripe takes as long as a whole one. Two parts are two stripes on two units.
-        assert_eq!(model.due(&work(MediaAccess::Read, 23, 1), 100), 10_100);
-        assert_eq!(model.due(&work(MediaAccess::Read, 31, 2), 50_000), 60_000);
-        assert_eq!(model.due(&work(MediaAccess::Flush, 0, 0), 7), 7);
-        assert_eq!(model.due(&work(MediaAccess::Deallocate, 0, 99), 7), 10_007);
+        assert_eq!(model.due_time(&work(MediaAccess::Read, 23, 1), 100), 10_100);
+        assert_eq!(
+            model.due_time(&work(MediaAccess::Read, 31, 2), 50_000),
+            60_000
+        );
+        assert_eq!(model.due_time(&work(MediaAccess::Flush, 0, 0), 7), 7);
+        assert_eq!(
+            model.due_time(&work(MediaAccess::Deallocate, 0, 99), 7),
+            10_007
+        );
     }
 
     #[test]
@@ -260,15 +273,15 @@ mod tests {
                 MediaAccess::Read => (work.slba / 8 % 4, &general.read),
                 _ => (work.slba / 8 % 4, &general.write),
             };
-            let expected = general.due_of_many(index, 1, cost, now);
-            assert_eq!(model.due_of_stripe(&work, now), Some(expected));
+            let expected = general.striped_due_time(index, 1, cost, now);
+            assert_eq!(model.stripe_due_time(&work, now), Some(expected));
         }
         for other in [
             work(MediaAccess::Read, 7, 2),
             work(MediaAccess::Flush, 0, 0),
             work(MediaAccess::Deallocate, 0, 8),
         ] {
-            assert_eq!(model.due_of_stripe(&other, 0), None);
+            assert_eq!(model.stripe_due_time(&other, 0), None);
         }
     }
 
@@ -276,12 +289,12 @@ mod tests {
     fn a_unit_does_one_stripe_after_the_other() {
         let model = model();
         let of_unit_0 = |stripe: u64| work(MediaAccess::Read, stripe * 4 * 8, 8);
-        assert_eq!(model.due(&of_unit_0(0), 0), 10_000);
-        assert_eq!(model.due(&of_unit_0(1), 0), 14_000);
-        assert_eq!(model.due(&of_unit_0(2), 0), 18_000);
+        assert_eq!(model.due_time(&of_unit_0(0), 0), 10_000);
+        assert_eq!(model.due_time(&of_unit_0(1), 0), 14_000);
+        assert_eq!(model.due_time(&of_unit_0(2), 0), 18_000);
         // The other units are idle, and this unit is idle later.
-        assert_eq!(model.due(&work(MediaAccess::Read, 8, 8), 0), 10_000);
-        assert_eq!(model.due(&of_unit_0(3), 12_000), 22_000);
+        assert_eq!(model.due_time(&work(MediaAccess::Read, 8, 8), 0), 10_000);
+        assert_eq!(model.due_time(&of_unit_0(3), 12_000), 22_000);
     }
 
     #[test]
@@ -289,7 +302,7 @@ mod tests {
         for (access, bandwidth) in [(MediaAccess::Read, 4.096e9), (MediaAccess::Write, 2.048e9)] {
             let model = model();
             // 1 MiB is 64 stripes for each unit.
-            let due = (0..100).map(|i| model.due(&work(access, i * 2048, 2048), 0));
+            let due = (0..100).map(|i| model.due_time(&work(access, i * 2048, 2048), 0));
             let nanoseconds = due.max().expect("commands");
             let achieved = f64::from(100 << 20) / nanoseconds as f64 * 1e9;
             let ratio = achieved / bandwidth;
@@ -299,12 +312,13 @@ mod tests {
 
     #[test]
     fn the_profile_that_comes_along_keeps_its_latency_under_load() {
-        let DriveProfile::Nvm(profile) = DriveProfile::named("nvm").expect("comes along") else {
+        let DriveProfile::Nvm(profile) = DriveProfile::find_built_in("nvm").expect("comes along")
+        else {
             panic!("another model");
         };
         let model = NvmModel::new(&profile, 9, TickUnit::Nanoseconds);
         for command in 0..profile.units.into() {
-            let due = model.due(&work(MediaAccess::Read, command * 8, 8), 0);
+            let due = model.due_time(&work(MediaAccess::Read, command * 8, 8), 0);
             assert_eq!(due, profile.read.latency.0);
         }
     }

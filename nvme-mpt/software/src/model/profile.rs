@@ -9,7 +9,7 @@ use std::str::FromStr;
 use serde::de::{self, Deserialize, Deserializer};
 
 use super::time::TimeSpan;
-use nvme_lease::range::Bytes;
+use nvme_lease::range::ByteSize;
 
 /// The built-in profiles, by name.
 const BUILT_IN: &[(&str, &str)] = &[
@@ -22,7 +22,7 @@ const BUILT_IN: &[(&str, &str)] = &[
 ];
 
 /// Maximum size of a profile in bytes. Protects against reading a wrong file.
-const LONGEST: u64 = 64 << 10;
+const MAX_PROFILE_BYTES: u64 = 64 << 10;
 
 /// Reason why a profile cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -30,7 +30,7 @@ pub enum ProfileError {
     /// There is no built-in profile of that name.
     #[error(
         "There is no profile `{name}`; use {}, or a path with a slash to one of your own, as in ./drive.toml",
-        names()
+        built_in_names()
     )]
     Unknown {
         /// The requested name.
@@ -75,7 +75,7 @@ pub enum ProfileError {
     },
 }
 
-fn names() -> String {
+fn built_in_names() -> String {
     let names: Vec<&str> = BUILT_IN.iter().map(|(name, _)| *name).collect();
     names.join(", ")
 }
@@ -96,7 +96,7 @@ where
 
 impl<'de> Deserialize<'de> for ProfileSize {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        from_text(deserializer).map(|Bytes(bytes)| Self(bytes))
+        from_text(deserializer).map(|ByteSize(bytes)| Self(bytes))
     }
 }
 
@@ -286,14 +286,14 @@ impl DriveProfile {
     /// Returns any [`ProfileError`].
     pub fn load(name: &str) -> Result<Self, ProfileError> {
         if !name.contains('/') {
-            return Self::named(name);
+            return Self::find_built_in(name);
         }
         let failed = |source| ProfileError::Read {
             path: name.to_owned(),
             source,
         };
         let path = Path::new(name);
-        if fs::metadata(path).map_err(failed)?.len() > LONGEST {
+        if fs::metadata(path).map_err(failed)?.len() > MAX_PROFILE_BYTES {
             return Err(failed(io::ErrorKind::FileTooLarge.into()));
         }
         Self::parse(name, &fs::read_to_string(path).map_err(failed)?)
@@ -301,7 +301,7 @@ impl DriveProfile {
 
     /// Returns whether the model saves state in a second file, beside a drive's regular file.
     #[must_use]
-    pub fn keeps_state(&self) -> bool {
+    pub fn has_state_file(&self) -> bool {
         matches!(self, Self::Ssd(_) | Self::Zns(_))
     }
 
@@ -309,7 +309,7 @@ impl DriveProfile {
     ///
     /// # Errors
     /// [`ProfileError::Unknown`] and [`ProfileError::NotBuilt`].
-    pub fn named(name: &str) -> Result<Self, ProfileError> {
+    pub fn find_built_in(name: &str) -> Result<Self, ProfileError> {
         match BUILT_IN.iter().find(|(known, _)| *known == name) {
             Some((_, text)) => Self::parse(name, text),
             None => Err(ProfileError::Unknown {
@@ -392,7 +392,12 @@ pub(super) fn require_bandwidth(
     size: ProfileSize,
 ) -> Result<(), UnusableProfileValue> {
     let allowed = "a bandwidth is 1M to 1T bytes per second";
-    require(BANDWIDTHS.contains(&size.0), field, Bytes(size.0), allowed)
+    require(
+        BANDWIDTHS.contains(&size.0),
+        field,
+        ByteSize(size.0),
+        allowed,
+    )
 }
 
 /// Returns an error for a number of channels or dies out of range.
@@ -416,10 +421,10 @@ fn require_units(
 ) -> Result<(), UnusableProfileValue> {
     let sound = is_multiple(flash_page, 4096) && flash_page.0 <= 1 << 20;
     let allowed = "a flash page is a multiple of 4K, up to 1M";
-    require(sound, "flash_page", Bytes(flash_page.0), allowed)?;
+    require(sound, "flash_page", ByteSize(flash_page.0), allowed)?;
     let sound = is_multiple(program_unit, flash_page.0);
     let allowed = "a program unit is a multiple of a flash page";
-    require(sound, "program_unit", Bytes(program_unit.0), allowed)
+    require(sound, "program_unit", ByteSize(program_unit.0), allowed)
 }
 
 impl NvmProfile {
@@ -429,7 +434,7 @@ impl NvmProfile {
         let ProfileSize(stripe) = self.stripe;
         let sound = stripe.is_power_of_two() && (4096..=1 << 20).contains(&stripe);
         let allowed = "a stripe is a power of two, from 4K to 1M";
-        require(sound, "stripe", Bytes(stripe), allowed)?;
+        require(sound, "stripe", ByteSize(stripe), allowed)?;
         require_bandwidth("read.bandwidth", self.read.bandwidth)?;
         require_bandwidth("write.bandwidth", self.write.bandwidth)
     }
@@ -452,7 +457,7 @@ impl SsdProfile {
     }
 
     fn check_sizes(&self) -> Result<(), UnusableProfileValue> {
-        let shown = |size: ProfileSize| Bytes(size.0);
+        let shown = |size: ProfileSize| ByteSize(size.0);
         require_units(self.flash_page, self.program_unit)?;
         let sound = is_multiple(self.block, self.program_unit.0) && self.block.0 <= 64 << 20;
         let allowed = "a block is a multiple of a program unit, up to 64M";
@@ -471,11 +476,11 @@ impl ZnsProfile {
         let ProfileSize(size) = self.zone_size;
         let sound = size.is_multiple_of(4096) && (64 << 10..=64 << 30).contains(&size);
         let allowed = "a zone is a multiple of 4K, from 64K to 64G";
-        require(sound, "zone_size", Bytes(size), allowed)?;
+        require(sound, "zone_size", ByteSize(size), allowed)?;
         let ProfileSize(capacity) = self.zone_capacity;
         let sound = capacity.is_multiple_of(4096) && (4096..=size).contains(&capacity);
         let allowed = "a zone capacity is a multiple of 4K, up to zone_size";
-        require(sound, "zone_capacity", Bytes(capacity), allowed)?;
+        require(sound, "zone_capacity", ByteSize(capacity), allowed)?;
         let sound = (1..=1024).contains(&self.max_open);
         require(sound, "max_open", self.max_open, "1 to 1024 zones are open")?;
         let sound = (self.max_open..=1024).contains(&self.max_active);
@@ -484,7 +489,7 @@ impl ZnsProfile {
         let ProfileSize(limit) = self.append_limit;
         let sound = limit.is_power_of_two() && (4096..=1 << 20).contains(&limit);
         let allowed = "the limit of a Zone Append is a power of two, from 4K to 1M";
-        require(sound, "append_limit", Bytes(limit), allowed)?;
+        require(sound, "append_limit", ByteSize(limit), allowed)?;
         if let (Some(_), Some(_)) = (&self.timing, &self.flash) {
             let allowed = "a drive has [timing] or [flash]";
             return require(false, "flash", "beside [timing]", allowed);
@@ -510,7 +515,7 @@ impl ZnsFlash {
         let allowed =
             "a write buffer has a program unit for each active zone and one more, and 1G at most";
         let sound = (least..=1 << 30).contains(&buffer);
-        require(sound, "write_buffer", Bytes(buffer), allowed)?;
+        require(sound, "write_buffer", ByteSize(buffer), allowed)?;
         require_bandwidth("channel_bandwidth", self.channel_bandwidth)?;
         require_bandwidth("link_bandwidth", self.link_bandwidth)
     }
@@ -523,7 +528,7 @@ impl KvProfile {
     fn check(&self) -> Result<(), UnusableProfileValue> {
         let sound = (1..=u64::from(Self::MAX_VALUE)).contains(&self.max_value.0);
         let allowed = "the largest value has 1 to 1M bytes";
-        require(sound, "max_value", Bytes(self.max_value.0), allowed)?;
+        require(sound, "max_value", ByteSize(self.max_value.0), allowed)?;
         self.timing.as_ref().map_or(Ok(()), KvTiming::check)
     }
 
@@ -701,7 +706,7 @@ mod tests {
             panic!("another model");
         };
         assert_eq!((nvm.units, nvm.write.latency), (2, TimeSpan(2000)));
-        fs::write(&path, vec![b'#'; LONGEST as usize + 1]).expect("written");
+        fs::write(&path, vec![b'#'; MAX_PROFILE_BYTES as usize + 1]).expect("written");
         assert!(matches!(
             DriveProfile::load(name),
             Err(ProfileError::Read { .. })

@@ -56,11 +56,11 @@ pub struct SimulatedLoad {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SimulatedLoadResult {
     /// Start of the workload.
-    pub began: u64,
+    pub started_at: u64,
     /// Completion of the last command.
-    pub ended: u64,
+    pub ended_at: u64,
     /// Completion of each command, in order of arrival.
-    pub done: Vec<u64>,
+    pub completion_times: Vec<u64>,
     /// Latency of each command, in order of arrival.
     pub latencies: Vec<u64>,
 }
@@ -69,8 +69,8 @@ impl SimulatedLoadResult {
     /// Returns the bandwidth in bytes per second, for commands of `bytes` bytes.
     #[must_use]
     pub fn bandwidth(&self, bytes: u64) -> f64 {
-        let nanoseconds = (self.ended - self.began).max(1);
-        bytes as f64 * self.done.len() as f64 * 1e9 / nanoseconds as f64
+        let nanoseconds = (self.ended_at - self.started_at).max(1);
+        bytes as f64 * self.completion_times.len() as f64 * 1e9 / nanoseconds as f64
     }
 
     /// Returns the latency that `per_mille` of 1000 commands do not exceed; 0 if there were no commands.
@@ -100,8 +100,8 @@ impl ModelSimulation {
     /// Runs a workload on an idle drive. The workload starts a second after the end of the previous one.
     pub fn run(&mut self, load: &SimulatedLoad) -> SimulatedLoadResult {
         let mut outcome = SimulatedLoadResult {
-            began: self.now,
-            ended: self.now,
+            started_at: self.now,
+            ended_at: self.now,
             ..SimulatedLoadResult::default()
         };
         let places = (self.bytes / load.bytes.max(1)).max(1);
@@ -124,13 +124,13 @@ impl ModelSimulation {
                 slba: (place * load.bytes) >> LBA_SHIFT,
                 blocks: load.bytes >> LBA_SHIFT,
             };
-            let due = self.due(&work);
-            outcome.done.push(due);
+            let due = self.due_time(&work);
+            outcome.completion_times.push(due);
             outcome.latencies.push(due - self.now);
-            outcome.ended = outcome.ended.max(due);
+            outcome.ended_at = outcome.ended_at.max(due);
             flying.push(Reverse(due));
         }
-        self.now = outcome.ended + 1_000_000_000;
+        self.now = outcome.ended_at + 1_000_000_000;
         outcome
     }
 
@@ -140,18 +140,18 @@ impl ModelSimulation {
         self.model.wear()
     }
 
-    fn due(&self, work: &MediaWork) -> u64 {
+    fn due_time(&self, work: &MediaWork) -> u64 {
         match &self.model {
-            DriveModel::Nvm(model) => model.due(work, self.now),
+            DriveModel::Nvm(model) => model.due_time(work, self.now),
             DriveModel::Ssd(model) => {
                 let mut model = lock(model);
-                model.begin(self.now);
-                model.due(work, self.now)
+                model.begin_batch(self.now);
+                model.due_time(work, self.now)
             }
             DriveModel::Zns(model) => {
                 let mut model = lock(model);
-                model.begin(self.now);
-                model.due(work, self.now)
+                model.begin_batch(self.now);
+                model.due_time(work, self.now)
             }
         }
         .max(self.now)
@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn a_drive_without_erase_blocks_does_what_its_profile_says() {
-        let profile = DriveProfile::named("nvm").expect("comes along");
+        let profile = DriveProfile::find_built_in("nvm").expect("comes along");
         let mut drive = ModelSimulation::new(&profile, 64 * MIB).expect("a model");
         let alone = drive.run(&load(LoadDirection::Read, LoadOrder::Random, 4096, 1));
         assert_eq!(
@@ -196,12 +196,12 @@ mod tests {
         let ratio = all.bandwidth(MIB) / f64::from(1_u32 << 31);
         assert!((0.98..=1.01).contains(&ratio), "{ratio}");
         assert_eq!(drive.wear(), None);
-        assert_eq!(all.began, alone.ended + 1_000_000_000);
+        assert_eq!(all.started_at, alone.ended_at + 1_000_000_000);
     }
 
     #[test]
     fn the_same_load_takes_the_same_time() {
-        let profile = DriveProfile::named("ssd").expect("comes along");
+        let profile = DriveProfile::find_built_in("ssd").expect("comes along");
         let run = || {
             let mut drive = ModelSimulation::new(&profile, 64 * MIB).expect("a model");
             drive.run(&load(LoadDirection::Write, LoadOrder::Sequential, MIB, 8));
@@ -210,13 +210,16 @@ mod tests {
         };
         let (outcome, wear) = run();
         assert_eq!((outcome.clone(), wear), run());
-        assert_eq!((outcome.done.len(), wear.host_pages), (16384, 2 * 16384));
+        assert_eq!(
+            (outcome.completion_times.len(), wear.host_pages),
+            (16384, 2 * 16384)
+        );
         assert!(outcome.quantile(1000.0) > outcome.quantile(0.0));
     }
 
     #[test]
     fn nothing_takes_no_time() {
-        let profile = DriveProfile::named("nvm").expect("comes along");
+        let profile = DriveProfile::find_built_in("nvm").expect("comes along");
         let nothing = SimulatedLoad {
             commands: 0,
             ..load(LoadDirection::Read, LoadOrder::Random, 4096, 0)

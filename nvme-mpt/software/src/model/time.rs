@@ -43,12 +43,12 @@ impl TickUnit {
         (nanoseconds * per_second / 1e9).round() as u64
     }
 
-    pub(crate) fn of(self, span: TimeSpan) -> u64 {
+    pub(crate) fn span_ticks(self, span: TimeSpan) -> u64 {
         self.ticks(span.0 as f64)
     }
 
     /// Returns the ticks that `bytes` take at `bandwidth` bytes per second.
-    pub(crate) fn transfer(self, bytes: u64, bandwidth: u64) -> u64 {
+    pub(crate) fn transfer_ticks(self, bytes: u64, bandwidth: u64) -> u64 {
         self.ticks(bytes as f64 / bandwidth as f64 * 1e9)
     }
 }
@@ -58,7 +58,7 @@ impl TickUnit {
 pub struct TimeSpan(pub u64);
 
 /// Maximum duration in a profile: one minute. Drivers time out earlier.
-const LONGEST: u64 = 60_000_000_000;
+const TIME_SPAN_MAX: u64 = 60_000_000_000;
 
 const SUFFIXES: [(&str, u64); 4] = [
     ("ns", 1),
@@ -82,7 +82,7 @@ impl FromStr for TimeSpan {
         let suffix = &text[digits.len()..];
         let unit = SUFFIXES.iter().find(|(name, _)| *name == suffix);
         unit.and_then(|(_, unit)| digits.parse::<u64>().ok()?.checked_mul(*unit))
-            .filter(|nanoseconds| *nanoseconds <= LONGEST && !text.starts_with('+'))
+            .filter(|nanoseconds| *nanoseconds <= TIME_SPAN_MAX && !text.starts_with('+'))
             .map(Self)
             .ok_or_else(|| TimeSpanError(text.to_owned()))
     }
@@ -108,7 +108,7 @@ mod tests {
             ("0ns", 0),
             ("12us", 12_000),
             ("3ms", 3_000_000),
-            ("60s", LONGEST),
+            ("60s", TIME_SPAN_MAX),
         ] {
             let span: TimeSpan = text.parse().expect(text);
             assert_eq!((span.0, span.to_string().as_str()), (nanoseconds, text));
@@ -130,9 +130,9 @@ mod tests {
 
     #[test]
     fn a_transfer_takes_its_share_of_a_second() {
-        assert_eq!(TickUnit::Nanoseconds.transfer(4096, 1 << 30), 3815);
-        assert_eq!(TickUnit::Nanoseconds.of(TimeSpan(12)), 12);
-        let microsecond = TickUnit::Host.of(TimeSpan(1_000_000));
+        assert_eq!(TickUnit::Nanoseconds.transfer_ticks(4096, 1 << 30), 3815);
+        assert_eq!(TickUnit::Nanoseconds.span_ticks(TimeSpan(12)), 12);
+        let microsecond = TickUnit::Host.span_ticks(TimeSpan(1_000_000));
         assert!(microsecond.abs_diff(ticks_in(Duration::from_millis(1))) <= 1);
     }
 }

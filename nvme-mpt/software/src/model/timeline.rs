@@ -4,20 +4,20 @@
 #[derive(Debug)]
 pub(super) struct ResourceTimelines {
     /// For each unit, the time in ticks when it has done all its operations.
-    free: Box<[u64]>,
+    free_at: Box<[u64]>,
 }
 
 impl ResourceTimelines {
     pub(super) fn new(parts: usize) -> Self {
         Self {
-            free: vec![0; parts].into_boxed_slice(),
+            free_at: vec![0; parts].into_boxed_slice(),
         }
     }
 
     /// Occupies a unit for some ticks, from `from` or, if the unit is busy, from when it is free. Returns the time when the
     /// operation ends.
     pub(super) fn occupy(&mut self, part: usize, from: u64, ticks: u64) -> u64 {
-        let Some(free) = self.free.get_mut(part) else {
+        let Some(free) = self.free_at.get_mut(part) else {
             return from;
         };
         *free = from.max(*free).saturating_add(ticks);
@@ -26,7 +26,7 @@ impl ResourceTimelines {
 
     /// Occupies the unit that will be free first, like [`Self::occupy`].
     pub(super) fn occupy_first(&mut self, from: u64, ticks: u64) -> u64 {
-        let first = self.free.iter().zip(0..).min().map(|(_, part)| part);
+        let first = self.free_at.iter().zip(0..).min().map(|(_, part)| part);
         self.occupy(first.unwrap_or(0), from, ticks)
     }
 }

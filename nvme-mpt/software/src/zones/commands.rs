@@ -4,7 +4,7 @@ use nvme_guest::dma::DmaDirection;
 use nvme_guest::host::{CommandSetDescription, IoCommand};
 use nvme_mpt::shadow::{
     CommandFailure, CommandSet, CommandTraffic, CommandTranslator, CompletedCommand, NvmCommands,
-    UntranslatedCommand, location,
+    UntranslatedCommand, field_offsets,
 };
 use nvme_spec::ids::Lba;
 use nvme_spec::opcode::NvmOpcode;
@@ -12,18 +12,18 @@ use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 use nvme_spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
 
-use super::format::{self, NamespaceZones};
+use super::format::{self, ZonedNamespaceFormat};
 
 /// The Zoned Namespace Command Set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZonedCommands;
 
 impl CommandSet for ZonedCommands {
-    type Facts = NamespaceZones;
+    type Facts = ZonedNamespaceFormat;
 
     const COMMANDS: &'static [IoCommand] = &format::COMMANDS;
 
-    fn describe(zones: &NamespaceZones) -> CommandSetDescription {
+    fn describe(zones: &ZonedNamespaceFormat) -> CommandSetDescription {
         zones.describe()
     }
 
@@ -53,7 +53,10 @@ impl CommandSet for ZonedCommands {
 
     /// Returns the LBA that a successful Zone Append wrote (ZNS 1.1, section 3.4.1, `ALBA`).
     #[inline]
-    fn result(translator: &CommandTranslator, completed: &CompletedCommand) -> (u32, u32) {
+    fn completion_dwords(
+        translator: &CommandTranslator,
+        completed: &CompletedCommand,
+    ) -> (u32, u32) {
         if completed.opcode != NvmOpcode::ZONE_APPEND || !completed.status.is_success() {
             return (completed.dw0, 0);
         }
@@ -73,7 +76,7 @@ impl CommandSet for ZonedCommands {
 /// Returns the guest's LBA that a Zone Append wrote. Dword 0 of the host's completion has the low half of the host's LBA. The
 /// low half suffices, because a zone has less than 2^32 blocks.
 fn appended_at(translator: &CommandTranslator, zslba: Lba, dw0: u32) -> Lba {
-    let host_zslba = translator.blocks().first().0.wrapping_add(zslba.0);
+    let host_zslba = translator.blocks().first_lba().0.wrapping_add(zslba.0);
     let offset = dw0.wrapping_sub(host_zslba as u32);
     Lba(zslba.0.wrapping_add(offset.into()))
 }
@@ -93,7 +96,7 @@ fn zone_append(
         prinfo,
         ..
     } = ZoneAppend::from(guest);
-    let invalid = CommandFailure::at(Status::INVALID_FIELD, location::CDW12);
+    let invalid = CommandFailure::permanent(Status::INVALID_FIELD, field_offsets::CDW12);
     let len = (u64::from(nlb_z) + 1) << translator.blocks().lba_shift();
     // The length is limited by ZASL. The drive offers no protection information to remap.
     if len > translator.limits().own_bytes_max || piremap || prinfo.pract() {
@@ -101,7 +104,7 @@ fn zone_append(
     }
     // Translating the first block suffices, because a lease consists of whole zones.
     let zslba = translator.blocks().translate(zslba, 1)?;
-    translator.begin(host, NvmOpcode::ZONE_APPEND.0, slot);
+    translator.init_command(host, NvmOpcode::ZONE_APPEND.0, slot);
     ZoneAppend {
         zslba,
         nlb_z,
@@ -110,7 +113,7 @@ fn zone_append(
         ..ZoneAppend::default()
     }
     .write_to(host);
-    translator.data(guest, len, DmaDirection::FromGuest, slot, host)?;
+    translator.translate_data(guest, len, DmaDirection::FromGuest, slot, host)?;
     Ok(len as u32)
 }
 
@@ -122,13 +125,13 @@ fn zone_management_receive(
 ) -> Result<u32, UntranslatedCommand> {
     let command = ZoneManagementReceive::from(guest);
     let len = command.length();
-    if len > translator.limits().max_transfer() {
-        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW12).into());
+    if len > translator.limits().max_transfer_bytes() {
+        return Err(CommandFailure::permanent(Status::INVALID_FIELD, field_offsets::CDW12).into());
     }
     let slba = translator.blocks().translate(command.slba, 1)?;
-    translator.begin(host, NvmOpcode::ZONE_MANAGEMENT_RECEIVE.0, slot);
+    translator.init_command(host, NvmOpcode::ZONE_MANAGEMENT_RECEIVE.0, slot);
     ZoneManagementReceive { slba, ..command }.write_to(host);
-    translator.data(guest, len, DmaDirection::ToGuest, slot, host)?;
+    translator.translate_data(guest, len, DmaDirection::ToGuest, slot, host)?;
     Ok(len as u32)
 }
 
@@ -142,14 +145,14 @@ fn zone_management_send(
     // Set Zone Descriptor Extension is the only action with data, and there are no extensions. Its data pointer is not
     // translated.
     if command.zsa == ZoneSendAction::SET_ZONE_DESCRIPTOR_EXTENSION {
-        return Err(CommandFailure::at(Status::INVALID_FIELD, location::CDW13).into());
+        return Err(CommandFailure::permanent(Status::INVALID_FIELD, field_offsets::CDW13).into());
     }
     // All zones means those of the lease. The command's SLBA is ignored then.
     let slba = match command.select_all {
-        true => translator.blocks().first(),
+        true => translator.blocks().first_lba(),
         false => translator.blocks().translate(command.slba, 1)?,
     };
-    translator.begin(host, NvmOpcode::ZONE_MANAGEMENT_SEND.0, slot);
+    translator.init_command(host, NvmOpcode::ZONE_MANAGEMENT_SEND.0, slot);
     ZoneManagementSend { slba, ..command }.write_to(host);
     Ok(0)
 }

@@ -22,7 +22,7 @@ pub(super) const COMMANDS: [IoCommand; 3] = [
 
 /// Format of a zoned namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NamespaceZones {
+pub struct ZonedNamespaceFormat {
     /// Division into zones.
     pub geometry: ZoneGeometry,
     /// Limits of open and active zones.
@@ -49,7 +49,7 @@ pub struct ZoneResources {
     pub active: u32,
 }
 
-impl NamespaceZones {
+impl ZonedNamespaceFormat {
     /// Describes the namespace to its guest.
     pub(super) fn describe(&self) -> CommandSetDescription {
         let Self {
@@ -91,7 +91,7 @@ impl NamespaceZones {
         id.mor_z = self.resources.open.saturating_sub(1);
         id.lbafe[0].zsze = self.geometry.size;
         IdentifyNamespaceData {
-            structure: SparseStructure::of(&id),
+            structure: SparseStructure::from_structure(&id),
             facts: Vec::new(),
         }
     }
@@ -100,6 +100,6 @@ impl NamespaceZones {
     fn identify_controller(&self) -> SparseStructure {
         let mut id = IdentifyControllerZns::new_zeroed();
         id.zasl = log2_pages(self.append_bytes_max);
-        SparseStructure::of(&id)
+        SparseStructure::from_structure(&id)
     }
 }

@@ -17,7 +17,7 @@
 
 mod commands;
 mod format;
-mod keep;
+mod persisted_zones;
 mod queue;
 mod report;
 mod table;
@@ -27,17 +27,17 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, Weak};
 
 pub use commands::ZonedCommands;
-pub use format::{NamespaceZones, ZoneGeometry, ZoneResources};
+pub use format::{ZoneGeometry, ZoneResources, ZonedNamespaceFormat};
 pub use queue::ZonedQueue;
 
-use keep::PersistedZones;
+use persisted_zones::PersistedZones;
 use table::{ZoneTable, ZoneTableWords};
 
 use super::model::ZnsProfile;
 use nvme_guest::event::{EventQueue, IoQueueEvent};
 use nvme_guest::host::{CommandSetDescription, LeaseChangeLog, UnreportedChanges};
-use nvme_guest::live::ChangeRecord;
-use nvme_lease::range::{BlockRange, ByteRange, Bytes};
+use nvme_guest::inflight::ChangeRecord;
+use nvme_lease::range::{BlockRange, ByteRange, ByteSize};
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::shadow::CommandSet;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
@@ -53,9 +53,9 @@ pub enum ZoneError {
     )]
     NoZone {
         /// Size of the drive.
-        capacity: Bytes,
+        capacity: ByteSize,
         /// Size of a zone.
-        zone: Bytes,
+        zone: ByteSize,
     },
     /// The drive would have more zones than supported.
     #[error(
@@ -65,20 +65,20 @@ pub enum ZoneError {
     )]
     TooMany {
         /// Size of the drive.
-        capacity: Bytes,
+        capacity: ByteSize,
         /// Size of a zone.
-        zone: Bytes,
+        zone: ByteSize,
         /// Resulting number of zones.
         zones: u64,
         /// A zone size that would work.
-        least: Bytes,
+        least: ByteSize,
     },
     /// A block device has no directory for the file of zone states.
     #[error(
         "Block device {} has no directory beside it for the states of its zones: use a file, or memory:SIZE",
         .0.display()
     )]
-    NoPlace(PathBuf),
+    NoDirectory(PathBuf),
     /// The states in the file are of other zones.
     #[error(
         "{} has the states of {there}, but the profile makes {here}: use the profile that the drive was \
@@ -102,7 +102,7 @@ pub enum ZoneError {
     NotZones(PathBuf),
     /// The states cannot be stored.
     #[error("The states of the zones cannot be stored in {}", .path.display())]
-    Keep {
+    Store {
         /// Path of the file.
         path: PathBuf,
         /// The kernel's error.
@@ -114,7 +114,7 @@ pub enum ZoneError {
          or move the drive to a larger one",
         .path.display()
     )]
-    NoRoom {
+    NoSpace {
         /// Path of the file.
         path: PathBuf,
         /// Length of the file.
@@ -138,13 +138,13 @@ pub enum ZoneError {
         /// `start` or `length`.
         part: &'static str,
         /// Value of the part.
-        value: Bytes,
+        value: ByteSize,
         /// Size of a zone.
-        zone: Bytes,
+        zone: ByteSize,
         /// The next lower valid value.
-        below: Bytes,
+        below: ByteSize,
         /// The next higher valid value.
-        above: Bytes,
+        above: ByteSize,
     },
 }
 
@@ -156,7 +156,7 @@ pub struct DriveZones {
     append_bytes_max: u64,
     lba_shift: u8,
     count: u32,
-    kept: Arc<PersistedZones>,
+    persisted: Arc<PersistedZones>,
 }
 
 impl DriveZones {
@@ -176,7 +176,7 @@ impl DriveZones {
             size: profile.zone_size.0 >> lba_shift,
             capacity: profile.zone_capacity.0 >> lba_shift,
         };
-        let (zone, capacity) = (Bytes(profile.zone_size.0), Bytes(blocks << lba_shift));
+        let (zone, capacity) = (ByteSize(profile.zone_size.0), ByteSize(blocks << lba_shift));
         let zones = blocks / geometry.size;
         if zones == 0 {
             return Err(ZoneError::NoZone { capacity, zone });
@@ -184,7 +184,7 @@ impl DriveZones {
         let count = match u32::try_from(zones) {
             Ok(count) if zones <= ZnsProfile::ZONES_MAX => count,
             _ => {
-                let least = Bytes(
+                let least = ByteSize(
                     capacity
                         .0
                         .div_ceil(ZnsProfile::ZONES_MAX)
@@ -199,11 +199,11 @@ impl DriveZones {
             }
         };
         let kept = match file {
-            None => PersistedZones::in_memory(count).map_err(|source| ZoneError::Keep {
+            None => PersistedZones::in_memory(count).map_err(|source| ZoneError::Store {
                 path: "memory".into(),
                 source,
             })?,
-            Some(drive) => PersistedZones::beside(drive, geometry, lba_shift, count)?,
+            Some(drive) => PersistedZones::open_beside(drive, geometry, lba_shift, count)?,
         };
         Ok(Self {
             geometry,
@@ -214,20 +214,20 @@ impl DriveZones {
             append_bytes_max: profile.append_limit.0,
             lba_shift,
             count,
-            kept: Arc::new(kept),
+            persisted: Arc::new(kept),
         })
     }
 
     /// Returns the zone size in blocks.
-    pub(super) fn size(&self) -> u64 {
+    pub(super) fn zone_blocks(&self) -> u64 {
         self.geometry.size
     }
 
     /// Returns the written blocks of each zone.
-    pub(super) fn written(&self) -> impl Iterator<Item = u64> {
-        let words = self.kept.words();
+    pub(super) fn written_blocks(&self) -> impl Iterator<Item = u64> {
+        let words = self.persisted.words();
         (0..self.count as usize)
-            .map(|zone| table::written(words.load(zone), self.geometry.capacity))
+            .map(|zone| table::written_blocks(words.load(zone), self.geometry.capacity))
     }
 
     /// Returns the total blocks of all zones.
@@ -237,7 +237,7 @@ impl DriveZones {
 
     /// Returns the file with the zone states.
     pub(super) fn file(&self) -> Option<&Arc<std::fs::File>> {
-        self.kept.file()
+        self.persisted.file()
     }
 
     /// Returns the zones of a lease, with a proportional share of the open and active resources, but at least one of each.
@@ -249,7 +249,7 @@ impl DriveZones {
         for (part, blocks) in [("start", range.start.0), ("length", range.blocks)] {
             if !blocks.is_multiple_of(size) {
                 let below = blocks - blocks % size;
-                let bytes = |blocks: u64| Bytes(blocks << self.lba_shift);
+                let bytes = |blocks: u64| ByteSize(blocks << self.lba_shift);
                 return Err(ZoneError::NotWholeZones {
                     part,
                     value: bytes(blocks),
@@ -270,20 +270,20 @@ impl DriveZones {
             active: share(self.resources.active),
         };
         let kept = ZoneTableWords {
-            words: self.kept.words().clone(),
+            words: self.persisted.words().clone(),
             first,
             count,
         };
         let table = ZoneTable::new(self.geometry, resources, kept);
         // Lost words read as zeroes, which look like empty zones.
-        if self.kept.are_lost() {
-            return Err(self.kept.error());
+        if self.persisted.is_lost() {
+            return Err(self.persisted.lost_error());
         }
         Ok(LeasedZones {
             start: range.start,
-            kept: self.kept.clone(),
+            persisted: self.persisted.clone(),
             lba_shift: self.lba_shift,
-            format: NamespaceZones {
+            format: ZonedNamespaceFormat {
                 geometry: self.geometry,
                 resources,
                 append_bytes_max: self.append_bytes_max,
@@ -311,23 +311,23 @@ impl LeasedZonesState {
     /// Makes a zone read only after the media failed a write, and notifies the guest.
     fn fail_media(&mut self, zone: u32) {
         // Record it first, because the process may end before the zone's state changes.
-        self.note(true);
+        self.record_unreported(true);
         if self.table.fail_media(zone) {
-            self.changes.add(self.table.start(zone).0);
-            self.tell();
+            self.changes.add(self.table.zone_start(zone).0);
+            self.notify_guest();
         }
-        self.note(!self.changes.is_empty());
+        self.record_unreported(!self.changes.is_empty());
     }
 
     /// Notifies the guest of changes.
-    fn tell(&self) {
+    fn notify_guest(&self) {
         if let Some(events) = self.listener.upgrade() {
             events.report(IoQueueEvent::Changes);
         }
     }
 
     /// Records for a successor process whether there are unreported changes.
-    fn note(&self, untold: bool) {
+    fn record_unreported(&self, untold: bool) {
         if let Some(record) = &self.record {
             record.set(untold);
         }
@@ -339,16 +339,16 @@ impl LeasedZonesState {
 pub struct LeasedZones {
     /// Start of the lease in the host's namespace.
     start: Lba,
-    kept: Arc<PersistedZones>,
+    persisted: Arc<PersistedZones>,
     lba_shift: u8,
-    format: NamespaceZones,
+    format: ZonedNamespaceFormat,
     state: Mutex<LeasedZonesState>,
 }
 
 impl LeasedZones {
     /// Returns the format of the namespace.
     #[must_use]
-    pub fn format(&self) -> NamespaceZones {
+    pub fn format(&self) -> ZonedNamespaceFormat {
         self.format
     }
 
@@ -364,46 +364,46 @@ impl LeasedZones {
 
     /// Records in `record` whether there are unreported changes, now and at each change. If the predecessor has recorded
     /// unreported changes, the guest is notified that any zone may have changed.
-    pub(crate) fn record_changes(&self, record: ChangeRecord) {
+    pub(crate) fn set_change_record(&self, record: ChangeRecord) {
         let mut state = self.lock();
         if record.is_set() {
-            state.changes.recall(&UnreportedChanges::new(&[], true));
-            state.tell();
+            state.changes.merge(&UnreportedChanges::new(&[], true));
+            state.notify_guest();
         }
         state.record = Some(record);
-        state.note(!state.changes.is_empty());
+        state.record_unreported(!state.changes.is_empty());
     }
 
     /// Makes the zones empty that overlap a range of the drive. Their blocks must already be zero.
-    pub(crate) fn empty(&self, range: &ByteRange) {
+    pub(crate) fn empty_zones(&self, range: &ByteRange) {
         let size = self.format.geometry.size;
         let block = |byte: u64| (byte >> self.lba_shift).saturating_sub(self.start.0);
         let end = block(range.end()).div_ceil(size);
         // A drive has at most 65,536 zones.
         let zones = (block(range.start()) / size) as u32..end.min(ZnsProfile::ZONES_MAX) as u32;
-        self.lock().table.empty(zones);
+        self.lock().table.empty_zones(zones);
     }
 
     /// Compares the zone states in memory with their stored copies. Takes no longer than a report of all zones.
     ///
     /// # Errors
     /// [`ZoneError::Lost`].
-    pub(crate) fn check(&self) -> Result<(), ZoneError> {
+    pub(crate) fn check_stored(&self) -> Result<(), ZoneError> {
         #[cfg(test)]
         CHECKS.set(CHECKS.get() + 1);
-        if !self.lock().table.is_kept() {
-            self.kept.lose();
+        if !self.lock().table.is_stored() {
+            self.persisted.mark_lost();
         }
-        match self.kept.are_lost() {
-            true => Err(self.kept.error()),
+        match self.persisted.is_lost() {
+            true => Err(self.persisted.lost_error()),
             false => Ok(()),
         }
     }
 
     /// Stores all zone states again when a VMM connects, because the kernel does not repeat a failed write-back.
-    pub(crate) fn begin_anew(&self) {
-        if self.check().is_ok() {
-            self.lock().table.keep();
+    pub(crate) fn rewrite_states(&self) {
+        if self.check_stored().is_ok() {
+            self.lock().table.store_all();
         }
     }
 
@@ -419,16 +419,16 @@ impl LeaseChangeLog for LeasedZones {
         self.lock().changes.clone()
     }
 
-    fn recall(&self, untold: &UnreportedChanges) {
+    fn restore(&self, untold: &UnreportedChanges) {
         let mut state = self.lock();
-        state.changes.recall(untold);
-        state.note(!state.changes.is_empty());
+        state.changes.merge(untold);
+        state.record_unreported(!state.changes.is_empty());
     }
 
-    fn forget(&self, told: &UnreportedChanges) {
+    fn remove(&self, told: &UnreportedChanges) {
         let mut state = self.lock();
-        state.changes.forget(told);
-        state.note(!state.changes.is_empty());
+        state.changes.remove(told);
+        state.record_unreported(!state.changes.is_empty());
     }
 }
 

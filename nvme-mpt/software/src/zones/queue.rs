@@ -5,9 +5,9 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use super::ZonedCommands;
-use super::report::report;
+use super::report::build_report;
 use super::{LeasedZones, LeasedZonesState};
-use crate::medium::LOST;
+use crate::backing_store::LOST_WRITES;
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::shadow::HostQueuePair;
@@ -47,7 +47,7 @@ struct ZoneReset {
     next: u64,
     end: u64,
     /// True if the guest has reset all zones with one command.
-    all: bool,
+    is_reset_all: bool,
 }
 
 /// Tells whether a command is new, or was already given to the old server.
@@ -55,7 +55,7 @@ struct ZoneReset {
 enum ZonedCommandAttempt {
     First,
     /// The old server had the command in flight, and may have moved the write pointer for it.
-    Again,
+    Repeat,
 }
 
 /// A drive's queue with the zones of a lease in front.
@@ -64,11 +64,11 @@ pub struct ZonedQueue {
     drive: HostQueuePair,
     zones: Arc<LeasedZones>,
     /// Submitted commands whose doorbell was not rung yet.
-    arriving: Vec<(Sqe, ZonedCommandAttempt)>,
+    submitted: Vec<(Sqe, ZonedCommandAttempt)>,
     /// Commands that go to the drive.
-    passing: Vec<Sqe>,
+    forwarded: Vec<Sqe>,
     /// Completion actions, indexed by slot.
-    fates: Box<[ZonedCompletionOutcome]>,
+    outcomes: Box<[ZonedCompletionOutcome]>,
     /// Completions of the drive.
     reaped: Vec<HostCompletion>,
     /// Completions of commands that ended without being passed to the drive.
@@ -76,9 +76,9 @@ pub struct ZonedQueue {
     /// Buffer of the latest report.
     report: Vec<u8>,
     /// Number of resets of which the drive is executing a step.
-    resets: usize,
+    active_resets: usize,
     /// True once no further step of a reset may begin, because the queue ends.
-    cut_short: bool,
+    is_stopping: bool,
 }
 
 impl ZonedQueue {
@@ -87,55 +87,56 @@ impl ZonedQueue {
         Self {
             drive,
             zones,
-            arriving: Vec::with_capacity(room),
-            passing: Vec::with_capacity(room),
-            fates: vec![ZonedCompletionOutcome::default(); room].into_boxed_slice(),
+            submitted: Vec::with_capacity(room),
+            forwarded: Vec::with_capacity(room),
+            outcomes: vec![ZonedCompletionOutcome::default(); room].into_boxed_slice(),
             reaped: Vec::with_capacity(room),
             completed: Vec::with_capacity(room),
             report: Vec::new(),
-            resets: 0,
-            cut_short: false,
+            active_resets: 0,
+            is_stopping: false,
         }
     }
 
     /// Checks the submitted commands, and prepares the commands for the drive.
-    fn take_up(&mut self, memory: HostMemory<'_>) {
+    fn process_submitted(&mut self, memory: HostMemory<'_>) {
         let zones = self.zones.clone();
         let mut state = zones.lock();
-        let mut arriving = std::mem::take(&mut self.arriving);
+        let mut arriving = std::mem::take(&mut self.submitted);
         // A removed drive fails all commands, including zone management.
         let gone = self.drive.is_gone();
         let blocks = self.drive.blocks().unwrap_or(u64::MAX);
         state
             .table
-            .cut_to(blocks.saturating_sub(self.zones.start.0));
+            .limit_to_blocks(blocks.saturating_sub(self.zones.start.0));
         for (sqe, time) in arriving.drain(..) {
             let slot = sqe.cid().0;
             let begun = if gone {
                 Ok(Some((sqe, ZonedCompletionOutcome::Complete)))
             } else {
-                self.begin_kept(&mut state, &sqe, time, memory)
+                self.begin_checked(&mut state, &sqe, time, memory)
             };
             match begun {
                 Ok(Some((command, fate))) => {
-                    self.resets += usize::from(matches!(fate, ZonedCompletionOutcome::Reset(_)));
-                    if let Some(place) = self.fates.get_mut(usize::from(slot)) {
+                    self.active_resets +=
+                        usize::from(matches!(fate, ZonedCompletionOutcome::Reset(_)));
+                    if let Some(place) = self.outcomes.get_mut(usize::from(slot)) {
                         *place = fate;
-                        self.passing.push(command);
+                        self.forwarded.push(command);
                     }
                 }
                 ended => self.completed.push(HostCompletion {
                     slot,
-                    status: ended.err().map_or(Status::SUCCESS, lasting),
+                    status: ended.err().map_or(Status::SUCCESS, add_dnr),
                     dw0: 0,
                 }),
             }
         }
-        self.arriving = arriving;
+        self.submitted = arriving;
     }
 
     /// Begins a command like [`Self::begin`]. If zone states are lost, refuses all commands except those that only read.
-    fn begin_kept(
+    fn begin_checked(
         &mut self,
         state: &mut LeasedZonesState,
         sqe: &Sqe,
@@ -146,16 +147,18 @@ impl ZonedQueue {
             NvmOpcode::READ
             | NvmOpcode::COMPARE
             | NvmOpcode::VERIFY
-            | NvmOpcode::ZONE_MANAGEMENT_RECEIVE => return self.begin(state, sqe, time, memory),
+            | NvmOpcode::ZONE_MANAGEMENT_RECEIVE => {
+                return self.begin_command(state, sqe, time, memory);
+            }
             NvmOpcode::FLUSH => Status::WRITE_FAULT,
             _ => Status::WRITE_TO_READ_ONLY_RANGE,
         };
-        if self.zones.kept.are_lost() {
+        if self.zones.persisted.is_lost() {
             return Err(refusal);
         }
-        let begun = self.begin(state, sqe, time, memory)?;
+        let begun = self.begin_command(state, sqe, time, memory)?;
         // Changing a state may also discover the loss.
-        match self.zones.kept.are_lost() {
+        match self.zones.persisted.is_lost() {
             true => Err(Status::WRITE_FAULT),
             false => Ok(begun),
         }
@@ -163,7 +166,7 @@ impl ZonedQueue {
 
     /// Checks a command and applies it to the zones. Returns the command for the drive and the completion action, or `None` if
     /// the command is already complete.
-    fn begin(
+    fn begin_command(
         &mut self,
         state: &mut LeasedZonesState,
         sqe: &Sqe,
@@ -186,11 +189,11 @@ impl ZonedQueue {
                 if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) {
                     match time {
                         ZonedCommandAttempt::First => table.write(slba, count)?,
-                        ZonedCommandAttempt::Again => table.write_again(slba, count)?,
+                        ZonedCommandAttempt::Repeat => table.repeat_write(slba, count)?,
                     }
                     return Ok(Some((
                         *sqe,
-                        ZonedCompletionOutcome::Write(table.containing(slba)?),
+                        ZonedCompletionOutcome::Write(table.zone_containing(slba)?),
                     )));
                 }
                 table.read(slba, count)?;
@@ -218,32 +221,33 @@ impl ZonedQueue {
                     ..ReadWrite::default()
                 }
                 .write_to(&mut write);
-                let fate = ZonedCompletionOutcome::Append(table.containing(zslba)?, slba.0 as u32);
+                let fate =
+                    ZonedCompletionOutcome::Append(table.zone_containing(zslba)?, slba.0 as u32);
                 Ok(Some((write, fate)))
             }
             NvmOpcode::ZONE_MANAGEMENT_SEND => {
                 let send = ZoneManagementSend::from(sqe);
                 let slba = in_lease(send.slba);
-                self.send(state, sqe, ZoneManagementSend { slba, ..send })
+                self.begin_zone_send(state, sqe, ZoneManagementSend { slba, ..send })
             }
             NvmOpcode::ZONE_MANAGEMENT_RECEIVE => {
                 let receive = ZoneManagementReceive::from(sqe);
                 let slba = in_lease(receive.slba);
                 let receive = ZoneManagementReceive { slba, ..receive };
-                report(
+                build_report(
                     table,
                     &receive,
                     self.zones.format.geometry.capacity,
                     &mut self.report,
                 )?;
-                hand_over(&self.report, sqe, receive.length(), memory)?;
+                copy_report(&self.report, sqe, receive.length(), memory)?;
                 Ok(None)
             }
             _ => Err(Status::INVALID_OPCODE),
         }
     }
 
-    fn send(
+    fn begin_zone_send(
         &self,
         state: &mut LeasedZonesState,
         sqe: &Sqe,
@@ -256,41 +260,41 @@ impl ZonedQueue {
         let table = &mut state.table;
         match (send.zsa, send.select_all) {
             (ZoneSendAction::RESET, false) => {
-                let zone = table.starting_at(send.slba)?;
+                let zone = table.zone_starting_at(send.slba)?;
                 let written = table.reset(zone)?;
-                let reset = self.reset(state, zone, written, false);
-                Ok(reset.map(|reset| self.give_back(sqe, reset)))
+                let reset = self.plan_reset(state, zone, written, false);
+                Ok(reset.map(|reset| self.deallocation_command(sqe, reset)))
             }
             (ZoneSendAction::RESET, true) => {
                 let reset = self.reset_all(state, 0);
-                Ok(reset.map(|reset| self.give_back(sqe, reset)))
+                Ok(reset.map(|reset| self.deallocation_command(sqe, reset)))
             }
             (action, false) => {
-                let zone = table.starting_at(send.slba)?;
-                table.act(zone, action)?;
+                let zone = table.zone_starting_at(send.slba)?;
+                table.execute_action(zone, action)?;
                 Ok(None)
             }
             (action, true) => {
-                table.act_on_all(action)?;
+                table.execute_action_on_all(action)?;
                 Ok(None)
             }
         }
     }
 
     /// Returns the deallocation of a reset zone, or `None` if the zone had no written blocks.
-    fn reset(
+    fn plan_reset(
         &self,
         state: &LeasedZonesState,
         zone: u32,
         written: u64,
         all: bool,
     ) -> Option<ZoneReset> {
-        let next = self.zones.start.0 + state.table.start(zone).0;
+        let next = self.zones.start.0 + state.table.zone_start(zone).0;
         (written > 0).then_some(ZoneReset {
             zone,
             next,
             end: next + written,
-            all,
+            is_reset_all: all,
         })
     }
 
@@ -299,7 +303,7 @@ impl ZonedQueue {
         let mut from = from;
         loop {
             let (zone, written) = state.table.reset_next(from)?;
-            if let Some(reset) = self.reset(state, zone, written, true) {
+            if let Some(reset) = self.plan_reset(state, zone, written, true) {
                 return Some(reset);
             }
             from = zone + 1;
@@ -307,7 +311,7 @@ impl ZonedQueue {
     }
 
     /// Returns the command by which the drive deallocates the next blocks of a reset zone.
-    fn give_back(&self, sqe: &Sqe, reset: ZoneReset) -> (Sqe, ZonedCompletionOutcome) {
+    fn deallocation_command(&self, sqe: &Sqe, reset: ZoneReset) -> (Sqe, ZonedCompletionOutcome) {
         let most = RESET_BYTES >> self.zones.lba_shift;
         let count = (reset.end - reset.next).min(most);
         let mut zeroes = Sqe::new(NvmOpcode::WRITE_ZEROES.0);
@@ -329,12 +333,17 @@ impl ZonedQueue {
     }
 
     /// Continues a reset after the drive has executed a step. Returns `false` if the reset is complete.
-    fn go_on(&mut self, state: &mut LeasedZonesState, slot: u16, reset: ZoneReset) -> bool {
+    fn continue_reset(
+        &mut self,
+        state: &mut LeasedZonesState,
+        slot: u16,
+        reset: ZoneReset,
+    ) -> bool {
         let next = if reset.next < reset.end {
             Some(reset)
         } else {
             state.table.end_reset(reset.zone);
-            match reset.all {
+            match reset.is_reset_all {
                 true => self.reset_all(state, reset.zone + 1),
                 false => None,
             }
@@ -344,35 +353,35 @@ impl ZonedQueue {
         };
         let mut sqe = Sqe::default();
         sqe.set_cid(nvme_spec::ids::CommandId(slot));
-        let (command, fate) = self.give_back(&sqe, reset);
-        if let Some(place) = self.fates.get_mut(usize::from(slot)) {
+        let (command, fate) = self.deallocation_command(&sqe, reset);
+        if let Some(place) = self.outcomes.get_mut(usize::from(slot)) {
             *place = fate;
         }
-        self.passing.push(command);
+        self.forwarded.push(command);
         true
     }
 
     fn is_flush(&self, completion: &HostCompletion) -> bool {
-        let fate = self.fates.get(usize::from(completion.slot));
+        let fate = self.outcomes.get(usize::from(completion.slot));
         matches!(fate, Some(ZonedCompletionOutcome::Flush))
     }
 
     /// Returns the guest's completion after the drive has executed its part. Returns `None` if the command continues with
     /// another step.
-    fn end(&mut self, completion: HostCompletion) -> Option<HostCompletion> {
+    fn complete_command(&mut self, completion: HostCompletion) -> Option<HostCompletion> {
         let HostCompletion {
             slot,
             mut status,
             mut dw0,
         } = completion;
-        let fate = self.fates.get_mut(usize::from(slot))?;
+        let fate = self.outcomes.get_mut(usize::from(slot))?;
         let fate = std::mem::take(fate);
         match fate {
             ZonedCompletionOutcome::Complete => return Some(completion),
             // The zone states were checked once for all reaped completions.
             ZonedCompletionOutcome::Flush => {}
             ZonedCompletionOutcome::Write(zone) | ZonedCompletionOutcome::Append(zone, _)
-                if is_of_media(status) =>
+                if is_media_error(status) =>
             {
                 self.zones.lock().fail_media(zone);
             }
@@ -381,22 +390,22 @@ impl ZonedQueue {
             ZonedCompletionOutcome::Reset(reset) => {
                 let zones = self.zones.clone();
                 let mut state = zones.lock();
-                let has_more = reset.all || reset.next < reset.end;
-                if status.is_success() && self.cut_short && has_more {
+                let has_more = reset.is_reset_all || reset.next < reset.end;
+                if status.is_success() && self.is_stopping && has_more {
                     status = Status::ABORTED_SQ_DELETION;
                 }
-                let goes_on = status.is_success() && !self.zones.kept.are_lost();
+                let goes_on = status.is_success() && !self.zones.persisted.is_lost();
                 if !goes_on {
                     state.table.end_reset(reset.zone);
-                } else if self.go_on(&mut state, slot, reset) {
+                } else if self.continue_reset(&mut state, slot, reset) {
                     return None;
                 }
-                self.resets -= 1;
+                self.active_resets -= 1;
             }
         }
         // If the zone's state is lost, its data is lost when the process ends.
-        if status.is_success() && self.zones.kept.are_lost() {
-            status = lasting(Status::WRITE_FAULT);
+        if status.is_success() && self.zones.persisted.is_lost() {
+            status = add_dnr(Status::WRITE_FAULT);
         }
         Some(HostCompletion { slot, status, dw0 })
     }
@@ -404,7 +413,7 @@ impl ZonedQueue {
 
 /// Returns the sort key of a command that is repeated. Writes to a zone must be in the order of their LBAs, and before commands
 /// that close the zone.
-fn place_in_order(sqe: &Sqe) -> u64 {
+fn replay_order(sqe: &Sqe) -> u64 {
     match NvmOpcode(sqe.opcode()) {
         NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES => ReadWrite::from(sqe).slba.0,
         _ => u64::MAX,
@@ -413,19 +422,24 @@ fn place_in_order(sqe: &Sqe) -> u64 {
 
 /// Returns whether a write failed at its own blocks, so that its zone becomes read only. A status that reports lost writes of
 /// other blocks does not count.
-fn is_of_media(status: Status) -> bool {
-    status.sct() == StatusCodeType::MEDIA && status != LOST
+fn is_media_error(status: Status) -> bool {
+    status.sct() == StatusCodeType::MEDIA && status != LOST_WRITES
 }
 
 /// Sets DNR (Do Not Retry) unless the status is temporary.
-fn lasting(status: Status) -> Status {
+fn add_dnr(status: Status) -> Status {
     status.with_dnr(status != Status::COMMAND_INTERRUPTED)
 }
 
 /// Copies a report to the command's buffer, and zeroes the rest of the buffer.
-fn hand_over(report: &[u8], sqe: &Sqe, length: u64, memory: HostMemory<'_>) -> Result<(), Status> {
+fn copy_report(
+    report: &[u8],
+    sqe: &Sqe,
+    length: u64,
+    memory: HostMemory<'_>,
+) -> Result<(), Status> {
     let mut rest = report;
-    DataPointer::of(sqe).for_each(memory, length, |part| {
+    DataPointer::from_sqe(sqe).for_each_piece(memory, length, |part| {
         let (here, after) = rest.split_at(rest.len().min(part.len()));
         part.copy_from(here);
         if let Some(beyond) = part.slice(here.len(), part.len() - here.len()) {
@@ -439,22 +453,25 @@ impl HostBatch for &mut ZonedQueue {
     fn announce(&mut self, _: u32, _: Ticks) {}
 
     fn submit(&mut self, sqe: &Sqe) {
-        debug_assert!(self.arriving.len() < self.arriving.capacity());
-        self.arriving.push((*sqe, ZonedCommandAttempt::First));
+        debug_assert!(self.submitted.len() < self.submitted.capacity());
+        self.submitted.push((*sqe, ZonedCommandAttempt::First));
     }
 
-    fn submit_again(&mut self, sqe: &Sqe) {
-        self.arriving.push((*sqe, ZonedCommandAttempt::Again));
+    fn resubmit(&mut self, sqe: &Sqe) {
+        self.submitted.push((*sqe, ZonedCommandAttempt::Repeat));
     }
 
     fn ring(self, memory: HostMemory<'_>) {
         // Repeated commands form a separate batch.
-        if matches!(self.arriving.last(), Some((_, ZonedCommandAttempt::Again))) {
-            self.arriving.sort_by_key(|(sqe, _)| place_in_order(sqe));
+        if matches!(
+            self.submitted.last(),
+            Some((_, ZonedCommandAttempt::Repeat))
+        ) {
+            self.submitted.sort_by_key(|(sqe, _)| replay_order(sqe));
         }
-        self.take_up(memory);
-        self.drive.ring_in(&self.passing, memory);
-        self.passing.clear();
+        self.process_submitted(memory);
+        self.drive.submit_batch(&self.forwarded, memory);
+        self.forwarded.clear();
     }
 }
 
@@ -475,37 +492,37 @@ impl HostQueue for ZonedQueue {
         self.drive.reap_into(memory, &mut reaped);
         // `check` records its result. One check suffices for all Flushes, because the poller's other queues wait meanwhile.
         if reaped.iter().any(|completion| self.is_flush(completion)) {
-            let _ = self.zones.check();
+            let _ = self.zones.check_stored();
         }
         for completion in reaped.drain(..) {
-            if let Some(completion) = self.end(completion) {
+            if let Some(completion) = self.complete_command(completion) {
                 taker.take(completion);
             }
         }
         self.reaped = reaped;
-        if !self.passing.is_empty() {
-            self.drive.ring_in(&self.passing, memory);
-            self.passing.clear();
+        if !self.forwarded.is_empty() {
+            self.drive.submit_batch(&self.forwarded, memory);
+            self.forwarded.clear();
         }
     }
 
     fn cut_short(&mut self) {
-        self.cut_short = true;
+        self.is_stopping = true;
         self.drive.cut_short();
     }
 
-    fn settle(&mut self) -> bool {
-        self.drive.settle()
+    fn drain(&mut self) -> bool {
+        self.drive.drain()
     }
 
     /// Also returns `true` during a reset if the drive's queue has no descriptor to wait for. Then no event announces the end
     /// of a step that was submitted while the previous step was reaped.
     fn is_polled(&self) -> bool {
-        self.drive.is_polled() || (self.resets > 0 && self.drive.wait_fd().is_none())
+        self.drive.is_polled() || (self.active_resets > 0 && self.drive.wait_fd().is_none())
     }
 
-    fn hurry(&mut self, hurried: bool) {
-        self.drive.hurry(hurried);
+    fn set_hurried(&mut self, hurried: bool) {
+        self.drive.set_hurried(hurried);
     }
 
     fn next_due(&self) -> Option<Ticks> {
@@ -525,7 +542,7 @@ impl Drop for ZonedQueue {
     /// Ends pending resets, so that their zones can be written again.
     fn drop(&mut self) {
         let mut state = self.zones.lock();
-        for fate in &self.fates {
+        for fate in &self.outcomes {
             if let ZonedCompletionOutcome::Reset(reset) = fate {
                 state.table.end_reset(reset.zone);
             }

@@ -14,7 +14,7 @@ use nvme_spec::zns::{
 const NO_WRITE_POINTER: Lba = Lba(u64::MAX);
 
 /// Builds the report for a command, up to the length that the command requests. The command's SLBA is relative to the lease.
-pub(super) fn report(
+pub(super) fn build_report(
     table: &ZoneTable,
     command: &ZoneManagementReceive,
     capacity: u64,
@@ -24,15 +24,15 @@ pub(super) fn report(
     if command.zra != ZoneReceiveAction::REPORT_ZONES || command.zrasf > ReportingOptions::OFFLINE {
         return Err(Status::INVALID_FIELD);
     }
-    let first = table.containing(command.slba)?;
+    let first = table.zone_containing(command.slba)?;
     let length = usize::try_from(command.length()).map_err(|_| Status::INVALID_FIELD)?;
     let room = length.saturating_sub(size_of::<ReportZonesHeader>()) / size_of::<ZoneDescriptor>();
     report.clear();
     report.extend_from_slice(ReportZonesHeader::new_zeroed().as_bytes());
-    let mut zones = table.reported(first, command.zrasf);
+    let mut zones = table.reported_zones(first, command.zrasf);
     let mut count = 0;
     for (start, zone) in zones.by_ref().take(room) {
-        report.extend_from_slice(descriptor(start, zone, capacity).as_bytes());
+        report.extend_from_slice(zone_descriptor(start, zone, capacity).as_bytes());
         count += 1;
     }
     if !command.partial {
@@ -48,7 +48,7 @@ pub(super) fn report(
     Ok(())
 }
 
-fn descriptor(start: Lba, zone: Zone, capacity: u64) -> ZoneDescriptor {
+fn zone_descriptor(start: Lba, zone: Zone, capacity: u64) -> ZoneDescriptor {
     let has_write_pointer = !matches!(
         zone.state,
         ZoneState::FULL | ZoneState::READ_ONLY | ZoneState::OFFLINE

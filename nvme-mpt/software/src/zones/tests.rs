@@ -5,14 +5,14 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use super::*;
+use crate::backing_store::{BackingStore, CommandTiming, LeasedBackingStore};
+use crate::command_executor::{CommandExecutor, SoftwareQueue};
 use crate::controller::SoftwareController;
-use crate::medium::{BackingStore, CommandTiming, LeasedBackingStore};
 use crate::model::DriveProfile;
 use crate::null::NullCommandExecutor;
-use crate::store::{CommandExecutor, SoftwareQueue};
 use nvme_guest::dma::RegionTable;
 use nvme_guest::iova::IovaSpace;
-use nvme_lease::origin::DriveIdentity;
+use nvme_lease::backing_id::DriveIdentity;
 use nvme_mpt::drive::{HostController, HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue, ListMemory};
 use nvme_mpt::shadow::HostQueuePair;
@@ -109,7 +109,10 @@ fn a_lease_has_whole_zones_and_its_share_of_the_resources() {
 fn zones_have_sizes_that_are_no_power_of_two() {
     let odd = PROFILE.replace("\"1M\"", "\"1540K\"");
     let drive = DriveZones::new(&profile(&odd), &namespace(16 << 20), None).expect("zones");
-    assert_eq!((drive.count, drive.size(), drive.blocks()), (10, 385, 3850));
+    assert_eq!(
+        (drive.count, drive.zone_blocks(), drive.blocks()),
+        (10, 385, 3850)
+    );
     let zone = 1540 << 10;
     let lease = drive.lease(range(3 * zone, 7 * zone)).expect("a lease");
     let geometry = ZoneGeometry {
@@ -143,7 +146,7 @@ fn all_processes_see_the_stored_zones_of_a_file() {
     let parts = parts.map(|(zones, start)| zones.lease(range(start, 4 << 20)).expect("a lease"));
     for (lease, zone) in parts.iter().zip([1, 2]) {
         let mut state = lease.lock();
-        let zslba = state.table.start(zone);
+        let zslba = state.table.zone_start(zone);
         state.table.write(zslba, 5).expect("a write");
     }
     // The earlier processes have not ended, so the states must have been stored at the time of the change, not at an end.
@@ -151,7 +154,7 @@ fn all_processes_see_the_stored_zones_of_a_file() {
     let state = lease.lock();
     let written: Vec<u64> = state
         .table
-        .reported(0, nvme_spec::zns::ReportingOptions::ALL)
+        .reported_zones(0, nvme_spec::zns::ReportingOptions::ALL)
         .map(|(_, zone)| zone.written)
         .collect();
     assert_eq!(written, [0, 5, 0, 0, 0, 0, 5, 0]);
@@ -188,19 +191,19 @@ fn changed_zones_are_reported_once_and_overflow_the_list() {
     lease.lock().fail_media(3);
     assert_eq!(events.take(), [IoQueueEvent::Changes]);
     let told = lease.changes();
-    assert_eq!((told.ids(), told.are_more()), (&[3 * 256][..], false));
+    assert_eq!((told.ids(), told.has_more()), (&[3 * 256][..], false));
     lease.lock().fail_media(5);
-    lease.forget(&told);
+    lease.remove(&told);
     let left = lease.changes();
-    assert_eq!((left.ids(), left.are_more()), (&[5 * 256][..], false));
+    assert_eq!((left.ids(), left.has_more()), (&[5 * 256][..], false));
     for zone in 6..600 {
         lease.lock().fail_media(zone);
     }
     let told = lease.changes();
-    assert!(told.are_more());
-    lease.forget(&told);
+    assert!(told.has_more());
+    lease.remove(&told);
     let left = lease.changes();
-    assert_eq!((left.ids(), left.are_more()), (&[][..], false));
+    assert_eq!((left.ids(), left.has_more()), (&[][..], false));
 }
 
 #[test]
@@ -212,7 +215,7 @@ fn zone_changes_under_the_predecessor_are_reported() {
         let lease = drive.lease(range(0, 1 << 30)).expect("a lease");
         let events = Arc::new(EventQueue::new().expect("an eventfd"));
         lease.subscribe(&events);
-        lease.record_changes(record());
+        lease.set_change_record(record());
         (lease, events)
     };
     let (lease, events) = process();
@@ -226,10 +229,10 @@ fn zone_changes_under_the_predecessor_are_reported() {
     let told = lease.changes();
     assert_eq!(told.page()[..2], [0xFF, 0xFF], "any zone may have changed");
     lease.lock().fail_media(5);
-    lease.forget(&told);
+    lease.remove(&told);
     assert_eq!(lease.changes().ids(), [5 * 256]);
     assert!(record().is_set(), "one came after the page was read");
-    lease.forget(&lease.changes());
+    lease.remove(&lease.changes());
     assert!(!record().is_set());
     // Changes from before are not reported again.
     lease.lock().fail_media(5);
@@ -254,18 +257,20 @@ fn states_that_another_program_changed_are_lost_for_all_leases() {
         let (_folder, path) = file();
         let drive = zones(8 << 20, Some(&path)).expect("zones");
         let leases = [0, 4 << 20].map(|start| drive.lease(range(start, 4 << 20)).expect("a lease"));
-        let zslba = leases[0].lock().table.start(1);
+        let zslba = leases[0].lock().table.zone_start(1);
         leases[0].lock().table.write(zslba, 5).expect("a write");
         for lease in &leases {
-            lease.check().expect("kept");
+            lease.check_stored().expect("kept");
         }
         let kept = path.with_extension("img.zones");
         change(&File::options().write(true).open(&kept).expect("a file"));
         for lease in &leases {
-            let lost = lease.check().expect_err("lost").to_string();
+            let lost = lease.check_stored().expect_err("lost").to_string();
             assert!(lost.contains(kept.to_str().expect("a path")), "{lost}");
-            lease.begin_anew();
-            lease.check().expect_err("until the drive is reopened");
+            lease.rewrite_states();
+            lease
+                .check_stored()
+                .expect_err("until the drive is reopened");
         }
         drive.lease(range(0, 8 << 20)).expect_err("lost");
     }
@@ -280,7 +285,7 @@ fn invalid_words_do_not_count_as_changes() {
     kept.write_all_at(&[0x07], 4096).expect("written");
     let drive = zones(8 << 20, Some(&path)).expect("zones");
     let lease = drive.lease(range(0, 8 << 20)).expect("a lease");
-    lease.check().expect("as they were");
+    lease.check_stored().expect("as they were");
 }
 
 /// A backing store whose range belongs to another process until it is leased here. The other process writes to a zone and ends.
@@ -311,7 +316,7 @@ impl BackingStore for Contended {
         let other = zones(8 << 20, Some(&self.0)).expect("zones");
         let lease = other.lease(range(0, 8 << 20)).expect("a lease");
         let mut state = lease.lock();
-        let zslba = state.table.start(1);
+        let zslba = state.table.zone_start(1);
         state.table.write(zslba, 5).expect("a write");
         Ok(Box::new(Uncontended))
     }
@@ -329,8 +334,8 @@ impl LeasedBackingStore for Uncontended {
 #[test]
 fn zone_states_are_read_once_the_range_is_free() {
     let (_folder, path) = file();
-    let drive = SoftwareController::over(Contended(path), 12);
-    let drive = Arc::new(drive.zoned(&profile(PROFILE)).expect("zones"));
+    let drive = SoftwareController::new(Contended(path), 12);
+    let drive = Arc::new(drive.with_zones(&profile(PROFILE)).expect("zones"));
     let namespace = drive.namespaces()[0];
     let parts = [range(0, 8 << 20)];
     let request = HostLeaseRequest {
@@ -348,11 +353,11 @@ fn zone_states_are_read_once_the_range_is_free() {
 #[test]
 fn zones_are_opened_by_one_process_at_a_time() {
     let (_folder, path) = file();
-    let blocks = SoftwareController::file(&path, 12).expect("a file");
-    assert!(blocks.opens_beside());
-    let zones = blocks.zoned(&profile(PROFILE)).expect("zones");
-    assert!(!zones.opens_beside());
-    assert!(SoftwareController::null(8 << 20, 12).opens_beside());
+    let blocks = SoftwareController::open_file(&path, 12).expect("a file");
+    assert!(blocks.can_open_concurrently());
+    let zones = blocks.with_zones(&profile(PROFILE)).expect("zones");
+    assert!(!zones.can_open_concurrently());
+    assert!(SoftwareController::null(8 << 20, 12).can_open_concurrently());
 }
 
 #[test]
@@ -386,9 +391,9 @@ fn flushes_that_end_together_compare_the_states_once() {
 
 /// A backing store that records the number of blocks that each command deallocates.
 #[derive(Clone, Debug, Default)]
-struct GivenBack(Arc<Mutex<Vec<u64>>>);
+struct DeallocationRecorder(Arc<Mutex<Vec<u64>>>);
 
-impl CommandExecutor for GivenBack {
+impl CommandExecutor for DeallocationRecorder {
     fn execute(&mut self, sqe: &Sqe, _: HostMemory<'_>) -> Status {
         let WriteZeroes { nlb_z, .. } = WriteZeroes::from(sqe);
         self.0.lock().expect("sound").push(u64::from(nlb_z) + 1);
@@ -406,7 +411,7 @@ fn a_reset_gives_blocks_back_in_turn_with_other_commands() {
     let lease = drive.lease(range(0, 256 << 20)).expect("a lease");
     let written = lease.lock().table.write(Lba(0), 1 << 16);
     written.expect("a write of all");
-    let store = GivenBack::default();
+    let store = DeallocationRecorder::default();
     let given_back = store.0.clone();
     let store = HostQueuePair::new(SoftwareQueue::new(store, 1));
     let mut queue = ZonedQueue::new(store, Arc::new(lease), 1);

@@ -141,7 +141,7 @@ bit_field! {
 impl IoCommandSetVector {
     /// Returns the vector with the bit of a command set; unchanged if it has no such bit.
     #[must_use]
-    pub const fn with(self, csi: Csi) -> Self {
+    pub const fn with_csi(self, csi: Csi) -> Self {
         match 1_u64.checked_shl(csi.0 as u32) {
             Some(bit) => Self(self.0 | bit),
             None => self,

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use nvme_guest::address::{Gpa, PAGE_SIZE};
-use nvme_guest::dma::{PendingUnmap, is_gone_for_good};
+use nvme_guest::dma::{PendingUnmap, is_unmapped_too_long};
 use nvme_guest::doorbell::DoorbellSource;
 use nvme_guest::event::QueueFailure;
-use nvme_mpt_memory::clock::{Ticks, nanoseconds};
+use nvme_mpt_memory::clock::{Ticks, ticks_to_nanoseconds};
 use nvme_mpt_memory::lost_memory_epoch;
 use nvme_spec::registers::Doorbell;
 
@@ -15,40 +15,40 @@ use super::{ShadowCore, ShadowQueueCondition};
 
 /// Returns whether the memory of a queue's rings has been missing for too long: `since` is the time at which the memory went
 /// missing, and `quiet_since` the time at which the last change of the memory map ended.
-pub(super) fn is_over(now: Ticks, since: Ticks, quiet_since: Ticks) -> bool {
-    let lasts = |from: Ticks| Duration::from_nanos(nanoseconds(now.since(from)));
-    is_gone_for_good(lasts(since), lasts(quiet_since))
+pub(super) fn is_suspension_over(now: Ticks, since: Ticks, quiet_since: Ticks) -> bool {
+    let lasts = |from: Ticks| Duration::from_nanos(ticks_to_nanoseconds(now.since(from)));
+    is_unmapped_too_long(lasts(since), lasts(quiet_since))
 }
 
 impl ShadowCore {
     /// Uses the newest table of the VM's memory.
     #[cold]
-    pub(super) fn take_up_table(&mut self) {
+    pub(super) fn adopt_table(&mut self) {
         let table = self.context.tables.current();
         let before = std::mem::replace(&mut self.generation, table.generation());
         let mut held = Vec::new();
         // A queue that waits for its rings looks for them in every table.
-        let mut rebind = !self.is_sound();
-        for departure in table.departures_since(before) {
+        let mut rebind = !self.is_operational();
+        for departure in table.pending_unmaps_since(before) {
             let lists = self.translator.memory().lists;
-            if self.departures.hold(departure, &mut self.slots, lists) {
+            if self.pending_unmaps.track(departure, &mut self.slots, lists) {
                 held.push(departure.generation());
             }
             rebind |= self.has_rings_in(departure);
         }
         // The old table has the last reference to unmapped regions, apart from those of the pending unmaps.
         drop(self.translator.set_table(table));
-        self.follow_table();
+        self.adopt_table_state();
         let tail = self.cq.indices.tail().get();
         if rebind {
             self.rebind();
         }
         if self.is_logged {
             // Covers completions that were held, and EventIdx at its new address.
-            self.note_pass(tail);
+            self.mark_pass_dirty(tail);
         }
         if let Some(table_use) = &self.table_use {
-            table_use.take_up(self.generation, held.into_iter());
+            table_use.adopt(self.generation, held.into_iter());
         }
     }
 
@@ -61,7 +61,7 @@ impl ShadowCore {
         let buffer = buffer.flat_map(|buffer| [buffer.shadow, buffer.event_idx]);
         let buffer = buffer.map(|page| (page, PAGE_SIZE));
         let mut parts = std::iter::once(cq).chain(sqs).chain(buffer);
-        parts.any(|(gpa, len)| departure.has_gpa(gpa, len))
+        parts.any(|(gpa, len)| departure.overlaps_gpa(gpa, len))
     }
 
     /// Locates the rings in another table. Completions of in-flight commands must be held, if there are any.
@@ -71,9 +71,12 @@ impl ShadowCore {
         }
         match (self.bind_memory(), self.condition) {
             (Ok(()), ShadowQueueCondition::Suspended { .. }) => self.resume_posting(),
-            (Err(gone), ShadowQueueCondition::Sound) => {
+            (Err(gone), ShadowQueueCondition::Operational) => {
                 let since = Ticks::now();
-                self.condition = ShadowQueueCondition::Suspended { gone, since };
+                self.condition = ShadowQueueCondition::Suspended {
+                    missing: gone,
+                    since,
+                };
             }
             _ => {}
         }
@@ -81,11 +84,11 @@ impl ShadowCore {
 
     /// Posts held completions after the memory of the rings was mapped again.
     pub(super) fn resume_posting(&mut self) {
-        self.condition = ShadowQueueCondition::Sound;
+        self.condition = ShadowQueueCondition::Operational;
         let Self {
             cq,
-            held,
-            live,
+            held_completions: held,
+            inflight: live,
             slots,
             repeats,
             ..
@@ -98,22 +101,28 @@ impl ShadowCore {
             // Slots of held completions are free, and no command was taken since. Commands that must be executed again have no
             // slots yet and keep their marks.
             let is_repeated = |slot| repeats.iter().any(|repeat| repeat.slot == slot);
-            live.keep_marks(|slot| slots.command(slot).is_some() || is_repeated(slot));
+            live.clear_stale_marks(|slot| slots.command(slot).is_some() || is_repeated(slot));
             live.store(&cq.indices, false);
         }
-        cq.gate.post(count, Ticks::now());
+        cq.coalescer.on_posted(count, Ticks::now());
     }
 
     /// Fails the queue if its suspension has lasted too long for a change of the memory map.
     #[cold]
-    pub(super) fn end_suspension(&mut self) {
-        let ShadowQueueCondition::Suspended { gone, since } = self.condition else {
+    pub(super) fn check_suspension(&mut self) {
+        let ShadowQueueCondition::Suspended {
+            missing: gone,
+            since,
+        } = self.condition
+        else {
             return;
         };
         let now = Ticks::now();
         let tables = &self.context.tables;
         // If the poller was preempted in this pass, it may not have seen that the memory is back.
-        if is_over(now, since, tables.quiet_since(now)) && tables.is_newest(self.generation) {
+        if is_suspension_over(now, since, tables.last_change(now))
+            && tables.is_newest(self.generation)
+        {
             self.fail(QueueFailure::RingUnmapped(gone));
         }
     }

@@ -1,14 +1,14 @@
 //! Shadow queue: one guest Completion Queue with its Submission Queues, bound to a host queue pair. One poller runs it.
 //! The path of a command has no lock, no allocation and no system call.
 
-mod departures;
-mod dirty;
+mod completion_poster;
+mod dirty_log;
+mod host_queue_pair;
 mod memory;
-mod pair;
-mod posting;
-mod repeats;
+mod repeated_commands;
 mod rings;
 mod state;
+mod unmaps_in_use;
 
 use std::any::Any;
 use std::marker::PhantomData;
@@ -19,26 +19,26 @@ use nvme_guest::dma::{PublishedTable, TableUse, UsedTable};
 use nvme_guest::doorbell::{DoorbellBuffer, DoorbellPage};
 use nvme_guest::event::{EventQueue, IoQueueEvent, QueueFailure};
 use nvme_guest::host::ControllerLimits;
+use nvme_guest::inflight::{InflightFile, InflightMark, InflightQueue};
 use nvme_guest::interrupt::OutstandingCommands;
-use nvme_guest::kept::keep_for_good;
-use nvme_guest::limit::RateLimiter;
-use nvme_guest::live::{InflightFile, InflightMark, InflightQueue};
+use nvme_guest::leaked::leak;
 use nvme_guest::park::UntrappedDoorbells;
+use nvme_guest::rate_limit::RateLimiter;
 use nvme_guest::stats::StatusCounters;
 use nvme_mpt_memory::clock::Ticks;
-use nvme_mpt_memory::crash::{CrashRecord, recorded};
+use nvme_mpt_memory::crash::{CrashRecord, run_recorded};
 use nvme_mpt_memory::sync::Mutex;
 use nvme_mpt_memory::{CompletionCredit, lost_memory_epoch};
 use nvme_spec::cqe::Cqe;
 use nvme_spec::ids::QueueId;
 use nvme_spec::sqe::Sqe;
 
-use self::departures::UnmapsInUse;
-pub use self::pair::HostQueuePair;
-use self::posting::{CompletionPoster, NOT_YET, fail_command};
-use self::repeats::RepeatedCommand;
+use self::completion_poster::{CompletionPoster, NOT_YET, fail_command};
+pub use self::host_queue_pair::HostQueuePair;
+use self::repeated_commands::RepeatedCommand;
 pub(crate) use self::rings::{CompletionQueue, SubmissionQueue, UnmappedRing};
-use super::parts::{MultiPartCommands, MultiPartStep};
+use self::unmaps_in_use::UnmapsInUse;
+use super::multi_part::{MultiPartCommands, MultiPartStep};
 use super::slot::{CommandSlots, SlotCommand, SlotPermit};
 use super::translate::CommandTranslator;
 use super::{CommandSet, LeasedBlocks, UntranslatedCommand};
@@ -63,10 +63,10 @@ const PREFETCH: u32 = 8;
 /// Operability of a shadow queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ShadowQueueCondition {
-    Sound,
+    Operational,
     /// Memory of the rings or doorbells is unmapped. The queue takes and posts nothing until it is mapped again.
     Suspended {
-        gone: Gpa,
+        missing: Gpa,
         since: Ticks,
     },
     /// The queue takes and posts nothing until it is deleted.
@@ -79,7 +79,7 @@ pub(super) enum ShadowPassKind {
     /// Commands pass without extra work.
     Plain,
     /// In-flight tracking is written.
-    Live,
+    Inflight,
     /// Other extra work is needed: the dirty log, limits of the lease, commands in parts or repeated, completions that wait
     /// for ring memory. In-flight tracking is written too, if there is any.
     Special,
@@ -90,7 +90,7 @@ pub(super) enum ShadowPassKind {
 pub(crate) struct QueueContext {
     pub(crate) doorbells: Arc<DoorbellPage>,
     /// State of the doorbells: untrapped while the guest may store to them without an exit.
-    pub(crate) silence: UntrappedDoorbells,
+    pub(crate) untrapped: UntrappedDoorbells,
     pub(crate) events: Arc<EventQueue>,
     pub(crate) tables: Arc<PublishedTable>,
     /// Limits of the lease.
@@ -98,7 +98,7 @@ pub(crate) struct QueueContext {
     /// Blocks of the lease. A queue adopts changed blocks together with the next table of the VM's memory.
     pub(crate) blocks: Mutex<Arc<LeasedBlocks>>,
     /// In-flight tracking, if the queues may outlive this process.
-    pub(crate) live: Option<Arc<InflightFile>>,
+    pub(crate) inflight: Option<Arc<InflightFile>>,
     /// Counters of commands that completed with an error.
     pub(crate) errors: StatusCounters,
     /// Processor time of the pollers.
@@ -125,9 +125,9 @@ pub struct ShadowQueue {
     host: HostQueuePair,
     core: ShadowCore,
     /// Processor time spent on the queue by its poller.
-    bill: ProcessorTimeCharge,
+    cpu_charge: ProcessorTimeCharge,
     /// Crash record for work on the queue, if the queue may outlive this process.
-    crashes: Option<CrashRecord>,
+    crash_record: Option<CrashRecord>,
     /// Dropped last: the lease must outlive its commands.
     lease: LeaseGuard,
 }
@@ -156,7 +156,7 @@ pub(crate) struct ShadowCore {
     buffer: Option<DoorbellBuffer>,
     cq: CompletionQueue,
     /// Record of positions and in-flight commands, if the queue may outlive this process.
-    live: Option<InflightQueue>,
+    inflight: Option<InflightQueue>,
     sqs: Vec<SubmissionQueue>,
     slots: CommandSlots,
     translator: CommandTranslator,
@@ -164,23 +164,23 @@ pub(crate) struct ShadowCore {
     /// Bytes after which a batch ends.
     batch_bytes: u32,
     generation: u64,
-    departures: UnmapsInUse,
+    pending_unmaps: UnmapsInUse,
     lost_epoch: usize,
-    stopped: bool,
+    is_stopped: bool,
     /// True if the queue's commands start no further step.
     is_cut_short: bool,
     condition: ShadowQueueCondition,
     /// Completions that wait for the ring's memory to be mapped again.
-    held: Vec<(Cqe, CompletionCredit)>,
+    held_completions: Vec<(Cqe, CompletionCredit)>,
     /// In-flight commands of the old server that must be executed again.
     repeats: Vec<RepeatedCommand>,
-    passes: ShadowPassKind,
+    pass_kind: ShadowPassKind,
     /// True if written pages are noted in the dirty log.
     is_logged: bool,
     /// True if the lease has limits.
     is_limited: bool,
     /// Time until which commands wait for the lease's limits; `None` if none waits.
-    rests_until: Option<Ticks>,
+    throttled_until: Option<Ticks>,
     /// Time since which commands wait for the lease's limits; `None` if none waits.
     throttled_since: Option<Ticks>,
     /// `None` while the queue is paused. Dropped last, after all references to the VM's memory.
@@ -210,13 +210,13 @@ impl ShadowQueue {
         let blocks = context.blocks();
         let parts = MultiPartCommands::new(slots);
         let blocks = blocks.as_ref().clone();
-        let live = context.live.as_ref();
+        let live = context.inflight.as_ref();
         let crashes = live.and_then(|live| live.crashes());
         let live = live.and_then(|live| live.queue(cq.qid));
         let bill = ProcessorTimeCharge::new(context.processor_time.clone());
         let mut core = ShadowCore {
             id,
-            live,
+            inflight: live,
             context,
             buffer,
             cq,
@@ -226,27 +226,27 @@ impl ShadowQueue {
             parts,
             batch_bytes: BATCH_BYTES,
             generation,
-            departures: UnmapsInUse::default(),
+            pending_unmaps: UnmapsInUse::default(),
             // The first poll checks for memory lost before the queue existed too.
             lost_epoch: lost_memory_epoch().wrapping_sub(1),
-            stopped: false,
+            is_stopped: false,
             is_cut_short: false,
-            condition: ShadowQueueCondition::Sound,
-            held: Vec::with_capacity(usize::from(slots)),
+            condition: ShadowQueueCondition::Operational,
+            held_completions: Vec::with_capacity(usize::from(slots)),
             repeats: Vec::new(),
-            passes: ShadowPassKind::Plain,
+            pass_kind: ShadowPassKind::Plain,
             is_logged: false,
             is_limited: false,
-            rests_until: None,
+            throttled_until: None,
             throttled_since: None,
             table_use: Some(table_use),
         };
-        core.follow_table();
+        core.adopt_table_state();
         Self {
             host,
             core,
-            bill,
-            crashes,
+            cpu_charge: bill,
+            crash_record: crashes,
             lease,
         }
     }
@@ -259,14 +259,14 @@ impl ShadowQueue {
 
     /// Returns the account of the poller's time for this queue.
     #[inline]
-    pub(crate) fn bill(&self) -> &ProcessorTimeCharge {
-        &self.bill
+    pub(crate) fn cpu_charge(&self) -> &ProcessorTimeCharge {
+        &self.cpu_charge
     }
 
     /// Returns the account of [`Self::bill`] for charging.
     #[inline]
-    pub(crate) fn bill_mut(&mut self) -> &mut ProcessorTimeCharge {
-        &mut self.bill
+    pub(crate) fn cpu_charge_mut(&mut self) -> &mut ProcessorTimeCharge {
+        &mut self.cpu_charge
     }
 
     /// Returns the identifier of the guest's Completion Queue.
@@ -276,9 +276,9 @@ impl ShadowQueue {
     }
 
     /// Initializes the in-flight tracking of a new queue, if there is any.
-    pub(crate) fn begin(&self) {
-        if let Some(live) = &self.core.live {
-            live.begin(&self.core.cq.indices);
+    pub(crate) fn init_inflight(&self) {
+        if let Some(live) = &self.core.inflight {
+            live.init(&self.core.cq.indices);
         }
     }
 
@@ -310,29 +310,29 @@ impl ShadowQueue {
         let Self {
             host,
             core,
-            crashes,
+            crash_record: crashes,
             ..
         } = self;
-        recorded(crashes.as_ref(), || host.poll(core))
+        run_recorded(crashes.as_ref(), || host.poll(core))
     }
 
     /// Asks the guest to notify the next doorbell write, before the poller parks.
-    pub fn arm(&mut self) {
-        recorded(self.crashes.as_ref(), || self.core.arm());
+    pub fn arm_notifications(&mut self) {
+        run_recorded(self.crash_record.as_ref(), || self.core.arm_notifications());
     }
 
     /// Checks for work once more after [`Self::arm`]. Returns whether there is any.
-    pub fn look_again(&mut self) -> bool {
-        recorded(self.crashes.as_ref(), || self.core.look_again())
+    pub fn recheck(&mut self) -> bool {
+        run_recorded(self.crash_record.as_ref(), || self.core.recheck())
     }
 
     /// Returns whether work can arrive without waking a sleeping poller: by an untrapped doorbell write of the guest, or by a
     /// completion of a polled drive.
     #[must_use]
-    pub fn is_silent(&self) -> bool {
-        self.has_silent_work()
+    pub fn needs_polling(&self) -> bool {
+        self.has_unsignalled_work()
             || match self.core.condition {
-                ShadowQueueCondition::Sound => self.core.context.silence.may_be(),
+                ShadowQueueCondition::Operational => self.core.context.untrapped.is_set(),
                 ShadowQueueCondition::Suspended { .. } | ShadowQueueCondition::Failed => false,
             }
     }
@@ -340,7 +340,7 @@ impl ShadowQueue {
     /// Returns whether something is pending whose end wakes no sleeping poller: commands at a polled drive, or a suspension
     /// that ends after a timeout.
     #[must_use]
-    pub fn has_silent_work(&self) -> bool {
+    pub fn has_unsignalled_work(&self) -> bool {
         (self.host.is_polled() && !self.is_drained())
             || matches!(self.core.condition, ShadowQueueCondition::Suspended { .. })
     }
@@ -356,19 +356,24 @@ impl ShadowQueue {
     #[must_use]
     pub fn next_due(&self) -> Option<Ticks> {
         // A queue that is not sound posts nothing, so it settles no interrupt either.
-        let held = self.core.cq.gate.due().filter(|_| self.core.is_sound());
+        let held = self
+            .core
+            .cq
+            .coalescer
+            .due()
+            .filter(|_| self.core.is_operational());
         let due = [self.host.next_due(), held];
         due.into_iter().flatten().min()
     }
 
     /// Returns the time until which commands wait for the limits of their lease; `None` if none waits.
     #[must_use]
-    pub fn rests_until(&self) -> Option<Ticks> {
-        self.core.rests_until
+    pub fn throttled_until(&self) -> Option<Ticks> {
+        self.core.throttled_until
     }
 
     /// Sets whether the poller has queues of other functions too.
-    pub(crate) fn share_poller(&mut self, is_shared: bool) {
+    pub(crate) fn set_poller_shared(&mut self, is_shared: bool) {
         self.core.batch_bytes = if is_shared {
             SHARED_BATCH_BYTES
         } else {
@@ -378,8 +383,8 @@ impl ShadowQueue {
 
     /// Stops taking commands.
     pub fn stop(&mut self) {
-        self.core.stopped = true;
-        self.host.hurry(true);
+        self.core.is_stopped = true;
+        self.host.set_hurried(true);
     }
 
     /// Lets in-flight commands start no further step, because the queue is about to be deleted. The commands end as described
@@ -393,8 +398,8 @@ impl ShadowQueue {
 
     /// Takes commands again.
     pub(crate) fn resume(&mut self) {
-        self.core.stopped = false;
-        self.host.hurry(false);
+        self.core.is_stopped = false;
+        self.host.set_hurried(false);
     }
 
     /// Returns whether the host controller has no command of this queue.
@@ -406,11 +411,11 @@ impl ShadowQueue {
 
 impl Drop for ShadowQueue {
     fn drop(&mut self) {
-        if !self.host.settle() {
+        if !self.host.drain() {
             // Commands that the drive keeps may still access the VM's memory and the leased blocks. Neither may be reused.
             let table = self.core.translator.table().clone();
-            let departures = std::mem::take(&mut self.core.departures);
-            keep_for_good((table, departures, self.lease.clone()));
+            let departures = std::mem::take(&mut self.core.pending_unmaps);
+            leak((table, departures, self.lease.clone()));
         }
     }
 }
@@ -419,54 +424,54 @@ impl ShadowCore {
     #[inline]
     pub(crate) fn poll<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
         if !self.context.tables.is_newest(self.generation) {
-            self.take_up_table();
+            self.adopt_table();
         }
         if lost_memory_epoch() != self.lost_epoch {
             self.check_lost_memory();
         }
-        match self.passes {
+        match self.pass_kind {
             // Plain and live passes require a sound queue and do not check its condition.
-            _ if !self.is_sound() => self.special_pass(host),
-            ShadowPassKind::Plain => self.pass::<H, false, false>(host),
-            ShadowPassKind::Live => self.live_pass(host),
+            _ if !self.is_operational() => self.special_pass(host),
+            ShadowPassKind::Plain => self.run_pass::<H, false, false>(host),
+            ShadowPassKind::Inflight => self.inflight_pass(host),
             ShadowPassKind::Special => self.special_pass(host),
         }
     }
 
     #[inline(never)]
-    fn live_pass<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
-        self.pass::<H, false, true>(host)
+    fn inflight_pass<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
+        self.run_pass::<H, false, true>(host)
     }
 
     #[cold]
     #[inline(never)]
     fn special_pass<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
         let tail = self.cq.indices.tail().get();
-        self.rests_until = None;
-        let worked = self.pass::<H, true, true>(host);
-        if !self.parts.are_some() && self.repeats.is_empty() && !self.slots.has_interrupted() {
-            self.note_special();
+        self.throttled_until = None;
+        let worked = self.run_pass::<H, true, true>(host);
+        if !self.parts.has_commands() && self.repeats.is_empty() && !self.slots.has_interrupted() {
+            self.choose_pass_kind();
         }
         if !self.is_logged {
             return worked;
         }
         if worked {
-            self.note_pass(tail);
+            self.mark_pass_dirty(tail);
         } else {
-            self.note_event_idx();
+            self.mark_event_idx_dirty();
         }
         worked
     }
 
     #[inline]
-    fn pass<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
+    fn run_pass<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
         host: &mut H,
     ) -> bool {
-        let mut worked = H::COMPLETES != CompletionTiming::AtOnce
+        let mut worked = H::COMPLETION_TIMING != CompletionTiming::Immediate
             && self.slots.in_flight() > 0
             && self.reap::<H, SPECIAL, LIVE>(host);
-        let sound = !SPECIAL || self.is_sound();
+        let sound = !SPECIAL || self.is_operational();
         let mut rung = SPECIAL && self.submit_parts::<H>(host);
         if SPECIAL && self.slots.has_interrupted() {
             rung |= self.submit_interrupted::<H>(host);
@@ -474,17 +479,17 @@ impl ShadowCore {
         if SPECIAL && sound && !self.repeats.is_empty() {
             rung |= self.submit_repeats::<H>(host);
         }
-        if sound && !self.stopped {
+        if sound && !self.is_stopped {
             let mut batch = host.batch();
             let mut taken = false;
             for index in 0..self.sqs.len() {
                 // By count of instructions: a drive that completes later has more code around both loops, which exceeds the
                 // processor's registers.
-                taken |= match H::COMPLETES {
-                    CompletionTiming::Later => {
-                        self.take_apart::<H, SPECIAL, LIVE>(index, &mut batch)
+                taken |= match H::COMPLETION_TIMING {
+                    CompletionTiming::Deferred => {
+                        self.take_outlined::<H, SPECIAL, LIVE>(index, &mut batch)
                     }
-                    _ => self.take::<H, SPECIAL, LIVE>(index, &mut batch),
+                    _ => self.take_commands::<H, SPECIAL, LIVE>(index, &mut batch),
                 };
             }
             if taken {
@@ -492,8 +497,8 @@ impl ShadowCore {
                 rung = true;
             }
         }
-        if rung || host.puts_off() {
-            if H::COMPLETES != CompletionTiming::Later {
+        if rung || host.has_deferred_commands() {
+            if H::COMPLETION_TIMING != CompletionTiming::Deferred {
                 self.reap::<H, SPECIAL, LIVE>(host);
             }
             worked = true;
@@ -502,28 +507,28 @@ impl ShadowCore {
             self.fail(QueueFailure::HostQueue);
         }
         // If the queue is not sound, the guest's memory may be unmapped, including the doorbell.
-        if sound && self.cq.gate.is_owed() {
-            self.settle_interrupt();
+        if sound && self.cq.coalescer.is_owed() {
+            self.signal_if_due();
         }
         if !sound {
-            self.end_suspension();
+            self.check_suspension();
         }
         worked
     }
 
     /// Calls [`Self::take`] as a separate, not inlined function.
     #[inline(never)]
-    fn take_apart<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
+    fn take_outlined<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
         index: usize,
         batch: &mut impl HostBatch,
     ) -> bool {
-        self.take::<H, SPECIAL, LIVE>(index, batch)
+        self.take_commands::<H, SPECIAL, LIVE>(index, batch)
     }
 
     /// Takes commands from one Submission Queue and submits them. Returns whether there were commands.
     #[inline(always)]
-    fn take<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
+    fn take_commands<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
         index: usize,
         batch: &mut impl HostBatch,
@@ -539,13 +544,13 @@ impl ShadowCore {
             return true;
         }
         // The head is read at least once per half round, so that its EventIdx stays behind it.
-        if self.cq.indices.room() < available.max(self.cq.entries() / 2) {
-            self.look_at_head();
+        if self.cq.indices.free_entries() < available.max(self.cq.entries() / 2) {
+            self.read_cq_head();
         }
-        let slots = self.slots.free() as u32;
+        let slots = self.slots.free_count() as u32;
         let mut most = available.min(slots).min(BATCH_COMMANDS);
         if SPECIAL {
-            most = most.min(self.allowance());
+            most = most.min(self.allowed_commands());
         }
         let mut rooms = self.cq.indices.reserve_up_to(most);
         let count = rooms.count();
@@ -554,12 +559,12 @@ impl ShadowCore {
         }
         let Self {
             cq,
-            live,
+            inflight: live,
             sqs,
             slots,
             translator,
             parts,
-            passes,
+            pass_kind: passes,
             context,
             batch_bytes,
             ..
@@ -577,13 +582,13 @@ impl ShadowCore {
             sq.ring.prefetch(sq.head.get() + ahead);
         }
         let first = sq.head;
-        let mut mark = match &mut sq.live {
+        let mut mark = match &mut sq.inflight {
             Some(live) if LIVE => live.begin_batch(first),
             _ => InflightMark::default(),
         };
         let taken = Ticks::now();
         batch.announce(count, taken);
-        cq.gate.taken(taken);
+        cq.coalescer.on_taken(taken);
         // A batch continues while it has fewer bytes than `batch_bytes`.
         let mut bytes_left = *batch_bytes - 1;
         let mut last_bytes = 0;
@@ -601,12 +606,12 @@ impl ShadowCore {
             match H::Commands::translate(translator, &guest, number, host) {
                 Ok(transfer) => {
                     let command = SlotCommand {
-                        room,
+                        credit: room,
                         cdw0: guest.cdw0,
                         sq: index as u16,
                         bytes: transfer,
-                        slba: H::Commands::named_lba(&guest),
-                        taken,
+                        slba: H::Commands::error_log_lba(&guest),
+                        taken_at: taken,
                     };
                     batch.submit(permit.occupy(command));
                     match bytes_left.checked_sub(transfer) {
@@ -621,31 +626,37 @@ impl ShadowCore {
                     let arrival = FetchedCommand {
                         command: &guest,
                         sq: index as u16,
-                        taken,
+                        taken_at: taken,
                     };
-                    let bytes = not_one_command::<H>(
+                    let bytes = handle_untranslated::<H>(
                         error,
                         arrival,
-                        ReservedSlot { permit, room },
+                        ReservedSlot {
+                            permit,
+                            credit: room,
+                        },
                         GuestQueues { context, cq, sq },
-                        InflightRecord { live, next: mark },
+                        InflightRecord {
+                            inflight: live,
+                            next_mark: mark,
+                        },
                         SubmissionPath {
                             translator,
                             parts,
-                            passes,
+                            pass_kind: passes,
                         },
                     );
                     bytes_left = bytes_left.saturating_sub(bytes);
                 }
             }
         }
-        if LIVE && let Some(live) = &mut sq.live {
+        if LIVE && let Some(live) = &mut sq.inflight {
             live.store(sq.head, mark);
         }
-        sq.follow_head();
-        cq.indices.give_back(rooms);
+        sq.update_position();
+        cq.indices.return_credits(rooms);
         cq.counters.in_flight.set(slots.in_flight() as u64);
-        sq.doorbell.keep_quiet(sq.head.get());
+        sq.doorbell.suppress(sq.head.get());
         if SPECIAL {
             let commands = sq.head.size().distance(first.get(), sq.head.get());
             let bytes = u64::from(*batch_bytes - 1 - bytes_left) + u64::from(last_bytes);
@@ -657,7 +668,7 @@ impl ShadowCore {
     /// Returns the number of commands that the limits of the lease allow now. If the number is 0, the queue takes no commands
     /// until the limits allow some.
     #[cold]
-    fn allowance(&mut self) -> u32 {
+    fn allowed_commands(&mut self) -> u32 {
         if !self.is_limited {
             return u32::MAX;
         }
@@ -665,15 +676,15 @@ impl ShadowCore {
         let limiter = &self.context.limiter;
         let allowance = limiter.allowance(now);
         if allowance == 0 {
-            self.rests_until = Some(limiter.rest(now));
+            self.throttled_until = Some(limiter.next_poll(now));
         }
-        self.throttle(allowance == 0, now);
+        self.account_throttling(allowance == 0, now);
         allowance
     }
 
     /// Accounts the time in which commands wait for the limits of their lease.
     #[cold]
-    fn throttle(&mut self, waits: bool, now: Ticks) {
+    fn account_throttling(&mut self, waits: bool, now: Ticks) {
         match (self.throttled_since, waits) {
             (None, true) => self.throttled_since = Some(now),
             (Some(since), false) => {
@@ -689,22 +700,22 @@ impl ShadowCore {
     #[inline(never)]
     fn submit_parts<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
         let gives_up = self.condition == ShadowQueueCondition::Failed;
-        if !self.parts.are_some() {
+        if !self.parts.has_commands() {
             return false;
         }
         let now = Ticks::now();
         let mut worked = false;
         for _ in 0..BATCH_COMMANDS {
             let (slots, translator) = (&self.slots, &mut self.translator);
-            match self.parts.next(slots, translator, now, gives_up) {
+            match self.parts.next_step(slots, translator, now, gives_up) {
                 Some(MultiPartStep::Submit(part)) => {
                     let mut batch = host.batch();
                     batch.announce(1, now);
                     batch.submit(&part);
                     batch.ring(self.translator.memory());
                 }
-                Some(MultiPartStep::End(slot, status)) => {
-                    self.post::<H, true, true>(|_, mut posting| {
+                Some(MultiPartStep::Complete(slot, status)) => {
+                    self.post_completions::<H, true, true>(|_, mut posting| {
                         posting.take(HostCompletion {
                             slot,
                             status,
@@ -725,27 +736,27 @@ impl ShadowCore {
         &mut self,
         host: &mut H,
     ) -> bool {
-        self.post::<H, SPECIAL, LIVE>(|memory, posting| host.reap(memory, posting))
+        self.post_completions::<H, SPECIAL, LIVE>(|memory, posting| host.reap(memory, posting))
     }
 
     /// Posts the completions that `give` delivers. Returns whether there were completions.
     #[inline(always)]
-    fn post<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
+    fn post_completions<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
         give: impl FnOnce(HostMemory<'_>, &mut CompletionPoster<'_, H, SPECIAL, LIVE>),
     ) -> bool {
         let Self {
             cq,
-            live,
+            inflight: live,
             sqs,
             slots,
             translator,
             context,
             condition,
-            held,
-            departures,
+            held_completions: held,
+            pending_unmaps: departures,
             parts,
-            passes,
+            pass_kind: passes,
             is_logged,
             is_cut_short,
             ..
@@ -760,16 +771,16 @@ impl ShadowCore {
         let mut posting = CompletionPoster::<H, SPECIAL, LIVE> {
             kind: PhantomData,
             cq,
-            live,
+            inflight: live,
             sqs,
             slots,
             context,
             condition: *condition,
-            held,
+            held_completions: held,
             translator,
-            departures,
+            pending_unmaps: departures,
             parts,
-            passes,
+            pass_kind: passes,
             is_logged: *is_logged,
             is_cut_short: *is_cut_short,
             completed: 0,
@@ -787,7 +798,7 @@ impl ShadowCore {
         }
         cq.counters.in_flight.set(slots.in_flight() as u64);
         if LIVE
-            && (!SPECIAL || *condition == ShadowQueueCondition::Sound)
+            && (!SPECIAL || *condition == ShadowQueueCondition::Operational)
             && let Some(live) = live
         {
             live.store_tail(cq.indices.tail(), false);
@@ -795,27 +806,27 @@ impl ShadowCore {
         if LIVE {
             sqs.iter_mut().for_each(SubmissionQueue::record_counts);
         }
-        cq.gate.post(completed, now);
-        if self.departures.have_ended() {
-            self.departures.let_go(self.table_use.as_ref());
+        cq.coalescer.on_posted(completed, now);
+        if self.pending_unmaps.has_ended() {
+            self.pending_unmaps.release_ended(self.table_use.as_ref());
         }
         true
     }
 
     /// Reads the head up to which the guest has consumed entries.
     #[inline]
-    fn look_at_head(&mut self) {
-        let (events, live) = (&self.context.events, self.live.as_ref());
-        self.cq.look_at_head(events, live);
+    fn read_cq_head(&mut self) {
+        let (events, live) = (&self.context.events, self.inflight.as_ref());
+        self.cq.read_head(events, live);
     }
 
-    fn settle_interrupt(&mut self) {
-        if self.cq.gate.pin().is_some() {
-            return self.settle_pin();
+    fn signal_if_due(&mut self) {
+        if self.cq.coalescer.pin().is_some() {
+            return self.signal_pin_if_due();
         }
-        self.look_at_head();
-        let standing = self.standing();
-        if self.cq.gate.settle(standing, Ticks::now()) {
+        self.read_cq_head();
+        let standing = self.outstanding();
+        if self.cq.coalescer.signal_if_due(standing, Ticks::now()) {
             self.cq.counters.interrupts.add(1);
         }
     }
@@ -823,79 +834,87 @@ impl ShadowCore {
     /// Settles the interrupt as [`Self::settle_interrupt`] does, if it is the INTx pin.
     #[cold]
     #[inline(never)]
-    fn settle_pin(&mut self) {
+    fn signal_pin_if_due(&mut self) {
         let Some((epoch, by_access)) = self
             .cq
-            .gate
+            .coalescer
             .pin()
-            .map(|pin| (pin.epoch(), pin.falls_by_access()))
+            .map(|pin| (pin.pin_epoch(), pin.deasserts_on_access()))
         else {
             return;
         };
-        self.look_at_head();
+        self.read_cq_head();
         // The level falls only when the guest writes the register, so EventIdx must ask for that write. If the guest moved the
         // head before it could see the new EventIdx, the head is read again. The loop ends, as the guest consumes entries each
         // time.
         while by_access && !self.cq.doorbell.is_armed(self.cq.indices.head().get()) {
             self.cq.doorbell.arm(self.cq.indices.head().get());
-            self.look_at_head();
+            self.read_cq_head();
         }
-        let standing = self.standing();
-        if self.cq.gate.settle_pin(standing, Ticks::now(), epoch) {
+        let standing = self.outstanding();
+        if self
+            .cq
+            .coalescer
+            .signal_pin_if_due(standing, Ticks::now(), epoch)
+        {
             self.cq.counters.interrupts.add(1);
         }
     }
 
     /// Returns the guest's outstanding commands and completions.
     #[inline]
-    fn standing(&self) -> OutstandingCommands {
+    fn outstanding(&self) -> OutstandingCommands {
         OutstandingCommands {
             unconsumed: self.cq.indices.unconsumed(),
             in_flight: self.slots.in_flight() as u32,
         }
     }
 
-    fn arm(&mut self) {
-        if !self.is_sound() {
+    fn arm_notifications(&mut self) {
+        if !self.is_operational() {
             return;
         }
-        self.look_at_head();
-        if self.cq.gate.pin().is_some() {
-            self.settle_pin();
+        self.read_cq_head();
+        if self.cq.coalescer.pin().is_some() {
+            self.signal_pin_if_due();
         } else {
-            let standing = self.standing();
-            if self.cq.gate.settle_for_sleep(standing, Ticks::now()) {
+            let standing = self.outstanding();
+            if self
+                .cq
+                .coalescer
+                .signal_before_sleep(standing, Ticks::now())
+            {
                 self.cq.counters.interrupts.add(1);
             }
         }
         // A timer ends a rest, so the guest need not notify.
-        if self.rests_until.is_none() {
+        if self.throttled_until.is_none() {
             for sq in &mut self.sqs {
                 sq.doorbell.arm(sq.head.get());
             }
         }
         if self.is_logged {
-            self.note_event_idx();
+            self.mark_event_idx_dirty();
         }
         let head = self.cq.indices.head().get();
         // Only a full queue waits for the guest to consume entries.
-        if self.cq.indices.room() == 0 {
+        if self.cq.indices.free_entries() == 0 {
             self.cq.doorbell.arm(head);
         } else {
-            self.cq.doorbell.begin(head);
+            self.cq.doorbell.suppress_initially(head);
         }
     }
 
-    fn look_again(&mut self) -> bool {
+    fn recheck(&mut self) -> bool {
         if !self.context.tables.is_newest(self.generation) || self.slots.has_interrupted() {
             return true;
         }
-        if !self.is_sound() || self.stopped {
+        if !self.is_operational() || self.is_stopped {
             return false;
         }
-        self.look_at_head();
-        let rests = self.rests_until.is_some_and(|end| Ticks::now() < end);
-        if self.cq.indices.room() == 0 || self.slots.free() == 0 || rests {
+        self.read_cq_head();
+        let rests = self.throttled_until.is_some_and(|end| Ticks::now() < end);
+        if self.cq.indices.free_entries() == 0 || self.slots.free_count() == 0 || rests {
             return false;
         }
         let mut found = false;
@@ -909,8 +928,8 @@ impl ShadowCore {
     }
 
     #[inline]
-    fn is_sound(&self) -> bool {
-        self.condition == ShadowQueueCondition::Sound
+    fn is_operational(&self) -> bool {
+        self.condition == ShadowQueueCondition::Operational
     }
 
     /// Fails the queue permanently: it takes and posts nothing.
@@ -918,9 +937,9 @@ impl ShadowCore {
     fn fail(&mut self, reason: QueueFailure) {
         if self.condition != ShadowQueueCondition::Failed {
             self.condition = ShadowQueueCondition::Failed;
-            self.held.clear();
+            self.held_completions.clear();
             self.repeats.clear();
-            if let Some(live) = &self.live {
+            if let Some(live) = &self.inflight {
                 live.store(&self.cq.indices, true);
             }
             self.context.events.report(IoQueueEvent::QueueFailed {
@@ -937,13 +956,13 @@ struct FetchedCommand<'a> {
     command: &'a Sqe,
     /// Index of its Submission Queue.
     sq: u16,
-    taken: Ticks,
+    taken_at: Ticks,
 }
 
 /// Slot and completion entry reserved for a command.
 struct ReservedSlot<'a> {
     permit: SlotPermit<'a>,
-    room: CompletionCredit,
+    credit: CompletionCredit,
 }
 
 /// Guest queues of a command.
@@ -955,16 +974,16 @@ struct GuestQueues<'a> {
 
 /// In-flight record of a command.
 struct InflightRecord<'a> {
-    live: Option<&'a InflightQueue>,
+    inflight: Option<&'a InflightQueue>,
     /// Mark of the next command.
-    next: InflightMark,
+    next_mark: InflightMark,
 }
 
 /// Parts of the queue that carry a command to the host controller.
 struct SubmissionPath<'a> {
     translator: &'a mut CommandTranslator,
     parts: &'a mut MultiPartCommands,
-    passes: &'a mut ShadowPassKind,
+    pass_kind: &'a mut ShadowPassKind,
 }
 
 /// Completes a command that does not reach the host controller, or starts it in parts. Returns its data bytes if it was
@@ -972,7 +991,7 @@ struct SubmissionPath<'a> {
 // Arguments beyond the register count go to the stack and cost time for each command of the batch.
 #[cold]
 #[inline(never)]
-fn not_one_command<H: TranslatedQueue>(
+fn handle_untranslated<H: TranslatedQueue>(
     error: UntranslatedCommand,
     arrival: FetchedCommand<'_>,
     reserved: ReservedSlot<'_>,
@@ -983,13 +1002,16 @@ fn not_one_command<H: TranslatedQueue>(
     let FetchedCommand {
         command: guest,
         sq: sq_index,
-        taken,
+        taken_at: taken,
     } = arrival;
-    let ReservedSlot { mut permit, room } = reserved;
+    let ReservedSlot {
+        mut permit,
+        credit: room,
+    } = reserved;
     let SubmissionPath {
         translator,
         parts,
-        passes,
+        pass_kind: passes,
     } = way;
     let (number, whole) = permit.host();
     let translated = match error {
@@ -1000,24 +1022,24 @@ fn not_one_command<H: TranslatedQueue>(
     match translated {
         Ok(bytes) => {
             let whole = permit.occupy_in_parts(SlotCommand {
-                room,
+                credit: room,
                 cdw0: guest.cdw0,
                 sq: sq_index,
                 bytes,
-                slba: H::Commands::named_lba(guest),
-                taken,
+                slba: H::Commands::error_log_lba(guest),
+                taken_at: taken,
             });
-            parts.begin(number, whole, translator.for_parts().lists);
+            parts.begin(number, whole, translator.part_context().lists);
             *passes = ShadowPassKind::Special;
             bytes
         }
         Err(failure) => {
             let GuestQueues { context, cq, sq } = queues;
-            if let Some(head) = &mut sq.live {
-                head.store(sq.head, record.next);
+            if let Some(head) = &mut sq.inflight {
+                head.store(sq.head, record.next_mark);
             }
             fail_command::<H>(context, cq, room, sq, &arrival, failure);
-            if let Some(live) = record.live {
+            if let Some(live) = record.inflight {
                 live.clear(number);
                 live.store_tail(cq.indices.tail(), false);
             }

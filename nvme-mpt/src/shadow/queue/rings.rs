@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use nvme_guest::address::{Gpa, PAGE_SIZE};
+use nvme_guest::backend::{CqConfig, SqConfig};
 use nvme_guest::dma::RegionTable;
 use nvme_guest::doorbell::{DoorbellBuffer, DoorbellSource};
 use nvme_guest::event::{EventQueue, IoQueueEvent};
+use nvme_guest::inflight::{InflightQueue, InflightSqHead, PersistedQueueCounts};
 use nvme_guest::interrupt::InterruptCoalescer;
-use nvme_guest::live::{InflightQueue, InflightSqHead, PersistedQueueCounts};
-use nvme_guest::seam::{CqConfig, SqConfig};
 use nvme_guest::stats::QueueCounters;
 use nvme_mpt_memory::{
     CompletionCredit, CompletionIndices, CompletionRing, Mapping, RingIndex, RingSize,
@@ -38,15 +38,15 @@ pub(crate) struct SubmissionQueue {
     pub(super) ring: SubmissionRing,
     pub(super) head: RingIndex,
     /// Queue identifier and head for completions. The head is updated with each batch.
-    pub(super) origin: SubmissionQueuePosition,
+    pub(super) position: SubmissionQueuePosition,
     pub(super) doorbell: DoorbellSource,
     /// Last invalid value of the doorbell, which was reported and ignored.
     pub(super) bad_tail: Option<u32>,
     pub(super) counters: Arc<QueueCounters>,
     /// In-flight record of the queue's head, if the queue may outlive this process.
-    pub(super) live: Option<InflightSqHead>,
+    pub(super) inflight: Option<InflightSqHead>,
     /// In-flight record of the queue's counters, if the queue may outlive this process.
-    pub(super) live_counts: Option<PersistedQueueCounts>,
+    pub(super) inflight_counts: Option<PersistedQueueCounts>,
 }
 
 impl SubmissionQueue {
@@ -78,34 +78,34 @@ impl SubmissionQueue {
             base,
             ring,
             head,
-            origin: SubmissionQueuePosition::new(qid, 0),
+            position: SubmissionQueuePosition::new(qid, 0),
             doorbell,
             bad_tail: None,
             counters,
-            live: context.live.as_ref().and_then(|live| live.head(qid)),
-            live_counts: context.live.as_ref().and_then(|live| live.counts(qid)),
+            inflight: context.inflight.as_ref().and_then(|live| live.sq_head(qid)),
+            inflight_counts: context.inflight.as_ref().and_then(|live| live.counts(qid)),
         })
     }
 
     /// Initializes the in-flight tracking of a new queue, if there is any.
-    pub(crate) fn begin(&mut self) {
-        if let Some(live) = &mut self.live {
-            live.begin(self.head);
+    pub(crate) fn init_inflight(&mut self) {
+        if let Some(live) = &mut self.inflight {
+            live.init(self.head);
         }
     }
 
     /// Records the counters, if the queue may outlive this process.
     #[inline]
     pub(super) fn record_counts(&mut self) {
-        if let Some(record) = &mut self.live_counts {
-            record.follow(&self.counters);
+        if let Some(record) = &mut self.inflight_counts {
+            record.update(&self.counters);
         }
     }
 
     /// Updates the head that completions report.
     #[inline]
-    pub(super) fn follow_head(&mut self) {
-        self.origin = SubmissionQueuePosition::new(self.qid, self.head.get() as u16);
+    pub(super) fn update_position(&mut self) {
+        self.position = SubmissionQueuePosition::new(self.qid, self.head.get() as u16);
     }
 
     /// Returns the number of entries.
@@ -142,7 +142,7 @@ pub(crate) struct CompletionQueue {
     pub(super) indices: CompletionIndices,
     pub(super) doorbell: DoorbellSource,
     pub(super) bad_head: Option<u32>,
-    pub(super) gate: InterruptCoalescer,
+    pub(super) coalescer: InterruptCoalescer,
     pub(super) counters: Arc<QueueCounters>,
 }
 
@@ -179,7 +179,7 @@ impl CompletionQueue {
             indices: CompletionIndices::new(size),
             doorbell,
             bad_head: None,
-            gate,
+            coalescer: gate,
             counters,
         })
     }
@@ -197,7 +197,7 @@ impl CompletionQueue {
     }
 
     /// Reads the head up to which the guest has consumed entries, and records it.
-    pub(super) fn look_at_head(&mut self, events: &EventQueue, live: Option<&InflightQueue>) {
+    pub(super) fn read_head(&mut self, events: &EventQueue, live: Option<&InflightQueue>) {
         let head = self.doorbell.load();
         if head == self.indices.head().get() {
             return;
@@ -217,7 +217,7 @@ impl CompletionQueue {
         if let Some(live) = live {
             live.store_head(self.indices.head());
         }
-        self.doorbell.keep_quiet(head);
+        self.doorbell.suppress(head);
     }
 
     #[inline]
@@ -265,7 +265,7 @@ pub(super) fn submission_ring(
     let len = submission_ring_len(entries);
     match table.locate(base, len) {
         Some((mapping, offset)) => SubmissionRing::new(mapping, offset, entries),
-        None => SubmissionRing::in_pages(&pages(table, base, len)?, entries),
+        None => SubmissionRing::from_pages(&pages(table, base, len)?, entries),
     }
 }
 
@@ -277,7 +277,7 @@ pub(super) fn completion_ring(
     let len = completion_ring_len(entries);
     match table.locate(base, len) {
         Some((mapping, offset)) => CompletionRing::new(mapping, offset, entries),
-        None => CompletionRing::in_pages(&pages(table, base, len)?, entries),
+        None => CompletionRing::from_pages(&pages(table, base, len)?, entries),
     }
 }
 

@@ -2,54 +2,54 @@
 
 use std::sync::Arc;
 
+use nvme_guest::backend::state::sqe_words;
+use nvme_guest::backend::{CompletionQueueState, InFlightCommandState, SubmissionQueueState};
 use nvme_guest::dma::UsedTable;
+use nvme_guest::inflight::InflightQueue;
 use nvme_guest::interrupt::InterruptVector;
-use nvme_guest::live::InflightQueue;
-use nvme_guest::seam::state::words_of;
-use nvme_guest::seam::{CompletionQueueState, InFlightCommandState, SubmissionQueueState};
 use nvme_mpt_memory::RingIndex;
 use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::cqe::{Cqe, CqeHigh};
 use nvme_spec::ids::QueueId;
 
-use super::repeats::RepeatedCommand;
+use super::repeated_commands::RepeatedCommand;
 use super::{CompletionQueue, ShadowCore, ShadowQueue, ShadowQueueCondition, SubmissionQueue};
 
 impl ShadowQueue {
     /// Settles the interrupt for completions that the guest has not been told of.
-    pub(crate) fn settle(&mut self) {
+    pub(crate) fn signal_now(&mut self) {
         let core = &mut self.core;
-        if !core.is_sound() {
+        if !core.is_operational() {
             return;
         }
-        core.look_at_head();
-        if core.cq.gate.settle_now(core.cq.indices.unconsumed()) {
+        core.read_cq_head();
+        if core.cq.coalescer.signal_now(core.cq.indices.unconsumed()) {
             core.cq.counters.interrupts.add(1);
         }
         if core.is_logged {
-            core.note_event_idx();
+            core.mark_event_idx_dirty();
         }
     }
 
     /// Releases the VM's memory, with nothing in flight, so that an unmap need not wait for this queue.
-    pub(crate) fn let_go(&mut self) {
+    pub(crate) fn release_memory(&mut self) {
         let core = &mut self.core;
         drop(core.translator.set_table(Arc::default()));
         core.table_use = None;
     }
 
     /// Uses the VM's memory again, as it is mapped now.
-    pub(crate) fn take_hold(&mut self, used: UsedTable) {
+    pub(crate) fn acquire_memory(&mut self, used: UsedTable) {
         let UsedTable { table_use, table } = used;
         let core = &mut self.core;
         core.table_use = Some(table_use);
         core.generation = table.generation();
         drop(core.translator.set_table(table));
-        core.follow_table();
+        core.adopt_table_state();
         let tail = core.cq.indices.tail().get();
         core.rebind();
         if core.is_logged {
-            core.note_pass(tail);
+            core.mark_pass_dirty(tail);
         }
     }
 
@@ -59,11 +59,11 @@ impl ShadowQueue {
             cq,
             sqs,
             condition,
-            held,
+            held_completions: held,
             repeats,
             ..
         } = &self.core;
-        let vector = cq.gate.vector().and_then(|vector| {
+        let vector = cq.coalescer.vector().and_then(|vector| {
             let number = vectors.iter().position(|other| Arc::ptr_eq(other, vector));
             number.and_then(|number| u16::try_from(number).ok())
         });
@@ -92,7 +92,7 @@ impl ShadowQueue {
         }
         let held = state.held.iter();
         // The state was checked, so each completion can be reserved.
-        core.held.extend(held.filter_map(|[low, high]| {
+        core.held_completions.extend(held.filter_map(|[low, high]| {
             let entry = Cqe {
                 low: *low,
                 high: CqeHigh(*high),
@@ -101,15 +101,18 @@ impl ShadowQueue {
         }));
         // A failed queue executes nothing.
         let repeats = state.in_flight.iter().filter(|_| !state.failed);
-        core.repeats = repeats.map(RepeatedCommand::restored).collect();
-        core.note_special();
-        if let Some(live) = &core.live {
+        core.repeats = repeats.map(RepeatedCommand::from_state).collect();
+        core.choose_pass_kind();
+        if let Some(live) = &core.inflight {
             record_restored(live, &core.cq, state);
         }
         // Held completions wait for the rings' memory. The queue looks for the memory when it is resumed.
-        if !core.held.is_empty() && core.is_sound() {
+        if !core.held_completions.is_empty() && core.is_operational() {
             let (gone, since) = (core.cq.base, Ticks::now());
-            core.condition = ShadowQueueCondition::Suspended { gone, since };
+            core.condition = ShadowQueueCondition::Suspended {
+                missing: gone,
+                since,
+            };
         }
     }
 }
@@ -137,7 +140,7 @@ impl CompletionQueue {
         self.bad_head = *bad_head;
         let unconsumed = self.indices.unconsumed();
         // The interrupt that told of them may have been lost on the way. One too many harms nobody.
-        self.gate.post(unconsumed, Ticks::now());
+        self.coalescer.on_posted(unconsumed, Ticks::now());
     }
 }
 
@@ -146,12 +149,12 @@ impl CompletionQueue {
 fn record_restored(live: &InflightQueue, cq: &CompletionQueue, state: &CompletionQueueState) {
     if !state.held.is_empty() {
         // Held completions have no slots, so the queue cannot be restored until they are posted.
-        live.forget();
+        live.invalidate();
     }
     for command in &state.in_flight {
-        live.record_again(command.slot, &command.command(), QueueId(command.sqid));
+        live.record_restored(command.slot, &command.command(), QueueId(command.sqid));
     }
-    live.keep_marks(|slot| state.in_flight.iter().any(|other| other.slot == slot));
+    live.clear_stale_marks(|slot| state.in_flight.iter().any(|other| other.slot == slot));
     if state.held.is_empty() {
         live.store(&cq.indices, state.failed);
     }
@@ -167,11 +170,11 @@ impl RepeatedCommand {
         InFlightCommandState {
             slot: *slot,
             sqid: sqid.0,
-            command: words_of(command),
+            command: sqe_words(command),
         }
     }
 
-    fn restored(state: &InFlightCommandState) -> Self {
+    fn from_state(state: &InFlightCommandState) -> Self {
         Self {
             slot: state.slot,
             sqid: QueueId(state.sqid),
@@ -193,11 +196,11 @@ impl SubmissionQueue {
 
     /// Restores a checked state into a new queue.
     pub(crate) fn restore(&mut self, state: &SubmissionQueueState) {
-        if let Some(head) = RingIndex::at(self.head.size(), state.head) {
+        if let Some(head) = RingIndex::from_index(self.head.size(), state.head) {
             self.head = head;
-            self.follow_head();
+            self.update_position();
         }
-        if let Some(live) = &mut self.live {
+        if let Some(live) = &mut self.inflight {
             live.resume(self.head);
         }
         self.bad_tail = state.bad_tail;

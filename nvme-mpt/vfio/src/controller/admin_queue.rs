@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::super::backing::{DeviceBacking, is_wanted_back};
+use super::super::device_backing::{DeviceBacking, is_removal_requested};
 use super::error::ControllerError;
 use super::registers::DriveAdminRings;
 use nvme_guest::address::{Iova, PAGE_SIZE};
@@ -31,7 +31,7 @@ use nvme_spec::sqe::Sqe;
 const ENTRIES: u16 = 32;
 
 /// Polls of the Completion Queue per check of the function's presence and status.
-const ROUNDS_PER_LOOK: u32 = 16;
+const POLLS_PER_CHECK: u32 = 16;
 
 /// One page each for the Submission Queue, the Completion Queue and data.
 const PAGES: usize = 3;
@@ -59,21 +59,21 @@ pub(super) struct AdminQueue {
     head_doorbell: MappedWord32,
     next_cid: u16,
     /// True while an Asynchronous Event Request is outstanding.
-    listening: bool,
+    has_event_request: bool,
     events: Vec<AsyncEvent>,
     /// False from a command's timeout until the drive completes a command again.
-    answers: bool,
+    is_responsive: bool,
     /// Number of commands that completed after they timed out.
     late_completions: u64,
     /// Set while the drive is quiesced for a hand-over; no command may be sent.
-    pub(super) rest: Option<QuiescedDrive>,
+    pub(super) quiesced: Option<QuiescedDrive>,
 }
 
 /// State of a drive that is quiesced for a hand-over.
 #[derive(Debug)]
 pub(super) struct QuiescedDrive {
     /// Flag that invalidates the state which the successor has.
-    pub(super) outdated: StaleMappingsFlag,
+    pub(super) stale_flag: StaleMappingsFlag,
 }
 
 /// Positions of an admin queue pair whose only command in flight may be Asynchronous Event Request.
@@ -96,18 +96,18 @@ impl AdminQueue {
     ) -> Result<Self, ControllerError> {
         let len = PAGES as u64 * PAGE_SIZE;
         let file = memfd(c"nvme-mpt-admin", len).map_err(ControllerError::Memory)?;
-        Self::of_file(backing, space, dstrd, file)
+        Self::from_file(backing, space, dstrd, file)
     }
 
     /// Takes over the predecessor's admin queue pair in its memory file.
-    pub(super) fn handed_over(
+    pub(super) fn from_predecessor(
         backing: Arc<dyn DeviceBacking>,
         space: &Arc<IovaSpace>,
         dstrd: u8,
         file: OwnedFd,
         state: DriveAdminQueueState,
     ) -> Result<Self, ControllerError> {
-        let mut queue = Self::of_file(backing, space, dstrd, file)?;
+        let mut queue = Self::from_file(backing, space, dstrd, file)?;
         let DriveAdminQueueState {
             tail,
             head,
@@ -116,10 +116,10 @@ impl AdminQueue {
             listening,
         } = state;
         let outside = || ControllerError::HandOver("its admin queues have no such positions");
-        queue.sq = queue.sq.at(tail).ok_or_else(outside)?;
-        queue.cq = queue.cq.at(head, phase).ok_or_else(outside)?;
+        queue.sq = queue.sq.with_tail(tail).ok_or_else(outside)?;
+        queue.cq = queue.cq.with_head(head, phase).ok_or_else(outside)?;
         queue.next_cid = next_cid % EVENT_CID;
-        queue.listening = listening;
+        queue.has_event_request = listening;
         Ok(queue)
     }
 
@@ -136,12 +136,12 @@ impl AdminQueue {
             head: self.cq.head(),
             phase: self.cq.phase(),
             next_cid: self.next_cid,
-            listening: self.listening,
+            listening: self.has_event_request,
         };
         Ok((state, self.file.try_clone()?))
     }
 
-    fn of_file(
+    fn from_file(
         backing: Arc<dyn DeviceBacking>,
         space: &Arc<IovaSpace>,
         dstrd: u8,
@@ -174,18 +174,18 @@ impl AdminQueue {
             tail_doorbell,
             head_doorbell,
             next_cid: 0,
-            listening: false,
+            has_event_request: false,
             events: Vec::new(),
-            answers: true,
+            is_responsive: true,
             late_completions: 0,
-            rest: None,
+            quiesced: None,
         })
     }
 
     /// Returns the addresses of both queues for the controller's registers.
     pub(super) fn rings(&self) -> DriveAdminRings {
         DriveAdminRings {
-            sq: self.iova.at(0),
+            sq: self.iova.iova_at(0),
             cq: self.iova_of(CQ_OFFSET),
             entries: ENTRIES,
         }
@@ -197,21 +197,21 @@ impl AdminQueue {
     }
 
     fn iova_of(&self, offset: usize) -> Iova {
-        self.iova.at(offset as u64)
+        self.iova.iova_at(offset as u64)
     }
 
     /// Empties the queues of a disabled controller.
     pub(super) fn reset(&mut self) {
         self.sq.restart();
         self.cq.restart();
-        self.listening = false;
+        self.has_event_request = false;
         self.events.clear();
-        self.answers = true;
+        self.is_responsive = true;
     }
 
     /// Returns false from a command's timeout until the drive completes a command again; otherwise true.
-    pub(super) fn answers(&self) -> bool {
-        self.answers
+    pub(super) fn is_responsive(&self) -> bool {
+        self.is_responsive
     }
 
     /// Returns the number of commands that completed after they timed out.
@@ -252,7 +252,7 @@ impl AdminQueue {
                     self.note_late(&cqe);
                     continue;
                 }
-                self.answers = true;
+                self.is_responsive = true;
                 let status = cqe.status();
                 return if status.is_success() {
                     Ok(cqe)
@@ -261,7 +261,7 @@ impl AdminQueue {
                 };
             }
             rounds += 1;
-            if rounds % ROUNDS_PER_LOOK == 0 {
+            if rounds % POLLS_PER_CHECK == 0 {
                 if self.backing.is_gone() {
                     return Err(ControllerError::Gone);
                 }
@@ -270,14 +270,14 @@ impl AdminQueue {
             }
             let timeout = self.backing.admin_timeout();
             let now = self.clock.now();
-            let is_paused = !longest_pause.is_zero() && self.has_paused();
-            if is_paused && is_wanted_back(&*self.backing) {
-                return Err(ControllerError::WantedBack);
+            let is_paused = !longest_pause.is_zero() && self.is_processing_paused();
+            if is_paused && is_removal_requested(&*self.backing) {
+                return Err(ControllerError::RemovalRequested);
             }
             if is_paused && now < *pause_end.get_or_insert(now + longest_pause) && !is_ending() {
                 started = now;
             } else if now.saturating_sub(started) >= timeout {
-                self.answers = false;
+                self.is_responsive = false;
                 return Err(ControllerError::AdminTimeout {
                     opcode,
                     seconds: timeout.as_secs(),
@@ -299,13 +299,13 @@ impl AdminQueue {
     }
 
     /// Returns whether the drive has paused processing (Base 2.0, section 3.11).
-    fn has_paused(&self) -> bool {
+    fn is_processing_paused(&self) -> bool {
         let csts = self.backing.read32(offset::CSTS as usize);
         csts != REMOVED && Csts(csts).pp()
     }
 
     /// Executes a command that returns up to a page of data.
-    pub(super) fn execute_in<T>(
+    pub(super) fn execute_with_data<T>(
         &mut self,
         mut sqe: Sqe,
         data: &mut T,
@@ -330,9 +330,9 @@ impl AdminQueue {
     }
 
     /// Sends an Asynchronous Event Request, unless one is outstanding.
-    pub(super) fn listen(&mut self) {
-        if !self.listening {
-            self.listening = true;
+    pub(super) fn request_event(&mut self) {
+        if !self.has_event_request {
+            self.has_event_request = true;
             let sqe = Sqe::new(AdminOpcode::ASYNC_EVENT_REQUEST.0);
             self.submit(&sqe, CommandId(EVENT_CID));
         }
@@ -360,7 +360,7 @@ impl AdminQueue {
     /// Counts a completion that no caller waits for, unless it is of Asynchronous Event Request.
     fn note_late(&mut self, cqe: &Cqe) {
         if cqe.cid().0 != EVENT_CID {
-            self.answers = true;
+            self.is_responsive = true;
             self.late_completions += 1;
         }
     }
@@ -370,8 +370,8 @@ impl AdminQueue {
         let cqe = self.cq.take()?;
         self.head_doorbell.store(self.cq.head());
         // A controller that refuses the request is not asked again.
-        if cqe.cid().0 == EVENT_CID && self.listening && cqe.status().is_success() {
-            self.listening = false;
+        if cqe.cid().0 == EVENT_CID && self.has_event_request && cqe.status().is_success() {
+            self.has_event_request = false;
             self.events.push(AsyncEvent(cqe.dw0()));
         }
         Some(cqe)

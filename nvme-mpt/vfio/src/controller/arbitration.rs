@@ -33,12 +33,12 @@ use std::time::Duration;
 
 use log::{info, warn};
 
-use super::super::pair::{CLASSES, ClassLoad};
+use super::super::queue_pair::{ClassLoad, PRIORITY_CLASSES};
 use super::admin_queue::AdminQueue;
+use super::drive_monitor::longest_pause;
 use super::error::ControllerError;
-use super::supervisor::longest_pause;
 use super::{PhysicalDrive, lock};
-use nvme_guest::limit::LeaseWeight;
+use nvme_guest::rate_limit::LeaseWeight;
 use nvme_spec::admin::{QueuePriority, SetFeatures};
 use nvme_spec::feature::{self, FeatureId};
 use nvme_spec::opcode::AdminOpcode;
@@ -46,7 +46,7 @@ use nvme_spec::registers::{ArbitrationMechanism, Cap};
 use nvme_spec::sqe::Sqe;
 
 /// Maximum commands of a class in a row: about as many as a fast drive executes at once.
-const LONGEST: u64 = 16;
+const CLASS_RUN_MAX: u64 = 16;
 
 /// Maximum Arbitration Burst, as a power of two. Without a limit, one queue could take the turns of all others in its
 /// class.
@@ -62,7 +62,7 @@ const CHANGE_MIN: (u64, u64) = (5, 4);
 const CHANGES_MAX: usize = 4;
 
 /// Period in which at most [`CHANGES_MAX`] changes are sent.
-const CHANGES_TIME: Duration = Duration::from_secs(60);
+const CHANGES_PERIOD: Duration = Duration::from_secs(60);
 
 /// Maximum number of times that equal weights are sent after a timeout. A drive that does not answer blocks the drive
 /// monitor for the admin timeout each time.
@@ -104,18 +104,18 @@ impl fmt::Display for ArbitrationChoice {
 
 /// Commands per round of each [priority class](CLASSES).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct ClassWeights([u8; CLASSES.len()]);
+struct ClassWeights([u8; PRIORITY_CLASSES.len()]);
 
 impl ClassWeights {
-    const EQUAL: Self = Self([1; CLASSES.len()]);
+    const EQUAL: Self = Self([1; PRIORITY_CLASSES.len()]);
 
     /// Returns the numbers of commands per round that approximate the classes' weights best; `None` if no class is busy. If
     /// several rounds are equally good, returns the shortest one.
-    fn of(loads: &[ClassLoad; CLASSES.len()]) -> Option<Self> {
-        let most = heaviest(loads)?;
+    fn from_loads(loads: &[ClassLoad; PRIORITY_CLASSES.len()]) -> Option<Self> {
+        let most = heaviest_weight(loads)?;
         let wanted = loads.map(|load| if load.is_busy { load.weight } else { most });
         let round = |longest: u64| {
-            wanted.map(|weight| ((weight * longest + most / 2) / most).clamp(1, LONGEST))
+            wanted.map(|weight| ((weight * longest + most / 2) / most).clamp(1, CLASS_RUN_MAX))
         };
         let error = |longest: u64| {
             let classes = wanted.into_iter().zip(round(longest));
@@ -125,15 +125,15 @@ impl ClassWeights {
             });
             errors.max()
         };
-        let longest = (1..=LONGEST).min_by_key(|longest| error(*longest))?;
+        let longest = (1..=CLASS_RUN_MAX).min_by_key(|longest| error(*longest))?;
         // At most LONGEST.
         Some(Self(round(longest).map(|commands| commands as u8)))
     }
 
     /// Returns whether the shares of the classes by these weights differ by less than a quarter from their shares by `loads`.
     /// Classes without leases do not count, and a class with only quiet guests may have more than its share.
-    fn suit(self, loads: &[ClassLoad; CLASSES.len()]) -> bool {
-        let Some(most) = heaviest(loads) else {
+    fn is_close_to(self, loads: &[ClassLoad; PRIORITY_CLASSES.len()]) -> bool {
+        let Some(most) = heaviest_weight(loads) else {
             return true;
         };
         let classes = self.0.into_iter().zip(loads);
@@ -141,7 +141,7 @@ impl ClassWeights {
         let shares = used.map(|(commands, load)| {
             let wanted = if load.is_busy { load.weight } else { most };
             // No round gives a class less than a sixteenth of the heaviest.
-            let wanted = (LONGEST * wanted).max(most);
+            let wanted = (CLASS_RUN_MAX * wanted).max(most);
             (u64::from(commands), wanted, load.is_busy)
         });
         let shares: Vec<_> = shares.collect();
@@ -152,7 +152,7 @@ impl ClassWeights {
         !one_by_one.any(|share| shares.iter().any(|other| is_more(share, other)))
     }
 
-    fn feature(self, burst: u8) -> feature::Arbitration {
+    fn to_feature(self, burst: u8) -> feature::Arbitration {
         let [high, medium, low] = self.0.map(|commands| commands.saturating_sub(1));
         feature::Arbitration(0)
             .with_ab(burst)
@@ -163,7 +163,7 @@ impl ClassWeights {
 }
 
 /// Returns the weight of the heaviest busy class; `None` if none is busy.
-fn heaviest(loads: &[ClassLoad]) -> Option<u64> {
+fn heaviest_weight(loads: &[ClassLoad]) -> Option<u64> {
     let busy = loads.iter().filter(|load| load.is_busy && load.weight > 0);
     busy.map(|load| load.weight).max()
 }
@@ -173,11 +173,11 @@ fn heaviest(loads: &[ClassLoad]) -> Option<u64> {
 struct RecentChanges([Option<Duration>; CHANGES_MAX]);
 
 impl RecentChanges {
-    fn has_room(&self, now: Duration) -> bool {
-        self.0[0].is_none_or(|oldest| now.saturating_sub(oldest) >= CHANGES_TIME)
+    fn can_change(&self, now: Duration) -> bool {
+        self.0[0].is_none_or(|oldest| now.saturating_sub(oldest) >= CHANGES_PERIOD)
     }
 
-    fn note(&mut self, now: Duration) {
+    fn record(&mut self, now: Duration) {
         self.0.rotate_left(1);
         self.0[CHANGES_MAX - 1] = Some(now);
     }
@@ -215,7 +215,7 @@ impl EqualWeightsRequest {
 
 /// Arbitration of a drive for as long as this process has it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Arbitration {
+pub(super) struct DriveArbitration {
     /// True if the next enable uses weighted round robin. Never becomes true again.
     is_usable: bool,
     /// Mechanism that the drive is enabled with.
@@ -229,7 +229,7 @@ pub(super) struct Arbitration {
     changes: RecentChanges,
 }
 
-impl Arbitration {
+impl DriveArbitration {
     /// Creates the state of a drive that is not enabled yet.
     pub(super) fn new(choice: ArbitrationChoice, cap: Cap, name: &str) -> Self {
         let is_chosen = choice == ArbitrationChoice::Weighted;
@@ -248,7 +248,7 @@ impl Arbitration {
 
     /// Creates the state of a drive that the predecessor has enabled with `mechanism`. If this is round robin, weighted round
     /// robin is not tried again, because it may have failed in the predecessor.
-    pub(super) fn found(
+    pub(super) fn from_predecessor(
         choice: ArbitrationChoice,
         mechanism: ArbitrationMechanism,
         cap: Cap,
@@ -277,7 +277,7 @@ impl Arbitration {
     }
 
     /// Records the mechanism that the drive was enabled with. The drive has lost its weights.
-    pub(super) fn enabled(&mut self, mechanism: ArbitrationMechanism) {
+    pub(super) fn on_enabled(&mut self, mechanism: ArbitrationMechanism) {
         self.mechanism = mechanism;
         self.weights = None;
         self.equal_weights = None;
@@ -297,7 +297,12 @@ impl Arbitration {
     }
 
     /// Ends weighted round robin for as long as this process has the drive.
-    pub(super) fn end(&mut self, name: &str, cause: &str, error: Option<&ControllerError>) {
+    pub(super) fn end_weighted(
+        &mut self,
+        name: &str,
+        cause: &str,
+        error: Option<&ControllerError>,
+    ) {
         self.weights = None;
         if !std::mem::take(&mut self.is_usable) {
             return;
@@ -312,7 +317,7 @@ impl Arbitration {
 
     /// Sets equal weights on a drive that was just enabled or handed over. `burst` is its recommended burst (RAB); `send`
     /// executes Set Features.
-    pub(super) fn begin(
+    pub(super) fn begin_weighted(
         &mut self,
         name: &str,
         burst: u8,
@@ -323,26 +328,26 @@ impl Arbitration {
         if !self.is_usable || self.mechanism != ArbitrationMechanism::WEIGHTED_ROUND_ROBIN {
             return Ok(());
         }
-        match self.send_twice(ClassWeights::EQUAL, &mut send) {
+        match self.send_with_retry(ClassWeights::EQUAL, &mut send) {
             Ok(()) => {
                 self.weights = Some(ClassWeights::EQUAL);
                 Ok(())
             }
-            Err(error @ ControllerError::WantedBack) => Err(error),
+            Err(error @ ControllerError::RemovalRequested) => Err(error),
             Err(error) => {
-                self.end(name, "takes no weights (Arbitration)", Some(&error));
+                self.end_weighted(name, "takes no weights (Arbitration)", Some(&error));
                 tolerate(error)
             }
         }
     }
 
     /// Sends weights. Retries once if the drive refuses them without Do Not Retry.
-    fn send_twice(
+    fn send_with_retry(
         &self,
         weights: ClassWeights,
         mut send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
     ) -> Result<(), ControllerError> {
-        let feature = weights.feature(self.burst);
+        let feature = weights.to_feature(self.burst);
         match send(feature) {
             Err(ControllerError::Admin { status, .. }) if !status.dnr() => send(feature),
             sent => sent,
@@ -350,44 +355,48 @@ impl Arbitration {
     }
 
     /// Returns new weights if they must be sent now.
-    fn change(&self, loads: &[ClassLoad; CLASSES.len()], now: Duration) -> Option<ClassWeights> {
+    fn next_weights(
+        &self,
+        loads: &[ClassLoad; PRIORITY_CLASSES.len()],
+        now: Duration,
+    ) -> Option<ClassWeights> {
         let before = self.weights?;
-        if before.suit(loads) || !self.changes.has_room(now) {
+        if before.is_close_to(loads) || !self.changes.can_change(now) {
             return None;
         }
-        ClassWeights::of(loads).filter(|weights| *weights != before)
+        ClassWeights::from_loads(loads).filter(|weights| *weights != before)
     }
 
     /// Sends weights to the drive. If the drive refuses them, weighted round robin ends, and equal weights are sent. If the
     /// drive does not answer, [`Self::make_equal_later`] sends equal weights later. After any other failure, nothing more is
     /// sent.
-    fn set(
+    fn set_weights(
         &mut self,
         name: &str,
         weights: ClassWeights,
         mut send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
     ) -> Result<(), ControllerError> {
-        let Err(error) = self.send_twice(weights, &mut send) else {
+        let Err(error) = self.send_with_retry(weights, &mut send) else {
             self.weights = Some(weights);
             return Ok(());
         };
-        if matches!(error, ControllerError::WantedBack) {
+        if matches!(error, ControllerError::RemovalRequested) {
             return Err(error);
         }
         let is_refused = matches!(error, ControllerError::Admin { .. });
-        self.end(name, "takes no other weights (Arbitration)", Some(&error));
+        self.end_weighted(name, "takes no other weights (Arbitration)", Some(&error));
         match is_refused {
-            true => self.make_equal(send),
+            true => self.set_equal_weights(send),
             false => self.tolerate(error),
         }
     }
 
     /// Sets equal weights, if the drive accepts them.
-    fn make_equal(
+    fn set_equal_weights(
         &mut self,
         mut send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
     ) -> Result<(), ControllerError> {
-        let sent = send(ClassWeights::EQUAL.feature(self.burst));
+        let sent = send(ClassWeights::EQUAL.to_feature(self.burst));
         sent.or_else(|error| self.tolerate(error))
     }
 
@@ -401,7 +410,7 @@ impl Arbitration {
 
     /// Sends equal weights if they are due after a timeout. `answers` is true if the drive answers admin commands, and
     /// `late_completions` is the number of commands that it has completed late.
-    fn make_equal_later(
+    fn set_equal_if_due(
         &mut self,
         name: &str,
         answers: bool,
@@ -415,20 +424,20 @@ impl Arbitration {
         request.attempts += 1;
         request.late_completions = Some(late_completions);
         info!(drive = name; "Drive {name} answers again, and gets equal weights (Arbitration)");
-        self.make_equal(send)
+        self.set_equal_weights(send)
     }
 
     /// Ends weighted round robin on a drive that refuses queues of a priority class.
-    pub(super) fn end_classes(
+    pub(super) fn end_priority_classes(
         &mut self,
         name: &str,
         send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
     ) {
         let before = self.weights;
-        self.end(name, "takes queues of one class alone (QPRIO)", None);
+        self.end_weighted(name, "takes queues of one class alone (QPRIO)", None);
         // The next check of the drive monitor finds a failure that stops the drive.
         if before.is_some_and(|weights| weights != ClassWeights::EQUAL)
-            && let Err(error) = self.make_equal(send)
+            && let Err(error) = self.set_equal_weights(send)
         {
             warn!(drive = name; "Drive {name} keeps the weights that it has: {error}");
         }
@@ -445,7 +454,7 @@ impl Arbitration {
 
 /// Executes Set Features, Arbitration (Base 2.0, section 5.27.1.1). The timeout is suspended while the drive has paused
 /// processing, for `pause` at most and until `is_ending` returns true.
-pub(super) fn set_feature(
+pub(super) fn set_arbitration_feature(
     admin: &mut AdminQueue,
     value: feature::Arbitration,
     pause: Duration,
@@ -471,13 +480,13 @@ impl PhysicalDrive {
         admin: &mut AdminQueue,
         value: feature::Arbitration,
     ) -> Result<(), ControllerError> {
-        let pause = longest_pause(&self.identity.controller, self.options.deadline);
-        let is_ending = || self.closing.load(Ordering::Acquire);
-        set_feature(admin, value, pause, &is_ending)
+        let pause = longest_pause(&self.identity.controller, self.options.command_timeout);
+        let is_ending = || self.is_closing.load(Ordering::Acquire);
+        set_arbitration_feature(admin, value, pause, &is_ending)
     }
 
     /// Returns the priority class of a queue for a lease of this weight; `None` without weighted round robin.
-    pub(super) fn class_of(&self, weight: u64) -> Option<QueuePriority> {
+    pub(super) fn priority_class(&self, weight: u64) -> Option<QueuePriority> {
         if !lock(&self.arbitration).is_weighted() {
             return None;
         }
@@ -490,21 +499,21 @@ impl PhysicalDrive {
     }
 
     /// Ends weighted round robin after the drive has refused a priority class. The caller holds the admin queue.
-    pub(super) fn end_classes(&self, admin: &mut AdminQueue) {
+    pub(super) fn end_priority_classes(&self, admin: &mut AdminQueue) {
         let mut arbitration = *lock(&self.arbitration);
         let send = |value| self.send_arbitration(admin, value);
-        arbitration.end_classes(self.backing.name(), send);
+        arbitration.end_priority_classes(self.backing.name(), send);
         *lock(&self.arbitration) = arbitration;
     }
 
     /// Sends equal weights that are due after a timeout.
-    fn make_weights_equal(&self) {
+    fn send_due_equal_weights(&self) {
         let Some(request) = lock(&self.arbitration).equal_weights else {
             return;
         };
         let is_due = {
             let admin = lock(&self.admin);
-            request.is_due(admin.answers(), admin.late_completions())
+            request.is_due(admin.is_responsive(), admin.late_completions())
         };
         if !is_due {
             return;
@@ -512,31 +521,34 @@ impl PhysicalDrive {
         // On a failure the drive is reset and starts without weights.
         let _ = self.with_admin(|admin| {
             let mut arbitration = *lock(&self.arbitration);
-            let (answers, late) = (admin.answers(), admin.late_completions());
+            let (answers, late) = (admin.is_responsive(), admin.late_completions());
             let send = |value| self.send_arbitration(admin, value);
-            let set = arbitration.make_equal_later(self.backing.name(), answers, late, send);
+            let set = arbitration.set_equal_if_due(self.backing.name(), answers, late, send);
             *lock(&self.arbitration) = arbitration;
             set
         });
     }
 
     /// Sends changed class weights to the drive.
-    pub(super) fn arbitrate(&self, loads: &[ClassLoad; CLASSES.len()]) {
-        self.make_weights_equal();
+    pub(super) fn update_class_weights(&self, loads: &[ClassLoad; PRIORITY_CLASSES.len()]) {
+        self.send_due_equal_weights();
         let clock = self.backing.clock();
-        if lock(&self.arbitration).change(loads, clock.now()).is_none() {
+        if lock(&self.arbitration)
+            .next_weights(loads, clock.now())
+            .is_none()
+        {
             return;
         }
         // On a failure the drive is reset and starts without weights.
         let _ = self.with_admin(|admin| {
             // The arbitration changes only under the lock of the admin queue.
             let mut arbitration = *lock(&self.arbitration);
-            let Some(weights) = arbitration.change(loads, clock.now()) else {
+            let Some(weights) = arbitration.next_weights(loads, clock.now()) else {
                 return Ok(());
             };
-            arbitration.changes.note(clock.now());
+            arbitration.changes.record(clock.now());
             let send = |value| self.send_arbitration(admin, value);
-            let set = arbitration.set(self.backing.name(), weights, send);
+            let set = arbitration.set_weights(self.backing.name(), weights, send);
             *lock(&self.arbitration) = arbitration;
             set
         });
@@ -550,7 +562,7 @@ mod tests {
     use super::*;
 
     /// Returns loads with these weights; classes of weight 0 are unused.
-    fn busy(weights: [u64; CLASSES.len()]) -> [ClassLoad; CLASSES.len()] {
+    fn busy(weights: [u64; PRIORITY_CLASSES.len()]) -> [ClassLoad; PRIORITY_CLASSES.len()] {
         weights.map(|weight| ClassLoad {
             weight,
             is_busy: weight > 0,
@@ -559,7 +571,7 @@ mod tests {
 
     #[test]
     fn classes_have_commands_as_their_busy_leases_weigh() {
-        let weights = |weights| ClassWeights::of(&busy(weights)).map(|weights| weights.0);
+        let weights = |weights| ClassWeights::from_loads(&busy(weights)).map(|weights| weights.0);
         assert_eq!(weights([0, 100, 0]), Some([1, 1, 1]));
         assert_eq!(weights([300, 100, 50]), Some([6, 2, 1]));
         assert_eq!(weights([300, 0, 100]), Some([3, 3, 1]));
@@ -575,7 +587,7 @@ mod tests {
             weight: 10,
             is_busy: false,
         };
-        let weights = ClassWeights::of(&[high, medium, quiet]);
+        let weights = ClassWeights::from_loads(&[high, medium, quiet]);
         assert_eq!(weights, Some(ClassWeights([3, 1, 3])), "a quiet class");
     }
 
@@ -584,9 +596,9 @@ mod tests {
         for high in 1..=200_u64 {
             for low in 1..=high {
                 let loads = busy([high, high, low]);
-                let round = ClassWeights::of(&loads).expect("busy leases");
-                assert!(round.suit(&loads), "{high}:{low} is {round:?}");
-                if high > LONGEST * low {
+                let round = ClassWeights::from_loads(&loads).expect("busy leases");
+                assert!(round.is_close_to(&loads), "{high}:{low} is {round:?}");
+                if high > CLASS_RUN_MAX * low {
                     continue;
                 }
                 let [of_high, _, of_low] = round.0.map(u64::from);
@@ -610,7 +622,7 @@ mod tests {
             ([100, 0, 0], true),
             ([0, 0, 0], true),
         ] {
-            assert_eq!(equal.suit(&busy(loads)), suits, "{loads:?}");
+            assert_eq!(equal.is_close_to(&busy(loads)), suits, "{loads:?}");
         }
         // A class with only quiet guests may get more, but not less than the heaviest guest.
         let [high, medium, _] = busy([300, 100, 0]);
@@ -618,21 +630,21 @@ mod tests {
             weight: 1,
             is_busy: false,
         };
-        let suits = |weights| ClassWeights(weights).suit(&[high, medium, quiet]);
+        let suits = |weights| ClassWeights(weights).is_close_to(&[high, medium, quiet]);
         assert!(suits([3, 1, 3]) && suits([3, 1, 16]));
         assert!(!suits([3, 1, 1]));
     }
 
-    fn weighted() -> Arbitration {
+    fn weighted() -> DriveArbitration {
         let cap = Cap(0).with_ams_wrr(true);
-        let mut arbitration = Arbitration::new(ArbitrationChoice::Weighted, cap, "a");
-        arbitration.enabled(ArbitrationMechanism::WEIGHTED_ROUND_ROBIN);
+        let mut arbitration = DriveArbitration::new(ArbitrationChoice::Weighted, cap, "a");
+        arbitration.on_enabled(ArbitrationMechanism::WEIGHTED_ROUND_ROBIN);
         let mut sent = Vec::new();
         let send = |value: feature::Arbitration| {
             sent.push(value.0);
             Ok(())
         };
-        arbitration.begin("a", 3, send).expect("begun");
+        arbitration.begin_weighted("a", 3, send).expect("begun");
         assert_eq!(sent, [3]);
         arbitration
     }
@@ -645,15 +657,17 @@ mod tests {
         for look in 0..1_800_u64 {
             let now = Duration::from_millis(100 * look);
             let loads = busy([100 + 300 * (look % 2), 100, 0]);
-            if let Some(weights) = arbitration.change(&loads, now) {
-                arbitration.changes.note(now);
-                arbitration.set("a", weights, |_| Ok(())).expect("set");
+            if let Some(weights) = arbitration.next_weights(&loads, now) {
+                arbitration.changes.record(now);
+                arbitration
+                    .set_weights("a", weights, |_| Ok(()))
+                    .expect("set");
                 told.push(now);
             }
         }
         assert!(told.len() > CHANGES_MAX);
         for changes in told.windows(CHANGES_MAX + 1) {
-            assert!(changes[CHANGES_MAX] - changes[0] >= CHANGES_TIME);
+            assert!(changes[CHANGES_MAX] - changes[0] >= CHANGES_PERIOD);
         }
     }
 
@@ -672,7 +686,7 @@ mod tests {
             sent.push([value.hpw_z(), value.mpw_z(), value.lpw_z()]);
             answers.next().map_or(Ok(()), |answer| answer())
         };
-        let set = arbitration.set("a", ClassWeights([4, 2, 1]), send);
+        let set = arbitration.set_weights("a", ClassWeights([4, 2, 1]), send);
         let is_first = sent.len() == 1 && set.is_ok();
         assert_eq!(arbitration.is_usable(), arbitration.is_weighted());
         assert!(is_first || !arbitration.is_usable(), "{sent:?}");
@@ -717,7 +731,7 @@ mod tests {
                 seconds: 5,
             })
         };
-        let set = arbitration.set("a", ClassWeights([4, 2, 1]), timeout);
+        let set = arbitration.set_weights("a", ClassWeights([4, 2, 1]), timeout);
         set.expect("no reset");
         let mut sends = |answers, late_completions, is_answered| {
             let mut sent = Vec::new();
@@ -725,7 +739,7 @@ mod tests {
                 sent.push([value.hpw_z(), value.mpw_z(), value.lpw_z()]);
                 if is_answered { Ok(()) } else { timeout(value) }
             };
-            let made = arbitration.make_equal_later("a", answers, late_completions, send);
+            let made = arbitration.set_equal_if_due("a", answers, late_completions, send);
             made.expect("no reset");
             sent
         };
@@ -738,7 +752,7 @@ mod tests {
         // The first command completes at last.
         assert_eq!(sends(true, 1, true), equal);
         assert_eq!(sends(true, 1, true), none);
-        arbitration.enabled(ArbitrationMechanism::ROUND_ROBIN);
+        arbitration.on_enabled(ArbitrationMechanism::ROUND_ROBIN);
         assert_eq!(arbitration.equal_weights, None);
     }
 
@@ -752,7 +766,7 @@ mod tests {
                 seconds: 5,
             })
         };
-        let set = arbitration.set("a", ClassWeights([4, 2, 1]), timeout);
+        let set = arbitration.set_weights("a", ClassWeights([4, 2, 1]), timeout);
         set.expect("no reset");
         let mut sent = 0;
         for late_completions in 0..20 {
@@ -760,7 +774,7 @@ mod tests {
                 sent += 1;
                 timeout(value)
             };
-            let made = arbitration.make_equal_later("a", true, late_completions, send);
+            let made = arbitration.set_equal_if_due("a", true, late_completions, send);
             made.expect("no reset");
         }
         assert_eq!(sent, u32::from(EQUAL_ATTEMPTS));
@@ -786,7 +800,7 @@ mod tests {
             (ArbitrationChoice::Weighted, round_robin, false),
             (ArbitrationChoice::RoundRobin, weighted, false),
         ] {
-            let found = Arbitration::found(choice, mechanism, cap, "a");
+            let found = DriveArbitration::from_predecessor(choice, mechanism, cap, "a");
             assert_eq!(found.is_usable(), is_usable, "{choice}, {mechanism:?}");
         }
     }

@@ -5,8 +5,8 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use super::super::backing::DeviceBacking;
-use super::super::pair::{BufferedDoorbell, DriveDoorbell, PairDoorbells};
+use super::super::device_backing::DeviceBacking;
+use super::super::queue_pair::{BufferedDoorbell, DriveDoorbell, PairDoorbells};
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use nvme_guest::address::PAGE_SIZE;
@@ -18,7 +18,7 @@ use nvme_spec::registers::Doorbell;
 use nvme_spec::sqe::Sqe;
 
 /// Offset of the EventIdx page, which follows the page of shadow doorbells.
-const EVENT_IDX: usize = PAGE_SIZE as usize;
+const EVENT_IDX_OFFSET: usize = PAGE_SIZE as usize;
 
 /// Shadow doorbells and EventIdx, one page each.
 #[derive(Debug)]
@@ -31,26 +31,27 @@ pub(super) struct DriveDoorbellBuffer {
 }
 
 /// Length of both pages in bytes.
-const LEN: usize = 2 * PAGE_SIZE as usize;
+const BUFFER_BYTES: usize = 2 * PAGE_SIZE as usize;
 
 impl DriveDoorbellBuffer {
     /// Allocates the pages in a new memory file.
     pub(super) fn new(space: &Arc<IovaSpace>) -> Result<Self, ControllerError> {
-        let file = memfd(c"nvme-mpt-doorbells", LEN as u64).map_err(ControllerError::Memory)?;
-        Self::of_file(space, file)
+        let file =
+            memfd(c"nvme-mpt-doorbells", BUFFER_BYTES as u64).map_err(ControllerError::Memory)?;
+        Self::from_file(space, file)
     }
 
     /// Takes over the predecessor's pages, which the drive is using. The doorbells of I/O queues are zeroed, because no
     /// such queue exists.
-    pub(super) fn handed_over(
+    pub(super) fn from_predecessor(
         space: &Arc<IovaSpace>,
         file: OwnedFd,
         dstrd: u8,
     ) -> Result<Self, ControllerError> {
-        let buffer = Self::of_file(space, file)?;
+        let buffer = Self::from_file(space, file)?;
         let first = Doorbell::SqTail(QueueId(1)).offset(dstrd) as usize;
-        for page in [0, EVENT_IDX] {
-            let len = EVENT_IDX.checked_sub(first);
+        for page in [0, EVENT_IDX_OFFSET] {
+            let len = EVENT_IDX_OFFSET.checked_sub(first);
             let io_queues = len.and_then(|len| buffer.memory.bytes(page + first, len));
             let none = ControllerError::HandOver("its Doorbell Buffer has no I/O queues");
             io_queues.ok_or(none)?.zero();
@@ -63,8 +64,8 @@ impl DriveDoorbellBuffer {
         self.file.try_clone()
     }
 
-    fn of_file(space: &Arc<IovaSpace>, file: OwnedFd) -> Result<Self, ControllerError> {
-        let memory = Mapping::shared(file.as_fd(), 0, LEN, MappingAccess::ReadWrite);
+    fn from_file(space: &Arc<IovaSpace>, file: OwnedFd) -> Result<Self, ControllerError> {
+        let memory = Mapping::shared(file.as_fd(), 0, BUFFER_BYTES, MappingAccess::ReadWrite);
         let memory = memory.map_err(ControllerError::Memory)?;
         let iova = space
             .map(&memory, MappingAccess::ReadWrite)
@@ -83,16 +84,16 @@ impl DriveDoorbellBuffer {
         }
         let mut sqe = Sqe::new(AdminOpcode::DOORBELL_BUFFER_CONFIG.0);
         let shadow = self.iova.start();
-        sqe.dptr = [shadow, shadow + EVENT_IDX as u64];
+        sqe.dptr = [shadow, shadow + EVENT_IDX_OFFSET as u64];
         admin.execute(sqe).map(|_| ())
     }
 
     fn doorbell(&self, offset: usize) -> Option<BufferedDoorbell> {
         // A doorbell beyond the first page is not in the buffer.
-        (offset < EVENT_IDX).then_some(())?;
+        (offset < EVENT_IDX_OFFSET).then_some(())?;
         Some(BufferedDoorbell {
             shadow: MappedWord32::new(&self.memory, offset)?,
-            event_idx: MappedWord32::new(&self.memory, EVENT_IDX + offset)?,
+            event_idx: MappedWord32::new(&self.memory, EVENT_IDX_OFFSET + offset)?,
         })
     }
 }

@@ -12,7 +12,7 @@ use nvme_spec::status::Status;
 pub(super) const REMOVED: &str = "it was removed, or lost its power";
 
 /// Cause for giving up a drive that the host wants back.
-pub(super) const WANTED_BACK: &str = "the host asks for it back";
+pub(super) const REMOVAL_REQUESTED: &str = "the host asks for it back";
 
 /// Errors of a physical controller.
 #[derive(Debug, thiserror::Error)]
@@ -22,7 +22,7 @@ pub enum ControllerError {
     Gone,
     /// The host asks for the function, because it is being removed or unbound. The caller has to release it.
     #[error("The host asks for the drive back")]
-    WantedBack,
+    RemovalRequested,
     /// The controller has lost its commands: its link is down, or it was reset by the kernel or by another party. The
     /// drive monitor waits for the drive and resets it.
     #[error(
@@ -43,7 +43,7 @@ pub enum ControllerError {
     },
     /// The controller did not reach a state in the time that the specification allows.
     #[error("The drive did not {state} within {seconds} s; its status is {csts:?}")]
-    NotInTime {
+    StateTimeout {
         /// Expected state.
         state: &'static str,
         /// Timeout in seconds.
@@ -74,7 +74,7 @@ pub enum ControllerError {
     #[error(
         "The drive refuses queue pair {qid}, and does not delete its Completion Queue; it has the pair again after a reset"
     )]
-    QueueLeft {
+    QueueNotDeleted {
         /// Identifier of the pair.
         qid: QueueId,
     },
@@ -103,7 +103,7 @@ pub enum ControllerError {
     Function(#[source] io::Error),
     /// The drive monitor cannot be started.
     #[error("The drive's monitor cannot be started")]
-    Supervisor(#[source] io::Error),
+    Monitor(#[source] io::Error),
     /// A Flush failed.
     #[error("Namespace {} of the drive cannot be flushed: {status}", .namespace.nsid)]
     Flush {
@@ -117,11 +117,11 @@ pub enum ControllerError {
 impl From<ControllerError> for io::Error {
     fn from(error: ControllerError) -> Self {
         let kind = match &error {
-            ControllerError::Gone | ControllerError::WantedBack | ControllerError::Fatal => {
+            ControllerError::Gone | ControllerError::RemovalRequested | ControllerError::Fatal => {
                 io::ErrorKind::NotConnected
             }
             ControllerError::Lost | ControllerError::Resetting => io::ErrorKind::ResourceBusy,
-            ControllerError::NotInTime { .. } | ControllerError::AdminTimeout { .. } => {
+            ControllerError::StateTimeout { .. } | ControllerError::AdminTimeout { .. } => {
                 io::ErrorKind::TimedOut
             }
             ControllerError::Memory(source) | ControllerError::Function(source) => source.kind(),

@@ -20,19 +20,19 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::super::backing::DeviceBacking;
-use super::super::device::VfioBacking;
+use super::super::device_backing::DeviceBacking;
 use super::super::function::PciAddress;
-use super::super::pair::DriveGovernor;
+use super::super::queue_pair::DriveGovernor;
+use super::super::vfio_backing::VfioBacking;
 use super::admin_queue::{AdminQueue, DriveAdminQueueState, QuiescedDrive};
-use super::arbitration::{Arbitration, set_feature};
+use super::arbitration::{DriveArbitration, set_arbitration_feature};
 use super::doorbell_buffer::DriveDoorbellBuffer;
+use super::drive_monitor::{self, longest_pause};
 use super::error::ControllerError;
 use super::identity::IdentifiedDrive;
-use super::kept::{self, DescriptorStore};
+use super::persisted_iommu::{self, DescriptorStore};
 use super::queue_pairs::{self, QueuePairs};
 use super::registers::DriveRegisters;
-use super::supervisor::{self, longest_pause};
 use super::{ControllerOptions, DriveParts, PhysicalDrive, VfioController, lock};
 use nvme_guest::iova::{IommuMapping, IovaSpace, StaleMappingsFlag};
 use nvme_guest::threads::ThreadSpawner;
@@ -45,18 +45,18 @@ use nvme_spec::ids::QueueId;
 const VERSION: u32 = 1;
 
 /// First word of a complete state file.
-const COMPLETE: u64 = u64::from_le_bytes(*b"nvmphand");
+const COMPLETE_MARK: u64 = u64::from_le_bytes(*b"nvmphand");
 
 /// Offsets in a state file: the word that marks it complete, the word that marks it invalid, the state.
-const COMPLETE_AT: usize = 0;
-const OUTDATED_AT: usize = 64;
-const STATE_AT: usize = 4096;
+const COMPLETE_OFFSET: usize = 0;
+const STALE_OFFSET: usize = 64;
+const STATE_OFFSET: usize = 4096;
 
 /// Poll interval while another thread uses the admin queues.
-const ADMIN_PAUSE: Duration = Duration::from_millis(1);
+const ADMIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Maximum length of a state in bytes. The state of an IOMMU with all its mappings is shorter.
-const STATE_MAX: u64 = 64 << 20;
+const STATE_BYTES_MAX: u64 = 64 << 20;
 
 /// State of a quiesced drive.
 #[derive(Debug, Serialize, Deserialize)]
@@ -85,7 +85,7 @@ pub struct HandedOverDrive {
     function: Vec<OwnedFd>,
 }
 
-fn no_state(reason: &'static str) -> ControllerError {
+fn hand_over_error(reason: &'static str) -> ControllerError {
     ControllerError::HandOver(reason)
 }
 
@@ -97,34 +97,34 @@ impl HandedOverDrive {
     /// [`ControllerError::HandOver`] for other descriptors and for an invalid state.
     pub fn read(descriptors: Vec<OwnedFd>) -> Result<Self, ControllerError> {
         let mut descriptors = descriptors.into_iter();
-        let mut next = |what| descriptors.next().ok_or(no_state(what));
+        let mut next = |what| descriptors.next().ok_or(hand_over_error(what));
         let file = File::from(next("its state is missing")?);
         let mut word = [0; 8];
         let mut word_at = |at: usize| {
             let read = file.read_exact_at(&mut word, at as u64);
             read.map(|()| u64::from_le_bytes(word))
-                .map_err(|_| no_state("its state is cut short"))
+                .map_err(|_| hand_over_error("its state is cut short"))
         };
-        if word_at(COMPLETE_AT)? != COMPLETE {
-            return Err(no_state("its state is not complete"));
+        if word_at(COMPLETE_OFFSET)? != COMPLETE_MARK {
+            return Err(hand_over_error("its state is not complete"));
         }
-        if word_at(OUTDATED_AT)? != 0 {
-            return Err(no_state("its state holds no more"));
+        if word_at(STALE_OFFSET)? != 0 {
+            return Err(hand_over_error("its state holds no more"));
         }
-        let taken = file.write_all_at(&1_u64.to_le_bytes(), OUTDATED_AT as u64);
-        taken.map_err(|_| no_state("its state cannot be taken"))?;
+        let taken = file.write_all_at(&1_u64.to_le_bytes(), STALE_OFFSET as u64);
+        taken.map_err(|_| hand_over_error("its state cannot be taken"))?;
         let len = file.metadata().map_or(0, |metadata| metadata.len());
-        let len = len.saturating_sub(STATE_AT as u64);
-        if len > STATE_MAX {
-            return Err(no_state("its state is too large"));
+        let len = len.saturating_sub(STATE_OFFSET as u64);
+        if len > STATE_BYTES_MAX {
+            return Err(hand_over_error("its state is too large"));
         }
         let mut bytes = vec![0; len as usize];
-        let read = file.read_exact_at(&mut bytes, STATE_AT as u64);
-        read.map_err(|_| no_state("its state is cut short"))?;
-        let state: HandedOverDriveState =
-            serde_json::from_slice(&bytes).map_err(|_| no_state("its state cannot be read"))?;
+        let read = file.read_exact_at(&mut bytes, STATE_OFFSET as u64);
+        read.map_err(|_| hand_over_error("its state is cut short"))?;
+        let state: HandedOverDriveState = serde_json::from_slice(&bytes)
+            .map_err(|_| hand_over_error("its state cannot be read"))?;
         if state.version != VERSION {
-            return Err(no_state("its state is that of another release"));
+            return Err(hand_over_error("its state is that of another release"));
         }
         let admin = next("the memory of its admin queues is missing")?;
         let doorbell_buffer = match state.has_doorbell_buffer {
@@ -143,10 +143,11 @@ impl HandedOverDrive {
     ///
     /// # Errors
     /// Returns why the function cannot be used. The function is then released.
-    pub fn backing(&mut self, address: PciAddress) -> Result<VfioBacking, ControllerError> {
+    pub fn open_backing(&mut self, address: PciAddress) -> Result<VfioBacking, ControllerError> {
         let function = mem::take(&mut self.function).try_into();
-        let function = function.map_err(|_| no_state("a descriptor of its function is missing"))?;
-        VfioBacking::handed_over(address, function, &self.state.mappings)
+        let function =
+            function.map_err(|_| hand_over_error("a descriptor of its function is missing"))?;
+        VfioBacking::from_predecessor(address, function, &self.state.mappings)
             .map_err(|error| ControllerError::Function(io::Error::other(error)))
     }
 }
@@ -156,46 +157,50 @@ impl VfioController {
     ///
     /// # Errors
     /// See [`ControllerError`]. The function is then released and may be opened again.
-    pub fn handed_over(
+    pub fn from_predecessor(
         backing: Arc<dyn DeviceBacking>,
         handed: HandedOverDrive,
         options: ControllerOptions,
         threads: &ThreadSpawner,
         keeper: Option<Arc<dyn DescriptorStore>>,
     ) -> Result<Arc<Self>, ControllerError> {
-        let drive = PhysicalDrive::handed_over(backing.clone(), handed, options, keeper.clone());
+        let drive =
+            PhysicalDrive::from_predecessor(backing.clone(), handed, options, keeper.clone());
         Self::start(&backing, drive, threads, keeper.as_ref())
     }
 
     /// Quiesces the drive. Returns the descriptors for [`HandedOverDrive::read`].
-    pub(super) fn rest(&self) -> io::Result<Vec<OwnedFd>> {
+    pub(super) fn quiesce(&self) -> io::Result<Vec<OwnedFd>> {
         // Check first: joining a drive monitor in a reset may take minutes, while functions of other drives are quiesced.
-        self.drive.check_can_rest()?;
-        self.end_supervisor();
+        self.drive.check_can_quiesce()?;
+        self.stop_monitor();
         let handed = self.drive.hand_over();
         if handed.is_err() {
-            self.go_on();
+            self.resume();
         }
         Ok(handed?)
     }
 
     /// Resumes the drive after a cancelled hand-over.
-    pub(super) fn go_on(&self) {
+    pub(super) fn resume(&self) {
         let drive = &self.drive;
-        if let Some(QuiescedDrive { outdated }) = lock(&drive.admin).rest.take() {
+        if let Some(QuiescedDrive {
+            stale_flag: outdated,
+        }) = lock(&drive.admin).quiesced.take()
+        {
             outdated.set();
         }
-        drive.goes_on.notify_all();
-        drive.closing.store(false, Ordering::Release);
-        match supervisor::start(drive.clone(), &self.threads) {
-            Ok(supervisor) => *lock(&self.supervisor) = Some(supervisor),
+        drive.resumed.notify_all();
+        drive.is_closing.store(false, Ordering::Release);
+        match drive_monitor::start(drive.clone(), &self.threads) {
+            Ok(supervisor) => *lock(&self.monitor) = Some(supervisor),
             Err(error) => drive.give_up(&format!("its monitor cannot be started: {error}")),
         }
     }
 }
 
 impl PhysicalDrive {
-    fn handed_over(
+    fn from_predecessor(
         backing: Arc<dyn DeviceBacking>,
         handed: HandedOverDrive,
         options: ControllerOptions,
@@ -217,38 +222,40 @@ impl PhysicalDrive {
             mappings,
         } = state;
         let registers = DriveRegisters::new(backing.clone())?;
-        registers.check_works()?;
+        registers.check_enabled()?;
         let iovas = backing.usable_iovas();
-        let space = IovaSpace::behind_iommu(backing.iommu(), &iovas);
+        let space = IovaSpace::with_iommu(backing.iommu(), &iovas);
         let space = space
-            .with_budget(options.learning.budget)
-            .inheriting(mappings)
+            .with_budget(options.adaptive.budget)
+            .with_inherited(mappings)
             .map_err(ControllerError::Memory)?;
         let space = Arc::new(space);
         // The predecessor's record stays valid until a mapping changes.
-        kept::keep(&space, &*backing, keeper.as_ref())?;
+        persisted_iommu::persist_mappings(&space, &*backing, keeper.as_ref())?;
         let dstrd = registers.cap().dstrd();
-        let mut admin = AdminQueue::handed_over(backing.clone(), &space, dstrd, admin, positions)?;
+        let mut admin =
+            AdminQueue::from_predecessor(backing.clone(), &space, dstrd, admin, positions)?;
         for qid in 1..=created {
-            queue_pairs::delete(&mut admin, QueueId(qid))?;
+            queue_pairs::delete_queues(&mut admin, QueueId(qid))?;
         }
         let buffer =
-            doorbell_buffer.map(|file| DriveDoorbellBuffer::handed_over(&space, file, dstrd));
+            doorbell_buffer.map(|file| DriveDoorbellBuffer::from_predecessor(&space, file, dstrd));
         let buffer = buffer.transpose()?;
         let identity = IdentifiedDrive::read(&mut admin, registers.version())?;
         let (name, mechanism) = (backing.name(), registers.arbitration()?);
         let choice = options.arbitration;
-        let mut arbitration = Arbitration::found(choice, mechanism, registers.cap(), name);
-        let pause = longest_pause(&identity.controller, options.deadline);
-        arbitration.begin(name, identity.controller.rab, |value| {
-            set_feature(&mut admin, value, pause, &|| false)
+        let mut arbitration =
+            DriveArbitration::from_predecessor(choice, mechanism, registers.cap(), name);
+        let pause = longest_pause(&identity.controller, options.command_timeout);
+        arbitration.begin_weighted(name, identity.controller.rab, |value| {
+            set_arbitration_feature(&mut admin, value, pause, &|| false)
         })?;
-        let rate = TickRate::of_this_machine();
-        let governor = DriveGovernor::new(options.learning.governor, rate);
-        let governor = governor.with_time_out(options.deadline, rate);
+        let rate = TickRate::measured();
+        let governor = DriveGovernor::new(options.adaptive.governor, rate);
+        let governor = governor.with_timeout(options.command_timeout, rate);
         let pairs = QueuePairs::new(total, granted, registers.cap(), governor)?;
-        admin.listen();
-        Self::of_parts(DriveParts {
+        admin.request_event();
+        Self::from_parts(DriveParts {
             backing,
             registers,
             space,
@@ -257,38 +264,39 @@ impl PhysicalDrive {
             pairs,
             admin,
             arbitration,
-            buffer,
-            keeper,
+            doorbell_buffer: buffer,
+            descriptor_store: keeper,
         })
     }
 
-    fn check_can_rest(&self) -> Result<(), ControllerError> {
+    fn check_can_quiesce(&self) -> Result<(), ControllerError> {
         if self.is_gone() {
             return Err(ControllerError::Gone);
         }
-        if self.reset_wanted.load(Ordering::Acquire) {
+        if self.needs_reset.load(Ordering::Acquire) {
             return Err(ControllerError::Resetting);
         }
-        self.registers.check_works()
+        self.registers.check_enabled()
     }
 
     fn hand_over(&self) -> Result<Vec<OwnedFd>, ControllerError> {
         let pairs = lock(&self.pairs);
         let mut admin = lock(&self.admin);
-        self.check_can_rest()?;
+        self.check_can_quiesce()?;
         if admin.has_events() {
-            return Err(no_state("one of its events is still being handled"));
+            return Err(hand_over_error("one of its events is still being handled"));
         }
         let memory = ControllerError::Memory;
-        let header = memfd(c"nvme-mpt-drive", STATE_AT as u64).map_err(memory)?;
-        let mapping = Mapping::shared(header.as_fd(), 0, STATE_AT, MappingAccess::ReadWrite);
+        let header = memfd(c"nvme-mpt-drive", STATE_OFFSET as u64).map_err(memory)?;
+        let mapping = Mapping::shared(header.as_fd(), 0, STATE_OFFSET, MappingAccess::ReadWrite);
         let mapping = Arc::new(mapping.map_err(memory)?);
         let word = |at| {
-            MappedWord64::new(&mapping, at).ok_or(no_state("its state has an impossible address"))
+            MappedWord64::new(&mapping, at)
+                .ok_or(hand_over_error("its state has an impossible address"))
         };
-        let (complete, outdated) = (word(COMPLETE_AT)?, word(OUTDATED_AT)?);
+        let (complete, outdated) = (word(COMPLETE_OFFSET)?, word(STALE_OFFSET)?);
         let rest = QuiescedDrive {
-            outdated: StaleMappingsFlag::new(word(OUTDATED_AT)?),
+            stale_flag: StaleMappingsFlag::new(word(STALE_OFFSET)?),
         };
         let (positions, admin_memory) = admin.hand_over().map_err(memory)?;
         let state = HandedOverDriveState {
@@ -297,20 +305,22 @@ impl PhysicalDrive {
             total: pairs.total(),
             granted: pairs.granted(),
             created: pairs.count(),
-            has_doorbell_buffer: self.buffer.is_some(),
-            mappings: self.space.mappings(StaleMappingsFlag::new(outdated)),
+            has_doorbell_buffer: self.doorbell_buffer.is_some(),
+            mappings: self.space.list_mappings(StaleMappingsFlag::new(outdated)),
         };
-        let is_ending = lock(&self.inheritance).is_ending();
-        if is_ending || self.space.has_leavings() {
-            return Err(no_state("memory that no function has is being unmapped"));
+        let is_ending = lock(&self.predecessor_mappings).is_unmapping();
+        if is_ending || self.space.has_unmapping() {
+            return Err(hand_over_error(
+                "memory that no function has is being unmapped",
+            ));
         }
         let state = serde_json::to_vec(&state).map_err(|error| memory(error.into()))?;
         let file = File::from(header);
-        file.set_len((STATE_AT + state.len()) as u64)
-            .and_then(|()| file.write_all_at(&state, STATE_AT as u64))
+        file.set_len((STATE_OFFSET + state.len()) as u64)
+            .and_then(|()| file.write_all_at(&state, STATE_OFFSET as u64))
             .map_err(memory)?;
         let mut descriptors = vec![file.into(), admin_memory];
-        if let Some(buffer) = &self.buffer {
+        if let Some(buffer) = &self.doorbell_buffer {
             descriptors.push(buffer.hand_over().map_err(memory)?);
         }
         let function = self
@@ -318,34 +328,34 @@ impl PhysicalDrive {
             .hand_over()
             .map_err(ControllerError::Function)?;
         descriptors.extend(function);
-        complete.store(COMPLETE);
-        admin.rest = Some(rest);
+        complete.store(COMPLETE_MARK);
+        admin.quiesced = Some(rest);
         Ok(descriptors)
     }
 
     /// Locks the admin queue. Waits for other commands and while the drive is quiesced, but not for a reset, which may
     /// take minutes. If a successor has taken the drive, the wait never ends.
-    pub(super) fn working_admin(&self) -> Result<MutexGuard<'_, AdminQueue>, ControllerError> {
+    pub(super) fn lock_admin(&self) -> Result<MutexGuard<'_, AdminQueue>, ControllerError> {
         let clock = self.backing.clock();
         loop {
             if self.is_gone() {
                 return Err(ControllerError::Gone);
             }
-            if self.reset_wanted.load(Ordering::Acquire) {
+            if self.needs_reset.load(Ordering::Acquire) {
                 return Err(ControllerError::Resetting);
             }
             let admin = match self.admin.try_lock() {
                 Ok(admin) => admin,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
                 Err(TryLockError::WouldBlock) => {
-                    clock.sleep(ADMIN_PAUSE);
+                    clock.sleep(ADMIN_POLL_INTERVAL);
                     continue;
                 }
             };
-            if admin.rest.is_none() {
+            if admin.quiesced.is_none() {
                 return Ok(admin);
             }
-            let woken = self.goes_on.wait(admin);
+            let woken = self.resumed.wait(admin);
             drop(woken.unwrap_or_else(PoisonError::into_inner));
         }
     }

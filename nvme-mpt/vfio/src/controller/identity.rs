@@ -13,7 +13,7 @@ use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use nvme_guest::address::PAGE_SIZE;
 use nvme_guest::host::ControllerLimits;
-use nvme_lease::origin::nvme::{self, text};
+use nvme_lease::backing_id::nvme_names::{self, ascii_text};
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
 use nvme_spec::admin::IdentifyCommand;
@@ -50,7 +50,7 @@ pub(super) struct IdentifiedDrive {
     /// Name of the drive, independent of its slot.
     pub(super) name: String,
     /// Further names, which stay the same if firmware reports another NQN or model.
-    pub(super) others: Vec<String>,
+    pub(super) other_names: Vec<String>,
     /// NGUID or EUI-64 of each namespace, in hexadecimal digits.
     pub(super) namespace_ids: BTreeMap<u32, String>,
     pub(super) model: String,
@@ -82,14 +82,14 @@ impl IdentifiedDrive {
         let described = describe_namespaces(admin, &namespaces)?;
         let ids = described
             .iter()
-            .filter_map(|(nsid, namespace)| Some((nsid.0, id(namespace)?)));
-        let names = names(&controller);
+            .filter_map(|(nsid, namespace)| Some((nsid.0, namespace_id(namespace)?)));
+        let names = name_fields(&controller);
         Ok(Self {
             // Not empty, because the vendor is known.
             name: names.name().unwrap_or_default(),
-            others: names.numbered().into_iter().collect(),
+            other_names: names.serial_name().into_iter().collect(),
             namespace_ids: ids.collect(),
-            model: text(&controller.mn),
+            model: ascii_text(&controller.mn),
             controller,
             namespaces,
             limits,
@@ -106,7 +106,7 @@ impl IdentifiedDrive {
         let (mut namespaces, _, _) = CommonNamespaceFacts::read(admin)?;
         let described = describe_namespaces(admin, &namespaces)?;
         for (nsid, structure) in described {
-            let (known, now) = (self.namespace_ids.get(&nsid.0), id(&structure));
+            let (known, now) = (self.namespace_ids.get(&nsid.0), namespace_id(&structure));
             if let (Some(known), Some(now)) = (known, now)
                 && *known != now
             {
@@ -152,7 +152,7 @@ where
         ..IdentifyCommand::default()
     };
     command.write_to(&mut sqe);
-    admin.execute_in(sqe, structure).map(|_| ())
+    admin.execute_with_data(sqe, structure).map(|_| ())
 }
 
 /// Reads the limits of the NVM Command Set from a controller that can report them.
@@ -210,9 +210,9 @@ impl CommonNamespaceFacts {
         for nsid in list.into_iter().take_while(|nsid| *nsid != 0).map(Nsid) {
             let mut structure = IdentifyNamespace::new_zeroed();
             identify(admin, Cns::NAMESPACE, nsid, &mut structure)?;
-            match usable(nsid, &structure) {
+            match usable_namespace(nsid, &structure) {
                 Ok(namespace) => {
-                    common.take_in(&structure, namespace.lba_shift);
+                    common.add_namespace(&structure, namespace.lba_shift);
                     namespaces.push(namespace);
                 }
                 Err(reason) => {
@@ -225,7 +225,7 @@ impl CommonNamespaceFacts {
         Ok((namespaces, common, refused))
     }
 
-    fn take_in(&mut self, structure: &IdentifyNamespace, lba_shift: u8) {
+    fn add_namespace(&mut self, structure: &IdentifyNamespace, lba_shift: u8) {
         self.deallocated_reads_zeroes &= structure.dlfeat.read() == DeallocatedRead::ZEROES;
         let blocks = u64::from(structure.mcl).min(structure.mssrl.into());
         self.copy_bytes_max = self.copy_bytes_max.min(blocks << lba_shift);
@@ -237,7 +237,10 @@ impl CommonNamespaceFacts {
 }
 
 /// Returns the namespace, or why its blocks cannot be given to guests unchanged.
-fn usable(nsid: Nsid, structure: &IdentifyNamespace) -> Result<HostNamespace, &'static str> {
+fn usable_namespace(
+    nsid: Nsid,
+    structure: &IdentifyNamespace,
+) -> Result<HostNamespace, &'static str> {
     let format = structure
         .current_lba_format()
         .ok_or("its LBA format is not one that it lists")?;
@@ -318,9 +321,9 @@ fn no_data_bytes_max(nvm: Option<&IdentifyControllerNvm>, max_transfer: u64) -> 
 }
 
 /// Returns the fields that name the drive.
-fn names(id: &IdentifyController) -> nvme::ControllerNameFields<'_> {
+fn name_fields(id: &IdentifyController) -> nvme_names::ControllerNameFields<'_> {
     let end = id.subnqn.iter().position(|byte| *byte == 0);
-    nvme::ControllerNameFields {
+    nvme_names::ControllerNameFields {
         nqn: &id.subnqn[..end.unwrap_or(id.subnqn.len())],
         vendor: Some(id.vid),
         model: &id.mn,
@@ -329,7 +332,7 @@ fn names(id: &IdentifyController) -> nvme::ControllerNameFields<'_> {
 }
 
 /// Returns the NGUID of a namespace, or its EUI-64; `None` if it has neither.
-fn id(namespace: &IdentifyNamespace) -> Option<String> {
+fn namespace_id(namespace: &IdentifyNamespace) -> Option<String> {
     let ids = [&namespace.nguid[..], &namespace.eui64[..]];
     let id = ids
         .into_iter()
@@ -354,39 +357,39 @@ mod tests {
     #[test]
     fn a_namespace_has_the_id_that_it_reports() {
         let mut reported = namespace(9, 0);
-        assert_eq!(id(&reported), None);
+        assert_eq!(namespace_id(&reported), None);
         reported.eui64 = [0, 0x25, 0x38, 0, 0, 0, 0, 1];
-        assert_eq!(id(&reported).as_deref(), Some("0025380000000001"));
+        assert_eq!(namespace_id(&reported).as_deref(), Some("0025380000000001"));
         reported.nguid[15] = 0xab;
-        let nguid = id(&reported);
+        let nguid = namespace_id(&reported);
         assert_eq!(nguid.as_deref(), Some("000000000000000000000000000000ab"));
     }
 
     #[test]
     fn only_plain_blocks_of_512_and_4096_bytes_are_shared() {
         assert_eq!(
-            usable(Nsid(3), &namespace(12, 0)),
+            usable_namespace(Nsid(3), &namespace(12, 0)),
             Ok(HostNamespace {
                 nsid: Nsid(3),
                 blocks: 1 << 20,
                 lba_shift: 12
             })
         );
-        assert!(usable(Nsid(1), &namespace(9, 0)).is_ok());
-        usable(Nsid(1), &namespace(9, 8)).expect_err("metadata");
-        usable(Nsid(1), &namespace(13, 0)).expect_err("8192 bytes");
-        usable(Nsid(1), &namespace(0, 0)).expect_err("no format");
+        assert!(usable_namespace(Nsid(1), &namespace(9, 0)).is_ok());
+        usable_namespace(Nsid(1), &namespace(9, 8)).expect_err("metadata");
+        usable_namespace(Nsid(1), &namespace(13, 0)).expect_err("8192 bytes");
+        usable_namespace(Nsid(1), &namespace(0, 0)).expect_err("no format");
         let mut endless = namespace(12, 0);
         endless.nsze = u64::MAX >> 12;
-        assert!(usable(Nsid(1), &endless).is_ok());
+        assert!(usable_namespace(Nsid(1), &endless).is_ok());
         endless.nsze += 1;
-        usable(Nsid(1), &endless).expect_err("more than 64 bits of bytes");
+        usable_namespace(Nsid(1), &endless).expect_err("more than 64 bits of bytes");
     }
 
     fn common(structures: &[(IdentifyNamespace, u8)]) -> CommonNamespaceFacts {
         let mut common = CommonNamespaceFacts::NONE;
         for (structure, lba_shift) in structures {
-            common.take_in(structure, *lba_shift);
+            common.add_namespace(structure, *lba_shift);
         }
         common
     }
@@ -458,8 +461,14 @@ mod tests {
         id.vid = 0x1B36;
         id.sn[..3].copy_from_slice(b"abc");
         id.mn[..4].copy_from_slice(b"Q\nX ");
-        assert_eq!(names(&id).name().as_deref(), Some("nvme:1b36:Q?X:abc"));
+        assert_eq!(
+            name_fields(&id).name().as_deref(),
+            Some("nvme:1b36:Q?X:abc")
+        );
         id.subnqn[..10].copy_from_slice(b"nqn.2014:x");
-        assert_eq!(names(&id).name().as_deref(), Some("nvme:nqn.2014:x:abc"));
+        assert_eq!(
+            name_fields(&id).name().as_deref(),
+            Some("nvme:nqn.2014:x:abc")
+        );
     }
 }

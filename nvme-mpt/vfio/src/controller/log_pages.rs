@@ -29,7 +29,7 @@ const ERRORS_PER_PAGE: usize = PAGE_SIZE as usize / size_of::<ErrorInformation>(
 
 /// Reads a log page of at most a memory page. If `keep_event` (RAE) is true, reading does not clear the event of this page.
 /// Only the drive monitor clears events.
-fn read<T>(
+fn read_log_page<T>(
     admin: &mut AdminQueue,
     lid: LogPageId,
     len: usize,
@@ -48,7 +48,7 @@ where
         ..LogPageRequest::default()
     };
     request.write_to(&mut sqe);
-    admin.execute_in(sqe, page).map(|_| ())
+    admin.execute_with_data(sqe, page).map(|_| ())
 }
 
 pub(super) fn smart_health(
@@ -57,7 +57,7 @@ pub(super) fn smart_health(
 ) -> Result<SmartHealth, ControllerError> {
     let mut page = SmartHealth::new_zeroed();
     let len = size_of_val(&page);
-    read(admin, LogPageId::SMART_HEALTH, len, keep_event, &mut page)?;
+    read_log_page(admin, LogPageId::SMART_HEALTH, len, keep_event, &mut page)?;
     Ok(page)
 }
 
@@ -71,7 +71,7 @@ pub(super) fn error_information(
     let entries = usize::from(entries).min(ERRORS_PER_PAGE);
     let len = entries * size_of::<ErrorInformation>();
     let lid = LogPageId::ERROR_INFORMATION;
-    read(admin, lid, len, keep_event, &mut page)?;
+    read_log_page(admin, lid, len, keep_event, &mut page)?;
     // Unused entries have an error count of 0 (section 5.16.1.2).
     let valid = page[..entries].iter().filter(|entry| entry.error_count > 0);
     Ok(valid.copied().collect())
@@ -84,7 +84,7 @@ pub(super) fn changed_namespaces(
     let mut page = ChangedNamespaceList([Nsid(0); 1024]);
     let len = size_of_val(&page);
     let lid = LogPageId::CHANGED_NAMESPACE_LIST;
-    read(admin, lid, len, false, &mut page)?;
+    read_log_page(admin, lid, len, false, &mut page)?;
     if page.0[0] == Nsid::BROADCAST {
         return Ok(None);
     }
@@ -94,7 +94,7 @@ pub(super) fn changed_namespaces(
 
 /// Enables events for health and namespaces, and requests the first event. Logs at `level` which events the drive
 /// refuses.
-pub(super) fn listen(
+pub(super) fn enable_events(
     admin: &mut AdminQueue,
     id: &IdentifyController,
     level: log::Level,
@@ -120,16 +120,16 @@ pub(super) fn listen(
             Err(error) => return Err(error),
         }
     }
-    if let (Some(missing), Some(error)) = (missing(accepted), refusal) {
+    if let (Some(missing), Some(error)) = (missing_events_message(accepted), refusal) {
         log::log!(level, "{missing}: {error}");
     }
-    admin.listen();
+    admin.request_event();
     Ok(())
 }
 
 /// Returns a message about the events that the drive does not raise, if any. `accepted` has the critical warnings that the
 /// drive accepted; `None` if it refused all configurations.
-fn missing(accepted: Option<CriticalWarning>) -> Option<&'static str> {
+fn missing_events_message(accepted: Option<CriticalWarning>) -> Option<&'static str> {
     match accepted {
         // A drive need not support the configuration.
         None => Some(
@@ -149,10 +149,11 @@ mod tests {
 
     #[test]
     fn missing_events_are_named() {
-        let [all, without_pmr, none] = CRITICAL_WARNINGS.map(|warnings| missing(Some(warnings)));
+        let [all, without_pmr, none] =
+            CRITICAL_WARNINGS.map(|warnings| missing_events_message(Some(warnings)));
         assert_eq!((all, without_pmr), (None, None));
         assert!(none.is_some_and(|text| text.contains("critical warnings")));
-        let own_choice = missing(None).expect("a message");
+        let own_choice = missing_events_message(None).expect("a message");
         for what in ["critical warnings", "changed namespaces"] {
             assert!(own_choice.contains(what), "{own_choice}");
         }

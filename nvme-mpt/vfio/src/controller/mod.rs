@@ -8,17 +8,17 @@
 mod admin_queue;
 mod arbitration;
 mod doorbell_buffer;
+mod drive_monitor;
+mod drive_progress;
 mod error;
 mod hand_over;
 mod identity;
-mod kept;
 mod log_pages;
-mod progress;
+mod persisted_iommu;
 mod queue_pairs;
 mod recovery;
 mod registers;
 mod reservations;
-mod supervisor;
 
 use std::fmt;
 use std::io;
@@ -33,23 +33,24 @@ use vmm_sys_util::eventfd::EventFd;
 pub use arbitration::ArbitrationChoice;
 pub use error::ControllerError;
 pub use hand_over::HandedOverDrive;
-use kept::PredecessorMappings;
-pub use kept::{DescriptorStore, PersistedIommu, PredecessorIommu};
+use persisted_iommu::PredecessorMappings;
+pub use persisted_iommu::{DescriptorStore, PersistedIommu, PredecessorIommu};
 
-use super::backing::DeviceBacking;
 use super::description::{ArbitrationDescription, DriveDescription};
-use super::pair::{DriveGovernor, LeaseShare};
+use super::device_backing::DeviceBacking;
+use super::queue_pair::{DriveGovernor, LeaseShare};
 use admin_queue::AdminQueue;
-use arbitration::{Arbitration, set_feature};
+use arbitration::{DriveArbitration, set_arbitration_feature};
 use doorbell_buffer::DriveDoorbellBuffer;
+use drive_monitor::{DriveCounters, longest_pause};
 use identity::IdentifiedDrive;
+use nvme_guest::adaptive::AdaptivePolicies;
 use nvme_guest::event::{DriveEvent, EventQueue, IoQueueEvent};
 use nvme_guest::host::{ControllerLimits, TemperatureThresholds};
 use nvme_guest::iova::IovaSpace;
-use nvme_guest::learn::AdaptivePolicies;
-use nvme_guest::limit::LeaseWeight;
+use nvme_guest::rate_limit::LeaseWeight;
 use nvme_guest::threads::ThreadSpawner;
-use nvme_lease::origin::{DriveFacts, DriveIdentityRef};
+use nvme_lease::backing_id::{DriveFacts, DriveIdentityRef};
 use nvme_lease::range::BlockRange;
 use nvme_mpt::drive::{
     DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
@@ -65,16 +66,15 @@ use nvme_spec::registers::ArbitrationMechanism;
 use nvme_spec::registers::offset::CMBSZ;
 use queue_pairs::{QueuePairs, SharedPairCounts};
 use registers::{DriveRegisters, shutdown_timeout};
-use supervisor::{DriveCounters, longest_pause};
 
 /// Options of a physical controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControllerOptions {
     /// Timeout of an I/O command. An overdue command is aborted, and the drive is reset if the Abort does not help.
     /// Guests' drivers wait for 30 s before they reset their own controller.
-    pub deadline: Duration,
+    pub command_timeout: Duration,
     /// Adaptive policies. Only the policies [of a drive](AdaptivePolicies::of_drive) apply.
-    pub learning: AdaptivePolicies,
+    pub adaptive: AdaptivePolicies,
     /// Arbitration to enable the drive with.
     pub arbitration: ArbitrationChoice,
 }
@@ -82,8 +82,8 @@ pub struct ControllerOptions {
 impl Default for ControllerOptions {
     fn default() -> Self {
         Self {
-            deadline: Duration::from_secs(10),
-            learning: AdaptivePolicies::default(),
+            command_timeout: Duration::from_secs(10),
+            adaptive: AdaptivePolicies::default(),
             arbitration: ArbitrationChoice::default(),
         }
     }
@@ -95,7 +95,7 @@ impl Default for ControllerOptions {
 pub struct VfioController {
     drive: Arc<PhysicalDrive>,
     threads: ThreadSpawner,
-    supervisor: Mutex<Option<JoinHandle<()>>>,
+    monitor: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl fmt::Debug for VfioController {
@@ -120,24 +120,24 @@ struct PhysicalDrive {
     /// Open leases, each with its namespace as it was when the lease was opened.
     leases: Mutex<Vec<(HostNamespace, Weak<LeaseShare>)>>,
     pairs: Mutex<QueuePairs>,
-    pairs_view: SharedPairCounts,
+    pair_counts: SharedPairCounts,
     admin: Mutex<AdminQueue>,
-    arbitration: Mutex<Arbitration>,
+    arbitration: Mutex<DriveArbitration>,
     /// Notified when a hand-over is cancelled and the drive resumes.
-    goes_on: Condvar,
+    resumed: Condvar,
     /// Notified when a reset is over, and when the drive is given up.
-    reset_over: Condvar,
-    buffer: Option<DriveDoorbellBuffer>,
+    reset_ended: Condvar,
+    doorbell_buffer: Option<DriveDoorbellBuffer>,
     /// Stores the IOMMU's descriptors for the successor, in case this process dies.
-    keeper: Option<Arc<dyn DescriptorStore>>,
-    inheritance: Mutex<PredecessorMappings>,
+    descriptor_store: Option<Arc<dyn DescriptorStore>>,
+    predecessor_mappings: Mutex<PredecessorMappings>,
     /// True if the drive was removed or has failed for good.
-    gone: AtomicBool,
+    is_gone: AtomicBool,
     /// True if a reset is needed or in progress.
-    reset_wanted: AtomicBool,
+    needs_reset: AtomicBool,
     /// True if the drive is being closed; the drive monitor then ends.
-    closing: AtomicBool,
-    wake: EventFd,
+    is_closing: AtomicBool,
+    monitor_waker: EventFd,
     subscribers: Mutex<Vec<Weak<EventQueue>>>,
     counters: DriveCounters,
 }
@@ -151,9 +151,9 @@ struct DriveParts {
     options: ControllerOptions,
     pairs: QueuePairs,
     admin: AdminQueue,
-    arbitration: Arbitration,
-    buffer: Option<DriveDoorbellBuffer>,
-    keeper: Option<Arc<dyn DescriptorStore>>,
+    arbitration: DriveArbitration,
+    doorbell_buffer: Option<DriveDoorbellBuffer>,
+    descriptor_store: Option<Arc<dyn DescriptorStore>>,
 }
 
 /// Returns whether `namespaces` has the leased namespace with the same block size. The drive itself checks the
@@ -178,7 +178,7 @@ impl VfioController {
         options: ControllerOptions,
         threads: &ThreadSpawner,
     ) -> Result<Arc<Self>, ControllerError> {
-        Self::open_kept(backing, options, threads, PersistedIommu::default())
+        Self::open_persisted(backing, options, threads, PersistedIommu::default())
     }
 
     /// Opens a controller as [`Self::open`] does, with an IOMMU whose mappings survive this process. `kept` may contain
@@ -186,13 +186,13 @@ impl VfioController {
     ///
     /// # Errors
     /// See [`ControllerError`]. The function is then released, and the keeper's descriptors of it are dropped.
-    pub fn open_kept(
+    pub fn open_persisted(
         backing: Arc<dyn DeviceBacking>,
         options: ControllerOptions,
         threads: &ThreadSpawner,
         kept: PersistedIommu,
     ) -> Result<Arc<Self>, ControllerError> {
-        let keeper = kept.keeper.clone();
+        let keeper = kept.store.clone();
         let drive = PhysicalDrive::open(backing.clone(), options, kept);
         Self::start(&backing, drive, threads, keeper.as_ref())
     }
@@ -206,7 +206,7 @@ impl VfioController {
         let drive = Arc::new(drive.inspect_err(|_| {
             // An unknown controller must not continue any DMA.
             let _ = backing.set_bus_master(false);
-            kept::let_go(keeper);
+            persisted_iommu::clear_store(keeper);
             backing.release();
         })?);
         let IdentifiedDrive { model, name, .. } = &drive.identity;
@@ -215,7 +215,7 @@ impl VfioController {
             backing.name(),
             lock(&drive.namespaces).len(),
             lock(&drive.pairs).total(),
-            if drive.buffer.is_some() {
+            if drive.doorbell_buffer.is_some() {
                 ", with a Doorbell Buffer"
             } else {
                 ""
@@ -226,21 +226,21 @@ impl VfioController {
                 ""
             },
         );
-        let supervisor = supervisor::start(drive.clone(), threads).map_err(|error| {
-            drive.give_back();
-            ControllerError::Supervisor(error)
+        let supervisor = drive_monitor::start(drive.clone(), threads).map_err(|error| {
+            drive.release_function();
+            ControllerError::Monitor(error)
         })?;
         Ok(Arc::new(Self {
             drive,
             threads: threads.clone(),
-            supervisor: Mutex::new(Some(supervisor)),
+            monitor: Mutex::new(Some(supervisor)),
         }))
     }
 
-    fn end_supervisor(&self) {
-        self.drive.closing.store(true, Ordering::Release);
-        self.drive.wake_supervisor();
-        let supervisor = lock(&self.supervisor).take();
+    fn stop_monitor(&self) {
+        self.drive.is_closing.store(true, Ordering::Release);
+        self.drive.wake_monitor();
+        let supervisor = lock(&self.monitor).take();
         if supervisor.is_some_and(|supervisor| supervisor.join().is_err()) {
             log::error!(
                 "The monitor of drive {} panicked",
@@ -286,16 +286,16 @@ impl VfioController {
 }
 
 /// A drive that is being enabled.
-struct Enabling {
+struct DriveBringUp {
     backing: Arc<dyn DeviceBacking>,
     registers: DriveRegisters,
     space: Arc<IovaSpace>,
     options: ControllerOptions,
     admin: AdminQueue,
-    arbitration: Arbitration,
+    arbitration: DriveArbitration,
 }
 
-impl Enabling {
+impl DriveBringUp {
     /// Enables and identifies the drive, and sets up queue pairs, Doorbell Buffer and events.
     fn bring_up(
         &mut self,
@@ -311,23 +311,23 @@ impl Enabling {
         recovery::enable(backing.as_ref(), registers, admin, arbitration)?;
         let identity = IdentifiedDrive::read(admin, registers.version())?;
         let (name, burst) = (backing.name(), identity.controller.rab);
-        let pause = longest_pause(&identity.controller, options.deadline);
-        arbitration.begin(name, burst, |value| {
-            set_feature(admin, value, pause, &|| false)
+        let pause = longest_pause(&identity.controller, options.command_timeout);
+        arbitration.begin_weighted(name, burst, |value| {
+            set_arbitration_feature(admin, value, pause, &|| false)
         })?;
-        let rate = TickRate::of_this_machine();
-        let governor = DriveGovernor::new(options.learning.governor, rate);
-        let governor = governor.with_time_out(options.deadline, rate);
-        let pairs = QueuePairs::grant(admin, backing.as_ref(), registers.cap(), governor)?;
+        let rate = TickRate::measured();
+        let governor = DriveGovernor::new(options.adaptive.governor, rate);
+        let governor = governor.with_timeout(options.command_timeout, rate);
+        let pairs = QueuePairs::request_pairs(admin, backing.as_ref(), registers.cap(), governor)?;
         let offered = identity.controller.oacs.doorbell_buffer_config();
-        let buffer = if offered && pairs.fit_doorbell_buffer(registers.cap().dstrd()) {
+        let buffer = if offered && pairs.can_use_doorbell_buffer(registers.cap().dstrd()) {
             let buffer = DriveDoorbellBuffer::new(space)?;
             buffer.configure(admin)?;
             Some(buffer)
         } else {
             None
         };
-        log_pages::listen(admin, &identity.controller, log::Level::Warn)?;
+        log_pages::enable_events(admin, &identity.controller, log::Level::Warn)?;
         Ok((identity, pairs, buffer))
     }
 }
@@ -338,19 +338,26 @@ impl PhysicalDrive {
         options: ControllerOptions,
         kept: PersistedIommu,
     ) -> Result<Self, ControllerError> {
-        let PersistedIommu { keeper, left } = kept;
+        let PersistedIommu {
+            store: keeper,
+            predecessor: left,
+        } = kept;
         let registers = DriveRegisters::new(backing.clone())?;
         // A previous user may have left the drive enabled.
         registers.disable()?;
         let iovas = backing.usable_iovas();
-        let space = IovaSpace::behind_iommu(backing.iommu(), &iovas);
-        let space = kept::surviving(space.with_budget(options.learning.budget), left)?;
+        let space = IovaSpace::with_iommu(backing.iommu(), &iovas);
+        let space = persisted_iommu::add_predecessor_mappings(
+            space.with_budget(options.adaptive.budget),
+            left,
+        )?;
         let space = Arc::new(space);
-        kept::keep(&space, &*backing, keeper.as_ref())?;
+        persisted_iommu::persist_mappings(&space, &*backing, keeper.as_ref())?;
         let dstrd = registers.cap().dstrd();
         let admin = AdminQueue::new(backing.clone(), &space, dstrd)?;
-        let arbitration = Arbitration::new(options.arbitration, registers.cap(), backing.name());
-        let mut enabling = Enabling {
+        let arbitration =
+            DriveArbitration::new(options.arbitration, registers.cap(), backing.name());
+        let mut enabling = DriveBringUp {
             backing,
             registers,
             space,
@@ -360,20 +367,24 @@ impl PhysicalDrive {
         };
         let described = match enabling.bring_up() {
             Err(error) if enabling.arbitration.is_suspect(&error) => {
-                let Enabling {
+                let DriveBringUp {
                     backing,
                     registers,
                     arbitration,
                     ..
                 } = &mut enabling;
-                arbitration.end(backing.name(), recovery::FAILED_WITH_WEIGHTS, Some(&error));
+                arbitration.end_weighted(
+                    backing.name(),
+                    recovery::FAILED_WITH_WEIGHTS,
+                    Some(&error),
+                );
                 recovery::disable_failed(backing.as_ref(), registers, &error)?;
                 enabling.bring_up()?
             }
             described => described?,
         };
         let (identity, pairs, buffer) = described;
-        let Enabling {
+        let DriveBringUp {
             backing,
             registers,
             space,
@@ -381,7 +392,7 @@ impl PhysicalDrive {
             admin,
             arbitration,
         } = enabling;
-        Self::of_parts(DriveParts {
+        Self::from_parts(DriveParts {
             backing,
             registers,
             space,
@@ -390,12 +401,12 @@ impl PhysicalDrive {
             pairs,
             admin,
             arbitration,
-            buffer,
-            keeper,
+            doorbell_buffer: buffer,
+            descriptor_store: keeper,
         })
     }
 
-    fn of_parts(parts: DriveParts) -> Result<Self, ControllerError> {
+    fn from_parts(parts: DriveParts) -> Result<Self, ControllerError> {
         let DriveParts {
             backing,
             registers,
@@ -405,11 +416,14 @@ impl PhysicalDrive {
             pairs,
             admin,
             arbitration,
-            buffer,
-            keeper,
+            doorbell_buffer: buffer,
+            descriptor_store: keeper,
         } = parts;
         // A drive that is added later gets no call of `end_inheritance`, so its time limit starts now.
-        let end = Deadline::after(&backing.clock(), kept::INHERITANCE);
+        let end = Deadline::after(
+            &backing.clock(),
+            persisted_iommu::PREDECESSOR_MAPPINGS_TIMEOUT,
+        );
         Ok(Self {
             registers,
             space,
@@ -421,20 +435,20 @@ impl PhysicalDrive {
             },
             identity,
             options,
-            pairs_view: pairs.view(),
+            pair_counts: pairs.shared_counts(),
             pairs: Mutex::new(pairs),
             admin: Mutex::new(admin),
             arbitration: Mutex::new(arbitration),
-            goes_on: Condvar::new(),
-            reset_over: Condvar::new(),
-            buffer,
-            keeper,
-            inheritance: Mutex::new(PredecessorMappings::until(end)),
-            gone: AtomicBool::new(false),
-            reset_wanted: AtomicBool::new(false),
-            closing: AtomicBool::new(false),
-            wake: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)
-                .map_err(ControllerError::Supervisor)?,
+            resumed: Condvar::new(),
+            reset_ended: Condvar::new(),
+            doorbell_buffer: buffer,
+            descriptor_store: keeper,
+            predecessor_mappings: Mutex::new(PredecessorMappings::with_deadline(end)),
+            is_gone: AtomicBool::new(false),
+            needs_reset: AtomicBool::new(false),
+            is_closing: AtomicBool::new(false),
+            monitor_waker: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)
+                .map_err(ControllerError::Monitor)?,
             subscribers: Mutex::default(),
             counters: DriveCounters::default(),
             backing,
@@ -442,7 +456,7 @@ impl PhysicalDrive {
     }
 
     fn is_gone(&self) -> bool {
-        self.gone.load(Ordering::Acquire)
+        self.is_gone.load(Ordering::Acquire)
     }
 
     /// Runs admin commands, unless the drive is gone or being reset. Requests a reset if a command gets no answer, the
@@ -451,11 +465,11 @@ impl PhysicalDrive {
         &self,
         commands: impl FnOnce(&mut AdminQueue) -> Result<T, ControllerError>,
     ) -> Result<T, ControllerError> {
-        let mut admin = self.working_admin()?;
+        let mut admin = self.lock_admin()?;
         if self.is_gone() {
             return Err(ControllerError::Gone);
         }
-        if self.reset_wanted.load(Ordering::Acquire) {
+        if self.needs_reset.load(Ordering::Acquire) {
             // A command that timed out may still write the data page.
             return Err(ControllerError::Resetting);
         }
@@ -467,13 +481,13 @@ impl PhysicalDrive {
             | ControllerError::Gone,
         ) = result
         {
-            self.want_reset();
+            self.request_reset();
         }
         result
     }
 
     /// Registers a lease. The lease is revoked while its namespace is missing or has another block size.
-    fn note_lease(&self, namespace: HostNamespace, share: &Arc<LeaseShare>) {
+    fn register_lease(&self, namespace: HostNamespace, share: &Arc<LeaseShare>) {
         let mut leases = lock(&self.leases);
         share.set_revoked(!has_same_blocks(&lock(&self.namespaces), &namespace));
         leases.retain(|(_, share)| share.strong_count() > 0);
@@ -483,7 +497,7 @@ impl PhysicalDrive {
     /// Replaces the list of namespaces and revokes leases that no longer match, so that the drive gets no command for another
     /// namespace. A function also revokes its lease after such a change, but a function inside a VMM cannot be trusted to do
     /// so. Returns the previous list.
-    fn follow_namespaces(&self, now: &[HostNamespace]) -> Vec<HostNamespace> {
+    fn update_namespaces(&self, now: &[HostNamespace]) -> Vec<HostNamespace> {
         let leases = lock(&self.leases);
         let before = std::mem::replace(&mut *lock(&self.namespaces), now.to_vec());
         for (namespace, share) in leases.iter() {
@@ -498,17 +512,17 @@ impl PhysicalDrive {
         before
     }
 
-    fn want_reset(&self) {
-        self.reset_wanted.store(true, Ordering::Release);
-        self.wake_supervisor();
+    fn request_reset(&self) {
+        self.needs_reset.store(true, Ordering::Release);
+        self.wake_monitor();
     }
 
-    fn wake_supervisor(&self) {
+    fn wake_monitor(&self) {
         // If the eventfd's counter is full, the thread wakes up as well.
-        let _ = eventfd::signal(&self.wake);
+        let _ = eventfd::signal(&self.monitor_waker);
     }
 
-    fn tell(&self, event: DriveEvent) {
+    fn report_event(&self, event: DriveEvent) {
         lock(&self.subscribers).retain(|queue| {
             let Some(queue) = queue.upgrade() else {
                 return false;
@@ -543,13 +557,13 @@ impl PhysicalDrive {
             );
         }
         recovery::kill(lock(&self.pairs).iter().map(|(_, pair)| pair));
-        self.give_back();
+        self.release_function();
     }
 }
 
 impl Drop for VfioController {
     fn drop(&mut self) {
-        self.end_supervisor();
+        self.stop_monitor();
         self.drive.close();
     }
 }
@@ -558,8 +572,8 @@ impl HostController for VfioController {
     fn identity(&self) -> DriveIdentityRef<'_> {
         DriveIdentityRef {
             name: &self.drive.identity.name,
-            formerly: &[],
-            others: &self.drive.identity.others,
+            former_names: &[],
+            possible_names: &self.drive.identity.other_names,
             facts: Some(&self.drive.facts),
         }
     }
@@ -591,7 +605,7 @@ impl HostController for VfioController {
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
         let namespace = request.namespace;
         let share = LeaseShare::new(request.reservation.map(QueuePairReservation::key));
-        self.drive.note_lease(namespace, &share);
+        self.drive.register_lease(namespace, &share);
         Ok(Box::new(VfioLease {
             namespace,
             share,
@@ -599,17 +613,17 @@ impl HostController for VfioController {
         }))
     }
 
-    fn reserve(
+    fn reserve_pairs(
         self: Arc<Self>,
         lease: &str,
         pairs: u16,
         weight: LeaseWeight,
     ) -> Result<QueuePairReservation, ReserveError> {
-        self.grant(lease, pairs, weight)
+        self.grant_reservation(lease, pairs, weight)
     }
 
     fn queue_pairs(&self) -> Option<QueuePairUse> {
-        Some(self.drive.pairs_view.usage())
+        Some(self.drive.pair_counts.usage())
     }
 
     fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
@@ -639,17 +653,17 @@ impl HostController for VfioController {
     }
 
     fn hand_over(&self) -> io::Result<Option<Vec<OwnedFd>>> {
-        self.rest().map(Some)
+        self.quiesce().map(Some)
     }
 
-    fn take_back(&self) {
-        self.go_on();
+    fn cancel_hand_over(&self) {
+        self.resume();
     }
 
-    fn end_inheritance(&self, time: Duration) {
+    fn expire_predecessor_mappings(&self, time: Duration) {
         let end = Deadline::after(&self.drive.backing.clock(), time);
-        lock(&self.drive.inheritance).end = Some(end);
-        self.drive.check_inheritance(&self.threads);
+        lock(&self.drive.predecessor_mappings).deadline = Some(end);
+        self.drive.check_predecessor_mappings(&self.threads);
     }
 
     fn subscribe(&self, events: &Arc<EventQueue>) {
@@ -680,7 +694,7 @@ impl HostLease for VfioLease {
     }
 
     /// Does nothing: only the ledger tracks the extents of a lease.
-    fn add(&self, _: BlockRange) -> Result<(), HostLeaseError> {
+    fn add_part(&self, _: BlockRange) -> Result<(), HostLeaseError> {
         Ok(())
     }
 

@@ -9,15 +9,15 @@ use std::time::Duration;
 
 use log::warn;
 
-use super::super::backing::DeviceBacking;
-use super::super::pair::{
-    CLASSES, ClassLoad, DriveGovernor, DriveSurvey, ENTRIES_MAX, LeaseShare, PairConfig,
+use super::super::device_backing::DeviceBacking;
+use super::super::queue_pair::{
+    ClassLoad, DriveGovernor, DriveSurvey, ENTRIES_MAX, LeaseShare, PRIORITY_CLASSES, PairConfig,
     PairDoorbells, QueuePairActivity, VfioQueue, VfioQueuePair,
 };
 use super::admin_queue::AdminQueue;
 use super::doorbell_buffer::pair_doorbells;
+use super::drive_monitor::CHECK_INTERVAL;
 use super::error::ControllerError;
-use super::supervisor::TICK;
 use super::{PhysicalDrive, lock};
 use nvme_guest::address::PAGE_SIZE;
 use nvme_guest::dma::RegionTable;
@@ -35,13 +35,13 @@ use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
 /// Poll interval while a Flush is pending.
-const FLUSH_PAUSE: Duration = Duration::from_micros(200);
+const FLUSH_POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// Time without commands after which a queue counts as idle.
-const REST: Duration = Duration::from_secs(1);
+const IDLE_TIME: Duration = Duration::from_secs(1);
 
 /// [`REST`] as a number of checks by the drive monitor.
-const RESTING_LOOKS: u32 = (REST.as_millis() / TICK.as_millis()) as u32;
+const IDLE_CHECKS: u32 = (IDLE_TIME.as_millis() / CHECK_INTERVAL.as_millis()) as u32;
 
 /// Maximum attempts at a Flush that resets or Aborts interrupt.
 const FLUSH_ATTEMPTS: u32 = 5;
@@ -55,10 +55,10 @@ const JOIN_RESETS: u64 = 5;
 
 /// Maximum time that a reservation waits for the end of a reset. The time is short, because changes of other drives' functions
 /// wait for the reservation.
-const RESET_PATIENCE: Duration = Duration::from_secs(2);
+const RESET_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Number of queue pairs to request; the drive grants as many as it has.
-const WANTED: u16 = 1024;
+const REQUESTED_PAIRS: u16 = 1024;
 
 /// I/O queue pairs of a drive. The pair with identifier `n` is at index `n - 1`.
 #[derive(Debug)]
@@ -71,12 +71,12 @@ pub(super) struct QueuePairs {
     pairs: Vec<OwnedPair>,
     /// Next pair, whose creation failed. Its memory stays allocated, because the drive may keep one of the queues until a
     /// reset.
-    left: Option<VfioQueuePair>,
+    failed_pair: Option<VfioQueuePair>,
     /// Reservations, oldest first.
     pub(super) holders: Vec<ReservationHolder>,
     governor: Arc<DriveGovernor>,
     survey: DriveSurvey,
-    view: SharedPairCounts,
+    shared_counts: SharedPairCounts,
     /// True during a reset, in which no pair is added.
     pub(super) is_resetting: bool,
 }
@@ -107,7 +107,7 @@ impl SharedPairCounts {
         let counted = lock(&self.0);
         let with = |wanted: fn(usize) -> bool| {
             let others = counted.others.iter();
-            others.filter(|pair| wanted(pair.members())).count() as u16
+            others.filter(|pair| wanted(pair.user_count())).count() as u16
         };
         QueuePairUse {
             total: counted.total,
@@ -123,12 +123,12 @@ impl SharedPairCounts {
 struct OwnedPair {
     pair: VfioQueuePair,
     owner: Option<u64>,
-    rest: QueuePairActivity,
+    activity: QueuePairActivity,
 }
 
 impl QueuePairs {
     /// Sets Number of Queues (Base 2.0, section 5.27.1.5), limited to the doorbells that BAR0 has.
-    pub(super) fn grant(
+    pub(super) fn request_pairs(
         admin: &mut AdminQueue,
         backing: &dyn DeviceBacking,
         cap: Cap,
@@ -136,7 +136,7 @@ impl QueuePairs {
     ) -> Result<Self, ControllerError> {
         let (doorbells, first) = backing.doorbells();
         let room = doorbells.len().saturating_sub(first) as u64;
-        let pairs = (room / (2 * Doorbell::spacing(cap.dstrd()))).saturating_sub(1);
+        let pairs = (room / (2 * Doorbell::stride_bytes(cap.dstrd()))).saturating_sub(1);
         let fit = u16::try_from(pairs).unwrap_or(u16::MAX);
         let total = set_number_of_queues(admin)?.min(fit);
         Self::new(total, total, cap, governor)
@@ -159,28 +159,28 @@ impl QueuePairs {
             granted: granted.max(total),
             entries,
             pairs: Vec::new(),
-            left: None,
+            failed_pair: None,
             holders: Vec::new(),
             governor: Arc::new(governor),
-            survey: DriveSurvey::new(TickRate::of_this_machine()),
-            view: SharedPairCounts::default(),
+            survey: DriveSurvey::new(TickRate::measured()),
+            shared_counts: SharedPairCounts::default(),
             is_resetting: false,
         };
-        pairs.show();
+        pairs.publish_counts();
         Ok(pairs)
     }
 
     /// Returns the shared counts.
-    pub(super) fn view(&self) -> SharedPairCounts {
-        self.view.clone()
+    pub(super) fn shared_counts(&self) -> SharedPairCounts {
+        self.shared_counts.clone()
     }
 
     /// Updates the shared counts.
-    fn show(&self) {
-        *lock(&self.view.0) = PairCounts {
+    fn publish_counts(&self) {
+        *lock(&self.shared_counts.0) = PairCounts {
             total: self.total,
             reserved: self.reserved(),
-            others: self.of(None).cloned().collect(),
+            others: self.owned_by(None).cloned().collect(),
         };
     }
 
@@ -195,15 +195,15 @@ impl QueuePairs {
 
     /// Records the number of pairs that the drive grants after a reset. The drive has lost all queues and may accept
     /// pairs that it refused before.
-    pub(super) fn begin_anew(&mut self, granted: u16) {
-        self.left = None;
+    pub(super) fn set_granted(&mut self, granted: u16) {
+        self.failed_pair = None;
         self.total = granted.min(self.granted).max(self.count());
-        self.show();
+        self.publish_counts();
     }
 
     /// Returns whether the doorbells of all pairs fit into a page of a Doorbell Buffer.
-    pub(super) fn fit_doorbell_buffer(&self, dstrd: u8) -> bool {
-        Doorbell::area(self.total, dstrd) <= PAGE_SIZE
+    pub(super) fn can_use_doorbell_buffer(&self, dstrd: u8) -> bool {
+        Doorbell::area_bytes(self.total, dstrd) <= PAGE_SIZE
     }
 
     /// Iterates over the created pairs with their identifiers.
@@ -213,7 +213,7 @@ impl QueuePairs {
     }
 
     /// Returns clones of the created pairs, for use without the lock.
-    pub(super) fn all(&self) -> Vec<(QueueId, VfioQueuePair)> {
+    pub(super) fn clone_pairs(&self) -> Vec<(QueueId, VfioQueuePair)> {
         self.iter().map(|(qid, pair)| (qid, pair.clone())).collect()
     }
 
@@ -229,42 +229,43 @@ impl QueuePairs {
     }
 
     /// Iterates over the pairs of a reservation, or over those without one.
-    fn of(&self, owner: Option<u64>) -> impl Iterator<Item = &VfioQueuePair> {
+    fn owned_by(&self, owner: Option<u64>) -> impl Iterator<Item = &VfioQueuePair> {
         let owned = self.pairs.iter().filter(move |owned| owned.owner == owner);
         owned.map(|owned| &owned.pair)
     }
 
     /// Returns the number of reserved pairs.
     pub(super) fn reserved(&self) -> u16 {
-        self.count() - self.of(None).count() as u16
+        self.count() - self.owned_by(None).count() as u16
     }
 
     pub(super) fn usage(&self) -> QueuePairUse {
-        self.view.usage()
+        self.shared_counts.usage()
     }
 
     /// Returns the unreserved pair with the fewest users.
     fn least_used(&self) -> Option<&VfioQueuePair> {
-        self.of(None).min_by_key(|pair| pair.members())
+        self.owned_by(None).min_by_key(|pair| pair.user_count())
     }
 
     /// Returns the unreserved pair with the fewest users, preferably of this priority class.
-    fn least_used_of(&self, priority: QueuePriority) -> Option<&VfioQueuePair> {
-        let by_use = |pair: &&VfioQueuePair| (pair.members(), pair.priority() != priority);
-        self.of(None).min_by_key(by_use)
+    fn least_used_in_class(&self, priority: QueuePriority) -> Option<&VfioQueuePair> {
+        let by_use = |pair: &&VfioQueuePair| (pair.user_count(), pair.priority() != priority);
+        self.owned_by(None).min_by_key(by_use)
     }
 
     /// Returns an unused pair of a reservation.
-    fn free_of(&self, reservation: Option<u64>) -> Option<&VfioQueuePair> {
+    fn find_unused(&self, reservation: Option<u64>) -> Option<&VfioQueuePair> {
         reservation?;
-        self.of(reservation).find(|pair| pair.members() == 0)
+        self.owned_by(reservation)
+            .find(|pair| pair.user_count() == 0)
     }
 
     /// Gives the least used unreserved pair to a reservation, preferably a pair of this priority class. The pair's queues
     /// migrate to other unreserved pairs.
-    pub(super) fn give_one_to(&mut self, key: u64, priority: QueuePriority) {
+    pub(super) fn assign_pair(&mut self, key: u64, priority: QueuePriority) {
         let by_use =
-            |owned: &&mut OwnedPair| (owned.pair.members(), owned.pair.priority() != priority);
+            |owned: &&mut OwnedPair| (owned.pair.user_count(), owned.pair.priority() != priority);
         let unowned = self.pairs.iter_mut().filter(|owned| owned.owner.is_none());
         let Some(chosen) = unowned.min_by_key(by_use) else {
             return;
@@ -272,56 +273,62 @@ impl QueuePairs {
         chosen.owner = Some(key);
         chosen.pair.set_reserved(true);
         let pair = chosen.pair.clone();
-        self.show();
+        self.publish_counts();
         while let Some(other) = self.least_used()
-            && pair.move_one(other, |_| true)
+            && pair.migrate_one(other, |_| true)
         {}
     }
 
     /// Makes the pairs of a reservation unreserved.
-    pub(super) fn take_back(&mut self, key: u64) {
+    pub(super) fn unassign_pairs(&mut self, key: u64) {
         for owned in &mut self.pairs {
             if owned.owner == Some(key) {
                 owned.owner = None;
                 owned.pair.set_reserved(false);
             }
         }
-        self.show();
+        self.publish_counts();
     }
 
     /// Migrates queues to unused pairs of their own reservations, and from crowded unreserved pairs to less used ones.
-    pub(super) fn even_out(&self) {
+    pub(super) fn rebalance(&self) {
         for owned in &self.pairs {
             if let Some(key) = owned.owner
-                && owned.pair.members() == 0
+                && owned.pair.user_count() == 0
             {
-                let mut others = self.of(None);
-                others.any(|other| other.move_one(&owned.pair, |of| of == Some(key)));
+                let mut others = self.owned_by(None);
+                others.any(|other| other.migrate_one(&owned.pair, |of| of == Some(key)));
             }
         }
         while let Some(least) = self.least_used()
-            && let Some(most) = self.of(None).max_by_key(|pair| pair.members())
-            && most.members() > least.members() + 1
-            && most.move_one(least, |_| true)
+            && let Some(most) = self.owned_by(None).max_by_key(|pair| pair.user_count())
+            && most.user_count() > least.user_count() + 1
+            && most.migrate_one(least, |_| true)
         {}
     }
 
     /// Surveys the users of all pairs. Returns the load of each priority class. The drive monitor calls this in each
     /// check.
-    pub(super) fn survey(&mut self) -> [ClassLoad; CLASSES.len()] {
+    pub(super) fn survey(&mut self) -> [ClassLoad; PRIORITY_CLASSES.len()] {
         let pairs = self.pairs.iter().map(|owned| &owned.pair);
-        self.survey.look(&self.governor, pairs, Ticks::now());
+        self.survey
+            .survey_pairs(&self.governor, pairs, Ticks::now());
         self.survey.class_loads()
     }
 
     /// Lends idle pairs to queues on crowded pairs. The drive monitor calls this in each check.
-    pub(super) fn lend(&mut self) {
-        let (now, within) = (Ticks::now(), ticks_in(REST));
+    pub(super) fn lend_idle_pairs(&mut self) {
+        let (now, within) = (Ticks::now(), ticks_in(IDLE_TIME));
         let unowned = self.pairs.iter_mut().filter(|owned| owned.owner.is_none());
         let mut resting = Vec::new();
         let mut others = Vec::new();
-        for OwnedPair { pair, rest, .. } in unowned {
-            let rests = rest.look(pair) >= RESTING_LOOKS && !pair.is_lent();
+        for OwnedPair {
+            pair,
+            activity: rest,
+            ..
+        } in unowned
+        {
+            let rests = rest.check(pair) >= IDLE_CHECKS && !pair.is_lent();
             if rests {
                 resting.push(&*pair);
             } else {
@@ -329,10 +336,12 @@ impl QueuePairs {
             }
         }
         for pair in resting {
-            let awake = others.iter().map(|other| (other.awake(now, within), other));
+            let awake = others
+                .iter()
+                .map(|other| (other.active_queues(now, within), other));
             let crowded = awake.max_by_key(|(awake, _)| *awake);
             if let Some((2.., crowded)) = crowded {
-                pair.lend_to_one_of(crowded, now, within);
+                pair.lend_to(crowded, now, within);
             }
         }
     }
@@ -342,7 +351,7 @@ impl QueuePairs {
 #[derive(Debug)]
 struct JoinRetryLimit {
     /// Number of attempts that ended in a reset.
-    failed: u32,
+    failed_attempts: u32,
     /// Number of resets that had begun before the first attempt.
     resets_before: u64,
 }
@@ -350,26 +359,26 @@ struct JoinRetryLimit {
 impl JoinRetryLimit {
     fn new(resets: u64) -> Self {
         Self {
-            failed: 0,
+            failed_attempts: 0,
             resets_before: resets,
         }
     }
 
     /// Returns whether to wait for the end of one more reset. `resets` is the number of resets that have begun.
-    fn lasts(&self, resets: u64) -> bool {
+    fn should_wait(&self, resets: u64) -> bool {
         resets.saturating_sub(self.resets_before) <= JOIN_RESETS
     }
 
     /// Returns whether to retry after `error`. `resets` is the number of resets that have begun.
-    fn goes_on(&mut self, error: &ControllerError, resets: u64) -> bool {
+    fn should_retry(&mut self, error: &ControllerError, resets: u64) -> bool {
         match error {
             // The drive has received no command.
-            ControllerError::Resetting => self.lasts(resets),
+            ControllerError::Resetting => self.should_wait(resets),
             ControllerError::AdminTimeout { .. }
             | ControllerError::Fatal
             | ControllerError::Lost => {
-                self.failed += 1;
-                self.failed < JOIN_ATTEMPTS
+                self.failed_attempts += 1;
+                self.failed_attempts < JOIN_ATTEMPTS
             }
             _ => false,
         }
@@ -379,8 +388,8 @@ impl JoinRetryLimit {
 /// Sets Number of Queues, which is also necessary after each reset. Returns the number of granted pairs.
 pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, ControllerError> {
     let wanted = NumberOfQueues(0)
-        .with_nsq_z(WANTED - 1)
-        .with_ncq_z(WANTED - 1);
+        .with_nsq_z(REQUESTED_PAIRS - 1)
+        .with_ncq_z(REQUESTED_PAIRS - 1);
     let mut sqe = Sqe::new(AdminOpcode::SET_FEATURES.0);
     let set = SetFeatures {
         fid: FeatureId::NUMBER_OF_QUEUES,
@@ -393,12 +402,12 @@ pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, Contro
         .nsq_z()
         .min(granted.ncq_z())
         .saturating_add(1)
-        .min(WANTED))
+        .min(REQUESTED_PAIRS))
 }
 
 /// Creates the queues of a pair, without interrupts (Base 2.0, sections 5.4 and 5.5). Returns the priority class of the
 /// Submission Queue: Medium if the drive refuses the requested class.
-pub(super) fn create(
+pub(super) fn create_queues(
     admin: &mut AdminQueue,
     qid: QueueId,
     pair: &VfioQueuePair,
@@ -447,9 +456,9 @@ pub(super) fn create(
     };
     if let ControllerError::Admin { .. } = error {
         // Delete the Completion Queue, so that the identifier is free for the next attempt and the memory can be freed.
-        return Err(match delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid) {
+        return Err(match delete_queue(admin, AdminOpcode::DELETE_IO_CQ, qid) {
             Ok(()) => error,
-            Err(ControllerError::Admin { .. }) => ControllerError::QueueLeft { qid },
+            Err(ControllerError::Admin { .. }) => ControllerError::QueueNotDeleted { qid },
             Err(unanswered) => unanswered,
         });
     }
@@ -457,12 +466,12 @@ pub(super) fn create(
 }
 
 /// Deletes the queues of a pair (Base 2.0, sections 5.6 and 5.7). The deletion ends all commands of these queues.
-pub(super) fn delete(admin: &mut AdminQueue, qid: QueueId) -> Result<(), ControllerError> {
-    delete_one(admin, AdminOpcode::DELETE_IO_SQ, qid)?;
-    delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid)
+pub(super) fn delete_queues(admin: &mut AdminQueue, qid: QueueId) -> Result<(), ControllerError> {
+    delete_queue(admin, AdminOpcode::DELETE_IO_SQ, qid)?;
+    delete_queue(admin, AdminOpcode::DELETE_IO_CQ, qid)
 }
 
-fn delete_one(
+fn delete_queue(
     admin: &mut AdminQueue,
     opcode: AdminOpcode,
     qid: QueueId,
@@ -475,8 +484,8 @@ fn delete_one(
 impl PhysicalDrive {
     /// Returns whether a reset is pending or in progress and the drive may come back. Returns false for a drive that is gone,
     /// although the reset may still be releasing the drive for up to a minute.
-    fn may_come_back(&self, pairs: &QueuePairs) -> bool {
-        (pairs.is_resetting || self.reset_wanted.load(Ordering::Acquire)) && !self.is_gone()
+    fn can_recover(&self, pairs: &QueuePairs) -> bool {
+        (pairs.is_resetting || self.needs_reset.load(Ordering::Acquire)) && !self.is_gone()
     }
 
     /// Returns the pairs once no reset is pending or in progress, or once the drive is gone. `patience` limits the number of
@@ -486,29 +495,29 @@ impl PhysicalDrive {
         patience: &JoinRetryLimit,
     ) -> Result<MutexGuard<'_, QueuePairs>, ControllerError> {
         let pairs = lock(&self.pairs);
-        let waited = self.reset_over.wait_while(pairs, |pairs| {
-            self.may_come_back(pairs) && patience.lasts(self.resets())
+        let waited = self.reset_ended.wait_while(pairs, |pairs| {
+            self.can_recover(pairs) && patience.should_wait(self.reset_count())
         });
         let pairs = waited.unwrap_or_else(PoisonError::into_inner);
-        match self.may_come_back(&pairs) {
+        match self.can_recover(&pairs) {
             true => Err(ControllerError::Resetting),
             false => Ok(pairs),
         }
     }
 
     /// Returns the number of resets that have begun.
-    fn resets(&self) -> u64 {
+    fn reset_count(&self) -> u64 {
         self.counters.resets.load(Ordering::Relaxed)
     }
 
     /// Returns the pairs, or an error if a reset takes longer than [`RESET_PATIENCE`].
-    pub(super) fn pairs_soon(&self) -> Result<MutexGuard<'_, QueuePairs>, ControllerError> {
+    pub(super) fn wait_for_pairs(&self) -> Result<MutexGuard<'_, QueuePairs>, ControllerError> {
         let pairs = lock(&self.pairs);
         let waited = self
-            .reset_over
-            .wait_timeout_while(pairs, RESET_PATIENCE, |pairs| self.may_come_back(pairs));
+            .reset_ended
+            .wait_timeout_while(pairs, RESET_TIMEOUT, |pairs| self.can_recover(pairs));
         let (pairs, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        match self.may_come_back(&pairs) {
+        match self.can_recover(&pairs) {
             true => Err(ControllerError::Resetting),
             false => Ok(pairs),
         }
@@ -525,17 +534,17 @@ impl PhysicalDrive {
         namespace: &HostNamespace,
         lease: &Arc<LeaseShare>,
     ) -> Result<VfioQueue, ControllerError> {
-        let mut patience = JoinRetryLimit::new(self.resets());
+        let mut patience = JoinRetryLimit::new(self.reset_count());
         loop {
-            match self.try_to_join(slots, namespace, lease, &patience) {
-                Err(error) if patience.goes_on(&error, self.resets()) => {}
+            match self.try_join(slots, namespace, lease, &patience) {
+                Err(error) if patience.should_retry(&error, self.reset_count()) => {}
                 joined => return joined,
             }
         }
     }
 
     /// Joins a queue pair once no reset is pending or in progress.
-    fn try_to_join(
+    fn try_join(
         &self,
         slots: u16,
         namespace: &HostNamespace,
@@ -546,33 +555,33 @@ impl PhysicalDrive {
         if self.is_gone() {
             return Err(ControllerError::Gone);
         }
-        if let Some(pair) = pairs.free_of(lease.reservation()) {
+        if let Some(pair) = pairs.find_unused(lease.reservation()) {
             return Ok(pair.join_lease(slots, namespace.lba_shift, lease));
         }
-        let class = self.class_of(lease.weight());
+        let class = self.priority_class(lease.weight());
         let priority = class.unwrap_or(QueuePriority::MEDIUM);
-        let least_used = pairs.least_used_of(priority);
-        let is_idle = least_used.is_some_and(|pair| pair.members() == 0);
+        let least_used = pairs.least_used_in_class(priority);
+        let is_idle = least_used.is_some_and(|pair| pair.user_count() == 0);
         let is_its = |pair: &VfioQueuePair| class.is_none_or(|class| pair.priority() == class);
         if !(is_idle && least_used.is_some_and(is_its)) {
             match self.add_pair(&mut pairs, priority) {
                 Ok(_) => {}
                 // The idle pair of another class serves the queue as well as without classes.
-                Err(error) if is_idle => self.note_other_class(&error),
+                Err(error) if is_idle => self.log_other_class(&error),
                 Err(error) => return Err(error),
             }
         }
-        let least_used = pairs.least_used_of(priority);
+        let least_used = pairs.least_used_in_class(priority);
         let pair = least_used.ok_or(ControllerError::NoQueuePairs)?;
-        if pair.members() > 0 {
-            self.note_sharing(&pairs);
+        if pair.user_count() > 0 {
+            self.log_sharing(&pairs);
         }
         Ok(pair.join_lease(slots, namespace.lba_shift, lease))
     }
 
     /// Logs once that queues share pairs.
-    pub(super) fn note_sharing(&self, pairs: &QueuePairs) {
-        if !self.counters.sharing.swap(true, Ordering::Relaxed) {
+    pub(super) fn log_sharing(&self, pairs: &QueuePairs) {
+        if !self.counters.is_sharing.swap(true, Ordering::Relaxed) {
             warn!(
                 "Drive {} has {} queue pairs, fewer than its guests want: they share them from now on",
                 self.backing.name(),
@@ -583,8 +592,8 @@ impl PhysicalDrive {
 
     /// Logs once that a queue got an idle pair of another priority class because no pair of its own class could be
     /// created.
-    fn note_other_class(&self, error: &ControllerError) {
-        if !self.counters.other_class.swap(true, Ordering::Relaxed) {
+    fn log_other_class(&self, error: &ControllerError) {
+        if !self.counters.has_other_class.swap(true, Ordering::Relaxed) {
             let name = self.backing.name();
             warn!(
                 drive = name;
@@ -607,17 +616,17 @@ impl PhysicalDrive {
                 pairs.pairs.push(OwnedPair {
                     pair,
                     owner: None,
-                    rest: QueuePairActivity::default(),
+                    activity: QueuePairActivity::default(),
                 });
-                pairs.show();
+                pairs.publish_counts();
             }
             // A drive may grant more queues than it can have at a time. The next attempt follows after its next reset.
-            Err(error @ (ControllerError::Admin { .. } | ControllerError::QueueLeft { .. }))
-                if !pairs.pairs.is_empty() =>
-            {
+            Err(
+                error @ (ControllerError::Admin { .. } | ControllerError::QueueNotDeleted { .. }),
+            ) if !pairs.pairs.is_empty() => {
                 warn!("Drive {} has no more queues: {error}", self.backing.name());
                 pairs.total = pairs.count();
-                pairs.show();
+                pairs.publish_counts();
                 return Ok(false);
             }
             Err(error) => return Err(error),
@@ -631,9 +640,9 @@ impl PhysicalDrive {
         priority: QueuePriority,
     ) -> Result<VfioQueuePair, ControllerError> {
         let qid = QueueId(pairs.count() + 1);
-        if pairs.left.is_some() {
-            self.with_admin(|admin| delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid))?;
-            pairs.left = None;
+        if pairs.failed_pair.is_some() {
+            self.with_admin(|admin| delete_queue(admin, AdminOpcode::DELETE_IO_CQ, qid))?;
+            pairs.failed_pair = None;
         }
         let config = PairConfig {
             entries: pairs.entries,
@@ -646,8 +655,8 @@ impl PhysicalDrive {
         let created = self.with_admin(|admin| {
             // Another thread may have ended the weights while this one waited for the admin queue.
             let priority = lock(&self.arbitration).priority(priority);
-            if create(admin, qid, &pair, priority)? != priority {
-                self.end_classes(admin);
+            if create_queues(admin, qid, &pair, priority)? != priority {
+                self.end_priority_classes(admin);
             }
             Ok(())
         });
@@ -656,13 +665,13 @@ impl PhysicalDrive {
             Err(error) => {
                 let is_left = matches!(
                     error,
-                    ControllerError::QueueLeft { .. }
+                    ControllerError::QueueNotDeleted { .. }
                         | ControllerError::AdminTimeout { .. }
                         | ControllerError::Fatal
                         | ControllerError::Lost
                 );
                 if is_left {
-                    pairs.left = Some(pair);
+                    pairs.failed_pair = Some(pair);
                 }
                 Err(error)
             }
@@ -671,7 +680,12 @@ impl PhysicalDrive {
 
     pub(super) fn doorbells(&self, qid: QueueId) -> Result<PairDoorbells, ControllerError> {
         let dstrd = self.registers.cap().dstrd();
-        pair_doorbells(self.backing.as_ref(), dstrd, self.buffer.as_ref(), qid)
+        pair_doorbells(
+            self.backing.as_ref(),
+            dstrd,
+            self.doorbell_buffer.as_ref(),
+            qid,
+        )
     }
 
     /// Makes all completed writes of a namespace durable with a Flush.
@@ -687,7 +701,7 @@ impl PhysicalDrive {
         sqe.nsid = namespace.nsid;
         let mut status = Status::COMMAND_INTERRUPTED;
         for _ in 0..FLUSH_ATTEMPTS {
-            status = self.carry_out(&mut queue, &sqe, memory);
+            status = self.execute_alone(&mut queue, &sqe, memory);
             // Retry, as drivers do after commands that a reset or an Abort interrupted.
             if status != Status::COMMAND_INTERRUPTED {
                 break;
@@ -701,7 +715,7 @@ impl PhysicalDrive {
     }
 
     /// Executes a command on a queue without other commands.
-    fn carry_out(&self, queue: &mut VfioQueue, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
+    fn execute_alone(&self, queue: &mut VfioQueue, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let mut batch = queue.batch();
         batch.announce(1, Ticks::now());
         batch.submit(sqe);
@@ -714,7 +728,7 @@ impl PhysicalDrive {
                 completed = Some(completion.status);
             });
             match completed {
-                None => clock.sleep(FLUSH_PAUSE),
+                None => clock.sleep(FLUSH_POLL_INTERVAL),
                 Some(status) => return status,
             }
         }
@@ -729,11 +743,11 @@ mod tests {
     fn a_drive_that_wants_one_reset_after_the_other_is_not_waited_for_without_end() {
         let mut patience = JoinRetryLimit::new(7);
         let resets =
-            (7..).take_while(|resets| patience.goes_on(&ControllerError::Resetting, *resets));
+            (7..).take_while(|resets| patience.should_retry(&ControllerError::Resetting, *resets));
         assert_eq!(resets.count() as u64, JOIN_RESETS + 1);
-        assert!(!patience.lasts(7 + JOIN_RESETS + 1));
-        assert!(patience.goes_on(&ControllerError::Fatal, 7));
-        assert!(!patience.goes_on(&ControllerError::Fatal, 7));
-        assert!(!patience.goes_on(&ControllerError::Gone, 7));
+        assert!(!patience.should_wait(7 + JOIN_RESETS + 1));
+        assert!(patience.should_retry(&ControllerError::Fatal, 7));
+        assert!(!patience.should_retry(&ControllerError::Fatal, 7));
+        assert!(!patience.should_retry(&ControllerError::Gone, 7));
     }
 }

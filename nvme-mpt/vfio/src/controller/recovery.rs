@@ -18,11 +18,11 @@ use std::time::Duration;
 
 use log::{error, info, warn};
 
-use super::super::backing::{DeviceBacking, is_wanted_back};
-use super::super::pair::VfioQueuePair;
+use super::super::device_backing::{DeviceBacking, is_removal_requested};
+use super::super::queue_pair::VfioQueuePair;
 use super::admin_queue::AdminQueue;
-use super::arbitration::Arbitration;
-use super::error::{ControllerError, REMOVED, WANTED_BACK};
+use super::arbitration::DriveArbitration;
+use super::error::{ControllerError, REMOVAL_REQUESTED, REMOVED};
 use super::queue_pairs;
 use super::registers::DriveRegisters;
 use super::{PhysicalDrive, lock, log_pages};
@@ -33,17 +33,17 @@ use nvme_spec::registers::ArbitrationMechanism;
 use nvme_spec::status::Status;
 
 /// Attempts at a reset before the drive is given up.
-const ATTEMPTS: u32 = 3;
+const RESET_ATTEMPTS: u32 = 3;
 
 /// Maximum time for the recovery of a link and for the kernel's reset of the function.
-const LINK_TIME: Duration = Duration::from_secs(10);
+const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum of the drive's own timeout (CAP.TO or CRTO) in the wait for a drive whose registers read as all ones. Some drives
 /// report hours.
-const SILENCE_MAX: Duration = Duration::from_secs(128);
+const UNRESPONSIVE_MAX: Duration = Duration::from_secs(128);
 
 /// Poll interval while a drive does not answer.
-const SILENCE_PAUSE: Duration = Duration::from_millis(10);
+const UNRESPONSIVE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Status of commands that a reset interrupted. They must be submitted again.
 const INTERRUPTED: Status = Status::COMMAND_INTERRUPTED;
@@ -61,7 +61,7 @@ pub(super) fn enable(
     backing: &dyn DeviceBacking,
     registers: &DriveRegisters,
     admin: &mut AdminQueue,
-    arbitration: &mut Arbitration,
+    arbitration: &mut DriveArbitration,
 ) -> Result<(), ControllerError> {
     let mut try_with = |mechanism| {
         admin.reset();
@@ -71,20 +71,20 @@ pub(super) fn enable(
         registers.enable(mechanism, admin.rings())
     };
     let in_turn = ArbitrationMechanism::ROUND_ROBIN;
-    arbitration.enabled(in_turn);
+    arbitration.on_enabled(in_turn);
     if arbitration.is_usable() {
         // Wait until an earlier failure is cleared, so that it is not attributed to weighted round robin.
         registers.wait_without_failure()?;
         let weighted = ArbitrationMechanism::WEIGHTED_ROUND_ROBIN;
         match try_with(weighted) {
             Ok(()) => {
-                arbitration.enabled(weighted);
+                arbitration.on_enabled(weighted);
                 return Ok(());
             }
             Err(error @ ControllerError::Gone) => return Err(error),
             Err(error) => {
                 let cause = "does not come up with weighted round robin (CC.AMS)";
-                arbitration.end(backing.name(), cause, Some(&error));
+                arbitration.end_weighted(backing.name(), cause, Some(&error));
                 disable_failed(backing, registers, &error)?;
             }
         }
@@ -99,10 +99,10 @@ pub(super) fn disable_failed(
     registers: &DriveRegisters,
     failed: &ControllerError,
 ) -> Result<(), ControllerError> {
-    registers.wait_for_answer(LINK_TIME)?;
+    registers.wait_for_answer(LINK_TIMEOUT)?;
     let disabled = registers.disable_failed();
     // A controller that did not become ready in time may still become ready, so it needs a function reset.
-    let is_certain = !matches!(failed, ControllerError::NotInTime { .. });
+    let is_certain = !matches!(failed, ControllerError::StateTimeout { .. });
     match &disabled {
         Ok(()) if is_certain => return Ok(()),
         Err(ControllerError::Gone) => return disabled,
@@ -128,11 +128,11 @@ pub(super) fn kill<'a>(pairs: impl Iterator<Item = &'a VfioQueuePair>) {
 /// Result of a wait for a drive that does not answer.
 enum UnresponsiveDriveOutcome {
     /// The drive answers.
-    Over,
+    Answered,
     /// The drive must be given up, for this cause.
-    Endless(String),
+    GiveUp(String),
     /// The wait was cancelled because the drive is closing. If the drive resumes, its new drive monitor continues the reset.
-    Unheard,
+    Closing,
 }
 
 /// A reset in progress. Until this is dropped, no pair is added or removed.
@@ -147,20 +147,20 @@ impl<'a> ControllerReset<'a> {
         pairs.is_resetting = true;
         Self {
             drive,
-            pairs: pairs.all(),
+            pairs: pairs.clone_pairs(),
         }
     }
 
     /// Completes a successful reset with `granted` queue pairs.
     fn end(self, granted: u16) {
-        lock(&self.drive.pairs).begin_anew(granted);
+        lock(&self.drive.pairs).set_granted(granted);
     }
 }
 
 impl Drop for ControllerReset<'_> {
     fn drop(&mut self) {
         lock(&self.drive.pairs).is_resetting = false;
-        self.drive.reset_over.notify_all();
+        self.drive.reset_ended.notify_all();
     }
 }
 
@@ -171,24 +171,24 @@ impl PhysicalDrive {
         warn!("Drive {name} is reset: {cause}");
         self.counters.resets.fetch_add(1, Ordering::Relaxed);
         // From now on admin commands fail instead of waiting, and no thread creates a pair.
-        self.reset_wanted.store(true, Ordering::Release);
+        self.needs_reset.store(true, Ordering::Release);
         let reset = ControllerReset::begin(self);
         let pairs = &reset.pairs;
         let mut admin = lock(&self.admin);
         for (_, pair) in pairs {
             pair.stop();
         }
-        for attempt in 1..=ATTEMPTS {
+        for attempt in 1..=RESET_ATTEMPTS {
             match self.await_answer() {
-                UnresponsiveDriveOutcome::Over => {}
-                UnresponsiveDriveOutcome::Endless(cause) => {
+                UnresponsiveDriveOutcome::Answered => {}
+                UnresponsiveDriveOutcome::GiveUp(cause) => {
                     drop(admin);
                     self.give_up(&cause);
                     return;
                 }
-                UnresponsiveDriveOutcome::Unheard => return,
+                UnresponsiveDriveOutcome::Closing => return,
             }
-            self.reset_wanted.store(true, Ordering::Release);
+            self.needs_reset.store(true, Ordering::Release);
             let result = self.quiesce(attempt > 1).and_then(|()| {
                 for (_, pair) in pairs {
                     pair.fail_in_flight(INTERRUPTED);
@@ -200,20 +200,20 @@ impl PhysicalDrive {
                     drop(admin);
                     reset.end(granted);
                     info!("Drive {name} works again");
-                    self.tell(DriveEvent::Reset);
+                    self.report_event(DriveEvent::Reset);
                     return;
                 }
-                Err(error @ (ControllerError::Gone | ControllerError::WantedBack)) => {
+                Err(error @ (ControllerError::Gone | ControllerError::RemovalRequested)) => {
                     drop(admin);
                     self.give_up(match error {
-                        ControllerError::WantedBack => WANTED_BACK,
+                        ControllerError::RemovalRequested => REMOVAL_REQUESTED,
                         _ => REMOVED,
                     });
                     return;
                 }
                 Err(error) => {
                     warn!(
-                        "Drive {name} does not come back (attempt {attempt} of {ATTEMPTS}): {error}"
+                        "Drive {name} does not come back (attempt {attempt} of {RESET_ATTEMPTS}): {error}"
                     );
                 }
             }
@@ -229,23 +229,23 @@ impl PhysicalDrive {
         let clock = self.backing.clock();
         let (begun, patience) = (
             clock.now(),
-            self.registers.timeout().min(SILENCE_MAX) + LINK_TIME,
+            self.registers.timeout().min(UNRESPONSIVE_MAX) + LINK_TIMEOUT,
         );
         let deadline = Deadline::after(&clock, patience);
         let seconds = patience.as_secs();
         let mut is_silent = false;
         while self.registers.status().is_none() {
             if self.backing.is_gone() {
-                return UnresponsiveDriveOutcome::Endless(REMOVED.to_owned());
+                return UnresponsiveDriveOutcome::GiveUp(REMOVED.to_owned());
             }
-            if self.is_wanted_back() {
-                return UnresponsiveDriveOutcome::Endless(WANTED_BACK.to_owned());
+            if self.is_removal_requested() {
+                return UnresponsiveDriveOutcome::GiveUp(REMOVAL_REQUESTED.to_owned());
             }
-            if self.closing.load(Ordering::Acquire) {
-                return UnresponsiveDriveOutcome::Unheard;
+            if self.is_closing.load(Ordering::Acquire) {
+                return UnresponsiveDriveOutcome::Closing;
             }
             if deadline.has_passed() {
-                return UnresponsiveDriveOutcome::Endless(format!(
+                return UnresponsiveDriveOutcome::GiveUp(format!(
                     "its registers have read as all ones for {seconds} s: it was removed, lost its power, or its link is \
                      broken; check it, and start again"
                 ));
@@ -256,27 +256,27 @@ impl PhysicalDrive {
                      waited for, {seconds} s at most"
                 );
             }
-            deadline.sleep(SILENCE_PAUSE);
+            deadline.sleep(UNRESPONSIVE_POLL_INTERVAL);
         }
         if is_silent {
             let time = clock.now().saturating_sub(begun);
             info!("Drive {name} answers again after {time:.1?}");
         }
         if self.backing.is_gone() {
-            return UnresponsiveDriveOutcome::Endless(REMOVED.to_owned());
+            return UnresponsiveDriveOutcome::GiveUp(REMOVED.to_owned());
         }
-        UnresponsiveDriveOutcome::Over
+        UnresponsiveDriveOutcome::Answered
     }
 
-    fn is_wanted_back(&self) -> bool {
-        is_wanted_back(self.backing.as_ref())
+    fn is_removal_requested(&self) -> bool {
+        is_removal_requested(self.backing.as_ref())
     }
 
     /// Stops all memory accesses of the controller.
     fn quiesce(&self, function_too: bool) -> Result<(), ControllerError> {
         if !function_too {
             match self.registers.disable() {
-                Err(ControllerError::NotInTime { .. }) => {}
+                Err(ControllerError::StateTimeout { .. }) => {}
                 other => return other,
             }
         }
@@ -299,7 +299,7 @@ impl PhysicalDrive {
         let backing = self.backing.as_ref();
         let result = match self.set_up_with(pairs, admin, &mut arbitration) {
             Err(error) if arbitration.is_suspect(&error) => {
-                arbitration.end(backing.name(), FAILED_WITH_WEIGHTS, Some(&error));
+                arbitration.end_weighted(backing.name(), FAILED_WITH_WEIGHTS, Some(&error));
                 disable_failed(backing, &self.registers, &error)
                     .and_then(|()| self.set_up_with(pairs, admin, &mut arbitration))
             }
@@ -313,28 +313,28 @@ impl PhysicalDrive {
         &self,
         pairs: &[(QueueId, VfioQueuePair)],
         admin: &mut AdminQueue,
-        arbitration: &mut Arbitration,
+        arbitration: &mut DriveArbitration,
     ) -> Result<u16, ControllerError> {
         enable(self.backing.as_ref(), &self.registers, admin, arbitration)?;
         // The reset has cleared the weights.
         let (name, burst) = (self.backing.name(), self.identity.controller.rab);
-        arbitration.begin(name, burst, |value| self.send_arbitration(admin, value))?;
+        arbitration.begin_weighted(name, burst, |value| self.send_arbitration(admin, value))?;
         let granted = queue_pairs::set_number_of_queues(admin)?;
         if usize::from(granted) < pairs.len() {
             return Err(ControllerError::NoQueuePairs);
         }
-        if let Some(buffer) = &self.buffer {
+        if let Some(buffer) = &self.doorbell_buffer {
             buffer.configure(admin)?;
         }
         for (qid, pair) in pairs {
             let priority = arbitration.priority(pair.priority());
-            if queue_pairs::create(admin, *qid, pair, priority)? != priority {
-                arbitration.end_classes(name, |value| self.send_arbitration(admin, value));
+            if queue_pairs::create_queues(admin, *qid, pair, priority)? != priority {
+                arbitration.end_priority_classes(name, |value| self.send_arbitration(admin, value));
             }
         }
         // Refused events were logged when the drive was opened.
-        log_pages::listen(admin, &self.identity.controller, log::Level::Debug)?;
-        self.reset_wanted.store(false, Ordering::Release);
+        log_pages::enable_events(admin, &self.identity.controller, log::Level::Debug)?;
+        self.needs_reset.store(false, Ordering::Release);
         // From here on, commands go to the drive again.
         for (qid, pair) in pairs {
             pair.restart(self.doorbells(*qid)?);
@@ -348,11 +348,11 @@ impl PhysicalDrive {
         let pairs = {
             let pairs = lock(&self.pairs);
             // From here on, no queue gets a pair.
-            self.gone.store(true, Ordering::Release);
-            pairs.all()
+            self.is_gone.store(true, Ordering::Release);
+            pairs.clone_pairs()
         };
         // Wake the threads that wait for the end of a reset.
-        self.reset_over.notify_all();
+        self.reset_ended.notify_all();
         for (_, pair) in &pairs {
             pair.stop();
         }
@@ -362,12 +362,12 @@ impl PhysicalDrive {
             || self.registers.disable().is_ok()
             || self.backing.set_bus_master(false).is_ok();
         if !is_quiet {
-            self.give_back();
+            self.release_function();
         }
         kill(pairs.iter().map(|(_, pair)| pair));
-        self.tell(DriveEvent::Gone);
+        self.report_event(DriveEvent::Gone);
         // Last: the kernel resets what it is given back, and waits up to a minute for a function that
         // was pulled to answer.
-        self.give_back();
+        self.release_function();
     }
 }

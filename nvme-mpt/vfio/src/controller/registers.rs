@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::backing::DeviceBacking;
+use super::super::device_backing::DeviceBacking;
 use super::error::ControllerError;
 use nvme_guest::address::{Iova, PAGE_SIZE};
 use nvme_mpt_memory::deadline::{Deadline, WaitClock};
@@ -31,7 +31,7 @@ pub(super) fn shutdown_timeout(rtd3e: u32) -> Duration {
 }
 
 /// Poll interval of a register.
-const PAUSE: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Addresses of the admin queues, for the controller's registers.
 #[derive(Clone, Copy, Debug)]
@@ -101,7 +101,7 @@ impl DriveRegisters {
     }
 
     /// Checks that the controller is enabled and reports no failure.
-    pub(super) fn check_works(&self) -> Result<(), ControllerError> {
+    pub(super) fn check_enabled(&self) -> Result<(), ControllerError> {
         match self.answered_status()? {
             csts if csts.cfs() => Err(ControllerError::Fatal),
             csts if csts.rdy() && self.configuration()?.en() => Ok(()),
@@ -110,7 +110,7 @@ impl DriveRegisters {
     }
 
     /// Returns the error for a register that reads as all ones.
-    fn unanswered(&self) -> ControllerError {
+    fn unanswered_error(&self) -> ControllerError {
         if self.backing.is_gone() {
             ControllerError::Gone
         } else {
@@ -119,12 +119,12 @@ impl DriveRegisters {
     }
 
     fn answered_status(&self) -> Result<Csts, ControllerError> {
-        self.status().ok_or_else(|| self.unanswered())
+        self.status().ok_or_else(|| self.unanswered_error())
     }
 
     fn configuration(&self) -> Result<Cc, ControllerError> {
         match self.backing.read32(offset::CC as usize) {
-            REMOVED => Err(self.unanswered()),
+            REMOVED => Err(self.unanswered_error()),
             value => Ok(Cc(value)),
         }
     }
@@ -134,7 +134,7 @@ impl DriveRegisters {
     }
 
     /// Waits until Controller Status satisfies `wanted`.
-    fn wait(
+    fn wait_for_status(
         &self,
         state: &'static str,
         timeout: Duration,
@@ -150,13 +150,13 @@ impl DriveRegisters {
                 return Err(ControllerError::Gone);
             }
             if deadline.has_passed() {
-                return Err(ControllerError::NotInTime {
+                return Err(ControllerError::StateTimeout {
                     state,
                     seconds: timeout.as_secs(),
                     csts,
                 });
             }
-            deadline.sleep(PAUSE);
+            deadline.sleep(POLL_INTERVAL);
         }
     }
 
@@ -167,7 +167,7 @@ impl DriveRegisters {
         if cc.en() && !csts.rdy() && !csts.cfs() {
             // A controller must not be disabled before it is ready (section 3.1.3.5). If it never becomes ready, it is
             // disabled nevertheless.
-            let ready = self.wait("become ready", self.timeout, |csts| {
+            let ready = self.wait_for_status("become ready", self.timeout, |csts| {
                 csts.rdy() || csts.cfs()
             });
             if let Err(error @ (ControllerError::Gone | ControllerError::Lost)) = ready {
@@ -175,7 +175,7 @@ impl DriveRegisters {
             }
         }
         self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
-        self.wait("be disabled", self.timeout, |csts| !csts.rdy())
+        self.wait_for_status("be disabled", self.timeout, |csts| !csts.rdy())
     }
 
     /// Disables a controller that failed to become ready, and waits until it reports no failure (CSTS.CFS), because the next
@@ -184,14 +184,14 @@ impl DriveRegisters {
     pub(super) fn disable_failed(&self) -> Result<(), ControllerError> {
         let cc = self.configuration()?;
         self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
-        self.wait("be disabled without a failure", self.timeout, |csts| {
+        self.wait_for_status("be disabled without a failure", self.timeout, |csts| {
             !csts.rdy() && !csts.cfs()
         })
     }
 
     /// Waits until a disabled controller no longer reports an earlier failure (CSTS.CFS).
     pub(super) fn wait_without_failure(&self) -> Result<(), ControllerError> {
-        self.wait("end a failure", self.timeout, |csts| !csts.cfs())
+        self.wait_for_status("end a failure", self.timeout, |csts| !csts.cfs())
     }
 
     /// Waits until the registers no longer read as all ones.
@@ -199,9 +199,9 @@ impl DriveRegisters {
         let deadline = Deadline::after(&self.clock, timeout);
         while self.status().is_none() {
             if self.backing.is_gone() || deadline.has_passed() {
-                return Err(self.unanswered());
+                return Err(self.unanswered_error());
             }
-            deadline.sleep(PAUSE);
+            deadline.sleep(POLL_INTERVAL);
         }
         Ok(())
     }
@@ -229,7 +229,7 @@ impl DriveRegisters {
             .with_iocqes(IOCQES);
         self.configure(cc);
         self.configure(cc.with_en(true));
-        self.wait("become ready", self.timeout, |csts| {
+        self.wait_for_status("become ready", self.timeout, |csts| {
             csts.rdy() || csts.cfs()
         })?;
         match self.answered_status()? {
@@ -242,7 +242,7 @@ impl DriveRegisters {
     pub(super) fn shut_down(&self, timeout: Duration) -> Result<(), ControllerError> {
         let cc = self.configuration()?;
         self.configure(cc.with_shn(ShutdownNotification::NORMAL));
-        self.wait("shut down", timeout, |csts| {
+        self.wait_for_status("shut down", timeout, |csts| {
             csts.shst() == ShutdownStatus::COMPLETE
         })
     }

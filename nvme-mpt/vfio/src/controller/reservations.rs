@@ -14,12 +14,12 @@ use log::info;
 use super::error::ControllerError;
 use super::queue_pairs::{QueuePairs, ReservationHolder};
 use super::{PhysicalDrive, VfioController, lock};
-use nvme_guest::limit::LeaseWeight;
+use nvme_guest::rate_limit::LeaseWeight;
 use nvme_mpt::drive::{QueuePairReservation, ReserveError, ReservedPairs};
 use nvme_spec::admin::QueuePriority;
 
 /// Number of pairs that always stay unreserved.
-const KEPT: u16 = 1;
+const UNRESERVED_MIN: u16 = 1;
 
 /// Next reservation key, for all drives of this process.
 static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
@@ -33,14 +33,16 @@ struct ReservationGrant {
 
 impl Drop for ReservationGrant {
     fn drop(&mut self) {
-        self.controller.drive.release(self.key);
+        self.controller.drive.release_pairs(self.key);
     }
 }
 
 impl QueuePairs {
     /// Refuses a reservation if other reservations leave too few pairs.
-    fn check_left(&self, drive: &str, asked: u16) -> Result<(), ReserveError> {
-        let left = self.total().saturating_sub(self.reserved() + KEPT);
+    fn check_available(&self, drive: &str, asked: u16) -> Result<(), ReserveError> {
+        let left = self
+            .total()
+            .saturating_sub(self.reserved() + UNRESERVED_MIN);
         if asked <= left {
             return Ok(());
         }
@@ -60,17 +62,22 @@ impl QueuePairs {
 
 impl PhysicalDrive {
     /// Reserves pairs for a lease. Returns the reservation's key. Fails while the drive is being reset.
-    fn reserve(&self, lease: &str, asked: u16, weight: LeaseWeight) -> Result<u64, ReserveError> {
+    fn reserve_pairs(
+        &self,
+        lease: &str,
+        asked: u16,
+        weight: LeaseWeight,
+    ) -> Result<u64, ReserveError> {
         let failed = |error: ControllerError| ReserveError::Io(error.into());
-        let mut pairs = self.pairs_soon().map_err(failed)?;
+        let mut pairs = self.wait_for_pairs().map_err(failed)?;
         if self.is_gone() {
             return Err(failed(ControllerError::Gone));
         }
         let name = self.backing.name();
-        pairs.check_left(name, asked)?;
+        pairs.check_available(name, asked)?;
         // Create all promised pairs now, because the drive may have fewer pairs than it granted.
-        let promised = pairs.reserved() + asked + KEPT;
-        let class = self.class_of(weight.get().into());
+        let promised = pairs.reserved() + asked + UNRESERVED_MIN;
+        let class = self.priority_class(weight.get().into());
         let of_lease = class.unwrap_or(QueuePriority::MEDIUM);
         while pairs.count() < promised {
             let priority = match pairs.count() - pairs.reserved() {
@@ -82,13 +89,13 @@ impl PhysicalDrive {
                 break;
             }
         }
-        pairs.check_left(name, asked)?;
+        pairs.check_available(name, asked)?;
         let key = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
         for _ in 0..asked {
-            pairs.give_one_to(key, of_lease);
+            pairs.assign_pair(key, of_lease);
         }
         if pairs.usage().shared > 0 {
-            self.note_sharing(&pairs);
+            self.log_sharing(&pairs);
         }
         let lease = lease.to_owned();
         info!(drive = name, lease = lease.as_str(); "Drive {name}: {asked} queue pairs belong to lease {lease}");
@@ -104,38 +111,38 @@ impl PhysicalDrive {
 
     /// Ends a reservation. The reservation's pairs are given to queues that share a pair: at once, or by the drive monitor if a
     /// reset is in progress.
-    fn release(&self, key: u64) {
+    fn release_pairs(&self, key: u64) {
         let mut pairs = lock(&self.pairs);
         pairs.holders.retain(|holder| holder.key != key);
-        pairs.take_back(key);
+        pairs.unassign_pairs(key);
         if !pairs.is_resetting {
-            pairs.even_out();
+            pairs.rebalance();
         }
     }
 
     /// Surveys the users and sends class weights to the drive. If queues share pairs, also evens out the queues and lends
     /// idle pairs.
-    pub(super) fn even_out(&self) {
+    pub(super) fn rebalance(&self) {
         let mut pairs = lock(&self.pairs);
         let loads = pairs.survey();
-        if self.counters.sharing.load(Ordering::Relaxed) {
-            pairs.even_out();
-            pairs.lend();
+        if self.counters.is_sharing.load(Ordering::Relaxed) {
+            pairs.rebalance();
+            pairs.lend_idle_pairs();
         }
         drop(pairs);
-        self.arbitrate(&loads);
+        self.update_class_weights(&loads);
     }
 }
 
 impl VfioController {
     /// Reserves pairs for a lease.
-    pub(super) fn grant(
+    pub(super) fn grant_reservation(
         self: Arc<Self>,
         lease: &str,
         pairs: u16,
         weight: LeaseWeight,
     ) -> Result<QueuePairReservation, ReserveError> {
-        let key = self.drive.reserve(lease, pairs, weight)?;
+        let key = self.drive.reserve_pairs(lease, pairs, weight)?;
         let grant = ReservationGrant {
             key,
             controller: self,

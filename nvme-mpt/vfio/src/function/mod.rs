@@ -1,18 +1,18 @@
 //! NVMe functions of this host, as the kernel shows them in sysfs.
 
 mod address;
-mod namespaces;
+mod disk_users;
+mod kernel_controller;
 mod passthrough;
-mod users;
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
 pub use address::{PciAddress, PciAddressError};
-pub use namespaces::{KernelController, KernelNamespace};
+pub use disk_users::{DiskClaim, DiskUser, DiskUsersError};
+pub use kernel_controller::{KernelController, KernelNamespace};
 pub use passthrough::DescribeError;
-pub use users::{DiskClaim, DiskUser, DiskUsersError};
 
 /// Class code of NVMe controllers (NVMe over PCIe Transport 1.0, section 2.1.1: mass storage,
 /// non-volatile memory, NVM Express I/O controller).
@@ -46,7 +46,7 @@ impl Default for HostRoot {
 impl HostRoot {
     /// Returns the sysfs directory of a function.
     #[must_use]
-    pub fn function_folder(&self, address: PciAddress) -> PathBuf {
+    pub fn function_dir(&self, address: PciAddress) -> PathBuf {
         self.sys.join(format!("bus/pci/devices/{address}"))
     }
 
@@ -132,20 +132,20 @@ impl PciFunction {
     /// # Errors
     /// The host has no such function, or sysfs has unknown content.
     pub fn find(root: &HostRoot, address: PciAddress) -> Result<Self, PciFunctionError> {
-        let folder = root.function_folder(address);
+        let folder = root.function_dir(address);
         if !folder.exists() {
             return Err(PciFunctionError::NotFound(address));
         }
         let driver = link_name(&folder.join("driver"))?;
         let controller = match driver.as_deref() {
-            Some("nvme") => namespaces::controller(root, &folder)?,
+            Some("nvme") => kernel_controller::read_controller(root, &folder)?,
             _ => None,
         };
         Ok(Self {
             address,
-            vendor: id(&folder.join("vendor"))?,
-            device: id(&folder.join("device"))?,
-            class: number(&folder.join("class"))?,
+            vendor: read_id(&folder.join("vendor"))?,
+            device: read_id(&folder.join("device"))?,
+            class: read_hex(&folder.join("class"))?,
             driver,
             driver_override: read_optional(&folder.join("driver_override"))?
                 .filter(|name| name != "(null)" && !name.is_empty()),
@@ -169,7 +169,7 @@ impl PciFunction {
         addresses.sort();
         let mut functions = Vec::new();
         for address in addresses {
-            let class = number(&root.function_folder(address).join("class"));
+            let class = read_hex(&root.function_dir(address).join("class"));
             match class {
                 Ok(class) if class != CLASS_NVME => continue,
                 Ok(_) => {}
@@ -272,7 +272,7 @@ fn read_optional(path: &Path) -> Result<Option<String>, PciFunctionError> {
 }
 
 /// Reads a hexadecimal number, such as `0x010802`.
-fn number(path: &Path) -> Result<u32, PciFunctionError> {
+fn read_hex(path: &Path) -> Result<u32, PciFunctionError> {
     let text = read(path)?;
     text.strip_prefix("0x")
         .and_then(|digits| u32::from_str_radix(digits, 16).ok())
@@ -282,8 +282,8 @@ fn number(path: &Path) -> Result<u32, PciFunctionError> {
         })
 }
 
-fn id(path: &Path) -> Result<u16, PciFunctionError> {
-    let value = number(path)?;
+fn read_id(path: &Path) -> Result<u16, PciFunctionError> {
+    let value = read_hex(path)?;
     u16::try_from(value).map_err(|_| PciFunctionError::Form {
         path: path.to_owned(),
         text: format!("{value:#x}"),

@@ -79,8 +79,8 @@ impl KernelController {
         Ok(DriveDescription {
             controller,
             namespaces,
-            health: health(&file).ok(),
-            queue_pairs: queue_pairs(&file).ok(),
+            health: read_health(&file).ok(),
+            queue_pairs: read_queue_pairs(&file).ok(),
             // The kernel's driver creates this file if the drive has a Controller Memory Buffer.
             controller_memory: Some(
                 root.sys
@@ -110,7 +110,7 @@ fn identify<T: FromBytes + IntoBytes>(
     ioctl::nvme_admin(file, &sqe, structure.as_mut_bytes()).map(drop)
 }
 
-fn health(file: &File) -> io::Result<SmartHealth> {
+fn read_health(file: &File) -> io::Result<SmartHealth> {
     let mut page = SmartHealth::new_zeroed();
     let mut sqe = Sqe::new(AdminOpcode::GET_LOG_PAGE.0);
     sqe.nsid = Nsid::BROADCAST;
@@ -127,7 +127,7 @@ fn health(file: &File) -> io::Result<SmartHealth> {
 }
 
 /// Reads Number of Queues (Base 2.0, section 5.27.1.5), as granted to the kernel's driver.
-fn queue_pairs(file: &File) -> io::Result<u16> {
+fn read_queue_pairs(file: &File) -> io::Result<u16> {
     let mut sqe = Sqe::new(AdminOpcode::GET_FEATURES.0);
     let command = GetFeatures {
         fid: FeatureId::NUMBER_OF_QUEUES,

@@ -6,7 +6,7 @@ use super::*;
 
 /// A host with one NVMe function, alone in IOMMU group 7, bound to the `nvme` driver.
 struct Host {
-    folder: tempfile::TempDir,
+    dir: tempfile::TempDir,
     root: HostRoot,
 }
 
@@ -21,7 +21,7 @@ impl Host {
             proc: at("proc"),
             dev: at("dev"),
         };
-        let host = Self { folder, root };
+        let host = Self { dir: folder, root };
         host.function(ADDRESS, "0x010802", Some("nvme"));
         host.disk("nvme0", "nvme0n1", "1", "2097152", "512", "259:0");
         host.write(
@@ -41,13 +41,13 @@ impl Host {
     }
 
     fn write(&self, path: &str, text: &str) {
-        let path = self.folder.path().join(path);
+        let path = self.dir.path().join(path);
         fs::create_dir_all(path.parent().expect("a parent")).expect("folder");
         fs::write(path, text).expect("write");
     }
 
     fn link(&self, path: &str, target: impl AsRef<Path>) {
-        let path = self.folder.path().join(path);
+        let path = self.dir.path().join(path);
         fs::create_dir_all(path.parent().expect("a parent")).expect("folder");
         symlink(target, path).expect("link");
     }
@@ -72,7 +72,7 @@ impl Host {
         }
         let group = self.root.sys.join("kernel/iommu_groups/7");
         self.link(&format!("{path}/iommu_group"), &group);
-        let function = self.folder.path().join(&path);
+        let function = self.dir.path().join(&path);
         self.link(
             &format!("sys/kernel/iommu_groups/7/devices/{address}"),
             function,
@@ -184,7 +184,7 @@ fn functions_are_listed_by_class_and_address() {
     let error = PciFunction::find(&host.root, elsewhere).expect_err("none");
     assert!(matches!(error, PciFunctionError::NotFound(_)), "{error}");
     let nothing = HostRoot {
-        sys: host.folder.path().join("nothing"),
+        sys: host.dir.path().join("nothing"),
         ..host.root.clone()
     };
     assert_eq!(PciFunction::list(&nothing).expect("none"), []);
@@ -209,7 +209,7 @@ fn a_disk_that_nobody_uses() {
     assert_eq!(host.users(), [] as [String; 0]);
     let (_claim, users) = {
         let controller = host.find().controller.expect("controller");
-        controller.claim(&host.root).expect("claim")
+        controller.claim_disks(&host.root).expect("claim")
     };
     assert_eq!(users, []);
 }

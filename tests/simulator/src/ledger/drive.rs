@@ -3,7 +3,7 @@
 use std::io;
 
 use nvme_guest::host::ControllerLimits;
-use nvme_lease::origin::DriveIdentity;
+use nvme_lease::backing_id::DriveIdentity;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::HostMemory;
 use nvme_mpt::shadow::HostQueuePair;
@@ -16,16 +16,16 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-use super::judge::{CELL, CELLS, Judge};
+use super::lease_model::{CELL, CELLS, LeaseModel};
 
 /// Binary logarithm of the logical block size.
 pub(super) const LBA_SHIFT: u8 = 12;
 
 /// A process's handle of the drive. The judge stores the contents.
 #[derive(Clone, Debug)]
-pub(super) struct Cells(pub(super) Judge);
+pub(super) struct CellStore(pub(super) LeaseModel);
 
-impl CommandExecutor for Cells {
+impl CommandExecutor for CellStore {
     fn execute(&mut self, sqe: &Sqe, _: HostMemory<'_>) -> Status {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let blocks = u64::from(nlb_z) + 1;
@@ -37,7 +37,7 @@ impl CommandExecutor for Cells {
         assert_eq!(NvmOpcode(sqe.opcode()), NvmOpcode::WRITE_ZEROES);
         for cell in first..first + count {
             turn(ActorStep::Submit, [cell as u64, 0]);
-            self.0.zeroed(process(), cell);
+            self.0.record_zeroing(process(), cell);
         }
         Status::SUCCESS
     }
@@ -45,7 +45,7 @@ impl CommandExecutor for Cells {
     fn prefetch(&self, _: &Sqe) {}
 }
 
-impl BackingStore for Cells {
+impl BackingStore for CellStore {
     fn identity(&self) -> DriveIdentity {
         "simulated:cells".to_owned().into()
     }
@@ -74,14 +74,14 @@ impl BackingStore for Cells {
     }
 }
 
-impl LeasedBackingStore for Cells {
+impl LeasedBackingStore for CellStore {
     fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
-        Ok(pace.queue(SoftwareQueue::new(self.clone(), slots), slots))
+        Ok(pace.wrap_queue(SoftwareQueue::new(self.clone(), slots), slots))
     }
 
     fn flush(&self) -> io::Result<()> {
         turn(ActorStep::SyncFile, [0; 2]);
-        self.0.flushed();
+        self.0.record_flush();
         Ok(())
     }
 }

@@ -4,7 +4,7 @@
 //! disk keeps some of the data that was not synced, and the drive keeps some of the data that was not flushed.
 
 mod drive;
-mod judge;
+mod lease_model;
 mod server;
 
 use std::path::PathBuf;
@@ -17,76 +17,76 @@ use nvme_mpt_memory::files::simulated as files;
 use nvme_mpt_tests::rng::Rng;
 
 use crate::engine::{Engine, Process};
-use crate::runs::Less;
+use crate::runs::OmittedParts;
 
-use judge::{Judge, Request};
+use lease_model::{LeaseModel, Request};
 use server::Server;
 
 /// State that outlives a process.
 #[derive(Debug)]
 struct World {
-    judge: Judge,
+    model: LeaseModel,
     /// Directory of the ledger.
     folder: PathBuf,
     /// True if the disk fails sometimes.
-    fails: bool,
-    seats: Mutex<Vec<Seat>>,
+    has_faulty_disk: bool,
+    slots: Mutex<Vec<ProcessSlot>>,
 }
 
 /// Slot for a process. When the process ends, another process starts in the slot.
 #[derive(Clone, Debug, Default)]
-struct Seat {
+struct ProcessSlot {
     /// Leases of the process, which the next process requests again.
-    had: Vec<Request>,
+    requests: Vec<Request>,
     /// True if the process has ended normally.
-    is_left: bool,
+    has_ended: bool,
 }
 
 impl World {
-    fn seats(&self) -> MutexGuard<'_, Vec<Seat>> {
-        self.seats.lock().unwrap_or_else(PoisonError::into_inner)
+    fn slots(&self) -> MutexGuard<'_, Vec<ProcessSlot>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Checks the ledger while no process changes it.
     fn check(&self) {
         let ledger = Ledger::open(&self.folder);
-        let look = self.judge.look();
+        let look = self.model.begin_listing();
         let entries = ledger.list();
         let entries = entries.unwrap_or_else(|error| panic!("no ledger: {error}"));
-        self.judge.judge_list(&look, &entries, &[]);
+        self.model.judge_list(&look, &entries, &[]);
     }
 }
 
 /// Runs processes that die, on a machine that crashes.
-pub(crate) fn run(less: Less, rng: &mut Rng) {
+pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let engine = Engine::of_thread().expect("a scheduler");
     let fails = !less.no_trouble && rng.below(4) == 0;
     files::format(if fails { 20 + rng.below(100) } else { 0 });
     let folder = ["/state", "/var/lib/nvme-mpt"][rng.below(2) as usize];
     let seats = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX)) as usize;
     let world = Arc::new(World {
-        judge: Judge::default(),
+        model: LeaseModel::default(),
         folder: folder.into(),
-        fails,
-        seats: Mutex::new(vec![Seat::default(); seats]),
+        has_faulty_disk: fails,
+        slots: Mutex::new(vec![ProcessSlot::default(); seats]),
     });
     let start = |seat: usize, rng: &mut Rng| {
         let (world, rng) = (world.clone(), Rng::new(rng.next_u64()));
         engine.start_process(&format!("server-{seat}"), move || {
-            Server::new(world, seat, rng).live();
+            Server::new(world, seat, rng).run_until_end();
         })
     };
     let kill = |process: Process| {
         let number = process.number();
         engine.kill(process);
-        world.judge.died(number);
+        world.model.record_death(number);
     };
     let mut servers: Vec<Process> = (0..seats).map(|seat| start(seat, rng)).collect();
     let rounds = (40 + rng.below(80)).min(less.rounds.unwrap_or(u64::MAX));
     for _ in 0..rounds {
-        let enough = world.judge.doings_so_far() + rng.below(10);
+        let enough = world.model.operation_count() + rng.below(10);
         let patience = clock::monotonic() + Duration::from_millis(5);
-        while world.judge.doings_so_far() < enough && clock::monotonic() < patience {
+        while world.model.operation_count() < enough && clock::monotonic() < patience {
             clock::sleep(Duration::from_micros(50));
         }
         let bits = 6 + rng.below(14);
@@ -95,7 +95,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
             0..3 => {
                 servers.drain(..).for_each(&kill);
                 files::crash();
-                world.judge.crash(rng);
+                world.model.crash(rng);
                 world.check();
                 servers.extend((0..seats).map(|seat| start(seat, rng)));
             }
@@ -107,7 +107,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
             _ => {}
         }
         for (seat, server) in servers.iter_mut().enumerate() {
-            if std::mem::take(&mut world.seats()[seat].is_left) {
+            if std::mem::take(&mut world.slots()[seat].has_ended) {
                 let next = start(seat, rng);
                 kill(std::mem::replace(server, next));
             }
@@ -116,6 +116,6 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
     servers.drain(..).for_each(&kill);
     world.check();
     files::crash();
-    world.judge.crash(rng);
+    world.model.crash(rng);
     world.check();
 }

@@ -19,54 +19,54 @@ use nvme_mpt_tests::rng::Rng;
 use nvme_software::SoftwareController;
 
 use super::World;
-use super::drive::{Cells, LBA_SHIFT};
-use super::judge::{CELL, CELLS, Doing, Facts, IDS, Id, Outcome, Request};
+use super::drive::{CellStore, LBA_SHIFT};
+use super::lease_model::{CELL, CELLS, IDS, Id, LeaseFacts, LedgerOperation, Outcome, Request};
 
 /// Smallest allocation unit of leases by size, in bytes.
 const UNIT: u64 = 1 << 20;
 
 /// A lease of the process.
-struct Held {
+struct HeldLease {
     request: Request,
     lease: Lease,
 }
 
 pub(super) struct Server {
     world: Arc<World>,
-    seat: usize,
+    slot: usize,
     rng: Rng,
     ledger: Ledger,
     drive: Arc<Drive>,
-    held: Vec<Held>,
+    held: Vec<HeldLease>,
 }
 
 impl Server {
     pub(super) fn new(world: Arc<World>, seat: usize, rng: Rng) -> Self {
-        let cells = Cells(world.judge.clone());
-        let controller = SoftwareController::over(cells, LBA_SHIFT);
+        let cells = CellStore(world.model.clone());
+        let controller = SoftwareController::new(cells, LBA_SHIFT);
         let drive = Drive::new("simulated", Arc::new(controller), None);
         Self {
             ledger: Ledger::open(&world.folder),
             drive: drive.expect("a namespace"),
             world,
-            seat,
+            slot: seat,
             rng,
             held: Vec::new(),
         }
     }
 
     /// Runs until the process is killed, or ends normally.
-    pub(super) fn live(mut self) {
+    pub(super) fn run_until_end(mut self) {
         let is_over = Arc::new(AtomicBool::new(false));
-        let clerk = self.start_clerk(&is_over);
-        let had = std::mem::take(&mut self.world.seats()[self.seat].had);
+        let clerk = self.start_ledger_writer(&is_over);
+        let had = std::mem::take(&mut self.world.slots()[self.slot].requests);
         for request in had {
             if self.rng.below(8) > 0 {
                 self.take(request);
             }
         }
         while self.rng.below(24) > 0 {
-            self.do_something();
+            self.run_random_operation();
             if self.rng.below(4) == 0 {
                 let bits = self.rng.below(16);
                 clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
@@ -74,20 +74,20 @@ impl Server {
         }
         is_over.store(true, Ordering::Relaxed);
         while !self.held.is_empty() {
-            self.give_back(0);
+            self.return_lease(0);
         }
         let _ended = clerk.join();
-        self.world.seats()[self.seat].is_left = true;
+        self.world.slots()[self.slot].has_ended = true;
     }
 
     /// Starts the thread that records this process in the ledger.
-    fn start_clerk(&mut self, is_over: &Arc<AtomicBool>) -> JoinHandle<()> {
+    fn start_ledger_writer(&mut self, is_over: &Arc<AtomicBool>) -> JoinHandle<()> {
         let (world, ledger, is_over) = (self.world.clone(), self.ledger.clone(), is_over.clone());
         let bits = 16 + self.rng.below(6);
         let work = move || {
             while !is_over.load(Ordering::Relaxed) {
                 clock::sleep(Duration::from_nanos(1 << bits));
-                if let Err(error) = ledger.name_holder() {
+                if let Err(error) = ledger.record_holder() {
                     outcome(&world, &error);
                 }
             }
@@ -99,7 +99,7 @@ impl Server {
         self.rng.below(bound as u64) as usize
     }
 
-    fn do_something(&mut self) {
+    fn run_random_operation(&mut self) {
         let held = match self.held.len() {
             0 => None,
             count => Some(self.below(count)),
@@ -109,13 +109,13 @@ impl Server {
                 let request = self.request();
                 self.take(request);
             }
-            (6..11, Some(which)) => self.give_back(which),
-            (11..13, Some(which)) => self.use_all(which),
+            (6..11, Some(which)) => self.return_lease(which),
+            (11..13, Some(which)) => self.use_all_cells(which),
             (13..15, Some(which)) => self.grow(which),
             (15..17, Some(which)) => self.truncate(which),
-            (17..19, Some(which)) => self.note(which),
-            (19..23, _) => self.look(&[]),
-            (23..25, _) => self.name(),
+            (17..19, Some(which)) => self.store_metadata(which),
+            (19..23, _) => self.list_leases(&[]),
+            (23..25, _) => self.record_holder(),
             (25..28, _) => self.release(),
             _ => self.decide(),
         }
@@ -129,7 +129,7 @@ impl Server {
                 let cells = [2, 6, 7, 12][self.below(4)];
                 let start = (7 * id + [0, 3, 6][self.below(3)]).min(CELLS - cells);
                 let range = ByteRange::new(start as u64 * CELL, cells as u64 * CELL);
-                RequestedBytes::At(range.expect("a range"))
+                RequestedBytes::Range(range.expect("a range"))
             }
             _ => {
                 let unit = UNIT << (self.rng.below(8) / 7);
@@ -148,7 +148,7 @@ impl Server {
         Request {
             id,
             wanted,
-            fate: fates[self.below(8).min(5) / 2],
+            previous_data: fates[self.below(8).min(5) / 2],
             owner: [None, None, Some(1001), Some(1002)][self.below(4)],
         }
     }
@@ -158,7 +158,7 @@ impl Server {
         let Request {
             id,
             wanted,
-            fate,
+            previous_data: fate,
             owner,
         } = request;
         let asked = LeaseRequest {
@@ -168,22 +168,25 @@ impl Server {
             wanted,
             lba_shift: LBA_SHIFT,
             blocks: self.drive.blocks(),
-            former_data: fate,
+            previous_data: fate,
         };
-        let claim = owner.map_or(LeaseClaim::Operator, LeaseClaim::For);
+        let claim = owner.map_or(LeaseClaim::Operator, LeaseClaim::ForUser);
         // The next process requests the lease again, even if this process dies before it knows of the lease.
-        self.world.seats()[self.seat].had.push(request);
-        let token = self.world.judge.begin(id, Doing::Acquire(request));
-        match self.ledger.acquire_by(claim, &asked) {
+        self.world.slots()[self.slot].requests.push(request);
+        let token = self
+            .world
+            .model
+            .begin(id, LedgerOperation::Acquire(request));
+        match self.ledger.acquire_with_claim(claim, &asked) {
             Ok(lease) => {
-                self.world.judge.granted(token, Facts::of(&lease));
-                self.held.push(Held { request, lease });
+                self.world.model.record_grant(token, LeaseFacts::of(&lease));
+                self.held.push(HeldLease { request, lease });
                 self.wipe(self.held.len() - 1);
             }
             Err(error) => {
                 let outcome = outcome(&self.world, &error);
-                self.world.judge.end(token, outcome);
-                self.world.seats()[self.seat].had.pop();
+                self.world.model.end(token, outcome);
+                self.world.slots()[self.slot].requests.pop();
             }
         }
     }
@@ -191,28 +194,28 @@ impl Server {
     /// Wipes the unwiped parts of a lease, and uses the lease. A lease that cannot be wiped is returned.
     fn wipe(&mut self, which: usize) {
         let is_stopped = AtomicBool::new(self.rng.below(16) == 0);
-        let Held { request, lease } = &self.held[which];
+        let HeldLease { request, lease } = &self.held[which];
         let result = wipe(&self.drive, lease, &is_stopped);
-        self.world.judge.wiped(request.id, &lease.unwiped());
+        self.world.model.record_wipe(request.id, &lease.unwiped());
         match result {
-            Ok(()) => self.use_all(which),
-            Err(WipeError::Interrupted { .. }) => self.give_back(which),
+            Ok(()) => self.use_all_cells(which),
+            Err(WipeError::Interrupted { .. }) => self.return_lease(which),
             Err(WipeError::Ledger(error)) => {
                 outcome(&self.world, &error);
-                self.give_back(which);
+                self.return_lease(which);
             }
             Err(error) => panic!("{error}"),
         }
     }
 
     /// Reads all cells of a lease, and writes some.
-    fn use_all(&mut self, which: usize) {
-        let Held { request, lease } = &self.held[which];
-        let (id, judge) = (request.id, &self.world.judge);
+    fn use_all_cells(&mut self, which: usize) {
+        let HeldLease { request, lease } = &self.held[which];
+        let (id, judge) = (request.id, &self.world.model);
         let shares = 1 + self.rng.below(2);
         for at in 0..judge.cells(id) {
             turn(ActorStep::Submit, [id as u64, at as u64]);
-            judge.used(id, at, self.rng.below(shares) == 0);
+            judge.use_cell(id, at, self.rng.below(shares) == 0);
         }
         if self.rng.below(2) == 0 {
             let host = self.drive.open_lease(lease.id(), &lease.blocks(), None);
@@ -221,91 +224,97 @@ impl Server {
         }
     }
 
-    fn give_back(&mut self, which: usize) {
-        let Held { request, lease } = self.held.swap_remove(which);
-        self.world.seats()[self.seat]
-            .had
+    fn return_lease(&mut self, which: usize) {
+        let HeldLease { request, lease } = self.held.swap_remove(which);
+        self.world.slots()[self.slot]
+            .requests
             .retain(|had| *had != request);
         if self.rng.below(4) == 0 {
-            self.world.judge.ends(request.id);
+            self.world.model.record_ending(request.id);
             if let Err(error) = lease.mark_ending() {
                 outcome(&self.world, &error);
             }
         }
-        let token = self.world.judge.begin(request.id, Doing::GiveBack);
+        let token = self
+            .world
+            .model
+            .begin(request.id, LedgerOperation::GiveBack);
         let outcome = match self.rng.below(2) {
             0 => {
                 drop(lease);
                 Outcome::Unknown
             }
-            _ => self.outcome_of(lease.release()),
+            _ => self.result_outcome(lease.release()),
         };
-        self.world.judge.end(token, outcome);
+        self.world.model.end(token, outcome);
     }
 
     fn grow(&mut self, which: usize) {
         let more = self.rng.below(3);
-        let Held { request, lease } = &self.held[which];
+        let HeldLease { request, lease } = &self.held[which];
         let unit = lease.unit().unwrap_or(UNIT);
         let bytes = lease.extents().length() + more * unit;
-        let token = self.world.judge.begin(request.id, Doing::Grow);
+        let token = self.world.model.begin(request.id, LedgerOperation::Grow);
         match lease.grow(bytes) {
             Ok(_) => {
-                self.world.judge.grown(token, Facts::of(lease));
+                self.world.model.record_growth(token, LeaseFacts::of(lease));
                 self.wipe(which);
             }
             Err(error) => {
                 let outcome = outcome(&self.world, &error);
-                self.world.judge.end(token, outcome);
+                self.world.model.end(token, outcome);
             }
         }
     }
 
     fn truncate(&mut self, which: usize) {
         let units = 1 + self.rng.below(3);
-        let Held { request, lease } = &self.held[which];
+        let HeldLease { request, lease } = &self.held[which];
         let bytes = units * lease.unit().unwrap_or(UNIT);
         if lease.unit().is_none() || bytes > lease.extents().length() {
             return;
         }
         let to = (bytes / CELL) as usize;
-        let token = self.world.judge.begin(request.id, Doing::Truncate(to));
-        let outcome = self.outcome_of(lease.truncate(bytes));
-        self.world.judge.end(token, outcome);
+        let token = self
+            .world
+            .model
+            .begin(request.id, LedgerOperation::Truncate(to));
+        let outcome = self.result_outcome(lease.truncate(bytes));
+        self.world.model.end(token, outcome);
         if outcome != Outcome::Done {
-            self.give_back(which);
+            self.return_lease(which);
         }
     }
 
     /// Records metadata of a lease in the ledger.
-    fn note(&mut self, which: usize) {
+    fn store_metadata(&mut self, which: usize) {
         let number = self.rng.below(3);
-        let Held { request, lease } = &self.held[which];
-        let token = self.world.judge.begin(request.id, Doing::Note);
+        let HeldLease { request, lease } = &self.held[which];
+        let token = self.world.model.begin(request.id, LedgerOperation::Note);
         let noted = match number {
             0 => lease.note_limits(None),
             1 => lease.note_limits(Some("iops=100".to_owned())),
             _ => lease.note_reserved(1),
         };
-        let outcome = self.outcome_of(noted);
-        self.world.judge.end(token, outcome);
+        let outcome = self.result_outcome(noted);
+        self.world.model.end(token, outcome);
     }
 
     /// Lists all leases, and checks the list.
-    fn look(&self, named: &[Id]) {
-        let look = self.world.judge.look();
+    fn list_leases(&self, named: &[Id]) {
+        let look = self.world.model.begin_listing();
         match self.ledger.list() {
-            Ok(entries) => self.world.judge.judge_list(&look, &entries, named),
+            Ok(entries) => self.world.model.judge_list(&look, &entries, named),
             Err(error) => panic!("no list: {error}"),
         }
     }
 
     /// Records this process in the ledger for all its leases.
-    fn name(&self) {
+    fn record_holder(&self) {
         let held = self.held.iter().map(|held| held.request.id);
         let held: Vec<Id> = held.collect();
-        match self.ledger.name_holder() {
-            Ok(()) => self.look(&held),
+        match self.ledger.record_holder() {
+            Ok(()) => self.list_leases(&held),
             Err(error) => {
                 outcome(&self.world, &error);
             }
@@ -315,9 +324,9 @@ impl Server {
     /// Releases a dead holder's lease, as the operator does.
     fn release(&mut self) {
         let id = self.below(IDS.len());
-        let token = self.world.judge.begin(id, Doing::Release);
-        let outcome = self.outcome_of(self.ledger.release(IDS[id], false));
-        self.world.judge.end(token, outcome);
+        let token = self.world.model.begin(id, LedgerOperation::Release);
+        let outcome = self.result_outcome(self.ledger.release(IDS[id], false));
+        self.world.model.end(token, outcome);
     }
 
     /// Decides about an id's data, as the operator does.
@@ -328,12 +337,12 @@ impl Server {
             PreviousDataPolicy::Wiped,
             PreviousDataPolicy::Wiped,
         ][self.below(3)];
-        let token = self.world.judge.begin(id, Doing::Decide(fate));
-        let outcome = self.outcome_of(self.ledger.decide_data(IDS[id], fate));
-        self.world.judge.end(token, outcome);
+        let token = self.world.model.begin(id, LedgerOperation::Decide(fate));
+        let outcome = self.result_outcome(self.ledger.decide_data(IDS[id], fate));
+        self.world.model.end(token, outcome);
     }
 
-    fn outcome_of<T>(&self, result: Result<T, LeaseError>) -> Outcome {
+    fn result_outcome<T>(&self, result: Result<T, LeaseError>) -> Outcome {
         match result {
             Ok(_) => Outcome::Done,
             Err(error) => outcome(&self.world, &error),
@@ -347,17 +356,17 @@ impl Server {
 /// The ledger is unusable without a fault of the disk.
 fn outcome(world: &World, error: &LeaseError) -> Outcome {
     match error {
-        LeaseError::Store(error) => outcome_of_store(world, error),
+        LeaseError::Store(error) => store_error_outcome(world, error),
         LeaseError::Gone { id } => panic!("lease {id} is not in the ledger any more"),
         _ => Outcome::Refused,
     }
 }
 
-fn outcome_of_store(world: &World, error: &LedgerStoreError) -> Outcome {
+fn store_error_outcome(world: &World, error: &LedgerStoreError) -> Outcome {
     match error {
-        LedgerStoreError::Together(error) => outcome_of_store(world, error),
+        LedgerStoreError::Together(error) => store_error_outcome(world, error),
         LedgerStoreError::Io { .. } | LedgerStoreError::Private(PrivateFileError::Io { .. })
-            if world.fails =>
+            if world.has_faulty_disk =>
         {
             Outcome::Unknown
         }

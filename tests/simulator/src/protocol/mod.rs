@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use nvme_mpt::LocalBackend;
 use nvme_mpt_lease_protocol::simulated as sockets;
-use nvme_mpt_lease_protocol::socket_of;
+use nvme_mpt_lease_protocol::socket_path;
 use nvme_mpt_memory::clock;
 use nvme_mpt_memory::files::simulated as files;
 use nvme_mpt_memory::sync::mpsc::{self, Sender};
@@ -24,24 +24,24 @@ use nvme_software::model::DriveProfile;
 
 use crate::blocks::Blocks;
 use crate::engine::{Engine, Process};
-use crate::guest::{Persona, Shared};
+use crate::guest::{GuestState, Persona};
 use crate::history::History;
 use crate::registers::BLOCKS;
-use crate::runs::Less;
-use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, TAKEN, policy, profile};
+use crate::runs::OmittedParts;
+use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, UNMAPPED_BYTE, policy, profile};
 
 /// Directory that the servers share. It has the ledger and the servers' sockets.
-const FOLDER: &str = "/state";
+const STATE_DIR: &str = "/state";
 
 /// Longest time until a server has ended normally, or a VMM's lease is free.
-const END: Duration = Duration::from_secs(200);
+const END_TIMEOUT: Duration = Duration::from_secs(200);
 
 /// Longest time until a function is reconnected to a server that stalled.
 const RECOVERY: Duration = Duration::from_secs(70);
 
 /// A lease and its VMM. When the VMM dies, another VMM starts.
 #[derive(Debug)]
-struct Seat {
+struct LeasedVmm {
     persona: Persona,
     /// Polling policy of the queues.
     policy: &'static str,
@@ -49,7 +49,7 @@ struct Seat {
     /// Present VMM of the lease.
     vmm: Mutex<Vmm>,
     /// Memory of guests whose VMM died. Nothing may write to it.
-    former: Mutex<Vec<GuestMemory>>,
+    ended_guests: Mutex<Vec<GuestMemory>>,
 }
 
 /// Facts about a VMM.
@@ -57,78 +57,81 @@ struct Seat {
 struct Vmm {
     memory: GuestMemory,
     /// State shared with the guest.
-    guest: Arc<Shared>,
+    guest: Arc<GuestState>,
     /// True once the guest and its function have ended.
     has_ended: bool,
 }
 
 /// Latest assignment of a lease by a server.
 #[derive(Debug, Default)]
-struct Given {
+struct LeaseAssignment {
     /// Number of the server that assigned the lease.
     server: u64,
-    attachment: Weak<LocalBackend>,
+    local_backend: Weak<LocalBackend>,
 }
 
 /// State that outlives a process.
 #[derive(Debug)]
 struct World {
-    less: Less,
+    less: OmittedParts,
     blocks: Blocks,
     profile: Option<DriveProfile>,
-    seats: Vec<Seat>,
-    given: Vec<Mutex<Given>>,
+    slots: Vec<LeasedVmm>,
+    served_leases: Vec<Mutex<LeaseAssignment>>,
     /// Number of servers so far.
     servers: AtomicU64,
     /// True if the present server has ended normally.
-    has_left: AtomicBool,
+    has_server_ended: AtomicBool,
     /// True if servers stall at times, for longer than a VMM waits.
-    has_standstills: bool,
+    has_stalls: bool,
     /// True once no more faults are injected.
     is_calm: AtomicBool,
 }
 
 impl World {
-    fn new(less: Less, rng: &mut Rng) -> Self {
+    fn new(less: OmittedParts, rng: &mut Rng) -> Self {
         let count = (1 + rng.below(2)).min(less.guests.unwrap_or(u64::MAX)) as usize;
-        let seats: Vec<Seat> = (0..count).map(|number| Seat::new(number, rng)).collect();
+        let seats: Vec<LeasedVmm> = (0..count)
+            .map(|number| LeasedVmm::new(number, rng))
+            .collect();
         Self {
             less,
             blocks: Blocks::new(count * BLOCKS),
             profile: (rng.below(2) == 0).then(|| profile(rng)),
-            given: seats.iter().map(|_| Mutex::default()).collect(),
-            seats,
+            served_leases: seats.iter().map(|_| Mutex::default()).collect(),
+            slots: seats,
             servers: AtomicU64::new(0),
-            has_left: AtomicBool::new(false),
-            has_standstills: !less.no_trouble && rng.below(4) == 0,
+            has_server_ended: AtomicBool::new(false),
+            has_stalls: !less.no_trouble && rng.below(4) == 0,
             is_calm: AtomicBool::new(false),
         }
     }
 
-    fn given(&self, number: usize) -> MutexGuard<'_, Given> {
-        self.given[number]
+    fn served_lease(&self, number: usize) -> MutexGuard<'_, LeaseAssignment> {
+        self.served_leases[number]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns whether the present server still has state for a seat's function.
     fn has_lease(&self, number: usize) -> bool {
-        let given = self.given(number);
-        given.server == self.servers.load(Ordering::Relaxed) && given.attachment.strong_count() > 0
+        let given = self.served_lease(number);
+        given.server == self.servers.load(Ordering::Relaxed)
+            && given.local_backend.strong_count() > 0
     }
 
     /// Returns whether the guests of all VMMs have created their queues.
-    fn works(&self) -> bool {
-        let works = |seat: &Seat| seat.vmm().guest.works.load(Ordering::Relaxed);
-        self.seats.iter().all(works)
+    fn have_all_queues(&self) -> bool {
+        let works = |seat: &LeasedVmm| seat.vmm().guest.has_queues.load(Ordering::Relaxed);
+        self.slots.iter().all(works)
     }
 
     fn has_ended(&self) -> bool {
-        self.seats.iter().all(|seat| seat.vmm().has_ended)
+        self.slots.iter().all(|seat| seat.vmm().has_ended)
     }
 }
 
-impl Seat {
+impl LeasedVmm {
     fn new(number: usize, rng: &mut Rng) -> Self {
         let persona = Persona::ALL[rng.below(Persona::ALL.len() as u64) as usize];
         Self {
@@ -136,7 +139,7 @@ impl Seat {
             policy: policy(persona.doorbells(), rng),
             history: Arc::new(Mutex::new(History::new(number as u64, BLOCKS))),
             vmm: Mutex::new(Vmm::new()),
-            former: Mutex::default(),
+            ended_guests: Mutex::default(),
         }
     }
 
@@ -144,22 +147,24 @@ impl Seat {
         self.vmm.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn former(&self) -> MutexGuard<'_, Vec<GuestMemory>> {
-        self.former.lock().unwrap_or_else(PoisonError::into_inner)
+    fn ended_guests(&self) -> MutexGuard<'_, Vec<GuestMemory>> {
+        self.ended_guests
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the memory of guests whose VMM died. The caller must not yield while the memory is locked.
-    fn former_memory(&self) -> Vec<GuestMemory> {
-        self.former().clone()
+    fn ended_guests_memory(&self) -> Vec<GuestMemory> {
+        self.ended_guests().clone()
     }
 
     /// Starts a new VMM's use of the lease, when the server has finished all work for earlier VMMs. Returns the guest's memory
     /// and shared state.
-    fn begin(&self) -> (GuestMemory, Arc<Shared>) {
+    fn begin(&self) -> (GuestMemory, Arc<GuestState>) {
         let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
         history.end_all(clock::monotonic());
         drop(history);
-        for memory in self.former_memory() {
+        for memory in self.ended_guests_memory() {
             fill(&memory);
         }
         let vmm = self.vmm();
@@ -168,7 +173,7 @@ impl Seat {
 
     /// Checks that nothing wrote to the memory of ended guests.
     fn check(&self) {
-        for memory in self.former_memory() {
+        for memory in self.ended_guests_memory() {
             check_filled(&memory);
         }
     }
@@ -187,7 +192,7 @@ impl Vmm {
 
 fn fill(memory: &GuestMemory) {
     for (start, length) in [(LOW, LOW_LEN), (HIGH, HIGH_LEN)] {
-        let bytes = vec![TAKEN; length as usize];
+        let bytes = vec![UNMAPPED_BYTE; length as usize];
         memory.write(start, &bytes).expect("memory");
     }
 }
@@ -196,7 +201,7 @@ fn check_filled(memory: &GuestMemory) {
     for (start, length) in [(LOW, LOW_LEN), (HIGH, HIGH_LEN)] {
         let mut bytes = vec![0; length as usize];
         memory.read(start, &mut bytes).expect("memory");
-        let written = bytes.iter().position(|byte| *byte != TAKEN);
+        let written = bytes.iter().position(|byte| *byte != UNMAPPED_BYTE);
         assert_eq!(written, None, "memory of a guest that is gone was written");
     }
 }
@@ -209,24 +214,24 @@ struct Server {
 }
 
 /// Kills, ends and stalls servers and VMMs.
-struct Fate<'a> {
+struct FaultDriver<'a> {
     engine: &'static Engine,
     world: Arc<World>,
     rng: &'a mut Rng,
     /// Number of stalls left.
-    standstills: u64,
+    remaining_stalls: u64,
     /// End of the latest stall.
-    stands_until: Duration,
+    stalled_until: Duration,
 }
 
-impl Fate<'_> {
+impl FaultDriver<'_> {
     fn start_server(&mut self) -> Server {
         let world = self.world.clone();
         let number = world.servers.fetch_add(1, Ordering::Relaxed) + 1;
-        world.has_left.store(false, Ordering::Relaxed);
+        world.has_server_ended.store(false, Ordering::Relaxed);
         let (orders, receiver) = mpsc::channel();
         let process = self.engine.start_process("server", move || {
-            server::live(&world, number, &receiver);
+            server::run_until_end(&world, number, &receiver);
         });
         Server { process, orders }
     }
@@ -235,11 +240,11 @@ impl Fate<'_> {
         let (world, rng) = (self.world.clone(), Rng::new(self.rng.next_u64()));
         let name = format!("vmm-{number}");
         self.engine
-            .start_process(&name, move || vmm::live(&world, number, rng))
+            .start_process(&name, move || vmm::run_until_done(&world, number, rng))
     }
 
     /// Sleeps for less than `2 << bits` nanoseconds.
-    fn rest(&mut self, bits: u64) {
+    fn sleep_randomly(&mut self, bits: u64) {
         let bits = self.rng.below(bits);
         clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
     }
@@ -251,7 +256,7 @@ impl Fate<'_> {
         while sockets::sends() < enough && clock::monotonic() < patience {
             clock::sleep(Duration::from_micros(20));
         }
-        self.rest(16);
+        self.sleep_randomly(16);
     }
 
     /// Kills the server. The kernel closes the server's sockets first, and the drive later.
@@ -259,12 +264,17 @@ impl Fate<'_> {
         let world = self.world.clone();
         let number = world.servers.load(Ordering::Relaxed);
         let set = |number| {
-            let seats = world.seats.iter();
-            seats.for_each(|seat| seat.vmm().guest.late_drive.store(number, Ordering::Relaxed));
+            let seats = world.slots.iter();
+            seats.for_each(|seat| {
+                seat.vmm()
+                    .guest
+                    .killed_server
+                    .store(number, Ordering::Relaxed)
+            });
         };
         set(number);
-        let dying = self.engine.kill_but_its_drive(server.process);
-        self.rest(31);
+        let dying = self.engine.kill_before_drive(server.process);
+        self.sleep_randomly(31);
         set(0);
         dying.end();
     }
@@ -274,20 +284,23 @@ impl Fate<'_> {
         let Server { process, orders } = server;
         drop(orders);
         let began = clock::monotonic();
-        while !self.world.has_left.load(Ordering::Relaxed) {
+        while !self.world.has_server_ended.load(Ordering::Relaxed) {
             let waited = clock::monotonic() - began;
-            assert!(waited < END, "the server does not end within {waited:?}");
+            assert!(
+                waited < END_TIMEOUT,
+                "the server does not end within {waited:?}"
+            );
             clock::sleep(Duration::from_micros(200));
         }
         self.engine.kill(process);
     }
 
     /// Stalls the server, for less or more time than a VMM waits.
-    fn stand_still(&mut self, server: &Server) {
+    fn stall_server(&mut self, server: &Server) {
         let times = [40, 5_000, 44_000, 50_000, 100_000];
         let time = Duration::from_millis(times[self.rng.below(5) as usize]);
-        self.standstills -= 1;
-        self.stands_until = clock::monotonic() + time;
+        self.remaining_stalls -= 1;
+        self.stalled_until = clock::monotonic() + time;
         self.engine.suspend(&server.process, time);
         if self.rng.below(2) == 0 {
             clock::sleep(time);
@@ -304,7 +317,7 @@ impl Fate<'_> {
             })
         });
         let mut server = self.start_server();
-        let mut vmms: Vec<Process> = (0..world.seats.len())
+        let mut vmms: Vec<Process> = (0..world.slots.len())
             .map(|number| self.start_vmm(number))
             .collect();
         let rounds = (4 + self.rng.below(16)).min(world.less.rounds.unwrap_or(u64::MAX));
@@ -314,7 +327,7 @@ impl Fate<'_> {
                 0..8 => {
                     self.kill(server);
                     if self.rng.below(2) == 0 {
-                        self.rest(24);
+                        self.sleep_randomly(24);
                     }
                     server = self.start_server();
                 }
@@ -324,30 +337,32 @@ impl Fate<'_> {
                 }
                 11..14 => {
                     let number = self.rng.below(vmms.len() as u64) as usize;
-                    let seat = &world.seats[number];
+                    let seat = &world.slots[number];
                     if !seat.vmm().has_ended {
                         let next = Vmm::new();
                         let vmm = std::mem::replace(&mut *seat.vmm(), next);
                         // The next VMM may start before the server notices the death of this VMM.
                         let next = self.start_vmm(number);
                         self.engine.kill(std::mem::replace(&mut vmms[number], next));
-                        seat.former().push(vmm.memory);
+                        seat.ended_guests().push(vmm.memory);
                     }
                 }
-                14.. if self.standstills > 0 && world.works() => self.stand_still(&server),
+                14.. if self.remaining_stalls > 0 && world.have_all_queues() => {
+                    self.stall_server(&server)
+                }
                 _ => {}
             }
         }
-        if !self.stands_until.is_zero() {
-            let left = self.stands_until.saturating_sub(clock::monotonic());
+        if !self.stalled_until.is_zero() {
+            let left = self.stalled_until.saturating_sub(clock::monotonic());
             clock::sleep(left + RECOVERY);
         }
         world.is_calm.store(true, Ordering::Relaxed);
         while !world.has_ended() {
             clock::sleep(Duration::from_millis(1));
         }
-        world.seats.iter().for_each(Seat::check);
-        if !world.has_standstills {
+        world.slots.iter().for_each(LeasedVmm::check);
+        if !world.has_stalls {
             assert_eq!(sockets::unread(), 0, "a server said what it was not asked");
         }
         self.end(server);
@@ -360,18 +375,18 @@ impl Fate<'_> {
 
 /// Returns the path of a server's socket.
 fn socket(number: u64) -> PathBuf {
-    socket_of(Path::new(FOLDER), &number.to_string())
+    socket_path(Path::new(STATE_DIR), &number.to_string())
 }
 
 /// Runs servers and VMMs that die, until the guests have finished their work.
-pub(crate) fn run(less: Less, rng: &mut Rng) {
+pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     files::format(0);
     sockets::clear();
     let world = Arc::new(World::new(less, rng));
-    let fate = Fate {
+    let fate = FaultDriver {
         engine: Engine::of_thread().expect("a scheduler"),
-        standstills: if world.has_standstills { 2 } else { 0 },
-        stands_until: Duration::ZERO,
+        remaining_stalls: if world.has_stalls { 2 } else { 0 },
+        stalled_until: Duration::ZERO,
         world,
         rng,
     };

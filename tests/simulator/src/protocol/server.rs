@@ -11,7 +11,7 @@ use nvme_guest::threads::start_thread;
 use nvme_guest::{ControllerBackend, EventReader, PersistedBackendParts};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedPartsSource};
+use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_lease_protocol::simulated::{SimulatedListener, Stream};
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity,
@@ -21,21 +21,21 @@ use nvme_mpt_memory::sync::mpsc::Receiver;
 use nvme_mpt_memory::sync::{JoinHandle, Mutex, MutexGuard};
 use nvme_software::SoftwareController;
 
-use super::{END, FOLDER, Given, World, socket};
+use super::{END_TIMEOUT, LeaseAssignment, STATE_DIR, World, socket};
 use crate::scenario::{LEASE, config};
 
 /// Polling interval for a lease that is about to be freed.
 const RETRY: Duration = Duration::from_millis(20);
 
 /// State of a server, for the life of its process.
-struct Table {
+struct ServerState {
     world: Arc<World>,
     number: u64,
     drive: Arc<Drive>,
     ledger: Ledger,
     pollers: Arc<PollerPool>,
     /// True if the server is ending.
-    ends: AtomicBool,
+    is_ending: AtomicBool,
     sessions: Mutex<BTreeMap<u64, Connection>>,
 }
 
@@ -46,20 +46,20 @@ struct Connection {
 }
 
 /// Serves until the sender of `orders` is dropped.
-pub(super) fn live(world: &Arc<World>, number: u64, orders: &Receiver<()>) {
-    let controller = SoftwareController::over(world.blocks.clone(), 9);
+pub(super) fn run_until_end(world: &Arc<World>, number: u64, orders: &Receiver<()>) {
+    let controller = SoftwareController::new(world.blocks.clone(), 9);
     let controller = match &world.profile {
-        Some(profile) => controller.timed(profile),
+        Some(profile) => controller.with_timing(profile),
         None => controller,
     };
     let drive = Drive::new("simulated", Arc::new(controller), None).expect("a namespace");
-    let table = Arc::new(Table {
+    let table = Arc::new(ServerState {
         world: world.clone(),
         number,
         drive,
-        ledger: Ledger::open(Path::new(FOLDER)),
+        ledger: Ledger::open(Path::new(STATE_DIR)),
         pollers: PollerPool::new(),
-        ends: AtomicBool::new(false),
+        is_ending: AtomicBool::new(false),
         sessions: Mutex::default(),
     });
     let listener = Arc::new(SimulatedListener::bind(&socket(number)));
@@ -80,10 +80,10 @@ pub(super) fn live(world: &Arc<World>, number: u64, orders: &Receiver<()>) {
     let _ended = taking_in.join();
     table.end();
     drop(table);
-    world.has_left.store(true, Ordering::Relaxed);
+    world.has_server_ended.store(true, Ordering::Relaxed);
 }
 
-impl Table {
+impl ServerState {
     fn sessions(&self) -> MutexGuard<'_, BTreeMap<u64, Connection>> {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -96,7 +96,7 @@ impl Table {
         let work = move || {
             if let Err(error) = session.run(&*table) {
                 assert!(
-                    table.world.has_standstills,
+                    table.world.has_stalls,
                     "a VMM does not keep to the protocol: {error}: {error:?}"
                 );
             }
@@ -115,7 +115,7 @@ impl Table {
 
     /// Ends all sessions. The server reads no more requests.
     fn end(&self) {
-        self.ends.store(true, Ordering::Relaxed);
+        self.is_ending.store(true, Ordering::Relaxed);
         let ending = {
             let mut sessions = self.sessions();
             let ending = sessions.values_mut().filter_map(|connection| {
@@ -139,17 +139,17 @@ impl Table {
                 id: &id,
                 drive: self.drive.identity(),
                 nsid: self.drive.namespace().nsid,
-                wanted: RequestedBytes::At(range),
+                wanted: RequestedBytes::Range(range),
                 lba_shift: self.drive.lba_shift(),
                 blocks: self.drive.blocks(),
-                former_data: PreviousDataPolicy::Kept,
+                previous_data: PreviousDataPolicy::Kept,
             });
             match lease {
                 Ok(lease) => return lease,
                 Err(LeaseError::IdTaken { .. } | LeaseError::Overlap { .. }) => {
                     let waited = clock::monotonic() - began;
                     assert!(
-                        waited < END,
+                        waited < END_TIMEOUT,
                         "a VMM that is gone has its lease for {waited:?}"
                     );
                     clock::sleep(RETRY);
@@ -159,23 +159,27 @@ impl Table {
         }
     }
 
-    fn attach(&self, number: usize, parts: SharedPartsSource) -> Arc<LocalBackend> {
-        let seat = &self.world.seats[number];
+    fn open_local_backend(
+        &self,
+        number: usize,
+        parts: SharedBackendPartsSource,
+    ) -> Arc<LocalBackend> {
+        let seat = &self.world.slots[number];
         let doorbells = seat.persona.doorbells();
         let lease = self.lease(number);
         let config = config(&self.drive, lease, doorbells, seat.policy, &self.pollers);
         let attachment = LocalBackend::with_parts(config, parts);
         let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
         let attachment = Arc::new(attachment);
-        *self.world.given(number) = Given {
+        *self.world.served_lease(number) = LeaseAssignment {
             server: self.number,
-            attachment: Arc::downgrade(&attachment),
+            local_backend: Arc::downgrade(&attachment),
         };
         attachment
     }
 }
 
-impl LeaseSource for Table {
+impl LeaseSource for ServerState {
     fn attach(
         &self,
         _: PeerIdentity,
@@ -188,18 +192,18 @@ impl LeaseSource for Table {
             panic!("a VMM asks for {options}");
         };
         let parts = match parts {
-            Some(parts) => SharedPartsSource::Kept(parts, EventReader::Trusted),
-            None => SharedPartsSource::Outliving(EventReader::Trusted),
+            Some(parts) => SharedBackendPartsSource::Persisted(parts, EventReader::Trusted),
+            None => SharedBackendPartsSource::Outliving(EventReader::Trusted),
         };
-        let attachment: Arc<dyn ControllerBackend> = self.attach(number, parts);
+        let attachment: Arc<dyn ControllerBackend> = self.open_local_backend(number, parts);
         LeaseAdmission::Attached(attachment)
     }
 
-    fn server_ends(&self) -> bool {
-        self.ends.load(Ordering::Relaxed)
+    fn is_server_ending(&self) -> bool {
+        self.is_ending.load(Ordering::Relaxed)
     }
 
-    fn ended(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
-        LeaseEndCause::Gone
+    fn on_lease_end(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+        LeaseEndCause::Disconnected
     }
 }

@@ -7,24 +7,24 @@ use std::time::Duration;
 
 use nvme_guest::BackendStateError;
 use nvme_guest::threads::{ThreadSpawner, start_thread};
-use nvme_mpt_lease_protocol::{RemoteBackend, attach_anywhere};
+use nvme_mpt_lease_protocol::{RemoteBackend, attach_any_server};
 use nvme_mpt_memory::clock;
 use nvme_mpt_tests::function::InProcess;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
 use vmm_device::{MsixMasking, NvmeFunction, SnapshotError};
 
-use super::{END, FOLDER, World, check_filled, fill};
-use crate::guest::{Conditions, Guest, Machine, Shared};
+use super::{END_TIMEOUT, STATE_DIR, World, check_filled, fill};
+use crate::guest::{Conditions, Guest, GuestState, Machine};
 use crate::registers::Registers;
-use crate::scenario::{Vmm, buffers, pause_and_resume, plug, rest, take_and_give};
+use crate::scenario::{Vmm, buffers, pause_and_resume, plug, sleep_randomly, unmap_and_map};
 
 /// Longest time of a command. The server may stall, and be lost twice, before the command completes.
-const PATIENCE: Duration = Duration::from_secs(400);
+const IO_TIMEOUT: Duration = Duration::from_secs(400);
 
 /// Runs a guest until its work is done.
-pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
-    let seat = &world.seats[number];
+pub(super) fn run_until_done(world: &Arc<World>, number: usize, mut rng: Rng) {
+    let seat = &world.slots[number];
     let host = attach(number);
     let (memory, shared) = seat.begin();
     let function = NvmeFunction::new(Arc::new(host), MsixMasking::Client);
@@ -40,15 +40,15 @@ pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
     // In a world where servers stall, pauses, unmaps, resets and deletions would fail. Commands of a deleted queue do not count
     // as users of the unmapped memory, so queues are not deleted while memory is unmapped.
     let (doing, loses_queues): (Option<Vmm>, bool) = match rng.below(5) {
-        _ if world.has_standstills => (None, false),
+        _ if world.has_stalls => (None, false),
         0 => (None, true),
-        1 => (Some(take_and_give), false),
+        1 => (Some(unmap_and_map), false),
         2 => (Some(pause_and_resume), true),
         3 => (Some(save_and_restore), true),
         _ => (Some(mask), true),
     };
     let conditions = conditions(world, loses_queues, &mut rng);
-    let work = Registers::after(seat.history.clone());
+    let work = Registers::with_history(seat.history.clone());
     let guest = Guest::new(work, seat.persona, conditions, guest_rng, machine);
     let doing = doing.map(|vmm| {
         let (bar, memory, shared) = (bar.clone(), memory.clone(), shared.clone());
@@ -58,7 +58,7 @@ pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
     });
     guest.run_until(bar.clone(), || {
         // A function must end while the server answers in time.
-        while world.has_standstills && !world.is_calm.load(Ordering::Relaxed) {
+        while world.has_stalls && !world.is_calm.load(Ordering::Relaxed) {
             clock::sleep(Duration::from_millis(50));
         }
     });
@@ -73,7 +73,7 @@ fn attach(number: usize) -> RemoteBackend {
     let options = format!("seat={number}");
     loop {
         let threads = ThreadSpawner::default();
-        let host = attach_anywhere(Path::new(FOLDER), &options, None, &threads);
+        let host = attach_any_server(Path::new(STATE_DIR), &options, None, &threads);
         match host {
             Ok(Some(host)) => return host,
             Ok(None) => clock::sleep(Duration::from_micros(500)),
@@ -86,10 +86,10 @@ fn conditions(world: &World, loses_queues: bool, rng: &mut Rng) -> Conditions {
     let rounds = 8 + rng.below(24);
     Conditions {
         rounds: rounds.min(world.less.rounds.unwrap_or(u64::MAX)),
-        patience: PATIENCE,
-        admin_patience: PATIENCE,
-        errors: false,
-        is_kept_waiting: false,
+        io_timeout: IO_TIMEOUT,
+        admin_timeout: IO_TIMEOUT,
+        may_fail: false,
+        may_be_slow: false,
         resets: if loses_queues { 10 } else { 0 },
         deletions: if loses_queues { 8 } else { 0 },
         aborts: 10,
@@ -104,51 +104,53 @@ fn end(world: &World, number: usize, bar: Arc<InProcess>, memory: &GuestMemory) 
     while world.has_lease(number) {
         let waited = clock::monotonic() - began;
         assert!(
-            waited < END,
+            waited < END_TIMEOUT,
             "the function has ended, and its lease has not"
         );
         clock::sleep(Duration::from_millis(1));
     }
     check_filled(memory);
-    world.seats[number].vmm().has_ended = true;
+    world.slots[number].vmm().has_ended = true;
 }
 
 /// Saves and restores the function until the guest has ended. The server that saved the queues may differ from the server that
 /// restores them.
-fn save_and_restore(bar: &InProcess, _: &GuestMemory, shared: &Shared, mut rng: Rng) {
+fn save_and_restore(bar: &InProcess, _: &GuestMemory, shared: &GuestState, mut rng: Rng) {
     while !shared.ended.load(Ordering::Relaxed) {
-        rest(&mut rng);
-        shared.frozen.store(true, Ordering::Relaxed);
+        sleep_randomly(&mut rng);
+        shared.should_stop.store(true, Ordering::Relaxed);
         let stands_still =
-            || shared.stands_still.load(Ordering::Relaxed) || shared.ended.load(Ordering::Relaxed);
+            || shared.is_stopped.load(Ordering::Relaxed) || shared.ended.load(Ordering::Relaxed);
         while !stands_still() {
             clock::sleep(Duration::from_micros(50));
         }
         let paused = bar.function().pause();
         paused.unwrap_or_else(|error| panic!("the function is not paused: {error}"));
-        let state = repeat(|| bar.function().save());
-        rest(&mut rng);
-        drop(repeat(|| {
+        let state = retry_until_reachable(|| bar.function().save());
+        sleep_randomly(&mut rng);
+        drop(retry_until_reachable(|| {
             let restored = bar.function().restore(&state);
             restored.map_err(|error| match error {
                 SnapshotError::State(error) => error,
                 other => panic!("it does not fit: {other}: {other:?}"),
             })
         }));
-        rest(&mut rng);
+        sleep_randomly(&mut rng);
         bar.function().resume();
-        shared.frozen.store(false, Ordering::Relaxed);
-        shared.stands_still.store(false, Ordering::Relaxed);
+        shared.should_stop.store(false, Ordering::Relaxed);
+        shared.is_stopped.store(false, Ordering::Relaxed);
     }
 }
 
 /// Retries an operation on the queues until a server is present.
-fn repeat<T>(mut work: impl FnMut() -> Result<T, BackendStateError>) -> T {
+fn retry_until_reachable<T>(mut work: impl FnMut() -> Result<T, BackendStateError>) -> T {
     let began = clock::monotonic();
     loop {
         match work() {
             Ok(done) => return done,
-            Err(BackendStateError::Unreachable { .. }) if clock::monotonic() - began < PATIENCE => {
+            Err(BackendStateError::Unreachable { .. })
+                if clock::monotonic() - began < IO_TIMEOUT =>
+            {
                 clock::sleep(Duration::from_millis(1));
             }
             Err(error) => panic!("no state is saved or restored: {error}: {error:?}"),
@@ -157,13 +159,13 @@ fn repeat<T>(mut work: impl FnMut() -> Result<T, BackendStateError>) -> T {
 }
 
 /// Masks and unmasks interrupts until the guest has ended.
-fn mask(bar: &InProcess, _: &GuestMemory, shared: &Shared, mut rng: Rng) {
+fn mask(bar: &InProcess, _: &GuestMemory, shared: &GuestState, mut rng: Rng) {
     while !shared.ended.load(Ordering::Relaxed) {
-        rest(&mut rng);
+        sleep_randomly(&mut rng);
         let vectors = bar.function().vectors().to_vec();
         let vector = &vectors[rng.below(vectors.len() as u64) as usize];
         vector.set_masked(true);
-        rest(&mut rng);
+        sleep_randomly(&mut rng);
         vector.set_masked(false);
     }
 }

@@ -47,7 +47,7 @@ struct Reset {
     /// False if the reset may not have taken effect.
     is_sure: bool,
     /// True for an interrupted reset, which may have left old data behind the write pointer.
-    is_cut: bool,
+    is_interrupted: bool,
 }
 
 /// Data in all zones.
@@ -91,25 +91,25 @@ impl Data {
     }
 
     /// Records the success of a write at `offset`.
-    pub(super) fn written(&mut self, number: Number, offset: u64, now: Duration) {
+    pub(super) fn write_succeeded(&mut self, number: Number, offset: u64, now: Duration) {
         if let Some(write) = self.writes.get_mut(&number) {
             (write.offset, write.ended, write.is_sure) = (Some(offset), Some(now), true);
         }
     }
 
     /// Removes a failed write, which has written nothing.
-    pub(super) fn failed(&mut self, number: Number) {
+    pub(super) fn write_failed(&mut self, number: Number) {
         self.writes.remove(&number);
     }
 
     /// Ends an interrupted write or reset, which took effect before `now`, or never will.
-    pub(super) fn lost(&mut self, number: Number, now: Duration) {
+    pub(super) fn command_interrupted(&mut self, number: Number, now: Duration) {
         if let Some(write) = self.writes.get_mut(&number) {
             write.ended = Some(now);
         }
         self.end_reset(number, now, false);
         for (_, reset) in self.resets.range_mut(parts(number)) {
-            reset.is_cut = true;
+            reset.is_interrupted = true;
         }
     }
 
@@ -126,7 +126,7 @@ impl Data {
                 began: now,
                 ended: None,
                 is_sure: false,
-                is_cut: false,
+                is_interrupted: false,
             };
             self.resets.insert((number, zone), reset);
         }
@@ -156,7 +156,7 @@ impl Data {
         found: u64,
         began: Duration,
     ) {
-        let settled = self.settled(zone, offset, is_written, began);
+        let settled = self.possible_values(zone, offset, is_written, began);
         assert!(
             settled.is_none_or(|values| values.contains(&found)),
             "block {offset} of zone {zone} has {found:#x}, and was written by one of {:?}",
@@ -181,9 +181,9 @@ impl Data {
             panic!("block {offset} of zone {zone} has {found:#x}, which was never written there");
         };
         let over = self
-            .reset_over(write)
+            .later_reset(write)
             .filter(|reset| is_before(reset.ended, began));
-        let mut cut = self.resets.values().filter(|reset| reset.is_cut);
+        let mut cut = self.resets.values().filter(|reset| reset.is_interrupted);
         let leaves_data = self.leaves_data
             || cut.any(|reset| reset.zone == zone && !is_before(reset.ended, write.began));
         assert!(
@@ -193,7 +193,7 @@ impl Data {
     }
 
     /// Returns the possible values of a block since the start of a read. `None` if other values are possible too.
-    fn settled(
+    fn possible_values(
         &self,
         zone: usize,
         offset: u64,
@@ -203,7 +203,7 @@ impl Data {
         let resets = || self.resets.values().filter(|reset| reset.zone == zone);
         let all = self.writes.iter().filter(|(_, write)| write.zone == zone);
         let (mut values, mut is_certain, mut is_doubtful) = (Vec::new(), false, false);
-        for (number, write) in all.filter(|(_, write)| self.reset_over(write).is_none()) {
+        for (number, write) in all.filter(|(_, write)| self.later_reset(write).is_none()) {
             let nth = write.nth(zone, offset);
             if write.is_sure && is_before(write.ended, began) {
                 if let Some(nth) = nth {
@@ -222,7 +222,7 @@ impl Data {
     }
 
     /// Returns a reset that certainly followed a write.
-    fn reset_over(&self, write: &Write) -> Option<&Reset> {
+    fn later_reset(&self, write: &Write) -> Option<&Reset> {
         self.resets.values().find(|reset| {
             reset.zone == write.zone && reset.is_sure && is_before(write.ended, reset.began)
         })

@@ -24,11 +24,11 @@ use nvme_software::SoftwareController;
 use nvme_software::model::DriveProfile;
 
 use crate::blocks::Blocks;
-use crate::guest::{self, Conditions, End, Guest, Machine, Persona, Work};
+use crate::guest::{self, CommandEnd, Conditions, Guest, Machine, Persona, Work};
 use crate::history::BLOCK;
-use crate::lives;
 use crate::registers::{BLOCKS_MAX, bytes_of, value_of};
-use crate::runs::Less;
+use crate::restarts;
+use crate::runs::OmittedParts;
 use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, Scenario, buffers, run_alone, timing};
 
 use data::Data;
@@ -77,7 +77,7 @@ struct Zones {
     geometry: Geometry,
     /// True if the server may die. An interrupted Zone Append may then have taken effect. As in Linux, a zone has only one
     /// changing command in flight then, except for appends.
-    dies: bool,
+    server_may_die: bool,
     model: Model,
     data: Data,
     commands: Number,
@@ -87,7 +87,7 @@ impl Zones {
     fn new(geometry: Geometry, dies: bool) -> Self {
         Self {
             geometry,
-            dies,
+            server_may_die: dies,
             model: Model::new(geometry),
             data: Data::new(dies),
             commands: 0,
@@ -105,13 +105,14 @@ impl Zones {
     /// Returns whether the guest may submit another command that changes a zone.
     fn is_free(&self, zone: usize, appends: bool) -> bool {
         let in_flight = self.model.in_flight(zone);
-        if self.dies && in_flight > 0 && !(appends && self.model.has_appends_alone(zone)) {
+        if self.server_may_die && in_flight > 0 && !(appends && self.model.has_appends_alone(zone))
+        {
             return false;
         }
         in_flight < IN_FLIGHT
     }
 
-    fn choose_change(&self, rng: &mut Rng) -> Kind {
+    fn random_change(&self, rng: &mut Rng) -> Kind {
         let zone = rng.below(self.geometry.zones as u64) as usize;
         let all = 0..self.geometry.zones;
         match rng.below(32) {
@@ -123,8 +124,8 @@ impl Zones {
                 // Mostly the next block, sometimes another one.
                 let offset = match rng.below(8) {
                     0 => rng.below(self.geometry.size),
-                    1..4 => self.model.written(zone).0,
-                    _ => self.model.written(zone).1,
+                    1..4 => self.model.write_pointer_range(zone).0,
+                    _ => self.model.write_pointer_range(zone).1,
                 };
                 let offset = offset.min(self.geometry.size - 1);
                 let most = APPEND_MAX.min(self.geometry.size - offset);
@@ -170,7 +171,7 @@ impl Zones {
     }
 
     /// Records the end of a command that changes zones.
-    fn end_change(&mut self, number: Number, kind: Kind, end: &End<'_>) {
+    fn end_change(&mut self, number: Number, kind: Kind, end: &CommandEnd<'_>) {
         let answer = match end.cqe.map(|cqe| (cqe.status().code(), cqe.result)) {
             None => None,
             Some((status::SUCCESS, lba)) => Some(match kind {
@@ -184,7 +185,7 @@ impl Zones {
                 None
             }
             Some((status::COMMAND_INTERRUPTED, _))
-                if self.dies && matches!(kind, Kind::Append { .. }) =>
+                if self.server_may_die && matches!(kind, Kind::Append { .. }) =>
             {
                 None
             }
@@ -193,12 +194,12 @@ impl Zones {
         self.model.end(number, answer);
         let now = end.now;
         match (answer, kind) {
-            (None, _) => self.data.lost(number, now),
+            (None, _) => self.data.command_interrupted(number, now),
             (Some(Answer::Failed(_)), Kind::Send { .. }) => self.data.reset_failed(number),
-            (Some(Answer::Failed(_)), _) => self.data.failed(number),
-            (Some(Answer::Appended(offset)), _) => self.data.written(number, offset, now),
+            (Some(Answer::Failed(_)), _) => self.data.write_failed(number),
+            (Some(Answer::Appended(offset)), _) => self.data.write_succeeded(number, offset, now),
             (Some(Answer::Done), Kind::Write { offset, .. }) => {
-                self.data.written(number, offset, now);
+                self.data.write_succeeded(number, offset, now);
             }
             // A reset of all zones skips a zone with another reset in progress.
             (Some(Answer::Done), Kind::Send { zone, .. }) => {
@@ -231,7 +232,7 @@ impl Work for Zones {
             0..5 => self.read(rng),
             5 => Kind::Report,
             6 => Kind::Flush,
-            _ => match self.choose_change(rng) {
+            _ => match self.random_change(rng) {
                 Kind::Append { zone, .. } if !self.is_free(zone, true) => self.read(rng),
                 Kind::Write { zone, .. }
                 | Kind::Send {
@@ -243,7 +244,7 @@ impl Work for Zones {
         self.command(kind)
     }
 
-    fn request(&self, command: &Command) -> (Sqe, guest::Data) {
+    fn to_sqe(&self, command: &Command) -> (Sqe, guest::Data) {
         let Geometry { zones, size, .. } = self.geometry;
         let start = |zone: usize| zone as u64 * size;
         let bytes = |blocks: u64| {
@@ -321,7 +322,7 @@ impl Work for Zones {
         self.model.begin(number, zone, action);
     }
 
-    fn end(&mut self, command: Command, end: &End<'_>) {
+    fn end(&mut self, command: Command, end: &CommandEnd<'_>) {
         let Command { number, kind } = command;
         let has_result = matches!(kind, Kind::Append { .. }) && end.has_succeeded();
         if let Some(cqe) = end.cqe {
@@ -353,7 +354,7 @@ impl Work for Zones {
         }
     }
 
-    fn last(&self) -> Vec<Command> {
+    fn verification_commands(&self) -> Vec<Command> {
         let Geometry {
             zones,
             size,
@@ -430,14 +431,14 @@ impl ZonedDrive {
             Some(path) => self.blocks.clone().at(path),
             None => self.blocks.clone(),
         };
-        let drive = SoftwareController::over(blocks, 9).timed(&self.profile);
-        let zoned = drive.zoned(zns);
+        let drive = SoftwareController::new(blocks, 9).with_timing(&self.profile);
+        let zoned = drive.with_zones(zns);
         Arc::new(zoned.unwrap_or_else(|error| panic!("no zones: {error}: {error:?}")))
     }
 }
 
 /// Runs a guest on zones.
-pub(crate) fn run(less: Less, rng: &mut Rng) {
+pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let drive = ZonedDrive::new(rng);
     let memory = GuestMemory::new(&[(LOW, LOW_LEN), (HIGH, HIGH_LEN)]);
     let memory = memory.unwrap_or_else(|error| panic!("{error}"));
@@ -460,10 +461,10 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
 
 /// Runs a guest whose server dies several times.
 fn run_lives(drive: ZonedDrive, memory: GuestMemory, conditions: Conditions, rng: &mut Rng) {
-    let folder = Folder::new();
+    let folder = ZoneStateDir::new();
     let (geometry, range, path) = (drive.geometry, drive.lease(), folder.0.join("drive"));
     let open = Arc::new(move || drive.open(Some(&path)));
-    let (world, pairs) = lives::World::new(&memory, open, range, rng);
+    let (world, pairs) = restarts::World::new(&memory, open, range, rng);
     let machine = Machine {
         buffers: buffers(&memory),
         memory,
@@ -477,9 +478,9 @@ fn run_lives(drive: ZonedDrive, memory: GuestMemory, conditions: Conditions, rng
 }
 
 /// Directory on a real disk: the states of zones are stored by a memory mapping, which needs a real file.
-struct Folder(PathBuf);
+struct ZoneStateDir(PathBuf);
 
-impl Folder {
+impl ZoneStateDir {
     fn new() -> Self {
         let folder = std::env::temp_dir().join(format!("nvme-mpt-zones-{}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a folder");
@@ -491,7 +492,7 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
+impl Drop for ZoneStateDir {
     fn drop(&mut self) {
         std::fs::remove_dir_all(&self.0).expect("a folder");
     }

@@ -35,7 +35,7 @@ pub(super) enum Action {
 
 impl Action {
     /// Returns whether the command needs an open zone.
-    const fn opens(self) -> bool {
+    const fn needs_open_zone(self) -> bool {
         matches!(self, Self::Write { .. } | Self::Append { .. } | Self::Open)
     }
 }
@@ -55,7 +55,7 @@ struct Possibility {
     state: u8,
     written: u64,
     /// Reset in progress, which deallocates the zone's blocks.
-    resetting: Option<Number>,
+    reset_by: Option<Number>,
     answers: BTreeMap<Number, Answer>,
 }
 
@@ -63,7 +63,7 @@ impl Possibility {
     const EMPTY: Self = Self {
         state: state::EMPTY,
         written: 0,
-        resetting: None,
+        reset_by: None,
         answers: BTreeMap::new(),
     };
 
@@ -76,7 +76,7 @@ impl Possibility {
     }
 
     /// Returns state and write pointer as in a report. A full zone has no write pointer, so it has 0.
-    fn reported(&self) -> (u8, u64) {
+    fn report_fields(&self) -> (u8, u64) {
         let written = if self.state == state::FULL {
             0
         } else {
@@ -93,10 +93,10 @@ impl Possibility {
     }
 
     /// Returns the possibilities after a command, with the command's answers.
-    fn after(&self, number: Number, action: Action, capacity: u64) -> Vec<(Self, Answer)> {
+    fn successors(&self, number: Number, action: Action, capacity: u64) -> Vec<(Self, Answer)> {
         let failed = |status| (self.clone(), Answer::Failed(status));
         let reset = || Self {
-            resetting: (self.written > 0).then_some(number),
+            reset_by: (self.written > 0).then_some(number),
             answers: self.answers.clone(),
             ..Self::EMPTY
         };
@@ -106,7 +106,7 @@ impl Possibility {
             Action::FinishAll if self.is_active() => self.with_state(state::FULL),
             Action::ResetAll if self.is_active() || is_full => reset(),
             Action::CloseAll | Action::FinishAll | Action::ResetAll => self.clone(),
-            _ if self.resetting.is_some() => return vec![failed(status::COMMAND_INTERRUPTED)],
+            _ if self.reset_by.is_some() => return vec![failed(status::COMMAND_INTERRUPTED)],
             Action::Write { .. } | Action::Append { .. } if is_full => {
                 return vec![failed(status::ZONE_IS_FULL)];
             }
@@ -144,7 +144,7 @@ impl Possibility {
             _ => Answer::Done,
         };
         let mut all = vec![(next, answer)];
-        if action.opens() && !self.is_open() {
+        if action.needs_open_zone() && !self.is_open() {
             all.push(failed(status::TOO_MANY_OPEN_ZONES));
             if !self.is_active() {
                 all.push(failed(status::TOO_MANY_ACTIVE_ZONES));
@@ -156,29 +156,29 @@ impl Possibility {
 
 /// Possible states of a zone.
 #[derive(Clone, Debug)]
-struct Possible {
-    all: BTreeSet<Possibility>,
+struct PossibleStates {
+    states: BTreeSet<Possibility>,
     in_flight: BTreeMap<Number, Action>,
 }
 
-impl Possible {
+impl PossibleStates {
     /// Adds all states to which commands in flight can lead. `may_be_closed`: other zones may force a close.
     fn expand(&mut self, capacity: u64, may_be_closed: bool) {
-        let mut new: Vec<_> = self.all.iter().cloned().collect();
+        let mut new: Vec<_> = self.states.iter().cloned().collect();
         while let Some(from) = new.pop() {
             let mut next = Vec::new();
             if may_be_closed && from.state == state::IMPLICITLY_OPENED {
                 next.push(from.with_state(state::CLOSED));
             }
-            if from.resetting.is_some() {
+            if from.reset_by.is_some() {
                 next.push(Possibility {
-                    resetting: None,
+                    reset_by: None,
                     ..from.clone()
                 });
             }
             for (number, action) in &self.in_flight {
                 if !from.answers.contains_key(number) {
-                    let after = from.after(*number, *action, capacity);
+                    let after = from.successors(*number, *action, capacity);
                     next.extend(after.into_iter().map(|(mut next, answer)| {
                         next.answers.insert(*number, answer);
                         next
@@ -186,7 +186,7 @@ impl Possible {
                 }
             }
             for possibility in next {
-                if self.all.insert(possibility.clone()) {
+                if self.states.insert(possibility.clone()) {
                     new.push(possibility);
                 }
             }
@@ -196,12 +196,12 @@ impl Possible {
     /// Keeps the possibilities that agree with a command's answer. Without an answer, the command may have taken effect or not.
     fn end(&mut self, number: Number, answer: Option<Answer>) {
         self.in_flight.remove(&number);
-        let all = std::mem::take(&mut self.all);
+        let all = std::mem::take(&mut self.states);
         let agrees = |possibility: &Possibility| {
-            possibility.resetting != Some(number)
+            possibility.reset_by != Some(number)
                 && (answer.is_none() || possibility.answers.get(&number) == answer.as_ref())
         };
-        self.all = all
+        self.states = all
             .into_iter()
             .filter(agrees)
             .map(|mut possibility| {
@@ -213,21 +213,25 @@ impl Possible {
 
     /// Returns whether the zone may be open, including for a write that fills it.
     fn may_be_open(&self) -> bool {
-        self.can(Possibility::is_open) || self.in_flight.values().any(|action| action.opens())
+        self.can_be(Possibility::is_open)
+            || self
+                .in_flight
+                .values()
+                .any(|action| action.needs_open_zone())
     }
 
-    fn can(&self, wanted: impl Fn(&Possibility) -> bool) -> bool {
-        self.all.iter().any(wanted)
+    fn can_be(&self, wanted: impl Fn(&Possibility) -> bool) -> bool {
+        self.states.iter().any(wanted)
     }
 
-    fn must(&self, wanted: impl Fn(&Possibility) -> bool) -> bool {
-        self.all.iter().all(wanted)
+    fn must_be(&self, wanted: impl Fn(&Possibility) -> bool) -> bool {
+        self.states.iter().all(wanted)
     }
 }
 
 /// Resources that other zones may have used while a command was in flight.
 #[derive(Clone, Debug, Default)]
-struct Rivals {
+struct OtherZoneUsage {
     zone: Option<usize>,
     /// Maximum number of other zones that may have been active.
     active: usize,
@@ -258,22 +262,22 @@ pub(super) struct Geometry {
 #[derive(Clone, Debug)]
 pub(super) struct Model {
     geometry: Geometry,
-    zones: Vec<Possible>,
-    rivals: BTreeMap<Number, Rivals>,
+    zones: Vec<PossibleStates>,
+    other_usage: BTreeMap<Number, OtherZoneUsage>,
     reports: BTreeMap<Number, Report>,
 }
 
 impl Model {
     /// Creates zones that are all empty.
     pub(super) fn new(geometry: Geometry) -> Self {
-        let empty = Possible {
-            all: BTreeSet::from([Possibility::EMPTY]),
+        let empty = PossibleStates {
+            states: BTreeSet::from([Possibility::EMPTY]),
             in_flight: BTreeMap::new(),
         };
         Self {
             geometry,
             zones: vec![empty; geometry.zones],
-            rivals: BTreeMap::new(),
+            other_usage: BTreeMap::new(),
             reports: BTreeMap::new(),
         }
     }
@@ -290,15 +294,15 @@ impl Model {
     }
 
     /// Returns the minimum and maximum possible write pointer of a zone, in blocks.
-    pub(super) fn written(&self, zone: usize) -> (u64, u64) {
-        let written = || self.zones[zone].all.iter().map(|zone| zone.written);
+    pub(super) fn write_pointer_range(&self, zone: usize) -> (u64, u64) {
+        let written = || self.zones[zone].states.iter().map(|zone| zone.written);
         let (fewest, most) = (written().min(), written().max());
         (fewest.unwrap_or(0), most.unwrap_or(0))
     }
 
     /// Returns whether a block certainly lies below its zone's write pointer.
     pub(super) fn is_written(&self, zone: usize, offset: u64) -> bool {
-        self.zones[zone].must(|possibility| possibility.written > offset)
+        self.zones[zone].must_be(|possibility| possibility.written > offset)
     }
 
     /// Records the start of a command on a zone, or on all zones.
@@ -308,11 +312,11 @@ impl Model {
                 possible.in_flight.insert(number, action);
             }
         }
-        let rivals = Rivals {
+        let rivals = OtherZoneUsage {
             zone,
-            ..Rivals::default()
+            ..OtherZoneUsage::default()
         };
-        self.rivals.insert(number, rivals);
+        self.other_usage.insert(number, rivals);
         let reports = self.reports.values_mut();
         reports.for_each(|report| report.is_alone = false);
         self.update();
@@ -322,7 +326,7 @@ impl Model {
     pub(super) fn begin_report(&mut self, number: Number) {
         let report = Report {
             seen: vec![BTreeSet::new(); self.zones.len()],
-            is_alone: self.rivals.is_empty(),
+            is_alone: self.other_usage.is_empty(),
         };
         self.reports.insert(number, report);
         self.update();
@@ -333,7 +337,7 @@ impl Model {
     /// # Panics
     /// No order of the commands explains the answer.
     pub(super) fn end(&mut self, number: Number, answer: Option<Answer>) {
-        let rivals = self.rivals.remove(&number).unwrap_or_default();
+        let rivals = self.other_usage.remove(&number).unwrap_or_default();
         let Geometry {
             open_max,
             active_max,
@@ -354,10 +358,10 @@ impl Model {
             let Some(action) = possible.in_flight.get(&number).copied() else {
                 continue;
             };
-            let before = possible.all.clone();
+            let before = possible.states.clone();
             possible.end(number, answer);
             assert!(
-                !possible.all.is_empty(),
+                !possible.states.is_empty(),
                 "zone {index}: {answer:?} is no answer to {action:?} (command {number}) of these: {before:?}"
             );
         }
@@ -393,8 +397,8 @@ impl Model {
                 "zone {index} was reported as {reported:x?}, and may have been {seen:x?}"
             );
             if report.is_alone {
-                let all = &mut self.zones[index].all;
-                all.retain(|possibility| possibility.reported() == reported);
+                let all = &mut self.zones[index].states;
+                all.retain(|possibility| possibility.report_fields() == reported);
             }
             let is_open =
                 [state::IMPLICITLY_OPENED, state::EXPLICITLY_OPENED].contains(&zone.state);
@@ -427,24 +431,27 @@ impl Model {
             may_be_closed = true;
         }
         let is_explicit = |possibility: &Possibility| possibility.state == state::EXPLICITLY_OPENED;
-        for rivals in self.rivals.values_mut() {
+        for rivals in self.other_usage.values_mut() {
             let others = self.zones.iter().enumerate();
             let others = others.filter(|(index, _)| rivals.zone != Some(*index));
             let (mut active, mut explicit) = (0, 0);
             for (_, zone) in others {
-                active += usize::from(zone.can(Possibility::is_active));
-                explicit += usize::from(zone.can(is_explicit));
+                active += usize::from(zone.can_be(Possibility::is_active));
+                explicit += usize::from(zone.can_be(is_explicit));
             }
             rivals.active = rivals.active.max(active);
             rivals.explicit = rivals.explicit.max(explicit);
         }
         for report in self.reports.values_mut() {
             for (seen, zone) in report.seen.iter_mut().zip(&self.zones) {
-                seen.extend(zone.all.iter().map(Possibility::reported));
+                seen.extend(zone.states.iter().map(Possibility::report_fields));
             }
         }
         let count = |wanted: fn(&Possibility) -> bool| {
-            self.zones.iter().filter(|zone| zone.must(wanted)).count()
+            self.zones
+                .iter()
+                .filter(|zone| zone.must_be(wanted))
+                .count()
         };
         let (open, active) = (count(Possibility::is_open), count(Possibility::is_active));
         assert!(

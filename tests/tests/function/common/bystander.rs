@@ -34,13 +34,13 @@ impl Bystander {
             steps,
             thread: Some(thread),
         };
-        bystander.goes_on();
+        bystander.wait_for_progress();
         bystander
     }
 
     /// Waits for some more verified I/O.
     #[track_caller]
-    pub(crate) fn goes_on(&self) {
+    pub(crate) fn wait_for_progress(&self) {
         let until = self.steps.load(Ordering::Relaxed) + 20;
         wait_for("the other guest's I/O", || {
             let ended = self.thread.as_ref().is_none_or(JoinHandle::is_finished);
@@ -52,7 +52,7 @@ impl Bystander {
     /// Lets the guest continue for a while, then verifies all written data.
     #[track_caller]
     pub(crate) fn finish(mut self) {
-        self.goes_on();
+        self.wait_for_progress();
         self.end();
     }
 
@@ -75,7 +75,7 @@ impl Drop for Bystander {
 
 fn run(machine: &Machine, stop: &AtomicBool, steps: &AtomicU64) {
     let (controller, mut disk) = machine.disk();
-    let limits = Limits::of(&disk, TRANSFER);
+    let limits = Limits::for_disk(&disk, TRANSFER);
     let mut model = Model::new(limits, true);
     let mut rng = Rng::new(disk.blocks());
     while !stop.load(Ordering::Relaxed) {

@@ -5,13 +5,13 @@ use std::thread;
 
 /// Handle of the thread for a test.
 #[derive(Default)]
-pub(crate) struct Changes {
+pub(crate) struct ChangeThread {
     stop: AtomicBool,
-    rest: AtomicBool,
-    rests: AtomicBool,
+    should_pause: AtomicBool,
+    is_paused: AtomicBool,
 }
 
-impl Changes {
+impl ChangeThread {
     /// Runs `test` while a thread calls `change` in a loop. The data is valid after each call of `change`.
     pub(crate) fn during<R>(mut change: impl FnMut() + Send, test: impl FnOnce(&Self) -> R) -> R {
         let changes = Self::default();
@@ -19,48 +19,48 @@ impl Changes {
             scope.spawn(|| {
                 while !changes.stop.load(Ordering::Relaxed) {
                     change();
-                    while changes.rest.load(Ordering::Acquire) {
-                        changes.rests.store(true, Ordering::Release);
+                    while changes.should_pause.load(Ordering::Acquire) {
+                        changes.is_paused.store(true, Ordering::Release);
                         thread::sleep(std::time::Duration::from_micros(20));
                     }
-                    changes.rests.store(false, Ordering::Release);
+                    changes.is_paused.store(false, Ordering::Release);
                 }
             });
             // Drop stops the thread even if the test fails. Otherwise the scope would wait forever.
-            let _end = End(&changes);
+            let _end = StopOnDrop(&changes);
             test(&changes)
         })
     }
 
     /// Runs `calm` while the thread is paused. At least one change has happened before.
-    pub(crate) fn rest<R>(&self, calm: impl FnOnce() -> R) -> R {
-        self.rest.store(true, Ordering::Release);
-        let _end = RestEnd(self);
-        self.wait_until_it(true);
+    pub(crate) fn while_paused<R>(&self, calm: impl FnOnce() -> R) -> R {
+        self.should_pause.store(true, Ordering::Release);
+        let _end = ResumeOnDrop(self);
+        self.wait_paused(true);
         calm()
     }
 
-    fn wait_until_it(&self, rests: bool) {
-        while self.rests.load(Ordering::Acquire) != rests {
+    fn wait_paused(&self, rests: bool) {
+        while self.is_paused.load(Ordering::Acquire) != rests {
             thread::sleep(std::time::Duration::from_micros(20));
         }
     }
 }
 
-struct End<'a>(&'a Changes);
+struct StopOnDrop<'a>(&'a ChangeThread);
 
-impl Drop for End<'_> {
+impl Drop for StopOnDrop<'_> {
     fn drop(&mut self) {
         self.0.stop.store(true, Ordering::Relaxed);
     }
 }
 
-struct RestEnd<'a>(&'a Changes);
+struct ResumeOnDrop<'a>(&'a ChangeThread);
 
-impl Drop for RestEnd<'_> {
+impl Drop for ResumeOnDrop<'_> {
     fn drop(&mut self) {
-        self.0.rest.store(false, Ordering::Release);
+        self.0.should_pause.store(false, Ordering::Release);
         // Otherwise the next pause could mistake the present pause for its own.
-        self.0.wait_until_it(false);
+        self.0.wait_paused(false);
     }
 }

@@ -25,6 +25,6 @@ pub(crate) fn start(command: &mut Command) -> io::Result<Child> {
 }
 
 /// Waits until no child has copies of descriptors from before the call.
-pub(crate) fn let_go() {
+pub(crate) fn wait_for_spawns() {
     drop(BEING_MADE.lock().unwrap());
 }

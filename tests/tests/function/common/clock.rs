@@ -10,25 +10,25 @@ use super::HANG;
 
 /// Number of attempts, 1 ms each, of a skipped wait: enough for pollers to handle earlier requests. The limit is a count, since
 /// a pause of the machine counts as a single attempt.
-const TAKEN_UP: u32 = 3000;
+const SKIPS: u32 = 3000;
 
 /// A clock that counts only failed waits, and that tests can advance.
 #[derive(Debug, Default)]
 pub(crate) struct TestClock {
     waited: Mutex<Duration>,
     /// Number of failed waits that are still skipped.
-    skips: AtomicU32,
+    remaining_skips: AtomicU32,
 }
 
 impl TestClock {
     /// With `skip`, lets waits that cannot succeed end early, as if their time had passed. Otherwise, waits take their time.
     pub(crate) fn skip_waits(&self, skip: bool) {
-        self.skip_in_vain(if skip { u32::MAX } else { 0 });
+        self.skip_failing_waits(if skip { u32::MAX } else { 0 });
     }
 
     /// Skips waits like [`Self::skip_waits`], until `waits` of them have failed.
-    pub(crate) fn skip_in_vain(&self, waits: u32) {
-        self.skips.store(waits, Ordering::Release);
+    pub(crate) fn skip_failing_waits(&self, waits: u32) {
+        self.remaining_skips.store(waits, Ordering::Release);
     }
 
     /// Advances the clock.
@@ -50,14 +50,16 @@ impl WaitClock for TestClock {
     fn wait(&self, time: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
         let succeeded = if time.is_zero() {
             attempt(time)
-        } else if self.skips.load(Ordering::Acquire) > 0 {
-            let succeeded = (0..TAKEN_UP).any(|_| attempt(Duration::from_millis(1)));
+        } else if self.remaining_skips.load(Ordering::Acquire) > 0 {
+            let succeeded = (0..SKIPS).any(|_| attempt(Duration::from_millis(1)));
             if !succeeded {
                 let one_less = |left: u32| left.checked_sub(1);
                 // A test may have ended skipping in the meantime, so the count must not wrap.
-                let _ = self
-                    .skips
-                    .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less);
+                let _ = self.remaining_skips.fetch_update(
+                    Ordering::AcqRel,
+                    Ordering::Acquire,
+                    one_less,
+                );
             }
             succeeded
         } else {

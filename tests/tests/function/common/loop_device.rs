@@ -64,7 +64,7 @@ impl LoopDevice {
     /// without the permission.
     pub(crate) fn new(bytes: u64, room: u64) -> Option<Self> {
         let mut made = Self::in_tmpfs(bytes, room)?;
-        made.device = made.another(0)?;
+        made.device = made.attach_another(0)?;
         Some(made)
     }
 
@@ -83,7 +83,7 @@ impl LoopDevice {
     /// without the permission.
     pub(crate) fn without_zeroes(bytes: u64) -> Option<Self> {
         let mut made = Self::in_file_system(Mounted::ramfs()?, bytes);
-        made.device = made.another(0)?;
+        made.device = made.attach_another(0)?;
         Some(made)
     }
 
@@ -117,7 +117,7 @@ impl LoopDevice {
     }
 
     /// Attaches another loop device to the file, starting at `offset`. It is detached together with this one.
-    pub(crate) fn another(&self, offset: u64) -> Option<PathBuf> {
+    pub(crate) fn attach_another(&self, offset: u64) -> Option<PathBuf> {
         let file = self.file.to_str().unwrap();
         let device = run(&[
             "losetup",

@@ -15,20 +15,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use nvme_guest::limit::RateLimits;
+use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::stats::{PollerStats, QueueStats};
 use nvme_guest::{AdaptivePolicies, DoorbellStride, EventReader, Gpa};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::drive::SpareDescriptorStore;
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedPartsSource};
+use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
 use nvme_mpt_tests::command::{Sqe, admin};
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
-use nvme_mpt_tests::function::{InProcess, map, map_kept, map_piece};
+use nvme_mpt_tests::function::{InProcess, map, map_piece, map_restored};
 use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{GuestMemory, Piece, Region};
 use nvme_mpt_tests::queue::QueuePair;
@@ -64,7 +64,7 @@ pub(crate) fn pass_round(disks: &mut [Disk], seed: u64) {
 }
 
 /// Returns a polling policy that works with the doorbell mode. A store to a mapped doorbell wakes no event-driven poller.
-pub(crate) fn fitting(poll: &'static str, doorbells: DoorbellMode) -> &'static str {
+pub(crate) fn fit_poll_policy(poll: &'static str, doorbells: DoorbellMode) -> &'static str {
     match doorbells {
         DoorbellMode::Mapped => poll.strip_suffix(":event").unwrap_or(poll),
         _ => poll,
@@ -76,7 +76,7 @@ pub(crate) fn fitting(poll: &'static str, doorbells: DoorbellMode) -> &'static s
 pub(crate) const HANG: Duration = Duration::from_secs(180);
 
 /// Time for which memory of a ring may be unmapped, well below the product's limit.
-pub(crate) const AWAY: Duration = Duration::from_millis(500);
+pub(crate) const UNMAP_TIME: Duration = Duration::from_millis(500);
 
 /// Guest address of the first region, 1 MiB.
 pub(crate) const LOW: u64 = 0x10_0000;
@@ -85,7 +85,7 @@ pub(crate) const REGION: u64 = 16 << 20;
 /// Guest address of the region above 4 GiB.
 pub(crate) const HIGH: u64 = 1 << 32;
 /// Address at which no guest has memory.
-pub(crate) const NOWHERE: u64 = 0x7000_0000_0000;
+pub(crate) const UNMAPPED_ADDRESS: u64 = 0x7000_0000_0000;
 
 /// Default size of a lease in bytes.
 pub(crate) const LEASE: u64 = 16 << 20;
@@ -124,7 +124,7 @@ pub(crate) struct Host {
     /// Clock for the functions' waits.
     pub(crate) clock: Arc<TestClock>,
     /// Back end of the latest function.
-    pub(crate) attached: Mutex<Weak<LocalBackend>>,
+    pub(crate) latest_backend: Mutex<Weak<LocalBackend>>,
 }
 
 impl Host {
@@ -143,19 +143,19 @@ impl Host {
             lba_size,
             ..DriveOptions::default()
         };
-        children::let_go();
-        Self::of(drives::open(path, options).unwrap())
+        children::wait_for_spawns();
+        Self::from_drive(drives::open(path, options).unwrap())
     }
 
     /// Creates a host with an open drive.
-    pub(crate) fn of(drive: Arc<Drive>) -> Self {
+    pub(crate) fn from_drive(drive: Arc<Drive>) -> Self {
         Self {
             drive,
             ledger: Ledger::in_process(),
             pollers: PollerPool::new(),
             next_id: AtomicU64::new(0),
             clock: Arc::default(),
-            attached: Mutex::default(),
+            latest_backend: Mutex::default(),
         }
     }
 
@@ -191,7 +191,7 @@ impl Host {
             drive: self.drive.identity(),
             nsid: self.drive.namespace().nsid,
             wanted: match setup.unit {
-                None => RequestedBytes::At(ByteRange::new(setup.start, setup.length).unwrap()),
+                None => RequestedBytes::Range(ByteRange::new(setup.start, setup.length).unwrap()),
                 Some(unit) => RequestedBytes::Size {
                     bytes: setup.length,
                     unit,
@@ -200,16 +200,16 @@ impl Host {
             },
             lba_shift: self.drive.lba_shift(),
             blocks: self.drive.blocks(),
-            former_data,
+            previous_data: former_data,
         })
     }
 
     /// Leases ranges of the drive, so that leases by size must use the gaps.
-    pub(crate) fn occupy(&self, ranges: impl IntoIterator<Item = (u64, u64)>) -> Vec<Lease> {
+    pub(crate) fn lease_ranges(&self, ranges: impl IntoIterator<Item = (u64, u64)>) -> Vec<Lease> {
         let leases = ranges.into_iter().map(|(start, length)| {
             let setup = Setup {
                 start,
-                ..Setup::whole(length)
+                ..Setup::from_start(length)
             };
             self.lease(&format!("at-{start}"), &setup, PreviousDataPolicy::Kept)
                 .unwrap()
@@ -228,34 +228,34 @@ impl Host {
     }
 
     /// Creates a back end for the lease with this id.
-    pub(crate) fn attachment(&self, id: &str, setup: &Setup) -> Arc<LocalBackend> {
-        let parts = match remote::is_chosen() {
-            true => SharedPartsSource::Outliving(EventReader::Trusted),
-            false => SharedPartsSource::Own,
+    pub(crate) fn open_local_backend(&self, id: &str, setup: &Setup) -> Arc<LocalBackend> {
+        let parts = match remote::is_enabled() {
+            true => SharedBackendPartsSource::Outliving(EventReader::Trusted),
+            false => SharedBackendPartsSource::Own,
         };
-        self.attachment_with(id, setup, parts)
+        self.open_local_backend_with(id, setup, parts)
     }
 
     /// Creates a back end as [`Self::attachment`] does, with these shared parts.
-    pub(crate) fn attachment_with(
+    pub(crate) fn open_local_backend_with(
         &self,
         id: &str,
         setup: &Setup,
-        parts: SharedPartsSource,
+        parts: SharedBackendPartsSource,
     ) -> Arc<LocalBackend> {
-        self.attachment_of(id, setup, parts, None)
+        self.open_local_backend_with_spares(id, setup, parts, None)
     }
 
     /// Creates a back end as [`Self::attachment_with`] does, with a store for spare descriptors.
-    pub(crate) fn attachment_of(
+    pub(crate) fn open_local_backend_with_spares(
         &self,
         id: &str,
         setup: &Setup,
-        parts: SharedPartsSource,
+        parts: SharedBackendPartsSource,
         spares: Option<Arc<dyn SpareDescriptorStore>>,
     ) -> Arc<LocalBackend> {
         // A child may still have copies of an earlier machine's file descriptors.
-        children::let_go();
+        children::wait_for_spawns();
         // Tests check data that earlier machines left.
         let lease = self.lease(id, setup, PreviousDataPolicy::Kept).unwrap();
         let doorbells = match setup.doorbells {
@@ -269,13 +269,13 @@ impl Host {
             queue_pairs: setup.queue_pairs,
             reservation: (setup.reserve > 0).then(|| {
                 let weight = setup.rates.weight.unwrap_or_default();
-                self.drive.reserve(id, setup.reserve, weight).unwrap()
+                self.drive.reserve_pairs(id, setup.reserve, weight).unwrap()
             }),
             mdts: setup.mdts.map(|mdts| mdts.parse().unwrap()),
             doorbells,
             doorbell_stride: setup.stride,
             poll: setup.poll.parse().unwrap(),
-            learning: setup.learning,
+            adaptive: setup.adaptive_policies,
             pollers: self.pollers.clone(),
             memory: nvme_guest::MemoryKinds::default(),
             memory_limit: setup.memory_limit,
@@ -284,15 +284,15 @@ impl Host {
         };
         let attachment = LocalBackend::with_spares(config, parts, spares).unwrap();
         let attachment = Arc::new(attachment.with_clock(self.clock.clone()));
-        *self.attached.lock().unwrap() = Arc::downgrade(&attachment);
+        *self.latest_backend.lock().unwrap() = Arc::downgrade(&attachment);
         attachment
     }
 
     /// Creates a function for the lease with this id, with all guest memory mapped.
     fn function(&self, id: &str, setup: &Setup) -> NvmeFunction {
-        let attachment = self.attachment(id, setup);
-        let host = match remote::is_chosen() {
-            true => remote::host_side(attachment),
+        let attachment = self.open_local_backend(id, setup);
+        let host = match remote::is_enabled() {
+            true => remote::wrap_remote(attachment),
             false => attachment,
         };
         NvmeFunction::new(host, setup.masking).with_clock(self.clock.clone())
@@ -307,7 +307,7 @@ impl Host {
         let mut function = self.function(&suspended.id, setup);
         let state = FunctionSnapshot::from_bytes(&suspended.state)?;
         for region in suspended.memory.regions() {
-            map_kept(&function, &suspended.memory, &region);
+            map_restored(&function, &suspended.memory, &region);
         }
         let _moves = function.restore(&state)?;
         Ok(Machine::new(
@@ -325,7 +325,7 @@ impl Host {
     }
 
     /// Returns the number of times that pollers went to sleep.
-    pub(crate) fn parks(&self) -> u64 {
+    pub(crate) fn park_count(&self) -> u64 {
         self.pollers().iter().map(|poller| poller.parks).sum()
     }
 }
@@ -347,7 +347,7 @@ pub(crate) struct Setup {
     pub(crate) stride: DoorbellStride,
     /// Value of `poll=`.
     pub(crate) poll: &'static str,
-    pub(crate) learning: AdaptivePolicies,
+    pub(crate) adaptive_policies: AdaptivePolicies,
     pub(crate) rates: RateLimits,
     pub(crate) queue_pairs: u16,
     /// Value of `reserve=`.
@@ -370,7 +370,7 @@ impl Default for Setup {
             memory_limit: None,
             stride: DoorbellStride::default(),
             poll: "shared",
-            learning: AdaptivePolicies::default(),
+            adaptive_policies: AdaptivePolicies::default(),
             rates: RateLimits::default(),
             queue_pairs: 4,
             reserve: 0,
@@ -392,7 +392,7 @@ impl Setup {
     }
 
     /// Returns the setup of a lease that is the first `length` bytes of the drive.
-    pub(crate) fn whole(length: u64) -> Self {
+    pub(crate) fn from_start(length: u64) -> Self {
         Self {
             length,
             ..Self::default()
@@ -400,7 +400,7 @@ impl Setup {
     }
 
     /// Makes the lease one by size, with this allocation unit in bytes.
-    pub(crate) fn by_size(mut self, unit: u64) -> Self {
+    pub(crate) fn with_allocation_unit(mut self, unit: u64) -> Self {
         self.unit = Some(unit);
         self
     }
@@ -419,8 +419,8 @@ impl Setup {
     }
 
     /// Fixes these adaptive policies, as `fixed=` does.
-    pub(crate) fn fixed(mut self, names: &str) -> Self {
-        self.learning = names.parse().unwrap();
+    pub(crate) fn with_fixed_policies(mut self, names: &str) -> Self {
+        self.adaptive_policies = names.parse().unwrap();
         self
     }
 
@@ -485,7 +485,7 @@ impl Machine {
             function.pause().unwrap();
             let state = function.save().unwrap();
             // The guest's driver still has the BAR, so a dummy function replaces the old one.
-            *function = Host::new("null:1M", 512).function("nobody", &Setup::whole(1 << 20));
+            *function = Host::new("null:1M", 512).function("nobody", &Setup::from_start(1 << 20));
             state
         };
         Suspended {
@@ -531,32 +531,38 @@ impl Machine {
 
     /// Unmaps a part of a region, and waits for commands in flight.
     pub(crate) fn unmap_piece(&self, piece: Piece) {
-        let unmapped = self.function().host().unmap(Gpa(piece.gpa), piece.len);
+        let unmapped = self.function().backend().unmap(Gpa(piece.gpa), piece.len);
         assert_eq!(unmapped.unwrap(), piece.len);
     }
 
     /// Unmaps a region, and waits for commands in flight.
     pub(crate) fn unmap(&self, region: &Region) {
-        let unmapped = self.function().host().unmap(Gpa(region.gpa), region.len);
+        let unmapped = self.function().backend().unmap(Gpa(region.gpa), region.len);
         assert_eq!(unmapped.unwrap(), region.len);
     }
 
     /// Returns whether the I/O queue of a doorbell exists.
     pub(crate) fn has_queue(&self, doorbell: Doorbell) -> bool {
-        let doorbells = self.function().host().io_doorbells();
+        let doorbells = self.function().backend().io_doorbells();
         let mut wakers = doorbells.wakers.iter();
         wakers.any(|(existing, _)| *existing == doorbell)
     }
 
     /// Returns the statistics of an I/O queue pair.
     pub(crate) fn queue_stats(&self, qid: u16) -> QueueStats {
-        let stats = self.function().host().stats();
+        let stats = self.function().backend().stats();
         let queue = stats.queues.into_iter().find(|queue| queue.qid == qid);
         queue.unwrap_or_default()
     }
 
     /// Writes any value to a doorbell, in the form that the device polls.
-    pub(crate) fn poke(&self, controller: &Controller, queue: u16, side: Side, value: u32) {
+    pub(crate) fn write_raw_doorbell(
+        &self,
+        controller: &Controller,
+        queue: u16,
+        side: Side,
+        value: u32,
+    ) {
         if let Some(buffer) = controller.doorbell_buffer()
             && let Some((shadow, _)) = buffer.cells(queue, side)
         {

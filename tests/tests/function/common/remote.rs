@@ -11,13 +11,13 @@ use std::thread;
 use nvme_guest::threads::ThreadSpawner;
 use nvme_guest::{ControllerBackend, PersistedBackendParts};
 use nvme_mpt_lease_protocol::{
-    LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, attach_over,
+    LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, attach_stream,
 };
 
 /// Environment variable. With the value `remote`, functions have remote back ends.
 const CHOICE: &str = "NVME_MPT_HOST_SIDE";
 
-pub(crate) fn is_chosen() -> bool {
+pub(crate) fn is_enabled() -> bool {
     env::var(CHOICE).is_ok_and(|choice| choice == "remote")
 }
 
@@ -39,19 +39,19 @@ impl LeaseSource for OneLease {
         }
     }
 
-    fn ended(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
-        LeaseEndCause::Gone
+    fn on_lease_end(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+        LeaseEndCause::Disconnected
     }
 }
 
 /// Wraps a back end: returns a remote back end that is connected to it by a session of its own.
-pub(crate) fn host_side(host: Arc<dyn ControllerBackend>) -> Arc<dyn ControllerBackend> {
+pub(crate) fn wrap_remote(host: Arc<dyn ControllerBackend>) -> Arc<dyn ControllerBackend> {
     let (ours, theirs) = UnixStream::pair().unwrap();
     thread::spawn(move || {
         let leases = OneLease(Mutex::new(Some(host)));
         LeaseSession::new(theirs).unwrap().run(&leases).unwrap();
     });
     let threads = ThreadSpawner::default();
-    let remote = attach_over(ours, Path::new("pair"), "options", &threads).unwrap();
+    let remote = attach_stream(ours, Path::new("pair"), "options", &threads).unwrap();
     Arc::new(remote.unwrap())
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use nvme_guest::host::{ControllerLimits, TemperatureThresholds};
 use nvme_guest::iova::IovaSpace;
 use nvme_guest::{DriveEvent, EventQueue, IoQueueEvent};
-use nvme_lease::origin::DriveIdentityRef;
+use nvme_lease::backing_id::DriveIdentityRef;
 use nvme_mpt::Drive;
 use nvme_mpt::drive::{
     DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
@@ -34,7 +34,7 @@ struct State {
     incidents: DriveIncidents,
     subscribers: Vec<Weak<EventQueue>>,
     /// True while flushes do not complete.
-    holds_flushes: bool,
+    is_holding_flushes: bool,
 }
 
 /// A host controller under the test's control.
@@ -69,7 +69,7 @@ impl ScriptedController {
             health_reads: 0,
             incidents: DriveIncidents::default(),
             subscribers: Vec::new(),
-            holds_flushes: false,
+            is_holding_flushes: false,
         };
         let drive = Self {
             stores,
@@ -83,7 +83,7 @@ impl ScriptedController {
 
     /// Returns a host whose functions share a namespace.
     pub(crate) fn host(self: &Arc<Self>, nsid: u32) -> Host {
-        Host::of(Drive::new("0000:01:00.0", self.clone(), Some(Nsid(nsid))).unwrap())
+        Host::from_drive(Drive::new("0000:01:00.0", self.clone(), Some(Nsid(nsid))).unwrap())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -112,18 +112,18 @@ impl ScriptedController {
 
     /// Removes the drive.
     pub(crate) fn remove(&self) {
-        self.state().incidents.gone = true;
-        self.tell(DriveEvent::Gone);
+        self.state().incidents.is_gone = true;
+        self.report_event(DriveEvent::Gone);
     }
 
     /// Holds all flushes, or releases the held ones.
     pub(crate) fn hold_flushes(&self, hold: bool) {
-        self.state().holds_flushes = hold;
+        self.state().is_holding_flushes = hold;
         self.flushes.notify_all();
     }
 
     /// Reports an event to the drive's users.
-    pub(crate) fn tell(&self, event: DriveEvent) {
+    pub(crate) fn report_event(&self, event: DriveEvent) {
         for subscriber in &self.state().subscribers {
             if let Some(events) = subscriber.upgrade() {
                 events.report(IoQueueEvent::Drive(event));
@@ -165,7 +165,7 @@ impl HostController for ScriptedController {
     fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
         let mut state = self.state();
         state.health_reads += 1;
-        if state.incidents.gone {
+        if state.incidents.is_gone {
             return Err(io::ErrorKind::NotConnected.into());
         }
         Ok(Some(zerocopy::transmute!(state.health)))
@@ -200,10 +200,10 @@ impl HostLease for ScriptedLease {
     }
 
     fn flush(&self) -> io::Result<()> {
-        let held = |state: &mut State| state.holds_flushes;
+        let held = |state: &mut State| state.is_holding_flushes;
         let state = self.drive.state();
         drop(self.drive.flushes.wait_while(state, held).unwrap());
-        match self.drive.incidents().gone {
+        match self.drive.incidents().is_gone {
             true => Err(io::ErrorKind::NotConnected.into()),
             false => Ok(()),
         }

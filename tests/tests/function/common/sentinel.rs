@@ -11,11 +11,11 @@ pub(crate) struct Sentinel(DmaBuffer);
 impl Sentinel {
     /// Allocates and fills pages.
     pub(crate) fn new(memory: &GuestMemory, len: usize) -> Self {
-        Self::over(memory.alloc(len).unwrap())
+        Self::from_pages(memory.alloc(len).unwrap())
     }
 
     /// Fills pages that were in use.
-    pub(crate) fn over(pages: DmaBuffer) -> Self {
+    pub(crate) fn from_pages(pages: DmaBuffer) -> Self {
         pages.fill(BYTE);
         Self(pages)
     }

@@ -31,9 +31,9 @@ fn written(round: u64, key: u64) -> Vec<u8> {
 }
 
 /// Stores values until killed, and prints the completed ones.
-fn store_for_ever(path: &Path, first: u64) -> ! {
+fn store_until_killed(path: &Path, first: u64) -> ! {
     let host = host_in(path);
-    let machine = host.machine(&Setup::whole(LEASE));
+    let machine = host.machine(&Setup::from_start(LEASE));
     let (_controller, mut pairs) = attach(&machine);
     let mut out = std::io::stdout();
     for round in first.. {
@@ -90,7 +90,7 @@ fn run_and_kill(path: &Path, round: u64, after: usize) -> BTreeMap<u64, u64> {
 fn completed_stores_survive_a_kill() {
     if let Some(path) = std::env::var_os(FILE) {
         let round = std::env::var(ROUND).unwrap().parse().unwrap();
-        store_for_ever(&PathBuf::from(path), round);
+        store_until_killed(&PathBuf::from(path), round);
     }
     let (file, host) = file_host();
     drop(host);
@@ -98,7 +98,7 @@ fn completed_stores_survive_a_kill() {
     for after in KILLS {
         let completed = run_and_kill(file.path(), round, after);
         let host = host_in(file.path());
-        let machine = host.machine(&Setup::whole(LEASE));
+        let machine = host.machine(&Setup::from_start(LEASE));
         let (_controller, mut pairs) = attach(&machine);
         let mut latest = round;
         for key in 0..KEYS {

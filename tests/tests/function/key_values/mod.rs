@@ -26,7 +26,8 @@ use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
 use nvme_software::model::DriveProfile;
 
 use crate::common::{
-    HANG, HIGH, Host, LEASE, LOW, Machine, NOWHERE, Setup, check_commands, children, status,
+    HANG, HIGH, Host, LEASE, LOW, Machine, Setup, UNMAPPED_ADDRESS, check_commands, children,
+    status,
 };
 use crate::file_drive;
 
@@ -56,7 +57,7 @@ fn host(path: &str) -> Host {
 }
 
 fn host_with(path: &str, profile: &str) -> Host {
-    Host::of(drives::open(&path.parse().unwrap(), options(profile)).unwrap())
+    Host::from_drive(drives::open(&path.parse().unwrap(), options(profile)).unwrap())
 }
 
 fn host_in(path: &Path) -> Host {
@@ -65,8 +66,8 @@ fn host_in(path: &Path) -> Host {
 
 fn host_in_with(path: &Path, profile: &str) -> Host {
     let path = DrivePath::File(path.to_owned());
-    children::let_go();
-    Host::of(drives::open(&path, options(profile)).unwrap())
+    children::wait_for_spawns();
+    Host::from_drive(drives::open(&path, options(profile)).unwrap())
 }
 
 /// Creates a drive in a file with space for two leases.
@@ -114,7 +115,7 @@ fn value(tag: u64, len: usize) -> Vec<u8> {
 
 /// Returns the status of a failed command.
 #[track_caller]
-fn refused<T: std::fmt::Debug>(result: Result<T, Error>) -> StatusCode {
+fn failed_status<T: std::fmt::Debug>(result: Result<T, Error>) -> StatusCode {
     let error = result.unwrap_err();
     error.completion().unwrap().status().code()
 }
@@ -167,7 +168,11 @@ fn a_driver_finds_the_command_set_and_its_limits() {
         (cns::CSI_NAMESPACE, 2),
     ] {
         let result = controller.identify(cns, 1, csi);
-        assert_eq!(refused(result), INVALID_COMMAND_SET, "CNS {cns}, CSI {csi}");
+        assert_eq!(
+            failed_status(result),
+            INVALID_COMMAND_SET,
+            "CNS {cns}, CSI {csi}"
+        );
     }
     let id = controller.identify_controller().unwrap();
     assert_eq!(id.raw[520..522], [0b0101_0000, 0], "ONCS: no command");
@@ -199,12 +204,12 @@ fn a_driver_that_does_not_enable_the_command_set_finds_no_namespace() {
     assert!(controller.active_namespaces(0).unwrap().is_empty());
 }
 
-fn commands_do_what_they_say(host: &Host) {
+fn check_all_commands(host: &Host) {
     let machine = host.machine(&Setup::nth(0));
     let (_controller, mut pairs) = attach(&machine);
     let (small, large) = (value(1, 5), value(2, 1 << 20));
-    assert_eq!(refused(pairs.retrieve(b"a", 16)), KEY_DOES_NOT_EXIST);
-    assert_eq!(refused(pairs.delete(b"a")), KEY_DOES_NOT_EXIST);
+    assert_eq!(failed_status(pairs.retrieve(b"a", 16)), KEY_DOES_NOT_EXIST);
+    assert_eq!(failed_status(pairs.delete(b"a")), KEY_DOES_NOT_EXIST);
     assert!(!pairs.exists(b"a").unwrap());
 
     pairs.store(b"a", &small).unwrap();
@@ -229,11 +234,11 @@ fn commands_do_what_they_say(host: &Host) {
     assert!(bytes[5..].iter().all(|byte| *byte == 0xEE));
 
     assert_eq!(
-        refused(pairs.store_with(b"a", &large, option::MUST_NOT_EXIST)),
+        failed_status(pairs.store_with(b"a", &large, option::MUST_NOT_EXIST)),
         KEY_EXISTS
     );
     assert_eq!(
-        refused(pairs.store_with(b"b", &small, option::MUST_EXIST)),
+        failed_status(pairs.store_with(b"b", &small, option::MUST_EXIST)),
         KEY_DOES_NOT_EXIST
     );
     let options = option::MUST_NOT_EXIST | option::NO_COMPRESSION;
@@ -265,17 +270,17 @@ fn commands_do_what_they_say(host: &Host) {
 
 #[test]
 fn commands_do_what_they_say_in_memory() {
-    commands_do_what_they_say(&host(DRIVE));
+    check_all_commands(&host(DRIVE));
 }
 
 #[test]
 fn commands_do_what_they_say_in_a_file() {
     let (_file, host) = file_host();
-    commands_do_what_they_say(&host);
+    check_all_commands(&host);
 }
 
 /// Sends invalid commands and checks their status codes. Another guest's keys must be unchanged.
-fn hostile_commands(host: &Host) {
+fn check_hostile_commands(host: &Host) {
     let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
     let (_quiet, mut quiet) = attach(&machines[1]);
     for number in 0..20_u64 {
@@ -285,7 +290,7 @@ fn hostile_commands(host: &Host) {
     let (_controller, mut pairs) = attach(&machines[0]);
     assert!(pairs.list(b"", 4096).unwrap().is_empty());
     assert_eq!(
-        refused(pairs.retrieve(&7_u64.to_be_bytes(), 4096)),
+        failed_status(pairs.retrieve(&7_u64.to_be_bytes(), 4096)),
         KEY_DOES_NOT_EXIST
     );
     pairs.store(b"mine", b"value").unwrap();
@@ -328,14 +333,14 @@ fn hostile_commands(host: &Host) {
     // Data pointers without memory, and pointers that are invalid for PRPs.
     for opcode in [kv::STORE, kv::RETRIEVE, kv::LIST] {
         for (prp1, prp2, size, expected) in [
-            (NOWHERE, 0, 64, DATA_TRANSFER_ERROR),
+            (UNMAPPED_ADDRESS, 0, 64, DATA_TRANSFER_ERROR),
             (LOW - 4096, 0, 64, DATA_TRANSFER_ERROR),
             (HIGH - 4, 0, 64, DATA_TRANSFER_ERROR),
             (u64::MAX - 3, 0, 64, DATA_TRANSFER_ERROR),
             (page.gpa() + 1, 0, 64, PRP_OFFSET_INVALID),
-            (page.gpa(), NOWHERE, 8192, DATA_TRANSFER_ERROR),
+            (page.gpa(), UNMAPPED_ADDRESS, 8192, DATA_TRANSFER_ERROR),
             (page.gpa(), page.gpa() + 8, 8192, PRP_OFFSET_INVALID),
-            (page.gpa(), NOWHERE, 65_536, DATA_TRANSFER_ERROR),
+            (page.gpa(), UNMAPPED_ADDRESS, 65_536, DATA_TRANSFER_ERROR),
         ] {
             let sqe = Sqe::key_value(opcode, 1, b"mine", size);
             let code = status(queue, sqe.with_data(DataPointer::prp(prp1, prp2)));
@@ -372,17 +377,17 @@ fn hostile_commands(host: &Host) {
 
 #[test]
 fn hostile_commands_in_memory() {
-    hostile_commands(&host(DRIVE));
+    check_hostile_commands(&host(DRIVE));
 }
 
 #[test]
 fn hostile_commands_in_a_file() {
     let (_file, host) = file_host();
-    hostile_commands(&host);
+    check_hostile_commands(&host);
 }
 
 /// A guest that fills its lease gets an error, does not affect other guests, and can free space again.
-fn a_full_lease(host: &Host) {
+fn check_full_lease(host: &Host) {
     let setup = |index: u64| Setup {
         start: index * LEASE,
         length: 64 << 10,
@@ -396,9 +401,12 @@ fn a_full_lease(host: &Host) {
     for number in 0..16_u8 {
         pairs.store(&[number], &data).unwrap();
     }
-    assert_eq!(refused(pairs.store(b"one more", &[])), CAPACITY_EXCEEDED);
     assert_eq!(
-        refused(pairs.store(&[3], &value(4, 4096 - 63))),
+        failed_status(pairs.store(b"one more", &[])),
+        CAPACITY_EXCEEDED
+    );
+    assert_eq!(
+        failed_status(pairs.store(&[3], &value(4, 4096 - 63))),
         CAPACITY_EXCEEDED
     );
     assert_eq!(pairs.retrieve(&[3], 4096).unwrap().0, data);
@@ -412,13 +420,13 @@ fn a_full_lease(host: &Host) {
 
 #[test]
 fn a_full_lease_in_memory() {
-    a_full_lease(&host(DRIVE));
+    check_full_lease(&host(DRIVE));
 }
 
 #[test]
 fn a_full_lease_in_a_file() {
     let (_file, host) = file_host();
-    a_full_lease(&host);
+    check_full_lease(&host);
 }
 
 /// Submits commands together, and waits until all have succeeded.
@@ -435,7 +443,7 @@ fn run_all(pairs: &mut KeyValues, commands: &[Sqe]) {
 #[test]
 fn a_queue_accepts_more_commands_than_its_store_executes() {
     let (_file, host) = file_host();
-    let machine = host.machine(&Setup::whole(2 * LEASE));
+    let machine = host.machine(&Setup::from_start(2 * LEASE));
     let (_controller, mut pairs) = attach(&machine);
     const LEN: usize = 1 << 20;
     let buffers: Vec<_> = (0..20_u64)
@@ -566,7 +574,7 @@ fn an_invalid_batch_changes_nothing() {
         shared[operation + 24..operation + 28].copy_from_slice(&64_u32.to_le_bytes());
     }
     assert_eq!(status(&shared, 2, 264), INVALID_FIELD);
-    let nowhere = Sqe::batch(1, 2, 264).with_data(DataPointer::prp(NOWHERE, 0));
+    let nowhere = Sqe::batch(1, 2, 264).with_data(DataPointer::prp(UNMAPPED_ADDRESS, 0));
     assert_eq!(
         pairs
             .queue
@@ -586,7 +594,7 @@ fn an_invalid_batch_changes_nothing() {
 #[test]
 fn no_operation_completes_before_its_time() {
     // As in `timed.rs`: longer than a poller spins, less the maximum slew of the system clock.
-    const AT_LEAST: Duration = Duration::from_micros(9_990);
+    const LATENCY_MIN: Duration = Duration::from_micros(9_990);
     let (_file, in_file) = file_host_with(&timed("10ms"));
     for host in [host_with(DRIVE, &timed("10ms")), in_file] {
         let machine = host.machine(&Setup::nth(0));
@@ -599,13 +607,13 @@ fn no_operation_completes_before_its_time() {
             3 => assert_eq!(pairs.list(b"", 64).unwrap(), [b"a"]),
             4 => pairs.delete(b"a").unwrap(),
             // A lookup of an absent key takes the latency too.
-            _ => assert_eq!(refused(pairs.delete(b"a")), KEY_DOES_NOT_EXIST),
+            _ => assert_eq!(failed_status(pairs.delete(b"a")), KEY_DOES_NOT_EXIST),
         };
         for kind in 0..6 {
             let begin = Instant::now();
             operation(kind);
             let taken = begin.elapsed();
-            assert!(taken >= AT_LEAST, "operation {kind}: {taken:?}");
+            assert!(taken >= LATENCY_MIN, "operation {kind}: {taken:?}");
         }
     }
 }
@@ -674,7 +682,7 @@ fn a_file_that_is_opened_again_is_read_from_its_disk() {
         pairs.store(&[key], &value(key.into(), 400_000)).unwrap();
     }
     let cached = || file_drive::cached(file.as_file()).map(|[pages, ..]| pages);
-    if !file_drive::dirt_shows() {
+    if !file_drive::has_dirty_page_counts() {
         not_checked(
             "temporary files lie in memory, or the kernel does not tell what it has of them",
         );

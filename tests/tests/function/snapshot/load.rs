@@ -6,7 +6,7 @@ use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::completion::Cqe;
 use nvme_mpt_tests::controller::{Controller, QueueOptions};
 use nvme_mpt_tests::memory::DmaBuffer;
-use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::prp::{self, PreparedPointer};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::{Rng, fill_blocks};
 
@@ -16,11 +16,11 @@ use crate::common::{HANG, Machine};
 const PIECE: usize = 16 << 10;
 
 /// A range of blocks that is used by one command at a time.
-struct Place {
+struct CommandRange {
     slba: u64,
     data: DmaBuffer,
     /// Buffer with its data pointer.
-    prepared: Prepared,
+    prepared: PreparedPointer,
     /// Tag of the last write, if there was any.
     tag: Option<u64>,
     in_flight: Option<Command>,
@@ -35,7 +35,7 @@ enum Command {
 /// A queue pair, and the ranges of its commands, by command identifier.
 struct Lane {
     queue: QueuePair,
-    places: Vec<Place>,
+    places: Vec<CommandRange>,
 }
 
 /// A guest under load.
@@ -62,7 +62,7 @@ impl Load {
             let places = (1..entries).map(|_| {
                 next += 1;
                 let data = machine.memory.alloc(PIECE).unwrap();
-                Place {
+                CommandRange {
                     slba: (next - 1) * blocks,
                     prepared: prp::buffer(&data, 0, PIECE).unwrap(),
                     data,
@@ -214,7 +214,7 @@ impl Lane {
     }
 }
 
-impl Place {
+impl CommandRange {
     #[track_caller]
     fn check(&self, tag: u64, block_size: usize) {
         let found = self.data.to_vec(0, PIECE);

@@ -20,7 +20,8 @@ use vmm_device::{Bar, FunctionSnapshot, MsixMasking, SnapshotError};
 
 use crate::common::bystander::Bystander;
 use crate::common::{
-    HANG, Host, LEASE, MODES, Machine, NOWHERE, Setup, Suspended, fitting, queue_pair,
+    HANG, Host, LEASE, MODES, Machine, Setup, Suspended, UNMAPPED_ADDRESS, fit_poll_policy,
+    queue_pair,
 };
 use load::Load;
 
@@ -40,7 +41,7 @@ fn memory_of(machine: &Machine) -> Vec<u8> {
 
 /// Restores and resumes another machine.
 #[track_caller]
-fn go_on(host: &Host, suspended: &Suspended, setup: &Setup) -> Machine {
+fn restore_and_resume(host: &Host, suspended: &Suspended, setup: &Setup) -> Machine {
     let machine = host.restore(suspended, setup).unwrap();
     machine.function().resume();
     machine
@@ -70,7 +71,7 @@ fn variants() -> impl Strategy<Value = Variant> {
         .prop_map(|(file, doorbells, poll, queues, entries, seed)| Variant {
             file,
             doorbells,
-            poll: fitting(poll, doorbells),
+            poll: fit_poll_policy(poll, doorbells),
             queues,
             entries,
             seed,
@@ -79,30 +80,32 @@ fn variants() -> impl Strategy<Value = Variant> {
 
 /// Actions of the guest before, during and after a migration.
 #[derive(Clone, Copy, Debug)]
-struct Move {
+struct MigrationActions {
     /// True to fill every queue, false to submit some commands.
-    full: bool,
+    fills_queues: bool,
     /// Number of submissions and completions before the pause.
-    turns: u8,
+    rounds: u8,
     /// Leaves the head doorbells unwritten, so that Completion Queues stay full.
-    silent: bool,
+    has_full_cqs: bool,
     /// Submits more commands between the snapshot and the end of the restore.
-    meanwhile: bool,
+    submits_meanwhile: bool,
     /// Waits for interrupts afterwards instead of polling.
-    sleeps: bool,
+    waits_for_interrupts: bool,
 }
 
-fn moves() -> impl Strategy<Value = Move> {
-    (any::<[bool; 4]>(), 0_u8..20).prop_map(|([full, silent, meanwhile, sleeps], turns)| Move {
-        full,
-        turns,
-        silent,
-        meanwhile,
-        sleeps,
+fn moves() -> impl Strategy<Value = MigrationActions> {
+    (any::<[bool; 4]>(), 0_u8..20).prop_map(|([full, silent, meanwhile, sleeps], turns)| {
+        MigrationActions {
+            fills_queues: full,
+            rounds: turns,
+            has_full_cqs: silent,
+            submits_meanwhile: meanwhile,
+            waits_for_interrupts: sleeps,
+        }
     })
 }
 
-fn run(variant: Variant, moves: &[Move]) {
+fn run(variant: Variant, moves: &[MigrationActions]) {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(LEASE).unwrap();
     let leases = tempfile::tempdir().unwrap();
@@ -121,14 +124,14 @@ fn run(variant: Variant, moves: &[Move]) {
     let mut machine = host.machine(&setup);
     let mut load = Load::new(&machine, variant.queues, variant.entries, variant.seed);
     for step in moves {
-        load.submit(step.full);
-        for _ in 0..step.turns {
-            load.reap(!step.silent);
+        load.submit(step.fills_queues);
+        for _ in 0..step.rounds {
+            load.reap(!step.has_full_cqs);
             load.submit(false);
             std::thread::sleep(Duration::from_micros(20));
         }
         let suspended = machine.suspend();
-        if step.meanwhile && variant.doorbells == DoorbellMode::Shadow {
+        if step.submits_meanwhile && variant.doorbells == DoorbellMode::Shadow {
             load.submit(true);
         }
         if variant.file {
@@ -136,9 +139,9 @@ fn run(variant: Variant, moves: &[Move]) {
             drop(host);
             host = open();
         }
-        machine = go_on(&host, &suspended, &setup);
+        machine = restore_and_resume(&host, &suspended, &setup);
         load.move_to(&machine);
-        if step.sleeps {
+        if step.waits_for_interrupts {
             load.drain_by_interrupts();
         } else {
             load.drain();
@@ -212,7 +215,7 @@ fn nothing_touches_memory_while_paused() {
         let found = load.in_flight();
         load.submit(true);
         let before = memory_of(&machine);
-        bystander.goes_on();
+        bystander.wait_for_progress();
         std::thread::sleep(Duration::from_millis(20));
         assert!(memory_of(&machine) == before, "{mode:?}");
         // Memory can be unmapped while paused, without a wait.
@@ -257,7 +260,7 @@ fn admin_commands_wait_while_paused() {
     machine.function().process_events();
     assert!(queue.poll().is_none(), "nothing is carried out");
     let suspended = machine.suspend();
-    let machine = go_on(&host, &suspended, &setup);
+    let machine = restore_and_resume(&host, &suspended, &setup);
     controller.move_to(machine.bar()).unwrap();
     // Opcode 0 deletes a Submission Queue, and identifier 0 is invalid.
     let queue = controller.admin_queue().unwrap();
@@ -274,7 +277,7 @@ fn requests_and_events_are_kept() {
     controller.request_async_event().unwrap();
     controller.request_async_event().unwrap();
     let invalid = |machine: &Machine, controller: &_| {
-        machine.poke(controller, 1, Side::SqTail, 999);
+        machine.write_raw_doorbell(controller, 1, Side::SqTail, 999);
     };
     // One event is reported. Then its type is masked.
     invalid(&machine, &controller);
@@ -285,11 +288,11 @@ fn requests_and_events_are_kept() {
     };
     assert_eq!(controller.async_event(HANG).unwrap(), Some(told));
     let suspended = machine.suspend();
-    let machine = go_on(&host, &suspended, &setup);
+    let machine = restore_and_resume(&host, &suspended, &setup);
     controller.move_to(machine.bar()).unwrap();
     // A repeated value causes no event. The event of another value stays masked.
     invalid(&machine, &controller);
-    machine.poke(&controller, 1, Side::SqTail, 998);
+    machine.write_raw_doorbell(&controller, 1, Side::SqTail, 998);
     // The log has an entry for the reported event and one for the masked event.
     let page = LogPage::of_controller(log::ERROR, 64);
     let errors = loop {
@@ -340,7 +343,7 @@ fn features_logs_and_identity_are_kept() {
     };
     let before = look(&mut controller);
     let suspended = machine.suspend();
-    let machine = go_on(&host, &suspended, &setup);
+    let machine = restore_and_resume(&host, &suspended, &setup);
     controller.move_to(machine.bar()).unwrap();
     disk.queue.move_to(&machine.bar()).unwrap();
     assert!(
@@ -451,7 +454,7 @@ fn a_snapshot_that_does_not_fit_is_refused_by_name() {
         }
     }
     // The snapshot can still be restored where it fits.
-    let machine = go_on(&host, &suspended, &setup);
+    let machine = restore_and_resume(&host, &suspended, &setup);
     let mut load = load;
     load.move_to(&machine);
     load.submit(true);
@@ -466,7 +469,7 @@ fn a_snapshot_needs_its_memory() {
     let _load = Load::new(&machine, 1, 16, 5);
     let suspended = machine.suspend();
     let elsewhere = Suspended {
-        memory: nvme_mpt_tests::memory::GuestMemory::new(&[(NOWHERE, 1 << 20)]).unwrap(),
+        memory: nvme_mpt_tests::memory::GuestMemory::new(&[(UNMAPPED_ADDRESS, 1 << 20)]).unwrap(),
         ..suspended
     };
     let error = host.restore(&elsewhere, &setup).err().expect("refused");

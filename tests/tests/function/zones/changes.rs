@@ -2,7 +2,7 @@
 
 use nvme_guest::event::IoQueueEvent;
 use nvme_guest::{ControllerBackend, EventReader};
-use nvme_mpt::SharedPartsSource;
+use nvme_mpt::SharedBackendPartsSource;
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::identify::field;
@@ -11,9 +11,9 @@ use nvme_mpt_vmm::drives;
 use serde_json::json;
 use vmm_device::{FunctionSnapshot, NvmeFunction};
 
-use super::{DRIVE, PROFILE, SIZE, ZONES, attach, blocks, host, options, refused};
+use super::{DRIVE, PROFILE, SIZE, ZONES, attach, blocks, failed_status, host, options};
 use crate::common::{Host, Setup, Suspended};
-use crate::lost_writes::kept;
+use crate::lost_writes::persisted_parts;
 
 /// Returns the Changed Zone List: number of zones, and the first zone.
 fn changed_zones(controller: &mut Controller) -> (u16, u64) {
@@ -32,12 +32,15 @@ const PLAN: &str =
 #[test]
 fn zone_changes_before_a_snapshot_are_reported_once_after_it() {
     let options = options(PROFILE, Some(PLAN));
-    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let host = Host::from_drive(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let setup = Setup::nth(1);
     let machine = host.machine(&setup);
     let (mut controller, mut disk) = attach(&machine);
     let zslba = 2 * SIZE;
-    assert_eq!(refused(disk.append(zslba, &blocks(1, 0, 1))), WRITE_FAULT);
+    assert_eq!(
+        failed_status(disk.append(zslba, &blocks(1, 0, 1))),
+        WRITE_FAULT
+    );
     let mut suspended = machine.suspend();
     for expected in [(1, zslba), (0, 0)] {
         let machine = host.restore(&suspended, &setup).unwrap();
@@ -52,31 +55,34 @@ fn zone_changes_before_a_snapshot_are_reported_once_after_it() {
 fn zone_changes_under_an_ended_server_are_reported_by_the_next() {
     let server = || {
         let options = options(PROFILE, Some(PLAN));
-        Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap())
+        Host::from_drive(drives::open(&DRIVE.parse().unwrap(), options).unwrap())
     };
     let setup = Setup::nth(1);
     let host = server();
-    let outliving = SharedPartsSource::Outliving(EventReader::Trusted);
-    let attachment = host.attachment_with("a", &setup, outliving);
+    let outliving = SharedBackendPartsSource::Outliving(EventReader::Trusted);
+    let attachment = host.open_local_backend_with("a", &setup, outliving);
     let function = NvmeFunction::new(attachment.clone(), setup.masking);
     let machine = host.machine_of("a".to_owned(), function, &setup);
     let (controller, mut disk) = attach(&machine);
     let zslba = 2 * SIZE;
-    assert_eq!(refused(disk.append(zslba, &blocks(1, 0, 1))), WRITE_FAULT);
+    assert_eq!(
+        failed_status(disk.append(zslba, &blocks(1, 0, 1))),
+        WRITE_FAULT
+    );
     assert_eq!(attachment.changes().unwrap().ids(), [zslba]);
     // The guest has not read the list.
-    let parts = kept(&attachment);
+    let parts = persisted_parts(&attachment);
     drop((controller, disk, machine, attachment, host));
     let host = server();
-    let attachment = host.attachment_with("a", &setup, parts);
+    let attachment = host.open_local_backend_with("a", &setup, parts);
     assert_eq!(attachment.take_events(), [IoQueueEvent::Changes]);
     let told = attachment.changes().unwrap();
-    assert!(told.are_more(), "any zone may have changed");
-    attachment.forget_changes(&told);
-    let parts = kept(&attachment);
+    assert!(told.has_more(), "any zone may have changed");
+    attachment.remove_changes(&told);
+    let parts = persisted_parts(&attachment);
     drop((attachment, host));
     let host = server();
-    let attachment = host.attachment_with("a", &setup, parts);
+    let attachment = host.open_local_backend_with("a", &setup, parts);
     assert_eq!(attachment.take_events(), []);
     assert!(attachment.changes().unwrap().is_empty());
 }

@@ -12,14 +12,14 @@ use nvme_mpt_tests::status::{
 use nvme_mpt_tests::zoned::{action, state};
 use nvme_mpt_vmm::drives;
 
-use super::{CAPACITY, DRIVE, PROFILE, SIZE, ZONES, attach, blocks, options, refused, zone};
+use super::{CAPACITY, DRIVE, PROFILE, SIZE, ZONES, attach, blocks, failed_status, options, zone};
 use crate::common::{HANG, Host, Setup};
 
 #[test]
 fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
     let plan = "[[fault]]\nkind = \"media-error\"\noperations = [\"write\"]\nrange = \"18M+4K\"\n";
     let options = options(PROFILE, Some(plan));
-    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let host = Host::from_drive(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
     let mut guests = machines.each_ref().map(attach);
     for (controller, _) in &mut guests {
@@ -31,13 +31,16 @@ fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
     let [(other_controller, other), (controller, disk)] = &mut guests;
     // Third zone of the lease.
     let zslba = 2 * SIZE;
-    assert_eq!(refused(disk.append(zslba, &blocks(1, 0, 1))), WRITE_FAULT);
+    assert_eq!(
+        failed_status(disk.append(zslba, &blocks(1, 0, 1))),
+        WRITE_FAULT
+    );
     assert_eq!(
         disk.zone(zslba).unwrap(),
         zone(state::READ_ONLY, zslba, u64::MAX)
     );
     assert_eq!(
-        refused(disk.write(zslba + 1, &blocks(1, 0, 1))),
+        failed_status(disk.write(zslba + 1, &blocks(1, 0, 1))),
         ZONE_IS_READ_ONLY
     );
     let event = controller.async_event(HANG).unwrap();
@@ -60,9 +63,9 @@ fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
     );
     controller.log_page(page(2)).unwrap_err();
     disk.zone_action(zslba, action::OFFLINE).unwrap();
-    assert_eq!(refused(disk.read(zslba, 1)), ZONE_IS_OFFLINE);
+    assert_eq!(failed_status(disk.read(zslba, 1)), ZONE_IS_OFFLINE);
     assert_eq!(
-        refused(disk.zone_action(zslba, action::RESET)),
+        failed_status(disk.zone_action(zslba, action::RESET)),
         INVALID_ZONE_TRANSITION
     );
     disk.all_zones_action(action::RESET).unwrap();
@@ -78,20 +81,20 @@ fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
 fn zones_of_a_drive_that_is_removed_are_neither_reported_nor_managed() {
     let plan = "[[fault]]\nkind = \"removal\"\noperations = [\"flush\"]\n";
     let options = options(PROFILE, Some(plan));
-    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let host = Host::from_drive(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let machine = host.machine(&Setup::nth(0));
     let (_, mut disk) = attach(&machine);
     disk.zone_action(SIZE, action::OPEN).unwrap();
-    assert_eq!(refused(disk.flush()), INTERNAL_ERROR);
+    assert_eq!(failed_status(disk.flush()), INTERNAL_ERROR);
     assert_eq!(
-        refused(disk.zone_action(SIZE, action::CLOSE)),
+        failed_status(disk.zone_action(SIZE, action::CLOSE)),
         INTERNAL_ERROR
     );
     assert_eq!(
-        refused(disk.all_zones_action(action::RESET)),
+        failed_status(disk.all_zones_action(action::RESET)),
         INTERNAL_ERROR
     );
-    assert_eq!(refused(disk.zone(SIZE)), INTERNAL_ERROR);
+    assert_eq!(failed_status(disk.zone(SIZE)), INTERNAL_ERROR);
 }
 
 #[test]
@@ -100,7 +103,7 @@ fn zones_that_a_namespace_lost_are_neither_reported_nor_managed_until_it_has_the
     let plan = "[[fault]]\nkind = \"resize\"\nsize = \"20992K\"\noperations = [\"flush\"]\n\
                 [[fault]]\nkind = \"resize\"\nsize = \"32M\"\noperations = [\"flush\"]\nafter = 1\n";
     let options = options(PROFILE, Some(plan));
-    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let host = Host::from_drive(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
     let [(_, mut other), (mut controller, mut disk)] = machines.each_ref().map(attach);
     let (kept, lost) = (3 * SIZE, 4 * SIZE);
@@ -112,13 +115,16 @@ fn zones_that_a_namespace_lost_are_neither_reported_nor_managed_until_it_has_the
     disk.flush().unwrap();
     assert_eq!([zones(&mut other), zones(&mut disk)], [ZONES, 4]);
     for (zslba, status) in [(lost, LBA_OUT_OF_RANGE), (15 * SIZE, LBA_OUT_OF_RANGE)] {
-        assert_eq!(refused(disk.zone(zslba)), status);
-        assert_eq!(refused(disk.append(zslba, &blocks(1, 0, 1))), status);
-        assert_eq!(refused(disk.zone_action(zslba, action::RESET)), status);
-        assert_eq!(refused(disk.read(zslba, 2)), status);
+        assert_eq!(failed_status(disk.zone(zslba)), status);
+        assert_eq!(failed_status(disk.append(zslba, &blocks(1, 0, 1))), status);
+        assert_eq!(
+            failed_status(disk.zone_action(zslba, action::RESET)),
+            status
+        );
+        assert_eq!(failed_status(disk.read(zslba, 2)), status);
     }
     // A read across the border fails too. A zone that is cut in half is gone.
-    assert_eq!(refused(disk.read(lost - 1, 2)), LBA_OUT_OF_RANGE);
+    assert_eq!(failed_status(disk.read(lost - 1, 2)), LBA_OUT_OF_RANGE);
     disk.read(lost - 1, 1).unwrap();
     let namespace = controller.identify(cns::NAMESPACE, 1, 0).unwrap();
     let nsze_ncap = [0, 8].map(|at| field::u64(&namespace, at));

@@ -2,7 +2,7 @@
 
 mod changes;
 mod failures;
-mod kept;
+mod persisted_zones;
 
 use std::sync::Arc;
 
@@ -62,8 +62,8 @@ fn options(profile: &str, faults: Option<&str>) -> DriveOptions {
 }
 
 fn host(path: &str) -> Host {
-    children::let_go();
-    Host::of(drives::open(&path.parse().unwrap(), options(PROFILE, None)).unwrap())
+    children::wait_for_spawns();
+    Host::from_drive(drives::open(&path.parse().unwrap(), options(PROFILE, None)).unwrap())
 }
 
 /// Attaches a driver with all command sets enabled. Returns its namespace too.
@@ -91,7 +91,7 @@ fn blocks(tag: u64, slba: u64, count: u64) -> Vec<u8> {
 
 /// Returns the status of a failed command.
 #[track_caller]
-fn refused<T: std::fmt::Debug>(result: Result<T, Error>) -> StatusCode {
+fn failed_status<T: std::fmt::Debug>(result: Result<T, Error>) -> StatusCode {
     let error = result.unwrap_err();
     error.completion().unwrap().status().code()
 }
@@ -187,9 +187,9 @@ fn each_guest_has_zones_of_its_own_from_zero_on() {
         (file.to_str().unwrap(), PROFILE),
         (file.to_str().unwrap(), on_flash.as_str()),
     ] {
-        children::let_go();
+        children::wait_for_spawns();
         let drive = drives::open(&path.parse().unwrap(), options(profile, None)).unwrap();
-        let host = Host::of(drive);
+        let host = Host::from_drive(drive);
         let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
         let mut guests = machines.each_ref().map(attach);
         for (tag, (_, disk)) in (1..).zip(&mut guests) {
@@ -231,36 +231,42 @@ fn wrong_writes_get_the_status_that_says_why() {
     let machine = host.machine(&Setup::nth(1));
     let (_controller, mut disk) = attach(&machine);
     let one = blocks(1, 0, 1);
-    assert_eq!(refused(disk.write(1, &one)), ZONE_INVALID_WRITE);
+    assert_eq!(failed_status(disk.write(1, &one)), ZONE_INVALID_WRITE);
     disk.write(0, &blocks(1, 0, 190)).unwrap();
     assert_eq!(
-        refused(disk.write(190, &blocks(1, 0, 3))),
+        failed_status(disk.write(190, &blocks(1, 0, 3))),
         ZONE_BOUNDARY_ERROR
     );
     assert_eq!(
-        refused(disk.append(0, &blocks(1, 0, 3))),
+        failed_status(disk.append(0, &blocks(1, 0, 3))),
         ZONE_BOUNDARY_ERROR
     );
-    assert_eq!(refused(disk.append(1, &one)), INVALID_FIELD);
+    assert_eq!(failed_status(disk.append(1, &one)), INVALID_FIELD);
     assert_eq!(
-        refused(disk.append(0, &blocks(1, 0, 17))),
+        failed_status(disk.append(0, &blocks(1, 0, 17))),
         INVALID_FIELD,
         "ZASL"
     );
     disk.write_zeroes(190, 2, false).unwrap();
     assert_eq!(disk.zone(0).unwrap(), zone(state::FULL, 0, u64::MAX));
-    assert_eq!(refused(disk.write(192, &one)), ZONE_IS_FULL);
-    assert_eq!(refused(disk.write_zeroes(0, 1, true)), ZONE_IS_FULL);
+    assert_eq!(failed_status(disk.write(192, &one)), ZONE_IS_FULL);
+    assert_eq!(failed_status(disk.write_zeroes(0, 1, true)), ZONE_IS_FULL);
     assert_eq!(
-        refused(disk.zone_action(0, action::OPEN)),
+        failed_status(disk.zone_action(0, action::OPEN)),
         INVALID_ZONE_TRANSITION
     );
-    assert_eq!(refused(disk.zone_action(1, action::RESET)), INVALID_FIELD);
     assert_eq!(
-        refused(disk.zone_action(ZONES * SIZE, action::RESET)),
+        failed_status(disk.zone_action(1, action::RESET)),
+        INVALID_FIELD
+    );
+    assert_eq!(
+        failed_status(disk.zone_action(ZONES * SIZE, action::RESET)),
         LBA_OUT_OF_RANGE
     );
-    assert_eq!(refused(disk.append(ZONES * SIZE, &one)), LBA_OUT_OF_RANGE);
+    assert_eq!(
+        failed_status(disk.append(ZONES * SIZE, &one)),
+        LBA_OUT_OF_RANGE
+    );
     for action in [0, 6, 0x10, 0x11, 0xFF] {
         for all in [false, true] {
             let sqe = Sqe::zone_send(1, SIZE, action, all);
@@ -271,11 +277,17 @@ fn wrong_writes_get_the_status_that_says_why() {
     for index in 1..=3 {
         disk.zone_action(index * SIZE, action::OPEN).unwrap();
     }
-    assert_eq!(refused(disk.write(4 * SIZE, &one)), TOO_MANY_OPEN_ZONES);
+    assert_eq!(
+        failed_status(disk.write(4 * SIZE, &one)),
+        TOO_MANY_OPEN_ZONES
+    );
     disk.all_zones_action(action::CLOSE).unwrap();
     disk.write(4 * SIZE, &one).unwrap();
     disk.write(5 * SIZE, &one).unwrap();
-    assert_eq!(refused(disk.append(6 * SIZE, &one)), TOO_MANY_ACTIVE_ZONES);
+    assert_eq!(
+        failed_status(disk.append(6 * SIZE, &one)),
+        TOO_MANY_ACTIVE_ZONES
+    );
     // Commands that ignore write pointers are not supported.
     for opcode in [io::WRITE_UNCORRECTABLE, io::DATASET_MANAGEMENT, io::COPY] {
         let sqe = Sqe::range(opcode, 1, 0, 1);
@@ -374,7 +386,7 @@ fn an_append_beyond_four_billion_blocks_is_found_again() {
         lba_size: 512,
         ..options(profile, None)
     };
-    let host = Host::of(drives::open(&"null:8T".parse().unwrap(), options).unwrap());
+    let host = Host::from_drive(drives::open(&"null:8T".parse().unwrap(), options).unwrap());
     let setup = Setup {
         start: 3 * (64 << 30),
         length: 100 * (64 << 30),
@@ -417,7 +429,7 @@ fn zones_outlive_the_process_and_a_move_of_their_guest() {
         drop(machine);
         before
     };
-    children::let_go();
+    children::wait_for_spawns();
     let host = host(path);
     let machine = host.machine(&setup);
     let (_controller, mut disk) = attach(&machine);
@@ -456,7 +468,7 @@ fn zones_of_another_id_are_empty_after_a_wipe() {
 fn lease(host: &Host, start: u64, length: u64) -> Result<LocalBackend, LocalBackendError> {
     let setup = Setup {
         start,
-        ..Setup::whole(length)
+        ..Setup::from_start(length)
     };
     let lease = host
         .lease("part", &setup, PreviousDataPolicy::Kept)
@@ -470,11 +482,11 @@ fn lease(host: &Host, start: u64, length: u64) -> Result<LocalBackend, LocalBack
         doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells: nvme_guest::DoorbellMode::Trap,
         poll: "shared".parse().unwrap(),
-        learning: AdaptivePolicies::default(),
+        adaptive: AdaptivePolicies::default(),
         pollers: host.pollers.clone(),
         memory: nvme_guest::MemoryKinds::default(),
         memory_limit: None,
-        rates: nvme_guest::limit::RateLimits::default(),
+        rates: nvme_guest::rate_limit::RateLimits::default(),
         serial: None,
     })
 }
@@ -501,10 +513,10 @@ fn zones_of_a_size_that_is_no_power_of_two_begin_where_their_guest_finds_them() 
         .replace("\"768K\"", "\"1536K\"");
     for timing in ["", TIMING, FLASH] {
         let options = options(&format!("{profile}{timing}"), None);
-        let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+        let host = Host::from_drive(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
         let setup = |first: u64, zones: u64| Setup {
             start: first * ODD * 4096,
-            ..Setup::whole(zones * ODD * 4096)
+            ..Setup::from_start(zones * ODD * 4096)
         };
         let machines = [setup(0, 7), setup(7, 11)].map(|setup| host.machine(&setup));
         let mut guests = machines.each_ref().map(attach);
@@ -534,9 +546,15 @@ fn zones_of_a_size_that_is_no_power_of_two_begin_where_their_guest_finds_them() 
             // A read across a zone boundary.
             let slba = 3 * ODD - 9;
             assert_eq!(disk.read(slba, 14).unwrap(), blocks(tag, slba, 14));
-            assert_eq!(refused(disk.write(2 * ODD + 1, &[0; 4096])), ZONE_IS_FULL);
-            assert_eq!(refused(disk.zone_action(256, action::RESET)), INVALID_FIELD);
-            assert_eq!(refused(disk.zone(count * ODD)), LBA_OUT_OF_RANGE);
+            assert_eq!(
+                failed_status(disk.write(2 * ODD + 1, &[0; 4096])),
+                ZONE_IS_FULL
+            );
+            assert_eq!(
+                failed_status(disk.zone_action(256, action::RESET)),
+                INVALID_FIELD
+            );
+            assert_eq!(failed_status(disk.zone(count * ODD)), LBA_OUT_OF_RANGE);
         }
         let [(_, first), (_, second)] = &mut guests;
         first.all_zones_action(action::RESET).unwrap();
@@ -546,7 +564,7 @@ fn zones_of_a_size_that_is_no_power_of_two_begin_where_their_guest_finds_them() 
         assert_eq!(second.read(slba, 8).unwrap(), blocks(2, slba, 8));
     }
     let options = options(&profile, None);
-    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let host = Host::from_drive(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let refused = lease(&host, ZONE, 3 << 20).unwrap_err().to_string();
     assert!(
         refused.contains("zone size of 1536K: 0 and 1536K are"),
@@ -559,13 +577,13 @@ fn zones_of_a_size_that_is_no_power_of_two_begin_where_their_guest_finds_them() 
 fn a_hostile_guest_cannot_affect_other_zones() {
     let on_flash = format!("{PROFILE}{FLASH}");
     for profile in [PROFILE, &on_flash] {
-        anything_goes(profile);
+        check_any_placement(profile);
     }
 }
 
-fn anything_goes(profile: &str) {
+fn check_any_placement(profile: &str) {
     let options = options(profile, None);
-    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let host = Host::from_drive(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
     let mut guests = machines.each_ref().map(attach);
     let [(_, hostile), (_, careful)] = &mut guests;

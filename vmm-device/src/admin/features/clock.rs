@@ -19,7 +19,7 @@ pub(super) struct TimestampClock {
 
 impl TimestampClock {
     /// Starts the clock at zero, after a controller reset at `now`.
-    pub(super) fn reset(now: Duration) -> Self {
+    pub(super) fn new(now: Duration) -> Self {
         Self {
             start: 0,
             since: now,
@@ -28,7 +28,7 @@ impl TimestampClock {
         }
     }
 
-    pub(super) fn set_to(milliseconds: u64, now: Duration) -> Self {
+    pub(super) fn from_milliseconds(milliseconds: u64, now: Duration) -> Self {
         Self {
             start: milliseconds,
             since: now,
@@ -37,7 +37,7 @@ impl TimestampClock {
         }
     }
 
-    pub(super) fn at(&self, now: Duration) -> Timestamp {
+    pub(super) fn timestamp(&self, now: Duration) -> Timestamp {
         let elapsed = now.saturating_sub(self.since);
         let elapsed = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX);
         let attributes = TimestampAttributes::default()
@@ -48,14 +48,14 @@ impl TimestampClock {
 
     pub(super) fn save(&self, now: Duration) -> TimestampState {
         TimestampState {
-            milliseconds: self.at(now).milliseconds(),
+            milliseconds: self.timestamp(now).milliseconds(),
             origin: self.origin.0,
         }
     }
 
     /// Restores the clock. `elapsed` is the time since the save. It is `None` for a snapshot, during which the clock stood
     /// still.
-    pub(super) fn restored(
+    pub(super) fn from_state(
         state: &TimestampState,
         now: Duration,
         elapsed: Option<Duration>,
@@ -79,8 +79,8 @@ mod tests {
 
     #[test]
     fn the_clock_continues_from_its_starting_value() {
-        let clock = TimestampClock::set_to(1000, Duration::from_millis(5));
-        let now = clock.at(Duration::from_millis(239));
+        let clock = TimestampClock::from_milliseconds(1000, Duration::from_millis(5));
+        let now = clock.timestamp(Duration::from_millis(239));
         assert_eq!(now.as_bytes(), [0xD2, 4, 0, 0, 0, 0, 0b10, 0]);
     }
 }

@@ -2,14 +2,14 @@
 //! Get Features returns the default as the saved value.
 
 mod clock;
-mod kept;
 mod state;
 #[cfg(test)]
 mod tests;
+mod value_masks;
 
 use std::sync::Arc;
 
-use nvme_guest::{LeasedNamespace, seam::CoalescingConfig};
+use nvme_guest::{LeasedNamespace, backend::CoalescingConfig};
 use nvme_mpt_memory::deadline::WaitClock;
 use nvme_spec::{
     feature::{
@@ -24,10 +24,10 @@ use nvme_spec::{
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use self::clock::TimestampClock;
-use super::{identify::ARBITRATION_BURST, io_queues::IoQueueAllocation, subject::notices};
+use super::{identify::ARBITRATION_BURST, identify_subject::notices, io_queues::IoQueueAllocation};
 
 /// Mask of the I/O Command Set Combination Index in dword 11 of the I/O Command Set Profile.
-const COMBINATION_INDEX: u32 = 0x1FF;
+const COMBINATION_INDEX_MASK: u32 = 0x1FF;
 
 /// Values besides the stored ones that the features depend on.
 #[derive(Clone, Copy, Debug)]
@@ -89,7 +89,7 @@ impl ControllerFeatures {
             coalescing_disabled: 0,
             write_atomicity: WriteAtomicity::default(),
             async_events: AsyncEventConfiguration::default(),
-            timestamp: TimestampClock::reset(clock.now()),
+            timestamp: TimestampClock::new(clock.now()),
             clock: clock.clone(),
             host_behavior: [0; 3],
         }
@@ -108,7 +108,7 @@ impl ControllerFeatures {
     }
 
     /// Returns the maximum numbers of queues that the guest may create.
-    pub(super) fn allocated(&self, context: &FeatureContext<'_>) -> IoQueueAllocation {
+    pub(super) fn allocated_queues(&self, context: &FeatureContext<'_>) -> IoQueueAllocation {
         let all = context.queue_pairs_max;
         self.queues.unwrap_or(IoQueueAllocation {
             submission: all,
@@ -156,15 +156,15 @@ impl ControllerFeatures {
             return Err(Status::INVALID_NAMESPACE_OR_FORMAT);
         }
         match select {
-            FeatureSelect::CURRENT => self.value(fid, dword11, context),
+            FeatureSelect::CURRENT => self.current_value(fid, dword11, context),
             FeatureSelect::DEFAULT | FeatureSelect::SAVED => {
-                Self::new(&self.clock).value(fid, dword11, context)
+                Self::new(&self.clock).current_value(fid, dword11, context)
             }
             _ => Err(Status::INVALID_FIELD),
         }
     }
 
-    fn value(
+    fn current_value(
         &self,
         fid: FeatureId,
         dword11: u32,
@@ -179,7 +179,7 @@ impl ControllerFeatures {
             }
             FeatureId::ERROR_RECOVERY => self.error_recovery.0,
             FeatureId::VOLATILE_WRITE_CACHE => VolatileWriteCache::default().with_wce(true).0,
-            FeatureId::NUMBER_OF_QUEUES => number_of_queues(self.allocated(context)).0,
+            FeatureId::NUMBER_OF_QUEUES => number_of_queues(self.allocated_queues(context)).0,
             FeatureId::INTERRUPT_COALESCING => self.coalescing.0,
             FeatureId::INTERRUPT_VECTOR_CONFIGURATION => {
                 let vector = InterruptVectorConfiguration(dword11);
@@ -193,7 +193,11 @@ impl ControllerFeatures {
             FeatureId::WRITE_ATOMICITY_NORMAL => self.write_atomicity.0,
             FeatureId::ASYNC_EVENT_CONFIGURATION => self.async_events.0,
             FeatureId::TIMESTAMP => {
-                let data = self.timestamp.at(self.clock.now()).as_bytes().to_vec();
+                let data = self
+                    .timestamp
+                    .timestamp(self.clock.now())
+                    .as_bytes()
+                    .to_vec();
                 return Ok(FeatureValue { dw0: 0, data });
             }
             FeatureId::HOST_BEHAVIOR_SUPPORT => {
@@ -221,12 +225,12 @@ impl ControllerFeatures {
     ) -> Result<u32, Status> {
         match fid {
             FeatureId::ARBITRATION => {
-                self.arbitration = kept::arbitration(dword11);
+                self.arbitration = value_masks::arbitration(dword11);
             }
             FeatureId::POWER_MANAGEMENT => {
                 let value = PowerManagement(dword11);
                 require(value.ps() == 0, Status::INVALID_FIELD)?;
-                self.power = kept::power_management(dword11);
+                self.power = value_masks::power_management(dword11);
             }
             FeatureId::TEMPERATURE_THRESHOLD => {
                 self.set_temperature_threshold(TemperatureThreshold(dword11))?;
@@ -235,7 +239,7 @@ impl ControllerFeatures {
                 let value = ErrorRecovery(dword11);
                 // Identify Namespace does not offer the error for deallocated blocks.
                 require(!value.dulbe(), Status::INVALID_FIELD)?;
-                self.error_recovery = kept::error_recovery(dword11);
+                self.error_recovery = value_masks::error_recovery(dword11);
             }
             FeatureId::VOLATILE_WRITE_CACHE => {
                 // The cache belongs to the physical drive and is shared by all leases.
@@ -246,7 +250,7 @@ impl ControllerFeatures {
                 return self.allocate_queues(NumberOfQueues(dword11), context);
             }
             FeatureId::INTERRUPT_COALESCING => {
-                self.coalescing = kept::interrupt_coalescing(dword11);
+                self.coalescing = value_masks::interrupt_coalescing(dword11);
             }
             FeatureId::INTERRUPT_VECTOR_CONFIGURATION => {
                 let value = InterruptVectorConfiguration(dword11);
@@ -256,15 +260,16 @@ impl ControllerFeatures {
                 self.coalescing_disabled |= if value.cd() { bit } else { 0 };
             }
             FeatureId::WRITE_ATOMICITY_NORMAL => {
-                self.write_atomicity = kept::write_atomicity(dword11);
+                self.write_atomicity = value_masks::write_atomicity(dword11);
             }
             FeatureId::ASYNC_EVENT_CONFIGURATION => {
-                self.async_events = kept::async_events(dword11, notices(context.namespace));
+                self.async_events = value_masks::async_events(dword11, notices(context.namespace));
             }
             FeatureId::TIMESTAMP => {
                 let (timestamp, _) =
                     Timestamp::read_from_prefix(data).map_err(|_| Status::DATA_TRANSFER_ERROR)?;
-                self.timestamp = TimestampClock::set_to(timestamp.milliseconds(), self.clock.now());
+                self.timestamp =
+                    TimestampClock::from_milliseconds(timestamp.milliseconds(), self.clock.now());
             }
             FeatureId::HOST_BEHAVIOR_SUPPORT => {
                 let (value, _) = HostBehaviorSupport::read_from_prefix(data)
@@ -277,7 +282,7 @@ impl ControllerFeatures {
                 self.host_behavior = behavior;
             }
             FeatureId::IO_COMMAND_SET_PROFILE => {
-                let index = dword11 & COMBINATION_INDEX;
+                let index = dword11 & COMBINATION_INDEX_MASK;
                 require(index == 0, Status::IO_COMMAND_SET_COMBINATION_REJECTED)?;
             }
             _ => return Err(Status::INVALID_FIELD),

@@ -9,7 +9,9 @@ use nvme_spec::feature::{
     WriteAtomicity,
 };
 
-use super::{ControllerFeatures, IoQueueAllocation, TimestampClock, kept, notices, vector_bit};
+use super::{
+    ControllerFeatures, IoQueueAllocation, TimestampClock, notices, value_masks, vector_bit,
+};
 use crate::state::parts::FeaturesState;
 
 impl ControllerFeatures {
@@ -70,32 +72,32 @@ impl ControllerFeatures {
             (
                 "Arbitration",
                 *arbitration,
-                kept::arbitration(*arbitration).0,
+                value_masks::arbitration(*arbitration).0,
             ),
             (
                 "Power Management",
                 *power_management,
-                kept::power_management(*power_management).0,
+                value_masks::power_management(*power_management).0,
             ),
             (
                 "Error Recovery",
                 *error_recovery,
-                kept::error_recovery(*error_recovery).0,
+                value_masks::error_recovery(*error_recovery).0,
             ),
             (
                 "Interrupt Coalescing",
                 *interrupt_coalescing,
-                kept::interrupt_coalescing(*interrupt_coalescing).0,
+                value_masks::interrupt_coalescing(*interrupt_coalescing).0,
             ),
             (
                 "Write Atomicity",
                 *write_atomicity,
-                kept::write_atomicity(*write_atomicity).0,
+                value_masks::write_atomicity(*write_atomicity).0,
             ),
             (
                 "Asynchronous Event Configuration",
                 *async_events,
-                kept::async_events(*async_events, notices(&facts.namespace)).0,
+                value_masks::async_events(*async_events, notices(&facts.namespace)).0,
             ),
         ] {
             if saved != kept {
@@ -141,7 +143,7 @@ impl ControllerFeatures {
 
     /// Restores a checked state. `elapsed` is the time since the save. It is `None` for a snapshot, during which the
     /// controller's clock stood still.
-    pub(in crate::admin) fn restored(
+    pub(in crate::admin) fn from_state(
         state: &FeaturesState,
         clock: &Arc<dyn WaitClock>,
         elapsed: Option<Duration>,
@@ -176,7 +178,7 @@ impl ControllerFeatures {
                 .fold(0, |bits, vector| bits | vector_bit((*vector).into())),
             write_atomicity: WriteAtomicity(*write_atomicity),
             async_events: AsyncEventConfiguration(*async_events),
-            timestamp: TimestampClock::restored(timestamp, clock.now(), elapsed),
+            timestamp: TimestampClock::from_state(timestamp, clock.now(), elapsed),
             clock: clock.clone(),
             host_behavior: *host_behavior,
         }

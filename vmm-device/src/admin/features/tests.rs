@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::fixtures::still_clock;
+use crate::fixtures::fixture_clock;
 
 const VECTORS: usize = 5;
 
@@ -17,7 +17,7 @@ struct Fixture {
 impl Fixture {
     fn new() -> Self {
         Self {
-            features: ControllerFeatures::new(&still_clock()),
+            features: ControllerFeatures::new(&fixture_clock()),
             namespace: crate::fixtures::namespace(),
             volatile_write_cache: true,
             io_queues_exist: false,
@@ -202,7 +202,7 @@ fn invalid_feature_values_are_refused() {
 fn queues_are_allocated_up_to_the_controllers_limit() {
     let mut fixture = Fixture::new();
     assert_eq!(fixture.set(0x07, 0x0001_0002, &[]), Ok(0x0001_0002));
-    let allocated = fixture.features.allocated(&fixture.context());
+    let allocated = fixture.features.allocated_queues(&fixture.context());
     assert_eq!(
         allocated,
         IoQueueAllocation {

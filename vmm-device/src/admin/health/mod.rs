@@ -25,11 +25,11 @@ use super::features::ControllerFeatures;
 
 /// Time for which the drive's last report is reused. So a guest that polls its health log does not occupy the drive's admin
 /// queue.
-const FRESH: Duration = Duration::from_secs(1);
+const REPORT_AGE_MAX: Duration = Duration::from_secs(1);
 
 /// Poll interval while the guest has health events enabled. Polling is needed because a drive reports only crossings of its own
 /// thresholds, not of thresholds that a guest has set.
-pub(crate) const WATCH_INTERVAL: Duration = Duration::from_secs(10);
+pub(crate) const HEALTH_POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Composite Temperature, WCTEMP and CCTEMP in kelvins for a drive without a sensor: 37 °C, 70 °C and 100 °C.
 const TEMPERATURE: u16 = 310;
@@ -58,10 +58,10 @@ enum HealthReading {
 pub(super) struct GuestDriveHealth {
     thresholds: Option<TemperatureThresholds>,
     reading: HealthReading,
-    asked: Option<Duration>,
-    gone: bool,
+    last_read: Option<Duration>,
+    is_drive_gone: bool,
     damage: LeaseDamage,
-    since: Duration,
+    powered_since: Duration,
     /// Time for which the controller was powered in earlier processes.
     powered_before: Duration,
     clock: Arc<dyn WaitClock>,
@@ -77,10 +77,10 @@ impl GuestDriveHealth {
         Self {
             thresholds,
             reading: HealthReading::Unknown,
-            asked: None,
-            gone: false,
+            last_read: None,
+            is_drive_gone: false,
             damage: LeaseDamage::default(),
-            since: clock.now(),
+            powered_since: clock.now(),
             powered_before: Duration::ZERO,
             clock,
         }
@@ -88,25 +88,25 @@ impl GuestDriveHealth {
 
     /// Replaces the clock, and forgets when the drive was last asked for its health.
     pub(super) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
-        self.asked = None;
-        self.since = clock.now();
+        self.last_read = None;
+        self.powered_since = clock.now();
         self.clock = clock;
     }
 
     /// Returns the time for which the controller has been powered, across all processes.
-    pub(super) fn powered(&self) -> Duration {
-        let here = self.clock.now().saturating_sub(self.since);
+    pub(super) fn powered_time(&self) -> Duration {
+        let here = self.clock.now().saturating_sub(self.powered_since);
         here.saturating_add(self.powered_before)
     }
 
     /// Continues a controller that was powered for the time `powered` in earlier processes.
-    pub(super) fn go_on(&mut self, powered: Duration) {
-        (self.since, self.powered_before) = (self.clock.now(), powered);
+    pub(super) fn set_powered_time(&mut self, powered: Duration) {
+        (self.powered_since, self.powered_before) = (self.clock.now(), powered);
     }
 
     /// Returns whether the last request to the drive is at least `time` ago.
     fn is_older_than(&self, time: Duration) -> bool {
-        self.asked
+        self.last_read
             .is_none_or(|asked| self.clock.now().saturating_sub(asked) >= time)
     }
 
@@ -129,27 +129,27 @@ impl GuestDriveHealth {
     }
 
     /// Records damage of the lease's own data. This does not access the drive.
-    pub(super) fn note(&mut self, damage: LeaseDamage) {
+    pub(super) fn set_damage(&mut self, damage: LeaseDamage) {
         self.damage = damage;
     }
 
     /// Reads the drive's health, unless the last request is less than a second ago.
     pub(super) fn refresh(&mut self, host: &dyn ControllerBackend) {
-        if self.is_older_than(FRESH) {
+        if self.is_older_than(REPORT_AGE_MAX) {
             self.read(host);
         }
     }
 
     /// Returns whether the last request is at least `WATCH_INTERVAL` ago.
     pub(super) fn is_due(&self) -> bool {
-        self.is_older_than(WATCH_INTERVAL)
+        self.is_older_than(HEALTH_POLL_INTERVAL)
     }
 
     /// Reads the drive's health. If the drive does not answer, keeps the last report.
     pub(super) fn read(&mut self, host: &dyn ControllerBackend) {
-        self.asked = Some(self.clock.now());
-        self.gone = host.status().is_gone;
-        if self.gone {
+        self.last_read = Some(self.clock.now());
+        self.is_drive_gone = host.status().is_gone;
+        if self.is_drive_gone {
             return;
         }
         match host.smart_health() {
@@ -189,7 +189,7 @@ impl GuestDriveHealth {
         CriticalWarning::default()
             .with_spare(drive.spare())
             .with_temperature(beyond)
-            .with_reliability(drive.reliability() || self.gone || damaged)
+            .with_reliability(drive.reliability() || self.is_drive_gone || damaged)
             .with_read_only(drive.read_only() || lost_writes)
             .with_volatile_backup(drive.volatile_backup())
     }
@@ -218,7 +218,7 @@ impl GuestDriveHealth {
                 page.available_spare = SPARE;
                 page.available_spare_threshold = SPARE_THRESHOLD;
                 page.power_cycles = U128::new(1);
-                let hours = self.powered().as_secs() / 3600;
+                let hours = self.powered_time().as_secs() / 3600;
                 page.power_on_hours = U128::new(hours.into());
             }
             HealthReading::Unknown => {

@@ -4,7 +4,7 @@ use nvme_guest::DoorbellMode;
 use zerocopy::IntoBytes;
 
 use super::*;
-use crate::fixtures::{FixtureClock, still_clock};
+use crate::fixtures::{FixtureClock, fixture_clock};
 
 fn log(change: impl FnOnce(&mut SmartHealth)) -> SmartHealth {
     let mut log = SmartHealth::new_zeroed();
@@ -20,12 +20,12 @@ fn health(log: SmartHealth) -> GuestDriveHealth {
             critical: 360,
         }),
         reading: HealthReading::Drive(Box::new(log)),
-        asked: Some(Duration::ZERO),
-        gone: false,
+        last_read: Some(Duration::ZERO),
+        is_drive_gone: false,
         damage: LeaseDamage::default(),
-        since: Duration::ZERO,
+        powered_since: Duration::ZERO,
         powered_before: Duration::ZERO,
-        clock: still_clock(),
+        clock: fixture_clock(),
     }
 }
 
@@ -33,7 +33,7 @@ fn health(log: SmartHealth) -> GuestDriveHealth {
 fn health_shows_the_drives_state_but_not_its_io_counts() {
     let mut filled = SmartHealth::new_zeroed();
     filled.as_mut_bytes().fill(0xFF);
-    let page = health(filled).page(&ControllerFeatures::new(&still_clock()));
+    let page = health(filled).page(&ControllerFeatures::new(&fixture_clock()));
     let bytes = page.as_bytes();
     assert_eq!(bytes[0], 0b1_1111, "every warning but that of a PMR");
     assert_eq!(bytes[1..6], [0xFF; 5], "temperature, spare, wear");
@@ -51,7 +51,7 @@ fn health_shows_the_drives_state_but_not_its_io_counts() {
 
 #[test]
 fn the_temperature_is_compared_with_the_guests_thresholds() {
-    let features = ControllerFeatures::new(&still_clock());
+    let features = ControllerFeatures::new(&fixture_clock());
     let warns = |health: &GuestDriveHealth| health.warnings(&features).temperature();
     let with = |kelvins| health(log(|log| log.composite_temperature = U16::new(kelvins)));
     assert!(!warns(&with(349)) && warns(&with(350)), "WCTEMP");
@@ -73,28 +73,28 @@ fn the_temperature_is_compared_with_the_guests_thresholds() {
 fn a_removed_drive_is_unreliable_and_keeps_its_last_values() {
     let mut health = health(log(|log| log.percentage_used = 7));
     assert_eq!(
-        health.warnings(&ControllerFeatures::new(&still_clock())),
+        health.warnings(&ControllerFeatures::new(&fixture_clock())),
         CriticalWarning::default()
     );
-    health.gone = true;
-    let page = health.page(&ControllerFeatures::new(&still_clock()));
+    health.is_drive_gone = true;
+    let page = health.page(&ControllerFeatures::new(&fixture_clock()));
     assert!(page.critical_warning.reliability());
     assert_eq!(page.percentage_used, 7);
 }
 
 #[test]
 fn a_drive_without_wear_is_healthy() {
-    let host = crate::fixtures::attachment(DoorbellMode::Trap);
-    let mut health = GuestDriveHealth::new(host.facts().thresholds, still_clock());
+    let host = crate::fixtures::local_backend(DoorbellMode::Trap);
+    let mut health = GuestDriveHealth::new(host.facts().thresholds, fixture_clock());
     assert_eq!(
         health
-            .page(&ControllerFeatures::new(&still_clock()))
+            .page(&ControllerFeatures::new(&fixture_clock()))
             .composite_temperature,
         U16::new(0),
         "nobody asked"
     );
     health.refresh(&host);
-    let page = health.page(&ControllerFeatures::new(&still_clock()));
+    let page = health.page(&ControllerFeatures::new(&fixture_clock()));
     assert_eq!(page.as_bytes()[..6], [0, 0x36, 0x01, 100, 10, 0]);
     assert!(!health.can_change());
     assert_eq!(health.thresholds(), crate::fixtures::THRESHOLDS);
@@ -102,19 +102,19 @@ fn a_drive_without_wear_is_healthy() {
 
 #[test]
 fn drive_health_may_be_refreshed_after_a_second_and_is_due_after_ten() {
-    let host = crate::fixtures::attachment(DoorbellMode::Trap);
+    let host = crate::fixtures::local_backend(DoorbellMode::Trap);
     let clock = Arc::new(FixtureClock::default());
     let mut health = GuestDriveHealth::new(None, clock.clone());
     assert!(health.is_due(), "never asked");
     health.refresh(&host);
-    let first = health.asked;
-    clock.sleep(FRESH - Duration::from_millis(1));
+    let first = health.last_read;
+    clock.sleep(REPORT_AGE_MAX - Duration::from_millis(1));
     health.refresh(&host);
-    assert_eq!(health.asked, first, "asked just now");
+    assert_eq!(health.last_read, first, "asked just now");
     clock.sleep(Duration::from_millis(1));
     health.refresh(&host);
-    assert_eq!(health.asked, Some(FRESH));
-    clock.sleep(WATCH_INTERVAL - Duration::from_millis(1));
+    assert_eq!(health.last_read, Some(REPORT_AGE_MAX));
+    clock.sleep(HEALTH_POLL_INTERVAL - Duration::from_millis(1));
     assert!(!health.is_due());
     clock.sleep(Duration::from_millis(1));
     assert!(health.is_due());
@@ -122,7 +122,7 @@ fn drive_health_may_be_refreshed_after_a_second_and_is_due_after_ten() {
 
 #[test]
 fn without_a_drive_log_power_on_hours_count_from_the_functions_start() {
-    let host = crate::fixtures::attachment(DoorbellMode::Trap);
+    let host = crate::fixtures::local_backend(DoorbellMode::Trap);
     let clock = Arc::new(FixtureClock::default());
     let mut health = GuestDriveHealth::new(None, clock.clone());
     health.refresh(&host);
@@ -138,7 +138,7 @@ fn without_a_drive_log_power_on_hours_count_from_the_functions_start() {
     // The next process continues from this time.
     let mut next = GuestDriveHealth::new(None, clock.clone());
     next.refresh(&host);
-    next.go_on(health.powered());
+    next.set_powered_time(health.powered_time());
     clock.sleep(Duration::from_secs(3600));
     assert_eq!(hours(&next), U128::new(4));
 }

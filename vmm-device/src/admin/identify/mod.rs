@@ -20,7 +20,7 @@ use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
 use super::{
     abort, async_events, error_log,
-    subject::{IdentifySubject, bytes, saturating_u32},
+    identify_subject::{IdentifySubject, saturating_u32, structure_bytes},
 };
 use crate::pci::config_space::VENDOR_ID;
 
@@ -49,10 +49,10 @@ impl IdentifySubject<'_> {
             }
             Cns::CONTROLLER => self.controller(),
             Cns::ACTIVE_NSID_LIST => self.active_namespaces(nsid)?,
-            Cns::NS_ID_DESCRIPTOR_LIST => self.with_namespace(nsid, Self::descriptors)?,
+            Cns::NS_ID_DESCRIPTOR_LIST => self.with_namespace(nsid, Self::namespace_descriptors)?,
             Cns::IOCS_NAMESPACE => {
                 self.require_namespace(nsid)?;
-                let structure = self.described_namespace(command.csi)?;
+                let structure = self.command_set_namespace(command.csi)?;
                 self.with_namespace_or_zeroes(nsid, |_| structure)?
             }
             Cns::IOCS_CONTROLLER => {
@@ -83,7 +83,7 @@ impl IdentifySubject<'_> {
     ) -> Result<Vec<u8>, Status> {
         self.require_namespace(nsid)?;
         // Base 2.0, section 3.2.1.3.
-        if !self.active {
+        if !self.is_active {
             return Err(Status::INVALID_FIELD);
         }
         Ok(structure(self))
@@ -96,7 +96,7 @@ impl IdentifySubject<'_> {
         structure: impl FnOnce(&Self) -> Vec<u8>,
     ) -> Result<Vec<u8>, Status> {
         self.require_namespace(nsid)?;
-        if !self.active {
+        if !self.is_active {
             return Ok(vec![0; IDENTIFY_SIZE]);
         }
         Ok(structure(self))
@@ -127,7 +127,7 @@ impl IdentifySubject<'_> {
         let AsyncEventConfiguration(notices) = self.notices();
         id.oaes = Oaes(notices).with_namespace_attribute(true);
         id.cntrltype = ControllerType::IO;
-        id.oacs = Oacs::default().with_doorbell_buffer_config(self.doorbell_buffer);
+        id.oacs = Oacs::default().with_doorbell_buffer_config(self.has_doorbell_buffer);
         id.acl_z = abort::LIMIT_Z;
         id.aerl_z = async_events::LIMIT_Z;
         id.frmw = Frmw::default()
@@ -143,7 +143,7 @@ impl IdentifySubject<'_> {
         id.sqes = QueueEntrySizes::SQ;
         id.cqes = QueueEntrySizes::CQ;
         id.nn = self.namespace.nsid.0;
-        let offers = |opcode| self.limits.offers(opcode);
+        let offers = |opcode| self.limits.supports(opcode);
         id.oncs = Oncs::default()
             .with_compare(offers(NvmOpcode::COMPARE))
             .with_write_uncorrectable(offers(NvmOpcode::WRITE_UNCORRECTABLE))
@@ -163,7 +163,7 @@ impl IdentifySubject<'_> {
         // SGLs at any alignment, if supported at all.
         id.sgls = Sgls::default().with_support(u8::from(self.limits.sgl_descriptors_max > 0));
         copy_text(&mut id.subnqn, &subsystem_nqn(&self.namespace.uuid));
-        bytes(id)
+        structure_bytes(id)
     }
 
     fn command_sets(&self) -> &CommandSets {
@@ -172,7 +172,7 @@ impl IdentifySubject<'_> {
 
     /// Returns the namespace's own command set.
     fn command_set(&self) -> &CommandSetDescription {
-        self.command_sets().own()
+        self.command_sets().native()
     }
 
     fn csi(&self) -> Csi {
@@ -180,14 +180,14 @@ impl IdentifySubject<'_> {
     }
 
     /// Returns the I/O Command Set specific Identify Namespace data structure (CNS 05h) of a command set.
-    fn described_namespace(&self, csi: Csi) -> Result<Vec<u8>, Status> {
-        let Some(set) = self.command_sets().executed(csi) else {
+    fn command_set_namespace(&self, csi: Csi) -> Result<Vec<u8>, Status> {
+        let Some(set) = self.command_sets().find_executed(csi) else {
             return Err(match self.command_set().has_blocks() {
                 true => Status::INVALID_FIELD,
                 false => Status::INVALID_IO_COMMAND_SET,
             });
         };
-        let used = self.used.to_le_bytes();
+        let used = self.used_bytes.to_le_bytes();
         let value = |fact| match fact {
             NamespaceFact::Used => used.as_slice(),
             NamespaceFact::Nguid => &self.namespace.nguid,
@@ -206,12 +206,12 @@ impl IdentifySubject<'_> {
         if self.limits.deallocated_reads_zeroes {
             id.dlfeat = Dlfeat::default()
                 .with_read(DeallocatedRead::ZEROES)
-                .with_write_zeroes_deac(self.limits.offers(NvmOpcode::WRITE_ZEROES));
+                .with_write_zeroes_deac(self.limits.supports(NvmOpcode::WRITE_ZEROES));
         }
         id.nvmcap = U128::new(u128::from(self.blocks) << namespace.lba_shift);
-        if self.limits.offers(NvmOpcode::COPY) {
+        if self.limits.supports(NvmOpcode::COPY) {
             let (blocks, ranges) = (
-                self.in_blocks(self.limits.copy_bytes_max),
+                self.bytes_to_blocks(self.limits.copy_bytes_max),
                 self.limits.copy_ranges_max,
             );
             id.mssrl = u16::try_from(blocks).unwrap_or(u16::MAX);
@@ -224,14 +224,14 @@ impl IdentifySubject<'_> {
         id.nguid = namespace.nguid;
         id.eui64 = namespace.eui64;
         id.lbaf[0] = LbaFormat::default().with_lbads(namespace.lba_shift);
-        bytes(id)
+        structure_bytes(id)
     }
 
     /// I/O Command Set Independent Identify Namespace (Base 2.0, section 5.17.2.8).
     fn namespace_independent(&self) -> Vec<u8> {
         let mut id = IdentifyNamespaceIndependent::new_zeroed();
         id.nstat = Nstat::default().with_nrdy(true);
-        bytes(id)
+        structure_bytes(id)
     }
 
     /// Active Namespace ID list: identifiers above `nsid` (Base 2.0, section 5.17.2.2).
@@ -240,14 +240,14 @@ impl IdentifySubject<'_> {
             return Err(Status::INVALID_NAMESPACE_OR_FORMAT);
         }
         let mut list = vec![0; IDENTIFY_SIZE];
-        if self.active && self.namespace.nsid > nsid {
+        if self.is_active && self.namespace.nsid > nsid {
             list[..4].copy_from_slice(self.namespace.nsid.as_bytes());
         }
         Ok(list)
     }
 
     /// Namespace Identification Descriptor list (Base 2.0, section 5.17.2.3).
-    fn descriptors(&self) -> Vec<u8> {
+    fn namespace_descriptors(&self) -> Vec<u8> {
         let mut list = Vec::with_capacity(IDENTIFY_SIZE);
         let mut add = |nidt: NsIdType, id: &[u8]| {
             if let Some(header) = NsIdDescriptorHeader::new(nidt) {
@@ -272,7 +272,7 @@ impl IdentifySubject<'_> {
         let mut vectors = vec![0; IDENTIFY_SIZE];
         let vector = IoCommandSetVector::default()
             .with_nvm(true)
-            .with(self.csi());
+            .with_csi(self.csi());
         vectors[..8].copy_from_slice(vector.as_bytes());
         Ok(vectors)
     }

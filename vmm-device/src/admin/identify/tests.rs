@@ -13,10 +13,10 @@ fn subject<'a>(
     IdentifySubject {
         namespace,
         blocks: namespace.blocks,
-        used: 0,
+        used_bytes: 0,
         limits,
-        doorbell_buffer: true,
-        active: true,
+        has_doorbell_buffer: true,
+        is_active: true,
         thresholds: fixtures::THRESHOLDS,
         unit_blocks: None,
     }
@@ -80,10 +80,10 @@ fn doorbell_buffer_config_is_offered_only_in_useful_modes() {
     let subject = IdentifySubject {
         namespace: &namespace,
         blocks: namespace.blocks,
-        used: 0,
+        used_bytes: 0,
         limits: &limits,
-        doorbell_buffer: false,
-        active: true,
+        has_doorbell_buffer: false,
+        is_active: true,
         thresholds: fixtures::THRESHOLDS,
         unit_blocks: None,
     };
@@ -115,10 +115,10 @@ fn identify_omits_abilities_that_the_drive_lacks() {
     let subject = IdentifySubject {
         namespace: &namespace,
         blocks: namespace.blocks,
-        used: 0,
+        used_bytes: 0,
         limits: &limits,
-        doorbell_buffer: true,
-        active: true,
+        has_doorbell_buffer: true,
+        is_active: true,
         thresholds: TemperatureThresholds {
             warning: 0x155,
             critical: 0,
@@ -155,10 +155,10 @@ fn an_inactive_namespace_is_in_no_list() {
     let subject = IdentifySubject {
         namespace: &namespace,
         blocks: namespace.blocks,
-        used: 0,
+        used_bytes: 0,
         limits: &limits,
-        doorbell_buffer: true,
-        active: false,
+        has_doorbell_buffer: true,
+        is_active: false,
         thresholds: fixtures::THRESHOLDS,
         unit_blocks: None,
     };

@@ -12,14 +12,14 @@ use nvme_spec::{
     status::Status,
 };
 
-use crate::fixtures::{ADMIN_CQ, ADMIN_ENTRIES, DATA, MEMORY, NOWHERE, QUEUE_PAIRS, TestGuest};
+use crate::fixtures::{ADMIN_CQ, ADMIN_ENTRIES, DATA, MEMORY, QUEUE_PAIRS, TestGuest, UNMAPPED};
 
 const SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
 const CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
 const PAGE: u64 = 4096;
 
 fn guest() -> TestGuest {
-    TestGuest::ready(DoorbellMode::Shadow)
+    TestGuest::with_enabled_controller(DoorbellMode::Shadow)
 }
 
 /// Returns an Identify Controller command with the given PRP entries.
@@ -190,7 +190,7 @@ fn a_prp_list_is_followed_as_far_as_the_data_goes() {
     // Reads 16 KiB of a log page of 4 KiB into the middle of a page. PRP2 is a list, of which only the first entry is needed.
     // The other entries are invalid.
     let list = DATA + 0x8000;
-    for (index, entry) in [DATA + 2 * PAGE, NOWHERE, NOWHERE, NOWHERE]
+    for (index, entry) in [DATA + 2 * PAGE, UNMAPPED, UNMAPPED, UNMAPPED]
         .into_iter()
         .enumerate()
     {
@@ -230,19 +230,19 @@ fn hostile_prp_entries_fail_the_command_only() {
     for (sqe, status) in [
         (identify(DATA + 2, 0), offset),
         (identify(DATA + 0x800, DATA + 0x10), offset),
-        (identify(NOWHERE, 0), transfer),
-        (identify(DATA + 0x800, NOWHERE), transfer),
+        (identify(UNMAPPED, 0), transfer),
+        (identify(DATA + 0x800, UNMAPPED), transfer),
         (identify(MEMORY.end - 0x800, MEMORY.end), transfer),
         (identify(u64::MAX - 3, 0), transfer),
         (identify(!0xFFF, 0), transfer),
-        (get_log_page(5, 4096, DATA + 0x800, NOWHERE), transfer),
+        (get_log_page(5, 4096, DATA + 0x800, UNMAPPED), transfer),
         (get_log_page(5, 4096, DATA + 0x800, list + 4), offset),
         (get_log_page(5, 4096, DATA + 0x800, list), offset),
         // The list points to itself.
         (get_log_page(5, 4096, DATA + 0x800, chain), offset),
         (
             Sqe {
-                dptr: [NOWHERE, 0],
+                dptr: [UNMAPPED, 0],
                 ..set_features(0x0E, 0)
             },
             transfer,
@@ -419,7 +419,7 @@ fn a_command_without_data_has_no_data_pointer() {
     };
     assert_ok(guest.admin(sqe));
     let sqe = Sqe {
-        dptr: [NOWHERE + 1, 0],
+        dptr: [UNMAPPED + 1, 0],
         ..set_features(0x01, 0)
     };
     assert_ok(guest.admin(sqe));
@@ -448,8 +448,8 @@ fn a_doorbell_buffer_is_two_pages_of_memory() {
     for (prp1, prp2) in [
         (DATA + 4, DATA + PAGE),
         (DATA, DATA + PAGE + 0x800),
-        (NOWHERE, DATA),
-        (DATA, NOWHERE),
+        (UNMAPPED, DATA),
+        (DATA, UNMAPPED),
         (0, 0),
     ] {
         assert_fails(guest.admin(config(prp1, prp2)), Status::INVALID_FIELD);
@@ -465,7 +465,7 @@ fn a_doorbell_buffer_is_two_pages_of_memory() {
 #[test]
 fn a_doorbell_buffer_is_for_some_modes() {
     for mode in [DoorbellMode::Trap, DoorbellMode::Mapped] {
-        let mut guest = TestGuest::ready(mode);
+        let mut guest = TestGuest::with_enabled_controller(mode);
         let config = Sqe {
             dptr: [DATA, DATA + PAGE],
             ..Sqe::new(0x7C)
@@ -475,7 +475,7 @@ fn a_doorbell_buffer_is_for_some_modes() {
         assert_eq!(guest.read_memory(DATA + 256, 2), [0, 0], "OACS");
     }
     for mode in [DoorbellMode::Auto, DoorbellMode::Shadow] {
-        let mut guest = TestGuest::ready(mode);
+        let mut guest = TestGuest::with_enabled_controller(mode);
         assert_ok(guest.admin(identify(DATA, 0)));
         assert_eq!(guest.read_memory(DATA + 256, 2), [0, 1], "OACS");
     }

@@ -131,13 +131,13 @@ pub(crate) struct OfferedInterrupts {
 
 impl OfferedInterrupts {
     /// Interrupt types that releases up to 0.1 offered.
-    const MSIX_ALONE: Self = Self {
+    const MSIX_ONLY: Self = Self {
         msi: false,
         pin: false,
     };
 
     /// Returns the interrupt types that these contents of configuration space offer.
-    fn of(contents: &[u8]) -> Self {
+    fn from_config_space(contents: &[u8]) -> Self {
         let at = |offset: u8| contents.get(usize::from(offset)).copied();
         Self {
             msi: at(pcie::OFFSET + 1) == Some(msi::OFFSET),
@@ -152,22 +152,22 @@ pub(crate) struct ConfigSpace {
     contents: [u8; COMPATIBLE_SIZE],
     layout: ConfigSpaceLayout,
     /// Interrupt types that are offered to a new guest. A restored guest may have other ones.
-    newest: OfferedInterrupts,
+    offered_to_new_guests: OfferedInterrupts,
     /// Set if Command was written since power-on.
-    commanded: bool,
+    is_command_written: bool,
 }
 
 /// Layout of configuration space, which does not change for a guest.
 #[derive(Clone, Debug)]
 struct ConfigSpaceLayout {
-    doorbells: u64,
+    doorbell_bytes: u64,
     vectors: u16,
-    offer: OfferedInterrupts,
+    offered: OfferedInterrupts,
     registers_bar_size: u64,
     /// Contents after a reset.
-    reset: [u8; COMPATIBLE_SIZE],
+    reset_contents: [u8; COMPATIBLE_SIZE],
     /// Mask of the bits that a write changes.
-    writable: [u8; COMPATIBLE_SIZE],
+    writable_mask: [u8; COMPATIBLE_SIZE],
 }
 
 impl ConfigSpace {
@@ -175,32 +175,34 @@ impl ConfigSpace {
     pub(crate) fn new(doorbells: u64, vectors: u16, newest: OfferedInterrupts) -> Self {
         let layout = ConfigSpaceLayout::new(doorbells, vectors, newest);
         Self {
-            contents: layout.reset,
+            contents: layout.reset_contents,
             layout,
-            newest,
-            commanded: false,
+            offered_to_new_guests: newest,
+            is_command_written: false,
         }
     }
 
     /// Resets to the power-on state for a new guest, and offers this guest all interrupt types.
-    pub(crate) fn renew(&mut self) {
+    pub(crate) fn reset_for_new_guest(&mut self) {
         let ConfigSpaceLayout {
-            doorbells, vectors, ..
+            doorbell_bytes: doorbells,
+            vectors,
+            ..
         } = self.layout;
-        *self = Self::new(doorbells, vectors, self.newest);
+        *self = Self::new(doorbells, vectors, self.offered_to_new_guests);
     }
 
     /// Returns whether the layout is that of releases up to 0.1: MSI-X only.
-    pub(crate) fn is_of_first_releases(&self) -> bool {
-        self.layout.offer == OfferedInterrupts::MSIX_ALONE
+    pub(crate) fn is_msix_only(&self) -> bool {
+        self.layout.offered == OfferedInterrupts::MSIX_ONLY
     }
 
     /// Resets the contents to their power-on values. Returns the BARs that moved.
     pub(crate) fn reset(&mut self) -> Vec<BarMove> {
-        let before = self.addresses();
-        self.commanded = false;
-        self.contents = self.layout.reset;
-        self.moves_since(before)
+        let before = self.bar_addresses();
+        self.is_command_written = false;
+        self.contents = self.layout.reset_contents;
+        self.bar_moves_since(before)
     }
 
     /// Reads any number of bytes at any offset. Bytes beyond the end of configuration space read as zero.
@@ -208,7 +210,7 @@ impl ConfigSpace {
         data.fill(0);
         for (byte, content) in data
             .iter_mut()
-            .zip(self.contents.iter().skip(saturate(offset)))
+            .zip(self.contents.iter().skip(to_saturated_index(offset)))
         {
             *byte = *content;
         }
@@ -216,16 +218,16 @@ impl ConfigSpace {
 
     /// Writes any number of bytes at any offset. Read-only bits and bytes beyond the end of configuration space are ignored.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> ConfigWrite {
-        let start = saturate(offset);
-        let before = self.addresses();
+        let start = to_saturated_index(offset);
+        let before = self.bar_addresses();
         let power_state = self.power_state();
         let end = start.saturating_add(data.len());
-        self.commanded |= (start..end).contains(&usize::from(COMMAND));
+        self.is_command_written |= (start..end).contains(&usize::from(COMMAND));
 
         let writable = self
             .contents
             .iter_mut()
-            .zip(&self.layout.writable)
+            .zip(&self.layout.writable_mask)
             .skip(start);
         for ((content, mask), byte) in writable.zip(data) {
             *content = *content & !mask | byte & mask;
@@ -243,10 +245,10 @@ impl ConfigSpace {
             .and_then(|index| data.get(index))
             .is_some_and(|byte| byte & pcie::INITIATE_FLR != 0);
         if function_level_reset {
-            self.contents = self.layout.reset;
+            self.contents = self.layout.reset_contents;
         }
         ConfigWrite {
-            moves: self.moves_since(before),
+            moves: self.bar_moves_since(before),
             function_level_reset,
         }
     }
@@ -267,8 +269,10 @@ impl ConfigSpace {
             ));
         }
         let ConfigSpaceLayout {
-            reset, writable, ..
-        } = &self.layout_of(saved);
+            reset_contents: reset,
+            writable_mask: writable,
+            ..
+        } = &self.saved_layout(saved);
         for (offset, saved) in saved.iter().enumerate() {
             let (fixed, mask) = (reset[offset] & !writable[offset], !writable[offset]);
             if saved & mask != fixed {
@@ -291,34 +295,36 @@ impl ConfigSpace {
     }
 
     /// Returns the layout that belongs to saved contents, which may come from an earlier release.
-    fn layout_of(&self, saved: &[u8]) -> ConfigSpaceLayout {
+    fn saved_layout(&self, saved: &[u8]) -> ConfigSpaceLayout {
         let ConfigSpaceLayout {
-            doorbells, vectors, ..
+            doorbell_bytes: doorbells,
+            vectors,
+            ..
         } = self.layout;
-        let was = OfferedInterrupts::of(saved);
+        let was = OfferedInterrupts::from_config_space(saved);
         let offer = OfferedInterrupts {
             // An interrupt type that this function lacks causes a mismatch later.
-            pin: was.pin && self.newest.pin,
-            msi: was.msi && self.newest.msi,
+            pin: was.pin && self.offered_to_new_guests.pin,
+            msi: was.msi && self.offered_to_new_guests.msi,
         };
         ConfigSpaceLayout::new(doorbells, vectors, offer)
     }
 
     /// Returns whether the guest has written zero to Command. The contents alone do not show this, because Command is also zero
     /// before the first write.
-    pub(crate) fn is_switched_off(&self) -> bool {
-        self.commanded && self.contents[usize::from(COMMAND)] == 0
+    pub(crate) fn is_command_cleared(&self) -> bool {
+        self.is_command_written && self.contents[usize::from(COMMAND)] == 0
     }
 
     /// Restores checked contents, and the value that [`Self::is_switched_off`] returned. Returns the BARs that moved.
     pub(crate) fn restore(&mut self, saved: &[u8], switched_off: bool) -> Vec<BarMove> {
-        let before = self.addresses();
-        self.layout = self.layout_of(saved);
+        let before = self.bar_addresses();
+        self.layout = self.saved_layout(saved);
         for (content, saved) in self.contents.iter_mut().zip(saved) {
             *content = *saved;
         }
-        self.commanded = switched_off || self.contents[usize::from(COMMAND)] != 0;
-        self.moves_since(before)
+        self.is_command_written = switched_off || self.contents[usize::from(COMMAND)] != 0;
+        self.bar_moves_since(before)
     }
 
     /// Returns the address at which a BAR is decoded: `None` until the guest has set an address and Memory Space Enable.
@@ -339,7 +345,7 @@ impl ConfigSpace {
     /// Every guest or its firmware writes Command before it can access the BARs. The drivers of SPDK and libvfn set Bus Master
     /// Enable.
     pub(crate) fn is_bus_master(&self) -> bool {
-        !self.commanded || self.contents[usize::from(COMMAND)] & BUS_MASTER != 0
+        !self.is_command_written || self.contents[usize::from(COMMAND)] & BUS_MASTER != 0
     }
 
     /// Returns the size of a BAR, a power of two.
@@ -379,7 +385,7 @@ impl ConfigSpace {
 
     /// Returns the number of MSI messages, or 0 if the function does not offer MSI.
     pub(crate) fn msi_messages(&self) -> u16 {
-        match self.layout.offer.msi {
+        match self.layout.offered.msi {
             true => 1 << messages_log2(self.layout.vectors),
             false => 0,
         }
@@ -387,7 +393,7 @@ impl ConfigSpace {
 
     /// Returns whether the function has an interrupt pin.
     pub(crate) fn has_pin(&self) -> bool {
-        self.layout.offer.pin
+        self.layout.offered.pin
     }
 
     /// Returns whether the guest has set Interrupt Disable.
@@ -399,12 +405,12 @@ impl ConfigSpace {
         self.contents[usize::from(pm::OFFSET + pm::PMCSR)] & pm::POWER_STATE
     }
 
-    fn addresses(&self) -> [Option<u64>; Bar::ALL.len()] {
+    fn bar_addresses(&self) -> [Option<u64>; Bar::ALL.len()] {
         Bar::ALL.map(|bar| self.bar_address(bar))
     }
 
-    fn moves_since(&self, before: [Option<u64>; Bar::ALL.len()]) -> Vec<BarMove> {
-        let after = self.addresses();
+    fn bar_moves_since(&self, before: [Option<u64>; Bar::ALL.len()]) -> Vec<BarMove> {
+        let after = self.bar_addresses();
         Bar::ALL
             .into_iter()
             .zip(before.into_iter().zip(after))
@@ -422,7 +428,7 @@ impl ConfigSpace {
 /// Sets Interrupt Status in `data`, which was read from `offset`, if `data` includes this bit.
 pub(crate) fn set_interrupt_status(offset: u64, data: &mut [u8]) {
     let place = u64::from(STATUS).checked_sub(offset);
-    if let Some(byte) = place.and_then(|place| data.get_mut(saturate(place))) {
+    if let Some(byte) = place.and_then(|place| data.get_mut(to_saturated_index(place))) {
         *byte |= INTERRUPT_STATUS;
     }
 }
@@ -435,7 +441,7 @@ fn messages_log2(vectors: u16) -> u16 {
 }
 
 /// Converts an offset into an index. An offset that does not fit becomes the largest index, which is out of range as well.
-fn saturate(offset: u64) -> usize {
+fn to_saturated_index(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX)
 }
 
@@ -445,19 +451,19 @@ impl ConfigSpaceLayout {
             .next_power_of_two()
             .max(REGISTERS_BAR_MIN);
         let mut layout = Self {
-            doorbells,
+            doorbell_bytes: doorbells,
             vectors,
-            offer,
+            offered: offer,
             registers_bar_size,
-            reset: [0; COMPATIBLE_SIZE],
-            writable: [0; COMPATIBLE_SIZE],
+            reset_contents: [0; COMPATIBLE_SIZE],
+            writable_mask: [0; COMPATIBLE_SIZE],
         };
-        layout.header();
-        layout.power_management();
-        layout.msix(vectors);
-        layout.pci_express();
+        layout.add_header();
+        layout.add_power_management();
+        layout.add_msix(vectors);
+        layout.add_pci_express();
         if offer.msi {
-            layout.msi();
+            layout.add_msi();
         }
         layout
     }
@@ -469,117 +475,117 @@ impl ConfigSpaceLayout {
         }
     }
 
-    fn header(&mut self) {
-        self.put(0x00, &VENDOR_ID.to_le_bytes());
-        self.put(0x02, &DEVICE_ID.to_le_bytes());
-        self.allow(COMMAND, &COMMAND_WRITABLE.to_le_bytes());
-        self.put(STATUS, &CAPABILITIES_LIST.to_le_bytes());
-        self.put(REVISION_ID + 1, &CLASS_CODE);
+    fn add_header(&mut self) {
+        self.set_reset_bytes(0x00, &VENDOR_ID.to_le_bytes());
+        self.set_reset_bytes(0x02, &DEVICE_ID.to_le_bytes());
+        self.set_writable_bits(COMMAND, &COMMAND_WRITABLE.to_le_bytes());
+        self.set_reset_bytes(STATUS, &CAPABILITIES_LIST.to_le_bytes());
+        self.set_reset_bytes(REVISION_ID + 1, &CLASS_CODE);
         for bar in Bar::ALL {
             let at = BARS + 4 * bar.index();
-            self.put(at, &BAR_MEMORY_64.to_le_bytes());
-            self.allow(at, &(!(self.bar_size(bar) - 1)).to_le_bytes());
+            self.set_reset_bytes(at, &BAR_MEMORY_64.to_le_bytes());
+            self.set_writable_bits(at, &(!(self.bar_size(bar) - 1)).to_le_bytes());
         }
-        self.put(SUBSYSTEM_VENDOR_ID, &VENDOR_ID.to_le_bytes());
-        self.put(SUBSYSTEM_ID, &DEVICE_ID.to_le_bytes());
-        self.put(CAPABILITIES_POINTER, &[pm::OFFSET]);
+        self.set_reset_bytes(SUBSYSTEM_VENDOR_ID, &VENDOR_ID.to_le_bytes());
+        self.set_reset_bytes(SUBSYSTEM_ID, &DEVICE_ID.to_le_bytes());
+        self.set_reset_bytes(CAPABILITIES_POINTER, &[pm::OFFSET]);
         // Interrupt Line is storage for the firmware.
-        self.allow(INTERRUPT_LINE, &[0xFF]);
-        if self.offer.pin {
-            self.put(INTERRUPT_PIN, &[INTA]);
+        self.set_writable_bits(INTERRUPT_LINE, &[0xFF]);
+        if self.offered.pin {
+            self.set_reset_bytes(INTERRUPT_PIN, &[INTA]);
         }
     }
 
-    fn power_management(&mut self) {
-        self.put(pm::OFFSET, &[pm::ID, msix::OFFSET]);
-        self.put(pm::OFFSET + 2, &pm::PMC.to_le_bytes());
-        self.put(pm::OFFSET + pm::PMCSR, &[pm::NO_SOFT_RESET]);
-        self.allow(pm::OFFSET + pm::PMCSR, &[pm::POWER_STATE]);
+    fn add_power_management(&mut self) {
+        self.set_reset_bytes(pm::OFFSET, &[pm::ID, msix::OFFSET]);
+        self.set_reset_bytes(pm::OFFSET + 2, &pm::PMC.to_le_bytes());
+        self.set_reset_bytes(pm::OFFSET + pm::PMCSR, &[pm::NO_SOFT_RESET]);
+        self.set_writable_bits(pm::OFFSET + pm::PMCSR, &[pm::POWER_STATE]);
     }
 
-    fn msix(&mut self, vectors: u16) {
+    fn add_msix(&mut self, vectors: u16) {
         let bir = u32::from(Bar::Msix.index());
-        self.put(msix::OFFSET, &[msix::ID, pcie::OFFSET]);
+        self.set_reset_bytes(msix::OFFSET, &[msix::ID, pcie::OFFSET]);
         // Table Size is zero-based.
-        self.put(msix::OFFSET + msix::CONTROL, &(vectors - 1).to_le_bytes());
-        self.allow(
+        self.set_reset_bytes(msix::OFFSET + msix::CONTROL, &(vectors - 1).to_le_bytes());
+        self.set_writable_bits(
             msix::OFFSET + msix::CONTROL,
             &(msix::ENABLE | msix::FUNCTION_MASK).to_le_bytes(),
         );
-        self.put(
+        self.set_reset_bytes(
             msix::OFFSET + msix::TABLE,
             &(TABLE_OFFSET as u32 | bir).to_le_bytes(),
         );
-        self.put(
+        self.set_reset_bytes(
             msix::OFFSET + msix::PBA,
             &(PBA_OFFSET as u32 | bir).to_le_bytes(),
         );
     }
 
-    fn msi(&mut self) {
-        self.put(pcie::OFFSET + 1, &[msi::OFFSET]);
-        self.put(msi::OFFSET, &[msi::ID, 0]);
+    fn add_msi(&mut self) {
+        self.set_reset_bytes(pcie::OFFSET + 1, &[msi::OFFSET]);
+        self.set_reset_bytes(msi::OFFSET, &[msi::ID, 0]);
         let capable = messages_log2(self.vectors) << msi::CAPABLE_SHIFT;
         let control = msi::ADDRESS_64 | capable;
-        self.put(msi::OFFSET + msi::CONTROL, &control.to_le_bytes());
-        self.allow(
+        self.set_reset_bytes(msi::OFFSET + msi::CONTROL, &control.to_le_bytes());
+        self.set_writable_bits(
             msi::OFFSET + msi::CONTROL,
             &(msi::ENABLE | msi::ENABLE_MASK).to_le_bytes(),
         );
         // Messages are dwords, so the two low bits of the address are zero.
-        self.allow(msi::OFFSET + msi::ADDRESS, &(!0b11_u64).to_le_bytes());
-        self.allow(msi::OFFSET + msi::DATA, &u16::MAX.to_le_bytes());
+        self.set_writable_bits(msi::OFFSET + msi::ADDRESS, &(!0b11_u64).to_le_bytes());
+        self.set_writable_bits(msi::OFFSET + msi::DATA, &u16::MAX.to_le_bytes());
     }
 
-    fn pci_express(&mut self) {
+    fn add_pci_express(&mut self) {
         let at = pcie::OFFSET;
-        self.put(at, &[pcie::ID, 0]);
-        self.put(at + 2, &pcie::CAPABILITIES.to_le_bytes());
-        self.put(
+        self.set_reset_bytes(at, &[pcie::ID, 0]);
+        self.set_reset_bytes(at + 2, &pcie::CAPABILITIES.to_le_bytes());
+        self.set_reset_bytes(
             at + pcie::DEVICE_CAPABILITIES,
             &pcie::DEVICE_CAPABILITIES_VALUE.to_le_bytes(),
         );
-        self.put(
+        self.set_reset_bytes(
             at + pcie::DEVICE_CONTROL,
             &pcie::DEVICE_CONTROL_DEFAULT.to_le_bytes(),
         );
-        self.allow(
+        self.set_writable_bits(
             at + pcie::DEVICE_CONTROL,
             &pcie::DEVICE_CONTROL_WRITABLE.to_le_bytes(),
         );
-        self.put(
+        self.set_reset_bytes(
             at + pcie::LINK_CAPABILITIES,
             &pcie::LINK_CAPABILITIES_VALUE.to_le_bytes(),
         );
-        self.allow(
+        self.set_writable_bits(
             at + pcie::LINK_CONTROL,
             &pcie::LINK_CONTROL_WRITABLE.to_le_bytes(),
         );
-        self.put(at + pcie::LINK_STATUS, &pcie::LINK.to_le_bytes());
-        self.put(
+        self.set_reset_bytes(at + pcie::LINK_STATUS, &pcie::LINK.to_le_bytes());
+        self.set_reset_bytes(
             at + pcie::DEVICE_CAPABILITIES_2,
             &pcie::DEVICE_CAPABILITIES_2_VALUE.to_le_bytes(),
         );
-        self.allow(
+        self.set_writable_bits(
             at + pcie::DEVICE_CONTROL_2,
             &pcie::DEVICE_CONTROL_2_WRITABLE.to_le_bytes(),
         );
-        self.put(
+        self.set_reset_bytes(
             at + pcie::LINK_CAPABILITIES_2,
             &pcie::LINK_CAPABILITIES_2_VALUE.to_le_bytes(),
         );
-        self.put(
+        self.set_reset_bytes(
             at + pcie::LINK_CONTROL_2,
             &pcie::LINK_CONTROL_2_VALUE.to_le_bytes(),
         );
     }
 
-    fn put(&mut self, offset: u8, bytes: &[u8]) {
-        self.reset[usize::from(offset)..][..bytes.len()].copy_from_slice(bytes);
+    fn set_reset_bytes(&mut self, offset: u8, bytes: &[u8]) {
+        self.reset_contents[usize::from(offset)..][..bytes.len()].copy_from_slice(bytes);
     }
 
-    fn allow(&mut self, offset: u8, mask: &[u8]) {
-        self.writable[usize::from(offset)..][..mask.len()].copy_from_slice(mask);
+    fn set_writable_bits(&mut self, offset: u8, mask: &[u8]) {
+        self.writable_mask[usize::from(offset)..][..mask.len()].copy_from_slice(mask);
     }
 }
 

@@ -216,8 +216,8 @@ fn msi_control_returns_the_guests_values() {
 }
 
 /// Returns contents as releases up to 0.1 have saved them.
-fn of_first_releases() -> Vec<u8> {
-    let mut config = ConfigSpace::new(4096, 65, OfferedInterrupts::MSIX_ALONE);
+fn msix_only_contents() -> Vec<u8> {
+    let mut config = ConfigSpace::new(4096, 65, OfferedInterrupts::MSIX_ONLY);
     assert_eq!(read(&config, 0x3D), [0], "no INTx");
     assert_eq!(read(&config, 0x60), [0x10, 0, 0x02, 0]);
     config.write(0x10, &0xFEBF_0000_u32.to_le_bytes());
@@ -227,23 +227,23 @@ fn of_first_releases() -> Vec<u8> {
 
 #[test]
 fn a_guest_keeps_the_capabilities_that_it_has_seen() {
-    let saved = of_first_releases();
+    let saved = msix_only_contents();
     let mut config = config_space();
     config.check(&saved).unwrap();
     config.restore(&saved, false);
     assert_eq!(config.save(), saved);
-    assert!(config.is_of_first_releases() && !config.has_pin());
+    assert!(config.is_msix_only() && !config.has_pin());
     assert_eq!(config.msi_messages(), 0);
     // Absent capabilities cannot be written, and a reset does not add them.
     config.write(0xA0, &[0xFF; 16]);
     assert_eq!(config.save(), saved);
     config.reset();
-    assert!(config.is_of_first_releases());
+    assert!(config.is_msix_only());
     assert_eq!(read(&config, 0x3D), [0]);
     // The next guest gets all capabilities.
-    config.renew();
+    config.reset_for_new_guest();
     assert_eq!(config.save(), config_space().save());
-    assert!(config.has_pin() && !config.is_of_first_releases());
+    assert!(config.has_pin() && !config.is_msix_only());
 }
 
 #[test]
@@ -252,7 +252,7 @@ fn contents_with_unsupported_capabilities_are_refused() {
     let no_pin = OfferedInterrupts { pin: false, ..ALL };
     let config = ConfigSpace::new(4096, 65, no_pin);
     assert!(config.check(&saved).is_err());
-    let mut saved = of_first_releases();
+    let mut saved = msix_only_contents();
     saved[0x3D] = 2;
     assert!(config_space().check(&saved).is_err());
 }

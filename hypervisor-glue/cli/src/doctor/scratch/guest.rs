@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nvme_guest::limit::RateLimits;
+use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::threads::start_thread;
 use nvme_guest::{Gpa, MemoryRegion};
 use nvme_mpt_memory::clock::{self, Ticks};
@@ -17,7 +17,7 @@ use nvme_mpt_memory::sync::JoinHandle;
 use nvme_mpt_memory::{
     HostCompletionRing, HostSubmissionRing, MappedWord32, Mapping, MappingAccess,
 };
-use nvme_mpt_vmm::control::{ControlLoop, ControlLoopHandler};
+use nvme_mpt_vmm::control_loop::{ControlLoop, ControlLoopHandler};
 use nvme_spec::admin::{CreateIoCq, CreateIoSq};
 use nvme_spec::cqe::IOCQES;
 use nvme_spec::ids::{CommandId, Lba, Nsid, QueueId};
@@ -36,7 +36,7 @@ pub(super) const IO_BYTES: usize = 4096;
 pub(super) const DEPTH_MAX: u16 = 128;
 
 /// Guest physical address and size of the memory.
-const MEMORY: u64 = 1 << 32;
+const MEMORY_GPA: u64 = 1 << 32;
 const MEMORY_BYTES: usize = 2 << 20;
 
 /// Offsets in the guest's memory: a page for each admin queue, then the I/O queues, then a data page for each in-flight
@@ -45,29 +45,29 @@ const ADMIN_SQ: usize = 0;
 const ADMIN_CQ: usize = 0x1000;
 const IO_SQ: usize = 0x4000;
 const IO_CQ: usize = 0x8000;
-const DATA: usize = 0x1_0000;
+const DATA_OFFSET: usize = 0x1_0000;
 
 const ADMIN_ENTRIES: u16 = 32;
 const IO_ENTRIES: u16 = 256;
 
 const _: () = assert!(DEPTH_MAX < IO_ENTRIES);
-const _: () = assert!(DATA + DEPTH_MAX as usize * IO_BYTES <= MEMORY_BYTES);
+const _: () = assert!(DATA_OFFSET + DEPTH_MAX as usize * IO_BYTES <= MEMORY_BYTES);
 
 const IO_QUEUE: QueueId = QueueId(1);
 
 /// Timeout for a completion. It is longer than a function's own command timeout.
-const PATIENCE: Duration = Duration::from_secs(60);
+const COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Number of polls for a completion before the driver starts to sleep between polls. Commands usually complete within this
 /// number of polls.
-const SPINS: u32 = 100_000;
+const SPINS_MAX: u32 = 100_000;
 
 /// Sleep between polls. It lets the poller run on hosts where poller and guest share one processor.
-const PAUSE: Duration = Duration::from_micros(20);
+const POLL_INTERVAL: Duration = Duration::from_micros(20);
 
 /// Errors of a guest.
 #[derive(Debug, Error)]
-pub(super) enum GuestError {
+pub(super) enum ScratchGuestError {
     /// The guest's memory or thread cannot be created.
     #[error("No memory, thread or doorbells for a guest")]
     System(#[from] io::Error),
@@ -76,7 +76,7 @@ pub(super) enum GuestError {
     Memory(#[from] nvme_guest::DmaError),
     /// CSTS.RDY did not follow CC.EN.
     #[error(
-        "The controller does not follow CC.EN={enabled} within {PATIENCE:?}: CSTS is {csts:08x}h"
+        "The controller does not follow CC.EN={enabled} within {COMPLETION_TIMEOUT:?}: CSTS is {csts:08x}h"
     )]
     NotReady {
         /// Value of CC.EN that was written.
@@ -85,14 +85,14 @@ pub(super) enum GuestError {
         csts: u32,
     },
     /// A command did not complete in time.
-    #[error("No command completes within {PATIENCE:?}; {flying} are in flight")]
-    Silent {
+    #[error("No command completes within {COMPLETION_TIMEOUT:?}; {flying} are in flight")]
+    NoCompletion {
         /// Number of in-flight commands.
         flying: usize,
     },
     /// A completion matches no command.
     #[error("A completion has the identifier {0}, which no command has")]
-    Unknown(u16),
+    UnknownCid(u16),
     /// A command failed.
     #[error("{command} ended with the status {status}")]
     Failed {
@@ -151,8 +151,8 @@ impl SharedFunction {
 }
 
 impl ControlLoopHandler for &SharedFunction {
-    fn due_in(&mut self) -> Option<Duration> {
-        self.lock().events_interval()
+    fn next_timeout(&mut self) -> Option<Duration> {
+        self.lock().events_poll_interval()
     }
 
     fn turn(&mut self, _: &[u64]) {
@@ -185,7 +185,7 @@ impl RunningFunction {
     }
 
     /// Stops the control thread, then ends the function.
-    fn end(&mut self) -> Result<(), GuestError> {
+    fn end(&mut self) -> Result<(), ScratchGuestError> {
         let Some(thread) = self.thread.take() else {
             return Ok(());
         };
@@ -194,7 +194,7 @@ impl RunningFunction {
         let _ = thread.join();
         let mut function = self.function.lock();
         function.end()?;
-        function.host().unmap_all_within(DRAIN_DEADLINE)?;
+        function.backend().unmap_all_within(DRAIN_DEADLINE)?;
         Ok(())
     }
 }
@@ -236,14 +236,14 @@ impl ScratchGuest {
         name: &str,
         function: NvmeFunction,
         lba_shift: u8,
-    ) -> Result<Self, GuestError> {
+    ) -> Result<Self, ScratchGuestError> {
         let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)
             .map_err(io::Error::from)?;
         rustix::fs::ftruncate(&file, MEMORY_BYTES as u64).map_err(io::Error::from)?;
         let memory = Mapping::shared(file.as_fd(), 0, MEMORY_BYTES, MappingAccess::ReadWrite)?;
         let memory = Arc::new(memory);
-        let doorbells = doorbells(&function)?;
-        map(&function, &file)?;
+        let doorbells = map_doorbells(&function)?;
+        map_memory(&function, &file)?;
         let running = RunningFunction::start(name, function)?;
         let mut guest = Self {
             machine: GuestMachine {
@@ -276,7 +276,7 @@ impl ScratchGuest {
     }
 
     /// Writes CC, and waits until CSTS.RDY follows.
-    fn set_enabled(&self, enabled: bool) -> Result<(), GuestError> {
+    fn set_enabled(&self, enabled: bool) -> Result<(), ScratchGuestError> {
         let cc = Cc::default()
             .with_en(enabled)
             .with_iosqes(IOSQES)
@@ -293,24 +293,24 @@ impl ScratchGuest {
             }
             if !patience.pause() {
                 let csts = csts.0;
-                return Err(GuestError::NotReady { enabled, csts });
+                return Err(ScratchGuestError::NotReady { enabled, csts });
             }
         }
     }
 
     /// Enables the controller and creates the I/O queue pair.
-    fn enable(&mut self) -> Result<(), GuestError> {
+    fn enable(&mut self) -> Result<(), ScratchGuestError> {
         // Memory Space Enable and Bus Master Enable.
         let _ = self.function().write_config(0x04, &0b110_u16.to_le_bytes());
         let aqa = Aqa::default()
             .with_asqs_z(ADMIN_ENTRIES - 1)
             .with_acqs_z(ADMIN_ENTRIES - 1);
         self.write32(offset::AQA, aqa.0);
-        self.write64(offset::ASQ, MEMORY + ADMIN_SQ as u64);
-        self.write64(offset::ACQ, MEMORY + ADMIN_CQ as u64);
+        self.write64(offset::ASQ, MEMORY_GPA + ADMIN_SQ as u64);
+        self.write64(offset::ACQ, MEMORY_GPA + ADMIN_CQ as u64);
         self.set_enabled(true)?;
         let mut cq = Sqe::new(AdminOpcode::CREATE_IO_CQ.0);
-        cq.dptr[0] = MEMORY + IO_CQ as u64;
+        cq.dptr[0] = MEMORY_GPA + IO_CQ as u64;
         let create = CreateIoCq {
             qid: IO_QUEUE,
             qsize_z: IO_ENTRIES - 1,
@@ -320,7 +320,7 @@ impl ScratchGuest {
         create.write_to(&mut cq);
         self.execute_admin("Create I/O Completion Queue", cq)?;
         let mut sq = Sqe::new(AdminOpcode::CREATE_IO_SQ.0);
-        sq.dptr[0] = MEMORY + IO_SQ as u64;
+        sq.dptr[0] = MEMORY_GPA + IO_SQ as u64;
         let create = CreateIoSq {
             qid: IO_QUEUE,
             qsize_z: IO_ENTRIES - 1,
@@ -332,7 +332,7 @@ impl ScratchGuest {
         self.execute_admin("Create I/O Submission Queue", sq)
     }
 
-    fn execute_admin(&mut self, command: &'static str, sqe: Sqe) -> Result<(), GuestError> {
+    fn execute_admin(&mut self, command: &'static str, sqe: Sqe) -> Result<(), ScratchGuestError> {
         self.machine.admin.sq.push(&sqe, CommandId(0));
         self.ring_admin(
             Doorbell::SqTail(QueueId::ADMIN),
@@ -344,7 +344,7 @@ impl ScratchGuest {
                 break cqe;
             }
             if !patience.pause() {
-                return Err(GuestError::Silent { flying: 1 });
+                return Err(ScratchGuestError::NoCompletion { flying: 1 });
             }
         };
         self.ring_admin(
@@ -353,7 +353,7 @@ impl ScratchGuest {
         );
         match cqe.high.status() {
             Status::SUCCESS => Ok(()),
-            status => Err(GuestError::Failed { command, status }),
+            status => Err(ScratchGuestError::Failed { command, status }),
         }
     }
 
@@ -364,7 +364,7 @@ impl ScratchGuest {
     }
 
     /// Resets the controller by CC.EN, even with in-flight commands (Controller Level Reset).
-    pub(super) fn reset(&mut self) -> Result<(), GuestError> {
+    pub(super) fn reset(&mut self) -> Result<(), ScratchGuestError> {
         self.set_enabled(false)?;
         for rings in [&mut self.machine.admin, &mut self.machine.io] {
             rings.sq.restart();
@@ -374,7 +374,7 @@ impl ScratchGuest {
     }
 
     /// Saves the function's state and ends the function, which releases its lease.
-    pub(super) fn suspend(mut self) -> Result<SuspendedGuest, GuestError> {
+    pub(super) fn suspend(mut self) -> Result<SuspendedGuest, ScratchGuestError> {
         let state = {
             let mut function = self.function();
             function.pause()?;
@@ -389,14 +389,14 @@ impl ScratchGuest {
 
     /// Sets the rate limits of the lease.
     pub(super) fn set_rates(&self, rates: RateLimits) {
-        self.function().host().set_rates(rates);
+        self.function().backend().set_rate_limits(rates);
     }
 
     /// Returns a command that transfers the data page of a slot.
-    pub(super) fn command(&self, opcode: NvmOpcode, slot: u16, block: u64) -> Sqe {
+    pub(super) fn build_command(&self, opcode: NvmOpcode, slot: u16, block: u64) -> Sqe {
         let mut sqe = Sqe::new(opcode.0);
         sqe.nsid = Nsid(1);
-        sqe.dptr[0] = MEMORY + data_offset(slot) as u64;
+        sqe.dptr[0] = MEMORY_GPA + data_offset(slot) as u64;
         let transfer = ReadWrite {
             slba: Lba(block),
             nlb_z: ((IO_BYTES >> self.machine.lba_shift) - 1) as u16,
@@ -407,7 +407,7 @@ impl ScratchGuest {
     }
 
     /// Fills the data page of a slot.
-    pub(super) fn fill(&self, slot: u16, bytes: &[u8; IO_BYTES]) {
+    pub(super) fn fill_data(&self, slot: u16, bytes: &[u8; IO_BYTES]) {
         if let Some(data) = self.machine.memory.bytes(data_offset(slot), IO_BYTES) {
             data.copy_from(bytes);
         }
@@ -435,7 +435,7 @@ impl ScratchGuest {
         &mut self,
         depth: u16,
         work: &mut impl GuestWorkload,
-    ) -> Result<(), GuestError> {
+    ) -> Result<(), ScratchGuestError> {
         let mut free: Vec<u16> = (0..depth.min(DEPTH_MAX)).rev().collect();
         let mut flying: Vec<Option<Ticks>> = vec![None; free.len()];
         let mut patience = BoundedWait::new();
@@ -461,9 +461,9 @@ impl ScratchGuest {
             while let Some(cqe) = self.machine.io.cq.take() {
                 let slot = cqe.high.cid().0;
                 let started = flying.get_mut(usize::from(slot)).and_then(Option::take);
-                let started = started.ok_or(GuestError::Unknown(slot))?;
+                let started = started.ok_or(ScratchGuestError::UnknownCid(slot))?;
                 let took = Ticks::now().since(started);
-                work.done(self, slot, cqe.high.status(), took);
+                work.on_completion(self, slot, cqe.high.status(), took);
                 free.push(slot);
                 taken = true;
             }
@@ -477,13 +477,17 @@ impl ScratchGuest {
                 return Ok(());
             }
             if !patience.pause() {
-                return Err(GuestError::Silent { flying });
+                return Err(ScratchGuestError::NoCompletion { flying });
             }
         }
     }
 
     /// Executes one command with the data page of slot 0, and returns the command's status.
-    pub(super) fn execute(&mut self, opcode: NvmOpcode, block: u64) -> Result<Status, GuestError> {
+    pub(super) fn execute(
+        &mut self,
+        opcode: NvmOpcode,
+        block: u64,
+    ) -> Result<Status, ScratchGuestError> {
         let mut once = SingleCommand {
             opcode,
             block: Some(block),
@@ -494,7 +498,7 @@ impl ScratchGuest {
     }
 
     /// Ends the function.
-    pub(super) fn end(mut self) -> Result<(), GuestError> {
+    pub(super) fn end(mut self) -> Result<(), ScratchGuestError> {
         self.running.end()
     }
 }
@@ -506,11 +510,14 @@ impl SuspendedGuest {
     }
 
     /// Restores the saved state into another function, with which the guest continues.
-    pub(super) fn go_on(self, mut function: NvmeFunction) -> Result<ScratchGuest, GuestError> {
+    pub(super) fn resume(
+        self,
+        mut function: NvmeFunction,
+    ) -> Result<ScratchGuest, ScratchGuestError> {
         let Self { machine, state } = self;
-        map(&function, &machine.file)?;
+        map_memory(&function, &machine.file)?;
         drop(function.restore(&FunctionSnapshot::from_bytes(&state)?)?);
-        let doorbells = doorbells(&function)?;
+        let doorbells = map_doorbells(&function)?;
         function.resume();
         Ok(ScratchGuest {
             running: RunningFunction::start(&machine.name, function)?,
@@ -526,7 +533,7 @@ pub(super) trait GuestWorkload {
     fn next(&mut self, guest: &ScratchGuest, slot: u16) -> Option<Sqe>;
 
     /// Handles the completion of a slot's command. `took` is the latency in ticks.
-    fn done(&mut self, guest: &ScratchGuest, slot: u16, status: Status, took: u64);
+    fn on_completion(&mut self, guest: &ScratchGuest, slot: u16, status: Status, took: u64);
 }
 
 /// Workload of one command.
@@ -539,21 +546,21 @@ struct SingleCommand {
 impl GuestWorkload for SingleCommand {
     fn next(&mut self, guest: &ScratchGuest, slot: u16) -> Option<Sqe> {
         let block = self.block.take()?;
-        Some(guest.command(self.opcode, slot, block))
+        Some(guest.build_command(self.opcode, slot, block))
     }
 
-    fn done(&mut self, _: &ScratchGuest, _: u16, status: Status, _: u64) {
+    fn on_completion(&mut self, _: &ScratchGuest, _: u16, status: Status, _: u64) {
         self.status = status;
     }
 }
 
 fn data_offset(slot: u16) -> usize {
-    DATA + usize::from(slot % DEPTH_MAX) * IO_BYTES
+    DATA_OFFSET + usize::from(slot % DEPTH_MAX) * IO_BYTES
 }
 
-fn map(function: &NvmeFunction, file: &OwnedFd) -> Result<(), GuestError> {
-    function.host().map(MemoryRegion {
-        gpa: Gpa(MEMORY),
+fn map_memory(function: &NvmeFunction, file: &OwnedFd) -> Result<(), ScratchGuestError> {
+    function.backend().map(MemoryRegion {
+        gpa: Gpa(MEMORY_GPA),
         len: MEMORY_BYTES as u64,
         fd: file.try_clone()?,
         offset: 0,
@@ -564,7 +571,7 @@ fn map(function: &NvmeFunction, file: &OwnedFd) -> Result<(), GuestError> {
 }
 
 /// Maps the doorbells of the I/O queue pair.
-fn doorbells(function: &NvmeFunction) -> io::Result<GuestDoorbells> {
+fn map_doorbells(function: &NvmeFunction) -> io::Result<GuestDoorbells> {
     let region = function.doorbell_memory();
     let outside = || io::Error::other("The doorbells do not lie in their memory");
     let length = usize::try_from(region.length).map_err(io::Error::other)?;
@@ -584,7 +591,7 @@ fn doorbells(function: &NvmeFunction) -> io::Result<GuestDoorbells> {
 }
 
 /// Creates the function of a controller backend.
-pub(super) fn function_of(attachment: nvme_mpt::LocalBackend) -> NvmeFunction {
+pub(super) fn build_function(attachment: nvme_mpt::LocalBackend) -> NvmeFunction {
     NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
 }
 
@@ -604,14 +611,14 @@ impl BoundedWait {
 
     /// Waits for a moment. Returns false after the timeout.
     fn pause(&mut self) -> bool {
-        if self.spins < SPINS {
+        if self.spins < SPINS_MAX {
             self.spins += 1;
             std::hint::spin_loop();
             return true;
         }
         let now = clock::monotonic();
-        let until = *self.until.get_or_insert(now + PATIENCE);
-        clock::sleep(PAUSE);
+        let until = *self.until.get_or_insert(now + COMPLETION_TIMEOUT);
+        clock::sleep(POLL_INTERVAL);
         now < until
     }
 }

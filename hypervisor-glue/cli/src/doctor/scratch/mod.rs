@@ -17,12 +17,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use nvme_guest::limit::{RateLimit, RateLimits};
-use nvme_guest::threads::run_beside;
-use nvme_lease::range::Bytes;
+use nvme_guest::rate_limit::{RateLimit, RateLimits};
+use nvme_guest::threads::run_alongside;
+use nvme_lease::range::ByteSize;
 use nvme_lease::{LeaseError, Ledger, PreviousDataPolicy};
 use nvme_mpt::{Drive, PollerPool};
-use nvme_mpt_memory::clock::{self, nanoseconds};
+use nvme_mpt_memory::clock::{self, ticks_to_nanoseconds};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::{self, LeaseLedgers, OpenError};
 use nvme_mpt_vmm::options::{FunctionConfig, OptionError};
@@ -34,8 +34,10 @@ use nvme_spec::status::Status;
 use nvme_vfio::function::{DiskUser, KernelController, PciAddress, PciFunction, PciFunctionError};
 use thiserror::Error;
 
-use self::guest::{DEPTH_MAX, GuestError, GuestWorkload, IO_BYTES, ScratchGuest, function_of};
-use self::pattern::{HEAD_BYTES, content, former_use};
+use self::guest::{
+    DEPTH_MAX, GuestWorkload, IO_BYTES, ScratchGuest, ScratchGuestError, build_function,
+};
+use self::pattern::{HEAD_BYTES, find_signature, io_content};
 use super::host::DoctorHost;
 use super::report::{CheckOutcome, DoctorCheck};
 use crate::bind::{self, BindError};
@@ -61,7 +63,7 @@ const DEPTHS: [u16; 2] = [32, 128];
 const LATENCIES_MAX: usize = 1 << 20;
 
 /// Remedy for failures that indicate a bug.
-const REPORT: &str = "file an issue with this report";
+const REPORT_REMEDY: &str = "file an issue with this report";
 
 /// Allowed relative excess of a rate over its limit.
 const TOLERANCE: f64 = 0.02;
@@ -70,8 +72,8 @@ const TOLERANCE: f64 = 0.02;
 const SPDK_PER_CORE: f64 = 4.3e6;
 
 /// Timeout for the host driver's disk to appear, and poll interval.
-const DISK_PATIENCE: Duration = Duration::from_secs(30);
-const DISK_PAUSE: Duration = Duration::from_millis(100);
+const DISK_TIMEOUT: Duration = Duration::from_secs(30);
+const DISK_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Ids of the two leases.
 const IDS: [&str; 2] = ["doctor-1", "doctor-2"];
@@ -150,9 +152,9 @@ pub struct ScratchNamespace {
     /// The namespace.
     pub nsid: u32,
     /// Word that the operator types to confirm: the drive's serial number, or its path if it has none.
-    pub word: String,
+    pub confirmation_word: String,
     /// Signature of previous data on the namespace, if there is one.
-    pub former_use: Option<&'static str>,
+    pub previous_use: Option<&'static str>,
 }
 
 /// Asks the operator whether a namespace may be erased.
@@ -167,7 +169,7 @@ struct ReadMeasurements {
     p50: u64,
     p99: u64,
     /// Reads with 32 and with 128 commands in flight.
-    deep: [ReadRate; 2],
+    by_depth: [ReadRate; 2],
 }
 
 /// Rate of reads through one poller.
@@ -195,7 +197,7 @@ struct NamespaceAccess<'a> {
 ///
 /// # Errors
 /// See [`ScratchError`]. The drive is bound to the host's driver again after an error, too.
-pub fn try_out(
+pub fn test_namespace(
     host: &DoctorHost,
     path: &DrivePath,
     nsid: u32,
@@ -209,7 +211,7 @@ pub fn try_out(
         time,
     };
     let DrivePath::Pci(address) = *path else {
-        let (mut checks, _) = way.try_out(Some(consent))?;
+        let (mut checks, _) = way.run_checks(Some(consent))?;
         checks.push(DoctorCheck::not_checked(
             "scratch.host_driver",
             "the host's own driver does not have the drive",
@@ -218,13 +220,13 @@ pub fn try_out(
     };
     let function = PciFunction::find(&host.root, address)?;
     let Some(controller) = &function.controller else {
-        let (mut checks, _) = way.try_out(Some(consent))?;
+        let (mut checks, _) = way.run_checks(Some(consent))?;
         checks.push(
             DoctorCheck::not_checked(
                 "scratch.host_driver",
                 "the host's own driver does not have the drive",
             )
-            .remedy(format!(
+            .with_remedy(format!(
                 "nvme-mpt unbind {address}, and the same command again"
             )),
         );
@@ -235,18 +237,18 @@ pub fn try_out(
         let drive = path.to_string();
         return Err(ScratchError::InUse { drive, users });
     }
-    let disk = disk_of(host, controller, nsid).ok_or_else(|| way.no_namespace())?;
+    let disk = find_disk(host, controller, nsid).ok_or_else(|| way.no_namespace())?;
     let subject = ScratchNamespace {
         drive: path.to_string(),
         nsid,
-        word: controller.serial.clone(),
-        former_use: former_use(&head_of(&disk)?),
+        confirmation_word: controller.serial.clone(),
+        previous_use: find_signature(&read_disk_head(&disk)?),
     };
     if !consent(&subject) {
         return Err(ScratchError::NotConfirmed);
     }
     bind::bind(&host.root, address, false)?;
-    let tried = way.try_out(None);
+    let tried = way.run_checks(None);
     let given_back = bind::unbind(&host.root, address);
     if let (Err(_), Err(error)) = (&tried, &given_back) {
         log::error!("Cannot give {address} back to its driver: {}", chain(error));
@@ -255,26 +257,26 @@ pub fn try_out(
     match given_back {
         Ok(bound) => {
             // By now the namespace has the written blocks that were measured before.
-            checks.push(compared(way.by_host(address), &figures));
+            checks.push(compare_drivers(way.measure_by_host(address), &figures));
             checks.push(DoctorCheck::ok("scratch.given_back", bound.to_string()));
         }
         Err(error) => checks.push(
             DoctorCheck::new("scratch.given_back", CheckOutcome::Problem, chain(&error))
-                .remedy(format!("nvme-mpt unbind {address}")),
+                .with_remedy(format!("nvme-mpt unbind {address}")),
         ),
     }
     Ok(checks)
 }
 
 /// Returns the host driver's block device of a namespace.
-fn disk_of(host: &DoctorHost, controller: &KernelController, nsid: u32) -> Option<PathBuf> {
+fn find_disk(host: &DoctorHost, controller: &KernelController, nsid: u32) -> Option<PathBuf> {
     let mut namespaces = controller.namespaces.iter();
     let namespace = namespaces.find(|namespace| namespace.nsid == nsid)?;
     Some(host.root.dev.join(&namespace.disk))
 }
 
 /// Reads the start of a file.
-fn head_of(path: &PathBuf) -> Result<Vec<u8>, ScratchError> {
+fn read_disk_head(path: &PathBuf) -> Result<Vec<u8>, ScratchError> {
     let mut head = Vec::new();
     let read = File::open(path).and_then(|file| {
         let mut file = file.take(HEAD_BYTES as u64);
@@ -290,7 +292,7 @@ fn head_of(path: &PathBuf) -> Result<Vec<u8>, ScratchError> {
 }
 
 /// Compares this project's measurements `own` with those of the host's block device.
-fn compared(
+fn compare_drivers(
     by_host: Result<ReadMeasurements, ScratchError>,
     own: &ReadMeasurements,
 ) -> DoctorCheck {
@@ -301,9 +303,9 @@ fn compared(
     };
     let times = |own: f64, theirs: f64| own / theirs.max(f64::MIN_POSITIVE);
     let cores: Vec<String> = own
-        .deep
+        .by_depth
         .iter()
-        .zip(&theirs.deep)
+        .zip(&theirs.by_depth)
         .map(|(own, theirs)| match (own.per_core, theirs.per_core) {
             (Some(own), Some(theirs)) => format!("{:.2}", times(own, theirs)),
             _ => "unknown".to_owned(),
@@ -316,8 +318,8 @@ fn compared(
              VFIO, p50 is {:.2} times that, and IOPS per core {} times",
             theirs.p50 as f64 / 1e3,
             theirs.p99 as f64 / 1e3,
-            theirs.deep[0].of_core(),
-            theirs.deep[1].of_core(),
+            theirs.by_depth[0].format_per_core(),
+            theirs.by_depth[1].format_per_core(),
             times(own.p50 as f64, theirs.p50 as f64),
             cores.join(" and ")
         ),
@@ -333,17 +335,17 @@ impl NamespaceAccess<'_> {
     }
 
     /// Measures the namespace through the host's NVMe driver, after waiting for its block device.
-    fn by_host(&self, address: PciAddress) -> Result<ReadMeasurements, ScratchError> {
+    fn measure_by_host(&self, address: PciAddress) -> Result<ReadMeasurements, ScratchError> {
         let root = &self.host.root;
-        let deadline = clock::monotonic() + DISK_PATIENCE;
+        let deadline = clock::monotonic() + DISK_TIMEOUT;
         let disk = loop {
             let function = PciFunction::find(root, address)?;
             let controller = function.controller.as_ref();
-            let disk = controller.and_then(|it| disk_of(self.host, it, self.nsid));
+            let disk = controller.and_then(|it| find_disk(self.host, it, self.nsid));
             match disk {
                 Some(disk) if disk.exists() => break disk,
                 _ if clock::monotonic() > deadline => return Err(self.no_namespace()),
-                _ => clock::sleep(DISK_PAUSE),
+                _ => clock::sleep(DISK_POLL_INTERVAL),
             }
         };
         let way = NamespaceAccess {
@@ -355,20 +357,20 @@ impl NamespaceAccess<'_> {
         way.measure()
     }
 
-    fn failed(&self, source: impl std::error::Error + Send + Sync + 'static) -> ScratchError {
+    fn guest_error(&self, source: impl std::error::Error + Send + Sync + 'static) -> ScratchError {
         ScratchError::Guest {
             drive: self.path.to_string(),
             source: Box::new(source),
         }
     }
 
-    fn bench(&self) -> Result<ScratchDrive<'_>, ScratchError> {
+    fn open_drive(&self) -> Result<ScratchDrive<'_>, ScratchError> {
         let options = DriveOptions {
             namespace: Some(Nsid(self.nsid)),
             ..DriveOptions::default()
         };
         let pollers = PollerPool::new();
-        let drive = drives::open_on(&self.path, options, pollers.threads())?;
+        let drive = drives::open_with_threads(&self.path, options, pollers.threads())?;
         let bytes = drive.blocks() << drive.lba_shift();
         let lease = (bytes / 2).min(LEASE_MAX) / LEASE_MIN * LEASE_MIN;
         if lease == 0 {
@@ -378,7 +380,7 @@ impl NamespaceAccess<'_> {
             });
         }
         Ok(ScratchDrive {
-            way: self,
+            access: self,
             ledgers: LeaseLedgers::open(&self.host.state_dir),
             drive,
             pollers,
@@ -388,29 +390,29 @@ impl NamespaceAccess<'_> {
 
     /// Measures reads of the namespace without writing to it.
     fn measure(&self) -> Result<ReadMeasurements, ScratchError> {
-        let bench = self.bench()?;
-        let mut guest = bench.guest(0)?;
+        let bench = self.open_drive()?;
+        let mut guest = bench.start_guest(0)?;
         let figures = bench.measure(&mut guest)?;
-        guest.end().map_err(|error| self.failed(error))?;
-        bench.forget();
+        guest.end().map_err(|error| self.guest_error(error))?;
+        bench.forget_data();
         Ok(figures)
     }
 
     /// Runs all checks. If `consent` is `None`, the operator has already allowed erasing the namespace.
-    fn try_out(
+    fn run_checks(
         &self,
         consent: Option<&mut ErasureConsent<'_>>,
     ) -> Result<(Vec<DoctorCheck>, ReadMeasurements), ScratchError> {
-        let bench = self.bench()?;
-        let tried = bench.try_out(consent);
-        bench.forget();
+        let bench = self.open_drive()?;
+        let tried = bench.run_checks(consent);
+        bench.forget_data();
         tried
     }
 }
 
 /// A drive with room for the two leases.
 struct ScratchDrive<'a> {
-    way: &'a NamespaceAccess<'a>,
+    access: &'a NamespaceAccess<'a>,
     drive: Arc<Drive>,
     ledgers: LeaseLedgers,
     pollers: Arc<PollerPool>,
@@ -419,20 +421,20 @@ struct ScratchDrive<'a> {
 }
 
 impl ScratchDrive<'_> {
-    fn failed(&self, source: impl std::error::Error + Send + Sync + 'static) -> ScratchError {
-        self.way.failed(source)
+    fn guest_error(&self, source: impl std::error::Error + Send + Sync + 'static) -> ScratchError {
+        self.access.guest_error(source)
     }
 
     /// Attaches a function to the lease of guest `which`.
-    fn function(&self, which: usize) -> Result<vmm_device::NvmeFunction, ScratchError> {
+    fn attach_function(&self, which: usize) -> Result<vmm_device::NvmeFunction, ScratchError> {
         let start = which as u64 * self.lease;
         let config = FunctionConfig::from_keys(|key| match key {
-            "path" => Some(self.way.path.to_string()),
+            "path" => Some(self.access.path.to_string()),
             "range" => Some(format!("{start}+{}", self.lease)),
             "lease" => Some(IDS[which].to_owned()),
             // Only physical drives may have several namespaces.
-            "namespace" if matches!(self.way.path, DrivePath::Pci(_)) => {
-                Some(self.way.nsid.to_string())
+            "namespace" if matches!(self.access.path, DrivePath::Pci(_)) => {
+                Some(self.access.nsid.to_string())
             }
             "doorbells" => Some("mapped".to_owned()),
             "queues" => Some("1".to_owned()),
@@ -441,21 +443,21 @@ impl ScratchDrive<'_> {
         let (drive, ledgers, pollers) = (&self.drive, &self.ledgers, &self.pollers);
         let stop = AtomicBool::new(false);
         let attachment = open::attach(&config.options()?, drive, ledgers, pollers, &stop)?;
-        Ok(function_of(attachment))
+        Ok(build_function(attachment))
     }
 
-    fn guest(&self, which: usize) -> Result<ScratchGuest, ScratchError> {
-        let function = self.function(which)?;
+    fn start_guest(&self, which: usize) -> Result<ScratchGuest, ScratchError> {
+        let function = self.attach_function(which)?;
         let guest = ScratchGuest::start(IDS[which], function, self.drive.lba_shift());
-        guest.map_err(|error| self.failed(error))
+        guest.map_err(|error| self.guest_error(error))
     }
 
     /// Marks the data of both lease ids as not secret, so that no later lease has to wipe this data.
-    fn forget(&self) {
+    fn forget_data(&self) {
         if self.drive.is_private() {
             return;
         }
-        let ledger = Ledger::open(&self.way.host.state_dir);
+        let ledger = Ledger::open(&self.access.host.state_dir);
         for id in IDS {
             match ledger.decide_data(id, PreviousDataPolicy::Kept) {
                 Ok(_) | Err(LeaseError::NoData { .. }) => {}
@@ -470,27 +472,27 @@ impl ScratchDrive<'_> {
     }
 
     /// Returns the number of I/Os that a guest writes and verifies.
-    fn verified(&self) -> u64 {
+    fn verified_ios(&self) -> u64 {
         self.lease.min(VERIFIED_MAX) / IO_BYTES as u64
     }
 
-    fn try_out(
+    fn run_checks(
         &self,
         consent: Option<&mut ErasureConsent<'_>>,
     ) -> Result<(Vec<DoctorCheck>, ReadMeasurements), ScratchError> {
-        let mut one = self.guest(0)?;
+        let mut one = self.start_guest(0)?;
         if let Some(consent) = consent {
             let subject = ScratchNamespace {
-                drive: self.way.path.to_string(),
-                nsid: self.way.nsid,
-                word: self.word(),
-                former_use: former_use(&self.head(&mut one)?),
+                drive: self.access.path.to_string(),
+                nsid: self.access.nsid,
+                confirmation_word: self.confirmation_word(),
+                previous_use: find_signature(&self.read_head(&mut one)?),
             };
             if !consent(&subject) {
                 return Err(ScratchError::NotConfirmed);
             }
         }
-        let mut two = self.guest(1)?;
+        let mut two = self.start_guest(1)?;
         let mut checks = vec![
             self.sharing(&mut one, &mut two)?,
             self.isolation(&mut one, &mut two)?,
@@ -499,36 +501,36 @@ impl ScratchDrive<'_> {
         let (mut one, upgraded) = self.upgrade(one)?;
         checks.push(upgraded);
         let figures = self.measure(&mut one)?;
-        checks.push(self.limits(&mut one, figures.deep[0].iops)?);
-        checks.extend(shown(&figures));
+        checks.push(self.limits(&mut one, figures.by_depth[0].iops)?);
+        checks.extend(to_checks(&figures));
         checks.push(self.neighbour(&mut two)?);
         for guest in [one, two] {
-            guest.end().map_err(|error| self.failed(error))?;
+            guest.end().map_err(|error| self.guest_error(error))?;
         }
         Ok((checks, figures))
     }
 
     /// Returns the confirmation word: the serial number at the end of a physical drive's name, else the path.
-    fn word(&self) -> String {
-        match self.way.path {
+    fn confirmation_word(&self) -> String {
+        match self.access.path {
             DrivePath::Pci(_) => {
                 let name = self.drive.identity().name;
                 name.rsplit(':').next().unwrap_or(name).to_owned()
             }
-            _ => self.way.path.to_string(),
+            _ => self.access.path.to_string(),
         }
     }
 
     /// Reads the start of the first lease.
-    fn head(&self, guest: &mut ScratchGuest) -> Result<Vec<u8>, ScratchError> {
+    fn read_head(&self, guest: &mut ScratchGuest) -> Result<Vec<u8>, ScratchError> {
         let mut head = Vec::with_capacity(HEAD_BYTES);
         for index in 0..(HEAD_BYTES / IO_BYTES) as u64 {
             let status = guest.execute(NvmOpcode::READ, index * self.io_blocks());
-            match status.map_err(|error| self.failed(error))? {
+            match status.map_err(|error| self.guest_error(error))? {
                 Status::SUCCESS => head.extend(guest.data(0)),
                 status => {
                     let command = "Read";
-                    return Err(self.failed(GuestError::Failed { command, status }));
+                    return Err(self.guest_error(ScratchGuestError::Failed { command, status }));
                 }
             }
         }
@@ -536,7 +538,7 @@ impl ScratchDrive<'_> {
     }
 
     /// Writes or reads all I/Os that a guest verifies.
-    fn pass(
+    fn run_pass(
         &self,
         guest: &mut ScratchGuest,
         opcode: NvmOpcode,
@@ -545,17 +547,17 @@ impl ScratchDrive<'_> {
     ) -> Result<PatternPass, ScratchError> {
         let mut pass = PatternPass {
             opcode,
-            which,
+            guest: which,
             round,
             blocks: self.io_blocks(),
-            places: 0..self.verified(),
-            flying: [0; DEPTH_MAX as usize],
-            wrong: 0,
+            places: 0..self.verified_ios(),
+            inflight: [0; DEPTH_MAX as usize],
+            mismatches: 0,
             failed: None,
         };
         guest
             .run(DEPTH, &mut pass)
-            .map_err(|error| self.failed(error))?;
+            .map_err(|error| self.guest_error(error))?;
         Ok(pass)
     }
 
@@ -566,9 +568,9 @@ impl ScratchDrive<'_> {
         which: u8,
         round: u8,
     ) -> Result<Option<String>, ScratchError> {
-        let written = self.pass(guest, NvmOpcode::WRITE, which, round)?;
-        let read = self.pass(guest, NvmOpcode::READ, which, round)?;
-        Ok(written.complaint().or(read.complaint()))
+        let written = self.run_pass(guest, NvmOpcode::WRITE, which, round)?;
+        let read = self.run_pass(guest, NvmOpcode::READ, which, round)?;
+        Ok(written.failure().or(read.failure()))
     }
 
     /// Lets both guests write and verify concurrently.
@@ -579,23 +581,23 @@ impl ScratchDrive<'_> {
     ) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.sharing";
         let mut other = Ok(None);
-        let own = run_beside(
+        let own = run_alongside(
             "doctor-guest",
             || other = self.write_and_verify(two, 2, 0),
             || self.write_and_verify(one, 1, 0),
         );
-        let own = own.map_err(|error| self.failed(error))??;
+        let own = own.map_err(|error| self.guest_error(error))??;
         Ok(match own.or(other?) {
             None => DoctorCheck::ok(
                 NAME,
                 format!(
                     "two functions at once each wrote and verified {} of a lease of {}",
-                    Bytes(self.verified() * IO_BYTES as u64),
-                    Bytes(self.lease)
+                    ByteSize(self.verified_ios() * IO_BYTES as u64),
+                    ByteSize(self.lease)
                 ),
             ),
             Some(complaint) => {
-                DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).remedy(REPORT)
+                DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).with_remedy(REPORT_REMEDY)
             }
         })
     }
@@ -613,23 +615,22 @@ impl ScratchDrive<'_> {
             // An I/O across the end of the lease.
             places.push(end - 1);
         }
-        one.fill(0, &content(1, u8::MAX, 0));
+        one.fill_data(0, &io_content(1, u8::MAX, 0));
         for block in &places {
             for (opcode, name) in [(NvmOpcode::READ, "Read"), (NvmOpcode::WRITE, "Write")] {
                 let status = one.execute(opcode, *block);
-                let status = status.map_err(|error| self.failed(error))?;
+                let status = status.map_err(|error| self.guest_error(error))?;
                 if status.code() != Status::LBA_OUT_OF_RANGE.code() {
                     let finding = format!(
                         "{name} at block {block} of a lease of {end} blocks ended with {status}"
                     );
-                    return Ok(
-                        DoctorCheck::new(NAME, CheckOutcome::Problem, finding).remedy(REPORT)
-                    );
+                    return Ok(DoctorCheck::new(NAME, CheckOutcome::Problem, finding)
+                        .with_remedy(REPORT_REMEDY));
                 }
             }
         }
-        let neighbour = self.pass(two, NvmOpcode::READ, 2, 0)?;
-        Ok(match neighbour.complaint() {
+        let neighbour = self.run_pass(two, NvmOpcode::READ, 2, 0)?;
+        Ok(match neighbour.failure() {
             None => DoctorCheck::ok(
                 NAME,
                 format!(
@@ -642,7 +643,7 @@ impl ScratchDrive<'_> {
                 CheckOutcome::Problem,
                 format!("the neighbour's blocks changed: {complaint}"),
             )
-            .remedy(REPORT),
+            .with_remedy(REPORT_REMEDY),
         })
     }
 
@@ -652,26 +653,27 @@ impl ScratchDrive<'_> {
         const NAME: &str = "scratch.reset";
         let commands: Vec<Sqe> = (0..DEPTH)
             .map(|slot| {
-                guest.fill(slot, &content(1, 0, slot.into()));
-                guest.command(NvmOpcode::WRITE, slot, u64::from(slot) * self.io_blocks())
+                guest.fill_data(slot, &io_content(1, 0, slot.into()));
+                guest.build_command(NvmOpcode::WRITE, slot, u64::from(slot) * self.io_blocks())
             })
             .collect();
         guest.submit(&commands);
         let started = clock::monotonic();
-        guest.reset().map_err(|error| self.failed(error))?;
+        guest.reset().map_err(|error| self.guest_error(error))?;
         let took = clock::monotonic() - started;
-        Ok(match self.pass(guest, NvmOpcode::READ, 1, 0)?.complaint() {
-            None => DoctorCheck::ok(
-                NAME,
-                format!(
-                    "a controller with {DEPTH} writes in flight was ready again after {:.1} ms; all blocks verified",
-                    took.as_secs_f64() * 1e3
+        Ok(
+            match self.run_pass(guest, NvmOpcode::READ, 1, 0)?.failure() {
+                None => DoctorCheck::ok(
+                    NAME,
+                    format!(
+                        "a controller with {DEPTH} writes in flight was ready again after {:.1} ms; all blocks verified",
+                        took.as_secs_f64() * 1e3
+                    ),
                 ),
-            ),
-            Some(complaint) => {
-                DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).remedy(REPORT)
-            }
-        })
+                Some(complaint) => DoctorCheck::new(NAME, CheckOutcome::Problem, complaint)
+                    .with_remedy(REPORT_REMEDY),
+            },
+        )
     }
 
     /// Saves a function, ends it, and restores its state into a new function.
@@ -680,16 +682,16 @@ impl ScratchDrive<'_> {
         let suspended = match guest.suspend() {
             Ok(suspended) => suspended,
             Err(error) => {
-                let check =
-                    DoctorCheck::new(NAME, CheckOutcome::Problem, chain(&error)).remedy(REPORT);
-                return Ok((self.guest(0)?, check));
+                let check = DoctorCheck::new(NAME, CheckOutcome::Problem, chain(&error))
+                    .with_remedy(REPORT_REMEDY);
+                return Ok((self.start_guest(0)?, check));
             }
         };
         let bytes = suspended.state_bytes();
-        let gone_on = suspended.go_on(self.function(0)?);
-        let mut guest = gone_on.map_err(|error| self.failed(error))?;
-        let before = self.pass(&mut guest, NvmOpcode::READ, 1, 0)?;
-        let complaint = match before.complaint() {
+        let gone_on = suspended.resume(self.attach_function(0)?);
+        let mut guest = gone_on.map_err(|error| self.guest_error(error))?;
+        let before = self.run_pass(&mut guest, NvmOpcode::READ, 1, 0)?;
+        let complaint = match before.failure() {
             None => self.write_and_verify(&mut guest, 1, 1)?,
             some => some,
         };
@@ -701,7 +703,7 @@ impl ScratchDrive<'_> {
                 ),
             ),
             Some(complaint) => {
-                DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).remedy(REPORT)
+                DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).with_remedy(REPORT_REMEDY)
             }
         };
         Ok((guest, check))
@@ -710,46 +712,46 @@ impl ScratchDrive<'_> {
     /// Verifies at the end that the second lease is unchanged.
     fn neighbour(&self, two: &mut ScratchGuest) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.neighbour";
-        Ok(match self.pass(two, NvmOpcode::READ, 2, 0)?.complaint() {
+        Ok(match self.run_pass(two, NvmOpcode::READ, 2, 0)?.failure() {
             None => DoctorCheck::ok(NAME, "the second lease was not changed by these checks"),
             Some(complaint) => {
-                DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).remedy(REPORT)
+                DoctorCheck::new(NAME, CheckOutcome::Problem, complaint).with_remedy(REPORT_REMEDY)
             }
         })
     }
 
     /// Returns the busy time of the pollers in seconds.
-    fn busy(&self) -> f64 {
+    fn busy_seconds(&self) -> f64 {
         let stats = self.pollers.stats();
         stats.iter().map(|poller| poller.busy_seconds).sum()
     }
 
     /// Measures random reads for the duration of a measurement.
-    fn reads(
+    fn measure_reads(
         &self,
         guest: &mut ScratchGuest,
         depth: u16,
     ) -> Result<(RandomReads, ReadRate), ScratchError> {
-        let time = self.way.time;
+        let time = self.access.time;
         let mut reads = RandomReads {
             blocks: self.io_blocks(),
-            places: self.verified(),
+            places: self.verified_ios(),
             state: 1,
             until: clock::monotonic() + time,
             latencies: Vec::new(),
             done: 0,
             failed: None,
         };
-        let busy = self.busy();
+        let busy = self.busy_seconds();
         let started = clock::monotonic();
         guest
             .run(depth, &mut reads)
-            .map_err(|error| self.failed(error))?;
+            .map_err(|error| self.guest_error(error))?;
         let took = (clock::monotonic() - started).as_secs_f64();
-        let busy = self.busy() - busy;
+        let busy = self.busy_seconds() - busy;
         if let Some(status) = reads.failed {
             let command = "Read";
-            return Err(self.failed(GuestError::Failed { command, status }));
+            return Err(self.guest_error(ScratchGuestError::Failed { command, status }));
         }
         let done = reads.done as f64;
         let rate = ReadRate {
@@ -760,20 +762,20 @@ impl ScratchDrive<'_> {
     }
 
     fn measure(&self, guest: &mut ScratchGuest) -> Result<ReadMeasurements, ScratchError> {
-        let (mut alone, _) = self.reads(guest, 1)?;
+        let (mut alone, _) = self.measure_reads(guest, 1)?;
         alone.latencies.sort_unstable();
         let quantile = |share: f64| {
             let at = (alone.latencies.len() as f64 * share) as usize;
             let last = alone.latencies.len().saturating_sub(1);
-            nanoseconds(alone.latencies.get(at.min(last)).copied().unwrap_or(0))
+            ticks_to_nanoseconds(alone.latencies.get(at.min(last)).copied().unwrap_or(0))
         };
         Ok(ReadMeasurements {
             reads: alone.done,
             p50: quantile(0.5),
             p99: quantile(0.99),
-            deep: [
-                self.reads(guest, DEPTHS[0])?.1,
-                self.reads(guest, DEPTHS[1])?.1,
+            by_depth: [
+                self.measure_reads(guest, DEPTHS[0])?.1,
+                self.measure_reads(guest, DEPTHS[1])?.1,
             ],
         })
     }
@@ -790,7 +792,7 @@ impl ScratchDrive<'_> {
             }),
             ..RateLimits::default()
         });
-        let (_, rate) = self.reads(guest, DEPTHS[0])?;
+        let (_, rate) = self.measure_reads(guest, DEPTHS[0])?;
         guest.set_rates(RateLimits::default());
         let difference = rate.iops / limit as f64 - 1.0;
         let finding = format!(
@@ -800,14 +802,15 @@ impl ScratchDrive<'_> {
         );
         // The initial burst and the in-flight commands may exceed the limit once.
         let at_once = limit as f64 / 100.0 + f64::from(DEPTHS[0]);
-        let most = TOLERANCE + at_once / (limit as f64 * self.way.time.as_secs_f64());
+        let most = TOLERANCE + at_once / (limit as f64 * self.access.time.as_secs_f64());
         Ok(match difference {
             difference if difference > most => {
-                DoctorCheck::new(NAME, CheckOutcome::Problem, finding).remedy(REPORT)
+                DoctorCheck::new(NAME, CheckOutcome::Problem, finding).with_remedy(REPORT_REMEDY)
             }
             difference if difference < -TOLERANCE => {
-                DoctorCheck::new(NAME, CheckOutcome::Warning, finding)
-                    .remedy("repeat it on an idle machine: the lease got less than it may have")
+                DoctorCheck::new(NAME, CheckOutcome::Warning, finding).with_remedy(
+                    "repeat it on an idle machine: the lease got less than it may have",
+                )
             }
             _ => DoctorCheck::ok(NAME, finding),
         })
@@ -817,24 +820,24 @@ impl ScratchDrive<'_> {
 /// Sequential writes or reads of known contents.
 struct PatternPass {
     opcode: NvmOpcode,
-    which: u8,
+    guest: u8,
     round: u8,
     blocks: u64,
     places: Range<u64>,
     /// I/O index of each slot's command.
-    flying: [u64; DEPTH_MAX as usize],
+    inflight: [u64; DEPTH_MAX as usize],
     /// Number of I/Os that read wrong content.
-    wrong: u64,
+    mismatches: u64,
     failed: Option<Status>,
 }
 
 impl PatternPass {
-    fn complaint(&self) -> Option<String> {
+    fn failure(&self) -> Option<String> {
         let verb = match self.opcode {
             NvmOpcode::WRITE => "written",
             _ => "read",
         };
-        match (self.failed, self.wrong) {
+        match (self.failed, self.mismatches) {
             (Some(status), _) => Some(format!("a block could not be {verb}: {status}")),
             (None, 0) => None,
             (None, wrong) => Some(format!(
@@ -847,22 +850,22 @@ impl PatternPass {
 impl GuestWorkload for PatternPass {
     fn next(&mut self, guest: &ScratchGuest, slot: u16) -> Option<Sqe> {
         let place = self.places.next()?;
-        self.flying[usize::from(slot)] = place;
+        self.inflight[usize::from(slot)] = place;
         if self.opcode == NvmOpcode::WRITE {
-            guest.fill(slot, &content(self.which, self.round, place));
+            guest.fill_data(slot, &io_content(self.guest, self.round, place));
         }
-        Some(guest.command(self.opcode, slot, place * self.blocks))
+        Some(guest.build_command(self.opcode, slot, place * self.blocks))
     }
 
-    fn done(&mut self, guest: &ScratchGuest, slot: u16, status: Status, _: u64) {
+    fn on_completion(&mut self, guest: &ScratchGuest, slot: u16, status: Status, _: u64) {
         if status != Status::SUCCESS {
             self.failed = Some(status);
             return;
         }
-        let place = self.flying[usize::from(slot)];
-        let expected = content(self.which, self.round, place);
+        let place = self.inflight[usize::from(slot)];
+        let expected = io_content(self.guest, self.round, place);
         let is_read = self.opcode == NvmOpcode::READ;
-        self.wrong += u64::from(is_read && guest.data(slot) != expected);
+        self.mismatches += u64::from(is_read && guest.data(slot) != expected);
     }
 }
 
@@ -890,10 +893,10 @@ impl GuestWorkload for RandomReads {
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1_442_695_040_888_963_407);
         let place = (self.state >> 33) % self.places;
-        Some(guest.command(NvmOpcode::READ, slot, place * self.blocks))
+        Some(guest.build_command(NvmOpcode::READ, slot, place * self.blocks))
     }
 
-    fn done(&mut self, _: &ScratchGuest, _: u16, status: Status, took: u64) {
+    fn on_completion(&mut self, _: &ScratchGuest, _: u16, status: Status, took: u64) {
         self.done += 1;
         if self.latencies.len() < LATENCIES_MAX {
             self.latencies.push(took);
@@ -906,19 +909,19 @@ impl GuestWorkload for RandomReads {
 
 impl ReadRate {
     /// Formats the rate per core.
-    fn of_core(&self) -> String {
+    fn format_per_core(&self) -> String {
         self.per_core
             .map_or("unknown".to_owned(), |rate| format!("{rate:.0}"))
     }
 }
 
 /// Converts measurements into checks.
-fn shown(figures: &ReadMeasurements) -> Vec<DoctorCheck> {
+fn to_checks(figures: &ReadMeasurements) -> Vec<DoctorCheck> {
     let ReadMeasurements {
         reads,
         p50,
         p99,
-        deep,
+        by_depth: deep,
     } = figures;
     let mut checks = vec![DoctorCheck::ok(
         "scratch.latency",
@@ -941,7 +944,7 @@ fn shown(figures: &ReadMeasurements) -> Vec<DoctorCheck> {
             format!(
                 "{:.0} IOPS with {depth} in flight, {} per poller core{share}",
                 rate.iops,
-                rate.of_core(),
+                rate.format_per_core(),
             ),
         ));
     }

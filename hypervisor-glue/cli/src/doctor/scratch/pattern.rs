@@ -3,7 +3,7 @@
 use super::guest::IO_BYTES;
 
 /// Returns the data that I/O `index` writes. The data is different for each guest, round and I/O.
-pub(super) fn content(guest: u8, round: u8, index: u64) -> [u8; IO_BYTES] {
+pub(super) fn io_content(guest: u8, round: u8, index: u64) -> [u8; IO_BYTES] {
     let mut bytes = [0; IO_BYTES];
     for (at, word) in (0_u64..).zip(bytes.chunks_exact_mut(8)) {
         let value = u64::from(guest) << 56 | u64::from(round) << 48 | index << 16 | at;
@@ -41,7 +41,7 @@ const SIGNATURES: &[(&str, usize, &[u8])] = &[
 ];
 
 /// Returns the name of a signature of previous data at the start of a namespace, if there is one.
-pub(super) fn former_use(head: &[u8]) -> Option<&'static str> {
+pub(super) fn find_signature(head: &[u8]) -> Option<&'static str> {
     let has = |offset: usize, bytes: &[u8]| {
         let end = offset.saturating_add(bytes.len());
         head.get(offset..end) == Some(bytes)
@@ -60,15 +60,15 @@ mod tests {
 
     #[test]
     fn signatures_are_found_where_they_are_and_nowhere_else() {
-        assert_eq!(former_use(&[0; HEAD_BYTES]), None);
-        assert_eq!(former_use(&[]), None);
+        assert_eq!(find_signature(&[0; HEAD_BYTES]), None);
+        assert_eq!(find_signature(&[]), None);
         for (name, offset, bytes) in SIGNATURES {
             let mut head = vec![0; HEAD_BYTES];
             head[*offset..offset + bytes.len()].copy_from_slice(bytes);
-            assert_eq!(former_use(&head), Some(*name));
-            assert_eq!(former_use(&head[..offset + bytes.len() - 1]), None);
+            assert_eq!(find_signature(&head), Some(*name));
+            assert_eq!(find_signature(&head[..offset + bytes.len() - 1]), None);
             head.insert(0, 0);
-            assert_eq!(former_use(&head), None, "{name} elsewhere");
+            assert_eq!(find_signature(&head), None, "{name} elsewhere");
         }
     }
 
@@ -76,9 +76,9 @@ mod tests {
     fn contents_differ_by_guest_round_and_place() {
         let mut seen = BTreeSet::new();
         for (guest, round, index) in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (1, 0, 1 << 30)] {
-            assert!(seen.insert(content(guest, round, index)));
+            assert!(seen.insert(io_content(guest, round, index)));
         }
-        let words = content(1, 0, 7);
+        let words = io_content(1, 0, 7);
         let words: BTreeSet<&[u8]> = words.chunks_exact(8).collect();
         assert_eq!(words.len(), IO_BYTES / 8);
     }

@@ -36,7 +36,7 @@ fn report(
     let host = host(folder);
     let mut report: DoctorReport = examine(&host, None);
     let mut asked = None;
-    report.try_out(&host, path, 1, TIME, &mut |subject: &ScratchNamespace| {
+    report.test_namespace(&host, path, 1, TIME, &mut |subject: &ScratchNamespace| {
         asked = Some(subject.clone());
         yes
     });
@@ -80,7 +80,7 @@ fn a_drive_in_memory_is_tried_out() {
     for path in ["memory:2M", "memory:64M"] {
         let (checks, asked) = report(folder.path(), &path.parse().unwrap(), true);
         expect_all_is_well(&checks);
-        assert_eq!(asked.unwrap().word, path);
+        assert_eq!(asked.unwrap().confirmation_word, path);
     }
     assert!(!folder.path().join("state").exists());
 }
@@ -93,7 +93,7 @@ fn a_file_is_tried_out_and_other_leases_of_it_are_respected() {
         let (checks, asked) = report(folder.path(), &path, true);
         expect_all_is_well(&checks);
         // In the second trial, the namespace has the data of the first.
-        assert_eq!(asked.unwrap().former_use, None);
+        assert_eq!(asked.unwrap().previous_use, None);
     }
     let ledger = Ledger::open(&folder.path().join("state"));
     assert!(ledger.list().unwrap().is_empty());
@@ -106,7 +106,7 @@ fn a_file_is_tried_out_and_other_leases_of_it_are_respected() {
         _ => None,
     });
     let options = config.unwrap().options().unwrap();
-    let drive = drives::open_on(
+    let drive = drives::open_with_threads(
         &path,
         DriveOptions::default(),
         &nvme_guest::threads::ThreadSpawner::default(),
@@ -142,7 +142,7 @@ fn without_confirmation_nothing_is_written() {
     image.write_all_at(&[0x53, 0xEF], 0x438).unwrap();
     let before = fs::read(folder.path().join("drive.img")).unwrap();
     let (checks, asked) = report(folder.path(), &path, false);
-    assert_eq!(asked.unwrap().former_use, Some("an ext file system"));
+    assert_eq!(asked.unwrap().previous_use, Some("an ext file system"));
     let [check] = &checks[..] else {
         panic!("{checks:#?}")
     };
@@ -174,7 +174,7 @@ fn a_drive_with_problems_is_not_tried_out() {
     host.root.sys = folder.path().join("sys");
     let address = "0000:01:00.0".parse().unwrap();
     let mut report = examine(&host, Some(address));
-    report.try_out(&host, &DrivePath::Pci(address), 1, TIME, &mut |_| {
+    report.test_namespace(&host, &DrivePath::Pci(address), 1, TIME, &mut |_| {
         panic!("asked")
     });
     let check = &report.sections.last().unwrap().checks[0];

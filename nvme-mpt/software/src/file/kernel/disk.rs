@@ -36,7 +36,7 @@ pub struct DiskModelParameters {
     /// Rate of submission calls that submit no request.
     pub refused_calls: u64,
     /// Rate of requests that stay pending until they are cancelled, or for many seconds.
-    pub kept_requests: u64,
+    pub held_requests: u64,
     /// Maximum duration of a request in nanoseconds, as a power of two.
     pub time_bits: u64,
 }
@@ -58,9 +58,9 @@ struct CachedPage {
 struct OpenFileDescription {
     process: u64,
     /// Number of the last write-back error that this description has received.
-    told: u64,
+    reported_error: u64,
     /// Number of rings and requests for which the description must stay open.
-    keepers: u64,
+    holders: u64,
     is_closed: bool,
 }
 
@@ -75,9 +75,9 @@ struct SimulatedByteRangeLock {
 
 #[derive(Debug, Default)]
 pub(super) struct SimulatedDisk {
-    pub(super) habits: DiskModelParameters,
+    pub(super) parameters: DiskModelParameters,
     /// Number of pending requests that the disk may hold for a long time.
-    pub(super) keeps: u64,
+    pub(super) held_requests_max: u64,
     stable: Vec<u8>,
     /// Content of the device, including its volatile cache.
     device: Vec<u8>,
@@ -91,7 +91,7 @@ pub(super) struct SimulatedDisk {
     /// Number of failed write-backs and flushes.
     pub(super) failures: u64,
     /// Number of reports of errors to descriptions.
-    pub(super) tellings: u64,
+    pub(super) reported_errors: u64,
     descriptions: BTreeMap<u64, OpenFileDescription>,
     locks: Vec<SimulatedByteRangeLock>,
     opened: u64,
@@ -101,8 +101,8 @@ impl SimulatedDisk {
     /// Creates a disk with a file of zeroes.
     pub(super) fn new(bytes: usize, habits: DiskModelParameters, keeps: u64) -> Self {
         Self {
-            habits,
-            keeps,
+            parameters: habits,
+            held_requests_max: keeps,
             stable: vec![0; bytes],
             device: vec![0; bytes],
             ..Self::default()
@@ -127,8 +127,8 @@ impl SimulatedDisk {
         };
         let description = OpenFileDescription {
             process,
-            told,
-            keepers: 0,
+            reported_error: told,
+            holders: 0,
             is_closed: false,
         };
         self.descriptions.insert(self.opened, description);
@@ -136,16 +136,16 @@ impl SimulatedDisk {
     }
 
     /// Keeps a description open for a ring or a request.
-    pub(super) fn keep(&mut self, open: u64) {
+    pub(super) fn hold(&mut self, open: u64) {
         if let Some(description) = self.descriptions.get_mut(&open) {
-            description.keepers += 1;
+            description.holders += 1;
         }
     }
 
     /// Releases a description that was kept open for a ring or a request.
-    pub(super) fn let_go(&mut self, open: u64) {
+    pub(super) fn release(&mut self, open: u64) {
         if let Some(description) = self.descriptions.get_mut(&open) {
-            description.keepers -= 1;
+            description.holders -= 1;
             if description.is_closed {
                 self.close(open);
             }
@@ -157,7 +157,7 @@ impl SimulatedDisk {
             return;
         };
         description.is_closed = true;
-        if description.keepers == 0 {
+        if description.holders == 0 {
             self.descriptions.remove(&open);
             self.locks.retain(|lock| lock.open != open);
         }
@@ -212,7 +212,7 @@ impl SimulatedDisk {
     }
 
     pub(super) fn write(&mut self, offset: usize, bytes: &[u8]) {
-        if self.habits.is_direct {
+        if self.parameters.is_direct {
             return self.write_device(offset, bytes);
         }
         for (at, part) in pages(offset, bytes.len()) {
@@ -264,7 +264,7 @@ impl SimulatedDisk {
             };
             page.is_dirty = false;
             let bytes = page.bytes.clone();
-            if happens(self.habits.failed_write_backs) {
+            if happens(self.parameters.failed_write_backs) {
                 self.failures += 1;
                 if self.is_error_seen || self.error == 0 {
                     self.error += 1;
@@ -281,7 +281,7 @@ impl SimulatedDisk {
     }
 
     /// Writes a random dirty page back, if there is one.
-    pub(super) fn write_some_back(&mut self) {
+    pub(super) fn write_back_random_page(&mut self) {
         let dirty = self.cache.iter().filter(|(_, page)| page.is_dirty);
         let dirty: Vec<usize> = dirty.map(|(number, _)| *number).collect();
         if !dirty.is_empty() {
@@ -291,15 +291,15 @@ impl SimulatedDisk {
     }
 
     /// Reports the last write-back error to a description that has not received it yet.
-    pub(super) fn tell(&mut self, open: u64) -> Result<(), i32> {
+    pub(super) fn report_error(&mut self, open: u64) -> Result<(), i32> {
         let Some(description) = self.descriptions.get_mut(&open) else {
             return Ok(());
         };
-        if description.told == self.error {
+        if description.reported_error == self.error {
             return Ok(());
         }
-        description.told = self.error;
-        self.tellings += 1;
+        description.reported_error = self.error;
+        self.reported_errors += 1;
         self.is_error_seen = true;
         Err(libc::EIO)
     }
@@ -307,8 +307,8 @@ impl SimulatedDisk {
     /// Makes a range durable, and with it the whole volatile cache of the device.
     pub(super) fn sync(&mut self, open: u64, offset: usize, len: usize) -> Result<(), i32> {
         self.write_back(offset, len);
-        let told = self.tell(open);
-        if happens(self.habits.failed_flushes) {
+        let told = self.report_error(open);
+        if happens(self.parameters.failed_flushes) {
             self.failures += 1;
             return told.and(Err(libc::EIO));
         }

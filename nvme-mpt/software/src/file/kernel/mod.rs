@@ -11,32 +11,34 @@ use std::path::PathBuf;
 
 #[cfg(not(simulation))]
 pub(super) use real::{
-    BackingId, File, FileRangeLock, MetadataExt, Uring, extents, lock_below, map, metadata,
-    next_data, of_descriptor, open, place, reopen, reopen_to_read, to_descriptor, write_back_error,
+    BackingId, File, FileRangeLock, MetadataExt, Uring, extents, file_identity, from_descriptor,
+    lock_backing_file, map, metadata, next_data, open, reopen, reopen_read_only, to_descriptor,
+    write_back_error,
 };
 #[cfg(simulation)]
 pub(super) use simulated::{
-    BackingId, File, FileRangeLock, MetadataExt, Uring, extents, lock_below, map, metadata,
-    next_data, of_descriptor, open, place, reopen, reopen_to_read, to_descriptor, write_back_error,
+    BackingId, File, FileRangeLock, MetadataExt, Uring, extents, file_identity, from_descriptor,
+    lock_backing_file, map, metadata, next_data, open, reopen, reopen_read_only, to_descriptor,
+    write_back_error,
 };
 
-use super::way::DirectAlignment;
+use super::io_mode::DirectAlignment;
 
 /// An opened file or block device with its properties.
 #[derive(Debug)]
 pub(super) struct OpenedFile {
     pub(super) path: PathBuf,
-    pub(super) origin: BackingId,
+    pub(super) backing_id: BackingId,
     pub(super) file: File,
     pub(super) bytes: u64,
     /// True for a regular file, which others can truncate. False for a block device.
     pub(super) is_regular: bool,
     /// True for a file of tmpfs or hugetlbfs, which exists in the page cache only.
-    pub(super) in_memory: bool,
+    pub(super) is_in_memory: bool,
     /// Required alignment for direct I/O; `None` if it is not supported.
     pub(super) direct: Option<DirectAlignment>,
     /// True if ranges can be deallocated and then read as zeroes.
-    pub(super) punches_holes: bool,
+    pub(super) can_punch_holes: bool,
     /// True if an access may make the kernel wait for another process or host.
     pub(super) may_block: bool,
 }

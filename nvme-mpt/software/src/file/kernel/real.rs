@@ -15,20 +15,20 @@ use io_uring::{IoUring, opcode, squeue, types};
 pub(in crate::file) use std::fs::{File, metadata};
 pub(in crate::file) use std::os::unix::fs::MetadataExt;
 
-pub(in crate::file) use nvme_lease::origin::BackingId;
+pub(in crate::file) use nvme_lease::backing_id::BackingId;
 pub(in crate::file) use nvme_lease::range_lock::FileRangeLock;
 
-pub(in crate::file) use super::super::reopen::{place, reopen, reopen_to_read};
+pub(in crate::file) use super::super::reopen::{file_identity, reopen, reopen_read_only};
 
+use super::super::io_mode::DirectAlignment;
 use super::super::uring::{
     FileIoCompletion, FileIoRequest, FileIoRing, IoVectors, RequestIssueMode,
 };
-use super::super::way::DirectAlignment;
 use super::OpenedFile;
-use nvme_lease::origin::BackingFile;
+use nvme_lease::backing_id::BackingFile;
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
-use nvme_mpt_memory::file_system::{is_memory, type_of};
-use nvme_mpt_memory::{Mapping, MappingAccess, presence};
+use nvme_mpt_memory::file_system::{file_system_type, is_memory_file};
+use nvme_mpt_memory::{Mapping, MappingAccess, process_liveness};
 use nvme_mpt_paths::{FileId, PathEntry};
 
 /// Opens a file or block device for reading and writing.
@@ -44,7 +44,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
         let what = "it is neither a file nor a block device";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
-    let origin = BackingId::of(&path)?;
+    let origin = BackingId::from_path(&path)?;
     let mut options = OpenOptions::new();
     options.read(true).write(true);
     // An exclusive open fails if a block device is mounted or otherwise in use.
@@ -56,11 +56,11 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     let mut file = options
         .custom_flags(exclusive | libc::O_NOFOLLOW)
         .open(&path)?;
-    if FileId::of_open(&file)? != entry.id() {
+    if FileId::from_file(&file)? != entry.id() {
         return Err(io::Error::other("it was replaced while it was opened"));
     }
     let bytes = file.seek(SeekFrom::End(0))?;
-    let in_memory = is_memory(file.as_fd());
+    let in_memory = is_memory_file(file.as_fd());
     let direct = match in_memory {
         true => None,
         false => options
@@ -68,7 +68,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
             .open(&path)
             .ok(),
     };
-    let punches_holes = deallocates(&file, kind, bytes)?;
+    let punches_holes = can_deallocate(&file, kind, bytes)?;
     let may_block = may_block(&file, kind);
     // Fail now instead of when a guest creates its first queue.
     Uring::new(1).map_err(|error| {
@@ -77,13 +77,13 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     })?;
     Ok(OpenedFile {
         path,
-        origin,
+        backing_id: origin,
         file,
         bytes,
         is_regular: kind.is_file(),
-        in_memory,
+        is_in_memory: in_memory,
         direct: direct.as_ref().and_then(direct_alignment),
-        punches_holes,
+        can_punch_holes: punches_holes,
         may_block,
     })
 }
@@ -100,7 +100,7 @@ pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
 ///
 /// # Errors
 /// Never fails. The simulated counterpart can fail.
-pub(in crate::file) fn of_descriptor(descriptor: OwnedFd) -> io::Result<File> {
+pub(in crate::file) fn from_descriptor(descriptor: OwnedFd) -> io::Result<File> {
     Ok(descriptor.into())
 }
 
@@ -116,14 +116,14 @@ pub(in crate::file) fn map(file: &File, len: usize) -> io::Result<Mapping> {
 pub struct Uring {
     ring: IoUring,
     in_flight: usize,
-    behind: bool,
+    has_unsubmitted: bool,
 }
 
 impl std::fmt::Debug for Uring {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Uring")
             .field("in_flight", &self.in_flight)
-            .field("behind", &self.behind)
+            .field("behind", &self.has_unsubmitted)
             .finish_non_exhaustive()
     }
 }
@@ -147,7 +147,7 @@ impl Uring {
         Ok(Self {
             ring,
             in_flight: 0,
-            behind: false,
+            has_unsubmitted: false,
         })
     }
 
@@ -159,7 +159,7 @@ impl Uring {
     ) -> io::Result<()> {
         let files = files.map(AsRawFd::as_raw_fd);
         let files: Vec<RawFd> = files
-            .chain(presence::held().map(|held| held.as_raw_fd()))
+            .chain(process_liveness::hangup_writer().map(|held| held.as_raw_fd()))
             .collect();
         match files.is_empty() {
             true => Ok(()),
@@ -189,8 +189,8 @@ impl FileIoRing for Uring {
         request: FileIoRequest<'_>,
         manner: RequestIssueMode,
     ) -> io::Result<()> {
-        let count = |vectors: &IoVectors| vectors.left().len() as u32;
-        let start = |vectors: &IoVectors| vectors.left().as_ptr();
+        let count = |vectors: &IoVectors| vectors.remaining().len() as u32;
+        let start = |vectors: &IoVectors| vectors.remaining().as_ptr();
         let entry: squeue::Entry = match request {
             FileIoRequest::Read { fd, offset, into } => {
                 opcode::Readv::new(types::Fd(fd), start(into), count(into))
@@ -217,8 +217,8 @@ impl FileIoRing for Uring {
         };
         let entry = entry.user_data(tag);
         let entry = match manner {
-            RequestIssueMode::AtOnce => entry,
-            RequestIssueMode::ByThread => entry.flags(squeue::Flags::ASYNC),
+            RequestIssueMode::Inline => entry,
+            RequestIssueMode::Worker => entry.flags(squeue::Flags::ASYNC),
         };
         // SAFETY: the buffers live long enough by this function's contract.
         unsafe { self.push(&entry) }
@@ -235,12 +235,12 @@ impl FileIoRing for Uring {
         if waiting > 0 {
             // EAGAIN, EBUSY and EINTR leave the requests in the ring.
             let taken = self.ring.submit().unwrap_or(0);
-            self.behind = taken < waiting;
+            self.has_unsubmitted = taken < waiting;
         }
     }
 
-    fn is_behind(&self) -> bool {
-        self.behind
+    fn has_unsubmitted(&self) -> bool {
+        self.has_unsubmitted
     }
 
     fn take(&mut self) -> Option<FileIoCompletion> {
@@ -261,7 +261,7 @@ impl FileIoRing for Uring {
         self.ring.as_raw_fd()
     }
 
-    fn settle(&mut self, patience: Duration) -> bool {
+    fn wait_idle(&mut self, patience: Duration) -> bool {
         let deadline = Deadline::after(&SystemClock::shared(), patience);
         let slice = types::Timespec::from(Duration::from_millis(100));
         while self.in_flight > 0 {
@@ -366,7 +366,7 @@ pub(in crate::file) fn extents(
     end: u64,
     most: usize,
 ) -> io::Result<Vec<(u64, u64)>> {
-    if is_memory(file.as_fd()) {
+    if is_memory_file(file.as_fd()) {
         return data_extents(file, start, end, most);
     }
     let mut map = ExtentMap {
@@ -460,7 +460,7 @@ fn can_punch_holes(file: &File, bytes: u64) -> bool {
 }
 
 /// Returns whether a deallocated range of a file or block device reads as zeroes.
-fn deallocates(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
+fn can_deallocate(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
     if kind.is_file() {
         return Ok(can_punch_holes(file, bytes));
     }
@@ -485,7 +485,7 @@ fn deallocates(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
 /// them on in the submitting thread (Linux 6.18).
 fn may_block(file: &File, kind: FileType) -> bool {
     if kind.is_file() {
-        return type_of(file.as_fd()).is_some_and(|name| waits_for_others(&name));
+        return file_system_type(file.as_fd()).is_some_and(|name| is_remote_file_system(&name));
     }
     let below = file.metadata().ok().and_then(|metadata| {
         let device = metadata.rdev();
@@ -504,12 +504,12 @@ fn may_block(file: &File, kind: FileType) -> bool {
         .custom_flags(libc::O_PATH)
         .open(path);
     // Assume the worst if the file cannot be opened here.
-    let name = opened.ok().and_then(|file| type_of(file.as_fd()));
-    name.is_none_or(|name| waits_for_others(&name))
+    let name = opened.ok().and_then(|file| file_system_type(file.as_fd()));
+    name.is_none_or(|name| is_remote_file_system(&name))
 }
 
 /// Returns whether a file system depends on another process or host. `file_system` is its name as in mount(8).
-fn waits_for_others(file_system: &str) -> bool {
+fn is_remote_file_system(file_system: &str) -> bool {
     let name = file_system.split('.').next().unwrap_or_default();
     matches!(
         name,
@@ -537,9 +537,9 @@ fn waits_for_others(file_system: &str) -> bool {
 }
 
 /// Opens the file below a loop device for locking.
-pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<FileRangeLock, String> {
+pub(in crate::file) fn lock_backing_file(below: &BackingFile) -> Result<FileRangeLock, String> {
     let file = OpenOptions::new().read(true).write(true).open(&below.path);
-    let opened = file.and_then(|file| match below.is(&file)? {
+    let opened = file.and_then(|file| match below.is_same_file(&file)? {
         true => Ok(file),
         false => Err(io::Error::other("its path leads to another file")),
     });
@@ -565,12 +565,12 @@ mod tests {
             "9p",
             "virtiofs",
         ] {
-            assert!(waits_for_others(name), "{name}");
+            assert!(is_remote_file_system(name), "{name}");
         }
         for name in [
             "ext4", "xfs", "btrfs", "tmpfs", "zfs", "f2fs", "bcachefs", "",
         ] {
-            assert!(!waits_for_others(name), "{name}");
+            assert!(!is_remote_file_system(name), "{name}");
         }
         let file = tempfile::tempfile().expect("a file");
         let kind = file.metadata().expect("it is there").file_type();

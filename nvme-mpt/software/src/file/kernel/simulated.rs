@@ -23,13 +23,13 @@ use std::time::Duration;
 
 use vmm_sys_util::eventfd::EventFd;
 
+use super::super::io_mode::DirectAlignment;
 use super::super::uring::{
     FileIoCompletion, FileIoRequest, FileIoRing, IoVectors, RequestIssueMode,
 };
-use super::super::way::DirectAlignment;
 use super::OpenedFile;
 use super::disk::{PAGE, SECTOR, SimulatedDisk, happens};
-use nvme_lease::origin::{BackingFile, DriveIdentity};
+use nvme_lease::backing_id::{BackingFile, DriveIdentity};
 use nvme_mpt_memory::simulation::{
     ActorStep, acted, costs::block, now, process, random, turn, wait, wait_for,
 };
@@ -39,16 +39,16 @@ use nvme_mpt_memory::{Mapping, eventfd, memfd};
 pub use super::disk::DiskModelParameters;
 
 /// Time for which a process waits for a range that another process has locked.
-const PATIENCE: Duration = Duration::from_secs(10);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time between two write-backs of pages that no sync has requested.
 const WRITE_BACK: Duration = Duration::from_millis(2);
 
 /// Durations for which a kernel worker is preempted after a request took effect, in nanoseconds as powers of two.
-const ABSENCE_BITS: Range<u64> = 14..21;
+const PREEMPTION_BITS: Range<u64> = 14..21;
 
 /// Maximum duration of a request that is held until it is cancelled.
-const KEPT: Duration = Duration::from_secs(14);
+const HOLD_TIME_MAX: Duration = Duration::from_secs(14);
 
 thread_local! {
     static KERNEL: RefCell<SimulatedKernel> = RefCell::default();
@@ -66,7 +66,7 @@ struct SimulatedKernel {
     rings: BTreeMap<u64, SimulatedRing>,
     made: u64,
     /// Time until which the disk is paused.
-    stands_until: Duration,
+    paused_until: Duration,
     /// Time that a submission call blocks in the kernel.
     submission: Duration,
 }
@@ -78,7 +78,7 @@ struct SimulatedRing {
     completions: VecDeque<FileIoCompletion>,
     event: Arc<EventFd>,
     /// File descriptions that the ring keeps open.
-    kept: Vec<u64>,
+    held_files: Vec<u64>,
     is_dead: bool,
 }
 
@@ -102,7 +102,7 @@ struct SimulatedRequest {
     tag: u64,
     open: u64,
     offset: u64,
-    what: SimulatedOperation,
+    operation: SimulatedOperation,
     /// Time when the request takes effect; after that, the time when it completes.
     due: Duration,
     is_kept: bool,
@@ -139,19 +139,19 @@ pub fn end_process(process: u64) {
                 let stays =
                     asked.ring != *ring || asked.result.is_none() && !asked.is_kept && happens(2);
                 if !stays {
-                    disk.let_go(asked.open);
+                    disk.release(asked.open);
                 }
                 stays
             });
         }
         kernel.disk.end_process(process);
-        kernel.bury();
+        kernel.close_ended_rings();
     });
 }
 
 /// Pauses the disk for some time. During the pause, no request takes effect, completes or can be cancelled.
-pub fn stand_still(time: Duration) {
-    with(|kernel| kernel.stands_until = now() + time);
+pub fn pause_disk(time: Duration) {
+    with(|kernel| kernel.paused_until = now() + time);
     acted();
 }
 
@@ -163,7 +163,7 @@ pub fn transfers() -> usize {
         requests
             .filter(|asked| {
                 matches!(
-                    asked.what,
+                    asked.operation,
                     SimulatedOperation::Read(_) | SimulatedOperation::Write { .. }
                 )
             })
@@ -173,7 +173,7 @@ pub fn transfers() -> usize {
 }
 
 /// Makes each submission call block for `time` in the kernel, as for a file without asynchronous I/O.
-pub fn slow_submissions(time: Duration) {
+pub fn set_submission_time(time: Duration) {
     with(|kernel| kernel.submission = time);
 }
 
@@ -190,13 +190,13 @@ pub fn failures() -> u64 {
 }
 
 /// Converts the result of a disk operation.
-fn told(result: Result<(), i32>) -> io::Result<()> {
+fn into_io_result(result: Result<(), i32>) -> io::Result<()> {
     result.map_err(io::Error::from_raw_os_error)
 }
 
 /// Waits until the disk is not paused.
 fn await_disk() {
-    let until = with(|kernel| kernel.stands_until);
+    let until = with(|kernel| kernel.paused_until);
     block(until.saturating_sub(now()));
 }
 
@@ -205,15 +205,15 @@ pub fn run(is_over: &AtomicBool) {
     let mut write_back = now();
     while !is_over.load(Ordering::Relaxed) {
         let (due, is_dirty, stands_until) =
-            with(|kernel| (kernel.next(), kernel.disk.is_dirty(), kernel.stands_until));
+            with(|kernel| (kernel.next(), kernel.disk.is_dirty(), kernel.paused_until));
         match due {
             _ if now() < stands_until => {
                 with(SimulatedKernel::refuse_cancellations);
                 wait(Some(stands_until));
             }
-            Some(due) if due <= now() => carry_out(),
+            Some(due) if due <= now() => execute_step(),
             _ if is_dirty && write_back <= now() => {
-                with(|kernel| kernel.disk.write_some_back());
+                with(|kernel| kernel.disk.write_back_random_page());
                 let bits = u64::from(WRITE_BACK.as_nanos().ilog2());
                 let pause = random() % (2 << (random() % bits));
                 write_back = now() + Duration::from_nanos(pause);
@@ -227,7 +227,7 @@ pub fn run(is_over: &AtomicBool) {
 }
 
 /// Executes the next step of a request: its effect or its completion.
-fn carry_out() {
+fn execute_step() {
     let next = with(|kernel| {
         let requests = kernel.requests.iter();
         let next = requests.enumerate().min_by_key(|(_, asked)| asked.due)?;
@@ -239,13 +239,13 @@ fn carry_out() {
     let event = match asked.result {
         None => {
             with(|kernel| {
-                let before = kernel.disk.tellings;
+                let before = kernel.disk.reported_errors;
                 let result = kernel.take_effect(&asked);
-                let tells = kernel.disk.tellings > before;
+                let tells = kernel.disk.reported_errors > before;
                 let mut after = kernel.time();
                 // Lets other syncs on the same description run meanwhile: no error is left for them.
                 if tells {
-                    after += absence();
+                    after += preemption_time();
                 }
                 // The request is still at this index: only a cancellation can have changed it.
                 let asked = &mut kernel.requests[index];
@@ -256,18 +256,18 @@ fn carry_out() {
         }
         Some(result) => with(|kernel| {
             kernel.requests.remove(index);
-            kernel.disk.let_go(asked.open);
+            kernel.disk.release(asked.open);
             let tag = asked.tag;
             let state = kernel.rings.get_mut(&asked.ring)?;
             state
                 .completions
                 .push_back(FileIoCompletion { tag, result });
             let event = (!state.is_dead).then(|| state.event.clone());
-            kernel.bury();
+            kernel.close_ended_rings();
             event
         }),
     };
-    let step = match asked.what {
+    let step = match asked.operation {
         SimulatedOperation::Read(_) => ActorStep::ReadFile,
         SimulatedOperation::Sync => ActorStep::SyncFile,
         _ => ActorStep::WriteFile,
@@ -280,8 +280,8 @@ fn carry_out() {
 }
 
 /// Returns the time for which a worker is preempted after its request took effect.
-fn absence() -> Duration {
-    let bits = ABSENCE_BITS.start + random() % (ABSENCE_BITS.end - ABSENCE_BITS.start);
+fn preemption_time() -> Duration {
+    let bits = PREEMPTION_BITS.start + random() % (PREEMPTION_BITS.end - PREEMPTION_BITS.start);
     Duration::from_nanos(1 << bits)
 }
 
@@ -292,12 +292,12 @@ impl SimulatedKernel {
 
     /// Returns the duration of one step of a request.
     fn time(&self) -> Duration {
-        let bits = random() % (self.disk.habits.time_bits + 1);
+        let bits = random() % (self.disk.parameters.time_bits + 1);
         Duration::from_nanos(random() % (2 << bits))
     }
 
     /// Closes files that the rings of ended processes keep open, when a ring has no more requests.
-    fn bury(&mut self) {
+    fn close_ended_rings(&mut self) {
         let Self {
             disk,
             requests,
@@ -307,7 +307,7 @@ impl SimulatedKernel {
         rings.retain(|ring, state| {
             let is_gone = state.is_dead && !requests.iter().any(|asked| asked.ring == *ring);
             if is_gone {
-                state.kept.iter().for_each(|open| disk.let_go(*open));
+                state.held_files.iter().for_each(|open| disk.release(*open));
             }
             !is_gone
         });
@@ -316,13 +316,13 @@ impl SimulatedKernel {
     /// Makes a request take effect and returns its result.
     fn take_effect(&mut self, asked: &SimulatedRequest) -> Result<usize, i32> {
         let offset = asked.offset as usize;
-        let habits = self.disk.habits;
-        if let SimulatedOperation::Cancel(target) = asked.what {
+        let habits = self.disk.parameters;
+        if let SimulatedOperation::Cancel(target) = asked.operation {
             return self.cancel(asked.ring, target);
         }
         let is_interrupted = happens(habits.interruptions);
         let interrupted = Err([libc::EINTR, libc::EAGAIN][random() as usize % 2]);
-        match &asked.what {
+        match &asked.operation {
             SimulatedOperation::Read(_) | SimulatedOperation::Write { .. } if is_interrupted => {
                 interrupted
             }
@@ -348,7 +348,7 @@ impl SimulatedKernel {
                     // The sync may have written pages back and consumed errors.
                     if happens(2) {
                         self.disk.write_back(0, all);
-                        let _told = self.disk.tell(asked.open);
+                        let _told = self.disk.report_error(asked.open);
                     }
                     return interrupted;
                 }
@@ -375,13 +375,13 @@ impl SimulatedKernel {
     fn refuse_cancellations(&mut self) {
         let (refused, others) = std::mem::take(&mut self.requests)
             .into_iter()
-            .partition(|asked| matches!(asked.what, SimulatedOperation::Cancel(_)));
+            .partition(|asked| matches!(asked.operation, SimulatedOperation::Cancel(_)));
         self.requests = others;
         for SimulatedRequest {
             ring, tag, open, ..
         } in refused
         {
-            self.disk.let_go(open);
+            self.disk.release(open);
             if let Some(state) = self.rings.get_mut(&ring) {
                 state.completions.push_back(FileIoCompletion {
                     tag,
@@ -396,7 +396,7 @@ impl SimulatedKernel {
     fn moved(&self, parts: &[(usize, usize)], unit: usize) -> usize {
         let len: usize = parts.iter().map(|(_, len)| len).sum();
         let units = len / unit;
-        match units > 1 && happens(self.disk.habits.short_transfers) {
+        match units > 1 && happens(self.disk.parameters.short_transfers) {
             true => (1 + random() as usize % units) * unit,
             false => len,
         }
@@ -466,7 +466,7 @@ impl File {
             let all = kernel.disk.bytes() as usize;
             kernel.disk.sync(self.open, 0, all)
         });
-        told(synced)
+        into_io_result(synced)
     }
 }
 
@@ -537,19 +537,19 @@ impl BackingId {
 /// Opens the file.
 pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     let file = File::open();
-    let habits = with(|kernel| kernel.disk.habits);
+    let habits = with(|kernel| kernel.disk.parameters);
     Ok(OpenedFile {
         path: PathBuf::from(path),
-        origin: BackingId("simulated:file".to_owned().into()),
+        backing_id: BackingId("simulated:file".to_owned().into()),
         bytes: file.metadata()?.len(),
         file,
         is_regular: true,
-        in_memory: false,
+        is_in_memory: false,
         direct: habits.is_direct.then_some(DirectAlignment {
             memory: SECTOR,
             offset: SECTOR as u64,
         }),
-        punches_holes: habits.punches_holes,
+        can_punch_holes: habits.punches_holes,
         may_block: false,
     })
 }
@@ -560,7 +560,7 @@ pub(in crate::file) fn reopen(_: &File, _: Option<&Path>, _: i32) -> io::Result<
 }
 
 /// Opens the file again, like `reopen`.
-pub(in crate::file) fn reopen_to_read(_: &File, _: Option<&Path>) -> io::Result<File> {
+pub(in crate::file) fn reopen_read_only(_: &File, _: Option<&Path>) -> io::Result<File> {
     Ok(File::open())
 }
 
@@ -569,7 +569,7 @@ pub(in crate::file) fn reopen_to_read(_: &File, _: Option<&Path>) -> io::Result<
 pub(in crate::file) struct OpenFileIdentity;
 
 /// Returns the identity of an open file.
-pub(in crate::file) const fn place(_: &File) -> io::Result<OpenFileIdentity> {
+pub(in crate::file) const fn file_identity(_: &File) -> io::Result<OpenFileIdentity> {
     Ok(OpenFileIdentity)
 }
 
@@ -578,12 +578,12 @@ pub(in crate::file) const fn place(_: &File) -> io::Result<OpenFileIdentity> {
 pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
     let descriptor = memfd(c"simulated-file", 0)?;
     std::fs::File::from(descriptor.try_clone()?).write_all_at(&file.open.to_le_bytes(), 0)?;
-    with(|kernel| kernel.disk.keep(file.open));
+    with(|kernel| kernel.disk.hold(file.open));
     Ok(descriptor)
 }
 
 /// Returns the open description of a descriptor.
-pub(in crate::file) fn of_descriptor(descriptor: OwnedFd) -> io::Result<File> {
+pub(in crate::file) fn from_descriptor(descriptor: OwnedFd) -> io::Result<File> {
     let mut open = [0; 8];
     std::fs::File::from(descriptor).read_exact_at(&mut open, 0)?;
     let open = u64::from_le_bytes(open);
@@ -608,11 +608,11 @@ pub(in crate::file) fn extents(_: &File, _: u64, _: u64, _: usize) -> io::Result
 /// Returns a write-back error that the description has not received yet.
 pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
     turn(ActorStep::ReadFile, [file.open, 0]);
-    told(with(|kernel| kernel.disk.tell(file.open)))
+    into_io_result(with(|kernel| kernel.disk.report_error(file.open)))
 }
 
 /// Fails, because no loop device is simulated.
-pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<FileRangeLock, String> {
+pub(in crate::file) fn lock_backing_file(below: &BackingFile) -> Result<FileRangeLock, String> {
     Err(format!("{} is not simulated", below.path.display()))
 }
 
@@ -650,7 +650,7 @@ impl FileRangeLock {
     }
 
     pub(in crate::file) fn add(&self, start: u64, length: u64) -> io::Result<()> {
-        wait_for(Some(PATIENCE), || {
+        wait_for(Some(LOCK_TIMEOUT), || {
             self.take(true, start, length).then_some(())
         })
         .ok_or_else(|| io::ErrorKind::WouldBlock.into())
@@ -669,14 +669,14 @@ impl FileRangeLock {
         Ok(is_shared.then(|| "another process".to_owned()))
     }
 
-    pub(in crate::file) fn let_go(&self) {
+    pub(in crate::file) fn release_all(&self) {
         let ranges = self.ranges().clone();
         for (start, length) in ranges {
-            self.give_up(start, length);
+            self.release(start, length);
         }
     }
 
-    pub(in crate::file) fn give_up(&self, start: u64, length: u64) {
+    pub(in crate::file) fn release(&self, start: u64, length: u64) {
         self.ranges().retain(|range| *range != (start, length));
         let end = start.saturating_add(length);
         with(|kernel| kernel.disk.unlock(self.file.open, start, end));
@@ -686,7 +686,7 @@ impl FileRangeLock {
 
 impl Drop for FileRangeLock {
     fn drop(&mut self) {
-        self.let_go();
+        self.release_all();
     }
 }
 
@@ -708,7 +708,7 @@ impl Uring {
             process,
             completions: VecDeque::new(),
             event: event.clone(),
-            kept: Vec::new(),
+            held_files: Vec::new(),
             is_dead: false,
         };
         let ring = with(|kernel| {
@@ -732,9 +732,9 @@ impl Uring {
     ) -> io::Result<()> {
         let files: Vec<u64> = files.map(|file| file.open).collect();
         with(|kernel| {
-            files.iter().for_each(|open| kernel.disk.keep(*open));
+            files.iter().for_each(|open| kernel.disk.hold(*open));
             if let Some(state) = kernel.rings.get_mut(&self.ring) {
-                state.kept.extend(files);
+                state.held_files.extend(files);
             }
         });
         Ok(())
@@ -747,7 +747,7 @@ impl Uring {
             tag,
             open: open as u64,
             offset,
-            what,
+            operation: what,
             due: Duration::ZERO,
             is_kept: false,
             result: None,
@@ -786,18 +786,20 @@ impl FileIoRing for Uring {
         self.push(tag, fd, offset, what);
         // A request in a worker thread may block, so it is never held. A held request that blocks others would make pollers
         // poll millions of times.
-        if let (RequestIssueMode::AtOnce, Some(asked)) = (manner, self.prepared.last_mut()) {
+        if let (RequestIssueMode::Inline, Some(asked)) = (manner, self.prepared.last_mut()) {
             asked.is_kept = with(|kernel| {
                 let disk = &mut kernel.disk;
-                let may_be_kept = match asked.what {
+                let may_be_kept = match asked.operation {
                     SimulatedOperation::Sync => true,
                     SimulatedOperation::Read(_) | SimulatedOperation::Write { .. } => {
-                        !disk.habits.is_direct
+                        !disk.parameters.is_direct
                     }
                     _ => false,
                 };
-                let is_kept = may_be_kept && disk.keeps > 0 && happens(disk.habits.kept_requests);
-                disk.keeps -= u64::from(is_kept);
+                let is_kept = may_be_kept
+                    && disk.held_requests_max > 0
+                    && happens(disk.parameters.held_requests);
+                disk.held_requests_max -= u64::from(is_kept);
                 is_kept
             });
         }
@@ -816,16 +818,18 @@ impl FileIoRing for Uring {
         turn(ActorStep::Submit, [self.ring, self.prepared.len() as u64]);
         block(with(|kernel| kernel.submission));
         self.is_behind = with(|kernel| {
-            if happens(kernel.disk.habits.refused_calls) {
+            if happens(kernel.disk.parameters.refused_calls) {
                 return true;
             }
             for mut asked in self.prepared.drain(..) {
                 let time = match asked.is_kept {
-                    true => KEPT.mul_f64((random() % 1000) as f64 / 1000.0) + KEPT / 4,
+                    true => {
+                        HOLD_TIME_MAX.mul_f64((random() % 1000) as f64 / 1000.0) + HOLD_TIME_MAX / 4
+                    }
                     false => kernel.time(),
                 };
                 asked.due = now() + time;
-                kernel.disk.keep(asked.open);
+                kernel.disk.hold(asked.open);
                 kernel.requests.push(asked);
             }
             false
@@ -833,7 +837,7 @@ impl FileIoRing for Uring {
         acted();
     }
 
-    fn is_behind(&self) -> bool {
+    fn has_unsubmitted(&self) -> bool {
         self.is_behind
     }
 
@@ -860,7 +864,7 @@ impl FileIoRing for Uring {
         self.event.as_raw_fd()
     }
 
-    fn settle(&mut self, patience: Duration) -> bool {
+    fn wait_idle(&mut self, patience: Duration) -> bool {
         wait_for(Some(patience), || {
             self.submit();
             while self.take().is_some() {}
@@ -877,7 +881,7 @@ impl Drop for Uring {
             if let Some(state) = kernel.rings.get_mut(&self.ring) {
                 state.is_dead = true;
             }
-            kernel.bury();
+            kernel.close_ended_rings();
         });
     }
 }

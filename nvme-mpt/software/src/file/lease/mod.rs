@@ -19,18 +19,19 @@ use std::sync::{Arc, OnceLock, PoisonError, Weak};
 
 use log::{debug, error, info};
 
-pub(super) use crate::medium::LOST;
+pub(super) use crate::backing_store::LOST_WRITES;
 
 use super::SharedFile;
-use super::claims::LeaseChangeClaims;
+use super::change_claims::LeaseChangeClaims;
+use super::io_mode::{FileIoMode, UNIT};
 use super::kernel::{
-    File, next_data, of_descriptor, place, reopen, reopen_to_read, to_descriptor, write_back_error,
+    File, file_identity, from_descriptor, next_data, reopen, reopen_read_only, to_descriptor,
+    write_back_error,
 };
-use super::locks::LeaseFileLocks;
-use super::way::{FileIoMode, UNIT};
+use super::lease_locks::LeaseFileLocks;
 use nvme_guest::event::{DriveEvent, EventQueue, IoQueueEvent};
 use nvme_guest::host::LeaseDamage;
-use nvme_guest::live::LeaseWriteErrorRecord;
+use nvme_guest::inflight::LeaseWriteErrorRecord;
 use nvme_lease::range::ByteRange;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_spec::opcode::NvmOpcode;
@@ -47,7 +48,7 @@ impl WriteErrorProbe {
     fn open(shared: &SharedFile) -> io::Result<Self> {
         let companion = shared.companion.get();
         Ok(Self {
-            file: reopen(&shared.opened, Some(&shared.path), 0)?,
+            file: reopen(&shared.open_file, Some(&shared.path), 0)?,
             companion: companion.map(|file| reopen(file, None, 0)).transpose()?,
         })
     }
@@ -56,25 +57,25 @@ impl WriteErrorProbe {
     fn open_spare(shared: &SharedFile) -> io::Result<Self> {
         let companion = shared.companion.get();
         Ok(Self {
-            file: reopen_to_read(&shared.opened, Some(&shared.path))?,
+            file: reopen_read_only(&shared.open_file, Some(&shared.path))?,
             companion: companion
-                .map(|file| reopen_to_read(file, None))
+                .map(|file| reopen_read_only(file, None))
                 .transpose()?,
         })
     }
 
     /// Creates a witness from file descriptions in any order. Returns `None` if they do not match the drive's files.
-    fn of(mut descriptions: Vec<File>, shared: &SharedFile) -> io::Result<Option<Self>> {
+    fn from_files(mut descriptions: Vec<File>, shared: &SharedFile) -> io::Result<Option<Self>> {
         let mut take = |wanted: &File| {
-            let wanted = place(wanted)?;
+            let wanted = file_identity(wanted)?;
             for at in 0..descriptions.len() {
-                if place(&descriptions[at])? == wanted {
+                if file_identity(&descriptions[at])? == wanted {
                     return Ok(Some(descriptions.swap_remove(at)));
                 }
             }
             io::Result::Ok(None)
         };
-        let file = take(&shared.opened)?;
+        let file = take(&shared.open_file)?;
         let companion = shared.companion.get();
         let wanted = companion.is_some();
         let companion = companion.map(|file| take(file)).transpose()?.flatten();
@@ -85,17 +86,17 @@ impl WriteErrorProbe {
     }
 
     /// Returns duplicates of the descriptors.
-    fn copies(&self) -> io::Result<Vec<OwnedFd>> {
+    fn duplicate_fds(&self) -> io::Result<Vec<OwnedFd>> {
         let files = [Some(&self.file), self.companion.as_ref()];
         files.into_iter().flatten().map(to_descriptor).collect()
     }
 
     /// Returns a write-back error that occurred since the last check. Does not block.
-    fn ask(&self) -> io::Result<()> {
+    fn check(&self) -> io::Result<()> {
         let files = [Some(&self.file), self.companion.as_ref()];
         // Check all files, so that no old error remains for the next check.
         let asked = files.map(|file| file.map_or(Ok(()), write_back_error));
-        heard(asked.into_iter().collect())
+        probe_result(asked.into_iter().collect())
     }
 }
 
@@ -114,16 +115,16 @@ pub(crate) struct LeasedFile {
     /// The lease's own file description of the companion file, which is synced together with the data.
     companion: Option<File>,
     /// Witness for errors from before a queue opened its own witness. The lock is held until a reported error is recorded.
-    witness: Mutex<WriteErrorProbe>,
+    probe: Mutex<WriteErrorProbe>,
     /// Witness of which the supervisor process holds duplicates.
-    spare: Mutex<Option<WriteErrorProbe>>,
-    lost: AtomicBool,
+    spare_probe: Mutex<Option<WriteErrorProbe>>,
+    has_lost_writes: AtomicBool,
     /// True if the lease continues after another process, so that some of the VMM's writes are older than this process.
-    goes_on: AtomicBool,
+    is_continued: AtomicBool,
     /// Copy of `lost` that a successor process can read.
     record: OnceLock<LeaseWriteErrorRecord>,
     /// Held while `lost` is copied to `record`, so that the newest value is copied last.
-    recording: Mutex<()>,
+    record_lock: Mutex<()>,
     events: Mutex<Weak<EventQueue>>,
     /// Locks on the lease's bytes against other processes. They are held until the last queue has ended.
     locks: Option<LeaseFileLocks>,
@@ -131,9 +132,9 @@ pub(crate) struct LeasedFile {
 
 impl LeasedFile {
     /// Releases the locks on the lease's bytes. No command may be in flight.
-    pub(super) fn let_go(&self) {
+    pub(super) fn release_locks(&self) {
         if let Some(locks) = &self.locks {
-            locks.let_go();
+            locks.release();
         }
     }
 
@@ -149,15 +150,15 @@ impl LeasedFile {
             name: name.to_owned(),
             end: AtomicU64::new(end),
             claims: LeaseChangeClaims::default(),
-            buffered: reopen(&shared.opened, Some(path), 0)?,
+            buffered: reopen(&shared.open_file, Some(path), 0)?,
             data: open_data(&shared)?,
             companion: companion.map(|file| reopen(file, None, 0)).transpose()?,
-            witness: Mutex::new(WriteErrorProbe::open(&shared)?),
-            spare: Mutex::new(None),
-            lost: AtomicBool::new(false),
-            goes_on: AtomicBool::new(false),
+            probe: Mutex::new(WriteErrorProbe::open(&shared)?),
+            spare_probe: Mutex::new(None),
+            has_lost_writes: AtomicBool::new(false),
+            is_continued: AtomicBool::new(false),
             record: OnceLock::new(),
-            recording: Mutex::new(()),
+            record_lock: Mutex::new(()),
             events: Mutex::default(),
             locks,
             shared,
@@ -168,9 +169,9 @@ impl LeasedFile {
     ///
     /// # Errors
     /// As [`LeaseFileLocks::add`].
-    pub(super) fn add(&self, range: ByteRange) -> io::Result<()> {
+    pub(super) fn add_range(&self, range: ByteRange) -> io::Result<()> {
         if let Some(locks) = &self.locks {
-            locks.add(range)?;
+            locks.lock_range(range)?;
         }
         self.end.fetch_max(range.end(), Ordering::Relaxed);
         Ok(())
@@ -183,46 +184,52 @@ impl LeasedFile {
 
     /// Returns whether the file still contains all bytes of the lease.
     fn is_whole(&self) -> bool {
-        self.shared.watched.has(self.end.load(Ordering::Relaxed))
+        self.shared
+            .damage_watch
+            .is_intact_until(self.end.load(Ordering::Relaxed))
     }
 
     /// Opens a witness for a queue. Errors from before this call are reported by the lease's own witness.
-    pub(super) fn open_witness(&self) -> io::Result<WriteErrorProbe> {
+    pub(super) fn open_probe(&self) -> io::Result<WriteErrorProbe> {
         let witness = WriteErrorProbe::open(&self.shared)?;
         // Both witnesses report an error that occurs between the two calls.
-        self.ask_own();
+        self.check_own_probe();
         Ok(witness)
     }
 
     /// Returns an error status if the witness reports lost writes. Called for a Flush, and for writes with FUA.
-    pub(super) fn ask(&self, witness: &WriteErrorProbe) -> Result<(), Status> {
-        witness.ask().map_err(|error| self.lose_writes(&error))
+    pub(super) fn check_probe(&self, witness: &WriteErrorProbe) -> Result<(), Status> {
+        witness
+            .check()
+            .map_err(|error| self.handle_write_error(&error))
     }
 
     /// Checks the lease's own witness. If it reports a loss, checks the witnesses of the file's other leases, too.
-    fn ask_own(&self) {
-        if self.note_own() {
-            self.ask_others();
+    fn check_own_probe(&self) {
+        if self.record_own_error() {
+            self.check_other_leases();
         }
     }
 
     /// Checks the lease's own witness, and records a loss. Returns whether a loss was reported.
-    fn note_own(&self) -> bool {
-        let witness = self.witness.lock().unwrap_or_else(PoisonError::into_inner);
-        let asked = witness.ask();
-        asked.inspect_err(|error| self.note_loss(error)).is_err()
+    fn record_own_error(&self) -> bool {
+        let witness = self.probe.lock().unwrap_or_else(PoisonError::into_inner);
+        let asked = witness.check();
+        asked
+            .inspect_err(|error| self.record_write_error(error))
+            .is_err()
     }
 
     /// Makes all leases of the file check their witnesses. Otherwise, if this process were killed before they flush, they would
     /// never learn of the error: the kernel does not report it again to descriptions that a successor opens.
-    fn ask_others(&self) {
+    fn check_other_leases(&self) {
         // A lease that is opened concurrently either sees the count or is in the list.
-        self.shared.losses.count();
-        for lease in self.shared.watched.leases() {
-            lease.note_own();
+        self.shared.write_errors.count_error();
+        for lease in self.shared.damage_watch.leases() {
+            lease.record_own_error();
             // The witness of a continued lease may be younger than the kernel's report.
-            if lease.goes_on.load(Ordering::Relaxed) {
-                lease.lose_what_others_lost();
+            if lease.is_continued.load(Ordering::Relaxed) {
+                lease.record_shared_write_errors();
             }
         }
     }
@@ -234,113 +241,115 @@ impl LeasedFile {
 
     /// Returns whether completed writes were lost since the lease's VMM connected.
     pub(crate) fn has_lost_writes(&self) -> bool {
-        self.lost.load(Ordering::Relaxed)
+        self.has_lost_writes.load(Ordering::Relaxed)
     }
 
     /// Stores in `record` whether writes were lost, now and at each change.
-    pub(crate) fn record_losses(&self, record: LeaseWriteErrorRecord) {
+    pub(crate) fn set_write_error_record(&self, record: LeaseWriteErrorRecord) {
         record.set(self.has_lost_writes());
         // A lease belongs to one function, which has one record.
         let _ = self.record.set(record);
     }
 
-    fn record(&self, lost: bool) {
+    fn write_record(&self, lost: bool) {
         if let Some(record) = self.record.get() {
             record.set(lost);
         }
     }
 
     /// Copies `lost` to the record.
-    fn record_present(&self) {
+    fn update_record(&self) {
         let _recording = self
-            .recording
+            .record_lock
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        self.record(self.has_lost_writes());
+        self.write_record(self.has_lost_writes());
     }
 
     /// Opens a spare witness and returns duplicates of its descriptors. Returns an empty list for a file in memory, which is
     /// never written back, and if closing the descriptors could block the supervisor process.
-    pub(crate) fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
-        if self.shared.in_memory || self.shared.may_block {
+    pub(crate) fn open_spare_fds(&self) -> io::Result<Vec<OwnedFd>> {
+        if self.shared.is_in_memory || self.shared.may_block {
             return Ok(Vec::new());
         }
         let opened = WriteErrorProbe::open_spare(&self.shared)?;
-        let copies = opened.copies()?;
-        *self.spare() = Some(opened);
+        let copies = opened.duplicate_fds()?;
+        *self.lock_spare_probe() = Some(opened);
         Ok(copies)
     }
 
     /// Takes over the predecessor's spare witness. Returns whether its descriptors match the drive's files.
-    pub(crate) fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
-        let spare: io::Result<_> = spare.into_iter().map(of_descriptor).collect();
-        let found = WriteErrorProbe::of(spare?, &self.shared)?;
+    pub(crate) fn restore_spare_fds(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
+        let spare: io::Result<_> = spare.into_iter().map(from_descriptor).collect();
+        let found = WriteErrorProbe::from_files(spare?, &self.shared)?;
         let is_found = found.is_some();
-        *self.spare() = found;
+        *self.lock_spare_probe() = found;
         Ok(is_found)
     }
 
-    fn spare(&self) -> MutexGuard<'_, Option<WriteErrorProbe>> {
-        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_spare_probe(&self) -> MutexGuard<'_, Option<WriteErrorProbe>> {
+        self.spare_probe
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Checks the spare witness. If the predecessor was killed, the spare may have the only report of a loss.
-    fn ask_spare(&self) {
-        let spare = self.spare();
+    fn check_spare_probe(&self) {
+        let spare = self.lock_spare_probe();
         let Some(spare) = &*spare else {
             return;
         };
         // The kernel reports an error once. Record a loss beforehand, so that a kill in between errs on the side of a loss.
-        self.record(true);
-        match spare.ask() {
-            Err(error) => self.note_loss(&error),
-            Ok(()) => self.record_present(),
+        self.write_record(true);
+        match spare.check() {
+            Err(error) => self.record_write_error(&error),
+            Ok(()) => self.update_record(),
         }
     }
 
     /// Records that writes were lost before this process opened the lease. The kernel does not report such an error again.
-    pub(crate) fn lose_earlier_writes(&self) {
-        self.lost.store(true, Ordering::Relaxed);
+    pub(crate) fn record_earlier_write_errors(&self) {
+        self.has_lost_writes.store(true, Ordering::Relaxed);
         error!(
             "Lease {} lost completed writes before this process had it. All its writes and flushes fail until its VMM \
              connects again",
             self.name
         );
-        self.record_present();
-        self.report();
+        self.update_record();
+        self.report_damage();
     }
 
     /// Records losses that the spare witness reports, and losses that were reported to other leases of the file before this
     /// process opened the lease. Called when the lease continues after another process, because its older writes may be among
     /// the lost ones.
-    pub(crate) fn take_up_losses(&self) {
-        self.goes_on.store(true, Ordering::Relaxed);
-        self.ask_spare();
-        if self.shared.losses.are_new_to(&self.name) {
-            self.lose_what_others_lost();
+    pub(crate) fn restore_write_errors(&self) {
+        self.is_continued.store(true, Ordering::Relaxed);
+        self.check_spare_probe();
+        if self.shared.write_errors.has_unreported_for(&self.name) {
+            self.record_shared_write_errors();
         }
     }
 
-    fn lose_what_others_lost(&self) {
+    fn record_shared_write_errors(&self) {
         if !self.has_lost_writes() {
-            self.lose_earlier_writes();
+            self.record_earlier_write_errors();
         }
     }
 
     /// Clears the record of losses when a VMM connects, because its guest has not written anything yet.
-    pub(crate) fn forget_lost_writes(&self) {
+    pub(crate) fn clear_write_errors(&self) {
         let files = [Some(&self.buffered), self.companion.as_ref()];
         // Consume errors that predate this VMM.
         for file in files.into_iter().chain([self.data.as_ref()]).flatten() {
             let _ = write_back_error(file);
         }
-        if let Some(spare) = &*self.spare() {
-            let _ = spare.ask();
+        if let Some(spare) = &*self.lock_spare_probe() {
+            let _ = spare.check();
         }
-        self.ask_own();
-        self.goes_on.store(false, Ordering::Relaxed);
-        self.record(false);
-        if self.lost.swap(false, Ordering::Relaxed) {
+        self.check_own_probe();
+        self.is_continued.store(false, Ordering::Relaxed);
+        self.write_record(false);
+        if self.has_lost_writes.swap(false, Ordering::Relaxed) {
             info!(
                 "Lease {} accepts writes again, as its VMM reconnected",
                 self.name
@@ -350,29 +359,29 @@ impl LeasedFile {
 
     /// Records that the kernel could not write back data of completed writes. Returns the status for the command that received
     /// this error.
-    pub(super) fn lose_writes(&self, cause: &io::Error) -> Status {
-        self.note_loss(cause);
+    pub(super) fn handle_write_error(&self, cause: &io::Error) -> Status {
+        self.record_write_error(cause);
         // Let other leases check their witnesses too. This witness does not report a failed flush of the device.
-        self.ask_own();
-        LOST
+        self.check_own_probe();
+        LOST_WRITES
     }
 
     /// Records that completed writes were lost.
-    fn note_loss(&self, cause: &io::Error) {
-        if !self.lost.swap(true, Ordering::Relaxed) {
-            self.record_present();
+    fn record_write_error(&self, cause: &io::Error) {
+        if !self.has_lost_writes.swap(true, Ordering::Relaxed) {
+            self.update_record();
             error!(
                 "Lease {} lost completed writes, as {} could not be written: {cause}. All its writes and flushes \
                  fail until its VMM connects again",
                 self.name,
                 self.shared.path.display(),
             );
-            self.report();
+            self.report_damage();
         }
     }
 
     /// Reports new damage.
-    pub(super) fn report(&self) {
+    pub(super) fn report_damage(&self) {
         let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(events) = events.upgrade() {
             events.report(IoQueueEvent::Drive(DriveEvent::Health));
@@ -381,34 +390,34 @@ impl LeasedFile {
 
     /// Returns whether there can be damage that only a periodic check finds.
     pub(crate) fn can_be_damaged(&self) -> bool {
-        self.shared.watched.can_change()
+        self.shared.damage_watch.can_change()
     }
 
     /// Checks the file's size and path, and returns the damage.
     pub(crate) fn damage(&self) -> LeaseDamage {
-        self.shared.look_at_size();
-        self.shared.look_at_path();
+        self.shared.check_size();
+        self.shared.check_path();
         LeaseDamage {
             lost_writes: self.has_lost_writes(),
             cut_short: !self.is_whole(),
-            replaced: self.shared.watched.is_replaced(),
+            replaced: self.shared.damage_watch.is_replaced(),
         }
     }
 
     /// Refuses commands of a lease that has lost writes. Otherwise, a successful flush would promise lost data, and later
     /// writes may depend on that data.
     #[inline]
-    pub(super) fn check(&self, opcode: NvmOpcode) -> Result<(), Status> {
+    pub(super) fn check_command(&self, opcode: NvmOpcode) -> Result<(), Status> {
         if !self.has_lost_writes() {
             // Data beyond the end of a truncated file is not durable.
             return match opcode {
-                NvmOpcode::FLUSH if !self.is_whole() => Err(LOST),
+                NvmOpcode::FLUSH if !self.is_whole() => Err(LOST_WRITES),
                 _ => Ok(()),
             };
         }
         match opcode {
             NvmOpcode::READ | NvmOpcode::COMPARE | NvmOpcode::VERIFY => Ok(()),
-            NvmOpcode::FLUSH => Err(LOST),
+            NvmOpcode::FLUSH => Err(LOST_WRITES),
             // The lease is read-only (Base 2.0, Figure 207, Critical Warning, bit 3).
             _ => Err(Status::WRITE_TO_READ_ONLY_RANGE.with_dnr(true)),
         }
@@ -416,10 +425,10 @@ impl LeasedFile {
 
     /// Returns the length in bytes of the hole at the start of a range. Returns 0 for a block device. Also returns 0 for a
     /// truncated file, because its missing bytes are lost data, not zeroes.
-    pub(super) fn leading_hole(&self, range: ByteRange) -> u64 {
+    pub(super) fn leading_hole_bytes(&self, range: ByteRange) -> u64 {
         let shared = &self.shared;
-        shared.look_at_size();
-        if !shared.watched.can_change() || !shared.watched.has(range.end()) {
+        shared.check_size();
+        if !shared.damage_watch.can_change() || !shared.damage_watch.is_intact_until(range.end()) {
             return 0;
         }
         let data = match next_data(&self.buffered, range.start()) {
@@ -446,9 +455,9 @@ impl LeasedFile {
         let synced = files.map(|file| file.map_or(Ok(()), File::sync_data));
         let synced: io::Result<()> = synced.into_iter().collect();
         if let Err(error) = &synced {
-            self.lose_writes(error);
+            self.handle_write_error(error);
         }
-        self.ask_own();
+        self.check_own_probe();
         if self.has_lost_writes() {
             let what = format!("lease {} lost completed writes", self.name);
             return Err(synced.err().unwrap_or_else(|| io::Error::other(what)));
@@ -474,7 +483,7 @@ impl LeasedFile {
 
 impl Drop for LeasedFile {
     fn drop(&mut self) {
-        self.shared.losses.end(&self.name);
+        self.shared.write_errors.end_lease(&self.name);
     }
 }
 
@@ -484,10 +493,10 @@ impl Drop for LeasedFile {
 /// `O_NONBLOCK`, reads complete inline. Inline writes also need `O_DIRECT`, which tmpfs accepts since Linux 6.6 without any
 /// other effect.
 fn open_data(shared: &SharedFile) -> io::Result<Option<File>> {
-    let open = |flags| reopen(&shared.opened, Some(&shared.path), flags);
-    match shared.way {
+    let open = |flags| reopen(&shared.open_file, Some(&shared.path), flags);
+    match shared.io_mode {
         FileIoMode::Direct(_) => open(libc::O_DIRECT).map(Some),
-        FileIoMode::Cached if shared.in_memory => open(libc::O_NONBLOCK | libc::O_DIRECT)
+        FileIoMode::Cached if shared.is_in_memory => open(libc::O_NONBLOCK | libc::O_DIRECT)
             .or_else(|_| open(libc::O_NONBLOCK))
             .map(Some),
         FileIoMode::Cached => Ok(None),
@@ -495,32 +504,32 @@ fn open_data(shared: &SharedFile) -> io::Result<Option<File>> {
 }
 
 #[cfg(not(test))]
-pub(super) const fn synced(result: Result<usize, i32>) -> Result<usize, i32> {
+pub(super) const fn sync_result(result: Result<usize, i32>) -> Result<usize, i32> {
     result
 }
 
 #[cfg(not(test))]
-fn heard(result: io::Result<()>) -> io::Result<()> {
+fn probe_result(result: io::Result<()>) -> io::Result<()> {
     result
 }
 
 #[cfg(test)]
-fn heard(result: io::Result<()>) -> io::Result<()> {
-    let told = NEXT_WITNESS_HEARS.take();
+fn probe_result(result: io::Result<()>) -> io::Result<()> {
+    let told = NEXT_PROBE_ERROR.take();
     told.map_or(result, |errno| Err(io::Error::from_raw_os_error(errno)))
 }
 
 #[cfg(test)]
 thread_local! {
     /// Error that the next checked witness on this thread reports, in place of the kernel's answer.
-    static NEXT_WITNESS_HEARS: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
+    static NEXT_PROBE_ERROR: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
     /// Result of the next sync that ends on this thread, in place of the kernel's.
-    static NEXT_SYNC_FAILS: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
+    static NEXT_SYNC_ERROR: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
 }
 
 #[cfg(test)]
-pub(super) fn synced(result: Result<usize, i32>) -> Result<usize, i32> {
-    NEXT_SYNC_FAILS.take().map_or(result, Err)
+pub(super) fn sync_result(result: Result<usize, i32>) -> Result<usize, i32> {
+    NEXT_SYNC_ERROR.take().map_or(result, Err)
 }
 
 #[cfg(test)]

@@ -8,21 +8,21 @@ use log::{Level, LevelFilter, Log, Metadata, Record};
 
 use super::*;
 use crate::file::kernel::Uring;
-use crate::file::reopen::place;
+use crate::file::reopen::file_identity;
 use crate::file::tests::TestClock;
 use crate::file::{FileBackingStore, FileQueue};
 use crate::model::DriveProfile;
 use crate::zones::{DriveZones, ZonedQueue};
+use nvme_guest::adaptive::PolicyChoice;
 use nvme_guest::dma::RegionTable;
 use nvme_guest::iova::IovaSpace;
-use nvme_guest::learn::PolicyChoice;
 use nvme_lease::range::BlockRange;
 use nvme_lease::range_lock::is_locked;
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt_memory::presence::ProcessLiveness;
+use nvme_mpt_memory::process_liveness::ProcessLiveness;
 use nvme_mpt_memory::system::{LockKind, try_lock};
 use nvme_spec::ids::{Lba, Nsid};
 use nvme_spec::nvm::{ReadWrite, WriteZeroes};
@@ -33,7 +33,7 @@ type Queue = FileQueue<Uring, TestClock>;
 
 fn queue(lease: &Arc<LeasedFile>) -> Queue {
     let ring = Uring::new(4).unwrap();
-    Queue::with(ring, TestClock::default(), lease, 4).unwrap()
+    Queue::with_ring(ring, TestClock::default(), lease, 4).unwrap()
 }
 
 struct Scene {
@@ -89,7 +89,7 @@ fn zeroes(fua: bool) -> Sqe {
 #[test]
 fn a_failed_write_back_fails_flushes_and_writes_until_a_vmm_connects() {
     let scene = Scene::new();
-    let [a, b] = ["a", "b"].map(|name| scene.store.lease(name, 1 << 20, None).unwrap());
+    let [a, b] = ["a", "b"].map(|name| scene.store.open_for_lease(name, 1 << 20, None).unwrap());
     let mut queues = [&a, &a, &b].map(queue);
     let [one, two, other] = &mut queues;
     let flush = command(NvmOpcode::FLUSH);
@@ -98,24 +98,32 @@ fn a_failed_write_back_fails_flushes_and_writes_until_a_vmm_connects() {
 
     for (errno, first) in [(libc::EIO, flush), (libc::ENOSPC, zeroes(true))] {
         assert_eq!(scene.run(one, &zeroes(true)), Status::SUCCESS);
-        NEXT_SYNC_FAILS.set(Some(errno));
-        assert_eq!(scene.run(one, &first), LOST, "the command that finds it");
+        NEXT_SYNC_ERROR.set(Some(errno));
+        assert_eq!(
+            scene.run(one, &first),
+            LOST_WRITES,
+            "the command that finds it"
+        );
         for queue in [&mut *one, &mut *two] {
             for _ in 0..3 {
-                assert_eq!(scene.run(queue, &flush), LOST);
+                assert_eq!(scene.run(queue, &flush), LOST_WRITES);
                 assert_eq!(scene.run(queue, &zeroes(false)), refused);
                 assert_eq!(scene.run(queue, &zeroes(true)), refused);
                 assert_eq!(scene.run(queue, &verify), Status::SUCCESS, "reads go on");
             }
         }
         let mut later = queue(&a);
-        assert_eq!(scene.run(&mut later, &flush), LOST, "a queue made later");
+        assert_eq!(
+            scene.run(&mut later, &flush),
+            LOST_WRITES,
+            "a queue made later"
+        );
         a.sync().unwrap_err();
         assert!(a.has_lost_writes() && !b.has_lost_writes());
         assert_eq!(scene.run(other, &flush), Status::SUCCESS, "another lease");
         b.sync().unwrap();
 
-        a.forget_lost_writes();
+        a.clear_write_errors();
         assert_eq!(scene.run(two, &flush), Status::SUCCESS);
         assert_eq!(scene.run(two, &zeroes(true)), Status::SUCCESS);
         a.sync().unwrap();
@@ -149,14 +157,17 @@ fn lost_writes_are_logged_once_with_their_lease_and_file() {
     log::set_logger(&Messages).unwrap();
     log::set_max_level(LevelFilter::Info);
     let scene = Scene::new();
-    let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+    let lease = scene.store.open_for_lease("a", 1 << 20, None).unwrap();
     let mut queue = queue(&lease);
-    NEXT_SYNC_FAILS.set(Some(libc::ENOSPC));
+    NEXT_SYNC_ERROR.set(Some(libc::ENOSPC));
     for _ in 0..3 {
-        assert_eq!(scene.run(&mut queue, &command(NvmOpcode::FLUSH)), LOST);
+        assert_eq!(
+            scene.run(&mut queue, &command(NvmOpcode::FLUSH)),
+            LOST_WRITES
+        );
     }
     lease.sync().unwrap_err();
-    lease.forget_lost_writes();
+    lease.clear_write_errors();
     let mut logged = LOGGED.take();
     logged.retain(|(_, message)| message.starts_with("Lease "));
     let lost = format!(
@@ -177,7 +188,7 @@ fn a_zone_stays_writable_when_its_write_reports_a_loss_elsewhere() {
         panic!("another model");
     };
     let scene = Scene::new();
-    let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+    let lease = scene.store.open_for_lease("a", 1 << 20, None).unwrap();
     let blocks = 1 << 11;
     let namespace = HostNamespace {
         nsid: Nsid(1),
@@ -200,46 +211,46 @@ fn a_zone_stays_writable_when_its_write_reports_a_loss_elsewhere() {
         sqe
     };
     assert_eq!(scene.run(&mut queue, &write(0)), Status::SUCCESS);
-    NEXT_SYNC_FAILS.set(Some(libc::EIO));
-    assert_eq!(scene.run(&mut queue, &write(1)), LOST);
-    lease.forget_lost_writes();
+    NEXT_SYNC_ERROR.set(Some(libc::EIO));
+    assert_eq!(scene.run(&mut queue, &write(1)), LOST_WRITES);
+    lease.clear_write_errors();
     assert_eq!(scene.run(&mut queue, &write(2)), Status::SUCCESS);
 }
 
 #[test]
 fn a_continued_lease_knows_earlier_losses() {
     let scene = Scene::new();
-    let lease = |name| scene.store.lease(name, 1 << 20, None).unwrap();
+    let lease = |name| scene.store.open_for_lease(name, 1 << 20, None).unwrap();
     let lose = |lease: &LeasedFile| {
-        NEXT_WITNESS_HEARS.set(Some(libc::EIO));
+        NEXT_PROBE_ERROR.set(Some(libc::EIO));
         lease.sync().unwrap_err();
     };
     let first = lease("first");
     let before = lease("before");
-    before.take_up_losses();
+    before.restore_write_errors();
     assert!(!before.has_lost_writes(), "there were none yet");
     lose(&first);
     assert!(before.has_lost_writes(), "the kernel's report may be older");
 
     let new = lease("new");
     let later = lease("later");
-    later.take_up_losses();
+    later.restore_write_errors();
     assert!(!new.has_lost_writes(), "it has written nothing");
     assert!(later.has_lost_writes());
     later.sync().unwrap_err();
 
     // Another VMM connects to the same process.
-    later.forget_lost_writes();
+    later.clear_write_errors();
     later.sync().unwrap();
     drop(later);
     let later = lease("later");
-    later.take_up_losses();
+    later.restore_write_errors();
     assert!(!later.has_lost_writes(), "it knew that one");
     drop(later);
-    first.forget_lost_writes();
+    first.clear_write_errors();
     lose(&first);
     let later = lease("later");
-    later.take_up_losses();
+    later.restore_write_errors();
     assert!(later.has_lost_writes(), "the second loss");
     assert!(!new.has_lost_writes());
 }
@@ -252,19 +263,19 @@ fn opened(file: &tempfile::NamedTempFile) -> OwnedFd {
 #[test]
 fn a_continued_lease_asks_the_spare_witness_until_a_vmm_connects() {
     let scene = Scene::new();
-    let lease = scene.store.lease("a", 1 << 20, None).unwrap();
-    assert!(lease.take_spare(vec![opened(&scene.file)]).unwrap());
+    let lease = scene.store.open_for_lease("a", 1 << 20, None).unwrap();
+    assert!(lease.restore_spare_fds(vec![opened(&scene.file)]).unwrap());
     lease.sync().unwrap();
-    NEXT_WITNESS_HEARS.set(Some(libc::EIO));
-    lease.take_up_losses();
+    NEXT_PROBE_ERROR.set(Some(libc::EIO));
+    lease.restore_write_errors();
     assert!(lease.has_lost_writes());
     lease.sync().unwrap_err();
     // The witness of the spare is asked first, and the error affects no function.
-    NEXT_WITNESS_HEARS.set(Some(libc::EIO));
-    lease.forget_lost_writes();
+    NEXT_PROBE_ERROR.set(Some(libc::EIO));
+    lease.clear_write_errors();
     assert!(!lease.has_lost_writes());
-    assert_eq!(NEXT_WITNESS_HEARS.take(), None);
-    lease.take_up_losses();
+    assert_eq!(NEXT_PROBE_ERROR.take(), None);
+    lease.restore_write_errors();
     lease.sync().unwrap();
 }
 
@@ -276,10 +287,10 @@ fn a_spare_witness_is_of_the_same_files_in_any_order() {
         tempfile::NamedTempFile::new().unwrap(),
     );
     let take = |files: &[&tempfile::NamedTempFile]| {
-        let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+        let lease = scene.store.open_for_lease("a", 1 << 20, None).unwrap();
         let spare = files.iter().map(|file| opened(file)).collect();
-        let taken = lease.take_spare(spare).unwrap();
-        assert_eq!(taken, lease.spare().is_some());
+        let taken = lease.restore_spare_fds(spare).unwrap();
+        assert_eq!(taken, lease.lock_spare_probe().is_some());
         taken
     };
     let file = &scene.file;
@@ -299,11 +310,11 @@ fn a_spare_witness_is_of_the_same_files_in_any_order() {
 #[test]
 fn a_flush_that_did_not_run_loses_nothing() {
     let scene = Scene::new();
-    let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+    let lease = scene.store.open_for_lease("a", 1 << 20, None).unwrap();
     let mut queue = queue(&lease);
     let flush = command(NvmOpcode::FLUSH);
     for errno in [libc::EAGAIN, libc::EINTR, libc::ECANCELED] {
-        NEXT_SYNC_FAILS.set(Some(errno));
+        NEXT_SYNC_ERROR.set(Some(errno));
         assert_eq!(
             scene.run(&mut queue, &flush),
             Status::SUCCESS,
@@ -317,11 +328,11 @@ fn a_flush_that_did_not_run_loses_nothing() {
 fn a_sync_that_was_interrupted_hides_no_error() {
     for errno in [libc::EAGAIN, libc::EINTR, libc::ECANCELED] {
         let scene = Scene::new();
-        let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+        let lease = scene.store.open_for_lease("a", 1 << 20, None).unwrap();
         let mut queue = queue(&lease);
-        NEXT_SYNC_FAILS.set(Some(errno));
-        NEXT_WITNESS_HEARS.set(Some(libc::EIO));
-        assert_eq!(scene.run(&mut queue, &zeroes(true)), LOST);
+        NEXT_SYNC_ERROR.set(Some(errno));
+        NEXT_PROBE_ERROR.set(Some(libc::EIO));
+        assert_eq!(scene.run(&mut queue, &zeroes(true)), LOST_WRITES);
         assert!(lease.has_lost_writes());
     }
 }
@@ -336,7 +347,7 @@ fn a_durable_write_hides_no_error_reported_elsewhere() {
             ..ReadWrite::default()
         };
         write.write_to(&mut sqe);
-        sqe.dptr[0] = scene.lists.iova_of_slot(0).bits();
+        sqe.dptr[0] = scene.lists.slot_iova(0).bits();
         sqe
     };
     let scene = Scene::new();
@@ -344,13 +355,13 @@ fn a_durable_write_hides_no_error_reported_elsewhere() {
         [false, true].map(|fua| write(&scene, fua)),
         [false, true].map(zeroes),
     ] {
-        let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+        let lease = scene.store.open_for_lease("a", 1 << 20, None).unwrap();
         let mut queue = queue(&lease);
         assert_eq!(scene.run(&mut queue, &durable), Status::SUCCESS);
-        NEXT_WITNESS_HEARS.set(Some(libc::EIO));
+        NEXT_PROBE_ERROR.set(Some(libc::EIO));
         assert_eq!(scene.run(&mut queue, &other), Status::SUCCESS, "no promise");
         assert!(!lease.has_lost_writes());
-        assert_eq!(scene.run(&mut queue, &durable), LOST);
+        assert_eq!(scene.run(&mut queue, &durable), LOST_WRITES);
         assert!(lease.has_lost_writes());
     }
 }
@@ -361,15 +372,18 @@ fn a_lease_keeps_its_opened_file_when_the_path_changes() {
     let path = dir.path().join("drive");
     std::fs::write(&path, [0; 4096]).unwrap();
     let store = FileBackingStore::open(&path, 9, PolicyChoice::Learned).unwrap();
-    let opened = place(&store.shared.opened).unwrap();
+    let opened = file_identity(&store.shared.open_file).unwrap();
     std::fs::rename(&path, dir.path().join("moved")).unwrap();
     for replacement in [None, Some([1; 4096])] {
         if let Some(bytes) = replacement {
             std::fs::write(&path, bytes).unwrap();
         }
-        let lease = store.lease("a", 4096, None).unwrap();
-        assert_eq!(place(&lease.buffered).unwrap(), opened);
-        assert_eq!(place(&lease.witness.lock().unwrap().file).unwrap(), opened);
+        let lease = store.open_for_lease("a", 4096, None).unwrap();
+        assert_eq!(file_identity(&lease.buffered).unwrap(), opened);
+        assert_eq!(
+            file_identity(&lease.probe.lock().unwrap().file).unwrap(),
+            opened
+        );
     }
 }
 
@@ -387,7 +401,7 @@ fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
     assert!(locked());
     std::thread::scope(|scope| {
         // The kernel releases a ring some time after its close, and a claim waits for this.
-        let next = scope.spawn(|| scene.store.claim(["0+4K".parse().unwrap()]).unwrap());
+        let next = scope.spawn(|| scene.store.lock_ranges(["0+4K".parse().unwrap()]).unwrap());
         drop(ring);
         drop(next.join().unwrap());
     });
@@ -397,10 +411,10 @@ fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
 #[test]
 fn the_ring_of_a_queue_keeps_the_lock_of_its_lease() {
     // The ring also keeps this process's liveness lock.
-    ProcessLiveness::announce().unwrap();
+    ProcessLiveness::open().unwrap();
     let scene = Scene::new();
-    let lock = scene.store.claim(["0+4K".parse().unwrap()]).unwrap();
-    let lease = scene.store.lease("a", 4096, Some(lock)).unwrap();
+    let lock = scene.store.lock_ranges(["0+4K".parse().unwrap()]).unwrap();
+    let lease = scene.store.open_for_lease("a", 4096, Some(lock)).unwrap();
     let queue = FileQueue::new(&lease, 4).unwrap();
     let ring = queue.wait_fd().unwrap();
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{ring}")).unwrap();
@@ -410,9 +424,9 @@ fn the_ring_of_a_queue_keeps_the_lock_of_its_lease() {
 #[test]
 fn a_lock_that_is_dropped_is_free_at_once() {
     let scene = Scene::new();
-    let lock = scene.store.claim(["0+4K".parse().unwrap()]).unwrap();
+    let lock = scene.store.lock_ranges(["0+4K".parse().unwrap()]).unwrap();
     let ring = Uring::new(4).unwrap();
-    lock.keep_open(|files| ring.keep_open(files)).unwrap();
+    lock.with_open_files(|files| ring.keep_open(files)).unwrap();
     drop(lock);
     let looker = scene.file.reopen().unwrap();
     assert!(!is_locked(&looker, 0, 4096).unwrap());
@@ -426,10 +440,10 @@ fn a_hole_ends_at_the_first_data_and_a_file_that_was_cut_short_has_none() {
     let file = drive.as_file();
     file.set_len(16 * MIB).unwrap();
     let store = FileBackingStore::open(drive.path(), 9, PolicyChoice::Learned).unwrap();
-    let lease = store.lease("a", 16 * MIB, None).unwrap();
+    let lease = store.open_for_lease("a", 16 * MIB, None).unwrap();
     let hole = |start: u64, length: u64| {
         let range = ByteRange::new(start * MIB, length * MIB).unwrap();
-        lease.leading_hole(range) / MIB
+        lease.leading_hole_bytes(range) / MIB
     };
     assert_eq!(hole(0, 16), 16);
     file.write_all_at(&[1], 8 * MIB).unwrap();

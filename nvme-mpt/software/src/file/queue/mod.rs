@@ -1,6 +1,6 @@
 //! A queue pair of a file drive. Each command is a sequence of requests to the kernel.
 
-mod waiting;
+mod wait_queues;
 
 use std::collections::VecDeque;
 use std::io;
@@ -10,19 +10,19 @@ use std::time::Duration;
 
 use log::error;
 
-use self::waiting::{AwaitedResource, ResourceWaitQueues};
-use super::bounces::QueueBounceBuffers;
-use super::claims::QueueFastLane;
+use self::wait_queues::{AwaitedResource, ResourceWaitQueues};
+use super::bounce_buffers::QueueBounceBuffers;
+use super::change_claims::QueueFastLane;
+use super::file_command::{FileCommand, FileCommandStep};
+use super::io_mode::{TransferBuffer, TransferDirection};
 use super::kernel::Uring;
 use super::lease::WriteErrorProbe;
-use super::operation::{FileCommand, FileCommandStep};
-use super::slices::SliceWaiter;
-use super::syncs::QueueSyncs;
+use super::queue_syncs::QueueSyncs;
+use super::slice_scheduler::SliceWaiter;
 use super::uring::{FileIoCompletion, FileIoRing};
-use super::way::{TransferBuffer, TransferDirection};
 use super::{LeasedFile, SharedFile};
-use crate::looks::{RequestAgeTimer, looks_in};
 use crate::model::{HostClock, TickClock, TimedQueueBackend};
+use crate::request_age::{RequestAgeTimer, checks_in};
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::shadow::NvmCommands;
@@ -36,48 +36,48 @@ use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
 /// Interval for retrying blocked commands, and for submitting requests again that the kernel did not accept.
-const RETRY: Duration = Duration::from_micros(250);
+const RETRY_INTERVAL: Duration = Duration::from_micros(250);
 
 /// Time for which a command waits for its turns: a third of the timeout that drivers usually have for commands. A limit for
 /// each command's length would not limit this wait, because any number of commands may wait for turns of a fragmented file.
-const TURNS: Duration = Duration::from_secs(10);
+const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time for which a queue that ends waits for its pending requests.
-const PATIENCE: Duration = Duration::from_secs(30);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Time for which a queue that has failed, and now ends, waits for its pending requests.
-const LAST_PATIENCE: Duration = Duration::from_secs(1);
+const FAILED_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Maximum number of commands per pass that move to the line of another resource.
 const MOVED_MAX: u32 = 16;
 
 /// Number of short commands at the start of a batch whose requests are submitted to the kernel at once.
-const FIRST_PART: u32 = 4;
+const FIRST_PART_COMMANDS: u32 = 4;
 
 /// Maximum bytes of a short command. A longer command keeps a device busy until the rest of the batch is prepared.
-const SHORT: u64 = 16 << 10;
+const SHORT_BYTES_MAX: u64 = 16 << 10;
 
 /// Number of passes with completions after which the clock is read at the latest.
-const PASSES: u32 = 64;
+const PASSES_PER_CLOCK_READ: u32 = 64;
 
 /// A queue pair of a file drive.
 #[derive(Debug)]
 pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
     pub(super) ring: R,
     pub(super) clock: C,
-    pub(super) operations: Box<[FileCommand]>,
+    pub(super) commands: Box<[FileCommand]>,
     pub(super) file: Arc<SharedFile>,
     pub(super) lease: Arc<LeasedFile>,
-    pub(super) witness: WriteErrorProbe,
+    pub(super) probe: WriteErrorProbe,
     pub(super) lane: Arc<QueueFastLane>,
     /// True if the file's size was checked since the last batch.
-    pub(super) looked: bool,
+    pub(super) is_size_checked: bool,
     /// True if a check for resident pages has found none since the last batch.
-    pub(super) looked_in_vain: bool,
+    pub(super) has_found_no_pages: bool,
     /// Commands that were submitted, but whose doorbell was not rung.
-    arriving: VecDeque<Sqe>,
+    submitted: VecDeque<Sqe>,
     /// Commands that wait to be started.
-    waiting: ResourceWaitQueues,
+    wait_queues: ResourceWaitQueues,
     pub(super) bounces: QueueBounceBuffers,
     pub(super) syncs: QueueSyncs,
     /// Slots of commands that wait for other commands, or for their turn to process a slice.
@@ -85,20 +85,20 @@ pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
     unblocking: Vec<u16>,
     completed: Vec<HostCompletion>,
     completing: Vec<HostCompletion>,
-    pub(super) looks: RequestAgeTimer,
+    pub(super) age_timer: RequestAgeTimer,
     passes: u32,
     retry_ticks: u64,
-    turns_ticks: u64,
+    turn_timeout_ticks: u64,
     /// Time of the next retry of blocked commands and of requests that the kernel did not accept.
     retry_at: Ticks,
     /// Number of age checks after which a pending request fails the queue; `None` without a timeout.
-    pub(super) timeout: Option<u32>,
+    pub(super) timeout_checks: Option<u32>,
     /// True if a request has been pending for longer than the timeout.
-    pub(super) failed: bool,
+    pub(super) has_failed: bool,
     /// True once no further request may be made, because the queue ends.
-    pub(super) cut_short: bool,
+    pub(super) is_stopping: bool,
     /// True if requests were still pending in the kernel when the queue ended.
-    is_given_up: bool,
+    has_pending_at_end: bool,
 }
 
 /// Outcome of a step of a command.
@@ -111,9 +111,9 @@ pub(super) enum FileStepOutcome {
     /// The command is complete.
     Complete(Status),
     /// The command cannot start until another command releases this resource.
-    Wait(AwaitedResource),
+    AwaitResource(AwaitedResource),
     /// The command waits for a sync that another command performs.
-    Shared,
+    AwaitSync,
 }
 
 impl FileQueue {
@@ -122,49 +122,54 @@ impl FileQueue {
         let ring = Uring::new(u32::from(slots).next_power_of_two())?;
         // If this process is killed, its pending requests keep the files open, and with them the locks on the range.
         if let Some(locks) = lease.locks() {
-            locks.keep_open(|files| ring.keep_open(files))?;
+            locks.with_open_files(|files| ring.keep_open(files))?;
         }
-        Self::with(ring, HostClock, lease, slots)
+        Self::with_ring(ring, HostClock, lease, slots)
     }
 }
 
 impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
-    pub(super) fn with(ring: R, clock: C, lease: &Arc<LeasedFile>, slots: u16) -> io::Result<Self> {
+    pub(super) fn with_ring(
+        ring: R,
+        clock: C,
+        lease: &Arc<LeasedFile>,
+        slots: u16,
+    ) -> io::Result<Self> {
         let room = usize::from(slots);
         let file = lease.shared.clone();
-        let witness = lease.open_witness()?;
+        let witness = lease.open_probe()?;
         let lane = lease.claims.open_lane();
         file.lanes.add(&lane);
-        let timeout = file.timeout.get().copied().map(looks_in);
+        let timeout = file.timeout.get().copied().map(checks_in);
         Ok(Self {
             lease: lease.clone(),
-            witness,
+            probe: witness,
             ring,
             clock,
-            operations: std::iter::repeat_with(FileCommand::default)
+            commands: std::iter::repeat_with(FileCommand::default)
                 .take(room)
                 .collect(),
             lane,
-            looked: false,
-            looked_in_vain: false,
+            is_size_checked: false,
+            has_found_no_pages: false,
             file,
-            arriving: VecDeque::with_capacity(room),
-            waiting: ResourceWaitQueues::new(room),
+            submitted: VecDeque::with_capacity(room),
+            wait_queues: ResourceWaitQueues::new(room),
             bounces: QueueBounceBuffers::new(),
             syncs: QueueSyncs::new(room),
             blocked: Vec::with_capacity(room),
             unblocking: Vec::with_capacity(room),
             completed: Vec::with_capacity(room),
             completing: Vec::with_capacity(room),
-            looks: RequestAgeTimer::new(),
+            age_timer: RequestAgeTimer::new(),
             passes: 0,
-            retry_ticks: ticks_in(RETRY),
-            turns_ticks: ticks_in(TURNS),
+            retry_ticks: ticks_in(RETRY_INTERVAL),
+            turn_timeout_ticks: ticks_in(TURN_TIMEOUT),
             retry_at: Ticks(0),
-            timeout,
-            failed: false,
-            cut_short: false,
-            is_given_up: false,
+            timeout_checks: timeout,
+            has_failed: false,
+            is_stopping: false,
+            has_pending_at_end: false,
         })
     }
 
@@ -184,18 +189,18 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         for want in AwaitedResource::ALL {
             let mut moved = 0;
             while moved < MOVED_MAX
-                && let Some(slot) = self.waiting.take(want)
+                && let Some(slot) = self.wait_queues.take(want)
             {
-                let sqe = self.operations[usize::from(slot)].sqe;
+                let sqe = self.commands[usize::from(slot)].sqe;
                 match self.try_start(&sqe, memory) {
                     None => {}
                     Some(wanted) if wanted == want => {
-                        self.waiting.give_back(want, slot);
+                        self.wait_queues.push_front(want, slot);
                         break;
                     }
                     // The other line is checked again when a command that holds its resource ends.
                     Some(wanted) => {
-                        self.waiting.push(wanted, slot);
+                        self.wait_queues.push(wanted, slot);
                         moved += 1;
                     }
                 }
@@ -208,11 +213,11 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     /// The requests of the first [`FIRST_PART`] short commands are submitted to the kernel at once, then the requests of twice
     /// as many commands, and so on. So the device begins with the first requests while later ones are prepared, and a batch
     /// takes few system calls.
-    fn start_arriving(&mut self, memory: HostMemory<'_>) {
-        let (mut part, mut started) = (FIRST_PART, 0);
-        while let Some(sqe) = self.arriving.pop_front() {
+    fn start_submitted(&mut self, memory: HostMemory<'_>) {
+        let (mut part, mut started) = (FIRST_PART_COMMANDS, 0);
+        while let Some(sqe) = self.submitted.pop_front() {
             if let Some(want) = self.try_start(&sqe, memory) {
-                self.waiting.push(want, sqe.cid().0);
+                self.wait_queues.push(want, sqe.cid().0);
             }
             started += u32::from(self.is_short(&sqe));
             if started == part {
@@ -227,7 +232,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     fn is_short(&self, sqe: &Sqe) -> bool {
         let transfers = matches!(NvmOpcode(sqe.opcode()), NvmOpcode::READ | NvmOpcode::WRITE);
         let blocks = u64::from(ReadWrite::from(sqe).nlb_z) + 1;
-        transfers && blocks << self.file.lba_shift <= SHORT
+        transfers && blocks << self.file.lba_shift <= SHORT_BYTES_MAX
     }
 
     /// Starts a command, or returns the resource that it has to wait for.
@@ -236,17 +241,19 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             .start(sqe, memory)
             .unwrap_or_else(FileStepOutcome::Complete)
         {
-            FileStepOutcome::Wait(want) => Some(want),
+            FileStepOutcome::AwaitResource(want) => Some(want),
             step => {
-                self.follow(sqe.cid(), step);
+                self.apply_outcome(sqe.cid(), step);
                 None
             }
         }
     }
 
-    fn follow(&mut self, slot: CommandId, step: FileStepOutcome) {
+    fn apply_outcome(&mut self, slot: CommandId, step: FileStepOutcome) {
         match step {
-            FileStepOutcome::Requested | FileStepOutcome::Wait(_) | FileStepOutcome::Shared => {}
+            FileStepOutcome::Requested
+            | FileStepOutcome::AwaitResource(_)
+            | FileStepOutcome::AwaitSync => {}
             FileStepOutcome::Blocked => self.blocked.push(slot.0),
             FileStepOutcome::Complete(status) => self.complete(slot, status),
         }
@@ -254,13 +261,13 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
 
     fn complete(&mut self, slot: CommandId, status: Status) {
         let index = usize::from(slot.0);
-        self.release(index);
-        if let Some(operation) = self.operations.get_mut(index) {
+        self.release_claim(index);
+        if let Some(operation) = self.commands.get_mut(index) {
             if let Some(bounce) = operation.bounce.take() {
                 self.bounces.put(bounce);
             }
-            if let Some(number) = operation.leads.take() {
-                self.syncs.end(number, status == Status::SUCCESS);
+            if let Some(number) = operation.led_sync.take() {
+                self.syncs.end_sync(number, status == Status::SUCCESS);
             }
         }
         self.completed.push(HostCompletion {
@@ -271,12 +278,12 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     }
 
     /// Releases a command's claim on blocks, and its turn.
-    pub(super) fn release(&mut self, index: usize) {
-        if let Some(operation) = self.operations.get_mut(index) {
+    pub(super) fn release_claim(&mut self, index: usize) {
+        if let Some(operation) = self.commands.get_mut(index) {
             let claim = std::mem::take(&mut operation.claim);
             self.lease.claims.leave(&self.lane, claim);
             if std::mem::take(&mut operation.zeroing.has_turn) {
-                self.file.turns.give_back();
+                self.file.slice_scheduler.cancel_turn();
             }
         }
     }
@@ -285,9 +292,9 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         #[cfg(test)]
         STARTS.set(STARTS.get() + 1);
         let opcode = NvmOpcode(sqe.opcode());
-        self.lease.check(opcode)?;
+        self.lease.check_command(opcode)?;
         let Self {
-            operations,
+            commands: operations,
             file,
             bounces,
             lane,
@@ -297,10 +304,10 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         let operation = operations
             .get_mut(usize::from(slot.0))
             .ok_or(Status::INTERNAL_ERROR)?;
-        operation.begin(sqe);
+        operation.reset(sqe);
         // Each change in the list makes later changes more expensive, which delays the poller's other queues.
-        if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) && !lane.has_room() {
-            return Ok(FileStepOutcome::Wait(AwaitedResource::Place));
+        if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) && !lane.has_space() {
+            return Ok(FileStepOutcome::AwaitResource(AwaitedResource::ListEntry));
         }
         let mut plan = TransferBuffer::InPlace;
         if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
@@ -308,28 +315,30 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             let len = (u64::from(nlb_z) + 1) << file.lba_shift;
             operation.data_offset = slba.0 << file.lba_shift;
             let vectors = &mut operation.vectors;
-            DataPointer::of(sqe).for_each(memory, len, |part| vectors.push(part))?;
+            DataPointer::from_sqe(sqe).for_each_piece(memory, len, |part| vectors.push(part))?;
             let direction = match opcode {
                 NvmOpcode::READ => TransferDirection::Read,
                 _ => TransferDirection::Write,
             };
-            plan = file.plan(direction, operation);
+            plan = file.plan_transfer(direction, operation);
         }
-        if let Some(need) = operation.need(file, plan) {
+        if let Some(need) = operation.needed_bounce_buffer(file, plan) {
             let bounce = bounces.take(need).map_err(|error| {
                 error!("No memory for a command that needs some of its own: {error}");
                 Status::INTERNAL_ERROR
             })?;
             // A deallocation does not wait for memory, because its time limit starts now.
             if bounce.is_none() && opcode != NvmOpcode::DATASET_MANAGEMENT {
-                return Ok(FileStepOutcome::Wait(AwaitedResource::Memory(need)));
+                return Ok(FileStepOutcome::AwaitResource(
+                    AwaitedResource::BounceBuffer(need),
+                ));
             }
             operation.bounce = bounce;
         }
-        self.begin(slot, opcode, plan, memory)
+        self.begin_command(slot, opcode, plan, memory)
     }
 
-    fn begin(
+    fn begin_command(
         &mut self,
         slot: CommandId,
         opcode: NvmOpcode,
@@ -338,15 +347,17 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     ) -> Result<FileStepOutcome, Status> {
         let last_turn = match opcode {
             NvmOpcode::WRITE_ZEROES | NvmOpcode::DATASET_MANAGEMENT => {
-                Ticks(self.now().0 + self.turns_ticks)
+                Ticks(self.now().0 + self.turn_timeout_ticks)
             }
             _ => Ticks(0),
         };
         let Self {
-            operations, file, ..
+            commands: operations,
+            file,
+            ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
-        operation.last_turn = last_turn;
+        operation.turn_deadline = last_turn;
         let sqe = &operation.sqe;
         let uncorrectable = &file.uncorrectable;
         let shift = file.lba_shift;
@@ -356,18 +367,18 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 if uncorrectable.intersects(slba.0, u64::from(nlb_z) + 1) {
                     return Err(Status::UNRECOVERED_READ_ERROR);
                 }
-                return self.read(slot, plan, FileCommandStep::Done, memory);
+                return self.start_read(slot, plan, FileCommandStep::Done, memory);
             }
             NvmOpcode::WRITE => {
                 let then = match ReadWrite::from(sqe).fua {
                     true => FileCommandStep::SyncCompanion,
                     false => FileCommandStep::Done,
                 };
-                return self.write(slot, plan, then, memory);
+                return self.start_write(slot, plan, then, memory);
             }
             NvmOpcode::FLUSH => {
-                operation.needs = self.syncs.next();
-                operation.next = FileCommandStep::Flush;
+                operation.needed_sync = self.syncs.next_sync();
+                operation.next_step = FileCommandStep::Flush;
             }
             NvmOpcode::COMPARE | NvmOpcode::VERIFY => {
                 let CompareVerify { slba, nlb_z, .. } = CompareVerify::from(sqe);
@@ -377,70 +388,70 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 }
                 operation.data_offset = slba.0 << shift;
                 operation.use_data(0, (count << shift) as usize)?;
-                let plan = file.plan(TransferDirection::Read, operation);
+                let plan = file.plan_transfer(TransferDirection::Read, operation);
                 let then = match opcode {
                     NvmOpcode::COMPARE => FileCommandStep::Compare,
                     _ => FileCommandStep::Done,
                 };
-                return self.read(slot, plan, then, memory);
+                return self.start_read(slot, plan, then, memory);
             }
             NvmOpcode::WRITE_ZEROES => {
                 let WriteZeroes {
                     slba, nlb_z, deac, ..
                 } = WriteZeroes::from(sqe);
                 let end = slba.0 + u64::from(nlb_z) + 1;
-                let then = operation.after_zeroes();
-                operation.zeroing = file.zeroing(slba.0 << shift, end << shift, deac, then);
-                operation.next = FileCommandStep::Zero;
+                let then = operation.step_after_zeroes();
+                operation.zeroing = file.plan_zeroing(slba.0 << shift, end << shift, deac, then);
+                operation.next_step = FileCommandStep::Zero;
             }
             NvmOpcode::WRITE_UNCORRECTABLE => {
                 let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(sqe);
                 let change = uncorrectable.mark(slba.0, u64::from(nlb_z) + 1);
-                operation.change = Some(change.ok_or(Status::INTERNAL_ERROR)?);
-                operation.next = FileCommandStep::StoreMarks;
+                operation.mark_change = Some(change.ok_or(Status::INTERNAL_ERROR)?);
+                operation.next_step = FileCommandStep::AwaitMarks;
             }
             NvmOpcode::DATASET_MANAGEMENT => {
-                let deallocates = DatasetManagement::from(sqe).ad && file.punches_holes();
-                operation.next = if deallocates {
-                    FileCommandStep::Range
+                let deallocates = DatasetManagement::from(sqe).ad && file.can_punch_holes();
+                operation.next_step = if deallocates {
+                    FileCommandStep::DeallocateRange
                 } else {
                     FileCommandStep::Done
                 };
             }
-            NvmOpcode::COPY => operation.next = FileCommandStep::CopyRange,
+            NvmOpcode::COPY => operation.next_step = FileCommandStep::CopyRange,
             _ => return Err(Status::INVALID_OPCODE),
         }
-        self.go_on(slot, memory)
+        self.run_steps(slot, memory)
     }
 
     /// Retries commands that wait for other commands or for their turn.
     #[cold]
-    fn unblock(&mut self, memory: HostMemory<'_>) {
+    fn retry_blocked(&mut self, memory: HostMemory<'_>) {
         std::mem::swap(&mut self.blocked, &mut self.unblocking);
         // The turn belongs to the queue: one command asks on behalf of all that wait for it.
         let mut refused = None;
         for index in 0..self.unblocking.len() {
             let slot = CommandId(self.unblocking[index]);
             let step = match refused {
-                Some(now) if self.waits_for_turn(slot, now) => FileStepOutcome::Blocked,
+                Some(now) if self.is_waiting_for_turn(slot, now) => FileStepOutcome::Blocked,
                 _ => self
-                    .go_on(slot, memory)
+                    .run_steps(slot, memory)
                     .unwrap_or_else(FileStepOutcome::Complete),
             };
             let is_blocked = matches!(step, FileStepOutcome::Blocked);
-            if refused.is_none() && is_blocked && self.waits_for_turn(slot, Ticks(0)) {
+            if refused.is_none() && is_blocked && self.is_waiting_for_turn(slot, Ticks(0)) {
                 refused = Some(self.now());
             }
-            self.follow(slot, step);
+            self.apply_outcome(slot, step);
         }
         self.unblocking.clear();
     }
 
     /// Returns whether a command waits at `now` for its turn to process a slice.
-    fn waits_for_turn(&self, slot: CommandId, now: Ticks) -> bool {
-        let operation = self.operations.get(usize::from(slot.0));
+    fn is_waiting_for_turn(&self, slot: CommandId, now: Ticks) -> bool {
+        let operation = self.commands.get(usize::from(slot.0));
         operation.is_some_and(|operation| {
-            operation.next == FileCommandStep::Turn && now <= operation.last_turn
+            operation.next_step == FileCommandStep::AwaitTurn && now <= operation.turn_deadline
         })
     }
 
@@ -450,29 +461,29 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         let slots = self.syncs.take_waiting();
         for slot in slots.iter().copied().map(CommandId) {
             let step = self
-                .go_on(slot, memory)
+                .run_steps(slot, memory)
                 .unwrap_or_else(FileStepOutcome::Complete);
-            self.follow(slot, step);
+            self.apply_outcome(slot, step);
         }
-        self.syncs.resumed(slots);
+        self.syncs.recycle(slots);
     }
 
     /// Returns whether to read the clock in this pass.
     #[inline]
-    fn watches(&mut self, ended: bool) -> bool {
+    fn should_read_clock(&mut self, ended: bool) -> bool {
         self.passes = self.passes.wrapping_add(1);
-        !ended || self.passes.is_multiple_of(PASSES) || !self.blocked.is_empty()
+        !ended || self.passes.is_multiple_of(PASSES_PER_CLOCK_READ) || !self.blocked.is_empty()
     }
 }
 
 impl TimedQueueBackend for FileQueue {
-    const AT_ONCE: bool = false;
+    const IS_SYNCHRONOUS: bool = false;
 
-    fn arriving(&self) -> impl Iterator<Item = &Sqe> {
-        self.arriving.iter()
+    fn submitted_commands(&self) -> impl Iterator<Item = &Sqe> {
+        self.submitted.iter()
     }
 
-    fn ring_through(&mut self, memory: HostMemory<'_>, _: impl FnMut(&Sqe, Status)) {
+    fn ring_and_complete(&mut self, memory: HostMemory<'_>, _: impl FnMut(&Sqe, Status)) {
         self.ring(memory);
     }
 }
@@ -481,13 +492,13 @@ impl<R: FileIoRing, C: TickClock> HostBatch for &mut FileQueue<R, C> {
     fn announce(&mut self, _: u32, _: Ticks) {}
 
     fn submit(&mut self, sqe: &Sqe) {
-        self.arriving.push_back(*sqe);
+        self.submitted.push_back(*sqe);
     }
 
     fn ring(self, memory: HostMemory<'_>) {
-        self.looked = false;
+        self.is_size_checked = false;
         self.start_waiting(memory);
-        self.start_arriving(memory);
+        self.start_submitted(memory);
         self.ring.submit();
     }
 }
@@ -507,33 +518,33 @@ impl<R: FileIoRing, C: TickClock> HostQueue for FileQueue<R, C> {
 
     fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
         let mut ended = false;
-        self.looked = false;
-        self.looked_in_vain = false;
+        self.is_size_checked = false;
+        self.has_found_no_pages = false;
         while let Some(FileIoCompletion { tag, result }) = self.ring.take() {
             ended = true;
-            let Some(slot) = self.slot_of(tag, result) else {
+            let Some(slot) = self.completed_slot(tag, result) else {
                 continue;
             };
             let step = self
-                .ended(slot, result, memory)
+                .complete_request(slot, result, memory)
                 .unwrap_or_else(FileStepOutcome::Complete);
-            self.follow(slot, step);
+            self.apply_outcome(slot, step);
         }
-        if self.watches(ended) {
+        if self.should_read_clock(ended) {
             let now = self.now();
-            if now >= self.looks.next {
-                self.look(now);
+            if now >= self.age_timer.next {
+                self.check_request_ages(now);
             }
             if !self.blocked.is_empty() {
-                self.unblock(memory);
+                self.retry_blocked(memory);
             }
             self.retry_at = Ticks(now.0 + self.retry_ticks);
         }
-        if self.syncs.may_resume() {
+        if self.syncs.can_resume() {
             self.resume_flushes(memory);
         }
         // A command that failed without a request also releases memory.
-        if !self.waiting.is_empty() && (ended || !self.completed.is_empty()) {
+        if !self.wait_queues.is_empty() && (ended || !self.completed.is_empty()) {
             self.start_waiting(memory);
         }
         self.ring.submit();
@@ -544,12 +555,12 @@ impl<R: FileIoRing, C: TickClock> HostQueue for FileQueue<R, C> {
     }
 
     fn cut_short(&mut self) {
-        self.cut_short = true;
-        self.file.turns.leave(self.waiter());
-        while let Some(sqe) = self.arriving.pop_front() {
+        self.is_stopping = true;
+        self.file.slice_scheduler.leave(self.waiter());
+        while let Some(sqe) = self.submitted.pop_front() {
             self.complete(sqe.cid(), Status::ABORTED_SQ_DELETION);
         }
-        while let Some(slot) = self.waiting.take_any() {
+        while let Some(slot) = self.wait_queues.take_any() {
             self.complete(CommandId(slot), Status::ABORTED_SQ_DELETION);
         }
         while let Some(slot) = self.blocked.pop().or_else(|| self.syncs.pop()) {
@@ -558,20 +569,25 @@ impl<R: FileIoRing, C: TickClock> HostQueue for FileQueue<R, C> {
     }
 
     fn next_due(&self) -> Option<Ticks> {
-        let look = (self.ring.in_flight() > 0 && !self.failed).then_some(self.looks.next);
-        let retry = (!self.blocked.is_empty() || self.ring.is_behind()).then_some(self.retry_at);
+        let look = (self.ring.in_flight() > 0 && !self.has_failed).then_some(self.age_timer.next);
+        let retry =
+            (!self.blocked.is_empty() || self.ring.has_unsubmitted()).then_some(self.retry_at);
         [look, retry].into_iter().flatten().min()
     }
 
     /// Waits for pending requests, because the kernel must not write to memory after the queue has freed it.
-    fn settle(&mut self) -> bool {
-        if self.is_given_up {
+    fn drain(&mut self) -> bool {
+        if self.has_pending_at_end {
             return false;
         }
-        let patience = if self.failed { LAST_PATIENCE } else { PATIENCE };
-        let settled = self.ring.settle(patience);
+        let patience = if self.has_failed {
+            FAILED_CLOSE_TIMEOUT
+        } else {
+            CLOSE_TIMEOUT
+        };
+        let settled = self.ring.wait_idle(patience);
         if !settled {
-            self.is_given_up = true;
+            self.has_pending_at_end = true;
             error!(
                 "The kernel does not complete {} requests on {}; their memory is not reused",
                 self.ring.in_flight(),
@@ -586,23 +602,23 @@ impl<R: FileIoRing, C: TickClock> HostQueue for FileQueue<R, C> {
     }
 
     fn has_failed(&self) -> bool {
-        self.failed
+        self.has_failed
     }
 }
 
 impl<R: FileIoRing, C: TickClock> Drop for FileQueue<R, C> {
     fn drop(&mut self) {
-        let settled = self.settle();
-        for slot in 0..self.operations.len() {
-            self.release(slot);
+        let settled = self.drain();
+        for slot in 0..self.commands.len() {
+            self.release_claim(slot);
         }
-        self.file.turns.leave(self.waiter());
+        self.file.slice_scheduler.leave(self.waiter());
         self.lease.claims.close_lane(&self.lane);
         self.file.lanes.remove(&self.lane);
         if !settled {
-            nvme_guest::kept::keep_for_good(std::mem::take(&mut self.operations));
+            nvme_guest::leaked::leak(std::mem::take(&mut self.commands));
             // The lease holds the lock on the range.
-            nvme_guest::kept::keep_for_good(self.lease.clone());
+            nvme_guest::leaked::leak(self.lease.clone());
         }
     }
 }

@@ -7,9 +7,9 @@ use zerocopy::IntoBytes;
 use super::super::FileBackingStore;
 use super::super::tests::TestClock;
 use super::*;
+use nvme_guest::adaptive::PolicyChoice;
 use nvme_guest::dma::RegionTable;
 use nvme_guest::iova::IovaSpace;
-use nvme_guest::learn::PolicyChoice;
 use nvme_mpt::host::ListMemory;
 use nvme_spec::ids::Lba;
 use nvme_spec::nvm::DsmRange;
@@ -24,14 +24,14 @@ fn an_interrupted_deallocate_starts_no_further_range() {
     let full = [0x5A; BLOCKS as usize * BLOCK];
     file.as_file().write_all_at(&full, 0).expect("write");
     let store = FileBackingStore::open(file.path(), 12, PolicyChoice::Learned).expect("opens");
-    if !store.shared.punches_holes() {
+    if !store.shared.can_punch_holes() {
         return;
     }
     let lease = LeasedFile::open(store.shared.clone(), "test", 1 << 40, None).expect("opens");
     let ring = Uring::new(2).expect("io_uring");
     // The clock is stopped, since the kernel may take any time.
     let clock = TestClock::default();
-    let mut queue = FileQueue::with(ring, clock, &Arc::new(lease), 2).expect("a queue");
+    let mut queue = FileQueue::with_ring(ring, clock, &Arc::new(lease), 2).expect("a queue");
     let space = Arc::new(IovaSpace::software());
     let mut lists = ListMemory::new(&space, 2).expect("memory");
     let ranges = [0, 2, 4, 6].map(|slba| DsmRange {
@@ -39,7 +39,7 @@ fn an_interrupted_deallocate_starts_no_further_range() {
         slba: Lba(slba),
         ..DsmRange::default()
     });
-    let (list, iova) = lists.of_slot(0);
+    let (list, iova) = lists.slot_list(0);
     list.as_mut_bytes()[..size_of_val(&ranges)].copy_from_slice(ranges.as_bytes());
     let mut sqe = Sqe::new(NvmOpcode::DATASET_MANAGEMENT.0);
     DatasetManagement {

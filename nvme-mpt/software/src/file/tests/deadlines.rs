@@ -1,32 +1,35 @@
 //! Requests that the kernel does not complete or does not accept, and queues that end.
 
 use super::*;
-use crate::medium::BackingStore as _;
+use crate::backing_store::BackingStore as _;
 
 #[test]
 fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
     let (mut drive, ring, clock) = Drive::fake();
     drive.ring(&[drive.transfer(NvmOpcode::WRITE, 3, 8, 8, 0)]);
-    let [first] = ring.has()[..] else {
+    let [first] = ring.pending_requests()[..] else {
         panic!("one request");
     };
     assert_eq!(
         (first.what, first.manner),
-        (What::Write, RequestIssueMode::AtOnce)
+        (KernelRequestKind::Write, RequestIssueMode::Inline)
     );
-    assert!(drive.let_pass(&clock, OVERDUE).is_empty());
-    assert_eq!(ring.has(), [first], "it is not overdue");
-    assert!(drive.let_pass(&clock, 2).is_empty());
-    let [kept, cancellation] = ring.has()[..] else {
+    assert!(drive.advance_checks(&clock, OVERDUE_CHECKS).is_empty());
+    assert_eq!(ring.pending_requests(), [first], "it is not overdue");
+    assert!(drive.advance_checks(&clock, 2).is_empty());
+    let [kept, cancellation] = ring.pending_requests()[..] else {
         panic!("a cancellation beside it");
     };
-    assert_eq!((kept, cancellation.what), (first, What::Cancel(first.tag)));
+    assert_eq!(
+        (kept, cancellation.what),
+        (first, KernelRequestKind::Cancel(first.tag))
+    );
     ring.0.borrow_mut().end(cancellation, Ok(0));
     ring.0.borrow_mut().end(first, Err(libc::ECANCELED));
     assert!(drive.reap().is_empty());
-    let repeated = ring.has();
-    let by_thread = Given {
-        manner: RequestIssueMode::ByThread,
+    let repeated = ring.pending_requests();
+    let by_thread = KernelRequest {
+        manner: RequestIssueMode::Worker,
         ..first
     };
     assert_eq!(repeated, [by_thread]);
@@ -36,10 +39,10 @@ fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
 }
 
 /// Checks the report about the kernel's only request, in slot 0.
-fn reports(drive: &Drive<FakeRing, TestClock>, ring: &FakeRing, what: &str) {
-    let has = ring.has();
+fn assert_report(drive: &Drive<FakeRing, TestClock>, ring: &FakeRing, what: &str) {
+    let has = ring.pending_requests();
     let [
-        Given {
+        KernelRequest {
             fd, offset, len, ..
         },
     ] = has[..]
@@ -47,7 +50,7 @@ fn reports(drive: &Drive<FakeRing, TestClock>, ring: &FakeRing, what: &str) {
         panic!("the kernel has {has:?}");
     };
     assert_eq!(
-        drive.queue.report(0),
+        drive.queue.describe_request(0),
         format!(
             "The kernel has not completed a {what} on {} (descriptor {fd}, offset {offset}, length {len}) for over \
              0ns",
@@ -61,22 +64,22 @@ fn a_request_that_the_kernel_keeps_is_reported_with_its_place() {
     let (ring, clock) = (FakeRing::default(), TestClock::default());
     let file = NamedTempFile::new().expect("a file");
     let store = store(file.as_file(), file.path());
-    store.keep_durable_with(Arc::new(tempfile::tempfile().expect("a file")));
-    let mut drive = Drive::on(file, store, ring.clone(), clock);
+    store.set_companion_file(Arc::new(tempfile::tempfile().expect("a file")));
+    let mut drive = Drive::with_store(file, store, ring.clone(), clock);
     drive.ring(&[drive.transfer(NvmOpcode::WRITE, 0, 8, 16, 0)]);
-    reports(&drive, &ring, "write");
+    assert_report(&drive, &ring, "write");
     ring.succeed();
     drive.reap();
     // A partial block is read as a whole block into another buffer.
     drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 9, 2, 0)]);
-    reports(&drive, &ring, "read");
+    assert_report(&drive, &ring, "read");
     ring.succeed();
     drive.reap();
     drive.ring(&[drive.transfer(NvmOpcode::FLUSH, 0, 0, 1, 0)]);
-    reports(&drive, &ring, "sync");
+    assert_report(&drive, &ring, "sync");
     let first = ring.succeed();
     assert_eq!(drive.reap(), []);
-    reports(&drive, &ring, "sync of the companion file");
+    assert_report(&drive, &ring, "sync of the companion file");
     assert_ne!(ring.succeed().fd, first.fd);
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
     if drive.lacks_holes() {
@@ -84,7 +87,7 @@ fn a_request_that_the_kernel_keeps_is_reported_with_its_place() {
     }
     let command = drive.deallocate(0, 8, 16);
     drive.ring(&[command]);
-    reports(&drive, &ring, "deallocation");
+    assert_report(&drive, &ring, "deallocation");
 }
 
 /// Timeout of a drive.
@@ -94,7 +97,7 @@ impl Drive<FakeRing, TestClock> {
     /// Creates a drive with a timeout.
     fn with_timeout() -> (Self, FakeRing, TestClock) {
         let (mut drive, ring, clock) = Self::fake();
-        drive.queue.timeout = Some(looks_in(TIMEOUT));
+        drive.queue.timeout_checks = Some(checks_in(TIMEOUT));
         (drive, ring, clock)
     }
 }
@@ -103,15 +106,23 @@ impl Drive<FakeRing, TestClock> {
 fn a_request_that_is_repeated_is_waited_for() {
     let (mut drive, ring, clock) = Drive::fake();
     drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
-    drive.let_pass(&clock, OVERDUE + 2);
-    let [kept, cancellation] = ring.has()[..] else {
+    drive.advance_checks(&clock, OVERDUE_CHECKS + 2);
+    let [kept, cancellation] = ring.pending_requests()[..] else {
         panic!("a cancellation beside it");
     };
     ring.0.borrow_mut().end(cancellation, Ok(0));
     ring.0.borrow_mut().end(kept, Err(libc::ECANCELED));
     drive.reap();
-    assert!(drive.let_pass(&clock, 1000 * OVERDUE).is_empty());
-    assert_eq!(ring.has().len(), 1, "it is not cancelled again");
+    assert!(
+        drive
+            .advance_checks(&clock, 1000 * OVERDUE_CHECKS)
+            .is_empty()
+    );
+    assert_eq!(
+        ring.pending_requests().len(),
+        1,
+        "it is not cancelled again"
+    );
     assert!(!drive.queue.has_failed());
     ring.succeed();
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
@@ -121,13 +132,17 @@ fn a_request_that_is_repeated_is_waited_for() {
 fn a_request_that_cannot_be_cancelled_is_waited_for() {
     let (mut drive, ring, clock) = Drive::fake();
     drive.ring(&[drive.transfer(NvmOpcode::FLUSH, 0, 0, 1, 0)]);
-    drive.let_pass(&clock, OVERDUE + 2);
-    let [kept, cancellation] = ring.has()[..] else {
+    drive.advance_checks(&clock, OVERDUE_CHECKS + 2);
+    let [kept, cancellation] = ring.pending_requests()[..] else {
         panic!("a cancellation beside it");
     };
     ring.0.borrow_mut().end(cancellation, Err(libc::EALREADY));
-    assert!(drive.let_pass(&clock, 1000 * OVERDUE).is_empty());
-    assert_eq!(ring.has(), [kept]);
+    assert!(
+        drive
+            .advance_checks(&clock, 1000 * OVERDUE_CHECKS)
+            .is_empty()
+    );
+    assert_eq!(ring.pending_requests(), [kept]);
     assert!(!drive.queue.has_failed());
     ring.0.borrow_mut().end(kept, Ok(0));
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
@@ -137,13 +152,13 @@ fn a_request_that_cannot_be_cancelled_is_waited_for() {
 fn a_request_that_takes_longer_than_the_timeout_fails_its_queue() {
     let (mut drive, ring, clock) = Drive::with_timeout();
     drive.ring(&[drive.transfer(NvmOpcode::FLUSH, 0, 0, 1, 0)]);
-    drive.let_pass(&clock, looks_in(TIMEOUT));
+    drive.advance_checks(&clock, checks_in(TIMEOUT));
     assert!(!drive.queue.has_failed());
-    drive.let_pass(&clock, 1);
+    drive.advance_checks(&clock, 1);
     assert!(drive.queue.has_failed());
     // The queue needs no more polls, but its reset is complete only when the request has ended.
     assert_eq!(drive.queue.next_due(), None);
-    let first = ring.has()[0];
+    let first = ring.pending_requests()[0];
     ring.0.borrow_mut().end(first, Ok(0));
     assert_eq!(drive.reap().len(), 1);
 }
@@ -154,7 +169,7 @@ fn requests_refused_by_the_kernel_are_resubmitted() {
     clock.0.set(1 << 40);
     ring.0.borrow_mut().refuses = 2;
     drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
-    assert!(ring.has().is_empty());
+    assert!(ring.pending_requests().is_empty());
     let soon = |drive: &Drive<FakeRing, TestClock>| {
         let due = drive.queue.next_due().expect("to be looked after");
         assert!(due.0 <= clock.now() + ticks_in(Duration::from_millis(1)));
@@ -162,7 +177,7 @@ fn requests_refused_by_the_kernel_are_resubmitted() {
     };
     soon(&drive);
     drive.reap();
-    assert!(ring.has().is_empty());
+    assert!(ring.pending_requests().is_empty());
     let due = soon(&drive);
     clock.0.set(due.0);
     drive.reap();
@@ -188,21 +203,21 @@ fn an_interrupted_queue_starts_no_further_slice_or_request() {
     // One command waits for its turn, and one waits for the block.
     let aborted = Status::ABORTED_SQ_DELETION;
     assert_eq!(drive.reap(), [(2, aborted), (1, aborted)]);
-    for given in ring.has() {
+    for given in ring.pending_requests() {
         let done = if given.tag == 5 { 512 } else { given.len };
         ring.0.borrow_mut().end(given, Ok(done as usize));
     }
     let done = drive.reap();
     let ok = Status::SUCCESS;
     assert_eq!(done, [(0, aborted), (3, ok), (4, ok), (5, aborted)]);
-    assert_eq!(ring.has(), []);
+    assert_eq!(ring.pending_requests(), []);
     assert_eq!(drive.queue.next_due(), None);
     assert!(
         drive
             .store
             .shared
-            .turns
-            .take(Ticks(u64::MAX), OTHER)
+            .slice_scheduler
+            .take_turn(Ticks(u64::MAX), OTHER)
             .is_some()
     );
 }
@@ -216,17 +231,17 @@ fn a_late_slice_of_a_failed_queue_returns_no_turn() {
     }
     let command = drive.deallocate(0, 0, 8);
     drive.ring(&[command]);
-    let [slice] = ring.has()[..] else {
+    let [slice] = ring.pending_requests()[..] else {
         panic!("one request");
     };
-    drive.let_pass(&clock, looks_in(TIMEOUT) + 1);
+    drive.advance_checks(&clock, checks_in(TIMEOUT) + 1);
     assert!(drive.queue.has_failed());
     assert!(
         drive
             .store
             .shared
-            .turns
-            .take(Ticks(u64::MAX), OTHER)
+            .slice_scheduler
+            .take_turn(Ticks(u64::MAX), OTHER)
             .is_some(),
         "it is free"
     );
@@ -236,8 +251,8 @@ fn a_late_slice_of_a_failed_queue_returns_no_turn() {
         drive
             .store
             .shared
-            .turns
-            .take(Ticks(u64::MAX), OTHER)
+            .slice_scheduler
+            .take_turn(Ticks(u64::MAX), OTHER)
             .is_none(),
         "another command has it"
     );
@@ -251,16 +266,21 @@ fn a_failed_queue_releases_the_turns_of_all_its_commands() {
         return;
     }
     drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
-    drive.let_pass(&clock, OVERDUE / 2);
+    drive.advance_checks(&clock, OVERDUE_CHECKS / 2);
     let command = drive.deallocate(1, 0, 2 << 20);
     drive.ring(&[command]);
-    let slice = ring.has()[1];
-    drive.let_pass(&clock, looks_in(TIMEOUT) + 1 - OVERDUE / 2);
+    let slice = ring.pending_requests()[1];
+    drive.advance_checks(&clock, checks_in(TIMEOUT) + 1 - OVERDUE_CHECKS / 2);
     assert!(drive.queue.has_failed());
-    let take =
-        |drive: &Drive<FakeRing, TestClock>| drive.store.shared.turns.take(Ticks(u64::MAX), OTHER);
+    let take = |drive: &Drive<FakeRing, TestClock>| {
+        drive
+            .store
+            .shared
+            .slice_scheduler
+            .take_turn(Ticks(u64::MAX), OTHER)
+    };
     assert!(take(&drive).is_some(), "it is free");
-    drive.store.shared.turns.give_back();
+    drive.store.shared.slice_scheduler.cancel_turn();
     ring.0.borrow_mut().end(slice, Ok(0));
     assert_eq!(drive.reap(), [(1, Status::ABORTED_SQ_DELETION)]);
     assert!(take(&drive).is_some(), "it is free");
@@ -281,7 +301,7 @@ fn a_request_that_is_interrupted_for_ever_is_an_error() {
             drive.ring(&[drive.transfer(opcode, 0, 0, 8, 0)]);
             let mut done = Vec::new();
             while done.is_empty() {
-                for given in ring.has() {
+                for given in ring.pending_requests() {
                     ring.0.borrow_mut().end(given, Err(errno));
                 }
                 clock
@@ -296,7 +316,7 @@ fn a_request_that_is_interrupted_for_ever_is_an_error() {
             }
             assert_eq!(done, [(0, Status::INTERNAL_ERROR)], "{opcode:?} {errno}");
             assert!(!drive.queue.has_failed(), "{opcode:?}");
-            assert_eq!(ring.has(), []);
+            assert_eq!(ring.pending_requests(), []);
         }
     }
 }
@@ -307,9 +327,9 @@ fn settle_reports_requests_that_never_complete() {
         let (mut drive, ring, _) = Drive::fake();
         drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
         ring.0.borrow_mut().keeps = keeps;
-        assert_eq!(drive.queue.settle(), !keeps);
+        assert_eq!(drive.queue.drain(), !keeps);
         // The queue waits only once. A second call, as in its drop, returns the first result.
         ring.0.borrow_mut().keeps = false;
-        assert_eq!(drive.queue.settle(), !keeps);
+        assert_eq!(drive.queue.drain(), !keeps);
     }
 }

@@ -17,14 +17,14 @@ fn any_number_of_flushes_is_one_request_at_a_time() {
     for flushes in [&[0][..], &[1, 2, 3]] {
         assert_eq!(drive.reap(), []);
         let request = ring.succeed();
-        assert_eq!(request.what, What::Sync);
+        assert_eq!(request.what, KernelRequestKind::Sync);
         let done: Vec<_> = flushes
             .iter()
             .map(|slot| (*slot, Status::SUCCESS))
             .collect();
         assert_eq!(drive.reap(), done);
     }
-    assert_eq!(ring.has(), []);
+    assert_eq!(ring.pending_requests(), []);
     assert_eq!(drive.queue.next_due(), None);
     drive.flush(&[0]);
     ring.succeed();
@@ -38,7 +38,7 @@ fn flushes_that_waited_for_a_sync_that_failed_fail_too() {
     ring.end(Err(libc::EIO));
     let mut done = drive.reap();
     // The next sync would succeed, but the data stays lost.
-    assert_eq!(ring.has(), []);
+    assert_eq!(ring.pending_requests(), []);
     let lost = Status::WRITE_FAULT.with_dnr(true);
     done.sort_by_key(|(slot, _)| *slot);
     assert_eq!(done, [(0, lost), (1, lost), (2, lost)]);

@@ -23,22 +23,22 @@ use std::time::Duration;
 use tempfile::NamedTempFile;
 use zerocopy::IntoBytes;
 
-use super::bounces::{BounceBufferSize, QueueBounceBuffers};
-use super::claims::{BlockChange, BlockChangeClaim, LISTED_MAX};
+use super::bounce_buffers::{BounceBufferSize, QueueBounceBuffers};
+use super::change_claims::{BlockChange, BlockChangeClaim, LISTED_MAX};
+use super::file_command::ZeroingMethod;
+use super::io_mode::{DirectAlignment, FileIoMode, UNIT};
 use super::kernel::Uring;
-use super::operation::ZeroingMethod;
-use super::pages::MappedFilePages;
+use super::mapped_pages::MappedFilePages;
 use super::queue::{FileQueue, STARTS};
-use super::slices::SliceWaiter;
+use super::slice_scheduler::SliceWaiter;
 use super::uring::{FileIoCompletion, FileIoRequest, FileIoRing, RequestIssueMode};
-use super::way::{DirectAlignment, FileIoMode, UNIT};
 use super::zeroes;
 use super::{FileBackingStore, LeasedFile};
-use crate::looks::{OVERDUE, looks_in};
 use crate::model::TickClock;
+use crate::request_age::{OVERDUE_CHECKS, checks_in};
+use nvme_guest::adaptive::PolicyChoice;
 use nvme_guest::dma::RegionTable;
 use nvme_guest::iova::IovaSpace;
-use nvme_guest::learn::PolicyChoice;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt_memory::clock::{Ticks, ticks_in};
@@ -66,9 +66,9 @@ impl TickClock for TestClock {
 
 /// A request as passed to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Given {
+struct KernelRequest {
     tag: u64,
-    what: What,
+    what: KernelRequestKind,
     fd: RawFd,
     offset: u64,
     len: u64,
@@ -76,7 +76,7 @@ struct Given {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum What {
+enum KernelRequestKind {
     Read,
     Write,
     Sync,
@@ -87,9 +87,9 @@ enum What {
 
 #[derive(Debug, Default)]
 struct Kernel {
-    prepared: Vec<Given>,
+    prepared: Vec<KernelRequest>,
     /// Requests in progress, as they were passed.
-    has: Vec<Given>,
+    pending: Vec<KernelRequest>,
     completions: VecDeque<(u64, Result<usize, i32>)>,
     /// Number of requests that each call passed.
     calls: Vec<usize>,
@@ -101,8 +101,8 @@ struct Kernel {
 }
 
 impl Kernel {
-    fn end(&mut self, given: Given, result: Result<usize, i32>) {
-        self.has.retain(|other| *other != given);
+    fn end(&mut self, given: KernelRequest, result: Result<usize, i32>) {
+        self.pending.retain(|other| *other != given);
         self.completions.push_back((given.tag, result));
     }
 }
@@ -119,15 +119,17 @@ impl FileIoRing for FakeRing {
         manner: RequestIssueMode,
     ) -> io::Result<()> {
         let (what, fd, offset, len) = match request {
-            FileIoRequest::Read { fd, offset, into } => (What::Read, fd, offset, into.len() as u64),
+            FileIoRequest::Read { fd, offset, into } => {
+                (KernelRequestKind::Read, fd, offset, into.len() as u64)
+            }
             FileIoRequest::Write {
                 fd, offset, from, ..
-            } => (What::Write, fd, offset, from.len() as u64),
-            FileIoRequest::Sync { fd } => (What::Sync, fd, 0, 0),
-            FileIoRequest::Zero { fd, offset, len } => (What::Zero, fd, offset, len),
-            FileIoRequest::Punch { fd, offset, len } => (What::Punch, fd, offset, len),
+            } => (KernelRequestKind::Write, fd, offset, from.len() as u64),
+            FileIoRequest::Sync { fd } => (KernelRequestKind::Sync, fd, 0, 0),
+            FileIoRequest::Zero { fd, offset, len } => (KernelRequestKind::Zero, fd, offset, len),
+            FileIoRequest::Punch { fd, offset, len } => (KernelRequestKind::Punch, fd, offset, len),
         };
-        self.0.borrow_mut().prepared.push(Given {
+        self.0.borrow_mut().prepared.push(KernelRequest {
             tag,
             what,
             fd,
@@ -139,13 +141,13 @@ impl FileIoRing for FakeRing {
     }
 
     fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()> {
-        self.0.borrow_mut().prepared.push(Given {
+        self.0.borrow_mut().prepared.push(KernelRequest {
             tag,
-            what: What::Cancel(target),
+            what: KernelRequestKind::Cancel(target),
             fd: -1,
             offset: 0,
             len: 0,
-            manner: RequestIssueMode::AtOnce,
+            manner: RequestIssueMode::Inline,
         });
         Ok(())
     }
@@ -163,10 +165,10 @@ impl FileIoRing for FakeRing {
         kernel.behind = false;
         let prepared = std::mem::take(&mut kernel.prepared);
         kernel.calls.push(prepared.len());
-        kernel.has.extend(prepared);
+        kernel.pending.extend(prepared);
     }
 
-    fn is_behind(&self) -> bool {
+    fn has_unsubmitted(&self) -> bool {
         self.0.borrow().behind
     }
 
@@ -177,17 +179,17 @@ impl FileIoRing for FakeRing {
 
     fn in_flight(&self) -> usize {
         let kernel = self.0.borrow();
-        kernel.prepared.len() + kernel.has.len() + kernel.completions.len()
+        kernel.prepared.len() + kernel.pending.len() + kernel.completions.len()
     }
 
     fn fd(&self) -> RawFd {
         -1
     }
 
-    fn settle(&mut self, _: Duration) -> bool {
+    fn wait_idle(&mut self, _: Duration) -> bool {
         let mut kernel = self.0.borrow_mut();
         if !kernel.keeps {
-            kernel.has.clear();
+            kernel.pending.clear();
         }
         !kernel.keeps
     }
@@ -212,7 +214,7 @@ fn store(file: &File, path: &std::path::Path) -> FileBackingStore {
         offset: 512,
     };
     let shared = Arc::get_mut(&mut store.shared).expect("no other user");
-    shared.way = FileIoMode::Direct(alignment);
+    shared.io_mode = FileIoMode::Direct(alignment);
     shared.pages = None;
     store
 }
@@ -221,14 +223,16 @@ impl<R: FileIoRing, C: TickClock> Drive<R, C> {
     fn new(ring: R, clock: C) -> Self {
         let file = NamedTempFile::new().expect("a file");
         let store = store(file.as_file(), file.path());
-        Self::on(file, store, ring, clock)
+        Self::with_store(file, store, ring, clock)
     }
 
-    fn on(file: NamedTempFile, store: FileBackingStore, ring: R, clock: C) -> Self {
-        let lease = store.lease("test", BYTES, None).expect("opened anew");
+    fn with_store(file: NamedTempFile, store: FileBackingStore, ring: R, clock: C) -> Self {
+        let lease = store
+            .open_for_lease("test", BYTES, None)
+            .expect("opened anew");
         let space = Arc::new(IovaSpace::software());
         Self {
-            queue: FileQueue::with(ring, clock, &lease, SLOTS).expect("a witness"),
+            queue: FileQueue::with_ring(ring, clock, &lease, SLOTS).expect("a witness"),
             lease,
             file,
             store,
@@ -239,7 +243,7 @@ impl<R: FileIoRing, C: TickClock> Drive<R, C> {
 
     /// Returns whether the file system does not support holes. If so, prints that the test is skipped.
     fn lacks_holes(&self) -> bool {
-        let lacks = !self.store.shared.punches_holes();
+        let lacks = !self.store.shared.can_punch_holes();
         if lacks {
             let thread = std::thread::current();
             let test = thread.name().unwrap_or("a test");
@@ -261,7 +265,7 @@ impl<R: FileIoRing, C: TickClock> Drive<R, C> {
         }
         .write_to(&mut sqe);
         sqe.set_cid(CommandId(slot));
-        let start = self.lists.iova_of_slot(slot).bits() + at;
+        let start = self.lists.slot_iova(slot).bits() + at;
         sqe.dptr = [start, (start & !4095) + 4096];
         sqe
     }
@@ -272,7 +276,7 @@ impl<R: FileIoRing, C: TickClock> Drive<R, C> {
             nlb: blocks,
             ..DsmRange::default()
         };
-        let (list, iova) = self.lists.of_slot(slot);
+        let (list, iova) = self.lists.slot_list(slot);
         list.as_mut_bytes()[..16].copy_from_slice(range.as_bytes());
         let mut sqe = Sqe::new(NvmOpcode::DATASET_MANAGEMENT.0);
         sqe.cdw11 = 4;
@@ -288,7 +292,7 @@ impl<R: FileIoRing, C: TickClock> Drive<R, C> {
             nlb_z: blocks - 1,
             ..CopyRange0::default()
         };
-        let (list, iova) = self.lists.of_slot(slot);
+        let (list, iova) = self.lists.slot_list(slot);
         list.as_mut_bytes()[..size_of_val(&range)].copy_from_slice(range.as_bytes());
         let mut sqe = Sqe::new(NvmOpcode::COPY.0);
         CopyCommand {
@@ -333,7 +337,7 @@ impl Drive<FakeRing, TestClock> {
     }
 
     /// Lets `looks` poll intervals pass, and polls the queue whenever it asks for this.
-    fn let_pass(&mut self, clock: &TestClock, looks: u32) -> Vec<(u16, Status)> {
+    fn advance_checks(&mut self, clock: &TestClock, looks: u32) -> Vec<(u16, Status)> {
         let mut done = Vec::new();
         for _ in 0..looks {
             let due = self.queue.next_due().expect("a request is in flight");
@@ -346,13 +350,13 @@ impl Drive<FakeRing, TestClock> {
 }
 
 impl FakeRing {
-    fn has(&self) -> Vec<Given> {
-        self.0.borrow().has.clone()
+    fn pending_requests(&self) -> Vec<KernelRequest> {
+        self.0.borrow().pending.clone()
     }
 
     /// Completes the kernel's only request.
-    fn end(&self, result: Result<usize, i32>) -> Given {
-        let has = self.has();
+    fn end(&self, result: Result<usize, i32>) -> KernelRequest {
+        let has = self.pending_requests();
         let [given] = has[..] else {
             panic!("the kernel has {has:?}");
         };
@@ -360,8 +364,8 @@ impl FakeRing {
         given
     }
 
-    fn succeed(&self) -> Given {
-        let has = self.has();
+    fn succeed(&self) -> KernelRequest {
+        let has = self.pending_requests();
         self.end(Ok(has.first().map_or(0, |given| given.len as usize)))
     }
 }

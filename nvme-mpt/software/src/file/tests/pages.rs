@@ -16,20 +16,20 @@ fn drive() -> (Drive<FakeRing, TestClock>, FakeRing) {
     let store = FileBackingStore::open(file.path(), 9, PolicyChoice::Learned).expect("a file");
     assert!(store.shared.pages.is_some());
     let ring = FakeRing::default();
-    let drive = Drive::on(file, store, ring.clone(), TestClock::default());
+    let drive = Drive::with_store(file, store, ring.clone(), TestClock::default());
     (drive, ring)
 }
 
 impl Drive<FakeRing, TestClock> {
     /// Executes a transfer of a page. Returns whether this took a kernel request.
-    fn asks_kernel(&mut self, ring: &FakeRing, opcode: NvmOpcode, slba: u64) -> bool {
+    fn needs_kernel(&mut self, ring: &FakeRing, opcode: NvmOpcode, slba: u64) -> bool {
         self.ring(&[self.transfer(opcode, 0, slba, BLOCKS, 0)]);
-        let asked = !ring.has().is_empty();
+        let asked = !ring.pending_requests().is_empty();
         if asked {
             ring.succeed();
         }
         assert_eq!(self.reap(), [(0, Status::SUCCESS)]);
-        assert_eq!(ring.has(), []);
+        assert_eq!(ring.pending_requests(), []);
         asked
     }
 
@@ -51,9 +51,9 @@ impl Drive<FakeRing, TestClock> {
 #[test]
 fn pages_that_are_there_are_copied() {
     let (mut drive, ring) = drive();
-    assert!(drive.asks_kernel(&ring, NvmOpcode::WRITE, 0));
-    drive.lists.of_slot(0).0.fill(7);
-    assert!(!drive.asks_kernel(&ring, NvmOpcode::WRITE, 0));
+    assert!(drive.needs_kernel(&ring, NvmOpcode::WRITE, 0));
+    drive.lists.slot_list(0).0.fill(7);
+    assert!(!drive.needs_kernel(&ring, NvmOpcode::WRITE, 0));
     assert_eq!(drive.word(0), 7);
     let theirs = [9; UNIT as usize / 8].map(u64::to_le_bytes).concat();
     drive
@@ -61,8 +61,8 @@ fn pages_that_are_there_are_copied() {
         .as_file()
         .write_all_at(&theirs, 0)
         .expect("written");
-    assert!(!drive.asks_kernel(&ring, NvmOpcode::READ, 0));
-    let list = drive.lists.of_slot(0).0;
+    assert!(!drive.needs_kernel(&ring, NvmOpcode::READ, 0));
+    let list = drive.lists.slot_list(0).0;
     assert!(list[..UNIT as usize / 8].iter().all(|word| *word == 9));
 }
 
@@ -70,7 +70,7 @@ fn pages_that_are_there_are_copied() {
 fn holes_are_left_to_the_kernel() {
     let (mut drive, ring) = drive();
     for _ in 0..2 {
-        assert!(drive.asks_kernel(&ring, NvmOpcode::READ, ELSEWHERE));
+        assert!(drive.needs_kernel(&ring, NvmOpcode::READ, ELSEWHERE));
     }
     let blocks = |drive: &Drive<_, _>| drive.file.as_file().metadata().expect("there").blocks();
     assert_eq!(blocks(&drive), 0, "it took no memory");
@@ -80,11 +80,11 @@ fn holes_are_left_to_the_kernel() {
         .as_file()
         .write_all_at(&page, ELSEWHERE * 512)
         .expect("written");
-    assert!(drive.asks_kernel(&ring, NvmOpcode::READ, ELSEWHERE));
-    assert!(!drive.asks_kernel(&ring, NvmOpcode::READ, ELSEWHERE));
+    assert!(drive.needs_kernel(&ring, NvmOpcode::READ, ELSEWHERE));
+    assert!(!drive.needs_kernel(&ring, NvmOpcode::READ, ELSEWHERE));
     let next = ELSEWHERE + u64::from(BLOCKS);
     for opcode in [NvmOpcode::READ, NvmOpcode::WRITE] {
-        assert!(drive.asks_kernel(&ring, opcode, next), "a hole beside it");
+        assert!(drive.needs_kernel(&ring, opcode, next), "a hole beside it");
     }
     // The fake kernel writes nothing to the file.
     assert_eq!(blocks(&drive) * 512, UNIT);
@@ -93,33 +93,36 @@ fn holes_are_left_to_the_kernel() {
 #[test]
 fn a_transfer_is_copied_where_all_of_its_pages_are_there() {
     let (mut drive, ring) = drive();
-    drive.asks_kernel(&ring, NvmOpcode::WRITE, 0);
+    drive.needs_kernel(&ring, NvmOpcode::WRITE, 0);
     drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 4, BLOCKS, 0)]);
     let given = ring.succeed();
-    assert_eq!((given.what, given.offset), (What::Read, 2048));
+    assert_eq!((given.what, given.offset), (KernelRequestKind::Read, 2048));
     drive.reap();
-    drive.asks_kernel(&ring, NvmOpcode::WRITE, BLOCKS.into());
-    assert!(!drive.asks_kernel(&ring, NvmOpcode::READ, 4));
+    drive.needs_kernel(&ring, NvmOpcode::WRITE, BLOCKS.into());
+    assert!(!drive.needs_kernel(&ring, NvmOpcode::READ, 4));
 }
 
 #[test]
 fn deallocated_pages_are_forgotten() {
     let (mut drive, ring) = drive();
-    drive.asks_kernel(&ring, NvmOpcode::WRITE, 0);
-    drive.asks_kernel(&ring, NvmOpcode::WRITE, BLOCKS.into());
+    drive.needs_kernel(&ring, NvmOpcode::WRITE, 0);
+    drive.needs_kernel(&ring, NvmOpcode::WRITE, BLOCKS.into());
     let command = drive.deallocate(0, 0, BLOCKS.into());
     drive.ring(&[command]);
-    assert_eq!(ring.succeed().what, What::Punch);
+    assert_eq!(ring.succeed().what, KernelRequestKind::Punch);
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
-    assert!(!drive.asks_kernel(&ring, NvmOpcode::READ, BLOCKS.into()));
-    assert!(drive.asks_kernel(&ring, NvmOpcode::READ, 0));
+    assert!(!drive.needs_kernel(&ring, NvmOpcode::READ, BLOCKS.into()));
+    assert!(drive.needs_kernel(&ring, NvmOpcode::READ, 0));
 }
 
 /// A poller can serve other queues between the parts.
 #[test]
 fn zeroes_by_hand_are_not_copied() {
     let (mut drive, ring) = drive();
-    drive.store.shared.gives_up(ZeroingMethod::Zero);
+    drive
+        .store
+        .shared
+        .disable_zeroing_method(ZeroingMethod::ZeroRange);
     let blocks = 2 * (zeroes::BYTES / 512) as u16;
     let last = zeroes::BYTES as u64;
     drive
@@ -128,13 +131,16 @@ fn zeroes_by_hand_are_not_copied() {
         .pages
         .as_ref()
         .expect("mapped")
-        .note(0, 2 * last);
+        .mark_resident(0, 2 * last);
     let command = drive.transfer(NvmOpcode::WRITE_ZEROES, 0, 0, blocks, 0);
     drive.ring(&[command]);
     for offset in [0, last] {
         assert_eq!(drive.reap(), []);
         let given = ring.succeed();
-        assert_eq!((given.what, given.offset), (What::Write, offset));
+        assert_eq!(
+            (given.what, given.offset),
+            (KernelRequestKind::Write, offset)
+        );
     }
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
 }
@@ -145,7 +151,7 @@ fn pages_that_are_lost_are_used_no_more() {
     file.set_len(4 * UNIT).expect("room");
     let pages = MappedFilePages::map(&file, 4 * UNIT).expect("mapped");
     assert!(pages.bytes(0, 1).is_none());
-    pages.note(0, 3 * UNIT);
+    pages.mark_resident(0, 3 * UNIT);
     let (first, last) = (pages.bytes(0, 8), pages.bytes(2 * UNIT, 8));
     let (first, last) = (first.expect("there"), last.expect("there"));
     first.copy_from(&[1; 8]);

@@ -2,7 +2,7 @@
 
 use std::sync::mpsc;
 
-use super::super::survey::SurveyRequest;
+use super::super::extent_survey::SurveyRequest;
 use super::*;
 use nvme_lease::range::BlockRange;
 use nvme_mpt::drive::{HostController, HostLeaseRequest};
@@ -22,11 +22,11 @@ fn deallocation_that_the_file_system_refuses_is_no_error() {
         let given = ring.end(Err(errno));
         assert_eq!(
             (given.what, given.offset, given.len),
-            (What::Punch, 4096, 32_768)
+            (KernelRequestKind::Punch, 4096, 32_768)
         );
         assert_eq!(drive.reap(), [(0, Status::SUCCESS)], "{errno}");
         assert_eq!(
-            drive.store.shared.punches_holes(),
+            drive.store.shared.can_punch_holes(),
             errno != libc::EOPNOTSUPP
         );
     }
@@ -48,11 +48,11 @@ fn a_long_range_is_deallocated_in_turn_with_others() {
     let command = drive.deallocate(0, 0, 1 << 20);
     drive.ring(&[command]);
     let (mut slices, mut at) = (0, 0);
-    while let [given] = ring.has()[..] {
-        assert_eq!((given.what, given.offset), (What::Punch, at));
+    while let [given] = ring.pending_requests()[..] {
+        assert_eq!((given.what, given.offset), (KernelRequestKind::Punch, at));
         at += given.len;
         slices += 1;
-        assert!(shared.turns.is_taken());
+        assert!(shared.slice_scheduler.is_taken());
         clock
             .0
             .set(clock.now() + ticks_in(Duration::from_millis(1)) * given.len / (1 << 18));
@@ -61,9 +61,9 @@ fn a_long_range_is_deallocated_in_turn_with_others() {
             break;
         }
         // Commands of other queues come first.
-        assert!(ring.has().is_empty());
-        assert!(!shared.turns.is_taken());
-        while ring.has().is_empty() {
+        assert!(ring.pending_requests().is_empty());
+        assert!(!shared.slice_scheduler.is_taken());
+        while ring.pending_requests().is_empty() {
             let due = drive.queue.next_due().expect("it goes on");
             assert!(due.0 <= clock.now() + ticks_in(Duration::from_millis(1)));
             clock.0.set(clock.now().max(due.0));
@@ -94,7 +94,7 @@ fn one_waiting_command_polls_for_the_turn() {
         return;
     }
     let shared = drive.store.shared.clone();
-    let taken = shared.turns.take(Ticks(1 << 40), OTHER);
+    let taken = shared.slice_scheduler.take_turn(Ticks(1 << 40), OTHER);
     taken.expect("nobody has it");
     let commands: Vec<Sqe> = (0..SLOTS)
         .map(|slot| drive.deallocate(slot, u64::from(slot) * 64, 64))
@@ -118,9 +118,9 @@ fn write_zeroes_by_hand_takes_no_memory() {
     for slot in 0..SLOTS {
         let mut done = Vec::new();
         while done.is_empty() {
-            for given in ring.has() {
+            for given in ring.pending_requests() {
                 let result = match given.what {
-                    What::Zero => Err(libc::EOPNOTSUPP),
+                    KernelRequestKind::Zero => Err(libc::EOPNOTSUPP),
                     _ => Ok(given.len as usize),
                 };
                 ring.0.borrow_mut().end(given, result);
@@ -142,12 +142,22 @@ fn a_deallocate_that_leaves_data_leaves_its_marks() {
             return late || refusal.is_some();
         }
         clock.0.set(1 << 40);
-        let _room = drive.store.shared.uncorrectable.make_room(&[BlockRange {
-            start: Lba(0),
-            blocks: 1 << 20,
-        }]);
+        let _room = drive
+            .store
+            .shared
+            .uncorrectable
+            .register_lease(&[BlockRange {
+                start: Lba(0),
+                blocks: 1 << 20,
+            }]);
         assert!(drive.store.shared.uncorrectable.mark(8, 8).is_some());
-        let turn = late.then(|| drive.store.shared.turns.take(Ticks(clock.now()), OTHER));
+        let turn = late.then(|| {
+            drive
+                .store
+                .shared
+                .slice_scheduler
+                .take_turn(Ticks(clock.now()), OTHER)
+        });
         let command = drive.deallocate(0, 8, 8);
         drive.ring(&[command]);
         assert!(
@@ -172,7 +182,7 @@ fn a_deallocate_that_leaves_data_leaves_its_marks() {
 }
 
 /// Completes the kernel's request after some time.
-fn end_after(ring: &FakeRing, clock: &TestClock, time: Duration) -> Given {
+fn end_after(ring: &FakeRing, clock: &TestClock, time: Duration) -> KernelRequest {
     clock.0.set(clock.now() + ticks_in(time));
     ring.succeed()
 }
@@ -189,7 +199,7 @@ fn a_deallocate_ends_in_time_however_slow_the_file_system_is() {
     drive.ring(&commands);
     let (mut done, mut slices) = (Vec::new(), 0);
     while done.len() < 3 {
-        if ring.has().is_empty() {
+        if ring.pending_requests().is_empty() {
             let due = drive.queue.next_due().expect("it goes on");
             clock.0.set(clock.now().max(due.0));
         } else {
@@ -202,21 +212,25 @@ fn a_deallocate_ends_in_time_however_slow_the_file_system_is() {
     assert!(slices >= 5, "{slices}");
     let took = clock.now() - began;
     assert!(took < ticks_in(Duration::from_secs(15)), "{took} ticks");
-    assert_eq!(ring.has(), []);
+    assert_eq!(ring.pending_requests(), []);
 }
 
 #[test]
 fn zeroes_that_wait_too_long_for_a_turn_are_written() {
     let (mut drive, ring, clock) = Drive::fake();
     clock.0.set(1 << 40);
-    let turn = drive.store.shared.turns.take(Ticks(clock.now()), OTHER);
+    let turn = drive
+        .store
+        .shared
+        .slice_scheduler
+        .take_turn(Ticks(clock.now()), OTHER);
     assert!(turn.is_some());
     drive.ring(&[drive.transfer(NvmOpcode::WRITE_ZEROES, 0, 0, 64, 0)]);
-    assert_eq!(ring.has(), []);
+    assert_eq!(ring.pending_requests(), []);
     clock.0.set(clock.now() + ticks_in(Duration::from_secs(11)));
     assert!(drive.reap().is_empty());
     let given = ring.succeed();
-    assert_eq!((given.what, given.len), (What::Write, 32_768));
+    assert_eq!((given.what, given.len), (KernelRequestKind::Write, 32_768));
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
 }
 
@@ -236,7 +250,7 @@ fn a_deallocate_waits_for_no_memory() {
     let given = ring.succeed();
     assert_eq!(
         (given.what, given.offset, given.len),
-        (What::Punch, 4096, 8192)
+        (KernelRequestKind::Punch, 4096, 8192)
     );
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
 }
@@ -251,7 +265,7 @@ fn the_holes_of_a_file_are_zeroes_unless_faults_follow_each_command() {
         blocks: BYTES >> 9,
     };
     let parts = [part];
-    let open = || SoftwareController::file(file.path(), 9).expect("a drive");
+    let open = || SoftwareController::open_file(file.path(), 9).expect("a drive");
     let zeroes = |drive: SoftwareController| {
         let namespace = drive.namespaces()[0];
         let request = HostLeaseRequest {
@@ -264,20 +278,22 @@ fn the_holes_of_a_file_are_zeroes_unless_faults_follow_each_command() {
         lease.leading_zeroes(part)
     };
     assert_eq!(zeroes(open()), part.blocks);
-    let faulty = open().faulty(&FaultPlan::default()).expect("no faults");
+    let faulty = open()
+        .with_faults(&FaultPlan::default())
+        .expect("no faults");
     assert_eq!(zeroes(faulty), 0);
 }
 
 /// Lets the test answer a drive's surveys of allocated extents.
-fn surveyed(drive: &mut Drive<FakeRing, TestClock>) -> mpsc::Receiver<SurveyRequest> {
+fn enable_surveys(drive: &mut Drive<FakeRing, TestClock>) -> mpsc::Receiver<SurveyRequest> {
     let (sender, questions) = mpsc::sync_channel(4);
     // The drive's queue and its lease have the file open too.
-    assert!(drive.store.shared.surveyor.begin(sender), "once");
+    assert!(drive.store.shared.surveyor.set_sender(sender), "once");
     questions
 }
 
 /// Deallocates, and answers each survey with these extents. Returns the slices.
-fn slices_of(
+fn deallocated_slices(
     drive: &mut Drive<FakeRing, TestClock>,
     ring: &FakeRing,
     clock: &TestClock,
@@ -293,9 +309,9 @@ fn slices_of(
                 .map(|&(from, to)| (from.max(start), to.min(end)));
             question.answer(inside.filter(|(from, to)| from < to).collect(), 1);
         }
-        if let [_] = ring.has()[..] {
+        if let [_] = ring.pending_requests()[..] {
             let given = ring.succeed();
-            assert_eq!(given.what, What::Punch);
+            assert_eq!(given.what, KernelRequestKind::Punch);
             slices.push((given.offset, given.len));
         }
         clock
@@ -316,19 +332,19 @@ fn deallocating_a_hole_is_immediate_and_does_not_adapt_slices() {
         return;
     }
     clock.0.set(1 << 40);
-    let questions = surveyed(&mut drive);
+    let questions = enable_surveys(&mut drive);
     for _ in 0..20 {
         let command = drive.deallocate(0, 0, 1 << 20);
         drive.ring(&[command]);
-        assert_eq!(ring.has(), [], "it is not known yet");
-        let slices = slices_of(&mut drive, &ring, &clock, &questions, &[]);
+        assert_eq!(ring.pending_requests(), [], "it is not known yet");
+        let slices = deallocated_slices(&mut drive, &ring, &clock, &questions, &[]);
         assert_eq!(slices, [(0, 512 * MIB)]);
     }
     // After a hole, the first slice over data has the initial size again.
     let command = drive.deallocate(0, 0, 1 << 20);
     drive.ring(&[command]);
     let data = (256 * MIB, 257 * MIB);
-    let slices = slices_of(&mut drive, &ring, &clock, &questions, &[data]);
+    let slices = deallocated_slices(&mut drive, &ring, &clock, &questions, &[data]);
     assert_eq!(slices[0], (0, 256 * MIB + (256 << 10)));
     assert_eq!(slices.iter().map(|(_, len)| len).sum::<u64>(), 512 * MIB);
 }
@@ -340,14 +356,14 @@ fn a_survey_that_does_not_come_is_not_waited_for() {
         return;
     }
     clock.0.set(1 << 40);
-    let questions = surveyed(&mut drive);
+    let questions = enable_surveys(&mut drive);
     let command = drive.deallocate(0, 0, 1 << 20);
     drive.ring(&[command]);
     clock
         .0
         .set(clock.now() + ticks_in(Duration::from_millis(1)));
     assert!(drive.reap().is_empty());
-    assert_eq!(ring.has(), []);
+    assert_eq!(ring.pending_requests(), []);
     clock
         .0
         .set(clock.now() + ticks_in(Duration::from_millis(2)));
@@ -371,7 +387,7 @@ fn neighbouring_ranges_are_deallocated_as_one() {
     let ranges = [(0, 8), (8, 8), (0, 0), (16, 16), (64, 8)];
     let mut command = drive.deallocate(0, 0, 8);
     command.cdw10 = ranges.len() as u32 - 1;
-    let (list, _) = drive.lists.of_slot(0);
+    let (list, _) = drive.lists.slot_list(0);
     for (at, (slba, nlb)) in ranges.into_iter().enumerate() {
         let range = DsmRange {
             slba: Lba(slba),
@@ -383,7 +399,7 @@ fn neighbouring_ranges_are_deallocated_as_one() {
     drive.ring(&[command]);
     let given = ring.succeed();
     assert_eq!((given.offset, given.len), (0, 32 * 512));
-    while ring.has().is_empty() {
+    while ring.pending_requests().is_empty() {
         assert!(drive.reap().is_empty());
     }
     let given = ring.succeed();

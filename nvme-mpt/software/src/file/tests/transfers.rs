@@ -21,12 +21,15 @@ fn memory_at_any_alignment_goes_the_same_way() {
     // A write of a partial block reads the whole blocks first, then writes whole blocks.
     drive.ring(&[drive.transfer(NvmOpcode::WRITE, 1, 6, 4, 0)]);
     let given = ring.succeed();
-    assert_eq!((given.what, given.offset, given.len), (What::Read, 0, 8192));
+    assert_eq!(
+        (given.what, given.offset, given.len),
+        (KernelRequestKind::Read, 0, 8192)
+    );
     assert!(drive.reap().is_empty());
     let given = ring.succeed();
     assert_eq!(
         (given.what, given.fd, given.offset, given.len),
-        (What::Write, fd, 0, 8192)
+        (KernelRequestKind::Write, fd, 0, 8192)
     );
     assert_eq!(drive.reap(), [(1, Status::SUCCESS)]);
 }
@@ -39,7 +42,7 @@ fn a_device_begins_with_the_first_commands_of_a_batch() {
         .map(|slot| drive.transfer(NvmOpcode::READ, slot, u64::from(slot) * 8, 8, 0))
         .collect();
     let mut long = drive.transfer(NvmOpcode::READ, 0, 128, 40, 0);
-    let (list, iova) = drive.lists.of_slot(0);
+    let (list, iova) = drive.lists.slot_list(0);
     let page = iova.bits();
     list.as_mut_bytes()[..32].copy_from_slice([page; 4].as_bytes());
     long.dptr = [page, page];
@@ -56,20 +59,26 @@ fn partial_and_whole_block_writes_wait_for_each_other() {
     let again = drive.transfer(NvmOpcode::WRITE, 2, 0, 8, 0);
     drive.ring(&[block, part, again]);
     let given = ring.succeed();
-    assert_eq!((given.tag, given.what), (0, What::Write));
+    assert_eq!((given.tag, given.what), (0, KernelRequestKind::Write));
     // A sleeping poller wakes up for waiting commands.
     let due = drive.queue.next_due().expect("two wait");
     assert!(due.0 <= clock.now() + ticks_in(Duration::from_millis(1)));
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
     let given = ring.succeed();
-    assert_eq!((given.tag, given.what, given.len), (1, What::Read, UNIT));
+    assert_eq!(
+        (given.tag, given.what, given.len),
+        (1, KernelRequestKind::Read, UNIT)
+    );
     assert!(drive.reap().is_empty());
     let given = ring.succeed();
-    assert_eq!((given.tag, given.what, given.len), (1, What::Write, UNIT));
+    assert_eq!(
+        (given.tag, given.what, given.len),
+        (1, KernelRequestKind::Write, UNIT)
+    );
     assert_eq!(drive.reap(), [(1, Status::SUCCESS)]);
     drive.reap();
     let given = ring.succeed();
-    assert_eq!((given.tag, given.what), (2, What::Write));
+    assert_eq!((given.tag, given.what), (2, KernelRequestKind::Write));
     assert_eq!(drive.reap(), [(2, Status::SUCCESS)]);
     assert_eq!(drive.queue.next_due(), None);
 }
@@ -87,15 +96,15 @@ fn the_kernel_is_asked_for_nothing_behind_the_end_of_a_file_that_was_cut_short()
     drive.ring(&refused);
     let fault = Status::WRITE_FAULT;
     assert_eq!(drive.reap(), [(0, fault), (1, fault), (2, fault)]);
-    assert_eq!(ring.has(), []);
+    assert_eq!(ring.pending_requests(), []);
     // Deallocation is advisory. There is nothing to deallocate, neither whole blocks nor a part of a block.
     for (slba, blocks) in [(8, 16), (18, 16), (20, 2)] {
         let command = drive.deallocate(3, slba, blocks);
         drive.ring(&[command]);
         assert_eq!(drive.reap(), [(3, Status::SUCCESS)]);
-        assert_eq!(ring.has(), []);
+        assert_eq!(ring.pending_requests(), []);
     }
-    assert!(!drive.store.shared.turns.is_taken());
+    assert!(!drive.store.shared.slice_scheduler.is_taken());
     drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 8, 16, 0)]);
     assert_eq!(drive.reap(), [(0, Status::UNRECOVERED_READ_ERROR)]);
     drive.ring(&[drive.transfer(NvmOpcode::WRITE, 0, 8, 8, 0)]);
@@ -117,7 +126,7 @@ fn parts_of_blocks_in_a_sparse_file_all_complete() {
             .enumerate()
         {
             let slot = slot as u16;
-            let (list, _) = drive.lists.of_slot(slot);
+            let (list, _) = drive.lists.slot_list(slot);
             list.fill(round << 8 | u64::from(slot));
             // The slot's list starts in the middle of a block, so there are two parts.
             let at = if blocks == 16 { 0 } else { 512 };
@@ -172,24 +181,32 @@ fn a_command_gets_the_memory_of_one_that_failed_without_a_request() {
     let partial = BlockChange {
         start: 1 << 20,
         end: (1 << 20) + UNIT,
-        partial: true,
+        is_partial: true,
     };
     let (claim, begins) = claims.enter(&lane, partial);
     assert!(begins);
     let copies: Vec<Sqe> = (0..5).map(|slot| drive.copy(slot, 0, 8, 2048)).collect();
     drive.ring(&copies);
-    for given in ring.has() {
+    for given in ring.pending_requests() {
         ring.0.borrow_mut().end(given, Ok(given.len as usize));
     }
     assert!(drive.reap().is_empty());
-    assert_eq!(ring.has(), [], "four wait for the block, one for memory");
+    assert_eq!(
+        ring.pending_requests(),
+        [],
+        "four wait for the block, one for memory"
+    );
     drive.file.as_file().set_len(1 << 20).expect("shorter");
-    shared.look_at_size();
+    shared.check_size();
     claims.leave(&lane, claim);
     let fault = Status::WRITE_FAULT;
     let failed: Vec<_> = (0..4).map(|slot| (slot, fault)).collect();
     assert_eq!(drive.reap(), failed);
-    assert_eq!(ring.succeed().what, What::Read, "the fifth has begun");
+    assert_eq!(
+        ring.succeed().what,
+        KernelRequestKind::Read,
+        "the fifth has begun"
+    );
     drive.reap();
 }
 
@@ -202,7 +219,7 @@ fn a_write_waits_for_a_place_in_the_list_of_changes() {
         let change = BlockChange {
             start: 1 << 20,
             end: (1 << 20) + UNIT,
-            partial,
+            is_partial: partial,
         };
         lease.claims.enter(&lane, change).0
     };
@@ -211,10 +228,14 @@ fn a_write_waits_for_a_place_in_the_list_of_changes() {
     let write = drive.transfer(NvmOpcode::WRITE, 0, 0, 8, 0);
     let read = drive.transfer(NvmOpcode::READ, 1, 0, 8, 0);
     drive.ring(&[write, read]);
-    assert_eq!(ring.succeed().what, What::Read, "a read needs no place");
+    assert_eq!(
+        ring.succeed().what,
+        KernelRequestKind::Read,
+        "a read needs no place"
+    );
     lease.claims.leave(&lane, part);
     assert_eq!(drive.reap(), [(1, Status::SUCCESS)]);
-    assert_eq!(ring.succeed().what, What::Write);
+    assert_eq!(ring.succeed().what, KernelRequestKind::Write);
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
     for claim in others {
         lease.claims.leave(&lane, claim);
@@ -227,38 +248,41 @@ fn one_waiting_command_polls_for_memory() {
     let verify = |slot| drive.transfer(NvmOpcode::VERIFY, slot, u64::from(slot) * 8, 8, 0);
     let commands: Vec<Sqe> = (0..SLOTS).map(verify).collect();
     drive.ring(&commands);
-    let begun = ring.has().len();
+    let begun = ring.pending_requests().len();
     assert!((1..usize::from(SLOTS) - 1).contains(&begun), "{begun}");
     let end_first = |ring: &FakeRing| {
-        let given = ring.has()[0];
+        let given = ring.pending_requests()[0];
         ring.0.borrow_mut().end(given, Ok(given.len as usize));
     };
     end_first(&ring);
     STARTS.set(0);
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
     assert_eq!(STARTS.get(), 2, "one starts, and one is refused");
-    assert_eq!(ring.has().len(), begun);
+    assert_eq!(ring.pending_requests().len(), begun);
     for slot in 1..SLOTS {
         end_first(&ring);
         assert_eq!(drive.reap(), [(slot, Status::SUCCESS)], "in their order");
     }
-    assert!(ring.has().is_empty());
+    assert!(ring.pending_requests().is_empty());
 }
 
 #[test]
 fn partial_blocks_of_different_leases_are_independent() {
     let (drive, _, _) = Drive::fake();
-    let other = drive.store.lease("other", BYTES, None).expect("opened");
+    let other = drive
+        .store
+        .open_for_lease("other", BYTES, None)
+        .expect("opened");
     let [lane, others] = [&drive.lease, &other].map(|lease| lease.claims.open_lane());
     let change = |partial| BlockChange {
         start: 0,
         end: UNIT,
-        partial,
+        is_partial: partial,
     };
     let (part, begins) = drive.lease.claims.enter(&lane, change(true));
     assert!(begins);
     let (whole, begins) = other.claims.enter(&others, change(false));
-    assert!(begins && whole == BlockChangeClaim::Lane);
+    assert!(begins && whole == BlockChangeClaim::FastLane);
     other.claims.leave(&others, whole);
     drive.lease.claims.leave(&lane, part);
 }

@@ -18,13 +18,13 @@ use nvme_mpt_paths::{OFlags, PathEntry};
 const MAGIC: [u8; 8] = *b"mpt-kv\r\n";
 
 /// Offset of the database.
-const DATABASE: u64 = 4096;
+const DATABASE_OFFSET: u64 = 4096;
 
 /// First bytes of a database that was completely created.
 const DATABASE_MAGIC: [u8; 4] = *b"redb";
 
 /// Number of bytes that are read at a time to check whether a file is empty.
-const LOOK: usize = 1 << 20;
+const EMPTY_CHECK_BYTES: usize = 1 << 20;
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -80,15 +80,15 @@ impl KvDatabaseFile {
             Some(KeyValueFileHeader { version, .. }) => {
                 return Err(KeyValueError::Version { path, version });
             }
-            None if file.metadata().map_err(io)?.len() < DATABASE => {
+            None if file.metadata().map_err(io)?.len() < DATABASE_OFFSET => {
                 return Err(KeyValueError::TooSmall(path));
             }
-            None if is_empty(&file).map_err(io)? => make(&file).map_err(io)?,
+            None if is_empty(&file).map_err(io)? => write_header(&file).map_err(io)?,
             None => return Err(KeyValueError::Foreign(path)),
         };
         // A process ended before it created the database, so there is no data to lose.
         if !has_database(&file).map_err(io)? {
-            file.set_len(DATABASE).map_err(io)?;
+            file.set_len(DATABASE_OFFSET).map_err(io)?;
             file.sync_all().map_err(io)?;
         }
         let file = Arc::new(file);
@@ -112,7 +112,7 @@ impl KvDatabaseFile {
 /// Reads the header. Returns `None` if the file is not a file of pairs.
 fn read_header(file: &File) -> io::Result<Option<KeyValueFileHeader>> {
     let mut bytes = [0; size_of::<KeyValueFileHeader>()];
-    if file.metadata()?.len() < DATABASE {
+    if file.metadata()?.len() < DATABASE_OFFSET {
         return Ok(None);
     }
     file.read_exact_at(&mut bytes, 0)?;
@@ -121,7 +121,7 @@ fn read_header(file: &File) -> io::Result<Option<KeyValueFileHeader>> {
 }
 
 /// Writes the header of an empty file. Returns the capacity, which is the file's length.
-fn make(file: &File) -> io::Result<u64> {
+fn write_header(file: &File) -> io::Result<u64> {
     let capacity = file.metadata()?.len();
     let header = KeyValueFileHeader {
         magic: MAGIC,
@@ -136,10 +136,10 @@ fn make(file: &File) -> io::Result<u64> {
 
 fn has_database(file: &File) -> io::Result<bool> {
     let mut magic = DATABASE_MAGIC;
-    if file.metadata()?.len() < DATABASE + magic.len() as u64 {
+    if file.metadata()?.len() < DATABASE_OFFSET + magic.len() as u64 {
         return Ok(false);
     }
-    file.read_exact_at(&mut magic, DATABASE)?;
+    file.read_exact_at(&mut magic, DATABASE_OFFSET)?;
     Ok(magic == DATABASE_MAGIC)
 }
 
@@ -148,7 +148,7 @@ fn is_empty(file: &File) -> io::Result<bool> {
     // A file without blocks can have content only at its beginning, stored in the inode.
     let has_blocks = file.metadata()?.blocks() > 0;
     let mut file = file;
-    let mut bytes = vec![0; LOOK];
+    let mut bytes = vec![0; EMPTY_CHECK_BYTES];
     loop {
         let count = file.read(&mut bytes)?;
         if bytes.iter().take(count).any(|byte| *byte != 0) {
@@ -163,15 +163,15 @@ fn is_empty(file: &File) -> io::Result<bool> {
 /// The database gets the part of the file after the header.
 impl StorageBackend for KvDatabaseFile {
     fn len(&self) -> io::Result<u64> {
-        Ok(self.file.metadata()?.len().saturating_sub(DATABASE))
+        Ok(self.file.metadata()?.len().saturating_sub(DATABASE_OFFSET))
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        self.file.read_exact_at(out, DATABASE + offset)
+        self.file.read_exact_at(out, DATABASE_OFFSET + offset)
     }
 
     fn set_len(&self, len: u64) -> io::Result<()> {
-        self.file.set_len(DATABASE + len)
+        self.file.set_len(DATABASE_OFFSET + len)
     }
 
     fn sync_data(&self) -> io::Result<()> {
@@ -179,6 +179,6 @@ impl StorageBackend for KvDatabaseFile {
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.file.write_all_at(data, DATABASE + offset)
+        self.file.write_all_at(data, DATABASE_OFFSET + offset)
     }
 }

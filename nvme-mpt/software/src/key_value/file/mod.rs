@@ -8,13 +8,13 @@
 //! After a file system error, the database is reopened, which rolls the transaction back. The commands of that transaction fail
 //! with Unrecovered Error.
 
-mod desk;
+#[cfg(feature = "key-value-files")]
+mod database;
 #[cfg(feature = "key-value-files")]
 mod layout;
+mod request_queue;
 #[cfg(feature = "key-value-files")]
-mod store;
-#[cfg(feature = "key-value-files")]
-mod synced;
+mod synced_file;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -23,18 +23,18 @@ use std::time::Duration;
 
 use log::error;
 
-pub(super) use desk::{KvReplyQueue, QueuedKvRequest};
+pub(super) use request_queue::{KvReplyQueue, QueuedKvRequest};
 
 use super::KeyValueError;
 use super::pairs::KeySpaceUsage;
-use desk::KvRequestQueue;
+#[cfg(feature = "key-value-files")]
+use database::KeyValueDatabase;
 #[cfg(feature = "key-value-files")]
 use layout::KvDatabaseFile;
 use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_memory::sync::mpsc::{Receiver, RecvTimeoutError};
 use nvme_mpt_memory::sync::{JoinHandle, Mutex, MutexGuard};
-#[cfg(feature = "key-value-files")]
-use store::KeyValueDatabase;
+use request_queue::KvRequestQueue;
 
 /// Version of the file format.
 pub(super) const VERSION: u32 = 1;
@@ -59,18 +59,18 @@ impl KeySpaceUsages {
 }
 
 /// Time for which the closing of the drive waits for the thread to end.
-const PATIENCE: Duration = Duration::from_secs(30);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// An open file of pairs, with its thread.
 #[derive(Debug)]
 pub(super) struct KeyValueFile {
     path: PathBuf,
     capacity: u64,
-    desk: Arc<KvRequestQueue>,
+    request_queue: Arc<KvRequestQueue>,
     usages: Arc<KeySpaceUsages>,
     thread: Option<JoinHandle<()>>,
     /// Channel that is disconnected when the thread ends.
-    end: Mutex<Receiver<()>>,
+    thread_ended: Mutex<Receiver<()>>,
     /// Time after which a transaction fails the queues that wait for it.
     timeout: OnceLock<Duration>,
 }
@@ -105,7 +105,7 @@ impl KeyValueFile {
                 // to it.
                 let _until_the_end = (ending, lock);
                 while let Some(asked) = desk.next_batch() {
-                    store.carry_out(asked);
+                    store.execute_requests(asked);
                 }
                 drop(store);
             }
@@ -119,10 +119,10 @@ impl KeyValueFile {
         Ok(Self {
             path,
             capacity,
-            desk,
+            request_queue: desk,
             usages,
             thread: Some(thread),
-            end: Mutex::new(end),
+            thread_ended: Mutex::new(end),
             timeout: OnceLock::new(),
         })
     }
@@ -154,22 +154,25 @@ impl KeyValueFile {
     }
 
     /// Passes requests on a key space to the thread, which replies to their mailboxes.
-    pub(super) fn ask(&self, name: u64, asked: Vec<QueuedKvRequest>) {
-        self.desk.ask(name, asked);
+    pub(super) fn submit_requests(&self, name: u64, asked: Vec<QueuedKvRequest>) {
+        self.request_queue.push(name, asked);
     }
 
     /// Returns the number of batches that the thread has taken.
     pub(super) fn batches(&self) -> u64 {
-        self.desk.batches()
+        self.request_queue.batches()
     }
 
     /// Stops the thread and waits for it. Returns whether it has ended.
-    fn end(&mut self, patience: Duration) -> bool {
-        self.desk.close();
+    fn stop_thread(&mut self, patience: Duration) -> bool {
+        self.request_queue.close();
         let Some(thread) = self.thread.take() else {
             return true;
         };
-        let end = self.end.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let end = self
+            .thread_ended
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner);
         if end.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
             error!(
                 "The kernel has not completed a request on {} for over {patience:?}. The file stays locked until it \
@@ -186,7 +189,7 @@ impl KeyValueFile {
 
 impl Drop for KeyValueFile {
     fn drop(&mut self) {
-        self.end(PATIENCE);
+        self.stop_thread(CLOSE_TIMEOUT);
     }
 }
 
@@ -213,7 +216,7 @@ mod tests {
             })
         });
         let mut pairs = KeyValueFile::open(&path, &kept).expect("empty");
-        assert!(!pairs.end(Duration::from_millis(1)));
+        assert!(!pairs.stop_thread(Duration::from_millis(1)));
         drop(pairs);
         // The kernel may still write earlier data.
         let error = KeyValueFile::open(&path, &ThreadSpawner::default()).expect_err("locked");

@@ -8,11 +8,11 @@ use crate::model::flash::ModelledFlash;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct OpenProgramUnit {
     /// Bytes of host data in the present program unit.
-    host: u64,
+    host_bytes: u64,
     /// Time when the controller has all copied pages of the present program unit.
-    copied: u64,
+    copied_at: u64,
     /// The last group of pages that was read to copy a page, and the time when it was read.
-    group: Option<(u32, u64)>,
+    last_read_group: Option<(u32, u64)>,
 }
 
 /// The flash of one FTL instance, for operations that start at `now`.
@@ -34,47 +34,47 @@ impl TimedFlash<'_> {
         u64::from(self.geometry.unit_pages) * PAGE
     }
 
-    fn program_host(&mut self, last: FlashPage) {
+    fn program_host_unit(&mut self, last: FlashPage) {
         let (die, bytes) = (self.die(last), self.unit_bytes());
         let done = self.flash.program(die, self.now, bytes);
-        let held = std::mem::take(&mut self.units.host);
+        let held = std::mem::take(&mut self.units.host_bytes);
         self.flash.buffer.release(done, held);
     }
 }
 
 impl FlashMedia for TimedFlash<'_> {
     fn write(&mut self, to: FlashPage) {
-        self.units.host += PAGE;
-        if self.geometry.ends_unit(to) {
-            self.program_host(to);
+        self.units.host_bytes += PAGE;
+        if self.geometry.is_unit_end(to) {
+            self.program_host_unit(to);
         }
     }
 
     fn copy(&mut self, from: FlashPage, to: FlashPage) {
         let group = self.geometry.read_group(from);
         let die = self.die(from);
-        let there = match self.units.group {
+        let there = match self.units.last_read_group {
             // The previous read has already sensed this page.
             Some((sensed, at)) if sensed == group => self.flash.transfer(die, at, PAGE),
             _ => self.flash.read(die, self.now, PAGE),
         };
-        self.units.group = Some((group, there));
-        self.units.copied = self.units.copied.max(there);
-        if self.geometry.ends_unit(to) {
+        self.units.last_read_group = Some((group, there));
+        self.units.copied_at = self.units.copied_at.max(there);
+        if self.geometry.is_unit_end(to) {
             let (die, bytes) = (self.die(to), self.unit_bytes());
-            self.flash.program(die, self.units.copied, bytes);
+            self.flash.program(die, self.units.copied_at, bytes);
         }
     }
 
     fn pad(&mut self, last: FlashPage) {
-        self.program_host(last);
+        self.program_host_unit(last);
     }
 
     fn erase(&mut self, _: u32) {
         // The erased line gets other data, so the last read group is no longer valid.
-        self.units.group = None;
+        self.units.last_read_group = None;
         for die in self.first_die..self.first_die + self.geometry.dies as usize {
-            let from = self.units.copied.max(self.now);
+            let from = self.units.copied_at.max(self.now);
             self.flash.erase(die, from);
         }
     }

@@ -92,7 +92,7 @@ impl FlashGeometry {
     }
 
     /// Returns whether a page is the last of its program unit.
-    pub(super) fn ends_unit(&self, page: FlashPage) -> bool {
+    pub(super) fn is_unit_end(&self, page: FlashPage) -> bool {
         (page.0 + 1).is_multiple_of(self.unit_pages)
     }
 }
@@ -113,7 +113,7 @@ mod tests {
         assert_eq!(geometry.line(FlashPage(24)), 1);
         assert_eq!(geometry.unit(FlashPage(7)), 1);
         assert_eq!(geometry.read_group(FlashPage(7)), 3);
-        assert!(geometry.ends_unit(FlashPage(7)) && !geometry.ends_unit(FlashPage(6)));
+        assert!(geometry.is_unit_end(FlashPage(7)) && !geometry.is_unit_end(FlashPage(6)));
         assert_eq!(
             FlashGeometry::new(2, DiePageCounts::new(2, 4, 12), 2400, 10).lines,
             110

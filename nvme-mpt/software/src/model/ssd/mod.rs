@@ -11,22 +11,22 @@
 mod flash;
 mod ftl;
 mod geometry;
-mod keep;
+mod persistence;
 
 pub use ftl::FlashWear;
-pub(crate) use keep::beside;
+pub(crate) use persistence::state_path;
 
+use super::bandwidth_tokens::BandwidthTokens;
 use super::flash::{FlashParts, ModelledFlash};
 use super::profile::SsdProfile;
 use super::time::TickUnit;
-use super::tokens::BandwidthTokens;
 use super::{MediaAccess, MediaWork};
 use flash::{OpenProgramUnit, TimedFlash};
 use ftl::Ftl;
 use geometry::{DiePageCounts, FlashGeometry, FlashPage, PAGE};
 
 /// Maximum number of logical pages of an FTL instance, so that its flash pages have 32-bit numbers.
-const MOST_PAGES: u64 = 1 << 30;
+const INSTANCE_PAGES_MAX: u64 = 1 << 30;
 
 /// An FTL instance with its part of the flash.
 #[derive(Debug)]
@@ -54,7 +54,7 @@ impl FtlInstance {
 }
 
 impl SsdProfile {
-    fn flash(&self) -> FlashParts {
+    fn flash_parts(&self) -> FlashParts {
         FlashParts {
             channels: self.channels,
             dies_per_channel: self.dies_per_channel,
@@ -102,7 +102,7 @@ impl SsdModel {
                 block: in_pages(profile.block.0),
             },
             // Pages beyond the map are never mapped and cost as much as unwritten pages.
-            pages.min(MOST_PAGES) as u32,
+            pages.min(INSTANCE_PAGES_MAX) as u32,
             profile.over_provisioning.into(),
         );
         let instance = |index| FtlInstance {
@@ -113,10 +113,10 @@ impl SsdModel {
         Self {
             page_shift,
             block_bytes: 1 << lba_shift,
-            read_overhead: timebase.of(profile.read_overhead),
-            write_overhead: timebase.of(profile.write_overhead),
+            read_overhead: timebase.span_ticks(profile.read_overhead),
+            write_overhead: timebase.span_ticks(profile.write_overhead),
             link: BandwidthTokens::new(profile.link_bandwidth.0, timebase),
-            flash: ModelledFlash::new(&profile.flash(), timebase),
+            flash: ModelledFlash::new(&profile.flash_parts(), timebase),
             instances: (0..instances).map(instance).collect(),
         }
     }
@@ -135,13 +135,13 @@ impl SsdModel {
     }
 
     /// Starts a batch of commands that arrive at `now`. No later command arrives earlier.
-    pub(super) fn begin(&mut self, now: u64) {
-        self.link.forget(now);
-        self.flash.forget(now);
+    pub(super) fn begin_batch(&mut self, now: u64) {
+        self.link.drop_before(now);
+        self.flash.drop_before(now);
     }
 
     /// Computes the time when work that arrives at `now` completes.
-    pub(super) fn due(&mut self, work: &MediaWork, now: u64) -> u64 {
+    pub(super) fn due_time(&mut self, work: &MediaWork, now: u64) -> u64 {
         match work.access {
             MediaAccess::Read => self.read(work, now),
             MediaAccess::Write => self.write(work, now),
@@ -151,14 +151,14 @@ impl SsdModel {
     }
 
     /// Returns the logical pages that contain the work's blocks.
-    fn pages(&self, work: &MediaWork) -> std::ops::Range<u64> {
+    fn page_range(&self, work: &MediaWork) -> std::ops::Range<u64> {
         let first = work.slba >> self.page_shift;
         let end = (work.slba + work.blocks).div_ceil(1 << self.page_shift);
         first..end.max(first)
     }
 
     /// Returns the FTL instance of a logical page, and the page's number within the instance.
-    fn instance_of(&self, page: u64) -> (usize, u32) {
+    fn locate_page(&self, page: u64) -> (usize, u32) {
         let instances = self.instances.len() as u64;
         // Pages beyond the map are never mapped.
         let logical = u32::try_from(page / instances).unwrap_or(u32::MAX);
@@ -167,24 +167,24 @@ impl SsdModel {
 
     fn read(&mut self, work: &MediaWork, now: u64) -> u64 {
         let now = now.saturating_add(self.read_overhead);
-        let there = self.fetch(work, now);
+        let there = self.read_flash(work, now);
         self.link.transfer(there, work.blocks * self.block_bytes)
     }
 
     /// Reads blocks from flash. Returns the time when the controller has them.
-    fn fetch(&mut self, work: &MediaWork, now: u64) -> u64 {
-        let pages = self.pages(work);
+    fn read_flash(&mut self, work: &MediaWork, now: u64) -> u64 {
+        let pages = self.page_range(work);
         // If the blocks are smaller than a page, only their bytes are transferred.
         let bytes = PAGE.min(work.blocks * self.block_bytes);
         let instances = self.instances.len() as u64;
         let mut there = now;
         // Process each instance separately, so that pages that a die reads together are adjacent.
         for first in (pages.start..pages.end).take(self.instances.len()) {
-            let (instance, logical) = self.instance_of(first);
+            let (instance, logical) = self.locate_page(first);
             let count = (pages.end - first).div_ceil(instances) as u32;
             let mine = logical..logical.saturating_add(count);
             if let Some(instance) = self.instances.get(instance) {
-                there = there.max(fetch(instance, &mut self.flash, mine, bytes, now));
+                there = there.max(read_instance(instance, &mut self.flash, mine, bytes, now));
             }
         }
         there
@@ -196,7 +196,7 @@ impl SsdModel {
         let page_blocks = 1 << self.page_shift;
         let end = work.slba + work.blocks;
         let mut done = sent;
-        for page in self.pages(work) {
+        for page in self.page_range(work) {
             let first = page << self.page_shift;
             let mut there = sent;
             if first < work.slba || first + page_blocks > end {
@@ -206,10 +206,10 @@ impl SsdModel {
                     slba: first,
                     blocks: page_blocks,
                 };
-                there = self.fetch(&rest, sent);
+                there = self.read_flash(&rest, sent);
             }
-            let room = self.flash.buffer.admit(there, PAGE);
-            let (instance, logical) = self.instance_of(page);
+            let room = self.flash.buffer.reserve(there, PAGE);
+            let (instance, logical) = self.locate_page(page);
             if let Some(instance) = self.instances.get_mut(instance) {
                 let (ftl, mut flash) = instance.flash(&mut self.flash, room);
                 ftl.write(logical, &mut flash);
@@ -223,7 +223,7 @@ impl SsdModel {
     fn deallocate(&mut self, work: &MediaWork, now: u64) -> u64 {
         let first = work.slba.div_ceil(1 << self.page_shift);
         for page in first..(work.slba + work.blocks) >> self.page_shift {
-            let (instance, logical) = self.instance_of(page);
+            let (instance, logical) = self.locate_page(page);
             if let Some(instance) = self.instances.get_mut(instance) {
                 instance.ftl.deallocate(logical);
             }
@@ -236,12 +236,12 @@ impl SsdModel {
             let (ftl, mut flash) = instance.flash(&mut self.flash, now);
             ftl.flush(&mut flash);
         }
-        self.flash.buffer.programmed().max(now)
+        self.flash.buffer.programmed_at().max(now)
     }
 }
 
 /// Reads `bytes` bytes of each page of an FTL instance. Returns the time when the controller has them.
-fn fetch(
+fn read_instance(
     instance: &FtlInstance,
     flash: &mut ModelledFlash,
     pages: std::ops::Range<u32>,

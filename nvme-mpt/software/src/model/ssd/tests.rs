@@ -9,7 +9,7 @@ const PAGE_BLOCKS: u64 = 8;
 const MIB: u64 = 1 << 20;
 
 fn profile() -> SsdProfile {
-    match DriveProfile::named("ssd").expect("comes along") {
+    match DriveProfile::find_built_in("ssd").expect("comes along") {
         DriveProfile::Ssd(profile) => profile,
         other => panic!("{other:?}"),
     }
@@ -59,8 +59,8 @@ fn run(
             let std::cmp::Reverse(done) = flying.pop().expect("in flight");
             now = now.max(done);
         }
-        model.begin(now);
-        let due = model.due(&next(), now);
+        model.begin_batch(now);
+        let due = model.due_time(&next(), now);
         assert!(due >= now);
         latencies.push(due - now);
         flying.push(std::cmp::Reverse(due));
@@ -76,8 +76,8 @@ fn fill(model: &mut SsdModel, begin: u64, bytes: u64) -> u64 {
         offset += MIB;
         work(MediaAccess::Write, offset - MIB, MIB)
     });
-    model.begin(end);
-    model.due(&work(MediaAccess::Flush, 0, 0), end)
+    model.begin_batch(end);
+    model.due_time(&work(MediaAccess::Flush, 0, 0), end)
 }
 
 fn mib_per_second(bytes: u64, nanoseconds: u64) -> f64 {
@@ -88,23 +88,23 @@ fn mib_per_second(bytes: u64, nanoseconds: u64) -> f64 {
 fn a_read_takes_what_its_parts_take() {
     let profile = profile();
     let mut model = drive(&profile, 64 * MIB);
-    let link = TickUnit::Nanoseconds.transfer(PAGE, profile.link_bandwidth.0);
+    let link = TickUnit::Nanoseconds.transfer_ticks(PAGE, profile.link_bandwidth.0);
     // The data was never written, so no flash is read.
-    let unwritten = model.due(&work(MediaAccess::Read, 0, PAGE), 1000) - 1000;
+    let unwritten = model.due_time(&work(MediaAccess::Read, 0, PAGE), 1000) - 1000;
     assert!(
         unwritten.abs_diff(profile.read_overhead.0 + link) <= 1,
         "{unwritten}"
     );
     let now = fill(&mut model, 1_000_000, 64 * MIB);
-    model.begin(now);
-    let channel = TickUnit::Nanoseconds.transfer(PAGE, profile.channel_bandwidth.0);
+    model.begin_batch(now);
+    let channel = TickUnit::Nanoseconds.transfer_ticks(PAGE, profile.channel_bandwidth.0);
     let expected = profile.read_overhead.0 + profile.read.0 + channel + link;
-    let taken = model.due(&work(MediaAccess::Read, 8 * MIB, PAGE), now) - now;
+    let taken = model.due_time(&work(MediaAccess::Read, 8 * MIB, PAGE), now) - now;
     assert!(taken.abs_diff(expected) <= 2, "{taken}, not {expected}");
     // A transfer of less than a page takes less time on the channel.
     let later = now + 1_000_000;
-    model.begin(later);
-    let taken_for_less = model.due(&work(MediaAccess::Read, 8 * MIB, 512), later) - later;
+    model.begin_batch(later);
+    let taken_for_less = model.due_time(&work(MediaAccess::Read, 8 * MIB, 512), later) - later;
     assert!(taken_for_less < taken && taken_for_less > profile.read.0);
 }
 
@@ -112,18 +112,18 @@ fn a_read_takes_what_its_parts_take() {
 fn a_write_is_done_when_it_is_buffered_and_a_flush_when_it_is_programmed() {
     let profile = profile();
     let mut model = drive(&profile, 64 * MIB);
-    let link = TickUnit::Nanoseconds.transfer(PAGE, profile.link_bandwidth.0);
-    let written = model.due(&work(MediaAccess::Write, 0, PAGE), 0);
+    let link = TickUnit::Nanoseconds.transfer_ticks(PAGE, profile.link_bandwidth.0);
+    let written = model.due_time(&work(MediaAccess::Write, 0, PAGE), 0);
     assert!(
         written.abs_diff(profile.write_overhead.0 + link) <= 1,
         "{written}"
     );
-    let flushed = model.due(&work(MediaAccess::Flush, 0, 0), written);
+    let flushed = model.due_time(&work(MediaAccess::Flush, 0, 0), written);
     assert!(flushed >= written + profile.program.0);
     assert_eq!(model.wear().padded_pages, 15);
     // No data is left to be programmed.
     assert_eq!(
-        model.due(&work(MediaAccess::Flush, 0, 0), flushed + 1),
+        model.due_time(&work(MediaAccess::Flush, 0, 0), flushed + 1),
         flushed + 1
     );
 }
@@ -133,11 +133,11 @@ fn part_of_a_page_is_written_after_the_rest_is_read() {
     let profile = profile();
     let mut model = drive(&profile, 64 * MIB);
     let now = fill(&mut model, 0, 64 * MIB);
-    model.begin(now);
-    let whole = model.due(&work(MediaAccess::Write, MIB, PAGE), now) - now;
+    model.begin_batch(now);
+    let whole = model.due_time(&work(MediaAccess::Write, MIB, PAGE), now) - now;
     let later = now + 10_000_000;
-    model.begin(later);
-    let part = model.due(&work(MediaAccess::Write, 2 * MIB + 512, 512), later) - later;
+    model.begin_batch(later);
+    let part = model.due_time(&work(MediaAccess::Write, 2 * MIB + 512, 512), later) - later;
     assert!(
         part >= profile.read.0 && whole < profile.read.0,
         "{part} {whole}"
@@ -247,7 +247,7 @@ fn deallocated_pages_feed_garbage_collection() {
         let mut model = drive(&profile, bytes);
         let mut now = fill(&mut model, 0, bytes);
         if deallocate {
-            now = model.due(&work(MediaAccess::Deallocate, 0, bytes / 2), now);
+            now = model.due_time(&work(MediaAccess::Deallocate, 0, bytes / 2), now);
         }
         let mut rng = Rng(3);
         let pages = bytes / 2 / PAGE;
@@ -321,7 +321,7 @@ fn the_same_commands_take_the_same_time() {
 #[test]
 fn the_state_is_kept_beside_the_file() {
     let folder = tempfile::tempdir().expect("a folder");
-    let path = keep::beside(&folder.path().join("drive.img"));
+    let path = persistence::state_path(&folder.path().join("drive.img"));
     let profile = profile();
     let mut model = drive(&profile, 64 * MIB);
     assert!(!model.restore(&path).expect("nothing is there"));
@@ -331,7 +331,7 @@ fn the_state_is_kept_beside_the_file() {
     assert!(next.restore(&path).expect("sound"));
     assert_eq!(next.wear(), model.wear());
     // The written data is in flash after the restart, so a read takes flash time.
-    let taken = next.due(&work(MediaAccess::Read, 0, PAGE), 0);
+    let taken = next.due_time(&work(MediaAccess::Read, 0, PAGE), 0);
     assert!(taken > profile.read_overhead.0 + profile.read.0);
     // The state of another drive is not used.
     let mut other = drive(&profile, 128 * MIB);

@@ -18,10 +18,10 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use super::bandwidth_tokens::BandwidthTokens;
 use super::flash::{FlashParts, ModelledFlash};
 use super::profile::{ZnsFlash, ZnsProfile};
 use super::time::TickUnit;
-use super::tokens::BandwidthTokens;
 use super::{MediaAccess, MediaWork};
 
 /// Content of a zone, in bytes.
@@ -30,16 +30,16 @@ struct FlashZone {
     /// Bytes written since the last reset.
     written: u64,
     /// Bytes of the partial program unit that is in the buffer.
-    held: u64,
+    buffered: u64,
     /// Bytes that were written before the last reset; 0 after the next write. Deallocations of bytes below this number belong
     /// to the same reset.
-    was: u64,
+    previously_written: u64,
 }
 
 impl FlashZone {
     /// Returns the number of bytes that were handed to a die.
-    fn on_flash(&self) -> u64 {
-        self.written - self.held
+    fn flash_bytes(&self) -> u64 {
+        self.written - self.buffered
     }
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct ZnsModel {
     zone_bytes: u64,
     capacity: u64,
     flash_page: u64,
-    unit: u64,
+    unit_bytes: u64,
     dies_per_zone: u64,
     /// Number of groups of `dies_per_zone` dies.
     groups: u64,
@@ -60,14 +60,14 @@ pub(crate) struct ZnsModel {
     flash: ModelledFlash,
     zones: Box<[FlashZone]>,
     /// Zones that have a partial program unit in the buffer, oldest first.
-    open: VecDeque<u32>,
+    partial_zones: VecDeque<u32>,
     open_max: usize,
     /// Time when a write that had to wait last got space in the buffer. No later write gets space earlier.
-    room_at: u64,
+    space_at: u64,
 }
 
 impl ZnsFlash {
-    fn parts(&self) -> FlashParts {
+    fn flash_parts(&self) -> FlashParts {
         FlashParts {
             channels: self.channels,
             dies_per_channel: self.dies_per_channel,
@@ -98,19 +98,19 @@ impl ZnsModel {
             zone_bytes: profile.zone_size.0,
             capacity: profile.zone_capacity.0,
             flash_page: flash.flash_page.0,
-            unit: flash.program_unit.0,
+            unit_bytes: flash.program_unit.0,
             dies_per_zone: flash.dies_per_zone.into(),
             groups: dies / u64::from(flash.dies_per_zone),
-            read_overhead: timebase.of(flash.read_overhead),
-            write_overhead: timebase.of(flash.write_overhead),
+            read_overhead: timebase.span_ticks(flash.read_overhead),
+            write_overhead: timebase.span_ticks(flash.write_overhead),
             link: BandwidthTokens::new(flash.link_bandwidth.0, timebase),
-            flash: ModelledFlash::new(&flash.parts(), timebase),
+            flash: ModelledFlash::new(&flash.flash_parts(), timebase),
             // A drive with more zones is refused when its zones are created.
             zones: vec![FlashZone::default(); zones.min(ZnsProfile::ZONES_MAX) as usize]
                 .into_boxed_slice(),
-            open: VecDeque::with_capacity(open_max + 1),
+            partial_zones: VecDeque::with_capacity(open_max + 1),
             open_max,
-            room_at: 0,
+            space_at: 0,
         }
     }
 
@@ -130,34 +130,34 @@ impl ZnsModel {
         let end = bytes.end.div_ceil(self.zone_bytes);
         let zones = self.zones.len().min(end as usize);
         for index in (bytes.start / self.zone_bytes) as usize..zones {
-            if let Some(&FlashZone { held, .. }) = self.zones.get(index) {
-                self.close(index as u32);
-                self.flash.buffer.give_back(held);
+            if let Some(&FlashZone { buffered: held, .. }) = self.zones.get(index) {
+                self.remove_partial(index as u32);
+                self.flash.buffer.discard(held);
                 self.zones[index] = FlashZone::default();
             }
         }
     }
 
     /// Starts a batch of commands that arrive at `now`. No later command arrives earlier.
-    pub(super) fn begin(&mut self, now: u64) {
-        self.link.forget(now);
-        self.flash.forget(now);
+    pub(super) fn begin_batch(&mut self, now: u64) {
+        self.link.drop_before(now);
+        self.flash.drop_before(now);
     }
 
     /// Computes the time when work that arrives at `now` completes.
-    pub(super) fn due(&mut self, work: &MediaWork, now: u64) -> u64 {
+    pub(super) fn due_time(&mut self, work: &MediaWork, now: u64) -> u64 {
         match work.access {
             MediaAccess::Read => self.read(work, now),
             MediaAccess::Write => {
                 let now = now.saturating_add(self.write_overhead);
                 let sent = self.link.transfer(now, work.blocks * self.block_bytes);
-                self.parts(work).fold(sent, |done, (zone, bytes)| {
+                self.zone_parts(work).fold(sent, |done, (zone, bytes)| {
                     done.max(self.write(zone, bytes.end - bytes.start, sent))
                 })
             }
             MediaAccess::Deallocate => {
                 let now = now.saturating_add(self.write_overhead);
-                self.parts(work).fold(now, |done, (zone, bytes)| {
+                self.zone_parts(work).fold(now, |done, (zone, bytes)| {
                     done.max(self.deallocate(zone, bytes, now))
                 })
             }
@@ -166,7 +166,7 @@ impl ZnsModel {
     }
 
     /// Splits the work's blocks into zones, with the byte range in each zone.
-    fn parts(&self, work: &MediaWork) -> impl Iterator<Item = (u32, Range<u64>)> + use<> {
+    fn zone_parts(&self, work: &MediaWork) -> impl Iterator<Item = (u32, Range<u64>)> + use<> {
         let zone_bytes = self.zone_bytes;
         let first = work.slba.saturating_mul(self.block_bytes);
         let end = first.saturating_add(work.blocks * self.block_bytes);
@@ -187,14 +187,17 @@ impl ZnsModel {
     fn read(&mut self, work: &MediaWork, now: u64) -> u64 {
         let now = now.saturating_add(self.read_overhead);
         let mut there = now;
-        for (zone, bytes) in self.parts(work) {
+        for (zone, bytes) in self.zone_parts(work) {
             // Unwritten data and data in the write buffer are served from the drive's memory.
-            let on_flash = self.zones.get(zone as usize).map_or(0, FlashZone::on_flash);
+            let on_flash = self
+                .zones
+                .get(zone as usize)
+                .map_or(0, FlashZone::flash_bytes);
             let end = bytes.end.min(on_flash);
             let mut at = bytes.start;
             while at < end {
                 let next = (at / self.flash_page + 1) * self.flash_page;
-                let die = self.die(zone, at / self.unit);
+                let die = self.die(zone, at / self.unit_bytes);
                 let read = self.flash.read(die, now, next.min(end) - at);
                 there = there.max(read);
                 at = next;
@@ -214,29 +217,29 @@ impl ZnsModel {
             true => FlashZone::default(),
             false => self.zones[zone as usize],
         };
-        here.was = 0;
+        here.previously_written = 0;
         let mut rest = bytes.min(self.capacity - here.written);
         let mut done = sent;
         while rest > 0 {
-            let piece = rest.min(self.unit - here.written % self.unit);
-            let asked = done.max(self.room_at);
-            done = self.flash.buffer.admit(asked, piece);
+            let piece = rest.min(self.unit_bytes - here.written % self.unit_bytes);
+            let asked = done.max(self.space_at);
+            done = self.flash.buffer.reserve(asked, piece);
             if done > asked {
-                self.room_at = done;
+                self.space_at = done;
             }
             here.written += piece;
-            here.held += piece;
+            here.buffered += piece;
             rest -= piece;
-            if here.written.is_multiple_of(self.unit) || here.written == self.capacity {
-                self.close(zone);
+            if here.written.is_multiple_of(self.unit_bytes) || here.written == self.capacity {
+                self.remove_partial(zone);
                 self.program(zone, &mut here, done);
-            } else if here.held == piece {
-                self.open.push_back(zone);
+            } else if here.buffered == piece {
+                self.partial_zones.push_back(zone);
             }
         }
         self.zones[zone as usize] = here;
-        if self.open.len() > self.open_max
-            && let Some(oldest) = self.open.pop_front()
+        if self.partial_zones.len() > self.open_max
+            && let Some(oldest) = self.partial_zones.pop_front()
         {
             let mut longest = self.zones[oldest as usize];
             self.program(oldest, &mut longest, done);
@@ -247,15 +250,15 @@ impl ZnsModel {
 
     /// Programs the partial unit of a zone that is in the buffer.
     fn program(&mut self, zone: u32, here: &mut FlashZone, now: u64) {
-        let held = std::mem::take(&mut here.held);
-        let die = self.die(zone, here.written.saturating_sub(1) / self.unit);
-        let programmed = self.flash.program(die, now, self.unit);
+        let held = std::mem::take(&mut here.buffered);
+        let die = self.die(zone, here.written.saturating_sub(1) / self.unit_bytes);
+        let programmed = self.flash.program(die, now, self.unit_bytes);
         self.flash.buffer.release(programmed, held);
     }
 
     /// Removes a zone from the zones with a partial unit.
-    fn close(&mut self, zone: u32) {
-        self.open.retain(|open| *open != zone);
+    fn remove_partial(&mut self, zone: u32) {
+        self.partial_zones.retain(|open| *open != zone);
     }
 
     fn deallocate(&mut self, zone: u32, bytes: Range<u64>, now: u64) -> u64 {
@@ -263,10 +266,10 @@ impl ZnsModel {
             return now;
         };
         if here.written > 0 && bytes.start == 0 {
-            self.close(zone);
-            self.flash.buffer.give_back(here.held);
+            self.remove_partial(zone);
+            self.flash.buffer.discard(here.buffered);
             self.zones[zone as usize] = FlashZone {
-                was: here.written,
+                previously_written: here.written,
                 ..FlashZone::default()
             };
             let first = self.die(zone, 0);
@@ -274,7 +277,7 @@ impl ZnsModel {
             return dies.fold(now, |done, die| done.max(self.flash.erase(die, now)));
         }
         // Part of a reset whose blocks are already erased.
-        if bytes.start < here.was {
+        if bytes.start < here.previously_written {
             return now;
         }
         // Zeroes are programmed like other data.

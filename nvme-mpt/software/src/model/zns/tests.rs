@@ -61,29 +61,35 @@ fn work(access: MediaAccess, zone: u64, offset: u64, bytes: u64) -> MediaWork {
 }
 
 /// Returns the time that an access takes if it starts at `now`.
-fn taken(model: &mut ZnsModel, work: MediaWork, now: u64) -> u64 {
-    model.begin(now);
-    model.due(&work, now) - now
+fn access_time(model: &mut ZnsModel, work: MediaWork, now: u64) -> u64 {
+    model.begin_batch(now);
+    model.due_time(&work, now) - now
 }
 
 #[test]
 fn a_write_is_done_when_it_is_buffered_and_read_from_there_until_its_unit_is_full() {
     let mut model = drive(&flash());
     assert_eq!(
-        taken(&mut model, work(MediaAccess::Write, 0, 0, 16 * KIB), 0),
+        access_time(&mut model, work(MediaAccess::Write, 0, 0, 16 * KIB), 0),
         WRITE
     );
-    assert_eq!(taken(&mut model, work(MediaAccess::Flush, 0, 0, 0), 0), 0);
+    assert_eq!(
+        access_time(&mut model, work(MediaAccess::Flush, 0, 0, 0), 0),
+        0
+    );
     let read = work(MediaAccess::Read, 0, 0, 16 * KIB);
-    assert_eq!(taken(&mut model, read, 1_000_000), 10_000);
+    assert_eq!(access_time(&mut model, read, 1_000_000), 10_000);
     // The unit is full and is programmed as soon as it is buffered. A read waits for this.
     let second = work(MediaAccess::Write, 0, 16 * KIB, 16 * KIB);
-    assert_eq!(taken(&mut model, second, 2_000_000), WRITE);
-    assert_eq!(taken(&mut model, read, 2_000_000), WRITE + PROGRAM + 50_000);
-    assert_eq!(taken(&mut model, read, 9_000_000), READ);
+    assert_eq!(access_time(&mut model, second, 2_000_000), WRITE);
+    assert_eq!(
+        access_time(&mut model, read, 2_000_000),
+        WRITE + PROGRAM + 50_000
+    );
+    assert_eq!(access_time(&mut model, read, 9_000_000), READ);
     // Nothing was written at this location.
     let beyond = work(MediaAccess::Read, 0, 32 * KIB, 64 * KIB);
-    assert_eq!(taken(&mut model, beyond, 9_000_000), 10_000);
+    assert_eq!(access_time(&mut model, beyond, 9_000_000), 10_000);
 }
 
 #[test]
@@ -101,19 +107,22 @@ fn a_read_waits_for_each_die_that_it_touches_once_for_each_page() {
     model.fill([20, 20].into_iter());
     // Two pages of one unit are on one die, and two units are on two dies.
     let read = |offset, bytes| work(MediaAccess::Read, 0, offset, bytes);
-    assert_eq!(taken(&mut model, read(0, 4 * KIB), 0), READ);
+    assert_eq!(access_time(&mut model, read(0, 4 * KIB), 0), READ);
     assert_eq!(
-        taken(&mut model, read(12 * KIB, 8 * KIB), 1_000_000),
+        access_time(&mut model, read(12 * KIB, 8 * KIB), 1_000_000),
         READ + 50_000
     );
-    assert_eq!(taken(&mut model, read(28 * KIB, 8 * KIB), 2_000_000), READ);
     assert_eq!(
-        taken(&mut model, read(0, 64 * KIB), 3_000_000),
+        access_time(&mut model, read(28 * KIB, 8 * KIB), 2_000_000),
+        READ
+    );
+    assert_eq!(
+        access_time(&mut model, read(0, 64 * KIB), 3_000_000),
         READ + 50_000
     );
     // A read across the zone boundary: the range between the capacity and the next zone is not in flash.
     let across = work(MediaAccess::Read, 0, 76 * KIB, 24 * KIB);
-    assert_eq!(taken(&mut model, across, 4_000_000), READ);
+    assert_eq!(access_time(&mut model, across, 4_000_000), READ);
 }
 
 #[test]
@@ -128,14 +137,14 @@ fn channel_and_link_take_their_time() {
     let read = work(MediaAccess::Read, 0, 0, 8 * KIB);
     let expected = READ + 8 * KIB + 4 * KIB;
     let now = 4_000_000;
-    assert!(taken(&mut model, read, now).abs_diff(expected) <= 1);
+    assert!(access_time(&mut model, read, now).abs_diff(expected) <= 1);
     let write = work(MediaAccess::Write, 1, 0, 32 * KIB);
-    assert!(taken(&mut model, write, 8_000_000).abs_diff(WRITE + 16 * KIB) <= 1);
+    assert!(access_time(&mut model, write, 8_000_000).abs_diff(WRITE + 16 * KIB) <= 1);
     // A die starts on a unit when the unit has passed the channel.
     let read = work(MediaAccess::Read, 1, 0, 4 * KIB);
     let there = WRITE + 16 * KIB + 32 * KIB;
     let expected = there + PROGRAM + 50_000 + 4 * KIB + 2 * KIB;
-    let found = taken(&mut model, read, 8_000_000);
+    let found = access_time(&mut model, read, 8_000_000);
     assert!(found.abs_diff(expected) <= 2, "{found}, not {expected}");
 }
 
@@ -144,13 +153,13 @@ fn a_full_buffer_makes_writes_wait_for_the_dies() {
     let mut model = drive(&flash());
     let mut due = |offset| {
         let work = work(MediaAccess::Write, 0, offset, 32 * KIB);
-        taken(&mut model, work, 0)
+        access_time(&mut model, work, 0)
     };
     // The buffer has space for three units. Two dies program the first two, and the third unit waits for the first die.
     assert_eq!([due(0), due(32 * KIB)], [WRITE, WRITE]);
     let mut due = |zone, bytes| {
         let work = work(MediaAccess::Write, zone, 0, bytes);
-        taken(&mut model, work, 0)
+        access_time(&mut model, work, 0)
     };
     assert_eq!(due(2, 32 * KIB), WRITE);
     assert_eq!(due(1, 32 * KIB), WRITE + PROGRAM);
@@ -162,12 +171,15 @@ fn a_full_buffer_makes_writes_wait_for_the_dies() {
 fn the_last_partial_unit_of_a_zone_is_programmed() {
     let mut model = drive(&flash());
     let write = work(MediaAccess::Write, 0, 0, 80 * KIB);
-    assert_eq!(taken(&mut model, write, 0), WRITE);
-    assert_eq!(model.zones[0].held, 0);
-    assert!(model.open.is_empty());
+    assert_eq!(access_time(&mut model, write, 0), WRITE);
+    assert_eq!(model.zones[0].buffered, 0);
+    assert!(model.partial_zones.is_empty());
     // The first die has programmed two units.
     let read = work(MediaAccess::Read, 0, 64 * KIB, 16 * KIB);
-    assert_eq!(taken(&mut model, read, 0), WRITE + 2 * PROGRAM + 50_000);
+    assert_eq!(
+        access_time(&mut model, read, 0),
+        WRITE + 2 * PROGRAM + 50_000
+    );
 }
 
 #[test]
@@ -175,42 +187,42 @@ fn zones_that_were_finished_keep_no_room() {
     let mut model = drive(&flash());
     for zone in 0..8 {
         let write = work(MediaAccess::Write, zone, 0, 16 * KIB);
-        taken(&mut model, write, zone * 10_000_000);
+        access_time(&mut model, write, zone * 10_000_000);
     }
     // Two zones can be active. The partial units of the other zones are programmed.
-    assert_eq!(model.open, [6, 7]);
-    let held: Vec<u64> = model.zones.iter().map(|zone| zone.held / KIB).collect();
+    assert_eq!(model.partial_zones, [6, 7]);
+    let held: Vec<u64> = model.zones.iter().map(|zone| zone.buffered / KIB).collect();
     assert_eq!(held, [0, 0, 0, 0, 0, 0, 16, 16]);
     let read = work(MediaAccess::Read, 1, 0, 4 * KIB);
-    assert_eq!(taken(&mut model, read, 100_000_000), READ);
+    assert_eq!(access_time(&mut model, read, 100_000_000), READ);
     // A zone that turns out to be active continues.
     let write = work(MediaAccess::Write, 1, 16 * KIB, 16 * KIB);
-    assert_eq!(taken(&mut model, write, 100_000_000), WRITE);
-    assert_eq!(model.zones[1].held, 0);
+    assert_eq!(access_time(&mut model, write, 100_000_000), WRITE);
+    assert_eq!(model.zones[1].buffered, 0);
 }
 
 #[test]
 fn a_reset_erases_blocks_after_pending_programs_of_their_dies() {
     let mut model = drive(&flash());
     let write = work(MediaAccess::Write, 0, 0, 48 * KIB);
-    assert_eq!(taken(&mut model, write, 0), WRITE);
+    assert_eq!(access_time(&mut model, write, 0), WRITE);
     let reset = work(MediaAccess::Deallocate, 0, 0, 16 * KIB);
     // The first die programs a unit. The rest of the data is in the buffer and is dropped.
-    assert_eq!(taken(&mut model, reset, 0), WRITE + PROGRAM + ERASE);
-    assert_eq!((model.zones[0].written, model.open.len()), (0, 0));
+    assert_eq!(access_time(&mut model, reset, 0), WRITE + PROGRAM + ERASE);
+    assert_eq!((model.zones[0].written, model.partial_zones.len()), (0, 0));
     // The blocks are deallocated in several steps and erased once.
     let rest = work(MediaAccess::Deallocate, 0, 16 * KIB, 32 * KIB);
-    assert_eq!(taken(&mut model, rest, 0), WRITE);
+    assert_eq!(access_time(&mut model, rest, 0), WRITE);
     let read = work(MediaAccess::Read, 0, 0, 4 * KIB);
-    assert_eq!(taken(&mut model, read, 0), 10_000);
+    assert_eq!(access_time(&mut model, read, 0), 10_000);
     // Zones on the same dies wait for the erase. Zones on other dies do not.
     for (zone, expected) in [(2, WRITE + PROGRAM + ERASE + 50_000), (1, READ)] {
         model.zones[zone as usize].written = 4 * KIB;
         let read = work(MediaAccess::Read, zone, 0, 4 * KIB);
-        assert_eq!(taken(&mut model, read, 0), expected);
+        assert_eq!(access_time(&mut model, read, 0), expected);
     }
     let write = work(MediaAccess::Write, 0, 0, 4 * KIB);
-    assert_eq!(taken(&mut model, write, 0), WRITE);
+    assert_eq!(access_time(&mut model, write, 0), WRITE);
     assert_eq!(model.zones[0].written, 4 * KIB);
 }
 
@@ -218,9 +230,9 @@ fn a_reset_erases_blocks_after_pending_programs_of_their_dies() {
 fn zeroes_are_programmed_like_other_data() {
     let mut model = drive(&flash());
     let zeroes = work(MediaAccess::Deallocate, 0, 0, 32 * KIB);
-    assert_eq!(taken(&mut model, zeroes, 0), WRITE);
+    assert_eq!(access_time(&mut model, zeroes, 0), WRITE);
     let read = work(MediaAccess::Read, 0, 0, 4 * KIB);
-    assert_eq!(taken(&mut model, read, 0), WRITE + PROGRAM + 50_000);
+    assert_eq!(access_time(&mut model, read, 0), WRITE + PROGRAM + 50_000);
 }
 
 #[test]
@@ -229,15 +241,15 @@ fn zones_that_were_wiped_are_empty() {
     model.fill([20, 20, 20].into_iter());
     // A wipe also writes zeroes to empty zones.
     let zeroes = work(MediaAccess::Deallocate, 3, 0, 48 * KIB);
-    assert_eq!(taken(&mut model, zeroes, 0), WRITE);
-    assert_eq!(model.open, [3]);
+    assert_eq!(access_time(&mut model, zeroes, 0), WRITE);
+    assert_eq!(model.partial_zones, [3]);
     model.empty(96 * KIB..4 * 96 * KIB);
     let written: Vec<u64> = model.zones.iter().map(|zone| zone.written / KIB).collect();
     assert_eq!(written, [80, 0, 0, 0, 0, 0, 0, 0]);
-    assert!(model.open.is_empty());
+    assert!(model.partial_zones.is_empty());
     // The whole buffer is free again once the unit is programmed.
     let write = work(MediaAccess::Write, 1, 0, 80 * KIB);
-    assert_eq!(taken(&mut model, write, 10_000_000), WRITE);
+    assert_eq!(access_time(&mut model, write, 10_000_000), WRITE);
     model.empty(0..u64::MAX);
 }
 
@@ -250,19 +262,20 @@ fn blocks_that_are_in_no_zone_cost_nothing_of_the_flash() {
         MediaAccess::Deallocate,
     ] {
         let beyond = work(access, 9, 0, 4 * KIB);
-        assert!(taken(&mut model, beyond, 0) <= 10_000);
+        assert!(access_time(&mut model, beyond, 0) <= 10_000);
         let far = MediaWork {
             access,
             slba: u64::MAX / BLOCK,
             blocks: 8,
         };
-        model.due(&far, 0);
+        model.due_time(&far, 0);
     }
 }
 
 /// Returns the bandwidth of 96 KiB writes in rotation over `zones` zones until all are full and programmed, in MiB/s.
-fn written_by_zones(zones: u64) -> u64 {
-    let DriveProfile::Zns(profile) = DriveProfile::named("zns-ssd").expect("comes along") else {
+fn write_bandwidth(zones: u64) -> u64 {
+    let DriveProfile::Zns(profile) = DriveProfile::find_built_in("zns-ssd").expect("comes along")
+    else {
         panic!("another model");
     };
     let flash = profile.flash.clone().expect("it has one");
@@ -288,16 +301,16 @@ fn written_by_zones(zones: u64) -> u64 {
             slba: (zone * profile.zone_size.0 + unit * UNIT) >> LBA_SHIFT,
             blocks: UNIT >> LBA_SHIFT,
         };
-        model.begin(now);
-        flying.push_back(model.due(&work, now));
+        model.begin_batch(now);
+        flying.push_back(model.due_time(&work, now));
     }
-    let end = model.flash.buffer.programmed();
+    let end = model.flash.buffer.programmed_at();
     units * UNIT * 1_000_000_000 / MIB / end
 }
 
 #[test]
 fn zones_on_other_dies_add_their_bandwidth() {
     // Each die programs 96 KiB in 560 us, which is 167 MiB/s. Eight dies reach 1,339 MiB/s, and the link has 3,072 MiB/s.
-    let achieved = [1, 2, 4, 8].map(written_by_zones);
+    let achieved = [1, 2, 4, 8].map(write_bandwidth);
     assert_eq!(achieved, [1322, 2614, 3008, 3023]);
 }

@@ -19,14 +19,14 @@ pub(super) struct Zone {
     pub(super) written: u64,
     /// True while the store deallocates the blocks of a reset zone. A write to the zone would be deallocated, too, so the zone
     /// accepts none.
-    pub(super) resetting: bool,
+    pub(super) is_resetting: bool,
 }
 
 impl Zone {
     const EMPTY: Self = Self {
         state: ZoneState::EMPTY,
         written: 0,
-        resetting: false,
+        is_resetting: false,
     };
 
     /// Encodes a zone for storage. An empty zone is 0.
@@ -50,7 +50,7 @@ impl Zone {
             true => Self {
                 state,
                 written,
-                resetting: false,
+                is_resetting: false,
             },
             false => Self {
                 state: ZoneState::OFFLINE,
@@ -72,7 +72,7 @@ impl Zone {
 }
 
 /// Returns the written blocks of a stored zone.
-pub(super) fn written(word: u64, capacity: u64) -> u64 {
+pub(super) fn written_blocks(word: u64, capacity: u64) -> u64 {
     Zone::from_word(word, capacity).written
 }
 
@@ -84,15 +84,15 @@ pub(super) struct ZoneTable {
     zones: Box<[Zone]>,
     /// Number of zones that the namespace has at present. It is less than the lease's number of zones if the namespace has
     /// become smaller.
-    there: u32,
+    accessible_zones: u32,
     /// Storage of the zone states.
     words: SharedWords,
     first_word: usize,
-    open: u32,
-    active: u32,
-    offline: u32,
+    open_count: u32,
+    active_count: u32,
+    offline_count: u32,
     /// Zones that were opened implicitly, oldest first. They may be closed to open other zones.
-    implicit: VecDeque<u32>,
+    implicitly_opened: VecDeque<u32>,
 }
 
 /// Location of the lease's zones in the drive's stored zone states.
@@ -130,11 +130,11 @@ impl ZoneTable {
         Self {
             geometry,
             resources,
-            open: open as u32,
-            active: active as u32,
-            offline: offline as u32,
-            implicit: implicit.collect(),
-            there: zones.len() as u32,
+            open_count: open as u32,
+            active_count: active as u32,
+            offline_count: offline as u32,
+            implicitly_opened: implicit.collect(),
+            accessible_zones: zones.len() as u32,
             zones,
             words,
             first_word,
@@ -143,27 +143,27 @@ impl ZoneTable {
 
     /// Limits the table to the zones within `blocks` blocks from the lease's start. The other zones are inaccessible until the
     /// namespace has grown again.
-    pub(super) fn cut_to(&mut self, blocks: u64) {
+    pub(super) fn limit_to_blocks(&mut self, blocks: u64) {
         let whole = blocks / self.geometry.size;
-        self.there = whole.min(self.zones.len() as u64) as u32;
+        self.accessible_zones = whole.min(self.zones.len() as u64) as u32;
     }
 
     /// Returns the number of accessible zones.
     pub(super) fn count(&self) -> u32 {
-        self.there
+        self.accessible_zones
     }
 
     /// Returns the zone of an LBA, and the offset in the zone.
     fn locate(&self, Lba(lba): Lba) -> Result<(u32, u64), Status> {
         let index = lba / self.geometry.size;
-        if index >= u64::from(self.there) {
+        if index >= u64::from(self.accessible_zones) {
             return Err(Status::LBA_OUT_OF_RANGE);
         }
         Ok((index as u32, lba % self.geometry.size))
     }
 
     /// Returns the zone that starts at an LBA.
-    pub(super) fn starting_at(&self, slba: Lba) -> Result<u32, Status> {
+    pub(super) fn zone_starting_at(&self, slba: Lba) -> Result<u32, Status> {
         match self.locate(slba)? {
             (index, 0) => Ok(index),
             _ => Err(Status::INVALID_FIELD),
@@ -171,11 +171,11 @@ impl ZoneTable {
     }
 
     /// Returns the zone of an LBA.
-    pub(super) fn containing(&self, lba: Lba) -> Result<u32, Status> {
+    pub(super) fn zone_containing(&self, lba: Lba) -> Result<u32, Status> {
         self.locate(lba).map(|(index, _)| index)
     }
 
-    pub(super) fn start(&self, index: u32) -> Lba {
+    pub(super) fn zone_start(&self, index: u32) -> Lba {
         Lba(u64::from(index) * self.geometry.size)
     }
 
@@ -188,7 +188,7 @@ impl ZoneTable {
     }
 
     /// Sets the state of a zone, updates the counters of open and active zones, and stores the state.
-    fn set(&mut self, index: u32, zone: Zone) {
+    fn set_zone(&mut self, index: u32, zone: Zone) {
         let Some(place) = self.zones.get_mut(index as usize) else {
             return;
         };
@@ -196,25 +196,25 @@ impl ZoneTable {
         if old.state != zone.state {
             let implicit = |zone: Zone| zone.state == ZoneState::IMPLICITLY_OPENED;
             if implicit(old) {
-                self.implicit.retain(|other| *other != index);
+                self.implicitly_opened.retain(|other| *other != index);
             }
             if implicit(zone) {
-                self.implicit.push_back(index);
+                self.implicitly_opened.push_back(index);
             }
             let change = |count: &mut u32, was: bool, is: bool| {
                 *count = *count + u32::from(is) - u32::from(was);
             };
-            change(&mut self.open, old.is_open(), zone.is_open());
-            change(&mut self.active, old.is_active(), zone.is_active());
+            change(&mut self.open_count, old.is_open(), zone.is_open());
+            change(&mut self.active_count, old.is_active(), zone.is_active());
             let offline = |zone: Zone| zone.state == ZoneState::OFFLINE;
-            change(&mut self.offline, offline(old), offline(zone));
+            change(&mut self.offline_count, offline(old), offline(zone));
         }
         self.words
             .store(self.first_word + index as usize, zone.to_word());
     }
 
     /// Returns whether the stored zone states equal those in memory.
-    pub(super) fn is_kept(&self) -> bool {
+    pub(super) fn is_stored(&self) -> bool {
         let capacity = self.geometry.capacity;
         (self.first_word..).zip(&self.zones).all(|(index, zone)| {
             let word = self.words.load(index);
@@ -223,30 +223,30 @@ impl ZoneTable {
     }
 
     /// Stores the states of all zones again.
-    pub(super) fn keep(&self) {
+    pub(super) fn store_all(&self) {
         for (index, zone) in (self.first_word..).zip(&self.zones) {
             self.words.store(index, zone.to_word());
         }
     }
 
     /// Makes zones empty, except those that are read only or offline because their media failed.
-    pub(super) fn empty(&mut self, zones: Range<u32>) {
+    pub(super) fn empty_zones(&mut self, zones: Range<u32>) {
         for index in zones.start..zones.end.min(self.count()) {
             let failed = [ZoneState::READ_ONLY, ZoneState::OFFLINE];
             if !failed.contains(&self.zone(index).state) {
-                self.set(index, Zone::EMPTY);
+                self.set_zone(index, Zone::EMPTY);
             }
         }
     }
 
     fn set_state(&mut self, index: u32, state: ZoneState) {
         let zone = self.zone(index);
-        self.set(index, Zone { state, ..zone });
+        self.set_zone(index, Zone { state, ..zone });
     }
 
     /// Checks whether blocks can be read. A read may cross zone boundaries (`OZCS.RAZB`).
     pub(super) fn read(&self, slba: Lba, count: u64) -> Result<(), Status> {
-        if self.offline == 0 {
+        if self.offline_count == 0 {
             return Ok(());
         }
         let (first, _) = self.locate(slba)?;
@@ -261,18 +261,18 @@ impl ZoneTable {
     /// Accepts a write, which must begin at the write pointer.
     pub(super) fn write(&mut self, slba: Lba, count: u64) -> Result<(), Status> {
         let (index, offset) = self.locate(slba)?;
-        let zone = self.writable(index)?;
+        let zone = self.check_writable(index)?;
         if offset != zone.written {
             return Err(Status::ZONE_INVALID_WRITE);
         }
-        self.advance(index, count)
+        self.advance_write_pointer(index, count)
     }
 
     /// Accepts a write that the old server may already have accepted. If the blocks lie below the write pointer, they are
     /// written again, because the old server moved the write pointer before the drive had the data.
-    pub(super) fn write_again(&mut self, slba: Lba, count: u64) -> Result<(), Status> {
+    pub(super) fn repeat_write(&mut self, slba: Lba, count: u64) -> Result<(), Status> {
         let (index, offset) = self.locate(slba)?;
-        let zone = self.settled(index)?;
+        let zone = self.check_not_resetting(index)?;
         let is_below = offset.saturating_add(count) <= zone.written;
         match zone.state {
             ZoneState::READ_ONLY | ZoneState::OFFLINE => self.write(slba, count),
@@ -283,15 +283,15 @@ impl ZoneTable {
 
     /// Accepts an append to the zone that starts at `zslba`. Returns the LBA of its first block.
     pub(super) fn append(&mut self, zslba: Lba, count: u64) -> Result<Lba, Status> {
-        let index = self.starting_at(zslba)?;
-        let zone = self.writable(index)?;
-        self.advance(index, count)?;
+        let index = self.zone_starting_at(zslba)?;
+        let zone = self.check_writable(index)?;
+        self.advance_write_pointer(index, count)?;
         Ok(Lba(zslba.0 + zone.written))
     }
 
     /// Returns a zone if its state permits writes (ZNS 1.1, section 2.1.1).
-    fn writable(&self, index: u32) -> Result<Zone, Status> {
-        let zone = self.settled(index)?;
+    fn check_writable(&self, index: u32) -> Result<Zone, Status> {
+        let zone = self.check_not_resetting(index)?;
         match zone.state {
             ZoneState::FULL => Err(Status::ZONE_IS_FULL),
             ZoneState::READ_ONLY => Err(Status::ZONE_IS_READ_ONLY),
@@ -301,15 +301,15 @@ impl ZoneTable {
     }
 
     /// Returns a zone, or an error that the host can retry later if the zone is being reset.
-    fn settled(&self, index: u32) -> Result<Zone, Status> {
+    fn check_not_resetting(&self, index: u32) -> Result<Zone, Status> {
         let zone = self.zone(index);
-        if zone.resetting {
+        if zone.is_resetting {
             return Err(Status::COMMAND_INTERRUPTED);
         }
         Ok(zone)
     }
 
-    fn advance(&mut self, index: u32, count: u64) -> Result<(), Status> {
+    fn advance_write_pointer(&mut self, index: u32, count: u64) -> Result<(), Status> {
         let written = self.zone(index).written.saturating_add(count);
         if written > self.geometry.capacity {
             return Err(Status::ZONED_BOUNDARY_ERROR);
@@ -320,7 +320,7 @@ impl ZoneTable {
             false => self.zone(index).state,
         };
         let zone = self.zone(index);
-        self.set(
+        self.set_zone(
             index,
             Zone {
                 state,
@@ -335,39 +335,43 @@ impl ZoneTable {
         if self.zone(index).is_open() {
             return Ok(());
         }
-        self.take_resources(index)?;
+        self.reserve_resources(index)?;
         self.set_state(index, ZoneState::IMPLICITLY_OPENED);
         Ok(())
     }
 
     /// Reserves open and active resources for another open zone. If necessary, closes the zone that was implicitly opened first
     /// (ZNS 1.1, section 2.1.1).
-    fn take_resources(&mut self, index: u32) -> Result<(), Status> {
-        if !self.zone(index).is_active() && self.active >= self.resources.active {
+    fn reserve_resources(&mut self, index: u32) -> Result<(), Status> {
+        if !self.zone(index).is_active() && self.active_count >= self.resources.active {
             return Err(Status::TOO_MANY_ACTIVE_ZONES);
         }
-        if self.open >= self.resources.open {
-            let oldest = self.implicit.front().copied();
+        if self.open_count >= self.resources.open {
+            let oldest = self.implicitly_opened.front().copied();
             let oldest = oldest.ok_or(Status::TOO_MANY_OPEN_ZONES)?;
             self.set_state(oldest, ZoneState::CLOSED);
         }
         // The limit may still be exceeded if the lease shrank.
-        if self.open >= self.resources.open {
+        if self.open_count >= self.resources.open {
             return Err(Status::TOO_MANY_OPEN_ZONES);
         }
         Ok(())
     }
 
     /// Executes an action other than Reset on one zone (ZNS 1.1, section 3.4.3).
-    pub(super) fn act(&mut self, index: u32, action: ZoneSendAction) -> Result<(), Status> {
-        let Zone { state, .. } = self.settled(index)?;
+    pub(super) fn execute_action(
+        &mut self,
+        index: u32,
+        action: ZoneSendAction,
+    ) -> Result<(), Status> {
+        let Zone { state, .. } = self.check_not_resetting(index)?;
         let open = matches!(
             state,
             ZoneState::IMPLICITLY_OPENED | ZoneState::EXPLICITLY_OPENED
         );
         let next = match (action, state) {
             (ZoneSendAction::OPEN, ZoneState::EMPTY | ZoneState::CLOSED) => {
-                self.take_resources(index)?;
+                self.reserve_resources(index)?;
                 ZoneState::EXPLICITLY_OPENED
             }
             (ZoneSendAction::OPEN, _) if open => ZoneState::EXPLICITLY_OPENED,
@@ -394,7 +398,7 @@ impl ZoneTable {
     }
 
     /// Executes an action other than Reset on all zones in a state to which the action applies.
-    pub(super) fn act_on_all(&mut self, action: ZoneSendAction) -> Result<(), Status> {
+    pub(super) fn execute_action_on_all(&mut self, action: ZoneSendAction) -> Result<(), Status> {
         let meant = |zone: Zone| match action {
             ZoneSendAction::OPEN => zone.state == ZoneState::CLOSED,
             ZoneSendAction::CLOSE => zone.is_open(),
@@ -404,8 +408,8 @@ impl ZoneTable {
         };
         if action == ZoneSendAction::OPEN {
             // Open all closed zones or none.
-            let closed = self.active - self.open;
-            if self.open.saturating_add(closed) > self.resources.open {
+            let closed = self.active_count - self.open_count;
+            if self.open_count.saturating_add(closed) > self.resources.open {
                 return Err(Status::TOO_MANY_OPEN_ZONES);
             }
         }
@@ -427,17 +431,17 @@ impl ZoneTable {
     /// Resets a zone and returns the number of its written blocks. If the number is not 0, the zone accepts no writes until
     /// [`Self::end_reset`].
     pub(super) fn reset(&mut self, index: u32) -> Result<u64, Status> {
-        let zone = self.settled(index)?;
+        let zone = self.check_not_resetting(index)?;
         match zone.state {
             ZoneState::READ_ONLY | ZoneState::OFFLINE => {
                 return Err(Status::INVALID_ZONE_STATE_TRANSITION);
             }
             _ => {}
         }
-        self.set(
+        self.set_zone(
             index,
             Zone {
-                resetting: zone.written > 0,
+                is_resetting: zone.written > 0,
                 ..Zone::EMPTY
             },
         );
@@ -449,7 +453,7 @@ impl ZoneTable {
     pub(super) fn reset_next(&mut self, from: u32) -> Option<(u32, u64)> {
         let meant = |index: &u32| {
             let zone = self.zone(*index);
-            !zone.resetting && (zone.is_active() || zone.state == ZoneState::FULL)
+            !zone.is_resetting && (zone.is_active() || zone.state == ZoneState::FULL)
         };
         let index = (from..self.count()).find(meant)?;
         // The filter selects only zones that can be reset.
@@ -460,10 +464,10 @@ impl ZoneTable {
     /// Ends the deallocation of a reset zone.
     pub(super) fn end_reset(&mut self, index: u32) {
         let zone = self.zone(index);
-        self.set(
+        self.set_zone(
             index,
             Zone {
-                resetting: false,
+                is_resetting: false,
                 ..zone
             },
         );
@@ -482,19 +486,23 @@ impl ZoneTable {
     }
 
     /// Returns the zones from `from` on that match the options of a report.
-    pub(super) fn reported(
+    pub(super) fn reported_zones(
         &self,
         from: u32,
         options: ReportingOptions,
     ) -> impl Iterator<Item = (Lba, Zone)> {
-        let zones = self.zones.iter().zip(0..self.there).skip(from as usize);
+        let zones = self
+            .zones
+            .iter()
+            .zip(0..self.accessible_zones)
+            .skip(from as usize);
         zones
-            .filter(move |(zone, _)| is_listed(zone.state, options))
-            .map(|(zone, index)| (self.start(index), *zone))
+            .filter(move |(zone, _)| is_reported(zone.state, options))
+            .map(|(zone, index)| (self.zone_start(index), *zone))
     }
 }
 
-fn is_listed(state: ZoneState, options: ReportingOptions) -> bool {
+fn is_reported(state: ZoneState, options: ReportingOptions) -> bool {
     match options {
         ReportingOptions::ALL => true,
         ReportingOptions::EMPTY => state == ZoneState::EMPTY,

@@ -64,7 +64,7 @@ fn a_zone_is_written_from_its_start_to_its_capacity() {
     assert_eq!(state(&table, 0), ZoneState::FULL);
     assert_eq!(table.write(Lba(12), 1), Err(Status::ZONE_IS_FULL));
     assert_eq!(table.append(zslba(0), 1), Err(Status::ZONE_IS_FULL));
-    assert_eq!((table.open, table.active), (0, 0));
+    assert_eq!((table.open_count, table.active_count), (0, 0));
     let beyond = zslba(ZONES);
     assert_eq!(table.write(beyond, 1), Err(Status::LBA_OUT_OF_RANGE));
     assert_eq!(
@@ -91,19 +91,25 @@ fn the_zone_that_is_open_longest_is_closed_for_another() {
 #[test]
 fn a_zone_that_was_opened_explicitly_is_closed_for_no_other() {
     let mut table = table(2, 4);
-    table.act(0, ZoneSendAction::OPEN).expect("open");
-    table.act(1, ZoneSendAction::OPEN).expect("open");
+    table.execute_action(0, ZoneSendAction::OPEN).expect("open");
+    table.execute_action(1, ZoneSendAction::OPEN).expect("open");
     assert_eq!(table.write(zslba(2), 1), Err(Status::TOO_MANY_OPEN_ZONES));
-    let open = table.act(2, ZoneSendAction::OPEN);
+    let open = table.execute_action(2, ZoneSendAction::OPEN);
     assert_eq!(open, Err(Status::TOO_MANY_OPEN_ZONES));
     assert_eq!(state(&table, 2), ZoneState::EMPTY);
-    table.act(1, ZoneSendAction::CLOSE).expect("close");
+    table
+        .execute_action(1, ZoneSendAction::CLOSE)
+        .expect("close");
     table.write(zslba(2), 1).expect("room");
-    let all = table.act_on_all(ZoneSendAction::OPEN);
+    let all = table.execute_action_on_all(ZoneSendAction::OPEN);
     assert_eq!(all, Err(Status::TOO_MANY_OPEN_ZONES));
     assert_eq!(state(&table, 1), ZoneState::CLOSED);
-    table.act(0, ZoneSendAction::FINISH).expect("finish");
-    table.act_on_all(ZoneSendAction::OPEN).expect("room for it");
+    table
+        .execute_action(0, ZoneSendAction::FINISH)
+        .expect("finish");
+    table
+        .execute_action_on_all(ZoneSendAction::OPEN)
+        .expect("room for it");
     assert_eq!(state(&table, 1), ZoneState::EXPLICITLY_OPENED);
 }
 
@@ -115,16 +121,16 @@ fn every_action_in_every_state() {
         match wanted {
             ZoneState::EMPTY => {}
             ZoneState::IMPLICITLY_OPENED => table.write(zslba(0), 1).expect("write"),
-            ZoneState::EXPLICITLY_OPENED => table.act(0, Action::OPEN).expect("open"),
+            ZoneState::EXPLICITLY_OPENED => table.execute_action(0, Action::OPEN).expect("open"),
             ZoneState::CLOSED => {
                 table.write(zslba(0), 1).expect("write");
-                table.act(0, Action::CLOSE).expect("close");
+                table.execute_action(0, Action::CLOSE).expect("close");
             }
-            ZoneState::FULL => table.act(0, Action::FINISH).expect("finish"),
+            ZoneState::FULL => table.execute_action(0, Action::FINISH).expect("finish"),
             _ => {
                 assert!(table.fail_media(0));
                 if wanted == ZoneState::OFFLINE {
-                    table.act(0, Action::OFFLINE).expect("offline");
+                    table.execute_action(0, Action::OFFLINE).expect("offline");
                 }
             }
         }
@@ -156,13 +162,13 @@ fn every_action_in_every_state() {
             .iter()
             .map(|action| {
                 let mut table = with(from);
-                table.act(0, *action).map(|()| state(&table, 0))
+                table.execute_action(0, *action).map(|()| state(&table, 0))
             })
             .collect();
         let mut table = with(from);
         results.push(table.reset(0).map(|_| state(&table, 0)));
         let mut table = with(from);
-        let offline = table.act(0, Action::OFFLINE);
+        let offline = table.execute_action(0, Action::OFFLINE);
         results.push(offline.map(|()| state(&table, 0)));
         let expected = expected.map(|state| state.ok_or(Status::INVALID_ZONE_STATE_TRANSITION));
         assert_eq!(results, expected, "{from}");
@@ -172,8 +178,14 @@ fn every_action_in_every_state() {
             Action(0),
             Action(0xFF),
         ] {
-            assert_eq!(with(from).act(0, action), Err(Status::INVALID_FIELD));
-            assert_eq!(with(from).act_on_all(action), Err(Status::INVALID_FIELD));
+            assert_eq!(
+                with(from).execute_action(0, action),
+                Err(Status::INVALID_FIELD)
+            );
+            assert_eq!(
+                with(from).execute_action_on_all(action),
+                Err(Status::INVALID_FIELD)
+            );
         }
     }
 }
@@ -188,10 +200,10 @@ fn no_writes_to_a_zone_during_its_deallocation() {
     let again = Err(Status::COMMAND_INTERRUPTED);
     assert_eq!(table.write(zslba(1), 1), again);
     assert_eq!(table.append(zslba(1), 1), Err(Status::COMMAND_INTERRUPTED));
-    assert_eq!(table.act(1, ZoneSendAction::OPEN), again);
+    assert_eq!(table.execute_action(1, ZoneSendAction::OPEN), again);
     assert_eq!(table.reset(1), Err(Status::COMMAND_INTERRUPTED));
     assert_eq!(table.reset_next(0), None);
-    assert_eq!((table.open, table.active), (0, 0));
+    assert_eq!((table.open_count, table.active_count), (0, 0));
     // The process may end before the wipe is done. The zone is empty, and its old data is not read.
     assert_eq!(state(&table_of(&words, 2, 2), 1), ZoneState::EMPTY);
     table.end_reset(1);
@@ -206,13 +218,15 @@ fn a_zone_whose_media_failed_can_be_read_and_then_given_up() {
     table.write(zslba(1), 3).expect("write");
     assert!(table.fail_media(1));
     assert!(!table.fail_media(1), "no news");
-    assert_eq!((table.open, table.active), (0, 0));
+    assert_eq!((table.open_count, table.active_count), (0, 0));
     assert_eq!(
         table.write(Lba(SIZE + 3), 1),
         Err(Status::ZONE_IS_READ_ONLY)
     );
     assert_eq!(table.read(Lba(SIZE - 1), 3), Ok(()));
-    table.act_on_all(ZoneSendAction::OFFLINE).expect("offline");
+    table
+        .execute_action_on_all(ZoneSendAction::OFFLINE)
+        .expect("offline");
     assert_eq!(table.append(zslba(1), 1), Err(Status::ZONE_IS_OFFLINE));
     assert_eq!(table.read(Lba(SIZE - 1), 1), Ok(()));
     assert_eq!(table.read(Lba(2 * SIZE), 1), Ok(()));
@@ -239,7 +253,7 @@ fn invalid_words_read_as_offline_zones() {
         assert_eq!(state(&table, zone), ZoneState::OFFLINE, "{zone}");
     }
     assert_eq!(state(&table, 4), ZoneState::EMPTY);
-    assert_eq!((table.offline, table.active), (4, 0));
+    assert_eq!((table.offline_count, table.active_count), (4, 0));
 }
 
 /// A zone of the model: state, write pointer, and order of implicit opening.
@@ -362,7 +376,7 @@ fn step(table: &mut ZoneTable, model: &mut Model, op: &Op) -> [Result<u64, Statu
         }
         Op::Act(_, 4) | Op::All(4) => [Ok(0); 2],
         Op::Act(zone, action) => {
-            let result = table.act(zone, ZoneSendAction(action));
+            let result = table.execute_action(zone, ZoneSendAction(action));
             let plain = model.zones[zone as usize];
             let invalid = Err(Status::INVALID_ZONE_STATE_TRANSITION);
             let expected = match (action, plain.0) {
@@ -386,7 +400,7 @@ fn step(table: &mut ZoneTable, model: &mut Model, op: &Op) -> [Result<u64, Statu
             [unit(result), unit(expected)]
         }
         Op::All(action) => {
-            let result = table.act_on_all(ZoneSendAction(action));
+            let result = table.execute_action_on_all(ZoneSendAction(action));
             let active = model.zones.iter().filter(|zone| is_active(zone.0)).count();
             let expected = if action == 3 && active > model.open {
                 Err(Status::TOO_MANY_OPEN_ZONES)
@@ -471,8 +485,8 @@ proptest! {
                 let zone = table.zone(index);
                 prop_assert_eq!((zone.state, zone.written), (plain.0, plain.1), "{:?}", op);
             }
-            prop_assert!(table.open <= open && table.active <= active);
-            let reported = table.reported(0, ReportingOptions::ALL).count();
+            prop_assert!(table.open_count <= open && table.active_count <= active);
+            let reported = table.reported_zones(0, ReportingOptions::ALL).count();
             prop_assert_eq!(reported, ZONES as usize);
         }
     }
@@ -483,29 +497,31 @@ fn a_repeated_write_overwrites_its_blocks_or_is_the_next_write() {
     let mut table = table(2, 3);
     table.write(Lba(0), 4).expect("at the write pointer");
     for (slba, count) in [(0, 4), (2, 2), (0, 1)] {
-        assert_eq!(table.write_again(Lba(slba), count), Ok(()));
+        assert_eq!(table.repeat_write(Lba(slba), count), Ok(()));
         assert_eq!(table.zone(0).written, 4, "the pointer stays");
     }
     for (slba, count) in [(2, 3), (5, 1)] {
-        let refused = table.write_again(Lba(slba), count);
+        let refused = table.repeat_write(Lba(slba), count);
         assert_eq!(refused, Err(Status::ZONE_INVALID_WRITE));
     }
-    assert_eq!(table.write_again(Lba(4), 8), Ok(()));
+    assert_eq!(table.repeat_write(Lba(4), 8), Ok(()));
     assert_eq!(state(&table, 0), ZoneState::FULL);
-    assert_eq!(table.write_again(Lba(4), 8), Ok(()));
-    let beyond = table.write_again(Lba(11), 2);
+    assert_eq!(table.repeat_write(Lba(4), 8), Ok(()));
+    let beyond = table.repeat_write(Lba(11), 2);
     assert_eq!(beyond, Err(Status::ZONE_IS_FULL));
 
     table.write(zslba(1), 4).expect("another zone");
-    table.act(1, ZoneSendAction::FINISH).expect("finished");
-    assert_eq!(table.write_again(zslba(1), 4), Ok(()));
+    table
+        .execute_action(1, ZoneSendAction::FINISH)
+        .expect("finished");
+    assert_eq!(table.repeat_write(zslba(1), 4), Ok(()));
     table.reset(1).expect("reset");
-    let early = table.write_again(zslba(1), 4);
+    let early = table.repeat_write(zslba(1), 4);
     assert_eq!(early, Err(Status::COMMAND_INTERRUPTED));
     table.end_reset(1);
-    assert_eq!(table.write_again(zslba(1), 4), Ok(()));
+    assert_eq!(table.repeat_write(zslba(1), 4), Ok(()));
     assert_eq!(table.zone(1).written, 4);
     assert!(table.fail_media(1));
-    let failed = table.write_again(zslba(1), 4);
+    let failed = table.repeat_write(zslba(1), 4);
     assert_eq!(failed, Err(Status::ZONE_IS_READ_ONLY));
 }

@@ -4,14 +4,14 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use nvme_guest::backend::InFlightCommandState;
+use nvme_guest::backend::state::sqe_words;
 use nvme_guest::dma::{DmaDirection, RegionHint};
 use nvme_guest::iova::Iommu;
-use nvme_guest::seam::InFlightCommandState;
-use nvme_guest::seam::state::words_of;
 use nvme_mpt_memory::clock::ticks_in;
 use nvme_mpt_memory::{Mapping, MappingAccess};
 
-use super::super::memory::is_over;
+use super::super::memory::is_suspension_over;
 use super::*;
 
 /// Address of the page that the tests map and unmap.
@@ -72,12 +72,12 @@ fn an_unmap_waits_for_commands_that_use_the_region_and_for_no_others() {
     host.complete(3);
     guest.poll(&mut host);
     assert!(!unmap.is_finished(), "a Compare uses the region still");
-    assert!(!tables.have_left(generation + 1), "it is told so");
+    assert!(!tables.is_unmap_released(generation + 1), "it is told so");
     host.complete(2);
     guest.poll(&mut host);
     // The other two commands remain in flight.
     assert!(
-        tables.have_left(generation + 1),
+        tables.is_unmap_released(generation + 1),
         "it waits for commands that use other memory"
     );
     let unmapped = unmap.join().expect("no panic").expect("in time");
@@ -100,7 +100,7 @@ fn data_pointers_follow_the_current_memory_map() {
         let generation = window.table().generation();
         std::thread::scope(|scope| {
             let unmap = scope.spawn(|| window.unmap(gone, PAGE));
-            while !tables.have_left(generation + 1) && !unmap.is_finished() {
+            while !tables.is_unmap_released(generation + 1) && !unmap.is_finished() {
                 guest.poll(host);
             }
             unmap.join().expect("no panic").expect("idle");
@@ -148,7 +148,7 @@ impl Iommu for SlowIommu {
         Ok(())
     }
 
-    fn take_pages(&self, _: &Mapping, _: Range<usize>) -> std::io::Result<()> {
+    fn allocate_pages(&self, _: &Mapping, _: Range<usize>) -> std::io::Result<()> {
         Ok(())
     }
 
@@ -161,7 +161,7 @@ impl Iommu for SlowIommu {
 fn a_ring_that_is_being_mapped_again_is_waited_for() {
     let iommu = Arc::new(SlowIommu::default());
     let usable = [0..=(1 << 39) - 1];
-    let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &usable));
+    let space = Arc::new(IovaSpace::with_iommu(iommu.clone(), &usable));
     let mut guest = Guest::new(space);
     let mut host = Host::default();
     let window = guest.window.clone();
@@ -169,7 +169,7 @@ fn a_ring_that_is_being_mapped_again_is_waited_for() {
     let generation = window.table().generation();
     std::thread::scope(|scope| {
         let unmap = scope.spawn(|| window.unmap(SQ, PAGE));
-        while !tables.have_left(generation + 1) && !unmap.is_finished() {
+        while !tables.is_unmap_released(generation + 1) && !unmap.is_finished() {
             guest.poll(&mut host);
         }
         unmap.join().expect("no panic").expect("idle");
@@ -180,7 +180,7 @@ fn a_ring_that_is_being_mapped_again_is_waited_for() {
         }
         // Longer than a ring may be unmapped while the memory map is stable.
         let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(10)));
-        let suspended = ShadowQueueCondition::Suspended { gone: SQ, since };
+        let suspended = ShadowQueueCondition::Suspended { missing: SQ, since };
         guest.queue.core.condition = suspended;
         guest.poll(&mut host);
         let meanwhile = guest.queue.core.condition;
@@ -189,7 +189,10 @@ fn a_ring_that_is_being_mapped_again_is_waited_for() {
         assert_eq!(meanwhile, suspended, "the map is under way");
     });
     guest.poll(&mut host);
-    assert_eq!(guest.queue.core.condition, ShadowQueueCondition::Sound);
+    assert_eq!(
+        guest.queue.core.condition,
+        ShadowQueueCondition::Operational
+    );
 }
 
 #[test]
@@ -197,14 +200,14 @@ fn a_ring_is_waited_for_while_memory_changes_and_a_second_longer() {
     let start = 1 << 60;
     let at = |milliseconds| Ticks(start + ticks_in(Duration::from_millis(milliseconds)));
     let never = Ticks(0);
-    assert!(!is_over(at(990), at(0), never));
-    assert!(is_over(at(1010), at(0), never));
+    assert!(!is_suspension_over(at(990), at(0), never));
+    assert!(is_suspension_over(at(1010), at(0), never));
     // A change in progress, and a completed change.
-    assert!(!is_over(at(20_000), at(0), at(20_000)));
-    assert!(!is_over(at(20_000), at(0), at(19_010)));
-    assert!(is_over(at(20_000), at(0), at(18_990)));
+    assert!(!is_suspension_over(at(20_000), at(0), at(20_000)));
+    assert!(!is_suspension_over(at(20_000), at(0), at(19_010)));
+    assert!(is_suspension_over(at(20_000), at(0), at(18_990)));
     assert!(
-        is_over(at(31_000), at(0), at(31_000)),
+        is_suspension_over(at(31_000), at(0), at(31_000)),
         "it is not waited for ever"
     );
 }
@@ -214,13 +217,16 @@ fn a_ring_that_may_be_back_is_looked_for_before_its_queue_fails() {
     let mut guest = Guest::new(Arc::new(IovaSpace::software()));
     // Longer than a ring may be unmapped in total. The poller was preempted after it had checked for a newer table.
     let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(40)));
-    let suspended = ShadowQueueCondition::Suspended { gone: SQ, since };
+    let suspended = ShadowQueueCondition::Suspended { missing: SQ, since };
     guest.queue.core.condition = suspended;
     guest.window.map(region(DATA, PAGE)).expect("free");
-    guest.queue.core.end_suspension();
+    guest.queue.core.check_suspension();
     assert_eq!(guest.queue.core.condition, suspended);
     guest.poll(&mut Host::default());
-    assert_eq!(guest.queue.core.condition, ShadowQueueCondition::Sound);
+    assert_eq!(
+        guest.queue.core.condition,
+        ShadowQueueCondition::Operational
+    );
 }
 
 #[test]
@@ -228,7 +234,7 @@ fn commands_that_wait_to_be_carried_out_again_stay_recorded_when_their_ring_is_b
     const SLOT: u16 = 3;
     let live = Arc::new(InflightFile::new(1).expect("memory"));
     let space = Arc::new(IovaSpace::software());
-    let mut guest = Guest::with_live(space, Some(live.clone()));
+    let mut guest = Guest::with_inflight(space, Some(live.clone()));
     let mut flush = Sqe::new(NvmOpcode::FLUSH.0);
     flush.nsid = Nsid(1);
     // The predecessor ended with the command in flight.
@@ -236,20 +242,23 @@ fn commands_that_wait_to_be_carried_out_again_stay_recorded_when_their_ring_is_b
     state.in_flight.push(InFlightCommandState {
         slot: SLOT,
         sqid: QUEUE.0,
-        command: words_of(&flush),
+        command: sqe_words(&flush),
     });
     guest.queue.restore(&state);
     let marked = || {
         let queue = live.queue(QUEUE).expect("a queue");
-        let slots = queue.marked().into_iter().map(|marked| marked.slot);
+        let slots = queue.inflight_slots().into_iter().map(|marked| marked.slot);
         slots.collect::<Vec<_>>()
     };
     assert_eq!(marked(), [SLOT]);
     // The ring is unmapped, and mapped again before the command is submitted to the host.
     let since = Ticks::now();
-    guest.queue.core.condition = ShadowQueueCondition::Suspended { gone: SQ, since };
+    guest.queue.core.condition = ShadowQueueCondition::Suspended { missing: SQ, since };
     guest.queue.core.rebind();
-    assert_eq!(guest.queue.core.condition, ShadowQueueCondition::Sound);
+    assert_eq!(
+        guest.queue.core.condition,
+        ShadowQueueCondition::Operational
+    );
     assert_eq!(marked(), [SLOT], "the next process finds it");
     let mut host = Host::default();
     guest.poll(&mut host);

@@ -1,17 +1,17 @@
 //! A shadow queue that the test polls itself, over a host queue under the test's control.
 
-mod apart;
+mod blocking_function;
 mod memory;
 
 use std::os::fd::RawFd;
 
+use nvme_guest::adaptive::PolicyChoice;
+use nvme_guest::backend::{CqConfig, SqConfig};
 use nvme_guest::dma::{DmaWindow, MemoryRegion};
 use nvme_guest::interrupt::InterruptCoalescer;
 use nvme_guest::iova::IovaSpace;
-use nvme_guest::learn::PolicyChoice;
-use nvme_guest::limit::RateLimits;
 use nvme_guest::park::PollerWaker;
-use nvme_guest::seam::{CqConfig, SqConfig};
+use nvme_guest::rate_limit::RateLimits;
 use nvme_lease::range::BlockRange;
 use nvme_mpt_memory::clock::TickRate;
 use nvme_mpt_memory::deadline::FrozenClock;
@@ -24,7 +24,7 @@ use nvme_spec::status::Status;
 use zerocopy::IntoBytes;
 
 use super::*;
-use crate::drive::idle::IdleController;
+use crate::drive::idle_controller::IdleController;
 use crate::host::{CompletionTaker, CompletionTiming, HostCompletion, HostMemory, HostQueue};
 use crate::shadow::{NamespaceIds, PART_LISTS};
 
@@ -64,7 +64,7 @@ impl HostBatch for Batch<'_> {
 }
 
 impl HostQueue for Host {
-    const COMPLETES: CompletionTiming = CompletionTiming::Later;
+    const COMPLETION_TIMING: CompletionTiming = CompletionTiming::Deferred;
 
     const IS_INTERRUPTED: bool = true;
 
@@ -91,7 +91,7 @@ impl HostQueue for Host {
 
     fn cut_short(&mut self) {}
 
-    fn settle(&mut self) -> bool {
+    fn drain(&mut self) -> bool {
         !self.keeps
     }
 
@@ -135,11 +135,11 @@ fn region(gpa: Gpa, len: u64) -> MemoryRegion {
 impl Guest {
     /// Creates a guest with one page for each ring.
     fn new(space: Arc<IovaSpace>) -> Self {
-        Self::with_live(space, None)
+        Self::with_inflight(space, None)
     }
 
     /// Creates a guest like [`Self::new`], for a function that may outlive its process.
-    fn with_live(space: Arc<IovaSpace>, live: Option<Arc<InflightFile>>) -> Self {
+    fn with_inflight(space: Arc<IovaSpace>, live: Option<Arc<InflightFile>>) -> Self {
         let mut window = DmaWindow::new(space.clone());
         window.set_clock(Arc::new(FrozenClock));
         for ring in [SQ, CQ] {
@@ -172,12 +172,12 @@ impl Guest {
                 )
                 .expect("memory"),
             ),
-            silence: UntrappedDoorbells::new(false),
+            untrapped: UntrappedDoorbells::new(false),
             events: Arc::new(EventQueue::new().expect("eventfd")),
             tables: window.tables().clone(),
-            limiter: RateLimiter::new(RateLimits::default(), TickRate::of_this_machine()),
+            limiter: RateLimiter::new(RateLimits::default(), TickRate::measured()),
             blocks: Mutex::new(Arc::new(blocks)),
-            live,
+            inflight: live,
             errors: StatusCounters::default(),
             processor_time: Arc::default(),
         });
@@ -366,7 +366,7 @@ fn commands_ended_by_a_reset_are_not_resubmitted_after_15_seconds() {
         guest.poll(&mut host);
         for (_, slot) in guest.queue.core.slots.in_flight_mut() {
             let age = nvme_mpt_memory::clock::ticks_in(std::time::Duration::from_secs(age));
-            slot.taken = Ticks(slot.taken.0.wrapping_sub(age));
+            slot.taken_at = Ticks(slot.taken_at.0.wrapping_sub(age));
         }
         host.end(0, Status::COMMAND_INTERRUPTED);
         guest.poll(&mut host);

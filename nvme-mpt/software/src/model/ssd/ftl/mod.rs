@@ -14,10 +14,10 @@ use super::geometry::{FlashGeometry, FlashPage};
 pub(crate) use state::FtlStateError;
 
 /// Garbage collection runs while fewer lines than this are free.
-const COLLECT_BELOW: usize = 4;
+const GC_FREE_LINES_MIN: usize = 4;
 
 /// Number of free lines that only garbage collection may use, for the pages that it copies.
-const RESERVED: usize = 1;
+const RESERVED_LINES: usize = 1;
 
 /// Receiver of the FTL's flash operations.
 pub(super) trait FlashMedia {
@@ -44,17 +44,17 @@ enum FlashLineState {
 struct FlashLine {
     state: FlashLineState,
     /// Number of pages in the line that hold the present data of a logical page.
-    valid: u32,
+    valid_pages: u32,
     /// Number of times that the line was erased.
-    erased: u32,
+    erase_count: u32,
 }
 
 /// Place of the next write, for either host pages or copied pages.
 #[derive(Clone, Copy, Debug, Default)]
 struct WritePoint {
     /// The next page of the open line, and the number of pages left in this line.
-    next: u32,
-    left: u32,
+    next_page: u32,
+    remaining_pages: u32,
 }
 
 /// Line (superblock) that garbage collection has chosen as its victim.
@@ -65,7 +65,7 @@ struct VictimLine {
     next: u32,
     /// Number of pages to copy for each page that the host writes. At this rate, the victim is erased before the host has
     /// written as many pages as the erasure gains.
-    rate: u32,
+    copies_per_write: u32,
 }
 
 /// Wear of the flash since the drive was created.
@@ -89,11 +89,11 @@ pub(super) struct Ftl {
     /// memory is only allocated for pages that were written.
     map: Vec<u32>,
     /// For each flash page, the number of its logical page plus one, or 0 if the flash page holds no present data.
-    owner: Vec<u32>,
+    reverse_map: Vec<u32>,
     lines: Vec<FlashLine>,
     free: VecDeque<u32>,
-    host: WritePoint,
-    copies: WritePoint,
+    host_point: WritePoint,
+    copy_point: WritePoint,
     victim: Option<VictimLine>,
     wear: FlashWear,
 }
@@ -102,16 +102,16 @@ impl Ftl {
     pub(super) fn new(geometry: FlashGeometry) -> Self {
         let line = FlashLine {
             state: FlashLineState::Free,
-            valid: 0,
-            erased: 0,
+            valid_pages: 0,
+            erase_count: 0,
         };
         Self {
             map: vec![0; geometry.logical_pages as usize],
-            owner: vec![0; geometry.pages()],
+            reverse_map: vec![0; geometry.pages()],
             lines: vec![line; geometry.lines as usize],
             free: (0..geometry.lines).collect(),
-            host: WritePoint::default(),
-            copies: WritePoint::default(),
+            host_point: WritePoint::default(),
+            copy_point: WritePoint::default(),
             victim: None,
             wear: FlashWear::default(),
             geometry,
@@ -136,9 +136,9 @@ impl Ftl {
 
     /// Returns whether a page is still in the write buffer, because its program unit is not full.
     pub(super) fn is_buffered(&self, page: FlashPage) -> bool {
-        self.host.left != 0
-            && page.0 < self.host.next
-            && self.geometry.unit(page) == self.geometry.unit(FlashPage(self.host.next))
+        self.host_point.remaining_pages != 0
+            && page.0 < self.host_point.next_page
+            && self.geometry.unit(page) == self.geometry.unit(FlashPage(self.host_point.next_page))
     }
 
     /// Writes a logical page. Ignores a page number beyond the drive's capacity.
@@ -146,15 +146,15 @@ impl Ftl {
         if logical >= self.geometry.logical_pages {
             return;
         }
-        self.keep_up(media);
-        self.forget(logical);
-        if self.host.left == 0 {
+        self.collect_for_write(media);
+        self.unmap_page(logical);
+        if self.host_point.remaining_pages == 0 {
             // Terminates, because each collected line gains at least one page.
-            while self.free.len() <= RESERVED && self.collect(u32::MAX, media) {}
-            self.host = self.open();
+            while self.free.len() <= RESERVED_LINES && self.collect_garbage(u32::MAX, media) {}
+            self.host_point = self.open_line();
         }
-        if let Some(page) = Self::take(&mut self.host, &self.geometry, &mut self.lines) {
-            self.set(logical, page);
+        if let Some(page) = Self::take_page(&mut self.host_point, &self.geometry, &mut self.lines) {
+            self.map_page(logical, page);
             self.wear.host_pages += 1;
             media.write(page);
         }
@@ -162,84 +162,84 @@ impl Ftl {
 
     /// Unmaps a logical page.
     pub(super) fn deallocate(&mut self, logical: u32) {
-        self.forget(logical);
+        self.unmap_page(logical);
     }
 
     /// Programs the host's pages that are in the write buffer, even if their program unit is not full.
     pub(super) fn flush(&mut self, media: &mut impl FlashMedia) {
         let unit = self.geometry.unit_pages;
-        let padding = (unit - self.host.next % unit) % unit;
-        if self.host.left == 0 || padding == 0 {
+        let padding = (unit - self.host_point.next_page % unit) % unit;
+        if self.host_point.remaining_pages == 0 || padding == 0 {
             return;
         }
         self.wear.padded_pages += u64::from(padding);
-        self.host.next += padding;
-        self.host.left -= padding;
-        let last = FlashPage(self.host.next - 1);
-        if self.host.left == 0 {
-            self.close(last);
+        self.host_point.next_page += padding;
+        self.host_point.remaining_pages -= padding;
+        let last = FlashPage(self.host_point.next_page - 1);
+        if self.host_point.remaining_pages == 0 {
+            self.close_line(last);
         }
         media.pad(last);
     }
 
-    fn close(&mut self, last: FlashPage) {
+    fn close_line(&mut self, last: FlashPage) {
         let line = self.geometry.line(last) as usize;
         self.lines[line].state = FlashLineState::Closed;
     }
 
-    fn set(&mut self, logical: u32, page: FlashPage) {
+    fn map_page(&mut self, logical: u32, page: FlashPage) {
         self.map[logical as usize] = page.0 + 1;
-        self.owner[page.0 as usize] = logical + 1;
-        self.lines[self.geometry.line(page) as usize].valid += 1;
+        self.reverse_map[page.0 as usize] = logical + 1;
+        self.lines[self.geometry.line(page) as usize].valid_pages += 1;
     }
 
-    fn forget(&mut self, logical: u32) {
+    fn unmap_page(&mut self, logical: u32) {
         if let Some(page) = self.find(logical) {
             self.map[logical as usize] = 0;
-            self.owner[page.0 as usize] = 0;
-            self.lines[self.geometry.line(page) as usize].valid -= 1;
+            self.reverse_map[page.0 as usize] = 0;
+            self.lines[self.geometry.line(page) as usize].valid_pages -= 1;
         }
     }
 
     /// Takes a free line for writing. If no line is free, returns a write point without pages.
-    fn open(&mut self) -> WritePoint {
+    fn open_line(&mut self) -> WritePoint {
         let Some(line) = self.free.pop_front() else {
             return WritePoint::default();
         };
         self.lines[line as usize].state = FlashLineState::Open;
         WritePoint {
-            next: line * self.geometry.line_pages,
-            left: self.geometry.line_pages,
+            next_page: line * self.geometry.line_pages,
+            remaining_pages: self.geometry.line_pages,
         }
     }
 
     /// Takes the next page of a write point.
-    fn take(
+    fn take_page(
         point: &mut WritePoint,
         geometry: &FlashGeometry,
         lines: &mut [FlashLine],
     ) -> Option<FlashPage> {
-        point.left = point.left.checked_sub(1)?;
-        let page = FlashPage(point.next);
-        point.next += 1;
-        if point.left == 0 {
+        point.remaining_pages = point.remaining_pages.checked_sub(1)?;
+        let page = FlashPage(point.next_page);
+        point.next_page += 1;
+        if point.remaining_pages == 0 {
             lines[geometry.line(page) as usize].state = FlashLineState::Closed;
         }
         Some(page)
     }
 
     /// Copies as many pages for garbage collection as are due for one page that the host writes.
-    fn keep_up(&mut self, media: &mut impl FlashMedia) {
-        if self.free.len() < COLLECT_BELOW {
-            let rate = self.victim.map_or(1, |victim| victim.rate);
-            self.collect(rate, media);
+    fn collect_for_write(&mut self, media: &mut impl FlashMedia) {
+        if self.free.len() < GC_FREE_LINES_MIN {
+            let rate = self.victim.map_or(1, |victim| victim.copies_per_write);
+            self.collect_garbage(rate, media);
         }
     }
 
     /// Copies up to `pages` valid pages of the victim line. If no valid page is left, erases the line. Returns `false` if
     /// collecting a line would not gain space.
-    fn collect(&mut self, pages: u32, media: &mut impl FlashMedia) -> bool {
-        let Some(mut victim) = self.victim.or_else(|| self.choose()) else {
+    fn collect_garbage(&mut self, pages: u32, media: &mut impl FlashMedia) -> bool {
+        let Some(mut victim) = self.victim.or_else(|| self.choose_victim()) else {
             return false;
         };
         let line_pages = self.geometry.line_pages;
@@ -248,8 +248,8 @@ impl Ftl {
         while victim.next < line_pages && copied < pages {
             let from = FlashPage(first + victim.next);
             victim.next += 1;
-            if let Some(logical) = self.owner[from.0 as usize].checked_sub(1) {
-                self.relocate(logical, from, media);
+            if let Some(logical) = self.reverse_map[from.0 as usize].checked_sub(1) {
+                self.relocate_page(logical, from, media);
                 copied += 1;
             }
         }
@@ -260,21 +260,21 @@ impl Ftl {
         self.victim = None;
         let line = &mut self.lines[victim.line as usize];
         line.state = FlashLineState::Free;
-        line.erased += 1;
+        line.erase_count += 1;
         self.free.push_back(victim.line);
         self.wear.erased_blocks += u64::from(self.geometry.dies);
         media.erase(victim.line);
         true
     }
 
-    fn relocate(&mut self, logical: u32, from: FlashPage, media: &mut impl FlashMedia) {
-        if self.copies.left == 0 {
-            self.copies = self.open();
+    fn relocate_page(&mut self, logical: u32, from: FlashPage, media: &mut impl FlashMedia) {
+        if self.copy_point.remaining_pages == 0 {
+            self.copy_point = self.open_line();
         }
         // There is space: one line is reserved for copies, and erasing the victim replaces it.
-        if let Some(to) = Self::take(&mut self.copies, &self.geometry, &mut self.lines) {
-            self.forget(logical);
-            self.set(logical, to);
+        if let Some(to) = Self::take_page(&mut self.copy_point, &self.geometry, &mut self.lines) {
+            self.unmap_page(logical);
+            self.map_page(logical, to);
             self.wear.copied_pages += 1;
             media.copy(from, to);
         }
@@ -282,17 +282,17 @@ impl Ftl {
 
     /// Chooses the closed line with the fewest valid pages as the victim. Returns `None` if all its pages are valid, as erasing
     /// it would gain no space.
-    fn choose(&self) -> Option<VictimLine> {
+    fn choose_victim(&self) -> Option<VictimLine> {
         let closed = (0_u32..).zip(&self.lines);
         let closed = closed.filter(|(_, line)| line.state == FlashLineState::Closed);
         let (line, valid) = closed
-            .map(|(index, line)| (index, line.valid))
+            .map(|(index, line)| (index, line.valid_pages))
             .min_by_key(|&(_, valid)| valid)?;
         let gained = self.geometry.line_pages.checked_sub(valid)?;
         Some(VictimLine {
             line,
             next: 0,
-            rate: valid.checked_div(gained)? + 1,
+            copies_per_write: valid.checked_div(gained)? + 1,
         })
     }
 }
@@ -331,7 +331,7 @@ mod tests {
         }
 
         fn pad(&mut self, last: FlashPage) {
-            assert!(self.geometry.ends_unit(last));
+            assert!(self.geometry.is_unit_end(last));
             let unit = self.geometry.unit_pages;
             for page in &mut self.pages[(last.0 + 1 - unit) as usize..=last.0 as usize] {
                 // The page cannot be written any more.
@@ -390,11 +390,11 @@ mod tests {
             let Ftl {
                 geometry,
                 map,
-                owner,
+                reverse_map: owner,
                 lines,
                 free,
-                host,
-                copies,
+                host_point: host,
+                copy_point: copies,
                 ..
             } = &self.ftl;
             for (logical, expected) in self.expected.iter().enumerate() {
@@ -411,7 +411,7 @@ mod tests {
                 let pages = index * geometry.line_pages as usize..;
                 let owners = &owner[pages][..geometry.line_pages as usize];
                 let valid = owners.iter().filter(|owner| **owner != 0).count();
-                assert_eq!(line.valid as usize, valid, "line {index}");
+                assert_eq!(line.valid_pages as usize, valid, "line {index}");
                 let listed = free.iter().filter(|free| **free as usize == index).count();
                 assert_eq!(
                     listed,
@@ -425,10 +425,10 @@ mod tests {
                 .count();
             let points = [host, copies]
                 .iter()
-                .filter(|point| point.left != 0)
+                .filter(|point| point.remaining_pages != 0)
                 .count();
             assert_eq!(open, points);
-            let erased: u32 = lines.iter().map(|line| line.erased).sum();
+            let erased: u32 = lines.iter().map(|line| line.erase_count).sum();
             let wear = self.ftl.wear();
             assert_eq!(
                 wear.erased_blocks,
@@ -457,7 +457,7 @@ mod tests {
         // each page, which is 2.5 here.
         assert!((2.0..=3.0).contains(&amplification), "{amplification}");
         // Lines are used in rotation, so that no line wears out much before the others.
-        let erased = drive.ftl.lines.iter().map(|line| line.erased);
+        let erased = drive.ftl.lines.iter().map(|line| line.erase_count);
         let (least, most) = (erased.clone().min(), erased.max());
         assert!(least > Some(3) && most < Some(100), "{least:?} {most:?}");
     }

@@ -24,26 +24,26 @@ pub(crate) enum FtlStateError {
 }
 
 /// Maximum erase count that is accepted for a line.
-const MOST_ERASED: u32 = u32::MAX >> 4;
+const ERASE_COUNT_MAX: u32 = u32::MAX >> 4;
 
-fn put(out: &mut impl Write, number: u32) -> io::Result<()> {
+fn write_u32(out: &mut impl Write, number: u32) -> io::Result<()> {
     out.write_all(&number.to_le_bytes())
 }
 
-fn get(input: &mut impl Read) -> io::Result<u32> {
+fn read_u32(input: &mut impl Read) -> io::Result<u32> {
     let mut bytes = [0; 4];
     input.read_exact(&mut bytes)?;
     Ok(u32::from_le_bytes(bytes))
 }
 
-fn put_wide(out: &mut impl Write, number: u64) -> io::Result<()> {
-    put(out, number as u32)?;
-    put(out, (number >> 32) as u32)
+fn write_u64(out: &mut impl Write, number: u64) -> io::Result<()> {
+    write_u32(out, number as u32)?;
+    write_u32(out, (number >> 32) as u32)
 }
 
 /// Reads a counter, and rejects values close to overflow.
-fn get_count(input: &mut impl Read) -> Result<u64, FtlStateError> {
-    let (low, high) = (get(input)?, get(input)?);
+fn read_counter(input: &mut impl Read) -> Result<u64, FtlStateError> {
+    let (low, high) = (read_u32(input)?, read_u32(input)?);
     if high > u32::MAX >> 4 {
         return Err(FtlStateError::Damaged);
     }
@@ -51,7 +51,7 @@ fn get_count(input: &mut impl Read) -> Result<u64, FtlStateError> {
 }
 
 impl FlashGeometry {
-    fn numbers(&self) -> [u32; 6] {
+    fn to_array(&self) -> [u32; 6] {
         let Self {
             dies,
             unit_pages,
@@ -77,30 +77,30 @@ impl Ftl {
         let Self {
             geometry,
             map,
-            owner: _,
+            reverse_map: _,
             lines,
             free,
-            host,
-            copies,
+            host_point: host,
+            copy_point: copies,
             victim: _,
             wear,
         } = self;
-        for number in geometry.numbers() {
-            put(out, number)?;
+        for number in geometry.to_array() {
+            write_u32(out, number)?;
         }
         for page in map {
-            put(out, *page)?;
+            write_u32(out, *page)?;
         }
         for line in lines {
-            put(out, line.erased)?;
+            write_u32(out, line.erase_count)?;
         }
-        put(out, free.len() as u32)?;
+        write_u32(out, free.len() as u32)?;
         for line in free {
-            put(out, *line)?;
+            write_u32(out, *line)?;
         }
         for point in [host, copies] {
-            put(out, point.next)?;
-            put(out, point.left)?;
+            write_u32(out, point.next_page)?;
+            write_u32(out, point.remaining_pages)?;
         }
         let FlashWear {
             host_pages,
@@ -109,7 +109,7 @@ impl Ftl {
             erased_blocks,
         } = *wear;
         for number in [host_pages, copied_pages, padded_pages, erased_blocks] {
-            put_wide(out, number)?;
+            write_u64(out, number)?;
         }
         Ok(())
     }
@@ -119,48 +119,48 @@ impl Ftl {
         geometry: FlashGeometry,
         input: &mut impl Read,
     ) -> Result<Self, FtlStateError> {
-        for number in geometry.numbers() {
-            if get(input)? != number {
+        for number in geometry.to_array() {
+            if read_u32(input)? != number {
                 return Err(FtlStateError::OtherDrive);
             }
         }
         let mut ftl = Self::new(geometry);
         for logical in 0..geometry.logical_pages {
-            if let Some(page) = get(input)?.checked_sub(1) {
-                ftl.put_back(logical, FlashPage(page))?;
+            if let Some(page) = read_u32(input)?.checked_sub(1) {
+                ftl.map_restored_page(logical, FlashPage(page))?;
             }
         }
         for line in &mut ftl.lines {
             line.state = FlashLineState::Closed;
-            line.erased = get(input)?;
-            if line.erased > MOST_ERASED {
+            line.erase_count = read_u32(input)?;
+            if line.erase_count > ERASE_COUNT_MAX {
                 return Err(FtlStateError::Damaged);
             }
         }
-        let count = get(input)?;
+        let count = read_u32(input)?;
         ftl.free.clear();
         for _ in 0..count.min(geometry.lines) {
-            let line = get(input)?;
-            ftl.claim(line, FlashLineState::Free)?;
+            let line = read_u32(input)?;
+            ftl.claim_line(line, FlashLineState::Free)?;
             ftl.free.push_back(line);
         }
-        ftl.host = ftl.read_point(input)?;
-        ftl.copies = ftl.read_point(input)?;
-        ftl.check_room()?;
+        ftl.host_point = ftl.read_write_point(input)?;
+        ftl.copy_point = ftl.read_write_point(input)?;
+        ftl.check_space()?;
         ftl.wear = FlashWear {
-            host_pages: get_count(input)?,
-            copied_pages: get_count(input)?,
-            padded_pages: get_count(input)?,
-            erased_blocks: get_count(input)?,
+            host_pages: read_counter(input)?,
+            copied_pages: read_counter(input)?,
+            padded_pages: read_counter(input)?,
+            erased_blocks: read_counter(input)?,
         };
         Ok(ftl)
     }
 
     /// Maps a logical page to a flash page. The flash page must have no other logical page.
-    fn put_back(&mut self, logical: u32, page: FlashPage) -> Result<(), FtlStateError> {
-        match self.owner.get(page.0 as usize) {
+    fn map_restored_page(&mut self, logical: u32, page: FlashPage) -> Result<(), FtlStateError> {
+        match self.reverse_map.get(page.0 as usize) {
             Some(0) => {
-                self.set(logical, page);
+                self.map_page(logical, page);
                 Ok(())
             }
             _ => Err(FtlStateError::Damaged),
@@ -168,11 +168,11 @@ impl Ftl {
     }
 
     /// Changes the state of a closed line to free or open.
-    fn claim(&mut self, line: u32, state: FlashLineState) -> Result<(), FtlStateError> {
+    fn claim_line(&mut self, line: u32, state: FlashLineState) -> Result<(), FtlStateError> {
         match self.lines.get_mut(line as usize) {
             Some(FlashLine {
                 state: closed @ FlashLineState::Closed,
-                valid,
+                valid_pages: valid,
                 ..
             }) if *valid == 0 || state == FlashLineState::Open => {
                 *closed = state;
@@ -182,32 +182,32 @@ impl Ftl {
         }
     }
 
-    fn read_point(&mut self, input: &mut impl Read) -> Result<WritePoint, FtlStateError> {
+    fn read_write_point(&mut self, input: &mut impl Read) -> Result<WritePoint, FtlStateError> {
         let point = WritePoint {
-            next: get(input)?,
-            left: get(input)?,
+            next_page: read_u32(input)?,
+            remaining_pages: read_u32(input)?,
         };
-        if point.left == 0 {
+        if point.remaining_pages == 0 {
             return Ok(WritePoint::default());
         }
         let line_pages = self.geometry.line_pages;
-        let line = point.next / line_pages;
-        self.claim(line, FlashLineState::Open)?;
-        let rest = (line + 1) * line_pages - point.next;
-        let unwritten = self.owner.iter().skip(point.next as usize);
+        let line = point.next_page / line_pages;
+        self.claim_line(line, FlashLineState::Open)?;
+        let rest = (line + 1) * line_pages - point.next_page;
+        let unwritten = self.reverse_map.iter().skip(point.next_page as usize);
         let mut unwritten = unwritten.take(rest as usize);
-        if point.left != rest || unwritten.any(|owner| *owner != 0) {
+        if point.remaining_pages != rest || unwritten.any(|owner| *owner != 0) {
             return Err(FtlStateError::Damaged);
         }
         Ok(point)
     }
 
     /// Checks that garbage collection has space for the pages that it copies. Otherwise, pages would be lost.
-    fn check_room(&self) -> Result<(), FtlStateError> {
+    fn check_space(&self) -> Result<(), FtlStateError> {
         let closed = self.lines.iter();
         let closed = closed.filter(|line| line.state == FlashLineState::Closed);
-        let least = closed.map(|line| line.valid).min().unwrap_or(0);
-        if self.free.len() < super::RESERVED && self.copies.left < least {
+        let least = closed.map(|line| line.valid_pages).min().unwrap_or(0);
+        if self.free.len() < super::RESERVED_LINES && self.copy_point.remaining_pages < least {
             return Err(FtlStateError::Damaged);
         }
         Ok(())
@@ -227,7 +227,7 @@ mod tests {
         FlashGeometry::new(dies, pages, logical, spare)
     }
 
-    fn used() -> (FtlTestDrive, Vec<u8>) {
+    fn used_drive() -> (FtlTestDrive, Vec<u8>) {
         let mut drive = FtlTestDrive::new(geometry());
         let mut seed = 1_u64;
         for i in 0..30_000 {
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn a_drive_goes_on_where_it_was() {
-        let (mut drive, state) = used();
+        let (mut drive, state) = used_drive();
         drive.ftl = Ftl::restore(geometry(), &mut state.as_slice()).expect("sound");
         drive.check();
         (0..20_000).for_each(|i| drive.write(i * 7919 % 5000));
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn a_state_of_other_flash_is_refused() {
-        let (_, state) = used();
+        let (_, state) = used_drive();
         let other = FlashGeometry::new(4, DiePageCounts::new(2, 4, 16), 5001, 10);
         let refused = Ftl::restore(other, &mut state.as_slice());
         assert!(matches!(refused, Err(FtlStateError::OtherDrive)));
@@ -269,7 +269,7 @@ mod tests {
     /// With any numbers changed, the state is refused, or the layer works.
     #[test]
     fn a_state_that_is_damaged_is_refused_or_harmless() {
-        let (_, state) = used();
+        let (_, state) = used_drive();
         let (mut refused, mut seed) = (0, 3_u64);
         for _ in 0..300 {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

@@ -1,0 +1,240 @@
+//! Failed write-backs that the kernel reported to a server which was killed before the server recorded them.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::not_checked::not_checked;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
+use tempfile::TempDir;
+
+use crate::replaced_servers::{SupervisedServer, await_waiting};
+use crate::support::{Bench, TIMEOUT};
+use crate::vmms::TestVmm;
+
+/// Capacity in bytes of the file system below the device, less than the test writes.
+const CAPACITY: u64 = 1 << 20;
+
+/// Size of the device in bytes.
+const DEVICE: u64 = 16 << 20;
+
+/// Flags of a read-only file description in `/proc/PID/fdinfo`: at most `O_LARGEFILE` and `O_CLOEXEC`.
+const READS: [&str; 4] = ["00", "0100000", "02000000", "02100000"];
+
+fn attach(bench: &Bench) -> (Disk, Controller) {
+    let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+    let bar = VfioUserBar::attach(&bench.path("a.sock"), &memory).unwrap();
+    let mut controller = Controller::attach(Arc::new(bar), memory, Config::default(), 1).unwrap();
+    (Disk::open(&mut controller, 1).unwrap(), controller)
+}
+
+/// Returns the number of read-only descriptions of a path that the keeper holds.
+fn spares(kept: &SupervisedServer, path: &Path) -> usize {
+    let process = PathBuf::from(format!("/proc/{}", kept.supervisor_pid()));
+    let path = path.canonicalize().unwrap();
+    let mut count = 0;
+    for entry in fs::read_dir(process.join("fd")).unwrap() {
+        let entry = entry.unwrap();
+        if fs::read_link(entry.path()).is_ok_and(|found| found == path) {
+            let info = process.join("fdinfo").join(entry.file_name());
+            let info = fs::read_to_string(info).unwrap();
+            let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+            let flags = flags.unwrap().trim();
+            assert!(READS.contains(&flags), "{flags}");
+            count += 1;
+        }
+    }
+    count
+}
+
+/// Waits until the keeper holds `wanted` spare descriptions.
+fn await_spares(kept: &SupervisedServer, path: &Path, wanted: usize) {
+    let deadline = Instant::now() + TIMEOUT;
+    while spares(kept, path) != wanted {
+        assert!(Instant::now() < deadline, "{}", spares(kept, path));
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Returns whether the bench's file system writes files back to a disk.
+fn is_on_a_disk(bench: &Bench) -> bool {
+    let kind = Command::new("stat")
+        .args(["--file-system", "--format=%T"])
+        .arg(bench.path("drive.img"))
+        .output()
+        .unwrap();
+    let kind = String::from_utf8(kind.stdout).unwrap();
+    let kind = kind.trim();
+    let is_local = !matches!(kind, "tmpfs" | "ramfs" | "fuseblk" | "nfs" | "virtiofs");
+    if !is_local {
+        not_checked(&format!("a file on {kind} has no spare description"));
+    }
+    is_local
+}
+
+#[test]
+fn the_keeper_has_a_spare_description_of_each_lease_until_the_lease_ends() {
+    let bench = Bench::new();
+    if !is_on_a_disk(&bench) {
+        return;
+    }
+    let drive = bench.path("drive.img");
+    let mut serve = bench.serve_command("one", &["path=drive.img,range=0+1M,socket=a.sock,id=a"]);
+    serve.args(["--drive", "path=drive.img"]);
+    let kept =
+        SupervisedServer::start_command(&bench, &["--deaths", "100000", "--delay", "0"], &serve);
+    bench
+        .ask("add", &["path=drive.img,range=1M+1M,socket=b.sock,id=b"])
+        .unwrap();
+    let mut vmm = TestVmm::start(&bench, "path=drive.img,range=16M+16M,id=vmm", 1);
+    assert_eq!(vmm.report(), "attached");
+    await_spares(&kept, &drive, 3);
+    for round in 0..2 {
+        kept.kill_server();
+        await_spares(&kept, &drive, 3);
+        assert_eq!(vmm.pass(), "passed", "round {round}");
+        kept.upgrade(&bench);
+        await_spares(&kept, &drive, 3);
+        assert_eq!(vmm.pass(), "passed", "round {round}");
+    }
+    bench.ask("remove", &["b"]).unwrap();
+    assert_eq!(spares(&kept, &drive), 2, "a file is closed by then");
+    vmm.end();
+    await_spares(&kept, &drive, 1);
+    bench.ask("remove", &["a"]).unwrap();
+    assert_eq!(spares(&kept, &drive), 0);
+    kept.stop();
+}
+
+#[test]
+fn the_spare_of_an_absent_vmm_is_closed_with_its_drive() {
+    let bench = Bench::new();
+    if !is_on_a_disk(&bench) {
+        return;
+    }
+    let drive = bench.path("drive.img");
+    let kept = SupervisedServer::start(&bench, &["path=drive.img,range=0+1M,socket=a.sock,id=a"]);
+    let mut vmm = TestVmm::start(&bench, "path=drive.img,range=16M+16M,id=vmm", 1);
+    assert_eq!(vmm.report(), "attached");
+    await_spares(&kept, &drive, 2);
+    vmm.stop_process();
+    kept.kill_server();
+    vmm.kill();
+    assert_eq!(spares(&kept, &drive), 2);
+    bench.ask("remove", &["a"]).unwrap();
+    assert_eq!(spares(&kept, &drive), 0);
+    kept.stop();
+}
+
+/// A block device whose backing file system is smaller than the device. The server uses it with buffered writes, which complete
+/// before write-back fails.
+struct Device {
+    path: PathBuf,
+    folder: TempDir,
+}
+
+impl Device {
+    /// Returns `None` with a message if this process may not create the device.
+    fn new() -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().to_str().unwrap();
+        let size = format!("size={CAPACITY}");
+        run(&["mount", "-t", "tmpfs", "-o", &size, "drive", place])?;
+        let mut device = Self {
+            path: PathBuf::new(),
+            folder,
+        };
+        let file = device.folder.path().join("drive.img");
+        File::create(&file).unwrap().set_len(DEVICE + 512).unwrap();
+        let file = file.to_str().unwrap();
+        let made = run(&["losetup", "--find", "--show", "--sector-size", "4096", file])?;
+        device.path = made.trim().into();
+        Some(device)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        if !self.path.as_os_str().is_empty() {
+            run(&["losetup", "--detach", self.path.to_str().unwrap()]);
+        }
+        run(&["umount", "--lazy", self.folder.path().to_str().unwrap()]);
+    }
+}
+
+fn run(command: &[&str]) -> Option<String> {
+    let output = Command::new(command[0]).args(&command[1..]).output();
+    match output {
+        Ok(output) if output.status.success() => {
+            Some(String::from_utf8_lossy(&output.stdout).into_owned())
+        }
+        failed => {
+            not_checked(&format!(
+                "`{}` cannot be run here: {failed:?}",
+                command.join(" ")
+            ));
+            None
+        }
+    }
+}
+
+/// Fails a write-back of the device. Then consumes the error, so that files opened later do not see it.
+fn fail_a_write_back(device: &Path) {
+    let told = File::open(device).unwrap();
+    let file = File::options().write(true).open(device).unwrap();
+    file.write_all_at(&vec![0x41; 4 * CAPACITY as usize], 0)
+        .unwrap();
+    // Acts as the server that is killed before it records the error.
+    told.sync_all().unwrap_err();
+}
+
+#[test]
+fn a_flush_fails_if_a_server_was_killed_with_the_report_of_a_lost_write() {
+    let Some(device) = Device::new() else {
+        return;
+    };
+    let bench = Bench::new();
+    let function = format!("path={},lba=4096,socket=a.sock,id=a", device.path.display());
+    let kept = SupervisedServer::start(&bench, &[&function]);
+    let (mut disk, controller) = attach(&bench);
+    disk.flush().unwrap();
+    assert_eq!(spares(&kept, &device.path), 1);
+    kept.kill_server();
+    disk.flush().unwrap();
+
+    fail_a_write_back(&device.path);
+    kept.kill_server();
+    disk.flush().expect_err("it promised what was lost");
+    // The spare description reported the error once, and the server has recorded it.
+    kept.kill_server();
+    disk.flush().unwrap_err();
+    let log = kept.log();
+    assert!(log.contains("Lease a lost completed writes, as"), "{log}");
+    assert_eq!(log.matches("could not be written").count(), 1, "{log}");
+
+    // A newly connected VMM is not told about writes that its predecessor lost.
+    drop((disk, controller));
+    let (mut disk, controller) = attach(&bench);
+    disk.flush().unwrap();
+    kept.kill_server();
+    disk.flush().unwrap();
+
+    fail_a_write_back(&device.path);
+    kept.upgrade(&bench);
+    disk.flush()
+        .expect_err("the server after one that was replaced promised it");
+
+    drop((disk, controller));
+    await_waiting(&bench);
+    let trouble = bench.ask("remove", &["a"]).unwrap_err();
+    assert!(trouble.contains("lost completed writes"), "{trouble}");
+    assert_eq!(spares(&kept, &device.path), 0);
+    kept.stop();
+}

@@ -1,0 +1,220 @@
+//! First messages of a connection, by which a VMM requests a lease from a server.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::channel::{ChannelError, LeaseChannel};
+use crate::message::{
+    ATTACH_DESCRIPTORS, AttachReply, AttachRequest, AttachedLease, SIGNS, VERSION,
+};
+use crate::socket::{self, ServerExitSigns, Stream};
+
+/// Timeout for each message that the server sends while it creates a lease.
+pub(crate) const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Timeout for a server's answer, and for the end of a lease. This is longer than the 30 seconds to which the server limits its
+/// longest operation.
+pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(45);
+
+/// Number of descriptors with `AttachReply::Attached`, from a server that also sends its `SIGNS`.
+const WITH_SIGNS: usize = ATTACH_DESCRIPTORS + SIGNS;
+
+/// Error of requesting a lease from a server.
+#[derive(Debug, Error)]
+pub enum LeaseAttachError {
+    /// Nothing accepts connections on the socket, or access is denied.
+    #[error("Cannot connect to the drive server on {}", socket.display())]
+    Connect {
+        /// The socket.
+        socket: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// The server does not answer, or violates the protocol.
+    #[error("The drive server on {} does not answer", socket.display())]
+    Answer {
+        /// The socket.
+        socket: PathBuf,
+        /// Cause.
+        source: ChannelError,
+    },
+    /// The server refused.
+    #[error("The drive server on {} refused: {reason}", socket.display())]
+    Refused {
+        /// The socket.
+        socket: PathBuf,
+        /// Reason that the server gave.
+        reason: String,
+    },
+    /// This process lacks memory, descriptors or threads.
+    #[error("Cannot use the resources that the drive server on {} sent", socket.display())]
+    SetUp {
+        /// The socket.
+        socket: PathBuf,
+        /// Kernel's error.
+        source: io::Error,
+    },
+}
+
+/// Granted lease, before the function uses it.
+#[derive(Debug)]
+pub(crate) struct GrantedLease {
+    pub(crate) channel: LeaseChannel,
+    pub(crate) attached: AttachedLease,
+    /// Doorbell file, file of the in-flight state, and eventfd of events.
+    pub(crate) parts: [OwnedFd; ATTACH_DESCRIPTORS],
+    /// Descriptors that signal the end of the server's process; `None` if the server sends none.
+    pub(crate) signs: Option<ServerExitSigns>,
+    pub(crate) socket: PathBuf,
+}
+
+/// Answer of a server to an [`AttachRequest`].
+enum AttachOutcome {
+    /// The server has the drive. It has created no lease, as the VMM only asked for the drive.
+    NotServed,
+    /// The server has the drive, and created no lease.
+    Served,
+    /// The server has created the lease. The descriptors are the lease's files, as listed at `AttachReply::Attached`.
+    Attached(Box<AttachedLease>, Vec<OwnedFd>),
+}
+
+/// Returns the error for a server that does not answer, or violates the protocol.
+fn answer_error(socket: &Path, source: ChannelError) -> LeaseAttachError {
+    LeaseAttachError::Answer {
+        socket: socket.to_owned(),
+        source,
+    }
+}
+
+/// Returns the error for a process that cannot use its connection to a server.
+fn set_up_error(socket: &Path, source: io::Error) -> LeaseAttachError {
+    LeaseAttachError::SetUp {
+        socket: socket.to_owned(),
+        source,
+    }
+}
+
+/// Sends an [`AttachRequest`] with the descriptors `kept` to the server on `socket`. Returns the connection and the answer.
+/// `patience` is the timeout for each message of the server.
+fn send_attach_request(
+    stream: Stream,
+    socket: &Path,
+    opening: &AttachRequest,
+    kept: &[BorrowedFd<'_>],
+    patience: Duration,
+) -> Result<(LeaseChannel, AttachOutcome), LeaseAttachError> {
+    let set_up = |source| set_up_error(socket, source);
+    let failed = |source| answer_error(socket, source);
+    let channel = LeaseChannel::new(stream).map_err(set_up)?;
+    channel.set_answer_timeout(patience).map_err(set_up)?;
+    channel.send(opening, kept).map_err(failed)?;
+    let answer = loop {
+        let (opened, descriptors) = channel.receive_answer().map_err(failed)?;
+        match opened {
+            AttachReply::Waiting => {}
+            AttachReply::NotServed => break AttachOutcome::NotServed,
+            AttachReply::Served => break AttachOutcome::Served,
+            AttachReply::Attached(attached) => {
+                break AttachOutcome::Attached(attached, descriptors);
+            }
+            AttachReply::Refused { reason } => {
+                return Err(LeaseAttachError::Refused {
+                    socket: socket.to_owned(),
+                    reason,
+                });
+            }
+        }
+    };
+    Ok((channel, answer))
+}
+
+/// Requests a lease from the server on `socket`; returns `None` if this server does not have the function's drive. `options` is
+/// the function's option string, with absolute paths. `kept` are the lease's descriptors from the previous server, and
+/// `patience` is the timeout for each message of the server.
+pub(crate) fn request_lease(
+    stream: Stream,
+    socket: &Path,
+    options: &str,
+    kept: &[BorrowedFd<'_>],
+    patience: Duration,
+) -> Result<Option<GrantedLease>, LeaseAttachError> {
+    let opening = AttachRequest {
+        version: VERSION,
+        options: options.to_owned(),
+        only_asks: false,
+        sees_end: true,
+    };
+    let (channel, answer) = send_attach_request(stream, socket, &opening, kept, patience)?;
+    let (attached, mut descriptors) = match answer {
+        AttachOutcome::NotServed => return Ok(None),
+        AttachOutcome::Attached(attached, descriptors) if attached.is_valid() => {
+            (*attached, descriptors)
+        }
+        // A lease was requested.
+        AttachOutcome::Served | AttachOutcome::Attached(..) => {
+            return Err(answer_error(socket, ChannelError::InvalidLease));
+        }
+    };
+    channel
+        .set_answer_timeout(ANSWER_TIMEOUT)
+        .map_err(|source| set_up_error(socket, source))?;
+    channel.expect_queue_pairs(attached.facts.queue_pairs);
+    let signs = match descriptors.len() {
+        WITH_SIGNS => <[OwnedFd; SIGNS]>::try_from(descriptors.split_off(ATTACH_DESCRIPTORS)).ok(),
+        _ => None,
+    };
+    let signs = signs.map(|signs| ServerExitSigns::new(channel.stream(), signs));
+    let parts = <[OwnedFd; ATTACH_DESCRIPTORS]>::try_from(descriptors).map_err(|descriptors| {
+        let (came, said) = (descriptors.len(), ATTACH_DESCRIPTORS);
+        answer_error(socket, ChannelError::Descriptors { came, said })
+    })?;
+    Ok(Some(GrantedLease {
+        channel,
+        attached,
+        parts,
+        signs,
+        socket: socket.to_owned(),
+    }))
+}
+
+/// Asks the server on `socket` whether it has the drive that an option string with absolute paths names. A lease that the
+/// server creates ends with the connection. `patience` is the timeout for each message of the server.
+pub(crate) fn query_drive(
+    stream: Stream,
+    socket: &Path,
+    options: &str,
+    patience: Duration,
+) -> Result<bool, LeaseAttachError> {
+    let opening = AttachRequest {
+        version: VERSION,
+        options: options.to_owned(),
+        only_asks: true,
+        sees_end: false,
+    };
+    let (_, answer) = send_attach_request(stream, socket, &opening, &[], patience)?;
+    // A server that does not know the field grants a lease, which ends with the connection.
+    Ok(!matches!(answer, AttachOutcome::NotServed))
+}
+
+/// Connects to a server.
+pub(crate) fn connect(socket: &Path) -> Result<Stream, LeaseAttachError> {
+    socket::connect(socket).map_err(|source| LeaseAttachError::Connect {
+        socket: socket.to_owned(),
+        source,
+    })
+}
+
+/// Parameters for the search for another server, after the function has lost its server.
+#[derive(Clone, Debug)]
+pub(crate) struct ServerDiscovery {
+    /// State directory of the servers.
+    pub(crate) state_dir: PathBuf,
+    /// The function's option string.
+    pub(crate) options: String,
+    /// Maximum duration of the search; `None` to search for ever.
+    pub(crate) timeout: Option<Duration>,
+}

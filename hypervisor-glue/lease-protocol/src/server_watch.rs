@@ -1,0 +1,389 @@
+//! Thread that notices when a server ends, and then searches for the next server.
+
+use std::fmt;
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvme_guest::{
+    BackendEvent, BackendStateError, DmaError, DoorbellPage, GuestMemory, PersistedQueues,
+    QueueError,
+};
+use nvme_mpt_memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use nvme_mpt_memory::{clock, eventfd};
+use serde::de::DeserializeOwned;
+use thiserror::Error;
+
+use crate::attach::{GrantedLease, LeaseAttachError, OPENING_TIMEOUT, ServerDiscovery};
+use crate::channel::{ChannelError, LeaseChannel};
+use crate::message::{AttachedLease, BackendRequest, BackendResult, RegionHistory, VectorChange};
+use crate::server_link::{BackendSettings, LinkState, ServerLink, SuccessorServer};
+use crate::server_sockets;
+use crate::socket::{ServerExitSigns, Stream, wait_for_end};
+
+/// Shortest and longest interval between two searches for a server.
+const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
+
+/// Timeout for receiving the end notices of a server.
+const END_NOTICE_TIMEOUT: Duration = Duration::from_millis(1);
+
+/// Divisor for the search interval: the next search begins after a tenth of the time that the function has waited so far.
+const RETRY_DIVISOR: u32 = 10;
+
+/// Interval of log messages while there is no server.
+const REPORT_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Reason why a function cannot continue with another server.
+#[derive(Debug, Error)]
+enum ReattachError {
+    #[error(transparent)]
+    Attach(#[from] LeaseAttachError),
+    #[error("it does not answer")]
+    Channel(#[from] ChannelError),
+    #[error("it cannot reach the VM's memory")]
+    Memory(#[from] DmaError),
+    #[error("it cannot make the guest's queues")]
+    Queues(#[from] BackendStateError),
+    #[error("it lacks features that the guest was promised: detach the drive and attach it again")]
+    MissingFeatures,
+    #[error(
+        "its doorbells have another stride (CAP.DSTRD {here}, but the guest was told {told}): detach the drive and attach \
+         it again"
+    )]
+    Stride { told: u8, here: u8 },
+    #[error("the kernel refused")]
+    Io(#[from] io::Error),
+}
+
+impl ReattachError {
+    /// Returns whether the server would fail in the same way at each attempt.
+    fn is_final(&self) -> bool {
+        matches!(self, Self::MissingFeatures | Self::Stride { .. })
+    }
+}
+
+/// Server that has, or had, the function's lease.
+#[derive(Debug)]
+pub(crate) struct AttachedServer {
+    pub(crate) channel: Arc<LeaseChannel>,
+    /// Descriptors that signal the end of the server's process; `None` if the server sends none.
+    pub(crate) signs: Option<ServerExitSigns>,
+}
+
+impl AttachedServer {
+    /// Shuts down the sending side of the connection, upon which the server ends the lease.
+    fn shut_down(self) -> Self {
+        // A failed connection ends the lease as well.
+        let _ = self.channel.stream().shutdown(Shutdown::Write);
+        let _ = self.channel.set_answer_timeout(END_NOTICE_TIMEOUT);
+        self
+    }
+
+    /// Returns whether the server has ended all its work for the function. Call this only after the connection has ended, or
+    /// after [`leave`](Self::leave).
+    fn has_ended(&self) -> bool {
+        let has_closed = self.channel.read_end_notices();
+        match &self.signs {
+            Some(signs) => self.channel.has_ended() || signs.have_occurred().unwrap_or(false),
+            // A server of an earlier release signals this only by the end of the connection.
+            None => has_closed,
+        }
+    }
+
+    /// Waits until the server has ended all its work for the function.
+    fn wait_until_ended(&self) {
+        await_end(self.channel.stream());
+        if let Some(signs) = &self.signs
+            && !self.has_ended()
+        {
+            retry_wait("the end of a drive server's process", || signs.await_all());
+        }
+    }
+}
+
+/// Context of the watch thread.
+pub(crate) struct ServerWatch {
+    pub(crate) link: Arc<ServerLink>,
+    /// Channel that is disconnected when the function ends.
+    pub(crate) stopped: Receiver<()>,
+    pub(crate) discovery: Option<ServerDiscovery>,
+    /// Properties of the lease that the guest was told.
+    pub(crate) promised: AttachedLease,
+    pub(crate) doorbells: Arc<DoorbellPage>,
+    /// File of the in-flight state.
+    pub(crate) inflight: OwnedFd,
+    pub(crate) memory: GuestMemory,
+    /// Drops the eventfds of a lost server's pollers.
+    pub(crate) drop_wakers: Box<dyn Fn() + Send>,
+}
+
+impl fmt::Debug for ServerWatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Watch")
+            .field("link", &self.link)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ServerWatch {
+    /// Watches the servers until the function ends, or until the drive is lost for good and nothing accesses the function's
+    /// memory any longer.
+    pub(crate) fn run(&self, mut server: AttachedServer) {
+        loop {
+            let channel = server.channel.clone();
+            await_end(channel.stream());
+            self.link.record_close();
+            let mut left = vec![server];
+            self.remove_ended(&mut left);
+            if !self.is_stopped() {
+                if channel.was_removed() {
+                    log::error!("An operator has released the function's lease");
+                    self.give_up();
+                } else if let Some(next) = self.next_server(&mut left) {
+                    server = next;
+                    continue;
+                }
+            }
+            // The function may already have given up a server that does not answer.
+            if !self.link.state().has_ended() {
+                left.iter().for_each(AttachedServer::wait_until_ended);
+                self.link.record_end();
+            }
+            return;
+        }
+    }
+
+    /// Removes from `left` the servers that have ended all their work. If none is left, records that.
+    fn remove_ended(&self, left: &mut Vec<AttachedServer>) {
+        left.retain(|server| !server.has_ended());
+        if left.is_empty() {
+            self.link.record_end();
+        }
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopped.try_recv() == Err(TryRecvError::Disconnected)
+    }
+
+    /// Searches for a server with the drive until one is found, and returns it. During the search, records when the previous
+    /// servers have ended their work.
+    fn next_server(&self, left: &mut Vec<AttachedServer>) -> Option<AttachedServer> {
+        let reach = self.discovery.as_ref()?;
+        let began = clock::monotonic();
+        let mut reported = None;
+        loop {
+            self.remove_ended(left);
+            let waited = clock::monotonic().saturating_sub(began);
+            if reach.timeout.is_some_and(|patience| waited >= patience) {
+                log::error!("No drive server came back within {waited:?}");
+                self.give_up();
+                return None;
+            }
+            match self.resume(reach, left) {
+                Ok(Some(server)) => return Some(server),
+                Err(error) if error.is_final() => {
+                    log::error!("A drive server came back, but {error}");
+                    self.give_up();
+                    return None;
+                }
+                outcome
+                    if reported.is_none_or(|at| waited.saturating_sub(at) >= REPORT_INTERVAL) =>
+                {
+                    let why = outcome.err().map(|error| format!(": {}", chain(&error)));
+                    let why = why.unwrap_or_default();
+                    log::warn!("No drive server has the function's drive yet{why}");
+                    reported = Some(waited);
+                }
+                _ => {}
+            }
+            let pause = (waited / RETRY_DIVISOR).clamp(RETRY_INTERVALS.0, RETRY_INTERVALS.1);
+            if self.stopped.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
+                return None;
+            }
+        }
+    }
+
+    fn give_up(&self) {
+        let mut state = self.link.state();
+        if state.should_reconnect() {
+            self.link.report_failure(&mut state);
+        }
+    }
+
+    /// Requests the lease from each server, and sends the server that grants it the recorded state. If a server fails after it
+    /// got the function's memory, the server is added to `left`, because commands may be in flight there.
+    fn resume(
+        &self,
+        reach: &ServerDiscovery,
+        left: &mut Vec<AttachedServer>,
+    ) -> Result<Option<AttachedServer>, ReattachError> {
+        let events = eventfd::share(&self.link.events)?;
+        let kept = [self.doorbells.fd(), self.inflight.as_fd(), events.as_fd()];
+        let Some(given) =
+            server_sockets::find_lease(&reach.state_dir, &reach.options, &kept, OPENING_TIMEOUT)?
+        else {
+            return Ok(None);
+        };
+        let GrantedLease {
+            channel,
+            attached,
+            signs,
+            socket,
+            ..
+        } = given;
+        let (told, here) = (self.promised.dstrd, attached.dstrd);
+        if told != here {
+            return Err(ReattachError::Stride { told, here });
+        }
+        if !attached.can_replace(&self.promised) {
+            return Err(ReattachError::MissingFeatures);
+        }
+        (self.drop_wakers)();
+        let channel = Arc::new(channel);
+        let server = AttachedServer {
+            channel: channel.clone(),
+            signs,
+        };
+        // The function's calls are blocked by the lock, so that no change is missed.
+        let mut state = self.link.state();
+        if !state.should_reconnect() {
+            // The function has ended.
+            return Ok(None);
+        }
+        let back = match self.send_state(&channel, &state) {
+            Ok(back) => back,
+            Err(error) => {
+                // The server may have begun commands before it failed.
+                state.assume_inflight();
+                left.push(server.shut_down());
+                return Err(error);
+            }
+        };
+        let blocks = attached.facts.namespace.blocks;
+        let next = SuccessorServer {
+            channel,
+            socket,
+            blocks,
+        };
+        self.link.reconnect(&mut state, next, back);
+        Ok(Some(server))
+    }
+
+    fn send_state(
+        &self,
+        channel: &LeaseChannel,
+        state: &LinkState,
+    ) -> Result<BackendEvent, ReattachError> {
+        // Regions that the previous server had come first: after a new region, they would count as new.
+        let regions = self.memory.detach().regions()?.into_iter();
+        let (had, new): (Vec<_>, Vec<_>) = regions
+            .partition(|region| state.settings.region_history(region) == RegionHistory::Kept);
+        for region in had.into_iter().chain(new) {
+            let request = BackendRequest::map(&region, state.settings.region_history(&region));
+            let mapped: Result<(), DmaError> = call(channel, &request, Some(&region.fd))?;
+            mapped?;
+        }
+        let BackendSettings {
+            vectors,
+            rates,
+            coalescing,
+            queues,
+            untrapped: silent,
+            watches_admin: watched,
+            paused,
+            dirty_log,
+            new_regions: _,
+        } = &state.settings;
+        for (number, wire) in (0..).zip(vectors) {
+            if wire.masked {
+                let change = VectorChange::Mask;
+                let _: bool = call(channel, &BackendRequest::Vector { number, change }, None)?;
+            }
+            if let Some(eventfd) = &wire.eventfd {
+                let change = VectorChange::Connect;
+                let request = BackendRequest::Vector { number, change };
+                let _: bool = call(channel, &request, Some(eventfd))?;
+            }
+        }
+        if let Some(rates) = rates {
+            let () = call(channel, &BackendRequest::SetRates(*rates), None)?;
+        }
+        if let Some(coalescing) = coalescing {
+            let () = call(channel, &BackendRequest::SetCoalescing(*coalescing), None)?;
+        }
+        for (wanted, request) in [
+            (*silent, BackendRequest::BeginSilentDoorbells),
+            (*watched, BackendRequest::WatchAdminDoorbells),
+        ] {
+            if wanted {
+                let outcome: BackendResult<()> = call(channel, &request, None)?;
+                outcome.map_err(|failed| failed.0)?;
+            }
+        }
+        if *paused {
+            let result: Result<(), QueueError> = call(channel, &BackendRequest::Pause, None)?;
+            result.map_err(io::Error::other)?;
+        }
+        if dirty_log.is_some() {
+            let result: Result<(), DmaError> = call(channel, &BackendRequest::StartDirtyLog, None)?;
+            result?;
+        }
+        restore_queues(channel, queues)
+    }
+}
+
+/// Makes a server restore the guest's queues. This must be the last request, because the server carries out commands
+/// afterwards.
+fn restore_queues(
+    channel: &LeaseChannel,
+    queues: &PersistedQueues,
+) -> Result<BackendEvent, ReattachError> {
+    let request = BackendRequest::TakeUp(Box::new(queues.clone()));
+    let taken: Result<(), BackendStateError> = call(channel, &request, None)?;
+    Ok(match taken {
+        Ok(()) => BackendEvent::BackWithQueues,
+        // A later attempt may succeed, once memory is mapped again or the server has the resources.
+        Err(error @ BackendStateError::Queue { .. }) => return Err(error.into()),
+        Err(error) => {
+            log::error!(
+                "The next drive server cannot restore the queues: {}",
+                chain(&error)
+            );
+            BackendEvent::BackWithoutQueues
+        }
+    })
+}
+
+fn call<T: DeserializeOwned>(
+    channel: &LeaseChannel,
+    request: &BackendRequest,
+    descriptor: Option<&OwnedFd>,
+) -> Result<T, ChannelError> {
+    let descriptor = descriptor.map(AsFd::as_fd);
+    channel.send(request, descriptor.as_slice())?;
+    Ok(channel.receive_answer()?.0)
+}
+
+/// Returns an error and its causes as text.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+}
+
+/// Waits until the other side closes the connection.
+fn await_end(stream: &Stream) {
+    retry_wait("the end of a drive server", || wait_for_end(stream));
+}
+
+/// Repeats a wait that the kernel refuses, for example because no file descriptor is free.
+fn retry_wait(what: &str, wait: impl Fn() -> io::Result<()>) {
+    let mut reported = false;
+    while let Err(error) = wait() {
+        if !std::mem::replace(&mut reported, true) {
+            log::error!("Cannot wait for {what}, trying again: {error}");
+        }
+        clock::sleep(RETRY_INTERVALS.1);
+    }
+}

@@ -1,0 +1,296 @@
+//! Physical drives that a successor takes over without a reset.
+//!
+//! The keeper stores a descriptor queue for each open drive. In an upgrade, the old server pauses the drive and puts the
+//! [descriptors that the successor needs](nvme_mpt::drive::HostController::hand_over) into the queue. The successor removes
+//! these descriptors before it uses the drive. After a crash, the queue has no such descriptors, and the next server resets the
+//! drive.
+//!
+//! If a server crashes, the kernel resets the device when its last descriptor closes. But the drive's descriptor queue also
+//! holds the descriptor of the drive's IOMMU and a table of its mappings as long as a server has the drive open. So guest
+//! memory stays pinned and mapped. See `nvme_vfio::DescriptorStore`.
+//!
+//! A handed-over drive may still execute in-flight commands of functions in VMMs, even while no server runs. VMMs must not
+//! treat such commands as ended. Therefore, the drive's descriptor queue also holds the old server's end of its [presence] pipe
+//! until the drive is open again.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use nvme_mpt::Drive;
+use nvme_mpt_keep::{DescriptorQueue, FdStoreError};
+use nvme_mpt_memory::process_liveness;
+use nvme_mpt_vmm::drives::PersistedDriveDescriptors;
+use nvme_mpt_vmm::report;
+use nvme_vfio::DescriptorStore;
+
+use super::fd_store_registry::FdStoreRegistry;
+use super::{PersistenceError, ServerPersistence};
+
+/// Name prefix of drives.
+pub(super) const DRIVE_PREFIX: &str = "drive-";
+
+/// Number of the message with the descriptors for the successor.
+const HANDED_OVER: u64 = 0;
+
+/// Number of the message with the old server's end of the presence pipe.
+const PRESENCE: u64 = 1;
+
+/// Number of the message with the IOMMU and the mapping table.
+const MAPPINGS: u64 = 2;
+
+/// Descriptor queues of physical drives, by the name under which the keeper stores them.
+#[derive(Debug, Default)]
+pub(super) struct DriveDescriptorQueues(BTreeMap<String, SharedDescriptorQueue>);
+
+/// A drive's descriptor queue, shared with the driver, which stores the IOMMU's descriptor in the queue.
+#[derive(Clone, Debug)]
+struct SharedDescriptorQueue(Arc<Mutex<DescriptorQueue>>);
+
+impl SharedDescriptorQueue {
+    fn new(bag: DescriptorQueue) -> Self {
+        Self(Arc::new(Mutex::new(bag)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, DescriptorQueue> {
+        // A poisoned lock is usable: no change can be interrupted by a panic.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl DescriptorStore for SharedDescriptorQueue {
+    fn store(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let mut bag = self.lock();
+        bag.put(MAPPINGS, descriptors).map_err(io::Error::other)?;
+        // Remove the replaced message, because its descriptors keep memory allocated.
+        if let Err(error) = bag.retain(|_| true) {
+            log::warn!(
+                "Cannot remove the older table of mappings from the keeper: {}",
+                report::chain(&error)
+            );
+        }
+        Ok(())
+    }
+
+    fn clear(&self) -> io::Result<()> {
+        let retained = self.lock().retain(|number| number != MAPPINGS);
+        retained.map(drop).map_err(io::Error::other)
+    }
+}
+
+/// Returns the name under which the keeper stores a drive's descriptor queue. Names cannot contain colons.
+fn entry_name(path: &str) -> String {
+    format!("{DRIVE_PREFIX}{path}").replace(':', "_")
+}
+
+impl DriveDescriptorQueues {
+    /// Adds a drive's descriptor queue from the old server.
+    pub(super) fn insert(&mut self, name: String, ends: Vec<OwnedFd>) -> Result<(), FdStoreError> {
+        self.0.insert(
+            name,
+            SharedDescriptorQueue::new(DescriptorQueue::from_persisted(ends)?),
+        );
+        Ok(())
+    }
+
+    fn take(
+        &mut self,
+        registry: &FdStoreRegistry,
+        name: String,
+    ) -> Result<PersistedDriveDescriptors, FdStoreError> {
+        if let Some(shared) = self.0.get(&name) {
+            let mut bag = shared.lock();
+            let contents = bag.contents()?;
+            bag.retain(|number| number != HANDED_OVER)?;
+            drop(bag);
+            let mut contents: BTreeMap<_, _> = contents.into_iter().collect();
+            let mut message = |number| contents.remove(&number).unwrap_or_default();
+            return Ok(PersistedDriveDescriptors {
+                handed_over: message(HANDED_OVER),
+                crash_leftovers: message(MAPPINGS),
+                fd_store: Some(Arc::new(shared.clone())),
+            });
+        }
+        let bag = DescriptorQueue::new()?;
+        // If the keeper has no room for an empty queue, nothing is lost: the next server resets the drive with and without it.
+        registry.store_descriptors(&name, &bag.ends())?;
+        let bag = SharedDescriptorQueue::new(bag);
+        self.0.insert(name, bag.clone());
+        Ok(PersistedDriveDescriptors {
+            fd_store: Some(Arc::new(bag)),
+            ..PersistedDriveDescriptors::default()
+        })
+    }
+}
+
+impl ServerPersistence {
+    /// Returns the descriptors that the old server left for a drive. Until [`Self::take_drive_back`] is called, VMMs see the
+    /// old server as running, since its presence pipe stays open.
+    ///
+    /// # Errors
+    /// [`PersistenceError::Keeper`].
+    pub(crate) fn drive_descriptors(
+        &self,
+        path: &str,
+    ) -> Result<PersistedDriveDescriptors, PersistenceError> {
+        let mut state = self.state();
+        Ok(state.drives.take(&self.registry, entry_name(path))?)
+    }
+
+    /// Stores the descriptors of a paused drive for the successor.
+    pub(crate) fn hand_over_drive(
+        &self,
+        path: &str,
+        descriptors: &[OwnedFd],
+    ) -> Result<(), PersistenceError> {
+        let state = self.state();
+        if let Some(bag) = state.drives.0.get(&entry_name(path)) {
+            let bag = bag.lock();
+            if let Some(held) = process_liveness::hangup_writer() {
+                bag.put(PRESENCE, &[held])?;
+            }
+            let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+            bag.put(HANDED_OVER, &descriptors)?;
+        }
+        Ok(())
+    }
+
+    /// Removes all descriptors but those of the IOMMU from a drive's descriptor queue, once the drive works in this process.
+    pub(crate) fn reclaim_drive(&self, path: &str) {
+        self.retain_messages(path, |number| number == MAPPINGS);
+    }
+
+    /// Empties the descriptor queue of a drive that is not open.
+    pub(crate) fn release_drive(&self, path: &str) {
+        self.retain_messages(path, |_| false);
+    }
+
+    fn retain_messages(&self, path: &str, retained: impl Fn(u64) -> bool) {
+        let state = self.state();
+        if let Some(bag) = state.drives.0.get(&entry_name(path))
+            && let Err(error) = bag.lock().retain(retained)
+        {
+            let error = report::chain(&error);
+            log::error!("Cannot use the keeper's descriptors of drive {path}: {error}");
+        }
+    }
+
+    /// Removes all drives from the keeper except those that are open in this server.
+    pub(crate) fn forget_other_drives(&self, open: &[Arc<Drive>]) {
+        let mut state = self.state();
+        let open: Vec<String> = open.iter().map(|drive| entry_name(drive.path())).collect();
+        state.drives.0.retain(|name, bag| {
+            let is_open = open.contains(name);
+            if !is_open {
+                // Empty the queue first. The keeper may take a moment to close it, and no other process can use the drive while
+                // the IOMMU's descriptor is open.
+                if let Err(error) = bag.clear() {
+                    log::error!("Cannot remove {name} from the keeper: {error}");
+                }
+            }
+            if !is_open && let Err(error) = self.registry.forget(name) {
+                log::error!(
+                    "Cannot remove {name} from the keeper: {}",
+                    report::chain(&error)
+                );
+            }
+            is_open
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::PipeReader;
+
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::super::persisted_function::FdStoreKey;
+    use super::*;
+
+    fn hangs_up_within(pipe: &PipeReader, seconds: i64) -> bool {
+        let mut ends = [PollFd::new(pipe, PollFlags::empty())];
+        let time = Timespec {
+            tv_sec: seconds,
+            tv_nsec: 0,
+        };
+        poll(&mut ends, Some(&time)).unwrap() > 0
+    }
+
+    fn has_hung_up(pipe: &PipeReader) -> bool {
+        hangs_up_within(pipe, 0)
+    }
+
+    /// Waits up to a minute, because a process that another test starts briefly holds copies of all descriptors.
+    fn hangs_up_soon(pipe: &PipeReader) -> bool {
+        hangs_up_within(pipe, 60)
+    }
+
+    #[test]
+    fn a_server_is_present_until_its_drive_is_open_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let (FdStoreKey { registry, .. }, _keeper) =
+            FdStoreKey::with_silent_supervisor(folder.path());
+        let (hangs_up, held) = io::pipe().unwrap();
+        let state = OwnedFd::from(tempfile::tempfile().unwrap());
+        let name = entry_name("0000:01:00.0");
+        let mut bags = DriveDescriptorQueues::default();
+        let handed = |bags: &mut DriveDescriptorQueues| {
+            bags.take(&registry, name.clone()).unwrap().handed_over
+        };
+        assert!(handed(&mut bags).is_empty());
+        let bag = bags.0[&name].clone();
+        bag.lock().put(PRESENCE, &[held.as_fd()]).unwrap();
+        bag.lock().put(HANDED_OVER, &[state.as_fd()]).unwrap();
+        drop(held);
+        // If the process dies before it has opened the drive, the next process gets the descriptor.
+        assert_eq!(handed(&mut bags).len(), 1);
+        assert!(!has_hung_up(&hangs_up));
+        assert!(handed(&mut bags).is_empty());
+        assert!(!has_hung_up(&hangs_up));
+        bag.lock().retain(|number| number == MAPPINGS).unwrap();
+        assert!(hangs_up_soon(&hangs_up));
+    }
+
+    #[test]
+    fn the_iommu_of_a_drive_is_stored_until_its_release() {
+        let folder = tempfile::tempdir().unwrap();
+        let (FdStoreKey { registry, .. }, _keeper) =
+            FdStoreKey::with_silent_supervisor(folder.path());
+        let name = entry_name("0000:01:00.0");
+        let mut bags = DriveDescriptorQueues::default();
+        let keeper = bags
+            .take(&registry, name.clone())
+            .unwrap()
+            .fd_store
+            .unwrap();
+        let keep = |count: usize| {
+            let (hangs_up, held) = io::pipe().unwrap();
+            keeper.store(&vec![held.as_fd(); count]).unwrap();
+            hangs_up
+        };
+        let first = keep(3);
+        assert!(!has_hung_up(&first));
+        let second = keep(2);
+        assert!(hangs_up_soon(&first), "it was replaced");
+        // Each later server finds the descriptors, until a server replaces them.
+        for _ in 0..2 {
+            let left = bags.take(&registry, name.clone()).unwrap();
+            assert_eq!((left.handed_over.len(), left.crash_leftovers.len()), (0, 2));
+            bags.0[&name]
+                .lock()
+                .retain(|number| number == MAPPINGS)
+                .unwrap();
+        }
+        assert!(!has_hung_up(&second));
+        keeper.clear().unwrap();
+        assert!(hangs_up_soon(&second));
+        assert!(
+            bags.take(&registry, name)
+                .unwrap()
+                .crash_leftovers
+                .is_empty()
+        );
+    }
+}

@@ -1,0 +1,721 @@
+//! State that a server stores with its keeper, so that VMs outlive the server.
+//!
+//! | name | descriptors |
+//! |---|---|
+//! | `function-N` | both ends of a function's [descriptor queue](nvme_mpt_keep::DescriptorQueue), see `function` |
+//! | `memory-BYTES` | memory file of the drive `memory:BYTES` |
+//! | `faults-HASH` | memory file of a drive's injected faults, by the hash of its path |
+//! | `drive-PCI` | both ends of a physical drive's descriptor queue, see `drive` |
+//! | `spare-DRIVE-LEASE` | spare file descriptors of a lease, see `spares` |
+//! | `leases` | ledger of private drives, such as `memory:`, that only this process uses |
+//! | `configuration` | initial functions and drives of the next server, in a journal |
+//!
+//! A descriptor is stored before a committed state names it, and removed after the committed state does not name it any longer.
+//! So a crash leaves at most unused descriptors, which the next server closes.
+
+pub(crate) mod crashes;
+mod drive_descriptors;
+mod fd_store_registry;
+pub(crate) mod persisted_function;
+pub mod predecessor;
+mod spare_descriptions;
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use nvme_guest::iova::MappedFile;
+use nvme_guest::threads::start_thread;
+use nvme_lease::{LeaseError, Ledger};
+use nvme_mpt_keep::{FdStoreClient, FdStoreError, InheritedDescriptors};
+use nvme_mpt_memory::{clock, memfd, system};
+use nvme_mpt_vmm::drives::{DrivePath, MemoryFile};
+use nvme_mpt_vmm::report;
+use thiserror::Error;
+use vfio_user_server::{RequestLog, RequestLogContents, RequestLogError};
+
+use drive_descriptors::{DRIVE_PREFIX, DriveDescriptorQueues};
+use fd_store_registry::{FdStoreRegistry, SPARE_PREFIX};
+use persisted_function::{FdStoreKey, RestorableFunction, RestoreError, RestoreOrder};
+use predecessor::{PredecessorError, PredecessorProcess, ReleasedPredecessor};
+use spare_descriptions::SpareDescriptions;
+
+use crate::stats::{GuestPause, GuestPauseCause, SupervisorStatus};
+
+/// First argument of the internal process between a keeper and its command (the first stage).
+pub const FIRST_STAGE: &str = "keep-first-stage";
+
+/// Name prefix of functions.
+const FUNCTION_PREFIX: &str = "function-";
+
+/// Name prefix of `memory:` drives.
+const MEMORY_PREFIX: &str = "memory-";
+
+/// Name prefix of injected faults.
+const FAULTS_PREFIX: &str = "faults-";
+
+/// Timeout for the keeper.
+const SUPERVISOR_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Interval of checking whether the keeper runs.
+const SUPERVISOR_POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Name of the ledger of private drives.
+const PRIVATE_LEDGER: &str = "leases";
+
+/// Name of the stored configuration of functions and drives.
+const CONFIGURATION: &str = "configuration";
+
+/// Error of using the keeper.
+#[derive(Debug, Error)]
+pub enum PersistenceError {
+    /// The keeper cannot be reached, or the descriptors that it passed cannot be read.
+    #[error("Cannot use the keeper of this server")]
+    Supervisor(#[from] FdStoreError),
+    /// The kernel cannot create a memory file.
+    #[error("Cannot make a memory file that outlives this server")]
+    Memory(#[source] std::io::Error),
+    /// The old server stays in place, or handing over failed.
+    #[error(transparent)]
+    Predecessor(#[from] PredecessorError),
+    /// The ledger of private drives cannot be read.
+    #[error("Cannot read the previous server's ledger of memory: and null: drives")]
+    Ledger(#[from] LeaseError),
+    /// The configuration cannot be stored or read.
+    #[error("Cannot use the stored configuration")]
+    Configuration(#[from] RequestLogError),
+}
+
+/// Returns the stored configuration of the old server, or `None` if there is none.
+///
+/// # Errors
+/// The configuration cannot be read.
+pub(crate) fn persisted_configuration(
+    inherited: &InheritedDescriptors,
+) -> Result<Option<Vec<u8>>, PersistenceError> {
+    let Some(file) = inherited.get(CONFIGURATION).next() else {
+        return Ok(None);
+    };
+    let file = file
+        .try_clone_to_owned()
+        .map_err(PersistenceError::Memory)?;
+    // The old server may still run and write the journal.
+    match RequestLogContents::read_running(file) {
+        Ok(record) => Ok(Some(record.device_state().to_vec())),
+        // The old server ended before it stored a configuration.
+        Err(RequestLogError::Empty) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Returns whether the old server left a configuration for this process. Does not read the configuration.
+pub fn has_persisted_configuration() -> bool {
+    let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
+    names.split(':').any(|name| name == CONFIGURATION)
+}
+
+/// Reports the server's state to the keeper or service manager, as in sd_notify(3).
+pub(crate) fn notify(keeping: Option<&ServerPersistence>, assignments: &str) {
+    let notified = match keeping {
+        Some(keeping) => keeping.registry.client().notify(assignments),
+        None => FdStoreClient::from_env().and_then(|store| match store {
+            Some(store) => store.notify(assignments),
+            None => Ok(()),
+        }),
+    };
+    if let Err(error) = notified {
+        log::error!(
+            "Cannot send {assignments} to the keeper: {}",
+            report::chain(&error)
+        );
+    }
+}
+
+/// A server's state in its keeper.
+#[derive(Debug)]
+pub(crate) struct ServerPersistence {
+    registry: Arc<FdStoreRegistry>,
+    /// True while a new keeper is receiving the descriptors.
+    is_being_adopted: AtomicBool,
+    state: Mutex<PersistenceState>,
+    spares: Arc<SpareDescriptions>,
+    /// Start of the pause of functions that this process restores.
+    pause_start: GuestPauseStart,
+    /// Old server that this process replaces.
+    predecessor: Option<ReleasedPredecessor>,
+}
+
+/// Start of the pause of functions that a successor restores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct GuestPauseStart {
+    cause: GuestPauseCause,
+    /// Time on the host's clock.
+    time: Duration,
+}
+
+impl GuestPauseStart {
+    /// Returns the start of the pause of functions in VMMs. Unlike functions on vfio-user, these also continue after an orderly
+    /// restart of the server, and without a keeper.
+    pub(crate) fn for_vmms(keeping: Option<&ServerPersistence>) -> Self {
+        match keeping.map(ServerPersistence::pause_start) {
+            Some(begin) if begin.cause == GuestPauseCause::Upgrade => begin,
+            begin => Self {
+                cause: GuestPauseCause::Restart,
+                time: begin.map_or_else(system::host_time, |begin| begin.time),
+            },
+        }
+    }
+
+    /// Returns the pause from this start to `end`.
+    pub(crate) fn pause_until(self, end: Duration) -> GuestPause {
+        let Self { cause, time: at } = self;
+        // The start comes from another process, perhaps of another release.
+        let seconds = end.saturating_sub(at).as_secs_f64();
+        GuestPause { cause, seconds }
+    }
+}
+
+#[derive(Debug)]
+struct PersistenceState {
+    /// Journal of the stored configuration. `None` until it is first stored.
+    configuration: Option<RequestLog>,
+    /// Functions of the old server that are not restored yet, by the path of their socket.
+    restorable: BTreeMap<PathBuf, RestorableFunction>,
+    /// Ledger of drives that only this process has.
+    private_ledger: Ledger,
+    /// Contents of `memory:` drives, by size in bytes.
+    memory_files: BTreeMap<u64, MemoryFile>,
+    /// Faults of drives that this process has not opened yet, by name in the keeper.
+    fault_files: BTreeMap<String, MemoryFile>,
+    drives: DriveDescriptorQueues,
+    next_function: u64,
+}
+
+impl ServerPersistence {
+    /// Connects to the keeper and reads the stored state. Returns `None` without a keeper.
+    ///
+    /// If this process replaces a running server, first calls `check`, and continues only if it succeeds. Then waits until the
+    /// old server has paused its functions and handed them over. After that, the old server [may still
+    /// run](Self::await_predecessor).
+    ///
+    /// # Errors
+    /// See [`PersistenceError`]. If `check` fails, returns its error.
+    pub(crate) fn connect<E: From<PersistenceError>>(
+        mut inherited: InheritedDescriptors,
+        check: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Option<Arc<Self>>, E> {
+        let store = FdStoreClient::from_env().map_err(PersistenceError::from)?;
+        let Some(store) = store.filter(FdStoreClient::can_store) else {
+            return Ok(None);
+        };
+        let mut stall_begin = GuestPauseStart {
+            cause: GuestPauseCause::Crash,
+            time: system::host_time(),
+        };
+        let mut leaving = None;
+        crashes::install_panic_hook();
+        if let Some(predecessor) =
+            PredecessorProcess::find(&mut inherited).map_err(PersistenceError::from)?
+        {
+            check()?;
+            let (at, server) = predecessor
+                .await_hand_over()
+                .map_err(PersistenceError::from)?;
+            stall_begin = GuestPauseStart {
+                cause: GuestPauseCause::Upgrade,
+                time: at,
+            };
+            leaving = Some(server);
+        }
+        let keeping = Self::read(store, inherited, stall_begin, leaving)?;
+        Ok(Some(Arc::new(keeping)))
+    }
+
+    fn read(
+        store: FdStoreClient,
+        mut inherited: InheritedDescriptors,
+        stall_begin: GuestPauseStart,
+        leaving: Option<ReleasedPredecessor>,
+    ) -> Result<Self, PersistenceError> {
+        let registry = Arc::new(FdStoreRegistry::new(store));
+        let names: Vec<String> = inherited.names().map(str::to_owned).collect();
+        let mut kept: BTreeMap<String, Vec<OwnedFd>> = BTreeMap::new();
+        for name in names {
+            let descriptors = inherited.take(&name);
+            registry.record_stored(&name, &descriptors)?;
+            kept.insert(name, descriptors);
+        }
+        if leaving.is_some() {
+            registry.reconcile_store()?;
+        }
+        let configuration = kept.remove(CONFIGURATION).unwrap_or_default();
+        let configuration = configuration
+            .into_iter()
+            .next()
+            .map(RequestLog::from_predecessor);
+        let mut state = PersistenceState {
+            configuration: match configuration {
+                Some(Ok((journal, _))) => Some(journal),
+                // The journal cannot be read, which `kept_configuration` has reported. A new journal will replace it.
+                Some(Err(_)) => {
+                    registry.forget(CONFIGURATION)?;
+                    None
+                }
+                None => None,
+            },
+            restorable: BTreeMap::new(),
+            private_ledger: open_private_ledger(
+                &registry,
+                kept.remove(PRIVATE_LEDGER).unwrap_or_default(),
+            )?,
+            memory_files: BTreeMap::new(),
+            fault_files: BTreeMap::new(),
+            drives: DriveDescriptorQueues::default(),
+            next_function: 0,
+        };
+        for (name, descriptors) in kept {
+            if let Some(number) = parse_number_after(FUNCTION_PREFIX, &name) {
+                state.next_function = state.next_function.max(number + 1);
+                let shelf = FdStoreKey {
+                    name: name.clone(),
+                    registry: registry.clone(),
+                };
+                match RestorableFunction::read(shelf.clone(), descriptors) {
+                    Ok(function) => {
+                        let socket = function.socket().to_owned();
+                        state.restorable.insert(socket, function);
+                    }
+                    Err(error) => {
+                        let error = report::chain(&error);
+                        log::error!("Cannot restore {name} of the previous process: {error}");
+                        if let Some(leaving) = &leaving {
+                            leaving.dismiss();
+                            leaving.await_end().map_err(PredecessorError::from)?;
+                        }
+                        // Once the keeper has removed the entry, the function's socket is closed, and a new function can use
+                        // its path.
+                        shelf.forget_and_wait();
+                    }
+                }
+            } else if let Some(bytes) = parse_number_after(MEMORY_PREFIX, &name) {
+                let file = descriptors.into_iter().next();
+                let file = file.map(|file| MemoryFile(Arc::new(file)));
+                state.memory_files.extend(file.map(|file| (bytes, file)));
+            } else if name.starts_with(FAULTS_PREFIX) {
+                let file = descriptors.into_iter().next();
+                let file = file.map(|file| MemoryFile(Arc::new(file)));
+                state.fault_files.extend(file.map(|file| (name, file)));
+            } else if name.starts_with(DRIVE_PREFIX) {
+                if let Err(error) = state.drives.insert(name.clone(), descriptors) {
+                    let error = report::chain(&error);
+                    log::error!(
+                        "Cannot restore {name} of the previous process, so it is reset: {error}"
+                    );
+                    registry.forget(&name)?;
+                }
+            } else if name.starts_with(SPARE_PREFIX) {
+                // Restored with its lease, or removed with its drive.
+            } else {
+                log::warn!("The keeper has \"{name}\", which this server does not know");
+            }
+        }
+        RestorableFunction::blame_one(state.restorable.values_mut());
+        let state = Mutex::new(state);
+        Ok(Self {
+            spares: Arc::new(SpareDescriptions::new(registry.clone())),
+            registry,
+            is_being_adopted: AtomicBool::new(false),
+            state,
+            pause_start: stall_begin,
+            predecessor: leaving,
+        })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn beside_predecessor(folder: &Path, before: OwnedFd) -> Self {
+        let (keeping, ..) = Self::beside_predecessor_with(folder, before);
+        keeping
+    }
+
+    /// Creates a keeping beside an old server, which is this process. Also returns the socket of a keeper that reads nothing,
+    /// and the old server's end of the upgrade socket.
+    #[cfg(test)]
+    pub(crate) fn beside_predecessor_with(
+        folder: &Path,
+        before: OwnedFd,
+    ) -> (
+        Self,
+        std::os::unix::net::UnixDatagram,
+        std::os::unix::net::UnixStream,
+    ) {
+        let (FdStoreKey { registry, .. }, keeper) = FdStoreKey::with_silent_supervisor(folder);
+        let (leaving, server) = ReleasedPredecessor::with_pidfd(before);
+        let keeping = Self {
+            spares: Arc::new(SpareDescriptions::new(registry.clone())),
+            registry,
+            is_being_adopted: AtomicBool::new(false),
+            state: Mutex::new(PersistenceState {
+                configuration: None,
+                restorable: BTreeMap::new(),
+                private_ledger: Ledger::in_process(),
+                memory_files: BTreeMap::new(),
+                fault_files: BTreeMap::new(),
+                drives: DriveDescriptorQueues::default(),
+                next_function: 0,
+            }),
+            pause_start: GuestPauseStart {
+                cause: GuestPauseCause::Upgrade,
+                time: Duration::ZERO,
+            },
+            predecessor: Some(leaving),
+        };
+        (keeping, keeper, server)
+    }
+
+    /// Returns whether this process was started to replace another server. Until the old server has
+    /// [ended](Self::await_predecessor), it may still own sockets.
+    pub(crate) fn has_predecessor(&self) -> bool {
+        self.predecessor.is_some()
+    }
+
+    /// Returns whether this process replaces the server with this process id.
+    pub(crate) fn is_predecessor(&self, number: u32) -> bool {
+        let leaving = self.predecessor.as_ref();
+        leaving.is_some_and(|leaving| leaving.has_pid(number))
+    }
+
+    /// Tells the old server that it may end, since all functions that can be restored beside it are served.
+    pub(crate) fn dismiss_predecessor(&self) {
+        if let Some(leaving) = &self.predecessor {
+            leaving.dismiss();
+        }
+    }
+
+    /// Tells the old server to end, and waits until it has ended. Afterwards, only this process has the functions' sockets.
+    pub(crate) fn end_predecessor(&self) {
+        self.dismiss_predecessor();
+        if let Err(error) = self.await_predecessor_end() {
+            log::error!("{}", report::chain(&error));
+        }
+    }
+
+    /// Waits until the old server has ended.
+    ///
+    /// # Errors
+    /// [`PersistenceError::Predecessor`] with the kernel's error.
+    pub(crate) fn await_predecessor_end(&self) -> Result<(), PersistenceError> {
+        match &self.predecessor {
+            Some(leaving) => Ok(leaving.await_end().map_err(PredecessorError::from)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns whether the old server left functions that are not restored yet.
+    pub(crate) fn has_restorable_functions(&self) -> bool {
+        !self.state().restorable.is_empty()
+    }
+
+    /// Returns the time at which the pause of the restored functions started, and its cause.
+    pub(crate) fn pause_start(&self) -> GuestPauseStart {
+        self.pause_start
+    }
+
+    /// Waits until the keeper has processed all messages of this process.
+    ///
+    /// # Errors
+    /// The keeper has ended or is late.
+    pub(crate) fn await_supervisor(&self) -> Result<(), FdStoreError> {
+        self.registry.client().barrier(SUPERVISOR_TIMEOUT)
+    }
+
+    pub(crate) fn supervisor_status(&self) -> SupervisorStatus {
+        match self.registry.has_supervisor_ended() {
+            true => SupervisorStatus::Ended,
+            false => SupervisorStatus::Runs,
+        }
+    }
+
+    /// Starts a thread that checks every second whether the keeper has ended.
+    pub(crate) fn watch_supervisor(self: &Arc<Self>) -> io::Result<()> {
+        let watched = Arc::downgrade(self);
+        let watch = move || {
+            while let Some(keeping) = watched.upgrade() {
+                keeping.registry.check_supervisor();
+                drop(keeping);
+                clock::sleep(SUPERVISOR_POLL_INTERVAL);
+            }
+        };
+        start_thread("keeper", watch).map(drop)
+    }
+
+    /// Stores all descriptors with a new keeper at this address, after the previous keeper has ended. A background thread sends
+    /// the descriptors.
+    ///
+    /// # Errors
+    /// Returns the reason for refusing the new keeper as text.
+    pub(crate) fn adopt_supervisor(
+        self: &Arc<Self>,
+        address: &OsStr,
+        max: u64,
+    ) -> Result<(), String> {
+        self.registry.check_supervisor();
+        if !self.registry.has_supervisor_ended() {
+            return Err("its keeper has not ended".to_owned());
+        }
+        let store = FdStoreClient::connect(address, max).map_err(|error| report::chain(&error))?;
+        if self.is_being_adopted.swap(true, Ordering::Relaxed) {
+            return Err("another keeper is taking its place".to_owned());
+        }
+        let keeping = self.clone();
+        let adopt = move || {
+            match keeping.registry.adopt_client(store) {
+                Ok(()) => log::info!("The new keeper has everything that the old one had"),
+                Err(error) => log::error!(
+                    "Cannot pass everything that the old keeper had to the new one: {}",
+                    report::chain(&error)
+                ),
+            }
+            keeping.is_being_adopted.store(false, Ordering::Relaxed);
+        };
+        start_thread("adoption", adopt).map(drop).map_err(|error| {
+            self.is_being_adopted.store(false, Ordering::Relaxed);
+            error.to_string()
+        })
+    }
+
+    /// Returns all entries in the keeper, for a successor process.
+    pub(crate) fn registry(&self) -> &FdStoreRegistry {
+        &self.registry
+    }
+
+    /// Stores the configuration of all functions and drives.
+    pub(crate) fn store_configuration(&self, bytes: &[u8]) {
+        if let Err(error) = self.try_store_configuration(bytes) {
+            log::error!(
+                "Cannot store the configuration in use, so the next server reads the configuration file: {}",
+                report::chain(&error)
+            );
+        }
+    }
+
+    fn try_store_configuration(&self, bytes: &[u8]) -> Result<(), PersistenceError> {
+        let mut state = self.state();
+        if let Some(journal) = &state.configuration {
+            return Ok(journal.state_store().store(bytes)?);
+        }
+        let journal = RequestLog::new()?;
+        journal.state_store().store(bytes)?;
+        let what = "the configuration";
+        self.registry
+            .store_or_report(what, CONFIGURATION, &[journal.as_fd()])?;
+        state.configuration = Some(journal);
+        Ok(())
+    }
+
+    /// Deletes the stored configuration at an orderly end, so that the next server uses its own command line and file.
+    pub(crate) fn forget_configuration(&self) {
+        self.state().configuration = None;
+        if let Err(error) = self.registry.forget(CONFIGURATION) {
+            let error = report::chain(&error);
+            log::error!("Cannot remove the configuration from the keeper: {error}");
+        }
+    }
+
+    /// Reads the descriptors of a function that could not be restored again, so that a later attempt or a successor may restore
+    /// the function.
+    pub(crate) fn reread_function(&self, shelf: &FdStoreKey) {
+        let descriptors = self.registry.descriptors(&shelf.name);
+        let read = descriptors.map_err(RestoreError::from);
+        match read.and_then(|descriptors| RestorableFunction::read(shelf.clone(), descriptors)) {
+            Ok(function) => self.return_function(function),
+            Err(error) => {
+                let error = report::chain(&error);
+                log::error!(
+                    "Cannot restore {} of the previous process: {error}",
+                    shelf.name
+                );
+                shelf.forget_and_wait();
+            }
+        }
+    }
+
+    /// Removes and returns the old server's function with this socket.
+    pub(crate) fn take_function(&self, socket: &Path) -> Option<RestorableFunction> {
+        self.state().restorable.remove(socket)
+    }
+
+    /// Puts back a function that cannot be restored now, so that a later attempt or a successor may restore it.
+    pub(crate) fn return_function(&self, function: RestorableFunction) {
+        let socket = function.socket().to_owned();
+        self.state().restorable.insert(socket, function);
+    }
+
+    /// Returns whether the old server had a function with this socket that is not restored yet.
+    pub(crate) fn has_function(&self, socket: &Path) -> bool {
+        self.state().restorable.contains_key(socket)
+    }
+
+    /// Returns the function's position in the order of restoring; `None` if no function with this socket is left to be
+    /// restored.
+    pub(crate) fn restore_order(&self, socket: &Path) -> Option<RestoreOrder> {
+        let state = self.state();
+        state
+            .restorable
+            .get(socket)
+            .map(RestorableFunction::restore_order)
+    }
+
+    /// Returns the guest memory of the old server's function with this socket, as places in files with lengths in bytes.
+    pub(crate) fn function_memory(&self, socket: &Path) -> Vec<(MappedFile, u64)> {
+        let state = self.state();
+        let function = state.restorable.get(socket);
+        function.map_or_else(Vec::new, RestorableFunction::mapped_memory)
+    }
+
+    /// Removes the stored state of the old server's functions for whose sockets `is_wanted` returns false.
+    pub(crate) fn retain_functions(&self, is_wanted: impl Fn(&Path) -> bool) {
+        let mut state = self.state();
+        let all = std::mem::take(&mut state.restorable);
+        let (wanted, unwanted) = all.into_iter().partition(|(socket, _)| is_wanted(socket));
+        state.restorable = wanted;
+        drop(state);
+        for (socket, function) in unwanted {
+            log::warn!(
+                "The function on {} is no longer served: a VMM that has it loses its drive",
+                socket.display()
+            );
+            function.discard();
+        }
+    }
+
+    /// Allocates a keeper entry for a new function.
+    pub(crate) fn allocate_store_key(&self) -> FdStoreKey {
+        let mut state = self.state();
+        let number = state.next_function;
+        state.next_function += 1;
+        FdStoreKey {
+            name: format!("{FUNCTION_PREFIX}{number}"),
+            registry: self.registry.clone(),
+        }
+    }
+
+    pub(crate) fn spares(&self) -> &Arc<SpareDescriptions> {
+        &self.spares
+    }
+
+    pub(crate) fn private_ledger(&self) -> Ledger {
+        self.state().private_ledger.clone()
+    }
+
+    /// Returns the memory file of the drive `memory:BYTES`. If there is none yet, creates one that reads as zeros.
+    ///
+    /// # Errors
+    /// [`PersistenceError::Memory`], [`PersistenceError::Keeper`].
+    pub(crate) fn memory_file(&self, bytes: u64) -> Result<MemoryFile, PersistenceError> {
+        let mut state = self.state();
+        if let Some(file) = state.memory_files.get(&bytes) {
+            return Ok(file.clone());
+        }
+        let file = memfd(c"nvme-mpt-drive", bytes).map_err(PersistenceError::Memory)?;
+        let what = format!("the content of memory:{bytes}");
+        self.registry
+            .store_or_report(&what, &memory_name(bytes), &[file.as_fd()])?;
+        let file = MemoryFile(Arc::new(file));
+        state.memory_files.insert(bytes, file.clone());
+        Ok(file)
+    }
+
+    /// Returns the memory file for the faults of a drive that this process opens. The first call for a drive returns the old
+    /// server's file if there is one. All other calls return a new file, since opening a drive again clears its recorded
+    /// faults.
+    ///
+    /// # Errors
+    /// [`PersistenceError::Memory`], [`PersistenceError::Keeper`].
+    pub(crate) fn fault_file(&self, path: &DrivePath) -> Result<MemoryFile, PersistenceError> {
+        let mut state = self.state();
+        let name = faults_name(path);
+        if let Some(file) = state.fault_files.remove(&name) {
+            return Ok(file);
+        }
+        self.registry.forget(&name)?;
+        let file = memfd(c"nvme-mpt-faults", 0).map_err(PersistenceError::Memory)?;
+        let what = format!("the faults of {path}");
+        self.registry
+            .store_or_report(&what, &name, &[file.as_fd()])?;
+        Ok(MemoryFile(Arc::new(file)))
+    }
+
+    /// Removes the faults of a closed drive.
+    pub(crate) fn forget_faults(&self, path: &DrivePath) {
+        let name = faults_name(path);
+        self.state().fault_files.remove(&name);
+        if let Err(error) = self.registry.forget(&name) {
+            log::error!(
+                "Cannot ask the keeper to release faults: {}",
+                report::chain(&error)
+            );
+        }
+    }
+
+    /// Removes the content of a closed drive.
+    pub(crate) fn forget_memory(&self, bytes: u64) {
+        if self.state().memory_files.remove(&bytes).is_some()
+            && let Err(error) = self.registry.forget(&memory_name(bytes))
+        {
+            log::error!(
+                "Cannot ask the keeper to release memory: {}",
+                report::chain(&error)
+            );
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, PersistenceState> {
+        // A poisoned lock is usable: no change can be interrupted by a panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Returns the number after a prefix.
+fn parse_number_after(prefix: &str, name: &str) -> Option<u64> {
+    name.strip_prefix(prefix)?.parse().ok()
+}
+
+fn memory_name(bytes: u64) -> String {
+    format!("{MEMORY_PREFIX}{bytes}")
+}
+
+/// Returns the name under which the keeper stores a drive's faults. The name has a hash of the path, since names must be short
+/// and cannot contain colons.
+fn faults_name(path: &DrivePath) -> String {
+    format!("{FAULTS_PREFIX}{:016x}", fnv1a_hash(&path.to_string()))
+}
+
+/// Returns the FNV-1a hash, which is the same in all releases.
+fn fnv1a_hash(text: &str) -> u64 {
+    text.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+    })
+}
+
+/// Opens or creates the ledger of private drives.
+fn open_private_ledger(
+    registry: &FdStoreRegistry,
+    kept: Vec<OwnedFd>,
+) -> Result<Ledger, PersistenceError> {
+    let file = match kept.into_iter().next() {
+        Some(file) => file,
+        None => {
+            let file = memfd(c"nvme-mpt-leases", 0).map_err(PersistenceError::Memory)?;
+            let what = "the leases of memory: and null: drives";
+            registry.store_or_report(what, PRIVATE_LEDGER, &[file.as_fd()])?;
+            file
+        }
+    };
+    Ok(Ledger::from_memory_file(File::from(file))?)
+}

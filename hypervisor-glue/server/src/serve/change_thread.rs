@@ -1,0 +1,227 @@
+//! The change thread: changes a running server's functions, one change at a time.
+
+use std::path::Path;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use nvme_guest::threads::start_thread;
+use nvme_lease::range::ByteSize;
+use nvme_mpt_vmm::report;
+
+use super::configuration_differences::ConfigurationComparer;
+use super::error::ChangeError;
+use super::registry::FunctionRegistry;
+use crate::change::{ChangeResult, FunctionChange, ReloadResult, ReservedLease};
+use crate::control::ChangeReply;
+use crate::logging;
+use crate::persistence::crashes::abort_on_panic;
+use crate::persistence::predecessor::UpgradeError;
+
+/// Maximum number of queued changes.
+const QUEUE_LEN: usize = 64;
+
+/// Interval between attempts to restore functions whose VMs wait for a server.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// A change, and the channel for its reply: `None` for a reload by SIGHUP, which has no client.
+type ChangeRequest = (FunctionChange, Option<ChangeReply>);
+
+/// Handle that submits changes to the thread.
+#[derive(Clone, Debug)]
+pub(super) struct ChangeQueue(SyncSender<ChangeRequest>);
+
+impl ChangeQueue {
+    /// Submits a change. The reply arrives when the change is done or refused.
+    pub(super) fn push(&self, change: FunctionChange, reply: ChangeReply) {
+        let (reply, reason) = match self.0.try_send((change, Some(reply))) {
+            Ok(()) => return,
+            Err(TrySendError::Full((_, reply))) => {
+                let reason = format!("{QUEUE_LEN} changes are waiting already: try again later");
+                (reply, reason)
+            }
+            Err(TrySendError::Disconnected((_, reply))) => {
+                (reply, "it no longer makes changes: restart it".to_owned())
+            }
+        };
+        if let Some(reply) = reply {
+            reply.send(Err(reason));
+        }
+    }
+}
+
+/// Thread that changes functions. Ends when the last [`ChangeQueue`] is dropped.
+#[derive(Debug)]
+pub(super) struct ChangeThread {
+    thread: JoinHandle<FunctionRegistry>,
+    queue: ChangeQueue,
+}
+
+impl ChangeThread {
+    /// Starts the change thread, which owns the function registry `roster`.
+    ///
+    /// # Errors
+    /// Returns the kernel's error. After an error, all functions have ended.
+    pub(super) fn start(
+        roster: FunctionRegistry,
+        comparer: ConfigurationComparer,
+    ) -> std::io::Result<(Self, ChangeQueue)> {
+        let (queue, requests) = mpsc::sync_channel(QUEUE_LEN);
+        let thread = start_thread("changes", move || run_changes(roster, &comparer, &requests))?;
+        let queue = ChangeQueue(queue);
+        let changes = queue.clone();
+        Ok((Self { thread, queue }, changes))
+    }
+
+    /// Requests a reload of the configuration file after a SIGHUP. The change thread logs the result.
+    pub(super) fn reload(&self) {
+        log::info!("SIGHUP: the file is reloaded");
+        if let Err(error) = self
+            .queue
+            .0
+            .try_send((FunctionChange::Reload { force: false }, None))
+        {
+            log::error!("Cannot reload the file, as too many changes are waiting: {error}");
+        }
+    }
+
+    /// Waits for the last change and returns the function registry. Returns `None` if the change thread panicked. The panic has
+    /// then ended all functions.
+    pub(super) fn end(self) -> Option<FunctionRegistry> {
+        let Self { thread, queue } = self;
+        drop(queue);
+        thread.join().ok()
+    }
+}
+
+fn run_changes(
+    mut roster: FunctionRegistry,
+    comparer: &ConfigurationComparer,
+    requests: &Receiver<ChangeRequest>,
+) -> FunctionRegistry {
+    abort_on_panic();
+    // The first retry is immediate, for functions postponed by the start.
+    let mut pause = Duration::ZERO;
+    loop {
+        let request = match roster.has_waiting_vms() {
+            true => requests.recv_timeout(std::mem::replace(&mut pause, RETRY_INTERVAL)),
+            false => requests.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        };
+        let (change, reply) = match request {
+            Ok(request) => request,
+            Err(RecvTimeoutError::Timeout) => {
+                roster.retry_waiting();
+                continue;
+            }
+            Err(RecvTimeoutError::Disconnected) => break,
+        };
+        if let FunctionChange::Upgrade { binary } = change {
+            let pending = comparer.differences().to_sentences();
+            if let Some(reply) = reply {
+                upgrade_server(&roster, binary.as_deref(), pending, reply);
+            }
+            continue;
+        }
+        let made = apply_change(&mut roster, change);
+        let made = made.map_err(|error| report::chain(&error));
+        match (reply, made) {
+            (Some(reply), made) => reply.send(made),
+            (None, Err(reason)) => log::error!("Cannot reload the file: {reason}"),
+            (None, Ok(_)) => {}
+        }
+    }
+    roster
+}
+
+/// Starts a successor process, and ends this process once the successor has taken over.
+fn upgrade_server(
+    roster: &FunctionRegistry,
+    binary: Option<&Path>,
+    pending: Vec<String>,
+    reply: ChangeReply,
+) {
+    match roster.upgrade(binary) {
+        Ok(process) => {
+            log::info!("Process {process} is replacing this server");
+            reply.send(Ok(ChangeResult::Upgraded { process, pending }));
+            logging::flush(logging::CRASH_TIMEOUT);
+            // Exit at once: any further action here would affect state that the successor now owns.
+            std::process::exit(0);
+        }
+        Err(error) => {
+            let reason = report::chain(&error);
+            if !matches!(error, UpgradeError::NoKeeper) {
+                log::error!("This server was not replaced, and continues: {reason}");
+            }
+            reply.send(Err(reason));
+        }
+    }
+}
+
+fn apply_change(
+    roster: &mut FunctionRegistry,
+    change: FunctionChange,
+) -> Result<ChangeResult, ChangeError> {
+    roster.check_running()?;
+    Ok(match change {
+        FunctionChange::Add { options } => {
+            let entry = roster.add(options.parse()?)?;
+            let (id, socket) = (entry.id.as_str(), entry.socket.display());
+            log::info!(function = id; "Added function {id} on {socket}");
+            ChangeResult::Added(entry)
+        }
+        FunctionChange::Remove { id, force } => {
+            let (function, trouble) = roster.remove(&id, force)?;
+            let id = function.id.as_str();
+            log::info!(function = id; "Removed function {id}");
+            if let Some(trouble) = &trouble {
+                log::error!(function = id; "{trouble}");
+            }
+            ChangeResult::Removed { function, trouble }
+        }
+        FunctionChange::Limit { id, limits } => {
+            let entry = roster.set_limits(&id, &limits)?;
+            let id = entry.id.as_str();
+            log::info!(function = id; "Function {id} has new limits: {limits}");
+            ChangeResult::Limited(entry)
+        }
+        FunctionChange::Resize {
+            id,
+            bytes,
+            truncate,
+        } => {
+            let entry = roster.resize(&id, ByteSize(bytes), truncate)?;
+            let id = entry.id.as_str();
+            log::info!(function = id; "Function {id} has a size of {} now", ByteSize(bytes));
+            ChangeResult::Resized(entry)
+        }
+        FunctionChange::Reserve { options } => {
+            let reserved = roster.reserve(options.parse()?)?;
+            let ReservedLease { id, owner, .. } = &reserved;
+            log::info!(lease = id.as_str(); "Lease {id} is reserved for user {owner}");
+            ChangeResult::Reserved(reserved)
+        }
+        // Handled by `upgrade`, which exits the process.
+        FunctionChange::Upgrade { .. } => return Err(ChangeError::Ending),
+        FunctionChange::Reload { force } => {
+            let reloaded = roster.reload(force)?;
+            let ReloadResult {
+                added,
+                changed,
+                limited,
+                resized,
+                removed,
+                unchanged,
+            } = &reloaded;
+            log::info!(
+                "Reloaded: {} added, {} changed, {} with other limits, {} larger, {} removed, {unchanged} unchanged",
+                added.len(),
+                changed.len(),
+                limited.len(),
+                resized.len(),
+                removed.len()
+            );
+            ChangeResult::Reloaded(reloaded)
+        }
+    })
+}

@@ -1,0 +1,38 @@
+//! Resources and settings that all functions of a server share.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use nvme_lease::PreviousDataPolicy;
+use nvme_mpt::PollerPool;
+use nvme_mpt_vmm::open::LeaseLedgers;
+
+use super::declarations::AddedFunctionsFile;
+use super::lease_server::LeaseTable;
+use crate::confinement::{FileRule, ProcessConfinement};
+use crate::persistence::ServerPersistence;
+
+/// Shared resources and settings of a server.
+#[derive(Debug)]
+pub(super) struct ServerContext {
+    pub(super) ledgers: Arc<LeaseLedgers>,
+    /// Leases of functions that run inside VMMs.
+    pub(super) leases: Arc<LeaseTable>,
+    pub(super) pollers: Arc<PollerPool>,
+    /// Policy for data that another lease id left, for functions without `data=`.
+    pub(super) data: PreviousDataPolicy,
+    /// Landlock rules of the file at the start.
+    pub(super) rules: Vec<FileRule>,
+    /// Directory of the ledger, and of reports on quarantined functions.
+    pub(super) state_dir: PathBuf,
+    /// Absolute path of the `--config` file.
+    pub(super) file: Option<PathBuf>,
+    pub(super) added: AddedFunctionsFile,
+    /// State that outlives this process, if it has a keeper.
+    pub(super) persistence: Option<Arc<ServerPersistence>>,
+    /// Set when the server ends, to end long waits early.
+    pub(super) stop: Arc<AtomicBool>,
+    /// Confinement of this process, which the new process of an upgrade inherits.
+    pub(super) confinement: ProcessConfinement,
+}

@@ -1,0 +1,1298 @@
+//! Function registry: all functions of a server, and the operations that change them.
+//!
+//! One thread at a time owns the registry: the main thread while the server starts and ends, and the change thread in between.
+//! Other threads read a [`RegistrySnapshot`], which is replaced after each change.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use nvme_guest::iova::MappingOwner;
+use nvme_lease::range::ByteSize;
+use nvme_lease::{LeaseClaim, LeaseError, LeaseExtents};
+use nvme_mpt::local_backend::GrowError;
+use nvme_mpt::{Drive, PollerPool};
+use nvme_mpt_memory::clock;
+use nvme_mpt_vmm::drives::DrivePath;
+use nvme_mpt_vmm::open::{self, OpenError};
+use nvme_mpt_vmm::options::{
+    FunctionOptions, LeaseReservation, OptionText, RateChange, ServerFunctionOptions,
+};
+use nvme_mpt_vmm::report;
+
+use super::configuration_differences::RunningConfiguration;
+use super::context::ServerContext;
+use super::declarations::{
+    DriveDeclaration, FunctionDeclaration, StartConfiguration, UnreadableDeclaration, option_files,
+};
+use super::declarations::{resolve_function, resolve_path};
+use super::error::{ChangeError, FunctionRegistrationError};
+use super::lease_server::LeaseTable;
+use super::open_drives::{FunctionDriveError, OpenDrives};
+use super::registered_function::RegisteredFunction;
+use super::registry_snapshot::RegistrySnapshot;
+use super::required_files::{drive_rules, function_rules, option_file_rule};
+use super::stored_configuration;
+use crate::change::{DeclarationSource, FunctionEntry, FunctionStatus, ReservedLease};
+use crate::confinement::FileRule;
+use crate::function_thread::{FunctionThreadError, ShutdownAnswer};
+use crate::owner::resolve_user;
+use crate::persistence::persisted_function::RestoreOrder;
+
+/// Timeout for opening a drive or leasing a range that the kernel still holds for the old server's process.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 20 });
+
+/// Timeout for pollers to poll restored queues for the first time. The old server is told to end only afterwards.
+const FIRST_PASS_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// Time during which functions in VMMs can reconnect to a new server and find their memory still mapped. They look for a server
+/// at least once a second.
+const RECONNECT_TIME: Duration = Duration::from_secs(5);
+
+/// Bytes of guest memory whose pinning delays other functions only briefly. Functions with more memory to pin are restored
+/// last.
+const BRIEF_PINNING_MAX: u64 = 1 << 30;
+
+/// Interval between attempts.
+const RELEASE_POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+/// A function that could not be served, while others are.
+#[derive(Debug)]
+pub(super) struct FailedFunctionRecord {
+    declaration: FailedDeclaration,
+    entry: FunctionEntry,
+}
+
+/// Declaration of a failed function.
+#[derive(Debug)]
+enum FailedDeclaration {
+    Declared(Box<FunctionDeclaration>),
+    /// This release cannot parse its options.
+    Unreadable(Box<UnreadableDeclaration>),
+}
+
+impl FailedDeclaration {
+    fn from_declared(declared: &FunctionDeclaration) -> Self {
+        Self::Declared(Box::new(declared.clone()))
+    }
+
+    fn text(&self) -> &OptionText {
+        match self {
+            Self::Declared(declared) => &declared.text,
+            Self::Unreadable(other) => &other.text,
+        }
+    }
+
+    fn origin(&self) -> DeclarationSource {
+        match self {
+            Self::Declared(declared) => declared.origin,
+            Self::Unreadable(other) => other.origin,
+        }
+    }
+
+    fn to_entry(&self, reason: String) -> FunctionEntry {
+        let text = self.text();
+        let mut socket: PathBuf = text.get("socket").unwrap_or_default().into();
+        let mut drive = text.get("path").unwrap_or_default().to_owned();
+        if let Self::Declared(declared) = self {
+            socket.clone_from(&declared.function.socket);
+            drive = declared.function.function.path.to_string();
+        }
+        let id = text.get("id").map(str::to_owned);
+        FunctionEntry {
+            id: id.unwrap_or_else(|| socket.to_string_lossy().into_owned()),
+            socket,
+            drive,
+            range: None,
+            extents: None,
+            origin: self.origin(),
+            limits: String::new(),
+            summary: format!("not offered: {reason}"),
+            pending: None,
+            state: FunctionStatus::Failed { reason },
+        }
+    }
+}
+
+/// A drive that is kept open even without functions.
+#[derive(Debug)]
+pub(super) struct DeclaredDrive {
+    pub(super) declaration: DriveDeclaration,
+    pub(super) drive: Arc<Drive>,
+}
+
+/// All functions of a server. Dropping it ends them.
+#[derive(Debug)]
+pub(super) struct FunctionRegistry {
+    pub(super) context: ServerContext,
+    pub(super) functions: Vec<RegisteredFunction>,
+    failed: Vec<FailedFunctionRecord>,
+    pub(super) held_drives: Vec<DeclaredDrive>,
+    /// Drives that the old server kept open and that this server cannot open.
+    missing_drives: Vec<DriveDeclaration>,
+    pub(super) drives: OpenDrives,
+    snapshot: Arc<Mutex<Arc<RegistrySnapshot>>>,
+}
+
+impl FunctionRegistry {
+    pub(super) fn new(terms: ServerContext) -> Self {
+        Self {
+            context: terms,
+            functions: Vec::new(),
+            failed: Vec::new(),
+            held_drives: Vec::new(),
+            missing_drives: Vec::new(),
+            drives: OpenDrives::default(),
+            snapshot: Arc::default(),
+        }
+    }
+
+    /// Serves the initial functions. If the old server stored functions, serves only these. Otherwise, serves the functions of
+    /// the command line and the file, and those added in an earlier run.
+    ///
+    /// # Errors
+    /// A function of the command line or of the file cannot be served. If a function of an earlier run cannot be served, it is
+    /// listed as failed instead. If this server restores another server's functions, this holds for all functions.
+    pub(super) fn start(&mut self, declared: StartConfiguration) -> Result<(), ChangeError> {
+        let StartConfiguration {
+            functions,
+            drives,
+            added_texts: earlier,
+            unreadable,
+            rules: _,
+            is_restored: was_served,
+        } = declared;
+        let keeping = self.context.persistence.as_ref();
+        let goes_on = was_served || keeping.is_some_and(|kept| kept.has_restorable_functions());
+        if goes_on {
+            // If one function or drive fails, other VMs must not lose their drives.
+            for drive in drives {
+                if let Err(error) = self.open_held(vec![drive.clone()]) {
+                    log::error!("{}", report::chain(&error));
+                    self.missing_drives.push(drive);
+                }
+            }
+            let mut functions = functions;
+            for text in earlier {
+                match FunctionDeclaration::parse(DeclarationSource::Added, text.clone()) {
+                    Ok(declared) => functions.push(declared),
+                    Err(error) => {
+                        self.record_unreadable(UnreadableDeclaration::from_added(text, error))
+                    }
+                }
+            }
+            for function in unreadable {
+                self.record_unreadable(function);
+            }
+            self.serve_each(functions);
+        } else {
+            self.open_held(drives)?;
+            self.serve_all_beside(&functions)?;
+            for text in earlier {
+                self.serve_added(text);
+            }
+            self.close_unused();
+        }
+        if let Some(keeping) = &self.context.persistence {
+            if goes_on {
+                // Everything else can wait: guests have had no completions since the old server paused.
+                self.context.pollers.await_passes(FIRST_PASS_TIMEOUT);
+            }
+            keeping.dismiss_predecessor();
+        }
+        self.forget_unlisted();
+        let controllers = self.drives.controllers();
+        for drive in &controllers {
+            drive
+                .controller()
+                .expire_predecessor_mappings(RECONNECT_TIME);
+        }
+        if let Some(keeping) = &self.context.persistence {
+            keeping.forget_other_drives(&controllers);
+            // VMs may wait for leases on a drive that cannot be opened now.
+            if !self.has_waiting_vms() && self.missing_drives.is_empty() {
+                keeping.spares().forget_other_drives(&controllers);
+            }
+        }
+        self.publish();
+        Ok(())
+    }
+
+    /// Returns an error if the server is ending.
+    pub(super) fn check_running(&self) -> Result<(), ChangeError> {
+        match self.context.stop.load(Ordering::Relaxed) {
+            true => Err(ChangeError::Ending),
+            false => Ok(()),
+        }
+    }
+
+    /// Adds a function, which also persists over restarts.
+    pub(super) fn add(&mut self, text: OptionText) -> Result<FunctionEntry, ChangeError> {
+        // `data=` applies once, not at every start: by then, the range may have had another owner.
+        let again = text.clone().with_value("data", None);
+        let described = || {
+            option_files(&again)
+                .iter()
+                .map(|path| option_file_rule(path))
+                .collect()
+        };
+        let declared = FunctionDeclaration::parse(DeclarationSource::Added, text);
+        let explained = |error| match self.context.confinement.explain(error, described) {
+            Ok(error) => ChangeError::from(error),
+            Err(refusal) => refusal.into(),
+        };
+        let declared = declared.map_err(explained)?;
+        declared.function.function.check_rates()?;
+        let place = self.functions.len();
+        if let Err(error) = self.serve_all(vec![declared]) {
+            self.close_unused();
+            return Err(error);
+        }
+        self.functions[place].declaration.text = again;
+        if let Err(error) = self.store_added() {
+            self.functions.remove(place).end();
+            self.close_unused();
+            return Err(error);
+        }
+        self.publish();
+        Ok(self.functions[place].entry.clone())
+    }
+
+    /// Removes a function. Returns its entry, and the error if the function did not end cleanly.
+    pub(super) fn remove(
+        &mut self,
+        id: &str,
+        force: bool,
+    ) -> Result<(FunctionEntry, Option<String>), ChangeError> {
+        let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
+        if let Some(place) = self.failed.iter().position(|failed| of_id(&failed.entry)) {
+            let failed = self.failed.remove(place);
+            if let Err(error) = self.store_added() {
+                self.failed.insert(place, failed);
+                return Err(error);
+            }
+            self.forget_unlisted();
+            self.close_unused();
+            self.publish();
+            return Ok((failed.entry, None));
+        }
+        if self.context.leases.has_lease(id) {
+            if !force {
+                return Err(ChangeError::Connected(id.to_owned()));
+            }
+            let ended = self.context.leases.end_lease(id);
+            // The VMM may have disconnected since the check.
+            let entry = ended.ok_or_else(|| self.unknown_function_error(id))?;
+            return Ok((entry, None));
+        }
+        let place = self.functions.iter().position(|offer| of_id(&offer.entry));
+        let place = place.ok_or_else(|| self.unknown_function_error(id))?;
+        let RegisteredFunction {
+            declaration: declared,
+            entry,
+            ..
+        } = &self.functions[place];
+        if let (DeclarationSource::File, Some(file)) = (declared.origin, &self.context.file) {
+            return Err(ChangeError::Declared {
+                id: entry.id.clone(),
+                file: file.clone(),
+            });
+        }
+        let is_added = declared.origin == DeclarationSource::Added;
+        if !force {
+            self.check_unused(&[place])?;
+        }
+        // Store first: a removed function must not return after a restart.
+        if is_added {
+            self.store_added_except(place)?;
+        }
+        if let Err(error) = self.request_shutdown(place, force) {
+            // A VMM has connected since the check.
+            if is_added && let Err(error) = self.store_added() {
+                log::error!("{}", report::chain(&error));
+            }
+            return Err(error);
+        }
+        let offer = self.functions.remove(place);
+        self.store_configuration();
+        let entry = offer.entry.clone();
+        let trouble = offer.end();
+        self.close_unused();
+        self.publish();
+        Ok((entry, trouble))
+    }
+
+    /// Reserves a lease for a user's VMMs.
+    pub(super) fn reserve(
+        &mut self,
+        reservation: LeaseReservation,
+    ) -> Result<ReservedLease, ChangeError> {
+        let LeaseReservation {
+            owner,
+            mut function,
+            limits,
+        } = reservation;
+        function.path = resolve_path(&function.path);
+        let path = function.path.clone();
+        let reserved = self.reserve_for(&owner, &function, limits.as_ref());
+        let reserved =
+            reserved.map_err(|error| self.explain_error(error, || drive_rules(&function)));
+        self.close_unused();
+        reserved.map_err(|source| ChangeError::Reserve { path, source })
+    }
+
+    fn reserve_for(
+        &mut self,
+        owner: &str,
+        function: &FunctionOptions,
+        limits: Option<&OptionText>,
+    ) -> Result<ReservedLease, FunctionRegistrationError> {
+        let owner = resolve_user(owner)?;
+        let keeping = self.context.persistence.as_deref();
+        let drive = self
+            .drives
+            .open(function, std::iter::once(function), keeping)?;
+        let ServerContext { ledgers, stop, .. } = &self.context;
+        let ledgers = ledgers.with_claim(LeaseClaim::ForUser(owner));
+        let limits = limits.map(ToString::to_string);
+        let (id, extents) = open::reserve(function, limits, &drive, &ledgers, stop)?;
+        Ok(ReservedLease {
+            id,
+            owner,
+            drive: function.path.to_string(),
+            extents,
+        })
+    }
+
+    /// Changes the limits of a function. Limits of a function added by `nvme-mpt add` stay after a restart of the server.
+    /// Limits of a function in a VMM also apply to later leases of the id.
+    pub(super) fn set_limits(
+        &mut self,
+        id: &str,
+        limits: &str,
+    ) -> Result<FunctionEntry, ChangeError> {
+        let change: RateChange = limits.parse()?;
+        let given: OptionText = limits.parse()?;
+        if let Some(limited) = self.context.leases.set_limits(id, &given) {
+            let limited = limited.map_err(|source| ChangeError::Limits {
+                id: id.to_owned(),
+                source: Box::new(source),
+            })?;
+            return limited.ok_or_else(|| ChangeError::LimitedWithoutVmm(id.to_owned()));
+        }
+        let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
+        let place = self.functions.iter().position(|offer| of_id(&offer.entry));
+        let place = place.ok_or_else(|| self.unknown_function_error(id))?;
+        let before = self.functions[place].declaration.clone();
+        change.check(&before.function.function.path)?;
+        let declared = &mut self.functions[place].declaration;
+        let rates = change.apply_to(declared.function.function.rates);
+        declared.function.function.rates = rates;
+        declared.text = given
+            .pairs()
+            .fold(declared.text.clone(), |text, (key, value)| {
+                text.with_value(key, (value != RateChange::NONE).then_some(value))
+            });
+        if before.origin == DeclarationSource::Added
+            && let Err(error) = self.store_added()
+        {
+            self.functions[place].declaration = before;
+            return Err(error);
+        }
+        self.functions[place].set_rates(rates);
+        self.publish();
+        Ok(self.functions[place].entry.clone())
+    }
+
+    /// Resizes a function's lease. The size of a function added by `nvme-mpt add` stays after a restart of the server.
+    pub(super) fn resize(
+        &mut self,
+        id: &str,
+        size: ByteSize,
+        truncate: bool,
+    ) -> Result<FunctionEntry, ChangeError> {
+        let grow = |source: GrowError| ChangeError::Grow {
+            id: id.to_owned(),
+            source: Box::new(source),
+        };
+        if self.context.leases.has_lease(id) {
+            let grown = self.context.leases.grow(id, size, &self.context.stop);
+            // The VMM may have disconnected since the check.
+            return match grown.ok_or_else(|| self.unknown_function_error(id))? {
+                Err(GrowError::Lease(LeaseError::HasMore { .. })) if truncate => {
+                    Err(ChangeError::Shrinks(id.to_owned()))
+                }
+                grown => grown
+                    .map_err(grow)?
+                    .ok_or_else(|| ChangeError::GrownWithoutVmm(id.to_owned())),
+            };
+        }
+        let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
+        let place = self.functions.iter().position(|offer| of_id(&offer.entry));
+        let place = place.ok_or_else(|| self.unknown_function_error(id))?;
+        let RegisteredFunction {
+            declaration: declared,
+            entry,
+            ..
+        } = &self.functions[place];
+        let present = entry.extents.as_ref().map_or(0, LeaseExtents::length);
+        let origin = declared.origin;
+        match (origin, &self.context.file) {
+            _ if truncate && size.0 < present => self.truncate(place, size)?,
+            (DeclarationSource::File, Some(file)) => {
+                return Err(ChangeError::SizeInFile {
+                    id: entry.id.clone(),
+                    file: file.clone(),
+                });
+            }
+            _ => {
+                self.grow(place, size)?;
+                if origin == DeclarationSource::Added {
+                    // Even if this fails, the ledger keeps the new size.
+                    self.store_added()?;
+                }
+            }
+        }
+        Ok(self.functions[place].entry.clone())
+    }
+
+    /// Grows a function's lease. A lease that is already large enough stays unchanged.
+    pub(super) fn grow(&mut self, place: usize, size: ByteSize) -> Result<(), ChangeError> {
+        let grown = self.functions[place].grow(size, &self.context.stop);
+        self.publish();
+        grown.map_err(|source| ChangeError::Grow {
+            id: self.functions[place].entry.id.clone(),
+            source: Box::new(source),
+        })
+    }
+
+    /// Shrinks the lease of a function without a VMM, and serves the function again.
+    ///
+    /// The file of added functions gets the smaller size before the lease shrinks. After a crash between the two steps, the
+    /// lease is larger than the file says, which is harmless. With the opposite order, the file would have a larger size than
+    /// the lease. The next process would then need free space, which another lease may have taken.
+    fn truncate(&mut self, place: usize, size: ByteSize) -> Result<(), ChangeError> {
+        let RegisteredFunction {
+            declaration: declared,
+            entry,
+            ..
+        } = &self.functions[place];
+        let id = entry.id.clone();
+        let failed = |source: OpenError| ChangeError::Truncate {
+            id: id.clone(),
+            source: Box::new(source),
+        };
+        if declared.function.function.size.is_none() {
+            return Err(failed(OpenError::NoSize));
+        }
+        self.request_shutdown(place, false)
+            .map_err(|error| match error {
+                ChangeError::Connected(id) => ChangeError::Shrinks(id),
+                other => other,
+            })?;
+        let offer = self.functions.remove(place);
+        let (mut declared, drive) = (offer.declaration.clone(), offer.drive.clone());
+        if let Some(trouble) = offer.end() {
+            log::error!("{trouble}");
+        }
+        let added = declared.origin == DeclarationSource::Added;
+        let mut smaller = declared.clone();
+        smaller.set_size(size);
+        let options = &declared.function.function;
+        let lease = open::lease_to_truncate(options, &drive, &self.context.ledgers, size);
+        let truncated = lease.map_err(&failed).and_then(|lease| {
+            if added {
+                self.store_added_with(Some(&smaller.text))?;
+            }
+            let truncated = lease.truncate(size.0).and_then(|_| lease.release());
+            truncated.map_err(|source| failed(source.into()))
+        });
+        if truncated.is_ok() {
+            declared = smaller;
+        }
+        let text = declared.text.clone();
+        let again = self.serve_all(vec![declared]);
+        match (&again, text) {
+            (Ok(()), _) => self.functions[place..].rotate_right(1),
+            // A restart serves it again. Until then it is listed as failed.
+            (Err(_), text) if added => self.serve_added(text),
+            (Err(_), _) => {}
+        }
+        drop(drive);
+        self.close_unused();
+        self.publish();
+        // Restores the old size in the file if the lease was not truncated.
+        let stored = match added {
+            true => self.store_added(),
+            false => Ok(()),
+        };
+        truncated?;
+        again?;
+        stored
+    }
+
+    /// Asks all functions to end. [`Self::end`] waits for them.
+    pub(super) fn stop_functions(&self) {
+        for offer in &self.functions {
+            offer.thread.stop();
+        }
+    }
+
+    /// Ends all functions concurrently. Returns the socket and the error of the first function that did not end cleanly.
+    pub(super) fn end(self) -> Result<(), (PathBuf, FunctionThreadError)> {
+        self.stop_functions();
+        let Self {
+            functions: offers,
+            held_drives: held,
+            drives,
+            snapshot: view,
+            ..
+        } = self;
+        // From here on, only the functions hold the drives.
+        drop((held, drives, view));
+        let mut result = Ok(());
+        for RegisteredFunction { entry, thread, .. } in offers {
+            let ended = thread.end().map_err(|error| (entry.socket, error));
+            result = result.and(ended);
+        }
+        result
+    }
+
+    pub(super) fn pollers(&self) -> Arc<PollerPool> {
+        self.context.pollers.clone()
+    }
+
+    pub(super) fn leases(&self) -> Arc<LeaseTable> {
+        self.context.leases.clone()
+    }
+
+    /// Returns the shared view of the current functions.
+    pub(super) fn snapshot(&self) -> Arc<Mutex<Arc<RegistrySnapshot>>> {
+        self.snapshot.clone()
+    }
+
+    /// Returns the served functions.
+    pub(super) fn entries(&self) -> impl Iterator<Item = &FunctionEntry> {
+        self.functions.iter().map(|offer| &offer.entry)
+    }
+
+    /// Returns a one-line description of each drive with a fixed number of queue pairs.
+    pub(super) fn drive_summaries(&self) -> Vec<String> {
+        let drives = self.drives.controllers();
+        let summaries = drives.iter().filter_map(|drive| self.summary_of(drive));
+        summaries.collect()
+    }
+
+    fn summary_of(&self, drive: &Drive) -> Option<String> {
+        let pairs = drive.controller().queue_pairs()?;
+        let users = self.functions.iter();
+        let users = users.filter(|offer| offer.drive.path() == drive.path());
+        let wanted: u32 = users.map(|offer| u32::from(offer.queues)).sum();
+        let mut summary = format!(
+            "{}: {}, {} I/O queue pair{}",
+            drive.path(),
+            drive.controller().model(),
+            pairs.total,
+            if pairs.total == 1 { "" } else { "s" },
+        );
+        if wanted > pairs.total.into() {
+            summary += &format!(
+                "; its functions may use {wanted}, so queues share them if guests create more than there are"
+            );
+        }
+        Some(summary)
+    }
+
+    /// Returns a function with resolved paths and the server's defaults.
+    pub(super) fn resolve_declaration(&self, declared: FunctionDeclaration) -> FunctionDeclaration {
+        resolve_function(declared, self.context.data)
+    }
+
+    /// Serves all functions, or none if one of them fails. Functions that were restored from the old server stay served even
+    /// after a failure, so that their VMs keep their drives.
+    ///
+    /// Drives opened for a failed attempt stay open until [`Self::close_unused`] is called. Closing unused drives here could
+    /// close drives of functions that the caller will serve again.
+    pub(super) fn serve_all(
+        &mut self,
+        functions: Vec<FunctionDeclaration>,
+    ) -> Result<(), ChangeError> {
+        let functions: Vec<FunctionDeclaration> = functions
+            .into_iter()
+            .map(|declared| self.resolve_declaration(declared))
+            .collect();
+        let before = self.functions.len();
+        for declared in &functions {
+            if let Err(source) = self.serve(declared, &functions) {
+                for offer in self.functions.split_off(before) {
+                    if offer.is_restored {
+                        self.functions.push(offer);
+                    } else {
+                        offer.end();
+                    }
+                }
+                return Err(function_error(declared, source));
+            }
+        }
+        Ok(())
+    }
+
+    /// Serves functions like [`Self::offer_all`]. If the old server still has a function's lease, tells that server to end and
+    /// waits for it.
+    fn serve_all_beside(&mut self, functions: &[FunctionDeclaration]) -> Result<(), ChangeError> {
+        let deadline = clock::monotonic() + RELEASE_TIMEOUT;
+        let mut outlasts = false;
+        loop {
+            let Err(error) = self.serve_all(functions.to_vec()) else {
+                return Ok(());
+            };
+            let keeping = self.context.persistence.as_ref();
+            let (Some(keeping), ChangeError::Function { source, .. }) = (keeping, &error) else {
+                return Err(error);
+            };
+            let is_before = |number| keeping.is_predecessor(number);
+            outlasts |= source.lease_holder().is_some_and(is_before);
+            let is_late = clock::monotonic() > deadline || self.check_running().is_err();
+            // After the server's end, the kernel may briefly hold its io_uring on the file.
+            if is_late || !outlasts || !source.is_in_use() {
+                return Err(error);
+            }
+            keeping.dismiss_predecessor();
+            clock::sleep(RELEASE_POLL_INTERVAL);
+        }
+    }
+
+    /// Serves a function. `batch` are the functions served together with it.
+    fn serve(
+        &mut self,
+        declared: &FunctionDeclaration,
+        batch: &[FunctionDeclaration],
+    ) -> Result<(), FunctionRegistrationError> {
+        let offered = self.try_serve(declared, batch);
+        offered.map_err(|error| self.explain_error(error, || function_rules(&declared.function)))
+    }
+
+    /// Adds the cause to the error if Landlock denies a file.
+    fn explain_error(
+        &self,
+        error: FunctionRegistrationError,
+        wanted: impl FnOnce() -> Vec<FileRule>,
+    ) -> FunctionRegistrationError {
+        let explained = self.context.confinement.explain(error, wanted);
+        explained.unwrap_or_else(FunctionRegistrationError::from)
+    }
+
+    fn try_serve(
+        &mut self,
+        declared: &FunctionDeclaration,
+        batch: &[FunctionDeclaration],
+    ) -> Result<(), FunctionRegistrationError> {
+        let socket = &declared.function.socket;
+        let mut others = self
+            .functions
+            .iter()
+            .map(|offer| &offer.declaration.function);
+        if let Some(error) = others.find_map(|other| find_conflict(&declared.function, other)) {
+            return Err(error);
+        }
+        if self
+            .failed
+            .iter()
+            .any(|failed| failed.entry.socket == *socket)
+        {
+            return Err(FunctionRegistrationError::SocketTaken(socket.clone()));
+        }
+        let sharing = batch.iter().map(|other| &other.function.function);
+        let keeping = self.context.persistence.as_deref();
+        let drive = self
+            .drives
+            .open(&declared.function.function, sharing, keeping)?;
+        let offer = RegisteredFunction::new(declared, drive, &self.context)?;
+        if self
+            .functions
+            .iter()
+            .any(|other| other.entry.id == offer.entry.id)
+        {
+            return Err(FunctionRegistrationError::IdTaken(offer.entry.id));
+        }
+        self.functions.push(offer);
+        Ok(())
+    }
+
+    /// Serves functions independently. Functions that fail are listed as failed.
+    ///
+    /// A restored function may have to wait until the kernel has released the old server's resources. A function may also have
+    /// to wait because the old server removed it with commands in flight and still has its lease. Other functions wait for
+    /// neither. Pinning a large guest memory delays no other function: see [`RestoreOrder`].
+    fn serve_each(&mut self, functions: Vec<FunctionDeclaration>) {
+        let functions: Vec<FunctionDeclaration> = functions
+            .into_iter()
+            .map(|declared| self.resolve_declaration(declared))
+            .collect();
+        let deadline = clock::monotonic() + RELEASE_TIMEOUT;
+        let mut waiting: Vec<&FunctionDeclaration> = functions.iter().collect();
+        waiting.sort_by_key(|declared| {
+            restore_sort_key(self.restore_order(&declared.function.socket))
+        });
+        waiting.retain(|declared| !self.postpone(declared, &functions));
+        // Sockets of functions whose leases the old server still held.
+        let mut outlasting: BTreeSet<PathBuf> = BTreeSet::new();
+        while !waiting.is_empty() {
+            let is_late = clock::monotonic() > deadline || self.check_running().is_err();
+            waiting.retain(|declared| {
+                let Err(error) = self.serve(declared, &functions) else {
+                    return false;
+                };
+                let keeping = self.context.persistence.as_ref();
+                let socket = &declared.function.socket;
+                let is_before =
+                    |number| keeping.is_some_and(|keeping| keeping.is_predecessor(number));
+                if error.lease_holder().is_some_and(is_before) {
+                    outlasting.insert(socket.clone());
+                }
+                // After the server's end, the kernel may briefly hold its io_uring on the file.
+                let waits = !is_late
+                    && error.is_in_use()
+                    && (outlasting.contains(socket)
+                        || keeping.is_some_and(|keeping| keeping.has_function(socket)));
+                if !waits {
+                    self.record_error(FailedDeclaration::from_declared(declared), &error);
+                }
+                waits
+            });
+            if !waiting.is_empty() {
+                if let Some(keeping) = &self.context.persistence {
+                    keeping.dismiss_predecessor();
+                }
+                clock::sleep(RELEASE_POLL_INTERVAL);
+            }
+        }
+        // List functions in the order of their declaration.
+        let sockets = functions.iter().map(|declared| &declared.function.socket);
+        let places: BTreeMap<&PathBuf, usize> = sockets.zip(0..).collect();
+        self.functions
+            .sort_by_key(|offer| places.get(&offer.entry.socket).copied());
+    }
+
+    /// Returns the function's position in the order of restoring.
+    fn restore_order(&self, socket: &Path) -> Option<RestoreOrder> {
+        self.context.persistence.as_ref()?.restore_order(socket)
+    }
+
+    /// If pinning a restored function's memory would take long, lists the function as failed for now and returns true. Such a
+    /// function is served after all others, and after functions in VMMs have their leases.
+    fn postpone(&mut self, declared: &FunctionDeclaration, batch: &[FunctionDeclaration]) -> bool {
+        let ServerFunctionOptions {
+            socket, function, ..
+        } = &declared.function;
+        let Some(keeping) = self.context.persistence.as_deref() else {
+            return false;
+        };
+        let memory = keeping
+            .restore_order(socket)
+            .map_or(0, |turn| turn.mapped_bytes);
+        if memory <= BRIEF_PINNING_MAX || !matches!(function.path, DrivePath::Pci(_)) {
+            return false;
+        }
+        let sharing = batch.iter().map(|other| &other.function.function);
+        let Ok(drive) = self.drives.open(function, sharing, Some(keeping)) else {
+            // Serving the function will report the error.
+            return false;
+        };
+        // Only memory that is still mapped for this function need not be pinned again.
+        let space = drive.controller().iova_space();
+        let Ok(lease) = open::lease_id(function, &drive, &self.context.ledgers) else {
+            return false;
+        };
+        let owner = MappingOwner::for_function(&lease);
+        let there = space.inherited_bytes(owner, &keeping.function_memory(socket));
+        if memory.saturating_sub(there) <= BRIEF_PINNING_MAX {
+            return false;
+        }
+        let declaration = FailedDeclaration::from_declared(declared);
+        let entry = declaration.to_entry("its memory is being pinned".to_owned());
+        let id = entry.id.as_str();
+        log::info!(function = id; "Function {id} is restored after the others, as its memory has to be pinned");
+        self.failed
+            .push(FailedFunctionRecord { declaration, entry });
+        true
+    }
+
+    /// Serves a function added in an earlier run. After an error, lists the function as failed instead of ending the start.
+    fn serve_added(&mut self, text: OptionText) {
+        match FunctionDeclaration::parse(DeclarationSource::Added, text.clone()) {
+            Ok(declared) => {
+                if let Err(error) = self.serve_all(vec![declared.clone()]) {
+                    self.record_error(FailedDeclaration::from_declared(&declared), &error);
+                }
+            }
+            Err(error) => self.record_unreadable(UnreadableDeclaration::from_added(text, error)),
+        }
+    }
+
+    fn record_unreadable(&mut self, function: UnreadableDeclaration) {
+        let reason = report::chain(&function.error);
+        self.record_failure(FailedDeclaration::Unreadable(Box::new(function)), reason);
+    }
+
+    fn record_error(&mut self, declaration: FailedDeclaration, error: &dyn Error) {
+        self.record_failure(declaration, report::chain(error));
+    }
+
+    fn record_failure(&mut self, declaration: FailedDeclaration, reason: String) {
+        let entry = declaration.to_entry(reason.clone());
+        let (id, socket) = (entry.id.as_str(), &entry.socket);
+        let keeping = self.context.persistence.as_ref();
+        let waits = match keeping.is_some_and(|keeping| keeping.has_function(socket)) {
+            true => {
+                ". The server retries until it succeeds, or the function is removed: its VM waits"
+            }
+            false => "",
+        };
+        log::error!(
+            function = id;
+            "Function {id} of the previous server cannot be restored: {reason}{waits}"
+        );
+        self.failed
+            .push(FailedFunctionRecord { declaration, entry });
+    }
+
+    /// Returns whether VMs wait for failed functions.
+    pub(super) fn has_waiting_vms(&self) -> bool {
+        let keeping = self.context.persistence.as_ref();
+        keeping.is_some_and(|keeping| {
+            let mut failed = self.failed.iter();
+            failed.any(|failed| keeping.has_function(&failed.entry.socket))
+        })
+    }
+
+    /// Tries again to serve failed functions whose VMs wait, since a missing resource may be available now.
+    pub(super) fn retry_waiting(&mut self) {
+        let Some(keeping) = self.context.persistence.clone() else {
+            return;
+        };
+        let Self {
+            functions: offers,
+            held_drives: held,
+            drives,
+            ..
+        } = self;
+        drives.close_moved(|drive| is_used(drive, offers, held));
+        let waits = |failed: &&FailedFunctionRecord| keeping.has_function(&failed.entry.socket);
+        let waiting = self.failed.iter().filter(waits);
+        let sockets = waiting.map(|failed| failed.entry.socket.clone());
+        let mut sockets: Vec<PathBuf> = sockets.collect();
+        sockets.sort_by_key(|socket| restore_sort_key(keeping.restore_order(socket)));
+        for socket in sockets {
+            self.retry_failed(&socket);
+        }
+    }
+
+    /// Tries again to serve the failed function with this socket. The stored configuration contains failed functions as well as
+    /// served ones, so it stays unchanged.
+    fn retry_failed(&mut self, socket: &Path) {
+        let mut failed = self.failed.iter();
+        let Some(place) = failed.position(|failed| failed.entry.socket == *socket) else {
+            return;
+        };
+        let FailedDeclaration::Declared(declared) = &self.failed[place].declaration else {
+            return;
+        };
+        let declared = declared.clone();
+        let mut failed = self.failed.remove(place);
+        let id = failed.entry.id.clone();
+        let offered = self.serve(&declared, std::slice::from_ref(&*declared));
+        if let Err(error) = offered {
+            let reason = report::chain(&error);
+            let known = matches!(&failed.entry.state, FunctionStatus::Failed { reason: known } if *known == reason);
+            if !known {
+                log::error!(function = id.as_str(); "Function {id} cannot be offered yet: {reason}");
+                failed.entry = failed.declaration.to_entry(reason);
+            }
+            self.failed.push(failed);
+            if known {
+                return;
+            }
+        } else {
+            log::info!(function = id.as_str(); "Function {id} can be offered again");
+        }
+        self.publish();
+    }
+
+    /// Removes and returns the failed functions of an origin.
+    pub(super) fn take_failed(&mut self, origin: DeclarationSource) -> Vec<FailedFunctionRecord> {
+        let all = std::mem::take(&mut self.failed);
+        let (taken, left) = all
+            .into_iter()
+            .partition(|failed| failed.entry.origin == origin);
+        self.failed = left;
+        taken
+    }
+
+    /// Lists functions that [`Self::take_failed`] removed as failed again, except those that are served by now.
+    pub(super) fn return_failed(&mut self, failed: Vec<FailedFunctionRecord>) {
+        let offers = &self.functions;
+        let is_offered = |failed: &FailedFunctionRecord| {
+            let mut offers = offers.iter();
+            offers.any(|offer| offer.entry.socket == failed.entry.socket)
+        };
+        self.failed
+            .extend(failed.into_iter().filter(|failed| !is_offered(failed)));
+    }
+
+    /// Releases the stored state of the old server's functions that are neither served nor listed as failed.
+    pub(super) fn forget_unlisted(&self) {
+        if let Some(keeping) = &self.context.persistence {
+            let listed = |socket: &Path| {
+                let mut failed = self.failed.iter();
+                failed.any(|failed| failed.entry.socket == socket)
+            };
+            keeping.retain_functions(listed);
+        }
+    }
+
+    /// Opens drives and keeps them open.
+    pub(super) fn open_held(&mut self, drives: Vec<DriveDeclaration>) -> Result<(), ChangeError> {
+        for mut declared in drives {
+            let options = &mut declared.parsed.value.drive;
+            options.path = resolve_path(&options.path);
+            let function = &declared.parsed.value.drive;
+            let keeping = self.context.persistence.as_deref();
+            let drive = self
+                .drives
+                .open(function, std::iter::once(function), keeping);
+            let drive = drive.map_err(|error| {
+                let explained = self
+                    .context
+                    .confinement
+                    .explain(error, || drive_rules(function));
+                ChangeError::Drive {
+                    path: function.path.clone(),
+                    source: explained.unwrap_or_else(FunctionDriveError::from),
+                }
+            })?;
+            self.held_drives.push(DeclaredDrive {
+                declaration: declared,
+                drive,
+            });
+        }
+        Ok(())
+    }
+
+    pub(super) fn release_held(&mut self, origin: DeclarationSource) -> Vec<DeclaredDrive> {
+        let (released, held) = std::mem::take(&mut self.held_drives)
+            .into_iter()
+            .partition(|held| held.declaration.origin == origin);
+        self.held_drives = held;
+        self.missing_drives
+            .retain(|missing| missing.origin != origin);
+        released
+    }
+
+    /// Asks a function to end. Without `force`, fails while a VMM is connected.
+    pub(super) fn request_shutdown(&self, place: usize, force: bool) -> Result<(), ChangeError> {
+        let RegisteredFunction { entry, thread, .. } = &self.functions[place];
+        match thread.shut_down(force) {
+            ShutdownAnswer::Accepted => Ok(()),
+            ShutdownAnswer::Connected => Err(ChangeError::Connected(entry.id.clone())),
+            ShutdownAnswer::Busy => Err(ChangeError::Busy(entry.id.clone())),
+        }
+    }
+
+    fn store_added(&self) -> Result<(), ChangeError> {
+        self.store_added_with(None)
+    }
+
+    /// Stores the added functions except the one at `place`.
+    fn store_added_except(&self, place: usize) -> Result<(), ChangeError> {
+        let others = self.functions.iter().enumerate();
+        let others = others.filter(|(other, _)| *other != place);
+        self.write_added(others.map(|(_, offer)| offer), None)
+    }
+
+    /// Writes the file of added functions: those that are served, and `other`, which is not served at the moment.
+    fn store_added_with(&self, other: Option<&OptionText>) -> Result<(), ChangeError> {
+        self.write_added(self.functions.iter(), other)
+    }
+
+    fn write_added<'a>(
+        &'a self,
+        offers: impl Iterator<Item = &'a RegisteredFunction>,
+        other: Option<&'a OptionText>,
+    ) -> Result<(), ChangeError> {
+        let offers = offers.map(|offer| &offer.declaration);
+        let added = offers.filter(|declared| declared.origin == DeclarationSource::Added);
+        let added = added.map(|declared| &declared.text);
+        let failed = self.failed.iter().map(|failed| &failed.declaration);
+        let failed = failed.filter(|declaration| declaration.origin() == DeclarationSource::Added);
+        let failed = failed.map(FailedDeclaration::text);
+        Ok(self.context.added.write(added.chain(failed).chain(other))?)
+    }
+
+    /// Stores the current configuration for the next server.
+    fn store_configuration(&self) {
+        let Some(keeping) = &self.context.persistence else {
+            return;
+        };
+        let offers = self.functions.iter().map(|offer| &offer.declaration);
+        let failed = self.failed.iter().map(|failed| &failed.declaration);
+        let of_failed = failed.clone().filter_map(|declaration| match declaration {
+            FailedDeclaration::Declared(declared) => Some(&**declared),
+            FailedDeclaration::Unreadable(_) => None,
+        });
+        let unreadable = failed.filter_map(|declaration| match declaration {
+            FailedDeclaration::Unreadable(other) => Some(&**other),
+            FailedDeclaration::Declared(_) => None,
+        });
+        let held = self.held_drives.iter().map(|held| &held.declaration);
+        let encoded = stored_configuration::encode(
+            offers.chain(of_failed),
+            unreadable,
+            held.chain(&self.missing_drives),
+            &self.context.rules,
+        );
+        match encoded {
+            Ok(bytes) => keeping.store_configuration(&bytes),
+            Err(error) => log::error!("{}", report::chain(&error)),
+        }
+    }
+
+    /// Deletes the stored configuration at an orderly end.
+    pub(super) fn forget_configuration(&self) {
+        if let Some(keeping) = &self.context.persistence {
+            keeping.forget_configuration();
+        }
+    }
+
+    /// Closes drives that no function uses and that are not declared to stay open. Closing a `memory:` drive loses its content.
+    pub(super) fn close_unused(&mut self) {
+        let Self {
+            context: terms,
+            functions: offers,
+            failed,
+            held_drives: held,
+            missing_drives: missing,
+            drives,
+            ..
+        } = self;
+        // A waiting VM needs its function and the data it wrote.
+        let waits = |failed: &&FailedFunctionRecord| {
+            let keeping = terms.persistence.as_ref();
+            keeping.is_some_and(|keeping| keeping.has_function(&failed.entry.socket))
+        };
+        let waiting = failed.iter().filter(waits);
+        let waiting = waiting.filter_map(|failed| failed.entry.drive.parse().ok());
+        let waiting: Vec<DrivePath> = waiting.collect();
+        // The keeper must not close a block device last: the kernel would make it wait for writes.
+        let _open = terms.persistence.as_ref().map(|_| drives.controllers());
+        let closed = drives
+            .close_unused(|path, drive| is_used(drive, offers, held) || waiting.contains(path));
+        let Some(keeping) = &terms.persistence else {
+            return;
+        };
+        for path in closed {
+            if let DrivePath::Memory(bytes) = path {
+                keeping.forget_memory(bytes);
+            }
+            keeping.forget_faults(&path);
+        }
+        keeping.forget_other_drives(&drives.controllers());
+        if waiting.is_empty() && missing.is_empty() {
+            keeping.spares().forget_other_drives(&drives.controllers());
+        }
+    }
+
+    /// Returns the served functions and drives that the file declared, for comparison with the present file.
+    fn running_configuration(&self) -> RunningConfiguration {
+        let of_file = |declared: &&FunctionDeclaration| declared.origin == DeclarationSource::File;
+        let offered = self.functions.iter().map(|offer| &offer.declaration);
+        let failed = self.failed.iter().map(|failed| &failed.declaration);
+        let failed = failed.filter_map(|declaration| match declaration {
+            FailedDeclaration::Declared(declared) => Some(&**declared),
+            FailedDeclaration::Unreadable(_) => None,
+        });
+        let held = self.held_drives.iter().map(|held| &held.declaration);
+        let held = held.chain(&self.missing_drives);
+        RunningConfiguration {
+            file: self.context.file.clone(),
+            data: self.context.data,
+            functions: offered.chain(failed).filter(of_file).cloned().collect(),
+            drives: held
+                .filter(|held| held.origin == DeclarationSource::File)
+                .map(|held| held.parsed.value.clone())
+                .collect(),
+        }
+    }
+
+    pub(super) fn publish(&self) {
+        self.store_configuration();
+        let functions = self.functions.iter();
+        let functions = functions.map(|offer| (offer.thread.handle(), offer.entry.clone()));
+        let view = RegistrySnapshot {
+            functions: functions.collect(),
+            failed: self
+                .failed
+                .iter()
+                .map(|failed| failed.entry.clone())
+                .collect(),
+            running_configuration: self.running_configuration(),
+            drives: self.drives.controllers(),
+            namespaces: self.drives.iter().map(|(_, drive)| drive.clone()).collect(),
+        };
+        // Replaced as a whole, so that a panic cannot leave a partial view.
+        let mut place = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
+        *place = Arc::new(view);
+    }
+
+    fn unknown_function_error(&self, id: &str) -> ChangeError {
+        let failed = self.failed.iter().map(|failed| &failed.entry);
+        let functions = self.entries().chain(failed).cloned();
+        let functions = functions.chain(self.context.leases.entries());
+        ChangeError::NoFunction {
+            id: id.to_owned(),
+            functions: functions.map(|entry| entry.id).collect(),
+        }
+    }
+}
+
+/// Sort key for the order of restoring. Functions for which no VM waits come last.
+fn restore_sort_key(turn: Option<RestoreOrder>) -> (bool, Option<RestoreOrder>) {
+    (turn.is_none(), turn)
+}
+
+/// Returns an error if the two functions have the same socket or id.
+pub(super) fn find_conflict(
+    function: &ServerFunctionOptions,
+    other: &ServerFunctionOptions,
+) -> Option<FunctionRegistrationError> {
+    if function.socket == other.socket {
+        return Some(FunctionRegistrationError::SocketTaken(
+            function.socket.clone(),
+        ));
+    }
+    let id = function.function.id.as_ref()?;
+    (other.function.id.as_ref() == Some(id)).then(|| FunctionRegistrationError::IdTaken(id.clone()))
+}
+
+pub(super) fn function_error(
+    declared: &FunctionDeclaration,
+    source: FunctionRegistrationError,
+) -> ChangeError {
+    ChangeError::Function {
+        socket: declared.function.socket.clone(),
+        source,
+    }
+}
+
+/// Returns whether a function uses the drive, or the drive is declared to stay open.
+fn is_used(drive: &Arc<Drive>, offers: &[RegisteredFunction], held: &[DeclaredDrive]) -> bool {
+    let mut drives = offers.iter().map(|offer| &offer.drive);
+    let mut held = held.iter().map(|held| &held.drive);
+    drives.any(|other| Arc::ptr_eq(other, drive)) || held.any(|other| Arc::ptr_eq(other, drive))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Read;
+    use std::sync::atomic::AtomicBool;
+
+    use nvme_guest::threads::start_thread;
+    use nvme_lease::make_state_dir;
+    use rustix::process::{PidfdFlags, getpid, pidfd_open};
+    use vfio_user_server::SocketAccess;
+
+    use super::super::declarations::AddedFunctionsFile;
+    use super::*;
+    use crate::confinement::ProcessConfinement;
+    use crate::persistence::{GuestPauseStart, ServerPersistence};
+
+    /// Creates the registry of a server without functions. Its state directory is in `folder`.
+    fn registry(folder: &Path, keeping: Option<ServerPersistence>) -> FunctionRegistry {
+        let state_dir = folder.join("state");
+        let ledgers = Arc::new(open::LeaseLedgers::open(&state_dir));
+        let pollers = PollerPool::new();
+        let leases = LeaseTable::new(
+            &state_dir,
+            SocketAccess::default(),
+            ledgers.clone(),
+            pollers.clone(),
+            GuestPauseStart::for_vmms(keeping.as_ref()),
+        );
+        FunctionRegistry::new(ServerContext {
+            ledgers,
+            leases,
+            pollers,
+            data: nvme_lease::PreviousDataPolicy::Refused,
+            rules: Vec::new(),
+            state_dir,
+            file: None,
+            added: AddedFunctionsFile::for_control_socket(&folder.join("control.sock")),
+            persistence: keeping.map(Arc::new),
+            stop: Arc::new(AtomicBool::new(false)),
+            confinement: ProcessConfinement::default(),
+        })
+    }
+
+    fn function(folder: &Path, socket: &str) -> FunctionDeclaration {
+        let (socket, drive) = (folder.join(socket), folder.join("drive.img"));
+        let text = format!(
+            "socket={},path={},range=0+1M,id=a",
+            socket.display(),
+            drive.display()
+        );
+        FunctionDeclaration::parse(DeclarationSource::CommandLine, text.parse().unwrap()).unwrap()
+    }
+
+    /// Has the next server offer a function whose lease the old server still holds, and checks that the function waits.
+    fn check_waiting(offer: impl FnOnce(&mut FunctionRegistry, FunctionDeclaration)) {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        make_state_dir(&folder.join("state")).unwrap();
+        let drive = File::create(folder.join("drive.img")).unwrap();
+        drive.set_len(2 << 20).unwrap();
+        // This process also acts as the old server.
+        let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+        let (keeping, _keeper, mut server) =
+            ServerPersistence::beside_predecessor_with(folder, process);
+        let mut before = registry(folder, None);
+        before
+            .serve_all(vec![function(folder, "before.sock")])
+            .unwrap();
+        // The old server holds the lease until its successor has tried to acquire it and waits.
+        let end = move || {
+            let told = server.read_exact(&mut [0]).is_ok();
+            drop(before);
+            told
+        };
+        let ended = start_thread("before", end).unwrap();
+        let mut after = registry(folder, Some(keeping));
+        offer(&mut after, function(folder, "after.sock"));
+        let failed = after.failed.iter();
+        let reasons: Vec<_> = failed.map(|failed| failed.entry.summary.as_str()).collect();
+        assert!(reasons.is_empty(), "{reasons:?}");
+        assert_eq!(after.entries().count(), 1);
+        after.end().unwrap();
+        assert!(ended.join().unwrap(), "the server before ended first");
+    }
+
+    #[test]
+    fn a_function_waits_for_its_lease_of_the_old_server() {
+        check_waiting(|after, function| after.serve_each(vec![function]));
+    }
+
+    #[test]
+    fn a_single_function_waits_for_its_lease_of_the_old_server() {
+        check_waiting(|after, function| {
+            // If no function continues, a function that cannot be offered ends the server.
+            let declared = StartConfiguration {
+                functions: vec![function],
+                ..StartConfiguration::default()
+            };
+            after.start(declared).unwrap();
+        });
+    }
+}

@@ -1,0 +1,49 @@
+//! Points at which tests end the process: between two effects that the successor process sees.
+
+/// Marks a point between two effects that the successor process sees.
+#[cfg_attr(not(test), inline)]
+pub(crate) fn crash_point() {
+    #[cfg(test)]
+    kill::crash_point();
+}
+
+#[cfg(test)]
+pub(crate) use kill::kill_at;
+
+#[cfg(test)]
+mod kill {
+    use std::cell::Cell;
+    use std::panic::{self, AssertUnwindSafe};
+
+    thread_local! {
+        static STEPS_LEFT: Cell<Option<u32>> = const { Cell::new(None) };
+    }
+
+    /// Payload of the panic that simulates a SIGKILL, after which only the kernel cleans up.
+    struct SimulatedKill;
+
+    /// Ends the simulated process if no steps are left.
+    pub(super) fn crash_point() {
+        STEPS_LEFT.with(|left| match left.get() {
+            Some(0) => {
+                left.set(None);
+                panic::resume_unwind(Box::new(SimulatedKill));
+            }
+            Some(steps) => left.set(Some(steps - 1)),
+            None => {}
+        });
+    }
+
+    /// Runs a simulated process that is killed at `step`, counted from 0. Returns the remaining steps, or `None` if the process
+    /// was killed.
+    pub(crate) fn kill_at(step: u32, process: impl FnOnce()) -> Option<u32> {
+        STEPS_LEFT.set(Some(step));
+        let ended = panic::catch_unwind(AssertUnwindSafe(process));
+        let left = STEPS_LEFT.take();
+        match ended {
+            Ok(()) => left,
+            Err(reason) if reason.is::<SimulatedKill>() => None,
+            Err(reason) => panic::resume_unwind(reason),
+        }
+    }
+}

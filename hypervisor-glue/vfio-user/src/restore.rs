@@ -1,0 +1,352 @@
+//! Sessions that continue in a successor process after the server's process has ended, unnoticed by the client.
+//!
+//! A request is carried out and answered in steps. After SIGKILL between any two instructions, the successor finds the next
+//! step from the state that outlives a process: the [`RequestLog`], its file position and the socket.
+//!
+//! 1. The request is peeked and stays in the socket (`MSG_PEEK`). Its descriptors are duplicates.
+//! 2. The request is carried out. If the process ends here, the successor carries it out again, from the device's state before
+//!    the request.
+//! 3. The reply is written, then request, reply and the device's new state are committed. After the commit, no successor
+//!    carries out the request again.
+//! 4. The reply is sent from the request log. The file's position shows how much was sent.
+//! 5. The request is removed from the socket. `SO_PEEK_OFF` shows how much is left: the kernel raised it by the peek, and
+//!    lowers it by each read.
+//! 6. The position moves to the next reply's slot, and the reply's memory is freed.
+//!
+//! # A reply with a descriptor
+//!
+//! sendfile(2) cannot send descriptors. So a reply with a descriptor is sent from memory, and the position is moved afterwards.
+//! Before the reply is sent, the numbers of unread bytes in both directions of the socket are committed. If a process ends
+//! between this commit and the move, it is unknown whether the reply was sent. The successor then compares the socket with the
+//! committed numbers. If there are more unread bytes in either direction, the reply was sent: the client has not read it yet,
+//! or has read it and sent another request. Otherwise the reply is sent.
+//!
+//! Two cases remain undetected. If the client has read the reply and sent nothing since, it gets the reply twice. If it has
+//! sent a request without waiting for the reply, it does not get the reply. Both require a process that ends within three
+//! successive system calls, and a client that reads or sends at the same time.
+//!
+//! # Limits
+//!
+//! A request is in the socket as a whole. So a request has at most [`MAX_REQUEST`] bytes, and `max_data_xfer_size` tells the
+//! client so. A client that cuts a message into hundreds of pieces, or shrinks its socket's buffer, fills the socket before the
+//! message is complete, and blocks only itself.
+//!
+//! If a process ends between accept(2) and [`VfioUserDevice::keep_client`], the connection is lost. The client has not got an
+//! answer to `VERSION` yet, and finds the connection closed.
+
+use std::io::{self, Read};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use event_manager::EventSet;
+
+use crate::connection::{MessageReader, StreamEnd};
+use crate::device::VfioUserDevice;
+use crate::dispatch::{DeviceRegions, RequestDispatcher};
+use crate::error::RequestRefusal;
+use crate::kill_point::crash_point;
+use crate::message::VfioUserHeader;
+use crate::request_log::{
+    LoggedConnection, LoggedRequest, RequestLog, RequestLogError, SocketQueueBytes,
+};
+use crate::session::{MESSAGES_PER_TURN, UnfinishedRequest, VfioUserSession};
+use crate::socket;
+
+#[cfg(doc)]
+use crate::request_log::MAX_REQUEST;
+
+/// Value of `max_data_xfer_size` for a server with a request log, whose clients' requests must fit into the socket's buffer.
+const MAX_LOGGED_DATA_XFER: u32 = 32 * 1024;
+
+/// Result of one attempt to answer a request.
+enum RequestStepOutcome {
+    /// A request was answered.
+    Answered,
+    /// The session must wait for one of these socket events first.
+    Waiting(EventSet),
+}
+
+impl VfioUserSession {
+    /// Creates a session with a client that has not sent anything yet. Does not commit the session to the request log.
+    pub(crate) fn begin_logged(
+        stream: UnixStream,
+        regions: Arc<DeviceRegions>,
+        journal: &mut RequestLog,
+    ) -> Result<Self, RequestLogError> {
+        journal.finish_request()?;
+        reset_peek_offset(&stream)?;
+        Ok(Self::with_connection(
+            stream,
+            regions,
+            LoggedConnection::default(),
+            None,
+        ))
+    }
+
+    /// Continues the predecessor's session.
+    pub(crate) fn resume_logged(
+        stream: UnixStream,
+        regions: Arc<DeviceRegions>,
+        connected: LoggedConnection,
+        journal: &mut RequestLog,
+    ) -> Result<Self, RequestLogError> {
+        let LoggedRequest {
+            request_bytes: request,
+            reply_bytes: reply,
+            memory_region: memory_of,
+            ..
+        } = journal.head();
+        let left = socket::peek_offset(&stream)
+            .map_err(socket_error)?
+            .min(request);
+        let pending = journal.sent_bytes()?.map(|sent| UnfinishedRequest {
+            sent_bytes: sent,
+            unread_bytes: left,
+        });
+        // If the connection ends after the reply, that is still to be done.
+        let pending = pending.filter(|rest| {
+            connected.is_closing || rest.sent_bytes < reply || rest.unread_bytes > 0
+        });
+        if pending.is_none() {
+            // The predecessor may have ended before it freed the reply.
+            journal.finish_request()?;
+            reset_peek_offset(&stream)?;
+        }
+        let mut this = Self::with_connection(stream, regions, connected, pending);
+        if let (Some(UnfinishedRequest { sent_bytes: 0, .. }), Some(region)) =
+            (this.unfinished, memory_of)
+        {
+            if this.dispatcher.region_memory(region).is_none() {
+                return Err(RequestLogError::NoMemory { region });
+            }
+            let now = socket_queue_bytes(&this.stream).map_err(socket_error)?;
+            let before = journal.head().before_sending;
+            if before.is_some_and(|before| now.has_more_than(before)) {
+                journal.set_sent_bytes(reply)?;
+                this.unfinished = Some(UnfinishedRequest {
+                    sent_bytes: reply,
+                    unread_bytes: left,
+                });
+            }
+        }
+        Ok(this)
+    }
+
+    fn with_connection(
+        stream: UnixStream,
+        regions: Arc<DeviceRegions>,
+        connected: LoggedConnection,
+        pending: Option<UnfinishedRequest>,
+    ) -> Self {
+        Self {
+            stream,
+            reader: MessageReader::default(),
+            writer: Default::default(),
+            dispatcher: RequestDispatcher::resume(
+                regions,
+                connected.negotiated,
+                MAX_LOGGED_DATA_XFER,
+            ),
+            unfinished: pending,
+        }
+    }
+
+    /// Returns the socket events that a new session waits for.
+    pub(crate) fn initial_events(&self, journal: &RequestLog) -> EventSet {
+        match self.unfinished {
+            Some(pending) if pending.sent_bytes < journal.head().reply_bytes => EventSet::OUT,
+            // The rest of a request makes the socket readable.
+            _ => EventSet::IN,
+        }
+    }
+
+    /// Answers the client's requests until it would block. Returns the socket events to wait for, or `None` if the connection
+    /// has ended.
+    pub(crate) fn run_logged<D: VfioUserDevice>(
+        &mut self,
+        device: &mut D,
+        journal: &mut RequestLog,
+    ) -> Option<EventSet> {
+        for _ in 0..MESSAGES_PER_TURN {
+            match self.answer_logged(device, journal) {
+                Ok(RequestStepOutcome::Answered) => {}
+                Ok(RequestStepOutcome::Waiting(events)) => return Some(events),
+                Err(ended) => {
+                    self.end_connection(ended);
+                    return None;
+                }
+            }
+        }
+        Some(EventSet::IN)
+    }
+
+    fn answer_logged<D: VfioUserDevice>(
+        &mut self,
+        device: &mut D,
+        journal: &mut RequestLog,
+    ) -> Result<RequestStepOutcome, StreamEnd> {
+        if self.unfinished.is_some() && !self.finish_request(journal)? {
+            return Ok(RequestStepOutcome::Waiting(EventSet::OUT));
+        }
+        let mut connected = LoggedConnection::default();
+        let mut request = 0;
+        let mut memory_of = None;
+        let (header, refusal) = match self.reader.peek(&self.stream) {
+            Ok(Some(message)) => {
+                crash_point();
+                let header = message.header;
+                // Fits: checked against `MAX_REQUEST`.
+                request = (VfioUserHeader::SIZE + message.payload.len()) as u32;
+                let reply = self.writer.begin_reply();
+                match self.dispatcher.handle_message(device, message, reply) {
+                    Ok(region) => {
+                        memory_of = region;
+                        (header, None)
+                    }
+                    Err(refusal) => {
+                        connected.is_closing = refusal.ends_connection();
+                        (header, Some(refusal))
+                    }
+                }
+            }
+            Ok(None) => {
+                let mut events = EventSet::IN;
+                // A partial message leaves the socket readable. Edge triggering reports only further bytes.
+                events.set(EventSet::EDGE_TRIGGERED, self.reader.is_partial());
+                return Ok(RequestStepOutcome::Waiting(events));
+            }
+            Err(StreamEnd::InvalidMessage { header, refusal }) => {
+                connected.is_closing = true;
+                (header, Some(refusal))
+            }
+            Err(ended) => return Err(ended),
+        };
+        crash_point();
+
+        self.write_reply(&header, refusal.as_ref(), connected.is_closing);
+        connected.negotiated = self.dispatcher.negotiated();
+        let mut head = journal.head().next(connected);
+        head.request_bytes = request;
+        let reply = self.writer.bytes();
+        // Fits: at most `max_data_xfer_size` and two headers.
+        head.reply_bytes = reply.len() as u32;
+        if !reply.is_empty() {
+            journal.write_reply(head.sequence, reply)?;
+            head.memory_region = memory_of;
+        }
+        journal.commit(head, device.save())?;
+        device.on_saved();
+        self.unfinished = Some(UnfinishedRequest {
+            sent_bytes: 0,
+            unread_bytes: request,
+        });
+        match self.finish_request(journal)? {
+            true => Ok(RequestStepOutcome::Answered),
+            false => Ok(RequestStepOutcome::Waiting(EventSet::OUT)),
+        }
+    }
+
+    /// Fills the writer with the reply to a message.
+    fn write_reply(
+        &mut self,
+        header: &VfioUserHeader,
+        refusal: Option<&RequestRefusal>,
+        ends: bool,
+    ) {
+        match refusal {
+            None => self.writer.complete_reply(header, None),
+            Some(refusal) => {
+                self.dispatcher.error_log.log_refusal(refusal);
+                self.writer.replace_by_error(header, refusal.errno());
+            }
+        }
+        let stray = ends && header.message_type() != VfioUserHeader::TYPE_COMMAND;
+        if header.is_no_reply() || stray {
+            self.writer.discard();
+        }
+    }
+
+    /// Sends the rest of the reply and removes the rest of the request from the socket. Returns whether both are complete.
+    fn finish_request(&mut self, journal: &mut RequestLog) -> Result<bool, StreamEnd> {
+        let Some(pending) = &mut self.unfinished else {
+            return Ok(true);
+        };
+        let mut head = journal.head();
+        let ends = head.client.is_some_and(|client| client.is_closing);
+        while pending.sent_bytes < head.reply_bytes {
+            let memory = head.memory_region.filter(|_| pending.sent_bytes == 0);
+            let sent = match memory {
+                Some(region) => {
+                    let memory = self.dispatcher.region_memory(region);
+                    let reply = journal.reply()?;
+                    head.before_sending =
+                        Some(socket_queue_bytes(&self.stream).map_err(StreamEnd::Failed)?);
+                    journal.commit(head, None)?;
+                    let sent = socket::send(&self.stream, &reply, memory.as_deref());
+                    if sent.is_err() {
+                        head.before_sending = None;
+                        journal.commit(head, None)?;
+                    }
+                    // Fits: at most the reply's size.
+                    sent.map(|sent| sent as u32)
+                }
+                None => journal.send(&self.stream, head.reply_bytes - pending.sent_bytes),
+            };
+            match sent {
+                Ok(sent) => {
+                    crash_point();
+                    pending.sent_bytes += sent;
+                    if memory.is_some() {
+                        journal.set_sent_bytes(pending.sent_bytes)?;
+                        crash_point();
+                    }
+                }
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
+                    return Err(StreamEnd::Failed(error));
+                }
+                Err(_) if ends => break,
+                Err(_) => return Ok(false),
+            }
+        }
+        if ends {
+            return Err(StreamEnd::Refused);
+        }
+
+        let mut scrap = [0; 4096];
+        while pending.unread_bytes > 0 {
+            let room = scrap.len().min(pending.unread_bytes as usize);
+            match (&self.stream).read(&mut scrap[..room]) {
+                Ok(0) => return Err(StreamEnd::Failed(io::ErrorKind::UnexpectedEof.into())),
+                // Fits: at most `left`.
+                Ok(taken) => pending.unread_bytes -= taken as u32,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(StreamEnd::Failed(error)),
+            }
+            crash_point();
+        }
+        journal.finish_request()?;
+        self.writer.discard();
+        self.unfinished = None;
+        Ok(true)
+    }
+}
+
+fn socket_queue_bytes(stream: &UnixStream) -> io::Result<SocketQueueBytes> {
+    let unanswered = rustix::io::ioctl_fionread(stream)?;
+    Ok(SocketQueueBytes {
+        unread: socket::unread_bytes(stream)?,
+        unanswered: u32::try_from(unanswered).unwrap_or(u32::MAX),
+    })
+}
+
+/// Resets the socket's peek offset, so that the next peek begins with the first byte in the socket.
+fn reset_peek_offset(stream: &UnixStream) -> Result<(), RequestLogError> {
+    socket::set_peek_offset(stream, 0).map_err(socket_error)
+}
+
+fn socket_error(source: io::Error) -> RequestLogError {
+    RequestLogError::File {
+        action: "compare the client's socket with",
+        source,
+    }
+}

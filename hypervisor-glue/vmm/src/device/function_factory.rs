@@ -1,0 +1,73 @@
+//! State of a function whose drive was handed over, and the factory that creates the function again.
+
+use std::fmt;
+use std::mem;
+use std::time::Duration;
+
+use nvme_guest::DirtyRange;
+use nvme_guest::dma::DetachedGuestMemory;
+use nvme_mpt_memory::deadline::{Deadline, SystemClock};
+use vmm_device::{FunctionSnapshot, NvmeFunction};
+
+use crate::open::OpenError;
+
+/// Interval between two attempts to take a drive back.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
+
+/// State of a function whose drive another process may have.
+pub(super) struct HandedOverFunction {
+    pub(super) saved: FunctionSnapshot,
+    pub(super) memory: DetachedGuestMemory,
+    /// Pages that the function wrote since they were last requested; `None` if writes were not logged.
+    pub(super) dirty: Option<Vec<DirtyRange>>,
+}
+
+impl HandedOverFunction {
+    /// Takes the logged pages.
+    pub(super) fn take_dirty_pages(&mut self) -> Option<Vec<DirtyRange>> {
+        self.dirty.as_mut().map(mem::take)
+    }
+
+    pub(super) fn stop_dirty_log(&mut self) {
+        self.dirty = None;
+    }
+}
+
+/// Constructor of a function, for taking its drive back.
+pub struct FunctionFactory {
+    make: Box<dyn Fn() -> Result<NvmeFunction, OpenError> + Send + Sync>,
+    /// Time during which creating the function is attempted again, because the process that has the drive may be about to
+    /// release it.
+    timeout: Duration,
+}
+
+impl FunctionFactory {
+    /// Creates a factory that calls `make`, and calls it again for up to `patience` while it fails.
+    pub fn new(
+        make: impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + 'static,
+        patience: Duration,
+    ) -> Self {
+        Self {
+            make: Box::new(make),
+            timeout: patience,
+        }
+    }
+
+    pub(super) fn create(&self) -> Result<NvmeFunction, OpenError> {
+        let deadline = Deadline::after(&SystemClock::shared(), self.timeout);
+        loop {
+            match (self.make)() {
+                Err(_) if !deadline.has_passed() => deadline.sleep(RETRY_INTERVAL),
+                made => return made,
+            }
+        }
+    }
+}
+
+impl fmt::Debug for FunctionFactory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Remake")
+            .field("patience", &self.timeout)
+            .finish_non_exhaustive()
+    }
+}

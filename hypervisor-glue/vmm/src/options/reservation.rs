@@ -1,0 +1,159 @@
+//! Options of leases that an operator reserves for functions in VMMs, and of the socket on which these VMMs request leases.
+
+use std::str::FromStr;
+
+use super::error::OptionError;
+use super::function::FunctionOptions;
+use super::key_values::{KeyValues, reject_remaining, take_value};
+use super::server_options::{OptionText, RateChange, ServerDriveOptions, SocketOwner, parse_mode};
+
+/// A lease that an operator reserves for the VMMs of a user.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LeaseReservation {
+    /// User that owns the lease, by name or number.
+    pub owner: String,
+    /// The lease's drive, its range or size, its id, and the policy for data that another id left. All other options have their
+    /// defaults.
+    pub function: FunctionOptions,
+    /// The operator's limits, in the form of [`RateChange`].
+    pub limits: Option<OptionText>,
+}
+
+impl LeaseReservation {
+    /// Keys of a reservation, in addition to those of a drive and of a [`RateChange`].
+    pub const KEYS: &[&str] = &[
+        "owner", "range", "size", "unit", "id", "lease", "data", "format",
+    ];
+
+    fn keys() -> impl Iterator<Item = &'static str> {
+        let keys = [Self::KEYS, ServerDriveOptions::KEYS, RateChange::KEYS];
+        keys.into_iter().flatten().copied()
+    }
+}
+
+impl FromStr for LeaseReservation {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::parse(text)?;
+        let unknown = |key: &&str| Self::keys().all(|known| known != *key);
+        if let Some(key) = keys.keys().find(unknown) {
+            return Err(OptionError::Unknown {
+                key: key.to_owned(),
+                allowed: Self::keys().collect::<Vec<_>>().join(", "),
+            });
+        }
+        let owner = take_value(&mut keys, "owner", parse_user)?;
+        let owner = owner.ok_or(OptionError::Missing {
+            key: "owner",
+            example: "USER, whose VMMs may have the lease",
+        })?;
+        let limits = OptionText::parse_only(text, RateChange::KEYS)?;
+        if let Some(limits) = &limits {
+            limits
+                .to_string()
+                .parse::<RateChange>()?
+                .check_bandwidth()?;
+        }
+        for key in RateChange::KEYS {
+            keys.take(key);
+        }
+        let function = FunctionOptions::take(&mut keys)?;
+        Ok(Self {
+            owner,
+            function,
+            limits,
+        })
+    }
+}
+
+/// Parses a user name or number.
+///
+/// # Errors
+/// The text contains a group.
+pub fn parse_user(text: &str) -> Result<String, &'static str> {
+    match text.contains(':') {
+        true => Err("A lease has only a user, without a group"),
+        false => Ok(text.to_owned()),
+    }
+}
+
+/// Options of the socket on which VMMs request leases: `mode=` and `owner=`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct VmmSocket {
+    /// File mode. If not given, only the server's user has access.
+    pub mode: Option<u32>,
+    /// Owner; the server's user and group if not given.
+    pub owner: Option<SocketOwner>,
+}
+
+impl VmmSocket {
+    /// Keys of the options.
+    pub const KEYS: &[&str] = &["mode", "owner"];
+}
+
+impl FromStr for VmmSocket {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::parse(text)?;
+        let socket = Self {
+            mode: take_value(&mut keys, "mode", parse_mode)?,
+            owner: take_value(&mut keys, "owner", str::parse)?,
+        };
+        reject_remaining(keys, Self::KEYS.iter().copied())?;
+        Ok(socket)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::option_help;
+    use crate::report;
+
+    #[test]
+    fn a_reservation_has_a_user_a_place_and_limits() {
+        let reserved: LeaseReservation = "path=/d,size=1G,lease=a,owner=alice,iops=none,data=wipe"
+            .parse()
+            .unwrap();
+        assert_eq!(reserved.owner, "alice");
+        let function: FunctionOptions = "path=/d,size=1G,id=a,data=wipe".parse().unwrap();
+        assert_eq!(reserved.function, function);
+        let limits = reserved.limits.map(|limits| limits.to_string());
+        assert_eq!(limits.as_deref(), Some("iops=none"));
+        for (text, complaint) in [
+            ("path=/d,id=a", "\"owner\" is missing"),
+            ("path=/d,owner=a:b", "without a group"),
+            ("path=/d,owner=a,iops=fast", "as in 20000"),
+            ("path=/d,owner=a,bandwidth=100", "256K per second or more"),
+            ("path=/d,owner=a,queues=3", "the options are owner, range"),
+            ("id=a,owner=a", "\"path\" is missing"),
+        ] {
+            let error = text.parse::<LeaseReservation>().unwrap_err();
+            let told = report::chain(&error);
+            assert!(told.contains(complaint), "{told}");
+        }
+    }
+
+    #[test]
+    fn every_reservation_key_is_a_served_function_key() {
+        for key in LeaseReservation::keys() {
+            assert!(
+                option_help::server_options().any(|option| option.key == key)
+                    || RateChange::KEYS.contains(&key),
+                "{key}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_socket_for_vmms_has_a_mode_and_an_owner() {
+        let socket: VmmSocket = "mode=0660,owner=:kvm".parse().unwrap();
+        assert_eq!(socket.mode, Some(0o660));
+        let owner = socket.owner.and_then(|owner| owner.group);
+        assert_eq!(owner.as_deref(), Some("kvm"));
+        let error = "socket=/a".parse::<VmmSocket>().unwrap_err();
+        assert!(error.to_string().contains("mode, owner"), "{error}");
+    }
+}

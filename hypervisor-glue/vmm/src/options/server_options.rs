@@ -1,0 +1,473 @@
+//! Options for `nvme-mpt serve`: functions on sockets, and drives.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use nvme_guest::rate_limit::{LeaseWeight, RateLimit, RateLimits};
+
+use super::error::OptionError;
+use super::function::{FunctionOptions, NO_WEIGHT_REASON, check_bandwidth};
+use super::key_values::{KeyValues, reject_remaining, take_value};
+use super::option_help;
+use crate::drives::DrivePath;
+
+/// Maximum length of a UNIX socket's path in bytes: `sun_path` has 108 bytes, of which one is the terminating zero.
+const MAX_SOCKET_PATH: usize = 107;
+
+/// Options of a function that a server offers on a socket.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ServerFunctionOptions {
+    /// Socket on which a VMM connects.
+    pub socket: PathBuf,
+    /// File mode of the socket. If not given, only the server's user has access.
+    pub mode: Option<u32>,
+    /// Owner of the socket; the server's user and group if not given.
+    pub owner: Option<SocketOwner>,
+    /// The function.
+    pub function: FunctionOptions,
+}
+
+impl FromStr for ServerFunctionOptions {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::parse(text)?;
+        let socket = take_value(&mut keys, "socket", parse_socket_path)?;
+        let mode = take_value(&mut keys, "mode", parse_mode)?;
+        let owner = take_value(&mut keys, "owner", str::parse)?;
+        let function = FunctionOptions::take(&mut keys)?;
+        reject_remaining(keys, option_help::server_options().map(|option| option.key))?;
+        let socket = socket.ok_or(OptionError::Missing {
+            key: "socket",
+            example: "PATH, where the VMM connects",
+        })?;
+        Ok(Self {
+            socket,
+            mode,
+            owner,
+            function,
+        })
+    }
+}
+
+/// User and group of a socket, by name or number: `USER`, `USER:GROUP` or `:GROUP`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SocketOwner {
+    /// The user.
+    pub user: Option<String>,
+    /// The group.
+    pub group: Option<String>,
+}
+
+impl FromStr for SocketOwner {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (user, group) = match text.split_once(':') {
+            None => (text, None),
+            Some((_, "")) => return Err("Write USER, USER:GROUP or :GROUP"),
+            Some((user, group)) => (user, Some(group.to_owned())),
+        };
+        let user = (!user.is_empty()).then(|| user.to_owned());
+        Ok(Self { user, group })
+    }
+}
+
+/// Options of a drive that a server keeps open, even without functions.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ServerDriveOptions {
+    /// Options of the drive. All other options have their defaults.
+    pub drive: FunctionOptions,
+}
+
+impl ServerDriveOptions {
+    /// Keys of a drive's options.
+    pub const KEYS: &[&str] = &[
+        "path",
+        "fixed",
+        "lba",
+        "drive-id",
+        "profile",
+        "faults",
+        "populate",
+        "namespace",
+        "timeout",
+        "arbitration",
+    ];
+}
+
+impl FromStr for ServerDriveOptions {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let keys = KeyValues::parse(text)?;
+        if let Some(key) = keys.keys().find(|key| !Self::KEYS.contains(key)) {
+            return Err(OptionError::Unknown {
+                key: key.to_owned(),
+                allowed: Self::KEYS.join(", "),
+            });
+        }
+        let mut keys = keys;
+        let drive = FunctionOptions::take(&mut keys)?;
+        Ok(Self { drive })
+    }
+}
+
+/// Change of a function's limits: `iops=`, `bandwidth=` and `weight=`, each with a value or `none`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RateChange {
+    iops: Option<Option<RateLimit>>,
+    bandwidth: Option<Option<RateLimit>>,
+    weight: Option<Option<LeaseWeight>>,
+}
+
+impl RateChange {
+    /// Keys of a change.
+    pub const KEYS: &[&str] = &["iops", "bandwidth", "weight"];
+
+    /// Value that removes a limit, or restores the default weight.
+    pub const NONE: &str = "none";
+
+    /// Refuses a bandwidth limit that is too low for guest drivers.
+    ///
+    /// # Errors
+    /// [`OptionError::Value`].
+    pub(super) fn check_bandwidth(&self) -> Result<(), OptionError> {
+        check_bandwidth(self.bandwidth.flatten())
+    }
+
+    /// Refuses a change of limits that the kind of drive does not support, and a bandwidth limit that is too low for guest
+    /// drivers.
+    ///
+    /// # Errors
+    /// [`OptionError::Meaningless`], [`OptionError::Value`].
+    pub fn check(&self, path: &DrivePath) -> Result<(), OptionError> {
+        self.check_bandwidth()?;
+        match (self.weight, path) {
+            (Some(Some(_)), path) if !matches!(path, DrivePath::Pci(_)) => {
+                Err(OptionError::NotApplicable {
+                    key: "weight",
+                    path: path.clone(),
+                    why: NO_WEIGHT_REASON,
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the limits after the change. Limits that the change does not mention keep their values.
+    #[must_use]
+    pub fn apply_to(self, rates: RateLimits) -> RateLimits {
+        RateLimits {
+            iops: self.iops.unwrap_or(rates.iops),
+            bandwidth: self.bandwidth.unwrap_or(rates.bandwidth),
+            weight: self.weight.unwrap_or(rates.weight),
+        }
+    }
+}
+
+impl FromStr for RateChange {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        fn or_none<T, E>(
+            parse: impl FnOnce(&str) -> Result<T, E>,
+        ) -> impl FnOnce(&str) -> Result<Option<T>, E> {
+            |text| match text {
+                RateChange::NONE => Ok(None),
+                text => parse(text).map(Some),
+            }
+        }
+        let mut keys = KeyValues::parse(text)?;
+        let change = Self {
+            iops: take_value(&mut keys, "iops", or_none(RateLimit::parse_iops))?,
+            bandwidth: take_value(&mut keys, "bandwidth", or_none(RateLimit::parse_bandwidth))?,
+            weight: take_value(&mut keys, "weight", or_none(str::parse))?,
+        };
+        reject_remaining(keys, Self::KEYS.iter().copied())?;
+        Ok(change)
+    }
+}
+
+/// An option string with unparsed values.
+///
+/// Functions and drives are stored in files and sent to servers in this form. The `Display` form is an option string.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OptionText(KeyValues);
+
+impl OptionText {
+    /// Creates the options from keys and values.
+    ///
+    /// # Errors
+    /// [`OptionError::EmptyValue`], [`OptionError::Twice`].
+    pub fn from_pairs(
+        pairs: impl IntoIterator<Item = (String, String)>,
+    ) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::default();
+        for (key, value) in pairs {
+            keys.push(key, value)?;
+        }
+        Ok(Self(keys))
+    }
+
+    /// Returns an option string with only those keys of `text` that `keys` contains; `None` if `text` contains none of these
+    /// keys.
+    ///
+    /// # Errors
+    /// The text is no option string.
+    pub fn parse_only(text: &str, keys: &[&str]) -> Result<Option<Self>, OptionError> {
+        let all = KeyValues::parse(text)?;
+        let some = all.pairs().filter(|(key, _)| keys.contains(key));
+        let some = some.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let some: Vec<_> = some.collect();
+        Ok((!some.is_empty()).then(|| Self(KeyValues::from_pairs(some))))
+    }
+
+    /// Returns the value of a key.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.0.get(key)
+    }
+
+    /// Returns the keys and their values.
+    pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.pairs()
+    }
+
+    /// Sets the value of a key, or removes the key.
+    #[must_use]
+    pub fn with_value(mut self, key: &str, value: Option<&str>) -> Self {
+        self.0.set(key, value);
+        self
+    }
+
+    /// Sets all keys of `other`.
+    #[must_use]
+    pub fn with_all(self, other: &Self) -> Self {
+        let pairs = other.pairs();
+        pairs.fold(self, |text, (key, value)| text.with_value(key, Some(value)))
+    }
+
+    /// Makes relative paths absolute, starting at `folder`.
+    #[must_use]
+    pub fn with_absolute_paths(mut self, folder: &Path) -> Self {
+        for (key, value) in self.0.pairs_mut() {
+            let is_path = match key {
+                "socket" => true,
+                "path" => matches!(value.parse(), Ok(DrivePath::File(_))),
+                "profile" => value.contains('/'),
+                "faults" => value != "none",
+                _ => false,
+            };
+            if is_path && let Some(path) = folder.join(&*value).to_str() {
+                *value = path.to_owned();
+            }
+        }
+        self
+    }
+}
+
+impl FromStr for OptionText {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        KeyValues::parse(text).map(Self)
+    }
+}
+
+impl std::fmt::Display for OptionText {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Checks the length of a UNIX socket's path.
+///
+/// # Errors
+/// The path is too long.
+pub fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
+    if text.len() > MAX_SOCKET_PATH {
+        return Err(format!(
+            "The path of a socket has at most {MAX_SOCKET_PATH} bytes, this one has {}: use a shorter directory, \
+             such as one in /run",
+            text.len()
+        ));
+    }
+    Ok(PathBuf::from(text))
+}
+
+pub(super) fn parse_mode(text: &str) -> Result<u32, &'static str> {
+    u32::from_str_radix(text, 8)
+        .ok()
+        .filter(|mode| *mode <= 0o777)
+        .ok_or("A file mode has three octal digits, as in 0660")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report;
+
+    #[test]
+    fn a_drive_without_functions_has_the_options_of_its_drive() {
+        let served: ServerDriveOptions = "path=memory:1G,populate=on,timeout=none,lba=4096"
+            .parse()
+            .unwrap();
+        assert!(served.drive.populate.is_some());
+        let error = "path=memory:1G,queues=2"
+            .parse::<ServerDriveOptions>()
+            .unwrap_err();
+        let told = report::chain(&error);
+        assert!(told.contains("faults, populate, namespace"), "{told}");
+    }
+
+    #[test]
+    fn a_socket_has_a_mode_and_an_owner() {
+        let served: ServerFunctionOptions =
+            "socket=/run/a.sock,path=null:1G,mode=0660,owner=qemu:kvm"
+                .parse()
+                .unwrap();
+        assert_eq!(served.mode, Some(0o660));
+        let owner = |user: Option<&str>, group: Option<&str>| SocketOwner {
+            user: user.map(str::to_owned),
+            group: group.map(str::to_owned),
+        };
+        assert_eq!(served.owner, Some(owner(Some("qemu"), Some("kvm"))));
+        assert_eq!("107".parse(), Ok(owner(Some("107"), None)));
+        assert_eq!(":kvm".parse(), Ok(owner(None, Some("kvm"))));
+        for (option, complaint) in [
+            ("mode=0o7", "Option \"mode\" cannot be \"0o7\""),
+            ("mode=1777", "three octal digits"),
+            ("owner=qemu:", "USER:GROUP"),
+            ("group=kvm", "socket, mode, owner, path, range"),
+        ] {
+            let text = format!("socket=/run/a.sock,path=null:1G,{option}");
+            let error = text.parse::<ServerFunctionOptions>().unwrap_err();
+            let told = report::chain(&error);
+            assert!(told.contains(complaint), "{told}");
+        }
+    }
+
+    #[test]
+    fn a_drive_accepts_only_drive_keys() {
+        let served: ServerDriveOptions = "path=memory:1G,lba=4096".parse().unwrap();
+        assert_eq!(served.drive.path, DrivePath::Memory(1 << 30));
+        for text in ["path=memory:1G,range=0+1G", "path=memory:1G,socket=/a"] {
+            let told = text.parse::<ServerDriveOptions>().unwrap_err().to_string();
+            assert!(
+                told.ends_with(&ServerDriveOptions::KEYS.join(", ")),
+                "{told}"
+            );
+        }
+        assert!("lba=512".parse::<ServerDriveOptions>().is_err());
+    }
+
+    #[test]
+    fn a_change_of_limits_keeps_unnamed_limits() {
+        let rates = |text: &str| text.parse::<FunctionOptions>().unwrap().rates;
+        let before = rates("path=null:1G,iops=100");
+        for (change, after) in [
+            ("iops=200", "iops=200"),
+            ("iops=none,bandwidth=1M", "bandwidth=1M"),
+            ("bandwidth=1M+2M", "iops=100,bandwidth=1M+2M"),
+            ("bandwidth=none", "iops=100"),
+        ] {
+            let change: RateChange = change.parse().unwrap();
+            assert_eq!(
+                change.apply_to(before),
+                rates(&format!("path=null:1G,{after}"))
+            );
+        }
+        let before = rates("path=0000:01:00.0,weight=5");
+        for (change, weight) in [("weight=300", 300), ("weight=none", 100), ("iops=1", 5)] {
+            let change: RateChange = change.parse().unwrap();
+            let after = change.apply_to(before).weight.unwrap_or_default();
+            assert_eq!(after.get(), weight);
+        }
+        for (change, complaint) in [
+            ("iops=0", "as in 20000"),
+            ("bandwidth=fast", "as in 100M"),
+            ("queues=3", "the options are iops, bandwidth, weight"),
+            ("iops", "write iops=VALUE"),
+            ("weight=0", "from 1 to 1000, as in 300"),
+            ("weight=1001", "from 1 to 1000, as in 300"),
+        ] {
+            let error = change.parse::<RateChange>().unwrap_err();
+            let told = report::chain(&error);
+            assert!(told.contains(complaint), "{told}");
+        }
+    }
+
+    #[test]
+    fn a_limit_of_bytes_that_is_too_low_for_drivers_is_refused() {
+        let path: DrivePath = "/srv/d.img".parse().unwrap();
+        let check = |text: &str| text.parse::<RateChange>().unwrap().check(&path);
+        let told = report::chain(&check("bandwidth=100").unwrap_err());
+        assert!(
+            told.contains("\"bandwidth\" cannot be \"100\"") && told.contains("256K"),
+            "{told}"
+        );
+        for text in ["bandwidth=256K", "bandwidth=none", "iops=1"] {
+            assert!(check(text).is_ok(), "{text}");
+        }
+        let function = |text: &str| text.parse::<FunctionOptions>().unwrap();
+        let low = function("path=null:1G,bandwidth=100");
+        assert!(low.check_rates().is_err());
+        assert!(low.warnings().join("\n").contains("256K"));
+        let enough = function("path=null:1G,bandwidth=256K");
+        assert!(enough.check_rates().is_ok() && enough.warnings().is_empty());
+    }
+
+    #[test]
+    fn a_software_drive_has_no_use_for_a_weight() {
+        let change = |text: &str| text.parse::<RateChange>().unwrap();
+        let [software, physical] = ["/srv/d.img", "0000:01:00.0"].map(|path| path.parse().unwrap());
+        let error = change("iops=5,weight=300").check(&software).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "Option \"weight\" is not for /srv/d.img: only a physical drive, as in path=0000:01:00.0, has queue \
+             pairs that guests share; leave it out"
+        );
+        assert!(change("weight=none").check(&software).is_ok());
+        assert!(change("weight=300").check(&physical).is_ok());
+    }
+
+    #[test]
+    fn every_drive_key_is_a_function_key() {
+        for key in ServerDriveOptions::KEYS {
+            assert!(option_help::keys().any(|known| known == *key), "{key}");
+        }
+    }
+
+    #[test]
+    fn relative_paths_become_absolute() {
+        for (given, expected) in [
+            ("socket=a.sock,path=d.img", "socket=/f/a.sock,path=/f/d.img"),
+            ("path=memory:1G,profile=ssd", "path=memory:1G,profile=ssd"),
+            ("path=0000:01:00.0", "path=0000:01:00.0"),
+            ("profile=./mine.toml", "profile=/f/./mine.toml"),
+            ("faults=plan.toml", "faults=/f/plan.toml"),
+            ("faults=none,path=/d", "faults=none,path=/d"),
+            ("path=\"a,b.img\"", "path=\"/f/a,b.img\""),
+        ] {
+            let text: OptionText = given.parse().unwrap();
+            let absolute = text.with_absolute_paths(Path::new("/f"));
+            assert_eq!(absolute.to_string(), expected);
+            let again: OptionText = absolute.to_string().parse().unwrap();
+            assert_eq!(again, absolute);
+        }
+    }
+
+    #[test]
+    fn values_of_any_kind_survive_as_text() {
+        for value in ["a", "a,b", "\"", "a\"\"b", "=", " ", "a=\"b\",c"] {
+            let pairs = [("id".to_owned(), value.to_owned())];
+            let text = OptionText::from_pairs(pairs).unwrap();
+            let again: OptionText = text.to_string().parse().unwrap();
+            assert_eq!(again.get("id"), Some(value), "{text}");
+        }
+        let twice = [("id", "a"), ("id", "b")];
+        let twice = twice.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        assert!(OptionText::from_pairs(twice).is_err());
+    }
+}

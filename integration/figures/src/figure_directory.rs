@@ -1,0 +1,174 @@
+//! Figures of a folder.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use figure_data::{FigureData, FigureError};
+use thiserror::Error;
+
+use crate::picture::{self, DrawError};
+
+/// Errors of drawing or comparing the figures of a folder.
+#[derive(Debug, Error)]
+pub enum FigureDirError {
+    /// A file or the folder cannot be used.
+    #[error("Cannot use {path}")]
+    File {
+        /// The file or the folder.
+        path: PathBuf,
+        /// Cause.
+        source: io::Error,
+    },
+    /// A figure is not valid.
+    #[error(transparent)]
+    Figure(#[from] FigureError),
+    /// A figure cannot be drawn.
+    #[error("Cannot draw {path}")]
+    Draw {
+        /// Its data.
+        path: PathBuf,
+        /// Cause.
+        source: DrawError,
+    },
+    /// There is no figure, or none of this name.
+    #[error("{folder} has no {name}.json")]
+    NoFigure {
+        /// The folder.
+        folder: PathBuf,
+        /// The name, or `*`.
+        name: String,
+    },
+}
+
+/// A picture that differs from its data.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum OutdatedPicture {
+    /// The picture of the name does not exist.
+    Missing(String),
+    /// The picture of the name is another one.
+    Different(String),
+    /// A picture of the name exists, but no data with a plot.
+    WithoutData(String),
+}
+
+impl fmt::Display for OutdatedPicture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Missing(name) => write!(
+                f,
+                "{name}.svg is missing: `cargo figures --only {name}` draws it"
+            ),
+            Self::Different(name) => write!(
+                f,
+                "{name}.svg differs from {name}.json: `cargo figures --only {name}` draws it again"
+            ),
+            Self::WithoutData(name) => {
+                write!(f, "{name}.svg belongs to no {name}.json with a plot")
+            }
+        }
+    }
+}
+
+/// Returns the figures of the folder, by name, or those that are named.
+///
+/// # Errors
+/// A figure is not valid, or there is none.
+pub fn read(folder: &Path, only: &[String]) -> Result<Vec<(String, FigureData)>, FigureDirError> {
+    let mut names = names(folder, "json")?;
+    if let Some(name) = only.iter().find(|name| !names.contains(*name)) {
+        return Err(missing_figure(folder, name));
+    }
+    names.retain(|name| only.is_empty() || only.contains(name));
+    if names.is_empty() {
+        return Err(missing_figure(folder, "*"));
+    }
+    let read = |name: String| {
+        Ok((
+            name.clone(),
+            FigureData::read(&folder.join(name + ".json"))?,
+        ))
+    };
+    names.into_iter().map(read).collect()
+}
+
+/// Draws the figures of the folder that have a plot, or those that are named. Returns their names.
+///
+/// # Errors
+/// A figure is not valid, or a picture cannot be written.
+pub fn draw(folder: &Path, only: &[String]) -> Result<Vec<String>, FigureDirError> {
+    let mut drawn = Vec::new();
+    for (name, picture) in pictures(folder, only)? {
+        let path = folder.join(format!("{name}.svg"));
+        fs::write(&path, picture).map_err(|source| FigureDirError::File { path, source })?;
+        drawn.push(name);
+    }
+    Ok(drawn)
+}
+
+/// Returns the pictures that differ from their data, and, unless figures are named, those without data.
+///
+/// # Errors
+/// A figure is not valid, or a picture cannot be read.
+pub fn check(folder: &Path, only: &[String]) -> Result<Vec<OutdatedPicture>, FigureDirError> {
+    let mut outdated = Vec::new();
+    let mut without_data = names(folder, "svg")?;
+    for (name, picture) in pictures(folder, only)? {
+        without_data.remove(&name);
+        let path = folder.join(format!("{name}.svg"));
+        match fs::read_to_string(&path) {
+            Ok(text) if text == picture => {}
+            Ok(_) => outdated.push(OutdatedPicture::Different(name)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                outdated.push(OutdatedPicture::Missing(name))
+            }
+            Err(source) => return Err(FigureDirError::File { path, source }),
+        }
+    }
+    if only.is_empty() {
+        outdated.extend(without_data.into_iter().map(OutdatedPicture::WithoutData));
+    }
+    Ok(outdated)
+}
+
+/// Returns the pictures of the figures, by name.
+fn pictures(folder: &Path, only: &[String]) -> Result<Vec<(String, String)>, FigureDirError> {
+    let mut pictures = Vec::new();
+    for (name, figure) in read(folder, only)? {
+        if figure.has_picture() {
+            let picture = picture::svg(&figure).map_err(|source| FigureDirError::Draw {
+                path: folder.join(format!("{name}.json")),
+                source,
+            })?;
+            pictures.push((name, picture));
+        }
+    }
+    Ok(pictures)
+}
+
+/// Returns the names of the files with an extension.
+fn names(folder: &Path, extension: &str) -> Result<BTreeSet<String>, FigureDirError> {
+    let failed = |source| FigureDirError::File {
+        path: folder.to_owned(),
+        source,
+    };
+    let mut names = BTreeSet::new();
+    for entry in folder.read_dir().map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        if let Some(stem) = path.file_stem().and_then(|stem| stem.to_str())
+            && path.extension().is_some_and(|found| found == extension)
+        {
+            names.insert(stem.to_owned());
+        }
+    }
+    Ok(names)
+}
+
+fn missing_figure(folder: &Path, name: &str) -> FigureDirError {
+    FigureDirError::NoFigure {
+        folder: folder.to_owned(),
+        name: name.to_owned(),
+    }
+}

@@ -1,0 +1,410 @@
+//! Share of a drive that busy users may fill while light users use it.
+//!
+//! A user of a drive is *light* while it has few and small commands outstanding ([`CommandClass::is_heavy`]). All others are
+//! *heavy*. While there is a light user, the heavy ones together have at most the *window* in flight, in bytes.
+//!
+//! The best window depends on the drive. A serial drive makes a light command wait for all commands before it. A parallel
+//! drive does so only when its channels are full. So the window adapts to the latencies of light users:
+//!
+//! - **Alone.** Every ten seconds, at the arrival of a light command, heavy users pause for some light commands, 50 ms at
+//!   most. The median latency of these commands is the latency of light users alone.
+//! - **Together.** The median latency of every eight light commands is compared with the latency alone. If it is above 1.875
+//!   times, the window shrinks in proportion. Otherwise the window grows by 1/32, but seldom up to a size that was too large.
+//!   The median is used because a drive completes some commands slowly for its own reasons, and for these the window must not
+//!   shrink. On a drive that serves its pairs in turn, most light commands may find no other command in their pair, and a few
+//!   find the whole window. So the window also shrinks if the second longest of eight is too long four times in a row.
+//!
+//! On a parallel drive, the window settles at about the size that fills the channels. There, the slowest percent of light
+//! commands is close to the median: p99 is within twice p99 alone.
+//!
+//! On a serial drive, the window settles at one command, of a size that takes little longer than a small one. A light command
+//! waits for that command and takes at least twice as long, whatever the window. So a small window may reach 2.25 times the
+//! latency alone.
+//!
+//! The fixed alternative is a window of 256 KiB, without pauses.
+
+use std::time::Duration;
+
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_spec::opcode::NvmOpcode;
+
+use super::PolicyChoice;
+
+/// Maximum window: enough to keep any drive busy.
+pub const WINDOW_MAX: u64 = 8 << 20;
+
+/// Initial window. It doubles until it proves too large.
+const WINDOW_FIRST: u64 = 16 << 10;
+
+/// Maximum latency of light commands relative to alone, in 256ths.
+const LATENCY_RATIO_MAX: u64 = 256 * 15 / 8;
+
+/// Maximum relative latency with a small window. On a serial drive with 0.1 ms per command, this limit gives 128 KiB reads
+/// in parts of 48 KiB, with a quarter of their throughput. A limit of 2.0 would give parts of 8 KiB, with 1/20.
+const LATENCY_RATIO_MAX_SMALL: u64 = 256 * 9 / 4;
+
+/// Factor, as numerator and denominator, of the second longest of [`SAMPLES`] latencies. The product is compared with the same
+/// limit as the median.
+const TAIL: (u64, u64) = (4, 5);
+
+/// Number of sample groups in a row whose second longest latency must be too long before the window shrinks only for this
+/// reason. If 10 % of a drive's commands are slow anyway, this happens for one group in 160.
+const SLOW_TAILS_MAX: u32 = 4;
+
+/// Size in bytes up to which a window counts as small. On drives that process one or a few commands at a time, the window
+/// becomes small.
+const WINDOW_SMALL: u64 = 64 << 10;
+
+/// Number of medians for which the window stays below a size that was too large. So less than one in a hundred light
+/// commands is affected when that size is tried again.
+const CEILING_HOLD: u32 = 256;
+
+/// Maximum number of outstanding commands of a light user, and maximum bytes of each.
+const LIGHT_COMMANDS: u32 = 4;
+const LIGHT_BYTES: u64 = 16 << 10;
+
+/// Number of kinds of light commands. Latencies are compared within a kind: reads or writes, with the same number of commands
+/// outstanding.
+const KINDS: usize = 2 * LIGHT_COMMANDS as usize;
+
+/// Class of a command on a shared drive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CommandClass(u8);
+
+impl CommandClass {
+    /// Command of a heavy user.
+    pub const HEAVY: Self = Self(0);
+    /// Command of a light user whose latency is not measured.
+    const LIGHT: Self = Self(1);
+    const FIRST_KIND: u8 = 2;
+
+    /// Returns the class of a light user's command. The user has `outstanding` commands.
+    #[inline]
+    #[must_use]
+    pub fn light(opcode: NvmOpcode, outstanding: u32) -> Self {
+        let first = match opcode {
+            NvmOpcode::READ => Self::FIRST_KIND,
+            NvmOpcode::WRITE => Self::FIRST_KIND + LIGHT_COMMANDS as u8,
+            _ => return Self::LIGHT,
+        };
+        Self(first + outstanding.clamp(1, LIGHT_COMMANDS) as u8 - 1)
+    }
+
+    /// Returns whether a user is heavy that has `outstanding` commands and submits one that transfers `bytes`.
+    #[inline]
+    #[must_use]
+    pub fn is_heavy(outstanding: u32, bytes: u64) -> bool {
+        outstanding > LIGHT_COMMANDS || bytes > LIGHT_BYTES
+    }
+
+    /// Returns the index of the latency alone for comparison.
+    fn kind_index(self) -> Option<usize> {
+        self.0.checked_sub(Self::FIRST_KIND).map(usize::from)
+    }
+}
+
+/// Window of the fixed alternative.
+const WINDOW_FIXED: u64 = 256 << 10;
+
+/// Length of a queue pair's turn at the window, in latencies of light commands alone.
+const TURN_LATENCIES: u64 = 8;
+
+/// Times in ticks.
+#[derive(Clone, Copy, Debug)]
+struct HeavyWindowTimes {
+    /// Time between two measurements of the latency alone.
+    probe_interval: u64,
+    /// Time until the next measurement if the last measurement had no command of some kind.
+    probe_retry: u64,
+    /// Maximum pause of heavy users.
+    pause: u64,
+}
+
+/// Samples to skip at the start of a measurement, because they still wait for commands submitted before the pause.
+const PROBE_SKIPPED: u32 = 4;
+
+/// Number of light commands per median.
+const SAMPLES: usize = 8;
+
+/// Measurement of light commands while heavy users pause.
+#[derive(Debug)]
+struct LatencyProbe {
+    began: Ticks,
+    skipped_left: u32,
+    samples: [(u8, u64); SAMPLES],
+    count: usize,
+}
+
+/// Parameters for sharing a drive between queue pairs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharingParameters {
+    /// Bytes that heavy users may have in flight while there is a light user.
+    pub window: u64,
+    /// Length of a queue pair's turn at the window, in ticks.
+    pub turn: u64,
+    /// Time until which heavy users pause.
+    pub pause_until: Ticks,
+    /// Time from which the arrival of a light command starts a measurement.
+    pub next_probe: Ticks,
+}
+
+/// Adaptive parameters, derived from the latencies of light commands.
+#[derive(Debug)]
+pub struct HeavyWindow {
+    choice: PolicyChoice,
+    times: HeavyWindowTimes,
+    parameters: SharingParameters,
+    /// Median latency alone of each kind, in ticks; 0 if unknown.
+    alone: [u64; KINDS],
+    probe: Option<LatencyProbe>,
+    /// Latencies of the last light commands relative to alone, in 256ths.
+    latency_ratios: [u64; SAMPLES],
+    count: usize,
+    /// Time of the last change of the window. Commands that arrived before it say nothing about the new window.
+    changed: Ticks,
+    /// True if the window has ever been too large. Until then it doubles.
+    has_been_too_large: bool,
+    /// Maximum window for the next `hold` medians, below a size that was too large.
+    ceiling: u64,
+    ceiling_hold: u32,
+    /// Number of medians in a row whose second longest latency was too long.
+    slow_tails: u32,
+}
+
+impl HeavyWindow {
+    /// Creates the policy for an unknown drive.
+    #[must_use]
+    pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
+        let millisecond = rate.ticks(Duration::from_millis(1));
+        let (window, next_probe) = match choice {
+            PolicyChoice::Learned => (WINDOW_FIRST, 0),
+            PolicyChoice::Fixed => (WINDOW_FIXED, u64::MAX),
+        };
+        Self {
+            choice,
+            times: HeavyWindowTimes {
+                probe_interval: 10_000 * millisecond,
+                probe_retry: 500 * millisecond,
+                pause: 50 * millisecond,
+            },
+            parameters: SharingParameters {
+                window,
+                turn: millisecond,
+                pause_until: Ticks(0),
+                next_probe: Ticks(next_probe),
+            },
+            alone: [0; KINDS],
+            probe: None,
+            latency_ratios: [0; SAMPLES],
+            count: 0,
+            changed: Ticks(0),
+            has_been_too_large: false,
+            ceiling: 0,
+            ceiling_hold: 0,
+            slow_tails: 0,
+        }
+    }
+
+    /// Returns the current parameters.
+    #[must_use]
+    pub fn parameters(&self) -> SharingParameters {
+        self.parameters
+    }
+
+    /// Notes the arrival of a light command, which starts a measurement if one is due.
+    pub fn on_arrival(&mut self, now: Ticks) {
+        if now < self.parameters.next_probe {
+            return;
+        }
+        self.parameters.next_probe = add_ticks(now, self.times.probe_interval);
+        self.parameters.pause_until = add_ticks(now, self.times.pause);
+        self.probe = Some(LatencyProbe {
+            began: now,
+            skipped_left: PROBE_SKIPPED,
+            samples: [(0, 0); SAMPLES],
+            count: 0,
+        });
+    }
+
+    /// Notes the completion of a light command that arrived at `arrived`.
+    pub fn on_completion(&mut self, class: CommandClass, arrived: Ticks, now: Ticks) {
+        let Some(kind) = class.kind_index() else {
+            return;
+        };
+        if self.choice == PolicyChoice::Fixed {
+            return;
+        }
+        let latency = now.since(arrived);
+        if let Some(probe) = &mut self.probe {
+            let over = now >= self.parameters.pause_until;
+            if !over && arrived >= probe.began && !probe.add_sample(kind, latency) {
+                return;
+            }
+            if over || probe.count == SAMPLES {
+                self.end_probe();
+            }
+            return;
+        }
+        let alone = self.alone.get(kind).copied().unwrap_or(0);
+        if alone == 0 {
+            // Not before `probe_again` has passed.
+            let soon = add_ticks(now, self.times.probe_retry);
+            self.parameters.next_probe = soon.min(self.parameters.next_probe);
+            return;
+        }
+        if arrived < self.changed {
+            return;
+        }
+        self.latency_ratios[self.count] = (latency << 8) / alone;
+        self.count += 1;
+        if self.count == SAMPLES {
+            self.count = 0;
+            self.changed = now;
+            self.adapt();
+        }
+    }
+
+    /// Adapts the window to the latencies of the last light commands.
+    fn adapt(&mut self) {
+        self.latency_ratios.sort_unstable();
+        let tail = self.latency_ratios[SAMPLES - 2] * TAIL.0 / TAIL.1;
+        let longer = self.latency_ratios[SAMPLES / 2];
+        let window = self.parameters.window;
+        // Commands are split in steps: a small window that shrinks by less may give parts of the same size.
+        let (longest, least) = match window {
+            ..=WINDOW_SMALL => (LATENCY_RATIO_MAX_SMALL, window / 8),
+            _ => (LATENCY_RATIO_MAX, 0),
+        };
+        self.slow_tails = if tail > longest {
+            self.slow_tails + 1
+        } else {
+            0
+        };
+        // The shrinking per step is limited, because some of the latency is due to the previous window.
+        let shrunk = |longer: u64| (window * longest / longer).clamp(window / 8, window - least);
+        let next = if longer > longest {
+            self.has_been_too_large = true;
+            self.ceiling = window - window / 8;
+            self.ceiling_hold = CEILING_HOLD;
+            shrunk(longer)
+        } else if self.slow_tails >= SLOW_TAILS_MAX {
+            // The slow commands may be the drive's own, so the size is not taken for too large.
+            self.has_been_too_large = true;
+            self.slow_tails = 0;
+            shrunk(tail)
+        } else if !self.has_been_too_large {
+            2 * window
+        } else {
+            let larger = window + window / 32 + 512;
+            self.ceiling_hold = self.ceiling_hold.saturating_sub(1);
+            if self.ceiling_hold > 0 && larger > self.ceiling {
+                return;
+            }
+            larger
+        };
+        self.parameters.window = next.min(WINDOW_MAX);
+    }
+
+    fn end_probe(&mut self) {
+        self.parameters.pause_until = Ticks(0);
+        let Some(probe) = self.probe.take() else {
+            return;
+        };
+        self.count = 0;
+        for (kind, alone) in self.alone.iter_mut().enumerate() {
+            let mut latencies = [0; SAMPLES];
+            let mut count = 0;
+            for (of, latency) in &probe.samples[..probe.count] {
+                if usize::from(*of) == kind {
+                    latencies[count] = *latency;
+                    count += 1;
+                }
+            }
+            latencies[..count].sort_unstable();
+            if count > 0 {
+                *alone = latencies[count / 2].max(1);
+            }
+        }
+        let longest = self.alone.iter().max().copied().unwrap_or(0);
+        self.parameters.turn = TURN_LATENCIES * longest.max(1);
+    }
+}
+
+/// Returns the time `ticks` after `now`.
+fn add_ticks(now: Ticks, ticks: u64) -> Ticks {
+    Ticks(now.0.saturating_add(ticks))
+}
+
+impl LatencyProbe {
+    /// Takes a sample. Returns whether it was counted.
+    fn add_sample(&mut self, kind: usize, latency: u64) -> bool {
+        if self.skipped_left > 0 {
+            self.skipped_left -= 1;
+            return false;
+        }
+        if let Some(sample) = self.samples.get_mut(self.count) {
+            *sample = (kind as u8, latency);
+            self.count += 1;
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Latency of a light command alone, in nanoseconds.
+    const ALONE: u64 = 100_000;
+
+    /// Returns the window after 400,000 light commands. `latency` depends on a random number below 100 and on the heavy users'
+    /// bytes in flight.
+    fn window_by(latency: impl Fn(u64, u64) -> u64) -> u64 {
+        let mut learned = HeavyWindow::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+        let class = CommandClass::light(NvmOpcode::READ, 1);
+        let mut now = Ticks(1);
+        let mut random: u64 = 1;
+        for _ in 0..400_000 {
+            random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+            learned.on_arrival(now);
+            let SharingParameters {
+                window,
+                pause_until,
+                ..
+            } = learned.parameters();
+            let heavy = if now < pause_until { 0 } else { window };
+            let arrived = now;
+            now = add_ticks(now, latency((random >> 33) % 100, heavy));
+            learned.on_completion(class, arrived, now);
+        }
+        learned.parameters().window
+    }
+
+    #[test]
+    fn slow_commands_of_the_drives_own_leave_busy_users_a_window() {
+        for (percent, longer, least) in [
+            (1, 3, WINDOW_MAX),
+            (3, 3, WINDOW_MAX / 2),
+            (5, 5, WINDOW_MAX / 2),
+            (10, 10, WINDOW_MAX / 16),
+        ] {
+            let window = window_by(|random, _| match random < percent {
+                true => longer * ALONE,
+                false => ALONE,
+            });
+            assert!(window >= least, "{percent} % take {longer} times: {window}");
+        }
+    }
+
+    #[test]
+    fn a_window_that_one_of_three_light_commands_waits_for_shrinks() {
+        let window = window_by(|random, heavy| match random < 33 {
+            true => ALONE + heavy,
+            false => ALONE,
+        });
+        assert!(
+            (ALONE / 2..5 * ALONE).contains(&window),
+            "{window} ns in front of light commands"
+        );
+    }
+}

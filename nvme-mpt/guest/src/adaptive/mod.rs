@@ -1,0 +1,233 @@
+//! Adaptive policies: decisions based on measurements. Each has a fixed alternative.
+//!
+//! | name | decision | inputs | fixed |
+//! |---|---|---|---|
+//! | `spin` | time that a poller spins before it parks ([`SpinTime`]) | length of each sleep, and what ended it | 100 us |
+//! | `courtesy` | when a spinning thread yields its processor ([`PreemptionBackoff`]) | frequent preemptions | never |
+//! | `moderation` | completions per interrupt ([`CoalescingPolicy`]) | times of completions and submissions | one batch |
+//! | `governor` | bytes of busy guests in flight on a shared drive ([`HeavyWindow`]) | latencies of quiet guests | 256 KiB |
+//! | `doorbells` | when doorbells are mapped and trapped ([`DoorbellMappingPolicy`]) | exits, commands, costs of both | mapped |
+//! | `budget` | IOMMU mappings of one VM ([`IommuBudget`]) | mappings in use | a sixteenth |
+//! | `slices` | bytes of a file to deallocate at once ([`SliceLength`]) | length and time of the last slice | 256 KiB |
+//! | `looks` | poll interval of untrapped doorbells ([`PollInterval`]) | time without work | 1 ms |
+//!
+//! # Contract
+//! - **Pure.** A decision depends only on the inputs. Nothing here reads a clock, sleeps, yields, locks or allocates: the
+//!   caller measures, and passes [`Ticks`](nvme_mpt_memory::clock::Ticks).
+//! - **Clock.** All times are ticks of one clock, whose [`TickRate`](nvme_mpt_memory::clock::TickRate) is given at creation. Tests and
+//!   simulations pass [`Rate::NANOSECOND`](nvme_mpt_memory::clock::TickRate::NANOSECOND).
+//! - **Fixed alternative.** With [`PolicyChoice::Fixed`], inputs change nothing, and the decision is the constant above.
+//! - **Switch.** [`AdaptivePolicies`] has a choice for each policy. An operator writes the names, as in
+//!   `fixed=moderation+doorbells`.
+//! - **Worth.** `docs/performance.md` compares each policy with its fixed alternative. A policy without benefit is deleted.
+
+mod coalescing;
+mod doorbell_mapping;
+mod heavy_window;
+mod iommu_budget;
+mod poll_interval;
+mod preemption_backoff;
+mod slice_length;
+mod spin_time;
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+pub use coalescing::{CoalescingPolicy, UnsignaledCompletions};
+pub use doorbell_mapping::DoorbellMappingPolicy;
+pub use heavy_window::{CommandClass, HeavyWindow, SharingParameters, WINDOW_MAX};
+#[cfg(test)]
+pub(crate) use iommu_budget::{ASSURED, ASSURED_DIVISOR, DRIVER_DIVISOR};
+pub use iommu_budget::{IommuBudget, IommuBudgetUse, IommuShareRefusal};
+pub use poll_interval::PollInterval;
+pub use preemption_backoff::{PreemptionBackoff, ThreadProcessorUse};
+pub use slice_length::SliceLength;
+pub use spin_time::SpinTime;
+
+/// Choice between a policy and its fixed alternative.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum PolicyChoice {
+    /// Decisions adapt to measurements.
+    #[default]
+    Learned,
+    /// Decisions are constants.
+    Fixed,
+}
+
+impl PolicyChoice {
+    fn is_learned(&self) -> bool {
+        *self == Self::Learned
+    }
+}
+
+/// Choice for each adaptive policy. The text form names the fixed ones: `moderation+doorbells`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct AdaptivePolicies {
+    /// Time that a poller spins before it parks.
+    pub spin: PolicyChoice,
+    /// Times at which a spinning poller yields its processor.
+    pub courtesy: PolicyChoice,
+    /// Number of completions per interrupt.
+    pub moderation: PolicyChoice,
+    /// Bytes of busy guests in flight on a shared physical drive.
+    pub governor: PolicyChoice,
+    /// Times at which doorbells are mapped and trapped.
+    pub doorbells: PolicyChoice,
+    /// IOMMU mappings of one VM.
+    pub budget: PolicyChoice,
+    /// Bytes of a file to deallocate or zero at once. Only the drive uses this choice, so messages and saved states of
+    /// functions omit it.
+    #[serde(skip)]
+    pub slices: PolicyChoice,
+    /// Poll interval of untrapped doorbells. Messages and states of earlier releases omit it.
+    #[serde(default, skip_serializing_if = "PolicyChoice::is_learned")]
+    pub looks: PolicyChoice,
+}
+
+/// Accessor of one choice.
+type PolicyField = fn(&mut AdaptivePolicies) -> &mut PolicyChoice;
+
+/// Names and accessors of the choices.
+const POLICIES: [(&str, PolicyField); 8] = [
+    ("spin", |learning| &mut learning.spin),
+    ("courtesy", |learning| &mut learning.courtesy),
+    ("moderation", |learning| &mut learning.moderation),
+    ("governor", |learning| &mut learning.governor),
+    ("doorbells", |learning| &mut learning.doorbells),
+    ("budget", |learning| &mut learning.budget),
+    ("slices", |learning| &mut learning.slices),
+    ("looks", |learning| &mut learning.looks),
+];
+
+impl AdaptivePolicies {
+    /// Returns the choices of a poller; all others are adaptive.
+    #[must_use]
+    pub fn for_poller(self) -> Self {
+        let Self {
+            spin,
+            courtesy,
+            looks,
+            ..
+        } = self;
+        Self {
+            spin,
+            courtesy,
+            looks,
+            ..Self::default()
+        }
+    }
+
+    /// Returns the choices of a drive; all others are adaptive.
+    #[must_use]
+    pub fn for_drive(self) -> Self {
+        let Self {
+            governor,
+            budget,
+            slices,
+            ..
+        } = self;
+        Self {
+            governor,
+            budget,
+            slices,
+            ..Self::default()
+        }
+    }
+}
+
+impl FromStr for AdaptivePolicies {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut learning = Self::default();
+        for name in text.split('+') {
+            let Some((_, choice)) = POLICIES.iter().find(|(known, _)| *known == name) else {
+                let known = POLICIES.map(|(known, _)| known).join(", ");
+                return Err(format!(
+                    "`{name}` is not adaptive; join names by +, from {known}"
+                ));
+            };
+            *choice(&mut learning) = PolicyChoice::Fixed;
+        }
+        Ok(learning)
+    }
+}
+
+impl fmt::Display for AdaptivePolicies {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut learning = *self;
+        let mut separator = "";
+        for (name, choice) in POLICIES {
+            if *choice(&mut learning) == PolicyChoice::Fixed {
+                write!(f, "{separator}{name}")?;
+                separator = "+";
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_what_is_fixed_read_and_print_alike() {
+        let all = POLICIES.map(|(name, _)| name);
+        for name in all {
+            let learning: AdaptivePolicies = name.parse().expect("a name");
+            assert_eq!(learning.to_string(), name);
+            let differs = learning != AdaptivePolicies::default();
+            assert!(differs, "{name}");
+        }
+        let both: AdaptivePolicies = "doorbells+moderation".parse().expect("two names");
+        assert_eq!(both.to_string(), "moderation+doorbells");
+        assert_eq!(
+            both,
+            AdaptivePolicies {
+                moderation: PolicyChoice::Fixed,
+                doorbells: PolicyChoice::Fixed,
+                ..AdaptivePolicies::default()
+            }
+        );
+        for text in ["", "all", "spin+", "spin,budget"] {
+            let error = text.parse::<AdaptivePolicies>().expect_err(text);
+            assert!(
+                error.ends_with(
+                    "spin, courtesy, moderation, governor, doorbells, budget, slices, looks"
+                ),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn messages_and_states_have_no_slices() {
+        let slices: AdaptivePolicies = "budget+slices".parse().expect("two names");
+        let text = serde_json::to_string(&slices).expect("text");
+        let read: AdaptivePolicies = serde_json::from_str(&text).expect("as it was");
+        assert_eq!(read.to_string(), "budget");
+    }
+
+    #[test]
+    fn messages_and_states_of_releases_without_looks_are_read() {
+        let budget: AdaptivePolicies = "budget".parse().expect("a name");
+        let text = serde_json::to_string(&budget).expect("text");
+        assert!(!text.contains("looks"), "{text}");
+        let looks: AdaptivePolicies = "looks".parse().expect("a name");
+        let with_looks = serde_json::to_string(&looks).expect("text");
+        for (text, name) in [(text, "budget"), (with_looks, "looks")] {
+            let read: AdaptivePolicies = serde_json::from_str(&text).expect("as it was");
+            assert_eq!(read.to_string(), name);
+        }
+    }
+
+    #[test]
+    fn choices_belong_to_a_poller_a_drive_or_a_function() {
+        let all = POLICIES.map(|(name, _)| name).join("+");
+        let all: AdaptivePolicies = all.parse().expect("names");
+        assert_eq!(all.for_poller().to_string(), "spin+courtesy+looks");
+        assert_eq!(all.for_drive().to_string(), "governor+budget+slices");
+    }
+}

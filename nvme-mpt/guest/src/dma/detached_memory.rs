@@ -1,0 +1,84 @@
+//! Memory of a VM that is kept while no drive is attached, and mapped again for the next drive.
+
+use std::io;
+
+use super::region::GuestMemoryPart;
+use super::{DmaError, DmaWindow, MemoryRegion, WindowRegions};
+use crate::iova::BudgetEntitlement;
+
+/// Memory of a window. It stays mapped in this process even if the window is dropped. No drive can access memory through this
+/// value.
+#[derive(Clone, Debug)]
+pub struct DetachedGuestMemory(Vec<GuestMemoryPart>);
+
+impl DetachedGuestMemory {
+    pub(super) fn from_regions(changes: &WindowRegions) -> Self {
+        let places = changes.regions.values().map(|region| region.place.clone());
+        Self(places.collect())
+    }
+}
+
+impl DetachedGuestMemory {
+    /// Returns the memory as a list of regions with descriptors, for mapping in another process.
+    ///
+    /// # Errors
+    /// Returns the kernel's error if no descriptors are left.
+    pub fn regions(&self) -> io::Result<Vec<MemoryRegion>> {
+        self.0.iter().map(GuestMemoryPart::to_region).collect()
+    }
+}
+
+impl DmaWindow {
+    /// Maps all memory held from another window, at the same guest addresses.
+    ///
+    /// # Errors
+    /// As [`Self::map`]. Regions mapped before the error stay mapped.
+    pub fn map_detached(&self, memory: &DetachedGuestMemory) -> Result<(), DmaError> {
+        let _change = self.tables.ongoing.begin();
+        for place in &memory.0 {
+            let mut changes = self.lock_regions();
+            changes.check_free(place.gpa, place.len)?;
+            self.insert_region(&mut changes, place.clone(), BudgetEntitlement::New)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::address::Gpa;
+    use crate::dma::tests::{region, window};
+    use crate::dma::{DmaDirection, DmaError, MemoryRegion, RegionHint};
+
+    #[test]
+    fn memory_outlives_its_window_and_is_mapped_into_another() {
+        let held = {
+            let before = window();
+            before.map(region(0x1000, 0x2000)).expect("map");
+            let constant = MemoryRegion {
+                writable: false,
+                ..region(0x8000, 0x1000)
+            };
+            before.map(constant).expect("map");
+            before.write(Gpa(0x1800), b"kept").expect("mapped");
+            let held = before.memory().detach();
+            assert_eq!(before.unmap_all().expect("idle"), 0x3000);
+            held
+        };
+        let after = window();
+        after.map_detached(&held).expect("free");
+        let mut read = [0; 4];
+        after.read(Gpa(0x1800), &mut read).expect("mapped");
+        assert_eq!(&read, b"kept");
+        after
+            .write(Gpa(0x8000), &[1])
+            .expect_err("not to be written");
+        let table = after.table();
+        let translate =
+            |direction| table.translate(Gpa(0x8000), 8, direction, &mut RegionHint::default());
+        assert!(translate(DmaDirection::FromGuest).is_some());
+        assert!(translate(DmaDirection::ToGuest).is_none());
+        let error = after.map_detached(&held).expect_err("it is there already");
+        assert!(matches!(error, DmaError::Overlap { .. }), "{error}");
+    }
+}

@@ -1,0 +1,138 @@
+//! Limits of a function's mapped memory, and the reasons for refusing more.
+//!
+//! A physical drive's IOMMU pins the memory of all VMs. Each mapping takes page tables (1/500 of its bytes), locked memory
+//! and IOVAs, even if the same memory is mapped again. So memory that is mapped several times counts several times.
+
+use std::fmt;
+use std::io;
+
+use nvme_lease::range::ByteSize;
+use thiserror::Error;
+
+use super::DmaError;
+use crate::adaptive::IommuShareRefusal;
+use crate::address::Gpa;
+use crate::memory_account::MemoryShortage;
+
+/// Maximum number of bytes that a function may have mapped if memory is pinned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryLimit {
+    /// Limit in bytes, set by the operator.
+    Configured(u64),
+    /// All memory of the host, in bytes.
+    Host(u64),
+}
+
+impl MemoryLimit {
+    /// Returns the limit in bytes.
+    #[must_use]
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Self::Configured(bytes) | Self::Host(bytes) => bytes,
+        }
+    }
+}
+
+impl fmt::Display for MemoryLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Configured(bytes) => write!(f, "{} (memory-limit)", ByteSize(*bytes)),
+            Self::Host(bytes) => write!(
+                f,
+                "{}, the memory of the host, as it has no memory-limit=",
+                ByteSize(*bytes)
+            ),
+        }
+    }
+}
+
+/// Name and limit of a function.
+#[derive(Clone, Debug)]
+pub(super) struct FunctionMemoryLimit {
+    pub(super) function: String,
+    pub(super) limit: Option<MemoryLimit>,
+}
+
+impl Default for FunctionMemoryLimit {
+    fn default() -> Self {
+        Self {
+            function: "(without a name)".to_owned(),
+            limit: None,
+        }
+    }
+}
+
+/// Reason for refusing to map more memory of a function.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum MemoryRefusal {
+    /// The function would exceed its limit.
+    #[error(
+        "Function {function} has {} of memory mapped for its drive and asks for {} more; it may have {limit}. Memory counts as \
+         often as it is mapped: have the VMM map each part once, or raise memory-limit= of the function, or --memory-limit of the server",
+        ByteSize(*.mapped), ByteSize(*.asked)
+    )]
+    Limit {
+        /// Name of the function.
+        function: String,
+        /// Bytes that the function has mapped.
+        mapped: u64,
+        /// Bytes requested.
+        asked: u64,
+        /// The limit.
+        limit: MemoryLimit,
+    },
+    /// The host or the server's control group has too little free memory for the region's missing pages.
+    #[error(
+        "Function {function} asks for {} of memory of which {} are not there yet. The kernel would take them while the drive's \
+         memory is pinned, and {shortage}: give the VM less memory, or have its VMM allocate it at its start (prealloc)",
+        ByteSize(*.asked), ByteSize(*.missing)
+    )]
+    Unavailable {
+        /// Name of the function.
+        function: String,
+        /// Bytes of the region.
+        asked: u64,
+        /// Missing bytes of the region or of the refused step.
+        missing: u64,
+        /// Memory that is left.
+        shortage: MemoryShortage,
+    },
+    /// The IOVAs are reserved for other functions.
+    #[error(
+        "Function {function} has taken {} of the {} of IOVA space that the drive has for all VMs, and gets no {} more while {} \
+         are left: have the VMM map each part of its memory once, or move its disk to another drive",
+        ByteSize(*.taken), ByteSize(*.max), ByteSize(*.asked), ByteSize(*.left)
+    )]
+    Iovas {
+        /// Name of the function.
+        function: String,
+        /// Bytes of IOVA space that the function has taken.
+        taken: u64,
+        /// Bytes requested.
+        asked: u64,
+        /// Bytes left for all VMs.
+        left: u64,
+        /// Total bytes of the IOVA space.
+        max: u64,
+    },
+}
+
+impl MemoryRefusal {
+    pub(super) fn from_iova_refusal(function: &str, asked: u64, share: IommuShareRefusal) -> Self {
+        let IommuShareRefusal { taken, left, max } = share;
+        Self::Iovas {
+            function: function.to_owned(),
+            taken,
+            asked,
+            left,
+            max,
+        }
+    }
+
+    /// Returns the error for a region: an IOMMU error, because earlier releases know no other variant for this case. Its kind
+    /// `OutOfMemory` says that a retry may succeed once other functions have released memory.
+    pub(super) fn into_region_error(self, gpa: Gpa, len: u64) -> DmaError {
+        let source = io::Error::new(io::ErrorKind::OutOfMemory, self);
+        DmaError::Iommu { gpa, len, source }
+    }
+}

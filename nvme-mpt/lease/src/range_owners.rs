@@ -1,0 +1,844 @@
+//! Previous owners: the id that last held each range, whose data stays until someone decides about it.
+//!
+//! When a lease is granted, its id is recorded for its range, and this entry outlives the lease. So the next lease of any part
+//! of that range must either have the same id, or say what to do with the data ([`PreviousDataPolicy`]). An operator may also
+//! decide in advance about all data of an id.
+//!
+//! A range is marked before its first block is wiped. The mark is removed when all blocks are durably zero. If the server
+//! crashes in between, the mark remains: the range belongs to no id, and the next lease has to wipe it.
+//!
+//! Entries address bytes by the device or file that stores them (`origin::extent`). So a disk, its partition and a loop
+//! device of a file share entries.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::extents::join_adjacent;
+use crate::backing_id::{backing_extent, nvme_names};
+use crate::range::ByteRange;
+
+/// Treatment of data that another id has in the range of a lease.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PreviousDataPolicy {
+    /// The lease is refused.
+    #[default]
+    Refused,
+    /// The lease gets the data.
+    Kept,
+    /// The data is wiped before the lease can be attached.
+    Wiped,
+    /// Like [`Self::Wiped`]. In addition, bytes that no lease has held yet are wiped, because they may have data of the host. A
+    /// lease by size does not wipe such bytes.
+    Erased,
+}
+
+impl FromStr for PreviousDataPolicy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "keep" => Ok(Self::Kept),
+            "wipe" => Ok(Self::Erased),
+            _ => Err(format!(
+                "`{text}` is not a choice for data that another id left in the range; use keep or wipe"
+            )),
+        }
+    }
+}
+
+/// A range and the id that last held it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RangeOwner {
+    pub(super) id: String,
+    drive: String,
+    nsid: u32,
+    pub(super) range: ByteRange,
+    /// Offset in bytes of the range within a lease by size; `None` for a lease with a fixed range.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    at: Option<u64>,
+    /// True if the range was marked for wiping and is not completely wiped yet. The remaining data belongs to no id.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    wiping: bool,
+    /// True if the operator has given the data up: the next lease gets it, whatever its id.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    given_up: bool,
+    /// True if the operator has released the range: the next lease of another id wipes it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    released: bool,
+    /// True if a lease by size must not reuse this part: other parts of the id's lease were given to another lease, or the id
+    /// began a new lease by size.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    remnant: bool,
+}
+
+/// Data of another id, or partly wiped data, that blocks a lease.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftoverData {
+    id: String,
+    range: ByteRange,
+    wiping: bool,
+}
+
+impl fmt::Display for LeftoverData {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { id, range, wiping } = self;
+        match wiping {
+            true => write!(
+                f,
+                "data of lease \"{id}\" in {range}, which was not wiped to the end"
+            ),
+            false => write!(f, "data of lease \"{id}\" in {range}"),
+        }
+    }
+}
+
+/// A range to lease, and the requesting id.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RangeCandidate<'a> {
+    pub(super) id: &'a str,
+    pub(super) drive: &'a str,
+    pub(super) nsid: u32,
+    pub(super) range: ByteRange,
+    /// Offset in bytes of the range within a lease by size; `None` for a lease with a fixed range.
+    pub(super) lease_offset: Option<u64>,
+}
+
+impl RangeCandidate<'_> {
+    /// Returns the place of a part of the range.
+    fn slice(&self, range: ByteRange) -> Self {
+        let moved = range.start().saturating_sub(self.range.start());
+        Self {
+            range,
+            lease_offset: self.lease_offset.map(|at| at.saturating_add(moved)),
+            ..*self
+        }
+    }
+}
+
+/// Part of a range to lease that is stored on one base (a disk or file).
+pub(super) struct BackingPart {
+    base: String,
+    /// Bytes of the base.
+    pub(super) range: ByteRange,
+    /// Start of the part, as an offset on the leased drive.
+    drive_offset: u64,
+}
+
+impl BackingPart {
+    pub(super) fn candidate<'a>(&'a self, of: &RangeCandidate<'a>) -> RangeCandidate<'a> {
+        let moved = self.drive_offset.saturating_sub(of.range.start());
+        RangeCandidate {
+            drive: &self.base,
+            range: self.range,
+            lease_offset: of.lease_offset.map(|at| at.saturating_add(moved)),
+            ..*of
+        }
+    }
+
+    /// Converts a range of the base that lies in this part to offsets on the drive that is leased.
+    pub(super) fn to_drive_range(&self, range: ByteRange) -> Option<ByteRange> {
+        let moved = range.start().checked_sub(self.range.start())?;
+        ByteRange::new(self.drive_offset.checked_add(moved)?, range.length()).ok()
+    }
+}
+
+/// Splits `place` into parts by the bases that store its bytes.
+pub(super) fn backing_parts(place: &RangeCandidate<'_>) -> Vec<BackingPart> {
+    let mut at = place.range.start();
+    let part = |extent: backing_extent::BackingExtent| {
+        let part = BackingPart {
+            range: ByteRange::new(extent.start, extent.length).ok()?,
+            base: extent.base,
+            drive_offset: at,
+        };
+        at += extent.length;
+        Some(part)
+    };
+    let extents = backing_extent::range_extents(place.drive, place.range);
+    extents.into_iter().filter_map(part).collect()
+}
+
+impl RangeOwner {
+    /// Creates the entries that record the id of `place` as the owner of its bytes, one entry for each base.
+    pub(super) fn from_candidate(place: &RangeCandidate<'_>) -> Vec<Self> {
+        let parts = backing_parts(place);
+        let tenants = parts.iter().map(|part| Self::new(part.candidate(place)));
+        tenants.collect()
+    }
+
+    fn new(place: RangeCandidate<'_>) -> Self {
+        Self {
+            id: place.id.to_owned(),
+            drive: place.drive.to_owned(),
+            nsid: place.nsid,
+            range: place.range,
+            at: place.lease_offset,
+            wiping: false,
+            given_up: false,
+            released: false,
+            remnant: false,
+        }
+    }
+
+    /// Returns the namespace of the base.
+    pub(super) const fn nsid(&self) -> u32 {
+        self.nsid
+    }
+
+    pub(super) fn drive(&self) -> &str {
+        &self.drive
+    }
+
+    /// Renames the base if `rename` returns a name for it.
+    pub(super) fn rename_drive(&mut self, rename: impl Fn(&str) -> Option<String>) {
+        if let Some(name) = rename(&self.drive) {
+            self.drive = name;
+        }
+    }
+
+    /// Returns whether the entry's end offset within its lease by size fits 64 bits.
+    pub(super) fn is_valid(&self) -> bool {
+        let end = |at: u64| at.checked_add(self.range.length());
+        self.at.is_none_or(|at| end(at).is_some())
+    }
+
+    /// Returns the entry for a part of the range.
+    fn slice(&self, range: ByteRange) -> Self {
+        let moved = range.start().saturating_sub(self.range.start());
+        Self {
+            range,
+            at: self.at.map(|at| at.saturating_add(moved)),
+            ..self.clone()
+        }
+    }
+
+    /// Returns whether a lease of `place` must not read the entry's data: it belongs to another id, or is partly wiped. In a
+    /// lease by size, data that had another offset within the lease is foreign too.
+    fn is_foreign(&self, place: &RangeCandidate<'_>) -> bool {
+        self.wiping
+            || self.id != place.id
+            || (place.lease_offset.is_some() && !self.is_at_lease_offset(place))
+    }
+
+    /// Returns whether the entry's bytes have the same offsets within the lease by size as the same bytes of `place`.
+    fn is_at_lease_offset(&self, place: &RangeCandidate<'_>) -> bool {
+        let first =
+            |at: Option<u64>, range: &ByteRange| at.map(|at| at.wrapping_sub(range.start()));
+        first(self.at, &self.range) == first(place.lease_offset, &place.range)
+    }
+
+    /// Returns whether the entry's bytes are data of `id` that is neither partly wiped, released nor given up.
+    pub(super) fn is_owned_by(&self, id: &str) -> bool {
+        self.id == id && !self.wiping && !self.is_free()
+    }
+
+    /// Returns whether the data blocks a lease that does not say what to do with it.
+    fn is_blocking(&self, place: &RangeCandidate<'_>) -> bool {
+        self.is_foreign(place) && !self.released && (self.wiping || !self.given_up)
+    }
+
+    /// Returns whether a lease by size of any id may have the entry's bytes after wiping them. A partly wiped part of a lease
+    /// by size is not free, because it still belongs to that lease.
+    pub(super) fn is_free(&self) -> bool {
+        self.released || self.given_up || (self.wiping && self.at.is_none())
+    }
+
+    /// Returns whether the operator has given the data up.
+    pub(super) const fn is_given_up(&self) -> bool {
+        self.given_up
+    }
+
+    /// Returns the id, and whether the entry is part of a lease by size.
+    fn lease_key(&self) -> (String, bool) {
+        (self.id.clone(), self.at.is_some())
+    }
+
+    /// Marks the entry's data as not reusable by a lease by size.
+    fn mark_remnant(&mut self) {
+        (self.at, self.remnant) = (None, true);
+    }
+
+    /// Returns whether a lease by size of the id may reuse the bytes.
+    pub(super) fn is_reusable(&self) -> bool {
+        !self.remnant && (self.at.is_some() || !self.wiping)
+    }
+
+    /// Returns whether a lease of `place` has to wipe the data.
+    fn needs_wipe(&self, place: &RangeCandidate<'_>, fate: PreviousDataPolicy) -> bool {
+        self.is_foreign(place)
+            && match fate {
+                PreviousDataPolicy::Refused => self.released,
+                PreviousDataPolicy::Kept => false,
+                PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased => true,
+            }
+    }
+
+    /// Returns an entry that marks `range`, a part of this entry, for wiping by a lease of `place`.
+    fn to_marked(&self, range: ByteRange, place: &RangeCandidate<'_>) -> Self {
+        let entry = match place.lease_offset {
+            // The part belongs to the lease by size, which keeps it at this offset.
+            Some(_) => Self::new(place.slice(range)),
+            None => Self {
+                at: None,
+                ..self.slice(range)
+            },
+        };
+        Self {
+            wiping: true,
+            ..entry
+        }
+    }
+
+    fn overlaps(&self, place: &RangeCandidate<'_>) -> bool {
+        self.range.overlaps(&place.range)
+            && is_same_base((&self.drive, self.nsid), (place.drive, place.nsid))
+    }
+}
+
+/// Returns whether two bases, each with a namespace, store the same bytes.
+pub(super) fn is_same_base(one: (&str, u32), other: (&str, u32)) -> bool {
+    nvme_names::as_block_device(one.0, one.1) == nvme_names::as_block_device(other.0, other.1)
+}
+
+/// Returns whether two lists have the same entries in any order.
+pub(super) fn have_same_entries(some: &[RangeOwner], others: &[RangeOwner]) -> bool {
+    some.len() == others.len() && sort_by_bytes(some) == sort_by_bytes(others)
+}
+
+/// Returns entries sorted by the bytes that they address.
+fn sort_by_bytes(tenants: &[RangeOwner]) -> Vec<&RangeOwner> {
+    let mut sorted: Vec<&RangeOwner> = tenants.iter().collect();
+    sorted.sort_by_key(|&tenant| (tenant.nsid, tenant.range.start(), &tenant.drive));
+    sorted
+}
+
+/// An entry, with its range converted to offsets on the leased drive.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LocatedRangeOwner<'a> {
+    pub(super) owner: &'a RangeOwner,
+    pub(super) range: ByteRange,
+    /// Offset in bytes of the range within a lease by size.
+    pub(super) lease_offset: Option<u64>,
+}
+
+/// Returns the entries that overlap `place`, clipped to it and with offsets on the leased drive.
+pub(super) fn find_owners<'a>(
+    tenants: &'a [RangeOwner],
+    place: &RangeCandidate<'_>,
+) -> Vec<LocatedRangeOwner<'a>> {
+    let in_part = |part: &BackingPart| {
+        let place = part.candidate(place);
+        let there = tenants.iter().filter(|tenant| tenant.overlaps(&place));
+        let found = there.filter_map(|tenant| {
+            let [_, within, _] = split_range(&tenant.range, &place.range);
+            let within = within?;
+            let moved = within.start() - tenant.range.start();
+            Some(LocatedRangeOwner {
+                owner: tenant,
+                range: part.to_drive_range(within)?,
+                lease_offset: tenant.at.map(|at| at.saturating_add(moved)),
+            })
+        });
+        found.collect::<Vec<_>>()
+    };
+    backing_parts(place).iter().flat_map(in_part).collect()
+}
+
+/// Marks the data in `place` of the id's earlier lease by size as not reusable, because the id begins a new lease by size.
+pub(super) fn mark_remnants(tenants: &mut [RangeOwner], place: &RangeCandidate<'_>) {
+    for part in backing_parts(place) {
+        let place = part.candidate(place);
+        let its = tenants
+            .iter_mut()
+            .filter(|tenant| tenant.id == place.id && tenant.overlaps(&place));
+        its.filter(|tenant| tenant.at.is_some())
+            .for_each(RangeOwner::mark_remnant);
+    }
+}
+
+/// Records that the data in `place` is released, because a lease by size was truncated before it.
+pub(super) fn release_range(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
+    for part in backing_parts(place) {
+        let place = part.candidate(place);
+        let mut parts = Vec::new();
+        for tenant in tenants.extract_if(.., |tenant| tenant.overlaps(&place)) {
+            let [before, within, behind] = split_range(&tenant.range, &place.range);
+            let outside = before.into_iter().chain(behind);
+            parts.extend(outside.map(|range| tenant.slice(range)));
+            parts.extend(within.map(|range| RangeOwner {
+                at: None,
+                given_up: false,
+                released: true,
+                remnant: true,
+                ..tenant.slice(range)
+            }));
+        }
+        tenants.append(&mut parts);
+    }
+}
+
+/// Returns the first data that blocks a lease of `place`: data of another id, or data whose wipe is not finished.
+pub(super) fn find_blocking(
+    tenants: &[RangeOwner],
+    place: &RangeCandidate<'_>,
+) -> Option<LeftoverData> {
+    let parts = backing_parts(place);
+    let left = |part: &BackingPart| find_blocking_in_part(tenants, &part.candidate(place));
+    parts.iter().find_map(left)
+}
+
+fn find_blocking_in_part(
+    tenants: &[RangeOwner],
+    place: &RangeCandidate<'_>,
+) -> Option<LeftoverData> {
+    let foreign = |tenant: &&RangeOwner| tenant.overlaps(place) && tenant.is_blocking(place);
+    tenants.iter().find(foreign).map(|tenant| LeftoverData {
+        id: tenant.id.clone(),
+        range: tenant.range,
+        wiping: tenant.wiping,
+    })
+}
+
+/// Records in advance what happens to an id's data when another id leases its range. Returns the ranges for which the decision
+/// was recorded. A partly wiped range accepts only the decision to wipe, because some of its data is gone.
+pub(super) fn record_decision(
+    tenants: &mut [RangeOwner],
+    id: &str,
+    fate: PreviousDataPolicy,
+) -> Vec<ByteRange> {
+    let its = tenants
+        .iter_mut()
+        .filter(|tenant| tenant.id == id && (!tenant.wiping || fate != PreviousDataPolicy::Kept));
+    its.map(|tenant| {
+        tenant.given_up = fate == PreviousDataPolicy::Kept;
+        tenant.released = matches!(fate, PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased);
+        tenant.range
+    })
+    .collect()
+}
+
+/// Records the id of `place` as the owner of its bytes. Parts with foreign data are marked for wiping instead.
+pub(super) fn record_owner(
+    tenants: &mut Vec<RangeOwner>,
+    place: &RangeCandidate<'_>,
+    fate: PreviousDataPolicy,
+) {
+    let mut broken = HashSet::new();
+    for part in backing_parts(place) {
+        record_owner_of_part(tenants, &part.candidate(place), fate, &mut broken);
+    }
+    // If a released lease has lost a part, its other parts become remnants.
+    if !broken.is_empty() {
+        let parts = tenants.iter_mut();
+        let parts = parts.filter(|tenant| tenant.released && broken.contains(&tenant.lease_key()));
+        parts.for_each(RangeOwner::mark_remnant);
+    }
+}
+
+/// Records the id of `place` as the owner of one part of `place`. If data that the operator released loses a part by that, adds
+/// its id to `broken`, with a flag that is true for a lease by size.
+fn record_owner_of_part(
+    tenants: &mut Vec<RangeOwner>,
+    place: &RangeCandidate<'_>,
+    fate: PreviousDataPolicy,
+    broken: &mut HashSet<(String, bool)>,
+) {
+    if fate == PreviousDataPolicy::Erased {
+        mark_unknown(tenants, place);
+    }
+    let mut marked = Vec::new();
+    let mut kept = Vec::new();
+    for tenant in tenants.extract_if(.., |tenant| tenant.overlaps(place)) {
+        let moves = tenant.id != place.id || !tenant.is_at_lease_offset(place);
+        if tenant.released && !tenant.remnant && moves {
+            broken.insert(tenant.lease_key());
+        }
+        let [before, within, behind] = split_range(&tenant.range, &place.range);
+        let outside = before.into_iter().chain(behind);
+        kept.extend(outside.map(|range| tenant.slice(range)));
+        if tenant.needs_wipe(place, fate) {
+            marked.extend(within.map(|range| tenant.to_marked(range, place)));
+        }
+    }
+    tenants.append(&mut kept);
+    // The rest of the range goes to the new id.
+    let mut at = place.range.start();
+    marked.sort_by_key(|tenant: &RangeOwner| tenant.range.start());
+    for tenant in marked {
+        tenants.extend(gap_owner(place, at, tenant.range.start()));
+        at = tenant.range.end();
+        tenants.push(tenant);
+    }
+    tenants.extend(gap_owner(place, at, place.range.end()));
+}
+
+/// Marks those bytes of `place` that no lease has held yet for wiping by the id of `place`.
+fn mark_unknown(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
+    let known = tenants.iter().filter(|tenant| tenant.overlaps(place));
+    let known = known.filter_map(|tenant| {
+        let [_, within, _] = split_range(&tenant.range, &place.range);
+        within
+    });
+    let mut known: Vec<ByteRange> = known.collect();
+    known.sort_by_key(ByteRange::start);
+    let mut at = place.range.start();
+    for range in known {
+        tenants.extend(gap_owner(place, at, range.start()).map(mark_unwiped));
+        at = at.max(range.end());
+    }
+    tenants.extend(gap_owner(place, at, place.range.end()).map(mark_unwiped));
+}
+
+fn mark_unwiped(tenant: RangeOwner) -> RangeOwner {
+    RangeOwner {
+        wiping: true,
+        ..tenant
+    }
+}
+
+/// Returns the parts of `place` that are marked for wiping, as offsets on the leased drive.
+pub(super) fn unwiped_ranges(tenants: &[RangeOwner], place: &RangeCandidate<'_>) -> Vec<ByteRange> {
+    let of_part = |part: &BackingPart| {
+        let marked = unwiped_in_part(tenants, &part.candidate(place));
+        let moved = marked.into_iter().map(|range| part.to_drive_range(range));
+        moved.flatten().collect::<Vec<_>>()
+    };
+    backing_parts(place).iter().flat_map(of_part).collect()
+}
+
+fn unwiped_in_part(tenants: &[RangeOwner], place: &RangeCandidate<'_>) -> Vec<ByteRange> {
+    let marked = tenants
+        .iter()
+        .filter(|tenant| tenant.wiping && tenant.overlaps(place));
+    let mut marked: Vec<ByteRange> = marked
+        .filter_map(|tenant| {
+            let [_, within, _] = split_range(&tenant.range, &place.range);
+            within
+        })
+        .collect();
+    marked.sort_by_key(ByteRange::start);
+    join_adjacent(&marked)
+}
+
+fn gap_owner(place: &RangeCandidate<'_>, start: u64, end: u64) -> Option<RangeOwner> {
+    let range = ByteRange::new(start, end.checked_sub(start)?).ok()?;
+    Some(RangeOwner::new(place.slice(range)))
+}
+
+/// Splits `range` into the parts before, within and after `other`, which it overlaps.
+pub(super) fn split_range(range: &ByteRange, other: &ByteRange) -> [Option<ByteRange>; 3] {
+    let part = |start: u64, end: u64| ByteRange::new(start, end.checked_sub(start)?).ok();
+    let (start, end) = (
+        range.start().max(other.start()),
+        range.end().min(other.end()),
+    );
+    [
+        part(range.start(), start),
+        part(start, end),
+        part(end, range.end()),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn place(id: &'static str, start: u64, length: u64) -> RangeCandidate<'static> {
+        RangeCandidate {
+            id,
+            drive: "file:/drive",
+            nsid: 1,
+            range: ByteRange::new(start, length).unwrap(),
+            lease_offset: None,
+        }
+    }
+
+    #[test]
+    fn data_is_in_the_way_of_other_ids_alone() {
+        let mut tenants = Vec::new();
+        record_owner(
+            &mut tenants,
+            &place("a", 10, 10),
+            PreviousDataPolicy::Refused,
+        );
+        assert_eq!(find_blocking(&tenants, &place("a", 0, 30)), None);
+        assert_eq!(find_blocking(&tenants, &place("b", 0, 10)), None);
+        let other = RangeCandidate {
+            drive: "file:/other",
+            ..place("b", 10, 10)
+        };
+        assert_eq!(find_blocking(&tenants, &other), None);
+        let left = find_blocking(&tenants, &place("b", 19, 1)).unwrap();
+        assert_eq!(left.to_string(), "data of lease \"a\" in 10+10");
+
+        record_owner(&mut tenants, &place("b", 15, 2), PreviousDataPolicy::Wiped);
+        assert_eq!(
+            unwiped_ranges(&tenants, &place("b", 0, 30)),
+            [ByteRange::new(15, 2).unwrap()]
+        );
+        // A range with an incomplete wipe belongs to no id.
+        let left = find_blocking(&tenants, &place("b", 15, 2)).unwrap();
+        assert!(left.to_string().ends_with("not wiped to the end"), "{left}");
+        record_owner(
+            &mut tenants,
+            &place("b", 15, 2),
+            PreviousDataPolicy::Refused,
+        );
+        assert_eq!(find_blocking(&tenants, &place("b", 15, 2)), None);
+        assert!(find_blocking(&tenants, &place("b", 10, 7)).is_some());
+        assert!(find_blocking(&tenants, &place("b", 17, 3)).is_some());
+    }
+
+    #[test]
+    fn lists_are_the_same_in_any_order() {
+        let mut tenants = Vec::new();
+        for (id, start) in [("a", 10), ("b", 30), ("c", 50)] {
+            record_owner(
+                &mut tenants,
+                &place(id, start, 10),
+                PreviousDataPolicy::Refused,
+            );
+        }
+        let other = RangeCandidate {
+            drive: "file:/other",
+            ..place("b", 10, 10)
+        };
+        record_owner(&mut tenants, &other, PreviousDataPolicy::Refused);
+        let mut others = tenants.clone();
+        others.rotate_left(1);
+        others.swap(0, 2);
+        assert!(have_same_entries(&tenants, &others));
+        assert!(!have_same_entries(&tenants, &others[1..]));
+        others[0].released = true;
+        assert!(!have_same_entries(&tenants, &others));
+        others[0] = others[1].clone();
+        assert!(!have_same_entries(&tenants, &others));
+    }
+
+    #[test]
+    fn data_that_was_given_up_is_in_the_way_of_no_id() {
+        let mut tenants = Vec::new();
+        record_owner(
+            &mut tenants,
+            &place("a", 10, 10),
+            PreviousDataPolicy::Refused,
+        );
+        record_owner(
+            &mut tenants,
+            &place("c", 30, 10),
+            PreviousDataPolicy::Refused,
+        );
+        let given_up = record_decision(&mut tenants, "a", PreviousDataPolicy::Kept);
+        assert_eq!(given_up, [ByteRange::new(10, 10).unwrap()]);
+        assert_eq!(
+            record_decision(&mut tenants, "none", PreviousDataPolicy::Kept),
+            []
+        );
+        assert_eq!(find_blocking(&tenants, &place("b", 10, 10)), None);
+        assert!(find_blocking(&tenants, &place("b", 10, 21)).is_some());
+        // A request with a wipe wipes this range too.
+        let mut wiped = tenants.clone();
+        record_owner(&mut wiped, &place("b", 10, 10), PreviousDataPolicy::Wiped);
+        assert_eq!(unwiped_ranges(&wiped, &place("b", 10, 10)), given_up);
+        assert_eq!(
+            record_decision(&mut wiped, "a", PreviousDataPolicy::Kept),
+            [],
+            "mixed data"
+        );
+        // The new id owns this data, and the part that it does not lease stays given up.
+        record_owner(
+            &mut tenants,
+            &place("b", 10, 5),
+            PreviousDataPolicy::Refused,
+        );
+        assert!(find_blocking(&tenants, &place("a", 10, 5)).is_some());
+        assert_eq!(find_blocking(&tenants, &place("d", 15, 5)), None);
+    }
+
+    #[test]
+    fn what_no_lease_has_held_is_erased_on_request_alone() {
+        let range = |start, length| ByteRange::new(start, length).unwrap();
+        let mut tenants = Vec::new();
+        record_owner(
+            &mut tenants,
+            &place("a", 10, 5),
+            PreviousDataPolicy::Refused,
+        );
+        record_owner(
+            &mut tenants,
+            &place("b", 20, 5),
+            PreviousDataPolicy::Refused,
+        );
+        let mut wiped = tenants.clone();
+        record_owner(&mut wiped, &place("a", 5, 25), PreviousDataPolicy::Wiped);
+        assert_eq!(unwiped_ranges(&wiped, &place("a", 0, 40)), [range(20, 5)]);
+        record_owner(&mut tenants, &place("a", 5, 25), PreviousDataPolicy::Erased);
+        let all = [range(5, 5), range(15, 15)];
+        assert_eq!(unwiped_ranges(&tenants, &place("a", 0, 40)), all);
+        // The id's own data stays, and wiped data becomes the id's.
+        for range in all {
+            let place = place("a", range.start(), range.length());
+            record_owner(&mut tenants, &place, PreviousDataPolicy::Kept);
+        }
+        record_owner(&mut tenants, &place("a", 5, 25), PreviousDataPolicy::Erased);
+        assert_eq!(unwiped_ranges(&tenants, &place("a", 0, 40)), []);
+    }
+
+    #[test]
+    fn a_partition_has_the_tenants_of_its_disk() {
+        let mut tenants = Vec::new();
+        let disk = |id, start, length| RangeCandidate {
+            drive: "disk:one",
+            ..place(id, start, length)
+        };
+        let partition = |id, start, length| RangeCandidate {
+            drive: "100+50 of disk:one",
+            ..place(id, start, length)
+        };
+        record_owner(
+            &mut tenants,
+            &disk("a", 110, 10),
+            PreviousDataPolicy::Refused,
+        );
+        assert_eq!(find_blocking(&tenants, &partition("b", 0, 10)), None);
+        assert!(find_blocking(&tenants, &partition("b", 15, 10)).is_some());
+        record_owner(
+            &mut tenants,
+            &partition("b", 15, 10),
+            PreviousDataPolicy::Wiped,
+        );
+        assert_eq!(
+            unwiped_ranges(&tenants, &partition("b", 15, 10)),
+            [ByteRange::new(15, 5).unwrap()]
+        );
+        assert!(find_blocking(&tenants, &disk("a", 124, 1)).is_some());
+    }
+
+    #[test]
+    fn a_block_device_has_the_tenants_of_its_namespace() {
+        let mut tenants = Vec::new();
+        let physical = RangeCandidate {
+            drive: "nvme:nqn.a:s",
+            nsid: 2,
+            ..place("a", 110, 10)
+        };
+        record_owner(&mut tenants, &physical, PreviousDataPolicy::Refused);
+        let block = |drive| RangeCandidate {
+            drive,
+            ..place("b", 0, 50)
+        };
+        assert!(find_blocking(&tenants, &block("100+50 of nvme:nqn.a:s/2")).is_some());
+        assert_eq!(
+            find_blocking(&tenants, &block("100+50 of nvme:nqn.a:s")),
+            None
+        );
+        assert_eq!(
+            find_blocking(&tenants, &block("120+50 of nvme:nqn.a:s/2")),
+            None
+        );
+    }
+
+    #[derive(Clone, Copy, Debug)]
+    enum OwnerModelAction {
+        Enter(u64, u64),
+        Decide,
+    }
+
+    /// State of a byte in the model: owner, mark, and decision.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct OwnerModelByte(&'static str, bool, PreviousDataPolicy);
+
+    impl OwnerModelByte {
+        fn is_foreign(self, id: &str) -> bool {
+            self.1 || self.0 != id
+        }
+
+        fn refuses(self, id: &str) -> bool {
+            let decided = match self.2 {
+                PreviousDataPolicy::Refused => false,
+                PreviousDataPolicy::Kept => !self.1,
+                PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased => true,
+            };
+            self.is_foreign(id) && !decided
+        }
+    }
+
+    fn doing() -> impl Strategy<Value = OwnerModelAction> {
+        prop_oneof![
+            3 => (0..60_u64, 1..20_u64).prop_map(|(start, length)| OwnerModelAction::Enter(start, length)),
+            1 => Just(OwnerModelAction::Decide),
+        ]
+    }
+
+    fn fate() -> impl Strategy<Value = PreviousDataPolicy> {
+        use PreviousDataPolicy::{Erased, Kept, Refused, Wiped};
+        prop::sample::select(vec![Refused, Kept, Wiped, Erased])
+    }
+
+    proptest! {
+        #[test]
+        fn every_byte_has_the_tenant_that_last_entered(
+            steps in prop::collection::vec((prop::sample::select(vec!["a", "b", "c"]), doing(), fate()), 1..40)
+        ) {
+            let mut model: [Option<OwnerModelByte>; 80] = [None; 80];
+            let mut tenants = Vec::new();
+            for (id, doing, fate) in steps {
+                match doing {
+                    OwnerModelAction::Enter(start, length) => {
+                        let place = place(id, start, length);
+                        let bytes = &mut model[start as usize..(start + length) as usize];
+                        let refused = bytes.iter().flatten().any(|byte| byte.refuses(id));
+                        prop_assert_eq!(find_blocking(&tenants, &place).is_some(), refused);
+                        record_owner(&mut tenants, &place, fate);
+                        for byte in bytes {
+                            let wiped = byte.filter(|byte| {
+                                let fate = if fate == PreviousDataPolicy::Refused { byte.2 } else { fate };
+                                let given = matches!(fate, PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased);
+                                byte.is_foreign(id) && given
+                            });
+                            *byte = Some(match wiped {
+                                Some(OwnerModelByte(owner, _, decided)) => OwnerModelByte(owner, true, decided),
+                                None => {
+                                    let is_unknown = byte.is_none() && fate == PreviousDataPolicy::Erased;
+                                    OwnerModelByte(id, is_unknown, PreviousDataPolicy::Refused)
+                                }
+                            });
+                        }
+                    }
+                    OwnerModelAction::Decide => {
+                        record_decision(&mut tenants, id, fate);
+                        for byte in model.iter_mut().flatten() {
+                            if byte.0 == id && (!byte.1 || fate != PreviousDataPolicy::Kept) {
+                                byte.2 = match fate {
+                                    PreviousDataPolicy::Erased => PreviousDataPolicy::Wiped,
+                                    fate => fate,
+                                };
+                            }
+                        }
+                    }
+                }
+                for (at, byte) in model.iter().enumerate() {
+                    let found: Vec<_> = tenants
+                        .iter()
+                        .filter(|tenant| (tenant.range.start()..tenant.range.end()).contains(&(at as u64)))
+                        .map(|tenant| {
+                            let decided = match (tenant.given_up, tenant.released) {
+                                (false, false) => PreviousDataPolicy::Refused,
+                                (_, false) => PreviousDataPolicy::Kept,
+                                (_, true) => PreviousDataPolicy::Wiped,
+                            };
+                            (tenant.id.as_str(), tenant.wiping, decided)
+                        })
+                        .collect();
+                    let expected: Vec<_> = byte.iter().map(|byte| (byte.0, byte.1, byte.2)).collect();
+                    prop_assert_eq!(found, expected, "byte {}", at);
+                }
+            }
+        }
+    }
+}

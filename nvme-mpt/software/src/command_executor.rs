@@ -1,0 +1,264 @@
+//! Backing stores that execute each command synchronously, and the queue pairs on top of them.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::os::fd::RawFd;
+
+use nvme_mpt::host::{
+    CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
+};
+use nvme_mpt::shadow::NvmCommands;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::CommandId;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
+
+use crate::model::TimedQueueBackend;
+
+/// A backing store that executes commands synchronously, in the poller's thread. Each queue has its own executor.
+pub trait CommandExecutor: fmt::Debug + Send {
+    /// Executes a command completely.
+    fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status;
+
+    /// Prefetches the data of a command into the processor's cache. Called before `execute`.
+    fn prefetch(&self, sqe: &Sqe);
+
+    /// True if [`is_long`](Self::is_long) or `waits` can return true.
+    const HAS_LONG_COMMANDS: bool = false;
+
+    /// Returns whether a command may occupy the poller for longer than its transfer size suggests. The queue executes such a
+    /// command in [steps](Self::step), and the poller serves other queues in between.
+    #[inline]
+    fn is_long(_sqe: &Sqe) -> bool {
+        false
+    }
+
+    /// Returns whether a command that is not long must wait, for example until the ledger has stored a change. The queue then
+    /// executes the command in steps.
+    #[inline]
+    fn needs_wait(&self, _sqe: &Sqe) -> bool {
+        false
+    }
+
+    /// Executes the next step of a long command. `steps` is the number of steps that were executed before.
+    fn execute_step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, _steps: usize) -> ExecutionStep {
+        ExecutionStep {
+            bytes: 0,
+            status: Some(self.execute(sqe, memory)),
+        }
+    }
+}
+
+/// Result of one step of a long command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExecutionStep {
+    /// Bytes of the drive that the step wrote.
+    pub bytes: u64,
+    /// Status of the command, if this was its last step.
+    pub status: Option<Status>,
+}
+
+/// Bytes that long commands may write in one call of `reap`. Zeroing this many bytes takes about a tenth of a millisecond.
+pub(crate) const TURN_BYTES: u64 = 1 << 20;
+
+/// Number of commands whose data is prefetched while an earlier command is executed.
+const PREFETCH_COMMANDS: usize = 4;
+
+/// A queue pair that executes short commands while the doorbell is rung, and long commands in steps afterwards.
+#[derive(Debug)]
+pub struct SoftwareQueue<S> {
+    pub(crate) executor: S,
+    sq: Vec<Sqe>,
+    cq: Vec<HostCompletion>,
+    /// Long commands, in submission order.
+    long_commands: VecDeque<Sqe>,
+    /// Number of executed steps of the first long command.
+    executed_steps: usize,
+    /// True once no further step may begin, because the queue ends.
+    is_stopping: bool,
+}
+
+impl<S: CommandExecutor> SoftwareQueue<S> {
+    /// Creates a queue pair for up to `slots` commands.
+    #[must_use]
+    pub fn new(store: S, slots: u16) -> Self {
+        let room = usize::from(slots);
+        Self {
+            executor: store,
+            sq: Vec::with_capacity(room),
+            cq: Vec::with_capacity(room),
+            long_commands: VecDeque::with_capacity(room),
+            executed_steps: 0,
+            is_stopping: false,
+        }
+    }
+
+    fn complete(&mut self, slot: CommandId, status: Status) {
+        self.cq.push(HostCompletion {
+            slot: slot.0,
+            status,
+            dw0: 0,
+        });
+    }
+
+    /// Executes steps of long commands until they have written [`TURN_BYTES`].
+    #[cold]
+    #[inline(never)]
+    fn execute_long_steps(&mut self, memory: HostMemory<'_>) {
+        let mut bytes = 0;
+        while bytes < TURN_BYTES
+            && let Some(sqe) = self.long_commands.front()
+        {
+            let slot = sqe.cid();
+            let status = if self.is_stopping {
+                Some(Status::ABORTED_SQ_DELETION)
+            } else {
+                let step = self.executor.execute_step(sqe, memory, self.executed_steps);
+                bytes += step.bytes;
+                self.executed_steps += 1;
+                step.status
+            };
+            if let Some(status) = status {
+                self.long_commands.pop_front();
+                self.executed_steps = 0;
+                self.complete(slot, status);
+            }
+        }
+    }
+}
+
+/// Executes all commands of `sq` in order, except those that `postpone` defers.
+#[inline]
+fn execute_all<S: CommandExecutor>(
+    store: &mut S,
+    sq: &mut Vec<Sqe>,
+    memory: HostMemory<'_>,
+    mut postpone: impl FnMut(&S, &Sqe) -> bool,
+    mut done: impl FnMut(&Sqe, Status),
+) {
+    for sqe in sq.iter().take(PREFETCH_COMMANDS) {
+        store.prefetch(sqe);
+    }
+    for (i, sqe) in sq.iter().enumerate() {
+        if let Some(ahead) = sq.get(i + PREFETCH_COMMANDS) {
+            store.prefetch(ahead);
+        }
+        if !postpone(store, sqe) {
+            let status = store.execute(sqe, memory);
+            done(sqe, status);
+        }
+    }
+    sq.clear();
+}
+
+/// Defers the command if it is long or has to wait. Returns whether it was deferred.
+#[inline]
+fn defer_if_long<S: CommandExecutor>(store: &S, sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
+    let is_long = S::HAS_LONG_COMMANDS && (S::is_long(sqe) || store.needs_wait(sqe));
+    if is_long {
+        long.push_back(*sqe);
+    }
+    is_long
+}
+
+impl<S: CommandExecutor> TimedQueueBackend for SoftwareQueue<S> {
+    const IS_SYNCHRONOUS: bool = true;
+
+    fn submitted_commands(&self) -> impl Iterator<Item = &Sqe> {
+        self.sq.iter()
+    }
+
+    #[inline]
+    fn ring_and_complete(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status)) {
+        let Self {
+            executor: store,
+            sq,
+            long_commands: long,
+            ..
+        } = self;
+        let postpone = |store: &S, sqe: &Sqe| defer_if_long(store, sqe, long);
+        execute_all(store, sq, memory, postpone, done);
+    }
+
+    fn deferred_commands(&self) -> impl Iterator<Item = &Sqe> {
+        self.long_commands.iter()
+    }
+}
+
+impl<S: CommandExecutor> HostBatch for &mut SoftwareQueue<S> {
+    #[inline]
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
+    #[inline]
+    fn submit(&mut self, sqe: &Sqe) {
+        debug_assert!(self.sq.len() < self.sq.capacity());
+        self.sq.push(*sqe);
+    }
+
+    #[inline]
+    fn ring(self, memory: HostMemory<'_>) {
+        let SoftwareQueue {
+            executor: store,
+            sq,
+            cq,
+            long_commands: long,
+            ..
+        } = self;
+        let postpone = |store: &S, sqe: &Sqe| defer_if_long(store, sqe, long);
+        execute_all(store, sq, memory, postpone, |sqe, status| {
+            cq.push(HostCompletion {
+                slot: sqe.cid().0,
+                status,
+                dw0: 0,
+            });
+        });
+    }
+}
+
+impl<S: CommandExecutor> HostQueue for SoftwareQueue<S> {
+    const COMPLETION_TIMING: CompletionTiming = CompletionTiming::Immediate;
+
+    type Commands = NvmCommands;
+
+    type Batch<'a>
+        = &'a mut Self
+    where
+        S: 'a;
+
+    #[inline]
+    fn batch(&mut self) -> &mut Self {
+        self
+    }
+
+    #[inline]
+    fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
+        if self.has_deferred_commands() {
+            self.execute_long_steps(memory);
+        }
+        for completion in self.cq.drain(..) {
+            taker.take(completion);
+        }
+    }
+
+    fn cut_short(&mut self) {
+        self.is_stopping = true;
+    }
+
+    fn drain(&mut self) -> bool {
+        true
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        None
+    }
+
+    /// Deferred commands count as due at once: a layer in front of this queue asks for `next_due`, but not for `puts_off`.
+    fn next_due(&self) -> Option<Ticks> {
+        self.has_deferred_commands().then_some(Ticks(0))
+    }
+
+    #[inline]
+    fn has_deferred_commands(&self) -> bool {
+        S::HAS_LONG_COMMANDS && !self.long_commands.is_empty()
+    }
+}

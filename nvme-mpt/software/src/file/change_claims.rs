@@ -1,0 +1,435 @@
+//! Mutual exclusion of writes within a lease, for read-modify-write of partial blocks. Leases share no block, so the exclusion
+//! covers all queues of one lease only.
+//!
+//! A partial change reads a block, modifies it and writes it back. It would undo another write that happens in between. Partial
+//! changes are rare. So while there are none, all other writes take a fast lane: each queue increments its own counter (its
+//! *lane*), and then checks for a partial change. A partial change is first announced, and then waits until each lane has been
+//! zero once. So at least one of the two sees the other.
+//!
+//! While there are partial changes, every change is entered in a list, in order of arrival. A change may begin when no earlier
+//! change in the list excludes it. Two changes exclude each other if they overlap and one of them is partial. A command holds
+//! at most one claim and waits for nothing else while holding one, so there is no deadlock.
+//!
+//! When a change arrives, the earlier changes that exclude it are counted. So checking whether a change may begin costs the
+//! same for any length of the list. Entering and removing a change cost more in a longer list, so the number of changes per
+//! queue is limited.
+
+use std::sync::{Arc, PoisonError};
+
+use crate::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, fence};
+
+/// A change of bytes of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct BlockChange {
+    pub(super) start: u64,
+    pub(super) end: u64,
+    /// True for a read-modify-write, which excludes every other change of the same blocks.
+    pub(super) is_partial: bool,
+}
+
+impl BlockChange {
+    fn has_conflict_with(&self, other: &Self) -> bool {
+        (self.is_partial || other.is_partial) && self.start < other.end && other.start < self.end
+    }
+}
+
+/// Permission of a command to change blocks, or its entry in the list while it waits.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) enum BlockChangeClaim {
+    /// No claim.
+    #[default]
+    None,
+    /// The change is counted in the queue's fast lane, and may begin.
+    FastLane,
+    /// The change has the list entry with this number.
+    Listed(u64),
+}
+
+/// Maximum number of list entries per queue. Commands that have already begun may exceed it.
+pub(super) const LISTED_MAX: usize = 64;
+
+/// The fast lane of one queue.
+#[derive(Debug)]
+pub(super) struct QueueFastLane {
+    /// Number of the queue's changes on the lane.
+    changes: AtomicUsize,
+    /// Number of the queue's changes in the list.
+    listed: AtomicUsize,
+    /// True if the queue has made transfers since the last call of [`FileFastLanes::take_transfers`].
+    has_transferred: AtomicBool,
+}
+
+/// The fast lanes of all queues of a file, for all leases.
+#[derive(Debug)]
+pub(super) struct FileFastLanes(Mutex<Vec<Arc<QueueFastLane>>>);
+
+impl Default for FileFastLanes {
+    fn default() -> Self {
+        Self(Mutex::new(Vec::new()))
+    }
+}
+
+impl FileFastLanes {
+    pub(super) fn add(&self, lane: &Arc<QueueFastLane>) {
+        self.lanes().push(lane.clone());
+    }
+
+    pub(super) fn remove(&self, lane: &Arc<QueueFastLane>) {
+        self.lanes().retain(|other| !Arc::ptr_eq(other, lane));
+    }
+
+    /// Returns whether any queue of the file made transfers since the last call.
+    pub(super) fn take_transfers(&self) -> bool {
+        let mut any = false;
+        for lane in &*self.lanes() {
+            any |= lane.has_transferred.swap(false, Ordering::Relaxed);
+        }
+        any
+    }
+
+    fn lanes(&self) -> MutexGuard<'_, Vec<Arc<QueueFastLane>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Debug)]
+struct ListedChange {
+    number: u64,
+    change: BlockChange,
+    /// Number of earlier changes in the list that exclude this change.
+    blocker_count: usize,
+    /// True once each lane has been seen empty since the change was listed. Only partial changes use this.
+    has_seen_lanes_empty: bool,
+}
+
+#[derive(Debug, Default)]
+struct ListedChanges {
+    /// Ordered by number.
+    entries: Vec<ListedChange>,
+    next_number: u64,
+    lanes: Vec<Arc<QueueFastLane>>,
+}
+
+/// The changes of one lease.
+#[derive(Debug)]
+pub(super) struct LeaseChangeClaims {
+    /// Number of partial changes in the list.
+    partial_count: AtomicUsize,
+    list: Mutex<ListedChanges>,
+}
+
+impl Default for LeaseChangeClaims {
+    fn default() -> Self {
+        Self {
+            partial_count: AtomicUsize::new(0),
+            list: Mutex::new(ListedChanges::default()),
+        }
+    }
+}
+
+impl LeaseChangeClaims {
+    /// Adds the lane of a queue.
+    pub(super) fn open_lane(&self) -> Arc<QueueFastLane> {
+        let lane = Arc::new(QueueFastLane {
+            changes: AtomicUsize::new(0),
+            listed: AtomicUsize::new(0),
+            has_transferred: AtomicBool::new(false),
+        });
+        self.list().lanes.push(lane.clone());
+        lane
+    }
+
+    pub(super) fn close_lane(&self, lane: &Arc<QueueFastLane>) {
+        self.list().lanes.retain(|other| !Arc::ptr_eq(other, lane));
+    }
+
+    /// Enters a change. If the second returned value is `true`, the change may begin at once. Otherwise, it may begin once
+    /// [`Self::may_begin`] returns `true`.
+    #[inline]
+    pub(super) fn enter(
+        &self,
+        lane: &QueueFastLane,
+        change: BlockChange,
+    ) -> (BlockChangeClaim, bool) {
+        if !change.is_partial {
+            add_to_counter(&lane.changes, 1);
+            fence(Ordering::SeqCst);
+            if self.partial_count.load(Ordering::Acquire) == 0 {
+                return (BlockChangeClaim::FastLane, true);
+            }
+            add_to_counter(&lane.changes, usize::MAX);
+        }
+        self.enter_list(lane, change)
+    }
+
+    #[cold]
+    fn enter_list(&self, lane: &QueueFastLane, change: BlockChange) -> (BlockChangeClaim, bool) {
+        let mut list = self.list();
+        add_to_counter(&lane.listed, 1);
+        if change.is_partial {
+            let partial = self.partial_count.load(Ordering::Relaxed);
+            self.partial_count.store(partial + 1, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+        }
+        let number = list.next_number;
+        list.next_number += 1;
+        let earlier = list.entries.iter();
+        let waits_for = earlier.filter(|entry| entry.change.has_conflict_with(&change));
+        let waits_for = waits_for.count();
+        list.entries.push(ListedChange {
+            number,
+            change,
+            blocker_count: waits_for,
+            has_seen_lanes_empty: false,
+        });
+        let begins = list.can_begin(number);
+        (BlockChangeClaim::Listed(number), begins)
+    }
+
+    /// Returns whether an entered change may begin.
+    pub(super) fn can_begin(&self, claim: &BlockChangeClaim) -> bool {
+        match claim {
+            BlockChangeClaim::None | BlockChangeClaim::FastLane => true,
+            BlockChangeClaim::Listed(number) => self.list().can_begin(*number),
+        }
+    }
+
+    /// Ends a change, or gives up waiting for it.
+    #[inline]
+    pub(super) fn leave(&self, lane: &QueueFastLane, claim: BlockChangeClaim) {
+        match claim {
+            BlockChangeClaim::None => {}
+            BlockChangeClaim::FastLane => add_to_counter(&lane.changes, usize::MAX),
+            BlockChangeClaim::Listed(number) => self.leave_list(lane, number),
+        }
+    }
+
+    #[cold]
+    fn leave_list(&self, lane: &QueueFastLane, number: u64) {
+        let mut list = self.list();
+        let Some(place) = list.find_index(number) else {
+            return;
+        };
+        let ListedChange { change, .. } = list.entries.remove(place);
+        add_to_counter(&lane.listed, usize::MAX);
+        for later in list.entries.iter_mut().skip(place) {
+            later.blocker_count -= usize::from(change.has_conflict_with(&later.change));
+        }
+        if change.is_partial {
+            let partial = self.partial_count.load(Ordering::Relaxed);
+            self.partial_count.store(partial - 1, Ordering::Release);
+        }
+    }
+
+    fn list(&self) -> MutexGuard<'_, ListedChanges> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ListedChanges {
+    fn find_index(&self, number: u64) -> Option<usize> {
+        let place = self
+            .entries
+            .binary_search_by_key(&number, |entry| entry.number);
+        place.ok()
+    }
+
+    fn can_begin(&mut self, number: u64) -> bool {
+        let place = self.find_index(number);
+        let Some(entry) = place.and_then(|place| self.entries.get_mut(place)) else {
+            return true;
+        };
+        if entry.change.is_partial && !entry.has_seen_lanes_empty {
+            // Lanes count only changes that began before this change was announced, because later ones use the list.
+            entry.has_seen_lanes_empty = self.lanes.iter().all(|lane| lane.is_empty());
+            if !entry.has_seen_lanes_empty {
+                return false;
+            }
+        }
+        entry.blocker_count == 0
+    }
+}
+
+impl QueueFastLane {
+    /// Returns whether the queue may start another command that may need a list entry.
+    #[inline]
+    pub(super) fn has_space(&self) -> bool {
+        self.listed.load(Ordering::Relaxed) < LISTED_MAX
+    }
+
+    fn is_empty(&self) -> bool {
+        self.changes.load(Ordering::Acquire) == 0
+    }
+
+    /// Records a transfer. Each queue has its own flag, so that queues do not contend.
+    #[inline]
+    pub(super) fn record_transfer(&self) {
+        self.has_transferred.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Adds to a counter of a lane, modulo 2^64. Only the lane's own queue writes it.
+#[inline]
+fn add_to_counter(number: &AtomicUsize, by: usize) {
+    let sum = number.load(Ordering::Relaxed).wrapping_add(by);
+    number.store(sum, Ordering::Release);
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn change(start: u64, end: u64, partial: bool) -> BlockChange {
+        BlockChange {
+            start,
+            end,
+            is_partial: partial,
+        }
+    }
+
+    #[test]
+    fn whole_blocks_exclude_nothing_but_partial_changes() {
+        let claims = LeaseChangeClaims::default();
+        let (a, b) = (claims.open_lane(), claims.open_lane());
+        let (first, begins) = claims.enter(&a, change(0, 8192, false));
+        assert!(begins && first == BlockChangeClaim::FastLane);
+        let (second, begins) = claims.enter(&b, change(0, 4096, false));
+        assert!(begins && second == BlockChangeClaim::FastLane);
+        // The newcomer does not know the blocks of the two writes.
+        let (partial, begins) = claims.enter(&a, change(65_536, 69_632, true));
+        assert!(!begins);
+        // From now on, other commands' blocks are known exactly.
+        let (third, begins) = claims.enter(&b, change(0, 65_536, false));
+        assert!(begins && third != BlockChangeClaim::FastLane);
+        let (fourth, begins) = claims.enter(&b, change(65_536, 131_072, false));
+        assert!(!begins);
+        claims.leave(&a, first);
+        assert!(!claims.can_begin(&partial));
+        claims.leave(&b, second);
+        assert!(claims.can_begin(&partial) && !claims.can_begin(&fourth));
+        claims.leave(&a, partial);
+        assert!(claims.can_begin(&fourth));
+        claims.leave(&b, third);
+        claims.leave(&b, fourth);
+        let (again, begins) = claims.enter(&b, change(65_536, 131_072, false));
+        assert!(begins && again == BlockChangeClaim::FastLane);
+    }
+
+    #[test]
+    fn partial_changes_take_turns_in_their_order() {
+        let claims = LeaseChangeClaims::default();
+        let lane = claims.open_lane();
+        let partial = change(0, 4096, true);
+        let (first, begins) = claims.enter(&lane, partial);
+        assert!(begins);
+        let (second, begins) = claims.enter(&lane, partial);
+        assert!(!begins);
+        let (third, begins) = claims.enter(&lane, change(0, 8192, false));
+        assert!(!begins);
+        let (fourth, begins) = claims.enter(&lane, change(4096, 8192, true));
+        assert!(!begins, "behind the third");
+        claims.leave(&lane, first);
+        assert!(claims.can_begin(&second) && !claims.can_begin(&third));
+        claims.leave(&lane, second);
+        assert!(claims.can_begin(&third) && !claims.can_begin(&fourth));
+        // A command that stops waiting blocks no others.
+        claims.leave(&lane, third);
+        assert!(claims.can_begin(&fourth));
+        claims.leave(&lane, fourth);
+        assert_eq!(claims.partial_count.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_queue_has_no_room_for_more_changes_than_so_many_in_the_list() {
+        let claims = LeaseChangeClaims::default();
+        let (lane, other) = (claims.open_lane(), claims.open_lane());
+        let (partial, begins) = claims.enter(&lane, change(0, 4096, true));
+        assert!(begins);
+        let whole = |_| {
+            assert!(lane.has_space());
+            let (claim, begins) = claims.enter(&lane, change(0, 4096, false));
+            assert!(!begins);
+            claim
+        };
+        let mut claimed: Vec<BlockChangeClaim> = (1..LISTED_MAX).map(whole).collect();
+        assert!(!lane.has_space() && other.has_space());
+        claims.leave(&lane, partial);
+        assert!(lane.has_space());
+        assert!(claimed.iter().all(|claim| claims.can_begin(claim)));
+        // Later commands wait for each remaining command.
+        let (partial, begins) = claims.enter(&other, change(0, 4096, true));
+        assert!(!begins);
+        while let Some(claim) = claimed.pop() {
+            assert!(!claims.can_begin(&partial));
+            claims.leave(&lane, claim);
+        }
+        assert!(claims.can_begin(&partial));
+        claims.leave(&other, partial);
+    }
+
+    #[test]
+    fn a_closed_lane_blocks_no_others() {
+        let claims = LeaseChangeClaims::default();
+        let (gone, lane) = (claims.open_lane(), claims.open_lane());
+        let (_, begins) = claims.enter(&gone, change(0, 4096, false));
+        assert!(begins);
+        let (partial, begins) = claims.enter(&lane, change(0, 4096, true));
+        assert!(!begins);
+        claims.close_lane(&gone);
+        assert!(claims.can_begin(&partial));
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_models {
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    /// A block that two queues change. loom reports concurrent accesses.
+    fn model(partial: [bool; 2]) {
+        loom::model(move || {
+            let claims = Arc::new(LeaseChangeClaims::default());
+            let block = Arc::new(UnsafeCell::new(0));
+            let change = move |claims: &LeaseChangeClaims,
+                               lane: &QueueFastLane,
+                               block: &UnsafeCell<u32>,
+                               partial| {
+                let change = BlockChange {
+                    start: 0,
+                    end: 4096,
+                    is_partial: partial,
+                };
+                let (claim, mut begins) = claims.enter(lane, change);
+                while !begins {
+                    thread::yield_now();
+                    begins = claims.can_begin(&claim);
+                }
+                #[expect(unsafe_code, reason = "an access that loom watches")]
+                // SAFETY: loom stops the model if two threads are here at the same time.
+                block.with_mut(|block| unsafe { *block += 1 });
+                claims.leave(lane, claim);
+            };
+            let lanes = [claims.open_lane(), claims.open_lane()];
+            let [mine, other] = lanes;
+            let thread = {
+                let (claims, block) = (claims.clone(), block.clone());
+                thread::spawn(move || change(&claims, &other, &block, partial[1]))
+            };
+            change(&claims, &mine, &block, partial[0]);
+            thread.join().expect("no panic");
+        });
+    }
+
+    #[test]
+    fn a_partial_change_and_a_whole_one_exclude_each_other() {
+        model([true, false]);
+    }
+
+    #[test]
+    fn two_partial_changes_exclude_each_other() {
+        model([true, true]);
+    }
+}

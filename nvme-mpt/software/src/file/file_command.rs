@@ -1,0 +1,420 @@
+//! State of a command in progress on a file drive.
+
+use std::sync::Arc;
+
+use super::SharedFile;
+use super::bounce_buffers::{BounceBuffer, BounceBufferSize};
+use super::change_claims::BlockChangeClaim;
+use super::extent_survey::ExtentSurvey;
+use super::io_mode::{FileIoMode, TransferBuffer, UNIT};
+use super::queue_syncs::SyncNumber;
+use super::uring::IoVectors;
+use crate::uncorrectable::UncorrectableMarkChange;
+use nvme_mpt::host::DataPointer;
+use nvme_mpt::host::HostMemory;
+use nvme_mpt_memory::RawBytes;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::Lba;
+use nvme_spec::nvm::{CompareVerify, CopyCommand, ReadWrite, WriteZeroes};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
+
+/// The next step of a command.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum FileCommandStep {
+    /// Complete the command.
+    #[default]
+    Done,
+    /// Wait until the write may begin, because other changes of the same blocks exclude it; see [`claims`](super::claims).
+    AwaitClaim,
+    /// Read a block of which the write changes only a part.
+    Fill,
+    /// Read, or continue a partly completed read.
+    Read,
+    /// Copy the read data from the bounce buffer to the guest.
+    Scatter,
+    /// Write, or continue a partly completed write.
+    Write,
+    /// Join a sync, see [`syncs`](super::syncs).
+    Flush,
+    /// Sync the file.
+    Sync,
+    /// Sync the companion file, if the drive has one.
+    SyncCompanion,
+    /// Zero the next part of a range.
+    Zero,
+    /// Wait for the survey that tells the allocated extents of the range, see [`survey`](super::survey).
+    AwaitSurvey,
+    /// Wait until it is the queue's turn to process a slice of the file, see [`slices`](super::slices).
+    AwaitTurn,
+    /// Wait until no other change excludes the slice.
+    AwaitSliceClaim,
+    /// Make the file system zero or deallocate a slice.
+    ZeroSlice,
+    /// Compare the read data with the guest's data.
+    Compare,
+    /// Read the next source range of a Copy, or write the data that was read from it.
+    CopyRange,
+    /// Deallocate the next range.
+    DeallocateRange,
+    /// Clear the unreadable-block marks of written blocks, after the data is durable.
+    ClearMarks,
+    /// Wait until the ledger has stored a change of unreadable-block marks.
+    AwaitMarks,
+}
+
+/// A method of zeroing a range.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum ZeroingMethod {
+    /// The file system zeroes the range and keeps it allocated.
+    #[default]
+    ZeroRange,
+    /// The file system deallocates the range.
+    PunchHole,
+    /// The queue writes zeroes with ordinary write requests.
+    WriteZeroes,
+}
+
+/// Progress of zeroing a range.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct RangeZeroing {
+    pub(super) start: u64,
+    /// Offset of the first byte that is not zeroed yet.
+    pub(super) offset: u64,
+    pub(super) end: u64,
+    /// True if some bytes before `at` were not deallocated and keep their data. This is permitted, because deallocation is
+    /// advice.
+    pub(super) has_skipped_data: bool,
+    pub(super) method: ZeroingMethod,
+    /// The step after the whole range is zeroed.
+    pub(super) next_step: FileCommandStep,
+    /// Number of bytes of the present slice.
+    pub(super) slice_bytes: u64,
+    /// Weight of the present slice, by which its duration is limited, see [`survey`](super::survey). Without a survey, the
+    /// number of its bytes.
+    pub(super) slice_weight: u64,
+    /// True if slices are sized without a survey from now on.
+    pub(super) is_unsurveyed: bool,
+    /// True if this command has taken the file's turn.
+    pub(super) has_turn: bool,
+    /// Time when the present slice began.
+    pub(super) slice_start: Ticks,
+}
+
+/// A command in progress.
+#[derive(Debug, Default)]
+pub(super) struct FileCommand {
+    pub(super) sqe: Sqe,
+    pub(super) next_step: FileCommandStep,
+    /// The step after a transfer.
+    pub(super) after_transfer: FileCommandStep,
+    /// The step after the guest has received the read data from the bounce buffer.
+    pub(super) after_scatter: FileCommandStep,
+    /// Offset in the file of the next byte to transfer.
+    pub(super) offset: u64,
+    /// Offset in the file of the command's data.
+    pub(super) data_offset: u64,
+    /// Remaining memory parts of the command's data.
+    pub(super) vectors: IoVectors,
+    /// Start and end of the bytes of the file that the bounce buffer holds. `None` if the transfer does not use a bounce
+    /// buffer.
+    pub(super) staged: Option<(u64, u64)>,
+    /// The part of the bounce buffer that the kernel transfers.
+    pub(super) stage: IoVectors,
+    /// Start and end of each block that the write changes only in part, and which must first be read into the bounce buffer.
+    pub(super) fills: [Option<(u64, u64)>; 2],
+    pub(super) bounce: Option<BounceBuffer>,
+    pub(super) claim: BlockChangeClaim,
+    pub(super) zeroing: RangeZeroing,
+    /// The survey for the next bytes of the range, and the time when it was requested.
+    pub(super) survey: Option<(Arc<ExtentSurvey>, Ticks)>,
+    /// Time at which the command stops waiting for its turn, see [`slices`](super::slices).
+    pub(super) turn_deadline: Ticks,
+    /// First block and number of blocks whose unreadable-block marks must be cleared.
+    pub(super) blocks_to_unmark: (u64, u64),
+    /// The change of unreadable-block marks that the command waits for.
+    pub(super) mark_change: Option<UncorrectableMarkChange>,
+    /// The steps after a sync of the file and after a change of marks.
+    pub(super) after_sync: FileCommandStep,
+    pub(super) after_marks: FileCommandStep,
+    /// Number of the first sync that covers a Flush.
+    pub(super) needed_sync: SyncNumber,
+    /// Number of the sync that a Flush performs; `None` if the Flush waits for another command's sync.
+    pub(super) led_sync: Option<SyncNumber>,
+    /// Number of processed ranges of the command, and the sum of their bytes.
+    pub(super) processed_ranges: usize,
+    pub(super) processed_bytes: usize,
+    /// True if a request of this command is pending in the kernel.
+    pub(super) is_requested: bool,
+    /// The queue's count of age checks when the request was made. If the kernel returned the request undone and it was
+    /// repeated, the count at the first attempt.
+    pub(super) requested_at_check: u32,
+    /// True if the pending request is overdue and its cancellation was requested.
+    pub(super) is_overdue: bool,
+    /// Number of times that an overdue request was repeated.
+    pub(super) repeat_count: u8,
+}
+
+impl FileCommand {
+    /// Resets the state for a new command.
+    pub(super) fn reset(&mut self, sqe: &Sqe) {
+        self.sqe = *sqe;
+        self.vectors.clear();
+        self.staged = None;
+        self.fills = [None; 2];
+        self.survey = None;
+        (self.processed_ranges, self.processed_bytes) = (0, 0);
+        (self.is_requested, self.is_overdue, self.repeat_count) = (false, false, 0);
+        self.mark_change = None;
+        (self.after_sync, self.after_marks) = (FileCommandStep::Done, FileCommandStep::Done);
+    }
+
+    /// Selects part of the data memory as the command's data.
+    pub(super) fn use_data(&mut self, offset: usize, len: usize) -> Result<(), Status> {
+        let bytes = self
+            .bounce
+            .as_ref()
+            .and_then(|bounce| bounce.data(offset, len));
+        self.vectors.push(bytes.ok_or(Status::INTERNAL_ERROR)?);
+        Ok(())
+    }
+
+    /// Selects the part of the bounce buffer for `start..end` of the file as the next transfer.
+    pub(super) fn use_stage(&mut self, start: u64, end: u64) -> Result<(), Status> {
+        let (base, _) = self.staged.ok_or(Status::INTERNAL_ERROR)?;
+        let bytes = self
+            .bounce
+            .as_ref()
+            .and_then(|bounce| bounce.stage((start - base) as usize, (end - start) as usize));
+        self.stage.clear();
+        self.stage.push(bytes.ok_or(Status::INTERNAL_ERROR)?);
+        self.offset = start;
+        Ok(())
+    }
+
+    /// Returns the part of the bounce buffer that holds the command's data.
+    pub(super) fn staged_data(&self) -> Result<RawBytes<'_>, Status> {
+        let (base, _) = self.staged.ok_or(Status::INTERNAL_ERROR)?;
+        let at = (self.data_offset - base) as usize;
+        self.bounce
+            .as_ref()
+            .and_then(|bounce| bounce.stage(at, self.vectors.len()))
+            .ok_or(Status::INTERNAL_ERROR)
+    }
+
+    /// Prepares a write of `len` bytes as planned.
+    pub(super) fn stage_write(&mut self, plan: TransferBuffer, len: u64) {
+        let TransferBuffer::Staged { start, end } = plan else {
+            self.staged = None;
+            return;
+        };
+        self.staged = Some((start, end));
+        let head = start != self.data_offset;
+        let tail = end != self.data_offset + len;
+        // The last block of a file may be short.
+        let last = (end - 1) - (end - 1) % UNIT;
+        self.fills = match (head, tail) {
+            (false, false) => [None; 2],
+            _ if end - start <= 2 * UNIT => [Some((start, end)), None],
+            (head, tail) => [
+                head.then_some((start, start + UNIT)),
+                tail.then_some((last, end)),
+            ],
+        };
+    }
+
+    /// Returns whether success of the command promises that data is durable. This holds for a Flush and for writes with FUA,
+    /// whose bit Write, Write Zeroes and Copy have in the same place.
+    pub(super) fn needs_durability(&self) -> bool {
+        match NvmOpcode(self.sqe.opcode()) {
+            NvmOpcode::FLUSH => true,
+            NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES | NvmOpcode::COPY => {
+                ReadWrite::from(&self.sqe).fua
+            }
+            _ => false,
+        }
+    }
+
+    /// Returns the bounce memory that a command needs to start.
+    pub(super) fn needed_bounce_buffer(
+        &self,
+        file: &SharedFile,
+        plan: TransferBuffer,
+    ) -> Option<BounceBufferSize> {
+        match NvmOpcode(self.sqe.opcode()) {
+            NvmOpcode::COMPARE | NvmOpcode::VERIFY | NvmOpcode::COPY => {
+                Some(BounceBufferSize::Large)
+            }
+            // For partial blocks at both ends of a range.
+            NvmOpcode::WRITE_ZEROES => {
+                let WriteZeroes { slba, nlb_z, .. } = WriteZeroes::from(&self.sqe);
+                let ends = (slba.0 | (u64::from(nlb_z) + 1)) << file.lba_shift;
+                (file.io_mode != FileIoMode::Cached && !ends.is_multiple_of(UNIT))
+                    .then_some(BounceBufferSize::Small)
+            }
+            NvmOpcode::DATASET_MANAGEMENT => {
+                (file.io_mode != FileIoMode::Cached).then_some(BounceBufferSize::Small)
+            }
+            _ => match plan {
+                TransferBuffer::InPlace => None,
+                TransferBuffer::Staged { start, end } => {
+                    Some(BounceBufferSize::from_stage_bytes((end - start) as usize))
+                }
+            },
+        }
+    }
+
+    /// Returns whether the command will make further requests, or has not made its first one.
+    pub(super) fn has_more_requests(&self) -> bool {
+        match self.next_step {
+            FileCommandStep::Done | FileCommandStep::Compare | FileCommandStep::Scatter => false,
+            FileCommandStep::Zero => self.zeroing.offset < self.zeroing.end,
+            _ => true,
+        }
+    }
+
+    /// Returns the end offset in the file of the bytes that the next request accesses; for a slice, the end of the whole range.
+    pub(super) fn request_end(&self) -> u64 {
+        match self.next_step {
+            FileCommandStep::Read | FileCommandStep::Fill | FileCommandStep::Write => {
+                let vectors = match self.staged {
+                    Some(_) => &self.stage,
+                    None => &self.vectors,
+                };
+                self.offset + vectors.len() as u64
+            }
+            FileCommandStep::ZeroSlice => self.zeroing.end,
+            _ => 0,
+        }
+    }
+
+    /// Returns whether the data that was read equals the guest's data.
+    pub(super) fn is_data_equal(
+        &self,
+        lba_shift: u8,
+        memory: HostMemory<'_>,
+    ) -> Result<bool, Status> {
+        let bounce = self.bounce.as_ref().ok_or(Status::INTERNAL_ERROR)?;
+        let (mut done, mut equal) = (0, true);
+        let len = (u64::from(CompareVerify::from(&self.sqe).nlb_z) + 1) << lba_shift;
+        DataPointer::from_sqe(&self.sqe).for_each_piece(memory, len, |part: RawBytes<'_>| {
+            equal &= bounce
+                .data(done, part.len())
+                .is_some_and(|read| read.equals(part));
+            done += part.len();
+        })?;
+        Ok(equal)
+    }
+
+    /// Returns the first block and the number of blocks that a writing command has written.
+    fn written_blocks(&self, file: &SharedFile) -> Option<(Lba, u64)> {
+        match NvmOpcode(self.sqe.opcode()) {
+            NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES => {
+                let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(&self.sqe);
+                Some((slba, u64::from(nlb_z) + 1))
+            }
+            NvmOpcode::COPY => {
+                let CopyCommand { sdlba, .. } = CopyCommand::from(&self.sqe);
+                Some((sdlba, self.processed_bytes as u64 >> file.lba_shift))
+            }
+            _ => None,
+        }
+    }
+
+    /// If blocks that the command has written have unreadable-block marks, clears the marks before the command completes.
+    /// Returns whether there are such marks.
+    #[cold]
+    pub(super) fn clear_written_marks(&mut self, file: &SharedFile) -> bool {
+        self.written_blocks(file)
+            .is_some_and(|(Lba(start), count)| {
+                self.clear_marks(file, (start, count), FileCommandStep::Done)
+            })
+    }
+
+    /// Clears the unreadable-block marks of some blocks and then continues with `then`. Returns whether there are such marks.
+    /// The data becomes durable first, so that after a power failure no readable block has data from before the mark.
+    pub(super) fn clear_marks(
+        &mut self,
+        file: &SharedFile,
+        blocks: (u64, u64),
+        then: FileCommandStep,
+    ) -> bool {
+        let has_marks = file.uncorrectable.needs_clear(blocks.0, blocks.1);
+        if has_marks {
+            self.blocks_to_unmark = blocks;
+            (self.after_sync, self.after_marks) = (FileCommandStep::ClearMarks, then);
+            self.next_step = FileCommandStep::Sync;
+        }
+        has_marks
+    }
+
+    /// Returns whether the command is a deallocation, which is advice (NVM 1.0, section 3.2.3.1): a range that cannot be
+    /// deallocated keeps its data, and the command succeeds.
+    pub(super) fn is_advice(&self) -> bool {
+        NvmOpcode(self.sqe.opcode()) == NvmOpcode::DATASET_MANAGEMENT
+    }
+
+    /// Returns whether the next bytes of the range must be surveyed before the next slice.
+    pub(super) fn needs_survey(&mut self) -> bool {
+        let RangeZeroing {
+            offset: at,
+            method: means,
+            is_unsurveyed: is_blind,
+            ..
+        } = self.zeroing;
+        if means != ZeroingMethod::PunchHole || is_blind {
+            return false;
+        }
+        let known = self
+            .survey
+            .as_ref()
+            .and_then(|(survey, _)| survey.extents());
+        let reaches = known.is_some_and(|extents| extents.is_covered(at));
+        if !reaches {
+            self.survey = None;
+        }
+        !reaches
+    }
+
+    /// Returns the step after a command's zeroes are written.
+    pub(super) fn step_after_zeroes(&self) -> FileCommandStep {
+        if WriteZeroes::from(&self.sqe).fua {
+            FileCommandStep::Sync
+        } else {
+            FileCommandStep::Done
+        }
+    }
+}
+
+/// Maps a kernel error in a step of a command to a status.
+pub(super) fn status_from_errno(errno: i32, step: FileCommandStep) -> Status {
+    match errno {
+        // A hole could not be filled: the storage is full, or a limit of the user or of the process (RLIMIT_FSIZE) is reached.
+        libc::ENOSPC | libc::EDQUOT | libc::EFBIG => Status::CAPACITY_EXCEEDED,
+        libc::EFAULT => Status::DATA_TRANSFER_ERROR,
+        libc::ENOMEM | libc::EAGAIN | libc::EINTR | libc::ECANCELED => Status::INTERNAL_ERROR,
+        // Includes reads of a Copy.
+        _ if step == FileCommandStep::Read => Status::UNRECOVERED_READ_ERROR,
+        _ => Status::WRITE_FAULT,
+    }
+}
+
+/// Returns whether a deallocation failed without changing the range, because the file system cannot deallocate at all or at
+/// present.
+pub(super) fn is_harmless_errno(errno: i32) -> bool {
+    matches!(
+        errno,
+        libc::EOPNOTSUPP
+            | libc::ENOSYS
+            | libc::EINVAL
+            | libc::EPERM
+            | libc::EACCES
+            | libc::EBUSY
+            | libc::ETXTBSY
+            | libc::EFBIG
+            | libc::ENOSPC
+            | libc::EDQUOT
+            | libc::ENOMEM
+    )
+}

@@ -1,0 +1,143 @@
+//! Pages of a file in memory (tmpfs), which commands copy from and to without the kernel.
+//!
+//! The file is mapped. Reading a hole through the mapping would allocate memory, and writing into a hole of a full tmpfs would
+//! raise SIGBUS. So commands copy only if all pages are known to be resident. The kernel performs all other transfers: it reads
+//! holes as zeroes and reports a full file system.
+//!
+//! After a write by the kernel, its pages are known to be resident. After a read by the kernel, a system call checks whether
+//! the pages are resident. If such a check finds no resident page, the rest of the batch is not checked. So holes cost one
+//! check per batch. A deallocation marks pages as not resident. If another process deallocates a page, it still counts as
+//! resident, and the first copy allocates it again.
+//!
+//! SIGBUS therefore means that the file was truncated or that a page is damaged. The signal handler maps zeroes in place of the
+//! page and marks the mapping as lost. The command that caused the signal and all later ones then use the kernel, which reports
+//! the error.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use log::warn;
+
+use super::io_mode::UNIT;
+use super::kernel::{self, File, next_data};
+use nvme_mpt_memory::{Mapping, RawBytes};
+
+/// The mapped pages of a file.
+#[derive(Debug)]
+pub(super) struct MappedFilePages {
+    mapping: Mapping,
+    /// Bitmap with a bit for each [`UNIT`] of the file: 1 if it is known to be resident.
+    resident: Box<[AtomicU64]>,
+    is_reported: AtomicBool,
+}
+
+impl MappedFilePages {
+    /// Maps a whole file. Returns `None` if that fails, for example for a sealed file or without address space.
+    pub(super) fn map(file: &File, bytes: u64) -> Option<Self> {
+        let len = usize::try_from(bytes).ok()?;
+        let mapping = kernel::map(file, len).ok()?;
+        let words = bytes.div_ceil(UNIT).div_ceil(64);
+        Some(Self {
+            mapping,
+            resident: (0..words).map(|_| AtomicU64::new(0)).collect(),
+            is_reported: AtomicBool::new(false),
+        })
+    }
+
+    /// Returns these bytes of the file if all of their pages are known to be resident.
+    #[inline]
+    pub(super) fn bytes(&self, offset: u64, len: usize) -> Option<RawBytes<'_>> {
+        let mut words = BitmapWords::new(offset, len as u64);
+        let there = words.all(|(word, bits)| {
+            let there = self.resident.get(word);
+            there.is_some_and(|there| there.load(Ordering::Relaxed) & bits == bits)
+        });
+        if !there || self.is_lost() {
+            return None;
+        }
+        self.mapping.bytes(usize::try_from(offset).ok()?, len)
+    }
+
+    /// Returns whether a page was lost. If so, data that commands have copied may be lost.
+    #[inline]
+    pub(super) fn is_lost(&self) -> bool {
+        self.mapping.is_lost()
+    }
+
+    /// Logs once that pages were lost.
+    #[cold]
+    pub(super) fn log_loss(&self, path: &Path) {
+        if !self.is_reported.swap(true, Ordering::Relaxed) {
+            warn!(
+                "Pages of {} are gone: it was cut short, or its memory is damaged. From now on, the kernel makes all \
+                 transfers of the file, which takes longer",
+                path.display()
+            );
+        }
+    }
+
+    /// Records that the kernel wrote these bytes.
+    pub(super) fn mark_resident(&self, offset: u64, len: u64) {
+        for (word, bits) in BitmapWords::new(offset, len) {
+            if let Some(there) = self.resident.get(word) {
+                there.fetch_or(bits, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Marks pages as not resident before a deallocation.
+    pub(super) fn mark_absent(&self, offset: u64, len: u64) {
+        for (word, bits) in BitmapWords::new(offset, len) {
+            if let Some(there) = self.resident.get(word) {
+                there.fetch_and(!bits, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Checks which pages of these bytes are resident. Returns whether any is.
+    pub(super) fn check_residency(&self, file: &File, offset: u64, len: u64) -> bool {
+        let (mut at, end) = (offset, offset + len);
+        let mut found = false;
+        while at < end
+            && let Ok(Some(data)) = next_data(file, at)
+            && data < end
+        {
+            self.mark_resident(data, 1);
+            found = true;
+            at = data - data % UNIT + UNIT;
+        }
+        found
+    }
+}
+
+/// Iterator over the words of the bitmap that cover a range of bytes. For each word, returns a mask of the bits in the range.
+struct BitmapWords {
+    /// First bit that remains, and the end of the bits.
+    next: u64,
+    end: u64,
+}
+
+impl BitmapWords {
+    fn new(offset: u64, len: u64) -> Self {
+        Self {
+            next: offset / UNIT,
+            end: (offset + len).div_ceil(UNIT),
+        }
+    }
+}
+
+impl Iterator for BitmapWords {
+    type Item = (usize, u64);
+
+    #[inline]
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.next >= self.end {
+            return None;
+        }
+        let (word, first) = (self.next / 64, self.next % 64);
+        let count = (self.end - self.next).min(64 - first);
+        self.next += count;
+        let bits = (u64::MAX >> (64 - count)) << first;
+        Some((usize::try_from(word).ok()?, bits))
+    }
+}

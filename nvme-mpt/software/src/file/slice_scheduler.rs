@@ -1,0 +1,260 @@
+//! Scheduling of long deallocations and zeroing in slices. While the kernel deallocates or zeroes a range, it excludes all
+//! other I/O of the file. So a range is processed in slices that take about a third of a millisecond each. While other commands
+//! use the file, pauses between slices leave most of the file's time to them.
+//!
+//! The length of a slice is [learned](SliceLength).
+
+use std::collections::VecDeque;
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use crate::sync::{Mutex, MutexGuard};
+use nvme_guest::adaptive::{PolicyChoice, SliceLength};
+use nvme_mpt_memory::clock::{TickRate, Ticks, ticks_in};
+
+/// Duration of the pause after a slice while other commands use the file, as a multiple of the slice's duration. The other
+/// commands get 80 % of the file's time, as long as slices take at most 12 ms.
+const SHARED_PAUSE_FACTOR: u64 = 4;
+
+/// Maximum pause. Without a maximum, a command of many short ranges would exceed its timeout on slow storage.
+const PAUSE_MAX: Duration = Duration::from_millis(50);
+
+/// Time after the last transfer until the file counts as unused by other commands.
+const IDLE_TIME: Duration = Duration::from_millis(100);
+
+/// Time for which a free turn is reserved for the first queue in line. Each waiting queue checks for its turn every 250 us.
+const RESERVATION_TIME: Duration = Duration::from_millis(5);
+
+/// Assigns the turns of one file. A turn is the permission to process one slice, and only one queue has it at a time. Queues
+/// get the turn in the order in which they asked.
+#[derive(Debug)]
+pub(super) struct SliceScheduler {
+    state: Mutex<SliceSchedulerState>,
+    pause_max_ticks: u64,
+    idle_ticks: u64,
+    reservation_ticks: u64,
+}
+
+#[derive(Debug)]
+struct SliceSchedulerState {
+    is_taken: bool,
+    slice_length: SliceLength,
+    /// No slice begins before this moment.
+    free_at: u64,
+    /// Until this time, other commands count as using the file.
+    shared_until: u64,
+    /// Waiting queues, in order. Each queue is in the line once.
+    wait_queue: VecDeque<SliceWaiter>,
+    /// Time when the turn was first seen free without being taken by the first queue in line.
+    offered_at: Option<Ticks>,
+}
+
+/// Identifies a queue in the line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SliceWaiter(pub(super) usize);
+
+impl SliceScheduler {
+    pub(super) fn new(slices: PolicyChoice) -> Self {
+        Self {
+            state: Mutex::new(SliceSchedulerState {
+                is_taken: false,
+                slice_length: SliceLength::new(slices, TickRate::measured()),
+                free_at: 0,
+                shared_until: 0,
+                wait_queue: VecDeque::new(),
+                offered_at: None,
+            }),
+            pause_max_ticks: ticks_in(PAUSE_MAX),
+            idle_ticks: ticks_in(IDLE_TIME),
+            reservation_ticks: ticks_in(RESERVATION_TIME),
+        }
+    }
+
+    /// Takes the turn for a queue and returns the maximum weight of its slice. If the turn is taken, the pause is not over, or
+    /// another queue is first in line, puts the queue in line and returns `None`.
+    pub(super) fn take_turn(&self, now: Ticks, queue: SliceWaiter) -> Option<u64> {
+        let mut state = self.state();
+        if state.is_taken || now.0 < state.free_at {
+            state.enqueue(queue);
+            return None;
+        }
+        if let Some(first) = state.wait_queue.front().copied()
+            && first != queue
+        {
+            state.enqueue(queue);
+            let offered = *state.offered_at.get_or_insert(now);
+            if now.since(offered) >= self.reservation_ticks {
+                // The first queue did not take its turn in time.
+                state.leave(first);
+            }
+            return None;
+        }
+        state.leave(queue);
+        state.is_taken = true;
+        Some(state.slice_length.bytes())
+    }
+
+    /// Returns a turn that was not used.
+    pub(super) fn cancel_turn(&self) {
+        self.state().is_taken = false;
+    }
+
+    /// Removes a queue from the line.
+    pub(super) fn leave(&self, queue: SliceWaiter) {
+        self.state().leave(queue);
+    }
+
+    /// Returns the turn after a slice of weight `bytes` ([`survey`](super::survey)). `transfers` tells whether other commands
+    /// have made transfers of the file since the last slice.
+    pub(super) fn end_turn(&self, bytes: u64, began: Ticks, now: Ticks, transfers: bool) {
+        let took = now.since(began);
+        let mut state = self.state();
+        if transfers {
+            state.shared_until = now.0 + self.idle_ticks;
+        }
+        let is_shared = now.0 < state.shared_until;
+        let pause = match is_shared {
+            true => took.saturating_mul(SHARED_PAUSE_FACTOR),
+            false if bytes == 0 => 0,
+            false => took,
+        };
+        // A hole says nothing about the speed of deallocating extents.
+        if bytes > 0 {
+            state.slice_length.on_slice_done(bytes, took, is_shared);
+        }
+        state.free_at = now.0 + pause.min(self.pause_max_ticks);
+        state.is_taken = false;
+    }
+
+    fn state(&self) -> MutexGuard<'_, SliceSchedulerState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_taken(&self) -> bool {
+        self.state().is_taken
+    }
+}
+
+impl SliceSchedulerState {
+    fn enqueue(&mut self, queue: SliceWaiter) {
+        if !self.wait_queue.contains(&queue) {
+            self.wait_queue.push_back(queue);
+        }
+    }
+
+    fn leave(&mut self, queue: SliceWaiter) {
+        if self.wait_queue.front() == Some(&queue) {
+            self.offered_at = None;
+        }
+        self.wait_queue.retain(|other| *other != queue);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Size of the first slice in bytes.
+    const FIRST: u64 = 256 << 10;
+
+    /// Returns the duration that a slice should have, in ticks.
+    fn target() -> u64 {
+        ticks_in(Duration::from_micros(300))
+    }
+
+    const ONE: SliceWaiter = SliceWaiter(1);
+    const OTHER: SliceWaiter = SliceWaiter(2);
+
+    #[test]
+    fn one_slice_at_a_time() {
+        let turns = SliceScheduler::new(PolicyChoice::Learned);
+        let began = Ticks(1000);
+        assert_eq!(turns.take_turn(began, ONE), Some(FIRST));
+        assert_eq!(turns.take_turn(began, ONE), None);
+        let now = Ticks(1000 + target());
+        turns.end_turn(FIRST, began, now, false);
+        // If nothing else uses the file, the pause is as long as the slice.
+        let next = Ticks(now.0 + target());
+        assert_eq!(turns.take_turn(Ticks(next.0 - 1), ONE), None);
+        assert_eq!(turns.take_turn(next, ONE), Some(FIRST));
+        turns.cancel_turn();
+        assert_eq!(turns.take_turn(next, ONE), Some(FIRST));
+    }
+
+    #[test]
+    fn queues_have_turns_in_the_order_in_which_they_asked() {
+        let turns = SliceScheduler::new(PolicyChoice::Learned);
+        let now = Ticks(1000);
+        assert!(turns.take_turn(now, ONE).is_some());
+        assert!(turns.take_turn(now, OTHER).is_none());
+        assert!(turns.take_turn(now, ONE).is_none());
+        turns.cancel_turn();
+        assert!(
+            turns.take_turn(now, ONE).is_none(),
+            "it is the other's turn"
+        );
+        assert!(turns.take_turn(now, OTHER).is_some());
+        turns.cancel_turn();
+        assert!(turns.take_turn(now, OTHER).is_none());
+        assert!(turns.take_turn(now, ONE).is_some());
+        turns.cancel_turn();
+        // A queue that does not take its turn, and a queue that left, block no others.
+        assert!(turns.take_turn(now, ONE).is_none());
+        let later = Ticks(now.0 + turns.reservation_ticks);
+        assert!(turns.take_turn(later, ONE).is_none());
+        assert!(turns.take_turn(later, ONE).is_some());
+        assert!(turns.take_turn(later, OTHER).is_none());
+        turns.cancel_turn();
+        turns.leave(OTHER);
+        assert!(turns.take_turn(later, ONE).is_some());
+    }
+
+    #[test]
+    fn others_have_four_fifths_of_the_time_while_they_use_the_file() {
+        let turns = SliceScheduler::new(PolicyChoice::Learned);
+        let pause = |took: u64, began: u64, transfers| {
+            turns
+                .take_turn(Ticks(began), ONE)
+                .expect("its pause is over");
+            let now = began + took;
+            turns.end_turn(FIRST, Ticks(began), Ticks(now), transfers);
+            turns.state().free_at - now
+        };
+        let took = target();
+        assert_eq!(pause(took, 0, true), 4 * took);
+        // This also applies for a while after a slice without transfers.
+        assert_eq!(pause(took, 10 * took, false), 4 * took);
+        let later = 20 * took + turns.idle_ticks;
+        assert_eq!(pause(took, later, false), took);
+        let slow = 100 * turns.pause_max_ticks;
+        assert_eq!(pause(slow, 2 * later, true), turns.pause_max_ticks);
+    }
+
+    #[test]
+    fn slices_are_short_while_others_use_the_file() {
+        let turns = SliceScheduler::new(PolicyChoice::Learned);
+        let mut now = 0;
+        let mut longest = |transfers| {
+            for _ in 0..20 {
+                now += 10 * turns.idle_ticks;
+                let bytes = turns.take_turn(Ticks(now), ONE).expect("it is free");
+                turns.end_turn(bytes, Ticks(now), Ticks(now + 1), transfers);
+            }
+            turns.state().slice_length.bytes()
+        };
+        assert_eq!(longest(false), 2 << 20);
+        assert_eq!(longest(true), FIRST);
+    }
+
+    #[test]
+    fn slices_of_a_fixed_length_stay() {
+        let turns = SliceScheduler::new(PolicyChoice::Fixed);
+        for began in [0, 100 * turns.pause_max_ticks] {
+            assert_eq!(turns.take_turn(Ticks(began), ONE), Some(FIRST));
+            let now = Ticks(began + turns.pause_max_ticks);
+            turns.end_turn(FIRST, Ticks(began), now, true);
+        }
+        assert_eq!(turns.state().slice_length.bytes(), FIRST);
+    }
+}

@@ -1,0 +1,63 @@
+//! Configuration of an attachment.
+
+use std::sync::Arc;
+
+use nvme_guest::adaptive::AdaptivePolicies;
+use nvme_guest::backend::{PersistedBackendFiles, PersistedBackendParts};
+use nvme_guest::dma::MemoryKinds;
+use nvme_guest::doorbell::{DoorbellMode, DoorbellStride};
+use nvme_guest::host::Mdts;
+use nvme_guest::interrupt::EventReader;
+use nvme_guest::rate_limit::RateLimits;
+use nvme_lease::Lease;
+
+use crate::drive::Drive;
+use crate::drive::QueuePairReservation;
+use crate::poller::{PollPolicy, PollerPool};
+
+/// Configuration for attaching a guest controller.
+#[derive(Debug)]
+pub struct LocalBackendConfig {
+    /// Drive of the lease.
+    pub drive: Arc<Drive>,
+    /// Lease of ranges of the drive.
+    pub lease: Lease,
+    /// Number of I/O queue pairs: 1 to [`DoorbellStride::queue_pairs_max`].
+    pub queue_pairs: u16,
+    /// Queue pairs of the drive that are reserved for the lease.
+    pub reservation: Option<QueuePairReservation>,
+    /// Maximum data transfer size of a command; the drive's own if not given.
+    pub mdts: Option<Mdts>,
+    /// Path of doorbell writes to the pollers.
+    pub doorbells: DoorbellMode,
+    /// Distance between doorbells.
+    pub doorbell_stride: DoorbellStride,
+    /// Polling policy of the queues.
+    pub poll: PollPolicy,
+    /// Choices of the adaptive policies; those [of the drive](AdaptivePolicies::of_drive) are set when the drive is opened.
+    pub adaptive: AdaptivePolicies,
+    /// Pollers of the process.
+    pub pollers: Arc<PollerPool>,
+    /// Kinds of files that may hold the VM's memory.
+    pub memory: MemoryKinds,
+    /// Maximum bytes that may be mapped if memory is pinned; all memory of the host if not given.
+    pub memory_limit: Option<u64>,
+    /// Limits of I/Os and bytes per second for all queues together, and the lease's weight.
+    pub rates: RateLimits,
+    /// Serial Number to report instead of the lease's own, up to 20 ASCII characters.
+    pub serial: Option<String>,
+}
+
+/// Source of the parts that a function and its back end share.
+#[derive(Debug)]
+pub enum SharedBackendPartsSource {
+    /// The function is in this process and ends with it.
+    Own,
+    /// The function is new and in another process. Its queues have in-flight tracking.
+    Outliving(EventReader),
+    /// The function kept the parts of a process that ended. These parts are untrusted.
+    Persisted(PersistedBackendParts, EventReader),
+    /// The function is in this process and continues in the next one. Its queues have in-flight tracking. The files come from
+    /// the old server, if there was one, and are untrusted.
+    Continued(Option<PersistedBackendFiles>),
+}

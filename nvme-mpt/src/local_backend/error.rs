@@ -1,0 +1,94 @@
+//! Errors of an attachment and its queues.
+
+use std::io;
+
+use nvme_guest::host::Mdts;
+use nvme_lease::range::{ByteRange, ByteSize};
+use nvme_lease::{LeaseError, LeaseExtents};
+
+use crate::drive::HostLeaseError;
+use crate::poller::NoSuchProcessor;
+
+/// Reason why a guest controller cannot attach.
+#[derive(Debug, thiserror::Error)]
+pub enum LocalBackendError {
+    /// The number of queue pairs is 0 or above the maximum.
+    #[error("{queue_pairs} I/O queue pairs are not possible; use 1 to {most}")]
+    InvalidQueuePairs {
+        /// Requested number.
+        queue_pairs: u16,
+        /// Maximum number for the doorbell mode and stride.
+        most: u16,
+    },
+    /// The maximum data size of a command is above the drive's, or below the size that its command set promises.
+    #[error("{asked} of data in one command is not possible on {drive}; use {least} to {most}")]
+    InvalidMdts {
+        /// Path of the drive.
+        drive: String,
+        /// Requested size.
+        asked: Mdts,
+        /// Minimum size, promised by the command set.
+        least: ByteSize,
+        /// Maximum size of the drive.
+        most: Mdts,
+    },
+    /// The serial number does not fit its field.
+    #[error("Serial number `{0}` is not possible; use 1 to 20 printable ASCII characters")]
+    InvalidSerial(String),
+    /// The lease's range has data of another id that must be wiped.
+    #[error(
+        "Range {0} has data of another lease, which is to be wiped before it can be attached to"
+    )]
+    Unwiped(ByteRange),
+    /// The lease has several extents that are not whole units.
+    #[error(
+        "The extents of lease \"{0}\" are not whole units of it; the ledger was changed by hand"
+    )]
+    PartialUnits(String),
+    /// Page faults in the memory may wait, and other functions use the same pollers.
+    #[error(
+        "Memory in any kind of file needs pollers of its own, since page faults may stop them: use memory=any \
+         with poll=dedicated"
+    )]
+    MemoryMayWait,
+    /// An event-driven poller would miss stores to mapped doorbells.
+    #[error(
+        "A store to a mapped doorbell does not wake an event-driven poller: use another mode than doorbells=mapped, \
+         or poll= without :event"
+    )]
+    NoEvents,
+    /// A physical drive pins its VMs' memory, so page faults must not wait.
+    #[error(
+        "Drive {drive} is physical and pins the memory of all its VMs, so that memory in any kind of file could \
+         hold up others: use memory=resident"
+    )]
+    MemoryIsPinned {
+        /// Path of the drive.
+        drive: String,
+    },
+    /// Part of the range is in use without a lease in this ledger.
+    #[error(
+        "Range {range} of drive {drive} is locked by a user with no lease in this ledger: a server or a function \
+         with another state directory, or a VMM that has the file open; stop it, or choose another range"
+    )]
+    InUse {
+        /// Path of the drive.
+        drive: String,
+        /// Extents of the lease, in bytes.
+        range: LeaseExtents,
+        /// Error that names the processes that hold the lock.
+        source: io::Error,
+    },
+    /// A processor for pollers does not exist.
+    #[error(transparent)]
+    Processor(#[from] NoSuchProcessor),
+    /// The host controller refused the lease.
+    #[error(transparent)]
+    Lease(HostLeaseError),
+    /// The lease's queue pairs cannot be stored in the ledger.
+    #[error(transparent)]
+    Ledger(#[from] LeaseError),
+    /// The kernel has no memory, descriptors or threads left.
+    #[error("Doorbells, events or a thread cannot be created")]
+    Io(#[from] io::Error),
+}

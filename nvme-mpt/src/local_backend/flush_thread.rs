@@ -1,0 +1,113 @@
+//! Background thread of an attachment for work of unbounded duration: flushes, changes of the ledger that commands wait for,
+//! and queues whose commands do not end.
+
+use std::io;
+use std::sync::{Arc, PoisonError, Weak};
+
+use nvme_guest::threads::ThreadSpawner;
+use nvme_mpt_memory::sync::Mutex;
+use nvme_mpt_memory::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+
+use super::open_lease::OpenLease;
+use crate::poller::{Poller, QueueRemoval};
+
+/// Shadow queue that its poller hands over once none of its commands is in flight.
+#[derive(Debug)]
+pub(super) struct OutlivingQueue {
+    pub(super) queue: QueueRemoval,
+    /// Poller that runs the queue until the hand-over.
+    pub(super) poller: Arc<Poller>,
+}
+
+enum FlushThreadTask {
+    Flush(Arc<OpenLease>, SyncSender<io::Result<()>>),
+    DrainQueues(Vec<OutlivingQueue>),
+    StoreMarks(Weak<OpenLease>),
+}
+
+/// Handle of the background thread, which ends when this is dropped and its tasks are done.
+#[derive(Debug)]
+pub(super) struct FlushThread {
+    tasks: Sender<FlushThreadTask>,
+    /// True while the marks of unreadable blocks may be stored. The lock is held while they are stored.
+    can_store_marks: Arc<Mutex<bool>>,
+}
+
+impl FlushThread {
+    pub(super) fn start(threads: &ThreadSpawner) -> io::Result<Self> {
+        let (sender, tasks) = channel();
+        let stores_marks = Arc::new(Mutex::new(true));
+        let may_store = stores_marks.clone();
+        let work = move || {
+            while let Ok(task) = tasks.recv() {
+                run_task(task, &may_store);
+            }
+        };
+        // The thread is not joined, because a drive that never answers would block the join forever.
+        drop(threads.spawn("nvme-steward", Box::new(work))?);
+        Ok(Self {
+            tasks: sender,
+            can_store_marks: stores_marks,
+        })
+    }
+
+    /// Flushes the drive in the background. The result arrives when the drive is done.
+    pub(super) fn flush(&self, holding: Arc<OpenLease>) -> Receiver<io::Result<()>> {
+        let (reply, result) = sync_channel(1);
+        // If the thread has ended, the reply is dropped, and the receiver reports that.
+        let _ = self.tasks.send(FlushThreadTask::Flush(holding, reply));
+        result
+    }
+
+    /// Returns a callback that requests storing the unreadable blocks of a lease, without waiting.
+    pub(super) fn store_marks_callback(
+        &self,
+        holding: &Arc<OpenLease>,
+    ) -> Box<dyn Fn() + Send + Sync> {
+        // The drive keeps the callback and is part of `holding`, so a strong reference would be a cycle.
+        let (sender, holding) = (self.tasks.clone(), Arc::downgrade(holding));
+        // If the thread has ended, commands wait until their queue ends.
+        Box::new(move || drop(sender.send(FlushThreadTask::StoreMarks(holding.clone()))))
+    }
+
+    /// Stops the storing of unreadable blocks, once no command waits for it. Afterwards the thread takes no share of the lease,
+    /// so the lease ends with its attachment.
+    pub(super) fn stop_storing_marks(&self) {
+        *self
+            .can_store_marks
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = false;
+    }
+
+    /// Keeps queues until their last commands have ended. Pollers do not drop them, because releasing a lease writes a file.
+    pub(super) fn drain_queues(&self, queues: Vec<OutlivingQueue>) {
+        let _ = self.tasks.send(FlushThreadTask::DrainQueues(queues));
+    }
+}
+
+fn run_task(task: FlushThreadTask, stores_marks: &Mutex<bool>) {
+    match task {
+        FlushThreadTask::Flush(holding, reply) => {
+            let result = holding.flush();
+            // Before the reply, so that the waiting thread becomes the last holder of the lease.
+            drop(holding);
+            // The requester may have given up waiting.
+            let _ = reply.send(result);
+        }
+        FlushThreadTask::StoreMarks(holding) => {
+            let stores_marks = stores_marks.lock();
+            if *stores_marks.unwrap_or_else(PoisonError::into_inner)
+                && let Some(holding) = holding.upgrade()
+            {
+                holding.store_marks();
+            }
+        }
+        FlushThreadTask::DrainQueues(queues) => {
+            for OutlivingQueue { queue, poller } in queues {
+                // A queue that does not arrive has ended with its poller.
+                drop(queue.recv());
+                drop(poller);
+            }
+        }
+    }
+}

@@ -1,0 +1,639 @@
+//! I/O queues of an attachment: creation, changes and end.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use log::info;
+use nvme_guest::backend::state::slot_count;
+use nvme_guest::backend::{CompletionQueueState, CqConfig, QueueError, SqConfig};
+use nvme_guest::doorbell::DoorbellBuffer;
+use nvme_guest::interrupt::{InterruptCoalescer, InterruptVector};
+use nvme_guest::stats::{HostQueueUse, LeaseCounters};
+use nvme_mpt_memory::clock::TickRate;
+use nvme_mpt_memory::deadline::Deadline;
+use nvme_mpt_memory::sync::MutexGuard;
+use nvme_mpt_memory::sync::mpsc::RecvTimeoutError;
+use nvme_spec::cqe::Cqe;
+use nvme_spec::ids::QueueId;
+use nvme_spec::registers::Doorbell;
+use nvme_spec::sqe::Sqe;
+
+use super::LocalBackend;
+use super::flush_thread::OutlivingQueue;
+use super::queue_limits::QueueLimits;
+use super::state::blocks_gone_error;
+use crate::host::ListMemory;
+use crate::host::SharedQueuePair;
+use crate::poller::{Poller, PollerLocality, QueueRemoval};
+use crate::shadow::{
+    CompletionQueue, HostQueuePair, HostQueueParts, PART_LISTS, ShadowQueue, SubmissionQueue,
+    UnmappedRing,
+};
+
+/// Existing Completion Queue with its Submission Queues.
+#[derive(Debug)]
+pub(super) struct CreatedCompletionQueue {
+    pub(super) cqid: QueueId,
+    /// Identifier of the shadow queue among the pollers' queues.
+    pub(super) id: u64,
+    pub(super) poller: Arc<Poller>,
+    /// Drive's queue pair behind the queue, if the drive has a limited number of them.
+    pair: Option<Arc<dyn SharedQueuePair>>,
+    pub(super) sqs: Vec<QueueId>,
+    /// The shadow queue while no poller runs it.
+    pub(super) detached: Option<Box<ShadowQueue>>,
+    /// The shadow queue while its poller hands it over. It takes no commands, and arrives once its last in-flight command has
+    /// ended.
+    removal: Option<QueueRemoval>,
+    /// True if the queue is deleted when it arrives. In this case, its commands start no further step.
+    is_ending: bool,
+    /// True if a wait for its in-flight commands has timed out.
+    is_overdue: bool,
+}
+
+impl CreatedCompletionQueue {
+    pub(super) fn host_queue_use(&self) -> Option<HostQueueUse> {
+        let pair = self.pair.as_ref()?;
+        Some(match pair.user_count() {
+            _ if pair.is_reserved() => HostQueueUse::Reserved,
+            0 | 1 => HostQueueUse::Exclusive,
+            _ => HostQueueUse::Shared,
+        })
+    }
+
+    /// Changes the shadow queue while no poller has it and none of its commands is in flight.
+    pub(super) fn change(
+        &mut self,
+        deadline: &Deadline,
+        change: impl FnOnce(&mut ShadowQueue),
+    ) -> Result<(), QueueError> {
+        if let Some(queue) = &mut self.detached {
+            change(queue);
+            return Ok(());
+        }
+        let mut queue = self.take_from_poller(deadline)?;
+        change(&mut queue);
+        queue.resume();
+        self.poller.add(queue);
+        Ok(())
+    }
+
+    /// Stops the shadow queue. The queue arrives here once none of its commands is in flight.
+    pub(super) fn begin_removal(&mut self) {
+        if self.removal.is_none() && self.detached.is_none() {
+            self.removal = Some(self.poller.remove(self.id));
+        }
+    }
+
+    /// Stops the queue as [`Self::begin_to_leave`] does, and cuts its commands short, because the queue is deleted.
+    fn begin_deletion(&mut self) {
+        match &self.removal {
+            Some(_) if self.is_ending => {}
+            Some(_) => self.poller.cut_short(self.id),
+            None => self.removal = Some(self.poller.delete(self.id)),
+        }
+        self.is_ending = true;
+    }
+
+    /// Cancels the removal of a queue that is not being deleted. The shadow queue rests here if it has already left its poller;
+    /// otherwise it stays with the poller.
+    pub(super) fn cancel_removal(&mut self) {
+        if self.is_ending {
+            return;
+        }
+        if let Some(leaving) = self.removal.take() {
+            self.poller.cancel_removal(self.id);
+            if let Some(queue) = leaving.cancel() {
+                self.hold_detached(queue);
+            }
+        }
+    }
+
+    /// Keeps the shadow queue here, while no poller runs it.
+    pub(super) fn hold_detached(&mut self, mut queue: Box<ShadowQueue>) {
+        queue.release_memory();
+        self.detached = Some(queue);
+    }
+
+    /// Takes the shadow queue from its poller, once none of its commands is in flight.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`]. The queue then takes no more commands and is still being handed over. [`Self::stay`] cancels
+    /// the hand-over.
+    pub(super) fn take_from_poller(
+        &mut self,
+        deadline: &Deadline,
+    ) -> Result<Box<ShadowQueue>, QueueError> {
+        self.begin_removal();
+        let (late, is_long) = (
+            QueueError::Timeout(self.cqid),
+            deadline.remaining() >= OVERDUE_WAIT_MIN,
+        );
+        let Some(leaving) = self.removal.take() else {
+            return Err(late);
+        };
+        match deadline.receive(&leaving) {
+            Ok(queue) => {
+                self.is_overdue = false;
+                Ok(queue)
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                self.removal = Some(leaving);
+                self.is_overdue |= is_long;
+                Err(late)
+            }
+            // The thread of its poller has ended.
+            Err(RecvTimeoutError::Disconnected) => Err(late),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct BackendQueues {
+    /// Queues by the identifier of the Completion Queue.
+    pub(super) cqs: BTreeMap<u16, CreatedCompletionQueue>,
+    pub(super) buffer: Option<DoorbellBuffer>,
+    /// True if every I/O command fails until the next reset, because the lease is revoked.
+    pub(super) is_revoked: bool,
+    /// True if every queue rests here and none is polled.
+    pub(super) is_paused: bool,
+    /// Counters of the lease from before a restore, or from an earlier process.
+    pub(super) previous_counters: LeaseCounters,
+    /// Identifier of the watch of the admin queue's mapped doorbells, and its poller.
+    pub(super) admin_watch: Option<(u64, Arc<Poller>)>,
+}
+
+impl BackendQueues {
+    pub(super) fn cq_of_sq(&self, sqid: QueueId) -> Option<u16> {
+        self.cqs
+            .iter()
+            .find(|(_, entry)| entry.sqs.contains(&sqid))
+            .map(|(cqid, _)| *cqid)
+    }
+
+    /// Returns a queue that its poller has not handed over yet, because some of the queue's commands are in flight.
+    pub(super) fn pending_removal(&self) -> Option<QueueId> {
+        let mut entries = self.cqs.values();
+        entries
+            .find(|entry| entry.removal.is_some())
+            .map(|entry| entry.cqid)
+    }
+
+    fn entry(&mut self, cqid: QueueId) -> Result<&mut CreatedCompletionQueue, QueueError> {
+        self.cqs
+            .get_mut(&cqid.0)
+            .ok_or(QueueError::NoSuchQueue(cqid))
+    }
+}
+
+/// Minimum duration of a wait that makes a queue overdue when the wait times out. A VMM may request shorter waits, but even an
+/// idle queue may exceed these.
+const OVERDUE_WAIT_MIN: Duration = Duration::from_secs(1);
+
+/// Treatment of overdue queues, whose in-flight commands have exceeded a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum OverdueQueuePolicy {
+    /// Their in-flight commands are waited for again.
+    Wait,
+    /// Their in-flight commands are not waited for.
+    Skip,
+}
+
+/// Returns the error for a Completion Queue whose ring is not in the guest's memory.
+fn not_mapped(config: &CqConfig) -> QueueError {
+    QueueError::NotMapped {
+        gpa: config.base,
+        len: ring_len::<Cqe>(config.entries),
+    }
+}
+
+/// Source of identifiers of shadow queues and watches.
+static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+
+pub(super) fn next_id() -> u64 {
+    NEXT_ID.fetch_add(1, Ordering::Relaxed)
+}
+
+impl LocalBackend {
+    /// Creates a Completion Queue.
+    ///
+    /// # Errors
+    /// All of [`QueueError`] except those of deletion.
+    pub fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
+        let qid = config.qid;
+        self.check_new_cq(&self.queues(), &config)?;
+        // No host queue is created for a ring without memory, because the function may repeat the request often.
+        if !CompletionQueue::is_mapped(&config, &self.context) {
+            return Err(not_mapped(&config));
+        }
+        // Not under the lock: a drive that is being reset takes long, and doorbells and statistics must continue.
+        let host = self.create_host_queue(&config)?;
+        let mut queues = self.queues();
+        self.check_new_cq(&queues, &config)?;
+        let (mut entry, queue) = self.new_queue(&queues, config, UnmappedRing::Refused, host)?;
+        queue.init_inflight();
+        self.reset_doorbell(Doorbell::CqHead(qid), queues.buffer);
+        if queues.is_paused {
+            entry.hold_detached(queue);
+        } else {
+            entry.poller.add(queue);
+        }
+        queues.cqs.insert(qid.0, entry);
+        Ok(())
+    }
+
+    /// Checks that a Completion Queue may be created now.
+    fn check_new_cq(&self, queues: &BackendQueues, config: &CqConfig) -> Result<(), QueueError> {
+        let qid = config.qid;
+        if queues.is_revoked || !self.has_blocks() {
+            let source = blocks_gone_error();
+            return Err(QueueError::Host { qid, source });
+        }
+        self.check_cq_config(queues, config)
+    }
+
+    /// Checks the parameters of a Completion Queue, and that its identifier is free.
+    fn check_cq_config(&self, queues: &BackendQueues, config: &CqConfig) -> Result<(), QueueError> {
+        QueueLimits::from_backend(self).check_cq(config)?;
+        match queues.cqs.contains_key(&config.qid.0) {
+            true => Err(QueueError::AlreadyExists(config.qid)),
+            false => Ok(()),
+        }
+    }
+
+    /// Creates the host queue of a Completion Queue.
+    fn create_host_queue(&self, config: &CqConfig) -> Result<HostQueuePair, QueueError> {
+        let host = self
+            .open_lease
+            .host()
+            .create_queue(slot_count(config.entries));
+        let qid = config.qid;
+        host.map_err(|source| QueueError::Host { qid, source })
+    }
+
+    /// Creates a shadow queue without Submission Queues. No poller has it yet.
+    fn new_queue(
+        &self,
+        queues: &BackendQueues,
+        config: CqConfig,
+        unmapped: UnmappedRing,
+        host: HostQueuePair,
+    ) -> Result<(CreatedCompletionQueue, Box<ShadowQueue>), QueueError> {
+        let CqConfig {
+            qid,
+            base: _,
+            entries,
+            vector,
+        } = config;
+        let counters = self
+            .queue_counters(qid)
+            .ok_or(QueueError::InvalidQueueId(qid))?;
+        let interrupt = vector.map(|number| self.vector(number)).transpose()?;
+        let failed = |source: io::Error| QueueError::Host { qid, source };
+        let neighbours = self.poller_locality(interrupt.clone());
+        let poller = self
+            .pollers
+            .choose_poller(
+                &self.poll,
+                self.facts.learning,
+                neighbours,
+                self.blocking_drive(),
+            )
+            .map_err(failed)?;
+        let slots = slot_count(entries);
+        let pair = host.shared_pair();
+        if let Some(pair) = &pair
+            && pair.user_count() > 1
+        {
+            info!(
+                lease = self.lease().id(), queue = qid.0;
+                "I/O queue {qid} of lease {} shares a queue pair of drive {}, which has no other",
+                self.lease().id(),
+                self.drive().path(),
+            );
+        }
+        let lists = usize::from(slots) + usize::from(PART_LISTS);
+        let lists = ListMemory::new(self.drive().controller().iova_space(), lists);
+        let lists = lists.map_err(failed)?;
+        let gate = InterruptCoalescer::new(
+            interrupt,
+            self.coalescing.clone(),
+            self.facts.learning.moderation,
+            TickRate::measured(),
+        );
+        let used_table = self.context.tables.register(poller.waker().clone());
+        let buffer = queues.buffer;
+        let counters = counters.clone();
+        let cq = CompletionQueue::new(&config, &self.context, buffer, unmapped, gate, counters)
+            .ok_or_else(|| not_mapped(&config))?;
+        let id = next_id();
+        let queue = Box::new(ShadowQueue::new(
+            id,
+            self.context.clone(),
+            cq,
+            buffer,
+            HostQueueParts {
+                queue: host,
+                slots,
+                lists,
+                limits: self.facts.limits,
+                lease: self.open_lease.clone(),
+            },
+            used_table,
+        ));
+        let entry = CreatedCompletionQueue {
+            cqid: qid,
+            id,
+            poller,
+            pair,
+            sqs: Vec::new(),
+            detached: None,
+            removal: None,
+            is_ending: false,
+            is_overdue: false,
+        };
+        Ok((entry, queue))
+    }
+
+    /// Recreates a queue with its Submission Queues from a checked state. The queue rests until the attachment resumes.
+    pub(super) fn restore_queue(
+        &self,
+        queues: &mut BackendQueues,
+        state: &CompletionQueueState,
+        unmapped: UnmappedRing,
+    ) -> Result<(), QueueError> {
+        let config = state.config();
+        self.check_cq_config(queues, &config)?;
+        let host = self.create_host_queue(&config)?;
+        let (mut entry, mut queue) = self.new_queue(queues, config, unmapped, host)?;
+        let cqid = QueueId(state.qid);
+        for state in &state.submission_queues {
+            let mut sq = self.new_sq(queues, &state.config(cqid), unmapped)?;
+            sq.restore(state);
+            queue.add_sq(sq);
+            entry.sqs.push(QueueId(state.qid));
+        }
+        queue.restore(state);
+        if queues.is_revoked {
+            queue.revoke();
+        }
+        entry.hold_detached(queue);
+        queues.cqs.insert(state.qid, entry);
+        Ok(())
+    }
+
+    /// Creates a Submission Queue.
+    ///
+    /// # Errors
+    /// All of [`QueueError`] except those of deletion; [`QueueError::NoSuchQueue`] if the Completion Queue does not exist.
+    pub fn create_sq(&self, config: SqConfig) -> Result<(), QueueError> {
+        self.create_sq_until(config, &self.deadline())
+    }
+
+    /// Creates the queue as [`Self::create_sq`] does, until `deadline`.
+    pub(super) fn create_sq_until(
+        &self,
+        config: SqConfig,
+        deadline: &Deadline,
+    ) -> Result<(), QueueError> {
+        let SqConfig {
+            qid,
+            cqid,
+            base: _,
+            entries: _,
+        } = config;
+        QueueLimits::from_backend(self).check_sq(&config)?;
+        let mut queues = self.queues();
+        if queues.cq_of_sq(qid).is_some() {
+            return Err(QueueError::AlreadyExists(qid));
+        }
+        if !queues.cqs.contains_key(&cqid.0) {
+            return Err(QueueError::NoSuchQueue(cqid));
+        }
+        let mut sq = self.new_sq(&queues, &config, UnmappedRing::Refused)?;
+        sq.init_inflight();
+        self.reset_doorbell(Doorbell::SqTail(qid), queues.buffer);
+        let entry = queues.entry(cqid)?;
+        entry.change(deadline, |queue| queue.add_sq(sq))?;
+        entry.sqs.push(qid);
+        Ok(())
+    }
+
+    fn new_sq(
+        &self,
+        queues: &BackendQueues,
+        config: &SqConfig,
+        unmapped: UnmappedRing,
+    ) -> Result<SubmissionQueue, QueueError> {
+        let counters = self
+            .queue_counters(config.qid)
+            .ok_or(QueueError::InvalidQueueId(config.qid))?;
+        let not_mapped = QueueError::NotMapped {
+            gpa: config.base,
+            len: ring_len::<Sqe>(config.entries),
+        };
+        let counters = counters.clone();
+        SubmissionQueue::new(config, &self.context, queues.buffer, unmapped, counters)
+            .ok_or(not_mapped)
+    }
+
+    /// Deletes a Submission Queue. On success, none of its commands is in flight, and every command taken from it has its
+    /// completion in the Completion Queue.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`] and [`QueueError::Timeout`].
+    pub fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
+        self.delete_sq_until(qid, &self.deadline())
+    }
+
+    /// Deletes the queue as [`Self::delete_sq`] does, until `deadline`.
+    pub(super) fn delete_sq_until(
+        &self,
+        qid: QueueId,
+        deadline: &Deadline,
+    ) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        let cqid = queues.cq_of_sq(qid).ok_or(QueueError::NoSuchQueue(qid))?;
+        let entry = queues.entry(QueueId(cqid))?;
+        entry.change(deadline, |queue| queue.remove_sq(qid))?;
+        entry.sqs.retain(|sqid| *sqid != qid);
+        Ok(())
+    }
+
+    /// Deletes a Completion Queue that has no Submission Queue.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`], [`QueueError::CqInUse`] and [`QueueError::Timeout`].
+    pub fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError> {
+        self.delete_cq_until(qid, &self.deadline())
+    }
+
+    /// Deletes the queue as [`Self::delete_cq`] does, until `deadline`.
+    pub(super) fn delete_cq_until(
+        &self,
+        qid: QueueId,
+        deadline: &Deadline,
+    ) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        let entry = queues.entry(qid)?;
+        if !entry.sqs.is_empty() {
+            return Err(QueueError::CqInUse(qid));
+        }
+        if entry.detached.is_none() {
+            drop(entry.take_from_poller(deadline)?);
+        }
+        queues.cqs.remove(&qid.0);
+        Ok(())
+    }
+
+    /// Takes the shadow queue of a Completion Queue from its poller, for a caller that polls it. Until it is given back, the
+    /// queue cannot be changed or deleted.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`], [`QueueError::Paused`] and [`QueueError::Timeout`].
+    pub fn take_queue(&self, cqid: QueueId) -> Result<Box<ShadowQueue>, QueueError> {
+        let mut queues = self.queues();
+        let entry = queues.entry(cqid)?;
+        if entry.detached.is_some() {
+            return Err(QueueError::Paused(cqid));
+        }
+        let mut queue = entry.take_from_poller(&self.deadline())?;
+        queue.resume();
+        Ok(queue)
+    }
+
+    /// Gives back a shadow queue from [`Self::take_queue`].
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`] if the queue is not one of this attachment. The queue is dropped then.
+    pub fn return_queue(&self, queue: Box<ShadowQueue>) -> Result<(), QueueError> {
+        let queues = self.queues();
+        let entry = queues.cqs.values().find(|entry| entry.id == queue.id());
+        let entry = entry.ok_or(QueueError::NoSuchQueue(queue.cqid()))?;
+        entry.poller.add(queue);
+        Ok(())
+    }
+
+    /// Deletes all queues, drops the Doorbell Buffer, and sets the doorbells to zero. In-flight commands start no further step.
+    /// On success, neither the pollers nor the host controller access the VM's memory afterwards.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if in-flight commands do not end within 30 seconds. Their queues take no more commands, and all
+    /// other queues are deleted. A later reset completes once the commands have ended.
+    pub fn reset(&self) -> Result<(), QueueError> {
+        self.reset_until(&self.deadline())
+    }
+
+    /// Resets as [`Self::reset`] does, until `deadline`, which is shared by all queues.
+    pub(super) fn reset_until(&self, deadline: &Deadline) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        let result = self.delete_queues_until(&mut queues, deadline, OverdueQueuePolicy::Wait);
+        self.context.doorbells.clear();
+        result
+    }
+
+    /// Deletes all queues and drops the Doorbell Buffer, until `deadline`.
+    pub(super) fn delete_queues_until(
+        &self,
+        queues: &mut BackendQueues,
+        deadline: &Deadline,
+        overdue: OverdueQueuePolicy,
+    ) -> Result<(), QueueError> {
+        queues.buffer = None;
+        queues.is_revoked = false;
+        match self.delete_each_queue(queues, deadline, overdue) {
+            Some(late) => Err(QueueError::Timeout(late)),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends all queues permanently. Returns those that could not be waited for.
+    pub(super) fn end_queues(&self) -> Vec<OutlivingQueue> {
+        let mut queues = self.queues();
+        self.delete_each_queue(&mut queues, &self.deadline(), OverdueQueuePolicy::Skip);
+        let entries = std::mem::take(&mut queues.cqs).into_values();
+        let late = entries.filter_map(|entry| {
+            let CreatedCompletionQueue {
+                removal: leaving,
+                poller,
+                ..
+            } = entry;
+            leaving.map(|queue| OutlivingQueue { queue, poller })
+        });
+        late.collect()
+    }
+
+    /// Deletes all queues. If queues still have commands in flight at the deadline, returns one of these queues; they stay in
+    /// hand-over.
+    fn delete_each_queue(
+        &self,
+        queues: &mut BackendQueues,
+        deadline: &Deadline,
+        overdue: OverdueQueuePolicy,
+    ) -> Option<QueueId> {
+        let is_long = deadline.remaining() >= OVERDUE_WAIT_MIN;
+        // All queues are stopped before the first wait.
+        for entry in queues.cqs.values_mut() {
+            entry.begin_deletion();
+        }
+        queues.cqs.retain(|_, entry| {
+            let is_left = entry.is_overdue && overdue == OverdueQueuePolicy::Skip;
+            let deadline = match is_left {
+                true => &deadline.expired(),
+                false => deadline,
+            };
+            let left = entry
+                .removal
+                .as_ref()
+                .map(|leaving| deadline.receive(leaving));
+            // Otherwise the queue arrived, rested here, or lost its poller's thread.
+            let is_late = matches!(left, Some(Err(RecvTimeoutError::Timeout)));
+            entry.is_overdue |= is_late && is_long;
+            is_late
+        });
+        queues.cqs.keys().next().copied().map(QueueId)
+    }
+
+    /// Resets the doorbell of a new queue, which starts at entry 0. The buffer may still have the doorbell of a deleted queue
+    /// with the same identifier.
+    fn reset_doorbell(&self, doorbell: Doorbell, buffer: Option<DoorbellBuffer>) {
+        self.context.doorbells.store(doorbell, 0);
+        if let Some(DoorbellBuffer { shadow, .. }) = buffer {
+            self.copy_doorbell(doorbell, shadow);
+        }
+    }
+
+    /// Returns the placement hints for the poller of a queue with this vector.
+    pub(super) fn poller_locality(&self, vector: Option<Arc<InterruptVector>>) -> PollerLocality {
+        PollerLocality {
+            vector,
+            node: self.drive().controller().numa_node(),
+        }
+    }
+
+    /// Returns an identifier of the drive, if the drive may block its pollers.
+    pub(super) fn blocking_drive(&self) -> Option<usize> {
+        let drive = self.drive();
+        drive
+            .controller()
+            .may_block()
+            .then(|| Arc::as_ptr(drive).addr())
+    }
+
+    fn vector(&self, number: u16) -> Result<Arc<InterruptVector>, QueueError> {
+        let vector = self.vectors.get(usize::from(number));
+        vector.cloned().ok_or(QueueError::InvalidVector(number))
+    }
+
+    pub(super) fn queues(&self) -> MutexGuard<'_, BackendQueues> {
+        // Each change is complete before a panic is possible.
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn ring_len<T>(entries: u32) -> u64 {
+    u64::from(entries) * size_of::<T>() as u64
+}

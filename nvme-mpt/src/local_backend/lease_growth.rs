@@ -1,0 +1,136 @@
+//! Growth of a lease by size while its guest uses it.
+//!
+//! The added extents are first stored in the ledger, then given by the host controller. Data of other leases in them is wiped.
+//! Then the shadow queues adopt the blocks with the next table of the VM's memory, and finally the guest is told. If a step
+//! fails, the guest keeps its old size, and the next try continues from there.
+
+use std::sync::PoisonError;
+use std::sync::atomic::AtomicBool;
+
+use nvme_guest::backend::GUEST_NSID;
+use nvme_guest::event::{DriveEvent, IoQueueEvent};
+use nvme_lease::range::{BlockRange, ByteRange};
+use nvme_lease::{Lease, LeaseError};
+use nvme_spec::ids::Lba;
+
+use super::LocalBackend;
+use crate::drive::Drive;
+use crate::drive::HostLeaseError;
+use crate::shadow::{LeasedBlocks, NamespaceIds};
+use crate::wipe::{WipeError, wipe_open_lease};
+
+/// Reason why a lease cannot grow.
+#[derive(Debug, thiserror::Error)]
+pub enum GrowError {
+    /// The ledger refuses.
+    #[error(transparent)]
+    Lease(#[from] LeaseError),
+    /// The host controller refuses.
+    #[error("Lease \"{id}\" cannot be given {range}")]
+    Host {
+        /// Identifier of the lease.
+        id: String,
+        /// Refused bytes of the drive.
+        range: ByteRange,
+        /// Cause.
+        source: HostLeaseError,
+    },
+    /// Leases of the drive have a fixed size.
+    #[error(
+        "Lease \"{0}\" cannot grow, as leases of its drive have a fixed size: add a larger lease"
+    )]
+    FixedSize(String),
+    /// The extents of the lease are not whole units.
+    #[error(
+        "The extents of lease \"{0}\" are not whole units of it; the ledger was changed by hand"
+    )]
+    PartialUnits(String),
+    /// Data of another lease cannot be wiped.
+    #[error(transparent)]
+    Wipe(#[from] WipeError),
+}
+
+/// Progress of a lease's growth.
+#[derive(Debug)]
+pub(super) struct LeaseGrowth {
+    /// Blocks that the host controller has given so far.
+    granted_blocks: u64,
+}
+
+impl From<u64> for LeaseGrowth {
+    fn from(given: u64) -> Self {
+        Self {
+            granted_blocks: given,
+        }
+    }
+}
+
+/// Returns the number of blocks of a unit of a lease by size.
+pub(super) fn unit_blocks(drive: &Drive, lease: &Lease) -> Option<u64> {
+    lease.unit().map(|unit| unit >> drive.lba_shift())
+}
+
+impl LocalBackend {
+    /// Grows a lease by size to `bytes`. Takes as long as wiping the added blocks. The guest is told at the end. No further
+    /// block is wiped after `stop` is set.
+    ///
+    /// # Errors
+    /// See [`GrowError`]. The guest keeps its old size then.
+    pub fn grow(&self, bytes: u64, stop: &AtomicBool) -> Result<(), GrowError> {
+        // Locked until all steps are done.
+        let mut growth = self.growth.lock().unwrap_or_else(PoisonError::into_inner);
+        let (lease, drive, host) = (self.lease(), self.drive(), self.open_lease.host());
+        let shift = drive.lba_shift();
+        if drive.controller().lease_unit_bytes().is_some() && bytes > lease.extents().length() {
+            return Err(GrowError::FixedSize(lease.id().to_owned()));
+        }
+        lease.grow(bytes)?;
+        for part in extents_after(&lease.blocks(), growth.granted_blocks) {
+            if let Err(source) = host.add_part(part) {
+                // The extents are unused, except for those given already.
+                let given = growth.granted_blocks << shift;
+                if let Err(error) = lease.truncate(given) {
+                    log::error!(
+                        lease = lease.id();
+                        "Lease {} keeps extents that it cannot use: {error}",
+                        lease.id()
+                    );
+                }
+                return Err(GrowError::Host {
+                    id: lease.id().to_owned(),
+                    range: part.bytes(shift),
+                    source,
+                });
+            }
+            growth.granted_blocks += part.blocks;
+        }
+        wipe_open_lease(drive, lease, host, stop)?;
+        let nsids = NamespaceIds {
+            guest: GUEST_NSID,
+            host: lease.nsid(),
+        };
+        let blocks = LeasedBlocks::new(nsids, shift, &lease.blocks(), unit_blocks(drive, lease));
+        let blocks = blocks.ok_or_else(|| GrowError::PartialUnits(lease.id().to_owned()))?;
+        if blocks != *self.context.blocks() {
+            self.context.set_blocks(blocks);
+            self.window.republish_table();
+            let changed = DriveEvent::NamespaceChanged(lease.nsid());
+            self.context.events.report(IoQueueEvent::Drive(changed));
+        }
+        Ok(())
+    }
+}
+
+/// Returns the extents of a lease after its first `given` blocks.
+fn extents_after(parts: &[BlockRange], given: u64) -> Vec<BlockRange> {
+    let mut skip = given;
+    let parts = parts.iter().filter_map(|part| {
+        let skipped = skip.min(part.blocks);
+        skip -= skipped;
+        (skipped < part.blocks).then(|| BlockRange {
+            start: Lba(part.start.0 + skipped),
+            blocks: part.blocks - skipped,
+        })
+    });
+    parts.collect()
+}

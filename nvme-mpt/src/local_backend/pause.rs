@@ -1,0 +1,116 @@
+//! Pausing an attachment: its pollers take no more commands, in-flight commands complete, and its queues rest here until they
+//! resume or are saved.
+//!
+//! A queue at rest holds only its rings of the VM's memory, and does not access even those. So memory can be mapped and
+//! unmapped during a pause. A queue that resumes uses the current memory.
+
+use std::time::Duration;
+
+use nvme_guest::backend::QueueError;
+use nvme_mpt_memory::deadline::Deadline;
+use nvme_spec::ids::QueueId;
+
+use super::LocalBackend;
+use super::io_queues::BackendQueues;
+
+impl LocalBackend {
+    /// Stops the pollers from taking commands, and waits for in-flight commands until `deadline`. On success, neither the
+    /// pollers nor the host controller access the VM's memory afterwards. Every taken command has its completion in the guest's
+    /// queue, and the guest was interrupted for it. Other commands stay in their queues.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if commands are still in flight. No queue takes commands then: the caller repeats the call, or
+    /// [resumes](Self::resume).
+    pub(super) fn pause_until(&self, deadline: &Deadline) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        if queues.is_paused {
+            return Ok(());
+        }
+        quiesce_until(&mut queues, deadline)?;
+        // A flush in progress would keep this process and its locks alive after its end.
+        if self.is_flushing() {
+            return Err(QueueError::Timeout(QueueId::ADMIN));
+        }
+        queues.is_paused = true;
+        Ok(())
+    }
+
+    /// Checks that in-flight commands end within `time`, by a pause and an immediate resume. Does nothing if the attachment is
+    /// paused.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if they do not end, or if another call already waits for them.
+    pub fn quiesce_once(&self, time: Duration) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        if queues.is_paused {
+            return Ok(());
+        }
+        if let Some(cqid) = queues.pending_removal() {
+            return Err(QueueError::Timeout(cqid));
+        }
+        let rested = quiesce_until(&mut queues, &Deadline::after(&self.clock, time));
+        self.resume_queues(&mut queues);
+        match self.is_flushing() {
+            true => Err(QueueError::Timeout(QueueId::ADMIN)),
+            false => rested,
+        }
+    }
+
+    /// Lets the pollers take commands again. They check every queue once, so that no guest action during the pause is missed.
+    pub(super) fn resume(&self) {
+        self.resume_queues(&mut self.queues());
+    }
+
+    /// Resumes queues whose change has timed out. Queues that have left their poller adopt no new memory table, so without this
+    /// a wait for all queues to adopt a table would never end.
+    pub(super) fn resume_timed_out(&self) {
+        // If the lock is held, its holder is changing the queues.
+        if let Ok(mut queues) = self.queues.try_lock()
+            && !queues.is_paused
+            && !queues.is_revoked
+            && queues.pending_removal().is_some()
+        {
+            self.resume_queues(&mut queues);
+        }
+    }
+
+    pub(super) fn resume_queues(&self, queues: &mut BackendQueues) {
+        queues.is_paused = false;
+        for entry in queues.cqs.values_mut() {
+            entry.cancel_removal();
+            if let Some(mut queue) = entry.detached.take() {
+                queue.acquire_memory(self.context.tables.register(entry.poller.waker().clone()));
+                queue.resume();
+                entry.poller.add(queue);
+            }
+        }
+    }
+}
+
+/// Takes the queues from their pollers once their in-flight commands have completed. Waits until `deadline`.
+///
+/// # Errors
+/// As [`LocalBackend::pause_by`].
+pub(super) fn quiesce_until(
+    queues: &mut BackendQueues,
+    deadline: &Deadline,
+) -> Result<(), QueueError> {
+    // All queues are stopped before the first wait.
+    for entry in queues.cqs.values_mut() {
+        entry.begin_removal();
+    }
+    let mut result = Ok(());
+    for entry in queues.cqs.values_mut() {
+        if entry.detached.is_some() {
+            continue;
+        }
+        match entry.take_from_poller(deadline) {
+            Ok(mut queue) => {
+                queue.signal_now();
+                entry.hold_detached(queue);
+            }
+            Err(late) => result = Err(late),
+        }
+    }
+    result
+}

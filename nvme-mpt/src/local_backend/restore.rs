@@ -1,0 +1,117 @@
+//! Restoring queues of a process that ended, from their in-flight tracking.
+
+use nvme_guest::address::Gpa;
+use nvme_guest::backend::{BackendStateError, CompletionQueueState, CqConfig, PersistedQueues};
+use nvme_guest::event::{IoQueueEvent, QueueFailure};
+use nvme_spec::cqe::Cqe;
+use nvme_spec::ids::QueueId;
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::LocalBackend;
+use super::persisted_queue::{PersistedQueue, read_queue_state};
+use super::queue_limits::QueueLimits;
+use crate::shadow::{CompletionQueue, UnmappedRing};
+
+impl LocalBackend {
+    /// Restores queues from their in-flight tracking. Commands that were in flight are executed again, or complete with Command
+    /// Interrupted. The guest's memory must be mapped as under the old server, and no queues may exist. A queue whose rings the
+    /// VMM has unmapped still waits for their memory.
+    ///
+    /// # Errors
+    /// [`BackendStateError::Invalid`], [`BackendStateError::NotEmpty`] and [`BackendStateError::Queue`]. No queues exist then,
+    /// and the in-flight tracking is unchanged.
+    pub(super) fn restore_persisted(
+        &self,
+        kept: &PersistedQueues,
+    ) -> Result<(), BackendStateError> {
+        let mut queues = self.queues();
+        if !queues.cqs.is_empty() {
+            return Err(BackendStateError::NotEmpty(queues.cqs.len()));
+        }
+        let states = self.read_inflight_state(kept)?;
+        let PersistedQueues {
+            cqs: _,
+            sqs: _,
+            doorbell_buffer,
+            revoked,
+        } = kept;
+        queues.buffer = *doorbell_buffer;
+        queues.is_revoked = *revoked;
+        for state in &states {
+            let qid = QueueId(state.qid);
+            if let Err(source) = self.restore_queue(&mut queues, state, UnmappedRing::AwaitedMemory)
+            {
+                // The queues have not been polled, so the guest has seen nothing of them.
+                queues.cqs.clear();
+                queues.buffer = None;
+                queues.is_revoked = false;
+                return Err(BackendStateError::Queue { qid, source });
+            }
+        }
+        for state in states.iter().filter(|state| state.failed) {
+            // The old server may have ended before its function was told.
+            self.context.events.report(IoQueueEvent::QueueFailed {
+                qid: QueueId(state.qid),
+                reason: QueueFailure::HostQueue,
+            });
+        }
+        if !queues.is_paused {
+            self.resume_queues(&mut queues);
+        }
+        Ok(())
+    }
+
+    /// Reads the in-flight tracking of queues once, and checks the result like a snapshot.
+    fn read_inflight_state(
+        &self,
+        kept: &PersistedQueues,
+    ) -> Result<Vec<CompletionQueueState>, BackendStateError> {
+        let live = self.context.inflight.as_ref();
+        let live = live
+            .ok_or_else(|| BackendStateError::invalid("in-flight state", "not there", "a file"))?;
+        let limits = QueueLimits::from_backend(self);
+        self.check_doorbell_buffer(kept.doorbell_buffer)?;
+        limits.check_queue_count("completion queues", kept.cqs.len())?;
+        limits.check_queue_count("submission queues", kept.sqs.len())?;
+        let mut states = Vec::new();
+        for cq in &kept.cqs {
+            limits.check_persisted_cq(cq)?;
+            let sqs = kept.sqs.iter().filter(|sq| sq.cqid == cq.qid);
+            let queue = PersistedQueue {
+                cq: *cq,
+                sqs: sqs.collect(),
+            };
+            // A queue without its ring has posted nothing since its positions were recorded.
+            let is_mapped = CompletionQueue::is_mapped(cq, &self.context);
+            let entry = |index| match is_mapped {
+                true => self.read_cq_entry(cq, index).map(Some),
+                false => Ok(None),
+            };
+            states.push(read_queue_state(live, &queue, entry)?);
+        }
+        limits.check(&states)?;
+        Ok(states)
+    }
+
+    /// Copies an entry of a Completion Queue from the guest's memory.
+    fn read_cq_entry(&self, cq: &CqConfig, index: u32) -> Result<Cqe, BackendStateError> {
+        let offset = u64::from(index) * size_of::<Cqe>() as u64;
+        let mut entry = Cqe::new_zeroed();
+        let read = cq.base.checked_add(offset).map(|gpa: Gpa| {
+            let memory = self.window.memory();
+            memory.read(gpa, entry.as_mut_bytes())
+        });
+        match read {
+            Some(Ok(())) => Ok(entry),
+            _ => {
+                let name = format!("base of completion queue {}", cq.qid);
+                let base = format_args!("{:#x}", cq.base.0).to_string();
+                Err(BackendStateError::invalid(
+                    name,
+                    base,
+                    "in the guest's memory",
+                ))
+            }
+        }
+    }
+}

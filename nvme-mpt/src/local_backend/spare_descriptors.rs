@@ -1,0 +1,92 @@
+//! Spare open file descriptions of an attachment's lease, kept while the lease is held.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use log::{error, warn};
+use nvme_lease::Lease;
+
+use crate::drive::{Drive, HostLease, SpareDescriptorStore};
+
+/// Entry in a keeper's store. The entry is removed at the end of the lease.
+#[derive(Debug)]
+pub(super) struct SpareDescriptors {
+    store: Arc<dyn SpareDescriptorStore>,
+    drive: Arc<Drive>,
+    lease: String,
+    /// True if the function continues without this attachment.
+    is_retained: AtomicBool,
+}
+
+impl SpareDescriptors {
+    /// Restores the descriptions that the keeper has for a lease, if its function continues from another process; otherwise
+    /// keeps new ones. Returns `None` for a lease without spare descriptions.
+    ///
+    /// Until it is [settled](Self::settle), a restored function may continue without this attachment.
+    pub(super) fn restore_or_create(
+        keeper: Arc<dyn SpareDescriptorStore>,
+        drive: &Arc<Drive>,
+        lease: &Lease,
+        host: &dyn HostLease,
+        goes_on: bool,
+    ) -> Option<Self> {
+        let (identity, id) = (drive.identity().name, lease.id());
+        let spare = Self {
+            store: keeper.clone(),
+            drive: drive.clone(),
+            lease: id.to_owned(),
+            is_retained: AtomicBool::new(goes_on),
+        };
+        let kept = match goes_on {
+            true => keeper.load(identity, id),
+            false => Vec::new(),
+        };
+        if !kept.is_empty() {
+            match host.restore_spare_fds(kept) {
+                Ok(true) => return Some(spare),
+                Ok(false) => warn!(
+                    lease = id;
+                    "Lease {id} is in another file than under the previous server: whether the old file lost writes \
+                     is not known"
+                ),
+                Err(error) => warn!(
+                    lease = id;
+                    "Cannot check whether the previous server lost writes of lease {id}: {error}"
+                ),
+            }
+        }
+        match host.open_spare_fds() {
+            Ok(opened) if !opened.is_empty() => {
+                keeper.store(identity, id, &opened);
+                return Some(spare);
+            }
+            Ok(_) => {}
+            Err(error) => error!(
+                lease = id;
+                "If this server is killed, a lost write of lease {id} may go unreported: its file cannot be opened \
+                 for the next server: {error}"
+            ),
+        }
+        // An unused entry must not be reported to the next server.
+        spare.forget_on_drop();
+        None
+    }
+
+    /// Notes that the function ends with this attachment.
+    pub(super) fn forget_on_drop(&self) {
+        self.is_retained.store(false, Ordering::Relaxed);
+    }
+
+    /// Notes that the function continues without this attachment, in this process or in a successor.
+    pub(super) fn retain_on_drop(&self) {
+        self.is_retained.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Drop for SpareDescriptors {
+    fn drop(&mut self) {
+        if !self.is_retained.load(Ordering::Relaxed) {
+            self.store.forget(self.drive.identity().name, &self.lease);
+        }
+    }
+}

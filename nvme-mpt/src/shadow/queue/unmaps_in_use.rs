@@ -1,0 +1,114 @@
+//! In-flight commands whose memory was unmapped, and when the last of them ends.
+//!
+//! The tracking costs nothing per command: the entry sent to the host controller shows where a command's data lies. When a
+//! region is unmapped, the poller searches its in-flight commands.
+
+use std::sync::Arc;
+
+use nvme_guest::dma::{PendingUnmap, TableUse};
+
+use crate::host::ListMemory;
+use crate::shadow::slot::{CommandSlot, CommandSlots, CompletionWork};
+
+/// Pending unmap with in-flight commands that use its memory.
+#[derive(Debug)]
+struct UnmapInUse {
+    unmap: Arc<PendingUnmap>,
+    /// For each slot, whether its command uses the memory.
+    commands: Box<[bool]>,
+    /// Number of commands that use the memory.
+    count: usize,
+}
+
+/// All pending unmaps whose memory is used by in-flight commands of a shadow queue.
+#[derive(Debug, Default)]
+pub(super) struct UnmapsInUse {
+    unmaps: Vec<UnmapInUse>,
+    /// True if the last command of a pending unmap has ended.
+    has_ended: bool,
+}
+
+impl UnmapsInUse {
+    /// Searches for in-flight commands that use memory of a pending unmap. Returns whether there are any.
+    pub(super) fn track(
+        &mut self,
+        departure: &Arc<PendingUnmap>,
+        slots: &mut CommandSlots,
+        lists: &ListMemory,
+    ) -> bool {
+        let mut users = vec![false; slots.count()].into_boxed_slice();
+        let mut count = 0;
+        for (number, slot) in slots.in_flight_mut() {
+            if slot.bytes > 0 && has_overlap(slot, departure, lists) {
+                slot.completion_work.add(CompletionWork::STALE);
+                users[number] = true;
+                count += 1;
+            }
+        }
+        if count > 0 {
+            self.unmaps.push(UnmapInUse {
+                unmap: departure.clone(),
+                commands: users,
+                count,
+            });
+        }
+        count > 0
+    }
+
+    /// Handles the end of a command that uses memory of at least one pending unmap.
+    #[cold]
+    pub(super) fn on_command_completed(&mut self, slot: u16) {
+        for held in &mut self.unmaps {
+            if let Some(uses @ true) = held.commands.get_mut(usize::from(slot)) {
+                *uses = false;
+                held.count -= 1;
+                self.has_ended |= held.count == 0;
+            }
+        }
+    }
+
+    /// Returns whether [`Self::let_go`] has work to do.
+    #[inline]
+    pub(super) fn has_ended(&self) -> bool {
+        self.has_ended
+    }
+
+    /// Reports and removes the pending unmaps that no command uses.
+    #[cold]
+    pub(super) fn release_ended(&mut self, user: Option<&TableUse>) {
+        self.has_ended = false;
+        self.unmaps.retain(|held| {
+            if held.count == 0
+                && let Some(user) = user
+            {
+                user.release(held.unmap.generation());
+            }
+            held.count > 0
+        });
+    }
+
+    /// Notes a write of at most `len` bytes at an IOVA in the dirty log. Returns the noted bytes, which lie in one pending
+    /// unmap.
+    pub(super) fn mark_dirty_iova(&self, iova: u64, len: u64) -> u64 {
+        let mut departures = self.unmaps.iter().map(|held| &held.unmap);
+        departures
+            .find_map(|departure| match departure.mark_dirty_iova(iova, len) {
+                0 => None,
+                noted => Some(noted),
+            })
+            .unwrap_or(0)
+    }
+}
+
+/// Returns whether a command's data overlaps memory of a pending unmap.
+fn has_overlap(slot: &CommandSlot, departure: &PendingUnmap, lists: &ListMemory) -> bool {
+    let mut uses = false;
+    let data = slot.data_pointer();
+    let walked = data.for_each_iova(lists, slot.bytes.into(), |iova, len| {
+        uses |= len > 0 && departure.overlaps_iova(iova, len);
+        Ok(())
+    });
+    // The data pointer was built by the translator and has not changed since, so the walk succeeds.
+    debug_assert!(walked.is_ok());
+    uses || walked.is_err()
+}

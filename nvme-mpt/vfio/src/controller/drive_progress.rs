@@ -1,0 +1,245 @@
+//! Detection of overdue commands by the drive's progress.
+//!
+//! The age of a command in a deep queue does not show that the drive is stuck, because the command waits for all earlier
+//! ones. Some drives process all queues in one order, so a command may wait for other guests' commands, too. A command is
+//! therefore overdue if the drive has completed neither the command nor any earlier command for the whole timeout. A lost
+//! command, or one that the drive lets all others pass, becomes overdue because no earlier command is left to complete.
+//! The [`OLDEST`] commands are watched.
+//!
+//! The time from one check to the next counts only up to a fraction of the timeout. A longer time means that the drive monitor
+//! got no processor time or that the host was suspended, so pollers took no completions either.
+//!
+//! A queue may be stuck as a whole. Suppose that a command is overdue, and that none of the commands in its queue has completed
+//! since its timeout began. Then all commands that were in the queue at that time are overdue.
+
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::QueueId;
+
+use crate::queue_pair::{InFlightSample, LateCommand, OLDEST_MAX};
+
+/// Divisor of the timeout: at most a quarter of the timeout counts for the time from one check to the next.
+const CHECKS_PER_TIMEOUT: u64 = 4;
+
+/// One of the oldest in-flight commands.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WatchedCommand {
+    pub(super) qid: QueueId,
+    pub(super) command: LateCommand,
+    /// Time from which the timeout counts.
+    since: Ticks,
+    /// Number of in-flight commands of all queues, at the last check, that were submitted at the same time as this command or
+    /// earlier.
+    commands_ahead: usize,
+    /// Time of the latest submission to the command's queue, at the first check that found the command.
+    pub(super) latest_submission: Ticks,
+    /// Number of in-flight commands in the command's queue, at the first check that found the command.
+    pub(super) in_flight: usize,
+}
+
+/// The oldest in-flight commands of a drive.
+#[derive(Debug, Default)]
+pub(super) struct DriveProgress {
+    watched: Vec<WatchedCommand>,
+    /// Time of the last check.
+    checked_at: Ticks,
+}
+
+impl DriveProgress {
+    /// Checks the commands of all queues. Returns the commands that are overdue after `deadline` ticks without progress.
+    /// `count` returns, for each moment, the number of the drive's in-flight commands that were submitted at that time or
+    /// earlier.
+    pub(super) fn check(
+        &mut self,
+        queues: &[(QueueId, InFlightSample)],
+        count: impl Fn(&[Ticks]) -> Vec<usize>,
+        now: Ticks,
+        deadline: u64,
+    ) -> Vec<WatchedCommand> {
+        // Part of the time since the last check that does not count.
+        let unseen = now
+            .since(self.checked_at)
+            .saturating_sub(deadline / CHECKS_PER_TIMEOUT);
+        let looked = Ticks(self.checked_at.0 + unseen);
+        let commands = queues.iter().flat_map(|(qid, look)| {
+            look.oldest.iter().map(|command| WatchedCommand {
+                qid: *qid,
+                command: *command,
+                since: command.submitted().max(looked),
+                commands_ahead: 0,
+                latest_submission: look.latest_submission,
+                in_flight: look.in_flight,
+            })
+        });
+        let mut oldest: Vec<WatchedCommand> = commands.collect();
+        oldest.sort_by_key(|watched| watched.command.submitted());
+        oldest.truncate(OLDEST_MAX);
+        let moments: Vec<Ticks> = oldest
+            .iter()
+            .map(|watched| watched.command.submitted())
+            .collect();
+        for (watched, before) in oldest.iter_mut().zip(count(&moments)) {
+            let is_it = |other: &&WatchedCommand| {
+                (other.qid, other.command) == (watched.qid, watched.command)
+            };
+            match self.watched.iter().find(is_it) {
+                Some(known) if before >= known.commands_ahead => {
+                    *watched = *known;
+                    watched.since = Ticks(known.since.0 + unseen).min(now);
+                }
+                Some(_) => watched.since = now,
+                None => {}
+            }
+            watched.commands_ahead = before;
+        }
+        self.checked_at = now;
+        let late = oldest.iter();
+        let late = late.filter(|watched| now.since(watched.since) > deadline);
+        let late = late.copied().collect();
+        self.watched = oldest;
+        late
+    }
+
+    /// Forgets all commands, because the drive has lost them.
+    pub(super) fn forget(&mut self) {
+        self.watched.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use super::*;
+
+    const DEADLINE: u64 = 1_000;
+
+    /// A drive with queues in the order of submission: pairs of a time and an identifier.
+    #[derive(Default)]
+    struct DriveProgressTest {
+        progress: DriveProgress,
+        queues: [VecDeque<LateCommand>; 2],
+        now: u64,
+        next: u16,
+    }
+
+    impl DriveProgressTest {
+        fn submit(&mut self, queue: usize, commands: usize) {
+            for _ in 0..commands {
+                self.next += 1;
+                self.queues[queue].push_back(LateCommand::new(self.next, Ticks(self.now)));
+            }
+        }
+
+        /// Completes the oldest command of a queue.
+        fn complete(&mut self, queue: usize) {
+            self.queues[queue].pop_front();
+        }
+
+        /// Lets time pass with regular checks. Returns the queues of overdue commands.
+        fn pass(&mut self, time: u64) -> Vec<u16> {
+            let end = self.now + time;
+            loop {
+                let late = self.check_after((end - self.now).min(DEADLINE / CHECKS_PER_TIMEOUT));
+                if self.now == end || !late.is_empty() {
+                    return late;
+                }
+            }
+        }
+
+        /// Checks once, after some time.
+        fn check_after(&mut self, time: u64) -> Vec<u16> {
+            self.now += time;
+            let look = |queue: &VecDeque<LateCommand>| InFlightSample {
+                oldest: queue.iter().take(OLDEST_MAX).copied().collect(),
+                in_flight: queue.len(),
+                latest_submission: queue.back().map_or(Ticks(0), LateCommand::submitted),
+            };
+            let looks: Vec<_> = (1..)
+                .map(QueueId)
+                .zip(self.queues.iter().map(look))
+                .collect();
+            let queues = &self.queues;
+            let count = |moments: &[Ticks]| {
+                let up_to = |moment: &Ticks| {
+                    let commands = queues.iter().flatten();
+                    commands.filter(|late| late.submitted() <= *moment).count()
+                };
+                moments.iter().map(up_to).collect()
+            };
+            let late = self
+                .progress
+                .check(&looks, count, Ticks(self.now), DEADLINE);
+            late.iter().map(|watched| watched.qid.0).collect()
+        }
+    }
+
+    #[test]
+    fn a_queue_that_moves_is_not_late_however_deep_it_is() {
+        let mut scene = DriveProgressTest::default();
+        scene.submit(0, 1_000);
+        // The queue waits for all commands of the other queue.
+        scene.submit(1, 1);
+        for _ in 0..1_000 {
+            assert_eq!(scene.pass(100), [0; 0]);
+            scene.complete(0);
+            scene.submit(0, 1);
+        }
+        scene.complete(1);
+    }
+
+    #[test]
+    fn a_command_that_all_others_pass_is_late() {
+        let mut scene = DriveProgressTest::default();
+        scene.submit(0, 1);
+        scene.submit(1, 500);
+        let mut pass = |late: &[u16]| {
+            assert_eq!(scene.pass(100), late);
+            scene.complete(1);
+            scene.submit(1, 1);
+        };
+        for _ in 0..500 + DEADLINE / 100 + 1 {
+            pass(&[]);
+        }
+        pass(&[1]);
+    }
+
+    #[test]
+    fn queues_that_take_turns_are_not_late() {
+        let mut scene = DriveProgressTest::default();
+        for queue in [0, 1] {
+            scene.submit(queue, 100);
+        }
+        // Eight commands of one queue take longer than the deadline.
+        for turn in 0..200 {
+            assert_eq!(scene.pass(DEADLINE - 1), [0; 0]);
+            scene.complete(turn % 2);
+        }
+    }
+
+    /// The drive monitor got no processor time, or the host was suspended.
+    #[test]
+    fn time_without_a_look_is_no_silence_of_the_drive() {
+        let mut scene = DriveProgressTest::default();
+        scene.submit(0, 5);
+        assert_eq!(scene.pass(100), [0; 0]);
+        for _ in 0..3 {
+            assert_eq!(scene.check_after(50 * DEADLINE), [0; 0], "known commands");
+            scene.complete(0);
+        }
+        scene.submit(1, 1);
+        assert_eq!(scene.check_after(50 * DEADLINE), [0; 0], "a new one");
+        // A drive that completes nothing is late after LOOKS checks at most.
+        let looks = (1..).find(|_| !scene.check_after(50 * DEADLINE).is_empty());
+        assert_eq!(looks, Some(CHECKS_PER_TIMEOUT));
+    }
+
+    #[test]
+    fn a_command_alone_is_late_at_once() {
+        let mut scene = DriveProgressTest::default();
+        scene.submit(0, 1);
+        assert_eq!(scene.pass(DEADLINE), [0; 0]);
+        assert_eq!(scene.pass(1), [1]);
+        scene.progress.forget();
+        assert_eq!(scene.pass(DEADLINE), [0; 0], "its time begins anew");
+    }
+}

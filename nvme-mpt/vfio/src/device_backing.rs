@@ -1,0 +1,108 @@
+//! Interface between the driver and an NVMe function.
+
+use std::fmt;
+use std::io;
+use std::ops::RangeInclusive;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvme_guest::iova::Iommu;
+use nvme_mpt_memory::Mapping;
+use nvme_mpt_memory::deadline::{SystemClock, WaitClock};
+use nvme_mpt_memory::eventfd;
+
+/// Access to an NVMe function for its driver: registers, doorbells, and DMA through an [`Iommu`].
+///
+/// A function may disappear at any time (hot removal). Then registers read as all ones, writes are lost, and all other calls
+/// return [`io::ErrorKind::NotConnected`]; nothing faults. A function whose link is down or that the kernel is resetting
+/// behaves the same, but only for a while. [`Self::is_gone`] is true only for a function that is gone for good.
+pub trait DeviceBacking: Send + Sync + fmt::Debug {
+    /// Returns the function's name for messages: its PCI address, such as `0000:01:00.0`.
+    fn name(&self) -> &str;
+
+    /// Reads a 32-bit controller register (Base 2.0, section 3.1.3).
+    fn read32(&self, offset: usize) -> u32;
+
+    /// Reads a 64-bit controller register.
+    fn read64(&self, offset: usize) -> u64;
+
+    /// Writes a 32-bit controller register.
+    fn write32(&self, offset: usize, value: u32);
+
+    /// Writes a 64-bit controller register.
+    fn write64(&self, offset: usize, value: u64);
+
+    /// Returns the doorbell mapping (BAR0 or part of it) and the offset of doorbell 0 (offset 1000h of BAR0) in it. Doorbells
+    /// behind the end of the mapping cannot be written, so the queues of these doorbells cannot be used.
+    fn doorbells(&self) -> (Arc<Mapping>, usize);
+
+    /// Returns the IOMMU that the function's DMA goes through.
+    fn iommu(&self) -> Arc<dyn Iommu>;
+
+    /// Returns the IOVA ranges that the function's DMA can use: sorted, disjoint, without ranges that the platform
+    /// reserves.
+    fn usable_iovas(&self) -> Vec<RangeInclusive<u64>>;
+
+    /// Enables or disables DMA of the function (Command register: Bus Master Enable; Memory Space Enable stays set).
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    fn set_bus_master(&self, enabled: bool) -> io::Result<()>;
+
+    /// Resets the function (function level reset or the platform's substitute).
+    ///
+    /// # Errors
+    /// Returns the kernel's error; `Unsupported` if the function cannot be reset.
+    fn reset(&self) -> io::Result<()>;
+
+    /// Returns the kernel's number of the NUMA node that the function is attached to; `None` if unknown.
+    fn numa_node(&self) -> Option<u32> {
+        None
+    }
+
+    /// Returns the timeout of an admin command. Some seconds suffice, because the driver's admin commands access no media.
+    fn admin_timeout(&self) -> Duration {
+        Duration::from_secs(5)
+    }
+
+    /// Returns the clock for waits on the function.
+    fn clock(&self) -> Arc<dyn WaitClock> {
+        SystemClock::shared()
+    }
+
+    /// Returns a descriptor that becomes readable when the host wants the function back, because the function is being removed
+    /// or unbound. The owner must then call [`Self::release`].
+    fn removal_request(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Returns whether the function is gone for good: removed, or [released](Self::release). A function that merely does
+    /// not answer may come back.
+    fn is_gone(&self) -> bool;
+
+    /// Returns descriptors with which a successor process continues to use the function in its present state. This
+    /// process then exits without releasing the function.
+    ///
+    /// # Errors
+    /// The kernel's error; `Unsupported` for a function that cannot be handed over.
+    fn hand_over(&self) -> io::Result<Vec<OwnedFd>> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    /// Returns descriptors that preserve the function's IOMMU and all mappings, even after the function is closed or this
+    /// process has exited. [`Self::release`] removes all mappings nevertheless.
+    ///
+    /// # Errors
+    /// The kernel's error; `Unsupported` if the mappings of the function's IOMMU cannot outlive this process.
+    fn persist_iommu(&self) -> io::Result<Vec<OwnedFd>> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    /// Releases the function. Afterwards its DMA reaches no memory, and its registers read as all ones.
+    fn release(&self);
+}
+
+/// Returns whether the kernel has asked for the function, and waits until this process releases the function.
+pub(crate) fn is_removal_requested(backing: &dyn DeviceBacking) -> bool {
+    let request = backing.removal_request();
+    request.is_some_and(|request| eventfd::is_readable(request).unwrap_or(false))
+}

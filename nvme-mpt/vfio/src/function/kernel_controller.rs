@@ -1,0 +1,197 @@
+//! State of the kernel's `nvme` driver for a controller that is bound to it.
+
+use std::path::{Path, PathBuf};
+
+use super::{HostRoot, PciFunctionError, entries, link_name, read, read_optional};
+
+/// Unit of a disk's size in sysfs, in bytes.
+const SECTOR: u64 = 512;
+
+/// A controller of the kernel's `nvme` driver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelController {
+    /// Name, such as `nvme0`.
+    pub name: String,
+    /// Model Number.
+    pub model: String,
+    /// Serial Number.
+    pub serial: String,
+    /// Namespaces that are disks, sorted by identifier.
+    pub namespaces: Vec<KernelNamespace>,
+}
+
+/// A namespace that is a disk of the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelNamespace {
+    /// Namespace identifier.
+    pub nsid: u32,
+    /// Name of the disk, such as `nvme0n1`.
+    pub disk: String,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Logical block size in bytes.
+    pub lba_size: u32,
+    /// Directory of the disk in sysfs.
+    pub(super) dir: PathBuf,
+}
+
+/// Reads the controller of the function at `folder`; `None` while the driver is still probing it.
+pub(super) fn read_controller(
+    root: &HostRoot,
+    folder: &Path,
+) -> Result<Option<KernelController>, PciFunctionError> {
+    let controllers = folder.join("nvme");
+    let Some(name) = entries(&controllers)?.into_iter().next() else {
+        return Ok(None);
+    };
+    let folder = controllers.join(&name);
+    let mut namespaces = Vec::new();
+    for entry in entries(&folder)? {
+        // The disk of a namespace is in the controller's directory. With multipath, that directory has the path
+        // (nvme0c1n1) instead, and the disk (nvme0n1) is under /sys/block.
+        let (disk, folder) = match multipath_disk(&entry) {
+            None if is_disk(&entry) => {
+                let folder = folder.join(&entry);
+                (entry, folder)
+            }
+            None => continue,
+            Some(disk) => {
+                let folder = root.sys.join("block").join(&disk);
+                (disk, folder)
+            }
+        };
+        namespaces.extend(read_namespace(disk, folder)?);
+    }
+    namespaces.sort_by_key(|namespace| namespace.nsid);
+    let text = |file: &str| {
+        read_optional(&folder.join(file)).map(|text| text.unwrap_or_default().trim().to_owned())
+    };
+    Ok(Some(KernelController {
+        model: text("model")?,
+        serial: text("serial")?,
+        name,
+        namespaces,
+    }))
+}
+
+/// Splits a name like `nvme1n2` or `nvme1c3n2` into its numbers.
+fn split_numbers(name: &str) -> Option<Vec<&str>> {
+    let numbers: Vec<&str> = name.strip_prefix("nvme")?.split(['c', 'n']).collect();
+    let numeric = |number: &&str| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
+    numbers.iter().all(numeric).then_some(numbers)
+}
+
+fn is_disk(name: &str) -> bool {
+    split_numbers(name).is_some_and(|numbers| numbers.len() == 2) && !name.contains('c')
+}
+
+/// Returns the multipath disk that a path belongs to.
+fn multipath_disk(name: &str) -> Option<String> {
+    match &*split_numbers(name)? {
+        [subsystem, _, namespace] => Some(format!("nvme{subsystem}n{namespace}")),
+        _ => None,
+    }
+}
+
+/// Reads a namespace; `None` if it is gone already.
+fn read_namespace(
+    disk: String,
+    folder: PathBuf,
+) -> Result<Option<KernelNamespace>, PciFunctionError> {
+    let whole = |file: &str| -> Result<Option<u64>, PciFunctionError> {
+        let path = folder.join(file);
+        let Some(text) = read_optional(&path)? else {
+            return Ok(None);
+        };
+        match text.parse() {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => Err(PciFunctionError::Form { path, text }),
+        }
+    };
+    let (Some(nsid), Some(sectors), Some(lba_size)) = (
+        whole("nsid")?,
+        whole("size")?,
+        whole("queue/logical_block_size")?,
+    ) else {
+        return Ok(None);
+    };
+    let narrow = |value: u64, file: &str| {
+        u32::try_from(value).map_err(|_| PciFunctionError::Form {
+            path: folder.join(file),
+            text: value.to_string(),
+        })
+    };
+    Ok(Some(KernelNamespace {
+        nsid: narrow(nsid, "nsid")?,
+        bytes: sectors.saturating_mul(SECTOR),
+        lba_size: narrow(lba_size, "queue/logical_block_size")?,
+        disk,
+        dir: folder,
+    }))
+}
+
+/// A disk or partition: its name, device number (such as `259:1`) and holders.
+#[derive(Debug)]
+pub(super) struct BlockDevice {
+    pub(super) name: String,
+    pub(super) number: String,
+    pub(super) holders: Vec<String>,
+}
+
+impl KernelNamespace {
+    /// Returns the disk and its partitions.
+    pub(super) fn block_devices(&self) -> Result<Vec<BlockDevice>, PciFunctionError> {
+        let mut devices = vec![read_block_device(&self.disk, &self.dir)?];
+        for entry in entries(&self.dir)? {
+            let folder = self.dir.join(&entry);
+            if entry.starts_with(&self.disk) && read_optional(&folder.join("partition"))?.is_some()
+            {
+                devices.push(read_block_device(&entry, &folder)?);
+            }
+        }
+        devices[1..].sort_by(|one, other| one.name.cmp(&other.name));
+        Ok(devices)
+    }
+}
+
+fn read_block_device(name: &str, folder: &Path) -> Result<BlockDevice, PciFunctionError> {
+    let mut holders = Vec::new();
+    for holder in entries(&folder.join("holders"))? {
+        let path = folder.join("holders").join(&holder);
+        // Device mapper's name says more, such as vg0-root.
+        holders.push(match read_optional(&path.join("dm/name"))? {
+            Some(mapped) => format!("{holder} ({mapped})"),
+            None => link_name(&path)?.unwrap_or(holder),
+        });
+    }
+    holders.sort();
+    Ok(BlockDevice {
+        name: name.to_owned(),
+        number: read(&folder.join("dev"))?,
+        holders,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_paths_and_everything_else_are_told_apart_by_name() {
+        assert!(is_disk("nvme0n1") && is_disk("nvme12n34"));
+        for name in [
+            "ng0n1",
+            "nvme0",
+            "nvme0n1p1",
+            "nvme0c1n1",
+            "hwmon3",
+            "power",
+            "nvmen1",
+        ] {
+            assert!(!is_disk(name), "{name}");
+        }
+        assert_eq!(multipath_disk("nvme1c0n2").as_deref(), Some("nvme1n2"));
+        assert_eq!(multipath_disk("nvme1n2"), None);
+        assert!(!is_disk("nvme1c2"));
+    }
+}

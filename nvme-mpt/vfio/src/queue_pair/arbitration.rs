@@ -1,0 +1,361 @@
+//! Arbitration between a queue pair's heavy users, in proportion to the weights of their leases.
+//!
+//! The algorithm is start-time fair queueing on two levels. A lease's *virtual time* is the number of dispatched bytes of
+//! its users, divided by its weight. The waiting lease with the earliest time is next. Within the lease, the same rule
+//! with equal weights selects the user. So a lease with four queues has one share, not four.
+//!
+//! - A lease that begins to wait starts no earlier than the lease that was served last. So an idle lease accumulates no
+//!   credit.
+//! - Once no lease waits, all leases are equal again.
+//! - A new weight applies from the lease's next command on.
+//!
+//! While two leases wait, their dispatched bytes, divided by weight, differ by at most one command of each lease. The order
+//! does not depend on a clock, so stopping or resetting the drive changes nothing here.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::collections::binary_heap::PeekMut;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use nvme_guest::rate_limit::LeaseWeight;
+
+/// Virtual time of one byte at weight 1.
+const BYTE_TIME: u64 = 1 << 32;
+
+/// A lease's state for queue pairs: reservation, weight, and the commands of all its queues.
+#[derive(Debug)]
+pub struct LeaseShare {
+    reservation: Option<u64>,
+    /// Outstanding commands that went through arbitration, of all queues. Updated once per batch.
+    outstanding: AtomicU32,
+    /// Virtual time of one byte.
+    time_per_byte: AtomicU64,
+    /// Bytes that were dispatched while the drive was weighed.
+    dispatched_bytes: AtomicU64,
+    /// Value of `launched` from which the lease must wait for the next survey; `u64::MAX` without a limit.
+    dispatch_limit: AtomicU64,
+    /// True while the leased namespace is missing or has another block size.
+    is_revoked: AtomicBool,
+}
+
+impl LeaseShare {
+    /// Creates the state of a lease with the default weight.
+    #[must_use]
+    pub fn new(reservation: Option<u64>) -> Arc<Self> {
+        let share = Self {
+            reservation,
+            outstanding: AtomicU32::default(),
+            time_per_byte: AtomicU64::default(),
+            dispatched_bytes: AtomicU64::default(),
+            dispatch_limit: AtomicU64::new(u64::MAX),
+            is_revoked: AtomicBool::default(),
+        };
+        share.set_weight(LeaseWeight::default());
+        Arc::new(share)
+    }
+
+    /// Returns the key of the reservation, if there is one.
+    #[must_use]
+    pub fn reservation(&self) -> Option<u64> {
+        self.reservation
+    }
+
+    /// Sets the weight, also while commands wait.
+    pub fn set_weight(&self, weight: LeaseWeight) {
+        let per_byte = BYTE_TIME / u64::from(weight.get());
+        self.time_per_byte.store(per_byte, Ordering::Relaxed);
+    }
+
+    /// Sets whether the lease is revoked, so that the drive gets none of its commands. This applies to queues that join
+    /// from now on, and to present users after [`VfioQueuePair::revoke`](super::VfioQueuePair::revoke).
+    pub fn set_revoked(&self, revoked: bool) {
+        self.is_revoked.store(revoked, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_revoked(&self) -> bool {
+        self.is_revoked.load(Ordering::Relaxed)
+    }
+
+    /// Counts submitted commands. Returns the lease's number of outstanding commands.
+    #[inline]
+    pub(super) fn count_submitted(&self, commands: u32) -> u32 {
+        let before = self.outstanding.fetch_add(commands, Ordering::Relaxed);
+        before.saturating_add(commands)
+    }
+
+    /// Counts commands that have completed or were dropped.
+    #[inline]
+    pub(super) fn count_ended(&self, commands: u32) {
+        self.outstanding.fetch_sub(commands, Ordering::Relaxed);
+    }
+
+    /// Counts dispatched bytes.
+    #[inline]
+    pub(super) fn count_dispatched(&self, bytes: u64) {
+        self.dispatched_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Returns whether the lease has reached its limit until the next survey.
+    #[inline]
+    pub(super) fn is_at_limit(&self) -> bool {
+        self.dispatched_bytes.load(Ordering::Relaxed) >= self.dispatch_limit.load(Ordering::Relaxed)
+    }
+
+    /// Returns the bytes that were dispatched while the drive was weighed.
+    pub(super) fn dispatched_bytes(&self) -> u64 {
+        self.dispatched_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Sets the limit of bytes until the next survey; `None` for no limit.
+    pub(super) fn set_byte_limit(&self, bytes: Option<u64>) {
+        let until = bytes.map_or(u64::MAX, |bytes| {
+            self.dispatched_bytes().saturating_add(bytes)
+        });
+        self.dispatch_limit.store(until, Ordering::Relaxed);
+    }
+
+    /// Returns the weight.
+    #[must_use]
+    pub fn weight(&self) -> u64 {
+        BYTE_TIME / self.time_per_byte.load(Ordering::Relaxed).max(1)
+    }
+
+    fn virtual_time(&self, bytes: u64) -> u128 {
+        u128::from(bytes) * u128::from(self.time_per_byte.load(Ordering::Relaxed))
+    }
+}
+
+/// Waiting parties, ordered by virtual time. A party is a lease of the pair, or a user of one lease.
+#[derive(Debug, Default)]
+struct VirtualTimeOrder {
+    /// Number of parties, waiting or not.
+    parties: usize,
+    waiting: BinaryHeap<Reverse<(u128, u16)>>,
+    /// Virtual time of the party that was served last, before that service.
+    now: u128,
+    /// Latest virtual time that any party has reached.
+    latest: u128,
+}
+
+impl VirtualTimeOrder {
+    /// Adds a waiting party that has reached the virtual time `time`.
+    fn enter(&mut self, party: u16, time: u128) {
+        if self.waiting.is_empty() {
+            self.now = self.latest;
+        }
+        self.waiting.push(Reverse((time.max(self.now), party)));
+    }
+
+    /// Returns the next party.
+    #[inline]
+    fn first(&self) -> Option<u16> {
+        self.waiting.peek().map(|Reverse((_, party))| *party)
+    }
+
+    /// Charges the next party, and removes the party unless it still has commands (`goes_on`). Returns the virtual time that
+    /// the party has reached.
+    ///
+    /// If there is only one party, its virtual time does not advance, because the party takes nothing from others.
+    #[inline]
+    fn charge(&mut self, cost: impl FnOnce() -> u128, goes_on: bool) -> u128 {
+        let Some(mut first) = self.waiting.peek_mut() else {
+            return self.latest;
+        };
+        let Reverse((start, party)) = *first;
+        let mut time = start;
+        if self.parties > 1 {
+            time += cost();
+            self.now = start;
+            self.latest = self.latest.max(time);
+        }
+        if goes_on {
+            *first = Reverse((time, party));
+        } else {
+            PeekMut::pop(first);
+        }
+        time
+    }
+
+    /// Removes the next party, and returns it.
+    fn skip(&mut self) -> Option<u16> {
+        let Reverse((_, party)) = self.waiting.pop()?;
+        Some(party)
+    }
+
+    /// Removes a waiting party.
+    fn remove(&mut self, party: u16) {
+        self.waiting.retain(|Reverse((_, other))| *other != party);
+    }
+}
+
+/// A lease with users on this pair.
+#[derive(Debug)]
+struct ArbitratedLease {
+    share: Arc<LeaseShare>,
+    time: u128,
+    /// Users of the lease.
+    order: VirtualTimeOrder,
+}
+
+/// Arbitration state of a user.
+#[derive(Clone, Copy, Debug)]
+struct ArbitratedUser {
+    lease: u16,
+    time: u128,
+    is_waiting: bool,
+}
+
+/// Arbitration between a pair's heavy users.
+#[derive(Debug, Default)]
+pub(super) struct QueuePairArbitration {
+    /// Order of the leases.
+    order: VirtualTimeOrder,
+    leases: Vec<Option<ArbitratedLease>>,
+    /// State by user number.
+    users: Vec<Option<ArbitratedUser>>,
+}
+
+impl QueuePairArbitration {
+    /// Adds a user of a lease. Later calls allocate no memory.
+    pub(super) fn join(&mut self, member: u16, share: &Arc<LeaseShare>) {
+        let is_its = |tenant: &ArbitratedLease| Arc::ptr_eq(&tenant.share, share);
+        let mut tenants = self.leases.iter();
+        let known = tenants.position(|tenant| tenant.as_ref().is_some_and(is_its));
+        let tenant = known.or_else(|| self.leases.iter().position(Option::is_none));
+        let tenant = tenant.unwrap_or(self.leases.len());
+        if tenant == self.leases.len() {
+            self.leases.push(None);
+        }
+        self.order.parties += usize::from(known.is_none());
+        self.order.waiting.reserve(self.leases.len());
+        let entry = self.leases[tenant].get_or_insert_with(|| ArbitratedLease {
+            share: share.clone(),
+            time: 0,
+            order: VirtualTimeOrder::default(),
+        });
+        entry.order.parties += 1;
+        entry.order.waiting.reserve(entry.order.parties);
+        let number = usize::from(member);
+        if self.users.len() <= number {
+            self.users.resize(number + 1, None);
+        }
+        self.users[number] = Some(ArbitratedUser {
+            lease: tenant as u16,
+            time: 0,
+            is_waiting: false,
+        });
+    }
+
+    /// Removes a user, and its lease if it was the last one.
+    pub(super) fn leave(&mut self, member: u16) {
+        self.remove_waiting(member);
+        let place = self.users.get_mut(usize::from(member));
+        let Some(place) = place.and_then(Option::take) else {
+            return;
+        };
+        let number = usize::from(place.lease);
+        if let Some(tenant) = &mut self.leases[number] {
+            tenant.order.parties -= 1;
+            if tenant.order.parties == 0 {
+                self.leases[number] = None;
+                self.order.parties -= 1;
+            }
+        }
+    }
+
+    /// Marks a user as waiting.
+    #[inline]
+    pub(super) fn mark_waiting(&mut self, member: u16) {
+        let Some(Some(place)) = self.users.get_mut(usize::from(member)) else {
+            return;
+        };
+        let Some(Some(tenant)) = self.leases.get_mut(usize::from(place.lease)) else {
+            return;
+        };
+        if place.is_waiting {
+            return;
+        }
+        place.is_waiting = true;
+        if tenant.order.waiting.is_empty() {
+            self.order.enter(place.lease, tenant.time);
+        }
+        tenant.order.enter(member, place.time);
+    }
+
+    /// Returns the next user.
+    #[inline]
+    pub(super) fn next(&self) -> Option<u16> {
+        let tenant = self.order.first()?;
+        self.leases
+            .get(usize::from(tenant))?
+            .as_ref()?
+            .order
+            .first()
+    }
+
+    /// Charges the next user with `bytes`. The user stops waiting unless it still has commands (`goes_on`).
+    #[inline]
+    pub(super) fn charge(&mut self, bytes: u64, goes_on: bool) {
+        let Some(tenant) = self.order.first() else {
+            return;
+        };
+        let Some(Some(tenant)) = self.leases.get_mut(usize::from(tenant)) else {
+            return;
+        };
+        let Some(member) = tenant.order.first() else {
+            return;
+        };
+        let time = tenant.order.charge(|| bytes.into(), goes_on);
+        if let Some(Some(place)) = self.users.get_mut(usize::from(member)) {
+            place.time = time;
+            place.is_waiting = goes_on;
+        }
+        let goes_on = !tenant.order.waiting.is_empty();
+        let cost = || tenant.share.virtual_time(bytes);
+        tenant.time = self.order.charge(cost, goes_on);
+    }
+
+    /// Removes the next user from the waiting users without charging it.
+    pub(super) fn skip(&mut self) {
+        let Some(tenant) = self.order.first() else {
+            return;
+        };
+        let Some(Some(tenant)) = self.leases.get_mut(usize::from(tenant)) else {
+            return;
+        };
+        let member = tenant.order.skip();
+        if tenant.order.waiting.is_empty() {
+            self.order.skip();
+        }
+        if let Some(member) = member
+            && let Some(Some(place)) = self.users.get_mut(usize::from(member))
+        {
+            place.is_waiting = false;
+        }
+    }
+
+    /// Removes a user from the waiting users.
+    #[cold]
+    fn remove_waiting(&mut self, member: u16) {
+        let Some(Some(place)) = self.users.get_mut(usize::from(member)) else {
+            return;
+        };
+        let Some(Some(tenant)) = self.leases.get_mut(usize::from(place.lease)) else {
+            return;
+        };
+        if !std::mem::take(&mut place.is_waiting) {
+            return;
+        }
+        tenant.order.remove(member);
+        if tenant.order.waiting.is_empty() {
+            self.order.remove(place.lease);
+        }
+    }
+
+    /// Returns whether no user is waiting.
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.order.waiting.is_empty()
+    }
+}

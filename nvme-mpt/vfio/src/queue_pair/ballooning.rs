@@ -1,0 +1,102 @@
+//! Loans: an idle pair is lent to a queue that shares another pair with busy queues.
+//!
+//! The drive monitor lends. The borrowing queue becomes a user of the idle pair and remembers its home pair. The first
+//! batch of one of the lending pair's own queues calls the borrowers back: they migrate home before the batch is served.
+//! Their commands in flight complete on the pair that they leave (`moves.rs`).
+//!
+//! Reserved pairs are never lent.
+
+use std::sync::{Arc, Weak};
+
+use super::binding::NewQueuePairUser;
+use super::core::QueuePairCore;
+use super::migration::{QueuePairUserRole, migrate_user};
+use super::user::QueuePairUser;
+use super::{QueuePairInner, VfioQueuePair};
+use nvme_mpt_memory::clock::Ticks;
+
+/// Activity of a pair between checks, by which the drive monitor finds idle pairs.
+#[derive(Debug, Default)]
+pub struct QueuePairActivity {
+    /// Value of the pair's command counter at the last check.
+    commands: u64,
+    /// Number of consecutive checks that found the pair idle.
+    idle_checks: u32,
+}
+
+impl QueuePairActivity {
+    /// Checks a pair. Returns the number of consecutive checks, including this one, that found the pair idle.
+    pub fn check(&mut self, pair: &VfioQueuePair) -> u32 {
+        let core = pair.shared.lock();
+        let commands = core.stats().commands;
+        let is_idle = commands == self.commands && core.in_flight() == 0;
+        self.commands = commands;
+        self.idle_checks = if is_idle { self.idle_checks + 1 } else { 0 };
+        self.idle_checks
+    }
+}
+
+impl VfioQueuePair {
+    /// Returns the number of the pair's own queues that had a batch within the last `within` ticks.
+    #[must_use]
+    pub fn active_queues(&self, now: Ticks, within: u64) -> usize {
+        self.shared.lock().active_users(now, within).count()
+    }
+
+    /// Returns whether any queue borrows the pair.
+    #[must_use]
+    pub fn is_lent(&self) -> bool {
+        self.shared.lock().has_borrowers()
+    }
+
+    /// Lends the pair to a queue of `crowded` that had a batch within the last `within` ticks. Returns whether there was such a
+    /// queue.
+    pub fn lend_to(&self, crowded: &Self, now: Ticks, within: u64) -> bool {
+        let chosen = {
+            let core = crowded.shared.lock();
+            let first = core.active_users(now, within).next();
+            first.map(|(number, member)| (number, member.queue.clone()))
+        };
+        let Some((number, queue)) = chosen else {
+            return false;
+        };
+        let role = QueuePairUserRole::Borrower(Arc::downgrade(&crowded.shared));
+        migrate_user(&crowded.shared, number, queue, &self.shared, role)
+    }
+}
+
+/// Sends all borrowers of a pair home, because one of the pair's own queues has a batch.
+#[cold]
+#[inline(never)]
+pub(super) fn recall_borrowers(pair: &Arc<QueuePairInner>) {
+    loop {
+        let borrower = pair.lock().take_borrower();
+        let Some((number, queue, home)) = borrower else {
+            return;
+        };
+        // A borrower whose home pair is reserved or gone stays.
+        if let Some(home) = home.upgrade() {
+            migrate_user(pair, number, queue, &home, QueuePairUserRole::Returning);
+        }
+    }
+}
+
+impl QueuePairCore {
+    /// Returns the users that had a batch within the last `within` ticks, except borrowers and users that migrate away.
+    fn active_users(&self, now: Ticks, within: u64) -> impl Iterator<Item = (u16, &QueuePairUser)> {
+        let is_awake = move |since: Ticks| now.since(since) <= within;
+        self.staying_users()
+            .filter(move |(_, member)| member.home.is_none() && is_awake(member.last_batch))
+    }
+
+    /// Ends the loan of one borrower. Returns the borrower and its home pair.
+    fn take_borrower(&mut self) -> Option<(u16, NewQueuePairUser, Weak<QueuePairInner>)> {
+        let borrower = self
+            .staying_users()
+            .find(|(_, member)| member.home.is_some());
+        let number = borrower?.0;
+        let home = self.end_balloon(number)?;
+        let queue = self.user(number)?.queue.clone();
+        Some((number, queue, home))
+    }
+}

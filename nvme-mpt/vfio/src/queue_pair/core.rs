@@ -1,0 +1,952 @@
+//! Shared state of a queue pair's users, under the pair's lock: arbitration and in-flight commands.
+//!
+//! The commands of a lone user go directly from its batch to the ring, and completions directly from the ring to the
+//! user. Otherwise commands wait in front of the ring and are dispatched in this order:
+//!
+//! 1. Commands of light users, at once, regardless of their leases' weights.
+//! 2. Commands of heavy users, in bytes by [the weights of their leases](super::turns), as far as the [governor's
+//!    window](super::governor) allows. A split command counts by the children that go to the drive, not as a whole.
+//!
+//! While a light user is active on any pair of the drive, or while the drive is [contended](super::survey), commands of lone
+//! users go through arbitration, too.
+
+use std::sync::{Arc, Weak};
+
+use super::QueuePairInner;
+use super::binding::{CurrentQueuePair, NewQueuePairUser, QueueMigrations, QueuePairBinding};
+use super::governor::{DriveGovernor, QueuePairWindow};
+use super::held_back_users::HeldBackUsers;
+use super::inflight::{
+    CompletionOutcome, InFlightCommand, InFlightCommands, InFlightSample, LateCommand, PLAIN_SLOTS,
+};
+use super::inflight_bound;
+use super::rings::{PairDoorbells, VfioQueuePairRings};
+use super::sharing::QueuePairSharing;
+use super::split::UnsplitLimit;
+use super::stats::PairStats;
+use super::user::{QueuePairUser, WaitingCommand};
+use nvme_guest::adaptive::CommandClass;
+use nvme_mpt::host::{CompletionTaker, HostCompletion, HostMemory};
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::cqe::Cqe;
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
+use nvme_spec::status::Status;
+
+/// Heavy users leave 1/16 of the ring's entries to light users, at least one entry.
+const LIGHT_ENTRIES_DIVISOR: usize = 16;
+
+/// Maximum wait of a user whose lease has used up its share, as a fraction of [presence](DriveGovernor::presence): 1/16, or 62
+/// ms. After this wait the user launches one command nevertheless. So 256 commands of a queue take at most 16 s, less than the
+/// guest driver's timeout.
+const HOLD_BACK_DIVISOR: u64 = 16;
+
+/// Divisor of the presence time: a user that is held back is checked again after 1/4096 of the presence time, or 0.24 ms.
+const HOLD_CHECK_DIVISOR: u64 = 4096;
+
+/// Status returned after the leased namespace was removed or reformatted.
+const REVOKED: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(true);
+
+/// State of the queue pair with respect to the drive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum QueuePairState {
+    Running,
+    /// Commands wait; rings and doorbells are not accessed.
+    Stopped,
+    /// The drive is gone: all commands complete with this status.
+    Dead(Status),
+}
+
+/// Part of a user's next command that goes to the drive as one entry.
+#[derive(Clone, Copy)]
+struct CommandPortion {
+    /// Weight in bytes, as [`QueuePairCore::next`] returned it for `most`.
+    weight: u64,
+    /// Maximum bytes.
+    bytes_max: u64,
+}
+
+impl CommandPortion {
+    /// Selects the whole command.
+    const fn whole(weight: u64) -> Self {
+        let most = u64::MAX;
+        Self {
+            weight,
+            bytes_max: most,
+        }
+    }
+}
+
+/// Shared state of a queue pair's users.
+#[derive(Debug)]
+pub(super) struct QueuePairCore {
+    pub(super) rings: VfioQueuePairRings,
+    inflight: InFlightCommands,
+    /// Maximum bytes per command of the drive.
+    max_transfer: u64,
+    users: Vec<Option<Box<QueuePairUser>>>,
+    users_total: usize,
+    /// Number of users that are migrating to other pairs.
+    migrating: usize,
+    /// Number of users that borrow the pair.
+    borrowers: usize,
+    /// Number of users whose lease is revoked.
+    revoked: usize,
+    /// True if the pair's only user is neither migrating nor revoked, and its slots fit the plain table ([`PLAIN`]).
+    has_lone_user: bool,
+    /// Migrations that the queues have not noticed yet.
+    migrations: QueueMigrations,
+    pub(super) sharing: QueuePairSharing,
+    /// Value of the pair's command counter at the drive monitor's last survey.
+    pub(super) surveyed_commands: u64,
+    held_back: HeldBackUsers,
+    /// Checks of users for [`Self::is_held_back`].
+    #[cfg(test)]
+    pub(super) held_back_checks: std::cell::Cell<u64>,
+    state: QueuePairState,
+    stats: PairStats,
+}
+
+impl QueuePairCore {
+    pub(super) fn new(
+        rings: VfioQueuePairRings,
+        max_transfer: u64,
+        governor: Arc<DriveGovernor>,
+    ) -> Self {
+        // One entry stays empty to distinguish a full ring from an empty one. So fewer than 1024 remain.
+        let room = (rings.entries() - 1) as u16;
+        Self {
+            rings,
+            inflight: InFlightCommands::new(room),
+            max_transfer,
+            users: Vec::new(),
+            users_total: 0,
+            migrating: 0,
+            borrowers: 0,
+            revoked: 0,
+            has_lone_user: false,
+            migrations: QueueMigrations::default(),
+            sharing: QueuePairSharing::new(governor),
+            surveyed_commands: 0,
+            held_back: HeldBackUsers::default(),
+            #[cfg(test)]
+            held_back_checks: std::cell::Cell::default(),
+            state: QueuePairState::Running,
+            stats: PairStats::default(),
+        }
+    }
+
+    /// Adds a user. Returns its number.
+    pub(super) fn join(&mut self, queue: NewQueuePairUser) -> u16 {
+        let lease = queue.lease.clone();
+        let mut member = QueuePairUser::new(queue, self.max_transfer);
+        member.limit_direct(self.direct_bytes_max(), self.max_transfer);
+        self.revoked += usize::from(member.is_revoked);
+        let member = Some(Box::new(member));
+        // The number of a queue that has not noticed its migration yet is not reused.
+        let mut numbers = (0..).zip(&self.users);
+        let free =
+            numbers.find(|(number, seat)| seat.is_none() && !self.migrations.has_user(*number));
+        let free = free.map(|(number, _)| usize::from(number));
+        let number = free.unwrap_or(self.users.len());
+        if free.is_none() {
+            self.users.push(None);
+        }
+        self.users[number] = member;
+        self.users_total += 1;
+        self.update_lone_user();
+        self.sharing.light_users.reserve(self.users.len());
+        self.held_back.reserve(self.users.len());
+        self.sharing.arbitration.join(number as u16, &lease);
+        number as u16
+    }
+
+    fn update_lone_user(&mut self) {
+        let go_by_slots = |member: &QueuePairUser| usize::from(member.queue.slots) <= PLAIN_SLOTS;
+        let mut members = self.users.iter().flatten();
+        self.has_lone_user = self.users_total == 1
+            && self.migrating == 0
+            && self.revoked == 0
+            && members.all(|member| go_by_slots(member));
+    }
+
+    /// Adds a user that borrows this pair from the pair's own queues. Returns the user's number.
+    pub(super) fn join_borrower(
+        &mut self,
+        queue: NewQueuePairUser,
+        home: Weak<QueuePairInner>,
+    ) -> u16 {
+        let number = self.join(queue);
+        if let Some(member) = self.user(number) {
+            member.home = Some(home);
+            self.borrowers += 1;
+        }
+        number
+    }
+
+    /// Ends a user's loan. Returns the user's home pair.
+    pub(super) fn end_balloon(&mut self, number: u16) -> Option<Weak<QueuePairInner>> {
+        let home = self.user(number)?.home.take()?;
+        self.borrowers -= 1;
+        Some(home)
+    }
+
+    /// Returns whether any user borrows the pair.
+    pub(super) fn has_borrowers(&self) -> bool {
+        self.borrowers > 0
+    }
+
+    /// Returns whether this user is one of the pair's own and the pair is lent to other queues.
+    pub(super) fn is_lender(&mut self, number: u16) -> bool {
+        self.has_borrowers()
+            && self
+                .user(number)
+                .is_some_and(|member| member.home.is_none())
+    }
+
+    /// Returns the users that are not migrating away, with their numbers.
+    pub(super) fn staying_users(&self) -> impl Iterator<Item = (u16, &QueuePairUser)> {
+        let members = (0..).zip(&self.users);
+        members
+            .filter_map(|(number, member)| Some((number, member.as_deref()?)))
+            .filter(|(_, member)| !member.is_migrating)
+    }
+
+    /// Returns the first user that is not migrating and whose reservation matches `which`. Borrowers come first.
+    pub(super) fn find_staying_user(
+        &self,
+        which: impl Fn(Option<u64>) -> bool,
+    ) -> Option<(u16, NewQueuePairUser)> {
+        let members = self.staying_users();
+        let (number, member) = members
+            .filter(|(_, member)| which(member.queue.lease.reservation()))
+            .min_by_key(|(_, member)| member.home.is_none())?;
+        Some((number, member.queue.clone()))
+    }
+
+    /// Starts a migration, if `number` still belongs to the queue of `whereabouts`. Returns whether the migration has
+    /// started.
+    pub(super) fn begin_migration(
+        &mut self,
+        number: u16,
+        whereabouts: &Arc<CurrentQueuePair>,
+        to: QueuePairBinding,
+    ) -> bool {
+        let has_flights = self.inflight.inflight_of_user(number) > 0;
+        let Some(member) = self.user(number) else {
+            return false;
+        };
+        if member.is_migrating || !Arc::ptr_eq(&member.queue.current_pair, whereabouts) {
+            return false;
+        }
+        if has_flights || !member.waiting.is_empty() || !member.done.is_empty() {
+            member.is_migrating = true;
+            self.migrating += 1;
+            self.end_balloon(number);
+            self.update_lone_user();
+        } else {
+            self.leave(number);
+        }
+        self.migrations.add(number, to);
+        true
+    }
+
+    /// Takes the pending migration of a queue, if it has one. If the queue `is_done` with this pair, its user leaves.
+    #[inline]
+    pub(super) fn take_migration(
+        &mut self,
+        number: u16,
+        is_done: bool,
+    ) -> Option<QueuePairBinding> {
+        let to = self.migrations.take(number)?;
+        if is_done {
+            self.leave(number);
+        }
+        Some(to)
+    }
+
+    /// Drops the waiting commands of a user. Returns whether none of its commands is in flight.
+    pub(super) fn drop_waiting(&mut self, number: u16) -> bool {
+        if let Some(member) = self.user(number) {
+            member.waiting.clear();
+        }
+        self.inflight.inflight_of_user(number) == 0
+    }
+
+    /// Completes the waiting commands of a user with Command Aborted due to SQ Deletion. The drive gets no further
+    /// command or child.
+    pub(super) fn cut_short(&mut self, number: u16) {
+        self.complete_waiting(number, Status::ABORTED_SQ_DELETION);
+    }
+
+    /// Completes the waiting commands of a user with `status`.
+    fn complete_waiting(&mut self, number: u16, status: Status) {
+        let Some(member) = self.user(number) else {
+            return;
+        };
+        while let Some(waiting) = member.waiting.pop_front() {
+            let begun = match &mut member.splits {
+                Some(splits) if waiting.is_split => splits.cut_short(waiting.sqe.cid().0, status),
+                _ => false,
+            };
+            // A command with children in flight completes with the last child.
+            if !begun {
+                member.done.push(failed_completion(&waiting.sqe, status));
+            }
+        }
+        self.report_waiting();
+    }
+
+    /// Completes the waiting commands of revoked leases with Invalid Namespace or Format. Later commands of these leases' users
+    /// complete in the same way.
+    pub(super) fn revoke(&mut self) {
+        for number in 0..self.users.len() as u16 {
+            let Some(member) = self.user(number) else {
+                continue;
+            };
+            if !member.is_revoked && member.queue.lease.is_revoked() {
+                member.is_revoked = true;
+                self.revoked += 1;
+                self.complete_waiting(number, REVOKED);
+            }
+        }
+        self.update_lone_user();
+    }
+
+    /// Removes a user without commands in flight.
+    pub(super) fn leave(&mut self, number: u16) {
+        self.end_balloon(number);
+        if let Some(member) = self.users.get_mut(usize::from(number))
+            && let Some(member) = member.take()
+        {
+            self.users_total -= 1;
+            self.migrating -= usize::from(member.is_migrating);
+            self.revoked -= usize::from(member.is_revoked);
+            self.update_lone_user();
+        }
+        self.sharing.light_users.retain(|light| *light != number);
+        self.held_back.remove(number);
+        self.sharing.arbitration.leave(number);
+        self.report_waiting();
+    }
+
+    #[inline]
+    pub(super) fn user(&mut self, number: u16) -> Option<&mut QueuePairUser> {
+        self.users.get_mut(usize::from(number))?.as_deref_mut()
+    }
+
+    /// Returns the number of users that are not migrating away.
+    pub(super) fn user_count(&self) -> usize {
+        self.users_total - self.migrating
+    }
+
+    /// Returns the number of in-flight commands; each child of a split command counts.
+    pub(super) fn in_flight(&self) -> usize {
+        self.inflight.in_flight()
+    }
+
+    /// Returns the number of entries that heavy users leave free for light users.
+    fn light_entries(&self) -> usize {
+        match self.users_total {
+            0 | 1 => 0,
+            _ => (self.inflight.capacity() / LIGHT_ENTRIES_DIVISOR).max(1),
+        }
+    }
+
+    /// Returns whether heavy users have no free entry left.
+    pub(super) fn is_full(&self) -> bool {
+        self.inflight.free_count() <= self.light_entries()
+    }
+
+    /// Returns the number of in-flight commands that were submitted directly.
+    pub(super) fn direct_count(&self) -> usize {
+        self.inflight.plain_count()
+    }
+
+    /// Returns whether the user's commands can go directly to the ring, and all completions in the ring are for this user.
+    #[inline]
+    pub(super) fn can_submit_directly(&self, number: u16) -> bool {
+        self.has_lone_user
+            && self.state == QueuePairState::Running
+            && self
+                .users
+                .get(usize::from(number))
+                .and_then(Option::as_deref)
+                .is_some_and(|member| member.waiting.is_empty() && member.done.is_empty())
+    }
+
+    /// Returns the maximum size of a directly submitted command, in bytes.
+    fn direct_bytes_max(&self) -> u64 {
+        match self.sharing.heavy_bytes_max {
+            u64::MAX => u64::MAX,
+            _ => inflight_bound::DIRECT_BYTES_MAX,
+        }
+    }
+
+    /// Sets or removes the limit of heavy users' bytes in flight.
+    pub(super) fn limit_heavy_bytes(&mut self, bytes: Option<u64>) {
+        let before = self.direct_bytes_max();
+        self.sharing.heavy_bytes_max = bytes.unwrap_or(u64::MAX);
+        let most = self.direct_bytes_max();
+        if most != before {
+            let max_transfer = self.max_transfer;
+            for member in self.users.iter_mut().flatten() {
+                member.limit_direct(most, max_transfer);
+            }
+        }
+    }
+
+    /// Returns two amounts of heavy users' bytes: the bytes completed since the last call, and the bytes in flight.
+    pub(super) fn take_heavy_bytes(&mut self) -> (u64, u64) {
+        (
+            self.sharing.take_completed_bytes(),
+            self.sharing.heavy_bytes(),
+        )
+    }
+
+    /// Returns the size limit for [`Self::submit_directly`] if `count` commands of this user can go directly to the ring
+    /// now.
+    #[inline]
+    pub(super) fn direct_limit(
+        &mut self,
+        number: u16,
+        count: u32,
+        now: Ticks,
+    ) -> Option<UnsplitLimit> {
+        let can = self.can_submit_directly(number)
+            && !self.sharing.governor.is_direct_disabled(now)
+            && count as usize <= self.inflight.free_count()
+            && self.inflight.acquire_plain_table(number);
+        can.then(|| self.user(number).map(|member| member.direct_limit))
+            .flatten()
+    }
+
+    /// Writes a user's command into the ring. Returns false if the command has to be split.
+    #[inline(always)]
+    pub(super) fn submit_directly(&mut self, sqe: &Sqe, limit: UnsplitLimit, now: Ticks) -> bool {
+        if !limit.is_whole(sqe) {
+            return false;
+        }
+        let cid = self.inflight.insert_plain(sqe.cid().0, now);
+        self.rings.push(sqe, cid);
+        true
+    }
+
+    /// Counts the commands that were submitted directly since the ring's tail was `tail`. Returns their number.
+    #[inline]
+    pub(super) fn count_direct(&mut self, tail: u32) -> usize {
+        let count = self.rings.written_since(tail);
+        self.inflight.count_inserted_plain(count);
+        self.stats.commands += count as u64;
+        count
+    }
+
+    /// Queues a user's commands for arbitration and dispatches as many as possible. `outstanding` is the user's number of
+    /// incomplete commands including these.
+    #[inline(never)]
+    pub(super) fn enqueue(
+        &mut self,
+        number: u16,
+        staged: &[Sqe],
+        outstanding: u32,
+        memory: HostMemory<'_>,
+        now: Ticks,
+    ) {
+        let is_light_present = self.sharing.governor.is_light_active(now);
+        let is_contended = is_light_present || self.sharing.governor.is_contended(now);
+        let is_governed = self.users_total > 1 || is_contended;
+        let Self {
+            users: members,
+            sharing,
+            stats,
+            ..
+        } = self;
+        let member = members.get_mut(usize::from(number));
+        let Some(member) = member.and_then(Option::as_deref_mut) else {
+            return;
+        };
+        let refusal = match self.state {
+            QueuePairState::Dead(status) => Some(status),
+            _ if member.is_revoked => Some(REVOKED),
+            _ => None,
+        };
+        if let Some(status) = refusal {
+            member.add_uncounted(staged.iter().map(|sqe| failed_completion(sqe, status)));
+            return;
+        }
+        member.last_batch = now;
+        // All queues of a lease belong to one owner: many shallow queues are as busy as one deep queue.
+        let outstanding = outstanding.max(member.count_submitted(staged.len() as u32));
+        let longest = staged
+            .iter()
+            .map(|sqe| member.whole_limit.touched_bytes(sqe, memory))
+            .max()
+            .unwrap_or(0);
+        if !is_governed || CommandClass::is_heavy(outstanding, longest) {
+            // The user stays heavy for a while, so that it does not turn light between two bursts.
+            member.heavy_until =
+                Ticks(now.0.saturating_add(sharing.governor.activity_ticks() / 10));
+        }
+        let is_light = now > member.heavy_until && member.waiting.is_empty();
+        for sqe in staged {
+            let len = member.whole_limit.touched_bytes(sqe, memory);
+            let class = if is_light {
+                CommandClass::light(NvmOpcode(sqe.opcode()), outstanding)
+            } else {
+                CommandClass::HEAVY
+            };
+            let interruptible = is_light_present && class == CommandClass::HEAVY;
+            let divisible = member.whole_limit.divisible_len(sqe, interruptible);
+            let split = member.splits.as_mut().and_then(|splits| {
+                let grain = splits.grain(divisible, interruptible)?;
+                Some((splits, grain))
+            });
+            let is_split = split.is_some();
+            let len = if is_split { divisible } else { len };
+            if let Some((splits, grain)) = split {
+                if let Err(status) = splits.prepare(sqe, len, grain, memory) {
+                    member.done.push(failed_completion(sqe, status));
+                    continue;
+                }
+                stats.splits += 1;
+            }
+            stats.commands += 1;
+            member.waiting.push_back(WaitingCommand {
+                sqe: *sqe,
+                len,
+                class,
+                arrived_at: now,
+                is_split,
+            });
+        }
+        if !is_light {
+            // Another command does not change the limit of a user that is held back.
+            if !member.is_held_back {
+                sharing.arbitration.mark_waiting(number);
+            }
+        } else if !std::mem::replace(&mut member.is_in_lights, true) {
+            sharing.light_users.push_back(number);
+        }
+        if is_governed {
+            sharing.on_command_arrived(number, is_light, now);
+        }
+        self.dispatch(now);
+    }
+
+    /// Returns whether there may be commands for [`Self::dispatch`].
+    #[inline]
+    pub(super) fn can_dispatch(&self) -> bool {
+        let has_waiting = !self.sharing.is_idle() || !self.held_back.is_empty();
+        self.state == QueuePairState::Running && has_waiting
+    }
+
+    /// Sends waiting commands to the drive, as far as arbitration allows.
+    pub(super) fn dispatch(&mut self, now: Ticks) {
+        if !self.can_dispatch() {
+            return;
+        }
+        self.dispatch_light(now);
+        self.dispatch_heavy(now);
+        self.report_waiting();
+        self.rings.ring_sq();
+    }
+
+    fn report_waiting(&mut self) {
+        // A pair whose users are all held back must not occupy a turn at the window.
+        let is_waiting = self.state == QueuePairState::Running && !self.sharing.is_idle();
+        self.sharing.report_waiting(is_waiting);
+    }
+
+    /// Sends light users' commands to the drive while the ring has free entries.
+    fn dispatch_light(&mut self, now: Ticks) {
+        while let Some(&number) = self.sharing.light_users.front() {
+            while let Some((class, weight)) = self.next_command(number, u64::MAX)
+                && class != CommandClass::HEAVY
+            {
+                if !self.submit_next(number, CommandPortion::whole(weight), now) {
+                    return;
+                }
+            }
+            self.sharing.light_users.pop_front();
+            if let Some(member) = self.user(number) {
+                member.is_in_lights = false;
+            }
+        }
+    }
+
+    /// Sends heavy users' commands to the drive, in the order of arbitration.
+    fn dispatch_heavy(&mut self, now: Ticks) {
+        let is_weighed = self.sharing.governor.is_weight_limited(now);
+        self.release_held_back(now, is_weighed);
+        if self.sharing.arbitration.is_empty() {
+            return;
+        }
+        let window = self.sharing.window(now);
+        let kept = self.light_entries();
+        let most = match window {
+            QueuePairWindow::Own(bytes) | QueuePairWindow::Drive(bytes) => bytes,
+            QueuePairWindow::Open | QueuePairWindow::Closed => u64::MAX,
+        };
+        while let Some(number) = self.sharing.arbitration.next() {
+            let Some((class, weight)) = self.next_command(number, most) else {
+                self.sharing.arbitration.skip();
+                continue;
+            };
+            // If identifiers are held for Aborts, or in a ring of two entries, `kept` may exceed the free entries for
+            // good. Then one command at a time is allowed.
+            let (free, in_flight) = (self.inflight.free_count(), self.inflight.in_flight());
+            let is_full = free <= kept && (free == 0 || in_flight > 0);
+            // A light command is at this point only if the ring is full.
+            if class != CommandClass::HEAVY || is_full {
+                break;
+            }
+            if is_weighed && self.is_held_back(number, now) {
+                self.hold_back(number, now);
+                continue;
+            }
+            // The last part of a split command counts as a full window. Otherwise the last parts of several commands
+            // would go to the drive together.
+            let claim = match window {
+                QueuePairWindow::Drive(bytes) if self.is_split(number) => bytes,
+                _ => weight,
+            };
+            if !self.sharing.has_credits(window, claim, now)
+                || !self.submit_next(
+                    number,
+                    CommandPortion {
+                        weight,
+                        bytes_max: most,
+                    },
+                    now,
+                )
+            {
+                break;
+            }
+            let goes_on = self.user(number).is_some_and(|it| {
+                if is_weighed {
+                    it.queue.lease.count_dispatched(weight);
+                    it.weighed_at = now;
+                }
+                !it.waiting.is_empty()
+            });
+            self.sharing.arbitration.charge(weight, goes_on);
+        }
+    }
+
+    /// Takes the next user out of arbitration for a fraction (`HELD_LOOKS`) of the presence time.
+    fn hold_back(&mut self, number: u16, now: Ticks) {
+        self.sharing.arbitration.skip();
+        if let Some(member) = self.user(number) {
+            member.is_held_back = true;
+            let due = now.0 + self.sharing.governor.activity_ticks() / HOLD_CHECK_DIVISOR;
+            self.held_back.push(number, Ticks(due));
+        }
+    }
+
+    /// Lets users that were held back take part in arbitration again: the users that are due, or all if the drive is not
+    /// weighed.
+    fn release_held_back(&mut self, now: Ticks, is_weighed: bool) {
+        let now = if is_weighed { now } else { Ticks(u64::MAX) };
+        while let Some(number) = self.held_back.pop_due(now) {
+            self.sharing.arbitration.mark_waiting(number);
+            if let Some(member) = self.user(number) {
+                member.is_held_back = false;
+            }
+        }
+    }
+
+    /// Returns whether a user has to wait because its lease has used up its bytes until the next survey. The wait is
+    /// bounded, because other queues of the lease may use up the bytes of each interval.
+    fn is_held_back(&self, number: u16, now: Ticks) -> bool {
+        #[cfg(test)]
+        self.held_back_checks.set(self.held_back_checks.get() + 1);
+        let member = self.users.get(usize::from(number));
+        let pause = self.sharing.governor.activity_ticks() / HOLD_BACK_DIVISOR;
+        member.and_then(Option::as_deref).is_some_and(|member| {
+            member.queue.lease.is_at_limit() && now.since(member.weighed_at) < pause
+        })
+    }
+
+    /// Returns whether a user's next command is split.
+    fn is_split(&self, number: u16) -> bool {
+        let member = self.users.get(usize::from(number));
+        let member = member.and_then(Option::as_deref);
+        member.is_some_and(|it| it.waiting.front().is_some_and(|head| head.is_split))
+    }
+
+    #[inline(always)]
+    fn next_command(&self, number: u16, most: u64) -> Option<(CommandClass, u64)> {
+        self.users
+            .get(usize::from(number))?
+            .as_ref()?
+            .next_command(most)
+    }
+
+    /// Writes a user's next command, or a part of it, into the ring. Returns whether the ring had room.
+    fn submit_next(&mut self, number: u16, portion: CommandPortion, now: Ticks) -> bool {
+        let CommandPortion {
+            weight,
+            bytes_max: most,
+        } = portion;
+        let Self {
+            rings,
+            inflight: flights,
+            users: members,
+            sharing,
+            stats,
+            ..
+        } = self;
+        let member = members.get_mut(usize::from(number));
+        let Some(member) = member.and_then(Option::as_deref_mut) else {
+            return false;
+        };
+        let Some(head) = member.waiting.front() else {
+            return false;
+        };
+        if flights.free_count() == 0 {
+            return false;
+        }
+        let (class, arrived) = (head.class, head.arrived_at);
+        let Some((sqe, child)) = member.take_next(most) else {
+            return false;
+        };
+        let flight = InFlightCommand {
+            user: number,
+            slot: sqe.cid().0,
+            child,
+            weight: weight as u32,
+            class,
+            arrived_at: arrived,
+        };
+        let Some(cid) = flights.insert_special(flight, now) else {
+            return false;
+        };
+        rings.push(&sqe, cid);
+        if class == CommandClass::HEAVY {
+            sharing.on_heavy_submitted(weight);
+        } else {
+            sharing.governor.on_light_submitted();
+        }
+        stats.children += u64::from(child.is_some());
+        true
+    }
+
+    /// Passes the completions of a lone user directly to `taker` and returns their number. Completions that need accounting are
+    /// stored for [`Self::swap_done`].
+    #[inline(always)]
+    pub(super) fn reap_directly(
+        &mut self,
+        clock: impl Fn() -> Ticks,
+        taker: &mut impl CompletionTaker,
+    ) -> usize {
+        let head = self.rings.head();
+        // The loop ends even if the drive posts without end, because each command completes only once.
+        let other = loop {
+            let Some(entry) = self.rings.next() else {
+                break None;
+            };
+            let Some(slot) = self.inflight.remove_plain(entry.cid()) else {
+                break Some(entry);
+            };
+            taker.take(HostCompletion {
+                slot,
+                status: entry.status(),
+                dw0: entry.dw0(),
+            });
+        };
+        let taken = self.rings.taken_since(head);
+        let count = match other {
+            None => taken,
+            // If the drive ignores the queue's limits, a whole round of entries may have been taken, which `taken_since`
+            // reports as 0.
+            Some(_) => taken.checked_sub(1).unwrap_or(self.inflight.capacity()),
+        };
+        self.inflight.count_removed_plain(count);
+        if let Some(entry) = other {
+            self.process_completions(Some(entry), || Some(clock()));
+        }
+        self.rings.ring_cq();
+        count
+    }
+
+    /// Distributes the drive's completions to the users and dispatches waiting commands.
+    #[inline]
+    pub(super) fn reap(&mut self, clock: impl Fn() -> Ticks) {
+        if self.state != QueuePairState::Running {
+            return;
+        }
+        self.process_completions(None, || Some(clock()));
+        self.rings.ring_cq();
+        if self.can_dispatch() {
+            self.dispatch(clock());
+        }
+    }
+
+    /// Distributes the entries of the Completion Queue to the users. `first` is an entry that was taken from the ring
+    /// already.
+    #[inline(never)]
+    fn process_completions(&mut self, mut first: Option<Cqe>, clock: impl Fn() -> Option<Ticks>) {
+        // The bound protects the caller from a drive that posts without end.
+        for _ in 0..self.rings.entries() {
+            let Some(entry) = first.take().or_else(|| self.rings.next()) else {
+                return;
+            };
+            self.process_completion(&entry, &clock);
+        }
+    }
+
+    /// Processes one completion. `clock` is called if the command's latency counts.
+    #[inline]
+    fn process_completion(&mut self, entry: &Cqe, clock: impl Fn() -> Option<Ticks>) {
+        match self.inflight.remove(entry.cid(), entry.status()) {
+            Some(landing) => self.deliver(landing, entry.dw0(), clock),
+            None => self.stats.late_completions += 1,
+        }
+    }
+
+    /// Passes a completed command to its user.
+    #[inline]
+    fn deliver(&mut self, landing: CompletionOutcome, dw0: u32, clock: impl Fn() -> Option<Ticks>) {
+        match landing {
+            CompletionOutcome::Plain {
+                user: member,
+                slot,
+                status,
+            } => {
+                if let Some(member) = self.user(member) {
+                    member.add_uncounted([HostCompletion { slot, status, dw0 }]);
+                }
+            }
+            CompletionOutcome::Special(flight, status) => {
+                if let Some(completion) = self.account_completion(&flight, status, dw0, clock())
+                    && let Some(member) = self.user(flight.user)
+                {
+                    member.done.push(completion);
+                }
+            }
+        }
+    }
+
+    /// Does the accounting of a completed command or child. Returns the completion for the user, if the whole command has
+    /// completed.
+    fn account_completion(
+        &mut self,
+        flight: &InFlightCommand,
+        status: Status,
+        dw0: u32,
+        now: Option<Ticks>,
+    ) -> Option<HostCompletion> {
+        let slot = flight.slot;
+        if flight.class == CommandClass::HEAVY {
+            self.sharing.on_heavy_completed(flight.weight, now);
+        } else {
+            self.sharing
+                .governor
+                .on_light_completed(flight.class, flight.arrived_at, now);
+        }
+        let Some(child) = flight.child else {
+            return Some(HostCompletion { slot, status, dw0 });
+        };
+        let member = self.user(flight.user)?;
+        let joined = member.splits.as_mut()?.complete(slot, child, status);
+        if joined.is_cut_short {
+            member.drop_front(slot);
+        }
+        joined.completion
+    }
+
+    /// Adds completions from a pair that the user has left.
+    pub(super) fn add_completions(&mut self, number: u16, done: &[HostCompletion]) {
+        if let Some(member) = self.user(number) {
+            member.add_uncounted(done.iter().copied());
+        }
+    }
+
+    /// Swaps the user's completions into `ready`.
+    pub(super) fn swap_done(&mut self, number: u16, ready: &mut Vec<HostCompletion>) {
+        if let Some(member) = self.user(number) {
+            member.swap_done(ready);
+        }
+    }
+
+    pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
+        self.inflight.overdue(now, deadline)
+    }
+
+    pub(super) fn sample_inflight(&mut self) -> InFlightSample {
+        self.inflight.sample_inflight()
+    }
+
+    pub(super) fn count_submitted_by(&mut self, moments: &[Ticks]) -> Vec<usize> {
+        self.inflight.count_submitted_by(moments)
+    }
+
+    pub(super) fn mark_reported(&mut self, late: &LateCommand) -> bool {
+        self.inflight.mark_reported(late)
+    }
+
+    pub(super) fn has_command(&mut self, late: &LateCommand) -> bool {
+        self.inflight.has_command(late)
+    }
+
+    pub(super) fn begin_abort(&mut self, late: &LateCommand) -> bool {
+        self.inflight.begin_abort(late)
+    }
+
+    pub(super) fn end_abort(&mut self, late: &LateCommand) {
+        self.inflight.end_abort(late);
+    }
+
+    pub(super) fn stop(&mut self) {
+        if self.state == QueuePairState::Running {
+            self.state = QueuePairState::Stopped;
+            self.report_waiting();
+        }
+    }
+
+    /// Completes all in-flight commands: those in the Completion Queue with the drive's status, the others with `status`.
+    pub(super) fn fail_in_flight(&mut self, status: Status) {
+        self.process_completions(None, || None);
+        for cid in self.inflight.cids() {
+            if let Some(landing) = self.inflight.remove(cid, status) {
+                self.deliver(landing, 0, || None);
+            }
+        }
+    }
+
+    pub(super) fn restart(&mut self, doorbells: PairDoorbells) {
+        // The reset has removed all commands from the drive.
+        self.fail_in_flight(Status::COMMAND_INTERRUPTED);
+        self.inflight.end_aborts();
+        self.rings.restart(doorbells);
+        if self.state == QueuePairState::Stopped {
+            self.state = QueuePairState::Running;
+        }
+    }
+
+    pub(super) fn kill(&mut self, status: Status) {
+        self.fail_in_flight(status);
+        self.state = QueuePairState::Dead(status);
+        self.report_waiting();
+        for member in self.users.iter_mut().flatten() {
+            for waiting in member.waiting.drain(..) {
+                member.done.push(failed_completion(&waiting.sqe, status));
+            }
+        }
+    }
+
+    pub(super) fn stats(&self) -> PairStats {
+        PairStats {
+            doorbell_writes_saved: self.rings.doorbell_writes_saved(),
+            ..self.stats
+        }
+    }
+}
+
+fn failed_completion(sqe: &Sqe, status: Status) -> HostCompletion {
+    HostCompletion {
+        slot: sqe.cid().0,
+        status,
+        dw0: 0,
+    }
+}

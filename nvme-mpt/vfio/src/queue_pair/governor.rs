@@ -1,0 +1,372 @@
+//! Governor of a drive: limits the bytes that busy users may have in flight while quiet users are active.
+//!
+//! The governor shares the drive in time; arbitration within a pair is by weighted fair queueing (`turns.rs`).
+//!
+//! A user is *light* while it has few and small commands outstanding ([`CommandClass::is_heavy`]); its commands go to the drive
+//! at once. All other users are *heavy*. The *window* is the maximum of all heavy users' bytes in flight, over all queue pairs.
+//! Pairs with waiting commands divide the window. If the shares would be too small, the pairs take turns with the whole window.
+//! A command that is larger than its pair's share goes to the drive in parts ([`split`](super::split)), as far as the command
+//! can be split. At least one command may always be in flight.
+//!
+//! While a light user is active, the window also applies to pairs with one user, because a busy pair delays the other pairs'
+//! commands, too. While no light user is active, lone users are not slowed down.
+//!
+//! A lone user submits directly to the drive and reports nothing to the governor. So the drive monitor surveys all pairs ten
+//! times a second ([`survey`](super::survey)). An *owner* is a lease with all its queues. If commands take noticeably long
+//! while there are quiet and busy owners, the drive is *contended*: lone users then count as light or heavy, as other users do.
+//! If commands take noticeably long while there are several busy owners, the drive is *weighed*: each owner gets a
+//! [share](super::shares) by its weight, whichever pairs it uses.
+//!
+//! [`HeavyWindow`] learns the size of the window. The window no longer applies a second after the last light command has
+//! completed.
+//!
+//! There is one governor per drive, as a drive's queue pairs share its channels.
+
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use nvme_guest::adaptive::{CommandClass, HeavyWindow, PolicyChoice};
+use nvme_mpt_memory::clock::{TickRate, Ticks};
+use nvme_mpt_memory::sync::Mutex;
+
+/// Time for which a user counts as active after it submitted its last command. For a light user, the time begins when that
+/// command completes. During this time, the user may be waiting for heavy commands that were in flight before.
+const ACTIVITY_TIME: Duration = Duration::from_secs(1);
+
+/// Limit of a queue pair's heavy bytes in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum QueuePairWindow {
+    /// No limit: no light user is active.
+    Open,
+    /// The pair may have this many bytes in flight, or one larger command.
+    Own(u64),
+    /// All pairs together may have this many bytes in flight, or one larger command.
+    Drive(u64),
+    /// No heavy command may be launched for a few milliseconds: a probe measures the light users' latency, or another pair has
+    /// the turn.
+    Closed,
+}
+
+/// Minimum share of the window, in bytes. If the shares would be smaller, queue pairs take turns.
+const SHARE_MIN: u64 = 64 << 10;
+
+/// Value of `direct` if the number of direct commands is unknown.
+const UNKNOWN: u64 = u64::MAX;
+
+/// State by which a drive's queue pairs share the drive.
+#[derive(Debug)]
+pub struct DriveGovernor {
+    /// [`PRESENCE`], in ticks.
+    activity_ticks: u64,
+    window: AtomicU64,
+    /// Time until which no command is submitted directly, on any pair; `u64::MAX` while light commands are in flight.
+    direct_disabled_until: AtomicU64,
+    /// Time until which lone users may count as light.
+    contended_until: AtomicU64,
+    /// Time until which busy owners are limited to their shares by weight.
+    weight_limited_until: AtomicU64,
+    /// Time until which light users count as active; `u64::MAX` while light commands are in flight.
+    light_until: AtomicU64,
+    /// Number of light commands in flight.
+    light_commands: AtomicU64,
+    /// Time until which heavy users pause for a probe.
+    pause_until: AtomicU64,
+    /// Time of the next probe of the latency without heavy commands.
+    next_probe: AtomicU64,
+    /// Number of queue pairs registered so far.
+    pairs: AtomicU64,
+    /// Bit mask of the pairs with waiting heavy commands, by pair number modulo 64.
+    waiting: AtomicU64,
+    /// Heavy users' bytes in flight.
+    in_flight: AtomicU64,
+    /// Directly submitted commands in flight at the last survey, or [`UNKNOWN`].
+    direct: AtomicU64,
+    /// Time at which the last light command completed.
+    light_completed_at: AtomicU64,
+    /// Time at which the last heavy command completed.
+    heavy_completed_at: AtomicU64,
+    /// A quarter of `timeout=`, in ticks; 0 without a timeout.
+    quarter_timeout: u64,
+    /// Length of a pair's turn at the window, in ticks.
+    turn: AtomicU64,
+    heavy_window: Mutex<HeavyWindow>,
+}
+
+impl DriveGovernor {
+    /// Creates the governor of a drive whose speed is not known yet. `rate` is the rate of the clock.
+    #[must_use]
+    pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
+        let learned = HeavyWindow::new(choice, rate);
+        let terms = learned.parameters();
+        Self {
+            activity_ticks: rate.ticks(ACTIVITY_TIME),
+            window: AtomicU64::new(terms.window),
+            direct_disabled_until: AtomicU64::new(0),
+            contended_until: AtomicU64::new(0),
+            weight_limited_until: AtomicU64::new(0),
+            light_until: AtomicU64::new(0),
+            light_commands: AtomicU64::new(0),
+            pause_until: AtomicU64::new(terms.pause_until.0),
+            next_probe: AtomicU64::new(terms.next_probe.0),
+            pairs: AtomicU64::new(0),
+            waiting: AtomicU64::new(0),
+            in_flight: AtomicU64::new(0),
+            direct: AtomicU64::new(0),
+            light_completed_at: AtomicU64::new(0),
+            heavy_completed_at: AtomicU64::new(0),
+            quarter_timeout: 0,
+            turn: AtomicU64::new(terms.turn),
+            heavy_window: Mutex::new(learned),
+        }
+    }
+
+    /// Sets the timeout of commands, so that the bytes in flight are limited to what the drive completes in time
+    /// (`pair/backlog.rs`).
+    #[must_use]
+    pub fn with_timeout(self, time_out: Duration, rate: TickRate) -> Self {
+        let patience = rate.ticks(time_out / 4);
+        Self {
+            quarter_timeout: patience,
+            ..self
+        }
+    }
+
+    /// Returns a quarter of `timeout=`, in ticks; 0 without a timeout.
+    pub(super) fn quarter_timeout(&self) -> u64 {
+        self.quarter_timeout
+    }
+
+    /// Disables direct submission on all pairs for a while.
+    pub(super) fn disable_direct(&self, now: Ticks) {
+        let until = now.0.saturating_add(self.activity_ticks);
+        self.direct_disabled_until
+            .fetch_max(until, Ordering::Relaxed);
+    }
+
+    /// Returns a number for a new queue pair.
+    pub(super) fn register_pair(&self) -> u64 {
+        self.pairs.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Records whether a queue pair has waiting heavy commands.
+    pub(super) fn set_waiting(&self, pair: u64, is_waiting: bool) {
+        let bit = Self::bit(pair);
+        if is_waiting {
+            self.waiting.fetch_or(bit, Ordering::Relaxed);
+        } else {
+            self.waiting.fetch_and(!bit, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns whether the queue pair has the turn among the waiting pairs.
+    fn has_turn(&self, pair: u64, waiting: u64, now: Ticks) -> bool {
+        // Turns follow the clock. Otherwise the pair whose command completes would always try again first.
+        let turn = now.0 / self.turn.load(Ordering::Relaxed).max(1);
+        let mut rest = waiting;
+        for _ in 0..turn % u64::from(waiting.count_ones()) {
+            rest &= rest - 1;
+        }
+        rest & rest.wrapping_neg() == Self::bit(pair)
+    }
+
+    /// Counts heavy bytes submitted to the drive.
+    #[inline]
+    pub(super) fn on_heavy_submitted(&self, bytes: u64) {
+        self.in_flight.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Counts heavy bytes that completed, at `now` if known.
+    #[inline]
+    pub(super) fn on_heavy_completed(&self, bytes: u64, now: Option<Ticks>) {
+        self.in_flight.fetch_sub(bytes, Ordering::Relaxed);
+        if let Some(now) = now {
+            self.heavy_completed_at.store(now.0, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the heavy users' bytes in flight.
+    #[inline]
+    pub(super) fn in_flight(&self) -> u64 {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Returns the time for which a user counts as active after its last command, in ticks.
+    pub(super) fn activity_ticks(&self) -> u64 {
+        self.activity_ticks
+    }
+
+    /// Returns whether direct submission is disabled on all pairs.
+    #[inline]
+    pub(super) fn is_direct_disabled(&self, now: Ticks) -> bool {
+        now.0 < self.direct_disabled_until.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether lone users may count as light.
+    #[inline]
+    pub(super) fn is_contended(&self, now: Ticks) -> bool {
+        now.0 < self.contended_until.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether busy owners are limited to their shares by weight.
+    #[inline]
+    pub(super) fn is_weight_limited(&self, now: Ticks) -> bool {
+        now.0 < self.weight_limited_until.load(Ordering::Relaxed)
+    }
+
+    /// Limits busy owners to their shares by weight. The limits expire unless a later survey renews them.
+    pub(super) fn limit_by_weight(&self, now: Ticks) {
+        self.mark_contended(now);
+        let until = now.0.saturating_add(self.activity_ticks / 2);
+        self.weight_limited_until.store(until, Ordering::Relaxed);
+    }
+
+    /// Ends the limits of [`Self::weigh`].
+    pub(super) fn end_weight_limits(&self) {
+        self.weight_limited_until.store(0, Ordering::Relaxed);
+    }
+
+    /// Returns whether any pair has waiting heavy commands.
+    pub(super) fn has_waiting(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) != 0
+    }
+
+    /// Records the number of directly submitted commands in flight; `None` while direct submission is enabled, so that the
+    /// number may grow at any time.
+    pub(super) fn set_direct_commands(&self, commands: Option<u64>) {
+        self.direct
+            .store(commands.unwrap_or(UNKNOWN), Ordering::Relaxed);
+    }
+
+    /// Returns whether the next heavy command may go to the drive, where the window has room for one heavy command only. While
+    /// light commands are in flight, one of them must complete between two heavy ones, unless that takes longer than a turn.
+    /// Otherwise a drive that serves its pairs in turn could take heavy commands of two pairs first.
+    #[inline]
+    pub(super) fn can_submit_heavy(&self, now: Ticks) -> bool {
+        let landed = self.heavy_completed_at.load(Ordering::Relaxed);
+        self.light_commands.load(Ordering::Relaxed) == 0
+            || self.light_completed_at.load(Ordering::Relaxed) >= landed
+            || now.since(Ticks(landed)) > self.turn.load(Ordering::Relaxed)
+    }
+
+    /// Marks the drive as contended: quiet owners wait for busy ones.
+    pub(super) fn mark_contended(&self, now: Ticks) {
+        let until = now.0.saturating_add(self.activity_ticks);
+        self.contended_until.fetch_max(until, Ordering::Relaxed);
+        self.direct_disabled_until
+            .fetch_max(until, Ordering::Relaxed);
+    }
+
+    /// Returns whether any light user is active.
+    #[inline]
+    pub(super) fn is_light_active(&self, now: Ticks) -> bool {
+        now.0 < self.light_until.load(Ordering::Relaxed)
+    }
+
+    /// Returns the current limit of a pair's heavy users. Waiting pairs share the window, or take turns if their shares would
+    /// be too small. The reason for turns is that one large command keeps the drive busier than several small commands, and
+    /// delays a light command by no more.
+    #[inline]
+    pub(super) fn window(&self, pair: u64, now: Ticks) -> QueuePairWindow {
+        if now.0 < self.pause_until.load(Ordering::Relaxed) {
+            return QueuePairWindow::Closed;
+        }
+        if !self.is_light_active(now) {
+            return QueuePairWindow::Open;
+        }
+        let waiting = self.waiting.load(Ordering::Relaxed) | Self::bit(pair);
+        let bytes = self.window.load(Ordering::Relaxed);
+        let share = bytes / u64::from(waiting.count_ones());
+        if share >= SHARE_MIN {
+            QueuePairWindow::Own(share)
+        } else if self.has_turn(pair, waiting, now) {
+            QueuePairWindow::Drive(bytes)
+        } else {
+            QueuePairWindow::Closed
+        }
+    }
+
+    fn bit(pair: u64) -> u64 {
+        1 << (pair % 64)
+    }
+
+    /// Records that a light user has submitted a command.
+    pub(super) fn on_light_arrived(&self, now: Ticks) {
+        let until = now.0.saturating_add(self.activity_ticks);
+        self.light_until.fetch_max(until, Ordering::Relaxed);
+        self.direct_disabled_until
+            .fetch_max(until, Ordering::Relaxed);
+        // Directly submitted commands are in front of light ones, and a pause of heavy users does not change that.
+        if now.0 >= self.next_probe.load(Ordering::Relaxed)
+            && self.direct.load(Ordering::Relaxed) == 0
+        {
+            self.begin_probe(now);
+        }
+    }
+
+    /// Counts a light command submitted to the drive.
+    pub(super) fn on_light_submitted(&self) {
+        self.light_commands.fetch_add(1, Ordering::Relaxed);
+        self.light_until.store(u64::MAX, Ordering::Relaxed);
+        self.direct_disabled_until
+            .store(u64::MAX, Ordering::Relaxed);
+    }
+
+    /// Counts a light command that completed, at `now` if known.
+    pub(super) fn on_light_completed(
+        &self,
+        class: CommandClass,
+        arrived: Ticks,
+        now: Option<Ticks>,
+    ) {
+        if self.light_commands.fetch_sub(1, Ordering::Relaxed) == 1 {
+            // A light command that is launched concurrently may be missed; it counts as active for this long at least.
+            let until = now.unwrap_or(arrived).0.saturating_add(self.activity_ticks);
+            self.light_until.store(until, Ordering::Relaxed);
+            self.direct_disabled_until.store(until, Ordering::Relaxed);
+        }
+        if let Some(now) = now {
+            self.light_completed_at.store(now.0, Ordering::Relaxed);
+            self.update_light_latency(class, arrived, now);
+        }
+    }
+
+    #[cold]
+    fn begin_probe(&self, now: Ticks) {
+        self.update_window(|learned| learned.on_arrival(now));
+    }
+
+    /// Updates the window with the latency of a light command.
+    fn update_light_latency(&self, class: CommandClass, arrived: Ticks, now: Ticks) {
+        let is_pause = now.0 < self.pause_until.load(Ordering::Relaxed);
+        let is_alone = self.in_flight() == 0;
+        // In a pause, only latencies without heavy commands in flight count. Otherwise, latencies count only if heavy
+        // commands were in flight. An unused window would grow, and be too large for the next heavy user.
+        let is_learnt = match is_pause {
+            true => is_alone,
+            false => !is_alone || self.heavy_completed_at.load(Ordering::Relaxed) >= arrived.0,
+        };
+        if !is_learnt {
+            return;
+        }
+        self.update_window(|learned| learned.on_completion(class, arrived, now));
+    }
+
+    /// Updates the window and publishes its new parameters to the pairs.
+    fn update_window(&self, observe: impl FnOnce(&mut HeavyWindow)) {
+        let mut learned = self
+            .heavy_window
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let before = learned.parameters();
+        observe(&mut learned);
+        let terms = learned.parameters();
+        if terms != before {
+            self.window.store(terms.window, Ordering::Relaxed);
+            self.turn.store(terms.turn, Ordering::Relaxed);
+            self.pause_until
+                .store(terms.pause_until.0, Ordering::Relaxed);
+            self.next_probe.store(terms.next_probe.0, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,749 @@
+//! In-flight commands of a queue pair, by their host Command Identifiers.
+//!
+//! Commands of a lone user are in the *plain* table, which is indexed by slot and has a minimal record of each command.
+//! Commands of users that share the pair, and children of split commands, are in the *special* table, whose indices the pair
+//! assigns.
+
+use nvme_guest::adaptive::CommandClass;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::ids::CommandId;
+use nvme_spec::status::Status;
+
+/// Bits of a host Command Identifier that hold the table index.
+const INDEX_BITS: u32 = 10;
+
+const INDEX_MASK: u16 = (1 << INDEX_BITS) - 1;
+
+/// Bit of a host Command Identifier that selects the table: set for [`InFlightCommands::special`].
+const SPECIAL: u16 = 1 << INDEX_BITS;
+
+/// Lowest bit of the counter of an index's uses. By this counter, duplicate and late completions are recognised.
+const USE: u16 = SPECIAL << 1;
+
+/// Maximum number of slots of a user in the plain table.
+pub(super) const PLAIN_SLOTS: usize = 1 << INDEX_BITS;
+
+/// Record of one command. It is small, because it is written for each command.
+#[derive(Clone, Copy, Debug)]
+struct CommandIdEntry {
+    /// Time of submission to the drive.
+    submitted: Ticks,
+    tag: CommandIdTag,
+}
+
+const _: () = assert!(size_of::<CommandIdEntry>() == 16);
+
+/// The in-flight command's identifier and flags. Without flags, the tag equals the identifier, so one comparison
+/// recognises a regular completion. While the entry is free, the tag holds the identifier of the next command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct CommandIdTag(u32);
+
+impl CommandIdTag {
+    /// The entry is free.
+    const FREE: u32 = 1 << 17;
+    /// An Abort of the command was requested.
+    const ABORTED: u32 = 1 << 18;
+    /// The command was reported as overdue.
+    const REPORTED: u32 = 1 << 19;
+    /// An Abort of the identifier is outstanding and may hit any command that has the identifier.
+    const HELD: u32 = 1 << 20;
+
+    /// Returns the tag of a free entry whose last command had this identifier.
+    #[inline]
+    fn free_after(cid: CommandId) -> Self {
+        // A carry ends in bit 16, which has no meaning.
+        Self(u32::from(cid.0) + (u32::from(USE) | Self::FREE))
+    }
+
+    /// Returns the identifier of the in-flight command, or of the last one if the entry is free.
+    fn last_cid(self) -> CommandId {
+        match self.has(Self::FREE) {
+            true => CommandId(self.cid().0.wrapping_sub(USE)),
+            false => self.cid(),
+        }
+    }
+
+    #[inline]
+    fn cid(self) -> CommandId {
+        CommandId(self.0 as u16)
+    }
+
+    #[inline]
+    fn has(self, flag: u32) -> bool {
+        self.0 & flag != 0
+    }
+}
+
+impl CommandIdEntry {
+    fn new(cid: u16) -> Self {
+        Self {
+            submitted: Ticks::default(),
+            tag: CommandIdTag::free_after(CommandId(cid)),
+        }
+    }
+
+    /// Occupies the entry. The returned identifier differs from that of the entry's last command.
+    #[inline]
+    fn occupy(&mut self, submitted: Ticks) -> CommandId {
+        let cid = self.tag.cid();
+        self.tag = CommandIdTag(cid.0.into());
+        self.submitted = submitted;
+        cid
+    }
+
+    #[inline]
+    fn vacate(&mut self) {
+        self.tag = CommandIdTag(
+            CommandIdTag::free_after(self.tag.cid()).0 | self.tag.0 & CommandIdTag::HELD,
+        );
+    }
+
+    fn is_in_flight(&self) -> bool {
+        !self.tag.has(CommandIdTag::FREE)
+    }
+
+    /// Returns whether the in-flight command has this identifier.
+    fn has_cid(&self, cid: CommandId) -> bool {
+        self.is_in_flight() && self.tag.cid() == cid
+    }
+
+    /// Converts the drive's status to the user's status.
+    fn to_user_status(&self, status: Status) -> Status {
+        // The abort was not the guest's request, so its driver must retry.
+        if self.tag.has(CommandIdTag::ABORTED) && status.code() == Status::ABORT_REQUESTED {
+            Status::COMMAND_INTERRUPTED
+        } else {
+            status
+        }
+    }
+}
+
+/// An overdue command, or one that may become overdue. The time of submission distinguishes it from later commands with
+/// the same identifier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LateCommand {
+    cid: CommandId,
+    submitted: Ticks,
+}
+
+impl LateCommand {
+    #[cfg(test)]
+    pub(crate) fn new(cid: u16, submitted: Ticks) -> Self {
+        Self {
+            cid: CommandId(cid),
+            submitted,
+        }
+    }
+
+    /// Returns the Command Identifier, for an Abort.
+    #[must_use]
+    pub fn cid(&self) -> CommandId {
+        self.cid
+    }
+
+    /// Returns the time of submission to the drive.
+    #[must_use]
+    pub fn submitted(&self) -> Ticks {
+        self.submitted
+    }
+}
+
+/// Snapshot of a queue pair's in-flight commands.
+#[derive(Clone, Debug, Default)]
+pub struct InFlightSample {
+    /// The oldest commands that were not reported yet, [`OLDEST`] at most.
+    pub oldest: Vec<LateCommand>,
+    /// Number of in-flight commands.
+    pub in_flight: usize,
+    /// Latest time of submission.
+    pub latest_submission: Ticks,
+}
+
+/// Maximum length of [`InFlightSample::oldest`].
+pub const OLDEST_MAX: usize = 8;
+
+/// Record of an in-flight command whose completion needs accounting: it is a child of a split command, or its user shares
+/// the pair.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct InFlightCommand {
+    /// Number of the user.
+    pub(super) user: u16,
+    /// User's slot of the command.
+    pub(super) slot: u16,
+    /// Number of the child's first grain, if the command was split.
+    pub(super) child: Option<u16>,
+    /// Bytes that count in the queue pair's window; 0 if the window does not limit the command.
+    pub(super) weight: u32,
+    pub(super) class: CommandClass,
+    /// Time at which the user submitted the command.
+    pub(super) arrived_at: Ticks,
+}
+
+/// Completion of a command.
+#[derive(Debug)]
+pub(super) enum CompletionOutcome {
+    /// A whole command that needs no accounting.
+    Plain {
+        user: u16,
+        slot: u16,
+        status: Status,
+    },
+    /// A command or child that needs accounting.
+    Special(InFlightCommand, Status),
+}
+
+/// In-flight commands of a queue pair.
+#[derive(Debug)]
+pub(super) struct InFlightCommands {
+    /// Plain table: commands without accounting, by slot.
+    plain: [CommandIdEntry; PLAIN_SLOTS],
+    /// User whose commands are in the plain table.
+    owner: u16,
+    /// User that may add commands to the plain table: the owner, or none while an identifier there is held for an Abort.
+    user: u16,
+    /// Number of identifiers in the plain table that are held: an Abort of them is outstanding, so they are not reused.
+    held_slots: usize,
+    /// Special table: commands with accounting.
+    special: Box<[CommandIdEntry]>,
+    /// Records of the commands in the special table.
+    records: Box<[InFlightCommand]>,
+    /// Free indices of the special table.
+    free: Vec<u16>,
+    /// Number of indices of the special table that are held for an Abort although their command has completed.
+    held_special: usize,
+    in_flight: usize,
+}
+
+/// Number that no user has.
+const NO_USER: u16 = u16::MAX;
+
+impl InFlightCommands {
+    /// Creates tables for at most `room` commands in flight. `room` is less than 1024.
+    pub(super) fn new(room: u16) -> Self {
+        debug_assert!(room <= INDEX_MASK, "index and count share an identifier");
+        Self {
+            plain: std::array::from_fn(|slot| CommandIdEntry::new(slot as u16)),
+            owner: 0,
+            user: 0,
+            held_slots: 0,
+            special: (0..room)
+                .map(|index| CommandIdEntry::new(index | SPECIAL))
+                .collect(),
+            records: vec![InFlightCommand::default(); room.into()].into_boxed_slice(),
+            // The lowest index is used first, so that the same few entries stay in the cache.
+            free: (0..room).rev().collect(),
+            held_special: 0,
+            in_flight: 0,
+        }
+    }
+
+    /// Returns the maximum number of commands in flight.
+    pub(super) fn capacity(&self) -> usize {
+        self.special.len()
+    }
+
+    #[inline]
+    pub(super) fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Returns the number of in-flight commands in the plain table.
+    pub(super) fn plain_count(&self) -> usize {
+        let special = self.special.len() - self.free.len() - self.held_special;
+        self.in_flight - special
+    }
+
+    /// Returns the number of commands that can be added.
+    #[inline]
+    pub(super) fn free_count(&self) -> usize {
+        self.special.len() - self.in_flight - self.held_special
+    }
+
+    /// Returns the number of a user's in-flight commands.
+    pub(super) fn inflight_of_user(&self, member: u16) -> usize {
+        let plain = if self.owner == member {
+            self.plain
+                .iter()
+                .filter(|entry| entry.is_in_flight())
+                .count()
+        } else {
+            0
+        };
+        let special = self.special.iter().zip(&self.records);
+        let is_its = |(entry, flight): &(&CommandIdEntry, &InFlightCommand)| {
+            entry.is_in_flight() && flight.user == member
+        };
+        plain + special.filter(is_its).count()
+    }
+
+    /// Returns whether a user may use the plain table. If no command in the table is in flight, the table is given to this
+    /// user. No user may use the table while one of its identifiers is held for an Abort.
+    #[inline]
+    pub(super) fn acquire_plain_table(&mut self, member: u16) -> bool {
+        self.user == member || self.change_owner(member)
+    }
+
+    #[cold]
+    fn change_owner(&mut self, member: u16) -> bool {
+        let is_unused =
+            self.held_slots == 0 && !self.plain.iter().any(CommandIdEntry::is_in_flight);
+        if is_unused {
+            (self.owner, self.user) = (member, member);
+        }
+        is_unused
+    }
+
+    /// Adds a command of the user that [owns](Self::own) the plain table, while there is [room](Self::free); `slot` is
+    /// below [`PLAIN`]. Returns the identifier. [`Self::count_plain`] must count the command.
+    #[inline]
+    pub(super) fn insert_plain(&mut self, slot: u16, now: Ticks) -> CommandId {
+        debug_assert!(slot <= INDEX_MASK);
+        self.plain[usize::from(slot & INDEX_MASK)].occupy(now)
+    }
+
+    /// Counts commands added by [`Self::take_off`].
+    #[inline]
+    pub(super) fn count_inserted_plain(&mut self, commands: usize) {
+        self.in_flight += commands;
+    }
+
+    /// Counts commands removed by [`Self::land_plain`].
+    #[inline]
+    pub(super) fn count_removed_plain(&mut self, commands: usize) {
+        self.in_flight -= commands;
+    }
+
+    /// Adds a command to the special table. Returns `None` if the table is full.
+    pub(super) fn insert_special(
+        &mut self,
+        flight: InFlightCommand,
+        now: Ticks,
+    ) -> Option<CommandId> {
+        if self.free_count() == 0 {
+            return None;
+        }
+        let index = usize::from(self.free.pop()?);
+        let entry = self.special.get_mut(index)?;
+        *self.records.get_mut(index)? = flight;
+        self.in_flight += 1;
+        Some(entry.occupy(now))
+    }
+
+    /// Removes a completed plain command and returns its slot; `None` if no in-flight command without flags has this
+    /// identifier. [`Self::count_landed_plain`] must count the command.
+    #[inline]
+    pub(super) fn remove_plain(&mut self, cid: CommandId) -> Option<u16> {
+        let slot = cid.0 & INDEX_MASK;
+        if self.plain[usize::from(slot)].tag != CommandIdTag(cid.0.into()) {
+            return None;
+        }
+        self.plain[usize::from(slot)].tag = CommandIdTag::free_after(cid);
+        Some(slot)
+    }
+
+    /// Removes a completed command; `None` if no in-flight command has this identifier.
+    #[inline]
+    pub(super) fn remove(&mut self, cid: CommandId, status: Status) -> Option<CompletionOutcome> {
+        let entry = self.entry(cid)?;
+        let status = entry.to_user_status(status);
+        let held = entry.tag.has(CommandIdTag::HELD);
+        entry.vacate();
+        self.in_flight -= 1;
+        let index = cid.0 & INDEX_MASK;
+        if cid.0 & SPECIAL == 0 {
+            return Some(CompletionOutcome::Plain {
+                user: self.owner,
+                slot: index,
+                status,
+            });
+        }
+        if held {
+            self.held_special += 1;
+        } else {
+            self.free.push(index);
+        }
+        let flight = self.records.get(usize::from(index))?;
+        Some(CompletionOutcome::Special(*flight, status))
+    }
+
+    /// Returns the entry of the in-flight command with this identifier.
+    #[inline]
+    fn entry(&mut self, cid: CommandId) -> Option<&mut CommandIdEntry> {
+        let index = usize::from(cid.0 & INDEX_MASK);
+        let entry = if cid.0 & SPECIAL == 0 {
+            self.plain.get_mut(index)
+        } else {
+            self.special.get_mut(index)
+        };
+        entry.filter(|entry| entry.has_cid(cid))
+    }
+
+    /// Returns the entries of all in-flight commands.
+    fn entries(&mut self) -> impl Iterator<Item = &mut CommandIdEntry> {
+        let all = self.plain.iter_mut().chain(&mut self.special);
+        all.filter(|entry| entry.is_in_flight())
+    }
+
+    /// Returns the identifiers of all in-flight commands.
+    pub(super) fn cids(&mut self) -> Vec<CommandId> {
+        self.entries().map(|entry| entry.tag.cid()).collect()
+    }
+
+    /// Returns the commands that have been in flight for more than `deadline` ticks. Each command is reported once.
+    pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
+        let is_overdue = |entry: &&mut CommandIdEntry| {
+            !entry.tag.has(CommandIdTag::REPORTED) && now.since(entry.submitted) > deadline
+        };
+        self.entries()
+            .filter(is_overdue)
+            .map(|entry| {
+                entry.tag.0 |= CommandIdTag::REPORTED;
+                LateCommand {
+                    cid: entry.tag.cid(),
+                    submitted: entry.submitted,
+                }
+            })
+            .collect()
+    }
+
+    /// Samples the in-flight commands.
+    pub(super) fn sample_inflight(&mut self) -> InFlightSample {
+        let mut look = InFlightSample::default();
+        if self.in_flight == 0 {
+            return look;
+        }
+        let oldest = &mut look.oldest;
+        for entry in self.entries() {
+            look.in_flight += 1;
+            look.latest_submission = look.latest_submission.max(entry.submitted);
+            let is_full = oldest.len() == OLDEST_MAX;
+            let is_younger = |last: &LateCommand| last.submitted <= entry.submitted;
+            if entry.tag.has(CommandIdTag::REPORTED)
+                || (is_full && oldest.last().is_some_and(is_younger))
+            {
+                continue;
+            }
+            let at = oldest.partition_point(|other| other.submitted <= entry.submitted);
+            oldest.truncate(OLDEST_MAX - 1);
+            oldest.insert(
+                at,
+                LateCommand {
+                    cid: entry.tag.cid(),
+                    submitted: entry.submitted,
+                },
+            );
+        }
+        look
+    }
+
+    /// Returns, for each of `moments`, the number of in-flight commands that were submitted at that time or earlier.
+    pub(super) fn count_submitted_by(&mut self, moments: &[Ticks]) -> Vec<usize> {
+        let mut counts = vec![0; moments.len()];
+        if self.in_flight == 0 {
+            return counts;
+        }
+        for entry in self.entries() {
+            let counted = counts.iter_mut().zip(moments);
+            let counted = counted.filter(|(_, moment)| entry.submitted <= **moment);
+            counted.for_each(|(count, _)| *count += 1);
+        }
+        counts
+    }
+
+    /// Marks a command as reported. Returns false if the command has completed or was reported before.
+    pub(super) fn mark_reported(&mut self, late: &LateCommand) -> bool {
+        let entry = self.entry(late.cid);
+        entry.is_some_and(|entry| {
+            let is_new =
+                entry.submitted == late.submitted && !entry.tag.has(CommandIdTag::REPORTED);
+            if is_new {
+                entry.tag.0 |= CommandIdTag::REPORTED;
+            }
+            is_new
+        })
+    }
+
+    /// Returns whether this command is still in flight. A later command with the same identifier does not count.
+    pub(super) fn has_command(&mut self, late: &LateCommand) -> bool {
+        self.entry(late.cid)
+            .is_some_and(|entry| entry.submitted == late.submitted)
+    }
+
+    /// Marks a command that is about to be aborted. Its identifier is not reused until [`Self::end_abort`], so that a
+    /// late Abort hits no other command. Returns whether the command is in flight.
+    pub(super) fn begin_abort(&mut self, late: &LateCommand) -> bool {
+        if !self.has_command(late) {
+            return false;
+        }
+        let Some(entry) = self.entry(late.cid) else {
+            return false;
+        };
+        let again = entry.tag.has(CommandIdTag::HELD);
+        entry.tag.0 |= CommandIdTag::ABORTED | CommandIdTag::HELD;
+        if late.cid.0 & SPECIAL == 0 && !again {
+            self.held_slots += 1;
+            self.user = NO_USER;
+        }
+        true
+    }
+
+    /// Ends [`Self::begin_abort`]: the drive has answered the Abort, or the Abort was not sent.
+    pub(super) fn end_abort(&mut self, late: &LateCommand) {
+        let is_it = |entry: &CommandIdEntry| entry.tag.last_cid() == late.cid;
+        self.release_cid(late.cid.0 & SPECIAL != 0, late.cid.0 & INDEX_MASK, is_it);
+    }
+
+    /// Ends all outstanding Aborts after a reset.
+    pub(super) fn end_aborts(&mut self) {
+        for index in 0..PLAIN_SLOTS as u16 {
+            self.release_cid(false, index, |_| true);
+        }
+        for index in 0..self.special.len() as u16 {
+            self.release_cid(true, index, |_| true);
+        }
+    }
+
+    fn release_cid(&mut self, special: bool, index: u16, is_it: impl Fn(&CommandIdEntry) -> bool) {
+        let entry = if special {
+            self.special.get_mut(usize::from(index))
+        } else {
+            self.plain.get_mut(usize::from(index))
+        };
+        let Some(entry) = entry.filter(|entry| entry.tag.has(CommandIdTag::HELD) && is_it(entry))
+        else {
+            return;
+        };
+        entry.tag.0 &= !CommandIdTag::HELD;
+        let is_free = !entry.is_in_flight();
+        if !special {
+            self.held_slots -= 1;
+            if self.held_slots == 0 {
+                self.user = self.owner;
+            }
+        } else if is_free {
+            self.held_special -= 1;
+            self.free.push(index);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Adds a command to the plain or the special table.
+    fn insert(flights: &mut InFlightCommands, slot: u16, special: bool, now: Ticks) -> CommandId {
+        if special {
+            let flight = InFlightCommand {
+                user: 3,
+                slot,
+                ..InFlightCommand::default()
+            };
+            flights.insert_special(flight, now).expect("room")
+        } else {
+            assert!(flights.acquire_plain_table(3));
+            let cid = flights.insert_plain(slot, now);
+            flights.count_inserted_plain(1);
+            cid
+        }
+    }
+
+    /// Removes a completed plain command and counts it.
+    fn remove_plain(flights: &mut InFlightCommands, cid: CommandId) -> Option<u16> {
+        let slot = flights.remove_plain(cid);
+        flights.count_removed_plain(slot.iter().count());
+        slot
+    }
+
+    /// Returns slot and status of a completion.
+    fn slot_and_status(landing: Option<CompletionOutcome>) -> Option<(u16, Status)> {
+        landing.map(|landing| match landing {
+            CompletionOutcome::Plain {
+                user: member,
+                slot,
+                status,
+            } => {
+                assert_eq!(member, 3);
+                (slot, status)
+            }
+            CompletionOutcome::Special(flight, status) => {
+                assert_eq!(flight.user, 3);
+                (flight.slot, status)
+            }
+        })
+    }
+
+    #[test]
+    fn a_completion_counts_once() {
+        for special in [false, true] {
+            let mut flights = InFlightCommands::new(2);
+            let first = insert(&mut flights, 7, special, Ticks(1));
+            assert_eq!((flights.in_flight(), flights.free_count()), (1, 1));
+            assert_eq!(
+                (flights.inflight_of_user(3), flights.inflight_of_user(0)),
+                (1, 0)
+            );
+            let landed = slot_and_status(flights.remove(first, Status::SUCCESS));
+            assert_eq!(landed, Some((7, Status::SUCCESS)));
+            assert_eq!((flights.in_flight(), flights.free_count()), (0, 2));
+            assert!(flights.remove(first, Status::SUCCESS).is_none(), "twice");
+            assert!(remove_plain(&mut flights, first).is_none());
+            let second = insert(&mut flights, 7, special, Ticks(2));
+            assert_ne!(first, second);
+            assert!(flights.remove(first, Status::SUCCESS).is_none(), "late");
+            assert!(remove_plain(&mut flights, first).is_none());
+            for unknown in [0, 2, SPECIAL, SPECIAL | 2, 0x7FF, 0xFFFF].map(CommandId) {
+                assert!(flights.remove(unknown, Status::SUCCESS).is_none());
+                assert!(remove_plain(&mut flights, unknown).is_none());
+            }
+            let slot = remove_plain(&mut flights, second);
+            assert_eq!(slot, (!special).then_some(7));
+        }
+    }
+
+    #[test]
+    fn both_tables_share_the_room() {
+        let mut flights = InFlightCommands::new(2);
+        let plain = insert(&mut flights, 0, false, Ticks(1));
+        let special = insert(&mut flights, 0, true, Ticks(1));
+        assert_ne!(plain, special);
+        assert_eq!((flights.in_flight(), flights.free_count()), (2, 0));
+        assert!(
+            flights
+                .insert_special(InFlightCommand::default(), Ticks(1))
+                .is_none()
+        );
+        assert_eq!(flights.cids(), [plain, special]);
+        assert_eq!(remove_plain(&mut flights, plain), Some(0));
+        assert_eq!(flights.free_count(), 1);
+    }
+
+    #[test]
+    fn slots_change_hands_when_none_of_them_is_in_flight() {
+        let mut flights = InFlightCommands::new(4);
+        let cid = insert(&mut flights, 1, false, Ticks(1));
+        assert!(!flights.acquire_plain_table(2));
+        assert!(flights.acquire_plain_table(3));
+        assert_eq!(remove_plain(&mut flights, cid), Some(1));
+        assert!(flights.acquire_plain_table(2));
+        assert_eq!(flights.in_flight(), 0);
+    }
+
+    #[test]
+    fn commands_aborted_by_the_host_are_retryable() {
+        for special in [false, true] {
+            let mut flights = InFlightCommands::new(4);
+            let cid = insert(&mut flights, 1, special, Ticks(10));
+            assert!(flights.overdue(Ticks(15), 5).is_empty());
+            let overdue = flights.overdue(Ticks(16), 5);
+            assert_eq!(overdue.len(), 1);
+            let late = overdue[0];
+            assert_eq!(late.cid(), cid);
+            assert!(flights.overdue(Ticks(99), 5).is_empty(), "reported once");
+            assert!(flights.begin_abort(&late));
+            assert!(
+                remove_plain(&mut flights, cid).is_none(),
+                "there is more to it"
+            );
+            let status = Status::ABORT_REQUESTED.with_dnr(true);
+            let landed = slot_and_status(flights.remove(cid, status));
+            assert_eq!(landed, Some((1, Status::COMMAND_INTERRUPTED)));
+            assert!(!flights.begin_abort(&late));
+            flights.end_abort(&late);
+            let next = insert(&mut flights, 1, special, Ticks(20));
+            let landed = slot_and_status(flights.remove(next, status));
+            assert_eq!(landed, Some((1, status)), "the guest's own abort");
+        }
+    }
+
+    #[test]
+    fn a_look_finds_the_oldest_that_were_not_reported() {
+        let mut flights = InFlightCommands::new(32);
+        assert_eq!(flights.sample_inflight().in_flight, 0);
+        let times = [30, 10, 90, 20, 80, 40, 70, 50, 60, 100];
+        for (slot, time) in (0..).zip(times) {
+            insert(&mut flights, slot, slot % 2 == 0, Ticks(time));
+        }
+        let times = |look: &InFlightSample| {
+            let oldest = look.oldest.iter();
+            oldest.map(|late| late.submitted().0).collect::<Vec<_>>()
+        };
+        let look = flights.sample_inflight();
+        assert_eq!((look.in_flight, look.latest_submission), (10, Ticks(100)));
+        assert_eq!(times(&look), [10, 20, 30, 40, 50, 60, 70, 80]);
+        assert!(flights.mark_reported(&look.oldest[1]));
+        assert!(!flights.mark_reported(&look.oldest[1]), "once");
+        let next = flights.sample_inflight();
+        assert_eq!(times(&next), [10, 30, 40, 50, 60, 70, 80, 90]);
+        assert_eq!(flights.count_submitted_by(&[Ticks(50), Ticks(9)]), [5, 0]);
+        let cid = look.oldest[0].cid();
+        assert!(flights.remove(cid, Status::SUCCESS).is_some());
+        assert_eq!(flights.count_submitted_by(&[Ticks(50)]), [4]);
+        assert!(!flights.mark_reported(&look.oldest[0]), "it has ended");
+    }
+
+    #[test]
+    fn an_identifier_with_an_abort_outstanding_is_not_used_again() {
+        for special in [false, true] {
+            let mut flights = InFlightCommands::new(3);
+            let cid = insert(&mut flights, 1, special, Ticks(10));
+            let late = flights.overdue(Ticks(99), 5)[0];
+            assert!(flights.begin_abort(&late));
+            assert!(flights.begin_abort(&late), "twice is once");
+            // The command completes while its Abort is outstanding.
+            assert!(flights.remove(cid, Status::SUCCESS).is_some());
+            assert!(!flights.has_command(&late));
+            assert_eq!(
+                flights.acquire_plain_table(3),
+                special,
+                "slots are closed for a slot's sake"
+            );
+            assert_eq!(flights.free_count(), if special { 2 } else { 3 });
+            let mut count = 0;
+            for now in 20..200 {
+                let flight = InFlightCommand {
+                    user: 3,
+                    ..InFlightCommand::default()
+                };
+                let next = flights.insert_special(flight, Ticks(now));
+                let next = next.expect("room");
+                assert_ne!(next, cid);
+                assert!(flights.remove(next, Status::SUCCESS).is_some());
+                count += 1;
+            }
+            assert!(count > 32, "more often than an identifier comes again");
+            flights.end_abort(&late);
+            assert!(flights.acquire_plain_table(3));
+            assert_eq!((flights.in_flight(), flights.free_count()), (0, 3));
+            // At some point, another command has the same identifier.
+            let again = loop {
+                let next = insert(&mut flights, 1, special, Ticks(300));
+                if next == cid {
+                    break next;
+                }
+                assert!(flights.remove(next, Status::SUCCESS).is_some());
+            };
+            assert!(!flights.has_command(&late));
+            assert!(!flights.begin_abort(&late));
+            assert!(flights.remove(again, Status::SUCCESS).is_some());
+        }
+    }
+
+    #[test]
+    fn a_reset_ends_all_aborts() {
+        for special in [false, true] {
+            let mut flights = InFlightCommands::new(2);
+            let cids = [1, 2].map(|slot| insert(&mut flights, slot, special, Ticks(10)));
+            for late in flights.overdue(Ticks(99), 5) {
+                assert!(flights.begin_abort(&late));
+            }
+            for cid in cids {
+                assert!(flights.remove(cid, Status::COMMAND_INTERRUPTED).is_some());
+            }
+            assert_eq!(flights.acquire_plain_table(3), special);
+            flights.end_aborts();
+            assert!(flights.acquire_plain_table(3));
+            assert_eq!((flights.in_flight(), flights.free_count()), (0, 2));
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! Migration of queues from one queue pair to another, while commands are in flight.
+//!
+//! The drive's control threads start a migration; the queue's poller carries it out:
+//!
+//! 1. The queue becomes a user of the new pair. The old pair records where the queue goes.
+//! 2. The queue's next batch goes to the new pair. Commands in flight complete on the old pair, and the queue reaps from
+//!    both pairs until the last of them has completed.
+//! 3. The queue leaves the old pair.
+//!
+//! A queue without commands leaves the old pair in step 1, so that an idle queue delays no other.
+//!
+//! NVMe does not order commands in flight, so the two pairs may complete them in any order. A Flush covers all writes
+//! that completed before it, regardless of the pair.
+//!
+//! A queue under arbitration checks for a migration once per batch. A lone user does not check: a pending migration ends
+//! its direct submission, so that its next batch goes through arbitration.
+
+use std::sync::{Arc, Weak};
+
+use super::binding::{NewQueuePairUser, QueuePairBinding};
+use super::core::QueuePairCore;
+use super::{QueuePairInner, VfioQueuePair};
+
+impl VfioQueuePair {
+    /// Migrates one queue to another pair: the first user whose reservation matches `which`. Returns whether there was such a
+    /// user. Users whose queue ends, or that another caller migrates, are skipped.
+    pub fn migrate_one(&self, to: &Self, which: impl Fn(Option<u64>) -> bool) -> bool {
+        loop {
+            let found = self.shared.lock().find_staying_user(&which);
+            let Some((number, newcomer)) = found else {
+                return false;
+            };
+            if migrate_user(
+                &self.shared,
+                number,
+                newcomer,
+                &to.shared,
+                QueuePairUserRole::Own,
+            ) {
+                return true;
+            }
+        }
+    }
+
+    /// Sets whether the pair is reserved for one lease.
+    pub fn set_reserved(&self, reserved: bool) {
+        self.shared.set_reserved(reserved);
+    }
+}
+
+/// Role of a queue in the pair that it migrates to.
+#[derive(Clone, Debug)]
+pub(super) enum QueuePairUserRole {
+    /// The queue becomes the pair's own, unconditionally.
+    Own,
+    /// The queue borrows the pair and keeps this home pair.
+    Borrower(Weak<QueuePairInner>),
+    /// The queue returns to its home pair, unless that pair has been reserved.
+    Returning,
+}
+
+/// Migrates a user to another pair. Returns whether the migration has started: of several concurrent callers, only one
+/// succeeds.
+pub(super) fn migrate_user(
+    from: &QueuePairInner,
+    number: u16,
+    queue: NewQueuePairUser,
+    to: &Arc<QueuePairInner>,
+    role: QueuePairUserRole,
+) -> bool {
+    let whereabouts = queue.current_pair.clone();
+    // Held throughout, so that migrations of one queue are serialised.
+    let mut place = whereabouts.lock();
+    let joined = {
+        // A reservation first marks the pair as reserved and then migrates all users that joined under this lock.
+        let mut core = to.lock();
+        match role {
+            QueuePairUserRole::Own => core.join(queue),
+            QueuePairUserRole::Borrower(home) => core.join_borrower(queue, home),
+            QueuePairUserRole::Returning if to.is_reserved() => return false,
+            QueuePairUserRole::Returning => core.join(queue),
+        }
+    };
+    let seat = QueuePairBinding {
+        shared: to.clone(),
+        user: joined,
+    };
+    let moved = from.lock().begin_migration(number, &whereabouts, seat);
+    if moved {
+        *place = Arc::downgrade(to);
+    } else {
+        // The queue has ended or migrates elsewhere.
+        to.lock().leave(joined);
+    }
+    moved
+}
+
+/// Follows the migrations of a queue that has no commands at `seat`. Calls `act` under the lock of the queue's current
+/// pair. Returns the current binding and the result.
+pub(super) fn follow_migrations<T>(
+    mut seat: QueuePairBinding,
+    act: impl FnOnce(&mut QueuePairCore, u16) -> T,
+) -> (QueuePairBinding, T) {
+    loop {
+        let mut core = seat.shared.lock();
+        if let Some(next) = core.take_migration(seat.user, true) {
+            drop(core);
+            seat = next;
+            continue;
+        }
+        let result = act(&mut core, seat.user);
+        drop(core);
+        return (seat, result);
+    }
+}

@@ -1,0 +1,403 @@
+//! A user's end of a queue pair: the host queue that a shadow queue submits to and reaps from.
+
+use std::any::Any;
+use std::os::fd::RawFd;
+use std::sync::{Arc, PoisonError, TryLockError};
+use std::time::Duration;
+
+use super::arbitration::LeaseShare;
+use super::ballooning::recall_borrowers;
+use super::binding::{
+    CurrentQueuePair, LeftoverCommands, NewQueuePairUser, QueueMigration, QueuePairBinding,
+};
+use super::core::QueuePairCore;
+use super::migration::follow_migrations;
+use super::split::UnsplitLimit;
+use super::{QueuePairInner, VfioQueuePair};
+use nvme_mpt::host::{
+    CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
+    SharedQueuePair,
+};
+use nvme_mpt::shadow::NvmCommands;
+use nvme_mpt_memory::clock::{self, Ticks};
+use nvme_mpt_memory::sync::MutexGuard;
+use nvme_spec::sqe::Sqe;
+
+/// Poll interval while a dropped queue waits for its commands in flight.
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_micros(50);
+
+/// A host queue: a share of a queue pair, or a whole pair.
+///
+/// The pair's lock is taken once per batch, for submission and for completion. Dropping the queue waits until none of its
+/// commands is in flight: the drive completes the commands, or the drive monitor ends them.
+#[derive(Debug)]
+pub struct VfioQueue {
+    shared: Arc<QueuePairInner>,
+    user: u16,
+    /// Commands of the current batch that go through arbitration; empty between batches.
+    staged: Vec<Sqe>,
+    /// Number of submitted commands whose completions were not passed on yet.
+    outstanding: u32,
+    /// Completions on their way from the pair to the caller; empty except while reaping.
+    ready: Vec<HostCompletion>,
+    current_pair: Arc<CurrentQueuePair>,
+    /// State of a migration to another pair; `None` if there is none.
+    migration: Option<Box<QueueMigration>>,
+    /// Dropped last: the creator's guard, which lives as long as the queue.
+    _guard: Box<dyn Any + Send>,
+}
+
+impl VfioQueue {
+    pub(super) fn new(
+        pair: &VfioQueuePair,
+        slots: u16,
+        lba_shift: u8,
+        lease: &Arc<LeaseShare>,
+        guard: Box<dyn Any + Send>,
+    ) -> Self {
+        let room = usize::from(slots);
+        let whereabouts = CurrentQueuePair::new(&pair.shared);
+        let member = pair.shared.lock().join(NewQueuePairUser {
+            slots,
+            lba_shift,
+            lease: lease.clone(),
+            current_pair: whereabouts.clone(),
+        });
+        Self {
+            shared: pair.shared.clone(),
+            user: member,
+            staged: Vec::with_capacity(room),
+            outstanding: 0,
+            ready: Vec::with_capacity(room),
+            current_pair: whereabouts,
+            migration: None,
+            _guard: guard,
+        }
+    }
+
+    /// Returns the queue's current pair.
+    #[must_use]
+    pub fn pair(&self) -> VfioQueuePair {
+        VfioQueuePair {
+            shared: self.shared.clone(),
+        }
+    }
+
+    /// Reaps as [`HostQueue::reap`] does, with the given clock.
+    #[inline]
+    pub(super) fn reap_with_clock(
+        &mut self,
+        clock: impl Fn() -> Ticks,
+        mut taker: impl CompletionTaker,
+    ) {
+        if self.migration.is_some() {
+            self.reap_left_pairs(&clock);
+        }
+        if self.outstanding == 0 {
+            return;
+        }
+        let Some(mut core) = self.shared.try_lock() else {
+            // The holder of the lock distributes our completions as well.
+            return;
+        };
+        if core.can_submit_directly(self.user) {
+            self.outstanding -= core.reap_directly(&clock, &mut taker) as u32;
+        } else {
+            core.reap(&clock);
+        }
+        core.swap_done(self.user, &mut self.ready);
+        drop(core);
+        self.outstanding -= self.ready.len() as u32;
+        for completion in self.ready.drain(..) {
+            taker.take(completion);
+        }
+    }
+
+    /// Switches to the new pair if the last batch went there.
+    #[cold]
+    #[inline(never)]
+    fn switch_to_new_pair(&mut self) {
+        let Some(moving) = &mut self.migration else {
+            return;
+        };
+        if let Some(LeftoverCommands {
+            binding: seat,
+            outstanding,
+        }) = moving.next.take()
+        {
+            let left = LeftoverCommands {
+                binding: QueuePairBinding {
+                    shared: std::mem::replace(&mut self.shared, seat.shared),
+                    user: std::mem::replace(&mut self.user, seat.user),
+                },
+                outstanding: std::mem::replace(&mut self.outstanding, outstanding),
+            };
+            // A queue without commands on the old pair has left that pair already.
+            if left.outstanding > 0 {
+                moving.left.push(left);
+            }
+        }
+    }
+
+    /// Reaps from the pairs that the queue left while commands were in flight there, and drops the pairs where no command is in
+    /// flight now. The completions are passed to the current pair, so that the fast path reads from one pair only.
+    #[cold]
+    #[inline(never)]
+    fn reap_left_pairs(&mut self, clock: impl Fn() -> Ticks) {
+        self.switch_to_new_pair();
+        let Some(moving) = &mut self.migration else {
+            return;
+        };
+        let (ready, mut done) = (&mut self.ready, Vec::new());
+        moving.left.retain_mut(
+            |LeftoverCommands {
+                 binding: seat,
+                 outstanding,
+             }| {
+                let mut core = seat.shared.lock();
+                core.reap(&clock);
+                core.swap_done(seat.user, ready);
+                *outstanding -= ready.len() as u32;
+                if *outstanding == 0 {
+                    core.leave(seat.user);
+                }
+                done.append(ready);
+                *outstanding > 0
+            },
+        );
+        if moving.left.is_empty() {
+            self.migration = None;
+        }
+        let mut seat = QueuePairBinding {
+            shared: self.shared.clone(),
+            user: self.user,
+        };
+        if self.outstanding > 0 {
+            seat.shared.lock().add_completions(seat.user, &done);
+        } else {
+            // The queue may have migrated again, without commands.
+            (seat, ()) =
+                follow_migrations(seat, |core, member| core.add_completions(member, &done));
+            (self.shared, self.user) = (seat.shared, seat.user);
+        }
+        self.outstanding += done.len() as u32;
+    }
+
+    /// Returns all pairs where the queue may have commands.
+    fn bindings(&mut self) -> Vec<QueuePairBinding> {
+        self.switch_to_new_pair();
+        let left = self.migration.iter().flat_map(|moving| &moving.left);
+        let mut seats: Vec<_> = left.map(|left| left.binding.clone()).collect();
+        seats.push(QueuePairBinding {
+            shared: self.shared.clone(),
+            user: self.user,
+        });
+        seats
+    }
+}
+
+/// A batch of commands. Commands of a lone user go directly to the ring, under the pair's lock. Otherwise the commands
+/// are staged and go through arbitration when the batch is rung.
+#[derive(Debug)]
+pub struct VfioBatch<'a> {
+    shared: &'a Arc<QueuePairInner>,
+    user: u16,
+    staged: &'a mut Vec<Sqe>,
+    outstanding: &'a mut u32,
+    migration: &'a mut Option<Box<QueueMigration>>,
+    direct: Option<DirectSubmission<'a>>,
+    /// Time at which the latest commands were taken from the guest's queue.
+    taken_at: Ticks,
+}
+
+/// State of a direct submission.
+#[derive(Debug)]
+struct DirectSubmission<'a> {
+    core: MutexGuard<'a, QueuePairCore>,
+    limit: UnsplitLimit,
+    /// Tail of the ring before the first command that is not counted yet.
+    tail: u32,
+}
+
+impl VfioBatch<'_> {
+    /// Stages a command for arbitration.
+    #[cold]
+    fn stage(&mut self, sqe: &Sqe) {
+        debug_assert!(self.staged.len() < self.staged.capacity());
+        self.staged.push(*sqe);
+    }
+}
+
+impl HostBatch for VfioBatch<'_> {
+    #[inline]
+    fn announce(&mut self, count: u32, taken: Ticks) {
+        self.taken_at = taken;
+        let mut core = match self.direct.take() {
+            Some(DirectSubmission { mut core, tail, .. }) => {
+                *self.outstanding += core.count_direct(tail) as u32;
+                core
+            }
+            // Usually another user of the pair holds the lock.
+            None => match self.shared.try_lock() {
+                Some(core) => core,
+                None => return,
+            },
+        };
+        if let Some(limit) = core.direct_limit(self.user, count, taken) {
+            let tail = core.rings.tail();
+            self.direct = Some(DirectSubmission { core, limit, tail });
+        } else {
+            core.rings.ring_sq();
+        }
+    }
+
+    #[inline(always)]
+    fn submit(&mut self, sqe: &Sqe) {
+        if let Some(direct) = &mut self.direct
+            && direct
+                .core
+                .submit_directly(sqe, direct.limit, self.taken_at)
+        {
+            return;
+        }
+        self.stage(sqe);
+    }
+
+    #[inline]
+    fn ring(self, memory: HostMemory<'_>) {
+        let Self {
+            shared,
+            user: member,
+            staged,
+            outstanding,
+            migration: moving,
+            direct,
+            taken_at: taken,
+        } = self;
+        if let Some(DirectSubmission { mut core, tail, .. }) = direct {
+            *outstanding += core.count_direct(tail) as u32;
+            core.rings.ring_sq();
+        }
+        if !staged.is_empty() {
+            let mut core = shared.lock();
+            if core.is_lender(member) {
+                drop(core);
+                recall_borrowers(shared);
+                core = shared.lock();
+            }
+            if let Some(seat) = core.take_migration(member, *outstanding == 0) {
+                drop(core);
+                let count = *outstanding + staged.len() as u32;
+                let (seat, ()) = follow_migrations(seat, |core, member| {
+                    core.enqueue(member, staged, count, memory, taken);
+                });
+                moving.get_or_insert_default().next = Some(LeftoverCommands {
+                    binding: seat,
+                    outstanding: staged.len() as u32,
+                });
+            } else {
+                *outstanding += staged.len() as u32;
+                core.enqueue(member, staged, *outstanding, memory, taken);
+            }
+            staged.clear();
+        }
+    }
+}
+
+impl HostQueue for VfioQueue {
+    /// A drive takes longer than one poll.
+    const COMPLETION_TIMING: CompletionTiming = CompletionTiming::Deferred;
+
+    const IS_INTERRUPTED: bool = true;
+
+    type Commands = NvmCommands;
+
+    type Batch<'a> = VfioBatch<'a>;
+
+    #[inline]
+    fn batch(&mut self) -> VfioBatch<'_> {
+        if self.migration.is_some() {
+            self.switch_to_new_pair();
+        }
+        VfioBatch {
+            shared: &self.shared,
+            user: self.user,
+            staged: &mut self.staged,
+            outstanding: &mut self.outstanding,
+            migration: &mut self.migration,
+            direct: None,
+            taken_at: Ticks::default(),
+        }
+    }
+
+    #[inline]
+    fn reap(&mut self, _: HostMemory<'_>, taker: impl CompletionTaker) {
+        self.reap_with_clock(Ticks::now, taker);
+    }
+
+    fn cut_short(&mut self) {
+        for QueuePairBinding {
+            shared,
+            user: member,
+        } in self.bindings()
+        {
+            shared.lock().cut_short(member);
+        }
+    }
+
+    /// The queue's drop waits for the drive.
+    fn drain(&mut self) -> bool {
+        true
+    }
+
+    /// Completions are polled; there is no descriptor to wait for.
+    fn wait_fd(&self) -> Option<RawFd> {
+        None
+    }
+
+    fn is_polled(&self) -> bool {
+        true
+    }
+
+    fn shared_pair(&self) -> Option<Arc<dyn SharedQueuePair>> {
+        Some(self.current_pair.clone())
+    }
+}
+
+impl Drop for VfioQueue {
+    fn drop(&mut self) {
+        for QueuePairBinding {
+            shared,
+            user: member,
+        } in self.bindings()
+        {
+            while !shared.lock().drop_waiting(member) {
+                shared.lock().reap(Ticks::now);
+                clock::sleep(DRAIN_POLL_INTERVAL);
+            }
+            let mut core = shared.lock();
+            let next = core.take_migration(member, true);
+            core.leave(member);
+            drop(core);
+            if let Some(seat) = next {
+                follow_migrations(seat, QueuePairCore::leave);
+            }
+        }
+    }
+}
+
+impl QueuePairInner {
+    #[inline]
+    pub(super) fn lock(&self) -> MutexGuard<'_, QueuePairCore> {
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[inline]
+    fn try_lock(&self) -> Option<MutexGuard<'_, QueuePairCore>> {
+        match self.core.try_lock() {
+            Ok(core) => Some(core),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+}

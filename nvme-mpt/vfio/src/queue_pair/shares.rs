@@ -1,0 +1,209 @@
+//! Shares of a drive by weight, for busy owners on several pairs.
+//!
+//! Within a pair, arbitration divides the ring among the users. Between pairs, the drive decides: it executes commands in order
+//! of arrival or serves the pairs in turn, so an owner with more or deeper queues gets more bytes. In each survey, a pure
+//! function computes each owner's limit until the next survey. Its inputs are the bytes that each owner got, and the bytes that
+//! the drive completed, since the last survey:
+//!
+//! - While an owner gets less than its share by weight, the limits of owners that get more than their share are reduced.
+//! - While the drive completes less than it can, or is fast enough for all its commands, limits rise and finally end. So no
+//!   owner is limited if the other owners do not use the capacity that this leaves.
+//!
+//! The drive's throughput varies between surveys, so it is smoothed. The drive's capacity is estimated as the maximum of
+//! the smoothed throughput. The estimate decays, and faster while no owner has a limit.
+
+/// Minimum limit in bytes: one command, so that the limit can rise again.
+const LIMIT_MIN: u64 = 4096;
+
+/// An owner's share between two surveys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct OwnerShare {
+    pub(super) weight: u64,
+    /// Bytes of commands that the drive received from the owner between the surveys.
+    pub(super) received_bytes: u64,
+    /// True if the owner has more commands to submit.
+    pub(super) has_demand: bool,
+    /// Maximum bytes until the next survey; `None` without a limit.
+    pub(super) limit: Option<u64>,
+}
+
+/// Divisor of the exponential smoothing: the latest survey counts for 1/8.
+const SMOOTHING: u64 = 8;
+
+/// Estimates of the bytes that the drive completes between two surveys.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct WeightedShares {
+    smoothed_bytes: u64,
+    /// Estimated capacity: decaying maximum of `usual`.
+    capacity_bytes: u64,
+}
+
+impl WeightedShares {
+    /// Computes the limits of the busy owners until the next survey. The drive has completed `done` bytes since the last one.
+    /// `is_slow` is true if commands take noticeably long.
+    pub(super) fn divide_limits(&mut self, tenants: &mut [OwnerShare], done: u64, is_slow: bool) {
+        let got: u64 = tenants.iter().map(|tenant| tenant.received_bytes).sum();
+        // Many of the bytes replaced directly submitted commands, whose completions are not counted.
+        if done < got / 2 {
+            return;
+        }
+        // Bytes that fill a deep queue do not show the drive's throughput, and a drive that empties such a queue is not
+        // idle.
+        let all = done;
+        let weights: u64 = tenants.iter().map(|tenant| tenant.weight).sum();
+        if tenants.iter().all(|tenant| tenant.limit.is_none()) {
+            self.capacity_bytes -= self.capacity_bytes / 16;
+        }
+        self.smoothed_bytes = match self.smoothed_bytes {
+            0 => all,
+            usual => usual - usual / SMOOTHING + all / SMOOTHING,
+        };
+        let all = self.smoothed_bytes;
+        self.capacity_bytes = self.capacity_bytes - self.capacity_bytes / 64;
+        self.capacity_bytes = self.capacity_bytes.max(all);
+        let most = self.capacity_bytes;
+        let due = |tenant: &OwnerShare| scale(most, tenant.weight, weights);
+        let is_idle = !is_slow || all < most - most / 8;
+        let is_short = |tenant: &OwnerShare| {
+            let due = due(tenant);
+            tenant.has_demand && tenant.limit.is_none() && tenant.received_bytes < due - due / 64
+        };
+        let is_any_short = tenants.iter().any(is_short);
+        for tenant in tenants {
+            let (due, got) = (due(tenant), tenant.received_bytes);
+            tenant.limit = match tenant.limit {
+                Some(limit) if is_idle => Some(limit + limit / 4),
+                Some(limit) if got < due => Some(scale(limit, due, got).min(limit + limit / 8)),
+                limit if is_any_short && !is_idle && got > due => {
+                    let limit = limit.map_or(got, |limit| limit.min(got));
+                    Some(scale(limit, due, got).max(limit - limit / 4))
+                }
+                limit => limit,
+            };
+            // A limit that no owner can reach is dropped, because an owner with a limit does not count as short.
+            let limit = tenant.limit.filter(|limit| *limit < most);
+            tenant.limit = limit.map(|limit| limit.max(LIMIT_MIN));
+        }
+    }
+
+    /// Forgets the drive's throughput once busy owners no longer share it.
+    pub(super) fn forget(&mut self) {
+        *self = Self::default();
+    }
+}
+
+/// Returns `value * by / of` without overflow.
+pub(super) fn scale(value: u64, by: u64, of: u64) -> u64 {
+    let scaled = u128::from(value) * u128::from(by) / u128::from(of.max(1));
+    u64::try_from(scaled).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: u64 = 1_000_000;
+
+    fn owners(weights: [u64; 2]) -> [OwnerShare; 2] {
+        weights.map(|weight| OwnerShare {
+            weight,
+            has_demand: true,
+            ..OwnerShare::default()
+        })
+    }
+
+    #[test]
+    fn a_limit_that_limits_nothing_ends_and_lets_its_tenant_be_short() {
+        let mut shares = WeightedShares::default();
+        let mut both = owners([1, 1]);
+        // The first lease floods the drive, and is limited.
+        for _ in 0..100 {
+            let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
+            (both[0].received_bytes, both[1].received_bytes) = (first, ALL - first);
+            let done = both.iter().map(|tenant| tenant.received_bytes).sum();
+            shares.divide_limits(&mut both, done, true);
+        }
+        assert!(
+            both[0].limit.is_some_and(|limit| limit < ALL * 6 / 10),
+            "{both:?}"
+        );
+        // Now the second lease does, for longer than byte counters could grow.
+        for _ in 0..2_000 {
+            let second = both[1].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
+            (both[0].received_bytes, both[1].received_bytes) = (ALL - second, second);
+            let done = both.iter().map(|tenant| tenant.received_bytes).sum();
+            shares.divide_limits(&mut both, done, true);
+        }
+        assert!(
+            both[1].limit.is_some_and(|limit| limit < ALL * 6 / 10),
+            "{both:?}"
+        );
+        assert!(both[0].received_bytes > ALL * 4 / 10, "{both:?}");
+    }
+
+    /// The lighter lease wants little, so the drive's work does not show that the drive has become faster.
+    #[test]
+    fn limits_end_on_a_drive_that_becomes_fast() {
+        let mut shares = WeightedShares::default();
+        let mut both = owners([1, 1]);
+        for _ in 0..100 {
+            let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
+            (both[0].received_bytes, both[1].received_bytes) = (first, ALL - first);
+            let done = both.iter().map(|tenant| tenant.received_bytes).sum();
+            shares.divide_limits(&mut both, done, true);
+        }
+        let mut looks = 0;
+        while let Some(limit) = both[0].limit {
+            (both[0].received_bytes, both[1].received_bytes) = (limit, ALL / 2);
+            let done = both.iter().map(|tenant| tenant.received_bytes).sum();
+            shares.divide_limits(&mut both, done, false);
+            looks += 1;
+            assert!(looks < 20, "{both:?}");
+        }
+    }
+
+    #[test]
+    fn bytes_that_fill_a_deep_queue_are_not_done() {
+        let mut shares = WeightedShares::default();
+        let mut both = owners([1, 1]);
+        let mut looks = 0;
+        while both[0].limit.is_none_or(|limit| limit > ALL * 6 / 10) {
+            // The first lease fills its queue, and keeps it full.
+            let first = if looks == 0 { 10 * ALL } else { ALL * 9 / 10 };
+            (both[0].received_bytes, both[1].received_bytes) = (first, ALL / 10);
+            shares.divide_limits(&mut both, ALL, true);
+            looks += 1;
+            assert!(looks < 10, "{both:?}");
+        }
+    }
+
+    /// The maximum throughput is a poor estimate of capacity: by it, the drive seems idle in most surveys.
+    #[test]
+    fn a_drive_whose_work_varies_is_divided_as_well() {
+        for spread in [0, 20, 40, 60] {
+            let mut seed = 7_u64;
+            let mut percent = || {
+                seed ^= seed << 13;
+                seed ^= seed >> 7;
+                seed ^= seed << 17;
+                100 - spread + seed % (2 * spread + 1)
+            };
+            let mut shares = WeightedShares::default();
+            let mut both = owners([1, 1]);
+            let mut sums = [0, 0];
+            for look in 0..400 {
+                let all = ALL * percent() / 100;
+                // The first lease has more queues.
+                let first = both[0].limit.unwrap_or(ALL).min(all * 84 / 100);
+                (both[0].received_bytes, both[1].received_bytes) = (first, all - first);
+                if look >= 100 {
+                    sums = [sums[0] + first, sums[1] + all - first];
+                }
+                let done = both.iter().map(|tenant| tenant.received_bytes).sum();
+                shares.divide_limits(&mut both, done, true);
+            }
+            let second = sums[1] * 100 / (sums[0] + sums[1]);
+            assert!((45..=55).contains(&second), "{spread}: {second} %");
+        }
+    }
+}

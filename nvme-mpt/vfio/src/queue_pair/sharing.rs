@@ -1,0 +1,160 @@
+//! A queue pair's order of users, and the limit of its heavy users' bytes in flight.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::arbitration::QueuePairArbitration;
+use super::governor::{DriveGovernor, QueuePairWindow};
+use super::inflight_bound;
+use nvme_guest::adaptive::WINDOW_MAX;
+use nvme_mpt_memory::clock::Ticks;
+
+/// Latest activity of users, to detect that only one user is active.
+#[derive(Clone, Copy, Debug, Default)]
+struct QueuePairUserActivity {
+    last_user: u16,
+    last_seen: Ticks,
+    /// Last time at which a user other than `last` was active.
+    other_seen: Ticks,
+}
+
+impl QueuePairUserActivity {
+    fn record(&mut self, member: u16, now: Ticks) {
+        if self.last_user != member {
+            self.other_seen = self.last_seen;
+            self.last_user = member;
+        }
+        self.last_seen = now;
+    }
+
+    fn is_alone(&self, now: Ticks, presence: u64) -> bool {
+        self.other_seen == Ticks::default() || now.since(self.other_seen) > presence
+    }
+}
+
+/// State by which the users of a pair share the pair.
+#[derive(Debug)]
+pub(super) struct QueuePairSharing {
+    pub(super) governor: Arc<DriveGovernor>,
+    /// Number of the pair at the governor.
+    number: u64,
+    /// Users that may have light commands waiting, in order of arrival.
+    pub(super) light_users: VecDeque<u16>,
+    /// Arbitration between the heavy users.
+    pub(super) arbitration: QueuePairArbitration,
+    /// Bytes of heavy users in flight.
+    heavy_bytes: u64,
+    /// Bytes of heavy users that completed since the last survey.
+    completed_bytes: u64,
+    /// Maximum bytes of heavy users in flight, on a drive that is not known to be fast.
+    pub(super) heavy_bytes_max: u64,
+    /// True if the governor knows that heavy commands wait on this pair.
+    is_waiting: bool,
+    activity: QueuePairUserActivity,
+}
+
+impl QueuePairSharing {
+    pub(super) fn new(governor: Arc<DriveGovernor>) -> Self {
+        let most = match governor.quarter_timeout() {
+            0 => u64::MAX,
+            _ => inflight_bound::INITIAL_LIMIT,
+        };
+        Self {
+            number: governor.register_pair(),
+            governor,
+            completed_bytes: 0,
+            heavy_bytes_max: most,
+            light_users: VecDeque::new(),
+            arbitration: QueuePairArbitration::default(),
+            heavy_bytes: 0,
+            is_waiting: false,
+            activity: QueuePairUserActivity::default(),
+        }
+    }
+
+    /// Returns whether no user has commands waiting.
+    #[inline]
+    pub(super) fn is_idle(&self) -> bool {
+        self.light_users.is_empty() && self.arbitration.is_empty()
+    }
+
+    /// Records that a user has submitted a command.
+    pub(super) fn on_command_arrived(&mut self, member: u16, is_light: bool, now: Ticks) {
+        self.activity.record(member, now);
+        if is_light {
+            self.governor.on_light_arrived(now);
+        }
+    }
+
+    /// Returns the current limit of heavy users.
+    pub(super) fn window(&self, now: Ticks) -> QueuePairWindow {
+        let window = self.governor.window(self.number, now);
+        let is_alone = || self.activity.is_alone(now, self.governor.activity_ticks());
+        // Without a limit, the drive would divide its time by who submits most.
+        if window == QueuePairWindow::Open && !is_alone() {
+            return QueuePairWindow::Own(self.heavy_bytes_max.min(WINDOW_MAX));
+        }
+        match window {
+            QueuePairWindow::Open if self.heavy_bytes_max < u64::MAX => {
+                QueuePairWindow::Own(self.heavy_bytes_max)
+            }
+            QueuePairWindow::Own(bytes) => QueuePairWindow::Own(bytes.min(self.heavy_bytes_max)),
+            other => other,
+        }
+    }
+
+    /// Returns the heavy users' bytes that completed since the last call.
+    pub(super) fn take_completed_bytes(&mut self) -> u64 {
+        std::mem::take(&mut self.completed_bytes)
+    }
+
+    /// Returns the heavy users' bytes in flight.
+    pub(super) fn heavy_bytes(&self) -> u64 {
+        self.heavy_bytes
+    }
+
+    /// Returns whether the window has room for `weight` more bytes.
+    pub(super) fn has_credits(&self, window: QueuePairWindow, weight: u64, now: Ticks) -> bool {
+        let (bytes, in_flight) = match window {
+            QueuePairWindow::Open => return true,
+            QueuePairWindow::Closed => return false,
+            QueuePairWindow::Own(bytes) => (bytes, self.heavy_bytes),
+            QueuePairWindow::Drive(bytes) => {
+                let in_flight = self.governor.in_flight();
+                if in_flight == 0 && 2 * weight > bytes {
+                    return self.governor.can_submit_heavy(now);
+                }
+                (bytes, in_flight)
+            }
+        };
+        in_flight == 0 || in_flight + weight <= bytes
+    }
+
+    /// Counts heavy bytes submitted to the drive.
+    pub(super) fn on_heavy_submitted(&mut self, weight: u64) {
+        self.heavy_bytes += weight;
+        self.governor.on_heavy_submitted(weight);
+    }
+
+    /// Counts heavy bytes that completed.
+    pub(super) fn on_heavy_completed(&mut self, weight: u32, now: Option<Ticks>) {
+        self.heavy_bytes -= u64::from(weight);
+        self.completed_bytes += u64::from(weight);
+        self.governor.on_heavy_completed(weight.into(), now);
+    }
+
+    /// Tells the governor whether heavy commands wait on this pair.
+    pub(super) fn report_waiting(&mut self, is_waiting: bool) {
+        if self.is_waiting != is_waiting {
+            self.is_waiting = is_waiting;
+            self.governor.set_waiting(self.number, is_waiting);
+        }
+    }
+}
+
+impl Drop for QueuePairSharing {
+    fn drop(&mut self) {
+        self.governor.set_waiting(self.number, false);
+        self.governor.on_heavy_completed(self.heavy_bytes, None);
+    }
+}

@@ -1,0 +1,272 @@
+//! Arbitration compared with proportional shares: of two waiting leases, neither gets ahead by more than one command of each.
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::super::arbitration::{LeaseShare, QueuePairArbitration};
+use nvme_guest::rate_limit::LeaseWeight;
+
+const PAGE: u64 = 4096;
+
+/// Maximum number of pages of a command.
+const PAGES: u64 = 64;
+
+const LEASES: usize = 4;
+
+/// Maximum number of queues of each lease.
+const QUEUES: usize = 3;
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// The queue whose turn it is gets a slot for this number of pages. The flag tells whether it has more commands.
+    Serve(u64, bool),
+    /// A queue has more commands.
+    Wait(usize),
+    /// The next queue has nothing, or may not be served yet.
+    Skip,
+    /// A queue leaves or comes back.
+    Change(usize),
+    Weigh(usize, u16),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let member = || 0..LEASES * QUEUES;
+    prop_oneof![
+        24 => (1..=PAGES, prop::bool::weighted(0.9)).prop_map(|(pages, more)| Op::Serve(pages, more)),
+        8 => member().prop_map(Op::Wait),
+        1 => Just(Op::Skip),
+        1 => member().prop_map(Op::Change),
+        1 => (0..LEASES, 1..=1000_u16).prop_map(|(lease, weight)| Op::Weigh(lease, weight)),
+    ]
+}
+
+/// A lease, or a queue of a lease, in the model.
+#[derive(Clone, Copy, Debug)]
+struct Party {
+    waits: bool,
+    weight: f64,
+    /// Bytes divided by weight since the start of the model.
+    got: f64,
+    /// Bytes of the largest command divided by the smallest weight, since the party began to wait.
+    command: f64,
+}
+
+impl Party {
+    fn new(weight: u16) -> Self {
+        let weight = f64::from(weight);
+        Self {
+            waits: false,
+            weight,
+            got: 0.0,
+            command: (PAGES * PAGE) as f64 / weight,
+        }
+    }
+}
+
+/// All parties, and for each two what they had when both began to wait.
+#[derive(Debug)]
+struct Shares {
+    parties: Vec<Party>,
+    before: Vec<Vec<(f64, f64)>>,
+}
+
+impl Shares {
+    fn new(parties: usize) -> Self {
+        Self {
+            parties: vec![Party::new(1); parties],
+            before: vec![vec![(0.0, 0.0); parties]; parties],
+        }
+    }
+
+    /// Resets all pairs of parties with a party that changed.
+    fn changed(&mut self, party: usize) {
+        for other in 0..self.parties.len() {
+            let [one, two] = [party, other].map(|index| self.parties[index].got);
+            self.before[party][other] = (one, two);
+            self.before[other][party] = (two, one);
+        }
+    }
+
+    fn set(&mut self, party: usize, waits: bool) {
+        if self.parties[party].waits != waits {
+            self.parties[party].waits = waits;
+            self.changed(party);
+        }
+    }
+
+    fn weigh(&mut self, party: usize, weight: u16) {
+        let before = self.parties[party];
+        // A command that was charged by the old weight still counts.
+        let command = before.command.max(Party::new(weight).command);
+        self.parties[party].weight = weight.into();
+        self.parties[party].command = command;
+        self.changed(party);
+    }
+
+    fn serve(&mut self, party: usize, bytes: u64) {
+        self.parties[party].got += bytes as f64 / self.parties[party].weight;
+    }
+
+    /// Checks the bound of start-time fair queueing for all waiting parties.
+    fn check(&self) {
+        for (one, a) in self.parties.iter().enumerate().filter(|(_, it)| it.waits) {
+            for (two, b) in self.parties.iter().enumerate().filter(|(_, it)| it.waits) {
+                let before = self.before[one][two];
+                let ahead = (a.got - before.0) - (b.got - before.1);
+                let bound = (a.command + b.command) * 1.000_001;
+                assert!(
+                    ahead <= bound,
+                    "{one} is {ahead} ahead of {two}, not {bound}"
+                );
+            }
+        }
+    }
+}
+
+struct World {
+    turns: QueuePairArbitration,
+    leases: Vec<Arc<LeaseShare>>,
+    present: Vec<bool>,
+    /// Shares of the leases, and shares of the queues within each lease.
+    of_leases: Shares,
+    of_members: Vec<Shares>,
+}
+
+/// Returns a queue's lease, and its number in the lease.
+fn place(member: usize) -> (usize, usize) {
+    (member / QUEUES, member % QUEUES)
+}
+
+impl World {
+    fn new() -> Self {
+        let mut world = Self {
+            turns: QueuePairArbitration::default(),
+            leases: (0..LEASES).map(|_| LeaseShare::new(None)).collect(),
+            present: vec![false; LEASES * QUEUES],
+            of_leases: Shares::new(LEASES),
+            of_members: (0..LEASES).map(|_| Shares::new(QUEUES)).collect(),
+        };
+        for lease in 0..LEASES {
+            world.of_leases.parties[lease] = Party::new(LeaseWeight::default().get());
+        }
+        for member in 0..LEASES * QUEUES {
+            world.change(member);
+        }
+        world
+    }
+
+    fn set(&mut self, member: usize, waits: bool) {
+        let (lease, index) = place(member);
+        self.of_members[lease].set(index, waits);
+        let lease_waits = self.of_members[lease].parties.iter().any(|it| it.waits);
+        self.of_leases.set(lease, lease_waits);
+    }
+
+    fn change(&mut self, member: usize) {
+        let (lease, _) = place(member);
+        if self.present[member] {
+            self.turns.leave(member as u16);
+            self.set(member, false);
+        } else {
+            self.turns.join(member as u16, &self.leases[lease]);
+        }
+        self.present[member] ^= true;
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match *op {
+            Op::Serve(pages, more) => {
+                let Some(member) = self.turns.next().map(usize::from) else {
+                    // Unused turns go to other queues, so no queue waits.
+                    assert!(self.of_leases.parties.iter().all(|lease| !lease.waits));
+                    assert!(self.turns.is_empty());
+                    return;
+                };
+                let (lease, index) = place(member);
+                assert!(
+                    self.of_members[lease].parties[index].waits,
+                    "{member} has nothing"
+                );
+                self.turns.charge(pages * PAGE, more);
+                self.of_leases.serve(lease, pages * PAGE);
+                self.of_members[lease].serve(index, pages * PAGE);
+                self.of_leases.check();
+                self.of_members[lease].check();
+                self.set(member, more);
+            }
+            Op::Wait(member) if self.present[member] => {
+                self.turns.mark_waiting(member as u16);
+                self.set(member, true);
+            }
+            Op::Skip => {
+                let member = self.turns.next();
+                self.turns.skip();
+                if let Some(member) = member {
+                    self.set(member.into(), false);
+                }
+            }
+            Op::Change(member) => self.change(member),
+            Op::Weigh(lease, weight) => {
+                let weight = LeaseWeight::try_from(weight).expect("within bounds");
+                self.leases[lease].set_weight(weight);
+                self.of_leases.weigh(lease, weight.get());
+            }
+            Op::Wait(_) => {}
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
+
+    #[test]
+    fn leases_that_wait_have_bytes_by_their_weights(ops in prop::collection::vec(op(), 1..600)) {
+        let mut world = World::new();
+        for op in &ops {
+            world.apply(op);
+        }
+    }
+}
+
+#[test]
+fn unused_share_is_not_saved_up() {
+    let mut turns = QueuePairArbitration::default();
+    let leases = [(); 2].map(|()| LeaseShare::new(None));
+    for (member, lease) in (0..).zip(&leases) {
+        turns.join(member, lease);
+    }
+    turns.mark_waiting(0);
+    for _ in 0..1000 {
+        assert_eq!(turns.next(), Some(0));
+        turns.charge(PAGE, true);
+    }
+    turns.mark_waiting(1);
+    let mut served = [0_u32; 2];
+    for _ in 0..100 {
+        let member = turns.next().expect("both wait");
+        served[usize::from(member)] += 1;
+        turns.charge(PAGE, true);
+    }
+    assert!(served[0].abs_diff(served[1]) <= 1, "{served:?}");
+}
+
+#[test]
+fn leases_without_backlog_start_equal() {
+    let mut turns = QueuePairArbitration::default();
+    let leases = [(); 2].map(|()| LeaseShare::new(None));
+    for (member, lease) in (0..).zip(&leases) {
+        turns.join(member, lease);
+    }
+    turns.mark_waiting(0);
+    turns.charge(PAGES * PAGE, false);
+    assert!(turns.is_empty());
+    let mut served = [0_u32; 2];
+    turns.mark_waiting(0);
+    turns.mark_waiting(1);
+    for _ in 0..10 {
+        served[usize::from(turns.next().expect("both wait"))] += 1;
+        turns.charge(PAGE, true);
+    }
+    assert_eq!(served, [5, 5]);
+}

@@ -1,0 +1,180 @@
+//! A user of a queue pair, as the pair sees it.
+
+use std::collections::VecDeque;
+use std::sync::Weak;
+
+use super::QueuePairInner;
+use super::binding::NewQueuePairUser;
+use super::split::{PARENT_BYTES_MAX, SplitCommands, UnsplitLimit};
+use nvme_guest::adaptive::CommandClass;
+use nvme_mpt::host::HostCompletion;
+use nvme_mpt_memory::clock::Ticks;
+use nvme_spec::sqe::Sqe;
+
+/// Minimum weight of a command in bytes, even if the command transfers no data.
+const WEIGHT_MIN: u64 = 4096;
+
+/// A command that waits for dispatch. Its Command Identifier is the user's slot.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WaitingCommand {
+    pub(super) sqe: Sqe,
+    /// Bytes that the command transfers, or that it writes or deallocates without a transfer; 0 for all other commands.
+    pub(super) len: u64,
+    pub(super) class: CommandClass,
+    pub(super) arrived_at: Ticks,
+    /// True if the command goes to the drive in parts.
+    pub(super) is_split: bool,
+}
+
+/// A user of a queue pair.
+#[derive(Debug)]
+pub(super) struct QueuePairUser {
+    /// Maximum size of the user's commands that the drive takes unsplit.
+    pub(super) whole_limit: UnsplitLimit,
+    /// Maximum size of the user's commands that may go directly to the ring.
+    pub(super) direct_limit: UnsplitLimit,
+    /// Commands that wait for dispatch, oldest first.
+    pub(super) waiting: VecDeque<WaitingCommand>,
+    /// Completions of this user that another user has reaped, and completions of commands that did not go to the drive.
+    pub(super) done: Vec<HostCompletion>,
+    /// True if the user is in the list of users with light commands waiting.
+    pub(super) is_in_lights: bool,
+    /// True while the user is [held back](super::held_back).
+    pub(super) is_held_back: bool,
+    /// Time until which the user counts as heavy.
+    pub(super) heavy_until: Ticks,
+    /// Split commands; `None` on a drive that needs none.
+    pub(super) splits: Option<SplitCommands>,
+    /// Queue of the user.
+    pub(super) queue: NewQueuePairUser,
+    /// True while the user migrates to another pair. The user leaves this pair when its last command here has completed.
+    pub(super) is_migrating: bool,
+    /// Home pair, while the user borrows this pair.
+    pub(super) home: Option<Weak<QueuePairInner>>,
+    /// Time of the last batch that went through arbitration.
+    pub(super) last_batch: Ticks,
+    /// Time at which the user last launched a command while the drive was weighed.
+    pub(super) weighed_at: Ticks,
+    /// True if the drive gets no further command of the user.
+    pub(super) is_revoked: bool,
+    /// Number of the user's outstanding commands that are counted at the lease.
+    counted: u32,
+    /// Completions in `done` of commands that are not counted at the lease.
+    uncounted: u32,
+}
+
+impl QueuePairUser {
+    /// Creates the user for a queue, on a drive that takes `max_transfer` bytes per command.
+    pub(super) fn new(queue: NewQueuePairUser, max_transfer: u64) -> Self {
+        let NewQueuePairUser {
+            slots, lba_shift, ..
+        } = queue;
+        let room = usize::from(slots);
+        let is_split = max_transfer < PARENT_BYTES_MAX;
+        let revoked = queue.lease.is_revoked();
+        Self {
+            whole_limit: UnsplitLimit::new(max_transfer, lba_shift),
+            direct_limit: UnsplitLimit::new(max_transfer, lba_shift),
+            waiting: VecDeque::with_capacity(room),
+            done: Vec::with_capacity(room),
+            is_in_lights: false,
+            is_held_back: false,
+            heavy_until: Ticks::default(),
+            splits: is_split.then(|| SplitCommands::new(slots, max_transfer, lba_shift)),
+            queue,
+            is_migrating: false,
+            home: None,
+            last_batch: Ticks::default(),
+            weighed_at: Ticks::default(),
+            is_revoked: revoked,
+            counted: 0,
+            uncounted: 0,
+        }
+    }
+
+    /// Sets the size limit of direct commands to `bytes`, on a drive that takes `max_transfer` bytes per command.
+    pub(super) fn limit_direct(&mut self, bytes: u64, max_transfer: u64) {
+        self.direct_limit = UnsplitLimit::new(bytes.min(max_transfer), self.queue.lba_shift);
+    }
+
+    /// Counts commands that go through arbitration. Returns the lease's number of outstanding commands, of all its
+    /// queues.
+    #[inline]
+    pub(super) fn count_submitted(&mut self, commands: u32) -> u32 {
+        self.counted += commands;
+        self.queue.lease.count_submitted(commands)
+    }
+
+    /// Returns the number of counted commands that have not completed.
+    pub(super) fn counted(&self) -> u32 {
+        self.counted
+    }
+
+    /// Adds completions of commands that are not counted at the lease.
+    pub(super) fn add_uncounted(&mut self, done: impl IntoIterator<Item = HostCompletion>) {
+        let before = self.done.len();
+        self.done.extend(done);
+        self.uncounted += (self.done.len() - before) as u32;
+    }
+
+    /// Swaps the completions into `ready`.
+    #[inline]
+    pub(super) fn swap_done(&mut self, ready: &mut Vec<HostCompletion>) {
+        std::mem::swap(&mut self.done, ready);
+        if !ready.is_empty() {
+            self.count_completed(ready.len() as u32);
+        }
+    }
+
+    fn count_completed(&mut self, done: u32) {
+        let ended = done.saturating_sub(std::mem::take(&mut self.uncounted));
+        let ended = ended.min(self.counted);
+        self.counted -= ended;
+        self.queue.lease.count_ended(ended);
+    }
+
+    /// Returns the class and the weight of the next command to dispatch. For a split command, the weight is that of the next
+    /// child, which has at most `most` bytes, but at least one grain.
+    #[inline]
+    pub(super) fn next_command(&self, most: u64) -> Option<(CommandClass, u64)> {
+        let head = self.waiting.front()?;
+        let len = match &self.splits {
+            Some(splits) if head.is_split => splits.next_len(head.sqe.cid().0, head.len, most),
+            _ => head.len,
+        };
+        Some((head.class, len.max(WEIGHT_MIN)))
+    }
+
+    /// Takes the command or the child that [`Self::next`] has described. A child comes with the number of its first grain.
+    pub(super) fn take_next(&mut self, most: u64) -> Option<(Sqe, Option<u16>)> {
+        let head = self.waiting.front()?;
+        if let Some(splits) = &mut self.splits
+            && head.is_split
+        {
+            let child = splits.dispatch(&head.sqe, head.len, most);
+            if child.is_last {
+                self.waiting.pop_front();
+            }
+            return Some((child.sqe, Some(child.first_grain)));
+        }
+        let head = self.waiting.pop_front()?;
+        Some((head.sqe, None))
+    }
+
+    /// Drops the front command if it has this slot.
+    pub(super) fn drop_front(&mut self, slot: u16) {
+        if self
+            .waiting
+            .front()
+            .is_some_and(|head| head.sqe.cid().0 == slot)
+        {
+            self.waiting.pop_front();
+        }
+    }
+}
+
+impl Drop for QueuePairUser {
+    fn drop(&mut self) {
+        self.queue.lease.count_ended(self.counted);
+    }
+}

@@ -1,0 +1,130 @@
+//! Data buffer of an admin command: PRP entries (Base 2.0, section 4.1.1).
+//!
+//! On PCIe, admin commands do not use SGLs (Base 2.0, section 3.3.3.1, PSDT).
+
+use nvme_guest::{DmaError, Gpa, GuestMemory};
+use nvme_spec::{
+    dma::{PrpEntry, PrpList},
+    sqe::Sqe,
+    status::Status,
+};
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::failure::AdminCommandFailure;
+
+/// Page size for CC.MPS = 0, the only value that CAP offers.
+const PAGE_SHIFT: u32 = 12;
+
+/// Part of a data buffer within one memory page.
+type DataBufferSegment = (Gpa, usize);
+
+/// Returns the failure for an access to unmapped memory.
+fn unmapped_failure(_: DmaError) -> AdminCommandFailure {
+    AdminCommandFailure::NotMapped(Status::DATA_TRANSFER_ERROR)
+}
+
+/// Data buffer of one admin command.
+pub(super) struct DataBuffer<'a> {
+    memory: &'a GuestMemory,
+    prp: [PrpEntry; 2],
+    /// Transfer length in bytes, as the command defines it. The meaning of PRP2 depends on this length.
+    length: u64,
+}
+
+impl<'a> DataBuffer<'a> {
+    /// Creates the buffer of a command that transfers `length` bytes.
+    pub(super) fn new(memory: &'a GuestMemory, sqe: &Sqe, length: u64) -> Self {
+        Self {
+            memory,
+            prp: [PrpEntry(sqe.prp1()), PrpEntry(sqe.prp2())],
+            length,
+        }
+    }
+
+    /// Writes the first `data.len()` bytes of the buffer, at most all of it.
+    pub(super) fn write(&self, data: &[u8]) -> Result<(), AdminCommandFailure> {
+        let mut rest = data;
+        for (gpa, length) in self.segments(data.len() as u64)? {
+            let (here, after) = rest.split_at(length);
+            self.memory.write(gpa, here).map_err(unmapped_failure)?;
+            rest = after;
+        }
+        Ok(())
+    }
+
+    /// Reads the first `data.len()` bytes of the buffer, at most all of it.
+    pub(super) fn read(&self, data: &mut [u8]) -> Result<(), AdminCommandFailure> {
+        let mut rest = data;
+        for (gpa, length) in self.segments(rest.len() as u64)? {
+            let (here, after) = rest.split_at_mut(length);
+            self.memory.read(gpa, here).map_err(unmapped_failure)?;
+            rest = after;
+        }
+        Ok(())
+    }
+
+    /// Returns the first `wanted` bytes of the buffer, split by page. Reads a PRP list only once, and only the entries that are
+    /// needed.
+    fn segments(&self, wanted: u64) -> Result<Vec<DataBufferSegment>, AdminCommandFailure> {
+        let [first, second] = self.prp;
+        let wanted = wanted.min(self.length);
+        if wanted == 0 {
+            // The data pointer of a command without data is ignored.
+            return Ok(Vec::new());
+        }
+        if !first.is_dword_aligned() {
+            return Err(Status::PRP_OFFSET_INVALID.into());
+        }
+        let offset = first.offset(PAGE_SHIFT);
+        let pages = PrpEntry::page_count(offset, self.length, PAGE_SHIFT);
+        let pages_wanted = PrpEntry::page_count(offset, wanted, PAGE_SHIFT);
+        let following = match pages {
+            0 | 1 => Vec::new(),
+            2 => vec![second],
+            _ => self.read_prp_list(second, pages - 1, pages_wanted - 1)?,
+        };
+
+        let mut segments = Vec::new();
+        let mut left = wanted;
+        for (index, prp) in [first].into_iter().chain(following).enumerate() {
+            if left == 0 {
+                break;
+            }
+            if index > 0 && prp.offset(PAGE_SHIFT) != 0 {
+                return Err(Status::PRP_OFFSET_INVALID.into());
+            }
+            let here = left.min(prp.bytes_to_page_end(PAGE_SHIFT));
+            // Fits: at most a memory page.
+            segments.push((Gpa(prp.0), here as usize));
+            left -= here;
+        }
+        Ok(segments)
+    }
+
+    /// Reads the first `wanted` of a PRP list's `entries` entries.
+    fn read_prp_list(
+        &self,
+        list: PrpEntry,
+        entries: u64,
+        wanted: u64,
+    ) -> Result<Vec<PrpEntry>, AdminCommandFailure> {
+        let mut list = PrpList::new(list, entries, PAGE_SHIFT);
+        let mut found = Vec::new();
+        loop {
+            let page = list.page().ok_or(Status::PRP_OFFSET_INVALID)?;
+            // Includes the link to the next page if more entries are wanted.
+            let missing = wanted - found.len() as u64;
+            let length = missing.min(page.count);
+            let mut here = vec![PrpEntry::new_zeroed(); length as usize];
+            self.memory
+                .read(Gpa(page.address), here.as_mut_slice().as_mut_bytes())
+                .map_err(unmapped_failure)?;
+            if missing <= page.data_entries() {
+                found.append(&mut here);
+                return Ok(found);
+            }
+            list.advance(page, here.pop().unwrap_or_default());
+            found.append(&mut here);
+        }
+    }
+}

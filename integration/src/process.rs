@@ -17,7 +17,7 @@ use thiserror::Error;
 
 /// Maximum number of output lines in an error.
 const TAIL_LINES: usize = 25;
-/// Niceness after [`give_way`]: a third of the weight of other processes.
+/// Niceness after [`lower_priority`]: a third of the weight of other processes.
 const NICE: libc::c_int = 5;
 
 /// Errors of a child process.
@@ -319,7 +319,7 @@ impl SupervisedChild {
         if self.try_wait()?.is_none() {
             let pid = libc::pid_t::try_from(self.child.id()).unwrap_or(libc::pid_t::MAX);
             // SAFETY: kill(2) touches no memory of ours. The pid is our child's and can't have been
-            // given to another process: the child has not been waited for (`ended` is None).
+            // given to another process: the child has not been waited for (`exit_status` is None).
             unsafe { libc::kill(pid, libc::SIGTERM) };
         }
         self.wait(patience)

@@ -33,7 +33,7 @@ pub struct ProgressStep {
 }
 
 impl ProgressStep {
-    /// Announces a step. If the thread's lines are [kept](keep), nothing is reported while it runs.
+    /// Announces a step. If the thread's lines are [kept](capture_lines), nothing is reported while it runs.
     pub fn start(what: impl Into<String>) -> Self {
         let what = what.into();
         print_line(&format!("==> {what}"));
@@ -84,7 +84,7 @@ impl ProgressStep {
 }
 
 impl Drop for ProgressStep {
-    /// Reports a failure, since the step was dropped without [`Step::done`].
+    /// Reports a failure, since the step was dropped without [`ProgressStep::done`].
     fn drop(&mut self) {
         if self.stop.is_some() {
             self.stop_reminder();
@@ -111,7 +111,7 @@ pub fn seconds(duration: Duration) -> String {
     }
 }
 
-/// Destination of the lines of a thread: standard output, or a text that [`keep`] returns.
+/// Destination of the lines of a thread: standard output, or a text that [`capture_lines`] returns.
 #[derive(Clone, Debug)]
 pub struct ProgressOutput(Option<Arc<Mutex<String>>>);
 
@@ -131,7 +131,7 @@ impl ProgressOutput {
 }
 
 /// Runs `work` without printing its lines. Returns its result and the lines. Threads that `work` starts print their lines,
-/// unless they use this thread's [`Lines`].
+/// unless they use this thread's [`ProgressOutput`].
 pub fn capture_lines<T>(work: impl FnOnce() -> T) -> (T, String) {
     let kept = Arc::new(Mutex::new(String::new()));
     let result = ProgressOutput(Some(Arc::clone(&kept))).with_lines(work);
@@ -139,7 +139,7 @@ pub fn capture_lines<T>(work: impl FnOnce() -> T) -> (T, String) {
     (result, std::mem::take(&mut *kept))
 }
 
-/// Prints a line immediately, also into a pipe, unless the thread's lines are [kept](keep).
+/// Prints a line immediately, also into a pipe, unless the thread's lines are [kept](capture_lines).
 pub fn print_line(line: &str) {
     if let ProgressOutput(Some(kept)) = ProgressOutput::current() {
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);

@@ -13,7 +13,7 @@
 //!
 //! A module imports only modules that come later in this list:
 //!
-//! 1. [`attachment`]: the resources of one guest controller on a drive;
+//! 1. [`local_backend`]: the resources of one guest controller on a drive;
 //! 2. [`wipe`], [`poller`]: the users of queues;
 //! 3. [`drive`]: the control path of host controllers, and their namespaces;
 //! 4. [`shadow`]: translation of guest commands and their completions;

@@ -1,7 +1,7 @@
 //! Processor time of pollers, charged to the functions they work for.
 //!
 //! The kernel counts the CPU time of a poller's thread, without sleeps and preemptions. The poller reads that clock at most
-//! once per [`PERIOD`]. It divides the time since the last reading among its queues, in proportion to the ticks spent on each
+//! once per [`ACCOUNTING_PERIOD`]. It divides the time since the last reading among its queues, in proportion to the ticks spent on each
 //! queue. So the sum over all queues equals the kernel's count. A preemption adds nothing to the sum, but increases the share
 //! of the preempted queue. Over time, preemptions hit queues in proportion to their time. A poller with one function counts no
 //! ticks: all of its time is charged to that function.

@@ -341,7 +341,7 @@ impl<'a> RangeWipe<'a> {
         Ok(())
     }
 
-    /// Returns the number of blocks from `next` on that are known to be zero.
+    /// Returns the number of blocks from `next_block` on that are known to be zero.
     fn leading_zeroes(&self) -> u64 {
         let blocks = self.end_block - self.next_block;
         if blocks == 0 {

@@ -10,7 +10,7 @@
 //! Every case fails if a command makes the device allocate memory. If valgrind is installed, instructions inside
 //! [`ShadowQueue::poll`] are counted with `valgrind --tool=callgrind`. Times include driver and device. For a model of a
 //! physical drive no times are measured, since the model costs more than the path. The permitted additional instructions per
-//! command are [`PHYSICAL_EXTRA`] for a physical drive, [`EXTENTS_EXTRA`] for a lease of many extents, and [`LIVE_EXTRA`] for
+//! command are [`PHYSICAL_EXTRA`] for a physical drive, [`EXTENTS_EXTRA`] for a lease of many extents, and [`INFLIGHT_EXTRA`] for
 //! live state.
 
 use std::alloc::{GlobalAlloc, Layout, System};

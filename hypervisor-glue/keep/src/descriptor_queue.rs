@@ -245,7 +245,7 @@ impl DescriptorQueue {
         })
     }
 
-    /// Sets the queue's size to the maximum for this process, less [`RESERVE`] unless `all` is set.
+    /// Sets the queue's size to the maximum for this process, less [`RESERVED_BYTES`] unless `all` is set.
     fn set_send_buffer(&self, all: bool) -> Result<(), FdStoreError> {
         let set = |size| {
             sockopt::set_socket_send_buffer_size_force(&self.writer, size)

@@ -73,7 +73,7 @@ fn send_descriptors(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix:
 
 /// Starts `command` as the successor of this process. The successor gets `descriptors` with their names, inherits the
 /// environment with the keeper's address, and gets `variables` in addition. `first_stage` are the arguments that make this
-/// program call [`first_stage`].
+/// program call [`run_first_stage`].
 ///
 /// When the successor may take over, this process must send `MAINPID=` with the successor's process id to the keeper.
 ///

@@ -32,7 +32,7 @@ static TAKEN: AtomicBool = AtomicBool::new(false);
 
 /// Descriptors that a keeper passed, by name. Dropping this closes the descriptors that were not taken.
 ///
-/// The environment variables of the keeper stay set, since other threads may read the environment. So call [`clear`] for each
+/// The environment variables of the keeper stay set, since other threads may read the environment. So call [`clear_env`] for each
 /// command that the process starts.
 #[derive(Debug, Default)]
 pub struct InheritedDescriptors(BTreeMap<String, Vec<OwnedFd>>);

@@ -1,24 +1,24 @@
 //! Descriptors that outlive a server's process: the supervisor ("keeper"), and the server's side.
 //!
 //! A keeper starts a server, stores file descriptors for it, and passes them to the server's next process. The protocol is
-//! systemd's (`sd_notify(3)`, `sd_listen_fds(3)`), so either systemd or this crate's [`keep`] can be the keeper. A descriptor
+//! systemd's (`sd_notify(3)`, `sd_listen_fds(3)`), so either systemd or this crate's [`supervise`] can be the keeper. A descriptor
 //! may be of any kind.
 //!
 //! | module | job |
 //! |---|---|
-//! | `store` | the server's messages to its keeper: [`FdStoreClient`] |
-//! | `inherited` | descriptors that the keeper passed at the start: [`InheritedDescriptors`] |
-//! | `bag` | many descriptors packed into two that the keeper stores: [`DescriptorQueue`] |
-//! | `keeper` | the keeper's process: [`keep`] |
-//! | `stored` | the keeper's fd store: descriptors and their names |
-//! | `process` | the keeper's handle of a process |
-//! | `first_stage` | the step between the keeper and its command: [`first_stage`] |
-//! | `message` | bytes and descriptors over a socket |
+//! | `fd_store_client` | the server's messages to its keeper: [`FdStoreClient`] |
+//! | `inherited_descriptors` | descriptors that the keeper passed at the start: [`InheritedDescriptors`] |
+//! | `descriptor_queue` | many descriptors packed into two that the keeper stores: [`DescriptorQueue`] |
+//! | `supervisor` | the keeper's process: [`supervise`] |
+//! | `stored_descriptors` | the keeper's fd store: descriptors and their names |
+//! | `supervised_process` | the keeper's handle of a process |
+//! | `first_stage` | the step between the keeper and its command: [`run_first_stage`] |
+//! | `datagram` | bytes and descriptors over a socket |
 //!
 //! # Start of a command
 //!
 //! `LISTEN_PID` must be the id of the process that reads the variable, and the keeper does not know that id before the process
-//! exists. So the keeper first starts its own executable, whose `main` calls [`first_stage`]. This process receives the
+//! exists. So the keeper first starts its own executable, whose `main` calls [`run_first_stage`]. This process receives the
 //! descriptors through a socket at its standard input, moves them to 3 and above, sets `LISTEN_PID`, and executes the command.
 //!
 //! # Limits

@@ -67,7 +67,7 @@ const IGNORED_SIGNALS: [Signal; 12] = [
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SuperviseOptions {
-    /// First arguments of [`Self::program`], which make it call [`first_stage`](crate::first_stage) with the arguments that
+    /// First arguments of [`Self::program`], which make it call [`run_first_stage`](crate::run_first_stage) with the arguments that
     /// follow.
     pub first_stage: Vec<OsString>,
     /// Program of the first stage; by default, this process's executable.
@@ -144,7 +144,7 @@ pub fn supervise(
 ///
 /// # Errors
 ///
-/// See [`keep`]; also the error of `ask`.
+/// See [`supervise`]; also the error of `ask`.
 pub fn adopt<E: Error + Send + Sync + 'static>(
     options: &SuperviseOptions,
     command: &[OsString],

@@ -135,7 +135,7 @@ impl LeaseChannel {
     }
 
     /// Receives a request. `patience` is the timeout for the first byte of the request. After that byte, the rest must arrive
-    /// within `TRANSFER`.
+    /// within `TRANSFER_TIMEOUT`.
     pub(crate) fn receive_request<M: DeserializeOwned>(
         &self,
         patience: Option<Duration>,

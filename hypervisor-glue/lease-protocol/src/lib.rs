@@ -9,13 +9,13 @@
 //! |---|---|
 //! | `channel` | messages and descriptors over a socket, limited in size and time |
 //! | `message` | requests and replies |
-//! | `ask` | opening messages, with which a VMM requests a lease |
-//! | `client` | the VMM's side |
-//! | `link` | the VMM's connection, and the state to send to the next server |
-//! | `watch` | the VMM's thread that notices the end of a server and looks for the next one |
-//! | `vector` | the VMM's side of an interrupt vector |
+//! | `attach` | opening messages, with which a VMM requests a lease |
+//! | `remote_backend` | the VMM's side |
+//! | `server_link` | the VMM's connection, and the state to send to the next server |
+//! | `server_watch` | the VMM's thread that notices the end of a server and looks for the next one |
+//! | `remote_vector` | the VMM's side of an interrupt vector |
 //! | `session` | the server's side |
-//! | `places` | sockets of the servers that share a state directory |
+//! | `server_sockets` | sockets of the servers that share a state directory |
 //! | `socket` | the kernel's sockets, or simulated ones |
 //!
 //! The server does not trust the VMM. Each message is limited in size, and the back end checks each value as if the guest had

@@ -69,7 +69,7 @@ pub(crate) enum AttachReply {
 /// Number of descriptors of [`AttachReply::Attached`].
 pub(crate) const ATTACH_DESCRIPTORS: usize = 3;
 
-/// Number of descriptors after [`PARTS`] that signal the complete end of the server's process: its pidfd, and a pipe.
+/// Number of descriptors after [`ATTACH_DESCRIPTORS`] that signal the complete end of the server's process: its pidfd, and a pipe.
 pub(crate) const SIGNS: usize = process_liveness::LIVENESS_FDS;
 
 /// Last messages of a server, which answer no request. The server sends each at most once, in this order.

@@ -90,7 +90,7 @@ pub fn attach_any_server(
     RemoteBackend::new(given, reach, threads).map(Some)
 }
 
-/// Returns whether a server has the drive of `options`, by the same search as [`attach_anywhere`]. No lease is created. A
+/// Returns whether a server has the drive of `options`, by the same search as [`attach_any_server`]. No lease is created. A
 /// server that cannot be reached counts as a server without the drive.
 #[must_use]
 pub fn is_served(state_dir: &Path, options: &str) -> bool {
@@ -263,7 +263,7 @@ impl RemoteBackend {
         self.call_io_locked(&mut self.link.state(), request)
     }
 
-    /// Sends a request like [`Self::ask_io`], while the caller holds the lock. So the caller can record the answer before
+    /// Sends a request like [`Self::call_io`], while the caller holds the lock. So the caller can record the answer before
     /// another server connects and reads the record.
     fn call_io_locked<T: DeserializeOwned>(
         &self,

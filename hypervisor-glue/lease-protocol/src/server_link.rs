@@ -237,7 +237,7 @@ impl ServerLink {
         self.call_locked(&mut self.state(), request, descriptor)
     }
 
-    /// Sends a request like [`Self::ask`], while the caller holds the lock.
+    /// Sends a request like [`Self::call`], while the caller holds the lock.
     pub(crate) fn call_locked<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,

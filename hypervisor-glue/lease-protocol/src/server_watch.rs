@@ -82,7 +82,7 @@ impl AttachedServer {
     }
 
     /// Returns whether the server has ended all its work for the function. Call this only after the connection has ended, or
-    /// after [`leave`](Self::leave).
+    /// after [`shut_down`](Self::shut_down).
     fn has_ended(&self) -> bool {
         let has_closed = self.channel.read_end_notices();
         match &self.signs {

@@ -533,7 +533,7 @@ impl ControlClient {
             match receive_part(&self.stream, request, REQUEST_MAX) {
                 Ok(LineProgress::Complete) => {}
                 Ok(LineProgress::Partial) => return Ok(ControlClientStep::Wait(EventSet::IN)),
-                // A connection without a request, as `listening_process` makes to find the server's process.
+                // A connection without a request, as `listening_pid` makes to find the server's process.
                 Ok(LineProgress::Closed) => return Ok(ControlClientStep::Done),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     return Ok(ControlClientStep::Wait(EventSet::IN));

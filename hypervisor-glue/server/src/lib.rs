@@ -1,15 +1,15 @@
 //! A server of NVMe functions over vfio-user, for VMMs that do not embed them.
 //!
 //! [`serve()`](serve::serve) opens drives, leases parts of them and serves each function on a socket, until a signal ends it. An
-//! [`adaptor`] presents an NVMe function as a `vfio_user_server::VfioUserDevice`, and a [`function_thread`] runs both.
+//! [`nvme_device`] presents an NVMe function as a `vfio_user_server::VfioUserDevice`, and a [`function_thread`] runs both.
 //!
 //! Other processes talk to a running server on its [`control`] socket: they read its statistics ([`stats`]) and the free
-//! capacity of its drives ([`room`]), and change its functions ([`change`]) and injected faults ([`faults`]). The crate has the
-//! server's and the client's side of this protocol. [`metrics`] exports statistics to Prometheus. [`attach`] has the arguments
+//! capacity of its drives ([`capacity`]), and change its functions ([`change`]) and injected faults ([`faults`]). The crate has the
+//! server's and the client's side of this protocol. [`metrics`] exports statistics to Prometheus. [`vmm_arguments`] has the arguments
 //! with which VMMs attach a function.
 //!
-//! [`confine`] restricts a server with Landlock and seccomp. [`kept`] stores the state of a server with its keeper, a
-//! supervisor process ([`nvme_mpt_keep`]), so that a successor can restore the state. `set_aside` serves functions that are
+//! [`confinement`] restricts a server with Landlock and seccomp. [`persistence`] stores the state of a server with its keeper, a
+//! supervisor process ([`nvme_mpt_keep`]), so that a successor can restore the state. `quarantine` serves functions that are
 //! quarantined because they crashed a server.
 //!
 //! [`logging`] is the logger of a server, and [`mod@output`] writes its standard output. Neither blocks a serving thread when

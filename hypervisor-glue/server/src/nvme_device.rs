@@ -210,7 +210,7 @@ impl NvmeDevice {
             });
     }
 
-    /// Sets the pause that ended with [`Self::take_up`].
+    /// Sets the pause that ended with [`Self::restore`].
     pub(crate) fn set_guest_pause(&mut self, stall: GuestPause) {
         self.guest_pause = Some(stall);
     }

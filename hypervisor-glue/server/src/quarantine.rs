@@ -25,7 +25,7 @@ pub(crate) struct QuarantinedDevice {
 }
 
 impl QuarantinedDevice {
-    /// Wraps a device whose function is [quarantined](NvmeFunction::set_aside).
+    /// Wraps a device whose function is [quarantined](NvmeFunction::quarantine).
     pub(crate) fn new(device: NvmeDevice, shelf: FdStoreKey, crashes: CrashRecord) -> Self {
         Self {
             device,

@@ -73,7 +73,7 @@ pub trait VfioUserDevice {
 
     /// Keeps a duplicate of a client's socket that outlives the process. A server with a [`RequestLog`](crate::RequestLog)
     /// calls this for each accepted client before it reads from the socket. The device closes the duplicate when the client
-    /// [disconnects](VfioUserDevice::disconnected).
+    /// [disconnects](VfioUserDevice::on_disconnected).
     ///
     /// # Errors
     ///

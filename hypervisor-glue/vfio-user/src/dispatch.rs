@@ -110,7 +110,7 @@ impl RequestDispatcher {
         Some(area.memory.clone())
     }
 
-    /// Carries out a message and appends the reply's payload to `reply`. Returns the region whose [memory](Self::memory) is
+    /// Carries out a message and appends the reply's payload to `reply`. Returns the region whose [memory](Self::region_memory) is
     /// sent with the reply.
     pub(crate) fn handle_message<D: VfioUserDevice>(
         &mut self,

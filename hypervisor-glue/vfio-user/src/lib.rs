@@ -91,12 +91,12 @@
 //! | `connection.rs` | turns a byte stream into messages and replies into bytes, both bounded |
 //! | `dispatch.rs` | turns a request into device calls and a reply |
 //! | `session.rs` | serves one client for its whole connection |
-//! | `journal.rs` | logs requests in a file that outlives the process |
-//! | `kept.rs` | serves one client so that a successor process can continue |
-//! | `step.rs` | points at which tests end the process |
+//! | `request_log.rs` | logs requests in a file that outlives the process |
+//! | `restore.rs` | serves one client so that a successor process can continue |
+//! | `kill_point.rs` | points at which tests end the process |
 //! | `listener.rs` | creates and removes the socket file |
 //! | `server.rs` | connects listener, session and device |
-//! | `watcher.rs` | connects a server to an event loop |
+//! | `socket_watcher.rs` | connects a server to an event loop |
 //! | `device.rs` | defines the interface of a PCI function |
 //!
 //! # Trust

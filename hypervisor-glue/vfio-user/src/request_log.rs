@@ -331,7 +331,7 @@ impl RequestLogContents {
     ///
     /// # Errors
     ///
-    /// As [`RequestLog::from_kept`].
+    /// As [`RequestLog::from_predecessor`].
     pub fn read_running(file: OwnedFd) -> Result<Self, RequestLogError> {
         Self::read_changing(file, || {})
     }

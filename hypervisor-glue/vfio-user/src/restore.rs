@@ -31,7 +31,7 @@
 //! client so. A client that cuts a message into hundreds of pieces, or shrinks its socket's buffer, fills the socket before the
 //! message is complete, and blocks only itself.
 //!
-//! If a process ends between accept(2) and [`VfioUserDevice::keep_client`], the connection is lost. The client has not got an
+//! If a process ends between accept(2) and [`VfioUserDevice::persist_client`], the connection is lost. The client has not got an
 //! answer to `VERSION` yet, and finds the connection closed.
 
 use std::io::{self, Read};
@@ -317,7 +317,7 @@ impl VfioUserSession {
             let room = scrap.len().min(pending.unread_bytes as usize);
             match (&self.stream).read(&mut scrap[..room]) {
                 Ok(0) => return Err(StreamEnd::Failed(io::ErrorKind::UnexpectedEof.into())),
-                // Fits: at most `left`.
+                // Fits: at most `remaining`.
                 Ok(taken) => pending.unread_bytes -= taken as u32,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(StreamEnd::Failed(error)),

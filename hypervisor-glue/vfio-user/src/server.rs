@@ -44,7 +44,7 @@ const SUCCESSION_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Serves a device to one client after the other.
 ///
-/// Add it to an event manager, or watch it from another event loop ([`Self::watch`], [`Self::handle`]). The server has no
+/// Add it to an event manager, or watch it from another event loop ([`Self::watch`], [`Self::handle_event`]). The server has no
 /// thread and no timer of its own: the event loop's thread answers requests as they arrive. If a second client connects, the
 /// server closes its connection at once. After the first client has disconnected, the next client finds the device in the state
 /// in which the first client left it.
@@ -54,12 +54,12 @@ const SUCCESSION_TIMEOUT: Duration = Duration::from_secs(3);
 /// up to three seconds for the socket to close. If the socket is still open then, the server closes the new client's
 /// connection.
 ///
-/// The caller's loop must call [`Self::look`] when the time that [`Self::due_in`] returned is over. This call ends such waits,
+/// The caller's loop must call [`Self::check_timeouts`] when the time that [`Self::next_timeout`] returned is over. This call ends such waits,
 /// and disconnects clients that do not send `VERSION` in time.
 ///
 /// # A connection that outlives the process
 ///
-/// A server with a [`RequestLog`] ([`Self::bind_kept`]) logs each request and its reply. If duplicates of the descriptors of
+/// A server with a [`RequestLog`] ([`Self::bind_with_log`]) logs each request and its reply. If duplicates of the descriptors of
 /// the listening socket, the client's socket and the request log are kept open elsewhere, a successor process continues with
 /// them ([`Self::resume`]). The client does not notice: each request is carried out and answered once, whenever the first
 /// process ended.
@@ -71,7 +71,7 @@ pub struct VfioUserServer<D: VfioUserDevice> {
     device: D,
     regions: Arc<DeviceRegions>,
     client: Option<ConnectedClient>,
-    /// Client that waits until the connection of an ended process is closed, and the time when `look` first saw that client.
+    /// Client that waits until the connection of an ended process is closed, and the time when `check_timeouts` first saw that client.
     waiting_client: Option<(UnixStream, Option<Duration>)>,
     /// Request log for the successor process.
     request_log: Option<RequestLog>,
@@ -88,7 +88,7 @@ struct ConnectedClient {
     watched_events: EventSet,
     /// Number of other clients whose connections were closed during this connection.
     refused_clients: u64,
-    /// Time when `look` first saw that the client has not sent its version; `None` before that.
+    /// Time when `check_timeouts` first saw that the client has not sent its version; `None` before that.
     first_seen: Option<Duration>,
 }
 
@@ -182,14 +182,14 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         })
     }
 
-    /// Continues for a process that has ended or has [left](Self::leave).
+    /// Continues for a process that has ended or has [left](Self::release).
     ///
-    /// `device` is created from the [record](crate::RequestLogContents::device) of the request log. `stream` is the client's
-    /// socket, if the device [kept](VfioUserDevice::keep_client) one. The event loop completes a request that the predecessor
+    /// `device` is created from the [record](crate::RequestLogContents::device_state) of the request log. `stream` is the client's
+    /// socket, if the device [kept](VfioUserDevice::persist_client) one. The event loop completes a request that the predecessor
     /// has begun.
     ///
     /// - If the request log has a client and there is no `stream`, the client has disconnected. So
-    ///   [`disconnected`](VfioUserDevice::disconnected) is called.
+    ///   [`on_disconnected`](VfioUserDevice::on_disconnected) is called.
     /// - If there is a `stream`, but no client in the request log, the stream belongs to a new client, or is already closed.
     ///   [`Self::is_connected`] tells which.
     ///
@@ -332,7 +332,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         client.is_some_and(|client| !client.session.has_hung_up())
     }
 
-    /// Returns the time until [`Self::look`] must be called; `None` if no client waits and every client has sent its version.
+    /// Returns the time until [`Self::check_timeouts`] must be called; `None` if no client waits and every client has sent its version.
     /// `now` is measured from any fixed point in the past.
     pub fn next_timeout(&self, now: Duration) -> Option<Duration> {
         let left = |since: Option<Duration>, bound: Duration| match since {

@@ -81,7 +81,7 @@ impl KvmVmm {
     /// Sets the thread of the vCPU with this local APIC; `None` if there is none.
     ///
     /// Functions look the thread up when their guest sets an interrupt's destination. For interrupts set earlier, call
-    /// [`FunctionDevice::vcpus_changed`](crate::FunctionDevice::vcpus_changed).
+    /// [`FunctionDevice::update_vcpu_threads`](crate::FunctionDevice::update_vcpu_threads).
     pub fn set_vcpu_thread(&self, apic: u32, thread: Option<ThreadId>) {
         let mut vcpus = lock(&self.vcpus);
         match thread {

@@ -58,7 +58,7 @@ impl Drop for LedgerWriterThread {
     }
 }
 
-/// Writes the ledger once no further lease has been reported for `QUIET`.
+/// Writes the ledger once no further lease has been reported for `WRITE_DELAY`.
 fn run(ledger: &Ledger, requests: &Receiver<()>) {
     while requests.recv().is_ok() {
         loop {

@@ -83,7 +83,7 @@
 //! | [`drives`] | opens drives by their paths, each once in a process |
 //! | [`options`] | parses and checks the options of a function |
 //! | [`open`] | leases a part of a drive, and creates the controller backend for a guest |
-//! | [`control`] | runs the control thread of a function |
+//! | [`control_loop`] | runs the control thread of a function |
 //! | [`report`] | prints an error with its causes |
 //! | [`sandbox`] | lists the files that a sandbox lets functions use |
 //! | `kvm` | implements [`Vmm`] over KVM's own interface |

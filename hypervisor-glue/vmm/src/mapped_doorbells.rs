@@ -98,7 +98,7 @@ impl MappedDoorbells {
         self.should_be_mapped = !self.can_park || self.policy.should_be_mapped(Ticks::now(), done);
     }
 
-    /// Returns the time until the next decision; `None` if only [`Self::exited`] triggers it.
+    /// Returns the time until the next decision; `None` if only [`Self::record_exit`] triggers it.
     pub(super) fn next_decision_in(&self) -> Option<Duration> {
         let unchanged = self.policy.unchanged_for(Ticks::now());
         unchanged.filter(|_| self.can_park)

@@ -5,7 +5,7 @@
 //! access to the directory of the servers' sockets. If the server ends, the function waits for the next server, so the VMM
 //! never needs the right to open the drive. With that right, a guest that takes over the VMM could access the whole drive.
 //!
-//! So [`settle`] looks for the server while the sandbox is set up. If it finds one, this process leaves the drive to servers
+//! So [`required_files`] looks for the server while the sandbox is set up. If it finds one, this process leaves the drive to servers
 //! from then on: a function that is added later is refused while no server has the drive.
 
 use std::path::{Path, PathBuf};

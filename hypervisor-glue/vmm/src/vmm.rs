@@ -58,7 +58,7 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// The hypervisor cannot watch the address.
     fn register_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
 
-    /// Ends [`Self::tie`]. After it returns, writes trap to the VMM.
+    /// Ends [`Self::register_ioeventfd`]. After it returns, writes trap to the VMM.
     ///
     /// # Errors
     /// The hypervisor cannot stop watching the address.
@@ -83,7 +83,7 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     ///
     /// A poller of `poll=dedicated@vcpu` stays on processors near that thread. While the poller is awake, it reads the thread's
     /// CPU affinity ten times a second, so the VMM need not report that it moved the thread. If a VMM runs a vCPU on another
-    /// thread than before, it must call [`FunctionDevice::vcpus_changed`](crate::FunctionDevice::vcpus_changed).
+    /// thread than before, it must call [`FunctionDevice::update_vcpu_threads`](crate::FunctionDevice::update_vcpu_threads).
     fn vcpu_thread(&self, message: MsixMessage) -> Option<ThreadId> {
         let _ = message;
         None

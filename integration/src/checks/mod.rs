@@ -1,6 +1,6 @@
 //! A harness for checks that boot machines: the programs `e2e` and `lab`.
 //!
-//! The harness extends `libtest-mimic` by [groups](Group) of checks that share a machine, [shares](Shard) of all groups,
+//! The harness extends `libtest-mimic` by [groups](CheckGroup) of checks that share a machine, [shares](Shard) of all groups,
 //! concurrent groups, and `--once`. Checks that share a machine run in sequence.
 
 use std::error::Error as StdError;
@@ -252,7 +252,7 @@ impl CheckGroup {
     }
 }
 
-/// Runs the checks that `options` select, or lists them. At most `most` groups or [independent](Group::apart) checks run
+/// Runs the checks that `options` select, or lists them. At most `most` groups or [independent](CheckGroup::concurrent) checks run
 /// concurrently, and at most the number of processors or of `--test-threads`.
 pub fn run(options: CheckOptions, groups: Vec<CheckGroup>, most: usize) -> ExitCode {
     let CheckOptions {

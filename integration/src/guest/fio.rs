@@ -120,7 +120,7 @@ impl GuestFioJob {
         self.report(&output.text)
     }
 
-    /// Parses the output of [`Fio::script`].
+    /// Parses the output of [`GuestFioJob::script`].
     ///
     /// # Errors
     /// Fio found an I/O error or wrong data, or printed no report.
@@ -142,7 +142,7 @@ impl GuestFioJob {
         })
     }
 
-    /// Parses the output of [`Fio::script`] of a job that may end with an I/O error.
+    /// Parses the output of [`GuestFioJob::script`] of a job that may end with an I/O error.
     ///
     /// # Errors
     /// Fio printed no report.

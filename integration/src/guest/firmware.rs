@@ -60,7 +60,7 @@ impl Firmware {
 }
 
 /// Starts a machine with only firmware and drives, and waits for `expected` on its console. The machine boots from the drive
-/// with a [boot index](Drive::boot_index).
+/// with a [boot index](GuestDrive::boot_index).
 ///
 /// # Errors
 /// The text does not appear within `patience`.

@@ -60,7 +60,7 @@ pub const LOST_GUEST_LINE: &str = "a guest was lost: once more";
 
 /// Returns whether an error was caused by a lost guest. KVM on an emulated processor sometimes ends a guest without a message:
 /// the VMM ended, the guest reset itself in the reference VMM, or the guest did not come up. A guest may also continue with
-/// [registers of its host](crate::vmm::counters::has_foreign_registers), or KVM reports that it cannot continue.
+/// [registers of its host](crate::vmm::counters::has_host_registers), or KVM reports that it cannot continue.
 pub fn is_lost(error: &dyn std::error::Error) -> bool {
     let text = crate::error_chain(error);
     [
@@ -367,7 +367,7 @@ impl GuestConfig {
         self.kernel_arguments(ROOT_ARGUMENTS)
     }
 
-    /// Lets firmware boot from the drive with a [boot index](Drive::boot_index), instead of a kernel that QEMU loads.
+    /// Lets firmware boot from the drive with a [boot index](GuestDrive::boot_index), instead of a kernel that QEMU loads.
     #[must_use]
     pub fn firmware(mut self, firmware: Firmware) -> Self {
         self.firmware = Some(firmware);
@@ -405,7 +405,7 @@ impl GuestConfig {
     }
 }
 
-/// A running guest in QEMU. Its [`Agent`] runs scripts in the guest. Dropping it kills QEMU.
+/// A running guest in QEMU. Its [`GuestAgent`] runs scripts in the guest. Dropping it kills QEMU.
 #[derive(Debug)]
 pub struct Guest {
     agent: GuestAgent,
@@ -441,7 +441,7 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Starts QEMU without waiting for the guest in it: see [`Agent::await_ready`].
+    /// Starts QEMU without waiting for the guest in it: see [`GuestAgent::await_ready`].
     ///
     /// # Errors
     /// QEMU cannot be run.

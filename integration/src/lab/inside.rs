@@ -108,7 +108,7 @@ pub fn block_device(id: &str, nsid: u32) -> Result<PathBuf, InsideError> {
     }
 }
 
-/// Injects a fault into a drive: a [`Request`](super::faults::Request) as text, or `remove DRIVE`.
+/// Injects a fault into a drive: a [`LabFaultRequest`](super::faults::LabFaultRequest) as text, or `remove DRIVE`.
 ///
 /// # Errors
 /// The request fails.

@@ -18,7 +18,7 @@
 //! - `/lab/run/bin` in its PATH, with `nvme-mpt`, `nvme-load` and copied files;
 //! - the drives' PCI addresses in `/lab/run/drives` ("a 0000:01:00.0");
 //! - `lab-bind vfio-pci|nvme DRIVE`;
-//! - `lab-ctl REQUEST` for faults of drives: see [`faults::Request`], and `lab-ctl remove a`, which pulls a card without
+//! - `lab-ctl REQUEST` for faults of drives: see [`faults::LabFaultRequest`], and `lab-ctl remove a`, which pulls a card without
 //!   notice;
 //! - fio, nvme-cli and busybox.
 //!
@@ -233,7 +233,7 @@ impl Write for EchoedOutput {
     }
 }
 
-/// Output of a port of the lab. QEMU writes it to a file, of which the first `taken` bytes were read.
+/// Output of a port of the lab. QEMU writes it to a file, of which the first `bytes_read` bytes were read.
 #[derive(Debug)]
 struct PortOutput {
     path: PathBuf,
@@ -429,7 +429,7 @@ impl Lab {
         Ok(there.lines().map(here).collect())
     }
 
-    /// Injects a fault into a drive: a [`Request`](faults::Request) as text, or `remove DRIVE`, which pulls the card without
+    /// Injects a fault into a drive: a [`LabFaultRequest`](faults::LabFaultRequest) as text, or `remove DRIVE`, which pulls the card without
     /// notice.
     ///
     /// # Errors

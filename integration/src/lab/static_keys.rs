@@ -15,7 +15,7 @@ use thiserror::Error;
 use super::{LabError, SHORT_TIMEOUT};
 use crate::guest::Guest;
 
-/// Program that calls [`drop_anchor`].
+/// Program that calls [`create_anchor`].
 pub(super) const PROGRAM: &str = "kvm-anchor";
 /// Output once the machines exist.
 pub const READY_LINE: &str = "holding the static keys of KVM";

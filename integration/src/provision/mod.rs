@@ -1,7 +1,7 @@
 //! Provides the parts of guests: a QEMU with a vfio-user client, kernels, and a user land.
 //!
 //! Except for [`go`], all parts come from Debian's signed packages, through the machine's own mirror. Packages of the machine
-//! are not upgraded. The [cache](cache::Cache) keeps the results.
+//! are not upgraded. The [cache](cache::ProvisionCache) keeps the results.
 
 use std::io;
 use std::path::{Path, PathBuf};

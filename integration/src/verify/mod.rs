@@ -301,7 +301,7 @@ impl<'a> StepPhases<'a> {
     }
 }
 
-/// Runs steps by their [lanes](Lanes). Returns the outcomes in the order of the steps.
+/// Runs steps by their [lanes](StepPhases). Returns the outcomes in the order of the steps.
 fn run_steps(
     steps: &[&VerifyStep],
     options: &VerifyOptions,

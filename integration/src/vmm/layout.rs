@@ -22,7 +22,7 @@ pub(super) const BAR_WINDOW: (u32, u32) = (0xC000_0000, 0xDFFF_FFFF);
 pub(super) const ECAM: u64 = 0xE000_0000;
 /// Size of a bus's configuration space: 1 MiB.
 pub(super) const ECAM_SIZE: u64 = 0x10_0000;
-/// Register that prints KVM's counters, if enabled: see [`super::counters::Teller`].
+/// Register that prints KVM's counters, if enabled: see [`super::counters::CounterPrinter`].
 pub(super) const COUNTERS: u64 = 0xFE00_0000;
 /// Size of a page, the smallest unit that a guest's user space can map.
 pub(super) const COUNTERS_SIZE: u64 = 0x1000;

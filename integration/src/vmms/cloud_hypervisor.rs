@@ -55,7 +55,7 @@ pub fn has_own_functions() -> Result<bool, VmmsError> {
     Ok(help.contains(OPTION))
 }
 
-/// Returns the path if the file exists, to be [copied](crate::lab::LabConfig::bring) into the lab.
+/// Returns the path if the file exists, to be [copied](crate::lab::LabConfig::with_file) into the lab.
 pub fn existing_path() -> Option<PathBuf> {
     configured_path().filter(|path| path.is_file())
 }
@@ -203,16 +203,16 @@ impl CloudHypervisor {
     /// other VMMs share. No other function can be plugged.
     ///
     /// # Errors
-    /// As of [`Vmm::launch`].
+    /// As of [`VmmUnderTest::launch`].
     pub fn launch_over_vfio_user(setup: &VmmSetup<'_>, socket: &Path) -> Result<Self, VmmsError> {
         help()?;
         Self::boot(setup, user_device(socket, &setup.first.id), None, &[])
     }
 
-    /// Launches as [`Vmm::launch`] does, with additional arguments.
+    /// Launches as [`VmmUnderTest::launch`] does, with additional arguments.
     ///
     /// # Errors
-    /// As of [`Vmm::launch`].
+    /// As of [`VmmUnderTest::launch`].
     pub fn launch_with(setup: &VmmSetup<'_>, arguments: &[&str]) -> Result<Self, VmmsError> {
         let VmmSetup {
             first,

@@ -1,10 +1,10 @@
 //! VMMs behind one trait, so that the same checks run with every available VMM.
 //!
-//! - [`Qemu`]: a stock QEMU, with functions over vfio-user;
-//! - [`Reference`]: the [reference VMM](crate::vmm), with functions in its own process;
+//! - [`QemuVmm`]: a stock QEMU, with functions over vfio-user;
+//! - [`ReferenceVmm`]: the [reference VMM](crate::vmm), with functions in its own process;
 //! - [`CloudHypervisor`]: the user's Cloud Hypervisor, with functions over vfio-user or in its own process.
 //!
-//! Each has a guest, whose [`Agent`] runs scripts.
+//! Each has a guest, whose [`GuestAgent`] runs scripts.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -42,7 +42,7 @@ mod zones;
 
 use fixture::{BenchDir, BootedFunction, CheckEnvironment, Failure};
 
-/// A check with its own [`Place`] and guests, which may run beside other checks.
+/// A check with its own [`BenchDir`] and guests, which may run beside other checks.
 type Alone = fn(&CheckEnvironment) -> Result<(), Failure>;
 /// A check that shares a booted guest with other checks of its group.
 type OnGuest = fn(&BootedFunction) -> Result<(), Failure>;
@@ -89,7 +89,7 @@ const GROUPS: &[Group] = &[
 ];
 
 /// Groups that run only with `--full`: they need more than Debian's packages, take minutes, or may fail on a busy machine
-/// ([`ON_A_QUIET_MACHINE`]).
+/// ([`EXCLUSIVE_GROUPS`]).
 const FULL_GROUPS: &[Group] = &[
     frozen::GROUP,
     trim::GROUP,

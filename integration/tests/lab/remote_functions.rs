@@ -285,7 +285,7 @@ pub(crate) const WRITE: &str = "write";
 pub(crate) const CHECK: &str = "check";
 pub(crate) const TRESPASS: &str = "trespass";
 
-/// A process with an [`Elsewhere`]. It ends on drop.
+/// A process with an [`RemoteFunction`]. It ends on drop.
 pub(crate) struct Process {
     child: Child,
     orders: ChildStdin,

@@ -11,8 +11,8 @@
 //!
 //! A module imports only modules that come later in this list:
 //!
-//! 1. [`seam`]: the traits of a function's back end;
-//! 2. [`host`]: the description of a drive and its namespaces; [`live`]: in-flight tracking for the successor process;
+//! 1. [`backend`]: the traits of a function's back end;
+//! 2. [`host`]: the description of a drive and its namespaces; [`inflight`]: in-flight tracking for the successor process;
 //! 3. [`doorbell`], then [`dma`]: the guest's registers and memory;
 //! 4. all others, which import only each other and the crates below.
 //!

@@ -84,7 +84,7 @@ impl MemoryAccount {
     }
 
     /// Returns the number of processes that the OOM killer has ended. Counts this process's control group if known,
-    /// with [`OF_GROUP`] set, else the host since its boot. Returns `None` if neither is known.
+    /// with [`GROUP_FLAG`] set, else the host since its boot. Returns `None` if neither is known.
     fn oom_kills(&self) -> Option<u64> {
         let of_group = oom_kills_in(&self.root).map(|kills| kills | GROUP_FLAG);
         of_group.or_else(|| self.host_oom_kills())
@@ -241,7 +241,7 @@ impl Drop for MemoryPromise {
 pub struct PinningRecord {
     /// Bytes that the kernel may have to allocate; 0 while no memory is being pinned.
     bytes: MappedWord64,
-    /// OOM-kill count from before the pinning, with [`OF_GROUP`] set if it is the control group's.
+    /// OOM-kill count from before the pinning, with [`GROUP_FLAG`] set if it is the control group's.
     kills: MappedWord64,
 }
 

@@ -42,7 +42,7 @@ impl LeaseClaim {
         }
     }
 
-    /// For [`Self::Own`], checks that all bytes of the lease already belong to the lease's id. Bytes without an id are refused,
+    /// For [`Self::OwnLease`], checks that all bytes of the lease already belong to the lease's id. Bytes without an id are refused,
     /// because they may have data of the host.
     pub(super) fn check_extents(
         self,

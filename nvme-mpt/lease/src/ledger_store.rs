@@ -11,7 +11,7 @@
 //!   takes the lock and finds a 1 syncs the directory first.
 //! * `holders.lock`: the slots of the live holders, see [`super::holder`].
 //!
-//! The directory and its files belong to one user, and no other user may open them (`private`). A lock that another
+//! The directory and its files belong to one user, and no other user may open them (`private_files`). A lock that another
 //! user could take there would block every lease.
 //!
 //! A sync of the directory does not make the directory's own name durable. So all its ancestors are synced before the

@@ -6,23 +6,23 @@
 //!
 //! * [`extents`]: the parts of a drive that a lease has, in the lease's order.
 //! * [`ledger`]: the record of all leases of all drives.
-//! * `request`, `area`: the request for a lease, and the namespace that it is for.
-//! * `admit`: the rules that grant or refuse a lease. `outcome`: their results.
+//! * `request`, `lease_target`: the request for a lease, and the namespace that it is for.
+//! * `admission`: the rules that grant or refuse a lease. `outcome`: their results.
 //! * `by_size`: the extents of a lease by size: extents that its id had before, and free extents.
-//! * `allocate`: the choice among free extents.
-//! * `store`: the ledger's file, with crash-safe updates.
-//! * `returns`: batching of leases that are returned at the same time.
-//! * `kept`: the ledger of private drives in a memory file, for the successor process.
+//! * `allocation`: the choice among free extents.
+//! * `ledger_store`: the ledger's file, with crash-safe updates.
+//! * `pending_returns`: batching of leases that are returned at the same time.
+//! * `memory_file`: the ledger of private drives in a memory file, for the successor process.
 //! * `holder`: liveness of the process that holds a lease.
-//! * `tenants`: the id that last held each range, and the decision about its data.
-//! * `marks`: blocks that Write Uncorrectable made unreadable.
-//! * `room`: the use of a drive by ids, and its free capacity.
-//! * `earlier`: drives with names of an earlier boot of the host, or with other former names.
-//! * `known`: detection of exchanged drives and changed content. `facts`: the stored facts for this.
-//! * `terms`: the owner and the limits of an id. `claim`: the right by which a lease is requested.
+//! * `range_owners`: the id that last held each range, and the decision about its data.
+//! * `uncorrectable`: blocks that Write Uncorrectable made unreadable.
+//! * `capacity`: the use of a drive by ids, and its free capacity.
+//! * `earlier_drive`: drives with names of an earlier boot of the host, or with other former names.
+//! * `exchanged_drives`: detection of exchanged drives and changed content. `known_drives`: the stored facts for this.
+//! * `lease_settings`: the owner and the limits of an id. `claim`: the right by which a lease is requested.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 //! * [`label`]: names that an operator writes on drives without a persistent name.
-//! * [`origin`]: the identity of a drive's bytes, whatever path leads to them.
+//! * [`backing_id`]: the identity of a drive's bytes, whatever path leads to them.
 //! * [`range_lock`]: locks of ranges of files, against other processes.
 //! * [`range`]: sizes and ranges, and their text forms.
 //!

@@ -139,7 +139,7 @@ pub(super) fn make_private_dir(
     Ok(())
 }
 
-/// Gives other users search permission on a directory of [`make_folder`], so that they reach their sockets in it.
+/// Gives other users search permission on a directory of [`make_private_dir`], so that they reach their sockets in it.
 ///
 /// # Errors
 /// See [`PrivateFileError`].

@@ -152,7 +152,7 @@ pub enum RangeError {
     },
 }
 
-/// A non-empty range of bytes of a drive, whose end fits 64 bits. Written `START+LENGTH`, each a [`Bytes`].
+/// A non-empty range of bytes of a drive, whose end fits 64 bits. Written `START+LENGTH`, each a [`ByteSize`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "RawRange", into = "RawRange")]
 pub struct ByteRange {

@@ -7,7 +7,7 @@
 //! A range is marked before its first block is wiped. The mark is removed when all blocks are durably zero. If the server
 //! crashes in between, the mark remains: the range belongs to no id, and the next lease has to wipe it.
 //!
-//! Entries address bytes by the device or file that stores them (`origin::extent`). So a disk, its partition and a loop
+//! Entries address bytes by the device or file that stores them (`backing_id::extent`). So a disk, its partition and a loop
 //! device of a file share entries.
 
 use std::collections::HashSet;

@@ -1,6 +1,6 @@
 //! Crashes of the process, counted for the work that the crashed thread was doing.
 //!
-//! A thread names its current work ([`CrashRecord::during`]). If the thread crashes during the work, a signal handler
+//! A thread names its current work ([`CrashRecord::run`]). If the thread crashes during the work, a signal handler
 //! increments the work's record, which is a word of a memory file that outlives the process. So the successor knows
 //! which work to avoid.
 //!
@@ -42,7 +42,7 @@ pub fn set_crash_wait(is_done: fn() -> bool, time: Duration) {
     let _ = CRASH_WAIT.set((is_done, time));
 }
 
-/// Waits as set by [`await_before_the_end`]. Async-signal-safe.
+/// Waits as set by [`set_crash_wait`]. Async-signal-safe.
 fn wait_before_end() {
     let Some((is_done, time)) = CRASH_WAIT.get() else {
         return;
@@ -88,7 +88,7 @@ impl CrashRecord {
     }
 }
 
-/// Runs `work`, [with its record](CrashRecord::during) if there is one.
+/// Runs `work`, [with its record](CrashRecord::run) if there is one.
 #[inline]
 pub fn run_recorded<T>(record: Option<&CrashRecord>, work: impl FnOnce() -> T) -> T {
     match record {

@@ -40,7 +40,7 @@ pub(super) unsafe fn run_counted<T>(word: *const AtomicU64, work: impl FnOnce() 
     work()
 }
 
-/// Returns whether this thread is inside a call of `during`, so that a crash of this thread would be counted.
+/// Returns whether this thread is inside a call of `run_counted`, so that a crash of this thread would be counted.
 pub(super) fn is_counting() -> bool {
     !WORK.get().is_null()
 }
@@ -74,7 +74,7 @@ pub(super) fn count_crash(info: *mut libc::siginfo_t, is_fault: bool) {
     };
     // SAFETY: `now` is writable. Every Linux has this clock.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
-    // SAFETY: this thread is within `during`, whose caller keeps the word valid.
+    // SAFETY: this thread is within `run_counted`, whose caller keeps the word valid.
     let word = unsafe { &*word };
     let before = u64::from_le(word.load(Ordering::Relaxed));
     let after = count_after_crash(before, now.tv_sec as u32);

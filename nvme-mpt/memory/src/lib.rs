@@ -13,7 +13,7 @@
 //! - [`crash`] counts crashes of the process for the work that caused them.
 //! - [`sync`] has locks, channels, atomics and threads, and [`files`] the file operations of the ledger. A simulator
 //!   replaces both.
-//! - [`presence`] lets other processes detect that nothing of this process is left.
+//! - [`process_liveness`] lets other processes detect that nothing of this process is left.
 //! - [`clock`] reads the time stamp counter. [`deadline`] has the clock and the deadlines of waits. [`system`], [`processors`], [`file_system`], [`device_mapper`] and
 //!   [`eventfd`] make system calls for which std has no safe interface.
 //!

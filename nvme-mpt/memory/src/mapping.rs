@@ -57,7 +57,7 @@ pub struct Mapping {
     guard: Option<sigbus::SigbusGuard>,
     /// Owner of memory that it has mapped and will unmap.
     owner: Option<MemoryOwner>,
-    /// See [`Mapping::lose`].
+    /// See [`Mapping::mark_lost`].
     is_marked_lost: AtomicBool,
 }
 
@@ -183,7 +183,7 @@ impl Mapping {
     /// Maps `len` bytes of a device's registers, at `offset` of the device's file.
     ///
     /// After the device is gone, reads return ones and writes are discarded. This begins with the first access that finds the
-    /// device gone, or with [`give_up_device`](Self::give_up_device). [`is_lost`](Self::is_lost) is true from then on.
+    /// device gone, or with [`detach_device`](Self::detach_device). [`is_lost`](Self::is_lost) is true from then on.
     ///
     /// # Errors
     /// Returns the error of `mmap`; `InvalidInput` if the offset is too large.
@@ -398,7 +398,7 @@ impl Mapping {
     }
 
     /// Returns whether the memory or the device behind the mapping is gone. In that case, memory of a truncated file was
-    /// replaced by zeroes, or a device by ones, or a drive uses other pages of the file than this mapping ([`Self::lose`]). The
+    /// replaced by zeroes, or a device by ones, or a drive uses other pages of the file than this mapping ([`Self::mark_lost`]). The
     /// guest's queues must then stop, because the guest's data in this memory is lost.
     #[inline]
     #[must_use]

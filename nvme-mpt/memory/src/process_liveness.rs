@@ -54,7 +54,7 @@ impl ProcessLiveness {
 }
 
 /// Returns the end of the pipe of which everything that can outlive this process must hold a copy. `None` if
-/// [`ProcessLiveness::announce`] was not called.
+/// [`ProcessLiveness::open`] was not called.
 #[must_use]
 pub fn hangup_writer() -> Option<BorrowedFd<'static>> {
     THIS_PROCESS

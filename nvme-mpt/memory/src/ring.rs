@@ -174,7 +174,7 @@ impl SubmissionRing {
         crate::simulation::turn(crate::simulation::ActorStep::ReadEntry, [index.into(), 0]);
         let entry = self.0.entry(index);
         prefetch_entry(entry.wrapping_add(ahead as usize));
-        // SAFETY: the entry lies inside a mapping by the constructor's check and `at`, aligned to 64 bytes; volatile,
+        // SAFETY: the entry lies inside a mapping by the constructor's check and `entry`, aligned to 64 bytes; volatile,
         // as the guest may write it at any time.
         #[cfg(target_arch = "x86_64")]
         let words: [u64; 8] = unsafe {
@@ -234,7 +234,7 @@ impl CompletionRing {
         RingEntries::new_contiguous(mapping, offset, entries).map(Self)
     }
 
-    /// Like [`SubmissionRing::in_pages`], with writable mappings.
+    /// Like [`SubmissionRing::from_pages`], with writable mappings.
     #[must_use]
     pub fn from_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
         let is_writable =
@@ -253,7 +253,7 @@ impl CompletionRing {
     pub fn publish(&self, index: u32, entry: Cqe) {
         #[cfg(simulation)]
         crate::simulation::publishes(entry);
-        // SAFETY: the entry lies inside a mapping, which is writable, by the constructor's check and `at`; the guest
+        // SAFETY: the entry lies inside a mapping, which is writable, by the constructor's check and `entry`; the guest
         // reads it as words.
         let [low, high] = unsafe { &*self.0.entry(index) };
         low.store(entry.low, Ordering::Relaxed);

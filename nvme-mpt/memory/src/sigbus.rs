@@ -377,7 +377,7 @@ fn replace_in_mapping(
     cause: SigbusCause,
 ) -> bool {
     if entry.device.load(Ordering::Relaxed) {
-        // Set before the page is replaced, as in `give_up_device`.
+        // Set before the page is replaced, as in `detach_device`.
         entry.lost.store(true, Ordering::Release);
         let page = HOST_PAGE.load(Ordering::Relaxed);
         return map_ones(address - address % page);

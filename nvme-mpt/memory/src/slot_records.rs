@@ -78,7 +78,7 @@ impl SlotRecords {
             crate::simulation::ActorStep::Record,
             [slot.into(), command.cid().0.into()],
         );
-        // SAFETY: the record lies inside the mapping by the constructor's check and `at`. The stores are volatile,
+        // SAFETY: the record lies inside the mapping by the constructor's check and `slot_record`. The stores are volatile,
         // because another process reads the record.
         #[cfg(target_arch = "x86_64")]
         unsafe {

@@ -58,7 +58,7 @@ pub fn enable_preemption_count() {
     COUNTS_PREEMPTIONS.store(true, Ordering::Relaxed);
 }
 
-/// Returns the number of involuntary context switches of the calling thread; `None` if [`count_preemptions`] was not
+/// Returns the number of involuntary context switches of the calling thread; `None` if [`enable_preemption_count`] was not
 /// called.
 #[must_use]
 pub fn thread_preemptions() -> Option<u64> {

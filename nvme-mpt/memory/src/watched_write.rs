@@ -84,7 +84,7 @@ thread_local! {
 
 extern "C" fn do_nothing(_signal: libc::c_int) {}
 
-/// Prepares the process for [`watch`].
+/// Prepares the process for [`run_watcher`].
 ///
 /// # Errors
 /// Returns the kernel's error; `EBUSY` if the process already has another handler for SIGURG.

@@ -11,7 +11,7 @@
 //! - A **symbolic link** is followed only if a trusted user owns it and no other user can replace it. `/var/run` works,
 //!   and a link in a user's own directory is refused.
 //! - An **obeyed** file (configuration) is a regular file that only trusted users can write or replace. See
-//!   [`read_obeyed`].
+//!   [`read_trusted_file`].
 //! - A new file is created under a random name and renamed. A new socket has its owner and mode before it gets its
 //!   name. See [`OpenDirectory::replace`] and [`OpenDirectory::listen`].
 

@@ -121,7 +121,7 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
     }
 
     /// Releases the locks before another process continues the lease; see
-    /// [`HostLease::let_go`](nvme_mpt::drive::HostLease::let_go).
+    /// [`HostLease::release_locks`](nvme_mpt::drive::HostLease::release_locks).
     fn release_locks(&self) {}
 
     /// From now on, reports new damage to `events`.
@@ -148,7 +148,7 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
     }
 
     /// Opens spare file descriptions, on which the kernel reports write-back errors to a successor; see
-    /// [`HostLease::open_spare`](nvme_mpt::drive::HostLease::open_spare).
+    /// [`HostLease::open_spare_fds`](nvme_mpt::drive::HostLease::open_spare_fds).
     ///
     /// # Errors Returns the kernel's error.
     fn open_spare_fds(&self) -> io::Result<Vec<OwnedFd>> {
@@ -156,7 +156,7 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
     }
 
     /// Takes over spare file descriptions of the predecessor; see
-    /// [`HostLease::take_spare`](nvme_mpt::drive::HostLease::take_spare).
+    /// [`HostLease::restore_spare_fds`](nvme_mpt::drive::HostLease::restore_spare_fds).
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -169,7 +169,7 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
     /// this process opened this lease. Called when the lease continues after another process.
     fn restore_write_errors(&self) {}
 
-    /// Loads the unreadable blocks of the lease; see [`HostLease::keep_marks`](nvme_mpt::drive::HostLease::keep_marks).
+    /// Loads the unreadable blocks of the lease; see [`HostLease::restore_marks`](nvme_mpt::drive::HostLease::restore_marks).
     fn restore_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let _ = (marks, ask);
     }

@@ -23,11 +23,11 @@ pub trait CommandExecutor: fmt::Debug + Send {
     /// Prefetches the data of a command into the processor's cache. Called before `execute`.
     fn prefetch(&self, sqe: &Sqe);
 
-    /// True if [`is_long`](Self::is_long) or `waits` can return true.
+    /// True if [`is_long`](Self::is_long) or `needs_wait` can return true.
     const HAS_LONG_COMMANDS: bool = false;
 
     /// Returns whether a command may occupy the poller for longer than its transfer size suggests. The queue executes such a
-    /// command in [steps](Self::step), and the poller serves other queues in between.
+    /// command in [steps](Self::execute_step), and the poller serves other queues in between.
     #[inline]
     fn is_long(_sqe: &Sqe) -> bool {
         false
@@ -40,7 +40,7 @@ pub trait CommandExecutor: fmt::Debug + Send {
         false
     }
 
-    /// Executes the next step of a long command. `steps` is the number of steps that were executed before.
+    /// Executes the next step of a long command. `executed_steps` is the number of steps that were executed before.
     fn execute_step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, _steps: usize) -> ExecutionStep {
         ExecutionStep {
             bytes: 0,
@@ -252,7 +252,7 @@ impl<S: CommandExecutor> HostQueue for SoftwareQueue<S> {
         None
     }
 
-    /// Deferred commands count as due at once: a layer in front of this queue asks for `next_due`, but not for `puts_off`.
+    /// Deferred commands count as due at once: a layer in front of this queue asks for `next_due`, but not for `has_deferred_commands`.
     fn next_due(&self) -> Option<Ticks> {
         self.has_deferred_commands().then_some(Ticks(0))
     }

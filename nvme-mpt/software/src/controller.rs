@@ -139,8 +139,8 @@ impl SoftwareController {
         Self::open_file_with_slices(path, lba_shift, PolicyChoice::Learned, None)
     }
 
-    /// Creates a drive over a file or a block device, like [`Self::file`]. Long deallocations are split into slices, and
-    /// `slices` chooses the [slice length](nvme_guest::learn::SliceLength). If `name` is given, the file must have a label with
+    /// Creates a drive over a file or a block device, like [`Self::open_file`]. Long deallocations are split into slices, and
+    /// `slices` chooses the [slice length](nvme_guest::adaptive::SliceLength). If `name` is given, the file must have a label with
     /// that name.
     ///
     /// # Errors
@@ -218,7 +218,7 @@ impl SoftwareController {
         Ok(self)
     }
 
-    /// Adds the faults of a plan, and allows further faults to be injected later. Call it after `zoned`.
+    /// Adds the faults of a plan, and allows further faults to be injected later. Call it after `with_zones`.
     ///
     /// # Errors
     /// See [`FaultInjector::inject`].
@@ -228,7 +228,7 @@ impl SoftwareController {
         Ok(self)
     }
 
-    /// Adds faults as `faulty` does, stored in a memory file that outlives this process. A new file must be
+    /// Adds faults as `with_faults` does, stored in a memory file that outlives this process. A new file must be
     /// empty. If the file already holds faults of a predecessor, the drive continues with these and ignores the plan.
     ///
     /// # Errors

@@ -164,7 +164,7 @@ impl Drop for LeaseMarkRegistration {
         let ended = state.leases.remove(&self.lease);
         self.blocks.update_has_marks(&state);
         drop(state);
-        // Drop outside the lock: the `ask` callback may own other values whose drop has effects.
+        // Drop outside the lock: the `request_store` callback may own other values whose drop has effects.
         drop(ended);
     }
 }

@@ -174,7 +174,7 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
 
     /// Quiesces the drive and returns the descriptors for its successor. `None` if the successor opens the drive anew.
     ///
-    /// The caller ensures that no function has an in-flight command. Admin commands wait until [`Self::take_back`] is called or
+    /// The caller ensures that no function has an in-flight command. Admin commands wait until [`Self::cancel_hand_over`] is called or
     /// this process exits.
     ///
     /// # Errors
@@ -184,7 +184,7 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     }
 
     /// Returns whether two processes can have the drive open at the same time. The second process can lease parts that the
-    /// first one has [released](HostLease::let_go).
+    /// first one has [released](HostLease::release_locks).
     fn can_open_concurrently(&self) -> bool {
         false
     }

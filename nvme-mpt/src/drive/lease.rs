@@ -69,7 +69,7 @@ pub enum HostLeaseError {
 ///
 /// Until this is dropped, the host controller excludes users of the leased range that this host's ledger does not know: a
 /// server with another ledger, or a VMM that has the same file open as a disk image. State that must outlive this value is
-/// stored in the ledger: see [`Self::keep_marks`].
+/// stored in the ledger: see [`Self::restore_marks`].
 pub trait HostLease: fmt::Debug + Send + Sync {
     /// Creates a queue pair for `slots` in-flight commands. If the drive has no free queue pair, the new one shares a pair of
     /// the drive with others.
@@ -120,7 +120,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     /// exits. The caller ensures that no command is in flight and that this process exits at once.
     fn release_locks(&self) {}
 
-    /// Reports [changes](Self::changes) and new damage of the lease to this event queue from now on.
+    /// Reports [changes](Self::change_log) and new damage of the lease to this event queue from now on.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }
@@ -153,7 +153,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Restores spare descriptors that [`Self::open_spare`] opened in the predecessor. Returns whether they refer to the files
+    /// Restores spare descriptors that [`Self::open_spare_fds`] opened in the predecessor. Returns whether they refer to the files
     /// that the lease writes now.
     ///
     /// # Errors
@@ -167,7 +167,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     /// lease. This is necessary if another process had the lease before, because writes that completed there may be lost.
     fn restore_write_errors(&self) {}
 
-    /// Records in `record` whether there are unreported [changes](Self::changes), for the successor process. If the record says
+    /// Records in `record` whether there are unreported [changes](Self::change_log), for the successor process. If the record says
     /// that the predecessor had unreported changes, the lease reports a change of unknown blocks.
     fn record_changes(&self, record: ChangeRecord) {
         let _ = record;

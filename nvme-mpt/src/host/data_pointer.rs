@@ -53,7 +53,7 @@ impl DataPointer {
     }
 
     /// Returns the first `len` bytes if they lie in one page. Returns `None` otherwise and on errors, which
-    /// [`Self::for_each`] distinguishes.
+    /// [`Self::for_each_piece`] distinguishes.
     #[inline]
     #[must_use]
     pub fn single_page_bytes<'a>(&self, memory: HostMemory<'a>, len: u64) -> Option<RawBytes<'a>> {

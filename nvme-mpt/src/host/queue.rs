@@ -34,7 +34,7 @@ pub struct HostMemory<'a> {
 /// Point at which the commands of a host queue complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompletionTiming {
-    /// All commands complete while their doorbell is rung, except the commands that are [put off](HostQueue::puts_off).
+    /// All commands complete while their doorbell is rung, except the commands that are [put off](HostQueue::has_deferred_commands).
     Immediate,
     /// Some commands complete while their doorbell is rung.
     Mixed,
@@ -78,7 +78,7 @@ pub trait HostQueue {
     fn wait_fd(&self) -> Option<RawFd>;
 
     /// Returns whether there are commands that continue only at the next [reap](Self::reap), although the queue
-    /// [completes](Self::COMPLETES) other commands at once.
+    /// [completes](Self::COMPLETION_TIMING) other commands at once.
     fn has_deferred_commands(&self) -> bool {
         false
     }

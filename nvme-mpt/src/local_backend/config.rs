@@ -34,7 +34,7 @@ pub struct LocalBackendConfig {
     pub doorbell_stride: DoorbellStride,
     /// Polling policy of the queues.
     pub poll: PollPolicy,
-    /// Choices of the adaptive policies; those [of the drive](AdaptivePolicies::of_drive) are set when the drive is opened.
+    /// Choices of the adaptive policies; those [of the drive](AdaptivePolicies::for_drive) are set when the drive is opened.
     pub adaptive: AdaptivePolicies,
     /// Pollers of the process.
     pub pollers: Arc<PollerPool>,

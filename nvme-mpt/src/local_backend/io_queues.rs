@@ -88,7 +88,7 @@ impl CreatedCompletionQueue {
         }
     }
 
-    /// Stops the queue as [`Self::begin_to_leave`] does, and cuts its commands short, because the queue is deleted.
+    /// Stops the queue as [`Self::begin_removal`] does, and cuts its commands short, because the queue is deleted.
     fn begin_deletion(&mut self) {
         match &self.removal {
             Some(_) if self.is_ending => {}
@@ -121,7 +121,7 @@ impl CreatedCompletionQueue {
     /// Takes the shadow queue from its poller, once none of its commands is in flight.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`]. The queue then takes no more commands and is still being handed over. [`Self::stay`] cancels
+    /// [`QueueError::Timeout`]. The queue then takes no more commands and is still being handed over. [`Self::cancel_removal`] cancels
     /// the hand-over.
     pub(super) fn take_from_poller(
         &mut self,

@@ -8,7 +8,7 @@
 //!
 //! A change of a queue (an added SQ, the Doorbell Buffer) takes the queue from its poller. It waits until none of the queue's
 //! commands is in flight, and gives the queue back. If commands of a queue do not end in time, the queue and the lease outlive
-//! the attachment, and the lease is *ending* in the ledger. The attachment's background thread (`steward.rs`) keeps such queues
+//! the attachment, and the lease is *ending* in the ledger. The attachment's background thread (`flush_thread.rs`) keeps such queues
 //! until their poller hands them over. Pollers do not drop them, because releasing a lease writes a file.
 
 mod config;
@@ -82,7 +82,7 @@ struct LateFlush {
 
 impl LateFlush {
     /// Returns whether the drive is still flushing. If the result has arrived, it is kept for the next
-    /// [`LocalBackend::flush_by`].
+    /// [`LocalBackend::flush_until`].
     fn is_pending(&mut self) -> bool {
         if self.received.is_none() {
             match self.receiver.try_recv() {
@@ -104,7 +104,7 @@ pub struct LocalBackend {
     window: DmaWindow,
     context: Arc<QueueContext>,
     coalescing: Arc<CoalescingFeature>,
-    /// Vectors by number; their count is [`vectors_of`] the queue pairs.
+    /// Vectors by number; their count is [`vector_count`] the queue pairs.
     vectors: Vec<Arc<InterruptVector>>,
     /// Counters by queue; index 0 is queue 1.
     counters: Vec<Arc<QueueCounters>>,

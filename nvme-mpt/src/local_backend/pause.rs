@@ -90,7 +90,7 @@ impl LocalBackend {
 /// Takes the queues from their pollers once their in-flight commands have completed. Waits until `deadline`.
 ///
 /// # Errors
-/// As [`LocalBackend::pause_by`].
+/// As [`LocalBackend::pause_until`].
 pub(super) fn quiesce_until(
     queues: &mut BackendQueues,
     deadline: &Deadline,

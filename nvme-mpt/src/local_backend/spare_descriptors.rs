@@ -22,7 +22,7 @@ impl SpareDescriptors {
     /// Restores the descriptions that the keeper has for a lease, if its function continues from another process; otherwise
     /// keeps new ones. Returns `None` for a lease without spare descriptions.
     ///
-    /// Until it is [settled](Self::settle), a restored function may continue without this attachment.
+    /// Until it is [settled](Self::forget_on_drop), a restored function may continue without this attachment.
     pub(super) fn restore_or_create(
         keeper: Arc<dyn SpareDescriptorStore>,
         drive: &Arc<Drive>,

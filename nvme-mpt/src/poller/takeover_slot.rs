@@ -5,7 +5,7 @@
 //! of the poller lie in its seat with their state. This includes a poller's only function, because other functions may be
 //! added.
 //!
-//! If the turn does not end, the watching thread ([`watch`](super::watch)) takes the other functions from the seat. It starts a
+//! If the turn does not end, the watching thread ([`watchdog`](super::watchdog)) takes the other functions from the seat. It starts a
 //! thread with its own seat to run them. When the turn ends, the first thread finds a ticket in its seat. From then on, it runs
 //! only its current function.
 

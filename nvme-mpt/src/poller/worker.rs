@@ -101,7 +101,7 @@ pub(crate) struct QueueRemoval {
 }
 
 impl QueueRemoval {
-    /// Keeps the queue with its poller, after [`Poller::stay`]. Returns the queue if it has already left.
+    /// Keeps the queue with its poller, after [`Poller::cancel`]. Returns the queue if it has already left.
     ///
     /// Does not wait for the poller's next pass, because a function may block the thread in the kernel.
     pub(crate) fn cancel(self) -> Option<Box<ShadowQueue>> {
@@ -135,7 +135,7 @@ enum PollerRequest {
     Remove(u64, QueueRemovalMode, QueueRemovalReply),
     /// Cuts the commands of a leaving queue short, because the queue is deleted.
     CutShort(u64),
-    /// Keeps a leaving queue. Its requester also calls [`QueueRemoval::stay`], which returns the queue if it has already left.
+    /// Keeps a leaving queue. Its requester also calls [`QueueRemoval::cancel`], which returns the queue if it has already left.
     CancelRemoval(u64),
     Watch(DoorbellWatch),
     Unwatch(u64),
@@ -365,12 +365,12 @@ impl Poller {
         QueueRemoval { queue, is_decided }
     }
 
-    /// Cuts the commands of a leaving queue short, as [`Self::end`] does.
+    /// Cuts the commands of a leaving queue short, as [`Self::delete`] does.
     pub(crate) fn cut_short(&self, id: u64) {
         self.send(PollerRequest::CutShort(id));
     }
 
-    /// Keeps a leaving queue. Call [`QueueRemoval::stay`] next, which returns the queue if it has already left.
+    /// Keeps a leaving queue. Call [`QueueRemoval::cancel`] next, which returns the queue if it has already left.
     pub(crate) fn cancel_removal(&self, id: u64) {
         self.send(PollerRequest::CancelRemoval(id));
     }

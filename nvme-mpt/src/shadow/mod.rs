@@ -1,7 +1,7 @@
 //! Shadow queues: guest queue pairs bound to host queue pairs.
 //!
 //! `translate` decides which part of a guest's command reaches the host controller. `queue` moves commands and completions.
-//! `leased_blocks` maps the lease's blocks to the drive's. `parts` splits commands whose blocks lie in several extents.
+//! `leased_blocks` maps the lease's blocks to the drive's. `multi_part` splits commands whose blocks lie in several extents.
 
 mod command_set;
 pub mod field_offsets;

@@ -7,7 +7,7 @@
 //! limits for ranges and for commands without data) sends few such commands. Other guests are not refused, because drivers
 //! older than NVMe 2.0 do not know these limits.
 //!
-//! Deallocation is only advice, so blocks that are not reached within `DEALLOCATE` keep their data.
+//! Deallocation is only advice, so blocks that are not reached within `DEALLOCATE_TIMEOUT` keep their data.
 //!
 //! Each part with data has its own PRP list or SGL, which describes its share of the command's data; no data is copied.
 //! These lists are few, so a part may wait for a free one.

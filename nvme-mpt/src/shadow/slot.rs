@@ -284,7 +284,7 @@ impl CommandSlots {
         }
     }
 
-    /// Occupies a slot again as [`Self::retake`] does, for a command that must be resubmitted to the host controller.
+    /// Occupies a slot again as [`Self::reoccupy`] does, for a command that must be resubmitted to the host controller.
     #[cold]
     #[inline(never)]
     pub(crate) fn reoccupy_interrupted(&mut self, index: u16, room: CompletionCredit) {

@@ -50,7 +50,7 @@ const PIN_BYTES_MAX: u64 = 1 << 30;
 /// Maximum bytes per call that allocates pages. During the call, other threads of the process cannot map memory.
 const POPULATE_BYTES_MAX: usize = 16 << 20;
 
-/// Splits a range of IOVAs at multiples of [`PIECE`]. Returns the offsets of each piece.
+/// Splits a range of IOVAs at multiples of [`PIN_BYTES_MAX`]. Returns the offsets of each piece.
 fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -470,7 +470,7 @@ fn lock_limit() -> Option<u64> {
 /// Smallest IOVA width of any supported IOMMU, in bits.
 const IOVA_BITS_MIN: u32 = 39;
 
-/// Derives the usable IOVAs if the kernel does not report them: all IOVAs of [`WIDTH_MIN`] bits, except the group's reserved
+/// Derives the usable IOVAs if the kernel does not report them: all IOVAs of [`IOVA_BITS_MIN`] bits, except the group's reserved
 /// regions.
 fn derive_usable_iovas(root: &HostRoot, group: u32) -> io::Result<Vec<RangeInclusive<u64>>> {
     let path = root

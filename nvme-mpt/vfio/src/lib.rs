@@ -3,7 +3,7 @@
 //! The driver reaches the function only through [`DeviceBacking`]. The same code therefore runs on a PCI function behind
 //! `vfio-pci` and on an emulated function in tests.
 //!
-//! The drive is polled and raises no interrupts. [`pair`] shares queue pairs; `controller` brings the drive up, monitors it and
+//! The drive is polled and raises no interrupts. [`queue_pair`] shares queue pairs; `controller` brings the drive up, monitors it and
 //! recovers it. A command ends only when the drive can no longer access the command's memory. A drive is *gone* if three reset
 //! attempts fail, if it was removed, or if the host wants it back. Commands of such a drive complete with Internal Error (Do
 //! Not Retry); the process keeps running.

@@ -121,7 +121,7 @@ impl VfioBacking {
         Self::new(&function, Arc::new(context), device.into(), 0)
     }
 
-    /// Opens the function at `address` with the [IOMMU](DeviceBacking::keep_iommu) of a dead predecessor. `mapped` lists the
+    /// Opens the function at `address` with the [IOMMU](DeviceBacking::persist_iommu) of a dead predecessor. `mapped` lists the
     /// mappings of this IOMMU. The function is reset, as by [`Self::open`].
     ///
     /// # Errors

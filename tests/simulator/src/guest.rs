@@ -245,7 +245,7 @@ struct GuestCommand<C> {
     len: usize,
     _prepared: Option<PreparedPointer>,
     aborted: bool,
-    /// Value of [`Shared::rude`] at submission.
+    /// Value of [`GuestState::forced_unmaps`] at submission.
     forced_unmaps: usize,
 }
 

@@ -60,7 +60,7 @@ impl FaultMatch {
 pub enum Effect {
     /// The command never completes unless it is aborted. Its DMA still happens when the controller is reset.
     Lose,
-    /// The command is lost as by [`Self::Lose`], until [`ModelDrive::let_go`](super::ModelDrive::let_go).
+    /// The command is lost as by [`Self::Lose`], until [`ModelDrive::complete_held`](super::ModelDrive::complete_held).
     Hold,
     /// The command takes longer by this time.
     Delay(Duration),

@@ -229,7 +229,7 @@ impl ModelDrive {
         }
     }
 
-    /// Ends [`Self::fall_silent`].
+    /// Ends [`Self::stop_answering`].
     pub fn resume_answering(&self) {
         let _controller = self.controller();
         self.is_silent.store(false, Ordering::Release);

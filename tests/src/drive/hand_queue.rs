@@ -10,7 +10,7 @@ use crate::queue::{CQE_SIZE, SQE_SIZE};
 /// Phase tag in the upper half of an entry.
 const PHASE: u64 = 1 << 48;
 
-/// An I/O queue pair of a drive with [`by_hand`](super::Options::by_hand).
+/// An I/O queue pair of a drive with [`is_manual`](super::Options::is_manual).
 #[derive(Debug)]
 pub struct HandQueue {
     iommu: Arc<ModelIommu>,

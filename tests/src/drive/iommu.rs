@@ -195,7 +195,7 @@ impl ModelIommu {
         self.pins.store(true, Ordering::Relaxed);
     }
 
-    /// Blocks mappings until [`Self::let_maps_through`].
+    /// Blocks mappings until [`Self::release_maps`].
     pub fn hold_maps(&self) {
         self.gate.change(|state| state.closed = true);
     }

@@ -4,7 +4,7 @@
 //! One thread plays the drive's hardware. Drivers access registers, and ring doorbells by plain stores ([`ModelDrive`] is a
 //! [`Backing`](nvme_vfio::DeviceBacking), [`DriveBar`] a [`Bar`](crate::bar::Bar)). The drive accesses memory only through an
 //! IOMMU ([`ModelIommu`]). The model shares no wire types with the driver under test. It records violations by the host, such
-//! as DMA to unmapped memory, and the test checks the record ([`ModelDrive::judgement`]).
+//! as DMA to unmapped memory, and the test checks the record ([`ModelDrive::check_host`]).
 //!
 //! DMA is as late as possible: when a command completes rather than when it is fetched. For commands that never complete, DMA
 //! happens when the controller is disabled. A driver that frees memory too early is detected in this way.
@@ -149,7 +149,7 @@ pub struct Options {
     pub seed: Option<u64>,
     /// True if the test completes I/O commands itself ([`ModelDrive::hand_queue`]).
     pub is_manual: bool,
-    /// True if `release` panics after a violation by the host ([`ModelDrive::judgement`]), for tests that do not keep the drive
+    /// True if `release` panics after a violation by the host ([`ModelDrive::check_host`]), for tests that do not keep the drive
     /// until the end.
     pub check_on_release: bool,
 }
@@ -281,7 +281,7 @@ struct Controller {
     critical_warning: u8,
     temperature: u16,
     error_count: u64,
-    /// I/O queues of fetched commands, at most [`TAKEN`].
+    /// I/O queues of fetched commands, at most [`FETCHED_QUEUES_MAX`].
     fetched_queues: Vec<u16>,
     /// Hook that changes the drive's description.
     forger: Option<Box<Forger>>,

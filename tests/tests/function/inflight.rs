@@ -534,7 +534,7 @@ fn kill_at_every_step(kind: &str) -> Vec<usize> {
     let numbers = [memory.as_fd(), live.fd(), doorbells.fd()].map(|fd| fd.as_raw_fd());
     let names = format!("{kind} {} {} {}", numbers[0], numbers[1], numbers[2]);
     let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", "live_state::child", "--nocapture"]);
+    command.args(["--exact", "inflight::child", "--nocapture"]);
     command.env(CHILD, names);
     let mut child = Tracee(children::start(&mut command).unwrap(), None);
 

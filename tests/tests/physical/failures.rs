@@ -767,7 +767,7 @@ fn pieces() -> impl Iterator<Item = u64> {
     (0..LEASE / 512).step_by(32)
 }
 
-/// Checks that the range of an [`unwiped`] lease is all zeroes.
+/// Checks that the range of an [`unwiped_lease`] lease is all zeroes.
 #[track_caller]
 fn assert_wiped(host: &Host, lease: Lease) {
     assert_eq!(lease.unwiped(), []);

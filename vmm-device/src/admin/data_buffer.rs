@@ -41,7 +41,7 @@ impl<'a> DataBuffer<'a> {
         }
     }
 
-    /// Writes the first `data.len()` bytes of the buffer, at most all of it.
+    /// Writes the first `data_buffer.len()` bytes of the buffer, at most all of it.
     pub(super) fn write(&self, data: &[u8]) -> Result<(), AdminCommandFailure> {
         let mut rest = data;
         for (gpa, length) in self.segments(data.len() as u64)? {
@@ -52,7 +52,7 @@ impl<'a> DataBuffer<'a> {
         Ok(())
     }
 
-    /// Reads the first `data.len()` bytes of the buffer, at most all of it.
+    /// Reads the first `data_buffer.len()` bytes of the buffer, at most all of it.
     pub(super) fn read(&self, data: &mut [u8]) -> Result<(), AdminCommandFailure> {
         let mut rest = data;
         for (gpa, length) in self.segments(rest.len() as u64)? {

@@ -1,7 +1,7 @@
 //! Doorbell Buffer Config (Base 2.0, section 5.8).
 //!
 //! I/O queues are served from the buffers. The EventIdx values of the admin queue always request a register write for the next
-//! doorbell move, see [`GuestAdminRings`](super::ring::GuestAdminRings). A controller reset drops the buffers, because the next
+//! doorbell move, see [`GuestAdminRings`](super::admin_rings::GuestAdminRings). A controller reset drops the buffers, because the next
 //! driver may use their pages for other data.
 
 use nvme_guest::{DoorbellBuffer, Gpa, LeaseFacts, QueueError};

@@ -1,6 +1,6 @@
 //! The admin queue and its commands (Base 2.0, section 5).
 //!
-//! Admin commands are carried out one after the other, on the thread that calls [`GuestAdminQueue::run`], never on a poller.
+//! Admin commands are carried out one after the other, on the thread that calls [`GuestAdminQueue::process_commands`], never on a poller.
 //! Only two kinds of commands wait while later ones are carried out: Asynchronous Event Requests, and commands that change an
 //! I/O queue with commands in flight.
 
@@ -115,7 +115,7 @@ pub(crate) struct GuestAdminQueue {
     deferred_events: Vec<IoQueueEvent>,
 }
 
-/// Maximum length of `held`. When `held` is full, the next such command is not taken, so all commands behind it wait, too.
+/// Maximum length of `held_commands`. When `held_commands` is full, the next such command is not taken, so all commands behind it wait, too.
 const HELD_MAX: usize = 64;
 
 /// Result of executing a command.
@@ -181,7 +181,7 @@ impl GuestAdminQueue {
         self.queues = PersistedQueues::default();
     }
 
-    /// Returns whether [`GuestAdminQueue::run`] must be called every [`LOOK_INTERVAL`], because commands or queues wait for
+    /// Returns whether [`GuestAdminQueue::process_commands`] must be called every [`MEMORY_POLL_INTERVAL`], because commands or queues wait for
     /// unmapped memory.
     pub(crate) fn is_waiting_for_memory(&self) -> bool {
         self.suspension.is_active() || self.command_suspension.is_active()
@@ -659,7 +659,7 @@ impl GuestAdminQueue {
         let _ = eventfd::signal(&controller.shared.events);
     }
 
-    /// Returns the events that `put_off` holds for the function.
+    /// Returns the events that `deferred_events` holds for the function.
     pub(crate) fn take_deferred_events(&mut self) -> Vec<IoQueueEvent> {
         std::mem::take(&mut self.deferred_events)
     }

@@ -43,7 +43,7 @@ impl MemorySuspension {
         is_unmapped_too_long(now.saturating_sub(since), quiet)
     }
 
-    /// Does the same as [`Self::is_over`] for a command. A command may name memory that never existed. So if the mappings have
+    /// Does the same as [`Self::has_timed_out`] for a command. A command may name memory that never existed. So if the mappings have
     /// not changed for a while, the memory counts as unmapped for at least this time.
     pub(super) fn has_timed_out_for_command(&mut self, now: Duration, quiet: Duration) -> bool {
         let since = *self.since.get_or_insert(now);

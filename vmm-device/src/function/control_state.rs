@@ -1,7 +1,7 @@
 //! Persisted control state of a function, and its restore by the successor of a process that ended at any instruction.
 //!
 //! A snapshot is taken of a paused function. The control state, by contrast, is stored while the function runs. The state of
-//! its I/O queues is not part of the control state, but of the in-flight tracking ([`nvme_guest::live`]). The owner of the
+//! its I/O queues is not part of the control state, but of the in-flight tracking ([`nvme_guest::inflight`]). The owner of the
 //! function stores the control state after each access and each call of `process_events` ([`NvmeFunction::control_state`]). In
 //! two cases, the function itself stores the control state earlier, through its [`ControlStateStore`]:
 //!
@@ -272,7 +272,7 @@ impl NvmeFunction {
     /// controller for good.
     ///
     /// The guest sees `CSTS.CFS` and cannot enable the controller again. A disable or a shutdown completes at once. The
-    /// function neither accesses guest memory nor sends interrupts. As for [`Self::take_up`], this function must be in the
+    /// function neither accesses guest memory nor sends interrupts. As for [`Self::restore_control_state`], this function must be in the
     /// power-on state, and the saved state is untrusted.
     ///
     /// # Errors

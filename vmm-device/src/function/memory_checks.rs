@@ -12,7 +12,7 @@ const UNCOUNTED_TIME: Duration = Duration::from_micros(50);
 /// Total duration of checks that a guest may cause in succession before the next check has to wait.
 const BURST: Duration = Duration::from_millis(100);
 
-/// Divisor: in the long run, checks may take 1/`SHARE` of the time.
+/// Divisor: in the long run, checks may take 1/`TIME_SHARE_DIVISOR` of the time.
 const TIME_SHARE_DIVISOR: u32 = 20;
 
 /// Longest time for which an enable of the controller waits for its check.
@@ -21,7 +21,7 @@ const WAIT_MAX: Duration = Duration::from_secs(2);
 /// Rate limiter for a function's memory checks: a token bucket, in units of time. Times are those of the function's clock.
 #[derive(Debug, Default)]
 pub(super) struct MemoryChecks {
-    /// Time that checks have taken, less the time that was paid off until `at`.
+    /// Time that checks have taken, less the time that was paid off until `updated_at`.
     debt: Duration,
     updated_at: Duration,
 }

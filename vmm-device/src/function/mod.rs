@@ -118,7 +118,7 @@ pub struct NvmeFunction {
     msix: MsixTable,
     registers: ControllerProperties,
     admin: GuestAdminQueue,
-    /// Must be dropped before `host`. These parts keep guest memory mapped, and this memory must be unmapped before the lease
+    /// Must be dropped before `backend`. These parts keep guest memory mapped, and this memory must be unmapped before the lease
     /// is released.
     shared: SharedBackendParts,
     backend: Arc<dyn ControllerBackend>,
@@ -140,13 +140,13 @@ pub struct NvmeFunction {
     /// Transition that is not complete, as `CSTS` shows. It waits for the back end's next process, for commands in flight, for
     /// a flush, or until the next memory check is allowed.
     pending_transition: Option<ControllerTransition>,
-    /// Time since which the transition in `waiting` waits for the drive.
+    /// Time since which the transition in `pending_transition` waits for the drive.
     waiting_since: Option<Duration>,
     state_store: Option<Box<dyn ControlStateStore>>,
     /// Registers before the access that is in progress. The stored control state has these registers, because the successor
     /// process repeats the access.
     registers_before_access: Option<ControllerProperties>,
-    /// Set if the control state may have changed since the last call of `take_change`.
+    /// Set if the control state may have changed since the last call of `take_changed_flag`.
     may_have_changed: bool,
     /// Set if the function is quarantined, so that its controller stays failed.
     is_quarantined: bool,
@@ -905,7 +905,7 @@ impl NvmeFunction {
         self.start_polling();
     }
 
-    /// Does the work of [`Self::follow_bus_master`]. If commands are in flight at the deadline, `process_events` completes the
+    /// Does the work of [`Self::apply_bus_master`]. If commands are in flight at the deadline, `process_events` completes the
     /// pause later.
     fn apply_bus_master_until(&mut self, deadline: &Deadline) {
         self.apply_masks();

@@ -346,7 +346,7 @@ fn data_memory() -> MemoryRegion {
     }
 }
 
-/// Checks that a command waits for memory at [`NOWHERE`], which is unmapped right before the command. Returns whether the check
+/// Checks that a command waits for memory at [`UNMAPPED`], which is unmapped right before the command. Returns whether the check
 /// was possible, and the guest.
 fn check_waits_for_memory(command: Sqe) -> (bool, TestGuest) {
     let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Shadow);

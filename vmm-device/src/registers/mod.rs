@@ -153,7 +153,7 @@ impl ControllerProperties {
         };
     }
 
-    /// Keeps `CSTS.RDY` set during a reset, because earlier commands may still access guest memory. [`Self::disabled`] clears
+    /// Keeps `CSTS.RDY` set during a reset, because earlier commands may still access guest memory. [`Self::complete_reset`] clears
     /// it.
     pub(crate) fn keep_ready(&mut self) {
         self.csts = self.csts.with_rdy(true);

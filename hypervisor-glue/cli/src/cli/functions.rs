@@ -1,4 +1,4 @@
-//! `nvme-mpt add`, `reserve`, `remove`, `limit`, `resize`, `list`, `reload` and `upgrade`: functions of a running server.
+//! `nvme-mpt add`, `reserve`, `remove`, `resource_limit`, `resize`, `list`, `reload` and `upgrade`: functions of a running server.
 
 use std::env;
 use std::error::Error;

@@ -3,7 +3,7 @@
 //! [`examine`] changes no data, but it opens an unused drive that is bound to `vfio-pci`, which resets the drive. Text that the
 //! host's kernel reports is not trusted, so malformed text does not stop the checks.
 //!
-//! [`DoctorReport::try_out`] overwrites a namespace with the operator's consent: see [`scratch`].
+//! [`DoctorReport::test_namespace`] overwrites a namespace with the operator's consent: see [`scratch`].
 
 mod drive;
 mod host;

@@ -85,7 +85,7 @@ struct DirectionMeasurements<'a> {
     latency_job: &'a FioMeasurement,
     /// Job that measures the bandwidth.
     bandwidth_job: &'a FioMeasurement,
-    /// Job with the highest IOPS among the jobs that have the smallest blocks and at least `DEEP` commands in flight.
+    /// Job with the highest IOPS among the jobs that have the smallest blocks and at least `DEPTH_MIN` commands in flight.
     iops_job: Option<&'a FioMeasurement>,
 }
 

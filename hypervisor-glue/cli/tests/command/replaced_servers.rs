@@ -802,7 +802,7 @@ fn a_server_continues_if_its_successor_fails() {
 /// Start of a function's state in its request log, up to the digit of the version.
 const VERSION: &[u8] = b"{\"version\":";
 
-/// Offsets of both states in a request log (`hypervisor-glue/vfio-user/src/journal.rs`).
+/// Offsets of both states in a request log (`hypervisor-glue/vfio-user/src/request_log.rs`).
 const STATES: [u64; 2] = [2 << 20, 18 << 20];
 
 /// Offset of the layout version in a request log.
@@ -1341,7 +1341,7 @@ fn a_function_that_crashes_the_server_twice_is_quarantined() {
     kept.end();
 }
 
-/// Offset of the crash count in a function's in-flight tracking file (`nvme-mpt/guest/src/live/mod.rs`).
+/// Offset of the crash count in a function's in-flight tracking file (`nvme-mpt/guest/src/inflight/mod.rs`).
 const CRASHES: u64 = 72;
 
 /// Overwrites the crash count in the in-flight tracking files of all functions of a server.

@@ -106,7 +106,7 @@ fn wait_for(descriptor: &impl AsRawFd, events: EventSet, timeout: i32) -> io::Re
     }
 }
 
-/// Descriptors that signal that a server's process has ended completely: see [`presence`](nvme_mpt_memory::presence).
+/// Descriptors that signal that a server's process has ended completely: see [`activity_ticks`](nvme_mpt_memory::activity_ticks).
 #[derive(Debug)]
 pub(crate) struct ServerExitSigns {
     pidfd: OwnedFd,

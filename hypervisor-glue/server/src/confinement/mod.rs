@@ -34,10 +34,10 @@ pub use self::file_rules::{FileAccess, FileAccessError, FileRule, LandlockError}
 /// Environment variable that names the confinement inherited by the successor.
 const INHERITED_VARIABLE: &str = "NVME_MPT_CONFINED";
 
-/// Item of [`INHERITED`] for the seccomp filter.
+/// Item of [`INHERITED_VARIABLE`] for the seccomp filter.
 const SECCOMP: &str = "seccomp";
 
-/// Item of [`INHERITED`] for Landlock rules.
+/// Item of [`INHERITED_VARIABLE`] for Landlock rules.
 const LANDLOCK: &str = "landlock";
 
 /// Seccomp action for a system call that is not on the list.
@@ -100,7 +100,7 @@ pub struct ConfinementOptions {
 /// Confinement in effect.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ProcessConfinement {
-    /// Items of [`INHERITED`].
+    /// Items of [`INHERITED_VARIABLE`].
     mechanisms: Vec<&'static str>,
     /// Landlock rules in effect.
     files: Option<FileRules>,

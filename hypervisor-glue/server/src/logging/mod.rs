@@ -1,6 +1,6 @@
 //! The log, written to standard error or, with fields, to systemd's journal. The filter can be changed at run time.
 //!
-//! A process that serves guests writes the log on a separate thread (`wait_for_a_thread`), since a slow reader of the log may
+//! A process that serves guests writes the log on a separate thread (`queue_messages`), since a slow reader of the log may
 //! block the writer.
 
 mod budget;
@@ -48,7 +48,7 @@ const SYSLOG_IDENTIFIER: &str = "nvme-mpt";
 /// Timeout for the log's reader when a process ends.
 pub const END_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Timeout like [`END_PATIENCE`], but shorter, for a crash or upgrade, since guests then wait for the next process.
+/// Timeout like [`END_TIMEOUT`], but shorter, for a crash or upgrade, since guests then wait for the next process.
 pub const CRASH_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Maximum number of fields of a message.
@@ -80,7 +80,7 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
     }
 }
 
-/// Queues messages from now on, for the log thread that [`write_on_a_thread`] starts later. So no other thread waits for the
+/// Queues messages from now on, for the log thread that [`start_log_thread`] starts later. So no other thread waits for the
 /// log's reader.
 pub fn queue_messages() {
     QUEUE.get_or_init(MessageQueue::default);
@@ -88,7 +88,7 @@ pub fn queue_messages() {
 
 /// Starts the log thread, which inherits the caller's sandbox and CPU affinity.
 ///
-/// If the process crashes or panics, it waits [a moment](CRASH_PATIENCE) until the log thread has written earlier messages.
+/// If the process crashes or panics, it waits [a moment](CRASH_TIMEOUT) until the log thread has written earlier messages.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -134,7 +134,7 @@ pub(crate) fn dropped_messages() -> u64 {
     QUEUE.get().map_or(0, MessageQueue::dropped)
 }
 
-/// Logs why the process ends, and waits a [moment](END_PATIENCE) until the log thread has written the message.
+/// Logs why the process ends, and waits a [moment](END_TIMEOUT) until the log thread has written the message.
 pub fn log_fatal(text: &str) {
     let lines = text.lines();
     let lines = lines.map(|line| format_line(format_args!("{line}"), MESSAGE_MAX));

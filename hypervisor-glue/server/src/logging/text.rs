@@ -27,7 +27,7 @@ pub(super) fn format_line(text: fmt::Arguments<'_>, most: usize) -> String {
     line.text
 }
 
-/// A line that accepts up to `most` bytes.
+/// A line that accepts up to `max_bytes` bytes.
 struct BoundedLine {
     text: String,
     max_bytes: usize,

@@ -210,7 +210,7 @@ fn origin_label(origin: DeclarationSource) -> &'static str {
     }
 }
 
-/// Returns the number of commands in each histogram bucket, with the upper bounds of [`BOUNDS`], and the sum of all latencies
+/// Returns the number of commands in each histogram bucket, with the upper bounds of [`LATENCY_BOUNDS`], and the sum of all latencies
 /// in seconds.
 ///
 /// Each command counts with the middle of its bucket in `buckets`. These buckets are at most 25 % wide, so the error is at most

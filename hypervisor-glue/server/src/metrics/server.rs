@@ -1,7 +1,7 @@
 //! The thread that serves metrics and writes the metrics file.
 //!
 //! One thread serves a bounded number of clients without blocking on any client. All clients get the same text, which is at
-//! most [`FRESH`] old, so the work of collecting statistics does not grow with the number of clients.
+//! most [`TEXT_AGE_MAX`] old, so the work of collecting statistics does not grow with the number of clients.
 
 use std::io::{self, PipeReader, PipeWriter, Write};
 use std::net::TcpListener;

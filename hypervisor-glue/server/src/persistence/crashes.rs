@@ -21,7 +21,7 @@
 //! the server twice more each time. The stored state of a quarantined function stays unchanged, so that later servers
 //! quarantine the function as well.
 //!
-//! With a keeper, a panic of a thread that serves functions ends the process ([`end_by_panic`]). Unwinding would instead end
+//! With a keeper, a panic of a thread that serves functions ends the process ([`abort_on_panic`]). Unwinding would instead end
 //! functions permanently, or leave queues without a poller.
 
 use std::cell::Cell;
@@ -203,7 +203,7 @@ mod tests {
             (CATCHING_THREAD, false),
         ] {
             let output = std::process::Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "kept::crashes::tests::panicking_process"])
+                .args(["--exact", "persistence::crashes::tests::panicking_process"])
                 .env(PANICS, name)
                 .output()
                 .unwrap();

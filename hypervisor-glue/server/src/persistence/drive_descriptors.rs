@@ -125,7 +125,7 @@ impl DriveDescriptorQueues {
 }
 
 impl ServerPersistence {
-    /// Returns the descriptors that the old server left for a drive. Until [`Self::take_drive_back`] is called, VMMs see the
+    /// Returns the descriptors that the old server left for a drive. Until [`Self::reclaim_drive`] is called, VMMs see the
     /// old server as running, since its presence pipe stays open.
     ///
     /// # Errors

@@ -132,7 +132,7 @@ impl FdStoreRegistry {
         Ok(has_room)
     }
 
-    /// Calls [`Self::keep`], and logs that `what` would be lost in a crash if the keeper has no room.
+    /// Calls [`Self::store_descriptors`], and logs that `what` would be lost in a crash if the keeper has no room.
     pub(super) fn store_or_report(
         &self,
         what: &str,
@@ -158,7 +158,7 @@ impl FdStoreRegistry {
         );
     }
 
-    /// Makes the keeper's contents match the entries that this process [knows](Self::know). This is needed because a
+    /// Makes the keeper's contents match the entries that this process [knows](Self::record_stored). This is needed because a
     /// predecessor passes on all entries, including those for which the keeper has no room, and this process may leave out
     /// other entries than the predecessor.
     pub(super) fn reconcile_store(&self) -> Result<(), FdStoreError> {

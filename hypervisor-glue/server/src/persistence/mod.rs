@@ -2,12 +2,12 @@
 //!
 //! | name | descriptors |
 //! |---|---|
-//! | `function-N` | both ends of a function's [descriptor queue](nvme_mpt_keep::DescriptorQueue), see `function` |
-//! | `memory-BYTES` | memory file of the drive `memory:BYTES` |
+//! | `function-N` | both ends of a function's [descriptor queue](nvme_mpt_keep::DescriptorQueue), see `persisted_function` |
+//! | `memory-BYTES` | memory file of the drive `memory_files:BYTES` |
 //! | `faults-HASH` | memory file of a drive's injected faults, by the hash of its path |
-//! | `drive-PCI` | both ends of a physical drive's descriptor queue, see `drive` |
+//! | `drive-PCI` | both ends of a physical drive's descriptor queue, see `drive_descriptors` |
 //! | `spare-DRIVE-LEASE` | spare file descriptors of a lease, see `spares` |
-//! | `leases` | ledger of private drives, such as `memory:`, that only this process uses |
+//! | `leases` | ledger of private drives, such as `memory_files:`, that only this process uses |
 //! | `configuration` | initial functions and drives of the next server, in a journal |
 //!
 //! A descriptor is stored before a committed state names it, and removed after the committed state does not name it any longer.
@@ -54,7 +54,7 @@ pub const FIRST_STAGE: &str = "keep-first-stage";
 /// Name prefix of functions.
 const FUNCTION_PREFIX: &str = "function-";
 
-/// Name prefix of `memory:` drives.
+/// Name prefix of `memory_files:` drives.
 const MEMORY_PREFIX: &str = "memory-";
 
 /// Name prefix of injected faults.
@@ -189,7 +189,7 @@ struct PersistenceState {
     restorable: BTreeMap<PathBuf, RestorableFunction>,
     /// Ledger of drives that only this process has.
     private_ledger: Ledger,
-    /// Contents of `memory:` drives, by size in bytes.
+    /// Contents of `memory_files:` drives, by size in bytes.
     memory_files: BTreeMap<u64, MemoryFile>,
     /// Faults of drives that this process has not opened yet, by name in the keeper.
     fault_files: BTreeMap<String, MemoryFile>,
@@ -202,7 +202,7 @@ impl ServerPersistence {
     ///
     /// If this process replaces a running server, first calls `check`, and continues only if it succeeds. Then waits until the
     /// old server has paused its functions and handed them over. After that, the old server [may still
-    /// run](Self::await_predecessor).
+    /// run](Self::await_predecessor_end).
     ///
     /// # Errors
     /// See [`PersistenceError`]. If `check` fails, returns its error.
@@ -262,7 +262,7 @@ impl ServerPersistence {
         let mut state = PersistenceState {
             configuration: match configuration {
                 Some(Ok((journal, _))) => Some(journal),
-                // The journal cannot be read, which `kept_configuration` has reported. A new journal will replace it.
+                // The journal cannot be read, which `persisted_configuration` has reported. A new journal will replace it.
                 Some(Err(_)) => {
                     registry.forget(CONFIGURATION)?;
                     None
@@ -379,7 +379,7 @@ impl ServerPersistence {
     }
 
     /// Returns whether this process was started to replace another server. Until the old server has
-    /// [ended](Self::await_predecessor), it may still own sockets.
+    /// [ended](Self::await_predecessor_end), it may still own sockets.
     pub(crate) fn has_predecessor(&self) -> bool {
         self.predecessor.is_some()
     }
@@ -613,10 +613,10 @@ impl ServerPersistence {
         self.state().private_ledger.clone()
     }
 
-    /// Returns the memory file of the drive `memory:BYTES`. If there is none yet, creates one that reads as zeros.
+    /// Returns the memory file of the drive `memory_files:BYTES`. If there is none yet, creates one that reads as zeros.
     ///
     /// # Errors
-    /// [`PersistenceError::Memory`], [`PersistenceError::Keeper`].
+    /// [`PersistenceError::Memory`], [`PersistenceError::Supervisor`].
     pub(crate) fn memory_file(&self, bytes: u64) -> Result<MemoryFile, PersistenceError> {
         let mut state = self.state();
         if let Some(file) = state.memory_files.get(&bytes) {
@@ -636,7 +636,7 @@ impl ServerPersistence {
     /// faults.
     ///
     /// # Errors
-    /// [`PersistenceError::Memory`], [`PersistenceError::Keeper`].
+    /// [`PersistenceError::Memory`], [`PersistenceError::Supervisor`].
     pub(crate) fn fault_file(&self, path: &DrivePath) -> Result<MemoryFile, PersistenceError> {
         let mut state = self.state();
         let name = faults_name(path);

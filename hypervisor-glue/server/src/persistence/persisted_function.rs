@@ -315,7 +315,7 @@ impl fmt::Display for QuarantineReason {
 
 /// Position of a function in the order of restoring. Smaller values come first.
 ///
-/// The order compares `was_pinning` before `memory`.
+/// The order compares `was_pinning` before `mapped_bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct RestoreOrder {
     /// True if memory was being pinned for the function when the old server ended. The pinning may have caused the old server's
@@ -701,7 +701,7 @@ struct PersistedFunctionInner {
 }
 
 impl PersistedFunction {
-    /// Creates a function's descriptor queue. `begin` stores the queue with the keeper.
+    /// Creates a function's descriptor queue. `persist` stores the queue with the keeper.
     ///
     /// # Errors
     /// Returns the kernel's or the keeper's error.

@@ -54,7 +54,7 @@ const LEASE_PROTOCOL_VARIABLE: &str = "NVME_MPT_LEASE_PROTOCOL";
 /// Message of a successor that is ready to take over.
 const READY: u8 = b'r';
 
-/// Byte after [`READY`] in the same message, with which the successor says that it waits only for [`LET_GO`]. Earlier releases
+/// Byte after [`READY`] in the same message, with which the successor says that it waits only for [`RELEASED`]. Earlier releases
 /// do not send this byte and wait for the old server's end.
 const AWAITS_RELEASE: u8 = b'b';
 
@@ -62,7 +62,7 @@ const AWAITS_RELEASE: u8 = b'b';
 /// nanoseconds of the host's clock.
 const ENDING: u8 = b'e';
 
-/// Message of a server that has released all leases. It follows [`ENDS`].
+/// Message of a server that has released all leases. It follows [`ENDING`].
 const RELEASED: u8 = b'l';
 
 /// Message of a successor that serves all functions that it can restore.

@@ -26,7 +26,7 @@ pub(crate) struct SpareDescriptions {
 
 /// Returns the name prefix of a drive's leases.
 fn drive_prefix(drive: &str) -> String {
-    // Half of a hash is enough: a collision only keeps entries longer. `beginning` omits the part of the identity that may
+    // Half of a hash is enough: a collision only keeps entries longer. `first_byte_name` omits the part of the identity that may
     // change while the drive is the same.
     format!(
         "{SPARE_PREFIX}{:08x}-",

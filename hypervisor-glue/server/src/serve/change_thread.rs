@@ -201,7 +201,7 @@ fn apply_change(
             log::info!(lease = id.as_str(); "Lease {id} is reserved for user {owner}");
             ChangeResult::Reserved(reserved)
         }
-        // Handled by `upgrade`, which exits the process.
+        // Handled by `upgrade_server`, which exits the process.
         FunctionChange::Upgrade { .. } => return Err(ChangeError::Ending),
         FunctionChange::Reload { force } => {
             let reloaded = roster.reload(force)?;

@@ -270,7 +270,7 @@ impl LeaseTable {
         !are_made && !self.has_leases()
     }
 
-    /// Counts a lease under construction until the guard is dropped. After [`Self::leave`], blocks, so that the VMM waits until
+    /// Counts a lease under construction until the guard is dropped. After [`Self::stop_attaching`], blocks, so that the VMM waits until
     /// this process ends. Returns `None` if `stop` is set.
     fn begin_attach(&self, stop: &AtomicBool) -> Option<AttachGuard<'_>> {
         loop {

@@ -3,17 +3,17 @@
 //!
 //! - `declared`: functions and drives as configured
 //! - `drives`: open drives
-//! - `offer`: one served function
+//! - `registered_function`: one served function
 //! - `roster`: all served functions, and changes to them
 //! - `leases`: leases of functions that run inside VMMs
 //! - `changes`: the thread that changes functions
 //! - `reload`: applies the configuration file
-//! - `pending`: differences between the configuration file and the served functions
+//! - `configuration_differences`: differences between the configuration file and the served functions
 //! - `upgrade`: replaces the server process
-//! - `served`: the configuration stored for the next server
-//! - `needs`: files that Landlock has to allow
-//! - `figures`: statistics for the control socket and for metrics
-//! - `view`: a snapshot of functions and drives for other threads
+//! - `stored_configuration`: the configuration stored for the next server
+//! - `required_files`: files that Landlock has to allow
+//! - `stats_source`: statistics for the control socket and for metrics
+//! - `registry_snapshot`: a snapshot of functions and drives for other threads
 
 mod change_thread;
 mod configuration_differences;
@@ -535,7 +535,7 @@ type ServerSockets = (ControlListener, MetricsListener);
 #[derive(Debug)]
 struct SuccessorSockets {
     requests: Sender<(Arc<ServerPersistence>, bool)>,
-    /// The thread's result is `None` if `begin` was never called.
+    /// The thread's result is `None` if `start_binding` was never called.
     thread: JoinHandle<Option<Result<ServerSockets, ServeError>>>,
 }
 
@@ -567,7 +567,7 @@ impl SuccessorSockets {
         let _ = self.requests.send((keeping, goes_on));
     }
 
-    /// Waits until the sockets are bound. Returns `None` without a [begin](Self::begin).
+    /// Waits until the sockets are bound. Returns `None` without a [begin](Self::start_binding).
     fn into_sockets(self) -> Option<Result<ServerSockets, ServeError>> {
         let Self {
             requests: orders,

@@ -63,7 +63,7 @@ pub(super) struct MovedDrive {
     reason: io::Error,
 }
 
-/// Result of [`beginning_of`], which may block as long as the file system does.
+/// Result of [`first_byte_name`], which may block as long as the file system does.
 type PathLookup = Receiver<io::Result<String>>;
 
 #[derive(Debug)]

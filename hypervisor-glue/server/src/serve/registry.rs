@@ -640,7 +640,7 @@ impl FunctionRegistry {
         Ok(())
     }
 
-    /// Serves functions like [`Self::offer_all`]. If the old server still has a function's lease, tells that server to end and
+    /// Serves functions like [`Self::serve_all`]. If the old server still has a function's lease, tells that server to end and
     /// waits for it.
     fn serve_all_beside(&mut self, functions: &[FunctionDeclaration]) -> Result<(), ChangeError> {
         let deadline = clock::monotonic() + RELEASE_TIMEOUT;

@@ -6,7 +6,7 @@
 //! memory and is restored from the saved state.
 //!
 //! Only one process has the drive at a time. After a hand-over, the function's slot holds the saved state, the guest's memory
-//! (`dma/held.rs`) and the list of pages written last. `resume` waits some seconds if another process still has the drive. If
+//! (`dma/detached_memory.rs`) and the list of pages written last. `resume` waits some seconds if another process still has the drive. If
 //! that process does not release the drive, the slot stays empty. So if two VMMs run the guest by mistake, only one of them has
 //! its drive.
 
@@ -28,7 +28,7 @@ impl FunctionDevice {
     /// function is [resumed](Self::resume), the guest sees an empty slot.
     ///
     /// # Errors
-    /// The function is unchanged after [`DeviceError::Private`], [`DeviceError::Unique`], [`DeviceError::Flush`], and
+    /// The function is unchanged after [`DeviceError::Private`], [`DeviceError::NoFactory`], [`DeviceError::Flush`], and
     /// [`DeviceError::Save`] if it is not paused. [`DeviceError::Empty`] if the slot has no function.
     pub fn hand_over(&self) -> Result<(), DeviceError> {
         let SharedFunctionDevice { id, .. } = &*self.shared;

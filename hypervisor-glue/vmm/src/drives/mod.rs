@@ -339,7 +339,7 @@ pub fn open_with_descriptors(
 /// Returns a drive that this process has open under this path. Opens no drive, even if the path leads to another drive by now.
 ///
 /// # Errors
-/// [`OpenDriveError::Closed`], [`OpenDriveError::OpenedOtherwise`], [`OpenDriveError::Namespace`].
+/// [`OpenDriveError::Closed`], [`OpenDriveError::OptionConflict`], [`OpenDriveError::Namespace`].
 pub fn find(path: &DrivePath, options: &DriveOptions) -> Result<Arc<Drive>, OpenDriveError> {
     let closed = || Err(OpenDriveError::Closed(path.to_string()));
     let controller = open_controllers::find_or_open(path, options, closed)?;

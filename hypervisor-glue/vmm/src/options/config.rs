@@ -105,7 +105,7 @@ pub struct FunctionConfig {
     /// Fault schedule of a software drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub faults: Option<String>,
-    /// With `on`, a `memory:` drive allocates all its memory at its start; otherwise, it allocates memory as it is written.
+    /// With `with_function`, a `memory:` drive allocates all its memory at its start; otherwise, it allocates memory as it is written.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub populate: Option<String>,
     /// Namespace of a physical drive.
@@ -271,7 +271,7 @@ impl FunctionConfig {
     }
 
     /// Returns the files that a sandbox must allow if this process opens the function's drive itself, each with true if write
-    /// access is needed. The ledger's directory must exist. [`settle`](crate::sandbox::settle) returns fewer files if a server
+    /// access is needed. The ledger's directory must exist. [`required_files`](crate::sandbox::required_files) returns fewer files if a server
     /// has the drive.
     ///
     /// # Errors

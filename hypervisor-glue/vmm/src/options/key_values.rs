@@ -29,7 +29,7 @@ impl KeyValues {
                 return Err(OptionError::NoValue { word });
             };
             keys.push(word, value)?;
-            // `pair` stops at a comma or at the end.
+            // `parse_pair` stops at a comma or at the end.
             if chars.next().is_none() {
                 return Ok(keys);
             }

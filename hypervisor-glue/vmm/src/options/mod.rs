@@ -7,7 +7,7 @@
 //! - [`LeaseReservation`]: a lease that an operator reserves for a VMM.
 //! - [`FunctionConfig`]: a function in a VMM's own configuration, with a field for each option.
 //!
-//! [`table`] contains every option with its help.
+//! [`option_help`] contains every option with its help.
 
 mod config;
 mod error;

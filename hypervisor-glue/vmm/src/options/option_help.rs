@@ -219,7 +219,7 @@ pub(super) fn keys() -> impl Iterator<Item = &'static str> {
     OPTIONS.iter().map(|option| option.key)
 }
 
-/// Returns [`SERVED`] and [`OPTIONS`].
+/// Returns [`SERVER_OPTIONS`] and [`OPTIONS`].
 pub(super) fn server_options() -> impl Iterator<Item = &'static OptionHelp> {
     SERVER_OPTIONS.iter().chain(OPTIONS)
 }

@@ -140,7 +140,7 @@ impl RateChange {
     /// drivers.
     ///
     /// # Errors
-    /// [`OptionError::Meaningless`], [`OptionError::Value`].
+    /// [`OptionError::NotApplicable`], [`OptionError::Value`].
     pub fn check(&self, path: &DrivePath) -> Result<(), OptionError> {
         self.check_bandwidth()?;
         match (self.weight, path) {
@@ -199,7 +199,7 @@ impl OptionText {
     /// Creates the options from keys and values.
     ///
     /// # Errors
-    /// [`OptionError::EmptyValue`], [`OptionError::Twice`].
+    /// [`OptionError::EmptyValue`], [`OptionError::Duplicate`].
     pub fn from_pairs(
         pairs: impl IntoIterator<Item = (String, String)>,
     ) -> Result<Self, OptionError> {

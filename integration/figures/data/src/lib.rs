@@ -55,7 +55,7 @@ pub struct FigureData {
     /// Processor and number of processors, as text.
     pub machine: String,
     /// Commit that was measured, or the first one that states the figures: at least seven hexadecimal digits, with `-dirty`
-    /// if the sources had changes. Or `unknown`, or [`BEFORE_VERSIONS`].
+    /// if the sources had changes. Or `unknown_key_error`, or [`BEFORE_VERSIONS`].
     pub commit: String,
     /// Command that makes the figure.
     pub command: String,

@@ -171,7 +171,7 @@ impl Client {
         self.progress.errors.load(Ordering::Relaxed)
     }
 
-    /// Waits until the client has completed `UNDER_WAY` more commands.
+    /// Waits until the client has completed `RUNNING_AFTER` more commands.
     pub(crate) fn advance(&self) -> Result<(), Failure> {
         let enough = self.completed() + RUNNING_AFTER;
         self.wait_for("to complete commands", || self.completed() >= enough)

@@ -27,7 +27,7 @@ use super::PolicyChoice;
 /// Completions after which an epoch is judged.
 const EPOCH: u32 = 128;
 
-/// Number of completions after which a very bad trial ends early. A trial is very bad if it takes more than `HOPELESS` percent
+/// Number of completions after which a very bad trial ends early. A trial is very bad if it takes more than `HOPELESS_PERCENT` percent
 /// of the reference time.
 const EARLY_CHECK: u32 = EPOCH / 4;
 const HOPELESS_PERCENT: u64 = 115;
@@ -44,8 +44,8 @@ const INTERVAL_MAX: Duration = Duration::from_millis(2);
 /// Time without completions after which the guest counts as paused. Observations across a pause are void.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Limits for a trial, in percent of the reference time: less than `BETTER` for more completions per interrupt, less than
-/// `WORSE` for fewer.
+/// Limits for a trial, in percent of the reference time: less than `BETTER_PERCENT` for more completions per interrupt, less than
+/// `WORSE_PERCENT` for fewer.
 const BETTER_PERCENT: u64 = 96;
 const WORSE_PERCENT: u64 = 104;
 
@@ -75,7 +75,7 @@ pub struct CoalescingPolicy {
     /// Number of epochs until the next trial, and number of epochs to wait after that trial if it fails.
     trial_wait: u32,
     next_trial_wait: u32,
-    /// Ticks for [`FINE`] completions in the last epoch; 0 if there was none.
+    /// Ticks for [`INTERVAL_SCALE`] completions in the last epoch; 0 if there was none.
     interval: u64,
     epoch: CoalescingEpoch,
     last_post: Ticks,

@@ -2,7 +2,7 @@
 //!
 //! Mapping and unmapping costs time in the hypervisor, and then in the guest, until it has resolved the mapping again. So it
 //! pays only for many writes. The time unit of this policy, a *hold*, is a hundred times the last cost. Doorbells are mapped
-//! when [`EXITS`] writes exited within a hold. They stay mapped until a hold passes with fewer than [`KEPT_BY`] I/Os. At
+//! when [`MAP_EXITS`] writes exited within a hold. They stay mapped until a hold passes with fewer than [`KEEP_MAPPED_IOS`] I/Os. At
 //! least a hold lies between mapping and unmapping. So for any guest, the cost of both is at most 1 % of the time in which
 //! the doorbells are mapped.
 //!
@@ -18,7 +18,7 @@ use super::PolicyChoice;
 /// are possible in a hold, and more than a mostly idle guest writes.
 const MAP_EXITS: u32 = 32;
 
-/// Number of I/Os within a hold that keep doorbells mapped: half of `EXITS`, because an I/O has two doorbell writes. At a lower
+/// Number of I/Os within a hold that keep doorbells mapped: half of `MAP_EXITS`, because an I/O has two doorbell writes. At a lower
 /// rate, a poller sleeps between I/Os. Its timer then finds a mapped doorbell later than an exit would have woken the poller.
 const KEEP_MAPPED_IOS: u64 = MAP_EXITS as u64 / 4;
 
@@ -76,7 +76,7 @@ impl DoorbellMappingPolicy {
         costs.saturating_mul(HOLD_FACTOR).max(self.hold_min)
     }
 
-    /// Notes a write that exited. Returns whether the result of [`Self::wants_mapped`] has changed.
+    /// Notes a write that exited. Returns whether the result of [`Self::should_be_mapped`] has changed.
     pub fn on_exit(&mut self, now: Ticks) -> bool {
         let hold = self.hold_ticks();
         let DoorbellMappingPhase::Trapped { since, exits } = &mut self.phase else {
@@ -112,7 +112,7 @@ impl DoorbellMappingPolicy {
         }
     }
 
-    /// Returns the time for which the result of [`Self::wants_mapped`] stays the same unless a write exits; `None` for no
+    /// Returns the time for which the result of [`Self::should_be_mapped`] stays the same unless a write exits; `None` for no
     /// limit.
     pub fn unchanged_for(&self, now: Ticks) -> Option<Duration> {
         match (self.choice, &self.phase) {

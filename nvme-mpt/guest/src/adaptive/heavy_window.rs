@@ -164,7 +164,7 @@ pub struct HeavyWindow {
     changed: Ticks,
     /// True if the window has ever been too large. Until then it doubles.
     has_been_too_large: bool,
-    /// Maximum window for the next `hold` medians, below a size that was too large.
+    /// Maximum window for the next `ceiling_hold` medians, below a size that was too large.
     ceiling: u64,
     ceiling_hold: u32,
     /// Number of medians in a row whose second longest latency was too long.
@@ -247,7 +247,7 @@ impl HeavyWindow {
         }
         let alone = self.alone.get(kind).copied().unwrap_or(0);
         if alone == 0 {
-            // Not before `probe_again` has passed.
+            // Not before `probe_retry` has passed.
             let soon = add_ticks(now, self.times.probe_retry);
             self.parameters.next_probe = soon.min(self.parameters.next_probe);
             return;

@@ -15,15 +15,15 @@
 //!
 //! | here | in a message |
 //! |---|---|
-//! | [`SharedParts::doorbells`] | the memory file, `CAP.DSTRD` and the number of queue pairs; both sides map the file |
-//! | [`SharedParts::events`] | the eventfd |
-//! | [`SharedParts::live`] | the memory file, which the function keeps for the next back end |
-//! | [`SharedParts::memory`] | nothing: the function's process maps the descriptors of [`ControllerBackend::map`] itself |
-//! | [`SharedParts::vectors`] | after each change, the eventfd that raises the vector: the VMM's eventfd; while the vector is masked, an eventfd of the function, which holds the pending bit |
+//! | [`SharedBackendParts::doorbells`] | the memory file, `CAP.DSTRD` and the number of queue pairs; both sides map the file |
+//! | [`SharedBackendParts::events`] | the eventfd |
+//! | [`SharedBackendParts::inflight`] | the memory file, which the function keeps for the next back end |
+//! | [`SharedBackendParts::memory`] | nothing: the function's process maps the descriptors of [`ControllerBackend::map`] itself |
+//! | [`SharedBackendParts::vectors`] | after each change, the eventfd that raises the vector: the VMM's eventfd; while the vector is masked, an eventfd of the function, which holds the pending bit |
 //! | [`DoorbellWaker`] | the eventfd, and a number that names the poller |
 //! | [`MemoryRegion::fd`] | the descriptor |
 //! | [`ControllerBackend::map_in_place`], [`ControllerBackend::set_memory_holder`], [`ControllerBackend::check_memory`] | nothing of the mapping: the function's process checks itself whether its memory is complete |
-//! | [`ControllerBackend::map_held`] | the descriptors; a [`DetachedGuestMemory`] does not keep them yet |
+//! | [`ControllerBackend::map_detached`] | the descriptors; a [`DetachedGuestMemory`] does not keep them yet |
 //! | [`io::Error`] in results and in [`QueueError`], [`DmaError`], [`BackendStateError`] | errno or kind, and text |
 
 mod lease_facts;
@@ -216,7 +216,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Maps memory that was [held](GuestMemory::hold), at the same guest addresses.
+    /// Maps memory that was [held](GuestMemory::detach), at the same guest addresses.
     ///
     /// # Errors
     /// As [`Self::map`]. Regions mapped before the error stay mapped.
@@ -254,7 +254,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
         self.unmap_within(Gpa(0), u64::MAX, time)
     }
 
-    /// Starts to log the pages written by commands and through [`SharedParts::memory`].
+    /// Starts to log the pages written by commands and through [`SharedBackendParts::memory`].
     ///
     /// # Errors
     /// [`DmaError::Busy`] if in-flight commands do not finish.
@@ -304,7 +304,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// Stores the value of a trapped I/O doorbell write, and wakes the queue's poller. Returns whether the queue exists;
     /// if not, nothing is stored.
     ///
-    /// Takes no message: an implementation by messages stores to [`SharedParts::doorbells`] and signals a waker of
+    /// Takes no message: an implementation by messages stores to [`SharedBackendParts::doorbells`] and signals a waker of
     /// [`Self::io_doorbells`].
     fn ring(&self, doorbell: Doorbell, value: u32) -> bool;
 
@@ -327,14 +327,14 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
 
     /// Announces that the doorbell registers are about to be mapped, so that the guest stores to them without an exit.
     ///
-    /// Pollers then check the registers periodically. [`SharedParts::events`] is signalled when a doorbell of the admin queue
+    /// Pollers then check the registers periodically. [`SharedBackendParts::events`] is signalled when a doorbell of the admin queue
     /// has changed.
     ///
     /// # Errors
     /// Returns the kernel's error if no poller can be started. The call then has no effect.
     fn begin_untrapped_doorbells(&self) -> io::Result<()>;
 
-    /// Ends [`Self::begin_silent_doorbells`]: the registers are unmapped, and writes arrive at [`Self::ring`] again.
+    /// Ends [`Self::begin_untrapped_doorbells`]: the registers are unmapped, and writes arrive at [`Self::ring`] again.
     fn end_untrapped_doorbells(&self);
 
     /// Watches the doorbells of the admin queue until the next reset, if doorbells are untrapped. With

@@ -10,7 +10,7 @@ use vmm_sys_util::eventfd::EventFd;
 pub struct PersistedBackendParts {
     /// File of the doorbells, from [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd).
     pub doorbells: OwnedFd,
-    /// File of the in-flight tracking, from [`LiveState::fd`](crate::live::InflightFile::fd).
+    /// File of the in-flight tracking, from [`LiveState::fd`](crate::inflight::InflightFile::fd).
     pub inflight: OwnedFd,
     /// Eventfd that is signalled when there are events.
     pub events: EventFd,
@@ -35,6 +35,6 @@ impl PersistedBackendParts {
 pub struct PersistedBackendFiles {
     /// File of the doorbells, from [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd).
     pub doorbells: OwnedFd,
-    /// File of the in-flight tracking, from [`LiveState::fd`](crate::live::InflightFile::fd).
+    /// File of the in-flight tracking, from [`LiveState::fd`](crate::inflight::InflightFile::fd).
     pub inflight: OwnedFd,
 }

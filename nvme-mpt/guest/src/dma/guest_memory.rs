@@ -75,7 +75,7 @@ impl GuestMemory {
         Duration::from_nanos(ticks_to_nanoseconds(now.since(self.0.last_change(now))))
     }
 
-    /// Returns the current memory, for [mapping it again](super::DmaWindow::map_held).
+    /// Returns the current memory, for [mapping it again](super::DmaWindow::map_detached).
     #[must_use]
     pub fn detach(&self) -> DetachedGuestMemory {
         DetachedGuestMemory::from_regions(&lock(&self.0.regions))

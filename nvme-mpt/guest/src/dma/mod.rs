@@ -12,12 +12,12 @@
 //! form a *run*. Translation searches runs, of which there are few.
 //!
 //! Pollers translate with a [`RegionTable`], an immutable snapshot. Each change publishes a new table with the next
-//! generation. Each shadow queue adopts the new table at its next pass, and reports the pending unmaps (`departure.rs`) whose
+//! generation. Each shadow queue adopts the new table at its next pass, and reports the pending unmaps (`pending_unmap.rs`) whose
 //! memory its in-flight commands use. [`DmaWindow::unmap`] returns when no command uses the memory.
 //!
 //! A VM has at most 8,192 regions, in 256 files and 8 TiB of address space. A region takes IOVAs for the rest of its file
 //! too, but a VM takes at most twice the IOVAs of its memory. The last part of the IOVA space is reserved for other VMs
-//! (`learn/budget.rs`). If memory is pinned, a function's mappings are limited in bytes (`bounds.rs`). With these rules,
+//! (`adaptive/iommu_budget.rs`). If memory is pinned, a function's mappings are limited in bytes (`memory_limit.rs`). With these rules,
 //! 1 GiB plugged upwards in blocks of 2 MiB makes about four runs. Each block is still mapped, pinned and unmapped
 //! separately.
 //!
@@ -26,7 +26,7 @@
 //! has each page mapped separately.
 //!
 //! Translation is the first protection; a second check follows at the access. For a software drive, the store resolves
-//! IOVAs again (`nvme-mpt/src/host/data.rs`), so a wrong IOVA gives no access. For a physical drive, the IOMMU checks: each
+//! IOVAs again (`nvme-mpt/src/host/data_pointer.rs`), so a wrong IOVA gives no access. For a physical drive, the IOMMU checks: each
 //! region is mapped at its IOVA and pinned, lists are read-only for the drive, and nothing else is mapped.
 
 mod detached_memory;
@@ -156,7 +156,7 @@ pub struct PublishedTable {
     regions: Arc<Mutex<WindowRegions>>,
 }
 
-/// Keeps the memory mapped until the last user is gone. Threads that [check the memory](IovaSpace::shrunk_memory) hold only
+/// Keeps the memory mapped until the last user is gone. Threads that [check the memory](IovaSpace::find_shrunk_memory) hold only
 /// `changes`, so they are never the last user and never have to unmap memory.
 impl Drop for PublishedTable {
     fn drop(&mut self) {
@@ -214,7 +214,7 @@ impl PublishedTable {
             .all(|user| user.has_released(departure))
     }
 
-    /// Waits until [`Self::have_left`] is true. Returns false after a timeout.
+    /// Waits until [`Self::is_unmap_released`] is true. Returns false after a timeout.
     fn wait_for_release(&self, departure: u64, clock: &dyn WaitClock, time: Duration) -> bool {
         let users = lock(&self.users).clone();
         clock.wait(time, &mut |time| wait_for_release(&users, departure, time))

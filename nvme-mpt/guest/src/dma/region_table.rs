@@ -75,7 +75,7 @@ impl RegionRun {
         }
     }
 
-    /// Returns one run for this run and the run `next` that [follows](Self::goes_on_in) it.
+    /// Returns one run for this run and the run `next` that [follows](Self::is_followed_by) it.
     fn join(&self, next: &Self) -> Self {
         let len = self.len + next.len;
         Self {
@@ -127,7 +127,7 @@ const ARRAY_RUNS_MAX: usize = 64;
 #[derive(Clone, Debug, Default)]
 pub struct RegionTable {
     generation: u64,
-    /// All runs by guest address, not overlapping, if there are at most [`FEW`]; else empty.
+    /// All runs by guest address, not overlapping, if there are at most [`ARRAY_RUNS_MAX`]; else empty.
     array: Vec<RegionRun>,
     by_gpa: SharedSortedMap<Arc<RegionRun>>,
     by_iova: SharedSortedMap<Arc<RegionRun>>,
@@ -308,7 +308,7 @@ impl RegionTable {
             .partition_point(|run| run.gpa <= gpa.0)
             .checked_sub(1)
         else {
-            // No run at or below `gpa`, or more than [`FEW`] runs.
+            // No run at or below `gpa`, or more than [`ARRAY_RUNS_MAX`] runs.
             let run = self.by_gpa.get_at_or_before(gpa.0)?;
             return Some((run, run.offset_of(gpa, len, direction)?));
         };

@@ -385,7 +385,7 @@ impl DoorbellSource {
         event_idx.is_none_or(|event_idx| event_idx.is_stored && event_idx.published == consumed)
     }
 
-    /// Suppresses notifications, if no value was stored yet. See `EventIdx::begin`.
+    /// Suppresses notifications, if no value was stored yet. See `EventIdx::suppress_initially`.
     pub fn suppress_initially(&mut self, consumed: u32) {
         if let Some(event_idx) = &mut self.event_idx {
             event_idx.suppress_initially(consumed);

@@ -22,7 +22,7 @@ pub struct ControllerLimits {
     pub mdts: u8,
     /// Maximum number of entries of a queue (CAP.MQES + 1).
     pub entries_max: u32,
-    /// Optional NVM commands that the controller executes; see [`Self::offers`]. Other bits are ignored.
+    /// Optional NVM commands that the controller executes; see [`Self::supports`]. Other bits are ignored.
     pub commands: Oncs,
     /// Atomic Write Unit Normal, in logical blocks, zero-based (Base 2.0, Figure 275, `AWUN`).
     pub awun_z: u16,

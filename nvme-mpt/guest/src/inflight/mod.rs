@@ -7,7 +7,7 @@
 //!
 //! # Order of stores
 //!
-//! The process may end between any two instructions. The following then holds. `tests/tests/function/live_state.rs`
+//! The process may end between any two instructions. The following then holds. `tests/tests/function/inflight.rs`
 //! shows this for each instruction of a poll:
 //!
 //! 1. A command is recorded in its slot, then the slot is marked, then the head of its Submission Queue advances, once
@@ -180,7 +180,7 @@ impl InflightFile {
     /// Returns the record of memory that was being pinned, without reading anything else in the file.
     ///
     /// # Errors
-    /// Like [`Self::crashes_in`].
+    /// Like [`Self::read_crashes`].
     pub fn read_pinning(fd: BorrowedFd<'_>) -> io::Result<PinningRecord> {
         pinning_record(&Self::map_header(fd)?).ok_or_else(Self::not_tracking_file)
     }

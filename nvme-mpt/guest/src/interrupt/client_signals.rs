@@ -41,7 +41,7 @@ const MEASURED_SIGNALS: u32 = 16;
 /// Number of slow signals among these after which a thread signals the client.
 const SLOW_MAX: u32 = 3;
 
-/// Maximum number of doublings of [`SUSPECTED`].
+/// Maximum number of doublings of [`MEASURED_SIGNALS`].
 const DOUBLINGS_MAX: u32 = 16;
 
 /// Number of quick signals by a client's thread after which the client is signalled without the thread again, for the first
@@ -155,7 +155,7 @@ impl ClientSignals {
         }
     }
 
-    /// Wraps an eventfd of the client that came through [`eventfd::take`](nvme_mpt_memory::eventfd::take).
+    /// Wraps an eventfd of the client that came through [`eventfd::from_client`](nvme_mpt_memory::eventfd::from_client).
     #[must_use]
     pub fn eventfd(self: &Arc<Self>, eventfd: impl Into<Arc<EventFd>>) -> Arc<ClientEventFd> {
         Arc::new(ClientEventFd {
@@ -166,13 +166,13 @@ impl ClientSignals {
     }
 
     /// Lets the client's thread signal an eventfd, without waiting. Starts the thread if there is none, but tries only once per
-    /// [`RETRY`].
+    /// [`RETRY_INTERVAL`].
     #[cold]
     fn delegate(&self, eventfd: &Arc<ClientEventFd>) -> bool {
         self.delegate_with(eventfd, || self.state.clone().start())
     }
 
-    /// Lets the client's thread signal an eventfd, as [`Self::hand_over`] does. `start` starts the thread if there is none.
+    /// Lets the client's thread signal an eventfd, as [`Self::delegate`] does. `start` starts the thread if there is none.
     fn delegate_with(
         &self,
         eventfd: &Arc<ClientEventFd>,

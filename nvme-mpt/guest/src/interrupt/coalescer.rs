@@ -30,7 +30,7 @@ pub struct OutstandingCommands {
 pub struct InterruptCoalescer {
     vector: Option<Arc<InterruptVector>>,
     coalescing: Arc<CoalescingFeature>,
-    /// Number of completions posted since the last signal, combined with [`TOLD`].
+    /// Number of completions posted since the last signal, combined with [`SIGNALLED`].
     owed: u32,
     owed_since: Ticks,
     policy: CoalescingPolicy,
@@ -152,7 +152,7 @@ impl InterruptCoalescer {
         vector.is_pin().then_some(vector)
     }
 
-    /// Signals as [`Self::settle`] does, for the INTx pin. The caller must read `epoch` before it reads the guest's CQ head.
+    /// Signals as [`Self::signal_if_due`] does, for the INTx pin. The caller must read `epoch` before it reads the guest's CQ head.
     #[cold]
     pub fn signal_pin_if_due(
         &mut self,

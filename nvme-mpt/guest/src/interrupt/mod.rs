@@ -59,7 +59,7 @@ pub trait VectorLink: fmt::Debug + Send + Sync {
 pub struct InterruptVector {
     state: Mutex<InterruptVectorState>,
     signals: AtomicU64,
-    /// Combination of [`NO_COALESCING`], [`PIN`] and [`FALLS_BY_ACCESS`].
+    /// Combination of [`NO_COALESCING`], [`PIN`] and [`DEASSERTS_ON_ACCESS`].
     flags: AtomicU8,
     /// Thread of the vCPU that receives the interrupts; 0 if unknown.
     vcpu: AtomicI32,
@@ -264,7 +264,7 @@ impl InterruptVector {
         }
     }
 
-    /// Returns the number of times that the pin's level has fallen, for a later `raise`.
+    /// Returns the number of times that the pin's level has fallen, for a later `raise_pin`.
     pub fn pin_epoch(&self) -> PinEpoch {
         PinEpoch(self.state().deassertions)
     }

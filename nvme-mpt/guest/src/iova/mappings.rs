@@ -120,7 +120,7 @@ impl IommuMappings {
         Ok(file)
     }
 
-    /// Ends [`Self::record`] and marks the table as invalid.
+    /// Ends [`Self::start_record`] and marks the table as invalid.
     pub(super) fn end_record(&mut self) {
         if let Some(table) = self.table.take() {
             table.invalidate();
@@ -142,7 +142,7 @@ impl IommuMappings {
         }
     }
 
-    /// Notes that a mapping which [began](Self::begin) was made.
+    /// Notes that a mapping which [began](Self::begin_mapping) was made.
     pub(super) fn finish_mapping(&mut self, mapping: IommuMapping) {
         self.mark_stale();
         if let Some(table) = &self.table {

@@ -243,7 +243,7 @@ impl IovaSpace {
         Ok(())
     }
 
-    /// Inherits as [`Self::inheriting`] does, from a process that died. Unmaps what that process was mapping or unmapping, or
+    /// Inherits as [`Self::with_inherited`] does, from a process that died. Unmaps what that process was mapping or unmapping, or
     /// everything if the mappings are impossible for this space.
     ///
     /// # Errors
@@ -286,7 +286,7 @@ impl IovaSpace {
         lock(&self.mappings).start_record(most)
     }
 
-    /// Ends [`Self::record`] and marks the table as invalid.
+    /// Ends [`Self::start_record`] and marks the table as invalid.
     pub fn end_record(&self) {
         lock(&self.mappings).end_record();
     }
@@ -344,7 +344,7 @@ impl IovaSpace {
         there.map(|(_, len)| len).sum()
     }
 
-    /// Adds a VM's memory to the memory that [`Self::shrunk_memory`] checks. Without an IOMMU, does nothing, because no memory
+    /// Adds a VM's memory to the memory that [`Self::find_shrunk_memory`] checks. Without an IOMMU, does nothing, because no memory
     /// is pinned.
     pub(crate) fn watch_memory(&self, memory: Weak<dyn PinnedMemory>) {
         if self.has_iommu() {
@@ -498,7 +498,7 @@ impl IovaSpace {
     /// Allocates missing pages before they are mapped, if there is an IOMMU.
     ///
     /// # Errors
-    /// As [`Iommu::take_pages`].
+    /// As [`Iommu::allocate_pages`].
     pub(crate) fn allocate_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
         match &self.iommu {
             Some(iommu) => iommu.allocate_pages(memory, part),

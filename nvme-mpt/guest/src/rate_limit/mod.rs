@@ -100,7 +100,7 @@ impl RateLimit {
     /// MiB. At this limit, that debt is paid off in 24 s, within the 30 s command timeout of guest drivers.
     pub const BYTES_MIN: ByteSize = ByteSize(256 << 10);
 
-    /// Parses `NUMBER` or `NUMBER+BURST`, in commands.
+    /// Parses `NUMBER_BYTES` or `NUMBER+BURST`, in commands.
     ///
     /// # Errors
     /// [`RateLimitError::Commands`].
@@ -284,7 +284,7 @@ const FRACTION_BITS: u32 = 20;
 /// Token bucket of one limit.
 #[derive(Debug, Default)]
 struct TokenBucket {
-    /// Ticks per unit, in fixed point with [`FRACTION`] fractional bits; 0 without a limit.
+    /// Ticks per unit, in fixed point with [`FRACTION_BITS`] fractional bits; 0 without a limit.
     cost: AtomicU64,
     /// Ticks in which an empty bucket fills.
     capacity: AtomicU64,

@@ -40,9 +40,9 @@ impl From<String> for DriveIdentity {
 pub struct DriveIdentityRef<'a> {
     /// See [`DriveIdentity::name`].
     pub name: &'a str,
-    /// See [`DriveIdentity::formerly`].
+    /// See [`DriveIdentity::former_names`].
     pub former_names: &'a [String],
-    /// See [`DriveIdentity::others`].
+    /// See [`DriveIdentity::possible_names`].
     pub possible_names: &'a [String],
     /// See [`DriveIdentity::facts`].
     pub facts: Option<&'a DriveFacts>,

@@ -4,18 +4,18 @@
 //! the names that guests see must be the same for all these paths. So a path is resolved to *extents*: parts of *bases*, which
 //! have stable names. A base is a disk, an NVMe namespace or a file. A disk is named by its world-wide identifier or serial
 //! number, a namespace by its drive's name, and a file by its file system and inode. A disk with neither identifier has a name
-//! that is only valid until the next boot (`extent::boot_of`). A file on such a disk is named by the UUID of its file system:
+//! that is only valid until the next boot (`backing_extent::boot_id_of`). A file on such a disk is named by the UUID of its file system:
 //! no guest can change this UUID, because it is stored outside of all files.
 //!
 //! A device-mapper device is resolved by its table: `linear` targets are the bytes of the devices below. Other targets, such as
 //! `crypt` or `striped`, and RAID devices are bases. Such a base counts as overlapping all devices below it. Thin volumes of
 //! the same pool do not overlap each other.
 //!
-//! * `stacked`: file systems that show files of other file systems.
-//! * `system`: the kernel's view of block devices and file systems, below a directory that tests replace.
-//! * [`nvme`]: names of NVMe drives.
+//! * `stacked_file_system`: file systems that show files of other file systems.
+//! * `kernel_files`: the kernel's view of block devices and file systems, below a directory that tests replace.
+//! * [`nvme_names`]: names of NVMe drives.
 //! * `identity`: all names of a drive.
-//! * `extent`: extents, and their text form, the identity of a drive.
+//! * `backing_extent`: extents, and their text form, the identity of a drive.
 
 mod backing_device;
 pub(crate) mod backing_extent;

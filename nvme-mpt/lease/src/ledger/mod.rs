@@ -102,8 +102,8 @@ impl Ledger {
         })))
     }
 
-    /// Hands the memory file of a [kept](Self::kept) ledger over to the successor. Later changes are only visible in this
-    /// process. Returns whether this process has [let go](Lease::let_go) of all its leases. The successor does not see leases
+    /// Hands the memory file of a ledger [in one](Self::from_memory_file) over to the successor. Later changes are only visible in this
+    /// process. Returns whether this process has [handed over](Lease::hand_over) all its leases. The successor does not see leases
     /// of this process. So if this returns `false`, this process has to end before the successor grants leases.
     pub fn hand_over(&self) -> bool {
         match &*self.0 {
@@ -126,7 +126,7 @@ impl Ledger {
     /// drive and range is taken over. A lease by size takes over a stale lease with the same id and drive.
     ///
     /// If a lease is taken over without changes, the ledger's file is not written, because the guest waits in the meantime. The
-    /// caller calls [`Self::name_holder`] later, which writes the new holder.
+    /// caller calls [`Self::record_holder`] later, which writes the new holder.
     ///
     /// # Errors
     /// The range overlaps another lease or does not lie on the drive. The drive has too little capacity for the size.

@@ -15,7 +15,7 @@
 //!   claim then takes a shared lock through a writable descriptor, so that other claims see a user of the range. The
 //!   process that holds the read-only lock is logged.
 //! * The kernel may hide the holder of a lock from this process, so that the lock may be of either kind. The claim is refused
-//!   if the lock stays for [`PATIENCE`]. A server without root sees only its own user's processes: its images should be
+//!   if the lock stays for [`CLAIM_TIMEOUT`]. A server without root sees only its own user's processes: its images should be
 //!   readable by its user only.
 
 mod lock_holders;
@@ -108,7 +108,7 @@ impl FileRangeLock {
     }
 
     /// Like [`Self::take`], but shared locks of other users on read-only descriptors are ignored. A `length` of 0
-    /// extends to the largest offset. Waits up to [`PATIENCE`] for an invisible holder.
+    /// extends to the largest offset. Waits up to [`CLAIM_TIMEOUT`] for an invisible holder.
     ///
     /// # Errors
     /// [`ClaimError::Taken`] names the processes that have locked part of the range; otherwise the error of `fcntl`.

@@ -11,7 +11,7 @@
 //! nothing. A fault with a block range only concerns guests whose leases overlap this range. For a fatal fault, the queue
 //! reports `HostQueue::has_failed`, and the guest's controller sets CSTS.CFS. A lost command completes only when its queue is
 //! told to hurry, for example at a reset. Until then, an unmap of its memory waits. A resized drive keeps the data of its
-//! remaining blocks (`resizes_in_place`), so a guest whose lease is truncated still sees the rest of the lease.
+//! remaining blocks (`can_resize_in_place`), so a guest whose lease is truncated still sees the rest of the lease.
 //!
 //! To add a kind of fault, extend `FaultKind` and `FaultEffect` in `plan.rs`, implement the effect here, and add an entry to
 //! `resources/faults/example.toml`.
@@ -163,7 +163,7 @@ impl FaultInjector {
     /// continues with these faults and ignores the plan.
     ///
     /// # Errors
-    /// As [`Self::inject`]; [`FaultError::Kept`].
+    /// As [`Self::inject`]; [`FaultError::Record`].
     pub(crate) fn with_record(
         plan: &FaultPlan,
         namespace: HostNamespace,
@@ -250,7 +250,7 @@ impl FaultInjector {
     ///
     /// # Errors
     /// [`FaultError::Range`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`], [`FaultError::TooMany`] and
-    /// [`FaultError::Kept`]. On an error, no fault is added.
+    /// [`FaultError::Record`]. On an error, no fault is added.
     pub fn inject(&self, plan: &FaultPlan) -> Result<(), FaultError> {
         let armed = plan.faults.iter().zip(1..);
         let armed = armed.map(|(fault, number)| self.arm_fault(fault, number, plan.seed));

@@ -440,7 +440,7 @@ pub struct FaultPlan {
 }
 
 impl FaultPlan {
-    /// Loads a plan from a file. If the name is `none`, returns an empty plan, for a drive that gets faults while it runs.
+    /// Loads a plan from a file. If the name is `for_whole_plan`, returns an empty plan, for a drive that gets faults while it runs.
     ///
     /// # Errors [`FaultError::Read`] and those of [`Self::parse`].
     pub fn load(name: &str) -> Result<Self, FaultError> {

@@ -144,7 +144,7 @@ impl LeaseChangeClaims {
     }
 
     /// Enters a change. If the second returned value is `true`, the change may begin at once. Otherwise, it may begin once
-    /// [`Self::may_begin`] returns `true`.
+    /// [`Self::can_begin`] returns `true`.
     #[inline]
     pub(super) fn enter(
         &self,

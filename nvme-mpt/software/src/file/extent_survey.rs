@@ -1,7 +1,7 @@
 //! Surveys of files: the allocated extents of a range.
 //!
 //! The duration of a deallocation depends on the allocated extents in the range; holes of any length take almost no time. So
-//! each slice ([`slices`](super::slices)) is limited by its *weight*, which leaves out holes, instead of its number of bytes.
+//! each slice ([`slice_scheduler`](super::slice_scheduler)) is limited by its *weight*, which leaves out holes, instead of its number of bytes.
 //! An extent weighs a block plus a 256th of its bytes. In a file in memory, whose pages are freed one by one, an extent weighs
 //! all of its bytes.
 //!
@@ -85,7 +85,7 @@ pub(super) struct SurveyRequest {
 }
 
 impl SurveyRequest {
-    /// Answers a request with the first extents of the range, in order, as start and end. If there are fewer than [`EXTENTS`],
+    /// Answers a request with the first extents of the range, in order, as start and end. If there are fewer than [`EXTENTS_MAX`],
     /// they are all extents of the range. `light` bytes of an extent add one to its weight.
     pub(super) fn answer(self, extents: Vec<(u64, u64)>, light: u64) {
         let known = match extents.last() {

@@ -26,7 +26,7 @@ pub(super) enum FileCommandStep {
     /// Complete the command.
     #[default]
     Done,
-    /// Wait until the write may begin, because other changes of the same blocks exclude it; see [`claims`](super::claims).
+    /// Wait until the write may begin, because other changes of the same blocks exclude it; see [`change_claims`](super::change_claims).
     AwaitClaim,
     /// Read a block of which the write changes only a part.
     Fill,
@@ -36,7 +36,7 @@ pub(super) enum FileCommandStep {
     Scatter,
     /// Write, or continue a partly completed write.
     Write,
-    /// Join a sync, see [`syncs`](super::syncs).
+    /// Join a sync, see [`queue_syncs`](super::queue_syncs).
     Flush,
     /// Sync the file.
     Sync,
@@ -46,7 +46,7 @@ pub(super) enum FileCommandStep {
     Zero,
     /// Wait for the survey that tells the allocated extents of the range, see [`survey`](super::survey).
     AwaitSurvey,
-    /// Wait until it is the queue's turn to process a slice of the file, see [`slices`](super::slices).
+    /// Wait until it is the queue's turn to process a slice of the file, see [`slice_scheduler`](super::slice_scheduler).
     AwaitTurn,
     /// Wait until no other change excludes the slice.
     AwaitSliceClaim,
@@ -83,7 +83,7 @@ pub(super) struct RangeZeroing {
     /// Offset of the first byte that is not zeroed yet.
     pub(super) offset: u64,
     pub(super) end: u64,
-    /// True if some bytes before `at` were not deallocated and keep their data. This is permitted, because deallocation is
+    /// True if some bytes before `offset` were not deallocated and keep their data. This is permitted, because deallocation is
     /// advice.
     pub(super) has_skipped_data: bool,
     pub(super) method: ZeroingMethod,
@@ -129,7 +129,7 @@ pub(super) struct FileCommand {
     pub(super) zeroing: RangeZeroing,
     /// The survey for the next bytes of the range, and the time when it was requested.
     pub(super) survey: Option<(Arc<ExtentSurvey>, Ticks)>,
-    /// Time at which the command stops waiting for its turn, see [`slices`](super::slices).
+    /// Time at which the command stops waiting for its turn, see [`slice_scheduler`](super::slice_scheduler).
     pub(super) turn_deadline: Ticks,
     /// First block and number of blocks whose unreadable-block marks must be cleared.
     pub(super) blocks_to_unmark: (u64, u64),

@@ -3,15 +3,15 @@
 //! Each command is a small state machine with at most one request to the kernel at a time (`operation`, `steps`). `queue` runs
 //! the commands of one queue pair. Flush is fdatasync, FUA is RWF_DSYNC.
 //!
-//! All transfers of a file use either direct I/O or the page cache (`way`), because mixing both loses data. If statx reports an
+//! All transfers of a file use either direct I/O or the page cache (`io_mode`), because mixing both loses data. If statx reports an
 //! alignment for direct I/O, transfers bypass the page cache. Otherwise (tmpfs, no `O_DIRECT`), they go through the page cache.
 //! Direct I/O is preferred because buffered writes fill the host's memory, although they complete sooner on ext4. For direct
-//! I/O, memory that the device cannot access is copied through a bounce buffer (`bounces`). A write to part of a 4 KiB block
-//! reads the block and writes all of it, and excludes other changes of the block until it ends (`claims`). Leases begin and end
+//! I/O, memory that the device cannot access is copied through a bounce buffer (`bounce_buffers`). A write to part of a 4 KiB block
+//! reads the block and writes all of it, and excludes other changes of the block until it ends (`change_claims`). Leases begin and end
 //! at 4 KiB boundaries, so no other process writes the rest of a block. A file on tmpfs is mapped: commands copy from and to
 //! resident pages, and the kernel does the rest (`pages`).
 //!
-//! If the file system can zero ranges or punch holes, long ranges are processed in slices (`slices`). Partial blocks at both
+//! If the file system can zero ranges or punch holes, long ranges are processed in slices (`slice_scheduler`). Partial blocks at both
 //! ends are overwritten with zeroes (`zeroes`). A deallocation by the guest is only advice, so a range that the file system
 //! cannot deallocate keeps its data.
 //!

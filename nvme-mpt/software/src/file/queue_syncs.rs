@@ -86,7 +86,7 @@ impl QueueSyncs {
         !self.is_running && !self.waiting.is_empty()
     }
 
-    /// Takes the slots of all waiting Flushes. [`Self::resumed`] returns the vector for reuse.
+    /// Takes the slots of all waiting Flushes. [`Self::recycle`] returns the vector for reuse.
     pub(super) fn take_waiting(&mut self) -> Vec<u16> {
         std::mem::swap(&mut self.waiting, &mut self.resuming);
         std::mem::take(&mut self.resuming)

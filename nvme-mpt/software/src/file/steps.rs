@@ -698,7 +698,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         // SAFETY: the vectors are those of the slot's operation. It changes them only after the request has ended, as a
         // slot has one request at a time. The vectors are leaked with a queue whose requests the kernel keeps. The
         // memory is a bounce of that operation, leaked likewise, the zeroes of the process, or the guest's. A shadow
-        // queue keeps the guest's memory mapped while the command is in flight. It drops it after `settle` has told
+        // queue keeps the guest's memory mapped while the command is in flight. It drops it after `wait_idle` has told
         // that the kernel has no request any more, and keeps it for good otherwise.
         let prepared = unsafe { ring.prepare(u64::from(slot.0), request, manner) };
         prepared.map_err(|error| {

@@ -3,7 +3,7 @@
 //! `format` describes a namespace to its guest. `pairs` defines the effects of commands, and `batch` reads commands that
 //! combine several operations. `memory` and `file` store pairs. `queue` receives commands and transfers values. Each lease has
 //! its own key space and capacity. A key space is named by the start of its lease on the drive. If the profile has a timing,
-//! `pace` delays completions.
+//! `completion_pacer` delays completions.
 //!
 //! A guest's keys need no translation, because a queue accesses only the key space of its lease. `commands` translates the data
 //! pointers of values. Only the poller accesses guest memory. So it copies each value to or from an allocated buffer of the

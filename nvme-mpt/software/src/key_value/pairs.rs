@@ -55,11 +55,11 @@ impl KvBatchStep {
 /// Request that changes no pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KvQuery {
-    /// Returns a value, but at most its first `room` bytes.
+    /// Returns a value, but at most its first `max_bytes` bytes.
     Retrieve { key: KvKey, max_bytes: usize },
     /// Checks whether a key exists.
     Exist { key: KvKey },
-    /// Returns the keys from `from` on, as many as fit into `room` bytes.
+    /// Returns the keys from `from` on, as many as fit into `max_bytes` bytes.
     List { from: KvKey, max_bytes: usize },
 }
 

@@ -168,7 +168,7 @@ impl CompletionCalendar {
                 window_start: 0,
                 occupied: [0; 64],
                 pages: [NO_SLOT; PAGES as usize],
-                // At most 65,535 slots, so `NONE` is never a valid slot.
+                // At most 65,535 slots, so `NO_SLOT` is never a valid slot.
                 entries: vec![nothing; slots.into()].into_boxed_slice(),
             },
             later: DueQueue::new(slots.into(), resolution),

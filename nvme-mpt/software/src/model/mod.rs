@@ -1,9 +1,9 @@
 //! Timing models for software drives. A model computes when a command would complete on the modelled hardware. A timed queue in
 //! front of a store's queue lets the store execute the command, and holds back the completion until the computed time.
 //!
-//! `timed` is the queue. `calendar` holds completions until they are due, with `due` for those far in the future. `profile`
+//! `timed_queue` is the queue. `calendar` holds completions until they are due, with `due` for those far in the future. `profile`
 //! describes a drive, and `simulation` runs a model without a drive. Three modules are building blocks of models. `flash` has
-//! dies behind a write buffer, `timeline` has units that do one operation at a time, and `tokens` has shared bandwidth. Each
+//! dies behind a write buffer, `timeline` has units that do one operation at a time, and `bandwidth_tokens` has shared bandwidth. Each
 //! model has its own file.
 //!
 //! The store executes a command at once, or in several steps. A poller asks each queue for `next_due()`, the time of its next
@@ -11,7 +11,7 @@
 //! sleep. When a queue is stopped, held completions complete at once.
 //!
 //! Model `nvm` has one atomic variable per unit. The flash models `ssd` and `zns` have one lock, taken once per batch. Model
-//! `kv` is used by key-value queues (`key_value/pace.rs`) and has a lock per command. To add a model, add a file here, a
+//! `kv` is used by key-value queues (`key_value/completion_pacer.rs`) and has a lock per command. To add a model, add a file here, a
 //! variant of `Profile` and of `DriveModel`, and a TOML file in `resources/drives/`.
 
 mod bandwidth_tokens;

@@ -148,7 +148,7 @@ impl NvmModel {
         self.striped_due_time(index.into(), last - first + 1, cost, now)
     }
 
-    /// Does the same as [`Self::due`], but faster and only for a read or write of one stripe. Returns `None`, and changes
+    /// Does the same as [`Self::due_time`], but faster and only for a read or write of one stripe. Returns `None`, and changes
     /// nothing, for other work and if another queue has occupied the unit at the same time.
     #[inline]
     pub(super) fn stripe_due_time(&self, work: &MediaWork, now: u64) -> Option<u64> {

@@ -19,7 +19,7 @@ const RESOLUTION: Duration = Duration::from_nanos(250);
 
 /// A queue of a backing store behind which a model delays completions. All completions must have 0 in dword 0.
 pub trait TimedQueueBackend: HostQueue<Commands: CommandSet> {
-    /// True if every command, except those that are [put off](HostQueue::puts_off), completes while the doorbell is rung.
+    /// True if every command, except those that are [put off](HostQueue::has_deferred_commands), completes while the doorbell is rung.
     const IS_SYNCHRONOUS: bool;
 
     /// Returns the submitted commands whose doorbell was not rung yet.
@@ -29,7 +29,7 @@ pub trait TimedQueueBackend: HostQueue<Commands: CommandSet> {
     /// queueing its completion.
     fn ring_and_complete(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status));
 
-    /// Returns the commands that are [put off](HostQueue::puts_off), in submission order.
+    /// Returns the commands that are [put off](HostQueue::has_deferred_commands), in submission order.
     fn deferred_commands(&self) -> impl Iterator<Item = &Sqe> {
         std::iter::empty()
     }

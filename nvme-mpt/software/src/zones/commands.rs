@@ -46,7 +46,7 @@ impl CommandSet for ZonedCommands {
 
     /// Returns whether a command can be executed twice with the same result. A Zone Append cannot, because it would append
     /// twice. A write can, although the first execution may have moved the write pointer: the queue is told of the repetition
-    /// ([`submit_again`](nvme_mpt::host::HostBatch::submit_again)).
+    /// ([`resubmit`](nvme_mpt::host::HostBatch::resubmit)).
     fn is_repeatable(guest: &Sqe) -> bool {
         NvmOpcode(guest.opcode()) != NvmOpcode::ZONE_APPEND && NvmCommands::is_repeatable(guest)
     }

@@ -1,6 +1,6 @@
 //! Zoned drives: the Zoned Namespace Command Set in front of any backing store.
 //!
-//! `format` describes the zones to a guest. `table` has the zones and the effects of commands on them. `keep` makes their
+//! `format` describes the zones to a guest. `table` has the zones and the effects of commands on them. `persisted_zones` makes their
 //! states persistent, and `report` encodes them for the guest. `queue` is the layer in front of a drive's queue. The store gets
 //! only reads and writes of blocks.
 //!

@@ -111,7 +111,7 @@ impl PersistedZones {
     /// Opens the state file beside a drive. A missing file is created with all zones empty.
     ///
     /// # Errors
-    /// [`ZoneError::OtherZones`], [`ZoneError::NotZones`], [`ZoneError::NoRoom`] and [`ZoneError::Keep`].
+    /// [`ZoneError::OtherZones`], [`ZoneError::NotZones`], [`ZoneError::NoSpace`] and [`ZoneError::Store`].
     pub(super) fn open_beside(
         drive: &Path,
         geometry: ZoneGeometry,

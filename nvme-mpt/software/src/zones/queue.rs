@@ -135,7 +135,7 @@ impl ZonedQueue {
         self.submitted = arriving;
     }
 
-    /// Begins a command like [`Self::begin`]. If zone states are lost, refuses all commands except those that only read.
+    /// Begins a command like [`Self::begin_command`]. If zone states are lost, refuses all commands except those that only read.
     fn begin_checked(
         &mut self,
         state: &mut LeasedZonesState,
@@ -490,7 +490,7 @@ impl HostQueue for ZonedQueue {
         }
         let mut reaped = std::mem::take(&mut self.reaped);
         self.drive.reap_into(memory, &mut reaped);
-        // `check` records its result. One check suffices for all Flushes, because the poller's other queues wait meanwhile.
+        // `check_stored` records its result. One check suffices for all Flushes, because the poller's other queues wait meanwhile.
         if reaped.iter().any(|completion| self.is_flush(completion)) {
             let _ = self.zones.check_stored();
         }

@@ -126,7 +126,7 @@ impl HostQueuePair {
         self.0.cut_short();
     }
 
-    /// See [`HostQueue::settle`].
+    /// See [`HostQueue::drain`].
     pub fn drain(&mut self) -> bool {
         self.0.drain()
     }
@@ -161,7 +161,7 @@ impl HostQueuePair {
         self.0.is_polled()
     }
 
-    /// See [`HostQueue::hurry`].
+    /// See [`HostQueue::set_hurried`].
     pub fn set_hurried(&mut self, hurried: bool) {
         self.0.set_hurried(hurried);
     }

@@ -263,7 +263,7 @@ impl ShadowQueue {
         &self.cpu_charge
     }
 
-    /// Returns the account of [`Self::bill`] for charging.
+    /// Returns the account of [`Self::cpu_charge`] for charging.
     #[inline]
     pub(crate) fn cpu_charge_mut(&mut self) -> &mut ProcessorTimeCharge {
         &mut self.cpu_charge
@@ -321,7 +321,7 @@ impl ShadowQueue {
         run_recorded(self.crash_record.as_ref(), || self.core.arm_notifications());
     }
 
-    /// Checks for work once more after [`Self::arm`]. Returns whether there is any.
+    /// Checks for work once more after [`Self::arm_notifications`]. Returns whether there is any.
     pub fn recheck(&mut self) -> bool {
         run_recorded(self.crash_record.as_ref(), || self.core.recheck())
     }
@@ -516,7 +516,7 @@ impl ShadowCore {
         worked
     }
 
-    /// Calls [`Self::take`] as a separate, not inlined function.
+    /// Calls [`Self::take_commands`] as a separate, not inlined function.
     #[inline(never)]
     fn take_outlined<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
@@ -763,7 +763,7 @@ impl ShadowCore {
         } = self;
         let live = live.as_ref().filter(|_| LIVE);
         if LIVE && !SPECIAL && live.is_none() {
-            // As in `take`.
+            // As in `take_commands`.
             debug_assert!(live.is_some(), "a live pass without live state");
             return false;
         }
@@ -831,7 +831,7 @@ impl ShadowCore {
         }
     }
 
-    /// Settles the interrupt as [`Self::settle_interrupt`] does, if it is the INTx pin.
+    /// Settles the interrupt as [`Self::signal_if_due`] does, if it is the INTx pin.
     #[cold]
     #[inline(never)]
     fn signal_pin_if_due(&mut self) {

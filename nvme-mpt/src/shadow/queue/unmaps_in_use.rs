@@ -67,7 +67,7 @@ impl UnmapsInUse {
         }
     }
 
-    /// Returns whether [`Self::let_go`] has work to do.
+    /// Returns whether [`Self::release_ended`] has work to do.
     #[inline]
     pub(super) fn has_ended(&self) -> bool {
         self.has_ended

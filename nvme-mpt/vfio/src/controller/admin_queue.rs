@@ -225,7 +225,7 @@ impl AdminQueue {
     }
 
     /// Executes a command as [`Self::execute`] does. The timeout is suspended while the drive has paused processing (CSTS.PP),
-    /// but for at most `pause`, and only until `is_ending` returns true. Returns [`ControllerError::WantedBack`] if the host
+    /// but for at most `pause`, and only until `is_ending` returns true. Returns [`ControllerError::RemovalRequested`] if the host
     /// asks for the function during the pause.
     pub(super) fn execute_through_pause(
         &mut self,

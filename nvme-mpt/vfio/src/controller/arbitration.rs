@@ -13,7 +13,7 @@
 //! each check adds up the weights of the leases that are in the class then. The drive serves the queues of a class in turn, and
 //! the governor evens out the bytes of their leases.
 //!
-//! Each class gets at least one command per round and at most [`LONGEST`] in a row. A class with only quiet guests gets as many
+//! Each class gets at least one command per round and at most [`CLASS_RUN_MAX`] in a row. A class with only quiet guests gets as many
 //! commands per round as the class of the highest weight.
 //!
 //! No queue is Urgent, because the drive serves an Urgent queue before all others as long as the queue has commands. A quiet
@@ -58,7 +58,7 @@ const PRECISION: u64 = 16;
 /// Smallest change of shares that is sent to the drive: the ratio of two shares has changed by a quarter.
 const CHANGE_MIN: (u64, u64) = (5, 4);
 
-/// Maximum number of changes that are sent to the drive within [`CHANGES_TIME`].
+/// Maximum number of changes that are sent to the drive within [`CHANGES_PERIOD`].
 const CHANGES_MAX: usize = 4;
 
 /// Period in which at most [`CHANGES_MAX`] changes are sent.
@@ -102,7 +102,7 @@ impl fmt::Display for ArbitrationChoice {
     }
 }
 
-/// Commands per round of each [priority class](CLASSES).
+/// Commands per round of each [priority class](PRIORITY_CLASSES).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ClassWeights([u8; PRIORITY_CLASSES.len()]);
 
@@ -368,7 +368,7 @@ impl DriveArbitration {
     }
 
     /// Sends weights to the drive. If the drive refuses them, weighted round robin ends, and equal weights are sent. If the
-    /// drive does not answer, [`Self::make_equal_later`] sends equal weights later. After any other failure, nothing more is
+    /// drive does not answer, [`Self::set_equal_if_due`] sends equal weights later. After any other failure, nothing more is
     /// sent.
     fn set_weights(
         &mut self,

@@ -221,7 +221,7 @@ impl DriveMonitor {
         true
     }
 
-    /// Starts a search for pinned pages that a VMM has freed (`nvme-mpt/guest/src/dma/pinned.rs`).
+    /// Starts a search for pinned pages that a VMM has freed (`nvme-mpt/guest/src/dma/pinned_file.rs`).
     fn check_memory(&mut self) {
         self.checks = self.checks.wrapping_add(1);
         if !self.checks.is_multiple_of(CHECKS_PER_MEMORY_CHECK) {

@@ -4,7 +4,7 @@
 //! ones. Some drives process all queues in one order, so a command may wait for other guests' commands, too. A command is
 //! therefore overdue if the drive has completed neither the command nor any earlier command for the whole timeout. A lost
 //! command, or one that the drive lets all others pass, becomes overdue because no earlier command is left to complete.
-//! The [`OLDEST`] commands are watched.
+//! The [`OLDEST_MAX`] commands are watched.
 //!
 //! The time from one check to the next counts only up to a fraction of the timeout. A longer time means that the drive monitor
 //! got no processor time or that the host was suspended, so pollers took no completions either.

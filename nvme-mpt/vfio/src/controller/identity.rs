@@ -1,6 +1,6 @@
 //! Identity of a physical controller, and the limits that guests get from it.
 //!
-//! Guests get an MDTS of 1 MiB regardless of the drive, because longer commands are split (`pair/split.rs`). Guests see the
+//! Guests get an MDTS of 1 MiB regardless of the drive, because longer commands are split (`queue_pair/split.rs`). Guests see the
 //! optional commands, atomic units, range limits and volatile write cache of the drive. Commands that the drive lacks are not
 //! offered and complete with Invalid Opcode (`ControllerLimits::offers`). SGLs are offered only if the drive takes a guest's
 //! longest command whole.

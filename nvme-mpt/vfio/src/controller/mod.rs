@@ -1,6 +1,6 @@
 //! A physical NVMe controller: bring-up, admin commands, queue pairs on demand, and recovery.
 //!
-//! Lock order: `pairs`, then `admin`, then `pairs_view`, then the lock of one pair. A reset holds `admin` throughout and marks
+//! Lock order: `pairs`, then `admin`, then `pair_counts`, then the lock of one pair. A reset holds `admin` throughout and marks
 //! `pairs` as resetting (`recovery.rs`); threads that need a new pair wait for the end of the reset. `leases` comes before
 //! `namespaces`, and no other lock is taken under these two. No lock is taken under `arbitration`. Control threads of the
 //! drive's users and the drive monitor take these locks; pollers take only the lock of one pair.
@@ -73,7 +73,7 @@ pub struct ControllerOptions {
     /// Timeout of an I/O command. An overdue command is aborted, and the drive is reset if the Abort does not help.
     /// Guests' drivers wait for 30 s before they reset their own controller.
     pub command_timeout: Duration,
-    /// Adaptive policies. Only the policies [of a drive](AdaptivePolicies::of_drive) apply.
+    /// Adaptive policies. Only the policies [of a drive](AdaptivePolicies::for_drive) apply.
     pub adaptive: AdaptivePolicies,
     /// Arbitration to enable the drive with.
     pub arbitration: ArbitrationChoice,

@@ -1,7 +1,7 @@
 //! Persisted mappings of a drive's IOMMU, which survive the death of a process.
 //!
 //! The process stores descriptors in a [`DescriptorStore`]: the [table](IovaSpace::record) of its mappings and the
-//! [IOMMU](DeviceBacking::keep_iommu). It stores no descriptor of the function, so the kernel resets the function when
+//! [IOMMU](DeviceBacking::persist_iommu). It stores no descriptor of the function, so the kernel resets the function when
 //! the process dies. The successor restores the IOMMU, opens the function, disables its controller, and continues as
 //! after any crash. It finds the memory of VMs still mapped and pins nothing again.
 //!

@@ -40,7 +40,7 @@ const FLUSH_POLL_INTERVAL: Duration = Duration::from_micros(200);
 /// Time without commands after which a queue counts as idle.
 const IDLE_TIME: Duration = Duration::from_secs(1);
 
-/// [`REST`] as a number of checks by the drive monitor.
+/// [`IDLE_TIME`] as a number of checks by the drive monitor.
 const IDLE_CHECKS: u32 = (IDLE_TIME.as_millis() / CHECK_INTERVAL.as_millis()) as u32;
 
 /// Maximum attempts at a Flush that resets or Aborts interrupt.
@@ -510,7 +510,7 @@ impl PhysicalDrive {
         self.counters.resets.load(Ordering::Relaxed)
     }
 
-    /// Returns the pairs, or an error if a reset takes longer than [`RESET_PATIENCE`].
+    /// Returns the pairs, or an error if a reset takes longer than [`RESET_TIMEOUT`].
     pub(super) fn wait_for_pairs(&self) -> Result<MutexGuard<'_, QueuePairs>, ControllerError> {
         let pairs = lock(&self.pairs);
         let waited = self

@@ -6,7 +6,7 @@
 //! Commands that were not submitted to the drive yet wait for the end of the reset.
 //!
 //! Registers that read as all ones do not prove that the drive is gone: its link may be down, or the kernel may be
-//! resetting the function. The reset therefore waits for `CAP.TO` plus [`LINK_TIME`] at most. The drive is given up
+//! resetting the function. The reset therefore waits for `CAP.TO` plus [`LINK_TIMEOUT`] at most. The drive is given up
 //! earlier if the host wants it back.
 //!
 //! A reset may take minutes and does not hold the lock of the pairs meanwhile. Reservations can end during a reset, but

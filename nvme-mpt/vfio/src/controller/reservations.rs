@@ -1,7 +1,7 @@
 //! Queue pairs that are reserved for leases.
 //!
 //! A reservation takes its pairs when it is made: unused pairs first, then those with the fewest users. Queues of other leases
-//! migrate from these pairs to unreserved pairs ([`moves`](super::super::pair)). So a reservation is refused only if other
+//! migrate from these pairs to unreserved pairs ([`migration`](super::super::pair)). So a reservation is refused only if other
 //! reservations leave too few pairs. One pair always stays unreserved, for queues without a reservation, wipes and flushes.
 //!
 //! The drive monitor evens out the queues among the unreserved pairs, so a freed pair goes to queues that share a pair.

@@ -33,7 +33,7 @@ pub struct LeaseShare {
     time_per_byte: AtomicU64,
     /// Bytes that were dispatched while the drive was weighed.
     dispatched_bytes: AtomicU64,
-    /// Value of `launched` from which the lease must wait for the next survey; `u64::MAX` without a limit.
+    /// Value of `dispatched_bytes` from which the lease must wait for the next survey; `u64::MAX` without a limit.
     dispatch_limit: AtomicU64,
     /// True while the leased namespace is missing or has another block size.
     is_revoked: AtomicBool,

@@ -2,7 +2,7 @@
 //!
 //! The drive monitor lends. The borrowing queue becomes a user of the idle pair and remembers its home pair. The first
 //! batch of one of the lending pair's own queues calls the borrowers back: they migrate home before the batch is served.
-//! Their commands in flight complete on the pair that they leave (`moves.rs`).
+//! Their commands in flight complete on the pair that they leave (`migration.rs`).
 //!
 //! Reserved pairs are never lent.
 

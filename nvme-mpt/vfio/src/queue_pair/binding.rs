@@ -1,4 +1,4 @@
-//! Bindings of queues to queue pairs, and the state of a queue that [migrates](super::moves).
+//! Bindings of queues to queue pairs, and the state of a queue that [migrates](super::migration).
 
 use std::sync::{Arc, PoisonError, Weak};
 

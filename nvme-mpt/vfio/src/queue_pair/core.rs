@@ -4,7 +4,7 @@
 //! user. Otherwise commands wait in front of the ring and are dispatched in this order:
 //!
 //! 1. Commands of light users, at once, regardless of their leases' weights.
-//! 2. Commands of heavy users, in bytes by [the weights of their leases](super::turns), as far as the [governor's
+//! 2. Commands of heavy users, in bytes by [the weights of their leases](super::arbitration), as far as the [governor's
 //!    window](super::governor) allows. A split command counts by the children that go to the drive, not as a whole.
 //!
 //! While a light user is active on any pair of the drive, or while the drive is [contended](super::survey), commands of lone
@@ -36,7 +36,7 @@ use nvme_spec::status::Status;
 /// Heavy users leave 1/16 of the ring's entries to light users, at least one entry.
 const LIGHT_ENTRIES_DIVISOR: usize = 16;
 
-/// Maximum wait of a user whose lease has used up its share, as a fraction of [presence](DriveGovernor::presence): 1/16, or 62
+/// Maximum wait of a user whose lease has used up its share, as a fraction of [presence](DriveGovernor::activity_ticks): 1/16, or 62
 /// ms. After this wait the user launches one command nevertheless. So 256 commands of a queue take at most 16 s, less than the
 /// guest driver's timeout.
 const HOLD_BACK_DIVISOR: u64 = 16;
@@ -60,7 +60,7 @@ enum QueuePairState {
 /// Part of a user's next command that goes to the drive as one entry.
 #[derive(Clone, Copy)]
 struct CommandPortion {
-    /// Weight in bytes, as [`QueuePairCore::next`] returned it for `most`.
+    /// Weight in bytes, as [`QueuePairCore::next_command`] returned it for `most`.
     weight: u64,
     /// Maximum bytes.
     bytes_max: u64,
@@ -92,7 +92,7 @@ pub(super) struct QueuePairCore {
     borrowers: usize,
     /// Number of users whose lease is revoked.
     revoked: usize,
-    /// True if the pair's only user is neither migrating nor revoked, and its slots fit the plain table ([`PLAIN`]).
+    /// True if the pair's only user is neither migrating nor revoked, and its slots fit the plain table ([`PLAIN_SLOTS`]).
     has_lone_user: bool,
     /// Migrations that the queues have not noticed yet.
     migrations: QueueMigrations,
@@ -633,7 +633,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Takes the next user out of arbitration for a fraction (`HELD_LOOKS`) of the presence time.
+    /// Takes the next user out of arbitration for a fraction (`HOLD_CHECK_DIVISOR`) of the presence time.
     fn hold_back(&mut self, number: u16, now: Ticks) {
         self.sharing.arbitration.skip();
         if let Some(member) = self.user(number) {

@@ -1,6 +1,6 @@
 //! Governor of a drive: limits the bytes that busy users may have in flight while quiet users are active.
 //!
-//! The governor shares the drive in time; arbitration within a pair is by weighted fair queueing (`turns.rs`).
+//! The governor shares the drive in time; arbitration within a pair is by weighted fair queueing (`arbitration.rs`).
 //!
 //! A user is *light* while it has few and small commands outstanding ([`CommandClass::is_heavy`]); its commands go to the drive
 //! at once. All other users are *heavy*. The *window* is the maximum of all heavy users' bytes in flight, over all queue pairs.
@@ -57,7 +57,7 @@ const UNKNOWN: u64 = u64::MAX;
 /// State by which a drive's queue pairs share the drive.
 #[derive(Debug)]
 pub struct DriveGovernor {
-    /// [`PRESENCE`], in ticks.
+    /// [`ACTIVITY_TIME`], in ticks.
     activity_ticks: u64,
     window: AtomicU64,
     /// Time until which no command is submitted directly, on any pair; `u64::MAX` while light commands are in flight.
@@ -122,7 +122,7 @@ impl DriveGovernor {
     }
 
     /// Sets the timeout of commands, so that the bytes in flight are limited to what the drive completes in time
-    /// (`pair/backlog.rs`).
+    /// (`queue_pair/inflight_bound.rs`).
     #[must_use]
     pub fn with_timeout(self, time_out: Duration, rate: TickRate) -> Self {
         let patience = rate.ticks(time_out / 4);
@@ -221,7 +221,7 @@ impl DriveGovernor {
         self.weight_limited_until.store(until, Ordering::Relaxed);
     }
 
-    /// Ends the limits of [`Self::weigh`].
+    /// Ends the limits of [`Self::limit_by_weight`].
     pub(super) fn end_weight_limits(&self) {
         self.weight_limited_until.store(0, Ordering::Relaxed);
     }

@@ -1,7 +1,7 @@
 //! Users of a queue pair whose leases have used up their bytes until the next survey.
 //!
 //! Limits change in surveys, ten times a second, while the pair is polled all the time. So these users take no part in
-//! [arbitration](super::turns) until they are due. The cost of a poll then depends only on the users that can be served.
+//! [arbitration](super::arbitration) until they are due. The cost of a poll then depends only on the users that can be served.
 
 use std::collections::VecDeque;
 

@@ -151,7 +151,7 @@ impl LateCommand {
 /// Snapshot of a queue pair's in-flight commands.
 #[derive(Clone, Debug, Default)]
 pub struct InFlightSample {
-    /// The oldest commands that were not reported yet, [`OLDEST`] at most.
+    /// The oldest commands that were not reported yet, [`OLDEST_MAX`] at most.
     pub oldest: Vec<LateCommand>,
     /// Number of in-flight commands.
     pub in_flight: usize,
@@ -293,21 +293,21 @@ impl InFlightCommands {
         is_unused
     }
 
-    /// Adds a command of the user that [owns](Self::own) the plain table, while there is [room](Self::free); `slot` is
-    /// below [`PLAIN`]. Returns the identifier. [`Self::count_plain`] must count the command.
+    /// Adds a command of the user that [owns](Self::acquire_plain_table) the plain table, while there is [room](Self::free); `slot` is
+    /// below [`PLAIN_SLOTS`]. Returns the identifier. [`Self::count_inserted_plain`] must count the command.
     #[inline]
     pub(super) fn insert_plain(&mut self, slot: u16, now: Ticks) -> CommandId {
         debug_assert!(slot <= INDEX_MASK);
         self.plain[usize::from(slot & INDEX_MASK)].occupy(now)
     }
 
-    /// Counts commands added by [`Self::take_off`].
+    /// Counts commands added by [`Self::insert_plain`].
     #[inline]
     pub(super) fn count_inserted_plain(&mut self, commands: usize) {
         self.in_flight += commands;
     }
 
-    /// Counts commands removed by [`Self::land_plain`].
+    /// Counts commands removed by [`Self::remove_plain`].
     #[inline]
     pub(super) fn count_removed_plain(&mut self, commands: usize) {
         self.in_flight -= commands;
@@ -330,7 +330,7 @@ impl InFlightCommands {
     }
 
     /// Removes a completed plain command and returns its slot; `None` if no in-flight command without flags has this
-    /// identifier. [`Self::count_landed_plain`] must count the command.
+    /// identifier. [`Self::count_removed_plain`] must count the command.
     #[inline]
     pub(super) fn remove_plain(&mut self, cid: CommandId) -> Option<u16> {
         let slot = cid.0 & INDEX_MASK;

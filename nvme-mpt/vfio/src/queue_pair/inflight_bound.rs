@@ -4,10 +4,10 @@
 //! are in flight are limited to what the drive completes in a quarter of that time. Further commands wait at their queue pair.
 //! A drive that is known to be fast has no limit, and commands of lone users go to such a drive directly and are not counted.
 //!
-//! Until the drive has proved fast, commands of more than [`SMALL`] bytes do not go directly to the drive. The drive monitor
+//! Until the drive has proved fast, commands of more than [`DIRECT_BYTES_MAX`] bytes do not go directly to the drive. The drive monitor
 //! decides ten times a second whether the drive is fast:
 //!
-//! - A drive that completes [`FLOOD`] in a quarter of `timeout=` is fast.
+//! - A drive that completes [`FAST_THRESHOLD`] in a quarter of `timeout=` is fast.
 //! - A drive whose commands take longer than an eighth of `timeout=` is not fast. To count as fast again, the drive must
 //!   complete four times as many bytes in a quarter of `timeout=`. While commands take that long, small commands do not go
 //!   directly either.
@@ -22,7 +22,7 @@ pub(super) const INITIAL_LIMIT: u64 = 2 << 20;
 /// many bytes (256 MiB): 16 queues of 64 commands of 256 KiB.
 const FAST_THRESHOLD: u64 = 64 << 20;
 
-/// Maximum to which the threshold [`FLOOD`] is raised.
+/// Maximum to which the threshold [`FAST_THRESHOLD`] is raised.
 const FAST_THRESHOLD_MAX: u64 = 4 << 30;
 
 /// Minimum of the limit, in bytes.
@@ -91,7 +91,7 @@ impl InFlightBound {
         (!self.is_fast).then_some(self.bound)
     }
 
-    /// Returns whether commands take longer than half of `patience` on average. Returns false if the drive has completed
+    /// Returns whether commands take longer than half of `quarter_timeout` on average. Returns false if the drive has completed
     /// nothing, because it may be executing one long command.
     pub(super) fn is_late(&self, work: DriveWork) -> bool {
         let time = u128::from(work.inflight_commands) * u128::from(work.elapsed);

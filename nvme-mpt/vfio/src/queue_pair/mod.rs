@@ -2,8 +2,8 @@
 //!
 //! [`VfioQueuePair`] is the controller's handle of a queue pair, for its creation, supervision and removal. [`VfioQueue`]
 //! is the handle of one queue pair user; `core.rs` arbitrates between the commands of all users. A queue can migrate to
-//! another pair (`moves.rs`). A pair whose own queues are idle can be lent to others (`loans.rs`). Commands that exceed
-//! the drive's limits are split and rejoined (`split.rs`). `flight.rs` tracks in-flight commands by their host Command
+//! another pair (`migration.rs`). A pair whose own queues are idle can be lent to others (`ballooning.rs`). Commands that exceed
+//! the drive's limits are split and rejoined (`split.rs`). `inflight.rs` tracks in-flight commands by their host Command
 //! Identifier.
 //!
 //! # Lock order

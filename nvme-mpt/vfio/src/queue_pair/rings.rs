@@ -93,7 +93,7 @@ impl VfioQueuePairRings {
         (self.sq.mapping(), self.cq_offset as usize)
     }
 
-    /// Writes an entry with this Command Identifier at the tail; [`Self::ring`] notifies the drive. At most `entries - 1`
+    /// Writes an entry with this Command Identifier at the tail; [`Self::ring_sq`] notifies the drive. At most `entries - 1`
     /// commands may be in flight.
     #[inline]
     pub(super) fn push(&mut self, entry: &Sqe, cid: CommandId) {

@@ -14,7 +14,7 @@ use nvme_mpt_memory::clock::Ticks;
 struct QueuePairUserActivity {
     last_user: u16,
     last_seen: Ticks,
-    /// Last time at which a user other than `last` was active.
+    /// Last time at which a user other than `last_user` was active.
     other_seen: Ticks,
 }
 

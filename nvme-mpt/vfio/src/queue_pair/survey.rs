@@ -150,7 +150,7 @@ pub struct DriveSurvey {
     submitted_commands: u64,
     /// Commands in flight at the last survey, of all pairs.
     inflight_commands: u64,
-    /// Part of `has` that was submitted directly.
+    /// Part of `inflight_commands` that was submitted directly.
     direct_commands: u64,
 }
 
@@ -221,7 +221,7 @@ impl DriveSurvey {
         governor.set_direct_commands(direct);
     }
 
-    /// Returns the loads of the [priority classes](CLASSES) at the last survey.
+    /// Returns the loads of the [priority classes](PRIORITY_CLASSES) at the last survey.
     #[must_use]
     pub fn class_loads(&self) -> [ClassLoad; PRIORITY_CLASSES.len()] {
         let mut loads = [ClassLoad::default(); PRIORITY_CLASSES.len()];

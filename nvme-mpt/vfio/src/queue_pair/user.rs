@@ -39,7 +39,7 @@ pub(super) struct QueuePairUser {
     pub(super) done: Vec<HostCompletion>,
     /// True if the user is in the list of users with light commands waiting.
     pub(super) is_in_lights: bool,
-    /// True while the user is [held back](super::held_back).
+    /// True while the user is [held back](super::is_held_back).
     pub(super) is_held_back: bool,
     /// Time until which the user counts as heavy.
     pub(super) heavy_until: Ticks,
@@ -145,7 +145,7 @@ impl QueuePairUser {
         Some((head.class, len.max(WEIGHT_MIN)))
     }
 
-    /// Takes the command or the child that [`Self::next`] has described. A child comes with the number of its first grain.
+    /// Takes the command or the child that [`Self::next_command`] has described. A child comes with the number of its first grain.
     pub(super) fn take_next(&mut self, most: u64) -> Option<(Sqe, Option<u16>)> {
         let head = self.waiting.front()?;
         if let Some(splits) = &mut self.splits

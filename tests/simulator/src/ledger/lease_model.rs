@@ -149,7 +149,7 @@ struct OpenOperation {
     process: u64,
     id: Id,
     operation: LedgerOperation,
-    /// Value of the id's counter in `moves` after the start of the operation.
+    /// Value of the id's counter in `change_count` after the start of the operation.
     change_count: u64,
     /// Grant at the start of the operation.
     before: Option<Grant>,
@@ -243,7 +243,7 @@ impl LeaseModel {
         OperationToken(number)
     }
 
-    /// Records the end of an operation. For grants and growth, see `granted` and `grown`.
+    /// Records the end of an operation. For grants and growth, see `record_grant` and `record_growth`.
     pub(super) fn end(&self, token: OperationToken, outcome: Outcome) {
         let mut state = self.state();
         if let Some(open) = state.open_operations.remove(&token.0) {

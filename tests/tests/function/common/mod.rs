@@ -236,7 +236,7 @@ impl Host {
         self.open_local_backend_with(id, setup, parts)
     }
 
-    /// Creates a back end as [`Self::attachment`] does, with these shared parts.
+    /// Creates a back end as [`Self::open_local_backend`] does, with these shared parts.
     pub(crate) fn open_local_backend_with(
         &self,
         id: &str,
@@ -246,7 +246,7 @@ impl Host {
         self.open_local_backend_with_spares(id, setup, parts, None)
     }
 
-    /// Creates a back end as [`Self::attachment_with`] does, with a store for spare descriptors.
+    /// Creates a back end as [`Self::open_local_backend_with`] does, with a store for spare descriptors.
     pub(crate) fn open_local_backend_with_spares(
         &self,
         id: &str,

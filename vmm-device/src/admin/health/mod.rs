@@ -140,7 +140,7 @@ impl GuestDriveHealth {
         }
     }
 
-    /// Returns whether the last request is at least `WATCH_INTERVAL` ago.
+    /// Returns whether the last request is at least `HEALTH_POLL_INTERVAL` ago.
     pub(super) fn is_due(&self) -> bool {
         self.is_older_than(HEALTH_POLL_INTERVAL)
     }

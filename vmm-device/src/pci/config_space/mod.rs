@@ -316,7 +316,7 @@ impl ConfigSpace {
         self.is_command_written && self.contents[usize::from(COMMAND)] == 0
     }
 
-    /// Restores checked contents, and the value that [`Self::is_switched_off`] returned. Returns the BARs that moved.
+    /// Restores checked contents, and the value that [`Self::is_command_cleared`] returned. Returns the BARs that moved.
     pub(crate) fn restore(&mut self, saved: &[u8], switched_off: bool) -> Vec<BarMove> {
         let before = self.bar_addresses();
         self.layout = self.saved_layout(saved);

@@ -152,7 +152,7 @@ impl Uring {
     }
 
     /// Keeps files open until the last request has ended, even if this process ends earlier. VMs whose memory the requests
-    /// access also regard the process as present until then ([`presence`]).
+    /// access also regard the process as present until then ([`activity_ticks`]).
     pub(in crate::file) fn keep_open<'a>(
         &self,
         files: impl Iterator<Item = &'a File>,

@@ -518,7 +518,7 @@ pub(in crate::file) fn metadata(_: &Path) -> io::Result<Metadata> {
     Ok(Metadata(with(|kernel| kernel.disk.bytes())))
 }
 
-/// Counterpart of [`nvme_lease::origin::BackingId`].
+/// Counterpart of [`nvme_lease::backing_id::BackingId`].
 #[derive(Clone, Debug)]
 pub(in crate::file) struct BackingId(DriveIdentity);
 

@@ -121,9 +121,9 @@ pub(crate) struct LeasedFile {
     has_lost_writes: AtomicBool,
     /// True if the lease continues after another process, so that some of the VMM's writes are older than this process.
     is_continued: AtomicBool,
-    /// Copy of `lost` that a successor process can read.
+    /// Copy of `has_lost_writes` that a successor process can read.
     record: OnceLock<LeaseWriteErrorRecord>,
-    /// Held while `lost` is copied to `record`, so that the newest value is copied last.
+    /// Held while `has_lost_writes` is copied to `record`, so that the newest value is copied last.
     record_lock: Mutex<()>,
     events: Mutex<Weak<EventQueue>>,
     /// Locks on the lease's bytes against other processes. They are held until the last queue has ended.
@@ -168,7 +168,7 @@ impl LeasedFile {
     /// Locks a range and adds it to the lease.
     ///
     /// # Errors
-    /// As [`LeaseFileLocks::add`].
+    /// As [`LeaseFileLocks::add_range`].
     pub(super) fn add_range(&self, range: ByteRange) -> io::Result<()> {
         if let Some(locks) = &self.locks {
             locks.lock_range(range)?;
@@ -257,7 +257,7 @@ impl LeasedFile {
         }
     }
 
-    /// Copies `lost` to the record.
+    /// Copies `has_lost_writes` to the record.
     fn update_record(&self) {
         let _recording = self
             .record_lock

@@ -210,7 +210,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
 
     /// Starts newly submitted commands whose resources are available.
     ///
-    /// The requests of the first [`FIRST_PART`] short commands are submitted to the kernel at once, then the requests of twice
+    /// The requests of the first [`FIRST_PART_COMMANDS`] short commands are submitted to the kernel at once, then the requests of twice
     /// as many commands, and so on. So the device begins with the first requests while later ones are prepared, and a batch
     /// takes few system calls.
     fn start_submitted(&mut self, memory: HostMemory<'_>) {

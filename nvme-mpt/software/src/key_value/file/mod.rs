@@ -1,7 +1,7 @@
 //! Pairs in a file. A completed command survives a crash and a power failure.
 //!
-//! `layout` defines the file, and `synced` makes a sync cover all earlier writes. `store` executes requests in transactions of
-//! an embedded database. `desk` passes requests from the queues to the thread that executes these transactions. A transaction
+//! `layout` defines the file, and `synced_file` makes a sync cover all earlier writes. `database` executes requests in transactions of
+//! an embedded database. `request_queue` passes requests from the queues to the thread that executes these transactions. A transaction
 //! includes a sync of the file, which takes long. So transactions run in this thread instead of a poller, and each combines all
 //! waiting requests.
 //!

@@ -5,7 +5,7 @@
 //! which frees its buffer space. A read waits for its die, the channel and the link. Copies and erasures of garbage collection
 //! occupy dies and channels like host commands, and delay later commands.
 //!
-//! `geometry` defines where pages lie. `ftl` maps them and collects garbage. `flash` connects an instance to its dies. `keep`
+//! `geometry` defines where pages lie. `ftl` maps them and collects garbage. `flash` connects an instance to its dies. `persistence`
 //! saves the map beside a drive's file.
 
 mod flash;

@@ -133,7 +133,7 @@ pub(super) struct ControlParts<'a> {
 
 impl ControlParts<'_> {
     pub(super) fn to_control_state(
-        &self,
+        self,
         admin: SavedAdminState,
         queues: PersistedQueues,
     ) -> ControlState {

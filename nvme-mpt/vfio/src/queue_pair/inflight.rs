@@ -108,7 +108,7 @@ impl CommandIdEntry {
     }
 
     /// Converts the drive's status to the user's status.
-    fn to_user_status(&self, status: Status) -> Status {
+    fn to_user_status(self, status: Status) -> Status {
         // The abort was not the guest's request, so its driver must retry.
         if self.tag.has(CommandIdTag::ABORTED) && status.code() == Status::ABORT_REQUESTED {
             Status::COMMAND_INTERRUPTED

@@ -51,7 +51,7 @@ fn read_counter(input: &mut impl Read) -> Result<u64, FtlStateError> {
 }
 
 impl FlashGeometry {
-    fn to_array(&self) -> [u32; 6] {
+    fn to_array(self) -> [u32; 6] {
         let Self {
             dies,
             unit_pages,
@@ -59,7 +59,7 @@ impl FlashGeometry {
             line_pages,
             lines,
             logical_pages,
-        } = *self;
+        } = self;
         [
             dies,
             unit_pages,

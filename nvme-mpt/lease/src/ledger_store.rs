@@ -40,7 +40,6 @@ use super::lease_settings::LeaseSettingsById;
 use super::private_files::{PrivateFileError, allow_search, make_private_dir, open_private_file};
 use super::range_owners::{self, RangeCandidate, RangeOwner};
 use super::uncorrectable::UncorrectableBytes;
-use crate::range::ByteRange;
 use crate::range_lock::{FileLockHolders as LockHolders, ProcLockKind, describe_holders};
 
 /// For each base, the drive name from which the names that guests see are derived.
@@ -60,20 +59,7 @@ const REPLACING: u8 = 1;
 const DURABLE: u8 = 0;
 
 /// Version of the ledger's format.
-const VERSION: u32 = 5;
-
-/// Format without former and other names of drives, and without unreadable blocks.
-const VERSION_WITHOUT_NAMES: u64 = 4;
-
-/// Format without terms of ids.
-const VERSION_WITHOUT_SETTINGS: u64 = 3;
-
-/// Format in which each lease is one range.
-const VERSION_SINGLE_RANGE: u64 = 2;
-
-/// Format without previous owners, in which each lease is one range. When it is read, the ids of its leases become the owners
-/// of the ranges.
-const VERSION_WITHOUT_OWNERS: u64 = 1;
+const VERSION: u32 = 1;
 
 /// Timeout of waiting for another process that changes the ledger. A change takes milliseconds, so a longer wait means
 /// that the process is stopped or stuck.
@@ -198,38 +184,6 @@ fn is_zero(number: &u16) -> bool {
     *number == 0
 }
 
-/// A lease in the formats in which each lease is one range.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RangeRecord {
-    id: String,
-    drive: String,
-    nsid: u32,
-    range: ByteRange,
-    pid: u32,
-    slot: u64,
-    #[serde(default)]
-    ending: bool,
-    #[serde(default)]
-    reserved_pairs: u16,
-}
-
-impl From<RangeRecord> for LedgerRecord {
-    fn from(record: RangeRecord) -> Self {
-        Self {
-            id: record.id,
-            drive: record.drive,
-            nsid: record.nsid,
-            extents: record.range.into(),
-            unit: None,
-            pid: record.pid,
-            slot: record.slot,
-            ending: record.ending,
-            reserved_pairs: record.reserved_pairs,
-        }
-    }
-}
-
 impl LedgerRecord {
     /// Returns the lease's extents as candidates for its id.
     pub(super) fn candidates(&self) -> impl Iterator<Item = RangeCandidate<'_>> {
@@ -242,35 +196,6 @@ impl LedgerRecord {
                 range,
                 lease_offset: self.unit.and(Some(at)),
             })
-    }
-}
-
-/// The ledger in the formats in which each lease is one range.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RangeRecords {
-    #[serde(rename = "version")]
-    _version: u32,
-    next_slot: u64,
-    leases: Vec<RangeRecord>,
-    #[serde(default)]
-    tenants: Vec<RangeOwner>,
-}
-
-impl From<RangeRecords> for LedgerRecords {
-    fn from(records: RangeRecords) -> Self {
-        Self {
-            version: VERSION,
-            next_slot: records.next_slot,
-            leases: records.leases.into_iter().map(LedgerRecord::from).collect(),
-            tenants: records.tenants,
-            terms: LeaseSettingsById::new(),
-            namings: GuestNameSources::new(),
-            partly_known: BTreeSet::new(),
-            other_names: OtherNames::new(),
-            known: KnownDrives::new(),
-            uncorrectable: Vec::new(),
-        }
     }
 }
 
@@ -381,28 +306,13 @@ impl LedgerRecords {
             source,
         };
         let header: LedgerVersionHeader = serde_json::from_slice(text).map_err(damaged)?;
-        let ranges = || serde_json::from_slice::<RangeRecords>(text);
-        let mut records: Self = match header.version {
-            version if version == u64::from(VERSION) => {
-                serde_json::from_slice(text).map_err(damaged)?
-            }
-            VERSION_WITHOUT_SETTINGS | VERSION_WITHOUT_NAMES => Self {
-                version: VERSION,
-                ..serde_json::from_slice(text).map_err(damaged)?
-            },
-            VERSION_SINGLE_RANGE | VERSION_WITHOUT_OWNERS => ranges().map_err(damaged)?.into(),
-            found => {
-                return Err(LedgerStoreError::Version {
-                    path: path.to_owned(),
-                    found,
-                });
-            }
-        };
-        if header.version == VERSION_WITHOUT_OWNERS {
-            let places = records.leases.iter().flat_map(LedgerRecord::candidates);
-            let tenants = places.flat_map(|place| RangeOwner::from_candidate(&place));
-            records.tenants = tenants.collect();
+        if header.version != u64::from(VERSION) {
+            return Err(LedgerStoreError::Version {
+                path: path.to_owned(),
+                found: header.version,
+            });
         }
+        let records: Self = serde_json::from_slice(text).map_err(damaged)?;
         if let Some(tenant) = records.tenants.iter().find(|tenant| !tenant.is_valid()) {
             return Err(damaged(serde_json::Error::custom(format!(
                 "the data of \"{}\" in {} ends beyond what 64 bits can count in its lease",
@@ -752,6 +662,7 @@ mod tests {
 
     use super::super::lease_settings::LeaseSettings;
     use super::*;
+    use crate::range::ByteRange;
 
     fn record(id: &str, slot: u64) -> LedgerRecord {
         LedgerRecord {
@@ -885,15 +796,14 @@ mod tests {
         for bad in [
             r#"{"version":1,"next_slot":0,"leases":[],"more":1}"#,
             r#"{"version":1,"next_slot":9223372036854775807,"leases":[]}"#,
-            r#"{"version":1,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":0},"pid":1,"slot":0}]}"#,
-            r#"{"version":1,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":1},"pid":1,"slot":3}]}"#,
-            r#"{"version":3,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":1},"pid":1,"slot":0}]}"#,
-            r#"{"version":3,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"extents":[],"pid":1,"slot":0}]}"#,
-            r#"{"version":3,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"extents":[{"start":0,"length":2},{"start":1,"length":1}],"pid":1,"slot":0}]}"#,
-            r#"{"version":3,"next_slot":0,"leases":[],"tenants":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":2},"at":18446744073709551614}]}"#,
-            r#"{"version":4,"next_slot":0,"leases":[],"terms":{"a":{"owner":-1}}}"#,
-            r#"{"version":4,"next_slot":0,"leases":[],"terms":{"a":{"more":1}}}"#,
-            r#"{"version":5,"next_slot":0,"leases":[],"other_names":{"disk:a":"disk:b"}}"#,
+            r#"{"version":1,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":1},"pid":1,"slot":0}]}"#,
+            r#"{"version":1,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"extents":[{"start":0,"length":1}],"pid":1,"slot":3}]}"#,
+            r#"{"version":1,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"extents":[],"pid":1,"slot":0}]}"#,
+            r#"{"version":1,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"extents":[{"start":0,"length":2},{"start":1,"length":1}],"pid":1,"slot":0}]}"#,
+            r#"{"version":1,"next_slot":0,"leases":[],"tenants":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":2},"at":18446744073709551614}]}"#,
+            r#"{"version":1,"next_slot":0,"leases":[],"terms":{"a":{"owner":-1}}}"#,
+            r#"{"version":1,"next_slot":0,"leases":[],"terms":{"a":{"more":1}}}"#,
+            r#"{"version":1,"next_slot":0,"leases":[],"other_names":{"disk:a":"disk:b"}}"#,
         ] {
             fs::write(&path, bad).unwrap();
             let error = folder.read().unwrap_err();
@@ -902,96 +812,27 @@ mod tests {
     }
 
     #[test]
-    fn leases_of_the_format_before_are_tenants() {
-        let dir = tempfile::tempdir().unwrap();
-        let folder = LedgerDirectory::new(dir.path());
-        let before = r#"{"version":1,"next_slot":4,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":512},"pid":1,"slot":3}]}"#;
-        fs::write(dir.path().join("leases.json"), before).unwrap();
-        let records = folder.read().unwrap();
-        let tenants: Vec<_> = records.leases[0]
-            .candidates()
-            .flat_map(|place| RangeOwner::from_candidate(&place))
-            .collect();
-        assert_eq!((records.tenants.len(), &records.tenants), (1, &tenants));
-        folder.lock().unwrap().write(&records).unwrap();
-        assert_eq!(folder.read().unwrap(), records);
-    }
-
-    #[test]
-    fn leases_of_the_format_of_ranges_are_read() {
+    fn the_stored_format_stays_readable() {
         let dir = tempfile::tempdir().unwrap();
         let folder = LedgerDirectory::new(dir.path());
         let path = dir.path().join("leases.json");
-        let before = r#"{"version":2,"next_slot":4,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":512},"pid":1,"slot":3,"ending":true,"reserved_pairs":2}],"tenants":[{"id":"b","drive":"d","nsid":1,"range":{"start":512,"length":512},"released":true}]}"#;
-        fs::write(&path, before).unwrap();
+        let stored = include_str!("stored/leases_1.json");
+        fs::write(&path, stored).unwrap();
         let read = folder.read().unwrap();
-        let record = LedgerRecord {
-            id: "a".to_owned(),
-            drive: "d".to_owned(),
-            extents: ByteRange::new(0, 512).unwrap().into(),
-            pid: 1,
-            ending: true,
-            reserved_pairs: 2,
-            ..record("a", 3)
-        };
-        assert_eq!(read.leases, [record]);
-        assert_eq!(read.tenants.len(), 1);
-        folder.lock().unwrap().write(&read).unwrap();
-        let text = fs::read_to_string(&path).unwrap();
-        assert!(
-            text.contains("\"version\": 5") && !text.contains("\"unit\""),
-            "{text}"
-        );
-        assert_eq!(folder.read().unwrap(), read);
-    }
-
-    #[test]
-    fn terms_of_ids_are_read_and_formats_before_have_none() {
-        let dir = tempfile::tempdir().unwrap();
-        let folder = LedgerDirectory::new(dir.path());
-        let path = dir.path().join("leases.json");
-        let before = r#"{"version":3,"next_slot":4,"leases":[],"tenants":[]}"#;
-        fs::write(&path, before).unwrap();
-        let mut read = folder.read().unwrap();
-        assert!(read.terms.is_empty());
         let terms = LeaseSettings {
             owner: Some(1001),
             limits: Some("iops=100".to_owned()),
         };
-        read.terms.insert("a".to_owned(), terms);
+        assert_eq!(read.terms, [("a".to_owned(), terms)].into());
+        let leases = read.leases.iter();
+        let leases: Vec<_> = leases.map(|lease| (&*lease.id, lease.unit)).collect();
+        assert_eq!(leases, [("a", None), ("b", Some(1 << 20))]);
         folder.lock().unwrap().write(&read).unwrap();
-        assert_eq!(folder.read().unwrap(), read);
-        let text = fs::read_to_string(&path).unwrap();
-        assert!(
-            text.contains("\"version\": 5"),
-            "older programs refuse it: {text}"
+        assert_eq!(
+            fs::read_to_string(&path).unwrap(),
+            stored,
+            "The ledger's format has changed: raise VERSION, or give a new value a default that is not written"
         );
-    }
-
-    #[test]
-    fn leases_by_size_are_read_as_they_were_written() {
-        let dir = tempfile::tempdir().unwrap();
-        let folder = LedgerDirectory::new(dir.path());
-        let parts = ["5M+1M", "1M+2M"].map(|text| text.parse().unwrap());
-        let by_size = LedgerRecord {
-            extents: LeaseExtents::new(parts.to_vec()).unwrap(),
-            unit: Some(1 << 20),
-            ..record("a", 0)
-        };
-        let tenants = by_size
-            .candidates()
-            .flat_map(|place| RangeOwner::from_candidate(&place))
-            .collect();
-        let records = LedgerRecords {
-            next_slot: 1,
-            leases: vec![by_size],
-            tenants,
-            ..LedgerRecords::default()
-        };
-        folder.lock().unwrap().write(&records).unwrap();
-        assert_eq!(folder.read().unwrap(), records);
-        let text = fs::read_to_string(dir.path().join("leases.json")).unwrap();
-        assert!(text.contains("\"at\": 1048576"), "{text}");
     }
 
     #[test]
@@ -999,11 +840,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let folder = LedgerDirectory::new(dir.path());
         let path = dir.path().join("leases.json");
-        fs::write(&path, r#"{"version":6,"unknown":[]}"#).unwrap();
+        fs::write(&path, r#"{"version":2,"unknown":[]}"#).unwrap();
         assert_eq!(
             folder.read().unwrap_err().to_string(),
             format!(
-                "The ledger {} has format 6, this program knows format 5; use the version that wrote it",
+                "The ledger {} has format 2, this program knows format 1; use the version that wrote it",
                 path.display()
             )
         );

@@ -163,13 +163,6 @@ pub(super) fn backing_parts(place: &RangeCandidate<'_>) -> Vec<BackingPart> {
 }
 
 impl RangeOwner {
-    /// Creates the entries that record the id of `place` as the owner of its bytes, one entry for each base.
-    pub(super) fn from_candidate(place: &RangeCandidate<'_>) -> Vec<Self> {
-        let parts = backing_parts(place);
-        let tenants = parts.iter().map(|part| Self::new(part.candidate(place)));
-        tenants.collect()
-    }
-
     fn new(place: RangeCandidate<'_>) -> Self {
         Self {
             id: place.id.to_owned(),

@@ -1,5 +1,4 @@
-//! Drives that had other names: in an earlier boot of the host, in an earlier version, or when the host reported other
-//! attributes of them.
+//! Drives that had other names: in an earlier boot of the host, or when the host reported other attributes of them.
 //!
 //! A disk with neither a WWID nor a serial number gets another kernel name at each boot. After a reboot, the ledger cannot tell
 //! which of the present disks a recorded disk is. So until the operator decides, the ledger grants no bytes of a disk that may
@@ -507,12 +506,12 @@ mod tests {
         }
     }
 
-    /// Creates a ledger with adjacent leases by size on a drive whose name ended with a boot.
-    fn of_old_version(drive: &str, ids: &[&str]) -> (tempfile::TempDir, Ledger) {
+    /// Creates a ledger with adjacent leases by size on a drive whose name ended with a boot, such as one that had a lasting name
+    /// then.
+    fn with_temporary_name(drive: &str, ids: &[&str]) -> (tempfile::TempDir, Ledger) {
         let dir = tempfile::tempdir().unwrap();
         let ledger = Ledger::open(&dir.path().join("state"));
         for id in ids {
-            // That version did not distinguish such names.
             drop(ledger.acquire(&request(id, "disk:any", SIZE)).unwrap());
         }
         let path = dir.path().join("state/leases.json");
@@ -770,10 +769,10 @@ mod tests {
     }
 
     #[test]
-    fn leases_by_size_of_an_earlier_version_go_on_until_the_boot() {
+    fn leases_by_size_on_a_temporary_name_go_on_until_the_boot() {
         let boot = backing_id::boot_id();
         let drive = format!("disk:{boot}/5");
-        let (_dir, ledger) = of_old_version(&drive, &["a", "b"]);
+        let (_dir, ledger) = with_temporary_name(&drive, &["a", "b"]);
         for id in ["b", "a"] {
             let lease = ledger.acquire(&request(id, &drive, SIZE)).unwrap();
             let start = lease.extents().parts()[0].start();
@@ -830,7 +829,7 @@ mod tests {
     fn a_file_goes_on_under_the_name_of_its_file_system_within_the_boot() {
         let old = format!("file:12@disk:{}/5", backing_id::boot_id());
         let new = "file:12@fs:ext-0123456789abcdef";
-        let (_dir, ledger) = of_old_version(&old, &["a", "b"]);
+        let (_dir, ledger) = with_temporary_name(&old, &["a", "b"]);
         let before = ledger.acquire(&request("b", &old, SIZE)).unwrap();
         let names = before.identity();
         // The lease is held during the change.
@@ -847,7 +846,7 @@ mod tests {
     fn a_file_of_an_earlier_boot_is_carried_over_by_the_operator_alone() {
         let old = format!("file:12@disk:{OLD}/5");
         let new = "file:12@fs:ext-0123456789abcdef";
-        let (_dir, ledger) = of_old_version(&old, &["a", "b"]);
+        let (_dir, ledger) = with_temporary_name(&old, &["a", "b"]);
         let error = is_earlier(ledger.acquire(&request("b", new, SIZE)));
         assert!(error.contains("leases carry-over"), "{error}");
         is_earlier(ledger.acquire(&request("b", new, at("0+1M"))));
@@ -900,7 +899,7 @@ mod tests {
             ["disk:OLD/5", "drive-id:name"],
         ] {
             let old = old.replace("OLD", OLD);
-            let (_dir, ledger) = of_old_version(&old, &["a", "b", "c"]);
+            let (_dir, ledger) = with_temporary_name(&old, &["a", "b", "c"]);
             let is_refused = |id, wanted| {
                 is_earlier(ledger.acquire(&request(id, new, wanted)));
             };
@@ -925,7 +924,7 @@ mod tests {
 
     #[test]
     fn data_of_an_earlier_boot_is_in_the_way_until_it_is_given_up() {
-        let (_dir, ledger) = of_old_version(&format!("disk:{OLD}/5"), &["a", "b"]);
+        let (_dir, ledger) = with_temporary_name(&format!("disk:{OLD}/5"), &["a", "b"]);
         let other = request("z", "disk:serial", at("256M+1M"));
         is_earlier(ledger.acquire(&other));
         drop(ledger.acquire(&kept(other)).unwrap());

@@ -44,9 +44,6 @@ impl BackingDevice {
     /// Resolves a file. A file on overlay is resolved to the file in the upper directory. Locks are then taken on that file as
     /// well.
     pub(super) fn from_file(system: &KernelFiles, path: &Path, metadata: &Metadata) -> Self {
-        if system.naming == DeviceNaming::Legacy {
-            return Self::from_extent(file_extent(system, path, metadata));
-        }
         match stacked_file_system::file_below(system, path) {
             Ok(None) => Self::from_extent(file_extent(system, path, metadata)),
             Ok(Some(file)) => match fs::metadata(&file) {
@@ -366,7 +363,7 @@ fn persistent_names(system: &KernelFiles, device: DeviceNumber) -> Vec<String> {
 fn boot_name(system: &KernelFiles, device: DeviceNumber) -> String {
     let sequence = system.attribute(device, "diskseq");
     let sequence = sequence.unwrap_or_else(|| device.to_string());
-    let kind = match system.is_memory_backed(device) && system.naming != DeviceNaming::Legacy {
+    let kind = match system.is_memory_backed(device) {
         true => "ram",
         false => backing_extent::DISK_KIND,
     };

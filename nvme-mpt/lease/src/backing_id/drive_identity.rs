@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 pub struct DriveIdentity {
     /// Name that leases, locks and guests use.
     pub name: String,
-    /// Other names of exactly these bytes in this boot: the name by an earlier release, or the name before the drive got a
-    /// label. Ledger entries under these names are moved to `name`.
+    /// Other names of exactly these bytes in this boot: those before the drive got a label. Ledger entries under these names are
+    /// moved to `name`.
     pub former_names: Vec<String>,
     /// Names that the bytes would have if the host reported more or fewer attributes of them, such as no serial number. If an
     /// id has data under such a name, a lease is refused; the data never justifies granting one.

@@ -121,8 +121,6 @@ impl MountedFileSystem {
 pub(super) enum DeviceNaming {
     /// The best name.
     Current,
-    /// The name by the rules of earlier releases, which did not name file systems by UUID.
-    Legacy,
     /// The name by the UUID of the file's file system, even if the disk has a lasting name.
     ByFileSystem,
     /// The lasting name of a disk at this index, best first.

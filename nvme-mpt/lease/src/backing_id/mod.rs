@@ -113,21 +113,17 @@ impl BackingId {
         let name = backing_extent::format_identity(&extents);
         let by =
             |naming| backing_extent::format_identity(&resolve(&system.with_naming(naming)).extents);
-        let formerly: Vec<String> = Some(by(DeviceNaming::Legacy))
-            .filter(|former| *former != name)
-            .into_iter()
-            .collect();
         let mut others = Vec::new();
         for naming in DeviceNaming::ALTERNATIVES {
             let other = by(naming);
-            if other != name && !formerly.contains(&other) && !others.contains(&other) {
+            if other != name && !others.contains(&other) {
                 others.push(other);
             }
         }
         Ok(Self {
             identity: DriveIdentity {
                 name,
-                former_names: formerly,
+                former_names: Vec::new(),
                 possible_names: others,
                 facts: None,
             },
@@ -249,7 +245,7 @@ fn file_extent(system: &KernelFiles, path: &Path, metadata: &Metadata) -> Backin
         file_system_name(system, path, device)
     };
     let is_labelled = match system.naming {
-        DeviceNaming::Legacy | DeviceNaming::ByBoot => false,
+        DeviceNaming::ByBoot => false,
         DeviceNaming::ByFileSystem => true,
         DeviceNaming::Current | DeviceNaming::Nth(_) | DeviceNaming::BySerial => {
             backing_extent::boot_id_of(&file_system).is_some()

@@ -20,9 +20,6 @@ pub(crate) const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
 /// longest operation.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(45);
 
-/// Number of descriptors with `AttachReply::Attached`, from a server that also sends its `SIGNS`.
-const WITH_SIGNS: usize = ATTACH_DESCRIPTORS + SIGNS;
-
 /// Error of requesting a lease from a server.
 #[derive(Debug, Error)]
 pub enum LeaseAttachError {
@@ -67,8 +64,8 @@ pub(crate) struct GrantedLease {
     pub(crate) attached: AttachedLease,
     /// Doorbell file, file of the in-flight state, and eventfd of events.
     pub(crate) parts: [OwnedFd; ATTACH_DESCRIPTORS],
-    /// Descriptors that signal the end of the server's process; `None` if the server sends none.
-    pub(crate) signs: Option<ServerExitSigns>,
+    /// Descriptors that signal the end of the server's process.
+    pub(crate) signs: ServerExitSigns,
     pub(crate) socket: PathBuf,
 }
 
@@ -146,7 +143,6 @@ pub(crate) fn request_lease(
         version: VERSION,
         options: options.to_owned(),
         only_asks: false,
-        sees_end: true,
     };
     let (channel, answer) = send_attach_request(stream, socket, &opening, kept, patience)?;
     let (attached, mut descriptors) = match answer {
@@ -163,15 +159,19 @@ pub(crate) fn request_lease(
         .set_answer_timeout(ANSWER_TIMEOUT)
         .map_err(|source| set_up_error(socket, source))?;
     channel.expect_queue_pairs(attached.facts.queue_pairs);
-    let signs = match descriptors.len() {
-        WITH_SIGNS => <[OwnedFd; SIGNS]>::try_from(descriptors.split_off(ATTACH_DESCRIPTORS)).ok(),
-        _ => None,
+    let came = descriptors.len();
+    let signs = descriptors.split_off(ATTACH_DESCRIPTORS.min(came));
+    let (Ok(parts), Ok(signs)) = (
+        <[OwnedFd; ATTACH_DESCRIPTORS]>::try_from(descriptors),
+        <[OwnedFd; SIGNS]>::try_from(signs),
+    ) else {
+        let said = ATTACH_DESCRIPTORS + SIGNS;
+        return Err(answer_error(
+            socket,
+            ChannelError::Descriptors { came, said },
+        ));
     };
-    let signs = signs.map(|signs| ServerExitSigns::new(channel.stream(), signs));
-    let parts = <[OwnedFd; ATTACH_DESCRIPTORS]>::try_from(descriptors).map_err(|descriptors| {
-        let (came, said) = (descriptors.len(), ATTACH_DESCRIPTORS);
-        answer_error(socket, ChannelError::Descriptors { came, said })
-    })?;
+    let signs = ServerExitSigns::new(channel.stream(), signs);
     Ok(Some(GrantedLease {
         channel,
         attached,
@@ -181,8 +181,8 @@ pub(crate) fn request_lease(
     }))
 }
 
-/// Asks the server on `socket` whether it has the drive that an option string with absolute paths names. A lease that the
-/// server creates ends with the connection. `patience` is the timeout for each message of the server.
+/// Asks the server on `socket` whether it has the drive that an option string with absolute paths names. `patience` is the
+/// timeout for each message of the server.
 pub(crate) fn query_drive(
     stream: Stream,
     socket: &Path,
@@ -193,11 +193,13 @@ pub(crate) fn query_drive(
         version: VERSION,
         options: options.to_owned(),
         only_asks: true,
-        sees_end: false,
     };
     let (_, answer) = send_attach_request(stream, socket, &opening, &[], patience)?;
-    // A server that does not know the field grants a lease, which ends with the connection.
-    Ok(!matches!(answer, AttachOutcome::NotServed))
+    match answer {
+        AttachOutcome::Served => Ok(true),
+        AttachOutcome::NotServed => Ok(false),
+        AttachOutcome::Attached(..) => Err(answer_error(socket, ChannelError::InvalidLease)),
+    }
 }
 
 /// Connects to a server.

@@ -184,17 +184,11 @@ impl LeaseChannel {
         }
     }
 
-    /// Reads the server's end notices that have arrived, and skips unread answers. Returns whether the server has closed the
-    /// connection.
-    pub(crate) fn read_end_notices(&self) -> bool {
-        loop {
-            match self.receive_bytes(|| Ok(())) {
-                Ok((bytes, _)) => {
-                    if let Ok(word) = serde_json::from_slice(&bytes) {
-                        self.record_end_notice(&word);
-                    }
-                }
-                Err(error) => return matches!(error, ChannelError::Closed),
+    /// Reads the server's end notices that have arrived, and skips unread answers.
+    pub(crate) fn read_end_notices(&self) {
+        while let Ok((bytes, _)) = self.receive_bytes(|| Ok(())) {
+            if let Ok(word) = serde_json::from_slice(&bytes) {
+                self.record_end_notice(&word);
             }
         }
     }

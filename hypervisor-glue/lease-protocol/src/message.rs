@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 /// Version of the protocol. VMM and server must have equal versions. Any change of a message, or of a type that a message
 /// contains, needs a new version.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 1;
 
 /// First message of a VMM. All protocol versions have these fields.
 ///
@@ -32,14 +32,9 @@ pub(crate) struct AttachRequest {
     /// The function's option string, with absolute paths.
     #[serde(default)]
     pub(crate) options: String,
-    /// Set if the VMM only asks whether the server has the drive; the answer is [`AttachReply::Served`]. A server that does not
-    /// know this field creates a lease, which ends when the VMM closes the connection.
+    /// Set if the VMM only asks whether the server has the drive; the answer is [`AttachReply::Served`].
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) only_asks: bool,
-    /// Set if the VMM expects the [`SIGNS`], descriptors that signal the end of the server's process. A server that does not
-    /// know this field sends none.
-    #[serde(default, skip_serializing_if = "is_false")]
-    pub(crate) sees_end: bool,
 }
 
 fn is_false(value: &bool) -> bool {
@@ -61,12 +56,12 @@ pub(crate) enum AttachReply {
     },
     /// The server is still creating the lease, for example while it wipes the range. Sent every second.
     Waiting,
-    /// The lease is granted. Descriptors: the doorbells' file, the file of the in-flight state, and the eventfd of events. With
-    /// [`AttachRequest::sees_end`], the [signs](SIGNS) follow.
+    /// The lease is granted. Descriptors: the doorbells' file, the file of the in-flight state, and the eventfd of events.
+    /// The [signs](SIGNS) follow.
     Attached(Box<AttachedLease>),
 }
 
-/// Number of descriptors of [`AttachReply::Attached`].
+/// Number of descriptors of [`AttachReply::Attached`] before the [signs](SIGNS).
 pub(crate) const ATTACH_DESCRIPTORS: usize = 3;
 
 /// Number of descriptors after [`ATTACH_DESCRIPTORS`] that signal the complete end of the server's process: its pidfd, and a pipe.

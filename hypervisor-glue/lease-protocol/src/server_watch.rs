@@ -68,8 +68,8 @@ impl ReattachError {
 #[derive(Debug)]
 pub(crate) struct AttachedServer {
     pub(crate) channel: Arc<LeaseChannel>,
-    /// Descriptors that signal the end of the server's process; `None` if the server sends none.
-    pub(crate) signs: Option<ServerExitSigns>,
+    /// Descriptors that signal the end of the server's process.
+    pub(crate) signs: ServerExitSigns,
 }
 
 impl AttachedServer {
@@ -84,21 +84,17 @@ impl AttachedServer {
     /// Returns whether the server has ended all its work for the function. Call this only after the connection has ended, or
     /// after [`shut_down`](Self::shut_down).
     fn has_ended(&self) -> bool {
-        let has_closed = self.channel.read_end_notices();
-        match &self.signs {
-            Some(signs) => self.channel.has_ended() || signs.have_occurred().unwrap_or(false),
-            // A server of an earlier release signals this only by the end of the connection.
-            None => has_closed,
-        }
+        self.channel.read_end_notices();
+        self.channel.has_ended() || self.signs.have_occurred().unwrap_or(false)
     }
 
     /// Waits until the server has ended all its work for the function.
     fn wait_until_ended(&self) {
         await_end(self.channel.stream());
-        if let Some(signs) = &self.signs
-            && !self.has_ended()
-        {
-            retry_wait("the end of a drive server's process", || signs.await_all());
+        if !self.has_ended() {
+            retry_wait("the end of a drive server's process", || {
+                self.signs.await_all()
+            });
         }
     }
 }

@@ -158,7 +158,6 @@ impl LeaseSession {
             version,
             options,
             only_asks,
-            sees_end,
         } = opening;
         if version != VERSION {
             let reason = format!(
@@ -189,7 +188,7 @@ impl LeaseSession {
             LeaseAdmission::Attached(host) => host,
         };
         let mut flushed = 0;
-        let result = self.answer_requests(leases, &host, sees_end, &mut flushed);
+        let result = self.answer_requests(leases, &host, &mut flushed);
         // A successor can only restore queues whose commands are complete.
         let last = match leases.is_server_ending() {
             true => CommandDrainMode::Complete,
@@ -201,8 +200,7 @@ impl LeaseSession {
             // If the VMM has gone as well, the message is not needed.
             let _ = self.channel.send(&LeaseEndNotice::Removed, &[]);
         }
-        // A VMM that does not know the message would take it for an answer.
-        if is_over && sees_end {
+        if is_over {
             let _ = self.channel.send(&LeaseEndNotice::Ended, &[]);
         }
         // Without that message, the VMM waits for the next server, or for the complete end of this process.
@@ -253,7 +251,6 @@ impl LeaseSession {
         &self,
         leases: &dyn LeaseSource,
         host: &Arc<dyn ControllerBackend>,
-        sees_end: bool,
         flushed: &mut u64,
     ) -> Result<(), SessionError> {
         let SharedBackendParts {
@@ -281,10 +278,8 @@ impl LeaseSession {
         let signals = ClientSignals::new(&host.stats().id, reader);
         let events = eventfd::share(&events)?;
         let mut parts = vec![doorbells.fd(), live.fd(), events.as_fd()];
-        if sees_end {
-            // Must precede the first queue, so that the signs cover all its commands.
-            parts.extend(ProcessLiveness::open()?.fds());
-        }
+        // Must precede the first queue, so that the signs cover all its commands.
+        parts.extend(ProcessLiveness::open()?.fds());
         self.channel.send(&attached, &parts)?;
         let mut served = BackendRequestHandler {
             channel: &self.channel,

@@ -40,20 +40,13 @@ fn requests() {
         version: VERSION,
         options: "path=/srv/a".to_owned(),
         only_asks: false,
-        sees_end: false,
     };
-    assert_json(&opening, r#"{"version":4,"options":"path=/srv/a"}"#);
-    let sees_end = AttachRequest {
-        sees_end: true,
-        ..opening.clone()
-    };
-    let text = r#"{"version":4,"options":"path=/srv/a","sees_end":true}"#;
-    assert_json(&sees_end, text);
+    assert_json(&opening, r#"{"version":1,"options":"path=/srv/a"}"#);
     let asking = AttachRequest {
         only_asks: true,
         ..opening
     };
-    let text = r#"{"version":4,"options":"path=/srv/a","only_asks":true}"#;
+    let text = r#"{"version":1,"options":"path=/srv/a","only_asks":true}"#;
     assert_json(&asking, text);
     let region = MemoryRegionMessage {
         gpa: Gpa(4096),

@@ -7,12 +7,13 @@
 //! | `+` | a memory file |
 //! | `*` | an eventfd |
 //! | `=` | a memory file twice, and an eventfd |
+//! | `&` | the same, and the signs of a process that has ended |
 //! | `!` | the length in the header is twice that of the line |
 //! | `#` | no header |
 //! | other | nothing, and the byte is the message's first |
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{self, PipeReader, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -29,6 +30,13 @@ static MEMORY: LazyLock<File> = LazyLock::new(|| {
         .expect("memory")
         .into()
 });
+/// A readable descriptor and a pipe that hung up, which signal the end of a process.
+static SIGNS: LazyLock<(EventFd, PipeReader)> = LazyLock::new(|| {
+    let readable = EventFd::new(EFD_NONBLOCK).expect("eventfd");
+    readable.write(1).expect("a counter");
+    let (hung_up, _) = io::pipe().expect("a pipe");
+    (readable, hung_up)
+});
 static EVENT: LazyLock<EventFd> = LazyLock::new(|| EventFd::new(EFD_NONBLOCK).expect("eventfd"));
 
 /// Sends all lines, then shuts down the sending side.
@@ -38,10 +46,21 @@ pub(crate) fn send_lines(stream: &UnixStream, input: &[u8]) {
             continue;
         };
         let (memory, event) = (MEMORY.as_raw_fd(), EVENT.as_raw_fd());
+        let (ended, hung_up) = &*SIGNS;
         let (fds, text): (&[RawFd], &[u8]) = match first {
             b'+' => (&[memory], rest),
             b'*' => (&[event], rest),
             b'=' => (&[memory, memory, event], rest),
+            b'&' => (
+                &[
+                    memory,
+                    memory,
+                    event,
+                    ended.as_raw_fd(),
+                    hung_up.as_raw_fd(),
+                ],
+                rest,
+            ),
             b'!' | b'#' => (&[], rest),
             _ => (&[], line),
         };

@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_of_earlier_releases_are_read() {
+    fn the_stored_form_of_messages_is_read() {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
         let (writer, reader) = pair.unwrap();

@@ -18,7 +18,7 @@ use vmm_device::FunctionSnapshot;
 use super::MachineError;
 
 /// Version of the format, to increment with each change.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 1;
 
 const STATE: &str = "machine.json";
 const MEMORY: &str = "memory";

@@ -532,7 +532,7 @@ mod tests {
         record.blame();
         assert!(record.is_blamed());
         assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
-        // Record as the previous release wrote it.
+        // A count of the host, as of a process without a control group.
         record.kills.store(7);
         assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
     }

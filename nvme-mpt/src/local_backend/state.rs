@@ -23,14 +23,6 @@ use crate::shadow::UnmappedRing;
 /// Name of the promised number of blocks, which a lease by size may exceed after it has grown.
 const BLOCKS: &str = "blocks";
 
-/// Limits that older versions saved as promises. They are no promises, because commands beyond these limits are executed in
-/// parts.
-const OBSOLETE_PROMISES: [&str; 3] = [
-    "bytes of a command without data",
-    "bytes of a Dataset Management range",
-    "Dataset Management ranges",
-];
-
 impl LocalBackend {
     /// Saves the attachment, while it is [paused](Self::pause).
     ///
@@ -233,7 +225,6 @@ impl LocalBackend {
             let (saved, here) = (value(saved, name), value(&here, name));
             let is_kept = match name.as_str() {
                 BLOCKS => self.has_grown(&saved),
-                name if OBSOLETE_PROMISES.contains(&name) => true,
                 _ => false,
             };
             if saved != here && !is_kept {

@@ -217,7 +217,7 @@ fn the_ledger_is_private_to_its_user() {
     };
     bench.serve("one", &[function]).unwrap().stop();
     narrow();
-    // Modes as earlier versions left them.
+    // Modes that an operator changed.
     let widen = |name: &str, mode| {
         fs::set_permissions(bench.path(name), fs::Permissions::from_mode(mode)).unwrap();
     };

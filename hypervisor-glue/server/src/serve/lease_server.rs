@@ -1331,7 +1331,7 @@ mod tests {
     fn only_sockets_of_dead_servers_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         // The process id of this process, and an id above any valid one. Either may belong to a process in another PID
-        // namespace. Servers of earlier releases have only the process id in the name.
+        // namespace.
         let numbers = [process::id().to_string(), "4194305".to_owned()];
         let socket = |server: &str| folder.path().join(format!("{server}.sock"));
         // Name that the listener uses until it listens.

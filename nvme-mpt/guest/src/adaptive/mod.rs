@@ -80,7 +80,7 @@ pub struct AdaptivePolicies {
     /// functions omit it.
     #[serde(skip)]
     pub slices: PolicyChoice,
-    /// Poll interval of untrapped doorbells. Messages and states of earlier releases omit it.
+    /// Poll interval of untrapped doorbells. Messages and states omit it if it is learned.
     #[serde(default, skip_serializing_if = "PolicyChoice::is_learned")]
     pub looks: PolicyChoice,
 }

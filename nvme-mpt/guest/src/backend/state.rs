@@ -110,15 +110,14 @@ pub struct BackendState {
     pub revoked: bool,
     /// Statistics of the lease so far.
     pub counters: LeaseCounters,
-    /// Changes that the guest has not been told of. The field is omitted if it is empty, for compatibility with older
-    /// snapshots. Its serialized name, `changed_zones`, comes from the first command set that had a change list.
+    /// Changes that the guest has not been told of. The field is omitted if it is empty. Its serialized name, `changed_zones`, comes from the first command set that had a change list.
     #[serde(
         rename = "changed_zones",
         default,
         skip_serializing_if = "UnreportedChangesState::is_empty"
     )]
     pub changes: UnreportedChangesState,
-    /// True if completed writes were lost. The field is omitted if false, for compatibility with older snapshots.
+    /// True if completed writes were lost. The field is omitted if false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost_writes: bool,
 }

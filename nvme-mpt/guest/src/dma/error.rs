@@ -38,8 +38,7 @@ pub enum DmaError {
          can have no more while {left} are left; use fewer and larger regions, or move its disk to another drive"
     )]
     TooManyMappings {
-        /// Name of the function; empty from servers of earlier releases.
-        #[serde(default)]
+        /// Name of the function.
         function: String,
         /// Number of mappings that the VM's memory takes.
         taken: u64,

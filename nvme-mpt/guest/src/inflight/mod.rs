@@ -70,8 +70,8 @@ use crate::stats::LeaseCounters;
 /// together.
 pub(crate) const MAX_SLOTS: u16 = SlotRecords::COUNT;
 
-/// First word of the file: magic number and version of the layout. A word may be added without a new version if earlier
-/// releases leave it zero and zero is its neutral value.
+/// First word of the file: magic number and version of the layout. A word may be added without a new version if zero is its
+/// neutral value.
 const MAGIC: u64 = u64::from_le_bytes(*b"nvmpliv\x01");
 
 /// Offset of the word that records lost completed writes.
@@ -399,8 +399,7 @@ mod tests {
         let words: Vec<_> = words.collect();
         assert!(
             words == STORED,
-            "The layout of the live state has changed: raise the version in MAGIC, take up the version before as well, \
-             and store these words: {words:#x?}"
+            "The layout of the live state has changed: raise the version in MAGIC and store these words: {words:#x?}"
         );
     }
 

@@ -33,16 +33,8 @@ use crate::{
     },
 };
 
-/// Version of the control state that is stored. This program restores this version and older ones.
-///
-/// | version | changes |
-/// |---|---|
-/// | 1 | |
-/// | 2 | MSI and the pin in configuration space |
-const VERSION: u32 = 2;
-
-/// Version of the state of a function whose guest was offered MSI-X only. The previous release can restore this version, too.
-const VERSION_MSIX_ONLY: u32 = 1;
+/// Version of the control state. Only this version can be restored.
+const VERSION: u32 = 1;
 
 /// Storage for a function's control state that outlives the process.
 pub trait ControlStateStore: fmt::Debug + Send {
@@ -55,7 +47,7 @@ pub trait ControlStateStore: fmt::Debug + Send {
 pub enum ControlRestoreError {
     /// The state has a version that this program cannot restore.
     #[error(
-        "The function's state has version {found}, but this program restores versions up to {VERSION}; detach the \
+        "The function's state has version {found}, but this program restores version {VERSION}; detach the \
          drive and attach it again"
     )]
     Version {
@@ -91,8 +83,7 @@ pub struct ControlState {
     /// Numbers of resets. Omitted if there was no reset.
     #[serde(default, skip_serializing_if = "ResetStats::is_zero")]
     resets: ResetStats,
-    /// Host time at which the state was stored. The guest's clocks continue from this time. States of earlier releases do not
-    /// have it.
+    /// Host time at which the state was stored. The guest's clocks continue from this time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) stored_at: Option<Duration>,
 }
@@ -104,7 +95,7 @@ impl ControlState {
     /// [`ControlRestoreError::Version`].
     pub fn check_version(&self) -> Result<(), ControlRestoreError> {
         match self.version {
-            VERSION_MSIX_ONLY..=VERSION => Ok(()),
+            VERSION => Ok(()),
             found => Err(ControlRestoreError::Version { found }),
         }
     }
@@ -138,10 +129,7 @@ impl ControlParts<'_> {
         queues: PersistedQueues,
     ) -> ControlState {
         ControlState {
-            version: match self.config.is_msix_only() {
-                true => VERSION_MSIX_ONLY,
-                false => VERSION,
-            },
+            version: VERSION,
             facts: self.facts.clone(),
             config_space: self.config.save(),
             switched_off: self.config.is_command_cleared(),
@@ -779,11 +767,8 @@ pub(super) mod tests {
         function.restore_control_state(&state).unwrap();
     }
 
-    /// States of [`eventful_guest`], as releases have stored them, by version. The last entry is the current version.
-    const STORED: [(u32, &str); 2] = [
-        (1, include_str!("stored/control_state_1.json")),
-        (2, include_str!("stored/control_state_2.json")),
-    ];
+    /// State of [`eventful_guest`].
+    const STORED: &str = include_str!("stored/control_state.json");
 
     /// Fields that differ between ledgers.
     const IDENTITY: [&str; 4] = ["serial", "nguid", "eui64", "uuid"];
@@ -841,9 +826,7 @@ pub(super) mod tests {
     #[test]
     fn the_control_state_of_this_version_matches_the_stored_file() {
         let (guest, _) = eventful_guest();
-        let (version, stored) = STORED[STORED.len() - 1];
-        assert_eq!(version, VERSION);
-        let stored: Value = serde_json::from_str(stored).unwrap();
+        let stored: Value = serde_json::from_str(STORED).unwrap();
         let mut now = serde_json::to_value(guest.function.control_state()).unwrap();
         now.as_object_mut().unwrap().remove("stored_at");
         for name in IDENTITY {
@@ -859,8 +842,8 @@ pub(super) mod tests {
         }
         assert!(
             now == stored,
-            "The format of control states has changed. Raise VERSION, take up the version before as well, and store \
-             this as stored/control_state_{{VERSION}}.json:\n{now}"
+            "The format of control states has changed. Raise VERSION, and store this as \
+             stored/control_state.json:\n{now}"
         );
     }
 
@@ -883,46 +866,41 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn control_states_of_all_versions_are_restored() {
-        for (version, stored) in STORED {
-            let (mut guest, survivors) = eventful_guest();
-            let mut state: ControlState = serde_json::from_str(stored).unwrap();
-            assert_eq!(state.version, version);
-            let LeasedNamespace {
-                serial,
-                nguid,
-                eui64,
-                uuid,
-                ..
-            } = guest.function.facts().namespace.clone();
-            state.facts.namespace = LeasedNamespace {
-                serial,
-                nguid,
-                eui64,
-                uuid,
-                ..state.facts.namespace
-            };
-            survivors.replace(&mut guest, &state);
-            assert_eq!(guest.csts(), 1);
-            // The queues still work.
-            let mut flush = Sqe::new(0x00);
-            flush.nsid.0 = 1;
-            guest.write_memory(IO_SQ, zerocopy::IntoBytes::as_bytes(&flush));
-            guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
-            while guest.read_memory(IO_CQ + 14, 2) != [1, 0] {
-                std::thread::sleep(std::time::Duration::from_millis(1));
-            }
-            // Requests for events, features and masks were restored.
-            let after = guest.function.control_state();
-            assert_eq!(after.admin, state.admin);
-            // Each vector was signalled, and no client has connected an eventfd.
-            assert_eq!(after.msix.table, state.msix.table);
-            assert!(after.msix.pending.contains(&1));
-            // The layout of configuration space was restored, with its version.
-            assert_eq!(after.config_space, state.config_space);
-            assert_eq!(after.version, version);
-            assert_eq!(after.registers, state.registers);
-            assert_eq!(after.queues, state.queues);
+    fn the_stored_control_state_is_restored() {
+        let (mut guest, survivors) = eventful_guest();
+        let mut state: ControlState = serde_json::from_str(STORED).unwrap();
+        let LeasedNamespace {
+            serial,
+            nguid,
+            eui64,
+            uuid,
+            ..
+        } = guest.function.facts().namespace.clone();
+        state.facts.namespace = LeasedNamespace {
+            serial,
+            nguid,
+            eui64,
+            uuid,
+            ..state.facts.namespace
+        };
+        survivors.replace(&mut guest, &state);
+        assert_eq!(guest.csts(), 1);
+        // The queues still work.
+        let mut flush = Sqe::new(0x00);
+        flush.nsid.0 = 1;
+        guest.write_memory(IO_SQ, zerocopy::IntoBytes::as_bytes(&flush));
+        guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
+        while guest.read_memory(IO_CQ + 14, 2) != [1, 0] {
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
+        // Requests for events, features and masks were restored.
+        let after = guest.function.control_state();
+        assert_eq!(after.admin, state.admin);
+        // Each vector was signalled, and no client has connected an eventfd.
+        assert_eq!(after.msix.table, state.msix.table);
+        assert!(after.msix.pending.contains(&1));
+        assert_eq!(after.config_space, state.config_space);
+        assert_eq!(after.registers, state.registers);
+        assert_eq!(after.queues, state.queues);
     }
 }

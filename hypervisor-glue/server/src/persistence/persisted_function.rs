@@ -45,17 +45,9 @@ use super::crashes::{
 };
 use super::fd_store_registry::FdStoreRegistry;
 
-/// Version of [`PersistedFunctionState`] and of the layouts of doorbells and in-flight state. This release also reads earlier
-/// versions. A successor checks the version before the old server ends, and the layouts afterwards.
-///
-/// | version | change |
-/// |---|---|
-/// | 1 | |
-/// | 2 | interrupt type of a client, and the eventfd that acknowledges the INTx pin |
-const VERSION: u32 = 2;
-
-/// Version of the state if the client uses MSI-X. The previous release can read this version, too.
-const VERSION_MSIX_ONLY: u32 = 1;
+/// Version of [`PersistedFunctionState`] and of the layouts of doorbells and in-flight state. A successor checks the version
+/// before the old server ends, and the layouts afterwards.
+const VERSION: u32 = 1;
 
 const REQUEST_LOG: u64 = 0;
 const LISTENER: u64 = 1;
@@ -212,14 +204,6 @@ pub(crate) struct PersistedVector {
 }
 
 impl PersistedClient {
-    /// Returns the oldest version that can represent this state.
-    fn min_version(&self) -> u32 {
-        match (self.interrupts, self.acknowledged) {
-            (InterruptType::Msix, None) => VERSION_MSIX_ONLY,
-            _ => VERSION,
-        }
-    }
-
     fn message_numbers(&self) -> BTreeSet<u64> {
         let files = self.regions.iter().map(|region| region.file);
         let eventfds = self.vectors.iter().filter_map(|vector| vector.eventfd);
@@ -371,7 +355,7 @@ pub(super) fn check_requirements(journal: OwnedFd) -> Result<SuccessorRequiremen
 
 fn parse_state(bytes: &[u8]) -> Result<PersistedFunctionState, RestoreError> {
     let state: PersistedFunctionState = serde_json::from_slice(bytes)?;
-    if !(VERSION_MSIX_ONLY..=VERSION).contains(&state.version) {
+    if state.version != VERSION {
         return Err(RestoreError::Version(state.version));
     }
     state.control.check_version()?;
@@ -950,7 +934,7 @@ impl PersistedFunction {
 
     fn encode(&self, inner: &PersistedFunctionInner, control: ControlState) -> Option<Vec<u8>> {
         let state = PersistedFunctionState {
-            version: inner.client.min_version(),
+            version: VERSION,
             socket: self.socket.clone(),
             control,
             client: inner.client.clone(),
@@ -1079,23 +1063,13 @@ mod tests {
 
     use super::*;
 
-    /// States of the same function and client, as releases have stored them, by version. The last entry is the current version.
-    const STORED: [(u32, &str); 2] = [
-        (1, include_str!("stored/device_state_1.json")),
-        (2, include_str!("stored/device_state_2.json")),
-    ];
-
-    /// Returns the client of a state of this version. The client uses the pin since version 2.
-    fn client_with_version(version: u32) -> PersistedClient {
-        let client = client();
-        match version {
-            1 => client,
-            _ => PersistedClient {
-                interrupts: InterruptType::Pin,
-                acknowledged: Some(8),
-                ..client
-            },
-        }
+    /// Returns the stored state of a function with [`client`].
+    fn stored_state() -> Value {
+        let mut state: Value =
+            serde_json::from_str(include_str!("stored/device_state.json")).unwrap();
+        let control = include_str!("../../../../vmm-device/src/function/stored/control_state.json");
+        state["control"] = serde_json::from_str(control).unwrap();
+        state
     }
 
     fn client() -> PersistedClient {
@@ -1125,8 +1099,8 @@ mod tests {
                 vector(Some((6, 1)), true),
                 vector(None, false),
             ],
-            interrupts: InterruptType::Msix,
-            acknowledged: None,
+            interrupts: InterruptType::Pin,
+            acknowledged: Some(8),
         }
     }
 
@@ -1157,105 +1131,88 @@ mod tests {
         }
     }
 
-    /// Message numbers in the descriptor queue must be the same in all releases.
+    /// Checks also that the message numbers in the descriptor queue do not change.
     #[test]
-    fn functions_persisted_by_each_release_are_restored() {
+    fn a_persisted_function_is_restored() {
         let folder = tempfile::tempdir().unwrap();
         let (shelf, _keeper) = FdStoreKey::with_silent_supervisor(folder.path());
-        for (version, stored) in STORED {
-            let journal = RequestLog::new().unwrap();
-            journal.state_store().store(stored.as_bytes()).unwrap();
-            let socket = folder.path().join(version.to_string());
-            let listener = UnixListener::bind(socket).unwrap();
-            let live = InflightFile::new(4).unwrap();
-            let [doorbells, memory_file, read_only] =
-                [4096, 8 << 20, 4096].map(|len| memfd(c"kept", len).unwrap());
-            let (stream, _client) = UnixStream::pair().unwrap();
-            let [first, second, acknowledged] =
-                [0; 3].map(|count| eventfd::share(&EventFd::new(count).unwrap()).unwrap());
-            let left: [&[BorrowedFd<'_>]; 9] = [
-                &[journal.as_fd()],
-                &[listener.as_fd()],
-                &[doorbells.as_fd()],
-                &[live.fd()],
-                &[stream.as_fd()],
-                &[memory_file.as_fd()],
-                &[first.as_fd(), second.as_fd()],
-                &[read_only.as_fd()],
-                &[acknowledged.as_fd()],
-            ];
-            let bag = DescriptorQueue::new().unwrap();
-            for (number, descriptors) in (0..).zip(left) {
-                bag.put(number, descriptors).unwrap();
-            }
-            let ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
-            let function = RestorableFunction::read(shelf.clone(), ends.into()).unwrap();
-            assert_eq!(function.socket(), Path::new("/run/nvme-mpt/a.sock"));
-            let parts = function.shared_parts();
-            assert!(matches!(
-                parts,
-                SharedBackendPartsSource::Continued(Some(_))
-            ));
-            let memory = function.mapped_memory().into_iter();
-            let memory: Vec<_> = memory.map(|(file, _)| (file.inode, file.offset)).collect();
-            let [of_memory, of_read_only] =
-                [&memory_file, &read_only].map(|file| FileKey::from_file(file).unwrap().inode);
-            assert_eq!(memory, [(of_memory, 1_u64 << 16), (of_read_only, 0)]);
-            let survivors = function.into_restored().unwrap();
-            assert!(survivors.stream.is_some());
-            let client = survivors.client;
-            assert_eq!(client.user, Some(1000));
-            let regions = client.regions.iter();
-            let regions: Vec<_> = regions
-                .map(|region| (region.gpa.0, region.offset))
-                .collect();
-            assert_eq!(regions, [(1_u64 << 20, 1_u64 << 16), (4_u64 << 30, 0)]);
-            let vectors = client.vectors.iter();
-            let vectors: Vec<_> = vectors
-                .map(|vector| (vector.masked, vector.eventfd.is_some()))
-                .collect();
-            assert_eq!(vectors, [(false, true), (true, true), (false, false)]);
-            assert_eq!(
-                client.interrupt_type,
-                client_with_version(version).interrupts
-            );
-            assert_eq!(client.unmask_eventfd.is_some(), version > 1);
+        let journal = RequestLog::new().unwrap();
+        let stored = stored_state().to_string();
+        journal.state_store().store(stored.as_bytes()).unwrap();
+        let socket = folder.path().join("socket");
+        let listener = UnixListener::bind(socket).unwrap();
+        let live = InflightFile::new(4).unwrap();
+        let [doorbells, memory_file, read_only] =
+            [4096, 8 << 20, 4096].map(|len| memfd(c"kept", len).unwrap());
+        let (stream, _client) = UnixStream::pair().unwrap();
+        let [first, second, acknowledged] =
+            [0; 3].map(|count| eventfd::share(&EventFd::new(count).unwrap()).unwrap());
+        let left: [&[BorrowedFd<'_>]; 9] = [
+            &[journal.as_fd()],
+            &[listener.as_fd()],
+            &[doorbells.as_fd()],
+            &[live.fd()],
+            &[stream.as_fd()],
+            &[memory_file.as_fd()],
+            &[first.as_fd(), second.as_fd()],
+            &[read_only.as_fd()],
+            &[acknowledged.as_fd()],
+        ];
+        let bag = DescriptorQueue::new().unwrap();
+        for (number, descriptors) in (0..).zip(left) {
+            bag.put(number, descriptors).unwrap();
         }
+        let ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
+        let function = RestorableFunction::read(shelf, ends.into()).unwrap();
+        assert_eq!(function.socket(), Path::new("/run/nvme-mpt/a.sock"));
+        let parts = function.shared_parts();
+        assert!(matches!(
+            parts,
+            SharedBackendPartsSource::Continued(Some(_))
+        ));
+        let memory = function.mapped_memory().into_iter();
+        let memory: Vec<_> = memory.map(|(file, _)| (file.inode, file.offset)).collect();
+        let [of_memory, of_read_only] =
+            [&memory_file, &read_only].map(|file| FileKey::from_file(file).unwrap().inode);
+        assert_eq!(memory, [(of_memory, 1_u64 << 16), (of_read_only, 0)]);
+        let survivors = function.into_restored().unwrap();
+        assert!(survivors.stream.is_some());
+        let client = survivors.client;
+        assert_eq!(client.user, Some(1000));
+        let regions = client.regions.iter();
+        let regions: Vec<_> = regions
+            .map(|region| (region.gpa.0, region.offset))
+            .collect();
+        assert_eq!(regions, [(1_u64 << 20, 1_u64 << 16), (4_u64 << 30, 0)]);
+        let vectors = client.vectors.iter();
+        let vectors: Vec<_> = vectors
+            .map(|vector| (vector.masked, vector.eventfd.is_some()))
+            .collect();
+        assert_eq!(vectors, [(false, true), (true, true), (false, false)]);
+        assert_eq!(client.interrupt_type, InterruptType::Pin);
+        assert!(client.unmask_eventfd.is_some());
     }
 
     #[test]
-    fn the_states_of_all_versions_are_read() {
-        for (version, stored) in STORED {
-            let state = parse_state(stored.as_bytes()).unwrap();
-            assert_eq!(state.version, version);
-            assert_eq!(state.socket, Path::new("/run/nvme-mpt/a.sock"));
-            assert_eq!(state.client, client_with_version(version));
-            assert_eq!(state.client.min_version(), version);
-            let named = [4, 5, 6, 7, 8];
-            let named = named
-                .into_iter()
-                .filter(|number| version > 1 || *number < 8);
-            assert_eq!(state.client.message_numbers(), named.collect());
-        }
-    }
-
-    #[test]
-    fn the_device_state_of_this_version_matches_the_stored_file() {
-        let (version, stored) = STORED[STORED.len() - 1];
-        assert_eq!(version, VERSION);
-        let control = parse_state(stored.as_bytes()).unwrap().control;
+    fn the_stored_file_has_the_format_of_this_version() {
+        let stored = stored_state();
+        let state = parse_state(stored.to_string().as_bytes()).unwrap();
+        assert_eq!(state.client, client());
+        assert_eq!(
+            state.client.message_numbers(),
+            BTreeSet::from([4, 5, 6, 7, 8])
+        );
         let state = PersistedFunctionState {
             version: VERSION,
             socket: "/run/nvme-mpt/a.sock".into(),
-            control,
-            client: client_with_version(VERSION),
+            control: state.control,
+            client: client(),
         };
-        let stored: Value = serde_json::from_str(stored).unwrap();
         let now = serde_json::to_value(&state).unwrap();
         assert!(
             now == stored,
-            "The format of device states has changed. Raise VERSION, read the version before as well, and store this as \
-             stored/device_state_{{VERSION}}.json:\n{now}"
+            "The format of device states has changed. Raise VERSION, and store this without `control` as \
+             stored/device_state.json:\n{now}"
         );
     }
 
@@ -1266,20 +1223,19 @@ mod tests {
         let mut layout = [0; 8];
         live.read_exact_at(&mut layout, 0).unwrap();
         assert_eq!(
-            (VERSION, VERSION_MSIX_ONLY, &layout),
-            (2, 1, b"nvmpliv\x01"),
-            "a layout that the release before does not read needs versions that it does not read, so that it refuses \
-             the state before the server ends"
+            (VERSION, &layout),
+            (1, b"nvmpliv\x01"),
+            "a layout that other programs do not read needs a version that they refuse before the server ends"
         );
     }
 
     #[test]
     fn a_later_version_is_refused() {
-        let mut later: Value = serde_json::from_str(STORED[STORED.len() - 1].1).unwrap();
+        let mut later = stored_state();
         later["version"] = (VERSION + 1).into();
         let refused = parse_state(later.to_string().as_bytes()).unwrap_err();
         assert!(matches!(refused, RestoreError::Version(found) if found == VERSION + 1));
-        let mut later: Value = serde_json::from_str(STORED[STORED.len() - 1].1).unwrap();
+        let mut later = stored_state();
         later["control"]["version"] = 1000.into();
         let refused = parse_state(later.to_string().as_bytes()).unwrap_err();
         assert!(matches!(refused, RestoreError::Control(_)), "{refused}");

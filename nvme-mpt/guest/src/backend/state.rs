@@ -110,7 +110,8 @@ pub struct BackendState {
     pub revoked: bool,
     /// Statistics of the lease so far.
     pub counters: LeaseCounters,
-    /// Changes that the guest has not been told of. The field is omitted if it is empty. Its serialized name, `changed_zones`, comes from the first command set that had a change list.
+    /// Changes that the guest has not been told of. The field is omitted if it is empty. Its serialized name,
+    /// `changed_zones`, comes from the first command set that had a change list.
     #[serde(
         rename = "changed_zones",
         default,

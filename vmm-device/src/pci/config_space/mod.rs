@@ -4,8 +4,7 @@
 //! sizing, read-only fields and reserved bits all follow from this mask. Other effects of a write (a moved BAR, a function
 //! reset) are found by comparing the state before and after.
 //!
-//! Releases up to 0.1 had MSI-X only. A restored function keeps the layout that its guest has seen: [`OfferedInterrupts`] is
-//! read from the saved bytes.
+//! A restored function keeps the layout that its guest has seen: [`OfferedInterrupts`] is read from the saved bytes.
 
 use nvme_guest::BackendStateError;
 use nvme_spec::registers::offset::DOORBELLS;
@@ -130,12 +129,6 @@ pub(crate) struct OfferedInterrupts {
 }
 
 impl OfferedInterrupts {
-    /// Interrupt types that releases up to 0.1 offered.
-    const MSIX_ONLY: Self = Self {
-        msi: false,
-        pin: false,
-    };
-
     /// Returns the interrupt types that these contents of configuration space offer.
     fn from_config_space(contents: &[u8]) -> Self {
         let at = |offset: u8| contents.get(usize::from(offset)).copied();
@@ -190,11 +183,6 @@ impl ConfigSpace {
             ..
         } = self.layout;
         *self = Self::new(doorbells, vectors, self.offered_to_new_guests);
-    }
-
-    /// Returns whether the layout is that of releases up to 0.1: MSI-X only.
-    pub(crate) fn is_msix_only(&self) -> bool {
-        self.layout.offered == OfferedInterrupts::MSIX_ONLY
     }
 
     /// Resets the contents to their power-on values. Returns the BARs that moved.
@@ -294,7 +282,7 @@ impl ConfigSpace {
         Ok(())
     }
 
-    /// Returns the layout that belongs to saved contents, which may come from an earlier release.
+    /// Returns the layout that belongs to saved contents, which may offer fewer interrupt types.
     fn saved_layout(&self, saved: &[u8]) -> ConfigSpaceLayout {
         let ConfigSpaceLayout {
             doorbell_bytes: doorbells,

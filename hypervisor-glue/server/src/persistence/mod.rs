@@ -81,6 +81,9 @@ pub enum PersistenceError {
     /// The kernel cannot create a memory file.
     #[error("Cannot make a memory file that outlives this server")]
     Memory(#[source] std::io::Error),
+    /// The kernel cannot duplicate a descriptor.
+    #[error("Cannot duplicate the descriptor of the stored configuration")]
+    Descriptor(#[source] std::io::Error),
     /// The old server stays in place, or handing over failed.
     #[error(transparent)]
     Predecessor(#[from] PredecessorError),
@@ -104,7 +107,7 @@ pub(crate) fn persisted_configuration(
     };
     let file = file
         .try_clone_to_owned()
-        .map_err(PersistenceError::Memory)?;
+        .map_err(PersistenceError::Descriptor)?;
     // The old server may still run and write the journal.
     match RequestLogContents::read_running(file) {
         Ok(record) => Ok(Some(record.device_state().to_vec())),

@@ -71,9 +71,9 @@ pub(crate) struct GrantedLease {
 
 /// Answer of a server to an [`AttachRequest`].
 enum AttachOutcome {
-    /// The server has the drive. It has created no lease, as the VMM only asked for the drive.
+    /// The server does not have the drive.
     NotServed,
-    /// The server has the drive, and created no lease.
+    /// The server has the drive. It has created no lease, as the VMM only asked for the drive.
     Served,
     /// The server has created the lease. The descriptors are the lease's files, as listed at `AttachReply::Attached`.
     Attached(Box<AttachedLease>, Vec<OwnedFd>),

@@ -13,7 +13,7 @@ pub struct ControlGroupLimit {
     pub file: PathBuf,
     /// The limit.
     pub limit: u64,
-    /// Use by the group. Page cache is not included, because the kernel reclaims it when memory is short.
+    /// Use by the group, without page cache, because the kernel reclaims that when memory is short.
     pub used: u64,
 }
 
@@ -58,13 +58,13 @@ pub fn memory_limit() -> Option<ControlGroupLimit> {
     memory_limit_in(Path::new("/"))
 }
 
-/// Like [`memory_limit`], with the kernel's files below `root` instead of `/`.
+/// Returns [`memory_limit`] with the kernel's files below `root` instead of `/`.
 pub(crate) fn memory_limit_in(root: &Path) -> Option<ControlGroupLimit> {
     tightest_limit(&MEMORY, &root.join(CGROUP_DIR), &own_groups(root))
 }
 
-/// Returns how many processes of this control group (version 2) and its descendants the OOM killer has ended. The
-/// kernel's files are below `root`. Returns `None` if the group has no such count.
+/// Returns the number of processes of this control group (version 2) and its descendants that the OOM killer has ended;
+/// `None` if the group has no such count. The kernel's files are below `root`.
 pub(crate) fn oom_kills_in(root: &Path) -> Option<u64> {
     let groups = own_groups(root);
     let group = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
@@ -76,7 +76,7 @@ pub(crate) fn oom_kills_in(root: &Path) -> Option<u64> {
     count.trim().parse().ok()
 }
 
-/// Returns the limit on threads and processes that has the least left; `None` if there is no limit.
+/// Returns the limit on threads and processes with the fewest left; `None` if there is no limit.
 #[must_use]
 pub fn task_limit() -> Option<ControlGroupLimit> {
     let root = Path::new("/");
@@ -100,7 +100,7 @@ fn reclaimable_bytes(group: &Path, keys: &[&str]) -> u64 {
     values.fold(0, u64::saturating_add)
 }
 
-/// Returns the limit with the least left of the process's groups and their ancestors. `groups` is the text of
+/// Returns the limit with the least left, among the process's groups and their ancestors. `groups` is the text of
 /// `/proc/PID/cgroup` (cgroups(7)).
 fn tightest_limit(
     controller: &ControlGroupController,

@@ -15,8 +15,8 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::address::Gpa;
 use crate::interrupt::{ClientEventFd, ClientSignals, EventReader};
 
-/// Maximum number of events in the queue. If a guest causes more, the newer events are dropped: the Error Information log page,
-/// which reports them to the guest, is bounded too.
+/// Maximum number of events in the queue. If a guest causes more, the newer events are dropped: the Error Information log
+/// page, which reports them to the guest, is bounded too.
 const CAPACITY: usize = 64;
 
 /// Something that happened on an I/O queue.
@@ -57,8 +57,7 @@ impl IoQueueEvent {
         matches!(self, Self::QueueFailed { .. })
     }
 
-    /// Returns whether the event only tells the function to read a state again. If the queue already has the same event,
-    /// another one is unnecessary.
+    /// Returns whether the event only makes the function read a state again. One such event in the queue suffices.
     fn is_state_change(&self) -> bool {
         matches!(self, Self::Drive(_) | Self::Changes)
     }
@@ -186,8 +185,8 @@ impl EventQueue {
         events.drain(..).collect()
     }
 
-    /// Reports an event. Events that a guest can cause at will are bounded. So they never displace other events, such as the
-    /// failure of a queue or the replacement of its namespace.
+    /// Reports an event. The number of events that a guest can cause at will is bounded. So they never displace other
+    /// events, such as the failure of a queue or the replacement of the namespace.
     pub fn report(&self, event: IoQueueEvent) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if event.is_state_change() && events.contains(&event) {
@@ -199,9 +198,9 @@ impl EventQueue {
             }
             match events.iter().position(IoQueueEvent::is_guest_caused) {
                 Some(index) => drop(events.remove(index)),
-                // One failure is enough for the controller to fail.
+                // One failure in the queue suffices to make the controller fail.
                 None if event.is_failure() && events.iter().any(IoQueueEvent::is_failure) => return,
-                // The number of other events is bounded.
+                // The number of events that the guest cannot cause is bounded.
                 None => {}
             }
         }

@@ -99,7 +99,7 @@ impl MemoryAccount {
         match before & GROUP_FLAG {
             _ if before == BLAMED => true,
             0 => self.host_oom_kills().is_some_and(|now| now != before),
-            // The count of another group may be smaller.
+            // In another control group, the count may be smaller.
             _ => oom_kills_in(&self.root).is_some_and(|now| now | GROUP_FLAG > before),
         }
     }
@@ -273,8 +273,9 @@ impl PinningRecord {
         Some(self.bytes.load()).filter(|bytes| *bytes > 0)
     }
 
-    /// Returns the bytes that were being pinned if an OOM kill has happened since, in the same control group if known.
-    /// Without one, the previous process ended for another reason, such as SIGKILL by an operator.
+    /// Returns the bytes that were being pinned, if the OOM killer has ended a process since: in this process's control
+    /// group if its count is known, else on the host. Without an OOM kill, the previous process ended for another reason,
+    /// such as SIGKILL by an operator.
     #[must_use]
     pub fn interrupted_by_shortage(&self, account: &MemoryAccount) -> Option<u64> {
         // The record does not survive a reboot of the host.
@@ -293,7 +294,8 @@ impl PinningRecord {
         self.kills.load() == BLAMED
     }
 
-    /// Records that others caused the shortage. The interrupted pinning stays recorded.
+    /// Records that other processes caused the shortage, so that the OOM kills so far no longer count. The interrupted
+    /// pinning stays recorded.
     pub fn acquit(&self, account: &MemoryAccount) {
         match account.oom_kills() {
             Some(kills) => self.kills.store(kills),
@@ -315,7 +317,7 @@ impl Drop for OngoingPinning<'_> {
 /// Too little memory is left.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum MemoryShortage {
-    /// On the host.
+    /// Too little memory is left on the host.
     #[error("the host has {} available, of which {} stay free{}", rounded(*.available), rounded(*.kept), PromisedToOthers(*.others))]
     Host {
         /// Bytes that are available.
@@ -325,7 +327,7 @@ pub enum MemoryShortage {
         /// Bytes reserved for other functions.
         others: u64,
     },
-    /// In a control group of this process.
+    /// Too little memory is left in a control group of this process.
     #[error(
         "this process's control group has {} left of {} ({}; MemoryMax= of a unit), of which {} stay free{}",
         rounded(*.available), rounded(*.limit), .file.display(), rounded(*.kept), PromisedToOthers(*.others)
@@ -386,7 +388,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let memory = MemoryAccount::with_root(folder.path());
         assert_eq!((memory.total(), memory.available()), (None, None));
-        // Without information about memory, nothing is refused.
+        // Without information about memory, no request is refused.
         promise(&memory, u64::MAX).unwrap();
         let meminfo = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:       5 kB\n";
         write(folder.path(), "proc/meminfo", meminfo);
@@ -412,7 +414,7 @@ mod tests {
         let words = Arc::new(words);
         let word = |offset| MappedWord64::new(&words, offset).unwrap();
         let record = PinningRecord::new(word(0), word(8));
-        // Without a counter, nothing is recorded.
+        // Without an OOM-kill count, nothing is recorded.
         let pinning = record.begin(GIB, &account);
         assert_eq!(record.interrupted_bytes(), None);
         drop(pinning);
@@ -473,7 +475,7 @@ mod tests {
         let take = |function: &str, bytes| {
             let mut promise = memory.promise(function);
             promise.extend_to(bytes)?;
-            // The check before the only step.
+            // Only one step allocates memory, and its check succeeds.
             promise.extend_to(bytes)?;
             promise.note_taken(bytes);
             Ok::<_, MemoryShortage>(())
@@ -532,7 +534,7 @@ mod tests {
         record.blame();
         assert!(record.is_blamed());
         assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
-        // A count of the host, as of a process without a control group.
+        // A record as the previous release wrote it.
         record.kills.store(7);
         assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
     }

@@ -1,7 +1,7 @@
 //! Park and wake protocol, which lets a poller sleep without losing a notification.
 //!
-//! The poller announces that it parks, fences, checks all its sources once more, and only then sleeps. A notifier first
-//! stores its data, fences, and then checks whether the poller is parked. Either the poller sees the data, or the
+//! The poller announces that it parks, fences, checks all its sources of work once more, and only then sleeps. A notifier
+//! first stores its data, fences, and then checks whether the poller is parked. Either the poller sees the data, or the
 //! notifier sees that the poller is parked.
 
 use std::io;
@@ -82,7 +82,7 @@ impl<B: WakeTarget> ParkWaker<B> {
 pub struct UntrappedDoorbells(AtomicBool);
 
 impl UntrappedDoorbells {
-    /// Creates the flag, which is set if `is` is true: the doorbell page may be mapped already.
+    /// Creates the flag. `is` is true if the doorbell page may be mapped already.
     pub fn new(is: bool) -> Self {
         Self(AtomicBool::new(is))
     }
@@ -98,7 +98,7 @@ impl UntrappedDoorbells {
         self.0.store(false, Ordering::Release);
     }
 
-    /// Returns whether doorbells may be mapped.
+    /// Returns whether the doorbell page may be mapped.
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
@@ -217,8 +217,7 @@ mod loom_models {
         }
     }
 
-    /// The poller's loop: returns once it has seen `goal`; a lost wake-up is a deadlock, which
-    /// the model checker reports.
+    /// Runs the poller's loop until it has seen `goal`. A lost wake-up is a deadlock, which the model checker reports.
     fn poll_until(
         goal: u32,
         bell: &ParkWaker<LoomWakeTarget>,
@@ -296,10 +295,11 @@ mod loom_models {
         });
     }
 
-    /// A guest's doorbell whose page is mapped at times.
+    /// A guest's doorbell whose page is mapped and unmapped.
     #[derive(Default)]
     struct ToggledDoorbell {
-        /// Mapping of the page: no store is under way when it changes, as when a hypervisor maps and unmaps.
+        /// True while the page is mapped. A store holds the lock, because a hypervisor changes a mapping only between
+        /// stores.
         mapped: Mutex<bool>,
         value: loom::sync::Arc<AtomicU32>,
     }
@@ -311,16 +311,16 @@ mod loom_models {
                 SharedWord::store(&self.value, tail);
             } else {
                 drop(mapped);
-                // The exit may be handled as late as it likes.
+                // The VMM handles the exit at any later time.
                 SharedWord::store(&self.value, tail);
                 bell.wake();
             }
         }
     }
 
-    /// Polls as a poller does beside a doorbell that may be silent, until it has seen `goal`. To
-    /// sleep by the clock is to look again some time later: whatever was stored by then is seen. So a
-    /// poller that does so has lost nothing, and the model follows it no further.
+    /// Polls as a poller does whose doorbells may be untrapped, until it has seen `goal`. A sleep with a timer only delays
+    /// the next poll, which sees all stores until then. So nothing is lost by such a sleep, and the model treats it as a
+    /// yield.
     fn poll_toggled(
         goal: u32,
         doorbell: &ToggledDoorbell,

@@ -59,10 +59,10 @@ impl Gauge {
     }
 }
 
-/// Number of distinct statuses that are counted.
+/// Number of distinct statuses that are counted separately.
 const STATUSES: usize = 32;
 
-/// Commands that failed with a status. A `code` of 0 (success) marks a free entry.
+/// Number of commands that failed with a status. A `code` of 0 (success) marks a free entry.
 #[derive(Debug, Default)]
 struct StatusCounter {
     code: AtomicU16,
@@ -73,7 +73,7 @@ struct StatusCounter {
 #[derive(Debug, Default)]
 pub struct StatusCounters {
     counters: [StatusCounter; STATUSES],
-    /// Commands with statuses beyond the first [`STATUSES`].
+    /// Failed commands whose status has no counter, because all [`STATUSES`] counters are taken.
     others: AtomicU64,
 }
 

@@ -84,7 +84,7 @@ fn log_failure(name: &str, error: &io::Error) {
     }
 }
 
-/// Names the exhausted limit, or the limits to check.
+/// Returns the end of a log message: the exhausted limit, or the limits to check.
 fn limit_hint(limit: Option<ControlGroupLimit>) -> String {
     match limit {
         Some(limit) if limit.remaining() == 0 => format!(
@@ -106,7 +106,7 @@ pub fn run_alongside<T>(
     work: impl FnOnce() + Send,
     meanwhile: impl FnOnce() -> T,
 ) -> io::Result<T> {
-    // A simulation runs them one after the other.
+    // A simulation runs `work` first, then `meanwhile`.
     if cfg!(simulation) {
         work();
         return Ok(meanwhile());

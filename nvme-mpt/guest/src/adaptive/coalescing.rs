@@ -1,9 +1,10 @@
 //! Interrupt coalescing: the number of completions of a queue per interrupt.
 //!
 //! A guest that submits more commands while it is interrupted for each completion loses time to the interrupts. A guest that
-//! waits for a completion gains nothing from a late interrupt. The poller cannot see which case applies, so it tries: now
-//! and then, it doubles or halves the number of completions per interrupt for some time. It keeps the change if the guest
-//! gets more done, or no less with fewer completions per interrupt.
+//! A guest that submits more commands while it is interrupted for each completion loses time to the interrupts. A guest
+//! that waits for a completion gains nothing from a late interrupt. The poller cannot see which of the two a guest is, so
+//! the policy tries: from time to time, it doubles or halves the number of completions per interrupt. It keeps the change
+//! if the guest gets more done, or gets no less done with fewer completions per interrupt.
 //!
 //! An interrupt is held back only while more completions are expected: commands are in flight, or the guest has just
 //! submitted some. If most holds end without enough completions, the guest has too few commands outstanding. The number of
@@ -24,7 +25,7 @@ use nvme_mpt_memory::clock::{TickRate, Ticks};
 
 use super::PolicyChoice;
 
-/// Completions after which an epoch is judged.
+/// Number of completions in an epoch. The policy compares the times of epochs.
 const EPOCH: u32 = 128;
 
 /// Number of completions after which a very bad trial ends early. A trial is very bad if it takes more than `HOPELESS_PERCENT` percent
@@ -49,7 +50,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 const BETTER_PERCENT: u64 = 96;
 const WORSE_PERCENT: u64 = 104;
 
-/// Number of holds without enough completions after which a trial ends early, if fewer holds had enough completions.
+/// Number of timed-out holds after which a trial ends early, if fewer holds ended with enough completions.
 const TIMED_OUT_MAX: u32 = 4;
 
 /// Maximum number of epochs between two trials, reached after many failed ones.
@@ -59,7 +60,7 @@ const TRIAL_WAIT_MAX: u32 = 128;
 #[derive(Clone, Copy, Debug)]
 struct CoalescingTrial {
     level: u8,
-    /// Value of [`CoalescingPolicy::interval`] before the trial.
+    /// [`CoalescingPolicy::interval`] before the trial, with which the trial is compared.
     reference: u64,
 }
 
@@ -85,7 +86,7 @@ pub struct CoalescingPolicy {
     pause: u64,
 }
 
-/// Number of fractions into which the ticks of a completion are divided.
+/// Scale of [`CoalescingPolicy::interval`], which is in sixteenths of a tick per completion.
 const INTERVAL_SCALE: u64 = 16;
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -127,7 +128,7 @@ impl CoalescingPolicy {
         }
     }
 
-    /// Sets a learned level and the ticks per completion.
+    /// Sets the level and the ticks per completion, as if measured.
     #[cfg(test)]
     pub(crate) fn set_level(&mut self, level: u8, interval: u64) {
         (self.level, self.interval) = (level, INTERVAL_SCALE * interval);
@@ -235,7 +236,7 @@ impl CoalescingPolicy {
         } = self.epoch;
         let interval = now.since(began) * INTERVAL_SCALE / u64::from(completions);
         self.begin_epoch(now);
-        // Checked here rather than per completion: only this function starts a first trial.
+        // Checked once per epoch rather than per completion. No other function starts a first trial.
         if self.choice == PolicyChoice::Fixed {
             return;
         }

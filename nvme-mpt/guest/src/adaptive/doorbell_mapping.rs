@@ -1,4 +1,4 @@
-//! Adaptive mapping of doorbells: whether they are mapped into the guest or trapped.
+//! Adaptive mapping of doorbells: decides when they are mapped into the guest, and when its writes are trapped.
 //!
 //! Mapping and unmapping costs time in the hypervisor, and then in the guest, until it has resolved the mapping again. So it
 //! pays only for many writes. The time unit of this policy, a *hold*, is a hundred times the last cost. Doorbells are mapped
@@ -14,12 +14,13 @@ use nvme_mpt_memory::clock::{TickRate, Ticks};
 
 use super::PolicyChoice;
 
-/// Number of exits within a hold after which doorbells are mapped. This is little compared with the thousands of I/Os that
-/// are possible in a hold, and more than a mostly idle guest writes.
+/// Number of exits within a hold after which doorbells are mapped. A busy guest does thousands of I/Os in a hold, and a
+/// mostly idle guest writes fewer doorbells than this.
 const MAP_EXITS: u32 = 32;
 
-/// Number of I/Os within a hold that keep doorbells mapped: half of `MAP_EXITS`, because an I/O has two doorbell writes. At a lower
-/// rate, a poller sleeps between I/Os. Its timer then finds a mapped doorbell later than an exit would have woken the poller.
+/// Number of I/Os within a hold that keeps doorbells mapped. With two doorbell writes per I/O, these are half of
+/// `MAP_EXITS` writes. At a lower rate, a poller sleeps between I/Os, and its timer finds a write to a mapped doorbell
+/// later than an exit would have woken the poller.
 const KEEP_MAPPED_IOS: u64 = MAP_EXITS as u64 / 4;
 
 /// Length of a hold, as a multiple of the cost of mapping and unmapping.
@@ -29,8 +30,8 @@ const HOLD_FACTOR: u64 = 100;
 /// has ceased, and not just between two I/Os.
 const HOLD_MIN: Duration = Duration::from_millis(10);
 
-/// Initial guess of the cost of mapping and of unmapping. A high guess gives a long hold, in which the number of exits for
-/// the first mapping is reached sooner.
+/// Initial guess of the cost of mapping and of unmapping. A high guess gives a long first hold, in which [`MAP_EXITS`] is
+/// reached sooner.
 const COST_GUESS: Duration = Duration::from_millis(2);
 
 /// Policy for one function's doorbells.
@@ -80,7 +81,7 @@ impl DoorbellMappingPolicy {
     pub fn on_exit(&mut self, now: Ticks) -> bool {
         let hold = self.hold_ticks();
         let DoorbellMappingPhase::Trapped { since, exits } = &mut self.phase else {
-            // The exit was in progress while the doorbells were mapped.
+            // The exit began before the doorbells were mapped.
             return false;
         };
         if now.since(*since) > hold {
@@ -112,8 +113,8 @@ impl DoorbellMappingPolicy {
         }
     }
 
-    /// Returns the time for which the result of [`Self::should_be_mapped`] stays the same unless a write exits; `None` for no
-    /// limit.
+    /// Returns the time after which the result of [`Self::should_be_mapped`] may change although no write exits; `None` if
+    /// only an exit can change it.
     pub fn unchanged_for(&self, now: Ticks) -> Option<Duration> {
         match (self.choice, &self.phase) {
             (PolicyChoice::Learned, DoorbellMappingPhase::Mapped { since, .. }) => {
@@ -228,7 +229,7 @@ mod tests {
 
     #[test]
     fn steady_io_is_mapped_once_and_after_few_exits() {
-        // The fastest I/O, I/O as slow as in an emulator, and with slow mappings.
+        // The fastest I/O; I/O as slow as in an emulator; I/O with slow mappings.
         for (every, costs) in [
             (2 * US, [50 * US, 80 * US]),
             (300 * US, [MS, 2 * MS]),
@@ -315,7 +316,8 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Changes take at most the promised share of time, even if a guest provokes changes and whatever a change costs.
+        /// Mapping and unmapping take at most 1 % of the time, even if a guest provokes changes, and whatever a change
+        /// costs.
         #[test]
         fn toggling_takes_a_hundredth_at_most(
             mapping in 1_u64..50_000,
@@ -329,7 +331,7 @@ mod tests {
                 scene.ios(ios, every * US);
                 scene.pass(pause * US);
             }
-            // The first change comes in addition, since its cost is unknown before.
+            // The first change is allowed on top, because its cost is unknown beforehand.
             let first = costs[0] + costs[1];
             let all = scene.now.since(began);
             proptest::prop_assert!(

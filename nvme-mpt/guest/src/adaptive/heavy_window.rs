@@ -8,11 +8,12 @@
 //!
 //! - **Alone.** Every ten seconds, at the arrival of a light command, heavy users pause for some light commands, 50 ms at
 //!   most. The median latency of these commands is the latency of light users alone.
-//! - **Together.** The median latency of every eight light commands is compared with the latency alone. If it is above 1.875
-//!   times, the window shrinks in proportion. Otherwise the window grows by 1/32, but seldom up to a size that was too large.
-//!   The median is used because a drive completes some commands slowly for its own reasons, and for these the window must not
-//!   shrink. On a drive that serves its pairs in turn, most light commands may find no other command in their pair, and a few
-//!   find the whole window. So the window also shrinks if the second longest of eight is too long four times in a row.
+//! - **Together.** The median latency of every eight light commands is compared with the latency alone. If it is above
+//!   1.875 times the latency alone, the window shrinks in proportion. Otherwise the window grows by 1/32. It returns to a
+//!   size that was too large only after [`CEILING_HOLD`] medians. The median is used because a drive completes some
+//!   commands slowly for its own reasons, for which the window must not shrink. On a drive that serves its pairs in turn,
+//!   most light commands may find no other command in their pair, and a few find the whole window. So the window also
+//!   shrinks if the second longest of eight latencies is too long four times in a row.
 //!
 //! On a parallel drive, the window settles at about the size that fills the channels. There, the slowest percent of light
 //! commands is close to the median: p99 is within twice p99 alone.
@@ -43,8 +44,8 @@ const LATENCY_RATIO_MAX: u64 = 256 * 15 / 8;
 /// in parts of 48 KiB, with a quarter of their throughput. A limit of 2.0 would give parts of 8 KiB, with 1/20.
 const LATENCY_RATIO_MAX_SMALL: u64 = 256 * 9 / 4;
 
-/// Factor, as numerator and denominator, of the second longest of [`SAMPLES`] latencies. The product is compared with the same
-/// limit as the median.
+/// Factor for the second longest of [`SAMPLES`] latencies, as numerator and denominator. The product must not exceed the
+/// limit of the median.
 const TAIL: (u64, u64) = (4, 5);
 
 /// Number of sample groups in a row whose second longest latency must be too long before the window shrinks only for this
@@ -63,8 +64,8 @@ const CEILING_HOLD: u32 = 256;
 const LIGHT_COMMANDS: u32 = 4;
 const LIGHT_BYTES: u64 = 16 << 10;
 
-/// Number of kinds of light commands. Latencies are compared within a kind: reads or writes, with the same number of commands
-/// outstanding.
+/// Number of kinds of light commands. A command is compared only with commands of its kind: a read or a write, with a given
+/// number of commands outstanding.
 const KINDS: usize = 2 * LIGHT_COMMANDS as usize;
 
 /// Class of a command on a shared drive.
@@ -97,7 +98,8 @@ impl CommandClass {
         outstanding > LIGHT_COMMANDS || bytes > LIGHT_BYTES
     }
 
-    /// Returns the index of the latency alone for comparison.
+    /// Returns the index into [`HeavyWindow::alone`] of the latency to compare with; `None` for a command that is not
+    /// measured.
     fn kind_index(self) -> Option<usize> {
         self.0.checked_sub(Self::FIRST_KIND).map(usize::from)
     }
@@ -109,12 +111,12 @@ const WINDOW_FIXED: u64 = 256 << 10;
 /// Length of a queue pair's turn at the window, in latencies of light commands alone.
 const TURN_LATENCIES: u64 = 8;
 
-/// Times in ticks.
+/// Durations for measurements, in ticks.
 #[derive(Clone, Copy, Debug)]
 struct HeavyWindowTimes {
     /// Time between two measurements of the latency alone.
     probe_interval: u64,
-    /// Time until the next measurement if the last measurement had no command of some kind.
+    /// Time until the next measurement if the last one had no command of some kind.
     probe_retry: u64,
     /// Maximum pause of heavy users.
     pause: u64,
@@ -270,7 +272,8 @@ impl HeavyWindow {
         let tail = self.latency_ratios[SAMPLES - 2] * TAIL.0 / TAIL.1;
         let longer = self.latency_ratios[SAMPLES / 2];
         let window = self.parameters.window;
-        // Commands are split in steps: a small window that shrinks by less may give parts of the same size.
+        // A command is split into parts of whole steps. So a small window that shrinks by less than an eighth may give
+        // parts of the same size.
         let (longest, least) = match window {
             ..=WINDOW_SMALL => (LATENCY_RATIO_MAX_SMALL, window / 8),
             _ => (LATENCY_RATIO_MAX, 0),
@@ -288,7 +291,7 @@ impl HeavyWindow {
             self.ceiling_hold = CEILING_HOLD;
             shrunk(longer)
         } else if self.slow_tails >= SLOW_TAILS_MAX {
-            // The slow commands may be the drive's own, so the size is not taken for too large.
+            // The drive may be slow for its own reasons, so the size does not become the ceiling.
             self.has_been_too_large = true;
             self.slow_tails = 0;
             shrunk(tail)
@@ -357,8 +360,8 @@ mod tests {
     /// Latency of a light command alone, in nanoseconds.
     const ALONE: u64 = 100_000;
 
-    /// Returns the window after 400,000 light commands. `latency` depends on a random number below 100 and on the heavy users'
-    /// bytes in flight.
+    /// Returns the window after 400,000 light commands. `latency` gets a random number below 100 and the heavy users' bytes
+    /// in flight.
     fn window_by(latency: impl Fn(u64, u64) -> u64) -> u64 {
         let mut learned = HeavyWindow::new(PolicyChoice::Learned, TickRate::NANOSECOND);
         let class = CommandClass::light(NvmOpcode::READ, 1);

@@ -5,11 +5,11 @@
 //! the same memory. So a few hostile VMs could exhaust the mappings or the addresses, and further VMs could map no memory.
 //! Hence each resource has three parts:
 //! - one part for the driver's own queues and lists, never given to VMs;
-//! - one part from which every VM gets its assured amount, whatever others have: [`ASSURED`] mappings, enough for memory that
-//!   is not plugged block by block, and 2 GiB of addresses;
-//! - the rest, which a VM may use beyond its assured amount while its total is at most half of what is still free of the rest.
-//!   So a VM that takes small amounts gets about a third of what it found free. A VM that takes a single large amount gets up
-//!   to half.
+//! - one part from which every VM gets its assured amount, whatever other VMs have: [`ASSURED`] mappings, enough for memory
+//!   that is not plugged block by block, and 2 GiB of addresses;
+//! - the shared part. Beyond its assured amount, a VM may take more as long as its total is at most half of what is free in
+//!   the shared part. So a VM that takes small amounts gets about a third of what it found free. A VM that takes a single
+//!   large amount gets up to half.
 //!
 //! The fixed alternative limits each VM to a fixed part of the total instead.
 
@@ -26,7 +26,7 @@ pub(crate) const ASSURED_DIVISOR: u64 = 4;
 /// pairs and the PRP and SGL lists of 3,000 guest queues.
 pub(crate) const DRIVER_DIVISOR: u64 = 16;
 
-/// Division of a resource into the driver's part, the part assured to VMs, and the rest.
+/// Division of a resource into the driver's part, the part assured to VMs, and the shared part.
 #[derive(Clone, Copy, Debug)]
 struct IommuBudgetDivision {
     /// Amount assured to every VM.
@@ -46,8 +46,8 @@ const MAPPINGS: IommuBudgetDivision = IommuBudgetDivision {
     fixed_divisor: 16,
 };
 
-/// Division of the IOVA space. Of 512 GiB (39 bits), 8 GiB are for the driver and 64 GiB are assured to 32 VMs. If no other VM
-/// has addresses, one VM can map a region of 220 GiB: half of the other 440 GiB.
+/// Division of the IOVA space. Of 512 GiB (39 bits), 8 GiB are for the driver, and 64 GiB assure 2 GiB to each of 32 VMs.
+/// While no VM has addresses, one VM can map a region of 220 GiB: half of the shared 440 GiB.
 const IOVAS: IommuBudgetDivision = IommuBudgetDivision {
     assured: 2 << 30,
     assured_divisor: 8,
@@ -106,8 +106,7 @@ impl IommuBudget {
         }
     }
 
-    /// Checks whether a VM that already has the amount `taken` may take the amount `wanted` in addition. `used` is the use by
-    /// the driver and all VMs.
+    /// Checks whether a VM that has the amount `taken` may take `wanted` more. `used` is the use by the driver and all VMs.
     ///
     /// # Errors
     /// [`IommuShareRefusal`] if the amount is reserved for others.

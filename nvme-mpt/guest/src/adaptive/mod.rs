@@ -101,7 +101,7 @@ const POLICIES: [(&str, PolicyField); 8] = [
 ];
 
 impl AdaptivePolicies {
-    /// Returns the choices of a poller; all others are adaptive.
+    /// Returns the choices for the policies that a poller uses. The policies of other threads are adaptive in the result.
     #[must_use]
     pub fn for_poller(self) -> Self {
         let Self {
@@ -118,7 +118,7 @@ impl AdaptivePolicies {
         }
     }
 
-    /// Returns the choices of a drive; all others are adaptive.
+    /// Returns the choices for the policies that a drive uses. All other policies are adaptive in the result.
     #[must_use]
     pub fn for_drive(self) -> Self {
         let Self {

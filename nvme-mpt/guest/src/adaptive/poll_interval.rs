@@ -12,21 +12,20 @@ use super::PolicyChoice;
 /// Shortest interval.
 const MIN: Duration = Duration::from_micros(50);
 
-/// Divisor of the idle time that gives the interval, and longest interval, while work is pending or shortly after the last
-/// work.
+/// Interval while work is pending, and shortly after work: divisor of the idle time, and longest interval.
 const FAST: (u32, Duration) = (8, Duration::from_millis(1));
 
-/// Divisor of the idle time and longest interval after a longer idle time. The longest interval gives 50 polls per second.
+/// Interval after a longer idle time: divisor of the idle time, and longest interval (50 polls per second).
 const SLOW: (u32, Duration) = (64, Duration::from_millis(20));
 
-/// Policy for the poll interval.
+/// Policy for the poll interval of untrapped doorbells.
 #[derive(Clone, Copy, Debug)]
 pub struct PollInterval {
     choice: PolicyChoice,
 }
 
 impl PollInterval {
-    /// Creates the policy. Intervals grow to 20 ms; fixed ones to one millisecond.
+    /// Creates the policy. An adaptive interval grows to 20 ms, a fixed one to 1 ms.
     #[must_use]
     pub fn new(choice: PolicyChoice) -> Self {
         Self { choice }
@@ -56,7 +55,7 @@ fn scaled_interval(idle: Duration, (divisor, longest): (u32, Duration)) -> Durat
 mod tests {
     use super::*;
 
-    /// Counts polls after a poller has stopped spinning, within `time`. Returns the longest interval too.
+    /// Counts the polls within `time` after a poller has stopped spinning. Also returns the longest interval.
     fn looks_within(looks: PollInterval, time: Duration) -> (usize, Duration) {
         let mut idle = Duration::from_micros(20);
         let (mut count, mut pause) = (0, Duration::ZERO);

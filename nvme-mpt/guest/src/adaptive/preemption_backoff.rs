@@ -1,10 +1,10 @@
 //! Preemption back-off: when a spinning thread yields its processor to other threads.
 //!
-//! The awaited event may need this very processor, for a vCPU or a kernel thread. A waking thread gets the processor at once
-//! if the scheduler considers this fair. Other threads wait for the end of the time slice, some milliseconds. So if a thread
-//! is preempted after a long spin, it has delayed other threads, and it sleeps instead of spinning for some time. The time
-//! doubles if this soon happens again. A single preemption is no reason, because any system has threads that need a
-//! processor occasionally.
+//! The awaited event may need this very processor, for a vCPU or a kernel thread. A waking thread gets the processor
+//! immediately if the scheduler considers this fair. Other threads wait for the end of the time slice, some milliseconds.
+//! So a thread that is preempted after a long spin has delayed other threads. If this happens twice within a short time,
+//! the thread sleeps instead of spinning for some time, which doubles if the preemptions continue. A single preemption has
+//! no effect, because any system has threads that need a processor occasionally.
 //!
 //! A thread is also off its processor while the processor handles interrupts or, in a virtual machine, runs another VM. The
 //! thread then delays no one. If the sandbox allows it, the kernel reports the number of preemptions, which excludes these
@@ -22,22 +22,22 @@ use super::PolicyChoice;
 /// Spin time after which a preempted thread has delayed others.
 const LONG_SPIN: Duration = Duration::from_micros(200);
 
-/// Longest pass without an interruption.
+/// Maximum duration of a pass in which the thread was not interrupted.
 const PASS_MAX: Duration = Duration::from_micros(2);
 
-/// Time off the processor from which another, waiting thread must have run. Interrupts take less. So do threads that wake
-/// up and run at once, such as kernel workers that complete a poller's requests.
+/// Minimum time off the processor that shows that another, waiting thread has run. Interrupts take less time. So do threads
+/// that run as soon as they wake up, such as kernel workers that complete a poller's requests.
 const OFF_PROCESSOR_MIN: Duration = Duration::from_micros(200);
 
 /// Maximum time between preemptions that count as frequent. A thread that always wants the processor gets it after a time
 /// slice of some milliseconds.
 const FREQUENT_INTERVAL: Duration = Duration::from_millis(15);
 
-/// Limits of the time for which a thread sleeps instead of spinning.
+/// Minimum of the time for which a thread sleeps instead of spinning; its maximum follows.
 const SLEEP_MIN: Duration = Duration::from_millis(10);
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 
-/// Time that a thread still spins during that time, because work often arrives at once.
+/// Time that the thread still spins after work during the back-off, because more work often follows immediately.
 const EAGER_SPIN: Duration = Duration::from_micros(5);
 
 /// Processor time of a thread so far.
@@ -89,8 +89,9 @@ impl PreemptionBackoff {
         }
     }
 
-    /// Handles a pass that ended now and took `took` ticks, after a spin of `spun` ticks without work or sleep. `on_processor`
-    /// returns the thread's processor time, and is called only after long spins. Returns whether the thread has delayed others.
+    /// Handles the end of a pass that took `took` ticks. `spun` is the time that the thread has spun without work or sleep.
+    /// `on_processor` returns the thread's processor time; it is called only after long spins. Returns whether the thread
+    /// has delayed other threads.
     #[inline]
     pub fn on_pass(
         &mut self,
@@ -138,7 +139,7 @@ impl PreemptionBackoff {
         true
     }
 
-    /// Returns whether the thread should sleep now, `idle` ticks after the last work.
+    /// Returns whether the thread should sleep instead of spin, `idle` ticks after its last work.
     #[inline]
     #[must_use]
     pub fn should_sleep(&self, now: Ticks, idle: u64) -> bool {
@@ -202,7 +203,7 @@ mod tests {
             !courtesy.on_pass(later, 250 * US, 4 * US, || ticks(49 * US)),
             "an interrupt of four microseconds"
         );
-        // The poller had work.
+        // The poller had work, so its spin is short.
         assert!(!courtesy.on_pass(later, 0, 100, || unreachable!()));
         let later = Ticks(now.0 + MS);
         assert!(!courtesy.on_pass(later, 200 * US, MS, || ticks(60 * US)));

@@ -1,8 +1,8 @@
 //! Slice length: the bytes of a file to deallocate or zero at once.
 //!
-//! While the kernel deallocates a slice, it blocks all other I/O of the file. The time of a slice depends on the number of its
-//! extents, which may be as short as a block in a fragmented file. The next slice has the length that would have taken 300 us,
-//! by the time of the last slice.
+//! While the kernel deallocates a slice, it blocks all other I/O of the file. The duration depends on the number of extents
+//! in the slice; in a fragmented file, an extent may be as short as a block. The length of the next slice is what would
+//! have taken 300 us at the speed of the last slice.
 //!
 //! The fixed alternative is 256 KiB.
 
@@ -16,16 +16,17 @@ use super::PolicyChoice;
 /// Target time of a slice.
 const TARGET: Duration = Duration::from_micros(300);
 
-/// Limits of a slice, in bytes, and the initial length. The minimum is a block, because a block may be a separate extent.
+/// Minimum length of a slice in bytes. It is a block, because each block may be an extent. The maximum and the initial
+/// length follow.
 ///
-/// A slice of a hole is fast at any length, and does not show how many extents the next slice has. So the maximum length is
-/// limited to 512 blocks, and therefore to 512 extents. A guest whose command arrives during such a slice waits for all of
-/// them: 0.2 s, at 0.4 ms each on ext4.
+/// A slice of a hole is fast at any length, and does not show how many extents the next slice has. So the maximum is 512
+/// blocks, which have at most 512 extents. At 0.4 ms per extent on ext4, a guest whose command arrives during such a slice
+/// waits for 0.2 s.
 const MIN: u64 = BOUNDARY;
 const MAX: u64 = 2 << 20;
 const INITIAL: u64 = 256 << 10;
 
-/// Maximum slice while others use the file: at most 64 extents.
+/// Maximum length of a slice while other users have I/O on the file: at most 64 extents.
 const SHARED_MAX: u64 = 256 << 10;
 
 /// Adaptive length of slices.
@@ -47,13 +48,13 @@ impl SliceLength {
         }
     }
 
-    /// Returns the maximum length of the next slice in bytes.
+    /// Returns the length of the next slice in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Notes a slice of `bytes` bytes that took `took` ticks. `is_shared` is true while others use the file.
+    /// Notes a slice of `bytes` bytes that took `took` ticks. `is_shared` is true while the file has other users.
     pub fn on_slice_done(&mut self, bytes: u64, took: u64, is_shared: bool) {
         let max = match is_shared {
             true => SHARED_MAX,
@@ -68,7 +69,7 @@ impl SliceLength {
 /// Returns the length of the next slice, after a slice of `bytes` (at most `planned`) took `took` ticks.
 fn next_slice(planned: u64, bytes: u64, took: u64, target: u64) -> u64 {
     if bytes < planned && took <= target {
-        // A short slice says little about the time of a long one.
+        // A short slice does not show how long a long one would take.
         return planned;
     }
     let ideal = u128::from(bytes) * u128::from(target) / u128::from(took.max(1));

@@ -9,12 +9,12 @@ use nvme_mpt_memory::clock::TickRate;
 
 use super::PolicyChoice;
 
-/// Limits of the spin time.
+/// Minimum of the spin time; its maximum follows.
 const MIN: Duration = Duration::from_micros(20);
 const MAX: Duration = Duration::from_millis(4);
 
-/// Fixed spin time: about the cost of falling asleep and waking up. Spinning and parking together then take at most twice
-/// the time of the better choice.
+/// Fixed spin time: about the cost of falling asleep and waking up. So the time spent on a spin and a park is at most twice
+/// that of the better one alone.
 const FIXED: Duration = Duration::from_micros(100);
 
 /// Adaptive time that a poller spins before it parks.
@@ -54,7 +54,7 @@ impl SpinTime {
         self.min
     }
 
-    /// Adapts to a sleep of `ticks`. `found_work` is true if there was work at its end.
+    /// Adapts the spin time to a sleep of `ticks`. `found_work` is true if the poller found work when it woke up.
     pub fn on_sleep(&mut self, ticks: u64, found_work: bool) {
         self.ticks = if found_work && ticks < self.max {
             (self.ticks * 2).min(self.max)
@@ -63,8 +63,8 @@ impl SpinTime {
         };
     }
 
-    /// Adapts to another thread that needs the processor. A sleeping thread gets the processor back from a busy one sooner than
-    /// a spinning thread does.
+    /// Shortens the spin time to its minimum, because another thread needs the processor. A thread that slept gets the
+    /// processor back sooner than a thread that spun.
     pub fn on_contention(&mut self) {
         self.ticks = self.min;
     }

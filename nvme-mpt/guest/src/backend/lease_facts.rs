@@ -33,7 +33,7 @@ pub struct LeasedNamespace {
     pub command_sets: CommandSets,
 }
 
-/// Facts of a lease that do not change while a function holds it.
+/// Facts of a lease that are fixed while a function holds it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseFacts {
     /// The lease as the guest sees it, with its initial number of blocks.
@@ -42,14 +42,14 @@ pub struct LeaseFacts {
     pub limits: ControllerLimits,
     /// Maximum number of I/O queue pairs. Their identifiers start at 1.
     pub queue_pairs: u16,
-    /// Path of doorbell writes to the pollers.
+    /// Way in which doorbell writes reach the pollers.
     pub doorbells: DoorbellMode,
     /// True if the pollers may sleep, so that a doorbell must wake them.
     pub parks: bool,
     /// Temperatures at which the drive warns; `None` if it has no temperature sensor.
     pub thresholds: Option<TemperatureThresholds>,
-    /// True if [`HostSide::check_damage`](crate::backend::ControllerBackend::check_damage) can change, so that it has to be checked
-    /// periodically.
+    /// True if the result of [`ControllerBackend::check_damage`](crate::backend::ControllerBackend::check_damage) can
+    /// change, so that it has to be checked periodically.
     pub can_be_damaged: bool,
     /// True if the drive exists only in the back end's process, so that no other process can take over its lease.
     pub is_private: bool,
@@ -64,8 +64,8 @@ impl LeaseFacts {
     /// Returns whether a back end with these facts can do everything that `promised` reported to the guest.
     ///
     /// These facts may exceed `promised`, because a later release supports more or a lease by size has grown. `parks`,
-    /// `can_be_damaged` and `learning` are not compared, because the guest does not see them. Model and NVM Command Set are not
-    /// compared either, because the guest keeps the reported ones.
+    /// `can_be_damaged` and `learning` are not compared, because the guest does not see them. The model and the NVM Command
+    /// Set are not compared either: the guest continues to see those of `promised`.
     #[must_use]
     pub fn satisfies(&self, promised: &Self) -> bool {
         let told = &promised.namespace;

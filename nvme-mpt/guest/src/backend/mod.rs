@@ -22,8 +22,8 @@
 //! | [`SharedBackendParts::vectors`] | after each change, the eventfd that raises the vector: the VMM's eventfd; while the vector is masked, an eventfd of the function, which holds the pending bit |
 //! | [`DoorbellWaker`] | the eventfd, and a number that names the poller |
 //! | [`MemoryRegion::fd`] | the descriptor |
-//! | [`ControllerBackend::map_in_place`], [`ControllerBackend::set_memory_holder`], [`ControllerBackend::check_memory`] | nothing of the mapping: the function's process checks itself whether its memory is complete |
-//! | [`ControllerBackend::map_detached`] | the descriptors; a [`DetachedGuestMemory`] does not keep them yet |
+//! | [`ControllerBackend::map_in_place`], [`ControllerBackend::set_memory_holder`], [`ControllerBackend::check_memory`] | nothing of the VMM's mapping; the function's process itself checks whether its memory is complete |
+//! | [`ControllerBackend::map_detached`] | the descriptors, from which the other process maps the memory |
 //! | [`io::Error`] in results and in [`QueueError`], [`DmaError`], [`BackendStateError`] | errno or kind, and text |
 
 mod lease_facts;
@@ -129,7 +129,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// Returns the facts of the lease.
     fn facts(&self) -> LeaseFacts;
 
-    /// Returns the parts that both sides reach in memory.
+    /// Returns the memory and eventfds that the function and the back end share.
     fn shared_parts(&self) -> SharedBackendParts;
 
     /// Returns the state of the lease.
@@ -141,7 +141,8 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Returns the number of successor processes so far. A result obtained before this number changed is meaningless.
+    /// Returns the number of processes that have taken over as back end. A result obtained before this number changed is
+    /// meaningless.
     fn successor_count(&self) -> u64 {
         0
     }
@@ -156,12 +157,11 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// Returns the drive's error. The information is unavailable while the drive is being reset or is gone.
     fn smart_health(&self) -> io::Result<Option<SmartHealth>>;
 
-    /// Returns changes that the guest did not cause and that were not reported to it yet; `None` if the command set has no
+    /// Returns changes that the guest did not cause and that have not been reported to it; `None` if the command set has no
     /// change list.
     fn changes(&self) -> Option<UnreportedChanges>;
 
-    /// Removes the changes in `told` from the list, because they were reported to the guest. Changes that happened since then
-    /// stay.
+    /// Removes the changes in `told`, which were reported to the guest, from the list of changes to report.
     fn remove_changes(&self, told: &UnreportedChanges);
 
     /// Returns the lease's counters of commands and data so far, which snapshots contain.
@@ -182,7 +182,8 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// All of [`DmaError`] except those of unmapping and of the dirty log.
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError>;
 
-    /// Maps a region that the function had mapped under the old server. The function's limits and shares do not apply.
+    /// Maps a region that was mapped under the old server, for a function that continues. The function's limits and shares
+    /// do not apply.
     ///
     /// # Errors
     /// As [`Self::map`].
@@ -190,8 +191,8 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
         self.map(memory)
     }
 
-    /// Maps a region that was mapped under the old server according to the VMM. If the region is in fact still mapped,
-    /// the function's limits and shares do not apply.
+    /// Maps a region that was mapped under the old server, as claimed by the VMM. If the IOMMU still maps the region, the
+    /// function's limits and shares do not apply.
     ///
     /// # Errors
     /// As [`Self::map`].
@@ -199,7 +200,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
         self.map(memory)
     }
 
-    /// Maps a region of a VMM in this process through the VMM's own mapping. A back end in another process maps the file.
+    /// Maps a region through the mapping of a VMM in this process. A back end in another process maps the file instead.
     ///
     /// # Errors
     /// As [`Self::map`]. A back end in another process returns [`DmaError::Incomplete`] for incomplete memory.
@@ -222,8 +223,8 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// As [`Self::map`]. Regions mapped before the error stay mapped.
     fn map_detached(&self, memory: &DetachedGuestMemory) -> Result<(), DmaError>;
 
-    /// Unmaps the regions in `gpa..gpa+len` and waits for the in-flight commands that use them. Returns the number of
-    /// bytes that were mapped there.
+    /// Unmaps the regions in `gpa..gpa+len` and waits until no in-flight command uses them. Returns the number of bytes
+    /// that were mapped there.
     ///
     /// # Errors
     /// [`DmaError::InvalidRegion`], [`DmaError::PartialUnmap`]; [`DmaError::Busy`] if in-flight commands still use the regions
@@ -295,7 +296,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// [`QueueError::NoSuchQueue`], [`QueueError::CqInUse`]; [`QueueError::Timeout`] as in [`Self::create_sq_within`].
     fn delete_cq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError>;
 
-    /// Sets interrupt coalescing.
+    /// Sets Interrupt Coalescing and Coalescing Disable of the I/O queues' vectors.
     fn set_coalescing(&self, coalescing: CoalescingConfig);
 
     /// Sets the limits of I/Os and bytes per second for all I/O queues together.
@@ -310,8 +311,8 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
 
     /// Returns the doorbells of the existing I/O queues.
     ///
-    /// A VMM may connect a register to its new waker only some time after a queue was created or deleted. The VMM then signals
-    /// the waker once, so that no earlier doorbell write is missed.
+    /// After a queue was created or deleted, a VMM may take some time to connect a register to its new waker. The VMM then
+    /// signals the waker once, so that no earlier doorbell write is missed.
     fn io_doorbells(&self) -> IoDoorbells;
 
     /// Uses the pages of a Doorbell Buffer Config command until the next reset.
@@ -345,7 +346,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// returns `NotConnected`; the successor starts the watch.
     fn watch_admin_doorbells(&self) -> io::Result<()>;
 
-    /// Resets the state that belongs to a VMM connection: the record of lost writes, which concern only the previous VMM.
+    /// Starts over for a new VMM connection: clears the record of lost writes, which concern only the previous VMM.
     fn reset_connection(&self);
 
     /// Stops the pollers from taking commands, and waits at most `time` for in-flight commands. Afterwards, the VM's
@@ -384,8 +385,8 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// queues are deleted. Once the commands have ended, a repeated call completes the reset.
     fn reset_within(&self, time: Duration) -> Result<(), QueueError>;
 
-    /// Deletes all queues but leaves the doorbells unchanged, because the function ends or moves to another back end.
-    /// Queues whose wait has timed out before are not waited for again.
+    /// Deletes all queues but leaves the doorbells unchanged, because the function ends or moves to another back end. A
+    /// queue whose commands were waited for in vain is not waited for again.
     ///
     /// # Errors
     /// As [`Self::reset_within`].
@@ -414,7 +415,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// All of [`BackendStateError`] except [`BackendStateError::Mismatch`]. No queues exist then.
     fn restore_inflight(&self, kept: &PersistedQueues) -> Result<(), BackendStateError>;
 
-    /// Checks an untrusted state as far as possible before anything is created from it.
+    /// Checks an untrusted state, as far as possible before anything is created from it.
     ///
     /// # Errors
     /// [`BackendStateError::Mismatch`] and [`BackendStateError::Invalid`].

@@ -5,12 +5,12 @@ use std::os::fd::OwnedFd;
 
 use vmm_sys_util::eventfd::EventFd;
 
-/// Parts of a function that outlive the back end's process.
+/// Parts of a function that outlive its back end's process: the function holds them for the next one.
 #[derive(Debug)]
 pub struct PersistedBackendParts {
     /// File of the doorbells, from [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd).
     pub doorbells: OwnedFd,
-    /// File of the in-flight tracking, from [`LiveState::fd`](crate::inflight::InflightFile::fd).
+    /// File of the in-flight tracking, from [`InflightFile::fd`](crate::inflight::InflightFile::fd).
     pub inflight: OwnedFd,
     /// Eventfd that is signalled when there are events.
     pub events: EventFd,
@@ -30,11 +30,11 @@ impl PersistedBackendParts {
     }
 }
 
-/// Files of a function that continues in the next process.
+/// Files of a function, handed to the back end's next process.
 #[derive(Debug)]
 pub struct PersistedBackendFiles {
     /// File of the doorbells, from [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd).
     pub doorbells: OwnedFd,
-    /// File of the in-flight tracking, from [`LiveState::fd`](crate::inflight::InflightFile::fd).
+    /// File of the in-flight tracking, from [`InflightFile::fd`](crate::inflight::InflightFile::fd).
     pub inflight: OwnedFd,
 }

@@ -13,9 +13,9 @@ use crate::serde_forms;
 /// Completion Queue to create.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CqConfig {
-    /// Its identifier.
+    /// Identifier of the queue.
     pub qid: QueueId,
-    /// Base: physically contiguous, at the start of a memory page.
+    /// Base address: the queue is physically contiguous, and starts at the start of a memory page.
     pub base: Gpa,
     /// Number of entries, at least 2.
     pub entries: u32,
@@ -26,18 +26,18 @@ pub struct CqConfig {
 /// Submission Queue to create.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SqConfig {
-    /// Its identifier.
+    /// Identifier of the queue.
     pub qid: QueueId,
-    /// Identifier of its Completion Queue.
+    /// Identifier of the Completion Queue that gets the completions.
     pub cqid: QueueId,
-    /// Base: physically contiguous, at the start of a memory page.
+    /// Base address: the queue is physically contiguous, and starts at the start of a memory page.
     pub base: Gpa,
     /// Number of entries, at least 2.
     pub entries: u32,
 }
 
-/// Queues that a guest has created, as recorded by its function. Together with the in-flight tracking, they suffice to
-/// restore the queues.
+/// Queues that a guest has created, as recorded by its function. From this record and the in-flight tracking, a back end
+/// restores the queues.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PersistedQueues {
     /// Completion Queues.

@@ -1,5 +1,5 @@
-//! Snapshot format of a paused attachment: queues with their positions, doorbells, the Doorbell Buffer, and the
-//! promises made to the guest.
+//! Snapshot format of a paused back end: queues with their positions, doorbells, the Doorbell Buffer, and the promises made
+//! to the guest.
 //!
 //! The state has no guest memory and no data of the drive. A state to restore is untrusted, and is checked as a whole before
 //! the first queue is created. Changing a type here makes a new version of the format, except for a field that is omitted
@@ -25,16 +25,16 @@ use crate::inflight::MAX_SLOTS;
 use crate::serde_forms;
 use crate::stats::LeaseCounters;
 
-/// Error of saving or restoring the state of an attachment.
+/// Error of saving or restoring the state of a back end.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum BackendStateError {
-    /// Queues are still polled, so the state changes.
+    /// Queues are still polled, so their state keeps changing.
     #[error("The state cannot be saved or restored while queues are polled; pause first")]
     NotPaused,
     /// The controller has I/O queues, which a restored state would replace.
     #[error("The state can be restored into a controller without I/O queues only; this has {0}")]
     NotEmpty(usize),
-    /// A property on which the guest relies differs here.
+    /// A property on which the guest relies has another value in this controller.
     #[error(
         "The snapshot has {promise} {saved}, but here it is {here}; restore it on a lease of the same \
          size, identity and options, of a drive with the same features"
@@ -94,7 +94,7 @@ impl BackendStateError {
     }
 }
 
-/// Saved state of an attachment.
+/// Saved state of a back end.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BackendState {
@@ -110,8 +110,8 @@ pub struct BackendState {
     pub revoked: bool,
     /// Statistics of the lease so far.
     pub counters: LeaseCounters,
-    /// Changes that the guest has not been told of. The field is omitted if it is empty. Its serialized name,
-    /// `changed_zones`, comes from the first command set that had a change list.
+    /// Changes that have not been reported to the guest. The field is omitted if it is empty, for compatibility with older
+    /// snapshots. Its serialized name, `changed_zones`, comes from the first command set that had a change list.
     #[serde(
         rename = "changed_zones",
         default,
@@ -123,7 +123,7 @@ pub struct BackendState {
     pub lost_writes: bool,
 }
 
-/// Changes in a lease that were not reported to the guest yet.
+/// Changes in a lease that have not been reported to the guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UnreportedChangesState {
@@ -138,19 +138,19 @@ impl UnreportedChangesState {
     /// Serialized name of the field.
     pub const NAME: &str = "changed_zones";
 
-    /// Returns whether nothing changed.
+    /// Returns whether there is no unreported change.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty() && !self.more
     }
 }
 
-/// Property that a guest was told of and may rely on.
+/// Property that was reported to the guest, which may rely on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GuestPromiseState {
-    /// Its name.
+    /// Name of the property.
     pub name: String,
-    /// Its value in readable form.
+    /// Value in readable form.
     pub value: String,
 }
 
@@ -177,9 +177,9 @@ impl From<DoorbellBufferState> for DoorbellBuffer {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CompletionQueueState {
-    /// Its identifier.
+    /// Identifier of the queue.
     pub qid: u16,
-    /// Guest address of its first entry.
+    /// Guest address of the first entry.
     pub base: u64,
     /// Number of entries.
     pub entries: u32,
@@ -197,7 +197,7 @@ pub struct CompletionQueueState {
     pub failed: bool,
     /// Completions that could not be posted yet: dwords 0 and 1, then 2 and 3.
     pub held: Vec<[u64; 2]>,
-    /// In-flight commands to execute again. The field is omitted if it is empty. It is always empty if no process of the
+    /// In-flight commands to execute again. The field is omitted if it is empty, as it always is if no process of the
     /// function's back end has ended.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub in_flight: Vec<InFlightCommandState>,
@@ -209,9 +209,9 @@ pub struct CompletionQueueState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InFlightCommandState {
-    /// Its slot number.
+    /// Number of the command's slot.
     pub slot: u16,
-    /// Identifier of its Submission Queue.
+    /// Identifier of the command's Submission Queue.
     pub sqid: u16,
     /// The guest's submission queue entry, as it is in memory.
     pub command: [u64; 8],
@@ -233,9 +233,9 @@ impl InFlightCommandState {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SubmissionQueueState {
-    /// Its identifier.
+    /// Identifier of the queue.
     pub qid: u16,
-    /// Guest address of its first entry.
+    /// Guest address of the first entry.
     pub base: u64,
     /// Number of entries.
     pub entries: u32,
@@ -268,7 +268,8 @@ impl CompletionQueueState {
         }
     }
 
-    /// Returns the queue's indices, without reservations for held completions; `None` if they are out of range.
+    /// Returns the indices of the queue, with no entries reserved for held completions; `None` if the saved values are out
+    /// of range.
     pub fn indices(&self) -> Option<CompletionIndices> {
         let size = RingSize::new(self.entries)?;
         let tail = PhasedIndex::with_phase(RingIndex::from_index(size, self.tail)?, self.phase);
@@ -277,7 +278,7 @@ impl CompletionQueueState {
 }
 
 impl PersistedQueues {
-    /// Returns the queues of a restored state.
+    /// Returns the queues that a restored state has.
     #[must_use]
     pub fn from_state(state: &BackendState) -> Self {
         let cqs = state.queues.iter();
@@ -294,7 +295,8 @@ impl PersistedQueues {
     }
 }
 
-/// Returns the number of slots for a queue of `entries`: at most one in-flight command per completion that fits.
+/// Returns the number of slots for a Completion Queue of `entries`: one per completion that the queue can hold, at most
+/// `MAX_SLOTS`.
 pub fn slot_count(entries: u32) -> u16 {
     let room = u16::try_from(entries.saturating_sub(1));
     room.unwrap_or(MAX_SLOTS).min(MAX_SLOTS)

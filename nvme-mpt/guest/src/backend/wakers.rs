@@ -1,5 +1,7 @@
-//! Wakers of doorbell registers. With a Doorbell Buffer (Base 2.0, section B.5), a register write only wakes a poller: the
-//! guest stores the value in the buffer first, and writes the register when EventIdx asks for it.
+//! Wakers of doorbell registers.
+//!
+//! With a Doorbell Buffer (Base 2.0, section B.5), a register write carries no value and only wakes a poller. The guest
+//! first stores the value in the buffer, then writes the register if EventIdx asks for it.
 
 use std::fmt;
 use std::io;
@@ -12,7 +14,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::park::{EventfdWaker, PollerWaker};
 
-/// Waker of a queue's poller.
+/// Waker of the poller that polls a queue.
 #[derive(Clone)]
 pub struct DoorbellWaker(DoorbellWakerKind);
 
@@ -44,7 +46,7 @@ impl DoorbellWaker {
         }
     }
 
-    /// Creates a waker for use by another process; `None` if the poller is in another process.
+    /// Returns a waker for another process to use; `None` if the poller is in another process.
     ///
     /// # Errors
     /// Returns the kernel's error if no descriptors are left.
@@ -58,7 +60,7 @@ impl DoorbellWaker {
     }
 }
 
-/// Waker that another process signals to wake a queue's poller. It cannot suppress the wakers of others.
+/// Waker that another process signals to wake a queue's poller. The process cannot suppress wake-ups by others.
 #[derive(Debug)]
 pub struct EventfdDoorbellWaker(EventfdWaker);
 
@@ -71,7 +73,7 @@ impl EventfdDoorbellWaker {
         eventfd::share(self.0.eventfd())
     }
 
-    /// Returns whether both wake the same poller.
+    /// Returns whether this and `waker` wake the same poller.
     #[must_use]
     pub fn is_same_poller(&self, waker: &DoorbellWaker) -> bool {
         matches!(&waker.0, DoorbellWakerKind::Poller(waker) if Arc::ptr_eq(waker, self.0.waker()))
@@ -93,7 +95,7 @@ impl fmt::Debug for DoorbellWaker {
     }
 }
 
-/// Doorbells of the existing I/O queues at one point in time.
+/// Doorbells of the I/O queues that exist at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct IoDoorbells {
     /// True if the doorbells are in a Doorbell Buffer. A register write then carries no value and only wakes the poller.
@@ -106,8 +108,8 @@ pub struct IoDoorbells {
 }
 
 impl IoDoorbells {
-    /// Returns whether I/O queues exist and the guest did not set up a Doorbell Buffer, so that only the registers have the
-    /// doorbell values.
+    /// Returns whether doorbell values arrive only in the registers: I/O queues exist, and the guest has set up no Doorbell
+    /// Buffer.
     #[must_use]
     pub fn uses_registers(&self) -> bool {
         !self.are_buffered && !self.wakers.is_empty()

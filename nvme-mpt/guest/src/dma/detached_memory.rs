@@ -1,4 +1,4 @@
-//! Memory of a VM that is kept while no drive is attached, and mapped again for the next drive.
+//! Memory of a VM that stays mapped while its function has no drive, for mapping it to the next drive.
 
 use std::io;
 
@@ -6,8 +6,8 @@ use super::region::GuestMemoryPart;
 use super::{DmaError, DmaWindow, MemoryRegion, WindowRegions};
 use crate::iova::BudgetEntitlement;
 
-/// Memory of a window. It stays mapped in this process even if the window is dropped. No drive can access memory through this
-/// value.
+/// Memory of a window, which stays mapped in this process even if the window is dropped. It gives no drive access to the
+/// memory.
 #[derive(Clone, Debug)]
 pub struct DetachedGuestMemory(Vec<GuestMemoryPart>);
 
@@ -29,7 +29,7 @@ impl DetachedGuestMemory {
 }
 
 impl DmaWindow {
-    /// Maps all memory held from another window, at the same guest addresses.
+    /// Maps all memory that was detached from another window, at the same guest addresses.
     ///
     /// # Errors
     /// As [`Self::map`]. Regions mapped before the error stay mapped.

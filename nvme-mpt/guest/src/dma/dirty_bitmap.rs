@@ -1,4 +1,4 @@
-//! Dirty pages of a region: pages written by its device.
+//! Dirty pages of a region: pages that the function's device has written.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -40,8 +40,8 @@ impl RegionDirtyBitmap {
         while page < end {
             let in_word = (64 - page % 64).min(end - page);
             let bits = (u64::MAX >> (64 - in_word)) << (page % 64);
-            // Bits beyond the region are ignored. A bit that is already set is written again: only this release lets the thread
-            // that takes the bit see the data written before.
+            // Bits beyond the region are ignored. A bit that is already set is written again. Only this release makes the
+            // data written before visible to the thread that takes the bit.
             if let Some(word) = self.written.get((page / 64) as usize) {
                 word.fetch_or(bits, Ordering::AcqRel);
             }
@@ -98,7 +98,7 @@ mod tests {
             ranges,
             expected.map(|(at, count)| range(at * PAGE_SIZE, count))
         );
-        // The whole first word, and pages beyond the region.
+        // All bits of the first word, and then pages beyond the region.
         pages.mark(0, 64 * PAGE_SIZE);
         pages.mark(300 * PAGE_SIZE, 1);
         ranges.clear();

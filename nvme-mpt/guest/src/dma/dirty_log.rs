@@ -23,7 +23,7 @@ impl RegionTable {
         self.dirty.is_some()
     }
 
-    /// Notes a write of `len` bytes at a guest address, up to the first byte without memory.
+    /// Notes a write of `len` bytes at a guest address. Bytes from the first one without memory on are ignored.
     pub fn mark_dirty(&self, gpa: Gpa, len: u64) {
         let Some(dirty) = &self.dirty else { return };
         let (mut at, mut rest) = (gpa.0, len);
@@ -58,10 +58,11 @@ impl RegionTable {
 }
 
 impl DmaWindow {
-    /// Starts the dirty log for all writes of the device: data, completions and everything else. Writes before this returns may
-    /// be missing, so a VMM copies all memory afterwards.
+    /// Starts the dirty log for all writes of the device: data, completions and everything else. Writes before this call
+    /// returns may be missing from the log, so the VMM copies all memory after it.
     ///
-    /// Except for the pollers, the function must be idle: no register access and no admin command in progress.
+    /// The function must not access guest memory during the call: no register access and no admin command may be in
+    /// progress. Its pollers may continue.
     ///
     /// # Errors
     /// [`DmaError::Busy`] if a poller does not adopt a table with bitmaps. The log is off then.

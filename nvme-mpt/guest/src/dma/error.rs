@@ -89,11 +89,11 @@ pub enum DmaError {
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
-        /// Error of the kernel.
+        /// Error of the IOMMU.
         #[serde(with = "serde_forms::io_error")]
         source: io::Error,
     },
-    /// Page faults in the region's file may wait and block a poller.
+    /// A page fault in the region's file may wait for a file system or another process, and block a poller.
     #[error(
         "Region {gpa}+{len:#x} is in a file of {file_system}, which may let page faults wait: give the VM \
          memory in a memfd, in /dev/shm or in hugetlbfs, or its function memory=any with poll=dedicated"
@@ -117,7 +117,7 @@ pub enum DmaError {
         #[serde(with = "serde_forms::io_error")]
         source: io::Error,
     },
-    /// The memory is incomplete, and a missing page would read as zeros.
+    /// The memory is incomplete: its holder would fill missing pages on a page fault, but here they would read as zeros.
     #[error(
         "The memory of region {gpa}+{len:#x} is restored on demand (userfaultfd), and pages that are not there yet would \
          read as zeros: map it once it is complete, restore with all memory copied first, or give a function in the \
@@ -129,7 +129,7 @@ pub enum DmaError {
         /// Its length in bytes.
         len: u64,
     },
-    /// This process cannot read its own mappings.
+    /// This process cannot read its own mappings, so it cannot tell whether the memory is complete.
     #[error(
         "Whether the memory of region {gpa}+{len:#x} is restored on demand (userfaultfd) cannot be read from \
          /proc/self/smaps: allow that, or give the function the VMM's own mapping"
@@ -157,8 +157,8 @@ pub enum DmaError {
 }
 
 impl DmaError {
-    /// Returns whether other functions hold the drive's resources for the memory: IOVAs or IOMMU mappings. Once they release
-    /// them, the memory can be mapped.
+    /// Returns whether the memory cannot be mapped because other functions hold the drive's IOVAs or IOMMU mappings. A
+    /// retry may succeed once they have released some.
     #[must_use]
     pub fn lacks_iommu_resources(&self) -> bool {
         match self {

@@ -12,10 +12,10 @@ use super::{
 };
 use crate::address::Gpa;
 
-/// Access to a VM's memory in this process. Clones share it.
+/// Access to a VM's memory in this process. Clones access the same memory.
 ///
-/// An access uses the memory map of the [window](super::DmaWindow) at the time of the access. This value keeps the memory
-/// mapped for this process and for the host controller, even after the window is dropped.
+/// An access uses the memory map of the [window](super::DmaWindow) at the time of the access. While this value exists, the
+/// memory stays mapped for this process and for the host controller, even after the window is dropped.
 #[derive(Clone, Debug)]
 pub struct GuestMemory(Arc<PublishedTable>);
 
@@ -48,16 +48,16 @@ impl GuestMemory {
         written
     }
 
-    /// Loads a word with acquire semantics; the guest may store to it concurrently. Returns `None` if the word is not mapped or
-    /// not aligned to 4 bytes.
+    /// Loads a word with acquire semantics, to which the guest may store concurrently. Returns `None` if the word is not
+    /// mapped or not aligned to 4 bytes.
     #[must_use]
     pub fn load(&self, gpa: Gpa) -> Option<u32> {
         let table = self.table();
         Some(mapped_word(&table, gpa)?.load())
     }
 
-    /// Stores a word with release semantics; the guest may load it concurrently. Returns whether the word is mapped and aligned
-    /// to 4 bytes.
+    /// Stores a word with release semantics, which the guest may load concurrently. Returns whether the word is mapped and
+    /// aligned to 4 bytes.
     pub fn store(&self, gpa: Gpa, value: u32) -> bool {
         let table = self.table();
         let Some(cell) = mapped_word(&table, gpa) else {
@@ -68,7 +68,7 @@ impl GuestMemory {
         true
     }
 
-    /// Returns the time since the last change of the memory map ended; zero while a change is in progress.
+    /// Returns the time since the last change of the memory map; zero while a change is in progress.
     #[must_use]
     pub fn time_since_change(&self) -> Duration {
         let now = Ticks::now();

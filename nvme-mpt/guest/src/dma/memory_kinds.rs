@@ -1,25 +1,27 @@
 //! Kinds of files that may hold a VM's memory.
 //!
-//! Pollers copy to and from guest memory themselves, and a page fault on the way waits for the file's owner: with FUSE, a
-//! process of the client. So by default, only memory of the kernel is accepted (memfd, tmpfs, hugetlbfs). There, a page fault
-//! gets a free page or fails with SIGBUS, which `nvme-mpt/memory/src/sigbus.rs` handles.
+//! Pollers copy to and from guest memory themselves, and a page fault on the way waits for the file system that has the
+//! page. With FUSE, that is a process of the client. So by default, only memory of the kernel is accepted (memfd, tmpfs,
+//! hugetlbfs). There, a page fault gets a free page or fails with SIGBUS, which `nvme-mpt/memory/src/sigbus.rs` handles.
 //!
 //! Cases considered for these files:
 //!
-//! * **userfaultfd** blocks page faults in the address space that registered it. This process does not register any. So a page
-//!   fault here gets a page of zeros at once, which every mapping then sees (`nvme-mpt/memory/tests/userfaultfd.rs`). That is
-//!   wrong for memory that a VMM restores on demand. Such memory is accepted only through the VMM's own mapping
-//!   ([`VmmMapping`](super::VmmMapping)), or once it is complete. Until then it is refused, if registrations are visible
-//!   (`nvme-mpt/memory/src/userfaultfd.rs`). Write protection is also per address space, and hides no content.
+//! * **userfaultfd** blocks page faults only in the address space that registered the memory. This process registers none.
+//!   So a page fault here gets a page of zeros at once, which every mapping then sees
+//!   (`nvme-mpt/memory/tests/userfaultfd.rs`). That is wrong for memory that a VMM restores on demand. Such memory is
+//!   accepted only through the VMM's own mapping ([`VmmMapping`](super::VmmMapping)), or once it is complete. Until then it
+//!   is refused, if registrations are visible (`nvme-mpt/memory/src/userfaultfd.rs`). Write protection is also per address
+//!   space, and hides no content.
 //! * **Holes.** fallocate blocks page faults in a range while it punches a hole there. The time is bounded by the hole's
 //!   pages, and a guest's balloon does the same. Seals that forbid holes would forbid virtio-mem.
 //! * **Truncation** raises SIGBUS, as do a full tmpfs and an empty pool of huge pages.
 //! * **Swap** makes page faults wait for the host's swap device. This is the host's choice, as for any memory of its VMs.
 //!
-//! [`MemoryKinds::Any`] accepts all files, for a function with dedicated pollers: only these pollers and the function's control
-//! thread wait for page faults. The kernel can still block other threads of the process that map memory during such a page
-//! fault. So an untrusted client needs a server of its own. The kernel pins memory of all VMs of a physical drive under one
-//! lock, where one slow page fault delays all VMs. So a physical drive accepts only memory of the kernel.
+//! [`MemoryKinds::Any`] accepts all files, for a function with dedicated pollers: only these pollers and the function's
+//! control thread wait for page faults. During such a page fault, the kernel may still block other threads of the process
+//! that map memory. So an untrusted client needs a server of its own. The kernel pins the memory of all VMs of a physical
+//! drive under one lock, under which a slow page fault would delay all VMs. So a physical drive accepts only memory of the
+//! kernel.
 
 use std::fmt;
 use std::os::fd::BorrowedFd;

@@ -1,7 +1,7 @@
 //! Limits of a function's mapped memory, and the reasons for refusing more.
 //!
 //! A physical drive's IOMMU pins the memory of all VMs. Each mapping takes page tables (1/500 of its bytes), locked memory
-//! and IOVAs, even if the same memory is mapped again. So memory that is mapped several times counts several times.
+//! and IOVAs, even if the memory is also mapped elsewhere. So memory that is mapped several times counts several times.
 
 use std::fmt;
 use std::io;
@@ -19,7 +19,7 @@ use crate::memory_account::MemoryShortage;
 pub enum MemoryLimit {
     /// Limit in bytes, set by the operator.
     Configured(u64),
-    /// All memory of the host, in bytes.
+    /// The host's total memory in bytes, without a limit by the operator.
     Host(u64),
 }
 
@@ -81,7 +81,7 @@ pub enum MemoryRefusal {
         /// The limit.
         limit: MemoryLimit,
     },
-    /// The host or the server's control group has too little free memory for the region's missing pages.
+    /// The host or the server's control group has too little free memory for the pages that the region lacks.
     #[error(
         "Function {function} asks for {} of memory of which {} are not there yet. The kernel would take them while the drive's \
          memory is pinned, and {shortage}: give the VM less memory, or have its VMM allocate it at its start (prealloc)",
@@ -92,7 +92,7 @@ pub enum MemoryRefusal {
         function: String,
         /// Bytes of the region.
         asked: u64,
-        /// Missing bytes of the region or of the refused step.
+        /// Bytes that the region lacks, or the part of it that was about to be allocated.
         missing: u64,
         /// Memory that is left.
         shortage: MemoryShortage,
@@ -129,8 +129,9 @@ impl MemoryRefusal {
         }
     }
 
-    /// Returns the error for a region: an IOMMU error whose kind `OutOfMemory` says that a retry may succeed once other functions
-    /// have released memory.
+    /// Returns the error of mapping a region for this reason. It is an IOMMU error, because earlier releases know no other
+    /// variant for this case. Its kind `OutOfMemory` says that a retry may succeed once other functions have released
+    /// memory.
     pub(super) fn into_region_error(self, gpa: Gpa, len: u64) -> DmaError {
         let source = io::Error::new(io::ErrorKind::OutOfMemory, self);
         DmaError::Iommu { gpa, len, source }

@@ -152,12 +152,13 @@ pub struct PublishedTable {
     published: PublishedSnapshot<RegionTable>,
     users: Mutex<Vec<Arc<TableUser>>>,
     ongoing: OngoingChanges,
-    /// Locked during a change. While a user holds this value, such as a queue with commands in flight, the memory stays mapped.
+    /// Regions and other state for changes, locked during a change. The regions stay mapped until the last user of this
+    /// table, such as a queue with commands in flight, has dropped the table.
     regions: Arc<Mutex<WindowRegions>>,
 }
 
-/// Keeps the memory mapped until the last user is gone. Threads that [check the memory](IovaSpace::find_shrunk_memory) hold only
-/// `changes`, so they are never the last user and never have to unmap memory.
+/// Unmaps the regions after the last user, even if a thread that [checks the memory](IovaSpace::find_shrunk_memory) still
+/// holds `regions`. So such a thread never has to unmap memory.
 impl Drop for PublishedTable {
     fn drop(&mut self) {
         let changes = std::mem::take(&mut *lock(&self.regions));
@@ -189,7 +190,8 @@ impl PublishedTable {
 
     /// Registers a user of the current table with no commands in flight.
     pub fn register(&self, waker: Arc<PollerWaker>) -> UsedTable {
-        // The users' lock orders the registration: a change either waits for this user or is already in its table.
+        // The table is read under the users' lock. So a concurrent change either finds this user and waits for it, or is
+        // already in the table.
         let mut users = lock(&self.users);
         let table = self.current();
         let user = Arc::new(TableUser::new(table.generation(), waker));
@@ -220,7 +222,7 @@ impl PublishedTable {
         clock.wait(time, &mut |time| wait_for_release(&users, departure, time))
     }
 
-    /// Publishes the next table and returns its generation. The caller holds [`Self::changes`].
+    /// Publishes the next table and returns its generation. The caller holds the lock of [`Self::regions`].
     fn publish(&self, changes: &WindowRegions, mut table: RegionTable) -> u64 {
         table.complete(changes.pending_unmaps.clone());
         let generation = table.generation();
@@ -262,7 +264,7 @@ struct WindowRegions {
     files: Vec<Weak<GuestFile>>,
     /// Pending unmaps, until no user uses their memory.
     pending_unmaps: Vec<Arc<PendingUnmap>>,
-    /// Dirty pages of regions that were unmapped since the dirty log was last read.
+    /// Dirty pages of regions that were unmapped after the last [`DmaWindow::take_dirty_pages`].
     unmapped_dirty: Vec<DirtyRange>,
     /// Number of regions mapped so far.
     maps: u64,
@@ -273,7 +275,7 @@ struct WindowRegions {
 }
 
 impl DmaWindow {
-    /// Creates an empty window in a host controller's address space.
+    /// Creates an empty window in a host controller's IOVA space.
     #[must_use]
     pub fn new(space: Arc<IovaSpace>) -> Self {
         let tables = PublishedTable {
@@ -347,7 +349,7 @@ impl DmaWindow {
         self.clock = clock;
     }
 
-    /// Returns the current table and its users, which a shadow queue keeps.
+    /// Returns the current table with its users. A shadow queue holds it.
     pub fn tables(&self) -> &Arc<PublishedTable> {
         &self.tables
     }
@@ -390,8 +392,8 @@ impl DmaWindow {
         self.check_and_map(memory, BudgetEntitlement::Inherited)
     }
 
-    /// Maps memory of which the VMM claims that it was mapped under the old server. If the IOMMU still has this memory mapped,
-    /// the function's limit and the VM's shares do not apply. Otherwise they apply, so a VMM gains nothing by a false claim.
+    /// Maps memory that was mapped under the old server, as claimed by the VMM. If the IOMMU still maps this memory, the
+    /// function's limit and the VM's shares do not apply. Otherwise they apply, so a VMM gains nothing by a false claim.
     ///
     /// # Errors
     /// As [`Self::map`].
@@ -409,7 +411,7 @@ impl DmaWindow {
         self.map_region(memory, None, demand)
     }
 
-    /// Maps memory that was [checked](Self::check_region), now or when it was mapped before.
+    /// Maps memory whose file was [checked](Self::check_region) before.
     ///
     /// # Errors
     /// All of [`DmaError`] except errors of unmapping and of incomplete memory.
@@ -417,9 +419,9 @@ impl DmaWindow {
         self.map_region(memory, None, BudgetEntitlement::New)
     }
 
-    /// Checks that the region's file can be used: its memory is complete, as far as this process can see. If the file already
-    /// has a mapped region, the check was done then and is skipped. Regions that use the VMM's own mapping are no proof,
-    /// because their memory may be incomplete.
+    /// Checks that the region's file can be used: its memory is complete, as far as this process can see. If the file
+    /// already has a mapped region, it was checked for that region and is not checked again. Regions that use the VMM's own
+    /// mapping do not count, because their memory may be incomplete.
     ///
     /// # Errors
     /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`], [`DmaError::MayWait`], [`DmaError::Map`].
@@ -427,7 +429,8 @@ impl DmaWindow {
         self.check_file_use(memory, |_| false)
     }
 
-    /// Checks as [`Self::check_region`] does. `is_through` returns whether the region would use the given file's mapping.
+    /// Checks as [`Self::check_region`] does. `is_through` returns whether the region would use the mapping of a given
+    /// file.
     fn check_file_use(
         &self,
         memory: &MemoryRegion,
@@ -453,7 +456,7 @@ impl DmaWindow {
         }
     }
 
-    /// Checks the kind of the file. This comes first, because other calls on the file may block.
+    /// Checks the kind of the file. This check comes first, because other calls on the file may block.
     fn check_kind(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
         let fd = memory.fd.as_fd();
         if self.kinds.accepts(fd) {
@@ -615,7 +618,7 @@ impl DmaWindow {
             function: &self.limit.function,
             place: &place.clone(),
         };
-        // Mappings left by the old server were allowed there, and are not pinned again.
+        // The old server checked the limits for a mapping that it left, and the memory is still pinned.
         let had = demand != BudgetEntitlement::New;
         let is_there = had && extent.is_inherited(&place) && !pinning.lacks_pages();
         if !is_there {
@@ -623,7 +626,8 @@ impl DmaWindow {
             let (memory, part) = (pinning.place.file.mapping(), pinning.place.mapping_range());
             self.space.unmap_stale(self.shares.owner, memory, &part);
         }
-        // A claim is bounded once other memory was mapped, so that old and new memory do not add up beyond the limit.
+        // Once new memory was mapped, the limits apply to claimed memory too, so that new and claimed memory together stay
+        // within them.
         let is_bounded =
             !is_there || (demand == BudgetEntitlement::Claimed && changes.has_new_regions);
         let demand = match demand {
@@ -706,7 +710,7 @@ impl DmaWindow {
         }
     }
 
-    /// Returns a copy of the current table for changes.
+    /// Returns a copy of the current table, to which the caller applies a change.
     fn next_table(&self) -> RegionTable {
         RegionTable::clone(&self.table())
     }
@@ -766,7 +770,7 @@ impl DmaWindow {
             self.tables.publish(&changes, table);
             (departure, bytes)
         };
-        // Not under the lock: others may map memory during the wait.
+        // The lock is not held during the wait, so that other threads can map memory.
         let left = self
             .tables
             .wait_for_release(departure.generation(), &*self.clock, time);
@@ -779,13 +783,13 @@ impl DmaWindow {
         Ok(bytes)
     }
 
-    /// Returns statistics of the regions.
+    /// Returns the statistics of the window's memory.
     #[must_use]
     pub fn stats(&self) -> MemoryStats {
         self.lock_regions().stats()
     }
 
-    /// Returns [`Self::stats`]; `None` while the regions change, which takes long if memory is pinned.
+    /// Returns [`Self::stats`]; `None` while the regions are being changed, which takes long if memory is pinned.
     #[must_use]
     pub fn try_stats(&self) -> Option<MemoryStats> {
         Some(try_lock(&self.tables.regions)?.stats())
@@ -863,8 +867,8 @@ impl WindowRegions {
         departures.any(|departure| departure.overlaps_iova(iova, len))
     }
 
-    /// Returns the number of spare IOVAs that the VM may take for memory that is not mapped. Mapped and spare IOVAs together
-    /// are at most twice the mapped memory.
+    /// Returns the number of spare IOVAs that the VM may take, beyond those of its mapped memory. All IOVAs of the VM are
+    /// at most twice its mapped memory.
     fn spare_iovas(&self) -> u64 {
         let taken = self.iova_bytes.load(Ordering::Relaxed);
         self.mapped_bytes.saturating_mul(2).saturating_sub(taken)
@@ -872,7 +876,7 @@ impl WindowRegions {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // State under these locks is replaced as a whole, so a panic elsewhere leaves it intact.
+    // The state under these locks is replaced as a whole, so a panic never leaves it half changed.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

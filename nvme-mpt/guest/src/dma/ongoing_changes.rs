@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use nvme_mpt_memory::clock::Ticks;
 
-/// Maximum time for which the memory of a queue's rings may be unmapped before the queue fails. A VMM changes the rights of
-/// guest memory by unmapping the region and mapping it again at once. This happens when firmware write-protects its own memory
-/// while its NVMe driver still has queues. The time counts from the end of the last change, because pinning a large region
-/// takes longer.
+/// Time after which a queue fails if the memory of its rings stays unmapped. A VMM changes the rights of guest memory by
+/// unmapping the region and immediately mapping it again. This happens when firmware write-protects its own memory while
+/// its NVMe driver still has queues. Pinning a large region may take longer, so the time counts from the end of the VM's
+/// last memory change.
 const UNMAPPED_MAX: Duration = Duration::from_secs(1);
 
-/// Maximum time for which the memory of a queue's rings may be unmapped in all, whatever other changes the VMM makes: the
-/// command timeout of drivers.
+/// Time after which a queue fails if the memory of its rings stays unmapped, even if the VMM makes other changes meanwhile:
+/// the command timeout of drivers.
 const UNMAPPED_TOTAL_MAX: Duration = Duration::from_secs(30);
 
 /// Returns whether a queue fails because the memory of its rings is unmapped. `gone` is the time since the memory was
@@ -22,7 +22,7 @@ pub fn is_unmapped_too_long(gone: Duration, quiet: Duration) -> bool {
     gone.min(quiet) > UNMAPPED_MAX || gone > UNMAPPED_TOTAL_MAX
 }
 
-/// Number of changes in progress, and the end of the last one.
+/// Number of changes in progress, and time at which the last one ended.
 #[derive(Debug, Default)]
 pub(super) struct OngoingChanges {
     count: AtomicUsize,
@@ -52,7 +52,8 @@ pub(super) struct OngoingChange<'a>(&'a OngoingChanges);
 impl Drop for OngoingChange<'_> {
     fn drop(&mut self) {
         self.0.ended.store(Ticks::now().0, Ordering::Relaxed);
-        // After the time, so that a reader that sees no change sees the end of the last one.
+        // The count falls after the time is stored. So a reader that sees no change in progress sees when the last change
+        // ended.
         self.0.count.fetch_sub(1, Ordering::Release);
     }
 }

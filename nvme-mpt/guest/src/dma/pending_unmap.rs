@@ -82,8 +82,8 @@ impl PendingUnmap {
         self.parts.iter().any(overlaps)
     }
 
-    /// Notes a write of at most `len` bytes at an IOVA in the dirty log. Returns the noted bytes, which lie in one region; 0 if
-    /// the IOVA lies in none.
+    /// Notes a write of at most `len` bytes at an IOVA in the dirty log. Returns the number of noted bytes, which lie in
+    /// one region; 0 if no region has the IOVA.
     pub fn mark_dirty_iova(&self, iova: u64, len: u64) -> u64 {
         let part = self.last_part_before(iova.saturating_add(1));
         let Some(part) = part.filter(|part| iova - part.iova < part.len) else {
@@ -107,8 +107,8 @@ impl PendingUnmap {
         }
     }
 
-    /// Unmaps the memory after its last use. On return, the drive cannot access it, even if another thread releases it at the
-    /// same time.
+    /// Unmaps the memory after its last use. On return, the drive cannot access the memory, even if another thread runs the
+    /// release.
     pub(super) fn release(&self) {
         lock(&self.regions).clear();
     }

@@ -29,18 +29,18 @@ use crate::iova::PinnedMemory;
 /// File of which parts are mapped.
 struct PinnedFile {
     file: Arc<GuestFile>,
-    /// Its mapped parts, as byte ranges that do not overlap.
+    /// Mapped parts of the file, as byte ranges that do not overlap.
     ranges: Vec<Range<u64>>,
 }
 
 impl PinnedMemory for Mutex<WindowRegions> {
     fn has_shrunk(&self) -> bool {
-        // Pinning in progress holds the lock for long. The next check comes soon.
+        // A thread that pins memory holds the lock for long. The next check follows soon.
         let Some(changes) = try_lock(self) else {
             return false;
         };
         let files = changes.files.iter().filter_map(Weak::upgrade);
-        // The loop must not stop at the first, because each check updates the file's count.
+        // All files are checked, even after one that has shrunk, because each check updates the file's count.
         let shrunk = files.filter(|file| !file.mapping().is_lost() && file.has_shrunk());
         let shrunk: Vec<_> = shrunk.collect();
         shrunk.iter().for_each(|file| file.force_recheck());
@@ -48,12 +48,12 @@ impl PinnedMemory for Mutex<WindowRegions> {
     }
 
     fn check_freed_pages(&self) {
-        // A VM that pins memory now is checked later, so that the other VMs need not wait.
+        // A VM whose memory is being pinned is checked later, so that other VMs need not wait.
         let Some(files) = pinned_files(self) else {
             return;
         };
         for PinnedFile { file, ranges } in files {
-            // Pages that are freed from now on are found by the next check.
+            // This check comes before that of the pages. So the next check finds pages that are freed from now on.
             let shrunk = file.has_shrunk();
             if shrunk && lacks_pages(file.file(), &ranges).unwrap_or(false) {
                 recheck_file(self, &file);
@@ -79,7 +79,8 @@ fn pinned_files(changes: &Mutex<WindowRegions>) -> Option<Vec<PinnedFile>> {
     Some(with_ranges.collect())
 }
 
-/// Checks once more a file with missing pages, because they may have been unmapped before they were freed.
+/// Checks a file with missing pages again, under the lock. In the first check, the pages may have been unmapped before they
+/// were freed.
 fn recheck_file(changes: &Mutex<WindowRegions>, file: &Arc<GuestFile>) {
     // The lock prevents unmapping during the check.
     let Some(changes) = try_lock(changes) else {
@@ -161,7 +162,7 @@ mod tests {
             let page = (page * PAGE) as usize;
             vmm.discard_file(page, PAGE as usize).unwrap();
         };
-        // The same pages twice, and a hole in between.
+        // Two regions on the same page of the file, and one behind a hole.
         for (gpa, page) in [(0, 0), (0x10_0000, 0), (0x20_0000, 8)] {
             window.map(part(&file, gpa, page * PAGE, 4 * PAGE)).unwrap();
         }
@@ -178,7 +179,7 @@ mod tests {
         assert!(look(memory));
         assert!(window.table().is_lost());
         assert!(!look(memory), "once is enough");
-        // The memory is complete again once it is mapped again.
+        // After the memory is mapped again, nothing is missing.
         assert_eq!(window.unmap_all().unwrap(), 8 * PAGE);
         vmm.populate().unwrap();
         window.map(part(&file, 0, 0, 4 * PAGE)).unwrap();

@@ -48,7 +48,7 @@ pub(super) struct RegionPinning<'a> {
     pub(super) place: &'a GuestMemoryPart,
 }
 
-/// Memory reservation and pinning record for a region that is being pinned. Both end when this is dropped.
+/// Memory reservation and pinning record of a region that is being pinned. Dropping this value ends both.
 #[derive(Debug)]
 pub(super) struct PreparedPinning<'a> {
     pinning: &'a RegionPinning<'a>,
@@ -61,8 +61,8 @@ pub(super) struct PreparedPinning<'a> {
 }
 
 impl<'a> RegionPinning<'a> {
-    /// Allocates missing pages. If no page is missing, this takes a system call or two. The caller must keep the result until
-    /// the memory is pinned, because it has the memory reservation and the pinning record.
+    /// Allocates missing pages. If no page is missing, this takes a system call or two. The caller must keep the result
+    /// until the memory is pinned, because the result has the memory reservation and the pinning record.
     ///
     /// # Errors
     /// [`MemoryRefusal::Unavailable`].
@@ -141,7 +141,7 @@ impl PreparedPinning<'_> {
             false => most,
         };
         let mut promised = self.promise.extend_to(missing);
-        // The bound may be far above the real number.
+        // This upper bound may be far above the number of missing bytes, so the bytes are counted.
         if promised.is_err() && !is_small {
             missing = self.count_missing(&all, most);
             promised = self.promise.extend_to(missing);
@@ -172,7 +172,8 @@ impl PreparedPinning<'_> {
             let covered = self.promise.extend_to(missing);
             covered.map_err(|shortage| self.pinning.refusal(missing, shortage))?;
             if let Err(error) = space.allocate_pages(place.file.mapping(), part) {
-                // The IOMMU's own error will say more. The promise lasts until the IOMMU has pinned the pages.
+                // The IOMMU then allocates the pages itself; if it cannot, its error says more. The reservation lasts until
+                // all pages are pinned.
                 let function = self.pinning.function;
                 log::debug!("Cannot allocate memory of function {function} in advance: {error}");
                 break;
@@ -232,7 +233,7 @@ mod tests {
     use crate::inflight::InflightFile;
     use crate::iova::{Iommu, StaleMappingsFlag};
 
-    /// An IOMMU that examines a function's live state at each call.
+    /// An IOMMU that reads a function's in-flight tracking file at each call.
     #[derive(Debug)]
     struct InflightReadingIommu {
         live: Arc<InflightFile>,
@@ -302,7 +303,7 @@ mod tests {
         crate::leaked::leak(window);
         let calls = iommu.seen.lock().unwrap().len();
 
-        // The VMM's claim about memory is believed only if it is true.
+        // A VMM's claim that memory was mapped is believed only if it is true.
         for map in [DmaWindow::map_persisted, DmaWindow::map_claimed] {
             let next = IovaSpace::with_iommu(iommu.clone(), &usable);
             let next = Arc::new(next.with_inherited(left.clone()).unwrap());
@@ -323,7 +324,7 @@ mod tests {
         }
     }
 
-    /// Between two processes, a VM frees memory and allocates it again. The next process soon ends too.
+    /// After a process ends, its VM frees memory and allocates it again. The next process ends soon, too.
     #[test]
     fn remapped_memory_does_not_reuse_inherited_addresses() {
         let live = Arc::new(InflightFile::new(1).unwrap());
@@ -398,7 +399,7 @@ mod tests {
         ));
     }
 
-    /// Returns words of live state that nothing else uses.
+    /// Returns memory for the words of a tracking file.
     fn live_words() -> Arc<Mapping> {
         Arc::new(Mapping::anonymous(4096).unwrap())
     }

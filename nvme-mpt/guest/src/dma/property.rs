@@ -86,7 +86,7 @@ enum WindowTestStep {
         page: u64,
         count: u64,
         file: usize,
-        /// Page of the file.
+        /// First page of the file part to map.
         from: u64,
         writable: bool,
     },
@@ -102,7 +102,7 @@ fn step() -> impl Strategy<Value = WindowTestStep> {
             page,
             count,
             file,
-            // Mostly as virtio-mem maps it: the offset in the file is the guest address.
+            // Mostly as virtio-mem maps memory: the offset in the file equals the guest address.
             from: if kind == 0 { from } else { page },
             writable: kind != 1,
         },
@@ -112,7 +112,7 @@ fn step() -> impl Strategy<Value = WindowTestStep> {
     prop_oneof![3 => map, 1 => unmap]
 }
 
-/// Page of the model: the mapping that it came with, its place in a file, and its rights.
+/// Page of the model: the number of its mapping, its place in a file, and its rights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct WindowTestPage {
     mapping: usize,
@@ -258,7 +258,7 @@ impl WindowTest {
     }
 }
 
-/// Returns the step that maps the page of the first file with this number at the guest page with the same number.
+/// Returns the step that maps page number `page` of the first file at the guest page of the same number.
 fn map(page: u64) -> WindowTestStep {
     WindowTestStep::Map {
         page,

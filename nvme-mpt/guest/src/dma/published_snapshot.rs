@@ -6,10 +6,10 @@ use crate::sync::{AtomicU64, Mutex, Ordering};
 
 /// Newest snapshot and its generation.
 ///
-/// A user learns of work from a word that another thread stores: a doorbell. It must check the generation *after* it loaded
-/// that word with acquire semantics. Then it has every snapshot published before the word was stored: if a guest submits a
-/// command for memory that was just mapped, the poller finds the memory mapped. If the user checked before it loaded the word,
-/// it could use a snapshot without that memory.
+/// A user finds work by loading a word that another thread stores, such as a doorbell. The user must check the generation
+/// *after* it loaded the word with acquire semantics. Then it has every snapshot that was published before the word was
+/// stored. If a guest submits a command for memory that was just mapped, the poller finds the memory mapped. A user that
+/// checks before it loads the word could use a snapshot without that memory.
 #[derive(Debug)]
 pub(super) struct PublishedSnapshot<T> {
     generation: AtomicU64,
@@ -33,7 +33,7 @@ impl<T> PublishedSnapshot<T> {
 
     /// Returns the newest snapshot. Its generation is at least the result of an earlier `generation` call.
     pub(super) fn current(&self) -> Arc<T> {
-        // The lock is held only while a pointer is copied, here and below.
+        // Both here and in `publish`, the lock is held only while a pointer is copied.
         let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         current.clone()
     }
@@ -99,7 +99,7 @@ mod loom_models {
         command_on_new_memory(true);
     }
 
-    /// The wrong order, which lost commands. This test proves that the model above can fail.
+    /// A poller that does not check again loses a command. This test proves that the model above can fail.
     #[test]
     #[should_panic(expected = "finds its memory mapped")]
     fn a_poller_that_does_not_ask_again_misses_it() {

@@ -19,9 +19,9 @@ use crate::iova::{
     VmShares,
 };
 
-/// File with memory of a VM, mapped into this process as a whole. So regions that are adjacent in the file are adjacent in the
-/// address space too. The VM can use only the regions in the region table. If the file is larger than the address space that is
-/// left for the VM, each region has its own `GuestFile`.
+/// File with memory of a VM, mapped into this process as a whole. So regions that are adjacent in the file are also
+/// adjacent in the address space. The VM can use only the regions in the region table. If the file is larger than the
+/// address space that the VM may still take, each region has its own `GuestFile`.
 #[derive(Debug)]
 pub(super) struct GuestFile {
     /// Device and inode numbers.
@@ -117,13 +117,14 @@ impl GuestFile {
 
     /// Returns whether the mapping covers this part of the file with this access.
     fn covers(&self, offset: u64, len: usize, access: MappingAccess) -> bool {
-        // After a truncation, a file that grew again has other pages than the mapping, which got replacement pages.
+        // A mapping that lost pages to a truncation has replacement pages, which differ from the pages of a file that has
+        // grown again.
         self.mapping.access() == access
             && !self.mapping.is_lost()
             && self.offset_of(offset, len).is_some()
     }
 
-    /// Returns whether a region of this file would use this mapping.
+    /// Returns whether `memory`, a region of this file, would use this mapping.
     pub(super) fn covers_region(&self, memory: &MemoryRegion) -> bool {
         usize::try_from(memory.len)
             .is_ok_and(|len| self.covers(memory.offset, len, memory.access()))
@@ -207,24 +208,24 @@ impl GuestMemoryPart {
         })
     }
 
-    /// Returns its range in the file, in bytes.
+    /// Returns the part's range in the file, in bytes.
     pub(super) fn file_range(&self) -> Range<u64> {
         let start = self.file.start + self.offset;
         start..start + self.len
     }
 
-    /// Returns its range in the file's mapping, in bytes.
+    /// Returns the part's range in the file's mapping, in bytes.
     pub(super) fn mapping_range(&self) -> Range<usize> {
         self.offset as usize..(self.offset + self.len) as usize
     }
 
-    /// Returns its last guest address.
+    /// Returns the part's last guest address.
     pub(super) fn last_gpa(&self) -> u64 {
         self.gpa + (self.len - 1)
     }
 
-    /// Returns whether `inner` lies in this part of the memory, at the same distance from the start in guest memory and in the
-    /// file.
+    /// Returns whether `inner` lies in this part, both in guest memory and in the file, at the same distance from the
+    /// start.
     fn contains(&self, inner: &Self) -> bool {
         let from_start = inner.gpa.wrapping_sub(self.gpa);
         Arc::ptr_eq(&self.file, &inner.file)
@@ -322,7 +323,7 @@ impl Drop for IovaExtent {
 /// Part of a VM's memory that its VMM has mapped and can unmap.
 #[derive(Debug)]
 pub(super) struct MappedRegion {
-    /// Mapping for the drive. Dropped first, so that the drive's mapping ends before the memory is unmapped.
+    /// Mapping for the drive. The first field, so that the drive's mapping ends before the memory is unmapped.
     part: IovaPart,
     pub(super) place: GuestMemoryPart,
     pub(super) extent: Arc<IovaExtent>,

@@ -46,7 +46,7 @@ impl RegionRun {
         }
     }
 
-    /// Returns its last guest address.
+    /// Returns the last guest address of the run.
     fn last_gpa(&self) -> u64 {
         self.gpa + (self.len - 1)
     }
@@ -62,7 +62,7 @@ impl RegionRun {
             && may(self) == may(next)
     }
 
-    /// Returns the `len` bytes of the run at a guest address as a run.
+    /// Returns the `len` bytes at a guest address in this run, as a run of their own.
     fn slice(&self, gpa: u64, len: u64) -> Self {
         let offset = gpa - self.gpa;
         Self {
@@ -181,7 +181,7 @@ impl IovaHint {
 }
 
 impl RegionTable {
-    /// Completes the next snapshot with its generation and pending unmaps.
+    /// Completes the table of a change: increments the generation and sets the pending unmaps.
     pub(super) fn complete(&mut self, departures: Vec<Arc<PendingUnmap>>) {
         self.generation += 1;
         self.pending_unmaps = departures;
@@ -245,7 +245,7 @@ impl RegionTable {
         self.dirty.as_mut()?.remove(place.gpa)
     }
 
-    /// Returns the pending unmaps since an older `generation`. They are all that a user with the table of that generation may
+    /// Returns the pending unmaps of later generations than `generation`: all whose memory a user of that older table may
     /// still use.
     pub fn pending_unmaps_since(
         &self,
@@ -308,7 +308,7 @@ impl RegionTable {
             .partition_point(|run| run.gpa <= gpa.0)
             .checked_sub(1)
         else {
-            // No run at or below `gpa`, or more than [`ARRAY_RUNS_MAX`] runs.
+            // There is no run at or below `gpa`, or the table has more than [`ARRAY_RUNS_MAX`] runs.
             let run = self.by_gpa.get_at_or_before(gpa.0)?;
             return Some((run, run.offset_of(gpa, len, direction)?));
         };

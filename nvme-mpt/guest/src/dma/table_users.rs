@@ -1,4 +1,4 @@
-//! Users of a window's tables, and their progress. Shadow queues are such users.
+//! Users of a window's tables, such as shadow queues, and their progress.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -8,8 +8,8 @@ use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use crate::park::PollerWaker;
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
-/// Number of checks of a user's progress before the waiting thread sleeps between checks. This number of checks takes longer
-/// than a pass of an awake poller.
+/// Number of checks of a user's progress before the waiting thread sleeps between checks. That many checks take longer than
+/// a pass of an awake poller.
 const EAGER_CHECKS: u32 = 500;
 
 /// Tables and pending unmaps that a user still uses, as reported by the user.
@@ -34,7 +34,8 @@ impl TableUserProgress {
     }
 
     fn adopt(&self, generation: u64, held: impl Iterator<Item = u64>) {
-        // Before the generation: a change that finds the table adopted must find these.
+        // The unmaps are stored before the generation. So a change that finds the table adopted also finds the unmaps held
+        // by in-flight commands.
         self.held().extend(held);
         self.adopted.store(generation, Ordering::Release);
     }
@@ -69,12 +70,12 @@ impl TableUser {
         }
     }
 
-    /// Makes the user check for a new table soon.
+    /// Wakes the user's poller, so that it soon checks for a new table.
     pub(super) fn wake(&self) {
         self.waker.wake();
     }
 
-    /// Returns whether this user cannot use the regions any more that were unmapped when the table of generation `departure`
+    /// Returns whether this user can no longer use the regions that were unmapped when the table of generation `departure`
     /// was published.
     pub(super) fn has_released(&self, departure: u64) -> bool {
         self.progress.has_released(departure)
@@ -147,8 +148,9 @@ mod loom_models {
     const POLLER: u32 = 1;
     const NEXT_OWNER: u32 = 2;
 
-    /// A VMM unmaps memory and checks whether it may be given to its next owner, which writes to it. The poller writes to it
-    /// while its table or an in-flight command has it. The next owner's write must survive.
+    /// A VMM unmaps memory, and gives it to its next owner once the poller has released it. The next owner writes to the
+    /// memory. The poller writes to it while its table or an in-flight command has the memory. The model asserts that the
+    /// next owner's write survives.
     fn unmap(command_in_flight: bool) {
         loom::model(move || {
             const DEPARTURE: u64 = 1;
@@ -171,7 +173,7 @@ mod loom_models {
             let mut is_mapped = *published.current();
             for _ in 0..2 {
                 if is_mapped {
-                    // For example its rings.
+                    // The poller writes to its rings, for example.
                     touch();
                 }
                 if is_mapped && published.generation() >= DEPARTURE {

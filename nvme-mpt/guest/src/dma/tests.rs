@@ -209,9 +209,10 @@ fn blocks_that_are_plugged_one_after_the_other_are_few_runs() {
     }
     let table = window.table();
     assert_eq!(lock(&window.tables.regions).regions.len(), 513);
-    // One run of boot memory and three others: each time, IOVAs for as much memory as is mapped are reserved.
+    // One run of boot memory, and three runs of blocks. Each new extent reserves as many spare IOVAs as the VM has memory
+    // mapped.
     assert_eq!(table.run_count(), 4);
-    // Any blocks can be unmapped, and are mapped at their old IOVAs again.
+    // Any block can be unmapped and mapped again, and gets its old IOVAs.
     let start = Gpa(4 << 30);
     let at = |number: u64| Gpa(start.0 + number * BLOCK);
     for number in [7, 300, 5, 6, 511, 0] {
@@ -238,7 +239,7 @@ fn blocks_merge_only_if_file_offset_and_rights_continue() {
     window.map(block(&file, 0)).expect("map");
     window.map(block(&file, 1)).expect("map");
     assert_eq!(runs(&window), 2);
-    // Different access rights, another part of the file, another file.
+    // Regions with other access rights, in another part of the file, and in another file.
     let constant = MemoryRegion {
         writable: false,
         ..block(&file, 2)
@@ -271,7 +272,7 @@ fn blocks_merge_only_if_file_offset_and_rights_continue() {
 #[test]
 fn a_file_that_cannot_be_mapped_as_a_whole_is_mapped_in_parts() {
     let window = window();
-    // More than the address space. No memory is allocated.
+    // A file larger than the address space, without allocated memory.
     let file = memfd(1 << 62);
     let unaligned = part(&file, 0, 512, BLOCK);
     let error = window.map(unaligned).expect_err("inside a page");
@@ -294,7 +295,7 @@ fn an_offset_beyond_all_files_is_refused() {
 
 #[test]
 fn memory_that_may_block_is_mapped_only_on_request() {
-    // A directory beside the program, since /tmp may be a tmpfs.
+    // A directory beside the program, because /tmp may be a tmpfs.
     let program = std::env::current_exe().expect("a path");
     let folder = program.parent().expect("a folder");
     let file = tempfile::tempfile_in(folder).expect("a file");
@@ -338,7 +339,7 @@ fn memory_that_was_lost_is_mapped_anew() {
 
 #[test]
 fn regions_are_bounded() {
-    // Single pages in reverse file order: each region is a run of its own.
+    // Single pages in reverse file order, so that each region is a run of its own.
     let window = window();
     let file = memfd(MAX_REGIONS as u64 * 0x1000);
     let page = |i: u64, at: u64| part(&file, at, (i * 5 % MAX_REGIONS as u64) * 0x1000, 0x1000);
@@ -373,7 +374,7 @@ fn no_vm_takes_the_address_space_of_others() {
     let greedy = window();
     let first = memfd(LARGE);
     greedy.map(part(&first, 0, 0, BLOCK)).expect("map");
-    // There is no space for this region as a whole.
+    // The whole region finds no free range.
     let second = memfd(LARGE);
     let far = part(&second, 1 << 30, LARGE / 2, BLOCK);
     greedy.map(far).expect("only what is asked for");
@@ -500,7 +501,7 @@ fn former_memory_is_remapped_whatever_others_hold() {
     assert!(take_all(&new) < most);
     drop(new);
     let last = take_up(most);
-    // Inherited mappings count, and the limits apply to new mappings only.
+    // Mappings of the old server count, and the limits refuse only further ones.
     let error = last.map(page(most)).expect_err("beyond its limit");
     let DmaError::Iommu { source, .. } = error else {
         panic!("{error}");
@@ -521,7 +522,7 @@ fn former_memory_needs_only_address_space() {
     let folder = tempfile::tempdir().expect("a folder");
     let account = MemoryAccount::with_root(folder.path());
     let file = memfd(LEN);
-    // The IOVA space except for the unusable part and the driver's reserve.
+    // The region takes all IOVAs except for the unusable part and the driver's reserve.
     let window = DmaWindow::new(LimitedIommu::space(1, 256 << 20)).with_account(account);
     let error = window.map(part(&file, 0, 0, LEN)).expect_err("no share");
     assert!(matches!(error, DmaError::Iommu { .. }), "{error}");

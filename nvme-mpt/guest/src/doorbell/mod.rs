@@ -51,8 +51,8 @@ pub enum DoorbellMode {
 }
 
 impl DoorbellMode {
-    /// Returns whether the guest is offered a Doorbell Buffer. The other modes need to see register writes, which the buffer
-    /// would avoid.
+    /// Returns whether the guest is offered a Doorbell Buffer. It is not if the mode relies on register writes, which the
+    /// buffer would avoid.
     #[must_use]
     pub fn offers_buffer(self) -> bool {
         matches!(self, Self::Auto | Self::Shadow)
@@ -243,7 +243,7 @@ pub struct DoorbellBuffer {
     pub event_idx: Gpa,
 }
 
-/// 32-bit word shared with the other side. Models of the protocol implement it too.
+/// 32-bit word shared by guest and controller. Models of the protocol implement it too.
 pub(crate) trait SharedWord {
     /// Loads the word with acquire semantics.
     fn load(&self) -> u32;
@@ -283,7 +283,7 @@ impl<W: SharedWord> EventIdx<W> {
         Self {
             word,
             size,
-            // Far enough behind that the next value is stored.
+            // The value lies far enough behind that the next `suppress` stores a new one.
             published: size.step_back(consumed.get(), size.entries() / 2 + 1),
             is_stored: false,
         }
@@ -379,7 +379,7 @@ impl DoorbellSource {
         }
     }
 
-    /// Returns whether a move of the doorbell from `consumed` is notified. Without a Doorbell Buffer, it always is.
+    /// Returns whether the next move of the doorbell from `consumed` is notified. Without a Doorbell Buffer, each is.
     pub fn is_armed(&self, consumed: u32) -> bool {
         let event_idx = self.event_idx.as_ref();
         event_idx.is_none_or(|event_idx| event_idx.is_stored && event_idx.published == consumed)

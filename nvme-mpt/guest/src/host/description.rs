@@ -157,7 +157,7 @@ impl IoCommand {
 /// Property that a guest may rely on as long as its controller exists.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestPromise {
-    /// Readable name. Snapshots have it, so it must not change.
+    /// Readable name. Snapshots contain the name, so it must not change.
     pub name: String,
     /// Value.
     pub value: u64,
@@ -243,7 +243,7 @@ struct StructureRun {
 }
 
 impl SparseStructure {
-    /// Stores a data structure of at most 64 KiB.
+    /// Returns the nonzero runs of a data structure of at most 64 KiB.
     #[must_use]
     pub fn from_structure(structure: &(impl IntoBytes + Immutable)) -> Self {
         let mut runs: Vec<StructureRun> = Vec::new();
@@ -262,7 +262,7 @@ impl SparseStructure {
         Self(runs)
     }
 
-    /// Returns its first `len` bytes.
+    /// Returns the first `len` bytes of the data structure.
     #[must_use]
     pub fn to_bytes(&self, len: usize) -> Vec<u8> {
         let mut structure = vec![0; len];

@@ -6,7 +6,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 /// Store of changes of a lease that its guest did not cause.
 pub trait LeaseChangeLog {
-    /// Returns the changes that the guest has not been told of.
+    /// Returns the changes that have not been reported to the guest.
     fn changes(&self) -> UnreportedChanges;
 
     /// Adds changes that were not reported to the guest yet.

@@ -1,4 +1,4 @@
-//! Description of a drive and its namespaces: all that a function reports of them.
+//! Description of a drive and its namespaces: everything that a function reports of them.
 
 mod description;
 mod lease_change_log;
@@ -85,7 +85,7 @@ impl ControllerLimits {
             volatile_write_cache,
             deallocated_reads_zeroes,
             sgl_descriptors_max,
-            // Commands beyond these are executed in parts.
+            // Larger commands are executed in parts.
             no_data_bytes_max: _,
             dsm_range_bytes_max: _,
             dsm_ranges_max: _,
@@ -98,7 +98,7 @@ impl ControllerLimits {
             && entries_max >= promised.entries_max
             && awun_z >= promised.awun_z
             && awupf_z >= promised.awupf_z
-            // A driver that was told that there is no cache never flushes.
+            // A driver to which no write cache was reported never flushes.
             && (!volatile_write_cache || promised.volatile_write_cache)
             && (deallocated_reads_zeroes || !promised.deallocated_reads_zeroes)
             && sgl_descriptors_max >= promised.sgl_descriptors_max

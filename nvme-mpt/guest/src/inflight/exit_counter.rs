@@ -14,20 +14,20 @@ use nvme_spec::ids::QueueId;
 use super::{MAGIC, PAIR_BYTES, POSITIONS};
 use crate::doorbell::MAX_QUEUE_PAIRS;
 
-/// Offset of the words in the tracking file.
+/// Offset of the first exit counter in the tracking file.
 pub(super) const EXITS_OFFSET: usize = 128;
 
 /// Upper bound of a reported number of exits, so that sums do not overflow.
 const EXITS_MAX: u64 = 1 << 48;
 
-/// Number of queue pairs whose exit counters lie before the positions of the first pair.
+/// Number of queue pairs whose exit counters fit before the positions of the first pair.
 const HEADER_COUNTERS: usize = (POSITIONS - EXITS_OFFSET) / 8;
 
-/// Offset of the exit counter of any further pair, from the start of this pair's positions.
+/// Offset of the exit counter of each further pair, from the start of that pair's positions.
 const PAIR_OFFSET: usize = 128;
 const _: () = assert!(super::SQ_HEAD + 8 <= PAIR_OFFSET && PAIR_OFFSET + 8 <= POSITIONS);
 
-/// Returns the offset of the word of the pair with this index.
+/// Returns the offset of the exit counter of the pair with this index.
 fn word_offset(index: usize) -> usize {
     match index {
         0..HEADER_COUNTERS => EXITS_OFFSET + 8 * index,

@@ -9,16 +9,16 @@ use nvme_spec::sqe::Sqe;
 /// Minimum distance of the command numbers of a new Submission Queue from those of the previous queue with the same identifier.
 const NUMBER_GAP: u32 = 1 << 20;
 
-/// Most commands of a batch.
+/// Maximum number of commands in a batch.
 const BATCH_MAX: u32 = 1 << 10;
 
-/// Mark of a slot with a command in flight.
+/// Mark of a slot with a command in flight: the command's Submission Queue, and its number in the queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InflightMark(u64);
 
 impl InflightMark {
     const IN_FLIGHT: u64 = 1 << 63;
-    /// The recorded head of the queue is known to be after the command.
+    /// Flag: the queue's recorded head is known to be after the command.
     const SETTLED: u64 = 1 << 62;
 
     const fn new(qid: QueueId) -> Self {
@@ -91,7 +91,7 @@ pub struct RecordedCqTail {
 }
 
 impl RecordedCqTail {
-    /// The queue exists, and its slots include all of its in-flight commands.
+    /// Flag: the queue exists, and its slots include all of its in-flight commands.
     const COMPLETE: u64 = 1 << 63;
     const FAILED: u64 = 1 << 62;
     const PHASE: u64 = 1 << 32;
@@ -238,15 +238,15 @@ impl InflightSqHead {
         RecordedSqHead::from_word(self.head.load())
     }
 
-    /// Initializes a queue of which no command was fetched.
+    /// Initializes a queue from which no command has been fetched.
     pub fn init(&mut self, head: RingIndex) {
-        // No stale mark has a number near these.
+        // No stale mark of an earlier queue has a number close to this one.
         let number = self.load().number.wrapping_add(NUMBER_GAP);
         self.next = self.next.with_number(number);
         self.store(head, self.next);
     }
 
-    /// Continues a restored queue.
+    /// Continues a restored queue, whose head is now `head`.
     pub fn resume(&mut self, head: RingIndex) {
         let RecordedSqHead { index, number } = self.load();
         let entries = head.size().entries();
@@ -269,7 +269,7 @@ impl InflightSqHead {
         self.next
     }
 
-    /// Restarts the command numbers at 0. No marked command of the queue has a number that follows.
+    /// Restarts the command numbers at 0. No marked command of the queue has one of the numbers that follow 0.
     #[cold]
     #[inline(never)]
     fn renumber(&mut self, head: RingIndex) {

@@ -83,17 +83,18 @@ const CRASHES: usize = WRITE_ERRORS + 8;
 /// Offset of the word that records lease changes that were not reported to the guest.
 const CHANGES: usize = CRASHES + 8;
 
-/// Offset of two words: the bytes of the VM's memory that are being pinned, and the OOM-kill count before.
+/// Offset of two words: the bytes of the VM's memory that are being pinned, and the OOM-kill count before the pinning.
 const PINNING: usize = CHANGES + 8;
 const _: () = assert!(PINNING + 16 <= exit_counter::EXITS_OFFSET);
 
-/// Bytes before the first queue pair, and bytes of each pair's positions.
+/// Bytes of the header before the first queue pair, and bytes of each pair's positions.
 const POSITIONS: usize = 4096;
 
 /// Bytes of a queue pair in the file: first the queues' positions, then the command slots.
 const PAIR_BYTES: usize = POSITIONS + SlotRecords::BYTES;
 
-/// Offsets of a pair's positions. The words of the two queues are a cache line apart.
+/// Offsets of the positions, from the start of a pair. The words of the Completion Queue and of the Submission Queue are a
+/// cache line apart.
 const CQ_TAIL: usize = 0;
 const CQ_HEAD: usize = 8;
 const SQ_HEAD: usize = 64;

@@ -15,7 +15,7 @@ use crate::stats::{LeaseCounters, QueueCounters};
 /// Number of words of a record.
 const RECORD_WORDS: usize = 6;
 
-/// Offset of the function's own record.
+/// Offset in the file of the record of counts from before the last restored snapshot.
 const FUNCTION_OFFSET: usize = 8;
 const _: () = assert!(FUNCTION_OFFSET + 8 * RECORD_WORDS <= super::WRITE_ERRORS);
 
@@ -104,7 +104,7 @@ impl PredecessorCounts {
         pairs.fold(self.function, |sum, pair| sum + pair)
     }
 
-    /// Stores the total that the next process reads.
+    /// Makes `sum` the total of all records, which the next process reads.
     pub(super) fn set_sum(&self, mapping: &Arc<Mapping>, sum: LeaseCounters) {
         let pairs = self.pairs.iter().copied();
         let pairs = pairs.fold(LeaseCounters::default(), |sum, pair| sum + pair);

@@ -38,14 +38,14 @@ const SLOW_SIGNAL: Duration = Duration::from_micros(50);
 /// client can make signals slow as soon as they are no longer measured.
 const MEASURED_SIGNALS: u32 = 16;
 
-/// Number of slow signals among these after which a thread signals the client.
+/// Number of slow signals, among the measured ones, after which a thread signals the client.
 const SLOW_MAX: u32 = 3;
 
 /// Maximum number of doublings of [`MEASURED_SIGNALS`].
 const DOUBLINGS_MAX: u32 = 16;
 
-/// Number of quick signals by a client's thread after which the client is signalled without the thread again, for the first
-/// time.
+/// Number of quick signals by a client's thread after which the client is signalled without the thread again. The number
+/// doubles each time.
 const QUICK_SIGNALS: u32 = 64;
 
 /// Time for which a slow client's thread sleeps after a signal, as a multiple of the signal's processor time; at most
@@ -286,7 +286,7 @@ impl ClientSignalState {
         }
     }
 
-    /// Records the time of a signal, and its processor time if it was measured.
+    /// Records the duration of a signal, and its processor time if that was measured.
     #[cold]
     fn record_duration(&self, ticks: u64, processor: Option<Duration>) {
         match processor {
@@ -308,7 +308,7 @@ impl ClientSignalState {
                 self.slow.store(0, Ordering::Relaxed);
                 self.switch_path(DIRECT, SUSPECT);
             }
-            // The thread was preempted.
+            // The poller was preempted, so this duration says nothing about the client.
             Some(_) if ticks > self.slow_ticks => {}
             Some(_) => {
                 let left = self.unmeasured.load(Ordering::Relaxed).saturating_sub(1);
@@ -403,7 +403,8 @@ fn start_write_watch() -> bool {
     }
 }
 
-/// Allows the calling thread to run on all processors of the process except those of the poller that started it.
+/// Allows the calling thread to run on all processors of the process except for those of the poller that started the
+/// thread.
 fn avoid_poller_processor() {
     if cfg!(simulation) {
         return;
@@ -414,7 +415,7 @@ fn avoid_poller_processor() {
     };
     let others = all.difference(&own);
     if !others.is_empty() {
-        // On failure, it stays where it is.
+        // On failure, the thread stays on the poller's processors.
         let _ = set_affinity(&others);
     }
 }
@@ -460,7 +461,7 @@ mod tests {
         let signals = signals(EventReader::Untrusted);
         let manner = &signals.state;
         let (quick, slow) = (manner.slow_ticks / 10, manner.slow_ticks * 100);
-        // The slowness came from a preemption of the thread.
+        // The poller was preempted during the slow signal.
         manner.record_duration(slow, None);
         assert_eq!(way(&signals), SUSPECT);
         manner.record_duration(slow, Some(QUICKLY));
@@ -478,7 +479,8 @@ mod tests {
         };
         manner.record_duration(slow, None);
         decide();
-        // The client's thread gets a hundredth of a processor. Each time, its signals stay with the thread for longer.
+        // The client's thread gets a hundredth of a processor. After each return to the poller, the thread's next turn is
+        // longer.
         let mut done = 0;
         let rest = manner.record_thread_signal(SLOWLY, &mut done);
         assert_eq!(rest, SLOWLY * REST_FACTOR);
@@ -500,7 +502,7 @@ mod tests {
         assert!(ours.signal());
         assert_eq!(theirs.read().unwrap(), 1);
         theirs.write(u64::MAX - 1).unwrap();
-        // No one reads the eventfd, so the write is interrupted.
+        // No process reads the eventfd, so the write is interrupted.
         ours.signal();
         assert!(!signals.state.uses_writes.load(Ordering::Relaxed));
         for _ in 0..1000 {
@@ -590,7 +592,7 @@ mod tests {
             let way = manner.path.load(Ordering::Relaxed);
             let (time, waited) = (attacker.signal)(&manner);
             if way == THREAD {
-                // The client's thread signals in the meantime.
+                // Meanwhile, the client's thread signals.
                 manner.record_thread_signal(Duration::from_nanos(time), &mut by_thread);
                 return others + HAND_OVER;
             }

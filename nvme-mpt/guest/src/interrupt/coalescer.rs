@@ -1,4 +1,4 @@
-//! Interrupts of one Completion Queue: at most one signal per batch, and none lost.
+//! Interrupts of one Completion Queue: at most one signal per batch, and no lost interrupt.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,15 +17,15 @@ pub struct OutstandingCommands {
     pub in_flight: u32,
 }
 
-/// Interrupt gate, which decides when the guest of a Completion Queue is interrupted.
+/// Interrupt coalescer, which decides when the guest of a Completion Queue is interrupted.
 ///
 /// A guest that is still consuming completions finds newer ones without another interrupt, because it consumes in order. It
-/// is owed an interrupt only if it stops before them. The CQ head doorbell shows this, and is read until the guest has
-/// consumed all completions. An interrupt may also wait for [more completions](CoalescingPolicy). A sleeping poller wakes up
-/// [in time](Self::due) for that interrupt, and settles everything else before it sleeps.
+/// is owed an interrupt only if it stops before the newer ones. The CQ head doorbell shows this, and is read until the
+/// guest has consumed all completions. An interrupt may also wait for [more completions](CoalescingPolicy). A sleeping
+/// poller wakes up [in time](Self::due) for that interrupt. All other interrupts are signalled before the poller sleeps.
 ///
-/// The INTx pin is a level, which stays owed until the guest has consumed all entries (PCIe 1.0, section 3.5.1). So the gate
-/// raises the level again if a guest acknowledges the interrupt but leaves entries.
+/// The INTx pin is a level, which stays owed until the guest has consumed all entries (PCIe 1.0, section 3.5.1). So the
+/// coalescer raises the level again if a guest acknowledges the interrupt but leaves entries.
 #[derive(Debug)]
 pub struct InterruptCoalescer {
     vector: Option<Arc<InterruptVector>>,
@@ -38,7 +38,8 @@ pub struct InterruptCoalescer {
     held_until: Option<Ticks>,
     timeout: u64,
     ticks_per_100us: u64,
-    /// For the INTx pin: the time of its last signal, and the ticks after it in which the guest should consume the entries.
+    /// For the INTx pin: the time of its last signal. The next field has the ticks after it in which the guest should
+    /// consume the entries.
     signalled_at: Ticks,
     signalled_timeout: u64,
 }
@@ -50,8 +51,9 @@ const SIGNALLED: u32 = 1 << 31;
 /// Maximum factor by which the INTx pin's timeout grows for a guest that leaves entries unconsumed.
 const TIMEOUT_GROWTH_MAX: u64 = 64;
 
-/// Time after which a guest that has not consumed all entries gets another interrupt. It is meant for a guest that stopped,
-/// but reported its head late. A guest whose interrupt handler is merely slow gets a spurious interrupt.
+/// Time after which a guest that has not consumed all entries gets another interrupt. This helps a guest that stopped
+/// consuming, but whose head doorbell arrived late. A guest whose interrupt handler is merely slow gets a spurious
+/// interrupt.
 const RESIGNAL_TIMEOUT: Duration = Duration::from_millis(1);
 
 impl InterruptCoalescer {
@@ -76,7 +78,7 @@ impl InterruptCoalescer {
         }
     }
 
-    /// Returns the vector that the gate raises.
+    /// Returns the vector that the coalescer raises.
     pub fn vector(&self) -> Option<&Arc<InterruptVector>> {
         self.vector.as_ref()
     }
@@ -131,7 +133,7 @@ impl InterruptCoalescer {
                 return false;
             }
         } else if may_wait {
-            // The guest may already have found some of them.
+            // The guest does not know of at most this number of completions.
             let unknown = self.owed.min(unconsumed);
             let owed = UnsignaledCompletions {
                 completions: unknown,
@@ -145,7 +147,7 @@ impl InterruptCoalescer {
         self.signal()
     }
 
-    /// Returns the vector if it is the INTx pin, which `settle_pin` settles.
+    /// Returns the vector if it is the INTx pin, which [`Self::signal_pin_if_due`] raises.
     #[inline]
     pub fn pin(&self) -> Option<&InterruptVector> {
         let vector = self.vector.as_deref()?;
@@ -168,8 +170,8 @@ impl InterruptCoalescer {
         let (was_told, untold) = (self.owed & SIGNALLED != 0, self.owed & !SIGNALLED);
         let is_at_it = was_told && unconsumed > untold;
         let most = self.timeout.saturating_mul(TIMEOUT_GROWTH_MAX);
-        // A level that falls at an access may have fallen before the guest has seen all entries. If it were raised again, it
-        // would stay high after the guest has consumed them.
+        // A level that falls at a BAR access may have fallen before the guest has seen all entries. If it were raised now,
+        // it would stay high after the guest has consumed them.
         let due = Ticks(self.signalled_at.0.saturating_add(self.signalled_timeout));
         if is_at_it && flags & DEASSERTS_ON_ACCESS != 0 && now < due {
             self.held_until = Some(due);
@@ -368,7 +370,7 @@ mod tests {
         let due = gate.due().expect("the poller looks again");
         assert!(due > Ticks(2) && gate.is_owed());
         vector.end_of_interrupt();
-        // The guest acknowledges an interrupt while the poller still uses an older head.
+        // The guest acknowledges an interrupt while the poller still uses an older CQ head.
         let before = vector.pin_epoch();
         vector.end_of_interrupt();
         assert!(!gate.signal_pin_if_due(left(1), Ticks(3), before));
@@ -402,10 +404,10 @@ mod tests {
         // A guest that is consuming finds newer entries without an interrupt.
         gate.on_posted(1, Ticks(3));
         assert!(!settle_pin(&mut gate, 3, Ticks(3)));
-        // The guest has consumed the signalled entries, and not the newer one.
+        // The guest has consumed the signalled entries, but not the newer one.
         assert!(settle_pin(&mut gate, 1, Ticks(4)));
         vector.end_of_interrupt();
-        // The guest has left an entry, and the gate checks less and less often.
+        // The guest leaves an entry, and the coalescer checks at longer and longer intervals.
         let mut now = Ticks(4);
         for growth in [1, 2, 4, 8, 16, 32, 64, 64, 64] {
             now.0 += growth * gate.timeout;
@@ -497,7 +499,7 @@ mod tests {
         Complete(u32),
         /// The guest consumes completions, with or without an interrupt.
         Consume(u32),
-        /// Time passes, and the poller checks the gate.
+        /// Time passes, and the poller checks the coalescer.
         Look(u64),
         /// The poller sleeps while nothing is due.
         Sleep,
@@ -514,7 +516,7 @@ mod tests {
     }
 
     proptest! {
-        /// A sleeping poller wakes up for all pending interrupts, whatever was learned. Then it signals the vector.
+        /// A sleeping poller wakes up for each pending interrupt, whatever the policy has measured, and signals the vector.
         #[test]
         fn no_interrupt_is_lost(
             level in 0..=5_u8,

@@ -35,13 +35,15 @@ pub use coalescer::{InterruptCoalescer, OutstandingCommands};
 ///
 /// Each method forwards a change of the vector in this process. A broken link does nothing.
 pub trait VectorLink: fmt::Debug + Send + Sync {
-    /// Forwards that the vector was connected or disconnected. Returns whether a signal pending there was delivered.
+    /// Forwards that the vector was connected or disconnected. Returns whether a signal that was pending in the other
+    /// process was delivered.
     fn set_eventfd(&self, eventfd: Option<&EventFd>) -> bool;
 
-    /// Forwards that the vector was masked or unmasked. Returns whether a signal pending there was delivered.
+    /// Forwards that the vector was masked or unmasked. Returns whether a signal that was pending in the other process was
+    /// delivered.
     fn set_masked(&self, masked: bool) -> bool;
 
-    /// Returns whether a signal is pending there.
+    /// Returns whether a signal is pending in the other process.
     fn is_pending(&self) -> bool;
 
     /// Drops a signal that is pending in the other process.
@@ -94,17 +96,18 @@ enum VectorTarget {
 struct InterruptVectorState {
     target: Option<VectorTarget>,
     masked: bool,
-    /// Masked by the controller's registers.
+    /// True if the controller's registers mask the vector.
     register_masked: bool,
     pending: bool,
     is_pin: bool,
-    /// The pin's level was raised and has not fallen yet.
+    /// True if the pin's level was raised and has not fallen yet.
     asserted: bool,
     /// Number of times that the level fell.
     deassertions: u64,
 }
 
-/// Number of times that the pin's level has fallen. It tells whether the level fell between two reads of this number.
+/// Number of times that the pin's level has fallen. A poller compares two reads to find out whether the level fell in
+/// between.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PinEpoch(u64);
 
@@ -189,8 +192,8 @@ impl InterruptVector {
         self.change_masks(|state| state.masked = masked);
     }
 
-    /// Masks or unmasks the vector by the controller's registers: INTMS and INTMC, or Interrupt Disable. The vector is masked
-    /// if this or [`Self::set_masked`] masks it. Delivers a pending signal when it is unmasked.
+    /// Masks or unmasks the vector by the controller's registers: INTMS and INTMC, or Interrupt Disable. The vector is
+    /// masked as long as this or [`Self::set_masked`] masks it. Delivers a pending signal when the vector is unmasked.
     pub fn set_register_masked(&self, masked: bool) {
         self.change_masks(|state| state.register_masked = masked);
     }

@@ -29,7 +29,7 @@ impl SharedBudget {
     }
 
     fn used(&self) -> MutexGuard<'_, IommuBudgetUse> {
-        // Each change is a single step.
+        // Each change under the lock is a single step, so a panic leaves no partial change.
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -122,7 +122,7 @@ impl BudgetPermit {
         }
     }
 
-    /// Never returns the amount, because the resource cannot be freed, for example after a failed unmapping.
+    /// Makes this permit permanent, because the resource cannot be freed, for example after a failed unmapping.
     pub(super) fn make_permanent(&mut self) {
         self.is_permanent = true;
     }
@@ -185,7 +185,7 @@ mod tests {
         assert_eq!(taken.len(), 899);
         let error = ninth.take(1).expect_err("no more than that");
         assert_eq!((error.taken, error.max), (taken.len() as u64, MAX));
-        // Whatever these VMs do, this many other VMs get their assured mappings.
+        // Whatever these VMs do, each of this number of other VMs gets its assured mappings.
         let others: Vec<_> = (9..MAX / ASSURED_DIVISOR / ASSURED)
             .map(|_| take(&VmShare::new(&budget), ASSURED as usize))
             .collect();

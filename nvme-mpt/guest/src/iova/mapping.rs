@@ -23,8 +23,9 @@ pub struct IommuMapping {
     pub owner: MappingOwner,
 }
 
-/// Owner of mapped memory: a function or the drive's driver. A mapping is found again only for the same owner. Otherwise, a
-/// new file that reuses a closed file's numbers could get its pages, which are still pinned.
+/// Owner of mapped memory: a function or the drive's driver. A successor takes over a mapping only for its owner.
+/// Otherwise, a new file that reuses the device and inode numbers of a closed file could get the closed file's pages, which
+/// are still pinned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct MappingOwner(pub(super) u64);

@@ -11,10 +11,10 @@
 //! | 4, 5, 6 | device and inode of the file, offset in the file |
 //! | 7 | owner |
 //!
-//! A slot is free at first. Its state becomes *coming* before the mapping is requested, *there* once it is made, *leaving*
-//! before the unmapping is requested, and free once it is unmapped. The other words are written while the slot is free. So a
-//! process may be killed between any two stores: mappings that are there exist, mappings that are coming or leaving may
-//! exist, and no others exist.
+//! A slot is free at first. Its state becomes `MAPPING` before the mapping is requested, `MAPPED` once it is made,
+//! `UNMAPPING` before the unmapping is requested, and `FREE` once it is unmapped. The other words are written while the
+//! slot is free. So a process may be killed between any two stores: the mapping of a `MAPPED` slot exists, that of a
+//! `MAPPING` or `UNMAPPING` slot may exist, and no other mapping exists.
 //!
 //! A process writes only to its own table. It reads the table of the old server as untrusted data.
 
@@ -153,7 +153,7 @@ pub(super) struct MappingTable {
     memory: Arc<Mapping>,
     /// Slots by the first address of their mappings.
     slot_by_iova: BTreeMap<u64, usize>,
-    /// Slots that are free again.
+    /// Slots that were in use and are free.
     free: Vec<usize>,
     used: usize,
     slots: usize,
@@ -232,7 +232,7 @@ impl MappingTable {
         self.set_state(iova, UNMAPPING);
     }
 
-    /// Notes that a mapping does not exist.
+    /// Notes that a mapping was unmapped, or could not be made.
     pub(super) fn remove(&mut self, iova: u64) {
         self.set_state(iova, FREE);
         self.free.extend(self.slot_by_iova.remove(&iova));
@@ -282,12 +282,12 @@ pub(super) mod kill_points {
         static LOOK: RefCell<Option<CutHook>> = const { RefCell::new(None) };
     }
 
-    /// Sets a function to call at each of these points in this thread.
+    /// Sets the function that this thread calls at each of these points.
     pub(crate) fn set_hook(look: Option<CutHook>) {
         LOOK.set(look);
     }
 
-    /// Calls the function, after a store to a table or a change of the IOMMU.
+    /// Calls the function that was set. Runs after each store to a table and each change of the IOMMU.
     pub(crate) fn run_hook() {
         LOOK.with_borrow_mut(|look| {
             if let Some(look) = look {

@@ -14,7 +14,7 @@ use nvme_mpt_memory::MappedWord64;
 use super::mapping::{IommuMapping, MappedFile, MappedMemoryKey, MappingOwner};
 use super::mapping_table::MappingTable;
 
-/// Word in a shared file that tells another process that its list of mappings is outdated.
+/// Word in a shared file by which another process learns that its list of mappings is outdated.
 #[derive(Debug)]
 pub struct StaleMappingsFlag(MappedWord64);
 
@@ -38,11 +38,11 @@ pub(super) struct IommuMappings {
     inherited: BTreeMap<u64, InheritedMapping>,
     /// First addresses of inherited mappings, by owner.
     by_owner: BTreeMap<MappingOwner, BTreeSet<u64>>,
-    /// Mappings of the old server that no memory can take over any more. They are about to be unmapped.
+    /// Mappings of the old server that are about to be unmapped, because no memory can take them over any more.
     unmapping: BTreeMap<u64, IommuMapping>,
     /// First addresses of inherited mappings by their memory. Mappings in an allocated IOVA range are not listed.
     by_memory: BTreeMap<MappedMemoryKey, BTreeSet<u64>>,
-    /// Set at each change.
+    /// Flag to set at each change, once another process has a list of the mappings.
     stale_flag: Option<StaleMappingsFlag>,
     /// Table of all mappings for a successor, if this process dies.
     table: Option<MappingTable>,
@@ -127,7 +127,7 @@ impl IommuMappings {
         }
     }
 
-    /// Notes that a change starts or was made.
+    /// Marks the list that another process has as outdated. Called before and after each change.
     fn mark_stale(&self) {
         if let Some(outdated) = &self.stale_flag {
             outdated.set();
@@ -169,21 +169,21 @@ impl IommuMappings {
         }
     }
 
-    /// Returns whether the old server left exactly this memory mapped, at addresses outside of the IOVA ranges allocated so
-    /// far.
+    /// Returns whether the old server left exactly this memory mapped, at addresses outside of all allocated IOVA ranges.
     pub(super) fn has_memory(&self, owner: MappingOwner, file: MappedFile, len: u64) -> bool {
         let mut accesses = [true, false].into_iter();
         accesses.any(|writable| self.by_memory.contains_key(&(owner, file, len, writable)))
     }
 
-    /// Returns the address at which the old server had this memory mapped.
+    /// Returns the first address at which the old server left this memory mapped.
     pub(super) fn find_iova(&self, wanted: &IommuMapping) -> Option<u64> {
         let places = self.by_memory.get(&wanted.memory_key()?)?;
         places.first().copied()
     }
 
-    /// Returns the first addresses of all inherited mappings in a range. Returns `None` unless a mapping starts with the range,
-    /// all have its owner and file, and none crosses the range's end.
+    /// Returns the first addresses of all inherited mappings in `range`, if one IOVA range can take over all of them: one
+    /// mapping starts at the range's start, all have its owner, file and distance between IOVA and file offset, and none
+    /// crosses an end of the range.
     pub(super) fn inherited_within(&self, range: &Range<u64>) -> Option<Vec<u64>> {
         let first = &self.inherited.get(&range.start)?.mapping;
         let before = self.inherited.range(..range.start).next_back();

@@ -46,8 +46,8 @@ pub trait Iommu: Send + Sync + fmt::Debug {
         access: MappingAccess,
     ) -> io::Result<()>;
 
-    /// Maps as [`Self::map`] does, and calls `before` for each part of the memory before the part is pinned. If `before` fails,
-    /// nothing is mapped.
+    /// Maps as [`Self::map`] does, but first calls `before` for each part of the memory that is about to be pinned. If
+    /// `before` fails, nothing is mapped.
     ///
     /// # Errors
     /// As [`Self::map`], and errors of `before`.
@@ -93,8 +93,8 @@ pub trait PinnedMemory: Send + Sync + fmt::Debug {
     /// Returns whether the memory's files have fewer pages than at the last call. Never waits.
     fn has_shrunk(&self) -> bool;
 
-    /// Finds freed pages that are still pinned for the drive, and fails the queues of the function. Takes long for large
-    /// memory.
+    /// Finds freed pages that are still pinned for the drive, and fails the function's queues if there are any. Takes long
+    /// for large memory.
     fn check_freed_pages(&self);
 
     /// Unmaps those mappings of the old server at the memory's IOVAs that no region has taken over. Waits while memory is being
@@ -137,7 +137,8 @@ impl AllocatedIovas {
         }
     }
 
-    /// Returns whether `start..end` and its adjacent addresses are free, except for `inside` ranges within.
+    /// Returns whether `start..end` and both neighbouring addresses are free, apart from `inside` allocated ranges that lie
+    /// within.
     fn is_free(&self, start: u64, end: u64, inside: usize) -> bool {
         let before = self.ranges.range(..start).next_back();
         let within = self.ranges.range(start..=end).count();
@@ -215,8 +216,8 @@ impl IovaSpace {
         Self::new(self.end, taken, self.iommu, budget)
     }
 
-    /// Returns the space with mappings of the old server. Memory that is mapped before [`Self::end_inheritance`] is looked up
-    /// among them.
+    /// Adds the mappings of the old server to the space. Memory that is mapped before [`Self::end_inheritance`] takes them
+    /// over.
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if a mapping is impossible for this space.
@@ -296,9 +297,10 @@ impl IovaSpace {
     pub fn end_inheritance(&self) {
         let free = lock(&self.mappings).take_unassigned();
         self.unmap_inherited(free);
-        // Mappings inside a range in use. Its VM maps memory there under its own lock, so the VM's memory unmaps them.
+        // The other mappings lie in allocated ranges. A VM maps memory there under a lock of its own, so the VM's memory
+        // unmaps them.
         let pinned = lock(&self.pinned).clone();
-        // No memory is locked while another one is waited for.
+        // The list is not locked while a VM's lock is waited for.
         for memory in pinned {
             if let Some(memory) = memory.upgrade() {
                 memory.end_inheritance();
@@ -306,8 +308,8 @@ impl IovaSpace {
         }
     }
 
-    /// Unmaps mappings of the old server that have the same owner, overlap these bytes of a file, and were not taken over. The
-    /// bytes are about to be mapped again, and the old mappings may have pages that the file has lost since.
+    /// Unmaps mappings that the old server left, if they have this owner, overlap these bytes of a file, and were not taken
+    /// over. The bytes are about to be mapped again. The old mappings may have pages that the file no longer has.
     pub(crate) fn unmap_stale(&self, owner: MappingOwner, memory: &Mapping, part: &Range<usize>) {
         let wanted = IommuMapping::new(0, memory, part, memory.access(), owner);
         if let Some(file) = wanted.file {
@@ -376,7 +378,8 @@ impl IovaSpace {
         })
     }
 
-    /// Allocates a range after the most recent one. So a VM that maps page by page does not search all ranges each time.
+    /// Allocates a range after the one that was allocated last, so that a VM that maps page by page does not search all
+    /// ranges each time. If no range fits there, searches from the start.
     fn allocate_after_last(
         self: &Arc<Self>,
         len: u64,
@@ -412,9 +415,9 @@ impl IovaSpace {
     }
 
     /// Allocates a range of `len` bytes for a VM's memory. `part`, the first part to map, starts at the start of the range.
-    /// `demand` is the justification for taking addresses of the VM's share. `had` is true if the function had the memory under
-    /// the old server: if that server's mapping is found and `len` bytes fit there, its addresses are used. Mappings are not
-    /// searched for new memory, because the file may have other pages now.
+    /// `demand` is the justification for taking addresses of the VM's share. `had` is true if the function had the memory
+    /// under the old server. Then the addresses of that server's mapping are used, if it is found and `len` bytes fit
+    /// there. For new memory, no mapping is searched, because the file may have other pages now.
     ///
     /// # Errors
     /// [`IovaRefusal`].
@@ -485,7 +488,7 @@ impl IovaSpace {
                         lock(&self.allocated).ranges.remove(&iova);
                     }
                 }
-                // Its addresses stay allocated, so that they never lead to other memory.
+                // The addresses of the failed mapping stay allocated, so that they never lead to other memory.
                 Err(error) => {
                     error!("{len:#x} bytes at IOVA {iova:#x} stay mapped: {error}");
                     all_unmapped = false;
@@ -515,8 +518,8 @@ impl IovaSpace {
         }
     }
 
-    /// Maps all of this memory, which belongs to the driver, at free addresses; without an IOMMU, only reserves the addresses.
-    /// It stays mapped until the returned [`IovaPart`] is dropped. The memory must outlive that. `access` is the device's
+    /// Maps all of `memory`, which belongs to the driver, at free addresses. Without an IOMMU, only reserves the addresses.
+    /// Dropping the returned [`IovaPart`] ends the mapping; `memory` must exist until then. `access` is the device's
     /// access.
     ///
     /// # Errors
@@ -596,8 +599,8 @@ impl IovaRange {
         let _ = self.space.drop_inherited(iovas);
     }
 
-    /// Maps `part` of this memory at `iova`, if there is an IOMMU. All its addresses must lie in this range. It stays mapped
-    /// until the returned [`IovaPart`] is dropped. The memory must outlive that. `access` is the device's access.
+    /// Maps `part` of `memory` at `iova`, if there is an IOMMU. The addresses of the part must lie in this range. Dropping
+    /// the returned [`IovaPart`] ends the mapping; `memory` must exist until then. `access` is the device's access.
     ///
     /// # Errors
     /// Returns the kernel's error; `InvalidInput` if the memory has no such part.
@@ -652,13 +655,13 @@ pub struct IovaPart {
 }
 
 impl IovaPart {
-    /// Returns its first address.
+    /// Returns the first address of the part.
     #[must_use]
     pub fn start(&self) -> u64 {
         self.iova
     }
 
-    /// Returns the address of byte `offset`.
+    /// Returns the address of the byte at `offset` in the part.
     #[must_use]
     #[inline]
     pub fn iova_at(&self, offset: u64) -> Iova {

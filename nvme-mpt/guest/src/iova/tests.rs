@@ -21,7 +21,7 @@ const DRIVER: MappingOwner = MappingOwner::DRIVER;
 /// Budget demand of a function for memory that it had mapped in the predecessor.
 const HAD: (BudgetEntitlement, bool) = (BudgetEntitlement::Inherited, true);
 
-/// Mappings in the kernel: mappings must not overlap, and an unmap must match a map exactly.
+/// Mappings in the kernel, which refuses overlapping mappings and unmaps only whole mappings.
 #[derive(Debug, Default)]
 struct SharedIommu {
     mapped: Mutex<BTreeMap<u64, u64>>,
@@ -159,7 +159,7 @@ fn inherited_file_memory_is_reused_and_the_rest_unmapped() {
     let new = map(1).expect("free");
     assert_eq!(iommu.made(), made + 1);
     next.end_inheritance();
-    // The page of lists is unmapped.
+    // The driver's page of lists was unmapped.
     assert_eq!(iommu.starts().len(), 3);
     drop((pages, new, first));
     assert_eq!(iommu.starts(), [] as [u64; 0]);
@@ -223,7 +223,7 @@ fn inherited_memory_counts_for_its_owner() {
         let mapping = IommuMapping::new(0, &memory, &part, MappingAccess::ReadWrite, DRIVER);
         (mapping.file.expect("a file"), mapping.len)
     };
-    // Of pages 0 to 2, page 1 was not mapped.
+    // The old process had mapped pages 0 and 2, but not page 1.
     let own = [0, 1, 2].map(|page| place(&file, page, 1));
     assert_eq!(next.inherited_bytes(DRIVER, &own), 2 * PAGE);
     // The range differs from the inherited mapping, so it would be mapped again.
@@ -234,7 +234,7 @@ fn inherited_memory_counts_for_its_owner() {
     assert_eq!(next.inherited_bytes(DRIVER, &own), 0);
 }
 
-/// A client may have freed the pages of its file, and mapped the file again. The IOMMU still maps the old pages.
+/// A client may have freed pages of its file and mapped the file again, but the IOMMU still has the old pages.
 #[test]
 fn memory_that_is_new_is_not_found_where_a_file_was_mapped() {
     let iommu = Arc::new(SharedIommu::default());
@@ -249,7 +249,7 @@ fn memory_that_is_new_is_not_found_where_a_file_was_mapped() {
     assert_eq!(iommu.starts(), starts, "nothing was mapped or unmapped");
 }
 
-/// The inode number of a closed file may belong to another function's file by now.
+/// The inode number of a closed file may meanwhile belong to another function's file.
 #[test]
 fn memory_of_one_function_is_not_found_for_another() {
     let iommu = Arc::new(SharedIommu::default());
@@ -317,7 +317,7 @@ fn freeing_a_range_unmaps_its_inherited_mappings() {
         &(0..PAGE as usize),
     );
     assert_eq!(range.expect("room").start(), starts[0]);
-    // The function has mapped none of the inherited pages, so they are gone. The page of lists is still mapped.
+    // The function has taken over none of the inherited pages, so they are unmapped. The page of lists is still mapped.
     assert_eq!(iommu.starts().len(), 1);
     // The whole range is free.
     let again = next.allocate_for(
@@ -421,11 +421,11 @@ fn parts_never_overlap_and_come_back() {
     drop(b);
     let touching = space.allocate(ALIGNMENT).expect("room elsewhere");
     assert!(touching.start() > c.start());
-    // Each allocation goes behind the last one, until there is no space.
+    // Each allocation lies behind the last one, until no space is left there.
     let next = touching.start() + 2 * ALIGNMENT;
     let rest = space.allocate((1 << 52) - next).expect("the rest");
     assert_eq!(rest.start(), next);
-    // Then before the first allocation, and in the gap of the freed one.
+    // Then allocations lie before the first one, and in the gap of the freed one.
     let before = space.allocate(ALIGNMENT / 2).expect("a gap");
     assert!(before.start() < a.start());
     let inside = space.allocate(ALIGNMENT / 2).expect("the gap");
@@ -435,12 +435,12 @@ fn parts_never_overlap_and_come_back() {
     assert!(space.allocate(0).is_none());
 }
 
-/// State left by a killed process.
+/// State that a killed process leaves.
 #[derive(Clone, Debug)]
 struct KilledProcessState {
     table: Vec<u8>,
     mapped: BTreeMap<u64, u64>,
-    /// Mapped pages of the guest, except for pages that were about to be unmapped.
+    /// Mapped pages of the guest, without pages that were about to be unmapped.
     pages: BTreeSet<u64>,
 }
 
@@ -523,7 +523,7 @@ fn killed(changes: &[u64], whole: &Mapping) -> Vec<KilledProcessState> {
     cuts_seen.take()
 }
 
-/// Checks the process after a killed process.
+/// Checks that the successor of a killed process finds its mappings.
 fn check_next(cut: &KilledProcessState, whole: &Mapping) {
     let read = || RecordedMappings::read(table_of(&cut.table)).expect("a table");
     let left = read();
@@ -547,7 +547,7 @@ fn check_next(cut: &KilledProcessState, whole: &Mapping) {
         let space = IovaSpace::with_iommu(iommu.clone(), &USABLE).with_recorded(read());
         Arc::new(space.expect("an IOMMU that can be asked"))
     };
-    // This process is killed too, before it has created a table.
+    // The successor is killed too, before it has created a table.
     drop(surviving());
     assert_eq!(iommu.starts(), there.keys().copied().collect::<Vec<_>>());
     let next = surviving();
@@ -609,7 +609,7 @@ proptest! {
             let other = memfd(c"other", 8 * PAGE).expect("memory");
             let other = memory(&other, 0, 8, MappingAccess::ReadWrite);
             let made = iommu.made();
-            // A mapping missing from the table may overlap with new mappings, which then fail.
+            // A mapping that is missing from the table may overlap new mappings, which then fail.
             let mapped = try_map_page(&next, &other, 0);
             let is_in_the_way = |error: &io::Error| error.kind() == io::ErrorKind::AlreadyExists;
             prop_assert!(mapped.as_ref().err().is_none_or(is_in_the_way));

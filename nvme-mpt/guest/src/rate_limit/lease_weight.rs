@@ -1,4 +1,4 @@
-//! Weight of a lease relative to others.
+//! Weight of a lease relative to other leases.
 
 use std::fmt;
 use std::str::FromStr;

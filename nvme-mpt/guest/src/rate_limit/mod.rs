@@ -206,10 +206,10 @@ impl RateLimiter {
         self.bandwidth.charge(bytes, now);
     }
 
-    /// Returns the time until which a queue whose bucket has no credit should not be polled.
+    /// Returns the time at which a queue should be polled again while its bucket has no credit.
     ///
-    /// This time may be later than [`Self::due`], so that the poller is not woken for each command. No credit is lost by the
-    /// later time, because at most a quarter of the smaller burst accrues until then.
+    /// This time may be later than [`Self::due`], so that the poller is not woken for each command. The delay loses no
+    /// credit, because at most a quarter of the smaller burst accrues during it.
     #[must_use]
     pub fn next_poll(&self, now: Ticks) -> Ticks {
         let longest = self.rate.ticks(POLL_PAUSE);
@@ -217,13 +217,13 @@ impl RateLimiter {
         let capacities = buckets.filter(|bucket| bucket.is_limited());
         let capacities = capacities.map(|bucket| bucket.capacity.load(Ordering::Relaxed) / 4);
         let rest = capacities.min().unwrap_or(0).min(longest);
-        // A large debt takes several rests.
+        // A queue with a large debt is polled several times before the debt is paid off.
         let last = self.rate.ticks(POLL_PAUSE_MAX);
         let [first, last] = [rest, last].map(|ticks| Ticks(now.0.saturating_add(ticks)));
         self.due().max(first).min(last)
     }
 
-    /// Returns the present use of the limits, for the limiter of the lease's next attachment.
+    /// Returns the current use of the limits, for the limiter of the lease's next back end.
     #[must_use]
     pub fn usage(&self) -> RateLimiterUse {
         RateLimiterUse {
@@ -232,7 +232,7 @@ impl RateLimiter {
         }
     }
 
-    /// Restores the use of the limits by the same lease's previous attachment.
+    /// Restores the use of the limits by the lease's previous back end.
     pub fn restore(&self, used: RateLimiterUse, now: Ticks) {
         self.iops.restore(used.iops, now);
         self.bandwidth.restore(used.bandwidth, now);
@@ -304,7 +304,8 @@ impl TokenBucket {
             Some(burst) => cost_ticks(cost, burst.get()),
             None => rate.ticks(DEFAULT_BURST),
         };
-        // The bucket holds at least one unit, as otherwise none would pass, and the credit that arrives during a rest.
+        // The bucket holds at least one unit, because otherwise no command would pass. It also holds the credit that
+        // accrues while the queue is not polled.
         let least = cost_ticks(cost, 1).saturating_add(1);
         let capacity = capacity.max(least).saturating_add(rate.ticks(POLL_PAUSE));
         self.capacity.store(capacity, Ordering::Relaxed);

@@ -12,11 +12,11 @@ use crate::backing_id::backing_extent::{self, DriveByteRange};
 use crate::backing_id::nvme_names;
 use crate::range::ByteRange;
 
-/// Decides about `request`. A request is refused if a lease has the same id or overlaps the range. The exception is a lease
-/// with the same id and the same range of the same drive whose holder died: it is taken over, and this returns its slot. Data
-/// of another id in the range also refuses the request, unless the request says what to do with the data.
+/// Decides about `request`. A request is refused if a lease has its id or overlaps its range. The exception is a lease of
+/// this id and exactly this range of this drive whose holder died: it is taken over, and the result has its slot. A request
+/// is also refused if the range has data of another id, unless the request says what to do with the data.
 ///
-/// A lease by size gets the extents that its id had, and free allocation units (`by_size`).
+/// A lease by size gets the extents that its id already has, and then free allocation units (`by_size`).
 pub(super) fn admit(
     records: &LedgerRecords,
     request: &LeaseRequest<'_>,
@@ -81,16 +81,17 @@ fn admit_range(
     })
 }
 
-/// Returns whether the recorded lease and the request have the same range, on drives whose names are of different boots of the
-/// host. The drive may be the same: the operator has decided so, because otherwise the request would have been refused before.
+/// Returns whether the recorded lease and the request have the same range, on drives whose names are of different boots of
+/// the host. The drives are then taken for the same one: the operator has said so, as otherwise an earlier check would have
+/// refused the request.
 fn had_range(record: &LedgerRecord, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let boots = [record.drive.as_str(), request.drive.name].map(backing_extent::drive_boot_id);
     matches!(boots, [Some(theirs), Some(ours)] if theirs != ours)
         && record.extents.single() == Some(range)
 }
 
-/// Returns whether the recorded lease has a byte of the requested range. The stored bytes are compared, because a disk and its
-/// partition are drives with different names but common bytes.
+/// Returns whether the recorded lease has a byte of the requested range. Stored bytes are compared rather than names,
+/// because a disk and its partition have different names but common bytes.
 fn overlaps(record: &LedgerRecord, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let (theirs, their_nsid) = nvme_names::as_block_device(&record.drive, record.nsid);
     let (ours, our_nsid) = nvme_names::as_block_device(request.drive.name, request.nsid.0);

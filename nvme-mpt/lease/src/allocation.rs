@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use crate::range::ByteRange;
 
-/// Free units of a drive, as runs in the drive's order. Runs in the same list are neither adjacent nor overlapping.
+/// Free units of a drive, as runs in the drive's order. The runs of a list neither overlap nor touch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct FreeUnits {
     /// Units without data.
@@ -20,15 +20,15 @@ pub(super) struct FreeUnits {
 pub(super) struct UnitDemand {
     /// Number of units, above 0.
     pub(super) units: u64,
-    /// Number of the unit directly after the lease's last extent. Units from there on are preferred, because they extend the
-    /// extent.
+    /// Number of the unit directly after the lease's last extent. A free run that starts with this unit is preferred,
+    /// because it extends the extent.
     pub(super) after_unit: Option<u64>,
     /// True if the lease must be one extent.
     pub(super) whole: bool,
 }
 
-/// Returns the free units of a drive of `units` units of `unit` bytes. A unit with a `taken` byte is not free. A unit with a
-/// `dirty` byte is free, but counts as a unit with data.
+/// Returns the free units of a drive of `units` units of `unit` bytes. A unit with a byte in `taken` is not free. A unit
+/// with a byte in `dirty` is free, but counts as a unit with data.
 pub(super) fn free_units(
     units: u64,
     unit: u64,
@@ -45,7 +45,7 @@ pub(super) fn free_units(
     }
 }
 
-/// Returns the runs of `0..units` outside of `used`.
+/// Returns the runs of `0..units` that no range in `used` touches.
 fn gaps(units: u64, used: &mut [Range<u64>]) -> Vec<Range<u64>> {
     used.sort_by_key(|range| range.start);
     let mut gaps = Vec::new();
@@ -62,7 +62,7 @@ fn gaps(units: u64, used: &mut [Range<u64>]) -> Vec<Range<u64>> {
     gaps
 }
 
-/// Chooses units for a lease, in the lease's order; `None` if there are not enough. Units without data are preferred if
+/// Chooses units for a lease, in the lease's order; `None` if there are not enough. Only units without data are chosen, if
 /// they suffice.
 pub(super) fn choose_units(free: &FreeUnits, need: UnitDemand) -> Option<Vec<Range<u64>>> {
     choose_from(&free.clean, need).or_else(|| choose_from(&free.usable, need))
@@ -73,7 +73,7 @@ fn choose_from(runs: &[Range<u64>], need: UnitDemand) -> Option<Vec<Range<u64>>>
     let mut chosen = Vec::new();
     let mut left = need.units;
     let mut runs = runs.to_vec();
-    // The unit before `behind` belongs to the lease, so a run that continues the lease starts at `behind`.
+    // The unit before `behind` belongs to the lease, so the run that continues the lease starts exactly at `behind`.
     let behind = need.after_unit.and_then(|unit| {
         let i = runs.iter().position(|run| run.start == unit)?;
         Some(runs.remove(i))
@@ -88,7 +88,7 @@ fn choose_from(runs: &[Range<u64>], need: UnitDemand) -> Option<Vec<Range<u64>>>
         chosen.push(run.start..run.start + taken);
         left -= taken;
     }
-    // Sorted so that the last of equally long runs is the first on the drive.
+    // Among equally long runs, the first on the drive is sorted last, so that it is taken first.
     runs.sort_by(|one, other| (length(one), other.start).cmp(&(length(other), one.start)));
     while left > 0 {
         let longer = runs.partition_point(|run| length(run) < left);
@@ -170,7 +170,7 @@ mod tests {
             (need(3, Some(20)), &[20..23]),
             (need(6, Some(20)), &[20..24, 0..2]),
             (need(7, Some(20)), &[20..24, 10..13]),
-            // There is no free unit.
+            // No free run starts at unit 24.
             (need(1, Some(24)), &[0..1]),
             (whole(5, None), &[3..8]),
             (whole(2, Some(10)), &[10..12]),
@@ -219,7 +219,7 @@ mod tests {
         ) {
             let taken = (0..).zip(&units).filter(|(_, free)| !**free);
             let taken: Vec<_> = taken.map(|(unit, _)| ByteRange::new(unit, 1).unwrap()).collect();
-            // The preceding unit belongs to the lease.
+            // Only a unit after a taken one can continue a lease.
             let behind = behind.filter(|unit| {
                 let before = unit.checked_sub(1).and_then(|unit| units.get(unit as usize));
                 before.is_some_and(|free| !free)

@@ -28,7 +28,7 @@ pub struct CapacityUse {
     pub leased: bool,
 }
 
-/// Returns the capacity of `area` for leases in units of `unit` bytes.
+/// Returns the use of `area` by ids, and its free capacity for leases in units of `unit` bytes.
 pub(super) fn namespace_capacity(
     records: &LedgerRecords,
     area: &LeaseTarget<'_>,
@@ -42,7 +42,7 @@ pub(super) fn namespace_capacity(
             bytes: 0,
             leased: false,
         });
-        // Leases are listed before data. The bytes of a lease also count as its data.
+        // Leased parts come first. A leased part is also listed as data, which must not count twice.
         if leased || !entry.leased {
             entry.bytes += range.length();
         }

@@ -1,4 +1,4 @@
-//! Claims: the right by which a lease is requested, checked against the [terms](super::terms) of its id.
+//! Claims: the right by which a lease is requested, checked against the [terms](super::lease_settings) of its id.
 
 use super::error::LeaseError;
 use super::extents::LeaseExtents;
@@ -10,20 +10,20 @@ use super::range_owners;
 /// Right by which a lease is requested.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LeaseClaim {
-    /// The operator requests a lease. The lease keeps its owner.
+    /// The operator requests a lease. The lease's owner stays the same.
     #[default]
     Operator,
-    /// Claim of the operator, who requests a lease for a user. This user becomes the owner of the lease.
+    /// Claim of the operator for a user, who becomes the owner of the lease.
     ForUser(u32),
-    /// Claim of a process that may have every lease. If the lease has no owner, the process's user becomes the owner.
+    /// Claim of a process that may have any lease. If the lease has no owner, the process's user becomes the owner.
     AnyLease(u32),
-    /// Claim of a process that may only have a lease that the process's user owns, and only bytes that already belong to the
+    /// Claim of a process that may only have a lease owned by the process's user, with bytes that already belong to the
     /// lease's id.
     OwnLease(u32),
 }
 
 impl LeaseClaim {
-    /// Checks that the claim is allowed by the owner of the lease `id`.
+    /// Checks that the owner of the lease `id` allows the claim.
     pub(super) fn check_owner(self, records: &LedgerRecords, id: &str) -> Result<(), LeaseError> {
         let Self::OwnLease(user) = self else {
             return Ok(());
@@ -42,8 +42,8 @@ impl LeaseClaim {
         }
     }
 
-    /// For [`Self::OwnLease`], checks that all bytes of the lease already belong to the lease's id. Bytes without an id are refused,
-    /// because they may have data of the host.
+    /// For [`Self::OwnLease`], checks that all bytes of the lease already belong to the lease's id. Bytes that belong to no
+    /// id are refused too, because they may have data of the host.
     pub(super) fn check_extents(
         self,
         records: &LedgerRecords,
@@ -96,7 +96,7 @@ impl LedgerRecords {
             || self.tenants.iter().any(|tenant| tenant.id == id)
     }
 
-    /// Removes records that no longer matter: settings that are all defaults, settings and unreadable blocks of ids with
+    /// Removes records that nothing refers to: settings with default values, settings and unreadable blocks of ids with
     /// neither a lease nor data, and names and facts of drives with neither.
     pub(super) fn remove_unused(&mut self) {
         let mut terms = std::mem::take(&mut self.terms);
@@ -180,7 +180,7 @@ mod tests {
         let (_dir, ledgers) = both();
         for ledger in ledgers {
             let wanted = range("a", "1M+1M");
-            // A user cannot reserve for itself.
+            // A user cannot reserve bytes for itself.
             let error = ledger
                 .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &wanted)
                 .unwrap_err();
@@ -204,7 +204,7 @@ mod tests {
                 .unwrap();
             assert_eq!(ledger.list().unwrap()[0].owner, Some(ALICE));
             held.release().unwrap();
-            // The operator may use the lease, and it stays Alice's.
+            // The operator may use the lease, and Alice stays its owner.
             for claim in [LeaseClaim::Operator, LeaseClaim::AnyLease(OPERATOR)] {
                 let held = ledger.acquire_with_claim(claim, &wanted).unwrap();
                 assert_eq!(ledger.list().unwrap()[0].owner, Some(ALICE));
@@ -269,7 +269,7 @@ mod tests {
                     .unwrap_err();
                 assert!(matches!(error, LeaseError::NotReserved { .. }), "{error}");
             }
-            // A part of the range is reserved too.
+            // A reservation may also cover a part of the range.
             drop(
                 ledger
                     .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &range("a", "1M+512K"))
@@ -392,7 +392,7 @@ mod tests {
             assert!(ledger.settings().unwrap().is_empty());
             lease.note_limits(Some("iops=2".to_owned())).unwrap();
             drop(lease);
-            // The id's records are gone once another id has its bytes.
+            // The records of the id are removed once another id has its bytes.
             let other = LeaseRequest {
                 previous_data: PreviousDataPolicy::Kept,
                 ..range("b", "0+1M")

@@ -1,15 +1,16 @@
-//! Drives that had other names: in an earlier boot of the host, or when the host reported other attributes of them.
+//! Drives that the ledger knows under another name: from an earlier boot of the host, from an earlier version, or from a
+//! time when the host reported other attributes of them.
 //!
-//! A disk with neither a WWID nor a serial number gets another kernel name at each boot. After a reboot, the ledger cannot tell
-//! which of the present disks a recorded disk is. So until the operator decides, the ledger grants no bytes of a disk that may
-//! be the earlier one: neither as bytes without data, nor to the id that had them under the earlier name.
+//! A disk with neither a WWID nor a serial number gets another kernel name at each boot. After a reboot, the ledger cannot
+//! tell which of the present disks a recorded disk is. So until the operator decides, the ledger grants no bytes of a disk
+//! that may be a recorded one: neither as bytes without data, nor to the id that had them under the recorded name.
 //!
 //! A name can also change in other ways: a disk gets or loses a serial number, or a label is overwritten. So the ledger
-//! stores all names that a drive had when it was last leased, and searches for data under all names that the requested
-//! drive has now. Any match refuses the lease until the operator decides.
+//! stores all names that a drive had at its last lease, and searches for data under all names that the requested drive has
+//! now. A match refuses the lease until the operator decides.
 //!
-//! The names that guests see are derived from the drive's name when it was first leased, and must not change. So the
-//! ledger stores that name.
+//! The names that guests see are derived from the name that the drive had when it was first leased, and must not change. So
+//! the ledger stores that name.
 
 use std::cell::LazyCell;
 use std::collections::BTreeSet;
@@ -72,14 +73,14 @@ impl LedgerRecords {
         }
     }
 
-    /// Renames the bases of the drive `from` to the bases of the drive `to` in all records. Returns `false` if the ledger has
-    /// no record of `from`. A base is not renamed if the ledger already has records under its new name.
+    /// Renames the bases of the drive `from` to those of the drive `to` in all records. A base is not renamed if the ledger
+    /// already has records under its new name. Returns `false` if no base was renamed.
     pub(super) fn carry_over(&mut self, from: &str, to: &str) -> bool {
         if let [base] = &backing_extent::bases(to)[..]
             && DriveLabel::from_base(base).is_some()
             && backing_extent::bases(from) != [from]
         {
-            // The drive's bytes have other offsets there.
+            // The bytes of `from` have other offsets on the labelled drive `to`.
             return false;
         }
         if let [base] = &backing_extent::bases(from)[..]
@@ -120,9 +121,9 @@ impl LedgerRecords {
         changed
     }
 
-    /// Returns a known drive that may be the requested drive under another name, and on which ids have data in the requested
-    /// bytes. Ignores bytes about which the operator has decided, and bytes that the id has on the requested drive under its
-    /// present name.
+    /// Returns a known drive that may be the requested drive under another name, with data of ids in the requested bytes.
+    /// Does not count bytes about which the operator has decided, and bytes that the requesting id has on the requested
+    /// drive under its present name.
     pub(super) fn find_earlier(
         &self,
         request: &LeaseRequest<'_>,
@@ -136,7 +137,7 @@ impl LedgerRecords {
         EarlierDriveSearch::new(self, request, host).find_undecided()
     }
 
-    /// Like [`Self::find_earlier`], without drives of earlier boots.
+    /// Returns [`Self::find_earlier`] among drives whose names are valid for all boots.
     pub(super) fn find_renamed(
         &self,
         request: &LeaseRequest<'_>,
@@ -163,8 +164,8 @@ impl LedgerRecords {
             && DriveLabel::from_base(base).is_some()
         {
             let below = self.other_names.entry(base.clone()).or_default();
-            // Names of a boot are recorded again with each boot. Other names are kept, because a name that is not
-            // reported today may be the only one tomorrow.
+            // Names for a boot are recorded again at each boot. All other names are kept, because a name that the host does
+            // not report today may be the only one that it reports later.
             below.retain(|name| backing_extent::drive_boot_id(name).is_none());
             below.extend(all().cloned());
             return;
@@ -177,14 +178,14 @@ impl LedgerRecords {
                 names.filter(|name| *name != base && backing_extent::boot_id_of(name).is_none());
             let lasting: BTreeSet<String> = lasting.collect();
             if !lasting.is_empty() {
-                // No name is removed, for the same reason.
+                // No name is removed, because a name that the host does not report today may return.
                 self.other_names.entry(base).or_default().extend(lasting);
             }
         }
     }
 
-    /// Returns the ids with data on `base` in bytes that the request could get, except data that was given up. Released data
-    /// counts, because it is not wiped yet, and a lease under another name of the drive would not wipe it.
+    /// Returns the ids with data on `base` in bytes that the request could get. Data that was given up does not count.
+    /// Released data counts: it is not wiped yet, and a lease under another name of the drive would not wipe it.
     fn ids_on(&self, base: &str, request: &LeaseRequest<'_>) -> Vec<String> {
         let is_label = DriveLabel::from_base(base).is_some();
         let boot = backing_extent::drive_boot_id(request.drive.name);
@@ -195,7 +196,7 @@ impl LedgerRecords {
                 let mut ranges = ranges.flat_map(|at| ByteRange::new(at.start, at.length));
                 ranges.any(|wanted| wanted.overlaps(range))
             }
-            // A drive with a lasting name is carried over as a whole or not at all.
+            // A drive with a lasting name is carried over as a whole or not at all, so all its data counts.
             _ => true,
         };
         let left = self.tenants.iter().filter(|tenant| {
@@ -207,8 +208,8 @@ impl LedgerRecords {
         ids
     }
 
-    /// Returns whether all requested bytes already belong to the id on the requested drive. For a request by size, returns
-    /// whether the id already has a lease by size on that drive.
+    /// Returns whether the id already has all requested bytes on the requested drive; for a request by size, whether the id
+    /// already has a lease by size there.
     fn has_all_bytes(&self, request: &LeaseRequest<'_>) -> bool {
         let area = request.target();
         let of_id = |range| {
@@ -230,16 +231,16 @@ impl LedgerRecords {
         }
     }
 
-    /// Returns whether the request is for a new lease by size on a drive whose name is only valid for this boot.
+    /// Returns whether the request is for a new lease by size, on a drive whose name is only valid until the next boot.
     pub(super) fn has_temporary_name(&self, request: &LeaseRequest<'_>) -> bool {
         matches!(request.wanted, RequestedBytes::Size { .. })
             && backing_extent::drive_boot_id(request.drive.name).is_some()
             && !self.has_all_bytes(request)
     }
 
-    /// Records the operator's decision to give a range to the id although the drive may be a known drive under another name.
-    /// The ledger then forgets the data that the id had at this range of the known drive. For the rest of that drive, nothing
-    /// is decided.
+    /// Records the operator's decision to give a range to the id although the drive may be a known drive under another
+    /// name. The ledger forgets the data that the id had in this range of the known drive. Nothing is decided about other
+    /// ranges of the known drive.
     pub(super) fn note_decision(
         &mut self,
         request: &LeaseRequest<'_>,
@@ -271,7 +272,8 @@ impl LedgerRecords {
                 && (tenant.range.start(), tenant.range.length()) == (place.start, place.length)
                 && alike.contains(tenant.drive())
         };
-        // If two drives have such a range, the ledger cannot tell which of them is meant.
+        // If two known drives have data in such a range, the ledger cannot tell which of them is meant, and forgets
+        // neither.
         if self.tenants.iter().filter(|tenant| is_it(tenant)).count() == 1 {
             self.tenants.retain(|tenant| !is_it(tenant));
         }
@@ -297,7 +299,7 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
         }
     }
 
-    /// Returns a drive for which the request is refused until the operator decides.
+    /// Returns a known drive that refuses the request until the operator decides.
     fn find_undecided(&self) -> Option<EarlierDrive> {
         let records = self.records;
         let has_all = || records.has_all_bytes(self.request);
@@ -316,14 +318,14 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
         })
     }
 
-    /// Among the bases that `is_asked_for` selects, returns one without a label that may belong to the requested drive.
+    /// Returns a base that may belong to the requested drive, among bases without a label that `is_asked_for` selects.
     fn find_base(&self, is_asked_for: impl Fn(&str) -> bool) -> Option<EarlierDrive> {
         let bases = self.records.bases().into_iter();
         let mut bases = bases.filter(|base| is_asked_for(base));
         bases.find_map(|name| self.with_ids(self.likeness(&name)?, name))
     }
 
-    /// Returns a labelled drive whose bytes are on the requested drive, or were there before its disk got another name.
+    /// Returns a labelled drive whose bytes are on the requested drive, or were on it before its disk got another name.
     fn find_below_label(&self) -> Option<EarlierDrive> {
         let labels = self.records.bases().into_iter();
         let mut labels = labels
@@ -343,9 +345,9 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
         })
     }
 
-    /// Returns why a base without a label may belong to the requested drive; `None` if it cannot.
+    /// Returns the reason to think that a base without a label belongs to the requested drive; `None` if it cannot.
     fn likeness(&self, base: &str) -> Option<DriveMatchReason> {
-        // A host without a boot id may have given the same name to another disk before.
+        // A name without a known boot id may have belonged to another disk in an earlier boot.
         let is_ours = backing_extent::boot_id_of(base) != Some(backing_extent::UNKNOWN_BOOT)
             && self.bases.iter().any(|ours| ours == base);
         if is_ours || DriveLabel::from_base(base).is_some() {
@@ -357,7 +359,7 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
         let mut ours = self.bases.iter();
         let can_be = match backing_extent::boot_id_of(base) {
             Some(_) => ours.any(|ours| backing_extent::can_be_same(base, ours)),
-            // Two names that survive boots mean two drives.
+            // Two different names that are valid for all boots mean two drives.
             None => ours.any(|ours| {
                 backing_extent::boot_id_of(ours).is_some()
                     && backing_extent::can_be_same(ours, base)
@@ -370,7 +372,7 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
     fn shares_name(&self, base: &str) -> bool {
         let is_label = matches!(&self.bases[..], [ours] if DriveLabel::from_base(ours).is_some());
         let others = self.request.drive.possible_names.iter();
-        // Bytes of a part of a disk have other offsets on the disk.
+        // The name of a whole disk does not match a part of the disk, whose bytes have other offsets.
         let others =
             others.filter(|other| !is_label || backing_extent::bases(other) == [other.as_str()]);
         let others: Vec<String> = others
@@ -385,8 +387,8 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
             || names.is_some_and(|names| names.iter().any(is_shared))
     }
 
-    /// Returns the reason to think that a base is a disk which is not present under this name, so that it may be the requested
-    /// drive. `None` if the disk is present, or cannot be seen from this boot.
+    /// Returns the reason to think that a base is the requested drive: the host has no disk of its name. Returns `None` if
+    /// the disk is present, or if this boot cannot tell.
     fn find_absence(&self, base: &str) -> Option<DriveMatchReason> {
         let own = self
             .bases
@@ -398,7 +400,7 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
             {
                 Some(DriveMatchReason::EarlierBoot)
             }
-            // The disks of another boot cannot be seen.
+            // Whether the disk of another boot is present cannot be told.
             Some(boot) if boot != self.host.boot_id => None,
             None if own.is_some_and(|own| own != self.host.boot_id) => None,
             _ => (!self.host.has_disk(base)).then_some(DriveMatchReason::Absent),
@@ -462,7 +464,7 @@ mod tests {
     use nvme_spec::ids::Nsid;
     use std::collections::HashMap;
 
-    /// A sequence of pseudo-random numbers (SplitMix64).
+    /// Generator of pseudo-random numbers (SplitMix64).
     struct EarlierDriveTestRandom(u64);
 
     impl EarlierDriveTestRandom {
@@ -526,7 +528,7 @@ mod tests {
         error.to_string()
     }
 
-    /// Returns an identity with these further names.
+    /// Returns an identity with the given other names.
     fn named(name: &str, others: &[&str]) -> DriveIdentity {
         DriveIdentity {
             name: name.to_owned(),
@@ -536,7 +538,7 @@ mod tests {
         }
     }
 
-    /// The identity of a labelled drive on the base `below`.
+    /// Returns the identity of a labelled drive on the base `below`.
     fn labelled(name: &str, below: &DriveIdentity) -> DriveIdentity {
         DriveLabel::new(name.parse().unwrap()).identity(below.into(), 1 << 29)
     }
@@ -562,7 +564,7 @@ mod tests {
         let whole = named("disk:wwid", &["disk:serial"]);
         let part = named("1048576+536870912 of disk:s", &[]);
         let cases = [
-            // A file whose disk has a serial number, lost it, or has another serial number.
+            // A file whose disk got a serial number, lost it, or got another one.
             (named(ext, &[]), named("file:12@disk:s", &[ext])),
             (named("file:12@disk:s", &[ext]), named(ext, &[&now(1)])),
             (
@@ -583,13 +585,13 @@ mod tests {
                 named(&format!("file:12@{}", now(1)), &[]),
                 named(xfs, &[&format!("file:12@{}", now(2))]),
             ),
-            // A disk with a serial number, without it, or connected again.
+            // A disk that got a serial number, lost it, or was connected again.
             (named(&old, &[]), named("disk:s", &[])),
             (named("disk:s", &[]), named(&now(1), &[])),
             (named(&now(1), &[]), named(&now(2), &[])),
             (named(&now(1), &[]), named("disk:s", &[&now(2)])),
             (named(&now(1), &[]), named("disk:s", &[&now(1)])),
-            // One of two persistent names.
+            // A disk that lost one of two persistent names.
             (named("disk:serial", &[]), whole.clone()),
             (whole.clone(), named("disk:serial", &[])),
             (named("disk:serial", &[]), labelled("pool", &whole)),
@@ -625,7 +627,7 @@ mod tests {
             }
             let command = format!("leases carry-over '{}' PATH", error.earlier);
             assert!(error.remedy.contains(&command), "{error}");
-            // Accepting one range does not release another range.
+            // A decision about one range does not apply to another range.
             let accepted = of("b", after, at("128M+1M"));
             drop(ledger.acquire(&kept(accepted)).unwrap());
             if lasts {
@@ -814,14 +816,14 @@ mod tests {
                 ..wanted
             }));
         }
-        // An unused part is available, and the operator is asked once per boot.
+        // A part without data is available, but the operator is asked once per boot.
         drop(ledger.acquire(&request("d", &drive, at("8M+1M"))).unwrap());
         for id in ["a", "c"] {
             let wanted = request(id, &drive, at(if id == "a" { "0+1M" } else { "4M+1M" }));
             drop(ledger.acquire(&kept(wanted)).unwrap());
             drop(ledger.acquire(&wanted).unwrap());
         }
-        // Data left by the ids before does not count as a second drive of theirs.
+        // The data that these ids left before does not count as a second drive.
         assert!(!ledger.carry_over(&before, "disk:known").unwrap());
     }
 
@@ -850,7 +852,7 @@ mod tests {
         let error = is_earlier(ledger.acquire(&request("b", new, SIZE)));
         assert!(error.contains("leases carry-over"), "{error}");
         is_earlier(ledger.acquire(&request("b", new, at("0+1M"))));
-        // The underlying disk may have a serial number by now.
+        // After that, the disk may have a serial number.
         is_earlier(ledger.acquire(&request("z", "file:12@disk:serial", SIZE)));
         // Neither another file nor a disk can be this drive.
         for other in ["file:13@fs:ext-0123456789abcdef", "disk:serial"] {
@@ -881,7 +883,7 @@ mod tests {
                     is_earlier(ledger.acquire(&request(id, &drive, at("0+1M"))));
                 }
             }
-            // A disk known to the ledger is a different one.
+            // A disk that the ledger knows by a name of its own is another disk.
             drop(ledger.acquire(&request("z", "disk:other", SIZE)).unwrap());
             assert!(ledger.carry_over_checked(&old, &new).unwrap());
             drop(ledger.acquire(&request("a", &new, at("0+1M"))).unwrap());
@@ -909,12 +911,12 @@ mod tests {
             is_refused("d", at("64M+1M"));
             is_refused("b", SIZE);
             is_refused("b", at("64M+64M"));
-            // Ranges covered by this decision or by others can be leased.
+            // Ranges that were decided now or before can be leased.
             drop(ledger.acquire(&first).unwrap());
             let second = request("b", new, at("64M+64M"));
             drop(ledger.acquire(&kept(second)).unwrap());
             is_refused("d", SIZE);
-            // With the last range, everything is known.
+            // After the last range is decided, the ledger knows all data of the drive.
             let third = request("c", new, at("128M+64M"));
             drop(ledger.acquire(&kept(third)).unwrap());
             let lease = ledger.acquire(&request("d", new, SIZE)).unwrap();
@@ -956,7 +958,7 @@ mod tests {
         is_earlier(ledger.acquire(&request("b", "disk:serial", SIZE)));
         drop(ledger.acquire(&kept(wanted)).unwrap());
         is_earlier(ledger.acquire(&wanted));
-        // An unused part is available.
+        // A part without data is available.
         drop(ledger.acquire(&request("d", drive, at("8M+1M"))).unwrap());
     }
 
@@ -976,8 +978,8 @@ mod tests {
         assert!(!text().contains("namings"), "{}", text());
     }
 
-    /// Three disks, two of which have no persistent name, appear in another order at each of 20 boots. Every id requests its
-    /// lease on the disk with the original number of its disk.
+    /// Three disks, two of them without a persistent name, appear in another order at each of 20 boots. Each id requests
+    /// its lease on the disk that has the number that the id's disk had at first.
     #[test]
     fn disks_in_changed_order_give_no_data_of_others() {
         for seed in 0..20 {

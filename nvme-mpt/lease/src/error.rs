@@ -16,11 +16,12 @@ pub(super) const ID_MAX: usize = 64;
 /// Reason to think that the ledger knows a drive under another name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriveMatchReason {
-    /// The known drive's name is from an earlier boot, so the requested drive may be the known one.
+    /// The known drive's name is of an earlier boot, so it may be the requested drive's old name.
     EarlierBoot,
-    /// The host has no drive with the known name. So the requested drive may be the known one, if it has lost this name.
+    /// The host has no drive with the known name, so the requested drive may have lost that name.
     Absent,
-    /// The known drive's name is another name of the requested drive. One of the two may also be a copy of the other.
+    /// The known drive's name is another name of the requested drive. It may also be that one of them is a copy of the
+    /// other.
     OtherName,
 }
 
@@ -58,7 +59,7 @@ pub struct EarlierNameError {
     pub remedy: String,
 }
 
-/// The namespace may have other content than when it was last leased.
+/// The namespace may have other content than at its last lease.
 #[derive(Debug, Error)]
 #[error(
     "Namespace {nsid} of {drive} {change}: it may be another one, or was formatted. No lease of it is given out, and nothing \
@@ -82,13 +83,13 @@ pub struct ChangedDriveError {
      for this one. {remedy} gives its data up"
 )]
 pub struct ExchangedDriveError {
-    /// The id.
+    /// Id of the requested lease.
     pub id: String,
-    /// The present drive.
+    /// The drive that is at the address now.
     pub drive: String,
-    /// The previous drive.
+    /// The drive that was at the address before.
     pub before: String,
-    /// The PCI address.
+    /// PCI address of both drives.
     pub address: String,
     /// The command that gives up the id's data.
     pub remedy: String,
@@ -133,7 +134,7 @@ pub enum LeaseError {
     /// Another drive is at the PCI address of the drive with the id's data.
     #[error(transparent)]
     Exchanged(Box<ExchangedDriveError>),
-    /// The range would split the id's lease by size, which could then not be found again.
+    /// The range would split the id's lease by size, which a request by size would then not find again.
     #[error(
         "Range {range} is a part of lease \"{id}\" by size, which has {left} and would be torn: say size={size},unit={unit} \
          in place of range="
@@ -153,7 +154,7 @@ pub enum LeaseError {
     /// A drive in use cannot be renamed.
     #[error("Drive {} is in use by {other}: stop that process first, and carry over then", other.drive)]
     InUse {
-        /// A held lease of the drive.
+        /// A lease of the drive whose holder is alive.
         other: Box<LeaseEntry>,
     },
     /// Two drives that both have leases or data cannot be merged.
@@ -234,9 +235,9 @@ pub enum LeaseError {
     NoCapacity {
         /// The drive's name.
         drive: String,
-        /// Number of bytes that are missing.
+        /// Number of bytes that the lease needs in addition.
         size: ByteSize,
-        /// True if the lease already has extents, to which the missing bytes should be added.
+        /// True if the lease already has extents, to which the bytes would be added.
         more: bool,
         /// Size of all free units.
         free: ByteSize,
@@ -272,7 +273,7 @@ pub enum LeaseError {
         /// The requested size.
         size: ByteSize,
     },
-    /// The lease is smaller than the size to truncate to.
+    /// The lease is already smaller than the size to truncate it to.
     #[error(
         "Lease \"{id}\" has {present} of {drive}, less than {size}: use `nvme-mpt resize {id} {size}` without \
          --truncate to let it grow"
@@ -294,10 +295,10 @@ pub enum LeaseError {
     Fixed {
         /// The id.
         id: String,
-        /// Its range.
+        /// Fixed range of the lease.
         range: ByteRange,
     },
-    /// The lease was removed from the ledger.
+    /// An operator removed the lease from the ledger while its holder was alive.
     #[error(
         "Lease \"{id}\" was taken out of the ledger, though its holder lives (`nvme-mpt leases release --force`): \
          stop its holder, since another lease may have its extents"
@@ -339,7 +340,7 @@ pub enum LeaseError {
         /// The requesting user.
         user: u32,
     },
-    /// The owner of a lease requests bytes that do not belong to the lease.
+    /// A user requests bytes that do not belong to the lease that it owns.
     #[error(
         "Range {range} of {drive} is not reserved for lease \"{id}\" of user {user}: reserve it with `nvme-mpt reserve \
          path=…,id={id},owner={user}`, or ask for what is reserved"
@@ -349,7 +350,7 @@ pub enum LeaseError {
         id: String,
         /// The drive's name.
         drive: String,
-        /// First part that does not belong to the lease.
+        /// First requested part that does not belong to the lease.
         range: ByteRange,
         /// The requesting user.
         user: u32,

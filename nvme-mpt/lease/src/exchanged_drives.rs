@@ -1,9 +1,9 @@
 //! Detection of exchanged drives and changed content, by stored facts about physical drives.
 //!
-//! A PCI address is no identity: after an exchange, another drive is at the address. So an id with data on the drive that was
-//! at an address gets no lease of another drive at that address. A drive's name is no proof of the content: a namespace that
-//! was deleted, formatted or shrunk has lost the leased bytes. The ledger stores the PCI address of each drive with leases or
-//! data, and the facts about its namespaces, and compares both at each lease.
+//! A PCI address is no identity: after an exchange, another drive is at the address. So an id with data on the drive that
+//! was at an address gets no lease of another drive at that address. A drive's name is no proof of the content either: a
+//! namespace that was deleted, formatted or shrunk has lost leased bytes. So for each drive with leases or data, the ledger
+//! stores the PCI address and facts about the namespaces, and compares both with the present ones at each lease.
 
 use super::known_drives::KnownNamespace;
 use super::ledger_store::{LedgerRecord, LedgerRecords};
@@ -23,8 +23,8 @@ fn namespace_facts(request: &LeaseRequest<'_>) -> Option<KnownNamespace> {
 }
 
 impl LedgerRecords {
-    /// Refuses a lease if the namespace's content may have changed. Also refuses it if the id has data on another drive that
-    /// was at the requested drive's PCI address.
+    /// Refuses a lease if the namespace's content may have changed, or if the id has data on another drive that was at the
+    /// requested drive's PCI address.
     pub(super) fn check_known_drive(&self, request: &LeaseRequest<'_>) -> Result<(), LeaseRefusal> {
         let (Some(facts), Some(now)) = (request.drive.facts, namespace_facts(request)) else {
             return Ok(());
@@ -40,7 +40,7 @@ impl LedgerRecords {
             *name != ours && drive.address == facts.address && self.has_data_on(request.id, name)
         });
         match was_here {
-            // An id that also has data on this drive has moved, or uses both drives.
+            // If the id also has data on the requested drive, its data was moved, or it uses both drives.
             Some((name, _)) if !self.has_data_on(request.id, ours) => {
                 Err(LeaseRefusal::Exchanged {
                     before: name.clone(),
@@ -52,7 +52,7 @@ impl LedgerRecords {
     }
 
     fn has_data_on(&self, id: &str, drive: &str) -> bool {
-        // Released data no longer belongs to its id, even before it is wiped.
+        // Released data belongs to no id, even before it is wiped.
         let is_theirs = |tenant: &RangeOwner| tenant.id == id && tenant.drive() == drive;
         let mut tenants = self.tenants.iter();
         let is_leased = |of: &str| backing_extent::bases(of).iter().any(|base| base == drive);
@@ -95,8 +95,7 @@ impl LedgerRecords {
             || self.leases.iter().any(is_on)
     }
 
-    /// Forgets the facts about a drive. They are recorded again at the drive's next lease. Returns `false` if there were no
-    /// facts.
+    /// Forgets the facts about a drive until its next lease records the present ones. Returns `false` if there were none.
     pub(super) fn forget_facts(&mut self, drive: &str) -> bool {
         self.known.remove(drive).is_some()
     }
@@ -171,7 +170,7 @@ mod tests {
                 assert!(error.to_string().contains(told), "{error}");
             }
         }
-        // A namespace that does not report an id any more is recognised by its other properties.
+        // A namespace that no longer reports an identifier is compared by its other properties.
         drop(lease(&ledger, "vm", &drive("nvme:a", ADDRESS, ""), (2000, 9)).unwrap());
         // The operator accepts the drive.
         assert!(ledger.accept_drive("nvme:a").unwrap());
@@ -194,7 +193,7 @@ mod tests {
         drop(held);
         let error = lease(&ledger, "vm", &other, (1000, 9)).unwrap_err();
         assert!(matches!(error, LeaseError::Exchanged(_)), "{error}");
-        // The known drive has failed, and the suggested remedy gives its data up.
+        // The known drive has failed, and the suggested command gives up the id's data on it.
         let folder = tempfile::tempdir().unwrap();
         let elsewhere = Ledger::open(folder.path());
         drop(lease(&elsewhere, "vm", &known, (1000, 9)).unwrap());
@@ -203,11 +202,11 @@ mod tests {
             .decide_data("vm", PreviousDataPolicy::Wiped)
             .unwrap();
         drop(lease(&elsewhere, "vm", &other, (1000, 9)).unwrap());
-        // Another id may use the new drive, and the known drive is recognised at any address.
+        // Another id may use the new drive, and the known drive is recognized at any address.
         drop(lease(&ledger, "new", &other, (1000, 9)).unwrap());
         let moved = drive("nvme:a", "0000:02:00.0", "");
         drop(lease(&ledger, "vm", &moved, (1000, 9)).unwrap());
-        // The drive is known at the other address now, so the id is requested on both.
+        // The new drive is now known at the other address, so the id has data on both drives.
         drop(lease(&ledger, "vm", &other, (1000, 9)).unwrap());
     }
 

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::range::{BlockRange, ByteRange, ByteSize, RangeError};
 
-/// Most extents that are listed one by one in texts.
+/// Maximum number of extents that a text lists one by one.
 pub(super) const LISTED_MAX: usize = 3;
 
 /// Parts of a drive in the order of the lease's blocks. There is at least one part, and parts do not overlap. Parts
@@ -82,7 +82,7 @@ impl LeaseExtents {
         })
     }
 
-    /// Returns the parts of the drive for the lease's bytes from `from` to `to`.
+    /// Returns the parts of the drive that have the bytes `from..to` of the lease.
     pub(super) fn slice(&self, from: u64, to: u64) -> Vec<ByteRange> {
         let part = |(at, part): (u64, ByteRange)| {
             let (first, end) = (from.max(at), to.min(at + part.length()));
@@ -95,7 +95,7 @@ impl LeaseExtents {
         self.with_offsets().filter_map(part).collect()
     }
 
-    /// Returns the offset within the lease of the drive's byte `byte`, if it belongs to the lease.
+    /// Returns the offset within the lease of the byte `byte` of the drive; `None` if the lease does not have it.
     pub(super) fn offset_of(&self, byte: u64) -> Option<u64> {
         self.with_offsets().find_map(|(at, part)| {
             let within = (part.start()..part.end()).contains(&byte);
@@ -130,7 +130,7 @@ impl fmt::Display for LeaseExtents {
     }
 }
 
-/// Joins consecutive ranges of which one ends where the next begins.
+/// Joins ranges of the list with their successors if they touch.
 pub(super) fn join_adjacent(ranges: &[ByteRange]) -> Vec<ByteRange> {
     let chunks = ranges.chunk_by(|one, next| one.end() == next.start());
     let joined = chunks.filter_map(|chunk| {

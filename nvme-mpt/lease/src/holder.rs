@@ -1,8 +1,8 @@
 //! Liveness of the holder of a lease, as seen by other processes.
 //!
-//! Every lease has a *slot*: one byte offset in a lock file. The lease's holder keeps an open file description lock on that
-//! byte while the lease lives. The kernel drops the lock with the description, also after SIGKILL, and shows the lock across
-//! pid namespaces. A pid would not suffice: it may be reused after its process died, and means nothing in another container.
+//! Every lease has a *slot*: a byte offset in a lock file. While the lease lives, its holder has an open file description
+//! lock on that byte. The kernel drops the lock when the description is closed, also after SIGKILL, and shows it across pid
+//! namespaces. A pid would not suffice: it may be reused after its process died, and means nothing in another container.
 
 use std::io;
 use std::ops::Range;
@@ -14,12 +14,12 @@ use nvme_mpt_memory::system::LockKind;
 
 use crate::range_lock::{self, ProcLockKind};
 
-/// A byte of the lock file that represents one lease.
+/// Slot of a lease: a byte of the lock file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct LeaseSlot(pub(super) u64);
 
 impl LeaseSlot {
-    /// Returns whether this slot's byte offset, and the next one, are offsets that the kernel can lock.
+    /// Returns whether the kernel can lock this slot's byte and the byte after it.
     pub(super) fn is_valid(self) -> bool {
         libc::off_t::try_from(self.0).is_ok_and(|offset| offset < libc::off_t::MAX)
     }
@@ -28,15 +28,14 @@ impl LeaseSlot {
 /// The live holder of a slot. Dropping it releases the slot.
 #[derive(Debug)]
 pub(super) struct LeaseSlotHolder {
-    // The lock belongs to this open file description, so each holder has its own. Rust opens the file with O_CLOEXEC,
-    // so a program that is started later does not keep a lease alive.
+    // The lock belongs to this open file description, so each holder opens the file anew. Rust opens it with O_CLOEXEC, so
+    // a program that is started later does not keep a lease alive.
     file: File,
     slot: LeaseSlot,
 }
 
 impl LeaseSlotHolder {
-    /// Takes `slot` in a lock file that was opened for this holder alone. Returns `None` if another process holds the
-    /// slot.
+    /// Takes `slot` in a lock file that was opened for this holder alone. Returns `None` if the slot has another holder.
     pub(super) fn take(file: File, slot: LeaseSlot) -> io::Result<Option<Self>> {
         let is_free = try_lock(&file, LockKind::Exclusive, slot.0, 1)?;
         Ok(is_free.then_some(Self { file, slot }))
@@ -44,7 +43,7 @@ impl LeaseSlotHolder {
 
     /// Releases the slot for another holder.
     pub(super) fn release(&self) {
-        // The description may outlive this value in a forked child.
+        // A forked child may still have the description, so the lock is released explicitly.
         if let Err(error) = unlock(&self.file, self.slot.0, 1) {
             warn!("The lock of a lease's holder stays until its file is closed: {error}");
         }
@@ -73,7 +72,7 @@ pub(super) fn lock_users(
     }
 }
 
-/// Access to the slots of a lock file, without taking any.
+/// Access to a lock file that checks slots without taking them.
 #[derive(Debug)]
 pub(super) struct LeaseSlotProbe(Option<File>);
 
@@ -94,7 +93,7 @@ impl LeaseSlotProbe {
 
     /// Returns whether `first` or a higher slot is held.
     pub(super) fn is_any_held_from(&self, first: LeaseSlot) -> io::Result<bool> {
-        // A length of 0 extends to the largest offset.
+        // A length of 0 means all bytes from the offset on.
         self.is_locked(first.0, 0)
     }
 
@@ -110,7 +109,7 @@ impl LeaseSlotProbe {
         let Some(file) = &self.0 else {
             return Ok(false);
         };
-        // Only an exclusive lock excludes a shared one.
+        // A shared lock is excluded only by an exclusive one.
         is_lock_excluded(file, LockKind::Shared, start, length)
     }
 }

@@ -7,8 +7,8 @@ use crate::backing_id::backing_extent::{self, BackingExtent};
 use crate::backing_id::nvme_names;
 use crate::range::ByteRange;
 
-/// Name space of the UUIDs of version 5 (RFC 9562, section 5.5) from which all names of leases are derived. It must never
-/// change, because guests identify their disks by these names.
+/// UUID namespace from which all names of leases are derived (version 5, RFC 9562, section 5.5). It must never change,
+/// because guests identify their disks by these names.
 const NAME_SPACE: Uuid = Uuid::from_u128(0x6e76_6d65_2d6d_5074_a001_6c65_6173_6573);
 
 /// In EUI-64, bit 1 of the first byte marks a locally administered name (IEEE 802, "U/L").
@@ -19,8 +19,8 @@ const GROUP: u8 = 0x01;
 /// bytes 8 to 10).
 const NGUID_COMPANY_ID: usize = 8;
 
-/// Names of a lease, by which its guest identifies the disk. They depend on the id, the range and the drive: the same names
-/// mean the same data. The names of a lease by size depend on the id and the drive, but not on the extents.
+/// Names of a lease, by which its guest identifies the disk. They depend on the id, the range and the drive, so that equal
+/// names mean equal data. The names of a lease by size depend on the id and the drive, but not on the extents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseIdentity {
     /// Serial Number of the guest controller: 20 ASCII characters.
@@ -41,18 +41,18 @@ impl LeaseIdentity {
         Self::derive_from(nsid, id, &range_key(&drive, range))
     }
 
-    /// Derives the names of the lease by size `id` of namespace `nsid` of the drive with the name `drive`. They do not
-    /// change with its extents.
+    /// Derives the names of the lease by size `id` of namespace `nsid` of the drive with the name `drive`. They stay the
+    /// same when the extents change.
     #[must_use]
     pub fn derive_by_size(drive: &str, nsid: Nsid, id: &str) -> Self {
         let (drive, nsid) = nvme_names::as_block_device(drive, nsid.0);
         Self::derive_from(nsid, id, &format!("size\n{drive}"))
     }
 
-    /// Derives the names of the lease `id` at a place.
+    /// Derives the names of the lease `id` from the text `at`, which says where the lease is.
     fn derive_from(nsid: u32, id: &str, at: &str) -> Self {
-        // Each name has its own purpose text, so that none can be computed from another. The drive comes last, because
-        // only the drive's name may contain any character.
+        // Each name has its own purpose text, so that no name can be computed from another one. The drive's name comes
+        // last, because only that text may contain any character.
         let name = |purpose: &str| {
             let name = format!("{purpose}\n{nsid}\n{id}\n{at}");
             Uuid::new_v5(&NAME_SPACE, name.as_bytes())
@@ -61,7 +61,7 @@ impl LeaseIdentity {
         let mut nguid = name("nguid").into_bytes();
         nguid[NGUID_COMPANY_ID] = (nguid[NGUID_COMPANY_ID] | LOCALLY_ADMINISTERED) & !GROUP;
 
-        // Bytes 0 to 5 and 10 to 15 of a UUID contain no version or variant bits.
+        // Bytes 0 to 5 and 10 to 15 of a UUID have no version and variant bits.
         let hash = name("eui64").into_bytes();
         let mut eui64 = [0; 8];
         eui64[..6].copy_from_slice(&hash[..6]);
@@ -79,8 +79,8 @@ impl LeaseIdentity {
     }
 }
 
-/// Returns a default id for a function and its lease. The id depends only on the drive and the range, so a server that is
-/// restarted with the same options takes over its own leases.
+/// Returns the id of a function and its lease, if none was chosen. It depends only on the drive and the range, so a server
+/// that is restarted with the same options takes over its own leases.
 #[must_use]
 pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
     let (drive, nsid) = nvme_names::as_block_device(drive, nsid.0);
@@ -89,7 +89,7 @@ pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
     format!("nvme-{:08x}", hash >> 96)
 }
 
-/// Returns the text for a range from which names are derived. All paths to the same bytes give the same text.
+/// Returns the text from which the names for a range are derived. It is the same for all paths to the same bytes.
 fn range_key(drive: &str, range: ByteRange) -> String {
     let (start, length) = (range.start(), range.length());
     match &backing_extent::range_extents(drive, range)[..] {
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn names_by_size_are_stable_and_differ_from_names_of_ranges() {
-        // See `names_are_stable`.
+        // Like those in `names_are_stable`, these values must never change.
         let identity = LeaseIdentity::derive_by_size("file:/drive", Nsid(1), "vm-1");
         assert_eq!(identity.serial, "MPT88301FB4615951598");
         assert_eq!(

@@ -31,7 +31,7 @@ impl KnownNamespace {
         ByteSize(self.blocks.saturating_mul(1 << self.lba_shift))
     }
 
-    /// Describes a difference to the present facts that may mean that the namespace has other content; `None` if there is none.
+    /// Describes a difference from the present facts that may mean that the content has changed; `None` if there is none.
     pub(super) fn describe_change(&self, now: &Self) -> Option<String> {
         if !self.id.is_empty() && !now.id.is_empty() && self.id != now.id {
             return Some(format!("has the id {}, and had {}", now.id, self.id));

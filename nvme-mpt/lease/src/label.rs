@@ -1,8 +1,8 @@
 //! Labels: names that an operator writes on drives without a persistent name.
 //!
-//! A label is in the last MiB of the drive. Once the drive is used by its label, no lease contains that MiB. The drive's name
-//! in the ledger contains the label's UUID, which no guest sees. A guest therefore cannot imitate another drive by writing a
-//! label on its own one.
+//! A label is in the last MiB of the drive. Once the drive is used by its label, no lease contains that MiB. The drive's
+//! name in the ledger contains the label's UUID, which no guest sees. So a guest cannot imitate another drive by writing a
+//! label to its own drive.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,11 +18,11 @@ const AREA_BYTES: u64 = 1 << 20;
 /// Size of a label in bytes, a multiple of every logical block size.
 pub const LABEL_BYTES: usize = 4096;
 
-/// First and last line.
+/// First line of a label; the last line follows.
 const FIRST_LINE: &str = "nvme-mpt drive label 1";
 const LAST_LINE: &str = "end";
 
-/// Longest name.
+/// Maximum number of characters of a name.
 const NAME_MAX: usize = 64;
 
 /// Name of a drive, chosen by the operator.
@@ -69,8 +69,7 @@ impl DriveLabel {
         }
     }
 
-    /// Returns the label's offset on a drive of `bytes`, which is also the end of the leasable bytes. `None` if the drive is
-    /// too small.
+    /// Returns the label's offset on a drive of `bytes`, where the leasable bytes end; `None` if the drive is too small.
     #[must_use]
     pub fn label_offset(bytes: u64) -> Option<u64> {
         let place = bytes.checked_sub(AREA_BYTES)?;
@@ -85,11 +84,11 @@ impl DriveLabel {
         let name = lines.next()?.strip_prefix("name ")?.parse().ok()?;
         let uuid = lines.next()?.strip_prefix("uuid ")?.parse().ok()?;
         let label = Self { name, uuid };
-        // A UUID has several spellings: only a block as `block` writes it is a label.
+        // A UUID has several spellings, and only the one that `to_block` writes is accepted.
         (label.to_block() == block).then_some(label)
     }
 
-    /// Returns the label's block on the drive.
+    /// Returns the block to write to the drive.
     #[must_use]
     pub fn to_block(&self) -> Vec<u8> {
         let Self { name, uuid } = self;

@@ -9,7 +9,7 @@ use super::extents::{LISTED_MAX, LeaseExtents};
 use super::ledger_store::LedgerRecord;
 use crate::range::ByteRange;
 
-/// State of a lease.
+/// State of a lease, by what its holder does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LeaseHolderState {
@@ -41,9 +41,9 @@ pub struct LeaseEntry {
     pub drive: String,
     /// Namespace of the drive.
     pub nsid: u32,
-    /// Its extents of the namespace, in the lease's order.
+    /// Extents of the namespace, in the lease's order.
     pub extents: LeaseExtents,
-    /// The extent, if there is exactly one.
+    /// The lease's only extent; `None` if it has several.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub range: Option<ByteRange>,
     /// The process that holds or held the lease.
@@ -88,7 +88,7 @@ impl LeaseEntry {
                 (true, true) => LeaseHolderState::Ending,
                 (false, _) => LeaseHolderState::Stale,
             },
-            // The pairs of a stale lease ended with its process.
+            // A stale lease has no reserved pairs, because they ended with its process.
             reserved_pairs: if held { reserved_pairs } else { 0 },
         }
     }

@@ -19,7 +19,7 @@ pub(super) struct LeaseTarget<'a> {
 }
 
 impl<'a> LeaseTarget<'a> {
-    /// Returns `range` of this namespace as a candidate for the id. `at` is the offset of `range` within a lease by size.
+    /// Returns `range` of this namespace as a candidate for the id. `at` is its offset within a lease by size.
     pub(super) fn candidate(&self, range: ByteRange, at: Option<u64>) -> RangeCandidate<'a> {
         RangeCandidate {
             id: self.id,
@@ -36,7 +36,7 @@ impl<'a> LeaseTarget<'a> {
         Some(self.candidate(range, None))
     }
 
-    /// Returns the bytes of the area that may belong to a lease.
+    /// Returns the bytes of this namespace that a recorded lease has, or may have.
     pub(super) fn shared_ranges(&self, record: &LedgerRecord) -> Vec<ByteRange> {
         let (theirs, their_nsid) = nvme_names::as_block_device(&record.drive, record.nsid);
         let (ours, our_nsid) = nvme_names::as_block_device(self.drive, self.nsid.0);
@@ -52,7 +52,7 @@ impl<'a> LeaseTarget<'a> {
         }
     }
 
-    /// Returns the entries of previous owners in the area.
+    /// Returns the ledger's entries of owners in this namespace.
     pub(super) fn find_owners<'t>(&self, tenants: &'t [RangeOwner]) -> Vec<LocatedRangeOwner<'t>> {
         let all = self.whole_candidate();
         all.map_or_else(Vec::new, |all| range_owners::find_owners(tenants, &all))

@@ -8,7 +8,7 @@
 //! * [`ledger`]: the record of all leases of all drives.
 //! * `request`, `lease_target`: the request for a lease, and the namespace that it is for.
 //! * `admission`: the rules that grant or refuse a lease. `outcome`: their results.
-//! * `by_size`: the extents of a lease by size: extents that its id had before, and free extents.
+//! * `by_size`: the extents of a lease by size: those that its id already has, and free ones.
 //! * `allocation`: the choice among free extents.
 //! * `ledger_store`: the ledger's file, with crash-safe updates.
 //! * `pending_returns`: batching of leases that are returned at the same time.
@@ -17,16 +17,16 @@
 //! * `range_owners`: the id that last held each range, and the decision about its data.
 //! * `uncorrectable`: blocks that Write Uncorrectable made unreadable.
 //! * `capacity`: the use of a drive by ids, and its free capacity.
-//! * `earlier_drive`: drives with names of an earlier boot of the host, or with other former names.
+//! * `earlier_drive`: drives that the ledger knows under another name, such as that of an earlier boot of the host.
 //! * `exchanged_drives`: detection of exchanged drives and changed content. `known_drives`: the stored facts for this.
 //! * `lease_settings`: the owner and the limits of an id. `claim`: the right by which a lease is requested.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 //! * [`label`]: names that an operator writes on drives without a persistent name.
-//! * [`backing_id`]: the identity of a drive's bytes, whatever path leads to them.
+//! * [`backing_id`]: the identity of a drive's bytes, which does not depend on the path to them.
 //! * [`range_lock`]: locks of ranges of files, against other processes.
 //! * [`range`]: sizes and ranges, and their text forms.
 //!
-//! The crate opens no drive and does no I/O on it. A caller gives it a drive's names and size.
+//! The crate opens no drive and does no I/O on drives. A caller passes a drive's names and size.
 //!
 //! # Example
 //!

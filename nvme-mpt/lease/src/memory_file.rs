@@ -1,8 +1,7 @@
 //! Records of a ledger in a memory file, for the successor process.
 //!
-//! The first word of the file has the offset of the valid records. A change writes the new records to another place in the
-//! file, and then updates the word. So if the process ends at any instruction, the file has either the old records or the new
-//! ones.
+//! The first word of the file has the offset of the valid records. A change writes the new records to another part of the
+//! file, and then updates the word. So whenever the process ends, the file has either the old records or the new ones.
 
 use std::fs::File;
 use std::io;
@@ -13,10 +12,11 @@ use serde::{Deserialize, Serialize};
 
 use super::ledger_store::{LedgerRecords, LedgerStoreError};
 
-/// Offsets of the two places for records. One place has the valid records, and the next change writes to the other one.
+/// Offsets of the two parts of the file for records. One part has the valid records, and the next change writes to the
+/// other part.
 const RECORD_OFFSETS: [u64; 2] = [4096, 4096 + BYTES_MAX as u64];
 
-/// Most bytes of the records with their length word. A lease takes some hundred bytes.
+/// Maximum number of bytes of the records with their length word. A lease takes some hundred bytes.
 const BYTES_MAX: usize = 16 << 20;
 
 /// Memory file that outlives the process.
@@ -61,7 +61,7 @@ impl LedgerMemoryFile {
         }
     }
 
-    /// Hands the file over to the successor. Later changes are not written.
+    /// Hands the file over to the successor, so that later changes are not written.
     pub(super) fn hand_over(&mut self) {
         self.is_handed_over = true;
     }
@@ -92,7 +92,7 @@ impl LedgerMemoryFile {
         self.file.write_all_at(&bytes, place + 8)?;
         let len = bytes.len() as u64;
         self.file.write_all_at(&len.to_ne_bytes(), place)?;
-        // The write of one word is atomic.
+        // A write of one word is atomic, so this store switches to the new records.
         self.file.write_all_at(&place.to_ne_bytes(), 0)?;
         self.next = 1 - self.next;
         Ok(())
@@ -131,7 +131,7 @@ mod tests {
             .expect("written");
         let (_, found) = LedgerMemoryFile::open(share()).expect("kept");
         assert_eq!(found, Some((7, records(3))));
-        // Contents of a file are never trusted.
+        // The contents of a file are untrusted.
         file.write_all_at(&5_u64.to_ne_bytes(), 0).expect("written");
         assert!(LedgerMemoryFile::open(share()).is_err());
     }

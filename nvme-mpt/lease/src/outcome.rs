@@ -27,24 +27,24 @@ pub(super) struct EarlierDrive {
     pub(super) likeness: DriveMatchReason,
 }
 
-/// Lease by size whose data the id still has.
+/// Lease by size that the id had, and whose data it still has.
 #[derive(Clone, Debug)]
 pub(super) struct PreviousLeaseBySize {
     pub(super) extents: LeaseExtents,
-    /// Largest unit of which the starts and lengths of all its extents are multiples.
+    /// Largest power of two of which the starts and lengths of all its extents are multiples.
     pub(super) unit: ByteSize,
 }
 
 /// A granted lease.
 pub(super) struct AdmittedLease {
-    /// Slot of the stale lease that is taken over.
+    /// Slot of the stale lease to take over.
     pub(super) taken_over: Option<LeaseSlot>,
     pub(super) extents: LeaseExtents,
-    /// Extents at the start of the lease that the id had before.
+    /// Extents at the start of the lease, which the id already has.
     pub(super) previous: Option<PreviousExtents>,
 }
 
-/// Extents with data of an id, which the id's lease by size reuses.
+/// Extents with data of an id, which the id's next lease by size reuses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct PreviousExtents {
     pub(super) extents: LeaseExtents,
@@ -61,9 +61,9 @@ pub(super) enum LeaseRefusal {
     Split(ByteRange, PreviousLeaseBySize),
     /// Ids have data on a known drive that may be the requested drive under another name.
     Earlier(EarlierDrive),
-    /// The namespace may have other content than when it was leased.
+    /// The namespace may have other content than at its last lease.
     Changed(String),
-    /// The id has data on the drive that was at this address before.
+    /// The id has data on another drive, which was at this address before.
     Exchanged {
         before: String,
         address: String,
@@ -78,7 +78,7 @@ pub(super) enum LeaseRefusal {
         free: u64,
         largest: u64,
         need: UnitDemand,
-        /// True if smaller units would give enough capacity.
+        /// True if the capacity would suffice with smaller units.
         smaller: bool,
     },
     /// The lease is not in the ledger.
@@ -89,14 +89,14 @@ pub(super) enum LeaseRefusal {
 /// Reason why a lease by size cannot reuse the data of its id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PreviousExtentsMismatch {
-    /// Parts of the id's former lease by size are missing.
+    /// Parts of the id's previous lease by size are missing.
     MissingParts,
-    /// The ranges that the id leased are not contiguous.
+    /// The fixed ranges that the id leased are not contiguous.
     NotContiguous,
     /// The start or end of an extent is not a multiple of `unit`. `fits` is the largest unit of which all are multiples; `None`
     /// if that is smaller than the smallest allowed unit.
     Unit { unit: u64, fits: Option<u64> },
-    /// There are several extents, but the lease must be one.
+    /// The id has several extents, but the lease must be one.
     NotOneExtent,
 }
 
@@ -155,7 +155,8 @@ impl LeaseRefusal {
                             folder
                         )
                     ),
-                    // Only the server of a physical drive can query its name.
+                    // The command gets a physical drive's name instead of a path, because only the drive's server can find
+                    // out the name.
                     None if nvme_names::is_nvme_name(&drive) => format!(
                         "run {}",
                         format_command(&format!("leases carry-over '{name}' '{drive}'"), folder)

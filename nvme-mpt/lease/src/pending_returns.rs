@@ -1,7 +1,7 @@
 //! Batching of leases that several threads return at the same time, so that one change of the ledger removes them all.
 //!
-//! A change writes and syncs the whole ledger under its file lock. When a server ends, its functions return their
-//! leases at the same time.
+//! A change writes and syncs the whole ledger under its file lock. When a server ends, all its functions return their
+//! leases.
 
 use std::sync::{Arc, OnceLock, PoisonError};
 
@@ -10,20 +10,20 @@ use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use super::holder::LeaseSlot;
 use super::ledger_store::LedgerStoreError;
 
-/// Result of the change that returned a lease.
+/// Result of the change that removed a lease, shared with the thread that returns the lease.
 type LeaseReturnResult = Arc<OnceLock<Result<(), Arc<LedgerStoreError>>>>;
 
 /// Leases that are being returned.
 #[derive(Debug, Default)]
 pub(super) struct PendingLeaseReturns {
     waiting: Mutex<Vec<(LeaseSlot, LeaseReturnResult)>>,
-    /// Held by the thread that changes the ledger for all waiting threads.
+    /// Held by the thread that changes the ledger, for itself and for all waiting threads.
     change_lock: Mutex<()>,
 }
 
 impl PendingLeaseReturns {
-    /// Returns a lease, together with the leases of all other waiting threads. `change` removes the given leases from the
-    /// ledger. Waits while another thread runs its `change`, which may include this lease.
+    /// Returns a lease, together with those of all waiting threads. `change` removes the given leases from the ledger. If
+    /// another thread runs its `change`, waits for it; that change may include this lease.
     ///
     /// # Errors
     /// Returns the error of the change to each of its leases.
@@ -43,7 +43,7 @@ impl PendingLeaseReturns {
             .iter()
             .any(|(_, other)| Arc::ptr_eq(other, &outcome))
         {
-            // The thread that took the entry has panicked.
+            // Another thread took this entry from the list and panicked.
             waiting.push((slot, outcome));
         }
         let slots: Vec<_> = waiting.iter().map(|(slot, _)| *slot).collect();

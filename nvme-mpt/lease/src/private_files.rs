@@ -1,5 +1,5 @@
-//! Private directories and files of one user. No other user may open a lock file there, because a user who can open it can lock
-//! it and so block the owner.
+//! Private directories and files of one user. No other user may open a lock file there: opening it suffices to lock it, and
+//! so to block the owner.
 
 use std::fs::Permissions;
 use std::io;
@@ -13,7 +13,7 @@ use thiserror::Error;
 
 const DIR_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
-/// Search permission of group and others. They can then open entries whose names they know, but not list the directory.
+/// Search permission of group and others: they can open entries whose names they know, but not list the directory.
 const OTHERS_SEARCH: u32 = 0o011;
 /// Write permission of group and others.
 const OTHERS_WRITE: u32 = 0o022;
@@ -42,9 +42,9 @@ pub enum PrivateFileError {
     Foreign {
         /// The directory or file.
         path: PathBuf,
-        /// Its owner.
+        /// Owner of the directory or file.
         owner: u32,
-        /// The user of this process.
+        /// User of this process.
         user: u32,
     },
     /// Other users may write to the directory, and it contains unknown files.
@@ -56,12 +56,12 @@ pub enum PrivateFileError {
     Shared {
         /// The directory.
         path: PathBuf,
-        /// Its mode.
+        /// Mode of the directory.
         mode: u32,
     },
 }
 
-/// Formats how root runs a command as the user of a service.
+/// Formats the command line with which root runs a command as the user of a service.
 fn become_user(owner: u32, user: u32) -> String {
     match user {
         0 => format!(" (`setpriv --reuid {owner} --clear-groups nvme-mpt …`)"),
@@ -88,8 +88,9 @@ fn check_owner(path: &Path, owner: u32, user: u32) -> Result<(), PrivateFileErro
     })
 }
 
-/// Creates a private directory, or makes an existing one private. `is_own` recognizes the expected file names. If the directory
-/// has other files, it serves other purposes, so its mode is not changed. It is then refused if other users may write to it.
+/// Creates a private directory, or makes an existing one private. `is_own` recognizes the names of files that belong there.
+/// A directory with other files has another purpose, so its mode is not changed; if other users may write to it, it is
+/// refused.
 ///
 /// # Errors
 /// See [`PrivateFileError`].
@@ -215,7 +216,7 @@ mod tests {
             open_private_file(&file, OpenOptions::new().write(true)).unwrap();
             assert_eq!((mode_of(&folder), mode_of(&file)), (DIR_MODE, FILE_MODE));
         }
-        // Stricter permissions are accepted.
+        // A directory with stricter permissions is accepted as it is.
         fs::set_permissions(&folder, Permissions::from_mode(0o500)).unwrap();
         make_private_dir(&folder, |_| false).unwrap();
         assert_eq!(mode_of(&folder), 0o500);
@@ -265,7 +266,7 @@ mod tests {
         let error = check_owner(Path::new("/state"), 7, 0).unwrap_err();
         let said = "run as user 7 (`setpriv --reuid 7 --clear-groups nvme-mpt …`), or choose";
         assert!(error.to_string().contains(said), "{error}");
-        // Of a process that may give files away.
+        // Only root may give files away.
         if process_user() == 0 {
             let file = dir.path().join("lock");
             fs::write(&file, "").unwrap();

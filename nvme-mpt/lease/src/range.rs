@@ -17,7 +17,7 @@ pub const BOUNDARY: u64 = 4096;
 /// Error of parsing a size.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum SizeError {
-    /// Not a number, or the suffix is not K, M, G or T.
+    /// The text is not a number, or its suffix is not K, M, G or T.
     #[error(
         "\"{0}\" is not a size: write bytes, or a number with suffix K, M, G or T (powers of 1024), such as 64G"
     )]
@@ -55,7 +55,7 @@ impl FromStr for ByteSize {
 }
 
 impl fmt::Display for ByteSize {
-    /// Uses the largest suffix that represents the size exactly.
+    /// Formats the size with the largest suffix that represents it exactly.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let exact = SUFFIXES
             .iter()
@@ -76,7 +76,7 @@ pub enum RangeError {
     /// Start or length is not a size.
     #[error("\"{text}\" is not a range: its {part} is wrong")]
     Size {
-        /// The whole range.
+        /// Text of the whole range.
         text: String,
         /// `start` or `length`.
         part: &'static str,
@@ -160,7 +160,7 @@ pub struct ByteRange {
     length: u64,
 }
 
-/// Serialized form of a range, validated on read.
+/// Serialized form of a range, which is validated when it is read.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawRange {
@@ -203,19 +203,19 @@ impl ByteRange {
         Ok(Self { start, length })
     }
 
-    /// First byte.
+    /// Returns the first byte.
     #[must_use]
     pub const fn start(&self) -> u64 {
         self.start
     }
 
-    /// Number of bytes, above 0.
+    /// Returns the number of bytes, above 0.
     #[must_use]
     pub const fn length(&self) -> u64 {
         self.length
     }
 
-    /// First byte after the range.
+    /// Returns the first byte after the range.
     #[must_use]
     pub const fn end(&self) -> u64 {
         // `new` checked that the sum fits 64 bits.
@@ -272,7 +272,7 @@ impl ByteRange {
             blocks: self.length >> lba_shift,
         };
         if self.end() >> lba_shift > blocks {
-            // Saturates only if the drive is larger than any range, and then the range fits.
+            // Saturates only if the drive is larger than any range; then every range fits.
             let capacity = blocks.saturating_mul(block);
             let advice = match capacity.checked_sub(self.start) {
                 Some(rest) if rest > 0 => format!(

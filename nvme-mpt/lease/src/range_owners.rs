@@ -1,14 +1,14 @@
-//! Previous owners: the id that last held each range, whose data stays until someone decides about it.
+//! Previous owners: the id that last held each range. Its data stays until it is decided what to do with it.
 //!
-//! When a lease is granted, its id is recorded for its range, and this entry outlives the lease. So the next lease of any part
-//! of that range must either have the same id, or say what to do with the data ([`PreviousDataPolicy`]). An operator may also
+//! When a lease is granted, its id is recorded for its range, in an entry that outlives the lease. So the next lease of any
+//! part of that range must have that id, or say what to do with the data ([`PreviousDataPolicy`]). An operator may also
 //! decide in advance about all data of an id.
 //!
 //! A range is marked before its first block is wiped. The mark is removed when all blocks are durably zero. If the server
-//! crashes in between, the mark remains: the range belongs to no id, and the next lease has to wipe it.
+//! crashes in between, the mark stays: the range belongs to no id, and the next lease must wipe it.
 //!
-//! Entries address bytes by the device or file that stores them (`backing_id::extent`). So a disk, its partition and a loop
-//! device of a file share entries.
+//! Entries address bytes by the device or file that stores them (`backing_id::backing_extent`). So a disk and its partition
+//! share entries, and so do a file and its loop device.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -26,12 +26,12 @@ pub enum PreviousDataPolicy {
     /// The lease is refused.
     #[default]
     Refused,
-    /// The lease gets the data.
+    /// The lease gets the data as it is.
     Kept,
     /// The data is wiped before the lease can be attached.
     Wiped,
-    /// Like [`Self::Wiped`]. In addition, bytes that no lease has held yet are wiped, because they may have data of the host. A
-    /// lease by size does not wipe such bytes.
+    /// The data is wiped as with [`Self::Wiped`], and so are bytes that no lease has held yet, because they may have data
+    /// of the host. A lease by size does not wipe the latter.
     Erased,
 }
 
@@ -69,8 +69,8 @@ pub(super) struct RangeOwner {
     /// True if the operator has released the range: the next lease of another id wipes it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     released: bool,
-    /// True if a lease by size must not reuse this part: other parts of the id's lease were given to another lease, or the id
-    /// began a new lease by size.
+    /// True if a lease by size must not reuse this part, because another lease got other parts of the id's lease, or
+    /// because the id began a new lease by size.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     remnant: bool,
 }
@@ -96,7 +96,7 @@ impl fmt::Display for LeftoverData {
     }
 }
 
-/// A range to lease, and the requesting id.
+/// A range that an id requests.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RangeCandidate<'a> {
     pub(super) id: &'a str,
@@ -108,7 +108,7 @@ pub(super) struct RangeCandidate<'a> {
 }
 
 impl RangeCandidate<'_> {
-    /// Returns the place of a part of the range.
+    /// Returns the candidate for a part of the range.
     fn slice(&self, range: ByteRange) -> Self {
         let moved = range.start().saturating_sub(self.range.start());
         Self {
@@ -119,7 +119,7 @@ impl RangeCandidate<'_> {
     }
 }
 
-/// Part of a range to lease that is stored on one base (a disk or file).
+/// Part of a requested range that lies on one base (a disk or file).
 pub(super) struct BackingPart {
     base: String,
     /// Bytes of the base.
@@ -139,14 +139,14 @@ impl BackingPart {
         }
     }
 
-    /// Converts a range of the base that lies in this part to offsets on the drive that is leased.
+    /// Converts a range of the base within this part to offsets on the leased drive.
     pub(super) fn to_drive_range(&self, range: ByteRange) -> Option<ByteRange> {
         let moved = range.start().checked_sub(self.range.start())?;
         ByteRange::new(self.drive_offset.checked_add(moved)?, range.length()).ok()
     }
 }
 
-/// Splits `place` into parts by the bases that store its bytes.
+/// Splits `place` into parts, one for each base that stores some of its bytes.
 pub(super) fn backing_parts(place: &RangeCandidate<'_>) -> Vec<BackingPart> {
     let mut at = place.range.start();
     let part = |extent: backing_extent::BackingExtent| {
@@ -177,7 +177,7 @@ impl RangeOwner {
         }
     }
 
-    /// Returns the namespace of the base.
+    /// Returns the namespace of the base that stores the bytes.
     pub(super) const fn nsid(&self) -> u32 {
         self.nsid
     }
@@ -186,20 +186,20 @@ impl RangeOwner {
         &self.drive
     }
 
-    /// Renames the base if `rename` returns a name for it.
+    /// Renames the entry's base, if `rename` returns a name for it.
     pub(super) fn rename_drive(&mut self, rename: impl Fn(&str) -> Option<String>) {
         if let Some(name) = rename(&self.drive) {
             self.drive = name;
         }
     }
 
-    /// Returns whether the entry's end offset within its lease by size fits 64 bits.
+    /// Returns whether the entry's end, as an offset within its lease by size, fits 64 bits.
     pub(super) fn is_valid(&self) -> bool {
         let end = |at: u64| at.checked_add(self.range.length());
         self.at.is_none_or(|at| end(at).is_some())
     }
 
-    /// Returns the entry for a part of the range.
+    /// Returns an entry for `range`, a part of this entry's range.
     fn slice(&self, range: ByteRange) -> Self {
         let moved = range.start().saturating_sub(self.range.start());
         Self {
@@ -209,15 +209,15 @@ impl RangeOwner {
         }
     }
 
-    /// Returns whether a lease of `place` must not read the entry's data: it belongs to another id, or is partly wiped. In a
-    /// lease by size, data that had another offset within the lease is foreign too.
+    /// Returns whether a lease of `place` must not read the entry's data, because the data belongs to another id or is
+    /// partly wiped. For a lease by size, data that had another offset within the lease is foreign too.
     fn is_foreign(&self, place: &RangeCandidate<'_>) -> bool {
         self.wiping
             || self.id != place.id
             || (place.lease_offset.is_some() && !self.is_at_lease_offset(place))
     }
 
-    /// Returns whether the entry's bytes have the same offsets within the lease by size as the same bytes of `place`.
+    /// Returns whether the entry's bytes have the same offsets within the lease by size in this entry and in `place`.
     fn is_at_lease_offset(&self, place: &RangeCandidate<'_>) -> bool {
         let first =
             |at: Option<u64>, range: &ByteRange| at.map(|at| at.wrapping_sub(range.start()));
@@ -229,13 +229,13 @@ impl RangeOwner {
         self.id == id && !self.wiping && !self.is_free()
     }
 
-    /// Returns whether the data blocks a lease that does not say what to do with it.
+    /// Returns whether the data refuses a lease of `place` that does not say what to do with the data.
     fn is_blocking(&self, place: &RangeCandidate<'_>) -> bool {
         self.is_foreign(place) && !self.released && (self.wiping || !self.given_up)
     }
 
-    /// Returns whether a lease by size of any id may have the entry's bytes after wiping them. A partly wiped part of a lease
-    /// by size is not free, because it still belongs to that lease.
+    /// Returns whether any lease by size may take the entry's bytes and wipe them. A partly wiped part of a lease by size
+    /// is not free, because it still belongs to that lease.
     pub(super) fn is_free(&self) -> bool {
         self.released || self.given_up || (self.wiping && self.at.is_none())
     }
@@ -255,12 +255,12 @@ impl RangeOwner {
         (self.at, self.remnant) = (None, true);
     }
 
-    /// Returns whether a lease by size of the id may reuse the bytes.
+    /// Returns whether a lease by size of the entry's id may reuse the bytes.
     pub(super) fn is_reusable(&self) -> bool {
         !self.remnant && (self.at.is_some() || !self.wiping)
     }
 
-    /// Returns whether a lease of `place` has to wipe the data.
+    /// Returns whether a lease of `place` with the policy `fate` has to wipe the data.
     fn needs_wipe(&self, place: &RangeCandidate<'_>, fate: PreviousDataPolicy) -> bool {
         self.is_foreign(place)
             && match fate {
@@ -270,10 +270,10 @@ impl RangeOwner {
             }
     }
 
-    /// Returns an entry that marks `range`, a part of this entry, for wiping by a lease of `place`.
+    /// Returns an entry for `range`, a part of this entry, that marks it for wiping by a lease of `place`.
     fn to_marked(&self, range: ByteRange, place: &RangeCandidate<'_>) -> Self {
         let entry = match place.lease_offset {
-            // The part belongs to the lease by size, which keeps it at this offset.
+            // The part belongs to the lease by size even before the wipe, at its offset within the lease.
             Some(_) => Self::new(place.slice(range)),
             None => Self {
                 at: None,
@@ -292,7 +292,7 @@ impl RangeOwner {
     }
 }
 
-/// Returns whether two bases, each with a namespace, store the same bytes.
+/// Returns whether two bases, each given with a namespace, store the same bytes.
 pub(super) fn is_same_base(one: (&str, u32), other: (&str, u32)) -> bool {
     nvme_names::as_block_device(one.0, one.1) == nvme_names::as_block_device(other.0, other.1)
 }
@@ -309,7 +309,7 @@ fn sort_by_bytes(tenants: &[RangeOwner]) -> Vec<&RangeOwner> {
     sorted
 }
 
-/// An entry, with its range converted to offsets on the leased drive.
+/// Entry with its range converted to offsets on the leased drive.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LocatedRangeOwner<'a> {
     pub(super) owner: &'a RangeOwner,
@@ -318,7 +318,7 @@ pub(super) struct LocatedRangeOwner<'a> {
     pub(super) lease_offset: Option<u64>,
 }
 
-/// Returns the entries that overlap `place`, clipped to it and with offsets on the leased drive.
+/// Returns the entries that overlap `place`, clipped to `place` and with offsets on the leased drive.
 pub(super) fn find_owners<'a>(
     tenants: &'a [RangeOwner],
     place: &RangeCandidate<'_>,
@@ -341,7 +341,7 @@ pub(super) fn find_owners<'a>(
     backing_parts(place).iter().flat_map(in_part).collect()
 }
 
-/// Marks the data in `place` of the id's earlier lease by size as not reusable, because the id begins a new lease by size.
+/// Marks data in `place` as not reusable: the id begins a new lease by size, and the data is of its earlier one.
 pub(super) fn mark_remnants(tenants: &mut [RangeOwner], place: &RangeCandidate<'_>) {
     for part in backing_parts(place) {
         let place = part.candidate(place);
@@ -353,7 +353,7 @@ pub(super) fn mark_remnants(tenants: &mut [RangeOwner], place: &RangeCandidate<'
     }
 }
 
-/// Records that the data in `place` is released, because a lease by size was truncated before it.
+/// Releases the data in `place`, because a lease by size was truncated and no longer contains it.
 pub(super) fn release_range(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
     for part in backing_parts(place) {
         let place = part.candidate(place);
@@ -396,8 +396,8 @@ fn find_blocking_in_part(
     })
 }
 
-/// Records in advance what happens to an id's data when another id leases its range. Returns the ranges for which the decision
-/// was recorded. A partly wiped range accepts only the decision to wipe, because some of its data is gone.
+/// Records in advance what happens to an id's data when another id leases its range. Returns the ranges for which this was
+/// recorded. For a partly wiped range, only the decision to wipe is recorded, because some of its data is lost.
 pub(super) fn record_decision(
     tenants: &mut [RangeOwner],
     id: &str,
@@ -414,7 +414,7 @@ pub(super) fn record_decision(
     .collect()
 }
 
-/// Records the id of `place` as the owner of its bytes. Parts with foreign data are marked for wiping instead.
+/// Records the id of `place` as the owner of its bytes, except for parts with foreign data, which are marked for wiping.
 pub(super) fn record_owner(
     tenants: &mut Vec<RangeOwner>,
     place: &RangeCandidate<'_>,
@@ -424,7 +424,7 @@ pub(super) fn record_owner(
     for part in backing_parts(place) {
         record_owner_of_part(tenants, &part.candidate(place), fate, &mut broken);
     }
-    // If a released lease has lost a part, its other parts become remnants.
+    // A released lease that has lost a part is not reused as a whole, so its other parts become remnants.
     if !broken.is_empty() {
         let parts = tenants.iter_mut();
         let parts = parts.filter(|tenant| tenant.released && broken.contains(&tenant.lease_key()));
@@ -432,8 +432,8 @@ pub(super) fn record_owner(
     }
 }
 
-/// Records the id of `place` as the owner of one part of `place`. If data that the operator released loses a part by that, adds
-/// its id to `broken`, with a flag that is true for a lease by size.
+/// Records the id of `place` as the owner of `place`, which lies on one base. If released data loses a part to `place`,
+/// adds the data's id to `broken`, with a flag that is true for a lease by size.
 fn record_owner_of_part(
     tenants: &mut Vec<RangeOwner>,
     place: &RangeCandidate<'_>,
@@ -458,7 +458,7 @@ fn record_owner_of_part(
         }
     }
     tenants.append(&mut kept);
-    // The rest of the range goes to the new id.
+    // All bytes that are not marked get the new id.
     let mut at = place.range.start();
     marked.sort_by_key(|tenant: &RangeOwner| tenant.range.start());
     for tenant in marked {
@@ -469,7 +469,7 @@ fn record_owner_of_part(
     tenants.extend(gap_owner(place, at, place.range.end()));
 }
 
-/// Marks those bytes of `place` that no lease has held yet for wiping by the id of `place`.
+/// Marks bytes of `place` that no lease has held yet for wiping by the id of `place`.
 fn mark_unknown(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
     let known = tenants.iter().filter(|tenant| tenant.overlaps(place));
     let known = known.filter_map(|tenant| {
@@ -634,7 +634,7 @@ mod tests {
         );
         assert_eq!(find_blocking(&tenants, &place("b", 10, 10)), None);
         assert!(find_blocking(&tenants, &place("b", 10, 21)).is_some());
-        // A request with a wipe wipes this range too.
+        // A request that wipes also wipes this range.
         let mut wiped = tenants.clone();
         record_owner(&mut wiped, &place("b", 10, 10), PreviousDataPolicy::Wiped);
         assert_eq!(unwiped_ranges(&wiped, &place("b", 10, 10)), given_up);
@@ -643,7 +643,7 @@ mod tests {
             [],
             "mixed data"
         );
-        // The new id owns this data, and the part that it does not lease stays given up.
+        // The new id owns the data that it leases, and the other part stays given up.
         record_owner(
             &mut tenants,
             &place("b", 10, 5),
@@ -673,7 +673,7 @@ mod tests {
         record_owner(&mut tenants, &place("a", 5, 25), PreviousDataPolicy::Erased);
         let all = [range(5, 5), range(15, 15)];
         assert_eq!(unwiped_ranges(&tenants, &place("a", 0, 40)), all);
-        // The id's own data stays, and wiped data becomes the id's.
+        // Data of the requesting id is not wiped, and wiped data becomes its own.
         for range in all {
             let place = place("a", range.start(), range.length());
             record_owner(&mut tenants, &place, PreviousDataPolicy::Kept);

@@ -9,10 +9,10 @@ use super::range_owners::PreviousDataPolicy;
 use crate::backing_id::DriveIdentityRef;
 use crate::range::ByteRange;
 
-/// Bytes that a lease is requested for.
+/// Bytes that a lease should have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestedBytes {
-    /// This range of the namespace.
+    /// Exactly this range of the namespace.
     Range(ByteRange),
     /// Any bytes of the namespace, starting with the extents that the id already has.
     Size {
@@ -45,13 +45,13 @@ pub struct LeaseRequest<'a> {
 }
 
 impl<'a> LeaseRequest<'a> {
-    /// Returns the namespace, and the requesting id.
+    /// Returns the namespace with the requesting id.
     pub(super) fn target(&self) -> LeaseTarget<'a> {
         LeaseTarget {
             id: self.id,
             drive: self.drive.name,
             nsid: self.nsid,
-            // Saturates only if the drive is larger than any range.
+            // Saturates only if the drive is larger than any range can be.
             capacity: self.blocks.saturating_mul(1 << self.lba_shift),
         }
     }
@@ -74,7 +74,7 @@ impl<'a> LeaseRequest<'a> {
 }
 
 fn check_id(id: &str) -> Result<(), LeaseError> {
-    // All VMMs accept such an id as a device id as well.
+    // VMMs accept such an id as a device id as well.
     let is_id_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     let starts_well = id.starts_with(|first: char| first.is_ascii_alphabetic());
     if !starts_well || id.len() > ID_MAX || !id.bytes().all(is_id_byte) {

@@ -1,7 +1,8 @@
 //! Ledger entries for blocks that Write Uncorrectable made unreadable.
 //!
 //! A mark (an entry for unreadable blocks) belongs to the data of an id. It lasts until the blocks are written, wiped, or
-//! leased by another id. Marks address bytes by the disk or file that stores them, like the entries of [`super::tenants`].
+//! leased by another id. Marks address bytes by the disk or file that stores them, as the entries of
+//! [`super::range_owners`] do.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
@@ -9,14 +10,14 @@ use super::extents::join_adjacent;
 use super::range_owners::{BackingPart, RangeCandidate, backing_parts, is_same_base, split_range};
 use crate::range::ByteRange;
 
-/// Bytes of an id on one disk or file (base) that Write Uncorrectable made unreadable.
+/// Bytes of an id on one base (disk or file) that Write Uncorrectable made unreadable.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct UncorrectableBytes {
     id: String,
     drive: String,
     nsid: u32,
-    /// Ranges sorted by start. They neither overlap nor are adjacent.
+    /// Ranges sorted by start, which neither overlap nor touch.
     #[serde(serialize_with = "write_ranges", deserialize_with = "read_ranges")]
     ranges: Vec<ByteRange>,
 }
@@ -38,7 +39,7 @@ impl UncorrectableBytes {
         is_same_base((&self.drive, self.nsid), (place.drive, place.nsid))
     }
 
-    /// Returns the id.
+    /// Returns the id that owns the bytes.
     pub(super) fn id(&self) -> &str {
         &self.id
     }
@@ -50,7 +51,7 @@ impl UncorrectableBytes {
         }
     }
 
-    /// Removes a range from the entry.
+    /// Removes a range from the unreadable bytes.
     fn remove_range(&mut self, range: &ByteRange) {
         self.ranges = subtract(&self.ranges, range);
     }
@@ -145,7 +146,7 @@ fn remove_where(
     place: &RangeCandidate<'_>,
     is_of: impl Fn(&str) -> bool,
 ) {
-    // The common case.
+    // Most drives have no marks.
     if marks.is_empty() {
         return;
     }

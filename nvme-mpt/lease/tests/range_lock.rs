@@ -1,7 +1,7 @@
-//! Locks on an image beside locks of another user's process. Needs root.
+//! Locks on an image of which a process of another user has locks, too. Needs root.
 //!
-//! The test is a program of its own. Until a child executes its program, it has copies of its parent's file descriptors, and
-//! with them the locks of other tests.
+//! The test is a program of its own. With other tests in its process, a forked child would have copies of their descriptors
+//! until it executes its program, and with them their locks.
 
 use std::env;
 use std::fs::{self, File, OpenOptions};
@@ -16,10 +16,10 @@ use nvme_mpt_memory::system::{LockKind, process_user, try_lock};
 
 const TEST: &str = "a_reader_of_another_user_refuses_nothing";
 
-/// Environment variable of the reading process: path of the file.
+/// Environment variable with the path of the file to lock. It makes the program the reading process.
 const READ: &str = "NVME_MPT_TEST_READS";
 
-/// A user without special access rights.
+/// User without special access rights.
 const NOBODY: u32 = 65534;
 
 fn open(image: &Path) -> File {
@@ -32,7 +32,7 @@ fn claim(image: &Path, start: u64) -> Result<FileRangeLock, ClaimError> {
     FileRangeLock::claim(open(image), start, 1 << 10)
 }
 
-/// Body of the reading process: locks the whole file until standard input ends.
+/// Runs the reading process: locks the whole file until standard input ends.
 fn read_and_lock(image: &Path) {
     let file = File::open(image).unwrap();
     assert!(try_lock(&file, LockKind::Shared, 0, 0).unwrap());
@@ -72,8 +72,8 @@ fn a_reader_of_another_user_refuses_nothing() {
     let mut reader = reader_of_another_user(image);
     assert!(!try_lock(&open(image), LockKind::Exclusive, 0, 1).unwrap());
     let claimed = claim(image, 0).expect("only read");
-    // In spite of the reader's lock, the claimed part is locked against this process and against a VMM that wants exclusive
-    // use.
+    // In spite of the reader's lock, the claimed part is locked against another claim, and against a VMM that wants
+    // exclusive use.
     claim(image, 512).expect_err("taken");
     let next = claim(image, 1 << 10).expect("the next part");
     drop(reader.stdin.take());

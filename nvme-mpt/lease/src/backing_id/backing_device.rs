@@ -11,10 +11,10 @@ use super::kernel_files::{DeviceNaming, DeviceNumber, KernelFiles};
 use super::nvme_names::{self, ControllerNameFields};
 use super::{BackingFile, file_extent, stacked_file_system};
 
-/// Maximum depth of stacked devices that is resolved. It is more than occurs in practice.
+/// Maximum depth of stacked devices that is resolved: more than any host has in practice.
 const DEPTH_MAX: u32 = 16;
 
-/// Unit of sizes and offsets in sysfs in bytes, independent of a device's block size (Linux,
+/// Bytes of a sector, the unit of sizes and offsets in sysfs. It does not depend on the device's block size (Linux,
 /// `Documentation/ABI/stable/sysfs-block`).
 const SECTOR: u64 = 512;
 
@@ -23,9 +23,9 @@ const SECTOR: u64 = 512;
 pub(super) struct BackingDevice {
     /// Extents, in the order of the device's bytes.
     pub(super) extents: Vec<BackingExtent>,
-    /// Backing files of loop devices, and files below overlay.
+    /// Backing files of loop devices, and files that overlay shows.
     pub(super) files: Vec<BackingFile>,
-    /// Reason why the bytes could be leased twice.
+    /// Reason to refuse the path: its bytes could be leased twice.
     pub(super) refusal: Option<String>,
 }
 
@@ -41,7 +41,7 @@ impl BackingDevice {
         resolve(system, device, DEPTH_MAX)
     }
 
-    /// Resolves a file. A file on overlay is resolved to the file in the upper directory. Locks are then taken on that file as
+    /// Resolves a file. A file on overlay is resolved to the file in the upper directory, on which locks are then taken as
     /// well.
     pub(super) fn from_file(system: &KernelFiles, path: &Path, metadata: &Metadata) -> Self {
         match stacked_file_system::file_below(system, path) {
@@ -54,7 +54,7 @@ impl BackingDevice {
                         offset: 0,
                         drive_offset: 0,
                         length: u64::MAX,
-                        // Overlay passes direct I/O on.
+                        // Overlay passes direct I/O to the file below, unless tmpfs has it.
                         is_direct: !system.is_on_tmpfs(&file),
                         path: file,
                     });
@@ -75,7 +75,7 @@ impl BackingDevice {
         }
     }
 
-    /// Returns the given part of the device.
+    /// Returns the part of `length` bytes at `offset` of the device.
     fn slice(self, offset: u64, length: u64) -> Self {
         let end = offset.saturating_add(length);
         let files = self.files.into_iter().filter_map(|file| {
@@ -161,8 +161,8 @@ fn resolve(system: &KernelFiles, device: DeviceNumber, depth: u32) -> BackingDev
     })
 }
 
-/// Resolves a device-mapper device. A `linear` target is resolved to bytes of the device below. Any other target becomes bytes
-/// of the device itself, with all devices below listed.
+/// Resolves a device-mapper device. A `linear` target is resolved to bytes of the device below. Any other target is
+/// resolved to bytes of the device itself, and all devices below it are listed.
 fn resolve_table(
     system: &KernelFiles,
     device: DeviceNumber,
@@ -222,7 +222,8 @@ fn thin_name(system: &KernelFiles, target: &DeviceMapperTarget) -> Option<String
     (target.kind == "thin").then(|| backing_extent::volume_name(&device_name(system, pool), number))
 }
 
-/// Returns the extents on the devices below a target, as far as writes there also change the target's bytes.
+/// Returns the extents on the devices below a target. Devices on which a write does not change the target's bytes are
+/// omitted.
 fn extents_below(
     system: &KernelFiles,
     device: DeviceNumber,
@@ -232,7 +233,7 @@ fn extents_below(
     let mut words = target.parameters.split_whitespace();
     let devices = match target.kind.as_str() {
         "error" | "zero" => Vec::new(),
-        // The origin does not change with its snapshot, nor the snapshot with its origin.
+        // A snapshot and its origin do not change each other, so only the device with the snapshot's changes counts.
         "snapshot" => words
             .nth(1)
             .and_then(DeviceNumber::parse)
@@ -273,7 +274,7 @@ fn resolve_loop(
     }
     let mut device = BackingDevice::from_file(system, path, &metadata);
     for extent in &mut device.extents {
-        // The file may grow below its device.
+        // The file may grow, and with it the extent that the loop device shows.
         extent.length = u64::MAX;
     }
     device.files.push(BackingFile {
@@ -311,8 +312,8 @@ fn nvme_name(system: &KernelFiles, device: DeviceNumber) -> Option<String> {
     ))
 }
 
-/// Returns the name of a device that is not part of another one. Kernel names such as `sda` are not used, because they depend
-/// on the order in which the kernel finds devices.
+/// Returns the name of a device that is not part of another device. Kernel names such as `sda` are not used, because they
+/// depend on the order in which the kernel finds devices.
 pub(super) fn device_name(system: &KernelFiles, device: DeviceNumber) -> String {
     if let Some(name) = nvme_name(system, device) {
         return name;
@@ -326,7 +327,7 @@ pub(super) fn device_name(system: &KernelFiles, device: DeviceNumber) -> String 
     }
 }
 
-/// Returns all names of a device that is not part of another one.
+/// Returns all names of a device that is not part of another device.
 pub(super) fn device_names(system: &KernelFiles, device: DeviceNumber) -> Vec<String> {
     let mut names = persistent_names(system, device);
     names.extend(nvme_name(system, device));
@@ -334,7 +335,7 @@ pub(super) fn device_names(system: &KernelFiles, device: DeviceNumber) -> Vec<St
     names
 }
 
-/// Returns the names that are the same after a reboot, the best one first.
+/// Returns the names that a device keeps after a reboot, the best one first.
 fn persistent_names(system: &KernelFiles, device: DeviceNumber) -> Vec<String> {
     // Attributes of NVMe, SCSI, virtio and MMC disks; of device mapper and RAID devices. An NVMe namespace always has a
     // `wwid`. The serial number of its controller would be ambiguous, because other namespaces share it.

@@ -1,4 +1,4 @@
-//! Extents, and the identity of a drive as a list of extents.
+//! Extents, and their text form: the identity of a drive is a list of extents.
 
 use std::fmt::Write;
 
@@ -9,12 +9,12 @@ use crate::range::ByteRange;
 pub(crate) struct BackingExtent {
     /// Name of the base, without spaces.
     pub(crate) base: String,
-    /// The first byte.
+    /// First byte, as an offset on the base.
     pub(crate) start: u64,
     /// Number of bytes.
     pub(crate) length: u64,
-    /// Extents on the devices below the base. They are listed only if it is unknown which of their bytes store which byte of
-    /// the base.
+    /// Extents on the devices below the base, which store the base's bytes. They are listed only if it is unknown which of
+    /// their bytes stores a given byte of the base.
     pub(crate) below: Vec<BackingExtent>,
 }
 
@@ -51,7 +51,7 @@ impl BackingExtent {
         if self.base == other.base {
             return vec![part(other)];
         }
-        // The mapping of single bytes is not known, so each byte may be one of the shared bytes.
+        // It is unknown which byte of an extent is stored where, so each byte may be a shared one.
         let mut others = std::iter::once(other).chain(&other.below);
         if others.any(|other| self.below.iter().any(|below| below.overlaps_in_base(other))) {
             return vec![(0, self.length)];
@@ -74,17 +74,17 @@ impl BackingExtent {
         self.base == other.base && end == Some(other.start) && self.below == other.below
     }
 
-    /// Returns whether both extents are the same bytes of the same base, without comparing the extents below the base.
+    /// Returns whether both extents have the same bytes of the same base. Extents below the base are not compared.
     fn is_same_range(&self, other: &Self) -> bool {
         self.base == other.base && self.start == other.start && self.length == other.length
     }
 }
 
-/// Separator between the extents of an identity. It is unambiguous, because no name of a base contains a space.
+/// Separator between the extents of an identity. It cannot occur in an extent, because no name of a base contains a space.
 const EXTENT_SEPARATOR: &str = " and ";
-/// Separates the bytes and the base of an extent.
+/// Separator between the bytes and the base of an extent.
 const BASE_SEPARATOR: &str = " of ";
-/// Separates a base and the extents below it.
+/// Separator between a base and the extents below it.
 const BELOW_SEPARATOR: &str = " over ";
 /// Separator between the bytes and the base of an extent that lies below another extent.
 const BELOW_BASE_SEPARATOR: char = '/';
@@ -96,7 +96,7 @@ pub(super) fn volume_name(base: &str, number: &str) -> String {
     format!("{base}{VOLUME_SEPARATOR}{number}")
 }
 
-/// Returns the name of a base from its kind and a name that may contain any characters.
+/// Returns the name of a base from its kind and a name that may contain any character.
 pub(crate) fn base_name(kind: &str, name: &str) -> String {
     let printable = |c: char| match c.is_ascii_graphic() {
         true => c,
@@ -118,11 +118,11 @@ pub(crate) const LABEL_KIND: &str = "drive-id";
 /// Prefix of the name of a file system that is named by its UUID.
 pub(super) const FS_UUID_PREFIX: &str = "fs:";
 
-/// Boot id of a host that reports no boot id. Two names with this id may be of different boots.
+/// Boot id that stands for the boot of a host without boot ids. Two names with this id may be of different boots.
 pub(crate) const UNKNOWN_BOOT: &str = "00000000-0000-0000-0000-000000000000";
 
-/// If a base's name is only valid until the next boot, returns the id of its boot; otherwise `None`. A disk without WWID and
-/// serial number has such a name, and so may a file on it. The bytes outlive the name.
+/// Returns the id of the boot for which a base's name is valid; `None` if the name is valid for all boots. A disk without
+/// WWID and serial number has a name for one boot, and so may a file on it. The bytes outlive the name.
 pub(crate) fn boot_id_of(base: &str) -> Option<&str> {
     let is_boot = |text: &&str| {
         let groups = text.split('-').map(str::len);
@@ -133,8 +133,8 @@ pub(crate) fn boot_id_of(base: &str) -> Option<&str> {
     after.find_map(|name| name.split_once('/').map(|(boot, _)| boot).filter(is_boot))
 }
 
-/// If a base of a drive's identity has a name that is only valid until the next boot, returns the id of its boot; otherwise
-/// `None`. Devices below a base do not count.
+/// Returns the id of the boot for which the name of a drive's base is valid; `None` if all names are valid for all boots.
+/// Devices below a base do not count.
 pub(crate) fn drive_boot_id(identity: &str) -> Option<String> {
     let bases = bases(identity);
     bases
@@ -143,13 +143,13 @@ pub(crate) fn drive_boot_id(identity: &str) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// Returns whether a name that is only valid in `boot` may be older than the boot with the id `present`.
+/// Returns whether a name that is valid for the boot `boot` may be older than the boot `present`.
 pub(crate) fn is_earlier_boot(boot: &str, present: &str) -> bool {
     boot != present || boot == UNKNOWN_BOOT
 }
 
-/// Returns whether `base`, whose name is only valid for one boot, may be the same disk or file as `other`. `other` has a name
-/// of another boot, or a lasting name that the disk may have got later.
+/// Returns whether `base`, whose name is valid for one boot, may be the same disk or file as `other`. `other` has a name of
+/// another boot, or a lasting name that the disk may have got later.
 pub(crate) fn can_be_same(base: &str, other: &str) -> bool {
     let inode = |base: &str| {
         let (inode, _) = base.strip_prefix("file:")?.split_once('@')?;
@@ -201,7 +201,7 @@ pub(crate) fn bases(identity: &str) -> Vec<String> {
     all.map(|extent| extent.base).collect()
 }
 
-/// Renames the bases of an identity with `rename`. The rest is unchanged.
+/// Renames the bases of an identity with `rename`, and leaves everything else as it is.
 pub(crate) fn rename_bases(identity: &str, rename: impl Fn(&str) -> Option<String>) -> String {
     let mut extents: Vec<BackingExtent> =
         match identity.split(EXTENT_SEPARATOR).map(parse).collect() {
@@ -243,8 +243,8 @@ pub(crate) fn slice_extents(
     part
 }
 
-/// Formats extents as the identity of a drive. A single extent from the start of its base is written as the base alone, without
-/// its length, which the drive's size gives.
+/// Formats extents as the identity of a drive. A single extent from the start of its base is written as the name of the
+/// base alone: the drive's size gives its length.
 pub(crate) fn format_identity(extents: &[BackingExtent]) -> String {
     if let [extent] = extents
         && extent.start == 0
@@ -279,7 +279,7 @@ pub(crate) fn format_identity(extents: &[BackingExtent]) -> String {
     text
 }
 
-/// Returns the extents of a range of a drive. If the identity is not a list of extents, it names a base.
+/// Returns the extents of a range of a drive. An identity that is not a list of extents is taken for the name of a base.
 pub(crate) fn range_extents(identity: &str, range: ByteRange) -> Vec<BackingExtent> {
     let whole = || {
         vec![BackingExtent {
@@ -317,7 +317,7 @@ fn parse(text: &str) -> Option<BackingExtent> {
     extent(bytes, base, below.collect::<Option<_>>()?)
 }
 
-/// Range of bytes of a drive. The drive is given by its identity.
+/// Range of bytes of a drive. The drive's identity says which drive.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DriveByteRange<'a> {
     pub(crate) drive: &'a str,
@@ -345,8 +345,8 @@ pub(crate) fn do_overlap(one: DriveByteRange<'_>, other: DriveByteRange<'_>) -> 
         .any(|ours| others.iter().any(|other| ours.overlaps(other)))
 }
 
-/// Returns the parts of `one` that may share bytes with the ranges `of_other` of the drive `other`. Offsets of the parts are on
-/// the drive of `one`.
+/// Returns the parts of `one` that may share bytes with the ranges `of_other` of the drive `other`, as offsets on the drive
+/// of `one`.
 pub(crate) fn shared_ranges(
     one: DriveByteRange<'_>,
     other: &str,

@@ -5,19 +5,19 @@ use std::collections::BTreeMap;
 /// Names of the bytes of a drive.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriveIdentity {
-    /// Name that leases, locks and guests use.
+    /// Current name, which leases, locks and guests use.
     pub name: String,
-    /// Other names of exactly these bytes in this boot: those before the drive got a label. Ledger entries under these names are
-    /// moved to `name`.
+    /// Other names that exactly these bytes have in this boot: the name by an earlier release, or the name before the drive
+    /// got a label. Ledger entries under these names are moved to `name`.
     pub former_names: Vec<String>,
-    /// Names that the bytes would have if the host reported more or fewer attributes of them, such as no serial number. If an
-    /// id has data under such a name, a lease is refused; the data never justifies granting one.
+    /// Names that the bytes would have if the host reported more or fewer of their attributes, such as no serial number.
+    /// Data of an id under such a name refuses a lease, but never justifies one.
     pub possible_names: Vec<String>,
     /// Facts about a physical drive.
     pub facts: Option<DriveFacts>,
 }
 
-/// Facts about a physical drive, which reveal an exchanged drive or changed content.
+/// Facts about a physical drive, by which the ledger detects an exchanged drive or changed content.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriveFacts {
     /// PCI address of the drive.

@@ -51,7 +51,7 @@ pub(super) struct MountedFileSystem {
     options: String,
 }
 
-/// Inode number of the root of each btrfs subvolume, and of no other directory there (`BTRFS_FIRST_FREE_OBJECTID`).
+/// Inode number of the root of each btrfs subvolume; no other directory has it (`BTRFS_FIRST_FREE_OBJECTID`).
 const SUBVOLUME_ROOT: u64 = 256;
 
 impl MountedFileSystem {
@@ -69,13 +69,13 @@ impl MountedFileSystem {
         Some(unescape(value.as_bytes()))
     }
 
-    /// Returns whether the mount options contain `key` as an option without a value, such as `ro`.
+    /// Returns whether the mount options contain the flag `key`, such as `ro`.
     pub(super) fn has_option(&self, key: &str) -> bool {
         self.options.split(',').any(|option| option == key)
     }
 
-    /// Returns the block device of the file system. File systems such as btrfs report an anonymous device number. For these,
-    /// the device is found by the mount's source.
+    /// Returns the block device of the file system. File systems such as btrfs report an anonymous device number; their
+    /// device is found by the mount's source.
     pub(super) fn block_device(&self) -> Option<DeviceNumber> {
         if self.device.major() != 0 {
             return Some(self.device);
@@ -94,7 +94,7 @@ impl MountedFileSystem {
         if self.kind != "btrfs" {
             return "/".into();
         }
-        // A subvolume below the mounted directory is not listed as a mount.
+        // A subvolume below the mounted directory has no entry in the list of mounts.
         let below = path.strip_prefix(&self.point).unwrap_or(path);
         let mut folders = below.ancestors().skip(1);
         let nested = folders.find(|folder| {
@@ -125,14 +125,14 @@ pub(super) enum DeviceNaming {
     ByFileSystem,
     /// The lasting name of a disk at this index, best first.
     Nth(usize),
-    /// The name by vendor and serial number of an NVMe drive. It does not change if firmware reports another NQN or model.
+    /// The name by vendor and serial number of an NVMe drive. It stays the same if firmware reports another NQN or model.
     BySerial,
-    /// The name of a disk that reports no identifier.
+    /// The name for this boot, as a disk without any identifier has it.
     ByBoot,
 }
 
 impl DeviceNaming {
-    /// Choices for the other names under which a ledger may know a drive.
+    /// Choices that give the other names under which a ledger may know a drive.
     pub(super) const ALTERNATIVES: [Self; 5] = [
         Self::ByFileSystem,
         Self::Nth(1),
@@ -158,7 +158,7 @@ impl KernelFiles {
         }
     }
 
-    /// Uses files below a directory.
+    /// Uses files below `root` instead.
     #[cfg(test)]
     pub(super) fn with_root(root: &Path) -> Self {
         Self {
@@ -167,7 +167,7 @@ impl KernelFiles {
         }
     }
 
-    /// Returns a copy with another choice of names.
+    /// Returns a copy that chooses names by `naming`.
     pub(super) fn with_naming(&self, naming: DeviceNaming) -> Self {
         Self {
             naming,
@@ -204,9 +204,9 @@ impl KernelFiles {
         device.major() != 0 && self.device_dir(device).join("dev").exists()
     }
 
-    /// Returns whether a block device keeps its content only in memory, so that a reboot loses it: a RAM disk or zram.
+    /// Returns whether a block device has its content in memory, so that a reboot loses it: a RAM disk or zram.
     pub(super) fn is_memory_backed(&self, device: DeviceNumber) -> bool {
-        // Documentation/admin-guide/devices.txt.
+        // Major number (Documentation/admin-guide/devices.txt).
         const RAM_DISK: u32 = 1;
         device.major() == RAM_DISK || self.attribute(device, "comp_algorithm").is_some()
     }
@@ -245,7 +245,7 @@ impl KernelFiles {
         }
         let table = device_mapper::read_table(device.major(), libc::minor(device.0));
         let unread = |error| {
-            // The device is then treated as a base that overlaps all devices below it.
+            // The device then becomes a base that overlaps all devices below it.
             log::info!("The table of the device {device} cannot be read: {error}");
         };
         table.map_err(unread).ok()
@@ -312,7 +312,7 @@ fn parse_mount(line: &[u8]) -> Option<MountedFileSystem> {
     let (root, point) = (fields.next()?, fields.next()?);
     let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
     let (kind, source) = (rest.next()?, rest.next()?);
-    // Split at the last option, whose value may contain commas.
+    // Split at the last such option, because the value may contain commas.
     let options = String::from_utf8_lossy(rest.next().unwrap_or_default());
     let subvolume = options.split_once(",subvol=");
     let subvolume = subvolume.map(|(_, folder)| unescape(folder.as_bytes()));
@@ -353,7 +353,7 @@ fn unescape(text: &[u8]) -> PathBuf {
     OsString::from_vec(name).into()
 }
 
-/// Parses a line of `dmsetup table`, with which tests define tables.
+/// Parses a line of `dmsetup table`, the format in which tests define tables.
 #[cfg(test)]
 fn parse_target(line: &str) -> Option<DeviceMapperTarget> {
     let mut words = line.splitn(4, ' ');

@@ -1,11 +1,11 @@
 //! Identity of a drive's bytes, whatever path leads to them, and other users of the bytes.
 //!
-//! A file, a loop device of that file and a partition of that loop device are three paths to the same bytes. Leases, locks and
-//! the names that guests see must be the same for all these paths. So a path is resolved to *extents*: parts of *bases*, which
-//! have stable names. A base is a disk, an NVMe namespace or a file. A disk is named by its world-wide identifier or serial
-//! number, a namespace by its drive's name, and a file by its file system and inode. A disk with neither identifier has a name
-//! that is only valid until the next boot (`backing_extent::boot_id_of`). A file on such a disk is named by the UUID of its file system:
-//! no guest can change this UUID, because it is stored outside of all files.
+//! A file, a loop device of that file and a partition of that loop device are three paths to the same bytes. Leases, locks
+//! and the names that guests see must be the same for all three. So a path is resolved to *extents*: parts of *bases*,
+//! which have stable names. A base is a disk, an NVMe namespace or a file. A disk is named by its world-wide identifier or
+//! serial number, a namespace by its drive's name, and a file by its file system and inode. A disk with neither identifier
+//! has a name that is only valid until the next boot (`backing_extent::boot_id_of`). A file on such a disk is named by the
+//! UUID of its file system. No guest can change this UUID, because it is stored outside of all files.
 //!
 //! A device-mapper device is resolved by its table: `linear` targets are the bytes of the devices below. Other targets, such as
 //! `crypt` or `striped`, and RAID devices are bases. Such a base counts as overlapping all devices below it. Thin volumes of
@@ -14,7 +14,7 @@
 //! * `stacked_file_system`: file systems that show files of other file systems.
 //! * `kernel_files`: the kernel's view of block devices and file systems, below a directory that tests replace.
 //! * [`nvme_names`]: names of NVMe drives.
-//! * `identity`: all names of a drive.
+//! * `drive_identity`: all names of a drive.
 //! * `backing_extent`: extents, and their text form, the identity of a drive.
 
 mod backing_device;
@@ -56,9 +56,9 @@ pub struct BackingFile {
     pub path: PathBuf,
     /// Device and inode number.
     file_id: (u64, u64),
-    /// First byte of the file that is used.
+    /// First byte of the file that the drive uses.
     pub offset: u64,
-    /// Offset of this byte on the drive.
+    /// Offset on the drive of the file's first used byte.
     drive_offset: u64,
     /// Number of the drive's bytes that are stored in the file.
     length: u64,
@@ -67,8 +67,8 @@ pub struct BackingFile {
 }
 
 impl BackingFile {
-    /// Returns the part of a range of the drive that this file stores, as first byte and length in the file. `None` if the file
-    /// stores no byte of the range.
+    /// Returns the part of the file that stores a range of the drive, as first byte and length in the file; `None` if the
+    /// file stores no byte of the range.
     #[must_use]
     pub fn file_part(&self, start: u64, length: u64) -> Option<(u64, u64)> {
         let first = start.max(self.drive_offset);
@@ -89,9 +89,9 @@ impl BackingFile {
 impl BackingId {
     /// Resolves a path without symbolic links.
     ///
-    /// # Errors
-    /// Returns the kernel's error about the path. Returns `Unsupported` for a file that could be leased twice, because it also
-    /// has another name. Unknown facts about a device are no error: the drive's name is then only valid until the next boot.
+    /// Returns the kernel's error about the path, or `Unsupported` for a file that has another name as well, and so could
+    /// be leased twice. A device that lacks attributes is no error: the drive's name is then only valid until the next
+    /// boot.
     pub fn from_path(path: &Path) -> io::Result<Self> {
         Self::from_path_in(&KernelFiles::host(), path)
     }
@@ -142,7 +142,7 @@ impl BackingId {
         &self.files
     }
 
-    /// If a mounted file system or a swap area uses the bytes, describes it.
+    /// Returns a description of a mounted file system or swap area that uses the bytes; `None` if there is none.
     pub fn find_user(&self) -> Option<String> {
         self.find_user_in(&KernelFiles::host())
     }
@@ -183,7 +183,7 @@ pub(crate) struct HostDisks {
 }
 
 impl HostDisks {
-    /// Queries this host.
+    /// Reads the boot id and the disks of this host.
     pub(crate) fn query() -> Self {
         Self::from_system(&KernelFiles::host())
     }
@@ -198,8 +198,7 @@ impl HostDisks {
         }
     }
 
-    /// Returns whether the host has the disk of a base, or, for a file, the disk of its file system. Also returns `false` if
-    /// this process cannot see the disk.
+    /// Returns whether this process sees the disk of a base, or, for a file, the disk of its file system.
     pub(crate) fn has_disk(&self, base: &str) -> bool {
         let is_of = |disk: &String| {
             let mut places = base.match_indices(disk.as_str());
@@ -226,7 +225,8 @@ pub fn start_location(identity: &str) -> String {
     backing_extent::start_location(identity)
 }
 
-/// Names the devices that prevent a block device from being opened exclusively, if the kernel reports any.
+/// Returns the names of devices that prevent a block device from being opened exclusively; `None` if the kernel reports
+/// none.
 pub fn device_holders(path: &Path) -> Option<String> {
     let device = DeviceNumber(fs::metadata(path).ok()?.rdev());
     let holders = KernelFiles::host().holders(device);
@@ -237,7 +237,8 @@ pub fn device_holders(path: &Path) -> Option<String> {
 fn file_extent(system: &KernelFiles, path: &Path, metadata: &Metadata) -> BackingExtent {
     let device = DeviceNumber(metadata.dev());
     let file_system = if system.is_device_mapper(device) {
-        // Few processes can read the device's table, but a file must have the same name for all.
+        // Few processes can read the device's table, but a file must have the same name for all processes. So the table is
+        // not resolved.
         backing_device::device_name(system, device)
     } else if system.is_block_device(device) {
         backing_extent::format_identity(&BackingDevice::resolve(system, device).extents)

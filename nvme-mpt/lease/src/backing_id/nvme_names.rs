@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use super::backing_extent;
 
-/// Kind of these bases.
+/// Kind of a base that is an NVMe drive.
 const KIND: &str = "nvme";
 
 /// Prefix of the NQN that Linux generates for a drive without one (`drivers/nvme/host/core.c`, `nvme_init_subnqn`).
@@ -37,8 +37,8 @@ impl ControllerNameFields<'_> {
         Some(backing_extent::base_name(KIND, &name))
     }
 
-    /// Returns a name that does not change if firmware reports another NQN or model. Two drives may have the same name of this
-    /// kind. Returns `None` without a vendor, or if all characters of the serial number are equal.
+    /// Returns a name that stays the same if firmware reports another NQN or model. It is not unique to a drive. Returns
+    /// `None` without a vendor, or if all characters of the serial number are equal.
     #[must_use]
     pub fn serial_name(&self) -> Option<String> {
         let (vendor, serial) = (self.vendor?, ascii_text(self.serial));
@@ -48,13 +48,13 @@ impl ControllerNameFields<'_> {
     }
 }
 
-/// Returns whether a drive has the name of an NVMe drive.
+/// Returns whether a drive's name is that of an NVMe drive.
 #[must_use]
 pub fn is_nvme_name(drive: &str) -> bool {
     drive.split_once(':').is_some_and(|(kind, _)| kind == KIND)
 }
 
-/// Returns the name of a namespace of the drive `name` as a block device.
+/// Returns the name that the block device of a namespace has, on the drive with the name `name`.
 #[must_use]
 pub fn namespace_name(name: &str, nsid: u32) -> String {
     match nsid {
@@ -63,8 +63,8 @@ pub fn namespace_name(name: &str, nsid: u32) -> String {
     }
 }
 
-/// Returns the name and NSID with which a namespace is compared with block devices. For an NVMe drive, the NSID becomes part of
-/// the name, as for its block device; a block device has one namespace.
+/// Returns the name and NSID by which a namespace is compared with block devices. An NVMe drive's NSID becomes part of the
+/// name, as in the name of its block device, which has one namespace.
 #[must_use]
 pub fn as_block_device(drive: &str, nsid: u32) -> (Cow<'_, str>, u32) {
     match drive.split_once(':') {

@@ -1,10 +1,10 @@
 //! Stacked file systems, which show files of other file systems under their own names and inode numbers.
 //!
-//! A lock on such a file does not lock the file below it, where the same bytes have another inode number. So one file
-//! could be leased twice. A file on overlay is found in the upper directory, and leases and locks use that file. Files
-//! on other stacked file systems are refused.
+//! A lock on such a file does not lock the file below it, where the bytes have another inode number. So the bytes could be
+//! leased twice. A file on overlay is found in the upper directory, and leases and locks use the found file. Files on other
+//! stacked file systems are refused.
 //!
-//! A network file system is allowed if the server provides its inode numbers and locks, because then all clients and the server
+//! A network file system is allowed if its server provides inode numbers and locks, because then the server and all clients
 //! see each other's locks. It is refused if locks are only known to the client, or if the client numbers the inodes.
 
 use std::fs;
@@ -37,8 +37,7 @@ const STACKED: &[&str] = &[
     "wrapfs",
 ];
 
-/// File systems of another machine, or of this virtual machine's host, whose inode numbers or locks are only known to the
-/// client.
+/// File systems of another machine, or of this virtual machine's host, whose inode numbers or locks only the client knows.
 const CLIENT_LOCKED: &[&str] = &[
     "9p",
     "afs",
@@ -55,10 +54,10 @@ const CLIENT_LOCKED: &[&str] = &[
 /// Kind of overlay file systems.
 const OVERLAY: &str = "overlay";
 
-/// Returns the file below a file on overlay; `None` if the file is not stacked.
+/// Returns the file that overlay shows at a path; `None` if the file is on no stacked file system.
 ///
 /// # Errors
-/// `Unsupported` for a file that has another name and could be leased twice.
+/// `Unsupported` for a file that has another name as well, and so could be leased twice.
 pub(super) fn file_below(system: &KernelFiles, path: &Path) -> io::Result<Option<PathBuf>> {
     let mounts = system.mounts();
     let Some(mount) = MountedFileSystem::find_for_path(&mounts, path) else {
@@ -91,7 +90,7 @@ pub(super) fn file_below(system: &KernelFiles, path: &Path) -> io::Result<Option
             Some(file) => Ok(Some(file)),
             None => Err(refusal(kind, why, remedy)),
         },
-        // If overlay is the root of a container, no process in it has another name for the file.
+        // Overlay at the root of a container: no process in the container has another name for the file.
         _ if mount.point == Path::new("/") => Ok(None),
         _ => Err(refusal(kind, why, remedy)),
     }
@@ -116,7 +115,7 @@ fn find_in_upper(upper: &Path, mount: &MountedFileSystem, path: &Path) -> Option
         .join(folder)
         .join(path.strip_prefix(&mount.point).ok()?);
     let (shown, below) = (fs::metadata(path).ok()?, fs::symlink_metadata(&file).ok()?);
-    // A file that overlay copied up keeps the inode number of the lower file.
+    // A file that was copied up has the inode number of the lower file, so it is not recognized.
     let is_it = below.is_file() && (shown.ino(), shown.len()) == (below.ino(), below.len());
     if !is_it {
         return None;

@@ -6,7 +6,7 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// Fake sysfs and proc of a machine.
+/// Fake sysfs and proc file systems of a machine.
 struct Tree {
     dir: TempDir,
     system: KernelFiles,
@@ -27,7 +27,7 @@ impl Tree {
         fs::write(path, content).unwrap();
     }
 
-    /// Creates a block device with a directory in `sys/devices` and these attributes.
+    /// Creates a block device with a directory in `sys/devices` and the given attributes.
     fn device(&self, folder: &str, number: &str, attributes: &[(&str, &str)]) -> DeviceNumber {
         for (name, value) in attributes {
             self.write(
@@ -77,7 +77,7 @@ impl Tree {
         }
     }
 
-    /// Creates a device-mapper device with this table (in the format of `dmsetup table`) and these underlying devices.
+    /// Creates a device-mapper device with the given table (in the format of `dmsetup table`) and devices below it.
     fn mapped(&self, minor: u32, uuid: &str, table: &str, slaves: &[&str]) -> DeviceNumber {
         let sectors = table.lines().last().map_or(0, |line| {
             let mut words = line.split(' ').map(|word| word.parse::<u64>());
@@ -181,7 +181,7 @@ fn disks_of_each_kind_have_a_name_that_is_not_the_kernels() {
         // Devices that can only be identified until the next boot.
         ("43:0", "nbd0", &[("diskseq", "9")], "disk:this-boot/9"),
         ("252:1", "vdb", &[("serial", "")], "disk:this-boot/252:1"),
-        // The contents of these devices are lost at a reboot too.
+        // Devices that lose their content at a reboot.
         (
             "252:0",
             "zram0",
@@ -462,7 +462,7 @@ fn a_mapping_that_moves_bytes_overlaps_all_that_is_below() {
     };
     assert!(overlaps(crypt, disk) && overlaps(crypt, half) && overlaps(crypt, striped));
     assert!(!overlaps(crypt, rest) && overlaps(striped, rest));
-    // Volumes on one mapping are identified by their offsets in it.
+    // Volumes on the same mapping are identified by their offsets in the mapping.
     let first = tree.mapped(4, "LVM-1", "0 8 linear 253:3 0\n", &["253:3"]);
     let second = tree.mapped(5, "LVM-2", "0 8 linear 253:3 8\n", &["253:3"]);
     assert!(overlaps(first, striped) && overlaps(first, half));

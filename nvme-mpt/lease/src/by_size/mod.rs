@@ -1,11 +1,11 @@
 //! Extents of a lease by size: the extents that its id already has, followed by free ones.
 //!
-//! The drive is divided into units. A unit is free if it overlaps no lease, and no data that still belongs to an id. Data that
-//! was released or given up, and data whose wipe was not finished, are in free units and are wiped before a lease uses the
-//! unit.
+//! The drive is divided into units. A unit is free if it overlaps neither a lease nor data that still belongs to an id.
+//! Data that was released, was given up, or is not completely wiped does not make a unit taken. It is wiped before a lease
+//! uses the unit.
 //!
-//! The ledger stores each byte's offset within its lease (`tenants`). So a returning id finds its extents in their
-//! order.
+//! The ledger stores the offset of each byte within its lease (in `tenants`). So an id that returns finds its extents in
+//! their order.
 
 use std::ops::Range;
 
@@ -110,8 +110,8 @@ pub(super) struct SizeDemand {
     pub(super) whole: bool,
 }
 
-/// Returns the extents that the id already has for its lease by size. If the id has data that does not form such a lease, the
-/// request is refused. Data that was released or given up is free, and does not count.
+/// Returns the extents that the id already has for its lease by size. Refuses the request if the id has data that does not
+/// form such a lease. Data that was released or given up is free, so it never refuses the request.
 fn find_previous(
     found: &[LocatedRangeOwner<'_>],
     id: &str,
@@ -142,9 +142,8 @@ fn find_previous(
     Ok(None)
 }
 
-/// If a lease of `range` would split the id's lease by size, returns the lease by size with its options. After a split, a
-/// request by size could not find the lease again. A range that starts with the lease's only extent and contains it does not
-/// split the lease.
+/// Returns the id's lease by size, with its options, if a lease of `range` would split it. A request by size would not find
+/// a split lease again. A range that starts with the lease's only extent and contains it does not split the lease.
 pub(super) fn find_split_lease(
     records: &LedgerRecords,
     area: &LeaseTarget<'_>,
@@ -170,8 +169,8 @@ pub(super) fn find_split_lease(
     })
 }
 
-/// Returns the bitwise OR of the starts and lengths of all extents. Its lowest set bit is the largest unit that fits all
-/// extents.
+/// Returns the bitwise OR of the starts and lengths of all extents. Its lowest set bit is the largest power of two of which
+/// all of them are multiples.
 fn alignment_bits(extents: &LeaseExtents) -> u64 {
     let bits = extents.parts().iter();
     let bits = bits.map(|part| part.start() | part.length());
@@ -181,7 +180,7 @@ fn alignment_bits(extents: &LeaseExtents) -> u64 {
 type PreviousExtentsFit =
     Result<Option<PreviousExtents>, (Vec<ByteRange>, PreviousExtentsMismatch)>;
 
-/// Returns the extents of the id's former lease by size, in the order of their offsets.
+/// Returns the extents of the id's previous lease by size, in the order of their offsets within the lease.
 fn in_lease_order(placed: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     let mut placed: Vec<_> = placed
         .iter()
@@ -205,8 +204,8 @@ fn in_lease_order(placed: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     }
 }
 
-/// Returns the data of leases with fixed ranges of the id as one extent. `None` if there is no such data; an error if it is not
-/// contiguous.
+/// Returns the data of the id's leases with fixed ranges as one extent; `None` if there is no such data. Returns an error
+/// if the data is not contiguous.
 fn in_drive_order(named: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     let ranges = sort_and_join(named.iter().map(|found| found.range).collect());
     match &ranges[..] {
@@ -299,7 +298,7 @@ fn extend_with_free(
 ) -> Result<LeaseExtents, LeaseRefusal> {
     let SizeDemand { bytes, unit, whole } = demand;
     let present: u64 = own.iter().map(ByteRange::length).sum();
-    // A lease only shrinks on request.
+    // A lease shrinks only by an explicit request, so it may be larger than `bytes`.
     let missing = bytes.saturating_sub(present) / unit;
     let (dirty, kept): (Vec<&LocatedRangeOwner<'_>>, Vec<_>) =
         found.iter().partition(|found| found.owner.is_free());
@@ -329,7 +328,7 @@ fn extend_with_free(
     let range = |run: Range<u64>| ByteRange::new(run.start * unit, (run.end - run.start) * unit);
     let chosen = chosen.into_iter().filter_map(|run| range(run).ok());
     let parts = own.iter().copied().chain(chosen).collect();
-    // The parts do not overlap, because the lease's own parts are not free.
+    // The parts do not overlap: the lease's own parts are not free, so none of them was chosen.
     LeaseExtents::new(parts).map_err(|_| no_room())
 }
 
@@ -356,7 +355,7 @@ pub(super) fn namespace_uses<'a>(
     (units.sum::<u64>() * unit, used)
 }
 
-/// Records the id as the owner of the lease's extents. Data of other ids in the extents is marked for wiping.
+/// Records the id as the owner of the lease's extents, and marks data of other ids in them for wiping.
 pub(super) fn record_extents(
     tenants: &mut Vec<RangeOwner>,
     area: &LeaseTarget<'_>,
@@ -374,7 +373,7 @@ pub(super) fn record_extents(
         is_fixed_range: true,
     }) = former
     {
-        // The bytes get offsets within the lease. All of them belong to the id.
+        // All these bytes belong to the id already, and only get their offsets within the lease.
         record_parts(
             tenants,
             area,

@@ -1,4 +1,4 @@
-//! Leases by size and by name, against a model that knows each unit of a drive.
+//! Test of leases by size and of leases with a fixed range, against a model that knows each unit of a drive.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,7 +16,7 @@ const IDS: [&str; 4] = ["a", "b", "c", "d"];
 enum LedgerModelStep {
     /// A lease by size: its id, its units, the size of a unit in MiB, whether it is one extent.
     Size(&'static str, u64, u64, bool),
-    /// A lease by name: its id, first unit and units.
+    /// A lease with a fixed range: its id, first unit and number of units.
     Range(&'static str, usize, usize, PreviousDataPolicy),
     /// Growth of a live lease: its index, and the number of units.
     Grow(usize, u64),
@@ -51,7 +51,7 @@ fn step() -> impl Strategy<Value = LedgerModelStep> {
     ]
 }
 
-/// The entry of a unit.
+/// Ledger entry of a unit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct LedgerModelUnit {
     id: &'static str,
@@ -72,10 +72,10 @@ impl LedgerModelUnit {
 #[derive(Debug)]
 struct LedgerModelLease {
     id: &'static str,
-    /// The lease of a live holder; `None` if the holder died.
+    /// Lease that a live holder has; `None` if the holder died.
     lease: Option<Lease>,
     units: Vec<usize>,
-    /// Size of the lease's units in MiB; `None` for a lease by name.
+    /// Size of the lease's units in MiB; `None` for a lease with a fixed range.
     unit: Option<u64>,
     whole: bool,
 }
@@ -92,7 +92,7 @@ struct LedgerModel {
     had: HashMap<&'static str, Vec<usize>>,
 }
 
-/// Outcome of a request for a size, determined by the units.
+/// Outcome of a request by size, as the model determines it.
 #[derive(Debug, PartialEq)]
 enum LedgerModelOutcome {
     IdTaken,
@@ -149,8 +149,8 @@ impl LedgerModel {
         leases.any(|entry| entry.units.contains(&unit))
     }
 
-    /// Returns the units with data of the id that a lease by size can reuse, and whether the data is of leases by name; `None`
-    /// if the units do not form a lease.
+    /// Returns the units with data of the id that a lease by size can reuse, and whether the data is of leases with a fixed
+    /// range; `None` if the units do not form a lease.
     fn former(&self, id: &str, unit: u64, whole: bool) -> Option<(Vec<usize>, bool)> {
         let own = |unit: &usize| self.units[*unit].filter(|unit| unit.id == id);
         let all = || (0..UNITS).filter(|unit| own(unit).is_some());
@@ -196,7 +196,7 @@ impl LedgerModel {
         Some((Vec::new(), false))
     }
 
-    /// Returns the units of the whole lease by size that the id left and that was not given up.
+    /// Returns the units of the lease by size that the id left, if it is complete and was not given up.
     fn former_by_size(&self, id: &str) -> Option<Vec<usize>> {
         let placed =
             |unit: &usize| self.units[*unit].filter(|unit| unit.id == id && unit.at.is_some());
@@ -208,7 +208,7 @@ impl LedgerModel {
         (is_whole && !is_free).then_some(units)
     }
 
-    /// Returns which units are free for the id, with and without data.
+    /// Returns the units that are free for the id: those without data, and those with data.
     fn free(&self, own: &[usize], but: Option<&str>) -> (HashSet<usize>, HashSet<usize>) {
         let taken = |unit: &usize| own.contains(unit) || self.is_leased(*unit, but);
         let usable = (0..UNITS).filter(|unit| !taken(unit));
@@ -330,7 +330,7 @@ impl LedgerModel {
             unit: unit * M,
             whole,
         };
-        // All is wiped, whatever is said.
+        // A lease by size wipes all foreign data, whatever policy the request has.
         let request = request(id, wanted, PreviousDataPolicy::Kept);
         let remembered = self.former(id, 1, false);
         if let Some(had) = self.had.get(id) {
@@ -478,7 +478,7 @@ impl LedgerModel {
         Ok(())
     }
 
-    /// Returns the index of a living lease.
+    /// Returns the index of a lease whose holder lives.
     fn living(&self, which: usize) -> Option<usize> {
         let living = self.leases.iter().enumerate();
         let living = living.filter(|(_, entry)| entry.lease.is_some());
@@ -646,7 +646,7 @@ impl LedgerModel {
         Ok(())
     }
 
-    /// Checks what holds after each step.
+    /// Checks the invariants that hold after each step.
     fn check(&self) -> Result<(), TestCaseError> {
         let listed: Vec<_> = self
             .ledger

@@ -7,7 +7,7 @@ use super::*;
 
 const M: u64 = 1 << 20;
 
-/// Capacity of the drive: whole units and a remainder.
+/// Blocks of the drive: whole units, and half a unit at the end.
 const BLOCKS: u64 = (40 * M + M / 2) >> 9;
 
 fn request(id: &str, wanted: RequestedBytes) -> LeaseRequest<'_> {
@@ -56,7 +56,7 @@ fn at<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
     request(id, RequestedBytes::Range(range.parse().unwrap()))
 }
 
-/// Requests a range, and keeps other ids' data.
+/// Requests a range, whose data of other ids the lease gets.
 fn keep<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
     LeaseRequest {
         previous_data: PreviousDataPolicy::Kept,
@@ -203,7 +203,7 @@ fn a_partition_has_the_leases_by_size_of_its_disk() {
     disk.grow(4 * M).unwrap();
     assert_eq!(parts(&disk), ranges(&["0+2M", "3M+2M"]));
     drop(disk);
-    // A drive that consists of the disk's second half, then of its first half.
+    // A drive whose first half is the second half of a disk, and the reverse.
     let turned = |request: LeaseRequest<'static>| LeaseRequest {
         drive: "20971520+20971520 of disk:d and 0+20971520 of disk:d".into(),
         blocks: (40 * M) >> 9,
@@ -212,7 +212,7 @@ fn a_partition_has_the_leases_by_size_of_its_disk() {
     let a = take(&ledger, &turned(size("a", 5)));
     assert_eq!(parts(&a), ranges(&["20M+2M", "23M+3M"]));
     assert!(a.unwiped().is_empty());
-    // The id's data is not in a partition that starts behind it.
+    // The id's data lies before this partition, which starts behind it.
     drop(a);
     let behind = LeaseRequest {
         drive: "1048576+10485760 of disk:d".into(),
@@ -221,7 +221,7 @@ fn a_partition_has_the_leases_by_size_of_its_disk() {
     };
     let message = refusal(&ledger, &behind);
     assert!(message.contains("not all of a lease"), "{message}");
-    // The space that another id leases there is not free either.
+    // The space there that another id leases is not free either.
     let other = LeaseRequest { id: "c", ..behind };
     let c = take(&ledger, &other);
     assert_eq!(parts(&c), ranges(&["5M+5M"]));
@@ -239,7 +239,7 @@ fn a_range_becomes_a_lease_by_size_and_back() {
         let a = take(&ledger, &at("a", "5M+3M"));
         assert!(a.unwiped().is_empty());
         drop(a);
-        // The range extends the lease at its end.
+        // The range contains the lease and extends it at its end.
         drop(take(&ledger, &size("a", 3)));
         drop(take(&ledger, &at("a", "5M+4M")));
         assert_eq!(parts(&take(&ledger, &size("a", 4))), ranges(&["5M+4M"]));
@@ -273,7 +273,7 @@ fn a_range_tears_no_lease_by_size_of_its_id() {
                 assert!(message.contains("say size=2M,unit=1M"), "{message}");
             }
         }
-        // The id can lease other ranges that do not overlap.
+        // The id can lease other ranges that do not overlap its lease by size.
         drop(take(&ledger, &at("a", "9M+1M")));
         assert_eq!(
             parts(&take(&ledger, &size("a", 2))),
@@ -395,7 +395,7 @@ fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
         let b = take(&ledger, &keep_size("b", 10));
         assert_eq!(parts(&b), ranges(&["30M+10M"]));
         assert_eq!(b.unwiped(), ranges(&["30M+1M"]));
-        // An incomplete wipe stays marked for the id.
+        // Without a complete wipe, the range stays marked for the id's next lease.
         drop(b);
         let b = take(&ledger, &size("b", 10));
         assert_eq!(b.unwiped(), ranges(&["30M+1M"]));
@@ -436,7 +436,7 @@ fn a_released_id_that_lost_its_end_gets_new_extents() {
         let last = format!("{}+1M", ByteSize(end - M));
         let other = take(&ledger, &at("other", &last));
         assert_eq!(other.unwiped(), ranges(&[&last]));
-        // The incomplete data must not be handed over as complete either.
+        // Data that is partly wiped must not be handed over as complete.
         ledger.decide_data(id, PreviousDataPolicy::Kept).unwrap();
         let again = take(&ledger, &size(id, 5));
         let left = ByteRange::new(end - 4 * M, 3 * M).unwrap();
@@ -477,7 +477,7 @@ fn a_lease_that_loses_a_part_by_name_is_refused() {
     assert_eq!((parts(&a), a.unwiped()), (ranges(&["4M+4M"]), Vec::new()));
     drop(a);
     assert_eq!(parts(&take(&ledger, &size("a", 4))), ranges(&["4M+4M"]));
-    // The other id keeps the range that it took.
+    // The other id gets the range again without a wipe.
     assert!(take(&ledger, &at("b", "1M+1M")).unwiped().is_empty());
 }
 
@@ -496,7 +496,7 @@ fn a_wipe_by_name_that_was_cut_short_leaves_free_space() {
         (ranges(&["1M+1M"]), ranges(&["1M+1M"]))
     );
     drop(c);
-    // Unwiped ranges of a lease by size belong to this lease.
+    // Unwiped ranges of a lease by size belong to that lease.
     drop(take(&ledger, &size("d", 1)));
     let error = ledger.acquire(&size("e", 1)).unwrap_err();
     assert!(matches!(error, LeaseError::NoCapacity { .. }), "{error}");
@@ -739,7 +739,7 @@ fn a_refusal_suggests_a_fitting_smaller_unit() {
 fn an_unsynced_ledger_is_used_as_it_is_on_disk() {
     let (_dir, ledger) = folder();
     let a = take(&ledger, &size("a", 2));
-    // State after a change that failed after the file was replaced.
+    // A change has replaced the file and then failed, so the file is ahead of the lease.
     let ahead = a.ahead();
     ahead.grow(4 * M).unwrap();
     assert_eq!(parts(&a), ranges(&["0+2M"]));

@@ -32,25 +32,25 @@ use crate::backing_id::{DriveIdentityRef, HostDisks, backing_extent};
 use crate::label::DriveLabel;
 use crate::range::{BlockRange, ByteRange, ByteSize};
 
-/// Record of the leases of drives. Clones are the same ledger.
+/// Record of the leases of drives. All clones access one ledger.
 #[derive(Clone, Debug)]
 pub struct Ledger(Arc<LedgerStorage>);
 
 /// Storage of a ledger.
 #[derive(Debug)]
 enum LedgerStorage {
-    /// In a state directory, shared by all processes that use it.
+    /// In a state directory that several processes share.
     Directory {
         dir: LedgerDirectory,
-        /// Slots of leases that this process took over while the ledger still names another process.
+        /// Slots of leases that this process took over, but for which the ledger still names the predecessor.
         unrecorded: Mutex<BTreeSet<LeaseSlot>>,
         returns: PendingLeaseReturns,
     },
-    /// The ledger is in this process, for drives that no other process can access.
+    /// In this process alone, for drives that no other process can access.
     Process {
         records: Mutex<LedgerRecords>,
-        /// Random value from which guests' names are derived, so that they differ from those for drives with the same names in
-        /// other processes.
+        /// Random value from which guests' names are derived, so that they differ from those of other processes' drives
+        /// with the same names.
         salt: u64,
         /// Memory file with the records for the successor process. The lock of this field is taken after the lock of the
         /// records.
@@ -80,8 +80,8 @@ impl Ledger {
         }))
     }
 
-    /// Opens a ledger in a memory file that successive processes use, one at a time. The file is empty at first. Leases of the
-    /// predecessor count as ended, but the records of which id has data where stay valid.
+    /// Opens a ledger in a memory file, which a process hands over to its successor. The file is empty at first. The
+    /// predecessor's leases count as ended. Its records of which id has data where stay valid.
     ///
     /// # Errors
     /// The file cannot be read or written, or contains no such ledger.
@@ -102,9 +102,10 @@ impl Ledger {
         })))
     }
 
-    /// Hands the memory file of a ledger [in one](Self::from_memory_file) over to the successor. Later changes are only visible in this
-    /// process. Returns whether this process has [handed over](Lease::hand_over) all its leases. The successor does not see leases
-    /// of this process. So if this returns `false`, this process has to end before the successor grants leases.
+    /// Hands the memory file of a ledger [in one](Self::from_memory_file) over to the successor, which does not see later
+    /// changes by this process. Returns whether this process has [handed over](Lease::hand_over) all its leases. If it
+    /// returns `false`, this process must end before the successor grants leases, because the successor does not see the
+    /// leases of this process.
     pub fn hand_over(&self) -> bool {
         match &*self.0 {
             LedgerStorage::Directory { .. } => true,
@@ -122,11 +123,11 @@ impl Ledger {
         }
     }
 
-    /// Grants the lease that `request` asks for, unless another lease has part of it. A stale lease with the same id,
-    /// drive and range is taken over. A lease by size takes over a stale lease with the same id and drive.
+    /// Grants the lease that `request` asks for, unless another lease has part of it. Takes over a stale lease of the same
+    /// id, drive and range; for a lease by size, of the same id and drive.
     ///
-    /// If a lease is taken over without changes, the ledger's file is not written, because the guest waits in the meantime. The
-    /// caller calls [`Self::record_holder`] later, which writes the new holder.
+    /// A take-over without changes does not write the ledger's file, because a guest waits for it. The caller writes the
+    /// new holder later, by [`Self::record_holder`].
     ///
     /// # Errors
     /// The range overlaps another lease or does not lie on the drive. The drive has too little capacity for the size.
@@ -135,11 +136,11 @@ impl Ledger {
         self.acquire_with_claim(LeaseClaim::Operator, request)
     }
 
-    /// Like [`Self::acquire`], by the right of `claim`.
+    /// Grants a lease as [`Self::acquire`] does, by the right of `claim`.
     ///
     /// # Errors
-    /// Like [`Self::acquire`]. Also if the claim does not allow the lease: another user or no user owns it, or the requested
-    /// bytes do not all belong to the id.
+    /// Like [`Self::acquire`]. Also if the claim does not allow the lease: another user owns it, no user owns it, or the id
+    /// does not have all requested bytes.
     pub fn acquire_with_claim(
         &self,
         claim: LeaseClaim,
@@ -160,7 +161,7 @@ impl Ledger {
                 let admitted = admit(&records, request, |slot| folder.is_held(&holders, slot))
                     .map_err(|refusal| refusal.into_error(&request.target(), folder.path()))?;
                 claim.check_extents(&records, &request.target(), &admitted.extents)?;
-                // The slot is held before the lease is entered and until after it is removed. So a live holder's lease
+                // The slot is taken before the lease is entered, and released after it is removed. So a live holder's lease
                 // never looks stale to another process.
                 let (slot, holder) = match admitted.taken_over {
                     Some(slot) => (slot, exclusive.take_over(slot)?),
@@ -223,8 +224,8 @@ impl Ledger {
                 for record in &records.leases {
                     let slot = LeaseSlot(record.slot);
                     let held = folder.is_held(&holders, slot)?;
-                    // No lock was taken: a slot without a holder may belong to a lease that was released after the
-                    // ledger was read. Such a lease is removed from the ledger before its holder is released.
+                    // The ledger was read without its lock. So a slot without a holder may belong to a lease that was
+                    // returned after the read: a lease is removed from the ledger before its holder is released.
                     if held || folder.read()?.find(slot).is_some() {
                         let owner = records.owner(&record.id);
                         entries.push(LeaseEntry::new(record, held).with_owner(owner));
@@ -246,8 +247,8 @@ impl Ledger {
         }
     }
 
-    /// Records this process as the holder of leases that it took over without a write. Until then, the ledger shows the
-    /// predecessor to operators.
+    /// Records this process as the holder of leases that it took over without a write. Until this call, operators see the
+    /// predecessor as the holder.
     ///
     /// # Errors
     /// The ledger's file cannot be used. The next call tries again.
@@ -268,15 +269,15 @@ impl Ledger {
         Ok(())
     }
 
-    /// Records this process as the holder of the leases in `slots`. Slots that are no longer in `unnamed` are skipped.
+    /// Records this process as the holder of the leases in `slots` that are still in `unnamed`.
     fn record_holder_in(
         &self,
         slots: &BTreeSet<LeaseSlot>,
         unnamed: &Mutex<BTreeSet<LeaseSlot>>,
     ) -> Result<(), LeaseError> {
         let name = |records: &mut LedgerRecords| {
-            // Checked under the ledger's lock: the ledger may name the successor for a lease that was let go in
-            // between.
+            // Checked under the ledger's lock, because a lease may have been handed over meanwhile, and the ledger may then
+            // name the successor.
             let unnamed = lock(unnamed);
             let mut found = false;
             for record in &mut records.leases {
@@ -374,14 +375,14 @@ impl Ledger {
         }
     }
 
-    /// Moves all leases and data of the drive `from` to `to`, another name of the same drive. Names that guests see are
-    /// kept. Returns whether anything was moved. Held leases continue.
+    /// Moves all leases and data of the drive `from` to `to`, another name of the same drive. Guests see the same names as
+    /// before. Returns whether anything was moved. Held leases continue.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
     pub fn carry_over(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
         if let LedgerStorage::Directory { dir: folder, .. } = &*self.0 {
-            // See `release`.
+            // Checked without the lock first, as in `release`.
             if !folder.read()?.carry_over(from, to) {
                 return Ok(false);
             }
@@ -394,7 +395,7 @@ impl Ledger {
         Ok(changed)
     }
 
-    /// Accepts the present content of a drive, on request of an operator. Returns `false` if the ledger has no facts
+    /// Accepts the present content of a drive, as an operator has requested. Returns `false` if the ledger has no facts
     /// about the drive.
     ///
     /// # Errors
@@ -427,7 +428,7 @@ impl Ledger {
         }
     }
 
-    /// Like [`Self::carry_over`], on request of an operator.
+    /// Moves leases and data as [`Self::carry_over`] does, after the checks for an operator's request.
     ///
     /// # Errors
     /// A process holds a lease of the drive `from`, both drives have leases or data, or the ledger's file cannot be
@@ -506,7 +507,7 @@ impl Ledger {
             false => Err(LeaseError::NoSuchLease { id: id.to_owned() }),
         };
         if let LedgerStorage::Directory { dir: folder, .. } = &*self.0 {
-            // See `release`.
+            // Checked without the lock first, as in `release`.
             check(&folder.read()?)?;
         }
         self.update(|records| {
@@ -540,8 +541,7 @@ impl Ledger {
         };
         match &*self.0 {
             LedgerStorage::Directory { dir: folder, .. } => {
-                // First checked without the lock, because taking the lock creates the directory. A mistyped directory
-                // should not be created.
+                // Checked without the lock first, because taking the lock creates the directory, which may be mistyped.
                 find(&folder.read()?)?;
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
@@ -582,7 +582,7 @@ impl Ledger {
         };
         match &*self.0 {
             LedgerStorage::Directory { dir: folder, .. } => {
-                // See `release`.
+                // Checked without the lock first, as in `release`.
                 decided(&mut folder.read()?)?;
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
@@ -632,8 +632,7 @@ impl Ledger {
         }
     }
 
-    /// Removes the returned lease in `slot` from the ledger, together with other leases that are returned at the same
-    /// time.
+    /// Removes the lease in `slot`, which was returned, from the ledger, together with leases that other threads return.
     fn return_lease(&self, slot: LeaseSlot) -> Result<(), LedgerStoreError> {
         match &*self.0 {
             LedgerStorage::Directory { returns, .. } => returns.return_lease(slot, |slots| {
@@ -646,8 +645,8 @@ impl Ledger {
         }
     }
 
-    /// Changes the record of a held lease. `change` returns whether it changed anything. If an operator has released the lease
-    /// by force, there is no record.
+    /// Changes the record of a held lease, unless an operator has released the lease by force. `change` returns whether it
+    /// changed the record.
     fn change_if(
         &self,
         change: impl FnOnce(&mut LedgerRecords) -> bool,
@@ -681,11 +680,11 @@ impl Ledger {
 struct EnteredLease {
     /// The extents, and the parts that have to be wiped.
     parts: LeaseParts,
-    /// Number of reserved queue pairs in the ledger.
+    /// Number of queue pairs that the ledger records as reserved.
     reserved_pairs: u16,
     /// Drive name from which the names that guests see are derived.
     name_source: String,
-    /// Unreadable bytes of the lease.
+    /// Bytes of the lease that Write Uncorrectable made unreadable.
     uncorrectable: Vec<ByteRange>,
 }
 
@@ -728,7 +727,7 @@ fn record_admitted(
         reserved_pairs: 0,
     };
     let reserved_pairs = match taken_over.and_then(|stale| records.find_mut(stale)) {
-        // The next holder most likely reserves the same number of pairs.
+        // Most likely, the next holder reserves the same number of pairs again.
         Some(stale) => {
             let reserved_pairs = stale.reserved_pairs;
             *stale = LedgerRecord {
@@ -752,7 +751,7 @@ fn record_admitted(
     claim.record_owner(&mut records.terms, request.id);
     records.note_names(request.drive);
     records.note_facts(request);
-    // Cleans up ids whose last bytes this lease got.
+    // An id may have lost its last bytes to this lease.
     records.remove_unused();
     EnteredLease {
         parts: LeaseParts { extents, unwiped },
@@ -770,7 +769,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Clone, Debug)]
 struct LeaseParts {
     extents: LeaseExtents,
-    /// Parts to be wiped, in the order of the lease.
+    /// Parts that have to be wiped, in the lease's order.
     unwiped: Vec<ByteRange>,
 }
 
@@ -782,7 +781,7 @@ pub struct Lease {
     ledger: Ledger,
     /// Slot of the lease; `None` after it was returned.
     slot: Option<LeaseSlot>,
-    // Released after `drop` has returned the lease, because fields are dropped later.
+    // Fields are dropped after `drop` has run, so the holder is released after the lease was returned.
     holder: Option<LeaseSlotHolder>,
     /// True if the lease was handed over to the successor process.
     is_handed_over: Arc<AtomicBool>,
@@ -796,12 +795,12 @@ pub struct Lease {
     capacity: u64,
     /// The requested range or size.
     wanted: RequestedBytes,
-    /// Number of reserved queue pairs in the ledger; unknown (`None`) after a failed change.
+    /// Number of queue pairs that the ledger records as reserved; unknown (`None`) after a failed change.
     reserved_pairs: Mutex<Option<u16>>,
     /// Lock that serializes changes of `parts`, because each change also changes the ledger.
     changes: Mutex<()>,
     parts: Mutex<LeaseParts>,
-    /// Bytes that Write Uncorrectable had made unreadable when the lease was granted, except bytes wiped since.
+    /// Bytes that were unreadable by Write Uncorrectable when the lease was granted, without bytes that were wiped since.
     uncorrectable: Mutex<Vec<ByteRange>>,
 }
 
@@ -824,13 +823,13 @@ impl Lease {
         self.nsid
     }
 
-    /// Returns the extents of the namespace, in the lease's order.
+    /// Returns the lease's extents of the namespace, in the lease's order.
     #[must_use]
     pub fn extents(&self) -> LeaseExtents {
         lock(&self.parts).extents.clone()
     }
 
-    /// Returns the logical blocks of the namespace, in the lease's order.
+    /// Returns the lease's logical blocks of the namespace, in the lease's order.
     #[must_use]
     pub fn blocks(&self) -> Vec<BlockRange> {
         let blocks = |part: &ByteRange| BlockRange {
@@ -850,8 +849,8 @@ impl Lease {
         }
     }
 
-    /// Returns the parts of the extents that have to be wiped before they are used, because they have other ids' data.
-    /// Each part lies in one extent.
+    /// Returns the parts of the extents that have to be wiped before they are used, because they have data of other ids.
+    /// Each part lies in a single extent.
     #[must_use]
     pub fn unwiped(&self) -> Vec<ByteRange> {
         lock(&self.parts).unwiped.clone()
@@ -899,11 +898,11 @@ impl Lease {
         Ok(())
     }
 
-    /// Returns the blocks that were unreadable when the lease was granted, except blocks wiped since.
+    /// Returns the blocks that were unreadable when the lease was granted, without blocks that were wiped since.
     #[must_use]
     pub fn uncorrectable(&self) -> Vec<BlockRange> {
         let blocks = |range: &ByteRange| {
-            // The drive may have larger blocks than when the blocks were marked.
+            // The drive's blocks may be larger now than when they became unreadable.
             let (start, last) = (range.start(), range.end().saturating_sub(1));
             let (start, last) = (start >> self.lba_shift, last >> self.lba_shift);
             BlockRange {
@@ -927,12 +926,11 @@ impl Lease {
     }
 
     /// Adds extents until the lease has `bytes` bytes. Returns the added extents, in the lease's order.
-    ///
+    /// The ledger has the new extents when this returns. Added parts with other ids' data are [unwiped](Self::unwiped).
     /// The extents are in the ledger when this returns. Added parts with other ids' data are [unwiped](Self::unwiped).
     ///
-    /// # Errors
-    /// The lease is not one by size, is larger, or is no longer in the ledger. The size is invalid. The drive has too
-    /// little capacity. The ledger's file cannot be used. The lease is then unchanged.
+    /// The lease is not one by size, is larger than `bytes`, or is no longer in the ledger. The size is invalid. The drive
+    /// has too little capacity. The ledger's file cannot be used. After an error, the lease is unchanged.
     pub fn grow(&self, bytes: u64) -> Result<Vec<ByteRange>, LeaseError> {
         let _one = lock(&self.changes);
         let present = self.check_resize(bytes)?.length();
@@ -957,14 +955,14 @@ impl Lease {
         Ok(added)
     }
 
-    /// Shrinks the lease to its first `bytes` bytes. Gives the other bytes back to the ledger, and returns their ranges in the
-    /// lease's order. Their data is wiped before any lease, including this one, gets them again.
+    /// Shrinks the lease to its first `bytes` bytes. The ledger gets the other bytes back; their ranges are returned in the
+    /// lease's order. Their data is wiped before any lease gets them again, including this one.
     ///
     /// The caller must make sure that no command uses the bytes that are given back.
     ///
     /// # Errors
-    /// The lease is not one by size, is smaller, or is no longer in the ledger. The size is invalid. The ledger's file
-    /// cannot be used. The lease is then unchanged.
+    /// The lease is not one by size, is smaller than `bytes`, or is no longer in the ledger. The size is invalid. The
+    /// ledger's file cannot be used. After an error, the lease is unchanged.
     pub fn truncate(&self, bytes: u64) -> Result<Vec<ByteRange>, LeaseError> {
         let _one = lock(&self.changes);
         let before = self.check_resize(bytes)?;
@@ -988,7 +986,7 @@ impl Lease {
         Ok(before.slice(bytes, present))
     }
 
-    /// Returns the present extents, after checking that the size may become `bytes`.
+    /// Returns the present extents, after a check that the lease may get a size of `bytes`.
     fn check_resize(&self, bytes: u64) -> Result<LeaseExtents, LeaseError> {
         match self.wanted {
             RequestedBytes::Range(range) => Err(LeaseError::Fixed {
@@ -1002,8 +1000,8 @@ impl Lease {
         }
     }
 
-    /// Changes the extents in the lease's ledger entry to a size of `bytes` bytes. They may differ from the extents in `parts`,
-    /// if an earlier change failed after it had written the ledger.
+    /// Changes the extents in the lease's ledger entry to a size of `bytes` bytes. The entry may differ from `parts`, if an
+    /// earlier change failed after it had written the ledger.
     fn resize(&self, records: &mut LedgerRecords, bytes: u64) -> Result<LeaseExtents, LeaseError> {
         let RequestedBytes::Size { unit, whole, .. } = self.wanted else {
             return Ok(self.extents());
@@ -1026,8 +1024,8 @@ impl Lease {
         }
     }
 
-    /// Returns the names that a guest sees. They depend on the id, the drive and the range; for a lease by size, not on
-    /// its extents.
+    /// Returns the names that a guest sees. They depend on the id and the drive, and on the range of a lease with a fixed
+    /// range.
     ///
     /// For a drive that exists only in this process, the names also depend on the process, because the drive's data ends with
     /// the process.
@@ -1041,8 +1039,8 @@ impl Lease {
         }
     }
 
-    /// Marks the lease as ending in the ledger: this process no longer needs the lease, but some of its commands are still in
-    /// flight. The lease is returned when it is dropped.
+    /// Marks the lease as ending in the ledger: this process no longer needs it, but commands of the lease are still in
+    /// flight. Dropping the lease returns it.
     ///
     /// # Errors
     /// The ledger's file cannot be used. Other processes then see the lease as held, not as ending.
@@ -1053,7 +1051,7 @@ impl Lease {
         Ok(())
     }
 
-    /// Records the number of queue pairs that are reserved for the lease. If the number is unchanged, nothing is written.
+    /// Records the number of queue pairs that are reserved for the lease. Writes nothing if the number is unchanged.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -1081,7 +1079,7 @@ impl Lease {
         Ok(terms.and_then(|terms| terms.limits))
     }
 
-    /// Records the operator's limits for leases of the id. They apply to later leases of the id as well.
+    /// Records the operator's limits for the id, which also apply to its later leases.
     ///
     /// # Errors
     /// The lease is no longer in the ledger, or the ledger's file cannot be used.
@@ -1095,9 +1093,8 @@ impl Lease {
         })
     }
 
-    /// Releases the lease for the successor process, which takes it over as a stale lease. In a ledger in a directory, the
-    /// lease stays recorded until the successor takes it over. This process must not use the lease's bytes any more, and must
-    /// end.
+    /// Releases the lease for the successor process, which takes it over like a stale lease. A ledger in a directory
+    /// records the lease under this process until then. This process must not use the lease's bytes any more, and must end.
     pub fn hand_over(&self) {
         self.is_handed_over.store(true, Ordering::Relaxed);
         match (&*self.ledger.0, self.slot) {
@@ -1108,7 +1105,7 @@ impl Lease {
                 },
                 Some(slot),
             ) => {
-                // The ledger will name the successor for it.
+                // The ledger will name the successor as the holder of the slot.
                 lock(unnamed).remove(&slot);
             }
             (LedgerStorage::Process { records, .. }, Some(slot)) => {
@@ -1121,10 +1118,10 @@ impl Lease {
         }
     }
 
-    /// Returns the lease to the ledger like a drop, and reports errors.
+    /// Returns the lease to the ledger as dropping it does, but reports errors.
     ///
     /// # Errors
-    /// The ledger's file cannot be used. The lease then stays in the file as a stale lease.
+    /// The ledger's file cannot be used. The lease then stays in the file, as a stale lease.
     pub fn release(mut self) -> Result<(), LeaseError> {
         match self.slot.take() {
             Some(slot) => Ok(self.ledger.return_lease(slot)?),
@@ -1158,7 +1155,7 @@ impl LedgerUncorrectableMarks {
             .collect();
         self.ledger.update(|records| {
             let slot = self.slot.ok_or_else(gone)?;
-            // Checked under the ledger's lock: the successor reads the ledger after this process has let go.
+            // Checked under the ledger's lock: the successor reads the ledger after the hand-over.
             let has_it = !self.is_handed_over.load(Ordering::Relaxed);
             let record = records.find(slot).filter(|_| has_it);
             let record = record.cloned().ok_or_else(gone)?;
@@ -1172,12 +1169,12 @@ impl LedgerUncorrectableMarks {
 
 #[cfg(test)]
 impl Lease {
-    /// Simulates the death of the holder: the lock is released, the lease stays in the ledger.
+    /// Simulates the death of the holder: releases the lock, and leaves the lease in the ledger.
     pub(super) fn die(mut self) {
         self.slot = None;
     }
 
-    /// Returns a second handle of the lease, which does not see changes of the first.
+    /// Returns a second handle of the lease, for changes that this one does not see.
     pub(super) fn ahead(&self) -> Self {
         Self {
             ledger: self.ledger.clone(),

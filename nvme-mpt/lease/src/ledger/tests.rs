@@ -299,7 +299,7 @@ fn a_stale_lease_is_taken_over_by_its_own_id_and_range_alone() {
         panic!("one lease");
     };
     assert_eq!(held.state, LeaseHolderState::Held);
-    // A lease of a living holder cannot be taken over.
+    // A lease whose holder lives cannot be taken over.
     ledger.acquire(&request("a", "0+1G")).unwrap_err();
     drop(again);
     assert_eq!(ledger.list().unwrap(), []);
@@ -351,7 +351,7 @@ fn an_unchanged_takeover_writes_nothing() {
     name_process(&dir, 7);
     let before = file_of(&dir);
 
-    // The next process requests the leases in another order, and opens the ledger's files again.
+    // The next process opens the ledger's files again, and requests the leases in another order.
     let next = Ledger::open(&dir.path().join("state"));
     let again: Vec<_> = requests
         .iter()
@@ -365,7 +365,7 @@ fn an_unchanged_takeover_writes_nothing() {
     for entry in ledger.list().unwrap() {
         assert_eq!((entry.state, entry.pid), (LeaseHolderState::Held, 7));
     }
-    // A lease of a living holder cannot be taken over.
+    // A lease whose holder lives cannot be taken over.
     for request in &requests {
         ledger.acquire(request).unwrap_err();
     }
@@ -383,7 +383,7 @@ fn an_unchanged_takeover_writes_nothing() {
     next.record_holder().unwrap();
     assert_eq!(file_of(&dir), named);
 
-    // The slot of a lease that was taken over serves this lease only.
+    // A slot that was taken over with its lease is not given to another lease.
     let beside = next.acquire(&request("e", "8G+1G")).unwrap();
     drop(again);
     let ids: Vec<_> = ledger.list().unwrap().into_iter().map(|e| e.id).collect();
@@ -399,17 +399,17 @@ fn a_lease_that_is_taken_over_with_a_change_is_written_at_once() {
         ..request("a", "0+1G")
     };
     let lease = ledger.acquire(&request("a", "1G+1G")).unwrap();
-    // The lease was marked as ending.
+    // A lease that was marked as ending.
     lease.mark_ending().unwrap();
     die(lease);
     let mut before = file_of(&dir);
     die(ledger.acquire(&request("a", "1G+1G")).unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
     assert_eq!(ledger.list().unwrap()[0].state, LeaseHolderState::Stale);
-    // The drive's identity differs.
+    // A request for another identity of the drive.
     die(ledger.acquire(&partition).unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
-    // The owner differs.
+    // A request that changes the owner.
     die(ledger
         .acquire_with_claim(LeaseClaim::ForUser(1), &partition)
         .unwrap());
@@ -418,7 +418,7 @@ fn a_lease_that_is_taken_over_with_a_change_is_written_at_once() {
         .acquire_with_claim(LeaseClaim::ForUser(1), &partition)
         .unwrap());
     assert_eq!(file_of(&dir), before);
-    // The lease has fewer reserved queue pairs.
+    // A lease with fewer reserved queue pairs.
     let lease = ledger.acquire(&partition).unwrap();
     lease.note_reserved(3).unwrap();
     die(lease);
@@ -444,7 +444,7 @@ fn a_released_takeover_is_not_recorded_again() {
 fn a_handed_over_lease_belongs_to_the_successor() {
     let (dir, [ledger, _]) = both();
     die(ledger.acquire(&request("a", "1G+1G")).unwrap());
-    // The lease is taken over, and the process is not recorded yet.
+    // The lease is taken over, and the ledger still names the predecessor.
     let before = ledger.acquire(&request("a", "1G+1G")).unwrap();
     let next = Ledger::open(&dir.path().join("state"));
     next.acquire(&request("a", "1G+1G")).unwrap_err();
@@ -576,7 +576,7 @@ fn with(id: &'static str, range: &str, former_data: PreviousDataPolicy) -> Lease
     }
 }
 
-/// Requests a range without such a policy: other ids' data causes a refusal.
+/// Requests a range without such a policy, so that data of other ids refuses it.
 fn strict(id: &'static str, range: &str) -> LeaseRequest<'static> {
     with(id, range, PreviousDataPolicy::Refused)
 }
@@ -622,7 +622,7 @@ fn another_ids_data_blocks_a_range_until_the_operator_decides() {
         assert_ne!(of_second.3, of_first.3);
         drop(kept);
         ledger.acquire(&strict("b", "1G+1G")).unwrap();
-        // The first id has no more right to the range than any other id.
+        // The data now belongs to `b`, so the first id is refused like any other id.
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
     }
 }
@@ -638,15 +638,15 @@ fn data_that_is_given_up_goes_to_the_next_id() {
         assert!(matches!(error, LeaseError::NoData { .. }), "{error}");
         let ranges = ledger.decide_data("a", PreviousDataPolicy::Kept).unwrap();
         assert_eq!(ranges, ["1G+1G".parse().unwrap()]);
-        // The range is refused until the lease of `a` ends.
+        // Refused until the lease of `a` ends.
         ledger.acquire(&strict("b", "1G+1G")).unwrap_err();
         drop(lease);
         let lease = ledger.acquire(&strict("b", "1G+1G")).unwrap();
         assert!(lease.unwiped().is_empty());
         drop(lease);
-        // The decision applied to one lease only.
+        // The decision was for one lease only.
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
-        // If the id returns, the data is private again.
+        // When the id returns, its data is private again.
         ledger.decide_data("b", PreviousDataPolicy::Kept).unwrap();
         drop(ledger.acquire(&strict("b", "1G+1G")).unwrap());
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
@@ -661,7 +661,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
         drop(ledger.acquire(&strict("a", "1G+1G")).unwrap());
         let ranges = ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
         assert_eq!(ranges, [range("1G+1G")]);
-        // If the id returns, it gets its data, which is private again.
+        // When the id returns, it gets its data, which is private again.
         let lease = ledger.acquire(&strict("a", "1G+1G")).unwrap();
         assert!(lease.unwiped().is_empty());
         drop(lease);
@@ -671,7 +671,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
         let lease = ledger.acquire(&strict("b", "1536M+1G")).unwrap();
         assert_eq!(lease.unwiped(), [range("1536M+512M")]);
         drop(lease);
-        // The wipe did not complete. The next holder must complete it, including the first id.
+        // The wipe did not complete. So each next holder must complete it, even the first id.
         for id in ["c", "a", "b"] {
             let lease = ledger.acquire(&strict(id, "1536M+512M")).unwrap();
             assert_eq!(lease.unwiped(), [range("1536M+512M")], "{id}");
@@ -683,7 +683,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
         assert!(lease.unwiped().is_empty());
         drop(lease);
         ledger.acquire(&strict("c", "1536M+512M")).unwrap_err();
-        // The unleased part is still released, and can be handed over without a wipe.
+        // The part that was not leased is still released, and can be handed over without a wipe.
         ledger.decide_data("a", PreviousDataPolicy::Kept).unwrap();
         let lease = ledger.acquire(&strict("c", "1G+512M")).unwrap();
         assert!(lease.unwiped().is_empty());
@@ -696,7 +696,7 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
     for ledger in ledgers {
         ledger.acquire(&strict("a", "1G+1G")).unwrap();
         ledger.acquire(&strict("b", "3G+1G")).unwrap();
-        // Exactly the parts with other ids' data.
+        // Exactly the parts with data of other ids are unwiped.
         let range = |text: &str| text.parse::<ByteRange>().unwrap();
         let parts = [range("1536M+512M"), range("3G+512M")];
         let wide = "1536M+2G";
@@ -704,7 +704,7 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
             .acquire(&with("c", wide, PreviousDataPolicy::Wiped))
             .unwrap();
         assert_eq!(lease.unwiped(), parts);
-        // A crash has the same effect.
+        // A crash before the wipe has the same effect.
         drop(lease);
         for id in ["a", "b", "c"] {
             let error = ledger.acquire(&strict(id, wide)).unwrap_err();
@@ -727,7 +727,7 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
         lease.mark_wiped().unwrap();
         drop(lease);
         ledger.acquire(&strict("c", wide)).unwrap();
-        // Data outside of the lease still belongs to the previous owner.
+        // Data outside of the lease still belongs to its previous owner.
         ledger.acquire(&strict("a", "1G+512M")).unwrap();
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
     }
@@ -779,7 +779,7 @@ fn a_handed_over_ledger_is_not_written() {
     before.hand_over();
     let next = kept();
     let lease = next.acquire(&request("a", "1G+1G")).unwrap();
-    // The last command of a removed function ends.
+    // The last command of a removed function has ended.
     drop(removed);
     die(lease);
     let error = kept().acquire(&strict("b", "1G+1G")).unwrap_err();

@@ -1,7 +1,7 @@
 //! Processes that hold locks on a file, found in `/proc`.
 //!
 //! `fcntl` reports no process for a lock of an open file description, but `/proc/PID/fdinfo` lists the locks of each
-//! descriptor. Root can read it for all processes, other users only for their own ones.
+//! descriptor. Root can read these files for all processes, other users only for their own processes.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -17,7 +17,7 @@ pub(crate) struct LockHolder {
     pid: u32,
     /// Name of the program.
     program: String,
-    /// User of the process.
+    /// User that runs the process.
     user: u32,
     /// True for an exclusive lock.
     pub(super) is_exclusive: bool,
@@ -26,8 +26,8 @@ pub(crate) struct LockHolder {
 }
 
 impl LockHolder {
-    /// Returns whether this is a shared lock through a read-only descriptor, of a process that belongs neither to `user` nor to
-    /// root.
+    /// Returns whether the lock is shared, through a read-only descriptor, and of a process that belongs neither to `user`
+    /// nor to root.
     pub(super) fn is_foreign_reader(&self, user: u32) -> bool {
         !self.is_exclusive && !self.is_writable && self.user != user && self.user != 0
     }
@@ -42,11 +42,11 @@ impl fmt::Display for LockHolder {
     }
 }
 
-/// The locks on a file.
+/// Locks on a file, by their holders.
 #[derive(Debug, Default)]
 pub(crate) struct FileLockHolders {
     pub(super) visible: Vec<LockHolder>,
-    /// True if there are locks without a visible holder.
+    /// True if a lock's holder was not found.
     pub(super) has_hidden: bool,
 }
 
@@ -69,12 +69,12 @@ impl ProcLockKind {
     }
 }
 
-/// A line about a lock: `1: OFDLCK ADVISORY  WRITE -1 fe:00:5243 0 4095`.
+/// Line of `/proc/locks` about a lock: `1: OFDLCK ADVISORY  WRITE -1 fe:00:5243 0 4095`.
 #[derive(Debug, PartialEq, Eq)]
 struct ProcLockLine<'a> {
     kind: ProcLockKind,
     is_exclusive: bool,
-    /// Device and inode as printed.
+    /// Device and inode, as the kernel prints them.
     file: &'a str,
     first: u64,
     last: u64,
@@ -105,7 +105,7 @@ impl<'a> ProcLockLine<'a> {
     }
 }
 
-/// Number of scans of all processes after which a lock counts as one with an invisible holder, if no holder was found.
+/// Maximum number of scans of all processes. A lock whose holder none of them found has an invisible holder.
 const SCANS_MAX: u32 = 5;
 
 /// Finds the locks of `kind` in `range` of `file`, except locks of the open file description of `file` itself.
@@ -113,8 +113,9 @@ pub(crate) fn find_holders(file: &File, kind: ProcLockKind, range: &Range<u64>) 
     scan_until_found(|| scan(Path::new("/proc"), file, kind, range))
 }
 
-/// Repeats the scan while the holder of a lock is not found, because a scan is not atomic. If another lock is taken during the
-/// scan, the kernel may print a lock in `/proc/locks` twice. A lock may also have been taken after its process was scanned.
+/// Scans repeatedly until the holders of all locks are found, because a scan is not atomic. If a lock is taken during the
+/// scan, the kernel may print another one twice in `/proc/locks`. A lock may also be taken by a process that was scanned
+/// before.
 fn scan_until_found(mut look: impl FnMut() -> io::Result<FileLockHolders>) -> FileLockHolders {
     let mut look = || {
         look().unwrap_or(FileLockHolders {
@@ -142,7 +143,7 @@ fn scan(
     let own = (std::process::id(), file.as_raw_fd());
     let mut holders = FileLockHolders::default();
     let mut found = 0;
-    // The file's name in /proc/locks. Some file systems report another device there than `stat` does.
+    // Name of the file in /proc/locks, where some file systems report another device than `stat` does.
     let mut name = None;
     for process in fs::read_dir(proc)?.flatten() {
         let pid = process
@@ -151,7 +152,7 @@ fn scan(
             .and_then(|pid| pid.parse().ok());
         let Some(pid) = pid else { continue };
         let path = process.path();
-        // A process may end at any time, and others may be hidden. Unreadable entries are skipped.
+        // A process may end at any time, or be hidden. So unreadable entries are skipped.
         let Ok(descriptors) = fs::read_dir(path.join("fd")) else {
             continue;
         };
@@ -189,7 +190,7 @@ fn scan(
     let inode = format!(":{}", wanted.ino());
     let concerned = all
         .lines()
-        // Pending lock requests are printed with an arrow.
+        // An arrow marks a request that waits for a lock.
         .filter(|line| !line.contains("->"))
         .filter_map(ProcLockLine::parse)
         .filter(|line| line.matches(kind, range))
@@ -211,7 +212,7 @@ fn parse_locks(info: &str) -> impl Iterator<Item = ProcLockLine<'_>> {
 fn is_writable(info: &str) -> bool {
     let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
     let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
-    // Without flags, assume that it is writable.
+    // A descriptor with unknown flags counts as writable.
     flags.is_none_or(|flags| flags & libc::O_ACCMODE != libc::O_RDONLY)
 }
 
@@ -249,7 +250,7 @@ mod tests {
             visible: Vec::new(),
             has_hidden: unseen,
         };
-        // The kernel printed a lock twice. It counts once.
+        // The kernel printed a lock twice, which counts once.
         let mut looks = [holders(true), holders(false)].into_iter();
         assert!(!scan_until_found(|| Ok(looks.next().expect("two looks"))).has_hidden);
         let mut looks = 0;

@@ -1,22 +1,22 @@
 //! Locks on ranges of files, by open file description (OFD locks). The kernel drops them with the description, also
 //! after SIGKILL. They exclude other descriptions in this process as well as in other processes.
 //!
-//! The kernel may continue I/O of a killed process. So the I/O holds a reference to the lock's description
-//! ([`FileRangeLock::file`]), and the lock lasts until the last I/O has ended. No process has the description open then. So if
-//! no holder of a lock is visible, a claim waits for a while.
+//! The kernel may continue I/O of a killed process. So each I/O holds a reference to the lock's open file description
+//! ([`FileRangeLock::file`]), and the lock lasts until the last I/O has ended. Meanwhile, no process has the description
+//! open. So a claim that finds a lock without a visible holder waits for some time.
 //!
-//! If a lease is a range of an image file, the range is locked in the image itself. Servers with another state directory, and
-//! VMMs, look for locks only there. Any user who may read the image can put a shared lock there, which blocks an exclusive one.
-//! So [`FileRangeLock::claim`] distinguishes:
+//! A lease of a range of an image file locks that range of the image itself. Servers with another state directory, and
+//! VMMs, look for locks only there. But any user who may read the image can put a shared lock there, which blocks an
+//! exclusive one. So [`FileRangeLock::claim`] distinguishes:
 //!
 //! * A lock that is exclusive, or was taken through a writable descriptor, belongs to a user of the image: QEMU takes
 //!   shared locks on images that it writes. The claim is refused, and its holder named.
-//! * A shared lock through a read-only descriptor, of another user than root and our own, does not block the claim. The
-//!   claim then takes a shared lock through a writable descriptor, so that other claims see a user of the range. The
-//!   process that holds the read-only lock is logged.
-//! * The kernel may hide the holder of a lock from this process, so that the lock may be of either kind. The claim is refused
-//!   if the lock stays for [`CLAIM_TIMEOUT`]. A server without root sees only its own user's processes: its images should be
-//!   readable by its user only.
+//! * A shared lock through a read-only descriptor, of a user other than root and the server's own, does not block the
+//!   claim. The claim then takes a shared lock through a writable descriptor, so that other claims see a user of the range.
+//!   The process that holds the read-only lock is logged.
+//! * The kernel may hide the holder of a lock, so that the lock may be of either kind. The claim is refused if the lock
+//!   stays for [`CLAIM_TIMEOUT`]. A server without root sees only its own user's processes: its images should be readable
+//!   by its user only.
 
 mod lock_holders;
 
@@ -33,7 +33,7 @@ use nvme_mpt_memory::system::{LockKind, is_lock_excluded, process_user, try_lock
 
 pub(crate) use lock_holders::{FileLockHolders, ProcLockKind, find_holders};
 
-/// Timeout of a claim that waits for an invisible holder, such as the I/O of a killed process.
+/// Maximum time for which a claim waits for an invisible holder, such as the I/O of a killed process.
 pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Shortest and longest pause between two attempts of a claim that waits for an invisible holder. Pauses are necessary because
@@ -66,8 +66,8 @@ impl From<ClaimError> for io::Error {
 /// A lock on ranges of a file, held until dropped.
 #[derive(Debug)]
 pub struct FileRangeLock {
-    // The lock belongs to this open file description, so each lock has its own. Rust opens the file with O_CLOEXEC, so
-    // a program that is started later does not inherit the lock.
+    // The lock belongs to this open file description, so each lock opens the file anew. Rust opens it with O_CLOEXEC, so a
+    // program that is started later does not inherit the lock.
     file: File,
     /// Start and length of each range.
     ranges: Mutex<Vec<(u64, u64)>>,
@@ -87,14 +87,14 @@ impl FileRangeLock {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the open file that has the lock. If the process is killed, I/O that keeps this file open keeps the lock.
-    /// Dropping the `FileRangeLock` releases the lock even if the file stays open.
+    /// Returns the open file that has the lock. I/O that keeps the file open also keeps the lock, even if the process is
+    /// killed. Dropping the `FileRangeLock` releases the lock at any time.
     pub const fn file(&self) -> &File {
         &self.file
     }
 
     /// Locks `length` bytes from `start`. The file must have been opened for this lock alone, for reading and writing.
-    /// Returns `None` if part of the range is locked elsewhere.
+    /// Returns `None` if another lock covers part of the range.
     ///
     /// # Errors
     /// Returns the error of `fcntl`.
@@ -107,8 +107,8 @@ impl FileRangeLock {
         Ok(Some(lock))
     }
 
-    /// Like [`Self::take`], but shared locks of other users on read-only descriptors are ignored. A `length` of 0
-    /// extends to the largest offset. Waits up to [`CLAIM_TIMEOUT`] for an invisible holder.
+    /// Locks a range as [`Self::take`] does, but ignores shared locks of other users on read-only descriptors. A `length`
+    /// of 0 means all bytes from `start` on. Waits up to [`CLAIM_TIMEOUT`] for an invisible holder.
     ///
     /// # Errors
     /// [`ClaimError::Taken`] names the processes that have locked part of the range; otherwise the error of `fcntl`.
@@ -153,8 +153,8 @@ impl FileRangeLock {
         Ok(())
     }
 
-    /// Names the other processes that [share](Self::share) a byte of the file. Shared locks of other users on read-only
-    /// descriptors do not count.
+    /// Returns the names of other processes that [share](Self::share) a byte of the file. Shared locks of other users on
+    /// read-only descriptors do not count.
     ///
     /// # Errors
     /// Returns the error of `fcntl`.
@@ -199,13 +199,13 @@ fn claim_range(
     let deadline = Deadline::after(&SystemClock::shared(), CLAIM_TIMEOUT);
     let mut pause = PAUSE.0;
     loop {
-        // Checked before the attempt, so that the last attempt comes after the timeout even if the machine was
-        // suspended.
+        // Checked before the attempt. So the last attempt comes after the timeout, even if the machine was suspended.
         let is_last = deadline.has_passed();
         if try_lock(file, LockKind::Exclusive, start, length)? {
             return Ok(());
         }
-        // The shared lock comes first and the check second: of two concurrent claims, at least one sees the other.
+        // Each claim first takes the shared lock, and then checks. So of two concurrent claims, at least one sees the
+        // other.
         let shared = try_lock(file, LockKind::Shared, start, length)?;
         let holders = find_holders(file, ProcLockKind::Range, range);
         let reads_only = |holder: &lock_holders::LockHolder| holder.is_foreign_reader(user);
@@ -219,7 +219,8 @@ fn claim_range(
             }
             return Ok(());
         }
-        // Two concurrent claims must not wait for each other, and a refused claim keeps no lock.
+        // The lock is released before the next attempt, so that two concurrent claims do not wait for each other. A refused
+        // claim keeps no lock either.
         unlock(file, start, length)?;
         if is_last || !holders.visible.iter().all(reads_only) {
             let holders = describe_holders(&holders);
@@ -232,7 +233,7 @@ fn claim_range(
 
 impl Drop for FileRangeLock {
     fn drop(&mut self) {
-        // The description may outlive this value, in a forked child or in the lease's pending I/O.
+        // A forked child or pending I/O of the lease may still have the description, so the locks are released explicitly.
         for &(start, length) in &*self.ranges() {
             if let Err(error) = unlock(&self.file, start, length) {
                 warn!("A lock on a drive's file stays until the file is closed: {error}");
@@ -241,7 +242,7 @@ impl Drop for FileRangeLock {
     }
 }
 
-/// Names the holders of locks, for messages.
+/// Returns the names of lock holders, for messages.
 pub(crate) fn describe_holders(holders: &FileLockHolders) -> String {
     let mut names: Vec<String> = holders.visible.iter().map(ToString::to_string).collect();
     if names.is_empty() || holders.has_hidden {
@@ -252,13 +253,13 @@ pub(crate) fn describe_holders(holders: &FileLockHolders) -> String {
     names.join(" and ")
 }
 
-/// Returns whether another description has an exclusive lock on part of `length` bytes from `start`. A `length` of 0
-/// extends to the largest offset.
+/// Returns whether another description has an exclusive lock on part of `length` bytes from `start`. A `length` of 0 means
+/// all bytes from `start` on.
 ///
 /// # Errors
 /// Returns the error of `fcntl`.
 pub fn is_locked(file: &File, start: u64, length: u64) -> io::Result<bool> {
-    // Only an exclusive lock excludes a shared one. Shared locks do not count: any reader can take them.
+    // A shared lock is excluded only by an exclusive one. So shared locks, which any reader can take, do not count.
     is_lock_excluded(file, LockKind::Shared, start, length)
 }
 
@@ -295,7 +296,7 @@ mod tests {
             file
         }
 
-        /// Claims a part of the image, as a server of a user that is neither this test's user nor root.
+        /// Claims a part of the image, as a server of `user`, which is neither this test's user nor root.
         fn claim(&self, user: u32, start: u64) -> Result<FileRangeLock, ClaimError> {
             let lock = FileRangeLock::new(self.open(true));
             lock.add_as_user(user, start, 1 << 10)?;
@@ -340,7 +341,7 @@ mod tests {
         process_user().wrapping_add(1000)
     }
 
-    // For a reader in another process, which needs root, see tests/range_lock.rs.
+    // A reader in another process needs root: see tests/range_lock.rs.
     #[test]
     fn a_reader_of_another_user_refuses_nothing() {
         if process_user() == 0 {
@@ -349,7 +350,7 @@ mod tests {
         let image = LockTestImage::new();
         let reader = image.share(false);
         assert!(!try_lock(&image.open(true), LockKind::Exclusive, 0, 1).expect("fcntl"));
-        // For a server of another user, locks of this process are foreign.
+        // To a server of another user, the locks of this process are foreign.
         let user = other_user();
         let _claimed = image.claim(user, 0).expect("only read");
         image.claim(user, 512).expect_err("taken");

@@ -1,4 +1,4 @@
-//! Byte ranges that others may write concurrently.
+//! Byte ranges of mapped memory that a guest, a drive or another process may write concurrently.
 #![expect(
     unsafe_code,
     reason = "copies from and to memory that is shared with a guest"
@@ -49,7 +49,7 @@ impl<'a> RawBytes<'a> {
         self.start
     }
 
-    /// Returns the `len` bytes from `offset`; `None` if they are not all inside.
+    /// Returns the `len` bytes from `offset`; `None` if this range does not contain all of them.
     #[inline]
     #[must_use]
     pub fn slice(&self, offset: usize, len: usize) -> Option<RawBytes<'a>> {
@@ -69,8 +69,9 @@ impl<'a> RawBytes<'a> {
         unsafe { core::ptr::copy_nonoverlapping(self.start, buffer.as_mut_ptr(), len) };
     }
 
-    /// Copies 64-bit little-endian words out of the shared memory, up to the shorter of both lengths. Each word `w` is read
-    /// once, and `to + (w - first)` is stored. Returns the bitwise OR of all `w - first`.
+    /// Copies 64-bit little-endian words out of the shared memory, up to the shorter of both lengths, and moves each from
+    /// `first` to `to`: a word `w` is read once, and `to + (w - first)` is stored. Returns the bitwise OR of all `w -
+    /// first`.
     #[inline]
     pub fn copy_moved_words_to(&self, buffer: &mut [u64], first: u64, to: u64) -> u64 {
         let count = buffer.len().min(self.len / 8);
@@ -102,7 +103,7 @@ impl<'a> RawBytes<'a> {
         unsafe { core::ptr::write_bytes(self.start, 0, self.len) };
     }
 
-    /// Returns whether the bytes currently equal those of `other`, with the same length.
+    /// Returns whether both ranges have the same length and currently the same bytes.
     #[inline]
     #[must_use]
     pub fn equals(&self, other: RawBytes<'_>) -> bool {
@@ -140,8 +141,8 @@ impl<'a> RawBytes<'a> {
     }
 }
 
-/// Implements [`RawBytes::copy_moved_words_to`] for `count` words. Not inlined, because a call costs less than the registers
-/// that the inlined code would take from the callers.
+/// Implements [`RawBytes::copy_moved_words_to`] for `count` words. The function is not inlined, because a call costs less
+/// than the registers that inlined code would take from its callers.
 ///
 /// # Safety
 /// `source` must be valid for reads of `count` words, and `target` for writes. They must not overlap. All x86-64
@@ -169,7 +170,7 @@ unsafe fn copy_moved(
         let words = unsafe { _mm_loadu_si128(source.add(index).cast()) };
         let offsets = _mm_sub_epi64(words, first);
         bits = _mm_or_si128(bits, offsets);
-        // SAFETY: as above.
+        // SAFETY: `target` is valid for as many words as `source`.
         unsafe { _mm_storeu_si128(target.add(index).cast(), _mm_add_epi64(offsets, to)) };
     };
     while index < count & !7 {
@@ -189,12 +190,12 @@ unsafe fn copy_moved(
         index += 2;
     }
     if count & 1 != 0 {
-        // SAFETY: the last word is left.
+        // SAFETY: exactly one word is left.
         let word = unsafe { _mm_loadl_epi64(source.add(index).cast()) };
         let offset = _mm_sub_epi64(word, first);
-        // SAFETY: as above.
+        // SAFETY: the last word of `target` is left too.
         unsafe { _mm_storel_epi64(target.add(index).cast(), _mm_add_epi64(offset, to)) };
-        // The upper half has no offset.
+        // The upper half of `offset` is not a word, so it is replaced.
         bits = _mm_or_si128(bits, _mm_unpacklo_epi64(offset, offset));
     }
     _mm_cvtsi128_si64(_mm_or_si128(bits, _mm_unpackhi_epi64(bits, bits))).cast_unsigned()
@@ -285,7 +286,7 @@ mod tests {
             .map(|index| 0x10_0000 + 0x1_0001 * index * index)
             .collect();
         let bytes: Vec<u8> = guest.iter().flat_map(|word| word.to_le_bytes()).collect();
-        // Guests' lists begin at multiples of 8, and this takes any address.
+        // A guest's list begins at a multiple of 8, but the copy takes any address.
         for at in [3, 8, 0] {
             mapping
                 .bytes(at, bytes.len())

@@ -1,19 +1,19 @@
 //! Crashes of the process, counted for the work that the crashed thread was doing.
 //!
 //! A thread names its current work ([`CrashRecord::run`]). If the thread crashes during the work, a signal handler
-//! increments the work's record, which is a word of a memory file that outlives the process. So the successor knows
-//! which work to avoid.
+//! increments the work's record, a word of a memory file that outlives the process. So the successor knows which work to
+//! avoid.
 //!
-//! A crash is a fault of the thread (SIGSEGV, SIGBUS, SIGILL, SIGFPE) or an abort by the process itself (SIGABRT). A signal of
-//! another process is no crash: an operator's SIGKILL runs no handler, and SIGTERM has no handler here. For SIGABRT and SIGSEGV
-//! from another process, the handler sees the sender. A process counts only its first crash. Otherwise a fault whose handling
-//! ends in an abort would count twice.
+//! A crash is a fault of the thread (SIGSEGV, SIGBUS, SIGILL, SIGFPE) or an abort by the process itself (SIGABRT). A signal
+//! from another process is no crash. An operator's SIGKILL runs no handler, and SIGTERM has no handler here; for SIGABRT
+//! and SIGSEGV from another process, the handler sees the sender. A process counts only its first crash, because otherwise
+//! a fault whose handling ends in an abort would count twice.
 //!
 //! # Reason for naming the work in the thread
 //!
-//! Marks of unfinished work in a file cannot distinguish a crash from a kill, and several works are unfinished at any moment.
-//! The wait status of the process makes this distinction, but does not name the work, and systemd does not pass it to the next
-//! start. Only the crashing thread knows both that it crashes and its work.
+//! Marks of unfinished work in a file cannot distinguish a crash from a kill, and several works are unfinished at any
+//! moment. The wait status of the process distinguishes them, but does not name the work, and systemd does not pass it to
+//! the next start. Only the crashing thread knows both that it crashes and which work it does.
 #![expect(unsafe_code, reason = "signal handlers")]
 
 use std::io;
@@ -25,24 +25,24 @@ use super::current_work::{self, count_crash};
 use super::sigbus::{call_previous, install_handler};
 use super::{MappedWord64, Mapping};
 
-/// Signals for which this module installs a handler. SIGBUS already has a handler, which replaces lost pages.
+/// Signals for which this module installs a handler. SIGBUS has the handler in `sigbus.rs`, which replaces lost pages.
 const SIGNALS: [libc::c_int; 4] = [libc::SIGSEGV, libc::SIGILL, libc::SIGFPE, libc::SIGABRT];
 
-/// Actions for [`SIGNALS`] before these handlers were installed.
+/// Actions that the process had for [`SIGNALS`] before the handlers here were installed.
 static PREVIOUS: [OnceLock<libc::sigaction>; SIGNALS.len()] =
     [const { OnceLock::new() }; SIGNALS.len()];
 
-/// Condition that a crash waits for, and the timeout.
+/// Condition that the process waits for when it crashes, and the timeout.
 static CRASH_WAIT: OnceLock<(fn() -> bool, Duration)> = OnceLock::new();
 
-/// Makes a crash wait until `is_done` returns `true`, for at most `time`, so that another thread can write pending log
-/// messages. `is_done` runs in a signal handler, so it may only read atomics.
+/// Makes the process wait when it crashes, until `is_done` returns `true` or `time` has passed, so that another thread can
+/// write pending log messages. `is_done` runs in a signal handler, so it may only read atomics.
 pub fn set_crash_wait(is_done: fn() -> bool, time: Duration) {
-    // The first caller wins.
+    // Only the first call has an effect.
     let _ = CRASH_WAIT.set((is_done, time));
 }
 
-/// Waits as set by [`set_crash_wait`]. Async-signal-safe.
+/// Waits before the process ends, as set by [`set_crash_wait`]. Async-signal-safe.
 fn wait_before_end() {
     let Some((is_done, time)) = CRASH_WAIT.get() else {
         return;
@@ -60,21 +60,21 @@ fn wait_before_end() {
     }
 }
 
-/// Crash count of one work, in memory that outlives the process. Its content is untrusted, but any value is a valid
+/// Number of crashes in one work, in memory that outlives the process. The memory is untrusted, but any value is a valid
 /// count.
 #[derive(Clone, Debug)]
 pub struct CrashRecord(Arc<MappedWord64>);
 
 impl CrashRecord {
-    /// Creates a record in the 64 bits at `offset`, which are initially zero. Returns `None` if they are not aligned,
-    /// not inside or not writable.
+    /// Creates a record in the 64 bits at `offset`, which are initially zero. Returns `None` if these bits are not aligned,
+    /// not inside the mapping, or not writable.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
         Some(Self(Arc::new(MappedWord64::new(mapping, offset)?)))
     }
 
-    /// Returns the number of crashes. A single crash expires: if the next crash comes more than an hour later, the count is 1
-    /// again.
+    /// Returns the number of crashes. If the next crash comes more than an hour after a single one, the count starts again
+    /// at 1.
     #[must_use]
     pub fn crashes(&self) -> u32 {
         self.0.load() as u32
@@ -88,7 +88,7 @@ impl CrashRecord {
     }
 }
 
-/// Runs `work`, [with its record](CrashRecord::run) if there is one.
+/// Runs `work`. If there is a record, a crash in `work` is [counted in it](CrashRecord::run).
 #[inline]
 pub fn run_recorded<T>(record: Option<&CrashRecord>, work: impl FnOnce() -> T) -> T {
     match record {
@@ -121,7 +121,7 @@ pub fn install_crash_handlers() -> io::Result<()> {
             if libc::sigaction(signal, ptr::null(), &raw mut previous) < 0 {
                 return Err(io::Error::last_os_error());
             }
-            // Stored before our handler is installed, which may be called at once.
+            // Stored before the new handler is installed, which may be called immediately.
             place.get_or_init(|| previous);
             let mut action = std::mem::zeroed::<libc::sigaction>();
             action.sa_sigaction = on_crash as *const () as usize;

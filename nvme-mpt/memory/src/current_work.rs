@@ -1,4 +1,4 @@
-//! Current work of a thread, identified by the word that counts its crashes. See [`crash`](super::crash).
+//! Current work of a thread, identified by the word that counts crashes in the work. See [`crash`](super::crash).
 #![expect(
     unsafe_code,
     reason = "signal handlers that write to a word which their thread holds"
@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Time in seconds after which a single crash is no longer counted.
+/// Time in seconds after which a single crash no longer counts.
 const EXPIRY_SECONDS: u32 = 3600;
 
 /// True after the first crash of this process.
@@ -30,7 +30,7 @@ impl Drop for PreviousWorkGuard {
     }
 }
 
-/// Runs `work`. If this thread crashes in `work`, the crash is counted in `word`.
+/// Runs `work`. A crash of this thread in `work` is counted in `word`.
 ///
 /// # Safety
 /// The word must be valid until this returns.
@@ -40,7 +40,7 @@ pub(super) unsafe fn run_counted<T>(word: *const AtomicU64, work: impl FnOnce() 
     work()
 }
 
-/// Returns whether this thread is inside a call of `run_counted`, so that a crash of this thread would be counted.
+/// Returns whether a crash of this thread would be counted, because the thread is inside a call of `run_counted`.
 pub(super) fn is_counting() -> bool {
     !WORK.get().is_null()
 }
@@ -57,9 +57,9 @@ fn count_after_crash(before: u64, now: u32) -> u64 {
     u64::from(now) << 32 | u64::from(count)
 }
 
-/// Counts a crash for this thread's work, if the signal is a fault of the thread or an abort by the process itself.
+/// Counts a crash in this thread's work, if the signal is a fault of the thread or an abort by the process itself.
 pub(super) fn count_crash(info: *mut libc::siginfo_t, is_fault: bool) {
-    // SAFETY: the kernel passes a valid siginfo. A signal that a process sent has its sender.
+    // SAFETY: the kernel passes a valid siginfo, which names the sender of a signal that a process sent.
     let is_own = || unsafe { (*info).si_code <= 0 && (*info).si_pid() == libc::getpid() };
     if !(is_fault || is_own()) || CRASHED.swap(true, Ordering::Relaxed) {
         return;
@@ -101,7 +101,7 @@ mod tests {
         assert_eq!(counts(&[5, 5, 5]), [1, 2, 3]);
         assert_eq!(counts(&[5, 5 + HOUR]), [1, 2]);
         assert_eq!(counts(&[5, 6 + HOUR, 7 + HOUR, 9 * HOUR]), [1, 1, 2, 3]);
-        // The clock's seconds wrap around.
+        // The seconds of the clock wrap around.
         assert_eq!(counts(&[u32::MAX, 5]), [1, 2]);
     }
 

@@ -1,5 +1,5 @@
-//! Clock and deadlines of the control path. Tests replace the clock. A reset, a shutdown or the end of a function has one
-//! deadline, which bounds all its waits together.
+//! Clock and deadlines of the control path's waits. Tests replace the clock. All waits of a reset, of a shutdown or of the
+//! end of a function share one deadline.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,20 +8,20 @@ use std::time::Duration;
 use crate::clock;
 use crate::sync::mpsc::{Receiver, RecvTimeoutError};
 
-/// Longest total wait for in-flight commands and flushes when a function ends, is paused, or loses memory.
+/// Maximum total wait for in-flight commands and flushes when a function ends, is paused, or loses memory.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
 
-/// Longest total wait of a function for one register access, and for the admin commands processed in one call. If the work
-/// takes longer, it continues after the call without a bound: its duration depends on the storage, and the guest has its own
-/// timeout.
+/// Maximum total wait of a function in one register access, or for the admin commands processed in one call. Work that
+/// takes longer continues after the call without a bound: its duration depends on the storage, and the guest has a timeout
+/// of its own.
 pub const ACCESS_DEADLINE: Duration = Duration::from_secs(1);
 
-/// Clock of the control path's waits. A test provides one that it advances.
+/// Clock of the control path's waits. Tests pass a clock that they advance themselves.
 pub trait WaitClock: fmt::Debug + Send + Sync {
     /// Returns the time since a fixed moment in the past.
     fn now(&self) -> Duration;
 
-    /// Calls `attempt`, which may wait for `time` at most. Returns whether the attempt succeeded.
+    /// Calls `attempt`, which may wait as long as its argument says, at most `time`. Returns whether the attempt succeeded.
     fn wait(&self, time: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool;
 
     /// Sleeps between two polls of the condition that the caller waits for.
@@ -54,7 +54,7 @@ impl WaitClock for SystemClock {
     }
 }
 
-/// A moment at which several waits end. Clones are the same moment.
+/// A moment at which several waits end. All clones are the same moment.
 #[derive(Clone, Debug)]
 pub struct Deadline {
     clock: Arc<dyn WaitClock>,
@@ -71,7 +71,7 @@ impl Deadline {
         }
     }
 
-    /// Returns a deadline at the present moment, by the same clock.
+    /// Returns a deadline at the present moment of this deadline's clock.
     #[must_use]
     pub fn expired(&self) -> Self {
         Self::after(&self.clock, Duration::ZERO)
@@ -94,7 +94,7 @@ impl Deadline {
         self.clock.sleep(pause);
     }
 
-    /// Receives a value. After the deadline, only a value that is already queued is received.
+    /// Receives a value. After the deadline, receives only a value that is already queued.
     ///
     /// # Errors
     /// Like [`Receiver::recv_timeout`].
@@ -108,8 +108,8 @@ impl Deadline {
     }
 }
 
-/// A clock for tests that never advances. A wait ends when its condition holds, even if the test's threads get no processor
-/// for long.
+/// A clock for tests that never advances. So a wait never times out, even if the test's threads get no processor for a long
+/// time.
 #[derive(Debug)]
 pub struct FrozenClock;
 
@@ -132,7 +132,7 @@ mod tests {
 
     use super::*;
 
-    /// A clock whose waits either succeed at once or time out.
+    /// A clock on which each wait either succeeds immediately or takes its full time.
     #[derive(Debug, Default)]
     struct FullWaitClock(Mutex<Duration>);
 

@@ -45,7 +45,7 @@ struct DmTargetSpec {
     start: u64,
     sectors: u64,
     status: i32,
-    /// Offset of the next target from the first one.
+    /// Offset of the next target, from the first target.
     next: u32,
     kind: [u8; 16],
 }
@@ -54,18 +54,18 @@ const _: () = assert!(size_of::<DmIoctlHeader>() == 312 && size_of::<DmTargetSpe
 
 /// `_IOWR(DM_IOCTL, DM_TABLE_STATUS_CMD, struct dm_ioctl)`.
 const TABLE_STATUS: libc::Ioctl = 0xC138_FD0C_u32 as libc::Ioctl;
-/// Requests the table instead of the status.
+/// Flag: the kernel returns the table instead of the status.
 const STATUS_TABLE: u32 = 1 << 4;
-/// Set by the kernel if the buffer is too short.
+/// Flag: the kernel found the buffer too short.
 const BUFFER_FULL: u32 = 1 << 8;
-/// Makes the kernel clear its copy of the data.
+/// Flag: the kernel clears its copy of the data.
 const SECURE_DATA: u32 = 1 << 15;
 
-/// First and largest length of the buffer.
+/// First length of the buffer; its largest length follows.
 const BUFFER_MIN: usize = 16 << 10;
 const BUFFER_MAX: usize = 16 << 20;
 
-/// Reads the active table of a device-mapper device.
+/// Reads the active table of the device-mapper device with this number.
 ///
 /// # Errors
 /// Returns the kernel's error; `InvalidData` for a table that does not have the documented form.
@@ -177,7 +177,7 @@ mod tests {
         });
         assert_eq!(targets, expected);
         assert_eq!(parse(&data, 0).unwrap(), []);
-        // Truncated at any length, the data is invalid.
+        // Data that is cut off at any length is invalid.
         let last = data.iter().rposition(|byte| *byte != 0).unwrap();
         for len in 0..size_of::<DmTargetSpec>() * 3 {
             assert!(parse(&data[..len.min(last)], 3).is_none(), "{len}");

@@ -1,4 +1,4 @@
-//! Eventfds that are received from other processes or sent to them.
+//! Eventfds that this process shares with other processes.
 #![expect(
     unsafe_code,
     reason = "file status flags are set through fcntl alone, and EventFd has no safe conversion"
@@ -15,11 +15,11 @@ use vmm_sys_util::eventfd::EventFd;
 /// Takes a descriptor that a client sent as an eventfd.
 ///
 /// A poller that also serves other guests will write to the descriptor, and must not block. So a pipe or a file is refused,
-/// because writes to it can block. The eventfd is made nonblocking, because otherwise a write to it blocks while its counter is
-/// full.
+/// because a write to it can block. The eventfd is made nonblocking, because a write to a blocking one blocks while its
+/// counter is full.
 ///
 /// # Errors
-/// `EINVAL` for another kind of descriptor; the kernel's error.
+/// `EINVAL` for a descriptor that is no eventfd; the kernel's error.
 pub fn from_client(fd: OwnedFd) -> io::Result<EventFd> {
     let kind = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
     if kind.as_os_str() != "anon_inode:[eventfd]" {
@@ -42,7 +42,7 @@ pub fn from_client(fd: OwnedFd) -> io::Result<EventFd> {
     Ok(unsafe { EventFd::from_raw_fd(fd.into_raw_fd()) })
 }
 
-/// Duplicates an eventfd's descriptor, for sending it.
+/// Duplicates an eventfd's descriptor, to send it to another process.
 ///
 /// # Errors
 /// Returns the kernel's error when there are no descriptors left.
@@ -58,7 +58,7 @@ pub fn share(eventfd: &EventFd) -> io::Result<OwnedFd> {
 /// Returns the kernel's error; `WouldBlock` if the counter is full.
 #[inline]
 pub fn signal(eventfd: &EventFd) -> io::Result<()> {
-    // The kernel takes a lock here.
+    // A real kernel takes a lock here, whose duration the simulation may set.
     #[cfg(simulation)]
     crate::simulation::costs::signals(eventfd.as_raw_fd());
     #[cfg(simulation)]
@@ -66,8 +66,8 @@ pub fn signal(eventfd: &EventFd) -> io::Result<()> {
     eventfd.write(1)
 }
 
-/// Waits until descriptors are ready, for at most `time` if it is set, rounded up to milliseconds. Returns the number
-/// of filled `events`.
+/// Waits until descriptors are ready. If `time` is set, waits for at most `time`, rounded up to milliseconds. Returns the
+/// number of filled `events`.
 ///
 /// # Errors
 /// Returns the kernel's error; `Interrupted` if a signal ended the wait.

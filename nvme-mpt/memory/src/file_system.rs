@@ -14,8 +14,8 @@ use std::path::Path;
 /// `HUGETLBFS_MAGIC` of linux/magic.h: files in huge pages, including those of memfd_create.
 const HUGETLBFS: u32 = 0x9584_58f6;
 
-/// Magic numbers of linux/magic.h. These are file systems for which `f_fsid` of statfs depends only on the UUID, with all
-/// kernels. XFS and F2FS are not among them, because they report their device number in `f_fsid`.
+/// File systems for which `f_fsid` of statfs depends only on the UUID, with any kernel (magic numbers of linux/magic.h).
+/// XFS and F2FS are not among them, because they report their device number in `f_fsid`.
 const EXT: u32 = 0xEF53;
 const BTRFS: u32 = 0x9123_683E;
 const BCACHEFS: u32 = 0xCA45_1A4E;
@@ -31,11 +31,11 @@ fn fstatfs(fd: BorrowedFd<'_>) -> io::Result<libc::statfs> {
     }
 }
 
-/// Returns a name of the file system of a path, derived from the UUID in its superblock. Returns `None` if the file
-/// system does not report its UUID to all processes, or has none.
+/// Returns a name of a path's file system, derived from the UUID in its superblock; `None` if the file system has no UUID,
+/// or does not report it to all processes.
 #[must_use]
 pub fn uuid_name(path: &Path) -> Option<String> {
-    // An `O_PATH` descriptor neither reads nor waits, and sandboxes allow opening it.
+    // An `O_PATH` descriptor is opened without reading or waiting, and sandboxes allow it.
     let path = File::options()
         .read(true)
         .custom_flags(libc::O_PATH)
@@ -53,7 +53,7 @@ pub fn uuid_name(path: &Path) -> Option<String> {
     (id != [0, 0]).then(|| format!("{kind}-{:08x}{:08x}", id[1], id[0]))
 }
 
-/// Returns the size of the pages in which a file is mapped, in bytes.
+/// Returns the size in bytes of the pages in which a file is mapped.
 ///
 /// # Errors
 /// Returns the error of fstatfs.
@@ -62,7 +62,7 @@ pub(super) fn page_size(fd: BorrowedFd<'_>) -> io::Result<usize> {
     let host = host_page_size();
     // Magic numbers have 32 bits, but the field's type depends on the architecture.
     Ok(match status.f_type as u32 {
-        // f_bsize is the huge page size of this mount.
+        // On hugetlbfs, f_bsize is the size of the mount's huge pages.
         HUGETLBFS => usize::try_from(status.f_bsize).map_or(host, |block| block.max(host)),
         _ => host,
     })
@@ -70,17 +70,17 @@ pub(super) fn page_size(fd: BorrowedFd<'_>) -> io::Result<usize> {
 
 /// Returns whether a file's content is in the kernel's memory: a memfd, or a file of tmpfs or hugetlbfs.
 ///
-/// The test is whether the file supports seals (memfd_create(2)), because only such files do. Unlike fstat and fstatfs, this
-/// system call never waits for the process of a FUSE mount.
+/// Only such files support seals (memfd_create(2)), so a query for seals decides. Unlike fstat and fstatfs, this query
+/// never waits for the process of a FUSE mount.
 #[must_use]
 pub fn is_memory_file(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: `fd` is open; F_GET_SEALS has no argument.
     unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
 }
 
-/// Returns the type of a file's file system as mount(8) names it; `None` if its mount is not visible.
+/// Returns the type of a file's file system, as mount(8) names it; `None` if this process does not see the mount.
 ///
-/// Reads the kernel's lists, because a query to the file system may block.
+/// Reads the kernel's lists of mounts, because a query to the file system may block.
 #[must_use]
 pub fn file_system_type(fd: BorrowedFd<'_>) -> Option<String> {
     let of_fd = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?;
@@ -96,7 +96,7 @@ pub fn file_system_type(fd: BorrowedFd<'_>) -> Option<String> {
     behind.split(' ').next().map(str::to_owned)
 }
 
-/// Creates anonymous memory of `len` bytes as a file that can be shared with another process.
+/// Creates a memory file of `len` bytes, which can be shared with another process.
 ///
 /// # Errors
 /// Returns the kernel's error if there is not enough memory.
@@ -118,7 +118,7 @@ fn memory_file(name: &CStr, len: u64, flags: libc::c_uint) -> io::Result<File> {
     Ok(file)
 }
 
-/// Like [`memfd`], with a size that cannot be changed.
+/// Creates a memory file as [`memfd`] does, with a size that cannot be changed.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -132,10 +132,10 @@ pub fn sealed_memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Allocates the first `len` bytes of a memory file, as if they had been written. The content is not changed.
+/// Allocates the first `len` bytes of a memory file, as a write would, but without changing their content.
 ///
 /// # Errors
-/// Returns the kernel's error if there is not enough memory. Then the file has its previous allocation.
+/// Returns the kernel's error if there is not enough memory. The file's allocation is then unchanged.
 pub fn allocate(fd: BorrowedFd<'_>, len: u64) -> io::Result<()> {
     let len = libc::off_t::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
     loop {
@@ -150,10 +150,10 @@ pub fn allocate(fd: BorrowedFd<'_>, len: u64) -> io::Result<()> {
     }
 }
 
-/// Seals that fix a file's size and the seals themselves.
+/// Seals that prevent changes of a file's size and of the seals.
 const SIZE_SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
 
-/// Returns whether a file cannot be truncated, so that accesses to a mapping of it never fail.
+/// Returns whether the size of a file is sealed, so that accesses to a mapping of the file never fail.
 #[must_use]
 pub fn is_size_sealed(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: `fd` is open; F_GET_SEALS has no argument.
@@ -169,12 +169,12 @@ pub fn host_page_size() -> usize {
     usize::try_from(size).unwrap_or(4096)
 }
 
-/// Most bytes of a [`read_past_cache`], and its alignment.
+/// Maximum number of bytes of a [`read_past_cache`], and alignment of its offset.
 pub const PAST_CACHE_BYTES: usize = 4096;
 
-/// Reads up to [`PAST_CACHE_BYTES`] at an offset that is a multiple of this number. Returns the number of bytes. If the file
-/// system supports it, the read leaves no page in the page cache, because a cached page could later be written back over data
-/// that commands have written directly.
+/// Reads up to [`PAST_CACHE_BYTES`] at an offset that is a multiple of this constant. Returns the number of bytes. If the
+/// file system supports it, the read leaves no page in the page cache, because the kernel could later write a cached page
+/// over data that commands have written directly.
 ///
 /// # Errors
 /// Returns the kernel's error.

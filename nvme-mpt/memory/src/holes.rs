@@ -1,8 +1,8 @@
 //! Holes in memory files: pages that are not allocated.
 //!
-//! The kernel allocates a missing page at the first access, or when it is pinned. A page that is freed
-//! (`FALLOC_FL_PUNCH_HOLE`, `MADV_REMOVE`, truncation) is replaced by a new page at the next access. A drive that has
-//! the old page pinned continues to use the old page.
+//! The kernel allocates a missing page at the first access to it, or when it is pinned. After a page was freed
+//! (`FALLOC_FL_PUNCH_HOLE`, `MADV_REMOVE`, truncation), the next access gets a new page, but a drive that has the old page
+//! pinned continues to use the old page.
 #![expect(unsafe_code, reason = "lseek for holes has no safe interface")]
 
 use std::fs::File;
@@ -13,10 +13,10 @@ use std::os::unix::fs::MetadataExt;
 
 use super::file_system::{host_page_size, page_size};
 
-/// Unit of `st_blocks` in bytes, with all file systems.
+/// Unit of `st_blocks` in bytes, which all file systems have.
 const STAT_BLOCK_BYTES: u64 = 512;
 
-/// Opens a file again. The new description has its own file position.
+/// Opens a file again, with a new description that has a file position of its own.
 pub(super) fn reopen(fd: BorrowedFd<'_>) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
@@ -43,11 +43,12 @@ pub fn lacks_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<bool> {
         let needed: u64 = ranges.iter().map(|range| range.end - range.start).sum();
         return Ok(status.blocks().saturating_mul(STAT_BLOCK_BYTES) < needed);
     }
-    // A sandbox may refuse to open the file. The shared position is then used, which no VMM relies on.
+    // A sandbox may refuse to open the file. The search then moves the position that all holders share, on which no VMM
+    // relies.
     let own = reopen(file.as_fd());
     let file = own.as_ref().unwrap_or(file);
     for range in ranges {
-        // `None` means beyond the end, where no pages exist.
+        // `None` means that the range starts beyond the end of the file, where no page exists.
         if seek(file, range.start, libc::SEEK_HOLE)?.is_none_or(|hole| hole < range.end) {
             return Ok(true);
         }
@@ -55,8 +56,8 @@ pub fn lacks_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Returns whether a page may be missing in a range of a memory file. For a file in huge pages, only the number of pages of the
-/// whole file is known.
+/// Returns whether a page may be missing in a range of a memory file. For a file in huge pages, the answer is for the whole
+/// file, because only its number of pages is known.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -70,24 +71,24 @@ pub fn may_lack_pages(file: &File, range: &Range<u64>) -> io::Result<bool> {
         || lacks_pages(file, std::slice::from_ref(range))?)
 }
 
-/// Returns whether a range of a file has a hole. `file` must not be shared, because its position changes.
+/// Returns whether a range of a file has a hole. `file` must have a position of its own, which changes.
 pub(super) fn has_hole(file: &File, range: &Range<u64>) -> io::Result<bool> {
     let status = file.metadata()?;
-    // hugetlbfs reports the whole file as data, but counts its pages.
+    // hugetlbfs reports the whole file as data. But it counts the file's pages.
     if page_size(file.as_fd())? > host_page_size() {
         return Ok(status.blocks().saturating_mul(STAT_BLOCK_BYTES) < status.len());
     }
     Ok(match seek(file, range.start, libc::SEEK_HOLE) {
-        // The end of the file is reported as a hole, too.
+        // The end of the file is reported as a hole as well, which does not count.
         Ok(Some(hole)) => hole < range.end.min(status.len()),
-        // The range starts beyond the end.
+        // The range starts beyond the end of the file.
         Ok(None) => false,
-        // If the file system does not report holes, there may be one.
+        // There may be a hole, if the file system does not report holes.
         Err(_) => true,
     })
 }
 
-/// Returns the offset of the next data or hole; `None` beyond the last one. Changes the position of the file.
+/// Returns the offset of the next data or hole; `None` if there is none. Changes the position of the file.
 fn seek(file: &File, offset: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
     let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
     // SAFETY: `file` is open; the call takes numbers.
@@ -101,10 +102,10 @@ fn seek(file: &File, offset: u64, whence: libc::c_int) -> io::Result<Option<u64>
     }
 }
 
-/// Bytes of a range that are not allocated, as far as known.
+/// Missing bytes of a range (bytes that are not allocated), as far as known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MissingBytes {
-    /// No bytes need memory: none are missing, or the file is in huge pages, which come from a separate pool.
+    /// No bytes need memory: none are missing, or the file is in huge pages, which come from a pool of their own.
     Nothing,
     /// Upper bound of the missing bytes.
     AtMost(u64),
@@ -115,7 +116,7 @@ pub enum MissingBytes {
 /// # Errors
 /// Returns the kernel's error.
 pub fn max_missing_bytes(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<MissingBytes> {
-    // Simulations and fuzzers map their own memory many times a second.
+    // Not checked in simulations and fuzzers, which map their own memory many times a second.
     if cfg!(any(simulation, fuzzing)) || page_size(fd)? > host_page_size() {
         return Ok(MissingBytes::Nothing);
     }
@@ -128,15 +129,15 @@ pub fn max_missing_bytes(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<M
     })
 }
 
-/// A memory file whose pages are searched.
+/// Memory file in which missing pages are searched.
 #[derive(Debug)]
 pub struct PageFinder {
-    /// Opened separately, because its position changes.
+    /// The file, opened separately because the search changes its position.
     file: File,
 }
 
 impl PageFinder {
-    /// Opens the file again.
+    /// Opens the file again, for the search.
     ///
     /// # Errors
     /// Returns the kernel's error: for example, another user's file may not be opened.
@@ -145,8 +146,8 @@ impl PageFinder {
         Ok(Self { file })
     }
 
-    /// Returns the number of bytes without a page in a range. Allocated pages that were never written count as missing
-    /// as well. The count may stop once it exceeds `enough`.
+    /// Returns the number of bytes in a range that have no page. Allocated pages that were never written count as missing
+    /// too. The count may stop once it exceeds `enough`.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -159,7 +160,7 @@ impl PageFinder {
             if data >= range.end {
                 break;
             }
-            // A hole begins after the data, or the file ends.
+            // The data ends where a hole begins or the file ends.
             match seek(&self.file, data, libc::SEEK_HOLE)? {
                 Some(hole) if hole > data => at = hole,
                 _ => break,
@@ -220,18 +221,18 @@ mod tests {
         assert_eq!(count(&(3 * page..5 * page)), 0);
         assert_eq!(count(&(4 * page..10 * page)), 4 * page);
         assert_eq!(finder.missing_bytes(&all, page).unwrap(), 3 * page);
-        // The position of the client's description is the client's.
+        // The position of the client's own description must not move.
         assert_eq!(std::io::Seek::stream_position(&mut &file).unwrap(), 0);
         let access = crate::MappingAccess::ReadWrite;
         let len = 16 * page as usize;
         let mapping = crate::Mapping::shared(file.as_fd(), 0, len, access).unwrap();
         match mapping.populate_part(0, len / 2) {
             Ok(()) => assert_eq!((count(&all), count(&(0..8 * page))), (7 * page, 0)),
-            // Kernels before 5.14 cannot do it.
+            // Kernels before 5.14 do not support populating.
             Err(error) => assert_eq!(error.kind(), io::ErrorKind::InvalidInput),
         }
         assert!(mapping.populate_part(len, 1).is_err());
-        // Pages that are allocated and never written count as holes, but not as missing blocks.
+        // Allocated pages that were never written count as holes, but not as missing bytes.
         allocate(file.as_fd(), 16 * page).unwrap();
         assert_eq!(bound(&all), MissingBytes::Nothing);
     }

@@ -1,5 +1,5 @@
-//! Rings of a host queue pair, from the host's side. Submission entries are written for the drive, and completions are read as
-//! the drive posts them. Only the ring itself advances its tail or head.
+//! Rings of a host queue pair, as the drive's host uses them: submission entries are written for the drive, and completions
+//! are read as the drive posts them. A ring advances its tail or head itself.
 #![expect(unsafe_code, reason = "writes and reads queue entries in DMA memory")]
 
 use std::sync::Arc;
@@ -33,7 +33,7 @@ impl HostSubmissionRing {
         Some(Self { entries, tail })
     }
 
-    /// Continues at the tail of a predecessor process; `None` if the ring has no such entry.
+    /// Continues at the tail that a predecessor process has reached; `None` if the ring has no such entry.
     #[must_use]
     pub fn with_tail(self, tail: u32) -> Option<Self> {
         let tail = RingIndex::from_index(self.tail.size(), tail)?;
@@ -47,21 +47,21 @@ impl HostSubmissionRing {
         self.tail.get()
     }
 
-    /// Returns the number of entries that were written since the tail was at `tail`.
+    /// Returns the number of entries written since the tail had the index `tail`.
     #[inline]
     #[must_use]
     pub fn written_since(&self, tail: u32) -> u32 {
         self.tail.size().distance(tail, self.tail.get())
     }
 
-    /// Writes an entry at the tail, with `cid` in place of its own Command Identifier. The drive may read the entry
-    /// after the doorbell is written.
+    /// Writes an entry at the tail, with `cid` as its Command Identifier. The drive may read the entry only after the
+    /// doorbell is written.
     #[inline]
     pub fn push(&mut self, entry: &Sqe, cid: CommandId) {
         #[cfg(simulation)]
         crate::simulation::submits(entry, cid);
         let index = self.tail.get();
-        // Advanced before the stores, because otherwise the compiler would reload the tail after them.
+        // Advanced before the stores: otherwise the compiler would load the tail again after them.
         self.tail.advance();
         let at = self.write(index, entry);
         // SAFETY: as in `write`. Bytes 2 and 3 of an entry are its Command Identifier; the drive does not read the
@@ -112,7 +112,7 @@ impl HostSubmissionRing {
     }
 }
 
-/// Entries of a host Completion Queue (Base 2.0, section 3.3.3.2), and its head. This side only reads or clears entries.
+/// Entries of a host Completion Queue (Base 2.0, section 3.3.3.2), and its head. The host only reads or clears entries.
 #[derive(Debug)]
 pub struct HostCompletionRing {
     entries: RingEntries<CompletionEntry>,
@@ -132,7 +132,7 @@ impl HostCompletionRing {
         Some(Self { entries, head })
     }
 
-    /// Continues at the head and phase of a predecessor process; `None` if the ring has no such entry.
+    /// Continues at the head and phase that a predecessor process has reached; `None` if the ring has no such entry.
     #[must_use]
     pub fn with_head(self, head: u32, phase: bool) -> Option<Self> {
         let head = PhasedIndex::with_phase(RingIndex::from_index(self.head.size(), head)?, phase);
@@ -146,7 +146,7 @@ impl HostCompletionRing {
         self.head.get()
     }
 
-    /// Returns the number of entries that were taken since the head was at `head`.
+    /// Returns the number of entries taken since the head had the index `head`.
     #[inline]
     #[must_use]
     pub fn taken_since(&self, head: u32) -> u32 {
@@ -159,8 +159,8 @@ impl HostCompletionRing {
         self.head.phase()
     }
 
-    /// Takes the entry at the head if its Phase Tag shows that the drive has posted it. The half of the entry with the Phase
-    /// Tag is read first, so that the other half, which the drive wrote before, is complete.
+    /// Takes the entry at the head, if its Phase Tag shows that the drive has posted it. The half with the Phase Tag is
+    /// read first. The drive wrote the other half before it, so that half is complete.
     #[inline]
     pub fn take(&mut self) -> Option<Cqe> {
         #[cfg(simulation)]
@@ -183,7 +183,7 @@ impl HostCompletionRing {
         Some(Cqe { low, high })
     }
 
-    /// Zeroes all entries, and restarts at the first one. No drive may write them during the call.
+    /// Zeroes all entries, and restarts at the first one. No drive may write entries during the call.
     pub fn restart(&mut self) {
         let size = self.head.size();
         for index in 0..size.entries() {

@@ -6,7 +6,7 @@ use std::num::NonZero;
 
 use nvme_spec::cqe::PhaseTag;
 
-/// Number of entries of a queue, with arithmetic on indices below it.
+/// Number of entries of a queue, with arithmetic on indices of its entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingSize(NonZero<u32>);
 
@@ -24,7 +24,7 @@ impl RingSize {
         }
     }
 
-    /// Returns the number of entries. The queue can hold one entry less.
+    /// Returns the number of entries. A queue is full with one entry less.
     #[inline]
     #[must_use]
     pub const fn entries(self) -> u32 {
@@ -43,7 +43,7 @@ impl RingSize {
         }
     }
 
-    /// Returns the index `steps` entries before `index`. `steps` is at most the number of entries.
+    /// Returns the index `steps` entries before `index`, where `steps` is at most the number of entries.
     #[inline]
     #[must_use]
     pub const fn step_back(self, index: u32, steps: u32) -> u32 {
@@ -60,7 +60,7 @@ impl RingSize {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingIndex {
     size: RingSize,
-    /// Always below `size`.
+    /// Index of the entry, always below `size`.
     index: u32,
 }
 
@@ -71,7 +71,7 @@ impl RingIndex {
         Self { size, index: 0 }
     }
 
-    /// Creates an index of any entry; `None` if the queue has no such entry.
+    /// Creates an index of the entry `index`; `None` if the queue has no such entry.
     #[must_use]
     pub const fn from_index(size: RingSize, index: u32) -> Option<Self> {
         if index < size.entries() {
@@ -126,13 +126,13 @@ pub struct PhasedIndex {
 }
 
 impl PhasedIndex {
-    /// Creates an index of the first entry, in the first pass.
+    /// Creates an index of the first entry, with the Phase Tag of the first pass.
     #[must_use]
     pub const fn new(size: RingSize) -> Self {
         Self::with_phase(RingIndex::new(size), true)
     }
 
-    /// Creates an index of any entry, with the Phase Tag of its pass.
+    /// Creates an index of any entry, with the Phase Tag of the pass.
     #[must_use]
     pub const fn with_phase(index: RingIndex, phase: bool) -> Self {
         Self {
@@ -162,7 +162,7 @@ impl PhasedIndex {
         self.tag.phase()
     }
 
-    /// Like [`Self::phase`], at its bit position in an entry.
+    /// Returns the [phase](Self::phase) at the bit position that it has in an entry.
     #[inline]
     #[must_use]
     pub const fn tag(self) -> PhaseTag {
@@ -184,7 +184,7 @@ impl PhasedIndex {
 #[derive(Debug)]
 pub struct CompletionCredit(());
 
-/// Permits to fill several entries of a Completion Queue.
+/// Permits to fill several entries of a Completion Queue, to be taken one by one.
 #[must_use]
 #[derive(Debug)]
 pub struct CompletionCredits(u32);
@@ -218,9 +218,9 @@ impl From<CompletionCredit> for CompletionCredits {
 #[derive(Debug)]
 pub struct CompletionIndices {
     tail: PhasedIndex,
-    /// Index up to which the host has consumed entries, below the size.
+    /// Index up to which the host has consumed entries, always below the size.
     head: u32,
-    /// Entries that are free and not reserved by a [`CompletionCredit`].
+    /// Number of free entries that no [`CompletionCredit`] reserves.
     free_entries: u32,
 }
 
@@ -235,7 +235,7 @@ impl CompletionIndices {
         }
     }
 
-    /// Creates indices of a queue in use without reservations; `None` if the queue has no such head.
+    /// Creates indices of a queue in use, without reserved entries; `None` if the queue has no entry `head`.
     #[must_use]
     pub const fn from_positions(tail: PhasedIndex, head: u32) -> Option<Self> {
         let size = tail.size();
@@ -281,7 +281,7 @@ impl CompletionIndices {
         self.size().distance(self.head, self.tail.get())
     }
 
-    /// Returns the number of entries that were filled since the tail was at `tail`.
+    /// Returns the number of entries filled since the tail was `tail`.
     #[inline]
     #[must_use]
     pub const fn filled_since(&self, tail: PhasedIndex) -> u32 {
@@ -295,7 +295,7 @@ impl CompletionIndices {
         self.free_entries
     }
 
-    /// Reserves an entry if one is free.
+    /// Reserves an entry; `None` if no entry is free.
     #[inline]
     pub const fn reserve(&mut self) -> Option<CompletionCredit> {
         if self.free_entries == 0 {
@@ -305,7 +305,7 @@ impl CompletionIndices {
         Some(CompletionCredit(()))
     }
 
-    /// Reserves up to `most` entries, as far as they are free.
+    /// Reserves up to `most` entries: fewer if fewer are free.
     #[inline]
     pub fn reserve_up_to(&mut self, most: u32) -> CompletionCredits {
         let count = most.min(self.free_entries);
@@ -313,13 +313,13 @@ impl CompletionIndices {
         CompletionCredits(count)
     }
 
-    /// Returns unused permits.
+    /// Returns unused permits, which frees their entries.
     #[inline]
     pub const fn return_credits(&mut self, rooms: CompletionCredits) {
         self.free_entries += rooms.0;
     }
 
-    /// Advances the tail past a filled entry, and uses up its permit.
+    /// Advances the tail past a filled entry, which uses up the entry's permit.
     #[inline]
     pub const fn spend(&mut self, _: CompletionCredit) {
         self.tail.advance();
@@ -328,8 +328,8 @@ impl CompletionIndices {
     /// Updates the host's head, which frees the consumed entries.
     ///
     /// # Errors
-    /// [`InvalidIndex`] if there is no such entry, or the host consumed more than was posted. The head is then
-    /// unchanged.
+    /// [`InvalidIndex`] if the queue has no such entry, or if the host would have consumed more than was posted. The head
+    /// is then unchanged.
     #[inline]
     pub const fn move_head(&mut self, head: u32) -> Result<(), InvalidIndex> {
         if head >= self.size().entries() {
@@ -414,7 +414,7 @@ mod tests {
         assert!(queue.reserve_up_to(0).split_off().is_none());
     }
 
-    /// Compares the indices with a list, for every sequence of eight steps of five kinds.
+    /// Compares the indices with a list of entries, for every sequence of eight steps of five kinds.
     #[test]
     fn a_completion_queue_is_first_in_first_out() {
         const ENTRIES: u32 = 3;

@@ -1,27 +1,25 @@
 //! Access to memory that guests and NVMe drives may write at any time.
 //!
 //! The crate contains the unsafe code of the data path, behind safe interfaces:
-//!
-//! - [`Mapping`] is a range of guest memory or of a device's registers. Lost memory (a truncated file, a removed drive)
-//!   is replaced by zeroes or ones instead of raising SIGBUS.
+//! - [`Mapping`] is a range of guest memory or of a device's registers. If the memory is lost (a truncated file, a removed
+//!   drive), it is replaced by zeroes or ones, and an access raises no SIGBUS.
 //! - [`RawBytes`], [`RawWords`], [`MappedWord32`], [`MappedWord64`], [`SharedWords`] and [`MappedRegisters`] read and write
-//!   bytes and words of a mapping.
-//! - [`SubmissionRing`] and [`CompletionRing`] are a guest's queues; [`HostSubmissionRing`] and [`HostCompletionRing`]
-//!   are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of both. [`CompletionCredit`] is the permit to fill
-//!   an entry of a Completion Queue.
+//! - [`SubmissionRing`] and [`CompletionRing`] are the queues of a guest; [`HostSubmissionRing`] and [`HostCompletionRing`]
+//!   are those of a drive. [`RingIndex`] and [`CompletionIndices`] are the indices of all these queues.
+//!   [`CompletionCredit`] is the permit to fill an entry of a Completion Queue.
 //! - [`SlotRecords`] records the commands in flight, in memory that outlives the writing process.
 //! - [`crash`] counts crashes of the process for the work that caused them.
 //! - [`sync`] has locks, channels, atomics and threads, and [`files`] the file operations of the ledger. A simulator
-//!   replaces both.
-//! - [`process_liveness`] lets other processes detect that nothing of this process is left.
-//! - [`clock`] reads the time stamp counter. [`deadline`] has the clock and the deadlines of waits. [`system`], [`processors`], [`file_system`], [`device_mapper`] and
-//!   [`eventfd`] make system calls for which std has no safe interface.
+//!   replaces both modules.
+//! - [`process_liveness`] lets other processes detect that nothing of this process runs any more.
+//! - [`clock`] reads the time stamp counter. [`deadline`] has the clock and the deadlines of waits. [`system`],
+//!   [`processors`], [`file_system`], [`device_mapper`] and [`eventfd`] make system calls for which std has no safe
+//!   interface.
 //!
 //! No Rust reference to shared memory leaves the crate. Bytes are copied in and out, and words are read and written by
 //! volatile or atomic access. A word may change between two reads, so callers read it once and use the copy.
 //!
-//! The crate does not know guest physical addresses, IOVAs or commands. It moves queue entries and does not validate
-//! them.
+//! The crate does not know guest physical addresses, IOVAs or commands. It copies queue entries without validating them.
 //!
 //! # Example
 //!

@@ -24,7 +24,7 @@ unsafe impl Send for MappedWord32 {}
 unsafe impl Sync for MappedWord32 {}
 
 impl MappedWord32 {
-    /// Returns the word at `offset`; `None` if it is not aligned or not inside.
+    /// Returns the word at `offset`; `None` if it is not aligned or not inside the mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
         let bytes = mapping.bytes(offset, 4)?;
@@ -72,7 +72,7 @@ unsafe impl Send for MappedWord64 {}
 unsafe impl Sync for MappedWord64 {}
 
 impl MappedWord64 {
-    /// Returns the word at `offset`; `None` if it is not aligned, not inside or not writable.
+    /// Returns the word at `offset`; `None` if it is not aligned, not inside the mapping, or not writable.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
         let word = mapping

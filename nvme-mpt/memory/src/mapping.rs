@@ -27,7 +27,7 @@ pub enum MappingAccess {
 pub struct FilePlace {
     /// Device of the file.
     pub device: u64,
-    /// Inode number of the file. No other file has this number while any process has this one open.
+    /// Inode number of the file. While a process has the file open, no other file has this number.
     pub inode: u64,
     /// Offset in the file, in bytes.
     pub offset: u64,
@@ -43,21 +43,21 @@ impl fmt::Debug for MemoryOwner {
     }
 }
 
-/// A range of this process's address space, mapped until dropped.
+/// Range of this process's address space, mapped until it is dropped.
 ///
 /// Its bytes are accessed through [`RawBytes`], rings and cells, never through a reference.
 #[derive(Debug)]
 pub struct Mapping {
     start: NonNull<u8>,
     len: usize,
-    /// Bytes that the kernel mapped: whole pages, or huge pages if the memory has them.
+    /// Length of the whole pages that the kernel mapped: huge pages, if the memory has them.
     mapped_bytes: usize,
     access: MappingAccess,
     place: Option<FilePlace>,
     guard: Option<sigbus::SigbusGuard>,
-    /// Owner of memory that it has mapped and will unmap.
+    /// Other owner of the memory, which has mapped it and will unmap it; `None` if this mapping does.
     owner: Option<MemoryOwner>,
-    /// See [`Mapping::mark_lost`].
+    /// True after [`Mapping::mark_lost`].
     is_marked_lost: AtomicBool,
 }
 
@@ -68,7 +68,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `len` bytes of `fd` from `offset`, shared with other mappings of the file.
+    /// Maps `len` bytes of `fd` from `offset`. Other mappings of the file share the memory.
     ///
     /// # Errors
     /// Returns the error of `fstat` or `mmap`. Returns `InvalidInput` if the file ends before the range does, or if the
@@ -82,8 +82,8 @@ impl Mapping {
         Self::map_file(fd, offset, len, access, libc::MAP_SHARED)
     }
 
-    /// Maps the first `len` bytes of `fd` like [`Self::shared`], but reserves no memory for untouched pages. For a file in huge
-    /// pages, a reservation would take pages from other users of the pool.
+    /// Maps the first `len` bytes of `fd` as [`Self::shared`] does, but reserves no memory for untouched pages. For a file
+    /// in huge pages, a reservation would take pages from other users of the pool.
     ///
     /// # Errors
     /// Like [`Self::shared`].
@@ -130,12 +130,12 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Borrows memory that another owner has mapped, such as a VMM's guest memory. Makes no second mapping. `fd` is the
-    /// memory's file, and `offset` the location of the first byte in it.
+    /// Borrows memory that another owner has mapped, such as a VMM's guest memory, without a second mapping. `fd` is the
+    /// memory's file, and `offset` the location of the first byte in the file.
     ///
     /// Page faults happen in the owner's mapping, so they go to the owner's userfaultfd, if there is one. The owner also
-    /// handles SIGBUS. A lost page is not replaced here ([`is_lost`](Self::is_lost) stays false), because the guest would see
-    /// the replacement too.
+    /// handles SIGBUS. A lost page is not replaced here ([`is_lost`](Self::is_lost) stays false), because the guest would
+    /// see the replacement as well.
     ///
     /// # Errors
     /// Returns the error of `fstat`.
@@ -174,7 +174,7 @@ impl Mapping {
         self.owner.is_some()
     }
 
-    /// Returns whether both mappings have the same address and length, and so are the same mapping of the same owner.
+    /// Returns whether both values are the same mapping: they have the same address and length.
     #[must_use]
     pub fn is_same_range(&self, other: &Self) -> bool {
         self.start == other.start && self.len == other.len
@@ -182,8 +182,8 @@ impl Mapping {
 
     /// Maps `len` bytes of a device's registers, at `offset` of the device's file.
     ///
-    /// After the device is gone, reads return ones and writes are discarded. This begins with the first access that finds the
-    /// device gone, or with [`detach_device`](Self::detach_device). [`is_lost`](Self::is_lost) is true from then on.
+    /// Once the device is gone, reads return ones and writes are discarded, and [`is_lost`](Self::is_lost) is true. This
+    /// begins with the first access that finds the device gone, or with [`detach_device`](Self::detach_device).
     ///
     /// # Errors
     /// Returns the error of `mmap`; `InvalidInput` if the offset is too large.
@@ -199,8 +199,8 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Unmaps the device from a device mapping, which then behaves as if the device were gone. Other threads may access the
-    /// mapping during the call: each access reaches either the device or the replacement.
+    /// Unmaps the device, so that the mapping behaves as if the device were gone. Other threads may access the mapping
+    /// during the call: each access reaches either the device or the replacement.
     ///
     /// # Errors
     /// Returns the error of `mmap`; part of the device is then still mapped. Returns `InvalidInput` for memory.
@@ -220,8 +220,8 @@ impl Mapping {
         Self::map(len, MappingAccess::ReadWrite, flags, -1, 0)
     }
 
-    /// Maps at least `len` bytes of zeroed private memory. Uses huge pages of 2 MiB if the kernel has reserved some,
-    /// otherwise works like [`Self::anonymous`].
+    /// Maps at least `len` bytes of zeroed private memory, in huge pages of 2 MiB if the kernel has reserved some;
+    /// otherwise as [`Self::anonymous`] does.
     ///
     /// # Errors
     /// Returns the error of `mmap`.
@@ -270,7 +270,7 @@ impl Mapping {
         })
     }
 
-    /// Requests huge pages, if the kernel has any.
+    /// Asks the kernel to use huge pages for this memory.
     pub fn advise_huge_pages(&self) {
         // SAFETY: the range is this mapping; the advice changes no content. A kernel without huge pages refuses, which
         // only costs speed.
@@ -280,8 +280,8 @@ impl Mapping {
     /// Allocates all memory of a writable mapping, as if each page had been written.
     ///
     /// Until it is first written, a page of anonymous memory is the shared zero page. Without this call, kernels before 6.2
-    /// would map the zero page for a device with read-only access. After a write, the process has a new page, but the device
-    /// would still read the zero page.
+    /// would map the zero page for a device with read-only access. After a write, the process would have a new page, but
+    /// the device would still read the zero page.
     ///
     /// # Errors
     /// Returns the error of `madvise`: `InvalidInput` for kernels before 5.14, which do not support it.
@@ -297,7 +297,7 @@ impl Mapping {
         Ok(())
     }
 
-    /// Allocates the missing memory of a part, like an access to each of its pages.
+    /// Allocates the missing memory of a part, as an access to each of its pages would.
     ///
     /// # Errors
     /// Like [`Self::populate`]; `InvalidInput` also outside the mapping.
@@ -397,9 +397,9 @@ impl Mapping {
         Some(unsafe { RawBytes::new(self.start.as_ptr().add(offset), len) })
     }
 
-    /// Returns whether the memory or the device behind the mapping is gone. In that case, memory of a truncated file was
-    /// replaced by zeroes, or a device by ones, or a drive uses other pages of the file than this mapping ([`Self::mark_lost`]). The
-    /// guest's queues must then stop, because the guest's data in this memory is lost.
+    /// Returns whether the memory or the device behind the mapping is lost: memory of a truncated file was replaced by
+    /// zeroes, a device was replaced by ones, or a drive uses other pages of the file than this mapping
+    /// ([`Self::mark_lost`]). The guest's queues must then stop, because the guest's data in this memory is lost.
     #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {
@@ -411,7 +411,7 @@ impl Mapping {
                 .is_some_and(sigbus::SigbusGuard::is_lost)
     }
 
-    /// Marks the memory as lost, for a caller that found that pages pinned for a drive were freed. Queues detect the mark by
+    /// Marks the memory as lost, because pages that are pinned for a drive were freed. Queues find out by
     /// [`lost_memory_epoch`](crate::lost_memory_epoch).
     pub fn mark_lost(&self) {
         self.is_marked_lost.store(true, Ordering::Release);
@@ -432,7 +432,7 @@ fn fstat(fd: BorrowedFd<'_>) -> io::Result<libc::stat> {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // The guard is dropped first, because another mapping may take the address range right after.
+        // The guard is dropped before the range is unmapped, because another mapping may get the range immediately.
         self.guard = None;
         #[cfg(simulation)]
         crate::simulation::store_buffers::forget(
@@ -569,7 +569,7 @@ mod tests {
         read
     }
 
-    /// A fake device in a file. Truncating the file removes its pages, like the registers of a removed drive.
+    /// A fake device in a file. Truncating the file removes its pages, as removing a drive removes its registers.
     fn device(len: u64) -> (File, Mapping) {
         let fd = memfd(len);
         let mapping = Mapping::device(fd.as_fd(), 0, len as usize).expect("map");
@@ -587,7 +587,7 @@ mod tests {
             .copy_from(&[1, 2, 3, 4]);
         assert_eq!(read(&mapping, 8), [1, 2, 3, 4]);
         file.set_len(0).expect("cut short");
-        // Write to the last page first: the loss of each page is detected separately.
+        // The last page is written first, because the loss of each page is detected separately.
         mapping
             .bytes(pages - 8, 4)
             .expect("inside")

@@ -1,9 +1,9 @@
 //! Signals to eventfds of untrusted processes.
 //!
 //! A process that shares an eventfd can fill its counter, so that writes of all other processes block. The kernel's
-//! asynchronous I/O can signal an eventfd when a request completes (io_submit(2), `IOCB_FLAG_RESFD`), and never blocks: a full
-//! counter stays full. So a signal here is an asynchronous read of `/dev/null`, which completes at once. It takes about three
-//! times as long as a write to the eventfd.
+//! asynchronous I/O can signal an eventfd when a request completes (io_submit(2), `IOCB_FLAG_RESFD`), and never blocks: a
+//! full counter stays full. So a signal here is an asynchronous read of `/dev/null`, which completes immediately. It takes
+//! about three times as long as a write to the eventfd.
 #![expect(unsafe_code, reason = "io_setup and its like have no safe interface")]
 
 use std::fs::File;
@@ -15,16 +15,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
-/// Minimum number of requests that the kernel's context can hold at once. This number counts toward the limit `fs.aio-max-nr`.
+/// Minimum number of requests that the kernel's context can hold. It counts toward the limit `fs.aio-max-nr`.
 const CONTEXT_REQUESTS: libc::c_int = 256;
 
 /// Maximum number of attempts to queue a signal while other threads keep the context full.
 const ATTEMPTS: usize = 16;
 
-/// Number of signals after which their completions are removed from the context.
+/// Number of signals after which a signal also removes completions from the context.
 const BATCH: u32 = 16;
 
-/// Most completions that are removed at once.
+/// Maximum number of completions that one call removes.
 const COMPLETIONS_MAX: usize = 32;
 
 /// `IOCB_CMD_PREAD`.
@@ -87,7 +87,7 @@ impl EventfdNotifier {
         }
     }
 
-    /// Creates a separate context.
+    /// Creates a context that is not shared.
     ///
     /// # Errors
     /// Returns the kernel's error, with a remedy if `fs.aio-max-nr` is exhausted.
@@ -159,7 +159,7 @@ impl EventfdNotifier {
         }
     }
 
-    /// Removes completions to make space for more.
+    /// Removes completions from the context, to make space for further requests.
     fn reap_completions(&self) {
         let mut completions = [AioEvent::default(); COMPLETIONS_MAX];
         // SAFETY: the kernel writes at most as many completions as the array can hold, and waits for none.
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn a_full_counter_of_a_blocking_eventfd_makes_no_signal_wait() {
-        // The eventfd is blocking, since its other owner can clear O_NONBLOCK at any time.
+        // The eventfd is blocking, because its other holder can clear O_NONBLOCK at any time.
         let eventfd = EventFd::new(0).unwrap();
         eventfd.write(u64::MAX - 1).unwrap();
         let notifier = EventfdNotifier::new().unwrap();

@@ -43,7 +43,7 @@ impl PrivateWords {
         &self.mapping
     }
 
-    /// Returns the `len` bytes from `offset`; `None` if they are not all inside.
+    /// Returns the `len` bytes from `offset`; `None` if the words do not contain all of them.
     #[inline]
     #[must_use]
     pub fn bytes(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
@@ -64,7 +64,7 @@ mod tests {
         words.bytes(8184, 8).expect("inside").copy_to(&mut bytes);
         assert_eq!(bytes, [8, 7, 6, 5, 4, 3, 2, 1]);
         assert!(words.bytes(8185, 8).is_none());
-        // The size in bytes would overflow to eight.
+        // The size in bytes would overflow to 8.
         let error = PrivateWords::new(usize::MAX / 8 + 2).expect_err("too many");
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }

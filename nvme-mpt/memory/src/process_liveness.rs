@@ -1,8 +1,8 @@
-//! Descriptors by which other processes detect that nothing of this process is left.
+//! Descriptors by which other processes detect that nothing of this process runs any more.
 //!
-//! The kernel closes a process's descriptors in no guaranteed order. A socket may be closed before the VFIO descriptors
-//! of a drive, which can then still write to VM memory. So the end of a connection does not prove that its process has
-//! ended, but two other descriptors do:
+//! The kernel closes a process's descriptors in no guaranteed order. A socket may be closed before the VFIO descriptors of
+//! a drive, which can then still write to VM memory. So the end of a connection does not prove that the process has ended.
+//! Two other descriptors do:
 //!
 //! - A pidfd is readable once the process has ended. All of its descriptors are closed by then.
 //! - A pipe hangs up when all copies of its other end are closed. Everything that can outlive the process holds a copy:
@@ -18,7 +18,7 @@ pub const LIVENESS_FDS: usize = 2;
 
 static THIS_PROCESS: OnceLock<ProcessLiveness> = OnceLock::new();
 
-/// A pidfd and a pipe, by which other processes detect that this process and everything that it started have ended.
+/// A pidfd and a pipe, by which other processes detect that this process has ended, with everything that it started.
 #[derive(Debug)]
 pub struct ProcessLiveness {
     process: OwnedFd,
@@ -27,8 +27,8 @@ pub struct ProcessLiveness {
 }
 
 impl ProcessLiveness {
-    /// Returns the descriptors of this process. The first call creates them. They also cover I/O and processes that are started
-    /// after that call.
+    /// Returns the descriptors of this process. The first call creates them. They also cover I/O and processes that start
+    /// later.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -45,15 +45,15 @@ impl ProcessLiveness {
         Ok(THIS_PROCESS.get_or_init(|| made))
     }
 
-    /// Returns the descriptors: a pidfd, which becomes readable, and a pipe, which hangs up. After both events, nothing
-    /// of the process is left.
+    /// Returns the descriptors to watch: a pidfd, which becomes readable, and a pipe, which hangs up. After both events,
+    /// nothing of the process runs any more.
     #[must_use]
     pub fn fds(&self) -> [BorrowedFd<'_>; LIVENESS_FDS] {
         [self.process.as_fd(), self.hangup_reader.as_fd()]
     }
 }
 
-/// Returns the end of the pipe of which everything that can outlive this process must hold a copy. `None` if
+/// Returns the end of the pipe of which everything that can outlive this process must hold a copy; `None` if
 /// [`ProcessLiveness::open`] was not called.
 #[must_use]
 pub fn hangup_writer() -> Option<BorrowedFd<'static>> {

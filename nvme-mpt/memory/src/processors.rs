@@ -19,7 +19,7 @@ const _: () = assert!(size_of::<ProcessorSet>() == size_of::<libc::cpu_set_t>())
 const _: () = assert!(align_of::<ProcessorSet>() == align_of::<libc::cpu_set_t>());
 
 impl ProcessorSet {
-    /// Returns the set of one processor; `None` if the number is not below [`PROCESSORS_MAX`].
+    /// Returns the set of one processor; `None` for the number [`PROCESSORS_MAX`] or higher.
     #[must_use]
     pub fn from_processor(processor: usize) -> Option<Self> {
         let mut set = Self::default();
@@ -27,8 +27,8 @@ impl ProcessorSet {
         Some(set)
     }
 
-    /// Parses a list as the kernel prints it, such as `0-3,8` (Linux, `Documentation/admin-guide/cputopology.rst`).
-    /// Invalid parts, and numbers that are not below [`PROCESSORS_MAX`], are ignored.
+    /// Parses a list as the kernel prints it, such as `0-3,8` (Linux, `Documentation/admin-guide/cputopology.rst`). Ignores
+    /// invalid parts, and the number [`PROCESSORS_MAX`] and higher.
     #[must_use]
     pub fn parse_list(list: &str) -> Self {
         let range = |part: &str| {
@@ -73,7 +73,7 @@ impl ProcessorSet {
         self.combine(other, |own, other| own | other)
     }
 
-    /// Returns the processors that are not in `other`.
+    /// Returns the processors of this set that are not in `other`.
     #[must_use]
     pub fn difference(&self, other: &Self) -> Self {
         self.combine(other, |own, other| own & !other)
@@ -152,10 +152,10 @@ fn thread_processors(thread: libc::pid_t) -> io::Result<ProcessorSet> {
     Ok(set)
 }
 
-/// Restricts the calling thread to these processors.
+/// Restricts the calling thread to the given processors.
 ///
 /// # Errors
-/// Returns the kernel's error; `EINVAL` if none of them is allowed.
+/// Returns the kernel's error; `EINVAL` if the process may use none of them.
 pub fn set_affinity(processors: &ProcessorSet) -> io::Result<()> {
     let raw = processors.as_raw();
     // SAFETY: the set has the size and alignment of a `cpu_set_t`; thread 0 is the calling thread.
@@ -243,7 +243,7 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
         let gone = std::thread::spawn(ThreadId::current).join();
         let gone = gone.expect("a thread");
-        // The kernel reports the end of a thread before it has taken the thread out of its table.
+        // The kernel reports the end of a thread before it removes the thread from its table.
         let error = loop {
             match gone.processors() {
                 Ok(_) => std::thread::sleep(std::time::Duration::from_millis(1)),

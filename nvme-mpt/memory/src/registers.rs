@@ -7,14 +7,14 @@ use super::Mapping;
 
 /// Registers in a [`Mapping`], little-endian as on PCI.
 ///
-/// After the device is gone, all registers read as ones, even after writes.
+/// Once the device is gone, all registers read as ones, even after writes.
 #[derive(Clone, Debug)]
 pub struct MappedRegisters {
     mapping: Arc<Mapping>,
 }
 
 impl MappedRegisters {
-    /// Creates access to the registers of a mapping.
+    /// Creates access to the registers in a mapping.
     #[must_use]
     pub fn new(mapping: Arc<Mapping>) -> Self {
         Self { mapping }
@@ -34,7 +34,7 @@ impl MappedRegisters {
         word.is_aligned().then_some(word)
     }
 
-    /// Reads the 32-bit register at `offset`; `None` if it is not aligned or not inside.
+    /// Reads the 32-bit register at `offset`; `None` if it is not aligned or not inside the mapping.
     #[inline]
     #[must_use]
     pub fn read32(&self, offset: usize) -> Option<u32> {
@@ -53,7 +53,7 @@ impl MappedRegisters {
         })
     }
 
-    /// Reads the 64-bit register at `offset` in one access; `None` if it is not aligned or not inside.
+    /// Reads the 64-bit register at `offset` in one access; `None` if it is not aligned or not inside the mapping.
     #[inline]
     #[must_use]
     pub fn read64(&self, offset: usize) -> Option<u64> {
@@ -72,7 +72,7 @@ impl MappedRegisters {
         })
     }
 
-    /// Writes the 32-bit register at `offset`; `None` if it is not aligned or not inside.
+    /// Writes the 32-bit register at `offset`; `None` if it is not aligned or not inside the mapping.
     #[inline]
     pub fn write32(&self, offset: usize, value: u32) -> Option<()> {
         #[cfg(simulation)]
@@ -86,7 +86,7 @@ impl MappedRegisters {
         Some(())
     }
 
-    /// Writes the 64-bit register at `offset` in one access; `None` if it is not aligned or not inside.
+    /// Writes the 64-bit register at `offset` in one access; `None` if it is not aligned or not inside the mapping.
     #[inline]
     pub fn write64(&self, offset: usize, value: u64) -> Option<()> {
         #[cfg(simulation)]
@@ -155,7 +155,7 @@ mod tests {
                 let reader = scope.spawn(|| {
                     let word = registers.word::<u64>(len - 8).expect("inside");
                     loop {
-                        // SAFETY: as in `read64`, which would not show what is mapped.
+                        // SAFETY: as in `read64`, which cannot be used because it replaces a lost device's value by ones.
                         match unsafe { word.read_volatile() } {
                             PATTERN => {}
                             value => return (value, registers.mapping.is_lost()),

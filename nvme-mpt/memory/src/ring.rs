@@ -18,26 +18,26 @@ pub(crate) struct SubmissionEntry(pub(crate) [u64; 8]);
 /// Entry of a Completion Queue in memory.
 pub(crate) type CompletionEntry = [AtomicU64; 2];
 
-/// Location of the entries of a ring, of a guest or of a drive.
+/// Location in this process's address space of the entries of a ring, of a guest or of a drive.
 ///
-/// Most rings are contiguous in our address space. A guest behind a virtual IOMMU maps the pages of a ring one by one, so they
-/// may be anywhere. Entries after the first contiguous part are then found by the page of the ring in which they lie. For
-/// contiguous rings, this takes no additional check, because the index has to be checked anyway.
+/// Most rings are contiguous in the address space. A guest behind a virtual IOMMU maps the pages of a ring one by one, so
+/// they may be anywhere. An entry after the first contiguous part is then found by its page of the ring. Contiguous rings
+/// need no additional check for this, because the index has to be checked anyway.
 #[derive(Debug)]
 pub(crate) struct RingEntries<T> {
     first: *const T,
     /// Number of contiguous entries from `first` on.
     contiguous_entries: u32,
     entries: u32,
-    /// All pages, if the ring is not contiguous.
+    /// Addresses of all pages; empty if the ring is contiguous.
     pages: Box<[*const u8]>,
-    /// Mappings that are kept alive: the first part's, and the others.
+    /// Mapping of the first part. This field and the next one keep all mappings of the ring alive.
     mapping: Arc<Mapping>,
     _others: Box<[Arc<Mapping>]>,
 }
 
-/// Memory page size of guest controllers and host controllers, in bytes. Only `CC.MPS` = 0 is offered (Base 2.0,
-/// section 3.1.3.5). Independent of the page size of the host's kernel.
+/// Memory page size of guest controllers and host controllers, in bytes. Only `CC.MPS` = 0 is offered (Base 2.0, section
+/// 3.1.3.5). The page size of the host's kernel may differ.
 pub const PAGE_SIZE: u64 = 4096;
 
 /// Size of a ring's pages in bytes, a multiple of the size of an entry.
@@ -101,7 +101,7 @@ impl<T> RingEntries<T> {
         &self.mapping
     }
 
-    /// Returns the address of an entry, in a mapping that is kept alive.
+    /// Returns the address of an entry, in a mapping that `self` keeps alive.
     ///
     /// # Panics
     /// If there is no such entry.
@@ -113,8 +113,8 @@ impl<T> RingEntries<T> {
         self.entry_in_pages(index)
     }
 
-    /// Returns the address of an entry of a contiguous ring, in a mapping that is kept alive. For an index beyond the
-    /// ring, the address must not be used.
+    /// Returns the address of an entry of a contiguous ring, in a mapping that `self` keeps alive. The caller must not
+    /// access the address if the ring has no entry `index`.
     #[inline]
     pub(crate) fn contiguous_entry(&self, index: u32) -> *const T {
         debug_assert!(index < self.contiguous_entries);
@@ -146,7 +146,7 @@ impl SubmissionRing {
         RingEntries::new_contiguous(mapping, offset, entries).map(Self)
     }
 
-    /// Creates a ring of `entries` entries in these pages, each a mapping and an offset in it. Returns `None` if the
+    /// Creates a ring of `entries` entries in `pages`, each given by a mapping and an offset in it. Returns `None` if the
     /// number of pages is wrong, or if a page is not aligned or not inside its mapping.
     #[must_use]
     pub fn from_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
@@ -163,7 +163,8 @@ impl SubmissionRing {
         self.read_ahead(index, 0)
     }
 
-    /// Like [`Self::read`], and prefetches the entry `ahead` entries further on in memory, which need not exist.
+    /// Copies an entry as [`Self::read`] does, and prefetches the memory `ahead` entries further on, where no entry need
+    /// exist.
     ///
     /// # Panics
     /// Like [`Self::read`].
@@ -194,14 +195,14 @@ impl SubmissionRing {
         transmute!(words)
     }
 
-    /// Prefetches an entry of the first contiguous part. Any index is safe.
+    /// Prefetches an entry of the first contiguous part. No index is out of bounds, because a prefetch accesses no memory.
     #[inline]
     pub fn prefetch(&self, index: u32) {
         prefetch_entry(self.0.first.wrapping_add(index as usize));
     }
 }
 
-/// Prefetches an entry. Any address is safe.
+/// Prefetches an entry. Any address is allowed, because a prefetch accesses no memory.
 #[inline(always)]
 #[cfg_attr(
     not(target_arch = "x86_64"),
@@ -234,7 +235,7 @@ impl CompletionRing {
         RingEntries::new_contiguous(mapping, offset, entries).map(Self)
     }
 
-    /// Like [`SubmissionRing::from_pages`], with writable mappings.
+    /// Creates a ring as [`SubmissionRing::from_pages`] does. The mappings must be writable.
     #[must_use]
     pub fn from_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
         let is_writable =
@@ -301,7 +302,7 @@ mod tests {
 
     #[test]
     fn entries_of_a_ring_in_pages_are_where_their_page_is() {
-        // Two contiguous pages, a page before them, and a page elsewhere.
+        // Two contiguous pages, the page before them, and a page in another mapping.
         let mappings = [4, 1].map(|pages| Arc::new(Mapping::anonymous(pages * PAGE).expect("map")));
         let places = [(0, 2), (0, 3), (0, 0), (1, 0)];
         let pages =

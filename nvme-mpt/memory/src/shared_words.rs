@@ -1,4 +1,4 @@
-//! 64-bit words in memory that outlives their writers: in a file, or in this process.
+//! 64-bit words in memory that outlives its writers: in a memory file, or in this process's own memory.
 #![expect(unsafe_code, reason = "atomic access to words of shared memory")]
 
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Mapping;
 
-/// Words of a [`Mapping`] from an offset on, each accessed as a whole.
+/// Words of a [`Mapping`] from an offset on, each read or written in one access.
 #[derive(Clone, Debug)]
 pub struct SharedWords {
     mapping: Arc<Mapping>,
@@ -14,7 +14,7 @@ pub struct SharedWords {
 }
 
 impl SharedWords {
-    /// Returns the words from `offset` on; `None` if it is not aligned or not inside.
+    /// Returns the words from `offset` on; `None` if `offset` is not aligned or not inside the mapping.
     #[must_use]
     pub fn new(mapping: Arc<Mapping>, offset: usize) -> Option<Self> {
         mapping.bytes(offset, 0)?;
@@ -34,7 +34,7 @@ impl SharedWords {
         Some(unsafe { AtomicU64::from_ptr(word.cast()) })
     }
 
-    /// Returns whether the memory of the words is lost ([`Mapping::is_lost`]). Accesses to words detect this.
+    /// Returns whether the memory of the words is lost ([`Mapping::is_lost`]), which an access to a word detects.
     #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {

@@ -2,12 +2,12 @@
 //!
 //! A client passes guest memory as a file descriptor and can truncate the file later. A drive can be removed while its
 //! registers are mapped. Hardware can lose a page. An access then raises SIGBUS, which would end the process and affect all
-//! other guests. The handler here replaces the lost pages and marks the mapping: memory is replaced by zeroes, and a device by
-//! ones, like a PCI read without a response. If the mapping has huge pages, whole huge pages are replaced, because the kernel
-//! cannot map a part of one. Faults at other addresses go to the previous handler, because a VMM may have one for memory
-//! errors.
+//! other guests. The handler here replaces the lost pages and marks the mapping as lost: memory is replaced by zeroes, and
+//! a device by ones, as a PCI read without a response returns. If the mapping has huge pages, whole huge pages are
+//! replaced, because the kernel cannot map a part of one. A fault at an address outside of all mappings goes to the
+//! previous handler, because a VMM may have one for memory errors.
 //!
-//! A VMM that installs a handler later must call this handler for addresses that are not its own.
+//! A VMM that later installs a handler must call this one for addresses outside of its own memory.
 #![expect(unsafe_code, reason = "a signal handler that maps pages")]
 
 use std::fs::File;
@@ -24,7 +24,7 @@ use super::file_system::{host_page_size, memfd};
 
 /// Number of mappings in one part of the table. The table grows by parts that are never freed, because the signal handler
 /// cannot lock, and the data that it reads must stay valid. A VM needs one entry for each file of its memory, at most 256
-/// (`dma`), so no VM can use up the table.
+/// (`dma`), and further parts serve further VMs. So no VM can use up the table.
 const CHUNK_ENTRIES: usize = 256;
 
 /// Kind of a mapping, which determines the replacement of lost pages.
@@ -33,7 +33,7 @@ pub(super) enum MappingKind {
     /// Memory of a file. If the file is truncated, the mapping reads as zeroes from the lost page to its end, until it is
     /// unmapped.
     Memory,
-    /// Registers of a device, replaced by ones one page at a time.
+    /// Registers of a device. Lost pages are replaced by ones, one page at a time.
     Device,
 }
 
@@ -94,8 +94,8 @@ static HOST_PAGE: AtomicUsize = AtomicUsize::new(4096);
 /// File with one host page of ones, created when the first device is mapped and never closed.
 static ONES: AtomicI32 = AtomicI32::new(-1);
 
-/// Returns a number that changes whenever memory of any mapping is lost. So a poller needs only one load to see that no memory
-/// was lost. The loss of a device does not change the number, because the device's driver reports it.
+/// Returns a number that changes whenever memory of a mapping is lost, so that a poller checks for lost memory by a single
+/// load. The loss of a device does not change the number, because the device's driver reports it.
 #[inline]
 #[must_use]
 pub fn lost_memory_epoch() -> usize {
@@ -107,7 +107,7 @@ pub(super) fn advance_loss_epoch() {
     EPOCH.fetch_add(1, Ordering::Release);
 }
 
-/// Registration of a mapping in the table.
+/// Registration of a mapping in the table, which ends when it is dropped.
 pub(super) struct SigbusGuard(&'static GuardedMapping);
 
 impl std::fmt::Debug for SigbusGuard {
@@ -136,7 +136,7 @@ impl SigbusGuard {
             .store(kind == MappingKind::Device, Ordering::Relaxed);
         entry.page.store(page, Ordering::Relaxed);
         entry.start.store(start, Ordering::Relaxed);
-        // The end is stored last, because an entry with end 0 contains no address.
+        // The end is stored last, because an entry with the end 0 contains no address.
         entry.end.store(start + len, Ordering::SeqCst);
         Ok(Self(entry))
     }
@@ -154,12 +154,12 @@ impl SigbusGuard {
         }
     }
 
-    /// Replaces the whole device by ones, as if it were gone. This ends the mapping of the device, because the kernel cannot
-    /// remove a device that is mapped.
+    /// Replaces a whole device by ones, as if it were gone. The device is then no longer mapped, so that the kernel can
+    /// remove it.
     pub(super) fn detach_device(&self) -> io::Result<()> {
         let entry = self.0;
         let host_page = HOST_PAGE.load(Ordering::Relaxed);
-        // Set before the pages are replaced: a user that reads ones must also see the mapping as lost.
+        // Set before the pages are replaced, so that code that reads ones also sees the mapping as lost.
         entry.lost.store(true, Ordering::Release);
         for page in entry.range().step_by(host_page) {
             if !map_ones(page) {
@@ -174,8 +174,8 @@ impl Drop for SigbusGuard {
     fn drop(&mut self) {
         let entry = self.0;
         entry.end.store(0, Ordering::SeqCst);
-        // A handler that is still running, for a memory error that no access of ours hit, would replace pages of a
-        // range that another mapping may get. It makes one system call.
+        // Another thread may still run the handler, for a memory error without an access. It would replace pages of this
+        // range, which another mapping may get. The wait is short, because the handler makes one system call.
         while entry.handlers.load(Ordering::SeqCst) != 0 {
             hint::spin_loop();
         }
@@ -184,7 +184,7 @@ impl Drop for SigbusGuard {
     }
 }
 
-/// Takes a free entry, in a new part of the table if there is none.
+/// Takes a free entry of the table, in a new part if no entry is free.
 fn take_entry() -> &'static GuardedMapping {
     static TAKING: Mutex<()> = Mutex::new(());
     let _taking = lock(&TAKING);
@@ -224,7 +224,7 @@ pub(super) fn install_handler() -> io::Result<()> {
     // SAFETY: both actions are fully initialised, and the handler is async-signal-safe: it only uses atomics of tables
     // that are never freed, and the mmap, sigaction and kill system calls.
     unsafe {
-        // Stored before our handler is installed, which may be called at once.
+        // Stored before the new handler is installed, which may be called immediately.
         let mut previous = std::mem::zeroed::<libc::sigaction>();
         if libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut previous) < 0 {
             return Err(io::Error::last_os_error());
@@ -232,7 +232,7 @@ pub(super) fn install_handler() -> io::Result<()> {
         let previous = PREVIOUS.get_or_init(|| previous);
         let mut action = std::mem::zeroed::<libc::sigaction>();
         action.sa_sigaction = on_sigbus as *const () as usize;
-        // The previous handler runs within ours, with the mask and on the stack that it requested.
+        // The previous handler runs within the new one, with the mask and on the stack that it requested.
         let inherited = libc::SA_ONSTACK | libc::SA_NODEFER | libc::SA_RESTART;
         action.sa_mask = previous.sa_mask;
         action.sa_flags = libc::SA_SIGINFO
@@ -253,7 +253,7 @@ fn has_handler(action: &libc::sigaction) -> bool {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The state under these locks is consistent after each step.
+    // Each step leaves the state under these locks consistent, so a panic does no harm.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -289,11 +289,11 @@ extern "C" fn on_sigbus(
     let cause = match code {
         libc::BUS_MCEERR_AR | libc::BUS_MCEERR_AO => Some(SigbusCause::MemoryError),
         libc::BUS_ADRERR | libc::BUS_OBJERR => Some(SigbusCause::Truncated),
-        // Other codes have no address, for example those of signals sent by a process.
+        // Other codes come without an address, for example in signals from a process.
         _ => None,
     };
     if !cause.is_some_and(|cause| replace_lost_pages(address, cause)) {
-        // A fault is raised again on return; other signals are not.
+        // Only a fault is raised again when the handler returns.
         let is_fault = code > 0 && code != libc::BUS_MCEERR_AO;
         count_crash(info, is_fault);
         let previous = PREVIOUS.get().filter(|previous| {
@@ -302,11 +302,11 @@ extern "C" fn on_sigbus(
         });
         call_previous(previous, signal, info, context, is_fault);
     }
-    // SAFETY: as above.
+    // SAFETY: the address of this thread's errno, as at the start of the handler.
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Handles the signal as if this module had no handler: by `previous`, the action of the signal before.
+/// Passes the signal to `previous`, the action that the process had for SIGBUS before.
 pub(super) fn call_previous(
     previous: Option<&libc::sigaction>,
     signal: libc::c_int,
@@ -355,8 +355,8 @@ fn replace_lost_pages(address: usize, cause: SigbusCause) -> bool {
                 continue;
             }
             entry.handlers.fetch_add(1, Ordering::SeqCst);
-            // Checked again after `handlers` was incremented: either the mapping now stays until this is done, or it is
-            // already gone.
+            // Checked again after `handlers` was incremented. So either the mapping stays until this handler has finished,
+            // or the mapping no longer contains the address.
             let range = entry.range();
             let replaced =
                 range.contains(&address) && replace_in_mapping(entry, range, address, cause);
@@ -377,15 +377,15 @@ fn replace_in_mapping(
     cause: SigbusCause,
 ) -> bool {
     if entry.device.load(Ordering::Relaxed) {
-        // Set before the page is replaced, as in `detach_device`.
+        // Set before the page is replaced, so that code that reads ones also sees the mapping as lost.
         entry.lost.store(true, Ordering::Release);
         let page = HOST_PAGE.load(Ordering::Relaxed);
         return map_ones(address - address % page);
     }
     let lost = lost_range(&range, entry.page.load(Ordering::Relaxed), address, cause);
-    // Set before the pages are replaced: code that copied to the zeroes must see the mapping as lost.
+    // Set before the pages are replaced, so that code that copies zeroes also sees the mapping as lost.
     entry.lost.store(true, Ordering::Release);
-    // If the kernel's limit of mappings is reached, the whole range is replaced, which needs no additional mapping.
+    // If the kernel's limit of mappings is reached, the whole range is replaced, which needs no further mapping.
     if !map_zeroes(lost) && !map_zeroes(range) {
         return false;
     }
@@ -393,7 +393,7 @@ fn replace_in_mapping(
     true
 }
 
-/// Returns the part of a memory mapping that is replaced, in whole pages of the mapping.
+/// Returns the part of a memory mapping to replace, in whole pages of the mapping.
 fn lost_range(
     mapping: &Range<usize>,
     page: usize,
@@ -402,7 +402,7 @@ fn lost_range(
 ) -> Range<usize> {
     let start = address - (address - mapping.start) % page;
     let end = match cause {
-        // A truncated file has lost the following bytes as well.
+        // A truncated file has also lost all bytes that follow.
         SigbusCause::Truncated => mapping.end,
         SigbusCause::MemoryError => mapping.end.min(start + page),
     };
@@ -415,8 +415,8 @@ fn map_zeroes(pages: Range<usize>) -> bool {
     map_fixed(pages.start, pages.len(), flags, -1)
 }
 
-/// Replaces one host page of a registered mapping by ones. The replacement is atomic: an access reaches either the
-/// device or the ones. Later writes go to a private copy of the page.
+/// Replaces one host page of a registered mapping by ones. The replacement is atomic: an access reaches either the device
+/// or the ones. A later write goes to a private copy of the page.
 fn map_ones(page: usize) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
     let len = HOST_PAGE.load(Ordering::Relaxed);
@@ -467,7 +467,7 @@ mod tests {
 
     #[test]
     fn no_number_of_mappings_takes_the_guards_of_others() {
-        // More mappings than a fixed table for 16 VMs with all their files would hold.
+        // More mappings than 16 VMs with all their files have, so that the table must grow.
         let memory = memfd(c"test", 4096).expect("memory");
         let map = |_| {
             use std::os::fd::AsFd;
@@ -478,7 +478,7 @@ mod tests {
             .map(map)
             .collect::<Result<_, _>>()
             .expect("mapped");
-        // The last mapping is guarded like the first.
+        // The last mapping is guarded as the first one is.
         File::from(memory).set_len(0).expect("cut short");
         for mapping in [&mappings[0], &mappings[4999]] {
             let mut read = [9];

@@ -10,19 +10,19 @@ use zerocopy::transmute;
 use super::{Mapping, MappingAccess};
 use nvme_spec::sqe::Sqe;
 
-/// A record: a command with the mark in place of its Metadata Pointer.
+/// Record of a slot: a command, with a mark in place of its Metadata Pointer.
 type SlotRecord = [u64; size_of::<Sqe>() / size_of::<u64>()];
 
 /// Index of the mark in a record.
 const MARK_INDEX: usize = offset_of!(Sqe, mptr) / size_of::<u64>();
 
-/// Records of a queue's slots. Each has a command and a mark, which is 0 if the slot has no command.
+/// Records of a queue's slots. Each has a command and a mark. The mark is 0 if the slot has no command in flight.
 ///
-/// No namespace here has metadata, so a Metadata Pointer is meaningless and not recorded.
+/// No guest's namespace has metadata. So a Metadata Pointer is meaningless, and is not recorded.
 ///
-/// The writing process may end between any two instructions. When a signal ends the process, each instruction has either taken
-/// effect or not, so the stores of a thread appear in program order on any processor. So only the compiler could reorder the
-/// stores, and compiler fences prevent that.
+/// The writing process may end between any two instructions. When a signal ends the process, each instruction has either
+/// taken effect or not. So the stores of a thread appear in program order on any processor. Only the compiler could reorder
+/// the stores, and compiler fences prevent that.
 #[derive(Debug)]
 pub struct SlotRecords {
     first: *mut SlotRecord,
@@ -58,7 +58,7 @@ impl SlotRecords {
         })
     }
 
-    /// Returns the record of a slot. The slot number wraps, so it is always valid.
+    /// Returns the address of a slot's record. Any slot number gives a valid address, because it wraps.
     #[inline(always)]
     fn slot_record(&self, slot: u16) -> *mut SlotRecord {
         self.first.wrapping_add(usize::from(slot % Self::COUNT))
@@ -69,7 +69,7 @@ impl SlotRecords {
         record.cast::<u64>().wrapping_add(index)
     }
 
-    /// Stores a command, and then its mark. Later stores of the program come after both.
+    /// Stores a command, and then its mark. Later stores of the calling thread follow both.
     #[inline(always)]
     pub fn record(&self, slot: u16, command: &Sqe, mark: u64) {
         let record = self.slot_record(slot);
@@ -91,7 +91,7 @@ impl SlotRecords {
             }
             Self::word(record, MARK_INDEX + 1).write_volatile(command.dptr[0]);
         }
-        // SAFETY: as above.
+        // SAFETY: as for x86-64.
         #[cfg(not(target_arch = "x86_64"))]
         unsafe {
             let words: SlotRecord = transmute!(*command);
@@ -106,13 +106,13 @@ impl SlotRecords {
         Self::store_mark(record, slot, mark);
     }
 
-    /// Stores a mark after all earlier stores of the program and before all later ones.
+    /// Stores a mark, after all earlier and before all later stores of the calling thread.
     #[inline(always)]
     pub fn set_mark(&self, slot: u16, mark: u64) {
         Self::store_mark(self.slot_record(slot), slot, mark);
     }
 
-    /// Like [`Self::set_mark`], with the record of the slot.
+    /// Stores a mark as [`Self::set_mark`] does, given the record of the slot.
     #[inline(always)]
     #[cfg_attr(
         not(simulation),
@@ -140,7 +140,7 @@ impl SlotRecords {
         u64::from_le(mark)
     }
 
-    /// Copies the command out of a slot, with a Metadata Pointer of 0.
+    /// Returns the command of a slot, with a Metadata Pointer of 0.
     #[must_use]
     pub fn command(&self, slot: u16) -> Sqe {
         // SAFETY: as in `record`.
@@ -167,7 +167,7 @@ mod tests {
         let len = 4096 + SlotRecords::BYTES;
         let mapping = mapping(len, MappingAccess::ReadWrite);
         let records = SlotRecords::new(&mapping, 4096).expect("inside");
-        // A pattern in each word.
+        // Each word has its own pattern.
         let words: SlotRecord = core::array::from_fn(|index| 0x0101_0101 * (index as u64 + 1));
         let mut command: Sqe = transmute!(words);
         records.record(SlotRecords::COUNT - 1, &command, 0x55);

@@ -18,7 +18,7 @@ pub use crate::simulation::{
     threads::JoinHandle,
 };
 
-/// Takes a lock if it is free, even if a thread panicked while holding it.
+/// Takes a lock if it is free, even if a thread has panicked with the lock held.
 #[must_use]
 pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {

@@ -1,5 +1,5 @@
-//! System calls without a safe interface in std: CPU time of a thread, locks on ranges of files, the process's user and
-//! id. Also the source of all random numbers.
+//! System calls without a safe interface in std, for the CPU time of a thread, locks on ranges of files, and the process's
+//! user and id. Also the source of all random numbers.
 #![expect(
     unsafe_code,
     reason = "clock_gettime, getrusage, fcntl and getauxval take raw arguments"
@@ -18,8 +18,8 @@ use std::time::Duration;
 
 use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
 
-/// Returns whether an error means that the process, its user or the host is currently short of a resource: memory,
-/// descriptors, threads, or kernel contexts. The same call may succeed later.
+/// Returns whether an error means that the process, its user or the host is short of a resource at present: memory,
+/// descriptors, threads, or kernel contexts. Another attempt may succeed later.
 #[must_use]
 pub fn is_exhaustion(error: &(dyn Error + 'static)) -> bool {
     let mut cause = Some(error);
@@ -53,7 +53,8 @@ pub fn thread_time() -> Duration {
 /// True if the process may query the kernel for preemptions.
 static COUNTS_PREEMPTIONS: AtomicBool = AtomicBool::new(false);
 
-/// Allows [`thread_preemptions`] to call getrusage. A server calls this; the sandboxes of VMMs forbid getrusage.
+/// Allows [`thread_preemptions`] to call getrusage. A server calls this function, but not a VMM, whose sandbox forbids
+/// getrusage.
 pub fn enable_preemption_count() {
     COUNTS_PREEMPTIONS.store(true, Ordering::Relaxed);
 }
@@ -74,7 +75,7 @@ pub fn thread_preemptions() -> Option<u64> {
         .flatten()
 }
 
-/// Returns the time of the system's monotonic clock, which is the same for all processes of the host.
+/// Returns the time of the system's monotonic clock, which all processes of the host share.
 #[must_use]
 pub fn host_time() -> Duration {
     #[cfg(simulation)]
@@ -95,9 +96,9 @@ fn read_clock(clock: libc::clockid_t) -> Duration {
     Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// Returns the user that this process was started as.
+/// Returns the user id that this process was started with.
 ///
-/// Reads the process's own memory, because a sandbox may forbid the system call.
+/// Reads a value in the process's own memory, because a sandbox may forbid the system call.
 #[must_use]
 pub fn process_user() -> u32 {
     // SAFETY: getauxval reads values that the kernel passed at the process's start, and has no preconditions.
@@ -119,14 +120,14 @@ pub fn process_id() -> u32 {
     }
 }
 
-/// Returns whether processes of `user` have full control over this process anyway, because `user` is root or this process's own
-/// user.
+/// Returns whether processes of `user` have full control over this process, so that distrust would protect nothing: `user`
+/// is root or this process's own user.
 #[must_use]
 pub fn is_trusted(user: u32) -> bool {
     user == 0 || user == process_user()
 }
 
-/// Returns a random number, for names that must differ between processes. Not suitable for secrets.
+/// Returns a random number, for names that must differ between processes. The number is not suitable as a secret.
 #[must_use]
 #[cfg_attr(
     not(simulation),
@@ -163,10 +164,10 @@ impl LockKind {
 /// Locks `length` bytes from `start` for the file's open file description. Returns `false` if another description has a
 /// conflicting lock.
 ///
-/// A `length` of 0 extends to the largest offset. The kernel drops the lock with the description.
+/// A `length` of 0 means all bytes from `start` on. The kernel drops the lock when the description is closed.
 ///
 /// # Errors
-/// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
+/// Returns the error of `fcntl`; `EOVERFLOW` for a range beyond its offsets.
 pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
     match fcntl_lock(
         file,
@@ -181,20 +182,20 @@ pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Res
     }
 }
 
-/// Releases the locks of the file's open file description on `length` bytes from `start`, even if another process or
-/// the kernel also holds the description.
+/// Releases the locks of the file's open file description on `length` bytes from `start`, even if another process or the
+/// kernel holds the description as well.
 ///
 /// # Errors
-/// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
+/// Returns the error of `fcntl`; `EOVERFLOW` for a range beyond its offsets.
 pub fn unlock(file: &File, start: u64, length: u64) -> io::Result<()> {
     fcntl_lock(file, F_OFD_SETLK, &mut flock_range(F_UNLCK, start, length)?)
 }
 
-/// Returns whether another open file description has a lock that conflicts with one of `kind` on `length` bytes from
-/// `start`. A `length` of 0 extends to the largest offset.
+/// Returns whether another open file description has a lock that conflicts with a lock of `kind` on `length` bytes from
+/// `start`. A `length` of 0 means all bytes from `start` on.
 ///
 /// # Errors
-/// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
+/// Returns the error of `fcntl`; `EOVERFLOW` for a range beyond its offsets.
 pub fn is_lock_excluded(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
     let mut lock = flock_range(kind.lock_type(), start, length)?;
     fcntl_lock(file, F_OFD_GETLK, &mut lock)?;

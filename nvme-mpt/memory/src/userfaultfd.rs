@@ -1,15 +1,15 @@
-//! Detection of memory whose page faults a process resolves itself (userfaultfd).
+//! Detection of memory whose page faults another process resolves (userfaultfd).
 //!
-//! A VMM that restores its guest on demand, or receives it by post-copy, registers its *own* mapping of the guest's memory with
-//! userfaultfd. A page that is not restored yet is a hole in the memory's file. A read through another mapping returns zeroes
-//! and fills the hole for all mappings, so that the VMM gets no page fault. So a process that maps the file has to check
-//! whether the file is complete.
+//! A VMM that restores its guest on demand, or receives it by post-copy, registers its *own* mapping of the guest's memory
+//! with userfaultfd. A page that is not restored yet is a hole in the memory's file. A read through another mapping returns
+//! zeroes and fills the hole for all mappings, so that the VMM gets no page fault. So a process that maps the file must
+//! check whether the file is complete.
 //!
-//! The kernel shows registrations in `/proc/PID/smaps`, by the flags `um` (missing pages) and `ui` (minor faults: a
-//! page may exist without the guest's content yet). A registration for missing pages has no effect once the file has no
-//! holes. Write protection (`uw`) hides no content, and is ignored.
+//! The kernel shows registrations in `/proc/PID/smaps`, by the flags `um` (missing pages) and `ui` (minor faults: a page
+//! may exist without the guest's content). A registration for missing pages has no effect once the file has no holes. Write
+//! protection (`uw`) hides no content, and is ignored.
 //!
-//! Processes whose memory this process may not inspect (ptrace(2)) and later registrations are not detected.
+//! Two cases are not detected: processes whose memory this process may not inspect (ptrace(2)), and later registrations.
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
@@ -20,21 +20,21 @@ use std::sync::OnceLock;
 
 use super::holes::{has_hole, reopen};
 
-/// A process that may have registered its mappings of a memory file with userfaultfd.
+/// Process that may have registered its mappings of a memory file with userfaultfd.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MemoryHolder {
     /// This process, for a function in a VMM.
     #[default]
     ThisProcess,
-    /// A client, by its process id and user.
+    /// A client, given by its process id and user.
     Client {
         /// Process that made the connection.
         pid: u32,
-        /// User of the process. All processes of this user are checked, because the connection may have been passed to another
-        /// one.
+        /// User of the process. If needed, all processes of this user are checked, because another one may have the
+        /// connection by now.
         uid: u32,
     },
-    /// A VMM that is trusted to check its own memory, so that no check is made here.
+    /// A VMM that is trusted to check its own memory, so that nothing is checked here.
     Trusted,
 }
 
@@ -48,13 +48,13 @@ impl fmt::Display for MemoryHolder {
     }
 }
 
-/// Returns whether a memory file may still be incomplete, because the process that provides it has registered it with
+/// Returns whether a memory file may be incomplete, because the process that provides it has registered it with
 /// userfaultfd.
 ///
 /// # Errors
 /// Returns the kernel's error if this cannot be determined: `PermissionDenied` for a process that may not be inspected.
 pub fn is_incomplete(holder: MemoryHolder, fd: BorrowedFd<'_>) -> io::Result<bool> {
-    // Simulations and fuzzers map their own memory many times a second.
+    // Not checked in simulations and fuzzers, which map their own memory many times a second.
     if cfg!(any(simulation, fuzzing)) {
         return Ok(false);
     }
@@ -79,7 +79,7 @@ pub fn is_incomplete(holder: MemoryHolder, fd: BorrowedFd<'_>) -> io::Result<boo
     }
 }
 
-/// Returns the process ids of a user, without accessing the processes.
+/// Returns the ids of a user's processes, without accessing the processes.
 fn user_processes(uid: u32) -> io::Result<Vec<String>> {
     let mut processes = Vec::new();
     for entry in fs::read_dir("/proc")?.flatten() {
@@ -95,7 +95,7 @@ fn user_processes(uid: u32) -> io::Result<Vec<String>> {
 /// This process's lists of mappings, opened before it entered its sandbox.
 static OWN_MAPPINGS: OnceLock<[(&str, File); 2]> = OnceLock::new();
 
-/// Opens this process's lists of mappings permanently. Must be called before a sandbox forbids opening files, because
+/// Opens this process's lists of mappings, and keeps them open. Must be called before a sandbox forbids opening files:
 /// Landlock has no rules for files in `/proc`.
 ///
 /// # Errors
@@ -103,7 +103,7 @@ static OWN_MAPPINGS: OnceLock<[(&str, File); 2]> = OnceLock::new();
 pub fn open_own_mappings() -> io::Result<()> {
     let open = |name| File::open(format!("/proc/self/{name}")).map(|file| (name, file));
     let files = [open("maps")?, open("smaps")?];
-    // The first files are kept.
+    // Only the files of the first call are kept.
     let _ = OWN_MAPPINGS.set(files);
     Ok(())
 }
@@ -126,13 +126,13 @@ fn read_mappings(process: &str, name: &str) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Returns whether content of a file may be missing according to a process's registrations; `None` if the process has
+/// Returns whether content of a file may be missing, according to the registrations of a process; `None` if the process has
 /// not mapped the file.
 fn is_incomplete_in(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
     let file = reopen(fd)?;
     let status = file.metadata()?;
     let (device, inode) = (status.dev(), status.ino());
-    // Checked first, because smaps, which has the flags, makes the kernel walk all pages of the process.
+    // Checked first, because reading smaps, which has the flags, makes the kernel walk all pages of the process.
     let maps = read_mappings(process, "maps")?;
     let has_it = |line: &str| mapped_part(line, device, inode).is_some();
     if !maps.lines().any(has_it) {
@@ -158,7 +158,7 @@ enum UserFaultKind {
     Minor,
 }
 
-/// Returns the mapped ranges of a file, from the text of `/proc/PID/smaps`.
+/// Returns the ranges of a file that a process has mapped, with their flags, from the text of `/proc/PID/smaps`.
 fn registered_ranges(maps: &str, (device, inode): (u64, u64)) -> Vec<(Range<u64>, UserFaultKind)> {
     let mut found = Vec::new();
     let mut current = None;

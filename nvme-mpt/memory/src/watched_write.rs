@@ -1,13 +1,13 @@
 //! Watched writes to eventfds of other processes.
 //!
-//! A process with an eventfd can fill its counter and clear `O_NONBLOCK` at any moment, because all holders share one open file
-//! description. A write then blocks until a process reads the eventfd. No flag of the write prevents this: eventfds do not
-//! support `RWF_NOWAIT` for writes (Linux 6.18, `fs/eventfd.c`). An [`EventfdNotifier`](super::notifier::EventfdNotifier) never
-//! blocks, but takes three times as long.
+//! A process with an eventfd can fill its counter and clear `O_NONBLOCK` at any moment, because all holders share one open
+//! file description. A write then blocks until a process reads the eventfd. No flag of the write prevents this: eventfds do
+//! not support `RWF_NOWAIT` for writes (Linux 6.18, `fs/eventfd.c`). An
+//! [`EventfdNotifier`](super::notifier::EventfdNotifier) never blocks, but takes three times as long as a write.
 //!
 //! So a thread records when it starts a write, and a watcher thread interrupts a write that has not returned after some
-//! milliseconds. It sends a signal with an empty handler, so the write fails with `EINTR`. A thread that was only
-//! preempted during a write is not affected. The watcher sleeps while there are no writes.
+//! milliseconds: it sends a signal with an empty handler, so that the write fails with `EINTR`. If the writing thread was
+//! merely preempted, the signal has no effect. The watcher sleeps while there are no writes.
 #![expect(unsafe_code, reason = "signal handlers")]
 
 use std::io;
@@ -23,7 +23,7 @@ use super::clock::{Ticks, sleep, ticks_in};
 use super::eventfd;
 use super::processors::ThreadId;
 
-/// Signal that interrupts a write. It is ignored by default.
+/// Signal that interrupts a write. Its default action is to be ignored.
 const SIGNAL: libc::c_int = libc::SIGURG;
 
 /// Poll interval of the watcher.
@@ -72,7 +72,7 @@ impl WriterRegistration {
 
 impl Drop for WriterRegistration {
     fn drop(&mut self) {
-        // Afterwards, the thread's id may be reused.
+        // The thread's id may be reused after this, so the entry is removed.
         let mut writers = WRITERS.lock().unwrap_or_else(PoisonError::into_inner);
         writers.retain(|writer| !Arc::ptr_eq(writer, &self.0));
     }
@@ -102,7 +102,7 @@ pub fn install_handler() -> io::Result<()> {
     if action.sa_sigaction != libc::SIG_DFL && action.sa_sigaction != libc::SIG_IGN {
         return Err(io::Error::from_raw_os_error(libc::EBUSY));
     }
-    // Without SA_RESTART, so that the write ends.
+    // SA_RESTART is not set, so that the write ends.
     action.sa_sigaction = ours;
     action.sa_flags = libc::SA_ONSTACK;
     // SAFETY: the action is initialised, and its handler does nothing.
@@ -112,8 +112,8 @@ pub fn install_handler() -> io::Result<()> {
     Ok(())
 }
 
-/// Runs the watcher. The first thread that calls this becomes the watcher and does not return. Later callers return at
-/// once.
+/// Runs the watcher. The first thread that calls this function becomes the watcher and does not return. For all later
+/// callers, it returns immediately.
 ///
 /// # Errors
 /// Returns the kernel's error if there are no descriptors left.
@@ -145,7 +145,7 @@ pub fn run_watcher() -> io::Result<()> {
         if idle >= IDLE_POLLS {
             idle = 0;
             IS_WATCHED.store(false, Ordering::SeqCst);
-            // A write that starts from here on sees that it has to wake the watcher.
+            // A write that starts after this store wakes the watcher.
             if !has_pending_write()
                 && let Some(waker) = WATCHER.get()
             {
@@ -155,7 +155,7 @@ pub fn run_watcher() -> io::Result<()> {
     }
 }
 
-/// Waits until a thread that starts a write wakes the watcher. The wait continues if a signal interrupts it.
+/// Waits until a thread that starts a write wakes the watcher. A signal does not end the wait.
 fn await_wake(waker: &EventFd) -> io::Result<()> {
     loop {
         match waker.read() {
@@ -196,11 +196,11 @@ pub fn signal(eventfd: &EventFd) -> io::Result<()> {
         writer.since.store(0, Ordering::Release);
         written
     });
-    // A thread that is ending no longer has an entry.
+    // A thread that is ending has no entry any more, so its write is not watched.
     written.unwrap_or_else(|_| eventfd::signal(eventfd))
 }
 
-/// Adds one to a counter. Unlike the standard library, does not repeat an interrupted write.
+/// Adds one to a counter by a single write: an interrupted write is not repeated, as the standard library would.
 fn write_once(eventfd: &EventFd) -> io::Result<()> {
     let one = 1_u64.to_ne_bytes();
     // SAFETY: the descriptor is open, and the bytes live during the call.
@@ -247,11 +247,11 @@ mod tests {
             signal(&eventfd).unwrap();
             assert_eq!(eventfd.read().unwrap(), 1);
         }
-        // Several threads at once, while the watcher sleeps.
+        // Several threads write while the watcher sleeps.
         while IS_WATCHED.load(Ordering::SeqCst) {
             thread::sleep(Duration::from_millis(1));
         }
-        // The watcher keeps sleeping after a signal.
+        // A signal to the watcher does not end its sleep.
         thread::sleep(Duration::from_millis(50));
         interrupt_thread(watcher);
         thread::sleep(Duration::from_millis(50));

@@ -21,7 +21,7 @@ use nvme_mpt_memory::{Mapping, MappingAccess};
 /// Offset of the record in its file.
 const OFFSET: usize = 128;
 
-/// Environment variables of a crashing process: kind of crash, and the file with its record.
+/// Environment variables that make this program crash: the kind of crash, and the file with its record.
 const END: &str = "NVME_MPT_TEST_END";
 const FILE: &str = "NVME_MPT_TEST_FILE";
 
@@ -74,7 +74,7 @@ fn end(way: &str) {
     }
 }
 
-/// Entry point of the crashing processes. Does nothing in a normal run.
+/// Entry point of the crashing process. Does nothing in a normal run of the tests.
 #[test]
 fn child() {
     let (Some(way), Some(path)) = (env::var_os(END), env::var_os(FILE)) else {
@@ -92,7 +92,7 @@ fn child() {
     }
 }
 
-/// Runs a process that crashes in this way, or by the given signal. Returns the exit status.
+/// Runs a process that crashes as `way` says, or by the given signal. Returns the exit status.
 fn process(way: &str, path: &Path, signal: Option<libc::c_int>) -> ExitStatus {
     let mut child = Command::new(env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture"])
@@ -114,7 +114,7 @@ fn process(way: &str, path: &Path, signal: Option<libc::c_int>) -> ExitStatus {
         // SAFETY: the child was not waited for, so the process id belongs to the child.
         assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
     }
-    // All output is read, so printing never blocks or fails.
+    // The parent reads all output, so that printing never blocks or fails.
     child.wait_with_output().unwrap().status
 }
 
@@ -136,7 +136,7 @@ fn each_process_that_crashes_counts_once() {
     );
     assert_eq!(crashes_of(&[("segv", None)], libc::SIGSEGV), 1);
     assert_eq!(crashes_of(&[("bus", None)], libc::SIGBUS), 1);
-    // A fault that ends in an abort.
+    // A fault whose handling ends in an abort.
     assert_eq!(crashes_of(&[("overflow", None)], libc::SIGABRT), 1);
 }
 

@@ -1,4 +1,4 @@
-//! Memory in huge pages that is truncated while mapped. The test reserves huge pages in the kernel and releases them.
+//! Memory in huge pages that is truncated while it is mapped. The test reserves huge pages in the kernel and releases them.
 #![expect(unsafe_code, reason = "memfd_create with huge pages")]
 
 use std::fs::{self, File};
@@ -10,19 +10,19 @@ use nvme_mpt_memory::{Mapping, MappingAccess};
 const HUGE: usize = 2 << 20;
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
-/// Huge pages reserved for a test. Drop releases them.
+/// Huge pages reserved for a test, released when this is dropped.
 struct HugePages(u64);
 
 impl HugePages {
     fn set_aside(count: u64) -> Option<Self> {
         let before = Self::all()?;
         fs::write(POOL, (before + count).to_string()).ok()?;
-        // The kernel may have space for only some of the pages.
+        // The kernel may have memory for only some of the pages.
         let pages = Self(Self::all()?.saturating_sub(before));
         (pages.0 >= count).then_some(pages)
     }
 
-    /// Returns the total number of huge pages.
+    /// Returns the number of huge pages that the kernel has.
     fn all() -> Option<u64> {
         fs::read_to_string(POOL).ok()?.trim().parse().ok()
     }
@@ -68,7 +68,7 @@ fn is_mapped(start: usize) -> bool {
 #[test]
 fn huge_pages_that_are_cut_off_are_lost_not_fatal() {
     let Some(_pages) = HugePages::set_aside(8) else {
-        // Write to stderr directly, since the test harness hides the output of passing tests.
+        // Written to stderr directly, because the test harness hides the output of passing tests.
         let _ = writeln!(
             std::io::stderr(),
             "NOT CHECKED: huge_pages_that_are_cut_off_are_lost_not_fatal: no huge pages can be had here ({POOL}); \
@@ -76,7 +76,7 @@ fn huge_pages_that_are_cut_off_are_lost_not_fatal() {
         );
         return;
     };
-    // Access within a page in the middle of the file. Earlier pages are unaffected.
+    // An access within a page in the middle of the file, which leaves earlier pages unaffected.
     let file = memory(4);
     let map = |len| Mapping::shared(file.as_fd(), 0, len, MappingAccess::ReadWrite).unwrap();
     let mapping = map(4 * HUGE);
@@ -89,12 +89,12 @@ fn huge_pages_that_are_cut_off_are_lost_not_fatal() {
     assert_eq!(byte(&mapping, 2 * HUGE + 9), 0);
     assert_eq!(byte(&mapping, 4 * HUGE - 1), 0);
     assert_eq!(byte(&mapping, 0), 5);
-    // An earlier page, which was truncated too.
+    // An access to an earlier page, which was truncated too.
     assert_eq!(byte(&mapping, HUGE), 0);
     drop(mapping);
     assert!(!is_mapped(start) && !is_mapped(start + 2 * HUGE));
 
-    // A region may end within a huge page, since the kernel maps whole pages.
+    // A region may end within a huge page, because the kernel maps whole pages.
     file.set_len(2 * HUGE as u64).unwrap();
     let part = map(HUGE + 0x1000);
     let start = part.bytes(0, 1).unwrap().as_ptr() as usize;

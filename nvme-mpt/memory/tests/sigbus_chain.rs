@@ -1,5 +1,5 @@
-//! The SIGBUS handler with a previously installed handler, as a VMM has. This is a separate test program, since a process has
-//! only one handler.
+//! The SIGBUS handler of this crate, after a VMM has installed one. This is a test program of its own, because a process
+//! has only one handler.
 #![expect(unsafe_code, reason = "installs a signal handler and sends signals")]
 
 use std::fs::File;
@@ -10,11 +10,11 @@ use nvme_mpt_memory::{Mapping, MappingAccess, memfd};
 
 const LEN: usize = 1 << 16;
 
-/// Number of calls of the VMM's handler, and the last fault address.
+/// Number of calls of the VMM's handler; the next word has the last fault address.
 static CALLS: AtomicUsize = AtomicUsize::new(0);
 static ADDRESS: AtomicUsize = AtomicUsize::new(0);
 
-/// Handler of a VMM. It repairs the VMM's own memory by mapping a page of zeroes.
+/// Handler of a VMM, which repairs the VMM's own memory by mapping a page of zeroes.
 extern "C" fn of_the_vmm(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: the kernel and the handler under test pass a valid siginfo.
     let address = unsafe { (*info).si_addr() } as usize;
@@ -48,7 +48,7 @@ fn install(handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::
     }
 }
 
-/// Sends this thread the signal that the kernel sends for a memory error without an access.
+/// Sends this thread the signal by which the kernel reports a memory error without an access.
 fn report_memory_error(address: usize, code: libc::c_int) {
     // SAFETY: the siginfo is fully initialised: signal, errno and code, and the address at byte 16 of it,
     // as the kernel lays it out on 64-bit machines. A process may send itself any code.
@@ -88,14 +88,14 @@ fn each_handler_gets_the_faults_of_its_own_memory() {
         (File::from(fd), mapping)
     };
 
-    // A fault in our memory: the VMM's handler is not called.
+    // A fault in memory that this crate has mapped: the VMM's handler is not called.
     let (file, mapping) = ours(1);
     file.set_len(0).unwrap();
     assert_eq!(byte(&mapping, 5000), 0);
     assert!(mapping.is_lost());
     assert_eq!(CALLS.load(Ordering::Relaxed), 0);
 
-    // A fault in memory that the VMM mapped: its handler repairs it, and ours stays installed.
+    // A fault in memory that the VMM has mapped: its handler repairs the memory, and this crate's handler stays installed.
     let foreign = File::from(memfd(c"the VMM's own", LEN as u64).unwrap());
     // SAFETY: a new mapping, which is never unmapped.
     let start = unsafe {
@@ -117,7 +117,7 @@ fn each_handler_gets_the_faults_of_its_own_memory() {
     assert_eq!((read, CALLS.load(Ordering::Relaxed)), (0, 1));
     assert_eq!(ADDRESS.load(Ordering::Relaxed), start as usize + 0x2345);
 
-    // A hardware error in our page: this page becomes zeroes, and the mapping is lost.
+    // A hardware error in a page that this crate has mapped: the page becomes zeroes, and the mapping is lost.
     for code in [libc::BUS_MCEERR_AR, libc::BUS_MCEERR_AO] {
         let (_file, mapping) = ours(7);
         let address = mapping.bytes(0x3000, 1).unwrap().as_ptr() as usize;
@@ -132,7 +132,7 @@ fn each_handler_gets_the_faults_of_its_own_memory() {
     report_memory_error(start as usize + 0x5000, libc::BUS_MCEERR_AO);
     assert_eq!(CALLS.load(Ordering::Relaxed), 2);
 
-    // Our handler is still installed.
+    // The handler of this crate is still installed.
     let (file, mapping) = ours(1);
     file.set_len(0).unwrap();
     assert_eq!(byte(&mapping, 0), 0);

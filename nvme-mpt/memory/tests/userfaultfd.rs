@@ -1,4 +1,4 @@
-//! Memory whose page faults are resolved by the process itself (userfaultfd), accessed by a mapping of the file and by the
+//! Memory whose page faults the process resolves itself (userfaultfd), accessed by a mapping of the file and by the
 //! process's own mapping.
 #![expect(
     clippy::disallowed_methods,
@@ -41,7 +41,7 @@ const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
 /// `struct uffd_msg`.
 const MESSAGE: usize = 32;
 
-/// Creates a userfaultfd. Returns `None` and prints a message if there is none.
+/// Creates a userfaultfd; prints a message and returns `None` if the kernel refuses.
 fn userfaultfd(features: u64, test: &str) -> Option<File> {
     let created = || -> io::Result<File> {
         // SAFETY: the descriptor is new and owned once.
@@ -57,7 +57,7 @@ fn userfaultfd(features: u64, test: &str) -> Option<File> {
     };
     created()
         .inspect_err(|error| {
-            // Write to stderr directly, since the test harness hides the output of passing tests.
+            // Written to stderr directly, because the test harness hides the output of passing tests.
             let _ = writeln!(
                 io::stderr(),
                 "NOT CHECKED: {test}: userfaultfd cannot be had here: {error}"
@@ -74,7 +74,7 @@ fn control<const N: usize>(file: &File, request: u64, argument: &mut [u64; N]) -
     }
 }
 
-/// Guest memory in a VMM: a file and a mapping of the file.
+/// Guest memory in a VMM: a file, and the VMM's own mapping of the file.
 struct Guest {
     memory: OwnedFd,
     start: usize,
@@ -105,7 +105,7 @@ impl Guest {
     }
 }
 
-/// Maps a file permanently.
+/// Maps a file, and never unmaps it.
 fn map(memory: &OwnedFd) -> usize {
     // SAFETY: a new mapping, which is never unmapped.
     let start = unsafe {
@@ -117,7 +117,7 @@ fn map(memory: &OwnedFd) -> usize {
     start as usize
 }
 
-/// Runs `access` on a thread. Returns when it has finished or waits for a fault, and whether it waits.
+/// Runs `access` on a thread. Returns when the thread has finished or waits for a page fault, and whether it waits.
 fn run<T: Send + 'static>(
     client: &File,
     access: impl FnOnce() -> T + Send + 'static,
@@ -144,7 +144,7 @@ fn run<T: Send + 'static>(
     (thread, is_held_up)
 }
 
-/// Takes the reported fault. Returns its page.
+/// Takes the reported page fault, and returns its page.
 fn fault(mut client: &File) -> u64 {
     let mut message = [0; MESSAGE];
     client.read_exact(&mut message).unwrap();
@@ -174,10 +174,10 @@ fn a_mapping_of_the_file_reads_zeros_where_the_content_is_still_to_come() {
     guest.register(&client, 0, LEN, MODE_MISSING);
     let ours = Mapping::shared(guest.memory.as_fd(), 0, LEN, MappingAccess::ReadWrite).unwrap();
     let (thread, is_held_up) = run(&client, move || (byte(&ours, 5), ours));
-    // So a mapping of the file must not be used before the page is complete.
+    // So a mapping of the file must not be used before all pages are there.
     assert!(!is_held_up);
     assert_eq!(thread.join().unwrap().0, 0);
-    // From now on the page is visible in all mappings, so the VMM cannot fill it any more.
+    // The page is now visible in all mappings, so the VMM cannot fill it any more.
     let content = [7_u8; PAGE];
     let page = guest.start as u64;
     let mut copied = [page, content.as_ptr() as u64, PAGE as u64, 0, 0];
@@ -196,7 +196,7 @@ fn the_vmms_own_mapping_waits_for_the_content() {
     let own = guest.own();
     let (thread, is_held_up) = run(&client, move || {
         let read = byte(&own, 0x8005);
-        // A write of less than a page leaves the rest of the page unchanged.
+        // A write of less than a page leaves all other bytes of the page unchanged.
         own.bytes(0x9000, 1).unwrap().copy_from(&[7]);
         [read, byte(&own, 0x9000), byte(&own, 0x9001)]
     });
@@ -226,7 +226,7 @@ fn the_vmms_own_mapping_waits_for_minor_faults() {
         return;
     };
     let guest = Guest::new();
-    // The page exists already, but does not have the guest's data yet.
+    // The page exists, but does not have the guest's data yet.
     let elsewhere =
         Mapping::shared(guest.memory.as_fd(), 0, LEN, MappingAccess::ReadWrite).unwrap();
     elsewhere.bytes(0, LEN).unwrap().copy_from(&[1; LEN]);
@@ -249,7 +249,7 @@ fn memory_is_incomplete_until_no_fault_is_still_to_come() {
     };
     let guest = Guest::new();
     assert!(!guest.is_incomplete());
-    // One page of the memory, in another mapping than the first page.
+    // The memory is mapped a second time, where one page is registered.
     let second = Guest {
         memory: guest.memory.try_clone().unwrap(),
         start: map(&guest.memory),
@@ -258,7 +258,7 @@ fn memory_is_incomplete_until_no_fault_is_still_to_come() {
     assert!(guest.is_incomplete());
     let other = Guest::new();
     assert!(!other.is_incomplete());
-    // A page that exists causes no faults, although its range is registered.
+    // A page that exists causes no page faults, although its range is registered.
     copy(&client, (second.start + 0x4000) as u64, 0x5A);
     assert!(!guest.is_incomplete());
     second.register(&client, 0x5000, PAGE, MODE_MISSING);
@@ -273,7 +273,7 @@ fn memory_is_incomplete_until_no_fault_is_still_to_come() {
     assert!(!guest.is_incomplete());
 }
 
-/// Works on hosts without huge pages, since no page is accessed.
+/// Needs no huge pages of the host, because no page is accessed.
 #[test]
 fn huge_pages_that_are_registered_are_incomplete() {
     const HUGE: usize = 2 << 20;
@@ -330,7 +330,7 @@ fn a_client_is_found_by_its_number_and_by_its_user() {
     let uid = unsafe { libc::getuid() };
     let look = |pid| is_incomplete(MemoryHolder::Client { pid, uid }, guest.memory.as_fd());
     assert!(look(std::process::id()).unwrap());
-    // A launcher has connected and disconnected.
+    // The client that connected was a launcher, which has ended.
     assert!(look(0).unwrap());
     let trusted = is_incomplete(MemoryHolder::Trusted, guest.memory.as_fd());
     assert!(!trusted.unwrap());

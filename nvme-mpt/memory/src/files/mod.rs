@@ -1,5 +1,5 @@
-//! File operations of the ledger. They are those of the standard library and the kernel, or, with `cfg(simulation)`, of a
-//! simulator whose disk loses unsynced data.
+//! File operations of the ledger: those of the standard library and the kernel, or, with `cfg(simulation)`, those of a
+//! simulated disk that loses unsynced data.
 
 use std::io;
 use std::path::Path;
@@ -24,7 +24,7 @@ pub use self::simulated::{
     read_dir, rename, set_permissions, try_lock, unlock,
 };
 
-/// Makes the names in a directory durable, as far as permissions and the file system allow.
+/// Makes the names in a directory durable, as far as this process's permissions and the file system allow.
 ///
 /// # Errors
 /// Returns the error of the disk or of the kernel.

@@ -1,8 +1,8 @@
 //! Files and directories on a simulated disk.
 //!
-//! All processes see writes at once. A crash of the machine keeps synced data. Of the changes that were not synced, it keeps
-//! none, all, the first ones, or an arbitrary selection. A write may survive in part, or as zeroes. A sync of a file makes its
-//! content durable, but not its name, which is a change of its directory and needs a separate sync.
+//! All processes see a write immediately. A crash of the machine keeps synced data. Of the unsynced changes, it keeps none,
+//! all, the first ones, or an arbitrary selection. A write may survive in part, or as zeroes. A sync of a file makes its
+//! content durable, but not its name: the name belongs to the directory, which needs a sync of its own.
 //!
 //! A process that ends keeps its changes and loses its locks.
 
@@ -21,7 +21,7 @@ use crate::system::{LockKind, process_user};
 /// Number of the root directory among the nodes.
 const ROOT: usize = 0;
 
-/// Longest duration of a sync in nanoseconds, as a power of two.
+/// Maximum duration of a sync in nanoseconds, as a power of two.
 const SYNC_BITS: u64 = 22;
 
 /// An unsynced change of a directory.
@@ -68,7 +68,7 @@ impl FileContentChange {
         }
     }
 
-    /// Applies the part that survives a crash.
+    /// Applies the part of a write that survives a crash.
     fn apply_torn(&self, content: &mut Vec<u8>) {
         let Self::Bytes(at, bytes) = self else {
             return self.apply(content);
@@ -86,13 +86,13 @@ impl FileContentChange {
 
 type DirectoryEntries = BTreeMap<OsString, usize>;
 
-/// Visible state, durable state, and the changes between them.
+/// State of a file or directory: the visible one, the durable one, and the changes in between.
 #[derive(Clone, Debug)]
 struct SyncedState<S, C> {
     seen: S,
     durable: S,
     changes: Vec<C>,
-    /// Number of synced changes.
+    /// Number of changes that are durable.
     synced: usize,
 }
 
@@ -126,7 +126,7 @@ impl<S: Clone + Default, C> SyncedState<S, C> {
         self.synced += new;
     }
 
-    /// Keeps the part that survives a crash of the machine.
+    /// Makes those changes durable that survive a crash of the machine, and drops all others.
     fn crash(&mut self, apply: impl Fn(&C, &mut S)) {
         let changes = std::mem::take(&mut self.changes);
         let (way, first) = (random() % 4, random() as usize % (changes.len() + 1));
@@ -184,9 +184,9 @@ struct SimulatedInode {
 #[derive(Debug)]
 struct SimulatedFileSystem {
     nodes: Vec<SimulatedInode>,
-    /// Process of each open file.
+    /// Process that has opened each open file.
     opened: BTreeMap<u64, u64>,
-    /// Average number of writes and syncs per injected failure; 0 for no failures.
+    /// Average number of writes and syncs until one fails on purpose; 0 if none fails.
     failing: u64,
 }
 
@@ -231,7 +231,7 @@ impl SimulatedFileSystem {
         Ok(node)
     }
 
-    /// Returns the directory of a path, and the name in it.
+    /// Returns the directory of a path, and the name of the path in it.
     fn place<'p>(&mut self, path: &'p Path) -> io::Result<(usize, &'p OsStr)> {
         let parent = path.parent().unwrap_or(path);
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
@@ -261,7 +261,7 @@ impl SimulatedFileSystem {
         }
     }
 
-    /// Fails at random.
+    /// Fails at random, as often as set.
     fn try_it(&self, kind: io::ErrorKind) -> io::Result<()> {
         match self.failing > 0 && random().is_multiple_of(self.failing) {
             true => Err(kind.into()),
@@ -276,7 +276,7 @@ impl SimulatedFileSystem {
         }
     }
 
-    /// Returns whether another open file has a conflicting lock.
+    /// Returns whether another open file has a lock that conflicts with `wanted`.
     fn is_excluded(&self, node: usize, wanted: &SimulatedFileLock) -> bool {
         self.nodes[node].locks.iter().any(|lock| {
             lock.open != wanted.open
@@ -297,7 +297,7 @@ fn with_disk<T>(call: impl FnOnce(&mut SimulatedFileSystem) -> T) -> T {
     DISK.with_borrow_mut(call)
 }
 
-/// Starts with an empty disk, on which one in `failing` writes and syncs fails; 0 for no failures.
+/// Starts with an empty disk. One in `failing` writes and syncs fails; with 0, none fails.
 pub fn format(failing: u64) {
     with_disk(|disk| {
         *disk = SimulatedFileSystem {
@@ -307,7 +307,7 @@ pub fn format(failing: u64) {
     });
 }
 
-/// Closes all files of a process. Its changes remain.
+/// Closes all files of a process, and keeps its changes.
 pub fn end_process(process: u64) {
     with_disk(|disk| {
         let opened = disk.opened.iter();
@@ -317,7 +317,7 @@ pub fn end_process(process: u64) {
     });
 }
 
-/// Crashes the machine. All processes must have ended before.
+/// Crashes the machine, after all processes have ended.
 pub fn crash() {
     with_disk(|disk| {
         disk.opened.clear();
@@ -331,7 +331,7 @@ pub fn crash() {
     });
 }
 
-/// Like [`std::fs::File`], with the operations that the ledger uses.
+/// File with those operations of [`std::fs::File`] that the ledger uses.
 #[derive(Debug)]
 pub struct File {
     open: u64,
@@ -348,7 +348,7 @@ impl File {
         OpenOptions::new().read(true).open(path)
     }
 
-    /// Takes the flock lock on the whole file if it is free.
+    /// Takes the `flock` lock on the whole file, if it is free.
     ///
     /// # Errors
     /// Like [`std::fs::File::try_lock`].
@@ -376,7 +376,7 @@ impl File {
             InodeContent::Folder(entries) => entries.count(),
             InodeContent::File(bytes) => bytes.count(),
         });
-        // Changes that others make during the sync are not made durable by it.
+        // This sync does not make changes durable that other actors make during the wait.
         if random().is_multiple_of(4) {
             let time = random() % (1 << (random() % SYNC_BITS));
             let _waited = wait_for(Some(Duration::from_nanos(time)), || None::<()>);
@@ -411,7 +411,7 @@ impl File {
 
 impl Drop for File {
     fn drop(&mut self) {
-        // A thread that is ending no longer has a disk.
+        // A thread that is ending has no disk any more.
         let _ended = DISK.try_with(|disk| disk.borrow_mut().close(self.open));
         acted();
     }
@@ -419,7 +419,7 @@ impl Drop for File {
 
 impl io::Write for File {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // The kernel may write less than requested.
+        // As the kernel does, writes less than requested at times.
         let len = match bytes.len() > 1 && random().is_multiple_of(4) {
             true => 1 + random() as usize % bytes.len(),
             false => bytes.len(),
@@ -458,13 +458,13 @@ impl FileExt for File {
     }
 }
 
-/// Like [`std::fs::Metadata`], with the permissions. The owner is the user of this process.
+/// Metadata of a file as in [`std::fs::Metadata`]: its permissions. The owner is the user of this process.
 #[derive(Clone, Copy, Debug)]
 pub struct Metadata(u32);
 
-/// Like [`std::os::unix::fs::MetadataExt`].
+/// Access to metadata as in [`std::os::unix::fs::MetadataExt`].
 pub trait MetadataExt {
-    /// Returns the owner.
+    /// Returns the user id of the owner.
     fn uid(&self) -> u32;
     /// Returns the permissions.
     fn mode(&self) -> u32;
@@ -480,7 +480,7 @@ impl MetadataExt for Metadata {
     }
 }
 
-/// Like [`std::fs::OpenOptions`]. All files can be read and written.
+/// Options as in [`std::fs::OpenOptions`]. All files can be read and written.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OpenOptions {
     create: bool,
@@ -489,29 +489,29 @@ pub struct OpenOptions {
 }
 
 impl OpenOptions {
-    /// Opens existing files only, by default.
+    /// Creates options with which only existing files are opened.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Has no effect.
+    /// Does nothing, because every file can be read.
     pub const fn read(&mut self, _: bool) -> &mut Self {
         self
     }
 
-    /// Has no effect.
+    /// Does nothing, because every file can be written.
     pub const fn write(&mut self, _: bool) -> &mut Self {
         self
     }
 
-    /// Sets whether a missing file is created.
+    /// Sets whether `open` creates a missing file.
     pub const fn create(&mut self, create: bool) -> &mut Self {
         self.create = create;
         self
     }
 
-    /// Sets whether the file is emptied.
+    /// Sets whether `open` empties the file.
     pub const fn truncate(&mut self, truncate: bool) -> &mut Self {
         self.truncate = truncate;
         self
@@ -552,12 +552,12 @@ impl OpenOptionsExt for OpenOptions {
     }
 }
 
-/// Like [`std::fs::DirBuilder`].
+/// Creation of a directory as in [`std::fs::DirBuilder`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DirBuilder(u32);
 
 impl DirBuilder {
-    /// Creates directories without permissions, unless a mode is set.
+    /// Creates a builder whose directories have no permissions until a mode is set.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -566,7 +566,7 @@ impl DirBuilder {
     /// Creates a directory.
     ///
     /// # Errors
-    /// It exists, or its parent directory does not.
+    /// The directory exists, or its parent directory does not exist.
     pub fn create(&self, path: impl AsRef<Path>) -> io::Result<()> {
         let path = path.as_ref();
         turn(ActorStep::ChangeFolder, [0; 2]);
@@ -586,10 +586,10 @@ impl DirBuilderExt for DirBuilder {
     }
 }
 
-/// Like [`std::fs::create_dir_all`].
+/// Creates a directory and its parents, as [`std::fs::create_dir_all`] does.
 ///
 /// # Errors
-/// A file is in the way.
+/// An entry of the path is a file.
 pub fn create_dir_all(path: impl AsRef<Path>) -> io::Result<()> {
     let mut ancestors: Vec<&Path> = path.as_ref().ancestors().collect();
     ancestors.reverse();
@@ -602,7 +602,7 @@ pub fn create_dir_all(path: impl AsRef<Path>) -> io::Result<()> {
     Ok(())
 }
 
-/// Like [`std::fs::metadata`].
+/// Returns metadata, as [`std::fs::metadata`] does.
 ///
 /// # Errors
 /// The file does not exist.
@@ -614,7 +614,7 @@ pub fn metadata(path: impl AsRef<Path>) -> io::Result<Metadata> {
     })
 }
 
-/// Like [`std::fs::read`].
+/// Reads a file, as [`std::fs::read`] does.
 ///
 /// # Errors
 /// The file does not exist.
@@ -629,14 +629,14 @@ pub fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
 pub struct DirEntry(OsString);
 
 impl DirEntry {
-    /// Returns the name.
+    /// Returns the name of the entry.
     #[must_use]
     pub fn file_name(&self) -> OsString {
         self.0.clone()
     }
 }
 
-/// Like [`std::fs::read_dir`].
+/// Lists a directory, as [`std::fs::read_dir`] does.
 ///
 /// # Errors
 /// The directory does not exist.
@@ -650,7 +650,7 @@ pub fn read_dir(path: impl AsRef<Path>) -> io::Result<std::vec::IntoIter<io::Res
     })
 }
 
-/// Like [`std::fs::rename`], within one directory.
+/// Renames a file within its directory, as [`std::fs::rename`] does.
 ///
 /// # Errors
 /// The file does not exist, or the disk fails.
@@ -671,7 +671,7 @@ pub fn rename(from: impl AsRef<Path>, to: impl AsRef<Path>) -> io::Result<()> {
     })
 }
 
-/// Like [`std::fs::set_permissions`].
+/// Changes permissions, as [`std::fs::set_permissions`] does.
 ///
 /// # Errors
 /// The file does not exist.
@@ -707,7 +707,7 @@ fn range(file: &File, kind: LockKind, start: u64, length: u64) -> SimulatedFileL
     }
 }
 
-/// Like [`crate::system::try_lock`].
+/// Locks a range, as [`crate::system::try_lock`] does.
 ///
 /// # Errors
 /// None.
@@ -715,7 +715,7 @@ pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Res
     Ok(take(file, range(file, kind, start, length)))
 }
 
-/// Like [`crate::system::unlock`], for all locks of the file that overlap the range.
+/// Unlocks a range, as [`crate::system::unlock`] does. Releases whole locks that overlap the range.
 ///
 /// # Errors
 /// None.
@@ -731,7 +731,7 @@ pub fn unlock(file: &File, start: u64, length: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Like [`crate::system::is_lock_excluded`].
+/// Checks for a conflicting lock, as [`crate::system::is_lock_excluded`] does.
 ///
 /// # Errors
 /// None.

@@ -5,7 +5,7 @@ use std::sync::atomic::{self, Ordering};
 use super::store_buffers::{self, DelayedStoreTarget};
 use super::{ActorStep, turn};
 
-/// Makes all stores of the actor visible, if the fence is sequentially consistent.
+/// Executes a fence. A sequentially consistent one makes all stores of the actor visible.
 pub fn fence(order: Ordering) {
     atomic::fence(order);
     // Weaker fences do not prevent a load from being executed before an earlier store.
@@ -37,7 +37,7 @@ macro_rules! atomic {
                 from_word(store_buffers::load(self.place()))
             }
 
-            /// Writes the word. A sequentially consistent store is visible at once.
+            /// Writes the word. A sequentially consistent store is visible immediately.
             pub fn store(&self, value: $value, order: Ordering) {
                 store_buffers::store(self.place(), to_word(value));
                 if order == Ordering::SeqCst {
@@ -52,10 +52,10 @@ macro_rules! atomic {
                 self.0.swap(value, order)
             }
 
-            /// Writes the word if its value is `current`.
+            /// Writes the word if its present value is `current`.
             ///
             /// # Errors
-            /// Returns the actual value otherwise.
+            /// Returns the present value if it is not `current`.
             pub fn compare_exchange(
                 &self,
                 current: $value,
@@ -119,15 +119,15 @@ fn from_word<T: AtomicValue>(word: u64) -> T {
 }
 
 atomic!(
-    /// Like [`std::sync::atomic::AtomicBool`].
+    /// Simulated [`std::sync::atomic::AtomicBool`].
     AtomicBool, bool, Byte, atomic::AtomicU8
 );
 atomic!(
-    /// Like [`std::sync::atomic::AtomicU64`].
+    /// Simulated [`std::sync::atomic::AtomicU64`].
     AtomicU64, u64, Long, atomic::AtomicU64
 );
 atomic!(
-    /// Like [`std::sync::atomic::AtomicUsize`].
+    /// Simulated [`std::sync::atomic::AtomicUsize`].
     AtomicUsize, usize, Long, atomic::AtomicU64
 );
 

@@ -22,10 +22,10 @@ macro_rules! sender {
             /// Sends a value.
             ///
             /// # Errors
-            /// The receiver is gone.
+            /// The receiver does not exist any more.
             pub fn send(&self, value: T) -> Result<(), SendError<T>> {
                 turn(ActorStep::Send, [0; 2]);
-                // A receiver sees the sender's earlier stores.
+                // A receiver of the value also sees all earlier stores of the sender.
                 store_buffers::drain_own();
                 let sent = match &self.0 {
                     Some(sender) => sender.send(value),
@@ -59,7 +59,7 @@ impl<T> SyncSender<T> {
     /// Sends a value if the channel is not full.
     ///
     /// # Errors
-    /// The channel is full, or the receiver is gone.
+    /// The channel is full, or the receiver does not exist any more.
     pub fn try_send(&self, value: T) -> Result<(), TrySendError<T>> {
         turn(ActorStep::Send, [0; 2]);
         store_buffers::drain_own();
@@ -72,18 +72,19 @@ impl<T> SyncSender<T> {
     }
 }
 
-/// Like [`std::sync::mpsc::Receiver`].
+/// Simulated [`std::sync::mpsc::Receiver`].
 #[derive(Debug)]
 pub struct Receiver<T>(mpsc::Receiver<T>);
 
-/// Like [`std::sync::mpsc::channel`].
+/// Creates a channel, as [`std::sync::mpsc::channel`] does.
 #[must_use]
 pub fn channel<T>() -> (Sender<T>, Receiver<T>) {
     let (sender, receiver) = mpsc::channel();
     (Sender(Some(sender)), Receiver(receiver))
 }
 
-/// Like [`std::sync::mpsc::sync_channel`]. Senders never send more values than the channel can hold.
+/// Creates a bounded channel, as [`std::sync::mpsc::sync_channel`] does. Senders must never send more values than the
+/// channel can hold.
 #[must_use]
 pub fn sync_channel<T>(bound: usize) -> (SyncSender<T>, Receiver<T>) {
     let (sender, receiver) = mpsc::sync_channel(bound);
@@ -91,7 +92,7 @@ pub fn sync_channel<T>(bound: usize) -> (SyncSender<T>, Receiver<T>) {
 }
 
 impl<T> Receiver<T> {
-    /// Receives a value that is already there.
+    /// Receives a value that is already in the channel.
     ///
     /// # Errors
     /// Like [`std::sync::mpsc::Receiver::try_recv`].
@@ -100,7 +101,7 @@ impl<T> Receiver<T> {
         self.0.try_recv()
     }
 
-    /// Receives a value, and waits for it if needed.
+    /// Receives a value. If there is none, waits for one.
     ///
     /// # Errors
     /// Like [`std::sync::mpsc::Receiver::recv`].
@@ -108,7 +109,7 @@ impl<T> Receiver<T> {
         self.attempts(None).unwrap_or(Err(RecvError))
     }
 
-    /// Receives a value, and waits for it for at most `time`.
+    /// Receives a value. If there is none, waits for one for at most `time`.
     ///
     /// # Errors
     /// Like [`std::sync::mpsc::Receiver::recv_timeout`].

@@ -1,8 +1,8 @@
-//! Durations of calls on the simulated clock that depend on a guest, a client or a file.
+//! Durations, on the simulated clock, of calls that depend on a guest, a client or a file.
 //!
-//! By default, a call takes the time of its steps. A scenario sets durations for signals to some eventfds, for accesses
-//! to memory of a file, and for deallocations. While an actor spends such a time, all others run, as on a machine with
-//! enough processors.
+//! By default, a call takes the time of its steps. A scenario sets longer durations for signals to some eventfds, for
+//! accesses to memory of a file, and for deallocations. While an actor spends such a duration, all other actors run, as on
+//! a machine with enough processors.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,7 +18,7 @@ thread_local! {
 
 #[derive(Debug)]
 struct SimulatedCosts {
-    /// Processor time of a signal, by the eventfd's descriptor.
+    /// Processor time of each signal, by the eventfd's descriptor.
     signals: BTreeMap<RawFd, Duration>,
     memory: Vec<SlowMemory>,
     /// Processor time to deallocate one MiB.
@@ -29,7 +29,7 @@ struct SimulatedCosts {
     shares_one_poller: bool,
 }
 
-/// Range of a memory file in which each access blocks in the kernel.
+/// Range of a memory file in which each access blocks in the kernel for some time.
 #[derive(Debug)]
 struct SlowMemory {
     inode: u64,
@@ -56,13 +56,12 @@ pub fn clear() {
     with(|costs| *costs = SimulatedCosts::NONE);
 }
 
-/// Sets the processor time of each signal to an eventfd by this descriptor.
+/// Sets the processor time of each signal to the eventfd with this descriptor.
 pub fn slow_signals(fd: RawFd, time: Duration) {
     with(|costs| costs.signals.insert(fd, time));
 }
 
-/// Makes each access to a range of a memory file block in the kernel for `time`, as next to a hole that is being
-/// punched.
+/// Makes each access to a range of a memory file block in the kernel for `time`, as while a hole is punched nearby.
 pub fn slow_memory(inode: u64, range: Range<u64>, time: Duration) {
     with(|costs| costs.memory.push(SlowMemory { inode, range, time }));
 }
@@ -72,25 +71,25 @@ pub fn slow_deallocation(mib: Duration) {
     with(|costs| costs.deallocated_mib = mib);
 }
 
-/// Makes all queues that share pollers share a single one.
+/// Lets a single poller run all queues that share pollers.
 pub fn share_one_poller() {
     with(|costs| costs.shares_one_poller = true);
 }
 
-/// Returns the number of pollers that queues share.
+/// Returns the number of pollers for queues that share pollers.
 #[must_use]
 pub fn shared_pollers() -> usize {
     with(|costs| if costs.shares_one_poller { 1 } else { 2 })
 }
 
-/// Spends processor time.
+/// Lets the actor use its processor for `time`.
 pub fn work(time: Duration) {
     if !time.is_zero() {
         let _spent = wait_for(Some(time), || None::<()>);
     }
 }
 
-/// Blocks in the kernel.
+/// Blocks the actor in the kernel for `time`.
 pub fn block(time: Duration) {
     if time.is_zero() {
         return;

@@ -7,17 +7,17 @@ use std::time::Duration;
 
 use super::{ActorStep, acted, now, store_buffers, turn, wait};
 
-/// Poll interval for a reader-writer lock.
+/// Interval at which an actor polls a reader-writer lock that is not free.
 const LOOK: Duration = Duration::from_micros(1);
 
-/// Like [`std::sync::Mutex`].
+/// Simulated [`std::sync::Mutex`].
 #[derive(Debug, Default)]
 pub struct Mutex<T: ?Sized> {
     awaited: AtomicBool,
     mutex: sync::Mutex<T>,
 }
 
-/// Like [`std::sync::MutexGuard`].
+/// Simulated [`std::sync::MutexGuard`].
 #[derive(Debug)]
 pub struct MutexGuard<'a, T: ?Sized> {
     mutex: &'a Mutex<T>,
@@ -33,7 +33,7 @@ impl<T> Mutex<T> {
         }
     }
 
-    /// Returns the value.
+    /// Returns the value that the lock protects.
     ///
     /// # Errors
     /// Like [`std::sync::Mutex::into_inner`].
@@ -43,7 +43,7 @@ impl<T> Mutex<T> {
 }
 
 impl<T: ?Sized> Mutex<T> {
-    /// Takes the lock. Lets other actors run until it is free.
+    /// Takes the lock. Other actors run until it is free.
     ///
     /// # Errors
     /// Like [`std::sync::Mutex::lock`].
@@ -78,7 +78,7 @@ impl<T: ?Sized> Mutex<T> {
         }
     }
 
-    /// Returns the value, which no other thread can access.
+    /// Returns the value, which no other thread can access during the borrow.
     ///
     /// # Errors
     /// Like [`std::sync::Mutex::get_mut`].
@@ -109,7 +109,7 @@ impl<T: ?Sized> DerefMut for MutexGuard<'_, T> {
 
 impl<T: ?Sized> Drop for MutexGuard<'_, T> {
     fn drop(&mut self) {
-        // Releasing a lock drains the actor's store buffer. No other actor runs before the lock is free.
+        // Releasing a lock makes the actor's stores visible. No other actor runs until the lock is free.
         store_buffers::drain_own();
         if self.mutex.awaited.swap(false, Ordering::Relaxed) {
             acted();
@@ -117,7 +117,7 @@ impl<T: ?Sized> Drop for MutexGuard<'_, T> {
     }
 }
 
-/// Like [`std::sync::Condvar`]. A waiting actor checks its condition again after any other actor has acted.
+/// Simulated [`std::sync::Condvar`]. A waiting actor checks its condition whenever another actor has acted.
 #[derive(Debug, Default)]
 pub struct Condvar(());
 
@@ -185,18 +185,18 @@ impl Condvar {
         }
     }
 
-    /// Makes all waiting actors check again: see [`Condvar`].
+    /// Lets all waiting actors check their conditions: see [`Condvar`].
     pub fn notify_one(&self) {
         acted();
     }
 
-    /// Makes all waiting actors check again: see [`Condvar`].
+    /// Lets all waiting actors check their conditions: see [`Condvar`].
     pub fn notify_all(&self) {
         acted();
     }
 }
 
-/// Like [`std::sync::WaitTimeoutResult`].
+/// Simulated [`std::sync::WaitTimeoutResult`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WaitTimeoutResult(bool);
 
@@ -208,14 +208,14 @@ impl WaitTimeoutResult {
     }
 }
 
-/// Like [`std::sync::RwLock`].
+/// Simulated [`std::sync::RwLock`].
 #[derive(Debug, Default)]
 pub struct RwLock<T: ?Sized>(sync::RwLock<T>);
 
-/// Like [`std::sync::RwLockReadGuard`].
+/// Guard of the simulated [`std::sync::RwLock`], for reading.
 pub type RwLockReadGuard<'a, T> = sync::RwLockReadGuard<'a, T>;
 
-/// Like [`std::sync::RwLockWriteGuard`].
+/// Guard of the simulated [`std::sync::RwLock`], for writing.
 pub type RwLockWriteGuard<'a, T> = sync::RwLockWriteGuard<'a, T>;
 
 impl<T> RwLock<T> {

@@ -1,11 +1,12 @@
 //! Interface between the data path and a simulator, which runs all actors of the data path on one thread.
 //!
-//! An actor stands for a thread: a poller, a drive monitor, a control thread, or a guest. It lets other actors run at
-//! each access to memory that several of them use ([`turn`]), and when it has to wait ([`wait`]). The simulator
-//! provides the clock and all random decisions.
+//! An actor stands for a thread: a poller, a drive monitor, a control thread, or a guest. It lets other actors run at each
+//! access to memory that several actors use ([`turn`]), and when it has to wait ([`wait`]). The simulator provides the
+//! clock and all random decisions.
 //!
-//! Stores are delayed as on an x86-64 processor: each actor has a first-in-first-out store buffer ([`store_buffers`]), from
-//! which it also loads, and which a fence drains. So a missing fence is detected.
+//! Stores are delayed as on an x86-64 processor: each actor has a first-in-first-out store buffer ([`store_buffers`]). The
+//! actor's own loads see the stores in the buffer, and a fence makes them visible to all actors. So a missing fence is
+//! detected.
 
 pub mod atomics;
 pub mod channel;
@@ -29,28 +30,28 @@ pub trait Simulator {
     /// Returns the time since the simulation began.
     fn now(&self) -> Duration;
 
-    /// Returns the number of the running actor.
+    /// Returns the number of the actor that runs.
     fn actor(&self) -> usize;
 
-    /// Returns the number of the process that the actor is a thread of.
+    /// Returns the number of the process to which the running actor belongs.
     fn process(&self) -> u64;
 
-    /// Lets other actors run before the actor does the step `event`.
+    /// Lets other actors run before the running actor does the step `event`.
     fn turn(&self, event: ActorEvent);
 
-    /// Lets other actors run until one of them acts, or until a moment. May return early.
+    /// Lets other actors run until one of them acts, or until the moment `until`. May return early.
     fn wait(&self, until: Option<Duration>);
 
-    /// Records that the actor did something that others may wait for.
+    /// Records that the running actor did something that other actors may wait for.
     fn acted(&self);
 
-    /// Starts an actor.
+    /// Starts an actor with this name and work.
     fn start(&self, name: &str, work: ActorWork);
 
     /// Returns a random number.
     fn random(&self) -> u64;
 
-    /// Returns whether the next store stays in its actor's buffer for some time.
+    /// Returns whether the next store stays in its actor's store buffer for some time.
     fn delays_store(&self) -> bool;
 }
 
@@ -61,13 +62,13 @@ pub enum ActorStep {
     Load,
     /// A word is stored: its address, and the value.
     Store,
-    /// A fence: all earlier stores of the actor become visible before its later loads.
+    /// A fence: all earlier stores of the actor become visible before its later loads are executed.
     Fence,
     /// A word is exchanged.
     Swap,
     /// A word is compared and exchanged.
     Exchange,
-    /// A word is added to, or raised.
+    /// A value is added to a word, or the word is raised to a value.
     Add,
     /// A lock is taken.
     Lock,
@@ -95,7 +96,7 @@ pub enum ActorStep {
     Record,
     /// A slot's mark is stored: the slot and the mark.
     Mark,
-    /// A file or directory is opened or created.
+    /// A file or directory is opened or created. No numbers.
     OpenFile,
     /// A file or its metadata is read: its number and the offset.
     ReadFile,
@@ -118,7 +119,7 @@ pub enum ActorStep {
 }
 
 impl ActorStep {
-    /// Returns whether other actors may have waited for the step.
+    /// Returns whether other actors may wait for such a step.
     #[must_use]
     pub const fn has_effect(self) -> bool {
         !matches!(
@@ -136,7 +137,7 @@ impl ActorStep {
     }
 }
 
-/// A step of an actor that is visible to others, for a trace.
+/// A step of an actor that other actors can notice, for a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ActorEvent {
     /// Kind of the step.
@@ -149,47 +150,47 @@ thread_local! {
     static SIMULATOR: Cell<Option<&'static dyn Simulator>> = const { Cell::new(None) };
 }
 
-/// Installs a simulator that runs the calling thread's actions from now on.
+/// Installs the simulator that from now on controls the calling thread.
 pub fn install(simulator: &'static dyn Simulator) {
     SIMULATOR.set(Some(simulator));
 }
 
-/// Calls the simulator if the thread has one.
+/// Calls the simulator, if one controls this thread.
 fn with<T>(call: impl FnOnce(&'static dyn Simulator) -> T) -> Option<T> {
     SIMULATOR.get().map(call)
 }
 
-/// Lets other actors run before the actor does a step.
+/// Lets other actors run before the running actor does a step.
 #[inline]
 pub fn turn(step: ActorStep, numbers: [u64; 2]) {
     with(|simulator| simulator.turn(ActorEvent { step, numbers }));
 }
 
-/// Records that the actor did something that others may wait for.
+/// Records that the running actor did something that other actors may wait for.
 pub fn acted() {
     with(Simulator::acted);
 }
 
-/// Makes all stores of the actor visible, and records that it does something that others may wait for.
+/// Makes all stores of the running actor visible, and records that it did something that other actors may wait for.
 pub fn fence_and_act() {
     store_buffers::drain_own();
     acted();
 }
 
-/// Precedes the publication of a completion: makes earlier stores of the actor visible.
+/// Makes earlier stores of the running actor visible, before it publishes a completion.
 pub(crate) fn publishes(entry: Cqe) {
     let numbers = [entry.sqid().0.into(), entry.cid().0.into()];
     turn(ActorStep::Complete, numbers);
     store_buffers::drain_own();
 }
 
-/// Precedes the submission of a command to a drive.
+/// Makes earlier stores of the running actor visible, before it submits a command to a drive.
 pub(crate) fn submits(entry: &Sqe, cid: CommandId) {
     turn(ActorStep::Submit, [cid.0.into(), entry.opcode().into()]);
     store_buffers::drain_own();
 }
 
-/// Lets other actors run until one of them acts, or until a moment. May return early.
+/// Lets other actors run until one of them acts, or until the moment `until`. May return early.
 ///
 /// # Panics
 /// If there is no simulator, because then no other actor could act.
@@ -199,7 +200,7 @@ pub fn wait(until: Option<Duration>) {
     simulator.wait(until);
 }
 
-/// Waits until `attempt` succeeds, for at most `time` if it is set. Returns its result.
+/// Waits until `attempt` returns a result, for at most `time` if it is set. Returns the result.
 pub fn wait_for<T>(time: Option<Duration>, mut attempt: impl FnMut() -> Option<T>) -> Option<T> {
     let until = time.map(|time| now().saturating_add(time));
     loop {
@@ -213,13 +214,13 @@ pub fn wait_for<T>(time: Option<Duration>, mut attempt: impl FnMut() -> Option<T
     }
 }
 
-/// Returns the number of the process that the actor is a thread of.
+/// Returns the number of the process to which the running actor belongs.
 #[must_use]
 pub fn process() -> u64 {
     with(Simulator::process).unwrap_or_default()
 }
 
-/// Returns the number of the actor.
+/// Returns the number of the actor that runs.
 #[must_use]
 pub fn actor() -> usize {
     with(Simulator::actor).unwrap_or_default()

@@ -1,5 +1,5 @@
-//! Store buffers: stores that an actor has made and that others do not see yet. Stores become visible in program order,
-//! and a load may be executed before an older store to another location (Intel SDM, volume 3, section 9.2).
+//! Store buffers: stores that an actor has made and that other actors do not see yet. Stores become visible in program
+//! order, and a load may be executed before an older store to another location (Intel SDM, volume 3, section 9.2).
 #![expect(unsafe_code, reason = "carries out stores that were delayed")]
 
 use std::cell::RefCell;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use super::{ActorStep, turn, with};
 
-/// A word whose stores can be delayed.
+/// Word whose stores can be delayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DelayedStoreTarget {
     Byte(*const AtomicU8),
@@ -55,7 +55,7 @@ thread_local! {
     static BUFFERS: RefCell<StoreBuffers> = const { RefCell::new(BTreeMap::new()) };
 }
 
-/// Stores a value at once or with a delay.
+/// Stores a value, immediately or with a delay.
 pub(crate) fn store(place: DelayedStoreTarget, value: u64) {
     turn(ActorStep::Store, [place.address() as u64, value]);
     let Some((actor, late)) = with(|simulator| (simulator.actor(), simulator.delays_store()))
@@ -72,7 +72,7 @@ pub(crate) fn store(place: DelayedStoreTarget, value: u64) {
     });
 }
 
-/// Loads a value: the actor's own latest store, or the visible value.
+/// Loads a value: that of the running actor's own latest store, or else the visible value.
 pub(crate) fn load(place: DelayedStoreTarget) -> u64 {
     turn(ActorStep::Load, [place.address() as u64, 0]);
     let own = with(|simulator| {
@@ -86,12 +86,12 @@ pub(crate) fn load(place: DelayedStoreTarget) -> u64 {
     own.flatten().unwrap_or_else(|| place.load())
 }
 
-/// Makes all stores of an actor visible.
+/// Makes all delayed stores of an actor visible.
 pub fn drain(actor: usize) {
     while drain_one(actor) {}
 }
 
-/// Makes the oldest pending store of an actor visible. Returns whether there was one.
+/// Makes the oldest delayed store of an actor visible. Returns whether there was one.
 pub fn drain_one(actor: usize) -> bool {
     BUFFERS.with_borrow_mut(|buffers| {
         let store = buffers.get_mut(&actor).and_then(VecDeque::pop_front);
@@ -99,14 +99,14 @@ pub fn drain_one(actor: usize) -> bool {
     })
 }
 
-/// Makes all stores of the running actor visible.
+/// Makes all delayed stores of the running actor visible.
 pub(crate) fn drain_own() {
     with(|simulator| drain(simulator.actor()));
 }
 
-/// Executes all pending stores to memory that is being freed, and the stores before them.
+/// Executes all delayed stores to memory that is about to be freed, and all stores before them.
 pub(crate) fn forget(memory: &Range<usize>) {
-    // Words may be dropped while the thread ends.
+    // A word may be dropped while the thread ends, when the buffers no longer exist.
     let _ended = BUFFERS.try_with(|buffers| {
         for buffer in buffers.borrow_mut().values_mut() {
             let hits = |(place, _): &(DelayedStoreTarget, u64)| memory.contains(&place.address());
@@ -119,7 +119,7 @@ pub(crate) fn forget(memory: &Range<usize>) {
     });
 }
 
-/// Drops all pending stores, because the simulation's memory is gone.
+/// Drops all delayed stores, because the memory of the simulation was freed.
 pub fn clear() {
     BUFFERS.with_borrow_mut(BTreeMap::clear);
 }

@@ -9,14 +9,14 @@ use super::{wait_for, with};
 /// Result of an actor: the result of its work, or its panic.
 pub type ActorResult<T> = Result<T, Box<dyn Any + Send>>;
 
-/// Like [`std::thread::JoinHandle`].
+/// Simulated [`std::thread::JoinHandle`].
 #[derive(Debug)]
 pub struct JoinHandle<T> {
     result: Arc<Mutex<Option<ActorResult<T>>>>,
 }
 
 impl<T> JoinHandle<T> {
-    /// Lets other actors run until the actor has ended.
+    /// Lets other actors run until this actor has ended.
     ///
     /// # Errors
     /// Returns the actor's panic.

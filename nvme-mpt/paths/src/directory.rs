@@ -1,4 +1,4 @@
-//! Open directories and the files in them.
+//! Open directories, and the files in them.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -16,7 +16,8 @@ use crate::walk::{
     is_writable_by_others, walk,
 };
 
-/// An open directory. Entries are accessed through the descriptor, so a rename of the directory does not redirect them.
+/// An open directory. Its entries are accessed through the descriptor, so that a rename of the directory does not redirect
+/// an access.
 #[derive(Debug)]
 pub struct OpenDirectory(PathEntry);
 
@@ -29,7 +30,7 @@ impl OpenDirectory {
         Self::from_entry(walk(path, None)?)
     }
 
-    /// Opens a directory. Creates it and its ancestors if needed, with `mode` reduced by the umask.
+    /// Opens a directory. Creates it and its ancestors if they are missing, with `mode` reduced by the umask.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -46,7 +47,7 @@ impl OpenDirectory {
         }
     }
 
-    /// Opens the directory of a file, and returns the name of the file there.
+    /// Opens the directory of a file. Also returns the name of the file in the directory.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -61,7 +62,7 @@ impl OpenDirectory {
         Ok((Self::open(directory)?, name))
     }
 
-    /// Returns the path without symbolic links.
+    /// Returns the directory's path without symbolic links.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0.path
@@ -86,7 +87,7 @@ impl OpenDirectory {
         self.0.set_mode(mode)
     }
 
-    /// Returns whether only trusted users can replace an entry of this directory, if `owner` owns the entry.
+    /// Returns whether only trusted users can replace an entry of this directory, if the owner of the entry is `owner`.
     pub(crate) fn is_safe_for(&self, owner: u32) -> bool {
         self.0.exposure.is_none() && is_safe(self.fd(), &self.0.stat, owner)
     }
@@ -94,7 +95,7 @@ impl OpenDirectory {
     /// Checks that only trusted users can replace an entry that this process creates in the directory.
     ///
     /// # Errors
-    /// Names the directory that another user may write.
+    /// Names the directory that another user may write. That may be a directory further up on the path.
     pub fn check_not_exposed(&self, name: &OsStr) -> Result<(), PathError> {
         let path = self.path().join(name);
         if let Some(exposure) = &self.0.exposure {
@@ -108,7 +109,7 @@ impl OpenDirectory {
         }
     }
 
-    /// Opens an entry without following a link; `None` if it does not exist.
+    /// Opens an entry without following a link; `None` if there is no such entry.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -178,9 +179,9 @@ impl OpenDirectory {
         Ok((temporary, made.into()))
     }
 
-    /// Replaces a file atomically: readers find either the old content, or the complete output of `write`. If the name is a
-    /// link, the link itself is replaced. Another user who may write the directory can replace the new file. The new file is
-    /// durable once `write` has synced it and the caller has then [synced](Self::sync) the names.
+    /// Replaces a file atomically: a reader finds either the old content, or the complete output of `write`. If the name is
+    /// a link, the link itself is replaced. Another user who may write the directory can replace the new file. The new file
+    /// is durable once `write` has synced it and the caller has then [synced](Self::sync) the directory's names.
     ///
     /// # Errors
     /// See [`PathError`]. In a directory with the sticky bit, another user's file is not replaced.
@@ -225,7 +226,7 @@ impl OpenDirectory {
         replaced
     }
 
-    /// Creates a file with its complete content if it does not exist. Returns whether it was created.
+    /// Creates a file with its complete content, unless the name exists. Returns whether the file was created.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -250,7 +251,7 @@ impl OpenDirectory {
                 Err(error) => Err(PathError::io("make", &path)(error)),
             }
         });
-        // A leftover temporary file is no reason to fail.
+        // The file was created, even if its temporary name remains.
         let _ = fs::unlinkat(self.fd(), &temporary, AtFlags::empty());
         made
     }
@@ -269,15 +270,15 @@ impl OpenDirectory {
         })
     }
 
-    /// Returns whether the entry `name` is this file.
+    /// Returns whether the entry `name` is the file with this identity.
     #[must_use]
     pub fn has_entry(&self, name: &OsStr, id: FileId) -> bool {
         let stat = fs::statat(self.fd(), name, AtFlags::SYMLINK_NOFOLLOW);
         stat.is_ok_and(|stat| FileId::from_stat(&stat) == id)
     }
 
-    /// Removes an entry if it is this file. The file may be replaced between check and removal, but only by a user who could
-    /// also have removed it.
+    /// Removes an entry if it is the file with this identity. Between check and removal, another user may replace the file,
+    /// but only one who could have removed it anyway.
     pub fn remove(&self, name: &OsStr, id: FileId) {
         if self.has_entry(name, id) {
             let _ = fs::unlinkat(self.fd(), name, AtFlags::empty());
@@ -288,7 +289,7 @@ impl OpenDirectory {
 /// Returns an unused name derived from `name`.
 pub(crate) fn temporary_name(name: &OsStr) -> OsString {
     let mut random = [0; 8];
-    // If this fails, the name may be taken, and then the call that uses it fails.
+    // Without random numbers, the name may be taken. Then the call that creates the file fails.
     let _ = getrandom(&mut random, GetRandomFlags::empty());
     let mut temporary = OsString::from(".");
     temporary.push(name);

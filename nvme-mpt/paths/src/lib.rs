@@ -1,16 +1,16 @@
 //! Safe access to files and sockets in directories that other users may write.
 //!
-//! A privileged process that resolves a path twice may reach two different files: the owner of a directory can replace
-//! an entry, for example by a link, between the two calls. So each path is walked once, to a descriptor, and all
-//! further calls use that descriptor.
+//! A privileged process that resolves a path twice may reach two different files: between the two calls, the owner of a
+//! directory can replace an entry, for example by a link. So each path is walked once, to a descriptor, and all further
+//! calls use that descriptor.
 //!
 //! - **Trusted users** are root, the user of this process, and the owner of `/` (which is root of the host in a user
 //!   namespace).
 //! - A directory is **exposed** if another user may write it. In an exposed directory with the sticky bit, an entry of
 //!   a trusted user is still safe, because no other user can replace it.
-//! - A **symbolic link** is followed only if a trusted user owns it and no other user can replace it. `/var/run` works,
-//!   and a link in a user's own directory is refused.
-//! - An **obeyed** file (configuration) is a regular file that only trusted users can write or replace. See
+//! - A **symbolic link** is followed only if a trusted user owns it and no other user can replace it. So `/var/run` works,
+//!   but a link in a directory of another user is refused.
+//! - An **obeyed** file, such as a configuration file, is a regular file that only trusted users can write or replace. See
 //!   [`read_trusted_file`].
 //! - A new file is created under a random name and renamed. A new socket has its owner and mode before it gets its
 //!   name. See [`OpenDirectory::replace`] and [`OpenDirectory::listen`].
@@ -37,7 +37,7 @@ pub enum PathError {
     Io {
         /// Action that failed.
         action: &'static str,
-        /// The file or directory.
+        /// Path of the file or directory.
         path: PathBuf,
         /// The kernel's error.
         source: io::Error,
@@ -48,7 +48,7 @@ pub enum PathError {
         path.display()
     )]
     ForeignLink {
-        /// The link.
+        /// Path of the link.
         path: PathBuf,
         /// User who is not trusted: the owner of the link, or else the owner of its directory.
         owner: u32,
@@ -64,9 +64,9 @@ pub enum PathError {
         path: PathBuf,
         /// The exposed directory.
         directory: PathBuf,
-        /// Its owner.
+        /// Owner of the exposed directory.
         owner: u32,
-        /// Its mode.
+        /// Mode of the exposed directory.
         mode: u32,
     },
     /// Another user can write the file.
@@ -76,41 +76,41 @@ pub enum PathError {
         path.display()
     )]
     ForeignFile {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Its owner.
+        /// Owner of the file.
         owner: u32,
-        /// Its mode.
+        /// Mode of the file.
         mode: u32,
     },
     /// The path is not a regular file.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
-        /// The file or directory there.
+        /// Path of what is not a file.
         path: PathBuf,
     },
     /// The path has no file name.
     #[error("{} has no file name: give the path of a file", path.display())]
     NoFileName {
-        /// The path.
+        /// The path without a file name.
         path: PathBuf,
     },
     /// Another process listens on the socket.
     #[error("Another process listens on {}", path.display())]
     InUse {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
     },
     /// The name of a new socket is taken by another kind of file.
     #[error("{} exists and is not a socket", path.display())]
     NotASocket {
-        /// The file or directory there.
+        /// Path of the file that has the name.
         path: PathBuf,
     },
     /// Another user removed or replaced the new socket.
     #[error("Another user replaced {} while it was made", path.display())]
     Replaced {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
     },
 }
@@ -127,7 +127,7 @@ impl PathError {
         }
     }
 
-    /// Returns whether the file or directory does not exist.
+    /// Returns whether the error is that the file or directory does not exist.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
@@ -135,7 +135,7 @@ impl PathError {
 }
 
 impl From<PathError> for io::Error {
-    /// Returns the kernel's error. Other errors become text.
+    /// Returns the kernel's error; for any other error, an error with its text.
     fn from(error: PathError) -> Self {
         match error {
             PathError::Io { source, .. } => source,

@@ -1,4 +1,4 @@
-//! Listening sockets with a file name.
+//! Listening sockets with a name in a directory.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
@@ -14,7 +14,7 @@ use crate::PathError;
 use crate::directory::{OpenDirectory, run_test_hook, temporary_name};
 use crate::walk::{FileId, PathEntry, is_trusted};
 
-/// Most pending connections: the limit of `net.core.somaxconn`, as in the standard library.
+/// Maximum number of pending connections: with -1, the limit of `net.core.somaxconn`, as in the standard library.
 const BACKLOG: i32 = -1;
 
 /// Owner and mode of a socket's file.
@@ -31,7 +31,7 @@ pub struct SocketPermissions {
 /// Kind of the entry at a socket's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SocketPathState {
-    /// Nothing.
+    /// There is no entry.
     Nothing,
     /// A socket that no process has open.
     Stale,
@@ -42,8 +42,8 @@ pub enum SocketPathState {
 }
 
 impl PathEntry {
-    /// Determines the kind of an entry without connecting to a server. For this, a datagram socket tries to connect to the
-    /// entry. This always fails for a stream socket, and the kernel's error shows whether a process still listens.
+    /// Determines the kind of this entry without connecting to a server. For this, a datagram socket tries to connect to
+    /// the entry. This always fails for a stream socket, and the kernel's error shows whether a process still listens.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -65,7 +65,7 @@ impl PathEntry {
 }
 
 impl OpenDirectory {
-    /// Determines the kind of an entry.
+    /// Determines the kind of the entry with a name.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -76,12 +76,12 @@ impl OpenDirectory {
         }
     }
 
-    /// Listens on a socket with a name in this directory. Replaces only a socket whose process has ended. Returns the
-    /// nonblocking socket and the identity of its file.
+    /// Listens on a new socket with a name in this directory. An existing socket is replaced only if its process has ended.
+    /// Returns the nonblocking socket, and the identity of its file.
     ///
-    /// The file is created under another name, for this process's user only. The file is then opened, and a connection through
-    /// this descriptor proves that the file is the new socket. Owner and mode are set through the same descriptor, and then the
-    /// file gets its name. So if another user replaces the file, the replacement never gets this owner or mode.
+    /// The file is created under another name, for this process's user only. It is then opened, and a connection through
+    /// this descriptor proves that the file is the new socket. Owner and mode are set through the descriptor, and then the
+    /// file gets its name. So a file that another user puts in its place never gets this owner or mode.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -101,7 +101,7 @@ impl OpenDirectory {
                 Ok((socket, id))
             }
             Err(error) => {
-                // Our file, or a file that another user put there in their own directory.
+                // The file is this process's socket, or a file that another user put there, in that user's own directory.
                 let _ = fs::unlinkat(self.fd(), &temporary, AtFlags::empty());
                 Err(error)
             }
@@ -113,7 +113,7 @@ impl OpenDirectory {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
         let socket = socket.map_err(failed("make a socket for"))?;
-        // The file has this mode from its creation on.
+        // The file then has this mode from its creation on.
         let mode = fs::fchmod(&socket, Mode::from_raw_mode(0o600));
         mode.map_err(failed("set the permissions of"))?;
         let address = SocketAddrUnix::new(self.entry_path(temporary));
@@ -158,8 +158,8 @@ impl OpenDirectory {
         Ok(file.id())
     }
 
-    /// Removes a stale socket. The socket is first renamed and checked again, because another server may have replaced
-    /// it after the first check.
+    /// Removes a stale socket. The socket is first renamed, and then checked again, because another server may have
+    /// replaced it after the first check.
     fn remove_stale_socket(
         &self,
         name: &OsStr,
@@ -179,7 +179,7 @@ impl OpenDirectory {
             return Ok(());
         }
         let owner = entry.owner();
-        // In a directory that only trusted users can write, a trusted user created it and set its owner.
+        // If only trusted users can write the directory, a trusted user has created the socket, and may have set its owner.
         if !is_trusted(owner) && user != Some(owner) && !self.is_safe_for(owner) {
             return Err(PathError::ForeignFile {
                 path: path.into(),
@@ -204,14 +204,14 @@ impl OpenDirectory {
     }
 }
 
-/// Returns whether a connection to a file reaches this socket. Sends no data, because the file may be the socket of another
-/// server.
+/// Returns whether a connection to a file reaches this socket. Sends no data, because the file may be another server's
+/// socket.
 fn is_bound_to(file: &PathEntry, socket: &UnixListener) -> Result<bool, PathError> {
     let failed = |action| PathError::io(action, &file.path);
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let client = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
     let client = client.map_err(failed("make a socket to try"))?;
-    // The kernel chooses an unused address.
+    // An unnamed address makes the kernel choose an unused one.
     net::bind(client.as_fd(), &SocketAddrUnix::new_unnamed()).map_err(failed("try"))?;
     let address = net::getsockname(&client).map_err(failed("try"))?;
     let address = SocketAddrUnix::try_from(address).map_err(failed("try"))?;
@@ -219,7 +219,7 @@ fn is_bound_to(file: &PathEntry, socket: &UnixListener) -> Result<bool, PathErro
     if net::connect(&client, &target).is_err() {
         return Ok(false);
     }
-    // Other processes of our user may have connected before.
+    // Other processes of this process's user may have connected before.
     while let Ok((_, from)) = socket.accept() {
         if from.as_abstract_name().is_some() && from.as_abstract_name() == address.abstract_name() {
             return Ok(true);

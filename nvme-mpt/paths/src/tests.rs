@@ -15,7 +15,7 @@ use super::*;
 type Act = Box<dyn FnMut(&str, &Path)>;
 
 thread_local! {
-    /// Attack to perform between two calls. Arguments: name of the step and path of the entry.
+    /// Attack to perform between two calls. Its arguments are the name of the step and the path of the entry.
     static ACT: RefCell<Option<Act>> = const { RefCell::new(None) };
 }
 
@@ -27,7 +27,7 @@ pub(crate) fn run_attack(step: &str, directory: &OpenDirectory, entry: &OsStr) {
     });
 }
 
-/// Performs the attack at all steps. Drop ends it.
+/// Performs the attack at all steps, until this is dropped.
 struct Acting;
 
 impl Acting {
@@ -60,7 +60,7 @@ const OPEN: SocketPermissions = SocketPermissions {
     group: Some(OTHER),
 };
 
-/// Creates a directory of another user, and a file of root outside of it.
+/// Creates a directory that another user owns, and a file of root outside of it.
 fn create_test_dirs() -> (TempDir, PathBuf, PathBuf) {
     let root = tempfile::tempdir().unwrap();
     let home = root.path().join("home");
@@ -142,7 +142,7 @@ fn a_file_swapped_for_the_socket_keeps_its_owner_and_mode() {
             }
             assert_eq!(fs::read(&secret).unwrap(), b"secret");
             match listened {
-                // Swapped too late: the socket was already bound to the name.
+                // The attack came too late: the socket already had its name.
                 Ok(_) => {
                     assert_ne!(at, "bound", "{kind}");
                     UnixStream::connect(home.join("a.sock")).unwrap();
@@ -208,7 +208,7 @@ fn another_users_stale_socket_is_replaced_only_in_a_directory_of_ours() {
         assert_eq!(listened.is_ok(), is_replaced, "{dir_mode:o}");
         let expected = if is_replaced { 0 } else { OTHER };
         assert_eq!(owner(&folder.join(name)), expected);
-        // The user may have had access to the directory before.
+        // The other user may have had access to the directory before.
         let listened = OpenDirectory::open(&folder).unwrap().listen(
             name,
             SocketPermissions {
@@ -229,7 +229,7 @@ fn links_of_trusted_users_are_followed_and_others_are_refused() {
     let real = root.path().join("real");
     fs::create_dir(&real).unwrap();
     let real = real.canonicalize().unwrap();
-    // Like /var/run.
+    // A link as /var/run is one.
     let good = root.path().join("run");
     symlink("real", &good).unwrap();
     assert_eq!(OpenDirectory::open(&good).unwrap().path(), real);
@@ -242,14 +242,14 @@ fn links_of_trusted_users_are_followed_and_others_are_refused() {
         .check_not_exposed(OsStr::new("x"))
         .unwrap();
 
-    // Owned by root, in another user's directory: that user may have moved it there.
+    // A link of root in another user's directory: that user may have moved it there.
     let moved = home.join("moved");
     symlink(&real, &moved).unwrap();
-    // Owned by another user, in a directory of root.
+    // A link of another user in a directory of root.
     let others = root.path().join("others");
     symlink(&real, &others).unwrap();
     lchown(&others, Some(OTHER), None).unwrap();
-    // Owned by another user, in a directory that all users may write.
+    // A link of another user in a directory that all users may write.
     let all = root.path().join("all");
     fs::create_dir(&all).unwrap();
     fs::set_permissions(&all, Permissions::from_mode(0o1777)).unwrap();
@@ -263,7 +263,7 @@ fn links_of_trusted_users_are_followed_and_others_are_refused() {
             assert!(named, "{error}");
         }
     }
-    // Owned by root, in a directory that all users may write: no other user can replace it.
+    // A link of root in a directory that all users may write: no other user can replace it.
     let ours = all.join("ours");
     symlink(&real, &ours).unwrap();
     assert_eq!(OpenDirectory::open(&ours).unwrap().path(), real);
@@ -340,7 +340,7 @@ fn a_file_is_replaced_as_a_whole_and_no_link_is_written_through() {
     let directory = OpenDirectory::open(&home).unwrap();
     let name = OsStr::new("metrics.prom");
     symlink(&secret, home.join(name)).unwrap();
-    // Users who can read the directory know the name of the temporary file. The attack swaps it for a link.
+    // Any user who can read the directory sees the name of the temporary file. The attack replaces that file by a link.
     let target = secret.clone();
     let _acting = Acting::with(move |step, entry| {
         if step == "written" {
@@ -365,7 +365,7 @@ fn a_file_is_replaced_as_a_whole_and_no_link_is_written_through() {
     assert_eq!(fs::read(home.join(name)).unwrap(), b"figures");
     assert!(!directory.create_new(name, 0o600, |_| Ok(())).unwrap());
     assert_eq!(fs::read_dir(&home).unwrap().count(), 1);
-    // The file under this name is not the one that was written.
+    // The file that has the name is not the one that was written.
     let later = directory.replace(name, 0o644, |_| Ok(())).unwrap();
     directory.remove(name, id);
     assert!(home.join(name).exists());

@@ -14,7 +14,7 @@ use nvme_mpt_memory::system::process_user;
 
 use crate::PathError;
 
-/// Most symbolic links on a path, as in the kernel.
+/// Maximum number of symbolic links on a path, as in the kernel.
 const LINKS_MAX: u32 = 40;
 
 /// Identity of a file: device and inode number.
@@ -41,13 +41,13 @@ impl FileId {
     }
 }
 
-/// Status of a file: owner, mode and identity.
+/// Status of a file or directory: owner, group, mode and identity.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FileStatus {
     pub(crate) id: FileId,
     pub(crate) owner: u32,
     pub(crate) group: u32,
-    /// File type and permissions.
+    /// Type and permissions of the file.
     pub(crate) mode: u32,
     pub(crate) bytes: u64,
 }
@@ -73,7 +73,7 @@ impl FileStatus {
     }
 }
 
-/// A directory that another user may write.
+/// Directory on a path that another user may write.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ExposedDirectory {
     pub(crate) directory: PathBuf,
@@ -100,15 +100,15 @@ impl ExposedDirectory {
     }
 }
 
-/// A file or directory at the end of a path, as a descriptor without read or write access (`O_PATH`).
+/// File or directory at the end of a path, as a descriptor without read or write access (`O_PATH`).
 #[derive(Debug)]
 pub struct PathEntry {
     pub(crate) descriptor: OwnedFd,
     pub(crate) stat: FileStatus,
     /// Path without symbolic links.
     pub(crate) path: PathBuf,
-    /// First directory on the path in which an untrusted user could replace the entry that the path uses; `None` if there is
-    /// none.
+    /// First directory on the path in which an untrusted user could replace the entry that the path leads through; `None`
+    /// if there is no such directory.
     pub(crate) exposure: Option<ExposedDirectory>,
 }
 
@@ -117,8 +117,8 @@ pub(crate) fn is_trusted(user: u32) -> bool {
     user == 0 || user == process_user() || fs::stat("/").is_ok_and(|root| root.st_uid == user)
 }
 
-/// Returns whether users other than the owner may write the open file or directory. On a read-only mount, such as a volume of
-/// Kubernetes, no user may.
+/// Returns whether users other than the owner may write the open file or directory. On a read-only mount, such as a volume
+/// of Kubernetes, nobody may.
 pub(crate) fn is_writable_by_others(file: BorrowedFd<'_>, stat: &FileStatus) -> bool {
     has_others_write_mode(stat)
         && !fs::fstatvfs(file).is_ok_and(|mount| mount.f_flag.contains(StatVfsMountFlags::RDONLY))
@@ -126,14 +126,13 @@ pub(crate) fn is_writable_by_others(file: BorrowedFd<'_>, stat: &FileStatus) -> 
 
 fn has_others_write_mode(stat: &FileStatus) -> bool {
     let user = process_user();
-    // A group with the owner's number contains only the owner. On many distributions, this is the default group of a
-    // user's files.
+    // A group with the owner's number contains only the owner: many distributions give each user such a default group.
     let own_group = user != 0 && stat.owner == user && stat.group == user;
     let group = if own_group { 0 } else { 0o020 };
     stat.mode & (0o002 | group) != 0
 }
 
-/// Returns whether only trusted users can replace an entry of `directory`, if `owner` owns the entry.
+/// Returns whether only trusted users can replace an entry of `directory`, if the owner of the entry is `owner`.
 pub(crate) fn is_safe(directory: BorrowedFd<'_>, stat: &FileStatus, owner: u32) -> bool {
     let is_sticky = stat.is_sticky();
     is_trusted(stat.owner)
@@ -158,7 +157,7 @@ fn reversed_components(path: &Path) -> impl Iterator<Item = OsString> + use<'_> 
     })
 }
 
-/// Walks a path. With `make`, creates missing directories with that mode.
+/// Walks a path to its end. If `make` is set, creates missing directories with that mode.
 pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathError> {
     let path = match path.as_os_str().is_empty() {
         true => Path::new("."),
@@ -248,7 +247,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
 }
 
 impl PathEntry {
-    /// Walks a path to its end.
+    /// Finds the file or directory at the end of a path.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -256,7 +255,7 @@ impl PathEntry {
         walk(path, None)
     }
 
-    /// Returns the path without symbolic links. It names this file until an entry on the path is replaced.
+    /// Returns the path without symbolic links. It leads to this file until an entry on the path is replaced.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -278,7 +277,7 @@ impl PathEntry {
         FileType::from_raw_mode(self.stat.mode)
     }
 
-    /// Returns a path that leads to this file, even after a rename.
+    /// Returns a path that leads to this file even after the file was renamed.
     pub(crate) fn proc_fd_path(&self) -> PathBuf {
         proc_fd_path(self.descriptor.as_fd())
     }
@@ -316,7 +315,7 @@ impl PathEntry {
     /// Checks that this is a regular file that only trusted users can write or replace.
     ///
     /// # Errors
-    /// Describes the access of other users.
+    /// Returns an error that describes the access of other users.
     pub fn check_trusted(&self) -> Result<(), PathError> {
         let path = self.path.clone();
         if self.kind() != FileType::RegularFile {
@@ -337,7 +336,7 @@ impl PathEntry {
         }
     }
 
-    /// Reads the file, which may have at most `longest` bytes.
+    /// Reads the file as text. It may have at most `longest` bytes.
     pub(crate) fn read(&self, longest: u64) -> Result<String, PathError> {
         let read = || {
             let mut text = String::new();
@@ -360,7 +359,7 @@ impl PathEntry {
     }
 }
 
-/// Opens an existing file. Only trusted users can change the symbolic links on its path.
+/// Opens an existing file. Refuses symbolic links on its path that another user can change.
 ///
 /// # Errors
 /// See [`PathError`].
@@ -373,7 +372,7 @@ pub fn open(path: &Path, flags: OFlags) -> Result<File, PathError> {
     })
 }
 
-/// Returns the path of an open descriptor.
+/// Returns a path in `/proc` that leads to an open descriptor.
 pub(crate) fn proc_fd_path(descriptor: BorrowedFd<'_>) -> PathBuf {
     Path::new("/proc/self/fd").join(descriptor.as_raw_fd().to_string())
 }

@@ -11,8 +11,7 @@ use super::{
 };
 
 command! {
-    /// Create I/O Completion Queue (Base 2.0, section 5.4); `PRP1` is the queue, or a list of its
-    /// pages.
+    /// Create I/O Completion Queue (Base 2.0, section 5.4). `PRP1` is the address of the queue, or of a list of its pages.
     pub struct CreateIoCq {
         /// Queue Identifier.
         qid: QueueId(u16) = cdw10[15:0];
@@ -28,8 +27,7 @@ command! {
 }
 
 command! {
-    /// Create I/O Submission Queue (Base 2.0, section 5.5); `PRP1` is the queue, or a list of its
-    /// pages.
+    /// Create I/O Submission Queue (Base 2.0, section 5.5). `PRP1` is the address of the queue, or of a list of its pages.
     pub struct CreateIoSq {
         /// Queue Identifier.
         qid: QueueId(u16) = cdw10[15:0];
@@ -97,9 +95,9 @@ command! {
     pub struct GetFeatures {
         /// Feature Identifier.
         fid: FeatureId(u8) = cdw10[7:0];
-        /// Select: the kind of value to return.
+        /// Select: which value to return (current, default or saved), or the feature's capabilities.
         sel: FeatureSelect(u8) = cdw10[10:8];
-        /// Selection within the feature, feature specific.
+        /// Selection within the feature; the meaning depends on the feature.
         dword11: u32 = cdw11[31:0];
         /// UUID Index.
         uuid_index: u8 = cdw14[6:0];
@@ -113,15 +111,15 @@ command! {
         fid: FeatureId(u8) = cdw10[7:0];
         /// Save: the value persists across resets and power cycles.
         sv: bool = cdw10[31];
-        /// The value, or a part of it, feature specific.
+        /// The value or its first part; the meaning depends on the feature.
         dword11: u32 = cdw11[31:0];
-        /// More of the value, feature specific.
+        /// Second part of the value; the meaning depends on the feature.
         dword12: u32 = cdw12[31:0];
-        /// More of the value, feature specific.
+        /// Third part of the value; the meaning depends on the feature.
         dword13: u32 = cdw13[31:0];
         /// UUID Index.
         uuid_index: u8 = cdw14[6:0];
-        /// More of the value, feature specific.
+        /// Last part of the value; the meaning depends on the feature.
         dword15: u32 = cdw15[31:0];
     }
 }
@@ -160,7 +158,7 @@ mod tests {
 
     #[test]
     fn linux_creates_its_first_queues() {
-        // QSIZE 1024, contiguous, interrupts on vector 1; then the submission queue on it.
+        // QSIZE 1024, contiguous, interrupts on vector 1. The submission queue below uses this completion queue.
         let cq = Sqe {
             cdw10: 0x03FF_0001,
             cdw11: 0x0001_0003,

@@ -13,7 +13,7 @@ use super::{
 pub const IOCQES: u8 = 4;
 
 /// Completion Queue Entry (Base 2.0, section 3.3.3.2), as the two halves in which it is published. The second half has the
-/// phase tag. So once a reader sees the new phase tag, the first half is valid, too.
+/// Phase Tag. So once a reader sees a new Phase Tag, the first half is valid as well.
 #[repr(C)]
 #[derive(Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Cqe {
@@ -86,7 +86,7 @@ impl CqeHigh {
     }
 }
 
-/// Source of completions: a Submission Queue and its head, at their bit positions in a [`CqeHigh`].
+/// Source of completions: a Submission Queue and its head pointer, at their bit positions in a [`CqeHigh`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SubmissionQueuePosition(u64);
 
@@ -100,7 +100,7 @@ impl SubmissionQueuePosition {
 }
 
 impl Cqe {
-    /// Creates an entry with a clear phase tag.
+    /// Creates an entry whose Phase Tag is clear.
     #[inline]
     #[must_use]
     pub const fn new(
@@ -120,7 +120,7 @@ impl Cqe {
         )
     }
 
-    /// Creates an entry as [`Self::new`] does. Several completions can use the same `origin`.
+    /// Creates an entry as [`Self::new`] does, from an `origin` that several completions can share.
     #[inline]
     #[must_use]
     pub const fn from_position(
@@ -136,7 +136,7 @@ impl Cqe {
         }
     }
 
-    /// Returns the entry with its Phase Tag replaced.
+    /// Returns the entry with the given Phase Tag.
     #[inline]
     #[must_use]
     pub const fn with_phase(self, phase: bool) -> Self {

@@ -7,7 +7,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// Physical Region Page entry (Base 2.0, section 4.1.1): the address of a memory page. The first entry of a command and
 /// a pointer to a PRP list may have an offset in the page.
 ///
-/// The host selects the memory page size in `CC.MPS`. Functions take its power of two, `12 + CC.MPS`.
+/// The host selects the memory page size in `CC.MPS`. Methods get it as a power of two, `12 + CC.MPS`.
 #[repr(transparent)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -46,8 +46,8 @@ impl PrpEntry {
         self.0.is_multiple_of(4)
     }
 
-    /// Returns the number of memory pages, and so of PRP entries, for `length` bytes that begin at `offset` in the
-    /// first page.
+    /// Returns the number of memory pages that `length` bytes take, if they begin at `offset` in the first page. The data
+    /// need as many PRP entries.
     #[inline]
     #[must_use]
     pub const fn page_count(offset: u64, length: u64, page_shift: u32) -> u64 {
@@ -66,8 +66,8 @@ pub struct PrpList {
     pointer: PrpEntry,
     /// Number of remaining entries.
     remaining: u64,
-    /// Required alignment of `pointer`. The list may start at any entry of a page, but continues at the start of a
-    /// page. So each further page has at least one entry of data.
+    /// Required alignment of `pointer`. A list may start at any entry of a page, but continues at the start of a page. So
+    /// each further page has at least one data entry.
     alignment: u64,
     page_shift: u32,
 }
@@ -160,14 +160,14 @@ impl SglDescriptor {
         Self::with_type(SglType::DATA_BLOCK, address, length)
     }
 
-    /// Creates a segment descriptor for `length` bytes of further descriptors, which are not the last segment.
+    /// Creates a segment descriptor: the next segment has `length` bytes of descriptors and is not the last one.
     #[inline]
     #[must_use]
     pub const fn segment(address: u64, length: u32) -> Self {
         Self::with_type(SglType::SEGMENT, address, length)
     }
 
-    /// Creates a last segment descriptor for `length` bytes of further descriptors.
+    /// Creates a last segment descriptor: the last segment has `length` bytes of descriptors.
     #[inline]
     #[must_use]
     pub const fn last_segment(address: u64, length: u32) -> Self {
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_list_goes_on_in_the_page_that_its_last_entry_names() {
-        // Two entries to the end of the page, of five.
+        // The first page has two of the five entries.
         let mut list = PrpList::new(PrpEntry(0x1FF0), 5, 12);
         let page = list.page().expect("at an entry");
         let expected = PrpListPage {
@@ -264,7 +264,7 @@ mod tests {
             "a list that continues another begins a page"
         );
         assert_eq!(PrpList::new(PrpEntry(0x1004), 1, 12).page(), None);
-        // As many as there is room for.
+        // A list that ends exactly at the end of its page.
         let full = PrpList::new(PrpEntry(0x1FF0), 2, 12)
             .page()
             .expect("at an entry");

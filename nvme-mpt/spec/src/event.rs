@@ -9,7 +9,7 @@ bit_field! {
         event_type / with_event_type: AsyncEventType(u8) [2:0];
         /// Asynchronous Event Information; the meaning depends on the type.
         info / with_info: u8 [15:8];
-        /// Log Page Identifier of the page that clears the event.
+        /// Log Page Identifier of the page whose reading clears the event.
         lid / with_lid: LogPageId(u8) [23:16];
     }
 }

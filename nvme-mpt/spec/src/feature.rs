@@ -72,7 +72,7 @@ bit_field! {
 bit_field! {
     /// Arbitration, FID 01h (Base 2.0, section 5.27.1.1).
     pub struct Arbitration(u32) {
-        /// Arbitration Burst as a power of two; [`Self::NO_LIMIT`] is special.
+        /// Arbitration Burst as a power of two; [`Self::NO_LIMIT`] is no power of two.
         ab / with_ab: u8 [2:0];
         /// Low Priority Weight.
         lpw_z / with_lpw_z: u8 [15:8];
@@ -132,7 +132,7 @@ const _: () = assert!(size_of::<LbaRangeTypeEntry>() == 64);
 const _: () = assert!(offset_of!(LbaRangeTypeEntry, guid) == 32);
 
 impl LbaRangeTypeEntry {
-    /// Number of entries in the feature's data, used or not.
+    /// Number of entries that the feature's data have, used or not.
     pub const ENTRIES: usize = 64;
 }
 

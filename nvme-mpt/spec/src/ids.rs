@@ -1,4 +1,4 @@
-//! Identifiers as separate types, so that they cannot be confused.
+//! Identifiers of queues, commands, namespaces and blocks, each as a type of its own, so that they cannot be confused.
 
 use core::fmt;
 
@@ -57,9 +57,9 @@ id! {
 }
 
 impl Nsid {
-    /// No namespace, or the controller as a whole.
+    /// NSID of commands for no namespace, or for the controller as a whole.
     pub const NONE: Self = Self(0);
-    /// All namespaces, in commands that allow this (Base 2.0, section 3.2.1.2).
+    /// NSID of commands for all namespaces, where allowed (Base 2.0, section 3.2.1.2).
     pub const BROADCAST: Self = Self(0xFFFF_FFFF);
 }
 
@@ -69,7 +69,7 @@ id! {
 }
 
 impl Lba {
-    /// Returns the address `blocks` further on; `None` on overflow.
+    /// Returns the address of the block `blocks` blocks further on; `None` on overflow.
     #[inline]
     #[must_use]
     pub const fn checked_add(self, blocks: u64) -> Option<Self> {

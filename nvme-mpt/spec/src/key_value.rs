@@ -10,7 +10,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, transmute};
 use super::{identify::IDENTIFY_SIZE, sqe::Sqe};
 
 command! {
-    /// Store (KV 1.0, section 3.2.5). The [`KvKey`] is in the same dwords for all commands.
+    /// Store (KV 1.0, section 3.2.5). The command also has a [`KvKey`], which all commands have in the same dwords.
     pub struct KvStoreCommand {
         /// Value Size, in bytes.
         vs: u32 = cdw10[31:0];
@@ -26,7 +26,7 @@ command! {
 }
 
 command! {
-    /// Retrieve (KV 1.0, section 3.2.4). Dword 0 of its completion is the full size of the value, even if the buffer is
+    /// Retrieve (KV 1.0, section 3.2.4). Dword 0 of the completion is the full size of the value, even if the buffer is
     /// smaller.
     pub struct KvRetrieveCommand {
         /// Host Buffer Size, in bytes.
@@ -49,9 +49,9 @@ command! {
 }
 
 command! {
-    /// Batch, a vendor specific command: Stores, Deletes and Exists that are executed together. Its data begins with a
-    /// [`KvBatchOperation`] for each operation, and contains the values. Dword 0 of its completion has a [`KvBatchStepStatus`]
-    /// for each operation.
+    /// Batch, a vendor specific command: Stores, Deletes and Exists that are executed together. The data begin with a
+    /// [`KvBatchOperation`] for each operation, and contain the values. Dword 0 of the completion has a
+    /// [`KvBatchStepStatus`] for each operation.
     pub struct KvBatchCommand {
         /// Size of the data in bytes.
         length: u32 = cdw10[31:0];
@@ -61,10 +61,10 @@ command! {
 }
 
 impl KvBatchCommand {
-    /// Maximum number of operations: as many as have their statuses in dword 0 of the completion.
+    /// Maximum number of operations, whose statuses fill dword 0 of the completion.
     pub const OPERATIONS_MAX: u8 = 8;
 
-    /// Bits of an operation's status in dword 0 of the completion. The first operation has the lowest bits.
+    /// Number of bits of an operation's status in dword 0 of the completion. The first operation has the lowest bits.
     pub const STATUS_BITS: u32 = 4;
 }
 
@@ -90,15 +90,15 @@ pub struct KvBatchOperation {
     pub opcode: u8,
     /// Key Length, in bytes.
     pub key_length: u8,
-    /// Options of a Store.
+    /// Options, for a Store.
     pub options: KvStoreOptions,
     /// Reserved.
     pub rsvd3: u8,
-    /// Value Size of a Store, in bytes.
+    /// Value Size in bytes, for a Store.
     pub value_size: u32,
     /// Key, left-aligned.
     pub key: [u8; KEY_LENGTH_MAX],
-    /// Offset of a Store's value in the Batch's data, in bytes.
+    /// Offset in bytes of the value in the Batch's data, for a Store.
     pub value_offset: u32,
     /// Reserved.
     pub rsvd28: u32,
@@ -124,8 +124,8 @@ open_enum! {
 /// Longest key, in bytes (KV 1.0, section 2.1).
 pub const KEY_LENGTH_MAX: usize = 16;
 
-/// A key of 1 to 16 bytes. An empty key in a List means the first key. Keys are ordered by their bytes, and a prefix
-/// comes before longer keys.
+/// Key of 1 to 16 bytes. In a List, an empty key means the first key. Keys are ordered by their bytes, and a prefix comes
+/// before longer keys.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct KvKey {
     length: u8,
@@ -205,7 +205,7 @@ impl KvKeyList {
     /// Bytes before the first key.
     pub const HEADER_BYTES: usize = 4;
 
-    /// Creates an empty list for a host buffer of `room` bytes. The buffer is large enough for the list's header.
+    /// Creates an empty list for a host buffer of `room` bytes, which must have space for the list's header.
     #[must_use]
     pub fn new(room: usize) -> Self {
         Self {
@@ -229,7 +229,7 @@ impl KvKeyList {
         true
     }
 
-    /// Returns the data structure.
+    /// Returns the list as data for the host buffer.
     #[must_use]
     pub fn into_bytes(mut self) -> Vec<u8> {
         if let Some(header) = self.bytes.first_chunk_mut() {
@@ -380,7 +380,7 @@ mod tests {
         let mut list = KvKeyList::new(24);
         assert!(list.push(&key(b"a")));
         assert!(list.push(&key(b"abc")));
-        // Four bytes and eight are taken, of twenty; ten bytes of a key would make it twenty-four.
+        // Twelve of twenty bytes are taken, and a key of ten bytes takes twelve.
         assert!(!list.push(&key(b"0123456789")));
         assert!(list.push(&key(b"012345")));
         assert_eq!(

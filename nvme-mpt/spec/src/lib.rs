@@ -60,7 +60,7 @@ pub mod sqe;
 pub mod status;
 pub mod zns;
 
-/// The wire format and the integers of these structures are little-endian.
+/// The wire format is little-endian, and the structures here have integers of the target.
 const _: () = assert!(
     cfg!(target_endian = "little"),
     "NVMe structures are little-endian"

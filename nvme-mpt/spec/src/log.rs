@@ -96,7 +96,7 @@ pub struct SupportedLogPages(pub [LogPageSupport; 256]);
 const _: () = assert!(size_of::<SupportedLogPages>() == 1024);
 
 bit_field! {
-    /// Support of one log page (Base 2.0, section 5.16.1.1).
+    /// Support of a log page (Base 2.0, section 5.16.1.1).
     pub struct LogPageSupport(u32) {
         /// LID Supported.
         lsupp / with_lsupp: bool [0];
@@ -107,13 +107,13 @@ bit_field! {
     }
 }
 
-/// Entry of the Error Information log page, newest first (LID 01h; Base 2.0, section 5.16.1.2).
+/// Entry of the Error Information log page, which lists the newest entry first (LID 01h; Base 2.0, section 5.16.1.2).
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 pub struct ErrorInformation {
-    /// Error Count, unique and increasing; 0: the entry is not valid.
+    /// Error Count, unique and increasing; 0: the entry is invalid.
     pub error_count: u64,
     /// Submission Queue ID; FFFFh: not specific to a command.
     pub sqid: QueueId,
@@ -146,7 +146,7 @@ const _: () = assert!(offset_of!(ErrorInformation, lba) == 16);
 const _: () = assert!(offset_of!(ErrorInformation, command_specific) == 32);
 
 bit_field! {
-    /// Status Field of an [`ErrorInformation`], with the completion's phase tag.
+    /// Status Field of an [`ErrorInformation`], with the Phase Tag of the completion.
     pub struct ErrorStatus(u16) {
         /// Phase Tag.
         phase / with_phase: bool [0];
@@ -156,7 +156,7 @@ bit_field! {
 }
 
 bit_field! {
-    /// First byte and bit of the invalid parameter in a command (Base 2.0, section 5.16.1.2).
+    /// Position of an invalid parameter in a command: its first byte and bit (Base 2.0, section 5.16.1.2).
     pub struct ParameterErrorLocation(u16) {
         /// Byte in the Submission Queue entry.
         byte / with_byte: u8 [7:0];
@@ -228,8 +228,7 @@ const _: () = assert!(offset_of!(SmartHealth, warning_temperature_time) == 192);
 const _: () = assert!(offset_of!(SmartHealth, thermal_transitions) == 216);
 
 bit_field! {
-    /// Critical Warning (Base 2.0, section 5.16.1.3); Asynchronous Event Configuration has the
-    /// same bits.
+    /// Critical Warning (Base 2.0, section 5.16.1.3). Asynchronous Event Configuration has these bits, too.
     pub struct CriticalWarning(u8) {
         /// Available spare has fallen below the threshold.
         spare / with_spare: bool [0];
@@ -281,11 +280,11 @@ pub struct ChangedNamespaceList(pub [Nsid; 1024]);
 
 const _: () = assert!(size_of::<ChangedNamespaceList>() == 4096);
 
-/// List of changes in one namespace, in the form of the Changed Zone List (LID BFh; ZNS 1.1, section 4.1.4.1).
+/// List of changes in a namespace, in the form of the Changed Zone List (LID BFh; ZNS 1.1, section 4.1.4.1).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ChangeList {
-    /// Number of identifiers; FFFFh if there are too many identifiers, and then the list is empty.
+    /// Number of identifiers; FFFFh if they are too many for the list, which is then empty.
     pub count: u16,
     /// Reserved.
     pub rsvd2: [u8; 6],
@@ -294,7 +293,7 @@ pub struct ChangeList {
 }
 
 impl ChangeList {
-    /// Most identifiers in the list.
+    /// Maximum number of identifiers in the list.
     pub const CAPACITY: usize = 511;
     /// Value of `count` if there are too many changes.
     pub const OVERFLOW: u16 = 0xFFFF;
@@ -437,7 +436,7 @@ mod tests {
             entry.as_bytes()[..32],
             [
                 3, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0x34, 0x12, 0x00, 0x01, 40,
-                7, // to the location
+                7, // up to Parameter Error Location
                 0x55, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0,
             ]
         );

@@ -1,14 +1,14 @@
 //! Macros for the common shapes of the wire format: named numbers, bit fields in an integer, and fields in a command's
 //! dwords.
 //!
-//! The crate `bitfield-struct` is no replacement for `bit_field!`. It requires every reserved bit as a field, in order,
-//! but the specification's tables name bits as `high:low`. Its builders panic on a value that is too large. The
-//! builders here truncate it, because a guest's value must never end the process. Its integer is private, but parsers
-//! and tests here read `.0`. `command!`, with fields in several dwords, would still need the same masks.
+//! Alternative considered: the crate `bitfield-struct` cannot replace `bit_field!`. It requires every reserved bit as a
+//! field, in order, but the specification's tables name bits as `high:low`. Its builders panic on a value that is too
+//! large. The builders here truncate such a value, because a guest's value must never end the process. Its integer is
+//! private, but parsers and tests here read `.0`. `command!`, with fields in several dwords, would still need masks.
 
 /// Declares an open enum: an integer type with names for some values.
 ///
-/// Values without a name are valid too. So any value from a controller or driver can be stored, compared, printed and
+/// Values without a name are valid too. So any value from a controller or a driver can be stored, compared, printed and
 /// passed on.
 macro_rules! open_enum {
     (
@@ -34,7 +34,7 @@ macro_rules! open_enum {
                 pub const $value_name: Self = Self($value);
             )*
 
-            /// Returns the specification's name of this value, if it has one.
+            /// Returns the specification's name of this value; `None` if it has none.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 $( if self.0 == Self::$value_name.0 { return Some($text); } )*
@@ -162,8 +162,8 @@ macro_rules! bit_field {
 /// Declares the fields in the dwords of a command: `field: type = dword[high:low]`, `dword[bit]`, or `low.high` for a
 /// number in two dwords.
 ///
-/// `From<&Sqe>` reads the fields. `write_to` replaces the bits of the fields in an entry and keeps all other bits. The
-/// field types are the same as for `bit_field!`.
+/// `From<&Sqe>` reads the fields. `write_to` replaces the bits of the fields in an entry and keeps all other bits. Fields
+/// have the types that `bit_field!` allows.
 macro_rules! command {
     (
         $(#[$meta:meta])*
@@ -244,7 +244,7 @@ mod tests {
     use crate::sqe::Sqe;
 
     open_enum! {
-        /// A number of which two values have names.
+        /// Number with names for two of its values.
         pub struct NamedNumber(u8) {
             RED = 1, "Red";
             BLUE = 2, "Blue";
@@ -252,7 +252,7 @@ mod tests {
     }
 
     bit_field! {
-        /// Every kind of field.
+        /// Integer with every kind of field.
         pub struct FieldKinds(u32) {
             /// One bit.
             flag / with_flag: bool [0];
@@ -264,7 +264,7 @@ mod tests {
     }
 
     bit_field! {
-        /// A field that fills its integer.
+        /// Integer with a single field.
         pub struct WholeIntegerField(u16) {
             /// All bits.
             all / with_all: u16 [15:0];
@@ -272,7 +272,7 @@ mod tests {
     }
 
     command! {
-        /// Every place that a field can have.
+        /// Command with fields in every place that is possible.
         pub struct FieldPlaces {
             /// One bit.
             flag: bool = cdw12[31];

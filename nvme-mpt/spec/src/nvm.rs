@@ -23,7 +23,7 @@ command! {
         fua: bool = cdw12[30];
         /// Limited Retry.
         lr: bool = cdw12[31];
-        /// Dataset Management: hints about the use of the data.
+        /// Dataset Management: hints about how the data will be used.
         dsm: DsmHint(u8) = cdw13[7:0];
         /// Directive Specific; Write only.
         dspec: u16 = cdw13[31:16];
@@ -111,7 +111,7 @@ bit_field! {
 }
 
 bit_field! {
-    /// Hints about the use of the data of a Read or a Write (NVM 1.0, sections 3.2.4 and 3.2.6, `DSM`).
+    /// Hints about how the data of a Read or a Write will be used (NVM 1.0, sections 3.2.4 and 3.2.6, `DSM`).
     pub struct DsmHint(u8) {
         /// Access Frequency.
         access_frequency / with_access_frequency: u8 [3:0];
@@ -139,7 +139,7 @@ command! {
 }
 
 impl DatasetManagement {
-    /// Most ranges in a command.
+    /// Maximum number of ranges in a command.
     pub const MAX_RANGES: usize = 256;
 }
 
@@ -190,7 +190,7 @@ command! {
 }
 
 impl CopyCommand {
-    /// Most source ranges in a command.
+    /// Maximum number of source ranges in a command.
     pub const MAX_RANGES: usize = 256;
 }
 

@@ -38,7 +38,7 @@ open_enum! {
 
 open_enum! {
     /// Opcode of an I/O command of the NVM Command Set (NVM 1.0, section 3.2; Base 2.0, section 7), or of the Zoned
-    /// Namespace Command Set, which includes these opcodes (ZNS 1.1, section 3.2).
+    /// Namespace Command Set, which has the opcodes of the NVM Command Set as well (ZNS 1.1, section 3.2).
     pub struct NvmOpcode(u8) {
         FLUSH = 0x00, "Flush";
         WRITE = 0x01, "Write";
@@ -68,7 +68,7 @@ open_enum! {
         LIST = 0x06, "List";
         DELETE = 0x10, "Delete";
         EXIST = 0x14, "Exist";
-        /// Vendor specific: several operations in one command ([`KvBatchCommand`](crate::key_value::KvBatchCommand)).
+        /// Vendor specific: executes several operations ([`KvBatchCommand`](crate::key_value::KvBatchCommand)).
         BATCH = 0x85, "Batch";
     }
 }

@@ -76,9 +76,9 @@ bit_field! {
         cqr / with_cqr: bool [16];
         /// Arbitration Mechanism Supported: weighted round robin with urgent priority class.
         ams_wrr / with_ams_wrr: bool [17];
-        /// Timeout: longest time until `CSTS.RDY` follows `CC.EN`, in units of 500 ms.
+        /// Timeout: maximum time until `CSTS.RDY` follows `CC.EN`, in units of 500 ms.
         to / with_to: u8 [31:24];
-        /// Doorbell Stride: distance of doorbells, `4 << dstrd` bytes.
+        /// Doorbell Stride: the distance of doorbells is `4 << dstrd` bytes.
         dstrd / with_dstrd: u8 [35:32];
         /// NVM Subsystem Reset Supported.
         nssrs / with_nssrs: bool [36];
@@ -110,7 +110,7 @@ bit_field! {
 }
 
 bit_field! {
-    /// Version, `VS` (Base 2.0, section 3.1.3.2); Identify Controller's `VER` has the same form.
+    /// Version, `VS` (Base 2.0, section 3.1.3.2). `VER` of Identify Controller has this form as well.
     pub struct NvmeVersion(u32) {
         /// Tertiary Version Number.
         ter / with_ter: u8 [7:0];
@@ -188,7 +188,7 @@ bit_field! {
         nssro / with_nssro: bool [4];
         /// Processing Paused.
         pp / with_pp: bool [5];
-        /// Shutdown Type: set for a shutdown of the NVM subsystem, clear for one of the controller.
+        /// Shutdown Type: set for a shutdown of the NVM subsystem, clear for a shutdown of the controller.
         st / with_st: bool [6];
     }
 }
@@ -225,7 +225,7 @@ bit_field! {
     }
 }
 
-/// A doorbell: the tail of a Submission Queue or the head of a Completion Queue, which the host advances.
+/// Doorbell, which the host writes: the tail of a Submission Queue or the head of a Completion Queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Doorbell {
@@ -236,22 +236,22 @@ pub enum Doorbell {
 }
 
 impl Doorbell {
-    /// Returns the distance of doorbells in bytes for a stride (`CAP.DSTRD`).
+    /// Returns the distance of doorbells in bytes, for the stride `dstrd` (`CAP.DSTRD`).
     #[inline]
     #[must_use]
     pub const fn stride_bytes(dstrd: u8) -> u64 {
         4 << (dstrd & 0xF)
     }
 
-    /// Returns the size in bytes of the doorbells of the admin queues and `io_queues` I/O queue pairs. The size is the
-    /// same in BAR0 and in both buffers of Doorbell Buffer Config (Base 2.0, section 5.11).
+    /// Returns the size in bytes of the doorbells of the admin queues and `io_queues` I/O queue pairs. BAR0 and both
+    /// buffers of Doorbell Buffer Config (Base 2.0, section 5.8) have this size.
     #[inline]
     #[must_use]
     pub const fn area_bytes(io_queues: u16, dstrd: u8) -> u64 {
         (io_queues as u64 + 1) * 2 * Self::stride_bytes(dstrd)
     }
 
-    /// Returns the index among all doorbells.
+    /// Returns the index of the doorbell among all doorbells of the controller.
     #[inline]
     #[must_use]
     pub const fn index(self) -> u32 {
@@ -261,14 +261,14 @@ impl Doorbell {
         }
     }
 
-    /// Returns the offset from the first doorbell, which is also the offset in a doorbell buffer.
+    /// Returns the doorbell's offset from the first doorbell, which is also its offset in a doorbell buffer.
     #[inline]
     #[must_use]
     pub const fn offset(self, dstrd: u8) -> u64 {
         self.index() as u64 * Self::stride_bytes(dstrd)
     }
 
-    /// Returns the offset in BAR0.
+    /// Returns the doorbell's offset in BAR0.
     #[inline]
     #[must_use]
     pub const fn bar_offset(self, dstrd: u8) -> u64 {

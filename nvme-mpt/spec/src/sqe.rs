@@ -82,7 +82,7 @@ const _: () = assert!(offset_of!(Sqe, dptr) == 24);
 const _: () = assert!(offset_of!(Sqe, cdw10) == 40);
 
 impl Sqe {
-    /// Creates an entry that is zero except for the opcode.
+    /// Creates an entry with this opcode. All other fields are zero.
     #[inline]
     #[must_use]
     pub fn new(opcode: u8) -> Self {
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
     use crate::opcode::NvmOpcode;
 
-    /// A Read as the specification lays it out, written by hand.
+    /// A Read, written by hand as the specification lays it out.
     const READ: [u8; 64] = [
         0x02, 0x00, 0x34, 0x12, // opcode, FUSE and PSDT, CID
         0x01, 0x00, 0x00, 0x00, // NSID

@@ -9,11 +9,11 @@ bit_field! {
         sc / with_sc: u8 [7:0];
         /// Status Code Type.
         sct / with_sct: StatusCodeType(u8) [10:8];
-        /// Command Retry Delay: selects `CRDT1` to `CRDT3` as the delay of a retry; 0: no delay.
+        /// Command Retry Delay: selects `CRDT1`, `CRDT2` or `CRDT3` as the delay before a retry; 0: no delay.
         crd / with_crd: u8 [12:11];
         /// More: the Error Information log page has more information about this command.
         more / with_more: bool [13];
-        /// Do Not Retry: the same command would fail again.
+        /// Do Not Retry: the command would fail again.
         dnr / with_dnr: bool [14];
     }
 }
@@ -40,14 +40,14 @@ impl Status {
         Self(sc as u16).with_sct(sct)
     }
 
-    /// Returns Status Code Type and Status Code only, for comparison with the constants of this type.
+    /// Returns the status with Status Code Type and Status Code only, for comparison with the constants of this type.
     #[inline]
     #[must_use]
     pub const fn code(self) -> Self {
         Self(self.0 & Self::CODE_MASK)
     }
 
-    /// Returns whether the command completed without error.
+    /// Returns whether the command completed without an error.
     #[inline]
     #[must_use]
     pub const fn is_success(self) -> bool {
@@ -79,7 +79,7 @@ macro_rules! status_codes {
         )*
 
         impl Status {
-            /// Returns the specification's name of this status code, if it has one.
+            /// Returns the specification's name of this status code; `None` if it has none.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 match self.code() {
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(Status::INVALID_QUEUE_ID.0, 0x101);
         assert_eq!(Status::COMPARE_FAILURE.0, 0x285);
         assert_eq!(Status::ABORTED_BY_HOST.0, 0x371);
-        // As Linux prints it: "sct 0x1 / sc 0x83".
+        // Linux prints this status as "sct 0x1 / sc 0x83".
         let status = Status::COMMAND_SIZE_LIMIT_EXCEEDED;
         assert_eq!((status.sct().0, status.sc()), (1, 0x83));
     }

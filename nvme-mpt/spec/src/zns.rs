@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::{identify::IDENTIFY_SIZE, ids::Lba, nvm::PrInfo};
 
 command! {
-    /// Zone Append (ZNS 1.1, section 3.4.1). Dwords 0 and 1 of its completion are the LBA of the first written block.
+    /// Zone Append (ZNS 1.1, section 3.4.1). Dwords 0 and 1 of the completion are the LBA of the first written block.
     pub struct ZoneAppend {
         /// Zone Start LBA.
         zslba: Lba(u64) = cdw10.cdw11;
@@ -44,7 +44,7 @@ command! {
 }
 
 impl ZoneManagementReceive {
-    /// Returns the number of bytes to return.
+    /// Returns the length of the transfer in bytes.
     #[inline]
     #[must_use]
     pub const fn length(&self) -> u64 {
@@ -177,7 +177,7 @@ const _: () = assert!(size_of::<ZoneDescriptor>() == 64);
 const _: () = assert!(offset_of!(ZoneDescriptor, zcap) == 8);
 const _: () = assert!(offset_of!(ZoneDescriptor, wp) == 24);
 
-/// Most LBA Format Extensions of a namespace.
+/// Maximum number of LBA Format Extensions of a namespace.
 pub const MAX_LBA_FORMAT_EXTENSIONS: usize = 64;
 
 /// Zoned Namespace Command Set specific Identify Namespace (CNS 05h, CSI 02h; ZNS 1.1, section
@@ -197,7 +197,7 @@ pub struct IdentifyNamespaceZns {
     pub rrl: u32,
     /// Finish Recommended Limit, in seconds; 0: not reported.
     pub frl: u32,
-    /// Reserved, and fields that are not used here.
+    /// Reserved bytes, and fields that this crate does not name.
     pub rsvd20: [u8; 2796],
     /// LBA Format Extensions, by LBA format.
     pub lbafe: [LbaFormatExtension; MAX_LBA_FORMAT_EXTENSIONS],

@@ -327,7 +327,7 @@ bit_field! {
         telemetry / with_telemetry: bool [3];
         /// Persistent Event log page.
         persistent_event / with_persistent_event: bool [4];
-        /// Log pages 00h, 12h and 13h, which list supported features, and scopes in log page 05h.
+        /// Log pages 00h, 12h and 13h, which list what is supported, and scopes of commands in log page 05h.
         supported_log_pages / with_supported_log_pages: bool [5];
         /// Telemetry Data Area 4.
         telemetry_area_4 / with_telemetry_area_4: bool [6];
@@ -345,9 +345,9 @@ bit_field! {
 }
 
 impl QueueEntrySizes {
-    /// 64-byte submission queue entries only.
+    /// Size of submission queue entries if only 64 bytes are supported.
     pub const SQ: Self = Self(IOSQES << 4 | IOSQES);
-    /// 16-byte completion queue entries only.
+    /// Size of completion queue entries if only 16 bytes are supported.
     pub const CQ: Self = Self(IOCQES << 4 | IOCQES);
 }
 

@@ -63,8 +63,8 @@ pub struct NsidList(pub [Nsid; IDENTIFY_SIZE / size_of::<Nsid>()]);
 
 const _: () = assert!(size_of::<NsidList>() == IDENTIFY_SIZE);
 
-/// Header of a Namespace Identification Descriptor, followed by `nidl` bytes of identifier. A header with `nidl` 0
-/// terminates the list (CNS 03h; Base 2.0, section 5.17.2.3).
+/// Header of a Namespace Identification Descriptor (CNS 03h; Base 2.0, section 5.17.2.3). An identifier of `nidl` bytes
+/// follows. A header with an `nidl` of 0 terminates the list.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -139,7 +139,7 @@ bit_field! {
 }
 
 impl IoCommandSetVector {
-    /// Returns the vector with the bit of a command set; unchanged if it has no such bit.
+    /// Returns the vector with the bit of a command set. A command set without a bit changes nothing.
     #[must_use]
     pub const fn with_csi(self, csi: Csi) -> Self {
         match 1_u64.checked_shl(csi.0 as u32) {

@@ -1,4 +1,4 @@
-//! Identify Namespace data structures of the NVM Command Set, and independent of command sets.
+//! Identify Namespace data structures: that of the NVM Command Set, and those that do not depend on a command set.
 
 use core::mem::{offset_of, size_of};
 
@@ -6,7 +6,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, little_endian::U128
 
 use super::IDENTIFY_SIZE;
 
-/// Most LBA formats of a namespace.
+/// Maximum number of LBA formats of a namespace.
 pub const MAX_LBA_FORMATS: usize = 64;
 
 /// Identify Namespace (CNS 00h; NVM 1.0, section 4.1.5.1, Figure 97).
@@ -149,7 +149,7 @@ impl Flbas {
         self.index_low() | self.index_high() << 4
     }
 
-    /// Returns the value with [`Self::index`] replaced.
+    /// Returns the value with another [index](Self::index).
     #[must_use]
     pub const fn with_index(self, index: u8) -> Self {
         self.with_index_low(index).with_index_high(index >> 4)
@@ -163,7 +163,7 @@ bit_field! {
         read / with_read: DeallocatedRead(u8) [2:0];
         /// Write Zeroes supports its Deallocate bit.
         write_zeroes_deac / with_write_zeroes_deac: bool [3];
-        /// The Guard field of a deallocated block matches the data that it reads as.
+        /// The Guard field of a deallocated block matches the data that a read of the block returns.
         guard / with_guard: bool [4];
     }
 }

@@ -18,17 +18,17 @@ use crate::message::{MAX_FDS_ACCEPTED, VfioUserHeader};
 use crate::request_log::{MAX_REQUEST, RequestLogError};
 use crate::socket;
 
-/// Bytes by which a receive buffer grows. So the allocated memory exceeds what the client has sent by at most this number. A
-/// buffer keeps this capacity between messages.
+/// Step in bytes by which a receive buffer grows. The memory allocated for a message exceeds the bytes that the client has sent
+/// by at most this step. A buffer keeps its capacity for the next message.
 const BUFFER_GROWTH: usize = 64 * 1024;
 
-/// Complete message.
+/// Complete message from a client.
 #[derive(Debug)]
 pub(crate) struct VfioUserMessage<'a> {
     pub(crate) header: VfioUserHeader,
     pub(crate) payload: &'a [u8],
     pub(crate) fds: Vec<OwnedFd>,
-    /// Set if file descriptors of the message are missing from `fds`.
+    /// Set if the kernel could not install some file descriptors of the message, so `fds` lacks them.
     pub(crate) has_lost_fds: bool,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct MessageReader {
 }
 
 impl MessageReader {
-    /// Returns the next message; `None` if it is incomplete.
+    /// Returns the next message; `None` until all its bytes have arrived.
     pub(crate) fn next(
         &mut self,
         stream: &UnixStream,
@@ -122,7 +122,7 @@ impl MessageReader {
         }))
     }
 
-    /// Returns whether a message is partly received.
+    /// Returns whether a part of the next message has arrived.
     pub(crate) fn is_partial(&self) -> bool {
         self.header_bytes_received > 0 && !self.is_returned
     }
@@ -137,7 +137,7 @@ impl MessageReader {
             self.discard();
         }
         while self.header_bytes_received < VfioUserHeader::SIZE {
-            // Without a control buffer, no file descriptors are opened.
+            // Without a control buffer, the kernel installs no file descriptors.
             let room = &mut self.header[self.header_bytes_received..];
             let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
             match rustix::net::recv(stream, room, flags) {
@@ -192,7 +192,7 @@ impl MessageReader {
         }))
     }
 
-    /// Drops the last message.
+    /// Drops the last message: frees its buffer and closes its descriptors.
     fn discard(&mut self) {
         let mut payload = std::mem::take(&mut self.payload);
         payload.clear();
@@ -213,7 +213,8 @@ impl MessageReader {
         }
     }
 
-    /// Checks the number of descriptors received so far. A client can send a message in pieces, each with further descriptors.
+    /// Refuses a message with too many descriptors. Called for each received piece, since a client can send a message in
+    /// pieces, each with further descriptors.
     fn check_fds(&self) -> Result<(), StreamEnd> {
         if self.fds.len() <= MAX_FDS_ACCEPTED {
             return Ok(());
@@ -229,7 +230,7 @@ impl MessageReader {
     }
 }
 
-/// Receives bytes and descriptors; `None` if no bytes have arrived yet.
+/// Receives bytes and descriptors; `None` if the call would block.
 fn receive(
     stream: &UnixStream,
     room: &mut [u8],
@@ -246,14 +247,14 @@ fn receive(
     }
 }
 
-/// Sends replies, one at a time.
+/// Builds replies and sends them, one at a time.
 #[derive(Debug, Default)]
 pub(crate) struct ReplyWriter {
-    /// Present reply, header first; empty if there is none.
+    /// Reply that is being built or sent, header first; empty if there is none.
     bytes: Vec<u8>,
-    /// Number of bytes sent.
+    /// Number of bytes of the reply that are sent.
     sent_bytes: usize,
-    /// Descriptor that is sent with the first byte.
+    /// Descriptor to send with the reply's first byte.
     fd: Option<Arc<OwnedFd>>,
 }
 
@@ -279,12 +280,12 @@ impl ReplyWriter {
         self.bytes.extend_from_slice(header.as_bytes());
     }
 
-    /// Returns the present reply, header first; empty if there is none.
+    /// Returns the reply that is being built or sent, header first; empty if there is none.
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Drops the present reply.
+    /// Drops the reply: frees its buffer beyond [`BUFFER_GROWTH`] and its descriptor.
     pub(crate) fn discard(&mut self) {
         self.bytes.clear();
         self.bytes.shrink_to(BUFFER_GROWTH);
@@ -292,7 +293,7 @@ impl ReplyWriter {
         self.fd = None;
     }
 
-    /// Sends the rest of the present reply. Returns whether all of it is sent.
+    /// Sends the unsent bytes of the reply. Returns true once all its bytes are sent.
     pub(crate) fn flush(&mut self, stream: &UnixStream) -> io::Result<bool> {
         while self.sent_bytes < self.bytes.len() {
             match socket::send(stream, &self.bytes[self.sent_bytes..], self.fd.as_deref()) {

@@ -8,8 +8,8 @@ use crate::message::{NUM_IRQS, NUM_REGIONS};
 
 /// A PCI function behind a vfio-user server.
 ///
-/// All methods are called on the thread that runs the server's event loop, and the client waits for the reply. So a guest's
-/// register access takes at least as long as [`read`](VfioUserDevice::read) or [`write`](VfioUserDevice::write).
+/// All methods are called on the thread that runs the server's event loop, and the client waits for the reply. A guest's
+/// register access therefore takes at least as long as [`read`](VfioUserDevice::read) or [`write`](VfioUserDevice::write).
 ///
 /// A method must accept every argument that the protocol allows, because the server does not know the rules of the device. For
 /// example, an access of three bytes at an odd offset reaches `read`.
@@ -68,7 +68,7 @@ pub trait VfioUserDevice {
     fn reset(&mut self);
 
     /// Notes that a client has connected and has not sent a request yet. `process` is the process that connected, if the kernel
-    /// reports it. That process may have passed the socket to another process since.
+    /// reports it. This process may already have passed the socket to another one.
     fn on_connected(&mut self, _process: Option<ClientProcess>) {}
 
     /// Keeps a duplicate of a client's socket that outlives the process. A server with a [`RequestLog`](crate::RequestLog)
@@ -92,13 +92,13 @@ pub trait VfioUserDevice {
         None
     }
 
-    /// Notes that the state which the last call of [`save`](VfioUserDevice::save) returned is stored. Earlier states are no
-    /// longer needed, nor are files that only an earlier state refers to.
+    /// Notes that the state which the last call of [`save`](VfioUserDevice::save) returned is committed to the request log. The
+    /// device may now delete earlier states, and files to which only an earlier state refers.
     fn on_saved(&mut self) {}
 
     /// Handles the end of the connection. The device must remove all DMA regions, as by
-    /// [`dma_unmap`](VfioUserDevice::dma_unmap), and close all eventfds. The device keeps the rest of its state for the next
-    /// client (section Client Disconnection).
+    /// [`dma_unmap`](VfioUserDevice::dma_unmap), and close all eventfds. All other state, such as registers, stays as it is for
+    /// the next client (section Client Disconnection).
     fn on_disconnected(&mut self);
 }
 
@@ -160,18 +160,18 @@ impl RegionIndex {
 pub struct DeviceRegion {
     /// Size in bytes; 0 if the function does not have the region.
     pub size: u64,
-    /// The client may read it.
+    /// True if the client may read the region.
     pub readable: bool,
-    /// The client may write it.
+    /// True if the client may write the region.
     pub writable: bool,
     /// Part that the client may map into the guest. Accesses outside this part are trapped.
     pub mappable: Option<MappableArea>,
 }
 
-/// Part of a region that is the server's memory, shared with the guest.
+/// Part of a region that the guest accesses directly, in memory that server and guest share.
 ///
-/// A region has at most one mappable area, because clients handle several differently: some expect a file descriptor for each
-/// area, QEMU expects one for all areas.
+/// A region has at most one mappable area, because clients disagree about several: some expect a file descriptor for each area,
+/// QEMU expects one for all areas.
 #[derive(Clone, Debug)]
 pub struct MappableArea {
     /// Offset from the beginning of the region, a multiple of the page size.
@@ -193,9 +193,9 @@ pub struct DmaRegion {
     pub iova: u64,
     /// Size in bytes, not 0. `iova + size - 1` does not overflow.
     pub size: u64,
-    /// The device may read it.
+    /// True if the device may read the region.
     pub readable: bool,
-    /// The device may write it.
+    /// True if the device may write the region.
     pub writable: bool,
     /// Shared memory of the region; `None` if the client cannot share it.
     pub memory: Option<DmaMemory>,
@@ -246,7 +246,7 @@ pub struct IrqInfo {
     pub maskable: bool,
     /// Set if an interrupt masks itself when it is signalled.
     pub automasked: bool,
-    /// Set if the number of connected interrupts is fixed: a client must disconnect all before it can connect more.
+    /// Set if the number of connected interrupts is fixed: a client must disconnect all interrupts before it can connect more.
     pub noresize: bool,
 }
 
@@ -277,15 +277,15 @@ pub enum IrqAction {
     Trigger,
 }
 
-/// Selection of the interrupts of an [`IrqCommand`], or their eventfds.
+/// Interrupts to which an [`IrqCommand`] applies, or their eventfds.
 #[derive(Debug)]
 pub enum IrqData {
-    /// All of `start..start + count`.
+    /// All interrupts of `start..start + count`.
     None,
     /// The interrupts whose value is `true`; `count` values.
     Bools(Vec<bool>),
-    /// All; connect them with these `count` eventfds.
+    /// All interrupts of `start..start + count`, to be connected with these `count` eventfds.
     Connect(Vec<OwnedFd>),
-    /// All; disconnect their eventfds.
+    /// All interrupts of `start..start + count`, whose eventfds are to be disconnected.
     Disconnect,
 }

@@ -37,7 +37,7 @@ impl DeviceRegions {
             };
             let (offset, size) = (area.offset, area.size);
             let inside = range_end(offset, size).is_some_and(|end| end <= region.size);
-            // File offsets have 63 bits.
+            // The end of a file has 63 bits, since file offsets are signed.
             let file_end = range_end(area.base, offset).and_then(|offset| range_end(offset, size));
             let in_file = file_end.is_some_and(|end| i64::try_from(end).is_ok());
             let pages = [offset, size, area.base].iter().all(|x| x % PAGE == 0);
@@ -86,7 +86,7 @@ impl RequestDispatcher {
         Self::resume(regions, None, MAX_DATA_XFER_SIZE)
     }
 
-    /// Continues with a client whose `VERSION` command had the result `agreed`.
+    /// Creates the dispatcher for a client whose `VERSION` command a predecessor has answered with the result `agreed`.
     pub(crate) fn resume(
         regions: Arc<DeviceRegions>,
         agreed: Option<NegotiatedVersion>,
@@ -110,8 +110,8 @@ impl RequestDispatcher {
         Some(area.memory.clone())
     }
 
-    /// Carries out a message and appends the reply's payload to `reply`. Returns the region whose [memory](Self::region_memory) is
-    /// sent with the reply.
+    /// Carries out a message and appends the reply's payload to `reply`. If the reply must carry a region's
+    /// [memory](Self::region_memory), returns that region.
     pub(crate) fn handle_message<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
@@ -188,7 +188,7 @@ impl RequestDispatcher {
                 let access = RegionAccess {
                     offset: write.offset.into(),
                     region: write.region.into(),
-                    // Fits: checked against `max_data_xfer_size`.
+                    // The cast keeps the value, since the length was checked against `max_data_xfer_size`.
                     count: (write.data.len() as u32).into(),
                 };
                 reply.extend_from_slice(access.as_bytes());

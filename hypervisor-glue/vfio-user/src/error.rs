@@ -49,7 +49,7 @@ pub enum Error {
         /// Cause.
         source: PathError,
     },
-    /// The inherited descriptor is no listening socket.
+    /// The inherited descriptor is not a listening UNIX stream socket.
     #[error("The stored descriptor for socket {path} is not a listening UNIX stream socket")]
     NotListening {
         /// The socket file.
@@ -83,7 +83,7 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     })
 }
 
-/// Reason for which a client's command gets an error reply.
+/// Reason for an error reply to a client's command.
 #[derive(Debug, Error)]
 pub enum RequestRefusal {
     /// The message is a reply, or has an unknown type.
@@ -101,9 +101,9 @@ pub enum RequestRefusal {
         command: VfioUserCommand,
         /// The message's size.
         size: u32,
-        /// Smallest size.
+        /// Minimum size.
         minimum: usize,
-        /// Largest size.
+        /// Maximum size.
         maximum: usize,
     },
     /// The message has more file descriptors than allowed.
@@ -111,7 +111,7 @@ pub enum RequestRefusal {
     TooManyFds {
         /// The message's command.
         command: VfioUserCommand,
-        /// Largest number.
+        /// Maximum number of descriptors.
         maximum: usize,
     },
     /// The kernel could not install the message's file descriptors.
@@ -137,7 +137,7 @@ pub enum RequestRefusal {
         command: VfioUserCommand,
         /// The value of `argsz`.
         argsz: u32,
-        /// Smallest value.
+        /// Minimum value of `argsz`.
         needed: usize,
     },
     /// The client sent another command before `VERSION`.
@@ -195,7 +195,7 @@ pub enum RequestRefusal {
         command: VfioUserCommand,
         /// The value of `count`.
         count: u64,
-        /// Largest value.
+        /// Maximum value of `count`.
         maximum: u32,
     },
     /// There is no region with this number.
@@ -262,8 +262,8 @@ impl RequestRefusal {
         errno.unsigned_abs()
     }
 
-    /// Returns whether the server closes the connection after this refusal: the versions do not match, or the start of the next
-    /// message is unknown.
+    /// Returns whether the server closes the connection after this refusal. It does if the protocol versions are incompatible,
+    /// and if the start of the next message is unknown.
     pub fn ends_connection(&self) -> bool {
         matches!(
             self,
@@ -271,7 +271,7 @@ impl RequestRefusal {
         )
     }
 
-    /// Returns the message size of a header, if it is valid for the command and at most `limit`.
+    /// Checks that the message size in a header is valid for its command and at most `limit`, and returns the size.
     pub(crate) fn check_size(header: &VfioUserHeader, limit: usize) -> Result<usize, Self> {
         let command = header.command();
         let size = header.message_size.get();
@@ -289,7 +289,7 @@ impl RequestRefusal {
     }
 }
 
-/// Returns the errno of an error, or the closest one for its kind.
+/// Returns the errno of an I/O error; for an error without one, the errno that matches its kind best.
 fn errno_of(error: &io::Error) -> i32 {
     use io::ErrorKind;
     match (error.raw_os_error(), error.kind()) {

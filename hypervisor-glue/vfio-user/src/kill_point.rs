@@ -1,6 +1,7 @@
-//! Points at which tests end the process: between two effects that the successor process sees.
+//! Points at which a test can kill the server's process, to check that the successor continues correctly.
 
-/// Marks a point between two effects that the successor process sees.
+/// Marks a point between two effects that a successor process sees, such as a commit and a sent reply. Does nothing outside
+/// tests.
 #[cfg_attr(not(test), inline)]
 pub(crate) fn crash_point() {
     #[cfg(test)]
@@ -19,10 +20,10 @@ mod kill {
         static STEPS_LEFT: Cell<Option<u32>> = const { Cell::new(None) };
     }
 
-    /// Payload of the panic that simulates a SIGKILL, after which only the kernel cleans up.
+    /// Payload of the panic that ends a simulated process, as a SIGKILL ends a real one.
     struct SimulatedKill;
 
-    /// Ends the simulated process if no steps are left.
+    /// Kills the simulated process if no steps are left; otherwise counts a step.
     pub(super) fn crash_point() {
         STEPS_LEFT.with(|left| match left.get() {
             Some(0) => {

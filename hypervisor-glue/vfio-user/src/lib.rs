@@ -87,12 +87,12 @@
 //! | `message.rs` | wire format: structures, numbers, flags |
 //! | `request.rs` | turns a raw message into a [`VfioUserRequest`] or a [`RequestRefusal`] |
 //! | `version.rs` | negotiates capabilities |
-//! | `socket.rs` | passes bytes and file descriptors through a socket; the only unsafe code |
-//! | `connection.rs` | turns a byte stream into messages and replies into bytes, both bounded |
+//! | `socket.rs` | sends and receives bytes and file descriptors on a socket; the only unsafe code |
+//! | `connection.rs` | turns a byte stream into messages and replies into bytes; bounds the memory of both |
 //! | `dispatch.rs` | turns a request into device calls and a reply |
 //! | `session.rs` | serves one client for its whole connection |
 //! | `request_log.rs` | logs requests in a file that outlives the process |
-//! | `restore.rs` | serves one client so that a successor process can continue |
+//! | `restore.rs` | serves one client so that a successor process can continue the session |
 //! | `kill_point.rs` | points at which tests end the process |
 //! | `listener.rs` | creates and removes the socket file |
 //! | `server.rs` | connects listener, session and device |
@@ -101,9 +101,9 @@
 //!
 //! # Trust
 //!
-//! A client is not trusted. The server checks every length before it allocates for it. Each message is answered or ends the
-//! connection. A session holds at most one request and one reply in memory. While a reply cannot be sent, the session
-//! reads no further request: a client that sends and never reads blocks only itself.
+//! A client is not trusted. The server checks every length before it allocates memory of that length. Each message is answered
+//! or ends the connection. A session holds at most one request and one reply in memory. While the client does not read a reply,
+//! the session reads no further request, so such a client blocks only itself.
 //!
 //! The request log of a predecessor is not trusted either, because a client may have taken over or crashed that process. Every
 //! length and number in the log is checked.
@@ -116,8 +116,8 @@
 //! - Migration (`DEVICE_FEATURE`, `MIG_DATA_READ`, `MIG_DATA_WRITE`) and dirty page logging: answered with `ENOTSUP`.
 //! - File descriptors in `DEVICE_GET_REGION_IO_FDS`: answered with none.
 //! - With a [`RequestLog`], requests of more than 64 KiB: the connection ends. `max_data_xfer_size` is 32 KiB.
-//! - With a [`RequestLog`], exactly one delivery of a reply with a descriptor. If the process ends within three particular
-//!   system calls, and the client reads or sends at the same time, the client may get that reply twice or not at all.
+//! - With a [`RequestLog`], exactly one delivery of a reply with a descriptor. If the process is killed within three particular
+//!   system calls, and the client reads or sends meanwhile, the client may get that reply twice or not at all.
 
 mod connection;
 mod device;

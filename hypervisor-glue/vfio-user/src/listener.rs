@@ -25,7 +25,7 @@ pub struct SocketAccess {
 }
 
 impl Default for SocketAccess {
-    /// Lets only the server's user connect.
+    /// Allows only the server's user to connect.
     fn default() -> Self {
         Self {
             mode: 0o600,
@@ -44,8 +44,8 @@ impl Default for SocketAccess {
 pub struct SocketListener {
     socket: UnixListener,
     file: SocketFile,
-    /// Spare file descriptor. If the process has no free descriptor for a connection, this one is closed, so that the
-    /// connection can be accepted and closed.
+    /// Spare file descriptor. If the process has no free descriptor for a connection, the listener closes the spare one,
+    /// accepts the connection and closes it.
     spare: Option<File>,
 }
 
@@ -63,7 +63,7 @@ impl SocketListener {
     ///
     /// # Errors
     ///
-    /// As [`Self::bind`]. Only a privileged process may give a file to another user.
+    /// Returns the errors of [`Self::bind`]. Only a privileged process may give a file to another user.
     pub fn bind_with(path: &Path, access: SocketAccess) -> Result<Self, Error> {
         let (file, socket) = SocketFile::create(path, access)?;
         Ok(Self {
@@ -75,7 +75,7 @@ impl SocketListener {
 
     /// Continues with the predecessor's listening socket, whose file is at `path`.
     ///
-    /// Until [`adopt`](Self::adopt) is called, dropping the listener does not remove the file. If the file is missing or
+    /// Until [`adopt`](Self::adopt) is called, dropping the listener leaves the file in place. If the file is missing or
     /// belongs to another socket, clients cannot connect, and a warning is logged.
     ///
     /// # Errors
@@ -101,8 +101,8 @@ impl SocketListener {
             .set_nonblocking(true)
             .map_err(failed("set the mode"))?;
         let (directory, name) = OpenDirectory::open_parent(path).map_err(socket_error(path))?;
-        // Without the privilege to query the socket's file, any live socket at the path is taken for this one: servers do not
-        // replace a live socket's file.
+        // Querying the socket's file needs a privilege. Without the privilege, a live socket at the path counts as the
+        // inherited one: servers do not replace a live socket's file.
         let bound = socket::bound_file(&socket).ok();
         let bound = bound.and_then(|file| FileId::from_file(file).ok());
         let there = directory.entry(name).ok().flatten();
@@ -131,12 +131,12 @@ impl SocketListener {
         })
     }
 
-    /// Removes the file when the listener is dropped.
+    /// Makes dropping the listener remove the file.
     pub fn adopt(&mut self) {
         self.file.is_adopted = true;
     }
 
-    /// Keeps the file when the listener is dropped: another process continues with the socket.
+    /// Leaves the file in place when the listener is dropped, since another process continues with the socket.
     pub fn release(&mut self) {
         self.file.is_adopted = false;
     }
@@ -216,9 +216,9 @@ struct SocketFile {
     path: PathBuf,
     directory: OpenDirectory,
     name: OsString,
-    /// Identity of the file; `None` if the file is not this socket's.
+    /// Identity of the file; `None` if the file at the path belongs to another socket.
     identity: Option<FileId>,
-    /// Set if the file is removed on drop.
+    /// Set if dropping this value removes the file.
     is_adopted: bool,
 }
 
@@ -245,7 +245,7 @@ impl Drop for SocketFile {
         if self.is_adopted
             && let Some(identity) = self.identity
         {
-            // A file that stays is stale, and the next server replaces it.
+            // A failed removal leaves a stale file, which the next server replaces.
             self.directory.remove(&self.name, identity);
         }
     }

@@ -1,7 +1,7 @@
 //! Wire format: structures, command numbers, flags.
 //!
-//! Field order and sizes are as in the protocol's section of the same name. Integers are little-endian. The structures are
-//! unaligned, so that they can be read in place.
+//! Field order and sizes are those of the protocol's section with the structure's name. Integers are little-endian. The
+//! structures are unaligned, so that they can be read in the receive buffer without a copy.
 
 use std::fmt;
 
@@ -17,8 +17,9 @@ pub const MAX_DATA_XFER_SIZE: u32 = 1024 * 1024;
 /// Value of `max_msg_fds`. Clients split a message that has more descriptors, and QEMU refuses values above 16.
 pub const MAX_MSG_FDS: u32 = 16;
 
-/// Maximum number of file descriptors accepted with one message: the kernel's limit for a control message (`SCM_MAX_FD`). Cloud
-/// Hypervisor sends the eventfds of all vectors at once, regardless of `max_msg_fds`.
+/// Maximum number of file descriptors accepted with one message: the kernel's limit for a control message (`SCM_MAX_FD`). It
+/// exceeds [`MAX_MSG_FDS`], because Cloud Hypervisor sends the eventfds of all vectors in one message regardless of
+/// `max_msg_fds`.
 pub const MAX_FDS_ACCEPTED: usize = 253;
 
 /// Largest payload of a message other than `REGION_WRITE`, in bytes. Valid messages are smaller: the largest is a
@@ -152,7 +153,7 @@ impl VfioUserHeader {
         Self {
             message_id: self.message_id,
             command: self.command,
-            // Fits: a reply's payload is at most a region access's, far below 4 GiB.
+            // The cast keeps the value: a reply's payload is at most that of a region access, far below 4 GiB.
             message_size: ((Self::SIZE + payload) as u32).into(),
             flags: Self::TYPE_REPLY.into(),
             error: 0.into(),
@@ -204,7 +205,7 @@ impl DmaMap {
     pub const READ: u32 = 1 << 0;
     /// The device may write the region.
     pub const WRITE: u32 = 1 << 1;
-    /// The region can be mapped: its file descriptor accompanies the message. Only newer clients set this flag.
+    /// The region can be mapped: its file descriptor accompanies the message. Only recent clients set this flag.
     pub const MMAP: u32 = 1 << 2;
     /// The region must be accessed through `pread` and `pwrite`.
     pub const FILE_IO: u32 = 1 << 3;
@@ -214,7 +215,7 @@ impl DmaMap {
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct DmaUnmap {
-    /// Largest reply payload.
+    /// Maximum reply payload that the client accepts, in bytes.
     pub argsz: U32,
     /// Flags as in `struct vfio_iommu_type1_dma_unmap`.
     pub flags: U32,
@@ -237,7 +238,7 @@ impl DmaUnmap {
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct DeviceInfo {
-    /// Request: largest reply payload. Reply: the size of this structure.
+    /// Request: maximum reply payload that the client accepts. Reply: size of this structure.
     pub argsz: U32,
     /// `RESET`, `PCI`.
     pub flags: U32,
@@ -260,7 +261,7 @@ impl DeviceInfo {
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct RegionInfo {
-    /// Request: largest reply payload. Reply: size of the full reply payload.
+    /// Request: maximum reply payload that the client accepts. Reply: size of the full reply payload.
     pub argsz: U32,
     /// `READ`, `WRITE`, `MMAP`, `CAPS`.
     pub flags: U32,
@@ -270,7 +271,7 @@ pub struct RegionInfo {
     pub cap_offset: U32,
     /// Size in bytes; 0 for a region that does not exist.
     pub size: U64,
-    /// Offset of the region in the file that the client maps. An area's offset in the region must be added to it.
+    /// Offset of the region in the file that the client maps. To map an area, the client adds the area's offset in the region.
     pub offset: U64,
 }
 
@@ -318,7 +319,7 @@ impl SparseMmap {
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct RegionIoFds {
-    /// Request: largest reply payload. Reply: size of the full reply payload.
+    /// Request: maximum reply payload that the client accepts. Reply: size of the full reply payload.
     pub argsz: U32,
     /// Zero.
     pub flags: U32,
@@ -334,7 +335,7 @@ const _: () = assert!(size_of::<RegionIoFds>() == 16);
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct IrqInfoPayload {
-    /// Request: largest reply payload. Reply: the size of this structure.
+    /// Request: maximum reply payload that the client accepts. Reply: size of this structure.
     pub argsz: U32,
     /// `EVENTFD`, `MASKABLE`, `AUTOMASKED`, `NORESIZE`.
     pub flags: U32,
@@ -363,7 +364,7 @@ impl IrqInfoPayload {
 pub struct IrqSet {
     /// Size of the payload.
     pub argsz: U32,
-    /// A `DATA_` flag and an `ACTION_` flag.
+    /// One of the `DATA_` flags and one of the `ACTION_` flags.
     pub flags: U32,
     /// Index of the interrupt type.
     pub index: U32,

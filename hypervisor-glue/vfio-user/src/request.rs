@@ -1,4 +1,4 @@
-//! Parsing and validation of requests. All rules of the protocol that need no device are checked here.
+//! Parsing and validation of requests: all rules of the protocol that can be checked without the device.
 
 use std::os::fd::OwnedFd;
 
@@ -21,7 +21,7 @@ pub enum VfioUserRequest<'a> {
     DmaMap(DmaRegion),
     /// `DMA_UNMAP` of a range (address, bytes) or of everything.
     DmaUnmap {
-        /// The payload, which the reply repeats.
+        /// Payload of the request, which the reply repeats.
         payload: DmaUnmap,
         /// Range to unmap; `None` for all.
         range: Option<(u64, u64)>,
@@ -107,7 +107,7 @@ impl<'a> VfioUserRequest<'a> {
                 Ok(Self::DeviceGetInfo)
             }
             VfioUserCommand::DEVICE_GET_REGION_INFO => {
-                // The request may be as long as the reply, so more bytes may follow.
+                // The client may send a payload of the reply's size, so bytes may follow the fixed part.
                 let (info, _) = split_prefix::<RegionInfo>(command, payload)?;
                 Ok(Self::DeviceGetRegionInfo {
                     region: parse_region(command, info.index.get())?,
@@ -249,7 +249,7 @@ fn parse_set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, Reque
     let index = parse_irq(command, set.index.get())?;
     let (start, count) = (set.start.get(), set.count.get());
 
-    // A count of zero is only valid in the command that disconnects all interrupts of a type.
+    // A count of zero is valid in one command only: the command that disconnects all interrupts of a type.
     let all = (flags, start) == (IrqSet::DATA_NONE | IrqSet::ACTION_TRIGGER, 0);
     if count == 0 && !all {
         return Err(RequestRefusal::NoIrqs { start, flags });
@@ -261,7 +261,8 @@ fn parse_set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, Reque
             check_size(command, payload, size_of::<IrqSet>(), count.into(), 1)?;
             IrqData::Bools(data.iter().map(|&byte| byte != 0).collect())
         }
-        // Without descriptors, the interrupts of the range lose their eventfds. Otherwise there is one for each.
+        // A command without descriptors disconnects the eventfds of the range. Otherwise, there is one descriptor for each
+        // interrupt.
         IrqSet::DATA_EVENTFD if fds.is_empty() => IrqData::Disconnect,
         IrqSet::DATA_EVENTFD if fds.len() == count as usize => IrqData::Connect(fds),
         IrqSet::DATA_EVENTFD => {
@@ -298,7 +299,7 @@ fn parse_region_write_multi(payload: &[u8]) -> Result<VfioUserRequest<'_>, Reque
             size: payload.len(),
             needed: wr_cnt.get(),
         })?;
-    // All writes are checked first, so that a refused message has written nothing.
+    // All writes are checked before the first is carried out, so that a refused message has written nothing.
     for write in writes {
         let maximum = write.data.len() as u32;
         check_count(command, write.access.count.get().into(), maximum)?;
@@ -306,7 +307,7 @@ fn parse_region_write_multi(payload: &[u8]) -> Result<VfioUserRequest<'_>, Reque
     Ok(VfioUserRequest::RegionWriteMulti(writes))
 }
 
-/// Splits a payload into its fixed structure and the rest.
+/// Splits a payload into its fixed structure and the bytes after it.
 fn split_prefix<T>(command: VfioUserCommand, payload: &[u8]) -> Result<(&T, &[u8]), RequestRefusal>
 where
     T: FromBytes + zerocopy::KnownLayout + zerocopy::Immutable + zerocopy::Unaligned,
@@ -353,7 +354,7 @@ fn check_size(
     }
 }
 
-/// Checks that a count is at most `maximum`.
+/// Checks that a region access's `count` is at most `maximum`.
 fn check_count(command: VfioUserCommand, count: u64, maximum: u32) -> Result<u32, RequestRefusal> {
     match u32::try_from(count) {
         Ok(count) if count <= maximum => Ok(count),

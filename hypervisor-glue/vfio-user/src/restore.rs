@@ -1,4 +1,4 @@
-//! Sessions that continue in a successor process after the server's process has ended, unnoticed by the client.
+//! Sessions that a successor process continues after the server's process has ended. The client does not notice.
 //!
 //! A request is carried out and answered in steps. After SIGKILL between any two instructions, the successor finds the next
 //! step from the state that outlives a process: the [`RequestLog`], its file position and the socket.
@@ -8,18 +8,18 @@
 //!    the request.
 //! 3. The reply is written, then request, reply and the device's new state are committed. After the commit, no successor
 //!    carries out the request again.
-//! 4. The reply is sent from the request log. The file's position shows how much was sent.
-//! 5. The request is removed from the socket. `SO_PEEK_OFF` shows how much is left: the kernel raised it by the peek, and
-//!    lowers it by each read.
-//! 6. The position moves to the next reply's slot, and the reply's memory is freed.
+//! 4. The reply is sent from the request log. The log's file position shows the number of sent bytes.
+//! 5. The request is removed from the socket. `SO_PEEK_OFF` shows the number of bytes that are left: the kernel raised it by
+//!    the peek, and lowers it by each read.
+//! 6. The file position moves to the next reply's slot, and the memory of the sent reply is freed.
 //!
 //! # A reply with a descriptor
 //!
-//! sendfile(2) cannot send descriptors. So a reply with a descriptor is sent from memory, and the position is moved afterwards.
-//! Before the reply is sent, the numbers of unread bytes in both directions of the socket are committed. If a process ends
-//! between this commit and the move, it is unknown whether the reply was sent. The successor then compares the socket with the
-//! committed numbers. If there are more unread bytes in either direction, the reply was sent: the client has not read it yet,
-//! or has read it and sent another request. Otherwise the reply is sent.
+//! sendfile(2) cannot send descriptors. So a reply with a descriptor is sent from memory, and the file position is moved
+//! afterwards. Before the reply is sent, the numbers of unread bytes in both directions of the socket are committed. If a
+//! process ends between this commit and the move, it is unknown whether the reply was sent. The successor then compares the
+//! socket with the committed numbers. If either direction has more unread bytes than committed, the reply was sent: the client
+//! has not read it yet, or has read it and sent another request. Otherwise, the successor sends the reply.
 //!
 //! Two cases remain undetected. If the client has read the reply and sent nothing since, it gets the reply twice. If it has
 //! sent a request without waiting for the reply, it does not get the reply. Both require a process that ends within three
@@ -27,9 +27,9 @@
 //!
 //! # Limits
 //!
-//! A request is in the socket as a whole. So a request has at most [`MAX_REQUEST`] bytes, and `max_data_xfer_size` tells the
-//! client so. A client that cuts a message into hundreds of pieces, or shrinks its socket's buffer, fills the socket before the
-//! message is complete, and blocks only itself.
+//! The socket's buffer must hold the request as a whole. So a request has at most [`MAX_REQUEST`] bytes, and the client gets a
+//! matching `max_data_xfer_size`. A client that cuts a message into hundreds of pieces, or shrinks its socket's buffer, fills
+//! the buffer before the message is complete, and blocks only itself.
 //!
 //! If a process ends between accept(2) and [`VfioUserDevice::persist_client`], the connection is lost. The client has not got an
 //! answer to `VERSION` yet, and finds the connection closed.
@@ -58,16 +58,16 @@ use crate::request_log::MAX_REQUEST;
 /// Value of `max_data_xfer_size` for a server with a request log, whose clients' requests must fit into the socket's buffer.
 const MAX_LOGGED_DATA_XFER: u32 = 32 * 1024;
 
-/// Result of one attempt to answer a request.
+/// Outcome of one attempt to answer a request.
 enum RequestStepOutcome {
-    /// A request was answered.
+    /// The session answered a request.
     Answered,
-    /// The session must wait for one of these socket events first.
+    /// The session must wait for one of these socket events before the next attempt.
     Waiting(EventSet),
 }
 
 impl VfioUserSession {
-    /// Creates a session with a client that has not sent anything yet. Does not commit the session to the request log.
+    /// Creates a session with a client that has not sent anything yet. The caller commits the session to the request log.
     pub(crate) fn begin_logged(
         stream: UnixStream,
         regions: Arc<DeviceRegions>,
@@ -103,12 +103,12 @@ impl VfioUserSession {
             sent_bytes: sent,
             unread_bytes: left,
         });
-        // If the connection ends after the reply, that is still to be done.
+        // If the connection ends after the reply, closing it is still to be done.
         let pending = pending.filter(|rest| {
             connected.is_closing || rest.sent_bytes < reply || rest.unread_bytes > 0
         });
         if pending.is_none() {
-            // The predecessor may have ended before it freed the reply.
+            // The predecessor may have ended after it sent the reply and before it freed the reply.
             journal.finish_request()?;
             reset_peek_offset(&stream)?;
         }
@@ -155,13 +155,13 @@ impl VfioUserSession {
     pub(crate) fn initial_events(&self, journal: &RequestLog) -> EventSet {
         match self.unfinished {
             Some(pending) if pending.sent_bytes < journal.head().reply_bytes => EventSet::OUT,
-            // The rest of a request makes the socket readable.
+            // The part of the request that is left in the socket makes the socket readable.
             _ => EventSet::IN,
         }
     }
 
-    /// Answers the client's requests until it would block. Returns the socket events to wait for, or `None` if the connection
-    /// has ended.
+    /// Answers the client's requests until the socket blocks. Returns the socket events to wait for, or `None` if the
+    /// connection has ended.
     pub(crate) fn run_logged<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
@@ -195,7 +195,7 @@ impl VfioUserSession {
             Ok(Some(message)) => {
                 crash_point();
                 let header = message.header;
-                // Fits: checked against `MAX_REQUEST`.
+                // The cast keeps the value, since the length was checked against `MAX_REQUEST`.
                 request = (VfioUserHeader::SIZE + message.payload.len()) as u32;
                 let reply = self.writer.begin_reply();
                 match self.dispatcher.handle_message(device, message, reply) {
@@ -211,7 +211,8 @@ impl VfioUserSession {
             }
             Ok(None) => {
                 let mut events = EventSet::IN;
-                // A partial message leaves the socket readable. Edge triggering reports only further bytes.
+                // A partial message leaves the socket readable. Edge triggering reports the socket again only when further
+                // bytes arrive.
                 events.set(EventSet::EDGE_TRIGGERED, self.reader.is_partial());
                 return Ok(RequestStepOutcome::Waiting(events));
             }
@@ -228,7 +229,7 @@ impl VfioUserSession {
         let mut head = journal.head().next(connected);
         head.request_bytes = request;
         let reply = self.writer.bytes();
-        // Fits: at most `max_data_xfer_size` and two headers.
+        // The cast keeps the value: the reply has at most `max_data_xfer_size` bytes and two headers.
         head.reply_bytes = reply.len() as u32;
         if !reply.is_empty() {
             journal.write_reply(head.sequence, reply)?;
@@ -246,7 +247,7 @@ impl VfioUserSession {
         }
     }
 
-    /// Fills the writer with the reply to a message.
+    /// Writes the reply to a message into the session's writer, or drops the reply if the client expects none.
     fn write_reply(
         &mut self,
         header: &VfioUserHeader,
@@ -266,7 +267,7 @@ impl VfioUserSession {
         }
     }
 
-    /// Sends the rest of the reply and removes the rest of the request from the socket. Returns whether both are complete.
+    /// Sends the unsent bytes of the reply, and removes the request's bytes from the socket. Returns true once both are done.
     fn finish_request(&mut self, journal: &mut RequestLog) -> Result<bool, StreamEnd> {
         let Some(pending) = &mut self.unfinished else {
             return Ok(true);
@@ -287,7 +288,7 @@ impl VfioUserSession {
                         head.before_sending = None;
                         journal.commit(head, None)?;
                     }
-                    // Fits: at most the reply's size.
+                    // The cast keeps the value, since sent bytes are at most the reply's size.
                     sent.map(|sent| sent as u32)
                 }
                 None => journal.send(&self.stream, head.reply_bytes - pending.sent_bytes),
@@ -317,7 +318,7 @@ impl VfioUserSession {
             let room = scrap.len().min(pending.unread_bytes as usize);
             match (&self.stream).read(&mut scrap[..room]) {
                 Ok(0) => return Err(StreamEnd::Failed(io::ErrorKind::UnexpectedEof.into())),
-                // Fits: at most `remaining`.
+                // The cast keeps the value: `taken` is at most `unread_bytes`.
                 Ok(taken) => pending.unread_bytes -= taken as u32,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(StreamEnd::Failed(error)),

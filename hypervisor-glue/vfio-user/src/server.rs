@@ -1,4 +1,4 @@
-//! The server: a listening socket, at most one client, and the device.
+//! A vfio-user server: a listening socket, the device, and at most one client at a time.
 
 use std::io;
 use std::net::Shutdown;
@@ -38,31 +38,31 @@ const FINAL_TURNS_MAX: usize = 1024;
 /// device.
 const NEGOTIATION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time for which a new client waits until the connection of an ended process is closed. This is less than the five
-/// seconds for which clients wait for an answer.
+/// Maximum time for which a new client waits until the previous connection is closed, whose process has ended. This is less
+/// than the five seconds for which clients wait for an answer.
 const SUCCESSION_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Serves a device to one client after the other.
+/// Offers a device to clients, one client at a time.
 ///
-/// Add it to an event manager, or watch it from another event loop ([`Self::watch`], [`Self::handle_event`]). The server has no
-/// thread and no timer of its own: the event loop's thread answers requests as they arrive. If a second client connects, the
-/// server closes its connection at once. After the first client has disconnected, the next client finds the device in the state
-/// in which the first client left it.
+/// Add the server to an event manager, or watch it from another event loop ([`Self::watch`], [`Self::handle_event`]). The
+/// server has no thread and no timer of its own: the event loop's thread answers requests as they arrive. If a second client
+/// connects, the server closes the second connection immediately. After the first client has disconnected, the next client
+/// finds the device in the state in which the first client left it.
 ///
-/// A connection lives as long as its socket: the process that made it may pass the socket to another process. Requests of an
-/// io_uring can hold the socket of a killed process a little longer. So if the connected process has ended, a new client waits
-/// up to three seconds for the socket to close. If the socket is still open then, the server closes the new client's
-/// connection.
+/// A connection lives as long as its socket: the process that made the connection may pass the socket to another process.
+/// Requests of an io_uring can hold the socket of a killed process a little longer. So if the process that made the connection
+/// has ended, a new client waits up to three seconds for the socket to close. If the socket is still open then, the server
+/// closes the new client's connection.
 ///
-/// The caller's loop must call [`Self::check_timeouts`] when the time that [`Self::next_timeout`] returned is over. This call ends such waits,
-/// and disconnects clients that do not send `VERSION` in time.
+/// The caller's loop must call [`Self::check_timeouts`] when the time that [`Self::next_timeout`] returned is over. This call
+/// refuses a new client that has waited three seconds, and disconnects a client that does not send `VERSION` in time.
 ///
 /// # A connection that outlives the process
 ///
-/// A server with a [`RequestLog`] ([`Self::bind_with_log`]) logs each request and its reply. If duplicates of the descriptors of
-/// the listening socket, the client's socket and the request log are kept open elsewhere, a successor process continues with
-/// them ([`Self::resume`]). The client does not notice: each request is carried out and answered once, whenever the first
-/// process ended.
+/// A server with a [`RequestLog`] ([`Self::bind_with_log`]) logs each request and its reply. A successor process can continue
+/// the server if duplicates of three descriptors outlive this process: the listening socket, the client's socket and the
+/// request log. The successor calls [`Self::resume`] with them. The client does not notice: each request is carried out and
+/// answered once, at whatever point the first process ended.
 ///
 /// A process with such a server must ignore the signal SIGPIPE, as Rust programs do by default.
 #[derive(Debug)]
@@ -71,11 +71,12 @@ pub struct VfioUserServer<D: VfioUserDevice> {
     device: D,
     regions: Arc<DeviceRegions>,
     client: Option<ConnectedClient>,
-    /// Client that waits until the connection of an ended process is closed, and the time when `check_timeouts` first saw that client.
+    /// Client that waits until the previous connection is closed, whose process has ended; and the time when `check_timeouts`
+    /// first saw the waiting client.
     waiting_client: Option<(UnixStream, Option<Duration>)>,
-    /// Request log for the successor process.
+    /// Log that a successor process needs to continue; `None` for a server that ends with its process.
     request_log: Option<RequestLog>,
-    /// Set after another process has taken over the sockets.
+    /// Set once a successor has the sockets. This server then handles no events.
     is_released: bool,
 }
 
@@ -84,11 +85,11 @@ struct ConnectedClient {
     session: VfioUserSession,
     /// Process that made the connection, if the kernel reports it.
     peer: Option<PeerProcess>,
-    /// Socket events for which the watcher is set.
+    /// Socket events that the watcher reports at present.
     watched_events: EventSet,
-    /// Number of other clients whose connections were closed during this connection.
+    /// Number of clients that were refused because this client was connected.
     refused_clients: u64,
-    /// Time when `check_timeouts` first saw that the client has not sent its version; `None` before that.
+    /// Time when `check_timeouts` first saw the client without a `VERSION`; `None` until then.
     first_seen: Option<Duration>,
 }
 
@@ -98,7 +99,7 @@ impl ConnectedClient {
         self.peer.as_ref().is_some_and(PeerProcess::is_dead)
     }
 
-    /// Returns whether the client has sent its version.
+    /// Returns whether the client has sent `VERSION`.
     fn has_negotiated(&self) -> bool {
         self.session.dispatcher.negotiated().is_some()
     }
@@ -125,7 +126,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     pub const TOKENS: Range<u32> = LISTENER..CLIENT + 1;
 
     /// Offers `device` at `path`. Only this process's user can access the socket file. The file replaces the file of a dead
-    /// server, and is removed with the server.
+    /// server. Dropping the server removes the file.
     ///
     /// # Errors
     ///
@@ -134,11 +135,11 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         Self::bind_with(path, SocketAccess::default(), device)
     }
 
-    /// [Offers](Self::bind) `device` at `path`, with these permissions of the socket file.
+    /// [Offers](Self::bind) `device` at `path`, with the file permissions in `access`.
     ///
     /// # Errors
     ///
-    /// As [`Self::bind`]. Only a privileged process may give a file to another user.
+    /// Returns the errors of [`Self::bind`]. Only a privileged process may give a file to another user.
     pub fn bind_with(
         path: impl AsRef<Path>,
         access: SocketAccess,
@@ -147,7 +148,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         Self::bind_inner(path.as_ref(), access, device, None)
     }
 
-    /// [Offers](Self::bind_with) `device` at `path`, and stores the states of the device and of the connection in `journal`.
+    /// [Offers](Self::bind_with) `device` at `path`, and commits the states of the device and of the connection to `journal`.
     ///
     /// # Errors
     ///
@@ -182,23 +183,23 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         })
     }
 
-    /// Continues for a process that has ended or has [left](Self::release).
+    /// Continues the server of a predecessor, a process that has ended or has [released](Self::release) the sockets.
     ///
-    /// `device` is created from the [record](crate::RequestLogContents::device_state) of the request log. `stream` is the client's
-    /// socket, if the device [kept](VfioUserDevice::persist_client) one. The event loop completes a request that the predecessor
-    /// has begun.
+    /// `device` is created from the [record](crate::RequestLogContents::device_state) of the request log. `stream` is the
+    /// client's socket, if a duplicate of it was [persisted](VfioUserDevice::persist_client). The event loop completes a
+    /// request that the predecessor has begun.
     ///
     /// - If the request log has a client and there is no `stream`, the client has disconnected. So
     ///   [`on_disconnected`](VfioUserDevice::on_disconnected) is called.
     /// - If there is a `stream`, but no client in the request log, the stream belongs to a new client, or is already closed.
-    ///   [`Self::is_connected`] tells which.
+    ///   After this call, [`Self::is_connected`] distinguishes these cases.
     ///
     /// On success, dropping the server removes the socket file.
     ///
     /// # Errors
     ///
-    /// The request log cannot be accessed, or a mappable area of the device is invalid. After an error, the sockets and the
-    /// socket file are unchanged.
+    /// The request log cannot be accessed, or a mappable area of the device is invalid. An error leaves the sockets and the
+    /// socket file unchanged.
     pub fn resume(
         listener: SocketListener,
         journal: RequestLog,
@@ -234,7 +235,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
                 let none = head.with_client(None);
                 journal.commit(none, self.device.save())?;
             }
-            // Frees the memory of the reply that the client has not read.
+            // Frees the memory of a reply that the client has not read.
             journal.finish_request()?;
             self.device.on_saved();
             return Ok(());
@@ -274,8 +275,8 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         Ok(())
     }
 
-    /// Commits the device's state to the request log, if the server has a request log and the state has changed. Call this
-    /// after a change that no request caused.
+    /// Commits the device's state, if it has changed, to the request log. Does nothing without a request log. Call this after a
+    /// change that no request caused.
     ///
     /// # Errors
     ///
@@ -293,7 +294,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     }
 
     /// Leaves the sockets to a successor. From now on, this server handles no event and commits nothing. Dropping the server
-    /// then keeps the socket file, and does not report a disconnected client to the device.
+    /// then leaves the socket file in place, and does not report a disconnected client to the device.
     ///
     /// Call this between two events, before the successor [resumes](Self::resume).
     pub fn release(&mut self) {
@@ -332,8 +333,8 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         client.is_some_and(|client| !client.session.has_hung_up())
     }
 
-    /// Returns the time until [`Self::check_timeouts`] must be called; `None` if no client waits and every client has sent its version.
-    /// `now` is measured from any fixed point in the past.
+    /// Returns the time until [`Self::check_timeouts`] must be called; `None` if no timeout is running: no new client waits,
+    /// and the connected client has sent `VERSION`. `now` is measured from any fixed point in the past.
     pub fn next_timeout(&self, now: Duration) -> Option<Duration> {
         let left = |since: Option<Duration>, bound: Duration| match since {
             Some(since) => (since + bound).saturating_sub(now),
@@ -349,8 +350,8 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         silent.into_iter().chain(newcomer).min()
     }
 
-    /// Ends waits that have timed out: disconnects a client that has not sent its version, and refuses a client that waits for
-    /// the end of another connection.
+    /// Handles expired timeouts: disconnects a client that has not sent `VERSION`, and refuses a new client that waits for the
+    /// end of the previous connection.
     pub fn check_timeouts(&mut self, now: Duration, watcher: &mut impl SocketWatcher) {
         if self.is_released {
             return;
@@ -375,10 +376,10 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         }
     }
 
-    /// Registers the listening socket, and the present client's socket, with `watcher`. The server registers later clients
-    /// itself.
+    /// Registers the listening socket and the connected client's socket with `watcher`. The server itself registers sockets of
+    /// clients that connect afterwards.
     ///
-    /// Do not call this for a server in an event manager, which calls this itself.
+    /// A server in an event manager must not call this, since the event manager calls it.
     ///
     /// # Errors
     ///
@@ -391,7 +392,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         }
     }
 
-    /// Handles an event that the watcher reports with `token`, one of [`Self::TOKENS`].
+    /// Handles an event that the watcher reports with `token`, which is one of [`Self::TOKENS`].
     pub fn handle_event(&mut self, token: u32, watcher: &mut impl SocketWatcher) {
         match token {
             _ if self.is_released => {}
@@ -469,7 +470,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
             Err(error) => {
                 error!("Cannot serve a client on {path}: {}", chain(&*error));
                 if self.request_log.is_some() {
-                    // The device releases the socket.
+                    // The call makes the device drop its duplicate of the client's socket.
                     self.device.on_disconnected();
                 }
             }
@@ -496,7 +497,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         }
     }
 
-    /// Answers the remaining requests of a client that has closed its connection, then disconnects the client.
+    /// Answers the requests that a client sent before it closed the connection, then disconnects the client.
     fn finish_client(&mut self, watcher: &mut impl SocketWatcher) {
         if let Some(client) = &mut self.client {
             for _ in 0..FINAL_TURNS_MAX {
@@ -512,7 +513,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         let Some(client) = self.client.take() else {
             return;
         };
-        // Must precede closing the socket: the event manager must not see a reused descriptor number.
+        // The socket must still be open, so that the event manager does not see a reused descriptor number.
         unwatch_session(&client.session, watcher);
         self.end_client(client);
         if let Some((stream, _)) = self.waiting_client.take() {
@@ -522,7 +523,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
 
     fn end_client(&mut self, client: ConnectedClient) {
         if self.request_log.is_some() {
-            // The socket may be kept open elsewhere. The shutdown shows its end to the client and to the successor.
+            // A duplicate of the socket may be open elsewhere. The shutdown makes the client and the successor see the end.
             let _ = client.session.stream.shutdown(Shutdown::Both);
             crash_point();
         }
@@ -531,7 +532,8 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         self.commit_client(None);
     }
 
-    /// Commits the state of the present client to the request log, or that there is none. Returns whether the commit succeeded.
+    /// Commits `client` to the request log as the connected client, or that no client is connected. Returns whether the commit
+    /// succeeded.
     fn commit_client(&mut self, client: Option<LoggedConnection>) -> bool {
         let Some(journal) = &mut self.request_log else {
             return true;
@@ -543,7 +545,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
             self.device.on_saved();
             match client {
                 Some(_) => Ok(()),
-                // Frees the memory of the reply that the client has not read.
+                // Frees the memory of a reply that the client has not read.
                 None => journal.finish_request(),
             }
         });

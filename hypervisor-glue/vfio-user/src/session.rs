@@ -14,8 +14,8 @@ use crate::error::{Error, chain};
 use crate::message::VfioUserHeader;
 use crate::socket;
 
-/// Maximum number of messages that one event answers, so that the thread's other event sources get a turn. Remaining messages
-/// make the socket readable again.
+/// Maximum number of messages that one event answers, so that the thread's other event sources get a turn. The socket stays
+/// readable while messages remain.
 pub(crate) const MESSAGES_PER_TURN: usize = 32;
 
 /// Event that a [`VfioUserSession`] waits for.
@@ -23,14 +23,14 @@ pub(crate) const MESSAGES_PER_TURN: usize = 32;
 pub enum SessionReadiness {
     /// The socket becomes readable.
     Reading,
-    /// The socket becomes writable: the client has not read its replies.
+    /// The socket becomes writable. Its buffer is full, because the client has not read its replies.
     Writing,
     /// No event: the connection has ended.
     Ended,
 }
 
-/// Progress of a request that was carried out, but is not finished: its reply is not completely sent, or its bytes are still in
-/// the socket.
+/// Progress of a request that was carried out and is not finished: a part of the reply is unsent, or a part of the request is
+/// still in the socket.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UnfinishedRequest {
     /// Number of bytes of the reply that were sent.
@@ -39,14 +39,14 @@ pub(crate) struct UnfinishedRequest {
     pub(crate) unread_bytes: u32,
 }
 
-/// Connection with one client.
+/// Connection with one client, from the first message to the end.
 #[derive(Debug)]
 pub struct VfioUserSession {
     pub(crate) stream: UnixStream,
     pub(crate) reader: MessageReader,
     pub(crate) writer: ReplyWriter,
     pub(crate) dispatcher: RequestDispatcher,
-    /// Unfinished part of the last request. Only a session with a request log uses this.
+    /// Progress of the last request until the request is finished. Only used with a request log.
     pub(crate) unfinished: Option<UnfinishedRequest>,
 }
 
@@ -73,10 +73,10 @@ impl VfioUserSession {
         }
     }
 
-    /// Answers the client's requests until it would block. Call this again when the returned event has happened.
+    /// Answers the client's requests until the socket blocks. Call this again when the returned event has happened.
     ///
     /// The socket must be non-blocking for sending. At the end of the connection, the caller must call
-    /// `VfioUserDevice::disconnected`; the session does not.
+    /// [`VfioUserDevice::on_disconnected`]; the session does not.
     pub fn run<D: VfioUserDevice>(&mut self, device: &mut D) -> SessionReadiness {
         for _ in 0..MESSAGES_PER_TURN {
             match self.answer_message(device) {
@@ -91,17 +91,17 @@ impl VfioUserSession {
         SessionReadiness::Reading
     }
 
-    /// Returns whether the client has closed the connection. Requests that it sent before may still be unanswered.
+    /// Returns whether the client has closed the connection. Requests that it sent earlier may still be unanswered.
     pub(crate) fn has_hung_up(&self) -> bool {
         socket::has_hung_up(&self.stream).unwrap_or(false)
     }
 
-    /// Answers one message. Returns the event to wait for, if any.
+    /// Answers one message. Returns the event to wait for if the session cannot continue now.
     fn answer_message<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
     ) -> Result<Option<SessionReadiness>, StreamEnd> {
-        // Sends the previous reply. No message is read before that, so there is at most one reply in memory.
+        // Sends what is left of the previous reply. No message is read before that, so memory holds at most one reply.
         if !self.writer.flush(&self.stream).map_err(StreamEnd::Failed)? {
             return Ok(Some(SessionReadiness::Writing));
         }
@@ -143,7 +143,7 @@ impl VfioUserSession {
             StreamEnd::Closed { cut_short: true } => {
                 warn!("vfio-user: the client has disconnected in the middle of a message");
             }
-            // Happens when a client is killed.
+            // Sending fails with this error after a client was killed.
             StreamEnd::Failed(error) if error.kind() == io::ErrorKind::BrokenPipe => {
                 info!("vfio-user: the client has disconnected without waiting for a reply");
             }
@@ -160,7 +160,8 @@ impl VfioUserSession {
         }
     }
 
-    /// Sends an error reply before the connection is closed. If the socket's buffer is full, the rest of the reply is dropped.
+    /// Sends an error reply before the connection is closed. If the socket's buffer is full, the unsent bytes of the reply are
+    /// dropped.
     fn send_error(&mut self, header: &VfioUserHeader, errno: u32) {
         if header.message_type() == VfioUserHeader::TYPE_COMMAND && !header.is_no_reply() {
             self.writer.replace_by_error(header, errno);
@@ -241,7 +242,7 @@ mod tests {
         ];
         let before = stream[..2].concat().len();
         let stream = stream.concat();
-        // The descriptor comes with any byte of the message: header, payload or last byte.
+        // The descriptor comes with any byte of the message: a byte of the header, of the payload, or the last byte.
         for with in before..before + 36 {
             let mut talk = SessionFixture::begin(RecordingDevice::new());
             let (tracer, fd) = DescriptorTracer::new();
@@ -325,7 +326,7 @@ mod tests {
             write_all(&talk, piece);
             assert_eq!(talk.run(), SessionReadiness::Reading);
         }
-        // The accesses lie beyond the end of the region, so nothing is written.
+        // The accesses lie beyond the end of the region, so they write nothing.
         let reply = talk.receive_reply().unwrap();
         assert_eq!((reply.errno(), reply.payload), (0, access));
         assert_eq!(talk.request(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);

@@ -1,8 +1,8 @@
 //! System calls on the UNIX socket: bytes, file descriptors, and the process at the other end.
 //!
-//! Sending uses `vmm-sys-util`. Receiving does not, for two reasons. `vmm-sys-util` receives without `MSG_CMSG_CLOEXEC`, so a
-//! process started at that moment would inherit guest memory. And if file descriptors cannot be received, `vmm-sys-util` drops
-//! the bytes that came with them, so the next message's start would be unknown.
+//! Sending uses `vmm-sys-util`. Receiving does not, for two reasons. First, `vmm-sys-util` receives without `MSG_CMSG_CLOEXEC`,
+//! so a process started at that moment would inherit guest memory. Second, if file descriptors cannot be received,
+//! `vmm-sys-util` drops the bytes that came with them, and the start of the next message would be unknown.
 
 #![expect(
     unsafe_code,
@@ -20,16 +20,16 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use crate::device::ClientProcess;
 use crate::message::MAX_FDS_ACCEPTED;
 
-/// Result of a recvmsg(2).
+/// Result of a successful recvmsg(2).
 #[derive(Debug)]
 pub(crate) struct RecvmsgResult {
     /// Number of bytes; 0 at the end of the stream.
     pub(crate) bytes: usize,
-    /// Set if file descriptors came that the kernel could not install.
+    /// Set if file descriptors came with the bytes and the kernel could not install them.
     pub(crate) has_lost_fds: bool,
 }
 
-/// Size of the control buffer, in words aligned like `cmsghdr`.
+/// Size of the control buffer in words, which give the buffer the alignment of `cmsghdr`.
 const CONTROL_WORDS: usize = {
     let fds = (MAX_FDS_ACCEPTED * size_of::<RawFd>()) as libc::c_uint;
     // SAFETY: CMSG_SPACE computes a size, and has no conditions.
@@ -48,7 +48,8 @@ pub(crate) fn receive(
 }
 
 /// Peeks the bytes from [`peek_offset`] on, and advances the offset. The bytes stay in the socket. `fds` gets duplicates of the
-/// file descriptors that accompany these bytes. Every peek at a byte of the same sendmsg(2) creates further duplicates.
+/// file descriptors that were sent with these bytes. If one sendmsg(2) sent bytes and descriptors, each peek at any of these
+/// bytes creates further duplicates.
 pub(crate) fn peek(
     stream: &UnixStream,
     buffer: &mut [u8],
@@ -138,10 +139,10 @@ pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fd: Option<&OwnedFd>) -> i
     }
 }
 
-/// Returns the number of bytes in the socket that [`peek`] has passed.
+/// Returns the number of bytes from the start of the socket's queue that [`peek`] has passed.
 pub(crate) fn peek_offset(stream: &UnixStream) -> io::Result<u32> {
     let offset: libc::c_int = socket_option(stream, libc::SO_PEEK_OFF, 0)?;
-    // Negative if it was never set.
+    // The kernel returns -1 if the offset was never set.
     Ok(offset.try_into().unwrap_or(0))
 }
 
@@ -163,7 +164,7 @@ pub(crate) fn set_peek_offset(stream: &UnixStream, offset: libc::c_int) -> io::R
     }
 }
 
-/// Returns the size of the sent data that the client has not read, as bytes of kernel memory.
+/// Returns the memory that the kernel uses for sent data that the client has not read, in bytes.
 pub(crate) fn unread_bytes(stream: &UnixStream) -> io::Result<u32> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the call writes one integer, which outlives it.
@@ -187,7 +188,7 @@ pub(crate) fn bound_file(socket: &impl AsRawFd) -> io::Result<OwnedFd> {
     }
 }
 
-/// Returns whether the client has closed the connection, even if data is unread.
+/// Returns whether the client has closed the connection, even if unread data is left.
 pub(crate) fn has_hung_up(stream: &UnixStream) -> io::Result<bool> {
     let epoll = Epoll::new()?;
     let closed = EventSet::HANG_UP | EventSet::READ_HANG_UP | EventSet::ERROR;
@@ -227,7 +228,7 @@ impl PeerProcess {
             _ => {}
         }
         let credentials = credentials(stream)?;
-        // If the number was reused, the client counts as alive.
+        // If the process identifier was reused, the client counts as alive.
         Self::from_pid(credentials.pid)
     }
 
@@ -325,7 +326,7 @@ mod tests {
         assert_eq!(fds.len(), MAX_FDS_ACCEPTED);
     }
 
-    // A process that has ended is tested in tests/processes.rs, because tests here must not start processes.
+    // The case of an ended process is tested in tests/processes.rs, because tests here must not start processes.
     #[test]
     fn a_process_that_lives_is_not_dead() {
         let (ours, _theirs) = UnixStream::pair().unwrap();

@@ -8,7 +8,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 /// Event loop that watches sockets for a [`VfioUserServer`](crate::VfioUserServer).
 pub trait SocketWatcher {
-    /// Starts to watch `fd`: each of `events` is reported with `token`.
+    /// Starts to watch `fd`, and reports each of `events` with `token`.
     ///
     /// # Errors
     ///

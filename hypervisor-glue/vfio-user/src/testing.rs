@@ -49,7 +49,7 @@ impl RecordingDevice {
         }
     }
 
-    /// Creates a device with a mappable area. Its file is never accessed.
+    /// Creates a device with a mappable area. The file of the area is never accessed.
     pub(crate) fn mappable() -> Self {
         let file = std::fs::File::open("/dev/null").unwrap();
         Self {
@@ -154,7 +154,7 @@ pub(crate) struct ReceivedReply {
 }
 
 impl ReceivedReply {
-    /// Returns the errno, 0 for success. Checks the rules for all replies.
+    /// Returns the errno; 0 for success. Checks the rules that the protocol sets for all replies.
     pub(crate) fn errno(&self) -> u32 {
         let flags = self.header.flags.get();
         if flags & VfioUserHeader::ERROR != 0 {
@@ -184,7 +184,7 @@ pub(crate) struct SessionFixture {
 }
 
 impl SessionFixture {
-    /// Creates a connection before `VERSION`.
+    /// Creates a connection on which the client has not sent `VERSION`.
     pub(crate) fn begin(device: RecordingDevice) -> Self {
         let (client, server) = UnixStream::pair().unwrap();
         server.set_nonblocking(true).unwrap();
@@ -197,7 +197,7 @@ impl SessionFixture {
         }
     }
 
-    /// Creates a connection after `VERSION`.
+    /// Creates a connection on which `VERSION` was negotiated.
     pub(crate) fn begin_negotiated(device: RecordingDevice) -> Self {
         let mut this = Self::begin(device);
         assert_eq!(

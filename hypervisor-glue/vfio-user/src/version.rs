@@ -24,7 +24,7 @@ const PAGE_SIZES: u64 = !0xfff;
 pub struct VersionProposal {
     /// Minor version; the major version is 0.
     minor: u16,
-    /// Capabilities from the client's version data; defaults without them.
+    /// Capabilities in the client's version data; the protocol's defaults if the data is missing.
     capabilities: ProposedCapabilities,
 }
 
@@ -33,7 +33,7 @@ struct VersionData {
     capabilities: Option<ProposedCapabilities>,
 }
 
-/// Capabilities of a client that affect the server. Others are ignored.
+/// Capabilities of a client that affect the server. Other capabilities are ignored.
 #[derive(Clone, Debug, Default, Deserialize)]
 struct ProposedCapabilities {
     max_msg_fds: Option<u64>,
@@ -54,7 +54,7 @@ impl VersionProposal {
         // The size includes the terminating NUL. Bytes after it are not version data.
         let json = data.split(|&byte| byte == 0).next().unwrap_or_default();
         let data: VersionData = if json.is_empty() {
-            // Version data is optional, and a client in use sends none.
+            // Version data is optional. A client that is in use sends none.
             VersionData::default()
         } else {
             serde_json::from_slice(json).map_err(RequestRefusal::VersionData)?
@@ -70,18 +70,18 @@ impl VersionProposal {
         self.capabilities.max_msg_fds != Some(0)
     }
 
-    /// Returns the results on which later requests depend.
+    /// Returns the parts of the result that later requests need.
     pub(crate) fn negotiated_version(&self) -> NegotiatedVersion {
         NegotiatedVersion {
             accepts_fds: self.accepts_fds(),
         }
     }
 
-    /// Returns the reply.
+    /// Returns the reply to the proposal.
     ///
-    /// The reply always has the server's `max_msg_fds` and `max_data_xfer_size`. Of the other capabilities, the reply has only
-    /// those that the client proposed, as the protocol requires. So the reply is no larger than the request, which matters
-    /// because QEMU's buffer has the size of its request.
+    /// The reply always has the server's `max_msg_fds` and `max_data_xfer_size`. It has another capability only if the client
+    /// proposed this capability, as the protocol requires. So the reply is no larger than the request. This matters because
+    /// QEMU receives the reply into a buffer of its request's size.
     pub(crate) fn reply(&self, max_dma_maps: u32, max_data_xfer_size: u32) -> VersionReply {
         let proposed = &self.capabilities;
         let data = VersionReplyData {
@@ -98,7 +98,7 @@ impl VersionProposal {
                 write_multiple: proposed.write_multiple.filter(|&wanted| wanted),
             },
         };
-        // Cannot fail for numbers and booleans under fixed names.
+        // Serialization cannot fail for numbers and booleans under fixed names.
         let mut json = serde_json::to_vec(&data).unwrap_or_else(|_| b"{}".to_vec());
         json.push(0);
         VersionReply {

@@ -19,8 +19,8 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use common::{Nothing, RESET, VERSION, read_reply};
 
-/// Serializes tests. A child process holds copies of all descriptors until it executes its program, so a socket that another
-/// test closes would stay open.
+/// Serializes tests. A child process holds copies of all descriptors until it executes its program, so a socket that a
+/// concurrent test closes would stay open.
 fn test_lock() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
@@ -124,7 +124,7 @@ impl Loop {
     }
 }
 
-/// Launchers and programs that fork into the background connect like this.
+/// A launcher, or a program that forks into the background, connects and ends. The process to which it passes the socket stays.
 #[test]
 fn client_whose_connecting_process_has_ended_stays() {
     let name = "client_whose_connecting_process_has_ended_stays";

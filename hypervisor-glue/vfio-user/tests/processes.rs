@@ -71,7 +71,7 @@ fn message_whose_fds_are_lost_is_refused_and_the_next_one_answered() {
 
         let null = File::open("/dev/null").unwrap();
         let mut taken = exhaust();
-        // Descriptors for none of the two files, and for one of them.
+        // The process has free descriptors for none of the two files, then for one of them.
         for room in [0, 1] {
             taken.truncate(taken.len() - room);
             let fds = [null.as_raw_fd(); 2];
@@ -82,7 +82,7 @@ fn message_whose_fds_are_lost_is_refused_and_the_next_one_answered() {
         client.write_all(&RESET).unwrap();
         assert_eq!(session.run(&mut Nothing), SessionReadiness::Reading);
         assert_eq!(read_reply(&client), 0);
-        // The server has closed the descriptor that it received.
+        // A descriptor is free: the server has closed the one that it received.
         drop(File::open("/dev/null").unwrap());
     });
 }
@@ -194,7 +194,7 @@ fn server_of_a_process(keeper: &Path) {
     }
 }
 
-/// A server process, and the connection whose end ends it.
+/// A server process, and a connection at whose end the process ends.
 struct Process(Child, #[expect(dead_code, reason = "held open")] UnixStream);
 
 impl Drop for Process {

@@ -148,7 +148,7 @@ impl MutEventSubscriber for Stop {
     }
 }
 
-/// Servers on a separate thread.
+/// Servers whose event loop runs on a separate thread.
 struct Running {
     directory: TempDir,
     states: Vec<Arc<Mutex<State>>>,
@@ -270,7 +270,7 @@ fn client_finds_the_regions_and_one_mappable_area_with_its_file() {
     let area = &bar0.sparse_areas[0];
     assert_eq!((area.offset, area.size), AREA);
 
-    // The client got this memory, at the offset that it computes.
+    // The client got the area's memory, at the offset that the client computes.
     let file = bar0.file_offset.as_ref().unwrap();
     let place = file.start() + area.offset;
     file.file().write_all_at(b"doorbell", place).unwrap();
@@ -355,7 +355,7 @@ fn client_gets_interrupts_on_all_vectors() {
 fn client_may_reset_as_soon_as_it_has_connected() {
     let running = Running::one();
     let mut client = running.client();
-    // The client inverts the reset flag: it would reset only devices that do not offer resets.
+    // The client inverts the reset flag: it would reset a device only if the device does not offer resets.
     assert!(!client.resettable());
     client.reset().unwrap();
     client.region_write(0, 0, &[5]).unwrap();
@@ -401,8 +401,8 @@ fn a_reconnected_client_finds_its_registers_but_no_memory() {
 /// A `VERSION` message for 0.1, without version data.
 const VERSION: [u8; 20] = [1, 0, 1, 0, 20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
 
-/// Both events of a VMM restart are pending: the new client has connected, and the old one has gone. The server handles the
-/// connection first.
+/// A VMM restarts: the new client has connected, and the old client has closed its connection. Both events are pending, and the
+/// server handles the new connection first.
 #[test]
 fn client_may_be_replaced_without_a_pause() {
     let directory = TempDir::new().unwrap();
@@ -423,7 +423,7 @@ fn client_may_be_replaced_without_a_pause() {
     manager.run().unwrap();
     manager.run().unwrap();
     old.read_exact(&mut [0; 20]).unwrap();
-    // No event is pending, so later events are handled in their order.
+    // No event is pending, so the events of the following calls are handled in the order in which they happen.
     assert_eq!(manager.run_with_timeout(0).unwrap(), 0);
 
     let mut new = UnixStream::connect(&path).unwrap();

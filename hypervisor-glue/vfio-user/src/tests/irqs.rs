@@ -57,7 +57,7 @@ fn interrupts_are_connected_and_disconnected() {
     drop(connected);
     assert!(tracers.iter().all(DescriptorTracer::is_closed));
 
-    // QEMU connects a part of the vectors, and disconnects others by messages without descriptors.
+    // QEMU connects a part of the vectors, and disconnects the other vectors by messages without descriptors.
     let reply = talk.request(
         VfioUserCommand::DEVICE_SET_IRQS,
         &irq_set(CONNECT, IrqIndex::Msix, 16, 4),

@@ -80,7 +80,7 @@ fn irq_set(flags: u32, index: IrqIndex, start: u32, count: u32) -> Vec<u8> {
 
 const CONNECT: u32 = IrqSet::DATA_EVENTFD | IrqSet::ACTION_TRIGGER;
 
-/// Creates pipes in place of eventfds, which show when a descriptor is closed.
+/// Creates pipes in place of eventfds. A pipe shows when its descriptor is closed.
 fn tracers(count: usize) -> (Vec<DescriptorTracer>, Vec<OwnedFd>) {
     (0..count).map(|_| DescriptorTracer::new()).unzip()
 }

@@ -50,7 +50,7 @@ fn mappable_area_is_told_when_argsz_has_room_for_all_of_it() {
         assert_eq!((reply.payload.len(), reply.fds.len()), (32, 0));
         let info: RegionInfo = reply.read();
         assert_eq!(info.argsz.get(), 64, "the size to ask with");
-        // Without MMAP and CAPS, because a client with MMAP alone would map the whole region.
+        // The flags lack MMAP and CAPS, because a client that sees MMAP alone would map the whole region.
         assert_eq!(info.flags.get(), RegionInfo::READ | RegionInfo::WRITE);
         assert_eq!(info.cap_offset.get(), 0);
     }

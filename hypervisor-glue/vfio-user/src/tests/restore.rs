@@ -1,4 +1,4 @@
-//! A server whose process is killed at every step, and whose client must notice nothing.
+//! A server whose process is killed at every step, while its client must notice nothing.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -32,7 +32,7 @@ struct SurvivingDescriptors {
     listener: Option<OwnedFd>,
     request_log: Option<OwnedFd>,
     client: Option<OwnedFd>,
-    /// `SO_SNDBUF` of new clients.
+    /// `SO_SNDBUF` of clients that connect.
     send_buffer: Option<usize>,
     refuses: bool,
 }
@@ -41,7 +41,7 @@ fn copy(fd: &Option<OwnedFd>) -> OwnedFd {
     fd.as_ref().unwrap().try_clone().unwrap()
 }
 
-/// A device whose state is the list of all requests, reads included.
+/// A device whose state is the list of all requests, with the reads.
 #[derive(Debug)]
 struct Ledger {
     entries: Vec<u8>,
@@ -87,7 +87,7 @@ impl VfioUserDevice for Ledger {
         }
     }
 
-    /// Returns data that no other read returns.
+    /// Returns data that differs from the data of every other read.
     fn read(&mut self, _: RegionIndex, _: u64, data: &mut [u8]) {
         let seed = self.entries.len() * 31;
         for (at, byte) in data.iter_mut().enumerate() {
@@ -157,12 +157,12 @@ impl VfioUserDevice for Ledger {
     }
 }
 
-/// Consecutive server processes with one keeper.
+/// Consecutive server processes, whose descriptors outlive each of them.
 struct ServerProcesses {
     path: PathBuf,
     supervisor: Arc<Mutex<SurvivingDescriptors>>,
     process: Option<(VfioUserServer<Ledger>, Epoll)>,
-    /// Steps at which the next processes are killed.
+    /// Steps at which the next server processes are killed, one entry for each process.
     kills: Vec<u32>,
     deaths: usize,
     _directory: TempDir,
@@ -225,7 +225,8 @@ impl ServerProcesses {
         self.deaths += 1;
     }
 
-    /// Starts a process if needed, and runs the server until it is idle. Returns after a death, before the next process starts.
+    /// Starts a process if there is none, and runs the server until it is idle. If the process is killed, returns before the
+    /// next process starts.
     fn run_until_killed(&mut self) -> bool {
         let step = self.kills.first().copied().unwrap_or(u32::MAX);
         let mut process = self.process.take();
@@ -338,7 +339,7 @@ enum ClientStep {
     Receive,
     /// Lets the server run, and reads nothing.
     Wait,
-    /// Lets the server commit a change of state that no request has caused.
+    /// Lets the server commit a change of the device's state that no request has caused.
     Change,
     Close,
     Connect,
@@ -391,7 +392,7 @@ fn map(id: u16) -> ClientStep {
     Send(message(id, VfioUserCommand::DMA_MAP, 0, map.as_bytes()), 1)
 }
 
-/// The reply carries a descriptor.
+/// Requests information about the mappable region, whose reply carries a descriptor.
 fn region_info(id: u16) -> ClientStep {
     let info = RegionInfo {
         argsz: 4096.into(),
@@ -431,14 +432,14 @@ fn every_kind() -> Vec<ClientStep> {
     ]
 }
 
-/// Returns the steps with `after` behind each.
+/// Returns the steps `acts`, each followed by `after`.
 fn interleave(acts: Vec<ClientStep>, after: ClientStep) -> Vec<ClientStep> {
     let each = acts.into_iter().flat_map(|act| [act, after.clone()]);
     each.collect()
 }
 
-/// Runs a client while the server's processes are killed at `kills`. Returns the replies, the device's entries and the number
-/// of deaths.
+/// Runs a client while the server's processes are killed at the steps `kills`. Returns the replies, the device's entries and
+/// the number of killed processes.
 fn run_client(
     acts: &[ClientStep],
     send_buffer: Option<usize>,
@@ -492,7 +493,7 @@ fn run_client(
     (heard, entries, world.deaths)
 }
 
-/// Runs the client's steps once for each step of the server, with a kill there. Returns the number of steps.
+/// Runs the client's steps once for each step of the server, at which the server is killed. Returns the number of steps.
 fn at_every_step(acts: &[ClientStep], send_buffer: Option<usize>) -> u32 {
     let (heard, entries, _) = run_client(acts, send_buffer, &[]);
     for step in 0.. {
@@ -594,7 +595,7 @@ fn state_that_changes_between_requests_is_committed() {
         Change,
         read(3, 4),
     ];
-    // Runs without kills, because the change itself is not a step of a request.
+    // The server is not killed, because a change of state is not a step of a request.
     let (_, entries, _) = run_client(&acts, None, &[]);
     assert_eq!(entries, "connected;changed;read 4;changed;changed;read 4;");
 }
@@ -637,7 +638,7 @@ fn client_that_does_not_read_finds_every_reply_right() {
     acts.push(Wait);
     let (heard, ..) = run_client(&acts, None, &[]);
     assert_eq!(heard[0].ids(), (0..=40).collect::<Vec<_>>());
-    // Each reply has different data.
+    // Each reply has data of its own.
     let (killed, _, deaths) = run_client(&acts, None, &[150, 200, 7, 40]);
     assert_eq!(deaths, 4);
     assert!(killed == heard);
@@ -682,7 +683,7 @@ fn a_replaced_process_and_a_failed_takeover_keep_the_socket_file() {
     world.run();
     let (mut server, _epoll) = world.process.take().unwrap();
 
-    // A takeover fails while the first process still runs.
+    // A takeover fails while the first process still runs: the new listener is dropped without `adopt`.
     let listener = copy(&world.supervisor.lock().unwrap().listener);
     let listener = SocketListener::from_predecessor(&world.path, listener).unwrap();
     drop(listener);
@@ -717,7 +718,7 @@ fn descriptors_are_taken_and_closed() {
     client.send_with_fds(&[&irqs[..]], &fds).unwrap();
     drop(fd);
     world.run();
-    // This test's device drops the descriptors that it gets.
+    // This test's device drops each descriptor that it receives.
     assert_eq!(world.entries(), "connected;connect 1;");
     assert!(tracer.is_closed());
 }
@@ -773,7 +774,7 @@ fn later_servers_file_is_not_adopted() {
     world.kill();
     std::fs::remove_file(&world.path).unwrap();
     world.run();
-    // The kernel reports the file of a socket if this process may ask.
+    // With the privilege to ask, the kernel reports the file of a socket.
     let listener = copy(&world.supervisor.lock().unwrap().listener);
     if socket::bound_file(&listener).is_ok() {
         let mut other = SocketListener::bind(&world.path).unwrap();
@@ -785,7 +786,7 @@ fn later_servers_file_is_not_adopted() {
     }
 }
 
-/// Creates a request log in the middle of a reply, and the socket for the rest of the reply.
+/// Creates a request log in the middle of a reply, and the socket for the unsent part of the reply.
 fn unfinished_request() -> ServerProcesses {
     let mut world = ServerProcesses::new();
     world.supervisor.lock().unwrap().send_buffer = Some(20_000);

@@ -3,7 +3,7 @@
 use vmm_device::MsixMessage;
 
 /// Returns the identifier of the local APIC to which an MSI message is sent (Intel SDM, volume 3A, section 11.11.1, Message
-/// Address Register Format); `None` if the message has several destinations, or an IOMMU remaps the message.
+/// Address Register Format). Returns `None` if the message has several destinations, or if an IOMMU remaps the message.
 ///
 /// Bits 11:5 extend the identifier for guests of KVM (Linux, `Documentation/virt/kvm/x86/cpuid.rst`,
 /// `KVM_FEATURE_MSI_EXT_DEST_ID`). A logical destination is decoded by the flat model, in which bit N usually stands for

@@ -1,9 +1,8 @@
-//! The control thread of a function. The code does not depend on the transport between guest and function (VMM process or
-//! vfio-user).
+//! Control thread of a function, for both transports between guest and function: a VMM's own process, and vfio-user.
 //!
 //! Each function has its own control thread, which executes admin commands and reports events to the guest. So a slow admin
-//! command delays no I/O and no other function. [`ControlLoop`] is the loop of that thread; [`ControlLoopHandler`] is the
-//! transport's work in one turn of the loop.
+//! command delays no I/O and no other function. [`ControlLoop`] is the loop of that thread. [`ControlLoopHandler`] is what a
+//! transport does in one turn of the loop.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -21,12 +20,12 @@ const WAKE: u64 = u64::MAX;
 
 /// Work that a control thread does for a function.
 pub trait ControlLoopHandler {
-    /// Returns the time after which the loop makes a turn even without an event; `None` to wait for events only.
+    /// Returns the time after which the loop makes a turn even without an event; `None` if only events cause a turn.
     fn next_timeout(&mut self) -> Option<Duration>;
 
     /// Does the pending work. `ready` contains the tokens of the event sources that are ready.
     ///
-    /// The loop consumes wake-ups before a turn, so an event that arrives during the turn causes another turn.
+    /// The loop consumes wake-ups before it calls this, so an event that arrives during the turn causes another turn.
     fn turn(&mut self, ready: &[u64]);
 }
 
@@ -39,7 +38,7 @@ pub struct ControlLoop {
 }
 
 impl ControlLoop {
-    /// Creates a loop without sources.
+    /// Creates a loop without event sources.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -53,13 +52,14 @@ impl ControlLoop {
         Ok(this)
     }
 
-    /// Returns the loop's epoll instance, by which a source can change the events that it waits for.
+    /// Returns the loop's epoll instance, through which a source can change the set of events to wait for.
     #[must_use]
     pub fn epoll(&self) -> &Epoll {
         &self.epoll
     }
 
-    /// Adds a source: reports `token` whenever `fd` is readable. `u64::MAX` is reserved for the loop.
+    /// Adds an event source: the loop passes `token` to the handler whenever `fd` is readable. `u64::MAX` is reserved for the
+    /// loop.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -68,7 +68,7 @@ impl ControlLoop {
         self.epoll.ctl(ControlOperation::Add, fd, event)
     }
 
-    /// Removes a source.
+    /// Removes an event source.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -77,9 +77,9 @@ impl ControlLoop {
         self.epoll.ctl(ControlOperation::Delete, fd, event)
     }
 
-    /// Causes a turn.
+    /// Causes a turn of the loop.
     pub fn wake(&self) {
-        // A full counter wakes the thread as well.
+        // The write fails only if the counter is full, which wakes the thread as well.
         let _ = self.wake.write(1);
     }
 
@@ -94,7 +94,7 @@ impl ControlLoop {
         let mut events = [EpollEvent::default(); READY_MAX];
         let mut ready = [0; READY_MAX];
         loop {
-            // Rounded up to a millisecond, so as not to wake too early. -1 waits without a timeout.
+            // Rounds up to a millisecond, so as not to wake too early. -1 waits without a timeout.
             let timeout = controlled.next_timeout().map_or(-1, |due| {
                 i32::try_from(due.as_millis() + 1).unwrap_or(i32::MAX)
             });
@@ -106,7 +106,7 @@ impl ControlLoop {
                     return;
                 }
             };
-            // Consumed before the turn, so that a later wake-up causes another one.
+            // Consumes the wake-up before the turn, so that a wake-up during the turn causes another turn.
             let _ = self.wake.read();
             if self.stopping.load(Ordering::Acquire) {
                 return;
@@ -131,7 +131,7 @@ mod tests {
 
     use super::*;
 
-    /// A handler that reports its turns.
+    /// A handler that reports its turns to the test.
     struct TurnProbe {
         due: Option<Duration>,
         turns: Sender<Vec<u64>>,
@@ -144,7 +144,7 @@ mod tests {
         }
 
         fn turn(&mut self, ready: &[u64]) {
-            // The eventfd stays readable until it is read.
+            // Reads the eventfd, which otherwise stays readable.
             let _ = self.source.read();
             self.turns.send(ready.to_vec()).unwrap();
         }

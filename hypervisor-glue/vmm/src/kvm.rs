@@ -24,9 +24,9 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::apic::local_apic;
 use crate::vmm::{IntxPin, Vmm, VmmError, VmmVectors};
 
-/// Number of pins of KVM's I/O APIC, which are the first GSIs.
+/// Number of pins of KVM's I/O APIC. They are the first GSIs.
 const IOAPIC_PINS: u32 = 24;
-/// Number of pins of each of the two PICs.
+/// Number of pins of one PIC, of which there are two.
 const PIC_PINS: u32 = 8;
 /// Number of GSIs that KVM can route (Linux, `KVM_MAX_IRQ_ROUTES`).
 const MAX_GSIS: u32 = 4096;
@@ -35,12 +35,12 @@ const MAX_GSIS: u32 = 4096;
 /// GSIs beyond the I/O APIC's pins.
 pub struct KvmVmm {
     vm: Arc<VmFd>,
-    /// Memory slots by guest address. Each has the mapping that must stay valid as long as the slot exists.
+    /// Memory slots by guest address. Each entry holds the mapping, which must stay valid while the slot exists.
     slots: Mutex<BTreeMap<u64, KvmMemorySlot>>,
     routes: Arc<Mutex<RouteTable>>,
     /// Threads of the vCPUs, by local APIC identifier.
     vcpus: Mutex<BTreeMap<u32, ThreadId>>,
-    /// Pin of the I/O APIC that is the INTx of all functions; `None` without INTx.
+    /// Pin of the I/O APIC that carries the INTx of all functions; `None` without INTx.
     intx: Option<u32>,
 }
 
@@ -59,7 +59,7 @@ impl fmt::Debug for KvmVmm {
 }
 
 impl KvmVmm {
-    /// Wraps `vm`, which must have its interrupt controllers and no memory yet.
+    /// Creates the interface of `vm`, which must have its interrupt controllers and no memory yet.
     #[must_use]
     pub fn new(vm: Arc<VmFd>) -> Self {
         Self {
@@ -71,17 +71,17 @@ impl KvmVmm {
         }
     }
 
-    /// Makes a pin of the I/O APIC the INTx of all functions. The VMM's firmware tables must describe it.
+    /// Makes a pin of the I/O APIC the INTx of all functions. The VMM's firmware tables must describe the pin.
     #[must_use]
     pub fn with_intx(mut self, pin: u32) -> Self {
         self.intx = Some(pin);
         self
     }
 
-    /// Sets the thread of the vCPU with this local APIC; `None` if there is none.
+    /// Sets the thread of the vCPU with the local APIC `apic`; `None` if the vCPU has no thread.
     ///
-    /// Functions look the thread up when their guest sets an interrupt's destination. For interrupts set earlier, call
-    /// [`FunctionDevice::update_vcpu_threads`](crate::FunctionDevice::update_vcpu_threads).
+    /// Functions look the thread up when their guest sets an interrupt's destination. For interrupts whose destination was set
+    /// before this call, call [`FunctionDevice::update_vcpu_threads`](crate::FunctionDevice::update_vcpu_threads).
     pub fn set_vcpu_thread(&self, apic: u32, thread: Option<ThreadId>) {
         let mut vcpus = lock(&self.vcpus);
         match thread {
@@ -115,7 +115,7 @@ impl Vmm for KvmVmm {
         if slots.contains_key(&gpa.0) {
             return Err(VmmError::new(action(), "There is memory already"));
         }
-        // Always found: n slots cannot occupy all numbers from 0 to n.
+        // A free number is always found: n slots cannot occupy all numbers from 0 to n.
         let number = (0..)
             .find(|number| slots.values().all(|slot| slot.number != *number))
             .unwrap_or(u32::MAX);
@@ -152,7 +152,7 @@ impl Vmm for KvmVmm {
             memory_size: 0,
             userspace_addr: 0,
         };
-        // SAFETY: a slot is deleted, and no memory given to it.
+        // SAFETY: the call deletes a slot, and gives it no memory.
         unsafe { self.vm.set_user_memory_region(region) }
             .map_err(|error| VmmError::new(action(), io::Error::from(error)))?;
         slots.remove(&gpa.0);
@@ -267,7 +267,7 @@ impl Drop for KvmPin {
     }
 }
 
-/// Vectors of one function: a GSI with an irqfd for each.
+/// Vectors of one function. Each vector has a GSI with an irqfd.
 struct KvmVectors {
     vm: Arc<VmFd>,
     routes: Arc<Mutex<RouteTable>>,
@@ -325,7 +325,7 @@ impl Drop for KvmVectors {
     }
 }
 
-/// Routing table of a virtual machine, which KVM replaces as a whole.
+/// Routing table of a virtual machine. KVM only replaces the table as a whole.
 struct RouteTable(
     /// Routes by GSI; `None` for a reserved GSI without a route.
     BTreeMap<u32, Option<GsiRoute>>,
@@ -334,14 +334,14 @@ struct RouteTable(
 /// Destination of a GSI.
 #[derive(Clone, Copy)]
 enum GsiRoute {
-    /// Pin of the I/O APIC, and of a PIC if it is one of the first sixteen.
+    /// Pin of the I/O APIC; for the first sixteen pins, a pin of a PIC as well.
     Pin,
-    /// Message.
+    /// Message of an MSI or MSI-X vector.
     Message(kvm_irq_routing_msi),
 }
 
 impl RouteTable {
-    /// Creates the routing table that KVM sets up by default when the interrupt controllers are created.
+    /// Creates the routing table that KVM sets up with its interrupt controllers.
     fn with_pin_routes() -> Self {
         Self(
             (0..IOAPIC_PINS)
@@ -350,7 +350,7 @@ impl RouteTable {
         )
     }
 
-    /// Reserves an unused GSI.
+    /// Reserves an unused GSI; `None` if all are in use.
     fn reserve(&mut self) -> Option<u32> {
         let gsi = (IOAPIC_PINS..MAX_GSIS).find(|gsi| !self.0.contains_key(gsi))?;
         self.0.insert(gsi, None);
@@ -424,7 +424,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    /// Returns GSI, type and target of each route: irqchip and pin, or low address and data of the message.
+    /// Returns GSI, type and target of each route. The target is irqchip and pin, or low address and data of the message.
     fn described(table: &RouteTable) -> Vec<(u32, u32, u32, u32)> {
         let describe = |entry: &kvm_irq_routing_entry| {
             // SAFETY: both kinds of entries begin with two words, and all words are initialised.

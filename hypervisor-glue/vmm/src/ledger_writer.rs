@@ -1,8 +1,8 @@
 //! Ledger writer thread: writes this process into the ledger as the holder of leases that it took over from a predecessor.
 //!
-//! A write of the ledger waits for the disk while the ledger is locked. If a hand-over wrote the ledger for each lease, the
-//! guests would wait for all these writes. Since the holder's name is only information for operators, this thread writes it
-//! later.
+//! Each write of the ledger locks the ledger and waits for the disk. If a hand-over wrote the ledger once for each lease, the
+//! guests would be paused for all these writes. The holder's name is only information for operators, so this thread writes it
+//! after the hand-over, once for all leases.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
@@ -13,13 +13,13 @@ use nvme_lease::Ledger;
 
 use crate::report;
 
-/// Time since the last reported lease after which the ledger is written.
+/// Delay between the last reported lease and the write of the ledger.
 const WRITE_DELAY: Duration = Duration::from_secs(1);
 
 /// Ledger writer thread. Dropping it ends the thread.
 #[derive(Debug)]
 pub(crate) struct LedgerWriterThread {
-    /// Channel of requests to write the ledger; `None` once the thread is to end.
+    /// Channel of requests to write the ledger. Closed (`None`) to end the thread.
     requests: Option<SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -38,7 +38,7 @@ impl LedgerWriterThread {
         })
     }
 
-    /// Reports that this process has taken over another lease.
+    /// Requests a write of the ledger, after this process has taken over a further lease.
     pub(crate) fn request_write(&self) {
         if let Some(asked) = &self.requests {
             // If the channel is full, a request is pending already.
@@ -58,7 +58,7 @@ impl Drop for LedgerWriterThread {
     }
 }
 
-/// Writes the ledger once no further lease has been reported for `WRITE_DELAY`.
+/// Waits for requests. Writes the ledger once no further request has arrived for `WRITE_DELAY`.
 fn run(ledger: &Ledger, requests: &Receiver<()>) {
     while requests.recv().is_ok() {
         loop {

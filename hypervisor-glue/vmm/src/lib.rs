@@ -1,7 +1,7 @@
 //! NVMe functions in a VMM's own process.
 //!
 //! A function's doorbells and interrupts go through the hypervisor, without another process in between. A VMM implements
-//! [`Vmm`], the functions' interface to it, and holds a [`FunctionDevice`] for each function. It forwards accesses to
+//! [`Vmm`], the interface that functions use, and holds a [`FunctionDevice`] for each function. The VMM forwards accesses to
 //! configuration space and to the BARs, follows BARs that move, and reports guest memory that is added or removed.
 //!
 //! # Example
@@ -90,17 +90,17 @@
 //!
 //! # Features
 //!
-//! All are off by default.
+//! All features are off by default.
 //!
-//! - `kvm`: the module of that name, for x86-64 only, because its interrupt routes are those of a PC.
+//! - `kvm`: the module `kvm`, for x86-64 only, because its interrupt routes are those of a PC.
 //! - `key-value-files`: drives of keys and values in files.
 //! - `toml`: the options `profile=` and `faults=`, whose values are written in TOML. Without this feature, `faults=none` works,
 //!   and any other value is refused.
 //!
 //! # Not implemented
 //!
-//! This crate serves no sockets and reads no command line: `nvme-mpt-server` and `nvme-mpt-cli` do. It emulates no PCI
-//! bus: the VMM decides where a function is and which accesses reach it.
+//! This crate serves no sockets and reads no command line: `nvme-mpt-server` and `nvme-mpt-cli` do. It does not emulate a PCI
+//! bus: the VMM decides at which address a function is and which accesses reach it.
 
 #![cfg_attr(
     test,

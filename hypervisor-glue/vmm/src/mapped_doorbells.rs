@@ -1,15 +1,16 @@
 //! Lets the guest's doorbell writes reach pollers without an exit to the VMM.
 //!
-//! If doorbell registers are mapped into the guest, the guest stores to the memory that a poller reads, but its stores do not
+//! If doorbell registers are mapped into the guest, the guest's stores go to the memory that a poller reads, but they do not
 //! wake a sleeping poller. So the registers are mapped while there is I/O, and unmapped otherwise. If the guest uses a Doorbell
-//! Buffer, a poller that is awake asks for no register writes (EventIdx), and a register write signals an eventfd that wakes a
-//! sleeping poller. A register write whose value is needed must exit, since an eventfd does not transport the value.
+//! Buffer, a poller that is awake suppresses register writes by EventIdx. The register write that must wake a sleeping poller
+//! signals the poller's eventfd (ioeventfd). A register write whose value is needed must exit, since an eventfd does not
+//! transport the value.
 //!
-//! The control thread maps and unmaps, not a poller or a vCPU thread, since mapping may take long and a shared poller has other
-//! guests. [`DoorbellMappingPolicy`] decides when. The order of calls is [`NvmeFunction::begin_mapped_doorbells`], map; unmap,
-//! [`NvmeFunction::end_mapped_doorbells`]. For pollers that never sleep, doorbells are mapped all the time. When a doorbell is
-//! tied to another poller's eventfd, that poller is woken once, because an earlier write may have woken only the previous
-//! poller.
+//! The control thread maps and unmaps. A poller or a vCPU thread does not, since mapping may take long and a shared poller has
+//! other guests. [`DoorbellMappingPolicy`] decides when. The order of calls is: [`NvmeFunction::begin_mapped_doorbells`], map;
+//! unmap, [`NvmeFunction::end_mapped_doorbells`]. For pollers that never sleep, doorbells are mapped all the time. When a
+//! doorbell's writes are redirected to another poller's eventfd, that poller is woken once, because an earlier write may have
+//! woken only the previous poller.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,40 +27,39 @@ use vmm_device::{Bar, NvmeFunction};
 use crate::report;
 use crate::vmm::{Vmm, VmmError};
 
-/// Doorbell registers that are mapped into the guest while there is I/O. Otherwise, or if the guest uses a Doorbell Buffer,
-/// register writes exit to the VMM.
+/// Doorbell registers that are mapped into the guest while there is I/O. Writes to unmapped registers exit to the VMM, and so
+/// do register writes of a guest with a Doorbell Buffer.
 #[derive(Debug)]
 pub(super) struct MappedDoorbells {
-    /// Offset in BAR0.
+    /// Offset of the doorbells in BAR0.
     offset: u64,
     memory: Arc<Mapping>,
     /// Guest address of the doorbells while they are mapped.
     mapped_at: Option<Gpa>,
-    /// Set if the doorbells should be mapped, at whatever address BAR0 has.
+    /// Set if the doorbells should be mapped, whatever BAR0's address is.
     should_be_mapped: bool,
-    /// Set after the VMM failed to map the doorbells.
+    /// Set after the VMM failed to map the doorbells, which is then not tried again.
     is_refused: bool,
-    /// Set if pollers may sleep. Otherwise no wake-up is needed, and the doorbells stay mapped.
+    /// Set if pollers may sleep. Pollers that never sleep need no wake-up, so the doorbells stay mapped.
     can_park: bool,
     policy: DoorbellMappingPolicy,
     rate: TickRate,
     stats: DoorbellMappingStats,
 }
 
-/// Costs of mapping and unmapping doorbells.
+/// Number and duration of changes of the doorbells' mapping.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DoorbellMappingStats {
-    /// Number of times that they were mapped.
+    /// Number of times that the doorbells were mapped.
     pub mapped: u64,
-    /// Number of times that they were unmapped.
+    /// Number of times that the doorbells were unmapped.
     pub unmapped: u64,
-    /// Total time that the VMM took to map and unmap them.
+    /// Total time that the VMM took to map and unmap the doorbells.
     pub total_time: Duration,
 }
 
 impl MappedDoorbells {
-    /// Creates the doorbells of a function, unmapped. Returns `None` if the function's doorbell mode maps and unmaps no
-    /// doorbells at run time.
+    /// Creates the doorbells of a function, unmapped; `None` if the function's doorbell mode never maps doorbells at run time.
     pub(super) fn new(function: &mut NvmeFunction) -> io::Result<Option<Self>> {
         if !function.facts().doorbells.should_map_dynamically() {
             return Ok(None);
@@ -98,7 +98,7 @@ impl MappedDoorbells {
         self.should_be_mapped = !self.can_park || self.policy.should_be_mapped(Ticks::now(), done);
     }
 
-    /// Returns the time until the next decision; `None` if only [`Self::record_exit`] triggers it.
+    /// Returns the time until the next decision; `None` if a decision is due only after [`Self::record_exit`].
     pub(super) fn next_decision_in(&self) -> Option<Duration> {
         let unchanged = self.policy.unchanged_for(Ticks::now());
         unchanged.filter(|_| self.can_park)
@@ -106,7 +106,7 @@ impl MappedDoorbells {
 
     /// Maps or unmaps the doorbells as decided, at BAR0's present address.
     pub(super) fn apply_decision(&mut self, function: &mut NvmeFunction, vmm: &dyn Vmm) {
-        // Mapping is only useful with I/O queues; there are none after a reset, for example.
+        // The mapping is useless without I/O queues, for example after a reset.
         self.should_be_mapped =
             self.should_be_mapped && function.backend().io_doorbells().uses_registers();
         let bar = function.bar_address(Bar::Registers);
@@ -158,7 +158,7 @@ impl MappedDoorbells {
         Ok(())
     }
 
-    /// Adds the time since `began` to the statistics. Returns this time in ticks.
+    /// Adds the time since `began` to the statistics, and returns it in ticks.
     fn record_time(&mut self, began: Ticks) -> u64 {
         let took = Ticks::now().since(began);
         self.stats.total_time += self.rate.duration(took);
@@ -166,17 +166,18 @@ impl MappedDoorbells {
     }
 }
 
-/// Doorbells that are tied to eventfds, which wake pollers, by guest address.
+/// Doorbells by guest address whose writes signal an eventfd (ioeventfd), which wakes a poller.
 #[derive(Debug, Default)]
 pub(super) struct IoeventfdDoorbells {
     registered: BTreeMap<Gpa, DoorbellWaker>,
-    /// Number of tied doorbells when the VMM refused to tie another one; `None` again once no doorbell is to be tied. KVM
-    /// limits the number of ioeventfds for all devices of a VM.
+    /// Number of registered ioeventfds when the VMM refused a further one; `None` again once no ioeventfd is needed. KVM limits
+    /// the number of ioeventfds for all devices of a VM.
     limit: Option<usize>,
 }
 
 impl IoeventfdDoorbells {
-    /// Ties doorbells to the function's present wakers, at BAR0's present address, and unties all others.
+    /// Registers ioeventfds for the present wakers of the function's doorbells, at BAR0's present address, and unregisters all
+    /// other ioeventfds.
     pub(super) fn update(&mut self, function: &NvmeFunction, vmm: &dyn Vmm) {
         let wanted = Self::wanted_wakers(function);
         self.registered.retain(|address, waker| {
@@ -203,8 +204,8 @@ impl IoeventfdDoorbells {
             }
             match vmm.register_ioeventfd(address, waker.eventfd()) {
                 Ok(()) => {
-                    // A write may have signalled only the queue's previous poller a moment ago, so wake this poller to check
-                    // the queue. The write to its eventfd only fails if the counter is full, and then the poller is woken
+                    // A write just before may have signalled only the queue's previous poller, so wake the present poller to
+                    // check the queue. The write to its eventfd fails only if the counter is full, and then the poller is woken
                     // anyway.
                     let _ = waker.eventfd().write(1);
                     self.registered.insert(address, waker);

@@ -1,5 +1,5 @@
-//! Opens what a function's option string describes: the drive, a lease of a part of the drive, and the controller backend for
-//! the guest. If a drive server has the drive open, the server provides all three.
+//! Opens what the option string of a function describes: the drive, a lease of a part of the drive, and the controller backend
+//! for the guest. If a drive server has the drive, the server provides all three.
 
 use std::io;
 use std::num::NonZeroU64;
@@ -30,7 +30,7 @@ use crate::ledger_writer::LedgerWriterThread;
 use crate::options::{FunctionOptions, LeaseSize, ParsedFunctionOptions};
 use crate::sandbox;
 
-/// Errors of opening the drive and lease of an option string.
+/// Errors of opening the drive and taking the lease that an option string describes.
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// The drive cannot be opened.
@@ -49,7 +49,7 @@ pub enum OpenError {
         /// The drive's lease granularity.
         multiple: ByteSize,
     },
-    /// The drive cannot be leased by size: its lease granularity is no power of two.
+    /// The drive cannot be leased by size, since its lease granularity is no power of two.
     #[error(
         "Leases by size have units of a power of two, and {drive} has zones of {zone}: use range= in place of size="
     )]
@@ -59,7 +59,7 @@ pub enum OpenError {
         /// The drive's lease granularity.
         zone: ByteSize,
     },
-    /// The drive has a label, and leases in the ledger refer to that label, so the options must name it (`drive-id=`).
+    /// The drive has a label, and leases in the ledger refer to this label. So the options must name the label (`drive-id=`).
     #[error("Drive `{drive}` has the label drive-id={name}, and leases of it: say drive-id={name}")]
     Labelled {
         /// The drive.
@@ -73,19 +73,19 @@ pub enum OpenError {
          what the guest is to have"
     )]
     Header {
-        /// The drive, or the part of the drive.
+        /// The drive, or the part of the drive that begins with the header.
         drive: String,
         /// Kind of the header.
         kind: &'static str,
-        /// Advice to the operator on how to access the image's content.
+        /// Advice to the operator about access to the image's content.
         remedy: &'static str,
     },
-    /// A lease with a fixed range cannot be resized.
+    /// The function's lease has a fixed range, so it cannot be resized.
     #[error(
         "The function has a range=, which stays as it is; a function with size= can be resized"
     )]
     NoSize,
-    /// The range of the whole drive is empty.
+    /// The range to lease is invalid, for example empty.
     #[error(transparent)]
     Range(#[from] RangeError),
     /// The drive cannot reserve the queue pairs.
@@ -103,7 +103,8 @@ pub enum OpenError {
     /// The drive server refuses the lease.
     #[error(transparent)]
     Server(#[from] nvme_mpt_lease_protocol::LeaseAttachError),
-    /// The drive's server is gone, and this process cannot open the drive, since its sandbox only allows access to a server.
+    /// The drive's server has ended. This process may not open the drive itself, since its sandbox only allows access to a
+    /// server.
     #[error(
         "No drive server has {0} any more, and this process was confined while one had it, without the right to open \
          the drive: start the server again and then add the function, or restart this process"
@@ -111,22 +112,22 @@ pub enum OpenError {
     LeftToServers(DrivePath),
 }
 
-/// The shared ledger of leases, and the private ledger of this process.
+/// The ledgers in which functions of this process get leases: the shared ledger, and the private ledger of this process.
 #[derive(Debug)]
 pub struct LeaseLedgers {
     /// Ledger of all processes that use the same state directory.
     shared: Ledger,
-    /// Ledger of drives that only this process has.
+    /// Ledger of drives that only this process has, such as `memory:` drives.
     private: Ledger,
     state_dir: PathBuf,
-    /// Claim with which leases are requested: on whose behalf, and which leases are allowed.
+    /// Claim of lease requests: the user on whose behalf they are made, and the leases that this user may have.
     claim: LeaseClaim,
-    /// Thread that writes this process as lease holder into the shared ledger. If `None`, the thread that requests a lease
-    /// writes it.
+    /// Thread that writes this process as lease holder into the shared ledger; `None` if each thread that requests a lease
+    /// writes the holder itself.
     ledger_writer: Option<Arc<LedgerWriterThread>>,
-    /// Keeper's store of spare file descriptors of leases, if this process has a keeper (supervisor process).
+    /// Supervisor's store of spare file descriptors of leases; `None` without a supervisor process.
     spare_store: Option<Arc<dyn SpareDescriptorStore>>,
-    /// Memory limit of functions that set none.
+    /// Memory limit of functions whose options set none.
     memory_limit: Option<ByteSize>,
 }
 
@@ -145,7 +146,7 @@ impl LeaseLedgers {
         }
     }
 
-    /// Sets the memory limit of functions that set none.
+    /// Sets the memory limit of functions whose options set none.
     #[must_use]
     pub fn with_memory_limit(self, memory_limit: Option<ByteSize>) -> Self {
         Self {
@@ -154,8 +155,8 @@ impl LeaseLedgers {
         }
     }
 
-    /// Starts a thread that writes this process into the shared ledger as lease holder. So functions that are taken over from a
-    /// predecessor do not wait for these writes to the disk.
+    /// Starts a thread that writes this process into the shared ledger as lease holder. So functions from a predecessor do not
+    /// wait for these writes to the disk.
     ///
     /// # Errors
     /// Returns the kernel's error if the thread cannot be started.
@@ -168,19 +169,18 @@ impl LeaseLedgers {
         })
     }
 
-    /// Returns the memory limit of a function: the limit in its options, or else the limit set by `with_memory_limit`.
+    /// Returns the memory limit in a function's options, or else the limit set by [`Self::with_memory_limit`].
     fn memory_limit_for(&self, options: &FunctionOptions) -> Option<ByteSize> {
         options.memory_limit.or(self.memory_limit)
     }
 
-    /// Sets the ledger of private drives. This process received the ledger from its predecessor, and passes it to its
-    /// successor.
+    /// Sets the ledger of private drives. A server receives this ledger from its predecessor, and passes it to its successor.
     #[must_use]
     pub fn with_private_ledger(self, private: Ledger) -> Self {
         Self { private, ..self }
     }
 
-    /// Sets the keeper's store of spare file descriptors.
+    /// Sets the supervisor's store of spare file descriptors.
     #[must_use]
     pub fn with_spare_store(self, spares: Arc<dyn SpareDescriptorStore>) -> Self {
         let spares = Some(spares);
@@ -190,7 +190,7 @@ impl LeaseLedgers {
         }
     }
 
-    /// Returns the id of a lease, if there is one, whose function has ended but still has in-flight commands.
+    /// Returns the id of a lease whose function has ended and still has in-flight commands; `None` if there is no such lease.
     ///
     /// # Errors
     /// A ledger cannot be read.
@@ -202,13 +202,13 @@ impl LeaseLedgers {
     }
 
     /// Prevents further changes of the private ledger by this process, before a hand-over. Returns whether all leases of
-    /// private drives were released. If one was not, the successor would not see it as held, and could lease its range to
-    /// another id.
+    /// private drives were released. The successor would not see a lease that was not released as held, and could lease its
+    /// range to another id.
     pub fn release_private_ledger(&self) -> bool {
         self.private.hand_over()
     }
 
-    /// Returns the same ledgers, with `claim` for leases that are requested through them.
+    /// Returns these ledgers with `claim` for leases that are requested through the result.
     #[must_use]
     pub fn with_claim(&self, claim: LeaseClaim) -> Self {
         Self {
@@ -223,7 +223,7 @@ impl LeaseLedgers {
     }
 
     /// Returns the allocation unit of leases by size on a drive, in bytes, and the capacity of the drive's namespace in that
-    /// unit. `unit` replaces the drive's default unit.
+    /// unit. `unit` replaces the drive's default unit; `None` uses the default.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -241,7 +241,7 @@ impl LeaseLedgers {
         Ok((unit, room))
     }
 
-    /// Moves leases in the ledger from a drive's former names to its present name.
+    /// Moves leases in the ledger from a drive's previous names to its present name.
     fn rename_leases(&self, drive: &Drive) -> Result<(), LeaseError> {
         let DriveIdentityRef {
             name,
@@ -263,8 +263,8 @@ impl LeaseLedgers {
         }
     }
 
-    /// Refuses to lease bytes for the first time if they begin with a disk image header. Later leases of the bytes are not
-    /// refused, since a guest may have written such a header itself.
+    /// Refuses the first lease of bytes that begin with a disk image header. Once the bytes have been leased, a header is
+    /// allowed, since a guest may have written it.
     fn check_header(&self, drive: &Drive, wanted: RequestedBytes) -> Result<(), OpenError> {
         let nsid = drive.namespace().nsid;
         let begins = match wanted {
@@ -309,9 +309,10 @@ impl LeaseLedgers {
             lba_shift: namespace.lba_shift,
             blocks: namespace.blocks,
             previous_data: match (&options.path, options.data) {
-                // The drive stores no data, so no data needs to be erased.
+                // The drive stores no data, so nothing needs to be erased.
                 (DrivePath::Null(_), _) => PreviousDataPolicy::Kept,
-                // Private memory starts zeroed, and a drive's keys are not erased with its blocks.
+                // Erasing works on blocks of a drive that others can see: private memory starts zeroed, and erasing blocks
+                // would not erase keys. So the data is wiped.
                 (_, PreviousDataPolicy::Erased) if drive.is_private() || options.is_key_value() => {
                     PreviousDataPolicy::Wiped
                 }
@@ -341,7 +342,7 @@ impl LeaseLedgers {
 /// Default allocation unit of leases by size, in bytes, for drives without a lease granularity.
 const DEFAULT_UNIT: u64 = 1 << 30;
 
-/// Returns the drive's default allocation unit of leases by size, in bytes.
+/// Returns the default allocation unit of leases by size on a drive, in bytes.
 fn default_unit(drive: &Drive) -> u64 {
     let multiple = drive.controller().lease_unit_bytes();
     multiple.map_or(DEFAULT_UNIT, |multiple| multiple.max(MIN_UNIT))
@@ -370,7 +371,7 @@ fn requested_bytes(asked: LeaseSize, drive: &Drive) -> Result<RequestedBytes, Op
     }
 }
 
-/// Returns the id and the requested bytes of a function's lease.
+/// Returns the id of a function's lease, and the bytes that the lease requests.
 fn lease_request(
     options: &FunctionOptions,
     drive: &Drive,
@@ -400,7 +401,7 @@ fn lease_request(
 /// Returns the id of a function's lease.
 ///
 /// # Errors
-/// As [`reserve`].
+/// Returns the errors of [`reserve`].
 pub fn lease_id(
     options: &FunctionOptions,
     drive: &Drive,
@@ -409,8 +410,8 @@ pub fn lease_id(
     Ok(lease_request(options, drive, ledgers)?.0)
 }
 
-/// Takes an unused lease by size, so that the caller can [truncate](Lease::truncate) it to `bytes`. The returned lease has its
-/// previous extents, even if they have fewer bytes than `bytes`.
+/// Takes an unused lease by size, so that the caller can [truncate](Lease::truncate) it to `bytes`. The returned lease has the
+/// extents that it had before, even if they have fewer bytes than `bytes`.
 ///
 /// # Errors
 /// [`OpenError::Lease`], also for an invalid size; [`OpenError::NoSize`] for a function whose lease has a fixed range.
@@ -432,11 +433,11 @@ pub fn lease_to_truncate(
     ledgers.lease(&options, drive, &id, wanted)
 }
 
-/// Leases the part of `drive` that `options` describe and releases the lease again, so that the part stays reserved for the
-/// lease's id. The id's owner is the claimant of `ledgers`, and `limits` become the id's limits. Returns the id and the
-/// extents.
+/// Reserves a part of a drive for a lease: takes the lease that `options` describe, and releases it. From then on, the ledger
+/// reserves the part for the lease's id. The id's owner is the claimant of `ledgers`, and `limits` become the id's limits.
+/// Returns the id and the extents.
 ///
-/// Data of another id may have to be wiped first. The wipe ends early when `stop` is set.
+/// If another id left data in the part, the data may have to be wiped first. The wipe ends early when `stop` is set.
 ///
 /// # Errors
 /// [`OpenError::Range`], [`OpenError::Lease`], [`OpenError::Wipe`].
@@ -458,9 +459,9 @@ pub fn reserve(
     Ok((id, extents))
 }
 
-/// Leases the part of `drive` that `options` describe, and returns its controller backend.
+/// Takes the lease that `options` describe on `drive`, and returns the guest's controller backend for the leased part.
 ///
-/// Data of another id may have to be wiped first. The wipe ends early when `stop` is set.
+/// If another id left data in the part, the data may have to be wiped first. The wipe ends early when `stop` is set.
 ///
 /// # Errors
 /// [`OpenError::Range`], [`OpenError::Reserve`], [`OpenError::Lease`], [`OpenError::Wipe`], [`OpenError::Attach`].
@@ -475,11 +476,11 @@ pub fn attach(
     attach_with(options, drive, ledgers, pollers, parts, stop)
 }
 
-/// Works like [`attach`], for a function that may outlive this process, or that has shared parts (such as doorbell memory) from
-/// a predecessor. `parts` says which.
+/// Works like [`attach`], for a function that may outlive this process. `parts` is the source of the parts that the function and
+/// its back end share, such as doorbell memory: new parts, or those of a predecessor.
 ///
 /// # Errors
-/// As [`attach`].
+/// Returns the errors of [`attach`].
 pub fn attach_with(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
@@ -489,7 +490,7 @@ pub fn attach_with(
     stop: &AtomicBool,
 ) -> Result<LocalBackend, OpenError> {
     let (id, wanted) = lease_request(options, drive, ledgers)?;
-    // Reserve first: a refused reservation must leave ledger and previous data unchanged.
+    // The reservation comes first: if it is refused, the ledger and previous data must be unchanged.
     let reservation = match options.reserve {
         0 => None,
         pairs => Some(drive.reserve_pairs(&id, pairs, options.rates.weight.unwrap_or_default())?),
@@ -519,7 +520,7 @@ pub fn attach_with(
     Ok(LocalBackend::with_spares(config, parts, spares)?)
 }
 
-/// Opens the drive of `options` in this process, and attaches to it as [`attach`] does.
+/// Opens the drive of `options` in this process, and returns the lease's backend as [`attach`] does.
 ///
 /// # Errors
 /// See [`OpenError`].
@@ -538,8 +539,8 @@ pub fn open(
     attach(options, &drive, ledgers, pollers, stop)
 }
 
-/// Attaches a client's function to a drive that this process has open. The path of `options` is not opened again, since the
-/// client may have replaced the file there.
+/// Takes the lease of a client's function on a drive that this process has open, and returns its backend. Does not open the
+/// path of `options` again, since the client may have replaced the file at this path.
 ///
 /// # Errors
 /// See [`OpenError`]; [`OpenDriveError::Closed`] for a drive that is not open.

@@ -1,16 +1,16 @@
-//! Formats errors with their causes for people.
+//! Text of errors with their causes, for people.
 
 use std::error::Error;
 use std::io;
 
-/// Likely cause of a read-only file system, and the remedy.
+/// Likely cause of the error "Read-only file system", and the remedy.
 const READ_ONLY: &str = "it is mounted so, or the unit of this service does not let it write there: name the directory in \
      ReadWritePaths= of the unit, and in --landlock-rules where --landlock is given";
 
 /// Returns the error and its causes, outermost first, one per line.
 ///
-/// Omits a cause that has the same text as the error before it. Adds a hint to "Read-only file system", since a systemd
-/// service's sandbox may have made the file system read-only.
+/// Omits a cause whose text is that of the error before it. Adds a hint to "Read-only file system", since the sandbox of a
+/// systemd service may have made the file system read-only.
 #[must_use]
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();

@@ -1,12 +1,13 @@
-//! Files that a VMM's sandbox must allow for its functions, and the drives that this process must never open itself because a
-//! drive server has them.
+//! Files that a VMM's sandbox must allow for its functions, and drives that this process never opens itself, because a drive
+//! server has them.
 //!
 //! A sandbox such as Landlock is set up once, and lasts until the process ends. A function on a server's drive only needs
 //! access to the directory of the servers' sockets. If the server ends, the function waits for the next server, so the VMM
-//! never needs the right to open the drive. With that right, a guest that takes over the VMM could access the whole drive.
+//! never needs the right to open the drive. A VMM that had this right would pass it to a guest that takes over the VMM, and the
+//! guest could access the whole drive.
 //!
-//! So [`required_files`] looks for the server while the sandbox is set up. If it finds one, this process leaves the drive to servers
-//! from then on: a function that is added later is refused while no server has the drive.
+//! So [`required_files`] looks for the drive's server while the sandbox is set up. If there is a server, this process leaves
+//! the drive to servers from then on: a function that is added afterwards is refused while no server has the drive.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -28,16 +29,16 @@ fn left_to_servers() -> MutexGuard<'static, Vec<DrivePath>> {
 }
 
 /// Returns the files that a sandbox must allow for a function, each with true if write access is needed. If a server has the
-/// drive, this process leaves the drive to servers from now on: see [`is_left_to_servers`].
+/// function's drive, this process leaves the drive to servers from now on: see [`is_left_to_servers`].
 ///
 /// Call this once for each function that the sandbox must allow, and confine the process to the returned files. If no server
 /// has the drive, the ledger's directory must already exist.
 ///
 /// # Errors
-/// All of [`OptionError`] that values can cause.
+/// Any [`OptionError`] that the options' values can cause.
 pub fn required_files(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionError> {
     let asked = config.options_with_text()?;
-    // Needed to detect pages that the VMM restores on demand, for a function that gets memory as a file.
+    // With this access, a function that gets memory as a file detects pages that the VMM has yet to restore.
     if let Err(error) = open_own_mappings() {
         log::warn!("Functions cannot use guest memory that the VMM passes as a file: {error}");
     }
@@ -54,8 +55,8 @@ pub fn required_files(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, O
     Ok(config.required_files_with_server())
 }
 
-/// Returns whether this process leaves the function's drive to servers until the process ends. If so, no thread of this process
-/// opens the drive or does its I/O.
+/// Returns whether this process leaves the function's drive to servers, until the process ends. If so, no thread of this
+/// process opens the drive or does its I/O.
 #[must_use]
 pub fn is_left_to_servers(config: &FunctionConfig) -> bool {
     config
@@ -63,13 +64,13 @@ pub fn is_left_to_servers(config: &FunctionConfig) -> bool {
         .is_ok_and(|asked| is_left(&asked))
 }
 
-/// Returns whether this process leaves the function's drive to servers.
+/// Returns whether this process leaves the drive of a function to servers.
 pub(crate) fn is_left(asked: &ParsedFunctionOptions) -> bool {
     left_to_servers().contains(&drive_path(asked))
 }
 
-/// Returns whether a server can share a drive with VMMs. Drives of other kinds are in the memory of the process that opens
-/// them.
+/// Returns whether a server can share the drive at `path` with VMMs. The other kinds of drives are in the memory of the process
+/// that opens them.
 pub(crate) fn can_be_served(path: &DrivePath) -> bool {
     matches!(path, DrivePath::Pci(_) | DrivePath::File(_))
 }
@@ -103,7 +104,7 @@ mod tests {
     use super::*;
     use crate::open::{self, LeaseLedgers, OpenError};
 
-    /// A server that reports a drive, but no longer has the drive when a function requests a lease.
+    /// A server that answers that it has a drive, and no longer has it when a function requests a lease.
     struct VanishingDriveServer(String);
 
     impl LeaseSource for VanishingDriveServer {
@@ -164,7 +165,7 @@ mod tests {
                 &PollerPool::new(),
             )
         };
-        // Each function asks once when the sandbox is set up, and once when it starts.
+        // Each function asks the server when the sandbox is set up, and when the function starts.
         let server = serve(&state_dir, &served, 4);
 
         let left = config(&served);
@@ -189,7 +190,7 @@ mod tests {
         assert!(!id.is_empty());
         server.join().unwrap();
 
-        // The sandbox rules of the process cannot change.
+        // A sandbox cannot be extended, so the drive stays left to servers after its server has ended.
         assert_eq!(
             required_files(&left).unwrap(),
             [(sockets_dir(&state_dir), false)]

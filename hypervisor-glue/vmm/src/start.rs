@@ -18,7 +18,7 @@ pub enum StartError {
     /// The configuration is invalid.
     #[error(transparent)]
     Option(#[from] OptionError),
-    /// The drive or its part cannot be opened.
+    /// The drive, or the leased part of the drive, cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
     /// The function cannot be put into the VMM.
@@ -26,12 +26,12 @@ pub enum StartError {
     Device(#[from] DeviceError),
 }
 
-/// Maximum wait, when a hand-over is taken back, until the other process has released the drive. If that process failed to
-/// receive the guest, it ends within this time. The wait must be shorter than a guest driver's I/O timeout.
+/// Maximum time for which taking a hand-over back waits until the other process has released the drive. If that process failed
+/// to receive the guest, it ends within this time. The wait must be shorter than a guest driver's I/O timeout.
 const TAKE_BACK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Starts the function that `config` describes, and puts it into `vmm` as device `id`. The function accesses no guest memory
-/// until [`FunctionDevice::map_memory`] adds some.
+/// until [`FunctionDevice::map_memory`] or [`FunctionDevice::map_vmm_memory`] adds memory.
 ///
 /// # Errors
 /// See [`StartError`].

@@ -1,5 +1,5 @@
-//! Keeps the hypervisor's interrupt routes equal to the messages that the guest wrote to the MSI-X table or the MSI capability.
-//! Connects the INTx pin while the guest has enabled neither MSI-X nor MSI.
+//! Interrupt routes of a function. The hypervisor's routes follow the messages that the guest writes to the MSI-X table or the
+//! MSI capability. While the guest has enabled neither MSI-X nor MSI, the first vector raises the INTx pin.
 
 use std::io;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::vmm::{IntxPin, Vmm, VmmVectors};
 const ENTRY_SIZE: u64 = 16;
 /// Offset of Vector Control in an MSI-X table entry.
 const VECTOR_CONTROL: u64 = 12;
-/// Unit in bytes in which drivers must write the MSI-X table.
+/// Size in bytes of a driver's write to the MSI-X table.
 const DWORD: u64 = 4;
 
 /// Routes of one function's vectors.
@@ -22,7 +22,7 @@ const DWORD: u64 = 4;
 pub(super) struct VectorRoutes {
     vmm: Arc<dyn Vmm>,
     vectors: Box<dyn VmmVectors>,
-    /// Address and data of the message that the hypervisor's route has at present, for each vector.
+    /// Message (address and data) in the hypervisor's present route of each vector; `None` for a vector without a route.
     routed_messages: Vec<Option<(u64, u32)>>,
     pin: Option<Box<dyn IntxPin>>,
     /// Set while the first vector is connected to the INTx pin.
@@ -59,8 +59,8 @@ impl VectorRoutes {
         self.is_pin_connected
     }
 
-    /// Makes the first vector raise the INTx pin while the guest has enabled neither MSI-X nor MSI, and send its message
-    /// otherwise. A restored guest that was not offered an INTx pin does not get one.
+    /// Makes the first vector raise the INTx pin while the guest has enabled neither MSI-X nor MSI. Otherwise, the vector sends
+    /// its message. A restored guest gets no INTx pin if its function had none when it was saved.
     fn update_pin(&mut self, function: &NvmeFunction) {
         let may_be = function.has_pin() && !function.is_msi_or_msix_enabled();
         let wanted = self.pin.as_ref().filter(|_| may_be);
@@ -74,13 +74,13 @@ impl VectorRoutes {
         };
         match (eventfd, function.vectors().first()) {
             (Ok(eventfd), Some(vector)) => {
-                // Disconnect the present way (pin or message) first, so that a pending interrupt is delivered only by the new
-                // way.
+                // Disconnect the present eventfd (of the pin or of the message) first, so that a pending interrupt is delivered
+                // only through the new one.
                 vector.set_eventfd(None);
                 function.set_pin(is_pin.then_some(PinDeassertion::Acknowledgement));
                 vector.set_eventfd(Some(eventfd));
                 self.is_pin_connected = is_pin;
-                // The vCPU to which an INTx pin's interrupts go is not known.
+                // Pollers forget the vCPU of the message, since the vCPU that handles the INTx pin is unknown.
                 self.update_vcpu_threads(function);
             }
             (Err(error), _) => {
@@ -90,9 +90,10 @@ impl VectorRoutes {
         }
     }
 
-    /// Writes to the MSI-X table. A vector's route must be set before the vector can be raised: after an unmasked message
-    /// changes, and before a write of Vector Control, which may unmask it. So a write is split into dwords, of which none
-    /// changes both. Drivers must write dwords anyway (PCI Local Bus 3.0, section 6.8.2).
+    /// Writes to the MSI-X table. A vector's route must be set before the vector can be raised. So it is set after an unmasked
+    /// message changes, and before a write of Vector Control, which may unmask the vector. A write is split into dwords, since
+    /// no dword holds parts of both the message and Vector Control. Drivers must write dwords anyway (PCI Local Bus 3.0,
+    /// section 6.8.2).
     pub(super) fn write_table(&mut self, function: &mut NvmeFunction, offset: u64, data: &[u8]) {
         let mut rest = data;
         let mut offset = offset;
@@ -114,8 +115,8 @@ impl VectorRoutes {
         }
     }
 
-    /// Writes configuration space. A write may change the MSI messages, enable MSI or MSI-X, or unmask a vector, and all routes
-    /// are set before the vector is unmasked. Returns the BARs that moved.
+    /// Writes configuration space. Such a write may change the MSI messages, enable MSI or MSI-X, or unmask a vector. All
+    /// routes are set before the vector is unmasked. Returns the BARs that moved.
     pub(super) fn write_config(
         &mut self,
         function: &mut NvmeFunction,
@@ -128,7 +129,7 @@ impl VectorRoutes {
     /// Sets the routes of all vectors that have a message, and connects or disconnects the INTx pin.
     pub(super) fn update_all(&mut self, function: &NvmeFunction) {
         for vector in 0..self.routed_messages.len() {
-            // Fits: at most 128.
+            // The cast keeps the value: a function has at most 128 vectors.
             let vector = vector as u16;
             let given = |message: MsixMessage| message.address != 0;
             if function.msix_message(vector).is_some_and(given) {
@@ -138,7 +139,7 @@ impl VectorRoutes {
         self.update_pin(function);
     }
 
-    /// Asks the VMM again for the vCPU threads of all messages.
+    /// Asks the VMM again for the vCPU threads of all vectors that have a message.
     pub(super) fn update_vcpu_threads(&self, function: &NvmeFunction) {
         let vectors = (0..).zip(function.vectors()).zip(&self.routed_messages);
         for ((number, vector), told) in vectors {
@@ -164,8 +165,8 @@ impl VectorRoutes {
         match moved {
             Ok(()) => {
                 *told = wanted;
-                // Look up the vCPU thread for unchanged messages as well. The vCPU may have had no thread at the last lookup,
-                // for example because the guest had taken it offline.
+                // Look up the vCPU thread even if the message is unchanged. The vCPU may have had no thread at the last lookup,
+                // for example because the guest had taken the vCPU offline.
                 if let Some(vector) = function.vectors().get(usize::from(vector)) {
                     vector.set_vcpu_thread(self.vmm.vcpu_thread(message));
                 }

@@ -24,7 +24,7 @@ pub struct VmmError {
 }
 
 impl VmmError {
-    /// Creates the error "Cannot `action`", as in "map a page", with its cause.
+    /// Creates the error "Cannot `action`", for example "Cannot map a page", with its cause.
     pub fn new(
         action: impl Into<String>,
         source: impl Into<Box<dyn StdError + Send + Sync>>,
@@ -44,21 +44,21 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// The memory cannot be mapped there.
     fn map(&self, gpa: Gpa, memory: &Arc<Mapping>) -> Result<(), VmmError>;
 
-    /// Unmaps memory that [`Self::map`] mapped. After it returns, accesses trap to the VMM, and all earlier stores of the guest
-    /// are in the memory.
+    /// Unmaps memory that [`Self::map`] mapped. When this returns, accesses trap to the VMM, and the memory contains all
+    /// earlier stores of the guest.
     ///
     /// # Errors
     /// The hypervisor cannot unmap the memory.
     fn unmap(&self, gpa: Gpa) -> Result<(), VmmError>;
 
-    /// Makes a guest's write to `address`, of any size, signal `eventfd` instead of trapping. The written value
-    /// is lost.
+    /// Registers `eventfd` as an ioeventfd: a guest's write to `address`, of any size, signals `eventfd` and does not trap. The
+    /// written value is lost.
     ///
     /// # Errors
     /// The hypervisor cannot watch the address.
     fn register_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
 
-    /// Ends [`Self::register_ioeventfd`]. After it returns, writes trap to the VMM.
+    /// Unregisters an ioeventfd of [`Self::register_ioeventfd`]. When this returns, writes trap to the VMM.
     ///
     /// # Errors
     /// The hypervisor cannot stop watching the address.
@@ -70,7 +70,7 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// The hypervisor has not enough vectors left.
     fn vectors(&self, count: u16) -> Result<Box<dyn VmmVectors>, VmmError>;
 
-    /// Returns a function's connection to an INTx line; `None` to offer the guest MSI-X and MSI only.
+    /// Connects a function to an INTx line; `None` to offer the guest MSI-X and MSI only.
     ///
     /// # Errors
     /// The hypervisor cannot connect the function to the line.
@@ -81,9 +81,10 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// Returns the thread of the vCPU to which the hypervisor delivers `message`; `None` if the vCPU is unknown, or if
     /// `message` has several destinations. [`local_apic`](crate::local_apic) decodes the message on a PC.
     ///
-    /// A poller of `poll=dedicated@vcpu` stays on processors near that thread. While the poller is awake, it reads the thread's
-    /// CPU affinity ten times a second, so the VMM need not report that it moved the thread. If a VMM runs a vCPU on another
-    /// thread than before, it must call [`FunctionDevice::update_vcpu_threads`](crate::FunctionDevice::update_vcpu_threads).
+    /// The poller of an I/O queue with `poll=dedicated@vcpu` stays on processors near this thread. While the poller is awake,
+    /// it reads the thread's CPU affinity ten times a second, so the VMM need not report that it moved the thread. If the VMM
+    /// runs a vCPU on another thread than before, the VMM must call
+    /// [`FunctionDevice::update_vcpu_threads`](crate::FunctionDevice::update_vcpu_threads).
     fn vcpu_thread(&self, message: MsixMessage) -> Option<ThreadId> {
         let _ = message;
         None
@@ -98,16 +99,16 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     }
 }
 
-/// Interrupt vectors of one function. Dropping them frees them.
+/// Interrupt vectors of one function. Dropping this frees the vectors.
 pub trait VmmVectors: fmt::Debug + Send {
-    /// Returns the eventfd that raises a vector when it is signalled.
+    /// Returns the eventfd that raises `vector` when it is signalled.
     ///
     /// # Errors
     /// There is no such vector, or there are no file descriptors left.
     fn eventfd(&self, vector: u16) -> io::Result<EventFd>;
 
-    /// Sets the address and data that a vector writes when it is raised. The VMM need not mask the vector, since the function
-    /// does not raise masked vectors.
+    /// Sets the message (address and data) that `vector` writes when it is raised. The VMM need not mask the vector, since the
+    /// function does not raise masked vectors.
     ///
     /// # Errors
     /// There is no such vector, or the hypervisor rejects the message.
@@ -116,21 +117,21 @@ pub trait VmmVectors: fmt::Debug + Send {
 
 /// Connection of one function to an INTx line, which several functions may share. Dropping this disconnects the function.
 pub trait IntxPin: fmt::Debug + Send {
-    /// Returns the eventfd that raises the function's INTx level when the eventfd is signalled.
+    /// Returns the eventfd that sets the function's INTx level when it is signalled.
     ///
     /// # Errors
     /// There are no file descriptors left.
     fn raise_eventfd(&self) -> io::Result<EventFd>;
 
-    /// Returns the eventfd that becomes readable when the guest acknowledges the line's interrupt, which lowers the function's
-    /// INTx level. Reading the eventfd does not block.
+    /// Returns the eventfd that becomes readable when the function's INTx level falls, because the guest acknowledges the
+    /// line's interrupt. Reading the eventfd does not block.
     ///
     /// # Errors
     /// There are no file descriptors left.
     fn resample_eventfd(&self) -> io::Result<EventFd>;
 }
 
-/// Creates a pool of pollers whose threads are started by `vmm`, as are the threads of functions.
+/// Creates a pool of pollers whose threads are started by [`Vmm::spawn`], as are the control threads of functions.
 #[must_use]
 pub fn poller_pool(vmm: Arc<dyn Vmm>) -> Arc<PollerPool> {
     PollerPool::with_threads(ThreadSpawner::from_spawn(move |name, work| {

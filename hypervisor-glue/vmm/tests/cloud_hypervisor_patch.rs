@@ -8,7 +8,7 @@ const PATCH: &str = include_str!("../../cloud-hypervisor/v53.0.patch");
 /// Source of the module with the trait `Vmm`.
 const INTERFACE: &str = include_str!("../src/vmm.rs");
 
-/// A file that the patch changes, with its hunks.
+/// A file that the patch changes, with the hunks for this file.
 struct Touched {
     path: &'static str,
     hunks: Vec<Hunk>,
@@ -52,7 +52,7 @@ fn touched_files() -> Vec<Touched> {
     files
 }
 
-/// Returns the line numbers of a hunk on one side, from its header: `-3,0 +4,2 @@ …`.
+/// Returns the line numbers of a hunk in the old file (`-`) or new file (`+`), from its header: `-3,0 +4,2 @@ …`.
 fn line_numbers(header: &str, side: char) -> Range<usize> {
     let range = header.split(' ').find_map(|word| word.strip_prefix(side));
     let range = range.expect("a range of lines");
@@ -76,7 +76,7 @@ fn the_patch_only_adds_lines() {
     }
 }
 
-/// By default, Git quotes a line of the file behind each header, and abbreviates ids.
+/// By default, Git writes a line of the file after each hunk header, and abbreviates blob ids.
 #[test]
 fn the_patch_quotes_no_line_and_has_full_blob_ids() {
     for line in PATCH.lines() {
@@ -113,7 +113,7 @@ fn added_lines(end: &str) -> String {
     lines.join("\n")
 }
 
-/// Includes methods with a default body, which a VMM could leave out.
+/// Checks methods with a default body too, which a VMM could leave out.
 #[test]
 fn the_patch_implements_all_methods_of_the_vmm_traits() {
     let vmm = added_lines("device_manager/nvme_mpt.rs");
@@ -153,7 +153,7 @@ fn the_patch_has_every_function_key() {
     }
 }
 
-/// Returns the lines of a function that the patch adds to the seccomp filters.
+/// Returns the lines that the patch adds to a function of the seccomp filters.
 fn filter_lines(function: &str) -> String {
     let added = added_lines("vmm/src/seccomp_filters.rs");
     let start = format!("+fn {function}(");

@@ -1,5 +1,5 @@
-//! Functions in a VMM that restores its guest's memory on demand, by userfaultfd on its own mapping. Their reads and writes get
-//! the right data, or are refused.
+//! Functions in a VMM that restores its guest's memory on demand, by userfaultfd on its own mapping. The functions' reads and
+//! writes get the right data, or the memory is refused.
 #![expect(
     clippy::disallowed_methods,
     reason = "tests have threads and real time of their own"
@@ -30,7 +30,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 const LEN: usize = 4 << 20;
 const PAGE: usize = 4096;
-/// Addresses in guest memory. Memory from `SNAPSHOT` on is not restored yet.
+/// Addresses in guest memory. Memory from `SNAPSHOT` on is restored on demand.
 const ADMIN_SQ: usize = 0x1000;
 const ADMIN_CQ: usize = 0x2000;
 const SQ: usize = 0x3000;
@@ -49,7 +49,7 @@ const UFFDIO_REGISTER: u64 = 0xC020_AA00;
 const UFFDIO_COPY: u64 = 0xC028_AA03;
 const UFFD_FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 
-/// A VMM without a hypervisor.
+/// A VMM without a hypervisor, so nothing is mapped or raised.
 #[derive(Debug)]
 struct NoHypervisor;
 
@@ -202,7 +202,7 @@ impl Drop for Ram {
     }
 }
 
-/// The thread that restores pages. On drop, all memory is unregistered.
+/// The thread that restores pages. Dropping this unregisters all memory.
 struct Restore {
     stop: EventFd,
     thread: Option<JoinHandle<()>>,
@@ -234,7 +234,7 @@ fn serve(faults: &File, stop: &EventFd) {
         }
         let page = u64::from_ne_bytes(message[16..24].try_into().unwrap()) & !(PAGE as u64 - 1);
         let content = [CONTENT; PAGE];
-        // The copy fails if the page was restored for another thread.
+        // The copy fails if the page was already restored for another thread.
         let mut copied = [page, content.as_ptr() as u64, PAGE as u64, 0, 0];
         let _ = control(faults, UFFDIO_COPY, &mut copied);
     }
@@ -248,7 +248,7 @@ fn control<const N: usize>(file: &File, request: u64, argument: &mut [u64; N]) -
     }
 }
 
-/// A function and its guest's driver.
+/// A function, and its guest's driver.
 struct Machine {
     function: FunctionDevice,
     ram: Arc<Ram>,
@@ -368,7 +368,7 @@ impl Machine {
     /// Reads and writes memory that is not restored yet.
     fn use_missing_pages(&mut self) {
         let restored = [CONTENT; 512];
-        // Writes missing pages to the drive, and reads them into present memory.
+        // Writes to the drive from pages that are missing, and reads back into pages that are present.
         self.io(1, 0, SNAPSHOT, 8);
         self.io(2, 0, DATA, 8);
         assert_eq!(self.ram.read(DATA + 1024), restored, "on the drive");

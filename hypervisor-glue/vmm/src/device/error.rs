@@ -12,10 +12,10 @@ use crate::vmm::VmmError;
 /// Error of a function in a VMM.
 #[derive(Debug, Error)]
 pub enum DeviceError {
-    /// The VMM failed to provide a service.
+    /// The VMM failed to provide a service of [`Vmm`](crate::Vmm).
     #[error(transparent)]
     Vmm(#[from] VmmError),
-    /// The kernel refused a resource.
+    /// The kernel refused a resource, such as a file descriptor.
     #[error("Cannot create the eventfds of {id}; raise the limit on open files")]
     Wiring {
         /// Id of the function.
@@ -34,34 +34,34 @@ pub enum DeviceError {
     /// Guest memory cannot be mapped or unmapped for the function.
     #[error("Cannot track the guest's memory")]
     Memory(#[from] DmaError),
-    /// In-flight commands did not complete in time, so the function was not paused and continues.
+    /// In-flight commands did not complete in time, so the function was not paused and continues to run.
     #[error("The function cannot be paused and continues as before; pause it again later")]
     Pause(#[from] QueueError),
-    /// The state cannot be saved.
+    /// The function's state cannot be saved.
     #[error("The state of the function cannot be saved")]
     Save(#[from] BackendStateError),
-    /// The saved state does not fit, or is damaged.
+    /// The saved state does not fit the function, or is damaged.
     #[error("The function cannot be restored")]
     Restore(#[from] SnapshotError),
     /// The drive could not be flushed.
     #[error("Cannot flush the drive: what the guest wrote and did not flush may be lost")]
     Flush(#[source] io::Error),
-    /// The function has left the VMM, but did not end cleanly.
+    /// The function has left the VMM, but its in-flight commands did not end in time, or the drive was not flushed.
     #[error(transparent)]
     End(#[from] EndError),
     /// The control thread panicked.
     #[error("The control thread of {0} panicked")]
     Panicked(String),
-    /// The drive exists in this process only.
+    /// The drive exists in this process only, so no other process can take it over.
     #[error("The drive of {0} cannot be handed over: it exists in this process only")]
     Private(String),
-    /// The function was not given a way to be created again.
+    /// The function has no [factory](crate::FunctionFactory) that creates it again, so a hand-over could not be taken back.
     #[error("The drive of {0} cannot be handed over: it could not be taken back")]
     NoFactory(String),
-    /// Another process has the drive at present.
+    /// The function's drive was handed over to another process.
     #[error("The drive of {0} was handed over; resume the function first")]
     HandedOver(String),
-    /// The drive was handed over and cannot be taken back.
+    /// The drive was handed over, and this process cannot open it again.
     #[error("The drive of {0} cannot be taken back; its slot is empty from now on")]
     TakeBack(String, #[source] OpenError),
     /// The slot has no function.

@@ -1,4 +1,4 @@
-//! State of a function whose drive was handed over, and the factory that creates the function again.
+//! Factory that creates a function again after its drive was handed over, and the state that is needed for that.
 
 use std::fmt;
 use std::mem;
@@ -14,16 +14,16 @@ use crate::open::OpenError;
 /// Interval between two attempts to take a drive back.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// State of a function whose drive another process may have.
+/// State of a function after its drive was handed over, for taking the function back.
 pub(super) struct HandedOverFunction {
     pub(super) saved: FunctionSnapshot,
     pub(super) memory: DetachedGuestMemory,
-    /// Pages that the function wrote since they were last requested; `None` if writes were not logged.
+    /// Pages that the function wrote since the VMM last asked for them; `None` if writes were not logged.
     pub(super) dirty: Option<Vec<DirtyRange>>,
 }
 
 impl HandedOverFunction {
-    /// Takes the logged pages.
+    /// Returns the logged pages, and clears the list.
     pub(super) fn take_dirty_pages(&mut self) -> Option<Vec<DirtyRange>> {
         self.dirty.as_mut().map(mem::take)
     }
@@ -36,13 +36,12 @@ impl HandedOverFunction {
 /// Constructor of a function, for taking its drive back.
 pub struct FunctionFactory {
     make: Box<dyn Fn() -> Result<NvmeFunction, OpenError> + Send + Sync>,
-    /// Time during which creating the function is attempted again, because the process that has the drive may be about to
-    /// release it.
+    /// Time during which a failed creation is repeated, because the process that has the drive may be about to release it.
     timeout: Duration,
 }
 
 impl FunctionFactory {
-    /// Creates a factory that calls `make`, and calls it again for up to `patience` while it fails.
+    /// Creates a factory that creates the function by `make`, and repeats a failed `make` for up to `patience`.
     pub fn new(
         make: impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + 'static,
         patience: Duration,

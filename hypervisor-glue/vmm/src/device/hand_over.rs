@@ -1,14 +1,14 @@
 //! Hand-over of a function's drive to another process, and taking it back.
 //!
 //! A VMM that moves a guest to another VMM on the same host pauses the guest, hands its functions over, and sends their states.
-//! From then on, the process that receives the states can open the drive, take the lease and all locks. If the move fails, the
-//! guest continues here and the function is created again on the same part of the same drive. The new function gets the guest's
-//! memory and is restored from the saved state.
+//! From then on, the process that receives the states can open the drive, and take the lease and all locks. If the move fails,
+//! the guest continues here: the VMM creates the function again on the same part of the same drive, gives it the guest's memory
+//! and restores it from the saved state.
 //!
 //! Only one process has the drive at a time. After a hand-over, the function's slot holds the saved state, the guest's memory
-//! (`dma/detached_memory.rs`) and the list of pages written last. `resume` waits some seconds if another process still has the drive. If
-//! that process does not release the drive, the slot stays empty. So if two VMMs run the guest by mistake, only one of them has
-//! its drive.
+//! (`dma/detached_memory.rs`) and the pages written since the VMM last asked for them. If another process still has the drive,
+//! `resume` waits some seconds for its release. After that, the slot stays empty. So if two VMMs run the guest by mistake, only
+//! one of them has the drive.
 
 use std::mem;
 
@@ -16,7 +16,8 @@ use super::function_factory::{FunctionFactory, HandedOverFunction};
 use super::{DeviceError, DeviceSlot, FunctionDevice, SharedFunctionDevice, WiredFunction};
 
 impl FunctionDevice {
-    /// Sets the factory that creates the function again when a hand-over is taken back. [`Self::hand_over`] requires one.
+    /// Sets the factory that creates the function again when a hand-over is taken back. [`Self::hand_over`] fails without a
+    /// factory.
     #[must_use]
     pub fn with_factory(mut self, remake: FunctionFactory) -> Self {
         self.factory = Some(remake);
@@ -24,12 +25,12 @@ impl FunctionDevice {
     }
 
     /// Flushes the drive of a paused function and releases the drive, the lease and all locks, so that the function can be
-    /// restored in another process. The function's state and the list of pages that it wrote stay available here. Until the
+    /// restored in another process. This process keeps the function's state and the list of pages that it wrote. Until the
     /// function is [resumed](Self::resume), the guest sees an empty slot.
     ///
     /// # Errors
-    /// The function is unchanged after [`DeviceError::Private`], [`DeviceError::NoFactory`], [`DeviceError::Flush`], and
-    /// [`DeviceError::Save`] if it is not paused. [`DeviceError::Empty`] if the slot has no function.
+    /// [`DeviceError::Private`], [`DeviceError::NoFactory`], [`DeviceError::Flush`], and [`DeviceError::Save`] if the function
+    /// is not paused; after these errors, the function is unchanged. [`DeviceError::Empty`] if the slot has no function.
     pub fn hand_over(&self) -> Result<(), DeviceError> {
         let SharedFunctionDevice { id, .. } = &*self.shared;
         let mut slot = self.shared.slot();
@@ -49,16 +50,16 @@ impl FunctionDevice {
         let handed_over = HandedOverFunction {
             saved,
             memory: state.function.memory().detach(),
-            // `None` if the pages were not logged.
+            // `None` if the function's writes were not logged.
             dirty: state.function.backend().take_dirty_pages().ok(),
         };
-        // The function is paused, so no command keeps the memory busy.
+        // The function is paused, so no command in flight uses the memory.
         let unwired = self.shared.unwire(state);
         *slot = DeviceSlot::HandedOver(Box::new(handed_over));
         unwired
     }
 
-    /// Creates the function that was handed over again, restores it and resumes it.
+    /// Creates the function again after a hand-over, restores it and resumes it.
     pub(super) fn take_back(&self, slot: &mut DeviceSlot) -> Result<(), DeviceError> {
         let (handed_over, remake) = match (mem::replace(slot, DeviceSlot::Empty), &self.factory) {
             (DeviceSlot::HandedOver(handed_over), Some(remake)) => (handed_over, remake),
@@ -86,7 +87,7 @@ impl FunctionDevice {
 impl WiredFunction {
     fn restore_handed_over(&mut self, handed_over: &HandedOverFunction) -> Result<(), DeviceError> {
         self.function.backend().map_detached(&handed_over.memory)?;
-        // The VMM has kept the BARs where they were.
+        // The result is not needed, since the VMM still forwards accesses at the BARs' addresses.
         drop(self.function.restore(&handed_over.saved)?);
         self.routes.update_all(&self.function);
         Ok(())

@@ -34,11 +34,11 @@ use function_factory::HandedOverFunction;
 
 /// An NVMe function in a VMM's process.
 ///
-/// All methods may be called by any thread. Register and configuration accesses wait for each other and for an admin command in
-/// progress. A guest's I/O commands wait for neither.
+/// All methods may be called by any thread. Accesses to registers and to configuration space wait for each other, and for an
+/// admin command in progress. A guest's I/O commands wait for neither.
 ///
 /// Lock order: the function's state, then locks of the [`Vmm`]. So a VMM must not call a method of this type while it holds a
-/// lock that its [`Vmm`] methods take.
+/// lock that a method of its [`Vmm`] takes.
 pub struct FunctionDevice {
     shared: Arc<SharedFunctionDevice>,
     /// BAR sizes, in the order of [`Bar::ALL`].
@@ -57,9 +57,9 @@ struct SharedFunctionDevice {
 
 /// Contents of a VMM's slot.
 enum DeviceSlot {
-    /// The function.
+    /// The function is present.
     Function(Box<WiredFunction>),
-    /// State for taking the function back.
+    /// The function's drive was handed over. The state is needed to take the function back.
     HandedOver(Box<HandedOverFunction>),
     /// No function: reads return all ones, and writes are dropped.
     Empty,
@@ -71,7 +71,7 @@ struct WiredFunction {
     /// Eventfd that the control thread watches.
     events: EventFd,
     routes: VectorRoutes,
-    /// Eventfd that becomes readable when the INTx pin's level has fallen.
+    /// Eventfd that becomes readable when the level of the INTx pin has fallen.
     pin_resample: Option<EventFd>,
     mapped_doorbells: Option<MappedDoorbells>,
     ioeventfd_doorbells: IoeventfdDoorbells,
@@ -87,10 +87,10 @@ impl fmt::Debug for FunctionDevice {
 
 impl FunctionDevice {
     /// Puts `function` into `vmm`. The function must use [`MsixMasking::Function`](vmm_device::MsixMasking). The function
-    /// accesses no guest memory until [`Self::map_memory`] adds some.
+    /// accesses no guest memory until [`Self::map_memory`] or [`Self::map_vmm_memory`] adds memory.
     ///
     /// # Errors
-    /// All variants of [`DeviceError`] except those about guest memory and about ending a function.
+    /// All variants of [`DeviceError`] that do not concern guest memory or the end of a function.
     pub fn start(id: &str, function: NvmeFunction, vmm: Arc<dyn Vmm>) -> Result<Self, DeviceError> {
         let wiring = |source| DeviceError::wiring(id, source);
         let bar_sizes = Bar::ALL.map(|bar| function.bar_size(bar));
@@ -118,19 +118,20 @@ impl FunctionDevice {
         })
     }
 
-    /// Returns the id given at the start.
+    /// Returns the id that was given to [`Self::start`].
     #[must_use]
     pub fn id(&self) -> &str {
         &self.shared.id
     }
 
-    /// Calls `look` with the function, if the slot has one.
+    /// Calls `look` with the function if the slot has one; returns `None` otherwise.
     pub fn with_function<T>(&self, look: impl FnOnce(&NvmeFunction) -> T) -> Option<T> {
         let mut slot = self.shared.slot();
         slot.function().map(|state| look(&state.function))
     }
 
-    /// Asks the VMM again for the [vCPU thread](Vmm::vcpu_thread) of each vector.
+    /// Asks the VMM again for the [vCPU thread](Vmm::vcpu_thread) of each vector. A VMM calls this after a vCPU got another
+    /// thread.
     pub fn update_vcpu_threads(&self) {
         if let Some(state) = self.shared.slot().function() {
             state.routes.update_vcpu_threads(&state.function);
@@ -145,8 +146,8 @@ impl FunctionDevice {
         }
     }
 
-    /// Writes configuration space. Returns the BARs that moved: from now on, the VMM must forward accesses at their new
-    /// addresses instead of the old ones.
+    /// Writes configuration space. Returns the BARs that moved: from now on, the VMM must forward accesses at the new addresses
+    /// and not at the old ones.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config(&self, offset: u64, data: &[u8]) -> Vec<BarMove> {
         let mut slot = self.shared.slot();
@@ -202,7 +203,7 @@ impl FunctionDevice {
             Bar::Registers => function.write_bar(bar, offset, data),
         }
         if bar == Bar::Registers && offset >= DOORBELLS {
-            // A doorbell write can only change the decision whether to map the doorbells.
+            // A doorbell write affects the VMM's mappings only through the decision whether to map the doorbells.
             if let Some(mapped) = mapped
                 && is_io_doorbell(function, offset)
                 && mapped.record_exit()
@@ -214,18 +215,18 @@ impl FunctionDevice {
         state.update_vmm(&*self.shared.vmm);
     }
 
-    /// Reads from the BAR at a guest address, for a VMM with its own bus.
+    /// Reads from the BAR at the guest address `base`, for a VMM with its own bus.
     pub fn read_at(&self, base: u64, offset: u64, data: &mut [u8]) {
         self.mmio_read(MmioAddress(base), offset, data);
     }
 
-    /// Writes to the BAR at a guest address, for a VMM with its own bus.
+    /// Writes to the BAR at the guest address `base`, for a VMM with its own bus.
     pub fn write_at(&self, base: u64, offset: u64, data: &[u8]) {
         self.mmio_write(MmioAddress(base), offset, data);
     }
 
-    /// Returns how often and for how long the function's doorbells were mapped into and unmapped from the guest; zeros if they
-    /// are never mapped.
+    /// Returns the number and duration of changes of the doorbells' mapping into the guest; zeros if the doorbells are never
+    /// mapped.
     #[must_use]
     pub fn doorbell_stats(&self) -> DoorbellMappingStats {
         let mut slot = self.shared.slot();
@@ -235,19 +236,19 @@ impl FunctionDevice {
         mapped.map(MappedDoorbells::stats).unwrap_or_default()
     }
 
-    /// Resets the function to its power-on state, for a guest that is restarted. If commands do not end within 30 seconds, the
-    /// guest's memory stays in use and `CSTS.RDY` stays set until they end.
+    /// Resets the function to its power-on state, for a guest that is restarted. If in-flight commands do not end within 30
+    /// seconds, the guest's memory stays in use and `CSTS.RDY` stays set until they end.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&self) -> Vec<BarMove> {
         self.update_function(NvmeFunction::reset)
             .unwrap_or_default()
     }
 
-    /// Adds guest memory by its file. The VMM must call this for all memory after it starts the function, and for memory that
-    /// is added later.
+    /// Adds guest memory by its file. The VMM must call this or [`Self::map_vmm_memory`] for all memory after it starts the
+    /// function, and for each part of memory that is plugged in afterwards.
     ///
     /// The memory's content must be complete, since the function maps the file: a page that the VMM has not restored yet would
-    /// read as zeros. Memory that this process has registered with userfaultfd and that may still fault is refused: use
+    /// read as zeros. Memory is refused if this process has registered it with userfaultfd and it may still fault: use
     /// [`Self::map_vmm_memory`] for it.
     ///
     /// # Errors
@@ -256,8 +257,8 @@ impl FunctionDevice {
         self.map_with(|host| host.map(memory))
     }
 
-    /// Adds guest memory like [`Self::map_memory`], but uses the VMM's own mapping and creates no other. So restore on demand,
-    /// post-copy and other uses of the VMM's mapping work.
+    /// Adds guest memory like [`Self::map_memory`], but accesses it through the VMM's own mapping and creates no further
+    /// mapping. So features that depend on the VMM's mapping work, such as restoring on demand and post-copy migration.
     ///
     /// A function whose drive is on a server refuses memory that is not [complete](VmmMapping::is_complete), because the server
     /// maps the file.
@@ -292,11 +293,12 @@ impl FunctionDevice {
     }
 
     /// Removes the function from the VMM, flushes the drive, and releases the drive and its lease. When this returns, the
-    /// function does not access the guest's memory, and no memory of the function is mapped into the guest. The slot is empty.
+    /// function does not access the guest's memory, no memory of the function is mapped into the guest, and the slot is empty.
     ///
     /// # Errors
     /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::End`]; the function is removed nevertheless. If
-    /// commands did not end within 30 seconds, the guest's memory stays in use and the lease stays held until they end.
+    /// in-flight commands did not end within 30 seconds, the guest's memory stays in use and the lease stays held until they
+    /// end.
     pub fn stop(&self) -> Result<(), DeviceError> {
         let Some(thread) = lock(&self.thread).take() else {
             return Ok(());
@@ -309,7 +311,7 @@ impl FunctionDevice {
             let ended = state.function.end();
             self.shared.disconnect(&mut state);
             result = match ended {
-                // The function has already waited for the commands in flight. Their memory stays mapped.
+                // The function has already waited for its in-flight commands. Memory that they use stays mapped.
                 Err(busy @ EndError::Busy(_)) => Err(busy.into()),
                 ended => {
                     let unmapped = state.function.backend().unmap_all();
@@ -322,7 +324,8 @@ impl FunctionDevice {
         result
     }
 
-    /// Calls `change` for the function if the slot has one, and then updates the VMM's interrupt routes, mappings and eventfds.
+    /// Calls `change` for the function if the slot has one, and then updates the VMM's interrupt routes, mappings and
+    /// ioeventfds.
     fn update_function<T>(&self, change: impl FnOnce(&mut NvmeFunction) -> T) -> Option<T> {
         let mut slot = self.shared.slot();
         let state = slot.function()?;
@@ -349,7 +352,7 @@ impl Drop for FunctionDevice {
     }
 }
 
-/// Access by guest address, for VMMs with their own bus.
+/// Access by a BAR's guest address, for VMMs with their own bus.
 impl DeviceMmio for FunctionDevice {
     fn mmio_read(&self, base: MmioAddress, offset: MmioAddressOffset, data: &mut [u8]) {
         match self
@@ -357,7 +360,7 @@ impl DeviceMmio for FunctionDevice {
             .flatten()
         {
             Some((bar, offset)) => self.read_bar(bar, offset, data),
-            // The BAR has just moved away, or the slot is empty.
+            // The BAR has just moved to another address, or the slot is empty.
             None => fill_with_ones(data),
         }
     }
@@ -370,14 +373,14 @@ impl DeviceMmio for FunctionDevice {
     }
 }
 
-/// Fills `data` with ones, as a read returns if there is no device.
+/// Fills `data` with ones, the value that a read returns from an empty slot.
 fn fill_with_ones(data: &mut [u8]) {
     data.fill(0xFF);
 }
 
-/// Token of the function's events.
+/// Epoll token of the function's events.
 const EVENTS_TOKEN: u64 = 0;
-/// Token of the eventfd that reports that the INTx pin's level has fallen.
+/// Epoll token of the eventfd that reports that the level of the INTx pin has fallen.
 const PIN_RESAMPLE_TOKEN: u64 = 1;
 
 impl DeviceSlot {
@@ -398,20 +401,20 @@ impl SharedFunctionDevice {
     /// Connects a function to the VMM and to the control thread's loop.
     fn wire(&self, mut function: NvmeFunction) -> Result<WiredFunction, DeviceError> {
         let wiring = |source| DeviceError::wiring(&self.id, source);
-        // Fits: at most 128.
+        // The cast keeps the value: a function has at most 128 vectors.
         let vectors = self.vmm.vectors(function.vectors().len() as u16)?;
         let pin = self.vmm.pin()?;
         if pin.is_some() {
             function = function.with_pin();
         }
-        // A function whose host side is another process has no pin.
+        // A function whose back end is in another process has no INTx pin.
         let pin = pin.filter(|_| function.has_pin());
         let pin_fallen = pin.as_ref().map(|pin| pin.resample_eventfd()).transpose();
         let pin_fallen = pin_fallen.map_err(wiring)?;
         let routes = VectorRoutes::connect(self.vmm.clone(), vectors, pin, &function);
         let routes = routes.map_err(wiring)?;
         let mapped = MappedDoorbells::new(&mut function).map_err(wiring)?;
-        // A duplicate, so that the descriptor stays open while it is watched.
+        // The duplicate keeps the descriptor open while the control loop watches it.
         let events = function.events_fd().try_clone().map_err(wiring)?;
         self.control
             .watch(events.as_raw_fd(), EVENTS_TOKEN)
@@ -431,8 +434,8 @@ impl SharedFunctionDevice {
         })
     }
 
-    /// Ends all work of the function within 30 seconds, and disconnects the function. Afterwards, the function does not access
-    /// the guest's memory, and no memory of the function is mapped into the guest.
+    /// Ends all work of the function within 30 seconds, and disconnects the function. When this returns, the function does not
+    /// access the guest's memory, and no memory of the function is mapped into the guest.
     fn unwire(&self, state: &mut WiredFunction) -> Result<(), DeviceError> {
         let unmapped = state.function.reset_and_unmap();
         self.disconnect(state);
@@ -457,7 +460,7 @@ impl SharedFunctionDevice {
     }
 }
 
-/// The function's work on the control thread: admin commands, events for the guest, and the decision whether to map doorbells.
+/// Turn of a function's control thread: admin commands, events for the guest, and the decision whether to map doorbells.
 impl ControlLoopHandler for &SharedFunctionDevice {
     fn next_timeout(&mut self) -> Option<Duration> {
         self.slot()
@@ -470,7 +473,7 @@ impl ControlLoopHandler for &SharedFunctionDevice {
             if ready.contains(&PIN_RESAMPLE_TOKEN)
                 && let Some(fallen) = &state.pin_resample
                 && fallen.read().is_ok()
-                // All functions on the line are told, including those that send messages.
+                // KVM reports the fallen level to all functions on the line, including functions that use MSI or MSI-X.
                 && state.routes.is_pin_connected()
             {
                 state.function.on_end_of_interrupt();
@@ -483,7 +486,7 @@ impl ControlLoopHandler for &SharedFunctionDevice {
 }
 
 impl WiredFunction {
-    /// Returns the time until the next periodic work; `None` if only events cause work.
+    /// Returns the time until the next periodic work; `None` if no periodic work is due.
     fn next_timeout(&self) -> Option<Duration> {
         let decision = self
             .mapped_doorbells
@@ -500,7 +503,7 @@ impl WiredFunction {
         }
     }
 
-    /// Updates the hypervisor's mappings and eventfds to the function's present state.
+    /// Updates the hypervisor's mappings and ioeventfds to the function's present state.
     fn update_vmm(&mut self, vmm: &dyn Vmm) {
         let Self {
             function,
@@ -515,7 +518,7 @@ impl WiredFunction {
     }
 }
 
-/// Returns whether the doorbell belongs to an I/O queue.
+/// Returns whether the doorbell at `offset` belongs to an I/O queue.
 fn is_io_doorbell(function: &NvmeFunction, offset: u64) -> bool {
     function.doorbell_at(offset).is_some_and(|doorbell| {
         let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
@@ -524,6 +527,6 @@ fn is_io_doorbell(function: &NvmeFunction, offset: u64) -> bool {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // After a panic, the function's state is at worst a failed controller.
+    // If a thread panicked while it held the lock, the function is at worst a failed controller.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -10,10 +10,10 @@ use super::{DeviceError, DeviceSlot, FunctionDevice, WiredFunction};
 
 impl FunctionDevice {
     /// Stops fetching commands and waits for in-flight commands. When this returns, the function does not access the guest's
-    /// memory until it is resumed.
+    /// memory until [`Self::resume`].
     ///
     /// # Errors
-    /// [`DeviceError::Pause`]: commands did not end in time. The function is not paused and continues.
+    /// [`DeviceError::Pause`] if in-flight commands did not complete in time. The function then continues to run.
     pub fn pause(&self) -> Result<(), DeviceError> {
         match self.shared.slot().function() {
             Some(state) => Ok(state.function.pause()?),
@@ -22,11 +22,11 @@ impl FunctionDevice {
     }
 
     /// Resumes the function. If the function was [handed over](Self::hand_over), takes the drive back first. This takes as long
-    /// as opening the drive, and up to some seconds more if another process still has the drive.
+    /// as opening the drive, and some seconds longer if another process still has the drive.
     ///
     /// # Errors
     /// [`DeviceError::TakeBack`], and all errors of starting or restoring a function. After such an error, the slot stays
-    /// empty, and the guest has lost its drive.
+    /// empty, and the guest has no drive any more.
     pub fn resume(&self) -> Result<(), DeviceError> {
         let mut slot = self.shared.slot();
         match &mut *slot {
@@ -37,7 +37,7 @@ impl FunctionDevice {
             }
             DeviceSlot::HandedOver(_) => {
                 let taken_back = self.take_back(&mut slot);
-                // The interval of the control thread's work may have changed.
+                // The control thread has to ask again when the function's next periodic work is due.
                 self.shared.control.wake();
                 taken_back
             }
@@ -70,8 +70,8 @@ impl FunctionDevice {
         }
     }
 
-    /// Returns the pages that the function has written since the last call, or since the log was started. The last writes are
-    /// included once the function is paused, so the VMM must call this once more then.
+    /// Returns the pages that the function has written since the last call, or since the log was started. The VMM must call
+    /// this once more after it has paused the function, to get the pages written before the pause.
     ///
     /// # Errors
     /// [`DeviceError::Memory`] if the log is not active.
@@ -81,7 +81,7 @@ impl FunctionDevice {
             DeviceSlot::HandedOver(handed_over) => {
                 Ok(handed_over.take_dirty_pages().ok_or(DmaError::NotLogged)?)
             }
-            // Without a function, there are no writes.
+            // An empty slot writes no pages.
             DeviceSlot::Empty => Ok(Vec::new()),
         }
     }
@@ -95,12 +95,12 @@ impl FunctionDevice {
         }
     }
 
-    /// Restores a saved function into this one, which was just started. The function is paused until it is resumed. Returns the
-    /// BARs that moved: the VMM must forward accesses at their new addresses.
+    /// Restores a saved function into this function, which was just started. The function is paused until it is resumed.
+    /// Returns the BARs that moved: the VMM must forward accesses at their new addresses.
     ///
     /// # Errors
-    /// [`DeviceError::Restore`]: the function is unchanged, or in its power-on state. [`DeviceError::HandedOver`],
-    /// [`DeviceError::Empty`].
+    /// [`DeviceError::Restore`] for a state that is refused; the function is then unchanged or in its power-on state.
+    /// [`DeviceError::HandedOver`], [`DeviceError::Empty`].
     pub fn restore(&self, saved: &FunctionSnapshot) -> Result<Vec<BarMove>, DeviceError> {
         let mut slot = self.shared.slot();
         let state = match &mut *slot {
@@ -112,7 +112,8 @@ impl FunctionDevice {
             function, routes, ..
         } = &mut **state;
         let restored = function.restore(saved);
-        // Vectors are raised only after the resume. After a refusal, the function may have been reset.
+        // Routes are set before the resume, since vectors are raised only after it. They are also set after a refusal, which
+        // may have reset the function.
         routes.update_all(function);
         let moves = restored?;
         state.update_vmm(&*self.shared.vmm);

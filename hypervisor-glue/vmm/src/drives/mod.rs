@@ -1,7 +1,7 @@
-//! Drives by path: opened once per process, and leased in parts.
+//! Drives by path: opened once in a process, and leased in parts.
 //!
-//! To add a kind of drive, add a variant of [`DrivePath`], its conversions from and to text, and the code that opens it.
-//! Options that do not apply to the kind are refused in `options/function.rs`.
+//! To add a kind of drive, add a variant of [`DrivePath`], its conversions from and to text, and the code that opens the drive.
+//! `options/function.rs` refuses options that do not apply to a kind.
 
 mod open_controllers;
 
@@ -80,28 +80,28 @@ pub enum OpenDriveError {
     /// The drive cannot be opened.
     #[error("Drive `{path}` cannot be opened")]
     Open {
-        /// Path that was to be opened.
+        /// Path given for the drive.
         path: String,
         /// Kernel's error.
         source: io::Error,
     },
-    /// The drive's bytes are in use outside the ledger of leases.
+    /// A user outside the ledger of leases, such as a mount, uses the drive's bytes.
     #[error("Drive `{path}` is in use by {user}; end that use, or choose another drive")]
     InUse {
-        /// Path that was to be opened.
+        /// Path given for the drive.
         path: String,
-        /// Mount, swap space, device or program that uses the drive's bytes.
+        /// The mount, swap space, device or program that uses the drive's bytes.
         user: String,
     },
-    /// This process has already opened the drive with another value of the option.
+    /// This process has already opened the drive with another value of the option `key`.
     #[error(
         "Drive `{path}` is open in this process with another {key}=: give the same {key}= to all functions that \
          share it"
     )]
     OptionConflict {
-        /// Path that was to be opened.
+        /// Path given for the drive.
         path: String,
-        /// The option that differs.
+        /// Key of the option whose values differ.
         key: &'static str,
     },
     /// Two open drives have the same label: one is a copy of the other.
@@ -110,12 +110,12 @@ pub enum OpenDriveError {
          close that one, or use this one without its label once it is overwritten"
     )]
     DuplicateLabel {
-        /// Path that was to be opened.
+        /// Path given for the drive.
         path: String,
         /// Name of the label.
         name: DriveName,
     },
-    /// The drive is not open in this process, and may not be opened.
+    /// The drive is not open in this process, and the caller may not open it.
     #[error("Drive `{0}` is not open in this process any more")]
     Closed(String),
     /// The device does not exist.
@@ -129,12 +129,12 @@ pub enum OpenDriveError {
     /// Logical blocks must have 512 or 4096 bytes.
     #[error("A logical block of {0} bytes is not supported; use 512 or 4096")]
     InvalidLbaSize(u32),
-    /// The drive has no such namespace, or less than one block.
+    /// The drive has no such namespace, or the namespace is smaller than a block.
     #[error(transparent)]
     Namespace(#[from] nvme_mpt::DriveNamespaceError),
 }
 
-/// Path of a drive.
+/// Path of a drive, which also names the drive's kind.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DrivePath {
     /// `null:SIZE`: a drive that stores nothing, of this size in bytes.
@@ -191,8 +191,8 @@ pub struct DriveOptions {
     pub lba_size: u32,
     /// Namespace to use; `None` for the first active one.
     pub namespace: Option<Nsid>,
-    /// Timeout of commands. On expiry, a physical drive aborts the command or is reset, and a software drive's queue fails.
-    /// `None` means 10 s for a physical drive, and no timeout for a software drive.
+    /// Timeout of commands. When it expires, a physical drive aborts the command or is reset, and a software drive's queue
+    /// fails. `None` means 10 s for a physical drive, and no timeout for a software drive.
     pub timeout: Option<Duration>,
     /// Arbitration mechanism with which a physical drive is enabled.
     pub arbitration: ArbitrationChoice,
@@ -202,9 +202,9 @@ pub struct DriveOptions {
     pub profile: Option<Arc<DriveProfile>>,
     /// Fault schedule of a software drive; `None` for no faults.
     pub faults: Option<Arc<FaultPlan>>,
-    /// When a `memory:` drive allocates its memory.
+    /// Time at which a `memory:` drive allocates its memory.
     pub allocation: MemoryAllocationTime,
-    /// Name of the label that names the drive; `None` if no label is used.
+    /// Name in the drive's label; `None` if no label is used.
     pub name: Option<DriveName>,
     /// Memory file with the content of a `memory:` drive; `None` if the content is lost when the process ends.
     pub memory: Option<MemoryFile>,
@@ -231,8 +231,8 @@ impl Hash for MemoryFile {
     }
 }
 
-/// Default timeout of a physical drive's commands: much longer than a healthy drive needs, and shorter than the guest driver's
-/// timeout (Linux: 30 seconds).
+/// Default timeout of a physical drive's commands. It is much longer than a healthy drive needs, and shorter than the guest
+/// driver's timeout (Linux: 30 seconds).
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Default for DriveOptions {
@@ -254,8 +254,8 @@ impl Default for DriveOptions {
 }
 
 impl DriveOptions {
-    /// Returns the key of an option that conflicts with the options of the open drive at `path`. A profile, faults or policies
-    /// that are not set conflict with no value.
+    /// Returns the key of an option whose value differs from that of the drive that is open at `path`; `None` if all options
+    /// agree. If these options set no profile, label, faults or policies, they agree with every value.
     #[must_use]
     pub fn conflicting_option(&self, path: &DrivePath, opened: &Self) -> Option<&'static str> {
         let Self {
@@ -291,18 +291,18 @@ impl DriveOptions {
     }
 }
 
-/// Opens a drive, or returns the one that this process has open.
+/// Opens a drive. If this process already has the drive open, returns the open drive.
 ///
 /// # Errors
-/// All of [`OpenDriveError`] but [`OpenDriveError::InvalidPath`].
+/// All variants of [`OpenDriveError`] except [`OpenDriveError::InvalidPath`].
 pub fn open(path: &DrivePath, options: DriveOptions) -> Result<Arc<Drive>, OpenDriveError> {
     open_with_threads(path, options, &ThreadSpawner::default())
 }
 
-/// [Opens](open) a drive. Monitor threads of a physical drive are started through `threads`.
+/// [Opens](open) a drive, and starts the monitor threads of a physical drive through `threads`.
 ///
 /// # Errors
-/// As [`open`].
+/// Returns the errors of [`open`].
 pub fn open_with_threads(
     path: &DrivePath,
     options: DriveOptions,
@@ -311,23 +311,23 @@ pub fn open_with_threads(
     find_or_open_drive(path, options, threads, PersistedDriveDescriptors::default())
 }
 
-/// Descriptors of a physical drive that were opened by a predecessor and outlived it.
+/// Descriptors of a physical drive that a predecessor opened and that outlived the predecessor.
 #[derive(Debug, Default)]
 pub struct PersistedDriveDescriptors {
     /// Descriptors from a [hand-over](HostController::hand_over) by the predecessor.
     pub handed_over: Vec<OwnedFd>,
-    /// Descriptors that a predecessor which crashed left with its keeper (supervisor process). Ignored if the predecessor
-    /// handed the drive over.
+    /// Descriptors that a crashed predecessor left with its supervisor process. Ignored if the predecessor handed the drive
+    /// over.
     pub crash_leftovers: Vec<OwnedFd>,
-    /// Store of the drive's descriptors at this process's keeper (supervisor process).
+    /// Store of the drive's descriptors in this process's supervisor process.
     pub fd_store: Option<Arc<dyn DescriptorStore>>,
 }
 
-/// [Opens](open) a drive with the descriptors of a predecessor. If the drive cannot be restored from them, it is opened from
+/// [Opens](open) a drive with the descriptors of a predecessor. If they do not allow to restore the drive, it is opened from
 /// the beginning.
 ///
 /// # Errors
-/// As [`open`].
+/// Returns the errors of [`open`].
 pub fn open_with_descriptors(
     path: &DrivePath,
     options: DriveOptions,
@@ -336,7 +336,7 @@ pub fn open_with_descriptors(
     find_or_open_drive(path, options, &ThreadSpawner::default(), outliving)
 }
 
-/// Returns a drive that this process has open under this path. Opens no drive, even if the path leads to another drive by now.
+/// Returns the drive that this process has open under the path. Opens no drive, even if the path leads to another drive by now.
 ///
 /// # Errors
 /// [`OpenDriveError::Closed`], [`OpenDriveError::OptionConflict`], [`OpenDriveError::Namespace`].
@@ -357,8 +357,8 @@ fn find_or_open_drive(
     Ok(Drive::new(path.to_string(), controller, options.namespace)?)
 }
 
-/// Returns the options of an open drive. `None` if the drive is not open, and for `null:` and `memory:` drives, because each
-/// open of them makes a new drive.
+/// Returns the options of an open drive; `None` if the drive is not open. Also returns `None` for `null:` and `memory:` drives,
+/// because each open of their paths makes a new drive.
 #[must_use]
 pub fn open_drive_options(path: &DrivePath) -> Option<DriveOptions> {
     open_controllers::options(path)
@@ -470,8 +470,8 @@ fn open_controller(
     })
 }
 
-/// Opens a physical drive: with the descriptors of a hand-over, with the IOMMU that a crashed predecessor left, or from the
-/// beginning.
+/// Opens a physical drive. Prefers the descriptors of a hand-over, then the IOMMU address space that a crashed predecessor
+/// left. Without either, the drive is opened from the beginning.
 fn open_physical(
     address: PciAddress,
     options: ControllerOptions,
@@ -485,7 +485,7 @@ fn open_physical(
     } = outliving;
     if !handed.is_empty() {
         let went_on = restore_handed_over(address, handed).and_then(|(backing, handed)| {
-            // The descriptors that were left are out of date after a hand-over.
+            // After a hand-over, descriptors from an earlier crash are out of date.
             left.clear();
             let backing = Arc::new(backing);
             VfioController::from_predecessor(backing, handed, options, threads, keeper.clone())
@@ -516,7 +516,7 @@ fn open_physical(
                 let error = report::chain(&error);
                 log::warn!("Drive {address}: all memory is pinned again: {error}");
             }
-            // Release the predecessor's descriptors: the function can be opened only once.
+            // Releases the predecessor's descriptors, since the PCI function can be opened only once.
             if let Some(keeper) = &kept.store {
                 keeper
                     .clear()
@@ -538,7 +538,7 @@ fn restore_handed_over(
     Ok((backing, handed))
 }
 
-/// Restores the IOMMU address space that a crashed predecessor left; `None` if it left none.
+/// Restores the IOMMU address space that a crashed predecessor left; `None` if there is none.
 fn restore_leftover_backing(
     address: PciAddress,
     left: Vec<OwnedFd>,
@@ -552,8 +552,8 @@ fn restore_leftover_backing(
     Ok(Some((backing, left)))
 }
 
-/// Returns the name by which the ledger refers to a drive, without opening the drive. If the path is already such a name of an
-/// NVMe drive, it is returned unchanged.
+/// Returns the drive's name in the ledger, without opening the drive. The name in the ledger of an NVMe drive is returned
+/// unchanged.
 ///
 /// # Errors
 /// [`OpenDriveError::NoDevice`], [`OpenDriveError::NotFound`], [`OpenDriveError::Open`].
@@ -578,7 +578,7 @@ pub fn ledger_name(path: &Path) -> Result<String, OpenDriveError> {
     })
 }
 
-/// Reads the label of a file or block device. Returns the label and its offset in bytes.
+/// Reads the label of a file or block device. Returns the label and its offset in bytes; `None` if there is no label.
 fn read_label(path: &Path) -> Option<(DriveLabel, u64)> {
     let mut file = fs::File::open(path).ok()?;
     let place = DriveLabel::label_offset(file.seek(SeekFrom::End(0)).ok()?)?;
@@ -613,10 +613,10 @@ pub enum LabelError {
     Labelled {
         /// The drive.
         path: String,
-        /// Name of its label.
+        /// Name in the drive's label.
         name: DriveName,
     },
-    /// The drive may be one that the ledger knows and that is missing on this host, so it may contain data of leases.
+    /// The drive may be one that the ledger knows and this host misses, so it may contain data of leases.
     #[error(
         "Drive `{path}` may be {lost}, which this host does not have now, with data of \"{}\": if it is, run \
          `nvme-mpt leases carry-over '{lost}' {path}` first, or use --again and that name if it has lost its label; \
@@ -631,7 +631,7 @@ pub enum LabelError {
         /// Ids with data on the missing drive.
         ids: Vec<String>,
     },
-    /// The last MiB of the drive is in use.
+    /// The last MiB of the drive, which the label needs, is in use.
     #[error(
         "The last MiB of drive `{0}` is not empty, or belongs to a lease: choose a partition or a larger drive, whose last \
          MiB can be the label's"
@@ -647,9 +647,9 @@ pub enum LabelError {
     },
 }
 
-/// Labels a drive, so that its leases are found again under any path. Existing leases move to the label's name. If `again` is
-/// set and the ledger already knows the label's name, the drive gets that label again. If `is_other` is set, the operator
-/// states that the drive is not one of those that the ledger misses.
+/// Labels a drive, so that its leases are found again under any path. Existing leases move to the label's name. With `again`,
+/// a drive that has lost its label gets the label of that name which the ledger knows. If `is_other` is set, the operator
+/// states that the drive is none of those that the ledger knows and this host misses.
 ///
 /// # Errors
 /// See [`LabelError`]. After an error, the drive has no label or a complete one.
@@ -674,7 +674,7 @@ pub fn label(
         (None, _) => DriveLabel::new(name.clone()),
         (Some(_), false) => return Err(LabelError::NameTaken(name.clone())),
     };
-    // Opening detects other users of the drive, and keeps a block device exclusive meanwhile.
+    // Opening detects other users of the drive, and gives this process exclusive use of a block device.
     let drive = open(&DrivePath::File(path.to_owned()), DriveOptions::default())?;
     let namespace = *drive.namespace();
     let bytes = namespace.blocks << namespace.lba_shift;
@@ -716,7 +716,7 @@ pub fn label(
     let identity = label.identity(drive.identity(), place).name;
     let before = || formerly.iter().map(String::as_str).chain([name]);
     for before in before() {
-        // If the process dies before leases are moved below, the next use of the labelled drive moves them.
+        // If the process dies before the leases are moved below, the next use of the labelled drive moves them.
         if !again {
             ledger.check_idle(before)?;
         }
@@ -729,17 +729,17 @@ pub fn label(
     Ok(label)
 }
 
-/// Returns whether a path leads to a block device. A disk model stores its state file next to a regular file, but not next to a
-/// block device.
+/// Returns whether a path leads to a block device. A disk model stores its state file next to the drive only if the drive is a
+/// regular file.
 #[must_use]
 pub fn is_block_device(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
-/// Returns the error for a path that does not exist.
+/// Returns the error to report for a path that does not exist.
 fn not_found_error(path: &DrivePath) -> OpenDriveError {
     match path {
-        // A regular file in `/dev` would be lost when the host restarts.
+        // A missing path in `/dev` is meant as a device: a regular file there would be lost when the host restarts.
         DrivePath::File(file) if file.starts_with("/dev") => {
             OpenDriveError::NoDevice(path.to_string())
         }
@@ -747,7 +747,7 @@ fn not_found_error(path: &DrivePath) -> OpenDriveError {
     }
 }
 
-/// Describes the user (a mount or a program, for example) that prevents a block device from being opened exclusively.
+/// Describes the user that prevents a block device from being opened exclusively, such as a mount or a program.
 fn exclusive_user(path: &DrivePath) -> String {
     let DrivePath::File(file) = path else {
         return "another program".to_owned();

@@ -1,9 +1,10 @@
 //! Registry of the drives that this process has open. Each host controller is opened once and shared by its functions.
 //!
-//! A block device or VFIO group can be opened only once, and a key-value file is locked as a whole. The second function of a
-//! VMM's process must therefore share the drive that the first one opened.
+//! A block device or VFIO group can be opened only once, and a key-value file is locked as a whole. So the second function of a
+//! VMM's process must share the drive that the first function opened.
 //!
-//! `memory:` and `null:` drives are not registered: each open makes a new drive. `serve` shares them itself.
+//! `memory:` and `null:` drives are not registered, since each open makes a new drive. `nvme-mpt serve` itself shares them
+//! among its functions.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -14,8 +15,8 @@ use nvme_vfio::function::PciAddress;
 
 use super::{DriveOptions, DrivePath, OpenDriveError};
 
-/// Key of an open drive, independent of its path. The key does not contain the drive's serial number, since two devices may
-/// report the same one.
+/// Key of an open drive, which is independent of the drive's path. The serial number would not be a key, since two devices may
+/// report the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum OpenDriveKey {
     Function(PciAddress),
@@ -49,11 +50,12 @@ struct OpenedController {
     controller: Weak<dyn HostController>,
 }
 
-/// Locked while a drive is opened, so that two functions that start concurrently open their drive only once.
+/// Drives that this process has open. The lock is held while a drive is opened, so that two functions that start concurrently
+/// open their drive only once.
 static OPENED: Mutex<Vec<OpenedController>> = Mutex::new(Vec::new());
 
 fn lock_opened() -> MutexGuard<'static, Vec<OpenedController>> {
-    // Poisoning is harmless: a panic cannot interrupt a change.
+    // Poisoning is harmless: a panic cannot leave a partial change.
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     opened.retain(|drive| drive.controller.strong_count() > 0);
     opened
@@ -67,7 +69,7 @@ pub(super) fn options(path: &DrivePath) -> Option<DriveOptions> {
     Some(drive.options.clone())
 }
 
-/// Returns the open host controller of a path, or else opens it by `open`.
+/// Returns the host controller that is open for a path. If there is none, opens one by `open`.
 pub(super) fn find_or_open(
     path: &DrivePath,
     options: &DriveOptions,

@@ -80,7 +80,7 @@ fn a_process_opens_a_drive_once() {
     assert_eq!(opened, Some(small.clone()));
     drop(first);
     assert_eq!(open_drive_options(&DrivePath::File(link)), None);
-    // All functions of a drive share its faults and its profile.
+    // All functions of a drive share the drive's faults and profile.
     for (options, other) in [(&faulty, &modelled), (&modelled, &faulty)] {
         let first = open_file(&path, options).expect("opened");
         assert!(shares(&first, &open_file(&path, options).expect("found")));
@@ -156,7 +156,7 @@ fn drives_of_keys_and_values_are_refused_with_a_reason() {
 }
 
 fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
-    // Uses a separate ledger, as a server with another state directory does.
+    // The lease is in another ledger, as that of a server with another state directory.
     let lease = Ledger::in_process().acquire(&LeaseRequest {
         id: "test",
         drive: drive.identity(),
@@ -242,14 +242,14 @@ fn a_disk_image_is_served_raw_only_on_request() {
         assert!(error.contains("qemu-img convert"), "{error}");
     }
     reserve("id=a,range=0+8M,format=raw").expect("the operator's word");
-    // The format was given for this range, and is remembered.
+    // The ledger records that the range was leased with format=raw.
     reserve("id=a,range=0+8M").expect("leased before");
     reserve("id=b,range=8M+8M").expect("the header is data of a guest");
-    // A guest's own data does not block its lease, now or later.
+    // A header that a guest has written does not block a lease of its bytes, neither for this guest nor for another one.
     write(8 << 20, b"LUKS\xBA\xBE");
     reserve("id=b,range=8M+8M").expect("a guest's");
     reserve("id=c,range=8M+8M,data=keep").expect("handed over");
-    // Unused parts of the drive may hold an image as well.
+    // Bytes that were never leased may hold an image as well.
     write(16 << 20, b"LUKS\xBA\xBE");
     let error = reserve("id=d,range=16M+8M").expect_err("encrypted");
     assert!(
@@ -262,7 +262,7 @@ fn a_disk_image_is_served_raw_only_on_request() {
     assert!(error.contains("\"format\" is not for memory:8M"), "{error}");
 }
 
-/// Files that stand for disks, and a state directory.
+/// Files that stand for disks of a host, and a state directory.
 struct Host {
     dir: tempfile::TempDir,
 }
@@ -337,7 +337,7 @@ fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
         "leases label",
     );
     host.label("a", "pool", false).expect("labelled");
-    // Leases from before the label continue, with the names that their guests know.
+    // Leases from before the label continue, and their guests see unchanged names.
     assert_eq!(
         names(&ledger_name(&host.path("a")).expect("a file")),
         before
@@ -346,7 +346,8 @@ fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
         .expect("its own");
     host.reserve("a", "id=x,size=1M,unit=1M,drive-id=pool")
         .expect("leased");
-    // Refusals: no label, another label, another drive, and two drives with one label.
+    // Leases without the label's name, with another name, on another drive, and on one of two drives with one label are
+    // refused.
     assert_refused(
         host.reserve("a", "id=x,size=1M,unit=1M"),
         "say drive-id=pool",
@@ -378,7 +379,7 @@ fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
         "{error}"
     );
     drop(held);
-    // No lease includes the label's blocks.
+    // No lease can include the label's blocks.
     assert_refused(host.reserve("a", "id=y,range=15M+1M,drive-id=pool"), "15M");
     // After the drive grew, its label is still at the former end.
     let file = fs::OpenOptions::new()
@@ -420,7 +421,7 @@ fn a_label_is_refused_where_blocks_are_in_use() {
     );
     file.set_len(1 << 20).expect("shorter");
     assert_refused(host.label("b", "pool", false), "too small");
-    // A guest that writes a label to its lease does not name another drive.
+    // A guest that writes a label into its lease does not change the drive's name.
     host.disk("c");
     host.label("c", "pool", false).expect("labelled");
     host.reserve("c", "id=x,size=1M,unit=1M,drive-id=pool")
@@ -452,14 +453,15 @@ fn a_drive_that_lost_its_label_is_refused_by_its_other_names() {
     host.reserve("a", "id=y,range=8M+1M,data=keep")
         .expect("the operator's word");
     assert_refused(host.reserve("a", "id=z,size=4M,unit=1M"), "--again");
-    // Another label does not help either.
+    // A label with another name is refused as well.
     assert_refused(host.label("a", "other", false), "drive-id:pool");
     host.label("a", "pool", true).expect("labelled again");
     let extents = host.reserve("a", "id=x,size=4M,unit=1M,drive-id=pool");
     assert_eq!(extents.expect("its own").to_string(), "0+4M");
 }
 
-/// The names of three disks change at each of 20 boots. Each function names its disk by path and label.
+/// The names of three disks change at each of 20 boots. Each function names its disk by path and label, and gets this disk or
+/// an error.
 #[test]
 fn labelled_disks_in_changed_order_are_right_or_refused() {
     let host = Host::new();
@@ -486,7 +488,7 @@ fn labelled_disks_in_changed_order_are_right_or_refused() {
             order.swap(last, other);
         }
         for (number, disk) in order.into_iter().enumerate() {
-            // The order of functions alternates, because the first one gets free blocks first.
+            // The order of the functions alternates, because the first function gets the first free blocks.
             for id in [boot % 2, 1 - boot % 2] {
                 let options = format!("id=vm{number}-{id},size=4M,unit=1M,drive-id=disk{number}");
                 let reserved = host.reserve(&format!("vd{number}"), &options);

@@ -17,16 +17,16 @@ use super::server_options::OptionText;
 /// Default directory of the lease ledger.
 ///
 /// The ledger must survive a power failure, so that a range stays with its owner until an operator releases it. So the
-/// directory is not in /run.
+/// directory is not in /run, which is lost.
 pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
 /// Configuration of a function: the options of [`FunctionOptions`] as text.
 ///
-/// Unknown keys are errors: `rang` for `range` would lease the whole drive. A type that flattens this one (`serde(flatten)`)
-/// must refuse unknown keys itself.
+/// Unknown keys are errors, because a misspelt key is dangerous: `rang` for `range` would lease the whole drive. A type that
+/// flattens this type (`serde(flatten)`) must refuse unknown keys itself.
 ///
-/// There is no field `id` as in option strings, since a device's id is unique within one VM only. The field `lease` is the id
-/// of the lease.
+/// Unlike an option string, this type has no field `id`, since a device's id is unique within one VM only. The field `lease` is
+/// the id of the lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FunctionConfig {
@@ -96,7 +96,7 @@ pub struct FunctionConfig {
     /// Name of the drive's label.
     #[serde(default, rename = "drive-id", skip_serializing_if = "Option::is_none")]
     pub drive_id: Option<String>,
-    /// With `raw`, the leased bytes may begin with a disk image header.
+    /// With `raw`, the leased bytes may begin with a disk image header. A guest then sees the image file's bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
     /// Performance model of a software drive.
@@ -105,7 +105,8 @@ pub struct FunctionConfig {
     /// Fault schedule of a software drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub faults: Option<String>,
-    /// With `with_function`, a `memory:` drive allocates all its memory at its start; otherwise, it allocates memory as it is written.
+    /// With `on`, a `memory:` drive allocates all its memory when it is opened. Otherwise, it allocates memory as blocks are
+    /// written.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub populate: Option<String>,
     /// Namespace of a physical drive.
@@ -206,12 +207,12 @@ impl FunctionConfig {
         "state_dir",
     ];
 
-    /// Builds a configuration from key-value pairs: `get` returns the value of an option's key, or `None` if the option is not
-    /// given.
+    /// Builds a configuration from the keys and values of options. `get` returns the value of a key, or `None` if the option is
+    /// not given.
     ///
     /// # Errors
-    /// [`OptionError::Missing`] without a path, and [`OptionError::Value`] for an invalid number. [`Self::options`]
-    /// checks the other values.
+    /// [`OptionError::Missing`] without a path, and [`OptionError::Value`] for an invalid number. [`Self::options`] checks all
+    /// other values.
     pub fn from_keys(mut get: impl FnMut(&str) -> Option<String>) -> Result<Self, OptionError> {
         let path = get("path").ok_or(NO_PATH)?;
         let state_dir = get("state_dir").map_or_else(default_state_dir, PathBuf::from);
@@ -256,7 +257,7 @@ impl FunctionConfig {
     /// Returns the parsed options.
     ///
     /// # Errors
-    /// Any [`OptionError`] that values can cause.
+    /// Any [`OptionError`] that the options' values can cause.
     pub fn options(&self) -> Result<FunctionOptions, OptionError> {
         let mut keys = KeyValues::from_pairs(self.pairs()?);
         FunctionOptions::take(&mut keys)
@@ -265,14 +266,14 @@ impl FunctionConfig {
     /// Returns the parsed options together with their text.
     ///
     /// # Errors
-    /// Any [`OptionError`] that values can cause.
+    /// Any [`OptionError`] that the options' values can cause.
     pub fn options_with_text(&self) -> Result<ParsedFunctionOptions, OptionError> {
         ParsedFunctionOptions::from_text(OptionText::from_pairs(self.pairs()?)?)
     }
 
     /// Returns the files that a sandbox must allow if this process opens the function's drive itself, each with true if write
-    /// access is needed. The ledger's directory must exist. [`required_files`](crate::sandbox::required_files) returns fewer files if a server
-    /// has the drive.
+    /// access is needed. The ledger's directory must exist. If a server has the drive,
+    /// [`required_files`](crate::sandbox::required_files) returns fewer files.
     ///
     /// # Errors
     /// [`OptionError::Value`] if the path names no drive.
@@ -281,19 +282,20 @@ impl FunctionConfig {
         let mut files = vec![(self.state_dir.clone(), true)];
         match parse_value("path", path, str::parse)? {
             Some(DrivePath::File(file)) => {
-                // A disk model stores its state in a file next to the drive, which it replaces by a rename.
+                // A disk model writes its state to a file next to the drive, and replaces this file by a rename, so it needs
+                // the directory.
                 let keeps_state = self.profile.as_deref().is_some_and(|name| {
-                    // An unreadable profile is refused later.
+                    // If the profile cannot be read, a state file is assumed. The function's start reports the error.
                     let profile = DriveProfile::load(name).ok();
                     profile.is_none_or(|profile| profile.has_state_file())
                 });
                 let has_file = keeps_state && !is_block_device(&file);
                 let folder = file.parent().filter(|_| has_file);
                 files.push((folder.unwrap_or(&file).to_owned(), true));
-                // Needed for finding the device of a path and its other users.
+                // /sys and /proc tell the device of a path, and other users of the device.
                 files.push(("/sys".into(), false));
                 files.push(("/proc".into(), false));
-                // Device mapper tables, needed for the extents of logical volumes.
+                // Device mapper tells the extents of logical volumes.
                 let mapper = PathBuf::from("/dev/mapper/control");
                 if mapper.exists() {
                     files.push((mapper, true));
@@ -304,7 +306,7 @@ impl FunctionConfig {
                 files.push(("/proc".into(), false));
                 files.push(("/dev/vfio".into(), true));
             }
-            // Other drives are in memory.
+            // A `null:` or `memory:` drive has no file.
             _ => {}
         }
         if self.poll.as_ref().is_some_and(|poll| poll.contains('@')) {
@@ -516,7 +518,7 @@ mod tests {
                 "{error}"
             );
         }
-        // A repeated key is refused as well.
+        // A repeated key is refused.
         read(r#"{"path":"a","path":"b"}"#).expect_err("two paths");
         for key in FunctionConfig::KEYS {
             read(&format!(r#"{{"{key}":null}}"#))
@@ -539,7 +541,7 @@ mod tests {
         let path = "null:1G".to_owned();
         let by_keys = config(&[("path", &path)]).expect("valid");
         assert_eq!(by_keys, FunctionConfig { path, ..default });
-        // There is no default drive.
+        // The path has no default.
         let error = read.options().expect_err("no path").to_string();
         assert!(error.starts_with("Option \"path\" is missing"), "{error}");
         let error = read.options_with_text().expect_err("no path").to_string();

@@ -37,9 +37,9 @@ pub enum OptionError {
     /// Two keys exclude each other.
     #[error("Options \"{key}\" and \"{other}\" are both given: {why}; keep one")]
     Conflict {
-        /// One key.
+        /// The key that excludes the other one.
         key: &'static str,
-        /// The other key.
+        /// The excluded key.
         other: &'static str,
         /// Reason.
         why: &'static str,
@@ -50,20 +50,20 @@ pub enum OptionError {
         /// The key.
         key: String,
     },
-    /// A key is unknown.
+    /// The options contain an unknown key.
     #[error("There is no option \"{key}\": the options are {allowed}")]
     Unknown {
         /// The key.
         key: String,
-        /// The known keys.
+        /// The known keys, as text for the error message.
         allowed: String,
     },
-    /// A mandatory key is missing.
+    /// A mandatory option is missing.
     #[error("Option \"{key}\" is missing: add {key}={example}")]
     Missing {
         /// The key.
         key: &'static str,
-        /// Example of a value.
+        /// Example of a value, for the error message.
         example: &'static str,
     },
     /// A key does not apply to the kind of drive.
@@ -76,7 +76,7 @@ pub enum OptionError {
         /// Reason.
         why: &'static str,
     },
-    /// A value requires another option.
+    /// A value requires an option that is not given.
     #[error("Option \"{key}={value}\" needs {other}: {why}; add that, or leave it out")]
     Needs {
         /// The key.

@@ -29,7 +29,7 @@ use super::option_help;
 /// Maximum length of a serial number in bytes (Base 2.0, Identify Controller data structure, SN).
 const MAX_SERIAL: usize = 20;
 
-/// Maximum timeout of a drive's commands in seconds. It is longer than the default timeout of any guest driver.
+/// Maximum timeout of a drive's commands in seconds. It exceeds the default timeout of any guest driver.
 const MAX_TIMEOUT: u64 = 3600;
 
 /// Logical block size of a software drive.
@@ -74,7 +74,7 @@ pub struct FunctionOptions {
     pub range: Option<ByteRange>,
     /// Minimum size for the guest, allocated anywhere on the drive.
     pub size: Option<LeaseSize>,
-    /// Maximum number of I/O queue pairs for the guest, 1 to [`MAX_QUEUE_PAIRS`].
+    /// Maximum number of I/O queue pairs for the guest, from 1 to [`MAX_QUEUE_PAIRS`].
     pub queues: u16,
     /// Number of the physical drive's I/O queue pairs to reserve for the function, at most [`Self::queues`].
     pub reserve: u16,
@@ -92,13 +92,14 @@ pub struct FunctionOptions {
     pub fixed: AdaptivePolicies,
     /// Kinds of files that may back the VM's memory.
     pub memory: MemoryKinds,
-    /// Maximum bytes of the VM's memory that are mapped for a physical drive. If not given, the host's memory is the limit.
+    /// Maximum bytes of the VM's memory that are mapped for a physical drive. If not given, the process's default limit applies,
+    /// if there is one.
     pub memory_limit: Option<ByteSize>,
-    /// Limits of I/Os and bytes per second, and the weight against other guests.
+    /// Limits of I/Os and bytes per second, and the function's weight against other guests.
     pub rates: RateLimits,
     /// Policy for data that another id left in the range.
     pub data: PreviousDataPolicy,
-    /// Serial number that the guest sees instead of the range's own.
+    /// Serial number that the guest sees instead of the one that is derived from the lease.
     pub serial: Option<String>,
     /// Logical block size of a software drive.
     pub lba: Option<LbaSize>,
@@ -110,9 +111,9 @@ pub struct FunctionOptions {
     pub profile: Option<Arc<DriveProfile>>,
     /// Fault schedule of a software drive.
     pub faults: Option<Arc<FaultPlan>>,
-    /// When a `memory:` drive allocates its memory.
+    /// Time at which a `memory:` drive allocates its memory.
     pub populate: Option<MemoryAllocationTime>,
-    /// Namespace of a physical drive; the first if not given.
+    /// Namespace of a physical drive; the first active one if not given.
     pub namespace: Option<Nsid>,
     /// Timeout of the drive's commands. If not given, it depends on the kind of drive.
     pub timeout: Option<Duration>,
@@ -122,7 +123,7 @@ pub struct FunctionOptions {
     pub reconnect: Option<Duration>,
 }
 
-/// Reason why a software drive has no weight.
+/// Reason for which a software drive has no weight.
 pub(super) const NO_WEIGHT_REASON: &str =
     "only a physical drive, as in path=0000:01:00.0, has queue pairs that guests share";
 
@@ -138,19 +139,20 @@ pub(super) fn check_bandwidth(limit: Option<RateLimit>) -> Result<(), OptionErro
     })
 }
 
-/// Default number of I/O queue pairs: one for each vCPU of most guests. Queues that a guest does not create cost nothing.
+/// Default number of I/O queue pairs: one for each vCPU of most guests. A queue pair that the guest does not create costs
+/// nothing.
 const DEFAULT_QUEUES: u16 = 16;
 
 impl FunctionOptions {
-    /// Returns the number of I/O queue pairs: [`Self::queues`], limited by the number of doorbells that fit into the one-page
-    /// Doorbell Buffer if the function offers one.
+    /// Returns the number of I/O queue pairs: [`Self::queues`], or fewer if the function offers a Doorbell Buffer, whose one
+    /// page limits the number of doorbells.
     #[must_use]
     pub fn queue_pairs(&self) -> u16 {
         let most = self.doorbell_stride.queue_pairs_max(self.doorbells);
         self.queues.min(most)
     }
 
-    /// Returns warnings about the function's queues as sentences for the operator.
+    /// Returns warnings about options that common guest drivers handle badly, one sentence each, for the operator.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         let mut cautions = Vec::new();
@@ -186,7 +188,7 @@ impl FunctionOptions {
         cautions
     }
 
-    /// Refuses limits that are too low for drivers. Call it for new functions only: existing ones keep their limits.
+    /// Refuses limits that are too low for drivers. Only call this for a new function: an existing function keeps its limits.
     ///
     /// # Errors
     /// [`OptionError::Value`].
@@ -194,8 +196,8 @@ impl FunctionOptions {
         check_bandwidth(self.rates.bandwidth)
     }
 
-    /// Returns the drive options of the function. If the drive is already open, `opened` are its options, and options that the
-    /// function does not set take their values.
+    /// Returns the options with which the function opens its drive. If the drive is already open, `opened` has the drive's
+    /// options, which are the defaults of the function's. Namespace, profile, faults and adaptive policies have no such default.
     #[must_use]
     pub fn drive_options(&self, opened: Option<&DriveOptions>) -> DriveOptions {
         let default = opened.cloned().unwrap_or_default();
@@ -339,8 +341,9 @@ impl FunctionOptions {
         }
     }
 
-    /// Returns whether the drive pins the guest's memory. If so, the VMM must not free mapped guest memory: it must use no
-    /// balloon and no free page reporting, and virtio-mem only if it unmaps memory before freeing it.
+    /// Returns whether the drive pins the guest's memory. If so, the VMM must not free guest memory that is mapped for the
+    /// function: it must use no balloon and no free page reporting, and may use virtio-mem only if it unmaps memory before
+    /// freeing it.
     #[must_use]
     pub fn pins_memory(&self) -> bool {
         matches!(self.path, DrivePath::Pci(_))
@@ -351,7 +354,8 @@ impl FunctionOptions {
         matches!(self.profile.as_deref(), Some(DriveProfile::Kv(_)))
     }
 
-    /// Returns the key of a given option that does not apply to the kind of drive, and the reason; `None` if all options apply.
+    /// Returns the key of an option that is given and does not apply to the kind of drive, with the reason; `None` if all
+    /// options apply.
     fn inapplicable_option(&self) -> Option<(&'static str, &'static str)> {
         let is_sliced = matches!(self.path, DrivePath::File(_)) && !self.is_key_value();
         if self.fixed.slices == PolicyChoice::Fixed && !is_sliced {
@@ -444,12 +448,13 @@ impl FromStr for FunctionOptions {
     }
 }
 
-/// Size of a lease without a fixed range.
+/// Minimum size of a lease without a fixed range, and the size of its extents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseSize {
     /// Size.
     pub size: ByteSize,
-    /// Allocation unit of the lease: the size of each extent is a multiple of it. If not given, the drive's default is used.
+    /// Allocation unit of the lease: the size of each extent is a multiple of the unit. If not given, the drive's default unit
+    /// is used.
     pub unit: Option<ByteSize>,
 }
 
@@ -479,8 +484,7 @@ fn take_id(keys: &mut KeyValues) -> Result<Option<String>, OptionError> {
     }
 }
 
-/// Minimum memory limit. A limit written without its unit, such as 16 instead of 16G, is below the minimum and therefore
-/// refused.
+/// Minimum memory limit. It detects a limit without its unit: 16 instead of 16G is below the minimum and therefore refused.
 const MEMORY_LIMIT_MIN: u64 = 1 << 20;
 
 /// Parses a memory limit.

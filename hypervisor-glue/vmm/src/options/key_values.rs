@@ -1,7 +1,7 @@
 //! `key=value,key=value`: the syntax of option strings.
 //!
-//! A value that contains a comma is put in double quotes, as in `path="/a,b"`. A double quote inside such a value is written
-//! twice. Cloud Hypervisor has the same rules.
+//! A value that contains a comma is put in double quotes, as in `path="/a,b"`. A double quote inside a quoted value is written
+//! twice. Cloud Hypervisor has the same syntax.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -29,14 +29,14 @@ impl KeyValues {
                 return Err(OptionError::NoValue { word });
             };
             keys.push(word, value)?;
-            // `parse_pair` stops at a comma or at the end.
+            // `parse_pair` stops at a comma or at the end of the string.
             if chars.next().is_none() {
                 return Ok(keys);
             }
         }
     }
 
-    /// Adds a key that is not present yet.
+    /// Adds a key and its value. Refuses a key that is present already.
     pub(super) fn push(&mut self, key: String, value: String) -> Result<(), OptionError> {
         if value.is_empty() {
             return Err(OptionError::EmptyValue { key });
@@ -93,7 +93,7 @@ impl KeyValues {
         Some(self.0.swap_remove(index).1)
     }
 
-    /// Returns a key that no parser has removed; `None` if the list is empty.
+    /// Returns a key that no parser has taken; `None` if no key is left.
     pub(super) fn remaining_key(self) -> Option<String> {
         self.0.into_iter().next().map(|(key, _)| key)
     }
@@ -133,7 +133,7 @@ fn parse_pair(chars: &mut Peekable<Chars<'_>>) -> Result<(String, Option<String>
     Ok((word, value))
 }
 
-/// Reads a quoted value from behind the opening quote through the closing quote.
+/// Reads a quoted value, from the character after the opening quote through the closing quote.
 fn parse_quoted(
     chars: &mut Peekable<Chars<'_>>,
     key: &str,
@@ -151,7 +151,7 @@ fn parse_quoted(
     })
 }
 
-/// Removes `key` from `keys` and parses its value.
+/// Removes `key` from `keys`, and parses its value; `None` if the key is missing.
 pub(super) fn take_value<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     keys: &mut KeyValues,
     key: &'static str,
@@ -160,7 +160,7 @@ pub(super) fn take_value<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     parse_value(key, keys.take(key), parse)
 }
 
-/// Parses the value of `key`, if there is one.
+/// Parses the value of `key`, if it has a value.
 pub(super) fn parse_value<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     key: &'static str,
     value: Option<String>,
@@ -179,7 +179,7 @@ pub(super) fn parse_value<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     }
 }
 
-/// Returns an error if a key is left in `keys`, since no parser took it. The error lists the `allowed` keys.
+/// Refuses a key that is left in `keys`, because no parser knows it. The error lists the `allowed` keys.
 pub(super) fn reject_remaining<'a>(
     keys: KeyValues,
     allowed: impl Iterator<Item = &'a str>,

@@ -1,7 +1,7 @@
-//! Options of an NVMe function, the same for every VMM.
+//! Options of an NVMe function. All VMMs use the same options.
 //!
-//! An option string, such as `path=/srv/drive.img,range=0+8G`, is parsed once into [`FunctionOptions`]. Its values need no
-//! further check. Other types cover a subset or a superset of the keys:
+//! An option string, such as `path=/srv/drive.img,range=0+8G`, is parsed once into [`FunctionOptions`], whose values need no
+//! further check. Types for strings with other keys:
 //! - [`ServerFunctionOptions`]: a function of `nvme-mpt serve`, with `socket=PATH`.
 //! - [`ServerDriveOptions`]: a drive that the server keeps open.
 //! - [`LeaseReservation`]: a lease that an operator reserves for a VMM.

@@ -15,7 +15,7 @@ const fn option(key: &'static str, value: &'static str, help: &'static str) -> O
     OptionHelp { key, value, help }
 }
 
-/// Options of a server's function in addition to [`OPTIONS`]. The first one is mandatory.
+/// Options of a server's function in addition to [`OPTIONS`]. The first option is mandatory.
 pub const SERVER_OPTIONS: &[OptionHelp] = &[
     option(
         "socket",
@@ -35,7 +35,7 @@ of the server]",
     ),
 ];
 
-/// Options of a function. The first one is mandatory.
+/// Options of a function. The first option is mandatory.
 pub const OPTIONS: &[OptionHelp] = &[
     option(
         "path",
@@ -227,7 +227,7 @@ pub(super) fn server_options() -> impl Iterator<Item = &'static OptionHelp> {
 /// Mandatory options.
 const REQUIRED: [&str; 2] = ["socket", "path"];
 
-/// Maximum line length of [`synopsis`], not counting the last option.
+/// Maximum length of a line of [`synopsis`].
 const LINE_MAX: usize = 90;
 
 /// Returns the synopsis of a server function's option string, in several lines.
@@ -301,7 +301,7 @@ mod tests {
                 "{key}"
             );
         }
-        // Two blanks, the key, two blanks, and at most 92 characters of help.
+        // A line has two blanks, the key, two blanks, and at most 92 characters of help.
         let keys = server_options().map(|option| option.key.len());
         let most = 2 + keys.max().unwrap_or(0) + 2 + 92;
         for line in synopsis.lines().chain(help.lines()) {

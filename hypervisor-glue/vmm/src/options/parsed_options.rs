@@ -9,7 +9,8 @@ use super::server_options::OptionText;
 
 /// Options of a function in parsed form and as an option string.
 ///
-/// A VMM uses the parsed form to open a drive itself. If a drive server has the drive, the VMM sends the string to that server.
+/// A VMM that opens the drive itself uses the parsed form. If a drive server has the drive, the VMM sends the string to this
+/// server.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParsedFunctionOptions {
     options: FunctionOptions,
@@ -17,13 +18,13 @@ pub struct ParsedFunctionOptions {
 }
 
 impl ParsedFunctionOptions {
-    /// Parses options. Relative paths start at this process's working directory.
+    /// Parses options. Makes relative paths absolute, starting at this process's working directory.
     ///
     /// # Errors
-    /// Any [`OptionError`] that values can cause.
+    /// Any [`OptionError`] that the options' values can cause.
     pub fn from_text(text: OptionText) -> Result<Self, OptionError> {
         let options = text.to_string().parse()?;
-        // If the working directory was removed, relative paths stay as they are and fail later.
+        // If the working directory was removed, relative paths stay relative, and opening them fails.
         let text = match env::current_dir() {
             Ok(folder) => text.with_absolute_paths(&folder),
             Err(_) => text,

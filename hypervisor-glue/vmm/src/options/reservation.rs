@@ -1,4 +1,5 @@
-//! Options of leases that an operator reserves for functions in VMMs, and of the socket on which these VMMs request leases.
+//! Options of leases that an operator reserves for functions in VMMs, and options of the socket on which VMMs request these
+//! leases.
 
 use std::str::FromStr;
 
@@ -7,7 +8,7 @@ use super::function::FunctionOptions;
 use super::key_values::{KeyValues, reject_remaining, take_value};
 use super::server_options::{OptionText, RateChange, ServerDriveOptions, SocketOwner, parse_mode};
 
-/// A lease that an operator reserves for the VMMs of a user.
+/// A lease that an operator reserves for the VMMs of one user.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LeaseReservation {
     /// User that owns the lease, by name or number.
@@ -15,7 +16,7 @@ pub struct LeaseReservation {
     /// The lease's drive, its range or size, its id, and the policy for data that another id left. All other options have their
     /// defaults.
     pub function: FunctionOptions,
-    /// The operator's limits, in the form of [`RateChange`].
+    /// The operator's limits of the lease's functions, in the form of [`RateChange`].
     pub limits: Option<OptionText>,
 }
 
@@ -70,7 +71,7 @@ impl FromStr for LeaseReservation {
 /// Parses a user name or number.
 ///
 /// # Errors
-/// The text contains a group.
+/// The text has a group, as in `USER:GROUP`.
 pub fn parse_user(text: &str) -> Result<String, &'static str> {
     match text.contains(':') {
         true => Err("A lease has only a user, without a group"),
@@ -81,9 +82,9 @@ pub fn parse_user(text: &str) -> Result<String, &'static str> {
 /// Options of the socket on which VMMs request leases: `mode=` and `owner=`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VmmSocket {
-    /// File mode. If not given, only the server's user has access.
+    /// File mode of the socket. If not given, only the server's user has access.
     pub mode: Option<u32>,
-    /// Owner; the server's user and group if not given.
+    /// Owner of the socket; the server's user and group if not given.
     pub owner: Option<SocketOwner>,
 }
 

@@ -125,7 +125,7 @@ impl RateChange {
     /// Keys of a change.
     pub const KEYS: &[&str] = &["iops", "bandwidth", "weight"];
 
-    /// Value that removes a limit, or restores the default weight.
+    /// Value of a key that removes a limit, or restores the default weight.
     pub const NONE: &str = "none";
 
     /// Refuses a bandwidth limit that is too low for guest drivers.
@@ -155,7 +155,7 @@ impl RateChange {
         }
     }
 
-    /// Returns the limits after the change. Limits that the change does not mention keep their values.
+    /// Returns the limits after the change. A limit that the change does not mention stays as it is.
     #[must_use]
     pub fn apply_to(self, rates: RateLimits) -> RateLimits {
         RateLimits {
@@ -189,9 +189,9 @@ impl FromStr for RateChange {
     }
 }
 
-/// An option string with unparsed values.
+/// An option string whose values are not parsed yet.
 ///
-/// Functions and drives are stored in files and sent to servers in this form. The `Display` form is an option string.
+/// Functions and drives are stored in files and sent to servers in this form. `Display` writes the option string.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OptionText(KeyValues);
 
@@ -210,11 +210,10 @@ impl OptionText {
         Ok(Self(keys))
     }
 
-    /// Returns an option string with only those keys of `text` that `keys` contains; `None` if `text` contains none of these
-    /// keys.
+    /// Returns the options of `text` whose keys are in `keys`; `None` if `text` has none of these keys.
     ///
     /// # Errors
-    /// The text is no option string.
+    /// The text does not have the syntax of an option string.
     pub fn parse_only(text: &str, keys: &[&str]) -> Result<Option<Self>, OptionError> {
         let all = KeyValues::parse(text)?;
         let some = all.pairs().filter(|(key, _)| keys.contains(key));
@@ -241,14 +240,14 @@ impl OptionText {
         self
     }
 
-    /// Sets all keys of `other`.
+    /// Sets the value of each key of `other`.
     #[must_use]
     pub fn with_all(self, other: &Self) -> Self {
         let pairs = other.pairs();
         pairs.fold(self, |text, (key, value)| text.with_value(key, Some(value)))
     }
 
-    /// Makes relative paths absolute, starting at `folder`.
+    /// Makes relative paths absolute, starting at the directory `folder`.
     #[must_use]
     pub fn with_absolute_paths(mut self, folder: &Path) -> Self {
         for (key, value) in self.0.pairs_mut() {

@@ -1,4 +1,4 @@
-//! Parsing of option strings, and refusals.
+//! Parsing and refusal of option strings.
 
 use std::path::PathBuf;
 use std::str::FromStr;

@@ -20,13 +20,13 @@ fn nap() {
 }
 
 const BLOCK: usize = 512;
-/// Addresses and size of queue 1 of [`create`].
+/// Addresses of the completion queue and submission queue that [`create`] makes, and their number of entries.
 const CQ: u64 = 0x1_0000;
 const SQ: u64 = 0x1_8000;
 const ENTRIES: u16 = 16;
 const DATA: u64 = 0x2_0000;
 
-/// A host with a drive, and the memory of a migrating guest.
+/// A host with a drive, and the memory of a guest that migrates.
 struct Host {
     dir: TempDir,
     memory: File,
@@ -66,7 +66,7 @@ impl Host {
         }
     }
 
-    /// Creates a VMM with the drive and the guest's memory.
+    /// Creates a VMM that has the drive and the guest's memory.
     fn vmm(&self, patience: Duration) -> Result<(FunctionDevice, Arc<RecordingVmm>), OpenError> {
         let make = self.make();
         self.vmm_with(make()?, FunctionFactory::new(make, patience))
@@ -83,7 +83,7 @@ impl Host {
         Ok((device.with_factory(remake), vmm.0))
     }
 
-    /// Creates the VMM that receives the guest.
+    /// Creates the VMM to which the guest migrates.
     fn receive(&self, saved: &FunctionSnapshot) -> FunctionDevice {
         let (device, _) = self.vmm(Duration::ZERO).unwrap();
         assert_eq!(device.restore(saved).unwrap().len(), 1, "BAR0");
@@ -97,7 +97,7 @@ impl Host {
         }
     }
 
-    /// Submits writes of the blocks `commands`, each filled with its own number.
+    /// Submits one write for each number in `commands`, to the block of that number, with data made of the number.
     fn write(&self, device: &FunctionDevice, commands: std::ops::Range<u16>) {
         for cid in commands.clone() {
             let data = DATA + u64::from(cid) * BLOCK as u64;
@@ -120,7 +120,7 @@ impl Host {
     fn await_writes(&self, device: &FunctionDevice, commands: std::ops::Range<u16>) {
         let mut completed = BTreeSet::new();
         for number in commands.clone() {
-            // Status Success, with the Phase Tag of this round.
+            // Status Success, with the Phase Tag of the present pass through the queue.
             let status = u16::from((number / ENTRIES).is_multiple_of(2));
             wait_until("it does not complete", nap, || {
                 self.completion(number).1 == status
@@ -137,7 +137,7 @@ impl Host {
         }
     }
 
-    /// Returns Command Identifier and Status with Phase Tag of a completion.
+    /// Returns the Command Identifier, and the Status with its Phase Tag, of completion `number`.
     fn completion(&self, number: u16) -> (u16, u16) {
         let mut cqe = [0; 4];
         let at = CQ + 16 * u64::from(number % ENTRIES) + 12;
@@ -181,7 +181,7 @@ fn a_guest_continues_with_another_vmm() {
 
         let (next, next_asked) = host.vmm(Duration::ZERO).unwrap();
         assert_eq!(next.restore(&saved).unwrap().len(), 1, "BAR0");
-        // Compares a part of the state only, because the controller's Timestamp advances.
+        // Compares only the back end's state, because the controller's Timestamp advances.
         assert_eq!(next.save().unwrap().backend_state(), saved.backend_state());
         next.resume().unwrap();
         host.await_writes(&next, first..first + 10);
@@ -273,7 +273,7 @@ fn a_drive_leased_by_another_is_not_attached_again() {
         matches!(error, DeviceError::TakeBack(_, OpenError::Lease(_))),
         "{error}"
     );
-    // The guest finds an empty slot, whatever it accesses.
+    // Every access of the guest finds an empty slot.
     for _ in 0..2 {
         assert_eq!(read_registers(&device), NOTHING);
         assert!(asked.vectors.lock().unwrap().is_empty());
@@ -351,7 +351,7 @@ fn the_pin_comes_back_with_the_drive() {
     device.pause().unwrap();
     device.hand_over().unwrap();
     device.resume().unwrap();
-    // The level has fallen without a notification.
+    // The level fell, but the function was not notified.
     signal();
     assert!(pin.is_raised());
     pin.0[1].write(1).unwrap();

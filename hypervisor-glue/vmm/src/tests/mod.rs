@@ -1,4 +1,4 @@
-//! A function in a fake VMM that records requests.
+//! A function in a fake VMM that records the function's requests.
 
 mod hand_over;
 
@@ -38,20 +38,20 @@ const MSIX_CONTROL: (u64, [u8; 2]) = (0x52, [0x00, 0x80]);
 const DOORBELLS: u64 = 0x1000;
 const NO_ADDRESSES: [u64; 0] = [];
 
-/// A fake VMM, which records requests.
+/// A fake VMM, which records requests of its functions.
 #[derive(Debug, Default)]
 struct RecordingVmm {
     mapped: Mutex<BTreeMap<u64, Arc<Mapping>>>,
-    /// Number of map requests.
+    /// Number of requests to map memory.
     maps: Mutex<u32>,
     refuses: AtomicBool,
     registered: Mutex<BTreeMap<u64, RawFd>>,
-    /// Maximum number of tied doorbells, or 0 without a maximum.
+    /// Maximum number of registered ioeventfds; 0 for no maximum.
     registered_max: AtomicUsize,
     registrations_refused: AtomicUsize,
     messages: Mutex<Vec<(u16, u64, u32)>>,
     vectors: Mutex<Vec<EventFd>>,
-    /// Number of messages that were set after their vector had been signalled.
+    /// Number of messages that the function set after it had signalled their vector.
     late_messages: Mutex<u32>,
     /// Threads of the vCPUs, by message address.
     vcpus: Mutex<BTreeMap<u64, ThreadId>>,
@@ -59,7 +59,7 @@ struct RecordingVmm {
     pin: Mutex<Option<FakePin>>,
 }
 
-/// Eventfds that raise the level, and report that it fell.
+/// Eventfds of an INTx pin: the first raises the level, the second reports that the level fell.
 #[derive(Debug)]
 struct FakePin([EventFd; 2]);
 
@@ -80,7 +80,7 @@ impl FakePin {
         self.0[0].read().is_ok()
     }
 
-    /// Returns whether a fallen level is yet to be read by the function.
+    /// Returns whether the function has yet to read that the level fell.
     fn has_fallen(&self) -> bool {
         let epoll = Epoll::new().unwrap();
         let fallen = self.0[1].as_raw_fd();
@@ -193,7 +193,7 @@ impl RecordingVmm {
         self.mapped.lock().unwrap().keys().copied().collect()
     }
 
-    /// Returns the offsets of tied doorbells in BAR0, which begins at `bar`.
+    /// Returns the offsets in BAR0 of doorbells with an ioeventfd, for a BAR0 at address `bar`.
     fn registered_offsets(&self, bar: u64) -> Vec<u64> {
         let tied = self.registered.lock().unwrap();
         tied.keys().map(|address| address - bar).collect()
@@ -278,7 +278,7 @@ fn set_bar_address(device: &FunctionDevice, bar: u64, address: u64) -> usize {
     configure(device, bar, &address.to_le_bytes())
 }
 
-/// Returns memory for a guest.
+/// Returns memory for a guest, which is not mapped yet.
 fn region() -> MemoryRegion {
     MemoryRegion {
         gpa: Gpa(0),
@@ -290,7 +290,7 @@ fn region() -> MemoryRegion {
     }
 }
 
-/// Creates an I/O queue pair, like the admin commands.
+/// Creates an I/O queue pair with identifier `qid`, as the admin commands of a guest do.
 fn create(device: &FunctionDevice, qid: u16) {
     let (qid, entries) = (QueueId(qid), 16);
     let base = Gpa(0x1_0000 * u64::from(qid.0));
@@ -318,12 +318,12 @@ fn create(device: &FunctionDevice, qid: u16) {
     trigger_check(device);
 }
 
-/// Makes the function check its state, by a write that changes nothing.
+/// Makes the function update the mappings and ioeventfds of its VMM, by a configuration write without effect.
 fn trigger_check(device: &FunctionDevice) {
     configure(device, COMMAND.0, &COMMAND.1);
 }
 
-/// Returns the offset of a doorbell of queue 1 in its page.
+/// Returns the offset of a doorbell of queue 1 in the doorbell page.
 fn doorbell_offset(device: &FunctionDevice, doorbell: Doorbell) -> u64 {
     with_function(device, |function| {
         function.doorbell_offset(doorbell) - DOORBELLS
@@ -397,7 +397,7 @@ fn doorbells_are_mapped_only_during_io() {
             wait_until("it stays mapped", idle, || {
                 asked.mapped_addresses().is_empty()
             });
-            // The control thread holds the state until unmapping is complete.
+            // Taking the function's lock waits until the control thread has finished unmapping.
             assert!(!with_function(&device, |function| function
                 .backend()
                 .io_doorbells()
@@ -415,7 +415,7 @@ fn few_writes_map_nothing() {
     for _ in 0..31 {
         device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
     }
-    // Writes to admin doorbells, and to offsets without a doorbell, do not count.
+    // Only writes to doorbells of I/O queues count. Writes to admin doorbells and to other offsets do not.
     for offset in [DOORBELLS, DOORBELLS + 4, DOORBELLS + 64, u64::MAX] {
         for _ in 0..100 {
             device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
@@ -443,7 +443,7 @@ fn busy_pollers_and_fixed_doorbells_keep_doorbells_mapped() {
         wait_until("it is never mapped", wake, || {
             !asked.mapped_addresses().is_empty()
         });
-        // Longer than the time after which the control thread unmaps idle doorbells.
+        // This is longer than the time after which the control thread unmaps idle doorbells.
         std::thread::sleep(Duration::from_millis(500));
         trigger_check(&device);
         assert_eq!(asked.mapped_addresses(), [BAR + DOORBELLS]);
@@ -466,7 +466,7 @@ fn busy_pollers_and_fixed_doorbells_keep_doorbells_mapped() {
 
 #[test]
 fn mapped_doorbells_follow_the_bar() {
-    // These pollers never sleep, so the doorbells stay mapped.
+    // The pollers of this function never sleep, so the doorbells stay mapped.
     let (device, asked) = running(DoorbellMode::Mapped, "shared:busy");
     write_until_mapped(&device, &asked);
     assert_eq!(asked.mapped_addresses(), [BAR + DOORBELLS]);
@@ -527,12 +527,12 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
     let commands = || with_function(&device, |function| function.admin_stats().commands);
     let before = commands();
     let idle = || std::thread::sleep(Duration::from_millis(1));
-    // The contents of the ring are a command, although an invalid one.
+    // The ring's bytes count as a command, although an invalid one.
     page.bytes(0, 4).unwrap().copy_from(&1_u32.to_le_bytes());
     wait_until("the admin doorbell is not seen", idle, || {
         commands() == before + 1
     });
-    // The guest stores this value right before the page is unmapped.
+    // The guest stores this doorbell value just before the page is unmapped.
     page.bytes(0, 4).unwrap().copy_from(&2_u32.to_le_bytes());
     with_function(&device, |function| {
         function
@@ -610,7 +610,7 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
     });
     trigger_check(&device);
     assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
-    // SQ 1 tail and CQ 1 head, each in its own cache line. Admin doorbells are never tied.
+    // SQ 1 tail and CQ 1 head, each in its own cache line. Admin doorbells never get an ioeventfd.
     assert_eq!(asked.registered_offsets(BAR), [0x1080, 0x10C0]);
     create(&device, 2);
     assert_eq!(
@@ -631,7 +631,7 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
     trigger_check(&device);
     assert_eq!(asked.registered_offsets(2 * BAR), [0x10C0, 0x1100, 0x1140]);
 
-    // Disabling the controller by CC ends the doorbell buffer.
+    // Disabling the controller by CC ends the use of the Doorbell Buffer.
     device.write_bar(Bar::Registers, 0x14, &0x0046_0001_u32.to_le_bytes());
     device.write_bar(Bar::Registers, 0x14, &0x0046_0000_u32.to_le_bytes());
     assert_eq!(asked.registered_offsets(0), NO_ADDRESSES);
@@ -663,7 +663,7 @@ fn doorbells_beyond_the_tie_limit_exit_and_are_requested_once() {
     assert_eq!(refused(), 1, "it is not asked again at each access");
     // A write to the last doorbell exits, and reaches its queue.
     device.write_bar(Bar::Registers, 0x1140, &0_u32.to_le_bytes());
-    // The doorbell can be tied after another one was removed.
+    // The doorbell gets an ioeventfd after another doorbell has lost its ioeventfd.
     with_function(&device, |function| {
         let host = function.backend();
         host.delete_sq_within(QueueId(1), DRAIN_DEADLINE).unwrap();
@@ -682,7 +682,7 @@ fn a_vectors_message_is_routed_before_its_first_signal() {
     signal(1);
     assert!(!asked.signalled(1), "it is masked");
 
-    // The usual order of a driver's writes, then another allowed order: the last write also unmasks.
+    // First the usual order of a driver's writes, then another allowed order, whose last write also unmasks the vector.
     device.write_bar(Bar::Msix, 16, &0xFEE0_1000_u64.to_le_bytes());
     assert_eq!(asked.messages(), [], "not while it is masked");
     device.write_bar(Bar::Msix, 24, &0x41_u64.to_le_bytes());
@@ -692,7 +692,7 @@ fn a_vectors_message_is_routed_before_its_first_signal() {
     // The message changes while the vector is unmasked.
     device.write_bar(Bar::Msix, 24, &0x42_u32.to_le_bytes());
     assert_eq!(asked.messages(), [(1, 0xFEE0_1000, 0x42)]);
-    // Masking and unmasking the vector does not route it again, even bytewise.
+    // Masking and unmasking the vector does not set its route again, even if the driver writes single bytes.
     for control in [[1, 0, 0, 0], [0, 0, 0, 0]] {
         for (at, byte) in (28..).zip(control) {
             device.write_bar(Bar::Msix, at, &[byte]);
@@ -735,7 +735,7 @@ fn a_vector_follows_its_vcpu_thread_on_every_route_change() {
     assert_eq!(named(1), Some(ThreadId(100)), "nobody told");
     device.update_vcpu_threads();
     assert_eq!((named(0), named(1)), (None, Some(ThreadId(200))));
-    // Linux does this with the interrupts of a processor that goes offline.
+    // Linux changes the interrupts of a processor that goes offline in this order.
     let mask = |control: u32| device.write_bar(Bar::Msix, 28, &control.to_le_bytes());
     mask(1);
     lead_masked(0);
@@ -772,7 +772,7 @@ fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
     assert!(!pin.is_raised(), "the level is high");
     let acknowledge = || {
         pin.0[1].write(1).unwrap();
-        // The control thread reads the notification.
+        // The control thread reads the notification that the level fell.
         let is_low = || {
             !with_function(&device, |function| {
                 function.vectors()[0].has_pin_interrupt()
@@ -820,13 +820,13 @@ fn with_msix_a_function_ignores_interrupts_of_its_shared_line() {
     device.write_bar(Bar::Msix, 0, &0xFEE0_1000_u64.to_le_bytes());
     device.write_bar(Bar::Msix, 8, &0x41_u64.to_le_bytes());
     configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
-    // The contents of the ring are a command, although an invalid one. The guest does not consume its completion.
+    // The ring's bytes count as a command, although an invalid one. The guest does not consume the command's completion.
     device.write_bar(Bar::Registers, DOORBELLS, &1_u32.to_le_bytes());
     let idle = || std::thread::sleep(Duration::from_millis(1));
     wait_until("it is not told of", idle, || vmm.0.signalled(0));
     pin.0[1].write(1).unwrap();
     wait_until("it is not read", idle, || !pin.has_fallen());
-    // The function is available once the control thread's turn has ended.
+    // The lock is free once the control thread's turn has ended.
     with_function(&device, |_| ());
     assert!(!vmm.0.signalled(0) && !pin.is_raised());
 }
@@ -865,7 +865,7 @@ fn resets_leave_the_pin_low_and_connected() {
         assert!(!pin.is_raised() && !has_interrupt(), "{what}");
         signal();
         assert!(pin.is_raised() && has_interrupt(), "{what}");
-        // The level is high.
+        // The level of the INTx pin is high.
         reset(&device);
         assert!(!pin.is_raised() && !has_interrupt(), "{what}");
         signal();
@@ -890,7 +890,7 @@ fn msi_messages_are_routed_before_their_first_signal() {
         |vector: usize| with_function(&device, |function| function.vectors()[vector].signal());
     signal(1);
     signal(2);
-    // Address and data, two messages, and MSI Enable.
+    // Address and data of the message, the enabling of two messages, and MSI Enable.
     configure(&device, 0xA4, &0xFEE0_1000_u64.to_le_bytes());
     configure(&device, 0xAC, &0x4F_u16.to_le_bytes());
     assert_eq!(asked.messages(), [], "they are not enabled");
@@ -920,7 +920,7 @@ fn msi_messages_are_routed_before_their_first_signal() {
     signal(0);
     assert!(!asked.signalled(0), "neither of them");
     assert_eq!(*asked.late_messages.lock().unwrap(), 0);
-    // The function offers INTx only if the VMM reports that the level fell.
+    // Without a notification that the level fell, the function could not use the pin. It offers INTx only if the VMM sends one.
     let mut pin = [0xFF];
     device.read_config(0x3D, &mut pin);
     assert_eq!(pin, [0]);
@@ -963,7 +963,7 @@ fn a_removed_function_leaves_nothing() {
     assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
     assert!(asked.vectors.lock().unwrap().is_empty(), "given back");
     assert_eq!(device.unmap_memory(Gpa(0), 0x10_0000).unwrap(), 0);
-    // Holders of the device find an empty slot.
+    // The device still exists, and its slot is empty.
     assert!(device.with_function(|_| ()).is_none());
     device.write_bar(Bar::Msix, 12, &[0; 4]);
     let mut data = [0; 4];

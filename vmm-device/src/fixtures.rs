@@ -79,21 +79,21 @@ pub(crate) fn limits() -> ControllerLimits {
     }
 }
 
-/// Queue pairs of the functions here.
+/// Number of queue pairs of the tests' functions.
 pub(crate) const QUEUE_PAIRS: u16 = 4;
-/// Entries of each admin queue: few, so that tests wrap around the queues.
+/// Number of entries of each admin queue. It is small, so that tests wrap around the queues.
 pub(crate) const ADMIN_ENTRIES: u32 = 4;
 
-/// The guest's memory: 4 MiB at 1 MiB.
+/// Addresses of the guest's memory.
 pub(crate) const MEMORY: Range<u64> = 0x10_0000..0x50_0000;
 pub(crate) const ADMIN_SQ: u64 = 0x10_0000;
 pub(crate) const ADMIN_CQ: u64 = 0x10_1000;
 /// Start of the guest memory that tests use for data.
 pub(crate) const DATA: u64 = 0x20_0000;
-/// No memory is mapped here.
+/// Guest address at which no memory is mapped.
 pub(crate) const UNMAPPED: u64 = 0x80_0000;
 
-/// Clock that advances only when a thread sleeps on it. So a wait never times out because its thread was preempted.
+/// Clock that advances only when a thread sleeps on it, so that no wait times out because its thread was preempted.
 #[derive(Debug, Default)]
 pub(crate) struct FixtureClock(Mutex<Duration>);
 
@@ -111,7 +111,7 @@ impl WaitClock for FixtureClock {
     }
 }
 
-/// Returns a clock that advances only when a thread sleeps on it.
+/// Returns a [`FixtureClock`].
 pub(crate) fn fixture_clock() -> Arc<dyn WaitClock> {
     Arc::<FixtureClock>::default()
 }
@@ -172,7 +172,7 @@ pub(crate) fn local_backend_with(
         .with_clock(fixture_clock())
 }
 
-/// Returns a function with such a back end.
+/// Returns a function with the back end of [`local_backend`].
 pub(crate) fn function(mode: DoorbellMode, masking: MsixMasking) -> NvmeFunction {
     NvmeFunction::new(Arc::new(local_backend(mode)), masking).with_clock(fixture_clock())
 }
@@ -208,12 +208,12 @@ pub(crate) struct TestGuest {
 }
 
 impl TestGuest {
-    /// Creates a guest that has not touched its controller yet.
+    /// Creates a guest that has not accessed its controller yet.
     pub(crate) fn new(mode: DoorbellMode) -> Self {
         Self::with_function(function(mode, MsixMasking::Client), guest_memory())
     }
 
-    /// Creates a guest of this function, with this memory.
+    /// Creates a guest of `function`, whose memory is in the file `memory`.
     pub(crate) fn with_function(function: NvmeFunction, memory: OwnedFd) -> Self {
         map_memory(&function, memory);
         let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
@@ -305,7 +305,7 @@ impl TestGuest {
         cid
     }
 
-    /// Returns the next completion, if there is one. The head doorbell is not written.
+    /// Returns the next completion, if there is one, without a write of the head doorbell.
     pub(crate) fn peek(&mut self) -> Option<Cqe> {
         let mut cqe = Cqe::new_zeroed();
         let bytes = self.read_memory(ADMIN_CQ + u64::from(self.cq_head) * 16, 16);

@@ -1,24 +1,25 @@
-//! Pauses several functions together, so that another process can take over.
+//! Pauses several functions together, so that another process can take them over.
 //!
-//! Drives differ in speed, and a drive may hang. A slow drive must not cause a noticeable pause for the guests of other drives.
+//! Drives differ in speed, and a drive may hang. The guests of other drives must not notice a pause because of a slow drive.
 
 use std::time::Duration;
 
-/// Timeout for pausing functions together. A function that is paused first waits at most this long for the others.
+/// Timeout for pausing several functions together. A function that quiesces fast waits at most this long for the other
+/// functions.
 const PAUSE_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Timeout for pausing a function on a slow drive, while all other functions run.
+/// Timeout for pausing a function on a slow drive, while functions of other drives run.
 const SLOW_PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Pauses all functions at the same time. `ask` gets the indices of functions and a timeout, and returns a value for each
-/// paused function. A function stays paused until its value is dropped.
+/// Pauses all functions at the same time. `ask` gets the indices of functions to pause and a timeout, and returns a value for
+/// each paused function. A function stays paused until its value is dropped.
 ///
-/// If a drive is slow or does not answer, the functions of other drives must not stay paused for more than 100 ms. So a
-/// function that misses this timeout is first paused alone, while all others run. All functions are paused together only after
-/// each slow one has succeeded.
+/// A function whose drive is slow or does not answer must not keep the functions of other drives paused for more than 100 ms.
+/// So a function that misses this timeout is first paused alone, while all other functions run. All functions are paused
+/// together only after each slow function has been paused alone.
 ///
 /// # Errors
-/// Returns the index of a function that cannot be paused, and the reason.
+/// Returns the index of a function that cannot be paused, with the reason.
 pub fn pause_all<R>(
     count: usize,
     mut ask: impl FnMut(&[usize], Duration) -> Vec<Result<R, String>>,
@@ -39,7 +40,7 @@ pub fn pause_all<R>(
     if slow.is_empty() {
         return Ok(resting);
     }
-    // All functions run again. The attempt fails if one of the slow ones cannot be paused even alone.
+    // All functions run again. If a slow function cannot be paused even alone, the attempt fails.
     drop(resting);
     for place in &slow {
         drop(pause_some(&[*place], SLOW_PAUSE_TIMEOUT, &mut ask)?);
@@ -49,7 +50,7 @@ pub fn pause_all<R>(
     Ok(resting)
 }
 
-/// Pauses the functions at the given indices. If one cannot be paused, the others resume.
+/// Pauses the functions at the given indices. If a function cannot be paused, all of them resume.
 fn pause_some<R>(
     places: &[usize],
     time: Duration,
@@ -68,7 +69,8 @@ mod tests {
 
     use super::*;
 
-    /// Functions on a simulated clock. Each function needs some time to quiesce; `None` stands for a drive that never answers.
+    /// Functions on a simulated clock. Each function needs a given time to quiesce; `None` stands for a drive that never
+    /// answers.
     struct SimulatedFunctions {
         now: Cell<Duration>,
         quiesce_times: Vec<Option<Duration>>,

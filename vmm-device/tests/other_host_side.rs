@@ -1,6 +1,6 @@
-//! A function on a fake back end, which records calls and answers as the test says.
+//! A function on a fake back end, which records calls and fails as the test requests.
 //!
-//! The function uses only the trait of the back end, as with an implementation by messages.
+//! The function uses the back end only through the trait, as it does with a back end in another process.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -58,26 +58,27 @@ enum Call {
     Rates(RateLimits),
 }
 
-/// The failure that the back end simulates.
+/// Failure that the back end simulates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum BackendFailure {
     #[default]
     None,
     /// The back end is disconnected.
     Away,
-    /// The back end disconnects at the next creation of a queue or flush, and is replaced at once.
+    /// The back end disconnects at the next flush or creation of a queue. A new back end has connected by the time the call
+    /// returns.
     Replaced,
-    /// The back end has no capacity for a queue.
+    /// The back end has no free queue pair.
     NoQueues,
     /// The drive is reset repeatedly.
     Resetting,
-    /// Commands stay in flight.
+    /// Commands stay in flight for ever.
     Busy,
     /// A flush exceeds its deadline.
     Late,
     /// A flush fails.
     Unflushed,
-    /// The back end disconnects when it is asked to watch doorbells, and the function waits for it.
+    /// The back end is disconnected when the function asks it to watch doorbells, so the function waits for the next back end.
     Unwatched,
 }
 
@@ -99,10 +100,10 @@ impl WaitClock for Clock {
     }
 }
 
-/// Duration of a reset.
+/// Time that a controller reset takes.
 const RESET: Duration = Duration::from_millis(400);
 
-/// Duration of the deletion of a queue.
+/// Time that the deletion of a queue takes.
 const DELETION: Duration = Duration::from_millis(300);
 
 #[derive(Debug)]
@@ -116,7 +117,7 @@ struct Recorded {
     trouble: Mutex<BackendFailure>,
     successors: AtomicU64,
     calls: Mutex<Vec<Call>>,
-    /// Events that arrive right after the next query for events.
+    /// Events that arrive right after the next call of `take_events`.
     late_events: Mutex<Vec<IoQueueEvent>>,
 }
 
@@ -444,7 +445,7 @@ impl ControllerBackend for Recorded {
     }
 }
 
-/// A guest's driver and its function.
+/// A guest's driver, and the function that it drives.
 struct Guest {
     backend: Arc<Recorded>,
     function: NvmeFunction,
@@ -508,7 +509,7 @@ impl Guest {
         self.tail += 1;
     }
 
-    /// Executes an admin command, and returns its status. A test sends fewer commands than the queue has entries.
+    /// Executes an admin command, and returns its status. A test may not send more commands than the queue has entries.
     fn admin(&mut self, sqe: Sqe) -> Status {
         let at = u64::from(self.tail);
         self.push(sqe);
@@ -538,7 +539,7 @@ impl Guest {
         data
     }
 
-    /// Returns the calls since the last call of this method.
+    /// Returns the calls since this method was last called.
     fn calls(&self) -> Vec<Call> {
         std::mem::take(&mut self.backend.calls.lock().unwrap())
     }
@@ -565,7 +566,7 @@ fn create_cq() -> Sqe {
     let mut sqe = Sqe::new(0x05);
     sqe.dptr = [IO_CQ, 0];
     sqe.cdw10 = 15 << 16 | 1;
-    // Interrupts enabled, through vector 2.
+    // Interrupts are enabled, through vector 2.
     sqe.cdw11 = 2 << 16 | 0b11;
     sqe
 }
@@ -632,7 +633,7 @@ fn concurrent_commands_share_a_deadline() {
     assert_eq!(guest.csts(), 0b1);
 }
 
-/// If the storage of a deleted queue does not answer, only the deletion waits. An Abort and all other commands complete.
+/// If the drive of a deleted queue does not answer, only the deletion waits. An Abort and all other commands complete.
 #[test]
 fn a_queue_with_commands_in_flight_is_deleted_once_they_have_ended() {
     let mut guest = Guest::new();
@@ -697,7 +698,7 @@ fn a_reset_waits_for_commands_in_flight_and_completes_once_they_have_ended() {
     assert_eq!(guest.csts(), 0b1);
 }
 
-/// A driver that does not wait for the end of a reset must not mistake another state for it.
+/// A driver that enables the controller without waiting for the end of a reset must not see the RDY bit from before the reset.
 #[test]
 fn a_controller_that_is_enabled_before_a_reset_is_complete_waits_as_well() {
     let mut guest = Guest::new();
@@ -798,7 +799,7 @@ fn a_queue_that_the_back_end_refuses_does_not_exist() {
     assert_eq!(guest.admin(create_cq()), Status::INTERNAL_ERROR);
     assert_eq!(guest.calls(), [Call::CreateCq(CQ)]);
     guest.set_trouble(BackendFailure::None);
-    // Number of Queues is refused once an I/O queue exists.
+    // The feature Number of Queues is refused once an I/O queue exists.
     let mut features = Sqe::new(0x09);
     features.cdw10 = 7;
     assert_eq!(guest.admin(features), Status::SUCCESS);
@@ -848,7 +849,7 @@ fn the_error_log_includes_events_after_the_last_query() {
         sqe.cdw10 = (0x7F_u32 << 16) | lid;
         sqe
     };
-    // Log pages, and the offset of the error count: Error Information, and SMART / Health Information.
+    // Log page, and offset of the error count in it: Error Information, then SMART / Health Information.
     for (lid, count_at) in [(1, 0), (2, 176)] {
         let mut guest = Guest::new();
         let error = ErrorEntry {
@@ -868,7 +869,7 @@ fn the_error_log_includes_events_after_the_last_query() {
         assert_eq!(guest.admin(get_log_page(lid)), Status::SUCCESS);
         assert_eq!(guest.data::<8>(count_at), 1_u64.to_le_bytes());
         assert_eq!(guest.csts(), 0b1);
-        // The event that came with the error is not lost, and a doorbell that was rung in the meantime is handled.
+        // An event that came with the error is not lost, and a doorbell that was rung meanwhile is handled.
         assert!(guest.function.events_fd().read().is_ok(), "it is woken");
         guest.function.process_events();
         assert_eq!(guest.csts(), 0b11, "a queue broke");
@@ -945,7 +946,7 @@ fn async_event_request() -> Sqe {
 #[test]
 fn without_a_back_end_the_guest_waits_and_must_reset_after_reconnection_without_queues() {
     let mut guest = Guest::new();
-    // The guest's request for an event stays outstanding.
+    // The guest's Asynchronous Event Request stays outstanding.
     let memory = guest.function.memory();
     let sqe = async_event_request();
     memory.write(Gpa(MEMORY), sqe.as_bytes()).unwrap();
@@ -962,7 +963,7 @@ fn without_a_back_end_the_guest_waits_and_must_reset_after_reconnection_without_
     guest.ring(Doorbell::SqTail(QueueId::ADMIN), 2);
     guest.function.process_events();
     assert_eq!(guest.function.admin_stats().commands, 1, "commands wait");
-    // A pending error must not precede the disconnection event.
+    // This write to a doorbell without a queue causes an error event, which must not precede that of the disconnection.
     guest.ring(Doorbell::SqTail(QueueId(1)), 1);
 
     report(&mut guest, BackendEvent::BackWithoutQueues);
@@ -992,7 +993,7 @@ fn an_admin_command_of_a_lost_back_end_is_executed_by_the_next() {
     }
     guest.tail = 2;
     guest.ring(Doorbell::SqTail(QueueId::ADMIN), 2);
-    // The command notices the disconnection before an event arrives.
+    // The function notices the disconnection by a command before it gets the disconnection event.
     guest.function.process_events();
     report(&mut guest, BackendEvent::Away);
     let completion = |guest: &Guest, at: u64| {
@@ -1017,7 +1018,7 @@ fn an_admin_command_of_a_lost_back_end_is_executed_by_the_next() {
     assert_eq!(guest.calls(), [Call::CreateCq(CQ), Call::CreateCq(CQ)]);
 }
 
-/// Like the test above, but the next back end connects before the function asks.
+/// The back end disconnects during an admin command. The next back end connects before the function asks.
 #[test]
 fn an_admin_command_of_a_replaced_back_end_is_executed_by_the_next() {
     let mut guest = Guest::new();
@@ -1051,7 +1052,7 @@ fn a_controller_enabled_without_a_back_end_is_ready_after_reconnection() {
     report(&mut guest, BackendEvent::BackWithoutQueues);
     assert_eq!(guest.csts(), 0b1, "ready, and sound");
 
-    // If the queues were restored, no reset is needed.
+    // A back end that has restored the queues needs no controller reset.
     report(&mut guest, BackendEvent::Away);
     report(&mut guest, BackendEvent::BackWithQueues);
     assert_eq!(guest.csts(), 0b1);

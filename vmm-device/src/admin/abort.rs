@@ -1,23 +1,23 @@
 //! Abort (Base 2.0, section 5.1).
 //!
-//! Only Asynchronous Event Requests can be aborted, because only they wait for a long time in this controller. The drive has
-//! the I/O commands, and completes them. So an Abort of an I/O command returns "not aborted" at once, and the guest's driver
-//! then waits or resets the controller.
+//! Only Asynchronous Event Requests can be aborted, because no other admin command waits for long in this controller. I/O
+//! commands are already at the drive, which completes them. So an Abort of an I/O command returns "not aborted" without a wait,
+//! and the guest's driver then waits or resets the controller.
 
 use nvme_spec::{admin::AbortCommand, ids::QueueId};
 
 use super::{admin_rings::AdminCompletion, async_events::AsyncEvents};
 
-/// Abort Command Limit, `ACL`, as a zero-based value: four commands, as the specification recommends. An Abort never waits, so
-/// the limit is never reached.
+/// Abort Command Limit, `ACL`, as a zero-based value: four commands, as the specification recommends. An Abort completes
+/// without a wait, so the guest never reaches the limit.
 pub(super) const LIMIT_Z: u8 = 3;
 
-/// Values of completion dword 0, bit 0: set if the command was *not* aborted.
+/// Bit 0 of completion dword 0, which is set if the command was *not* aborted.
 const ABORTED: u32 = 0;
 const NOT_ABORTED: u32 = 1;
 
-/// Aborts an Asynchronous Event Request if it is waiting. Returns the aborted request's completion, which must be posted first,
-/// and dword 0 of the Abort's completion.
+/// Aborts an Asynchronous Event Request that waits for an event. Returns the completion of the aborted request, which must be
+/// posted first, and dword 0 of the Abort's completion.
 pub(super) fn abort(
     command: AbortCommand,
     events: &mut AsyncEvents,

@@ -1,8 +1,8 @@
 //! The admin queue pair: two rings in guest memory and their doorbells (Base 2.0, section 3.3.1).
 //!
-//! Some drivers (Linux, SPDK) always write the doorbell registers of queue 0. Others (libvfn) use the Doorbell Buffer for queue
-//! 0, too, and write a register only when EventIdx asks for it. Both kinds are supported. EventIdx is set to each new tail and
-//! head, so every move leads to a register write. If a driver of the second kind has changed the buffer, the value in the
+//! Some drivers (Linux, SPDK) always write the doorbell registers of queue 0. Other drivers (libvfn) use the Doorbell Buffer
+//! for queue 0 as well, and write a register only when EventIdx asks for it. To support both kinds, EventIdx is set to each new
+//! tail and head, so every move leads to a register write. If the driver has changed a doorbell in the buffer, the value in the
 //! buffer counts.
 
 use std::sync::atomic::{Ordering, fence};
@@ -24,7 +24,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use crate::{registers::AdminQueues, state::parts::AdminRingsState};
 
-/// Maximum that AQA can express.
+/// Maximum queue size that AQA can express.
 const ENTRIES_MAX: u32 = 4096;
 
 /// Completion of an admin command.
@@ -35,12 +35,12 @@ pub(super) struct AdminCompletion {
     pub(super) dw0: u32,
 }
 
-/// Result of reading the doorbells.
+/// Result of reading both admin doorbells.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct AdminDoorbellPoll {
-    /// A doorbell had a value that is invalid for its queue.
+    /// Set if a doorbell had a value that is invalid for its queue.
     pub(super) has_invalid_value: bool,
-    /// The driver has changed a doorbell at every read, so the caller must read the doorbells again.
+    /// Set if the driver changed a doorbell at every read, so that the caller must read the doorbells again.
     pub(super) needs_another_read: bool,
 }
 
@@ -49,11 +49,11 @@ pub(super) struct AdminDoorbellPoll {
 pub(super) struct GuestAdminRings {
     sq_base: Gpa,
     sq_head: RingIndex,
-    /// Less than the size of the queue.
+    /// Last valid tail of the submission queue.
     sq_tail: u32,
     cq_base: Gpa,
     cq: CompletionIndices,
-    /// Doorbell values at the last read, whether valid or not.
+    /// Last value of each doorbell, from the register or the Doorbell Buffer, whether valid or not.
     seen: [u32; 2],
     /// Doorbell Buffer values at the last read. A change shows that the driver uses the buffer for the admin queue.
     seen_buffered: [u32; 2],
@@ -66,7 +66,7 @@ pub(super) struct GuestAdminRings {
 const READS_MAX: u32 = 4;
 
 impl GuestAdminRings {
-    /// Creates empty rings; `None` if a queue has no entries.
+    /// Creates empty rings; `None` if a queue size is 0.
     pub(super) fn new(queues: AdminQueues) -> Option<Self> {
         Some(Self {
             sq_base: queues.sq_base,
@@ -84,7 +84,7 @@ impl GuestAdminRings {
     /// Reads both doorbells.
     pub(super) fn read_doorbells(&mut self, shared: &SharedBackendParts) -> AdminDoorbellPoll {
         let mut look = AdminDoorbellPoll::default();
-        // Each is read even if the other is invalid.
+        // An invalid value of one doorbell does not prevent reading the other doorbell.
         for doorbell in [
             Doorbell::CqHead(QueueId::ADMIN),
             Doorbell::SqTail(QueueId::ADMIN),
@@ -94,16 +94,17 @@ impl GuestAdminRings {
         look
     }
 
-    /// Reads one doorbell, and asks the driver to write the register at its next move.
+    /// Reads one doorbell, and makes the driver write the doorbell's register at its next move.
     ///
-    /// Some drivers write only the registers of the admin queue (Linux, SPDK). Others keep the doorbells of the admin queue in
-    /// the buffer, and write the register only if EventIdx asks for that (libvfn; Base 2.0, sections 5.8 and B.5). If EventIdx
-    /// equals the doorbell's value, the driver writes the register at the next move. The driver stores the doorbell, then reads
-    /// EventIdx; this function stores EventIdx, then reads the doorbell. If the driver moves twice in a row, the second move
-    /// may find EventIdx behind the first and write no register. The read after the store of EventIdx sees that move.
+    /// Some drivers (Linux, SPDK) write only the registers of the admin queue. Other drivers (libvfn; Base 2.0, sections 5.8
+    /// and B.5) keep the doorbells of the admin queue in the buffer, and write the register only if EventIdx asks for that. If
+    /// EventIdx equals the doorbell's value, the driver writes the register at the next move. The driver stores the doorbell,
+    /// then reads EventIdx. This function stores EventIdx, then reads the doorbell. If the driver moves twice in a row, the
+    /// second move may find EventIdx one move behind, and write no register. The read after the store of EventIdx sees the
+    /// second move.
     ///
-    /// A changed value in the buffer is the newest one. Register writes that arrive later may have older values, which this
-    /// function has already read from the buffer and therefore ignores.
+    /// A changed value in the buffer is the newest value. A register write that arrives afterwards may have an older value.
+    /// This function has already read the older value from the buffer, and therefore ignores it.
     fn read_doorbell(
         &mut self,
         doorbell: Doorbell,
@@ -112,7 +113,7 @@ impl GuestAdminRings {
     ) {
         let place = doorbell_index(doorbell);
         for _ in 0..READS_MAX {
-            // The register is read first: a driver stores to the buffer before it writes the register.
+            // Reads the register before the buffer, since the driver stores to the buffer before it writes the register.
             let register = shared.doorbells.load(doorbell);
             let buffered = self.buffered_doorbell(doorbell, shared);
             let moved = buffered.filter(|value| *value != self.seen_buffered[place]);
@@ -139,8 +140,8 @@ impl GuestAdminRings {
         look.needs_another_read = true;
     }
 
-    /// Returns whether a register value brings nothing new: it equals the last value, or is an earlier value of the Doorbell
-    /// Buffer.
+    /// Returns whether a register value is not new: it equals the last value, or the driver has stored it earlier in the
+    /// Doorbell Buffer.
     fn is_known_value(&mut self, doorbell: Doorbell, register: u32) -> bool {
         let place = doorbell_index(doorbell);
         let seen = self.seen[place];
@@ -167,7 +168,8 @@ impl GuestAdminRings {
         }
     }
 
-    /// Starts to use a new Doorbell Buffer: stores the doorbells' values in it, and requests a register write for every move.
+    /// Starts to use a new Doorbell Buffer: stores the doorbells' values in the buffer, and requests a register write for every
+    /// move.
     pub(super) fn use_doorbell_buffer(
         &mut self,
         buffer: DoorbellBuffer,
@@ -179,7 +181,7 @@ impl GuestAdminRings {
             Doorbell::CqHead(QueueId::ADMIN),
             Doorbell::SqTail(QueueId::ADMIN),
         ] {
-            // A driver that uses the buffer continues from this value.
+            // A driver that uses the buffer continues from the stored value.
             let position = self.doorbell_value(doorbell);
             store_buffered_doorbell(buffer.shadow, doorbell, position, shared);
             self.seen_buffered[doorbell_index(doorbell)] = position;
@@ -193,8 +195,9 @@ impl GuestAdminRings {
         shared.memory.load(gpa)
     }
 
-    /// If there is a Doorbell Buffer, asks the guest to write the doorbell's register at its next move (Base 2.0, section B.5).
-    /// Afterwards, the caller must read the doorbell once more, because the guest may have moved it in between.
+    /// Asks the guest to write the doorbell's register at its next move, if there is a Doorbell Buffer (Base 2.0, section B.5).
+    /// Afterwards, the caller must read the doorbell once more, because the guest may have moved the doorbell before it could
+    /// see the request.
     fn request_register_write(&self, doorbell: Doorbell, shared: &SharedBackendParts) {
         if let Some(buffer) = self.buffer {
             store_buffered_doorbell(
@@ -215,7 +218,7 @@ impl GuestAdminRings {
         }
     }
 
-    /// Applies a doorbell value. An invalid value changes nothing, and is reported only when it is first read.
+    /// Applies a doorbell value. An invalid value changes nothing. It is reported when it is first read, and not again.
     pub(super) fn apply_doorbell(
         &mut self,
         doorbell: Doorbell,
@@ -236,25 +239,25 @@ impl GuestAdminRings {
         }
     }
 
-    /// Reserves space for a completion; `None` if the queue is full of completions that the guest has not consumed.
+    /// Reserves a completion queue entry; `None` if the guest has yet to consume a full queue of completions.
     pub(super) fn reserve(&mut self) -> Option<CompletionCredit> {
         self.cq.reserve()
     }
 
-    /// Returns whether there is space for a completion.
+    /// Returns whether the completion queue has a free entry.
     pub(super) fn has_free_slot(&self) -> bool {
         self.cq.free_entries() > 0
     }
 
-    /// Returns the number of submitted commands that were not taken yet.
+    /// Returns the number of submitted commands that the controller has not taken yet.
     pub(super) fn pending_commands(&self) -> u32 {
         self.sq_head
             .size()
             .distance(self.sq_head.get(), self.sq_tail)
     }
 
-    /// Takes the next command. Gives back the reserved space, which only proves that the command could be completed now. A
-    /// command that waits for an event must not occupy space.
+    /// Takes the next command. Frees the reserved completion queue entry, which only proves that the command could complete
+    /// now. A command that waits for an event must not occupy an entry.
     pub(super) fn take(
         &mut self,
         room: CompletionCredit,
@@ -273,7 +276,7 @@ impl GuestAdminRings {
         Ok(Some(sqe))
     }
 
-    /// Posts a completion into its reserved space. On failure, gives the space back.
+    /// Posts a completion into its reserved entry. On failure, frees the entry.
     pub(super) fn post(
         &mut self,
         room: CompletionCredit,
@@ -288,16 +291,16 @@ impl GuestAdminRings {
         posted
     }
 
-    /// Writes a completion at the tail.
+    /// Writes a completion queue entry at the tail.
     fn write(&self, completion: AdminCompletion, memory: &GuestMemory) -> Result<(), DmaError> {
         let AdminCompletion { cid, status, dw0 } = completion;
-        // Fits: indices stay below 4,096, the maximum of AQA.
+        // The cast keeps the value: indices stay below 4,096, the maximum of AQA.
         let sqhd = self.sq_head.get() as u16;
         let tail = self.cq.tail();
         let cqe = Cqe::new(QueueId::ADMIN, sqhd, cid, status, dw0, 0).with_phase(tail.phase());
         let at = entry_gpa(self.cq_base, tail.get(), size_of::<Cqe>());
         memory.write(at, cqe.low.as_bytes())?;
-        // The host may read the whole entry once it sees the new phase tag.
+        // Orders the entry's other bytes before the new phase tag: a host that sees the tag may read the whole entry.
         fence(Ordering::Release);
         memory.write(Gpa(at.0.wrapping_add(8)), cqe.high.as_bytes())
     }
@@ -314,7 +317,7 @@ impl GuestAdminRings {
             seen,
             seen_buffered: held,
             lag_max: behind,
-            // Saved with the host side.
+            // The back end's state contains the buffer's addresses.
             buffer: _,
         } = self;
         AdminRingsState {
@@ -333,7 +336,7 @@ impl GuestAdminRings {
         }
     }
 
-    /// Checks a saved state.
+    /// Checks a saved state before it is restored.
     pub(super) fn check(state: &AdminRingsState) -> Result<(), BackendStateError> {
         let AdminRingsState {
             sq_entries,
@@ -403,13 +406,13 @@ impl GuestAdminRings {
         })
     }
 
-    /// Returns whether there are completions that the host has not consumed.
+    /// Returns whether the completion queue has completions that the host has not consumed.
     pub(super) fn has_unconsumed_completions(&self) -> bool {
         self.cq.unconsumed() != 0
     }
 }
 
-/// Returns the guest address of a doorbell's entry in a page of the Doorbell Buffer.
+/// Returns the guest address at which a page of the Doorbell Buffer has a doorbell.
 fn buffered_doorbell_gpa(
     page: Gpa,
     doorbell: Doorbell,
@@ -418,14 +421,14 @@ fn buffered_doorbell_gpa(
     page.checked_add(doorbell.offset(shared.doorbells.dstrd()))
 }
 
-/// Stores to a doorbell's entry in a page of the Doorbell Buffer. A store to an unmapped page is dropped.
+/// Stores a doorbell in a page of the Doorbell Buffer. A store to an unmapped page is dropped.
 fn store_buffered_doorbell(page: Gpa, doorbell: Doorbell, value: u32, shared: &SharedBackendParts) {
     if let Some(gpa) = buffered_doorbell_gpa(page, doorbell, shared) {
         shared.memory.store(gpa, value);
     }
 }
 
-/// Returns the index of a doorbell in the arrays above.
+/// Returns a doorbell's index in `seen`, `seen_buffered` and `lag_max`.
 fn doorbell_index(doorbell: Doorbell) -> usize {
     match doorbell {
         Doorbell::SqTail(_) => 0,
@@ -433,8 +436,8 @@ fn doorbell_index(doorbell: Doorbell) -> usize {
     }
 }
 
-/// Returns the guest address of a queue entry. If the queue crosses the end of the address space, an access to the returned
-/// address fails as unmapped.
+/// Returns the guest address of a queue entry. If the queue crosses the end of the address space, the returned address is one
+/// at which accesses fail as unmapped.
 fn entry_gpa(base: Gpa, index: u32, size: usize) -> Gpa {
     Gpa(base.0.wrapping_add(u64::from(index) * size as u64))
 }

@@ -1,5 +1,5 @@
-//! Asynchronous events (Base 2.0, section 5.2). After the controller has reported an event, events of the same type are masked
-//! until the guest reads the associated log page.
+//! Asynchronous events (Base 2.0, section 5.2). After the controller has reported an event, it masks the event's type until the
+//! guest reads the associated log page.
 
 use std::collections::VecDeque;
 
@@ -23,7 +23,7 @@ pub(super) struct AsyncEvents {
     requests: VecDeque<CommandId>,
     /// Events that wait for a request, without duplicates.
     events: VecDeque<AsyncEvent>,
-    /// Masked event types, as bits: those that were reported and whose log page the guest has not read since.
+    /// Masked event types, as bits. A type is masked from the report of an event until the guest reads the associated log page.
     masked: u8,
 }
 
@@ -37,7 +37,7 @@ impl AsyncEvents {
         Ok(())
     }
 
-    /// Aborts a waiting request.
+    /// Aborts a request that waits for an event. Returns its completion; `None` if there is no such request.
     pub(super) fn abort(&mut self, cid: CommandId) -> Option<AdminCompletion> {
         let index = self.requests.iter().position(|request| *request == cid)?;
         self.requests.remove(index)?;
@@ -48,7 +48,7 @@ impl AsyncEvents {
         })
     }
 
-    /// Adds an event. Returns `false` if an equal event is already waiting.
+    /// Adds an event. Returns `false` if an equal event already waits for a request.
     pub(super) fn raise(&mut self, event: AsyncEvent) -> bool {
         let news = !self.events.contains(&event);
         if news {
@@ -57,14 +57,14 @@ impl AsyncEvents {
         news
     }
 
-    /// Adds an event in front of all others.
+    /// Adds an event in front of all waiting events.
     pub(super) fn raise_first(&mut self, event: AsyncEvent) {
         self.events.retain(|other| *other != event);
         self.events.push_front(event);
     }
 
-    /// Completes a request without an event, so that the guest's interrupt handler finds a completion. No event type is masked,
-    /// because the guest would not read a log page to unmask it.
+    /// Completes a request without an event, so that the guest's interrupt handler finds a completion. Does not mask an event
+    /// type, because the guest would not read a log page that unmasks it.
     pub(super) fn complete_without_event(&mut self) -> Option<AdminCompletion> {
         Some(AdminCompletion {
             cid: self.requests.pop_front()?,
@@ -97,7 +97,7 @@ impl AsyncEvents {
     }
 }
 
-/// Maximum number of waiting events that a saved state may have. There are fewer different events.
+/// Maximum number of waiting events in a saved state, which exceeds the number of different events.
 const EVENTS_MAX: usize = 32;
 
 impl AsyncEvents {
@@ -139,7 +139,7 @@ impl AsyncEvents {
         Ok(())
     }
 
-    /// Restores a checked state.
+    /// Restores the events from a checked state.
     pub(super) fn from_state(state: &AsyncEventsState) -> Self {
         let AsyncEventsState {
             requests,

@@ -28,7 +28,7 @@ pub(super) enum AdminCommand {
 }
 
 impl AdminCommand {
-    /// Parses an entry.
+    /// Parses a submission queue entry.
     pub(super) fn parse(sqe: &Sqe) -> Result<Self, Status> {
         let command = match AdminOpcode(sqe.opcode()) {
             AdminOpcode::DELETE_IO_SQ => Self::DeleteIoSq(sqe.into()),
@@ -42,7 +42,7 @@ impl AdminCommand {
             AdminOpcode::GET_FEATURES => Self::GetFeatures(sqe.into()),
             AdminOpcode::ASYNC_EVENT_REQUEST => Self::AsyncEventRequest,
             AdminOpcode::DOORBELL_BUFFER_CONFIG => Self::DoorbellBufferConfig,
-            // Includes Keep Alive: KAS is 0, as PCIe does not need it (Base 2.0, section 3.9).
+            // Keep Alive is invalid, too: KAS is 0, as PCIe does not need Keep Alive (Base 2.0, section 3.9).
             _ => return Err(Status::INVALID_OPCODE),
         };
         // Admin commands are never fused, and use no SGLs on PCIe.

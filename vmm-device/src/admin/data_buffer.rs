@@ -41,7 +41,7 @@ impl<'a> DataBuffer<'a> {
         }
     }
 
-    /// Writes the first `data_buffer.len()` bytes of the buffer, at most all of it.
+    /// Writes `data` to the beginning of the buffer, which must be at least as long.
     pub(super) fn write(&self, data: &[u8]) -> Result<(), AdminCommandFailure> {
         let mut rest = data;
         for (gpa, length) in self.segments(data.len() as u64)? {
@@ -52,7 +52,7 @@ impl<'a> DataBuffer<'a> {
         Ok(())
     }
 
-    /// Reads the first `data_buffer.len()` bytes of the buffer, at most all of it.
+    /// Reads the beginning of the buffer into `data`, which must not be longer than the buffer.
     pub(super) fn read(&self, data: &mut [u8]) -> Result<(), AdminCommandFailure> {
         let mut rest = data;
         for (gpa, length) in self.segments(rest.len() as u64)? {
@@ -63,13 +63,13 @@ impl<'a> DataBuffer<'a> {
         Ok(())
     }
 
-    /// Returns the first `wanted` bytes of the buffer, split by page. Reads a PRP list only once, and only the entries that are
+    /// Returns the first `wanted` bytes of the buffer, split by page. Reads each PRP list entry once, and only if its page is
     /// needed.
     fn segments(&self, wanted: u64) -> Result<Vec<DataBufferSegment>, AdminCommandFailure> {
         let [first, second] = self.prp;
         let wanted = wanted.min(self.length);
         if wanted == 0 {
-            // The data pointer of a command without data is ignored.
+            // A command without data may have any data pointer.
             return Ok(Vec::new());
         }
         if !first.is_dword_aligned() {
@@ -94,7 +94,7 @@ impl<'a> DataBuffer<'a> {
                 return Err(Status::PRP_OFFSET_INVALID.into());
             }
             let here = left.min(prp.bytes_to_page_end(PAGE_SHIFT));
-            // Fits: at most a memory page.
+            // The cast keeps the value, since a segment has at most the size of a memory page.
             segments.push((Gpa(prp.0), here as usize));
             left -= here;
         }
@@ -112,7 +112,7 @@ impl<'a> DataBuffer<'a> {
         let mut found = Vec::new();
         loop {
             let page = list.page().ok_or(Status::PRP_OFFSET_INVALID)?;
-            // Includes the link to the next page if more entries are wanted.
+            // If more entries are wanted, the read includes the page's last entry, a link to the next page of the list.
             let missing = wanted - found.len() as u64;
             let length = missing.min(page.count);
             let mut here = vec![PrpEntry::new_zeroed(); length as usize];

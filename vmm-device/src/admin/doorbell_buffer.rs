@@ -1,20 +1,20 @@
 //! Doorbell Buffer Config (Base 2.0, section 5.8).
 //!
-//! I/O queues are served from the buffers. The EventIdx values of the admin queue always request a register write for the next
-//! doorbell move, see [`GuestAdminRings`](super::admin_rings::GuestAdminRings). A controller reset drops the buffers, because the next
-//! driver may use their pages for other data.
+//! I/O queues take their doorbell values from the buffers. For the admin queue, EventIdx always requests a register write for
+//! the next doorbell move, see [`GuestAdminRings`](super::admin_rings::GuestAdminRings). A controller reset drops the buffers,
+//! because the next driver may use their pages for other data.
 
 use nvme_guest::{DoorbellBuffer, Gpa, LeaseFacts, QueueError};
 use nvme_spec::{sqe::Sqe, status::Status};
 
 use super::{AdminCommandContext, failure::AdminCommandFailure};
 
-/// Returns whether the controller offers the command.
+/// Returns whether the controller offers Doorbell Buffer Config.
 pub(super) fn is_supported(facts: &LeaseFacts) -> bool {
     facts.doorbells.offers_buffer()
 }
 
-/// Sets the Doorbell Buffer and returns its pages.
+/// Carries out Doorbell Buffer Config. Returns the buffer's pages.
 pub(super) fn configure(
     controller: AdminCommandContext<'_>,
     sqe: &Sqe,

@@ -12,7 +12,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::state::parts::ErrorLogState;
 
-/// Error Log Page Entries, `ELPE`: 64 entries, one memory page.
+/// Error Log Page Entries, `ELPE`, as a zero-based value: 64 entries, which fill one memory page.
 pub(super) const ENTRIES_Z: u8 = 63;
 const ENTRIES: usize = ENTRIES_Z as usize + 1;
 
@@ -52,7 +52,7 @@ impl ErrorLog {
         });
     }
 
-    /// Returns the number of errors so far, including errors that newer ones have displaced from the log.
+    /// Returns the number of errors so far, including errors that are no longer in the log.
     pub(super) fn count(&self) -> u64 {
         self.count
     }
@@ -92,7 +92,7 @@ impl ErrorLog {
         ))
     }
 
-    /// Restores a checked state.
+    /// Restores the log from a checked state.
     pub(super) fn from_state(state: &ErrorLogState) -> Self {
         let entries = state.entries.chunks_exact(size_of::<ErrorInformation>());
         Self {

@@ -5,23 +5,23 @@ use std::io;
 use nvme_guest::QueueError;
 use nvme_spec::status::Status;
 
-/// Failure of an admin command.
+/// Failure of an admin command, which determines whether and when the command completes.
 #[derive(Debug)]
 pub(super) enum AdminCommandFailure {
-    /// The command fails, and would fail again if retried.
+    /// The command fails, and fails again if the guest retries it (Do Not Retry).
     Command(Status),
-    /// The command fails, but may succeed if retried.
+    /// The command fails, and may succeed if the guest retries it.
     Retryable(Status),
-    /// The command names unmapped memory. The command waits until the VMM maps this memory again. If that takes too long, the
-    /// command fails with this status.
+    /// The command names unmapped memory. The command waits until the VMM maps this memory again, and fails with this status on
+    /// a timeout.
     NotMapped(Status),
-    /// The command changes an I/O queue that has commands in flight. The queue accepts no further commands, and the admin
-    /// command is carried out when these commands have ended.
+    /// The command changes an I/O queue that has commands in flight. The I/O queue accepts no further commands. The admin
+    /// command is carried out once the commands in flight have ended.
     QueueBusy,
 }
 
 impl AdminCommandFailure {
-    /// Returns the status that completes the command.
+    /// Returns the status with which the command completes.
     pub(super) fn status(&self) -> Status {
         match self {
             Self::Retryable(status) => *status,
@@ -38,7 +38,7 @@ impl From<Status> for AdminCommandFailure {
 }
 
 impl From<QueueError> for AdminCommandFailure {
-    /// Converts the failure to create, delete or change a queue.
+    /// Converts the error of creating, deleting or changing an I/O queue.
     fn from(error: QueueError) -> Self {
         Self::Command(match &error {
             QueueError::NoSuchQueue { .. }
@@ -56,7 +56,7 @@ impl From<QueueError> for AdminCommandFailure {
             }
             QueueError::Host { source, .. } => {
                 log::error!("{error}: {source}");
-                // For example, a drive that is reset again and again.
+                // The resource is busy, for example, if the drive is reset again and again.
                 if source.kind() == io::ErrorKind::ResourceBusy {
                     return Self::Retryable(Status::INTERNAL_ERROR);
                 }

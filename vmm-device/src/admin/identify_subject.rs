@@ -1,4 +1,4 @@
-//! Data for Identify commands, and conversions for data structures.
+//! Subject of Identify commands: the values that several of their data structures describe.
 
 use nvme_guest::{ControllerLimits, LeasedNamespace, host::TemperatureThresholds};
 use nvme_spec::feature::AsyncEventConfiguration;
@@ -10,12 +10,13 @@ pub(super) struct IdentifySubject<'a> {
     pub(super) namespace: &'a LeasedNamespace,
     /// Present size of the namespace in logical blocks.
     pub(super) blocks: u64,
-    /// Bytes in use, if the command set counts them.
+    /// Bytes of the namespace that are in use, if the command set counts them.
     pub(super) used_bytes: u64,
     pub(super) limits: &'a ControllerLimits,
     /// Set if Doorbell Buffer Config is offered.
     pub(super) has_doorbell_buffer: bool,
-    /// Set if the namespace is active. A namespace is inactive after its drive is gone.
+    /// Set if the namespace is active. It is inactive while its command set is disabled, after the lease was revoked, and after
+    /// the drive failed or was removed.
     pub(super) is_active: bool,
     pub(super) thresholds: TemperatureThresholds,
     /// Size, in blocks, of the units whose boundaries a command should not cross; `None` if there are no such units.
@@ -23,7 +24,7 @@ pub(super) struct IdentifySubject<'a> {
 }
 
 impl IdentifySubject<'_> {
-    /// Returns the bits of the asynchronous event notices that the namespace's command set offers.
+    /// Returns the asynchronous event notices that the namespace's command set offers, as bits.
     pub(super) fn notices(&self) -> AsyncEventConfiguration {
         notices(self.namespace)
     }
@@ -34,7 +35,7 @@ impl IdentifySubject<'_> {
     }
 }
 
-/// Returns the bits of the asynchronous event notices that a namespace's command set offers.
+/// Returns the asynchronous event notices that a namespace's command set offers, as bits.
 pub(super) fn notices(namespace: &LeasedNamespace) -> AsyncEventConfiguration {
     let list = &namespace.command_sets.native().change_list;
     list.as_ref()

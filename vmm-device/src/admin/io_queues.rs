@@ -1,5 +1,5 @@
 //! Creation and deletion of I/O queues (Base 2.0, sections 5.4 to 5.7). The back end checks a queue's address, size and vector.
-//! This file does all other checks of these commands.
+//! This module checks all other fields of these commands.
 
 use nvme_guest::{CqConfig, Gpa, QueueError, SqConfig};
 use nvme_spec::{
@@ -33,9 +33,9 @@ impl IoQueues<'_> {
         base: Gpa,
     ) -> Result<CqConfig, AdminCommandFailure> {
         require_id(command.qid, self.allocated.completion)?;
-        // CAP.CQR: queues must be physically contiguous.
+        // CAP.CQR is set: queues must be physically contiguous.
         require(command.pc, Status::INVALID_FIELD)?;
-        // An entry size that was not set yet counts as an invalid queue size.
+        // If the guest has not set CC.IOCQES, the queue size is invalid.
         require(
             self.controller.cc.iocqes() == IOCQES,
             Status::INVALID_QUEUE_SIZE,
@@ -56,8 +56,8 @@ impl IoQueues<'_> {
         base: Gpa,
     ) -> Result<SqConfig, AdminCommandFailure> {
         require_id(command.qid, self.allocated.submission)?;
-        // An identifier beyond the allocated range is an invalid queue identifier; an unused one in the range is an invalid
-        // completion queue.
+        // An identifier beyond the granted numbers is an invalid queue identifier. For an unused identifier within them, the
+        // back end reports an invalid completion queue.
         require_id(command.cqid, self.allocated.completion)?;
         require(command.pc, Status::INVALID_FIELD)?;
         require(

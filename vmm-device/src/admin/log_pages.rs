@@ -61,20 +61,20 @@ pub(super) struct LogPages<'a> {
     pub(super) errors: &'a ErrorLog,
     pub(super) counters: LeaseCounters,
     pub(super) health: &'a GuestDriveHealth,
-    /// Set if the namespace has changed since the host last read the list.
+    /// Set if the namespace has changed since the host last read the Changed Namespace List.
     pub(super) namespace_changed: bool,
     /// Changes that the guest has not read yet; `None` if the command set has no log of changes.
     pub(super) changes: Option<&'a UnreportedChanges>,
 }
 
 impl LogPages<'_> {
-    /// Returns the requested part of a log page. The data ends at the end of the log page even if the command requests more,
-    /// because dwords beyond the end are undefined (Base 2.0, section 5.16).
+    /// Returns the requested part of a log page. If the command requests more than the log page has, the data ends with the
+    /// page, because dwords beyond the end are undefined (Base 2.0, section 5.16).
     pub(super) fn read(&self, request: &LogPageRequest, nsid: Nsid) -> Result<Vec<u8>, Status> {
         if request.length() > self.subject.limits.max_transfer_bytes() {
             return Err(Status::INVALID_FIELD);
         }
-        // Offsets are bytes. No page advertises index offsets.
+        // The offset must be in bytes, since no log page advertises index offsets.
         if request.ot || !request.lpo.is_multiple_of(4) {
             return Err(Status::INVALID_FIELD);
         }
@@ -92,7 +92,7 @@ impl LogPages<'_> {
             LogPageId::SUPPORTED_LOG_PAGES => Ok(self.supported_log_pages()),
             LogPageId::ERROR_INFORMATION => Ok(self.errors.page()),
             LogPageId::SMART_HEALTH => {
-                // With one namespace, the controller's page and the namespace's page are the same.
+                // The controller has one namespace, so the controller's page is also the namespace's page.
                 if !matches!(nsid, Nsid::NONE | Nsid::BROADCAST) {
                     self.subject.require_namespace(nsid)?;
                 }
@@ -104,7 +104,7 @@ impl LogPages<'_> {
             LogPageId::FEATURES_SUPPORTED_AND_EFFECTS => Ok(self.supported_features()),
             lid if self.change_list().is_some_and(|list| list.lid == lid) => {
                 let changes = self.changes.ok_or(Status::INVALID_LOG_PAGE)?;
-                // The change list belongs to one namespace.
+                // The change list belongs to the namespace, so the identifier must name it.
                 self.subject.require_namespace(nsid)?;
                 Ok(changes.page())
             }
@@ -142,8 +142,8 @@ impl LogPages<'_> {
         log.as_bytes().to_vec()
     }
 
-    /// SMART / Health Information (Base 2.0, section 5.16.1.3). The health values are those of the drive. The counters of
-    /// commands and data are those of the lease, since the function was created.
+    /// SMART / Health Information (Base 2.0, section 5.16.1.3). The health values are the drive's. Commands and data are
+    /// counted for the lease since the function was created.
     fn smart_health(&self) -> Vec<u8> {
         let counters = &self.counters;
         let mut log = self.health.page(self.features);
@@ -156,7 +156,7 @@ impl LogPages<'_> {
         log.as_bytes().to_vec()
     }
 
-    /// Changed Namespace List (Base 2.0, section 5.16.1.5), with the guest's namespace identifiers.
+    /// Changed Namespace List (Base 2.0, section 5.16.1.5), with the namespace identifiers that the guest sees.
     fn changed_namespaces(&self) -> Vec<u8> {
         let mut log = ChangedNamespaceList::new_zeroed();
         if self.namespace_changed {
@@ -166,7 +166,7 @@ impl LogPages<'_> {
     }
 
     /// Commands Supported and Effects (Base 2.0, section 5.16.1.6). For a command set that the controller lacks, the page is
-    /// empty instead of an error, because tools query all command sets and stop at the first error.
+    /// empty. An error would be worse, because tools query all command sets and stop at the first error.
     fn supported_commands(&self, csi: Csi) -> Vec<u8> {
         let supported = CommandEffects::default().with_csupp(true);
         let mut log = CommandsSupportedAndEffects::new_zeroed();
@@ -183,7 +183,8 @@ impl LogPages<'_> {
     }
 }
 
-/// Returns the event type that is unmasked when the guest reads a log page. Covers only the pages that all command sets have.
+/// Returns the event type that is unmasked when the guest reads a log page. Covers only the log pages that all command sets
+/// have.
 pub(super) fn unmasked_event_type(lid: LogPageId) -> Option<AsyncEventType> {
     match lid {
         LogPageId::ERROR_INFORMATION => Some(AsyncEventType::ERROR),
@@ -201,7 +202,7 @@ fn firmware_slots() -> Vec<u8> {
     log.as_bytes().to_vec()
 }
 
-/// Converts bytes into data units of 1000 times 512 bytes, rounded up.
+/// Converts bytes into data units, rounded up. A data unit is 1000 times 512 bytes.
 fn data_units(bytes: u64) -> U128 {
     to_u128(bytes.div_ceil(512 * 1000))
 }
@@ -302,7 +303,7 @@ mod tests {
             (5, 4096),
             (0x12, 1024),
         ] {
-            // The request is for 64 KiB.
+            // The request is for 64 KiB, which exceeds the page.
             let page = fixture.read(request(lid, 16_384), 0).expect("a page");
             assert_eq!(page.len(), size, "log page {lid:#x}");
         }

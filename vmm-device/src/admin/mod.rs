@@ -1,8 +1,8 @@
 //! The admin queue and its commands (Base 2.0, section 5).
 //!
-//! Admin commands are carried out one after the other, on the thread that calls [`GuestAdminQueue::process_commands`], never on a poller.
-//! Only two kinds of commands wait while later ones are carried out: Asynchronous Event Requests, and commands that change an
-//! I/O queue with commands in flight.
+//! The thread that calls [`GuestAdminQueue::process_commands`] carries out admin commands one after the other, never a poller.
+//! Two kinds of commands wait while commands behind them are carried out: Asynchronous Event Requests, and commands that change
+//! an I/O queue with commands in flight.
 
 mod abort;
 mod admin_rings;
@@ -61,7 +61,7 @@ use self::{
 pub(crate) use self::{health::HEALTH_POLL_INTERVAL, suspension::MEMORY_POLL_INTERVAL};
 use crate::{registers::AdminQueues, state::parts::SavedAdminState};
 
-/// Callback that stores the state of the admin queue and the list of existing I/O queues.
+/// Callback that stores the state of the admin queue and the list of existing I/O queues for a successor process.
 pub(crate) type StoreAdminState<'a> = &'a dyn Fn(SavedAdminState, &PersistedQueues);
 
 /// Parts of the function that admin commands use.
@@ -71,7 +71,7 @@ pub(crate) struct AdminCommandContext<'a> {
     pub(crate) facts: &'a LeaseFacts,
     pub(crate) shared: &'a SharedBackendParts,
     pub(crate) cc: Cc,
-    /// Deadline by which this call must stop waiting for commands in flight.
+    /// Deadline until which this call may wait for commands in flight.
     pub(crate) deadline: &'a Deadline,
     /// Stores the state for the successor process, before each completion is posted.
     pub(crate) state_store: Option<StoreAdminState<'a>>,
@@ -81,48 +81,49 @@ pub(crate) struct AdminCommandContext<'a> {
 #[derive(Debug)]
 pub(crate) struct GuestAdminQueue {
     rings: Option<GuestAdminRings>,
-    /// Wait until the VMM maps memory of the admin queues again.
+    /// Wait for the VMM to map memory of the admin queues again.
     suspension: MemorySuspension,
-    /// Wait until the VMM maps memory that a command names. That command is in `postponed`.
+    /// Wait for the VMM to map memory that the command in `postponed` names.
     command_suspension: MemorySuspension,
-    /// Completions that are not posted yet, in order. While there are any, no further command is taken. So there are never more
-    /// than one Abort produces.
+    /// Completions that are not posted yet, in order. Until all are posted, no command is taken, so there are at most as many
+    /// completions as one Abort produces.
     unposted: VecDeque<AdminCompletion>,
-    /// Set after a restore, because the predecessor may have posted the first of `unposted`, and the guest may have consumed
-    /// it.
+    /// Set after a restore, because the predecessor may have posted the first completion of `unposted`, which the guest may
+    /// have consumed.
     may_be_posted: bool,
-    /// Command to carry out again, once the back end's next process has connected or the VMM has mapped the memory that the
-    /// command names.
+    /// Command to carry out again: after the back end's next process has connected, or after the VMM has mapped the memory that
+    /// the command names.
     postponed: Option<Sqe>,
     features: ControllerFeatures,
     events: AsyncEvents,
     errors: ErrorLog,
     health: GuestDriveHealth,
-    /// Present critical warnings that the guest was already notified of.
+    /// Critical warnings that are present and that the guest was already notified of.
     reported_warnings: CriticalWarning,
-    /// Set if the namespace is in the Changed Namespace List.
+    /// Set if the namespace changed since the host last read the Changed Namespace List.
     namespace_changed: bool,
     /// I/O queues that the guest has created.
     queues: PersistedQueues,
     commands: u64,
     aborts: u64,
-    /// Doorbell Buffer that the present command has set up.
+    /// Doorbell Buffer that the command in progress has set up.
     new_doorbell_buffer: Option<DoorbellBuffer>,
     clock: Arc<dyn WaitClock>,
-    /// Commands that change an I/O queue and wait until its commands in flight have ended, in order of arrival.
+    /// Commands that change an I/O queue and wait until the queue's commands in flight have ended, in order of arrival.
     held_commands: VecDeque<Sqe>,
-    /// Events that were read together with command errors, and which the function has not taken yet.
+    /// Events that were read together with command errors, for the function to take.
     deferred_events: Vec<IoQueueEvent>,
 }
 
-/// Maximum length of `held_commands`. When `held_commands` is full, the next such command is not taken, so all commands behind it wait, too.
+/// Maximum length of `held_commands`. If `held_commands` is full, the next command that would wait there stops all commands
+/// behind it.
 const HELD_MAX: usize = 64;
 
-/// Result of executing a command.
+/// Outcome of executing an admin command.
 enum AdminCommandOutcome {
-    /// The command completes, with this value in dword 0.
+    /// The command completes with this value in dword 0.
     Done(u32),
-    /// The command is an Asynchronous Event Request, and waits for an event.
+    /// The command is an Asynchronous Event Request, which waits for an event.
     Waiting,
 }
 
@@ -151,7 +152,7 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Replaces the clock, before the first command.
+    /// Replaces the clock. Call this before the first command.
     pub(crate) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
         self.features = ControllerFeatures::new(&clock);
         self.health.set_clock(clock.clone());
@@ -165,7 +166,7 @@ impl GuestAdminQueue {
         self.rings = GuestAdminRings::new(queues);
     }
 
-    /// Resets the admin state with the controller. The error log and the counters continue.
+    /// Resets the admin state in a controller reset. The error log and the counters continue.
     pub(crate) fn reset(&mut self) {
         self.rings = None;
         self.suspension.end();
@@ -181,8 +182,8 @@ impl GuestAdminQueue {
         self.queues = PersistedQueues::default();
     }
 
-    /// Returns whether [`GuestAdminQueue::process_commands`] must be called every [`MEMORY_POLL_INTERVAL`], because commands or queues wait for
-    /// unmapped memory.
+    /// Returns whether [`GuestAdminQueue::process_commands`] must be called every [`MEMORY_POLL_INTERVAL`], because a command
+    /// or an admin queue waits for unmapped memory.
     pub(crate) fn is_waiting_for_memory(&self) -> bool {
         self.suspension.is_active() || self.command_suspension.is_active()
     }
@@ -192,12 +193,12 @@ impl GuestAdminQueue {
         &self.queues
     }
 
-    /// Records that the lease was revoked: all I/O commands fail until the next reset.
+    /// Records that the lease was revoked: all I/O commands fail until the next controller reset.
     pub(crate) fn mark_revoked(&mut self) {
         self.queues.revoked = true;
     }
 
-    /// Returns the number of commands taken.
+    /// Returns the number of admin commands that the controller has taken.
     pub(crate) fn commands(&self) -> u64 {
         self.commands
     }
@@ -212,7 +213,8 @@ impl GuestAdminQueue {
         let Some(rings) = &mut self.rings else {
             return false;
         };
-        // After a restore, the guest's head may be beyond the first completion. It is valid only once that is posted again.
+        // After a restore, the guest's head may be beyond the first completion of `unposted`. Such a head is valid only once
+        // this completion is posted again.
         if self.may_be_posted && rings.has_free_slot() {
             return true;
         }
@@ -223,7 +225,7 @@ impl GuestAdminQueue {
         look.needs_another_read
     }
 
-    /// Reports a write to a doorbell whose queue does not exist.
+    /// Reports to the guest that it wrote a doorbell whose queue does not exist.
     pub(crate) fn report_unknown_doorbell(&mut self) {
         self.report_invalid_doorbell(AsyncEvent::INVALID_DOORBELL_REGISTER);
     }
@@ -240,12 +242,12 @@ impl GuestAdminQueue {
             }
             IoQueueEvent::Drive(event) => self.report_drive_event(*event, host),
             IoQueueEvent::Changes => self.report_changes(host),
-            // The function decides what to report of it.
+            // The function decides what the guest sees of such an event.
             IoQueueEvent::HostSide(_) => {}
         }
     }
 
-    /// Reports a new entry in the command set's change list.
+    /// Reports to the guest that the command set's change list has a new entry.
     fn report_changes(&mut self, host: &dyn ControllerBackend) {
         let Some(list) = host.facts().namespace.command_sets.native().change_list else {
             return;
@@ -255,7 +257,7 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Reports that the I/O queues are lost and the controller must be reset. This event is reported before all others.
+    /// Reports that the I/O queues are lost and the controller must be reset. Other waiting events are reported afterwards.
     pub(crate) fn report_lost_queues(&mut self) {
         self.errors.log_controller_error(Status::INTERNAL_ERROR);
         self.events
@@ -267,9 +269,9 @@ impl GuestAdminQueue {
         match event {
             DriveEvent::Health => self.read_health(host),
             DriveEvent::NamespaceChanged(_) => self.report_namespace_change(),
-            // Each interrupted command is logged as an error.
+            // Each command that the reset interrupted is logged as an error, so the reset itself is not reported.
             DriveEvent::Reset => {}
-            // If the namespace disappears, a driver asks for the active namespaces, finds none, and fails its remaining
+            // If the namespace becomes inactive, a driver asks for the active namespaces, finds none, and fails its outstanding
             // commands. CSTS.CFS would be worse: drivers notice it only by timeouts, and reset the controller again and again.
             DriveEvent::Gone => {
                 self.errors.log_controller_error(Status::INTERNAL_ERROR);
@@ -288,12 +290,12 @@ impl GuestAdminQueue {
 
     /// Returns whether the drive's health must be polled.
     pub(crate) fn needs_health_polling(&self, facts: &LeaseFacts) -> bool {
-        // Damage goes into the log even if the guest has not enabled the events.
+        // Damage is logged even if the guest has not enabled the events.
         let wanted = self.features.async_events().critical_warnings().0 != 0;
         facts.can_be_damaged || (wanted && self.health.can_change())
     }
 
-    /// Polls the drive's health if that is due.
+    /// Polls the drive's health if [`HEALTH_POLL_INTERVAL`] has passed.
     pub(crate) fn poll_health(&mut self, controller: AdminCommandContext<'_>) {
         if self.needs_health_polling(controller.facts) && self.health.is_due() {
             self.read_health(controller.backend);
@@ -306,13 +308,13 @@ impl GuestAdminQueue {
         self.report_health();
     }
 
-    /// Raises events for new critical warnings that the guest has enabled.
+    /// Raises events for critical warnings that are new and enabled by the guest.
     fn report_health(&mut self) {
         let warnings = self.health.warnings(&self.features);
         let wanted = self.features.async_events().critical_warnings();
         let news = CriticalWarning(warnings.0 & !self.reported_warnings.0 & wanted.0);
         self.reported_warnings = CriticalWarning(warnings.0 & wanted.0);
-        // The grouping is the specification's (Base 2.0, Figure 147).
+        // The specification groups the warnings in this way (Base 2.0, Figure 147).
         let reliability = news.reliability() || news.read_only() || news.volatile_backup();
         for (is_news, event) in [
             (news.spare(), SmartEvent::SPARE_BELOW_THRESHOLD),
@@ -325,33 +327,34 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Completes an outstanding Asynchronous Event Request without an event, so that the guest's interrupt handler finds a
-    /// completion.
+    /// Completes an outstanding Asynchronous Event Request without an event. A guest with a stuck INTx level thus finds a
+    /// completion in its interrupt handler.
     pub(crate) fn complete_event_request(&mut self) {
         self.unposted.extend(self.events.complete_without_event());
     }
 
     fn report_invalid_doorbell(&mut self, event: AsyncEvent) {
-        // A waiting event is logged once, so a guest with a stream of invalid writes does not flood the log.
+        // An event is logged only if no equal event waits, so that a guest with a stream of invalid writes does not flood the
+        // log.
         if self.events.raise(event) {
             self.errors.log_controller_error(Status::INVALID_FIELD);
         }
     }
 
-    /// Carries out waiting commands and posts completions. Returns whether completions were posted.
+    /// Carries out pending commands and posts completions. Returns whether completions were posted.
     ///
     /// # Errors
-    /// The memory of an admin queue has been unmapped for too long. The caller must fail the controller.
+    /// The memory of an admin queue has been unmapped for too long. The caller must set `CSTS.CFS`.
     pub(crate) fn process_commands(
         &mut self,
         controller: AdminCommandContext<'_>,
     ) -> Result<bool, DmaError> {
-        // Taken out to borrow the rest of `self` for the commands.
+        // Taken out of `self`, so that commands can borrow the other fields.
         let Some(mut rings) = self.rings.take() else {
             return Ok(false);
         };
         let mut posted = false;
-        // Before the access: the memory may be back by the time the thread reads the clock again.
+        // Read the time before the access: when the thread reads it again, the memory may be mapped.
         let before = self.suspension_time(controller);
         let result = self.process_rings(&mut rings, controller, &mut posted);
         self.rings = Some(rings);
@@ -372,13 +375,14 @@ impl GuestAdminQueue {
         Ok(posted)
     }
 
-    /// Returns whether commands wait for I/O commands in flight.
+    /// Returns whether admin commands wait for I/O commands in flight.
     pub(crate) fn has_held_commands(&self) -> bool {
         !self.held_commands.is_empty()
     }
 
-    /// Carries out commands and posts completions until none is left. Sets `posted` with the first completion. If the memory of
-    /// a queue cannot be accessed, returns the error; the next call begins with the same queue entry.
+    /// Carries out commands and posts completions until nothing is left to do. Sets `posted` with the first posted completion.
+    /// If the memory of an admin queue cannot be accessed, returns the error, and the next call begins with the queue entry
+    /// that failed.
     fn process_rings(
         &mut self,
         rings: &mut GuestAdminRings,
@@ -398,8 +402,8 @@ impl GuestAdminQueue {
         if let Some(sqe) = self.postponed.take() {
             self.carry_out_with_rings(&sqe, rings, controller);
         }
-        // Reserves completion queue space before taking a command that needs it. If the guest frees none, only its own commands
-        // wait; its head doorbell leads here again.
+        // Reserves a completion queue entry before taking a command that needs it. If the guest frees no entry, only this
+        // guest's commands wait. When it writes the head doorbell, this loop runs again.
         while self.postponed.is_none()
             && let Some(room) = rings.reserve()
         {
@@ -407,8 +411,8 @@ impl GuestAdminQueue {
             self.unposted.extend(event.flatten());
             if let Some(completion) = self.unposted.front().copied() {
                 if let Some(keep) = controller.state_store {
-                    // The guest may act on a completion as soon as it is visible. By then, the successor must know that the
-                    // command was carried out. It posts the same entry once more, which changes nothing.
+                    // The guest may act on a completion as soon as it is visible. By then, the stored state must show that the
+                    // command was carried out. A successor posts the completion once more, which changes nothing.
                     keep(self.save_with_rings(Some(rings)), &self.queues);
                 }
                 rings.post(room, completion, memory)?;
@@ -425,7 +429,7 @@ impl GuestAdminQueue {
         Ok(())
     }
 
-    /// Carries out one command like [`Self::carry_out`]. If the command has set up a Doorbell Buffer, starts to use that
+    /// Carries out one command like [`Self::carry_out`]. If the command has set up a Doorbell Buffer, starts to use this
     /// buffer.
     fn carry_out_with_rings(
         &mut self,
@@ -434,14 +438,14 @@ impl GuestAdminQueue {
         controller: AdminCommandContext<'_>,
     ) {
         self.carry_out(sqe, controller);
-        // Must precede the completion: after it, the driver may use the buffer.
+        // The buffer must be in use before the completion is posted, since the driver may use it afterwards.
         if let Some(buffer) = self.new_doorbell_buffer.take() {
             rings.use_doorbell_buffer(buffer, controller.shared);
         }
     }
 
     /// Carries out one command and queues its completion. If the back end is disconnected or memory is unmapped, postpones the
-    /// command instead.
+    /// command.
     fn carry_out(&mut self, sqe: &Sqe, controller: AdminCommandContext<'_>) {
         let cid = sqe.cid();
         let host = controller.backend;
@@ -454,19 +458,21 @@ impl GuestAdminQueue {
                 status: Status::SUCCESS,
                 dw0,
             },
-            // Another host side process may be connected by now. Its event leads here again.
+            // The next back-end process may already be connected. The event that reports the connection carries out the command
+            // again.
             Err(_) if host.is_disconnected() || host.successor_count() != successors => {
                 self.postponed = Some(*sqe);
                 return;
             }
-            // The command has changed nothing yet.
+            // The failed command has changed nothing.
             Err(AdminCommandFailure::NotMapped(_))
                 if !self.should_stop_waiting(before, controller) =>
             {
                 self.postponed = Some(*sqe);
                 return;
             }
-            // Its I/O queue has commands in flight. Other commands, such as an Abort, are carried out before it.
+            // The command waits for commands in flight on its I/O queue. Commands behind it, such as an Abort, are carried out
+            // meanwhile.
             Err(AdminCommandFailure::QueueBusy) if self.held_commands.len() < HELD_MAX => {
                 self.held_commands.push_back(*sqe);
                 return;
@@ -496,7 +502,7 @@ impl GuestAdminQueue {
         self.unposted.push_back(completion);
     }
 
-    /// Returns the present time, and for how long the mappings of the VM's memory have not changed.
+    /// Returns the present time, and the time since the mappings of the VM's memory last changed.
     fn suspension_time(&self, controller: AdminCommandContext<'_>) -> SuspensionTime {
         SuspensionTime {
             now: self.clock.now(),
@@ -504,7 +510,7 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Returns whether to stop waiting for memory that a command names. The failed access happened after `before`.
+    /// Returns whether to stop waiting for memory that a command names, after an access that failed later than `before`.
     fn should_stop_waiting(
         &mut self,
         before: SuspensionTime,
@@ -646,8 +652,8 @@ impl GuestAdminQueue {
         Ok(())
     }
 
-    /// Adds the errors that queues have reported so far to the error log. Otherwise, the log could lack the error of a command
-    /// whose completion the guest has already seen.
+    /// Adds errors that I/O queues have reported to the error log. A guest that reads the log after a completion with an error
+    /// must find this error.
     fn collect_errors(&mut self, controller: AdminCommandContext<'_>) {
         for event in controller.backend.take_events() {
             match event {
@@ -655,16 +661,17 @@ impl GuestAdminQueue {
                 other => self.deferred_events.push(other),
             }
         }
-        // Reading the events also consumes a doorbell's signal. A full counter wakes as well.
+        // Taking the events also consumed the signal of an admin doorbell, so signal again. The call fails only if the counter
+        // is full, which wakes the reader as well.
         let _ = eventfd::signal(&controller.shared.events);
     }
 
-    /// Returns the events that `deferred_events` holds for the function.
+    /// Takes the events that [`Self::collect_errors`] deferred for the function.
     pub(crate) fn take_deferred_events(&mut self) -> Vec<IoQueueEvent> {
         std::mem::take(&mut self.deferred_events)
     }
 
-    /// Applies the new value of a feature.
+    /// Puts a new feature value into effect.
     fn apply_feature(&mut self, fid: FeatureId, controller: AdminCommandContext<'_>) {
         match fid {
             FeatureId::INTERRUPT_COALESCING | FeatureId::INTERRUPT_VECTOR_CONFIGURATION => {
@@ -672,7 +679,7 @@ impl GuestAdminQueue {
                     .backend
                     .set_coalescing(self.features.coalescing());
             }
-            // A warning that is already present is reported again to a host that enables it again.
+            // A warning that is present is reported again when the host enables it again.
             FeatureId::TEMPERATURE_THRESHOLD | FeatureId::ASYNC_EVENT_CONFIGURATION => {
                 self.reported_warnings = match fid {
                     FeatureId::TEMPERATURE_THRESHOLD => {
@@ -718,7 +725,7 @@ impl GuestAdminQueue {
             ..
         } = controller;
         let status = host.status();
-        // A namespace of a disabled command set is inactive (Base 2.0, section 3.1.3.5).
+        // A namespace whose command set is disabled is inactive (Base 2.0, section 3.1.3.5).
         let is_basic = facts.namespace.command_sets.native().csi == Csi::NVM;
         let enabled = is_basic || cc.css() == CommandSetSelected::ALL;
         IdentifySubject {

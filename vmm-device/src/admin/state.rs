@@ -12,7 +12,7 @@ use super::{
 };
 use crate::state::parts::{CompletionState, SavedAdminState};
 
-/// Maximum number of completions that wait to be posted: an Abort's own, and those of the event requests that it aborts.
+/// Maximum number of completions that wait to be posted: one of an Abort, and one of each event request.
 const UNPOSTED_MAX: usize = async_events::LIMIT_Z as usize + 2;
 
 impl GuestAdminQueue {
@@ -20,33 +20,33 @@ impl GuestAdminQueue {
         self.save_with_rings(self.rings.as_ref())
     }
 
-    /// Saves the state, with `rings` as the queue pair, because `run` has taken the rings out of `self`.
+    /// Saves the state with the queue pair `rings`, because `process_commands` has taken the rings out of `self`.
     pub(super) fn save_with_rings(&self, rings: Option<&GuestAdminRings>) -> SavedAdminState {
         let Self {
             rings: _,
-            // Waits start again in the successor.
+            // The successor starts its waits anew.
             suspension: _,
             command_suspension: _,
             unposted,
-            // Derived at the restore.
+            // The restore sets this.
             may_be_posted: _,
             postponed,
             features,
             events,
             errors,
-            // The health itself is read from the drive again.
+            // The health itself is read from the drive again, only the powered time is saved.
             health,
             reported_warnings: warned,
             namespace_changed,
-            // Saved with the host side's queues.
+            // Saved with the back end's queues.
             queues: _,
             commands,
             aborts,
-            // Set only during a command.
+            // Set only while a command is carried out.
             new_doorbell_buffer: _,
             clock: _,
             held_commands: held,
-            // Empty: taken before the state is saved.
+            // Empty, since the function takes the events before it saves the state.
             deferred_events: _,
         } = self;
         SavedAdminState {
@@ -74,7 +74,7 @@ impl GuestAdminQueue {
         let SavedAdminState {
             rings,
             unposted,
-            // Checked when it is carried out, like any command.
+            // Checked when the command is carried out, like any command.
             postponed: _,
             held,
             features,
@@ -110,8 +110,8 @@ impl GuestAdminQueue {
         ErrorLog::check(errors)
     }
 
-    /// Restores a checked state for a back end with these queues. `since` is the time since the save. It is `None` for a
-    /// snapshot, during which the controller's clock stood still.
+    /// Restores a checked state for a back end with the queues `queues`. `since` is the time since the save. For a snapshot,
+    /// `since` is `None`, and the controller's clock has stood still since the save.
     pub(crate) fn restore(
         &mut self,
         state: &SavedAdminState,
@@ -155,7 +155,7 @@ impl GuestAdminQueue {
         host.set_coalescing(self.features.coalescing());
     }
 
-    /// Returns whether there are completions that the host has not consumed.
+    /// Returns whether the completion queue has completions that the host has not consumed.
     pub(crate) fn has_unconsumed_completions(&self) -> bool {
         self.rings
             .as_ref()

@@ -1,21 +1,21 @@
-//! Waits for memory that the VMM has unmapped: memory of the admin queues, or memory that an admin command names. A VMM that
-//! moves memory in the guest's address space unmaps it and soon maps it again.
+//! Waits for memory that the VMM has unmapped: memory of the admin queues, or memory that an admin command names. Such a wait
+//! usually succeeds: a VMM that moves memory in the guest's address space unmaps the memory, and soon maps it again.
 
 use std::time::Duration;
 
 use nvme_guest::dma::is_unmapped_too_long;
 
-/// Poll interval for unmapped memory. Polling is needed because nothing reports a new mapping.
+/// Poll interval for unmapped memory. Polling is needed because new mappings are not reported.
 pub(crate) const MEMORY_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Point in time, with the time for which the VM's memory mappings have not changed.
+/// Point in time, and the time for which the VM's memory mappings had not changed then.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SuspensionTime {
     pub(super) now: Duration,
     pub(super) unchanged_for: Duration,
 }
 
-/// Wait of the admin queues or of a command until the VMM maps memory again.
+/// Wait of the admin queues, or of one command, until the VMM maps memory again.
 #[derive(Debug, Default)]
 pub(super) struct MemorySuspension {
     since: Option<Duration>,
@@ -23,7 +23,7 @@ pub(super) struct MemorySuspension {
 
 impl MemorySuspension {
     /// Returns the point in time of an access that failed between `before` and `after`. The thread may have been preempted
-    /// after the access, and the memory may be mapped by now; the next access finds out.
+    /// after the access, and the memory may be mapped by now, which the next access shows.
     pub(super) fn failure_time(
         &self,
         before: SuspensionTime,
@@ -36,21 +36,21 @@ impl MemorySuspension {
         }
     }
 
-    /// Records that memory is unmapped at `now`, in a VM whose memory mappings have not changed for `quiet`. Returns whether to
-    /// stop waiting for this memory.
+    /// Records that memory is unmapped at `now`, in a VM whose memory mappings have not changed for `quiet`. Returns whether
+    /// the wait for this memory has timed out.
     pub(super) fn has_timed_out(&mut self, now: Duration, quiet: Duration) -> bool {
         let since = *self.since.get_or_insert(now);
         is_unmapped_too_long(now.saturating_sub(since), quiet)
     }
 
-    /// Does the same as [`Self::has_timed_out`] for a command. A command may name memory that never existed. So if the mappings have
-    /// not changed for a while, the memory counts as unmapped for at least this time.
+    /// Works like [`Self::has_timed_out`], for memory that a command names. Such memory may never have existed. So the memory
+    /// counts as unmapped since the last change of the mappings, if not longer.
     pub(super) fn has_timed_out_for_command(&mut self, now: Duration, quiet: Duration) -> bool {
         let since = *self.since.get_or_insert(now);
         is_unmapped_too_long(now.saturating_sub(since).max(quiet), quiet)
     }
 
-    /// Records that the memory is mapped.
+    /// Ends the wait, because the memory is mapped.
     pub(super) fn end(&mut self) {
         self.since = None;
     }

@@ -7,7 +7,7 @@ use super::msix::MsixMessage;
 pub(crate) struct MsiControl {
     /// MSI Enable.
     pub(crate) enabled: bool,
-    /// Base-2 logarithm of the number of messages that the guest has enabled, at most the number that the function offers.
+    /// Base-2 logarithm of the number of messages that the guest has enabled, which is at most the number offered.
     pub(crate) messages_log2: u16,
     /// Message Address.
     pub(crate) address: u64,
@@ -21,7 +21,7 @@ impl MsiControl {
         1 << self.messages_log2
     }
 
-    /// Returns the message of a vector; `None` if the guest has enabled too few messages.
+    /// Returns the message of a vector; `None` if the guest has not enabled so many messages.
     pub(crate) fn message(&self, vector: u16) -> Option<MsixMessage> {
         // The message number replaces the low bits of the data (section 6.8.1.6).
         let low = self.messages() - 1;

@@ -8,36 +8,36 @@ use crate::state::parts::{MsixEntryState, MsixState};
 
 /// Offset of the table in BAR4.
 pub(super) const TABLE_OFFSET: u64 = 0;
-/// Offset of the pending bits, which are on another page than the table.
+/// Offset of the pending bits in BAR4, on another page than the table.
 pub(super) const PBA_OFFSET: u64 = 0x1000;
-/// Size of BAR4: both pages.
+/// Size of BAR4 in bytes: a page for the table, and a page for the pending bits.
 pub(super) const BAR_SIZE: u64 = 0x2000;
 
 const ENTRY_SIZE: usize = 16;
-/// Vector Control: Mask Bit. The other bits are reserved.
+/// Mask Bit of Vector Control, whose other bits are reserved.
 const MASK_BIT: u32 = 1;
-/// Largest number of vectors of a function.
+/// Maximum number of vectors of a function.
 pub const MSIX_VECTORS_MAX: u16 = nvme_guest::interrupt::VECTORS_MAX;
 const _: () = assert!(MSIX_VECTORS_MAX as usize * ENTRY_SIZE <= PBA_OFFSET as usize);
 
-/// Side that holds back the interrupts of a masked vector.
+/// Side that holds back interrupts of masked vectors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsixMasking {
-    /// The function holds them back. The guest's accesses to the table and to Message Control reach it.
+    /// The function. The guest's accesses to the table and to Message Control reach the function.
     Function,
-    /// The vfio-user client holds them back. It emulates the table for the guest, and gives the function one eventfd per
-    /// vector. So the function's own table is plain memory without effect.
+    /// The vfio-user client. It emulates the table for the guest, and gives the function one eventfd for each vector. So the
+    /// function's own table is memory without effect.
     Client,
 }
 
-/// Guest's settings in Message Control of MSI-X, or of MSI if the guest has enabled MSI.
+/// Guest's settings in Message Control of MSI-X, or of MSI if the guest uses MSI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MsixControl {
     /// MSI-X Enable.
     pub(crate) enabled: bool,
-    /// Function Mask, which masks all vectors.
+    /// Function Mask. If set, all vectors are masked.
     pub(crate) function_masked: bool,
-    /// Number of MSI messages, if the guest has enabled MSI instead of MSI-X.
+    /// Number of MSI messages; `None` if the guest does not use MSI.
     pub(crate) msi: Option<u16>,
 }
 
@@ -61,7 +61,7 @@ pub struct MsixMessage {
 }
 
 impl MsixMessage {
-    /// Value after a reset (PCI Local Bus 3.0, section 6.8.2.9).
+    /// Table entry after a reset (PCI Local Bus 3.0, section 6.8.2.9).
     const RESET: Self = Self {
         address: 0,
         data: 0,
@@ -96,7 +96,7 @@ impl MsixMessage {
             v3,
         ] = bytes;
         Self {
-            // The two low bits read as zero: messages are dwords.
+            // A message is a dword, so the two low bits of its address read as zero.
             address: u64::from_le_bytes([a0, a1, a2, a3, a4, a5, a6, a7]) & !0b11,
             data: u32::from_le_bytes([d0, d1, d2, d3]),
             masked: u32::from_le_bytes([v0, v1, v2, v3]) & MASK_BIT != 0,
@@ -113,7 +113,8 @@ pub(crate) struct MsixTable {
 }
 
 impl MsixTable {
-    /// Creates a table for these vectors, masked as after power-on. Vectors beyond [`MSIX_VECTORS_MAX`] are dropped.
+    /// Creates a table for `vectors`, whose entries are masked as after power-on. Vectors beyond [`MSIX_VECTORS_MAX`] are
+    /// dropped.
     pub(crate) fn new(mut vectors: Vec<Arc<InterruptVector>>, masking: MsixMasking) -> Self {
         vectors.truncate(MSIX_VECTORS_MAX.into());
         let msix = Self {
@@ -125,18 +126,18 @@ impl MsixTable {
         msix
     }
 
-    /// Returns the vector with a number, if it exists.
+    /// Returns a vector by its number; `None` if there is no such vector.
     pub(crate) fn vector(&self, number: u16) -> Option<&Arc<InterruptVector>> {
         self.vectors.get(usize::from(number))
     }
 
     /// Returns the number of vectors.
     pub(crate) fn count(&self) -> u16 {
-        // At most MSIX_VECTORS_MAX.
+        // The cast keeps the value: there are at most [`MSIX_VECTORS_MAX`] vectors.
         self.vectors.len() as u16
     }
 
-    /// Returns all vectors, by number.
+    /// Returns all vectors, ordered by number.
     pub(crate) fn vectors(&self) -> &[Arc<InterruptVector>] {
         &self.vectors
     }
@@ -146,7 +147,8 @@ impl MsixTable {
         self.table.get(usize::from(number)).copied()
     }
 
-    /// Applies a change of Message Control or of the table to the vectors. Does nothing if the client masks the vectors.
+    /// Masks or unmasks the vectors, after a change of Message Control or of the table. Does nothing if the client masks the
+    /// vectors.
     pub(crate) fn apply(&self, control: MsixControl) {
         if self.masking == MsixMasking::Client {
             return;
@@ -159,7 +161,8 @@ impl MsixTable {
         for (number, (entry, vector)) in (0..).zip(self.table.iter().zip(&self.vectors)) {
             let is_off = match msi {
                 Some(messages) => number >= messages || function_masked,
-                // Without messages, only the pin can be unmasked. Its own masks apply, and it does not need Bus Master Enable.
+                // While neither MSI nor MSI-X is enabled, only the pin can be unmasked. The pin has masks of its own, and does
+                // not need Bus Master Enable.
                 None if !enabled => !vector.is_pin(),
                 None => entry.masked || function_masked,
             };
@@ -167,8 +170,8 @@ impl MsixTable {
         }
     }
 
-    /// Resets table, control and pending bits to their power-on state. The vectors' eventfds stay connected, because they
-    /// belong to the VMM.
+    /// Resets table, control and pending bits to their power-on state. The vectors' eventfds belong to the VMM and stay
+    /// connected.
     pub(crate) fn reset(&mut self) {
         self.table.fill(MsixMessage::RESET);
         self.clear_pending();
@@ -206,7 +209,7 @@ impl MsixTable {
         }
     }
 
-    /// Checks a saved state.
+    /// Checks a saved state before it is restored.
     pub(crate) fn check(&self, state: &MsixState) -> Result<(), BackendStateError> {
         let MsixState { table, pending } = state;
         if table.len() != self.table.len() {
@@ -236,7 +239,7 @@ impl MsixTable {
         Ok(())
     }
 
-    /// Replaces the table by a checked state. The caller must call [`Self::apply`] afterwards, and must raise the pending
+    /// Replaces the table by a checked state. Afterwards, the caller must call [`Self::apply`], and must raise the pending
     /// vectors when the function resumes.
     pub(crate) fn restore(&mut self, state: &MsixState) {
         for (entry, saved) in self.table.iter_mut().zip(&state.table) {
@@ -261,8 +264,8 @@ impl MsixTable {
         }
     }
 
-    /// Writes any number of bytes at any offset in BAR4. The caller must call [`Self::apply`] afterwards. Pending bits are
-    /// read-only.
+    /// Writes any number of bytes at any offset in BAR4. Pending bits are read-only. The caller must call [`Self::apply`]
+    /// afterwards.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) {
         for (byte, at) in data.iter().zip(ConsecutiveOffsets(offset)) {
             let Some((number, within)) = Self::entry_at(at) else {
@@ -294,14 +297,14 @@ impl MsixTable {
         )
     }
 
-    /// Returns the table entry at an offset, and the byte offset in that entry.
+    /// Returns the index of the table entry at an offset in the table, and the byte offset in this entry.
     fn entry_at(at: u64) -> Option<(usize, usize)> {
         let at = usize::try_from(at).ok().filter(|_| at < PBA_OFFSET)?;
         Some((at / ENTRY_SIZE, at % ENTRY_SIZE))
     }
 }
 
-/// Iterator over consecutive offsets. It ends at the largest offset instead of wrapping to zero.
+/// Iterator over consecutive offsets. It ends at the largest offset, without a wrap to zero.
 struct ConsecutiveOffsets(u64);
 
 impl Iterator for ConsecutiveOffsets {

@@ -1,7 +1,7 @@
 //! Controller properties in BAR0, up to the doorbells (Base 2.0, section 3.1.3; PCIe 1.0, section 3.1).
 //!
-//! If a write requests an enable, a reset or a shutdown, it returns a [`ControllerTransition`]. The caller carries out this
-//! transition and reports its completion; only then does `CSTS` change.
+//! A write that requests an enable, a reset or a shutdown returns a [`ControllerTransition`]. The caller carries out this
+//! transition and reports its completion, upon which `CSTS` changes.
 
 use nvme_guest::Gpa;
 use nvme_spec::{
@@ -15,13 +15,13 @@ use nvme_spec::{
 
 mod state;
 
-/// `CAP.TO` and `CRTO.CRWMT`, in units of 500 ms: 127.5 s, the maximum of `CAP.TO`. The value is large because a reset waits
-/// for commands in flight, for as long as the drive takes. Enabling is immediate.
+/// `CAP.TO` and `CRTO.CRWMT` in units of 500 ms: 127.5 s, the maximum of `CAP.TO`. Enabling is immediate, but a reset waits for
+/// commands in flight, which takes as long as the drive needs.
 const READY_TIMEOUT: u8 = u8::MAX;
 
-/// Mask for `ASQ` and `ACQ`: bits 11:0 are reserved, as queues are page aligned.
+/// Mask of the address bits in `ASQ` and `ACQ`. Bits 11:0 are reserved, as queues are page aligned.
 const BASE_MASK: u64 = !0xFFF;
-/// Bits of `AQA` that are not reserved.
+/// Mask of the bits of `AQA` that are not reserved.
 const AQA_MASK: u32 = 0x0FFF_0FFF;
 
 /// Transition of the controller that a guest has requested by writing a property.
@@ -35,7 +35,7 @@ pub(crate) enum ControllerTransition {
     Shutdown(ShutdownNotification),
 }
 
-/// Addresses and sizes of the admin queues: `AQA`, `ASQ` and `ACQ` at the enable.
+/// Addresses and sizes of the admin queues: `AQA`, `ASQ` and `ACQ` when the controller was enabled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AdminQueues {
     pub(crate) sq_base: Gpa,
@@ -102,7 +102,8 @@ impl ControllerProperties {
         }
     }
 
-    /// Writes any number of bytes at any offset. If a property is written in part, its other bytes keep their values.
+    /// Writes any number of bytes at any offset. If a property is written in part, its other bytes keep their values. Returns a
+    /// transition that the write requests.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> Option<ControllerTransition> {
         let mut transition = None;
         let mut bytes = data.iter().zip(offset..offset::DOORBELLS).peekable();
@@ -119,7 +120,7 @@ impl ControllerProperties {
         transition
     }
 
-    /// Returns whether admin commands are processed: the controller is enabled, and neither failed nor shut down.
+    /// Returns whether admin commands are processed: the controller is enabled, has not failed and is not shut down.
     pub(crate) fn is_running(&self) -> bool {
         self.cc.en()
             && self.csts.rdy()
@@ -142,8 +143,8 @@ impl ControllerProperties {
         self.csts = self.csts.with_rdy(true);
     }
 
-    /// Completes a Controller Reset. Call this only when nothing accesses guest memory any longer. `AQA`, `ASQ` and `ACQ` keep
-    /// their values, all other properties are reset (Base 2.0, section 3.7.2).
+    /// Completes a Controller Reset. Call this only after the last access to guest memory. `AQA`, `ASQ` and `ACQ` keep their
+    /// values, all other properties are reset (Base 2.0, section 3.7.2).
     pub(crate) fn complete_reset(&mut self) {
         *self = Self {
             aqa: self.aqa,
@@ -153,13 +154,12 @@ impl ControllerProperties {
         };
     }
 
-    /// Keeps `CSTS.RDY` set during a reset, because earlier commands may still access guest memory. [`Self::complete_reset`] clears
-    /// it.
+    /// Sets `CSTS.RDY` until [`Self::complete_reset`], because commands from before the reset may still access guest memory.
     pub(crate) fn keep_ready(&mut self) {
         self.csts = self.csts.with_rdy(true);
     }
 
-    /// Returns the transition that is not complete according to these properties, if any.
+    /// Returns the transition that these properties show as begun and not complete.
     pub(crate) fn incomplete_transition(&self) -> Option<ControllerTransition> {
         if self.csts.cfs() {
             return None;
@@ -197,7 +197,8 @@ impl ControllerProperties {
             offset::CAP => self.cap.0 as u32,
             CAP_HIGH => (self.cap.0 >> 32) as u32,
             offset::VS => NvmeVersion::V2_0.0,
-            // Undefined while MSI-X is in use, but some drivers rely on reading back the masks that they set.
+            // The specification does not define the value while MSI-X is in use, but some drivers read back the masks that they
+            // set.
             offset::INTMS | offset::INTMC => self.interrupt_mask,
             offset::CC => self.cc.0,
             offset::CSTS => self.csts.0,
@@ -227,7 +228,7 @@ impl ControllerProperties {
             ASQ_HIGH => self.asq = merge_high(self.asq),
             offset::ACQ => self.acq = merge_low(self.acq),
             ACQ_HIGH => self.acq = merge_high(self.acq),
-            // CAP, VS, CSTS and CRTO are read-only; NSSR does nothing without CAP.NSSRS.
+            // CAP, VS, CSTS and CRTO are read-only. NSSR has no effect without CAP.NSSRS.
             _ => {}
         }
         None
@@ -235,7 +236,7 @@ impl ControllerProperties {
 
     /// Writes Controller Configuration (Base 2.0, section 3.1.3.5).
     fn write_cc(&mut self, value: Cc) -> Option<ControllerTransition> {
-        // CRIME is read-only without CAP.CRMS.CRIMS.
+        // CRIME is read-only, since CAP.CRMS.CRIMS is clear.
         let value = value.with_crime(false);
         match (self.cc.en(), value.en()) {
             (true, false) => {
@@ -244,7 +245,7 @@ impl ControllerProperties {
             }
             (false, true) => self.enable(value),
             (true, true) => {
-                // These three may only change while the controller is disabled.
+                // CSS, MPS and AMS may only change while the controller is disabled.
                 let (css, mps, ams) = (self.cc.css(), self.cc.mps(), self.cc.ams());
                 self.notify_shutdown(value.with_css(css).with_mps(mps).with_ams(ams))
             }
@@ -256,7 +257,7 @@ impl ControllerProperties {
         self.cc = value.with_shn(ShutdownNotification::NONE);
         self.csts = Csts::default();
         let queues = self.admin_queues();
-        // A queue of one entry could hold no command (Base 2.0, section 3.3.3.4).
+        // A queue of one entry can hold no command (Base 2.0, section 3.3.3.4).
         if !is_supported(self.cc) || queues.sq_entries < 2 || queues.cq_entries < 2 {
             self.fail();
             return None;
@@ -289,15 +290,15 @@ impl ControllerProperties {
     }
 }
 
-/// Returns whether the controller can be enabled with these values. The sizes of I/O queue entries may be zero, because the
-/// guest need not set them before it creates I/O queues.
+/// Returns whether the controller can be enabled with the value `cc`. The sizes of I/O queue entries may be zero, because the
+/// guest may set them later, before it creates I/O queues.
 fn is_supported(cc: Cc) -> bool {
     has_supported_constants(cc)
         && matches!(cc.iosqes(), 0 | IOSQES)
         && matches!(cc.iocqes(), 0 | IOCQES)
 }
 
-/// Returns whether the fields that must not change while the controller is enabled have supported values.
+/// Returns whether the fields that must not change while the controller is enabled (CSS, MPS and AMS) have supported values.
 fn has_supported_constants(cc: Cc) -> bool {
     matches!(cc.css(), CommandSetSelected::NVM | CommandSetSelected::ALL)
         && cc.mps() == 0

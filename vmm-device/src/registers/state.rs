@@ -48,7 +48,7 @@ impl ControllerProperties {
                 here: here.to_string(),
             });
         }
-        // `CAP.TO` may differ: the guest keeps the value that it was told.
+        // `CAP.TO` may differ: the guest has read the saved value, and keeps it.
         if Cap(cap).with_to(0) != self.cap.with_to(0) {
             return Err(BackendStateError::Mismatch {
                 promise: "CAP".to_owned(),
@@ -61,7 +61,8 @@ impl ControllerProperties {
             .with_rdy(csts.rdy())
             .with_cfs(csts.cfs())
             .with_shst(csts.shst());
-        // Entry sizes may change while the controller is enabled. During an incomplete reset, RDY is set and EN is clear.
+        // Entry sizes may change while the controller is enabled, so only the other fields of `CC` are checked. During an
+        // incomplete reset, RDY is set and EN is clear.
         let ready = csts.rdy() && cc.en() && !has_supported_constants(cc);
         let shut_down = matches!(
             csts.shst(),
@@ -122,7 +123,7 @@ impl RegistersState {
         Cc(self.cc).en()
     }
 
-    /// Returns whether the guest has disabled the controller, and the reset is not complete.
+    /// Returns whether the guest has disabled the controller and the reset is not complete.
     pub(crate) fn is_being_disabled(&self) -> bool {
         !self.is_enabled() && Csts(self.csts).rdy()
     }

@@ -13,7 +13,7 @@ pub(super) struct TimestampClock {
     start: u64,
     since: Duration,
     origin: TimestampOrigin,
-    /// Set if the clock has stood still since it was set. The Synch attribute reports this.
+    /// Set if the clock has stood still since it was set, which the attribute Synch reports.
     stopped: bool,
 }
 
@@ -53,8 +53,8 @@ impl TimestampClock {
         }
     }
 
-    /// Restores the clock. `elapsed` is the time since the save. It is `None` for a snapshot, during which the clock stood
-    /// still.
+    /// Restores the clock. `elapsed` is the time since the save. For a snapshot, `elapsed` is `None`, and the clock has stood
+    /// still since the save.
     pub(super) fn from_state(
         state: &TimestampState,
         now: Duration,

@@ -29,7 +29,7 @@ use super::{identify::ARBITRATION_BURST, identify_subject::notices, io_queues::I
 /// Mask of the I/O Command Set Combination Index in dword 11 of the I/O Command Set Profile.
 const COMBINATION_INDEX_MASK: u32 = 0x1FF;
 
-/// Values besides the stored ones that the features depend on.
+/// Values outside [`ControllerFeatures`] that Get Features and Set Features depend on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FeatureContext<'a> {
     pub(super) namespace: &'a LeasedNamespace,
@@ -57,14 +57,14 @@ pub(super) struct FeatureValue {
 pub(super) struct ControllerFeatures {
     arbitration: Arbitration,
     power: PowerManagement,
-    /// Value that the guest has set; `None` for the default.
+    /// Over Temperature Threshold that the guest has set; `None` for the default.
     over_temperature: Option<u16>,
     under_temperature: u16,
     error_recovery: ErrorRecovery,
-    /// Granted numbers of queues; `None` if the guest has not set the feature since the last reset.
+    /// Numbers of queues that were granted; `None` if the guest has not set the feature since the last reset.
     queues: Option<IoQueueAllocation>,
     coalescing: InterruptCoalescing,
-    /// Vectors with Coalescing Disable, as bits.
+    /// Vectors whose Coalescing Disable is set, as bits.
     coalescing_disabled: u128,
     write_atomicity: WriteAtomicity,
     async_events: AsyncEventConfiguration,
@@ -76,7 +76,7 @@ pub(super) struct ControllerFeatures {
 }
 
 impl ControllerFeatures {
-    /// Creates the values after a controller reset.
+    /// Creates the values that the features have after a controller reset.
     pub(super) fn new(clock: &Arc<dyn WaitClock>) -> Self {
         Self {
             arbitration: Arbitration::default().with_ab(ARBITRATION_BURST),
@@ -95,7 +95,7 @@ impl ControllerFeatures {
         }
     }
 
-    /// Returns the number of data bytes of a feature, for Get and Set Features.
+    /// Returns the number of data bytes that Get Features and Set Features transfer for a feature.
     pub(super) fn data_length(fid: FeatureId) -> usize {
         match fid {
             FeatureId::LBA_RANGE_TYPE => {
@@ -116,13 +116,13 @@ impl ControllerFeatures {
         })
     }
 
-    /// Returns whether a Composite Temperature has reached the over temperature threshold or the under temperature threshold.
+    /// Returns whether `temperature` (Composite Temperature) has reached the over or the under temperature threshold.
     pub(super) fn is_beyond_threshold(&self, temperature: u16, default_threshold: u16) -> bool {
         temperature >= self.over_temperature.unwrap_or(default_threshold)
             || temperature <= self.under_temperature
     }
 
-    /// Returns the events that the host has enabled.
+    /// Returns which asynchronous events the host has enabled.
     pub(super) fn async_events(&self) -> AsyncEventConfiguration {
         self.async_events
     }
@@ -136,7 +136,7 @@ impl ControllerFeatures {
         }
     }
 
-    /// Get Features (Base 2.0, section 5.15).
+    /// Carries out Get Features (Base 2.0, section 5.15).
     pub(super) fn get(
         &self,
         fid: FeatureId,
@@ -205,7 +205,7 @@ impl ControllerFeatures {
                 data[..self.host_behavior.len()].copy_from_slice(&self.host_behavior);
                 return Ok(FeatureValue { dw0: 0, data });
             }
-            // The only combination of command sets that CNS 1Ch lists.
+            // The value is the only combination of command sets that CNS 1Ch lists.
             FeatureId::IO_COMMAND_SET_PROFILE => 0,
             _ => return Err(Status::INVALID_FIELD),
         };
@@ -215,7 +215,8 @@ impl ControllerFeatures {
         })
     }
 
-    /// Set Features (Base 2.0, section 5.27); the caller has read `data`. Returns dword 0 of the completion.
+    /// Carries out Set Features (Base 2.0, section 5.27), for which the caller has read `data`. Returns dword 0 of the
+    /// completion.
     pub(super) fn set(
         &mut self,
         fid: FeatureId,
@@ -237,12 +238,12 @@ impl ControllerFeatures {
             }
             FeatureId::ERROR_RECOVERY => {
                 let value = ErrorRecovery(dword11);
-                // Identify Namespace does not offer the error for deallocated blocks.
+                // DULBE must stay clear: Identify Namespace does not offer the error for deallocated blocks.
                 require(!value.dulbe(), Status::INVALID_FIELD)?;
                 self.error_recovery = value_masks::error_recovery(dword11);
             }
             FeatureId::VOLATILE_WRITE_CACHE => {
-                // The cache belongs to the physical drive and is shared by all leases.
+                // The cache cannot be turned off, since it belongs to the physical drive, which all leases share.
                 let value = VolatileWriteCache(dword11);
                 require(value.wce(), Status::FEATURE_NOT_CHANGEABLE)?;
             }
@@ -290,7 +291,7 @@ impl ControllerFeatures {
         Ok(0)
     }
 
-    /// Number of Queues (Base 2.0, section 5.27.1.5): grants the requested numbers, or fewer.
+    /// Sets Number of Queues (Base 2.0, section 5.27.1.5): grants at most the requested numbers.
     fn allocate_queues(
         &mut self,
         request: NumberOfQueues,
@@ -342,7 +343,7 @@ impl ControllerFeatures {
     }
 }
 
-/// Checks whether Set Features of a feature is allowed (Base 2.0, section 5.27).
+/// Checks whether a guest may set a feature (Base 2.0, section 5.27).
 pub(super) fn check_set(
     fid: FeatureId,
     save: bool,
@@ -358,12 +359,12 @@ pub(super) fn check_set(
         (false, _) if this => return Err(Status::FEATURE_NOT_NAMESPACE_SPECIFIC),
         _ => return Err(Status::INVALID_NAMESPACE_OR_FORMAT),
     }
-    // Decided by the value later: the cache may be left on, but not turned off.
+    // For the volatile write cache, the value decides: a command may leave the cache on, but not turn it off.
     let changeable = capabilities.changeable() || fid == FeatureId::VOLATILE_WRITE_CACHE;
     require(changeable, Status::FEATURE_NOT_CHANGEABLE)
 }
 
-/// Returns the capabilities of a feature, if it is supported.
+/// Returns the capabilities of a feature; `None` if it is not supported.
 pub(super) fn capabilities(
     fid: FeatureId,
     context: &FeatureContext<'_>,
@@ -395,7 +396,7 @@ fn number_of_queues(allocated: IoQueueAllocation) -> NumberOfQueues {
         .with_ncq_z(allocated.completion.saturating_sub(1))
 }
 
-/// LBA Range Type (NVM 1.0, section 4.1.3.1): one range for the whole namespace.
+/// Returns the value of LBA Range Type (NVM 1.0, section 4.1.3.1): one range for the whole namespace.
 fn lba_range_type(blocks: u64) -> FeatureValue {
     let mut range = LbaRangeTypeEntry::new_zeroed();
     range.attributes = LbaRangeAttributes::default().with_overwritable(true);
@@ -419,7 +420,7 @@ fn require_vector(
     )
 }
 
-/// Returns a vector's bit. There are at most 128 vectors.
+/// Returns the bit of a vector. There are at most 128 vectors.
 fn vector_bit(vector: usize) -> u128 {
     1 << (vector % 128)
 }

@@ -48,7 +48,7 @@ impl ControllerFeatures {
         }
     }
 
-    /// Checks that Set Features could have produced these values.
+    /// Checks that a guest could have made these values with Set Features.
     pub(in crate::admin) fn check(
         state: &FeaturesState,
         vectors: usize,
@@ -141,8 +141,8 @@ impl ControllerFeatures {
         Ok(())
     }
 
-    /// Restores a checked state. `elapsed` is the time since the save. It is `None` for a snapshot, during which the
-    /// controller's clock stood still.
+    /// Restores the values from a checked state. `elapsed` is the time since the save. For a snapshot, `elapsed` is `None`, and
+    /// the controller's clock has stood still since the save.
     pub(in crate::admin) fn from_state(
         state: &FeaturesState,
         clock: &Arc<dyn WaitClock>,

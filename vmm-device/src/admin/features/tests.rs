@@ -1,4 +1,4 @@
-//! All features: defaults, capabilities, accepted values and refusals.
+//! Defaults, capabilities, accepted values and refusals of all features.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Masks for dword 11 of Set Features. Bits that are reserved, or whose function is not offered, are stored as zero.
+//! Masks for dword 11 of Set Features. Bits that are reserved or belong to functions that are not offered are stored as zero.
 
 use nvme_spec::feature::{
     Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
@@ -6,7 +6,7 @@ use nvme_spec::feature::{
 };
 
 pub(super) fn arbitration(dword11: u32) -> Arbitration {
-    // Bits 7:3 are reserved.
+    // Clears bits 7:3, which are reserved.
     Arbitration(dword11 & 0xFFFF_FF07)
 }
 
@@ -29,8 +29,8 @@ pub(super) fn write_atomicity(dword11: u32) -> WriteAtomicity {
     WriteAtomicity::default().with_dn(WriteAtomicity(dword11).dn())
 }
 
-/// Clears the notices that OAES does not offer. The guest can read back which notices are enabled. `own` are the notices of the
-/// namespace's command set.
+/// Clears the notices that OAES does not offer, so that a guest that reads the value back sees the enabled ones. `own` are the
+/// notices that the namespace's command set offers.
 pub(super) fn async_events(dword11: u32, own: AsyncEventConfiguration) -> AsyncEventConfiguration {
     let value = AsyncEventConfiguration(dword11);
     AsyncEventConfiguration(dword11 & own.0)

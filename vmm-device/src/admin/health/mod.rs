@@ -1,11 +1,12 @@
-//! Health of the drive, as one of its guests may see it (Base 2.0, section 5.16.1.3).
+//! Health of a drive, as one of its guests may see it (Base 2.0, section 5.16.1.3).
 //!
 //! All guests of a drive share its wear, temperature and failures. So each guest sees the drive's spare, wear, temperatures,
-//! hours and power cycles. Data read, written and lost is counted per lease, so that no guest learns about the others' use.
+//! hours and power cycles. Data read, data written and lost writes are counted per lease, so that no guest sees the activity of
+//! other guests.
 //!
 //! The drive's log is read at most once a second for a guest. It is read every 10 s while the guest has health events enabled,
-//! and whenever the drive raises an event. After the drive is gone, the guest has a working controller without a namespace.
-//! CSTS.CFS would not help: Linux would reset the controller, and the reset would not bring back the drive.
+//! and whenever the drive raises an event. After the drive failed or was removed, the guest has a working controller without a
+//! namespace. CSTS.CFS would not help: Linux would reset the controller, and the reset would not bring back the drive.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,15 +24,15 @@ use zerocopy::{
 
 use super::features::ControllerFeatures;
 
-/// Time for which the drive's last report is reused. So a guest that polls its health log does not occupy the drive's admin
-/// queue.
+/// Time for which the drive's last report is reused, so that a guest that polls its health log does not occupy the drive's
+/// admin queue.
 const REPORT_AGE_MAX: Duration = Duration::from_secs(1);
 
-/// Poll interval while the guest has health events enabled. Polling is needed because a drive reports only crossings of its own
-/// thresholds, not of thresholds that a guest has set.
+/// Poll interval while the guest has health events enabled. Polling is needed because a drive reports only that its own
+/// thresholds are crossed, not thresholds that a guest has set.
 pub(crate) const HEALTH_POLL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Composite Temperature, WCTEMP and CCTEMP in kelvins for a drive without a sensor: 37 °C, 70 °C and 100 °C.
+/// Composite Temperature, WCTEMP and CCTEMP in kelvins of a drive without a sensor: 37 °C, 70 °C and 100 °C.
 const TEMPERATURE: u16 = 310;
 const THRESHOLDS: TemperatureThresholds = TemperatureThresholds {
     warning: 343,
@@ -45,9 +46,9 @@ const SPARE_THRESHOLD: u8 = 10;
 /// Latest result of reading the drive's health.
 #[derive(Debug)]
 enum HealthReading {
-    /// No report yet: the drive was not asked, or has not answered.
+    /// No report yet: the drive's health was not requested, or the drive has not answered.
     Unknown,
-    /// The drive has no health log, because nothing in it wears out.
+    /// The drive has no health log, because it does not wear out.
     None,
     /// Last report of the drive.
     Drive(Box<SmartHealth>),
@@ -62,13 +63,13 @@ pub(super) struct GuestDriveHealth {
     is_drive_gone: bool,
     damage: LeaseDamage,
     powered_since: Duration,
-    /// Time for which the controller was powered in earlier processes.
+    /// Time for which the controller was powered in previous processes, which is added to the time in this process.
     powered_before: Duration,
     clock: Arc<dyn WaitClock>,
 }
 
 impl GuestDriveHealth {
-    /// Creates an empty cache. `thresholds` are the temperature thresholds of the drive; `None` if the drive measures no
+    /// Creates an empty cache. `thresholds` are the drive's temperature thresholds; `None` if the drive measures no
     /// temperature.
     pub(super) fn new(
         thresholds: Option<TemperatureThresholds>,
@@ -86,7 +87,7 @@ impl GuestDriveHealth {
         }
     }
 
-    /// Replaces the clock, and forgets when the drive was last asked for its health.
+    /// Replaces the clock, and discards the time of the last read.
     pub(super) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
         self.last_read = None;
         self.powered_since = clock.now();
@@ -99,12 +100,12 @@ impl GuestDriveHealth {
         here.saturating_add(self.powered_before)
     }
 
-    /// Continues a controller that was powered for the time `powered` in earlier processes.
+    /// Sets the time for which the controller was powered in previous processes.
     pub(super) fn set_powered_time(&mut self, powered: Duration) {
         (self.powered_since, self.powered_before) = (self.clock.now(), powered);
     }
 
-    /// Returns whether the last request to the drive is at least `time` ago.
+    /// Returns whether the drive's health was last read at least `time` ago.
     fn is_older_than(&self, time: Duration) -> bool {
         self.last_read
             .is_none_or(|asked| self.clock.now().saturating_sub(asked) >= time)
@@ -123,29 +124,29 @@ impl GuestDriveHealth {
         }
     }
 
-    /// Returns whether the drive has a sensor, so that its health can change.
+    /// Returns whether the drive measures its temperature, so that its health can change.
     pub(super) fn can_change(&self) -> bool {
         self.thresholds.is_some()
     }
 
-    /// Records damage of the lease's own data. This does not access the drive.
+    /// Records damage of the lease's own data, without access to the drive.
     pub(super) fn set_damage(&mut self, damage: LeaseDamage) {
         self.damage = damage;
     }
 
-    /// Reads the drive's health, unless the last request is less than a second ago.
+    /// Reads the drive's health if the last read was at least [`REPORT_AGE_MAX`] ago.
     pub(super) fn refresh(&mut self, host: &dyn ControllerBackend) {
         if self.is_older_than(REPORT_AGE_MAX) {
             self.read(host);
         }
     }
 
-    /// Returns whether the last request is at least `HEALTH_POLL_INTERVAL` ago.
+    /// Returns whether the drive's health was last read at least [`HEALTH_POLL_INTERVAL`] ago.
     pub(super) fn is_due(&self) -> bool {
         self.is_older_than(HEALTH_POLL_INTERVAL)
     }
 
-    /// Reads the drive's health. If the drive does not answer, keeps the last report.
+    /// Reads the drive's health. If the drive does not answer, the last report stays.
     pub(super) fn read(&mut self, host: &dyn ControllerBackend) {
         self.last_read = Some(self.clock.now());
         self.is_drive_gone = host.status().is_gone;
@@ -168,10 +169,10 @@ impl GuestDriveHealth {
         }
     }
 
-    /// Returns Critical Warning. Most bits are copied from the drive. The temperature bit results from a comparison with this
-    /// guest's thresholds. Bit 2 (reliability) is also set if the drive is gone or the lease's data is damaged. Bit 3 (read
-    /// only) is also set if completed writes were lost. The specification allows that, because no write protection of the
-    /// namespace is the cause (Base 2.0, Figure 207).
+    /// Returns Critical Warning. The bits are the drive's, with three exceptions. The temperature bit results from a comparison
+    /// with this guest's thresholds. Bit 2 (reliability) is also set if the drive failed or the lease's data is damaged. Bit 3
+    /// (read only) is also set if completed writes were lost. The specification allows the last exception, because the cause is
+    /// no write protection of the namespace (Base 2.0, Figure 207).
     pub(super) fn warnings(&self, features: &ControllerFeatures) -> CriticalWarning {
         let LeaseDamage {
             lost_writes,
@@ -194,7 +195,7 @@ impl GuestDriveHealth {
             .with_volatile_backup(drive.volatile_backup())
     }
 
-    /// Returns the log page with the values of the drive. The counters of the lease are left zero.
+    /// Returns the log page with the drive's values. The lease's counters in the page are zero, for the caller to fill in.
     pub(super) fn page(&self, features: &ControllerFeatures) -> SmartHealth {
         let mut page = SmartHealth::new_zeroed();
         page.critical_warning = self.warnings(features);

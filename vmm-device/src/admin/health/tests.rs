@@ -56,7 +56,7 @@ fn the_temperature_is_compared_with_the_guests_thresholds() {
     let with = |kelvins| health(log(|log| log.composite_temperature = U16::new(kelvins)));
     assert!(!warns(&with(349)) && warns(&with(350)), "WCTEMP");
     assert!(!warns(&with(0)), "not reported");
-    // The drive's own thresholds concern only the host.
+    // The drive's own thresholds matter only to the host, not to the guest.
     let hot = CriticalWarning::default().with_temperature(true);
     assert!(!warns(&health(log(|log| log.critical_warning = hot))));
 
@@ -135,7 +135,7 @@ fn without_a_drive_log_power_on_hours_count_from_the_functions_start() {
     assert_eq!(hours(&health), U128::new(2));
     clock.sleep(Duration::from_secs(1));
     assert_eq!(hours(&health), U128::new(3));
-    // The next process continues from this time.
+    // The next process continues from the time for which the controller was powered.
     let mut next = GuestDriveHealth::new(None, clock.clone());
     next.refresh(&host);
     next.set_powered_time(health.powered_time());

@@ -26,7 +26,7 @@ use crate::pci::config_space::VENDOR_ID;
 
 /// `CNTLID`: zero, because each controller is the only one of its NVM subsystem.
 pub(super) const CONTROLLER_ID: u16 = 0;
-/// `CNTID` value by which the guest means the controller that processes the command.
+/// `CNTID` value that stands for the controller that processes the command.
 const THIS_CONTROLLER: u16 = 0xFFFF;
 /// Firmware Revision: this crate's version, padded with spaces.
 pub(super) const FIRMWARE_REVISION: [u8; 8] = padded(env!("CARGO_PKG_VERSION"));
@@ -62,7 +62,7 @@ impl IdentifySubject<'_> {
             }
             Cns::IOCS_ACTIVE_NSID_LIST => match command.csi {
                 csi if csi == self.csi() => self.active_namespaces(nsid)?,
-                // Listed only because other command sets are based on it.
+                // The NVM Command Set is listed only because other command sets are based on it, so it has no namespaces here.
                 Csi::NVM => vec![0; IDENTIFY_SIZE],
                 _ => return Err(Status::INVALID_FIELD),
             },
@@ -82,14 +82,15 @@ impl IdentifySubject<'_> {
         structure: impl FnOnce(&Self) -> Vec<u8>,
     ) -> Result<Vec<u8>, Status> {
         self.require_namespace(nsid)?;
-        // Base 2.0, section 3.2.1.3.
+        // An identifier of an inactive namespace is an invalid field (Base 2.0, section 3.2.1.3).
         if !self.is_active {
             return Err(Status::INVALID_FIELD);
         }
         Ok(structure(self))
     }
 
-    /// Returns a data structure, filled with zeroes if the namespace is inactive (Base 2.0, section 5.17.2, Figure 273).
+    /// Returns a data structure of the namespace. All its bytes are zero if the namespace is inactive (Base 2.0, section
+    /// 5.17.2, Figure 273).
     fn with_namespace_or_zeroes(
         &self,
         nsid: Nsid,
@@ -102,7 +103,7 @@ impl IdentifySubject<'_> {
         Ok(structure(self))
     }
 
-    /// Checks that `nsid` is this namespace. The broadcast value is valid only with Namespace Management.
+    /// Checks that `nsid` is the guest's namespace. The broadcast value is invalid, since there is no Namespace Management.
     pub(super) fn require_namespace(&self, nsid: Nsid) -> Result<(), Status> {
         if nsid != self.namespace.nsid {
             return Err(Status::INVALID_NAMESPACE_OR_FORMAT);
@@ -110,7 +111,7 @@ impl IdentifySubject<'_> {
         Ok(())
     }
 
-    /// Identify Controller (Base 2.0, section 5.17.2.1). Fields that are left zero report that a feature is not supported, or
+    /// Identify Controller (Base 2.0, section 5.17.2.1). A field that stays zero reports that a feature is not supported, or
     /// that there is no limit.
     fn controller(&self) -> Vec<u8> {
         let mut id = IdentifyController::new_zeroed();
@@ -158,9 +159,9 @@ impl IdentifySubject<'_> {
             .with_flush_broadcast(FlushBroadcast::SUPPORTED);
         id.awun_z = self.limits.awun_z;
         id.awupf_z = self.limits.awupf_z;
-        // Copy: source range entries of format 0.
+        // Copy has source range entries of format 0 only.
         id.cdfs = offers(NvmOpcode::COPY).into();
-        // SGLs at any alignment, if supported at all.
+        // SGLs can have any alignment, if the controller supports SGLs.
         id.sgls = Sgls::default().with_support(u8::from(self.limits.sgl_descriptors_max > 0));
         copy_text(&mut id.subnqn, &subsystem_nqn(&self.namespace.uuid));
         structure_bytes(id)
@@ -218,7 +219,8 @@ impl IdentifySubject<'_> {
             id.mcl = saturating_u32(blocks);
             id.msrc_z = u8::try_from(ranges.saturating_sub(1)).unwrap_or(u8::MAX);
         }
-        // `NOIOB` (NVM 1.0, Figure 97). Boundaries of a power of two of blocks include those of larger powers.
+        // `NOIOB` (NVM 1.0, Figure 97). If the unit exceeds the field, a smaller power of two is reported, whose boundaries
+        // include the unit's.
         let boundary = self.unit_blocks.map_or(0, |unit| unit.min(NOIOB_MAX));
         id.noiob = boundary as u16;
         id.nguid = namespace.nguid;
@@ -234,7 +236,7 @@ impl IdentifySubject<'_> {
         structure_bytes(id)
     }
 
-    /// Active Namespace ID list: identifiers above `nsid` (Base 2.0, section 5.17.2.2).
+    /// Active Namespace ID list: active identifiers above `nsid` (Base 2.0, section 5.17.2.2).
     fn active_namespaces(&self, nsid: Nsid) -> Result<Vec<u8>, Status> {
         if nsid.0 >= Nsid::BROADCAST.0 - 1 {
             return Err(Status::INVALID_NAMESPACE_OR_FORMAT);
@@ -264,7 +266,7 @@ impl IdentifySubject<'_> {
     }
 
     /// Identify I/O Command Set: one combination (Base 2.0, section 5.17.2.21). A command set other than NVM is always combined
-    /// with NVM, because hosts request the data structures of NVM before they look at the namespaces.
+    /// with NVM, because hosts request the data structures of NVM before they read those of the namespace's command set.
     fn combinations(&self, controller: u16) -> Result<Vec<u8>, Status> {
         if controller != THIS_CONTROLLER && controller != CONTROLLER_ID {
             return Err(Status::INVALID_FIELD);

@@ -1,5 +1,5 @@
-//! Admin commands of a guest, through the doorbells and rings of a function on a memory drive. The tests beside each command
-//! check its results in detail.
+//! Admin commands of a guest, through the doorbells and rings of a function on a memory drive. The tests in each command's
+//! module check the command's results in detail.
 
 mod io_queues;
 
@@ -127,7 +127,7 @@ fn a_full_completion_queue_is_not_overwritten() {
         guest.submit(get_features(0x07, 0));
     }
     let full = guest.read_memory(ADMIN_CQ, 64);
-    // The completion queue is full, so these commands are not even fetched.
+    // The completion queue is full, so the controller does not even fetch these commands.
     let waiting = [
         guest.enqueue(identify(DATA, 0)),
         guest.enqueue(get_features(0x07, 0)),
@@ -187,8 +187,8 @@ fn data_lies_where_the_prp_entries_say() {
 #[test]
 fn a_prp_list_is_followed_as_far_as_the_data_goes() {
     let mut guest = guest();
-    // Reads 16 KiB of a log page of 4 KiB into the middle of a page. PRP2 is a list, of which only the first entry is needed.
-    // The other entries are invalid.
+    // Reads 16 KiB of a log page of 4 KiB into the middle of a page. PRP2 is a list, whose first entry is needed and whose
+    // other entries are invalid.
     let list = DATA + 0x8000;
     for (index, entry) in [DATA + 2 * PAGE, UNMAPPED, UNMAPPED, UNMAPPED]
         .into_iter()
@@ -238,7 +238,7 @@ fn hostile_prp_entries_fail_the_command_only() {
         (get_log_page(5, 4096, DATA + 0x800, UNMAPPED), transfer),
         (get_log_page(5, 4096, DATA + 0x800, list + 4), offset),
         (get_log_page(5, 4096, DATA + 0x800, list), offset),
-        // The list points to itself.
+        // The list's last entry points to the list itself.
         (get_log_page(5, 4096, DATA + 0x800, chain), offset),
         (
             Sqe {
@@ -264,7 +264,7 @@ fn an_invalid_doorbell_value_is_reported_once() {
     }
     let cqe = guest.completion();
     assert_eq!((cqe.cid(), cqe.dw0()), (CommandId(0x100), 0x0001_0100));
-    // Further events of this type wait until the log page is read.
+    // A further event of this type waits until the guest reads the log page.
     guest.submit(async_event_request());
     guest.doorbell(SQ_TAIL, u32::MAX);
     guest.function.process_events();
@@ -303,7 +303,7 @@ fn a_doorbell_without_a_queue_is_reported() {
         assert_eq!(guest.completion().dw0(), 0x0001_0000, "{doorbell:?}");
         assert_ok(guest.admin(get_log_page(1, 1024, DATA, 0)));
     }
-    // No doorbell begins at this offset.
+    // The offset is not one at which a doorbell begins.
     guest.submit(async_event_request());
     guest.write_register(0x1002, 1);
     guest.function.process_events();
@@ -431,7 +431,7 @@ fn a_temperature_threshold_that_is_crossed_is_an_event() {
     guest.submit(async_event_request());
     assert_ok(guest.admin(set_features(0x04, 300)));
     assert!(guest.peek().is_none(), "nobody wants to know");
-    // The event reports a condition that exists already.
+    // The event reports a condition that existed before the guest enabled the event.
     assert_ok(guest.admin(set_features(0x0B, 0x02)));
     assert_eq!(guest.completion().dw0(), 0x0002_0101);
     assert_ok(guest.admin(get_log_page(2, 128, DATA, 0)));
@@ -455,7 +455,7 @@ fn a_doorbell_buffer_is_two_pages_of_memory() {
         assert_fails(guest.admin(config(prp1, prp2)), Status::INVALID_FIELD);
     }
     assert_ok(guest.admin(config(DATA, DATA + PAGE)));
-    // The admin queue still uses its register, and the shadow doorbells are initialised from it.
+    // The admin queue still uses its registers, and the Doorbell Buffer is initialised from them.
     let tail = guest.read_memory(DATA, 4);
     assert_ok(guest.admin(identify(DATA + 2 * PAGE, 0)));
     assert_eq!(guest.read_memory(DATA, 4), tail);

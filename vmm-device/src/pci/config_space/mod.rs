@@ -1,10 +1,11 @@
 //! PCI configuration space: a type 0 header and four capabilities.
 //!
-//! Configuration space consists of two arrays: the bytes that reads return, and a mask of the bits that writes change. BAR
-//! sizing, read-only fields and reserved bits all follow from this mask. Other effects of a write (a moved BAR, a function
-//! reset) are found by comparing the state before and after.
+//! Two arrays describe configuration space: the bytes that reads return, and a mask of the bits that writes change. BAR sizing,
+//! read-only fields and reserved bits follow from this mask. Further effects of a write, such as a moved BAR or a function
+//! reset, are found by comparing the state before and after the write.
 //!
-//! A restored function keeps the layout that its guest has seen: [`OfferedInterrupts`] is read from the saved bytes.
+//! Releases up to 0.1 had MSI-X only. The layout must not change for a guest whose function is restored, so the saved bytes
+//! determine the [`OfferedInterrupts`].
 
 use nvme_guest::BackendStateError;
 use nvme_spec::registers::offset::DOORBELLS;
@@ -17,21 +18,21 @@ use super::{
 
 /// Vendor ID, "MP", unassigned in the public list of PCI IDs.
 ///
-/// Guest drivers find an NVMe controller by its class code and use the IDs for quirks only. The IDs of other controllers
+/// Guest drivers find an NVMe controller by its class code, and use the IDs for quirks only. The IDs of other controllers
 /// trigger such quirks. For example, Linux restricts namespace identifiers for 1B36:0010 (QEMU), and delays the creation of
 /// queues for some physical drives. With an unassigned ID, drivers follow the specification.
 pub const VENDOR_ID: u16 = 0x4D50;
 /// Device ID.
 pub const DEVICE_ID: u16 = 0x0001;
 
-/// Bytes of configuration space (PCI Express 4.0, section 7.2).
+/// Size of configuration space in bytes (PCI Express 4.0, section 7.2).
 pub const CONFIG_SPACE_SIZE: u64 = 4096;
 
-/// Size in bytes of the part with content. Extended capabilities would follow. A first extended capability of zero reports that
-/// there are none (PCI Express 4.0, section 7.6.1).
+/// Size in bytes of the PCI-compatible part. Only this part has content: a first extended capability of zero reports that there
+/// are no extended capabilities (PCI Express 4.0, section 7.6.1).
 const COMPATIBLE_SIZE: usize = 256;
 
-/// Smallest size of BAR0 in bytes: a guest driver in wide use masks the BAR's address with FFFF_C000h.
+/// Minimum size of BAR0 in bytes. A guest driver in wide use masks the BAR's address with FFFF_C000h.
 const REGISTERS_BAR_MIN: u64 = 0x4000;
 
 const COMMAND: u8 = 0x04;
@@ -39,8 +40,9 @@ const COMMAND: u8 = 0x04;
 const MEMORY_SPACE: u8 = 1 << 1;
 /// Bus Master Enable, as a bit of the lower byte of Command.
 const BUS_MASTER: u8 = 1 << 2;
-/// Memory Space, Bus Master, Parity Error Response, SERR#, Interrupt Disable. I/O Space is read-only, as there is no I/O BAR.
-/// The function answers register accesses even if Memory Space is clear, because drivers in user space do not set it.
+/// Writable bits of Command: Memory Space, Bus Master, Parity Error Response, SERR#, Interrupt Disable. I/O Space is read-only,
+/// as there is no I/O BAR. The function answers register accesses even if Memory Space is clear, because drivers in user space
+/// do not set this bit.
 const COMMAND_WRITABLE: u16 = 1 << 1 | 1 << 2 | 1 << 6 | 1 << 8 | 1 << 10;
 const STATUS: u8 = 0x06;
 /// Interrupt Status, as a bit of the lower byte of Status.
@@ -69,7 +71,7 @@ const INTERRUPT_DISABLE: u8 = 1 << 2;
 pub enum Bar {
     /// BAR0: controller properties and doorbells.
     Registers,
-    /// BAR4: MSI-X table and pending bits. They do not lie in BAR0, so that a VMM can trap one BAR and map the other.
+    /// BAR4: MSI-X table and pending bits. They are not in BAR0, so that a VMM can trap BAR4 and map BAR0.
     Msix,
 }
 
@@ -86,7 +88,7 @@ impl Bar {
         }
     }
 
-    /// Returns the offset of the BAR's eight address bytes in configuration space.
+    /// Returns the offset in configuration space of the BAR's address, which has eight bytes.
     #[must_use]
     pub const fn config_offset(self) -> u64 {
         (BARS + 4 * self.index()) as u64
@@ -104,27 +106,27 @@ pub struct BarMove {
     pub bar: Bar,
     /// Size in bytes.
     pub size: u64,
-    /// Previous address, if the BAR was decoded.
+    /// Previous address; `None` if the BAR was not decoded.
     pub from: Option<u64>,
-    /// New address, if the BAR is decoded.
+    /// New address; `None` if the BAR is not decoded.
     pub to: Option<u64>,
 }
 
 /// Side effects of a write to configuration space.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct ConfigWrite {
-    /// BARs whose addresses changed, or that are now decoded or no longer decoded.
+    /// BARs whose address changed, and BARs that started or stopped to be decoded.
     pub(crate) moves: Vec<BarMove>,
-    /// Set if a Function Level Reset was initiated. Configuration space is then already in its power-on state.
+    /// Set if the write initiated a Function Level Reset. Configuration space is then already in its power-on state.
     pub(crate) function_level_reset: bool,
 }
 
-/// Interrupt types, besides MSI-X, that a function offers its guest.
+/// Interrupt types that a function offers its guest in addition to MSI-X.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OfferedInterrupts {
     /// MSI.
     pub(crate) msi: bool,
-    /// INTx: the pin.
+    /// INTx, through the interrupt pin.
     pub(crate) pin: bool,
 }
 
@@ -144,27 +146,28 @@ impl OfferedInterrupts {
 pub(crate) struct ConfigSpace {
     contents: [u8; COMPATIBLE_SIZE],
     layout: ConfigSpaceLayout,
-    /// Interrupt types that are offered to a new guest. A restored guest may have other ones.
+    /// Interrupt types that a new guest is offered. A restored guest may be offered other types.
     offered_to_new_guests: OfferedInterrupts,
     /// Set if Command was written since power-on.
     is_command_written: bool,
 }
 
-/// Layout of configuration space, which does not change for a guest.
+/// Layout of configuration space: everything that stays constant for a guest.
 #[derive(Clone, Debug)]
 struct ConfigSpaceLayout {
     doorbell_bytes: u64,
     vectors: u16,
     offered: OfferedInterrupts,
     registers_bar_size: u64,
-    /// Contents after a reset.
+    /// Contents after a power-on or function reset.
     reset_contents: [u8; COMPATIBLE_SIZE],
-    /// Mask of the bits that a write changes.
+    /// Mask of the bits that writes change.
     writable_mask: [u8; COMPATIBLE_SIZE],
 }
 
 impl ConfigSpace {
-    /// Creates configuration space for `doorbells` bytes of doorbells and `vectors` MSI-X vectors, at least one.
+    /// Creates configuration space for `doorbells` bytes of doorbells and `vectors` MSI-X vectors, of which there must be at
+    /// least one.
     pub(crate) fn new(doorbells: u64, vectors: u16, newest: OfferedInterrupts) -> Self {
         let layout = ConfigSpaceLayout::new(doorbells, vectors, newest);
         Self {
@@ -222,7 +225,8 @@ impl ConfigSpace {
         }
 
         if !matches!(self.power_state(), pm::D0 | pm::D3HOT) {
-            // Unsupported power state: the write is discarded (PCI Power Management 1.2, section 3.2.4).
+            // The guest wrote a power state that the function does not support, so the write is discarded (PCI Power Management
+            // 1.2, section 3.2.4).
             let pmcsr = &mut self.contents[usize::from(pm::OFFSET + pm::PMCSR)];
             *pmcsr = *pmcsr & !pm::POWER_STATE | power_state;
         }
@@ -241,12 +245,12 @@ impl ConfigSpace {
         }
     }
 
-    /// Returns the contents for a snapshot.
+    /// Returns the bytes of configuration space for a snapshot.
     pub(crate) fn save(&self) -> Vec<u8> {
         self.contents.to_vec()
     }
 
-    /// Checks saved contents. Contents with other BARs, other numbers of vectors or other capabilities are rejected.
+    /// Checks the saved bytes. Bytes with other BARs, other numbers of vectors or other capabilities are refused.
     pub(crate) fn check(&self, saved: &[u8]) -> Result<(), BackendStateError> {
         if saved.len() != COMPATIBLE_SIZE {
             let valid = COMPATIBLE_SIZE.to_string();
@@ -282,7 +286,7 @@ impl ConfigSpace {
         Ok(())
     }
 
-    /// Returns the layout that belongs to saved contents, which may offer fewer interrupt types.
+    /// Returns the layout of saved bytes, which may come from an earlier release.
     fn saved_layout(&self, saved: &[u8]) -> ConfigSpaceLayout {
         let ConfigSpaceLayout {
             doorbell_bytes: doorbells,
@@ -291,20 +295,21 @@ impl ConfigSpace {
         } = self.layout;
         let was = OfferedInterrupts::from_config_space(saved);
         let offer = OfferedInterrupts {
-            // An interrupt type that this function lacks causes a mismatch later.
+            // If the saved bytes offer an interrupt type that this function lacks, the check finds a difference and refuses
+            // them.
             pin: was.pin && self.offered_to_new_guests.pin,
             msi: was.msi && self.offered_to_new_guests.msi,
         };
         ConfigSpaceLayout::new(doorbells, vectors, offer)
     }
 
-    /// Returns whether the guest has written zero to Command. The contents alone do not show this, because Command is also zero
-    /// before the first write.
+    /// Returns whether the guest has written zero to Command. A snapshot needs this in addition to the bytes, because Command
+    /// is zero before the first write as well.
     pub(crate) fn is_command_cleared(&self) -> bool {
         self.is_command_written && self.contents[usize::from(COMMAND)] == 0
     }
 
-    /// Restores checked contents, and the value that [`Self::is_command_cleared`] returned. Returns the BARs that moved.
+    /// Restores checked bytes, and the result of [`Self::is_command_cleared`] at the save. Returns the BARs that moved.
     pub(crate) fn restore(&mut self, saved: &[u8], switched_off: bool) -> Vec<BarMove> {
         let before = self.bar_addresses();
         self.layout = self.saved_layout(saved);
@@ -315,13 +320,13 @@ impl ConfigSpace {
         self.bar_moves_since(before)
     }
 
-    /// Returns the address at which a BAR is decoded: `None` until the guest has set an address and Memory Space Enable.
+    /// Returns the address at which a BAR is decoded; `None` until the guest has set an address and Memory Space Enable.
     pub(crate) fn bar_address(&self, bar: Bar) -> Option<u64> {
         let enabled = self.contents[usize::from(COMMAND)] & MEMORY_SPACE != 0;
         let mut raw = [0; 8];
         raw.copy_from_slice(&self.contents[bar.offset()..][..8]);
         let address = u64::from_le_bytes(raw) & !(self.bar_size(bar) - 1);
-        // All ones: the BAR is being sized with Memory Space enabled.
+        // An address of all ones shows that the guest sizes the BAR while Memory Space is enabled.
         let sizing = address == !(self.bar_size(bar) - 1);
         (enabled && address != 0 && !sizing).then_some(address)
     }
@@ -329,14 +334,14 @@ impl ConfigSpace {
     /// Returns whether the function may access memory and send interrupt messages: Bus Master Enable (PCI Express 4.0, section
     /// 7.5.1.1.3).
     ///
-    /// Also returns `true` if Command was never written, because a user-space driver may not write configuration space at all.
-    /// Every guest or its firmware writes Command before it can access the BARs. The drivers of SPDK and libvfn set Bus Master
-    /// Enable.
+    /// Also returns `true` if Command was never written. A user-space driver may not access configuration space at all, while a
+    /// guest or its firmware must write Command before the BARs can be accessed. The drivers of SPDK and libvfn do set Bus
+    /// Master Enable.
     pub(crate) fn is_bus_master(&self) -> bool {
         !self.is_command_written || self.contents[usize::from(COMMAND)] & BUS_MASTER != 0
     }
 
-    /// Returns the size of a BAR, a power of two.
+    /// Returns the size of a BAR in bytes, a power of two.
     pub(crate) fn bar_size(&self, bar: Bar) -> u64 {
         self.layout.bar_size(bar)
     }
@@ -352,7 +357,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Returns the MSI settings of the guest.
+    /// Returns the guest's MSI settings.
     pub(crate) fn msi_control(&self) -> MsiControl {
         let word = |at: u8| {
             let at = usize::from(msi::OFFSET + at);
@@ -379,7 +384,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Returns whether the function has an interrupt pin.
+    /// Returns whether the function offers an interrupt pin.
     pub(crate) fn has_pin(&self) -> bool {
         self.layout.offered.pin
     }
@@ -413,7 +418,7 @@ impl ConfigSpace {
     }
 }
 
-/// Sets Interrupt Status in `data`, which was read from `offset`, if `data` includes this bit.
+/// Sets Interrupt Status in `data`, which was read from `offset`, if `data` covers this bit.
 pub(crate) fn set_interrupt_status(offset: u64, data: &mut [u8]) {
     let place = u64::from(STATUS).checked_sub(offset);
     if let Some(byte) = place.and_then(|place| data.get_mut(to_saturated_index(place))) {
@@ -421,14 +426,14 @@ pub(crate) fn set_interrupt_status(offset: u64, data: &mut [u8]) {
     }
 }
 
-/// Returns the base-2 logarithm of the number of MSI messages for this number of vectors.
+/// Returns the base-2 logarithm of the number of MSI messages that a function with `vectors` vectors offers.
 fn messages_log2(vectors: u16) -> u16 {
-    // At most 15, as `vectors` is a `u16`.
+    // The cast keeps the value: the logarithm of a `u16` is at most 15.
     let floor = vectors.checked_ilog2().unwrap_or_default() as u16;
     floor.min(msi::MESSAGES_LOG2_MAX)
 }
 
-/// Converts an offset into an index. An offset that does not fit becomes the largest index, which is out of range as well.
+/// Converts an offset into an index. An offset beyond `usize` becomes the largest index, which is out of range as well.
 fn to_saturated_index(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX)
 }
@@ -477,7 +482,7 @@ impl ConfigSpaceLayout {
         self.set_reset_bytes(SUBSYSTEM_VENDOR_ID, &VENDOR_ID.to_le_bytes());
         self.set_reset_bytes(SUBSYSTEM_ID, &DEVICE_ID.to_le_bytes());
         self.set_reset_bytes(CAPABILITIES_POINTER, &[pm::OFFSET]);
-        // Interrupt Line is storage for the firmware.
+        // Firmware and drivers store a value in Interrupt Line. The function does not use it.
         self.set_writable_bits(INTERRUPT_LINE, &[0xFF]);
         if self.offered.pin {
             self.set_reset_bytes(INTERRUPT_PIN, &[INTA]);
@@ -494,7 +499,7 @@ impl ConfigSpaceLayout {
     fn add_msix(&mut self, vectors: u16) {
         let bir = u32::from(Bar::Msix.index());
         self.set_reset_bytes(msix::OFFSET, &[msix::ID, pcie::OFFSET]);
-        // Table Size is zero-based.
+        // The field Table Size is zero-based.
         self.set_reset_bytes(msix::OFFSET + msix::CONTROL, &(vectors - 1).to_le_bytes());
         self.set_writable_bits(
             msix::OFFSET + msix::CONTROL,
@@ -520,7 +525,7 @@ impl ConfigSpaceLayout {
             msi::OFFSET + msi::CONTROL,
             &(msi::ENABLE | msi::ENABLE_MASK).to_le_bytes(),
         );
-        // Messages are dwords, so the two low bits of the address are zero.
+        // A message is a dword, so the two low bits of its address are zero.
         self.set_writable_bits(msi::OFFSET + msi::ADDRESS, &(!0b11_u64).to_le_bytes());
         self.set_writable_bits(msi::OFFSET + msi::DATA, &u16::MAX.to_le_bytes());
     }

@@ -1,4 +1,4 @@
-//! Tests of `config_space`.
+//! Tests of configuration space.
 
 use super::*;
 
@@ -215,7 +215,7 @@ fn msi_control_returns_the_guests_values() {
     }
 }
 
-/// Returns contents that offer neither MSI nor the pin.
+/// Returns contents as releases up to 0.1 saved them.
 fn msix_only_contents() -> Vec<u8> {
     let (msi, pin) = (false, false);
     let mut config = ConfigSpace::new(4096, 65, OfferedInterrupts { msi, pin });
@@ -264,7 +264,7 @@ fn initiate_flr_resets_and_reads_as_zero() {
     config.write(0x10, &0xFEBF_0000_u32.to_le_bytes());
     config.write(0x04, &[0x06]);
     config.write(0x52, &[0x00, 0x80]);
-    // Accesses of all sizes that cover the bit: two bytes, one byte, a dword, and more.
+    // Accesses that cover the bit: two bytes, one byte, a dword, and more than a dword.
     for (offset, data) in [
         (0x68, &[0x10, 0xA8][..]),
         (0x69, &[0x80]),

@@ -1,4 +1,4 @@
-//! Host side of NVMe mediated pass-through: many VMs share one NVMe drive.
+//! Back end of NVMe mediated pass-through: many VMs share one NVMe drive.
 //!
 //! A [`Drive`] is a namespace of a [host controller](host) of any kind. Each guest controller has a [lease](nvme_lease) of the
 //! drive and a [`LocalBackend`]. The back end holds the VM's memory as a [`DmaWindow`](nvme_guest::DmaWindow), the doorbells,

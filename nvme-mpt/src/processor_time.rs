@@ -1,16 +1,16 @@
 //! Processor time of pollers, charged to the functions they work for.
 //!
 //! The kernel counts the CPU time of a poller's thread, without sleeps and preemptions. The poller reads that clock at most
-//! once per [`ACCOUNTING_PERIOD`]. It divides the time since the last reading among its queues, in proportion to the ticks spent on each
-//! queue. So the sum over all queues equals the kernel's count. A preemption adds nothing to the sum, but increases the share
-//! of the preempted queue. Over time, preemptions hit queues in proportion to their time. A poller with one function counts no
-//! ticks: all of its time is charged to that function.
+//! once per [`ACCOUNTING_PERIOD`]. It divides the time since the last reading among its queues, in proportion to the ticks
+//! spent on each queue. So the sum over all queues equals the kernel's count. A preemption adds nothing to the sum, but
+//! increases the share of the preempted queue. Over time, preemptions hit queues in proportion to their time. A poller with one
+//! function counts no ticks: all of its time is charged to that function.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Shortest time between two readings of the kernel's clock, unless queues are added or removed.
+/// Minimum time between two readings of the kernel's clock, except when queues are added or removed.
 pub(crate) const ACCOUNTING_PERIOD: Duration = Duration::from_millis(1);
 
 /// Processor time that pollers spent on one function. Any poller may add time.
@@ -20,13 +20,13 @@ pub(crate) struct ProcessorTime {
 }
 
 impl ProcessorTime {
-    /// Returns the total in seconds.
+    /// Returns the processor time of all pollers for the function, in seconds.
     pub(crate) fn seconds(&self) -> f64 {
         self.nanoseconds.load(Ordering::Relaxed) as f64 / 1e9
     }
 }
 
-/// Ticks that a poller spent on one queue, or on one watched doorbell, since the last settlement.
+/// Ticks that a poller spent on one queue, or on one watched doorbell, since they were last charged to the function.
 #[derive(Debug)]
 pub(crate) struct ProcessorTimeCharge {
     function: Arc<ProcessorTime>,
@@ -34,7 +34,7 @@ pub(crate) struct ProcessorTimeCharge {
 }
 
 impl ProcessorTimeCharge {
-    /// Creates an empty account for a function.
+    /// Creates a charge without ticks for a function.
     pub(crate) fn new(function: Arc<ProcessorTime>) -> Self {
         Self { function, ticks: 0 }
     }
@@ -51,7 +51,7 @@ impl ProcessorTimeCharge {
     }
 }
 
-/// CPU time of a thread, to be divided among accounts.
+/// CPU time of a thread, to be divided among charges.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProcessorTimeDivision {
     nanoseconds: u64,
@@ -60,7 +60,7 @@ pub(crate) struct ProcessorTimeDivision {
 }
 
 impl ProcessorTimeDivision {
-    /// Divides `spent` among `bills` in proportion to their ticks, or equally if there are no ticks.
+    /// Prepares the division of `spent` among `bills` in proportion to their ticks, or equally if no ticks were counted.
     pub(crate) fn new<'a>(
         spent: Duration,
         bills: impl Iterator<Item = &'a ProcessorTimeCharge>,
@@ -77,7 +77,7 @@ impl ProcessorTimeDivision {
         }
     }
 
-    /// Charges the share of an account to its function, and resets the account.
+    /// Charges the function of `bill` with its share of the time, and resets the ticks of `bill`.
     pub(crate) fn charge_share(&self, bill: &mut ProcessorTimeCharge) {
         let (part, whole) = match self.ticks {
             0 => (1, self.charges),
@@ -85,7 +85,7 @@ impl ProcessorTimeDivision {
         };
         bill.ticks = 0;
         let share = u128::from(self.nanoseconds) * u128::from(part) / u128::from(whole.max(1));
-        // No share exceeds the total.
+        // A share does not exceed the total, so it fits into 64 bits.
         let share = u64::try_from(share).unwrap_or(self.nanoseconds);
         bill.function
             .nanoseconds
@@ -97,7 +97,7 @@ impl ProcessorTimeDivision {
 mod tests {
     use super::*;
 
-    /// Divides `spent` nanoseconds among bills of the given functions and ticks. Returns each function's time.
+    /// Divides `spent` nanoseconds among charges, given as function and ticks. Returns each function's time.
     fn divide_time(spent: u64, bills: &[(usize, u64)]) -> [u64; 2] {
         let functions: [Arc<ProcessorTime>; 2] = Default::default();
         let bills = bills.iter().map(|(function, ticks)| {

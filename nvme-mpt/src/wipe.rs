@@ -1,13 +1,13 @@
-//! Erases data of other ids in a lease's range before a guest gets the range.
+//! Wiping: erases data of other ids in a lease's range before a guest gets the range.
 //!
-//! The wipe uses Write Zeroes, with the Deallocate bit if the drive promises that deallocated blocks read as zeroes. In both
+//! A wipe uses Write Zeroes, with the Deallocate bit if the drive promises that deallocated blocks read as zeroes. In both
 //! cases the blocks read as zeroes afterwards. Dataset Management is not used, because it is only a hint that a drive may
 //! ignore. Each wipe is logged, because data is lost and the server starts later.
 //!
 //! The ledger marks each part as unwiped until the part is zeroed and flushed. So after a crash, the ledger still shows the
 //! parts to wipe.
 //!
-//! Blocks that are known to be zero, such as holes of a file, are skipped. The final flush makes them durable as well.
+//! Blocks that are known to be zero, such as holes of a file, are skipped. The final flush makes these zeroes durable as well.
 //!
 //! A command that a reset of the drive or an Abort cancelled is submitted again, and the wipe continues.
 
@@ -33,14 +33,14 @@ use crate::host::ListMemory;
 use crate::host::{HostCompletion, HostMemory};
 use crate::shadow::HostQueuePair;
 
-/// Commands in flight, enough for the drive to work in parallel.
+/// Maximum commands in flight, enough for the drive to work in parallel.
 const DEPTH: u16 = 8;
 
-/// Maximum time without a completion, after which the wipe fails. The time is counted in poll pauses, so that a suspension of
-/// the machine does not count. The drive's own command timeout is shorter.
+/// Maximum time without a completion, after which the wipe fails. It is counted in poll intervals, so that a suspension of the
+/// machine does not count. The drive's own command timeout is shorter.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum attempts at a command that resets or Aborts cancel. If all attempts are cancelled, the wipe fails.
+/// Maximum attempts at a command that resets or Aborts cancel. After the last attempt, the wipe fails.
 const ATTEMPTS: u32 = 5;
 
 /// Pause between two polls for completions.
@@ -49,7 +49,7 @@ const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// Percentage of a part between two progress messages.
 const PROGRESS_STEP_PERCENT: u64 = 10;
 
-/// Error of a wipe. The part stays marked in the ledger.
+/// Error of a wipe. The part stays marked as unwiped in the ledger.
 #[derive(Debug, thiserror::Error)]
 pub enum WipeError {
     /// The drive has no Write Zeroes command.
@@ -75,7 +75,7 @@ pub enum WipeError {
         /// Status of the command.
         status: Status,
     },
-    /// The drive completes no commands, or is gone.
+    /// The drive completes no commands, or was removed.
     #[error("Wiping {range} of drive {drive} stopped: the drive completes no commands")]
     Stopped {
         /// The drive.
@@ -116,7 +116,7 @@ pub enum WipeError {
     Ledger(#[from] LeaseError),
 }
 
-/// Bytes and whole parts that this process has wiped.
+/// Numbers of bytes and of whole parts that this process has wiped.
 static WIPED: (AtomicU64, AtomicU64) = (AtomicU64::new(0), AtomicU64::new(0));
 
 /// Numbers of bytes and parts that this process has wiped since its start.
@@ -188,7 +188,7 @@ pub(crate) fn wipe_open_lease(
         let mut eraser = RangeWipe::new(drive, host, range).map_err(failed)?;
         eraser.run(stop)?;
         drop(eraser);
-        // Only this part is reported as wiped. Other parts of the lease keep their content, such as written zones.
+        // Only this part is reported as wiped. All other parts of the lease keep their content, such as written zones.
         host.on_wiped(&range);
         host.flush().map_err(failed)?;
         lease.mark_wiped()?;
@@ -305,7 +305,7 @@ impl<'a> RangeWipe<'a> {
         }
     }
 
-    /// Returns the next piece, after skipping zero blocks; `None` at the end of the part.
+    /// Returns the next piece to wipe, after skipping zero blocks; `None` at the end of the part.
     fn next_command(&mut self) -> Result<Option<WipeCommand>, WipeError> {
         if let Some(piece) = self.retries.pop() {
             return Ok(Some(piece));
@@ -325,7 +325,7 @@ impl<'a> RangeWipe<'a> {
     /// Skips blocks that are already zero.
     fn skip_zeroes(&mut self) -> Result<(), WipeError> {
         let mut zeroes = self.leading_zeroes();
-        // Some file systems report data that is not written back yet as a hole.
+        // A flush first: some file systems report data that is not written back yet as a hole.
         if zeroes > 0 && !self.is_flushed {
             self.host.flush().map_err(|source| WipeError::Io {
                 drive: self.drive.path().to_string(),

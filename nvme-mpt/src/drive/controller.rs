@@ -49,7 +49,7 @@ pub struct DriveIncidents {
     pub aborts: u64,
     /// Controller resets.
     pub resets: u64,
-    /// True if the drive failed for good or was removed: every command fails.
+    /// True if the drive failed permanently or was removed. Every command then fails.
     pub is_gone: bool,
 }
 
@@ -64,8 +64,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     /// Returns the controller's limits.
     fn limits(&self) -> &ControllerLimits;
 
-    /// Returns the largest data transfer that a function may be given. By default this is the MDTS of [`Self::limits`]; the
-    /// operator can choose another.
+    /// Returns the largest MDTS that an operator may choose for a function. By default this is the MDTS of [`Self::limits`],
+    /// which also applies if the operator chooses none.
     fn mdts_max(&self) -> Mdts {
         Mdts::from_log2_pages(self.limits().mdts)
     }
@@ -76,8 +76,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     /// Returns the address space of the drive's DMA.
     fn iova_space(&self) -> &Arc<IovaSpace>;
 
-    /// Opens a lease of parts of a namespace. Refuses a part that another user, such as another program, has without an entry
-    /// in the ledger.
+    /// Opens a lease of parts of a namespace. Refuses a part that another program or server uses without an entry in the
+    /// ledger.
     ///
     /// # Errors
     /// See [`HostLeaseError`].
@@ -91,8 +91,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         None
     }
 
-    /// Reads bytes of a drive that is a file or block device of the host, so that its content can be checked before the first
-    /// lease. Returns the number of bytes read. Returns `None` for other drives and for unreadable bytes.
+    /// Reads bytes of a drive that is a file or block device of the host, so that a caller can check the content before the
+    /// first lease. Returns the number of bytes read; `None` for drives of other kinds and for unreadable bytes.
     fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
         let _ = (offset, into);
         None
@@ -103,10 +103,11 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         false
     }
 
-    /// Reserves I/O queue pairs for one lease until the reservation is dropped. `weight` is the lease's initial weight.
+    /// Reserves I/O queue pairs for one lease until the returned reservation is dropped. `weight` is the lease's initial
+    /// weight.
     ///
     /// # Errors
-    /// See [`ReserveError`]. Nothing is reserved then.
+    /// See [`ReserveError`]. Nothing is reserved after an error.
     fn reserve_pairs(
         self: Arc<Self>,
         lease: &str,
@@ -117,19 +118,19 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         Err(ReserveError::Unbounded)
     }
 
-    /// Returns the kernel's number of the NUMA node next to the drive. `None` if there is none or it is unknown.
+    /// Returns the kernel's number of the NUMA node that the drive is attached to; `None` if the node is unknown.
     fn numa_node(&self) -> Option<u32> {
         None
     }
 
-    /// Returns whether submitting a command may block the thread while other processes or hosts work. Such a drive shares no
-    /// poller with other drives.
+    /// Returns whether submitting a command may block the thread until another process or host has answered, as for a file on
+    /// NFS or FUSE. Such a drive shares no poller with other drives.
     fn may_block(&self) -> bool {
         false
     }
 
-    /// Returns the unit of leases in bytes: the size of each lease is a multiple of the unit, and each lease is contiguous.
-    /// Returns `None` if a lease may consist of any parts.
+    /// Returns the unit of leases in bytes. The size of each lease is a multiple of the unit, and each lease is contiguous.
+    /// Returns `None` if leases may have any size and several parts.
     fn lease_unit_bytes(&self) -> Option<u64> {
         None
     }
@@ -139,10 +140,11 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         None
     }
 
-    /// Returns the drive's SMART / Health Information, which covers all users together. `None` if the drive keeps none.
+    /// Returns the drive's SMART / Health Information, which covers all users together; `None` if the drive has no such log
+    /// page.
     ///
     /// # Errors
-    /// Returns the drive's error. Fails while the drive is reset or gone.
+    /// Returns the drive's error. Also fails while the drive is being reset, and after it was removed.
     fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
         Ok(None)
     }
@@ -166,19 +168,20 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         DriveIncidents::default()
     }
 
-    /// Returns whether a namespace keeps the data of its blocks, up to its new size, when its size changes. A physical drive
-    /// instead deletes the namespace and creates a new one.
+    /// Returns whether a resized namespace keeps the data of the blocks that it still has. This is true for files; a physical
+    /// drive instead deletes the namespace and creates a new one.
     fn can_resize_in_place(&self) -> bool {
         false
     }
 
     /// Quiesces the drive and returns the descriptors for its successor. `None` if the successor opens the drive anew.
     ///
-    /// The caller ensures that no function has an in-flight command. Admin commands wait until [`Self::cancel_hand_over`] is called or
-    /// this process exits.
+    /// The caller ensures that no function has an in-flight command. Admin commands wait until [`Self::cancel_hand_over`] is
+    /// called or this process exits.
     ///
     /// # Errors
-    /// The drive cannot be quiesced. The drive continues here, and the successor resets it.
+    /// Returns an error if the drive cannot be quiesced. This process then continues to use the drive, and the successor resets
+    /// it.
     fn hand_over(&self) -> io::Result<Option<Vec<OwnedFd>>> {
         Ok(None)
     }
@@ -189,16 +192,17 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         false
     }
 
-    /// Resumes after [`Self::hand_over`] if no other process took the drive.
+    /// Resumes the use of the drive after [`Self::hand_over`], if no other process took the drive.
     fn cancel_hand_over(&self) {}
 
-    /// Unmaps memory that the predecessor had mapped, unless a function of this process has mapped it within `time`.
+    /// Schedules the removal of the predecessor's mappings after `time`. Mappings of memory that a function of this process has
+    /// mapped by then stay.
     fn expire_predecessor_mappings(&self, time: Duration) {
         let _ = time;
     }
 
-    /// Reports the drive's events ([`Event::Drive`](nvme_guest::event::IoQueueEvent::Drive)) to the queue `events` from now on,
-    /// as long as this queue lives.
+    /// Reports the drive's events ([`Event::Drive`](nvme_guest::event::IoQueueEvent::Drive)) to the queue `events`, until that
+    /// queue is dropped.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }

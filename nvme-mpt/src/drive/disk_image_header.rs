@@ -1,7 +1,8 @@
-//! Headers of disk images and of encrypted disks: a guest should get the content of such an image, not its raw bytes.
+//! Headers of disk images and of encrypted disks. A guest should get the content of such an image, not its raw bytes, so a new
+//! lease of such bytes is refused.
 //!
-//! A guest may write such a header itself. So headers are checked only before the first lease of bytes that no id had yet.
-//! Otherwise a guest that wrote such a header would lose access to its drive.
+//! A guest may write such a header itself. So headers are checked only before the first lease of bytes that have had no owner
+//! yet. Otherwise a guest that wrote such a header would lose access to its drive.
 
 use crate::drive::Drive;
 
@@ -10,7 +11,7 @@ use crate::drive::Drive;
 pub struct DiskImageHeader {
     /// Name of the kind.
     pub name: &'static str,
-    /// Advice for getting at the content.
+    /// Advice to the operator for making the content the drive.
     pub remedy: &'static str,
 }
 

@@ -17,7 +17,7 @@ use super::{Drive, HostController, HostLease, HostLeaseError, HostLeaseRequest, 
 use crate::host::{CompletionTaker, HostBatch, HostMemory, HostQueue};
 use crate::shadow::{HostQueuePair, NvmCommands};
 
-/// Hook that a test runs while a queue is created.
+/// Closure of a test that is called while a queue is created.
 #[derive(Clone, Default)]
 pub(crate) struct QueueCreationHook(Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>);
 

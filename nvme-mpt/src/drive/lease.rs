@@ -51,13 +51,13 @@ impl HostLeaseRequest<'_> {
 /// Errors of opening a lease at a host controller.
 #[derive(Debug, thiserror::Error)]
 pub enum HostLeaseError {
-    /// Another server or program uses part of the range without an entry in this ledger.
+    /// Another server or program uses part of the range, without an entry in this ledger.
     #[error("Another process uses part of it")]
     InUse(#[source] io::Error),
     /// A lease of this drive must be one contiguous range of a fixed size.
     #[error("Leases of the drive have a fixed size")]
     SeveralParts,
-    /// The drive cannot be leased in these parts.
+    /// The drive cannot use the requested parts as a lease.
     #[error(transparent)]
     Unfit(Box<dyn Error + Send + Sync>),
     /// The kernel's error.
@@ -71,8 +71,8 @@ pub enum HostLeaseError {
 /// server with another ledger, or a VMM that has the same file open as a disk image. State that must outlive this value is
 /// stored in the ledger: see [`Self::restore_marks`].
 pub trait HostLease: fmt::Debug + Send + Sync {
-    /// Creates a queue pair for `slots` in-flight commands. If the drive has no free queue pair, the new one shares a pair of
-    /// the drive with others.
+    /// Creates a queue pair for `slots` in-flight commands. If the drive has no free queue pair, the new queue pair shares one
+    /// of the drive with other host queues.
     ///
     /// # Errors
     /// Returns the error of the kernel or of the drive.
@@ -102,9 +102,9 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         let _ = weight;
     }
 
-    /// Returns the number of blocks at the start of a part that are known to be zeroes, such as a hole's. A wipe skips these
-    /// blocks. After [`Self::flush`], the zeroes are durable. The caller ensures that the part is leased and that nothing
-    /// writes to it during the call.
+    /// Returns the number of blocks at the start of `part` that are known to read as zeroes, such as a hole in a file. A wipe
+    /// skips these blocks. After [`Self::flush`], the zeroes are durable. The caller ensures that the part is leased and that
+    /// nothing writes to it during the call.
     fn leading_zeroes(&self, part: BlockRange) -> u64 {
         let _ = part;
         0
@@ -117,10 +117,10 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     fn flush(&self) -> io::Result<()>;
 
     /// Releases the locks of the lease before a hand-over, since the kernel may need time to release them after the process
-    /// exits. The caller ensures that no command is in flight and that this process exits at once.
+    /// exits. The caller ensures that no command is in flight and that this process exits immediately afterwards.
     fn release_locks(&self) {}
 
-    /// Reports [changes](Self::change_log) and new damage of the lease to this event queue from now on.
+    /// Reports [changes](Self::change_log) and new damage of the lease to `events`, until that queue is dropped.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }
@@ -130,22 +130,23 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         LeaseDamage::default()
     }
 
-    /// Returns whether callers must poll [`Self::damage`].
+    /// Returns whether callers must poll [`Self::damage`], because the lease can lose data.
     fn can_be_damaged(&self) -> bool {
         false
     }
 
-    /// Records that completed writes of this VMM were lost before this process opened the lease.
+    /// Notes that completed writes of the present VMM were lost before this process opened the lease. Its writes and flushes
+    /// then fail.
     fn record_earlier_write_errors(&self) {}
 
-    /// Records lost writes in `record` from now on, for the successor process.
+    /// Records lost writes in `record` from now on, so that the successor process knows of them.
     fn set_write_error_record(&self, record: LeaseWriteErrorRecord) {
         let _ = record;
     }
 
     /// Opens a spare descriptor of each file that the lease writes, for the [supervisor process](super::SpareDescriptorStore).
-    /// The lease keeps copies, and checks them when a VMM connects. Returns an empty list if the lease writes no file, or if
-    /// closing the file may block.
+    /// The lease keeps duplicates, and checks them when a VMM connects. Returns an empty list if the lease writes no file, or
+    /// if closing the file may block.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -153,8 +154,8 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Restores spare descriptors that [`Self::open_spare_fds`] opened in the predecessor. Returns whether they refer to the files
-    /// that the lease writes now.
+    /// Restores spare descriptors that [`Self::open_spare_fds`] opened in the predecessor. Returns whether they refer to the
+    /// files that the lease writes in this process.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -163,32 +164,33 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         Ok(false)
     }
 
-    /// Notes write errors that the spare descriptors or other leases of the drive reported before this process opened the
-    /// lease. This is necessary if another process had the lease before, because writes that completed there may be lost.
+    /// Notes write errors that the kernel has already reported to the spare descriptors or to other leases of the drive, before
+    /// this process opened the lease. Called if another process had the lease before, because writes that completed there may
+    /// be lost.
     fn restore_write_errors(&self) {}
 
-    /// Records in `record` whether there are unreported [changes](Self::change_log), for the successor process. If the record says
-    /// that the predecessor had unreported changes, the lease reports a change of unknown blocks.
+    /// Records in `record` whether there are unreported [changes](Self::change_log), for the successor process. If the record
+    /// shows unreported changes of the predecessor, the lease reports a change of unknown blocks.
     fn record_changes(&self, record: ChangeRecord) {
         let _ = record;
     }
 
-    /// Loads the unreadable blocks of the lease's id. After each change of these blocks, `ask` makes another thread call
-    /// [`Self::store_marks`]. A drive that stores its unreadable blocks itself ignores this.
+    /// Loads the unreadable blocks of the lease's id. After each change of these blocks, the lease calls `ask`, which makes
+    /// another thread call [`Self::store_marks`]. A drive that stores its unreadable blocks itself ignores this.
     fn restore_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let _ = (marks, ask);
     }
 
-    /// Stores the present unreadable blocks durably by `store`. Commands of the lease wait during the call, for as long as a
-    /// disk write takes.
+    /// Stores the present unreadable blocks durably by calling `store`. Commands of the lease wait during the call, for as long
+    /// as a disk write takes.
     fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         let _ = store;
     }
 
-    /// Forgets lost writes of the previous VMM, because a newly connected VMM gets no errors for writes of another VMM.
+    /// Forgets lost writes of the previous VMM. A newly connected VMM gets no errors for writes of another VMM.
     fn forget_write_errors(&self) {}
 
-    /// Notes that the wipe of a leased range succeeded: its bytes are zeroes.
+    /// Notes that `range` of the lease was wiped, so that its bytes are zeroes.
     fn on_wiped(&self, range: &ByteRange) {
         let _ = range;
     }

@@ -98,7 +98,7 @@ impl Drive {
         }))
     }
 
-    /// Returns a drive for a namespace of the same host controller.
+    /// Returns a drive for a namespace of this drive's host controller: the given namespace, or the first.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -148,7 +148,7 @@ impl Drive {
         self.namespace.blocks
     }
 
-    /// Returns the logical block size as a power of two, in bytes.
+    /// Returns the logical block size in bytes, as the exponent of a power of two.
     #[must_use]
     pub fn lba_shift(&self) -> u8 {
         self.namespace.lba_shift

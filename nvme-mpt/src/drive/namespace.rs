@@ -9,6 +9,6 @@ pub struct HostNamespace {
     pub nsid: Nsid,
     /// Size in logical blocks.
     pub blocks: u64,
-    /// Logical block size as a power of two, in bytes.
+    /// Logical block size in bytes, as the exponent of a power of two.
     pub lba_shift: u8,
 }

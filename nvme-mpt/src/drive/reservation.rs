@@ -15,8 +15,8 @@ pub struct QueuePairReservation {
 }
 
 impl QueuePairReservation {
-    /// Creates a reservation of `pairs` pairs. `key` identifies the reservation at the host controller, which takes the pairs
-    /// back when `grant` is dropped.
+    /// Creates a reservation of `pairs` queue pairs. `key` identifies the reservation at the host controller, which frees the
+    /// queue pairs when `grant` is dropped.
     pub fn new(key: u64, pairs: u16, grant: impl Any + Send + Sync) -> Self {
         Self {
             key,

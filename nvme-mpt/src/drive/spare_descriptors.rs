@@ -15,6 +15,6 @@ pub trait SpareDescriptorStore: fmt::Debug + Send + Sync {
     /// Replaces a lease's descriptors.
     fn store(&self, drive: &str, lease: &str, spare: &[OwnedFd]);
 
-    /// Closes a lease's descriptors. When this returns, no process has them open.
+    /// Closes a lease's descriptors. After the call, no process has them open.
     fn forget(&self, drive: &str, lease: &str);
 }

@@ -64,7 +64,7 @@ impl DataPointer {
         resolve(memory, &mut RegionHint::default(), prp1, len).ok()
     }
 
-    /// Calls `part` with the address and length of each contiguous piece of the first `len` bytes, in order.
+    /// Calls `part` with the IOVA and length of each contiguous piece of the first `len` bytes, in order.
     ///
     /// # Errors
     /// Data Transfer Error, Data SGL Length Invalid, and errors of `part`.

@@ -17,7 +17,7 @@ const LIST_WORDS: usize = LIST_BYTES / 8;
 /// List memory of one shadow queue's slots.
 #[derive(Debug)]
 pub struct ListMemory {
-    /// Dropped first, so that the drive's mapping ends before the memory is unmapped.
+    /// Dropped before `words`, so that the drive's mapping ends before the memory is unmapped.
     iova: IovaPart,
     words: PrivateWords,
 }
@@ -28,13 +28,13 @@ impl ListMemory {
     /// # Errors
     /// Returns the kernel's error.
     pub fn new(space: &Arc<IovaSpace>, slots: usize) -> io::Result<Self> {
-        // Without an IOMMU, pages are allocated when a slot first uses them. Most slots never need a list.
+        // Without an IOMMU, the kernel allocates pages when a slot first uses them. Most slots never need a list.
         let words = PrivateWords::new(slots * LIST_WORDS)?;
         let iova = space.map(words.mapping(), MappingAccess::Read)?;
         Ok(Self { iova, words })
     }
 
-    /// Returns the list of a slot and its IOVA. The host controller must have no command of the slot.
+    /// Returns the list of a slot and its IOVA. The caller ensures that no command of the slot is at the host controller.
     ///
     /// # Panics
     /// If the slot does not exist. Slot numbers come from the shadow queue, not from the guest.

@@ -31,10 +31,10 @@ pub struct HostMemory<'a> {
     pub lists: &'a ListMemory,
 }
 
-/// Point at which the commands of a host queue complete.
+/// Time at which the commands of a host queue complete, relative to the poll that submits them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompletionTiming {
-    /// All commands complete while their doorbell is rung, except the commands that are [put off](HostQueue::has_deferred_commands).
+    /// All commands complete while their doorbell is rung, except [deferred commands](HostQueue::has_deferred_commands).
     Immediate,
     /// Some commands complete while their doorbell is rung.
     Mixed,
@@ -44,10 +44,10 @@ pub enum CompletionTiming {
 
 /// Data path of one host queue pair. Only one thread uses it at a time.
 pub trait HostQueue {
-    /// Point at which commands complete, so that the poller knows when to reap.
+    /// Time at which commands complete, so that the poller knows when to reap.
     const COMPLETION_TIMING: CompletionTiming = CompletionTiming::Mixed;
 
-    /// True if a reset of the drive completes commands with Command Interrupted. The shadow queue resubmits these.
+    /// True if a reset of the drive completes commands with Command Interrupted. The shadow queue resubmits such commands.
     const IS_INTERRUPTED: bool = false;
 
     /// Command set of the queue's commands; a [`CommandSet`](crate::shadow::CommandSet) if a shadow queue uses the queue.
@@ -64,21 +64,21 @@ pub trait HostQueue {
     /// Passes available completions to `taker`.
     fn reap(&mut self, memory: HostMemory<'_>, taker: impl CompletionTaker);
 
-    /// Lets commands start no further step. A command with steps left ends with [`Status::ABORTED_SQ_DELETION`] when its
-    /// current step is done. The queue gets no more commands, and is deleted when the last one has ended.
+    /// Lets commands start no further step, because the queue is about to be deleted. A command with steps left ends with
+    /// [`Status::ABORTED_SQ_DELETION`] when its current step is done. The queue gets no more commands.
     fn cut_short(&mut self);
 
-    /// Waits for commands that the drive still has, before the queue is dropped. Returns whether the drive has none left.
+    /// Waits, before the queue is dropped, for commands that the drive has not completed. Returns whether all have completed.
     ///
-    /// If the drive still has commands, the shadow queue never releases the memory and the lease that they use.
+    /// If some have not, the shadow queue never releases the memory and the lease that they use.
     fn drain(&mut self) -> bool;
 
     /// Returns a descriptor that is readable while completions are available, for a poller that wants to sleep; `None` if
     /// commands complete while their doorbell is rung.
     fn wait_fd(&self) -> Option<RawFd>;
 
-    /// Returns whether there are commands that continue only at the next [reap](Self::reap), although the queue
-    /// [completes](Self::COMPLETION_TIMING) other commands at once.
+    /// Returns whether the queue has commands that continue only at the next [reap](Self::reap), although its [completion
+    /// timing](Self::COMPLETION_TIMING) is immediate for all other commands.
     fn has_deferred_commands(&self) -> bool {
         false
     }
@@ -98,25 +98,25 @@ pub trait HostQueue {
         None
     }
 
-    /// Returns whether commands can complete without waking a sleeping poller.
+    /// Returns whether commands can complete without a signal that wakes a sleeping poller.
     fn is_polled(&self) -> bool {
         false
     }
 
-    /// Sets whether commands complete as soon as possible instead of at their due time. Used while a caller waits for an empty
-    /// queue.
+    /// Sets whether commands complete as soon as possible instead of at their due time. Set while a caller waits until no
+    /// command of the queue is in flight.
     fn set_hurried(&mut self, hurried: bool) {
         let _ = hurried;
     }
 
-    /// Returns the earliest time at which something happens that does not wake the poller, such as a timed completion; `None`
-    /// if there is no such time.
+    /// Returns the earliest time at which the poller must poll the queue without being woken, such as the due time of a
+    /// command; `None` if there is no such time.
     fn next_due(&self) -> Option<Ticks> {
         None
     }
 
-    /// Returns the drive's queue pair behind this queue, which other host queues may share; `None` if the drive creates a pair
-    /// for each queue.
+    /// Returns the drive's queue pair behind this queue, which several host queues may share; `None` if the drive creates a
+    /// queue pair for each host queue.
     fn shared_pair(&self) -> Option<Arc<dyn SharedQueuePair>> {
         None
     }
@@ -136,7 +136,7 @@ pub trait HostBatch {
     /// Announces at most `count` commands, which were taken from the guest at time `taken`.
     fn announce(&mut self, count: u32, taken: Ticks);
 
-    /// Writes an announced command to the host SQ. There is room for as many commands as there are slots.
+    /// Writes an announced command to the host SQ, which has free entries for as many commands as the queue has slots.
     fn submit(&mut self, sqe: &Sqe);
 
     /// Submits a command that may already have been executed partly or completely.

@@ -1,4 +1,4 @@
-//! Configuration of an attachment.
+//! Configuration of a local back end.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::drive::Drive;
 use crate::drive::QueuePairReservation;
 use crate::poller::{PollPolicy, PollerPool};
 
-/// Configuration for attaching a guest controller.
+/// Configuration of a local back end of one guest controller.
 #[derive(Debug)]
 pub struct LocalBackendConfig {
     /// Drive of the lease.
@@ -26,11 +26,11 @@ pub struct LocalBackendConfig {
     pub queue_pairs: u16,
     /// Queue pairs of the drive that are reserved for the lease.
     pub reservation: Option<QueuePairReservation>,
-    /// Maximum data transfer size of a command; the drive's own if not given.
+    /// Maximum data transfer size of a command; `None` for the drive's own.
     pub mdts: Option<Mdts>,
-    /// Path of doorbell writes to the pollers.
+    /// Way in which doorbell writes reach the pollers.
     pub doorbells: DoorbellMode,
-    /// Distance between doorbells.
+    /// Distance between doorbell registers.
     pub doorbell_stride: DoorbellStride,
     /// Polling policy of the queues.
     pub poll: PollPolicy,
@@ -38,11 +38,11 @@ pub struct LocalBackendConfig {
     pub adaptive: AdaptivePolicies,
     /// Pollers of the process.
     pub pollers: Arc<PollerPool>,
-    /// Kinds of files that may hold the VM's memory.
+    /// Kinds of files that may back the VM's memory.
     pub memory: MemoryKinds,
-    /// Maximum bytes that may be mapped if memory is pinned; all memory of the host if not given.
+    /// Maximum bytes of VM memory that may be mapped if memory is pinned; `None` for all memory of the host.
     pub memory_limit: Option<u64>,
-    /// Limits of I/Os and bytes per second for all queues together, and the lease's weight.
+    /// Limits of I/Os and bytes per second for all queues of the function together, and the lease's weight.
     pub rates: RateLimits,
     /// Serial Number to report instead of the lease's own, up to 20 ASCII characters.
     pub serial: Option<String>,
@@ -55,7 +55,7 @@ pub enum SharedBackendPartsSource {
     Own,
     /// The function is new and in another process. Its queues have in-flight tracking.
     Outliving(EventReader),
-    /// The function kept the parts of a process that ended. These parts are untrusted.
+    /// The function survived the process of its previous back end and passes on the parts of that back end. They are untrusted.
     Persisted(PersistedBackendParts, EventReader),
     /// The function is in this process and continues in the next one. Its queues have in-flight tracking. The files come from
     /// the old server, if there was one, and are untrusted.

@@ -1,4 +1,4 @@
-//! The attachment as back end of a function in the same process.
+//! [`ControllerBackend`] of the local back end, for a function in the same process.
 
 use std::io;
 use std::time::Duration;
@@ -31,7 +31,7 @@ impl LocalBackend {
         Deadline::after(&self.clock, time)
     }
 
-    /// Returns the event with the guest's namespace identifier; `None` if it is about another lease's namespace.
+    /// Returns the event with the guest's namespace identifier; `None` if the event concerns another lease's namespace.
     fn to_guest_event(&self, event: IoQueueEvent) -> Option<IoQueueEvent> {
         let IoQueueEvent::Drive(DriveEvent::NamespaceChanged(nsid)) = event else {
             return Some(event);
@@ -237,7 +237,7 @@ impl ControllerBackend for LocalBackend {
         self.stop_admin_watch(&mut queues);
         let deadline = self.deadline_after(time);
         if last == CommandDrainMode::Complete && !queues.is_paused {
-            // Commands that need longer are cut short, and may end in the second half.
+            // Commands that need more than half of `time` are cut short, and can end in the second half.
             let _ = pause::quiesce_until(&mut queues, &self.deadline_after(time / 2));
         }
         self.delete_queues_until(&mut queues, &deadline, OverdueQueuePolicy::Skip)

@@ -1,4 +1,5 @@
-//! Doorbells of an attachment: registers whose writes exit to the VMM, watched registers, and the Doorbell Buffer.
+//! Doorbells of a local back end: registers whose writes exit to the VMM, registers that a poller checks, and the Doorbell
+//! Buffer.
 
 use std::io;
 
@@ -35,8 +36,8 @@ impl LocalBackend {
         true
     }
 
-    /// Announces that the doorbell registers are about to be mapped into the guest, whose stores then notify no one. Sleeping
-    /// pollers check the registers periodically from then on.
+    /// Prepares for doorbell registers that are mapped into the guest, so that a store of the guest notifies no one. Sleeping
+    /// pollers check the registers periodically from now on.
     pub(super) fn untrap_doorbells(&self) -> io::Result<()> {
         let mut queues = self.queues();
         self.start_admin_watch(&mut queues)?;
@@ -47,8 +48,8 @@ impl LocalBackend {
         Ok(())
     }
 
-    /// Announces that the doorbell registers are unmapped from the guest. All stores of the guest have arrived, and its later
-    /// writes go to [`Self::ring_doorbell`].
+    /// Ends the periodic checks after the doorbell registers were unmapped from the guest. The caller ensures that all stores
+    /// of the guest have arrived, and that later writes go to [`Self::ring_doorbell`].
     pub(super) fn trap_doorbells(&self) {
         self.context.untrapped.clear();
         self.stop_admin_watch(&mut self.queues());
@@ -62,7 +63,7 @@ impl LocalBackend {
         }
     }
 
-    /// Makes a poller signal the events when a doorbell of the admin queue has changed.
+    /// Makes a poller signal the admin queue's events when a doorbell of the admin queue has changed.
     fn start_admin_watch(&self, queues: &mut BackendQueues) -> io::Result<()> {
         self.stop_admin_watch(queues);
         let doorbells = &self.context.doorbells;
@@ -73,7 +74,7 @@ impl LocalBackend {
         let (Some(sq_cell), Some(cq_cell)) = (doorbells.cell(sq), doorbells.cell(cq)) else {
             return Err(io::Error::other("There are no admin doorbells"));
         };
-        // An existing queue's poller is used, if there is one.
+        // The poller of an existing queue watches the doorbells, if there is a queue.
         let poller = match queues.cqs.values().next() {
             Some(entry) => entry.poller.clone(),
             None => {
@@ -108,7 +109,7 @@ impl LocalBackend {
         }
     }
 
-    /// Uses the pages of a Doorbell Buffer Config command until the next reset.
+    /// Makes the queues use the pages of a Doorbell Buffer Config command until the next reset.
     ///
     /// # Errors
     /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages; [`QueueError::Timeout`].
@@ -138,15 +139,15 @@ impl LocalBackend {
         self.copy_doorbells(&queues, shadow);
         for entry in queues.cqs.values_mut() {
             entry.change(deadline, |queue| {
-                // The pages were found above. If they have been unmapped since, the queue's poller finds that from the new
-                // table.
+                // Both pages were in the VM's memory above. If one has been unmapped since then, the queue's poller finds that
+                // from the new table.
                 queue.set_doorbell_buffer(Some(buffer));
             })?;
         }
         Ok(())
     }
 
-    /// Copies the doorbells of existing queues from the registers to the buffer.
+    /// Copies the doorbell values of existing queues from the registers to the buffer.
     fn copy_doorbells(&self, queues: &BackendQueues, shadow: Gpa) {
         let existing = queues.cqs.iter().flat_map(|(cqid, entry)| {
             let cq = std::iter::once(Doorbell::CqHead(QueueId(*cqid)));

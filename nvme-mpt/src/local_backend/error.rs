@@ -1,4 +1,4 @@
-//! Errors of an attachment and its queues.
+//! Errors of a local back end and its queues.
 
 use std::io;
 
@@ -9,7 +9,7 @@ use nvme_lease::{LeaseError, LeaseExtents};
 use crate::drive::HostLeaseError;
 use crate::poller::NoSuchProcessor;
 
-/// Reason why a guest controller cannot attach.
+/// Reason why a local back end cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum LocalBackendError {
     /// The number of queue pairs is 0 or above the maximum.
@@ -45,7 +45,7 @@ pub enum LocalBackendError {
         "The extents of lease \"{0}\" are not whole units of it; the ledger was changed by hand"
     )]
     PartialUnits(String),
-    /// Page faults in the memory may wait, and other functions use the same pollers.
+    /// Page faults in the memory may take long, and other functions use the same pollers.
     #[error(
         "Memory in any kind of file needs pollers of its own, since page faults may stop them: use memory=any \
          with poll=dedicated"
@@ -57,7 +57,7 @@ pub enum LocalBackendError {
          or poll= without :event"
     )]
     NoEvents,
-    /// A physical drive pins its VMs' memory, so page faults must not wait.
+    /// A physical drive pins its VMs' memory, so page faults must not take long.
     #[error(
         "Drive {drive} is physical and pins the memory of all its VMs, so that memory in any kind of file could \
          hold up others: use memory=resident"
@@ -66,7 +66,7 @@ pub enum LocalBackendError {
         /// Path of the drive.
         drive: String,
     },
-    /// Part of the range is in use without a lease in this ledger.
+    /// A user without a lease in this ledger has locked part of the range.
     #[error(
         "Range {range} of drive {drive} is locked by a user with no lease in this ledger: a server or a function \
          with another state directory, or a VMM that has the file open; stop it, or choose another range"
@@ -88,7 +88,7 @@ pub enum LocalBackendError {
     /// The lease's queue pairs cannot be stored in the ledger.
     #[error(transparent)]
     Ledger(#[from] LeaseError),
-    /// The kernel has no memory, descriptors or threads left.
+    /// The kernel has no free memory, descriptors or threads.
     #[error("Doorbells, events or a thread cannot be created")]
     Io(#[from] io::Error),
 }

@@ -1,5 +1,5 @@
-//! Background thread of an attachment for work of unbounded duration: flushes, changes of the ledger that commands wait for,
-//! and queues whose commands do not end.
+//! Background thread of a local back end, for work of unbounded duration: flushes, changes of the ledger that commands wait
+//! for, and waiting for queues whose commands do not end.
 
 use std::io;
 use std::sync::{Arc, PoisonError, Weak};
@@ -11,7 +11,7 @@ use nvme_mpt_memory::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_ch
 use super::open_lease::OpenLease;
 use crate::poller::{Poller, QueueRemoval};
 
-/// Shadow queue that its poller hands over once none of its commands is in flight.
+/// Shadow queue that outlives its back end: its poller hands it over once none of its commands is in flight.
 #[derive(Debug)]
 pub(super) struct OutlivingQueue {
     pub(super) queue: QueueRemoval,
@@ -25,11 +25,11 @@ enum FlushThreadTask {
     StoreMarks(Weak<OpenLease>),
 }
 
-/// Handle of the background thread, which ends when this is dropped and its tasks are done.
+/// Handle of the background thread. After the handle is dropped, the thread finishes its tasks and ends.
 #[derive(Debug)]
 pub(super) struct FlushThread {
     tasks: Sender<FlushThreadTask>,
-    /// True while the marks of unreadable blocks may be stored. The lock is held while they are stored.
+    /// True while the marks of unreadable blocks may be stored. The thread holds the lock while it stores them.
     can_store_marks: Arc<Mutex<bool>>,
 }
 
@@ -59,19 +59,19 @@ impl FlushThread {
         result
     }
 
-    /// Returns a callback that requests storing the unreadable blocks of a lease, without waiting.
+    /// Returns a callback that requests storing the unreadable blocks of a lease, and does not wait for the result.
     pub(super) fn store_marks_callback(
         &self,
         holding: &Arc<OpenLease>,
     ) -> Box<dyn Fn() + Send + Sync> {
-        // The drive keeps the callback and is part of `holding`, so a strong reference would be a cycle.
+        // The drive stores the callback and is part of `holding`, so a strong reference would be a cycle.
         let (sender, holding) = (self.tasks.clone(), Arc::downgrade(holding));
-        // If the thread has ended, commands wait until their queue ends.
+        // If the thread has ended, the commands that wait for the stored marks wait until their queue ends.
         Box::new(move || drop(sender.send(FlushThreadTask::StoreMarks(holding.clone()))))
     }
 
-    /// Stops the storing of unreadable blocks, once no command waits for it. Afterwards the thread takes no share of the lease,
-    /// so the lease ends with its attachment.
+    /// Stops the storing of unreadable blocks. The caller ensures that no command waits for it. Afterwards the thread takes no
+    /// reference to the lease, so the lease ends with its back end.
     pub(super) fn stop_storing_marks(&self) {
         *self
             .can_store_marks
@@ -79,7 +79,8 @@ impl FlushThread {
             .unwrap_or_else(PoisonError::into_inner) = false;
     }
 
-    /// Keeps queues until their last commands have ended. Pollers do not drop them, because releasing a lease writes a file.
+    /// Waits in the background for the last commands of queues, and then drops the queues. Pollers do not drop them, because
+    /// releasing a lease writes a file.
     pub(super) fn drain_queues(&self, queues: Vec<OutlivingQueue>) {
         let _ = self.tasks.send(FlushThreadTask::DrainQueues(queues));
     }
@@ -91,7 +92,7 @@ fn run_task(task: FlushThreadTask, stores_marks: &Mutex<bool>) {
             let result = holding.flush();
             // Before the reply, so that the waiting thread becomes the last holder of the lease.
             drop(holding);
-            // The requester may have given up waiting.
+            // The requester may have stopped waiting.
             let _ = reply.send(result);
         }
         FlushThreadTask::StoreMarks(holding) => {
@@ -104,7 +105,7 @@ fn run_task(task: FlushThreadTask, stores_marks: &Mutex<bool>) {
         }
         FlushThreadTask::DrainQueues(queues) => {
             for OutlivingQueue { queue, poller } in queues {
-                // A queue that does not arrive has ended with its poller.
+                // If the receive fails, the queue has ended with its poller.
                 drop(queue.recv());
                 drop(poller);
             }

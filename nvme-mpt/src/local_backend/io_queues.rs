@@ -1,4 +1,4 @@
-//! I/O queues of an attachment: creation, changes and end.
+//! I/O queues of a local back end: creation, changes and end.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -33,22 +33,22 @@ use crate::shadow::{
     UnmappedRing,
 };
 
-/// Existing Completion Queue with its Submission Queues.
+/// Completion Queue that the guest has created, with its Submission Queues.
 #[derive(Debug)]
 pub(super) struct CreatedCompletionQueue {
     pub(super) cqid: QueueId,
     /// Identifier of the shadow queue among the pollers' queues.
     pub(super) id: u64,
     pub(super) poller: Arc<Poller>,
-    /// Drive's queue pair behind the queue, if the drive has a limited number of them.
+    /// Drive's queue pair behind the queue; `None` if the drive has no limit on its queue pairs.
     pair: Option<Arc<dyn SharedQueuePair>>,
     pub(super) sqs: Vec<QueueId>,
     /// The shadow queue while no poller runs it.
     pub(super) detached: Option<Box<ShadowQueue>>,
-    /// The shadow queue while its poller hands it over. It takes no commands, and arrives once its last in-flight command has
-    /// ended.
+    /// The shadow queue while its poller hands it over. The queue takes no new commands, and arrives once its last in-flight
+    /// command has ended.
     removal: Option<QueueRemoval>,
-    /// True if the queue is deleted when it arrives. In this case, its commands start no further step.
+    /// True if the queue is to be deleted when it arrives. Its commands then start no further step.
     is_ending: bool,
     /// True if a wait for its in-flight commands has timed out.
     is_overdue: bool,
@@ -64,7 +64,7 @@ impl CreatedCompletionQueue {
         })
     }
 
-    /// Changes the shadow queue while no poller has it and none of its commands is in flight.
+    /// Changes the shadow queue with `change`, at a time when no poller has it and none of its commands is in flight.
     pub(super) fn change(
         &mut self,
         deadline: &Deadline,
@@ -81,14 +81,14 @@ impl CreatedCompletionQueue {
         Ok(())
     }
 
-    /// Stops the shadow queue. The queue arrives here once none of its commands is in flight.
+    /// Makes the poller stop and hand over the shadow queue, once none of its commands is in flight.
     pub(super) fn begin_removal(&mut self) {
         if self.removal.is_none() && self.detached.is_none() {
             self.removal = Some(self.poller.remove(self.id));
         }
     }
 
-    /// Stops the queue as [`Self::begin_removal`] does, and cuts its commands short, because the queue is deleted.
+    /// Stops the queue as [`Self::begin_removal`] does, and cuts its commands short, because the queue is going to be deleted.
     fn begin_deletion(&mut self) {
         match &self.removal {
             Some(_) if self.is_ending => {}
@@ -98,8 +98,8 @@ impl CreatedCompletionQueue {
         self.is_ending = true;
     }
 
-    /// Cancels the removal of a queue that is not being deleted. The shadow queue rests here if it has already left its poller;
-    /// otherwise it stays with the poller.
+    /// Cancels the removal of a queue, except for a removal that deletes it. If the shadow queue has already left its poller,
+    /// it is held here; otherwise it stays with the poller.
     pub(super) fn cancel_removal(&mut self) {
         if self.is_ending {
             return;
@@ -112,7 +112,7 @@ impl CreatedCompletionQueue {
         }
     }
 
-    /// Keeps the shadow queue here, while no poller runs it.
+    /// Holds the shadow queue here, while no poller runs it.
     pub(super) fn hold_detached(&mut self, mut queue: Box<ShadowQueue>) {
         queue.release_memory();
         self.detached = Some(queue);
@@ -121,8 +121,8 @@ impl CreatedCompletionQueue {
     /// Takes the shadow queue from its poller, once none of its commands is in flight.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`]. The queue then takes no more commands and is still being handed over. [`Self::cancel_removal`] cancels
-    /// the hand-over.
+    /// [`QueueError::Timeout`]. The queue then takes no new commands and its hand-over continues. [`Self::cancel_removal`]
+    /// cancels the hand-over.
     pub(super) fn take_from_poller(
         &mut self,
         deadline: &Deadline,
@@ -158,7 +158,7 @@ pub(super) struct BackendQueues {
     pub(super) buffer: Option<DoorbellBuffer>,
     /// True if every I/O command fails until the next reset, because the lease is revoked.
     pub(super) is_revoked: bool,
-    /// True if every queue rests here and none is polled.
+    /// True if every queue is held here and no poller runs any.
     pub(super) is_paused: bool,
     /// Counters of the lease from before a restore, or from an earlier process.
     pub(super) previous_counters: LeaseCounters,
@@ -189,16 +189,16 @@ impl BackendQueues {
     }
 }
 
-/// Minimum duration of a wait that makes a queue overdue when the wait times out. A VMM may request shorter waits, but even an
-/// idle queue may exceed these.
+/// Minimum length of a wait that makes a queue overdue when the wait times out. A VMM may request shorter waits, which even an
+/// idle queue may exceed.
 const OVERDUE_WAIT_MIN: Duration = Duration::from_secs(1);
 
-/// Treatment of overdue queues, whose in-flight commands have exceeded a wait.
+/// Treatment of overdue queues: their in-flight commands did not end within a wait of at least [`OVERDUE_WAIT_MIN`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OverdueQueuePolicy {
-    /// Their in-flight commands are waited for again.
+    /// Waits again for the in-flight commands of overdue queues.
     Wait,
-    /// Their in-flight commands are not waited for.
+    /// Does not wait for the in-flight commands of overdue queues.
     Skip,
 }
 
@@ -225,11 +225,11 @@ impl LocalBackend {
     pub fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
         let qid = config.qid;
         self.check_new_cq(&self.queues(), &config)?;
-        // No host queue is created for a ring without memory, because the function may repeat the request often.
+        // The function may repeat the request often, so no host queue is created for a ring that is not in the VM's memory.
         if !CompletionQueue::is_mapped(&config, &self.context) {
             return Err(not_mapped(&config));
         }
-        // Not under the lock: a drive that is being reset takes long, and doorbells and statistics must continue.
+        // The lock is not held here: while a drive is being reset, this takes long, and doorbells and statistics must continue.
         let host = self.create_host_queue(&config)?;
         let mut queues = self.queues();
         self.check_new_cq(&queues, &config)?;
@@ -274,7 +274,7 @@ impl LocalBackend {
         host.map_err(|source| QueueError::Host { qid, source })
     }
 
-    /// Creates a shadow queue without Submission Queues. No poller has it yet.
+    /// Creates a shadow queue without Submission Queues. No poller runs it yet.
     fn new_queue(
         &self,
         queues: &BackendQueues,
@@ -358,7 +358,7 @@ impl LocalBackend {
         Ok((entry, queue))
     }
 
-    /// Recreates a queue with its Submission Queues from a checked state. The queue rests until the attachment resumes.
+    /// Recreates a queue with its Submission Queues from a checked state. No poller runs the queue until the back end resumes.
     pub(super) fn restore_queue(
         &self,
         queues: &mut BackendQueues,
@@ -489,8 +489,8 @@ impl LocalBackend {
         Ok(())
     }
 
-    /// Takes the shadow queue of a Completion Queue from its poller, for a caller that polls it. Until it is given back, the
-    /// queue cannot be changed or deleted.
+    /// Takes the shadow queue of a Completion Queue from its poller, for a caller that polls it. Until [`Self::return_queue`],
+    /// the queue cannot be changed or deleted.
     ///
     /// # Errors
     /// [`QueueError::NoSuchQueue`], [`QueueError::Paused`] and [`QueueError::Timeout`].
@@ -505,10 +505,10 @@ impl LocalBackend {
         Ok(queue)
     }
 
-    /// Gives back a shadow queue from [`Self::take_queue`].
+    /// Returns a shadow queue from [`Self::take_queue`] to its poller.
     ///
     /// # Errors
-    /// [`QueueError::NoSuchQueue`] if the queue is not one of this attachment. The queue is dropped then.
+    /// [`QueueError::NoSuchQueue`] if the queue does not belong to this back end. The queue is dropped then.
     pub fn return_queue(&self, queue: Box<ShadowQueue>) -> Result<(), QueueError> {
         let queues = self.queues();
         let entry = queues.cqs.values().find(|entry| entry.id == queue.id());
@@ -522,7 +522,7 @@ impl LocalBackend {
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if in-flight commands do not end within 30 seconds. Their queues take no more commands, and all
-    /// other queues are deleted. A later reset completes once the commands have ended.
+    /// other queues are deleted. Once those commands have ended, another reset succeeds.
     pub fn reset(&self) -> Result<(), QueueError> {
         self.reset_until(&self.deadline())
     }
@@ -550,7 +550,7 @@ impl LocalBackend {
         }
     }
 
-    /// Ends all queues permanently. Returns those that could not be waited for.
+    /// Ends all queues permanently. Returns the queues whose in-flight commands did not end before the deadline.
     pub(super) fn end_queues(&self) -> Vec<OutlivingQueue> {
         let mut queues = self.queues();
         self.delete_each_queue(&mut queues, &self.deadline(), OverdueQueuePolicy::Skip);
@@ -566,8 +566,8 @@ impl LocalBackend {
         late.collect()
     }
 
-    /// Deletes all queues. If queues still have commands in flight at the deadline, returns one of these queues; they stay in
-    /// hand-over.
+    /// Deletes all queues. If queues still have commands in flight at the deadline, returns the identifier of one of them; the
+    /// pollers hand these queues over later.
     fn delete_each_queue(
         &self,
         queues: &mut BackendQueues,
@@ -589,7 +589,7 @@ impl LocalBackend {
                 .removal
                 .as_ref()
                 .map(|leaving| deadline.receive(leaving));
-            // Otherwise the queue arrived, rested here, or lost its poller's thread.
+            // Any other result means that the queue arrived, was already held here, or lost its poller's thread.
             let is_late = matches!(left, Some(Err(RecvTimeoutError::Timeout)));
             entry.is_overdue |= is_late && is_long;
             is_late
@@ -597,8 +597,8 @@ impl LocalBackend {
         queues.cqs.keys().next().copied().map(QueueId)
     }
 
-    /// Resets the doorbell of a new queue, which starts at entry 0. The buffer may still have the doorbell of a deleted queue
-    /// with the same identifier.
+    /// Resets the doorbell of a new queue, whose first entry is 0. The Doorbell Buffer may still have a value of a deleted
+    /// queue with the same identifier.
     fn reset_doorbell(&self, doorbell: Doorbell, buffer: Option<DoorbellBuffer>) {
         self.context.doorbells.store(doorbell, 0);
         if let Some(DoorbellBuffer { shadow, .. }) = buffer {
@@ -606,7 +606,7 @@ impl LocalBackend {
         }
     }
 
-    /// Returns the placement hints for the poller of a queue with this vector.
+    /// Returns the placement hints for the poller of a queue with this interrupt vector.
     pub(super) fn poller_locality(&self, vector: Option<Arc<InterruptVector>>) -> PollerLocality {
         PollerLocality {
             vector,
@@ -614,7 +614,7 @@ impl LocalBackend {
         }
     }
 
-    /// Returns an identifier of the drive, if the drive may block its pollers.
+    /// Returns a number that identifies the drive, if submitting commands to it may block a poller.
     pub(super) fn blocking_drive(&self) -> Option<usize> {
         let drive = self.drive();
         drive
@@ -629,7 +629,7 @@ impl LocalBackend {
     }
 
     pub(super) fn queues(&self) -> MutexGuard<'_, BackendQueues> {
-        // Each change is complete before a panic is possible.
+        // A poisoned lock is harmless, since each change is complete before a panic is possible.
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,8 +1,11 @@
 //! Growth of a lease by size while its guest uses it.
 //!
-//! The added extents are first stored in the ledger, then given by the host controller. Data of other leases in them is wiped.
-//! Then the shadow queues adopt the blocks with the next table of the VM's memory, and finally the guest is told. If a step
-//! fails, the guest keeps its old size, and the next try continues from there.
+//! 1. The ledger stores the added extents.
+//! 2. The host controller opens them for the lease. Data of other leases in them is wiped.
+//! 3. The shadow queues adopt the blocks with the next table of the VM's memory.
+//! 4. The guest gets an event that its namespace has changed.
+//!
+//! If a step fails, the guest keeps its old size, and the next attempt continues with that step.
 
 use std::sync::PoisonError;
 use std::sync::atomic::AtomicBool;
@@ -22,10 +25,10 @@ use crate::wipe::{WipeError, wipe_open_lease};
 /// Reason why a lease cannot grow.
 #[derive(Debug, thiserror::Error)]
 pub enum GrowError {
-    /// The ledger refuses.
+    /// The ledger refuses the growth.
     #[error(transparent)]
     Lease(#[from] LeaseError),
-    /// The host controller refuses.
+    /// The host controller refuses the added extents.
     #[error("Lease \"{id}\" cannot be given {range}")]
     Host {
         /// Identifier of the lease.
@@ -53,7 +56,7 @@ pub enum GrowError {
 /// Progress of a lease's growth.
 #[derive(Debug)]
 pub(super) struct LeaseGrowth {
-    /// Blocks that the host controller has given so far.
+    /// Number of blocks that the host controller has opened for the lease.
     granted_blocks: u64,
 }
 
@@ -71,11 +74,11 @@ pub(super) fn unit_blocks(drive: &Drive, lease: &Lease) -> Option<u64> {
 }
 
 impl LocalBackend {
-    /// Grows a lease by size to `bytes`. Takes as long as wiping the added blocks. The guest is told at the end. No further
-    /// block is wiped after `stop` is set.
+    /// Grows a lease by size to `bytes`. The call takes as long as wiping the added blocks, and reports the new size to the
+    /// guest at its end. After `stop` is set, no further block is wiped.
     ///
     /// # Errors
-    /// See [`GrowError`]. The guest keeps its old size then.
+    /// See [`GrowError`]. The guest keeps its old size after an error.
     pub fn grow(&self, bytes: u64, stop: &AtomicBool) -> Result<(), GrowError> {
         // Locked until all steps are done.
         let mut growth = self.growth.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,7 +90,7 @@ impl LocalBackend {
         lease.grow(bytes)?;
         for part in extents_after(&lease.blocks(), growth.granted_blocks) {
             if let Err(source) = host.add_part(part) {
-                // The extents are unused, except for those given already.
+                // The extents are unused, except for those that the host controller has opened already.
                 let given = growth.granted_blocks << shift;
                 if let Err(error) = lease.truncate(given) {
                     log::error!(
@@ -121,7 +124,7 @@ impl LocalBackend {
     }
 }
 
-/// Returns the extents of a lease after its first `given` blocks.
+/// Returns the extents of a lease without its first `given` blocks.
 fn extents_after(parts: &[BlockRange], given: u64) -> Vec<BlockRange> {
     let mut skip = given;
     let parts = parts.iter().filter_map(|part| {

@@ -1,15 +1,15 @@
-//! Attachments: everything that one guest controller holds of a drive.
+//! Local back ends: everything that one guest controller holds of a drive.
 //!
-//! Inputs are plain guest addresses, eventfds and numbers. An attachment knows which queues exist and where they lie; only
-//! their poller knows their progress.
+//! Inputs are plain guest addresses, eventfds and numbers. A local back end knows which queues exist and where their rings lie;
+//! only the queue's poller knows the progress in them.
 //!
 //! Lock order: `queues`, then the locks of the pollers and of the DMA window. No lock is taken on the path of an I/O. A drive
 //! that is being reset creates no queue until it works again, so a host queue is requested before `queues` is locked.
 //!
 //! A change of a queue (an added SQ, the Doorbell Buffer) takes the queue from its poller. It waits until none of the queue's
-//! commands is in flight, and gives the queue back. If commands of a queue do not end in time, the queue and the lease outlive
-//! the attachment, and the lease is *ending* in the ledger. The attachment's background thread (`flush_thread.rs`) keeps such queues
-//! until their poller hands them over. Pollers do not drop them, because releasing a lease writes a file.
+//! commands is in flight, and returns the queue to the poller. If commands of a queue do not end in time, the queue and the
+//! lease outlive the back end, and the lease is *ending* in the ledger. The back end's background thread (`flush_thread.rs`)
+//! waits until the poller hands over such a queue. Pollers do not drop queues, because releasing a lease writes a file.
 
 mod config;
 mod controller_backend;
@@ -70,7 +70,7 @@ use io_queues::{BackendQueues, CreatedCompletionQueue};
 use lease_growth::{LeaseGrowth, unit_blocks};
 use spare_descriptors::SpareDescriptors;
 
-/// Flush that the drive has not completed within the timeout.
+/// Flush that the drive did not complete within the timeout of its caller.
 #[derive(Debug)]
 struct LateFlush {
     /// Number of commands completed before the flush.
@@ -81,7 +81,7 @@ struct LateFlush {
 }
 
 impl LateFlush {
-    /// Returns whether the drive is still flushing. If the result has arrived, it is kept for the next
+    /// Returns whether the drive is still flushing. A result that has arrived is stored for the next
     /// [`LocalBackend::flush_until`].
     fn is_pending(&mut self) -> bool {
         if self.received.is_none() {
@@ -104,22 +104,22 @@ pub struct LocalBackend {
     window: DmaWindow,
     context: Arc<QueueContext>,
     coalescing: Arc<CoalescingFeature>,
-    /// Vectors by number; their count is [`vector_count`] the queue pairs.
+    /// Interrupt vectors by number. Their count is [`vector_count`] of the number of queue pairs.
     vectors: Vec<Arc<InterruptVector>>,
     /// Counters by queue; index 0 is queue 1.
     counters: Vec<Arc<QueueCounters>>,
     queues: Mutex<BackendQueues>,
     clock: Arc<dyn WaitClock>,
     flush_thread: FlushThread,
-    /// Flush whose wait has timed out.
+    /// Flush that the drive did not complete within its caller's timeout.
     late_flush: Mutex<Option<LateFlush>>,
     growth: Mutex<LeaseGrowth>,
-    /// Dropped last. Each queue has a share too: see [`OpenLease`].
+    /// Dropped last. Each queue has a reference too: see [`OpenLease`].
     open_lease: Arc<OpenLease>,
 }
 
 impl LocalBackend {
-    /// Attaches to a lease of a drive.
+    /// Creates the back end of a guest controller on a lease of a drive.
     ///
     /// # Errors
     /// See [`LocalBackendError`].
@@ -127,10 +127,10 @@ impl LocalBackend {
         Self::with_parts(config, SharedBackendPartsSource::Own)
     }
 
-    /// Attaches for a function that may outlive this process.
+    /// Creates a back end as [`Self::new`] does, for a function that may outlive this process.
     ///
     /// # Errors
-    /// As [`Self::new`]; [`LocalBackendError::Io`] if the kept parts are invalid.
+    /// As [`Self::new`]; [`LocalBackendError::Io`] if persisted parts are invalid.
     pub fn with_parts(
         config: LocalBackendConfig,
         parts: SharedBackendPartsSource,
@@ -138,7 +138,8 @@ impl LocalBackend {
         Self::with_spares(config, parts, None)
     }
 
-    /// Attaches as [`Self::with_parts`] does. `spares` keeps spare open file descriptions of the lease for the next process.
+    /// Creates a back end as [`Self::with_parts`] does. `spares` stores spare open file descriptions of the lease for the next
+    /// process.
     ///
     /// # Errors
     /// As [`Self::with_parts`].
@@ -231,7 +232,7 @@ impl LocalBackend {
         let blocks =
             blocks.ok_or_else(|| LocalBackendError::PartialUnits(lease.id().to_owned()))?;
         if unit_blocks.is_some() {
-            // A command in parts is not atomic beyond a block.
+            // A command that is executed in parts is atomic for single blocks only.
             (limits.awun_z, limits.awupf_z) = (0, 0);
         }
         let namespace = LeasedNamespace {
@@ -300,7 +301,7 @@ impl LocalBackend {
         };
         let pinning = live.as_ref().and_then(InflightFile::pinning);
         if let Some(pinning) = &pinning {
-            // The record of the old server has been read by now.
+            // The old server's record of pinned memory has been read at this point.
             pinning.clear();
         }
         let window = window.with_pinning_record(pinning);
@@ -392,7 +393,8 @@ impl LocalBackend {
         self
     }
 
-    /// Returns the deadline for all waits of a reset, a shutdown or an end that starts now: 30 seconds from now.
+    /// Returns the deadline for all waits of a reset, a shutdown or an end of the back end that starts now: 30 seconds from
+    /// now.
     fn deadline(&self) -> Deadline {
         Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
@@ -409,19 +411,19 @@ impl LocalBackend {
 
     /// Returns whether the leased blocks exist: the drive is present, and its namespace still has them.
     ///
-    /// The drive's administrator can format, resize or detach a namespace. After a format with another block size, the same
-    /// LBAs are other bytes, and the same commands have other lengths.
+    /// The drive's administrator can format, resize or detach a namespace. After a format with another block size, the LBAs of
+    /// the lease address other bytes, and a number of blocks is another number of bytes.
     fn has_blocks(&self) -> bool {
         self.is_usable_with(self.blocks()) && !self.drive().controller().incidents().is_gone
     }
 
-    /// Returns whether the lease can be used if the namespace has only `blocks` of the leased blocks.
+    /// Returns whether the lease can be used if the namespace still has `blocks` of the leased blocks.
     fn is_usable_with(&self, blocks: u64) -> bool {
         let whole = blocks == self.context.blocks().blocks();
         whole || (blocks > 0 && self.drive().controller().can_resize_in_place())
     }
 
-    /// Returns the number of leased blocks that the drive's namespace has now; 0 if the namespace was replaced.
+    /// Returns the number of leased blocks that the drive's namespace still has; 0 if the namespace was replaced.
     fn blocks(&self) -> u64 {
         let same = |namespace: &&HostNamespace| {
             namespace.nsid == self.lease().nsid()
@@ -434,24 +436,25 @@ impl LocalBackend {
         })
     }
 
-    /// Fails every I/O command that is not taken yet, until the next reset.
+    /// Revokes the lease, because its blocks no longer exist: until the next reset, every I/O command fails that is not taken
+    /// yet.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if in-flight commands do not finish. Their queue takes no more commands then.
+    /// [`QueueError::Timeout`] if in-flight commands do not end. Their queue takes no more commands then.
     fn revoke(&self) -> Result<(), QueueError> {
         let mut queues = self.queues();
         queues.is_revoked = true;
         let deadline = self.deadline();
         let mut result = Ok(());
         for entry in queues.cqs.values_mut() {
-            // A queue with commands that do not finish must not keep the others from being revoked.
+            // The other queues are revoked too if a queue's commands do not end.
             let revoked = entry.change(&deadline, ShadowQueue::revoke);
             result = result.and(revoked);
         }
         result
     }
 
-    /// Sets the limits of I/Os and bytes per second for all queues together, and the lease's weight.
+    /// Sets the limits of I/Os and bytes per second for all queues of the function together, and the lease's weight.
     pub fn set_rates(&self, rates: RateLimits) {
         let weight = rates.weight.unwrap_or_default();
         self.open_lease.host().set_weight(weight);
@@ -460,27 +463,28 @@ impl LocalBackend {
         self.window.republish_table();
     }
 
-    /// Returns how far the rate limits are used up, for the lease's next attachment in this process.
+    /// Returns how far the rate limits are used up, for the next back end of the lease in this process.
     #[must_use]
     pub fn limits_usage(&self) -> RateLimiterUse {
         self.context.limiter.usage()
     }
 
-    /// Continues with the rate limits as far as an earlier attachment of the lease has used them up.
+    /// Continues with the rate limits as far as an earlier back end of the lease has used them up.
     pub fn restore_limits(&self, used: RateLimiterUse) {
         self.context.limiter.restore(used, Ticks::now());
     }
 
-    /// Releases the locks before a hand-over. The function must be paused, and this process must end at once.
+    /// Releases the locks of the lease before a hand-over. The caller ensures that the function is paused and that this process
+    /// exits immediately afterwards.
     pub fn release_locks(&self) {
-        // A poller with a watch could take the processor of the successor's poller.
+        // A poller that watches doorbells could take the processor of the successor's poller.
         self.stop_admin_watch(&mut self.queues());
         self.open_lease.host().release_locks();
         self.lease().hand_over();
     }
 
-    /// Leaves the [spare descriptions](SpareDescriptorStore) of the lease with their keeper when this attachment ends, because
-    /// the function continues later in this process or in a successor.
+    /// Leaves the [spare descriptions](SpareDescriptorStore) of the lease in the supervisor process when this back end ends,
+    /// because the function continues later in this process or in a successor.
     pub fn retain_spares(&self) {
         if let Some(spare) = &self.open_lease.spare {
             spare.retain_on_drop();
@@ -527,8 +531,8 @@ impl LocalBackend {
         &self.context.doorbells
     }
 
-    /// Makes everything durable that has completed so far, with a timeout of 30 seconds. After a timeout, the drive still
-    /// continues the flush, and the lease lives until the flush is done.
+    /// Makes all completed writes durable, with a timeout of 30 seconds. After a timeout, the drive continues the flush, and
+    /// the lease lives until the flush is done.
     ///
     /// # Errors
     /// Returns the host controller's error, or an error if completed writes were lost; [`io::ErrorKind::TimedOut`] after 30
@@ -537,10 +541,10 @@ impl LocalBackend {
         self.flush_until(&self.deadline())
     }
 
-    /// Flushes as [`Self::flush`] does, until `deadline`. If an earlier flush timed out and still covers all commands, waits
-    /// for that flush.
+    /// Flushes as [`Self::flush`] does, until `deadline`. If an earlier flush timed out and no command has completed since it
+    /// started, waits for that flush instead.
     fn flush_until(&self, deadline: &Deadline) -> io::Result<()> {
-        // A command is counted shortly after its guest sees the completion. Without queues, no such command is left.
+        // A command is counted shortly after its guest sees the completion. Without queues, all completed commands are counted.
         let has_queues = !self.queues().cqs.is_empty();
         // Locked after `queues` is released, because a pause locks this while it holds `queues`.
         let mut late = self
@@ -581,7 +585,7 @@ impl LocalBackend {
         late.as_mut().is_some_and(LateFlush::is_pending)
     }
 
-    /// Returns the counts made by this attachment.
+    /// Returns the counts made by this back end.
     fn own_counters(&self) -> LeaseCounters {
         let queues = self.counters.iter().map(|queue| queue.smart_counters());
         queues.fold(LeaseCounters::default(), |sum, queue| sum + queue)
@@ -593,7 +597,8 @@ impl LocalBackend {
         self.collect_stats(&self.queues(), self.window.stats())
     }
 
-    /// Returns [`Self::stats`]; `None` while the queues or the memory change, which may take as long as in-flight commands.
+    /// Returns [`Self::stats`]; `None` while another thread changes the queues or the memory, which may take as long as
+    /// in-flight commands.
     #[must_use]
     pub fn try_stats(&self) -> Option<BackendStats> {
         let existing = try_lock(&self.queues)?;
@@ -611,7 +616,7 @@ impl LocalBackend {
         let exits_there = |qid| live.map_or(0, |live| live.exits(QueueId(qid)));
         let queues = self.counters.iter().zip(1..).map(|(counters, qid)| {
             let stats = counters.stats(qid);
-            // A deleted queue may have ended with commands in flight.
+            // The queue may have been deleted while commands were in flight, so the gauge counts only for an existing queue.
             let exists = existing.cqs.contains_key(&qid);
             QueueStats {
                 in_flight: stats.in_flight * u64::from(exists),
@@ -667,7 +672,7 @@ impl Drop for LocalBackend {
         if overdue.is_empty() {
             self.flush_thread.stop_storing_marks();
         }
-        // Further shares belong to queues or to a flush.
+        // Every further reference belongs to a queue or to a flush.
         if Arc::strong_count(&self.open_lease) > 1 {
             let id = self.lease().id();
             warn!(lease = id; "Lease {id} is detached with commands in flight, and ends with the last of them");

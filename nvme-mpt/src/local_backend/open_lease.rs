@@ -1,4 +1,4 @@
-//! Lease, drive and related resources of an attachment, released after their last use.
+//! Lease, drive and related resources of a local back end, released after their last use.
 
 use std::io;
 use std::sync::Arc;
@@ -13,14 +13,14 @@ use super::spare_descriptors::SpareDescriptors;
 
 /// A lease with its range lock and its drive.
 ///
-/// The attachment, each of its shadow queues and each flush have a share. So the lease lives until its last command has
-/// ended, even if the attachment has stopped waiting.
+/// The local back end, each of its shadow queues and each flush hold a reference. So the lease lives until its last command has
+/// ended, even if the back end has stopped waiting.
 #[derive(Debug)]
 pub(crate) struct OpenLease {
     /// Dropped before the lease, so that the lease's next holder finds the range unlocked.
     host: Box<dyn HostLease>,
-    /// Dropped after `host`, but while the drive is still open. Otherwise the keeper could be the last one to close a block
-    /// device, and that close would wait for writes.
+    /// Dropped after `host`, but while the drive is still open. Otherwise the supervisor process could be the last one to close
+    /// a block device, and that close would wait for writes.
     pub(super) spare: Option<SpareDescriptors>,
     /// Dropped after all queues of the lease.
     pub(super) reservation: Option<QueuePairReservation>,
@@ -50,7 +50,7 @@ impl OpenLease {
         self.host.as_ref()
     }
 
-    /// Stores the unreadable blocks of the lease in the ledger, which may take as long as the ledger's disk.
+    /// Stores the unreadable blocks of the lease in the ledger. The call takes as long as the ledger's disk needs.
     pub(super) fn store_marks(&self) {
         let marks = self.lease.uncorrectable_marks();
         self.host.store_marks(&mut |blocks| {
@@ -62,7 +62,7 @@ impl OpenLease {
         });
     }
 
-    /// Makes everything durable that has completed so far, which may take as long as the drive.
+    /// Makes all completed writes durable. The call takes as long as the drive needs.
     pub(super) fn flush(&self) -> io::Result<()> {
         self.host.flush()
     }

@@ -1,8 +1,8 @@
-//! Pausing an attachment: its pollers take no more commands, in-flight commands complete, and its queues rest here until they
-//! resume or are saved.
+//! Pausing a local back end: its pollers take no more commands, in-flight commands complete, and its queues are held here until
+//! they resume or are saved.
 //!
-//! A queue at rest holds only its rings of the VM's memory, and does not access even those. So memory can be mapped and
-//! unmapped during a pause. A queue that resumes uses the current memory.
+//! A paused queue holds only references to the memory of its rings, and does not access even that memory. So memory can be
+//! mapped and unmapped during a pause. A queue that resumes uses the memory map of that time.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use super::io_queues::BackendQueues;
 impl LocalBackend {
     /// Stops the pollers from taking commands, and waits for in-flight commands until `deadline`. On success, neither the
     /// pollers nor the host controller access the VM's memory afterwards. Every taken command has its completion in the guest's
-    /// queue, and the guest was interrupted for it. Other commands stay in their queues.
+    /// queue, and the guest was interrupted for it. All commands that were not taken stay in their queues.
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands are still in flight. No queue takes commands then: the caller repeats the call, or
@@ -27,7 +27,7 @@ impl LocalBackend {
             return Ok(());
         }
         quiesce_until(&mut queues, deadline)?;
-        // A flush in progress would keep this process and its locks alive after its end.
+        // A flush in progress would keep this process and its locks alive after the pause.
         if self.is_flushing() {
             return Err(QueueError::Timeout(QueueId::ADMIN));
         }
@@ -35,11 +35,11 @@ impl LocalBackend {
         Ok(())
     }
 
-    /// Checks that in-flight commands end within `time`, by a pause and an immediate resume. Does nothing if the attachment is
+    /// Checks that in-flight commands end within `time`, by a pause and an immediate resume. Does nothing if the back end is
     /// paused.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if they do not end, or if another call already waits for them.
+    /// [`QueueError::Timeout`] if commands do not end, or if another call already waits for them.
     pub fn quiesce_once(&self, time: Duration) -> Result<(), QueueError> {
         let mut queues = self.queues();
         if queues.is_paused {
@@ -56,15 +56,16 @@ impl LocalBackend {
         }
     }
 
-    /// Lets the pollers take commands again. They check every queue once, so that no guest action during the pause is missed.
+    /// Lets the pollers take commands again. They check every queue once, so that they miss nothing that the guest did during
+    /// the pause.
     pub(super) fn resume(&self) {
         self.resume_queues(&mut self.queues());
     }
 
-    /// Resumes queues whose change has timed out. Queues that have left their poller adopt no new memory table, so without this
-    /// a wait for all queues to adopt a table would never end.
+    /// Resumes queues whose change has timed out. Queues that have left their poller adopt no new memory table, and a wait for
+    /// all queues to adopt a table would never end.
     pub(super) fn resume_timed_out(&self) {
-        // If the lock is held, its holder is changing the queues.
+        // If another thread holds the lock, it is changing the queues.
         if let Ok(mut queues) = self.queues.try_lock()
             && !queues.is_paused
             && !queues.is_revoked

@@ -11,7 +11,7 @@ use nvme_guest::inflight::{InflightFile, InflightSlot, RecordedSqHead};
 use nvme_mpt_memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
 use nvme_spec::cqe::Cqe;
 
-/// Completion Queue to restore, with its Submission Queues, as created by the guest.
+/// Completion Queue to restore, with its Submission Queues, as the guest created them.
 #[derive(Debug)]
 pub(crate) struct PersistedQueue<'a> {
     pub(crate) cq: CqConfig,
@@ -67,7 +67,7 @@ pub(crate) fn read_queue_state(
 
     let mut in_flight = marked;
     in_flight.retain(|marked| queue.sqs.iter().any(|sq| sq.qid == marked.mark.sqid()));
-    // Entries that were published but not recorded.
+    // Handles entries that the old server posted but did not record.
     while let Some(room) = indices.reserve() {
         let tail = indices.tail();
         let entry = entry(tail.get())?.filter(|entry| entry.phase() == tail.phase());
@@ -107,7 +107,7 @@ pub(crate) fn read_queue_state(
     })
 }
 
-/// Returns the head of a Submission Queue after all recorded commands.
+/// Returns the head of a Submission Queue after all commands in `numbers`, which are the recorded ones.
 fn head_after(
     recorded: RecordedSqHead,
     sq: &SqConfig,
@@ -119,7 +119,7 @@ fn head_after(
         let name = format!("in-flight head of submission queue {}", sq.qid);
         BackendStateError::invalid(name, index, format!("less than {}", sq.entries))
     })?;
-    // Each iteration finds another number, so there are at most as many as marks.
+    // Each iteration finds one more number of the set, so the loop ends.
     while numbers.contains(&(sq.qid.0, number)) {
         number = number.wrapping_add(1);
         head.advance();

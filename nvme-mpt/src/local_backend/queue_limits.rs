@@ -1,5 +1,5 @@
-//! Limits of I/O queues. All queues are checked against them: those created by a guest (Base 2.0, sections 5.4 and 5.5), those
-//! of a snapshot, and those left by an old server.
+//! Limits of I/O queues. The limits hold for queues that a guest creates (Base 2.0, sections 5.4 and 5.5), for queues of a
+//! snapshot, and for queues that an old server left.
 
 use std::collections::BTreeSet;
 
@@ -13,10 +13,10 @@ use nvme_spec::ids::QueueId;
 
 use super::LocalBackend;
 
-/// Minimum number of entries of a queue. One entry always stays empty, so a queue of one entry could hold none.
+/// Minimum number of entries of a queue. One entry always stays empty, so a queue of one entry could not hold a command.
 pub(super) const ENTRIES_MIN: u32 = 2;
 
-/// Limits of an attachment's I/O queues.
+/// Limits of a local back end's I/O queues.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueueLimits {
     pub(super) pairs: u16,
@@ -71,7 +71,7 @@ impl QueueLimits {
 
 /// Checks of saved queues.
 impl QueueLimits {
-    /// Checks that the number of queues is possible.
+    /// Checks that a guest can have created this number of queues.
     pub(crate) fn check_queue_count(
         &self,
         field: &str,
@@ -92,7 +92,7 @@ impl QueueLimits {
         })
     }
 
-    /// Checks each queue, and that identifiers are unique.
+    /// Checks each queue, and that no identifier occurs twice.
     pub(crate) fn check(&self, queues: &[CompletionQueueState]) -> Result<(), BackendStateError> {
         let (mut cqids, mut sqids) = (BTreeSet::new(), BTreeSet::new());
         for cq in queues {

@@ -14,12 +14,12 @@ use crate::shadow::{CompletionQueue, UnmappedRing};
 
 impl LocalBackend {
     /// Restores queues from their in-flight tracking. Commands that were in flight are executed again, or complete with Command
-    /// Interrupted. The guest's memory must be mapped as under the old server, and no queues may exist. A queue whose rings the
-    /// VMM has unmapped still waits for their memory.
+    /// Interrupted. The caller ensures that the guest's memory is mapped as under the old server, and that no queues exist. A
+    /// queue whose rings the VMM has unmapped waits for their memory.
     ///
     /// # Errors
-    /// [`BackendStateError::Invalid`], [`BackendStateError::NotEmpty`] and [`BackendStateError::Queue`]. No queues exist then,
-    /// and the in-flight tracking is unchanged.
+    /// [`BackendStateError::Invalid`], [`BackendStateError::NotEmpty`] and [`BackendStateError::Queue`]. After an error, no
+    /// queues exist, and the in-flight tracking is unchanged.
     pub(super) fn restore_persisted(
         &self,
         kept: &PersistedQueues,
@@ -41,7 +41,7 @@ impl LocalBackend {
             let qid = QueueId(state.qid);
             if let Err(source) = self.restore_queue(&mut queues, state, UnmappedRing::AwaitedMemory)
             {
-                // The queues have not been polled, so the guest has seen nothing of them.
+                // No poller has run the restored queues, so the guest has seen no effect of them.
                 queues.cqs.clear();
                 queues.buffer = None;
                 queues.is_revoked = false;
@@ -49,7 +49,7 @@ impl LocalBackend {
             }
         }
         for state in states.iter().filter(|state| state.failed) {
-            // The old server may have ended before its function was told.
+            // The old server may have ended before it reported the failure to the function.
             self.context.events.report(IoQueueEvent::QueueFailed {
                 qid: QueueId(state.qid),
                 reason: QueueFailure::HostQueue,
@@ -81,7 +81,7 @@ impl LocalBackend {
                 cq: *cq,
                 sqs: sqs.collect(),
             };
-            // A queue without its ring has posted nothing since its positions were recorded.
+            // If the ring is not mapped, the queue has posted nothing since its positions were recorded.
             let is_mapped = CompletionQueue::is_mapped(cq, &self.context);
             let entry = |index| match is_mapped {
                 true => self.read_cq_entry(cq, index).map(Some),

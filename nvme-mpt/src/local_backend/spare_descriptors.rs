@@ -1,4 +1,4 @@
-//! Spare open file descriptions of an attachment's lease, kept while the lease is held.
+//! Spare open file descriptions of a local back end's lease, which the supervisor process holds while the lease is held.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,21 +8,21 @@ use nvme_lease::Lease;
 
 use crate::drive::{Drive, HostLease, SpareDescriptorStore};
 
-/// Entry in a keeper's store. The entry is removed at the end of the lease.
+/// Entry of a lease in the store of the supervisor process. The entry is removed at the end of the lease.
 #[derive(Debug)]
 pub(super) struct SpareDescriptors {
     store: Arc<dyn SpareDescriptorStore>,
     drive: Arc<Drive>,
     lease: String,
-    /// True if the function continues without this attachment.
+    /// True if the function continues without this back end.
     is_retained: AtomicBool,
 }
 
 impl SpareDescriptors {
-    /// Restores the descriptions that the keeper has for a lease, if its function continues from another process; otherwise
-    /// keeps new ones. Returns `None` for a lease without spare descriptions.
+    /// Restores the descriptions that the supervisor process has for a lease, if the lease's function continues from another
+    /// process; otherwise stores new descriptions. Returns `None` for a lease without spare descriptions.
     ///
-    /// Until it is [settled](Self::forget_on_drop), a restored function may continue without this attachment.
+    /// Until [`Self::forget_on_drop`] is called, a restored function may continue without this back end.
     pub(super) fn restore_or_create(
         keeper: Arc<dyn SpareDescriptorStore>,
         drive: &Arc<Drive>,
@@ -67,17 +67,17 @@ impl SpareDescriptors {
                  for the next server: {error}"
             ),
         }
-        // An unused entry must not be reported to the next server.
+        // The next server must not get an entry that no lease uses.
         spare.forget_on_drop();
         None
     }
 
-    /// Notes that the function ends with this attachment.
+    /// Notes that the function ends with this back end.
     pub(super) fn forget_on_drop(&self) {
         self.is_retained.store(false, Ordering::Relaxed);
     }
 
-    /// Notes that the function continues without this attachment, in this process or in a successor.
+    /// Notes that the function continues without this back end, in this process or in a successor.
     pub(super) fn retain_on_drop(&self) {
         self.is_retained.store(true, Ordering::Relaxed);
     }

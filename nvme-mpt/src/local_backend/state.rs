@@ -1,4 +1,4 @@
-//! Saving a paused attachment, and restoring it into another one.
+//! Saving a paused local back end, and restoring its state into another one.
 //!
 //! Each part is saved and restored by its owner with full destructuring, so that an added field cannot be forgotten.
 
@@ -20,11 +20,11 @@ use super::LocalBackend;
 use super::queue_limits::QueueLimits;
 use crate::shadow::UnmappedRing;
 
-/// Name of the promised number of blocks, which a lease by size may exceed after it has grown.
+/// Name of the promise that is the number of blocks. A lease by size may have grown beyond that number.
 const BLOCKS: &str = "blocks";
 
 impl LocalBackend {
-    /// Saves the attachment, while it is [paused](Self::pause).
+    /// Saves the back end, while it is [paused](Self::pause).
     ///
     /// # Errors
     /// [`BackendStateError::NotPaused`].
@@ -66,7 +66,7 @@ impl LocalBackend {
         }
     }
 
-    /// Restores a saved state into an attachment that has no queues, is paused, and has the guest's memory in its window.
+    /// Restores a saved state. The back end must have no queues, be paused, and have the guest's memory in its window.
     ///
     /// # Errors
     /// All of [`BackendStateError`]; after [`BackendStateError::Queue`] some queues exist, until the next reset.
@@ -105,7 +105,7 @@ impl LocalBackend {
         if *lost_writes {
             self.open_lease.host().record_earlier_write_errors();
         }
-        // The lease was opened here after writes that precede the snapshot.
+        // This process opened the lease after writes that precede the snapshot, so errors of these writes must be fetched.
         self.open_lease.host().restore_write_errors();
         for state in saved {
             let qid = QueueId(state.qid);
@@ -220,7 +220,8 @@ impl LocalBackend {
             let promise = promises.iter().find(|promise| promise.name == name);
             promise.map_or_else(|| "not there".to_owned(), |promise| promise.value.clone())
         };
-        // The first mismatch is reported: `here` begins with the most important promises. Those only in `saved` follow.
+        // The first mismatch is reported. Promises of this back end come first, in the order of their importance; promises that
+        // only `saved` has follow.
         for GuestPromiseState { name, .. } in here.iter().chain(saved) {
             let (saved, here) = (value(saved, name), value(&here, name));
             let is_kept = match name.as_str() {
@@ -243,7 +244,7 @@ impl LocalBackend {
         let LeasedNamespace {
             nsid,
             lba_shift,
-            // This is the initial number.
+            // Only the initial number; the present one is saved below.
             blocks: _,
             serial,
             model,
@@ -261,13 +262,13 @@ impl LocalBackend {
             volatile_write_cache,
             deallocated_reads_zeroes,
             sgl_descriptors_max,
-            // Commands beyond these are executed in parts on any drive.
+            // Commands beyond these limits are executed in parts on any drive.
             no_data_bytes_max: _,
             dsm_range_bytes_max: _,
             dsm_ranges_max: _,
             copy_bytes_max,
             copy_ranges_max,
-            // A promise of the command set itself.
+            // The command set itself promises this limit.
             own_bytes_max: _,
         } = self.limits();
         let blocks = self.context.blocks().blocks();
@@ -281,7 +282,7 @@ impl LocalBackend {
             ("namespace", nsid),
             ("LBA size", &(1_u64 << lba_shift)),
             (BLOCKS, &blocks),
-            // A different drive is recognized by its names.
+            // These names differ on a different drive.
             ("serial number", serial),
             ("model number", model),
             ("NGUID", &hex(nguid)),
@@ -342,7 +343,7 @@ fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Returns the error for a queue of a lease whose blocks are gone.
+/// Returns the error for a queue of a lease whose blocks no longer exist.
 pub(super) fn blocks_gone_error() -> io::Error {
     let gone = "The drive is gone, or its namespace is not the one that was leased";
     io::Error::new(io::ErrorKind::NotConnected, gone)

@@ -127,7 +127,7 @@ fn slow_queue_creation_delays_neither_statistics_nor_doorbells() {
         assert!(!attachment.ring(Doorbell::SqTail(QueueId(1)), 7));
         counted.fetch_add(1, Ordering::Relaxed);
     });
-    // The drive is not asked for an invalid queue.
+    // The drive is not called for an invalid queue.
     let nowhere = CqConfig {
         qid: QueueId(1),
         base: nvme_guest::Gpa(0x1000),

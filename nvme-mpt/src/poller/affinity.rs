@@ -8,7 +8,7 @@ use log::{info, warn};
 use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_mpt_memory::processors::{ProcessorSet, current_processors, pin_current_thread};
 
-/// Interval for checking the processors of a poller's thread. A sleeping poller checks when it wakes up.
+/// Interval at which an awake poller checks the processors of its thread. A sleeping poller checks when it wakes up.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A processor for pinning pollers does not exist.
@@ -21,8 +21,7 @@ pub struct NoSuchProcessor {
     online: String,
 }
 
-/// Checks that processors are online. If the kernel does not list the online processors, as in a sandbox, accepts all
-/// processors.
+/// Checks that processors are online. Accepts all processors if the kernel does not list the online ones, as in a sandbox.
 pub(super) fn check_online(cpus: &[usize]) -> Result<(), NoSuchProcessor> {
     if cpus.is_empty() {
         return Ok(());
@@ -44,20 +43,20 @@ fn check_among(cpus: &[usize], online: &str) -> Result<(), NoSuchProcessor> {
     }
 }
 
-/// Processor that a poller's thread is pinned to. The value must stay on that thread.
+/// Pinning of a poller's thread to a processor. The value must stay on that thread.
 ///
 /// If CPU sets change or a processor goes offline, the kernel silently moves the thread to other processors. Before Linux 6.2,
-/// the thread stays on these other processors even when its processor is back.
+/// the thread stays on these other processors even when its processor is online again.
 #[derive(Debug)]
 pub(super) struct ThreadPinning {
     processor: usize,
     next_check: Ticks,
     period_ticks: u64,
-    /// True if the thread may run on other processors; this was logged.
+    /// True if the thread may run on other processors than `processor`; this was logged.
     is_lost: bool,
 }
 
-/// Change of a pinning.
+/// Change of a pinning that is logged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PinningChange {
     Lost,
@@ -111,7 +110,8 @@ impl ThreadPinning {
         }
     }
 
-    /// Updates the state. `is_pinned` is true if the thread is pinned; otherwise `pin` is tried.
+    /// Updates the state after a check. `is_pinned` is true if the check found the thread pinned; otherwise `pin` is called to
+    /// pin it. Returns the change to log.
     fn update(
         &mut self,
         is_pinned: bool,
@@ -140,7 +140,7 @@ mod tests {
             let all = current_processors().expect("it lives");
             let processor = all.iter().next().expect("a processor");
             let mut pinning = ThreadPinning::pin_current_thread(processor, "a");
-            // Linux 6.1 leaves this mask when a CPU set loses the processor and gets it back.
+            // Linux 6.1 leaves this mask after a CPU set has lost the processor and got it back.
             set_affinity(&all).expect("allowed");
             let before = pinning.next_check.0 - 1;
             pinning.check(Ticks(before), "a");

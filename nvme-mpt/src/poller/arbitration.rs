@@ -1,8 +1,9 @@
 //! Arbitration between a poller's queues: by function first, then by queue (deficit round robin).
 //!
 //! In each round, a function gets a [`QUANTUM`] of the poller's time. Its queues are polled in turn until the quantum is used
-//! up. The next round starts with the next queue, so more queues give a function no more time. If a poll exceeds the quantum,
-//! the function has a debt, which the next rounds pay. A function without work accumulates no credit.
+//! up. The function's next round starts with its next queue, so a function with more queues gets no more time. If a poll
+//! exceeds the quantum, the function has a debt, which is deducted in the next rounds. A function without work accumulates no
+//! credit.
 //!
 //! The cost is the poller's own time, including copies, system calls and page faults. The poller reads the clock after each
 //! poll anyway, for accounting. A poller with one function needs no arbiter.
@@ -11,11 +12,11 @@ use std::time::Duration;
 
 use nvme_mpt_memory::clock::TickRate;
 
-/// Time of a function per round.
+/// Poller time that a function gets in each round.
 const QUANTUM: Duration = Duration::from_micros(50);
 
-/// Maximum debt in quanta. The debt is limited because a preemption counts as time of the function in turn, although the
-/// function did not cause it.
+/// Maximum debt of a function, in quanta. The debt is limited because a preemption counts as time of the function in turn,
+/// although the function did not cause it.
 const DEBT_MAX: i64 = 200;
 
 /// Quantum and maximum debt in ticks.
@@ -42,13 +43,13 @@ impl FunctionQuantum {
 pub(super) struct FunctionArbitration {
     /// Index of the queue to poll next.
     next: usize,
-    /// Ticks left; a debt if negative.
+    /// Ticks that the function may still use in this round; a debt if negative.
     deficit: i64,
 }
 
 impl FunctionArbitration {
-    /// Gives the function with its `queues` queues a turn. `poll` polls a queue by index and returns the ticks that it took.
-    /// Returns whether queues were skipped because the time was used up.
+    /// Gives the function, which has `queues` queues, its turn. `poll` polls a queue by index and returns the ticks that it
+    /// took. Returns whether queues were skipped because the quantum was used up.
     #[inline]
     pub(super) fn run_turn(
         &mut self,
@@ -81,10 +82,10 @@ mod tests {
 
     use super::*;
 
-    /// Turn in nanoseconds.
+    /// Length of a turn in nanoseconds.
     const TURN: u64 = QUANTUM.as_nanos() as u64;
 
-    /// Functions with these numbers of queues.
+    /// Rounds of functions, each with its arbitration state and its number of queues.
     struct ArbiterTestRounds(Vec<(FunctionArbitration, usize)>);
 
     impl ArbiterTestRounds {
@@ -106,8 +107,8 @@ mod tests {
         }
     }
 
-    /// Runs for `time` with queues that take `cost` at each poll, by function. Returns the time of each function, and the
-    /// longest interval between two polls of the last function's first queue.
+    /// Runs rounds for `time`, in nanoseconds, with functions that have `queues` queues and take `costs` per poll. Returns the
+    /// time of each function, and the longest interval between two polls of the last function's first queue.
     fn run(queues: &[usize], costs: &[u64], time: u64) -> (Vec<u64>, u64) {
         let mut rounds = ArbiterTestRounds::new(queues);
         let (mut spent, mut now, mut last, mut longest) = (vec![0; queues.len()], 0, 0, 0);

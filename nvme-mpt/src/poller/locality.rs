@@ -1,4 +1,4 @@
-//! Placement of a poller beside the vCPU of its queue.
+//! Placement of a poller near the vCPU of its queue.
 //!
 //! A poller and its vCPU share rings, data and doorbells. So the poller runs where it shares a cache with the vCPU, without
 //! taking time from it: never on the vCPU's processor, and on another hardware thread of the vCPU's core only if no other
@@ -14,7 +14,7 @@ use nvme_guest::interrupt::InterruptVector;
 use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_mpt_memory::processors::{ProcessorSet, ThreadId, current_processors, set_affinity};
 
-/// Interval for checking the processors of the vCPU's thread. A sleeping poller checks when it wakes up.
+/// Interval at which an awake poller checks the processors of the vCPU's thread. A sleeping poller checks when it wakes up.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Hints for the placement of a poller.
@@ -79,8 +79,8 @@ impl ProcessorTopology {
         topology
     }
 
-    /// Returns the processors among `allowed` for the poller of a vCPU on `vcpu`; `None` if the vCPU may run on all of them, so
-    /// that there is no place beside it.
+    /// Returns the processors among `allowed` for the poller of a vCPU that may run on `vcpu`. Returns `None` if the vCPU may
+    /// run on all of `allowed`, because the poller then cannot avoid the vCPU's processor.
     fn processors_near(&self, vcpu: &ProcessorSet, allowed: &ProcessorSet) -> Option<ProcessorSet> {
         if vcpu.is_empty() || allowed.difference(vcpu).is_empty() {
             return None;
@@ -111,7 +111,7 @@ fn add_group(groups: &mut Vec<ProcessorSet>, group: ProcessorSet) {
     }
 }
 
-/// Returns `processors` and the processors of all groups that contain any of these.
+/// Returns the union of `processors` and of all groups that contain any of them.
 fn expand_to_groups<'a>(
     processors: &ProcessorSet,
     groups: impl IntoIterator<Item = &'a ProcessorSet>,
@@ -127,13 +127,14 @@ fn expand_to_groups<'a>(
 pub(super) struct VcpuAffinity {
     vector: Option<Arc<InterruptVector>>,
     topology: &'static ProcessorTopology,
-    /// Processors of the thread at its start.
+    /// Processors that the thread was allowed to use at its start.
     allowed: ProcessorSet,
-    /// Allowed processors to use if the vCPU is unknown or may run on all.
+    /// Allowed processors to use if the vCPU is unknown, or if it may run on all of them.
     default_processors: ProcessorSet,
-    /// Current processors.
+    /// Processors that the thread is placed on.
     current: ProcessorSet,
-    /// Processors that the kernel reported after the placement. A later difference means that a CPU set or the host changed.
+    /// Processors that the kernel reported after the last placement. If the kernel reports others later, a CPU set or the host
+    /// has changed.
     reported: ProcessorSet,
     next_check: Ticks,
     period_ticks: u64,
@@ -142,7 +143,8 @@ pub(super) struct VcpuAffinity {
 }
 
 impl VcpuAffinity {
-    /// Starts on the poller's thread. Returns `None` if the kernel does not report the thread's processors, which is logged.
+    /// Creates the placement, on the poller's thread. Returns `None` if the kernel does not report the thread's processors,
+    /// which is logged.
     pub(super) fn start(neighbours: PollerLocality, name: &str) -> Option<Self> {
         let PollerLocality { vector, node } = neighbours;
         let allowed = match current_processors() {
@@ -170,7 +172,7 @@ impl VcpuAffinity {
         Some(beside)
     }
 
-    /// Follows the vCPU if the interval has passed.
+    /// Moves the thread near the vCPU again if the check interval has passed and the vCPU has moved.
     #[cold]
     pub(super) fn follow_vcpu(&mut self, now: Ticks, name: &str) {
         if now < self.next_check {
@@ -192,7 +194,7 @@ impl VcpuAffinity {
         match placed {
             Ok(()) => {
                 self.current = place;
-                // Logged at debug level, because a guest determines how often this happens.
+                // Logged at debug level, because a guest determines how often its interrupt moves to another vCPU.
                 match (beside, thread) {
                     (Some(_), Some(ThreadId(thread))) => {
                         debug!("Poller {name} runs on {place} now, beside thread {thread}");

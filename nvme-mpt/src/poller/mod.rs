@@ -2,9 +2,10 @@
 //!
 //! A poller owns its shadow queues and runs them in turn, by function first (`arbitration.rs`). A queue's turn ends after 64
 //! commands, or after 4 MiB (256 KiB if the poller has other functions). If a function's turn does not end in time, the other
-//! functions move to another thread (`takeover_slot.rs`, `watchdog.rs`). A poller without work spins for a time given by an [adaptive
-//! policy](nvme_guest::adaptive), and then [parks](nvme_guest::park). Stores to mapped doorbells cannot wake a poller, so the
-//! poller reads them periodically. A poller that follows a vCPU changes its processors (`locality.rs`).
+//! functions move to another thread (`takeover_slot.rs`, `watchdog.rs`). A poller without work spins for a time given by an
+//! [adaptive policy](nvme_guest::adaptive), and then [parks](nvme_guest::park). Stores to mapped doorbells cannot wake a
+//! poller, so the poller reads mapped doorbells periodically. A poller that follows a vCPU changes its processors
+//! (`locality.rs`).
 
 mod affinity;
 mod arbitration;

@@ -16,7 +16,7 @@ use super::locality::PollerLocality;
 use super::policy::{PollPolicy, PollerIdleMode, PollerProcessors, PollerSharing};
 use super::worker::{Poller, ThreadPlacement};
 
-/// Processors per shared poller, unless processors are named. The other processors run guests.
+/// Processors per shared poller if the policy does not name processors. The processors without a poller run guests.
 const PROCESSORS_PER_SHARED_POLLER: usize = 4;
 
 /// All pollers of the process.
@@ -24,13 +24,13 @@ const PROCESSORS_PER_SHARED_POLLER: usize = 4;
 pub struct PollerPool {
     threads: ThreadSpawner,
     groups: Mutex<Vec<PollerGroup>>,
-    /// True once a thread watches shared pollers.
+    /// True once a thread watches the turns of shared pollers.
     are_watched: AtomicBool,
     /// Processors for which a warning about several pollers was logged.
     crowded: Mutex<Vec<usize>>,
 }
 
-/// Pollers started for one policy with the same adaptive choices.
+/// Pollers that were started for one policy with the same adaptive choices.
 #[derive(Debug)]
 struct PollerGroup {
     policy: PollPolicy,
@@ -39,16 +39,16 @@ struct PollerGroup {
     /// Shared pollers live as long as the group, dedicated ones as long as their queue.
     shared: Vec<Arc<Poller>>,
     dedicated: Vec<Weak<Poller>>,
-    /// Pollers of functions that once blocked other functions.
+    /// Pollers of functions that have blocked other functions, each of which then got its own poller.
     isolated: Vec<Weak<Poller>>,
     /// Pollers of drives that may block, by drive. They live as long as their queues.
     drive_pollers: Vec<(usize, Weak<Poller>)>,
     started: usize,
 }
 
-/// Returns the number of processors that threads may run on.
+/// Returns the number of processors that the process may use.
 fn processor_count() -> usize {
-    // A simulation must not depend on the machine.
+    // The result of a simulation must not depend on the machine.
     #[cfg(simulation)]
     return nvme_mpt_memory::simulation::costs::shared_pollers() * PROCESSORS_PER_SHARED_POLLER;
     #[cfg(not(simulation))]
@@ -95,7 +95,7 @@ impl PollerGroup {
         self.shared.iter().cloned().chain(others).collect()
     }
 
-    /// Returns the maximum number of shared pollers of the group.
+    /// Returns the maximum number of shared pollers in the group.
     fn shared_max(&self) -> usize {
         match &self.policy.processors {
             PollerProcessors::Named(named) => named.len().max(1),
@@ -108,13 +108,13 @@ impl PollerGroup {
 }
 
 impl PollerPool {
-    /// Creates an empty set. Pollers are started when queues need them.
+    /// Creates an empty pool. Pollers are started when queues need them.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
 
-    /// Creates an empty set whose threads are started by `threads`.
+    /// Creates an empty pool whose threads are started by `threads`.
     #[must_use]
     pub fn with_threads(threads: ThreadSpawner) -> Arc<Self> {
         Arc::new(Self {
@@ -125,13 +125,13 @@ impl PollerPool {
         })
     }
 
-    /// Returns the thread starter of the pollers, which drives opened for them use too.
+    /// Returns the spawner of the pollers' threads, which drives opened for these pollers use too.
     #[must_use]
     pub fn threads(&self) -> &ThreadSpawner {
         &self.threads
     }
 
-    /// Lets the watching thread see the turns of all current and future shared pollers.
+    /// Makes the turns of all current and future shared pollers visible to the watching thread.
     pub(super) fn enable_watch(&self) {
         self.are_watched.store(true, Ordering::Relaxed);
         self.shared_pollers()
@@ -148,7 +148,7 @@ impl PollerPool {
             .collect()
     }
 
-    /// Notes the poller of a function that blocked the poller `held`.
+    /// Adds `apart`, the poller of a function that has blocked the poller `held`.
     pub(super) fn add_isolated(&self, held: &Arc<Poller>, apart: &Arc<Poller>) {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let its =
@@ -174,7 +174,7 @@ impl PollerPool {
     }
 
     /// Waits until each poller has made a pass over all queues and requests that it had been given, but at most for `patience`.
-    /// While the calling thread waits, pollers can use its processor. Without the wait, the kernel might start the pollers a
+    /// While the calling thread waits, pollers can use its processor. Without the wait, the kernel might run the pollers a
     /// scheduler tick later.
     pub fn await_passes(&self, patience: Duration) {
         let running: Vec<_> = {
@@ -189,13 +189,13 @@ impl PollerPool {
         let asked: Vec<_> = running.iter().map(|poller| poller.request_pass()).collect();
         for answer in asked {
             let left = deadline.saturating_sub(clock::monotonic());
-            // A late poller makes its pass later.
+            // After a timeout, the poller makes the requested pass without a waiter.
             let _ = answer.recv_timeout(left);
         }
     }
 
-    /// Returns the poller for a new shadow queue with these placement hints. If its drive may block a poller, `blocks`
-    /// identifies the drive, which then shares no poller with other drives.
+    /// Returns the poller for a new shadow queue with these placement hints. `blocks` identifies the queue's drive if
+    /// submitting commands to the drive may block a poller. Such a drive shares no poller with other drives.
     pub(crate) fn choose_poller(
         &self,
         policy: &PollPolicy,
@@ -309,7 +309,7 @@ impl PollerPool {
     }
 }
 
-/// Returns the names of a processor's pollers, if there are several and one of them never sleeps.
+/// Returns the names of a processor's pollers, if the processor has several and one of them never sleeps.
 fn crowded_pollers(groups: &[PollerGroup], cpu: usize) -> Option<Vec<String>> {
     let (mut names, mut busy) = (Vec::new(), false);
     for group in groups {
@@ -402,7 +402,7 @@ mod tests {
         };
         let shared = place_in(&pollers, &PollPolicy::default()).expect("thread");
         assert_eq!(pollers.stats().len(), 2);
-        // Queues need separate pollers only for policies of the poller itself, such as `spin`.
+        // Policies of the poller itself, such as `spin`, need separate pollers; other policies do not.
         assert!(Arc::ptr_eq(&shared, &place("moderation+governor")));
         assert!(!Arc::ptr_eq(&shared, &place("spin+governor")));
         assert_eq!(pollers.stats().len(), 3);
@@ -453,13 +453,13 @@ mod tests {
         });
         let pollers = PollerPool::with_threads(threads);
         let _poller = place_in(&pollers, &PollPolicy::default()).expect("a thread");
-        // The poller makes no pass yet.
+        // The poller has made no pass at this point.
         pollers.await_passes(Duration::ZERO);
         assert!(!seen.load(Ordering::Relaxed));
         open.send(()).expect("it waits");
         pollers.await_passes(Duration::from_secs(600));
         assert!(seen.load(Ordering::Relaxed));
-        // A sleeping poller wakes up for this.
+        // A sleeping poller wakes up for a requested pass.
         while pollers.stats()[0].parks == 0 {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -527,7 +527,7 @@ mod tests {
         assert_eq!(pollers.stats().len(), 2);
     }
 
-    /// A thread that plays a vCPU thread and runs on the requested processor.
+    /// A thread that stands for a vCPU thread and runs on the requested processor.
     struct PlacementTestVcpu {
         thread: ThreadId,
         orders: mpsc::Sender<usize>,
@@ -599,7 +599,7 @@ mod tests {
             vector: Some(vector.clone()),
             node: None,
         };
-        // A poller that never sleeps checks the location itself.
+        // A poller that never sleeps checks the vCPU's processors itself.
         let policy = "dedicated:busy@vcpu".parse().expect("valid");
         let _poller = pollers
             .choose_poller(&policy, AdaptivePolicies::default(), neighbours, None)

@@ -19,7 +19,7 @@ pub enum PollerSharing {
     Dedicated,
 }
 
-/// If a command is due within this time, a spinning poller does not sleep, because falling asleep and waking up takes about as
+/// Time before a due command in which a spinning poller does not sleep, because falling asleep and waking up takes about as
 /// long.
 const DUE_SOON: Duration = Duration::from_micros(100);
 
@@ -37,7 +37,7 @@ pub enum PollerIdleMode {
 }
 
 impl PollerIdleMode {
-    /// Returns the ticks without work after which a poller parks; `None` if it never does. `spin` is the adaptive spin time.
+    /// Returns the ticks without work after which a poller parks; `None` if it never parks. `spin` is the adaptive spin time.
     #[inline]
     pub(super) fn park_timeout(self, spin: u64) -> Option<u64> {
         match self {
@@ -47,7 +47,8 @@ impl PollerIdleMode {
         }
     }
 
-    /// Returns how long before a due command of a timing model a poller starts to spin, so that the command completes on time.
+    /// Returns the lead time of spinning: a poller starts to spin this long before the due time of a timing model's command, so
+    /// that the command completes on time.
     pub(super) fn spin_lead(self) -> Duration {
         match self {
             Self::Adaptive | Self::Busy => DUE_SOON,
@@ -59,10 +60,10 @@ impl PollerIdleMode {
 /// Processors of pollers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum PollerProcessors {
-    /// Chosen by the kernel. A pinned poller could not move away from other threads on its processor.
+    /// Chosen by the kernel. The kernel can then move a poller away from other threads on its processor.
     #[default]
     Any,
-    /// These processors in turn; at least one.
+    /// The named processors in turn; the list is not empty.
     Named(Vec<usize>),
     /// Processors beside the vCPU that receives a queue's interrupts, if the VMM reports the vCPU; otherwise those of the
     /// drive's NUMA node. Only for [`PollerSharing::Dedicated`], because a shared poller works for many vCPUs.
@@ -135,7 +136,8 @@ impl FromStr for PollPolicy {
 impl PollPolicy {
     /// Returns the doorbell mode for pollers of this policy. `asked` is the requested mode.
     ///
-    /// A store to a mapped register wakes no poller, so [`DoorbellMode::Auto`] does not map registers for event-driven pollers.
+    /// A store to a mapped register wakes no poller. So the doorbell registers of event-driven pollers are not mapped in
+    /// [`DoorbellMode::Auto`].
     #[must_use]
     pub fn doorbell_mode(&self, asked: DoorbellMode) -> DoorbellMode {
         match (self.idle_mode, asked) {

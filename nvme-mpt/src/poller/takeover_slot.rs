@@ -1,13 +1,13 @@
-//! Seat of a poller's thread: a place for the functions, from which another thread can take them during a turn.
+//! Takeover slot of a poller's thread: the place of its functions during a turn, from which another thread can take them.
 //!
 //! A turn may block for several reasons: a page of guest memory in which a hole is being punched, a write to a client's
 //! descriptor, io_uring with a file system without asynchronous I/O, or a log. So during the turn of a function, all functions
-//! of the poller lie in its seat with their state. This includes a poller's only function, because other functions may be
+//! of the poller lie in its slot with their state. This includes a poller's only function, because other functions may be
 //! added.
 //!
-//! If the turn does not end, the watching thread ([`watchdog`](super::watchdog)) takes the other functions from the seat. It starts a
-//! thread with its own seat to run them. When the turn ends, the first thread finds a ticket in its seat. From then on, it runs
-//! only its current function.
+//! If the turn does not end, the watching thread ([`watchdog`](super::watchdog)) takes the other functions from the slot. It
+//! starts a thread with its own slot to run them. When the turn ends, the first thread finds a ticket in its slot. From then
+//! on, it runs only the function of that turn.
 
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -16,7 +16,7 @@ use nvme_mpt_memory::clock::Ticks;
 use nvme_mpt_memory::processors::ThreadId;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
-/// Seat for functions of type `P`, with tickets of type `T`.
+/// Takeover slot for functions of type `P`, with tickets of type `T`.
 pub(super) struct TakeoverSlot<P, T> {
     is_watched: AtomicBool,
     thread: AtomicI32,
@@ -24,7 +24,7 @@ pub(super) struct TakeoverSlot<P, T> {
 }
 
 struct WatchedTurn<P, T> {
-    /// All functions, while one of them has its turn. The function in turn is here without its queues.
+    /// All functions, while one of them has its turn. The queues of the function in turn are with the thread instead.
     polled: Option<P>,
     /// Index of the function that has its turn.
     index: usize,
@@ -57,12 +57,12 @@ impl<P, T> TakeoverSlot<P, T> {
         self.is_watched.load(Ordering::Relaxed)
     }
 
-    /// Sets the thread that owns the seat.
+    /// Sets the thread that owns the slot.
     pub(super) fn set_thread(&self, thread: ThreadId) {
         self.thread.store(thread.0, Ordering::Relaxed);
     }
 
-    /// Puts all functions into the seat for the turn of one of them.
+    /// Puts all functions into the slot for the turn of one of them.
     #[inline]
     pub(super) fn begin_turn(&self, polled: P, index: usize, began: Ticks) {
         let mut turn = self.lock();
@@ -73,7 +73,7 @@ impl<P, T> TakeoverSlot<P, T> {
     /// Takes all functions back after the turn.
     ///
     /// # Errors
-    /// Returns the ticket if another thread has taken them.
+    /// Returns the ticket if another thread has taken the functions.
     #[inline]
     pub(super) fn end_turn(&self) -> Result<P, Option<T>> {
         let mut turn = self.lock();
@@ -123,7 +123,7 @@ pub(super) fn is_blocked(ThreadId(thread): ThreadId) -> bool {
     #[cfg(not(simulation))]
     {
         let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat"));
-        // The state follows the name, which may contain any character.
+        // The state follows the name, which may contain any character, so the last parenthesis is searched.
         stat.is_ok_and(|stat| {
             let state = stat
                 .rsplit(')')

@@ -10,14 +10,14 @@ use nvme_mpt_memory::clock::{self, ticks_in};
 
 use super::placement::PollerPool;
 
-/// Maximum time for which a function's turn may block before the other functions move to another thread.
+/// Maximum time for which a function's turn may block before the poller's other functions move to another thread.
 const TURN_LIMIT: Duration = Duration::from_millis(4);
 
-/// Check interval while a poller is awake, and while all sleep.
+/// Interval of the watching thread's checks: while a poller is awake, and while all pollers sleep.
 const AWAKE_INTERVAL: Duration = Duration::from_millis(4);
 const ASLEEP_INTERVAL: Duration = Duration::from_millis(40);
 
-/// Watches pollers until they end.
+/// Watches the shared pollers of a pool until the pool is dropped.
 pub(super) fn watch_pollers(pollers: &Weak<PollerPool>) {
     let limit = ticks_in(TURN_LIMIT);
     let mut number = 0;
@@ -48,7 +48,7 @@ pub(super) fn watch_pollers(pollers: &Weak<PollerPool>) {
     }
 }
 
-/// Returns the work of a thread that runs [`watch`].
+/// Returns the work of a thread that runs [`watch_pollers`].
 pub(super) fn watchdog_work(pollers: &Arc<PollerPool>) -> ThreadWork {
     let pollers = Arc::downgrade(pollers);
     Box::new(move || watch_pollers(&pollers))
@@ -56,13 +56,13 @@ pub(super) fn watchdog_work(pollers: &Arc<PollerPool>) -> ThreadWork {
 
 impl PollerPool {
     /// Starts a thread that watches shared pollers. If a function blocks its poller's thread, the watching thread moves the
-    /// poller's other functions to a new thread. The watching thread reads thread states from /proc.
+    /// poller's other functions to a new thread. It reads the states of threads from /proc.
     ///
     /// # Errors
-    /// Returns the error of the thread starter.
+    /// Returns the error of the thread spawner.
     pub fn start_watchdog(self: &Arc<Self>) -> io::Result<()> {
         self.enable_watch();
-        // The thread ends with the pollers.
+        // The thread ends once the pool of pollers is dropped.
         self.threads()
             .spawn("poll-watch", watchdog_work(self))
             .map(drop)

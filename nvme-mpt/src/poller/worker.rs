@@ -1,4 +1,4 @@
-//! Thread of a poller: it spins while there is work, then spins for a limited time, then parks.
+//! Thread of a poller. It polls without a pause while there is work, then spins for a limited time, then parks.
 //!
 //! A poller owns its shadow queues. Other threads reach it by mail (to add, remove and watch) and by its waker. The path of an
 //! I/O takes no lock: the mailbox is read only when its flag is set.
@@ -35,40 +35,40 @@ use super::takeover_slot::{TakeoverSlot as SeatOf, is_blocked};
 use crate::processor_time::{self, ProcessorTime, ProcessorTimeCharge, ProcessorTimeDivision};
 use crate::shadow::ShadowQueue;
 
-/// New poller for a thread from whose seat another thread has taken the functions.
+/// New poller for a thread that keeps only its function in turn, because another thread has taken all other functions.
 pub(super) struct TakeoverTicket {
     pub(super) shared: Arc<PollerState>,
     pub(super) sleeper: PollerSleep,
 }
 
-/// Seat of a poller's thread.
+/// Takeover slot of a poller's thread.
 type PollerTakeoverSlot = SeatOf<PolledFunctions, TakeoverTicket>;
 
-/// Number of consecutive passes without work that are made without a pause. A guest with one command in flight sends its next
-/// command during these passes, and a pause would add to the latency.
+/// Number of consecutive passes without work that are made without a PAUSE instruction. A guest with one command in flight
+/// sends its next command during these passes, and a PAUSE would add to the latency.
 ///
-/// A pause leaves the core to its other hardware threads. A poller in a virtual machine never pauses: the hypervisor may
+/// A PAUSE leaves the core to its other hardware threads. A poller in a virtual machine never executes it: the hypervisor may
 /// intercept PAUSE (AMD64 APM, volume 2, section 15.14.4). QEMU's emulator takes its global lock at each PAUSE.
 const EAGER_PASSES: u32 = 64;
 
-/// Maximum sleep that ends with the precision of a timer. Longer sleeps end with a precision of a millisecond.
+/// Maximum sleep that a timer ends precisely. Longer sleeps end with the precision of epoll, a millisecond.
 const PRECISE_SLEEP_MAX: Duration = Duration::from_millis(20);
 
-/// Limits of the sleeps of a poller that sleeps instead of spinning, because other threads need its processor.
+/// Limits of the sleeps of a poller that backs off: it sleeps instead of spinning, because other threads need its processor.
 const BACKOFF_SLEEP_MIN: Duration = Duration::from_micros(5);
 const BACKOFF_SLEEP_MAX: Duration = Duration::from_micros(50);
 
-/// Time that a thread gets to run before it is checked whether it is blocked.
+/// Pause before the check whether a thread is blocked, in which a thread that is only waiting for a lock can continue.
 const BLOCK_CHECK_DELAY: Duration = Duration::from_micros(500);
 
-/// Watched doorbells of a mapped admin queue, whose values another thread handles.
+/// Watch of the doorbells of a mapped admin queue. The poller finds changes, and another thread handles them.
 #[derive(Debug)]
 pub(crate) struct DoorbellWatch {
     pub(crate) id: u64,
     pub(crate) doorbells: [MappedWord32; 2],
     pub(crate) last_values: [u32; 2],
     pub(crate) events: Arc<EventQueue>,
-    /// Processor time spent on the watch by its poller.
+    /// Poller's processor time that the watch is charged.
     pub(crate) cpu_charge: ProcessorTimeCharge,
 }
 
@@ -87,13 +87,13 @@ impl DoorbellWatch {
 /// Treatment of the commands of a queue that leaves its poller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QueueRemovalMode {
-    /// Commands complete.
+    /// In-flight commands complete.
     Drain,
-    /// Commands end after their current step.
+    /// In-flight commands end after their current step.
     CutShort,
 }
 
-/// Shadow queue that its poller hands over.
+/// Receiver of a shadow queue that its poller hands over.
 #[derive(Debug)]
 pub(crate) struct QueueRemoval {
     queue: Receiver<Box<ShadowQueue>>,
@@ -101,13 +101,14 @@ pub(crate) struct QueueRemoval {
 }
 
 impl QueueRemoval {
-    /// Keeps the queue with its poller, after [`Poller::cancel`]. Returns the queue if it has already left.
+    /// Cancels the removal, after [`Poller::cancel_removal`], so that the queue stays with its poller. Returns the queue if it
+    /// has already left.
     ///
     /// Does not wait for the poller's next pass, because a function may block the thread in the kernel.
     pub(crate) fn cancel(self) -> Option<Box<ShadowQueue>> {
         match self.is_decided.swap(true, Ordering::AcqRel) {
             false => None,
-            // The queue was sent, or the poller is about to send it.
+            // The poller has sent the queue, or is about to send it.
             true => self.queue.recv().ok(),
         }
     }
@@ -121,25 +122,26 @@ impl Deref for QueueRemoval {
     }
 }
 
-/// Requester of a queue's hand-over.
+/// Poller's end of a queue's hand-over to a requester.
 #[derive(Clone)]
 struct QueueRemovalReply {
     reply: SyncSender<Box<ShadowQueue>>,
-    /// Set by the poller when it hands over the queue, or by the requester to keep the queue with the poller. The first one to
-    /// set it decides.
+    /// Set by the poller when it hands over the queue, or by the requester when it cancels the hand-over. The first one to set
+    /// it decides.
     is_decided: Arc<AtomicBool>,
 }
 
 enum PollerRequest {
     Add(Box<ShadowQueue>),
     Remove(u64, QueueRemovalMode, QueueRemovalReply),
-    /// Cuts the commands of a leaving queue short, because the queue is deleted.
+    /// Cuts the commands of a queue in removal short, because the queue is deleted.
     CutShort(u64),
-    /// Keeps a leaving queue. Its requester also calls [`QueueRemoval::cancel`], which returns the queue if it has already left.
+    /// Cancels the removal of a queue. The requester also calls [`QueueRemoval::cancel`], which returns the queue if it has
+    /// already left.
     CancelRemoval(u64),
     Watch(DoorbellWatch),
     Unwatch(u64),
-    /// Answered after the next pass.
+    /// Requests an answer after the poller's next pass.
     AfterPass(SyncSender<()>),
     Stop,
 }
@@ -154,7 +156,7 @@ pub(super) struct PollerState {
     queue_count: AtomicUsize,
     busy_ticks: AtomicU64,
     parked_ticks: AtomicU64,
-    /// Processor time of the thread at the last settlement.
+    /// Processor time of the thread when it was last charged to functions.
     processor_nanoseconds: AtomicU64,
     /// Time at which the thread fell asleep, in ticks; 0 while it is awake.
     asleep_since: AtomicU64,
@@ -164,7 +166,7 @@ pub(super) struct PollerState {
     idle_mode: PollerIdleMode,
     adaptive: AdaptivePolicies,
     threads: ThreadSpawner,
-    /// Seat of the thread that currently runs the poller.
+    /// Takeover slot of the thread that currently runs the poller.
     takeover_slot: Mutex<Arc<PollerTakeoverSlot>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -173,9 +175,9 @@ pub(super) struct PollerState {
 pub(super) enum ThreadPlacement {
     /// Chosen by the kernel.
     Anywhere,
-    /// This processor.
+    /// The given processor.
     Processor(usize),
-    /// Processors beside a vCPU.
+    /// Processors near a vCPU.
     NearVcpu(PollerLocality),
 }
 
@@ -217,7 +219,8 @@ impl Poller {
         Ok(Self { shared })
     }
 
-    /// Lets another thread watch whether a function's turn blocks the poller's thread.
+    /// Makes the turns of the poller visible to the watching thread, which checks whether a function blocks the poller's
+    /// thread.
     pub(super) fn enable_watch(&self) {
         self.shared.takeover_slot().enable_watch();
     }
@@ -231,7 +234,7 @@ impl Poller {
     /// new thread. The blocking function keeps the old thread, which the returned poller represents.
     ///
     /// # Errors
-    /// The kernel's error. Nothing has changed then.
+    /// The kernel's error. Nothing has changed after an error.
     pub(super) fn take_over_if_blocked(
         &self,
         limit: u64,
@@ -248,12 +251,12 @@ impl Poller {
         if Ticks::now().since(began) < limit {
             return Ok(None);
         }
-        // The thread may just have waited for the lock of its seat, which this check held.
+        // The thread may have waited only for the lock of its slot, which this check held.
         nvme_mpt_memory::clock::sleep(BLOCK_CHECK_DELAY);
         if !is_blocked(thread) {
             return Ok(None);
         }
-        // Everything that can fail comes first. If the new thread is not needed after all, it ends at once.
+        // All steps that can fail come first. If the functions do not move after all, the new thread ends immediately.
         let (sender, receiver) = sync_channel::<PolledFunctions>(1);
         let mut worker = PollerThread::new(shared)?;
         worker.takeover_slot = Arc::default();
@@ -312,7 +315,7 @@ impl Poller {
             function: Arc::downgrade(&function.function),
             poller: poller.clone(),
         });
-        // The new thread waits for them.
+        // The new thread waits for these functions.
         let _ = sender.send(polled);
         Ok(Some(poller))
     }
@@ -343,13 +346,13 @@ impl Poller {
         self.send(PollerRequest::Add(queue));
     }
 
-    /// Removes a shadow queue. The queue takes no more commands from now on, and is handed over once none of its commands is in
-    /// flight at the host controller.
+    /// Starts the removal of a shadow queue. The queue takes no new commands from now on. It is handed over once none of its
+    /// commands is in flight at the host controller.
     pub(crate) fn remove(&self, id: u64) -> QueueRemoval {
         self.request_removal(id, QueueRemovalMode::Drain)
     }
 
-    /// Removes a queue as [`Self::remove`] does, and cuts its commands short, because the queue is deleted.
+    /// Starts the removal of a queue as [`Self::remove`] does, and cuts its commands short, because the queue is deleted.
     pub(crate) fn delete(&self, id: u64) -> QueueRemoval {
         self.request_removal(id, QueueRemovalMode::CutShort)
     }
@@ -365,12 +368,13 @@ impl Poller {
         QueueRemoval { queue, is_decided }
     }
 
-    /// Cuts the commands of a leaving queue short, as [`Self::delete`] does.
+    /// Cuts the commands of a queue in removal short, as [`Self::delete`] does.
     pub(crate) fn cut_short(&self, id: u64) {
         self.send(PollerRequest::CutShort(id));
     }
 
-    /// Keeps a leaving queue. Call [`QueueRemoval::cancel`] next, which returns the queue if it has already left.
+    /// Cancels the removal of a queue. The caller then calls [`QueueRemoval::cancel`], which returns the queue if it has
+    /// already left.
     pub(crate) fn cancel_removal(&self, id: u64) {
         self.send(PollerRequest::CancelRemoval(id));
     }
@@ -384,7 +388,7 @@ impl Poller {
         self.send(PollerRequest::Unwatch(id));
     }
 
-    /// Requests a pass over everything that the poller has been given so far. The answer follows the pass.
+    /// Requests a pass over all queues and requests that the poller has been given so far. The answer follows the pass.
     pub(super) fn request_pass(&self) -> Receiver<()> {
         let (sender, receiver) = sync_channel(1);
         self.send(PollerRequest::AfterPass(sender));
@@ -446,7 +450,7 @@ impl Drop for Poller {
     }
 }
 
-/// Share of a poller's queues that wait for the limits of their leases: none, some or all.
+/// Part of a poller's queues that wait for the limits of their leases: none, some or all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ThrottledQueues {
     None,
@@ -466,16 +470,16 @@ struct FunctionQueues {
 struct PolledFunction {
     function: Arc<ProcessorTime>,
     arbitration: FunctionArbitration,
-    /// Empty while the function has its turn.
+    /// Queues and watches of the function; empty while the function has its turn.
     members: FunctionQueues,
     /// Identifiers of the function's queues, with the descriptors that wake a sleeping poller for these queues.
     ids: Vec<(u64, Option<RawFd>)>,
 }
 
-/// Function that once blocked all others and now has its own poller.
+/// Function that has blocked a poller's other functions and now has its own poller.
 struct IsolatedFunction {
-    /// The reference is weak, because several pollers may know the function, and strong references in them would keep the
-    /// function alive.
+    /// The reference is weak, because several pollers may list the function, and strong references would keep the function
+    /// alive after its end.
     function: Weak<ProcessorTime>,
     poller: Arc<Poller>,
 }
@@ -510,7 +514,7 @@ impl PolledFunctions {
             .flat_map(|function| function.members.watches.iter())
     }
 
-    /// Returns the function that a bill is charged to, and adds the function if it is new.
+    /// Returns the function that `bill` is charged to, and adds the function if it is new.
     fn get_or_add_function(&mut self, bill: &ProcessorTimeCharge) -> &mut PolledFunction {
         let own = bill.function();
         let at = self
@@ -529,7 +533,7 @@ impl PolledFunctions {
         &mut self.functions[at]
     }
 
-    /// Returns the function that a bill is charged to, if the function has its own poller.
+    /// Returns the function that `bill` is charged to, if the function has its own poller.
     fn isolated_function(&mut self, bill: &ProcessorTimeCharge) -> Option<&mut IsolatedFunction> {
         let own = bill.function();
         self.isolated
@@ -545,16 +549,17 @@ struct PollerThread {
     polled: PolledFunctions,
     quantum: FunctionQuantum,
     should_stop: bool,
-    /// True if all queues and watches belong to one function, which is charged all of the time, and none is leaving.
+    /// True if all queues and watches belong to one function, which is charged all of the time, and no queue is being removed.
     has_single_function: bool,
-    /// True if the function has its own poller, which the wakers given out earlier do not wake.
+    /// True if the thread runs only a function that has blocked others. Wakers that were given out before do not wake this
+    /// thread.
     is_isolated: bool,
-    /// Processor time of the thread that is already charged.
+    /// Processor time of the thread that functions have already been charged for.
     charged_time: Duration,
     /// Nanoseconds to add to this thread's processor time to get the poller's processor time, because a poller may change its
     /// thread.
     offset_nanoseconds: u64,
-    /// Placement beside a vCPU, if requested.
+    /// Placement near a vCPU, if requested.
     vcpu_affinity: Option<VcpuAffinity>,
 }
 
@@ -595,7 +600,7 @@ impl PollerState {
             .clone()
     }
 
-    /// Returns whether the poller has, or is about to get, functions other than the one at `index`.
+    /// Returns whether the poller has functions besides the function at `index`, or is about to get some.
     fn has_other_functions(&self, polled: &PolledFunctions, index: usize) -> bool {
         let function = polled.functions.get(index);
         let is_other = |bill: &ProcessorTimeCharge| {
@@ -641,8 +646,8 @@ impl PollerThread {
         self.on_queues_changed();
     }
 
-    /// Gives a function its turn, which starts at `began`. If another thread takes over the other functions during the turn,
-    /// this thread runs only this function from then on.
+    /// Gives a function its turn, which starts at `began`. If another thread takes the other functions during the turn, this
+    /// thread runs only the function in turn from then on.
     #[inline]
     fn run_turn<R>(
         &mut self,
@@ -669,7 +674,7 @@ impl PollerThread {
         result
     }
 
-    /// Continues with one function, after another thread has taken over the others.
+    /// Continues with the function in turn, after another thread has taken the other functions.
     #[cold]
     fn continue_isolated(
         &mut self,
@@ -678,7 +683,7 @@ impl PollerThread {
         began: Ticks,
     ) {
         let Some(TakeoverTicket { shared, sleeper }) = ticket else {
-            // A take-over always leaves a ticket.
+            // A thread that takes functions always leaves a ticket.
             error!("Poller {} lost its place", self.shared.name);
             return;
         };
@@ -710,7 +715,7 @@ impl PollerThread {
         self.on_queues_changed();
     }
 
-    /// Starts to run a queue.
+    /// Adds a queue and watches its completion descriptor.
     fn add_queue(&mut self, queue: Box<ShadowQueue>) {
         let fd = queue.wait_fd();
         if let Some(fd) = fd {
@@ -725,7 +730,7 @@ impl PollerThread {
         let (spin, learning) = (self.shared.idle_mode, self.shared.adaptive);
         self.takeover_slot.set_thread(ThreadId::current());
         let processor = self.shared.cpu;
-        // Processors for the thread if it loses its seat.
+        // Processors for the thread if it is left with a function that blocks others.
         let anywhere = processor.and_then(|_| current_processors().ok());
         let mut pinning =
             processor.map(|cpu| ThreadPinning::pin_current_thread(cpu, &self.shared.name));
@@ -736,7 +741,7 @@ impl PollerThread {
         let mut courtesy = PreemptionBackoff::new(learning.courtesy, rate);
         let looks = PollInterval::new(learning.looks);
         let mut idle_since = None;
-        // Like `idle_since`, but since the last sleep.
+        // Like `idle_since`, but starts again after each sleep.
         let mut spin_since = None;
         let eager_passes = if is_virtual_machine() {
             u32::MAX
@@ -761,12 +766,13 @@ impl PollerThread {
                 if let Some(beside) = &mut self.vcpu_affinity {
                     beside.follow_vcpu(now, &self.shared.name);
                 }
-                // A function that is alone on the thread has no right to the processor of the others.
+                // The pinned processor belongs to the thread that runs the other functions, so an isolated function's thread is
+                // unpinned.
                 if self.is_isolated
                     && pinning.take().is_some()
                     && let Some(all) = &anywhere
                 {
-                    // On failure, it stays where it is.
+                    // On failure, the thread stays on its processor.
                     let _ = set_affinity(all);
                 }
                 if let Some(pinning) = &mut pinning {
@@ -803,10 +809,10 @@ impl PollerThread {
                 ThrottledQueues::Some => spin_time.min_ticks(),
                 ThrottledQueues::All => 0,
             };
-            // A poller that follows a vCPU must check the vCPU's processors.
+            // A poller that follows a vCPU must check the vCPU's processors, even without queues.
             let has_nothing =
                 self.has_no_queues() && self.has_no_watches() && self.vcpu_affinity.is_none();
-            // A separated function's poller must not occupy a processor permanently.
+            // The poller of an isolated function must not occupy a processor permanently.
             let spin = match self.is_isolated {
                 true if spin == PollerIdleMode::Busy => PollerIdleMode::Adaptive,
                 _ => spin,
@@ -826,12 +832,13 @@ impl PollerThread {
             spin_since = None;
             if parks {
                 let (found_work, slept) = self.park(idle, early, looks);
-                // The timer ends a rest, however long the poller spins before it.
+                // If queues wait for their limits, a timer ends the sleep, and a longer spin would not have found work. So such
+                // sleeps do not adapt the spin time.
                 if rests == ThrottledQueues::None {
                     spin_time.on_sleep(slept, found_work);
                 }
                 pass_began = Ticks::now();
-                // Doorbells that are checked periodically stay idle until they move.
+                // A check of doorbells that finds nothing does not end the idle period.
                 if found_work || !self.needs_timed_wakes() {
                     idle_since = None;
                 }
@@ -853,8 +860,8 @@ impl PollerThread {
         self.polled.watches().next().is_none()
     }
 
-    /// Runs every queue once, or the queues whose turn it is. Returns whether any queue had work or was skipped. `began` is the
-    /// current time.
+    /// Runs every queue once, or, on a poller with several functions, the queues whose turn it is. Returns whether any queue
+    /// had work or was skipped. `began` is the current time.
     #[inline]
     fn run_pass(&mut self, began: Ticks) -> bool {
         if !self.has_single_function {
@@ -875,8 +882,8 @@ impl PollerThread {
         })
     }
 
-    /// Runs the queues whose turn it is, or `all` once. Adds each queue's ticks to the queue's bill, and hands over leaving
-    /// queues. Returns whether any queue had work or was skipped.
+    /// Runs the queues whose turn it is, or every queue once if `all` is true. Charges each queue with its ticks, and hands
+    /// over queues in removal. Returns whether any queue had work or was skipped.
     #[inline(never)]
     fn run_measured_pass(&mut self, all: bool) -> bool {
         let mut worked = false;
@@ -940,8 +947,8 @@ impl PollerThread {
         any
     }
 
-    /// Charges the thread's time since the last settlement to the functions that it was spent on. Time without a queue or watch
-    /// is not charged.
+    /// Charges the thread's time since the last call to the functions that it was spent on. Time without a queue or watch is
+    /// not charged.
     #[cold]
     fn charge_time(&mut self) {
         let time = thread_time();
@@ -972,7 +979,7 @@ impl PollerThread {
         queues.chain(self.polled.watches().map(|watch| &watch.cpu_charge))
     }
 
-    /// Updates derived state after a change of the queues and watches.
+    /// Updates derived state after queues or watches were added or removed.
     fn on_queues_changed(&mut self) {
         let functions = &mut self.polled.functions;
         functions.retain(|PolledFunction { members, .. }| {
@@ -988,7 +995,7 @@ impl PollerThread {
             .retain(|apart| apart.function.strong_count() > 0);
     }
 
-    /// Sleeps until there is work, or until `early` ticks before a command is due. Returns whether there was work afterwards,
+    /// Sleeps until there is work, or until `early` before a command is due. Returns whether there was work after the sleep,
     /// and the ticks slept.
     fn park(&mut self, idle: u64, early: Duration, looks: PollInterval) -> (bool, u64) {
         self.for_each_function(|members| {
@@ -999,7 +1006,7 @@ impl PollerThread {
         });
         let waker = self.shared.waker.clone();
         waker.begin_park();
-        // Between arming and the second check: see `Silence`.
+        // Read between arming and the second check: see `UntrappedDoorbells`.
         let timed = self.needs_timed_wakes();
         let mut found = self.shared.has_mail.load(Ordering::Acquire);
         found |= self.for_each_function(|FunctionQueues { queues, watches }| {
@@ -1010,7 +1017,7 @@ impl PollerThread {
             found | watches.iter_mut().any(DoorbellWatch::check_doorbells)
         });
         if !Arc::ptr_eq(&waker, &self.shared.waker) {
-            // The waker belongs to another thread now.
+            // Another thread has taken the functions and the waker.
             return (true, 0);
         }
         let began = Ticks::now();
@@ -1025,7 +1032,8 @@ impl PollerThread {
                     looks.for_doorbells(idle)
                 }
             });
-            // A spinning poller spins for the remaining time, so that the command completes on time.
+            // The sleep ends `early` before a command is due. The poller spins for the remaining time, so that the command
+            // completes on time.
             let due = self.ticks_until_due(began).map(|ticks| {
                 let until =
                     Duration::from_nanos(nvme_mpt_memory::clock::ticks_to_nanoseconds(ticks));
@@ -1058,7 +1066,7 @@ impl PollerThread {
         (found, slept)
     }
 
-    /// Returns whether queues wait for the limits of their leases.
+    /// Returns whether none, some or all queues wait for the limits of their leases.
     fn throttled_queues(&self) -> ThrottledQueues {
         let rests = self
             .polled
@@ -1073,13 +1081,13 @@ impl PollerThread {
         }
     }
 
-    /// Returns the ticks until the first timed event of a queue, if there is any.
+    /// Returns the ticks until the earliest timed event of a queue, if any queue has one.
     fn ticks_until_due(&self, now: Ticks) -> Option<u64> {
         let due = self.polled.queues().filter_map(ShadowQueue::next_due);
         due.min().map(|due| due.since(now))
     }
 
-    /// Returns whether a doorbell here is only stored to, so that no store wakes the poller.
+    /// Returns whether work may arrive here that does not wake the poller, such as a store to a mapped doorbell.
     fn needs_timed_wakes(&self) -> bool {
         !self.has_no_watches()
             || (self.is_isolated && !self.has_no_queues())
@@ -1088,7 +1096,7 @@ impl PollerThread {
 
     #[cold]
     fn read_mail(&mut self) {
-        // Leaving queues are charged up to now, and new queues from now on.
+        // Queues in removal are charged up to now, and new queues from now on.
         self.charge_time();
         self.shared.has_mail.store(false, Ordering::Relaxed);
         let mail = {
@@ -1117,7 +1125,7 @@ impl PollerThread {
                         if departure == QueueRemovalMode::CutShort {
                             queue.cut_short();
                         }
-                        // An earlier requester has stopped waiting.
+                        // The requester of an earlier removal of this queue has stopped waiting.
                         self.polled
                             .pending_removals
                             .retain(|(other, _)| *other != id);
@@ -1217,7 +1225,7 @@ impl PollerThread {
                 return true;
             }
             if requester.is_decided.swap(true, Ordering::AcqRel) {
-                // The queue stays. The mail that says so will arrive.
+                // The requester has cancelled the removal, so the queue stays. The mail about the cancellation will arrive.
                 function.members.queues[index].resume();
                 return false;
             }
@@ -1237,13 +1245,13 @@ impl PollerThread {
     }
 }
 
-/// Drops queues whose requesters are gone, on a separate thread, because the drop may wait for the drive and the ledger.
+/// Drops queues whose requesters no longer exist, on a separate thread, because the drop may wait for the drive and the ledger.
 #[expect(clippy::vec_box, reason = "queues move between threads and are large")]
 fn drop_queues_in_thread(threads: &ThreadSpawner, queues: Vec<Box<ShadowQueue>>) {
     if queues.is_empty() {
         return;
     }
-    // Without a thread, they are dropped here, and a failure to start is logged.
+    // If the thread cannot be started, which is logged, the closure drops the queues here.
     let _ = threads.spawn("queue-end", Box::new(move || drop(queues)));
 }
 
@@ -1255,7 +1263,7 @@ fn add_to_counter(counter: &AtomicU64, by: u64) {
     );
 }
 
-/// Sleep of a parked poller.
+/// Sleep of a parked poller, which its waker, a completion or a timer ends.
 pub(super) struct PollerSleep {
     timer: TimerFd,
     waker_fd: RawFd,
@@ -1281,18 +1289,18 @@ impl PollerSleep {
 
     fn watch_fd(&self, fd: RawFd) {
         if let Err(error) = self.control_epoll(ControlOperation::Add, fd) {
-            // Completions are then found only when the poller is awake for another reason.
+            // Without the descriptor, completions are found only when the poller is awake for another reason.
             error!("A host queue's completions cannot wake its poller: {error}");
         }
     }
 
     fn unwatch_fd(&self, fd: RawFd) {
-        // A closed descriptor has already left the epoll set.
+        // If the descriptor is closed, it has already left the epoll set, and the error does not matter.
         let _ = self.control_epoll(ControlOperation::Delete, fd);
     }
 
     fn sleep(&mut self, timeout: Option<Duration>) {
-        // A long sleep needs no precise end, so it saves the system calls for a timer. A simulator's clock is always precise.
+        // A long sleep need not end precisely, and saves the system calls for a timer. A simulator's clock is always precise.
         let needs_timer = |timeout: &Duration| *timeout <= PRECISE_SLEEP_MAX && !cfg!(simulation);
         let exact = timeout.filter(needs_timer);
         if let Some(timeout) = exact
@@ -1303,7 +1311,7 @@ impl PollerSleep {
         }
         let mut events = [EpollEvent::default(); 8];
         let rest = timeout.filter(|_| exact.is_none());
-        // An interrupted sleep counts as a short one: the poller checks for work and sleeps again.
+        // An interrupted sleep counts as a short sleep: the poller checks for work and sleeps again.
         let ready = eventfd::wait(self.waker.epoll(), rest, &mut events).unwrap_or(0);
         if events[..ready]
             .iter()

@@ -25,7 +25,7 @@ pub enum CommandTraffic {
 /// Guest command that the host controller has completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompletedCommand {
-    /// Opcode of the command. In command sets other than NVM, only its number has a meaning.
+    /// Opcode of the command. The names of [`NvmOpcode`] apply to the NVM Command Set only.
     pub opcode: NvmOpcode,
     /// Dwords 10 and 11 of the guest's command; 0 in command sets without LBAs.
     pub slba: u64,
@@ -42,7 +42,7 @@ pub trait CommandSet {
     /// Properties of a namespace on which the description depends.
     type Facts;
 
-    /// I/O commands of the command set. A namespace of blocks also has those of the NVM Command Set.
+    /// I/O commands that belong to the command set. A namespace with logical blocks also has those of the NVM Command Set.
     const COMMANDS: &'static [IoCommand];
 
     /// Returns the description of a namespace for its guest.

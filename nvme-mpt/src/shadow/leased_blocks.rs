@@ -39,7 +39,7 @@ pub struct LeasedBlocks {
     units: Arc<[Lba]>,
 }
 
-/// Unit shift of a lease with a single unit: no LBA of a namespace has more bits.
+/// Unit shift of a lease with a single unit. No LBA of a namespace has more bits, so all blocks are in the unit.
 const SINGLE_UNIT_SHIFT: u32 = 63;
 
 impl LeasedBlocks {
@@ -101,7 +101,7 @@ impl LeasedBlocks {
         self.nsids.host
     }
 
-    /// Returns the logical block size in bytes, as a power of two.
+    /// Returns the logical block size in bytes, as the exponent of a power of two.
     #[inline]
     #[must_use]
     pub const fn lba_shift(&self) -> u8 {
@@ -121,7 +121,7 @@ impl LeasedBlocks {
         self.units.first().copied().unwrap_or_default()
     }
 
-    /// Returns the lease without blocks, so that no command is translated.
+    /// Returns a copy without leased blocks, so that no command is translated.
     pub(super) fn to_revoked(&self) -> Self {
         Self {
             nsids: NamespaceIds {
@@ -138,7 +138,7 @@ impl LeasedBlocks {
         self.nsids.guest == Nsid::NONE
     }
 
-    /// Returns the same number of blocks, starting at host LBA 0, so that translation leaves LBAs unchanged.
+    /// Returns blocks that are as many and start at host LBA 0, so that translation leaves LBAs unchanged.
     pub(super) fn to_identity(&self) -> Self {
         Self {
             unit_shift: SINGLE_UNIT_SHIFT,
@@ -191,7 +191,7 @@ impl LeasedBlocks {
         }
     }
 
-    /// Returns the number of blocks, counted from the lease's first, that lie within a namespace of `host_blocks` blocks.
+    /// Returns the number of leading blocks of the lease that lie within a host namespace of `host_blocks` blocks.
     pub(crate) fn blocks_within(&self, host_blocks: u64) -> u64 {
         let mut within = 0;
         while within < self.blocks {
@@ -205,8 +205,8 @@ impl LeasedBlocks {
         within
     }
 
-    /// Returns the host LBA of a block, and the number of contiguous blocks from there: at most `most`, and 0 after the
-    /// lease's last block.
+    /// Returns the host LBA of a block, and the number of blocks from there that are contiguous at the host: at most `most`,
+    /// and 0 after the lease's last block.
     #[cold]
     pub(super) fn contiguous_run(&self, slba: Lba, most: u64) -> (Lba, u64) {
         let most = most.min(self.blocks.saturating_sub(slba.0));
@@ -236,7 +236,7 @@ mod tests {
         guest: Nsid(1),
         host: Nsid(7),
     };
-    /// Blocks per unit.
+    /// Number of blocks per unit.
     const UNIT: u64 = 8;
 
     fn range(start: u64, blocks: u64) -> BlockRange {
@@ -259,7 +259,7 @@ mod tests {
         }
     }
 
-    /// Generates a permutation of units of the host's namespace.
+    /// Generates a permutation of the units of the host's namespace.
     fn places() -> impl Strategy<Value = Vec<u64>> {
         Just((0..24).collect::<Vec<u64>>())
             .prop_shuffle()

@@ -36,13 +36,13 @@ use nvme_spec::status::Status;
 pub struct CommandFailure(u32);
 
 impl CommandFailure {
-    /// Creates a failure with Do Not Retry: the same command would fail again.
+    /// Creates a failure with Do Not Retry, because the command would fail again.
     #[must_use]
     pub const fn permanent(status: Status, location: u16) -> Self {
         Self((location as u32) << 16 | status.with_dnr(true).0 as u32)
     }
 
-    /// Creates a failure that the guest may retry. No byte of the command is wrong.
+    /// Creates a failure that the guest may retry, without the location of a wrong byte.
     pub(crate) const fn retryable(status: Status) -> Self {
         Self(0xFFFF << 16 | status.0 as u32)
     }

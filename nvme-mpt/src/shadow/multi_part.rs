@@ -32,10 +32,10 @@ use super::translate::{CommandTranslator, PartContext};
 use crate::host::ListMemory;
 use crate::host::{DataPointer, HostCompletion};
 
-/// Number of part lists of a shadow queue. Limits the parts with data in flight.
+/// Number of part lists of a shadow queue, which is the maximum number of parts with data in flight.
 pub(crate) const PART_LISTS: u16 = 8;
 
-/// Time after which a Deallocate in parts starts no further part: a third of the usual command timeout of drivers.
+/// Time after which a Deallocate in parts starts no further part: a third of the usual command timeout of drivers (30 s).
 const DEALLOCATE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Size of the range list of a Dataset Management or Copy command, in words.
@@ -97,7 +97,7 @@ impl MultiPartCommands {
         self.count > 0
     }
 
-    /// Ends waiting commands, and commands in flight after their current part.
+    /// Lets commands start no further part: waiting commands end, and commands in flight end after their current part.
     pub(super) fn cut_short(&mut self) {
         self.is_cut_short = true;
     }
@@ -117,8 +117,8 @@ impl MultiPartCommands {
         self.waiting.push_back(slot);
     }
 
-    /// Returns the next step of a waiting command; `None` if no command waits or no list is free. If `gives_up` is true, all
-    /// commands end.
+    /// Returns the next step of a waiting command; `None` if no command waits or no list is free. If `gives_up` is true,
+    /// waiting commands complete instead of submitting their next part.
     #[cold]
     pub(super) fn next_step(
         &mut self,
@@ -197,11 +197,11 @@ fn needs_lists(whole: &Sqe) -> bool {
     )
 }
 
-/// Resources of a part at the host controller.
+/// Slot and list that a part uses at the host controller.
 #[derive(Clone, Copy, Debug)]
 struct PartPlace {
     slot: u16,
-    /// Number of its list, which no other command or part uses.
+    /// Number of the part's list, which no other command or part uses.
     list: u16,
 }
 
@@ -400,7 +400,7 @@ impl PartBuilder {
         Ok(taken)
     }
 
-    /// Builds a part of a Copy command, which fills one contiguous destination at the host.
+    /// Builds a part of a Copy command. The part fills one contiguous destination at the host.
     fn build_copy(
         &mut self,
         part: &mut Sqe,
@@ -445,9 +445,8 @@ impl PartBuilder {
     }
 }
 
-/// Cuts ranges of leased blocks, after the first `done` blocks, into pieces that are contiguous in the host's
-/// namespace: at most `most` pieces with at most `room` blocks together. Passes each piece to `put`. Returns the number of
-/// pieces and of blocks.
+/// Cuts ranges of leased blocks, without their first `done` blocks, into pieces that are contiguous in the host's namespace.
+/// Passes at most `most` pieces, with at most `room` blocks in total, to `put`. Returns the number of pieces and of blocks.
 fn cut_ranges(
     ranges: impl Iterator<Item = (Lba, u64)>,
     done: u64,
@@ -476,7 +475,7 @@ fn cut_ranges(
     Ok((count, taken))
 }
 
-/// Writes the range with this number to a list.
+/// Writes a range to a list, at index `number`.
 fn write_range<T: IntoBytes + zerocopy::Immutable>(
     list: &mut [u64],
     number: usize,

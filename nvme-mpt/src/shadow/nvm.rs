@@ -14,8 +14,8 @@ use super::UntranslatedCommand;
 use super::command_set::CommandSet;
 use super::translate::CommandTranslator;
 
-/// Longest deallocation range advised to guests, in bytes. Longer ranges are executed in parts. Linux follows the advice
-/// since 5.13. Without the advice, Linux would send ranges that take longer than its timeout.
+/// Longest deallocation range advised to guests, in bytes. Longer ranges are executed in parts. Linux follows the advice since
+/// 5.13. Without it, Linux would send ranges that take longer than its command timeout.
 const ADVISED_RANGE_BYTES: u64 = 1 << 30;
 
 /// The NVM Command Set.
@@ -27,7 +27,7 @@ pub struct NvmCommands;
 pub struct NvmFacts {
     /// Limits of the host controller.
     pub limits: ControllerLimits,
-    /// Logical block size in bytes, as a power of two.
+    /// Logical block size in bytes, as the exponent of a power of two.
     pub lba_shift: u8,
 }
 
@@ -73,7 +73,7 @@ impl CommandSet for NvmCommands {
             namespace: IdentifyNamespaceData::default(),
             controller: SparseStructure::from_structure(&id),
             change_list: None,
-            // The limits are promised elsewhere.
+            // The local back end saves the limits as promises.
             promises: Vec::new(),
         }
     }

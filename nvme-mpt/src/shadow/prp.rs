@@ -18,7 +18,7 @@ const PAGE_OFFSET_MASK: u64 = PAGE_SIZE - 1;
 const PRP1: u16 = 24;
 const PRP2: u16 = 32;
 
-/// Positions in one region table at which lookups of data and of lists begin.
+/// Positions in one region table at which the next lookups of data and of lists begin.
 #[derive(Debug, Default)]
 pub(super) struct PrpHints {
     /// Hint for the first entry of each command and for the pages of a list.
@@ -28,8 +28,8 @@ pub(super) struct PrpHints {
     list: RegionHint,
 }
 
-/// Translates the first PRP entry if the command's data lies in one page, and in the same contiguous memory region as the
-/// previous data. Returns `None` otherwise. Nearly all commands take this fast path.
+/// Translates the first PRP entry if the command's data lies in one page, and in the contiguous memory region that held the
+/// previous command's data. Returns `None` otherwise. Nearly all commands take this fast path.
 #[inline(always)]
 pub(super) fn translate_page(
     hints: &PrpHints,
@@ -44,9 +44,8 @@ pub(super) fn translate_page(
     None
 }
 
-/// Translates the PRP entries of a command that transfers `len` bytes, at least one.
-///
-/// If the host controller needs a list, it is built in the slot's part of `lists`.
+/// Translates the PRP entries of a command that transfers `len` bytes (at least one). If the host controller needs a list, it
+/// is built in the slot's part of `lists`.
 #[inline(never)]
 pub(super) fn translate(
     table: &RegionTable,
@@ -146,7 +145,7 @@ fn translate_chain(
         }
         let here = page.data_entries() as usize;
         let internal = CommandFailure::permanent(Status::INTERNAL_ERROR, PRP2);
-        // The list's address is a multiple of an entry's size, and regions are whole pages. So entries are aligned.
+        // The list's address is a multiple of an entry's size, and regions are whole pages. So every entry is aligned.
         let next = guest_list.words().ok_or(internal)?.read(here);
         list.advance(page, PrpEntry(next));
         current_page(&list)?;
@@ -174,7 +173,7 @@ fn translate_entries(
         .page
         .pages(direction)
         .ok_or(CommandFailure::permanent(Status::INTERNAL_ERROR, PRP2))?;
-    // No branch per entry: nearly always, all pages lie in one run.
+    // The copy has no branch per entry: nearly always, all pages lie in one run.
     let offsets = guest_list.copy_moved_words_to(host_list, run.first, run.iova);
     // Runs start at page boundaries, so the offset in the run includes the offset in the page.
     if offsets & PAGE_OFFSET_MASK != 0 {

@@ -54,7 +54,7 @@ impl SglBuilder<'_> {
         }
     }
 
-    /// Adds a data block for each piece of a guest range that is not contiguous for the host controller.
+    /// Adds a data block for each piece of a guest range. Each piece is contiguous for the host controller.
     #[cold]
     fn add_block_pieces(&mut self, mut address: Gpa, mut len: u32) -> Result<(), CommandFailure> {
         let outside = failure(Status::DATA_TRANSFER_ERROR);
@@ -79,7 +79,7 @@ impl SglBuilder<'_> {
         if self.count == 0 {
             self.first = host;
         }
-        // The number of guest descriptors is limited to the list's size, but translation in pieces may exceed the limit.
+        // The number of guest descriptors is limited to the list's size, but their pieces may be more than the list holds.
         let words: [u64; 2] = transmute!(host);
         let (list, _) = self.lists.slot_list(self.slot);
         list.get_mut(2 * self.count..2 * self.count + 2)

@@ -11,16 +11,16 @@ use nvme_spec::sqe::{Cdw0, Sqe};
 use crate::host::DataPointer;
 
 /// Time after taking a command in which the command may be resubmitted to the host controller: half of the usual command
-/// timeout of drivers. With `timeout=` of 10 s, a command that the drive never completes is resubmitted once, and fails before
-/// its driver's timeout.
+/// timeout of drivers. With `timeout=` of 10 s, a command that the drive never completes is thus resubmitted once, and fails
+/// before its driver's timeout.
 const RESUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Rare extra work at the end of a command. A single check finds whether there is any.
+/// Rare extra work at the end of a command. One comparison finds whether a command has any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CompletionWork(u8);
 
 impl CompletionWork {
-    /// Memory of the command's data was unmapped since the command was taken.
+    /// Memory of the command's data was unmapped after the command was taken.
     pub(crate) const STALE: Self = Self(1);
     /// The command is executed in parts.
     pub(crate) const IN_PARTS: Self = Self(2);
@@ -65,14 +65,14 @@ pub(crate) struct CommandSlot {
     next_free: u16,
     /// Extra work at the end of the command.
     pub(crate) completion_work: CompletionWork,
-    /// Data bytes in the VM's memory. Ranges to deallocate or copy do not count, because the host has a copy of them.
+    /// Data bytes in the VM's memory. Ranges to deallocate or copy do not count, because the slot's list has a copy of them.
     pub(crate) bytes: u32,
     /// First LBA as sent by the guest, for the error log; 0 in command sets without LBAs.
     pub(crate) slba: u64,
     /// Time at which the command was taken.
     pub(crate) taken_at: Ticks,
-    /// Command sent to the host controller, or the whole command from which its parts are made. The Data Pointer of this
-    /// command and the slot's list, which the guest cannot change, describe the data.
+    /// Command sent to the host controller, or, for a command in parts, the whole command. Its Data Pointer and the slot's
+    /// list, both of which the guest cannot change, describe the data.
     pub(crate) host: Sqe,
 }
 
@@ -90,8 +90,9 @@ impl CommandSlot {
         NvmOpcode(self.cdw0.opcode())
     }
 
-    /// Counts a resubmission of a command that a drive reset interrupted. Returns false if the command must not be
-    /// resubmitted: its memory was unmapped, it is executed in parts, it is not repeatable, or the guest has waited too long.
+    /// Counts a resubmission of a command that a drive reset interrupted. Returns false if the command must not be resubmitted:
+    /// its memory was unmapped, it is executed in parts, it is not repeatable, the guest has waited too long, or the maximum is
+    /// reached.
     #[cold]
     pub(crate) fn try_resubmit(&mut self, is_repeatable: impl FnOnce(&Sqe) -> bool) -> bool {
         !self.completion_work.has(CompletionWork::IN_PARTS)
@@ -152,7 +153,7 @@ impl<'a> SlotPermit<'a> {
         slot.bytes = bytes;
         slot.slba = slba;
         slot.taken_at = taken;
-        // The permit has the number `free.first`.
+        // The permit's slot is the first of the free list.
         free.first = slot.next_free;
         free.count -= 1;
         &slot.host
@@ -169,7 +170,7 @@ impl<'a> SlotPermit<'a> {
 /// Number that no slot has.
 const NO_SLOT: u16 = u16::MAX;
 
-/// Linked list of free slots. Each free slot has the number of the next one.
+/// Linked list of free slots. Each free slot has the number of the next free slot.
 #[derive(Debug)]
 struct FreeSlots {
     /// Number of the next slot to take, or [`NO_SLOT`].
@@ -188,7 +189,7 @@ pub(crate) struct CommandSlots {
 
 impl CommandSlots {
     pub(crate) fn new(count: u16) -> Self {
-        // Lowest first: the same few slots and their list pages stay in the cache.
+        // Lowest number first: a few slots and their list pages are reused and stay in the cache.
         let first = |from: u16| if from < count { from } else { NO_SLOT };
         let slots = (0..count).map(|number| CommandSlot {
             next_free: first(number + 1),
@@ -260,7 +261,7 @@ impl CommandSlots {
     /// Frees a slot and returns it with its completion reservation; `None` if no in-flight command has this number.
     #[inline]
     pub(crate) fn release(&mut self, index: u16) -> Option<(&mut CommandSlot, CompletionCredit)> {
-        // Checked before it is taken, so that nothing is written to a free slot.
+        // Checked before the reservation is taken, so that nothing is written to a free slot.
         let slot = self
             .slots
             .get_mut(usize::from(index))
@@ -387,7 +388,7 @@ mod tests {
     #[test]
     fn free_slots_keep_their_order_when_another_one_is_taken() {
         let mut slots = CommandSlots::new(4);
-        // Includes the last slot of the free list, which has no successor.
+        // The cases include the last slot of the free list, which has no successor.
         for (number, free) in [(2, 3), (0, 2), (3, 1), (1, 0)] {
             let mut permit = slots.reserve_at(number).expect("free");
             assert_eq!(permit.host().0, number);

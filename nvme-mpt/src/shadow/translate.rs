@@ -41,7 +41,7 @@ pub struct CommandTranslator {
     table: Arc<RegionTable>,
     lists: ListMemory,
     blocks: LeasedBlocks,
-    /// Blocks with identity translation, for [whole commands](Self::translate_whole).
+    /// Blocks with identity translation, for [whole commands](Self::translate_whole) that are then split.
     identity_blocks: LeasedBlocks,
     limits: ControllerLimits,
     /// Limits of [whole commands](Self::translate_whole), which are executed in parts.
@@ -83,18 +83,18 @@ impl CommandTranslator {
         }
     }
 
-    /// Returns the snapshot of the VM's memory map that is in use.
+    /// Returns the table of the VM's memory that the translator uses.
     pub(super) fn table(&self) -> &Arc<RegionTable> {
         &self.table
     }
 
-    /// Sets the snapshot of the VM's memory map. Returns the old one.
+    /// Sets the table of the VM's memory. Returns the old one.
     pub(super) fn set_table(&mut self, table: Arc<RegionTable>) -> Arc<RegionTable> {
         self.prp_hints = PrpHints::default();
         std::mem::replace(&mut self.table, table)
     }
 
-    /// Fails all further commands, because the lease is revoked.
+    /// Makes all further commands fail, because the lease is revoked.
     pub(super) fn revoke(&mut self) {
         self.blocks = self.blocks.to_revoked();
     }
@@ -122,7 +122,7 @@ impl CommandTranslator {
         self.swap_whole_context();
         translated.map_err(|error| match error {
             UntranslatedCommand::Failed(failure) => failure,
-            // The blocks of a whole command are contiguous, and their number is not limited.
+            // Not reached: the blocks of a whole command are contiguous, and their number is not limited.
             UntranslatedCommand::InParts => {
                 CommandFailure::permanent(Status::INTERNAL_ERROR, field_offsets::CDW10)
             }
@@ -180,7 +180,7 @@ impl CommandTranslator {
         const READ: u32 = NvmOpcode::READ.0 as u32;
         const WRITE: u32 = NvmOpcode::WRITE.0 as u32;
         let opcode = NvmOpcode(guest.opcode());
-        // A single comparison finds unfused reads and writes with PRPs, which nearly all commands are.
+        // A single comparison detects unfused reads and writes with PRPs, which are nearly all commands.
         let kind = guest.cdw0.0 & (OPCODE.0 | FUSE_AND_PSDT.0);
         if matches!(kind, READ | WRITE) {
             self.check_nsid(guest)?;
@@ -429,7 +429,7 @@ impl CommandTranslator {
         let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(guest);
         let count = u64::from(nlb_z) + 1;
         let slba = self.blocks.translate(slba, count)?;
-        // WZSL, WUSL and VSL (NVM 1.0, section 4.1.5.4). Drivers older than NVMe 2.0 do not know them.
+        // The limits are WZSL, WUSL and VSL (NVM 1.0, section 4.1.5.4), which drivers older than NVMe 2.0 do not know.
         if count << self.blocks.lba_shift() > self.limits.no_data_bytes_max {
             return Err(UntranslatedCommand::InParts);
         }
@@ -440,7 +440,7 @@ impl CommandTranslator {
                 let command = WriteZeroes {
                     slba,
                     nlb_z,
-                    // Offered (DLFEAT) only if deallocated blocks read as zeroes.
+                    // DEAC is offered (DLFEAT) only if deallocated blocks read as zeroes.
                     deac: deac && self.limits.deallocated_reads_zeroes,
                     fua,
                     lr,
@@ -472,7 +472,7 @@ impl CommandTranslator {
     ) -> Result<u32, UntranslatedCommand> {
         let command = DatasetManagement::from(guest);
         let count = usize::from(command.nr_z) + 1;
-        // DMRL and DMRSL (NVM 1.0, section 4.1.5.4). Drivers older than NVMe 2.0 do not know them.
+        // The limits are DMRL and DMRSL (NVM 1.0, section 4.1.5.4), which drivers older than NVMe 2.0 do not know.
         if count as u64 > u64::from(self.limits.dsm_ranges_max) {
             return Err(UntranslatedCommand::InParts);
         }
@@ -587,7 +587,7 @@ impl CommandTranslator {
     }
 }
 
-/// Returns the limits for translating whole commands: no limit on ranges and on blocks without data.
+/// Returns the limits for translating whole commands: ranges, and blocks without data, are not limited.
 fn whole_command_limits(limits: ControllerLimits) -> ControllerLimits {
     ControllerLimits {
         no_data_bytes_max: u64::MAX,
@@ -597,7 +597,7 @@ fn whole_command_limits(limits: ControllerLimits) -> ControllerLimits {
     }
 }
 
-/// Returns the bytes as ranges. The length must be that of the ranges.
+/// Returns the bytes as ranges. The caller ensures that their length is a multiple of a range's size.
 fn ranges_mut<T: FromBytes + IntoBytes + zerocopy::KnownLayout>(
     bytes: &mut [u8],
 ) -> Result<&mut [T], CommandFailure> {

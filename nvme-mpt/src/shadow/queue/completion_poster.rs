@@ -37,7 +37,7 @@ pub(super) struct CompletionPoster<'a, H, const SPECIAL: bool, const LIVE: bool>
     pub(super) translator: &'a CommandTranslator,
     pub(super) pending_unmaps: &'a mut UnmapsInUse,
     pub(super) parts: &'a mut MultiPartCommands,
-    /// Kind of the next poll passes.
+    /// Kind of the queue's next poll passes.
     pub(super) pass_kind: &'a mut ShadowPassKind,
     /// True if written pages are noted in the dirty log.
     pub(super) is_logged: bool,
@@ -57,7 +57,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
 {
     #[inline(always)]
     fn take(&mut self, completion: HostCompletion) {
-        // A completion without an in-flight command arrived too late.
+        // If the slot has no in-flight command, the completion arrived too late and is dropped.
         let Some((slot, room)) = self.slots.release(completion.slot) else {
             return;
         };
@@ -115,18 +115,18 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
             }
             let ended_here = completion.status == Status::ABORTED_SQ_DELETION;
             if LIVE && self.inflight.is_some() && self.is_cut_short && ended_here {
-                // The command keeps its mark, so that the successor process executes it. After a reset, which cuts queues short
-                // too, no guest waits for the command.
+                // The command keeps its in-flight mark, so that the successor process executes it. A reset also cuts queues
+                // short, but after a reset no guest waits for the command.
                 if SPECIAL {
                     self.completed -= 1;
                 }
                 return;
             }
-            // Must precede the completion, after which the guest may read the error log.
+            // The error log entry must precede the completion, after which the guest may read the log.
             report_failure(self.context, sq, slot, completion.status);
         }
         let HostCompletion { status, dw0, .. } = completion;
-        // Built for each use. A shared value would occupy registers while the entry is published.
+        // Built anew for each use. A shared value would occupy registers while the entry is published.
         let command = |slot: &CommandSlot| CompletedCommand {
             opcode: slot.opcode(),
             slba: slot.slba,
@@ -144,7 +144,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
                 live.clear(completion.slot);
             }
         }
-        // The completion is posted, so the statistics below delay no one.
+        // The completion is posted already, so the statistics below do not delay the guest.
         if self.now == NOT_YET {
             self.now = Ticks::now();
         }

@@ -14,15 +14,15 @@ use super::{CompletionQueue, ShadowCore, ShadowPassKind};
 use crate::host::HostMemory;
 use crate::shadow::slot::CommandSlot;
 
-/// Notes the host controller's writes for a finished command, whatever its status. Addresses are looked up in the current
-/// table of the VM's memory, and in memory that was unmapped since the command was translated.
+/// Notes the host controller's writes for a command that has ended, with any status. Addresses are looked up in the current
+/// table of the VM's memory, and in memory that was unmapped after the command was translated.
 #[cold]
 pub(super) fn mark_completed_dirty(
     slot: &CommandSlot,
     memory: HostMemory<'_>,
     departures: &UnmapsInUse,
 ) {
-    // In every command set, only these commands write to the VM's memory.
+    // In every command set, only controller-to-host transfers write to the VM's memory.
     let writes = DataTransfer::from_opcode(slot.opcode().0) == DataTransfer::ControllerToHost;
     if !writes || slot.bytes == 0 {
         return;
@@ -30,7 +30,8 @@ pub(super) fn mark_completed_dirty(
     let noted = slot
         .data_pointer()
         .for_each_iova(memory.lists, slot.bytes.into(), |iova, len| {
-            // Memory of one region may have been split since, because part of it was unmapped.
+            // The memory may have been one region when the command was translated and several regions now, because a part was
+            // unmapped.
             let (mut at, end) = (iova, iova.wrapping_add(len));
             while at < end {
                 let noted = match memory.table.mark_dirty_iova(at, end - at) {
@@ -49,7 +50,8 @@ pub(super) fn mark_completed_dirty(
 }
 
 impl ShadowCore {
-    /// Adopts the state of the current table: dirty log, leased blocks and limits. A change of the limits renews the table.
+    /// Adopts the state that belongs to the current table: dirty log, leased blocks and limits. A change of the limits
+    /// publishes a new table.
     #[cold]
     pub(super) fn adopt_table_state(&mut self) {
         self.translator.set_blocks(&self.context.blocks());
@@ -79,7 +81,7 @@ impl ShadowCore {
         };
     }
 
-    /// Notes the entries that a pass posted. `tail` is the Completion Queue's tail before the pass.
+    /// Notes the Completion Queue entries that a pass posted. `tail` is the queue's tail before the pass.
     #[cold]
     pub(super) fn mark_pass_dirty(&self, tail: u32) {
         let table = self.translator.table();
@@ -87,7 +89,8 @@ impl ShadowCore {
         self.mark_event_idx_dirty();
     }
 
-    /// Notes the EventIdx page. The page has EventIdx of all doorbells and is written often, so the whole page is noted.
+    /// Notes the EventIdx page. The page has the EventIdx values of all doorbells and is written often, so it is noted as a
+    /// whole.
     pub(super) fn mark_event_idx_dirty(&self) {
         if let Some(DoorbellBuffer { event_idx, .. }) = self.buffer {
             self.translator.table().mark_dirty(event_idx, PAGE_SIZE);

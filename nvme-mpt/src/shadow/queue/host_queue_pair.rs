@@ -104,8 +104,8 @@ impl HostQueuePair {
         Self(Box::new(queue))
     }
 
-    /// Polls the host queue with the rest of its shadow queue: takes commands and posts completions. Returns whether there
-    /// was any work.
+    /// Polls the host queue together with `core`, the other part of its shadow queue: takes commands and posts completions.
+    /// Returns whether there was any work.
     #[inline]
     pub(crate) fn poll(&mut self, core: &mut ShadowCore) -> bool {
         self.0.poll(core)

@@ -1,4 +1,5 @@
-//! Changes of the VM's memory map under a shadow queue: rings and doorbells are located in each new table, or awaited.
+//! Changes of the VM's memory map under a shadow queue. The queue locates its rings and doorbells in each new table, or waits
+//! until a table has them.
 
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use nvme_spec::registers::Doorbell;
 use super::rings::{completion_ring, completion_ring_len, submission_ring, submission_ring_len};
 use super::{ShadowCore, ShadowQueueCondition};
 
-/// Returns whether the memory of a queue's rings has been missing for too long: `since` is the time at which the memory went
+/// Returns whether the memory of a queue's rings has been missing for too long: `since` is the time at which the memory became
 /// missing, and `quiet_since` the time at which the last change of the memory map ended.
 pub(super) fn is_suspension_over(now: Ticks, since: Ticks, quiet_since: Ticks) -> bool {
     let lasts = |from: Ticks| Duration::from_nanos(ticks_to_nanoseconds(now.since(from)));
@@ -21,7 +22,7 @@ pub(super) fn is_suspension_over(now: Ticks, since: Ticks, quiet_since: Ticks) -
 }
 
 impl ShadowCore {
-    /// Uses the newest table of the VM's memory.
+    /// Adopts the newest table of the VM's memory.
     #[cold]
     pub(super) fn adopt_table(&mut self) {
         let table = self.context.tables.current();
@@ -36,7 +37,7 @@ impl ShadowCore {
             }
             rebind |= self.has_rings_in(departure);
         }
-        // The old table has the last reference to unmapped regions, apart from those of the pending unmaps.
+        // Dropping the old table drops the queue's last references to unmapped regions, apart from those of pending unmaps.
         drop(self.translator.set_table(table));
         self.adopt_table_state();
         let tail = self.cq.indices.tail().get();
@@ -44,7 +45,7 @@ impl ShadowCore {
             self.rebind();
         }
         if self.is_logged {
-            // Covers completions that were held, and EventIdx at its new address.
+            // The dirty log must have the held completions that were posted, and EventIdx at its new address.
             self.mark_pass_dirty(tail);
         }
         if let Some(table_use) = &self.table_use {
@@ -64,7 +65,7 @@ impl ShadowCore {
         parts.any(|(gpa, len)| departure.overlaps_gpa(gpa, len))
     }
 
-    /// Locates the rings in another table. Completions of in-flight commands must be held, if there are any.
+    /// Locates the rings in another table. The caller ensures that completions of in-flight commands are held.
     pub(super) fn rebind(&mut self) {
         if self.condition == ShadowQueueCondition::Failed {
             return;
@@ -98,8 +99,8 @@ impl ShadowCore {
             cq.publish(entry, room);
         }
         if let Some(live) = live {
-            // Slots of held completions are free, and no command was taken since. Commands that must be executed again have no
-            // slots yet and keep their marks.
+            // Slots of held completions are free, and no command has been taken while they were held. Commands that must be
+            // executed again have no slots yet and keep their marks.
             let is_repeated = |slot| repeats.iter().any(|repeat| repeat.slot == slot);
             live.clear_stale_marks(|slot| slots.command(slot).is_some() || is_repeated(slot));
             live.store(&cq.indices, false);
@@ -107,7 +108,7 @@ impl ShadowCore {
         cq.coalescer.on_posted(count, Ticks::now());
     }
 
-    /// Fails the queue if its suspension has lasted too long for a change of the memory map.
+    /// Fails the queue if its suspension has lasted longer than any change of the memory map should.
     #[cold]
     pub(super) fn check_suspension(&mut self) {
         let ShadowQueueCondition::Suspended {
@@ -119,7 +120,7 @@ impl ShadowCore {
         };
         let now = Ticks::now();
         let tables = &self.context.tables;
-        // If the poller was preempted in this pass, it may not have seen that the memory is back.
+        // If the poller was preempted in this pass, it may have missed a newer table that has the memory.
         if is_suspension_over(now, since, tables.last_change(now))
             && tables.is_newest(self.generation)
         {

@@ -51,20 +51,20 @@ use crate::shadow::TranslatedQueue;
 /// Commands taken from one Submission Queue before the next queue gets its turn.
 const BATCH_COMMANDS: u32 = 64;
 
-/// Bytes after which a batch ends, so that small commands do not wait for large ones.
+/// Bytes after which a batch ends, so that small commands do not wait for many large ones.
 const BATCH_BYTES: u32 = 4 << 20;
 
 /// `BATCH_BYTES` on a poller that also has queues of other functions.
 const SHARED_BATCH_BYTES: u32 = 256 << 10;
 
-/// Number of entries to prefetch ahead of the current one.
+/// Number of ring entries to prefetch ahead of the current one.
 const PREFETCH: u32 = 8;
 
-/// Operability of a shadow queue.
+/// Condition of a shadow queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ShadowQueueCondition {
     Operational,
-    /// Memory of the rings or doorbells is unmapped. The queue takes and posts nothing until it is mapped again.
+    /// Memory of the rings or doorbells is unmapped. The queue takes and posts nothing until the memory is mapped again.
     Suspended {
         missing: Gpa,
         since: Ticks,
@@ -73,10 +73,10 @@ enum ShadowQueueCondition {
     Failed,
 }
 
-/// Kind of a queue's poll passes. Each kind is compiled separately, so that a cheaper kind has no checks of the other kinds.
+/// Kind of a queue's poll passes. Each kind is compiled separately, so that a pass has only the checks of its own kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ShadowPassKind {
-    /// Commands pass without extra work.
+    /// Commands pass without tracking and without other extra work.
     Plain,
     /// In-flight tracking is written.
     Inflight,
@@ -121,25 +121,25 @@ impl QueueContext {
 /// Shadow queue as seen by its poller.
 #[derive(Debug)]
 pub struct ShadowQueue {
-    /// Dropped first: the drop waits for in-flight commands, which use memory that the core keeps.
+    /// Dropped first: the drop waits for in-flight commands, which use memory of the core.
     host: HostQueuePair,
     core: ShadowCore,
-    /// Processor time spent on the queue by its poller.
+    /// Poller's processor time that the queue is charged.
     cpu_charge: ProcessorTimeCharge,
-    /// Crash record for work on the queue, if the queue may outlive this process.
+    /// Crash record that is set during work on the queue, if the queue may outlive this process.
     crash_record: Option<CrashRecord>,
     /// Dropped last: the lease must outlive its commands.
     lease: LeaseGuard,
 }
 
-/// Value that holds a lease until it is dropped.
+/// Reference that holds a lease until it is dropped.
 type LeaseGuard = Arc<dyn Any + Send + Sync>;
 
-/// Host controller's end of a shadow queue.
+/// Host queue of a shadow queue, with its resources.
 #[derive(Debug)]
 pub(crate) struct HostQueueParts {
     pub(crate) queue: HostQueuePair,
-    /// Number of slots.
+    /// Number of slots: commands that may be in flight at the host controller.
     pub(crate) slots: u16,
     /// Memory for PRP lists and SGLs, one list per slot.
     pub(crate) lists: ListMemory,
@@ -179,17 +179,17 @@ pub(crate) struct ShadowCore {
     is_logged: bool,
     /// True if the lease has limits.
     is_limited: bool,
-    /// Time until which commands wait for the lease's limits; `None` if none waits.
+    /// Time until which commands wait for the lease's limits; `None` if no command waits.
     throttled_until: Option<Ticks>,
-    /// Time since which commands wait for the lease's limits; `None` if none waits.
+    /// Time since which commands wait for the lease's limits; `None` if no command waits.
     throttled_since: Option<Ticks>,
-    /// `None` while the queue is paused. Dropped last, after all references to the VM's memory.
+    /// Use of the VM's memory; `None` while the queue is paused. Dropped after all references to that memory.
     table_use: Option<TableUse>,
 }
 
 impl ShadowQueue {
     /// Creates a shadow queue without Submission Queues. `id` identifies it among the pollers' queues. `host.lists` has
-    /// [`PART_LISTS`](super::parts::PART_LISTS) lists in addition to those of the slots.
+    /// [`PART_LISTS`](super::multi_part::PART_LISTS) lists in addition to those of the slots.
     pub(crate) fn new(
         id: u64,
         context: Arc<QueueContext>,
@@ -227,7 +227,7 @@ impl ShadowQueue {
             batch_bytes: BATCH_BYTES,
             generation,
             pending_unmaps: UnmapsInUse::default(),
-            // The first poll checks for memory lost before the queue existed too.
+            // The first poll must also find memory that was lost before the queue existed.
             lost_epoch: lost_memory_epoch().wrapping_sub(1),
             is_stopped: false,
             is_cut_short: false,
@@ -257,13 +257,13 @@ impl ShadowQueue {
         self.core.id
     }
 
-    /// Returns the account of the poller's time for this queue.
+    /// Returns the charge of the poller's time for this queue.
     #[inline]
     pub(crate) fn cpu_charge(&self) -> &ProcessorTimeCharge {
         &self.cpu_charge
     }
 
-    /// Returns the account of [`Self::cpu_charge`] for charging.
+    /// Returns the charge of [`Self::cpu_charge`] for changes.
     #[inline]
     pub(crate) fn cpu_charge_mut(&mut self) -> &mut ProcessorTimeCharge {
         &mut self.cpu_charge
@@ -275,7 +275,7 @@ impl ShadowQueue {
         self.core.cq.qid
     }
 
-    /// Initializes the in-flight tracking of a new queue, if there is any.
+    /// Initializes the in-flight tracking of a new queue that has any.
     pub(crate) fn init_inflight(&self) {
         if let Some(live) = &self.core.inflight {
             live.init(&self.core.cq.indices);
@@ -287,7 +287,8 @@ impl ShadowQueue {
         self.core.sqs.push(sq);
     }
 
-    /// Removes a Submission Queue. No poller may have the shadow queue, so no command of it is in flight.
+    /// Removes a Submission Queue. The caller ensures that no poller has the shadow queue, so that no command of it is in
+    /// flight.
     pub(crate) fn remove_sq(&mut self, qid: QueueId) {
         self.core.sqs.retain(|sq| sq.qid != qid);
     }
@@ -304,7 +305,7 @@ impl ShadowQueue {
         self.core.bind_memory().is_ok()
     }
 
-    /// Takes commands, and posts completions. Returns whether there was any work.
+    /// Runs one poll pass: takes commands and posts completions. Returns whether there was any work.
     #[inline]
     pub fn poll(&mut self) -> bool {
         let Self {
@@ -337,8 +338,8 @@ impl ShadowQueue {
             }
     }
 
-    /// Returns whether something is pending whose end wakes no sleeping poller: commands at a polled drive, or a suspension
-    /// that ends after a timeout.
+    /// Returns whether an event is pending that wakes no sleeping poller: a completion of a polled drive, or the end of a
+    /// suspension by timeout.
     #[must_use]
     pub fn has_unsignalled_work(&self) -> bool {
         (self.host.is_polled() && !self.is_drained())
@@ -355,7 +356,7 @@ impl ShadowQueue {
     /// neither.
     #[must_use]
     pub fn next_due(&self) -> Option<Ticks> {
-        // A queue that is not sound posts nothing, so it settles no interrupt either.
+        // A queue that is not operational posts nothing, so no held-back interrupt becomes due either.
         let held = self
             .core
             .cq
@@ -366,7 +367,7 @@ impl ShadowQueue {
         due.into_iter().flatten().min()
     }
 
-    /// Returns the time until which commands wait for the limits of their lease; `None` if none waits.
+    /// Returns the time until which commands wait for the limits of their lease; `None` if no command waits.
     #[must_use]
     pub fn throttled_until(&self) -> Option<Ticks> {
         self.core.throttled_until
@@ -412,7 +413,8 @@ impl ShadowQueue {
 impl Drop for ShadowQueue {
     fn drop(&mut self) {
         if !self.host.drain() {
-            // Commands that the drive keeps may still access the VM's memory and the leased blocks. Neither may be reused.
+            // Commands that the drive has not completed may still access the VM's memory and the leased blocks. Neither may be
+            // reused.
             let table = self.core.translator.table().clone();
             let departures = std::mem::take(&mut self.core.pending_unmaps);
             leak((table, departures, self.lease.clone()));
@@ -430,7 +432,7 @@ impl ShadowCore {
             self.check_lost_memory();
         }
         match self.pass_kind {
-            // Plain and live passes require a sound queue and do not check its condition.
+            // Plain and in-flight passes require an operational queue and do not check its condition.
             _ if !self.is_operational() => self.special_pass(host),
             ShadowPassKind::Plain => self.run_pass::<H, false, false>(host),
             ShadowPassKind::Inflight => self.inflight_pass(host),
@@ -483,8 +485,8 @@ impl ShadowCore {
             let mut batch = host.batch();
             let mut taken = false;
             for index in 0..self.sqs.len() {
-                // By count of instructions: a drive that completes later has more code around both loops, which exceeds the
-                // processor's registers.
+                // Chosen by instruction counts: code for deferred completions is larger, and two loops in one function would
+                // exceed the processor's registers.
                 taken |= match H::COMPLETION_TIMING {
                     CompletionTiming::Deferred => {
                         self.take_outlined::<H, SPECIAL, LIVE>(index, &mut batch)
@@ -506,7 +508,7 @@ impl ShadowCore {
         if host.has_failed() {
             self.fail(QueueFailure::HostQueue);
         }
-        // If the queue is not sound, the guest's memory may be unmapped, including the doorbell.
+        // If the queue is not operational, the guest's memory may be unmapped, including the doorbell.
         if sound && self.cq.coalescer.is_owed() {
             self.signal_if_due();
         }
@@ -516,7 +518,7 @@ impl ShadowCore {
         worked
     }
 
-    /// Calls [`Self::take_commands`] as a separate, not inlined function.
+    /// Calls [`Self::take_commands`] as a separate function that is not inlined.
     #[inline(never)]
     fn take_outlined<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
@@ -543,7 +545,7 @@ impl ShadowCore {
             // table.
             return true;
         }
-        // The head is read at least once per half round, so that its EventIdx stays behind it.
+        // The head is read at least once per half round, so that the head's EventIdx stays behind the head.
         if self.cq.indices.free_entries() < available.max(self.cq.entries() / 2) {
             self.read_cq_head();
         }
@@ -571,7 +573,7 @@ impl ShadowCore {
         } = self;
         let live = live.as_ref().filter(|_| LIVE);
         if LIVE && !SPECIAL && live.is_none() {
-            // A live pass has in-flight tracking. This check spares one per command.
+            // An in-flight pass always has in-flight tracking. This check, once per pass, saves a check per command.
             debug_assert!(live.is_some(), "a live pass without live state");
             return false;
         }
@@ -589,10 +591,10 @@ impl ShadowCore {
         let taken = Ticks::now();
         batch.announce(count, taken);
         cq.coalescer.on_taken(taken);
-        // A batch continues while it has fewer bytes than `batch_bytes`.
+        // A batch continues while its commands have fewer than `batch_bytes` bytes.
         let mut bytes_left = *batch_bytes - 1;
         let mut last_bytes = 0;
-        // The count above ensures a free slot for each command.
+        // At most as many commands as free slots are taken, so each command finds a slot.
         while let Some(mut permit) = slots.reserve()
             && let Some(room) = rooms.split_off()
         {
@@ -682,7 +684,7 @@ impl ShadowCore {
         allowance
     }
 
-    /// Accounts the time in which commands wait for the limits of their lease.
+    /// Counts the time in which commands wait for the limits of their lease.
     #[cold]
     fn account_throttling(&mut self, waits: bool, now: Ticks) {
         match (self.throttled_since, waits) {
@@ -763,7 +765,7 @@ impl ShadowCore {
         } = self;
         let live = live.as_ref().filter(|_| LIVE);
         if LIVE && !SPECIAL && live.is_none() {
-            // As in `take_commands`.
+            // As in `take_commands`, this check, once per pass, saves a check per command.
             debug_assert!(live.is_some(), "a live pass without live state");
             return false;
         }
@@ -813,7 +815,7 @@ impl ShadowCore {
         true
     }
 
-    /// Reads the head up to which the guest has consumed entries.
+    /// Reads the head: the guest has consumed all entries before it.
     #[inline]
     fn read_cq_head(&mut self) {
         let (events, live) = (&self.context.events, self.inflight.as_ref());
@@ -831,7 +833,7 @@ impl ShadowCore {
         }
     }
 
-    /// Settles the interrupt as [`Self::signal_if_due`] does, if it is the INTx pin.
+    /// Signals as [`Self::signal_if_due`] does, if the interrupt is the INTx pin.
     #[cold]
     #[inline(never)]
     fn signal_pin_if_due(&mut self) {
@@ -844,9 +846,9 @@ impl ShadowCore {
             return;
         };
         self.read_cq_head();
-        // The level falls only when the guest writes the register, so EventIdx must ask for that write. If the guest moved the
-        // head before it could see the new EventIdx, the head is read again. The loop ends, as the guest consumes entries each
-        // time.
+        // The pin is deasserted only when the guest writes the head doorbell, so EventIdx must ask for that write. If the guest
+        // moved the head before it could see the new EventIdx, the head is read again. The loop ends, as the guest consumes
+        // entries each time.
         while by_access && !self.cq.doorbell.is_armed(self.cq.indices.head().get()) {
             self.cq.doorbell.arm(self.cq.indices.head().get());
             self.read_cq_head();
@@ -861,7 +863,7 @@ impl ShadowCore {
         }
     }
 
-    /// Returns the guest's outstanding commands and completions.
+    /// Returns the numbers of the guest's outstanding commands and completions.
     #[inline]
     fn outstanding(&self) -> OutstandingCommands {
         OutstandingCommands {
@@ -887,7 +889,7 @@ impl ShadowCore {
                 self.cq.counters.interrupts.add(1);
             }
         }
-        // A timer ends a rest, so the guest need not notify.
+        // While commands wait for their lease's limits, a timer wakes the poller, so the guest need not notify.
         if self.throttled_until.is_none() {
             for sq in &mut self.sqs {
                 sq.doorbell.arm(sq.head.get());
@@ -950,11 +952,11 @@ impl ShadowCore {
     }
 }
 
-/// Guest command as it was taken.
+/// Guest command that the poller has taken.
 #[derive(Clone, Copy, Debug)]
 struct FetchedCommand<'a> {
     command: &'a Sqe,
-    /// Index of its Submission Queue.
+    /// Index of the command's Submission Queue.
     sq: u16,
     taken_at: Ticks,
 }
@@ -965,30 +967,30 @@ struct ReservedSlot<'a> {
     credit: CompletionCredit,
 }
 
-/// Guest queues of a command.
+/// Guest queues that a command belongs to.
 struct GuestQueues<'a> {
     context: &'a QueueContext,
     cq: &'a mut CompletionQueue,
     sq: &'a mut SubmissionQueue,
 }
 
-/// In-flight record of a command.
+/// Writer of a command's in-flight record.
 struct InflightRecord<'a> {
     inflight: Option<&'a InflightQueue>,
-    /// Mark of the next command.
+    /// Mark for the next command.
     next_mark: InflightMark,
 }
 
-/// Parts of the queue that carry a command to the host controller.
+/// Parts of the queue that bring a command to the host controller.
 struct SubmissionPath<'a> {
     translator: &'a mut CommandTranslator,
     parts: &'a mut MultiPartCommands,
     pass_kind: &'a mut ShadowPassKind,
 }
 
-/// Completes a command that does not reach the host controller, or starts it in parts. Returns its data bytes if it was
-/// started.
-// Arguments beyond the register count go to the stack and cost time for each command of the batch.
+/// Completes a command that does not reach the host controller, or starts a command in parts. Returns the data bytes of a
+/// command that was started.
+// Arguments that exceed the registers are passed on the stack and cost time for each command of the batch.
 #[cold]
 #[inline(never)]
 fn handle_untranslated<H: TranslatedQueue>(

@@ -1,6 +1,6 @@
 //! Repeated commands, each in its old slot. Commands that were in flight when the old server ended are translated again.
-//! Commands that a reset of the drive interrupted are resubmitted unchanged. The guest sees Command Interrupted only for
-//! interrupted commands that must not be resubmitted.
+//! Commands that a reset of the drive interrupted are resubmitted unchanged. The guest sees Command Interrupted only if such a
+//! command must not be resubmitted.
 
 use nvme_guest::event::QueueFailure;
 use nvme_guest::inflight::InflightSqHead;
@@ -22,17 +22,17 @@ use crate::shadow::{CommandFailure, CommandSet};
 /// Command that must be executed again.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RepeatedCommand {
-    /// Its slot, which stays free until the command is submitted.
+    /// Slot of the command, which stays free until the command is submitted.
     pub(super) slot: u16,
-    /// Identifier of its Submission Queue.
+    /// Identifier of the command's Submission Queue.
     pub(super) sqid: QueueId,
     /// The guest's command.
     pub(super) command: Sqe,
 }
 
 impl ShadowCore {
-    /// Submits the commands that must be executed again, before any other command is taken. They are not charged to the limits
-    /// again. Returns whether there were any.
+    /// Submits the commands that must be executed again, before any new command is taken. The limits of the lease are not
+    /// charged a second time. Returns whether there were any such commands.
     #[cold]
     #[inline(never)]
     pub(super) fn submit_repeats<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
@@ -42,7 +42,7 @@ impl ShadowCore {
         batch.announce(repeats.len() as u32, taken);
         for repeat in &repeats {
             if self.repeat::<H>(repeat, taken, &mut batch).is_none() {
-                // The state was checked for free completion entries and slots.
+                // Reached only by a fault: the state was checked for free completion entries and slots.
                 drop(batch);
                 self.fail(QueueFailure::HostQueue);
                 return true;
@@ -53,8 +53,8 @@ impl ShadowCore {
         !repeats.is_empty()
     }
 
-    /// Resubmits commands that a reset interrupted, even while the queue takes no new commands. If the queue failed or is about
-    /// to be deleted, completes them instead. Returns true.
+    /// Resubmits commands that a reset interrupted, even while the queue takes no new commands. If the queue has failed or is
+    /// about to be deleted, completes them instead. Always returns true.
     #[cold]
     #[inline(never)]
     pub(super) fn submit_interrupted<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
@@ -63,7 +63,7 @@ impl ShadowCore {
             self.complete_all::<H>(interrupted, Status::ABORTED_SQ_DELETION);
             return true;
         }
-        // If memory of a command was unmapped since, the command completes with Command Interrupted.
+        // If memory of a command was unmapped after the command was taken, the command completes with Command Interrupted.
         let is_stale = |slot: &u16| self.slots.is_stale(*slot);
         let (stale, interrupted): (Vec<u16>, Vec<u16>) =
             interrupted.into_iter().partition(is_stale);
@@ -95,7 +95,7 @@ impl ShadowCore {
         });
     }
 
-    /// Executes a command again; `None` if there is no completion entry or slot for it.
+    /// Executes a command again. Returns `None` if no completion entry or no slot is free for it.
     fn repeat<H: TranslatedQueue>(
         &mut self,
         repeat: &RepeatedCommand,
@@ -120,7 +120,7 @@ impl ShadowCore {
         } = *repeat;
         let at = sqs.iter().position(|sq| sq.qid == sqid);
         let Some((index, sq)) = at.and_then(|index| Some((index, sqs.get_mut(index)?))) else {
-            // The guest has deleted the queue since.
+            // The guest has deleted the command's queue.
             if let Some(live) = live {
                 live.clear(slot);
             }

@@ -1,4 +1,4 @@
-//! Guest queues: location of the rings, and positions of the poller and the guest in them.
+//! Guest queues: location of the rings, and the positions of the poller and of the guest in them.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use nvme_spec::sqe::Sqe;
 
 use super::QueueContext;
 
-/// Treatment of a queue whose ring, or whose page of the Doorbell Buffer, does not lie in the VM's memory.
+/// Treatment of a new queue whose ring, or whose page of the Doorbell Buffer, does not lie in the VM's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UnmappedRing {
     /// The queue is not created.
@@ -37,7 +37,7 @@ pub(crate) struct SubmissionQueue {
     pub(super) base: Gpa,
     pub(super) ring: SubmissionRing,
     pub(super) head: RingIndex,
-    /// Queue identifier and head for completions. The head is updated with each batch.
+    /// Queue identifier and head, as completions report them. The head is updated with each batch.
     pub(super) position: SubmissionQueuePosition,
     pub(super) doorbell: DoorbellSource,
     /// Last invalid value of the doorbell, which was reported and ignored.
@@ -50,7 +50,8 @@ pub(crate) struct SubmissionQueue {
 }
 
 impl SubmissionQueue {
-    /// Creates the queue; `None` if its ring or its Doorbell Buffer does not lie in the VM's memory and is not awaited.
+    /// Creates the queue. Returns `None` if its ring or its page of the Doorbell Buffer does not lie in the VM's memory, and
+    /// `unmapped` refuses such a queue.
     pub(crate) fn new(
         config: &SqConfig,
         context: &QueueContext,
@@ -87,7 +88,7 @@ impl SubmissionQueue {
         })
     }
 
-    /// Initializes the in-flight tracking of a new queue, if there is any.
+    /// Initializes the in-flight tracking of a new queue that has any.
     pub(crate) fn init_inflight(&mut self) {
         if let Some(live) = &mut self.inflight {
             live.init(self.head);
@@ -113,7 +114,7 @@ impl SubmissionQueue {
         self.head.size().entries()
     }
 
-    /// Returns the number of submitted entries that are not taken yet.
+    /// Returns the number of submitted entries that the poller has not taken yet.
     #[inline]
     pub(super) fn available(&mut self, events: &EventQueue) -> u32 {
         let tail = self.doorbell.load();
@@ -138,7 +139,7 @@ pub(crate) struct CompletionQueue {
     pub(super) qid: QueueId,
     pub(super) base: Gpa,
     pub(super) ring: CompletionRing,
-    /// A command is taken only if its completion entry can be reserved here, so a completion never finds the queue full.
+    /// A command is taken only if its completion entry can be reserved here, so every completion finds a free entry.
     pub(super) indices: CompletionIndices,
     pub(super) doorbell: DoorbellSource,
     pub(super) bad_head: Option<u32>,
@@ -147,7 +148,8 @@ pub(crate) struct CompletionQueue {
 }
 
 impl CompletionQueue {
-    /// Creates the queue; `None` if its ring or its Doorbell Buffer does not lie in the VM's memory and is not awaited.
+    /// Creates the queue. Returns `None` if its ring or its page of the Doorbell Buffer does not lie in the VM's memory, and
+    /// `unmapped` refuses such a queue.
     pub(crate) fn new(
         config: &CqConfig,
         context: &QueueContext,
@@ -196,7 +198,7 @@ impl CompletionQueue {
         self.indices.size().entries()
     }
 
-    /// Reads the head up to which the guest has consumed entries, and records it.
+    /// Reads the head and records it. The guest has consumed all entries before the head.
     pub(super) fn read_head(&mut self, events: &EventQueue, live: Option<&InflightQueue>) {
         let head = self.doorbell.load();
         if head == self.indices.head().get() {
@@ -213,7 +215,7 @@ impl CompletionQueue {
             }
             return;
         }
-        // The record must precede commands that use the freed entries.
+        // The head must be recorded before commands reserve the entries that the guest has freed.
         if let Some(live) = live {
             live.store_head(self.indices.head());
         }
@@ -228,8 +230,8 @@ impl CompletionQueue {
     }
 }
 
-/// Returns memory that replaces a ring until the ring is mapped; `None` if such a queue is refused. The memory is never
-/// accessed: before its first poll, a queue is either bound to the VM's memory or suspended.
+/// Returns memory that replaces a ring until the ring is mapped; `None` if a queue without its ring is refused. The memory is
+/// never accessed: before its first poll, a queue is either bound to the VM's memory or suspended.
 fn unused_memory(unmapped: UnmappedRing, len: u64) -> Option<Arc<Mapping>> {
     match unmapped {
         UnmappedRing::Refused => None,
@@ -240,7 +242,8 @@ fn unused_memory(unmapped: UnmappedRing, len: u64) -> Option<Arc<Mapping>> {
     }
 }
 
-/// Returns the source of a doorbell's value. If the Doorbell Buffer is awaited, the register is used instead.
+/// Returns the source of a doorbell's value: the Doorbell Buffer, or the register if there is no buffer or its page is not
+/// mapped yet.
 fn doorbell_source(
     context: &QueueContext,
     doorbell: Doorbell,

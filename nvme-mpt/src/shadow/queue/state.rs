@@ -1,4 +1,4 @@
-//! A shadow queue at rest: releasing the VM's memory and using it again, saving and restoring.
+//! A shadow queue without a poller: releasing the VM's memory and using it again, saving and restoring.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use super::repeated_commands::RepeatedCommand;
 use super::{CompletionQueue, ShadowCore, ShadowQueue, ShadowQueueCondition, SubmissionQueue};
 
 impl ShadowQueue {
-    /// Settles the interrupt for completions that the guest has not been told of.
+    /// Signals the interrupt for completions for which the guest was not interrupted yet.
     pub(crate) fn signal_now(&mut self) {
         let core = &mut self.core;
         if !core.is_operational() {
@@ -31,14 +31,14 @@ impl ShadowQueue {
         }
     }
 
-    /// Releases the VM's memory, with nothing in flight, so that an unmap need not wait for this queue.
+    /// Releases the VM's memory, so that an unmap need not wait for this queue. The caller ensures that nothing is in flight.
     pub(crate) fn release_memory(&mut self) {
         let core = &mut self.core;
         drop(core.translator.set_table(Arc::default()));
         core.table_use = None;
     }
 
-    /// Uses the VM's memory again, as it is mapped now.
+    /// Uses the VM's memory again, with the current memory map.
     pub(crate) fn acquire_memory(&mut self, used: UsedTable) {
         let UsedTable { table_use, table } = used;
         let core = &mut self.core;
@@ -53,7 +53,7 @@ impl ShadowQueue {
         }
     }
 
-    /// Saves the state of a queue at rest. `vectors` are all vectors of the function, by number.
+    /// Saves the state of a queue that no poller runs. `vectors` are all vectors of the function, by number.
     pub(crate) fn save(&self, vectors: &[Arc<InterruptVector>]) -> CompletionQueueState {
         let ShadowCore {
             cq,
@@ -106,7 +106,7 @@ impl ShadowQueue {
         if let Some(live) = &core.inflight {
             record_restored(live, &core.cq, state);
         }
-        // Held completions wait for the rings' memory. The queue looks for the memory when it is resumed.
+        // Held completions wait for the rings' memory. The queue locates that memory when it is resumed.
         if !core.held_completions.is_empty() && core.is_operational() {
             let (gone, since) = (core.cq.base, Ticks::now());
             core.condition = ShadowQueueCondition::Suspended {
@@ -122,7 +122,7 @@ impl CompletionQueue {
         let CompletionQueueState {
             qid: _,
             base: _,
-            // `state.indices()` covers these four.
+            // `state.indices()` covers the following four fields.
             entries: _,
             tail: _,
             phase: _,
@@ -144,8 +144,8 @@ impl CompletionQueue {
     }
 }
 
-/// Records a restored queue in its in-flight tracking. The heads of its Submission Queues must be recorded already.
-/// This order keeps the queue restorable if the process ends at any point.
+/// Records a restored queue in its in-flight tracking. The caller has recorded the heads of its Submission Queues already. In
+/// this order, the queue stays restorable if the process ends at any point.
 fn record_restored(live: &InflightQueue, cq: &CompletionQueue, state: &CompletionQueueState) {
     if !state.held.is_empty() {
         // Held completions have no slots, so the queue cannot be restored until they are posted.

@@ -1,4 +1,4 @@
-//! In-flight commands whose memory was unmapped, and when the last of them ends.
+//! In-flight commands that use unmapped memory. An unmap is released when the last of its commands ends.
 //!
 //! The tracking costs nothing per command: the entry sent to the host controller shows where a command's data lies. When a
 //! region is unmapped, the poller searches its in-flight commands.
@@ -14,7 +14,7 @@ use crate::shadow::slot::{CommandSlot, CommandSlots, CompletionWork};
 #[derive(Debug)]
 struct UnmapInUse {
     unmap: Arc<PendingUnmap>,
-    /// For each slot, whether its command uses the memory.
+    /// For each slot, true if its command uses the memory.
     commands: Box<[bool]>,
     /// Number of commands that use the memory.
     count: usize,
@@ -24,12 +24,12 @@ struct UnmapInUse {
 #[derive(Debug, Default)]
 pub(super) struct UnmapsInUse {
     unmaps: Vec<UnmapInUse>,
-    /// True if the last command of a pending unmap has ended.
+    /// True if the last command of some pending unmap has ended.
     has_ended: bool,
 }
 
 impl UnmapsInUse {
-    /// Searches for in-flight commands that use memory of a pending unmap. Returns whether there are any.
+    /// Finds the in-flight commands that use memory of a pending unmap. Returns whether there are any.
     pub(super) fn track(
         &mut self,
         departure: &Arc<PendingUnmap>,
@@ -87,8 +87,8 @@ impl UnmapsInUse {
         });
     }
 
-    /// Notes a write of at most `len` bytes at an IOVA in the dirty log. Returns the noted bytes, which lie in one pending
-    /// unmap.
+    /// Notes a write of at most `len` bytes at an IOVA in the dirty log. Returns the number of noted bytes, which lie in one
+    /// pending unmap.
     pub(super) fn mark_dirty_iova(&self, iova: u64, len: u64) -> u64 {
         let mut departures = self.unmaps.iter().map(|held| &held.unmap);
         departures

@@ -1,4 +1,4 @@
-//! Functions on one poller, one of which blocks on another process.
+//! A poller with several functions, one of which blocks because it waits for another process.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use nvme_guest::adaptive::AdaptivePolicies;
 use super::*;
 use crate::poller::{PollerLocality, PollerPool};
 
-/// A host queue that completes its commands, and blocks when the test says so.
+/// A host queue that completes its commands, and blocks when the test requests it.
 #[derive(Debug, Default)]
 struct WaitingHost {
     commands: Vec<Sqe>,
@@ -77,7 +77,7 @@ fn guest(host: WaitingHost) -> Guest {
     guest
 }
 
-/// Takes the guest's queue, to add it to a poller.
+/// Takes the guest's queue out of the guest, to add it to a poller.
 fn queue_of(guest: &mut Guest) -> Box<ShadowQueue> {
     let idle = Guest::new(Arc::new(IovaSpace::software()));
     std::mem::replace(&mut guest.queue, idle.queue)
@@ -116,7 +116,7 @@ fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
         )
     };
     let poller = place().expect("a thread");
-    // The slow queue is added first, so that the others wait for it.
+    // The slow queue is added first, so that the other queues wait for it.
     let id = slow.queue.id();
     poller.add(queue_of(&mut slow));
     let ids = [0, 1, 2].map(|index| {
@@ -146,14 +146,14 @@ fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
             .map(|stats| stats.name)
             .collect()
     };
-    // On a loaded machine, another function may look as if it blocked.
+    // On a loaded machine, other functions may look blocked too and get pollers of their own.
     assert!(names().len() >= 2, "{:?}", names());
-    // The slow queue is requested, and arrives when the wait is over.
+    // The removal of the slow queue is requested, and the queue arrives when the wait ends.
     end.send(()).expect("it waits");
     await_completion(&pollers, &slow, 0);
     slow.submit_read([0x8000, 0]);
     began.recv().expect("its turn");
-    // A removal that is cancelled. The test does not wait for the poller's thread, which is in the queue's turn.
+    // A cancelled removal does not wait for the poller's thread, which is in the queue's turn.
     let leaves = poller.remove(id);
     poller.cancel_removal(id);
     assert!(leaves.cancel().is_none());
@@ -162,7 +162,7 @@ fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
     let queue = leaves.recv().expect("it is drained");
     assert_eq!(queue.id(), id);
     await_completion(&pollers, &slow, 1);
-    // Added to its old poller again, the queue continues where it was.
+    // After the queue is added to its old poller again, it continues where it stopped.
     let mut queue = queue;
     queue.resume();
     poller.add(queue);
@@ -202,7 +202,7 @@ fn a_function_that_comes_while_the_only_other_one_waits_is_served() {
     poller.add(queue_of(&mut slow));
     slow.submit_read([0x8000, 0]);
     began.recv().expect("its turn");
-    // No other function is waiting for the slow queue yet.
+    // No function is waiting for the slow queue at this point.
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(pollers.stats().len(), 1);
     let other_id = other.queue.id();

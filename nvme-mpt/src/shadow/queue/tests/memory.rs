@@ -28,7 +28,7 @@ fn memory_that_was_mapped_before_the_doorbell_was_written_is_there() {
         context.doorbells.store(Doorbell::SqTail(QUEUE), tail);
     }));
     guest.poll(&mut host);
-    // Poll again, since the poller may leave the command to its next pass.
+    // A second poll, since the first one may leave the command to its next pass.
     guest.poll(&mut host);
     assert_eq!(guest.completion(0), None, "it did not fail");
     assert_eq!(host.commands.len(), 1, "the host has it");
@@ -61,7 +61,7 @@ fn an_unmap_waits_for_commands_that_use_the_region_and_for_no_others() {
     assert_eq!(host.commands.len(), 4);
     let window = guest.window.clone();
     let generation = window.table().generation();
-    // A scoped thread would be waited for after a failed assertion.
+    // A plain thread: a scoped one would be waited for after a failed assertion.
     let unmap = std::thread::spawn(move || window.unmap(DATA, 2 * PAGE));
     let tables = guest.context.tables.clone();
     // The poller adopts the new table while it has commands that use the region.
@@ -127,7 +127,7 @@ fn data_pointers_follow_the_current_memory_map() {
     }
 }
 
-/// An IOMMU whose maps take as long as the test wants.
+/// An IOMMU whose map operations block until the test releases them.
 #[derive(Debug, Default)]
 struct SlowIommu {
     holds: AtomicBool,
@@ -178,7 +178,7 @@ fn a_ring_that_is_being_mapped_again_is_waited_for() {
         while !iommu.has_map.load(Ordering::Acquire) && !map.is_finished() {
             std::thread::sleep(Duration::from_micros(20));
         }
-        // Longer than a ring may be unmapped while the memory map is stable.
+        // The ring has been unmapped for 10 s, which is longer than allowed after the last change of the memory map.
         let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(10)));
         let suspended = ShadowQueueCondition::Suspended { missing: SQ, since };
         guest.queue.core.condition = suspended;
@@ -202,7 +202,7 @@ fn a_ring_is_waited_for_while_memory_changes_and_a_second_longer() {
     let never = Ticks(0);
     assert!(!is_suspension_over(at(990), at(0), never));
     assert!(is_suspension_over(at(1010), at(0), never));
-    // A change in progress, and a completed change.
+    // A change of the memory map that is in progress, and a completed one.
     assert!(!is_suspension_over(at(20_000), at(0), at(20_000)));
     assert!(!is_suspension_over(at(20_000), at(0), at(19_010)));
     assert!(is_suspension_over(at(20_000), at(0), at(18_990)));
@@ -215,7 +215,8 @@ fn a_ring_is_waited_for_while_memory_changes_and_a_second_longer() {
 #[test]
 fn a_ring_that_may_be_back_is_looked_for_before_its_queue_fails() {
     let mut guest = Guest::new(Arc::new(IovaSpace::software()));
-    // Longer than a ring may be unmapped in total. The poller was preempted after it had checked for a newer table.
+    // The ring has been unmapped for 40 s, which is longer than allowed in total. The poller was preempted after it had checked
+    // for a newer table.
     let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(40)));
     let suspended = ShadowQueueCondition::Suspended { missing: SQ, since };
     guest.queue.core.condition = suspended;

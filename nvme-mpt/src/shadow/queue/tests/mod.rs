@@ -41,7 +41,7 @@ struct Host {
     at_batch: Option<Box<dyn FnOnce() + Send>>,
     commands: Vec<Sqe>,
     done: Vec<(CommandId, Status)>,
-    /// True if the drive never releases its commands.
+    /// True if the drive never completes its commands, even when the queue is dropped.
     keeps: bool,
 }
 
@@ -269,7 +269,7 @@ impl Guest {
         self.queue.core.poll(host);
     }
 
-    /// Returns the status of the `index`th completion of the first round, if there is one.
+    /// Returns the status of completion `index` of the ring's first round, if it was posted.
     fn completion(&self, index: u64) -> Option<Status> {
         let mut entry = [0; size_of::<Cqe>()];
         let at = Gpa(CQ.0 + index * size_of::<Cqe>() as u64);
@@ -302,7 +302,7 @@ fn commands_that_never_end_keep_memory_and_lease() {
     }
 }
 
-/// A new table, which any change of the memory map creates, makes the queue choose its kind of polling pass again.
+/// Any change of the memory map creates a new table, which makes the queue choose its kind of poll pass again.
 #[test]
 fn commands_ended_by_a_reset_are_resubmitted_with_a_new_table() {
     for renews in [false, true] {
@@ -325,7 +325,7 @@ fn commands_ended_by_a_reset_are_resubmitted_with_a_new_table() {
     }
 }
 
-/// Memory that the VMM wants to unmap must not be given to the drive again: the unmap starts before or after the reset.
+/// An unmap starts before or after the reset. Memory that is being unmapped must not be given to the drive again.
 #[test]
 fn commands_ended_by_a_reset_are_not_resubmitted_during_an_unmap() {
     for is_after in [false, true] {
@@ -355,7 +355,7 @@ fn commands_ended_by_a_reset_are_not_resubmitted_during_an_unmap() {
     }
 }
 
-/// Drivers wait 30 s for a command. A command that was taken at least 15 s ago is not repeated.
+/// Drivers wait 30 s for a command. A command that was taken 15 s ago or earlier is not resubmitted.
 #[test]
 fn commands_ended_by_a_reset_are_not_resubmitted_after_15_seconds() {
     for (age, is_repeated) in [(14, true), (15, false)] {
@@ -377,8 +377,8 @@ fn commands_ended_by_a_reset_are_not_resubmitted_after_15_seconds() {
     }
 }
 
-/// The host has not enabled retry delays (ACRE), so the drive should report none. If it does, the guest must repeat the
-/// command.
+/// The host has not enabled retry delays (ACRE), so a drive should report no delay. If a drive does, the guest must repeat the
+/// command itself.
 #[test]
 fn commands_interrupted_with_a_retry_delay_go_to_the_guest() {
     let mut guest = Guest::new(Arc::new(IovaSpace::software()));

@@ -1,7 +1,6 @@
-//! Type 1 IOMMU of a function's DMA, in its own container.
+//! Type 1 IOMMU of a drive's function, in a VFIO container of its own.
 //!
-//! Each drive has its own container. So each drive has its own IOVA space, and a fault of one container affects no other
-//! drive.
+//! Each drive has its own container. So each drive has its own IOVA space, and a fault of one container affects no other drive.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -22,7 +21,7 @@ use nvme_guest::iova::{BeforePinning, Iommu, IommuMapping};
 use nvme_mpt_memory::sync::RwLock;
 use nvme_mpt_memory::{Mapping, MappingAccess, host_page_size};
 
-/// VFIO's IOMMU interface: the type 1 container or a substitute.
+/// IOMMU as the VFIO driver uses it: the type 1 container, or a substitute in tests.
 pub(super) trait IommuContext: Iommu {
     /// Opens the VFIO device of the function.
     fn open_device(&self) -> Result<File, VfioError>;
@@ -35,7 +34,7 @@ pub(super) trait IommuContext: Iommu {
     fn usable_iovas(&self) -> &[RangeInclusive<u64>];
 
     /// Unmaps all memory and releases the IOMMU. The caller has closed the device file before. After the release, mapping
-    /// fails, and unmapping does nothing.
+    /// fails, and unmapping has no effect.
     fn release(&self);
 }
 
@@ -47,7 +46,7 @@ const MAPPINGS_MAX: u32 = 65_535;
 /// or rings for the drive wait.
 const PIN_BYTES_MAX: u64 = 1 << 30;
 
-/// Maximum bytes per call that allocates pages. During the call, other threads of the process cannot map memory.
+/// Maximum bytes of memory whose pages one call allocates. During the call, other threads of the process cannot map memory.
 const POPULATE_BYTES_MAX: usize = 16 << 20;
 
 /// Splits a range of IOVAs at multiples of [`PIN_BYTES_MAX`]. Returns the offsets of each piece.
@@ -62,7 +61,7 @@ fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
     })
 }
 
-/// Unmaps a range in the pieces in which it was mapped. Returns the number of unmapped bytes.
+/// Unmaps a range in the pieces of [`pieces`], in which it was mapped. Returns the number of unmapped bytes.
 fn unmap_pieces(container: &File, iova: u64, len: u64) -> io::Result<u64> {
     let mut unmapped = 0;
     for piece in pieces(iova, len) {
@@ -83,7 +82,8 @@ fn unmap_pieces(container: &File, iova: u64, len: u64) -> io::Result<u64> {
 #[derive(Debug)]
 pub(super) struct Type1Container {
     address: PciAddress,
-    /// `None` once released. Only `release` locks this for writing; mapping and unmapping lock it for reading.
+    /// Files of the container; `None` once released. Only `release` locks this for writing; mapping and unmapping lock it for
+    /// reading.
     files: RwLock<Option<ContainerFiles>>,
     usable_iovas: Vec<RangeInclusive<u64>>,
     /// Smallest page size of the IOMMU, in bytes.
@@ -145,7 +145,7 @@ impl Type1Container {
         Self::new(root, function, ContainerFiles { group, container }, 0)
     }
 
-    /// Takes over the group and the container of a predecessor. `mapped` lists the container's mappings.
+    /// Restores the group and the container of a predecessor. `mapped` lists the container's mappings.
     pub(super) fn from_predecessor(
         root: &HostRoot,
         function: &PciFunction,
@@ -168,7 +168,7 @@ impl Type1Container {
         Self::new(root, function, ContainerFiles { group, container }, mapped)
     }
 
-    /// Reads the properties of a container that already has this number of mappings (`mapped`).
+    /// Reads the properties of a container that already has `mapped` mappings.
     fn new(
         root: &HostRoot,
         function: &PciFunction,
@@ -212,8 +212,8 @@ impl Type1Container {
         })
     }
 
-    /// Returns the size of a mapping of `len` bytes: `len` rounded up to the kernel's page size, because memory is mapped
-    /// in whole pages.
+    /// Returns the size of a DMA mapping of `len` bytes at `iova`: `len` rounded up to the kernel's page size, because memory
+    /// is mapped in whole pages.
     fn mapping_len(&self, iova: u64, len: u64) -> io::Result<u64> {
         let size = len.checked_next_multiple_of(host_page_size() as u64);
         match size {
@@ -238,7 +238,7 @@ impl Type1Container {
                         let error = VfioError::MemoryLock { len, locked, limit };
                         io::Error::new(io::ErrorKind::OutOfMemory, error)
                     }
-                    // The limit is not reached: memory has run out.
+                    // Mappings are still free, so the kernel has run out of memory.
                     _ => error,
                 }
             }
@@ -279,8 +279,8 @@ impl Iommu for Type1Container {
         if !writable && memory.access() == MappingAccess::ReadWrite {
             match memory.populate() {
                 Ok(()) => {}
-                // If the kernel cannot populate pages, the DMA mapping is writable. This process may write the memory as
-                // well.
+                // If the kernel cannot populate the pages, the DMA mapping is made writable. This process may write the memory
+                // anyway.
                 Err(error) if error.kind() == io::ErrorKind::InvalidInput => writable = true,
                 Err(error) => return Err(error),
             }
@@ -297,7 +297,7 @@ impl Iommu for Type1Container {
                     .map_err(|error| self.map_error(error, size))
             });
             if let Err(error) = mapped {
-                // Undo the earlier pieces, so that either all or nothing is mapped.
+                // The earlier pieces are unmapped, so that either the whole range or nothing is mapped.
                 if piece.start > 0 {
                     ioctl::unmap_dma(container, iova, piece.start)?;
                 }
@@ -382,8 +382,8 @@ impl IommuContext for Type1Container {
         let Some(ContainerFiles { group, container }) = files.take() else {
             return;
         };
-        // Removing the last group from a container removes all its mappings. If the function was pulled, the kernel has
-        // removed the group already; the mappings then end when the container is closed.
+        // Removing the last group from a container removes all its mappings. If the function was pulled, the kernel has removed
+        // the group already, and closing the container removes the mappings.
         if let Err(error) = ioctl::unset_container(&group) {
             debug!(
                 "{}: its IOMMU group is in no container: {error}",
@@ -413,7 +413,7 @@ fn open_vfio_file(
         .custom_flags(libc::O_CLOEXEC)
         .open(&path)
         .map_err(|source| match source.raw_os_error() {
-            // ENODEV: the file still exists, but its driver is gone.
+            // ENODEV: the file still exists, but the driver behind it was unloaded.
             Some(libc::ENOENT | libc::ENODEV) => VfioError::NoVfio(path),
             Some(libc::EACCES | libc::EPERM) => VfioError::Permission(path),
             Some(libc::EBUSY) => in_use_error(root, function, path),
@@ -447,7 +447,7 @@ fn not_viable_error(function: &PciFunction) -> VfioError {
     }
 }
 
-/// Returns the bytes that this process has locked; `None` if the kernel does not report them.
+/// Returns the number of bytes that this process has locked; `None` if the kernel does not report it.
 fn locked_memory() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status
@@ -457,7 +457,7 @@ fn locked_memory() -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// Returns the limit of locked bytes of this process; `None` if unlimited.
+/// Returns the limit of locked bytes of this process; `None` if the number is unlimited.
 fn lock_limit() -> Option<u64> {
     let limits = fs::read_to_string("/proc/self/limits").ok()?;
     let line = limits
@@ -470,8 +470,8 @@ fn lock_limit() -> Option<u64> {
 /// Smallest IOVA width of any supported IOMMU, in bits.
 const IOVA_BITS_MIN: u32 = 39;
 
-/// Derives the usable IOVAs if the kernel does not report them: all IOVAs of [`IOVA_BITS_MIN`] bits, except the group's reserved
-/// regions.
+/// Derives the usable IOVAs if the kernel does not report them: all IOVAs of [`IOVA_BITS_MIN`] bits, except the group's
+/// reserved regions.
 fn derive_usable_iovas(root: &HostRoot, group: u32) -> io::Result<Vec<RangeInclusive<u64>>> {
     let path = root
         .sys

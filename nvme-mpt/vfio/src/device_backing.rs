@@ -15,8 +15,8 @@ use nvme_mpt_memory::eventfd;
 /// Access to an NVMe function for its driver: registers, doorbells, and DMA through an [`Iommu`].
 ///
 /// A function may disappear at any time (hot removal). Then registers read as all ones, writes are lost, and all other calls
-/// return [`io::ErrorKind::NotConnected`]; nothing faults. A function whose link is down or that the kernel is resetting
-/// behaves the same, but only for a while. [`Self::is_gone`] is true only for a function that is gone for good.
+/// return [`io::ErrorKind::NotConnected`]; no access faults. A function whose link is down or that the kernel is resetting
+/// behaves in this way too, but only for a while. [`Self::is_gone`] is true only for a function that was removed or released.
 pub trait DeviceBacking: Send + Sync + fmt::Debug {
     /// Returns the function's name for messages: its PCI address, such as `0000:01:00.0`.
     fn name(&self) -> &str;
@@ -40,8 +40,7 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
     /// Returns the IOMMU that the function's DMA goes through.
     fn iommu(&self) -> Arc<dyn Iommu>;
 
-    /// Returns the IOVA ranges that the function's DMA can use: sorted, disjoint, without ranges that the platform
-    /// reserves.
+    /// Returns the IOVA ranges that the function's DMA can use: sorted, disjoint, without ranges that the platform reserves.
     fn usable_iovas(&self) -> Vec<RangeInclusive<u64>>;
 
     /// Enables or disables DMA of the function (Command register: Bus Master Enable; Memory Space Enable stays set).
@@ -61,7 +60,7 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Returns the timeout of an admin command. Some seconds suffice, because the driver's admin commands access no media.
+    /// Returns the timeout of an admin command. A few seconds suffice, because the driver's admin commands access no media.
     fn admin_timeout(&self) -> Duration {
         Duration::from_secs(5)
     }
@@ -75,12 +74,12 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
     /// or unbound. The owner must then call [`Self::release`].
     fn removal_request(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Returns whether the function is gone for good: removed, or [released](Self::release). A function that merely does
-    /// not answer may come back.
+    /// Returns whether the function was removed or [released](Self::release), so that it never answers again. A function that
+    /// only does not answer at present may answer later.
     fn is_gone(&self) -> bool;
 
-    /// Returns descriptors with which a successor process continues to use the function in its present state. This
-    /// process then exits without releasing the function.
+    /// Returns descriptors with which a successor process continues to use the function in its present state. The caller then
+    /// exits without releasing the function.
     ///
     /// # Errors
     /// The kernel's error; `Unsupported` for a function that cannot be handed over.
@@ -89,7 +88,7 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
     }
 
     /// Returns descriptors that preserve the function's IOMMU and all mappings, even after the function is closed or this
-    /// process has exited. [`Self::release`] removes all mappings nevertheless.
+    /// process has exited. Only [`Self::release`] removes the mappings.
     ///
     /// # Errors
     /// The kernel's error; `Unsupported` if the mappings of the function's IOMMU cannot outlive this process.
@@ -97,11 +96,12 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// Releases the function. Afterwards its DMA reaches no memory, and its registers read as all ones.
+    /// Releases the function: its DMA reaches no memory any more, and its registers read as all ones.
     fn release(&self);
 }
 
-/// Returns whether the kernel has asked for the function, and waits until this process releases the function.
+/// Returns whether the kernel has asked for the function back. If so, the kernel waits until this process releases the
+/// function.
 pub(crate) fn is_removal_requested(backing: &dyn DeviceBacking) -> bool {
     let request = backing.removal_request();
     request.is_some_and(|request| eventfd::is_readable(request).unwrap_or(false))

@@ -20,7 +20,7 @@ fn group_users(group: &Path, users: &[DiskUser]) -> String {
 /// Reason why an NVMe function cannot be used through VFIO.
 #[derive(Debug, thiserror::Error)]
 pub enum VfioError {
-    /// The IOMMU group of a predecessor has no container: the function was unbound or removed since.
+    /// The IOMMU group from a predecessor has no container: the function was unbound or removed in the meantime.
     #[error("{address} was unbound or removed after another process had opened it")]
     NoContainer {
         /// The function.
@@ -37,7 +37,7 @@ pub enum VfioError {
     NotNvme {
         /// The function.
         address: PciAddress,
-        /// Its class code.
+        /// Class code of the function.
         class: u32,
     },
     /// The function is bound to another driver.
@@ -47,7 +47,7 @@ pub enum VfioError {
     OtherDriver {
         /// The function.
         address: PciAddress,
-        /// Its driver.
+        /// Driver that the function is bound to.
         driver: String,
     },
     /// The function is bound to no driver.
@@ -82,7 +82,7 @@ pub enum VfioError {
         address: PciAddress,
         /// File of the IOMMU group.
         group: PathBuf,
-        /// Processes that have the group open and that this process can see.
+        /// Processes that have the group open, as far as this process can see them.
         users: Vec<DiskUser>,
     },
     /// Another function of the IOMMU group is bound to a driver of the host.
@@ -94,7 +94,7 @@ pub enum VfioError {
         address: PciAddress,
         /// Number of the group.
         group: u32,
-        /// The other functions, each with its driver.
+        /// Other functions of the group that are bound to a driver of the host, each with its driver.
         others: Vec<String>,
     },
     /// VFIO lacks the type 1 IOMMU or has an unknown API version.
@@ -108,7 +108,7 @@ pub enum VfioError {
         /// The function.
         address: PciAddress,
     },
-    /// The IOMMU offers no IOVA range that can be used.
+    /// The IOMMU offers no IOVA range that this process can use.
     #[error("The IOMMU of {address} offers no addresses for DMA")]
     NoAddresses {
         /// The function.
@@ -157,14 +157,14 @@ pub enum VfioError {
         "The kernel unmapped {unmapped:#x} bytes at IOVA {iova:#x} instead of {len:#x}; the drive may reach memory still"
     )]
     PartlyUnmapped {
-        /// IOVA.
+        /// First IOVA to unmap.
         iova: u64,
         /// Bytes that were requested.
         len: u64,
         /// Bytes that the kernel reports as unmapped.
         unmapped: u64,
     },
-    /// Any other error of the kernel.
+    /// Any other error that the kernel returned.
     #[error("Cannot {what} of {address}")]
     Refused {
         /// The function.

@@ -1,8 +1,8 @@
-//! System calls of VFIO (documented in `linux/vfio.h`) and the admin passthrough of the kernel's `nvme` driver. Each
-//! function returns the kernel's error.
+//! System calls of VFIO (documented in `linux/vfio.h`) and the admin passthrough of the kernel's `nvme` driver. Each function
+//! returns the kernel's error.
 //!
-//! The structures come from `vfio_bindings`. The calls are made here instead of through a wrapper crate, because any call
-//! may fail when a drive is pulled, and the caller needs the error.
+//! The structures come from `vfio_bindings`. This module makes the calls itself instead of through a wrapper crate, because any
+//! call may fail when a drive is pulled, and the caller needs the error.
 #![expect(
     unsafe_code,
     reason = "system calls on files of VFIO and of the nvme driver"
@@ -73,7 +73,7 @@ const _: () = assert!(size_of::<NvmePassthroughCommand>() == 72);
 /// Maximum length of a structure that the kernel may return, in bytes.
 const INFO_BYTES_MAX: usize = 1 << 20;
 
-/// Converts a negative result to `errno`'s error.
+/// Converts a negative result of a system call to the error in `errno`.
 fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 {
         Err(io::Error::last_os_error())
@@ -87,8 +87,8 @@ const fn argsz<T>() -> u32 {
     size_of::<T>() as u32
 }
 
-/// Sends an admin command that transfers exactly `data` through a controller file of the `nvme` driver. Returns dword 0
-/// of the completion.
+/// Sends an admin command, which transfers exactly `data`, through a controller file of the `nvme` driver. Returns dword 0 of
+/// the completion.
 pub(super) fn nvme_admin(controller: &File, sqe: &Sqe, data: &mut [u8]) -> io::Result<u32> {
     let mut command = NvmePassthroughCommand {
         opcode: sqe.cdw0.opcode(),
@@ -150,7 +150,7 @@ pub(super) fn set_container(group: &File, container: &File) -> io::Result<()> {
     checked(unsafe { ioctl_with_ref(group, GROUP_SET_CONTAINER, &container) }).map(drop)
 }
 
-/// Removes a group from its container. No device of the group may be open.
+/// Removes a group from its container. The caller ensures that no device of the group is open.
 pub(super) fn unset_container(group: &File) -> io::Result<()> {
     // SAFETY: the call has no argument.
     checked(unsafe { ioctl(group, GROUP_UNSET_CONTAINER) }).map(drop)
@@ -227,7 +227,7 @@ fn parse_region(info: &VfioCapabilityChain) -> VfioDeviceRegion {
     }
 }
 
-/// Returns whether a device supports an eventfd for an interrupt index.
+/// Returns whether a device can signal an eventfd for an interrupt index.
 pub(super) fn has_event(device: &File, index: u32) -> io::Result<bool> {
     let mut info = abi::vfio_irq_info {
         argsz: argsz::<abi::vfio_irq_info>(),
@@ -331,7 +331,7 @@ fn parse_iommu(info: &VfioCapabilityChain) -> IommuInfo {
     }
 }
 
-/// Maps `size` bytes at `iova` for DMA of the container's devices. `size` includes the rest of the last page of `memory`.
+/// Maps `size` bytes at `iova` for DMA of the container's devices. `size` is the length of `memory`, rounded up to whole pages.
 pub(super) fn map_dma(
     container: &File,
     memory: RawBytes<'_>,
@@ -391,7 +391,7 @@ impl VfioCapabilityChain {
             let mut info = Self {
                 words: vec![0; len.div_ceil(8)],
             };
-            // `argsz` is the first word of each of these structures. The length is at most INFO_MAX.
+            // `argsz` is the first word of each structure. The length is at most `INFO_BYTES_MAX`, so it fits into 32 bits.
             info.set_u32(0, len as u32);
             if let Some((offset, value)) = argument {
                 info.set_u32(offset, value);
@@ -442,7 +442,7 @@ impl VfioCapabilityChain {
     fn capability(&self, first: u32, id: u32) -> Option<usize> {
         type Header = abi::vfio_info_cap_header;
         let mut at = first as usize;
-        // Bound the walk: a cyclic chain would never end.
+        // The bound ends the walk through a cyclic chain.
         for _ in 0..self.words.len() {
             if at == 0 {
                 return None;
@@ -518,7 +518,7 @@ mod tests {
         ];
         let region = parse_region(&info(&words));
         assert_eq!(region.mappable, [(0, 0x2000), (0x3000, 0x5000)]);
-        // The kernel announced more areas than it returned. The returned areas count.
+        // The kernel announced more areas than it returned. Only the returned areas are used.
         let region = parse_region(&info(&words[..20]));
         assert_eq!(region.mappable, [(0, 0x2000)]);
     }

@@ -3,10 +3,10 @@
 //! The driver reaches the function only through [`DeviceBacking`]. The same code therefore runs on a PCI function behind
 //! `vfio-pci` and on an emulated function in tests.
 //!
-//! The drive is polled and raises no interrupts. [`queue_pair`] shares queue pairs; `controller` brings the drive up, monitors it and
-//! recovers it. A command ends only when the drive can no longer access the command's memory. A drive is *gone* if three reset
-//! attempts fail, if it was removed, or if the host wants it back. Commands of such a drive complete with Internal Error (Do
-//! Not Retry); the process keeps running.
+//! The drive is polled and raises no interrupts. [`queue_pair`] shares queue pairs; `controller` brings the drive up, monitors
+//! it and recovers it. A command ends only when the drive can no longer access the command's memory. A drive is *gone*, or
+//! *given up*, if three reset attempts fail, if it was removed, or if the host wants it back. Commands of such a drive complete
+//! with Internal Error (Do Not Retry); the process keeps running.
 
 #![cfg_attr(
     test,

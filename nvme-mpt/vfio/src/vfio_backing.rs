@@ -1,11 +1,10 @@
 //! An NVMe function behind `vfio-pci`.
 //!
 //! # Releasing the function
-//! One thread may read registers while another thread releases the function, and holders of mapped doorbells keep the
-//! mapping. The kernel returns the function to the host only once its file is closed, and each mapping of a BAR keeps
-//! that file open. [`VfioBacking::release`] therefore replaces the mapped pages before it closes the file. The close
-//! makes the kernel reset the function. Memory is unmapped from the IOMMU only after that reset, so no DMA in progress
-//! hits an unmapped address.
+//! One thread may read registers while another thread releases the function, and users of mapped doorbells hold the mapping.
+//! The kernel returns the function to the host only once its file is closed, and each mapping of a BAR keeps that file open.
+//! [`VfioBacking::release`] therefore replaces the mapped pages before it closes the file. The close makes the kernel reset the
+//! function. Memory is unmapped from the IOMMU only after that reset, so no DMA in progress hits an unmapped address.
 
 use std::fs::{self, File};
 use std::io;
@@ -30,11 +29,11 @@ use nvme_mpt_memory::{MappedRegisters, Mapping, eventfd};
 /// Start of the doorbells in BAR0 (NVMe over PCIe Transport 1.0, section 3.1.2).
 const DOORBELLS_OFFSET: u64 = 0x1000;
 
-/// Longest doorbell area to map: two doorbells for each of 65,536 queue identifiers at the smallest stride. With a larger
-/// stride, fewer queues can be used.
+/// Maximum length of the doorbell area to map: two doorbells for each of 65,536 queue identifiers at the smallest stride. With
+/// a larger stride, fewer queues can be used.
 const DOORBELLS_LEN_MAX: u64 = 2 * 65_536 * 4;
 
-/// Smallest valid BAR0: the registers and one page of doorbells.
+/// Minimum length of BAR0: the registers and one page of doorbells.
 const BAR0_LEN_MIN: u64 = 0x2000;
 
 /// Command register of the configuration space (PCI Express Base 5.0, section 7.5.1.1.3).
@@ -42,7 +41,7 @@ const COMMAND_OFFSET: u64 = 0x04;
 const COMMAND_MEMORY_SPACE: u16 = 1 << 1;
 const COMMAND_BUS_MASTER: u16 = 1 << 2;
 
-/// Offset of Revision ID and class code. The value of a device is never all ones, and the kernel does not cache it. So reading
+/// Offset of Revision ID and class code. The kernel does not cache this register, and its value is never all ones. So reading
 /// all ones shows that the device does not answer.
 const REVISION_AND_CLASS: u64 = 0x08;
 
@@ -58,16 +57,16 @@ pub struct VfioBacking {
     config: VfioDeviceRegion,
     bar0: VfioDeviceRegion,
     doorbells: BarWindow,
-    /// Mapped registers; `None` if they cannot be mapped and are accessed through the file.
+    /// Mapped registers; `None` if the kernel cannot map them, so that they are accessed through the file.
     registers: Option<BarWindow>,
     removal: Option<OwnedFd>,
     is_gone: AtomicBool,
 }
 
-/// A mapped part of BAR0.
+/// A mapped part of BAR0 with registers or doorbells.
 #[derive(Clone, Debug)]
 struct BarWindow {
-    /// Offset in BAR0.
+    /// Offset of the part in BAR0.
     start: usize,
     registers: MappedRegisters,
 }
@@ -103,7 +102,7 @@ impl VfioBacking {
         Self::open_in(&HostRoot::default(), address)
     }
 
-    /// Takes over the function at `address` that a predecessor [handed over](DeviceBacking::hand_over). `mapped` lists the
+    /// Restores the function at `address` that a predecessor [handed over](DeviceBacking::hand_over). `mapped` lists the
     /// mappings of the function's IOMMU. The function is not reset.
     ///
     /// # Errors
@@ -217,7 +216,7 @@ impl VfioBacking {
     /// Calls `act` with the function's file.
     ///
     /// # Errors
-    /// `NotConnected` if the function is gone.
+    /// `NotConnected` if the function was removed or released.
     fn with_device<T>(&self, act: impl FnOnce(&File) -> io::Result<T>) -> io::Result<T> {
         let device = self.device.read().unwrap_or_else(PoisonError::into_inner);
         let Some(device) = device
@@ -236,7 +235,7 @@ impl VfioBacking {
     }
 
     /// Returns whether the kernel has requested the function back, for example to remove or unbind it. A link recovery or a
-    /// reset by the kernel is no such request.
+    /// reset by the kernel is not such a request.
     fn is_removal_requested(&self) -> bool {
         let removal = self.removal.as_ref().map(AsFd::as_fd);
         removal.is_some_and(|removal| eventfd::is_readable(removal).unwrap_or(false))
@@ -277,7 +276,7 @@ impl VfioBacking {
         }
     }
 
-    /// Returns the mapped registers and the position of the register at `offset` among them.
+    /// Returns the mapped registers, and the offset in them of the register at `offset` of BAR0.
     fn mapped_register(&self, offset: usize) -> Option<(&MappedRegisters, usize)> {
         let window = self.registers.as_ref()?;
         Some((&window.registers, offset.checked_sub(window.start)?))
@@ -418,13 +417,13 @@ impl DeviceBacking for VfioBacking {
 
     fn release(&self) {
         self.is_gone.store(true, Ordering::Release);
-        // The lock makes a second caller wait until the release is complete.
+        // A second caller waits for the lock until the release is complete.
         let mut device = self.device.write().unwrap_or_else(PoisonError::into_inner);
         let Some(device) = device.take() else {
             return;
         };
         if let Err(error) = update_command_register(&device, &self.config, 0, COMMAND_BUS_MASTER) {
-            // The function is gone, or the close below resets it.
+            // Not a problem: the function was removed, or the close below resets it.
             debug!("{}: bus mastering is not disabled: {error}", self.name);
         }
         self.detach_registers();
@@ -458,14 +457,15 @@ fn update_command_register(
     Ok(())
 }
 
-/// Returns whether the function does not answer at the moment.
+/// Returns whether the function does not answer now.
 fn is_absent(device: &File, config: &VfioDeviceRegion) -> bool {
     let mut word = [0; 4];
     let read = device.read_exact_at(&mut word, config.offset + REVISION_AND_CLASS);
     read.is_err() || word == [0xFF; 4]
 }
 
-/// Creates an eventfd that the kernel signals when it wants the function back; `None` if the kernel has no such event.
+/// Creates an eventfd that the kernel signals when it wants the function back. Returns `None` if the kernel does not have such
+/// an event.
 fn create_removal_event(device: &File) -> io::Result<Option<OwnedFd>> {
     if !ioctl::has_event(device, abi::VFIO_PCI_REQ_IRQ_INDEX)? {
         return Ok(None);
@@ -476,8 +476,8 @@ fn create_removal_event(device: &File) -> io::Result<Option<OwnedFd>> {
 }
 
 /// Returns whether a kernel with this release string returns a function to the host while its group and container are still
-/// open. Kernels before 6.2 wait until both are closed. With such a kernel, a keeper that has them open would block an unbind
-/// of the function: nothing tells the keeper to close them while no server runs.
+/// open. Kernels before 6.2 wait until both are closed. With such a kernel, a supervisor process that has them open would block
+/// an unbind of the function: while no server runs, no process tells the supervisor to close them.
 fn can_unbind_while_open(release: &str) -> bool {
     let numbers = release.split(|c: char| !c.is_ascii_digit());
     let numbers: Vec<u32> = numbers.map_while(|number| number.parse().ok()).collect();
@@ -501,7 +501,7 @@ mod tests {
         let whole = bar(&[(0, 0x4000)]);
         assert_eq!(mappable_part(&whole, 0), Some((0, 0x4000)));
         assert_eq!(mappable_part(&whole, DOORBELLS_OFFSET), Some((0, 0x4000)));
-        // The MSI-X table is never mapped, wherever it is.
+        // The MSI-X table is never mapped, at any place in the BAR.
         let after = bar(&[(0, 0x2000), (0x3000, 0x1000)]);
         assert_eq!(mappable_part(&after, DOORBELLS_OFFSET), Some((0, 0x2000)));
         let before = bar(&[(0x1000, 0x3000)]);

@@ -27,13 +27,13 @@ use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::registers::{Csts, Doorbell, REMOVED, offset};
 use nvme_spec::sqe::Sqe;
 
-/// Entries of both queues: one command, one Asynchronous Event Request, and room for commands that timed out.
+/// Entries of each queue. They suffice for one command, one Asynchronous Event Request, and commands that timed out.
 const ENTRIES: u16 = 32;
 
 /// Polls of the Completion Queue per check of the function's presence and status.
 const POLLS_PER_CHECK: u32 = 16;
 
-/// One page each for the Submission Queue, the Completion Queue and data.
+/// Pages of the queue pair's memory: one each for the Submission Queue, the Completion Queue and data.
 const PAGES: usize = 3;
 const CQ_OFFSET: usize = PAGE_SIZE as usize;
 const DATA_OFFSET: usize = 2 * PAGE_SIZE as usize;
@@ -48,7 +48,7 @@ const EVENT_CID: u16 = u16::MAX;
 pub(super) struct AdminQueue {
     backing: Arc<dyn DeviceBacking>,
     clock: Arc<dyn WaitClock>,
-    /// Dropped first, so that the IOVAs are unmapped before the memory is freed.
+    /// Dropped before `memory`, so that the IOVAs are unmapped before the memory is freed.
     iova: IovaPart,
     memory: Arc<Mapping>,
     /// Memory file of the rings.
@@ -65,18 +65,18 @@ pub(super) struct AdminQueue {
     is_responsive: bool,
     /// Number of commands that completed after they timed out.
     late_completions: u64,
-    /// Set while the drive is quiesced for a hand-over; no command may be sent.
+    /// Set while the drive is quiesced for a hand-over. No command may be sent then.
     pub(super) quiesced: Option<QuiescedDrive>,
 }
 
 /// State of a drive that is quiesced for a hand-over.
 #[derive(Debug)]
 pub(super) struct QuiescedDrive {
-    /// Flag that invalidates the state which the successor has.
+    /// Flag that invalidates the state that was written for the successor.
     pub(super) stale_flag: StaleMappingsFlag,
 }
 
-/// Positions of an admin queue pair whose only command in flight may be Asynchronous Event Request.
+/// Positions in an admin queue pair for a hand-over. No command but Asynchronous Event Request may be in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct DriveAdminQueueState {
@@ -99,7 +99,7 @@ impl AdminQueue {
         Self::from_file(backing, space, dstrd, file)
     }
 
-    /// Takes over the predecessor's admin queue pair in its memory file.
+    /// Restores the predecessor's admin queue pair from its memory file.
     pub(super) fn from_predecessor(
         backing: Arc<dyn DeviceBacking>,
         space: &Arc<IovaSpace>,
@@ -123,13 +123,13 @@ impl AdminQueue {
         Ok(queue)
     }
 
-    /// Returns whether there are unhandled events. The drive raises no further events of their types until they are
-    /// handled.
+    /// Returns whether there are unhandled events. Until an event is handled, the drive raises no further event of the same
+    /// type.
     pub(super) fn has_events(&self) -> bool {
         !self.events.is_empty()
     }
 
-    /// Returns positions and memory file for a hand-over.
+    /// Returns the positions and the memory file for a hand-over.
     pub(super) fn hand_over(&self) -> io::Result<(DriveAdminQueueState, OwnedFd)> {
         let state = DriveAdminQueueState {
             tail: self.sq.tail(),
@@ -224,9 +224,9 @@ impl AdminQueue {
         self.execute_through_pause(sqe, Duration::ZERO, &|| true)
     }
 
-    /// Executes a command as [`Self::execute`] does. The timeout is suspended while the drive has paused processing (CSTS.PP),
-    /// but for at most `pause`, and only until `is_ending` returns true. Returns [`ControllerError::RemovalRequested`] if the host
-    /// asks for the function during the pause.
+    /// Executes a command as [`Self::execute`] does. While the drive has paused processing (CSTS.PP), the timeout is suspended,
+    /// but for at most `pause`, and only until `is_ending` returns true. Returns [`ControllerError::RemovalRequested`] if the
+    /// host asks for the function during the pause.
     pub(super) fn execute_through_pause(
         &mut self,
         sqe: Sqe,
@@ -243,7 +243,7 @@ impl AdminQueue {
         let mut pause = Duration::from_micros(10);
         let mut rounds = 0;
         loop {
-            // A late completion of an earlier command is dropped.
+            // Any other completion belongs to an earlier command that timed out, and is dropped.
             for _ in 0..ENTRIES {
                 let Some(cqe) = self.take_completion() else {
                     break;
@@ -265,7 +265,8 @@ impl AdminQueue {
                 if self.backing.is_gone() {
                     return Err(ControllerError::Gone);
                 }
-                // Fail early, because the caller may hold the lock of the pairs, for which a reset waits.
+                // The wait ends early if the drive has failed: the caller may hold the lock of the pairs, for which a reset
+                // waits.
                 self.check_status()?;
             }
             let timeout = self.backing.admin_timeout();
@@ -304,7 +305,7 @@ impl AdminQueue {
         csts != REMOVED && Csts(csts).pp()
     }
 
-    /// Executes a command that returns up to a page of data.
+    /// Executes a command that returns at most a page of data.
     pub(super) fn execute_with_data<T>(
         &mut self,
         mut sqe: Sqe,
@@ -329,7 +330,7 @@ impl AdminQueue {
         self.memory.bytes(DATA_OFFSET, PAGE_SIZE as usize)
     }
 
-    /// Sends an Asynchronous Event Request, unless one is outstanding.
+    /// Sends an Asynchronous Event Request if none is outstanding.
     pub(super) fn request_event(&mut self) {
         if !self.has_event_request {
             self.has_event_request = true;
@@ -349,15 +350,15 @@ impl AdminQueue {
         std::mem::take(&mut self.events)
     }
 
-    /// Submits a command. The ring has room: commands execute one at a time, and completions are taken before the next
-    /// one.
+    /// Submits a command. The ring always has a free entry: commands execute one at a time, and completions are taken before
+    /// the next command.
     fn submit(&mut self, sqe: &Sqe, cid: CommandId) {
         self.sq.push(sqe, cid);
         fence(Ordering::Release);
         self.tail_doorbell.store(self.sq.tail());
     }
 
-    /// Counts a completion that no caller waits for, unless it is of Asynchronous Event Request.
+    /// Counts a completion that no caller waits for, except that of Asynchronous Event Request.
     fn note_late(&mut self, cqe: &Cqe) {
         if cqe.cid().0 != EVENT_CID {
             self.is_responsive = true;
@@ -369,7 +370,7 @@ impl AdminQueue {
     fn take_completion(&mut self) -> Option<Cqe> {
         let cqe = self.cq.take()?;
         self.head_doorbell.store(self.cq.head());
-        // A controller that refuses the request is not asked again.
+        // If the controller refuses the request, the flag stays set, so that the request is not sent again.
         if cqe.cid().0 == EVENT_CID && self.has_event_request && cqe.status().is_success() {
             self.has_event_request = false;
             self.events.push(AsyncEvent(cqe.dw0()));

@@ -1,5 +1,5 @@
-//! The drive's own arbitration between its I/O Submission Queues (Base 2.0, section 3.4.4). Weighted round robin is used
-//! if it is [chosen](ArbitrationChoice) and supported (`CAP.AMS`), else round robin.
+//! The drive's own arbitration between its I/O Submission Queues (Base 2.0, section 3.4.4). Weighted round robin is used if it
+//! is [chosen](ArbitrationChoice) and supported (`CAP.AMS`), else round robin.
 //!
 //! NVMe gives weights to priority classes, not to queues. With fixed class weights, a lease of low weight would get more than
 //! its share while few leases have a low weight. A lease of high weight would get less than its share while many leases have a
@@ -13,8 +13,8 @@
 //! each check adds up the weights of the leases that are in the class then. The drive serves the queues of a class in turn, and
 //! the governor evens out the bytes of their leases.
 //!
-//! Each class gets at least one command per round and at most [`CLASS_RUN_MAX`] in a row. A class with only quiet guests gets as many
-//! commands per round as the class of the highest weight.
+//! Each class gets at least one command per round and at most [`CLASS_RUN_MAX`] in a row. A class with only quiet guests gets
+//! as many commands per round as the class of the highest weight.
 //!
 //! No queue is Urgent, because the drive serves an Urgent queue before all others as long as the queue has commands. A quiet
 //! guest's queue would stay Urgent after the guest becomes busy, because a class is permanent.
@@ -48,8 +48,8 @@ use nvme_spec::sqe::Sqe;
 /// Maximum commands of a class in a row: about as many as a fast drive executes at once.
 const CLASS_RUN_MAX: u64 = 16;
 
-/// Maximum Arbitration Burst, as a power of two. Without a limit, one queue could take the turns of all others in its
-/// class.
+/// Maximum Arbitration Burst, as the exponent of a power of two. Without a limit, one queue could take the turns of all other
+/// queues in its class.
 const BURST_MAX: u8 = feature::Arbitration::NO_LIMIT - 1;
 
 /// Precision of a round: a deviation from the leases' weights below one part in 16 does not matter.
@@ -68,7 +68,7 @@ const CHANGES_PERIOD: Duration = Duration::from_secs(60);
 /// monitor for the admin timeout each time.
 const EQUAL_ATTEMPTS: u8 = 3;
 
-/// Arbitration mechanism to enable a drive with (`CC.AMS`).
+/// Arbitration mechanism that the operator chose for a drive (`CC.AMS`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ArbitrationChoice {
     /// Round robin, which every drive supports.
@@ -126,7 +126,7 @@ impl ClassWeights {
             errors.max()
         };
         let longest = (1..=CLASS_RUN_MAX).min_by_key(|longest| error(*longest))?;
-        // At most LONGEST.
+        // At most `CLASS_RUN_MAX`, so the number fits into 8 bits.
         Some(Self(round(longest).map(|commands| commands as u8)))
     }
 
@@ -140,7 +140,8 @@ impl ClassWeights {
         let used = classes.filter(|(_, load)| load.weight > 0);
         let shares = used.map(|(commands, load)| {
             let wanted = if load.is_busy { load.weight } else { most };
-            // No round gives a class less than a sixteenth of the heaviest.
+            // In every round, each class gets at least 1/`CLASS_RUN_MAX` of the heaviest class's commands, so a lower weight is
+            // raised to that.
             let wanted = (CLASS_RUN_MAX * wanted).max(most);
             (u64::from(commands), wanted, load.is_busy)
         });
@@ -192,8 +193,8 @@ fn tolerate(error: ControllerError) -> Result<(), ControllerError> {
     }
 }
 
-/// Request for equal weights on a drive that did not answer Set Features. The drive may have executed the command, or may do so
-/// later.
+/// State of a request to set equal weights, on a drive that did not answer Set Features. The drive may have executed the
+/// command, or may still execute it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct EqualWeightsRequest {
     /// Number of times that equal weights were sent, at most [`EQUAL_ATTEMPTS`].
@@ -216,11 +217,11 @@ impl EqualWeightsRequest {
 /// Arbitration of a drive for as long as this process has it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DriveArbitration {
-    /// True if the next enable uses weighted round robin. Never becomes true again.
+    /// True if the next enable uses weighted round robin. Once false, it stays false.
     is_usable: bool,
-    /// Mechanism that the drive is enabled with.
+    /// Mechanism that the drive was enabled with.
     mechanism: ArbitrationMechanism,
-    /// Arbitration Burst, as a power of two.
+    /// Arbitration Burst, as the exponent of a power of two.
     burst: u8,
     /// Current weights of the drive; `None` if all new queues are Medium.
     weights: Option<ClassWeights>,
@@ -246,8 +247,8 @@ impl DriveArbitration {
         }
     }
 
-    /// Creates the state of a drive that the predecessor has enabled with `mechanism`. If this is round robin, weighted round
-    /// robin is not tried again, because it may have failed in the predecessor.
+    /// Creates the state of a drive that the predecessor has enabled with `mechanism`. If the mechanism is round robin,
+    /// weighted round robin is not tried again, because it may have failed in the predecessor.
     pub(super) fn from_predecessor(
         choice: ArbitrationChoice,
         mechanism: ArbitrationMechanism,
@@ -266,7 +267,7 @@ impl DriveArbitration {
         }
     }
 
-    /// Returns whether to enable the drive with weighted round robin.
+    /// Returns whether the next enable of the drive uses weighted round robin.
     pub(super) fn is_usable(&self) -> bool {
         self.is_usable
     }
@@ -276,14 +277,14 @@ impl DriveArbitration {
         self.weights.is_some()
     }
 
-    /// Records the mechanism that the drive was enabled with. The drive has lost its weights.
+    /// Records the mechanism that the drive was enabled with. An enable resets the drive's weights.
     pub(super) fn on_enabled(&mut self, mechanism: ArbitrationMechanism) {
         self.mechanism = mechanism;
         self.weights = None;
         self.equal_weights = None;
     }
 
-    /// Returns whether weighted round robin may have caused a failure of bring-up.
+    /// Returns whether weighted round robin may be the cause of `error` during bring-up.
     pub(super) fn is_suspect(&self, error: &ControllerError) -> bool {
         self.mechanism == ArbitrationMechanism::WEIGHTED_ROUND_ROBIN
             && matches!(
@@ -354,7 +355,7 @@ impl DriveArbitration {
         }
     }
 
-    /// Returns new weights if they must be sent now.
+    /// Returns changed weights for `loads` if they must be sent now.
     fn next_weights(
         &self,
         loads: &[ClassLoad; PRIORITY_CLASSES.len()],
@@ -391,7 +392,7 @@ impl DriveArbitration {
         }
     }
 
-    /// Sets equal weights, if the drive accepts them.
+    /// Sends equal weights, and records them if the drive accepts them.
     fn set_equal_weights(
         &mut self,
         mut send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
@@ -400,7 +401,7 @@ impl DriveArbitration {
         sent.or_else(|error| self.tolerate(error))
     }
 
-    /// Ignores a failure as [`tolerate`] does. After a timeout, the weights of the drive are not known.
+    /// Ignores a failure as [`tolerate`] does. After a timeout, records that the drive's weights are unknown.
     fn tolerate(&mut self, error: ControllerError) -> Result<(), ControllerError> {
         if matches!(error, ControllerError::AdminTimeout { .. }) {
             self.equal_weights.get_or_insert_default().late_completions = None;
@@ -427,7 +428,7 @@ impl DriveArbitration {
         self.set_equal_weights(send)
     }
 
-    /// Ends weighted round robin on a drive that refuses queues of a priority class.
+    /// Ends weighted round robin on a drive that refused queues of a priority class.
     pub(super) fn end_priority_classes(
         &mut self,
         name: &str,
@@ -435,7 +436,7 @@ impl DriveArbitration {
     ) {
         let before = self.weights;
         self.end_weighted(name, "takes queues of one class alone (QPRIO)", None);
-        // The next check of the drive monitor finds a failure that stops the drive.
+        // A failure here only logs; if it stops the drive, the next check of the drive monitor finds that.
         if before.is_some_and(|weights| weights != ClassWeights::EQUAL)
             && let Err(error) = self.set_equal_weights(send)
         {
@@ -453,7 +454,7 @@ impl DriveArbitration {
 }
 
 /// Executes Set Features, Arbitration (Base 2.0, section 5.27.1.1). The timeout is suspended while the drive has paused
-/// processing, for `pause` at most and until `is_ending` returns true.
+/// processing, but for at most `pause`, and only until `is_ending` returns true.
 pub(super) fn set_arbitration_feature(
     admin: &mut AdminQueue,
     value: feature::Arbitration,
@@ -473,8 +474,8 @@ pub(super) fn set_arbitration_feature(
 }
 
 impl PhysicalDrive {
-    /// Executes Set Features, Arbitration. The timeout is suspended while the drive has paused processing, unless the
-    /// drive is closing.
+    /// Executes Set Features, Arbitration. The timeout is suspended while the drive has paused processing, and runs again once
+    /// the drive is being closed.
     pub(super) fn send_arbitration(
         &self,
         admin: &mut AdminQueue,
@@ -498,7 +499,7 @@ impl PhysicalDrive {
         })
     }
 
-    /// Ends weighted round robin after the drive has refused a priority class. The caller holds the admin queue.
+    /// Ends weighted round robin after the drive has refused a priority class. The caller holds the lock of the admin queue.
     pub(super) fn end_priority_classes(&self, admin: &mut AdminQueue) {
         let mut arbitration = *lock(&self.arbitration);
         let send = |value| self.send_arbitration(admin, value);
@@ -506,7 +507,7 @@ impl PhysicalDrive {
         *lock(&self.arbitration) = arbitration;
     }
 
-    /// Sends equal weights that are due after a timeout.
+    /// Sends equal weights if they are due after a timeout.
     fn send_due_equal_weights(&self) {
         let Some(request) = lock(&self.arbitration).equal_weights else {
             return;
@@ -518,7 +519,7 @@ impl PhysicalDrive {
         if !is_due {
             return;
         }
-        // On a failure the drive is reset and starts without weights.
+        // After a failure, the drive is reset, and the reset clears its weights.
         let _ = self.with_admin(|admin| {
             let mut arbitration = *lock(&self.arbitration);
             let (answers, late) = (admin.is_responsive(), admin.late_completions());
@@ -539,9 +540,9 @@ impl PhysicalDrive {
         {
             return;
         }
-        // On a failure the drive is reset and starts without weights.
+        // After a failure, the drive is reset, and the reset clears its weights.
         let _ = self.with_admin(|admin| {
-            // The arbitration changes only under the lock of the admin queue.
+            // Checked again, because the arbitration changes only while the admin queue is locked, as it is here.
             let mut arbitration = *lock(&self.arbitration);
             let Some(weights) = arbitration.next_weights(loads, clock.now()) else {
                 return Ok(());
@@ -575,10 +576,10 @@ mod tests {
         assert_eq!(weights([0, 100, 0]), Some([1, 1, 1]));
         assert_eq!(weights([300, 100, 50]), Some([6, 2, 1]));
         assert_eq!(weights([300, 0, 100]), Some([3, 3, 1]));
-        // One heavy lease beside many default ones gets its own share, not its class's.
+        // A heavy lease beside many default ones gets the share of one lease, not of a whole class.
         assert_eq!(weights([200, 1500, 0]), Some([2, 15, 15]));
         assert_eq!(weights([0, 1000, 50]), Some([16, 16, 1]));
-        // A round is as long as necessary, and no class is without commands.
+        // A round has as few commands as possible, and every class has at least one command.
         assert_eq!(weights([1000, 990, 1]), Some([16, 16, 1]));
         assert_eq!(weights([u64::from(u32::MAX), 1, 1]), Some([16, 1, 1]));
         assert_eq!(weights([0, 0, 0]), None);
@@ -624,7 +625,7 @@ mod tests {
         ] {
             assert_eq!(equal.is_close_to(&busy(loads)), suits, "{loads:?}");
         }
-        // A class with only quiet guests may get more, but not less than the heaviest guest.
+        // A class with only quiet guests may get more than its share, but not less than the heaviest guest.
         let [high, medium, _] = busy([300, 100, 0]);
         let quiet = ClassLoad {
             weight: 1,
@@ -653,7 +654,7 @@ mod tests {
     fn a_drive_is_told_of_four_changes_in_a_minute_at_most() {
         let mut arbitration = weighted();
         let mut told = Vec::new();
-        // Guests arrive and leave in each survey.
+        // Guests arrive or leave before each survey, so the weights always change.
         for look in 0..1_800_u64 {
             let now = Duration::from_millis(100 * look);
             let loads = busy([100 + 300 * (look % 2), 100, 0]);
@@ -678,7 +679,8 @@ mod tests {
         }
     }
 
-    /// Sets weights on a drive with these answers. Returns the weights sent, and whether the drive must be reset.
+    /// Sets weights on a drive that gives `answers` to the commands. Returns the weights sent, and whether the drive must be
+    /// reset.
     fn set_with(answers: &[fn() -> Result<(), ControllerError>]) -> (Vec<[u8; 3]>, bool) {
         let mut arbitration = weighted();
         let (mut sent, mut answers) = (Vec::new(), answers.iter());
@@ -713,7 +715,7 @@ mod tests {
         assert_eq!(set_with(&[now, now, now, now]), (twice.clone(), false));
         assert_eq!(set_with(&[now, never]), (twice, false));
         assert_eq!(set_with(&[timeout]), (vec![UNEQUAL], false));
-        // The drive has failed itself.
+        // The drive itself has failed, so no further weights are sent.
         assert_eq!(
             set_with(&[|| Err(ControllerError::Fatal)]),
             (vec![UNEQUAL], true)
@@ -749,14 +751,14 @@ mod tests {
         assert_eq!(sends(false, 0, true), none);
         assert_eq!(sends(true, 0, true), equal);
         assert_eq!(sends(true, 0, true), none);
-        // The first command completes at last.
+        // The first command, which had timed out, completes now.
         assert_eq!(sends(true, 1, true), equal);
         assert_eq!(sends(true, 1, true), none);
         arbitration.on_enabled(ArbitrationMechanism::ROUND_ROBIN);
         assert_eq!(arbitration.equal_weights, None);
     }
 
-    /// Whatever else it answers, for example after firmware lost the feature.
+    /// Holds even if the drive answers all other commands, for example because a firmware update has dropped the feature.
     #[test]
     fn a_drive_that_never_answers_weights_gets_them_three_times_at_most() {
         let mut arbitration = weighted();

@@ -1,5 +1,5 @@
-//! Doorbell Buffer of a drive (Base 2.0, section 5.8). Emulated drives in nested and cloud machines have a Doorbell Buffer,
-//! with which most doorbell writes are stores to memory.
+//! Doorbell Buffer of a drive (Base 2.0, section 5.8). Emulated drives in nested and cloud machines have a Doorbell Buffer. It
+//! turns most doorbell writes into stores to memory.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,7 +23,7 @@ const EVENT_IDX_OFFSET: usize = PAGE_SIZE as usize;
 /// Shadow doorbells and EventIdx, one page each.
 #[derive(Debug)]
 pub(super) struct DriveDoorbellBuffer {
-    /// Dropped first, so that the IOVAs are unmapped before the memory is freed.
+    /// Dropped before `memory`, so that the IOVAs are unmapped before the memory is freed.
     iova: IovaPart,
     memory: Arc<Mapping>,
     /// Memory file of the pages.
@@ -41,8 +41,8 @@ impl DriveDoorbellBuffer {
         Self::from_file(space, file)
     }
 
-    /// Takes over the predecessor's pages, which the drive is using. The doorbells of I/O queues are zeroed, because no
-    /// such queue exists.
+    /// Restores the predecessor's pages, which the drive is using. The doorbells of I/O queues are zeroed, because no I/O queue
+    /// exists.
     pub(super) fn from_predecessor(
         space: &Arc<IovaSpace>,
         file: OwnedFd,
@@ -77,7 +77,7 @@ impl DriveDoorbellBuffer {
         })
     }
 
-    /// Zeroes the pages and sends Doorbell Buffer Config. No I/O queue may exist.
+    /// Zeroes the pages and sends Doorbell Buffer Config. The caller ensures that no I/O queue exists.
     pub(super) fn configure(&self, admin: &mut AdminQueue) -> Result<(), ControllerError> {
         if let Some(memory) = self.memory.bytes(0, self.memory.len()) {
             memory.zero();

@@ -1,14 +1,14 @@
 //! Drive monitor: the thread that handles timeouts, fatal status, removal and events of a drive.
 //!
-//! The monitor checks everything ten times a second and acts itself, and it gives free queue pairs to queues that share.
-//! So a failing drive costs pollers and other drives no more than the lock of a queue pair.
+//! The monitor checks everything ten times a second, and carries out resets and Aborts itself. It also gives free queue pairs
+//! to queues that share a pair. So a failing drive costs pollers and other drives no more than the lock of a queue pair.
 //!
-//! An overdue command (`timeout=`, 10 s; `progress.rs`) is aborted. Its identifier is not reused before the drive has answered
-//! the Abort. If the command is still in flight a second later, the controller is reset and its queues are created again
-//! (`recovery.rs`). The controller is also reset if it reports CSTS.CFS, if it answers no admin command, or if its registers
-//! are readable again after they have read as all ones.
+//! An overdue command (`timeout=`, 10 s; `drive_progress.rs`) is aborted. Its identifier is not reused before the drive has
+//! answered the Abort. If the command is still in flight a second later, the controller is reset and its queues are created
+//! again (`recovery.rs`). The controller is also reset if it reports CSTS.CFS, if it answers no admin command, or if its
+//! registers are readable again after they have read as all ones.
 //!
-//! While the drive has paused processing (CSTS.PP), none of this happens, up to a time limit.
+//! While the drive has paused processing (CSTS.PP), it is neither sent Aborts nor reset, up to a time limit.
 //!
 //! After a change of namespaces, the monitor reads the namespaces, and repeats this until it succeeds, because leases depend on
 //! them. It also reads the namespaces after each reset, because a reset drops unread events.
@@ -47,15 +47,15 @@ use nvme_spec::sqe::Sqe;
 /// Interval of the drive monitor's checks.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Number of checks of the drive per check of its pinned memory.
+/// Number of the monitor's checks per search for freed pages in pinned memory.
 const CHECKS_PER_MEMORY_CHECK: u32 = 2;
 
 /// Time that an aborted command may take to complete, and number of checks that must find it in flight before the drive is
-/// reset. The time alone does not suffice: if the monitor got no processor time, pollers may have got none either.
+/// reset. The time alone does not suffice: if the monitor got no processor time, pollers may not have got any either.
 const ABORT_GRACE: Duration = Duration::from_secs(1);
 const ABORT_CHECKS: u32 = 5;
 
-/// Returns the maximum time of a processing pause (CSTS.PP), where `deadline` is the timeout of a command.
+/// Returns the time limit of a processing pause (CSTS.PP). `deadline` is the timeout of a command.
 pub(super) fn longest_pause(controller: &IdentifyController, deadline: Duration) -> Duration {
     let most = Duration::from_millis(100) * u32::from(controller.mtfa);
     most.max(deadline)
@@ -65,13 +65,13 @@ pub(super) fn longest_pause(controller: &IdentifyController, deadline: Duration)
 #[derive(Debug, Default)]
 pub(super) struct DriveCounters {
     pub(super) resets: AtomicU64,
-    /// Commands that exceeded the timeout.
+    /// Number of commands that exceeded the timeout.
     timeouts: AtomicU64,
-    /// Abort commands sent.
+    /// Number of Abort commands sent.
     aborts: AtomicU64,
     /// True if queue pairs had to be shared at some time.
     pub(super) is_sharing: AtomicBool,
-    /// True if a queue once got a pair of another priority class, because no pair of its own could be created.
+    /// True if a queue once got an idle pair of another priority class, because no pair of its own class could be created.
     pub(super) has_other_class: AtomicBool,
 }
 
@@ -86,7 +86,7 @@ impl DriveCounters {
     }
 }
 
-/// Starts the drive monitor on one of `threads`. The monitor ends when the drive is closing or gone.
+/// Starts the drive monitor on one of `threads`. The monitor ends when the drive is being closed or was given up.
 pub(super) fn start(
     drive: Arc<PhysicalDrive>,
     threads: &ThreadSpawner,
@@ -118,12 +118,12 @@ pub(super) fn start(
     threads.spawn("nvme-supervisor", Box::new(work))
 }
 
-/// An overdue command that was aborted.
+/// An overdue command for which an Abort was sent.
 struct OverdueCommand {
     qid: QueueId,
     late: LateCommand,
     grace: Deadline,
-    /// Number of checks that found the command in flight.
+    /// Number of checks since the Abort that found the command in flight.
     checks: u32,
 }
 
@@ -134,7 +134,8 @@ enum NamespaceListState {
     Known,
     /// Some namespaces may have changed.
     Stale,
-    /// Some namespaces may have changed, and reading them failed. The drive's list of changes may be lost.
+    /// Some namespaces may have changed, and reading them has failed. The drive's list of changes may be lost, so any may have
+    /// changed.
     Unread,
 }
 
@@ -148,7 +149,7 @@ struct DriveMonitor {
     namespaces: NamespaceListState,
     threads: ThreadSpawner,
     checks: u32,
-    /// Thread that searches memory for freed pages.
+    /// Thread that searches pinned memory for freed pages.
     memory_check: Option<JoinHandle<()>>,
     /// End of the current processing pause's time limit; `None` without a pause.
     pause: Option<Deadline>,
@@ -158,7 +159,7 @@ impl DriveMonitor {
     /// Waits for one interval, then checks everything. Returns false when the monitor must end.
     fn run_interval(&mut self) -> bool {
         let mut ready = [EpollEvent::default(); 2];
-        // An interrupted wait counts as a short one.
+        // An interrupted wait counts as a short wait.
         let count = eventfd::wait(&self.epoll, Some(CHECK_INTERVAL), &mut ready).unwrap_or(0);
         let _ = self.drive.monitor_waker.read();
         let drive = &self.drive;
@@ -171,7 +172,7 @@ impl DriveMonitor {
             return false;
         }
         let status = drive.registers.status();
-        // A pulled drive can read as zeroes for a moment, like a controller after a reset.
+        // Checked before the status is used: a pulled drive can read as zeroes for a moment, like a controller after a reset.
         if drive.backing.is_gone() {
             drive.give_up(REMOVED);
             return false;
@@ -214,7 +215,7 @@ impl DriveMonitor {
         if pause.has_passed() {
             return false;
         }
-        // Time in a pause does not count for aborted commands either.
+        // The time limits of aborted commands also start again after a pause.
         for overdue in &mut self.overdue {
             overdue.grace = Deadline::after(&self.clock, ABORT_GRACE);
         }
@@ -227,7 +228,7 @@ impl DriveMonitor {
         if !self.checks.is_multiple_of(CHECKS_PER_MEMORY_CHECK) {
             return;
         }
-        // Memory that shrinks during a search is found by the next search.
+        // Memory that shrinks during a search is covered by the next search.
         if self
             .memory_check
             .as_ref()
@@ -266,17 +267,17 @@ impl DriveMonitor {
             .timeouts
             .fetch_add(count, Ordering::Relaxed);
         for (qid, pair, late) in late {
-            // A command that has completed by now needs no Abort.
+            // If the command has completed by now, no Abort is needed.
             if pair.has_command(&late)
                 && let Err(error) = self.abort(qid, late.cid())
             {
                 let cid = late.cid();
                 if self.drive.registers.status().is_some_and(Csts::pp) {
-                    // The drive has paused processing since, and must not be reset during the pause.
+                    // The drive has paused processing after the check began, and must not be reset during the pause.
                     self.drive.needs_reset.store(true, Ordering::Release);
                     return;
                 }
-                // The reset ends all Aborts, too.
+                // The reset also ends the remaining Aborts.
                 self.reset(&format!(
                     "command {cid} of queue {qid} is overdue, and: {error}"
                 ));
@@ -293,7 +294,7 @@ impl DriveMonitor {
         }
     }
 
-    /// Returns the commands that became overdue, each once. Forgets aborted commands that have completed.
+    /// Returns the commands that became overdue. Each command is returned once. Forgets aborted commands that have completed.
     fn find_overdue(&mut self) -> Vec<(QueueId, VfioQueuePair, LateCommand)> {
         let pairs = lock(&self.drive.pairs);
         let looks: Vec<_> = pairs
@@ -322,13 +323,13 @@ impl DriveMonitor {
                 commands.push(watched.command);
             }
             if pair.count_submitted_by(&[watched.latest_submission]) == [watched.in_flight] {
-                // All commands submitted up to then are overdue.
+                // If a queue is stuck as a whole, all commands that were submitted to it until then are overdue.
                 commands.extend(
                     pair.overdue(now, now.since(watched.latest_submission).saturating_sub(1)),
                 );
             }
             for command in commands {
-                // Marked under the lock of the pairs, before the drive can complete the command.
+                // Marked while the pairs are locked, before the drive can complete the command.
                 pair.begin_abort(&command);
                 late.push((watched.qid, pair.clone(), command));
             }
@@ -348,15 +349,15 @@ impl DriveMonitor {
         self.mark_namespaces_stale();
     }
 
-    /// Sends an Abort (Base 2.0, section 5.1). Only one is outstanding at a time, so the drive's limit (`ACL`) does not
-    /// matter.
+    /// Sends an Abort (Base 2.0, section 5.1). At most one Abort is outstanding, so the drive's limit (`ACL`) does not matter.
     fn abort(&self, qid: QueueId, cid: CommandId) -> Result<(), ControllerError> {
         let name = self.drive.backing.name();
         warn!(drive = name; "Drive {name}: command {cid} of queue {qid} is overdue, and aborted");
         let mut sqe = Sqe::new(AdminOpcode::ABORT.0);
         AbortCommand { sqid: qid, cid }.write_to(&mut sqe);
         self.drive.counters.aborts.fetch_add(1, Ordering::Relaxed);
-        // Bit 0 of dword 0 reports whether the command was aborted. The command's own completion shows that, too.
+        // Bit 0 of dword 0, which reports whether the command was aborted, is not needed: the command's own completion shows
+        // that.
         self.drive
             .with_admin(|admin| admin.execute(sqe))
             .map(|_| ())
@@ -379,7 +380,7 @@ impl DriveMonitor {
                 );
             }
         }
-        // This fails only if a reset is pending, which requests events itself.
+        // A failure means that a reset is pending, and a reset requests events itself.
         let _ = self.drive.with_admin(|admin| {
             admin.request_event();
             Ok(())
@@ -408,14 +409,14 @@ impl DriveMonitor {
         Ok(())
     }
 
-    /// Marks the list of namespaces as stale.
+    /// Marks the list of namespaces as stale if it was current.
     fn mark_namespaces_stale(&mut self) {
         if self.namespaces == NamespaceListState::Known {
             self.namespaces = NamespaceListState::Stale;
         }
     }
 
-    /// Reads the namespaces if the list is stale. After a failure, the next check tries again.
+    /// Reads the namespaces if the list is not current. After a failure, the next check tries again.
     fn check_namespaces(&mut self) {
         if self.namespaces == NamespaceListState::Known || self.drive.is_gone() {
             return;
@@ -438,7 +439,7 @@ impl DriveMonitor {
         let drive = &self.drive;
         let has_list = drive.identity.controller.oaes.namespace_attribute();
         let read = |admin: &mut AdminQueue| {
-            // The list of changes is read first: later changes raise another event.
+            // The list of changes is read before the namespaces, so that a later change raises another event.
             let listed = match has_list.then(|| log_pages::changed_namespaces(admin)) {
                 None => Some(Vec::new()),
                 Some(Err(ControllerError::Admin { .. })) => None,

@@ -1,10 +1,10 @@
 //! Detection of overdue commands by the drive's progress.
 //!
 //! The age of a command in a deep queue does not show that the drive is stuck, because the command waits for all earlier
-//! ones. Some drives process all queues in one order, so a command may wait for other guests' commands, too. A command is
-//! therefore overdue if the drive has completed neither the command nor any earlier command for the whole timeout. A lost
-//! command, or one that the drive lets all others pass, becomes overdue because no earlier command is left to complete.
-//! The [`OLDEST_MAX`] commands are watched.
+//! commands. Some drives process all queues in one order, so a command may wait for other guests' commands, too. A command is
+//! therefore overdue if the drive has completed neither the command nor any earlier command for the whole timeout. A command
+//! that the drive has lost, or that it lets all other commands pass, becomes overdue once no earlier command is left. Only the
+//! [`OLDEST_MAX`] oldest commands are watched.
 //!
 //! The time from one check to the next counts only up to a fraction of the timeout. A longer time means that the drive monitor
 //! got no processor time or that the host was suspended, so pollers took no completions either.
@@ -17,18 +17,17 @@ use nvme_spec::ids::QueueId;
 
 use crate::queue_pair::{InFlightSample, LateCommand, OLDEST_MAX};
 
-/// Divisor of the timeout: at most a quarter of the timeout counts for the time from one check to the next.
+/// Divisor of the timeout: between two checks, at most a quarter of the timeout counts.
 const CHECKS_PER_TIMEOUT: u64 = 4;
 
-/// One of the oldest in-flight commands.
+/// One of the oldest in-flight commands of a drive.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WatchedCommand {
     pub(super) qid: QueueId,
     pub(super) command: LateCommand,
     /// Time from which the timeout counts.
     since: Ticks,
-    /// Number of in-flight commands of all queues, at the last check, that were submitted at the same time as this command or
-    /// earlier.
+    /// Number of the drive's in-flight commands, at the last check, that were submitted before this command or at its time.
     commands_ahead: usize,
     /// Time of the latest submission to the command's queue, at the first check that found the command.
     pub(super) latest_submission: Ticks,
@@ -46,7 +45,7 @@ pub(super) struct DriveProgress {
 
 impl DriveProgress {
     /// Checks the commands of all queues. Returns the commands that are overdue after `deadline` ticks without progress.
-    /// `count` returns, for each moment, the number of the drive's in-flight commands that were submitted at that time or
+    /// `count` returns, for each given time, the number of the drive's in-flight commands that were submitted at that time or
     /// earlier.
     pub(super) fn check(
         &mut self,
@@ -55,7 +54,7 @@ impl DriveProgress {
         now: Ticks,
         deadline: u64,
     ) -> Vec<WatchedCommand> {
-        // Part of the time since the last check that does not count.
+        // Part of the time since the last check that exceeds the maximum, and so does not count.
         let unseen = now
             .since(self.checked_at)
             .saturating_sub(deadline / CHECKS_PER_TIMEOUT);
@@ -99,7 +98,7 @@ impl DriveProgress {
         late
     }
 
-    /// Forgets all commands, because the drive has lost them.
+    /// Forgets all watched commands, after a reset in which the drive has lost them.
     pub(super) fn forget(&mut self) {
         self.watched.clear();
     }
@@ -113,7 +112,7 @@ mod tests {
 
     const DEADLINE: u64 = 1_000;
 
-    /// A drive with queues in the order of submission: pairs of a time and an identifier.
+    /// A drive for tests, with queues of submitted commands: pairs of a time and an identifier, oldest first.
     #[derive(Default)]
     struct DriveProgressTest {
         progress: DriveProgress,
@@ -135,7 +134,7 @@ mod tests {
             self.queues[queue].pop_front();
         }
 
-        /// Lets time pass with regular checks. Returns the queues of overdue commands.
+        /// Lets `time` pass with regular checks. Returns the queues of overdue commands.
         fn pass(&mut self, time: u64) -> Vec<u16> {
             let end = self.now + time;
             loop {
@@ -146,7 +145,7 @@ mod tests {
             }
         }
 
-        /// Checks once, after some time.
+        /// Checks once, after `time` without a check.
         fn check_after(&mut self, time: u64) -> Vec<u16> {
             self.now += time;
             let look = |queue: &VecDeque<LateCommand>| InFlightSample {
@@ -177,7 +176,7 @@ mod tests {
     fn a_queue_that_moves_is_not_late_however_deep_it_is() {
         let mut scene = DriveProgressTest::default();
         scene.submit(0, 1_000);
-        // The queue waits for all commands of the other queue.
+        // The command in queue 1 waits for all commands that queue 0 has at this point.
         scene.submit(1, 1);
         for _ in 0..1_000 {
             assert_eq!(scene.pass(100), [0; 0]);
@@ -216,7 +215,7 @@ mod tests {
         }
     }
 
-    /// The drive monitor got no processor time, or the host was suspended.
+    /// A long time between two checks: the drive monitor got no processor time, or the host was suspended.
     #[test]
     fn time_without_a_look_is_no_silence_of_the_drive() {
         let mut scene = DriveProgressTest::default();
@@ -228,7 +227,7 @@ mod tests {
         }
         scene.submit(1, 1);
         assert_eq!(scene.check_after(50 * DEADLINE), [0; 0], "a new one");
-        // A drive that completes nothing is late after LOOKS checks at most.
+        // A drive that completes nothing is late after at most `CHECKS_PER_TIMEOUT` checks.
         let looks = (1..).find(|_| !scene.check_after(50 * DEADLINE).is_empty());
         assert_eq!(looks, Some(CHECKS_PER_TIMEOUT));
     }

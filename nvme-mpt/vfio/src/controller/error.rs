@@ -8,10 +8,10 @@ use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::registers::Csts;
 use nvme_spec::status::Status;
 
-/// Cause for giving up a removed drive.
+/// Cause in the log for a drive that is given up because it was removed.
 pub(super) const REMOVED: &str = "it was removed, or lost its power";
 
-/// Cause for giving up a drive that the host wants back.
+/// Cause in the log for a drive that is given up because the host wants its function back.
 pub(super) const REMOVAL_REQUESTED: &str = "the host asks for it back";
 
 /// Errors of a physical controller.
@@ -20,7 +20,7 @@ pub enum ControllerError {
     /// The function was removed or has lost power.
     #[error("The drive is gone: its registers read as all ones")]
     Gone,
-    /// The host asks for the function, because it is being removed or unbound. The caller has to release it.
+    /// The host asks for the function, because the function is being removed or unbound. The caller must release it.
     #[error("The host asks for the drive back")]
     RemovalRequested,
     /// The controller has lost its commands: its link is down, or it was reset by the kernel or by another party. The
@@ -78,7 +78,7 @@ pub enum ControllerError {
         /// Identifier of the pair.
         qid: QueueId,
     },
-    /// The drive grants no I/O queues, or its BAR has no doorbells for any.
+    /// The drive grants no I/O queues, or its BAR0 has no doorbells for an I/O queue.
     #[error("The drive has no I/O queue pair to use")]
     NoQueuePairs,
     /// The namespace cannot be leased.
@@ -92,10 +92,10 @@ pub enum ControllerError {
         /// Reason.
         reason: &'static str,
     },
-    /// Memory for queues cannot be allocated, or not be mapped for the drive.
+    /// Memory for queues cannot be allocated, or it cannot be mapped for the drive.
     #[error("Cannot allocate memory for the drive's queues")]
     Memory(#[source] io::Error),
-    /// The drive cannot be handed over to a successor, or not be taken over from a predecessor.
+    /// The drive cannot be handed over to a successor, or it cannot be restored from a predecessor.
     #[error("The drive cannot be handed over: {0}")]
     HandOver(&'static str),
     /// The function's bus mastering cannot be set, or the function cannot be reset.

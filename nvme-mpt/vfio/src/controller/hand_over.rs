@@ -3,10 +3,10 @@
 //! First the drive is quiesced: functions have no command in flight, the drive monitor has ended, and admin commands wait. The
 //! successor then gets the function's descriptors, the memory files of the admin queues and of the Doorbell Buffer, and a file
 //! with the [state](HandedOverDriveState). The successor continues the admin queues at their positions. It deletes the I/O
-//! queues, because their rings are memory of the predecessor. The deletion also ends commands that other functions have in
+//! queues, because their rings are memory of the predecessor. The deletion also ends commands that any function still has in
 //! flight. New I/O queues are created on demand. The memory of VMs stays mapped, see [`IommuMapping`].
 //!
-//! The first words of the state file tell whether the state is valid. The state becomes invalid when a mapping changes, when
+//! The first words of the state file show whether the state is valid. The state becomes invalid when a mapping changes, when
 //! the predecessor resumes, or when a process has read the state. A drive with an invalid state is reset.
 
 use std::fs::File;
@@ -41,31 +41,30 @@ use nvme_mpt_memory::sync::MutexGuard;
 use nvme_mpt_memory::{MappedWord64, Mapping, MappingAccess, memfd};
 use nvme_spec::ids::QueueId;
 
-/// Version of [`HandedOverDriveState`]. No other version is accepted.
+/// Version of [`HandedOverDriveState`]. A state with another version is refused.
 const VERSION: u32 = 1;
 
 /// First word of a complete state file.
 const COMPLETE_MARK: u64 = u64::from_le_bytes(*b"nvmphand");
 
-/// Offsets in a state file: the word that marks it complete, the word that marks it invalid, the state.
+/// Offsets in a state file: the word that marks the state as complete, the word that marks it as invalid, and the state.
 const COMPLETE_OFFSET: usize = 0;
 const STALE_OFFSET: usize = 64;
 const STATE_OFFSET: usize = 4096;
 
-/// Poll interval while another thread uses the admin queues.
+/// Poll interval while another thread holds the admin queues.
 const ADMIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Maximum length of a state in bytes. The state of an IOMMU with all its mappings is shorter.
+/// Maximum length of a state in bytes, which suffices for an IOMMU with all its mappings.
 const STATE_BYTES_MAX: u64 = 64 << 20;
 
-/// State of a quiesced drive.
+/// State of a quiesced drive, which its successor reads.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct HandedOverDriveState {
     version: u32,
     admin: DriveAdminQueueState,
-    /// Number of I/O queue pairs that the drive can have. This is less than the granted number if the drive refused to create a
-    /// pair.
+    /// Number of I/O queue pairs that the drive can have. It is less than `granted` if the drive refused to create a pair.
     total: u16,
     /// Number of I/O queue pairs that the drive granted when it was opened.
     granted: u16,
@@ -138,7 +137,7 @@ impl HandedOverDrive {
         })
     }
 
-    /// Opens the function with its descriptors, which this takes out of `self`.
+    /// Opens the function with its descriptors. The descriptors are moved out of `self`.
     ///
     /// # Errors
     /// Returns why the function cannot be used. The function is then released.
@@ -152,7 +151,8 @@ impl HandedOverDrive {
 }
 
 impl VfioController {
-    /// Takes over a controller from a predecessor, without a reset. With a `keeper`, its mappings survive this process.
+    /// Restores a controller from a predecessor, without a reset. With a `keeper`, the controller's mappings survive this
+    /// process.
     ///
     /// # Errors
     /// See [`ControllerError`]. The function is then released and may be opened again.
@@ -170,7 +170,8 @@ impl VfioController {
 
     /// Quiesces the drive. Returns the descriptors for [`HandedOverDrive::read`].
     pub(super) fn quiesce(&self) -> io::Result<Vec<OwnedFd>> {
-        // Check first: joining a drive monitor in a reset may take minutes, while functions of other drives are quiesced.
+        // Checked first: stopping the drive monitor during a reset may take minutes, while functions of other drives are
+        // quiesced.
         self.drive.check_can_quiesce()?;
         self.stop_monitor();
         let handed = self.drive.hand_over();
@@ -229,7 +230,7 @@ impl PhysicalDrive {
             .with_inherited(mappings)
             .map_err(ControllerError::Memory)?;
         let space = Arc::new(space);
-        // The predecessor's record stays valid until a mapping changes.
+        // The predecessor's record of mappings stays valid until a mapping changes.
         persisted_iommu::persist_mappings(&space, &*backing, keeper.as_ref())?;
         let dstrd = registers.cap().dstrd();
         let mut admin =
@@ -332,8 +333,8 @@ impl PhysicalDrive {
         Ok(descriptors)
     }
 
-    /// Locks the admin queue. Waits for other commands and while the drive is quiesced, but not for a reset, which may
-    /// take minutes. If a successor has taken the drive, the wait never ends.
+    /// Locks the admin queue. Waits for other commands, and while the drive is quiesced. Fails during a reset, which may take
+    /// minutes. If a successor has taken the drive, the wait never ends.
     pub(super) fn lock_admin(&self) -> Result<MutexGuard<'_, AdminQueue>, ControllerError> {
         let clock = self.backing.clock();
         loop {
@@ -375,7 +376,7 @@ mod tests {
         serde_json::from_str(text).unwrap()
     }
 
-    /// Returns the descriptors that a process with such a state leaves.
+    /// Returns the descriptors that a process leaves whose release writes `state`.
     fn left(state: &str) -> Vec<OwnedFd> {
         let file = File::from(memfd(c"stored", 4096).unwrap());
         file.write_all_at(b"nvmphand", 0).unwrap();

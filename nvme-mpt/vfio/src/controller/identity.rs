@@ -1,9 +1,9 @@
 //! Identity of a physical controller, and the limits that guests get from it.
 //!
-//! Guests get an MDTS of 1 MiB regardless of the drive, because longer commands are split (`queue_pair/split.rs`). Guests see the
+//! Guests get an MDTS of 1 MiB on every drive, because longer commands are split (`queue_pair/split.rs`). Guests see the
 //! optional commands, atomic units, range limits and volatile write cache of the drive. Commands that the drive lacks are not
-//! offered and complete with Invalid Opcode (`ControllerLimits::offers`). SGLs are offered only if the drive takes a guest's
-//! longest command whole.
+//! offered and complete with Invalid Opcode (`ControllerLimits::offers`). SGLs are offered only if the drive accepts a guest's
+//! longest command without a split.
 
 use std::collections::BTreeMap;
 
@@ -31,25 +31,25 @@ const GUEST_MDTS: u8 = 8;
 /// Maximum entries of a guest's queue, independent of the host queues' size.
 const GUEST_ENTRIES: u32 = 4096;
 
-/// Supported logical block sizes as powers of two, ascending.
+/// Supported logical block sizes in bytes, as exponents of powers of two, ascending.
 const LBA_SHIFTS: [u8; 2] = [9, 12];
 
 /// Entries of a page of the namespace list. Further namespaces of a drive are ignored.
 const NSIDS_PER_LIST: usize = 1024;
 
-/// Maximum bytes of a data-less command if the drive reports no limit: the maximum of NLB in blocks of 512 bytes.
+/// Maximum bytes of a command without data if the drive reports no limit: the maximum of NLB in blocks of 512 bytes.
 const NO_DATA_BYTES_MAX: u64 = 1 << 25;
 
-/// Maximum bytes of a deallocating command if the drive reports no limit. A command for all blocks may exceed its
-/// timeout, and the reset that follows would disturb all guests.
+/// Maximum bytes of a Deallocate if the drive reports no limit. A command for all blocks of the drive may exceed its timeout,
+/// and the reset that follows would disturb all guests.
 const DSM_BYTES_MAX: u64 = 256 << 20;
 
 /// Identity of a drive as read by Identify.
 #[derive(Debug)]
 pub(super) struct IdentifiedDrive {
-    /// Name of the drive, independent of its slot.
+    /// Name of the drive, which does not depend on its PCI slot.
     pub(super) name: String,
-    /// Further names, which stay the same if firmware reports another NQN or model.
+    /// Further names of the drive, which stay unchanged if new firmware reports another NQN or model.
     pub(super) other_names: Vec<String>,
     /// NGUID or EUI-64 of each namespace, in hexadecimal digits.
     pub(super) namespace_ids: BTreeMap<u32, String>,
@@ -57,12 +57,12 @@ pub(super) struct IdentifiedDrive {
     pub(super) controller: IdentifyController,
     pub(super) namespaces: Vec<HostNamespace>,
     pub(super) limits: ControllerLimits,
-    /// Maximum bytes per command of the drive.
+    /// Maximum bytes of a command on this drive.
     pub(super) max_transfer: u64,
 }
 
 impl IdentifiedDrive {
-    /// Reads the identity. Fails if no namespace can be used.
+    /// Reads the identity. Fails if none of the drive's namespaces can be used.
     pub(super) fn read(
         admin: &mut AdminQueue,
         version: NvmeVersion,
@@ -85,7 +85,7 @@ impl IdentifiedDrive {
             .filter_map(|(nsid, namespace)| Some((nsid.0, namespace_id(namespace)?)));
         let names = name_fields(&controller);
         Ok(Self {
-            // Not empty, because the vendor is known.
+            // The name is never empty, because the vendor is always known.
             name: names.name().unwrap_or_default(),
             other_names: names.serial_name().into_iter().collect(),
             namespace_ids: ids.collect(),
@@ -166,7 +166,7 @@ fn identify_nvm(
     let mut structure = IdentifyControllerNvm::new_zeroed();
     match identify(admin, Cns::IOCS_CONTROLLER, Nsid(0), &mut structure) {
         Ok(()) => Ok(Some(structure)),
-        // The structure is optional, so a failed command is not an error.
+        // The drive need not have this structure, so a failed command is not an error.
         Err(ControllerError::Admin { .. }) => Ok(None),
         Err(error) => Err(error),
     }
@@ -180,7 +180,7 @@ struct CommonNamespaceFacts {
     copy_ranges_max: u32,
     /// True if a namespace has atomic boundaries. Writes across a boundary are not atomic.
     has_atomic_boundaries: bool,
-    /// Smallest logical block size, as a power of two in bytes.
+    /// Smallest logical block size in bytes, as the exponent of a power of two.
     lba_shift_min: u8,
 }
 
@@ -192,7 +192,7 @@ type IdentifiedNamespaces = (
 );
 
 impl CommonNamespaceFacts {
-    /// Properties before any namespace was added.
+    /// Start value, before any namespace was added.
     const NONE: Self = Self {
         deallocated_reads_zeroes: true,
         copy_bytes_max: u64::MAX,
@@ -236,7 +236,7 @@ impl CommonNamespaceFacts {
     }
 }
 
-/// Returns the namespace, or why its blocks cannot be given to guests unchanged.
+/// Returns the namespace, or the reason why guests cannot use its blocks unchanged.
 fn usable_namespace(
     nsid: Nsid,
     structure: &IdentifyNamespace,
@@ -250,7 +250,7 @@ fn usable_namespace(
     if !LBA_SHIFTS.contains(&format.lbads()) {
         return Err("its blocks are neither of 512 nor of 4096 bytes");
     }
-    // Sizes in bytes must fit into 64 bits.
+    // A size in bytes must fit into 64 bits.
     if structure.nsze > u64::MAX >> format.lbads() {
         return Err("it reports more bytes than there are addresses for");
     }
@@ -267,7 +267,7 @@ fn limits(
     common: &CommonNamespaceFacts,
     max_transfer: u64,
 ) -> ControllerLimits {
-    // SGLs are offered only if no command has to be split, because a child would need a rewritten SGL.
+    // Children of a split command would need rewritten SGLs, so SGLs are offered only if no command has to be split.
     let whole = max_transfer >= PAGE_SIZE << GUEST_MDTS;
     let sgl = id.sgls.support() == 1 && whole;
     // Guests cannot heed atomic boundaries, which are relative to the namespace, while a lease begins anywhere in it.
@@ -307,8 +307,8 @@ fn limits(
     }
 }
 
-/// Returns the minimum of VSL, WZSL and WUSL (NVM 1.0, section 4.1.5.2). If the drive cannot report them (before 2.0),
-/// the limit of transfers applies, because some drives are slow with longer commands.
+/// Returns the minimum of VSL, WZSL and WUSL (NVM 1.0, section 4.1.5.2). If the drive cannot report them (before NVMe 2.0),
+/// returns its limit of transfers, because some drives are slow with longer commands.
 fn no_data_bytes_max(nvm: Option<&IdentifyControllerNvm>, max_transfer: u64) -> u64 {
     let Some(nvm) = nvm else {
         return max_transfer.min(NO_DATA_BYTES_MAX);
@@ -407,7 +407,7 @@ mod tests {
         assert!(wide.volatile_write_cache && wide.deallocated_reads_zeroes);
         assert_eq!((wide.awun_z, wide.sgl_descriptors_max > 0), (7, true));
         assert_eq!((wide.copy_bytes_max, wide.copy_ranges_max), (128 << 9, 128));
-        // On a drive with a maximum transfer of 128 KiB, commands are split, so smaller limits are announced.
+        // On a drive with a maximum transfer of 128 KiB, commands are split, so smaller limits are reported to guests.
         let narrow = limits(&id, None, &common, 128 << 10);
         assert_eq!((narrow.mdts, narrow.awun_z), (8, 0));
         assert_eq!(narrow.sgl_descriptors_max, 0);
@@ -441,7 +441,7 @@ mod tests {
         let (small, large) = ((namespace(9, 0), 9), (namespace(12, 0), 12));
         assert_eq!(longest(&[small]), 2048 * 512);
         assert_eq!(longest(&[large]), 2048 * 4096);
-        // All namespaces have one limit in bytes, which the smallest block size determines.
+        // All namespaces get one limit in bytes, which the smallest block size determines.
         assert_eq!(longest(&[large, small]), 2048 * 512);
     }
 

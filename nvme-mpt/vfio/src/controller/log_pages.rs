@@ -16,8 +16,8 @@ use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::sqe::Sqe;
 
 /// Sets of critical warnings to request events for, in the order of attempts: first all warnings of the specification, then
-/// fewer. A drive of an earlier version knows fewer bits. For an unknown bit, it may refuse the whole command, and so also the
-/// notices about namespaces.
+/// smaller sets. A drive of an earlier version knows fewer bits. For an unknown bit, it may refuse the whole command, and with
+/// it the notices about namespaces.
 const CRITICAL_WARNINGS: [CriticalWarning; 3] = [
     CriticalWarning(0b11_1111),
     CriticalWarning(0b1_1111),
@@ -27,8 +27,8 @@ const CRITICAL_WARNINGS: [CriticalWarning; 3] = [
 /// Error Information entries per page.
 const ERRORS_PER_PAGE: usize = PAGE_SIZE as usize / size_of::<ErrorInformation>();
 
-/// Reads a log page of at most a memory page. If `keep_event` (RAE) is true, reading does not clear the event of this page.
-/// Only the drive monitor clears events.
+/// Reads a log page of at most a memory page. If `keep_event` (RAE) is true, the read does not clear the event of this log
+/// page. Only the drive monitor clears events.
 fn read_log_page<T>(
     admin: &mut AdminQueue,
     lid: LogPageId,
@@ -77,7 +77,7 @@ pub(super) fn error_information(
     Ok(valid.copied().collect())
 }
 
-/// Reads the namespaces that changed since the last call; `None` if the list has overflowed.
+/// Reads the namespaces that have changed since the last call; `None` if the drive's list has overflowed.
 pub(super) fn changed_namespaces(
     admin: &mut AdminQueue,
 ) -> Result<Option<Vec<Nsid>>, ControllerError> {
@@ -127,18 +127,18 @@ pub(super) fn enable_events(
     Ok(())
 }
 
-/// Returns a message about the events that the drive does not raise, if any. `accepted` has the critical warnings that the
-/// drive accepted; `None` if it refused all configurations.
+/// Returns a message about the events that the drive does not raise, if there are any. `accepted` is the set of critical
+/// warnings that the drive accepted; `None` if it refused all sets.
 fn missing_events_message(accepted: Option<CriticalWarning>) -> Option<&'static str> {
     match accepted {
-        // A drive need not support the configuration.
+        // The drive need not support this feature.
         None => Some(
             "The drive chooses its events itself, and may not report critical warnings and changed namespaces",
         ),
         Some(CriticalWarning(0)) => Some(
             "The drive has no event for critical warnings, and they are noticed when its health is read",
         ),
-        // The only warning missing then is about the Persistent Memory Region, which is not used.
+        // The only missing warning concerns the Persistent Memory Region, which is not used.
         Some(_) => None,
     }
 }

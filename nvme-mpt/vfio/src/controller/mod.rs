@@ -2,8 +2,8 @@
 //!
 //! Lock order: `pairs`, then `admin`, then `pair_counts`, then the lock of one pair. A reset holds `admin` throughout and marks
 //! `pairs` as resetting (`recovery.rs`); threads that need a new pair wait for the end of the reset. `leases` comes before
-//! `namespaces`, and no other lock is taken under these two. No lock is taken under `arbitration`. Control threads of the
-//! drive's users and the drive monitor take these locks; pollers take only the lock of one pair.
+//! `namespaces`, and a thread that holds one of these two takes no other lock. A thread that holds `arbitration` takes no lock.
+//! Control threads of the drive's users and the drive monitor take these locks; pollers take only the lock of one pair.
 
 mod admin_queue;
 mod arbitration;
@@ -75,7 +75,7 @@ pub struct ControllerOptions {
     pub command_timeout: Duration,
     /// Adaptive policies. Only the policies [of a drive](AdaptivePolicies::for_drive) apply.
     pub adaptive: AdaptivePolicies,
-    /// Arbitration to enable the drive with.
+    /// Arbitration mechanism to enable the drive with.
     pub arbitration: ArbitrationChoice,
 }
 
@@ -117,21 +117,21 @@ struct PhysicalDrive {
     facts: DriveFacts,
     options: ControllerOptions,
     namespaces: Mutex<Vec<HostNamespace>>,
-    /// Open leases, each with its namespace as it was when the lease was opened.
+    /// Open leases, each with its namespace at the time when the lease was opened.
     leases: Mutex<Vec<(HostNamespace, Weak<LeaseShare>)>>,
     pairs: Mutex<QueuePairs>,
     pair_counts: SharedPairCounts,
     admin: Mutex<AdminQueue>,
     arbitration: Mutex<DriveArbitration>,
-    /// Notified when a hand-over is cancelled and the drive resumes.
+    /// Notified when a cancelled hand-over ends and the drive resumes.
     resumed: Condvar,
     /// Notified when a reset is over, and when the drive is given up.
     reset_ended: Condvar,
     doorbell_buffer: Option<DriveDoorbellBuffer>,
-    /// Stores the IOMMU's descriptors for the successor, in case this process dies.
+    /// Store for the IOMMU's descriptors, from which a successor gets them if this process dies.
     descriptor_store: Option<Arc<dyn DescriptorStore>>,
     predecessor_mappings: Mutex<PredecessorMappings>,
-    /// True if the drive was removed or has failed for good.
+    /// True if the drive was removed or has failed permanently.
     is_gone: AtomicBool,
     /// True if a reset is needed or in progress.
     needs_reset: AtomicBool,
@@ -142,7 +142,7 @@ struct PhysicalDrive {
     counters: DriveCounters,
 }
 
-/// Parts of an enabled drive.
+/// Parts from which an enabled drive is assembled.
 struct DriveParts {
     backing: Arc<dyn DeviceBacking>,
     registers: DriveRegisters,
@@ -156,8 +156,8 @@ struct DriveParts {
     descriptor_store: Option<Arc<dyn DescriptorStore>>,
 }
 
-/// Returns whether `namespaces` has the leased namespace with the same block size. The drive itself checks the
-/// namespace's capacity.
+/// Returns whether `namespaces` contains the leased namespace, with the block size that it had when it was leased. Capacity is
+/// not compared, because the drive itself checks it.
 fn has_same_blocks(namespaces: &[HostNamespace], leased: &HostNamespace) -> bool {
     namespaces
         .iter()
@@ -181,11 +181,11 @@ impl VfioController {
         Self::open_persisted(backing, options, threads, PersistedIommu::default())
     }
 
-    /// Opens a controller as [`Self::open`] does, with an IOMMU whose mappings survive this process. `kept` may contain
-    /// the mappings of a dead predecessor.
+    /// Opens a controller as [`Self::open`] does, with an IOMMU whose mappings survive this process. `kept` may contain the
+    /// mappings of a dead predecessor.
     ///
     /// # Errors
-    /// See [`ControllerError`]. The function is then released, and the keeper's descriptors of it are dropped.
+    /// See [`ControllerError`]. The function is then released, and its stored descriptors are dropped.
     pub fn open_persisted(
         backing: Arc<dyn DeviceBacking>,
         options: ControllerOptions,
@@ -204,7 +204,7 @@ impl VfioController {
         keeper: Option<&Arc<dyn DescriptorStore>>,
     ) -> Result<Arc<Self>, ControllerError> {
         let drive = Arc::new(drive.inspect_err(|_| {
-            // An unknown controller must not continue any DMA.
+            // A controller in an unknown state must not continue any DMA.
             let _ = backing.set_bus_master(false);
             persisted_iommu::clear_store(keeper);
             backing.release();
@@ -254,7 +254,7 @@ impl VfioController {
     /// Reads the drive's description.
     ///
     /// # Errors
-    /// [`ControllerError`] if the drive is being reset, is gone, or does not answer Identify.
+    /// [`ControllerError`] if the drive is being reset, was given up, or does not answer Identify.
     pub fn describe(&self) -> Result<DriveDescription, ControllerError> {
         let drive = &self.drive;
         let known = lock(&drive.namespaces).clone();
@@ -270,7 +270,7 @@ impl VfioController {
             let health = match log_pages::smart_health(admin, true) {
                 Ok(health) => Some(health),
                 Err(ControllerError::Admin { .. }) => None,
-                // The command may still be executing and overwrite the data page of the next command.
+                // If Identify timed out, the drive may still execute it and overwrite the data page of the next command.
                 Err(error) => return Err(error),
             };
             Ok(DriveDescription {
@@ -343,7 +343,7 @@ impl PhysicalDrive {
             predecessor: left,
         } = kept;
         let registers = DriveRegisters::new(backing.clone())?;
-        // A previous user may have left the drive enabled.
+        // The drive may still be enabled by a previous user.
         registers.disable()?;
         let iovas = backing.usable_iovas();
         let space = IovaSpace::with_iommu(backing.iommu(), &iovas);
@@ -419,7 +419,7 @@ impl PhysicalDrive {
             doorbell_buffer: buffer,
             descriptor_store: keeper,
         } = parts;
-        // A drive that is added later gets no call of `end_inheritance`, so its time limit starts now.
+        // For a drive that is added later, `expire_predecessor_mappings` is not called, so its time limit starts now.
         let end = Deadline::after(
             &backing.clock(),
             persisted_iommu::PREDECESSOR_MAPPINGS_TIMEOUT,
@@ -459,8 +459,8 @@ impl PhysicalDrive {
         self.is_gone.load(Ordering::Acquire)
     }
 
-    /// Runs admin commands, unless the drive is gone or being reset. Requests a reset if a command gets no answer, the
-    /// drive reports a fatal status, or its registers read as all ones.
+    /// Runs admin commands. Fails if the drive was given up or is being reset. Requests a reset if a command gets no answer,
+    /// the drive reports a fatal status, or its registers read as all ones.
     fn with_admin<T>(
         &self,
         commands: impl FnOnce(&mut AdminQueue) -> Result<T, ControllerError>,
@@ -470,7 +470,7 @@ impl PhysicalDrive {
             return Err(ControllerError::Gone);
         }
         if self.needs_reset.load(Ordering::Acquire) {
-            // A command that timed out may still write the data page.
+            // A command that timed out may still write the data page, so no other command may use the page.
             return Err(ControllerError::Resetting);
         }
         let result = commands(&mut admin);
@@ -486,7 +486,7 @@ impl PhysicalDrive {
         result
     }
 
-    /// Registers a lease. The lease is revoked while its namespace is missing or has another block size.
+    /// Registers a lease. While the lease's namespace is missing or has another block size, the lease is revoked.
     fn register_lease(&self, namespace: HostNamespace, share: &Arc<LeaseShare>) {
         let mut leases = lock(&self.leases);
         share.set_revoked(!has_same_blocks(&lock(&self.namespaces), &namespace));
@@ -494,9 +494,9 @@ impl PhysicalDrive {
         leases.push((namespace, Arc::downgrade(share)));
     }
 
-    /// Replaces the list of namespaces and revokes leases that no longer match, so that the drive gets no command for another
-    /// namespace. A function also revokes its lease after such a change, but a function inside a VMM cannot be trusted to do
-    /// so. Returns the previous list.
+    /// Replaces the list of namespaces and revokes leases whose namespace no longer matches, so that the drive gets no command
+    /// for another namespace. A function also revokes its lease after such a change, but a function inside a VMM cannot be
+    /// trusted to do so. Returns the previous list.
     fn update_namespaces(&self, now: &[HostNamespace]) -> Vec<HostNamespace> {
         let leases = lock(&self.leases);
         let before = std::mem::replace(&mut *lock(&self.namespaces), now.to_vec());
@@ -518,7 +518,7 @@ impl PhysicalDrive {
     }
 
     fn wake_monitor(&self) {
-        // If the eventfd's counter is full, the thread wakes up as well.
+        // An error means that the eventfd's counter is full, and then the thread wakes up as well.
         let _ = eventfd::signal(&self.monitor_waker);
     }
 
@@ -532,7 +532,7 @@ impl PhysicalDrive {
         });
     }
 
-    /// Shuts the drive down and releases it. The drive must have no users left.
+    /// Shuts the drive down and releases it. The caller ensures that the drive has no users.
     fn close(&self) {
         if self.is_gone() {
             return;
@@ -540,14 +540,14 @@ impl PhysicalDrive {
         let timeout = shutdown_timeout(self.identity.controller.rtd3e);
         let (name, seconds) = (self.backing.name(), timeout.as_secs());
         info!("Drive {name}: waiting for the drive to shut down, {seconds} s at most");
-        // A drive that does not shut down in time is disabled anyway.
+        // A drive that does not shut down in time is then disabled without a shutdown.
         let result = self.registers.shut_down(timeout);
         if let Err(error) = result.and_then(|()| self.registers.disable()) {
             warn!(
                 "Drive {} was not shut down cleanly: {error}",
                 self.backing.name()
             );
-            // The drive may still be working; a reset ends its DMA.
+            // The drive may still access memory; a reset ends its DMA.
             let _ = self.backing.reset();
         }
         if let Err(error) = self.backing.set_bus_master(false) {
@@ -598,7 +598,7 @@ impl HostController for VfioController {
         self.drive.backing.numa_node()
     }
 
-    /// Succeeds always: only this process has the function, and its ledger has checked the range.
+    /// Always succeeds: only this process has the function, and its ledger has checked the range.
     fn open_lease(
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,

@@ -1,20 +1,20 @@
 //! Persisted mappings of a drive's IOMMU, which survive the death of a process.
 //!
 //! The process stores descriptors in a [`DescriptorStore`]: the [table](IovaSpace::record) of its mappings and the
-//! [IOMMU](DeviceBacking::persist_iommu). It stores no descriptor of the function, so the kernel resets the function when
-//! the process dies. The successor restores the IOMMU, opens the function, disables its controller, and continues as
-//! after any crash. It finds the memory of VMs still mapped and pins nothing again.
+//! [IOMMU](DeviceBacking::persist_iommu). It stores no descriptor of the function, so the kernel resets the function when the
+//! process dies. The successor restores the IOMMU, opens the function, disables its controller, and continues as after any
+//! crash. It finds the memory of VMs still mapped and pins nothing again.
 //!
-//! The successor has its own table, which replaces the old one before the successor changes any mapping. If the successor
-//! dies before that, the next process finds the old table, which is still valid. Mappings that the old table marks as
-//! uncertain may have been removed; removing them again is harmless.
+//! The successor writes a new table, which replaces the old table in the store before the successor changes any mapping. If the
+//! successor dies before the replacement, the next process finds the old table, which is still valid. Mappings that the old
+//! table marks as uncertain may have been removed; removing them again is harmless.
 //!
 //! The successor matches memory by its file. While there was no server, a VMM may have unmapped memory, freed its pages and
 //! mapped the file again, although the IOMMU still maps the old pages. So only functions of the predecessor may use old
-//! mappings: the *inheritance* must end before anything else may map memory.
+//! mappings: the *inheritance*, which is the use of old mappings, must end before any other function may map memory.
 //!
-//! The store is emptied before the function and the IOMMU are released. The kernel lets no other process open the
-//! function while a descriptor of its group exists.
+//! The store is emptied before the function and the IOMMU are released. The kernel lets no other process open the function
+//! while a descriptor of its group exists.
 
 use std::fmt;
 use std::io;
@@ -36,22 +36,22 @@ use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_memory::deadline::Deadline;
 use nvme_mpt_memory::sync::JoinHandle;
 
-/// Maximum time in which the predecessor's mappings can be matched. A server ends this period as soon as its functions are
-/// restored; the maximum is for drives that are added later. The maximum is long because other drives may take minutes each to
-/// become ready.
+/// Maximum time in which functions can take over the predecessor's mappings for the memory that they map. A server ends this
+/// period as soon as its functions are restored; the maximum applies to drives that are added later. It is long because other
+/// drives may take minutes each to become ready.
 pub(super) const PREDECESSOR_MAPPINGS_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Mappings of the predecessor that were not matched yet.
+/// Mappings of the predecessor that no function has taken over yet.
 #[derive(Debug)]
 pub(super) struct PredecessorMappings {
     /// Time at which the mappings are removed; `None` once the removal has begun.
     pub(super) deadline: Option<Deadline>,
-    /// Thread that removes the mappings.
+    /// Thread that removes the mappings, once the removal has begun.
     thread: Option<JoinHandle<()>>,
 }
 
 impl PredecessorMappings {
-    /// Creates the state of mappings that are kept until `end`.
+    /// Creates the state for mappings that functions can take over until `end`.
     pub(super) fn with_deadline(end: Deadline) -> Self {
         Self {
             deadline: Some(end),
@@ -69,13 +69,13 @@ impl PredecessorMappings {
 
 /// Store for descriptors that survives this process.
 pub trait DescriptorStore: Send + Sync + fmt::Debug {
-    /// Stores descriptors in place of the present ones.
+    /// Replaces the stored descriptors by `descriptors`.
     ///
     /// # Errors
-    /// The store has no room and keeps the present descriptors.
+    /// The store has no free space. It keeps the descriptors that it had.
     fn store(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()>;
 
-    /// Closes all stored descriptors. When this returns, no process has a copy of them from the store.
+    /// Closes all stored descriptors. After the call, no process has a copy of them from the store.
     ///
     /// # Errors
     /// The store may still have the descriptors.
@@ -93,7 +93,7 @@ impl PredecessorIommu {
     /// Reads the descriptors that the predecessor has put into its [store](DescriptorStore).
     ///
     /// # Errors
-    /// [`ControllerError::HandOver`] for other descriptors; [`ControllerError::Memory`] for an invalid table.
+    /// [`ControllerError::HandOver`] if these are not such descriptors; [`ControllerError::Memory`] for an invalid table.
     pub fn read(descriptors: Vec<OwnedFd>) -> Result<Self, ControllerError> {
         let mut descriptors = descriptors.into_iter();
         let missing = ControllerError::HandOver("the table of its mappings is missing");
@@ -114,16 +114,16 @@ impl PredecessorIommu {
     }
 }
 
-/// Descriptor store of a drive, and the IOMMU that a dead predecessor has left.
+/// Persistence of a drive's IOMMU: the store for the next process, and the IOMMU that a dead predecessor has left.
 #[derive(Debug, Default)]
 pub struct PersistedIommu {
-    /// Store for the descriptors of this process; `None` if they are not persisted.
+    /// Store for the descriptors of this process; `None` to persist nothing.
     pub store: Option<Arc<dyn DescriptorStore>>,
     /// IOMMU of the drive's [function](DeviceBacking), if a predecessor has left one.
     pub predecessor: Option<PredecessorIommu>,
 }
 
-/// Adds the mappings that a predecessor has left to an IOVA space.
+/// Adds the mappings that a predecessor has left to an IOVA space. Without a predecessor, returns the space unchanged.
 pub(super) fn add_predecessor_mappings(
     space: IovaSpace,
     left: Option<PredecessorIommu>,
@@ -136,8 +136,7 @@ pub(super) fn add_predecessor_mappings(
     }
 }
 
-/// Persists the mappings of an IOVA space for a successor, from now on. Without persisted mappings, a successor pins all memory
-/// again.
+/// Starts to persist the mappings of an IOVA space for a successor. If this fails, a successor pins all memory again.
 ///
 /// # Errors
 /// The store could neither replace nor drop the predecessor's mappings. A successor would then trust these outdated mappings.
@@ -160,7 +159,7 @@ pub(super) fn persist_mappings(
             "Drive {}: after a death of this process, all memory is pinned again: {error}",
             backing.name()
         );
-        // A successor would trust the outdated record.
+        // A record that is no longer updated must not remain for a successor, which would trust it.
         space.end_record();
         keeper.clear().map_err(ControllerError::Memory)?;
     }
@@ -168,11 +167,11 @@ pub(super) fn persist_mappings(
 }
 
 impl PhysicalDrive {
-    /// Ends the inheritance if its time is over. A new thread removes the predecessor's mappings, because this may take long:
-    /// the kernel unpins memory page by page.
+    /// Ends the use of the predecessor's mappings if its time is over. A new thread removes these mappings, because this may
+    /// take long: the kernel unpins memory page by page.
     pub(super) fn check_predecessor_mappings(&self, threads: &ThreadSpawner) {
         let mut inheritance = lock(&self.predecessor_mappings);
-        // Once the drive is quiesced, the remaining mappings go to the successor.
+        // If the drive is quiesced, the remaining mappings go to the successor.
         let is_resting = self.is_closing.load(Ordering::Acquire);
         let end = inheritance.deadline.as_ref();
         if is_resting || !end.is_some_and(Deadline::has_passed) {
@@ -180,7 +179,7 @@ impl PhysicalDrive {
         }
         let space = self.space.clone();
         let begun = threads.spawn("unmap", Box::new(move || space.end_inheritance()));
-        // If the thread cannot be started, the next check tries again.
+        // If the thread cannot be started, the next check tries to start it again.
         if let Ok(thread) = begun {
             *inheritance = PredecessorMappings {
                 deadline: None,

@@ -1,7 +1,7 @@
 //! I/O queue pairs of a drive: granted, created on demand, and shared once the drive has no more.
 //!
-//! A created pair is never deleted while the drive is in use; a later queue reuses it. So a queue that ends needs no
-//! admin command. A lease can reserve pairs (`reservations.rs`).
+//! A created pair is never deleted while the drive is in use; the next queue that needs a pair reuses it. So the end of a queue
+//! needs no admin command. A lease can reserve pairs (`reservations.rs`).
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -34,7 +34,7 @@ use nvme_spec::registers::{Cap, Doorbell};
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Poll interval while a Flush is pending.
+/// Poll interval while waiting for a Flush.
 const FLUSH_POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// Time without commands after which a queue counts as idle.
@@ -46,11 +46,11 @@ const IDLE_CHECKS: u32 = (IDLE_TIME.as_millis() / CHECK_INTERVAL.as_millis()) as
 /// Maximum attempts at a Flush that resets or Aborts interrupt.
 const FLUSH_ATTEMPTS: u32 = 5;
 
-/// Maximum attempts at creating a pair that end in a reset, so that a drive that fails on each new pair is not reset
-/// forever.
+/// Maximum attempts at creating a pair. Each may end in a reset, so the number limits the resets by a drive that fails on every
+/// new pair.
 const JOIN_ATTEMPTS: u32 = 2;
 
-/// Maximum resets that may begin while a queue waits for its pair, so that the wait is bounded.
+/// Maximum number of resets that a queue waits for until it gets a pair, so that the wait is bounded.
 const JOIN_RESETS: u64 = 5;
 
 /// Maximum time that a reservation waits for the end of a reset. The time is short, because changes of other drives' functions
@@ -63,14 +63,14 @@ const REQUESTED_PAIRS: u16 = 1024;
 /// I/O queue pairs of a drive. The pair with identifier `n` is at index `n - 1`.
 #[derive(Debug)]
 pub(super) struct QueuePairs {
-    /// Number of pairs that the drive can have. This is less than `granted` if the drive refused to create a pair.
+    /// Number of pairs that the drive can have. It is less than `granted` if the drive refused to create a pair.
     total: u16,
     /// Number of pairs that the drive granted when it was opened.
     granted: u16,
     entries: u32,
     pairs: Vec<OwnedPair>,
-    /// Next pair, whose creation failed. Its memory stays allocated, because the drive may keep one of the queues until a
-    /// reset.
+    /// Pair that is to be created next, after a failed attempt. Its memory stays allocated, because the drive may keep one of
+    /// its queues until a reset.
     failed_pair: Option<VfioQueuePair>,
     /// Reservations, oldest first.
     pub(super) holders: Vec<ReservationHolder>,
@@ -89,8 +89,8 @@ pub(super) struct ReservationHolder {
     pub(super) pairs: ReservedPairs,
 }
 
-/// Counts of the pairs for statistics. Readers do not wait for the lock of [`QueuePairs`], which is held while the drive
-/// creates a pair.
+/// Counts of the pairs for statistics, with their own lock. The lock of [`QueuePairs`] is held while the drive creates a pair,
+/// and readers of the statistics do not wait for it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct SharedPairCounts(Arc<Mutex<PairCounts>>);
 
@@ -98,7 +98,7 @@ pub(super) struct SharedPairCounts(Arc<Mutex<PairCounts>>);
 struct PairCounts {
     total: u16,
     reserved: u16,
-    /// Pairs without a reservation.
+    /// Pairs that no reservation owns.
     others: Vec<VfioQueuePair>,
 }
 
@@ -118,7 +118,7 @@ impl SharedPairCounts {
     }
 }
 
-/// A pair with the reservation that owns it.
+/// A pair, with the key of the reservation that owns it if there is one.
 #[derive(Debug)]
 struct OwnedPair {
     pair: VfioQueuePair,
@@ -142,7 +142,7 @@ impl QueuePairs {
         Self::new(total, total, cap, governor)
     }
 
-    /// Creates an empty list of pairs. The drive can have `total` of the `granted` pairs.
+    /// Creates an empty list of pairs. The drive has granted `granted` pairs and can have `total` of them.
     pub(super) fn new(
         total: u16,
         granted: u16,
@@ -152,7 +152,7 @@ impl QueuePairs {
         if total == 0 {
             return Err(ControllerError::NoQueuePairs);
         }
-        // MQES is zero-based and at least 1 by the specification.
+        // MQES is zero-based, and the specification requires at least 1.
         let entries = (u32::from(cap.mqes_z()) + 1).clamp(2, ENTRIES_MAX);
         let pairs = Self {
             total,
@@ -170,12 +170,12 @@ impl QueuePairs {
         Ok(pairs)
     }
 
-    /// Returns the shared counts.
+    /// Returns a handle of the counts for statistics.
     pub(super) fn shared_counts(&self) -> SharedPairCounts {
         self.shared_counts.clone()
     }
 
-    /// Updates the shared counts.
+    /// Updates the counts for statistics.
     fn publish_counts(&self) {
         *lock(&self.shared_counts.0) = PairCounts {
             total: self.total,
@@ -193,8 +193,8 @@ impl QueuePairs {
         self.granted
     }
 
-    /// Records the number of pairs that the drive grants after a reset. The drive has lost all queues and may accept
-    /// pairs that it refused before.
+    /// Records the number of pairs that the drive grants after a reset. The reset has deleted all queues, so the drive may
+    /// accept pairs that it refused before.
     pub(super) fn set_granted(&mut self, granted: u16) {
         self.failed_pair = None;
         self.total = granted.min(self.granted).max(self.count());
@@ -228,7 +228,7 @@ impl QueuePairs {
         self.pairs.len() as u16
     }
 
-    /// Iterates over the pairs of a reservation, or over those without one.
+    /// Iterates over the pairs of a reservation, or over the unreserved pairs if `owner` is `None`.
     fn owned_by(&self, owner: Option<u64>) -> impl Iterator<Item = &VfioQueuePair> {
         let owned = self.pairs.iter().filter(move |owned| owned.owner == owner);
         owned.map(|owned| &owned.pair)
@@ -248,20 +248,20 @@ impl QueuePairs {
         self.owned_by(None).min_by_key(|pair| pair.user_count())
     }
 
-    /// Returns the unreserved pair with the fewest users, preferably of this priority class.
+    /// Returns the unreserved pair with the fewest users. Among equal pairs, one of this priority class is preferred.
     fn least_used_in_class(&self, priority: QueuePriority) -> Option<&VfioQueuePair> {
         let by_use = |pair: &&VfioQueuePair| (pair.user_count(), pair.priority() != priority);
         self.owned_by(None).min_by_key(by_use)
     }
 
-    /// Returns an unused pair of a reservation.
+    /// Returns a pair of this reservation that has no users.
     fn find_unused(&self, reservation: Option<u64>) -> Option<&VfioQueuePair> {
         reservation?;
         self.owned_by(reservation)
             .find(|pair| pair.user_count() == 0)
     }
 
-    /// Gives the least used unreserved pair to a reservation, preferably a pair of this priority class. The pair's queues
+    /// Assigns the least used unreserved pair to a reservation, preferably a pair of this priority class. The pair's queues
     /// migrate to other unreserved pairs.
     pub(super) fn assign_pair(&mut self, key: u64, priority: QueuePriority) {
         let by_use =
@@ -290,7 +290,8 @@ impl QueuePairs {
         self.publish_counts();
     }
 
-    /// Migrates queues to unused pairs of their own reservations, and from crowded unreserved pairs to less used ones.
+    /// Migrates queues to unused pairs of their own reservations, and from unreserved pairs with many users to others with at
+    /// least two fewer.
     pub(super) fn rebalance(&self) {
         for owned in &self.pairs {
             if let Some(key) = owned.owner
@@ -307,8 +308,7 @@ impl QueuePairs {
         {}
     }
 
-    /// Surveys the users of all pairs. Returns the load of each priority class. The drive monitor calls this in each
-    /// check.
+    /// Surveys the users of all pairs. Returns the load of each priority class. Called by the drive monitor in each check.
     pub(super) fn survey(&mut self) -> [ClassLoad; PRIORITY_CLASSES.len()] {
         let pairs = self.pairs.iter().map(|owned| &owned.pair);
         self.survey
@@ -316,7 +316,7 @@ impl QueuePairs {
         self.survey.class_loads()
     }
 
-    /// Lends idle pairs to queues on crowded pairs. The drive monitor calls this in each check.
+    /// Lends idle pairs to queues that share a pair with busy queues. Called by the drive monitor in each check.
     pub(super) fn lend_idle_pairs(&mut self) {
         let (now, within) = (Ticks::now(), ticks_in(IDLE_TIME));
         let unowned = self.pairs.iter_mut().filter(|owned| owned.owner.is_none());
@@ -347,7 +347,7 @@ impl QueuePairs {
     }
 }
 
-/// Limit of retries when the drive fails while a queue's pair is created.
+/// Limit of the retries while the drive fails during the creation of a queue's pair.
 #[derive(Debug)]
 struct JoinRetryLimit {
     /// Number of attempts that ended in a reset.
@@ -364,7 +364,7 @@ impl JoinRetryLimit {
         }
     }
 
-    /// Returns whether to wait for the end of one more reset. `resets` is the number of resets that have begun.
+    /// Returns whether to wait for the end of another reset. `resets` is the number of resets that have begun.
     fn should_wait(&self, resets: u64) -> bool {
         resets.saturating_sub(self.resets_before) <= JOIN_RESETS
     }
@@ -372,7 +372,7 @@ impl JoinRetryLimit {
     /// Returns whether to retry after `error`. `resets` is the number of resets that have begun.
     fn should_retry(&mut self, error: &ControllerError, resets: u64) -> bool {
         match error {
-            // The drive has received no command.
+            // The command was not sent to the drive, so the attempt does not count.
             ControllerError::Resetting => self.should_wait(resets),
             ControllerError::AdminTimeout { .. }
             | ControllerError::Fatal
@@ -385,7 +385,7 @@ impl JoinRetryLimit {
     }
 }
 
-/// Sets Number of Queues, which is also necessary after each reset. Returns the number of granted pairs.
+/// Sends Set Features, Number of Queues, which is also necessary after each reset. Returns the number of granted pairs.
 pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, ControllerError> {
     let wanted = NumberOfQueues(0)
         .with_nsq_z(REQUESTED_PAIRS - 1)
@@ -413,7 +413,7 @@ pub(super) fn create_queues(
     pair: &VfioQueuePair,
     priority: QueuePriority,
 ) -> Result<QueuePriority, ControllerError> {
-    // At most ENTRIES_MAX entries.
+    // At most `ENTRIES_MAX` entries, so the number fits into 16 bits.
     let qsize_z = (pair.entries() - 1) as u16;
     let mut cq = Sqe::new(AdminOpcode::CREATE_IO_CQ.0);
     cq.dptr = [pair.cq_iova().bits(), 0];
@@ -441,7 +441,7 @@ pub(super) fn create_queues(
         admin.execute(sq).map(|_| qprio)
     };
     let created = match create_sq(priority) {
-        // The status does not matter: drives refuse a priority class with different statuses.
+        // Any failure counts as a refusal of the class: drives use different statuses for it.
         Err(ControllerError::Admin { .. }) if priority != QueuePriority::MEDIUM => {
             create_sq(QueuePriority::MEDIUM)
         }
@@ -455,7 +455,7 @@ pub(super) fn create_queues(
         Err(error) => error,
     };
     if let ControllerError::Admin { .. } = error {
-        // Delete the Completion Queue, so that the identifier is free for the next attempt and the memory can be freed.
+        // The Completion Queue is deleted, so that the next attempt can use its identifier and the memory can be freed.
         return Err(match delete_queue(admin, AdminOpcode::DELETE_IO_CQ, qid) {
             Ok(()) => error,
             Err(ControllerError::Admin { .. }) => ControllerError::QueueNotDeleted { qid },
@@ -482,14 +482,14 @@ fn delete_queue(
 }
 
 impl PhysicalDrive {
-    /// Returns whether a reset is pending or in progress and the drive may come back. Returns false for a drive that is gone,
-    /// although the reset may still be releasing the drive for up to a minute.
+    /// Returns whether a reset is pending or in progress and the drive may work again afterwards. Returns false for a drive
+    /// that was given up, although the reset may need up to another minute to release the drive.
     fn can_recover(&self, pairs: &QueuePairs) -> bool {
         (pairs.is_resetting || self.needs_reset.load(Ordering::Acquire)) && !self.is_gone()
     }
 
-    /// Returns the pairs once no reset is pending or in progress, or once the drive is gone. `patience` limits the number of
-    /// resets to wait for.
+    /// Waits until no reset is pending or in progress, or until the drive is given up, and returns the pairs. `patience` limits
+    /// the number of resets to wait for.
     fn pairs_after_reset(
         &self,
         patience: &JoinRetryLimit,
@@ -510,7 +510,10 @@ impl PhysicalDrive {
         self.counters.resets.load(Ordering::Relaxed)
     }
 
-    /// Returns the pairs, or an error if a reset takes longer than [`RESET_TIMEOUT`].
+    /// Waits for the end of a reset, and returns the pairs.
+    ///
+    /// # Errors
+    /// [`ControllerError::Resetting`] if the reset takes longer than [`RESET_TIMEOUT`].
     pub(super) fn wait_for_pairs(&self) -> Result<MutexGuard<'_, QueuePairs>, ControllerError> {
         let pairs = lock(&self.pairs);
         let waited = self
@@ -523,11 +526,11 @@ impl PhysicalDrive {
         }
     }
 
-    /// Joins a queue pair.
+    /// Joins a queue pair with at most `slots` commands.
     ///
-    /// The order of preference is an unused pair of the lease's reservation, an unused unreserved pair, and a share of
-    /// the least used unreserved pair. Pairs of the lease's [priority class](super::arbitration) are preferred, and one
-    /// is created if the drive can have another pair. If the drive fails meanwhile, the pair is created after the reset.
+    /// The order of preference is an unused pair of the lease's reservation, an unused unreserved pair, and a share of the
+    /// least used unreserved pair. Pairs of the lease's [priority class](super::arbitration) are preferred, and one is created
+    /// if the drive can have another pair. If the drive fails meanwhile, the pair is created after the reset.
     pub(super) fn join_queue_pair(
         &self,
         slots: u16,
@@ -543,7 +546,7 @@ impl PhysicalDrive {
         }
     }
 
-    /// Joins a queue pair once no reset is pending or in progress.
+    /// Waits until no reset is pending or in progress, and joins a queue pair.
     fn try_join(
         &self,
         slots: u16,
@@ -566,7 +569,7 @@ impl PhysicalDrive {
         if !(is_idle && least_used.is_some_and(is_its)) {
             match self.add_pair(&mut pairs, priority) {
                 Ok(_) => {}
-                // The idle pair of another class serves the queue as well as without classes.
+                // An idle pair of another class serves the queue as well as a pair would without classes.
                 Err(error) if is_idle => self.log_other_class(&error),
                 Err(error) => return Err(error),
             }
@@ -579,7 +582,7 @@ impl PhysicalDrive {
         Ok(pair.join_lease(slots, namespace.lba_shift, lease))
     }
 
-    /// Logs once that queues share pairs.
+    /// Logs that queues share pairs, if this was not logged before.
     pub(super) fn log_sharing(&self, pairs: &QueuePairs) {
         if !self.counters.is_sharing.swap(true, Ordering::Relaxed) {
             warn!(
@@ -590,8 +593,8 @@ impl PhysicalDrive {
         }
     }
 
-    /// Logs once that a queue got an idle pair of another priority class because no pair of its own class could be
-    /// created.
+    /// Logs, if it was not logged before, that a queue got an idle pair of another priority class because no pair of its own
+    /// class could be created.
     fn log_other_class(&self, error: &ControllerError) {
         if !self.counters.has_other_class.swap(true, Ordering::Relaxed) {
             let name = self.backing.name();
@@ -602,7 +605,7 @@ impl PhysicalDrive {
         }
     }
 
-    /// Creates one more pair. Returns false if the drive has no more.
+    /// Creates another pair. Returns false if the drive can have no more pairs.
     pub(super) fn add_pair(
         &self,
         pairs: &mut QueuePairs,
@@ -620,7 +623,8 @@ impl PhysicalDrive {
                 });
                 pairs.publish_counts();
             }
-            // A drive may grant more queues than it can have at a time. The next attempt follows after its next reset.
+            // A drive may grant more queues than it can have at a time. The next attempt to create this pair follows after a
+            // reset.
             Err(
                 error @ (ControllerError::Admin { .. } | ControllerError::QueueNotDeleted { .. }),
             ) if !pairs.pairs.is_empty() => {
@@ -653,7 +657,7 @@ impl PhysicalDrive {
         };
         let pair = VfioQueuePair::new(&self.space, config).map_err(ControllerError::Memory)?;
         let created = self.with_admin(|admin| {
-            // Another thread may have ended the weights while this one waited for the admin queue.
+            // Another thread may have ended weighted round robin while this thread waited for the admin queue.
             let priority = lock(&self.arbitration).priority(priority);
             if create_queues(admin, qid, &pair, priority)? != priority {
                 self.end_priority_classes(admin);
@@ -702,7 +706,7 @@ impl PhysicalDrive {
         let mut status = Status::COMMAND_INTERRUPTED;
         for _ in 0..FLUSH_ATTEMPTS {
             status = self.execute_alone(&mut queue, &sqe, memory);
-            // Retry, as drivers do after commands that a reset or an Abort interrupted.
+            // A command that a reset or an Abort interrupted is repeated, as drivers do.
             if status != Status::COMMAND_INTERRUPTED {
                 break;
             }
@@ -714,7 +718,7 @@ impl PhysicalDrive {
         Err(ControllerError::Flush { namespace, status })
     }
 
-    /// Executes a command on a queue without other commands.
+    /// Executes a command on a queue that has no other command in flight.
     fn execute_alone(&self, queue: &mut VfioQueue, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let mut batch = queue.batch();
         batch.announce(1, Ticks::now());
@@ -722,7 +726,7 @@ impl PhysicalDrive {
         batch.ring(memory);
         let mut completed = None;
         let clock = self.backing.clock();
-        // The loop ends because the drive monitor ends every command.
+        // The loop ends, because the drive monitor ends every command that the drive does not complete.
         loop {
             queue.reap(memory, |completion: HostCompletion| {
                 completed = Some(completion.status);

@@ -1,16 +1,16 @@
 //! Bring-up of a controller, also after a failure (Base 2.0, sections 3.5.1 and 3.7.2).
 //!
-//! A reset completes in-flight commands only once the controller can no longer access memory, because it may write their
-//! data until then. Each command completes exactly once, with Command Interrupted. The shadow queue then submits the
-//! command again. The guest gets Command Interrupted only if the command must not be repeated; its driver then retries.
-//! Commands that were not submitted to the drive yet wait for the end of the reset.
+//! A reset completes in-flight commands only once the controller can no longer access memory, because it may access their data
+//! until then. Each command completes exactly once, with Command Interrupted. The shadow queue then submits the command again.
+//! The guest gets Command Interrupted only if the command must not be repeated; its driver then retries. Commands that were not
+//! submitted to the drive yet wait for the end of the reset.
 //!
-//! Registers that read as all ones do not prove that the drive is gone: its link may be down, or the kernel may be
-//! resetting the function. The reset therefore waits for `CAP.TO` plus [`LINK_TIMEOUT`] at most. The drive is given up
-//! earlier if the host wants it back.
+//! Registers that read as all ones do not prove that the drive was removed: its link may be down, or the kernel may be
+//! resetting the function. The reset therefore waits for `CAP.TO` plus [`LINK_TIMEOUT`] at most. The drive is given up earlier
+//! if the host wants its function back.
 //!
-//! A reset may take minutes and does not hold the lock of the pairs meanwhile. Reservations can end during a reset, but
-//! new ones are refused. A queue that needs a pair waits until the reset is over or the drive is given up.
+//! A reset may take minutes and does not hold the lock of the pairs meanwhile. Reservations can end during a reset, but new
+//! ones are refused. A queue that needs a pair waits until the reset is over or the drive is given up.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -32,27 +32,27 @@ use nvme_spec::ids::QueueId;
 use nvme_spec::registers::ArbitrationMechanism;
 use nvme_spec::status::Status;
 
-/// Attempts at a reset before the drive is given up.
+/// Number of attempts at a reset, after which the drive is given up.
 const RESET_ATTEMPTS: u32 = 3;
 
 /// Maximum time for the recovery of a link and for the kernel's reset of the function.
 const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum of the drive's own timeout (CAP.TO or CRTO) in the wait for a drive whose registers read as all ones. Some drives
-/// report hours.
+/// Maximum of the drive's own timeout (CAP.TO or CRTO) that counts in the wait for a drive whose registers read as all ones.
+/// Some drives report hours.
 const UNRESPONSIVE_MAX: Duration = Duration::from_secs(128);
 
 /// Poll interval while a drive does not answer.
 const UNRESPONSIVE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Status of commands that a reset interrupted. They must be submitted again.
+/// Status of commands that a reset interrupted. The shadow queue must submit them again.
 const INTERRUPTED: Status = Status::COMMAND_INTERRUPTED;
 
-/// Log message for a drive that comes up with weighted round robin and then fails.
+/// Log message for a drive that becomes ready with weighted round robin and then fails.
 pub(super) const FAILED_WITH_WEIGHTS: &str =
     "comes up with weighted round robin (CC.AMS) and fails with it";
 
-/// Status of commands once the drive is gone. Retries are useless.
+/// Status of commands once the drive is given up. It includes Do Not Retry, since retries are useless.
 const FAILED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
 /// Enables a disabled controller with empty admin queues. If the controller fails to enable with weighted round robin, it
@@ -73,7 +73,7 @@ pub(super) fn enable(
     let in_turn = ArbitrationMechanism::ROUND_ROBIN;
     arbitration.on_enabled(in_turn);
     if arbitration.is_usable() {
-        // Wait until an earlier failure is cleared, so that it is not attributed to weighted round robin.
+        // An earlier failure must be cleared first, so that it is not attributed to weighted round robin.
         registers.wait_without_failure()?;
         let weighted = ArbitrationMechanism::WEIGHTED_ROUND_ROBIN;
         match try_with(weighted) {
@@ -101,7 +101,7 @@ pub(super) fn disable_failed(
 ) -> Result<(), ControllerError> {
     registers.wait_for_answer(LINK_TIMEOUT)?;
     let disabled = registers.disable_failed();
-    // A controller that did not become ready in time may still become ready, so it needs a function reset.
+    // A controller that did not become ready in time may still become ready later, so it needs a function reset.
     let is_certain = !matches!(failed, ControllerError::StateTimeout { .. });
     match &disabled {
         Ok(()) if is_certain => return Ok(()),
@@ -118,7 +118,7 @@ pub(super) fn disable_failed(
     }
 }
 
-/// Completes all present and future commands with an error. The drive must have lost access to memory.
+/// Completes all present and future commands with an error. The caller ensures that the drive can no longer access memory.
 pub(super) fn kill<'a>(pairs: impl Iterator<Item = &'a VfioQueuePair>) {
     for pair in pairs {
         pair.kill(FAILED);
@@ -129,13 +129,13 @@ pub(super) fn kill<'a>(pairs: impl Iterator<Item = &'a VfioQueuePair>) {
 enum UnresponsiveDriveOutcome {
     /// The drive answers.
     Answered,
-    /// The drive must be given up, for this cause.
+    /// The drive must be given up, for the given cause.
     GiveUp(String),
     /// The wait was cancelled because the drive is closing. If the drive resumes, its new drive monitor continues the reset.
     Closing,
 }
 
-/// A reset in progress. Until this is dropped, no pair is added or removed.
+/// A reset in progress. Until the value is dropped, no pair is added or removed.
 struct ControllerReset<'a> {
     drive: &'a PhysicalDrive,
     pairs: Vec<(QueueId, VfioQueuePair)>,
@@ -151,7 +151,7 @@ impl<'a> ControllerReset<'a> {
         }
     }
 
-    /// Completes a successful reset with `granted` queue pairs.
+    /// Completes a successful reset, after which the drive grants `granted` queue pairs.
     fn end(self, granted: u16) {
         lock(&self.drive.pairs).set_granted(granted);
     }
@@ -170,7 +170,7 @@ impl PhysicalDrive {
         let name = self.backing.name();
         warn!("Drive {name} is reset: {cause}");
         self.counters.resets.fetch_add(1, Ordering::Relaxed);
-        // From now on admin commands fail instead of waiting, and no thread creates a pair.
+        // From now on admin commands fail immediately, and no thread creates a pair.
         self.needs_reset.store(true, Ordering::Release);
         let reset = ControllerReset::begin(self);
         let pairs = &reset.pairs;
@@ -222,8 +222,8 @@ impl PhysicalDrive {
         self.give_up("it does not come back after a reset; check it, and start again");
     }
 
-    /// Waits for a drive whose registers read as all ones to answer again. Ends earlier if the drive must be given up or is
-    /// closing.
+    /// Waits until a drive whose registers read as all ones answers again. Ends earlier if the drive must be given up or is
+    /// being closed.
     fn await_answer(&self) -> UnresponsiveDriveOutcome {
         let name = self.backing.name();
         let clock = self.backing.clock();
@@ -272,7 +272,7 @@ impl PhysicalDrive {
         is_removal_requested(self.backing.as_ref())
     }
 
-    /// Stops all memory accesses of the controller.
+    /// Stops all memory accesses of the controller. If `function_too` is true, also resets the function.
     fn quiesce(&self, function_too: bool) -> Result<(), ControllerError> {
         if !function_too {
             match self.registers.disable() {
@@ -332,7 +332,7 @@ impl PhysicalDrive {
                 arbitration.end_priority_classes(name, |value| self.send_arbitration(admin, value));
             }
         }
-        // Refused events were logged when the drive was opened.
+        // Logged at debug level, because refused events were already logged when the drive was opened.
         log_pages::enable_events(admin, &self.identity.controller, log::Level::Debug)?;
         self.needs_reset.store(false, Ordering::Release);
         // From here on, commands go to the drive again.
@@ -342,7 +342,7 @@ impl PhysicalDrive {
         Ok(granted)
     }
 
-    /// Gives the drive up for good: all its commands fail.
+    /// Gives the drive up permanently: all its commands fail from now on.
     pub(super) fn give_up(&self, cause: &str) {
         error!("Drive {} is given up: {cause}", self.backing.name());
         let pairs = {

@@ -1,4 +1,4 @@
-//! Properties of a physical controller, and waits for its state changes (Base 2.0, sections 3.1.3, 3.5 and 3.6).
+//! Properties of a physical controller, and waits for changes of its status (Base 2.0, sections 3.1.3, 3.5 and 3.6).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,10 +19,10 @@ const TIMEOUT_UNIT: Duration = Duration::from_millis(500);
 /// Minimum timeout, because some controllers report a `CAP.TO` of 0.
 const TIMEOUT_MIN: Duration = Duration::from_secs(2);
 
-/// Minimum timeout of a shutdown, also if the drive reports no time (`RTD3E`).
+/// Minimum timeout of a shutdown, also for drives that report a shorter time or none (`RTD3E`).
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum timeout of a shutdown: drives may report up to 71 minutes. Flushed data is durable without a shutdown.
+/// Maximum timeout of a shutdown, because drives may report up to 71 minutes. Flushed data is durable even without a shutdown.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(60);
 
 /// Returns the timeout of a shutdown of a drive that reports `rtd3e` microseconds.
@@ -30,7 +30,7 @@ pub(super) fn shutdown_timeout(rtd3e: u32) -> Duration {
     Duration::from_micros(rtd3e.into()).clamp(SHUTDOWN_TIMEOUT, SHUTDOWN_MAX)
 }
 
-/// Poll interval of a register.
+/// Poll interval of a wait for a register's value.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Addresses of the admin queues, for the controller's registers.
@@ -52,7 +52,7 @@ pub(super) struct DriveRegisters {
 }
 
 impl DriveRegisters {
-    /// Reads the capabilities. Refuses a controller that cannot be driven.
+    /// Reads the capabilities. Refuses a controller that this driver cannot operate.
     pub(super) fn new(backing: Arc<dyn DeviceBacking>) -> Result<Self, ControllerError> {
         let cap = Cap(backing.read64(offset::CAP as usize));
         if cap.0 == u64::MAX {
@@ -88,13 +88,13 @@ impl DriveRegisters {
         NvmeVersion(self.backing.read32(offset::VS as usize))
     }
 
-    /// Returns the maximum time to become ready, and to be disabled.
+    /// Returns the maximum time for the controller to become ready, and to become disabled.
     pub(super) fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Returns Controller Status; `None` if the register reads as all ones, because the function is gone, its link is
-    /// down or it is being reset.
+    /// Returns Controller Status; `None` if the register reads as all ones, because the function was removed, its link is down
+    /// or it is being reset.
     pub(super) fn status(&self) -> Option<Csts> {
         let value = self.backing.read32(offset::CSTS as usize);
         (value != REMOVED).then_some(Csts(value))
@@ -160,13 +160,13 @@ impl DriveRegisters {
         }
     }
 
-    /// Disables the controller (Controller Reset, section 3.7.2). Afterwards it accesses no memory.
+    /// Disables the controller (Controller Reset, section 3.7.2), so that it accesses no memory any more.
     pub(super) fn disable(&self) -> Result<(), ControllerError> {
         let cc = self.configuration()?;
         let csts = self.answered_status()?;
         if cc.en() && !csts.rdy() && !csts.cfs() {
-            // A controller must not be disabled before it is ready (section 3.1.3.5). If it never becomes ready, it is
-            // disabled nevertheless.
+            // A controller must not be disabled before it is ready (section 3.1.3.5). If it does not become ready in time, it
+            // is disabled nevertheless.
             let ready = self.wait_for_status("become ready", self.timeout, |csts| {
                 csts.rdy() || csts.cfs()
             });
@@ -178,9 +178,8 @@ impl DriveRegisters {
         self.wait_for_status("be disabled", self.timeout, |csts| !csts.rdy())
     }
 
-    /// Disables a controller that failed to become ready, and waits until it reports no failure (CSTS.CFS), because the next
-    /// attempt would see the failure. There is no wait for the controller to become ready first, because its time for that is
-    /// over.
+    /// Disables a controller that failed to become ready. Does not wait until it is ready, because the time for that is over.
+    /// Then waits until it reports no failure (CSTS.CFS), because the next attempt would see the failure.
     pub(super) fn disable_failed(&self) -> Result<(), ControllerError> {
         let cc = self.configuration()?;
         self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
@@ -206,7 +205,7 @@ impl DriveRegisters {
         Ok(())
     }
 
-    /// Returns the arbitration that the controller was enabled with.
+    /// Returns the arbitration mechanism that the controller was enabled with.
     pub(super) fn arbitration(&self) -> Result<ArbitrationMechanism, ControllerError> {
         Ok(self.configuration()?.ams())
     }

@@ -1,10 +1,11 @@
 //! Queue pairs that are reserved for leases.
 //!
-//! A reservation takes its pairs when it is made: unused pairs first, then those with the fewest users. Queues of other leases
-//! migrate from these pairs to unreserved pairs ([`migration`](super::super::pair)). So a reservation is refused only if other
+//! A reservation takes its pairs when it is made: unused pairs first, then the pairs with the fewest users. Queues of other
+//! leases migrate from these pairs to unreserved pairs (`queue_pair/migration.rs`). So a reservation is refused only if other
 //! reservations leave too few pairs. One pair always stays unreserved, for queues without a reservation, wipes and flushes.
 //!
-//! The drive monitor evens out the queues among the unreserved pairs, so a freed pair goes to queues that share a pair.
+//! The drive monitor evens out the queues among the unreserved pairs, so a pair whose reservation ends goes to queues that
+//! share a pair.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,10 +22,10 @@ use nvme_spec::admin::QueuePriority;
 /// Number of pairs that always stay unreserved.
 const UNRESERVED_MIN: u16 = 1;
 
-/// Next reservation key, for all drives of this process.
+/// Key of the next reservation, unique among all drives of this process.
 static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
 
-/// A lease's right to its pairs, which ends on drop.
+/// A lease's right to its reserved pairs. The right ends when the value is dropped.
 #[derive(Debug)]
 struct ReservationGrant {
     key: u64,
@@ -61,7 +62,8 @@ impl QueuePairs {
 }
 
 impl PhysicalDrive {
-    /// Reserves pairs for a lease. Returns the reservation's key. Fails while the drive is being reset.
+    /// Reserves `asked` pairs for a lease. Returns the reservation's key. If the drive is being reset, waits for a short time
+    /// and then fails.
     fn reserve_pairs(
         &self,
         lease: &str,
@@ -75,13 +77,13 @@ impl PhysicalDrive {
         }
         let name = self.backing.name();
         pairs.check_available(name, asked)?;
-        // Create all promised pairs now, because the drive may have fewer pairs than it granted.
+        // All promised pairs are created now, because the drive may be able to have fewer pairs than it granted.
         let promised = pairs.reserved() + asked + UNRESERVED_MIN;
         let class = self.priority_class(weight.get().into());
         let of_lease = class.unwrap_or(QueuePriority::MEDIUM);
         while pairs.count() < promised {
             let priority = match pairs.count() - pairs.reserved() {
-                // The pair that stays unreserved.
+                // The first unreserved pair is for queues of all leases.
                 0 => QueuePriority::MEDIUM,
                 _ => of_lease,
             };
@@ -109,8 +111,8 @@ impl PhysicalDrive {
         Ok(key)
     }
 
-    /// Ends a reservation. The reservation's pairs are given to queues that share a pair: at once, or by the drive monitor if a
-    /// reset is in progress.
+    /// Ends a reservation. Its pairs are given to queues that share a pair: immediately, or by the drive monitor if a reset is
+    /// in progress.
     fn release_pairs(&self, key: u64) {
         let mut pairs = lock(&self.pairs);
         pairs.holders.retain(|holder| holder.key != key);
@@ -120,8 +122,8 @@ impl PhysicalDrive {
         }
     }
 
-    /// Surveys the users and sends class weights to the drive. If queues share pairs, also evens out the queues and lends
-    /// idle pairs.
+    /// Surveys the users and sends class weights to the drive. If queues share pairs, also evens out the queues among the pairs
+    /// and lends idle pairs.
     pub(super) fn rebalance(&self) {
         let mut pairs = lock(&self.pairs);
         let loads = pairs.survey();
@@ -135,7 +137,7 @@ impl PhysicalDrive {
 }
 
 impl VfioController {
-    /// Reserves pairs for a lease.
+    /// Reserves pairs for a lease until the returned reservation is dropped.
     pub(super) fn grant_reservation(
         self: Arc<Self>,
         lease: &str,

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use super::kernel_controller::BlockDevice;
 use super::{HostRoot, IommuGroup, KernelController, PciFunctionError};
 
-/// A user that would lose a disk if its controller were unbound from the host's driver.
+/// A user of a disk, who would lose it if the disk's controller were unbound from the host's driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DiskUser {
     /// The device is mounted.
@@ -29,7 +29,7 @@ pub enum DiskUser {
     Holder {
         /// The disk or partition.
         device: String,
-        /// Name of the other block device.
+        /// Name of the block device that is built on this device.
         holder: String,
     },
     /// A process has the device open.
@@ -41,7 +41,7 @@ pub enum DiskUser {
         /// Name of the process.
         command: String,
     },
-    /// The kernel reports exclusive use for a reason that this process cannot see.
+    /// The kernel reports exclusive use by a user that this process cannot see.
     Exclusive {
         /// The disk, or the IOMMU group's file.
         device: String,
@@ -49,8 +49,8 @@ pub enum DiskUser {
 }
 
 impl DiskUser {
-    /// Returns whether the operator may override this user: a process that merely has the device open. All other users
-    /// would lose data.
+    /// Returns whether the operator may override this user. This is true for a process that only has the device open; all other
+    /// users would lose data.
     #[must_use]
     pub fn can_be_overridden(&self) -> bool {
         matches!(self, Self::Process { .. })
@@ -79,7 +79,7 @@ impl fmt::Display for DiskUser {
     }
 }
 
-/// Error finding the users of a disk.
+/// Error when finding the users of a disk.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskUsersError {
     /// A file of the kernel cannot be read.
@@ -95,15 +95,15 @@ pub enum DiskUsersError {
     },
 }
 
-/// Disks of a controller, claimed so that nothing else can start to use them.
+/// Claim on the disks of a controller, so that no other user can start to use them.
 #[derive(Debug)]
 pub struct DiskClaim {
-    /// Open with O_EXCL, as file systems, swap and RAID open them.
+    /// Disks opened with O_EXCL, the flag that file systems, swap and RAID use.
     _disks: Vec<File>,
 }
 
 impl KernelController {
-    /// Returns the users of the controller's disks that this process can see.
+    /// Returns the users of the controller's disks, as far as this process can see them.
     ///
     /// # Errors
     /// A file of the kernel cannot be read.
@@ -146,14 +146,14 @@ impl KernelController {
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
                     exclusive.push(namespace.disk.clone());
                 }
-                // The disk was removed meanwhile, so it has no user.
+                // The disk was removed after the listing, so it has no user.
                 Err(error) if matches!(error.raw_os_error(), Some(libc::ENXIO | libc::ENODEV)) => {}
                 Err(source) => return Err(DiskUsersError::Open { path, source }),
             }
         }
         let mut users = self.users(root)?;
         for device in exclusive {
-            // Add `Exclusive` only if no other entry explains the use.
+            // `Exclusive` is added only if no other entry explains the exclusive use.
             let explained = users.iter().any(|user| match user {
                 DiskUser::Mounted { device: part, .. }
                 | DiskUser::Swap { device: part }
@@ -169,7 +169,7 @@ impl KernelController {
 }
 
 impl IommuGroup {
-    /// Returns the processes that have the group open and that this process can see.
+    /// Returns the processes that have the group open, as far as this process can see them.
     #[must_use]
     pub fn users(&self, root: &HostRoot) -> Vec<DiskUser> {
         let path = root.group_file(self.number);
@@ -188,7 +188,7 @@ impl IommuGroup {
 
     /// Returns the users of the group as [`Self::users`] does, and also tries to open the group. The kernel lets only one
     /// process open a group, so EBUSY shows that the group has a user, even one that this process cannot see. The attempt may
-    /// make an open by another process fail, so call this only if the group is about to be taken from all its users.
+    /// make an open by another process fail, so this is called only if the group is about to be taken from all its users.
     #[must_use]
     pub fn exclusive_users(&self, root: &HostRoot) -> Vec<DiskUser> {
         let path = root.group_file(self.number);
@@ -214,7 +214,7 @@ fn read_proc(path: PathBuf) -> Result<String, PciFunctionError> {
     fs::read_to_string(&path).map_err(|source| PciFunctionError::Read { path, source })
 }
 
-/// Finds mounts in the mount namespaces of this process and of all other processes that it may inspect.
+/// Finds mounts of the devices in the mount namespaces of this process and of all other processes that it may inspect.
 fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, PciFunctionError> {
     let own = read_proc(root.proc.join("self/mountinfo"))?;
     let mut users = mounts_in(root, devices, &own);
@@ -222,7 +222,7 @@ fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, Pci
     let mut seen: BTreeSet<PathBuf> = own.into_iter().collect();
     for pid in pids(root) {
         let folder = root.proc.join(pid.to_string());
-        // A process that has ended has no namespace, and processes of other users may hide theirs.
+        // The link may be missing: the process has ended, or it belongs to another user and hides its namespace.
         let namespace = fs::read_link(folder.join("ns/mnt"));
         if !namespace.is_ok_and(|namespace| seen.insert(namespace)) {
             continue;
@@ -236,7 +236,7 @@ fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, Pci
             else {
                 continue;
             };
-            // Most namespaces repeat the host's mounts.
+            // Most mount namespaces repeat the host's mounts, which are listed once.
             let is_known = users.iter().any(
                 |known| matches!(known, DiskUser::Mounted { device: of, .. } if *of == device),
             );
@@ -315,7 +315,7 @@ fn is_file_of(root: &HostRoot, path: &str, device: &BlockDevice) -> bool {
             .is_ok_and(|file| file.file_name().is_some_and(|name| *name == *device.name))
 }
 
-/// Decodes the kernel's octal escapes for white space.
+/// Decodes the octal escapes that the kernel writes for white space.
 fn unescape(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -331,7 +331,7 @@ fn unescape(text: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Returns the processes that have a device open, except this one. Processes of other users are visible to root only.
+/// Returns the processes that have a device open, except this process. Processes of other users are visible to root only.
 fn processes(root: &HostRoot, numbers: &DeviceNumberNames) -> Vec<DiskUser> {
     let mut users = Vec::new();
     let mut pids = pids(root);
@@ -355,7 +355,7 @@ fn process_name(folder: &Path) -> String {
     comm.trim_end().to_owned()
 }
 
-/// Names of devices by device number, with true for block devices. Character devices are the controller and its
+/// Names of devices by kind and device number; the kind is true for block devices. Character devices are the controller and its
 /// namespaces' passthrough devices.
 type DeviceNumberNames = BTreeMap<(bool, u64), String>;
 

@@ -35,7 +35,7 @@ pub struct KernelNamespace {
     pub(super) dir: PathBuf,
 }
 
-/// Reads the controller of the function at `folder`; `None` while the driver is still probing it.
+/// Reads the controller of the function at `folder`. Returns `None` while the driver is still probing the function.
 pub(super) fn read_controller(
     root: &HostRoot,
     folder: &Path,
@@ -47,8 +47,8 @@ pub(super) fn read_controller(
     let folder = controllers.join(&name);
     let mut namespaces = Vec::new();
     for entry in entries(&folder)? {
-        // The disk of a namespace is in the controller's directory. With multipath, that directory has the path
-        // (nvme0c1n1) instead, and the disk (nvme0n1) is under /sys/block.
+        // The disk of a namespace is in the controller's directory. With multipath, that directory has the path (nvme0c1n1)
+        // instead, and the disk (nvme0n1) is under /sys/block.
         let (disk, folder) = match multipath_disk(&entry) {
             None if is_disk(&entry) => {
                 let folder = folder.join(&entry);
@@ -85,7 +85,7 @@ fn is_disk(name: &str) -> bool {
     split_numbers(name).is_some_and(|numbers| numbers.len() == 2) && !name.contains('c')
 }
 
-/// Returns the multipath disk that a path belongs to.
+/// Returns the multipath disk to which a path, such as `nvme0c1n1`, belongs.
 fn multipath_disk(name: &str) -> Option<String> {
     match &*split_numbers(name)? {
         [subsystem, _, namespace] => Some(format!("nvme{subsystem}n{namespace}")),
@@ -93,7 +93,7 @@ fn multipath_disk(name: &str) -> Option<String> {
     }
 }
 
-/// Reads a namespace; `None` if it is gone already.
+/// Reads a namespace. Returns `None` if the namespace was removed after the listing.
 fn read_namespace(
     disk: String,
     folder: PathBuf,
@@ -158,7 +158,7 @@ fn read_block_device(name: &str, folder: &Path) -> Result<BlockDevice, PciFuncti
     let mut holders = Vec::new();
     for holder in entries(&folder.join("holders"))? {
         let path = folder.join("holders").join(&holder);
-        // Device mapper's name says more, such as vg0-root.
+        // The name of a device mapper volume, such as vg0-root, says more than its device name.
         holders.push(match read_optional(&path.join("dm/name"))? {
             Some(mapped) => format!("{holder} ({mapped})"),
             None => link_name(&path)?.unwrap_or(holder),

@@ -116,7 +116,7 @@ pub struct PciFunction {
     pub class: u32,
     /// Driver that the function is bound to.
     pub driver: Option<String>,
-    /// Only driver that may bind the function, if `driver_override` is set.
+    /// The only driver that may bind the function; `None` if `driver_override` is not set.
     pub driver_override: Option<String>,
     /// IOMMU group; `None` without an IOMMU.
     pub iommu_group: Option<IommuGroup>,
@@ -191,7 +191,7 @@ impl PciFunction {
         self.class == CLASS_NVME
     }
 
-    /// Returns the other functions of the IOMMU group that are bound to a driver of the host, each with its driver. These
+    /// Returns the other functions of the IOMMU group that are bound to a driver of the host, each with its driver. Such
     /// functions make the group unusable from user space.
     pub fn others_with_host_drivers(&self) -> impl Iterator<Item = (&str, &str)> {
         let own = self.address.to_string();
@@ -219,8 +219,8 @@ impl PciFunctionError {
     }
 }
 
-/// Returns whether a function with this driver may be in a group that user space uses: VFIO drivers, and `pci-stub`,
-/// which does no DMA.
+/// Returns whether a function with this driver may be in a group that user space uses. This is true for VFIO drivers, and for
+/// `pci-stub`, which does no DMA.
 fn is_user_space_driver(driver: &str) -> bool {
     driver.contains("vfio") || driver == "pci-stub"
 }

@@ -1,4 +1,4 @@
-//! Admin commands to a controller of the kernel's `nvme` driver. None of them changes the drive.
+//! Admin commands to a controller of the kernel's `nvme` driver. No command here changes the drive.
 
 use std::fs::File;
 use std::io;
@@ -48,7 +48,7 @@ impl KernelController {
     /// Reads the drive's description.
     ///
     /// # Errors
-    /// [`DescribeError`]. Optional data that the drive does not return is left out instead.
+    /// [`DescribeError`]. Optional data that the drive does not return is left out without an error.
     pub fn describe(&self, root: &HostRoot) -> Result<DriveDescription, DescribeError> {
         let path = root.dev.join(&self.name);
         let file = File::open(&path).map_err(|source| DescribeError::Open {
@@ -116,7 +116,7 @@ fn read_health(file: &File) -> io::Result<SmartHealth> {
     sqe.nsid = Nsid::BROADCAST;
     let request = LogPageRequest {
         lid: LogPageId::SMART_HEALTH,
-        // The event that reports the page stays raised for the kernel's driver.
+        // Retain Asynchronous Event is set: the event that announces the page stays raised for the kernel's driver.
         rae: true,
         numdl: (size_of::<SmartHealth>() / 4 - 1) as u16,
         ..LogPageRequest::default()
@@ -126,7 +126,7 @@ fn read_health(file: &File) -> io::Result<SmartHealth> {
     Ok(page)
 }
 
-/// Reads Number of Queues (Base 2.0, section 5.27.1.5), as granted to the kernel's driver.
+/// Reads the Number of Queues (Base 2.0, section 5.27.1.5) that the drive has granted to the kernel's driver.
 fn read_queue_pairs(file: &File) -> io::Result<u16> {
     let mut sqe = Sqe::new(AdminOpcode::GET_FEATURES.0);
     let command = GetFeatures {

@@ -4,7 +4,7 @@ use std::os::unix::fs::symlink;
 
 use super::*;
 
-/// A host with one NVMe function, alone in IOMMU group 7, bound to the `nvme` driver.
+/// A fake host with one NVMe function, which is alone in IOMMU group 7 and bound to the `nvme` driver.
 struct Host {
     dir: tempfile::TempDir,
     root: HostRoot,
@@ -289,7 +289,7 @@ fn disks_that_are_mounted_in_other_mount_namespaces() {
         host.users(),
         ["nvme0n1 is mounted on /data in the mount namespace of process 42 (postgres)"]
     );
-    // The host's own mount namespace has the same mount.
+    // The mount namespace of the host has this mount too, which is reported once.
     host.write("proc/self/mountinfo", theirs);
     assert_eq!(host.users(), ["nvme0n1 is mounted on /data"]);
 }
@@ -297,7 +297,7 @@ fn disks_that_are_mounted_in_other_mount_namespaces() {
 #[test]
 fn processes_that_have_a_device_open() {
     let host = Host::new();
-    // /dev/null replaces the controller's character device, since it has a device number too.
+    // /dev/null stands for the controller's character device, since it has a device number too.
     host.link("dev/nvme0", "/dev/null");
     host.write("proc/42/comm", "smartd\n");
     host.link("proc/42/fd/3", "/dev/null");
@@ -316,7 +316,7 @@ fn processes_that_have_an_iommu_group() {
     let host = Host::new();
     let group = host.find().iommu_group.expect("group");
     assert_eq!(group.users(&host.root), []);
-    // /dev/null replaces the group's file. It can be opened, so no other process has exclusive use.
+    // /dev/null stands for the group's file. It can be opened, so no other process has exclusive use.
     host.link("dev/vfio/7", "/dev/null");
     assert_eq!(group.exclusive_users(&host.root), []);
     host.write("proc/42/comm", "qemu-system-x86\n");

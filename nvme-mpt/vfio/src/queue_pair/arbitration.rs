@@ -1,16 +1,16 @@
 //! Arbitration between a queue pair's heavy users, in proportion to the weights of their leases.
 //!
-//! The algorithm is start-time fair queueing on two levels. A lease's *virtual time* is the number of dispatched bytes of
-//! its users, divided by its weight. The waiting lease with the earliest time is next. Within the lease, the same rule
-//! with equal weights selects the user. So a lease with four queues has one share, not four.
+//! The algorithm is start-time fair queueing on two levels. A lease's *virtual time* is the number of dispatched bytes of its
+//! users, divided by its weight. The waiting lease with the earliest virtual time is next. Within the lease, its users are
+//! selected in the same way, with equal weights. So a lease with four queues has one share, not four.
 //!
-//! - A lease that begins to wait starts no earlier than the lease that was served last. So an idle lease accumulates no
-//!   credit.
-//! - Once no lease waits, all leases are equal again.
+//! - A lease that begins to wait starts no earlier than the virtual time of the lease that was served last. So an idle lease
+//!   accumulates no credit.
+//! - Once no lease waits, all leases start again with equal virtual times.
 //! - A new weight applies from the lease's next command on.
 //!
 //! While two leases wait, their dispatched bytes, divided by weight, differ by at most one command of each lease. The order
-//! does not depend on a clock, so stopping or resetting the drive changes nothing here.
+//! does not depend on a clock, so stopping or resetting the drive does not change it.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -20,20 +20,20 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use nvme_guest::rate_limit::LeaseWeight;
 
-/// Virtual time of one byte at weight 1.
+/// Virtual time that one byte takes at weight 1.
 const BYTE_TIME: u64 = 1 << 32;
 
-/// A lease's state for queue pairs: reservation, weight, and the commands of all its queues.
+/// A lease's state that its queues on all pairs share: reservation, weight, and counts of commands and bytes.
 #[derive(Debug)]
 pub struct LeaseShare {
     reservation: Option<u64>,
-    /// Outstanding commands that went through arbitration, of all queues. Updated once per batch.
+    /// Number of outstanding commands of all queues of the lease that went through arbitration. Updated once per batch.
     outstanding: AtomicU32,
-    /// Virtual time of one byte.
+    /// Virtual time that one byte takes at the lease's weight.
     time_per_byte: AtomicU64,
-    /// Bytes that were dispatched while the drive was weighed.
+    /// Number of bytes that were dispatched while the drive was [weighed](super::governor).
     dispatched_bytes: AtomicU64,
-    /// Value of `dispatched_bytes` from which the lease must wait for the next survey; `u64::MAX` without a limit.
+    /// Value of `dispatched_bytes` at which the lease has to wait for the next survey; `u64::MAX` without a limit.
     dispatch_limit: AtomicU64,
     /// True while the leased namespace is missing or has another block size.
     is_revoked: AtomicBool,
@@ -61,14 +61,14 @@ impl LeaseShare {
         self.reservation
     }
 
-    /// Sets the weight, also while commands wait.
+    /// Sets the weight. Commands of the lease may be waiting.
     pub fn set_weight(&self, weight: LeaseWeight) {
         let per_byte = BYTE_TIME / u64::from(weight.get());
         self.time_per_byte.store(per_byte, Ordering::Relaxed);
     }
 
-    /// Sets whether the lease is revoked, so that the drive gets none of its commands. This applies to queues that join
-    /// from now on, and to present users after [`VfioQueuePair::revoke`](super::VfioQueuePair::revoke).
+    /// Sets whether the lease is revoked, so that the drive gets none of its commands. This applies to queues that join from
+    /// now on, and to present users after [`VfioQueuePair::revoke`](super::VfioQueuePair::revoke).
     pub fn set_revoked(&self, revoked: bool) {
         self.is_revoked.store(revoked, Ordering::Relaxed);
     }
@@ -77,7 +77,7 @@ impl LeaseShare {
         self.is_revoked.load(Ordering::Relaxed)
     }
 
-    /// Counts submitted commands. Returns the lease's number of outstanding commands.
+    /// Counts submitted commands. Returns the lease's number of outstanding commands, of all its queues.
     #[inline]
     pub(super) fn count_submitted(&self, commands: u32) -> u32 {
         let before = self.outstanding.fetch_add(commands, Ordering::Relaxed);
@@ -96,18 +96,18 @@ impl LeaseShare {
         self.dispatched_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Returns whether the lease has reached its limit until the next survey.
+    /// Returns whether the lease has dispatched all bytes that it may dispatch before the next survey.
     #[inline]
     pub(super) fn is_at_limit(&self) -> bool {
         self.dispatched_bytes.load(Ordering::Relaxed) >= self.dispatch_limit.load(Ordering::Relaxed)
     }
 
-    /// Returns the bytes that were dispatched while the drive was weighed.
+    /// Returns the number of bytes that were dispatched while the drive was weighed.
     pub(super) fn dispatched_bytes(&self) -> u64 {
         self.dispatched_bytes.load(Ordering::Relaxed)
     }
 
-    /// Sets the limit of bytes until the next survey; `None` for no limit.
+    /// Sets the number of bytes that the lease may dispatch until the next survey; `None` for no limit.
     pub(super) fn set_byte_limit(&self, bytes: Option<u64>) {
         let until = bytes.map_or(u64::MAX, |bytes| {
             self.dispatched_bytes().saturating_add(bytes)
@@ -126,10 +126,10 @@ impl LeaseShare {
     }
 }
 
-/// Waiting parties, ordered by virtual time. A party is a lease of the pair, or a user of one lease.
+/// Order of waiting parties by virtual time. A party is a lease of the pair, or a user of one lease.
 #[derive(Debug, Default)]
 struct VirtualTimeOrder {
-    /// Number of parties, waiting or not.
+    /// Number of parties, whether they wait or not.
     parties: usize,
     waiting: BinaryHeap<Reverse<(u128, u16)>>,
     /// Virtual time of the party that was served last, before that service.
@@ -147,16 +147,16 @@ impl VirtualTimeOrder {
         self.waiting.push(Reverse((time.max(self.now), party)));
     }
 
-    /// Returns the next party.
+    /// Returns the waiting party that is served next.
     #[inline]
     fn first(&self) -> Option<u16> {
         self.waiting.peek().map(|Reverse((_, party))| *party)
     }
 
-    /// Charges the next party, and removes the party unless it still has commands (`goes_on`). Returns the virtual time that
-    /// the party has reached.
+    /// Charges the party that is served next, and removes the party unless it still has commands (`goes_on`). Returns the
+    /// virtual time that the party has reached.
     ///
-    /// If there is only one party, its virtual time does not advance, because the party takes nothing from others.
+    /// If there is only one party, its virtual time does not advance, because the party takes no share from another.
     #[inline]
     fn charge(&mut self, cost: impl FnOnce() -> u128, goes_on: bool) -> u128 {
         let Some(mut first) = self.waiting.peek_mut() else {
@@ -177,7 +177,7 @@ impl VirtualTimeOrder {
         time
     }
 
-    /// Removes the next party, and returns it.
+    /// Removes the party that would be served next, and returns it.
     fn skip(&mut self) -> Option<u16> {
         let Reverse((_, party)) = self.waiting.pop()?;
         Some(party)
@@ -194,11 +194,11 @@ impl VirtualTimeOrder {
 struct ArbitratedLease {
     share: Arc<LeaseShare>,
     time: u128,
-    /// Users of the lease.
+    /// Order of the lease's users.
     order: VirtualTimeOrder,
 }
 
-/// Arbitration state of a user.
+/// A user's place in the arbitration.
 #[derive(Clone, Copy, Debug)]
 struct ArbitratedUser {
     lease: u16,
@@ -209,7 +209,7 @@ struct ArbitratedUser {
 /// Arbitration between a pair's heavy users.
 #[derive(Debug, Default)]
 pub(super) struct QueuePairArbitration {
-    /// Order of the leases.
+    /// Order of the leases with waiting users.
     order: VirtualTimeOrder,
     leases: Vec<Option<ArbitratedLease>>,
     /// State by user number.
@@ -217,7 +217,7 @@ pub(super) struct QueuePairArbitration {
 }
 
 impl QueuePairArbitration {
-    /// Adds a user of a lease. Later calls allocate no memory.
+    /// Adds a user of a lease. Allocates all memory that later calls for this user need.
     pub(super) fn join(&mut self, member: u16, share: &Arc<LeaseShare>) {
         let is_its = |tenant: &ArbitratedLease| Arc::ptr_eq(&tenant.share, share);
         let mut tenants = self.leases.iter();
@@ -247,7 +247,7 @@ impl QueuePairArbitration {
         });
     }
 
-    /// Removes a user, and its lease if it was the last one.
+    /// Removes a user, and also its lease if no other user of that lease is left.
     pub(super) fn leave(&mut self, member: u16) {
         self.remove_waiting(member);
         let place = self.users.get_mut(usize::from(member));
@@ -264,7 +264,7 @@ impl QueuePairArbitration {
         }
     }
 
-    /// Marks a user as waiting.
+    /// Adds a user to the waiting users.
     #[inline]
     pub(super) fn mark_waiting(&mut self, member: u16) {
         let Some(Some(place)) = self.users.get_mut(usize::from(member)) else {
@@ -283,7 +283,7 @@ impl QueuePairArbitration {
         tenant.order.enter(member, place.time);
     }
 
-    /// Returns the next user.
+    /// Returns the waiting user that is served next.
     #[inline]
     pub(super) fn next(&self) -> Option<u16> {
         let tenant = self.order.first()?;
@@ -294,7 +294,7 @@ impl QueuePairArbitration {
             .first()
     }
 
-    /// Charges the next user with `bytes`. The user stops waiting unless it still has commands (`goes_on`).
+    /// Charges the user that is served next with `bytes`. The user stops waiting unless it still has commands (`goes_on`).
     #[inline]
     pub(super) fn charge(&mut self, bytes: u64, goes_on: bool) {
         let Some(tenant) = self.order.first() else {
@@ -316,7 +316,7 @@ impl QueuePairArbitration {
         tenant.time = self.order.charge(cost, goes_on);
     }
 
-    /// Removes the next user from the waiting users without charging it.
+    /// Removes the user that would be served next from the waiting users, without charging it.
     pub(super) fn skip(&mut self) {
         let Some(tenant) = self.order.first() else {
             return;

@@ -1,8 +1,8 @@
-//! Loans: an idle pair is lent to a queue that shares another pair with busy queues.
+//! Ballooning: an idle pair is lent to a queue that shares another pair with busy queues.
 //!
-//! The drive monitor lends. The borrowing queue becomes a user of the idle pair and remembers its home pair. The first
-//! batch of one of the lending pair's own queues calls the borrowers back: they migrate home before the batch is served.
-//! Their commands in flight complete on the pair that they leave (`migration.rs`).
+//! The drive monitor lends. The borrowing queue becomes a user of the idle pair and remembers its home pair. The first batch of
+//! one of the lending pair's own queues calls the borrowers back: they migrate home before the batch is served. Their commands
+//! in flight complete on the pair that they leave (`migration.rs`).
 //!
 //! Reserved pairs are never lent.
 
@@ -25,7 +25,7 @@ pub struct QueuePairActivity {
 }
 
 impl QueuePairActivity {
-    /// Checks a pair. Returns the number of consecutive checks, including this one, that found the pair idle.
+    /// Checks a pair. Returns the number of consecutive checks that found the pair idle, up to and including this check.
     pub fn check(&mut self, pair: &VfioQueuePair) -> u32 {
         let core = pair.shared.lock();
         let commands = core.stats().commands;
@@ -43,14 +43,14 @@ impl VfioQueuePair {
         self.shared.lock().active_users(now, within).count()
     }
 
-    /// Returns whether any queue borrows the pair.
+    /// Returns whether the pair is lent to any queue.
     #[must_use]
     pub fn is_lent(&self) -> bool {
         self.shared.lock().has_borrowers()
     }
 
-    /// Lends the pair to a queue of `crowded` that had a batch within the last `within` ticks. Returns whether there was such a
-    /// queue.
+    /// Lends the pair to a queue of `crowded` that had a batch within the last `within` ticks. Returns false if there is no
+    /// such queue.
     pub fn lend_to(&self, crowded: &Self, now: Ticks, within: u64) -> bool {
         let chosen = {
             let core = crowded.shared.lock();
@@ -74,7 +74,7 @@ pub(super) fn recall_borrowers(pair: &Arc<QueuePairInner>) {
         let Some((number, queue, home)) = borrower else {
             return;
         };
-        // A borrower whose home pair is reserved or gone stays.
+        // If the home pair was reserved or no longer exists, the borrower stays.
         if let Some(home) = home.upgrade() {
             migrate_user(pair, number, queue, &home, QueuePairUserRole::Returning);
         }
@@ -89,7 +89,7 @@ impl QueuePairCore {
             .filter(move |(_, member)| member.home.is_none() && is_awake(member.last_batch))
     }
 
-    /// Ends the loan of one borrower. Returns the borrower and its home pair.
+    /// Ends the ballooning of one borrower. Returns the borrower and its home pair.
     fn take_borrower(&mut self) -> Option<(u16, NewQueuePairUser, Weak<QueuePairInner>)> {
         let borrower = self
             .staying_users()

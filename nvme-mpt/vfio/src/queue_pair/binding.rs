@@ -7,14 +7,14 @@ use super::arbitration::LeaseShare;
 use nvme_mpt::host::SharedQueuePair;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
-/// A queue pair and the queue's user number there.
+/// A queue pair, and the user number that a queue has on it.
 #[derive(Clone, Debug)]
 pub(super) struct QueuePairBinding {
     pub(super) shared: Arc<QueuePairInner>,
     pub(super) user: u16,
 }
 
-/// Current pair of a queue, updated by migrations.
+/// Pair that a queue currently uses. Migrations update it.
 #[derive(Debug)]
 pub(super) struct CurrentQueuePair(Mutex<Weak<QueuePairInner>>);
 
@@ -28,7 +28,7 @@ impl CurrentQueuePair {
         self.lock().upgrade()
     }
 
-    /// Locks the current pair. This lock comes before the locks of pairs.
+    /// Locks the current pair of the queue. In the lock order, this lock comes before the locks of pairs.
     pub(super) fn lock(&self) -> MutexGuard<'_, Weak<QueuePairInner>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -49,29 +49,29 @@ impl SharedQueuePair for CurrentQueuePair {
 pub(super) struct NewQueuePairUser {
     /// Maximum number of commands.
     pub(super) slots: u16,
-    /// Logical block size of the queue's namespace, in bytes as a power of two.
+    /// Logical block size of the queue's namespace in bytes, as the exponent of a power of two.
     pub(super) lba_shift: u8,
     pub(super) lease: Arc<LeaseShare>,
     pub(super) current_pair: Arc<CurrentQueuePair>,
 }
 
-/// Commands of a queue on one of its pairs.
+/// Outstanding commands of a queue on one of its pairs.
 #[derive(Debug)]
 pub(super) struct LeftoverCommands {
     pub(super) binding: QueuePairBinding,
     pub(super) outstanding: u32,
 }
 
-/// State of a queue that migrates.
+/// State of a queue that is migrating.
 #[derive(Debug, Default)]
 pub(super) struct QueueMigration {
-    /// New pair of the last batch, if the queue migrated with that batch.
+    /// Pair that the last batch went to, if the queue migrated with that batch.
     pub(super) next: Option<LeftoverCommands>,
-    /// Pairs that the queue has left, but where it still has commands in flight.
+    /// Pairs that the queue has left and where some of its commands are still in flight.
     pub(super) left: Vec<LeftoverCommands>,
 }
 
-/// Pending migrations of a pair: user number and destination.
+/// Migrations of a pair's queues that the queues have not carried out yet: user number and destination.
 #[derive(Debug, Default)]
 pub(super) struct QueueMigrations(Vec<(u16, QueuePairBinding)>);
 

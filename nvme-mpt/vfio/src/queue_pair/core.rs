@@ -1,9 +1,9 @@
 //! Shared state of a queue pair's users, under the pair's lock: arbitration and in-flight commands.
 //!
-//! The commands of a lone user go directly from its batch to the ring, and completions directly from the ring to the
-//! user. Otherwise commands wait in front of the ring and are dispatched in this order:
+//! The commands of a lone user go directly from its batch to the ring, and completions directly from the ring to the user.
+//! Commands of all other users wait in front of the ring and are dispatched in this order:
 //!
-//! 1. Commands of light users, at once, regardless of their leases' weights.
+//! 1. Commands of light users, immediately, whatever the weights of their leases are.
 //! 2. Commands of heavy users, in bytes by [the weights of their leases](super::arbitration), as far as the [governor's
 //!    window](super::governor) allows. A split command counts by the children that go to the drive, not as a whole.
 //!
@@ -33,15 +33,15 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Heavy users leave 1/16 of the ring's entries to light users, at least one entry.
+/// Divisor of the ring's entries: heavy users leave 1/16 of the entries, but at least one entry, to light users.
 const LIGHT_ENTRIES_DIVISOR: usize = 16;
 
-/// Maximum wait of a user whose lease has used up its share, as a fraction of [presence](DriveGovernor::activity_ticks): 1/16, or 62
-/// ms. After this wait the user launches one command nevertheless. So 256 commands of a queue take at most 16 s, less than the
-/// guest driver's timeout.
+/// Divisor of the [activity time](DriveGovernor::activity_ticks): the maximum wait of a user whose lease has used up its share
+/// is 1/16 of that time, or 62 ms. After this wait the user launches one command nevertheless. So 256 commands of a queue take
+/// at most 16 s, less than the guest driver's timeout.
 const HOLD_BACK_DIVISOR: u64 = 16;
 
-/// Divisor of the presence time: a user that is held back is checked again after 1/4096 of the presence time, or 0.24 ms.
+/// Divisor of the activity time: a user that is held back is checked again after 1/4096 of that time, or 0.24 ms.
 const HOLD_CHECK_DIVISOR: u64 = 4096;
 
 /// Status returned after the leased namespace was removed or reformatted.
@@ -51,23 +51,23 @@ const REVOKED: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(true);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QueuePairState {
     Running,
-    /// Commands wait; rings and doorbells are not accessed.
+    /// Commands wait; the rings and doorbells are not accessed, because the drive is being reset or given up.
     Stopped,
-    /// The drive is gone: all commands complete with this status.
+    /// The drive was given up: all commands complete with this status.
     Dead(Status),
 }
 
-/// Part of a user's next command that goes to the drive as one entry.
+/// Portion of a user's next command that goes to the drive as one entry: the whole command, or a child.
 #[derive(Clone, Copy)]
 struct CommandPortion {
-    /// Weight in bytes, as [`QueuePairCore::next_command`] returned it for `most`.
+    /// Weight in bytes, as [`QueuePairCore::next_command`] returned it for `bytes_max`.
     weight: u64,
-    /// Maximum bytes.
+    /// Maximum bytes of the portion.
     bytes_max: u64,
 }
 
 impl CommandPortion {
-    /// Selects the whole command.
+    /// Selects the whole command, which has this weight.
     const fn whole(weight: u64) -> Self {
         let most = u64::MAX;
         Self {
@@ -82,7 +82,7 @@ impl CommandPortion {
 pub(super) struct QueuePairCore {
     pub(super) rings: VfioQueuePairRings,
     inflight: InFlightCommands,
-    /// Maximum bytes per command of the drive.
+    /// Maximum bytes of a command on this drive.
     max_transfer: u64,
     users: Vec<Option<Box<QueuePairUser>>>,
     users_total: usize,
@@ -94,13 +94,13 @@ pub(super) struct QueuePairCore {
     revoked: usize,
     /// True if the pair's only user is neither migrating nor revoked, and its slots fit the plain table ([`PLAIN_SLOTS`]).
     has_lone_user: bool,
-    /// Migrations that the queues have not noticed yet.
+    /// Migrations that the queues have not carried out yet.
     migrations: QueueMigrations,
     pub(super) sharing: QueuePairSharing,
     /// Value of the pair's command counter at the drive monitor's last survey.
     pub(super) surveyed_commands: u64,
     held_back: HeldBackUsers,
-    /// Checks of users for [`Self::is_held_back`].
+    /// Number of calls of [`Self::is_held_back`], for tests.
     #[cfg(test)]
     pub(super) held_back_checks: std::cell::Cell<u64>,
     state: QueuePairState,
@@ -113,7 +113,7 @@ impl QueuePairCore {
         max_transfer: u64,
         governor: Arc<DriveGovernor>,
     ) -> Self {
-        // One entry stays empty to distinguish a full ring from an empty one. So fewer than 1024 remain.
+        // One entry stays empty to distinguish a full ring from an empty one. So at most 1023 commands fit.
         let room = (rings.entries() - 1) as u16;
         Self {
             rings,
@@ -143,7 +143,7 @@ impl QueuePairCore {
         member.limit_direct(self.direct_bytes_max(), self.max_transfer);
         self.revoked += usize::from(member.is_revoked);
         let member = Some(Box::new(member));
-        // The number of a queue that has not noticed its migration yet is not reused.
+        // If a queue has not noticed its migration yet, its number is not reused.
         let mut numbers = (0..).zip(&self.users);
         let free =
             numbers.find(|(number, seat)| seat.is_none() && !self.migrations.has_user(*number));
@@ -170,7 +170,7 @@ impl QueuePairCore {
             && members.all(|member| go_by_slots(member));
     }
 
-    /// Adds a user that borrows this pair from the pair's own queues. Returns the user's number.
+    /// Adds a user that borrows this pair, whose own queues are idle. Returns the user's number.
     pub(super) fn join_borrower(
         &mut self,
         queue: NewQueuePairUser,
@@ -184,7 +184,7 @@ impl QueuePairCore {
         number
     }
 
-    /// Ends a user's loan. Returns the user's home pair.
+    /// Ends the ballooning of a user. Returns the user's home pair; `None` if the user does not borrow this pair.
     pub(super) fn end_balloon(&mut self, number: u16) -> Option<Weak<QueuePairInner>> {
         let home = self.user(number)?.home.take()?;
         self.borrowers -= 1;
@@ -196,7 +196,7 @@ impl QueuePairCore {
         self.borrowers > 0
     }
 
-    /// Returns whether this user is one of the pair's own and the pair is lent to other queues.
+    /// Returns whether this user is one of the pair's own queues, while the pair is lent to other queues.
     pub(super) fn is_lender(&mut self, number: u16) -> bool {
         self.has_borrowers()
             && self
@@ -212,7 +212,7 @@ impl QueuePairCore {
             .filter(|(_, member)| !member.is_migrating)
     }
 
-    /// Returns the first user that is not migrating and whose reservation matches `which`. Borrowers come first.
+    /// Returns the first user that is not migrating and whose reservation matches `which`. Borrowers are searched first.
     pub(super) fn find_staying_user(
         &self,
         which: impl Fn(Option<u64>) -> bool,
@@ -224,8 +224,8 @@ impl QueuePairCore {
         Some((number, member.queue.clone()))
     }
 
-    /// Starts a migration, if `number` still belongs to the queue of `whereabouts`. Returns whether the migration has
-    /// started.
+    /// Starts the migration of user `number` if that number still belongs to the queue of `whereabouts`. Returns whether the
+    /// migration has started.
     pub(super) fn begin_migration(
         &mut self,
         number: u16,
@@ -251,7 +251,7 @@ impl QueuePairCore {
         true
     }
 
-    /// Takes the pending migration of a queue, if it has one. If the queue `is_done` with this pair, its user leaves.
+    /// Takes the pending migration of a queue, if it has one. If the queue `is_done` with this pair, its user leaves the pair.
     #[inline]
     pub(super) fn take_migration(
         &mut self,
@@ -273,8 +273,8 @@ impl QueuePairCore {
         self.inflight.inflight_of_user(number) == 0
     }
 
-    /// Completes the waiting commands of a user with Command Aborted due to SQ Deletion. The drive gets no further
-    /// command or child.
+    /// Completes the waiting commands of a user with Command Aborted due to SQ Deletion. The drive gets no further command or
+    /// child of the user.
     pub(super) fn cut_short(&mut self, number: u16) {
         self.complete_waiting(number, Status::ABORTED_SQ_DELETION);
     }
@@ -289,7 +289,7 @@ impl QueuePairCore {
                 Some(splits) if waiting.is_split => splits.cut_short(waiting.sqe.cid().0, status),
                 _ => false,
             };
-            // A command with children in flight completes with the last child.
+            // A command whose children are in flight completes with its last child instead.
             if !begun {
                 member.done.push(failed_completion(&waiting.sqe, status));
             }
@@ -313,7 +313,7 @@ impl QueuePairCore {
         self.update_lone_user();
     }
 
-    /// Removes a user without commands in flight.
+    /// Removes a user. The caller ensures that none of the user's commands is in flight.
     pub(super) fn leave(&mut self, number: u16) {
         self.end_balloon(number);
         if let Some(member) = self.users.get_mut(usize::from(number))
@@ -353,7 +353,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns whether heavy users have no free entry left.
+    /// Returns whether heavy users have no free entry, besides the entries that are left to light users.
     pub(super) fn is_full(&self) -> bool {
         self.inflight.free_count() <= self.light_entries()
     }
@@ -363,7 +363,8 @@ impl QueuePairCore {
         self.inflight.plain_count()
     }
 
-    /// Returns whether the user's commands can go directly to the ring, and all completions in the ring are for this user.
+    /// Returns whether the user's commands can go directly to the ring. This requires that all completions in the ring are for
+    /// this user.
     #[inline]
     pub(super) fn can_submit_directly(&self, number: u16) -> bool {
         self.has_lone_user
@@ -375,7 +376,7 @@ impl QueuePairCore {
                 .is_some_and(|member| member.waiting.is_empty() && member.done.is_empty())
     }
 
-    /// Returns the maximum size of a directly submitted command, in bytes.
+    /// Returns the maximum size of a command that goes directly to the ring, in bytes.
     fn direct_bytes_max(&self) -> u64 {
         match self.sharing.heavy_bytes_max {
             u64::MAX => u64::MAX,
@@ -383,7 +384,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Sets or removes the limit of heavy users' bytes in flight.
+    /// Sets the limit of heavy users' bytes in flight on this pair, or removes it.
     pub(super) fn limit_heavy_bytes(&mut self, bytes: Option<u64>) {
         let before = self.direct_bytes_max();
         self.sharing.heavy_bytes_max = bytes.unwrap_or(u64::MAX);
@@ -404,8 +405,8 @@ impl QueuePairCore {
         )
     }
 
-    /// Returns the size limit for [`Self::submit_directly`] if `count` commands of this user can go directly to the ring
-    /// now.
+    /// Returns the size limit for [`Self::submit_directly`]; `None` if `count` commands of this user cannot go directly to the
+    /// ring now.
     #[inline]
     pub(super) fn direct_limit(
         &mut self,
@@ -421,7 +422,7 @@ impl QueuePairCore {
             .flatten()
     }
 
-    /// Writes a user's command into the ring. Returns false if the command has to be split.
+    /// Writes a user's command into the ring. Returns false if the command exceeds `limit` and has to be split.
     #[inline(always)]
     pub(super) fn submit_directly(&mut self, sqe: &Sqe, limit: UnsplitLimit, now: Ticks) -> bool {
         if !limit.is_whole(sqe) {
@@ -432,7 +433,7 @@ impl QueuePairCore {
         true
     }
 
-    /// Counts the commands that were submitted directly since the ring's tail was `tail`. Returns their number.
+    /// Counts the commands that were submitted directly after the ring's tail was `tail`. Returns their number.
     #[inline]
     pub(super) fn count_direct(&mut self, tail: u32) -> usize {
         let count = self.rings.written_since(tail);
@@ -442,7 +443,7 @@ impl QueuePairCore {
     }
 
     /// Queues a user's commands for arbitration and dispatches as many as possible. `outstanding` is the user's number of
-    /// incomplete commands including these.
+    /// incomplete commands, including the new ones.
     #[inline(never)]
     pub(super) fn enqueue(
         &mut self,
@@ -475,7 +476,7 @@ impl QueuePairCore {
             return;
         }
         member.last_batch = now;
-        // All queues of a lease belong to one owner: many shallow queues are as busy as one deep queue.
+        // The outstanding commands of all queues of a lease count: many shallow queues are as busy as one deep queue.
         let outstanding = outstanding.max(member.count_submitted(staged.len() as u32));
         let longest = staged
             .iter()
@@ -483,7 +484,7 @@ impl QueuePairCore {
             .max()
             .unwrap_or(0);
         if !is_governed || CommandClass::is_heavy(outstanding, longest) {
-            // The user stays heavy for a while, so that it does not turn light between two bursts.
+            // The user stays heavy for a while, so that it does not count as light between two bursts.
             member.heavy_until =
                 Ticks(now.0.saturating_add(sharing.governor.activity_ticks() / 10));
         }
@@ -520,7 +521,7 @@ impl QueuePairCore {
             });
         }
         if !is_light {
-            // Another command does not change the limit of a user that is held back.
+            // The limit of a user that is held back still applies, so the user does not take part in arbitration.
             if !member.is_held_back {
                 sharing.arbitration.mark_waiting(number);
             }
@@ -533,7 +534,7 @@ impl QueuePairCore {
         self.dispatch(now);
     }
 
-    /// Returns whether there may be commands for [`Self::dispatch`].
+    /// Returns whether [`Self::dispatch`] may have commands to send.
     #[inline]
     pub(super) fn can_dispatch(&self) -> bool {
         let has_waiting = !self.sharing.is_idle() || !self.held_back.is_empty();
@@ -552,7 +553,7 @@ impl QueuePairCore {
     }
 
     fn report_waiting(&mut self) {
-        // A pair whose users are all held back must not occupy a turn at the window.
+        // If all users of the pair are held back, the pair must not occupy a turn at the window.
         let is_waiting = self.state == QueuePairState::Running && !self.sharing.is_idle();
         self.sharing.report_waiting(is_waiting);
     }
@@ -592,11 +593,11 @@ impl QueuePairCore {
                 self.sharing.arbitration.skip();
                 continue;
             };
-            // If identifiers are held for Aborts, or in a ring of two entries, `kept` may exceed the free entries for
-            // good. Then one command at a time is allowed.
+            // If identifiers are held for Aborts, or in a ring of two entries, all free entries may be left to light users
+            // permanently. Then heavy users may have one command in flight.
             let (free, in_flight) = (self.inflight.free_count(), self.inflight.in_flight());
             let is_full = free <= kept && (free == 0 || in_flight > 0);
-            // A light command is at this point only if the ring is full.
+            // A light command is still waiting here only if the ring is full.
             if class != CommandClass::HEAVY || is_full {
                 break;
             }
@@ -604,8 +605,8 @@ impl QueuePairCore {
                 self.hold_back(number, now);
                 continue;
             }
-            // The last part of a split command counts as a full window. Otherwise the last parts of several commands
-            // would go to the drive together.
+            // The last child of a split command counts as a full window. Otherwise the last children of several commands would
+            // go to the drive together.
             let claim = match window {
                 QueuePairWindow::Drive(bytes) if self.is_split(number) => bytes,
                 _ => weight,
@@ -633,7 +634,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Takes the next user out of arbitration for a fraction (`HOLD_CHECK_DIVISOR`) of the presence time.
+    /// Takes the user that is served next out of arbitration, for 1/`HOLD_CHECK_DIVISOR` of the activity time.
     fn hold_back(&mut self, number: u16, now: Ticks) {
         self.sharing.arbitration.skip();
         if let Some(member) = self.user(number) {
@@ -643,8 +644,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Lets users that were held back take part in arbitration again: the users that are due, or all if the drive is not
-    /// weighed.
+    /// Returns users that were held back to arbitration: the users that are due, or all users if the drive is not weighed.
     fn release_held_back(&mut self, now: Ticks, is_weighed: bool) {
         let now = if is_weighed { now } else { Ticks(u64::MAX) };
         while let Some(number) = self.held_back.pop_due(now) {
@@ -655,8 +655,8 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns whether a user has to wait because its lease has used up its bytes until the next survey. The wait is
-    /// bounded, because other queues of the lease may use up the bytes of each interval.
+    /// Returns whether a user has to wait because its lease has used up its bytes until the next survey. The wait of each user
+    /// is bounded, because other queues of the lease may use up the bytes of every interval.
     fn is_held_back(&self, number: u16, now: Ticks) -> bool {
         #[cfg(test)]
         self.held_back_checks.set(self.held_back_checks.get() + 1);
@@ -682,7 +682,7 @@ impl QueuePairCore {
             .next_command(most)
     }
 
-    /// Writes a user's next command, or a part of it, into the ring. Returns whether the ring had room.
+    /// Writes a user's next command, or a portion of it, into the ring. Returns whether the ring had a free entry.
     fn submit_next(&mut self, number: u16, portion: CommandPortion, now: Ticks) -> bool {
         let CommandPortion {
             weight,
@@ -732,7 +732,7 @@ impl QueuePairCore {
     }
 
     /// Passes the completions of a lone user directly to `taker` and returns their number. Completions that need accounting are
-    /// stored for [`Self::swap_done`].
+    /// stored until [`Self::swap_done`] instead.
     #[inline(always)]
     pub(super) fn reap_directly(
         &mut self,
@@ -757,8 +757,8 @@ impl QueuePairCore {
         let taken = self.rings.taken_since(head);
         let count = match other {
             None => taken,
-            // If the drive ignores the queue's limits, a whole round of entries may have been taken, which `taken_since`
-            // reports as 0.
+            // If the drive ignores the queue's limits, a whole round of entries may have been taken, and `taken_since` returns
+            // 0 for it.
             Some(_) => taken.checked_sub(1).unwrap_or(self.inflight.capacity()),
         };
         self.inflight.count_removed_plain(count);
@@ -782,11 +782,11 @@ impl QueuePairCore {
         }
     }
 
-    /// Distributes the entries of the Completion Queue to the users. `first` is an entry that was taken from the ring
-    /// already.
+    /// Distributes the entries of the Completion Queue to the users. `first` is an entry that the caller has already taken from
+    /// the ring.
     #[inline(never)]
     fn process_completions(&mut self, mut first: Option<Cqe>, clock: impl Fn() -> Option<Ticks>) {
-        // The bound protects the caller from a drive that posts without end.
+        // The bound protects the caller from a drive that posts entries without end.
         for _ in 0..self.rings.entries() {
             let Some(entry) = first.take().or_else(|| self.rings.next()) else {
                 return;
@@ -795,7 +795,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Processes one completion. `clock` is called if the command's latency counts.
+    /// Processes one completion. `clock` is called only if the latency of the command is measured.
     #[inline]
     fn process_completion(&mut self, entry: &Cqe, clock: impl Fn() -> Option<Ticks>) {
         match self.inflight.remove(entry.cid(), entry.status()) {
@@ -827,8 +827,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Does the accounting of a completed command or child. Returns the completion for the user, if the whole command has
-    /// completed.
+    /// Accounts for a completed command or child. Returns the completion for the user if the whole command has completed.
     fn account_completion(
         &mut self,
         flight: &InFlightCommand,
@@ -855,14 +854,14 @@ impl QueuePairCore {
         joined.completion
     }
 
-    /// Adds completions from a pair that the user has left.
+    /// Adds completions of a user from a pair that the user has left.
     pub(super) fn add_completions(&mut self, number: u16, done: &[HostCompletion]) {
         if let Some(member) = self.user(number) {
             member.add_uncounted(done.iter().copied());
         }
     }
 
-    /// Swaps the user's completions into `ready`.
+    /// Swaps the user's collected completions into `ready`.
     pub(super) fn swap_done(&mut self, number: u16, ready: &mut Vec<HostCompletion>) {
         if let Some(member) = self.user(number) {
             member.swap_done(ready);
@@ -904,7 +903,8 @@ impl QueuePairCore {
         }
     }
 
-    /// Completes all in-flight commands: those in the Completion Queue with the drive's status, the others with `status`.
+    /// Completes all in-flight commands. Those whose completions are in the Completion Queue get the drive's status, all others
+    /// get `status`.
     pub(super) fn fail_in_flight(&mut self, status: Status) {
         self.process_completions(None, || None);
         for cid in self.inflight.cids() {
@@ -915,7 +915,7 @@ impl QueuePairCore {
     }
 
     pub(super) fn restart(&mut self, doorbells: PairDoorbells) {
-        // The reset has removed all commands from the drive.
+        // The reset has removed all commands from the drive, so those without a completion were interrupted.
         self.fail_in_flight(Status::COMMAND_INTERRUPTED);
         self.inflight.end_aborts();
         self.rings.restart(doorbells);

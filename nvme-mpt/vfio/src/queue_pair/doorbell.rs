@@ -22,12 +22,12 @@ pub struct DriveDoorbell {
     pub buffer: Option<BufferedDoorbell>,
 }
 
-/// A doorbell with its last value.
+/// A doorbell with the value that was written last.
 #[derive(Debug)]
 pub(super) struct DoorbellWriter {
     doorbell: DriveDoorbell,
     value: u32,
-    /// Register writes avoided by EventIdx.
+    /// Number of register writes that EventIdx has avoided.
     pub(super) saved_writes: u64,
 }
 
@@ -41,13 +41,14 @@ impl DoorbellWriter {
         }
     }
 
-    /// Writes a new value. The drive then sees all earlier stores.
+    /// Writes a new value, after which the drive sees all earlier stores.
     #[inline]
     pub(super) fn write(&mut self, value: u32) {
         let last = std::mem::replace(&mut self.value, value);
         if let Some(buffer) = &self.doorbell.buffer {
             buffer.shadow.store(value);
-            // The drive stores EventIdx, fences, and reads the doorbell. So at least one side sees the other's store.
+            // The drive stores EventIdx, fences, and reads the doorbell. This side stores the doorbell, fences, and reads
+            // EventIdx. So at least one side sees the other side's store.
             fence(Ordering::SeqCst);
             if !needs_register_write(buffer.event_idx.load(), value, last) {
                 self.saved_writes += 1;
@@ -58,7 +59,8 @@ impl DoorbellWriter {
     }
 }
 
-/// Returns whether the doorbell has passed EventIdx on its way from `old` to `new` (Base 2.0, section B.5).
+/// Returns whether a doorbell write is necessary: the value passes EventIdx on its way from `old` to `new` (Base 2.0, section
+/// B.5).
 fn needs_register_write(event_idx: u32, new: u32, old: u32) -> bool {
     (new as u16).wrapping_sub(event_idx as u16).wrapping_sub(1)
         < (new as u16).wrapping_sub(old as u16)

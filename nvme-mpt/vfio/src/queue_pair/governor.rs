@@ -1,12 +1,13 @@
 //! Governor of a drive: limits the bytes that busy users may have in flight while quiet users are active.
 //!
-//! The governor shares the drive in time; arbitration within a pair is by weighted fair queueing (`arbitration.rs`).
+//! The governor divides the drive between light and heavy users; arbitration within a pair is by weighted fair queueing
+//! (`arbitration.rs`).
 //!
 //! A user is *light* while it has few and small commands outstanding ([`CommandClass::is_heavy`]); its commands go to the drive
-//! at once. All other users are *heavy*. The *window* is the maximum of all heavy users' bytes in flight, over all queue pairs.
-//! Pairs with waiting commands divide the window. If the shares would be too small, the pairs take turns with the whole window.
-//! A command that is larger than its pair's share goes to the drive in parts ([`split`](super::split)), as far as the command
-//! can be split. At least one command may always be in flight.
+//! immediately. All other users are *heavy*. The *window* is the maximum of all heavy users' bytes in flight, over all queue
+//! pairs. Pairs with waiting commands divide the window. If the shares would be too small, the pairs take turns with the whole
+//! window. A command that is larger than its pair's share goes to the drive in parts ([`split`](super::split)), as far as the
+//! command can be split. At least one command may always be in flight.
 //!
 //! While a light user is active, the window also applies to pairs with one user, because a busy pair delays the other pairs'
 //! commands, too. While no light user is active, lone users are not slowed down.
@@ -17,8 +18,8 @@
 //! If commands take noticeably long while there are several busy owners, the drive is *weighed*: each owner gets a
 //! [share](super::shares) by its weight, whichever pairs it uses.
 //!
-//! [`HeavyWindow`] learns the size of the window. The window no longer applies a second after the last light command has
-//! completed.
+//! [`HeavyWindow`] adapts the size of the window. A second after the last light command has completed, the window no longer
+//! applies.
 //!
 //! There is one governor per drive, as a drive's queue pairs share its channels.
 
@@ -30,7 +31,7 @@ use nvme_guest::adaptive::{CommandClass, HeavyWindow, PolicyChoice};
 use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_mpt_memory::sync::Mutex;
 
-/// Time for which a user counts as active after it submitted its last command. For a light user, the time begins when that
+/// Time for which a user counts as active after it submitted its last command. For a light user, the time begins when its last
 /// command completes. During this time, the user may be waiting for heavy commands that were in flight before.
 const ACTIVITY_TIME: Duration = Duration::from_secs(1);
 
@@ -39,22 +40,22 @@ const ACTIVITY_TIME: Duration = Duration::from_secs(1);
 pub(super) enum QueuePairWindow {
     /// No limit: no light user is active.
     Open,
-    /// The pair may have this many bytes in flight, or one larger command.
+    /// The pair may have this many bytes in flight, or one command that is larger.
     Own(u64),
-    /// All pairs together may have this many bytes in flight, or one larger command.
+    /// All pairs together may have this many bytes in flight, or one command that is larger.
     Drive(u64),
     /// No heavy command may be launched for a few milliseconds: a probe measures the light users' latency, or another pair has
     /// the turn.
     Closed,
 }
 
-/// Minimum share of the window, in bytes. If the shares would be smaller, queue pairs take turns.
+/// Minimum share of the window, in bytes. If the shares would be smaller than this, queue pairs take turns.
 const SHARE_MIN: u64 = 64 << 10;
 
-/// Value of `direct` if the number of direct commands is unknown.
+/// Value of `DriveGovernor::direct` while the number of direct commands is unknown.
 const UNKNOWN: u64 = u64::MAX;
 
-/// State by which a drive's queue pairs share the drive.
+/// State that a drive's queue pairs share in order to divide the drive.
 #[derive(Debug)]
 pub struct DriveGovernor {
     /// [`ACTIVITY_TIME`], in ticks.
@@ -70,17 +71,17 @@ pub struct DriveGovernor {
     light_until: AtomicU64,
     /// Number of light commands in flight.
     light_commands: AtomicU64,
-    /// Time until which heavy users pause for a probe.
+    /// Time until which heavy users pause, so that a probe measures the latency without them.
     pause_until: AtomicU64,
     /// Time of the next probe of the latency without heavy commands.
     next_probe: AtomicU64,
-    /// Number of queue pairs registered so far.
+    /// Number of queue pairs that have been registered.
     pairs: AtomicU64,
     /// Bit mask of the pairs with waiting heavy commands, by pair number modulo 64.
     waiting: AtomicU64,
     /// Heavy users' bytes in flight.
     in_flight: AtomicU64,
-    /// Directly submitted commands in flight at the last survey, or [`UNKNOWN`].
+    /// Number of directly submitted commands in flight at the last survey, or [`UNKNOWN`].
     direct: AtomicU64,
     /// Time at which the last light command completed.
     light_completed_at: AtomicU64,
@@ -94,7 +95,7 @@ pub struct DriveGovernor {
 }
 
 impl DriveGovernor {
-    /// Creates the governor of a drive whose speed is not known yet. `rate` is the rate of the clock.
+    /// Creates the governor of a drive whose speed is not known yet. `rate` is the tick rate of the clock.
     #[must_use]
     pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         let learned = HeavyWindow::new(choice, rate);
@@ -121,7 +122,7 @@ impl DriveGovernor {
         }
     }
 
-    /// Sets the timeout of commands, so that the bytes in flight are limited to what the drive completes in time
+    /// Sets the timeout of commands. The bytes in flight are then limited to what the drive completes within the timeout
     /// (`queue_pair/inflight_bound.rs`).
     #[must_use]
     pub fn with_timeout(self, time_out: Duration, rate: TickRate) -> Self {
@@ -137,7 +138,7 @@ impl DriveGovernor {
         self.quarter_timeout
     }
 
-    /// Disables direct submission on all pairs for a while.
+    /// Disables direct submission on all pairs for the activity time.
     pub(super) fn disable_direct(&self, now: Ticks) {
         let until = now.0.saturating_add(self.activity_ticks);
         self.direct_disabled_until
@@ -159,9 +160,9 @@ impl DriveGovernor {
         }
     }
 
-    /// Returns whether the queue pair has the turn among the waiting pairs.
+    /// Returns whether it is this queue pair's turn among the waiting pairs.
     fn has_turn(&self, pair: u64, waiting: u64, now: Ticks) -> bool {
-        // Turns follow the clock. Otherwise the pair whose command completes would always try again first.
+        // Turns follow the clock. Otherwise the pair whose command completes would always be the first to try again.
         let turn = now.0 / self.turn.load(Ordering::Relaxed).max(1);
         let mut rest = waiting;
         for _ in 0..turn % u64::from(waiting.count_ones()) {
@@ -170,13 +171,13 @@ impl DriveGovernor {
         rest & rest.wrapping_neg() == Self::bit(pair)
     }
 
-    /// Counts heavy bytes submitted to the drive.
+    /// Counts heavy users' bytes that were submitted to the drive.
     #[inline]
     pub(super) fn on_heavy_submitted(&self, bytes: u64) {
         self.in_flight.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Counts heavy bytes that completed, at `now` if known.
+    /// Counts heavy users' bytes that completed, and records the time `now` if it is known.
     #[inline]
     pub(super) fn on_heavy_completed(&self, bytes: u64, now: Option<Ticks>) {
         self.in_flight.fetch_sub(bytes, Ordering::Relaxed);
@@ -231,16 +232,16 @@ impl DriveGovernor {
         self.waiting.load(Ordering::Relaxed) != 0
     }
 
-    /// Records the number of directly submitted commands in flight; `None` while direct submission is enabled, so that the
-    /// number may grow at any time.
+    /// Records the number of directly submitted commands in flight. `None` stands for direct submission that is enabled,
+    /// because the number may then grow at any time.
     pub(super) fn set_direct_commands(&self, commands: Option<u64>) {
         self.direct
             .store(commands.unwrap_or(UNKNOWN), Ordering::Relaxed);
     }
 
-    /// Returns whether the next heavy command may go to the drive, where the window has room for one heavy command only. While
-    /// light commands are in flight, one of them must complete between two heavy ones, unless that takes longer than a turn.
-    /// Otherwise a drive that serves its pairs in turn could take heavy commands of two pairs first.
+    /// Returns whether the next heavy command may go to the drive, when the window permits only one heavy command at a time.
+    /// While light commands are in flight, one of them must complete between two heavy commands, unless that takes longer than
+    /// a turn. Otherwise a drive that serves its pairs in turn could take heavy commands of two pairs before a light command.
     #[inline]
     pub(super) fn can_submit_heavy(&self, now: Ticks) -> bool {
         let landed = self.heavy_completed_at.load(Ordering::Relaxed);
@@ -249,7 +250,7 @@ impl DriveGovernor {
             || now.since(Ticks(landed)) > self.turn.load(Ordering::Relaxed)
     }
 
-    /// Marks the drive as contended: quiet owners wait for busy ones.
+    /// Marks the drive as contended, because quiet owners have to wait for busy owners.
     pub(super) fn mark_contended(&self, now: Ticks) {
         let until = now.0.saturating_add(self.activity_ticks);
         self.contended_until.fetch_max(until, Ordering::Relaxed);
@@ -264,8 +265,8 @@ impl DriveGovernor {
     }
 
     /// Returns the current limit of a pair's heavy users. Waiting pairs share the window, or take turns if their shares would
-    /// be too small. The reason for turns is that one large command keeps the drive busier than several small commands, and
-    /// delays a light command by no more.
+    /// be too small. Turns are better than small shares: one large command uses the drive better than several small commands,
+    /// and delays a light command by no more.
     #[inline]
     pub(super) fn window(&self, pair: u64, now: Ticks) -> QueuePairWindow {
         if now.0 < self.pause_until.load(Ordering::Relaxed) {
@@ -296,7 +297,8 @@ impl DriveGovernor {
         self.light_until.fetch_max(until, Ordering::Relaxed);
         self.direct_disabled_until
             .fetch_max(until, Ordering::Relaxed);
-        // Directly submitted commands are in front of light ones, and a pause of heavy users does not change that.
+        // Directly submitted commands are ahead of light commands in the drive, and a pause of heavy users does not change
+        // that. A probe therefore waits until no such command is in flight.
         if now.0 >= self.next_probe.load(Ordering::Relaxed)
             && self.direct.load(Ordering::Relaxed) == 0
         {
@@ -304,7 +306,7 @@ impl DriveGovernor {
         }
     }
 
-    /// Counts a light command submitted to the drive.
+    /// Counts a light command that was submitted to the drive.
     pub(super) fn on_light_submitted(&self) {
         self.light_commands.fetch_add(1, Ordering::Relaxed);
         self.light_until.store(u64::MAX, Ordering::Relaxed);
@@ -312,7 +314,7 @@ impl DriveGovernor {
             .store(u64::MAX, Ordering::Relaxed);
     }
 
-    /// Counts a light command that completed, at `now` if known.
+    /// Counts a light command that has completed, and records the time `now` if it is known.
     pub(super) fn on_light_completed(
         &self,
         class: CommandClass,
@@ -320,7 +322,8 @@ impl DriveGovernor {
         now: Option<Ticks>,
     ) {
         if self.light_commands.fetch_sub(1, Ordering::Relaxed) == 1 {
-            // A light command that is launched concurrently may be missed; it counts as active for this long at least.
+            // A light command that another thread launches at this time may be missed. The light user counts as active at least
+            // until this time.
             let until = now.unwrap_or(arrived).0.saturating_add(self.activity_ticks);
             self.light_until.store(until, Ordering::Relaxed);
             self.direct_disabled_until.store(until, Ordering::Relaxed);
@@ -340,8 +343,8 @@ impl DriveGovernor {
     fn update_light_latency(&self, class: CommandClass, arrived: Ticks, now: Ticks) {
         let is_pause = now.0 < self.pause_until.load(Ordering::Relaxed);
         let is_alone = self.in_flight() == 0;
-        // In a pause, only latencies without heavy commands in flight count. Otherwise, latencies count only if heavy
-        // commands were in flight. An unused window would grow, and be too large for the next heavy user.
+        // In a pause, only latencies without heavy commands in flight count. At other times, only latencies with heavy commands
+        // in flight count: an unused window would grow, and be too large for the next heavy user.
         let is_learnt = match is_pause {
             true => is_alone,
             false => !is_alone || self.heavy_completed_at.load(Ordering::Relaxed) >= arrived.0,

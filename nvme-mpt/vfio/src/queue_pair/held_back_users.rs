@@ -1,4 +1,4 @@
-//! Users of a queue pair whose leases have used up their bytes until the next survey.
+//! Users of a queue pair that are held back, because their leases have used up their bytes until the next survey.
 //!
 //! Limits change in surveys, ten times a second, while the pair is polled all the time. So these users take no part in
 //! [arbitration](super::arbitration) until they are due. The cost of a poll then depends only on the users that can be served.
@@ -7,16 +7,16 @@ use std::collections::VecDeque;
 
 use nvme_mpt_memory::clock::Ticks;
 
-/// Users that are held back, each until a time at which it is due.
+/// Users that are held back, each until its due time.
 #[derive(Debug, Default)]
 pub(super) struct HeldBackUsers {
-    /// User numbers with the times at which the users are due, in the order in which they were held back. All users are held
-    /// back for the same duration, so the first user is due first.
+    /// User numbers with due times, in the order in which the users were held back. All users are held back for equally long,
+    /// so the first user is due first.
     users: VecDeque<(Ticks, u16)>,
 }
 
 impl HeldBackUsers {
-    /// Makes room for `count` users, so that [`Self::push`] does not allocate memory.
+    /// Reserves memory for `count` users, so that [`Self::push`] does not allocate.
     pub(super) fn reserve(&mut self, count: usize) {
         self.users.reserve(count.saturating_sub(self.users.len()));
     }

@@ -17,13 +17,13 @@ const INDEX_MASK: u16 = (1 << INDEX_BITS) - 1;
 /// Bit of a host Command Identifier that selects the table: set for [`InFlightCommands::special`].
 const SPECIAL: u16 = 1 << INDEX_BITS;
 
-/// Lowest bit of the counter of an index's uses. By this counter, duplicate and late completions are recognised.
+/// Lowest bit of the counter of an index's uses. The counter serves to recognise duplicate and late completions.
 const USE: u16 = SPECIAL << 1;
 
 /// Maximum number of slots of a user in the plain table.
 pub(super) const PLAIN_SLOTS: usize = 1 << INDEX_BITS;
 
-/// Record of one command. It is small, because it is written for each command.
+/// Record of one command. The record is small, because it is written for each command.
 #[derive(Clone, Copy, Debug)]
 struct CommandIdEntry {
     /// Time of submission to the drive.
@@ -33,8 +33,8 @@ struct CommandIdEntry {
 
 const _: () = assert!(size_of::<CommandIdEntry>() == 16);
 
-/// The in-flight command's identifier and flags. Without flags, the tag equals the identifier, so one comparison
-/// recognises a regular completion. While the entry is free, the tag holds the identifier of the next command.
+/// The in-flight command's identifier and flags. Without flags, the tag equals the identifier, so one comparison recognises a
+/// regular completion. While the entry is free, the tag holds the identifier of the next command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CommandIdTag(u32);
 
@@ -48,14 +48,14 @@ impl CommandIdTag {
     /// An Abort of the identifier is outstanding and may hit any command that has the identifier.
     const HELD: u32 = 1 << 20;
 
-    /// Returns the tag of a free entry whose last command had this identifier.
+    /// Returns the tag of an entry that is free after a command with the identifier `cid`.
     #[inline]
     fn free_after(cid: CommandId) -> Self {
-        // A carry ends in bit 16, which has no meaning.
+        // A carry out of the counter ends in bit 16, which has no meaning.
         Self(u32::from(cid.0) + (u32::from(USE) | Self::FREE))
     }
 
-    /// Returns the identifier of the in-flight command, or of the last one if the entry is free.
+    /// Returns the identifier of the in-flight command; if the entry is free, that of its last command.
     fn last_cid(self) -> CommandId {
         match self.has(Self::FREE) {
             true => CommandId(self.cid().0.wrapping_sub(USE)),
@@ -82,7 +82,7 @@ impl CommandIdEntry {
         }
     }
 
-    /// Occupies the entry. The returned identifier differs from that of the entry's last command.
+    /// Occupies the entry. The returned identifier differs from the identifier of the entry's last command.
     #[inline]
     fn occupy(&mut self, submitted: Ticks) -> CommandId {
         let cid = self.tag.cid();
@@ -102,14 +102,14 @@ impl CommandIdEntry {
         !self.tag.has(CommandIdTag::FREE)
     }
 
-    /// Returns whether the in-flight command has this identifier.
+    /// Returns whether the entry has an in-flight command with this identifier.
     fn has_cid(&self, cid: CommandId) -> bool {
         self.is_in_flight() && self.tag.cid() == cid
     }
 
     /// Converts the drive's status to the user's status.
     fn to_user_status(self, status: Status) -> Status {
-        // The abort was not the guest's request, so its driver must retry.
+        // The guest did not request the Abort, so its driver must retry the command.
         if self.tag.has(CommandIdTag::ABORTED) && status.code() == Status::ABORT_REQUESTED {
             Status::COMMAND_INTERRUPTED
         } else {
@@ -118,8 +118,8 @@ impl CommandIdEntry {
     }
 }
 
-/// An overdue command, or one that may become overdue. The time of submission distinguishes it from later commands with
-/// the same identifier.
+/// A command that is overdue or may become overdue. The time of submission distinguishes it from later commands with its
+/// identifier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LateCommand {
     cid: CommandId,
@@ -162,15 +162,15 @@ pub struct InFlightSample {
 /// Maximum length of [`InFlightSample::oldest`].
 pub const OLDEST_MAX: usize = 8;
 
-/// Record of an in-flight command whose completion needs accounting: it is a child of a split command, or its user shares
-/// the pair.
+/// Record of an in-flight command whose completion needs accounting: a child of a split command, or a command of a user that
+/// shares the pair.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct InFlightCommand {
     /// Number of the user.
     pub(super) user: u16,
     /// User's slot of the command.
     pub(super) slot: u16,
-    /// Number of the child's first grain, if the command was split.
+    /// Number of the child's first grain, if this is a child of a split command.
     pub(super) child: Option<u16>,
     /// Bytes that count in the queue pair's window; 0 if the window does not limit the command.
     pub(super) weight: u32,
@@ -179,7 +179,7 @@ pub(super) struct InFlightCommand {
     pub(super) arrived_at: Ticks,
 }
 
-/// Completion of a command.
+/// A completed command that was removed from one of the tables.
 #[derive(Debug)]
 pub(super) enum CompletionOutcome {
     /// A whole command that needs no accounting.
@@ -195,21 +195,22 @@ pub(super) enum CompletionOutcome {
 /// In-flight commands of a queue pair.
 #[derive(Debug)]
 pub(super) struct InFlightCommands {
-    /// Plain table: commands without accounting, by slot.
+    /// Plain table: commands that need no accounting, by slot.
     plain: [CommandIdEntry; PLAIN_SLOTS],
     /// User whose commands are in the plain table.
     owner: u16,
-    /// User that may add commands to the plain table: the owner, or none while an identifier there is held for an Abort.
+    /// User that may add commands to the plain table: the owner, or [`NO_USER`] while an identifier of the table is held for an
+    /// Abort.
     user: u16,
-    /// Number of identifiers in the plain table that are held: an Abort of them is outstanding, so they are not reused.
+    /// Number of held identifiers in the plain table. An Abort of them is outstanding, so they are not reused.
     held_slots: usize,
-    /// Special table: commands with accounting.
+    /// Special table: commands that need accounting.
     special: Box<[CommandIdEntry]>,
     /// Records of the commands in the special table.
     records: Box<[InFlightCommand]>,
     /// Free indices of the special table.
     free: Vec<u16>,
-    /// Number of indices of the special table that are held for an Abort although their command has completed.
+    /// Number of indices of the special table whose command has completed, but which are held for an outstanding Abort.
     held_special: usize,
     in_flight: usize,
 }
@@ -218,7 +219,7 @@ pub(super) struct InFlightCommands {
 const NO_USER: u16 = u16::MAX;
 
 impl InFlightCommands {
-    /// Creates tables for at most `room` commands in flight. `room` is less than 1024.
+    /// Creates tables for at most `room` in-flight commands. `room` must be less than 1024.
     pub(super) fn new(room: u16) -> Self {
         debug_assert!(room <= INDEX_MASK, "index and count share an identifier");
         Self {
@@ -230,7 +231,7 @@ impl InFlightCommands {
                 .map(|index| CommandIdEntry::new(index | SPECIAL))
                 .collect(),
             records: vec![InFlightCommand::default(); room.into()].into_boxed_slice(),
-            // The lowest index is used first, so that the same few entries stay in the cache.
+            // The lowest index is used first, so that a few entries are reused and stay in the cache.
             free: (0..room).rev().collect(),
             held_special: 0,
             in_flight: 0,
@@ -253,7 +254,7 @@ impl InFlightCommands {
         self.in_flight - special
     }
 
-    /// Returns the number of commands that can be added.
+    /// Returns the number of further commands that can be added.
     #[inline]
     pub(super) fn free_count(&self) -> usize {
         self.special.len() - self.in_flight - self.held_special
@@ -276,8 +277,8 @@ impl InFlightCommands {
         plain + special.filter(is_its).count()
     }
 
-    /// Returns whether a user may use the plain table. If no command in the table is in flight, the table is given to this
-    /// user. No user may use the table while one of its identifiers is held for an Abort.
+    /// Returns whether a user may use the plain table. If no command in the table is in flight, the user becomes the table's
+    /// owner. While an identifier of the table is held for an Abort, no user may use the table.
     #[inline]
     pub(super) fn acquire_plain_table(&mut self, member: u16) -> bool {
         self.user == member || self.change_owner(member)
@@ -293,21 +294,22 @@ impl InFlightCommands {
         is_unused
     }
 
-    /// Adds a command of the user that [owns](Self::acquire_plain_table) the plain table, while there is [room](Self::free); `slot` is
-    /// below [`PLAIN_SLOTS`]. Returns the identifier. [`Self::count_inserted_plain`] must count the command.
+    /// Adds a command to the plain table and returns the command's identifier. The user must be the table's
+    /// [owner](Self::acquire_plain_table), [`Self::free_count`] must not be 0, and `slot` must be below [`PLAIN_SLOTS`]. The
+    /// caller then counts the command by [`Self::count_inserted_plain`].
     #[inline]
     pub(super) fn insert_plain(&mut self, slot: u16, now: Ticks) -> CommandId {
         debug_assert!(slot <= INDEX_MASK);
         self.plain[usize::from(slot & INDEX_MASK)].occupy(now)
     }
 
-    /// Counts commands added by [`Self::insert_plain`].
+    /// Counts commands that [`Self::insert_plain`] has added.
     #[inline]
     pub(super) fn count_inserted_plain(&mut self, commands: usize) {
         self.in_flight += commands;
     }
 
-    /// Counts commands removed by [`Self::remove_plain`].
+    /// Counts commands that [`Self::remove_plain`] has removed.
     #[inline]
     pub(super) fn count_removed_plain(&mut self, commands: usize) {
         self.in_flight -= commands;
@@ -329,8 +331,8 @@ impl InFlightCommands {
         Some(entry.occupy(now))
     }
 
-    /// Removes a completed plain command and returns its slot; `None` if no in-flight command without flags has this
-    /// identifier. [`Self::count_removed_plain`] must count the command.
+    /// Removes a completed plain command and returns its slot. Returns `None` if no in-flight command has this identifier, or
+    /// if that command has flags. The caller counts the command by [`Self::count_removed_plain`].
     #[inline]
     pub(super) fn remove_plain(&mut self, cid: CommandId) -> Option<u16> {
         let slot = cid.0 & INDEX_MASK;
@@ -389,7 +391,7 @@ impl InFlightCommands {
         self.entries().map(|entry| entry.tag.cid()).collect()
     }
 
-    /// Returns the commands that have been in flight for more than `deadline` ticks. Each command is reported once.
+    /// Returns the commands that have been in flight for more than `deadline` ticks. A command is returned by one call only.
     pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
         let is_overdue = |entry: &&mut CommandIdEntry| {
             !entry.tag.has(CommandIdTag::REPORTED) && now.since(entry.submitted) > deadline
@@ -406,7 +408,7 @@ impl InFlightCommands {
             .collect()
     }
 
-    /// Samples the in-flight commands.
+    /// Returns a snapshot of the in-flight commands.
     pub(super) fn sample_inflight(&mut self) -> InFlightSample {
         let mut look = InFlightSample::default();
         if self.in_flight == 0 {
@@ -450,7 +452,7 @@ impl InFlightCommands {
         counts
     }
 
-    /// Marks a command as reported. Returns false if the command has completed or was reported before.
+    /// Marks a command as reported. Returns false if the command has completed or has been reported before.
     pub(super) fn mark_reported(&mut self, late: &LateCommand) -> bool {
         let entry = self.entry(late.cid);
         entry.is_some_and(|entry| {
@@ -469,8 +471,8 @@ impl InFlightCommands {
             .is_some_and(|entry| entry.submitted == late.submitted)
     }
 
-    /// Marks a command that is about to be aborted. Its identifier is not reused until [`Self::end_abort`], so that a
-    /// late Abort hits no other command. Returns whether the command is in flight.
+    /// Marks a command that is about to be aborted. Its identifier is not reused until [`Self::end_abort`], so that an Abort
+    /// which the drive executes late hits no other command. Returns whether the command is in flight.
     pub(super) fn begin_abort(&mut self, late: &LateCommand) -> bool {
         if !self.has_command(late) {
             return false;
@@ -487,13 +489,14 @@ impl InFlightCommands {
         true
     }
 
-    /// Ends [`Self::begin_abort`]: the drive has answered the Abort, or the Abort was not sent.
+    /// Permits the reuse of an identifier after [`Self::begin_abort`]: the drive has answered the Abort, or the Abort was not
+    /// sent.
     pub(super) fn end_abort(&mut self, late: &LateCommand) {
         let is_it = |entry: &CommandIdEntry| entry.tag.last_cid() == late.cid;
         self.release_cid(late.cid.0 & SPECIAL != 0, late.cid.0 & INDEX_MASK, is_it);
     }
 
-    /// Ends all outstanding Aborts after a reset.
+    /// Permits the reuse of all identifiers after a reset, which ends all Aborts.
     pub(super) fn end_aborts(&mut self) {
         for index in 0..PLAIN_SLOTS as u16 {
             self.release_cid(false, index, |_| true);
@@ -555,7 +558,7 @@ mod tests {
         slot
     }
 
-    /// Returns slot and status of a completion.
+    /// Returns slot and status of a removed command.
     fn slot_and_status(landing: Option<CompletionOutcome>) -> Option<(u16, Status)> {
         landing.map(|landing| match landing {
             CompletionOutcome::Plain {
@@ -715,7 +718,7 @@ mod tests {
             flights.end_abort(&late);
             assert!(flights.acquire_plain_table(3));
             assert_eq!((flights.in_flight(), flights.free_count()), (0, 3));
-            // At some point, another command has the same identifier.
+            // The loop ends when another command has the identifier of the overdue command.
             let again = loop {
                 let next = insert(&mut flights, 1, special, Ticks(300));
                 if next == cid {

@@ -1,31 +1,31 @@
-//! Limit of a drive's bytes in flight, so that no command exceeds `timeout=` while the drive works.
+//! Limit of a drive's bytes in flight, so that no command exceeds `timeout=` on a drive that works.
 //!
 //! A deep queue of large commands can hold more than a slow drive completes within `timeout=`. So the bytes of busy users that
 //! are in flight are limited to what the drive completes in a quarter of that time. Further commands wait at their queue pair.
 //! A drive that is known to be fast has no limit, and commands of lone users go to such a drive directly and are not counted.
 //!
-//! Until the drive has proved fast, commands of more than [`DIRECT_BYTES_MAX`] bytes do not go directly to the drive. The drive monitor
-//! decides ten times a second whether the drive is fast:
+//! Until the drive has proved fast, commands of more than [`DIRECT_BYTES_MAX`] bytes do not go directly to the drive. The drive
+//! monitor decides ten times a second whether the drive is fast:
 //!
 //! - A drive that completes [`FAST_THRESHOLD`] in a quarter of `timeout=` is fast.
 //! - A drive whose commands take longer than an eighth of `timeout=` is not fast. To count as fast again, the drive must
-//!   complete four times as many bytes in a quarter of `timeout=`. While commands take that long, small commands do not go
-//!   directly either.
+//!   complete four times as many bytes in a quarter of `timeout=`. While its commands take longer than an eighth of `timeout=`,
+//!   small commands do not go directly to the drive either.
 
 /// Maximum bytes of a directly submitted command on a drive that is not known to be fast.
 pub(super) const DIRECT_BYTES_MAX: u64 = 16 << 10;
 
-/// Limit of a queue pair before its first survey, on a drive that is not known to be fast.
+/// Limit of a queue pair's bytes in flight before its first survey, on a drive that is not known to be fast.
 pub(super) const INITIAL_LIMIT: u64 = 2 << 20;
 
-/// Bytes that a fast drive completes in a quarter of `timeout=`. In the whole `timeout=`, such a drive completes four times as
-/// many bytes (256 MiB): 16 queues of 64 commands of 256 KiB.
+/// Bytes that a fast drive completes in a quarter of `timeout=`. In the whole `timeout=`, such a drive completes 256 MiB: 16
+/// queues of 64 commands of 256 KiB.
 const FAST_THRESHOLD: u64 = 64 << 20;
 
-/// Maximum to which the threshold [`FAST_THRESHOLD`] is raised.
+/// Maximum to which [`FAST_THRESHOLD`] is raised for a drive that was late.
 const FAST_THRESHOLD_MAX: u64 = 4 << 30;
 
-/// Minimum of the limit, in bytes.
+/// Minimum of the drive's limit, in bytes.
 const LIMIT_MIN: u64 = 64 << 10;
 
 /// A drive's work between two surveys.
@@ -33,11 +33,11 @@ const LIMIT_MIN: u64 = 64 << 10;
 pub(super) struct DriveWork {
     /// Ticks between the surveys.
     pub(super) elapsed: u64,
-    /// Bytes of counted commands that completed.
+    /// Number of completed bytes, of commands that are counted.
     pub(super) completed_bytes: u64,
-    /// Bytes of counted commands in flight.
+    /// Number of bytes in flight, of commands that are counted.
     pub(super) inflight_bytes: u64,
-    /// Number of commands that completed, and number of commands in flight.
+    /// Number of commands that completed between the surveys, and number of commands in flight.
     pub(super) completed_commands: u64,
     pub(super) inflight_commands: u64,
 }
@@ -48,7 +48,7 @@ pub(super) struct InFlightBound {
     /// A quarter of `timeout=`, in ticks; 0 without a timeout.
     quarter_timeout: u64,
     is_fast: bool,
-    /// Bytes that the drive must complete within `patience` to count as fast.
+    /// Number of bytes that the drive must complete within `quarter_timeout` to count as fast.
     fast_threshold: u64,
     bound: u64,
 }
@@ -84,15 +84,15 @@ impl InFlightBound {
         } else if work.inflight_bytes >= self.bound / 2 {
             self.bound - (self.bound - done) / 4
         } else {
-            // The drive had less to do than it can.
+            // The drive had less work than it can do, so its speed is not known better.
             self.bound
         };
         self.bound = self.bound.max(LIMIT_MIN);
         (!self.is_fast).then_some(self.bound)
     }
 
-    /// Returns whether commands take longer than half of `quarter_timeout` on average. Returns false if the drive has completed
-    /// nothing, because it may be executing one long command.
+    /// Returns whether commands take longer than half of `quarter_timeout` on average. If the drive has completed no command,
+    /// returns false, because it may be executing one long command.
     pub(super) fn is_late(&self, work: DriveWork) -> bool {
         let time = u128::from(work.inflight_commands) * u128::from(work.elapsed);
         work.completed_commands > 0
@@ -133,7 +133,7 @@ mod tests {
                 .expect("a bound");
         }
         assert!((6 << 20..8 << 20).contains(&in_flight), "{in_flight}");
-        // A pause has no effect.
+        // A survey without work has no effect.
         assert_eq!(backlog.update(work(0, 0)), Some(in_flight));
     }
 

@@ -2,18 +2,18 @@
 //!
 //! The drive's control threads start a migration; the queue's poller carries it out:
 //!
-//! 1. The queue becomes a user of the new pair. The old pair records where the queue goes.
-//! 2. The queue's next batch goes to the new pair. Commands in flight complete on the old pair, and the queue reaps from
-//!    both pairs until the last of them has completed.
+//! 1. The queue becomes a user of the new pair. The old pair records the new pair for the queue.
+//! 2. The queue's next batch goes to the new pair. Commands in flight complete on the old pair, and the queue reaps from both
+//!    pairs until the last of these commands has completed.
 //! 3. The queue leaves the old pair.
 //!
-//! A queue without commands leaves the old pair in step 1, so that an idle queue delays no other.
+//! A queue without commands leaves the old pair in step 1, so that an idle queue delays no other queue there.
 //!
-//! NVMe does not order commands in flight, so the two pairs may complete them in any order. A Flush covers all writes
-//! that completed before it, regardless of the pair.
+//! NVMe does not order commands in flight, so the two pairs may complete them in any order. A Flush covers all writes that
+//! completed before it, on any pair.
 //!
-//! A queue under arbitration checks for a migration once per batch. A lone user does not check: a pending migration ends
-//! its direct submission, so that its next batch goes through arbitration.
+//! A queue under arbitration checks for a migration once per batch. A lone user does not check: a pending migration ends its
+//! direct submission, so that its next batch goes through arbitration.
 
 use std::sync::{Arc, Weak};
 
@@ -22,8 +22,8 @@ use super::core::QueuePairCore;
 use super::{QueuePairInner, VfioQueuePair};
 
 impl VfioQueuePair {
-    /// Migrates one queue to another pair: the first user whose reservation matches `which`. Returns whether there was such a
-    /// user. Users whose queue ends, or that another caller migrates, are skipped.
+    /// Migrates one queue to another pair: the first user whose reservation matches `which`. Returns false if there is no such
+    /// user. Skips users whose queue is ending, and users that another thread is migrating.
     pub fn migrate_one(&self, to: &Self, which: impl Fn(Option<u64>) -> bool) -> bool {
         loop {
             let found = self.shared.lock().find_staying_user(&which);
@@ -51,16 +51,16 @@ impl VfioQueuePair {
 /// Role of a queue in the pair that it migrates to.
 #[derive(Clone, Debug)]
 pub(super) enum QueuePairUserRole {
-    /// The queue becomes the pair's own, unconditionally.
+    /// The queue becomes one of the pair's own, in any case.
     Own,
-    /// The queue borrows the pair and keeps this home pair.
+    /// The queue borrows the pair and has this home pair.
     Borrower(Weak<QueuePairInner>),
-    /// The queue returns to its home pair, unless that pair has been reserved.
+    /// The queue returns to its home pair, if that pair has not been reserved.
     Returning,
 }
 
-/// Migrates a user to another pair. Returns whether the migration has started: of several concurrent callers, only one
-/// succeeds.
+/// Migrates a user to another pair. Returns whether this call has started the migration: of several concurrent calls, only one
+/// starts it.
 pub(super) fn migrate_user(
     from: &QueuePairInner,
     number: u16,
@@ -69,10 +69,11 @@ pub(super) fn migrate_user(
     role: QueuePairUserRole,
 ) -> bool {
     let whereabouts = queue.current_pair.clone();
-    // Held throughout, so that migrations of one queue are serialised.
+    // Locked throughout, so that migrations of one queue are serialised.
     let mut place = whereabouts.lock();
     let joined = {
-        // A reservation first marks the pair as reserved and then migrates all users that joined under this lock.
+        // A reservation first marks the pair as reserved, and then migrates all users. So each user joins before the mark and
+        // is migrated, or sees the mark under this lock.
         let mut core = to.lock();
         match role {
             QueuePairUserRole::Own => core.join(queue),
@@ -89,14 +90,14 @@ pub(super) fn migrate_user(
     if moved {
         *place = Arc::downgrade(to);
     } else {
-        // The queue has ended or migrates elsewhere.
+        // The queue has ended, or another thread has migrated it.
         to.lock().leave(joined);
     }
     moved
 }
 
-/// Follows the migrations of a queue that has no commands at `seat`. Calls `act` under the lock of the queue's current
-/// pair. Returns the current binding and the result.
+/// Follows the pending migrations of a queue, starting at `seat`, where the queue has no commands. Calls `act` under the lock
+/// of the queue's current pair. Returns the current binding and the result of `act`.
 pub(super) fn follow_migrations<T>(
     mut seat: QueuePairBinding,
     act: impl FnOnce(&mut QueuePairCore, u16) -> T,

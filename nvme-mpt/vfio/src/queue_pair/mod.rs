@@ -1,14 +1,14 @@
 //! Host queue pairs: rings in DMA memory, used by one shadow queue or shared by several.
 //!
-//! [`VfioQueuePair`] is the controller's handle of a queue pair, for its creation, supervision and removal. [`VfioQueue`]
-//! is the handle of one queue pair user; `core.rs` arbitrates between the commands of all users. A queue can migrate to
-//! another pair (`migration.rs`). A pair whose own queues are idle can be lent to others (`ballooning.rs`). Commands that exceed
+//! [`VfioQueuePair`] is the controller's handle of a queue pair, for its creation, supervision and removal. [`VfioQueue`] is
+//! the handle of one queue pair user; `core.rs` arbitrates between the commands of all users. A queue can migrate to another
+//! pair (`migration.rs`). A pair whose own queues are idle can be lent to other queues (`ballooning.rs`). Commands that exceed
 //! the drive's limits are split and rejoined (`split.rs`). `inflight.rs` tracks in-flight commands by their host Command
 //! Identifier.
 //!
 //! # Lock order
-//! The lock of a queue's current pair (while the queue migrates), then the pair's lock, then the governor's. Each is held
-//! for one batch, and no thread sleeps while it holds one.
+//! The lock of a queue's current pair (while the queue migrates), then the pair's lock, then the governor's. Each lock is held
+//! for at most one batch, and no thread sleeps while it holds one.
 
 mod arbitration;
 mod ballooning;
@@ -141,7 +141,7 @@ impl VfioQueuePair {
         self.shared.lock().rings.cq_iova()
     }
 
-    /// Adds a user with at most `slots` commands, for a namespace with this LBA format and with its own lease.
+    /// Adds a user with at most `slots` commands, for a namespace with this block size and with its own lease.
     ///
     /// `guard` is dropped once the user has left the pair and none of the user's commands is in flight. If all users share a
     /// guard, its drop shows that the queues may be deleted and their memory freed.
@@ -150,7 +150,7 @@ impl VfioQueuePair {
         VfioQueue::new(self, slots, lba_shift, &LeaseShare::new(None), guard)
     }
 
-    /// Adds a user of a lease that may have further queues on this pair. See [`Self::join`].
+    /// Adds a user as [`Self::join`] does, for a lease that may have further queues on this pair.
     #[must_use]
     pub fn join_lease(&self, slots: u16, lba_shift: u8, lease: &Arc<LeaseShare>) -> VfioQueue {
         VfioQueue::new(self, slots, lba_shift, lease, Box::new(()))
@@ -174,13 +174,13 @@ impl VfioQueuePair {
         self.shared.lock().stats()
     }
 
-    /// Returns the commands that have been in flight for more than `deadline` ticks. Each command is reported once.
+    /// Returns the commands that have been in flight for more than `deadline` ticks. A command is returned by one call only.
     #[must_use]
     pub fn overdue(&self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
         self.shared.lock().overdue(now, deadline)
     }
 
-    /// Samples the in-flight commands.
+    /// Returns a snapshot of the in-flight commands.
     #[must_use]
     pub fn sample_inflight(&self) -> InFlightSample {
         self.shared.lock().sample_inflight()
@@ -212,7 +212,8 @@ impl VfioQueuePair {
         self.shared.lock().begin_abort(late)
     }
 
-    /// Ends [`Self::begin_abort`]: the drive has answered the Abort, or the Abort was not sent.
+    /// Permits the reuse of a command's identifier after [`Self::begin_abort`]: the drive has answered the Abort, or the Abort
+    /// was not sent.
     pub fn end_abort(&self, late: &LateCommand) {
         self.shared.lock().end_abort(late);
     }
@@ -222,8 +223,8 @@ impl VfioQueuePair {
         self.shared.lock().stop();
     }
 
-    /// Completes all in-flight commands: those in the Completion Queue with the drive's status, the others with `status`.
-    /// A split command completes as a whole. The drive must have lost access to memory.
+    /// Completes all in-flight commands. Those whose completions are in the Completion Queue get the drive's status, all others
+    /// get `status`. A split command completes as a whole. The caller ensures that the drive has lost access to memory.
     pub fn fail_in_flight(&self, status: Status) {
         self.shared.lock().fail_in_flight(status);
     }
@@ -234,13 +235,13 @@ impl VfioQueuePair {
         self.shared.lock().restart(doorbells);
     }
 
-    /// Withholds all further commands of [revoked](LeaseShare::set_revoked) leases from the drive. These commands
-    /// complete with Invalid Namespace or Format.
+    /// Completes all further commands of [revoked](LeaseShare::set_revoked) leases with Invalid Namespace or Format, so that
+    /// the drive does not get them.
     pub fn revoke(&self) {
         self.shared.lock().revoke();
     }
 
-    /// Gives the drive up for good. All in-flight, waiting and future commands complete with this status.
+    /// Completes all in-flight, waiting and future commands with `status`, because the drive was given up.
     pub fn kill(&self, status: Status) {
         self.shared.lock().kill(status);
     }

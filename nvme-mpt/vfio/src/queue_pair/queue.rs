@@ -26,7 +26,7 @@ use nvme_spec::sqe::Sqe;
 /// Poll interval while a dropped queue waits for its commands in flight.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// A host queue: a share of a queue pair, or a whole pair.
+/// A host queue of a physical drive: the only user of a queue pair, or one of several.
 ///
 /// The pair's lock is taken once per batch, for submission and for completion. Dropping the queue waits until none of its
 /// commands is in flight: the drive completes the commands, or the drive monitor ends them.
@@ -36,14 +36,14 @@ pub struct VfioQueue {
     user: u16,
     /// Commands of the current batch that go through arbitration; empty between batches.
     staged: Vec<Sqe>,
-    /// Number of submitted commands whose completions were not passed on yet.
+    /// Number of submitted commands whose completions have not been passed to the caller.
     outstanding: u32,
     /// Completions on their way from the pair to the caller; empty except while reaping.
     ready: Vec<HostCompletion>,
     current_pair: Arc<CurrentQueuePair>,
-    /// State of a migration to another pair; `None` if there is none.
+    /// State of a migration to another pair; `None` while the queue is not migrating.
     migration: Option<Box<QueueMigration>>,
-    /// Dropped last: the creator's guard, which lives as long as the queue.
+    /// Guard from the creator of the queue. Dropped last, so that it lives as long as the queue.
     _guard: Box<dyn Any + Send>,
 }
 
@@ -97,7 +97,7 @@ impl VfioQueue {
             return;
         }
         let Some(mut core) = self.shared.try_lock() else {
-            // The holder of the lock distributes our completions as well.
+            // The thread that holds the lock distributes the completions of this queue as well.
             return;
         };
         if core.can_submit_directly(self.user) {
@@ -113,7 +113,7 @@ impl VfioQueue {
         }
     }
 
-    /// Switches to the new pair if the last batch went there.
+    /// Switches to the new pair if the last batch went to it.
     #[cold]
     #[inline(never)]
     fn switch_to_new_pair(&mut self) {
@@ -132,7 +132,7 @@ impl VfioQueue {
                 },
                 outstanding: std::mem::replace(&mut self.outstanding, outstanding),
             };
-            // A queue without commands on the old pair has left that pair already.
+            // A queue that has no commands on the old pair has already left that pair.
             if left.outstanding > 0 {
                 moving.left.push(left);
             }
@@ -140,7 +140,7 @@ impl VfioQueue {
     }
 
     /// Reaps from the pairs that the queue left while commands were in flight there, and drops the pairs where no command is in
-    /// flight now. The completions are passed to the current pair, so that the fast path reads from one pair only.
+    /// flight any more. Passes the completions to the current pair, so that the fast path reads from one pair only.
     #[cold]
     #[inline(never)]
     fn reap_left_pairs(&mut self, clock: impl Fn() -> Ticks) {
@@ -175,7 +175,7 @@ impl VfioQueue {
         if self.outstanding > 0 {
             seat.shared.lock().add_completions(seat.user, &done);
         } else {
-            // The queue may have migrated again, without commands.
+            // The queue may have migrated again while it had no commands.
             (seat, ()) =
                 follow_migrations(seat, |core, member| core.add_completions(member, &done));
             (self.shared, self.user) = (seat.shared, seat.user);
@@ -206,7 +206,7 @@ pub struct VfioBatch<'a> {
     outstanding: &'a mut u32,
     migration: &'a mut Option<Box<QueueMigration>>,
     direct: Option<DirectSubmission<'a>>,
-    /// Time at which the latest commands were taken from the guest's queue.
+    /// Time at which the latest commands of the batch were taken from the guest's queue.
     taken_at: Ticks,
 }
 
@@ -237,7 +237,7 @@ impl HostBatch for VfioBatch<'_> {
                 *self.outstanding += core.count_direct(tail) as u32;
                 core
             }
-            // Usually another user of the pair holds the lock.
+            // If the lock is taken, usually another user of the pair holds it.
             None => match self.shared.try_lock() {
                 Some(core) => core,
                 None => return,
@@ -305,7 +305,7 @@ impl HostBatch for VfioBatch<'_> {
 }
 
 impl HostQueue for VfioQueue {
-    /// A drive takes longer than one poll.
+    /// No command of a physical drive completes within the poll that submits it.
     const COMPLETION_TIMING: CompletionTiming = CompletionTiming::Deferred;
 
     const IS_INTERRUPTED: bool = true;
@@ -345,12 +345,12 @@ impl HostQueue for VfioQueue {
         }
     }
 
-    /// The queue's drop waits for the drive.
+    /// Always true, because dropping the queue waits for the drive.
     fn drain(&mut self) -> bool {
         true
     }
 
-    /// Completions are polled; there is no descriptor to wait for.
+    /// None, because completions are polled.
     fn wait_fd(&self) -> Option<RawFd> {
         None
     }

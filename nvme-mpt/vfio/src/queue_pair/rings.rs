@@ -11,7 +11,7 @@ use nvme_spec::cqe::Cqe;
 use nvme_spec::ids::CommandId;
 use nvme_spec::sqe::Sqe;
 
-/// Maximum entries of a host queue. Commands in a longer queue would only wait longer in the drive.
+/// Maximum entries of a host queue. In a longer queue, commands would only wait longer in the drive.
 pub const ENTRIES_MAX: u32 = 1024;
 
 /// Doorbells of a host queue pair.
@@ -26,15 +26,15 @@ pub struct PairDoorbells {
 /// A host Submission Queue and its Completion Queue, with the same number of entries.
 #[derive(Debug)]
 pub(super) struct VfioQueuePairRings {
-    /// Dropped first, so that the drive loses access before the memory is freed.
+    /// Dropped before the rings, so that the drive loses access before the memory is freed.
     iova: IovaPart,
     cq_offset: u64,
     sq: HostSubmissionRing,
     cq: HostCompletionRing,
     entries: u32,
-    /// Last tail written to the doorbell.
+    /// Last tail that was written to the doorbell.
     sq_rung: u32,
-    /// Last head written to the doorbell.
+    /// Last head that was written to the doorbell.
     cq_rung: u32,
     sq_doorbell: DoorbellWriter,
     cq_doorbell: DoorbellWriter,
@@ -93,8 +93,8 @@ impl VfioQueuePairRings {
         (self.sq.mapping(), self.cq_offset as usize)
     }
 
-    /// Writes an entry with this Command Identifier at the tail; [`Self::ring_sq`] notifies the drive. At most `entries - 1`
-    /// commands may be in flight.
+    /// Writes an entry with this Command Identifier at the tail, of which [`Self::ring_sq`] notifies the drive. The caller
+    /// ensures that at most `entries - 1` commands are in flight.
     #[inline]
     pub(super) fn push(&mut self, entry: &Sqe, cid: CommandId) {
         self.sq.push(entry, cid);
@@ -106,7 +106,7 @@ impl VfioQueuePairRings {
         self.sq.tail()
     }
 
-    /// Returns the number of entries written since the tail was `tail`, modulo the ring's size.
+    /// Returns the number of entries that were written after the tail was `tail`, modulo the ring's size.
     #[inline]
     pub(super) fn written_since(&self, tail: u32) -> usize {
         self.sq.written_since(tail) as usize
@@ -134,7 +134,7 @@ impl VfioQueuePairRings {
         self.cq.head()
     }
 
-    /// Returns the number of completions taken since the head was `head`, modulo the ring's size.
+    /// Returns the number of completions that were taken after the head was `head`, modulo the ring's size.
     #[inline]
     pub(super) fn taken_since(&self, head: u32) -> usize {
         self.cq.taken_since(head) as usize
@@ -155,7 +155,7 @@ impl VfioQueuePairRings {
         self.sq_doorbell.saved_writes + self.cq_doorbell.saved_writes
     }
 
-    /// Empties the rings for queues that are about to be created.
+    /// Empties the rings, for queues that are about to be created on the drive.
     pub(super) fn restart(&mut self, doorbells: PairDoorbells) {
         self.sq.restart();
         self.cq.restart();

@@ -2,20 +2,20 @@
 //!
 //! Within a pair, arbitration divides the ring among the users. Between pairs, the drive decides: it executes commands in order
 //! of arrival or serves the pairs in turn, so an owner with more or deeper queues gets more bytes. In each survey, a pure
-//! function computes each owner's limit until the next survey. Its inputs are the bytes that each owner got, and the bytes that
-//! the drive completed, since the last survey:
+//! function computes each owner's limit until the next survey. Its inputs are the bytes that the drive received from each
+//! owner, and the bytes that the drive completed, since the last survey:
 //!
 //! - While an owner gets less than its share by weight, the limits of owners that get more than their share are reduced.
 //! - While the drive completes less than it can, or is fast enough for all its commands, limits rise and finally end. So no
-//!   owner is limited if the other owners do not use the capacity that this leaves.
+//!   owner stays limited if the other owners do not use the capacity that its limit frees.
 //!
-//! The drive's throughput varies between surveys, so it is smoothed. The drive's capacity is estimated as the maximum of
-//! the smoothed throughput. The estimate decays, and faster while no owner has a limit.
+//! The drive's throughput varies between surveys, so it is smoothed. The drive's capacity is estimated as the maximum of the
+//! smoothed throughput. The estimate decays, and decays faster while no owner has a limit.
 
-/// Minimum limit in bytes: one command, so that the limit can rise again.
+/// Minimum limit in bytes. It permits one command, so that the limit can rise again.
 const LIMIT_MIN: u64 = 4096;
 
-/// An owner's share between two surveys.
+/// An owner's use of the drive between two surveys, and its limit until the next survey.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct OwnerShare {
     pub(super) weight: u64,
@@ -34,16 +34,17 @@ const SMOOTHING: u64 = 8;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WeightedShares {
     smoothed_bytes: u64,
-    /// Estimated capacity: decaying maximum of `usual`.
+    /// Estimated capacity: decaying maximum of `smoothed_bytes`.
     capacity_bytes: u64,
 }
 
 impl WeightedShares {
-    /// Computes the limits of the busy owners until the next survey. The drive has completed `done` bytes since the last one.
-    /// `is_slow` is true if commands take noticeably long.
+    /// Computes the limits of the busy owners until the next survey. `done` is the number of bytes that the drive has completed
+    /// since the last survey. `is_slow` is true if commands take noticeably long.
     pub(super) fn divide_limits(&mut self, tenants: &mut [OwnerShare], done: u64, is_slow: bool) {
         let got: u64 = tenants.iter().map(|tenant| tenant.received_bytes).sum();
-        // Many of the bytes replaced directly submitted commands, whose completions are not counted.
+        // If commands went to the drive directly before, their completions are not counted. Then `done` is too small to judge
+        // by.
         if done < got / 2 {
             return;
         }
@@ -80,7 +81,8 @@ impl WeightedShares {
                 }
                 limit => limit,
             };
-            // A limit that no owner can reach is dropped, because an owner with a limit does not count as short.
+            // A limit of at least the drive's capacity is dropped, because an owner with a limit does not count as one that
+            // gets too little.
             let limit = tenant.limit.filter(|limit| *limit < most);
             tenant.limit = limit.map(|limit| limit.max(LIMIT_MIN));
         }
@@ -116,7 +118,7 @@ mod tests {
     fn a_limit_that_limits_nothing_ends_and_lets_its_tenant_be_short() {
         let mut shares = WeightedShares::default();
         let mut both = owners([1, 1]);
-        // The first lease floods the drive, and is limited.
+        // The first lease floods the drive, and gets a limit.
         for _ in 0..100 {
             let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].received_bytes, both[1].received_bytes) = (first, ALL - first);
@@ -127,7 +129,7 @@ mod tests {
             both[0].limit.is_some_and(|limit| limit < ALL * 6 / 10),
             "{both:?}"
         );
-        // Now the second lease does, for longer than byte counters could grow.
+        // Then the second lease floods the drive, for longer than byte counters could grow.
         for _ in 0..2_000 {
             let second = both[1].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].received_bytes, both[1].received_bytes) = (ALL - second, second);
@@ -141,7 +143,7 @@ mod tests {
         assert!(both[0].received_bytes > ALL * 4 / 10, "{both:?}");
     }
 
-    /// The lighter lease wants little, so the drive's work does not show that the drive has become faster.
+    /// The lighter lease submits little, so the amount of work does not show that the drive has become faster.
     #[test]
     fn limits_end_on_a_drive_that_becomes_fast() {
         let mut shares = WeightedShares::default();
@@ -177,7 +179,8 @@ mod tests {
         }
     }
 
-    /// The maximum throughput is a poor estimate of capacity: by it, the drive seems idle in most surveys.
+    /// The maximum throughput is a poor estimate of such a drive's capacity: compared with it, the drive seems idle in most
+    /// surveys.
     #[test]
     fn a_drive_whose_work_varies_is_divided_as_well() {
         for spread in [0, 20, 40, 60] {
@@ -193,7 +196,7 @@ mod tests {
             let mut sums = [0, 0];
             for look in 0..400 {
                 let all = ALL * percent() / 100;
-                // The first lease has more queues.
+                // The first lease has more queues, and so gets more.
                 let first = both[0].limit.unwrap_or(ALL).min(all * 84 / 100);
                 (both[0].received_bytes, both[1].received_bytes) = (first, all - first);
                 if look >= 100 {

@@ -9,12 +9,12 @@ use super::inflight_bound;
 use nvme_guest::adaptive::WINDOW_MAX;
 use nvme_mpt_memory::clock::Ticks;
 
-/// Latest activity of users, to detect that only one user is active.
+/// Latest activity of users, by which a pair detects that only one user is active.
 #[derive(Clone, Copy, Debug, Default)]
 struct QueuePairUserActivity {
     last_user: u16,
     last_seen: Ticks,
-    /// Last time at which a user other than `last_user` was active.
+    /// Latest time at which a user other than `last_user` was active.
     other_seen: Ticks,
 }
 
@@ -32,19 +32,19 @@ impl QueuePairUserActivity {
     }
 }
 
-/// State by which the users of a pair share the pair.
+/// State of a pair by which its users share the pair.
 #[derive(Debug)]
 pub(super) struct QueuePairSharing {
     pub(super) governor: Arc<DriveGovernor>,
-    /// Number of the pair at the governor.
+    /// Number of the pair, which the governor has assigned.
     number: u64,
     /// Users that may have light commands waiting, in order of arrival.
     pub(super) light_users: VecDeque<u16>,
     /// Arbitration between the heavy users.
     pub(super) arbitration: QueuePairArbitration,
-    /// Bytes of heavy users in flight.
+    /// Number of heavy users' bytes in flight on this pair.
     heavy_bytes: u64,
-    /// Bytes of heavy users that completed since the last survey.
+    /// Number of heavy users' bytes that completed after the last survey.
     completed_bytes: u64,
     /// Maximum bytes of heavy users in flight, on a drive that is not known to be fast.
     pub(super) heavy_bytes_max: u64,
@@ -78,7 +78,7 @@ impl QueuePairSharing {
         self.light_users.is_empty() && self.arbitration.is_empty()
     }
 
-    /// Records that a user has submitted a command.
+    /// Records that a user has submitted a command, which is light if `is_light` is true.
     pub(super) fn on_command_arrived(&mut self, member: u16, is_light: bool, now: Ticks) {
         self.activity.record(member, now);
         if is_light {
@@ -86,11 +86,11 @@ impl QueuePairSharing {
         }
     }
 
-    /// Returns the current limit of heavy users.
+    /// Returns the current limit of heavy users' bytes in flight on this pair.
     pub(super) fn window(&self, now: Ticks) -> QueuePairWindow {
         let window = self.governor.window(self.number, now);
         let is_alone = || self.activity.is_alone(now, self.governor.activity_ticks());
-        // Without a limit, the drive would divide its time by who submits most.
+        // Without a limit, the drive would divide its time by the number of commands that each user submits.
         if window == QueuePairWindow::Open && !is_alone() {
             return QueuePairWindow::Own(self.heavy_bytes_max.min(WINDOW_MAX));
         }
@@ -103,7 +103,7 @@ impl QueuePairSharing {
         }
     }
 
-    /// Returns the heavy users' bytes that completed since the last call.
+    /// Returns the number of heavy users' bytes that completed after the last call.
     pub(super) fn take_completed_bytes(&mut self) -> u64 {
         std::mem::take(&mut self.completed_bytes)
     }
@@ -113,7 +113,7 @@ impl QueuePairSharing {
         self.heavy_bytes
     }
 
-    /// Returns whether the window has room for `weight` more bytes.
+    /// Returns whether the window permits `weight` more bytes in flight.
     pub(super) fn has_credits(&self, window: QueuePairWindow, weight: u64, now: Ticks) -> bool {
         let (bytes, in_flight) = match window {
             QueuePairWindow::Open => return true,
@@ -130,20 +130,20 @@ impl QueuePairSharing {
         in_flight == 0 || in_flight + weight <= bytes
     }
 
-    /// Counts heavy bytes submitted to the drive.
+    /// Counts heavy users' bytes that were submitted to the drive.
     pub(super) fn on_heavy_submitted(&mut self, weight: u64) {
         self.heavy_bytes += weight;
         self.governor.on_heavy_submitted(weight);
     }
 
-    /// Counts heavy bytes that completed.
+    /// Counts heavy users' bytes that completed.
     pub(super) fn on_heavy_completed(&mut self, weight: u32, now: Option<Ticks>) {
         self.heavy_bytes -= u64::from(weight);
         self.completed_bytes += u64::from(weight);
         self.governor.on_heavy_completed(weight.into(), now);
     }
 
-    /// Tells the governor whether heavy commands wait on this pair.
+    /// Reports to the governor whether heavy commands wait on this pair, if that has changed.
     pub(super) fn report_waiting(&mut self, is_waiting: bool) {
         if self.is_waiting != is_waiting {
             self.is_waiting = is_waiting;

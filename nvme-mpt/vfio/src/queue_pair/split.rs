@@ -1,14 +1,14 @@
 //! Split commands: children that each execute a part of their parent.
 //!
-//! A command is split if it transfers more than the drive takes at once, or if a light user's command would wait too long for
-//! it ([`governor`](super::governor)). The size of a child is decided at dispatch: a number of whole *grains* of the parent.
-//! Write Zeroes, which transfers no data, is split only for the second reason. If the drive takes the longest command of a
-//! guest, it gets commands whole. Guests of such a drive may use SGLs and rely on the drive's atomic write units, which may
-//! exceed a block.
+//! A command is split if it transfers more than the drive accepts in one command, or if a light user's command would have to
+//! wait too long for it ([`governor`](super::governor)). The size of a child is decided at dispatch: a number of whole *grains*
+//! of the parent. Write Zeroes, which transfers no data, is split only because of light users. A drive that accepts the longest
+//! command of a guest gets each command whole. Guests of such a drive may use SGLs and rely on the drive's atomic write units,
+//! which may exceed a block.
 //!
 //! No data is copied. A child uses the PRP entries of its parent. The list that translation made for the parent stays in the
-//! slot's own memory until the parent completes. This list never chains to another list, because 1 MiB takes 256 entries at
-//! most, which are half a page. A PRP list may start at any entry (Base 2.0, section 4.1.1).
+//! slot's own memory until the parent completes. This list never chains to another list, because 1 MiB takes at most 256
+//! entries, which are half a page. A PRP list may start at any entry (Base 2.0, section 4.1.1).
 
 use nvme_guest::adaptive::WINDOW_MAX;
 use nvme_guest::address::PAGE_SIZE;
@@ -22,7 +22,7 @@ use nvme_spec::status::Status;
 /// Maximum bytes of a guest's command (MDTS of a guest controller).
 pub(super) const PARENT_BYTES_MAX: u64 = 1 << 20;
 
-/// Maximum size of a command that need not be split.
+/// Maximum size of a command that goes to the drive without a split.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct UnsplitLimit {
     bytes: u64,
@@ -32,7 +32,7 @@ pub(super) struct UnsplitLimit {
 }
 
 impl UnsplitLimit {
-    /// Creates the limit of `bytes` for blocks of this size.
+    /// Creates the limit of `bytes` bytes, for blocks of `1 << lba_shift` bytes.
     pub(super) fn new(bytes: u64, lba_shift: u8) -> Self {
         let blocks = (bytes >> lba_shift).clamp(1, 1 << 16);
         Self {
@@ -54,8 +54,8 @@ impl UnsplitLimit {
         }
     }
 
-    /// Returns the bytes by which a command can be split: its data, and for an `interruptible` command also the zeroes of
-    /// Write Zeroes.
+    /// Returns the number of bytes by which a command can be split. These are the command's data. For an `interruptible`
+    /// command, the zeroes of Write Zeroes count too.
     #[inline]
     pub(super) fn divisible_len(&self, sqe: &Sqe, interruptible: bool) -> u64 {
         match NvmOpcode(sqe.opcode()) {
@@ -66,9 +66,9 @@ impl UnsplitLimit {
         }
     }
 
-    /// Returns the bytes that a command reads, writes or deallocates, for the accounting of shares. A command without data
-    /// counts as at most [`WINDOW_MAX`] bytes. So a guest that deallocates a whole lease then waits no longer than after a
-    /// transfer of this size.
+    /// Returns the number of bytes that a command reads, writes or deallocates, for the accounting of shares. A command without
+    /// data counts as at most [`WINDOW_MAX`] bytes. So a guest that deallocates a whole lease waits no longer afterwards than
+    /// after a transfer of [`WINDOW_MAX`] bytes.
     #[inline]
     pub(super) fn touched_bytes(&self, sqe: &Sqe, memory: HostMemory<'_>) -> u64 {
         match self.data_len(sqe) {
@@ -105,10 +105,10 @@ impl UnsplitLimit {
         blocks << self.lba_shift
     }
 
-    /// Returns whether the drive takes a command whole.
+    /// Returns whether the drive accepts a command without a split.
     #[inline]
     pub(super) fn is_whole(&self, sqe: &Sqe) -> bool {
-        // The first comparison is a fast path: other commands rarely have so large a value in dword 12.
+        // The first comparison is a fast path: in commands without NLB, the low half of dword 12 rarely exceeds the limit.
         sqe.cdw12 as u16 <= self.nlb_z || self.data_len(sqe) <= self.bytes
     }
 }
@@ -131,7 +131,7 @@ fn sum_range_blocks(
         .sum()
 }
 
-/// Smallest grain in bytes: two pages, so that a longer command has a PRP list.
+/// Minimum grain in bytes: two pages, so that a longer command has a PRP list.
 pub(super) const GRAIN: u64 = 2 * PAGE_SIZE;
 
 /// Progress of a split command.
@@ -140,11 +140,11 @@ struct SplitProgress {
     /// Length of a grain in bytes.
     grain: u32,
     grains: u16,
-    /// Grains that were dispatched.
+    /// Number of grains that were dispatched in children.
     dispatched: u16,
-    /// Children in flight.
+    /// Number of children in flight.
     in_flight: u16,
-    /// First failed child in LBA order, and its status.
+    /// The failed child with the lowest LBA: its first grain and its status.
     failure: Option<(u16, Status)>,
 }
 
@@ -170,17 +170,17 @@ pub(super) struct SplitCommands {
     child_bytes: u64,
     lba_shift: u8,
     progress: Box<[SplitProgress]>,
-    /// Data Pointers of children of one grain: [`GRAINS_MAX`] per slot. Pages of this table that no command has used yet
-    /// stay unallocated.
+    /// Data Pointers of children that consist of one grain: [`GRAINS_MAX`] per slot. Pages of this table are allocated when a
+    /// command first uses them.
     pointers: Box<[[u64; 2]]>,
 }
 
-/// Maximum grains of a command.
+/// Maximum number of grains of a command.
 const GRAINS_MAX: usize = (PARENT_BYTES_MAX / GRAIN) as usize;
 
 impl SplitCommands {
-    /// Allocates `slots` commands, for a drive that takes `child_bytes` at once: at least two pages, as MDTS is at least
-    /// 1 (Base 2.0, Figure 275).
+    /// Allocates the state of `slots` commands, for a drive that accepts `child_bytes` in one command: at least two pages, as
+    /// MDTS is at least 1 (Base 2.0, Figure 275).
     pub(super) fn new(slots: u16, child_bytes: u64, lba_shift: u8) -> Self {
         let slots = usize::from(slots);
         Self {
@@ -191,8 +191,8 @@ impl SplitCommands {
         }
     }
 
-    /// Returns the grain of a command that must be split, because it exceeds the drive's limit or has to be
-    /// `interruptible` by light commands.
+    /// Returns the grain of a command of `len` bytes that must be split. A command must be split if it exceeds the drive's
+    /// limit, or if light commands have to be able to interrupt it (`interruptible`). Returns `None` for other commands.
     #[inline]
     pub(super) fn grain(&self, len: u64, interruptible: bool) -> Option<u64> {
         let grain = if interruptible {
@@ -203,8 +203,8 @@ impl SplitCommands {
         (len > grain).then_some(grain)
     }
 
-    /// Prepares a command of `len` bytes, more than `grain`. Reads everything from the PRP list that the command's children
-    /// need.
+    /// Prepares the split of a command of `len` bytes, which must be more than `grain`. Reads everything that the children need
+    /// from the command's PRP list.
     pub(super) fn prepare(
         &mut self,
         sqe: &Sqe,
@@ -224,7 +224,7 @@ impl SplitCommands {
         }
         let [prp1, list] = sqe.dptr;
         let offset = prp1 % PAGE_SIZE;
-        // The command has more than two pages, as a grain has at least two: PRP2 points to a list.
+        // The command has more than two pages, as its length exceeds a grain of at least two pages. So PRP2 points to a list.
         let entries = (offset + len).div_ceil(PAGE_SIZE) as usize - 1;
         let words = memory
             .lists
@@ -238,7 +238,7 @@ impl SplitCommands {
             .ok_or(Status::INTERNAL_ERROR)?;
         let pages_per_grain = (grain / PAGE_SIZE) as usize;
         for (index, pointer) in pointers.iter_mut().enumerate() {
-            // Entry 0 of the list is for page 1 of the parent.
+            // The parent's PRP1 is page 0, so entry 0 of the list is page 1.
             let page = index * pages_per_grain;
             let first = match page {
                 0 => prp1,
@@ -259,7 +259,7 @@ impl SplitCommands {
         Ok(())
     }
 
-    /// Returns the bytes of the next child of a parent of `len` bytes: at most `most`, but at least a grain.
+    /// Returns the number of bytes of the next child of a parent of `len` bytes: at most `most`, but at least a grain.
     pub(super) fn next_len(&self, slot: u16, len: u64, most: u64) -> u64 {
         let progress = &self.progress[usize::from(slot)];
         let grain = u64::from(progress.grain);
@@ -268,7 +268,7 @@ impl SplitCommands {
             .min(most - most % grain)
     }
 
-    /// Takes the next child of a command of `len` bytes. The length of the child is [`Self::next_len`].
+    /// Takes the next child of a command of `len` bytes. The child has [`Self::next_len`] bytes.
     pub(super) fn dispatch(&mut self, parent: &Sqe, len: u64, most: u64) -> SplitPart {
         let slot = usize::from(parent.cid().0);
         let child_len = self.next_len(parent.cid().0, len, most);
@@ -285,7 +285,7 @@ impl SplitCommands {
         if has_data(parent) {
             sqe.dptr = self.pointers[slot * GRAINS_MAX + usize::from(first)];
             if child_len > grain {
-                // More than two pages: PRP2 points into the parent's list.
+                // The child has more than two pages, so PRP2 points into the parent's list.
                 sqe.dptr[1] = parent.dptr[1] + 8 * (bytes_before / PAGE_SIZE);
             }
         }
@@ -296,8 +296,8 @@ impl SplitCommands {
         }
     }
 
-    /// Stops the dispatch of further children. The command ends with `status` unless one of its children fails. Returns whether
-    /// children are in flight.
+    /// Stops the dispatch of further children. The command then ends with `status`, or with the failure of one of its children.
+    /// Returns whether children are in flight.
     pub(super) fn cut_short(&mut self, slot: u16, status: Status) -> bool {
         let progress = &mut self.progress[usize::from(slot)];
         progress.grains = progress.dispatched;
@@ -307,8 +307,8 @@ impl SplitCommands {
         progress.in_flight > 0
     }
 
-    /// Records the completion of the child that begins with grain `child`. After a failure no further children are
-    /// dispatched.
+    /// Records the completion of the child that begins with grain `child`. After a failure, no further children of the command
+    /// are dispatched.
     pub(super) fn complete(&mut self, slot: u16, child: u16, status: Status) -> SplitPartOutcome {
         let progress = &mut self.progress[usize::from(slot)];
         progress.in_flight -= 1;
@@ -338,7 +338,7 @@ impl SplitCommands {
 /// A child command for a part of its parent.
 pub(super) struct SplitPart {
     pub(super) sqe: Sqe,
-    /// Number of the first one of the parent's grains that this child contains.
+    /// Number of the first grain of the parent that the child contains.
     pub(super) first_grain: u16,
     /// True if this is the parent's last child.
     pub(super) is_last: bool,
@@ -347,8 +347,8 @@ pub(super) struct SplitPart {
 /// State of a parent after a child has completed.
 #[derive(Debug)]
 pub(super) struct SplitPartOutcome {
-    /// True if the remaining children are not dispatched.
+    /// True if the parent's remaining children will not be dispatched.
     pub(super) is_cut_short: bool,
-    /// Completion of the parent, if it has completed.
+    /// Completion of the parent, if this was its last child.
     pub(super) completion: Option<HostCompletion>,
 }

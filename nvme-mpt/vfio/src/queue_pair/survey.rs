@@ -1,8 +1,8 @@
-//! Survey of a drive's queue pairs, by which the governor learns about lone users.
+//! Survey of a drive's queue pairs, by which the governor gets counts of lone users.
 //!
 //! A lone user submits directly to its ring and counts only its commands in flight. So the drive monitor adds up these counts
-//! ten times a second, by lease. An owner (a lease) is quiet or busy by the sum over all its queues, whichever pairs they use.
-//! If commands take noticeably long on a drive with quiet and busy owners, direct submission stops. Busy owners then get their
+//! ten times a second, by lease. An owner (a lease) is quiet or busy by the sum over all its queues, on all pairs. If commands
+//! take noticeably long on a drive with quiet and busy owners, direct submission stops. Busy owners then get their
 //! [`shares`](super::shares) by weight. If a drive has one owner, or is fast enough for all owners, the only cost is the
 //! survey.
 
@@ -19,8 +19,8 @@ use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_spec::admin::QueuePriority;
 
 /// Mean time of commands in the drive above which a quiet owner notices a busy owner: a few times the latency of a single
-/// command on a fast drive. On a slow drive, even a single command may take longer. In this case, the governor learns a window
-/// that costs busy owners little.
+/// command on a fast drive. On a slow drive, even a single command may take longer. The governor then finds a window that costs
+/// busy owners little.
 const NOTICEABLE_DELAY: Duration = Duration::from_micros(250);
 
 /// Priority classes that are used for weighted round robin.
@@ -34,16 +34,16 @@ pub const PRIORITY_CLASSES: [QueuePriority; 3] = [
 const WEIGHT_RESOLUTION: u64 = 64;
 
 /// Number of surveys for which an owner still counts in the class weights after its last command, and still counts as busy
-/// after it was busy. The number is so large that pauses of a guest do not change the weights again and again.
+/// after it was busy last. With a large number, pauses of a guest do not change the weights again and again.
 const CLASS_SURVEYS: u8 = 50;
 
 /// Load of a priority class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassLoad {
-    /// Total weight of the owners that use queues of this class; 0 if there are none. Quiet owners are included, because all
-    /// queues of a class take turns. The unit is the same for all classes.
+    /// Total weight of the owners that use queues of this class; 0 without owners. Quiet owners are included, because all
+    /// queues of a class take turns. All classes use one unit.
     pub weight: u64,
-    /// True if any of these owners is busy.
+    /// True if any owner that uses queues of this class is busy.
     pub is_busy: bool,
 }
 
@@ -53,7 +53,7 @@ struct ClassUser {
     lease: Arc<LeaseShare>,
     /// Number of the owner's queues by class, at the last survey in which the owner had commands.
     queues: [u64; PRIORITY_CLASSES.len()],
-    /// Remaining surveys for which the owner counts, and for which it counts as busy.
+    /// Number of further surveys for which the owner counts, and number of further surveys for which it counts as busy.
     surveys_left: u8,
     busy_surveys_left: u8,
 }
@@ -72,7 +72,7 @@ impl ClassUser {
     }
 }
 
-/// An owner in one survey.
+/// An owner with commands, as one survey finds it.
 #[derive(Debug)]
 struct SurveyedOwner {
     lease: Arc<LeaseShare>,
@@ -81,9 +81,9 @@ struct SurveyedOwner {
     queues: u64,
     /// Number of the owner's queues by class.
     queues_by_class: [u64; PRIORITY_CLASSES.len()],
-    /// Remaining surveys for which the owner counts as busy.
+    /// Number of further surveys for which the owner counts as busy.
     busy_surveys_left: u8,
-    /// Bytes that the drive had received from the owner until this survey, and the owner's limit since then.
+    /// Number of bytes that the drive had received from the owner until this survey, and the owner's limit after it.
     bytes: u64,
     limit: Option<u64>,
 }
@@ -91,22 +91,22 @@ struct SurveyedOwner {
 /// Nominal time between two surveys.
 const SURVEY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Number of surveys for which an owner still counts as busy after it was busy. The reason is that a guest has moments without
-/// commands when it resets its controller or maps memory.
+/// Number of surveys for which an owner still counts as busy after it was busy last. A guest has moments without commands when
+/// it resets its controller or maps memory.
 const BUSY_SURVEYS: u8 = 5;
 
 impl SurveyedOwner {
-    /// Returns whether the owner is busy, or was a short time ago.
+    /// Returns whether the owner is busy, or was busy within the last [`BUSY_SURVEYS`] surveys.
     fn is_busy(&self) -> bool {
         self.has_demand() || self.busy_surveys_left > 0
     }
 
-    /// Returns whether the owner has more commands outstanding than a quiet owner has.
+    /// Returns whether the owner has more outstanding commands than a quiet owner has.
     fn has_demand(&self) -> bool {
         CommandClass::is_heavy(self.outstanding, 0)
     }
 
-    /// Returns the owner's share, with its bytes in `elapsed` ticks scaled to `look` ticks.
+    /// Returns the owner's share. The bytes that it got in `elapsed` ticks are scaled to `look` ticks.
     fn owner_share(&self, look: u64, elapsed: u64) -> OwnerShare {
         let got = self.lease.dispatched_bytes().saturating_sub(self.bytes);
         OwnerShare {
@@ -123,7 +123,7 @@ impl SurveyedOwner {
 pub struct DriveSurvey {
     noticeable_ticks: u64,
     interval_ticks: u64,
-    /// Owners with commands in this survey, or since the previous one.
+    /// Owners that have commands in this survey, or had some since the previous survey.
     owners: Vec<SurveyedOwner>,
     /// Owners of the previous survey.
     previous_owners: Vec<SurveyedOwner>,
@@ -131,11 +131,12 @@ pub struct DriveSurvey {
     shares: WeightedShares,
     /// Number of pairs with users in this survey.
     used_pairs: usize,
-    /// True if a pair had no entry left for heavy users.
+    /// True if a pair had no free entry for heavy users.
     is_full: bool,
-    /// `None` until the first survey.
+    /// Limit of the drive's bytes in flight; `None` until the first survey.
     inflight_bound: Option<InFlightBound>,
-    /// Bytes of counted commands that completed since the last survey, and bytes of counted commands in flight.
+    /// Numbers of bytes that completed after the last survey, and of bytes in flight. Only commands that are counted
+    /// contribute.
     completed_bytes: u64,
     inflight_bytes: u64,
     /// True if a light user was active in the previous weighed survey.
@@ -144,18 +145,18 @@ pub struct DriveSurvey {
     is_weighed: bool,
     /// Time of the last survey.
     surveyed_at: Ticks,
-    /// Commands in flight at the survey before the last one, of all pairs.
+    /// Number of commands in flight on all pairs, at the survey before the last one.
     previous_inflight: u64,
-    /// Commands submitted between the last two surveys.
+    /// Number of commands that were submitted between the last two surveys.
     submitted_commands: u64,
-    /// Commands in flight at the last survey, of all pairs.
+    /// Number of commands in flight on all pairs, at the last survey.
     inflight_commands: u64,
-    /// Part of `inflight_commands` that was submitted directly.
+    /// Number of the commands in `inflight_commands` that were submitted directly.
     direct_commands: u64,
 }
 
 impl DriveSurvey {
-    /// Creates the survey of a drive that was not surveyed yet. `rate` is the rate of the clock.
+    /// Creates the survey of a drive that was not surveyed yet. `rate` is the tick rate of the clock.
     #[must_use]
     pub fn new(rate: TickRate) -> Self {
         Self {
@@ -209,12 +210,12 @@ impl DriveSurvey {
         if is_slow && busy > 0 && busy < self.owners.len() {
             governor.mark_contended(now);
         }
-        // If all entries of the only used pair are taken, its arbitration alone divides the drive. If entries are free,
-        // no command waits for arbitration, and the drive has everything that was submitted.
+        // If the only used pair has no free entry, its arbitration alone divides the drive. If entries are free, no command
+        // waits for arbitration, and the drive has all commands that were submitted.
         let is_divided = self.used_pairs == 1 && self.is_full;
         let is_contended = is_slow && busy > 1 && !is_divided;
         self.limit_by_weight(governor, is_contended, elapsed, now);
-        // While direct submission is enabled, the number may grow at any time.
+        // While direct submission is enabled, the number may grow at any time, so it is not reported.
         let direct = governor
             .is_direct_disabled(now)
             .then_some(self.direct_commands);
@@ -231,7 +232,8 @@ impl DriveSurvey {
         loads
     }
 
-    /// Updates the owners that count in the class weights, and drops those without commands for a long time.
+    /// Updates the owners that count in the class weights, and drops owners that have had no commands for [`CLASS_SURVEYS`]
+    /// surveys.
     fn update_class_users(&mut self) {
         for user in &mut self.class_users {
             user.surveys_left = user.surveys_left.saturating_sub(1);
@@ -261,8 +263,8 @@ impl DriveSurvey {
         self.class_users.retain(|user| user.surveys_left > 0);
     }
 
-    /// Carries over the numbers of surveys for which owners still count as busy, also for owners without commands in this
-    /// survey.
+    /// Carries over from the previous survey the numbers of surveys for which owners still count as busy. Owners without
+    /// commands in this survey are included.
     fn remember_busy(&mut self) {
         for old in &self.previous_owners {
             let busy_looks = match old.has_demand() {
@@ -288,7 +290,7 @@ impl DriveSurvey {
         }
     }
 
-    /// Sets the limits of busy owners if the drive is contended; else removes them.
+    /// Sets the limits of busy owners if the drive is contended; otherwise removes them.
     fn limit_by_weight(
         &mut self,
         governor: &DriveGovernor,
@@ -307,7 +309,7 @@ impl DriveSurvey {
             return;
         }
         let mut former = std::mem::take(&mut self.previous_owners);
-        // The throughput beside a quiet owner differs from the throughput without one.
+        // With a quiet owner, the drive has another throughput than without one. So the estimate and the limits start anew.
         let has_light = governor.is_light_active(now);
         if std::mem::replace(&mut self.had_light, has_light) != has_light {
             self.shares.forget();
@@ -324,7 +326,7 @@ impl DriveSurvey {
             }
         }
         self.previous_owners = former;
-        // While a light user is active, busy owners wait in front of the drive.
+        // While a light user is active, busy owners' commands wait in front of the drive, so the drive counts as slow.
         let is_slow = self.is_slow(elapsed) || has_light;
         let tenants = self.owners.iter_mut();
         let mut busy: Vec<_> = tenants.filter(|tenant| tenant.is_busy()).collect();
@@ -349,7 +351,7 @@ impl DriveSurvey {
     }
 
     /// Limits each pair's bytes in flight while the drive is not known to be fast. Each owner gets a part of the drive's limit
-    /// by its weight, and this part is divided equally among the owner's queues.
+    /// by its weight, and the owner's queues get equal parts of that.
     fn limit_inflight<'a>(
         &mut self,
         governor: &DriveGovernor,
@@ -373,7 +375,7 @@ impl DriveSurvey {
             governor.disable_direct(now);
         }
         let Some(bound) = bound else {
-            // Pairs created since the last survey have a limit.
+            // Pairs that were created after the last survey have an initial limit, which is removed.
             pairs
                 .into_iter()
                 .for_each(|pair| pair.shared.lock().limit_heavy_bytes(None));
@@ -391,7 +393,7 @@ impl DriveSurvey {
             let part: f64 = parts.sum();
             let bytes = match part > 0.0 {
                 true => (bound as f64 * part / weights as f64) as u64,
-                // The pair was not used since the last survey.
+                // The pair was not used after the last survey.
                 false => inflight_bound::INITIAL_LIMIT.min(bound),
             };
             core.limit_heavy_bytes(Some(bytes));
@@ -452,8 +454,8 @@ impl DriveSurvey {
         }
     }
 
-    /// Returns whether the mean time of commands is noticeable. The mean is the number of commands in flight divided by
-    /// completions per tick.
+    /// Returns whether the mean time of commands is noticeable. By Little's law, this time is the number of commands in flight
+    /// divided by the completions per tick.
     fn is_slow(&self, elapsed: u64) -> bool {
         let completed = (self.previous_inflight + self.submitted_commands)
             .saturating_sub(self.inflight_commands);

@@ -1,4 +1,4 @@
-//! A user of a queue pair, as the pair sees it.
+//! A user of a queue pair, with its waiting commands and completions.
 
 use std::collections::VecDeque;
 use std::sync::Weak;
@@ -11,39 +11,39 @@ use nvme_mpt::host::HostCompletion;
 use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::sqe::Sqe;
 
-/// Minimum weight of a command in bytes, even if the command transfers no data.
+/// Minimum weight of a command in bytes, which also applies to commands without data.
 const WEIGHT_MIN: u64 = 4096;
 
-/// A command that waits for dispatch. Its Command Identifier is the user's slot.
+/// A command that waits for dispatch. Its Command Identifier is the user's slot number.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WaitingCommand {
     pub(super) sqe: Sqe,
-    /// Bytes that the command transfers, or that it writes or deallocates without a transfer; 0 for all other commands.
+    /// Number of bytes that the command transfers, zeroes or deallocates; 0 for all other commands.
     pub(super) len: u64,
     pub(super) class: CommandClass,
     pub(super) arrived_at: Ticks,
-    /// True if the command goes to the drive in parts.
+    /// True if children of the command go to the drive instead of the whole command.
     pub(super) is_split: bool,
 }
 
 /// A user of a queue pair.
 #[derive(Debug)]
 pub(super) struct QueuePairUser {
-    /// Maximum size of the user's commands that the drive takes unsplit.
+    /// Maximum size of a command of this user that the drive accepts without a split.
     pub(super) whole_limit: UnsplitLimit,
-    /// Maximum size of the user's commands that may go directly to the ring.
+    /// Maximum size of a command of this user that may go directly to the ring.
     pub(super) direct_limit: UnsplitLimit,
     /// Commands that wait for dispatch, oldest first.
     pub(super) waiting: VecDeque<WaitingCommand>,
-    /// Completions of this user that another user has reaped, and completions of commands that did not go to the drive.
+    /// Completions of this user that another user has reaped, and completions of commands that were not sent to the drive.
     pub(super) done: Vec<HostCompletion>,
-    /// True if the user is in the list of users with light commands waiting.
+    /// True if the user is in the pair's list of users with waiting light commands.
     pub(super) is_in_lights: bool,
-    /// True while the user is [held back](super::is_held_back).
+    /// True while the user is held back (`held_back_users.rs`).
     pub(super) is_held_back: bool,
     /// Time until which the user counts as heavy.
     pub(super) heavy_until: Ticks,
-    /// Split commands; `None` on a drive that needs none.
+    /// State of split commands; `None` on a drive where no command is split.
     pub(super) splits: Option<SplitCommands>,
     /// Queue of the user.
     pub(super) queue: NewQueuePairUser,
@@ -51,20 +51,20 @@ pub(super) struct QueuePairUser {
     pub(super) is_migrating: bool,
     /// Home pair, while the user borrows this pair.
     pub(super) home: Option<Weak<QueuePairInner>>,
-    /// Time of the last batch that went through arbitration.
+    /// Time of the user's last batch that went through arbitration.
     pub(super) last_batch: Ticks,
     /// Time at which the user last launched a command while the drive was weighed.
     pub(super) weighed_at: Ticks,
     /// True if the drive gets no further command of the user.
     pub(super) is_revoked: bool,
-    /// Number of the user's outstanding commands that are counted at the lease.
+    /// Number of the user's outstanding commands that the lease counts.
     counted: u32,
-    /// Completions in `done` of commands that are not counted at the lease.
+    /// Number of completions in `done` whose commands the lease does not count.
     uncounted: u32,
 }
 
 impl QueuePairUser {
-    /// Creates the user for a queue, on a drive that takes `max_transfer` bytes per command.
+    /// Creates the user for a queue, on a drive that accepts `max_transfer` bytes per command.
     pub(super) fn new(queue: NewQueuePairUser, max_transfer: u64) -> Self {
         let NewQueuePairUser {
             slots, lba_shift, ..
@@ -92,12 +92,12 @@ impl QueuePairUser {
         }
     }
 
-    /// Sets the size limit of direct commands to `bytes`, on a drive that takes `max_transfer` bytes per command.
+    /// Limits direct commands to `bytes` bytes, on a drive that accepts `max_transfer` bytes per command.
     pub(super) fn limit_direct(&mut self, bytes: u64, max_transfer: u64) {
         self.direct_limit = UnsplitLimit::new(bytes.min(max_transfer), self.queue.lba_shift);
     }
 
-    /// Counts commands that go through arbitration. Returns the lease's number of outstanding commands, of all its
+    /// Counts commands of the user that go through arbitration. Returns the lease's number of outstanding commands, of all its
     /// queues.
     #[inline]
     pub(super) fn count_submitted(&mut self, commands: u32) -> u32 {
@@ -105,12 +105,12 @@ impl QueuePairUser {
         self.queue.lease.count_submitted(commands)
     }
 
-    /// Returns the number of counted commands that have not completed.
+    /// Returns the number of the user's commands that are counted and have not completed.
     pub(super) fn counted(&self) -> u32 {
         self.counted
     }
 
-    /// Adds completions of commands that are not counted at the lease.
+    /// Adds completions of commands that the lease does not count.
     pub(super) fn add_uncounted(&mut self, done: impl IntoIterator<Item = HostCompletion>) {
         let before = self.done.len();
         self.done.extend(done);
@@ -133,7 +133,7 @@ impl QueuePairUser {
         self.queue.lease.count_ended(ended);
     }
 
-    /// Returns the class and the weight of the next command to dispatch. For a split command, the weight is that of the next
+    /// Returns the class and the weight of the next command to dispatch. For a split command, this is the weight of the next
     /// child, which has at most `most` bytes, but at least one grain.
     #[inline]
     pub(super) fn next_command(&self, most: u64) -> Option<(CommandClass, u64)> {
@@ -145,7 +145,8 @@ impl QueuePairUser {
         Some((head.class, len.max(WEIGHT_MIN)))
     }
 
-    /// Takes the command or the child that [`Self::next_command`] has described. A child comes with the number of its first grain.
+    /// Takes the command or the child that [`Self::next_command`] has described. A child is returned with the number of its
+    /// first grain.
     pub(super) fn take_next(&mut self, most: u64) -> Option<(Sqe, Option<u16>)> {
         let head = self.waiting.front()?;
         if let Some(splits) = &mut self.splits
@@ -161,7 +162,7 @@ impl QueuePairUser {
         Some((head.sqe, None))
     }
 
-    /// Drops the front command if it has this slot.
+    /// Drops the first waiting command if it has this slot.
     pub(super) fn drop_front(&mut self, slot: u16) {
         if self
             .waiting

@@ -1,4 +1,5 @@
-//! Arbitration compared with proportional shares: of two waiting leases, neither gets ahead by more than one command of each.
+//! Arbitration compared with a model of proportional shares: of two waiting leases, neither gets ahead of the other by more
+//! than one command of each.
 
 use std::sync::Arc;
 
@@ -19,13 +20,13 @@ const QUEUES: usize = 3;
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// The queue whose turn it is gets a slot for this number of pages. The flag tells whether it has more commands.
+    /// The queue whose turn it is dispatches a command of this number of pages. The flag is true if it has more commands.
     Serve(u64, bool),
-    /// A queue has more commands.
+    /// A queue gets commands.
     Wait(usize),
-    /// The next queue has nothing, or may not be served yet.
+    /// The queue whose turn it is has no command, or may not be served yet.
     Skip,
-    /// A queue leaves or comes back.
+    /// A queue leaves the pair, or joins it again.
     Change(usize),
     Weigh(usize, u16),
 }
@@ -46,9 +47,9 @@ fn op() -> impl Strategy<Value = Op> {
 struct Party {
     waits: bool,
     weight: f64,
-    /// Bytes divided by weight since the start of the model.
+    /// Bytes that the party got, divided by its weight, since the start of the model.
     got: f64,
-    /// Bytes of the largest command divided by the smallest weight, since the party began to wait.
+    /// Bytes of the largest command, divided by the smallest weight that the party had, since the party began to wait.
     command: f64,
 }
 
@@ -64,7 +65,7 @@ impl Party {
     }
 }
 
-/// All parties, and for each two what they had when both began to wait.
+/// All parties. `before` has, for each two of them, what each had got when the later one began to wait.
 #[derive(Debug)]
 struct Shares {
     parties: Vec<Party>,
@@ -79,7 +80,7 @@ impl Shares {
         }
     }
 
-    /// Resets all pairs of parties with a party that changed.
+    /// Starts the comparison of a party, which has changed, with each other party anew.
     fn changed(&mut self, party: usize) {
         for other in 0..self.parties.len() {
             let [one, two] = [party, other].map(|index| self.parties[index].got);
@@ -97,7 +98,7 @@ impl Shares {
 
     fn weigh(&mut self, party: usize, weight: u16) {
         let before = self.parties[party];
-        // A command that was charged by the old weight still counts.
+        // The party may still be charged for a command by its old weight.
         let command = before.command.max(Party::new(weight).command);
         self.parties[party].weight = weight.into();
         self.parties[party].command = command;
@@ -108,7 +109,7 @@ impl Shares {
         self.parties[party].got += bytes as f64 / self.parties[party].weight;
     }
 
-    /// Checks the bound of start-time fair queueing for all waiting parties.
+    /// Checks the bound of start-time fair queueing for each two waiting parties.
     fn check(&self) {
         for (one, a) in self.parties.iter().enumerate().filter(|(_, it)| it.waits) {
             for (two, b) in self.parties.iter().enumerate().filter(|(_, it)| it.waits) {
@@ -128,7 +129,7 @@ struct World {
     turns: QueuePairArbitration,
     leases: Vec<Arc<LeaseShare>>,
     present: Vec<bool>,
-    /// Shares of the leases, and shares of the queues within each lease.
+    /// Model of the leases, and of the queues within each lease.
     of_leases: Shares,
     of_members: Vec<Shares>,
 }
@@ -178,7 +179,7 @@ impl World {
         match *op {
             Op::Serve(pages, more) => {
                 let Some(member) = self.turns.next().map(usize::from) else {
-                    // Unused turns go to other queues, so no queue waits.
+                    // Unused turns went to other queues, so no queue is waiting.
                     assert!(self.of_leases.parties.iter().all(|lease| !lease.waits));
                     assert!(self.turns.is_empty());
                     return;

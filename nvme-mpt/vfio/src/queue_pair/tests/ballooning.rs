@@ -1,4 +1,4 @@
-//! Queue pairs that serve other queues while their own queues are idle.
+//! Ballooning: queue pairs that serve other queues while their own queues are idle.
 
 use super::drive::FakeDrive;
 use super::{HostMemoryFixture, command, reap, submit_at};
@@ -9,11 +9,11 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Number of ticks since its last batch during which a queue counts as awake.
+/// Number of ticks after its last batch during which a queue counts as active.
 const WITHIN: u64 = 100;
 
 struct Scene {
-    /// Drive side of a pair with one queue, and of a pair that two queues share.
+    /// Drive's side of a pair with one queue, and of a pair that two queues share.
     quiet: FakeDrive,
     crowded: FakeDrive,
     pairs: [VfioQueuePair; 2],
@@ -67,7 +67,7 @@ impl Scene {
     }
 }
 
-/// A queue waits for its commands when it is dropped, so they must complete.
+/// Dropping a queue waits for its commands, so they must complete first.
 impl Drop for Scene {
     fn drop(&mut self) {
         for drive in [&mut self.quiet, &mut self.crowded] {
@@ -87,7 +87,7 @@ fn an_idle_pair_is_lent_until_its_queue_is_active() {
         (0, 1),
         "the other has its pair alone"
     );
-    // The owner is active again: its first batch goes to its own pair, and the borrower's next batch does not.
+    // The pair's own queue is active again: its first batch goes to the pair, and the borrower's next batch goes home.
     submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
     assert_eq!(scene.quiet.fetch(), 1);
     assert!(!scene.pairs[0].is_lent());
@@ -108,7 +108,7 @@ fn an_idle_pair_is_lent_until_its_queue_is_active() {
     let done: Vec<_> = reap(&mut scene.resting).iter().map(|it| it.slot).collect();
     assert_eq!(done, [5]);
     assert_eq!(scene.pairs[0].in_flight(), 0);
-    // The owner has exclusive use of the pair again.
+    // The pair's own queue uses the pair alone again.
     for slot in 0..3 {
         submit_at(&mut scene.resting, &scene.lender, &[read(slot)], scene.now);
         assert_eq!(scene.quiet.fetch(), 1);
@@ -147,7 +147,7 @@ fn a_borrower_does_not_come_back_to_a_pair_that_belongs_to_a_lease_by_now() {
 fn a_borrower_that_ends_or_moves_leaves_no_loan() {
     let mut scene = Scene::lent();
     let [first, second] = &scene.pairs;
-    // The borrower moves before the lending queue does.
+    // The borrower migrates before the lending pair's own queue does.
     assert!(first.migrate_one(second, |_| true));
     assert!(!first.is_lent());
     assert_eq!(scene.submit_busy(0, 1), (0, 1));
@@ -194,7 +194,7 @@ fn a_pair_is_idle_after_checks_without_work() {
     drive.complete(0, Status::SUCCESS);
     assert_eq!(reap(&mut queue).len(), 1);
     assert_eq!([(); 2].map(|()| rest.check(&pair)), [1, 2]);
-    // A command that was submitted and completed between two checks.
+    // A command that is submitted and completes between two checks.
     submit_at(&mut queue, &lender, &[read(0)], Ticks(9));
     assert_eq!(drive.fetch(), 1);
     drive.complete(0, Status::SUCCESS);

@@ -1,5 +1,5 @@
-//! A drive from a queue pair's view: it reads the Submission Queue according to the doorbell, and posts completions in any
-//! order when the test says so.
+//! A fake drive with one queue pair. It reads the Submission Queue according to the doorbell, and posts completions in any
+//! order when the test requests it.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use nvme_spec::ids::{CommandId, QueueId};
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Creates doorbell memory: two registers, and two words of each buffer.
+/// Creates doorbell memory: two registers, two shadow doorbells, and their two EventIdx words.
 fn cells() -> [MappedWord32; 6] {
     let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
     [0, 64, 128, 192, 256, 320].map(|offset| MappedWord32::new(&mapping, offset).expect("aligned"))
@@ -31,7 +31,7 @@ pub(super) struct FakeDrive {
     sq: SubmissionRing,
     cq: CompletionRing,
     entries: u32,
-    /// SQ and CQ doorbell, their shadow doorbells, and their EventIdx.
+    /// SQ and CQ doorbell registers, then the two shadow doorbells, then the two EventIdx words.
     cells: [MappedWord32; 6],
     has_buffer: bool,
     sq_head: u32,
@@ -62,7 +62,7 @@ impl FakeDrive {
         Self::of_class(entries, max_transfer, has_buffer, governor, priority)
     }
 
-    /// Creates a drive like [`Self::governed`], with a queue of this priority class.
+    /// Creates a drive like [`Self::governed`], with a Submission Queue of this priority class.
     pub(super) fn of_class(
         entries: u32,
         max_transfer: u64,
@@ -115,7 +115,7 @@ impl FakeDrive {
     /// Fetches commands up to the doorbell. Returns their number.
     pub(super) fn fetch(&mut self) -> usize {
         let [sq_tail, _, sq_shadow, _, sq_event_idx, _] = &self.cells;
-        // Only a register write wakes a sleeping drive.
+        // A sleeping drive wakes up only for a register write.
         if self.has_buffer {
             if sq_tail.load() == NOT_WRITTEN {
                 return 0;

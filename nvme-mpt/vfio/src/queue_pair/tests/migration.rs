@@ -1,4 +1,4 @@
-//! Queues that move from one pair to another.
+//! Migration of queues from one pair to another.
 
 use super::drive::FakeDrive;
 use super::{HostMemoryFixture, command, reap, submit};
@@ -38,7 +38,7 @@ fn an_idle_queue_is_gone_at_once_and_finds_its_pair() {
         !first.migrate_one(&second, any_reservation),
         "nothing is left"
     );
-    // Another queue has the old pair to itself.
+    // Another queue now uses the old pair alone.
     let mut other = first.join(8, 9, Box::new(()));
     submit(&mut other, &lender, &reads([5]));
     submit(&mut queue, &lender, &reads([5, 6]));
@@ -73,7 +73,7 @@ fn a_queue_moves_with_commands_in_flight_and_loses_none() {
     assert_eq!(slots(&mut queue), [1]);
     submit(&mut queue, &lender, &reads([1, 2]));
     assert_eq!((one.fetch(), two.fetch()), (0, 2));
-    // A queue that joins the old pair does not disturb this.
+    // A queue that joins the old pair does not disturb the migration.
     let mut other = first.join(8, 9, Box::new(()));
     submit(&mut other, &lender, &reads([0]));
     assert_eq!(one.fetch(), 1);
@@ -85,7 +85,7 @@ fn a_queue_moves_with_commands_in_flight_and_loses_none() {
     assert_eq!(first.in_flight(), 0);
     two.complete(0, Status::SUCCESS);
     assert_eq!(slots(&mut queue), [2]);
-    // Each queue has its pair to itself.
+    // Each of the two queues uses its pair alone.
     for _ in 0..3 {
         submit(&mut queue, &lender, &reads([3]));
         submit(&mut other, &lender, &reads([3]));
@@ -115,7 +115,7 @@ fn a_queue_that_moves_twice_has_commands_in_three_pairs() {
     let mut done = slots(&mut queue);
     done.sort_unstable();
     assert_eq!(done, [0, 1, 2]);
-    // The idle queue moves there and back.
+    // The idle queue migrates there and back.
     assert!(third.migrate_one(&first, any_reservation));
     assert!(first.migrate_one(&third, any_reservation));
     submit(&mut queue, &lender, &reads([3]));
@@ -151,7 +151,7 @@ fn a_queue_ends_while_it_moves() {
         ends.join().expect("no panic");
         assert_eq!((first.user_count(), second.user_count()), (0, 0));
         assert_eq!((first.in_flight(), second.in_flight()), (0, 0));
-        // The queue's number is free again.
+        // The user number of the queue can be used again.
         let mut next = first.join(8, 9, Box::new(()));
         submit(&mut next, &lender, &reads([7]));
         assert_eq!(one.fetch(), 1);

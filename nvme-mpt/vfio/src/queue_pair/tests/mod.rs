@@ -22,7 +22,7 @@ use nvme_spec::nvm::ReadWrite;
 use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 
-/// Resources of a shadow queue that it lends to its host queue.
+/// Resources of a shadow queue that its host queue uses.
 struct HostMemoryFixture {
     table: RegionTable,
     lists: ListMemory,
@@ -45,7 +45,7 @@ impl HostMemoryFixture {
     }
 }
 
-/// Returns a Read or Write of `blocks` blocks of 512 bytes in a slot.
+/// Returns a Read or Write of `blocks` blocks of 512 bytes, in slot `slot`.
 fn command(opcode: NvmOpcode, slot: u16, slba: u64, blocks: u32) -> Sqe {
     let mut sqe = Sqe::new(opcode.0);
     ReadWrite {

@@ -1,7 +1,7 @@
-//! Pairs of tenants with various behaviours on one simulated drive: the rate and latency that each keeps, compared with its
-//! rate and latency alone.
+//! Pairs of owners with various behaviours on one simulated drive: the rate and latency of each, compared with its rate and
+//! latency alone. The code calls these owners tenants.
 //!
-//! A quiet tenant keeps half of its rate, and its latency at most doubles. Of two busy tenants, each keeps 40 % of its rate, or
+//! A quiet owner keeps half of its rate, and its latency at most doubles. Of two busy owners, each keeps 40 % of its rate, or
 //! gets 40 % of the bytes. Combinations that miss these limits have limits of their own.
 
 use std::sync::Arc;
@@ -18,27 +18,27 @@ use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::status::Status;
 
-/// Longest interval between a tenant's polls.
+/// Longest interval between an owner's polls.
 const POLL: u64 = MILLISECOND / 10;
 
-/// Time from which commands are counted, and end of the run.
+/// Time from which commands are counted, and end of the simulation.
 const COUNTED: u64 = 2 * SECOND;
 const END: u64 = 3 * SECOND;
 
-/// Changes in a tenant's life.
+/// Kind of changes in the life of an owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Life {
     Steady,
     /// The controller is reset repeatedly: its queues end and are created again.
     Resets,
-    /// Memory is mapped and unmapped repeatedly, and the queues pause during this.
+    /// Memory is mapped and unmapped repeatedly, and the queues pause meanwhile.
     Maps,
     /// The process dies repeatedly and starts again with another lease.
     Dies,
 }
 
 impl Life {
-    /// Returns the durations of presence and absence.
+    /// Returns how long an owner is present, and how long it is absent.
     const fn times(self) -> (u64, u64) {
         match self {
             Self::Steady => (u64::MAX, 0),
@@ -49,7 +49,7 @@ impl Life {
     }
 }
 
-/// Behaviour of a tenant, which keeps `depth` commands outstanding in each queue.
+/// Behaviour of an owner, which keeps `depth` commands outstanding in each queue.
 #[derive(Clone, Copy, Debug)]
 struct Behaviour {
     name: &'static str,
@@ -118,20 +118,20 @@ const BEHAVIOURS: [Behaviour; 8] = [
     },
 ];
 
-/// Phase of a tenant.
+/// Phase of an owner's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Alive,
-    /// The queues end once the drive has none of their commands.
+    /// The queues end once the drive has completed all their commands.
     Ending,
     Away,
 }
 
-/// A queue of a tenant.
+/// A queue of an owner.
 struct Queue {
     queue: Option<VfioQueue>,
     lender: HostMemoryFixture,
-    /// Time of submission for each slot.
+    /// Time of submission of the command in each slot.
     submitted: Vec<u64>,
     free: Vec<u16>,
 }
@@ -141,12 +141,12 @@ struct Tenant {
     lease: Arc<LeaseShare>,
     queues: Vec<Queue>,
     phase: Phase,
-    /// End of the phase.
+    /// Time at which the phase ends.
     until: u64,
     latencies: Vec<u64>,
 }
 
-/// Measurements of a tenant.
+/// Measurements of an owner.
 #[derive(Clone, Copy, Debug)]
 struct TenantMeasurements {
     commands: u64,
@@ -292,13 +292,13 @@ impl Tenant {
     }
 }
 
-/// Runs tenants on a drive.
+/// Simulates owners with these behaviours on a drive.
 fn run(speed: Speed, pairs: usize, behaviours: &[Behaviour]) -> Vec<TenantMeasurements> {
     let governor = DriveGovernor::new(PolicyChoice::Learned, TickRate::NANOSECOND);
     watch(speed, pairs, behaviours, governor, (END, POLL), |_, _| ())
 }
 
-/// Runs tenants on a drive until the end time, with at most the given interval between polls. `look` is called at each check of
+/// Simulates owners on a drive until the end time, with at most the given interval between polls. Calls `look` at each check of
 /// the drive monitor.
 fn watch(
     speed: Speed,
@@ -315,7 +315,7 @@ fn watch(
     let mut drive = Drive::new(speed, fakes);
     let mut tenants: Vec<_> = behaviours.iter().copied().map(Tenant::new).collect();
     let mut survey = DriveSurvey::new(TickRate::NANOSECOND);
-    // The tenants start on a drive that is in use.
+    // The owners start on a drive that is already in use.
     survey.survey_pairs(&governor, &pairs, Ticks(MILLISECOND));
     let (mut now, mut next_look) = (MILLISECOND, CHECK_INTERVAL);
     while now < end {
@@ -345,20 +345,20 @@ fn watch(
 
 /// Behaviours with large commands.
 ///
-/// - Beside a quiet tenant, a serial drive gets large commands in parts. With a window of 64 KiB or less, the governor permits
-///   225 % of a quiet tenant's time alone: smaller parts would reduce the drive's throughput to a twentieth instead of a
+/// - Beside a quiet owner, a serial drive gets large commands in parts. With a window of 64 KiB or less, the latency of a quiet
+///   owner may be 225 % of its latency alone: smaller parts would reduce the drive's throughput to a twentieth instead of a
 ///   quarter.
-/// - Weights divide bytes. The drive's cost of a byte differs between large and small commands and is unknown, so beside large
-///   commands, a tenant with small commands keeps a third of its rate with a hundredth of the bytes.
+/// - Weights divide bytes. The drive's cost of a byte differs between large and small commands and is unknown. So beside large
+///   commands, an owner with small commands keeps a third of its rate with a hundredth of the bytes.
 const LARGE: [&str; 2] = ["deep", "zeroes"];
 
-/// Results of a tenant, in percent of its results alone.
+/// Results of an owner beside another one, in percent of its results alone.
 #[derive(Clone, Copy, Debug)]
 struct Part {
     rate: u64,
     p50: u64,
     p99: u64,
-    /// Share of both tenants' bytes.
+    /// The owner's share of the bytes of both owners.
     share: u64,
 }
 
@@ -373,14 +373,14 @@ impl Part {
         }
     }
 
-    /// Returns whether a tenant keeps its minimum beside another tenant.
+    /// Returns whether an owner keeps its minimum beside another owner.
     fn is_fair(self, tenant: Behaviour, other: Behaviour) -> bool {
         let is_large = LARGE.contains(&other.name);
         if tenant.name == QUIET.name {
             let (rate, p99) = if is_large { (45, 225) } else { (49, 200) };
             return self.rate >= rate && self.p99 <= p99;
         }
-        // A dying tenant ends before its neighbour has an appropriate limit.
+        // An owner whose process dies repeatedly ends before its neighbour has an appropriate limit.
         let least = if is_large || tenant.life == Life::Dies {
             30
         } else {
@@ -390,8 +390,8 @@ impl Part {
     }
 }
 
-/// Prints the table: a row for each tenant, and a column for each neighbour. A cell has the rate, p50 and p99 relative to those
-/// of the tenant alone.
+/// Prints a table with a row for each owner and a column for each neighbour. A cell has the rate, p50 and p99 relative to those
+/// of the owner alone.
 #[test]
 #[ignore = "prints a table, and takes minutes"]
 fn table_of_tenants_by_behaviour() {
@@ -422,7 +422,7 @@ fn table_of_tenants_by_behaviour() {
     }
 }
 
-/// Checks a quiet tenant beside each behaviour, on 1 to 64 pairs.
+/// Checks a quiet owner beside each behaviour, on 1 to 64 pairs.
 #[track_caller]
 fn check_quiet(turns: bool) {
     let speed = Speed { turns, ..SERIAL };
@@ -452,7 +452,7 @@ fn a_quiet_tenant_keeps_its_half_beside_any_other_with_turns_of_the_pairs() {
     check_quiet(true);
 }
 
-/// Checks busy tenants beside each other, on eight pairs.
+/// Checks busy owners beside each other, on eight pairs.
 #[track_caller]
 fn check_busy(turns: bool) {
     const PAIRS: usize = 8;
@@ -499,7 +499,7 @@ const SHALLOW: Behaviour = Behaviour {
     ..LOUD
 };
 
-/// No command waits for its turn, so arbitration divides nothing.
+/// The pair has free entries, so no command waits for its turn, and arbitration does not divide the drive.
 #[test]
 fn busy_tenants_on_one_pair_with_free_places_have_equal_parts() {
     for turns in [false, true] {
@@ -510,8 +510,8 @@ fn busy_tenants_on_one_pair_with_free_places_have_equal_parts() {
     }
 }
 
-/// Most of the quiet tenant's commands find their pair empty. Some find as many commands as the window permits, and each of
-/// these takes a turn of all pairs.
+/// Most of the quiet owner's commands find their pair empty. Ahead of the others are as many commands as the window permits,
+/// and each command ahead takes as long as one turn of all pairs.
 #[test]
 fn a_quiet_tenant_that_seldom_waits_long_keeps_its_half() {
     let speed = Speed {
@@ -543,8 +543,8 @@ fn governor_with_timeout() -> DriveGovernor {
     governor.with_timeout(TIME_OUT, TickRate::NANOSECOND)
 }
 
-/// Runs tenants on a slow drive. Returns the maximum age of a command in the drive, in the first ten seconds and later, and the
-/// number of executed commands.
+/// Simulates owners on a slow drive. Returns the maximum age of a command in the drive, in the first ten seconds and
+/// afterwards, and the number of executed commands.
 fn ages(behaviours: &[Behaviour], governor: DriveGovernor) -> ([u64; 2], u64) {
     let slow = Speed {
         command: MILLISECOND / 10,
@@ -564,7 +564,7 @@ fn ages(behaviours: &[Behaviour], governor: DriveGovernor) -> ([u64; 2], u64) {
     (ages, commands)
 }
 
-/// The deep queue keeps its depth: its commands wait in front of the drive, which is never idle.
+/// The deep queue keeps its depth, but its commands wait in front of the drive instead of in it. The drive is never idle.
 #[test]
 fn no_command_of_a_slow_drive_becomes_older_than_its_time_out() {
     let unbounded = DriveGovernor::new(PolicyChoice::Learned, TickRate::NANOSECOND);
@@ -575,7 +575,7 @@ fn no_command_of_a_slow_drive_becomes_older_than_its_time_out() {
     println!("alone: {first} and {later} ns, {commands} of {unbounded} commands");
     assert!(first <= time_out / 2, "{first} ns");
     assert!(later <= time_out * 3 / 10, "{later} ns");
-    // Commands in flight in the drive are not counted.
+    // Commands that are in flight at the end are not counted.
     let in_flight = 16 * 64;
     assert!(
         commands + in_flight >= unbounded,

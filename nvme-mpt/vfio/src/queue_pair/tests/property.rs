@@ -1,5 +1,5 @@
 //! Random submissions by queues, and random behaviour of the drive: every command must complete once, and the drive must get
-//! exactly the submitted commands. Queues move between two pairs of the drive.
+//! exactly the submitted commands. Queues migrate between two pairs of the drive.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -28,22 +28,22 @@ const MILLISECOND: u64 = 1_000_000;
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// A queue submits several commands. The first has this number of pages and this offset.
+    /// A queue submits several commands: queue, count, pages and offset of the first one, and kind.
     Submit(usize, u16, u64, u64, u8),
     Reap(usize),
     Fetch,
     /// The drive completes a command.
     Complete(prop::sample::Index, bool),
-    /// The drive aborts a command on request.
+    /// The drive aborts a command, because an Abort was sent.
     Abort(prop::sample::Index),
     Stop,
     /// The drive is reset.
     Reset,
     Pause,
     Kill,
-    /// A queue moves to the other pair.
+    /// A queue migrates to the other pair.
     Move,
-    /// A queue borrows the other pair, until a queue of this pair submits a batch.
+    /// A queue borrows the other pair, until one of that pair's own queues submits a batch.
     Lend,
 }
 
@@ -73,10 +73,10 @@ struct Submitted {
     member: usize,
     slot: u16,
     opcode: u8,
-    /// Location of the data: address and length of each contiguous part.
+    /// Contiguous parts of the data, each as address and length.
     data: Vec<(u64, u64)>,
     len: u64,
-    /// Completed parts: offset, length and status.
+    /// Completed parts of the command, each with offset, length and status.
     parts: Vec<(u64, u64, Status)>,
     /// True if the drive was reset during the command.
     was_reset: bool,
@@ -89,10 +89,10 @@ struct Member {
 }
 
 struct World {
-    /// Drive side of each pair.
+    /// Drive's side of each pair.
     drives: [FakeDrive; 2],
     pairs: [VfioQueuePair; 2],
-    /// Pair of the current operation.
+    /// Index of the pair that the current operation affects.
     side: usize,
     members: Vec<Member>,
     commands: BTreeMap<u64, Submitted>,
@@ -147,7 +147,7 @@ impl World {
         &self.pairs[self.side]
     }
 
-    /// Returns a command of a queue, if it has a free slot.
+    /// Returns a command for a queue; `None` if the queue has no free slot.
     fn prepare(&mut self, member: usize, pages: u64, offset: u64, kind: u8) -> Option<Sqe> {
         let opcode = match kind {
             0 => NvmOpcode::WRITE,
@@ -163,7 +163,7 @@ impl World {
         let mut sqe = command(opcode, slot, slba, (len >> self.lba_shift) as u32);
         let mut data = Vec::new();
         if opcode != NvmOpcode::FLUSH {
-            // The pages are not contiguous.
+            // No two pages of the data are contiguous.
             let page = |index: u64| (slba * 512 + 2 * index) * PAGE;
             let mut rest = len;
             for index in 0.. {
@@ -223,7 +223,7 @@ impl World {
         }
     }
 
-    /// Checks and records a command that the drive got.
+    /// Checks and records a command that the drive has received, and that ends with `status`.
     fn drive_has(&mut self, sqe: &Sqe, status: Status) {
         let slba = sqe.cdw10_11();
         let (first, command) = self
@@ -305,7 +305,7 @@ impl World {
                 assert!(self.pair().begin_abort(&late));
                 self.drive_has(&sqe, Status::COMMAND_INTERRUPTED);
                 self.drive().complete(index, Status::ABORT_REQUESTED);
-                // The result of the Abort may arrive before or after the command's completion.
+                // The Abort may be answered before or after the command's completion.
                 self.aborts.push((side, late));
                 if self.aborts.len() > 2 {
                     let (side, answered) = self.aborts.remove(0);
@@ -318,7 +318,7 @@ impl World {
             Op::Kill => {
                 for (pair, drive) in self.pairs.iter().zip(&mut self.drives) {
                     pair.kill(Status::NAMESPACE_NOT_READY);
-                    // The drive is gone.
+                    // The drive was removed.
                     let _ = drive.restart();
                 }
                 self.killed = true;
@@ -370,7 +370,7 @@ impl World {
 }
 
 impl Drop for World {
-    /// After a failed test, do not wait for commands that the drive never completes.
+    /// After a failed test, the drive never completes commands, so the queues must not wait for them.
     fn drop(&mut self) {
         for pair in &self.pairs {
             pair.kill(Status::INTERNAL_ERROR);

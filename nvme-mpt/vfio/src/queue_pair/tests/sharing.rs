@@ -21,7 +21,7 @@ pub(super) const MICROSECOND: u64 = 1_000;
 pub(super) const MILLISECOND: u64 = 1_000 * MICROSECOND;
 pub(super) const SECOND: u64 = 1_000 * MILLISECOND;
 
-/// Maximum transfer size of the drives.
+/// Maximum transfer size of the simulated drives, in bytes.
 pub(super) const MAX_TRANSFER: u64 = 512 << 10;
 
 /// Longest interval between a queue's polls.
@@ -33,16 +33,16 @@ pub(super) const CHECK_INTERVAL: u64 = 100 * MILLISECOND;
 /// Timing model of a drive.
 #[derive(Clone, Copy)]
 pub(super) struct Speed {
-    /// Number of commands that the drive executes at a time.
+    /// Number of commands that the drive executes in parallel.
     pub(super) channels: usize,
-    /// Time per command, and per 4 KiB of the command.
+    /// Time that each command takes, and additional time per 4 KiB of it.
     pub(super) command: u64,
     pub(super) page: u64,
-    /// Random increase of the time, in percent at most.
+    /// Maximum random increase of a command's time, in percent.
     pub(super) jitter: u64,
-    /// Average number of commands per command that takes four times as long. 0 means none.
+    /// One command in this many, on average, takes four times as long; 0 for no command.
     pub(super) hiccup: u64,
-    /// True for round robin arbitration of queue pairs, false for execution in order of arrival.
+    /// True if the drive serves its queue pairs in turn, false if it executes commands in order of arrival.
     pub(super) turns: bool,
 }
 
@@ -56,7 +56,7 @@ pub(super) const SERIAL: Speed = Speed {
     turns: false,
 };
 
-/// A serial drive whose times depend more on the size, in a machine with other work.
+/// A serial drive whose times depend more on the size, in a machine that also does other work.
 const EMULATED: Speed = Speed {
     channels: 1,
     command: 60 * MICROSECOND,
@@ -66,7 +66,7 @@ const EMULATED: Speed = Speed {
     turns: false,
 };
 
-/// A drive that has more throughput at more depth, as many SSDs do.
+/// A drive with more throughput at greater queue depth, as many SSDs are.
 pub(super) const PARALLEL: Speed = Speed {
     channels: 32,
     command: 70 * MICROSECOND,
@@ -81,7 +81,7 @@ pub(super) struct Drive {
     pub(super) speed: Speed,
     pairs: Vec<FakeDrive>,
     waiting: VecDeque<(usize, CommandId, u64)>,
-    /// Queue pair of the last started command.
+    /// Queue pair of the command that was started last.
     last: usize,
     /// For each channel: end time, queue pair and identifier of the command in progress.
     working: Vec<Option<(u64, usize, CommandId)>>,
@@ -122,7 +122,7 @@ impl Drive {
                 return;
             };
             self.last = pair;
-            // A linear congruential generator: the upper bits are random enough.
+            // A linear congruential generator, whose upper bits are random enough.
             self.random = self
                 .random
                 .wrapping_mul(6_364_136_223_846_793_005)
@@ -154,21 +154,21 @@ impl Drive {
     }
 }
 
-/// Load of a queue: number and size of concurrent reads, and the pause after each.
+/// Load of a queue: number and size of concurrent reads, and the pause after each read.
 #[derive(Clone, Copy)]
 struct Load {
     pair: usize,
     depth: u16,
     bytes: u64,
     pause: u64,
-    /// Start and end of the load.
+    /// Times at which the load starts and ends.
     from: u64,
     until: u64,
-    /// Lease of the queue. `None` for a separate lease.
+    /// Lease of the queue; `None` for a lease that no other queue has.
     lease: Option<usize>,
-    /// Time from which commands are counted.
+    /// Time from which commands of the queue are counted.
     counted: u64,
-    /// Weight of its lease.
+    /// Weight of the queue's lease.
     weight: u16,
 }
 
@@ -200,9 +200,9 @@ struct Guest {
     load: Load,
     queue: VfioQueue,
     lender: HostMemoryFixture,
-    /// Time of submission for each slot.
+    /// Time of submission of the command in each slot.
     submitted: Vec<u64>,
-    /// Free slots, and the time from which each is used again.
+    /// Free slots, each with the time from which it is used again.
     free: VecDeque<(u64, u16)>,
     latencies: Vec<u64>,
 }
@@ -212,11 +212,11 @@ struct Guest {
 struct QueueMeasurements {
     commands: usize,
     p99: u64,
-    /// Latency of its first command.
+    /// Latency of the queue's first command.
     first: u64,
 }
 
-/// Returns an idle neighbour for each queue pair, which makes the pair shared.
+/// Returns one idle load for each queue pair, so that each pair is shared.
 fn idle(pairs: usize) -> impl Iterator<Item = Load> {
     (0..pairs).map(|pair| Load {
         pair,
@@ -226,12 +226,12 @@ fn idle(pairs: usize) -> impl Iterator<Item = Load> {
     })
 }
 
-/// Runs loads on a drive for some time.
+/// Runs loads on a drive for `time`.
 fn simulate(speed: Speed, pairs: usize, loads: &[Load], time: u64) -> Vec<QueueMeasurements> {
     simulate_with(PolicyChoice::Learned, None, speed, pairs, loads, time)
 }
 
-/// Runs loads with this choice of window. If `loan` is given, lends pair 0 to a queue of pair 1 at that time.
+/// Runs loads with this adaptive choice of the window. If `loan` is given, lends pair 0 to a queue of pair 1 at that time.
 fn simulate_with(
     governor: PolicyChoice,
     mut loan: Option<u64>,
@@ -347,14 +347,14 @@ impl Guest {
     }
 }
 
-/// Returns the quiet guest's p99 beside the loud guests, in percent of its p99 alone, and the first loud guest's commands, in
-/// percent of its commands alone. Every queue pair also has an idle queue.
+/// Returns two ratios: the quiet guest's p99 beside the loud guests, in percent of its p99 alone, and the first loud guest's
+/// number of commands, in percent of its number alone. Every queue pair also has an idle queue.
 fn ratios(speed: Speed, pairs: usize, quiet: Load, loud: &[Load]) -> (u64, u64) {
     let idle: Vec<_> = idle(pairs).collect();
     ratios_beside(speed, pairs, &[quiet], loud, &idle)
 }
 
-/// Maximum p99 of a quiet guest beside a loud one on one pair, in percent of its p99 alone.
+/// Returns the maximum p99 of a quiet guest beside a loud guest on one pair, in percent of its p99 alone.
 ///
 /// On [`SERIAL`], the parts of a large command take slightly longer than 4 KiB.
 fn longest(speed: Speed, loud: Load) -> u64 {
@@ -365,7 +365,7 @@ fn longest(speed: Speed, loud: Load) -> u64 {
     }
 }
 
-/// Returns the same ratios for the first quiet and the first loud load, beside `others`.
+/// Returns the ratios as [`ratios`] does, for the first quiet and the first loud load, beside `others`.
 fn ratios_beside(
     speed: Speed,
     pairs: usize,
@@ -435,8 +435,8 @@ fn a_quiet_guest_on_a_drive_of_a_few_channels() {
     }
 }
 
-/// A guest with many shallow queues does not count as quiet: its queues together get its share beside another guest's deep
-/// queue.
+/// A guest with many shallow queues does not count as quiet. Its queues together get one share beside the deep queue of another
+/// guest.
 #[test]
 fn many_shallow_queues_of_a_guest_are_one_busy_guest() {
     let shallow = Load {
@@ -452,7 +452,7 @@ fn many_shallow_queues_of_a_guest_are_one_busy_guest() {
         let of_shallow: usize = seen[..queues].iter().map(|seen| seen.commands).sum();
         let of_deep = seen[queues].commands;
         println!("{of_shallow} and {of_deep} commands");
-        // The deep queue has at most 32 of about 288 commands in the drive.
+        // On a parallel drive, the deep queue can have at most 32 of about 288 commands in the drive.
         let due = if speed.channels == 1 {
             of_shallow * 9 / 10
         } else {
@@ -534,7 +534,7 @@ const SHAPES: [Load; 2] = [
     Load { depth: 32, ..LOUD },
 ];
 
-/// Puts a load on each of the first two queue pairs.
+/// Returns a load that is put on each of the first two queue pairs.
 fn on_both(load: Load) -> [Load; 2] {
     [load, Load { pair: 1, ..load }]
 }
@@ -544,7 +544,7 @@ fn four_guests_with_two_queues_each_on_two_queue_pairs() {
     for shape in SHAPES {
         let idle: Vec<_> = idle(2).chain(idle(2)).collect();
         let mut quiet = on_both(QUIET);
-        // The quiet guest has another queue that is unused.
+        // The quiet guest has a second queue, which is unused.
         quiet[1].from = u64::MAX;
         for speed in [SERIAL, EMULATED] {
             let (p99, loud) = ratios_beside(speed, 2, &quiet, &on_both(shape), &idle);
@@ -581,7 +581,8 @@ fn a_quiet_guest_that_finds_more_in_the_drive_than_it_does_in_seconds() {
     };
     let mut loads = vec![late];
     loads.extend(on_both(SHAPES[0]));
-    // Before the quiet guest's first command, there are 64 commands of 33 ms. Afterwards, 3 ms for 8 KiB precede each command.
+    // Ahead of the quiet guest's first command are 64 commands of 33 ms. Ahead of each later command is a part of 8 KiB, which
+    // takes 3 ms.
     let seen = simulate(slow, 2, &loads, 6 * SECOND);
     println!("{seen:?}");
     assert!(seen[0].commands >= 500, "{}", seen[0].commands);
@@ -594,7 +595,7 @@ fn a_loud_guest_has_the_drive_back_when_the_quiet_one_is_gone() {
         ..QUIET
     };
     for shape in SHAPES {
-        // The quiet guest counts as gone one second after its last command.
+        // One second after its last command, the quiet guest does not count as active any more.
         let of_last_second = |loads: &[Load]| {
             let until = |time| simulate(EMULATED, 2, loads, time)[0].commands;
             until(3 * SECOND) - until(2 * SECOND)
@@ -644,10 +645,10 @@ fn no_fixed_window_suits_every_drive_as_the_learned_one_does() {
     }
 }
 
-/// A quiet guest's p99 beside a loud one, relative to its p99 alone: on a shared pair, and on separate pairs.
+/// Prints a quiet guest's p99 beside a loud guest, relative to its p99 alone: on a shared pair, and on separate pairs.
 ///
-/// On a shared pair, the governor sees both. A queue with an exclusive pair is invisible to it, so the drive's own order
-/// decides: round robin of the pairs (Base 2.0, section 3.4.4), or order of arrival.
+/// On a shared pair, the governor sees both guests. A queue that uses a pair alone is invisible to the governor, so the drive's
+/// own order decides: round robin of the pairs (Base 2.0, section 3.4.4), or order of arrival.
 #[test]
 fn figures_of_a_quiet_guest_beside_a_loud_one() {
     let deep = Load { depth: 256, ..LOUD };
@@ -658,7 +659,7 @@ fn figures_of_a_quiet_guest_beside_a_loud_one() {
     ] {
         for loud in [LOUD, deep, SHAPES[0]] {
             let own = Load { pair: 1, ..loud };
-            // Start after the drive monitor's first check.
+            // The quiet guest starts after the drive monitor's first check.
             let quiet = Load {
                 counted: SECOND / 2,
                 ..QUIET
@@ -685,8 +686,8 @@ fn figures_of_a_quiet_guest_beside_a_loud_one() {
     }
 }
 
-/// A quiet guest beside a busy one with four queues of 256 reads, for several numbers of pairs: in order of arrival, and with
-/// round robin. If there are enough pairs, every queue has an exclusive pair.
+/// A quiet guest beside a busy guest with four queues of 256 reads, for several numbers of pairs. The drive executes in order
+/// of arrival, and then with round robin. If there are enough pairs, every queue uses a pair alone.
 #[test]
 fn a_quiet_guest_beside_a_busy_one_whichever_pairs_they_use() {
     for (name, speed) in [("serial", SERIAL), ("parallel", PARALLEL)] {
@@ -726,7 +727,7 @@ fn a_quiet_guest_beside_a_busy_one_whichever_pairs_they_use() {
     }
 }
 
-/// Returns queues of two busy guests with these numbers of queues, each on an exclusive pair.
+/// Returns the queues of two busy guests with these weights, numbers of queues and depths. Each queue uses a pair alone.
 fn with_own_pairs(weights: [u16; 2], queues: [usize; 2], depths: [u16; 2]) -> Vec<Load> {
     let queue = |pair: usize| {
         let guest = usize::from(pair >= queues[0]);
@@ -742,7 +743,7 @@ fn with_own_pairs(weights: [u16; 2], queues: [usize; 2], depths: [u16; 2]) -> Ve
     (0..queues[0] + queues[1]).map(queue).collect()
 }
 
-/// Returns each guest's commands from 2 s to 4 s, and the used share of the drive's throughput in percent.
+/// Returns each guest's number of commands from 2 s to 4 s, and the used part of the drive's throughput in percent.
 fn counts(speed: Speed, pairs: usize, loads: &[Load], first: usize) -> ([usize; 2], u64) {
     let seen = simulate(speed, pairs, loads, 4 * SECOND);
     let sum = |seen: &[QueueMeasurements]| seen.iter().map(|seen| seen.commands).sum::<usize>();
@@ -753,7 +754,7 @@ fn counts(speed: Speed, pairs: usize, loads: &[Load], first: usize) -> ([usize; 
     (counts, used)
 }
 
-/// Bytes of busy guests are divided by weight, whatever the drive's order and the number of queues.
+/// Bytes of busy guests are divided by weight, for each order of the drive and each number of queues.
 #[test]
 fn busy_guests_with_pairs_of_their_own_have_bytes_by_weight() {
     let few_channels = Speed {
@@ -782,7 +783,7 @@ fn busy_guests_with_pairs_of_their_own_have_bytes_by_weight() {
     }
 }
 
-/// A heavy guest with few commands gets drive time for these, and the other guests get the rest.
+/// A guest of high weight with few commands gets drive time for all of them, and the other guests get the remaining time.
 #[test]
 fn unused_share_of_a_heavy_guest_goes_to_others() {
     for turns in [false, true] {
@@ -794,7 +795,7 @@ fn unused_share_of_a_heavy_guest_goes_to_others() {
     }
 }
 
-/// A guest's shallow queues on all pairs of a drive, and another guest's deep queue on one of the pairs.
+/// A guest has shallow queues on all pairs of a drive, and another guest has a deep queue on one of the pairs.
 #[test]
 fn many_shallow_queues_on_all_pairs_leave_a_deep_one_its_share() {
     for turns in [false, true] {
@@ -810,7 +811,7 @@ fn many_shallow_queues_on_all_pairs_leave_a_deep_one_its_share() {
     }
 }
 
-/// Weights also hold beside a quiet guest, which gets its half.
+/// Weights also hold beside a quiet guest, which keeps half of its rate.
 #[test]
 fn a_quiet_guest_beside_two_busy_ones_with_weights() {
     let speed = Speed {
@@ -836,8 +837,8 @@ fn a_quiet_guest_beside_two_busy_ones_with_weights() {
     assert!(heavier >= 2 * lighter, "{heavier} and {lighter}");
 }
 
-/// Two guests share a pair, while the queue of another pair is idle: with the idle pair lent to the first guest, and without.
-/// Then the idle queue becomes active in the middle of the run.
+/// Two guests share a pair, while the queue of another pair is idle. The idle pair is lent to the first guest, or not lent. In
+/// the middle of the run, the idle queue becomes active.
 #[test]
 fn figures_of_a_pair_that_is_lent() {
     let loan = Some(SECOND / 10);
@@ -864,7 +865,7 @@ fn figures_of_a_pair_that_is_lent() {
             let loud = on_one(loud);
             let idle = on_one(owner(u64::MAX));
             let quiet_alone = run(None, u64::MAX, [idle, quiet])[2].p99;
-            // The loud queue is awake first, so it gets the loan.
+            // The loud queue is active first, so the idle pair is lent to it.
             let [without, with] = [None, loan].map(|loan| {
                 let seen = run(loan, u64::MAX, [loud, quiet]);
                 (seen[2].p99 * 100 / quiet_alone, seen[1].commands)

@@ -1,4 +1,4 @@
-//! Queues that join, leave, and share a queue pair.
+//! Queues that join a queue pair, leave it, and share it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -71,8 +71,8 @@ fn a_drive_that_fills_the_last_entry_too_has_its_commands_counted() {
         for _ in 0..7 {
             drive.complete(0, Status::SUCCESS);
         }
-        // The drive violates the rule that one entry stays empty. With this entry, a full round of the queue is consumed at
-        // once.
+        // The drive violates the rule that one entry stays empty. With this entry, one call of `reap` consumes a full round of
+        // the queue.
         drive.post_unasked(CommandId(0x7FF), Status::SUCCESS);
         assert_eq!(reap(&mut queue).len(), 7);
         assert_eq!(pair.in_flight(), 0);
@@ -119,7 +119,7 @@ fn completions_of_unknown_commands_are_dropped() {
     assert_eq!(reap(&mut queue).len(), 1);
 }
 
-/// Records its drop.
+/// A guard that records its drop.
 struct Guard(Arc<AtomicBool>);
 
 impl Drop for Guard {
@@ -154,7 +154,7 @@ fn a_queue_leaves_when_its_commands_have_completed() {
 
 #[test]
 fn an_interrupted_queue_starts_no_commands() {
-    // A command on parts of two pages, three at a time.
+    // Commands that are split into children of two pages. Three children fit into the ring.
     let (mut drive, pair) = FakeDrive::new(4, 8192, false);
     let mut lender = HostMemoryFixture::new(8);
     let mut queue = pair.join(8, 9, Box::new(()));
@@ -210,14 +210,14 @@ fn a_revoked_lease_sends_no_commands() {
         drive.complete(0, Status::SUCCESS);
         assert_eq!(ends(&mut queue), [(slot, Status::SUCCESS)]);
     }
-    // This also applies while the queue has the pair to itself, and to another queue of the lease.
+    // The status also applies to a queue that uses the pair alone, and to another queue of the lease.
     submit(&mut queue, &lender, &reads[..1]);
     assert_eq!(ends(&mut queue), [(0, revoked)]);
     let mut second = pair.join_lease(8, 9, &lease);
     submit(&mut second, &lender, &reads[..1]);
     assert_eq!(ends(&mut second), [(0, revoked)]);
     assert_eq!(drive.fetch(), 0);
-    // Other queues continue, beside the revoked queues and alone.
+    // Queues of other leases continue, both beside the revoked queues and alone.
     let mut other = pair.join(8, 9, Box::new(()));
     for _ in 0..2 {
         submit(&mut other, &lender, &reads[..1]);
@@ -232,7 +232,7 @@ fn a_revoked_lease_sends_no_commands() {
     drive.complete(0, Status::SUCCESS);
     assert_eq!(ends(&mut other), [(0, Status::SUCCESS)]);
     assert_eq!((pair.user_count(), pair.in_flight()), (1, 0));
-    // The namespace matches the lease again.
+    // The lease's namespace exists again.
     lease.set_revoked(false);
     let mut third = pair.join_lease(8, 9, &lease);
     submit(&mut third, &lender, &reads[..1]);
@@ -241,7 +241,7 @@ fn a_revoked_lease_sends_no_commands() {
     assert_eq!(ends(&mut third), [(0, Status::SUCCESS)]);
 }
 
-/// The parts cover the command: each block once and in order.
+/// The children cover the command: each block once and in order.
 #[test]
 fn zeroes_go_in_parts_while_a_quiet_member_is_there() {
     const BLOCKS: u64 = 1 << 16;

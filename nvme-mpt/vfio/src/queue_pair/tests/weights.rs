@@ -1,4 +1,4 @@
-//! Slots of a queue pair, divided among leases with different weights, and counted in commands that reach the drive.
+//! Entries of a queue pair, divided among leases with different weights. Shares are counted in commands that reach the drive.
 
 use std::sync::Arc;
 
@@ -15,16 +15,17 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Number of entries of the pair.
+/// Number of entries of the pair's rings.
 const ENTRIES: u32 = 17;
 
-/// Slots of heavy queues: one more slot is reserved for light queues, and one entry distinguishes full from empty.
+/// Number of commands that heavy queues can have in flight: one more is reserved for light queues, and one entry distinguishes
+/// a full ring from an empty one.
 const PLACES: usize = 15;
 
-/// Number of outstanding commands of a loud queue.
+/// Number of outstanding commands that a loud queue keeps.
 const DEPTH: u16 = 32;
 
-/// First bit of the queue number in a block address.
+/// First bit of the queue's number in the block address of its commands.
 const QUEUE: u32 = 32;
 
 fn lease(weight: u16) -> Arc<LeaseShare> {
@@ -54,7 +55,7 @@ impl Guest {
         }
     }
 
-    /// Reaps completions, and submits as many commands as possible.
+    /// Reaps completions, and submits commands in all free slots.
     fn poll(&mut self, now: u64) {
         let free = &mut self.free;
         self.queue.reap_with_clock(
@@ -65,7 +66,7 @@ impl Guest {
         let make = |slot| {
             let mut sqe = command(opcode, slot, self.index << QUEUE, self.blocks);
             if opcode == NvmOpcode::DATASET_MANAGEMENT {
-                // A deallocation of one range.
+                // Dataset Management that deallocates one range.
                 let (list, iova) = lists.slot_list(slot);
                 list[0] = u64::from(self.blocks) << 32;
                 (sqe.dptr[0], sqe.cdw11, sqe.cdw12) = (iova.bits(), 1 << 2, 0);
@@ -80,7 +81,7 @@ impl Guest {
     }
 }
 
-/// Returns the queue of a command.
+/// Returns the number of the queue that submitted a command.
 fn queue_of(sqe: &Sqe) -> usize {
     match NvmOpcode(sqe.opcode()) {
         NvmOpcode::DATASET_MANAGEMENT => sqe.cdw13 as usize,
@@ -88,7 +89,7 @@ fn queue_of(sqe: &Sqe) -> usize {
     }
 }
 
-/// A drive that executes one command at a time, and guests with one queue each.
+/// A drive that executes one command at a time, with guests that have one queue each.
 struct World {
     drive: FakeDrive,
     pair: VfioQueuePair,
@@ -120,14 +121,14 @@ impl World {
         self.drive.fetch();
     }
 
-    /// Completes the drive's oldest command. Returns its queue.
+    /// Completes the oldest command in the drive. Returns the number of its queue.
     fn complete(&mut self) -> usize {
         let done = self.drive.complete(0, Status::SUCCESS);
         self.poll();
         queue_of(&done)
     }
 
-    /// Completes commands. Returns the number of each guest's commands.
+    /// Completes `commands` commands. Returns how many of them each guest submitted.
     fn run(&mut self, commands: usize) -> Vec<usize> {
         let mut counts = vec![0; self.guests.len()];
         for _ in 0..commands {
@@ -136,7 +137,7 @@ impl World {
         counts
     }
 
-    /// Returns the number of a queue's commands in the drive.
+    /// Returns the number of a queue's commands that are in the drive.
     fn in_drive(&self, queue: usize) -> usize {
         let of_queue = |sqe: &&Sqe| queue_of(sqe) == queue;
         self.drive.commands.iter().filter(of_queue).count()
@@ -149,7 +150,7 @@ impl Drop for World {
     }
 }
 
-/// Checks shares of commands, with a tolerance of one round of all slots.
+/// Checks that counts of commands are proportional to weights, with a tolerance of the commands that fit into the pair.
 #[track_caller]
 fn check(counts: &[usize], weights: &[usize]) {
     let (all, weight) = (counts.iter().sum::<usize>(), weights.iter().sum::<usize>());
@@ -194,7 +195,8 @@ fn zeroes_and_deallocations_count_what_they_touch() {
     }
 }
 
-/// A deallocation of a whole lease must not wait until the neighbour has transferred the same number of bytes.
+/// A deallocation of a whole lease counts as at most the largest window. Otherwise the guest would wait until its neighbour has
+/// transferred as many bytes.
 #[test]
 fn a_deallocation_counts_as_the_largest_window_at_most() {
     let leases = [lease(100), lease(100)];
@@ -227,7 +229,7 @@ fn a_weight_changes_while_commands_are_in_flight() {
         for (lease, weight) in leases.iter().zip(weights) {
             lease.set_weight(LeaseWeight::try_from(weight).expect("within bounds"));
         }
-        // The commands in the drive were still chosen by the old weights.
+        // The commands that are in the drive now were chosen by the old weights.
         world.run(PLACES);
         check(&world.run(1000), &shares);
     }
@@ -236,7 +238,7 @@ fn a_weight_changes_while_commands_are_in_flight() {
 #[test]
 fn unused_share_of_a_lease_goes_to_others() {
     let leases = [lease(1), lease(1000)];
-    // A guest with one command of 64 KiB at a time: heavy, and below its share.
+    // A guest with one command of 64 KiB at a time: it is heavy, but uses less than its share.
     let mut world = World::new(&[(&leases[0], DEPTH), (&leases[1], 1)]);
     world.guests[1].blocks = 128;
     world.poll();
@@ -265,7 +267,7 @@ fn leases_come_and_go_while_others_wait() {
     world.poll();
     world.run(PLACES);
     check(&world.run(600), &[100, 200, 300]);
-    // A queue is deleted with commands in flight and with waiting commands, which are never submitted.
+    // A queue is deleted while it has commands in flight and waiting commands. The waiting commands are never submitted.
     world.guests[1].queue.cut_short();
     let left = world.in_drive(1);
     world.guests[1].free.clear();
@@ -321,7 +323,7 @@ fn a_quiet_queue_finds_a_place_whatever_the_others_weigh() {
     let leases = [lease(1), lease(1000), lease(1000)];
     let guests = [(&leases[0], 1), (&leases[1], DEPTH), (&leases[2], DEPTH)];
     let mut world = World::new(&guests);
-    // The loud queues submit first.
+    // The loud queues submit before the quiet queue.
     world.guests[0].free.clear();
     world.poll();
     assert_eq!(world.drive.commands.len(), PLACES);
@@ -333,7 +335,8 @@ fn a_quiet_queue_finds_a_place_whatever_the_others_weigh() {
         let of_others = std::iter::repeat_with(|| world.complete()).take_while(|queue| *queue != 0);
         waits.push(of_others.count());
     }
-    // Only the commands that were in the drive before are ahead of it, not the backlog of the loud queues.
+    // Only the commands that were already in the drive are ahead of the quiet queue's command, not the backlog of the loud
+    // queues.
     assert_eq!(waits[0], PLACES);
     // After some commands, the governor has reduced the window to one command.
     assert!(
@@ -342,8 +345,8 @@ fn a_quiet_queue_finds_a_place_whatever_the_others_weigh() {
     );
 }
 
-/// Other pairs have used up the lease's share. Still, a command goes to the drive every 62 ms, so that a command in a queue of
-/// 256 does not exceed the driver's timeout.
+/// Queues on other pairs have used up the lease's share. The queue still sends a command to the drive every 62 ms, so that a
+/// command in a queue of 256 does not exceed the driver's timeout.
 #[test]
 fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
     const MILLISECOND: u64 = 1_000_000;
@@ -357,7 +360,7 @@ fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
     let mut launched = Vec::new();
     for now in (1..1000).map(|step| step * MILLISECOND) {
         if now % (100 * MILLISECOND) == MILLISECOND {
-            // The drive monitor finds that the share is used up.
+            // The drive monitor finds that the lease has used up its share.
             governor.limit_by_weight(Ticks(now));
             share.set_byte_limit(Some(0));
         }
@@ -375,8 +378,8 @@ fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
     assert_eq!(pauses.next(), None, "{launched:?}");
 }
 
-/// Many leases that have used up their bytes share a pair with one that has not. Returns the drive, the pair, the busy
-/// guest and the others, whose commands wait.
+/// Creates a pair that many leases share. All but one of them have used up their bytes. Returns the drive, the pair, the busy
+/// guest that still has bytes, and the guests whose commands wait.
 fn held_back_guests(
     shares: &[Arc<LeaseShare>],
     governor: &Arc<DriveGovernor>,
@@ -407,7 +410,7 @@ fn a_poll_looks_at_no_user_that_is_held_back() {
     let now = 1_000_000;
     let (mut drive, pair, mut busy, held) = held_back_guests(&shares, &governor, now);
     let mut served = 0;
-    // All within the time for which none is due.
+    // All polls are within the time before the first user that is held back is due.
     for now in (now..).step_by(100).take(POLLS as usize) {
         busy.poll(now);
         served += drive.fetch() as u64;
@@ -421,7 +424,8 @@ fn a_poll_looks_at_no_user_that_is_held_back() {
     assert!(checks <= served + 2 * HELD as u64, "{checks} for {served}");
 }
 
-/// Also if it does not poll, and its neighbour keeps the pair busy.
+/// A user that is held back continues once its limit is removed, even if it does not poll and its neighbour keeps the pair
+/// busy.
 #[test]
 fn a_user_that_is_held_back_goes_on_once_it_may() {
     let governor = Arc::new(DriveGovernor::new(
@@ -440,14 +444,14 @@ fn a_user_that_is_held_back_goes_on_once_it_may() {
     busy.poll(now);
     drive.fetch();
     assert_eq!(in_drive(&drive), [DEPTH.into(), 0, 0]);
-    // The next survey lets one of them go on.
+    // The next survey removes the limit of one of the users that are held back.
     shares[1].set_byte_limit(None);
     drive.complete(0, Status::SUCCESS);
     busy.poll(now + 1_000_000);
     drive.fetch();
     let [first, second, third] = in_drive(&drive);
     assert!(first > 0 && second == 0 && third > 0, "{third}");
-    // Without limits, the other one does, too, at once.
+    // When all limits end, the other user that is held back continues immediately.
     governor.end_weight_limits();
     for _ in 0..8 {
         drive.complete(0, Status::SUCCESS);
@@ -459,7 +463,7 @@ fn a_user_that_is_held_back_goes_on_once_it_may() {
     drop(held);
 }
 
-/// A quiet lease also counts in the classes of its queues, which take turns with queues of busy leases.
+/// A quiet lease also counts in the class weights, because its queues take turns with queues of busy leases in their class.
 #[test]
 fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
     const LOOK: u64 = 100_000_000;
@@ -472,7 +476,7 @@ fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
         .into_iter()
         .unzip();
     let leases = [lease(300), lease(100), lease(50), lease(10)];
-    // Class, lease and depth of each queue. The last queue belongs to a quiet guest.
+    // Class, lease and depth of each queue. The last queue belongs to the quiet guest.
     let queues = [
         (0, 0, DEPTH),
         (1, 0, DEPTH),
@@ -502,7 +506,7 @@ fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
     // A changed weight takes effect at the next check.
     leases[1].set_weight(LeaseWeight::try_from(200).expect("within bounds"));
     assert_eq!(look(2), busy([150, 350, 60]));
-    // A lease with pauses counts as before for five seconds. Its waiting commands go to the drive in the second round.
+    // A lease without commands still counts for five seconds. Its waiting commands go to the drive in the second round.
     for _ in 0..3 {
         for drive in &mut drives {
             drive.fetch();
@@ -531,7 +535,7 @@ fn a_class_of_quiet_leases_is_not_busy_and_no_queue_weighs_nothing() {
         .into_iter()
         .unzip();
     let (quiet, lightest) = (lease(300), lease(1));
-    // One of 100 queues of the lightest lease is alone in its class.
+    // The lightest lease has 100 queues, one of which is alone in its class.
     let mut guests = vec![
         Guest::new(&pairs[0], &quiet, 0, 1),
         Guest::new(&pairs[1], &lightest, 0, 8),

@@ -24,7 +24,7 @@ impl Gpa {
         }
     }
 
-    /// Offset within the memory page.
+    /// Returns the offset within the memory page.
     #[must_use]
     #[inline]
     pub const fn page_offset(self) -> u64 {

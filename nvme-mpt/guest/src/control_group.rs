@@ -11,9 +11,9 @@ const CGROUP_DIR: &str = "sys/fs/cgroup";
 pub struct ControlGroupLimit {
     /// The file of the limit.
     pub file: PathBuf,
-    /// The limit.
+    /// Limit, in bytes or tasks.
     pub limit: u64,
-    /// Use by the group, without page cache, because the kernel reclaims that when memory is short.
+    /// Use by the group, in bytes or tasks, without page cache, because the kernel reclaims that when memory is short.
     pub used: u64,
 }
 

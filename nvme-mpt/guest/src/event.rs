@@ -24,9 +24,9 @@ const CAPACITY: usize = 64;
 pub enum IoQueueEvent {
     /// The guest wrote an invalid value to a doorbell. The write is ignored, and reported once per value.
     InvalidDoorbell {
-        /// The doorbell.
+        /// Doorbell that was written.
         doorbell: Doorbell,
-        /// The value.
+        /// Invalid value.
         value: u32,
     },
     /// A queue failed. The guest controller has to report a fatal status (CSTS.CFS).
@@ -108,7 +108,7 @@ pub enum QueueFailure {
 pub struct ErrorEntry {
     /// The Submission Queue of the command.
     pub sqid: QueueId,
-    /// The command.
+    /// Identifier of the command.
     pub cid: CommandId,
     /// Status of its completion.
     pub status: Status,

@@ -19,7 +19,7 @@ use thiserror::Error;
 
 use crate::control_group::{memory_limit_in, oom_kills_in};
 
-/// Divisor of the total memory for the reserve, which has to stay free.
+/// Divisor of the total memory. The quotient is the reserve, which has to stay free.
 const RESERVE_DIVISOR: u64 = 16;
 
 /// Largest reserve in bytes.

@@ -125,7 +125,7 @@ impl PollerWaker {
         &self.target.eventfd
     }
 
-    /// Returns the epoll set that ends the sleep, which includes the waker's eventfd.
+    /// Returns the epoll set on which the poller sleeps. It includes the waker's eventfd.
     pub fn epoll(&self) -> &Epoll {
         &self.target.epoll
     }

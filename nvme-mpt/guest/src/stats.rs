@@ -378,7 +378,7 @@ impl QueueCounters {
         }
     }
 
-    /// Returns the counts so far, as those of the queue `qid`.
+    /// Returns the counts so far as statistics of the queue pair `qid`.
     pub fn stats(&self, qid: u16) -> QueueStats {
         QueueStats {
             qid,

@@ -28,8 +28,8 @@ use super::PolicyChoice;
 /// Number of completions in an epoch. The policy compares the times of epochs.
 const EPOCH: u32 = 128;
 
-/// Number of completions after which a very bad trial ends early. A trial is very bad if it takes more than `HOPELESS_PERCENT` percent
-/// of the reference time.
+/// Number of completions after which a very bad trial ends early. A trial is very bad if it takes more than
+/// `HOPELESS_PERCENT` percent of the reference time.
 const EARLY_CHECK: u32 = EPOCH / 4;
 const HOPELESS_PERCENT: u64 = 115;
 
@@ -42,11 +42,11 @@ const HOLD_MAX: Duration = Duration::from_millis(4);
 /// Maximum time between completions for which coalescing is useful.
 const INTERVAL_MAX: Duration = Duration::from_millis(2);
 
-/// Time without completions after which the guest counts as paused. Observations across a pause are void.
+/// Time without completions after which the guest counts as paused. Measurements that span a pause are dropped.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Limits for a trial, in percent of the reference time: less than `BETTER_PERCENT` for more completions per interrupt, less than
-/// `WORSE_PERCENT` for fewer.
+/// Limits for a trial, in percent of the reference time: less than `BETTER_PERCENT` for more completions per interrupt,
+/// less than `WORSE_PERCENT` for fewer.
 const BETTER_PERCENT: u64 = 96;
 const WORSE_PERCENT: u64 = 104;
 

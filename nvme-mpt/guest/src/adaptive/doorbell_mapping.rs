@@ -1,10 +1,10 @@
 //! Adaptive mapping of doorbells: decides when they are mapped into the guest, and when its writes are trapped.
 //!
-//! Mapping and unmapping costs time in the hypervisor, and then in the guest, until it has resolved the mapping again. So it
-//! pays only for many writes. The time unit of this policy, a *hold*, is a hundred times the last cost. Doorbells are mapped
-//! when [`MAP_EXITS`] writes exited within a hold. They stay mapped until a hold passes with fewer than [`KEEP_MAPPED_IOS`] I/Os. At
-//! least a hold lies between mapping and unmapping. So for any guest, the cost of both is at most 1 % of the time in which
-//! the doorbells are mapped.
+//! Mapping and unmapping costs time in the hypervisor, and then in the guest, until it has resolved the mapping again. So
+//! it pays only for many writes. The time unit of this policy, a *hold*, is a hundred times the last cost. Doorbells are
+//! mapped when [`MAP_EXITS`] writes exited within a hold. They stay mapped until a hold passes with fewer than
+//! [`KEEP_MAPPED_IOS`] I/Os. At least a hold lies between mapping and unmapping. So for any guest, the cost of both is at
+//! most 1 % of the time in which the doorbells are mapped.
 //!
 //! The fixed alternative keeps doorbells mapped. A poller then reads the doorbells of an idle guest periodically.
 

@@ -109,7 +109,7 @@ impl IommuBudget {
     /// Checks whether a VM that has the amount `taken` may take `wanted` more. `used` is the use by the driver and all VMs.
     ///
     /// # Errors
-    /// [`IommuShareRefusal`] if the amount is reserved for others.
+    /// [`IommuShareRefusal`] if the amount is reserved for the driver or for other VMs.
     pub fn check_share(
         &self,
         taken: u64,

@@ -14,8 +14,8 @@
 //! # Contract
 //! - **Pure.** A decision depends only on the inputs. Nothing here reads a clock, sleeps, yields, locks or allocates: the
 //!   caller measures, and passes [`Ticks`](nvme_mpt_memory::clock::Ticks).
-//! - **Clock.** All times are ticks of one clock, whose [`TickRate`](nvme_mpt_memory::clock::TickRate) is given at creation. Tests and
-//!   simulations pass [`Rate::NANOSECOND`](nvme_mpt_memory::clock::TickRate::NANOSECOND).
+//! - **Clock.** All times are ticks of one clock, whose [`TickRate`](nvme_mpt_memory::clock::TickRate) is given at
+//!   creation. Tests and simulations pass [`TickRate::NANOSECOND`](nvme_mpt_memory::clock::TickRate::NANOSECOND).
 //! - **Fixed alternative.** With [`PolicyChoice::Fixed`], inputs change nothing, and the decision is the constant above.
 //! - **Switch.** [`AdaptivePolicies`] has a choice for each policy. An operator writes the names, as in
 //!   `fixed=moderation+doorbells`.

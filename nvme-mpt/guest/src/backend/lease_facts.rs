@@ -13,7 +13,7 @@ pub const GUEST_NSID: Nsid = Nsid(1);
 /// A lease as its guest sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeasedNamespace {
-    /// Its identifier, always 1.
+    /// Namespace identifier, always 1.
     pub nsid: Nsid,
     /// Logical block size in bytes, as a power of two.
     pub lba_shift: u8,

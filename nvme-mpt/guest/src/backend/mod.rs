@@ -328,8 +328,8 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
 
     /// Announces that the doorbell registers are about to be mapped, so that the guest stores to them without an exit.
     ///
-    /// Pollers then check the registers periodically. [`SharedBackendParts::events`] is signalled when a doorbell of the admin queue
-    /// has changed.
+    /// Pollers then check the registers periodically. [`SharedBackendParts::events`] is signalled when a doorbell of the
+    /// admin queue has changed.
     ///
     /// # Errors
     /// Returns the kernel's error if no poller can be started. The call then has no effect.

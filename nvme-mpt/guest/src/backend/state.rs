@@ -55,7 +55,7 @@ pub enum BackendStateError {
     Invalid {
         /// Name of the field and of its queue.
         field: String,
-        /// Its value.
+        /// Value of the field.
         value: String,
         /// Description of the valid values.
         valid: String,

@@ -15,7 +15,7 @@ pub enum DmaError {
     InvalidRegion {
         /// Start of the range.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the range in bytes.
         len: u64,
     },
     /// The region overlaps a mapped one.
@@ -23,7 +23,7 @@ pub enum DmaError {
     Overlap {
         /// Start of the region.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the region in bytes.
         len: u64,
     },
     /// The VM has the maximum number of regions.
@@ -55,7 +55,7 @@ pub enum DmaError {
     FilesTooLarge {
         /// Start of the region.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the region in bytes.
         len: u64,
         /// Bytes that are left.
         left: u64,
@@ -65,7 +65,7 @@ pub enum DmaError {
     PartialUnmap {
         /// Start of the range.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the range in bytes.
         len: u64,
     },
     /// No memory is mapped there, or the access is not allowed.
@@ -73,7 +73,7 @@ pub enum DmaError {
     NotMapped {
         /// Start of the range.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the range in bytes.
         len: u64,
     },
     /// The host controller's IOVA space is exhausted.
@@ -87,7 +87,7 @@ pub enum DmaError {
     Iommu {
         /// Start of the region.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the region in bytes.
         len: u64,
         /// Error of the IOMMU.
         #[serde(with = "serde_forms::io_error")]
@@ -101,7 +101,7 @@ pub enum DmaError {
     MayWait {
         /// Start of the region.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the region in bytes.
         len: u64,
         /// Type of the file system, as named by mount(8).
         file_system: String,
@@ -111,7 +111,7 @@ pub enum DmaError {
     Map {
         /// Start of the region.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the region in bytes.
         len: u64,
         /// Error of the kernel.
         #[serde(with = "serde_forms::io_error")]
@@ -126,7 +126,7 @@ pub enum DmaError {
     Incomplete {
         /// Start of the region.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the region in bytes.
         len: u64,
     },
     /// This process cannot read its own mappings, so it cannot tell whether the memory is complete.
@@ -137,7 +137,7 @@ pub enum DmaError {
     UnknownFaults {
         /// Start of the region.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the region in bytes.
         len: u64,
         /// Error of the kernel.
         #[serde(with = "serde_forms::io_error")]
@@ -151,7 +151,7 @@ pub enum DmaError {
     Busy {
         /// Start of the range.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the range in bytes.
         len: u64,
     },
 }

@@ -78,7 +78,7 @@ pub enum MemoryRefusal {
         mapped: u64,
         /// Bytes requested.
         asked: u64,
-        /// The limit.
+        /// Limit that the function would exceed.
         limit: MemoryLimit,
     },
     /// The host or the server's control group has too little free memory for the pages that the region lacks.

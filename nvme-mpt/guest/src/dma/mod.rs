@@ -12,22 +12,22 @@
 //! form a *run*. Translation searches runs, of which there are few.
 //!
 //! Pollers translate with a [`RegionTable`], an immutable snapshot. Each change publishes a new table with the next
-//! generation. Each shadow queue adopts the new table at its next pass, and reports the pending unmaps (`pending_unmap.rs`) whose
-//! memory its in-flight commands use. [`DmaWindow::unmap`] returns when no command uses the memory.
+//! generation. Each shadow queue adopts the new table at its next pass, and reports the pending unmaps (`pending_unmap.rs`)
+//! whose memory its in-flight commands use. [`DmaWindow::unmap`] returns when no command uses the memory.
 //!
 //! A VM has at most 8,192 regions, in 256 files and 8 TiB of address space. A region takes IOVAs for the rest of its file
 //! too, but a VM takes at most twice the IOVAs of its memory. The last part of the IOVA space is reserved for other VMs
-//! (`adaptive/iommu_budget.rs`). If memory is pinned, a function's mappings are limited in bytes (`memory_limit.rs`). With these rules,
-//! 1 GiB plugged upwards in blocks of 2 MiB makes about four runs. Each block is still mapped, pinned and unmapped
-//! separately.
+//! (`adaptive/iommu_budget.rs`). If memory is pinned, a function's mappings are limited in bytes (`memory_limit.rs`). With
+//! these rules, 1 GiB plugged upwards in blocks of 2 MiB makes about four runs. Each block is still mapped, pinned and
+//! unmapped separately.
 //!
 //! Data may cross the end of a run: PRP lists are translated by page, data blocks of SGLs in pieces
 //! (`nvme-mpt/src/shadow/sgl.rs`), and rings are accessed by page (`nvme-mpt/memory/src/ring.rs`). A guest with a virtual IOMMU
 //! has each page mapped separately.
 //!
 //! Translation is the first protection; a second check follows at the access. For a software drive, the store resolves
-//! IOVAs again (`nvme-mpt/src/host/data_pointer.rs`), so a wrong IOVA gives no access. For a physical drive, the IOMMU checks: each
-//! region is mapped at its IOVA and pinned, lists are read-only for the drive, and nothing else is mapped.
+//! IOVAs again (`nvme-mpt/src/host/data_pointer.rs`), so a wrong IOVA gives no access. For a physical drive, the IOMMU
+//! checks: each region is mapped at its IOVA and pinned, lists are read-only for the drive, and nothing else is mapped.
 
 mod detached_memory;
 mod dirty_bitmap;

@@ -126,7 +126,7 @@ impl NamespaceContents {
 /// I/O command that is executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IoCommand {
-    /// Its opcode.
+    /// Opcode of the command.
     pub opcode: u8,
     /// True if the command changes the content of the namespace (`LBCC`).
     pub changes_content: bool,
@@ -193,7 +193,7 @@ pub struct ChangeListDescription {
 /// values.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IdentifyNamespaceData {
-    /// The data structure.
+    /// Data structure, with zeroes in place of the facts.
     pub structure: SparseStructure,
     /// Facts that the function fills in.
     pub facts: Vec<NamespaceFactOffset>,
@@ -216,7 +216,7 @@ impl IdentifyNamespaceData {
 pub struct NamespaceFactOffset {
     /// Offset of its first byte.
     pub offset: u16,
-    /// The fact.
+    /// Fact at this offset.
     pub fact: NamespaceFact,
 }
 

@@ -531,7 +531,7 @@ mod tests {
     /// A client among five on one poller, in simulated time. A tick is a nanosecond.
     struct SignalTestClient {
         name: &'static str,
-        /// Returns the time of the next direct signal, and whether the write blocked.
+        /// Function for the time of the next direct signal, and whether the write blocks.
         signal: fn(&ClientSignalState) -> (u64, bool),
     }
 

@@ -154,7 +154,8 @@ impl InterruptCoalescer {
         vector.is_pin().then_some(vector)
     }
 
-    /// Signals as [`Self::signal_if_due`] does, for the INTx pin. The caller must read `epoch` before it reads the guest's CQ head.
+    /// Signals as [`Self::signal_if_due`] does, for the INTx pin. The caller must read `epoch` before it reads the guest's
+    /// CQ head.
     #[cold]
     pub fn signal_pin_if_due(
         &mut self,

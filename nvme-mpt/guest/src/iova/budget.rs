@@ -185,7 +185,7 @@ mod tests {
         assert_eq!(taken.len(), 899);
         let error = ninth.take(1).expect_err("no more than that");
         assert_eq!((error.taken, error.max), (taken.len() as u64, MAX));
-        // Whatever these VMs do, each of this number of other VMs gets its assured mappings.
+        // Further VMs get their assured mappings, whatever these VMs do: the assured part is enough for 255 VMs.
         let others: Vec<_> = (9..MAX / ASSURED_DIVISOR / ASSURED)
             .map(|_| take(&VmShare::new(&budget), ASSURED as usize))
             .collect();

@@ -244,8 +244,8 @@ impl IovaSpace {
         Ok(())
     }
 
-    /// Inherits as [`Self::with_inherited`] does, from a process that died. Unmaps what that process was mapping or unmapping, or
-    /// everything if the mappings are impossible for this space.
+    /// Inherits as [`Self::with_inherited`] does, from a process that died. Unmaps what that process was mapping or
+    /// unmapping, or everything if the mappings are impossible for this space.
     ///
     /// # Errors
     /// The kernel's error. The IOMMU may then have unknown mappings.
@@ -346,8 +346,8 @@ impl IovaSpace {
         there.map(|(_, len)| len).sum()
     }
 
-    /// Adds a VM's memory to the memory that [`Self::find_shrunk_memory`] checks. Without an IOMMU, does nothing, because no memory
-    /// is pinned.
+    /// Adds a VM's memory to the memory that [`Self::find_shrunk_memory`] checks. Without an IOMMU, does nothing, because
+    /// no memory is pinned.
     pub(crate) fn watch_memory(&self, memory: Weak<dyn PinnedMemory>) {
         if self.has_iommu() {
             let mut pinned = lock(&self.pinned);
@@ -561,7 +561,7 @@ pub(crate) enum IovaRefusal {
     NoSpace,
 }
 
-/// Range of an [`IovaSpace`], owned by its holder.
+/// Allocated range of an [`IovaSpace`], which is freed when it is dropped.
 #[derive(Debug)]
 pub struct IovaRange {
     space: Arc<IovaSpace>,

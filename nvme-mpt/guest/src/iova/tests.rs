@@ -579,7 +579,7 @@ proptest! {
         }
     }
 
-    /// Random wrong words in a slot or the header.
+    /// Random words replace a word of a slot or of the header.
     #[test]
     fn a_corrupt_table_is_refused_or_maps_no_other_memory(
         words in proptest::collection::vec(

@@ -43,9 +43,9 @@ pub struct RateLimit {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RateLimits {
-    /// I/O commands.
+    /// Limit of I/O commands per second; `None` for no limit.
     pub iops: Option<RateLimit>,
-    /// Bytes read and written.
+    /// Limit of bytes read and written per second; `None` for no limit.
     pub bandwidth: Option<RateLimit>,
     /// Weight relative to other leases that share queue pairs; `None` means the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -20,7 +20,7 @@ pub struct NamespaceCapacity {
 /// Part of a namespace that belongs to an id.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CapacityUse {
-    /// The id.
+    /// Id that has the part.
     pub id: String,
     /// Number of bytes that are leased to the id, or that have data of the id which was not released.
     pub bytes: u64,

@@ -400,7 +400,7 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
             {
                 Some(DriveMatchReason::EarlierBoot)
             }
-            // Whether the disk of another boot is present cannot be told.
+            // A name of another boot does not show whether its disk is present.
             Some(boot) if boot != self.host.boot_id => None,
             None if own.is_some_and(|own| own != self.host.boot_id) => None,
             _ => (!self.host.has_disk(base)).then_some(DriveMatchReason::Absent),

@@ -47,7 +47,7 @@ impl fmt::Display for DriveMatchReason {
     }
 )]
 pub struct EarlierNameError {
-    /// The requested drive.
+    /// Name of the requested drive.
     pub drive: String,
     /// Name of the known drive.
     pub earlier: String,
@@ -68,9 +68,9 @@ pub struct EarlierNameError {
 pub struct ChangedDriveError {
     /// The drive's name.
     pub drive: String,
-    /// The namespace.
+    /// Identifier of the namespace.
     pub nsid: Nsid,
-    /// The change.
+    /// Description of the change.
     pub change: String,
     /// Remedy.
     pub remedy: String,
@@ -120,7 +120,7 @@ pub enum LeaseError {
         range: ByteRange,
         /// The drive's name.
         drive: String,
-        /// The requesting id.
+        /// Id that requests the lease.
         id: String,
         /// The other id's data.
         left: Box<LeftoverData>,
@@ -140,7 +140,7 @@ pub enum LeaseError {
          in place of range="
     )]
     Split {
-        /// The id.
+        /// Id of the lease.
         id: String,
         /// The requested range.
         range: ByteRange,
@@ -176,13 +176,13 @@ pub enum LeaseError {
          lease it with range="
     )]
     NoPersistentName {
-        /// The drive.
+        /// Name of the drive.
         drive: String,
     },
     /// Another lease has the id.
     #[error("The id \"{id}\" is taken by {other}; {remedy}")]
     IdTaken {
-        /// The id.
+        /// Id of the lease.
         id: String,
         /// The lease that has the id.
         other: Box<LeaseEntry>,
@@ -201,19 +201,19 @@ pub enum LeaseError {
     /// No lease has the id.
     #[error("There is no lease \"{id}\"; `nvme-mpt leases list` shows all")]
     NoSuchLease {
-        /// The id.
+        /// Id of the lease.
         id: String,
     },
     /// The id has no data.
     #[error("No range has data of lease \"{id}\" that could be handed over")]
     NoData {
-        /// The id.
+        /// Id of the lease.
         id: String,
     },
     /// The unit size is invalid.
     #[error("The unit {unit} of a lease by size {reason}")]
     Unit {
-        /// The size.
+        /// Requested unit size.
         unit: ByteSize,
         /// Reason and remedy.
         reason: String,
@@ -221,7 +221,7 @@ pub enum LeaseError {
     /// The size is invalid.
     #[error("The size {size} of a lease by size {reason}")]
     Size {
-        /// The size.
+        /// Requested size of the lease.
         size: ByteSize,
         /// Reason and remedy.
         reason: String,
@@ -251,7 +251,7 @@ pub enum LeaseError {
     /// The id has data that cannot become part of a lease by size.
     #[error("Lease \"{id}\" left data on {drive}: {left}")]
     PreviousData {
-        /// The id.
+        /// Id of the lease.
         id: String,
         /// The drive's name.
         drive: String,
@@ -264,13 +264,13 @@ pub enum LeaseError {
          {size} --truncate` gives the rest up (data at the end is lost)"
     )]
     HasMore {
-        /// The id.
+        /// Id of the lease.
         id: String,
         /// The drive's name.
         drive: String,
-        /// The present size.
+        /// Present size of the lease.
         present: ByteSize,
-        /// The requested size.
+        /// Requested size of the lease.
         size: ByteSize,
     },
     /// The lease is already smaller than the size to truncate it to.
@@ -279,13 +279,13 @@ pub enum LeaseError {
          --truncate to let it grow"
     )]
     HasLess {
-        /// The id.
+        /// Id of the lease.
         id: String,
         /// The drive's name.
         drive: String,
-        /// The present size.
+        /// Present size of the lease.
         present: ByteSize,
-        /// The requested size.
+        /// Requested size of the lease.
         size: ByteSize,
     },
     /// The lease has a fixed range.
@@ -293,7 +293,7 @@ pub enum LeaseError {
         "Lease \"{id}\" has the fixed range {range}; only leases by size (size=) change theirs"
     )]
     Fixed {
-        /// The id.
+        /// Id of the lease.
         id: String,
         /// Fixed range of the lease.
         range: ByteRange,
@@ -304,7 +304,7 @@ pub enum LeaseError {
          stop its holder, since another lease may have its extents"
     )]
     Gone {
-        /// The id.
+        /// Id of the lease.
         id: String,
     },
     /// The holder of the lease is alive.
@@ -313,7 +313,7 @@ pub enum LeaseError {
          then the next lease of the range shares it with a process that may still write"
     )]
     Held {
-        /// The lease.
+        /// Lease that is in use.
         other: Box<LeaseEntry>,
     },
     /// Another user owns the lease.
@@ -322,11 +322,11 @@ pub enum LeaseError {
          lease to user {user} with `nvme-mpt leases give {id} {user}`"
     )]
     OtherOwner {
-        /// The id.
+        /// Id of the lease.
         id: String,
         /// The owner of the lease.
         owner: u32,
-        /// The requesting user.
+        /// User that requests the lease.
         user: u32,
     },
     /// No user owns the lease.
@@ -335,9 +335,9 @@ pub enum LeaseError {
          path=…,id={id},owner={user}`, or run the VMM as the user of the server"
     )]
     NoOwner {
-        /// The id.
+        /// Id of the lease.
         id: String,
-        /// The requesting user.
+        /// User that requests the lease.
         user: u32,
     },
     /// A user requests bytes that do not belong to the lease that it owns.
@@ -346,13 +346,13 @@ pub enum LeaseError {
          path=…,id={id},owner={user}`, or ask for what is reserved"
     )]
     NotReserved {
-        /// The id.
+        /// Id of the lease.
         id: String,
         /// The drive's name.
         drive: String,
         /// First requested part that does not belong to the lease.
         range: ByteRange,
-        /// The requesting user.
+        /// User that requests the lease.
         user: u32,
     },
     /// The ledger's file cannot be used.

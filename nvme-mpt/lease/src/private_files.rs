@@ -54,7 +54,7 @@ pub enum PrivateFileError {
         path.display()
     )]
     Shared {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
         /// Mode of the directory.
         mode: u32,

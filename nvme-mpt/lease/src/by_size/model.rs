@@ -18,11 +18,11 @@ enum LedgerModelStep {
     Size(&'static str, u64, u64, bool),
     /// A lease with a fixed range: its id, first unit and number of units.
     Range(&'static str, usize, usize, PreviousDataPolicy),
-    /// Growth of a live lease: its index, and the number of units.
+    /// Growth of a live lease: the index of the lease, and the number of units.
     Grow(usize, u64),
-    /// Truncation of a live lease: its index, and the remaining units.
+    /// Truncation of a live lease: the index of the lease, and the remaining units.
     Truncate(usize, u64),
-    /// Completed wipe of a part of a live lease: its index.
+    /// Completed wipe of a part of a live lease: the index of the lease.
     Wipe(usize),
     Drop(usize),
     Die(usize),

@@ -221,7 +221,7 @@ fn a_partition_has_the_leases_by_size_of_its_disk() {
     };
     let message = refusal(&ledger, &behind);
     assert!(message.contains("not all of a lease"), "{message}");
-    // The space there that another id leases is not free either.
+    // In this partition, the space that another id leases is not free either.
     let other = LeaseRequest { id: "c", ..behind };
     let c = take(&ledger, &other);
     assert_eq!(parts(&c), ranges(&["5M+5M"]));

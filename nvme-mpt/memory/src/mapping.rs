@@ -569,7 +569,7 @@ mod tests {
         read
     }
 
-    /// A fake device in a file. Truncating the file removes its pages, as removing a drive removes its registers.
+    /// Creates a fake device in a file. Truncating the file removes its pages, as removing a drive removes its registers.
     fn device(len: u64) -> (File, Mapping) {
         let fd = memfd(len);
         let mapping = Mapping::device(fd.as_fd(), 0, len as usize).expect("map");

@@ -96,7 +96,7 @@ pub enum ActorStep {
     Record,
     /// A slot's mark is stored: the slot and the mark.
     Mark,
-    /// A file or directory is opened or created. No numbers.
+    /// A file or directory is opened or created; the numbers are unused.
     OpenFile,
     /// A file or its metadata is read: its number and the offset.
     ReadFile,

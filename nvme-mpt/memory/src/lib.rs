@@ -1,9 +1,11 @@
 //! Access to memory that guests and NVMe drives may write at any time.
 //!
 //! The crate contains the unsafe code of the data path, behind safe interfaces:
+//!
 //! - [`Mapping`] is a range of guest memory or of a device's registers. If the memory is lost (a truncated file, a removed
 //!   drive), it is replaced by zeroes or ones, and an access raises no SIGBUS.
 //! - [`RawBytes`], [`RawWords`], [`MappedWord32`], [`MappedWord64`], [`SharedWords`] and [`MappedRegisters`] read and write
+//!   bytes and words of a mapping.
 //! - [`SubmissionRing`] and [`CompletionRing`] are the queues of a guest; [`HostSubmissionRing`] and [`HostCompletionRing`]
 //!   are those of a drive. [`RingIndex`] and [`CompletionIndices`] are the indices of all these queues.
 //!   [`CompletionCredit`] is the permit to fill an entry of a Completion Queue.

@@ -1,6 +1,5 @@
 //! Interrupt coalescing: the number of completions of a queue per interrupt.
 //!
-//! A guest that submits more commands while it is interrupted for each completion loses time to the interrupts. A guest that
 //! A guest that submits more commands while it is interrupted for each completion loses time to the interrupts. A guest
 //! that waits for a completion gains nothing from a late interrupt. The poller cannot see which of the two a guest is, so
 //! the policy tries: from time to time, it doubles or halves the number of completions per interrupt. It keeps the change

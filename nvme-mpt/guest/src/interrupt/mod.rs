@@ -235,8 +235,8 @@ impl InterruptVector {
         self.flags() & DEASSERTS_ON_ACCESS != 0
     }
 
-    /// Returns a number for the present period in which the pin's level is high; `None` if the level is low, or does not
-    /// fall at an access to a BAR. Each period has another number.
+    /// Returns a number for the present period in which the pin's level is high; `None` if the level is low or does not
+    /// fall at an access to a BAR, or if the vector is masked. Each period has another number.
     #[must_use]
     pub fn asserted_until_access(&self) -> Option<u64> {
         let state = self.state();

@@ -561,7 +561,7 @@ pub(crate) enum IovaRefusal {
     NoSpace,
 }
 
-/// Allocated range of an [`IovaSpace`], which is freed when it is dropped.
+/// Allocated range of an [`IovaSpace`]. Dropping it frees the range, unless memory in it could not be unmapped.
 #[derive(Debug)]
 pub struct IovaRange {
     space: Arc<IovaSpace>,

@@ -89,6 +89,7 @@ impl BackingFile {
 impl BackingId {
     /// Resolves a path without symbolic links.
     ///
+    /// # Errors
     /// Returns the kernel's error about the path, or `Unsupported` for a file that has another name as well, and so could
     /// be leased twice. A device that lacks attributes is no error: the drive's name is then only valid until the next
     /// boot.

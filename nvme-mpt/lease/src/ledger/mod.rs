@@ -926,9 +926,10 @@ impl Lease {
     }
 
     /// Adds extents until the lease has `bytes` bytes. Returns the added extents, in the lease's order.
-    /// The ledger has the new extents when this returns. Added parts with other ids' data are [unwiped](Self::unwiped).
-    /// The extents are in the ledger when this returns. Added parts with other ids' data are [unwiped](Self::unwiped).
     ///
+    /// The ledger has the new extents when this returns. Added parts with other ids' data are [unwiped](Self::unwiped).
+    ///
+    /// # Errors
     /// The lease is not one by size, is larger than `bytes`, or is no longer in the ledger. The size is invalid. The drive
     /// has too little capacity. The ledger's file cannot be used. After an error, the lease is unchanged.
     pub fn grow(&self, bytes: u64) -> Result<Vec<ByteRange>, LeaseError> {

@@ -7,7 +7,7 @@
 //!
 //! An interrupt is held back only while more completions are expected: commands are in flight, or the guest has just
 //! submitted some. If most holds end without enough completions, the guest has too few commands outstanding. The number of
-//! completions per interrupt then decreases at once.
+//! completions per interrupt then decreases immediately.
 //!
 //! Limits: 1 to 32 completions share an interrupt. A trial lasts 128 completions. It is kept if they took 4 % less time, or
 //! at most 4 % more with fewer completions per interrupt. An interrupt is held back for at most 4 ms. Interrupt Coalescing

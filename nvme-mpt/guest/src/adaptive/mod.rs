@@ -16,7 +16,7 @@
 //!   caller measures, and passes [`Ticks`](nvme_mpt_memory::clock::Ticks).
 //! - **Clock.** All times are ticks of one clock, whose [`TickRate`](nvme_mpt_memory::clock::TickRate) is given at
 //!   creation. Tests and simulations pass [`TickRate::NANOSECOND`](nvme_mpt_memory::clock::TickRate::NANOSECOND).
-//! - **Fixed alternative.** With [`PolicyChoice::Fixed`], inputs change nothing, and the decision is the constant above.
+//! - **Fixed alternative.** With [`PolicyChoice::Fixed`], inputs change nothing, and the decision is the constant in the table.
 //! - **Switch.** [`AdaptivePolicies`] has a choice for each policy. An operator writes the names, as in
 //!   `fixed=moderation+doorbells`.
 //! - **Worth.** `docs/performance.md` compares each policy with its fixed alternative. A policy without benefit is deleted.

@@ -7,13 +7,13 @@
 //! Cases considered for these files:
 //!
 //! * **userfaultfd** blocks page faults only in the address space that registered the memory. This process registers none.
-//!   So a page fault here gets a page of zeros at once, which every mapping then sees
+//!   So a page fault here gets a page of zeros immediately, which every mapping then sees
 //!   (`nvme-mpt/memory/tests/userfaultfd.rs`). That is wrong for memory that a VMM restores on demand. Such memory is
 //!   accepted only through the VMM's own mapping ([`VmmMapping`](super::VmmMapping)), or once it is complete. Until then it
 //!   is refused, if registrations are visible (`nvme-mpt/memory/src/userfaultfd.rs`). Write protection is also per address
 //!   space, and hides no content.
 //! * **Holes.** fallocate blocks page faults in a range while it punches a hole there. The time is bounded by the hole's
-//!   pages, and a guest's balloon does the same. Seals that forbid holes would forbid virtio-mem.
+//!   pages, and a guest's balloon punches holes as well. Seals that forbid holes would forbid virtio-mem.
 //! * **Truncation** raises SIGBUS, as do a full tmpfs and an empty pool of huge pages.
 //! * **Swap** makes page faults wait for the host's swap device. This is the host's choice, as for any memory of its VMs.
 //!

@@ -32,7 +32,7 @@
 //! # Crashes
 //!
 //! The file counts the crashes of processes while they worked for the function ([`CrashRecord`]): of pollers on its queues, and
-//! of other threads that work for the function (`CrashRecord::during`). The owner of the file decides how to react.
+//! of other threads that work for the function ([`CrashRecord::run`]). The owner of the file decides how to react.
 //!
 //! # Pinned memory
 //!

@@ -2,8 +2,8 @@
 //!
 //! Memory of a physical drive's VMs is pinned page by page. The VMM may free a page of its file because of the guest's
 //! balloon, free page reporting, or memory that is unplugged before it is unmapped. Then the file gets another page at the
-//! next access, but the drive still uses the old one. Its writes never reach the guest, its reads return stale data, and both
-//! complete with success.
+//! next access, but the drive still uses the old one. Data that the drive writes never reach the guest, the drive reads stale
+//! data, and the commands complete with success.
 //!
 //! A VMM must not free such pages, as with any passed-through device. The drive monitor checks a few times a second whether a
 //! file has fewer pages than before. If so, it lets another thread check the mapped ranges, because the kernel takes long for

@@ -40,8 +40,8 @@ struct CoalescingTestResult {
     longest: u64,
 }
 
-/// The guest's processor. A step ends before an interrupt is taken, and the interrupt handler ends before the next
-/// submission.
+/// The guest's processor, which does one thing at a time: an interrupt waits for the end of the present step, and the
+/// next submission for the end of the interrupt handler.
 #[derive(Debug, Default)]
 struct CoalescingTestProcessor {
     free_at: u64,

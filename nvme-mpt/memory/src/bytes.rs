@@ -70,8 +70,8 @@ impl<'a> RawBytes<'a> {
     }
 
     /// Copies 64-bit little-endian words out of the shared memory, up to the shorter of both lengths, and moves each from
-    /// `first` to `to`: a word `w` is read once, and `to + (w - first)` is stored. Returns the bitwise OR of all `w -
-    /// first`.
+    /// `first` to `to`: a word `w` is read once, and `to + (w - first)` is stored. Returns the bitwise OR of
+    /// all `w - first`.
     #[inline]
     pub fn copy_moved_words_to(&self, buffer: &mut [u64], first: u64, to: u64) -> u64 {
         let count = buffer.len().min(self.len / 8);

@@ -1,4 +1,4 @@
-//! Detection of memory whose page faults another process resolves (userfaultfd).
+//! Detection of memory whose page faults a process resolves itself (userfaultfd).
 //!
 //! A VMM that restores its guest on demand, or receives it by post-copy, registers its *own* mapping of the guest's memory
 //! with userfaultfd. A page that is not restored yet is a hole in the memory's file. A read through another mapping returns

@@ -15,7 +15,7 @@ use crate::message::{NUM_IRQS, NUM_REGIONS};
 /// example, an access of three bytes at an odd offset reaches `read`.
 pub trait VfioUserDevice {
     /// Returns the size, access rights and mappable area of a region. The server calls this once per region, when it starts, so
-    /// a region must not change later.
+    /// a region must not change afterwards.
     fn region(&self, index: RegionIndex) -> DeviceRegion;
 
     /// Reads registers or config space: one byte or more, all within the region. `data` is filled with all ones beforehand, the
@@ -68,7 +68,7 @@ pub trait VfioUserDevice {
     fn reset(&mut self);
 
     /// Notes that a client has connected and has not sent a request yet. `process` is the process that connected, if the kernel
-    /// reports it. This process may already have passed the socket to another one.
+    /// reports it. This process may already have passed the socket to another process.
     fn on_connected(&mut self, _process: Option<ClientProcess>) {}
 
     /// Keeps a duplicate of a client's socket that outlives the process. A server with a [`RequestLog`](crate::RequestLog)

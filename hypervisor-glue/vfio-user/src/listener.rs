@@ -37,9 +37,8 @@ impl Default for SocketAccess {
 
 /// Listening UNIX socket with its file.
 ///
-/// [`VfioUserServer`](crate::VfioUserServer) contains such a listener. The type is public for programs that offer other sockets
-/// by the same rules. The socket file replaces only the file of a server that has ended, and is removed when the listener is
-/// dropped.
+/// [`VfioUserServer`](crate::VfioUserServer) contains such a listener. The type is public for programs that offer sockets of
+/// their own. The socket file replaces only the file of a server that has ended, and is removed when the listener is dropped.
 #[derive(Debug)]
 pub struct SocketListener {
     socket: UnixListener,
@@ -210,7 +209,7 @@ fn socket_error(path: &Path) -> impl FnOnce(PathError) -> Error + use<'_> {
     }
 }
 
-/// File of a listening socket. Dropping this value removes the file, unless the file belongs to another socket by then.
+/// File of a listening socket. Dropping this value removes the file, if the file does not belong to another socket by then.
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,

@@ -23,7 +23,7 @@
 //!
 //! Two cases remain undetected. If the client has read the reply and sent nothing since, it gets the reply twice. If it has
 //! sent a request without waiting for the reply, it does not get the reply. Both require a process that ends within three
-//! successive system calls, and a client that reads or sends at the same time.
+//! successive system calls, and a client that reads or sends meanwhile.
 //!
 //! # Limits
 //!

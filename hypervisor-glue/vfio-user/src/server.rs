@@ -38,8 +38,8 @@ const FINAL_TURNS_MAX: usize = 1024;
 /// device.
 const NEGOTIATION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time for which a new client waits until the previous connection is closed, whose process has ended. This is less
-/// than the five seconds for which clients wait for an answer.
+/// Maximum time for which a new client waits for the end of a connection whose process has ended. This is less than the five
+/// seconds for which clients wait for an answer.
 const SUCCESSION_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Offers a device to clients, one client at a time.
@@ -71,8 +71,7 @@ pub struct VfioUserServer<D: VfioUserDevice> {
     device: D,
     regions: Arc<DeviceRegions>,
     client: Option<ConnectedClient>,
-    /// Client that waits until the previous connection is closed, whose process has ended; and the time when `check_timeouts`
-    /// first saw the waiting client.
+    /// New client that waits for the end of the previous connection, and the time when `check_timeouts` first saw the client.
     waiting_client: Option<(UnixStream, Option<Duration>)>,
     /// Log that a successor process needs to continue; `None` for a server that ends with its process.
     request_log: Option<RequestLog>,

@@ -348,7 +348,7 @@ fn default_unit(drive: &Drive) -> u64 {
     multiple.map_or(DEFAULT_UNIT, |multiple| multiple.max(MIN_UNIT))
 }
 
-/// Returns the request for a lease by size.
+/// Returns the bytes to request from the ledger for a lease by size. Refuses a unit that the drive does not allow.
 fn requested_bytes(asked: LeaseSize, drive: &Drive) -> Result<RequestedBytes, OpenError> {
     let LeaseSize { size, unit } = asked;
     let multiple = drive.controller().lease_unit_bytes();
@@ -476,8 +476,8 @@ pub fn attach(
     attach_with(options, drive, ledgers, pollers, parts, stop)
 }
 
-/// Works like [`attach`], for a function that may outlive this process. `parts` is the source of the parts that the function
-/// shares with its back end, such as doorbell memory: new parts, or those of a predecessor.
+/// Works like [`attach`], for a function that may outlive this process. `parts` is the source of the parts that the function and
+/// its back end share, such as doorbell memory: new parts, or those of a predecessor.
 ///
 /// # Errors
 /// Returns the errors of [`attach`].

@@ -80,7 +80,7 @@ impl VectorRoutes {
                 function.set_pin(is_pin.then_some(PinDeassertion::Acknowledgement));
                 vector.set_eventfd(Some(eventfd));
                 self.is_pin_connected = is_pin;
-                // Pollers forget the vCPU of the message, since the vCPU that handles the INTx pin is unknown.
+                // Reports no vCPU for the pin, since the vCPU that handles the pin's interrupts is unknown.
                 self.update_vcpu_threads(function);
             }
             (Err(error), _) => {

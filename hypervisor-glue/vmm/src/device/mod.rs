@@ -68,7 +68,7 @@ enum DeviceSlot {
 /// Function with its connections to the VMM.
 struct WiredFunction {
     function: NvmeFunction,
-    /// Eventfd that the control thread watches.
+    /// Eventfd by which the function reports events to the control thread.
     events: EventFd,
     routes: VectorRoutes,
     /// Eventfd that becomes readable when the level of the INTx pin has fallen.
@@ -527,6 +527,6 @@ fn is_io_doorbell(function: &NvmeFunction, offset: u64) -> bool {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // If a thread panicked while it held the lock, the function is at worst a failed controller.
+    // If a thread panicked while it held the lock, the function's controller has at worst failed.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -647,9 +647,9 @@ pub enum LabelError {
     },
 }
 
-/// Labels a drive, so that its leases are found again under any path. Existing leases move to the label's name. With `again`,
-/// a drive that has lost its label gets the label of that name which the ledger knows. If `is_other` is set, the operator
-/// states that the drive is none of those that the ledger knows and this host misses.
+/// Labels a drive, so that its leases are found again under any path. Existing leases move to the label's name. With `again`, a
+/// drive that has lost its label gets the label of that name which the ledger knows. If `is_other` is set, the operator states
+/// that the drive is none of those that the ledger knows and this host misses.
 ///
 /// # Errors
 /// See [`LabelError`]. After an error, the drive has no label or a complete one.

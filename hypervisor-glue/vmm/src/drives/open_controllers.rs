@@ -16,7 +16,7 @@ use nvme_vfio::function::PciAddress;
 use super::{DriveOptions, DrivePath, OpenDriveError};
 
 /// Key of an open drive, which is independent of the drive's path. The serial number would not be a key, since two devices may
-/// report the same number.
+/// report one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum OpenDriveKey {
     Function(PciAddress),

@@ -17,7 +17,7 @@ use super::server_options::OptionText;
 /// Default directory of the lease ledger.
 ///
 /// The ledger must survive a power failure, so that a range stays with its owner until an operator releases it. So the
-/// directory is not in /run, which is lost.
+/// directory is not in /run, which a restart of the host empties.
 pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
 /// Configuration of a function: the options of [`FunctionOptions`] as text.

@@ -140,7 +140,7 @@ fn parse_quoted(
     value: &mut String,
 ) -> Result<(), OptionError> {
     while let Some(next) = chars.next() {
-        // A quote closes the value unless it is doubled.
+        // A doubled quote is part of the value. A single quote closes it.
         if next == '"' && chars.next_if_eq(&'"').is_none() {
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! Subject of Identify commands: the values that several of their data structures describe.
+//! Data from which Identify commands build their data structures.
 
 use nvme_guest::{ControllerLimits, LeasedNamespace, host::TemperatureThresholds};
 use nvme_spec::feature::AsyncEventConfiguration;

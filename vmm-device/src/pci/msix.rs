@@ -133,7 +133,7 @@ impl MsixTable {
 
     /// Returns the number of vectors.
     pub(crate) fn count(&self) -> u16 {
-        // The cast keeps the value: there are at most [`MSIX_VECTORS_MAX`] vectors.
+        // The cast keeps the value: there are at most `MSIX_VECTORS_MAX` vectors.
         self.vectors.len() as u16
     }
 

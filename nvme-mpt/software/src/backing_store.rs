@@ -20,14 +20,14 @@ use nvme_spec::status::Status;
 
 use crate::model::{DriveModel, TimedQueue, TimedQueueBackend};
 
-/// Status of a command that fails because completed writes of its lease were lost, or that would hide this loss. The blocks of
-/// this command itself are unaffected.
+/// Status of a command of a lease that has lost completed writes. The command fails even if its own blocks are unaffected,
+/// because a success would hide the loss from the guest.
 pub(crate) const LOST_WRITES: Status = Status::WRITE_FAULT.with_dnr(true);
 
-/// A backing store for the blocks of a software drive. Implement it to add a new kind of store.
+/// A store for the blocks of a software drive. A new kind of store implements this trait.
 pub trait BackingStore: fmt::Debug + Send + Sync {
-    /// Returns a name that identifies the stored bytes independently of the path. The result also names the storage below, such
-    /// as the file of a loop device.
+    /// Returns an identity of the stored bytes that does not depend on the path. It includes the storage below, such as the
+    /// file of a loop device.
     fn identity(&self) -> DriveIdentity;
 
     /// Returns the Model Number, up to 40 characters.
@@ -41,23 +41,23 @@ pub trait BackingStore: fmt::Debug + Send + Sync {
         limits
     }
 
-    /// Returns whether no other process can access the blocks.
+    /// Returns true if no other process can access the blocks.
     fn is_private(&self) -> bool {
         true
     }
 
-    /// Returns the path of the backing file or block device, or `None` if the blocks are lost when the process ends.
+    /// Returns the path of the backing file or block device; `None` if the blocks are lost when the process ends.
     fn path(&self) -> Option<&Path> {
         None
     }
 
-    /// Sets the time after which a pending storage request fails its queue. A store in this process's memory ignores the
-    /// timeout.
+    /// Sets the timeout of storage requests. If a request exceeds it, its queue fails. A store in this process's memory has no
+    /// such requests, and ignores the timeout.
     fn set_timeout(&self, timeout: Duration) {
         let _ = timeout;
     }
 
-    /// Returns whether a transfer may block the submitting thread while it waits for another process or host.
+    /// Returns whether a transfer may block the submitting thread, because the storage depends on another process or host.
     fn may_block(&self) -> bool {
         false
     }
@@ -73,7 +73,7 @@ pub trait BackingStore: fmt::Debug + Send + Sync {
         None
     }
 
-    /// From now on, makes each sync of the blocks also sync `file` afterwards.
+    /// Makes each later sync of the blocks also sync `file`, after the blocks.
     fn set_companion_file(&self, file: Arc<File>) {
         let _ = file;
     }
@@ -88,24 +88,24 @@ pub trait BackingStore: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError>;
 }
 
-/// The parts of a backing store that belong to one lease. Dropping it ends the lease.
+/// The part of a backing store that belongs to one lease. Dropping it ends the lease.
 pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
-    /// Creates a queue pair for up to `slots` commands, timed by `pace`.
+    /// Creates a queue pair for up to `slots` commands, whose completions `pace` delays.
     ///
     /// # Errors
     /// Returns the kernel's error.
     fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair>;
 
-    /// Appends a part to the lease. The default does nothing, for backing stores without state per lease.
+    /// Adds a part to the lease. The default does nothing, for backing stores without state per lease.
     ///
     /// # Errors
-    /// See [`HostLeaseError`]. On an error, the lease is unchanged.
+    /// See [`HostLeaseError`]. An error leaves the lease unchanged.
     fn add_part(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         let _ = part;
         Ok(())
     }
 
-    /// Returns how many blocks at the start of a part are known to be zero; see
+    /// Returns the number of blocks at the start of a part that are known to be zero; see
     /// [`HostLease::leading_zeroes`](nvme_mpt::drive::HostLease::leading_zeroes).
     fn leading_zeroes(&self, part: BlockRange) -> u64 {
         let _ = part;
@@ -115,16 +115,16 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
     /// Makes all completed writes of the lease durable.
     ///
     /// # Errors
-    /// Returns the kernel's error. If the lease has lost writes, every flush fails.
+    /// Returns the kernel's error. After a lost write, every flush of the lease fails.
     fn flush(&self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Releases the locks before another process continues the lease; see
+    /// Releases the lease's locks, so that another process can continue the lease; see
     /// [`HostLease::release_locks`](nvme_mpt::drive::HostLease::release_locks).
     fn release_locks(&self) {}
 
-    /// From now on, reports new damage to `events`.
+    /// Reports damage that occurs from now on to `events`.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }
@@ -134,15 +134,15 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
         LeaseDamage::default()
     }
 
-    /// Returns whether there can be damage that is only found by checking periodically.
+    /// Returns whether damage is possible that only a periodic check finds.
     fn can_be_damaged(&self) -> bool {
         false
     }
 
-    /// Records that completed writes of the connected VMM were lost before this process opened the lease.
+    /// Records that completed writes of the lease's VMM were lost before this process opened the lease.
     fn record_earlier_write_errors(&self) {}
 
-    /// Stores in `record` whether writes were lost, now and at each change, so that a successor process learns of the loss.
+    /// Writes to `record`, now and at each change, whether the lease has lost writes, so that a successor process can read it.
     fn set_write_error_record(&self, record: LeaseWriteErrorRecord) {
         let _ = record;
     }
@@ -150,12 +150,13 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
     /// Opens spare file descriptions, on which the kernel reports write-back errors to a successor; see
     /// [`HostLease::open_spare_fds`](nvme_mpt::drive::HostLease::open_spare_fds).
     ///
-    /// # Errors Returns the kernel's error.
+    /// # Errors
+    /// Returns the kernel's error.
     fn open_spare_fds(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(Vec::new())
     }
 
-    /// Takes over spare file descriptions of the predecessor; see
+    /// Adopts the spare file descriptions of the predecessor; see
     /// [`HostLease::restore_spare_fds`](nvme_mpt::drive::HostLease::restore_spare_fds).
     ///
     /// # Errors
@@ -165,36 +166,37 @@ pub trait LeasedBackingStore: fmt::Debug + Send + Sync {
         Ok(false)
     }
 
-    /// Records write-back losses that the spare file descriptions report, and losses that were reported to other leases before
-    /// this process opened this lease. Called when the lease continues after another process.
+    /// Records lost writes of an earlier process: write-back errors on the spare file descriptions, and errors that were
+    /// reported to other leases before this process opened this lease. Called when the lease continues after another process.
     fn restore_write_errors(&self) {}
 
-    /// Loads the unreadable blocks of the lease; see [`HostLease::restore_marks`](nvme_mpt::drive::HostLease::restore_marks).
+    /// Loads the lease's uncorrectable blocks; see [`HostLease::restore_marks`](nvme_mpt::drive::HostLease::restore_marks).
     fn restore_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let _ = (marks, ask);
     }
 
-    /// Stores the current unreadable blocks; see [`HostLease::store_marks`](nvme_mpt::drive::HostLease::store_marks).
+    /// Stores the lease's present uncorrectable blocks; see
+    /// [`HostLease::store_marks`](nvme_mpt::drive::HostLease::store_marks).
     fn store_marks(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         let _ = store;
     }
 
-    /// Resets the state of the lease, after a VMM has connected.
+    /// Resets the state of the lease when a VMM has connected.
     fn reset_state(&self) {}
 }
 
-/// Timing of a drive's commands: by a model, or as fast as the backing store.
+/// Timing of a drive's commands: by a model, or as fast as the backing store allows.
 #[derive(Clone, Copy, Debug)]
 pub struct CommandTiming<'a>(pub(crate) Option<&'a Arc<DriveModel>>);
 
 impl CommandTiming<'_> {
-    /// Returns whether commands complete without a delay by a model.
+    /// Returns whether commands complete without a model's delay.
     #[must_use]
     pub fn is_immediate(self) -> bool {
         self.0.is_none()
     }
 
-    /// Wraps a queue of the backing store in a queue that delays completions, if there is a timing model.
+    /// Puts a layer that delays completions in front of a queue of the backing store, if there is a timing model.
     pub fn wrap_queue<Q>(self, queue: Q, slots: u16) -> HostQueuePair
     where
         Q: TimedQueueBackend + fmt::Debug + Send + 'static,

@@ -1,4 +1,4 @@
-//! Backing stores that execute each command synchronously, and the queue pairs on top of them.
+//! Queue pairs over backing stores that execute each command synchronously.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -15,32 +15,33 @@ use nvme_spec::status::Status;
 
 use crate::model::TimedQueueBackend;
 
-/// A backing store that executes commands synchronously, in the poller's thread. Each queue has its own executor.
+/// Executor of a queue's commands for a backing store. It works synchronously, on the poller's thread.
 pub trait CommandExecutor: fmt::Debug + Send {
     /// Executes a command completely.
     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status;
 
-    /// Prefetches the data of a command into the processor's cache. Called before `execute`.
+    /// Prefetches the data of a command into the processor's cache. Called some time before [`Self::execute`].
     fn prefetch(&self, sqe: &Sqe);
 
-    /// True if [`is_long`](Self::is_long) or `needs_wait` can return true.
+    /// True if [`is_long`](Self::is_long) or [`needs_wait`](Self::needs_wait) can return true.
     const HAS_LONG_COMMANDS: bool = false;
 
-    /// Returns whether a command may occupy the poller for longer than its transfer size suggests. The queue executes such a
-    /// command in [steps](Self::execute_step), and the poller serves other queues in between.
+    /// Returns whether a command may occupy the poller for longer than its transfer size suggests. The queue executes a long
+    /// command in [steps](Self::execute_step), and the poller serves other queues between the steps.
     #[inline]
     fn is_long(_sqe: &Sqe) -> bool {
         false
     }
 
-    /// Returns whether a command that is not long must wait, for example until the ledger has stored a change. The queue then
-    /// executes the command in steps.
+    /// Returns whether a short command must wait, for example until the ledger has stored a change. The queue then executes the
+    /// command in steps, too.
     #[inline]
     fn needs_wait(&self, _sqe: &Sqe) -> bool {
         false
     }
 
-    /// Executes the next step of a long command. `executed_steps` is the number of steps that were executed before.
+    /// Executes the next step of a command that is executed in steps. `_steps` is the number of its steps that were executed
+    /// before.
     fn execute_step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, _steps: usize) -> ExecutionStep {
         ExecutionStep {
             bytes: 0,
@@ -49,32 +50,32 @@ pub trait CommandExecutor: fmt::Debug + Send {
     }
 }
 
-/// Result of one step of a long command.
+/// Result of one step of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExecutionStep {
-    /// Bytes of the drive that the step wrote.
+    /// Number of bytes of the drive that the step wrote.
     pub bytes: u64,
-    /// Status of the command, if this was its last step.
+    /// Status of the command; `None` if further steps follow.
     pub status: Option<Status>,
 }
 
-/// Bytes that long commands may write in one call of `reap`. Zeroing this many bytes takes about a tenth of a millisecond.
+/// Maximum number of bytes that long commands write in one call of `reap`. Zeroing them takes about a tenth of a millisecond.
 pub(crate) const TURN_BYTES: u64 = 1 << 20;
 
-/// Number of commands whose data is prefetched while an earlier command is executed.
+/// Number of commands behind the executed command whose data is prefetched.
 const PREFETCH_COMMANDS: usize = 4;
 
-/// A queue pair that executes short commands while the doorbell is rung, and long commands in steps afterwards.
+/// Queue pair that executes short commands when the doorbell is rung, and long commands in steps when it is reaped.
 #[derive(Debug)]
 pub struct SoftwareQueue<S> {
     pub(crate) executor: S,
     sq: Vec<Sqe>,
     cq: Vec<HostCompletion>,
-    /// Long commands, in submission order.
+    /// Commands that are executed in steps, in submission order.
     long_commands: VecDeque<Sqe>,
-    /// Number of executed steps of the first long command.
+    /// Number of executed steps of the first command in `long_commands`.
     executed_steps: usize,
-    /// True once no further step may begin, because the queue ends.
+    /// Set when the queue ends, so that no further step begins.
     is_stopping: bool,
 }
 
@@ -101,7 +102,7 @@ impl<S: CommandExecutor> SoftwareQueue<S> {
         });
     }
 
-    /// Executes steps of long commands until they have written [`TURN_BYTES`].
+    /// Executes steps of long commands until the steps have written [`TURN_BYTES`].
     #[cold]
     #[inline(never)]
     fn execute_long_steps(&mut self, memory: HostMemory<'_>) {
@@ -151,7 +152,7 @@ fn execute_all<S: CommandExecutor>(
     sq.clear();
 }
 
-/// Defers the command if it is long or has to wait. Returns whether it was deferred.
+/// Defers the command if it must be executed in steps. Returns whether it was deferred.
 #[inline]
 fn defer_if_long<S: CommandExecutor>(store: &S, sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
     let is_long = S::HAS_LONG_COMMANDS && (S::is_long(sqe) || store.needs_wait(sqe));
@@ -252,7 +253,8 @@ impl<S: CommandExecutor> HostQueue for SoftwareQueue<S> {
         None
     }
 
-    /// Deferred commands count as due at once: a layer in front of this queue asks for `next_due`, but not for `has_deferred_commands`.
+    /// Returns the present as due time while commands are deferred. A layer in front of this queue calls `next_due`, but not
+    /// `has_deferred_commands`.
     fn next_due(&self) -> Option<Ticks> {
         self.has_deferred_commands().then_some(Ticks(0))
     }

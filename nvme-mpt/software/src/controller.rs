@@ -1,4 +1,4 @@
-//! The software host controller: optional layers over a [`BackingStore`].
+//! The software host controller: a [`BackingStore`] with optional layers for timing, faults and zones.
 
 use std::any::Any;
 use std::io;
@@ -50,11 +50,10 @@ pub struct SoftwareController {
     iova_space: Arc<IovaSpace>,
 }
 
-/// Default limit of bytes per command, as a base-2 logarithm: 1 MiB. The limit also holds for commands that name data without
-/// transferring it.
+/// Default limit of bytes per command, as a base-2 logarithm: 1 MiB. It also limits commands that name data without a transfer.
 const MAX_TRANSFER_LOG2: u8 = 20;
 
-/// Limits of the software controller, which a backing store may change.
+/// Limits of a software controller without adaptations to its backing store.
 pub(crate) const LIMITS: ControllerLimits = ControllerLimits {
     mdts: MAX_TRANSFER_LOG2 - 12,
     entries_max: 4096,
@@ -71,7 +70,7 @@ pub(crate) const LIMITS: ControllerLimits = ControllerLimits {
     deallocated_reads_zeroes: true,
     sgl_descriptors_max: MAX_SGL_DESCRIPTORS,
     no_data_bytes_max: 1 << MAX_TRANSFER_LOG2,
-    // Freeing memory takes time in which the poller's other queues wait.
+    // Deallocation frees memory. The limit bounds the time for which the poller's other queues wait meanwhile.
     dsm_range_bytes_max: 256 << 20,
     dsm_ranges_max: 256,
     copy_bytes_max: 1 << MAX_TRANSFER_LOG2,
@@ -100,7 +99,7 @@ impl SoftwareController {
         }
     }
 
-    /// Creates a drive that stores no data: writes succeed, and reads leave the buffer unchanged.
+    /// Creates a drive that stores no data: writes succeed, and reads leave the guest's memory unchanged.
     #[must_use]
     pub fn null(bytes: u64, lba_shift: u8) -> Self {
         Self::new(NullBackingStore::new(bytes), lba_shift)
@@ -109,17 +108,17 @@ impl SoftwareController {
     /// Creates a drive in memory.
     ///
     /// # Errors
-    /// Returns the kernel's error if the address space is exhausted, or if there is too little memory for
+    /// Returns the kernel's error if the address space is exhausted, or if there is not enough memory for
     /// [`MemoryAllocationTime::AtOnce`].
     pub fn memory(bytes: u64, lba_shift: u8, allocation: MemoryAllocationTime) -> io::Result<Self> {
         let medium = MemoryBackingStore::new(bytes, lba_shift, allocation)?;
         Ok(Self::new(medium, lba_shift))
     }
 
-    /// Creates a drive in a memory file, which a successor process can take over.
+    /// Creates a drive in a memory file, which a successor process can use with its content.
     ///
     /// # Errors
-    /// Returns the kernel's error if the file cannot be mapped, or if there is too little memory for
+    /// Returns the kernel's error if the file cannot be mapped, or if there is not enough memory for
     /// [`MemoryAllocationTime::AtOnce`]. Returns [`io::ErrorKind::InvalidInput`] if the file is shorter than `bytes`.
     pub fn memory_file(
         file: &OwnedFd,
@@ -139,12 +138,12 @@ impl SoftwareController {
         Self::open_file_with_slices(path, lba_shift, PolicyChoice::Learned, None)
     }
 
-    /// Creates a drive over a file or a block device, like [`Self::open_file`]. Long deallocations are split into slices, and
-    /// `slices` chooses the [slice length](nvme_guest::adaptive::SliceLength). If `name` is given, the file must have a label with
-    /// that name.
+    /// Creates a drive over a file or a block device, like [`Self::open_file`]. Long deallocations are split into slices, whose
+    /// [length](nvme_guest::adaptive::SliceLength) `slices` chooses. If `name` is given, the file must have a label with this
+    /// name.
     ///
     /// # Errors
-    /// Returns the kernel's error if the path cannot be opened, and `InvalidData` if the file has no label with the name.
+    /// Returns the kernel's error if the path cannot be opened, and `InvalidData` if the file has no label with `name`.
     pub fn open_file_with_slices(
         path: &Path,
         lba_shift: u8,
@@ -157,14 +156,14 @@ impl SoftwareController {
     }
 
     /// Sets a timeout for requests to the storage. If a request exceeds the timeout, its queue fails. Without a timeout, queues
-    /// wait indefinitely.
+    /// wait for ever.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
         self.store.set_timeout(timeout);
         self
     }
 
-    /// Adds the timing of the drive that `profile` describes.
+    /// Adds a timing model of the drive that `profile` describes.
     #[must_use]
     pub fn with_timing(mut self, profile: &DriveProfile) -> Self {
         let HostNamespace {
@@ -172,7 +171,8 @@ impl SoftwareController {
         } = self.namespace;
         if let DriveProfile::Ssd(_) = profile {
             self.limits.volatile_write_cache = true;
-            // A deallocation looks up every page, and the poller's other queues wait for that.
+            // The model looks every page of a deallocation up. The limit bounds the time for which the poller's other queues
+            // wait meanwhile.
             self.limits.dsm_range_bytes_max = self.limits.dsm_range_bytes_max.min(64 << 20);
             self.limits.dsm_ranges_max = self.limits.dsm_ranges_max.min(16);
         }
@@ -204,12 +204,12 @@ impl SoftwareController {
         }
         self.namespace.blocks = zones.blocks();
         self.limits = ControllerLimits {
-            // The other commands move, name or discard blocks without regard to write pointers.
+            // Other commands are not offered, since they move, name or discard blocks without regard to write pointers.
             commands: Oncs(0)
                 .with_compare(true)
                 .with_write_zeroes(true)
                 .with_verify(true),
-            // After a crash, blocks beyond a write pointer may still hold old data.
+            // After a crash, blocks beyond a write pointer may still have old data.
             deallocated_reads_zeroes: false,
             own_bytes_max: profile.append_limit.0,
             ..self.limits
@@ -218,7 +218,7 @@ impl SoftwareController {
         Ok(self)
     }
 
-    /// Adds the faults of a plan, and allows further faults to be injected later. Call it after `with_zones`.
+    /// Adds the faults of a plan, and allows to inject further faults while the drive runs. Call it after [`Self::with_zones`].
     ///
     /// # Errors
     /// See [`FaultInjector::inject`].
@@ -228,8 +228,9 @@ impl SoftwareController {
         Ok(self)
     }
 
-    /// Adds faults as `with_faults` does, stored in a memory file that outlives this process. A new file must be
-    /// empty. If the file already holds faults of a predecessor, the drive continues with these and ignores the plan.
+    /// Adds the faults of a plan, like [`Self::with_faults`], and stores them in a memory file that outlives this process. A
+    /// new file must be empty. If the file already has faults of a predecessor, the drive continues with them and ignores the
+    /// plan.
     ///
     /// # Errors
     /// See [`FaultInjector::inject`].
@@ -248,13 +249,13 @@ impl SoftwareController {
         Ok(self)
     }
 
-    /// Returns the injected faults, or `None` if the drive was opened without `faults=`.
+    /// Returns the injected faults; `None` if the drive was opened without `faults=`.
     #[must_use]
     pub fn faults(&self) -> Option<&FaultInjector> {
         self.faults.as_deref()
     }
 
-    /// Downcasts a host controller, or returns `None` if it is not a software drive of logical blocks.
+    /// Downcasts a host controller; returns `None` if it is no software drive of logical blocks.
     #[must_use]
     pub fn downcast(controller: &dyn HostController) -> Option<&Self> {
         let controller: &dyn Any = controller;
@@ -265,13 +266,12 @@ impl SoftwareController {
         self.faults.as_ref().is_some_and(|faults| faults.is_gone())
     }
 
-    /// Returns the path of the drive's file, if it is a regular file. Files with saved state can only lie beside a regular
-    /// file.
+    /// Returns the path of the drive's file if it is a regular file. A file with state can only be stored next to such a file.
     fn regular_file(&self) -> Option<&Path> {
         self.store.path().filter(|path| path.is_file())
     }
 
-    /// Returns the wear of the modelled flash, or `None` if the model has no flash.
+    /// Returns the wear of the modelled flash; `None` if the model has no flash.
     #[must_use]
     pub fn wear(&self) -> Option<FlashWear> {
         self.timing.as_ref()?.wear()
@@ -323,7 +323,7 @@ impl HostController for SoftwareController {
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
-        // Lock the range first: until then, its previous owner may still change zone states.
+        // Lock the range first: its previous owner may change zone states until it releases the lock.
         let medium = self.store.open_lease(request)?;
         let zones = self.zones.as_ref().map(|zones| {
             let zones = zones.lease(request.single_part()?);
@@ -365,7 +365,7 @@ impl HostController for SoftwareController {
         true
     }
 
-    /// A block device is opened exclusively, so another process cannot open it. A zoned drive has zone states that only one
+    /// A block device is opened exclusively, so no other process can open it. A zoned drive has zone states that only one
     /// process may change.
     fn can_open_concurrently(&self) -> bool {
         self.zones.is_none() && self.store.path().is_none_or(Path::is_file)
@@ -395,7 +395,7 @@ impl HostLease for SoftwareLease {
         })
     }
 
-    /// Creates a queue that bypasses the zone layer, because a wipe need not write at write pointers.
+    /// Creates a queue without the zone layer for a wipe, which need not write at write pointers.
     fn create_wiping_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
         let drive = &self.drive;
         if drive.is_gone() {
@@ -417,8 +417,8 @@ impl HostLease for SoftwareLease {
         }
     }
 
-    /// If the drive has a model or faults, a wipe must issue every command, because model and faults keep track of all
-    /// commands.
+    /// A model and faults keep track of all commands. So if the drive has either, no blocks count as zero, and a wipe issues
+    /// every command.
     fn leading_zeroes(&self, part: BlockRange) -> u64 {
         match (&self.drive.timing, &self.drive.faults) {
             (None, None) => self.store.leading_zeroes(part),

@@ -1,13 +1,13 @@
 //! NVMe drives in software: host controllers that run in this process, for tests and for hosts without a spare drive.
 //!
 //! A [`SoftwareController`] stores logical blocks in a backing store ([`BackingStore`]): memory, a file, or a null store that
-//! keeps no data. Between the guest and the backing store, commands pass optional layers: [zones], [faults] and a timing
-//! [model]. Drives of [keys and values](key_value) have a separate host controller.
+//! stores no data. Between the guest and the backing store, commands pass optional layers: [zones], [faults] and a timing
+//! [model]. Drives of [keys and values](key_value) have a host controller of their own.
 //!
 //! # Example: a store
 //!
-//! A backing store implements [`BackingStore`], and [`CommandExecutor`] for the queues that execute its commands. Every byte of
-//! this example reads as the letter A, and writes fail:
+//! A new store implements [`BackingStore`], and [`CommandExecutor`] for the queues that execute its commands. In this example,
+//! every byte reads as the letter A, and writes fail:
 //!
 //! ```
 //! use std::io;
@@ -86,14 +86,14 @@
 //!
 //! # Features
 //!
-//! Both are on by default.
+//! Both features are on by default.
 //!
 //! - `key-value-files`: key-value drives that store their data in files.
 //! - `toml`: parsing of model profiles and fault plans.
 //!
 //! # Not implemented
 //!
-//! This crate opens any path that its caller names; `nvme-mpt-vmm` keeps the list of allowed paths. Nothing here depends on a
+//! This crate opens any path that its caller names. `nvme-mpt-vmm` decides which paths are allowed. Nothing here depends on a
 //! guest or a VMM.
 
 #![cfg_attr(

@@ -1,4 +1,4 @@
-//! `memory:SIZE`: a drive in memory. The content ends with the process, or lies in a memory file that outlives the process.
+//! `memory:SIZE`: a drive in memory. Its content ends with the process, or is in a memory file that outlives the process.
 
 use std::fmt;
 use std::fs::File;
@@ -32,20 +32,19 @@ use crate::command_executor::{CommandExecutor, ExecutionStep, SoftwareQueue, TUR
 use crate::range_descriptors::range_descriptor;
 use crate::uncorrectable::{LeaseMarkRegistration, UncorrectableBlocks, UncorrectableMarkChange};
 
-/// Block size of `st_blocks`, in bytes (stat(2)).
+/// Unit of `st_blocks` in bytes (stat(2)).
 const STAT_BLOCK_BYTES: u64 = 512;
 
-/// Number of bytes that can be freed in the time that zeroing one byte takes, with pages of 4 KiB. Freeing huge pages is
-/// faster.
+/// Number of bytes that can be freed in the time in which one byte is zeroed, for pages of 4 KiB. Freeing huge pages is faster.
 const DISCARD_SPEED: u64 = 4;
 
 /// Time at which a drive in memory allocates its memory from the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum MemoryAllocationTime {
-    /// On the first write to each part, which makes that write slower.
+    /// At the first write to each part, which takes longer for that reason.
     #[default]
     AsWritten,
-    /// Completely when the drive is created.
+    /// When the drive is created, all of it.
     AtOnce,
 }
 
@@ -72,8 +71,8 @@ impl fmt::Display for MemoryAllocationTime {
     }
 }
 
-/// Returns an error if the host or this process's control group has less memory left than `bytes`, because the kernel would
-/// kill processes. If the host does not report its memory, the check passes.
+/// Returns an error if the host or this process's control group has less than `bytes` of free memory, since the kernel would
+/// then kill processes. If the host does not report its free memory, the check passes.
 fn check_available_memory(bytes: u64) -> io::Result<()> {
     check_limit(bytes, memory_limit())?;
     match MemoryAccount::for_host().available() {
@@ -138,8 +137,8 @@ impl MemoryBackingStore {
     ) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
         if allocation == MemoryAllocationTime::AtOnce {
-            // Allocate without populating the page tables: a successor finds the memory allocated, whereas populating would
-            // pause its guests.
+            // Allocates the file's memory without populating page tables. A successor finds the memory allocated, whereas
+            // populating page tables in the successor would pause its guests.
             let file = File::from(file.try_clone()?);
             let taken = file.metadata()?.blocks() * STAT_BLOCK_BYTES;
             check_available_memory(bytes.saturating_sub(taken))?;
@@ -167,7 +166,7 @@ impl BackingStore for MemoryBackingStore {
         self.bytes
     }
 
-    /// Each range is deallocated in one step. The limit for a range keeps the duration of a step below 0.3 ms.
+    /// A range is deallocated in one step. The limit of a range keeps the duration of a step below 0.3 ms.
     fn limits(&self, limits: ControllerLimits) -> ControllerLimits {
         ControllerLimits {
             dsm_range_bytes_max: 4 << 20,
@@ -213,17 +212,17 @@ impl LeasedBackingStore for MemoryLease {
     }
 }
 
-/// Access of one queue to the blocks of a memory drive. All queues share the same blocks.
+/// Executor of one queue's commands on a memory drive. The executors of all queues share the blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct MemoryCommandExecutor {
     blocks: Arc<Mapping>,
-    /// True if the blocks lie in a memory file.
+    /// True if the blocks are in a memory file.
     is_file: bool,
     lba_shift: u8,
     uncorrectable: Arc<UncorrectableBlocks>,
-    /// Last change of unreadable-block marks by the present command.
+    /// Latest change of uncorrectable marks by the command in progress.
     mark_change: Option<UncorrectableMarkChange>,
-    /// Change of marks that a long command still waits for, after its other work is done.
+    /// Change of uncorrectable marks for which a long command waits after all its other work.
     awaited_change: Option<UncorrectableMarkChange>,
 }
 
@@ -311,8 +310,8 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Executes a Read whose data lies in one memory page. Returns `None` if the Read must be executed in the general way: its
-    /// data is elsewhere, or the Read fails.
+    /// Executes a Read whose data is in one memory page. Returns `None` if [`Self::execute_any`] must execute the Read, because
+    /// its data is elsewhere or the Read fails.
     #[inline]
     fn read_page(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<()> {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
@@ -324,8 +323,8 @@ impl MemoryCommandExecutor {
         Some(())
     }
 
-    /// Executes a Write whose data lies in one memory page, to blocks without unreadable-block marks. Returns `None` if the
-    /// Write must be executed in the general way.
+    /// Executes a Write whose data is in one memory page, to blocks without uncorrectable marks. Returns `None` if
+    /// [`Self::execute_any`] must execute the Write.
     #[inline]
     fn write_page(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<()> {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
@@ -336,13 +335,13 @@ impl MemoryCommandExecutor {
         Some(())
     }
 
-    /// Executes any command.
+    /// Executes a command of any kind, without the fast path for one page.
     #[inline(never)]
     fn execute_any(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let result = match NvmOpcode(sqe.opcode()) {
             NvmOpcode::READ => self.read(sqe, memory),
             NvmOpcode::WRITE => self.write(sqe, memory),
-            // Memory has no cache in front of it, and nothing outlives the process.
+            // There is no cache that a Flush could write to memory, and memory does not outlive the process.
             NvmOpcode::FLUSH => Ok(()),
             NvmOpcode::COMPARE => self.compare(sqe, memory),
             NvmOpcode::VERIFY => self.verify(sqe),
@@ -394,7 +393,7 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Clears the unreadable-block marks of written blocks.
+    /// Clears the uncorrectable marks of blocks that the command has written.
     #[inline]
     fn clear_marks(&mut self, slba: Lba, count: u64) {
         if let Some(change) = self.uncorrectable.clear(slba.0, count) {
@@ -411,7 +410,7 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Frees the memory of the whole 64 KiB pages in the range, and zeroes the rest.
+    /// Frees the memory of the whole 64 KiB pages in the range, and zeroes the remaining blocks.
     fn deallocate(&self, slba: Lba, count: u64) -> Result<(), Status> {
         const PAGE: u64 = 64 << 10;
         let bytes = self.bytes(slba, count)?;
@@ -434,8 +433,8 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Deallocates one range of a Dataset Management command. Returns the number of blocks of this range, or `None` after the
-    /// last range.
+    /// Deallocates one range of a Dataset Management command. Returns the range's number of blocks; `None` if there is no such
+    /// range.
     fn deallocate_range(
         &mut self,
         sqe: &Sqe,
@@ -462,8 +461,8 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Copies the ranges in order. If a source range overlaps the destination, this may copy data that an earlier range has
-    /// written; the specification leaves the result undefined.
+    /// Copies the source ranges in order. A source range that overlaps the destination may have been overwritten by then: the
+    /// specification leaves the result undefined.
     fn copy(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
         let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(sqe);
         for index in 0..=usize::from(nr_z) {
@@ -486,13 +485,13 @@ impl MemoryCommandExecutor {
 impl CommandExecutor for MemoryCommandExecutor {
     const HAS_LONG_COMMANDS: bool = true;
 
-    /// All commands except Flush, Write and Read are long. These three have the lowest opcodes.
+    /// Treats all commands except Flush, Write and Read as long. These three have the lowest opcodes.
     #[inline]
     fn is_long(sqe: &Sqe) -> bool {
         NvmOpcode(sqe.opcode()) > NvmOpcode::READ
     }
 
-    /// A Write to marked blocks waits until the ledger has removed the marks.
+    /// Makes a Write to marked blocks wait until the ledger has removed the marks.
     #[inline]
     fn needs_wait(&self, sqe: &Sqe) -> bool {
         let is_write = NvmOpcode(sqe.opcode()) == NvmOpcode::WRITE;
@@ -519,7 +518,7 @@ impl CommandExecutor for MemoryCommandExecutor {
 
     #[inline]
     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
-        // Fast path: most commands move data that lies in one page.
+        // Fast path, which most commands take: they move data within one page.
         let moved = match NvmOpcode(sqe.opcode()) {
             NvmOpcode::READ => self.read_page(sqe, memory),
             NvmOpcode::WRITE => self.write_page(sqe, memory),
@@ -543,15 +542,15 @@ impl CommandExecutor for MemoryCommandExecutor {
 }
 
 impl MemoryCommandExecutor {
-    /// Returns whether a Write goes to blocks with unreadable-block marks.
+    /// Returns whether a Write goes to blocks with uncorrectable marks.
     #[cold]
     fn has_marks(&self, sqe: &Sqe) -> bool {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         self.uncorrectable.needs_clear(slba.0, u64::from(nlb_z) + 1)
     }
 
-    /// Completes the command if the ledger has stored its change of marks. Otherwise, ends the queue's turn, so that the
-    /// command continues in a later one.
+    /// Completes the command if the ledger has stored its change of marks. Otherwise, ends the queue's turn, and the command
+    /// continues in the queue's next turn.
     fn await_mark_change(&mut self, change: UncorrectableMarkChange) -> ExecutionStep {
         let end = self.uncorrectable.change_result(change);
         if end.is_some() {
@@ -566,7 +565,7 @@ impl MemoryCommandExecutor {
         }
     }
 
-    /// Executes the next step of a long command, except the wait for a change of marks.
+    /// Executes the next step of a long command, without the wait for a change of marks.
     fn execute_data_step(
         &mut self,
         sqe: &Sqe,
@@ -591,7 +590,7 @@ impl MemoryCommandExecutor {
                 bytes: TURN_BYTES,
                 status: Some(self.execute(sqe, memory)),
             },
-            // The remaining commands have NLB in the same place.
+            // All other commands that get here have NLB where Read and Write have it.
             _ => {
                 let blocks = u64::from(ReadWrite::from(sqe).nlb_z) + 1;
                 whole(self.execute_any(sqe, memory), blocks)
@@ -617,7 +616,7 @@ mod tests {
     const SLOTS: u16 = 64;
     const MIB: u64 = 1 << 20;
 
-    /// Returns whether each page of a store is in memory, from bit 63 of its entry (proc_pid_pagemap(5)).
+    /// Returns whether each page of a store is in memory: bit 63 of the page's entry (proc_pid_pagemap(5)).
     fn is_resident(store: &MemoryCommandExecutor) -> bool {
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         let bytes = store.blocks.bytes(0, store.blocks.len()).unwrap();
@@ -642,7 +641,7 @@ mod tests {
             let file = memory::memfd(c"test", 4 * MIB).unwrap();
             let content = File::from(file.try_clone().unwrap());
             content.write_all_at(&[7], MIB).unwrap();
-            // Allocate twice: the next process finds the memory allocated.
+            // The second call is that of a successor, which finds the memory allocated.
             for _ in 0..2 {
                 MemoryBackingStore::from_file(&file, 4 * MIB, 9, allocation).unwrap();
                 let bytes = content.metadata().unwrap().blocks() * STAT_BLOCK_BYTES;
@@ -706,7 +705,7 @@ mod tests {
             batch.ring(memory);
         }
 
-        /// Returns slots and statuses of the completions that one pass of a poller takes.
+        /// Returns slots and statuses of the completions that a poller takes in one pass.
         fn reap(&mut self) -> Vec<(u16, Status)> {
             let memory = HostMemory {
                 table: &self.table,

@@ -62,7 +62,7 @@ impl LeasedBackingStore for NullLease {
     }
 }
 
-/// A queue pair that completes every command on submission.
+/// Queue pair that completes each command when it is submitted.
 #[derive(Debug)]
 struct NullQueue {
     cq: Vec<HostCompletion>,
@@ -124,7 +124,7 @@ impl HostQueue for NullQueue {
     }
 }
 
-/// The store behind a timing model. Every command succeeds, and a Read leaves the guest's buffer unchanged.
+/// Executor behind a timing model. Every command succeeds, and a Read leaves the guest's memory unchanged.
 #[derive(Debug, Default)]
 pub(crate) struct NullCommandExecutor;
 

@@ -6,7 +6,7 @@ use nvme_spec::status::Status;
 use zerocopy::FromBytes;
 
 /// Returns a range descriptor of a translated command. The translation copied the descriptors to memory of the command's slot
-/// and checked the copies, so that the guest cannot change them afterwards.
+/// and checked the copies, so the guest cannot change them.
 pub(crate) fn range_descriptor<T: FromBytes>(
     sqe: &Sqe,
     memory: HostMemory<'_>,

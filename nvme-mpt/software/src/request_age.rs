@@ -1,16 +1,16 @@
 //! Age of pending requests, measured in periodic checks.
 //!
-//! A queue checks its requests four times a second and counts these checks. Each request stores the count at its start, so no
-//! command has to read the clock. If the host is suspended, no checks are counted, so no request looks old afterwards.
+//! A queue checks its requests four times a second, and counts these checks. Each request records the count at its start, so no
+//! command has to read the clock. While the host is suspended, no checks are counted, so requests do not become old.
 
 use std::time::Duration;
 
 use nvme_mpt_memory::clock::{Ticks, ticks_in};
 
-/// Interval between two checks.
+/// Interval between two checks of a queue's requests.
 pub(crate) const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Number of checks after which a request is overdue. This is 10 s, far longer than a healthy drive needs.
+/// Number of checks after which a request is overdue. They take 10 s, far longer than a healthy drive needs.
 pub(crate) const OVERDUE_CHECKS: u32 = 40;
 
 /// Converts a duration to a number of checks.
@@ -23,7 +23,7 @@ pub(crate) fn checks_in(time: Duration) -> u32 {
 pub(crate) struct RequestAgeTimer {
     /// Number of checks so far.
     pub(crate) count: u32,
-    /// Time of the next check.
+    /// Time at which the next check is due.
     pub(crate) next: Ticks,
     interval: u64,
 }
@@ -37,7 +37,7 @@ impl RequestAgeTimer {
         }
     }
 
-    /// Counts a check and schedules the next one.
+    /// Counts a check and sets the time of the next one.
     pub(crate) fn count_check(&mut self, now: Ticks) {
         self.next = Ticks(now.0 + self.interval);
         self.count = self.count.wrapping_add(1);

@@ -1,4 +1,4 @@
-//! Atomics and locks, which a model checker or a simulator replaces.
+//! Atomics and locks, which a model checker or a simulator can replace.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{

@@ -1,16 +1,16 @@
 //! Blocks that Write Uncorrectable made unreadable until they are written again (NVM 1.0, section 3.2.7).
 //!
-//! A *mark* makes a range of blocks unreadable. A mark is part of the drive's content and lasts as long as the content, so it
-//! is stored in the ledger. A command that makes a mark, or writes marked blocks, completes only when the change of marks is
-//! durable in the ledger. If a write completed before its mark is removed, a crash would make the written data unreadable. If
-//! the mark were removed before the data is durable, a crash would make old data readable. So the data becomes durable first,
-//! then the mark is removed, and then the write completes.
+//! A *mark* makes a range of blocks uncorrectable: reads of these blocks fail. A mark is part of the drive's content and lasts
+//! as long as the content, so the ledger stores it. A command that makes a mark, or that writes marked blocks, completes only
+//! when the change of marks is durable in the ledger. If a write completed before its mark is removed, a crash would make the
+//! written data unreadable. If the mark were removed before the data is durable, a crash would make old data readable. So the
+//! data becomes durable first, then the mark is removed, and then the write completes.
 //!
-//! Pollers change the marks in memory and never wait. Another thread stores all marks of a lease at once
-//! ([`LeaseMarkRegistration::store`]), for all commands that are waiting at that time. If the store fails, these commands fail,
-//! and the marks in memory are reset to the stored marks.
+//! Pollers change the marks in memory and never wait. Another thread stores all marks of a lease
+//! ([`LeaseMarkRegistration::store`]), in one write for all commands that wait at that time. If the store fails, these commands
+//! fail, and the marks in memory are reset to those in the ledger.
 //!
-//! Each lease has its own limit of marks, so a guest cannot exhaust the marks of another.
+//! Each lease has a limit of marks of its own, so a guest cannot exhaust the marks of another guest.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -22,30 +22,30 @@ use nvme_lease::range::BlockRange;
 use nvme_mpt_memory::sync::{AtomicBool, Mutex, MutexGuard};
 use nvme_spec::ids::Lba;
 
-/// Maximum number of marked ranges per lease, which bounds the space of a lease in the ledger. A command that would exceed this
-/// number fails.
+/// Maximum number of marked ranges of a lease, which bounds the lease's space in the ledger. A command beyond this number
+/// fails.
 const MAX_RANGES: usize = 1024;
 
-/// Maximum number of failed stores that a lease remembers until the commands concerned have read their failure.
+/// Maximum number of failed stores that a lease remembers for commands that have yet to read the failure.
 const FAILURES_MAX: usize = 64;
 
-/// The unreadable blocks of one namespace.
+/// The uncorrectable blocks of one namespace.
 #[derive(Debug, Default)]
 pub(crate) struct UncorrectableBlocks {
     state: Mutex<UncorrectableState>,
-    /// True if any lease has marks, in memory or in the ledger. Commands check this first.
+    /// True if a lease has marks, in memory or in the ledger. Commands check this before they take the lock.
     has_marks: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct UncorrectableState {
-    /// Parts of leases, by first block. Parts do not overlap.
+    /// Parts of leases by their first block. The parts do not overlap.
     parts: BTreeMap<u64, UncorrectableLeasePart>,
     leases: BTreeMap<u64, LeaseUncorrectableBlocks>,
     next_lease: u64,
 }
 
-/// Contiguous range of blocks that belongs to a lease.
+/// Contiguous range of blocks that is a part of a lease.
 #[derive(Debug)]
 struct UncorrectableLeasePart {
     /// First block after the part.
@@ -62,32 +62,32 @@ impl fmt::Debug for MarkStoreRequest {
     }
 }
 
-/// The unreadable blocks of one lease.
+/// The uncorrectable blocks of one lease.
 #[derive(Debug, Default)]
 struct LeaseUncorrectableBlocks {
     current: BlockRangeSet,
-    /// Marks that the ledger has.
+    /// Marks that are durable in the ledger.
     stored: BlockRangeSet,
     /// Number of the latest change of marks.
     last_change: u64,
-    /// Number of the latest change that the ledger has.
+    /// Number of the latest change that is durable in the ledger.
     stored_change: u64,
-    /// For each failed store, the numbers of the first and last change that it should have stored.
+    /// For each failed store, the numbers of the first and last change that it did not store.
     failures: Vec<(u64, u64)>,
-    /// Callback that requests a store; `None` if the marks end with the lease and are not stored.
+    /// Callback that requests a store; `None` if the marks are not stored and end with the lease.
     request_store: Option<MarkStoreRequest>,
-    /// True if a store was requested and has not begun.
+    /// True if a store was requested and has yet to begin.
     is_store_requested: bool,
 }
 
-/// A change of marks. The command that made it waits until it is stored.
+/// A change of marks, for which the command that made it waits until the change is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct UncorrectableMarkChange {
     lease: u64,
     number: u64,
 }
 
-/// Handle of one lease's marks. Dropping it removes the marks from memory.
+/// Registration of one lease's marks. Dropping it removes the marks from memory.
 #[derive(Debug)]
 pub(crate) struct LeaseMarkRegistration {
     blocks: Arc<UncorrectableBlocks>,
@@ -95,8 +95,8 @@ pub(crate) struct LeaseMarkRegistration {
 }
 
 impl LeaseMarkRegistration {
-    /// Adds a part of the lease, which must not overlap any other part. If the part begins where an existing part of the lease
-    /// ends, the two are merged, because a command may cross the border.
+    /// Adds a part of the lease, which must not overlap any other part. If an existing part of the lease ends where the added
+    /// part begins, the two are merged, because a command may cross the border.
     pub(crate) fn add(&self, part: BlockRange) {
         let (start, end) = bounds(&part);
         let mut state = self.blocks.lock();
@@ -114,7 +114,7 @@ impl LeaseMarkRegistration {
             .insert(start, UncorrectableLeasePart { end, lease });
     }
 
-    /// Loads the marks of the ledger. From now on, each change calls `ask`, so that another thread calls
+    /// Loads the marks that the ledger has. From now on, each change calls `ask`, upon which another thread has to call
     /// [`store`](Self::store).
     pub(crate) fn restore(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let mut state = self.blocks.lock();
@@ -129,7 +129,7 @@ impl LeaseMarkRegistration {
         self.blocks.update_has_marks(&state);
     }
 
-    /// Makes the current marks durable with `store`.
+    /// Makes the present marks durable by `store`.
     pub(crate) fn store(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         let (marks, change) = {
             let mut state = self.blocks.lock();
@@ -164,13 +164,13 @@ impl Drop for LeaseMarkRegistration {
         let ended = state.leases.remove(&self.lease);
         self.blocks.update_has_marks(&state);
         drop(state);
-        // Drop outside the lock: the `request_store` callback may own other values whose drop has effects.
+        // Dropped outside the lock, because the callback `request_store` may own values whose drop has effects.
         drop(ended);
     }
 }
 
 impl UncorrectableBlocks {
-    /// Registers a lease with these parts. No other registered lease may overlap them.
+    /// Registers a lease with the parts `parts`, which no other registered lease may overlap.
     pub(crate) fn register_lease(self: &Arc<Self>, parts: &[BlockRange]) -> LeaseMarkRegistration {
         let mut state = self.lock();
         let lease = state.next_lease;
@@ -187,13 +187,13 @@ impl UncorrectableBlocks {
         room
     }
 
-    /// Returns whether no lease has marks. This is the common case and costs one atomic load.
+    /// Returns true if no lease has marks. This is the usual case, and costs one atomic load.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         !self.has_marks.load(Ordering::Acquire)
     }
 
-    /// Returns whether any block of `start..start+count` is unreadable. The range lies in one part of a lease.
+    /// Returns whether a block of `start..start+count` is uncorrectable. The range must be in one part of a lease.
     pub(crate) fn intersects(&self, start: u64, count: u64) -> bool {
         if self.is_empty() {
             return false;
@@ -203,8 +203,8 @@ impl UncorrectableBlocks {
         lease.is_some_and(|(_, lease)| lease.current.intersects(start, start + count))
     }
 
-    /// Returns whether a write of `start..start+count` has to [clear](Self::clear) marks, either in memory or in the ledger.
-    /// The range lies in one part of a lease.
+    /// Returns whether a write of `start..start+count` has to [clear](Self::clear) marks, in memory or in the ledger. The range
+    /// must be in one part of a lease.
     #[inline]
     pub(crate) fn needs_clear(&self, start: u64, count: u64) -> bool {
         !self.is_empty() && self.has_marks_in(start, start + count)
@@ -217,8 +217,8 @@ impl UncorrectableBlocks {
         lease.is_some_and(|(_, lease)| lease.has_marks_in(start, end))
     }
 
-    /// Makes `start..start+count` unreadable. The range lies in one part of a lease. Returns the change that the command waits
-    /// for, or `None` if the lease has reached its limit of marks.
+    /// Makes `start..start+count` uncorrectable. The range must be in one part of a lease. Returns the change for which the
+    /// command must wait; `None` if the lease has reached its limit of marks.
     pub(crate) fn mark(&self, start: u64, count: u64) -> Option<UncorrectableMarkChange> {
         let mut state = self.lock();
         let (key, lease) = state.find_lease(start)?;
@@ -232,8 +232,8 @@ impl UncorrectableBlocks {
         Some(change)
     }
 
-    /// Makes `start..start+count` readable after a write. The range lies in one part of a lease. Returns the change that the
-    /// command waits for, or `None` if the blocks had no marks.
+    /// Makes `start..start+count` readable after a write. The range must be in one part of a lease. Returns the change for
+    /// which the command must wait; `None` if the blocks had no marks.
     pub(crate) fn clear(&self, start: u64, count: u64) -> Option<UncorrectableMarkChange> {
         if self.is_empty() {
             return None;
@@ -249,12 +249,13 @@ impl UncorrectableBlocks {
         Some(change)
     }
 
-    /// Returns the result of a change, or `None` if it is not stored yet.
+    /// Returns the result of a change; `None` if the change is not stored yet.
     ///
-    /// # Errors Returns an error if the change could not be stored and was reverted.
+    /// # Errors
+    /// Returns an error if the change could not be stored and was reverted.
     pub(crate) fn change_result(&self, change: UncorrectableMarkChange) -> Option<Result<(), ()>> {
         let state = self.lock();
-        // The marks of an ended lease are gone.
+        // An ended lease has no marks any more.
         let lease = state.leases.get(&change.lease)?;
         lease.change_result(change.number)
     }
@@ -268,13 +269,13 @@ impl UncorrectableBlocks {
     }
 
     fn lock(&self) -> MutexGuard<'_, UncorrectableState> {
-        // The state is consistent wherever a panic can occur.
+        // The state is consistent at each point at which a panic can occur.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl UncorrectableState {
-    /// Returns the lease of a block and the lease's key.
+    /// Returns the lease to which a block belongs, and the lease's key.
     fn find_lease(&mut self, block: u64) -> Option<(u64, &mut LeaseUncorrectableBlocks)> {
         let (_, part) = self.parts.range(..=block).next_back()?;
         let key = (block < part.end).then_some(part.lease)?;
@@ -283,8 +284,8 @@ impl UncorrectableState {
 }
 
 impl LeaseUncorrectableBlocks {
-    /// Checks the marks in the ledger too, because a mark that was cleared in memory is in the ledger until the change is
-    /// stored.
+    /// Returns whether a block of a range has a mark, in memory or in the ledger. A mark that was cleared in memory is in the
+    /// ledger until the change is stored.
     fn has_marks_in(&self, start: u64, end: u64) -> bool {
         self.current.intersects(start, end) || self.stored.intersects(start, end)
     }
@@ -297,7 +298,7 @@ impl LeaseUncorrectableBlocks {
         self.change_result(self.last_change).is_some()
     }
 
-    /// Numbers a change and requests its store.
+    /// Gives a change its number, and requests a store.
     fn begin_change(&mut self, lease: u64) -> UncorrectableMarkChange {
         self.last_change += 1;
         let number = self.last_change;
@@ -340,7 +341,7 @@ fn bounds(range: &BlockRange) -> (u64, u64) {
     (start, start.saturating_add(range.blocks))
 }
 
-/// Disjoint ranges: start mapped to end.
+/// Disjoint ranges: a map from the start of each range to its end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct BlockRangeSet(BTreeMap<u64, u64>);
 
@@ -379,8 +380,8 @@ impl BlockRangeSet {
             if range_start < start {
                 self.insert(range_start, start);
             }
-            // A write into the middle splits a range in two. At the limit of ranges, the second half loses its mark, because
-            // the write cannot be refused.
+            // A write into the middle of a range splits the range. At the limit of ranges, the part behind the write loses its
+            // mark, because the write cannot be refused.
             if range_end > end && self.has_space() {
                 self.insert(end, range_end);
             }
@@ -427,7 +428,7 @@ mod tests {
         }
     }
 
-    /// Creates a lease of 80 blocks with marks in the ledger. Also returns a counter of the requested stores.
+    /// Creates a lease of 80 blocks with marks in the ledger. Also returns a counter of requested stores.
     fn lease_with_marks(
         marks: &[BlockRange],
     ) -> (
@@ -461,7 +462,7 @@ mod tests {
             (blocks.change_result(mark), blocks.change_result(clear)),
             (None, None)
         );
-        // The ledger has the mark until then, so another write of the block waits too.
+        // The ledger has the mark until the change is stored, so another write of the block waits as well.
         let again = blocks.clear(4, 1).unwrap();
         let mut between = None;
         room.store(&mut |marks| {
@@ -526,7 +527,7 @@ mod tests {
             .take_while(|&at| blocks.mark(at, 1).is_some());
         assert_eq!(marked.count(), MAX_RANGES);
         assert!(blocks.mark(1 << 20, 1).is_some());
-        // There is no space for marks of blocks without a lease.
+        // Blocks without a lease cannot have marks.
         assert!(blocks.mark(1 << 21, 1).is_none());
 
         drop(greedy);
@@ -550,7 +551,7 @@ mod tests {
         for part in parts {
             assert!((0..each).all(|at| blocks.mark(part + 2 * at, 1).is_some()));
         }
-        // Across the border of two adjacent parts.
+        // The range crosses the border of two adjacent parts.
         let border = 1 << 21;
         assert!(blocks.mark(border - 1, 2).is_some() && blocks.intersects(border, 1));
         let marked = (each..2 * each).take_while(|at| blocks.mark(2 * at, 1).is_some());

@@ -1,17 +1,20 @@
-//! Fault injection for a software drive. A plan describes which commands fail, in which way and how often.
+//! Fault injection for a software drive. A plan describes which commands fail, how they fail and how often.
 //!
-//! `plan` defines the plan, and this file decides which fault hits which command. `queue` is the layer in front of a drive's
-//! queue that applies the faults. A drive without faults has no such layer.
+//! `plan` defines the plan. This module decides which fault hits which command. `queue` applies the decisions, in a layer in
+//! front of a drive's queue. A drive without faults has no such layer.
 //!
-//! All queues of a drive share the fault state, under one lock, which a queue takes once per batch of commands. Each fault has
-//! its own random number generator, which advances only for commands that the fault concerns. So if these commands arrive in
-//! the same order, they get the same faults, whatever other commands run.
+//! All queues of a drive share the state of the faults, under one lock, which a queue takes once for a batch of commands. Each
+//! fault has its own random number generator, which advances only for commands to which the fault applies. So if these commands
+//! arrive in equal order, they get equal faults, whatever other commands run.
 //!
-//! For a media error, the backing store gets a Verify of the command's blocks instead, which takes realistic time and changes
-//! nothing. A fault with a block range only concerns guests whose leases overlap this range. For a fatal fault, the queue
-//! reports `HostQueue::has_failed`, and the guest's controller sets CSTS.CFS. A lost command completes only when its queue is
-//! told to hurry, for example at a reset. Until then, an unmap of its memory waits. A resized drive keeps the data of its
-//! remaining blocks (`can_resize_in_place`), so a guest whose lease is truncated still sees the rest of the lease.
+//! - For a media error, the backing store executes a Verify of the command's blocks in place of the command. A Verify takes
+//!   realistic time and changes nothing.
+//! - A fault with a block range only affects guests whose leases overlap this range.
+//! - For a fatal fault, the queue reports `HostQueue::has_failed`, and the guest's controller sets CSTS.CFS.
+//! - A lost command completes only when its queue is hurried, for example at a reset. Until then, an unmap of the command's
+//!   memory waits.
+//! - A resized drive keeps the data of its remaining blocks (`can_resize_in_place`). So a guest whose lease is cut can still
+//!   access the blocks of its lease that are left.
 //!
 //! To add a kind of fault, extend `FaultKind` and `FaultEffect` in `plan.rs`, implement the effect here, and add an entry to
 //! `resources/faults/example.toml`.
@@ -48,25 +51,25 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Status of commands to a removed drive. It tells drivers not to retry.
+/// Status of commands on a removed drive, with Do Not Retry.
 const REMOVED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
 /// A fault with its state.
 #[derive(Debug)]
 struct ArmedFault {
     fault: PlannedFault,
-    /// The blocks of the fault's range.
+    /// Blocks that a command must touch; `None` for any command.
     blocks: Option<Range<u64>>,
     /// State of the random number generator.
     rng_state: u64,
     schedule: FaultSchedule,
-    /// Delay of a latency fault, in ticks.
+    /// Delay by a latency fault, in ticks.
     delay_ticks: u64,
 }
 
 impl ArmedFault {
-    /// Decides whether the fault hits the command. If so, returns the status for a media error; faults of other kinds ignore
-    /// this status.
+    /// Counts the command if the fault applies to it. If the fault hits the command, returns the status of a media error, which
+    /// only media error faults use.
     fn try_hit(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<Status> {
         if !self.fault.operations.contains(NvmOpcode(sqe.opcode())) {
             return None;
@@ -96,19 +99,19 @@ fn split_mix(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Decision about a command.
+/// Outcome for a command, with regard to all faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FaultDecision {
     /// Execute the command, and delay its completion by this many ticks.
     Pass(u64),
-    /// Execute a Verify of the command's blocks instead, delay its completion by this many ticks, and fail the command with
-    /// this status.
+    /// Execute a Verify of the command's blocks in place of the command, delay the completion by this many ticks, and complete
+    /// the command with this status.
     Fail(Status, u64),
-    /// Fail the command at once without executing it.
+    /// Complete the command immediately with this status, without executing it.
     Refuse(Status),
     /// Neither execute nor complete the command.
     Lose,
-    /// Like [`Self::Lose`], and the guest's controller reports a fatal status.
+    /// Like [`Self::Lose`]; the queue fails as well, so the guest's controller reports a fatal status.
     Break,
 }
 
@@ -117,9 +120,9 @@ enum FaultDecision {
 pub struct FaultStats {
     /// Kind of the fault.
     pub kind: FaultKind,
-    /// Byte range of the drive that the fault concerns; `None` for the whole drive.
+    /// Byte range of the drive to which the fault is restricted; `None` for the whole drive.
     pub range: Option<String>,
-    /// Number of commands so far to which the fault applies, whether hit or not.
+    /// Number of commands so far to which the fault applied, whether it hit them or not.
     pub seen: u64,
     /// Number of commands so far that the fault hit.
     pub struck: u64,
@@ -127,15 +130,15 @@ pub struct FaultStats {
     pub count: Option<u64>,
 }
 
-/// The faults of a drive, and their lasting effects: removal and resize.
+/// The faults of a drive, and their lasting effects: a removed or resized drive.
 #[derive(Debug)]
 pub struct FaultInjector {
-    /// The namespace when the drive was opened.
+    /// The namespace as it was when the drive was opened.
     namespace: HostNamespace,
-    /// Number of blocks of which the namespace's size must be a multiple: the zone size if the drive is zoned.
+    /// Number of blocks whose multiple the namespace's size must be: the zone size of a zoned drive, otherwise 1.
     unit_blocks: u64,
     armed_faults: Mutex<Vec<ArmedFault>>,
-    /// True if there are any faults.
+    /// True if the drive has any faults at present.
     has_faults: AtomicBool,
     /// Current number of blocks of the namespace.
     blocks: AtomicU64,
@@ -150,7 +153,7 @@ impl FaultInjector {
     /// Creates the faults of a drive with one namespace, whose size is a multiple of `unit` blocks.
     ///
     /// # Errors
-    /// As [`Self::inject`].
+    /// Returns the errors of [`Self::inject`].
     pub(crate) fn new(
         plan: &FaultPlan,
         namespace: HostNamespace,
@@ -159,11 +162,11 @@ impl FaultInjector {
         Self::with_timebase(plan, namespace, unit, TickUnit::Host)
     }
 
-    /// Creates faults like `new`, recorded in a memory file. If the file already has faults of a predecessor, the drive
-    /// continues with these faults and ignores the plan.
+    /// Creates the faults of a drive like [`Self::new`], and records them in a memory file. If the file already has faults of a
+    /// predecessor, the drive continues with them and ignores the plan.
     ///
     /// # Errors
-    /// As [`Self::inject`]; [`FaultError::Record`].
+    /// Returns the errors of [`Self::inject`], and [`FaultError::Record`].
     pub(crate) fn with_record(
         plan: &FaultPlan,
         namespace: HostNamespace,
@@ -187,7 +190,7 @@ impl FaultInjector {
         Ok(faults)
     }
 
-    /// Continues with the faults of a predecessor.
+    /// Restores the faults that a predecessor has recorded.
     fn restore(&self, recorded: RecordedFaults) -> Result<(), FaultError> {
         let RecordedFaults {
             faults,
@@ -250,7 +253,7 @@ impl FaultInjector {
     ///
     /// # Errors
     /// [`FaultError::Range`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`], [`FaultError::TooMany`] and
-    /// [`FaultError::Record`]. On an error, no fault is added.
+    /// [`FaultError::Record`]. An error adds no fault.
     pub fn inject(&self, plan: &FaultPlan) -> Result<(), FaultError> {
         let armed = plan.faults.iter().zip(1..);
         let armed = armed.map(|(fault, number)| self.arm_fault(fault, number, plan.seed));
@@ -269,7 +272,7 @@ impl FaultInjector {
         Ok(())
     }
 
-    /// Removes all faults. Their effects remain: a removed drive stays removed.
+    /// Removes all faults. Their lasting effects stay: a removed drive stays removed.
     pub fn clear(&self) {
         let mut all = lock(&self.armed_faults);
         all.clear();
@@ -315,7 +318,7 @@ impl FaultInjector {
                     capacity: ByteSize(blocks << lba_shift),
                 });
             }
-            // A namespace must have at least one block, and whole blocks only.
+            // The check refuses a size of 0, and a size that is not a multiple of the block size.
             let whole = ByteRange::new(0, size);
             let whole = whole.map_err(|source| FaultError::Range { number, source })?;
             fits(whole)?;
@@ -328,7 +331,7 @@ impl FaultInjector {
             }
         }
         let mut random = seed.wrapping_add(number as u64);
-        // Mix, so that nearby seeds start far apart.
+        // Mixes the seed, so that the generators of nearby seeds start far apart.
         let random = split_mix(&mut random);
         Ok(ArmedFault {
             fault: fault.clone(),
@@ -342,7 +345,7 @@ impl FaultInjector {
         })
     }
 
-    /// Decides what happens to each command, in order of arrival.
+    /// Decides the outcome of each command, in order of arrival, and calls `act` with it.
     fn decide_all(
         &self,
         commands: &[Sqe],
@@ -392,7 +395,7 @@ impl FaultInjector {
         if blocks < self.namespace.blocks
             && has_extent(sqe, memory, |extent| extent.blocks.end > blocks)
         {
-            // NVM 1.0, section 2.1.1: a command must not reach beyond the namespace.
+            // A command must not reach beyond the namespace (NVM 1.0, section 2.1.1).
             return FaultDecision::Refuse(Status::LBA_OUT_OF_RANGE.with_dnr(true));
         }
         FaultDecision::Pass(delay)
@@ -405,8 +408,8 @@ impl FaultInjector {
         self.report_event(DriveEvent::Gone);
     }
 
-    /// Changes the size of the namespace. If the new size does not end at a zone boundary, the partial zone is left out,
-    /// because all zones must have equal size (ZNS 1.1, section 2.1).
+    /// Changes the size of the namespace. A partial zone at the end is left out, because all zones must have equal size (ZNS
+    /// 1.1, section 2.1).
     fn resize(&self, blocks: u64) {
         let blocks = blocks - blocks % self.unit_blocks;
         warn!("A fault makes the drive {blocks} blocks long");
@@ -443,7 +446,7 @@ impl FaultInjector {
         self.blocks.load(Ordering::Acquire)
     }
 
-    /// Returns whether all commands pass, because there are neither faults nor lasting effects.
+    /// Returns true if all commands pass, because there are no faults and no lasting effects.
     fn is_idle(&self) -> bool {
         !self.has_faults.load(Ordering::Acquire)
             && !self.is_gone()
@@ -452,7 +455,7 @@ impl FaultInjector {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The state is consistent wherever a panic can occur.
+    // The state is consistent at each point at which a panic can occur.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -12,7 +12,7 @@ use crate::model::{ProfileSize, TimeSpan};
 use nvme_lease::range::{ByteRange, ByteSize, RangeError};
 use nvme_spec::opcode::NvmOpcode;
 
-/// Maximum size of a plan in bytes. Protects against reading a wrong file.
+/// Maximum size of a plan in bytes. The limit detects a path to a wrong, large file.
 pub const MAX_PLAN_BYTES: u64 = 64 << 10;
 
 /// Maximum number of faults of a drive. Every command is checked against each fault.
@@ -83,7 +83,7 @@ pub enum FaultError {
         /// The reason.
         source: RangeError,
     },
-    /// A namespace cannot become larger than its backing store.
+    /// The requested size exceeds the capacity of the drive's backing store.
     #[error("Fault {number} cannot resize the drive to {size}: it has {capacity} at most")]
     TooLarge {
         /// Number of the fault, from 1.
@@ -93,7 +93,7 @@ pub enum FaultError {
         /// Capacity of the drive.
         capacity: ByteSize,
     },
-    /// The requested size is less than a zone, but a zoned drive must keep at least one zone.
+    /// The requested size is less than a zone, but a zoned drive must have at least one zone.
     #[error("Fault {number} cannot resize the drive to {size}: its zones are of {zone} each")]
     LessThanZone {
         /// Number of the fault, from 1.
@@ -113,7 +113,7 @@ pub enum FaultError {
     TooMany(usize),
 }
 
-/// Kind of command, to which a fault can be restricted.
+/// Kind of command to which a fault can be restricted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FaultOperation {
@@ -166,7 +166,7 @@ impl FaultOperation {
     }
 }
 
-/// Set of operations, with a bit per opcode. All opcodes are below 20h.
+/// Set of operations, with a bit for each opcode. All opcodes are below 20h.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct FaultOperationSet(pub(super) u32);
 
@@ -188,16 +188,16 @@ impl FaultOperationSet {
 pub(super) struct FaultProbability(pub(super) u64);
 
 impl FaultProbability {
-    /// Number of distinct values: 53 bits, the precision of an `f64`.
+    /// Number of distinct probabilities: 53 bits, the precision of an `f64`.
     const CERTAIN: u64 = 1 << 53;
 
-    /// Converts a probability. Returns `None` if `share` is not above 0 and at most 1.
+    /// Converts a probability; returns `None` if `share` is not above 0, or is above 1.
     fn new(share: f64) -> Option<Self> {
         let times = (share * Self::CERTAIN as f64).round();
         (share > 0.0 && share <= 1.0).then_some(Self((times as u64).max(1)))
     }
 
-    /// Returns whether a fault hits a command, given a random number.
+    /// Returns whether a fault with this probability hits a command, for a random number.
     pub(super) fn is_hit(self, random: u64) -> bool {
         random >> 11 < self.0
     }
@@ -206,13 +206,13 @@ impl FaultProbability {
 /// Effect of a fault on the commands that it hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum FaultEffect {
-    /// Fails the command with Unrecovered Read Error or Write Fault.
+    /// Completes the command with Unrecovered Read Error or Write Fault.
     MediaError,
     /// Delays the command by this time.
     Latency(TimeSpan),
     /// Never completes the command.
     Lost,
-    /// Makes the guest's controller report a fatal status.
+    /// Makes the guest's controller report a fatal status, and never completes the command.
     Fatal,
     /// Removes the drive.
     Removal,
@@ -230,7 +230,7 @@ pub(super) struct PlannedFault {
     /// Byte range of the drive that a command must touch; `None` for any command.
     pub(super) range: Option<ByteRange>,
     pub(super) probability: FaultProbability,
-    /// Number of commands that pass first.
+    /// Number of commands to which the fault applies that pass before the first hit.
     pub(super) after: u64,
     /// Maximum number of commands that the fault hits.
     pub(super) count: Option<u64>,
@@ -300,8 +300,8 @@ impl FaultKind {
         }
     }
 
-    /// Returns the default maximum number of commands that a fault of this kind hits: one if the effect is lasting, otherwise
-    /// no limit.
+    /// Returns the default for the maximum number of hits of a fault of this kind: one if the effect is lasting, otherwise no
+    /// limit.
     const fn default_count(self) -> Option<u64> {
         match self {
             Self::MediaError | Self::Latency | Self::Crash => None,
@@ -440,9 +440,10 @@ pub struct FaultPlan {
 }
 
 impl FaultPlan {
-    /// Loads a plan from a file. If the name is `for_whole_plan`, returns an empty plan, for a drive that gets faults while it runs.
+    /// Loads a plan from a file. The name `none` stands for an empty plan, for a drive that gets faults while it runs.
     ///
-    /// # Errors [`FaultError::Read`] and those of [`Self::parse`].
+    /// # Errors
+    /// [`FaultError::Read`], and the errors of [`Self::parse`].
     pub fn load(name: &str) -> Result<Self, FaultError> {
         if name == EMPTY_PLAN {
             return Ok(Self::default());
@@ -466,7 +467,7 @@ impl FaultPlan {
         fs::read_to_string(path).map_err(failed)
     }
 
-    /// Parses a plan. `origin` names the source of the text in errors.
+    /// Parses a plan. In errors, `origin` names the source of the text.
     ///
     /// # Errors
     /// `FaultError::Syntax`, [`FaultError::Value`], [`FaultError::Field`], [`FaultError::TooMany`], and

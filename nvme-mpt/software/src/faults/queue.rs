@@ -1,4 +1,4 @@
-//! A queue pair of a drive with faults: a layer in front of the drive's own queue.
+//! Queue pair of a drive with faults: a layer in front of the drive's own queue, which applies the faults.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -15,33 +15,33 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Time resolution of delays.
+/// Time resolution of the delays.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
-/// Change of a command's completion, decided when the command arrived.
+/// Change of a command's completion, which is decided when the command arrives.
 #[derive(Clone, Copy, Debug, Default)]
 struct FaultCompletionOutcome {
     /// Ticks by which the completion is delayed.
     delay: u64,
-    /// Status that replaces the drive's status; `None` to keep the drive's.
+    /// Status that replaces the drive's status; `None` if the drive's status stays.
     status: Option<Status>,
 }
 
-/// A drive's queue with the drive's faults in front.
+/// A drive's queue with the drive's faults.
 #[derive(Debug)]
 pub struct FaultQueue<C = HostClock> {
     pub(super) drive: HostQueuePair,
     faults: Arc<FaultInjector>,
     clock: C,
-    /// Submitted commands whose doorbell was not rung yet.
+    /// Submitted commands whose doorbell is yet to be rung.
     submitted: Vec<Sqe>,
-    /// Commands of the batch that go to the drive.
+    /// Commands of the present batch that are forwarded to the drive's queue.
     forwarded: Vec<Sqe>,
-    /// Decisions, indexed by slot.
+    /// Changes of completions, indexed by slot.
     outcomes: Box<[FaultCompletionOutcome]>,
-    /// Completions of the drive.
+    /// Completions that the drive's queue has returned.
     reaped: Vec<HostCompletion>,
-    /// Completions of commands that failed without being passed to the drive.
+    /// Completions of commands that failed and were not forwarded to the drive's queue.
     refused: Vec<HostCompletion>,
     /// Slots of commands that never complete.
     lost_slots: Vec<u16>,
@@ -91,15 +91,15 @@ impl<C> FaultQueue<C> {
     }
 }
 
-/// Returns a Verify of the command's blocks (NVM 1.0, section 3.2.5). A Verify takes realistic time, but changes neither blocks
-/// nor guest memory. For a command with a list of ranges, only one block is verified.
+/// Returns a Verify of a command's blocks (NVM 1.0, section 3.2.5), which takes realistic time and changes neither blocks nor
+/// guest memory. For a command with a list of ranges, only one block is verified.
 fn verify_command(sqe: &Sqe) -> Sqe {
     let mut verify = Sqe::new(NvmOpcode::VERIFY.0);
     verify.set_cid(sqe.cid());
     verify.nsid = sqe.nsid;
     let ReadWrite { slba, nlb_z, .. } = match NvmOpcode(sqe.opcode()) {
         NvmOpcode::COPY | NvmOpcode::DATASET_MANAGEMENT | NvmOpcode::FLUSH => ReadWrite::default(),
-        // All other commands have both fields in the same place.
+        // All other commands have the starting block and the number of blocks in the same dwords.
         _ => ReadWrite::from(sqe),
     };
     let blocks = CompareVerify {
@@ -198,7 +198,7 @@ impl<C: TickClock> HostQueue for FaultQueue<C> {
             ..
         } = self;
         let gone = faults.is_gone();
-        // Commands on a removed drive end with this status.
+        // If the drive was removed, commands complete with the status of a removed drive.
         let told = |status| if gone { REMOVED } else { status };
         drive.reap_into(memory, reaped);
         for completion in reaped.drain(..) {
@@ -258,7 +258,7 @@ impl<C: TickClock> HostQueue for FaultQueue<C> {
         true
     }
 
-    /// Also completes the commands that a fault has lost.
+    /// If the queue is hurried, completes commands that a fault has lost, too.
     fn set_hurried(&mut self, hurried: bool) {
         self.is_hurried = hurried;
         self.drive.set_hurried(hurried);

@@ -1,8 +1,9 @@
 //! Record of a drive's faults in a memory file, for a successor process.
 //!
-//! The first word has the offset of the present list of faults. A change of the list writes it to the other of two places, and
-//! then updates the first word. Other words hold the state of each fault and of the drive. The state of a fault is stored
-//! before the fault takes effect. So a fault that aborts the process is already counted when the successor starts.
+//! The first word has the offset of the present list of faults. The file has space for two lists: a changed list is written to
+//! the unused space, and then the first word is updated. Further words hold the state of each fault and of the drive. The state
+//! of a fault is stored before the fault takes effect. So a fault that aborts the process is already counted when the successor
+//! starts.
 
 use std::fs::File;
 use std::io;
@@ -22,22 +23,22 @@ use nvme_mpt_memory::{MappedWord64, Mapping, MappingAccess};
 /// Size of the file in bytes.
 const FILE_BYTES: usize = 4096 + 2 * LIST_BYTES;
 
-/// Offsets of the two lists. Each list begins with its length.
+/// Offsets of the spaces for two lists. A list begins with its length.
 const LIST_OFFSETS: [u64; 2] = [4096, 4096 + LIST_BYTES as u64];
 
-/// Maximum bytes of a list: several hundred per fault.
+/// Maximum size of a list in bytes, which is several hundred bytes per fault.
 const LIST_BYTES: usize = 64 << 10;
 
-/// Offsets of the drive's words: 1 if the drive was removed, and the number of blocks.
+/// Offsets of the drive's state: a word that is 1 if the drive was removed, and the number of blocks.
 const GONE_OFFSET: usize = 8;
 const BLOCKS_OFFSET: usize = 16;
 
-/// Offset of the first fault's words, and the number of words per fault.
+/// Offset of the state of the first fault, and number of words per fault.
 const FAULTS_OFFSET: usize = 64;
 const FAULT_WORDS: usize = 3;
 const _: () = assert!(FAULTS_OFFSET + 8 * FAULT_WORDS * MAX_FAULTS <= 4096);
 
-/// A fault as it is recorded.
+/// A fault, in the form in which it is recorded.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RecordedFault {
@@ -133,8 +134,8 @@ pub(super) struct FaultRecord {
 }
 
 impl FaultRecord {
-    /// Opens a record in a memory file, which must be empty at first. Also returns what a predecessor recorded, or `None` for a
-    /// new file.
+    /// Opens the record in a memory file, which must be empty at first. Also returns the faults that a predecessor recorded;
+    /// `None` for a new file.
     pub(super) fn open(file: &OwnedFd) -> io::Result<(Self, Option<RecordedFaults>)> {
         let file = File::from(file.try_clone()?);
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "no record of faults");
@@ -196,7 +197,7 @@ impl FaultRecord {
         })
     }
 
-    /// Records all faults with their states.
+    /// Records the list of faults, with the state of each fault.
     pub(super) fn store_list(&self, armed: &[ArmedFault]) -> io::Result<()> {
         let list: Vec<_> = armed
             .iter()

@@ -1,10 +1,10 @@
-//! Schedule of a fault: decides which of the commands to which the fault applies are hit.
+//! Schedule of a fault: decides which of the commands to which the fault applies may be hit.
 
-/// Schedule of a fault, with its progress. The fault first lets some commands pass, and then hits at most a maximum number of
+/// Schedule of a fault, with its progress. The fault first lets a number of commands pass, and then hits a maximum number of
 /// commands.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FaultSchedule {
-    /// Number of commands that pass first.
+    /// Number of commands that pass before the first hit.
     pub after: u64,
     /// Maximum number of commands that are hit; `None` for no limit.
     pub count: Option<u64>,
@@ -13,7 +13,7 @@ pub struct FaultSchedule {
 }
 
 impl FaultSchedule {
-    /// Creates a schedule that lets `after` commands pass and then hits at most `count`.
+    /// Creates a schedule that lets `after` commands pass and then permits at most `count` hits.
     #[must_use]
     pub const fn new(after: u64, count: Option<u64>) -> Self {
         Self {
@@ -24,7 +24,7 @@ impl FaultSchedule {
         }
     }
 
-    /// Creates a schedule with the progress that a predecessor has recorded.
+    /// Creates a schedule with the progress that a predecessor recorded.
     pub(super) const fn with_progress(
         after: u64,
         count: Option<u64>,
@@ -39,8 +39,8 @@ impl FaultSchedule {
         }
     }
 
-    /// Counts a command to which the fault applies. Returns whether the fault hits this command. `chance` is only called if the
-    /// schedule permits a hit, and decides then.
+    /// Counts a command to which the fault applies. Returns whether the fault hits this command: the schedule must permit a
+    /// hit, and `chance`, which is only called then, must return true.
     pub fn count_command(&mut self, chance: impl FnOnce() -> bool) -> bool {
         if self.is_exhausted() {
             return false;
@@ -51,7 +51,7 @@ impl FaultSchedule {
         strikes
     }
 
-    /// Returns whether the fault hits no more commands.
+    /// Returns true if the fault has reached its maximum number of hits.
     #[must_use]
     pub fn is_exhausted(&self) -> bool {
         self.count.is_some_and(|count| self.hits >= count)
@@ -63,7 +63,7 @@ impl FaultSchedule {
         self.seen
     }
 
-    /// Returns the number of commands that the fault hit.
+    /// Returns the number of hits so far.
     #[must_use]
     pub const fn hits(&self) -> u64 {
         self.hits

@@ -107,7 +107,7 @@ impl Drive {
         done
     }
 
-    /// Submits commands that complete at once. Returns their statuses.
+    /// Submits commands that complete without a delay. Returns their statuses.
     fn statuses(&mut self, commands: &[Sqe]) -> Vec<Status> {
         let done = self.run(commands);
         assert_eq!(done.len(), commands.len());
@@ -118,7 +118,7 @@ impl Drive {
         self.statuses(&[command])[0]
     }
 
-    /// Returns a command with ranges in the list of slot 0.
+    /// Returns a command whose ranges are in the list of slot 0.
     fn with_ranges<T: IntoBytes + zerocopy::Immutable>(
         &mut self,
         mut sqe: Sqe,
@@ -186,7 +186,7 @@ const GOOD: Status = Status::SUCCESS;
 
 #[test]
 fn media_errors_depend_on_blocks_and_direction() {
-    // Blocks 2048 to 2175.
+    // The range covers blocks 2048 to 2175.
     let mut drive = Drive::new("[[fault]]\nkind = \"media-error\"\nrange = \"1M+64K\"\n");
     for (opcode, bad) in [
         (NvmOpcode::READ, READ_ERROR),
@@ -268,7 +268,7 @@ fn the_same_commands_have_the_same_faults_whatever_others_do() {
     assert_eq!(first, run(1, 3));
     assert_ne!(first, run(2, 0));
     let struck = first.iter().filter(|struck| **struck).count();
-    // 200 plus or minus four standard deviations.
+    // The bounds are 200 plus or minus four standard deviations.
     assert!((146..=254).contains(&struck), "{struck}");
 }
 
@@ -293,7 +293,7 @@ fn faults_continue_in_the_next_process() {
         after = 20
     "#;
     let parse = |plan: &str| FaultPlan::parse("test", plan).expect("sound");
-    // Each command runs in a new process, with any plan; then a single process runs all commands.
+    // First, each command runs in a new process, whose plan is ignored. Then one process runs all commands.
     let file = nvme_mpt_memory::memfd(c"test", 0).expect("memory");
     let next = |plan: &str| {
         Drive::with_faults(
@@ -433,7 +433,7 @@ fn a_shrunk_drive_refuses_the_lost_blocks_until_it_grows() {
         assert_eq!(drive.status(flush), GOOD);
     }
     let changed = IoQueueEvent::Drive(DriveEvent::NamespaceChanged(Nsid(1)));
-    // Events that wait are reported together.
+    // Events that wait are reported as one.
     assert_eq!(events.take(), [changed]);
 }
 
@@ -493,7 +493,7 @@ fn faults_that_do_not_fit_the_drive_are_refused_and_none_is_added() {
 }
 
 proptest! {
-    /// With any faults and any order of commands, each command completes once, at the latest when its queue is deleted.
+    /// With any faults and any order of commands, each command completes once, and at the latest when its queue is deleted.
     #[test]
     fn every_command_completes_once(
         kinds in prop::collection::vec((0..5usize, 1..20u64, 1..10u32), 0..8),

@@ -10,11 +10,11 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Blocks that a command reads or writes.
+/// An extent of blocks that a command reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct TouchedBlocks {
     pub(super) blocks: Range<u64>,
-    /// Status of the command if the media fails at these blocks.
+    /// Status of the command if these blocks have a media error.
     pub(super) media_error: Status,
 }
 
@@ -25,7 +25,7 @@ fn touched_blocks(Lba(start): Lba, count: u64, media_error: Status) -> TouchedBl
     }
 }
 
-/// Returns whether `wanted` returns `true` for any extent of a command.
+/// Returns whether `wanted` returns `true` for an extent of a command.
 pub(super) fn has_extent(
     sqe: &Sqe,
     memory: HostMemory<'_>,
@@ -34,8 +34,9 @@ pub(super) fn has_extent(
     find_extent(sqe, memory, |extent| wanted(extent).then_some(())).is_some()
 }
 
-/// Calls a function for each extent of a command, and returns the first answer. The list of a translated command was checked
-/// before. If the list cannot be read, the backing store fails the command.
+/// Calls `answer` for each extent of a command, and returns the first result that is not `None`. A command's list of ranges was
+/// checked when the command was translated. If the list cannot be read, no extent is found, and the backing store fails the
+/// command.
 pub(super) fn find_extent<T>(
     sqe: &Sqe,
     memory: HostMemory<'_>,
@@ -44,7 +45,7 @@ pub(super) fn find_extent<T>(
     let read = Status::UNRECOVERED_READ_ERROR;
     let written = Status::WRITE_FAULT;
     match NvmOpcode(sqe.opcode()) {
-        // All of these commands have both fields in the same place.
+        // All these commands have the starting block and the number of blocks in the same dwords.
         opcode @ (NvmOpcode::READ
         | NvmOpcode::COMPARE
         | NvmOpcode::VERIFY

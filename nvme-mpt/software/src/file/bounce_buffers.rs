@@ -1,5 +1,5 @@
-//! Bounce buffers of a queue, for commands whose guest memory the kernel cannot access directly. A buffer has a *stage* for the
-//! bytes of the file that the kernel transfers, and may have a *data area* for the command's own data.
+//! Bounce buffers of a queue, for commands whose guest memory the kernel cannot access directly. The kernel transfers bytes of
+//! the file to and from a buffer's *stage*. A large buffer also has a *data area* for the command's own data.
 
 use std::io;
 
@@ -10,24 +10,24 @@ use nvme_mpt_memory::{Mapping, RawBytes};
 /// Size class of a bounce buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BounceBufferSize {
-    /// Stage for a few blocks, without a data area.
+    /// A stage for a few blocks, and no data area.
     Small,
-    /// Stage for the longest transfer, and a data area of equal size for Compare, Verify and Copy.
+    /// A stage for the longest transfer, and a data area of equal size for Compare, Verify and Copy.
     Large,
 }
 
 /// Bytes of the stage of a small buffer.
 const SMALL_BYTES: usize = 32 << 10;
 
-/// Bytes of the data area of a large buffer: the most that one command transfers.
+/// Bytes of the data area of a large buffer: the maximum transfer of one command.
 const DATA_BYTES: usize = Mdts::MAX.bytes() as usize;
 
-/// Maximum number of buffers per size class. If all are in use, further commands wait.
+/// Maximum number of buffers in each size class. If all are in use, a command that needs a buffer waits.
 const SMALL_BUFFERS_MAX: usize = 64;
 const LARGE_BUFFERS_MAX: usize = 4;
 
 impl BounceBufferSize {
-    /// Returns the size class whose stage has at least `len` bytes.
+    /// Returns the smallest size class whose stage has at least `len` bytes.
     pub(super) fn from_stage_bytes(len: usize) -> Self {
         if len <= SMALL_BYTES {
             Self::Small
@@ -50,7 +50,7 @@ impl BounceBuffer {
         self.memory.bytes(offset, len)
     }
 
-    /// Returns a part of the data area, which starts at a page boundary.
+    /// Returns a part of the data area. The data area starts at a page boundary.
     pub(super) fn data(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
         match self.size {
             BounceBufferSize::Small => None,
@@ -90,7 +90,7 @@ impl BounceBufferPool {
         self.in_use -= 1;
         self.free.push(bounce);
         if self.in_use == 0 {
-            // Keep one buffer for a guest that issues such commands one at a time.
+            // Keeps one buffer, for a guest that issues such commands one at a time.
             self.free.truncate(1);
         }
     }
@@ -129,9 +129,10 @@ impl QueueBounceBuffers {
         }
     }
 
-    /// Takes a buffer; returns `None` if the maximum number is in use.
+    /// Takes a buffer for a command; returns `None` if the maximum number of buffers is in use.
     ///
-    /// # Errors Returns the error of `mmap`.
+    /// # Errors
+    /// Returns the error of `mmap`.
     pub(super) fn take(&mut self, need: BounceBufferSize) -> io::Result<Option<BounceBuffer>> {
         let pool = self.pool_mut(need);
         if pool.has_available() {
@@ -141,7 +142,7 @@ impl QueueBounceBuffers {
         }
     }
 
-    /// Returns a buffer.
+    /// Returns a buffer that a command no longer needs.
     pub(super) fn put(&mut self, bounce: BounceBuffer) {
         self.pool_mut(bounce.size).put(bounce);
     }

@@ -1,18 +1,18 @@
-//! Mutual exclusion of writes within a lease, for read-modify-write of partial blocks. Leases share no block, so the exclusion
-//! covers all queues of one lease only.
+//! Mutual exclusion of writes within a lease. It is needed for writes of partial blocks, which read, modify and write the
+//! block. Two leases share no block, so the exclusion covers the queues of one lease only.
 //!
-//! A partial change reads a block, modifies it and writes it back. It would undo another write that happens in between. Partial
-//! changes are rare. So while there are none, all other writes take a fast lane: each queue increments its own counter (its
-//! *lane*), and then checks for a partial change. A partial change is first announced, and then waits until each lane has been
-//! zero once. So at least one of the two sees the other.
+//! A partial change reads a block, modifies it and writes it back. This would undo a write of the block that happens in
+//! between. Partial changes are rare. So while there are none, all other writes take a fast lane: each queue increments a
+//! counter of its own (its *lane*), and then checks for a partial change. A partial change is first announced, and then waits
+//! until it has seen each lane at zero. So of a write on a lane and a partial change, at least one sees the other.
 //!
-//! While there are partial changes, every change is entered in a list, in order of arrival. A change may begin when no earlier
-//! change in the list excludes it. Two changes exclude each other if they overlap and one of them is partial. A command holds
-//! at most one claim and waits for nothing else while holding one, so there is no deadlock.
+//! While there are partial changes, each change is entered in a list, in order of arrival. A change may begin when no earlier
+//! entry of the list excludes it. Two changes exclude each other if they overlap and one of them is partial. A command holds at
+//! most one claim, and waits for nothing else while it holds the claim, so there is no deadlock.
 //!
-//! When a change arrives, the earlier changes that exclude it are counted. So checking whether a change may begin costs the
-//! same for any length of the list. Entering and removing a change cost more in a longer list, so the number of changes per
-//! queue is limited.
+//! When a change is entered, the earlier entries that exclude it are counted. So the cost of checking whether a change may
+//! begin does not depend on the length of the list. Entering and removing a change cost more in a longer list, so the number of
+//! entries is limited for each queue.
 
 use std::sync::{Arc, PoisonError};
 
@@ -23,7 +23,7 @@ use crate::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, fence};
 pub(super) struct BlockChange {
     pub(super) start: u64,
     pub(super) end: u64,
-    /// True for a read-modify-write, which excludes every other change of the same blocks.
+    /// True for a read-modify-write of a block, which excludes every other change of the block.
     pub(super) is_partial: bool,
 }
 
@@ -33,10 +33,10 @@ impl BlockChange {
     }
 }
 
-/// Permission of a command to change blocks, or its entry in the list while it waits.
+/// Permission of a command to change blocks, or the command's place in the list while it waits.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) enum BlockChangeClaim {
-    /// No claim.
+    /// The command changes no blocks.
     #[default]
     None,
     /// The change is counted in the queue's fast lane, and may begin.
@@ -45,13 +45,14 @@ pub(super) enum BlockChangeClaim {
     Listed(u64),
 }
 
-/// Maximum number of list entries per queue. Commands that have already begun may exceed it.
+/// Maximum number of list entries of a queue, at which the queue starts no further command. Commands that have already started
+/// may exceed it.
 pub(super) const LISTED_MAX: usize = 64;
 
-/// The fast lane of one queue.
+/// Fast lane of one queue: counts the queue's changes that no partial change excludes.
 #[derive(Debug)]
 pub(super) struct QueueFastLane {
-    /// Number of the queue's changes on the lane.
+    /// Number of the queue's changes on the fast lane.
     changes: AtomicUsize,
     /// Number of the queue's changes in the list.
     listed: AtomicUsize,
@@ -59,7 +60,7 @@ pub(super) struct QueueFastLane {
     has_transferred: AtomicBool,
 }
 
-/// The fast lanes of all queues of a file, for all leases.
+/// The fast lanes of all queues of a file, whatever their lease.
 #[derive(Debug)]
 pub(super) struct FileFastLanes(Mutex<Vec<Arc<QueueFastLane>>>);
 
@@ -78,7 +79,7 @@ impl FileFastLanes {
         self.lanes().retain(|other| !Arc::ptr_eq(other, lane));
     }
 
-    /// Returns whether any queue of the file made transfers since the last call.
+    /// Returns whether a queue of the file has made transfers since the last call.
     pub(super) fn take_transfers(&self) -> bool {
         let mut any = false;
         for lane in &*self.lanes() {
@@ -96,21 +97,21 @@ impl FileFastLanes {
 struct ListedChange {
     number: u64,
     change: BlockChange,
-    /// Number of earlier changes in the list that exclude this change.
+    /// Number of earlier list entries that exclude this change and have not left the list.
     blocker_count: usize,
-    /// True once each lane has been seen empty since the change was listed. Only partial changes use this.
+    /// True once each lane was seen at zero since the change was listed. Only partial changes use this.
     has_seen_lanes_empty: bool,
 }
 
 #[derive(Debug, Default)]
 struct ListedChanges {
-    /// Ordered by number.
+    /// Entries in ascending order of their numbers.
     entries: Vec<ListedChange>,
     next_number: u64,
     lanes: Vec<Arc<QueueFastLane>>,
 }
 
-/// The changes of one lease.
+/// Changes of the blocks of one lease.
 #[derive(Debug)]
 pub(super) struct LeaseChangeClaims {
     /// Number of partial changes in the list.
@@ -143,8 +144,8 @@ impl LeaseChangeClaims {
         self.list().lanes.retain(|other| !Arc::ptr_eq(other, lane));
     }
 
-    /// Enters a change. If the second returned value is `true`, the change may begin at once. Otherwise, it may begin once
-    /// [`Self::can_begin`] returns `true`.
+    /// Enters a change. The second returned value is `true` if the change may begin immediately. Otherwise, the change may
+    /// begin when [`Self::can_begin`] returns `true`.
     #[inline]
     pub(super) fn enter(
         &self,
@@ -194,7 +195,7 @@ impl LeaseChangeClaims {
         }
     }
 
-    /// Ends a change, or gives up waiting for it.
+    /// Removes a change that has ended, or whose command no longer waits.
     #[inline]
     pub(super) fn leave(&self, lane: &QueueFastLane, claim: BlockChangeClaim) {
         match claim {
@@ -240,7 +241,8 @@ impl ListedChanges {
             return true;
         };
         if entry.change.is_partial && !entry.has_seen_lanes_empty {
-            // Lanes count only changes that began before this change was announced, because later ones use the list.
+            // Lanes count only changes that began before this partial change was announced. Changes that begin afterwards are
+            // listed.
             entry.has_seen_lanes_empty = self.lanes.iter().all(|lane| lane.is_empty());
             if !entry.has_seen_lanes_empty {
                 return false;
@@ -251,7 +253,7 @@ impl ListedChanges {
 }
 
 impl QueueFastLane {
-    /// Returns whether the queue may start another command that may need a list entry.
+    /// Returns whether the queue has fewer than [`LISTED_MAX`] list entries, so that it may start a command that may need one.
     #[inline]
     pub(super) fn has_space(&self) -> bool {
         self.listed.load(Ordering::Relaxed) < LISTED_MAX
@@ -261,14 +263,14 @@ impl QueueFastLane {
         self.changes.load(Ordering::Acquire) == 0
     }
 
-    /// Records a transfer. Each queue has its own flag, so that queues do not contend.
+    /// Records that the queue has made a transfer. Each queue has a flag of its own, so that queues do not contend.
     #[inline]
     pub(super) fn record_transfer(&self) {
         self.has_transferred.store(true, Ordering::Relaxed);
     }
 }
 
-/// Adds to a counter of a lane, modulo 2^64. Only the lane's own queue writes it.
+/// Adds to a counter of a lane, modulo 2^64. Only the lane's own queue writes the counter.
 #[inline]
 fn add_to_counter(number: &AtomicUsize, by: usize) {
     let sum = number.load(Ordering::Relaxed).wrapping_add(by);
@@ -295,10 +297,10 @@ mod tests {
         assert!(begins && first == BlockChangeClaim::FastLane);
         let (second, begins) = claims.enter(&b, change(0, 4096, false));
         assert!(begins && second == BlockChangeClaim::FastLane);
-        // The newcomer does not know the blocks of the two writes.
+        // The list does not contain the two writes on the fast lane, so the partial change waits for both.
         let (partial, begins) = claims.enter(&a, change(65_536, 69_632, true));
         assert!(!begins);
-        // From now on, other commands' blocks are known exactly.
+        // From now on, each change is listed with its blocks.
         let (third, begins) = claims.enter(&b, change(0, 65_536, false));
         assert!(begins && third != BlockChangeClaim::FastLane);
         let (fourth, begins) = claims.enter(&b, change(65_536, 131_072, false));
@@ -332,7 +334,7 @@ mod tests {
         assert!(claims.can_begin(&second) && !claims.can_begin(&third));
         claims.leave(&lane, second);
         assert!(claims.can_begin(&third) && !claims.can_begin(&fourth));
-        // A command that stops waiting blocks no others.
+        // A command that stops waiting excludes no other command.
         claims.leave(&lane, third);
         assert!(claims.can_begin(&fourth));
         claims.leave(&lane, fourth);
@@ -356,7 +358,7 @@ mod tests {
         claims.leave(&lane, partial);
         assert!(lane.has_space());
         assert!(claimed.iter().all(|claim| claims.can_begin(claim)));
-        // Later commands wait for each remaining command.
+        // A partial change waits for each of the earlier changes that are left.
         let (partial, begins) = claims.enter(&other, change(0, 4096, true));
         assert!(!begins);
         while let Some(claim) = claimed.pop() {
@@ -388,7 +390,7 @@ mod loom_models {
 
     use super::*;
 
-    /// A block that two queues change. loom reports concurrent accesses.
+    /// A block that two queues change. loom reports concurrent accesses to the block.
     fn model(partial: [bool; 2]) {
         loom::model(move || {
             let claims = Arc::new(LeaseChangeClaims::default());

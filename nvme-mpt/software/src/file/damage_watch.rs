@@ -1,6 +1,6 @@
-//! Detection of changes to a drive's file by others: truncation, removal, or replacement.
+//! Detection of changes of a drive's file by other processes: truncation, removal, or replacement.
 //!
-//! No kernel interface prevents others from truncating a file. So each batch of commands that write checks the file's size
+//! No interface of the kernel prevents the truncation of a file. So a batch of commands with a write checks the file's size
 //! first. The control thread checks the size and the path periodically.
 
 use std::io;
@@ -13,11 +13,11 @@ use super::kernel::{MetadataExt, metadata};
 use super::{LeasedFile, SharedFile};
 use nvme_mpt_memory::sync::Mutex;
 
-/// State of a regular file. A block device cannot change.
+/// Damage of a regular file. A block device cannot change in these ways.
 #[derive(Debug)]
 pub(super) struct FileDamageWatch {
     is_regular: bool,
-    /// Smallest size seen so far, in bytes. Bytes beyond this size have lost their content, even if the file has grown again.
+    /// Smallest size seen so far, in bytes. Bytes beyond this size have lost their content, even if the file has grown since.
     min_size_bytes: AtomicU64,
     is_replaced: AtomicBool,
     leases: Mutex<Vec<Weak<LeasedFile>>>,
@@ -40,18 +40,18 @@ impl FileDamageWatch {
         leases.push(Arc::downgrade(lease));
     }
 
-    /// Returns whether the bytes before `end` still have the content from when the file was opened.
+    /// Returns whether the bytes before `end` have existed since the file was opened, so that no truncation has erased them.
     #[inline]
     pub(super) fn is_intact_until(&self, end: u64) -> bool {
         end <= self.min_size_bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the file can change.
+    /// Returns whether the file can be truncated, removed or replaced.
     pub(super) const fn can_change(&self) -> bool {
         self.is_regular
     }
 
-    /// Returns whether the file's path leads to another file or to none.
+    /// Returns whether the file's path leads to another file, or to no file.
     pub(super) fn is_replaced(&self) -> bool {
         self.is_replaced.load(Ordering::Relaxed)
     }
@@ -70,12 +70,12 @@ impl FileDamageWatch {
 }
 
 impl SharedFile {
-    /// Checks whether the file was truncated.
+    /// Checks whether the file was truncated, and reports it.
     pub(super) fn check_size(&self) {
         if !self.damage_watch.is_regular {
             return;
         }
-        // The file is open, so this fails only if the file system is gone, and then all I/O fails.
+        // The call fails for an open file only if the file system is broken, in which case all I/O fails.
         let Ok(metadata) = self.open_file.metadata() else {
             return;
         };
@@ -94,7 +94,7 @@ impl SharedFile {
         }
     }
 
-    /// Checks whether the file's path leads to another file.
+    /// Checks whether the file's path leads to another file or to none, and reports it.
     pub(super) fn check_path(&self) {
         if !self.damage_watch.is_regular || self.damage_watch.is_replaced() {
             return;
@@ -104,7 +104,7 @@ impl SharedFile {
         };
         let replaced = match metadata(&self.path) {
             Ok(found) => (found.dev(), found.ino()) != (opened.dev(), opened.ino()),
-            // A sandbox may hide the path, so other errors mean nothing.
+            // A sandbox may hide the path, so an error other than NotFound does not show a removal.
             Err(error) => error.kind() == io::ErrorKind::NotFound,
         };
         if replaced && !self.damage_watch.is_replaced.swap(true, Ordering::Relaxed) {

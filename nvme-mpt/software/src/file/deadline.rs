@@ -1,7 +1,9 @@
-//! Handling of overdue requests. If the kernel does not complete a request within 10 s, the request is logged, cancelled, and
-//! repeated in a kernel worker thread. The queue then waits for the repeated request indefinitely, unless the operator has set
-//! a timeout, after which the queue fails. If the kernel returns a request undone, because of an interruption or lack of
-//! resources, the request is repeated for up to 10 s. After that, its command fails.
+//! Handling of overdue requests. If the kernel does not complete a request within 10 s, the queue logs and cancels the request,
+//! and repeats it in a kernel worker thread. The queue waits for the repeated request for ever, except if the operator has set
+//! a timeout, after which the queue fails.
+//!
+//! If an interruption or a lack of resources makes the kernel return a request undone, the queue repeats the request for up to
+//! 10 s. Then the request's command fails.
 
 use log::{error, warn};
 
@@ -13,11 +15,12 @@ use crate::request_age::{CHECK_INTERVAL, OVERDUE_CHECKS};
 use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::ids::CommandId;
 
-/// Bit in the tags of cancellations.
+/// Bit that distinguishes the tag of a cancellation from the tag of the cancelled request.
 const CANCELLATION_TAG_BIT: u64 = 1 << 32;
 
 impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
-    /// Checks the age of all requests that are pending in the kernel.
+    /// Checks the age of all requests that are pending in the kernel. Cancels overdue requests, and fails the queue on a
+    /// timeout.
     #[cold]
     pub(super) fn check_request_ages(&mut self, now: Ticks) {
         self.age_timer.count_check(now);
@@ -42,8 +45,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         }
     }
 
-    /// Cancels an overdue request. A request that was already repeated is not cancelled again, because the first cancellation
-    /// did not help.
+    /// Cancels an overdue request. A request that was already repeated is not cancelled, because the cancellation of the first
+    /// attempt did not help.
     fn cancel_request(&mut self, slot: usize) {
         self.commands[slot].is_overdue = true;
         if self.commands[slot].repeat_count > 0 {
@@ -62,9 +65,9 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             self.describe_request(slot)
         );
         self.has_failed = true;
-        // No thread checks the queue's requests from now on, so it makes no further ones.
+        // From now on, no thread checks the age of the queue's requests, so the queue makes no further requests.
         self.is_stopping = true;
-        // Other queues must not wait for the turn and the lane of a failed queue.
+        // The failed queue must not block other queues by its turn or its fast lane.
         for operation in &mut self.commands {
             if std::mem::take(&mut operation.zeroing.has_turn) {
                 self.file.slice_scheduler.cancel_turn();
@@ -118,13 +121,13 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         )
     }
 
-    /// Returns the slot of a completed request, or `None` for the completion of a cancellation.
+    /// Returns the slot of a completed request; `None` if a cancellation completed.
     #[inline]
     pub(super) fn completed_slot(&self, tag: u64, result: Result<usize, i32>) -> Option<CommandId> {
         if tag & CANCELLATION_TAG_BIT == 0 {
             return Some(CommandId(tag as u16));
         }
-        // A cancelled request completes by itself with an error.
+        // A request that is cancelled completes on its own, with an error.
         if let Err(errno) = result {
             let error = std::io::Error::from_raw_os_error(errno);
             warn!(

@@ -1,13 +1,13 @@
-//! Surveys of files: the allocated extents of a range.
+//! Surveys of files: which extents of a range are allocated.
 //!
-//! The duration of a deallocation depends on the allocated extents in the range; holes of any length take almost no time. So
-//! each slice ([`slice_scheduler`](super::slice_scheduler)) is limited by its *weight*, which leaves out holes, instead of its number of bytes.
-//! An extent weighs a block plus a 256th of its bytes. In a file in memory, whose pages are freed one by one, an extent weighs
-//! all of its bytes.
+//! The time that a deallocation takes depends on the allocated extents in the range, whereas holes of any length take almost no
+//! time. So the limit of a slice ([`slice_scheduler`](super::slice_scheduler)) is a *weight*, which leaves out holes, and not a
+//! number of bytes. An extent weighs a block plus a 256th of its bytes. In a file in memory, whose pages are freed one by one,
+//! an extent weighs all of its bytes.
 //!
-//! The calls to the file system (FIEMAP, SEEK_DATA) may block on its locks and its disk, so no poller makes them, but a
-//! separate thread, if it was [started](start). If the answer does not arrive in time, a slice is as short as if the range had
-//! no holes.
+//! The calls to the file system (FIEMAP, SEEK_DATA) may block on its locks and its disk. So a separate thread makes these calls
+//! if it was [started](start), and pollers do not. If the answer does not arrive in time, a slice is as short as if the range
+//! had no holes.
 
 use std::io;
 use std::sync::{Arc, OnceLock, Weak};
@@ -21,21 +21,21 @@ use super::kernel;
 use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-/// Maximum number of queued survey requests. Further requests are dropped.
+/// Maximum number of queued survey requests. A request beyond it is dropped.
 const QUEUED_REQUESTS_MAX: usize = 256;
 
-/// Maximum time for which a command waits for a survey.
+/// Maximum time for which a command waits for a survey, before it continues without one.
 pub(super) const SURVEY_TIMEOUT: Duration = Duration::from_millis(2);
 
-/// Maximum number of extents per survey.
+/// Maximum number of extents in a survey.
 const EXTENTS_MAX: usize = 64;
 
-/// Divisor for the weight of an extent on a disk: this many bytes weigh as much as one byte of a file in memory.
+/// Divisor of the weight of an extent on a disk: 256 bytes weigh as much as one byte of a file in memory.
 const DISK_WEIGHT_DIVISOR: u64 = 256;
 
 static REQUEST_SENDER: OnceLock<SyncSender<SurveyRequest>> = OnceLock::new();
 
-/// Starts the thread that surveys the files of this process, unless it is running. The thread calls the ioctl FIEMAP, which a
+/// Starts the thread that surveys the files of this process, if it is not running. The thread calls the ioctl FIEMAP, which a
 /// seccomp filter has to allow.
 ///
 /// # Errors
@@ -46,7 +46,7 @@ pub fn start(threads: &ThreadSpawner) -> io::Result<()> {
         return Ok(());
     }
     let thread = threads.spawn("extents", Box::new(move || serve_requests(&questions)))?;
-    // The thread lives as long as the process.
+    // Dropping the handle detaches the thread, which runs until the process ends.
     drop(thread);
     Ok(())
 }
@@ -75,7 +75,7 @@ fn serve_requests(questions: &Receiver<SurveyRequest>) {
     }
 }
 
-/// A request for a survey of `start..end`.
+/// Request for a survey of the range `start..end` of a file.
 #[derive(Debug)]
 pub(super) struct SurveyRequest {
     file: Weak<SharedFile>,
@@ -85,14 +85,14 @@ pub(super) struct SurveyRequest {
 }
 
 impl SurveyRequest {
-    /// Answers a request with the first extents of the range, in order, as start and end. If there are fewer than [`EXTENTS_MAX`],
-    /// they are all extents of the range. `light` bytes of an extent add one to its weight.
+    /// Answers the request with the first extents of the range, as start and end in ascending order. Fewer than [`EXTENTS_MAX`]
+    /// extents are all extents of the range. `light` is the number of bytes of an extent that weigh one.
     pub(super) fn answer(self, extents: Vec<(u64, u64)>, light: u64) {
         let known = match extents.last() {
             Some((_, end)) if extents.len() >= EXTENTS_MAX => *end,
             _ => self.end,
         };
-        // Each question is answered once.
+        // Fails only if the request was already answered, which cannot happen.
         let _ = self.survey.answer.set(SurveyedExtents {
             known_end: known,
             extents,
@@ -101,12 +101,12 @@ impl SurveyRequest {
     }
 }
 
-/// Handle through which a file sends survey requests to the thread.
+/// Handle through which a file sends survey requests to the survey thread.
 #[derive(Debug, Default)]
 pub(super) struct SurveyThreadHandle(OnceLock<SyncSender<SurveyRequest>>, OnceLock<()>);
 
 impl SurveyThreadHandle {
-    /// Creates a handle to the thread of this process, if it is running.
+    /// Creates a handle to the survey thread of this process, if the thread is running.
     pub(super) fn of_this_process() -> Self {
         let surveyor = Self::default();
         if let Some(questions) = REQUEST_SENDER.get() {
@@ -115,12 +115,12 @@ impl SurveyThreadHandle {
         surveyor
     }
 
-    /// Sends requests to this channel from now on, unless the handle already has a channel. Returns whether it had none.
+    /// Sends requests to the channel `questions` from now on, if the handle has no channel yet. Returns whether it had none.
     pub(super) fn set_sender(&self, questions: SyncSender<SurveyRequest>) -> bool {
         self.0.set(questions).is_ok()
     }
 
-    /// Stops sending requests, because the file system does not report extents.
+    /// Stops sending survey requests, because the file system does not report extents.
     fn disable(&self) {
         let _ = self.1.set(());
     }
@@ -130,7 +130,7 @@ impl SurveyThreadHandle {
         self.0.get().is_some() && self.1.get().is_none()
     }
 
-    /// Requests a survey of a range. Returns `None` if too many requests are queued.
+    /// Requests a survey of a range; returns `None` if no survey is available, or if too many requests are queued.
     pub(super) fn request_survey(
         &self,
         file: &Arc<SharedFile>,
@@ -149,23 +149,23 @@ impl SurveyThreadHandle {
     }
 }
 
-/// A survey of a range. The answer may not have arrived yet.
+/// A survey of a range, whose answer may be pending.
 #[derive(Debug, Default)]
 pub(super) struct ExtentSurvey {
     answer: OnceLock<SurveyedExtents>,
 }
 
 impl ExtentSurvey {
-    /// Returns the extents, if the survey is answered.
+    /// Returns the extents; `None` until the survey is answered.
     pub(super) fn extents(&self) -> Option<&SurveyedExtents> {
         self.answer.get()
     }
 }
 
-/// The extents at the start of a range.
+/// The allocated extents at the start of a range.
 #[derive(Debug)]
 pub(super) struct SurveyedExtents {
-    /// End of the part whose extents are known.
+    /// End of the part of the range whose extents are known.
     known_end: u64,
     /// Start and end of each extent.
     extents: Vec<(u64, u64)>,
@@ -173,13 +173,13 @@ pub(super) struct SurveyedExtents {
 }
 
 impl SurveyedExtents {
-    /// Returns whether the survey covers offset `at`.
+    /// Returns whether the extents at offset `at` are known.
     pub(super) fn is_covered(&self, at: u64) -> bool {
         at < self.known_end
     }
 
-    /// Returns the end and weight of a slice that begins at `at`. The slice ends at `end` at the latest and weighs at most
-    /// `most`, but contains at least one block.
+    /// Returns the end and weight of a slice that begins at `at`. The slice does not extend beyond `end`, and its weight is at
+    /// most `most`, but it contains at least one block.
     pub(super) fn next_slice(&self, at: u64, end: u64, most: u64) -> (u64, u64) {
         let end = end.min(self.known_end);
         let head = if self.weight_divisor > 1 { UNIT } else { 0 };
@@ -241,12 +241,12 @@ mod tests {
 
     #[test]
     fn a_slice_weighs_no_more_than_it_may() {
-        // Separate blocks count with their size, and a long extent with a 256th of its bytes.
+        // Each of 64 separate blocks weighs a block, and a long extent weighs a 256th of its bytes.
         let apart: Vec<_> = (0..64)
             .map(|at| (2 * at * UNIT, (2 * at + 1) * UNIT))
             .collect();
         for (light, list, count) in [
-            // The limit is slightly less than 64 blocks and their 256ths.
+            // The limit is slightly less than the weight of 64 blocks with their 256ths.
             (DISK_WEIGHT_DIVISOR, apart.as_slice(), 2..=2),
             (1, &[(0, 4 * MIB)], 16..=16),
             (DISK_WEIGHT_DIVISOR, &[(0, 4 * MIB)], 1..=1),

@@ -26,9 +26,9 @@ pub(super) enum FileCommandStep {
     /// Complete the command.
     #[default]
     Done,
-    /// Wait until the write may begin, because other changes of the same blocks exclude it; see [`change_claims`](super::change_claims).
+    /// Wait until all changes of blocks that exclude the write have ended; see [`change_claims`](super::change_claims).
     AwaitClaim,
-    /// Read a block of which the write changes only a part.
+    /// Read a block that the write changes only in part.
     Fill,
     /// Read, or continue a partly completed read.
     Read,
@@ -36,7 +36,7 @@ pub(super) enum FileCommandStep {
     Scatter,
     /// Write, or continue a partly completed write.
     Write,
-    /// Join a sync, see [`queue_syncs`](super::queue_syncs).
+    /// Wait for a sync of the file that covers the command; see [`queue_syncs`](super::queue_syncs).
     Flush,
     /// Sync the file.
     Sync,
@@ -44,27 +44,27 @@ pub(super) enum FileCommandStep {
     SyncCompanion,
     /// Zero the next part of a range.
     Zero,
-    /// Wait for the survey that tells the allocated extents of the range, see [`survey`](super::survey).
+    /// Wait for the survey of the range's allocated extents; see [`extent_survey`](super::extent_survey).
     AwaitSurvey,
-    /// Wait until it is the queue's turn to process a slice of the file, see [`slice_scheduler`](super::slice_scheduler).
+    /// Wait until the queue may process a slice of the file; see [`slice_scheduler`](super::slice_scheduler).
     AwaitTurn,
-    /// Wait until no other change excludes the slice.
+    /// Wait until all changes of blocks that exclude the slice have ended; see [`change_claims`](super::change_claims).
     AwaitSliceClaim,
-    /// Make the file system zero or deallocate a slice.
+    /// Make the file system zero or deallocate one slice.
     ZeroSlice,
     /// Compare the read data with the guest's data.
     Compare,
-    /// Read the next source range of a Copy, or write the data that was read from it.
+    /// Read the next source range of a Copy, or write the data read from it.
     CopyRange,
     /// Deallocate the next range.
     DeallocateRange,
-    /// Clear the unreadable-block marks of written blocks, after the data is durable.
+    /// Clear the uncorrectable marks of blocks that were written, once their data is durable.
     ClearMarks,
-    /// Wait until the ledger has stored a change of unreadable-block marks.
+    /// Wait until the ledger has stored a change of uncorrectable marks.
     AwaitMarks,
 }
 
-/// A method of zeroing a range.
+/// Method by which a range is zeroed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum ZeroingMethod {
     /// The file system zeroes the range and keeps it allocated.
@@ -80,77 +80,76 @@ pub(super) enum ZeroingMethod {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RangeZeroing {
     pub(super) start: u64,
-    /// Offset of the first byte that is not zeroed yet.
+    /// Offset in the file of the first byte that is not zeroed yet.
     pub(super) offset: u64,
     pub(super) end: u64,
-    /// True if some bytes before `offset` were not deallocated and keep their data. This is permitted, because deallocation is
-    /// advice.
+    /// True if some bytes before `offset` could not be deallocated, and keep their data. Deallocation is advice, so the command
+    /// succeeds.
     pub(super) has_skipped_data: bool,
     pub(super) method: ZeroingMethod,
-    /// The step after the whole range is zeroed.
+    /// The step after all bytes of the range are zeroed.
     pub(super) next_step: FileCommandStep,
-    /// Number of bytes of the present slice.
+    /// Length of the present slice in bytes.
     pub(super) slice_bytes: u64,
-    /// Weight of the present slice, by which its duration is limited, see [`survey`](super::survey). Without a survey, the
-    /// number of its bytes.
+    /// Weight of the present slice, which limits its duration; see [`extent_survey`](super::extent_survey). Without a survey,
+    /// this is the length of the slice.
     pub(super) slice_weight: u64,
-    /// True if slices are sized without a survey from now on.
+    /// True if the length of slices is chosen without a survey from now on.
     pub(super) is_unsurveyed: bool,
-    /// True if this command has taken the file's turn.
+    /// True if this command has the turn to process a slice of the file.
     pub(super) has_turn: bool,
     /// Time when the present slice began.
     pub(super) slice_start: Ticks,
 }
 
-/// A command in progress.
+/// A command in progress on a file drive.
 #[derive(Debug, Default)]
 pub(super) struct FileCommand {
     pub(super) sqe: Sqe,
     pub(super) next_step: FileCommandStep,
-    /// The step after a transfer.
+    /// The step after the transfer of all bytes.
     pub(super) after_transfer: FileCommandStep,
-    /// The step after the guest has received the read data from the bounce buffer.
+    /// The step after the read data was copied from the bounce buffer to the guest.
     pub(super) after_scatter: FileCommandStep,
     /// Offset in the file of the next byte to transfer.
     pub(super) offset: u64,
-    /// Offset in the file of the command's data.
+    /// Offset in the file at which the command's data begins.
     pub(super) data_offset: u64,
-    /// Remaining memory parts of the command's data.
+    /// Parts of the command's data memory that are not transferred yet.
     pub(super) vectors: IoVectors,
-    /// Start and end of the bytes of the file that the bounce buffer holds. `None` if the transfer does not use a bounce
-    /// buffer.
+    /// Start and end of the bytes of the file that the bounce buffer holds; `None` if the transfer uses no bounce buffer.
     pub(super) staged: Option<(u64, u64)>,
     /// The part of the bounce buffer that the kernel transfers.
     pub(super) stage: IoVectors,
-    /// Start and end of each block that the write changes only in part, and which must first be read into the bounce buffer.
+    /// Start and end of each range whose blocks the write may change only in part, so that they must be read first.
     pub(super) fills: [Option<(u64, u64)>; 2],
     pub(super) bounce: Option<BounceBuffer>,
     pub(super) claim: BlockChangeClaim,
     pub(super) zeroing: RangeZeroing,
     /// The survey for the next bytes of the range, and the time when it was requested.
     pub(super) survey: Option<(Arc<ExtentSurvey>, Ticks)>,
-    /// Time at which the command stops waiting for its turn, see [`slice_scheduler`](super::slice_scheduler).
+    /// Time at which the command stops waiting for its turn; see [`slice_scheduler`](super::slice_scheduler).
     pub(super) turn_deadline: Ticks,
-    /// First block and number of blocks whose unreadable-block marks must be cleared.
+    /// First block, and number of blocks, whose uncorrectable marks must be cleared.
     pub(super) blocks_to_unmark: (u64, u64),
-    /// The change of unreadable-block marks that the command waits for.
+    /// The change of uncorrectable marks for which the command waits.
     pub(super) mark_change: Option<UncorrectableMarkChange>,
-    /// The steps after a sync of the file and after a change of marks.
+    /// The steps after a sync of the file and after a change of uncorrectable marks.
     pub(super) after_sync: FileCommandStep,
     pub(super) after_marks: FileCommandStep,
-    /// Number of the first sync that covers a Flush.
+    /// Number of the first sync of the file that covers the command.
     pub(super) needed_sync: SyncNumber,
-    /// Number of the sync that a Flush performs; `None` if the Flush waits for another command's sync.
+    /// Number of the sync that the command performs; `None` if the command waits for the sync of another command.
     pub(super) led_sync: Option<SyncNumber>,
-    /// Number of processed ranges of the command, and the sum of their bytes.
+    /// Number of the command's ranges that were processed, and the sum of their bytes.
     pub(super) processed_ranges: usize,
     pub(super) processed_bytes: usize,
     /// True if a request of this command is pending in the kernel.
     pub(super) is_requested: bool,
-    /// The queue's count of age checks when the request was made. If the kernel returned the request undone and it was
-    /// repeated, the count at the first attempt.
+    /// Value of the queue's counter of age checks when the request was made. If the request was repeated because the kernel had
+    /// returned it undone, the value at the first attempt.
     pub(super) requested_at_check: u32,
-    /// True if the pending request is overdue and its cancellation was requested.
+    /// True if the pending request is overdue and a cancellation was requested.
     pub(super) is_overdue: bool,
     /// Number of times that an overdue request was repeated.
     pub(super) repeat_count: u8,
@@ -170,7 +169,7 @@ impl FileCommand {
         (self.after_sync, self.after_marks) = (FileCommandStep::Done, FileCommandStep::Done);
     }
 
-    /// Selects part of the data memory as the command's data.
+    /// Selects a part of the bounce buffer's data area as the command's data.
     pub(super) fn use_data(&mut self, offset: usize, len: usize) -> Result<(), Status> {
         let bytes = self
             .bounce
@@ -180,7 +179,7 @@ impl FileCommand {
         Ok(())
     }
 
-    /// Selects the part of the bounce buffer for `start..end` of the file as the next transfer.
+    /// Selects the part of the bounce buffer for bytes `start..end` of the file as the next transfer.
     pub(super) fn use_stage(&mut self, start: u64, end: u64) -> Result<(), Status> {
         let (base, _) = self.staged.ok_or(Status::INTERNAL_ERROR)?;
         let bytes = self
@@ -203,7 +202,7 @@ impl FileCommand {
             .ok_or(Status::INTERNAL_ERROR)
     }
 
-    /// Prepares a write of `len` bytes as planned.
+    /// Prepares a write of `len` bytes for the transfer that `plan` describes.
     pub(super) fn stage_write(&mut self, plan: TransferBuffer, len: u64) {
         let TransferBuffer::Staged { start, end } = plan else {
             self.staged = None;
@@ -224,8 +223,8 @@ impl FileCommand {
         };
     }
 
-    /// Returns whether success of the command promises that data is durable. This holds for a Flush and for writes with FUA,
-    /// whose bit Write, Write Zeroes and Copy have in the same place.
+    /// Returns whether a successful command promises that its data is durable. Flush promises this, and writes with FUA. The
+    /// bit FUA is in the same dword of Write, Write Zeroes and Copy.
     pub(super) fn needs_durability(&self) -> bool {
         match NvmOpcode(self.sqe.opcode()) {
             NvmOpcode::FLUSH => true,
@@ -236,7 +235,7 @@ impl FileCommand {
         }
     }
 
-    /// Returns the bounce memory that a command needs to start.
+    /// Returns the size of the bounce buffer that a command needs to start; `None` if it needs no bounce buffer.
     pub(super) fn needed_bounce_buffer(
         &self,
         file: &SharedFile,
@@ -246,7 +245,7 @@ impl FileCommand {
             NvmOpcode::COMPARE | NvmOpcode::VERIFY | NvmOpcode::COPY => {
                 Some(BounceBufferSize::Large)
             }
-            // For partial blocks at both ends of a range.
+            // A range may have a partial block at each end.
             NvmOpcode::WRITE_ZEROES => {
                 let WriteZeroes { slba, nlb_z, .. } = WriteZeroes::from(&self.sqe);
                 let ends = (slba.0 | (u64::from(nlb_z) + 1)) << file.lba_shift;
@@ -265,7 +264,7 @@ impl FileCommand {
         }
     }
 
-    /// Returns whether the command will make further requests, or has not made its first one.
+    /// Returns whether the command has requests yet to be made.
     pub(super) fn has_more_requests(&self) -> bool {
         match self.next_step {
             FileCommandStep::Done | FileCommandStep::Compare | FileCommandStep::Scatter => false,
@@ -274,7 +273,8 @@ impl FileCommand {
         }
     }
 
-    /// Returns the end offset in the file of the bytes that the next request accesses; for a slice, the end of the whole range.
+    /// Returns the offset in the file at which the bytes of the next request end. For a slice, returns the end of the whole
+    /// range.
     pub(super) fn request_end(&self) -> u64 {
         match self.next_step {
             FileCommandStep::Read | FileCommandStep::Fill | FileCommandStep::Write => {
@@ -307,7 +307,7 @@ impl FileCommand {
         Ok(equal)
     }
 
-    /// Returns the first block and the number of blocks that a writing command has written.
+    /// Returns the first block and the number of blocks that the command has written; `None` if it writes no blocks.
     fn written_blocks(&self, file: &SharedFile) -> Option<(Lba, u64)> {
         match NvmOpcode(self.sqe.opcode()) {
             NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES => {
@@ -322,7 +322,7 @@ impl FileCommand {
         }
     }
 
-    /// If blocks that the command has written have unreadable-block marks, clears the marks before the command completes.
+    /// If blocks that the command has written have uncorrectable marks, makes the command clear the marks before it completes.
     /// Returns whether there are such marks.
     #[cold]
     pub(super) fn clear_written_marks(&mut self, file: &SharedFile) -> bool {
@@ -332,8 +332,9 @@ impl FileCommand {
             })
     }
 
-    /// Clears the unreadable-block marks of some blocks and then continues with `then`. Returns whether there are such marks.
-    /// The data becomes durable first, so that after a power failure no readable block has data from before the mark.
+    /// Makes the command clear the uncorrectable marks of blocks, and then continue with `then`. Returns whether there are such
+    /// marks. The data becomes durable before the marks are cleared. So after a power failure, a readable block never has data
+    /// from before its mark.
     pub(super) fn clear_marks(
         &mut self,
         file: &SharedFile,
@@ -349,13 +350,13 @@ impl FileCommand {
         has_marks
     }
 
-    /// Returns whether the command is a deallocation, which is advice (NVM 1.0, section 3.2.3.1): a range that cannot be
-    /// deallocated keeps its data, and the command succeeds.
+    /// Returns whether the command is a deallocation. This is advice (NVM 1.0, section 3.2.3.1): if a range cannot be
+    /// deallocated, it keeps its data and the command succeeds.
     pub(super) fn is_advice(&self) -> bool {
         NvmOpcode(self.sqe.opcode()) == NvmOpcode::DATASET_MANAGEMENT
     }
 
-    /// Returns whether the next bytes of the range must be surveyed before the next slice.
+    /// Returns whether the next bytes of the range need a survey before the next slice.
     pub(super) fn needs_survey(&mut self) -> bool {
         let RangeZeroing {
             offset: at,
@@ -377,7 +378,7 @@ impl FileCommand {
         !reaches
     }
 
-    /// Returns the step after a command's zeroes are written.
+    /// Returns the step after all zeroes of a command are written.
     pub(super) fn step_after_zeroes(&self) -> FileCommandStep {
         if WriteZeroes::from(&self.sqe).fua {
             FileCommandStep::Sync
@@ -387,20 +388,20 @@ impl FileCommand {
     }
 }
 
-/// Maps a kernel error in a step of a command to a status.
+/// Converts a kernel error in a step of a command into a status.
 pub(super) fn status_from_errno(errno: i32, step: FileCommandStep) -> Status {
     match errno {
-        // A hole could not be filled: the storage is full, or a limit of the user or of the process (RLIMIT_FSIZE) is reached.
+        // A hole could not be filled: the storage is full, or reaches a limit of the user or of the process (RLIMIT_FSIZE).
         libc::ENOSPC | libc::EDQUOT | libc::EFBIG => Status::CAPACITY_EXCEEDED,
         libc::EFAULT => Status::DATA_TRANSFER_ERROR,
         libc::ENOMEM | libc::EAGAIN | libc::EINTR | libc::ECANCELED => Status::INTERNAL_ERROR,
-        // Includes reads of a Copy.
+        // This includes reads of a Copy.
         _ if step == FileCommandStep::Read => Status::UNRECOVERED_READ_ERROR,
         _ => Status::WRITE_FAULT,
     }
 }
 
-/// Returns whether a deallocation failed without changing the range, because the file system cannot deallocate at all or at
+/// Returns whether a deallocation failed without changing the range, because the file system cannot deallocate, or cannot at
 /// present.
 pub(super) fn is_harmless_errno(errno: i32) -> bool {
     matches!(

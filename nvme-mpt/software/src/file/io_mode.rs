@@ -1,15 +1,16 @@
-//! The path of a file's data: direct I/O or the page cache.
+//! Path of a file's data: direct I/O or the page cache.
 //!
-//! Mixing both loses data: the page cache may write an old page back over data that was written directly, and then reports an
-//! error to every user of the file. So the choice depends only on the file, never on a command or a guest's buffer.
+//! Using both for a file loses data: the page cache may write an old page back over data that was written directly, and then
+//! reports an error to every user of the file. So the choice depends only on the file, never on a command or a guest's buffer.
 
 use nvme_guest::host::Mdts;
 
-/// Size in bytes of the blocks that are read, modified and written as a whole if a command changes only a part of one. Leases
-/// begin and end at multiples of this size, so no other process changes the rest of such a block.
+/// Size in bytes of the blocks of a partial write: if a command changes only a part of a block, the block is read, modified and
+/// written as a whole. Leases begin and end at multiples of this size, so no other process changes the unwritten part of such a
+/// block.
 pub(super) const UNIT: u64 = nvme_lease::range::BOUNDARY;
 
-/// Maximum number of bytes that one command transfers, after its range is extended to whole blocks.
+/// Maximum number of bytes that one command transfers, after its range was extended to whole blocks.
 pub(super) const STAGE_MAX: usize = Mdts::MAX.bytes() as usize + 2 * UNIT as usize;
 
 /// Alignment that the file system and the device require for direct I/O.
@@ -24,9 +25,9 @@ pub(super) struct DirectAlignment {
 /// Path of a file's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FileIoMode {
-    /// Through the page cache: any offset, length and memory address.
+    /// Through the page cache: any offset, length and memory address is possible.
     Cached,
-    /// Direct I/O.
+    /// Past the page cache, with aligned offsets, lengths and memory addresses.
     Direct(DirectAlignment),
 }
 
@@ -42,12 +43,12 @@ pub(super) enum TransferDirection {
 pub(super) enum TransferBuffer {
     /// The kernel accesses the command's own memory.
     InPlace,
-    /// The kernel accesses a bounce buffer that holds these bytes of the file. The command's data is part of them.
+    /// The kernel accesses a bounce buffer that holds the bytes `start..end` of the file, which include the command's data.
     Staged { start: u64, end: u64 },
 }
 
 impl TransferBuffer {
-    /// Returns whether the bounce buffer covers bytes besides the command's own.
+    /// Returns whether the bounce buffer holds bytes of the file that are not the command's own.
     pub(super) fn is_partial(self, offset: u64, len: u64) -> bool {
         match self {
             Self::InPlace => false,
@@ -57,11 +58,11 @@ impl TransferBuffer {
 }
 
 impl FileIoMode {
-    /// Chooses the path for a file of `bytes` bytes. `direct` is the alignment for direct I/O, or `None` if the file does not
-    /// support it.
+    /// Chooses the path for a file of `bytes` bytes. `direct` is the alignment that direct I/O requires; `None` if the file
+    /// does not support direct I/O.
     ///
-    /// For direct I/O, memory parts are aligned to whole blocks too. Linux requires only the device's memory alignment. But
-    /// zram (Linux 6.18) transfers whole pages, even if a part begins or ends in the middle of a page.
+    /// For direct I/O, memory parts are aligned to whole blocks as well. Linux requires only the device's memory alignment, but
+    /// zram (Linux 6.18) transfers whole pages, even if a part begins or ends within a page.
     pub(super) fn choose(bytes: u64, direct: Option<DirectAlignment>) -> Self {
         match direct {
             Some(alignment)
@@ -87,7 +88,7 @@ impl FileIoMode {
         }
     }
 
-    /// Plans a transfer of memory parts (address and length) at `offset` of a file that ends at `file_end`.
+    /// Plans the transfer of memory parts (address and length) at `offset` of a file that ends at `file_end`.
     #[inline]
     pub(super) fn plan_transfer(
         self,
@@ -106,7 +107,7 @@ impl FileIoMode {
             len += part as u64;
         }
         let end = offset + len;
-        // The file's last block may be short: transferring all of it counts as a whole block.
+        // The file's last block may be short: a transfer up to the end of the file covers the whole block.
         let ends_well = end.is_multiple_of(step) || end == file_end;
         if aligned && offset.is_multiple_of(step) && ends_well {
             return TransferBuffer::InPlace;
@@ -144,7 +145,7 @@ mod tests {
         };
         assert_eq!(FileIoMode::choose(1 << 20, direct(512)), EXT4);
         assert_eq!(FileIoMode::choose(1 << 20, None), FileIoMode::Cached);
-        // The last bytes of the device would be inaccessible.
+        // If whole blocks were required, the last bytes of the device would be inaccessible.
         assert_eq!(
             FileIoMode::choose((1 << 20) + 512, direct(4096)),
             FileIoMode::Cached

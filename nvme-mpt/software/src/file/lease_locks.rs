@@ -1,6 +1,6 @@
-//! Locks on the bytes of a lease: in the drive's file, and in the files of the loop devices below.
+//! Locks of the bytes of a lease: in the drive's file, and in the files below if the drive is a loop device.
 //!
-//! The files below are locked, too, because a program that uses such a file directly locks the file and not the loop device.
+//! The files below need locks of their own: a program that uses such a file directly locks the file, and not the loop device.
 
 use std::io;
 use std::path::Path;
@@ -13,21 +13,21 @@ use super::SharedFile;
 use super::io_mode::FileIoMode;
 use super::kernel::{File, FileRangeLock, lock_backing_file, reopen};
 
-/// Offsets of two bytes beyond all data. A process locks one of them to announce how it accesses the file: through the page
-/// cache, or with direct I/O.
+/// Offsets of two bytes beyond all data. A process locks one of the two bytes to announce the path by which it accesses the
+/// file: the page cache, or direct I/O.
 ///
-/// If the page cache has pages of the written range in one folio with a dirty page, a direct write cannot drop them. The kernel
-/// then reports an error to all users of the file. So all processes must access a file in the same way.
+/// All processes must access a file by one path. If the page cache has a page of a written range in one folio with a dirty
+/// page, a direct write cannot drop the page. The kernel then reports an error to all users of the file.
 const MODE_LOCK_OFFSETS: [u64; 2] = [1 << 62, (1 << 62) + 1];
 
-/// Locks on the bytes of a lease.
+/// Locks of the bytes of a lease.
 #[derive(Debug)]
 pub(crate) struct LeaseFileLocks {
     shared: Arc<SharedFile>,
     file: FileRangeLock,
-    /// Locks in the files below a loop device, or the reason why a file cannot be opened. All files are opened at the start,
-    /// even if the lease does not use them yet. Otherwise, a lease that grows into another file would lock a file that the
-    /// rings of existing queues do not keep open.
+    /// Locks in the files below a loop device; in place of a file that cannot be opened, the reason. All files are opened at
+    /// the start, even if the lease does not use them yet. A file that is opened when the lease grows into it would not be kept
+    /// open by the rings of existing queues.
     backing_locks: Vec<Result<FileRangeLock, String>>,
 }
 
@@ -56,11 +56,11 @@ impl LeaseFileLocks {
         })
     }
 
-    /// Locks a range of the drive against other processes that use such locks.
+    /// Locks a range of the drive against other processes that lock their ranges.
     ///
     /// # Errors
-    /// Returns `WouldBlock`, naming the processes, if part of the range is locked; otherwise the kernel's error. On an error,
-    /// only the earlier ranges stay locked.
+    /// Returns `WouldBlock` with the processes that have locked a part of the range; otherwise the kernel's error. After an
+    /// error, the ranges that were locked before the call stay locked.
     pub(super) fn lock_range(&self, range: ByteRange) -> io::Result<()> {
         let (start, length) = (range.start(), range.length());
         self.file.add(start, length)?;
@@ -119,10 +119,10 @@ impl LeaseFileLocks {
 }
 
 /// Announces whether this process accesses a file through the page cache or with direct I/O. Fails if another process has
-/// announced the other way.
+/// announced the other path.
 fn announce_io_mode(lock: &FileRangeLock, path: &Path, is_direct: bool) -> io::Result<()> {
     let (ours, other) = (usize::from(is_direct), usize::from(!is_direct));
-    // Announce before checking: of two concurrent processes, at least one sees the other.
+    // Announces before it checks, so that of two concurrent processes, at least one sees the other.
     lock.share(MODE_LOCK_OFFSETS[ours])?;
     let Some(users) = lock.sharers(MODE_LOCK_OFFSETS[other])? else {
         return Ok(());
@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn the_ring_of_a_queue_keeps_all_files_below_its_drive() {
-        // The ring also keeps this process's liveness lock.
+        // A ring also keeps this process's liveness lock, so the lock must exist.
         ProcessLiveness::open().unwrap();
         let drive = tempfile::NamedTempFile::new().unwrap();
         drive.as_file().set_len(1 << 20).unwrap();

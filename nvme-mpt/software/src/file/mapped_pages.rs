@@ -1,17 +1,17 @@
 //! Pages of a file in memory (tmpfs), which commands copy from and to without the kernel.
 //!
-//! The file is mapped. Reading a hole through the mapping would allocate memory, and writing into a hole of a full tmpfs would
-//! raise SIGBUS. So commands copy only if all pages are known to be resident. The kernel performs all other transfers: it reads
-//! holes as zeroes and reports a full file system.
+//! The file is mapped. A read of a hole through the mapping would allocate memory, and a write into a hole of a full tmpfs
+//! would raise SIGBUS. So commands copy only if all pages of the transfer are known to be resident. The kernel performs all
+//! other transfers: it reads holes as zeroes, and reports a full file system.
 //!
-//! After a write by the kernel, its pages are known to be resident. After a read by the kernel, a system call checks whether
-//! the pages are resident. If such a check finds no resident page, the rest of the batch is not checked. So holes cost one
-//! check per batch. A deallocation marks pages as not resident. If another process deallocates a page, it still counts as
-//! resident, and the first copy allocates it again.
+//! The pages of a write by the kernel are known to be resident. After a read by the kernel, a system call checks whether the
+//! pages are resident. If such a check finds no resident page, the other reads of the batch are not checked, so holes cost at
+//! most one check in a batch. A deallocation marks pages as not resident. A page that another process deallocates still counts
+//! as resident, and the next copy allocates it again.
 //!
-//! SIGBUS therefore means that the file was truncated or that a page is damaged. The signal handler maps zeroes in place of the
-//! page and marks the mapping as lost. The command that caused the signal and all later ones then use the kernel, which reports
-//! the error.
+//! So SIGBUS shows that the file was truncated or that a page is damaged. The signal handler maps zeroes in place of the page
+//! and marks the mapping as lost. The command whose copy raised the signal, and all commands after it, use the kernel, which
+//! reports the error.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -26,13 +26,13 @@ use nvme_mpt_memory::{Mapping, RawBytes};
 #[derive(Debug)]
 pub(super) struct MappedFilePages {
     mapping: Mapping,
-    /// Bitmap with a bit for each [`UNIT`] of the file: 1 if it is known to be resident.
+    /// Bitmap with a bit for each [`UNIT`] of the file: 1 if its pages are known to be resident.
     resident: Box<[AtomicU64]>,
     is_reported: AtomicBool,
 }
 
 impl MappedFilePages {
-    /// Maps a whole file. Returns `None` if that fails, for example for a sealed file or without address space.
+    /// Maps all bytes of a file; returns `None` if that fails, for example for a sealed file or for lack of address space.
     pub(super) fn map(file: &File, bytes: u64) -> Option<Self> {
         let len = usize::try_from(bytes).ok()?;
         let mapping = kernel::map(file, len).ok()?;
@@ -44,7 +44,7 @@ impl MappedFilePages {
         })
     }
 
-    /// Returns these bytes of the file if all of their pages are known to be resident.
+    /// Returns bytes of the file for a copy; `None` if a page of them is not known to be resident.
     #[inline]
     pub(super) fn bytes(&self, offset: u64, len: usize) -> Option<RawBytes<'_>> {
         let mut words = BitmapWords::new(offset, len as u64);
@@ -58,13 +58,13 @@ impl MappedFilePages {
         self.mapping.bytes(usize::try_from(offset).ok()?, len)
     }
 
-    /// Returns whether a page was lost. If so, data that commands have copied may be lost.
+    /// Returns whether a page was lost. In this case, data that commands have copied may be lost, too.
     #[inline]
     pub(super) fn is_lost(&self) -> bool {
         self.mapping.is_lost()
     }
 
-    /// Logs once that pages were lost.
+    /// Logs that pages were lost, once.
     #[cold]
     pub(super) fn log_loss(&self, path: &Path) {
         if !self.is_reported.swap(true, Ordering::Relaxed) {
@@ -76,7 +76,7 @@ impl MappedFilePages {
         }
     }
 
-    /// Records that the kernel wrote these bytes.
+    /// Marks the pages of these bytes as resident, after the kernel wrote the bytes.
     pub(super) fn mark_resident(&self, offset: u64, len: u64) {
         for (word, bits) in BitmapWords::new(offset, len) {
             if let Some(there) = self.resident.get(word) {
@@ -94,7 +94,7 @@ impl MappedFilePages {
         }
     }
 
-    /// Checks which pages of these bytes are resident. Returns whether any is.
+    /// Checks which pages of these bytes are resident. Returns whether at least one is.
     pub(super) fn check_residency(&self, file: &File, offset: u64, len: u64) -> bool {
         let (mut at, end) = (offset, offset + len);
         let mut found = false;
@@ -110,9 +110,9 @@ impl MappedFilePages {
     }
 }
 
-/// Iterator over the words of the bitmap that cover a range of bytes. For each word, returns a mask of the bits in the range.
+/// Iterator over the bitmap words of a range of bytes. For each word, returns a mask of the range's bits.
 struct BitmapWords {
-    /// First bit that remains, and the end of the bits.
+    /// First bit that is yet to be returned, and the end of the bits.
     next: u64,
     end: u64,
 }

@@ -1,23 +1,24 @@
-//! A file or block device as a drive, through io_uring.
+//! A drive in a file or on a block device, with I/O by io_uring.
 //!
-//! Each command is a small state machine with at most one request to the kernel at a time (`operation`, `steps`). `queue` runs
-//! the commands of one queue pair. Flush is fdatasync, FUA is RWF_DSYNC.
+//! Each command is a small state machine with at most one request to the kernel at a time (`file_command`, `steps`). `queue`
+//! runs the commands of one queue pair. A Flush is an fdatasync, and FUA is RWF_DSYNC.
 //!
-//! All transfers of a file use either direct I/O or the page cache (`io_mode`), because mixing both loses data. If statx reports an
-//! alignment for direct I/O, transfers bypass the page cache. Otherwise (tmpfs, no `O_DIRECT`), they go through the page cache.
-//! Direct I/O is preferred because buffered writes fill the host's memory, although they complete sooner on ext4. For direct
-//! I/O, memory that the device cannot access is copied through a bounce buffer (`bounce_buffers`). A write to part of a 4 KiB block
-//! reads the block and writes all of it, and excludes other changes of the block until it ends (`change_claims`). Leases begin and end
-//! at 4 KiB boundaries, so no other process writes the rest of a block. A file on tmpfs is mapped: commands copy from and to
-//! resident pages, and the kernel does the rest (`pages`).
+//! All transfers of a file use either direct I/O or the page cache (`io_mode`), because using both loses data. If statx reports
+//! an alignment for direct I/O, transfers bypass the page cache. Otherwise (tmpfs, no `O_DIRECT`), they use the page cache.
+//! Direct I/O is preferred, although buffered writes complete sooner on ext4, because buffered writes fill the host's memory.
 //!
-//! If the file system can zero ranges or punch holes, long ranges are processed in slices (`slice_scheduler`). Partial blocks at both
-//! ends are overwritten with zeroes (`zeroes`). A deallocation by the guest is only advice, so a range that the file system
-//! cannot deallocate keeps its data.
+//! For direct I/O, memory that the device cannot access is copied through a bounce buffer (`bounce_buffers`). A write to part
+//! of a 4 KiB block reads the block and writes all of it, and excludes other changes of the block until the write ends
+//! (`change_claims`). Leases begin and end at 4 KiB boundaries, so no other process changes the block meanwhile. A file on
+//! tmpfs is mapped: commands copy from and to resident pages, and the kernel performs all other transfers (`mapped_pages`).
+//!
+//! If the file system can zero ranges or punch holes, long ranges are processed in slices (`slice_scheduler`). Partial blocks
+//! at the two ends of a range are overwritten with zeroes (`zeroes`). A guest's deallocation is only advice, so a range that
+//! the file system cannot deallocate keeps its data.
 //!
 //! Four times a second, a queue checks the age of its requests (`deadline`). A request that is pending for 10 s is logged,
-//! cancelled, and repeated by a kernel worker thread. If the drive has no timeout, the queue then waits indefinitely. If it has
-//! one, the queue fails after this time, and the guest sees CSTS.CFS.
+//! cancelled, and repeated by a kernel worker thread. If the drive has a timeout, the queue fails after it, and the guest sees
+//! CSTS.CFS. Otherwise, the queue waits for ever.
 
 mod bounce_buffers;
 mod change_claims;
@@ -91,11 +92,11 @@ pub(super) struct SharedFile {
     /// Number of bytes that can be leased.
     bytes: u64,
     label: Option<DriveLabel>,
-    /// True if the drive is identified by its label instead of its path.
+    /// True if the drive's label identifies the drive in the ledger, in place of its path.
     is_named: bool,
     pub(super) lba_shift: u8,
-    /// Keeps the file open, and a block device open exclusively. No I/O uses this file description, because each lease opens
-    /// its own.
+    /// Keeps the file open, and gives this process exclusive use of a block device. Each lease opens file descriptions of its
+    /// own for I/O.
     open_file: File,
     io_mode: FileIoMode,
     /// True for a file of tmpfs or hugetlbfs, which exists in the page cache only.
@@ -114,14 +115,14 @@ pub(super) struct SharedFile {
     pub(super) uncorrectable: Arc<UncorrectableBlocks>,
     damage_watch: FileDamageWatch,
     write_errors: FileWriteErrors,
-    /// Time after which a pending request fails its queue.
+    /// Timeout of a pending request, after which the request's queue fails.
     timeout: OnceLock<Duration>,
-    /// Companion file, such as the file of zone states. Each sync of the blocks also syncs this file.
+    /// Companion file, such as the file of zone states, which each sync of the blocks syncs as well.
     pub(super) companion: OnceLock<Arc<File>>,
 }
 
 impl FileBackingStore {
-    /// Opens a file or block device for reading and writing. `slices` chooses the length of slices.
+    /// Opens a file or block device for reading and writing. `slices` selects the policy for the length of slices.
     ///
     /// # Errors
     /// Returns the kernel's error, or `InvalidInput` if the path is neither a file nor a block device.
@@ -179,10 +180,10 @@ impl FileBackingStore {
         })
     }
 
-    /// Reads the label of the drive. If `name` is given, the label identifies the drive, and leases exclude the label's block.
+    /// Reads the drive's label. If `name` is given, the label identifies the drive, and the label's block cannot be leased.
     ///
     /// # Errors
-    /// Returns `InvalidData` if the drive has no label with that name.
+    /// Returns `InvalidData` if the drive has no label with `name`.
     pub(super) fn with_label(mut self, name: Option<&DriveName>) -> io::Result<Self> {
         let place = DriveLabel::label_offset(self.shared.bytes);
         let mut block = [0; LABEL_BYTES];
@@ -217,10 +218,10 @@ impl FileBackingStore {
         Ok(self)
     }
 
-    /// Locks ranges of the drive against other processes that use such locks.
+    /// Locks ranges of the drive against other processes that lock their ranges.
     ///
     /// # Errors
-    /// As [`LeaseFileLocks::add`].
+    /// Returns the errors of [`LeaseFileLocks::lock_range`].
     pub(super) fn lock_ranges(
         &self,
         ranges: impl IntoIterator<Item = ByteRange>,
@@ -232,8 +233,8 @@ impl FileBackingStore {
         Ok(locks)
     }
 
-    /// Opens the file for one lease. `name` is the lease's name in the log, `end` is the offset after its last byte, and
-    /// `locks` are the locks on its bytes.
+    /// Opens the file for one lease. `name` is the lease's name in the log, `end` is the offset at which its last byte ends,
+    /// and `locks` are the locks of its bytes.
     ///
     /// # Errors
     /// Returns the kernel's error if the file cannot be opened again.
@@ -268,7 +269,7 @@ impl BackingStore for FileBackingStore {
         "nvme-mpt file drive"
     }
 
-    /// Size in bytes when the file was opened.
+    /// Returns the size in bytes that the file had when it was opened.
     fn bytes(&self) -> u64 {
         self.shared.bytes
     }
@@ -277,7 +278,7 @@ impl BackingStore for FileBackingStore {
         ControllerLimits {
             volatile_write_cache: true,
             deallocated_reads_zeroes: self.shared.can_punch_holes(),
-            // Long ranges are cut into slices, and a command ends after 10 s in any case.
+            // The length of a range needs no limit: long ranges are cut into slices, and a command ends after 10 s in any case.
             dsm_range_bytes_max: u64::MAX,
             ..limits
         }
@@ -296,7 +297,7 @@ impl BackingStore for FileBackingStore {
     }
 
     fn set_timeout(&self, timeout: Duration) {
-        // A drive has one timeout: later calls are ignored.
+        // A drive has one timeout, so only the first call has an effect.
         let _ = self.shared.timeout.set(timeout);
     }
 
@@ -307,7 +308,7 @@ impl BackingStore for FileBackingStore {
 
     #[cfg(not(simulation))]
     fn set_companion_file(&self, file: Arc<File>) {
-        // A drive has one companion file: later calls are ignored.
+        // A drive has one companion file, so only the first call has an effect.
         let _ = self.shared.companion.set(file);
     }
 
@@ -326,7 +327,7 @@ impl BackingStore for FileBackingStore {
     }
 }
 
-/// Converts the error of a range that cannot be locked.
+/// Converts the error of locking a range.
 fn to_lease_error(error: io::Error) -> HostLeaseError {
     match error.kind() {
         io::ErrorKind::WouldBlock => HostLeaseError::InUse(error),
@@ -415,7 +416,7 @@ impl LeasedBackingStore for FileLease {
 }
 
 impl SharedFile {
-    /// Plans the transfer of an operation's data.
+    /// Plans the transfer of a command's data.
     #[inline]
     fn plan_transfer(
         &self,
@@ -427,7 +428,7 @@ impl SharedFile {
             .plan_transfer(direction, operation.data_offset, parts, self.bytes)
     }
 
-    /// Plans the zeroing of a range. If `deallocate` is set and the file supports deallocation, deallocates the range instead.
+    /// Plans the zeroing of a range. If `deallocate` is set and the file supports deallocation, the range is deallocated.
     fn plan_zeroing(
         &self,
         start: u64,

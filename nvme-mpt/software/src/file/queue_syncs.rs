@@ -1,7 +1,7 @@
-//! Flushes of one queue, which share syncs.
+//! Flushes of one queue, several of which share a sync.
 //!
-//! The kernel executes a sync in a worker thread, and each poller thread has a limited number of workers for all its queues. So
-//! a queue has at most one sync pending in the kernel. Flushes that arrive during this sync share the next one, which begins
+//! The kernel executes a sync in a worker thread, and a poller thread has a limited number of workers for all its queues. So a
+//! queue has at most one sync pending in the kernel. Flushes that arrive during this sync share the next sync, which begins
 //! after all of them have arrived.
 
 use nvme_spec::ids::CommandId;
@@ -19,19 +19,19 @@ impl SyncNumber {
 /// Role of a Flush in the queue's syncs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FlushRole {
-    /// A sync that began after the Flush had arrived has already succeeded.
+    /// The Flush completes: a sync that began after its arrival has succeeded.
     Done,
     /// The Flush performs the sync with this number.
     Leads(SyncNumber),
-    /// The Flush waits for the sync in progress.
+    /// The Flush waits for the end of the sync in progress.
     Waits,
 }
 
-/// Syncs of a queue.
+/// Syncs of a queue, and the Flushes that wait for them.
 #[derive(Debug)]
 pub(super) struct QueueSyncs {
     last_begun: SyncNumber,
-    /// The latest successful sync.
+    /// Number of the latest sync that succeeded.
     last_succeeded: SyncNumber,
     is_running: bool,
     /// Slots of Flushes that wait for the sync in progress.
@@ -50,12 +50,12 @@ impl QueueSyncs {
         }
     }
 
-    /// Returns the number of the first sync that covers a Flush arriving now.
+    /// Returns the number of the first sync that covers a Flush which arrives now.
     pub(super) fn next_sync(&self) -> SyncNumber {
         self.last_begun.next()
     }
 
-    /// Decides how a Flush takes part, which is covered by sync `needed` or a later one.
+    /// Decides the role of a Flush that sync `needed`, or any sync after it, covers.
     pub(super) fn join(&mut self, needed: SyncNumber) -> FlushRole {
         if self.last_succeeded >= needed {
             return FlushRole::Done;
@@ -68,7 +68,7 @@ impl QueueSyncs {
         FlushRole::Leads(self.last_begun)
     }
 
-    /// Makes the Flush in a slot wait.
+    /// Makes the Flush in a slot wait for the sync in progress.
     pub(super) fn add_waiter(&mut self, slot: CommandId) {
         self.waiting.push(slot.0);
     }
@@ -81,24 +81,24 @@ impl QueueSyncs {
         }
     }
 
-    /// Returns whether waiting Flushes may resume.
+    /// Returns whether the waiting Flushes may resume, since no sync is in progress.
     pub(super) fn can_resume(&self) -> bool {
         !self.is_running && !self.waiting.is_empty()
     }
 
-    /// Takes the slots of all waiting Flushes. [`Self::recycle`] returns the vector for reuse.
+    /// Takes the slots of all waiting Flushes. Return the vector through [`Self::recycle`].
     pub(super) fn take_waiting(&mut self) -> Vec<u16> {
         std::mem::swap(&mut self.waiting, &mut self.resuming);
         std::mem::take(&mut self.resuming)
     }
 
-    /// Returns the vector of [`Self::take_waiting`] for reuse.
+    /// Returns the vector of [`Self::take_waiting`], so that its memory is used again.
     pub(super) fn recycle(&mut self, mut slots: Vec<u16>) {
         slots.clear();
         self.resuming = slots;
     }
 
-    /// Removes a waiting Flush.
+    /// Removes one waiting Flush, and returns its slot.
     pub(super) fn pop(&mut self) -> Option<u16> {
         self.waiting.pop()
     }

@@ -6,15 +6,15 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Opens an open file again, as a separate file description. If `path` leads to another file by now, opens the descriptor
-/// through `/proc/self/fd` instead.
+/// Opens an open file again, as a separate file description. If `path` leads to another file by now, opens the file through
+/// `/proc/self/fd`.
 pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(flags);
     open(file, path, &options)
 }
 
-/// Opens an open file again like `reopen`, read-only.
+/// Opens an open file again like [`reopen`], read-only.
 pub(super) fn reopen_read_only(file: &File, path: Option<&Path>) -> io::Result<File> {
     open(file, path, OpenOptions::new().read(true))
 }
@@ -37,7 +37,7 @@ pub(super) struct OpenFileIdentity {
     /// Number of the device that contains the file.
     containing_device: u64,
     inode: u64,
-    /// Number of the device that the file represents, if it is a special file.
+    /// Number of the device that the file is, if it is a device file.
     device: u64,
 }
 

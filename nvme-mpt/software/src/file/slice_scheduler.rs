@@ -1,8 +1,8 @@
 //! Scheduling of long deallocations and zeroing in slices. While the kernel deallocates or zeroes a range, it excludes all
 //! other I/O of the file. So a range is processed in slices that take about a third of a millisecond each. While other commands
-//! use the file, pauses between slices leave most of the file's time to them.
+//! use the file, pauses between slices leave most of the file's time to these commands.
 //!
-//! The length of a slice is [learned](SliceLength).
+//! An adaptive policy, [`SliceLength`], chooses the length of a slice.
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
@@ -12,21 +12,21 @@ use crate::sync::{Mutex, MutexGuard};
 use nvme_guest::adaptive::{PolicyChoice, SliceLength};
 use nvme_mpt_memory::clock::{TickRate, Ticks, ticks_in};
 
-/// Duration of the pause after a slice while other commands use the file, as a multiple of the slice's duration. The other
-/// commands get 80 % of the file's time, as long as slices take at most 12 ms.
+/// Pause after a slice while other commands use the file, as a multiple of the slice's duration. So other commands get 80 % of
+/// the file's time, as long as slices take at most 12 ms.
 const SHARED_PAUSE_FACTOR: u64 = 4;
 
-/// Maximum pause. Without a maximum, a command of many short ranges would exceed its timeout on slow storage.
+/// Maximum pause. Without this limit, a command of many short ranges would exceed its timeout on slow storage.
 const PAUSE_MAX: Duration = Duration::from_millis(50);
 
-/// Time after the last transfer until the file counts as unused by other commands.
+/// Time without a transfer after which the file counts as unused by other commands.
 const IDLE_TIME: Duration = Duration::from_millis(100);
 
-/// Time for which a free turn is reserved for the first queue in line. Each waiting queue checks for its turn every 250 us.
+/// Time for which a free turn is reserved for the first waiting queue. Each waiting queue checks for its turn every 250 us.
 const RESERVATION_TIME: Duration = Duration::from_millis(5);
 
-/// Assigns the turns of one file. A turn is the permission to process one slice, and only one queue has it at a time. Queues
-/// get the turn in the order in which they asked.
+/// Scheduler of the turns of one file. A turn is the permission to process one slice, which only one queue has at a time.
+/// Queues get the turn in the order in which they asked for it.
 #[derive(Debug)]
 pub(super) struct SliceScheduler {
     state: Mutex<SliceSchedulerState>,
@@ -39,17 +39,17 @@ pub(super) struct SliceScheduler {
 struct SliceSchedulerState {
     is_taken: bool,
     slice_length: SliceLength,
-    /// No slice begins before this moment.
+    /// Time before which no slice may begin.
     free_at: u64,
-    /// Until this time, other commands count as using the file.
+    /// Time until which other commands count as using the file.
     shared_until: u64,
-    /// Waiting queues, in order. Each queue is in the line once.
+    /// Queues that wait for the turn, in order. Each queue is listed once.
     wait_queue: VecDeque<SliceWaiter>,
-    /// Time when the turn was first seen free without being taken by the first queue in line.
+    /// Time when the turn was first seen free while the first waiting queue did not take it.
     offered_at: Option<Ticks>,
 }
 
-/// Identifies a queue in the line.
+/// Identifier of a queue that waits for turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SliceWaiter(pub(super) usize);
 
@@ -70,8 +70,8 @@ impl SliceScheduler {
         }
     }
 
-    /// Takes the turn for a queue and returns the maximum weight of its slice. If the turn is taken, the pause is not over, or
-    /// another queue is first in line, puts the queue in line and returns `None`.
+    /// Takes the turn for a queue, and returns the maximum weight of its slice. Returns `None` if the turn is taken, if the
+    /// pause is not over, or if another queue waits longer. The queue then waits for the turn.
     pub(super) fn take_turn(&self, now: Ticks, queue: SliceWaiter) -> Option<u64> {
         let mut state = self.state();
         if state.is_taken || now.0 < state.free_at {
@@ -84,7 +84,7 @@ impl SliceScheduler {
             state.enqueue(queue);
             let offered = *state.offered_at.get_or_insert(now);
             if now.since(offered) >= self.reservation_ticks {
-                // The first queue did not take its turn in time.
+                // The first waiting queue has not taken the turn in the reserved time, so it loses its place.
                 state.leave(first);
             }
             return None;
@@ -94,18 +94,18 @@ impl SliceScheduler {
         Some(state.slice_length.bytes())
     }
 
-    /// Returns a turn that was not used.
+    /// Gives the turn back without having processed a slice.
     pub(super) fn cancel_turn(&self) {
         self.state().is_taken = false;
     }
 
-    /// Removes a queue from the line.
+    /// Removes a queue from the waiting queues.
     pub(super) fn leave(&self, queue: SliceWaiter) {
         self.state().leave(queue);
     }
 
-    /// Returns the turn after a slice of weight `bytes` ([`survey`](super::survey)). `transfers` tells whether other commands
-    /// have made transfers of the file since the last slice.
+    /// Gives the turn back after a slice of weight `bytes` ([`extent_survey`](super::extent_survey)). `transfers` is true if
+    /// other commands have made transfers of the file since the previous slice.
     pub(super) fn end_turn(&self, bytes: u64, began: Ticks, now: Ticks, transfers: bool) {
         let took = now.since(began);
         let mut state = self.state();
@@ -118,7 +118,7 @@ impl SliceScheduler {
             false if bytes == 0 => 0,
             false => took,
         };
-        // A hole says nothing about the speed of deallocating extents.
+        // Only slices with extents show how fast the file system deallocates extents.
         if bytes > 0 {
             state.slice_length.on_slice_done(bytes, took, is_shared);
         }
@@ -155,7 +155,7 @@ impl SliceSchedulerState {
 mod tests {
     use super::*;
 
-    /// Size of the first slice in bytes.
+    /// Length of the first slice in bytes.
     const FIRST: u64 = 256 << 10;
 
     /// Returns the duration that a slice should have, in ticks.
@@ -174,7 +174,7 @@ mod tests {
         assert_eq!(turns.take_turn(began, ONE), None);
         let now = Ticks(1000 + target());
         turns.end_turn(FIRST, began, now, false);
-        // If nothing else uses the file, the pause is as long as the slice.
+        // If no other command uses the file, the pause is as long as the slice.
         let next = Ticks(now.0 + target());
         assert_eq!(turns.take_turn(Ticks(next.0 - 1), ONE), None);
         assert_eq!(turns.take_turn(next, ONE), Some(FIRST));
@@ -199,7 +199,7 @@ mod tests {
         assert!(turns.take_turn(now, OTHER).is_none());
         assert!(turns.take_turn(now, ONE).is_some());
         turns.cancel_turn();
-        // A queue that does not take its turn, and a queue that left, block no others.
+        // A queue that does not take its turn blocks no other queue, and neither does a queue that no longer waits.
         assert!(turns.take_turn(now, ONE).is_none());
         let later = Ticks(now.0 + turns.reservation_ticks);
         assert!(turns.take_turn(later, ONE).is_none());
@@ -223,7 +223,7 @@ mod tests {
         };
         let took = target();
         assert_eq!(pause(took, 0, true), 4 * took);
-        // This also applies for a while after a slice without transfers.
+        // The pause has this length for a while after the last transfer, too.
         assert_eq!(pause(took, 10 * took, false), 4 * took);
         let later = 20 * took + turns.idle_ticks;
         assert_eq!(pause(took, later, false), took);

@@ -1,4 +1,4 @@
-//! Requests of the file store to the kernel and their completions. The `kernel` module executes them.
+//! The file store's requests to the kernel, and their completions. The `kernel` module executes them.
 #![expect(unsafe_code, reason = "copies from and to memory that requests name")]
 
 use std::io;
@@ -11,12 +11,12 @@ use nvme_mpt_memory::RawBytes;
 #[derive(Debug, Default)]
 pub struct IoVectors {
     vectors: Vec<libc::iovec>,
-    /// Index of the first vector that is not transferred completely.
+    /// Index of the first vector that is not completely transferred.
     first: usize,
 }
 
-// SAFETY: the addresses are not used by this type but handed to the kernel; who submits them
-// answers for the memory.
+// SAFETY: this type does not use the addresses, but hands them to the kernel. The code that submits a request is responsible
+// for the memory.
 unsafe impl Send for IoVectors {}
 
 impl IoVectors {
@@ -25,7 +25,7 @@ impl IoVectors {
         self.first = 0;
     }
 
-    /// Appends a part, merged with the last part if they are adjacent.
+    /// Appends a part. A part that is adjacent to the last part is merged with it.
     pub(super) fn push(&mut self, part: RawBytes<'_>) {
         let start = part.as_ptr().cast::<libc::c_void>();
         if let Some(last) = self.vectors.last_mut()
@@ -40,25 +40,25 @@ impl IoVectors {
         });
     }
 
-    /// Returns address and length of each remaining part.
+    /// Returns address and length of each part that is not transferred yet.
     pub(super) fn parts(&self) -> impl Iterator<Item = (usize, usize)> {
         self.vectors[self.first..]
             .iter()
             .map(|v| (v.iov_base.expose_provenance(), v.iov_len))
     }
 
-    /// Returns the remaining parts as the kernel expects them.
+    /// Returns the parts that are not transferred yet, as the kernel expects them.
     #[cfg(not(simulation))]
     pub(super) fn remaining(&self) -> &[libc::iovec] {
         &self.vectors[self.first..]
     }
 
-    /// Returns the number of remaining bytes.
+    /// Returns the number of bytes that are not transferred yet.
     pub(super) fn len(&self) -> usize {
         self.parts().map(|(_, len)| len).sum()
     }
 
-    /// Copies the remaining parts to `target`, up to the length of `target`.
+    /// Copies the parts that are not transferred yet to `target`, up to the length of `target`.
     ///
     /// # Safety
     /// The memory that the parts name must be mapped.
@@ -76,7 +76,7 @@ impl IoVectors {
         }
     }
 
-    /// Copies `source` to the remaining parts, up to the length of `source`.
+    /// Copies `source` to the parts that are not transferred yet, up to the length of `source`.
     ///
     /// # Safety
     /// The memory that the parts name must be mapped and writable.
@@ -93,7 +93,7 @@ impl IoVectors {
         }
     }
 
-    /// Skips `done` transferred bytes.
+    /// Removes `done` bytes at the beginning, which were transferred.
     pub(super) fn advance(&mut self, mut done: usize) {
         while let Some(vector) = self.vectors.get_mut(self.first) {
             if done < vector.iov_len {
@@ -139,9 +139,9 @@ pub enum FileIoRequest<'a> {
 /// Execution mode of a request in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestIssueMode {
-    /// In the submitting thread if this does not block, otherwise in a worker thread.
+    /// In the submitting thread if the request does not block there, otherwise in a worker thread.
     Inline,
-    /// Always in a worker thread, which may block. The kernel executes the request on another code path there.
+    /// In a worker thread, which may block. The kernel uses another code path for the request there.
     Worker,
 }
 
@@ -150,11 +150,11 @@ pub enum RequestIssueMode {
 pub struct FileIoCompletion {
     /// Tag of the request.
     pub tag: u64,
-    /// Transferred bytes, or the errno.
+    /// Number of transferred bytes, or the errno.
     pub result: Result<usize, i32>,
 }
 
-/// Interface of one queue to the kernel's asynchronous I/O.
+/// A queue's interface to the kernel's asynchronous I/O.
 pub trait FileIoRing: std::fmt::Debug {
     /// Prepares a request. The request's completion has the tag `tag`.
     ///
@@ -167,25 +167,25 @@ pub trait FileIoRing: std::fmt::Debug {
         manner: RequestIssueMode,
     ) -> io::Result<()>;
 
-    /// Prepares the cancellation of the request with tag `target`. The cancellation's own completion has the tag `tag`.
+    /// Prepares the cancellation of the request with tag `target`. The completion of the cancellation has the tag `tag`.
     fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()>;
 
-    /// Submits the prepared requests to the kernel. Requests that the kernel does not accept are submitted again by the next
-    /// call.
+    /// Submits the prepared requests to the kernel. If the kernel does not accept some of them, the next call submits these
+    /// again.
     fn submit(&mut self);
 
-    /// Returns whether the kernel did not accept all prepared requests.
+    /// Returns whether some prepared requests are yet to be accepted by the kernel.
     fn has_unsubmitted(&self) -> bool;
 
     /// Takes one completion.
     fn take(&mut self) -> Option<FileIoCompletion>;
 
-    /// Returns the number of prepared requests whose completions were not taken.
+    /// Returns the number of prepared requests whose completion is yet to be taken.
     fn in_flight(&self) -> usize;
 
     /// Returns a descriptor that is readable when completions are available.
     fn fd(&self) -> RawFd;
 
-    /// Waits until no request is in flight, for at most `patience`. Returns whether all requests have completed.
+    /// Waits until no request is in flight, for at most `patience`. Returns whether no request is in flight.
     fn wait_idle(&mut self, patience: Duration) -> bool;
 }

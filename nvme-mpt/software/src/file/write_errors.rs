@@ -1,26 +1,27 @@
-//! Count of the write-back errors by which leases of a file have lost completed writes.
+//! Count of the write-back errors that leases of a file have received.
 //!
-//! After one open file description has received the report of a failed write-back, the kernel does not report it to
-//! descriptions opened later. When a process continues the leases of its predecessor, it opens them one after the other. So a
-//! lease may be opened after another lease has received the report, although the predecessor's writes of this lease may be
-//! among the lost ones. Therefore losses are counted per file, and such a lease checks whether the count has risen.
+//! After an open file description has received the report of a failed write-back, the kernel does not report this error to
+//! descriptions that are opened afterwards. A process that continues the leases of its predecessor opens them one after the
+//! other. So when it opens a lease, another lease may already have received the report of an error that lost writes of the
+//! opened lease. Therefore errors are counted for the file, and a continued lease checks whether the count has risen.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
-/// Maximum number of remembered names. A lease whose name was forgotten is treated as if it knew of no loss.
+/// Maximum number of lease names. A lease whose name was removed counts as one that has received no error.
 const NAMES_MAX: usize = 1024;
 
-/// Counted losses of a file in this process.
+/// Write-back errors that leases of a file have received in this process.
 #[derive(Debug, Default)]
 pub(super) struct FileWriteErrors(Mutex<ReportedWriteErrors>);
 
 #[derive(Debug, Default)]
 struct ReportedWriteErrors {
     count: u64,
-    /// For each lease name, the count when the latest lease of this name ended. Leases that ended at count 0 are left out.
+    /// For each lease name, the number of errors when the last lease of this name ended. Leases that ended before the first
+    /// error are left out.
     ended_leases: BTreeMap<String, u64>,
 }
 
@@ -29,12 +30,12 @@ impl FileWriteErrors {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a loss that a lease has detected. The caller then checks all open leases.
+    /// Counts an error that a lease has received. The caller then checks all open leases.
     pub(super) fn count_error(&self) {
         self.lock().count += 1;
     }
 
-    /// Records that a lease has ended, and that it knew of all losses so far.
+    /// Records that a lease has ended, which has received all errors so far.
     pub(super) fn end_lease(&self, name: &str) {
         let mut told = self.lock();
         let count = told.count;
@@ -47,8 +48,8 @@ impl FileWriteErrors {
         told.ended_leases.insert(name.to_owned(), count);
     }
 
-    /// Returns whether losses were counted since the latest lease of this name ended or, without such a lease, since the file
-    /// was opened.
+    /// Returns whether errors were counted since the last lease of this name ended. If there was no such lease, returns whether
+    /// errors were counted since the file was opened.
     pub(super) fn has_unreported_for(&self, name: &str) -> bool {
         let told = self.lock();
         told.count > told.ended_leases.get(name).copied().unwrap_or_default()

@@ -4,12 +4,12 @@ use std::sync::OnceLock;
 
 use nvme_mpt_memory::{Mapping, RawBytes};
 
-/// Size of the buffer in bytes, which is also the most that one write of zeroes transfers.
+/// Size of the buffer in bytes, which is also the maximum length of one write of zeroes.
 pub(super) const BYTES: usize = 1 << 20;
 
-/// Returns `len` bytes of zeroes, or `None` if `len` exceeds `BYTES` or the buffer cannot be mapped.
+/// Returns `len` bytes of zeroes; `None` if `len` exceeds [`BYTES`] or the buffer cannot be mapped.
 pub(super) fn bytes(len: usize) -> Option<RawBytes<'static>> {
-    // Untouched anonymous memory maps the kernel's single zero page, so the buffer takes no memory.
+    // Reading untouched anonymous memory maps the kernel's one zero page, so the buffer needs no memory.
     static ZEROES: OnceLock<Option<Mapping>> = OnceLock::new();
     ZEROES
         .get_or_init(|| Mapping::anonymous(BYTES).ok())

@@ -1,7 +1,7 @@
 //! Batch, a vendor specific command that combines several operations on keys.
 //!
-//! The operations are executed in order, with no other command in between. A failed operation does not affect the others. Dword
-//! 0 of the completion holds a status per operation.
+//! The operations are executed in order, without another command in between. A failed operation does not affect the other
+//! operations. Dword 0 of the completion has a status for each operation.
 
 use super::pairs::{KeyPresence, KvBatchStep, KvChange};
 use nvme_spec::key_value::{KvBatchCommand, KvBatchOperation, KvBatchStepStatus, KvKey};
@@ -9,11 +9,11 @@ use nvme_spec::opcode::KvOpcode;
 use nvme_spec::status::Status;
 use zerocopy::FromBytes;
 
-/// Parses the `count` operations of a Batch from data that the guest wrote. An operation that cannot be executed yields its
-/// status.
+/// Parses the `count` operations of a Batch from data that the guest wrote. In place of an operation that cannot be executed,
+/// the result has the operation's status.
 ///
 /// # Errors
-/// Returns Invalid Field if the data is malformed. Then no operation may be executed.
+/// Returns Invalid Field if the data is malformed. In this case, no operation may be executed.
 pub(super) fn parse_steps(
     data: &[u8],
     count: u8,
@@ -27,7 +27,8 @@ pub(super) fn parse_steps(
                 .map_err(|_too_short| Status::INVALID_FIELD)?;
             operations = rest;
             if KvOpcode(operation.opcode) == KvOpcode::STORE {
-                // Overlapping values could otherwise take more memory than the data.
+                // Operations may name overlapping values, which could take more memory than the data. So the sum of their sizes
+                // is limited.
                 bytes += u64::from(operation.value_size);
             }
             if bytes > data.len() as u64 {
@@ -44,7 +45,7 @@ fn parse_step(
     value_bytes_max: u32,
 ) -> Result<Result<KvBatchStep, KvBatchStepStatus>, Status> {
     let opcode = KvOpcode(operation.opcode);
-    // An invalid value offset is an error of the guest's driver, so it fails the whole command.
+    // An invalid value offset is an error of the guest's driver, so the whole command fails.
     let value = match opcode {
         KvOpcode::STORE => {
             let start = operation.value_offset as usize;
@@ -158,7 +159,7 @@ mod tests {
         for (data, count) in [(&whole[..], 3), (&whole[..63], 2), (&[], 1)] {
             assert_eq!(parse_steps(data, count, 4), Err(Status::INVALID_FIELD));
         }
-        // Overlapping values must not exceed the data together.
+        // The values overlap, and their sizes together exceed the data.
         let whole = KvBatchOperation {
             value_size: 64,
             ..operation(KvOpcode::STORE, b"a")

@@ -1,5 +1,5 @@
-//! Translation of Key Value commands. Each guest has its own key space, so keys need no translation. Only the data pointers of
-//! values do.
+//! Translation of Key Value commands. Each guest has a key space of its own, so keys need no translation. Only the data
+//! pointers of values are translated.
 
 use nvme_guest::dma::DmaDirection;
 use nvme_guest::host::{CommandSetDescription, IoCommand};
@@ -31,7 +31,7 @@ impl CommandSet for KeyValueCommands {
         keys.describe()
     }
 
-    /// Returns the number of bytes that a Store transfers, or the maximum number that a Retrieve or List can transfer.
+    /// Returns the number of bytes that a Store transfers, or the maximum number of bytes that a Retrieve or List can transfer.
     fn translate(
         translator: &mut CommandTranslator,
         guest: &Sqe,
@@ -46,8 +46,8 @@ impl CommandSet for KeyValueCommands {
         0
     }
 
-    /// Returns whether a command can be executed twice with the same result. A Delete, a Batch and a conditional Store cannot:
-    /// the second execution finds the effect of the first.
+    /// Returns whether a command has an equal result if it is executed twice. This does not hold for a Delete, a Batch and a
+    /// conditional Store, whose second execution would find the effect of the first one.
     fn is_repeatable(guest: &Sqe) -> bool {
         match KvOpcode(guest.opcode()) {
             KvOpcode::STORE => !KvStoreCommand::from(guest).must_not_exist,
@@ -56,8 +56,8 @@ impl CommandSet for KeyValueCommands {
         }
     }
 
-    /// Counts a Store as a write and a Retrieve as a read, because they have the opcodes of Write and Read. A retrieved value
-    /// may be smaller than the host's buffer.
+    /// Counts a Store as a write and a Retrieve as a read, since their opcodes are those of Write and Read. Counts the bytes of
+    /// the retrieved value, which may be smaller than the host's buffer.
     fn traffic(completed: &CompletedCommand) -> CommandTraffic {
         if completed.opcode.0 == KvOpcode::BATCH.0 {
             return CommandTraffic::Written(completed.bytes);
@@ -121,7 +121,7 @@ fn translate_store(
 ) -> Result<u32, CommandFailure> {
     let command = KvStoreCommand::from(guest);
     let key = required_key(guest)?;
-    // Contradictory conditions: the command could never succeed.
+    // The conditions contradict each other, so the command could never succeed.
     if command.must_exist && command.must_not_exist {
         return Err(CommandFailure::permanent(
             Status::INVALID_FIELD,
@@ -192,7 +192,8 @@ fn translate_list(
     )
 }
 
-/// Translates a Batch. Its operations lie in guest memory, so they are copied first and checked afterwards.
+/// Translates a Batch. The guest could change the operations after a check, so they are copied from guest memory before they
+/// are checked.
 fn translate_batch(
     translator: &mut CommandTranslator,
     guest: &Sqe,
@@ -224,7 +225,7 @@ fn translate_batch(
     )
 }
 
-/// Translates the data pointer of a command, if it has data.
+/// Translates the data pointer of a command, if the command has data.
 fn translate_value(
     translator: &mut CommandTranslator,
     guest: &Sqe,
@@ -248,7 +249,7 @@ fn translate_value(
 const INVALID_KEY_SIZE: CommandFailure =
     CommandFailure::permanent(Status::INVALID_KEY_SIZE, field_offsets::CDW11);
 
-/// Returns the key of a command that requires one.
+/// Returns the key of a command that must have one.
 fn required_key(guest: &Sqe) -> Result<KvKey, CommandFailure> {
     KvKey::from_sqe(guest)
         .filter(|key| !key.is_empty())

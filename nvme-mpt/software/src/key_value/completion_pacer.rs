@@ -1,7 +1,7 @@
-//! Completions that are held back until the time that the drive's timing model computes.
+//! Completions that are delayed until the time that the drive's timing model computes.
 //!
-//! The store executes a command as soon as it can. The model counts the command's time from its arrival, so the store's own
-//! time is included.
+//! The store executes a command as soon as it can. The model counts the command's time from the command's arrival, so the time
+//! in the store is included.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,23 +10,23 @@ use crate::model::{CompletionCalendar, HostClock, KvModel, KvWork, RoundedUpTick
 use nvme_mpt::host::{CompletionTaker, HostCompletion};
 use nvme_mpt_memory::clock::{Ticks, ticks_in};
 
-/// Time resolution. A completion is held back too long by at most this time, without the delay until the poller's next pass.
+/// Time resolution of the delays. A completion is late by at most this time, not counting the wait for the poller's next pass.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
-/// Arrival and result of a command.
+/// Arrival and result of a command whose completion is delayed.
 #[derive(Clone, Copy, Debug, Default)]
 struct DelayedKvCommand {
     arrived: RoundedUpTicks,
     dw0: u32,
 }
 
-/// The completions of a queue that are not due.
+/// Delayed completions of a queue.
 #[derive(Debug)]
 pub(super) struct KvCompletionPacer<C = HostClock> {
     model: Arc<KvModel>,
     clock: C,
     calendar: CompletionCalendar,
-    /// Waiting commands, indexed by slot.
+    /// Commands whose completion is delayed, indexed by slot.
     waiting: Box<[DelayedKvCommand]>,
     is_hurried: bool,
 }
@@ -48,7 +48,7 @@ impl<C: TickClock> KvCompletionPacer<C> {
         }
     }
 
-    /// Records that commands in these slots arrive now.
+    /// Records the present time as the arrival of the commands in these slots.
     pub(super) fn record_arrivals(&mut self, slots: impl Iterator<Item = u16>) {
         let arrived = self.calendar.advance_to(self.clock.now());
         for slot in slots {
@@ -58,7 +58,7 @@ impl<C: TickClock> KvCompletionPacer<C> {
         }
     }
 
-    /// Holds a completion until the model has done the command's work. The work is known only when the command is executed.
+    /// Delays a completion until the model has done the command's work, which is known only after the command's execution.
     pub(super) fn hold<'a>(
         &mut self,
         completion: HostCompletion,
@@ -95,7 +95,7 @@ impl<C: TickClock> KvCompletionPacer<C> {
         });
     }
 
-    /// If `hurried`, all held completions are due at once, so that a reset of the drive need not wait for them.
+    /// If `hurried` is true, makes all delayed completions due now, so that a reset of the drive need not wait for them.
     pub(super) fn hurry(&mut self, hurried: bool) {
         self.is_hurried = hurried;
     }
@@ -114,7 +114,7 @@ mod tests {
     use crate::model::{DriveProfile, KvAccess, TickUnit};
     use nvme_spec::status::Status;
 
-    /// A clock that only the test moves.
+    /// A clock that only the test advances.
     #[derive(Clone, Debug, Default)]
     struct KvPacerTestClock(Rc<Cell<u64>>);
 
@@ -195,11 +195,11 @@ mod tests {
         assert!(release(&mut pace).is_empty());
         clock.0.update(|now| now + 1);
         assert_eq!(release(&mut pace), [(0, 100)]);
-        // If the store is slower than the drive, only the store's time counts.
+        // If the store is slower than the model, the store's time alone counts.
         clock.0.update(|now| now + 500_000);
         hold(&mut pace, 1, KvAccess::Store, 4000);
         assert_eq!(release(&mut pace), [(1, 101)]);
-        // A command without work for the drive completes at once.
+        // A command without work for the model completes without a delay.
         let status = Status::INVALID_KEY_SIZE;
         let completion = HostCompletion {
             slot: 2,

@@ -24,7 +24,7 @@ pub(super) const COMMANDS: [IoCommand; 7] = [
     IoCommand::writing(KvOpcode::BATCH.0),
 ];
 
-/// Fields of Identify Namespace that the function fills in.
+/// Fields of Identify Namespace that the guest's function fills in.
 const FACTS: [NamespaceFactOffset; 3] = [
     NamespaceFactOffset {
         offset: offset_of!(IdentifyNamespaceKv, nuse) as u16,
@@ -43,14 +43,14 @@ const FACTS: [NamespaceFactOffset; 3] = [
 /// Format of a key-value namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvNamespaceFormat {
-    /// Capacity in bytes for all keys and values, including the overhead for each pair.
+    /// Capacity in bytes for all keys and values, including an overhead for each pair.
     pub capacity: u64,
-    /// Maximum bytes of a value.
+    /// Maximum size of a value in bytes.
     pub value_bytes_max: u32,
 }
 
 impl KvNamespaceFormat {
-    /// Describes the namespace to its guest. All of Identify Controller for this command set is reserved.
+    /// Describes the namespace to its guest. For this command set, all of Identify Controller is reserved.
     pub(super) fn describe(&self) -> CommandSetDescription {
         let format = self.format();
         CommandSetDescription {
@@ -68,7 +68,7 @@ impl KvNamespaceFormat {
         }
     }
 
-    /// Returns the format. The maximum number of keys is the number that fits with empty values.
+    /// Returns the key value format. Its maximum number of keys is the number of pairs with empty values that fit.
     fn format(&self) -> KvFormat {
         KvFormat {
             kml: KEY_LENGTH_MAX as u16,
@@ -78,7 +78,7 @@ impl KvNamespaceFormat {
         }
     }
 
-    /// KV 1.0, section 4.1.5.1.
+    /// Builds Identify Namespace (KV 1.0, section 4.1.5.1).
     fn identify_namespace(&self, format: KvFormat) -> IdentifyNamespaceData {
         let mut id = IdentifyNamespaceKv::new_zeroed();
         id.nsze = self.capacity;

@@ -1,4 +1,4 @@
-//! Pairs in this process's memory. They are lost when the process ends.
+//! Key-value pairs in this process's memory, which are lost when the process ends.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -11,7 +11,7 @@ use super::pairs::{
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_spec::key_value::KvKey;
 
-/// A key space in memory. It has its own lock, so guests do not wait for each other.
+/// A key space in memory. It has a lock of its own, so that guests do not wait for each other.
 #[derive(Debug, Default)]
 pub(super) struct MemoryKeySpace(Mutex<MemoryKeySpaceState>);
 
@@ -40,7 +40,7 @@ impl MemoryKeySpace {
     }
 
     fn lock(&self) -> MutexGuard<'_, MemoryKeySpaceState> {
-        // The state is consistent wherever a panic can occur.
+        // The state is consistent at each point at which a panic can occur.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

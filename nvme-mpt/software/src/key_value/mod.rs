@@ -1,16 +1,16 @@
 //! Key-value drives: the Key Value Command Set over memory or a file.
 //!
-//! `format` describes a namespace to its guest. `pairs` defines the effects of commands, and `batch` reads commands that
+//! `format` describes a namespace to its guest. `pairs` defines the effects of commands, and `batch` parses commands that
 //! combine several operations. `memory` and `file` store pairs. `queue` receives commands and transfers values. Each lease has
-//! its own key space and capacity. A key space is named by the start of its lease on the drive. If the profile has a timing,
-//! `completion_pacer` delays completions.
+//! a key space and a capacity of its own. The name of a key space is the start of its lease on the drive. If the profile has a
+//! timing, `completion_pacer` delays completions.
 //!
 //! A guest's keys need no translation, because a queue accesses only the key space of its lease. `commands` translates the data
-//! pointers of values. Only the poller accesses guest memory. So it copies each value to or from an allocated buffer of the
-//! request. To limit this memory, a queue has at most 4 MiB of values in flight to a file.
+//! pointers of values. Only the poller accesses guest memory, so it copies each value between guest memory and a buffer of the
+//! request. To limit the memory of these buffers, a queue has at most 4 MiB of values in flight to a file.
 //!
-//! If the VMM unmaps the memory of a Retrieve or List before the reply arrives, the command fails with Data Transfer Error,
-//! because the guest addresses are resolved only when the data is copied.
+//! The guest addresses of a Retrieve or List are resolved only when the reply's data is copied. If the VMM has unmapped the
+//! memory by then, the command fails with Data Transfer Error.
 
 mod batch;
 mod commands;
@@ -53,22 +53,22 @@ use nvme_mpt_memory::sync::Mutex;
 use nvme_spec::identify::Oncs;
 use nvme_spec::ids::Nsid;
 
-/// Granularity of leases in bytes, as a power of two, equal to that of drives with logical blocks.
+/// Granularity of leases in bytes, as a base-2 logarithm. It is that of drives with logical blocks.
 const GRANULARITY_LOG2: u8 = 9;
 
 /// Reason why a drive cannot store keys and values.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyValueError {
-    /// A `null:` drive.
+    /// A `null:` drive stores no keys and values.
     #[error("A null drive keeps no keys and values: use memory:SIZE or a file")]
     Null,
-    /// The path is not a regular file, but for example a block device.
+    /// The path leads to something else than a regular file, for example to a block device.
     #[error(
         "{} is not a regular file, and keys and values need one that can grow: use a file on it, or memory:SIZE",
         .0.display()
     )]
     NotAFile(PathBuf),
-    /// The file is smaller than the smallest drive.
+    /// The file is smaller than the smallest possible drive.
     #[error(
         "{path} is too small for a drive: make it as large as the drive is to be with truncate -s 16G {path}",
         path = .0.display()
@@ -80,7 +80,7 @@ pub enum KeyValueError {
         .0.display()
     )]
     Foreign(PathBuf),
-    /// A later version wrote the file.
+    /// A newer version of this program wrote the file.
     #[error(
         "{} has keys and values in format {version}, and this version knows format {known}: use the version \
          that made it, or an empty file",
@@ -131,7 +131,7 @@ pub enum KeyValueError {
         /// The database's error.
         source: Box<redb::Error>,
     },
-    /// Faults concern logical blocks, which a key-value drive does not have.
+    /// A fault plan was given. Faults need logical blocks, which a key-value drive does not have.
     #[error(
         "Faults are for drives with logical blocks, which a drive of keys and values does not have: leave faults= \
          out, or choose another profile"
@@ -147,7 +147,7 @@ pub struct KeyValueController {
     namespace: HostNamespace,
     limits: ControllerLimits,
     value_bytes_max: u32,
-    /// Model that decides when commands complete. Without a model, a command completes as soon as the store has executed it.
+    /// Model that decides when commands complete; `None` if a command completes as soon as the store has executed it.
     timing: Option<Arc<KvModel>>,
     storage: KeyValueStorage,
     iova_space: Arc<IovaSpace>,
@@ -156,7 +156,7 @@ pub struct KeyValueController {
 /// Storage of the pairs.
 #[derive(Debug)]
 enum KeyValueStorage {
-    /// Key spaces in memory, by name.
+    /// Key spaces in memory, by key space name.
     Memory(Mutex<BTreeMap<u64, Arc<MemoryKeySpace>>>),
     /// Key spaces in a file.
     File(Arc<KeyValueFile>),
@@ -171,7 +171,7 @@ impl KeyValueController {
         home: KeyValueStorage,
     ) -> Self {
         let limits = ControllerLimits {
-            // No optional commands of the NVM Command Set.
+            // No optional commands of the NVM Command Set are offered.
             commands: Oncs(0),
             volatile_write_cache: false,
             deallocated_reads_zeroes: false,
@@ -207,8 +207,8 @@ impl KeyValueController {
         Self::new(identity.into(), model, capacity, profile, home)
     }
 
-    /// Creates a drive in a file. A thread started through `threads` reads and writes the file. An empty file becomes a drive
-    /// with the file's length as its capacity.
+    /// Creates a drive in a file, which a thread started through `threads` reads and writes. An empty file becomes a drive
+    /// whose capacity is the file's length.
     ///
     /// # Errors
     /// Returns any [`KeyValueError`] except [`KeyValueError::Null`] and [`KeyValueError::Faults`].
@@ -229,8 +229,8 @@ impl KeyValueController {
         Ok(Self::new(identity, model, capacity, profile, home))
     }
 
-    /// Sets a timeout for transactions on the file. If a transaction exceeds the timeout, the queues that wait for it fail.
-    /// Without a timeout, queues wait indefinitely.
+    /// Sets a timeout for transactions on the file. If a transaction exceeds it, the queues that wait for the transaction fail.
+    /// Without a timeout, queues wait for ever.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
         if let KeyValueStorage::File(pairs) = &self.storage {
@@ -261,7 +261,7 @@ impl HostController for KeyValueController {
         &self.iova_space
     }
 
-    /// Takes no locks, because a file of pairs is locked as a whole when it is opened.
+    /// Takes no locks, because the whole file is locked when it is opened.
     fn open_lease(
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
@@ -270,7 +270,7 @@ impl HostController for KeyValueController {
         let name = bytes.start();
         let home = match &self.storage {
             KeyValueStorage::Memory(spaces) => {
-                // The state is consistent wherever a panic can occur.
+                // The state is consistent at each point at which a panic can occur.
                 let mut spaces = spaces.lock().unwrap_or_else(PoisonError::into_inner);
                 KeySpaceStorage::Memory(spaces.entry(name).or_default().clone())
             }
@@ -306,7 +306,7 @@ pub struct KeySpace {
 #[derive(Clone, Debug)]
 enum KeySpaceStorage {
     Memory(Arc<MemoryKeySpace>),
-    /// A key space in a file, and its name.
+    /// A key space in a file, with the key space's name.
     File(Arc<KeyValueFile>, u64),
 }
 
@@ -315,8 +315,8 @@ impl HostLease for KeySpace {
         Ok(HostQueuePair::new(KeyValueQueue::new(self.clone(), slots)?))
     }
 
-    /// Does nothing. The data of completed commands is already durable or, for a drive in memory, is lost when the process
-    /// ends.
+    /// Does nothing. Data of completed commands in a file is already durable, and data of a drive in memory is lost when the
+    /// process ends.
     fn flush(&self) -> io::Result<()> {
         Ok(())
     }

@@ -5,11 +5,11 @@ use nvme_spec::status::Status;
 
 use crate::model::{KvAccess, KvWork};
 
-/// Bytes of capacity that a pair uses for its key and overhead. The space for the value is rounded up to a multiple of this
+/// Bytes of capacity that a pair needs for its key and overhead. The bytes for the value are rounded up to a multiple of this
 /// number.
 pub(super) const PAIR_BYTES: u64 = 64;
 
-/// Returns the bytes of capacity that a pair with a value of `value` bytes uses.
+/// Returns the bytes of capacity that a pair with a value of `value` bytes needs.
 pub(super) fn footprint(value: usize) -> u64 {
     PAIR_BYTES + (value as u64).next_multiple_of(PAIR_BYTES)
 }
@@ -21,12 +21,12 @@ pub(super) struct KeySpaceUsage {
     pub(super) keys: u64,
 }
 
-/// Request of a command.
+/// Request of a command to the storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum KvRequest {
     Query(KvQuery),
     Change(KvChange),
-    /// Steps of a Batch. A step that cannot be executed is replaced by its status.
+    /// Steps of a Batch. In place of a step that cannot be executed, its status.
     Batch(Vec<Result<KvBatchStep, KvBatchStepStatus>>),
 }
 
@@ -41,7 +41,7 @@ pub(super) enum KvBatchStep {
 }
 
 impl KvBatchStep {
-    /// Returns the work of this step, for the timing model.
+    /// Returns the step's work for the timing model.
     fn work(&self) -> KvWork {
         let (access, bytes) = match self {
             Self::Change(KvChange::Store { value, .. }) => (KvAccess::Store, value.len() as u64),
@@ -52,21 +52,21 @@ impl KvBatchStep {
     }
 }
 
-/// Request that changes no pair.
+/// Request that changes no pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KvQuery {
-    /// Returns a value, but at most its first `max_bytes` bytes.
+    /// Returns the first `max_bytes` bytes of a value, or the whole value if it is shorter.
     Retrieve { key: KvKey, max_bytes: usize },
     /// Checks whether a key exists.
     Exist { key: KvKey },
-    /// Returns the keys from `from` on, as many as fit into `max_bytes` bytes.
+    /// Returns the keys from `from` on, as many of them as fit into `max_bytes` bytes.
     List { from: KvKey, max_bytes: usize },
 }
 
 /// Request that changes pairs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum KvChange {
-    /// Stores a value if the presence of the key meets a condition.
+    /// Stores a value, if the key's presence meets the condition.
     Store {
         key: KvKey,
         value: Vec<u8>,
@@ -76,7 +76,7 @@ pub(super) enum KvChange {
     Delete { key: KvKey },
 }
 
-/// Presence of a key.
+/// Presence of a key that a Store requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KeyPresence {
     Present,
@@ -91,7 +91,7 @@ pub(super) struct KvReply {
     pub(super) dw0: u32,
     /// Data for the host's buffer.
     pub(super) data: Vec<u8>,
-    /// Work of the steps of a Batch for the timing model.
+    /// For a Batch, the work of its steps for the timing model.
     pub(super) step_work: Vec<KvWork>,
 }
 
@@ -122,7 +122,7 @@ pub(super) trait KeyValuePairs {
         show: impl FnOnce(&[u8]) -> R,
     ) -> Result<Option<R>, Self::Error>;
 
-    /// Calls `show` with each key from `from` on, in order, until it returns `false`.
+    /// Calls `show` with each key from `from` on, in ascending order, until `show` returns `false`.
     fn for_each_key(
         &self,
         from: &KvKey,
@@ -175,7 +175,7 @@ pub(super) fn execute_query<P: KeyValuePairs>(
 
 const KEY_MISSING: KvReply = KvReply::from_status(Status::KV_KEY_DOES_NOT_EXIST);
 
-/// Returns a successful reply with the size of a value, which is far below 2^32.
+/// Returns a successful reply with the size of a value in dword 0. The size is far below 2^32.
 fn size_reply(value: usize) -> KvReply {
     KvReply {
         dw0: value as u32,
@@ -183,7 +183,7 @@ fn size_reply(value: usize) -> KvReply {
     }
 }
 
-/// Executes the steps of a Batch in order. A failed step does not affect the others.
+/// Executes the steps of a Batch in order. A failed step does not affect the other steps.
 pub(super) fn execute_batch<P: KeyValuePairsMut>(
     pairs: &mut P,
     usage: &mut KeySpaceUsage,
@@ -219,7 +219,7 @@ fn to_step_status(status: Status) -> KvBatchStepStatus {
     }
 }
 
-/// Executes a change, within the capacity of the key space.
+/// Executes a change, if the capacity of the key space suffices.
 pub(super) fn execute_change<P: KeyValuePairsMut>(
     pairs: &mut P,
     usage: &mut KeySpaceUsage,
@@ -242,8 +242,7 @@ pub(super) fn execute_change<P: KeyValuePairsMut>(
             }
             let left = usage.bytes.saturating_sub(there.map_or(0, footprint));
             let bytes = left + footprint(value.len());
-            // Replacing a value by a smaller one always succeeds. This lets a guest shrink its usage after its lease became
-            // smaller than its content.
+            // A smaller value always fits. So a guest can reduce its usage after its lease became smaller than its content.
             if bytes > capacity && bytes >= usage.bytes {
                 return Ok(KvReply::from_status(Status::CAPACITY_EXCEEDED));
             }

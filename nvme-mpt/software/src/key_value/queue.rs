@@ -1,5 +1,5 @@
-//! A queue pair of a key-value drive. The poller copies values between guest memory and requests. Requests on memory are
-//! executed at once; requests on a file are executed by the drive's thread.
+//! Queue pair of a key-value drive. The poller copies values between guest memory and requests. It executes requests on memory
+//! itself. The drive's thread executes requests on a file.
 
 use std::collections::VecDeque;
 use std::io;
@@ -27,8 +27,8 @@ use nvme_spec::opcode::KvOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Maximum bytes of values in flight between a queue and a file. Several of the largest values fit, but fewer than a guest can
-/// request at once.
+/// Maximum bytes of values in flight between a queue and a file. Several values of the maximum size fit, but not all that a
+/// guest can request at a time.
 const INFLIGHT_BYTES_MAX: usize = 4 << 20;
 
 /// A queue pair of a key space.
@@ -36,12 +36,12 @@ const INFLIGHT_BYTES_MAX: usize = 4 << 20;
 pub struct KeyValueQueue {
     format: KvNamespaceFormat,
     route: KvRequestRoute,
-    /// Submitted commands whose doorbell was not rung yet.
+    /// Submitted commands whose doorbell is yet to be rung.
     submitted: Vec<Sqe>,
     ended: EndedKvCommands,
 }
 
-/// Completed commands.
+/// Commands that have completed, and commands whose completion is delayed.
 #[derive(Debug)]
 struct EndedKvCommands {
     completed: Vec<HostCompletion>,
@@ -63,7 +63,7 @@ impl EndedKvCommands {
     }
 }
 
-/// Route by which the queue's requests are executed.
+/// Way in which the queue's requests are executed.
 #[derive(Debug)]
 enum KvRequestRoute {
     Memory(Arc<MemoryKeySpace>),
@@ -74,12 +74,12 @@ enum KvRequestRoute {
 #[derive(Debug)]
 struct KvFileRoute {
     pairs: Arc<KeyValueFile>,
-    /// Name of the key space.
+    /// Name of the key space to which the requests belong.
     name: u64,
     mailbox: Arc<KvReplyQueue>,
-    /// Commands whose requests the thread has, by slot.
+    /// Commands whose requests the thread has, indexed by slot.
     inflight: Box<[Sqe]>,
-    /// Commands that are passed to the thread when fewer bytes are in flight.
+    /// Commands that are passed to the thread once the bytes in flight permit it.
     waiting: VecDeque<Sqe>,
     bytes: usize,
     /// Buffer for replies that were taken from the mailbox.
@@ -95,19 +95,19 @@ struct KvFileRoute {
 #[derive(Debug)]
 struct KvFileThreadProgress {
     age_timer: RequestAgeTimer,
-    /// Number of batches when the last progress was seen, and the count of age checks at that time.
+    /// Number of batches at the last progress, and the count of age checks at that time.
     last_batches: u64,
     last_progress_check: u32,
 }
 
-/// Class of the time for which the thread has made no progress.
+/// Class of the time since the thread last made progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum KvFileThreadDelay {
-    /// Within the normal range.
+    /// The time is normal.
     Short,
-    /// Longer than a healthy drive needs. Returned once per period without progress.
+    /// The time is longer than a healthy drive needs. Returned once for each period without progress.
     Overdue,
-    /// Longer than the drive's timeout.
+    /// The time exceeds the drive's timeout.
     TimedOut,
 }
 
@@ -120,13 +120,13 @@ impl KvFileThreadProgress {
         }
     }
 
-    /// Restarts the measurement.
+    /// Starts to measure the time without progress anew.
     fn restart(&mut self, batches: u64) {
         self.last_batches = batches;
         self.last_progress_check = self.age_timer.count;
     }
 
-    /// Compares the number of batches with the number at the last check.
+    /// Checks whether the thread has taken a batch since the last check. Returns the class of the time without progress.
     fn check_progress(
         &mut self,
         now: Ticks,
@@ -178,7 +178,7 @@ impl KeyValueQueue {
 }
 
 impl KvFileRoute {
-    /// Passes waiting commands to the thread, as long as the bytes in flight are within the limit.
+    /// Passes waiting commands to the thread while the bytes in flight are within the limit.
     fn submit_waiting(
         &mut self,
         format: &KvNamespaceFormat,
@@ -223,7 +223,7 @@ impl KvFileRoute {
         self.pairs.submit_requests(self.name, asked);
     }
 
-    /// Checks the thread's progress periodically.
+    /// Checks periodically whether the thread makes progress.
     fn check_timeout(&mut self) {
         let now = Ticks::now();
         if self.has_failed || self.inflight_count == 0 || now < self.progress.age_timer.next {
@@ -267,9 +267,9 @@ impl KvFileRoute {
     }
 }
 
-/// Returns the maximum of bytes that a command transfers, plus the size of the request.
+/// Returns the maximum number of bytes that a command transfers, plus the size of its request.
 fn request_bytes(sqe: &Sqe) -> usize {
-    // All commands with data have its length in the same place.
+    // All commands with data have the data's length in the same dwords.
     let data = match KvOpcode(sqe.opcode()) {
         KvOpcode::STORE | KvOpcode::RETRIEVE | KvOpcode::LIST | KvOpcode::BATCH => {
             KvRetrieveCommand::from(sqe).hbs
@@ -279,7 +279,7 @@ fn request_bytes(sqe: &Sqe) -> usize {
     data as usize + size_of::<QueuedKvRequest>()
 }
 
-/// Converts a command to a request. Returns `None` if the command is already complete, for example because it is invalid.
+/// Converts a command into a request; returns `None` if the command needs no request and succeeds.
 fn to_request(
     sqe: &Sqe,
     format: &KvNamespaceFormat,
@@ -287,14 +287,14 @@ fn to_request(
 ) -> Result<Option<KvRequest>, Status> {
     if KvOpcode(sqe.opcode()) == KvOpcode::BATCH {
         let KvBatchCommand { length, count } = KvBatchCommand::from(sqe);
-        // Copy the data before checking it, because the guest may write to it at any time.
+        // Copies the data before it is checked, because the guest may write to it at any time.
         let data = read_value(sqe, length, memory)?;
         let steps = batch::parse_steps(&data, count, format.value_bytes_max)?;
         return Ok(Some(KvRequest::Batch(steps)));
     }
     let key = KvKey::from_sqe(sqe).ok_or(Status::INVALID_KEY_SIZE)?;
     Ok(Some(match KvOpcode(sqe.opcode()) {
-        // A completed command is durable, or ends with the process.
+        // Completed commands are already durable, or their data ends with the process.
         KvOpcode::FLUSH => return Ok(None),
         KvOpcode::STORE => {
             let KvStoreCommand {
@@ -335,7 +335,7 @@ fn to_request(
     }))
 }
 
-/// Returns the work of a command for the timing model. A Flush has no work, and a Batch has only the work of its steps.
+/// Returns a command's work for the timing model. A Flush has no work, and a Batch only has the work of its steps.
 fn command_work(sqe: &Sqe, reply: &KvReply) -> Option<KvWork> {
     let (access, bytes) = match KvOpcode(sqe.opcode()) {
         KvOpcode::STORE => (KvAccess::Store, KvStoreCommand::from(sqe).vs.into()),
@@ -363,7 +363,7 @@ fn read_value(sqe: &Sqe, len: u32, memory: HostMemory<'_>) -> Result<Vec<u8>, St
     Ok(value)
 }
 
-/// Creates the completion of a command, after copying its data to guest memory.
+/// Copies a reply's data to guest memory, and returns the completion of the command.
 fn to_completion(sqe: &Sqe, reply: &KvReply, memory: HostMemory<'_>) -> HostCompletion {
     let handed_over = copy_to_host(sqe, &reply.data, memory);
     let status = match handed_over {
@@ -372,18 +372,18 @@ fn to_completion(sqe: &Sqe, reply: &KvReply, memory: HostMemory<'_>) -> HostComp
     };
     HostCompletion {
         slot: sqe.cid().0,
-        // A retry would not succeed.
+        // A retry of the command would fail as well.
         status: status.with_dnr(!status.is_success()),
         dw0: reply.dw0,
     }
 }
 
-/// Copies data to the command's buffer. The rest of the buffer is unchanged.
+/// Copies data to the command's buffer. Bytes of the buffer beyond the data are unchanged.
 fn copy_to_host(sqe: &Sqe, data: &[u8], memory: HostMemory<'_>) -> Result<(), Status> {
     if data.is_empty() {
         return Ok(());
     }
-    // The length of the host's buffer decides whether PRP2 points to a list.
+    // The length of the host's buffer, and not of the data, decides whether PRP2 points to a list.
     let room = KvRetrieveCommand::from(sqe).hbs;
     let mut rest = data;
     DataPointer::from_sqe(sqe).for_each_piece(memory, room.into(), |part| {
@@ -455,12 +455,12 @@ impl HostQueue for KeyValueQueue {
         }
     }
 
-    /// Returns at once: the thread has copies of all data, so it never accesses guest memory.
+    /// Returns without a wait: the thread has copies of all data, and never accesses guest memory.
     fn drain(&mut self) -> bool {
         true
     }
 
-    /// Drops the requests that the thread does not have yet.
+    /// Drops the requests that are not passed to the thread yet.
     fn cut_short(&mut self) {
         if let KvRequestRoute::File(lane) = &mut self.route {
             let ended = lane.waiting.drain(..).map(|sqe| HostCompletion {
@@ -522,7 +522,7 @@ mod tests {
                     .collect()
             };
             assert!(stands(1, OVERDUE_CHECKS).is_empty());
-            // The store has made progress, if only with the next batch.
+            // The thread has made progress, since it has taken the next batch.
             assert!(stands(2, OVERDUE_CHECKS).is_empty());
             assert_eq!(
                 stands(2, lost - OVERDUE_CHECKS + 1),

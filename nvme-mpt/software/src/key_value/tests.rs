@@ -39,7 +39,7 @@ fn an_empty_file_becomes_a_drive_of_its_size() {
     assert!(length < 64 << 20, "it takes what its pairs take: {length}");
     drop(drive);
     assert_eq!(capacity(&open(&path).expect("its own")), 64 << 20);
-    // The process ended before it wrote the database behind the header.
+    // The process ended after it had written the header, and before it had written the database.
     let file = File::options().write(true).open(&path).expect("there");
     for length in [4096, 4097, 64 << 20] {
         file.set_len(4096).expect("shorter");
@@ -55,7 +55,7 @@ fn a_file_is_open_once() {
     let drive = open(&path).expect("empty");
     let error = open(&path).expect_err("locked");
     assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
-    // The file's blocks are not offered as a drive either.
+    // A file of keys and values is refused as a drive of blocks, too.
     let blocks = Arc::new(crate::SoftwareController::open_file(&path, 9).expect("a file"));
     let request = HostLeaseRequest {
         name: "test",
@@ -79,7 +79,7 @@ fn other_files_are_refused_and_unchanged() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = create_empty_file(folder.path(), 4 << 20);
     let file = File::options().write(true).open(&path).expect("there");
-    // For example, a file system may have its superblock here.
+    // A file system may have its superblock here, for example.
     file.write_all_at(&[1], 3 << 20).expect("written");
     let error = open(&path).expect_err("somebody's");
     assert!(matches!(error, KeyValueError::Foreign(_)), "{error}");

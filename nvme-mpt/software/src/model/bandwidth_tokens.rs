@@ -1,30 +1,30 @@
-//! Shared bandwidth, of a flash channel or of the link to the host.
+//! Bandwidth that several transfers share: of a flash channel, or of the link to the host.
 //!
-//! Time is divided into slots, and each slot has a token for each byte that can be transferred in it. A transfer takes free
-//! tokens of the slots from its start time on. So if a transfer is reserved first but starts later, it does not delay transfers
-//! that start earlier.
+//! Time is divided into slots. A slot has a token for each byte that can be transferred in it. A transfer takes free tokens,
+//! beginning with the slot of its start time. So a transfer that is reserved early but starts late does not delay transfers
+//! that start before it.
 
 use crate::model::time::{TickUnit, TimeSpan};
 
 /// Length of a slot.
 const SLOT_TIME: TimeSpan = TimeSpan(4_000);
 
-/// Number of tracked slots. These slots cover the next 65 ms. Transfers that start later do not delay each other.
+/// Number of tracked slots, which cover the next 65 ms. Transfers that start after this time do not delay each other.
 const SLOTS: u64 = 1 << 14;
 
-/// A bandwidth and its reservations.
+/// A bandwidth and the transfers that are reserved on it.
 #[derive(Debug)]
 pub(super) struct BandwidthTokens {
     slot_ticks: u64,
     slot_bytes: u64,
     ticks_per_byte: f64,
-    /// Bytes that are reserved in each slot, as a ring.
+    /// Number of reserved bytes of each tracked slot, as a ring.
     reserved: Box<[u32]>,
-    /// The first tracked slot.
+    /// Number of the first tracked slot.
     first: u64,
-    /// First slot that may have free tokens: all earlier slots are full.
+    /// Number of the first slot that may have free tokens. All slots before it are full.
     first_open: u64,
-    /// First slot without reservations; no later slot has any.
+    /// Number of the first slot such that it and all slots after it have no reservations.
     end: u64,
 }
 
@@ -43,7 +43,7 @@ impl BandwidthTokens {
         }
     }
 
-    /// Drops the reservations of slots before `now`, as no later transfer starts before `now`.
+    /// Drops the reservations of slots before `now`. The caller may only reserve transfers that start at `now` or afterwards.
     pub(super) fn drop_before(&mut self, now: u64) {
         let first = now / self.slot_ticks;
         if first <= self.first {
@@ -56,7 +56,8 @@ impl BandwidthTokens {
         self.first_open = self.first_open.max(first);
     }
 
-    /// Reserves a transfer of `bytes` from `start` on. Returns the time when the last byte is transferred.
+    /// Reserves a transfer of `bytes` bytes that starts at `start` at the earliest. Returns the time when the last byte is
+    /// transferred.
     pub(super) fn transfer(&mut self, start: u64, bytes: u64) -> u64 {
         let alone = start + (bytes as f64 * self.ticks_per_byte).round() as u64;
         let mut slot = (start / self.slot_ticks).max(self.first_open);
@@ -89,7 +90,7 @@ impl BandwidthTokens {
 mod tests {
     use super::*;
 
-    /// Creates a bucket with 1000 bytes per microsecond.
+    /// Creates a bandwidth of 1000 bytes per microsecond.
     fn tokens() -> BandwidthTokens {
         BandwidthTokens::new(1_000_000_000, TickUnit::Nanoseconds)
     }
@@ -127,7 +128,7 @@ mod tests {
             let length = (seed >> 20) % 10_000;
             bytes += length;
             last = last.max(tokens.transfer(now + (seed >> 50) % 20_000, length));
-            // The bytes transferred until `last` exceed the budget by at most one slot.
+            // The bytes that are transferred until `last` exceed the bandwidth by at most one slot.
             assert!(bytes <= last + 4_000);
         }
     }

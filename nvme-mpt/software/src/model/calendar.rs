@@ -1,26 +1,27 @@
-//! Holds completions until they are due, in two structures. A ring has a page for each time unit of the near future; a heap has
-//! the later completions.
+//! Completions that are held until they are due, in two structures. A ring has a page for each time unit of the near future. A
+//! heap has the completions that are due after the ring's last time unit.
 //!
-//! Nearly all commands in flight are due within a millisecond. Adding such a completion to its page, and removing it, cost far
-//! less than operations on a heap. No memory is allocated after creation. Completions due in the same unit come out in any
-//! order, because a drive promises no order among commands (Base 2.0, section 3.4.1).
+//! Nearly all commands in flight are due within a millisecond. Adding their completions to a page and removing them costs far
+//! less than operations on a heap. No memory is allocated after the creation. Completions that are due in one time unit come
+//! out in any order, because a drive promises no order among commands (Base 2.0, section 3.4.1).
 
 use super::due_queue::DueQueue;
 use nvme_mpt::host::HostCompletion;
 use nvme_spec::status::Status;
 
-/// Number of pages in the ring.
+/// Number of pages of the ring.
 const PAGES: u64 = 64 * 64;
 
 const NO_SLOT: u16 = u16::MAX;
 
-/// A time in ticks plus one tick less than a unit. If it is truncated to units, it is therefore rounded up, so no completion
-/// comes out early. Adding ticks keeps this property, so a due time computed from this time is rounded up, too.
+/// A time in ticks plus one tick less than a time unit. Truncating this number to time units therefore rounds the time up, so
+/// that no completion comes out early. The property survives adding ticks, so due times that are computed from this number are
+/// rounded up, too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RoundedUpTicks(pub(crate) u64);
 
-/// The entry of a slot: its status in the upper half, and the next slot on the same page in the lower half. Both are in one
-/// word, so that they are read and written together.
+/// Entry of a slot: the status in the upper half, and the next slot on the page in the lower half. One word has both, so that
+/// they are read and written together.
 #[derive(Clone, Copy, Debug)]
 struct CalendarEntry(u32);
 
@@ -41,27 +42,27 @@ impl CalendarEntry {
     }
 }
 
-/// The pages for the time units of the near future.
+/// Pages for the time units of the near future.
 #[derive(Debug)]
 struct CalendarRing {
-    /// First time unit that has a page. The pages of all earlier units are empty.
+    /// Number of the first time unit that has a page. All completions of earlier units have come out.
     window_start: u64,
-    /// Bitmap of the pages: 1 for a page that is not empty.
+    /// Bitmap of the pages: 1 for a page with completions.
     occupied: [u64; 64],
-    /// The first slot on each page.
+    /// First slot on each page.
     pages: [u16; PAGES as usize],
     /// Entries, indexed by slot.
     entries: Box<[CalendarEntry]>,
 }
 
 impl CalendarRing {
-    /// Returns whether a time unit has a page.
+    /// Returns whether the ring has a page for a time unit.
     #[inline]
     fn has_unit(&self, unit: u64) -> bool {
         unit.wrapping_sub(self.window_start) < PAGES
     }
 
-    /// Adds a completion to the page of a time unit.
+    /// Adds a slot's completion to the page of a time unit.
     #[inline]
     fn insert(&mut self, slot: u16, status: Status, unit: u64) {
         let Some(entry) = self.entries.get_mut(usize::from(slot)) else {
@@ -73,21 +74,21 @@ impl CalendarRing {
         self.occupied[page / 64] |= 1 << (page % 64);
     }
 
-    /// Moves the completion of a slot from the heap of later completions to the page of a time unit.
+    /// Moves a slot's completion from the heap to the page of a time unit.
     fn move_from_later(&mut self, slot: u32, unit: u64) {
         if let Some(entry) = self.entries.get(slot as usize) {
             self.insert(slot as u16, entry.status(), unit);
         }
     }
 
-    /// Removes all completions on the pages up to the page of time unit `until`.
+    /// Removes all completions on the pages of time units up to `until`.
     #[inline]
     fn release_until(&mut self, until: u64, mut done: impl FnMut(HostCompletion)) {
-        // The clock of another processor may be behind.
+        // The clock of another processor may be behind, so time may seem to go backwards.
         let Some(ahead) = until.checked_sub(self.window_start) else {
             return;
         };
-        // Scan the bitmap word by word. In the first word, pages before the first page belong to the end of the ring and come
+        // Scans the bitmap word by word. The bits before the first page in the first word are the end of the ring, and come
         // last.
         let last = self.window_start + ahead.min(PAGES - 1);
         let (mut word, mut asked) = (self.window_start / 64, u64::MAX << (self.window_start % 64));
@@ -109,7 +110,7 @@ impl CalendarRing {
         }
     }
 
-    /// Removes the completions on some pages of one bitmap word. `asked` has a bit for each of these pages.
+    /// Removes the completions on those pages of a bitmap word whose bits are set in `asked`.
     #[inline(always)]
     fn release_word(&mut self, word: usize, asked: u64, done: &mut impl FnMut(HostCompletion)) {
         let mut due = self.occupied[word] & asked;
@@ -126,13 +127,13 @@ impl CalendarRing {
         }
     }
 
-    /// Returns the first time unit whose page is not empty.
+    /// Returns the first time unit whose page has completions.
     fn first_occupied(&self) -> Option<u64> {
         let (word, bit) = (
             (self.window_start % PAGES / 64) as usize,
             self.window_start % 64,
         );
-        // In the first word, the pages before the first page are the last pages of the ring.
+        // The bits before the first page in the first word are the last pages of the ring.
         let words = (0..=64).map(|i| match i {
             0 => self.occupied[word] >> bit << bit,
             64 => self.occupied[word] & !(u64::MAX << bit),
@@ -144,20 +145,20 @@ impl CalendarRing {
     }
 }
 
-/// Completions that are held until they are due. A completion is identified by its slot.
+/// Completions that are held until they are due. The slot identifies a completion.
 #[derive(Debug)]
 pub(crate) struct CompletionCalendar {
-    /// Ticks per time unit, as a base-2 logarithm.
+    /// Number of ticks in a time unit, as a base-2 logarithm.
     shift: u32,
-    /// Ticks to add to a time for rounding up: one less than a time unit has.
+    /// Number of ticks that are added to a time to round it up: one less than in a time unit.
     rounding_ticks: u64,
     near: CalendarRing,
-    /// Completions that are due after the time units of the ring.
+    /// Completions that are due after the last time unit of the ring.
     later: DueQueue,
 }
 
 impl CompletionCalendar {
-    /// Creates a calendar for slots 0 to `slots`-1, with time units of at most `resolution` ticks.
+    /// Creates a calendar for slots 0 to `slots` - 1, with time units of at most `resolution` ticks.
     pub(crate) fn new(slots: u16, resolution: u64) -> Self {
         let nothing = CalendarEntry::new(Status::SUCCESS, NO_SLOT);
         let shift = resolution.max(1).ilog2();
@@ -168,25 +169,26 @@ impl CompletionCalendar {
                 window_start: 0,
                 occupied: [0; 64],
                 pages: [NO_SLOT; PAGES as usize],
-                // At most 65,535 slots, so `NO_SLOT` is never a valid slot.
+                // There are at most 65,535 slots, so `NO_SLOT` is no valid slot.
                 entries: vec![nothing; slots.into()].into_boxed_slice(),
             },
             later: DueQueue::new(slots.into(), resolution),
         }
     }
 
-    /// Sets the current time to at least `now`. Returns `now` rounded up, as the base for due times.
+    /// Advances the current time to `now`, if it is earlier. Returns `now` rounded up, as the base of due times.
     #[inline]
     pub(crate) fn advance_to(&mut self, now: u64) -> RoundedUpTicks {
         let unit = now >> self.shift;
-        // Skip ahead if no completion was held for a long time.
+        // Moves the ring forward, if no completion has been held for a long time.
         if unit > self.near.window_start + PAGES / 2 && self.near.first_occupied().is_none() {
             self.near.window_start = unit;
         }
         RoundedUpTicks(now.wrapping_add(self.rounding_ticks))
     }
 
-    /// Adds a completion for a slot, which must have no other. If the completion is already due, the next release returns it.
+    /// Holds a slot's completion until it is due. The slot may not have another held completion. A completion that is already
+    /// due comes out in the next release.
     #[inline]
     pub(crate) fn hold(&mut self, slot: u16, status: Status, due: RoundedUpTicks) {
         let unit = due.0 >> self.shift;
@@ -197,20 +199,20 @@ impl CompletionCalendar {
         }
     }
 
-    /// Adds a completion whose time unit has no page.
+    /// Holds a completion whose time unit has no page in the ring.
     #[cold]
     fn hold_outside_ring(&mut self, slot: u16, status: Status, due: RoundedUpTicks) {
         if due.0 >> self.shift < self.near.window_start {
             self.near.insert(slot, status, self.near.window_start);
         } else if let Some(entry) = self.near.entries.get_mut(usize::from(slot)) {
             *entry = CalendarEntry::new(status, NO_SLOT);
-            // `later` rounds up itself.
+            // `later` itself rounds due times up.
             self.later.insert(slot.into(), due.0 - self.rounding_ticks);
         }
     }
 
-    /// Removes all completions that are due at `now`, or all completions if `now` is `None`. With `None`, the calendar's time
-    /// stays unchanged. One function does both, so that `done` is inlined only once.
+    /// Removes all completions that are due at `now`. If `now` is `None`, removes all completions, and leaves the calendar's
+    /// time unchanged. One function does both, so that `done` is inlined only once.
     #[inline]
     pub(crate) fn release(&mut self, now: Option<u64>, done: impl FnMut(HostCompletion)) {
         let Self {
@@ -220,7 +222,7 @@ impl CompletionCalendar {
         let until = match now {
             Some(now) => {
                 if later.is_due(now) {
-                    // Move them to the page that comes out next.
+                    // Completions of the heap move to the page that comes out next.
                     later.advance(now, |slot| near.move_from_later(slot, begin));
                 }
                 now >> *shift
@@ -236,7 +238,7 @@ impl CompletionCalendar {
         }
     }
 
-    /// Returns the earliest time, in ticks, at which a completion can come out; `None` if the calendar is empty.
+    /// Returns the earliest time, in ticks, at which a completion can come out; `None` if no completion is held.
     pub(crate) fn next_due(&self) -> Option<u64> {
         let near = self.near.first_occupied().map(|unit| unit << self.shift);
         [near, self.later.next_due()].into_iter().flatten().min()
@@ -282,7 +284,7 @@ mod tests {
         assert!(release(&mut calendar, 255).is_empty());
         assert_eq!(release(&mut calendar, 256), [1]);
         assert!(release(&mut calendar, 1000).is_empty());
-        // With a resolution of 256 ticks, the completion is 24 ticks late.
+        // With a resolution of 256 ticks, the completion comes out 24 ticks late.
         assert_eq!(release(&mut calendar, 1024), [0]);
         hold(&mut calendar, 3, 0);
         assert_eq!(release(&mut calendar, 1024), [3]);
@@ -317,7 +319,7 @@ mod tests {
     }
 
     proptest! {
-        /// Compares the calendar with a list.
+        /// Compares the calendar with a plain list of completions.
         #[test]
         fn it_holds_each_until_its_unit_of_time(
             shift in 0..10u32,

@@ -1,4 +1,4 @@
-//! A priority queue of commands by due time. It holds those whose time is beyond the ring of a [calendar](super::calendar).
+//! Priority queue by due time, for completions that are due after the ring of a [calendar](super::calendar).
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -6,20 +6,20 @@ use std::collections::BinaryHeap;
 /// An entry of the heap, ordered by due time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct DueEntry {
-    /// Due time in units.
+    /// Due time in time units.
     due: u64,
-    /// Number of entries that were added before, which orders entries of equal due time.
+    /// Number of entries that were added before this entry, which orders entries of equal due time.
     sequence: u64,
     number: u32,
 }
 
-/// Entries ordered by due time. Entries that are due in the same time unit come out in the order in which they were added. No
-/// memory is allocated after creation.
+/// Entries in the order of their due times. Entries that are due in one time unit come out in the order in which they were
+/// added. No memory is allocated after the creation.
 #[derive(Debug)]
 pub(crate) struct DueQueue {
-    /// Ticks per time unit, as a base-2 logarithm.
+    /// Number of ticks in a time unit, as a base-2 logarithm.
     shift: u32,
-    /// Present time in units. No entry is due earlier.
+    /// Current time in time units. No entry is due before it.
     now: u64,
     next_sequence: u64,
     entries: BinaryHeap<Reverse<DueEntry>>,
@@ -43,9 +43,9 @@ impl DueQueue {
         self.entries.peek().is_some_and(|first| first.0.due <= now)
     }
 
-    /// Adds an entry. If it is already due, the next call of `advance` returns it.
+    /// Adds an entry. An entry that is already due comes out in the next call of [`Self::advance`].
     pub(crate) fn insert(&mut self, number: u32, due: u64) {
-        // Round up, so that no entry comes out early.
+        // Rounds up, so that no entry comes out early.
         let due = due.saturating_add((1 << self.shift) - 1) >> self.shift;
         let (due, turn) = (due.max(self.now), self.next_sequence);
         self.next_sequence += 1;
@@ -56,14 +56,14 @@ impl DueQueue {
         }));
     }
 
-    /// Removes all entries that are due at `now`, in order.
+    /// Removes all entries that are due at `now`, in the order of their due times.
     pub(crate) fn advance(&mut self, now: u64, due: impl FnMut(u32)) {
         let now = now >> self.shift;
         self.pop_until(now, due);
         self.now = self.now.max(now);
     }
 
-    /// Removes all entries in order. The queue's time stays unchanged.
+    /// Removes all entries in the order of their due times, and leaves the current time unchanged.
     pub(crate) fn drain(&mut self, due: impl FnMut(u32)) {
         self.pop_until(u64::MAX, due);
     }
@@ -77,7 +77,7 @@ impl DueQueue {
         }
     }
 
-    /// Returns the earliest time, in ticks, at which an entry can be due; `None` if the queue is empty.
+    /// Returns the earliest time, in ticks, at which an entry can come out; `None` if the queue is empty.
     pub(crate) fn next_due(&self) -> Option<u64> {
         self.entries.peek().map(|first| first.0.due << self.shift)
     }
@@ -105,7 +105,7 @@ mod tests {
         assert!(take(&mut queue, 255).is_empty());
         assert_eq!(take(&mut queue, 256), [1]);
         assert!(take(&mut queue, 1000).is_empty());
-        // With a resolution of 256 ticks, the completion is 24 ticks late.
+        // With a resolution of 256 ticks, the entry comes out 24 ticks late.
         assert_eq!(take(&mut queue, 1024), [0]);
         queue.insert(3, 0);
         assert_eq!(take(&mut queue, 1024), [3]);

@@ -1,5 +1,5 @@
-//! Flash of a modelled drive: the dies, their channels and the write buffer. This module computes how long each operation takes
-//! and waits. All flash models use it; each decides where data lies.
+//! Flash of a modelled drive: the dies, their channels and the write buffer. This module computes the times of operations, with
+//! their waits. All flash models use it, and each model decides where its data is.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -9,23 +9,23 @@ use super::profile::ProfileSize;
 use super::time::{TickUnit, TimeSpan};
 use super::timeline::ResourceTimelines;
 
-/// Description of a drive's flash.
+/// Parameters of a drive's flash.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FlashParts {
     pub(super) channels: u16,
     pub(super) dies_per_channel: u16,
-    /// Times in which a die reads a flash page, programs a unit, and erases a block.
+    /// Times in which a die reads a flash page, programs a program unit, and erases a block.
     pub(super) read: TimeSpan,
     pub(super) program: TimeSpan,
     pub(super) erase: TimeSpan,
     /// Bandwidth of each channel, in bytes per second.
     pub(super) channel_bandwidth: ProfileSize,
     pub(super) write_buffer: ProfileSize,
-    /// Bytes that a die programs at once.
+    /// Number of bytes in a program unit, which a die programs in one operation.
     pub(super) program_unit: ProfileSize,
 }
 
-/// Duration of each operation of a die, in ticks.
+/// Time for which each operation occupies a die, in ticks.
 #[derive(Clone, Copy, Debug)]
 struct DieBusyTimes {
     read: u64,
@@ -66,7 +66,7 @@ impl ModelledFlash {
         }
     }
 
-    /// Transfers bytes between a die and the controller. Returns the time when the transfer has ended.
+    /// Transfers bytes between a die and the controller, from `from` on. Returns the time when the transfer ends.
     pub(super) fn transfer(&mut self, die: usize, from: u64, bytes: u64) -> u64 {
         // Consecutive dies are on consecutive channels.
         let channel = die % self.channels.len();
@@ -79,26 +79,26 @@ impl ModelledFlash {
         self.transfer(die, sensed, bytes)
     }
 
-    /// Programs a unit. Returns the time when the die has ended.
+    /// Programs a program unit. Returns the time when the die has programmed it.
     pub(super) fn program(&mut self, die: usize, now: u64, bytes: u64) -> u64 {
         let there = self.transfer(die, now, bytes);
         self.dies.occupy(die, there, self.busy.program)
     }
 
-    /// Erases a block. Returns the time when the die has ended.
+    /// Erases a block. Returns the time when the die has erased it.
     pub(super) fn erase(&mut self, die: usize, now: u64) -> u64 {
         self.dies.occupy(die, now, self.busy.erase)
     }
 }
 
-/// Buffer that holds written data until it is programmed. A write completes once all its data is in the buffer.
+/// Write buffer: holds written data until the data is programmed. A write completes when all its data is in the buffer.
 #[derive(Debug)]
 pub(super) struct WriteBuffer {
     bytes: u64,
     used: u64,
-    /// Times at which space will be released, each with a size in bytes, earliest first.
+    /// Future releases of buffer space, each with its time and size, in the order of their times.
     releases: BinaryHeap<Reverse<(u64, u64)>>,
-    /// Time when all data that was handed to a die so far is programmed.
+    /// Time when all data that was sent to dies so far is programmed.
     programmed_at: u64,
 }
 
@@ -113,10 +113,10 @@ impl WriteBuffer {
         }
     }
 
-    /// Reserves space for some bytes. Returns the time at which there is enough space.
+    /// Reserves space for `bytes` bytes. Returns the time at which the space is free.
     pub(super) fn reserve(&mut self, mut now: u64, bytes: u64) -> u64 {
         while let Some(&Reverse((time, released))) = self.releases.peek() {
-            // Releases up to `now` are always applied. Later releases are waited for only if the bytes need them.
+            // Releases until `now` are always applied. Further releases are applied only as far as the bytes need their space.
             if time > now && self.used + bytes <= self.bytes {
                 break;
             }
@@ -134,12 +134,12 @@ impl WriteBuffer {
         self.releases.push(Reverse((time, bytes)));
     }
 
-    /// Releases the space of data that need not be programmed any more.
+    /// Releases the space of data that need not be programmed.
     pub(super) fn discard(&mut self, bytes: u64) {
         self.used = self.used.saturating_sub(bytes);
     }
 
-    /// Returns the time when all data that was handed to a die so far is programmed.
+    /// Returns the time when all data that was sent to dies so far is programmed.
     pub(super) fn programmed_at(&self) -> u64 {
         self.programmed_at
     }

@@ -1,11 +1,11 @@
-//! `model = "kv"`: the timing of operations on keys, with a latency per kind of operation and a bandwidth for values.
+//! `model = "kv"`: the timing of operations on keys, with a latency for each kind of operation and a bandwidth for values.
 //!
-//! The drive has parallel units, each executing one operation at a time. An operation goes to the unit that is free first, and
-//! occupies it for the latency of its kind. A stored value is transferred to the drive before that. A retrieved value or a list
-//! is transferred to the host after it. Each direction transfers one value at a time. So an operation on an idle drive takes
-//! its latency plus the transfer time of its value.
+//! The drive has parallel units, each of which executes one operation at a time. An operation goes to the unit that is free
+//! first, and occupies this unit for the latency of its kind. Before this, a stored value is transferred to the drive.
+//! Afterwards, a retrieved value or a list is transferred to the host. Each direction transfers one value at a time. So an
+//! operation on an idle drive takes its latency plus the transfer time of its value.
 //!
-//! The due time is computed after the store has executed an operation, but counts from the operation's arrival.
+//! The due time is computed after the store has executed an operation, and counts from the operation's arrival.
 
 use std::sync::PoisonError;
 
@@ -24,14 +24,14 @@ pub(crate) enum KvAccess {
     List,
 }
 
-/// An operation, and the transferred bytes of its value or list.
+/// An operation, and the number of bytes of its value or list that are transferred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct KvWork {
     pub(crate) access: KvAccess,
     pub(crate) bytes: u64,
 }
 
-/// The timing model of a key-value drive, shared by all its queues.
+/// Timing model of a key-value drive, which all queues of the drive share.
 #[derive(Debug)]
 pub(crate) struct KvModel {
     store: u64,
@@ -39,26 +39,26 @@ pub(crate) struct KvModel {
     delete: u64,
     exist: u64,
     list: u64,
-    /// Ticks per byte in each direction.
+    /// Number of ticks for each byte, in each direction.
     to_drive: f64,
     to_host: f64,
     state: Mutex<KvModelState>,
 }
 
-/// State of all units and of the link. It is under one lock, because each operation depends on all earlier ones.
+/// Times of the units and of the link. One lock protects them, because each operation depends on all earlier operations.
 #[derive(Debug)]
 struct KvModelState {
     units: ResourceTimelines,
-    /// Timelines of the link, one per direction.
+    /// Timelines of the link, one for each direction.
     links: ResourceTimelines,
 }
 
-/// Indices of `links`.
+/// Indices of the directions in `links`.
 const TO_DRIVE: usize = 0;
 const TO_HOST: usize = 1;
 
 impl KvModel {
-    /// Creates the model. The timing was checked when its profile was loaded.
+    /// Creates the model. Loading the profile has checked the timing.
     pub(crate) fn new(timing: &KvTiming, timebase: TickUnit) -> Self {
         let per_byte = |rates: &KvRates| {
             let many = 1 << 30;
@@ -79,9 +79,9 @@ impl KvModel {
         }
     }
 
-    /// Computes when an operation that arrived at `now` completes, in ticks.
+    /// Computes the time, in ticks, when an operation that arrived at `now` completes.
     pub(crate) fn due_time(&self, work: KvWork, now: u64) -> u64 {
-        // A poisoned model returns wrong times at worst.
+        // After a panic, the model's times may be wrong, which is harmless.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let KvModelState { units, links } = &mut *state;
         let moving = |ticks_per_byte: f64| (work.bytes as f64 * ticks_per_byte).round() as u64;
@@ -145,7 +145,7 @@ mod tests {
             (KvAccess::List, 0, 70_000),
             (KvAccess::List, 1000, 70_500),
         ] {
-            // The drive is idle for long, also before the first command.
+            // The drive is idle for a long time, and before the first command as well.
             for now in [0, 8_000, 10_000_000_000] {
                 let due = model().due_time(work(access, bytes), now);
                 assert_eq!(due - now, expected, "{access:?} {bytes} {now}");
@@ -160,7 +160,7 @@ mod tests {
             .map(|_| model.due_time(work(KvAccess::Exist, 0), 100))
             .collect();
         assert_eq!(due, [10_100, 10_100, 20_100, 20_100, 30_100]);
-        // A short command goes to the unit that becomes free first.
+        // The command goes to the unit that becomes free first.
         assert_eq!(model.due_time(work(KvAccess::Delete, 0), 100), 35_100);
         assert_eq!(model.due_time(work(KvAccess::Exist, 0), 100), 40_100);
         assert_eq!(
@@ -174,7 +174,7 @@ mod tests {
         let model = model();
         assert_eq!(model.due_time(work(KvAccess::Store, 100_000), 0), 120_000);
         assert_eq!(model.due_time(work(KvAccess::Store, 100_000), 0), 220_000);
-        // The other direction is free, and a unit becomes free in time.
+        // The link is free in this direction, and a unit is free before the transfer.
         assert_eq!(
             model.due_time(work(KvAccess::Retrieve, 100_000), 220_000),
             320_000

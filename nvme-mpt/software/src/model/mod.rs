@@ -1,18 +1,19 @@
-//! Timing models for software drives. A model computes when a command would complete on the modelled hardware. A timed queue in
-//! front of a store's queue lets the store execute the command, and holds back the completion until the computed time.
+//! Timing models of software drives. A model computes when a command would complete on the modelled hardware. In front of a
+//! store's queue, a timed queue lets the store execute the command, and holds the completion until the computed time.
 //!
-//! `timed_queue` is the queue. `calendar` holds completions until they are due, with `due` for those far in the future. `profile`
-//! describes a drive, and `simulation` runs a model without a drive. Three modules are building blocks of models. `flash` has
-//! dies behind a write buffer, `timeline` has units that do one operation at a time, and `bandwidth_tokens` has shared bandwidth. Each
-//! model has its own file.
+//! `timed_queue` is the timed queue. `calendar` holds completions until they are due, those of the far future in `due_queue`.
+//! `profile` describes a drive, and `simulation` runs a model without a drive. Three modules are building blocks of models:
+//! `flash` has dies behind a write buffer, `timeline` has units that do one operation at a time, and `bandwidth_tokens` has
+//! shared bandwidth. Each model has a module of its own.
 //!
-//! The store executes a command at once, or in several steps. A poller asks each queue for `next_due()`, the time of its next
-//! completion. The poller wakes up 100 us before that time, and spins until then. If less than 100 us are left, it does not
-//! sleep. When a queue is stopped, held completions complete at once.
+//! The store executes a command immediately, or in several steps. A poller asks each queue for `next_due()`, the time of the
+//! queue's next completion. The poller wakes up 100 us before this time, and spins until then. If less than 100 us are left,
+//! the poller does not sleep. When a queue is stopped, held completions come out immediately.
 //!
-//! Model `nvm` has one atomic variable per unit. The flash models `ssd` and `zns` have one lock, taken once per batch. Model
-//! `kv` is used by key-value queues (`key_value/completion_pacer.rs`) and has a lock per command. To add a model, add a file here, a
-//! variant of `Profile` and of `DriveModel`, and a TOML file in `resources/drives/`.
+//! Model `nvm` has one atomic variable for each unit. The flash models `ssd` and `zns` have one lock, which a queue takes once
+//! for a batch. Model `kv` is for key-value queues (`key_value/completion_pacer.rs`), and has a lock that is taken for each
+//! command. To add a model, add a module here, a variant of `DriveProfile` and of `DriveModel`, and a TOML file in
+//! `resources/drives/`.
 
 mod bandwidth_tokens;
 mod calendar;
@@ -56,18 +57,18 @@ use nvme_spec::status::Status;
 use ssd::SsdModel;
 use zns::ZnsModel;
 
-/// Kind of access to the drive's media.
+/// Kind of access to a drive's media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MediaAccess {
     Read,
     Write,
-    /// Removes the blocks' data.
+    /// Deallocates the blocks, so that they have no data.
     Deallocate,
     /// Makes all completed writes durable.
     Flush,
 }
 
-/// An access and its blocks.
+/// An access to blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MediaWork {
     access: MediaAccess,
@@ -75,19 +76,19 @@ pub(crate) struct MediaWork {
     blocks: u64,
 }
 
-/// The timing model of a drive, shared by all its queues.
+/// Timing model of a drive, which all queues of the drive share.
 #[derive(Debug)]
 pub(crate) enum DriveModel {
     Nvm(NvmModel),
-    /// NAND flash. All state is under one lock, because every operation depends on all others. A queue takes the lock once per
-    /// batch.
+    /// NAND flash. One lock protects its state, because every operation depends on all earlier operations. A queue takes the
+    /// lock once for a batch.
     Ssd(Box<Mutex<SsdModel>>),
-    /// Zones on NAND flash. Locked like `Ssd`.
+    /// Zones on NAND flash. The lock is taken as that of `Ssd`.
     Zns(Box<Mutex<ZnsModel>>),
 }
 
 impl DriveModel {
-    /// Creates the model of a profile for a drive of `blocks` blocks. Returns `None` if the profile has no timing.
+    /// Creates the model of a profile for a drive of `blocks` blocks; `None` if the profile has no timing.
     pub(crate) fn new(profile: &DriveProfile, blocks: u64, lba_shift: u8) -> Option<Self> {
         Self::with_timebase(profile, blocks, lba_shift, TickUnit::Host)
     }
@@ -112,12 +113,12 @@ impl DriveModel {
                 }
                 None => profile.timing.as_ref().map(nvm),
             },
-            // The Key Value Command Set has its own model.
+            // Key-value drives have a model of their own, `KvModel`.
             DriveProfile::Kv(_) => None,
         }
     }
 
-    /// Returns the wear of the flash, or `None` if the model counts none.
+    /// Returns the wear of the flash; `None` if the model does not count wear.
     pub(crate) fn wear(&self) -> Option<FlashWear> {
         match self {
             Self::Nvm(_) | Self::Zns(_) => None,
@@ -125,22 +126,22 @@ impl DriveModel {
         }
     }
 
-    /// Initialises the model's zones: `written` is the number of written blocks of each zone, in order. Models without zones
-    /// ignore it.
+    /// Initialises the model's zones: `written` yields the number of written blocks of each zone, in order. Does nothing for
+    /// models without zones.
     pub(crate) fn fill_zones(&self, written: impl Iterator<Item = u64>) {
         if let Self::Zns(model) = self {
             lock(model).fill(written);
         }
     }
 
-    /// Empties the zones in a range of bytes. Models without zones ignore it.
+    /// Empties the zones in a range of bytes. Does nothing for models without zones.
     pub(crate) fn empty_zones(&self, bytes: std::ops::Range<u64>) {
         if let Self::Zns(model) = self {
             lock(model).empty(bytes);
         }
     }
 
-    /// Loads the flash state of the drive in this file. Models without saved state do nothing.
+    /// Loads the flash state that belongs to the drive's file `drive`. Does nothing for models without saved state.
     pub(crate) fn restore(&self, drive: &Path) {
         if let Self::Ssd(model) = self
             && let Err(error) = lock(model).restore(&ssd::state_path(drive))
@@ -153,7 +154,7 @@ impl DriveModel {
         }
     }
 
-    /// Saves the flash state for the next opening of the drive.
+    /// Saves the flash state, for the next time the drive is opened.
     pub(crate) fn save(&self, drive: &Path) {
         if let Self::Ssd(model) = self
             && let Err(error) = lock(model).save(&ssd::state_path(drive))
@@ -166,7 +167,7 @@ impl DriveModel {
         }
     }
 
-    /// Computes the times, in ticks, when commands that arrive at `now` complete. `due` is indexed by slot.
+    /// Computes the times, in ticks, when commands that arrive at `now` complete, and stores them in `due` by slot.
     fn compute_due_times<'a>(
         &self,
         commands: impl Iterator<Item = &'a Sqe>,
@@ -197,7 +198,7 @@ impl DriveModel {
 }
 
 fn lock<M>(model: &Mutex<M>) -> MutexGuard<'_, M> {
-    // A poisoned model returns wrong times at worst.
+    // After a panic, the model's times may be wrong, which is harmless.
     model.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -215,7 +216,7 @@ fn fill_due_times<'a>(
     }
 }
 
-/// Computes the time when a command completes.
+/// Computes the time when a command that arrives at `now` completes.
 fn command_due_time(
     sqe: &Sqe,
     memory: HostMemory<'_>,
@@ -228,7 +229,7 @@ fn command_due_time(
     }
 }
 
-/// Returns the access of a Read or Write; `None` for other commands, which are rarer.
+/// Returns the access of a Read or Write; `None` for other commands, which are less frequent.
 #[inline]
 fn read_or_write_work(sqe: &Sqe) -> Option<MediaWork> {
     match NvmOpcode(sqe.opcode()) {
@@ -238,10 +239,10 @@ fn read_or_write_work(sqe: &Sqe) -> Option<MediaWork> {
     }
 }
 
-/// Returns an access to the blocks that a command names.
+/// Returns an access to the blocks of a command.
 #[inline]
 fn media_work(access: MediaAccess, sqe: &Sqe) -> MediaWork {
-    // Compare, Verify, Write Zeroes and Write Uncorrectable have both fields in the same place.
+    // Compare, Verify, Write Zeroes and Write Uncorrectable have both fields in the same dwords.
     let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
     MediaWork {
         access,
@@ -259,10 +260,10 @@ fn other_due_time(
 ) -> u64 {
     let access = match NvmOpcode(sqe.opcode()) {
         NvmOpcode::COMPARE | NvmOpcode::VERIFY => MediaAccess::Read,
-        // These commands store no data: the drive changes its tables only.
+        // These commands store no data: the drive only changes its tables.
         NvmOpcode::WRITE_ZEROES | NvmOpcode::WRITE_UNCORRECTABLE => MediaAccess::Deallocate,
         NvmOpcode::FLUSH => MediaAccess::Flush,
-        // If the ranges cannot be read, the store fails the command at once.
+        // If the ranges cannot be read, the store fails the command without a delay.
         NvmOpcode::DATASET_MANAGEMENT => {
             return deallocation_due_time(sqe, memory, now, model).unwrap_or(now);
         }
@@ -281,7 +282,7 @@ fn deallocation_due_time(
 ) -> Result<u64, Status> {
     let DatasetManagement { nr_z, ad, .. } = DatasetManagement::from(sqe);
     let mut due = now;
-    // A hint that is ignored takes no time.
+    // Without the attribute Deallocate, the command is a hint, which takes no time.
     for index in (0..=usize::from(nr_z)).take_while(|_| ad) {
         let DsmRange { slba, nlb, .. } = range_descriptor(sqe, memory, index)?;
         let work = MediaWork {
@@ -318,6 +319,6 @@ fn copy_due_time(
         slba: sdlba.0,
         blocks,
     };
-    // The copied blocks are written after all have been read.
+    // The destination blocks are written after all source blocks have been read.
     Ok(model(work, read))
 }

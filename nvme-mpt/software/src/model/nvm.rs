@@ -1,6 +1,6 @@
 //! `model = "nvm"`: a drive without erase blocks, such as phase-change memory.
 //!
-//! The drive has parallel units, and blocks are striped across them. A command occupies a unit for each of its stripes on this
+//! The drive has parallel units, across which blocks are striped. A command occupies a unit for each of its stripes on this
 //! unit, after the stripes of earlier commands. On an idle drive, a command of one stripe takes the profile's latency. All
 //! units together have the profile's bandwidth. A part of a stripe takes as long as a whole stripe.
 
@@ -10,16 +10,17 @@ use super::profile::{NvmProfile, NvmRates};
 use super::time::TickUnit;
 use super::{MediaAccess, MediaWork};
 
-/// A unit. It has its own cache line, because several pollers use it.
+/// A parallel unit. It has a cache line of its own, because several pollers use it.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 struct ParallelUnit {
-    /// Time, in ticks, when the unit has done all work that was assigned to it.
+    /// Time, in ticks, when the unit has done all work assigned to it.
     free_at: AtomicU64,
 }
 
 impl ParallelUnit {
-    /// Occupies the unit for `busy` ticks, from `now` or, if the unit is busy, from when it is free. Returns the start time.
+    /// Occupies the unit for `busy` ticks, from `now` on or, if the unit is busy at `now`, from the time when it is free.
+    /// Returns the start time.
     fn occupy(&self, now: u64, busy: u64) -> u64 {
         loop {
             if let Some(start) = self.try_occupy(now, busy) {
@@ -28,15 +29,15 @@ impl ParallelUnit {
         }
     }
 
-    /// Tries once to occupy the unit like [`Self::occupy`]. Returns `None` if another queue has occupied the unit at the same
-    /// time.
+    /// Tries once to occupy the unit like [`Self::occupy`]. Returns `None` if another queue has occupied the unit at that
+    /// moment.
     #[inline]
     fn try_occupy(&self, now: u64, busy: u64) -> Option<u64> {
         let free = self.free_at.load(Ordering::Relaxed);
         let start = free.max(now);
-        // A sum wraps only after centuries, and then the command is due at once.
+        // The sum wraps only after centuries. The command is then due immediately.
         let done = start.wrapping_add(busy);
-        // Relaxed: the unit's time orders no other memory.
+        // Relaxed ordering suffices, as the unit's time orders no other memory.
         self.free_at
             .compare_exchange(free, done, Ordering::Relaxed, Ordering::Relaxed)
             .ok()?;
@@ -49,11 +50,11 @@ impl ParallelUnit {
 struct StripeCost {
     /// Time for which a stripe occupies its unit.
     stripe_ticks: u64,
-    /// Minimum time from the start on a unit to the end of the command.
+    /// Minimum time from the start on a unit to the completion of the command.
     latency: u64,
-    /// Latency minus the time for which one stripe occupies the unit.
+    /// Latency minus the time for which one stripe occupies its unit.
     extra_latency: u64,
-    /// Time from the start on a unit to the end of a command of one stripe.
+    /// Time from the start on a unit to the completion of a command of one stripe.
     one_stripe_ticks: u64,
 }
 
@@ -70,14 +71,14 @@ impl StripeCost {
         }
     }
 
-    /// Returns the time from the start on a unit to the end of a command whose stripes occupy the unit for `busy` ticks.
+    /// Returns the time from the start on a unit to the completion of a command whose stripes occupy the unit for `busy` ticks.
     #[inline]
     fn total_ticks(&self, busy: u64) -> u64 {
         self.latency.max(busy + self.extra_latency)
     }
 }
 
-/// Remainders by a constant divisor, at the cost of two multiplications.
+/// Remainders of divisions by a constant divisor, by means of two multiplications.
 ///
 /// The result is exact for dividends of 32 bits: D. Lemire, O. Kaser, N. Kurz, "Faster remainder by direct computation", 2019.
 #[derive(Clone, Copy, Debug)]
@@ -88,12 +89,12 @@ struct FastRemainder {
 }
 
 impl FastRemainder {
-    /// Creates the remainder by a divisor, which must not be 0.
+    /// Prepares the remainder for a divisor, which must not be 0.
     fn new(divisor: u16) -> Self {
         let divisor = u64::from(divisor.max(1));
         Self {
             divisor,
-            // For divisor 1, 2^64 wraps to 0, which yields remainder 0 as required.
+            // For divisor 1, the reciprocal wraps to 0, which yields remainder 0 as required.
             reciprocal: (u64::MAX / divisor).wrapping_add(1),
         }
     }
@@ -105,10 +106,10 @@ impl FastRemainder {
     }
 }
 
-/// The units of a drive, shared by all its queues.
+/// Timing model of a drive of parallel units, which all queues of the drive share.
 #[derive(Debug)]
 pub(crate) struct NvmModel {
-    /// Logical blocks of a stripe, as a base-2 logarithm.
+    /// Number of logical blocks in a stripe, as a base-2 logarithm.
     stripe_shift: u32,
     read: StripeCost,
     write: StripeCost,
@@ -117,7 +118,7 @@ pub(crate) struct NvmModel {
 }
 
 impl NvmModel {
-    /// Creates the model. The profile was checked when it was loaded.
+    /// Creates the model. Loading the profile has checked it.
     pub(super) fn new(profile: &NvmProfile, lba_shift: u8, timebase: TickUnit) -> Self {
         let stripe_blocks = (profile.stripe.0 >> lba_shift).max(1);
         let units = std::iter::repeat_with(ParallelUnit::default);
@@ -138,9 +139,9 @@ impl NvmModel {
         let cost = match work.access {
             MediaAccess::Read => &self.read,
             MediaAccess::Write => &self.write,
-            // The drive changes tables and moves no data.
+            // The drive changes its tables and moves no data.
             MediaAccess::Deallocate => return now.saturating_add(self.write.latency),
-            // Completed writes are never volatile.
+            // Completed writes are never volatile, so a Flush takes no time.
             MediaAccess::Flush => return now,
         };
         let (first, last) = self.stripe_range(work);
@@ -148,8 +149,8 @@ impl NvmModel {
         self.striped_due_time(index.into(), last - first + 1, cost, now)
     }
 
-    /// Does the same as [`Self::due_time`], but faster and only for a read or write of one stripe. Returns `None`, and changes
-    /// nothing, for other work and if another queue has occupied the unit at the same time.
+    /// Computes the time like [`Self::due_time`], but faster, and only for a read or write of one stripe. Returns `None` for
+    /// other work, and if another queue has occupied the unit at that moment; the model is then unchanged.
     #[inline]
     pub(super) fn stripe_due_time(&self, work: &MediaWork, now: u64) -> Option<u64> {
         let cost = match work.access {
@@ -161,7 +162,7 @@ impl NvmModel {
         if first != last {
             return None;
         }
-        // Stripe numbers are taken modulo 2^32.
+        // The stripe's number is truncated to 32 bits, which only affects the choice of the unit.
         let unit = self
             .units
             .get(self.unit_remainder.remainder(first as u32) as usize)?;
@@ -169,7 +170,7 @@ impl NvmModel {
         Some(start.wrapping_add(cost.one_stripe_ticks))
     }
 
-    /// Returns the first and the last stripe of the work's blocks.
+    /// Returns the numbers of the first and the last stripe of the work's blocks.
     #[inline]
     fn stripe_range(&self, work: &MediaWork) -> (u64, u64) {
         let last = work.slba + work.blocks.saturating_sub(1);
@@ -204,7 +205,7 @@ mod tests {
     use crate::model::profile::{DriveProfile, ProfileSize};
     use crate::model::time::TimeSpan;
 
-    /// Creates a model with 4 units. A stripe of 4 KiB takes a unit 4 us to read and 8 us to write.
+    /// Creates a model with 4 units. A stripe has 4 KiB. A unit reads it in 4 us and writes it in 8 us.
     fn model() -> NvmModel {
         let rates = |latency, bandwidth| NvmRates {
             latency: TimeSpan(latency),
@@ -250,7 +251,7 @@ mod tests {
         let model = model();
         assert_eq!(model.due_time(&work(MediaAccess::Read, 0, 8), 100), 10_100);
         assert_eq!(model.due_time(&work(MediaAccess::Write, 8, 8), 100), 10_100);
-        // A partial stripe takes as long as a whole one. Two parts are two stripes on two units.
+        // A partial stripe takes as long as a whole stripe. Two partial stripes are on two units.
         assert_eq!(model.due_time(&work(MediaAccess::Read, 23, 1), 100), 10_100);
         assert_eq!(
             model.due_time(&work(MediaAccess::Read, 31, 2), 50_000),
@@ -292,7 +293,7 @@ mod tests {
         assert_eq!(model.due_time(&of_unit_0(0), 0), 10_000);
         assert_eq!(model.due_time(&of_unit_0(1), 0), 14_000);
         assert_eq!(model.due_time(&of_unit_0(2), 0), 18_000);
-        // The other units are idle, and this unit is idle later.
+        // The other units are idle now. This unit is idle afterwards.
         assert_eq!(model.due_time(&work(MediaAccess::Read, 8, 8), 0), 10_000);
         assert_eq!(model.due_time(&of_unit_0(3), 12_000), 22_000);
     }
@@ -301,7 +302,7 @@ mod tests {
     fn all_units_together_have_the_bandwidth() {
         for (access, bandwidth) in [(MediaAccess::Read, 4.096e9), (MediaAccess::Write, 2.048e9)] {
             let model = model();
-            // 1 MiB is 64 stripes for each unit.
+            // A command of 1 MiB has 64 stripes on each unit.
             let due = (0..100).map(|i| model.due_time(&work(access, i * 2048, 2048), 0));
             let nanoseconds = due.max().expect("commands");
             let achieved = f64::from(100 << 20) / nanoseconds as f64 * 1e9;

@@ -21,13 +21,13 @@ const BUILT_IN: &[(&str, &str)] = &[
     ("kv-ssd", include_str!("../../drives/kv-ssd.toml")),
 ];
 
-/// Maximum size of a profile in bytes. Protects against reading a wrong file.
+/// Maximum size of a profile in bytes. The limit detects a path to a wrong, large file.
 const MAX_PROFILE_BYTES: u64 = 64 << 10;
 
 /// Reason why a profile cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ProfileError {
-    /// There is no built-in profile of that name.
+    /// There is no built-in profile with this name.
     #[error(
         "There is no profile `{name}`; use {}, or a path with a slash to one of your own, as in ./drive.toml",
         built_in_names()
@@ -80,7 +80,7 @@ fn built_in_names() -> String {
     names.join(", ")
 }
 
-/// A size in bytes, or bytes per second: a number with a suffix K, M, G or T (powers of 1024).
+/// A size in bytes, or a bandwidth in bytes per second: a number with a suffix K, M, G or T (powers of 1024).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ProfileSize(pub u64);
 
@@ -120,21 +120,21 @@ pub enum DriveProfile {
     Kv(KvProfile),
 }
 
-/// `model = "nvm"`.
+/// Profile with `model = "nvm"`: a drive without erase blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NvmProfile {
-    /// Units that work in parallel, each on one stripe; 1 to 1024.
+    /// Number of units that work in parallel, each on one stripe; 1 to 1024.
     pub units: u16,
-    /// Consecutive bytes on one unit: a power of two, 4K to 1M.
+    /// Size of a stripe, whose bytes are on one unit: a power of two, 4K to 1M.
     pub stripe: ProfileSize,
-    /// Rates of reads.
+    /// Latency and bandwidth of reads.
     pub read: NvmRates,
-    /// Rates of writes.
+    /// Latency and bandwidth of writes.
     pub write: NvmRates,
 }
 
-/// Rates of reads or writes.
+/// Latency and bandwidth of reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NvmRates {
@@ -144,65 +144,66 @@ pub struct NvmRates {
     pub bandwidth: ProfileSize,
 }
 
-/// `model = "ssd"`. The backing store determines the drive's capacity.
+/// Profile with `model = "ssd"`. The backing store determines the drive's capacity.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SsdProfile {
-    /// Channels to the flash; 1 to 64.
+    /// Number of channels to the flash; 1 to 64.
     pub channels: u16,
-    /// Dies on each channel; 1 to 64.
+    /// Number of dies on each channel; 1 to 64.
     pub dies_per_channel: u16,
-    /// FTL instances, each with the same number of dies; 1 to 64.
+    /// Number of FTL instances, among which the dies are divided equally; 1 to 64.
     pub instances: u16,
-    /// Bytes that a die reads at once: a multiple of 4K.
+    /// Size of a flash page, which a die reads in one operation: a multiple of 4K.
     pub flash_page: ProfileSize,
-    /// Bytes that a die programs at once: a multiple of a flash page.
+    /// Size of a program unit, which a die programs in one operation: a multiple of a flash page.
     pub program_unit: ProfileSize,
-    /// Bytes that a die erases at once: a multiple of a program unit, up to 64M.
+    /// Size of an erase block, which a die erases in one operation: a multiple of a program unit, up to 64M.
     pub block: ProfileSize,
     /// Flash beyond the drive's capacity, in percent of the capacity; 3 to 100.
     pub over_provisioning: u8,
     /// Time in which a die reads a flash page.
     pub read: TimeSpan,
-    /// Time in which a die programs a unit.
+    /// Time in which a die programs a program unit.
     pub program: TimeSpan,
-    /// Time in which a die erases a block.
+    /// Time in which a die erases an erase block.
     pub erase: TimeSpan,
     /// Bandwidth of each channel, in bytes per second.
     pub channel_bandwidth: ProfileSize,
     /// Bandwidth of the link to the host, in bytes per second.
     pub link_bandwidth: ProfileSize,
-    /// Memory for data that is not programmed yet: at least two program units per instance.
+    /// Size of the buffer for data that is not programmed yet: at least two program units for each FTL instance.
     pub write_buffer: ProfileSize,
-    /// Controller time per read.
+    /// Time of the controller for each read.
     pub read_overhead: TimeSpan,
-    /// Controller time per write.
+    /// Time of the controller for each write.
     pub write_overhead: TimeSpan,
 }
 
-/// `model = "zns"`. The number of zones is what fits into the backing store.
+/// Profile with `model = "zns"`. The drive has as many zones as fit into the backing store.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ZnsProfile {
-    /// Bytes from the start of a zone to the start of the next: a multiple of 4K, 64K to 64G. Linux requires a power of two.
+    /// Bytes from the start of a zone to the start of the next zone: a multiple of 4K, 64K to 64G. Linux requires a power of
+    /// two.
     pub zone_size: ProfileSize,
     /// Writable bytes of a zone: a multiple of 4K.
     pub zone_capacity: ProfileSize,
-    /// Maximum of open zones on the whole drive; 1 to 1024.
+    /// Maximum number of open zones on the whole drive; 1 to 1024.
     pub max_open: u32,
-    /// Maximum of open and closed zones together: at least `max_open`, at most 1024.
+    /// Maximum number of open and closed zones together on the whole drive: at least `max_open`, at most 1024.
     pub max_active: u32,
     /// Maximum bytes of a Zone Append: a power of two, 4K to 1M.
     pub append_limit: ProfileSize,
-    /// Timing, as of a drive without erase blocks. If there is neither `timing` nor `flash`, commands are not delayed.
+    /// Timing as of a drive without erase blocks. Without `timing` and `flash`, commands are not delayed.
     pub timing: Option<NvmProfile>,
-    /// The flash that holds the zones, instead of `timing`.
+    /// Flash on which the zones are, in place of `timing`.
     pub flash: Option<ZnsFlash>,
 }
 
 impl ZnsProfile {
-    /// Maximum number of zones of a drive. It is limited because the poller serves no other queue while it writes a report of
-    /// all zones.
+    /// Maximum number of zones of a drive. The poller serves no other queue while it writes a report of all zones, so this time
+    /// is limited.
     pub const ZONES_MAX: u64 = 1 << 16;
 }
 
@@ -210,41 +211,41 @@ impl ZnsProfile {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ZnsFlash {
-    /// Channels to the flash; 1 to 64.
+    /// Number of channels to the flash; 1 to 64.
     pub channels: u16,
-    /// Dies on each channel; 1 to 64.
+    /// Number of dies on each channel; 1 to 64.
     pub dies_per_channel: u16,
-    /// Number of dies that hold a zone: a divisor of the number of all dies.
+    /// Number of dies on which a zone is: a divisor of the number of all dies.
     pub dies_per_zone: u16,
-    /// Bytes that a die reads at once: a multiple of 4K, up to 1M.
+    /// Size of a flash page, which a die reads in one operation: a multiple of 4K, up to 1M.
     pub flash_page: ProfileSize,
-    /// Bytes that a die programs at once: a multiple of a flash page.
+    /// Size of a program unit, which a die programs in one operation: a multiple of a flash page.
     pub program_unit: ProfileSize,
     /// Time in which a die reads a flash page.
     pub read: TimeSpan,
-    /// Time in which a die programs a unit.
+    /// Time in which a die programs a program unit.
     pub program: TimeSpan,
-    /// Time in which a die erases its block of a zone.
+    /// Time in which a die erases its erase block of a zone.
     pub erase: TimeSpan,
     /// Bandwidth of each channel, in bytes per second.
     pub channel_bandwidth: ProfileSize,
     /// Bandwidth of the link to the host, in bytes per second.
     pub link_bandwidth: ProfileSize,
-    /// Memory for data that is not programmed yet: at least a program unit for each active zone, and one more.
+    /// Size of the buffer for data that is not programmed yet: at least a program unit for each active zone, and one more.
     pub write_buffer: ProfileSize,
-    /// Controller time per read.
+    /// Time of the controller for each read.
     pub read_overhead: TimeSpan,
-    /// Controller time per write.
+    /// Time of the controller for each write.
     pub write_overhead: TimeSpan,
 }
 
-/// `model = "kv"`. The backing store determines the drive's capacity.
+/// Profile with `model = "kv"`. The backing store determines the drive's capacity.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KvProfile {
-    /// Maximum bytes of a value; 1 to 1M.
+    /// Maximum size of a value in bytes; 1 to 1M.
     pub max_value: ProfileSize,
-    /// Timing. Without it, commands are not delayed.
+    /// Timing. Without `timing`, commands are not delayed.
     pub timing: Option<KvTiming>,
 }
 
@@ -252,31 +253,31 @@ pub struct KvProfile {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KvTiming {
-    /// Operations that run in parallel; 1 to 256.
+    /// Number of operations that run in parallel; 1 to 256.
     pub units: u16,
-    /// Rates of Store.
+    /// Latency and bandwidth of Store.
     pub store: KvRates,
-    /// Rates of Retrieve. A List transfers its keys at this bandwidth.
+    /// Latency and bandwidth of Retrieve. A List transfers its keys with this bandwidth.
     pub retrieve: KvRates,
     /// Time of a Delete.
     pub delete: TimeSpan,
     /// Time of an Exist.
     pub exist: TimeSpan,
-    /// Time of a List without keys.
+    /// Time of a List that returns no keys.
     pub list: TimeSpan,
 }
 
-/// Rates of an operation with a value.
+/// Latency and bandwidth of an operation with a value.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KvRates {
     /// Latency of an operation with an empty value on an idle drive.
     pub latency: TimeSpan,
-    /// Bandwidth of all values in this direction, in bytes per second.
+    /// Bandwidth of all values in the direction of the operation, in bytes per second.
     pub bandwidth: ProfileSize,
 }
 
-/// Allowed bandwidths of a model, in bytes per second: 1 MiB/s to 1 TiB/s.
+/// Allowed range of bandwidths in bytes per second: 1 MiB/s to 1 TiB/s.
 const BANDWIDTHS: std::ops::RangeInclusive<u64> = 1 << 20..=1 << 40;
 
 impl DriveProfile {
@@ -299,7 +300,7 @@ impl DriveProfile {
         Self::parse(name, &fs::read_to_string(path).map_err(failed)?)
     }
 
-    /// Returns whether the model saves state in a second file, beside a drive's regular file.
+    /// Returns whether the model saves state in a file next to the drive's regular file.
     #[must_use]
     pub fn has_state_file(&self) -> bool {
         matches!(self, Self::Ssd(_) | Self::Zns(_))
@@ -318,7 +319,7 @@ impl DriveProfile {
         }
     }
 
-    /// Parses a profile. `origin` names the source of the text in errors.
+    /// Parses a profile. In errors, `origin` names the source of the text.
     ///
     /// # Errors
     /// `ProfileError::Syntax`, [`ProfileError::Value`], and [`ProfileError::NotBuilt`] without the feature `toml`.
@@ -369,7 +370,7 @@ pub(super) struct UnusableProfileValue {
     allowed: &'static str,
 }
 
-/// Returns an error for the field unless `holds`.
+/// Returns an error for the field if `holds` is false.
 pub(super) fn require(
     holds: bool,
     field: &'static str,
@@ -409,12 +410,12 @@ fn require_dies(channels: u16, dies_per_channel: u16) -> Result<(), UnusableProf
     require(few(dies), "dies_per_channel", dies, allowed)
 }
 
-/// Returns whether a size is a multiple of another, and not 0.
+/// Returns whether a size is a multiple of `of`, and is not 0.
 fn is_multiple(size: ProfileSize, of: u64) -> bool {
     size.0 != 0 && size.0.is_multiple_of(of)
 }
 
-/// Returns an error for inconsistent sizes of a flash page and a program unit.
+/// Checks the size of a flash page, and that a program unit is a multiple of it.
 fn require_units(
     flash_page: ProfileSize,
     program_unit: ProfileSize,
@@ -462,7 +463,7 @@ impl SsdProfile {
         let sound = is_multiple(self.block, self.program_unit.0) && self.block.0 <= 64 << 20;
         let allowed = "a block is a multiple of a program unit, up to 64M";
         require(sound, "block", shown(self.block), allowed)?;
-        // One unit per instance is being filled, while space for the next must become free.
+        // While one program unit of each instance is filled, the space of the previous program unit is not free yet.
         let least = 2 * u64::from(self.instances) * self.program_unit.0;
         let sound = (least..=1 << 30).contains(&self.write_buffer.0);
         let allowed =
@@ -510,7 +511,7 @@ impl ZnsFlash {
         require(sound, "dies_per_zone", self.dies_per_zone, allowed)?;
         require_units(self.flash_page, self.program_unit)?;
         let ProfileSize(buffer) = self.write_buffer;
-        // Each active zone may have a partial unit, and the next unit needs space.
+        // Each active zone may have a partial program unit, and one more program unit needs space.
         let least = (u64::from(zns.max_active) + 1).saturating_mul(self.program_unit.0);
         let allowed =
             "a write buffer has a program unit for each active zone and one more, and 1G at most";
@@ -522,7 +523,7 @@ impl ZnsFlash {
 }
 
 impl KvProfile {
-    /// Maximum bytes of a value, which is the most that a command transfers.
+    /// Maximum size of a value in bytes: the maximum that a command transfers.
     const MAX_VALUE: u32 = 1 << 20;
 
     fn check(&self) -> Result<(), UnusableProfileValue> {
@@ -532,7 +533,7 @@ impl KvProfile {
         self.timing.as_ref().map_or(Ok(()), KvTiming::check)
     }
 
-    /// Returns [`Self::max_value`] as a number, but at most the maximum that a command transfers.
+    /// Returns [`Self::max_value`] as a number, limited to the maximum that a command transfers.
     pub(crate) fn max_value_bytes(&self) -> u32 {
         u32::try_from(self.max_value.0).map_or(Self::MAX_VALUE, |bytes| bytes.min(Self::MAX_VALUE))
     }

@@ -1,5 +1,5 @@
-//! Runs a model without a drive, on a simulated clock. So hours of a drive's operation are simulated in seconds, and the
-//! results are equal on every machine.
+//! Runs a model without a drive, on a simulated clock. Hours of a drive's operation are simulated in seconds, and the results
+//! are equal on every machine.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,7 +7,7 @@ use std::collections::BinaryHeap;
 use super::time::TickUnit;
 use super::{DriveModel, DriveProfile, FlashWear, MediaAccess, MediaWork, lock};
 
-/// Smallest block size, so that every command size is a whole number of blocks.
+/// Block size as a base-2 logarithm: the smallest one, so that every command size is a whole number of blocks.
 const LBA_SHIFT: u8 = 9;
 
 /// A modelled drive without data.
@@ -31,7 +31,7 @@ pub enum LoadDirection {
 /// Access pattern.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LoadOrder {
-    /// Consecutive blocks from the first, starting over at the end.
+    /// Consecutive blocks from the first to the last, over and over.
     Sequential,
     /// Random multiples of the command size.
     Random,
@@ -44,9 +44,9 @@ pub struct SimulatedLoad {
     pub direction: LoadDirection,
     /// Access pattern of the commands.
     pub order: LoadOrder,
-    /// Bytes per command: a multiple of 512, and at most the size of the drive.
+    /// Size of a command in bytes: a multiple of 512, and at most the size of the drive.
     pub bytes: u64,
-    /// Commands in flight, at least one.
+    /// Number of commands in flight, at least one.
     pub depth: usize,
     /// Total number of commands.
     pub commands: usize,
@@ -55,11 +55,11 @@ pub struct SimulatedLoad {
 /// Result of a workload. All times are in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SimulatedLoadResult {
-    /// Start of the workload.
+    /// Time when the workload started.
     pub started_at: u64,
-    /// Completion of the last command.
+    /// Time when the last command completed.
     pub ended_at: u64,
-    /// Completion of each command, in order of arrival.
+    /// Time when each command completed, in order of arrival.
     pub completion_times: Vec<u64>,
     /// Latency of each command, in order of arrival.
     pub latencies: Vec<u64>,
@@ -73,7 +73,7 @@ impl SimulatedLoadResult {
         bytes as f64 * self.completion_times.len() as f64 * 1e9 / nanoseconds as f64
     }
 
-    /// Returns the latency that `per_mille` of 1000 commands do not exceed; 0 if there were no commands.
+    /// Returns the latency that `per_mille` of 1000 commands do not exceed; 0 without commands.
     #[must_use]
     pub fn quantile(&self, per_mille: f64) -> u64 {
         let mut sorted = self.latencies.clone();
@@ -84,7 +84,7 @@ impl SimulatedLoadResult {
 }
 
 impl ModelSimulation {
-    /// Creates a new drive of `bytes` bytes. Returns `None` if the profile has no timing.
+    /// Creates a new drive of `bytes` bytes; `None` if the profile has no timing.
     #[must_use]
     pub fn new(profile: &DriveProfile, bytes: u64) -> Option<Self> {
         let blocks = bytes >> LBA_SHIFT;
@@ -97,7 +97,7 @@ impl ModelSimulation {
         })
     }
 
-    /// Runs a workload on an idle drive. The workload starts a second after the end of the previous one.
+    /// Runs a workload on an idle drive. The workload starts a second after the end of the previous workload.
     pub fn run(&mut self, load: &SimulatedLoad) -> SimulatedLoadResult {
         let mut outcome = SimulatedLoadResult {
             started_at: self.now,
@@ -134,7 +134,7 @@ impl ModelSimulation {
         outcome
     }
 
-    /// Returns the wear of the flash, or `None` if the model counts none.
+    /// Returns the wear of the flash; `None` if the model does not count wear.
     #[must_use]
     pub fn wear(&self) -> Option<FlashWear> {
         self.model.wear()
@@ -157,7 +157,7 @@ impl ModelSimulation {
         .max(self.now)
     }
 
-    /// Linear congruential generator, for reproducible results.
+    /// Returns a number below `limit` from a linear congruential generator, so that results are reproducible.
     fn random_below(&mut self, limit: u64) -> u64 {
         self.random = self
             .random

@@ -1,4 +1,4 @@
-//! Time of models: ticks of the host's clock, or of a clock that tests advance.
+//! Time in models: ticks of the host's clock, or ticks of a clock that a test advances.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,7 +8,7 @@ use nvme_mpt_memory::clock::{Ticks, ticks_in};
 
 /// Time source of a [`TimedQueue`](super::TimedQueue).
 pub trait TickClock: fmt::Debug {
-    /// Returns the ticks since some time in the past. The value never decreases.
+    /// Returns the number of ticks since some time in the past. The number never decreases.
     fn now(&self) -> u64;
 }
 
@@ -23,7 +23,7 @@ impl TickClock for HostClock {
     }
 }
 
-/// Unit of ticks, chosen when a model is created.
+/// Unit of a model's ticks, which is chosen when the model is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TickUnit {
     /// A tick of the host's clock.
@@ -33,9 +33,9 @@ pub(crate) enum TickUnit {
 }
 
 impl TickUnit {
-    /// Converts nanoseconds to ticks, rounded to the nearest.
+    /// Converts nanoseconds into ticks, rounded to the nearest tick.
     pub(crate) fn ticks(self, nanoseconds: f64) -> u64 {
-        // The ticks of one second give the rate to nine digits.
+        // The number of ticks in one second gives the rate with nine digits.
         let per_second = match self {
             Self::Host => ticks_in(Duration::from_secs(1)) as f64,
             Self::Nanoseconds => 1e9,
@@ -47,7 +47,7 @@ impl TickUnit {
         self.ticks(span.0 as f64)
     }
 
-    /// Returns the ticks that `bytes` take at `bandwidth` bytes per second.
+    /// Returns the number of ticks that a transfer of `bytes` bytes takes with `bandwidth` bytes per second.
     pub(crate) fn transfer_ticks(self, bytes: u64, bandwidth: u64) -> u64 {
         self.ticks(bytes as f64 / bandwidth as f64 * 1e9)
     }
@@ -57,7 +57,7 @@ impl TickUnit {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TimeSpan(pub u64);
 
-/// Maximum duration in a profile: one minute. Drivers time out earlier.
+/// Maximum duration in a profile: one minute, after which drivers have timed out.
 const TIME_SPAN_MAX: u64 = 60_000_000_000;
 
 const SUFFIXES: [(&str, u64); 4] = [

@@ -1,4 +1,4 @@
-//! A queue pair whose commands complete at the times that a model computes.
+//! Queue pair whose commands complete at the times that a model computes.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -14,29 +14,30 @@ use nvme_mpt_memory::clock::{Ticks, ticks_in};
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Time resolution. A completion is held back too long by at most this time, without the delay until the poller's next pass.
+/// Time resolution of the delays. A completion is late by at most this time, not counting the wait for the poller's next pass.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
-/// A queue of a backing store behind which a model delays completions. All completions must have 0 in dword 0.
+/// A backing store's queue, whose completions a model delays. Dword 0 of all completions must be 0.
 pub trait TimedQueueBackend: HostQueue<Commands: CommandSet> {
-    /// True if every command, except those that are [put off](HostQueue::has_deferred_commands), completes while the doorbell is rung.
+    /// True if each command completes while the doorbell is rung, except commands that the queue
+    /// [defers](HostQueue::has_deferred_commands).
     const IS_SYNCHRONOUS: bool;
 
-    /// Returns the submitted commands whose doorbell was not rung yet.
+    /// Returns the submitted commands whose doorbell is yet to be rung.
     fn submitted_commands(&self) -> impl Iterator<Item = &Sqe>;
 
-    /// Rings the doorbell like [`HostBatch::ring`]. Passes each command that completes during this call to `done`, instead of
-    /// queueing its completion.
+    /// Rings the doorbell like [`HostBatch::ring`]. A command that completes during this call is passed to `done`, and its
+    /// completion is not queued.
     fn ring_and_complete(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status));
 
-    /// Returns the commands that are [put off](HostQueue::has_deferred_commands), in submission order.
+    /// Returns the commands that the queue [defers](HostQueue::has_deferred_commands), in submission order.
     fn deferred_commands(&self) -> impl Iterator<Item = &Sqe> {
         std::iter::empty()
     }
 }
 
-/// A store's queue whose completions a model delays. The store executes a command at once or in steps. The completion is held
-/// until the store has executed the command and the model's due time has come.
+/// A store's queue with delayed completions. The store executes a command immediately or in steps. The completion is held until
+/// the store has executed the command and the model's due time is reached.
 #[derive(Debug)]
 pub struct TimedQueue<Q, C = HostClock> {
     queue: Q,
@@ -68,8 +69,8 @@ impl<Q: TimedQueueBackend, C: TickClock> TimedQueue<Q, C> {
     }
 }
 
-/// Rings the doorbell, and holds the completions until the due times of model `nvm`. This is a separate function that is called
-/// once per batch, so that its loop can use all processor registers.
+/// Rings the doorbell, and holds the completions until the due times of model `nvm`. This function is separate and called once
+/// for a batch, so that its loop can use all processor registers.
 #[inline(never)]
 fn ring_synchronous<Q: TimedQueueBackend>(
     store: &mut Q,
@@ -86,7 +87,7 @@ fn ring_synchronous<Q: TimedQueueBackend>(
     });
 }
 
-/// Holds the completion of a command that is not a read or write of one stripe.
+/// Holds the completion of a command for which [`NvmModel::stripe_due_time`] returned no time.
 #[cold]
 fn hold_other(
     sqe: &Sqe,
@@ -108,13 +109,13 @@ impl<Q: TimedQueueBackend, C: TickClock> HostBatch for &mut TimedQueue<Q, C> {
 
     #[inline]
     fn submit(&mut self, sqe: &Sqe) {
-        // The store queues the commands of its batch until the doorbell is rung.
+        // The store queues the command until the doorbell is rung.
         self.queue.batch().submit(sqe);
     }
 
     #[inline]
     fn ring(self, memory: HostMemory<'_>) {
-        // Read the clock before the store executes commands, because the model's time includes their execution.
+        // Reads the clock before the store executes commands, because the model's times include the execution.
         let now = self.calendar.advance_to(self.clock.now());
         let TimedQueue {
             queue: store,
@@ -124,7 +125,7 @@ impl<Q: TimedQueueBackend, C: TickClock> HostBatch for &mut TimedQueue<Q, C> {
             ..
         } = self;
         match &**model {
-            // This model takes no lock, so the store can consult it while executing.
+            // Model `nvm` takes no lock, so the store's queue can call it during the execution.
             DriveModel::Nvm(model) if Q::IS_SYNCHRONOUS => {
                 let before = match store.has_deferred_commands() {
                     true => store.deferred_commands().count(),
@@ -195,7 +196,7 @@ impl<Q: TimedQueueBackend, C: TickClock> HostQueue for TimedQueue<Q, C> {
         self.queue.drain()
     }
 
-    /// If `hurried`, all held completions are due at once, so that a reset of the drive need not wait for them.
+    /// If `hurried` is true, makes all held completions due now, so that a reset of the drive need not wait for them.
     fn set_hurried(&mut self, hurried: bool) {
         self.is_hurried = hurried;
     }
@@ -232,7 +233,7 @@ mod tests {
     use nvme_spec::opcode::NvmOpcode;
     use zerocopy::IntoBytes;
 
-    /// A clock that only the test moves.
+    /// A clock that only the test advances.
     #[derive(Clone, Debug, Default)]
     struct TimedQueueTestClock(Rc<Cell<u64>>);
 
@@ -304,7 +305,8 @@ mod tests {
             done
         }
 
-        /// Moves the clock from one due time to the next. Returns the completion time of each slot, in nanoseconds from now.
+        /// Advances the clock from each due time to the next. Returns the completion time of each slot, in nanoseconds from
+        /// now.
         fn finish(&mut self) -> Vec<(u64, u16)> {
             let begin = self.clock.now();
             let mut done: Vec<(u64, u16)> = Vec::new();
@@ -373,7 +375,7 @@ mod tests {
             (NvmOpcode::WRITE, 20_000),
             (NvmOpcode::WRITE_ZEROES, 20_000),
             (NvmOpcode::WRITE_UNCORRECTABLE, 20_000),
-            // A timing model does not make the store accept unknown commands.
+            // A store with a timing model refuses unknown commands, too.
             (NvmOpcode(0xC0), 0),
         ] {
             let mut drive = TimedTestDrive::new(1);
@@ -382,7 +384,7 @@ mod tests {
         }
     }
 
-    /// Writes ranges to a slot's list. Returns their address.
+    /// Writes ranges to a slot's list. Returns the list's address.
     fn put<T: IntoBytes + zerocopy::Immutable>(drive: &mut TimedTestDrive, ranges: &[T]) -> u64 {
         let (list, iova) = drive.lists.slot_list(0);
         let bytes = ranges.as_bytes();

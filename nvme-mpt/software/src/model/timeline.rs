@@ -1,4 +1,4 @@
-//! Units of a drive that do one operation at a time: dies of flash, units of a key-value drive.
+//! Units of a drive that do one operation at a time: dies of flash, or units of a key-value drive.
 
 /// Units, each of which does one operation at a time.
 #[derive(Debug)]
@@ -14,8 +14,8 @@ impl ResourceTimelines {
         }
     }
 
-    /// Occupies a unit for some ticks, from `from` or, if the unit is busy, from when it is free. Returns the time when the
-    /// operation ends.
+    /// Occupies a unit for `ticks` ticks, from `from` on or, if the unit is busy at `from`, from the time when it is free.
+    /// Returns the time when the operation ends.
     pub(super) fn occupy(&mut self, part: usize, from: u64, ticks: u64) -> u64 {
         let Some(free) = self.free_at.get_mut(part) else {
             return from;
@@ -24,7 +24,7 @@ impl ResourceTimelines {
         *free
     }
 
-    /// Occupies the unit that will be free first, like [`Self::occupy`].
+    /// Occupies the unit that is free first, like [`Self::occupy`].
     pub(super) fn occupy_first(&mut self, from: u64, ticks: u64) -> u64 {
         let first = self.free_at.iter().zip(0..).min().map(|(_, part)| part);
         self.occupy(first.unwrap_or(0), from, ticks)
@@ -43,7 +43,7 @@ mod tests {
         assert_eq!(parts.occupy(1, 100, 10), 110);
         assert_eq!(parts.occupy(0, 500, 1), 501);
         assert_eq!(parts.occupy(1, 0, u64::MAX), u64::MAX);
-        // Without such parts, nothing waits.
+        // An operation on a number beyond the units occupies no unit, and does not wait.
         assert_eq!(parts.occupy(2, 7, 10), 7);
     }
 

@@ -44,9 +44,9 @@ impl CommandSet for ZonedCommands {
         translate(translator, guest, slot, host)
     }
 
-    /// Returns whether a command can be executed twice with the same result. A Zone Append cannot, because it would append
-    /// twice. A write can, although the first execution may have moved the write pointer: the queue is told of the repetition
-    /// ([`resubmit`](nvme_mpt::host::HostBatch::resubmit)).
+    /// Returns whether a command has an equal result if it is executed twice. A Zone Append does not, because it would append
+    /// twice. A write does, although its first execution may have moved the write pointer: the repetition is announced to the
+    /// queue ([`resubmit`](nvme_mpt::host::HostBatch::resubmit)).
     fn is_repeatable(guest: &Sqe) -> bool {
         NvmOpcode(guest.opcode()) != NvmOpcode::ZONE_APPEND && NvmCommands::is_repeatable(guest)
     }
@@ -73,8 +73,8 @@ impl CommandSet for ZonedCommands {
     }
 }
 
-/// Returns the guest's LBA that a Zone Append wrote. Dword 0 of the host's completion has the low half of the host's LBA. The
-/// low half suffices, because a zone has less than 2^32 blocks.
+/// Returns the guest's LBA that a Zone Append wrote. Dword 0 of the host's completion has the low half of the host's LBA, which
+/// suffices, because a zone has less than 2^32 blocks.
 fn appended_at(translator: &CommandTranslator, zslba: Lba, dw0: u32) -> Lba {
     let host_zslba = translator.blocks().first_lba().0.wrapping_add(zslba.0);
     let offset = dw0.wrapping_sub(host_zslba as u32);
@@ -98,11 +98,11 @@ fn zone_append(
     } = ZoneAppend::from(guest);
     let invalid = CommandFailure::permanent(Status::INVALID_FIELD, field_offsets::CDW12);
     let len = (u64::from(nlb_z) + 1) << translator.blocks().lba_shift();
-    // The length is limited by ZASL. The drive offers no protection information to remap.
+    // ZASL limits the length. The drive offers no protection information that could be remapped.
     if len > translator.limits().own_bytes_max || piremap || prinfo.pract() {
         return Err(invalid.into());
     }
-    // Translating the first block suffices, because a lease consists of whole zones.
+    // Only the first block must be translated, because a lease consists of whole zones.
     let zslba = translator.blocks().translate(zslba, 1)?;
     translator.init_command(host, NvmOpcode::ZONE_APPEND.0, slot);
     ZoneAppend {
@@ -142,12 +142,12 @@ fn zone_management_send(
     host: &mut Sqe,
 ) -> Result<u32, UntranslatedCommand> {
     let command = ZoneManagementSend::from(guest);
-    // Set Zone Descriptor Extension is the only action with data, and there are no extensions. Its data pointer is not
-    // translated.
+    // Set Zone Descriptor Extension is the only action with data, and the drive has no such extensions. So the data pointer is
+    // not translated.
     if command.zsa == ZoneSendAction::SET_ZONE_DESCRIPTOR_EXTENSION {
         return Err(CommandFailure::permanent(Status::INVALID_FIELD, field_offsets::CDW13).into());
     }
-    // All zones means those of the lease. The command's SLBA is ignored then.
+    // If Select All is set, the action applies to all zones of the lease, and the command's SLBA is ignored.
     let slba = match command.select_all {
         true => translator.blocks().first_lba(),
         false => translator.blocks().translate(command.slba, 1)?,

@@ -23,29 +23,29 @@ pub(super) const COMMANDS: [IoCommand; 3] = [
 /// Format of a zoned namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZonedNamespaceFormat {
-    /// Division into zones.
+    /// Division of the lease into zones.
     pub geometry: ZoneGeometry,
     /// Limits of open and active zones.
     pub resources: ZoneResources,
-    /// Maximum bytes of a Zone Append: a power-of-two number of memory pages.
+    /// Maximum bytes of a Zone Append: a number of memory pages that is a power of two.
     pub append_bytes_max: u64,
 }
 
 /// Division of a lease into zones, in logical blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZoneGeometry {
-    /// Zone Size: from the start of a zone to the start of the next.
+    /// Zone Size: number of blocks from the start of a zone to the start of the next zone.
     pub size: u64,
-    /// Zone Capacity: writable blocks of a zone.
+    /// Zone Capacity: number of writable blocks of a zone.
     pub capacity: u64,
 }
 
 /// Maximum numbers of open and active zones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZoneResources {
-    /// Maximum Open Resources: zones that are open, implicitly or explicitly.
+    /// Maximum Open Resources: number of zones that may be open, implicitly or explicitly.
     pub open: u32,
-    /// Maximum Active Resources: zones that are open or closed.
+    /// Maximum Active Resources: number of zones that may be open or closed.
     pub active: u32,
 }
 

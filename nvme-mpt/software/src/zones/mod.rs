@@ -1,17 +1,17 @@
 //! Zoned drives: the Zoned Namespace Command Set in front of any backing store.
 //!
-//! `format` describes the zones to a guest. `table` has the zones and the effects of commands on them. `persisted_zones` makes their
-//! states persistent, and `report` encodes them for the guest. `queue` is the layer in front of a drive's queue. The store gets
-//! only reads and writes of blocks.
+//! `format` describes the zones to a guest. `table` has the zones and the effects of commands on them. `persisted_zones` makes
+//! their states persistent, and `report` encodes them for the guest. `queue` is the layer in front of a drive's queue. The
+//! store gets only reads and writes of blocks.
 //!
-//! A lease has whole zones and a share of the drive's open and active resources. The zones of a lease have their own lock,
-//! which a queue takes once per batch, so guests do not wait for each other.
+//! A lease has whole zones and a share of the drive's open and active resources. A lock protects the zones of each lease. A
+//! queue takes this lock once for a batch, so guests do not wait for each other.
 //!
-//! A write pointer moves when a write is accepted, not when the write completes, and later commands are checked against the new
-//! position. So a failed write leaves blocks of unknown content below the write pointer. If the media fails, the zone becomes
-//! read only, and the guest gets an event. A reset makes a zone empty at once and then deallocates its blocks, by Write Zeroes
-//! commands, one after the other, in the slot of the reset command. Until all blocks are deallocated, the zone accepts no
-//! writes.
+//! A write pointer moves when a write is accepted, not when the write completes, and commands that follow are checked against
+//! the new write pointer. So a failed write leaves blocks of unknown content below the write pointer. If the media fails, the
+//! zone becomes read only, and the guest gets an event. A reset makes a zone empty immediately. Then it deallocates the zone's
+//! blocks in the slot of the reset command, by Write Zeroes commands, one after the other. Until all blocks are deallocated,
+//! the zone accepts no writes.
 //!
 //! Zone Append returns an LBA of the drive, which `commands` translates to the guest's LBA.
 
@@ -57,7 +57,7 @@ pub enum ZoneError {
         /// Size of a zone.
         zone: ByteSize,
     },
-    /// The drive would have more zones than supported.
+    /// The drive would have more zones than are supported.
     #[error(
         "Zones of {zone} make {zones} of the drive's {capacity}, and there can be {}: \
          choose a profile with a zone_size of {least} or more",
@@ -70,7 +70,7 @@ pub enum ZoneError {
         zone: ByteSize,
         /// Resulting number of zones.
         zones: u64,
-        /// A zone size that would work.
+        /// A zone size with which the drive would have few enough zones.
         least: ByteSize,
     },
     /// A block device has no directory for the file of zone states.
@@ -79,7 +79,7 @@ pub enum ZoneError {
         .0.display()
     )]
     NoDirectory(PathBuf),
-    /// The states in the file are of other zones.
+    /// The file has the states of other zones than the profile describes.
     #[error(
         "{} has the states of {there}, but the profile makes {here}: use the profile that the drive was \
          made with, or, if its data is not needed, delete that file to begin with empty zones",
@@ -93,14 +93,14 @@ pub enum ZoneError {
         /// Description of the drive's zones.
         here: String,
     },
-    /// The file contains no zone states.
+    /// The file is no file of zone states.
     #[error(
         "{} has no zone states: restore it from a copy, or, if the data of the drive is not needed, move it away to begin with \
          empty zones",
         .0.display()
     )]
     NotZones(PathBuf),
-    /// The states cannot be stored.
+    /// The zone states cannot be stored.
     #[error("The states of the zones cannot be stored in {}", .path.display())]
     Store {
         /// Path of the file.
@@ -108,7 +108,7 @@ pub enum ZoneError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// The file system has no space for the states.
+    /// The file system has no space for the zone states.
     #[error(
         "The file system of {} has no space for the {bytes} bytes of the zone states in that file: free space on it, \
          or move the drive to a larger one",
@@ -122,7 +122,7 @@ pub enum ZoneError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// The states were lost while the drive was open.
+    /// The zone states were lost while the drive was open.
     #[error(
         "The zone states in {path} are lost, as the file was cut short or changed, or its disk failed: end all \
          functions on the drive, and restore {path}, or, if its data is not needed, delete it to begin with empty zones",
@@ -160,7 +160,7 @@ pub struct DriveZones {
 }
 
 impl DriveZones {
-    /// Divides a drive into zones. `file` is the drive's file, or `None` for a drive in memory.
+    /// Divides a drive into zones. `file` is the drive's file; `None` for a drive in memory.
     ///
     /// # Errors
     /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
@@ -223,14 +223,14 @@ impl DriveZones {
         self.geometry.size
     }
 
-    /// Returns the written blocks of each zone.
+    /// Returns the number of written blocks of each zone.
     pub(super) fn written_blocks(&self) -> impl Iterator<Item = u64> {
         let words = self.persisted.words();
         (0..self.count as usize)
             .map(|zone| table::written_blocks(words.load(zone), self.geometry.capacity))
     }
 
-    /// Returns the total blocks of all zones.
+    /// Returns the number of blocks of all zones together.
     pub(super) fn blocks(&self) -> u64 {
         u64::from(self.count) * self.geometry.size
     }
@@ -240,7 +240,7 @@ impl DriveZones {
         self.persisted.file()
     }
 
-    /// Returns the zones of a lease, with a proportional share of the open and active resources, but at least one of each.
+    /// Returns the zones of a lease, with a proportional share of the open and active resources, and at least one of each.
     ///
     /// # Errors
     /// [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
@@ -259,7 +259,7 @@ impl DriveZones {
                 });
             }
         }
-        // The range lies in the namespace, so its zone numbers fit.
+        // The casts keep the values, since the range is in the namespace and so has valid zone numbers.
         let (first, count) = ((range.start.0 / size) as u32, (range.blocks / size) as u32);
         let share = |all: u32| {
             let share = u64::from(all) * u64::from(count) / u64::from(self.count);
@@ -275,7 +275,7 @@ impl DriveZones {
             count,
         };
         let table = ZoneTable::new(self.geometry, resources, kept);
-        // Lost words read as zeroes, which look like empty zones.
+        // Lost words read as zeroes, which would look like empty zones.
         if self.persisted.is_lost() {
             return Err(self.persisted.lost_error());
         }
@@ -302,15 +302,15 @@ impl DriveZones {
 struct LeasedZonesState {
     table: ZoneTable,
     changes: UnreportedChanges,
-    /// Record by which a successor process learns whether there are unreported changes.
+    /// Record for a successor process: whether there are changes that the guest has not read.
     record: Option<ChangeRecord>,
     listener: Weak<EventQueue>,
 }
 
 impl LeasedZonesState {
-    /// Makes a zone read only after the media failed a write, and notifies the guest.
+    /// Makes a zone read only after its media failed a write, and notifies the guest.
     fn fail_media(&mut self, zone: u32) {
-        // Record it first, because the process may end before the zone's state changes.
+        // Records a change before the zone's state changes, because the process may end in between.
         self.record_unreported(true);
         if self.table.fail_media(zone) {
             self.changes.add(self.table.zone_start(zone).0);
@@ -319,14 +319,14 @@ impl LeasedZonesState {
         self.record_unreported(!self.changes.is_empty());
     }
 
-    /// Notifies the guest of changes.
+    /// Notifies the guest that zones have changed.
     fn notify_guest(&self) {
         if let Some(events) = self.listener.upgrade() {
             events.report(IoQueueEvent::Changes);
         }
     }
 
-    /// Records for a successor process whether there are unreported changes.
+    /// Records for a successor process whether there are changes that the guest has not read.
     fn record_unreported(&self, untold: bool) {
         if let Some(record) = &self.record {
             record.set(untold);
@@ -337,7 +337,7 @@ impl LeasedZonesState {
 /// The zones of a lease.
 #[derive(Debug)]
 pub struct LeasedZones {
-    /// Start of the lease in the host's namespace.
+    /// First block of the lease in the host's namespace.
     start: Lba,
     persisted: Arc<PersistedZones>,
     lba_shift: u8,
@@ -357,13 +357,13 @@ impl LeasedZones {
         ZonedCommands::describe(&self.format)
     }
 
-    /// From now on, reports zones that the drive has changed on its own to `events` ([`IoQueueEvent::Changes`]).
+    /// Reports zones that the drive changes on its own from now on to `events` ([`IoQueueEvent::Changes`]).
     pub fn subscribe(&self, events: &Arc<EventQueue>) {
         self.lock().listener = Arc::downgrade(events);
     }
 
-    /// Records in `record` whether there are unreported changes, now and at each change. If the predecessor has recorded
-    /// unreported changes, the guest is notified that any zone may have changed.
+    /// Writes to `record`, now and at each change, whether there are changes that the guest has not read. If the predecessor
+    /// has recorded such changes, notifies the guest that any zone may have changed.
     pub(crate) fn set_change_record(&self, record: ChangeRecord) {
         let mut state = self.lock();
         if record.is_set() {
@@ -374,17 +374,17 @@ impl LeasedZones {
         state.record_unreported(!state.changes.is_empty());
     }
 
-    /// Makes the zones empty that overlap a range of the drive. Their blocks must already be zero.
+    /// Makes all zones empty that overlap a range of the drive. Their blocks must already be zero.
     pub(crate) fn empty_zones(&self, range: &ByteRange) {
         let size = self.format.geometry.size;
         let block = |byte: u64| (byte >> self.lba_shift).saturating_sub(self.start.0);
         let end = block(range.end()).div_ceil(size);
-        // A drive has at most 65,536 zones.
+        // The casts keep the values, since a drive has at most 65,536 zones.
         let zones = (block(range.start()) / size) as u32..end.min(ZnsProfile::ZONES_MAX) as u32;
         self.lock().table.empty_zones(zones);
     }
 
-    /// Compares the zone states in memory with their stored copies. Takes no longer than a report of all zones.
+    /// Compares the zone states in memory with the stored states. This takes no longer than a report of all zones.
     ///
     /// # Errors
     /// [`ZoneError::Lost`].
@@ -400,7 +400,7 @@ impl LeasedZones {
         }
     }
 
-    /// Stores all zone states again when a VMM connects, because the kernel does not repeat a failed write-back.
+    /// Stores all zone states again when a VMM connects. Otherwise, a state whose write-back failed would never be stored.
     pub(crate) fn rewrite_states(&self) {
         if self.check_stored().is_ok() {
             self.lock().table.store_all();
@@ -408,12 +408,12 @@ impl LeasedZones {
     }
 
     fn lock(&self) -> MutexGuard<'_, LeasedZonesState> {
-        // The state is consistent wherever a panic can occur.
+        // The state is consistent at each point at which a panic can occur.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The log of changed zones, by Zone Start LBA.
+/// Log of changed zones: each entry is a zone's first LBA.
 impl LeaseChangeLog for LeasedZones {
     fn changes(&self) -> UnreportedChanges {
         self.lock().changes.clone()
@@ -434,7 +434,7 @@ impl LeaseChangeLog for LeasedZones {
 
 #[cfg(test)]
 thread_local! {
-    /// Number of comparisons with stored states on this thread.
+    /// Number of comparisons of zone states on this thread.
     static CHECKS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 

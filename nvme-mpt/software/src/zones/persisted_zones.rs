@@ -1,11 +1,11 @@
-//! Persistent zone states: one word per zone, in memory that is mapped from a file beside the drive's file. The states survive
-//! any end of the process, and several processes can use different zones of a drive.
+//! Persistent zone states: a word for each zone, in memory that is mapped from a file next to the drive's file. The states
+//! survive any end of the process, and several processes can use different zones of a drive.
 //!
-//! The file is synced together with the drive's data, by a Flush or a write with FUA.
+//! A Flush or a write with FUA syncs the file after the drive's data.
 //!
 //! All blocks of the file are allocated when it is opened, because a store to a hole would be lost if the disk is full. Words
-//! can still be lost if the file is truncated or its disk fails. After that, the states exist only in this process's memory, so
-//! the drive accepts no further changes.
+//! can still be lost if the file is truncated or its disk fails. Then the states exist only in this process's memory, so the
+//! drive accepts no further changes.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -25,7 +25,7 @@ use nvme_mpt_paths::{OFlags, OpenDirectory};
 /// Magic number of the file, with its version.
 const MAGIC: &[u8; 8] = b"nvmezns1";
 
-/// Bytes before the words.
+/// Number of bytes before the words.
 const HEADER: usize = 4096;
 
 /// The state words of a drive's zones.
@@ -80,7 +80,7 @@ impl ZoneFileHeader {
     }
 }
 
-/// Returns the path of the state file of a drive's file.
+/// Returns the path of the state file that belongs to a drive's file.
 fn state_path(drive: &Path) -> PathBuf {
     with_suffix(drive, ".zones")
 }
@@ -96,7 +96,7 @@ fn words_bytes(count: u32) -> usize {
 }
 
 impl PersistedZones {
-    /// Creates words in memory, which end with the process.
+    /// Creates words in memory, which are lost when the process ends.
     pub(super) fn in_memory(count: u32) -> io::Result<Self> {
         let mapping = Mapping::anonymous(words_bytes(count))?;
         let words = SharedWords::new(Arc::new(mapping), 0);
@@ -108,7 +108,7 @@ impl PersistedZones {
         })
     }
 
-    /// Opens the state file beside a drive. A missing file is created with all zones empty.
+    /// Opens the state file next to a drive's file. If the state file is missing, creates it with all zones empty.
     ///
     /// # Errors
     /// [`ZoneError::OtherZones`], [`ZoneError::NotZones`], [`ZoneError::NoSpace`] and [`ZoneError::Store`].
@@ -159,7 +159,7 @@ impl PersistedZones {
         let mapping =
             Mapping::shared(file.as_fd(), 0, len, MappingAccess::ReadWrite).map_err(failed)?;
         allocate_blocks(&file, &mapping).map_err(failed)?;
-        // Sync the name of an existing file too: the process that created it may have ended before its sync.
+        // Syncs the directory even if the file existed: the process that created the file may have ended before its sync.
         sync_parent(&path).map_err(failed)?;
         let words = SharedWords::new(Arc::new(mapping), HEADER);
         Ok(Self {
@@ -178,7 +178,7 @@ impl PersistedZones {
         self.file.as_ref()
     }
 
-    /// Returns whether the words of any zone are known to be lost from the file.
+    /// Returns whether words are known to be lost from the file.
     #[inline]
     pub(super) fn is_lost(&self) -> bool {
         if self.words.is_lost() {
@@ -187,12 +187,12 @@ impl PersistedZones {
         self.is_lost.load(Ordering::Relaxed)
     }
 
-    /// Returns the error for lost words.
+    /// Returns the error to report for lost words.
     pub(super) fn lost_error(&self) -> ZoneError {
         ZoneError::Lost(self.path.clone())
     }
 
-    /// Records that words are lost, until the drive is opened again.
+    /// Records that words are lost, which holds until the drive is opened again.
     pub(super) fn mark_lost(&self) {
         if !self.is_lost.swap(true, Ordering::Relaxed) {
             error!(
@@ -204,22 +204,22 @@ impl PersistedZones {
     }
 }
 
-/// Allocates blocks for the whole mapping by writing to each page once. The writes change no word, even if other processes
-/// store to the file at the same time.
+/// Allocates blocks for the whole mapping. The kernel writes to each page once without changing a word, even if other processes
+/// store to the file meanwhile.
 fn allocate_blocks(file: &File, mapping: &Mapping) -> io::Result<()> {
     match mapping.populate() {
-        // Reported instead of SIGBUS when the disk is full.
+        // The disk is full. Without this call, a store would raise SIGBUS.
         Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
             return Err(io::ErrorKind::StorageFull.into());
         }
-        // Kernels before 5.14 do not support it. Files created by this version are already allocated.
+        // Kernels before 5.14 do not support this call. A file that this version created is already allocated.
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
         done => done?,
     }
     file.sync_all()
 }
 
-/// Makes the name of a file durable.
+/// Makes the name of a file durable by a sync of the file's directory.
 fn sync_parent(path: &Path) -> io::Result<()> {
     let path = std::path::absolute(path)?;
     let Some(folder) = path.parent() else {
@@ -233,14 +233,14 @@ fn sync_parent(path: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 thread_local! {
-    /// Directories whose names this thread made durable.
+    /// Directories that this thread has synced.
     static SYNCED: std::cell::RefCell<Vec<PathBuf>> = const { std::cell::RefCell::new(Vec::new()) };
 }
 
-/// Opens a file, or creates it if it is missing. A new file is first written under another name, and then renamed unless
-/// another process has created the file in between. So all processes use the same complete file.
+/// Opens a file, or creates it if it is missing. A new file is first written under another name, and then renamed. If another
+/// process has created the file meanwhile, that file is opened. So all processes use one complete file.
 fn open_or_create(path: &Path, header: &ZoneFileHeader) -> io::Result<File> {
-    // The drive's file may lie in another user's directory.
+    // The drive's file may be in another user's directory, so the walk to it must be safe.
     let (directory, name) = OpenDirectory::open_parent(path)?;
     let open = || directory.open_entry(name, OFlags::RDWR);
     match open() {
@@ -269,7 +269,7 @@ mod tests {
         };
         let open =
             || PersistedZones::open_beside(&folder.path().join("drive.img"), geometry, 12, 8);
-        // The process that creates the file may end before the file's name is durable. The next process finds the file.
+        // The process that creates the file may end before the file's name is durable. The next process then finds the file.
         for round in ["made", "found"] {
             SYNCED.take();
             drop(open().expect("words"));

@@ -1,5 +1,5 @@
-//! A queue pair of a zoned drive: a layer in front of the drive's own queue. The layer checks commands against the zones. The
-//! drive gets reads and writes of blocks, and deallocates the blocks of reset zones.
+//! Queue pair of a zoned drive: a layer in front of the drive's own queue, which checks commands against the zones. The drive
+//! gets reads and writes of blocks, and the Write Zeroes commands that deallocate the blocks of reset zones.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -19,65 +19,66 @@ use nvme_spec::sqe::Sqe;
 use nvme_spec::status::{Status, StatusCodeType};
 use nvme_spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
 
-/// Maximum bytes that a reset deallocates per step. A step delays the poller's other queues by 2 ms at most, like the
-/// deallocation of a range. This is also the most that one Write Zeroes can cover with the smallest blocks.
+/// Maximum number of bytes that a reset deallocates in one step. A step delays the poller's other queues by at most 2 ms, like
+/// the deallocation of a range. With the smallest blocks, this is also the maximum of one Write Zeroes.
 const RESET_BYTES: u64 = 32 << 20;
 
-/// Work that remains for a command when the drive has executed its part.
+/// Work that is left for a command after the drive has executed the forwarded part.
 #[derive(Clone, Copy, Debug, Default)]
 enum ZonedCompletionOutcome {
-    /// Pass the completion to the guest.
+    /// Pass the drive's completion to the guest.
     #[default]
     Complete,
-    /// Complete a Flush.
+    /// Complete a Flush, for which the zone states must be stored.
     Flush,
-    /// Complete a write to this zone.
+    /// Complete a write to the zone with this number.
     Write(u32),
-    /// Complete an append to this zone. The second value is the low half of the written LBA, for dword 0.
+    /// Complete a Zone Append to the zone with the first number. The second number is the low half of the written LBA, for
+    /// dword 0.
     Append(u32, u32),
-    /// After a step of deallocation, continue or complete a reset.
+    /// Continue or complete a reset, of which the drive has executed a step.
     Reset(ZoneReset),
 }
 
-/// A reset zone whose blocks are being deallocated.
+/// A reset zone, while its blocks are deallocated.
 #[derive(Clone, Copy, Debug)]
 struct ZoneReset {
     zone: u32,
-    /// First LBA that is not deallocated yet, and the end of the zone's written blocks, both as LBAs of the drive.
+    /// First block that is not deallocated yet, and the end of the zone's written blocks, as LBAs of the drive.
     next: u64,
     end: u64,
-    /// True if the guest has reset all zones with one command.
+    /// True if one command of the guest resets all zones.
     is_reset_all: bool,
 }
 
-/// Tells whether a command is new, or was already given to the old server.
+/// Attempt of a command: new, or repeated after the end of the old server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ZonedCommandAttempt {
     First,
-    /// The old server had the command in flight, and may have moved the write pointer for it.
+    /// The command was in flight in the old server, which may have moved the write pointer for it.
     Repeat,
 }
 
-/// A drive's queue with the zones of a lease in front.
+/// A drive's queue with the zone layer of a lease.
 #[derive(Debug)]
 pub struct ZonedQueue {
     drive: HostQueuePair,
     zones: Arc<LeasedZones>,
-    /// Submitted commands whose doorbell was not rung yet.
+    /// Submitted commands whose doorbell is yet to be rung.
     submitted: Vec<(Sqe, ZonedCommandAttempt)>,
-    /// Commands that go to the drive.
+    /// Commands to forward to the drive's queue.
     forwarded: Vec<Sqe>,
-    /// Completion actions, indexed by slot.
+    /// Work that is left for each command, indexed by slot.
     outcomes: Box<[ZonedCompletionOutcome]>,
-    /// Completions of the drive.
+    /// Completions that the drive's queue has returned.
     reaped: Vec<HostCompletion>,
-    /// Completions of commands that ended without being passed to the drive.
+    /// Completions of commands that were not forwarded to the drive's queue.
     completed: Vec<HostCompletion>,
-    /// Buffer of the latest report.
+    /// Buffer of the latest report of zones.
     report: Vec<u8>,
-    /// Number of resets of which the drive is executing a step.
+    /// Number of resets, of each of which the drive executes a step.
     active_resets: usize,
-    /// True once no further step of a reset may begin, because the queue ends.
+    /// Set when the queue ends, so that no further step of a reset begins.
     is_stopping: bool,
 }
 
@@ -98,12 +99,12 @@ impl ZonedQueue {
         }
     }
 
-    /// Checks the submitted commands, and prepares the commands for the drive.
+    /// Checks the submitted commands, and builds the commands to forward to the drive's queue.
     fn process_submitted(&mut self, memory: HostMemory<'_>) {
         let zones = self.zones.clone();
         let mut state = zones.lock();
         let mut arriving = std::mem::take(&mut self.submitted);
-        // A removed drive fails all commands, including zone management.
+        // On a removed drive, zone management commands have to fail as well.
         let gone = self.drive.is_gone();
         let blocks = self.drive.blocks().unwrap_or(u64::MAX);
         state
@@ -135,7 +136,7 @@ impl ZonedQueue {
         self.submitted = arriving;
     }
 
-    /// Begins a command like [`Self::begin_command`]. If zone states are lost, refuses all commands except those that only read.
+    /// Begins a command like [`Self::begin_command`]. If zone states are lost, refuses all commands that do more than read.
     fn begin_checked(
         &mut self,
         state: &mut LeasedZonesState,
@@ -157,15 +158,15 @@ impl ZonedQueue {
             return Err(refusal);
         }
         let begun = self.begin_command(state, sqe, time, memory)?;
-        // Changing a state may also discover the loss.
+        // The command's change of a state may have shown that the states are lost.
         match self.zones.persisted.is_lost() {
             true => Err(Status::WRITE_FAULT),
             false => Ok(begun),
         }
     }
 
-    /// Checks a command and applies it to the zones. Returns the command for the drive and the completion action, or `None` if
-    /// the command is already complete.
+    /// Checks a command and applies it to the zones. Returns the command to forward and the work that is left after it; `None`
+    /// if the command is already complete.
     fn begin_command(
         &mut self,
         state: &mut LeasedZonesState,
@@ -174,11 +175,11 @@ impl ZonedQueue {
         memory: HostMemory<'_>,
     ) -> Result<Option<(Sqe, ZonedCompletionOutcome)>, Status> {
         let first = self.zones.start;
-        // The translated LBA lies in the lease.
+        // The translated LBA is in the lease.
         let in_lease = |Lba(lba): Lba| Lba(lba.wrapping_sub(first.0));
         let table = &mut state.table;
         match NvmOpcode(sqe.opcode()) {
-            // All of these commands have both fields in the same place.
+            // All these commands have the starting block and the number of blocks in the same dwords.
             opcode @ (NvmOpcode::READ
             | NvmOpcode::COMPARE
             | NvmOpcode::VERIFY
@@ -253,7 +254,7 @@ impl ZonedQueue {
         sqe: &Sqe,
         send: ZoneManagementSend,
     ) -> Result<Option<(Sqe, ZonedCompletionOutcome)>, Status> {
-        // The option concerns zone random write areas, which are not supported (OZCS.ZRWASUP).
+        // The option ZSASO is for zone random write areas, which are not supported (OZCS.ZRWASUP).
         if send.zsaso {
             return Err(Status::INVALID_FIELD);
         }
@@ -281,7 +282,7 @@ impl ZonedQueue {
         }
     }
 
-    /// Returns the deallocation of a reset zone, or `None` if the zone had no written blocks.
+    /// Returns the deallocation of a reset zone; `None` if the zone had no written blocks.
     fn plan_reset(
         &self,
         state: &LeasedZonesState,
@@ -298,7 +299,7 @@ impl ZonedQueue {
         })
     }
 
-    /// Resets zones in order, beginning with `from`, until one of them has blocks to deallocate.
+    /// Resets zones in ascending order, beginning with `from`, until a reset zone has blocks to deallocate.
     fn reset_all(&self, state: &mut LeasedZonesState, from: u32) -> Option<ZoneReset> {
         let mut from = from;
         loop {
@@ -310,7 +311,7 @@ impl ZonedQueue {
         }
     }
 
-    /// Returns the command by which the drive deallocates the next blocks of a reset zone.
+    /// Returns the command by which the drive deallocates the next blocks of a reset zone, and the work that is left after it.
     fn deallocation_command(&self, sqe: &Sqe, reset: ZoneReset) -> (Sqe, ZonedCompletionOutcome) {
         let most = RESET_BYTES >> self.zones.lba_shift;
         let count = (reset.end - reset.next).min(most);
@@ -319,7 +320,7 @@ impl ZonedQueue {
         zeroes.nsid = sqe.nsid;
         WriteZeroes {
             slba: Lba(reset.next),
-            // The count is 1 to 65,536.
+            // The cast keeps the value: the count is 1 to 65,536.
             nlb_z: (count - 1) as u16,
             deac: true,
             ..WriteZeroes::default()
@@ -332,7 +333,7 @@ impl ZonedQueue {
         )
     }
 
-    /// Continues a reset after the drive has executed a step. Returns `false` if the reset is complete.
+    /// Continues a reset of which the drive has executed a step. Returns `false` if the reset is complete.
     fn continue_reset(
         &mut self,
         state: &mut LeasedZonesState,
@@ -366,8 +367,8 @@ impl ZonedQueue {
         matches!(fate, Some(ZonedCompletionOutcome::Flush))
     }
 
-    /// Returns the guest's completion after the drive has executed its part. Returns `None` if the command continues with
-    /// another step.
+    /// Returns the guest's completion after the drive has executed a forwarded command; `None` if the guest's command continues
+    /// with a further step.
     fn complete_command(&mut self, completion: HostCompletion) -> Option<HostCompletion> {
         let HostCompletion {
             slot,
@@ -378,7 +379,7 @@ impl ZonedQueue {
         let fate = std::mem::take(fate);
         match fate {
             ZonedCompletionOutcome::Complete => return Some(completion),
-            // The zone states were checked once for all reaped completions.
+            // The caller has checked the zone states once for all reaped completions.
             ZonedCompletionOutcome::Flush => {}
             ZonedCompletionOutcome::Write(zone) | ZonedCompletionOutcome::Append(zone, _)
                 if is_media_error(status) =>
@@ -403,7 +404,7 @@ impl ZonedQueue {
                 self.active_resets -= 1;
             }
         }
-        // If the zone's state is lost, its data is lost when the process ends.
+        // If zone states are lost, data of the zones is lost when the process ends, so the command must not succeed.
         if status.is_success() && self.zones.persisted.is_lost() {
             status = add_dnr(Status::WRITE_FAULT);
         }
@@ -411,8 +412,8 @@ impl ZonedQueue {
     }
 }
 
-/// Returns the sort key of a command that is repeated. Writes to a zone must be in the order of their LBAs, and before commands
-/// that close the zone.
+/// Returns the sort key of a repeated command. Writes to a zone must be in the order of their LBAs, and before commands that
+/// close the zone.
 fn replay_order(sqe: &Sqe) -> u64 {
     match NvmOpcode(sqe.opcode()) {
         NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES => ReadWrite::from(sqe).slba.0,
@@ -420,18 +421,18 @@ fn replay_order(sqe: &Sqe) -> u64 {
     }
 }
 
-/// Returns whether a write failed at its own blocks, so that its zone becomes read only. A status that reports lost writes of
-/// other blocks does not count.
+/// Returns whether a write failed at its own blocks, upon which its zone becomes read only. The status of lost writes does not
+/// count, since these have other blocks.
 fn is_media_error(status: Status) -> bool {
     status.sct() == StatusCodeType::MEDIA && status != LOST_WRITES
 }
 
-/// Sets DNR (Do Not Retry) unless the status is temporary.
+/// Sets DNR (Do Not Retry), except for a status that shows a temporary condition.
 fn add_dnr(status: Status) -> Status {
     status.with_dnr(status != Status::COMMAND_INTERRUPTED)
 }
 
-/// Copies a report to the command's buffer, and zeroes the rest of the buffer.
+/// Copies a report to the command's buffer, and zeroes the bytes of the buffer after the report.
 fn copy_report(
     report: &[u8],
     sqe: &Sqe,
@@ -462,7 +463,7 @@ impl HostBatch for &mut ZonedQueue {
     }
 
     fn ring(self, memory: HostMemory<'_>) {
-        // Repeated commands form a separate batch.
+        // Repeated commands are in a batch of their own.
         if matches!(
             self.submitted.last(),
             Some((_, ZonedCommandAttempt::Repeat))
@@ -490,7 +491,8 @@ impl HostQueue for ZonedQueue {
         }
         let mut reaped = std::mem::take(&mut self.reaped);
         self.drive.reap_into(memory, &mut reaped);
-        // `check_stored` records its result. One check suffices for all Flushes, because the poller's other queues wait meanwhile.
+        // `check_stored` records its result. One check is made for all Flushes, because the poller's other queues wait
+        // meanwhile.
         if reaped.iter().any(|completion| self.is_flush(completion)) {
             let _ = self.zones.check_stored();
         }
@@ -515,8 +517,8 @@ impl HostQueue for ZonedQueue {
         self.drive.drain()
     }
 
-    /// Also returns `true` during a reset if the drive's queue has no descriptor to wait for. Then no event announces the end
-    /// of a step that was submitted while the previous step was reaped.
+    /// Returns whether the queue must be polled. A step of a reset may be submitted while the previous step is reaped. No event
+    /// announces its end if the drive's queue has no descriptor to wait for, so the queue is then polled.
     fn is_polled(&self) -> bool {
         self.drive.is_polled() || (self.active_resets > 0 && self.drive.wait_fd().is_none())
     }
@@ -539,7 +541,7 @@ impl HostQueue for ZonedQueue {
 }
 
 impl Drop for ZonedQueue {
-    /// Ends pending resets, so that their zones can be written again.
+    /// Ends the resets in progress, so that their zones accept writes again.
     fn drop(&mut self) {
         let mut state = self.zones.lock();
         for fate in &self.outcomes {

@@ -13,14 +13,15 @@ use nvme_spec::zns::{
 /// `WP` of a zone without a write pointer.
 const NO_WRITE_POINTER: Lba = Lba(u64::MAX);
 
-/// Builds the report for a command, up to the length that the command requests. The command's SLBA is relative to the lease.
+/// Builds the report of zones for a command, up to the length that the command requests. The command's SLBA is relative to the
+/// lease.
 pub(super) fn build_report(
     table: &ZoneTable,
     command: &ZoneManagementReceive,
     capacity: u64,
     report: &mut Vec<u8>,
 ) -> Result<(), Status> {
-    // Extended reports contain zone descriptor extensions, which are not supported (LBAFE.ZDES).
+    // An extended report has zone descriptor extensions, which are not supported (LBAFE.ZDES).
     if command.zra != ZoneReceiveAction::REPORT_ZONES || command.zrasf > ReportingOptions::OFFLINE {
         return Err(Status::INVALID_FIELD);
     }
@@ -43,7 +44,7 @@ pub(super) fn build_report(
         ..ReportZonesHeader::new_zeroed()
     };
     report[..size_of::<ReportZonesHeader>()].copy_from_slice(header.as_bytes());
-    // A command may request less than the header.
+    // A command may request less than the report's header.
     report.truncate(length);
     Ok(())
 }

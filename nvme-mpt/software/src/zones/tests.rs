@@ -1,4 +1,4 @@
-//! Splitting drives into zones, leasing zones, and reopening drives.
+//! Drives that are divided into zones, leases of zones, and drives that are opened again.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -149,7 +149,7 @@ fn all_processes_see_the_stored_zones_of_a_file() {
         let zslba = state.table.zone_start(zone);
         state.table.write(zslba, 5).expect("a write");
     }
-    // The earlier processes have not ended, so the states must have been stored at the time of the change, not at an end.
+    // The earlier processes have not ended, so each state was stored when it changed.
     let lease = whole(&zones(8 << 20, Some(&path)).expect("zones"));
     let state = lease.lock();
     let written: Vec<u64> = state
@@ -223,7 +223,7 @@ fn zone_changes_under_the_predecessor_are_reported() {
     lease.lock().fail_media(3);
     assert_eq!(events.take(), [IoQueueEvent::Changes]);
     assert!(record().is_set());
-    // The process is killed.
+    // The process is killed without dropping its values.
     let (lease, events) = process();
     assert_eq!(events.take(), [IoQueueEvent::Changes]);
     let told = lease.changes();
@@ -234,7 +234,7 @@ fn zone_changes_under_the_predecessor_are_reported() {
     assert!(record().is_set(), "one came after the page was read");
     lease.remove(&lease.changes());
     assert!(!record().is_set());
-    // Changes from before are not reported again.
+    // The media of this zone had already failed, so the failure is not reported again.
     lease.lock().fail_media(5);
     assert!(!record().is_set());
     let (lease, events) = process();
@@ -288,7 +288,7 @@ fn invalid_words_do_not_count_as_changes() {
     lease.check_stored().expect("as they were");
 }
 
-/// A backing store whose range belongs to another process until it is leased here. The other process writes to a zone and ends.
+/// Backing store whose range another process has until the lease is opened. The other process writes to a zone and ends.
 #[derive(Debug)]
 struct Contended(PathBuf);
 
@@ -389,7 +389,7 @@ fn flushes_that_end_together_compare_the_states_once() {
     assert_eq!(CHECKS.get(), 1);
 }
 
-/// A backing store that records the number of blocks that each command deallocates.
+/// Backing store that records the number of blocks of each deallocating command.
 #[derive(Clone, Debug, Default)]
 struct DeallocationRecorder(Arc<Mutex<Vec<u64>>>);
 

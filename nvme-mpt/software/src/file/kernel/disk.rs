@@ -1,43 +1,43 @@
-//! A simulated file on a simulated disk. Its content exists in three versions: in the page cache, which processes see; in the
-//! device; and on the stable media.
+//! A simulated file on a simulated disk. The file's content exists in three versions: in the page cache, which processes see;
+//! in the device, with its volatile cache; and on the stable media.
 //!
-//! A write through the page cache is visible at once, and is written back later or by a sync. A failed write-back leaves the
-//! page unchanged and marks it as clean, so the next crash loses it. Each open file description receives the error once, as in
-//! `lib/errseq.c` of Linux. The device has a volatile cache, whose content a sync makes stable. After a crash, any subset of
-//! this cache and of the dirty pages is stable.
+//! A write through the page cache is visible immediately. It is written back some time afterwards, or by a sync. A failed
+//! write-back leaves the page unchanged and marks it as clean, so the next crash loses the page. Each open file description
+//! receives the error once, as in `lib/errseq.c` of Linux. The device has a volatile cache, whose content a sync makes stable.
+//! After a crash, any subset of the writes in this cache and of the dirty pages is on the stable media.
 
 use std::collections::BTreeMap;
 
 use nvme_mpt_memory::simulation::random;
 
-/// Number of bytes that are written as a whole: a crash keeps either all or none of them.
+/// Number of bytes that are written atomically: after a crash, either all or none of them are new.
 pub(super) const SECTOR: usize = 512;
 
-/// Bytes of a page of the cache, and of a block of the file system.
+/// Size in bytes of a page of the page cache, and of a block of the file system.
 pub(super) const PAGE: usize = 4096;
 
-/// Parameters of the simulated disk. A rate of N makes an event happen once in N times on average; 0 means never.
+/// Parameters of the simulated disk. A rate of N lets an event happen once in N times on average; 0 stands for never.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DiskModelParameters {
-    /// True for direct I/O.
+    /// True for direct I/O, false for the page cache.
     pub is_direct: bool,
-    /// True if the file system punches holes.
+    /// True if the file system can punch holes.
     pub punches_holes: bool,
-    /// Rate of failed write-backs of a page.
+    /// Rate of pages whose write-back fails.
     pub failed_write_backs: u64,
     /// Rate of syncs in which the flush of the device's cache fails.
     pub failed_flushes: u64,
-    /// Rate of requests that are interrupted or lack resources.
+    /// Rate of requests that are interrupted, or fail for lack of resources.
     pub interruptions: u64,
     /// Rate of short transfers.
     pub short_transfers: u64,
-    /// Rate of slices that the file system refuses.
+    /// Rate of slices that the file system refuses to zero or deallocate.
     pub refused_slices: u64,
-    /// Rate of submission calls that submit no request.
+    /// Rate of submission calls by which the kernel accepts no request.
     pub refused_calls: u64,
-    /// Rate of requests that stay pending until they are cancelled, or for many seconds.
+    /// Rate of requests that stay pending for many seconds, or until they are cancelled.
     pub held_requests: u64,
-    /// Maximum duration of a request in nanoseconds, as a power of two.
+    /// Maximum duration of a request in nanoseconds, as a base-2 logarithm.
     pub time_bits: u64,
 }
 
@@ -59,7 +59,7 @@ struct OpenFileDescription {
     process: u64,
     /// Number of the last write-back error that this description has received.
     reported_error: u64,
-    /// Number of rings and requests for which the description must stay open.
+    /// Number of rings and requests that keep the description open.
     holders: u64,
     is_closed: bool,
 }
@@ -76,7 +76,7 @@ struct SimulatedByteRangeLock {
 #[derive(Debug, Default)]
 pub(super) struct SimulatedDisk {
     pub(super) parameters: DiskModelParameters,
-    /// Number of pending requests that the disk may hold for a long time.
+    /// Maximum number of requests that the disk may still hold for many seconds.
     pub(super) held_requests_max: u64,
     stable: Vec<u8>,
     /// Content of the device, including its volatile cache.
@@ -84,13 +84,13 @@ pub(super) struct SimulatedDisk {
     /// Writes in the device's volatile cache.
     volatile: Vec<(usize, Vec<u8>)>,
     cache: BTreeMap<usize, CachedPage>,
-    /// Number of the last write-back error.
+    /// Number of the latest write-back error.
     error: u64,
-    /// True if any description has received the last error.
+    /// True if a description has received the latest write-back error.
     is_error_seen: bool,
     /// Number of failed write-backs and flushes.
     pub(super) failures: u64,
-    /// Number of reports of errors to descriptions.
+    /// Number of times that a description received an error.
     pub(super) reported_errors: u64,
     descriptions: BTreeMap<u64, OpenFileDescription>,
     locks: Vec<SimulatedByteRangeLock>,
@@ -120,7 +120,7 @@ impl SimulatedDisk {
     /// Opens the file.
     pub(super) fn open(&mut self, process: u64) -> u64 {
         self.opened += 1;
-        // A new description still receives an error that none has received before.
+        // If no description has received the latest error, a new description still receives it.
         let told = match self.is_error_seen {
             true => self.error,
             false => 0,
@@ -135,14 +135,14 @@ impl SimulatedDisk {
         self.opened
     }
 
-    /// Keeps a description open for a ring or a request.
+    /// Keeps a description open, for a ring or a request.
     pub(super) fn hold(&mut self, open: u64) {
         if let Some(description) = self.descriptions.get_mut(&open) {
             description.holders += 1;
         }
     }
 
-    /// Releases a description that was kept open for a ring or a request.
+    /// Ends [`Self::hold`], and closes the description if nothing else keeps it open.
     pub(super) fn release(&mut self, open: u64) {
         if let Some(description) = self.descriptions.get_mut(&open) {
             description.holders -= 1;
@@ -180,7 +180,7 @@ impl SimulatedDisk {
         })
     }
 
-    /// Takes a lock, if it is free.
+    /// Takes a lock if no other description has a conflicting one. Returns whether the lock was taken.
     pub(super) fn lock(&mut self, open: u64, is_exclusive: bool, start: u64, end: u64) -> bool {
         let is_free = !self.is_locked(open, is_exclusive, start, end);
         if is_free {
@@ -290,7 +290,7 @@ impl SimulatedDisk {
         }
     }
 
-    /// Reports the last write-back error to a description that has not received it yet.
+    /// Reports the latest write-back error, if the description has not received it yet.
     pub(super) fn report_error(&mut self, open: u64) -> Result<(), i32> {
         let Some(description) = self.descriptions.get_mut(&open) else {
             return Ok(());
@@ -304,7 +304,7 @@ impl SimulatedDisk {
         Err(libc::EIO)
     }
 
-    /// Makes a range durable, and with it the whole volatile cache of the device.
+    /// Makes a range durable, and with the range the whole volatile cache of the device.
     pub(super) fn sync(&mut self, open: u64, offset: usize, len: usize) -> Result<(), i32> {
         self.write_back(offset, len);
         let told = self.report_error(open);
@@ -318,7 +318,7 @@ impl SimulatedDisk {
         told
     }
 
-    /// Simulates a crash of the machine.
+    /// Simulates a crash of the machine, after which only the stable media have content.
     pub(super) fn crash(&mut self) {
         for (number, page) in std::mem::take(&mut self.cache) {
             if page.is_dirty && happens(2) {
@@ -350,7 +350,7 @@ impl SimulatedDisk {
     }
 }
 
-/// Splits a range at page boundaries, into offset and length of each part.
+/// Splits a range at page boundaries. Returns the offset and length of each part.
 fn pages(offset: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
     let end = offset + len;
     let mut at = offset;

@@ -1,4 +1,5 @@
-//! The file store's interface to the kernel: files, locks and io_uring. With `cfg(simulation)`, a simulated disk replaces them.
+//! The file store's interface to the kernel: files, locks and io_uring. With `cfg(simulation)`, a simulated disk replaces all
+//! three.
 
 #[cfg(simulation)]
 mod disk;
@@ -31,13 +32,13 @@ pub(super) struct OpenedFile {
     pub(super) backing_id: BackingId,
     pub(super) file: File,
     pub(super) bytes: u64,
-    /// True for a regular file, which others can truncate. False for a block device.
+    /// True for a regular file, which other processes can truncate. False for a block device.
     pub(super) is_regular: bool,
-    /// True for a file of tmpfs or hugetlbfs, which exists in the page cache only.
+    /// True for a file on tmpfs or hugetlbfs, which exists in the page cache only.
     pub(super) is_in_memory: bool,
-    /// Required alignment for direct I/O; `None` if it is not supported.
+    /// Alignment that direct I/O requires; `None` if the file does not support direct I/O.
     pub(super) direct: Option<DirectAlignment>,
-    /// True if ranges can be deallocated and then read as zeroes.
+    /// True if ranges can be deallocated, after which they read as zeroes.
     pub(super) can_punch_holes: bool,
     /// True if an access may make the kernel wait for another process or host.
     pub(super) may_block: bool,

@@ -36,7 +36,7 @@ use nvme_mpt_paths::{FileId, PathEntry};
 /// # Errors
 /// Returns the kernel's error, or `InvalidInput` if the path is neither a file nor a block device.
 pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
-    // A symbolic link of one user could lead to the file of another.
+    // Walks the path safely, since a symbolic link of one user could lead to another user's file.
     let entry = PathEntry::find(path)?;
     let path = entry.path().to_owned();
     let kind = path.symlink_metadata()?.file_type();
@@ -47,7 +47,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     let origin = BackingId::from_path(&path)?;
     let mut options = OpenOptions::new();
     options.read(true).write(true);
-    // An exclusive open fails if a block device is mounted or otherwise in use.
+    // An exclusive open of a block device fails if the device is mounted or otherwise in use.
     let exclusive = if kind.is_block_device() {
         libc::O_EXCL
     } else {
@@ -70,7 +70,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     };
     let punches_holes = can_deallocate(&file, kind, bytes)?;
     let may_block = may_block(&file, kind);
-    // Fail now instead of when a guest creates its first queue.
+    // Checks here that io_uring works. Otherwise, the error would occur when a guest creates its first queue.
     Uring::new(1).map_err(|error| {
         let what = format!("io_uring cannot be used (is kernel.io_uring_disabled 0?): {error}");
         io::Error::new(error.kind(), what)
@@ -88,7 +88,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     })
 }
 
-/// Duplicates the descriptor of a file, to pass it to another process.
+/// Duplicates a file's descriptor, so that it can be passed to another process.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -99,12 +99,12 @@ pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
 /// Converts a descriptor to a file.
 ///
 /// # Errors
-/// Never fails. The simulated counterpart can fail.
+/// Never fails. The function of the simulated kernel can fail.
 pub(in crate::file) fn from_descriptor(descriptor: OwnedFd) -> io::Result<File> {
     Ok(descriptor.into())
 }
 
-/// Maps a whole file in memory.
+/// Maps all bytes of a file.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -128,18 +128,18 @@ impl std::fmt::Debug for Uring {
     }
 }
 
-/// Maximum number of io_uring worker threads per poller thread, for blocking requests. It is larger than the number of queues
-/// that sync at the same time, so that the syncs of one guest do not delay the requests of another.
+/// Maximum number of io_uring worker threads for each poller thread, for requests that block. It exceeds the number of queues
+/// that sync at a time, so that the syncs of one guest do not delay the requests of another guest.
 const WORKERS: u32 = 256;
 
-/// Value that leaves the maximum number of workers for requests on other descriptors than files unchanged.
+/// Value that leaves the maximum number of workers unchanged for requests on descriptors that are no files.
 const UNCHANGED: u32 = 0;
 
 impl Uring {
     pub(in crate::file) fn new(entries: u32) -> io::Result<Self> {
         let ring = IoUring::new(entries)?;
-        // By default, a thread has as many workers for all its rings as its first ring has entries. Kernels before 5.15 cannot
-        // set the limit.
+        // By default, the first ring of a thread determines the number of workers for all rings of the thread: as many as the
+        // ring has entries. Kernels before 5.15 cannot set the limit.
         let mut most = [WORKERS, UNCHANGED];
         if let Err(error) = ring.submitter().register_iowq_max_workers(&mut most) {
             log::debug!("Cannot set the number of workers of an io_uring: {error}");
@@ -151,8 +151,8 @@ impl Uring {
         })
     }
 
-    /// Keeps files open until the last request has ended, even if this process ends earlier. VMs whose memory the requests
-    /// access also regard the process as present until then ([`activity_ticks`]).
+    /// Keeps files open until the last request of the ring has ended, even if this process ends earlier. Until then, VMs whose
+    /// memory the requests access also regard the process as present ([`process_liveness`]).
     pub(in crate::file) fn keep_open<'a>(
         &self,
         files: impl Iterator<Item = &'a File>,
@@ -168,7 +168,7 @@ impl Uring {
     }
 
     /// # Safety
-    /// As of [`FileIoRing::prepare`].
+    /// See [`FileIoRing::prepare`].
     unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
         // SAFETY: the buffers live long enough by this function's contract.
         if unsafe { self.ring.submission().push(entry) }.is_err() {
@@ -233,7 +233,7 @@ impl FileIoRing for Uring {
     fn submit(&mut self) {
         let waiting = self.ring.submission().len();
         if waiting > 0 {
-            // EAGAIN, EBUSY and EINTR leave the requests in the ring.
+            // After EAGAIN, EBUSY and EINTR, the requests stay in the ring for the next call.
             let taken = self.ring.submit().unwrap_or(0);
             self.has_unsubmitted = taken < waiting;
         }
@@ -283,7 +283,7 @@ impl FileIoRing for Uring {
 
 const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
-/// Zeroes a range without extending the file.
+/// Mode of `fallocate` that zeroes a range without extending the file.
 const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
 fn fallocate(fd: RawFd, offset: u64, len: u64, mode: i32) -> squeue::Entry {
@@ -293,7 +293,7 @@ fn fallocate(fd: RawFd, offset: u64, len: u64, mode: i32) -> squeue::Entry {
         .build()
 }
 
-/// Returns the alignment that direct I/O requires, or `None` if the file does not support direct I/O.
+/// Returns the alignment that direct I/O requires; `None` if the file does not support direct I/O.
 fn direct_alignment(file: &File) -> Option<DirectAlignment> {
     // SAFETY: statx is a plain structure that the call fills, and the path is a C string.
     let stat = unsafe {
@@ -306,7 +306,7 @@ fn direct_alignment(file: &File) -> Option<DirectAlignment> {
         stat
     };
     if stat.stx_mask & libc::STATX_DIOALIGN == 0 {
-        // The kernel does not report the alignment. 4 KiB suits every file system and device.
+        // This kernel does not report the alignment. An alignment of 4 KiB suits every file system and device.
         return Some(DirectAlignment {
             memory: 4096,
             offset: 4096,
@@ -317,8 +317,8 @@ fn direct_alignment(file: &File) -> Option<DirectAlignment> {
     (memory > 0 && offset > 0).then_some(DirectAlignment { memory, offset })
 }
 
-/// Returns a write-back error that this open file description has not received yet. Does not block, because the probed offset
-/// has no pages.
+/// Returns a write-back error that this open file description has not received yet. Does not block, because the file has no
+/// pages at the offset of the call.
 pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
     const BEYOND: libc::off64_t = i64::MAX - 4095;
     // SAFETY: the call takes numbers alone.
@@ -336,14 +336,14 @@ pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns the offset of the first data at or after `offset`, or `None` if only a hole follows. A file system without holes
-/// reports data everywhere.
+/// Returns the offset of the first data at or after `offset`; `None` if the file has only a hole there. A file system without
+/// holes reports data everywhere.
 ///
 /// # Errors
 /// Returns the kernel's error.
 pub(in crate::file) fn next_data(file: &File, offset: u64) -> io::Result<Option<u64>> {
     let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
-    // SAFETY: the call takes numbers alone. It moves the position of the description, which nothing uses.
+    // SAFETY: the call takes numbers alone. It moves the position of the description, which no other code uses.
     let data = unsafe { libc::lseek(file.as_raw_fd(), offset, libc::SEEK_DATA) };
     if let Ok(data) = u64::try_from(data) {
         return Ok(Some(data));
@@ -355,8 +355,8 @@ pub(in crate::file) fn next_data(file: &File, offset: u64) -> io::Result<Option<
     }
 }
 
-/// Returns the first extents of a range of the file, `most` at most, as start and end. They include allocated extents that were
-/// never written. The call may block on the file system.
+/// Returns the first extents of a range of the file, at most `most`, as start and end. These include extents that were
+/// allocated and never written. The call may block on the file system.
 ///
 /// # Errors
 /// Returns the kernel's error. Only local file systems report extents.
@@ -385,7 +385,7 @@ pub(in crate::file) fn extents(
     Ok(ends.collect())
 }
 
-/// Returns extents like [`extents`], for a file in memory.
+/// Returns extents like [`extents`], for a file in memory, whose file system does not report them.
 fn data_extents(file: &File, start: u64, end: u64, most: usize) -> io::Result<Vec<(u64, u64)>> {
     let (mut at, mut found) = (start, Vec::new());
     while found.len() < most
@@ -403,7 +403,7 @@ fn data_extents(file: &File, start: u64, end: u64, most: usize) -> io::Result<Ve
     Ok(found)
 }
 
-/// Capacity of a map in extents.
+/// Maximum number of extents that an [`ExtentMap`] holds.
 const EXTENTS_MAX: usize = 64;
 
 /// `_IOWR('f', 11, struct fiemap)` of linux/fs.h.
@@ -449,7 +449,7 @@ struct MappedExtent {
 
 const _: () = assert!(size_of::<ExtentMap>() == 32 + 56 * EXTENTS_MAX);
 
-/// Returns whether ranges of the file can be deallocated. To find out, tries to deallocate a range beyond the end of the file.
+/// Returns whether ranges of the file can be deallocated, by an attempt to deallocate a range beyond the end of the file.
 fn can_punch_holes(file: &File, bytes: u64) -> bool {
     let Ok(offset) = libc::off_t::try_from(bytes) else {
         return false;
@@ -464,14 +464,14 @@ fn can_deallocate(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
     if kind.is_file() {
         return Ok(can_punch_holes(file, bytes));
     }
-    // A device that cannot write zeroes does not deallocate: the content of its discarded blocks is undefined.
+    // A device that cannot write zeroes does not deallocate, since its discarded blocks would have undefined content.
     let device = file.metadata()?.rdev();
     let folder = format!(
         "/sys/dev/block/{}:{}",
         libc::major(device),
         libc::minor(device)
     );
-    // A partition has the queue of its whole device.
+    // A partition has no request queue of its own, so the device's queue counts.
     let limit = ["queue", "../queue"].iter().find_map(|queue| {
         let path = format!("{folder}/{queue}/write_zeroes_max_bytes");
         std::fs::read_to_string(path).ok()
@@ -481,8 +481,8 @@ fn can_deallocate(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
 }
 
 /// Returns whether the kernel may wait for another process or host when it accesses a file, or the file below a loop device.
-/// For such files, io_uring blocks the submitting thread: FUSE and NFS have no non-blocking transfers, and a loop device passes
-/// them on in the submitting thread (Linux 6.18).
+/// For such files, io_uring blocks the submitting thread: FUSE and NFS have no non-blocking transfers, and a loop device
+/// forwards its transfers in the submitting thread (Linux 6.18).
 fn may_block(file: &File, kind: FileType) -> bool {
     if kind.is_file() {
         return file_system_type(file.as_fd()).is_some_and(|name| is_remote_file_system(&name));
@@ -491,7 +491,7 @@ fn may_block(file: &File, kind: FileType) -> bool {
         let device = metadata.rdev();
         let (major, minor) = (libc::major(device), libc::minor(device));
         let folder = format!("/sys/dev/block/{major}:{minor}");
-        // A partition has the file of its whole device.
+        // A partition has no backing file of its own, so the loop device's file counts.
         let mut places = ["loop", "../loop"].iter();
         places.find_map(|place| std::fs::read(format!("{folder}/{place}/backing_file")).ok())
     });
@@ -503,12 +503,12 @@ fn may_block(file: &File, kind: FileType) -> bool {
         .read(true)
         .custom_flags(libc::O_PATH)
         .open(path);
-    // Assume the worst if the file cannot be opened here.
+    // If the file below cannot be opened here, its file system is unknown, and the kernel may wait.
     let name = opened.ok().and_then(|file| file_system_type(file.as_fd()));
     name.is_none_or(|name| is_remote_file_system(&name))
 }
 
-/// Returns whether a file system depends on another process or host. `file_system` is its name as in mount(8).
+/// Returns whether a file system depends on another process or host. `file_system` is the type as in mount(8).
 fn is_remote_file_system(file_system: &str) -> bool {
     let name = file_system.split('.').next().unwrap_or_default();
     matches!(
@@ -536,7 +536,7 @@ fn is_remote_file_system(file_system: &str) -> bool {
     )
 }
 
-/// Opens the file below a loop device for locking.
+/// Opens the file below a loop device, for locks on its bytes.
 pub(in crate::file) fn lock_backing_file(below: &BackingFile) -> Result<FileRangeLock, String> {
     let file = OpenOptions::new().read(true).write(true).open(&below.path);
     let opened = file.and_then(|file| match below.is_same_file(&file)? {

@@ -1,10 +1,10 @@
 //! Files on a simulated disk, and a simulated io_uring.
 //!
-//! A request first takes effect and completes later. An actor, [`run`], performs these steps of all requests, in any order.
-//! When a process dies, each of its requests is cancelled or takes effect later. Until then, the files and locks of the process
-//! stay open.
+//! A request takes effect first, and completes afterwards. The actor [`run`] performs both steps of all requests, in any order.
+//! When a process dies, each of its requests is cancelled, or takes effect afterwards. Until then, the process's files and
+//! locks stay open.
 //!
-//! The kernel reports an error to a description once. A process may die before it has recorded the error.
+//! The kernel reports an error once to a description. A process may die between this report and its own record of the error.
 #![expect(
     unsafe_code,
     reason = "copies from and to memory that requests name, as the kernel does"
@@ -41,13 +41,13 @@ pub use super::disk::DiskModelParameters;
 /// Time for which a process waits for a range that another process has locked.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time between two write-backs of pages that no sync has requested.
+/// Maximum time between two write-backs of random pages, which no sync has requested.
 const WRITE_BACK: Duration = Duration::from_millis(2);
 
-/// Durations for which a kernel worker is preempted after a request took effect, in nanoseconds as powers of two.
+/// Times for which a kernel worker is preempted after a request took effect, in nanoseconds as base-2 logarithms.
 const PREEMPTION_BITS: Range<u64> = 14..21;
 
-/// Maximum duration of a request that is held until it is cancelled.
+/// Maximum duration of a request that is held and not cancelled.
 const HOLD_TIME_MAX: Duration = Duration::from_secs(14);
 
 thread_local! {
@@ -67,11 +67,11 @@ struct SimulatedKernel {
     made: u64,
     /// Time until which the disk is paused.
     paused_until: Duration,
-    /// Time that a submission call blocks in the kernel.
+    /// Time for which each submission call blocks in the kernel.
     submission: Duration,
 }
 
-/// The kernel's state of a ring.
+/// A ring, as the kernel has it.
 #[derive(Debug)]
 struct SimulatedRing {
     process: u64,
@@ -95,7 +95,7 @@ enum SimulatedOperation {
     Cancel(u64),
 }
 
-/// A request that the kernel has.
+/// A request that a process has submitted.
 #[derive(Clone, Debug)]
 struct SimulatedRequest {
     ring: u64,
@@ -103,13 +103,13 @@ struct SimulatedRequest {
     open: u64,
     offset: u64,
     operation: SimulatedOperation,
-    /// Time when the request takes effect; after that, the time when it completes.
+    /// Time when the request takes effect. After this, the time when it completes.
     due: Duration,
     is_kept: bool,
     result: Option<Result<usize, i32>>,
 }
 
-/// Starts with a file of `bytes` zeroes, on a disk that holds at most `keeps` requests for a long time.
+/// Starts a machine with a file of `bytes` zeroes, on a disk that holds at most `keeps` requests for many seconds.
 pub fn format(bytes: u64, habits: DiskModelParameters, keeps: u64) {
     with(|kernel| {
         *kernel = SimulatedKernel {
@@ -119,7 +119,7 @@ pub fn format(bytes: u64, habits: DiskModelParameters, keeps: u64) {
     });
 }
 
-/// Crashes the machine. All processes must have ended before.
+/// Crashes the machine. All processes must have ended before the call.
 pub fn crash() {
     with(|kernel| {
         kernel.requests.clear();
@@ -128,7 +128,7 @@ pub fn crash() {
     });
 }
 
-/// Closes everything that a process has open. Requests of its rings are cancelled or take effect later.
+/// Closes the files, locks and rings of a process. Requests of its rings are cancelled, or take effect afterwards.
 pub fn end_process(process: u64) {
     with(|kernel| {
         let rings = kernel.rings.iter_mut();
@@ -194,13 +194,13 @@ fn into_io_result(result: Result<(), i32>) -> io::Result<()> {
     result.map_err(io::Error::from_raw_os_error)
 }
 
-/// Waits until the disk is not paused.
+/// Waits while the disk is paused.
 fn await_disk() {
     let until = with(|kernel| kernel.paused_until);
     block(until.saturating_sub(now()));
 }
 
-/// Executes requests and writes pages back, until the simulation is over.
+/// Executes requests and writes pages back until the simulation ends.
 pub fn run(is_over: &AtomicBool) {
     let mut write_back = now();
     while !is_over.load(Ordering::Relaxed) {
@@ -243,11 +243,11 @@ fn execute_step() {
                 let result = kernel.take_effect(&asked);
                 let tells = kernel.disk.reported_errors > before;
                 let mut after = kernel.time();
-                // Lets other syncs on the same description run meanwhile: no error is left for them.
+                // Lets other syncs on this description run meanwhile. They find no error, since this sync has received it.
                 if tells {
                     after += preemption_time();
                 }
-                // The request is still at this index: only a cancellation can have changed it.
+                // The request is still at this index, since only a cancellation could have changed the request.
                 let asked = &mut kernel.requests[index];
                 asked.result = Some(result);
                 asked.due = now() + after;
@@ -290,13 +290,13 @@ impl SimulatedKernel {
         self.requests.iter().map(|asked| asked.due).min()
     }
 
-    /// Returns the duration of one step of a request.
+    /// Returns a random duration of one step of a request.
     fn time(&self) -> Duration {
         let bits = random() % (self.disk.parameters.time_bits + 1);
         Duration::from_nanos(random() % (2 << bits))
     }
 
-    /// Closes files that the rings of ended processes keep open, when a ring has no more requests.
+    /// Closes files that rings of ended processes keep open, for rings without further requests.
     fn close_ended_rings(&mut self) {
         let Self {
             disk,
@@ -313,7 +313,7 @@ impl SimulatedKernel {
         });
     }
 
-    /// Makes a request take effect and returns its result.
+    /// Makes a request take effect. Returns its result.
     fn take_effect(&mut self, asked: &SimulatedRequest) -> Result<usize, i32> {
         let offset = asked.offset as usize;
         let habits = self.disk.parameters;
@@ -333,7 +333,8 @@ impl SimulatedKernel {
             }
             SimulatedOperation::Write { from, is_durable } => {
                 let mut bytes = gather(from);
-                // With direct I/O, a write shorter than a block would mean a truncated file.
+                // With direct I/O, a short write ends at a block boundary. A write that ends within a block would mean a
+                // truncated file.
                 let unit = if habits.is_direct { PAGE } else { SECTOR };
                 bytes.truncate(self.moved(from, unit));
                 self.disk.write(offset, &bytes);
@@ -345,7 +346,7 @@ impl SimulatedKernel {
             SimulatedOperation::Sync => {
                 let all = self.disk.bytes() as usize;
                 if is_interrupted {
-                    // The sync may have written pages back and consumed errors.
+                    // An interrupted sync may have written pages back, and may have consumed the error of its description.
                     if happens(2) {
                         self.disk.write_back(0, all);
                         let _told = self.disk.report_error(asked.open);
@@ -371,7 +372,7 @@ impl SimulatedKernel {
         }
     }
 
-    /// Refuses all cancellations, because the disk is paused.
+    /// Refuses all requests for cancellation, because the disk is paused.
     fn refuse_cancellations(&mut self) {
         let (refused, others) = std::mem::take(&mut self.requests)
             .into_iter()
@@ -392,7 +393,7 @@ impl SimulatedKernel {
         }
     }
 
-    /// Returns the number of bytes that a transfer moves. A short transfer moves whole units only.
+    /// Returns the number of bytes that a transfer moves. A short transfer moves whole units of `unit` bytes.
     fn moved(&self, parts: &[(usize, usize)], unit: usize) -> usize {
         let len: usize = parts.iter().map(|(_, len)| len).sum();
         let units = len / unit;
@@ -421,8 +422,8 @@ fn gather(parts: &[(usize, usize)]) -> Vec<u8> {
         let source = std::ptr::with_exposed_provenance::<u8>(*address);
         let start = bytes.len();
         bytes.resize(start + len, 0);
-        // SAFETY: the part stays mapped until the completion is taken, by the contract of `Ring::prepare`, and after
-        // its process died, as what a dead process has is never unmapped.
+        // SAFETY: the contract of `FileIoRing::prepare` keeps the part mapped until the completion is taken. Memory of a dead
+        // process is never unmapped here.
         unsafe { std::ptr::copy(source, bytes[start..].as_mut_ptr(), *len) };
     }
     bytes
@@ -433,12 +434,12 @@ fn scatter(mut bytes: &[u8], parts: &[(usize, usize)]) {
         let (part, rest) = bytes.split_at(bytes.len().min(*len));
         bytes = rest;
         let target = std::ptr::with_exposed_provenance_mut::<u8>(*address);
-        // SAFETY: as in `gather`; a request that reads may write to its memory.
+        // SAFETY: as in `gather`; a request that reads may write to the memory that it names.
         unsafe { std::ptr::copy(part.as_ptr(), target, part.len()) };
     }
 }
 
-/// Counterpart of [`std::fs::File`]: an open description of the file.
+/// Counterpart of [`std::fs::File`]: an open file description of the simulated file.
 #[derive(Debug)]
 pub struct File {
     open: u64,
@@ -478,13 +479,13 @@ impl AsRawFd for File {
 
 impl Drop for File {
     fn drop(&mut self) {
-        // The thread-local kernel is gone if the thread is ending.
+        // If the thread is ending, its thread-local kernel no longer exists.
         let _ended = KERNEL.try_with(|kernel| kernel.borrow_mut().disk.close(self.open));
         acted();
     }
 }
 
-/// Counterpart of [`std::fs::Metadata`] with the size only.
+/// Counterpart of [`std::fs::Metadata`], with the file's size only.
 #[derive(Clone, Copy, Debug)]
 pub struct Metadata(u64);
 
@@ -495,11 +496,11 @@ impl Metadata {
     }
 }
 
-/// Counterpart of [`std::os::unix::fs::MetadataExt`], for the only file.
+/// Counterpart of [`std::os::unix::fs::MetadataExt`], for the simulated file.
 pub(in crate::file) trait MetadataExt {
-    /// Returns the device.
+    /// Returns the file's device number.
     fn dev(&self) -> u64;
-    /// Returns the inode.
+    /// Returns the file's inode number.
     fn ino(&self) -> u64;
 }
 
@@ -523,18 +524,18 @@ pub(in crate::file) fn metadata(_: &Path) -> io::Result<Metadata> {
 pub(in crate::file) struct BackingId(DriveIdentity);
 
 impl BackingId {
-    /// Returns the identity of the stored bytes.
+    /// Returns the identity of the file's bytes.
     pub(in crate::file) fn identity(&self) -> &DriveIdentity {
         &self.0
     }
 
-    /// Returns the files below a loop device: always none.
+    /// Returns the files below a loop device: none, as no loop device is simulated.
     pub(in crate::file) const fn files(&self) -> &[BackingFile] {
         &[]
     }
 }
 
-/// Opens the file.
+/// Opens the simulated file.
 pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     let file = File::open();
     let habits = with(|kernel| kernel.disk.parameters);
@@ -554,27 +555,26 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     })
 }
 
-/// Opens the file again, for a separate description.
+/// Opens the simulated file again, as a separate file description.
 pub(in crate::file) fn reopen(_: &File, _: Option<&Path>, _: i32) -> io::Result<File> {
     Ok(File::open())
 }
 
-/// Opens the file again, like `reopen`.
+/// Opens the simulated file again, like [`reopen`].
 pub(in crate::file) fn reopen_read_only(_: &File, _: Option<&Path>) -> io::Result<File> {
     Ok(File::open())
 }
 
-/// Identity of the only file.
+/// Identity of the simulated file.
 #[derive(Debug, PartialEq, Eq)]
 pub(in crate::file) struct OpenFileIdentity;
 
-/// Returns the identity of an open file.
+/// Returns the identity of an open file. All simulated files are one file.
 pub(in crate::file) const fn file_identity(_: &File) -> io::Result<OpenFileIdentity> {
     Ok(OpenFileIdentity)
 }
 
-/// Returns a descriptor through which another process can take over the description. The file description stays open until
-/// then.
+/// Returns a descriptor by which another process gets the file description. Until then, the description stays open.
 pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
     let descriptor = memfd(c"simulated-file", 0)?;
     std::fs::File::from(descriptor.try_clone()?).write_all_at(&file.open.to_le_bytes(), 0)?;
@@ -582,7 +582,7 @@ pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
     Ok(descriptor)
 }
 
-/// Returns the open description of a descriptor.
+/// Returns the open file description of a descriptor.
 pub(in crate::file) fn from_descriptor(descriptor: OwnedFd) -> io::Result<File> {
     let mut open = [0; 8];
     std::fs::File::from(descriptor).read_exact_at(&mut open, 0)?;
@@ -590,17 +590,17 @@ pub(in crate::file) fn from_descriptor(descriptor: OwnedFd) -> io::Result<File> 
     Ok(File { open })
 }
 
-/// Fails, because no simulated file is in memory.
+/// Fails, because no file is in memory.
 pub(in crate::file) fn map(_: &File, _: usize) -> io::Result<Mapping> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-/// Returns the offset itself: a simulated disk has data everywhere.
+/// Returns the offset itself, because a simulated disk has data everywhere.
 pub(in crate::file) fn next_data(_: &File, offset: u64) -> io::Result<Option<u64>> {
     Ok(Some(offset))
 }
 
-/// Fails, because a simulation has no surveys.
+/// Fails, because no surveys are simulated.
 pub(in crate::file) fn extents(_: &File, _: u64, _: u64, _: usize) -> io::Result<Vec<(u64, u64)>> {
     Err(io::ErrorKind::Unsupported.into())
 }
@@ -784,8 +784,8 @@ impl FileIoRing for Uring {
             }
         };
         self.push(tag, fd, offset, what);
-        // A request in a worker thread may block, so it is never held. A held request that blocks others would make pollers
-        // poll millions of times.
+        // A request in a worker thread may block, so it is never held for long. A held request on which other requests depend
+        // would make pollers poll millions of times.
         if let (RequestIssueMode::Inline, Some(asked)) = (manner, self.prepared.last_mut()) {
             asked.is_kept = with(|kernel| {
                 let disk = &mut kernel.disk;
@@ -848,7 +848,7 @@ impl FileIoRing for Uring {
             Some((ended, state.completions.is_empty()))
         })?;
         if is_last {
-            // Like the kernel's event, this one is readable only while completions are available.
+            // The kernel's event is readable only while completions are available, so this event must be as well.
             let _empty = self.event.read();
         }
         self.in_flight -= 1;

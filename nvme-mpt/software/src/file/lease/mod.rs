@@ -1,16 +1,16 @@
-//! The file of a drive, opened for one lease.
+//! A drive's file, opened for one lease.
 //!
-//! The kernel reports a failed write-back once to each open file description (Linux, `lib/errseq.c`). Each lease therefore
-//! opens its own descriptions, so that a Flush of one lease cannot consume an error that concerns another. The data stays lost
-//! after the report, so the lease remembers the error until its VMM connects again.
+//! The kernel reports a failed write-back once to each open file description (Linux, `lib/errseq.c`). So each lease opens
+//! descriptions of its own, so that a Flush of one lease cannot consume an error that another lease has to receive. The data
+//! stays lost after the report, so the lease remembers the error until its VMM connects again.
 //!
-//! All queues of a lease share its descriptions for I/O. If two Flushes ran concurrently, one could receive the error while the
-//! other reports success. So each queue also has its own descriptions, a *witness* ([`WriteErrorProbe`]), which it checks at
-//! the end of each Flush and of each write with FUA.
+//! All queues of a lease share its descriptions for I/O. If two Flushes ran concurrently, one Flush could receive the error
+//! while the other Flush succeeds. So each queue also has descriptions of its own, a *probe* ([`WriteErrorProbe`]), which the
+//! queue checks at the end of each Flush and of each write with FUA.
 //!
-//! If a process is killed, it may have received an error without recording it. So the supervisor process may hold a *spare*
-//! witness of the lease, which no Flush checks. The spare witness is checked when a successor process continues the lease, and
-//! when a VMM connects.
+//! A killed process may have received an error without recording it. So the supervisor process can hold a *spare probe* of the
+//! lease, which no Flush checks. The spare probe is checked when a successor process continues the lease, and when a VMM
+//! connects.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -37,7 +37,7 @@ use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::status::Status;
 
-/// Open file descriptions on which only write-back errors are received (a *witness*). One thread at a time may check a witness.
+/// Probe for write-back errors: open file descriptions without any other use. Only one thread at a time may check a probe.
 #[derive(Debug)]
 pub(super) struct WriteErrorProbe {
     file: File,
@@ -53,7 +53,7 @@ impl WriteErrorProbe {
         })
     }
 
-    /// Opens a read-only witness, for a process that does not use the files otherwise.
+    /// Opens a read-only probe, for a process that only holds the descriptors.
     fn open_spare(shared: &SharedFile) -> io::Result<Self> {
         let companion = shared.companion.get();
         Ok(Self {
@@ -64,7 +64,7 @@ impl WriteErrorProbe {
         })
     }
 
-    /// Creates a witness from file descriptions in any order. Returns `None` if they do not match the drive's files.
+    /// Creates a probe from file descriptions in any order; `None` if they are not those of the drive's files.
     fn from_files(mut descriptions: Vec<File>, shared: &SharedFile) -> io::Result<Option<Self>> {
         let mut take = |wanted: &File| {
             let wanted = file_identity(wanted)?;
@@ -85,16 +85,16 @@ impl WriteErrorProbe {
             .map(|file| Self { file, companion }))
     }
 
-    /// Returns duplicates of the descriptors.
+    /// Returns duplicates of the probe's descriptors.
     fn duplicate_fds(&self) -> io::Result<Vec<OwnedFd>> {
         let files = [Some(&self.file), self.companion.as_ref()];
         files.into_iter().flatten().map(to_descriptor).collect()
     }
 
-    /// Returns a write-back error that occurred since the last check. Does not block.
+    /// Returns a write-back error that occurred since the last check of the probe. Does not block.
     fn check(&self) -> io::Result<()> {
         let files = [Some(&self.file), self.companion.as_ref()];
-        // Check all files, so that no old error remains for the next check.
+        // Checks all files even after an error, so that no old error is left for the next check.
         let asked = files.map(|file| file.map_or(Ok(()), write_back_error));
         probe_result(asked.into_iter().collect())
     }
@@ -104,34 +104,34 @@ impl WriteErrorProbe {
 #[derive(Debug)]
 pub(crate) struct LeasedFile {
     pub(super) shared: Arc<SharedFile>,
-    /// Name of the lease in log messages.
+    /// Lease name in log messages.
     name: String,
-    /// Offset on the drive after the lease's last byte.
+    /// Offset on the drive at which the lease's last extent ends.
     end: AtomicU64,
     pub(super) claims: LeaseChangeClaims,
     buffered: File,
-    /// File description for data transfers, if these need other open flags than `buffered` has.
+    /// File description for data transfers; `None` if transfers use `buffered`, because they need no other open flags.
     data: Option<File>,
-    /// The lease's own file description of the companion file, which is synced together with the data.
+    /// The lease's own file description of the companion file, which is synced after the data.
     companion: Option<File>,
-    /// Witness for errors from before a queue opened its own witness. The lock is held until a reported error is recorded.
+    /// Probe for errors from before a queue opened its own probe. The lock is held until a reported error is recorded.
     probe: Mutex<WriteErrorProbe>,
-    /// Witness of which the supervisor process holds duplicates.
+    /// Spare probe, of which the supervisor process holds duplicates.
     spare_probe: Mutex<Option<WriteErrorProbe>>,
     has_lost_writes: AtomicBool,
-    /// True if the lease continues after another process, so that some of the VMM's writes are older than this process.
+    /// True if another process had the lease before, so that some of the VMM's writes are older than this process.
     is_continued: AtomicBool,
-    /// Copy of `has_lost_writes` that a successor process can read.
+    /// Copy of `has_lost_writes` for a successor process.
     record: OnceLock<LeaseWriteErrorRecord>,
-    /// Held while `has_lost_writes` is copied to `record`, so that the newest value is copied last.
+    /// Held while `has_lost_writes` is copied to `record`, so that the newest value is the last one copied.
     record_lock: Mutex<()>,
     events: Mutex<Weak<EventQueue>>,
-    /// Locks on the lease's bytes against other processes. They are held until the last queue has ended.
+    /// Locks of the lease's bytes against other processes, which are held until the last queue has ended.
     locks: Option<LeaseFileLocks>,
 }
 
 impl LeasedFile {
-    /// Releases the locks on the lease's bytes. No command may be in flight.
+    /// Releases the locks of the lease's bytes. No command may be in flight.
     pub(super) fn release_locks(&self) {
         if let Some(locks) = &self.locks {
             locks.release();
@@ -168,7 +168,7 @@ impl LeasedFile {
     /// Locks a range and adds it to the lease.
     ///
     /// # Errors
-    /// As [`LeaseFileLocks::add_range`].
+    /// Returns the errors of [`LeaseFileLocks::lock_range`].
     pub(super) fn add_range(&self, range: ByteRange) -> io::Result<()> {
         if let Some(locks) = &self.locks {
             locks.lock_range(range)?;
@@ -177,7 +177,7 @@ impl LeasedFile {
         Ok(())
     }
 
-    /// Returns the locks on the lease's bytes.
+    /// Returns the locks of the lease's bytes.
     pub(super) const fn locks(&self) -> Option<&LeaseFileLocks> {
         self.locks.as_ref()
     }
@@ -189,29 +189,29 @@ impl LeasedFile {
             .is_intact_until(self.end.load(Ordering::Relaxed))
     }
 
-    /// Opens a witness for a queue. Errors from before this call are reported by the lease's own witness.
+    /// Opens a probe for a queue. An error from before this call is recorded by a check of the lease's own probe.
     pub(super) fn open_probe(&self) -> io::Result<WriteErrorProbe> {
         let witness = WriteErrorProbe::open(&self.shared)?;
-        // Both witnesses report an error that occurs between the two calls.
+        // An error that occurs between the two calls is reported to both probes.
         self.check_own_probe();
         Ok(witness)
     }
 
-    /// Returns an error status if the witness reports lost writes. Called for a Flush, and for writes with FUA.
+    /// Checks a queue's probe. Returns an error status if writes were lost. Called at the end of a Flush or a write with FUA.
     pub(super) fn check_probe(&self, witness: &WriteErrorProbe) -> Result<(), Status> {
         witness
             .check()
             .map_err(|error| self.handle_write_error(&error))
     }
 
-    /// Checks the lease's own witness. If it reports a loss, checks the witnesses of the file's other leases, too.
+    /// Checks the lease's own probe. If writes were lost, makes the file's other leases check their probes.
     fn check_own_probe(&self) {
         if self.record_own_error() {
             self.check_other_leases();
         }
     }
 
-    /// Checks the lease's own witness, and records a loss. Returns whether a loss was reported.
+    /// Checks the lease's own probe, and records an error. Returns whether there was an error.
     fn record_own_error(&self) -> bool {
         let witness = self.probe.lock().unwrap_or_else(PoisonError::into_inner);
         let asked = witness.check();
@@ -220,21 +220,21 @@ impl LeasedFile {
             .is_err()
     }
 
-    /// Makes all leases of the file check their witnesses. Otherwise, if this process were killed before they flush, they would
-    /// never learn of the error: the kernel does not report it again to descriptions that a successor opens.
+    /// Makes all leases of the file check their probes now. A lease that only checks at its next flush could miss the error: if
+    /// this process is killed before that, the kernel does not report the error to the descriptions that a successor opens.
     fn check_other_leases(&self) {
-        // A lease that is opened concurrently either sees the count or is in the list.
+        // A lease that is being opened either sees the count, or is in the list of leases below.
         self.shared.write_errors.count_error();
         for lease in self.shared.damage_watch.leases() {
             lease.record_own_error();
-            // The witness of a continued lease may be younger than the kernel's report.
+            // The probe of a continued lease may have been opened after the kernel's report, so it cannot show the error.
             if lease.is_continued.load(Ordering::Relaxed) {
                 lease.record_shared_write_errors();
             }
         }
     }
 
-    /// Reports damage to `events` from now on.
+    /// Reports damage that occurs from now on to `events`.
     pub(crate) fn subscribe(&self, events: &Arc<EventQueue>) {
         *self.events.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(events);
     }
@@ -244,10 +244,10 @@ impl LeasedFile {
         self.has_lost_writes.load(Ordering::Relaxed)
     }
 
-    /// Stores in `record` whether writes were lost, now and at each change.
+    /// Copies to `record`, now and at each change, whether the lease has lost writes.
     pub(crate) fn set_write_error_record(&self, record: LeaseWriteErrorRecord) {
         record.set(self.has_lost_writes());
-        // A lease belongs to one function, which has one record.
+        // A lease belongs to one function, so there is only one record.
         let _ = self.record.set(record);
     }
 
@@ -266,8 +266,8 @@ impl LeasedFile {
         self.write_record(self.has_lost_writes());
     }
 
-    /// Opens a spare witness and returns duplicates of its descriptors. Returns an empty list for a file in memory, which is
-    /// never written back, and if closing the descriptors could block the supervisor process.
+    /// Opens a spare probe and returns duplicates of its descriptors. Returns an empty list for a file in memory, which is
+    /// never written back, and for a file whose closing could block the supervisor process.
     pub(crate) fn open_spare_fds(&self) -> io::Result<Vec<OwnedFd>> {
         if self.shared.is_in_memory || self.shared.may_block {
             return Ok(Vec::new());
@@ -278,7 +278,7 @@ impl LeasedFile {
         Ok(copies)
     }
 
-    /// Takes over the predecessor's spare witness. Returns whether its descriptors match the drive's files.
+    /// Adopts the predecessor's spare probe. Returns whether its descriptors are those of the drive's files.
     pub(crate) fn restore_spare_fds(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
         let spare: io::Result<_> = spare.into_iter().map(from_descriptor).collect();
         let found = WriteErrorProbe::from_files(spare?, &self.shared)?;
@@ -293,13 +293,14 @@ impl LeasedFile {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks the spare witness. If the predecessor was killed, the spare may have the only report of a loss.
+    /// Checks the spare probe, which may have the only report of an error after the predecessor was killed.
     fn check_spare_probe(&self) {
         let spare = self.lock_spare_probe();
         let Some(spare) = &*spare else {
             return;
         };
-        // The kernel reports an error once. Record a loss beforehand, so that a kill in between errs on the side of a loss.
+        // The check consumes the kernel's report. So record a loss before the check: if this process is killed in between, the
+        // record then shows a loss that may not exist, and never misses one.
         self.write_record(true);
         match spare.check() {
             Err(error) => self.record_write_error(&error),
@@ -307,7 +308,7 @@ impl LeasedFile {
         }
     }
 
-    /// Records that writes were lost before this process opened the lease. The kernel does not report such an error again.
+    /// Records that writes were lost before this process opened the lease, of which the kernel does not report the error again.
     pub(crate) fn record_earlier_write_errors(&self) {
         self.has_lost_writes.store(true, Ordering::Relaxed);
         error!(
@@ -319,9 +320,8 @@ impl LeasedFile {
         self.report_damage();
     }
 
-    /// Records losses that the spare witness reports, and losses that were reported to other leases of the file before this
-    /// process opened the lease. Called when the lease continues after another process, because its older writes may be among
-    /// the lost ones.
+    /// Records losses that the spare probe reports, and losses that other leases of the file received before this process
+    /// opened this lease. Called when this process continues the lease of another process, whose writes may be lost.
     pub(crate) fn restore_write_errors(&self) {
         self.is_continued.store(true, Ordering::Relaxed);
         self.check_spare_probe();
@@ -336,10 +336,10 @@ impl LeasedFile {
         }
     }
 
-    /// Clears the record of losses when a VMM connects, because its guest has not written anything yet.
+    /// Clears the record of lost writes when a VMM connects, because the VMM's guest has not written anything yet.
     pub(crate) fn clear_write_errors(&self) {
         let files = [Some(&self.buffered), self.companion.as_ref()];
-        // Consume errors that predate this VMM.
+        // Consume errors from before this VMM connected.
         for file in files.into_iter().chain([self.data.as_ref()]).flatten() {
             let _ = write_back_error(file);
         }
@@ -357,11 +357,12 @@ impl LeasedFile {
         }
     }
 
-    /// Records that the kernel could not write back data of completed writes. Returns the status for the command that received
-    /// this error.
+    /// Records that the kernel could not write back data of completed writes. Returns the status of the command that received
+    /// the error.
     pub(super) fn handle_write_error(&self, cause: &io::Error) -> Status {
         self.record_write_error(cause);
-        // Let other leases check their witnesses too. This witness does not report a failed flush of the device.
+        // Makes other leases check their probes, if this lease's own probe has the error. Probes do not report a failed flush
+        // of the device.
         self.check_own_probe();
         LOST_WRITES
     }
@@ -380,7 +381,7 @@ impl LeasedFile {
         }
     }
 
-    /// Reports new damage.
+    /// Makes the control thread check the lease's damage.
     pub(super) fn report_damage(&self) {
         let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(events) = events.upgrade() {
@@ -404,8 +405,8 @@ impl LeasedFile {
         }
     }
 
-    /// Refuses commands of a lease that has lost writes. Otherwise, a successful flush would promise lost data, and later
-    /// writes may depend on that data.
+    /// Refuses commands of a lease that has lost writes. A successful flush would promise lost data, and further writes may
+    /// depend on this data.
     #[inline]
     pub(super) fn check_command(&self, opcode: NvmOpcode) -> Result<(), Status> {
         if !self.has_lost_writes() {
@@ -418,13 +419,13 @@ impl LeasedFile {
         match opcode {
             NvmOpcode::READ | NvmOpcode::COMPARE | NvmOpcode::VERIFY => Ok(()),
             NvmOpcode::FLUSH => Err(LOST_WRITES),
-            // The lease is read-only (Base 2.0, Figure 207, Critical Warning, bit 3).
+            // The lease counts as read-only (Base 2.0, Figure 207, Critical Warning, bit 3).
             _ => Err(Status::WRITE_TO_READ_ONLY_RANGE.with_dnr(true)),
         }
     }
 
-    /// Returns the length in bytes of the hole at the start of a range. Returns 0 for a block device. Also returns 0 for a
-    /// truncated file, because its missing bytes are lost data, not zeroes.
+    /// Returns the length in bytes of the hole at the start of a range. Returns 0 for a block device, and for a truncated file,
+    /// whose missing bytes are lost data and not zeroes.
     pub(super) fn leading_hole_bytes(&self, range: ByteRange) -> u64 {
         let shared = &self.shared;
         shared.check_size();
@@ -441,7 +442,7 @@ impl LeasedFile {
                 return 0;
             }
         };
-        // Round down to whole blocks: a block that is partly data counts as data.
+        // Rounds down to whole blocks, since a block that is partly data counts as data.
         let end = (data - data % UNIT).clamp(range.start(), range.end());
         end - range.start()
     }
@@ -449,7 +450,7 @@ impl LeasedFile {
     /// Makes all written data durable.
     ///
     /// # Errors
-    /// Returns the error of `fdatasync`, or an error if writes were lost before.
+    /// Returns the error of `fdatasync`, or an error if the lease has lost writes.
     pub(crate) fn sync(&self) -> io::Result<()> {
         let files = [Some(&self.buffered), self.companion.as_ref()];
         let synced = files.map(|file| file.map_or(Ok(()), File::sync_data));
@@ -470,7 +471,7 @@ impl LeasedFile {
         self.data.as_ref().unwrap_or(&self.buffered).as_raw_fd()
     }
 
-    /// Returns the descriptor for all other operations: syncs, zeroing and deallocation.
+    /// Returns the descriptor for all operations except data transfers: syncs, zeroing and deallocation.
     pub(super) fn sync_fd(&self) -> RawFd {
         self.buffered.as_raw_fd()
     }
@@ -487,11 +488,11 @@ impl Drop for LeasedFile {
     }
 }
 
-/// Opens a description for data transfers. Returns `None` if data transfers can use the buffered description.
+/// Opens a file description for data transfers; returns `None` if transfers can use the buffered description.
 ///
 /// io_uring passes each request on a file in memory to a worker thread, because tmpfs does not promise to never block. With
-/// `O_NONBLOCK`, reads complete inline. Inline writes also need `O_DIRECT`, which tmpfs accepts since Linux 6.6 without any
-/// other effect.
+/// `O_NONBLOCK`, reads complete inline. Inline writes need `O_DIRECT` as well, which tmpfs accepts since Linux 6.6 without any
+/// further effect.
 fn open_data(shared: &SharedFile) -> io::Result<Option<File>> {
     let open = |flags| reopen(&shared.open_file, Some(&shared.path), flags);
     match shared.io_mode {
@@ -521,9 +522,9 @@ fn probe_result(result: io::Result<()>) -> io::Result<()> {
 
 #[cfg(test)]
 thread_local! {
-    /// Error that the next checked witness on this thread reports, in place of the kernel's answer.
+    /// Error that the next check of a probe on this thread reports, in place of the kernel's answer.
     static NEXT_PROBE_ERROR: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
-    /// Result of the next sync that ends on this thread, in place of the kernel's.
+    /// Error of the next sync that ends on this thread, in place of the kernel's result.
     static NEXT_SYNC_ERROR: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
 }
 

@@ -28,7 +28,7 @@ use nvme_spec::ids::{Lba, Nsid};
 use nvme_spec::nvm::{ReadWrite, WriteZeroes};
 use nvme_spec::sqe::Sqe;
 
-/// A queue over io_uring with a stopped clock, so that requests may take any time.
+/// A queue over io_uring, whose clock is stopped, so that the kernel may take any time for a request.
 type Queue = FileQueue<Uring, TestClock>;
 
 fn queue(lease: &Arc<LeasedFile>) -> Queue {
@@ -144,7 +144,7 @@ impl Log for Messages {
 
     fn log(&self, record: &Record<'_>) {
         let message = (record.level(), record.args().to_string());
-        // A thread that is ending stores no messages.
+        // A thread that is ending records no messages.
         let _ = LOGGED.try_with(|logged| logged.borrow_mut().push(message));
     }
 
@@ -153,7 +153,7 @@ impl Log for Messages {
 
 #[test]
 fn lost_writes_are_logged_once_with_their_lease_and_file() {
-    // This is the only test of the process that sets a logger.
+    // No other test of this process sets a logger.
     log::set_logger(&Messages).unwrap();
     log::set_max_level(LevelFilter::Info);
     let scene = Scene::new();
@@ -255,7 +255,7 @@ fn a_continued_lease_knows_earlier_losses() {
     assert!(!new.has_lost_writes());
 }
 
-/// Opens the file, as a keeper does.
+/// Opens the file as the supervisor process does.
 fn opened(file: &tempfile::NamedTempFile) -> OwnedFd {
     std::fs::File::open(file.path()).unwrap().into()
 }
@@ -270,7 +270,7 @@ fn a_continued_lease_asks_the_spare_witness_until_a_vmm_connects() {
     lease.restore_write_errors();
     assert!(lease.has_lost_writes());
     lease.sync().unwrap_err();
-    // The witness of the spare is asked first, and the error affects no function.
+    // The spare probe is checked first. Its error concerns only the VMM that was connected before.
     NEXT_PROBE_ERROR.set(Some(libc::EIO));
     lease.clear_write_errors();
     assert!(!lease.has_lost_writes());
@@ -337,7 +337,7 @@ fn a_sync_that_was_interrupted_hides_no_error() {
     }
 }
 
-/// The kernel reports a failed write-back to one request of a description only. The other requests succeed.
+/// The kernel reports a failed write-back to only one request of a file description. The description's other requests succeed.
 #[test]
 fn a_durable_write_hides_no_error_reported_elsewhere() {
     let write = |scene: &Scene, fua| {
@@ -393,14 +393,14 @@ fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
     let looker = scene.file.reopen().unwrap();
     let locked = || is_locked(&looker, 0, 4096).unwrap();
     let ring = Uring::new(4).unwrap();
-    // A killed process does not drop its locks. The kernel closes the file.
+    // A killed process does not drop its locks: the kernel closes its files.
     let file = scene.file.reopen().unwrap();
     assert!(try_lock(&file, LockKind::Exclusive, 0, 4096).unwrap());
     ring.keep_open([&file].into_iter()).unwrap();
     drop(file);
     assert!(locked());
     std::thread::scope(|scope| {
-        // The kernel releases a ring some time after its close, and a claim waits for this.
+        // The kernel releases a ring some time after it is closed, and locking a range waits for this.
         let next = scope.spawn(|| scene.store.lock_ranges(["0+4K".parse().unwrap()]).unwrap());
         drop(ring);
         drop(next.join().unwrap());
@@ -410,7 +410,7 @@ fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
 
 #[test]
 fn the_ring_of_a_queue_keeps_the_lock_of_its_lease() {
-    // The ring also keeps this process's liveness lock.
+    // A ring also keeps this process's liveness lock, so the lock must exist.
     ProcessLiveness::open().unwrap();
     let scene = Scene::new();
     let lock = scene.store.lock_ranges(["0+4K".parse().unwrap()]).unwrap();
@@ -435,7 +435,7 @@ fn a_lock_that_is_dropped_is_free_at_once() {
 #[test]
 fn a_hole_ends_at_the_first_data_and_a_file_that_was_cut_short_has_none() {
     const MIB: u64 = 1 << 20;
-    // Pages of tmpfs may have 2 MiB.
+    // A page of tmpfs may have 2 MiB.
     let drive = tempfile::Builder::new().tempfile_in("/dev/shm").unwrap();
     let file = drive.as_file();
     file.set_len(16 * MIB).unwrap();

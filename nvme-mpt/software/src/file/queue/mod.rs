@@ -35,29 +35,31 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Interval for retrying blocked commands, and for submitting requests again that the kernel did not accept.
+/// Interval at which blocked commands are retried, and requests that the kernel did not accept are submitted again.
 const RETRY_INTERVAL: Duration = Duration::from_micros(250);
 
-/// Time for which a command waits for its turns: a third of the timeout that drivers usually have for commands. A limit for
-/// each command's length would not limit this wait, because any number of commands may wait for turns of a fragmented file.
+/// Maximum total time for which a command waits for its turns: a third of the timeout that drivers usually have for commands. A
+/// limit of a command's length would not bound this wait, because any number of commands may wait for turns of a fragmented
+/// file.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time for which a queue that ends waits for its pending requests.
+/// Maximum time for which a queue waits for its pending requests when it ends.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Time for which a queue that has failed, and now ends, waits for its pending requests.
+/// Maximum time for which a failed queue waits for its pending requests when it ends.
 const FAILED_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Maximum number of commands per pass that move to the line of another resource.
+/// Maximum number of commands in a pass that move to the wait queue of another resource.
 const MOVED_MAX: u32 = 16;
 
-/// Number of short commands at the start of a batch whose requests are submitted to the kernel at once.
+/// Number of short commands at the start of a batch whose requests are submitted to the kernel together.
 const FIRST_PART_COMMANDS: u32 = 4;
 
-/// Maximum bytes of a short command. A longer command keeps a device busy until the rest of the batch is prepared.
+/// Maximum bytes of a short command. A longer command keeps a device busy while the remaining commands of the batch are
+/// prepared.
 const SHORT_BYTES_MAX: u64 = 16 << 10;
 
-/// Number of passes with completions after which the clock is read at the latest.
+/// Maximum number of passes with completions between two reads of the clock.
 const PASSES_PER_CLOCK_READ: u32 = 64;
 
 /// A queue pair of a file drive.
@@ -70,17 +72,17 @@ pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
     pub(super) lease: Arc<LeasedFile>,
     pub(super) probe: WriteErrorProbe,
     pub(super) lane: Arc<QueueFastLane>,
-    /// True if the file's size was checked since the last batch.
+    /// True if the file's size was checked for the present batch.
     pub(super) is_size_checked: bool,
-    /// True if a check for resident pages has found none since the last batch.
+    /// True if a check for resident pages has found none in the present batch.
     pub(super) has_found_no_pages: bool,
-    /// Commands that were submitted, but whose doorbell was not rung.
+    /// Submitted commands whose doorbell is yet to be rung.
     submitted: VecDeque<Sqe>,
-    /// Commands that wait to be started.
+    /// Commands that wait for a resource before they start.
     wait_queues: ResourceWaitQueues,
     pub(super) bounces: QueueBounceBuffers,
     pub(super) syncs: QueueSyncs,
-    /// Slots of commands that wait for other commands, or for their turn to process a slice.
+    /// Slots of commands that wait for another command, or for the queue's turn to process a slice.
     pub(super) blocked: Vec<u16>,
     unblocking: Vec<u16>,
     completed: Vec<HostCompletion>,
@@ -89,15 +91,15 @@ pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
     passes: u32,
     retry_ticks: u64,
     turn_timeout_ticks: u64,
-    /// Time of the next retry of blocked commands and of requests that the kernel did not accept.
+    /// Time at which blocked commands are retried, and requests that the kernel did not accept are submitted again.
     retry_at: Ticks,
     /// Number of age checks after which a pending request fails the queue; `None` without a timeout.
     pub(super) timeout_checks: Option<u32>,
     /// True if a request has been pending for longer than the timeout.
     pub(super) has_failed: bool,
-    /// True once no further request may be made, because the queue ends.
+    /// Set when the queue ends, so that no further request is made.
     pub(super) is_stopping: bool,
-    /// True if requests were still pending in the kernel when the queue ended.
+    /// True if requests were pending in the kernel when the queue ended.
     has_pending_at_end: bool,
 }
 
@@ -106,11 +108,11 @@ pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
 pub(super) enum FileStepOutcome {
     /// A request of the command is pending in the kernel.
     Requested,
-    /// The command waits for another command, or for its turn to process a slice.
+    /// The command waits for another command, or for the queue's turn to process a slice.
     Blocked,
     /// The command is complete.
     Complete(Status),
-    /// The command cannot start until another command releases this resource.
+    /// The command cannot start before another command releases this resource.
     AwaitResource(AwaitedResource),
     /// The command waits for a sync that another command performs.
     AwaitSync,
@@ -118,9 +120,9 @@ pub(super) enum FileStepOutcome {
 
 impl FileQueue {
     pub(crate) fn new(lease: &Arc<LeasedFile>, slots: u16) -> io::Result<Self> {
-        // Each command has at most one request, so the ring holds a request of every slot.
+        // Each slot has at most one request, so the ring has an entry for every slot.
         let ring = Uring::new(u32::from(slots).next_power_of_two())?;
-        // If this process is killed, its pending requests keep the files open, and with them the locks on the range.
+        // If this process is killed, its pending requests keep the files open, and thus the locks of the range.
         if let Some(locks) = lease.locks() {
             locks.with_open_files(|files| ring.keep_open(files))?;
         }
@@ -173,7 +175,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         })
     }
 
-    /// Returns the queue's identifier in the line for turns. It is the address of the queue's fast lane, which exists as long
+    /// Returns the queue's identifier for the slice scheduler. It is the address of the queue's fast lane, which exists as long
     /// as the queue.
     pub(super) fn waiter(&self) -> SliceWaiter {
         SliceWaiter(Arc::as_ptr(&self.lane).addr())
@@ -183,8 +185,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         Ticks(self.clock.now())
     }
 
-    /// Starts waiting commands whose resource is available. A pass costs as much as the commands that it starts, and a few
-    /// refused attempts.
+    /// Starts waiting commands whose resource is available. A pass attempts to start few commands more than it starts.
     fn start_waiting(&mut self, memory: HostMemory<'_>) {
         for want in AwaitedResource::ALL {
             let mut moved = 0;
@@ -198,7 +199,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                         self.wait_queues.push_front(want, slot);
                         break;
                     }
-                    // The other line is checked again when a command that holds its resource ends.
+                    // The command now waits for another resource, and is started when a command that holds this resource ends.
                     Some(wanted) => {
                         self.wait_queues.push(wanted, slot);
                         moved += 1;
@@ -210,9 +211,9 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
 
     /// Starts newly submitted commands whose resources are available.
     ///
-    /// The requests of the first [`FIRST_PART_COMMANDS`] short commands are submitted to the kernel at once, then the requests of twice
-    /// as many commands, and so on. So the device begins with the first requests while later ones are prepared, and a batch
-    /// takes few system calls.
+    /// The requests of the first [`FIRST_PART_COMMANDS`] short commands are submitted to the kernel together, then the requests
+    /// of twice as many commands, and so on. So the device begins with the first requests while requests behind them are
+    /// prepared, and a batch needs few system calls.
     fn start_submitted(&mut self, memory: HostMemory<'_>) {
         let (mut part, mut started) = (FIRST_PART_COMMANDS, 0);
         while let Some(sqe) = self.submitted.pop_front() {
@@ -235,7 +236,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         transfers && blocks << self.file.lba_shift <= SHORT_BYTES_MAX
     }
 
-    /// Starts a command, or returns the resource that it has to wait for.
+    /// Starts a command, or returns the resource for which the command has to wait.
     fn try_start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<AwaitedResource> {
         match self
             .start(sqe, memory)
@@ -277,7 +278,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         });
     }
 
-    /// Releases a command's claim on blocks, and its turn.
+    /// Releases a command's claim on blocks, and the turn that it has.
     pub(super) fn release_claim(&mut self, index: usize) {
         if let Some(operation) = self.commands.get_mut(index) {
             let claim = std::mem::take(&mut operation.claim);
@@ -305,7 +306,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             .get_mut(usize::from(slot.0))
             .ok_or(Status::INTERNAL_ERROR)?;
         operation.reset(sqe);
-        // Each change in the list makes later changes more expensive, which delays the poller's other queues.
+        // Each listed change makes further list entries more expensive, which would delay the poller's other queues.
         if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) && !lane.has_space() {
             return Ok(FileStepOutcome::AwaitResource(AwaitedResource::ListEntry));
         }
@@ -327,7 +328,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 error!("No memory for a command that needs some of its own: {error}");
                 Status::INTERNAL_ERROR
             })?;
-            // A deallocation does not wait for memory, because its time limit starts now.
+            // A deallocation does not wait for a bounce buffer, because its time limit starts now.
             if bounce.is_none() && opcode != NvmOpcode::DATASET_MANAGEMENT {
                 return Ok(FileStepOutcome::AwaitResource(
                     AwaitedResource::BounceBuffer(need),
@@ -424,11 +425,11 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.run_steps(slot, memory)
     }
 
-    /// Retries commands that wait for other commands or for their turn.
+    /// Retries commands that wait for another command or for the queue's turn.
     #[cold]
     fn retry_blocked(&mut self, memory: HostMemory<'_>) {
         std::mem::swap(&mut self.blocked, &mut self.unblocking);
-        // The turn belongs to the queue: one command asks on behalf of all that wait for it.
+        // The turn belongs to the queue, so only one of the commands that wait for the turn asks for it.
         let mut refused = None;
         for index in 0..self.unblocking.len() {
             let slot = CommandId(self.unblocking[index]);
@@ -468,7 +469,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.syncs.recycle(slots);
     }
 
-    /// Returns whether to read the clock in this pass.
+    /// Returns whether this pass reads the clock.
     #[inline]
     fn should_read_clock(&mut self, ended: bool) -> bool {
         self.passes = self.passes.wrapping_add(1);
@@ -543,7 +544,7 @@ impl<R: FileIoRing, C: TickClock> HostQueue for FileQueue<R, C> {
         if self.syncs.can_resume() {
             self.resume_flushes(memory);
         }
-        // A command that failed without a request also releases memory.
+        // A command that failed without a request also releases its resources.
         if !self.wait_queues.is_empty() && (ended || !self.completed.is_empty()) {
             self.start_waiting(memory);
         }
@@ -575,7 +576,7 @@ impl<R: FileIoRing, C: TickClock> HostQueue for FileQueue<R, C> {
         [look, retry].into_iter().flatten().min()
     }
 
-    /// Waits for pending requests, because the kernel must not write to memory after the queue has freed it.
+    /// Waits for pending requests, because the kernel must not write to memory that the queue has freed.
     fn drain(&mut self) -> bool {
         if self.has_pending_at_end {
             return false;
@@ -617,7 +618,7 @@ impl<R: FileIoRing, C: TickClock> Drop for FileQueue<R, C> {
         self.file.lanes.remove(&self.lane);
         if !settled {
             nvme_guest::leaked::leak(std::mem::take(&mut self.commands));
-            // The lease holds the lock on the range.
+            // The lease must stay as well, since it holds the locks of the range.
             nvme_guest::leaked::leak(self.lease.clone());
         }
     }
@@ -625,7 +626,7 @@ impl<R: FileIoRing, C: TickClock> Drop for FileQueue<R, C> {
 
 #[cfg(test)]
 thread_local! {
-    /// Attempts to start a command on this thread.
+    /// Number of attempts to start a command, on this thread.
     pub(super) static STARTS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 

@@ -1,4 +1,4 @@
-//! Commands of many steps that are interrupted.
+//! Commands of several steps that are interrupted.
 
 use std::os::unix::fs::FileExt;
 
@@ -29,7 +29,7 @@ fn an_interrupted_deallocate_starts_no_further_range() {
     }
     let lease = LeasedFile::open(store.shared.clone(), "test", 1 << 40, None).expect("opens");
     let ring = Uring::new(2).expect("io_uring");
-    // The clock is stopped, since the kernel may take any time.
+    // The clock is stopped, since the kernel may take any time for a request.
     let clock = TestClock::default();
     let mut queue = FileQueue::with_ring(ring, clock, &Arc::new(lease), 2).expect("a queue");
     let space = Arc::new(IovaSpace::software());

@@ -1,7 +1,7 @@
-//! Commands that wait to be started, in one line per resource.
+//! Commands that wait for a resource before they start, in a wait queue for each resource.
 //!
-//! If the resource is not available for the first command of a line, it is not available for the others. So only the first
-//! command of each line must be checked, whatever the number of commands.
+//! If a resource is not available for the first command of its wait queue, it is not available for the commands behind it
+//! either. So only the first command of each wait queue must be checked, whatever the number of waiting commands.
 
 use std::collections::VecDeque;
 
@@ -10,7 +10,7 @@ use super::super::bounce_buffers::BounceBufferSize;
 /// A resource that a command needs to start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::file) enum AwaitedResource {
-    /// An entry in the list of block changes, see the module `claims`.
+    /// An entry in the list of block changes; see the module `change_claims`.
     ListEntry,
     /// A bounce buffer of this size class.
     BounceBuffer(BounceBufferSize),
@@ -33,12 +33,12 @@ impl AwaitedResource {
     }
 }
 
-/// Lines of waiting commands, by slot: one line per resource.
+/// Wait queues of slots, one for each resource.
 #[derive(Debug)]
 pub(super) struct ResourceWaitQueues([VecDeque<u16>; 3]);
 
 impl ResourceWaitQueues {
-    /// Creates empty lines with a capacity of `slots` each.
+    /// Creates empty wait queues with a capacity of `slots` each.
     pub(super) fn new(slots: usize) -> Self {
         Self(std::array::from_fn(|_| VecDeque::with_capacity(slots)))
     }
@@ -47,22 +47,22 @@ impl ResourceWaitQueues {
         self.0.iter().all(VecDeque::is_empty)
     }
 
-    /// Appends a slot to a line.
+    /// Appends a slot to the wait queue of a resource.
     pub(super) fn push(&mut self, want: AwaitedResource, slot: u16) {
         self.0[want.queue_index()].push_back(slot);
     }
 
-    /// Takes the first slot of a line.
+    /// Takes the first slot of the wait queue of a resource.
     pub(super) fn take(&mut self, want: AwaitedResource) -> Option<u16> {
         self.0[want.queue_index()].pop_front()
     }
 
-    /// Puts a slot back at the front of a line.
+    /// Puts a slot back at the front of the wait queue of a resource.
     pub(super) fn push_front(&mut self, want: AwaitedResource, slot: u16) {
         self.0[want.queue_index()].push_front(slot);
     }
 
-    /// Takes a slot from any line.
+    /// Takes a slot from any wait queue.
     pub(super) fn take_any(&mut self) -> Option<u16> {
         self.0.iter_mut().find_map(VecDeque::pop_front)
     }

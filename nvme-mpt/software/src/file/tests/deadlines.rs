@@ -1,4 +1,4 @@
-//! Requests that the kernel does not complete or does not accept, and queues that end.
+//! Requests that the kernel does not complete or does not accept, and queues that end with such requests.
 
 use super::*;
 use crate::backing_store::BackingStore as _;
@@ -38,7 +38,7 @@ fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
     assert!(!drive.queue.has_failed());
 }
 
-/// Checks the report about the kernel's only request, in slot 0.
+/// Checks the log message about the kernel's only request, which is in slot 0.
 fn assert_report(drive: &Drive<FakeRing, TestClock>, ring: &FakeRing, what: &str) {
     let has = ring.pending_requests();
     let [
@@ -70,7 +70,7 @@ fn a_request_that_the_kernel_keeps_is_reported_with_its_place() {
     assert_report(&drive, &ring, "write");
     ring.succeed();
     drive.reap();
-    // A partial block is read as a whole block into another buffer.
+    // A partial block is read as a whole block, into a bounce buffer.
     drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 9, 2, 0)]);
     assert_report(&drive, &ring, "read");
     ring.succeed();
@@ -156,7 +156,7 @@ fn a_request_that_takes_longer_than_the_timeout_fails_its_queue() {
     assert!(!drive.queue.has_failed());
     drive.advance_checks(&clock, 1);
     assert!(drive.queue.has_failed());
-    // The queue needs no more polls, but its reset is complete only when the request has ended.
+    // The queue needs no more polls, but its reset is complete only when the pending request has ended.
     assert_eq!(drive.queue.next_due(), None);
     let first = ring.pending_requests()[0];
     ring.0.borrow_mut().end(first, Ok(0));
@@ -200,7 +200,7 @@ fn an_interrupted_queue_starts_no_further_slice_or_request() {
     let rest = drive.transfer(NvmOpcode::READ, 5, 8, 8, 0);
     drive.ring(&[whole, part, read, rest]);
     drive.queue.cut_short();
-    // One command waits for its turn, and one waits for the block.
+    // One command waits for its turn, and one command waits for the block.
     let aborted = Status::ABORTED_SQ_DELETION;
     assert_eq!(drive.reap(), [(2, aborted), (1, aborted)]);
     for given in ring.pending_requests() {
@@ -222,7 +222,8 @@ fn an_interrupted_queue_starts_no_further_slice_or_request() {
     );
 }
 
-/// When a queue fails, its turn passes to another queue. The late end of its slice does not take the turn away again.
+/// When a queue fails, its turn passes to another queue. When the failed queue's slice ends late, the other queue keeps the
+/// turn.
 #[test]
 fn a_late_slice_of_a_failed_queue_returns_no_turn() {
     let (mut drive, ring, clock) = Drive::with_timeout();
@@ -258,7 +259,7 @@ fn a_late_slice_of_a_failed_queue_returns_no_turn() {
     );
 }
 
-/// A later command of the failing queue has the turn. The queue takes no further turn, since it is no longer polled.
+/// A command behind the failed one has the turn. The failed queue is no longer polled, so it must take no further turn.
 #[test]
 fn a_failed_queue_releases_the_turns_of_all_its_commands() {
     let (mut drive, ring, clock) = Drive::with_timeout();
@@ -309,7 +310,7 @@ fn a_request_that_is_interrupted_for_ever_is_an_error() {
                     .set(clock.now() + ticks_in(Duration::from_millis(100)));
                 let took = clock.now() - began;
                 assert!(took < ticks_in(Duration::from_secs(25)), "{opcode:?}");
-                // The queue reads the clock only in one of many passes.
+                // The queue reads the clock in only one of many passes.
                 for _ in 0..64 {
                     done.extend(drive.reap());
                 }
@@ -328,7 +329,7 @@ fn settle_reports_requests_that_never_complete() {
         drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
         ring.0.borrow_mut().keeps = keeps;
         assert_eq!(drive.queue.drain(), !keeps);
-        // The queue waits only once. A second call, as in its drop, returns the first result.
+        // The queue waits only once. A second call, as when the queue is dropped, returns the result of the first call.
         ring.0.borrow_mut().keeps = false;
         assert_eq!(drive.queue.drain(), !keeps);
     }

@@ -37,7 +37,7 @@ fn flushes_that_waited_for_a_sync_that_failed_fail_too() {
     drive.flush(&[0, 1, 2]);
     ring.end(Err(libc::EIO));
     let mut done = drive.reap();
-    // The next sync would succeed, but the data stays lost.
+    // Another sync would succeed, but the data stays lost.
     assert_eq!(ring.pending_requests(), []);
     let lost = Status::WRITE_FAULT.with_dnr(true);
     done.sort_by_key(|(slot, _)| *slot);
@@ -54,6 +54,6 @@ fn flushes_that_wait_end_with_their_queue() {
     let of = |slot| (slot, Status::ABORTED_SQ_DELETION);
     assert_eq!(aborted, [of(1), of(2)]);
     ring.succeed();
-    // Without the end of the queue, a sync of the companion file would follow the kernel's sync.
+    // If the queue did not end, a sync of the companion file would follow.
     assert_eq!(drive.reap(), [of(0)]);
 }

@@ -1,4 +1,4 @@
-//! Queue of a file drive, over a fake kernel that the test controls.
+//! Queue of a file drive, over a fake kernel under the test's control.
 #![expect(
     unsafe_code,
     reason = "a ring's requests name memory; this one only counts it"
@@ -48,13 +48,13 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// A second queue that waits for turns.
+/// Another queue that waits for turns.
 const OTHER: SliceWaiter = SliceWaiter(0);
 
 const SLOTS: u16 = 8;
 const BYTES: u64 = 1 << 30;
 
-/// A clock that only the test moves.
+/// A clock that only the test advances.
 #[derive(Clone, Debug, Default)]
 pub(super) struct TestClock(Rc<Cell<u64>>);
 
@@ -64,7 +64,7 @@ impl TickClock for TestClock {
     }
 }
 
-/// A request as passed to the kernel.
+/// A request as the queue submitted it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct KernelRequest {
     tag: u64,
@@ -88,12 +88,12 @@ enum KernelRequestKind {
 #[derive(Debug, Default)]
 struct Kernel {
     prepared: Vec<KernelRequest>,
-    /// Requests in progress, as they were passed.
+    /// Requests in progress, as the queue submitted them.
     pending: Vec<KernelRequest>,
     completions: VecDeque<(u64, Result<usize, i32>)>,
-    /// Number of requests that each call passed.
+    /// Number of requests that each submission call submitted.
     calls: Vec<usize>,
-    /// Number of further calls that fail.
+    /// Number of submission calls that are yet to fail.
     refuses: usize,
     behind: bool,
     /// True if requests never complete.
@@ -107,7 +107,7 @@ impl Kernel {
     }
 }
 
-/// A ring whose fake kernel keeps each request until the test completes it.
+/// A ring whose fake kernel holds each request until the test completes it.
 #[derive(Clone, Debug, Default)]
 struct FakeRing(Rc<RefCell<Kernel>>);
 
@@ -195,7 +195,7 @@ impl FileIoRing for FakeRing {
     }
 }
 
-/// A queue over a fake kernel. The data of its commands is in the slots' own lists.
+/// A queue over a fake kernel. The data of the queue's commands is in the slots' lists.
 struct Drive<R: FileIoRing, C: TickClock> {
     file: NamedTempFile,
     store: FileBackingStore,
@@ -241,7 +241,7 @@ impl<R: FileIoRing, C: TickClock> Drive<R, C> {
         }
     }
 
-    /// Returns whether the file system does not support holes. If so, prints that the test is skipped.
+    /// Returns true, after a message that the test is skipped, if the file system does not support holes.
     fn lacks_holes(&self) -> bool {
         let lacks = !self.store.shared.can_punch_holes();
         if lacks {
@@ -249,13 +249,13 @@ impl<R: FileIoRing, C: TickClock> Drive<R, C> {
             let test = thread.name().unwrap_or("a test");
             let what =
                 format!("NOT CHECKED: {test}: the file system of temporary files has no holes\n");
-            // Write to stderr directly, since the test harness hides the output of passing tests.
+            // Writes to stderr directly, since the test harness hides the output of tests that pass.
             let _ = io::stderr().write_all(what.as_bytes());
         }
         lacks
     }
 
-    /// Returns a read or write of blocks, with data at offset `at` of the slot's list.
+    /// Returns a read or write of blocks, whose data is at offset `at` of the slot's list.
     fn transfer(&self, opcode: NvmOpcode, slot: u16, slba: u64, blocks: u16, at: u64) -> Sqe {
         let mut sqe = Sqe::new(opcode.0);
         ReadWrite {
@@ -336,7 +336,7 @@ impl Drive<FakeRing, TestClock> {
         (Self::new(ring.clone(), clock.clone()), ring, clock)
     }
 
-    /// Lets `looks` poll intervals pass, and polls the queue whenever it asks for this.
+    /// Lets `looks` age checks become due, and polls the queue whenever `next_due` requests it.
     fn advance_checks(&mut self, clock: &TestClock, looks: u32) -> Vec<(u16, Status)> {
         let mut done = Vec::new();
         for _ in 0..looks {
@@ -354,7 +354,7 @@ impl FakeRing {
         self.0.borrow().pending.clone()
     }
 
-    /// Completes the kernel's only request.
+    /// Completes the only request that the kernel has.
     fn end(&self, result: Result<usize, i32>) -> KernelRequest {
         let has = self.pending_requests();
         let [given] = has[..] else {

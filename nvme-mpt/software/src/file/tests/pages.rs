@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use super::*;
 
 const BLOCKS: u16 = (UNIT / 512) as u16;
-/// First block of an unrelated page.
+/// First block of a page that no test command uses.
 const ELSEWHERE: u64 = 2048;
 
 /// Creates a drive on tmpfs, and its fake kernel.
@@ -21,7 +21,7 @@ fn drive() -> (Drive<FakeRing, TestClock>, FakeRing) {
 }
 
 impl Drive<FakeRing, TestClock> {
-    /// Executes a transfer of a page. Returns whether this took a kernel request.
+    /// Executes a transfer of a page. Returns whether the transfer needed a request to the kernel.
     fn needs_kernel(&mut self, ring: &FakeRing, opcode: NvmOpcode, slba: u64) -> bool {
         self.ring(&[self.transfer(opcode, 0, slba, BLOCKS, 0)]);
         let asked = !ring.pending_requests().is_empty();
@@ -86,7 +86,7 @@ fn holes_are_left_to_the_kernel() {
     for opcode in [NvmOpcode::READ, NvmOpcode::WRITE] {
         assert!(drive.needs_kernel(&ring, opcode, next), "a hole beside it");
     }
-    // The fake kernel writes nothing to the file.
+    // The fake kernel writes no data to the file.
     assert_eq!(blocks(&drive) * 512, UNIT);
 }
 
@@ -115,7 +115,7 @@ fn deallocated_pages_are_forgotten() {
     assert!(drive.needs_kernel(&ring, NvmOpcode::READ, 0));
 }
 
-/// A poller can serve other queues between the parts.
+/// Zeroes are written in parts, so that the poller can serve other queues between the parts.
 #[test]
 fn zeroes_by_hand_are_not_copied() {
     let (mut drive, ring) = drive();

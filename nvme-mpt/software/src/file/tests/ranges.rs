@@ -1,4 +1,4 @@
-//! Deallocate and Write Zeroes: refusals, slices, memory.
+//! Deallocate and Write Zeroes: refusals, slices and memory.
 
 use std::sync::mpsc;
 
@@ -60,7 +60,7 @@ fn a_long_range_is_deallocated_in_turn_with_others() {
         if !drive.reap().is_empty() {
             break;
         }
-        // Commands of other queues come first.
+        // Transfers of other queues come before the next slice.
         assert!(ring.pending_requests().is_empty());
         assert!(!shared.slice_scheduler.is_taken());
         while ring.pending_requests().is_empty() {
@@ -71,11 +71,11 @@ fn a_long_range_is_deallocated_in_turn_with_others() {
         }
     }
     assert_eq!(at, 512 << 20);
-    // At 256 KiB per millisecond, slices have 76 KiB, except for the first ones.
+    // At 256 KiB per millisecond, a slice has 76 KiB, except for the first slices.
     assert!((6_500..7_500).contains(&slices), "{slices}");
 }
 
-/// A stopped clock that counts its readings.
+/// A stopped clock that counts how often it is read.
 #[derive(Clone, Debug, Default)]
 struct CountingClock(Rc<Cell<u32>>);
 
@@ -104,7 +104,7 @@ fn one_waiting_command_polls_for_the_turn() {
     clock.0.set(0);
     assert!(drive.reap().is_empty());
     assert_eq!(drive.queue.blocked.len(), usize::from(SLOTS));
-    // Readings: the pass itself, the request, and the refusal.
+    // The clock is read for the pass, for the request, and for the refusal.
     assert_eq!(clock.0.get(), 3);
 }
 
@@ -181,7 +181,7 @@ fn a_deallocate_that_leaves_data_leaves_its_marks() {
     assert!(unreadable(None, true));
 }
 
-/// Completes the kernel's request after some time.
+/// Completes the kernel's request after `time`.
 fn end_after(ring: &FakeRing, clock: &TestClock, time: Duration) -> KernelRequest {
     clock.0.set(clock.now() + ticks_in(time));
     ring.succeed()
@@ -244,7 +244,7 @@ fn a_deallocate_waits_for_no_memory() {
     while let Ok(Some(bounce)) = drive.queue.bounces.take(BounceBufferSize::Small) {
         taken.push(bounce);
     }
-    // Partial blocks at both ends stay unchanged.
+    // The partial blocks at both ends keep their data.
     let command = drive.deallocate(0, 1, 30);
     drive.ring(&[command]);
     let given = ring.succeed();
@@ -284,15 +284,15 @@ fn the_holes_of_a_file_are_zeroes_unless_faults_follow_each_command() {
     assert_eq!(zeroes(faulty), 0);
 }
 
-/// Lets the test answer a drive's surveys of allocated extents.
+/// Enables surveys of the drive's file. The test receives the requests, and answers them.
 fn enable_surveys(drive: &mut Drive<FakeRing, TestClock>) -> mpsc::Receiver<SurveyRequest> {
     let (sender, questions) = mpsc::sync_channel(4);
-    // The drive's queue and its lease have the file open too.
+    // The drive's queue and lease share the open file.
     assert!(drive.store.shared.surveyor.set_sender(sender), "once");
     questions
 }
 
-/// Deallocates, and answers each survey with these extents. Returns the slices.
+/// Deallocates a range, and answers each survey with `extents`. Returns the slices.
 fn deallocated_slices(
     drive: &mut Drive<FakeRing, TestClock>,
     ring: &FakeRing,
@@ -340,7 +340,7 @@ fn deallocating_a_hole_is_immediate_and_does_not_adapt_slices() {
         let slices = deallocated_slices(&mut drive, &ring, &clock, &questions, &[]);
         assert_eq!(slices, [(0, 512 * MIB)]);
     }
-    // After a hole, the first slice over data has the initial size again.
+    // After a hole, the first slice with data has the initial length again.
     let command = drive.deallocate(0, 0, 1 << 20);
     drive.ring(&[command]);
     let data = (256 * MIB, 257 * MIB);
@@ -369,7 +369,7 @@ fn a_survey_that_does_not_come_is_not_waited_for() {
         .set(clock.now() + ticks_in(Duration::from_millis(2)));
     assert!(drive.reap().is_empty());
     assert_eq!(ring.succeed().len, 256 << 10);
-    // A late answer has no effect.
+    // An answer that arrives after the time-out has no effect.
     questions
         .try_recv()
         .expect("a question")

@@ -18,7 +18,7 @@ fn memory_at_any_alignment_goes_the_same_way() {
             assert_eq!(drive.reap(), [(1, Status::SUCCESS)]);
         }
     }
-    // A write of a partial block reads the whole blocks first, then writes whole blocks.
+    // A write of a partial block first reads whole blocks, and then writes them.
     drive.ring(&[drive.transfer(NvmOpcode::WRITE, 1, 6, 4, 0)]);
     let given = ring.succeed();
     assert_eq!(
@@ -37,7 +37,7 @@ fn memory_at_any_alignment_goes_the_same_way() {
 #[test]
 fn a_device_begins_with_the_first_commands_of_a_batch() {
     let (mut drive, ring, _) = Drive::fake();
-    // Seven short commands. One long command among the first four does not count.
+    // Seven of the commands are short. The long command among the first four does not count.
     let mut reads: Vec<Sqe> = (1..SLOTS)
         .map(|slot| drive.transfer(NvmOpcode::READ, slot, u64::from(slot) * 8, 8, 0))
         .collect();
@@ -60,7 +60,7 @@ fn partial_and_whole_block_writes_wait_for_each_other() {
     drive.ring(&[block, part, again]);
     let given = ring.succeed();
     assert_eq!((given.tag, given.what), (0, KernelRequestKind::Write));
-    // A sleeping poller wakes up for waiting commands.
+    // A sleeping poller wakes up in time to retry waiting commands.
     let due = drive.queue.next_due().expect("two wait");
     assert!(due.0 <= clock.now() + ticks_in(Duration::from_millis(1)));
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
@@ -97,7 +97,7 @@ fn the_kernel_is_asked_for_nothing_behind_the_end_of_a_file_that_was_cut_short()
     let fault = Status::WRITE_FAULT;
     assert_eq!(drive.reap(), [(0, fault), (1, fault), (2, fault)]);
     assert_eq!(ring.pending_requests(), []);
-    // Deallocation is advisory. There is nothing to deallocate, neither whole blocks nor a part of a block.
+    // Deallocation is advice, so it succeeds although the ranges have no whole block to deallocate.
     for (slba, blocks) in [(8, 16), (18, 16), (20, 2)] {
         let command = drive.deallocate(3, slba, blocks);
         drive.ring(&[command]);
@@ -112,8 +112,9 @@ fn the_kernel_is_asked_for_nothing_behind_the_end_of_a_file_that_was_cut_short()
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
 }
 
-/// Regression test of a guest that hung. It wrote 1 KiB pieces to a sparse file, followed by a write of 8 KiB (14 KiB in the
-/// guest) in two parts that starts in the same block. Further such writes are in flight, and the thread sleeps in between.
+/// Regression test for a guest that hung. It wrote pieces of 1 KiB to a sparse file, followed by a write of 8 KiB (14 KiB in
+/// the guest) in two parts, which starts in the block of the last piece. Further writes of this kind are in flight, and the
+/// thread sleeps between its passes.
 #[test]
 fn parts_of_blocks_in_a_sparse_file_all_complete() {
     let ring = Uring::new(SLOTS.into()).expect("io_uring");
@@ -128,7 +129,7 @@ fn parts_of_blocks_in_a_sparse_file_all_complete() {
             let slot = slot as u16;
             let (list, _) = drive.lists.slot_list(slot);
             list.fill(round << 8 | u64::from(slot));
-            // The slot's list starts in the middle of a block, so there are two parts.
+            // The slot's list starts within a block, so the data has two parts.
             let at = if blocks == 16 { 0 } else { 512 };
             commands.push(drive.transfer(NvmOpcode::WRITE, slot, base + block, blocks, at));
         }
@@ -159,7 +160,7 @@ fn parts_of_blocks_in_a_sparse_file_all_complete() {
     }
 }
 
-/// Sleeps until a descriptor is readable, for a few milliseconds at most: commands may only be waiting for their turn.
+/// Sleeps until a descriptor is readable, or for a few milliseconds, since commands may wait for their turn without a request.
 fn wait(fd: RawFd) {
     use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
     let epoll = Epoll::new().expect("epoll");
@@ -170,7 +171,7 @@ fn wait(fd: RawFd) {
     let _ = epoll.wait(2, &mut [EpollEvent::default()]);
 }
 
-/// Four Copies use all of the large buffers and wait for a block. The fifth waits for a buffer.
+/// Four Copies have all large buffers, and wait for a block. A fifth Copy waits for a buffer.
 #[test]
 fn a_command_gets_the_memory_of_one_that_failed_without_a_request() {
     let (mut drive, ring, _) = Drive::fake();
@@ -210,7 +211,7 @@ fn a_command_gets_the_memory_of_one_that_failed_without_a_request() {
     drive.reap();
 }
 
-/// While a part of a block is changed, all changes of the lease are in a list.
+/// While a partial block is changed, all changes of the lease are listed.
 #[test]
 fn a_write_waits_for_a_place_in_the_list_of_changes() {
     let (mut drive, ring, _) = Drive::fake();

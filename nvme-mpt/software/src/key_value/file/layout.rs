@@ -1,4 +1,5 @@
-//! Layout of a file of pairs: a header page with format and capacity, followed by the database, which grows as needed.
+//! Layout of a file of key-value pairs: a header page with format and capacity, followed by the database, which grows as
+//! needed.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -17,10 +18,10 @@ use nvme_mpt_paths::{OFlags, PathEntry};
 
 const MAGIC: [u8; 8] = *b"mpt-kv\r\n";
 
-/// Offset of the database.
+/// Offset of the database in the file.
 const DATABASE_OFFSET: u64 = 4096;
 
-/// First bytes of a database that was completely created.
+/// First bytes of a database whose creation is complete.
 const DATABASE_MAGIC: [u8; 4] = *b"redb";
 
 /// Number of bytes that are read at a time to check whether a file is empty.
@@ -32,11 +33,11 @@ struct KeyValueFileHeader {
     magic: [u8; 8],
     version: u32,
     reserved: u32,
-    /// Capacity in bytes: the length that the file had when it was empty.
+    /// Capacity in bytes: the length that the file had before it was formatted.
     capacity: u64,
 }
 
-/// An open file of pairs.
+/// An open file of key-value pairs.
 #[derive(Clone, Debug)]
 pub(super) struct KvDatabaseFile {
     path: PathBuf,
@@ -45,20 +46,20 @@ pub(super) struct KvDatabaseFile {
 }
 
 impl KvDatabaseFile {
-    /// Opens a file of pairs, or formats an empty file. Locks the file against other processes.
+    /// Opens a file of key-value pairs, or formats an empty file. Locks the file against other processes.
     pub(super) fn open(path: &Path) -> Result<(Self, FileRangeLock), KeyValueError> {
         let io = |source| KeyValueError::Io {
             path: path.to_owned(),
             source,
         };
-        // A symbolic link of one user could lead to the file of another.
+        // Walks the path safely, since a symbolic link of one user could lead to another user's file.
         let entry = PathEntry::find(path).map_err(|error| io(error.into()))?;
         let path = entry.path().to_owned();
         if !path.symlink_metadata().map_err(io)?.is_file() {
             return Err(KeyValueError::NotAFile(path));
         }
         let open = || entry.reopen(OFlags::RDWR);
-        // Length 0 locks up to the largest offset.
+        // Length 0 extends the lock to the largest offset.
         let lock =
             FileRangeLock::claim(open().map_err(io)?, 0, 0).map_err(|error| match error {
                 ClaimError::Io(source) => io(source),
@@ -68,7 +69,7 @@ impl KvDatabaseFile {
                 },
             })?;
         let file = open().map_err(io)?;
-        // If a sync failed before the old server ended, the page cache differs from the disk. Drop it.
+        // If a sync of the old server failed, the page cache may differ from the disk, so drop its pages.
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
             .map_err(|errno| io(errno.into()))?;
         let capacity = match read_header(&file).map_err(io)? {
@@ -86,7 +87,7 @@ impl KvDatabaseFile {
             None if is_empty(&file).map_err(io)? => write_header(&file).map_err(io)?,
             None => return Err(KeyValueError::Foreign(path)),
         };
-        // A process ended before it created the database, so there is no data to lose.
+        // A process ended before it had created the database, so the file has no data to lose.
         if !has_database(&file).map_err(io)? {
             file.set_len(DATABASE_OFFSET).map_err(io)?;
             file.sync_all().map_err(io)?;
@@ -109,7 +110,7 @@ impl KvDatabaseFile {
     }
 }
 
-/// Reads the header. Returns `None` if the file is not a file of pairs.
+/// Reads the header; returns `None` if the file is no file of key-value pairs.
 fn read_header(file: &File) -> io::Result<Option<KeyValueFileHeader>> {
     let mut bytes = [0; size_of::<KeyValueFileHeader>()];
     if file.metadata()?.len() < DATABASE_OFFSET {
@@ -143,7 +144,7 @@ fn has_database(file: &File) -> io::Result<bool> {
     Ok(magic == DATABASE_MAGIC)
 }
 
-/// Returns whether a file contains only zeroes. Anything else could be data.
+/// Returns whether a file contains only zeroes. Any other byte could be data.
 fn is_empty(file: &File) -> io::Result<bool> {
     // A file without blocks can have content only at its beginning, stored in the inode.
     let has_blocks = file.metadata()?.blocks() > 0;
@@ -160,7 +161,7 @@ fn is_empty(file: &File) -> io::Result<bool> {
     }
 }
 
-/// The database gets the part of the file after the header.
+/// Storage of the database: the part of the file after the header.
 impl StorageBackend for KvDatabaseFile {
     fn len(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len().saturating_sub(DATABASE_OFFSET))

@@ -1,11 +1,11 @@
-//! Pairs in a file. A completed command survives a crash and a power failure.
+//! Key-value pairs in a file. A completed command survives a crash and a power failure.
 //!
-//! `layout` defines the file, and `synced_file` makes a sync cover all earlier writes. `database` executes requests in transactions of
-//! an embedded database. `request_queue` passes requests from the queues to the thread that executes these transactions. A transaction
-//! includes a sync of the file, which takes long. So transactions run in this thread instead of a poller, and each combines all
-//! waiting requests.
+//! `layout` defines the file, and `synced_file` makes a successful sync cover all earlier writes. `database` executes requests
+//! in transactions of an embedded database. `request_queue` passes requests from the queue pairs to the thread that executes
+//! these transactions. A transaction includes a sync of the file, which takes long. So transactions run on this thread and not
+//! on a poller, and each transaction combines all pending requests.
 //!
-//! After a file system error, the database is reopened, which rolls the transaction back. The commands of that transaction fail
+//! After a file system error, the database is reopened, which rolls the transaction back. The commands of the transaction fail
 //! with Unrecovered Error.
 
 #[cfg(feature = "key-value-files")]
@@ -39,7 +39,7 @@ use request_queue::KvRequestQueue;
 /// Version of the file format.
 pub(super) const VERSION: u32 = 1;
 
-/// Usage of each key space by name, as of the last transaction.
+/// Usage of each key space after the last transaction, by key space name.
 #[derive(Debug, Default)]
 struct KeySpaceUsages(Mutex<BTreeMap<u64, KeySpaceUsage>>);
 
@@ -53,15 +53,15 @@ impl KeySpaceUsages {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, KeySpaceUsage>> {
-        // The state is consistent wherever a panic can occur.
+        // The state is consistent at each point at which a panic can occur.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Time for which the closing of the drive waits for the thread to end.
+/// Maximum time for which closing the drive waits for the thread to end.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// An open file of pairs, with its thread.
+/// An open file of key-value pairs, with the thread that executes its transactions.
 #[derive(Debug)]
 pub(super) struct KeyValueFile {
     path: PathBuf,
@@ -69,9 +69,9 @@ pub(super) struct KeyValueFile {
     request_queue: Arc<KvRequestQueue>,
     usages: Arc<KeySpaceUsages>,
     thread: Option<JoinHandle<()>>,
-    /// Channel that is disconnected when the thread ends.
+    /// Channel that is disconnected when the thread has ended.
     thread_ended: Mutex<Receiver<()>>,
-    /// Time after which a transaction fails the queues that wait for it.
+    /// Timeout of a transaction, which fails the queues that wait for it.
     timeout: OnceLock<Duration>,
 }
 
@@ -82,7 +82,7 @@ impl KeyValueFile {
         Err(KeyValueError::NotBuilt(path.to_owned()))
     }
 
-    /// Opens a file of pairs, or formats an empty file.
+    /// Opens a file of key-value pairs, or formats an empty file.
     #[cfg(feature = "key-value-files")]
     pub(super) fn open(path: &Path, threads: &ThreadSpawner) -> Result<Self, KeyValueError> {
         let (file, lock) = KvDatabaseFile::open(path)?;
@@ -101,7 +101,7 @@ impl KeyValueFile {
         let work = Box::new({
             let desk = desk.clone();
             move || {
-                // Keep the lock until the thread ends, so that no other process opens the file while the kernel may still write
+                // Hold the lock until the thread ends, so that no other process opens the file while the kernel may still write
                 // to it.
                 let _until_the_end = (ending, lock);
                 while let Some(asked) = desk.next_batch() {
@@ -129,7 +129,7 @@ impl KeyValueFile {
 
     /// Sets the timeout of a transaction.
     pub(super) fn set_timeout(&self, timeout: Duration) {
-        // A drive has one timeout: later calls are ignored.
+        // A drive has one timeout, so only the first call has an effect.
         let _ = self.timeout.set(timeout);
     }
 
@@ -153,17 +153,17 @@ impl KeyValueFile {
         self.usages.get(name)
     }
 
-    /// Passes requests on a key space to the thread, which replies to their mailboxes.
+    /// Passes requests on a key space to the thread, which puts the replies into the requests' mailboxes.
     pub(super) fn submit_requests(&self, name: u64, asked: Vec<QueuedKvRequest>) {
         self.request_queue.push(name, asked);
     }
 
-    /// Returns the number of batches that the thread has taken.
+    /// Returns the number of batches of requests that the thread has taken.
     pub(super) fn batches(&self) -> u64 {
         self.request_queue.batches()
     }
 
-    /// Stops the thread and waits for it. Returns whether it has ended.
+    /// Stops the thread, and waits for at most `patience` until it has ended. Returns whether it has ended.
     fn stop_thread(&mut self, patience: Duration) -> bool {
         self.request_queue.close();
         let Some(thread) = self.thread.take() else {
@@ -181,7 +181,7 @@ impl KeyValueFile {
             );
             return false;
         }
-        // A panic of the thread is already logged.
+        // A panic of the thread was logged when it occurred.
         let _ended = thread.join();
         true
     }
@@ -218,7 +218,7 @@ mod tests {
         let mut pairs = KeyValueFile::open(&path, &kept).expect("empty");
         assert!(!pairs.stop_thread(Duration::from_millis(1)));
         drop(pairs);
-        // The kernel may still write earlier data.
+        // The kernel may still write data of the thread, so the file stays locked.
         let error = KeyValueFile::open(&path, &ThreadSpawner::default()).expect_err("locked");
         assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
         drop(go);

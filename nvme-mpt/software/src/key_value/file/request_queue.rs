@@ -1,4 +1,4 @@
-//! Request queue between the queue pairs and the thread of a file of pairs, and the mailboxes for replies.
+//! Request queue from the queue pairs to the thread of a file of key-value pairs, and mailboxes for the replies.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -12,8 +12,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::key_value::pairs::{KvBatchStep, KvChange, KvQuery, KvReply, KvRequest};
 use nvme_mpt_memory::sync::{Condvar, Mutex, MutexGuard};
 
-/// Limits for the part of a key space in a transaction: the maximum number of requests, and the number of bytes after which no
-/// further request is added. So a guest with many requests delays the other guests only for a limited time.
+/// Limits of a key space's requests in one transaction: the maximum number of requests, and the number of bytes at which no
+/// further request is added. So a guest with many requests delays other guests only for a limited time.
 const BATCH_REQUESTS_MAX: usize = 64;
 const BATCH_BYTES_MAX: usize = 4 << 20;
 
@@ -22,15 +22,15 @@ const BATCH_BYTES_MAX: usize = 4 << 20;
 pub(in super::super) struct QueuedKvRequest {
     /// Mailbox for the reply.
     pub(in super::super) mailbox: Arc<KvReplyQueue>,
-    /// Slot of the command in its queue.
+    /// Slot of the request's command in its queue pair.
     pub(in super::super) slot: u16,
-    /// Capacity of the key space in bytes.
+    /// Capacity of the request's key space in bytes.
     pub(in super::super) capacity: u64,
     pub(in super::super) request: KvRequest,
 }
 
 impl QueuedKvRequest {
-    /// Returns the maximum of bytes that the request transfers.
+    /// Returns the maximum number of bytes that the request transfers.
     fn bytes(&self) -> usize {
         match &self.request {
             KvRequest::Change(KvChange::Store { value, .. }) => value.len(),
@@ -55,18 +55,18 @@ impl QueuedKvRequest {
     }
 }
 
-/// Requests of all queues that wait for the thread. Each queue limits the number of its own requests.
+/// Requests of all queue pairs that the thread has not taken. A queue pair limits the number of its own requests.
 #[derive(Debug, Default)]
 pub(super) struct KvRequestQueue {
     state: Mutex<KvRequestQueueState>,
     waker: Condvar,
-    /// Number of batches that the thread has taken.
+    /// Number of batches of requests that the thread has taken.
     batches: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct KvRequestQueueState {
-    /// Requests by key space, in order of arrival.
+    /// Requests by key space name, in order of arrival.
     requests: BTreeMap<u64, VecDeque<QueuedKvRequest>>,
     is_closed: bool,
 }
@@ -77,19 +77,20 @@ impl KvRequestQueue {
         self.waker.notify_one();
     }
 
-    /// Returns the number of batches that the thread has taken. As long as this number does not change, the thread is still
-    /// executing the last batch, or has none.
+    /// Returns the number of batches that the thread has taken. While this number does not change, the thread executes the last
+    /// batch, or has no batch.
     pub(super) fn batches(&self) -> u64 {
         self.batches.load(Ordering::Relaxed)
     }
 
-    /// Records that no further requests will be added.
+    /// Closes the queue: no request is added after this.
     pub(super) fn close(&self) {
         self.lock().is_closed = true;
         self.waker.notify_one();
     }
 
-    /// Waits for requests and takes some of each key space. Returns `None` once the queue is closed and empty.
+    /// Waits for requests and takes a batch, with requests of each key space. Returns `None` once the queue is closed and
+    /// empty.
     pub(super) fn next_batch(&self) -> Option<Vec<(u64, QueuedKvRequest)>> {
         let state = self.lock();
         let mut state = self
@@ -116,19 +117,19 @@ impl KvRequestQueue {
     }
 
     fn lock(&self) -> MutexGuard<'_, KvRequestQueueState> {
-        // The state is consistent wherever a panic can occur.
+        // The state is consistent at each point at which a panic can occur.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Replies to the requests of a queue pair.
+/// Mailbox for the replies to the requests of a queue pair.
 ///
-/// The eventfd is readable exactly while there are replies, because both are changed under one lock. So each reply wakes a
-/// sleeping poller, and an empty mailbox never does.
+/// The eventfd is readable exactly while the mailbox has replies, because both change under one lock. So each reply wakes a
+/// sleeping poller, and an empty mailbox wakes none.
 #[derive(Debug)]
 pub(in super::super) struct KvReplyQueue {
     replies: Mutex<Vec<(u16, KvReply)>>,
-    /// True if there are replies. Lets a poller check without the lock.
+    /// True if the mailbox has replies, so that a poller can check this without the lock.
     has_replies: AtomicBool,
     event: EventFd,
 }
@@ -142,7 +143,7 @@ impl KvReplyQueue {
         })
     }
 
-    /// Returns a descriptor that is readable while there are replies.
+    /// Returns a descriptor that is readable while the mailbox has replies.
     pub(in super::super) fn wait_fd(&self) -> RawFd {
         self.event.as_raw_fd()
     }
@@ -178,7 +179,7 @@ impl KvReplyQueue {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<(u16, KvReply)>> {
-        // The state is consistent wherever a panic can occur.
+        // The state is consistent at each point at which a panic can occur.
         self.replies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -226,7 +227,7 @@ mod tests {
             }
         }
         assert_eq!(counts, [[64, 4, 1], [64, 4, 0], [22, 2, 0]]);
-        // The replies of each key space come in the order of its requests.
+        // A key space's replies are in the order of its requests.
         for slots in slots.values() {
             assert!(slots.is_sorted());
         }
@@ -243,7 +244,7 @@ mod tests {
             mailbox.push(2, KvReply::SUCCESS);
             assert!(mailbox.has_replies() && is_signalled());
             mailbox.take(&mut replies);
-            // Take again, as a reader does that was woken too late.
+            // Takes again, as a reader does that was woken after the replies were taken.
             mailbox.take(&mut replies);
         }
         let slots: Vec<u16> = replies.into_iter().map(|(slot, _)| slot).collect();

@@ -2,8 +2,8 @@
 //!
 //! After a failed write-back, the kernel treats the pages as clean: they stay in the page cache, and the next sync succeeds
 //! without writing them (Linux, `mm/filemap.c` and `lib/errseq.c`). A database would then rely on data that is not on disk. So
-//! after a failed sync, all unsynced ranges are read and written again before the next sync. If the page cache has dropped the
-//! pages before, this reads the disk's content, so that page cache and disk agree again.
+//! after a failed sync, all ranges that were written since the last successful sync are read and written again before the next
+//! sync. If the page cache has dropped such a page, this reads the disk's content, so that page cache and disk are equal again.
 
 use std::io;
 use std::ops::Range;
@@ -13,10 +13,10 @@ use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
 use redb::StorageBackend;
 
-/// Maximum bytes that are rewritten at a time.
+/// Maximum number of bytes that are read and rewritten at a time.
 const REWRITE_BYTES: u64 = 1 << 20;
 
-/// A file with its writes since the last successful sync.
+/// A file, with the ranges that were written since the last successful sync.
 #[derive(Clone, Debug)]
 pub(super) struct SyncedFile<B> {
     file: B,
@@ -31,7 +31,7 @@ struct UnsyncedWrites {
 }
 
 impl<B: StorageBackend> SyncedFile<B> {
-    /// Wraps a file. Its content may not be synced, because the old server may have written it.
+    /// Wraps a file. Its whole content counts as written since the last sync, because the old server may have written it.
     pub(super) fn new(file: B) -> Self {
         let mut unsynced = UnsyncedWrites {
             writes: Vec::new(),
@@ -44,7 +44,7 @@ impl<B: StorageBackend> SyncedFile<B> {
         }
     }
 
-    /// Reads and rewrites a range, up to the end of the file.
+    /// Reads and rewrites a range, as far as the file reaches.
     fn rewrite_range(&self, range: &Range<u64>) -> io::Result<()> {
         let end = range.end.min(self.file.len()?);
         let mut at = range.start;
@@ -58,7 +58,7 @@ impl<B: StorageBackend> SyncedFile<B> {
     }
 
     fn lock(&self) -> MutexGuard<'_, UnsyncedWrites> {
-        // At worst, more than necessary is rewritten.
+        // After a panic, more ranges than necessary may be rewritten, which is harmless.
         self.unsynced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

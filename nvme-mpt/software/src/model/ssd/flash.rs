@@ -1,21 +1,21 @@
-//! The flash as an FTL instance uses it.
+//! The flash of one FTL instance: computes the times of the instance's flash operations.
 
 use super::ftl::FlashMedia;
 use super::geometry::{FlashGeometry, FlashPage, PAGE};
 use crate::model::flash::ModelledFlash;
 
-/// Progress of the program units that an FTL instance is filling with data.
+/// Progress of the program units that an FTL instance fills with data.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct OpenProgramUnit {
     /// Bytes of host data in the present program unit.
     host_bytes: u64,
     /// Time when the controller has all copied pages of the present program unit.
     copied_at: u64,
-    /// The last group of pages that was read to copy a page, and the time when it was read.
+    /// The last group of pages that a die read for a copy, and the time when it was read.
     last_read_group: Option<(u32, u64)>,
 }
 
-/// The flash of one FTL instance, for operations that start at `now`.
+/// The flash of one FTL instance, with operations that start at `now`.
 pub(super) struct TimedFlash<'a> {
     pub(super) flash: &'a mut ModelledFlash,
     pub(super) units: &'a mut OpenProgramUnit,
@@ -54,7 +54,7 @@ impl FlashMedia for TimedFlash<'_> {
         let group = self.geometry.read_group(from);
         let die = self.die(from);
         let there = match self.units.last_read_group {
-            // The previous read has already sensed this page.
+            // The die has read the group of this page already, for the previous copy.
             Some((sensed, at)) if sensed == group => self.flash.transfer(die, at, PAGE),
             _ => self.flash.read(die, self.now, PAGE),
         };
@@ -71,7 +71,7 @@ impl FlashMedia for TimedFlash<'_> {
     }
 
     fn erase(&mut self, _: u32) {
-        // The erased line gets other data, so the last read group is no longer valid.
+        // The erased line will get other data, so the last read group is no longer valid.
         self.units.last_read_group = None;
         for die in self.first_die..self.first_die + self.geometry.dies as usize {
             let from = self.units.copied_at.max(self.now);

@@ -1,13 +1,13 @@
 //! Layout of the flash of an FTL instance.
 //!
-//! Flash pages are numbered in the order in which they are written. Consecutive program units lie on consecutive dies, in turn.
-//! A *line* (superblock) consists of one erase block of each die, and is erased as a whole.
+//! Flash pages are numbered in the order in which they are written. Consecutive program units are on consecutive dies, in
+//! rotation. A *line* (superblock) has one erase block of each die, and is erased as a whole.
 
-/// Bytes of a logical page, the granularity of the mapping.
+/// Size of a logical page in bytes, the granularity of the mapping.
 pub(super) const PAGE: u64 = 4096;
 
-/// Number of lines that an instance has in addition to those that its logical pages fill, even without over-provisioning. Two
-/// lines are being written, two are kept free, and a fifth ensures that garbage collection can always gain space.
+/// Number of lines that an instance has beyond the lines that its logical pages fill, even without over-provisioning. Two lines
+/// are being written and two lines are kept free. A fifth line ensures that garbage collection can always free pages.
 const SPARE_LINES: u32 = 5;
 
 /// Number of a flash page within its FTL instance.
@@ -18,23 +18,23 @@ pub(super) struct FlashPage(pub(super) u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct FlashGeometry {
     pub(super) dies: u32,
-    /// Pages that a die programs at once.
+    /// Number of pages that a die programs in one operation (a program unit).
     pub(super) unit_pages: u32,
-    /// Pages that a die reads at once.
+    /// Number of pages that a die reads in one operation.
     pub(super) read_pages: u32,
-    /// Pages per line.
+    /// Number of pages in a line.
     pub(super) line_pages: u32,
     pub(super) lines: u32,
     pub(super) logical_pages: u32,
 }
 
-/// Numbers of pages that one operation of a die covers.
+/// Numbers of pages on which the operations of a die work.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DiePageCounts {
     pub(super) read: u32,
-    /// Pages per program unit.
+    /// Number of pages in a program unit.
     pub(super) unit: u32,
-    /// Pages per erase block.
+    /// Number of pages in an erase block.
     pub(super) block: u32,
 }
 
@@ -46,7 +46,7 @@ impl DiePageCounts {
 }
 
 impl FlashGeometry {
-    /// Creates the layout for `logical_pages` pages plus `over_provisioning` percent.
+    /// Creates the layout for `logical_pages` logical pages, with `over_provisioning` percent more flash.
     pub(super) fn new(
         dies: u32,
         pages: DiePageCounts,
@@ -76,22 +76,22 @@ impl FlashGeometry {
         page.0 / self.line_pages
     }
 
-    /// Returns the die of a page.
+    /// Returns the die of a flash page.
     pub(super) fn die(&self, page: FlashPage) -> u32 {
         page.0 % self.line_pages / self.unit_pages % self.dies
     }
 
-    /// Returns the program unit of a page.
+    /// Returns the program unit of a flash page.
     pub(super) fn unit(&self, page: FlashPage) -> u32 {
         page.0 / self.unit_pages
     }
 
-    /// Returns the number of the group of pages that a die reads together, for the group that contains `page`.
+    /// Returns the number of the group of pages that a die reads together with `page`.
     pub(super) fn read_group(&self, page: FlashPage) -> u32 {
         page.0 / self.read_pages
     }
 
-    /// Returns whether a page is the last of its program unit.
+    /// Returns whether a flash page is the last page of its program unit.
     pub(super) fn is_unit_end(&self, page: FlashPage) -> bool {
         (page.0 + 1).is_multiple_of(self.unit_pages)
     }
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn units_go_around_the_dies() {
-        // Lines of 2 dies with 3 units of 4 pages.
+        // A line has 2 dies, each with 3 program units of 4 pages.
         let geometry = FlashGeometry::new(2, DiePageCounts::new(2, 4, 12), 100, 10);
         assert_eq!((geometry.line_pages, geometry.lines), (24, 10));
         let dies: Vec<u32> = (0..7)

@@ -1,12 +1,12 @@
 //! `model = "ssd"`: a drive of NAND flash, with a page-mapped translation layer and garbage collection.
 //!
-//! Logical pages of 4 KiB are distributed round-robin to the FTL instances, each with its own dies. A write completes when it
-//! is in the write buffer. When a program unit in the buffer is full, it is transferred over its die's channel and programmed,
-//! which frees its buffer space. A read waits for its die, the channel and the link. Copies and erasures of garbage collection
-//! occupy dies and channels like host commands, and delay later commands.
+//! Logical pages of 4 KiB are distributed in rotation to the FTL instances, each of which has dies of its own. A write
+//! completes when it is in the write buffer. A full program unit in the buffer is transferred over its die's channel and
+//! programmed, which frees its buffer space. A read waits for its die, the channel and the link. Copies and erasures of garbage
+//! collection occupy dies and channels like commands of the host, and so delay further commands.
 //!
-//! `geometry` defines where pages lie. `ftl` maps them and collects garbage. `flash` connects an instance to its dies. `persistence`
-//! saves the map beside a drive's file.
+//! `geometry` defines on which die each page is. `ftl` maps pages and collects garbage. `flash` connects an instance to its
+//! dies. `persistence` saves the mapping next to a drive's file.
 
 mod flash;
 mod ftl;
@@ -25,7 +25,7 @@ use flash::{OpenProgramUnit, TimedFlash};
 use ftl::Ftl;
 use geometry::{DiePageCounts, FlashGeometry, FlashPage, PAGE};
 
-/// Maximum number of logical pages of an FTL instance, so that its flash pages have 32-bit numbers.
+/// Maximum number of logical pages of an FTL instance. It keeps the numbers of flash pages within 32 bits.
 const INSTANCE_PAGES_MAX: u64 = 1 << 30;
 
 /// An FTL instance with its part of the flash.
@@ -68,10 +68,10 @@ impl SsdProfile {
     }
 }
 
-/// The timing model of a flash drive, shared by all its queues.
+/// Timing model of a flash drive, which all queues of the drive share.
 #[derive(Debug)]
 pub(crate) struct SsdModel {
-    /// Logical blocks of a logical page, as a base-2 logarithm.
+    /// Number of logical blocks in a logical page, as a base-2 logarithm.
     page_shift: u32,
     block_bytes: u64,
     read_overhead: u64,
@@ -82,7 +82,7 @@ pub(crate) struct SsdModel {
 }
 
 impl SsdModel {
-    /// Creates the model. The profile was checked when it was loaded.
+    /// Creates the model. Loading the profile has checked it.
     pub(super) fn new(
         profile: &SsdProfile,
         blocks: u64,
@@ -101,7 +101,7 @@ impl SsdModel {
                 unit: in_pages(profile.program_unit.0),
                 block: in_pages(profile.block.0),
             },
-            // Pages beyond the map are never mapped and cost as much as unwritten pages.
+            // Pages beyond this maximum are never mapped, so they cost as much as unwritten pages.
             pages.min(INSTANCE_PAGES_MAX) as u32,
             profile.over_provisioning.into(),
         );
@@ -121,7 +121,7 @@ impl SsdModel {
         }
     }
 
-    /// Returns the wear of all instances.
+    /// Returns the wear of all instances together.
     pub(crate) fn wear(&self) -> FlashWear {
         let mut sum = FlashWear::default();
         for instance in &self.instances {
@@ -134,7 +134,7 @@ impl SsdModel {
         sum
     }
 
-    /// Starts a batch of commands that arrive at `now`. No later command arrives earlier.
+    /// Starts a batch of commands that arrive at `now`. Commands of further batches must not arrive before `now`.
     pub(super) fn begin_batch(&mut self, now: u64) {
         self.link.drop_before(now);
         self.flash.drop_before(now);
@@ -157,10 +157,10 @@ impl SsdModel {
         first..end.max(first)
     }
 
-    /// Returns the FTL instance of a logical page, and the page's number within the instance.
+    /// Returns the FTL instance of a logical page, and the page's number within this instance.
     fn locate_page(&self, page: u64) -> (usize, u32) {
         let instances = self.instances.len() as u64;
-        // Pages beyond the map are never mapped.
+        // Pages beyond the maximum of an instance are never mapped.
         let logical = u32::try_from(page / instances).unwrap_or(u32::MAX);
         ((page % instances) as usize, logical)
     }
@@ -171,14 +171,14 @@ impl SsdModel {
         self.link.transfer(there, work.blocks * self.block_bytes)
     }
 
-    /// Reads blocks from flash. Returns the time when the controller has them.
+    /// Reads blocks from flash. Returns the time when the controller has their data.
     fn read_flash(&mut self, work: &MediaWork, now: u64) -> u64 {
         let pages = self.page_range(work);
-        // If the blocks are smaller than a page, only their bytes are transferred.
+        // Of blocks smaller than a page, only the blocks' bytes are transferred.
         let bytes = PAGE.min(work.blocks * self.block_bytes);
         let instances = self.instances.len() as u64;
         let mut there = now;
-        // Process each instance separately, so that pages that a die reads together are adjacent.
+        // Processes one instance after the other, so that pages that a die reads together are adjacent.
         for first in (pages.start..pages.end).take(self.instances.len()) {
             let (instance, logical) = self.locate_page(first);
             let count = (pages.end - first).div_ceil(instances) as u32;
@@ -200,7 +200,7 @@ impl SsdModel {
             let first = page << self.page_shift;
             let mut there = sent;
             if first < work.slba || first + page_blocks > end {
-                // A partial write reads the rest of the page first.
+                // A write of a part of a page reads the page's other blocks first.
                 let rest = MediaWork {
                     access: MediaAccess::Read,
                     slba: first,
@@ -219,7 +219,7 @@ impl SsdModel {
         done
     }
 
-    /// Deallocates logical pages. A page that is deallocated only in part stays mapped.
+    /// Deallocates logical pages. A page of which only a part is deallocated stays mapped.
     fn deallocate(&mut self, work: &MediaWork, now: u64) -> u64 {
         let first = work.slba.div_ceil(1 << self.page_shift);
         for page in first..(work.slba + work.blocks) >> self.page_shift {
@@ -240,7 +240,7 @@ impl SsdModel {
     }
 }
 
-/// Reads `bytes` bytes of each page of an FTL instance. Returns the time when the controller has them.
+/// Reads `bytes` bytes of each page of an FTL instance. Returns the time when the controller has their data.
 fn read_instance(
     instance: &FtlInstance,
     flash: &mut ModelledFlash,
@@ -256,7 +256,7 @@ fn read_instance(
     let mut there = now;
     let mut group: Option<(FlashPage, u64)> = None;
     for logical in pages {
-        // Unwritten pages and pages in the write buffer are served from the drive's memory.
+        // The drive's memory serves unwritten pages and pages in the write buffer.
         let Some(found) = ftl.find(logical).filter(|page| !ftl.is_buffered(*page)) else {
             continue;
         };

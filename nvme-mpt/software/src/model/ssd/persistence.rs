@@ -1,5 +1,5 @@
-//! Persistence of the flash state in a file beside the drive's file. The state is loaded when the drive is opened and saved
-//! when it is closed. After a crash, the next open loads the state that was saved when the drive was last closed.
+//! Persistence of the flash state in a file next to the drive's file. The state is loaded when the drive is opened, and saved
+//! when the drive is closed. After a crash, the next opening loads the state of the last closing.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Write};
@@ -13,7 +13,7 @@ use super::ftl::{Ftl, FtlStateError};
 /// Magic number of the file, with its version.
 const MAGIC: &[u8; 8] = b"nvmeftl1";
 
-/// Returns the path of the state file of a drive's file.
+/// Returns the path of the state file that belongs to a drive's file.
 pub(crate) fn state_path(drive: &Path) -> PathBuf {
     with_suffix(drive, ".ftl")
 }
@@ -28,7 +28,7 @@ impl SsdModel {
     /// Loads the saved state. Returns whether the file exists.
     ///
     /// # Errors
-    /// Returns any [`FtlStateError`]; after an error, the model is unchanged.
+    /// Returns any [`FtlStateError`]. An error leaves the model unchanged.
     pub(crate) fn restore(&mut self, path: &Path) -> Result<bool, FtlStateError> {
         let opened = OpenDirectory::open_parent(path)
             .and_then(|(directory, name)| directory.open_entry(name, OFlags::RDONLY));
@@ -53,12 +53,12 @@ impl SsdModel {
         Ok(true)
     }
 
-    /// Saves the state, replacing the file atomically.
+    /// Saves the state. Replaces the file atomically.
     ///
     /// # Errors
     /// Returns the kernel's error.
     pub(crate) fn save(&self, path: &Path) -> io::Result<()> {
-        // The drive's file may lie in another user's directory.
+        // The drive's file may be in another user's directory, so the walk to it must be safe.
         let (directory, name) = OpenDirectory::open_parent(path)?;
         directory.replace(name, 0o666, |file| self.write_to(file))?;
         Ok(())

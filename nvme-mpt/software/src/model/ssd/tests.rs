@@ -1,10 +1,10 @@
-//! The complete model with a clock in nanoseconds.
+//! The complete model, with a clock in nanoseconds.
 
 use super::*;
 use crate::model::profile::{DriveProfile, SsdProfile};
 
 const LBA_SHIFT: u8 = 9;
-/// Logical blocks per page.
+/// Number of logical blocks in a page.
 const PAGE_BLOCKS: u64 = 8;
 const MIB: u64 = 1 << 20;
 
@@ -44,7 +44,8 @@ impl Rng {
     }
 }
 
-/// Keeps `depth` commands in flight until `count` have completed. Returns the time of the last completion, and all latencies.
+/// Keeps `depth` commands in flight until `count` commands have completed. Returns the time of the last completion, and the
+/// latencies of all commands.
 fn run(
     model: &mut SsdModel,
     begin: u64,
@@ -69,7 +70,7 @@ fn run(
     (end.unwrap_or(now), latencies)
 }
 
-/// Writes the drive sequentially. Returns the time when all data is programmed.
+/// Writes the whole drive sequentially. Returns the time when all data is programmed.
 fn fill(model: &mut SsdModel, begin: u64, bytes: u64) -> u64 {
     let mut offset = 0;
     let (end, _) = run(model, begin, 8, (bytes / MIB) as usize, || {
@@ -89,7 +90,7 @@ fn a_read_takes_what_its_parts_take() {
     let profile = profile();
     let mut model = drive(&profile, 64 * MIB);
     let link = TickUnit::Nanoseconds.transfer_ticks(PAGE, profile.link_bandwidth.0);
-    // The data was never written, so no flash is read.
+    // The blocks were never written, so the read accesses no flash.
     let unwritten = model.due_time(&work(MediaAccess::Read, 0, PAGE), 1000) - 1000;
     assert!(
         unwritten.abs_diff(profile.read_overhead.0 + link) <= 1,
@@ -121,7 +122,7 @@ fn a_write_is_done_when_it_is_buffered_and_a_flush_when_it_is_programmed() {
     let flushed = model.due_time(&work(MediaAccess::Flush, 0, 0), written);
     assert!(flushed >= written + profile.program.0);
     assert_eq!(model.wear().padded_pages, 15);
-    // No data is left to be programmed.
+    // All data is programmed already.
     assert_eq!(
         model.due_time(&work(MediaAccess::Flush, 0, 0), flushed + 1),
         flushed + 1
@@ -213,7 +214,7 @@ fn garbage_collection_makes_writes_slow_and_reads_late() {
     assert!(wear.copied_pages > wear.host_pages / 4, "{wear:?}");
     let (fresh, steady) = (throughput[0], throughput[9]);
     assert!(steady < fresh * 0.7, "{throughput:?}");
-    // Reads wait for dies that copy and erase.
+    // Reads wait for dies on which garbage collection copies and erases.
     let mut turn = 0;
     let mut reads = Vec::new();
     let (_, latencies) = run(&mut model, now, 8, 20_000, || {
@@ -266,7 +267,7 @@ fn deallocated_pages_feed_garbage_collection() {
 
 #[test]
 fn a_simulated_hour_takes_seconds() {
-    // Few slow dies keep the number of commands in an hour small.
+    // Few and slow dies keep the number of commands in an hour small.
     let mut profile = profile();
     (
         profile.channels,
@@ -290,7 +291,7 @@ fn a_simulated_hour_takes_seconds() {
     let wear = model.wear();
     assert!(wear.host_pages > bytes / PAGE && wear.copied_pages > 0);
     assert!(commands > 100_000, "{commands}");
-    // Each block was erased, and all written and copied pages went to erased blocks.
+    // All pages that were written, copied or padded went to erased blocks, and each block was erased.
     let written = wear.host_pages + wear.copied_pages + wear.padded_pages;
     let block_pages = profile.block.0 / PAGE;
     let geometry = model.instances[0].ftl.geometry();
@@ -330,10 +331,10 @@ fn the_state_is_kept_beside_the_file() {
     let mut next = drive(&profile, 64 * MIB);
     assert!(next.restore(&path).expect("sound"));
     assert_eq!(next.wear(), model.wear());
-    // The written data is in flash after the restart, so a read takes flash time.
+    // After the restart, the written data is in flash, so a read takes the time of a flash read.
     let taken = next.due_time(&work(MediaAccess::Read, 0, PAGE), 0);
     assert!(taken > profile.read_overhead.0 + profile.read.0);
-    // The state of another drive is not used.
+    // A drive with other flash does not use the state.
     let mut other = drive(&profile, 128 * MIB);
     other.restore(&path).expect_err("of another size");
     assert_eq!(other.wear(), FlashWear::default());

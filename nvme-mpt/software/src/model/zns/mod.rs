@@ -1,19 +1,19 @@
 //! `model = "zns"` with `[flash]`: zones on the dies of a drive of NAND flash.
 //!
-//! A zone lies on a group of dies, with one erase block on each, and its program units alternate between these dies.
-//! Consecutive zones lie on consecutive groups, in turn. So a zone has the bandwidth of its group's dies, and zones of
+//! A zone is on a group of dies, with one erase block on each die. The zone's program units are on these dies in rotation.
+//! Consecutive zones are on consecutive groups, in rotation. So a zone has the bandwidth of its group's dies, and zones of
 //! different groups can be accessed in parallel.
 //!
-//! A write completes when it is in the write buffer. A full unit is transferred over its die's channel and programmed, which
-//! frees its buffer space. A partial unit stays in the buffer and is read from there. The buffer survives a power failure, so a
-//! Flush takes no time. A read waits for its dies, their channels and the link. A reset erases the zone's block on each of its
-//! dies, after their earlier operations.
+//! A write completes when it is in the write buffer. A full program unit is transferred over its die's channel and programmed,
+//! which frees its buffer space. A partial program unit stays in the buffer, from which it is read. The buffer survives a power
+//! failure, so a Flush takes no time. A read waits for its dies, their channels and the link. A reset erases the zone's erase
+//! block on each of its dies, after the earlier operations of the die.
 //!
-//! The model gets the commands that the zone layer sends to the drive, where a reset is a Deallocate of a zone's written
-//! blocks, from the zone's start. For writes, the model only counts the bytes of each zone, because queues may pass on writes
-//! in a different order. A Finish is not passed on, so the model does not know when a partial unit will stay partial. Therefore
-//! the buffer holds at most as many partial units as zones can be active. If there are more, the oldest partial unit is
-//! programmed.
+//! The model gets the commands that the zone layer sends to the drive. There, a reset is a Deallocate of the zone's written
+//! blocks, from the zone's start on. For writes, the model only counts the bytes of each zone, because queues may pass on
+//! writes in another order. A Finish is not passed on, so the model does not know that a partial program unit stays partial.
+//! Therefore the buffer holds at most as many partial program units as zones can be active. Beyond this number, the oldest
+//! partial program unit is programmed.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -24,26 +24,26 @@ use super::profile::{ZnsFlash, ZnsProfile};
 use super::time::TickUnit;
 use super::{MediaAccess, MediaWork};
 
-/// Content of a zone, in bytes.
+/// Content of a zone, as numbers of bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct FlashZone {
-    /// Bytes written since the last reset.
+    /// Number of bytes that were written since the last reset.
     written: u64,
-    /// Bytes of the partial program unit that is in the buffer.
+    /// Number of bytes of the partial program unit that is in the buffer.
     buffered: u64,
-    /// Bytes that were written before the last reset; 0 after the next write. Deallocations of bytes below this number belong
-    /// to the same reset.
+    /// Number of bytes that were written before the last reset, until the zone is written again; then 0. A Deallocate that
+    /// begins below this number is a further step of that reset.
     previously_written: u64,
 }
 
 impl FlashZone {
-    /// Returns the number of bytes that were handed to a die.
+    /// Returns the number of the zone's bytes that were sent to its dies.
     fn flash_bytes(&self) -> u64 {
         self.written - self.buffered
     }
 }
 
-/// The timing model of a zoned flash drive, shared by all its queues.
+/// Timing model of a zoned flash drive, which all queues of the drive share.
 #[derive(Debug)]
 pub(crate) struct ZnsModel {
     block_bytes: u64,
@@ -52,17 +52,17 @@ pub(crate) struct ZnsModel {
     flash_page: u64,
     unit_bytes: u64,
     dies_per_zone: u64,
-    /// Number of groups of `dies_per_zone` dies.
+    /// Number of groups of dies.
     groups: u64,
     read_overhead: u64,
     write_overhead: u64,
     link: BandwidthTokens,
     flash: ModelledFlash,
     zones: Box<[FlashZone]>,
-    /// Zones that have a partial program unit in the buffer, oldest first.
+    /// Zones with a partial program unit in the buffer, the oldest first.
     partial_zones: VecDeque<u32>,
     open_max: usize,
-    /// Time when a write that had to wait last got space in the buffer. No later write gets space earlier.
+    /// Time when the last write that waited for space got it. No further write gets space before this time.
     space_at: u64,
 }
 
@@ -82,7 +82,7 @@ impl ZnsFlash {
 }
 
 impl ZnsModel {
-    /// Creates the model of a drive of `blocks` blocks with empty zones. The profile was checked when it was loaded.
+    /// Creates the model of a drive of `blocks` blocks, whose zones are empty. Loading the profile has checked it.
     pub(super) fn new(
         profile: &ZnsProfile,
         flash: &ZnsFlash,
@@ -105,7 +105,7 @@ impl ZnsModel {
             write_overhead: timebase.span_ticks(flash.write_overhead),
             link: BandwidthTokens::new(flash.link_bandwidth.0, timebase),
             flash: ModelledFlash::new(&flash.flash_parts(), timebase),
-            // A drive with more zones is refused when its zones are created.
+            // The creation of the drive's zones refuses a drive with more zones.
             zones: vec![FlashZone::default(); zones.min(ZnsProfile::ZONES_MAX) as usize]
                 .into_boxed_slice(),
             partial_zones: VecDeque::with_capacity(open_max + 1),
@@ -114,7 +114,7 @@ impl ZnsModel {
         }
     }
 
-    /// Initialises the zones with `written` blocks each, all of them on flash.
+    /// Initialises the zones with the numbers of written blocks in `written`, all of which are on flash.
     pub(super) fn fill(&mut self, written: impl Iterator<Item = u64>) {
         for (zone, blocks) in self.zones.iter_mut().zip(written) {
             let written = (blocks * self.block_bytes).min(self.capacity);
@@ -125,7 +125,7 @@ impl ZnsModel {
         }
     }
 
-    /// Makes all zones empty that overlap a range of bytes.
+    /// Empties all zones that overlap a range of bytes.
     pub(super) fn empty(&mut self, bytes: Range<u64>) {
         let end = bytes.end.div_ceil(self.zone_bytes);
         let zones = self.zones.len().min(end as usize);
@@ -138,7 +138,7 @@ impl ZnsModel {
         }
     }
 
-    /// Starts a batch of commands that arrive at `now`. No later command arrives earlier.
+    /// Starts a batch of commands that arrive at `now`. Commands of further batches must not arrive before `now`.
     pub(super) fn begin_batch(&mut self, now: u64) {
         self.link.drop_before(now);
         self.flash.drop_before(now);
@@ -165,7 +165,7 @@ impl ZnsModel {
         }
     }
 
-    /// Splits the work's blocks into zones, with the byte range in each zone.
+    /// Splits the work's blocks by zone. Returns each zone with the range of bytes in it.
     fn zone_parts(&self, work: &MediaWork) -> impl Iterator<Item = (u32, Range<u64>)> + use<> {
         let zone_bytes = self.zone_bytes;
         let first = work.slba.saturating_mul(self.block_bytes);
@@ -188,7 +188,7 @@ impl ZnsModel {
         let now = now.saturating_add(self.read_overhead);
         let mut there = now;
         for (zone, bytes) in self.zone_parts(work) {
-            // Unwritten data and data in the write buffer are served from the drive's memory.
+            // The drive's memory serves unwritten data and data in the write buffer.
             let on_flash = self
                 .zones
                 .get(zone as usize)
@@ -206,12 +206,12 @@ impl ZnsModel {
         self.link.transfer(there, work.blocks * self.block_bytes)
     }
 
-    /// Writes bytes that the controller has received. Returns the time when they are in the buffer.
+    /// Writes bytes that the controller has received at `sent`. Returns the time when they are in the buffer.
     fn write(&mut self, zone: u32, bytes: u64, sent: u64) -> u64 {
         let Some(&FlashZone { written, .. }) = self.zones.get(zone as usize) else {
             return sent;
         };
-        // Writing to a full zone means that the model missed its reset, for example by another process.
+        // A write to a full zone shows that the model missed a reset of the zone, for example by another process.
         let full = written >= self.capacity;
         let mut here = match full {
             true => FlashZone::default(),
@@ -248,7 +248,7 @@ impl ZnsModel {
         done
     }
 
-    /// Programs the partial unit of a zone that is in the buffer.
+    /// Programs the partial program unit of a zone in the buffer.
     fn program(&mut self, zone: u32, here: &mut FlashZone, now: u64) {
         let held = std::mem::take(&mut here.buffered);
         let die = self.die(zone, here.written.saturating_sub(1) / self.unit_bytes);
@@ -256,7 +256,7 @@ impl ZnsModel {
         self.flash.buffer.release(programmed, held);
     }
 
-    /// Removes a zone from the zones with a partial unit.
+    /// Removes a zone from the zones with a partial program unit.
     fn remove_partial(&mut self, zone: u32) {
         self.partial_zones.retain(|open| *open != zone);
     }
@@ -276,11 +276,11 @@ impl ZnsModel {
             let dies = first..first + self.dies_per_zone as usize;
             return dies.fold(now, |done, die| done.max(self.flash.erase(die, now)));
         }
-        // Part of a reset whose blocks are already erased.
+        // This is a further step of a reset, whose blocks are already erased.
         if bytes.start < here.previously_written {
             return now;
         }
-        // Zeroes are programmed like other data.
+        // Zeroes are programmed like any data.
         self.write(zone, bytes.end - bytes.start, now)
     }
 }

@@ -1,4 +1,4 @@
-//! The complete model with a clock in nanoseconds.
+//! The complete model, with a clock in nanoseconds.
 
 use super::*;
 use crate::model::profile::{DriveProfile, ProfileSize};
@@ -9,7 +9,7 @@ const BLOCK: u64 = 1 << LBA_SHIFT;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// Profile with zones of 96 KiB and a capacity of 80 KiB, which is two and a half program units.
+/// Profile whose zones have 96 KiB, and a capacity of 80 KiB, which is two and a half program units.
 fn profile() -> ZnsProfile {
     ZnsProfile {
         zone_size: ProfileSize(96 * KIB),
@@ -22,7 +22,7 @@ fn profile() -> ZnsProfile {
     }
 }
 
-/// Flash with zones striped over two of four dies. Transfers on channels and link take no time unless a test sets it.
+/// Flash whose zones are on two of four dies. Transfers on channels and link take no time, except in a test that changes this.
 fn flash() -> ZnsFlash {
     ZnsFlash {
         channels: 2,
@@ -60,7 +60,7 @@ fn work(access: MediaAccess, zone: u64, offset: u64, bytes: u64) -> MediaWork {
     }
 }
 
-/// Returns the time that an access takes if it starts at `now`.
+/// Returns the time that an access at `now` takes.
 fn access_time(model: &mut ZnsModel, work: MediaWork, now: u64) -> u64 {
     model.begin_batch(now);
     model.due_time(&work, now) - now
@@ -79,7 +79,7 @@ fn a_write_is_done_when_it_is_buffered_and_read_from_there_until_its_unit_is_ful
     );
     let read = work(MediaAccess::Read, 0, 0, 16 * KIB);
     assert_eq!(access_time(&mut model, read, 1_000_000), 10_000);
-    // The unit is full and is programmed as soon as it is buffered. A read waits for this.
+    // The program unit is full, and is programmed as soon as it is in the buffer. A read waits for the end of the programming.
     let second = work(MediaAccess::Write, 0, 16 * KIB, 16 * KIB);
     assert_eq!(access_time(&mut model, second, 2_000_000), WRITE);
     assert_eq!(
@@ -87,7 +87,7 @@ fn a_write_is_done_when_it_is_buffered_and_read_from_there_until_its_unit_is_ful
         WRITE + PROGRAM + 50_000
     );
     assert_eq!(access_time(&mut model, read, 9_000_000), READ);
-    // Nothing was written at this location.
+    // These blocks were never written.
     let beyond = work(MediaAccess::Read, 0, 32 * KIB, 64 * KIB);
     assert_eq!(access_time(&mut model, beyond, 9_000_000), 10_000);
 }
@@ -105,7 +105,7 @@ fn units_go_around_the_dies_of_a_zone_and_zones_around_all_dies() {
 fn a_read_waits_for_each_die_that_it_touches_once_for_each_page() {
     let mut model = drive(&flash());
     model.fill([20, 20].into_iter());
-    // Two pages of one unit are on one die, and two units are on two dies.
+    // Two pages of one program unit are on one die. Two program units are on two dies.
     let read = |offset, bytes| work(MediaAccess::Read, 0, offset, bytes);
     assert_eq!(access_time(&mut model, read(0, 4 * KIB), 0), READ);
     assert_eq!(
@@ -120,7 +120,7 @@ fn a_read_waits_for_each_die_that_it_touches_once_for_each_page() {
         access_time(&mut model, read(0, 64 * KIB), 3_000_000),
         READ + 50_000
     );
-    // A read across the zone boundary: the range between the capacity and the next zone is not in flash.
+    // A read crosses the boundary of a zone. The blocks between the zone's capacity and the next zone are not in flash.
     let across = work(MediaAccess::Read, 0, 76 * KIB, 24 * KIB);
     assert_eq!(access_time(&mut model, across, 4_000_000), READ);
 }
@@ -140,7 +140,7 @@ fn channel_and_link_take_their_time() {
     assert!(access_time(&mut model, read, now).abs_diff(expected) <= 1);
     let write = work(MediaAccess::Write, 1, 0, 32 * KIB);
     assert!(access_time(&mut model, write, 8_000_000).abs_diff(WRITE + 16 * KIB) <= 1);
-    // A die starts on a unit when the unit has passed the channel.
+    // A die starts to program a unit when the channel has transferred the unit.
     let read = work(MediaAccess::Read, 1, 0, 4 * KIB);
     let there = WRITE + 16 * KIB + 32 * KIB;
     let expected = there + PROGRAM + 50_000 + 4 * KIB + 2 * KIB;
@@ -155,7 +155,8 @@ fn a_full_buffer_makes_writes_wait_for_the_dies() {
         let work = work(MediaAccess::Write, 0, offset, 32 * KIB);
         access_time(&mut model, work, 0)
     };
-    // The buffer has space for three units. Two dies program the first two, and the third unit waits for the first die.
+    // The buffer has space for three program units. Two dies program the first two units. The third unit waits for the first
+    // die.
     assert_eq!([due(0), due(32 * KIB)], [WRITE, WRITE]);
     let mut due = |zone, bytes| {
         let work = work(MediaAccess::Write, zone, 0, bytes);
@@ -174,7 +175,7 @@ fn the_last_partial_unit_of_a_zone_is_programmed() {
     assert_eq!(access_time(&mut model, write, 0), WRITE);
     assert_eq!(model.zones[0].buffered, 0);
     assert!(model.partial_zones.is_empty());
-    // The first die has programmed two units.
+    // The first die has two program units to program.
     let read = work(MediaAccess::Read, 0, 64 * KIB, 16 * KIB);
     assert_eq!(
         access_time(&mut model, read, 0),
@@ -189,13 +190,13 @@ fn zones_that_were_finished_keep_no_room() {
         let write = work(MediaAccess::Write, zone, 0, 16 * KIB);
         access_time(&mut model, write, zone * 10_000_000);
     }
-    // Two zones can be active. The partial units of the other zones are programmed.
+    // Two zones can be active, so the partial program units of the other zones are programmed.
     assert_eq!(model.partial_zones, [6, 7]);
     let held: Vec<u64> = model.zones.iter().map(|zone| zone.buffered / KIB).collect();
     assert_eq!(held, [0, 0, 0, 0, 0, 0, 16, 16]);
     let read = work(MediaAccess::Read, 1, 0, 4 * KIB);
     assert_eq!(access_time(&mut model, read, 100_000_000), READ);
-    // A zone that turns out to be active continues.
+    // A zone whose partial program unit was programmed can be written on.
     let write = work(MediaAccess::Write, 1, 16 * KIB, 16 * KIB);
     assert_eq!(access_time(&mut model, write, 100_000_000), WRITE);
     assert_eq!(model.zones[1].buffered, 0);
@@ -207,15 +208,15 @@ fn a_reset_erases_blocks_after_pending_programs_of_their_dies() {
     let write = work(MediaAccess::Write, 0, 0, 48 * KIB);
     assert_eq!(access_time(&mut model, write, 0), WRITE);
     let reset = work(MediaAccess::Deallocate, 0, 0, 16 * KIB);
-    // The first die programs a unit. The rest of the data is in the buffer and is dropped.
+    // The first die programs a unit. The other data is in the buffer, and is dropped by the reset.
     assert_eq!(access_time(&mut model, reset, 0), WRITE + PROGRAM + ERASE);
     assert_eq!((model.zones[0].written, model.partial_zones.len()), (0, 0));
-    // The blocks are deallocated in several steps and erased once.
+    // The zone's blocks are deallocated in several steps, but erased once.
     let rest = work(MediaAccess::Deallocate, 0, 16 * KIB, 32 * KIB);
     assert_eq!(access_time(&mut model, rest, 0), WRITE);
     let read = work(MediaAccess::Read, 0, 0, 4 * KIB);
     assert_eq!(access_time(&mut model, read, 0), 10_000);
-    // Zones on the same dies wait for the erase. Zones on other dies do not.
+    // Zones on these dies wait for the erasure. Zones on the other dies do not wait.
     for (zone, expected) in [(2, WRITE + PROGRAM + ERASE + 50_000), (1, READ)] {
         model.zones[zone as usize].written = 4 * KIB;
         let read = work(MediaAccess::Read, zone, 0, 4 * KIB);
@@ -239,7 +240,7 @@ fn zeroes_are_programmed_like_other_data() {
 fn zones_that_were_wiped_are_empty() {
     let mut model = drive(&flash());
     model.fill([20, 20, 20].into_iter());
-    // A wipe also writes zeroes to empty zones.
+    // A wipe writes zeroes to empty zones as well.
     let zeroes = work(MediaAccess::Deallocate, 3, 0, 48 * KIB);
     assert_eq!(access_time(&mut model, zeroes, 0), WRITE);
     assert_eq!(model.partial_zones, [3]);
@@ -247,7 +248,7 @@ fn zones_that_were_wiped_are_empty() {
     let written: Vec<u64> = model.zones.iter().map(|zone| zone.written / KIB).collect();
     assert_eq!(written, [80, 0, 0, 0, 0, 0, 0, 0]);
     assert!(model.partial_zones.is_empty());
-    // The whole buffer is free again once the unit is programmed.
+    // All of the buffer is free again when the program unit is programmed.
     let write = work(MediaAccess::Write, 1, 0, 80 * KIB);
     assert_eq!(access_time(&mut model, write, 10_000_000), WRITE);
     model.empty(0..u64::MAX);
@@ -272,7 +273,7 @@ fn blocks_that_are_in_no_zone_cost_nothing_of_the_flash() {
     }
 }
 
-/// Returns the bandwidth of 96 KiB writes in rotation over `zones` zones until all are full and programmed, in MiB/s.
+/// Returns the bandwidth in MiB/s of 96 KiB writes, in rotation over `zones` zones, until all zones are full and programmed.
 fn write_bandwidth(zones: u64) -> u64 {
     let DriveProfile::Zns(profile) = DriveProfile::find_built_in("zns-ssd").expect("comes along")
     else {

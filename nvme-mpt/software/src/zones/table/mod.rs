@@ -10,15 +10,14 @@ use nvme_spec::ids::Lba;
 use nvme_spec::status::Status;
 use nvme_spec::zns::{ReportingOptions, ZoneSendAction, ZoneState};
 
-/// State of a zone.
+/// State and write pointer of a zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Zone {
     pub(super) state: ZoneState,
-    /// Number of written blocks, counted from the start of the zone. In states that have a write pointer, this is the write
-    /// pointer's offset.
+    /// Number of written blocks from the start of the zone. In states with a write pointer, this is the write pointer's offset.
     pub(super) written: u64,
-    /// True while the store deallocates the blocks of a reset zone. A write to the zone would be deallocated, too, so the zone
-    /// accepts none.
+    /// True while the store deallocates the blocks of a reset zone. The zone accepts no write meanwhile, since the written
+    /// blocks could be deallocated, too.
     pub(super) is_resetting: bool,
 }
 
@@ -29,12 +28,12 @@ impl Zone {
         is_resetting: false,
     };
 
-    /// Encodes a zone for storage. An empty zone is 0.
+    /// Encodes the zone as a word for storage. The word of an empty zone is 0.
     fn to_word(self) -> u64 {
         self.written << 8 | u64::from(self.state.0 ^ ZoneState::EMPTY.0)
     }
 
-    /// Decodes a stored zone. An invalid word reads as Offline.
+    /// Decodes a stored word. An invalid word reads as Offline.
     fn from_word(word: u64, capacity: u64) -> Self {
         let state = ZoneState(word as u8 ^ ZoneState::EMPTY.0);
         let written = word >> 8;
@@ -71,7 +70,7 @@ impl Zone {
     }
 }
 
-/// Returns the written blocks of a stored zone.
+/// Returns the number of written blocks of a zone from its stored word.
 pub(super) fn written_blocks(word: u64, capacity: u64) -> u64 {
     Zone::from_word(word, capacity).written
 }
@@ -82,8 +81,8 @@ pub(super) struct ZoneTable {
     geometry: ZoneGeometry,
     resources: ZoneResources,
     zones: Box<[Zone]>,
-    /// Number of zones that the namespace has at present. It is less than the lease's number of zones if the namespace has
-    /// become smaller.
+    /// Number of zones that are in the namespace at present. If the namespace has become smaller, it is less than the lease's
+    /// number of zones.
     accessible_zones: u32,
     /// Storage of the zone states.
     words: SharedWords,
@@ -91,15 +90,15 @@ pub(super) struct ZoneTable {
     open_count: u32,
     active_count: u32,
     offline_count: u32,
-    /// Zones that were opened implicitly, oldest first. They may be closed to open other zones.
+    /// Zones that were opened implicitly, the oldest first. The table may close them to open other zones.
     implicitly_opened: VecDeque<u32>,
 }
 
-/// Location of the lease's zones in the drive's stored zone states.
+/// Position of the lease's zones in the drive's stored words.
 pub(super) struct ZoneTableWords {
-    /// State words, one for each zone of the drive.
+    /// Words of all zones of the drive.
     pub(super) words: SharedWords,
-    /// Number, within the drive, of the lease's first zone.
+    /// Number of the lease's first zone on the drive.
     pub(super) first: u32,
     /// Number of zones of the lease.
     pub(super) count: u32,
@@ -141,8 +140,8 @@ impl ZoneTable {
         }
     }
 
-    /// Limits the table to the zones within `blocks` blocks from the lease's start. The other zones are inaccessible until the
-    /// namespace has grown again.
+    /// Limits the table to the zones within the first `blocks` blocks of the lease. The zones beyond are inaccessible until the
+    /// namespace grows again.
     pub(super) fn limit_to_blocks(&mut self, blocks: u64) {
         let whole = blocks / self.geometry.size;
         self.accessible_zones = whole.min(self.zones.len() as u64) as u32;
@@ -153,7 +152,7 @@ impl ZoneTable {
         self.accessible_zones
     }
 
-    /// Returns the zone of an LBA, and the offset in the zone.
+    /// Returns the number of the zone to which an LBA belongs, and the offset in this zone.
     fn locate(&self, Lba(lba): Lba) -> Result<(u32, u64), Status> {
         let index = lba / self.geometry.size;
         if index >= u64::from(self.accessible_zones) {
@@ -162,7 +161,7 @@ impl ZoneTable {
         Ok((index as u32, lba % self.geometry.size))
     }
 
-    /// Returns the zone that starts at an LBA.
+    /// Returns the number of the zone whose first block is `slba`.
     pub(super) fn zone_starting_at(&self, slba: Lba) -> Result<u32, Status> {
         match self.locate(slba)? {
             (index, 0) => Ok(index),
@@ -170,7 +169,7 @@ impl ZoneTable {
         }
     }
 
-    /// Returns the zone of an LBA.
+    /// Returns the number of the zone to which an LBA belongs.
     pub(super) fn zone_containing(&self, lba: Lba) -> Result<u32, Status> {
         self.locate(lba).map(|(index, _)| index)
     }
@@ -180,14 +179,14 @@ impl ZoneTable {
     }
 
     fn zone(&self, index: u32) -> Zone {
-        // Indices come from this table, so the zone exists.
+        // Numbers of zones come from this table, so the zone exists.
         self.zones.get(index as usize).copied().unwrap_or(Zone {
             state: ZoneState::OFFLINE,
             ..Zone::EMPTY
         })
     }
 
-    /// Sets the state of a zone, updates the counters of open and active zones, and stores the state.
+    /// Sets the state of a zone, updates the numbers of open and active zones, and stores the state.
     fn set_zone(&mut self, index: u32, zone: Zone) {
         let Some(place) = self.zones.get_mut(index as usize) else {
             return;
@@ -213,7 +212,7 @@ impl ZoneTable {
             .store(self.first_word + index as usize, zone.to_word());
     }
 
-    /// Returns whether the stored zone states equal those in memory.
+    /// Returns whether the stored zone states equal the zone states in memory.
     pub(super) fn is_stored(&self) -> bool {
         let capacity = self.geometry.capacity;
         (self.first_word..).zip(&self.zones).all(|(index, zone)| {
@@ -229,7 +228,7 @@ impl ZoneTable {
         }
     }
 
-    /// Makes zones empty, except those that are read only or offline because their media failed.
+    /// Makes zones empty. Zones that are read only or offline stay so, because their media failed.
     pub(super) fn empty_zones(&mut self, zones: Range<u32>) {
         for index in zones.start..zones.end.min(self.count()) {
             let failed = [ZoneState::READ_ONLY, ZoneState::OFFLINE];
@@ -244,7 +243,7 @@ impl ZoneTable {
         self.set_zone(index, Zone { state, ..zone });
     }
 
-    /// Checks whether blocks can be read. A read may cross zone boundaries (`OZCS.RAZB`).
+    /// Checks whether blocks can be read. A read may cross the boundaries of zones (`OZCS.RAZB`).
     pub(super) fn read(&self, slba: Lba, count: u64) -> Result<(), Status> {
         if self.offline_count == 0 {
             return Ok(());
@@ -268,8 +267,8 @@ impl ZoneTable {
         self.advance_write_pointer(index, count)
     }
 
-    /// Accepts a write that the old server may already have accepted. If the blocks lie below the write pointer, they are
-    /// written again, because the old server moved the write pointer before the drive had the data.
+    /// Accepts a write that the old server may already have accepted. Blocks below the write pointer are written again, because
+    /// the old server moved the write pointer before the drive had the data.
     pub(super) fn repeat_write(&mut self, slba: Lba, count: u64) -> Result<(), Status> {
         let (index, offset) = self.locate(slba)?;
         let zone = self.check_not_resetting(index)?;
@@ -281,7 +280,7 @@ impl ZoneTable {
         }
     }
 
-    /// Accepts an append to the zone that starts at `zslba`. Returns the LBA of its first block.
+    /// Accepts a Zone Append to the zone that starts at `zslba`. Returns the LBA at which its blocks begin.
     pub(super) fn append(&mut self, zslba: Lba, count: u64) -> Result<Lba, Status> {
         let index = self.zone_starting_at(zslba)?;
         let zone = self.check_writable(index)?;
@@ -300,7 +299,7 @@ impl ZoneTable {
         }
     }
 
-    /// Returns a zone, or an error that the host can retry later if the zone is being reset.
+    /// Returns a zone. If the zone is being reset, returns an error after which the host may retry the command.
     fn check_not_resetting(&self, index: u32) -> Result<Zone, Status> {
         let zone = self.zone(index);
         if zone.is_resetting {
@@ -340,8 +339,8 @@ impl ZoneTable {
         Ok(())
     }
 
-    /// Reserves open and active resources for another open zone. If necessary, closes the zone that was implicitly opened first
-    /// (ZNS 1.1, section 2.1.1).
+    /// Reserves open and active resources for opening a zone. If no open resource is free, closes the zone that was implicitly
+    /// opened first (ZNS 1.1, section 2.1.1).
     fn reserve_resources(&mut self, index: u32) -> Result<(), Status> {
         if !self.zone(index).is_active() && self.active_count >= self.resources.active {
             return Err(Status::TOO_MANY_ACTIVE_ZONES);
@@ -351,14 +350,14 @@ impl ZoneTable {
             let oldest = oldest.ok_or(Status::TOO_MANY_OPEN_ZONES)?;
             self.set_state(oldest, ZoneState::CLOSED);
         }
-        // The limit may still be exceeded if the lease shrank.
+        // If the lease shrank, more zones may be open than the limit, so that closing one zone does not suffice.
         if self.open_count >= self.resources.open {
             return Err(Status::TOO_MANY_OPEN_ZONES);
         }
         Ok(())
     }
 
-    /// Executes an action other than Reset on one zone (ZNS 1.1, section 3.4.3).
+    /// Executes an action except Reset on one zone (ZNS 1.1, section 3.4.3).
     pub(super) fn execute_action(
         &mut self,
         index: u32,
@@ -397,7 +396,7 @@ impl ZoneTable {
         Ok(())
     }
 
-    /// Executes an action other than Reset on all zones in a state to which the action applies.
+    /// Executes an action except Reset on all zones whose state allows the action.
     pub(super) fn execute_action_on_all(&mut self, action: ZoneSendAction) -> Result<(), Status> {
         let meant = |zone: Zone| match action {
             ZoneSendAction::OPEN => zone.state == ZoneState::CLOSED,
@@ -407,7 +406,7 @@ impl ZoneTable {
             _ => false,
         };
         if action == ZoneSendAction::OPEN {
-            // Open all closed zones or none.
+            // Opens all closed zones or none of them.
             let closed = self.active_count - self.open_count;
             if self.open_count.saturating_add(closed) > self.resources.open {
                 return Err(Status::TOO_MANY_OPEN_ZONES);
@@ -428,7 +427,7 @@ impl ZoneTable {
         Ok(())
     }
 
-    /// Resets a zone and returns the number of its written blocks. If the number is not 0, the zone accepts no writes until
+    /// Resets a zone and returns the number of its written blocks. If this is not 0, the zone accepts no writes until
     /// [`Self::end_reset`].
     pub(super) fn reset(&mut self, index: u32) -> Result<u64, Status> {
         let zone = self.check_not_resetting(index)?;
@@ -448,20 +447,20 @@ impl ZoneTable {
         Ok(zone.written)
     }
 
-    /// Resets one zone: the first from `from` on to which a reset of all zones applies. Returns its number and its number of
-    /// written blocks; see [`Self::reset`].
+    /// Resets the first zone, from number `from` on, to which a reset of all zones applies. Returns its number and its number
+    /// of written blocks; see [`Self::reset`].
     pub(super) fn reset_next(&mut self, from: u32) -> Option<(u32, u64)> {
         let meant = |index: &u32| {
             let zone = self.zone(*index);
             !zone.is_resetting && (zone.is_active() || zone.state == ZoneState::FULL)
         };
         let index = (from..self.count()).find(meant)?;
-        // The filter selects only zones that can be reset.
+        // The zone was chosen such that it can be reset.
         let written = self.reset(index).unwrap_or(0);
         Some((index, written))
     }
 
-    /// Ends the deallocation of a reset zone.
+    /// Ends the deallocation of a reset zone, which then accepts writes again.
     pub(super) fn end_reset(&mut self, index: u32) {
         let zone = self.zone(index);
         self.set_zone(
@@ -473,7 +472,7 @@ impl ZoneTable {
         );
     }
 
-    /// Makes a zone read only after the media failed a write. Returns `false` if the media had already failed.
+    /// Makes a zone read only after its media failed a write. Returns `false` if the media had already failed.
     pub(super) fn fail_media(&mut self, index: u32) -> bool {
         let failed = matches!(
             self.zone(index).state,
@@ -485,7 +484,7 @@ impl ZoneTable {
         !failed
     }
 
-    /// Returns the zones from `from` on that match the options of a report.
+    /// Returns the zones, from number `from` on, that match the options of a report.
     pub(super) fn reported_zones(
         &self,
         from: u32,

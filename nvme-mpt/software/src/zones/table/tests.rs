@@ -1,4 +1,4 @@
-//! Effects of commands on zones, compared with a model that stores neither counters nor an order of zones.
+//! Effects of commands on zones, compared with a model that has neither counters nor a list of open zones.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use nvme_mpt_memory::Mapping;
 const SIZE: u64 = 16;
 const CAPACITY: u64 = 12;
 const ZONES: u32 = 6;
-/// First zone of the lease on the drive.
+/// Number of the lease's first zone on the drive.
 const FIRST: u32 = 2;
 
 const GEOMETRY: ZoneGeometry = ZoneGeometry {
@@ -37,7 +37,7 @@ fn table(open: u32, active: u32) -> ZoneTable {
     table_of(&words(), open, active)
 }
 
-/// Returns the start of a zone.
+/// Returns the first LBA of a zone.
 fn zslba(zone: u32) -> Lba {
     Lba(u64::from(zone) * SIZE)
 }
@@ -83,7 +83,7 @@ fn the_zone_that_is_open_longest_is_closed_for_another() {
     assert_eq!(state(&table, 0), ZoneState::CLOSED);
     assert_eq!(table.write(zslba(3), 1), Err(Status::TOO_MANY_ACTIVE_ZONES));
     assert_eq!(state(&table, 1), ZoneState::IMPLICITLY_OPENED);
-    // A zone that is active already only needs an open resource.
+    // The zone is already active, so it only needs an open resource.
     table.write(Lba(2), 1).expect("open again");
     assert_eq!(state(&table, 1), ZoneState::CLOSED);
 }
@@ -137,7 +137,7 @@ fn every_action_in_every_state() {
         assert_eq!(state(&table, 0), wanted);
         table
     };
-    // ZNS 1.1, section 3.4.3: for each state, the result of each action. `None` is an invalid transition.
+    // For each state, the result of each action (ZNS 1.1, section 3.4.3). `None` is an invalid transition.
     let (zse, zsio, zseo) = (
         ZoneState::EMPTY,
         ZoneState::IMPLICITLY_OPENED,
@@ -147,7 +147,7 @@ fn every_action_in_every_state() {
     let (zsro, zso) = (ZoneState::READ_ONLY, ZoneState::OFFLINE);
     let open = Some(zseo);
     let table = [
-        // Open, Close, Finish, Reset, Offline.
+        // The actions are Open, Close, Finish, Reset and Offline.
         (zse, [open, None, Some(zsf), Some(zse), None]),
         (zsio, [open, Some(zsc), Some(zsf), Some(zse), None]),
         (zseo, [open, Some(zsc), Some(zsf), Some(zse), None]),
@@ -204,7 +204,7 @@ fn no_writes_to_a_zone_during_its_deallocation() {
     assert_eq!(table.reset(1), Err(Status::COMMAND_INTERRUPTED));
     assert_eq!(table.reset_next(0), None);
     assert_eq!((table.open_count, table.active_count), (0, 0));
-    // The process may end before the wipe is done. The zone is empty, and its old data is not read.
+    // The process may end before the wipe is complete. The zone is empty then, so its old data cannot be read.
     assert_eq!(state(&table_of(&words, 2, 2), 1), ZoneState::EMPTY);
     table.end_reset(1);
     table.write(zslba(1), 1).expect("written again");
@@ -230,7 +230,7 @@ fn a_zone_whose_media_failed_can_be_read_and_then_given_up() {
     assert_eq!(table.append(zslba(1), 1), Err(Status::ZONE_IS_OFFLINE));
     assert_eq!(table.read(Lba(SIZE - 1), 1), Ok(()));
     assert_eq!(table.read(Lba(2 * SIZE), 1), Ok(()));
-    // Reads cross zone boundaries, and fail if any zone on the way is offline.
+    // A read may cross the boundaries of zones. It fails if one of its zones is offline.
     assert_eq!(table.read(Lba(SIZE - 1), 2), Err(Status::ZONE_IS_OFFLINE));
     assert_eq!(table.read(Lba(0), 4 * SIZE), Err(Status::ZONE_IS_OFFLINE));
     assert!(!table.fail_media(1));
@@ -241,7 +241,7 @@ fn a_zone_whose_media_failed_can_be_read_and_then_given_up() {
 fn invalid_words_read_as_offline_zones() {
     let words = words();
     let first = FIRST as usize;
-    // An undefined state, an empty zone with written blocks, and a fully written open zone.
+    // Invalid words: an undefined state, an empty zone with written blocks, and a fully written open zone.
     for (index, word) in [0x07, 1 << 8, CAPACITY << 8 | 3, (CAPACITY + 1) << 8 | 0xF]
         .into_iter()
         .enumerate()
@@ -256,11 +256,11 @@ fn invalid_words_read_as_offline_zones() {
     assert_eq!((table.offline_count, table.active_count), (4, 0));
 }
 
-/// A zone of the model: state, write pointer, and order of implicit opening.
+/// A zone of the model: state, write pointer, and number that orders implicitly opened zones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plain(ZoneState, u64, u64);
 
-/// Model of the rules. It computes everything from the zones when needed.
+/// Model of the rules, which derives counts and orders from the zones whenever it needs them.
 struct Model {
     zones: Vec<Plain>,
     open: usize,
@@ -324,7 +324,7 @@ impl Model {
 #[derive(Clone, Debug)]
 enum Op {
     Write(u32, u64, u64),
-    /// Write at the write pointer, so that zones become full.
+    /// Writes at the write pointer, so that zones become full.
     Next(u32, u64),
     Append(u32, u64),
     Act(u32, u8),
@@ -332,7 +332,7 @@ enum Op {
     Reset(u32),
     ResetAll,
     FailMedia(u32),
-    /// The process ends, and another process restores the zones.
+    /// Ends the process. Another process loads the zones.
     Restart,
 }
 
@@ -455,7 +455,8 @@ fn step(table: &mut ZoneTable, model: &mut Model, op: &Op) -> [Result<u64, Statu
         Op::Restart => {
             let ZoneResources { open, active } = table.resources;
             *table = table_of(&table.words.clone(), open, active);
-            // After a restart, the order of opening is unknown. The lowest zone counts as open for longest.
+            // The order in which zones were opened is unknown after a restart. The lowest zone counts as the one that was
+            // opened first.
             for (zone, index) in model.zones.iter_mut().zip(0..) {
                 zone.2 = index;
             }

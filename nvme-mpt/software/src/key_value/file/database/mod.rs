@@ -1,4 +1,4 @@
-//! Execution of requests on pairs in a file, in transactions.
+//! Execution of requests on the key-value pairs in a file, in transactions.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,7 +24,7 @@ use nvme_spec::status::Status;
 /// Values, by key space name and key.
 const PAIRS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("pairs");
 
-/// Bytes and keys, by key space name.
+/// Used bytes and number of keys, by key space name.
 const USAGE: TableDefinition<'_, u64, (u64, u64)> = TableDefinition::new("usage");
 
 /// Maximum size of the database's cache, in bytes.
@@ -33,12 +33,12 @@ const CACHE_BYTES: usize = 64 << 20;
 /// The database of a file of pairs.
 #[derive(Debug)]
 pub(super) struct KeyValueDatabase<B> {
-    /// Path of the file, for log messages.
+    /// Path of the file for log messages.
     path: PathBuf,
     file: SyncedFile<B>,
     /// `None` after a failure, until the database can be reopened.
     database: Option<Database>,
-    /// True if the present failure was already logged.
+    /// True if the present failure was logged.
     is_failing: bool,
     usages: Arc<KeySpaceUsages>,
 }
@@ -62,8 +62,8 @@ impl<B: StorageBackend + Clone> KeyValueDatabase<B> {
     }
 
     fn open_database(&self) -> Result<Database, redb::Error> {
-        // The database trusts the page cache, which differs from the disk after a failed sync. A successful sync makes them
-        // equal.
+        // After a failed sync, the page cache differs from the disk, and the database would trust the page cache. A successful
+        // sync makes both equal. The second attempt rewrites the data.
         let synced = self.file.sync_data().or_else(|_| self.file.sync_data());
         synced.map_err(StorageError::Io)?;
         let database = Database::builder()
@@ -94,7 +94,7 @@ impl<B: StorageBackend + Clone> KeyValueDatabase<B> {
                 (place, (name, asked.capacity, asked.request))
             })
             .unzip();
-        // If the database panics on a damaged file, guests must still get replies.
+        // The database may panic on a damaged file. Guests must get replies in this case, too.
         let replies = catch_unwind(AssertUnwindSafe(|| self.try_execute(requests)));
         let replies = replies.unwrap_or_else(|_panic| {
             Err(StorageError::Corrupted("the database panicked".to_owned()).into())
@@ -105,7 +105,8 @@ impl<B: StorageBackend + Clone> KeyValueDatabase<B> {
                 let path = self.path.display();
                 error!("The keys and values in {path} cannot be read or written: {error}");
             }
-            // After an error the database refuses all requests. Reopening it restores the state before the transaction.
+            // After an error, the database refuses all requests. It is reopened, which restores the state before the
+            // transaction.
             self.database = None;
             let failed = KvReply::from_status(Status::UNRECOVERED_ERROR);
             vec![failed; places.len()]
@@ -143,7 +144,7 @@ impl<B: StorageBackend + Clone> KeyValueDatabase<B> {
     }
 }
 
-/// Executes requests in a transaction, and commits it if anything changed.
+/// Executes requests in a transaction, and commits the transaction if a request has changed something.
 fn execute_transaction(
     transaction: WriteTransaction,
     requests: Vec<(u64, u64, KvRequest)>,
@@ -193,7 +194,7 @@ fn execute_transaction(
     Ok(replies)
 }
 
-/// A key in the table: the key space name, so that the keys of a space are adjacent, followed by the key's bytes.
+/// A key in the database's table: the key space name followed by the key's bytes, so that the keys of a key space are adjacent.
 #[derive(Clone, Copy, Debug)]
 struct TableKey {
     bytes: [u8; Self::NAME_BYTES + KEY_LENGTH_MAX],
@@ -206,7 +207,7 @@ impl TableKey {
     fn new(name: u64, key: &KvKey) -> Self {
         let mut bytes = [0; Self::NAME_BYTES + KEY_LENGTH_MAX];
         let (space, rest) = bytes.split_at_mut(Self::NAME_BYTES);
-        // Big-endian, so that bytes sort like numbers.
+        // Big-endian, so that the bytes of names sort like their numbers.
         space.copy_from_slice(&name.to_be_bytes());
         let key = key.as_bytes();
         for (place, byte) in rest.iter_mut().zip(key) {
@@ -221,7 +222,7 @@ impl TableKey {
     }
 }
 
-/// A key space in the table.
+/// A key space in the database's table.
 struct TableKeySpace<'a, T> {
     table: &'a T,
     name: u64,
@@ -263,7 +264,7 @@ impl<T: ReadableTable<&'static [u8], &'static [u8]>> KeyValuePairs for TableKeyS
     }
 }
 
-/// A key space like [`TableKeySpace`], in a write transaction.
+/// A key space in a write transaction, like [`TableKeySpace`].
 struct TableKeySpaceMut<'a, 'txn> {
     table: &'a mut Table<'txn, &'static [u8], &'static [u8]>,
     name: u64,

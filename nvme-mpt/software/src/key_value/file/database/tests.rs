@@ -1,5 +1,5 @@
-//! Database contents after a power failure and after a file system error. Any part of the unsynced data may have reached the
-//! disk.
+//! Database contents after a power failure and after an error of the file system. Any part of the data that was not synced may
+//! have reached the disk.
 
 use std::io;
 
@@ -22,14 +22,14 @@ struct State {
     durable: Vec<u8>,
     now: Vec<u8>,
     unsynced: Vec<Unsynced>,
-    /// Number of writes before all further writes fail. `None` means that no write fails.
+    /// Number of writes that succeed before all further writes fail; `None` if no write fails.
     writes_left: Option<usize>,
-    /// Number of syncs before one fails. `None` means that no sync fails.
+    /// Number of syncs that succeed before one sync fails; `None` if no sync fails.
     syncs_left: Option<usize>,
 }
 
 impl State {
-    /// Writes changes since the last sync to the disk, each with some chance.
+    /// Writes changes that were not synced to the disk, each with the probability of `chance`.
     fn write_back(&mut self, mut chance: impl FnMut() -> bool) {
         for done in self.unsynced.drain(..) {
             match done {
@@ -50,7 +50,7 @@ impl State {
     }
 }
 
-/// A disk in memory. After a power failure, the synced data and any part of the rest are left.
+/// A disk in memory. After a power failure, the disk has the synced data and any part of the data that was not synced.
 #[derive(Clone, Debug, Default)]
 struct Disk(Arc<Mutex<State>>);
 
@@ -59,7 +59,7 @@ impl Disk {
         self.0.lock().expect("nothing panics with it")
     }
 
-    /// Returns the disk after a power failure. `chance` decides for each sector whether it was written.
+    /// Returns the disk after a power failure. `chance` decides for each sector whether its new content was written.
     fn cut_power(&self, chance: impl FnMut() -> bool) -> Self {
         let mut state = self.lock().clone();
         state.write_back(chance);
@@ -104,7 +104,7 @@ impl StorageBackend for Disk {
         Ok(())
     }
 
-    /// Behaves like Linux: data that a sync cannot write counts as written afterwards, and reads still return it.
+    /// Works like Linux: data that a sync cannot write counts as written afterwards, and is still read from the page cache.
     fn sync_data(&self) -> io::Result<()> {
         let mut state = self.lock();
         if let Some(left) = state.syncs_left {
@@ -139,7 +139,7 @@ fn open(disk: &Disk) -> (KeyValueDatabase<Disk>, Arc<KeySpaceUsages>) {
     (store, usages)
 }
 
-/// Executes requests on a key space together. Returns the replies in order.
+/// Executes requests on a key space in one transaction. Returns the replies in order.
 fn execute_requests(
     store: &mut KeyValueDatabase<Disk>,
     name: u64,
@@ -173,7 +173,7 @@ fn stored(number: u8, value: &[u8]) -> KvRequest {
     })
 }
 
-/// Returns the pairs of a key space, by number.
+/// Returns the values of a key space, by the numbers of their keys.
 fn content(store: &mut KeyValueDatabase<Disk>, name: u64) -> BTreeMap<u8, Vec<u8>> {
     let room = 1 << 20;
     let numbers: Vec<u8> = (0..8).collect();
@@ -202,7 +202,7 @@ fn requests(changes: &Changes) -> Vec<KvRequest> {
     requests.collect()
 }
 
-/// Combines the changes into a batch if `as_one` is true.
+/// Combines the requests into one Batch if `as_one` is true.
 fn combine_changes(as_one: bool, requests: Vec<KvRequest>) -> Vec<KvRequest> {
     if !as_one {
         return requests;
@@ -232,8 +232,8 @@ fn batches() -> impl Strategy<Value = Vec<Changes>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// After a power failure, all acknowledged changes are present. Unacknowledged changes executed together are all present or
-    /// all absent.
+    /// After a power failure, all acknowledged changes are present. Changes that were executed together and not acknowledged
+    /// are all present or all absent.
     #[test]
     fn acknowledged_changes_survive_a_power_failure(
         batches in batches(),
@@ -258,7 +258,7 @@ proptest! {
         prop_assert_eq!(usages.get(5).keys, model.len() as u64);
         prop_assert!(content(&mut after, 4).is_empty());
 
-        // The power fails during the last changes, after some of their writes.
+        // The power fails during the last changes, after a number of their writes.
         disk.lock().writes_left = Some(failing);
         let replies = execute_requests(&mut store, 5, combine_changes(as_one, requests(&last)));
         let mut changed = model.clone();
@@ -269,7 +269,7 @@ proptest! {
         prop_assert!(found == changed || (!done && found == model));
         prop_assert_eq!(usages.get(5).keys, found.len() as u64);
 
-        // The same disk works again once writes succeed.
+        // The disk is used again, and its writes succeed now.
         disk.lock().writes_left = None;
         let reply = execute_requests(&mut store, 5, vec![stored(7, b"again")]);
         prop_assert!(reply[0].status.is_success());
@@ -284,7 +284,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// A failed sync loses writes, and later syncs succeed. Nothing may rely on the lost writes.
+    /// A failed sync loses writes, and the syncs after it succeed. No change may rely on the lost writes.
     #[test]
     fn changes_lost_by_a_failed_sync_are_written_again(
         before in batches(),
@@ -318,7 +318,7 @@ proptest! {
             }
             prop_assert!(found == model);
         }
-        // These changes do not touch the first key's pages again.
+        // These changes do not write to the pages of the first key again.
         for changes in &after {
             let changes = &changes.iter().filter(|(number, _)| *number > 0).copied().collect();
             execute_requests(&mut store, 5, requests(changes));
@@ -337,7 +337,7 @@ fn changes_lost_by_the_predecessor_are_written_again() {
     let disk = Disk::default();
     let (mut store, _) = open(&disk);
     execute_requests(&mut store, 5, vec![stored(1, b"kept")]);
-    // The process is killed with a transaction in the page cache, and the kernel fails to write it back.
+    // The process is killed while a transaction is in the page cache, and the kernel fails to write the transaction back.
     disk.lock().writes_left = Some(3);
     execute_requests(&mut store, 5, vec![stored(2, &[7; 9000])]);
     disk.lock().writes_left = None;

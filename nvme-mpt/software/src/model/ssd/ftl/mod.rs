@@ -1,10 +1,10 @@
 //! A page-mapped flash translation layer with garbage collection. It maps logical pages to flash pages, and reports each flash
 //! operation to a [`FlashMedia`], which computes the operation's time.
 //!
-//! A *line* (superblock) is the unit of erasure and garbage collection: one erase block of each die. Pages that the host writes
-//! and pages that garbage collection copies go to separate lines, so that long-lived data is stored together. Garbage
-//! collection chooses the line with the fewest valid pages as its victim. For each page that the host writes, it copies only a
-//! few pages of the victim, so that no write waits until a whole line is collected.
+//! A *line* (superblock) is the unit of erasure and garbage collection: it has one erase block of each die. Pages that the host
+//! writes and pages that garbage collection copies go to separate lines, so that long-lived data is kept together. Garbage
+//! collection chooses the line with the fewest valid pages as its victim. For each page that the host writes, garbage
+//! collection copies only a few pages of the victim, so that no write waits until a whole line is collected.
 
 mod state;
 
@@ -13,13 +13,13 @@ use std::collections::VecDeque;
 use super::geometry::{FlashGeometry, FlashPage};
 pub(crate) use state::FtlStateError;
 
-/// Garbage collection runs while fewer lines than this are free.
+/// Minimum number of free lines. Garbage collection runs while there are fewer.
 const GC_FREE_LINES_MIN: usize = 4;
 
 /// Number of free lines that only garbage collection may use, for the pages that it copies.
 const RESERVED_LINES: usize = 1;
 
-/// Receiver of the FTL's flash operations.
+/// Receiver of the FTL's flash operations, which computes their times.
 pub(super) trait FlashMedia {
     /// Writes a host page.
     fn write(&mut self, to: FlashPage);
@@ -34,25 +34,25 @@ pub(super) trait FlashMedia {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FlashLineState {
     Free,
-    /// Pages are being written to the line.
+    /// The host or garbage collection is writing pages to the line.
     Open,
-    /// No more pages are written to the line before it is erased.
+    /// All pages of the line are written, until the line is erased.
     Closed,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct FlashLine {
     state: FlashLineState,
-    /// Number of pages in the line that hold the present data of a logical page.
+    /// Number of the line's pages that have the present data of a logical page.
     valid_pages: u32,
     /// Number of times that the line was erased.
     erase_count: u32,
 }
 
-/// Place of the next write, for either host pages or copied pages.
+/// Position of the next write, of host pages or of copied pages.
 #[derive(Clone, Copy, Debug, Default)]
 struct WritePoint {
-    /// The next page of the open line, and the number of pages left in this line.
+    /// Next page of the open line, and number of pages that are left in this line.
     next_page: u32,
     remaining_pages: u32,
 }
@@ -61,23 +61,23 @@ struct WritePoint {
 #[derive(Clone, Copy, Debug)]
 struct VictimLine {
     line: u32,
-    /// Offset within the line of the next page to check.
+    /// Offset within the line of the next page that garbage collection checks.
     next: u32,
-    /// Number of pages to copy for each page that the host writes. At this rate, the victim is erased before the host has
-    /// written as many pages as the erasure gains.
+    /// Number of pages to copy for each page that the host writes. With this number, the victim is erased before the host has
+    /// written as many pages as the erasure frees.
     copies_per_write: u32,
 }
 
 /// Wear of the flash since the drive was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FlashWear {
-    /// Pages that the host wrote.
+    /// Number of pages that the host wrote.
     pub host_pages: u64,
-    /// Pages that garbage collection copied.
+    /// Number of pages that garbage collection copied.
     pub copied_pages: u64,
-    /// Pages that were programmed without data, because a flush programmed a partial program unit.
+    /// Number of pages that were programmed without data, because a flush programmed a partial program unit.
     pub padded_pages: u64,
-    /// Erase blocks that were erased.
+    /// Number of erase blocks that were erased.
     pub erased_blocks: u64,
 }
 
@@ -85,10 +85,10 @@ pub struct FlashWear {
 #[derive(Debug)]
 pub(super) struct Ftl {
     geometry: FlashGeometry,
-    /// For each logical page, the number of its flash page plus one, or 0 if unmapped. The vector is zero-initialised, so that
-    /// memory is only allocated for pages that were written.
+    /// For each logical page, the number of its flash page plus one; 0 if unmapped. The vector is zero-initialised, so memory
+    /// is only allocated for pages that were written.
     map: Vec<u32>,
-    /// For each flash page, the number of its logical page plus one, or 0 if the flash page holds no present data.
+    /// For each flash page, the number of its logical page plus one; 0 if the flash page has no present data.
     reverse_map: Vec<u32>,
     lines: Vec<FlashLine>,
     free: VecDeque<u32>,
@@ -126,7 +126,7 @@ impl Ftl {
         self.wear
     }
 
-    /// Returns the flash page of a logical page, or `None` if it is unmapped.
+    /// Returns the flash page of a logical page; `None` if the logical page is unmapped.
     pub(super) fn find(&self, logical: u32) -> Option<FlashPage> {
         self.map
             .get(logical as usize)?
@@ -134,14 +134,14 @@ impl Ftl {
             .map(FlashPage)
     }
 
-    /// Returns whether a page is still in the write buffer, because its program unit is not full.
+    /// Returns whether a page is in the write buffer, because its program unit is not full yet.
     pub(super) fn is_buffered(&self, page: FlashPage) -> bool {
         self.host_point.remaining_pages != 0
             && page.0 < self.host_point.next_page
             && self.geometry.unit(page) == self.geometry.unit(FlashPage(self.host_point.next_page))
     }
 
-    /// Writes a logical page. Ignores a page number beyond the drive's capacity.
+    /// Writes a logical page. A page number beyond the drive's capacity is ignored.
     pub(super) fn write(&mut self, logical: u32, media: &mut impl FlashMedia) {
         if logical >= self.geometry.logical_pages {
             return;
@@ -149,7 +149,7 @@ impl Ftl {
         self.collect_for_write(media);
         self.unmap_page(logical);
         if self.host_point.remaining_pages == 0 {
-            // Terminates, because each collected line gains at least one page.
+            // This ends, because each collected line frees at least one page.
             while self.free.len() <= RESERVED_LINES && self.collect_garbage(u32::MAX, media) {}
             self.host_point = self.open_line();
         }
@@ -165,7 +165,7 @@ impl Ftl {
         self.unmap_page(logical);
     }
 
-    /// Programs the host's pages that are in the write buffer, even if their program unit is not full.
+    /// Programs the host's pages in the write buffer, even if their program unit is not full.
     pub(super) fn flush(&mut self, media: &mut impl FlashMedia) {
         let unit = self.geometry.unit_pages;
         let padding = (unit - self.host_point.next_page % unit) % unit;
@@ -228,7 +228,7 @@ impl Ftl {
         Some(page)
     }
 
-    /// Copies as many pages for garbage collection as are due for one page that the host writes.
+    /// Copies as many pages for garbage collection as one page of the host requires.
     fn collect_for_write(&mut self, media: &mut impl FlashMedia) {
         if self.free.len() < GC_FREE_LINES_MIN {
             let rate = self.victim.map_or(1, |victim| victim.copies_per_write);
@@ -236,8 +236,8 @@ impl Ftl {
         }
     }
 
-    /// Copies up to `pages` valid pages of the victim line. If no valid page is left, erases the line. Returns `false` if
-    /// collecting a line would not gain space.
+    /// Copies up to `pages` valid pages of the victim line. Erases the line when it has no valid page left. Returns `false` if
+    /// collecting a line would free no pages.
     fn collect_garbage(&mut self, pages: u32, media: &mut impl FlashMedia) -> bool {
         let Some(mut victim) = self.victim.or_else(|| self.choose_victim()) else {
             return false;
@@ -271,7 +271,7 @@ impl Ftl {
         if self.copy_point.remaining_pages == 0 {
             self.copy_point = self.open_line();
         }
-        // There is space: one line is reserved for copies, and erasing the victim replaces it.
+        // A page is free: one line is reserved for copies, and the erasure of the victim replaces this line.
         if let Some(to) = Self::take_page(&mut self.copy_point, &self.geometry, &mut self.lines) {
             self.unmap_page(logical);
             self.map_page(logical, to);
@@ -280,8 +280,8 @@ impl Ftl {
         }
     }
 
-    /// Chooses the closed line with the fewest valid pages as the victim. Returns `None` if all its pages are valid, as erasing
-    /// it would gain no space.
+    /// Chooses the closed line with the fewest valid pages as the victim; `None` if all its pages are valid, since its erasure
+    /// would free no pages.
     fn choose_victim(&self) -> Option<VictimLine> {
         let closed = (0_u32..).zip(&self.lines);
         let closed = closed.filter(|(_, line)| line.state == FlashLineState::Closed);
@@ -304,10 +304,10 @@ mod tests {
     use super::super::geometry::DiePageCounts;
     use super::*;
 
-    /// Flash that stores the contents of each page and enforces the rules of flash.
+    /// Flash that records the contents of each page, and checks the rules of flash.
     struct RecordingFlash {
         geometry: FlashGeometry,
-        /// Contents of each page: a number for each write by the host.
+        /// Content of each page: the number of the host's write.
         pages: Vec<Option<u64>>,
         writing: u64,
     }
@@ -334,7 +334,7 @@ mod tests {
             assert!(self.geometry.is_unit_end(last));
             let unit = self.geometry.unit_pages;
             for page in &mut self.pages[(last.0 + 1 - unit) as usize..=last.0 as usize] {
-                // The page cannot be written any more.
+                // A page without data in a programmed unit cannot be written any more.
                 page.get_or_insert(u64::MAX);
             }
         }
@@ -345,7 +345,7 @@ mod tests {
         }
     }
 
-    /// Flash that does nothing.
+    /// Flash that ignores all operations.
     pub(super) struct NullFlash;
 
     impl FlashMedia for NullFlash {
@@ -358,7 +358,7 @@ mod tests {
     pub(super) struct FtlTestDrive {
         pub(super) ftl: Ftl,
         flash: RecordingFlash,
-        /// The host's last write to each page.
+        /// Number of the host's last write to each page.
         expected: Vec<Option<u64>>,
     }
 
@@ -453,10 +453,10 @@ mod tests {
         drive.check();
         let wear = drive.ftl.wear();
         let amplification = (wear.host_pages + wear.copied_pages) as f64 / wear.host_pages as f64;
-        // For uniform writes with a used part u of the flash, greedy collection is known to write about 1 / 2(1 - u) pages for
-        // each page, which is 2.5 here.
+        // For uniform writes to a flash of which a part u is used, greedy collection is known to write about 1 / 2(1 - u) pages
+        // for each page of the host, which is 2.5 here.
         assert!((2.0..=3.0).contains(&amplification), "{amplification}");
-        // Lines are used in rotation, so that no line wears out much before the others.
+        // Lines are used in rotation, so all lines wear out at about equal rates.
         let erased = drive.ftl.lines.iter().map(|line| line.erase_count);
         let (least, most) = (erased.clone().min(), erased.max());
         assert!(least > Some(3) && most < Some(100), "{least:?} {most:?}");
@@ -513,7 +513,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every logical page has its last contents, no block is lost, and wear is counted.
+        /// Each logical page has its last content, no block is lost, and wear is counted.
         #[test]
         fn it_loses_nothing(
             steps in steps(),

@@ -1,5 +1,5 @@
-//! Saved state of a translation layer, stored while the drive is closed: the mapping of pages and the erase counts. Only the
-//! drive's timing depends on it, not its data.
+//! Saved state of a translation layer, which is stored while the drive is closed: the mapping of pages and the erase counts. It
+//! affects only the drive's timing, and not its data.
 //!
 //! The format is a sequence of 32-bit little-endian numbers. The file is untrusted, so all values on which the translation
 //! layer relies are checked.
@@ -15,7 +15,7 @@ pub(crate) enum FtlStateError {
     /// The file cannot be read.
     #[error("It cannot be read")]
     Read(#[from] io::Error),
-    /// The state belongs to different flash.
+    /// The state belongs to flash of another geometry.
     #[error("It is that of a drive of another size or profile")]
     OtherDrive,
     /// The state is inconsistent.
@@ -23,7 +23,7 @@ pub(crate) enum FtlStateError {
     Damaged,
 }
 
-/// Maximum erase count that is accepted for a line.
+/// Maximum accepted erase count of a line.
 const ERASE_COUNT_MAX: u32 = u32::MAX >> 4;
 
 fn write_u32(out: &mut impl Write, number: u32) -> io::Result<()> {
@@ -41,7 +41,7 @@ fn write_u64(out: &mut impl Write, number: u64) -> io::Result<()> {
     write_u32(out, (number >> 32) as u32)
 }
 
-/// Reads a counter, and rejects values close to overflow.
+/// Reads a counter. Refuses values close to an overflow.
 fn read_counter(input: &mut impl Read) -> Result<u64, FtlStateError> {
     let (low, high) = (read_u32(input)?, read_u32(input)?);
     if high > u32::MAX >> 4 {
@@ -72,7 +72,8 @@ impl FlashGeometry {
 }
 
 impl Ftl {
-    /// Saves the state. After loading, garbage collection of a partly collected line starts from the line's first page.
+    /// Saves the state. Progress within a victim line is not saved: after loading, garbage collection starts at the line's
+    /// first page.
     pub(in super::super) fn save(&self, out: &mut impl Write) -> io::Result<()> {
         let Self {
             geometry,
@@ -114,7 +115,7 @@ impl Ftl {
         Ok(())
     }
 
-    /// Loads the saved state of a translation layer with this geometry.
+    /// Loads the saved state of a translation layer with the geometry `geometry`.
     pub(in super::super) fn restore(
         geometry: FlashGeometry,
         input: &mut impl Read,
@@ -156,7 +157,7 @@ impl Ftl {
         Ok(ftl)
     }
 
-    /// Maps a logical page to a flash page. The flash page must have no other logical page.
+    /// Maps a logical page to a flash page, to which no other logical page may be mapped.
     fn map_restored_page(&mut self, logical: u32, page: FlashPage) -> Result<(), FtlStateError> {
         match self.reverse_map.get(page.0 as usize) {
             Some(0) => {
@@ -202,7 +203,7 @@ impl Ftl {
         Ok(point)
     }
 
-    /// Checks that garbage collection has space for the pages that it copies. Otherwise, pages would be lost.
+    /// Checks that garbage collection has free pages for its copies. Without them, pages would be lost.
     fn check_space(&self) -> Result<(), FtlStateError> {
         let closed = self.lines.iter();
         let closed = closed.filter(|line| line.state == FlashLineState::Closed);
@@ -266,7 +267,7 @@ mod tests {
         assert!(matches!(cut, Err(FtlStateError::Read(_))));
     }
 
-    /// With any numbers changed, the state is refused, or the layer works.
+    /// If any numbers are changed, the state is refused or the layer works.
     #[test]
     fn a_state_that_is_damaged_is_refused_or_harmless() {
         let (_, state) = used_drive();

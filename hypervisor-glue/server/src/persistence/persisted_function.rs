@@ -696,10 +696,14 @@ impl PersistedFunction {
         shared: &SharedBackendParts,
     ) -> Result<Self, FdStoreError> {
         let bag = DescriptorQueue::new()?;
-        bag.put(REQUEST_LOG, &[journal.as_fd()])?;
-        bag.put(DOORBELLS, &[shared.doorbells.fd()])?;
-        if let Some(live) = &shared.inflight {
-            bag.put(INFLIGHT, &[live.fd()])?;
+        let log = (REQUEST_LOG, journal.as_fd());
+        let doorbells = (DOORBELLS, shared.doorbells.fd());
+        let inflight = shared.inflight.as_ref();
+        let inflight = inflight.map(|inflight| (INFLIGHT, inflight.fd()));
+        let mut message_count = 0;
+        for (number, descriptor) in [log, doorbells].into_iter().chain(inflight) {
+            bag.put(number, &[descriptor])?;
+            message_count += 1;
         }
         Ok(Self {
             store_key: shelf,
@@ -708,7 +712,7 @@ impl PersistedFunction {
             inner: Mutex::new(PersistedFunctionInner {
                 queue: bag,
                 next_number: FIRST_CLIENT_NUMBER,
-                message_count: 3,
+                message_count,
                 files: BTreeMap::new(),
                 client: PersistedClient::default(),
                 committed_numbers: BTreeSet::new(),
@@ -1058,6 +1062,8 @@ mod tests {
     use std::os::unix::fs::FileExt;
     use std::os::unix::net::UnixListener;
 
+    use nvme_guest::iova::IovaSpace;
+    use nvme_guest::{DmaWindow, DoorbellMode, DoorbellPage, DoorbellStride};
     use nvme_mpt_memory::memfd;
     use serde_json::Value;
 
@@ -1101,6 +1107,28 @@ mod tests {
             ],
             interrupts: InterruptType::Pin,
             acknowledged: Some(8),
+        }
+    }
+
+    #[test]
+    fn the_messages_of_a_function_are_counted_with_and_without_in_flight_tracking() {
+        let folder = tempfile::tempdir().unwrap();
+        let (shelf, _keeper) = FdStoreKey::with_silent_supervisor(folder.path());
+        for inflight in [None, Some(Arc::new(InflightFile::new(1).unwrap()))] {
+            let journal = RequestLog::new().unwrap();
+            let doorbells = DoorbellPage::new(DoorbellMode::Shadow, DoorbellStride::Widest, 1);
+            let shared = SharedBackendParts {
+                doorbells: Arc::new(doorbells.unwrap()),
+                events: Arc::new(EventFd::new(0).unwrap()),
+                memory: DmaWindow::new(Arc::new(IovaSpace::software())).memory(),
+                vectors: Vec::new(),
+                inflight,
+            };
+            let socket = Path::new("/run/nvme-mpt/a.sock");
+            let kept = PersistedFunction::new(shelf.clone(), socket, &journal, &shared).unwrap();
+            let mut inner = kept.inner();
+            let messages = inner.queue.contents().unwrap().len();
+            assert_eq!(inner.message_count, messages);
         }
     }
 

@@ -317,8 +317,8 @@ impl ResetCounts {
 }
 
 impl ServerStats {
-    /// Returns statistics whose counters are the differences to `earlier`. Percentiles, shares and gauges keep their current
-    /// values.
+    /// Returns statistics whose counters are the differences to `earlier`. The shares of pollers are those of the time since
+    /// then. Percentiles and gauges keep their current values.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let functions = self.functions.iter().map(|now| {
@@ -330,13 +330,45 @@ impl ServerStats {
             let before = earlier.drives.iter().find(of_now);
             before.map_or_else(|| now.clone(), |before| now.since(before))
         });
+        let pollers = self.pollers.iter().map(|now| {
+            // A poller that ended and started again has a shorter life than the earlier one.
+            let of_now = |before: &&PollerStats| {
+                before.name == now.name && before.life_seconds <= now.life_seconds
+            };
+            let before = earlier.pollers.iter().find(of_now);
+            before.map_or_else(|| now.clone(), |before| poller_since(now, before))
+        });
         Self {
             functions: functions.collect(),
             failed: self.failed.clone(),
-            pollers: self.pollers.clone(),
+            pollers: pollers.collect(),
             drives: drives.collect(),
             keeper: self.keeper,
         }
+    }
+}
+
+/// Returns the statistics of a poller since `earlier`.
+fn poller_since(now: &PollerStats, earlier: &PollerStats) -> PollerStats {
+    let life_seconds = now.life_seconds - earlier.life_seconds;
+    let busy_seconds = (now.busy_seconds - earlier.busy_seconds).max(0.0);
+    let parked_seconds = (now.parked_seconds - earlier.parked_seconds).max(0.0);
+    let share = |seconds: f64| match life_seconds > 0.0 {
+        true => (seconds / life_seconds).min(1.0),
+        false => 0.0,
+    };
+    PollerStats {
+        name: now.name.clone(),
+        cpu: now.cpu,
+        life_seconds,
+        busy_seconds,
+        parked_seconds,
+        processor_seconds: (now.processor_seconds - earlier.processor_seconds).max(0.0),
+        busy_share: share(busy_seconds),
+        parked_share: share(parked_seconds),
+        queues: now.queues,
+        parks: now.parks.saturating_sub(earlier.parks),
+        spurious_wakes: now.spurious_wakes.saturating_sub(earlier.spurious_wakes),
     }
 }
 
@@ -558,6 +590,33 @@ pub(crate) mod tests {
             serde_json::from_value::<ServerStats>(json).unwrap(),
             sample()
         );
+    }
+
+    #[test]
+    fn pollers_are_counted_from_the_earlier_sample() {
+        let (earlier, mut later) = (sample(), sample());
+        let poller = &mut later.pollers[0];
+        poller.life_seconds += 4.0;
+        poller.busy_seconds += 1.0;
+        poller.parked_seconds += 2.0;
+        poller.processor_seconds += 1.5;
+        poller.busy_share = 3.56 / 14.0;
+        poller.parked_share = 7.0 / 14.0;
+        poller.queues = 5;
+        poller.parks += 10;
+        let since = later.since(&earlier).pollers.remove(0);
+        let seconds = [since.life_seconds, since.parked_seconds];
+        assert_eq!(seconds, [4.0, 2.0]);
+        assert!((since.busy_share - 0.25).abs() < 1e-9, "{since:?}");
+        assert!((since.parked_share - 0.5).abs() < 1e-9, "{since:?}");
+        assert_eq!(
+            (since.queues, since.parks, since.spurious_wakes),
+            (5, 10, 0)
+        );
+        assert_eq!(since.name, "poll-shared-0");
+        // Another poller with the name of one that has ended.
+        later.pollers[0].life_seconds = 0.5;
+        assert_eq!(later.since(&earlier).pollers, later.pollers);
     }
 
     #[test]

@@ -205,12 +205,12 @@ pub(crate) fn confine(
         SeccompMode::Off => log::info!("Not confined by seccomp, as --seccomp false asks for"),
         // The variable alone proves nothing, so check for a filter.
         _ if inherits(SECCOMP) && has_filter() => {
-            log::info!("Confined by the seccomp filter of the previous server");
+            log::info!("The seccomp filter of the previous server stays in force");
             confined.mechanisms.push(SECCOMP);
         }
         choice => match filter_system_calls(choice) {
             Ok(()) => {
-                log::info!("Confined by seccomp");
+                log::info!("{}", describe_filter(choice));
                 confined.mechanisms.push(SECCOMP);
             }
             // The inherited filter may forbid adding one.
@@ -243,6 +243,17 @@ fn restrict_files(rules: &FileRules) -> Result<bool, LandlockError> {
     Ok(version.is_some())
 }
 
+/// Returns the effect of this process's own filter.
+fn describe_filter(seccomp: SeccompMode) -> &'static str {
+    match seccomp {
+        SeccompMode::Log => {
+            "Not confined by seccomp: with --seccomp log, its filter refuses nothing, and reports what it would refuse \
+             to the kernel's audit log"
+        }
+        SeccompMode::On | SeccompMode::Off => "Confined by seccomp",
+    }
+}
+
 fn filter_system_calls(seccomp: SeccompMode) -> Result<(), ConfineError> {
     let refusal = match seccomp {
         SeccompMode::Log => SeccompAction::Log,
@@ -270,6 +281,13 @@ fn has_filter() -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_filter_that_only_logs_does_not_confine() {
+        assert_eq!(describe_filter(SeccompMode::On), "Confined by seccomp");
+        let told = describe_filter(SeccompMode::Log);
+        assert!(told.starts_with("Not confined by seccomp: "), "{told}");
+    }
 
     #[test]
     fn seccomp_choices_match_cloud_hypervisor() {

@@ -99,6 +99,16 @@ pub enum MetricsError {
         /// Cause.
         source: PathError,
     },
+    /// The node exporter would not read the file.
+    #[error(
+        "The node exporter reads only files whose names end in .prom, and so not {}: use --metrics-file {}",
+        path.display(),
+        path.with_extension("prom").display()
+    )]
+    FileName {
+        /// The file.
+        path: PathBuf,
+    },
     /// The thread or its pipe cannot be created.
     #[error("Cannot start the thread of metrics")]
     Thread(#[source] io::Error),

@@ -152,8 +152,13 @@ impl MetricsListener {
     /// Binds the socket and creates the file, if they are requested.
     ///
     /// # Errors
-    /// The socket or the file cannot be created.
+    /// The socket or the file cannot be created, or the node exporter ignores the file's name.
     pub fn bind(options: &MetricsOptions) -> Result<Self, MetricsError> {
+        if let Some(path) = &options.file
+            && path.extension().is_none_or(|extension| extension != "prom")
+        {
+            return Err(MetricsError::FileName { path: path.clone() });
+        }
         let mut file = options.file.as_deref().map(MetricsFile::new);
         if let Some(file) = &mut file {
             file.write(&MetricsSnapshot::default().into_text(MetricsFormat::Prometheus))?;
@@ -585,6 +590,25 @@ mod tests {
                 .contains("function=\"vm-1\"")
         );
         drop(server);
+        assert_eq!(folder.path().read_dir().unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_metrics_file_that_the_node_exporter_ignores_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["nvme-mpt.txt", "nvme-mpt", "prom"] {
+            let file = Some(folder.path().join(name));
+            let error = MetricsListener::bind(&MetricsOptions {
+                file,
+                ..MetricsOptions::default()
+            });
+            let told = error.unwrap_err().to_string();
+            assert!(
+                told.contains(&format!("/{name}: use --metrics-file")),
+                "{told}"
+            );
+            assert!(told.ends_with(".prom"), "{told}");
+        }
         assert_eq!(folder.path().read_dir().unwrap().count(), 0);
     }
 

@@ -25,7 +25,7 @@ pub const SERVER_OPTIONS: &[OptionHelp] = &[
     option(
         "mode",
         "MODE",
-        "file mode of the socket, as in 0660 [default: 0600]",
+        "file mode of the socket in octal, 0000 to 0777 [default: 0600]",
     ),
     option(
         "owner",

@@ -296,10 +296,11 @@ pub fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
 }
 
 pub(super) fn parse_mode(text: &str) -> Result<u32, &'static str> {
+    let is_octal = text.bytes().all(|digit| matches!(digit, b'0'..=b'7'));
     u32::from_str_radix(text, 8)
         .ok()
-        .filter(|mode| *mode <= 0o777)
-        .ok_or("A file mode has three octal digits, as in 0660")
+        .filter(|mode| is_octal && (3..=4).contains(&text.len()) && *mode <= 0o777)
+        .ok_or("A file mode has three octal digits, with or without a 0 before them: 660 or 0660")
 }
 
 #[cfg(test)]
@@ -327,6 +328,7 @@ mod tests {
                 .parse()
                 .unwrap();
         assert_eq!(served.mode, Some(0o660));
+        assert_eq!([parse_mode("660"), parse_mode("0007")], [Ok(0o660), Ok(7)]);
         let owner = |user: Option<&str>, group: Option<&str>| SocketOwner {
             user: user.map(str::to_owned),
             group: group.map(str::to_owned),
@@ -336,7 +338,10 @@ mod tests {
         assert_eq!(":kvm".parse(), Ok(owner(None, Some("kvm"))));
         for (option, complaint) in [
             ("mode=0o7", "Option \"mode\" cannot be \"0o7\""),
-            ("mode=1777", "three octal digits"),
+            ("mode=1777", "660 or 0660"),
+            ("mode=+660", "660 or 0660"),
+            ("mode=60", "660 or 0660"),
+            ("mode=00660", "660 or 0660"),
             ("owner=qemu:", "USER:GROUP"),
             ("group=kvm", "socket, mode, owner, path, range"),
         ] {

@@ -846,16 +846,15 @@ impl FunctionRegistry {
         let entry = declaration.to_entry(reason.clone());
         let (id, socket) = (entry.id.as_str(), &entry.socket);
         let keeping = self.context.persistence.as_ref();
-        let waits = match keeping.is_some_and(|keeping| keeping.has_function(socket)) {
-            true => {
-                ". The server retries until it succeeds, or the function is removed: its VM waits"
-            }
-            false => "",
-        };
-        log::error!(
-            function = id;
-            "Function {id} of the previous server cannot be restored: {reason}{waits}"
-        );
+        match keeping.is_some_and(|keeping| keeping.has_function(socket)) {
+            true => log::error!(
+                function = id;
+                "Function {id} of the previous server cannot be restored: {reason}. The server retries until it \
+                 succeeds, or the function is removed: its VM waits"
+            ),
+            // A function of an earlier run, or one that the previous server did not leave behind.
+            false => log::error!(function = id; "Function {id} cannot be offered: {reason}"),
+        }
         self.failed
             .push(FailedFunctionRecord { declaration, entry });
     }

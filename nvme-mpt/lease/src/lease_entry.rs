@@ -43,13 +43,13 @@ pub struct LeaseEntry {
     pub nsid: u32,
     /// Extents of the namespace, in the lease's order.
     pub extents: LeaseExtents,
-    /// The lease's only extent; `None` if it has several.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// The extent, if there is exactly one.
+    #[serde(default)]
     pub range: Option<ByteRange>,
     /// The process that holds or held the lease.
     pub pid: u32,
     /// User id of the owner of the lease.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub owner: Option<u32>,
     /// State of the lease.
     pub state: LeaseHolderState,

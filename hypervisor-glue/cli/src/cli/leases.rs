@@ -383,6 +383,9 @@ mod tests {
             (&"a".into(), &4.into())
         );
         assert_eq!(json["queue_pairs"]["shared"], 2);
+        for key in ["range", "owner"] {
+            assert_eq!(json.get(key), Some(&serde_json::Value::Null), "{key}");
+        }
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Stores many file descriptors behind two: messages in the queue of a socket pair carry the others (`SCM_RIGHTS`).
+//! Stores many file descriptors in the queue of one socket pair (`SCM_RIGHTS`), of which the supervisor stores only the two
+//! ends.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,7 +18,8 @@ use crate::error::FdStoreError;
 /// Requested size of the queue in bytes; the kernel counts about 1 KiB for each message.
 const QUEUE_BYTES: usize = 1 << 20;
 
-/// Part of the queue, in bytes, that is reserved for [`DescriptorQueue::retain`], which copies one message at a time.
+/// Bytes of the queue that [`DescriptorQueue::put`] leaves free for [`DescriptorQueue::retain`], which copies one message
+/// at a time.
 const RESERVED_BYTES: usize = 4 << 10;
 
 /// Maximum number of messages in a queue.
@@ -26,7 +28,7 @@ const MESSAGES_MAX: usize = 1 << 16;
 /// Size of a message's data in bytes: the data is the message's number.
 const NUMBER_BYTES: usize = 8;
 
-/// Socket option for the offset of the next peek, in bytes.
+/// Socket option `SO_PEEK_OFF`: the offset in bytes at which the next peek begins.
 #[derive(Clone, Copy)]
 struct PeekOffset;
 
@@ -40,12 +42,12 @@ setsockopt_impl!(
 
 /// Descriptors that outlive the process in the queue of a socket pair, in numbered messages.
 ///
-/// The keeper stores both [`ends`](Self::ends) of the socket pair under one name. So a queue takes two descriptors in the
-/// keeper, whatever the number of its messages. Of several messages with the same number, only the last one is valid. Only one
-/// process may use a queue at a time.
+/// The supervisor stores both [`ends`](Self::ends) of the socket pair under one name. So a queue takes two of the
+/// supervisor's descriptors, for any number of messages. Of several messages with the same number, only the last one is
+/// valid. Only one process may use a queue at a time.
 ///
-/// A process may die between any two system calls of a method. Each message is then either completely in the queue or absent,
-/// and [`retain`](Self::retain) has lost no message that it should retain.
+/// A process may die between any two system calls of a method. Each message is then either completely in the queue or
+/// absent, and [`retain`](Self::retain) has lost no message that it should retain.
 #[derive(Debug)]
 pub struct DescriptorQueue {
     writer: OwnedFd,
@@ -69,7 +71,7 @@ impl DescriptorQueue {
         Ok(bag)
     }
 
-    /// Opens a queue from the two ends of its socket pair, in any order, as received from a keeper.
+    /// Opens a queue from the two ends of its socket pair, in any order, as received from a supervisor.
     ///
     /// The end with messages in its queue is the reader. If neither end has messages, either may be the reader.
     ///
@@ -102,7 +104,7 @@ impl DescriptorQueue {
         Ok(bag)
     }
 
-    /// Returns both ends of the socket pair, which the keeper must store.
+    /// Returns both ends of the socket pair, which the supervisor must store.
     #[must_use]
     pub fn ends(&self) -> [BorrowedFd<'_>; 2] {
         [self.writer.as_fd(), self.reader.as_fd()]
@@ -152,10 +154,11 @@ impl DescriptorQueue {
         self.retain_until(keep, || false)
     }
 
-    /// Does the work of `retain`, but stops before the first change of the queue for which `stops` returns true.
+    /// Does the work of `retain`. Calls `stops` before each change of the queue, and returns early once it returns true, as
+    /// if the process died there.
     ///
-    /// A retained message is copied to the back before it is removed from the front. So after a stop, the queue contains each
-    /// retained message once or twice.
+    /// A retained message is copied to the back before it is removed from the front. So after a stop, the queue contains
+    /// each retained message once or twice.
     fn retain_until(
         &mut self,
         keep: impl Fn(u64) -> bool,
@@ -193,7 +196,7 @@ impl DescriptorQueue {
         Ok(last.into_keys().filter(|number| keep(*number)).count())
     }
 
-    /// Calls `take` for each message in order. The messages stay in the queue.
+    /// Calls `take` with each message, oldest first. The messages stay in the queue.
     fn visit_messages(
         &mut self,
         mut take: impl FnMut(u64, Vec<OwnedFd>),
@@ -218,7 +221,7 @@ impl DescriptorQueue {
         }
     }
 
-    /// Receives or peeks the next message; `None` at the end of the queue.
+    /// Receives or peeks the next message, depending on `flags`; `None` at the end of the queue.
     fn next(&self, flags: RecvFlags) -> Result<Option<(u64, Vec<OwnedFd>)>, FdStoreError> {
         let mut number = [0; NUMBER_BYTES];
         match datagram::receive(&self.reader, &mut number, flags | RecvFlags::DONTWAIT) {
@@ -245,7 +248,7 @@ impl DescriptorQueue {
         })
     }
 
-    /// Sets the queue's size to the maximum for this process, less [`RESERVED_BYTES`] unless `all` is set.
+    /// Sets the queue's size to the maximum for this process. Subtracts [`RESERVED_BYTES`] if `all` is false.
     fn set_send_buffer(&self, all: bool) -> Result<(), FdStoreError> {
         let set = |size| {
             sockopt::set_socket_send_buffer_size_force(&self.writer, size)
@@ -306,7 +309,7 @@ mod tests {
             .collect()
     }
 
-    /// Closes the queue but for copies of its ends, and restores it.
+    /// Restores the queue from copies of its ends, as a successor process does. `swap` exchanges the two ends.
     fn reopen(bag: DescriptorQueue, swap: bool) -> DescriptorQueue {
         let mut ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
         drop(bag);
@@ -346,7 +349,8 @@ mod tests {
     enum DescriptorQueueStep {
         Put(u64, usize),
         Retain(BTreeSet<u64>),
-        /// Stops before the given number of changes of the queue. Then another process restores it.
+        /// Interrupts `retain` for these numbers before the given number of changes of the queue. Then another process
+        /// restores the queue.
         Die(BTreeSet<u64>, usize),
         Reopen(bool),
     }
@@ -387,7 +391,8 @@ mod tests {
                             prop_assert!(found == Some(files) || found.is_none() || !numbers.contains(number));
                             prop_assert!(found.is_some() || !numbers.contains(number));
                         }
-                        // Messages that are not retained may remain, even in an older version.
+                        // `retain` was interrupted, so messages that it had to remove may remain, including replaced
+                        // messages.
                         bag.retain(|number| numbers.contains(&number)).unwrap();
                         model.retain(|number, _| numbers.contains(number));
                     }
@@ -422,7 +427,7 @@ mod tests {
             assert_eq!(read(&mut bag), model, "stopped before change {at}");
             assert_eq!(messages(&mut bag), 3);
             if !stopped {
-                // Seven messages were taken, and three were copied before.
+                // Ten changes: `retain` removes seven messages, and first copies the three that it retains.
                 assert_eq!(changes, 10);
                 break;
             }
@@ -456,7 +461,8 @@ mod tests {
         let mut bag = DescriptorQueue::new().unwrap();
         let shared = file();
         let most = [shared.as_fd(); DESCRIPTORS_MAX];
-        // Descriptors occupy no buffer space, so the queue can hold a few large messages among many small ones.
+        // Descriptors occupy no buffer space. So the queue can hold a few messages with many descriptors among many small
+        // messages.
         bag.put(0, &most).unwrap();
         let mut number = 1;
         while bag.put(number, &[]).is_ok() {

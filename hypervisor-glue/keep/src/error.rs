@@ -1,4 +1,4 @@
-//! Errors of the server's side of the protocol, and of the keeper's side.
+//! Errors of the server's side of the protocol, and of the supervisor's side.
 
 use std::ffi::OsString;
 use std::io;
@@ -6,18 +6,18 @@ use std::process::ExitStatus;
 
 use thiserror::Error;
 
-/// Error of the server's side: of the connection to a keeper, of inherited descriptors, and of descriptor queues.
+/// Error of the server's side: of the connection to a supervisor, of inherited descriptors, and of descriptor queues.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum FdStoreError {
-    /// A variable of the keeper's protocol is malformed.
+    /// A variable of the supervisor's protocol is malformed.
     #[error(
         "{name} is {value:?}, which a keeper does not set: start the server by its keeper, or unset {name}"
     )]
     Variable {
         /// The variable's name.
         name: &'static str,
-        /// Its value.
+        /// Value of the variable.
         value: OsString,
     },
     /// Nothing listens at the address in `NOTIFY_SOCKET`.
@@ -36,7 +36,7 @@ pub enum FdStoreError {
         /// The name.
         name: String,
     },
-    /// The keeper has ended.
+    /// The supervisor has ended.
     #[error(
         "The keeper has ended: if this server dies, VMs on vfio-user lose their drives. Start another keeper with `nvme-mpt keep --adopt`"
     )]
@@ -44,7 +44,7 @@ pub enum FdStoreError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// A message could not be sent to the keeper.
+    /// A message could not be sent to the supervisor.
     #[error("Cannot send {message:?} to the keeper")]
     Send {
         /// The message.
@@ -52,10 +52,10 @@ pub enum FdStoreError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// The keeper did not process a barrier in time.
+    /// The supervisor did not process a barrier in time.
     #[error("The keeper has not processed all messages within {milliseconds} ms")]
     Barrier {
-        /// The time waited.
+        /// Duration of the wait.
         milliseconds: u128,
     },
     /// The inherited descriptors were taken before.
@@ -109,14 +109,14 @@ pub enum FdStoreError {
 }
 
 impl FdStoreError {
-    /// Returns whether the keeper has ended, so that no message can reach it.
+    /// Returns whether the supervisor has ended, so that no message can reach it.
     #[must_use]
     pub fn is_supervisor_gone(&self) -> bool {
         matches!(self, Self::Gone { .. })
     }
 }
 
-/// Error of the keeper's side: of the keeper's process, and of a command's first stage.
+/// Error of the supervisor's side: of the supervisor's process, and of a command's first stage.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SuperviseError {
@@ -131,7 +131,7 @@ pub enum SuperviseError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// The running server did not accept this keeper.
+    /// The running server did not accept this supervisor.
     #[error("The server does not accept this keeper")]
     Adopt(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The command died too often.
@@ -147,12 +147,12 @@ pub enum SuperviseError {
         /// Status of the last process.
         status: ExitStatus,
     },
-    /// The first stage was started without a keeper.
+    /// The first stage was started without a supervisor.
     #[error(
         "Only a keeper may run the first stage of a command: standard input is not a keeper's socket"
     )]
     NoKeeper(#[source] io::Error),
-    /// The keeper passed fewer descriptors than it stores.
+    /// The supervisor passed fewer descriptors than it stores.
     #[error("The keeper could not pass all descriptors: raise RLIMIT_NOFILE")]
     Truncated,
     /// A descriptor number that is needed for a stored descriptor is already in use.

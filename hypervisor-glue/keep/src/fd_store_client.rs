@@ -1,4 +1,4 @@
-//! The server's messages to its keeper.
+//! The server's messages to its supervisor.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -17,10 +17,10 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use crate::datagram::{self, DESCRIPTORS_MAX};
 use crate::error::FdStoreError;
 
-/// Timeout for sending a message while the keeper's queue is full.
+/// Timeout for sending a message while the supervisor's queue is full.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Connection to the process's keeper.
+/// Connection to the process's supervisor.
 #[derive(Debug)]
 pub struct FdStoreClient {
     address: OsString,
@@ -29,7 +29,7 @@ pub struct FdStoreClient {
 }
 
 impl FdStoreClient {
-    /// Connects to the keeper at the address in `NOTIFY_SOCKET`. Returns `None` if the variable is not set.
+    /// Connects to the supervisor at the address in `NOTIFY_SOCKET`. Returns `None` if the variable is not set.
     ///
     /// # Errors
     ///
@@ -47,8 +47,8 @@ impl FdStoreClient {
         Self::connect(&address, number).map(Some)
     }
 
-    /// Connects to the keeper at an address: a path, or `@` and an abstract name. `max` is the maximum number of descriptors
-    /// that the keeper stores.
+    /// Connects to the supervisor at an address: a path, or `@` and an abstract name. `max` is the maximum number of
+    /// descriptors that the supervisor stores.
     ///
     /// # Errors
     ///
@@ -73,7 +73,7 @@ impl FdStoreClient {
         }
     }
 
-    /// Returns the environment variables with which another process of the server finds this keeper.
+    /// Returns the environment variables with which another process of the server finds this supervisor.
     #[must_use]
     pub fn env_variables(&self) -> [(&'static str, OsString); 2] {
         [
@@ -82,8 +82,8 @@ impl FdStoreClient {
         ]
     }
 
-    /// Returns whether the keeper's process has ended. The check does not wake a running keeper unless the keeper's socket file
-    /// is missing, since only then a message is sent.
+    /// Returns whether the supervisor's process has ended. A running supervisor is only woken if its socket file is
+    /// missing: then the check must send a message.
     #[must_use]
     pub fn has_supervisor_ended(&self) -> bool {
         match Self::connect(&self.address, self.max) {
@@ -100,27 +100,29 @@ impl FdStoreClient {
         }
     }
 
-    /// Returns whether the keeper stores descriptors (`FDSTORE`, which systemd sets since version 254).
+    /// Returns whether the supervisor stores descriptors (`FDSTORE`, which systemd sets since version 254).
     #[must_use]
     pub fn can_store(&self) -> bool {
         self.max > 0
     }
 
-    /// Returns the maximum number of descriptors that the keeper stores (`FDSTORE`); zero if it stores none.
+    /// Returns the maximum number of descriptors that the supervisor stores (`FDSTORE`); zero if it does not store
+    /// descriptors.
     #[must_use]
     pub fn max(&self) -> u64 {
         self.max
     }
 
-    /// Adds descriptors to the keeper's store. Descriptors already stored under that name stay.
+    /// Adds descriptors to the supervisor's store. Descriptors already stored under that name stay.
     ///
-    /// A keeper sends no reply. A keeper that already stores [`Self::max`] descriptors silently closes further ones, so the
-    /// caller must count the stored descriptors. Up to [`DESCRIPTORS_MAX`] descriptors are stored atomically: after a crash of
-    /// the caller, all or none are stored. If a descriptor is already stored under another name, it stays under that name only.
+    /// A supervisor sends no reply. A supervisor that already stores [`Self::max`] descriptors silently closes further
+    /// ones, so the caller must count the stored descriptors. Up to [`DESCRIPTORS_MAX`] descriptors are stored atomically:
+    /// after a crash of the caller, all or none are stored. If a descriptor is already stored under another name, it stays
+    /// under that name only.
     ///
     /// # Errors
     ///
-    /// The name is invalid, or the keeper is gone or stuck.
+    /// The name is invalid, or the supervisor is gone or stuck.
     pub fn store(&self, name: &str, descriptors: &[BorrowedFd<'_>]) -> Result<(), FdStoreError> {
         check_name(name)?;
         let text = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
@@ -130,11 +132,7 @@ impl FdStoreClient {
         Ok(())
     }
 
-    /// Removes all descriptors with this name from the keeper's store.
-    ///
-    /// # Errors
-    ///
-    /// The name is invalid, or the keeper is gone or stuck.
+    /// Removes all descriptors of a name from the supervisor's store.
     pub fn remove(&self, name: &str) -> Result<(), FdStoreError> {
         check_name(name)?;
         self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[])
@@ -144,16 +142,17 @@ impl FdStoreClient {
     ///
     /// # Errors
     ///
-    /// The keeper is gone or stuck.
+    /// The supervisor is gone or stuck.
     pub fn notify(&self, assignments: &str) -> Result<(), FdStoreError> {
         self.send(assignments, &[])
     }
 
-    /// Waits until the keeper has processed all earlier messages. If a signal interrupts the wait, the timeout starts again.
+    /// Waits until the supervisor has processed all earlier messages. If a signal interrupts the wait, the timeout starts
+    /// again.
     ///
     /// # Errors
     ///
-    /// The keeper is gone, or has not processed the messages within the timeout.
+    /// The supervisor is gone, or has not processed the messages within the timeout.
     pub fn barrier(&self, timeout: Duration) -> Result<(), FdStoreError> {
         let pipe = pipe_with(PipeFlags::CLOEXEC);
         let (ours, theirs) =
@@ -187,7 +186,7 @@ impl FdStoreClient {
     ) -> Result<(), FdStoreError> {
         let sent = datagram::send(&self.socket, text.as_bytes(), descriptors, flags);
         sent.map_err(|error| match error {
-            // Errors of sending the first message and further messages after the keeper's end.
+            // The first message after the supervisor's end and later messages fail with different errors.
             Errno::CONNREFUSED | Errno::CONNRESET | Errno::NOTCONN => FdStoreError::Gone {
                 source: error.into(),
             },
@@ -281,7 +280,7 @@ mod tests {
             Err(FdStoreError::Barrier { milliseconds: 0 })
         ));
         assert_eq!(next(&socket), ("BARRIER=1".to_owned(), 1));
-        // The kernel closes the descriptors in the queue of a keeper that has ended.
+        // The kernel closes the descriptors in the queue of a supervisor that has ended.
         drop(socket);
         for _ in 0..3 {
             assert!(matches!(

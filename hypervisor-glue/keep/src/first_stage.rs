@@ -1,4 +1,4 @@
-//! First stage of a command: the process that receives descriptors from the keeper and then executes the command.
+//! First stage of a command: the process that receives descriptors from the supervisor and then executes the command.
 #![expect(
     unsafe_code,
     reason = "the default action of a signal is set by an unsafe call"
@@ -24,11 +24,11 @@ const STORED_MESSAGE: u8 = 1;
 /// Last message. It carries the command's standard input.
 const STANDARD_INPUT_MESSAGE: u8 = 0;
 
-/// First stage that was started.
+/// Process of a first stage that was started.
 #[derive(Debug)]
 pub(crate) struct StartedFirstStage {
     pub(crate) child: Child,
-    /// Error if the first stage did not get all descriptors. The first stage's process then ends without being killed.
+    /// Result of sending the descriptors. After an error, the first stage ends by itself, since it misses descriptors.
     pub(crate) send_result: rustix::io::Result<()>,
 }
 
@@ -52,7 +52,7 @@ pub(crate) fn start(
     }
     let child = command.spawn();
     let child = child.map_err(|error| SuperviseError::system("start the command", error))?;
-    // Closes this process's copy of the first stage's socket, so that the end of the first stage is noticed.
+    // Closes this process's copy of the socket's other end, so that sending fails once the first stage has ended.
     command.stdin(Stdio::null());
     let passed = send_descriptors(&ours, descriptors);
     Ok(StartedFirstStage {
@@ -61,7 +61,7 @@ pub(crate) fn start(
     })
 }
 
-/// Sends the descriptors for which the first stage waits.
+/// Sends to the first stage the descriptors that it waits for.
 fn send_descriptors(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix::io::Result<()> {
     for some in descriptors.chunks(DESCRIPTORS_MAX) {
         datagram::send(socket, &[STORED_MESSAGE], some, SendFlags::empty())?;
@@ -72,10 +72,10 @@ fn send_descriptors(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix:
 }
 
 /// Starts `command` as the successor of this process. The successor gets `descriptors` with their names, inherits the
-/// environment with the keeper's address, and gets `variables` in addition. `first_stage` are the arguments that make this
-/// program call [`run_first_stage`].
+/// environment with the supervisor's address, and gets `variables` in addition. `first_stage` are the arguments that make
+/// this program call [`run_first_stage`].
 ///
-/// When the successor may take over, this process must send `MAINPID=` with the successor's process id to the keeper.
+/// When the successor may take over, this process must send `MAINPID=` with the successor's process id to the supervisor.
 ///
 /// # Errors
 ///
@@ -96,17 +96,18 @@ pub fn start_successor(
         send_result: passed,
     } = start(&mut first, names.join(":").into(), &descriptors)?;
     if let Err(error) = passed {
-        // The first stage ends on its own.
+        // The first stage ends by itself.
         let _ = child.wait();
         return Err(SuperviseError::system("pass descriptors on", error));
     }
     Ok(child)
 }
 
-/// Receives the keeper's descriptors, moves them to the numbers from 3, sets `LISTEN_PID`, and executes the command.
+/// Receives the supervisor's descriptors, moves them to the numbers from 3, sets `LISTEN_PID`, and executes the command.
 ///
-/// If the program's arguments start with [`KeepOptions::first_stage`](crate::SuperviseOptions::first_stage), `main` must call
-/// this first, with the arguments that follow. The function returns only after an error, and the process must then end.
+/// If the program's arguments start with [`KeepOptions::first_stage`](crate::SuperviseOptions::first_stage), `main` must
+/// call this first, with the arguments that follow. The function returns only after an error, and the process must then
+/// end.
 pub fn run_first_stage(command: impl IntoIterator<Item = OsString>) -> SuperviseError {
     let mut words = command.into_iter();
     let Some(program) = words.next() else {
@@ -116,7 +117,7 @@ pub fn run_first_stage(command: impl IntoIterator<Item = OsString>) -> Supervise
         return error;
     }
     let mut command = Command::new(&program);
-    // Without `LISTEN_FDS`, `LISTEN_PID` has no effect, so it is always set.
+    // Without `LISTEN_FDS`, nobody reads `LISTEN_PID`, so it is always set.
     command
         .args(words)
         .env("LISTEN_PID", process::id().to_string());
@@ -135,7 +136,7 @@ fn set_up_command() -> Result<(), SuperviseError> {
         match (came.bytes, kind, came.is_truncated) {
             (1, [STORED_MESSAGE], false) => stored.extend(came.descriptors),
             (1, [STANDARD_INPUT_MESSAGE], false) => break came.descriptors,
-            // The keeper closed the socket too early, or descriptors are missing.
+            // The supervisor closed the socket too early, or descriptors are missing.
             _ => return Err(SuperviseError::Truncated),
         }
     };

@@ -1,4 +1,4 @@
-//! Descriptors that a keeper passed at the start of this process.
+//! Descriptors that a supervisor passed at the start of this process.
 #![expect(unsafe_code, reason = "descriptors are owned by their numbers")]
 
 use std::collections::BTreeMap;
@@ -12,10 +12,10 @@ use rustix::io::{FdFlags, fcntl_setfd};
 
 use crate::error::FdStoreError;
 
-/// Number of the first descriptor that a keeper passes (`SD_LISTEN_FDS_START`).
+/// Number of the first descriptor that a supervisor passes (`SD_LISTEN_FDS_START`).
 pub(crate) const LISTEN_FDS_START: RawFd = 3;
 
-/// Environment variables of the keeper's protocol.
+/// Environment variables of the supervisor's protocol.
 const VARIABLES: [&str; 9] = [
     "NOTIFY_SOCKET",
     "FDSTORE",
@@ -30,10 +30,10 @@ const VARIABLES: [&str; 9] = [
 
 static TAKEN: AtomicBool = AtomicBool::new(false);
 
-/// Descriptors that a keeper passed, by name. Dropping this closes the descriptors that were not taken.
+/// Descriptors that a supervisor passed, by name. Dropping this closes the descriptors that were not taken.
 ///
-/// The environment variables of the keeper stay set, since other threads may read the environment. So call [`clear_env`] for each
-/// command that the process starts.
+/// The environment variables of the supervisor stay set, since other threads may read the environment. So call
+/// [`clear_env`] for each command that the process starts.
 #[derive(Debug, Default)]
 pub struct InheritedDescriptors(BTreeMap<String, Vec<OwnedFd>>);
 
@@ -57,8 +57,8 @@ impl InheritedDescriptors {
             if unsafe { libc::fcntl(number, libc::F_GETFD) } < 0 {
                 return Err(FdStoreError::Closed { number });
             }
-            // SAFETY: the descriptor is open. The parent opened it for this process, which takes each number once
-            // (`TAKEN`), before anything else knows of it.
+            // SAFETY: the descriptor is open. The parent opened it for this process. `TAKEN` makes the process take each
+            // number once, and no other code of the process has used the number yet.
             let descriptor = unsafe { OwnedFd::from_raw_fd(number) };
             let marked = fcntl_setfd(&descriptor, FdFlags::CLOEXEC);
             marked.map_err(|error| FdStoreError::system("mark an inherited descriptor", error))?;
@@ -83,7 +83,7 @@ impl InheritedDescriptors {
     }
 }
 
-/// Removes the keeper's variables from a command's environment.
+/// Removes the supervisor's variables from a command's environment.
 pub fn clear_env(command: &mut Command) {
     for variable in VARIABLES {
         command.env_remove(variable);
@@ -106,7 +106,7 @@ fn parse_listen_fds(
         Some(pid) if pid != own => return Ok(Vec::new()),
         Some(_) => {}
     }
-    // Limiting the count to `u16` means that the number after the last descriptor does not overflow.
+    // The count fits in `u16`, so the number after the last descriptor does not overflow.
     let parsed = count.to_str().and_then(|count| count.parse::<u16>().ok());
     let Some(number) = parsed.map(RawFd::from) else {
         return Err(malformed("LISTEN_FDS", count));

@@ -1,34 +1,36 @@
-//! Descriptors that outlive a server's process: the supervisor ("keeper"), and the server's side.
+//! Descriptors that outlive a server's process: the supervisor (`nvme-mpt keep`), and the server's side.
 //!
-//! A keeper starts a server, stores file descriptors for it, and passes them to the server's next process. The protocol is
-//! systemd's (`sd_notify(3)`, `sd_listen_fds(3)`), so either systemd or this crate's [`supervise`] can be the keeper. A descriptor
-//! may be of any kind.
+//! A supervisor starts a server, stores file descriptors for it, and passes them to the server's next process. The protocol
+//! is systemd's (`sd_notify(3)`, `sd_listen_fds(3)`), so either systemd or this crate's [`supervise`] can be the
+//! supervisor. A descriptor may be of any kind.
 //!
 //! | module | job |
 //! |---|---|
-//! | `fd_store_client` | the server's messages to its keeper: [`FdStoreClient`] |
-//! | `inherited_descriptors` | descriptors that the keeper passed at the start: [`InheritedDescriptors`] |
-//! | `descriptor_queue` | many descriptors packed into two that the keeper stores: [`DescriptorQueue`] |
-//! | `supervisor` | the keeper's process: [`supervise`] |
-//! | `stored_descriptors` | the keeper's fd store: descriptors and their names |
-//! | `supervised_process` | the keeper's handle of a process |
-//! | `first_stage` | the step between the keeper and its command: [`run_first_stage`] |
+//! | `fd_store_client` | the server's messages to its supervisor: [`FdStoreClient`] |
+//! | `inherited_descriptors` | descriptors that the supervisor passed at the start: [`InheritedDescriptors`] |
+//! | `descriptor_queue` | many descriptors packed into two that the supervisor stores: [`DescriptorQueue`] |
+//! | `supervisor` | the supervisor's process: [`supervise`] |
+//! | `stored_descriptors` | the supervisor's fd store: descriptors and their names |
+//! | `supervised_process` | the supervisor's handle of a process |
+//! | `first_stage` | the step between the supervisor and its command: [`run_first_stage`] |
 //! | `datagram` | bytes and descriptors over a socket |
 //!
 //! # Start of a command
 //!
-//! `LISTEN_PID` must be the id of the process that reads the variable, and the keeper does not know that id before the process
-//! exists. So the keeper first starts its own executable, whose `main` calls [`run_first_stage`]. This process receives the
-//! descriptors through a socket at its standard input, moves them to 3 and above, sets `LISTEN_PID`, and executes the command.
+//! `LISTEN_PID` must be the id of the process that reads the variable, and the supervisor does not know that id before the
+//! process exists. So the supervisor first starts its own executable, whose `main` calls [`run_first_stage`]. This process
+//! receives the descriptors through a socket at its standard input, moves them to 3 and above, sets `LISTEN_PID`, and
+//! executes the command.
 //!
 //! # Limits
 //!
-//! The keeper neither polls stored descriptors for errors (`FDPOLL=1`) nor implements a watchdog. The keeper kills no process
-//! except former main processes. Descriptors that a parent process passed to the keeper are not passed to the command.
+//! The supervisor neither polls stored descriptors for errors (`FDPOLL=1`) nor implements a watchdog. The supervisor kills
+//! no process except former main processes. Descriptors that a parent process passed to the supervisor are not passed to
+//! the command.
 //!
 //! For a user without `CAP_SYS_RESOURCE`, the kernel limits descriptors in the queues of sockets to `RLIMIT_NOFILE`.
-//! Descriptors in all [`DescriptorQueue`]s of that user, and those that are passed at the start of a command, count toward this
-//! limit.
+//! Descriptors in all [`DescriptorQueue`]s of that user, and those that are passed at the start of a command, count toward
+//! this limit.
 
 mod datagram;
 mod descriptor_queue;

@@ -1,4 +1,4 @@
-//! The keeper's fd store: descriptors and their names.
+//! The supervisor's fd store: descriptors and their names.
 #![expect(
     unsafe_code,
     reason = "descriptors are compared by calls without a safe interface"
@@ -24,7 +24,7 @@ pub(crate) enum FdStoreRefusal {
     Full,
     /// `LISTEN_FDNAMES` would become too long.
     NamesTooLong,
-    /// The descriptor is stored already.
+    /// The descriptor's open file description is already stored.
     Duplicate,
 }
 

@@ -1,4 +1,4 @@
-//! The keeper's handle of a process.
+//! Process that the supervisor started or adopted.
 
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Result, retry_on_intr};
 use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_signal};
 
-/// Process with its pidfd.
+/// Process and its pidfd.
 #[derive(Debug)]
 pub(crate) struct SupervisedProcess {
     pub(crate) pid: Pid,
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn only_children_count_as_descendants() {
-        // The name contains characters that break naive parsers of `/proc/PID/stat`.
+        // The name contains spaces and parentheses, which break naive parsers of `/proc/PID/stat`.
         let folder = tempfile::tempdir().unwrap();
         let link = folder.path().join("a) R 1 (b");
         std::os::unix::fs::symlink("/bin/cat", &link).unwrap();

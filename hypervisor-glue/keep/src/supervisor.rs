@@ -1,4 +1,4 @@
-//! The keeper's process: starts a command, stores the command's descriptors, and restarts the command after a crash.
+//! The supervisor's process: starts a command, stores the command's descriptors, and restarts the command after a crash.
 #![expect(unsafe_code, reason = "close_range and signal have no safe interface")]
 
 use std::collections::VecDeque;
@@ -34,20 +34,20 @@ use crate::supervised_process::{SupervisedProcess, is_descendant};
 /// Maximum size of a message in bytes (systemd's `NOTIFY_BUFFER_MAX`).
 const MESSAGE_MAX: usize = 4096;
 
-/// Number of descriptors that the keeper itself needs: the maximum of one message, and 64 for those that are always open.
+/// Number of descriptors that the supervisor itself needs: the maximum of one message, and 64 for those that are always
+/// open.
 const OWN_DESCRIPTORS: usize = datagram::DESCRIPTORS_MAX + 64;
 
 /// Default name of descriptors, as in systemd.
 const DEFAULT_NAME: &str = "stored";
 
-/// Exit code of a command with wrong arguments. A restart would fail in the same way.
+/// Exit code of a command with wrong arguments. The command is not restarted, since it would fail in the same way.
 const USAGE_EXIT_CODE: i32 = 2;
 
-/// Signals that the keeper forwards.
+/// Signals that the supervisor forwards.
 const FORWARDED_SIGNALS: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
-/// Signals that the keeper ignores, since they have no meaning for the keeper. The processes that it starts ignore them as
-/// well.
+/// Signals that the supervisor ignores, since they have no meaning for it. The processes that it starts inherit this.
 const IGNORED_SIGNALS: [Signal; 12] = [
     Signal::SIGALRM,
     Signal::SIGIO,
@@ -63,18 +63,18 @@ const IGNORED_SIGNALS: [Signal; 12] = [
     Signal::SIGXFSZ,
 ];
 
-/// Options of a keeper.
+/// Options of a supervisor.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SuperviseOptions {
-    /// First arguments of [`Self::program`], which make it call [`run_first_stage`](crate::run_first_stage) with the arguments that
-    /// follow.
+    /// First arguments of [`Self::program`], which make it call [`run_first_stage`](crate::run_first_stage) with the
+    /// arguments that follow.
     pub first_stage: Vec<OsString>,
     /// Program of the first stage; by default, this process's executable.
     pub program: PathBuf,
     /// Maximum number of stored descriptors (`FDSTORE`). A low `RLIMIT_NOFILE` reduces the maximum.
     pub store_max: u16,
-    /// Number of deaths of the command within a minute after which the keeper ends instead of restarting the command.
+    /// Number of deaths of the command within a minute after which the supervisor ends instead of restarting the command.
     pub max_deaths: usize,
     /// Delay before the restart after the second death within a minute.
     pub first_delay: Duration,
@@ -107,20 +107,21 @@ pub fn exit_code(status: ExitStatus) -> ExitCode {
 
 /// Runs a command, stores descriptors for it, and restarts it if it dies.
 ///
-/// The keeper forwards SIGTERM, SIGINT and SIGHUP to the command's main process. The function returns that process's status if
+/// The supervisor forwards SIGTERM, SIGINT and SIGHUP to the command's main process. The function returns that process's
+/// status if
 ///
-/// - the keeper was asked to end by SIGTERM or SIGINT,
+/// - the supervisor was asked to end by SIGTERM or SIGINT,
 /// - the process ended with 0, or with 2 (wrong arguments), or
 /// - no process of the command was ever ready (`READY=1`).
 ///
 /// Otherwise, the command is restarted: at once after its first death within a minute, then after
-/// [`SuperviseOptions::first_delay`], and after twice the delay for each further death, up to 5 s. The command's process can
-/// make another process the main process by `MAINPID=`. Before a restart, the keeper ends former main processes by SIGKILL, so
-/// that two never run at the same time.
+/// [`SuperviseOptions::first_delay`], and after twice the delay for each further death, up to 5 s. The command's process
+/// can make another process the main process by `MAINPID=`. Before a restart, the supervisor ends former main processes by
+/// SIGKILL, so that two never run at the same time.
 ///
-/// Call this in a process whose other threads block these signals, before it starts any other process. The keeper blocks
-/// signals, adopts orphans, collects all children, sets close-on-exec for all descriptors, and raises `RLIMIT_NOFILE` to its
-/// maximum.
+/// Call this in a process whose other threads block these signals, before it starts any other process. The supervisor
+/// blocks signals, adopts orphans, collects all children, sets close-on-exec for all descriptors, and raises
+/// `RLIMIT_NOFILE` to its maximum.
 ///
 /// # Errors
 ///
@@ -132,15 +133,15 @@ pub fn supervise(
     ServerSupervisor::new(options, command)?.run()
 }
 
-/// Runs a keeper for a running process of `command` whose previous keeper has ended. When the process dies, the keeper starts
-/// `command`.
+/// Runs a supervisor for a running process of `command` whose previous supervisor has ended. When the process dies, the
+/// supervisor starts `command`.
 ///
-/// `number` is the id of that process. `ask` asks the process to use this keeper. The arguments of `ask` are the keeper's
-/// address (`NOTIFY_SOCKET`) and the maximum number of stored descriptors (`FDSTORE`). The process must send no message to the
-/// keeper before `ask` has returned.
+/// `number` is the id of that process. `ask` asks the process to use this supervisor. The arguments of `ask` are the
+/// supervisor's address (`NOTIFY_SOCKET`) and the maximum number of stored descriptors (`FDSTORE`). The process must send
+/// no message to the supervisor before `ask` has returned.
 ///
-/// The keeper is not the parent of this process and cannot collect its status. So the keeper treats the end as successful if
-/// the process announced it (`STOPPING=1`).
+/// The supervisor is not the parent of this process and cannot collect its status. So the supervisor treats the end as
+/// successful if the process announced it (`STOPPING=1`).
 ///
 /// # Errors
 ///
@@ -174,7 +175,7 @@ struct ServerSupervisor<'a> {
     signals: SignalFd,
     stored: StoredDescriptors,
     main: Option<SupervisedProcess>,
-    /// Main process, if it had ended when that was last checked.
+    /// Id of the main process, if the latest check found that the process has ended.
     ended_main: Option<Pid>,
     /// Former main processes that have not ended.
     former_processes: Vec<SupervisedProcess>,
@@ -185,7 +186,7 @@ struct ServerSupervisor<'a> {
     was_ready: bool,
     /// Set once the main process has announced its end (`STOPPING=1`).
     is_stopping: bool,
-    /// Set once the keeper was asked to end.
+    /// Set once the supervisor was asked to end.
     should_end: bool,
     /// Last status of a main process.
     status: ExitStatus,
@@ -251,8 +252,8 @@ impl<'a> ServerSupervisor<'a> {
             self.former_processes.retain(|process| !process.has_ended());
             self.reap_children();
             if self.has_main_ended() {
-                // After the former main processes end, their orphans become the keeper's children. The main process may be one
-                // of them.
+                // After the former main processes end, their orphans become the supervisor's children. The main process may
+                // be one of them.
                 for former in &self.former_processes {
                     former.signal(rustix::process::Signal::KILL);
                 }
@@ -268,7 +269,7 @@ impl<'a> ServerSupervisor<'a> {
         }
     }
 
-    /// Returns whether the end of the main process was seen.
+    /// Returns whether the latest check found that the main process has ended.
     fn has_main_ended(&self) -> bool {
         let main = self.main.as_ref().map(|main| main.pid);
         main.is_some() && main == self.ended_main
@@ -280,13 +281,13 @@ impl<'a> ServerSupervisor<'a> {
             PollFd::new(&self.socket, PollFlags::IN),
             PollFd::new(&self.signals, PollFlags::IN),
         ];
-        // A main process whose end was seen only waits for the former ones.
+        // Once the main process has ended, only former main processes are awaited.
         let main = self.main.iter().filter(|_| !self.has_main_ended());
         let processes = self.former_processes.iter().chain(main);
         events.extend(processes.map(|process| PollFd::new(process, PollFlags::IN)));
         let time = self.start_at.map(|at| {
             let left = at.saturating_duration_since(now());
-            // Fits: at most a minute.
+            // The casts lose nothing: the delay is at most a minute.
             let (tv_sec, tv_nsec) = (left.as_secs() as i64, left.subsec_nanos().into());
             Timespec { tv_sec, tv_nsec }
         });
@@ -309,7 +310,7 @@ impl<'a> ServerSupervisor<'a> {
             .args(self.command)
             .env("NOTIFY_SOCKET", socket_path(&self.dir))
             .env("FDSTORE", self.stored.max().to_string())
-            // A separate process group: a terminal's SIGINT reaches only the keeper, which forwards it once.
+            // A separate process group: a terminal's SIGINT reaches only the supervisor, which forwards it once.
             .process_group(0);
         let stored: Vec<_> = self.stored.descriptors().map(AsFd::as_fd).collect();
         let started = first_stage::start(&mut command, self.stored.names(), &stored)?;
@@ -332,12 +333,12 @@ impl<'a> ServerSupervisor<'a> {
         Ok(())
     }
 
-    /// Handles the end of the main process. Returns the process's status if the keeper must end as well.
+    /// Handles the end of the main process. Returns the process's status if the supervisor must end as well.
     fn handle_main_end(&mut self) -> Result<Option<ExitStatus>, SuperviseError> {
         let Some(main) = self.main.take() else {
             return Ok(None);
         };
-        // A process that is no child of the keeper was collected by its parent.
+        // The status of a process that is not the supervisor's child is unknown: its parent collected it.
         let unknown = match self.is_stopping {
             true => ExitStatus::default(),
             false => ExitStatus::from_raw(1 << 8),
@@ -393,8 +394,8 @@ impl<'a> ServerSupervisor<'a> {
 
     /// Collects children that have ended: main processes and orphans.
     ///
-    /// Before the keeper collects a process, it reads the pending messages. One of them may be a `MAINPID=` for that process,
-    /// which the process's former parent sent before the parent ended.
+    /// Before the supervisor collects a process, it reads the pending messages. One of them may be a `MAINPID=` for that
+    /// process, which the process's former parent sent before the parent ended.
     fn reap_children(&mut self) {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
         loop {
@@ -507,9 +508,10 @@ impl<'a> ServerSupervisor<'a> {
             return;
         }
         let process = pid.and_then(|pid| SupervisedProcess::open(pid).ok());
-        // A successor that has ended counts as a dead main process: the keeper must not end with its predecessor.
+        // If the successor has already ended, it counts as a dead main process. So its command is restarted, and the
+        // supervisor does not end together with the predecessor.
         let main = self.main.as_ref().map(|main| main.pid);
-        // A former main process may become main again if its successor does not take over.
+        // A former main process may become the main process again if its successor does not take over.
         let is_former = |pid| self.former_processes.iter().any(|former| former.pid == pid);
         let process =
             process.filter(|process| is_former(process.pid) || is_descendant(process.pid, main));
@@ -526,7 +528,7 @@ impl<'a> ServerSupervisor<'a> {
         self.former_processes
             .retain(|former| former.pid != process.pid);
         if self.should_end {
-            // The signal was sent to the previous main process only, so send it to this one as well.
+            // SIGTERM was sent to the previous main process only, so send it to its successor as well.
             process.signal(rustix::process::Signal::TERM);
         }
         self.former_processes.extend(self.main.replace(process));
@@ -534,8 +536,8 @@ impl<'a> ServerSupervisor<'a> {
     }
 }
 
-/// Returns the number of descriptors that a keeper can store, at most `wanted`. `limit` is the `RLIMIT_NOFILE`; `None` means
-/// unlimited.
+/// Returns the number of descriptors that a supervisor can store, at most `wanted`. `limit` is the `RLIMIT_NOFILE`; `None`
+/// means unlimited.
 fn max_storable(wanted: usize, limit: Option<u64>) -> usize {
     let limit = limit.map_or(usize::MAX, |limit| {
         usize::try_from(limit).unwrap_or(usize::MAX)

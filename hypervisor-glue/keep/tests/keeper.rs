@@ -1,7 +1,7 @@
-//! The keeper and its server as processes: stored descriptors, restarts, and termination.
+//! Tests of the supervisor and its server as processes: stored descriptors, restarts, and termination.
 //!
-//! The executable has four roles: the tests, the keeper, the first stage, and a server that a test controls over a socket.
-//! Tests wait for messages and for ends of processes, never for time.
+//! The executable has four roles: the tests, the supervisor, the first stage, and a server that a test controls over a
+//! socket. Tests wait for messages and for ends of processes, never for a fixed time.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
@@ -39,14 +39,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// Writes a line to the log in one call, because processes share the log.
+/// Writes a line in one system call, because several processes write to the log.
 fn print_line(line: &dyn Display) {
     io::stderr()
         .write_all(format!("{line}\n").as_bytes())
         .unwrap();
 }
 
-// Role: keeper.
+// Role: supervisor.
 
 struct Lines;
 
@@ -188,7 +188,7 @@ impl Server {
         Self::accept_next(listener, parent).expect("the keeper ended")
     }
 
-    /// Waits for the next server. Returns `None` if its parent has ended.
+    /// Waits until the next server connects. Returns `None` if its parent has ended.
     fn accept_next(listener: &UnixListener, parent: &Child) -> Option<Self> {
         let parent = pidfd_open(Pid::from_child(parent), PidfdFlags::empty()).unwrap();
         let mut events = [
@@ -238,7 +238,7 @@ impl Server {
         self.wait();
     }
 
-    /// Waits for the end of the process, before or after its parent has reaped it.
+    /// Waits until the server's process has ended, whether or not its parent has reaped it yet.
     fn wait(self) {
         poll(&mut [PollFd::new(&self.process, PollFlags::IN)], None).unwrap();
     }
@@ -256,7 +256,7 @@ impl SupervisedSocket {
         let path = folder.path().join("test");
         let listener = UnixListener::bind(&path).unwrap();
         let own = std::env::current_exe().unwrap();
-        // The keeper inherits foreign descriptors, and a variable of another keeper.
+        // The supervisor inherits descriptors that are not meant for it, and variables of another supervisor.
         let mut command = Command::new("/bin/sh");
         command
             .args(["-c", "exec 3</dev/null 9</dev/null; exec \"$0\" \"$@\""])
@@ -280,7 +280,7 @@ impl SupervisedSocket {
         Server::accept(&self.listener, &self.supervisor)
     }
 
-    /// Waits for the end of the keeper. Returns its exit code and its log.
+    /// Waits for the end of the supervisor. Returns its exit code and its log.
     fn end(mut self) -> (Option<i32>, String) {
         let code = self.supervisor.wait().unwrap().code();
         let log = fs::read_to_string(self.folder.path().join("log")).unwrap();
@@ -361,7 +361,8 @@ fn a_command_gets_what_it_expects() {
         .iter()
         .sum::<u64>();
     assert_eq!(field("SigIgn:") & signals, 0);
-    // Standard streams, the connection to the keeper, and the connection to the test with its copy.
+    // The six descriptors: standard streams, the connection to the supervisor, and the connection to the test with its
+    // copy.
     assert_eq!(server.ask("descriptors"), "[0, 1, 2, 3, 4, 5]");
     kept.supervisor
         .stdin
@@ -376,7 +377,8 @@ fn a_command_gets_what_it_expects() {
 
 fn the_keeper_gives_up_after_deaths() {
     let kept = SupervisedSocket::start(3, 4096);
-    // The keeper gives up after three deaths within a minute. On a slow machine, more servers die first.
+    // The supervisor gives up after three deaths within a minute. On a slow machine, three deaths may take longer than a
+    // minute, so more servers die first.
     let mut deaths = 0;
     while let Some(mut server) = Server::accept_next(&kept.listener, &kept.supervisor) {
         server.order("send READY=1");
@@ -445,7 +447,7 @@ fn a_successor_becomes_the_main_process() {
     let pid = old.ask("successor");
     let mut new = kept.server();
     assert_eq!(new.pid.as_raw_pid().to_string(), pid);
-    // The keeper passes descriptors only to processes that it starts.
+    // The supervisor passes descriptors only to processes that it starts.
     assert_eq!(new.names, "");
     old.order(&format!("send MAINPID={pid}|READY=1"));
     old.exit(0);
@@ -455,7 +457,7 @@ fn a_successor_becomes_the_main_process() {
     let mut server = kept.server();
     assert_eq!(server.names, "a,b");
     assert_eq!(server.ask("read a"), "one");
-    // The keeper handles the message of a process that dies at once.
+    // The server dies right after its message, and the supervisor still handles the message.
     let pid = server.ask("successor");
     let new = kept.server();
     server.order(&format!("send MAINPID={pid}"));
@@ -473,7 +475,7 @@ fn a_successor_that_has_ended_already_counts() {
     let pid = old.ask("successor");
     // The successor's parent does not reap it.
     kept.server().exit(5);
-    // Both orders are sent at once, because the keeper may end the process after the first.
+    // Both orders are sent at once, because the supervisor may end the process after the first.
     write!(old.stream.get_mut(), "send MAINPID={pid}|READY=1\nexit 0\n").unwrap();
     old.wait();
     kept.server().exit(0);

@@ -57,7 +57,7 @@ pub enum LeaseAttachError {
     },
 }
 
-/// Granted lease, before the function uses it.
+/// Lease that a server has granted, and that the function does not use yet.
 #[derive(Debug)]
 pub(crate) struct GrantedLease {
     pub(crate) channel: LeaseChannel,
@@ -95,8 +95,8 @@ fn set_up_error(socket: &Path, source: io::Error) -> LeaseAttachError {
     }
 }
 
-/// Sends an [`AttachRequest`] with the descriptors `kept` to the server on `socket`. Returns the connection and the answer.
-/// `patience` is the timeout for each message of the server.
+/// Sends an [`AttachRequest`] to the server on `socket`. Returns the connection and the answer. `kept` are the lease's
+/// descriptors from the previous server. `patience` is the timeout for each message of the server.
 fn send_attach_request(
     stream: Stream,
     socket: &Path,
@@ -182,7 +182,8 @@ pub(crate) fn request_lease(
 }
 
 /// Asks the server on `socket` whether it has the drive that an option string with absolute paths names. `patience` is the
-/// timeout for each message of the server.
+/// timeout for each message of the server. A server of an earlier release creates a lease instead of answering; this lease
+/// ends with the connection.
 pub(crate) fn query_drive(
     stream: Stream,
     socket: &Path,
@@ -217,6 +218,6 @@ pub(crate) struct ServerDiscovery {
     pub(crate) state_dir: PathBuf,
     /// The function's option string.
     pub(crate) options: String,
-    /// Maximum duration of the search; `None` to search for ever.
+    /// Maximum duration of the search; `None` for no limit.
     pub(crate) timeout: Option<Duration>,
 }

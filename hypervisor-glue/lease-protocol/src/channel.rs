@@ -16,7 +16,8 @@ use thiserror::Error;
 use crate::message::LeaseEndNotice;
 use crate::socket::{self, DESCRIPTORS_MAX, Stream};
 
-/// Largest JSON of a message in bytes, for a lease of up to 64 queue pairs. A larger lease has a larger limit.
+/// Largest JSON of a message in bytes, for a lease of up to 64 queue pairs. A lease with more queue pairs has a larger
+/// limit.
 pub const MESSAGE_MAX: usize = 4 << 20;
 
 /// Limit in bytes for each queue pair of a lease with more than 64: enough for the state of a queue pair with a full completion
@@ -48,9 +49,10 @@ pub enum ChannelError {
     /// The number of descriptors is wrong.
     #[error("a message has {came} descriptors instead of {said}")]
     Descriptors {
-        /// Number of descriptors that were received, or were about to be sent.
+        /// Number of descriptors that were received or were to be sent.
         came: usize,
-        /// Expected number: from the message's header or for this kind of message. For a message to be sent, the maximum.
+        /// Expected number of descriptors: from the message's header, or for this kind of message. For a message to be
+        /// sent, the maximum.
         said: usize,
     },
     /// The message is invalid, or not expected here.
@@ -73,7 +75,7 @@ pub(crate) struct LeaseChannel {
     end_notices: ReceivedEndNotices,
 }
 
-/// Messages of [`LeaseEndNotice`] received from the server.
+/// End notices of the server that have been received.
 #[derive(Debug, Default)]
 struct ReceivedEndNotices {
     removed: AtomicBool,
@@ -134,8 +136,8 @@ impl LeaseChannel {
             .map_err(channel_error)
     }
 
-    /// Receives a request. `patience` is the timeout for the first byte of the request. After that byte, the rest must arrive
-    /// within `TRANSFER_TIMEOUT`.
+    /// Receives a request. `patience` is the timeout for the first byte of the request. After the first byte, the remaining
+    /// bytes must arrive within `TRANSFER_TIMEOUT`.
     pub(crate) fn receive_request<M: DeserializeOwned>(
         &self,
         patience: Option<Duration>,
@@ -143,7 +145,7 @@ impl LeaseChannel {
         self.stream.set_read_timeout(patience)?;
         let mut deadline = None;
         self.receive(|| {
-            // Reached after the first part has arrived.
+            // Called after the first part has arrived, so the deadline starts with that part.
             let deadline: &mut Deadline = deadline
                 .get_or_insert_with(|| Deadline::after(&SystemClock::shared(), TRANSFER_TIMEOUT));
             match deadline.remaining() {
@@ -158,8 +160,10 @@ impl LeaseChannel {
         self.stream.set_read_timeout(Some(patience))
     }
 
-    /// Receives an answer. This sets no socket option, because a seccomp filter of the VMM may forbid the system call. A server
-    /// that is ending may send a `LeaseEndNotice` in place of the answer; then this returns `ChannelError::Closed`.
+    /// Receives an answer. A server that is ending may send a `LeaseEndNotice` in place of the answer; then this returns
+    /// `ChannelError::Closed`.
+    ///
+    /// This sets no socket option, because a seccomp filter of the VMM may forbid the system call.
     pub(crate) fn receive_answer<M: DeserializeOwned>(
         &self,
     ) -> Result<(M, Vec<OwnedFd>), ChannelError> {

@@ -23,8 +23,8 @@ pub const VERSION: u32 = 1;
 
 /// First message of a VMM. All protocol versions have these fields.
 ///
-/// Descriptors: none for a new function. If the server replaces another one, the descriptors that the previous server sent with
-/// [`AttachReply::Attached`].
+/// Descriptors: none for a new function. For a function that has lost its server: the descriptors that the previous server
+/// sent with [`AttachReply::Attached`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AttachRequest {
     /// Protocol version of the VMM.
@@ -64,10 +64,11 @@ pub(crate) enum AttachReply {
 /// Number of descriptors of [`AttachReply::Attached`] before the [signs](SIGNS).
 pub(crate) const ATTACH_DESCRIPTORS: usize = 3;
 
-/// Number of descriptors after [`ATTACH_DESCRIPTORS`] that signal the complete end of the server's process: its pidfd, and a pipe.
+/// Number of descriptors after [`ATTACH_DESCRIPTORS`] that signal the complete end of the server's process: its pidfd, and
+/// a pipe.
 pub(crate) const SIGNS: usize = process_liveness::LIVENESS_FDS;
 
-/// Last messages of a server, which answer no request. The server sends each at most once, in this order.
+/// Last messages of a server. They answer no request. The server sends each at most once, in this order.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum LeaseEndNotice {
@@ -91,8 +92,8 @@ pub(crate) struct AttachedLease {
 }
 
 impl AttachedLease {
-    /// Returns whether this lease has everything that the guest was told by the lease `promised`. Some properties, such as the
-    /// doorbell stride, must be equal; others may be greater.
+    /// Returns whether this lease offers at least the properties that the guest was promised by an earlier lease. Some
+    /// properties, such as the doorbell stride, must be equal; other properties may be greater.
     pub(crate) fn can_replace(&self, promised: &Self) -> bool {
         let own = |attached: &Self| {
             let LeaseFacts {
@@ -109,7 +110,7 @@ impl AttachedLease {
             && self.facts.satisfies(&promised.facts)
     }
 
-    /// Returns whether the properties are within the limits and match each other.
+    /// Returns whether the properties are within their limits and do not contradict each other.
     pub(crate) fn is_valid(&self) -> bool {
         let LeaseFacts {
             namespace,
@@ -185,10 +186,10 @@ pub(crate) enum BackendRequest {
         number: u16,
         change: VectorChange,
     },
-    /// Like `Pause`, but if commands are still in flight after this time, the queues stay stopped. Servers of early builds do
-    /// not know this request.
+    /// Like `Pause`, but with a timeout: if commands are still in flight after this time, the queues stay stopped. Servers
+    /// of early builds do not know this request.
     PauseWithin(Duration),
-    /// Like `Map`, for a region that the previous server had mapped.
+    /// Like `Map`, for a region that the previous server had mapped ([`RegionHistory::Kept`]).
     MapKept(MemoryRegionMessage),
 }
 
@@ -203,12 +204,12 @@ pub(crate) struct MemoryRegionMessage {
     pub(crate) writable: bool,
 }
 
-/// Tells whether the previous server had a region of the function's memory mapped.
+/// History of a region of the function's memory: mapped in the previous server, or new.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RegionHistory {
     /// The previous server had the region mapped, and the VMM has not unmapped it since.
     Kept,
-    /// The previous server did not have the region mapped, or with other memory.
+    /// The previous server did not have this memory mapped at these addresses.
     New,
 }
 
@@ -239,8 +240,8 @@ impl BackendRequest {
 
 /// Change or query of a vector. The reply is a boolean.
 ///
-/// For [`Self::Ask`], the reply tells whether an interrupt is pending. For the others, the reply tells whether the change
-/// delivered a pending interrupt.
+/// The reply to [`Self::Ask`] tells whether an interrupt is pending. The reply to every other variant tells whether the
+/// change delivered a pending interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum VectorChange {
@@ -259,8 +260,8 @@ pub(crate) enum VectorChange {
 pub(crate) struct IoDoorbellsReply {
     pub(crate) are_buffered: bool,
     pub(crate) are_silent: bool,
-    /// Each doorbell, with the number of the eventfd that wakes its poller. An eventfd whose number is missing here is no
-    /// longer in use.
+    /// Each doorbell, with the number of the eventfd that wakes its poller. The VMM closes an eventfd whose number is
+    /// missing here, since it is no longer in use.
     pub(crate) bells: Vec<(Doorbell, u64)>,
     pub(crate) new_bells: Vec<u64>,
 }
@@ -269,7 +270,7 @@ pub(crate) struct IoDoorbellsReply {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DirtyPages {
     pub(crate) ranges: Vec<DirtyRange>,
-    /// Set if there are further ranges. The VMM then sends another request.
+    /// Set if there are further ranges, which the VMM gets by repeating the request.
     pub(crate) more: bool,
 }
 

@@ -48,9 +48,10 @@ use crate::server_sockets;
 use crate::server_watch::{AttachedServer, ServerWatch};
 use crate::socket::Stream;
 
-/// Attaches a function to the server at the other end of `stream`; returns `None` if this server does not have the function's
-/// drive. The option string must have absolute paths. The stream must be blocking, and `socket` is its name in messages. If
-/// this server is lost, the function does not wait for another server: all its commands fail.
+/// Attaches a function to the server at the other end of `stream`; returns `None` if this server does not have the
+/// function's drive. If this server is lost, the function does not wait for another server: all its commands fail.
+///
+/// The option string must have absolute paths. The stream must be blocking. `socket` is its name in messages.
 ///
 /// # Errors
 /// See [`LeaseAttachError`].
@@ -65,11 +66,11 @@ pub fn attach_stream(
         .transpose()
 }
 
-/// Attaches to the server that has the drive of `options`; returns `None` if no server has this drive. If that server is lost
-/// later, the function waits at most `patience` for another server, or for ever if `patience` is `None`.
+/// Attaches to the server that has the drive of `options`; returns `None` if no server has this drive. If that server is
+/// lost later, the function waits at most `patience` for another server; without limit if `patience` is `None`.
 ///
-/// A server that cannot be reached is skipped with a warning. If the skipped server has the drive, this returns `None`, and the
-/// caller's own attempt to open the drive fails.
+/// A server that cannot be reached is skipped with a warning. If the skipped server has the drive, this returns `None`, and
+/// the caller's own attempt to open the drive fails.
 ///
 /// # Errors
 /// [`LeaseAttachError::Refused`], [`LeaseAttachError::SetUp`].
@@ -104,11 +105,11 @@ struct RemoteWakers {
     doorbells: IoDoorbells,
 }
 
-/// Sums of counters over all servers of the function. Each server counts from zero. Commands that a server counted after its
-/// last report are missing.
+/// Sums of counters over all servers of the function. Each server counts from zero. Commands that a lost server counted
+/// after its last report are missing.
 #[derive(Debug, Default)]
 struct CumulativeCounters {
-    /// Number of the server that reported `last`.
+    /// Number of the server whose counters are `last`.
     server: u64,
     before: LeaseCounters,
     last: LeaseCounters,
@@ -219,7 +220,7 @@ impl RemoteBackend {
             memory: shared.memory.clone(),
             drop_wakers: {
                 let bells = bells.clone();
-                // For the guest, the queues exist until it resets its controller.
+                // The queues themselves stay: the guest believes that they exist until it resets its controller.
                 Box::new(move || lock(&bells).by_number.clear())
             },
         };
@@ -253,9 +254,9 @@ impl RemoteBackend {
         self.link.call(request, None)
     }
 
-    /// Sends a request whose reply has no error. If the server is lost, the request is dropped.
+    /// Sends a request whose reply cannot be an error. Does nothing if the server is lost.
     fn call_ignoring_loss(&self, request: &BackendRequest) {
-        // The link has reported the loss.
+        // The link has already logged the loss.
         let _ = self.call::<()>(request);
     }
 
@@ -264,7 +265,7 @@ impl RemoteBackend {
     }
 
     /// Sends a request like [`Self::call_io`], while the caller holds the lock. So the caller can record the answer before
-    /// another server connects and reads the record.
+    /// another server connects and gets the record.
     fn call_io_locked<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,
@@ -297,8 +298,8 @@ impl RemoteBackend {
         result
     }
 
-    /// Sends a request that stops the queues' work. If the server is lost, waits instead until its work for the function has
-    /// ended.
+    /// Sends a request that stops the function's queues. If the server is lost, waits until the lost server has ended its
+    /// work for the function.
     fn call_quiesce(&self, request: &BackendRequest, time: Duration) -> Result<(), QueueError> {
         match self.call(request) {
             Ok(result) => result,
@@ -317,7 +318,7 @@ impl RemoteBackend {
         })
     }
 
-    /// Returns whether the last server was lost and all its work for the function has ended.
+    /// Returns whether the function has lost its last server, which has ended all its work for the function.
     fn has_ended(&self) -> bool {
         self.link.state().has_ended()
     }
@@ -335,12 +336,12 @@ impl RemoteBackend {
         Ok(writable.map(range).collect())
     }
 
-    /// Asks the server for the doorbells again, after a change of the queues.
+    /// Asks the server again for the doorbells, whose wakers change with the queues.
     fn refresh_doorbells(&self) -> IoDoorbells {
         let mut bells = self.wakers();
         let bells = &mut *bells;
         for _ in 0..=usize::from(MAX_QUEUE_PAIRS) / DESCRIPTORS_MAX {
-            // Without a server, the queues still exist for the guest.
+            // Without a server, the guest still sees its queues, so the doorbells stay.
             let Some((doorbells, new)) = self.fetch_doorbells(&mut bells.by_number) else {
                 break;
             };
@@ -372,8 +373,8 @@ impl RemoteBackend {
         for (number, descriptor) in new_bells.into_iter().zip(descriptors) {
             match eventfd::from_client(descriptor) {
                 Ok(bell) => {
-                    // A doorbell may have been written a moment ago, with the previous server's waker. A full counter wakes the
-                    // poller as well.
+                    // The guest may have written a doorbell a moment ago, for which only the previous server's poller was
+                    // woken. A full counter wakes the poller as well.
                     let _ = eventfd::signal(&bell);
                     bells.insert(number, Arc::new(bell));
                 }
@@ -399,11 +400,11 @@ impl Drop for RemoteBackend {
         drop(self.stop.take());
         let channel = self.link.state().disconnect();
         if let Some(channel) = &channel {
-            // The server ends the lease, and then closes the connection: the drive is free.
+            // The server ends the lease, which frees the drive, and then closes the connection.
             let _ = channel.stream().shutdown(Shutdown::Write);
         }
-        // Wait for the watch thread to see that: a sandboxed vCPU thread that removes the function may not. The watch thread
-        // may be connecting to another server.
+        // Wait until the watch thread sees the closed connection: this may be a sandboxed vCPU thread, which may not wait
+        // for it. The watch thread may also be connecting to another server.
         let ended = self
             .watch_ended
             .get_mut()
@@ -592,7 +593,7 @@ impl ControllerBackend for RemoteBackend {
     }
 
     fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
-        // The server maps the whole file.
+        // The server maps the whole file, in which pages may still be missing during a restore on demand or post-copy.
         if !own.is_complete {
             let (gpa, len) = (memory.gpa, memory.len);
             return Err(DmaError::Incomplete { gpa, len });
@@ -614,8 +615,8 @@ impl ControllerBackend for RemoteBackend {
     }
 
     fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
-        // Unmaps both sides under one lock, against a server that reconnects. Before that, a server that is ending is waited
-        // for.
+        // Unmaps the region in the server and in this process under one lock, so that no server connects in between. If the
+        // server is ending, waits first until it has ended.
         let mut waited = false;
         loop {
             let mut state = self.link.state();
@@ -624,7 +625,7 @@ impl ControllerBackend for RemoteBackend {
                 self.link.call_locked(&mut state, &request, None);
             match answer {
                 Ok(Ok(_)) => {}
-                // The server has unmapped the region; only the memory of commands in flight is still mapped.
+                // The server has unmapped the region for new commands. Only commands in flight still use its memory.
                 Ok(Err(busy @ DmaError::Busy { .. })) => {
                     let _ = self.window.unmap_within(gpa, len, time);
                     return Err(busy);
@@ -637,7 +638,7 @@ impl ControllerBackend for RemoteBackend {
                     self.link.wait_until_ended(time);
                     continue;
                 }
-                // The server may still use the memory.
+                // The lost server may still use the memory.
                 Err(ServerLost) => return Err(DmaError::Busy { gpa, len }),
             }
             let unmapped = self.window.unmap_within(gpa, len, time);
@@ -649,14 +650,14 @@ impl ControllerBackend for RemoteBackend {
     }
 
     fn start_dirty_log(&self) -> Result<(), DmaError> {
-        // A server that reconnects later gets the request then.
+        // A server that reconnects later gets the request from the recorded settings.
         let mut state = self.link.state();
         let answer: Result<Result<(), DmaError>, ServerLost> =
             self.link
                 .call_locked(&mut state, &BackendRequest::StartDirtyLog, None);
         let log = match answer {
             Ok(result) => result.map(|()| DirtyLog::Complete)?,
-            // A server that is ending may still write.
+            // A server that is ending may still write to the function's memory.
             Err(ServerLost) if state.should_reconnect() => DirtyLog::Missed,
             Err(ServerLost) => return Err(DmaError::NotLogged),
         };
@@ -672,7 +673,7 @@ impl ControllerBackend for RemoteBackend {
                 self.call(&BackendRequest::TakeDirtyPages);
             let pages = match answer {
                 Ok(result) => result?,
-                // The server's dirty pages are lost with it.
+                // The lost server's dirty pages are lost with it.
                 Err(ServerLost) if self.link.state().should_reconnect() => {
                     return self.writable_memory();
                 }
@@ -683,7 +684,7 @@ impl ControllerBackend for RemoteBackend {
                 break;
             }
         }
-        // Checked last: the server that answered may have connected a moment ago.
+        // Checked last: the server that answered may have connected a moment ago, after dirty pages were lost.
         match self.link.state().settings.take_missed_dirty_log() {
             true => self.writable_memory(),
             false => Ok(ranges),
@@ -691,7 +692,7 @@ impl ControllerBackend for RemoteBackend {
     }
 
     fn stop_dirty_log(&self) {
-        // Set first, for a server that reconnects at this time.
+        // Set first, so that a server that connects now is not asked for a dirty log.
         self.link.state().settings.dirty_log = None;
         self.call_ignoring_loss(&BackendRequest::StopDirtyLog);
         self.window.stop_dirty_log();
@@ -732,7 +733,8 @@ impl ControllerBackend for RemoteBackend {
         let bells = self.wakers();
         let wakers = &bells.doorbells.wakers;
         let waker = wakers.iter().find(|(other, _)| *other == doorbell);
-        // A server that was lost may not have sent its waker yet. The next one reads the doorbell itself.
+        // A lost server may not have sent the waker of this doorbell. The next server reads the doorbell when it restores
+        // the queue.
         if waker.is_none() && !self.link.state().settings.queues.has_queue(doorbell) {
             return false;
         }
@@ -767,7 +769,7 @@ impl ControllerBackend for RemoteBackend {
     fn begin_untrapped_doorbells(&self) -> io::Result<()> {
         let mut state = self.link.state();
         let began = self.call_io_locked(&mut state, &BackendRequest::BeginSilentDoorbells);
-        // If the server was lost, the next one gets the request. If the server refused, nothing has begun.
+        // If the server was lost, the next server gets the request. If the server refused, doorbells stay trapped.
         state.settings.untrapped = began.is_ok() || state.is_disconnected();
         match state.settings.untrapped {
             true => Ok(()),
@@ -783,7 +785,7 @@ impl ControllerBackend for RemoteBackend {
     fn watch_admin_doorbells(&self) -> io::Result<()> {
         let mut state = self.link.state();
         let watched = self.call_io_locked(&mut state, &BackendRequest::WatchAdminDoorbells);
-        // If the server was lost, the next one gets the request. If the server refused, nothing is watched.
+        // If the server was lost, the next server gets the request. If the server refused, no doorbell is watched.
         state.settings.watches_admin = watched.is_ok() || state.is_disconnected();
         watched
     }
@@ -793,7 +795,7 @@ impl ControllerBackend for RemoteBackend {
     }
 
     fn pause_within(&self, time: Duration) -> Result<(), QueueError> {
-        // Set first, for a server that reconnects at this time.
+        // Set first, so that a server that reconnects now restores the queues paused.
         self.link.state().settings.paused = true;
         self.call_quiesce(&BackendRequest::PauseWithin(time), time)
     }
@@ -815,14 +817,14 @@ impl ControllerBackend for RemoteBackend {
     }
 
     fn revoke(&self) -> Result<(), QueueError> {
-        // Set first, for a server that reconnects at this time.
+        // Set first, so that a server that reconnects now revokes the queues as well.
         self.link.state().settings.queues.revoked = true;
         self.call_quiesce(&BackendRequest::Revoke, DRAIN_DEADLINE)
     }
 
     fn reset_within(&self, time: Duration) -> Result<(), QueueError> {
         {
-            // Set first, for a server that reconnects at this time.
+            // Set first, so that a server that reconnects now restores no queues.
             let mut state = self.link.state();
             state.settings.watches_admin = false;
             state.settings.queues = PersistedQueues::default();
@@ -973,7 +975,8 @@ mod tests {
     /// Server whose connection closes before its process ends.
     struct DyingServer {
         process: Child,
-        /// Write end of the pipe among the signs. Requests that outlive the process hold it open.
+        /// Write end of the pipe whose read end is one of the signs. Requests that outlive the process hold the write end
+        /// open.
         write_end: Option<PipeWriter>,
         hangs_up: PipeReader,
         pidfd: OwnedFd,
@@ -1018,11 +1021,11 @@ mod tests {
         }
     }
 
-    /// Timeout for calls that must end by their timeout.
+    /// Timeout of calls that the test expects to time out.
     const SHORT_TIMEOUT: Duration = Duration::from_millis(20);
 
-    /// Checks that the server may still write to the function's memory: each request that must wait for the server's end times
-    /// out.
+    /// Checks that the function treats its server as possibly still running: each request that must wait for the server's
+    /// end times out.
     fn check_not_ended(host: &RemoteBackend) {
         for ended in [
             host.reset_within(SHORT_TIMEOUT),
@@ -1055,7 +1058,7 @@ mod tests {
         drop(channel);
         check_not_ended(&host);
         server.kill();
-        // The process has ended, and a request of its io_uring has not.
+        // The process has ended, but a request of its io_uring has not.
         check_not_ended(&host);
         drop(server.write_end.take());
         host.reset_within(DRAIN_DEADLINE).unwrap();
@@ -1077,7 +1080,7 @@ mod tests {
             let channel = give(&first);
             channel.send(&LeaseEndNotice::Ended, &[]).unwrap();
             drop(channel);
-            // The server has begun commands when it is killed.
+            // The server has commands in flight when it is killed.
             let channel = give(&second);
             let taken: (BackendRequest, _) = channel.receive_request(None).unwrap();
             assert!(matches!(taken.0, BackendRequest::TakeUp(_)));
@@ -1092,7 +1095,7 @@ mod tests {
         };
         let host = run_alongside("server", serve, attach).unwrap();
         let host = host.unwrap().expect("the server has the drive");
-        // Until the function has seen the end of the connection, the server has the lease.
+        // As long as the function has not seen the end of the connection, it takes the server for running.
         check_not_ended(&host);
         second.kill();
         drop(second.write_end.take());
@@ -1105,7 +1108,7 @@ mod tests {
         let (host, channel) = server.attach();
         let leave = || {
             let _: (BackendRequest, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
-            // These messages come in place of the reply.
+            // The server sends these messages in place of the reply.
             channel.send(&LeaseEndNotice::Removed, &[]).unwrap();
             channel.send(&LeaseEndNotice::Ended, &[]).unwrap();
             drop(channel);
@@ -1132,8 +1135,8 @@ mod tests {
         host.reset_within(DRAIN_DEADLINE).unwrap();
     }
 
-    /// Runs a server that refuses a function's first request, or disconnects without a reply. Returns the result of that
-    /// request, and the requests that the next server gets about the function's state.
+    /// Attaches a function whose first server refuses its first request, or disconnects without a reply. Returns the result
+    /// of that request, and the requests about the function's state that the next server gets.
     fn requests_to_next_server(
         refuses: bool,
         ask: impl FnOnce(&RemoteBackend) -> io::Result<()>,
@@ -1231,7 +1234,7 @@ mod tests {
         host.map(page(0)).unwrap();
         host.map(page(1)).unwrap();
         assert!(host.link.wait_until_ended(DRAIN_DEADLINE));
-        // No server has the second page at this time, and none had the third.
+        // There is no server now. The lost server had the second page mapped, but not the third.
         assert_eq!(
             host.unmap_within(Gpa(4096), 4096, SHORT_TIMEOUT).unwrap(),
             4096
@@ -1245,7 +1248,7 @@ mod tests {
             told.recv().unwrap(),
             Vec::from_iter(pages.into_iter().zip(had))
         );
-        // At this point, the present server has had all pages.
+        // By now, the current server has had all pages mapped.
         let had = pages.map(|gpa| (gpa, RegionHistory::Kept));
         assert_eq!(told.recv().unwrap(), had);
         drop(host);

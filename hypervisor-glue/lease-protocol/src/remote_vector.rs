@@ -32,7 +32,7 @@ impl RemoteVector {
         let number = self.number;
         let request = BackendRequest::Vector { number, change };
         let mut state = self.link.state();
-        // Without a server, no interrupt is raised. The link has reported the loss.
+        // Without a server, no interrupt is delivered. The link has already logged the loss.
         let answer = self
             .link
             .call_locked(&mut state, &request, eventfd.as_ref());

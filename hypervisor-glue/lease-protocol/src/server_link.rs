@@ -22,7 +22,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::channel::{ChannelError, LeaseChannel};
 use crate::message::{BackendRequest, RegionHistory};
 
-/// Error: the server was lost, and no other server is connected.
+/// Error: the server was lost, and no other server has connected yet.
 #[derive(Debug)]
 pub(crate) struct ServerLost;
 
@@ -60,7 +60,7 @@ pub(crate) enum DirtyLog {
     Missed,
 }
 
-/// Settings of the function that each further server must get.
+/// Settings of the function that each later server must get.
 #[derive(Debug, Default)]
 pub(crate) struct BackendSettings {
     /// Connections of the vectors, by number.
@@ -75,8 +75,8 @@ pub(crate) struct BackendSettings {
     pub(crate) watches_admin: bool,
     pub(crate) paused: bool,
     pub(crate) dirty_log: Option<DirtyLog>,
-    /// Regions, by guest address and length, that were mapped while no server was connected. The previous server did not have
-    /// these mappings, and may have had other memory at these addresses.
+    /// Regions, by guest address and length, that were mapped while no server was connected. The previous server did not
+    /// have these regions mapped, and may have had other memory at these addresses.
     pub(crate) new_regions: BTreeSet<(u64, u64)>,
 }
 
@@ -139,13 +139,13 @@ impl LinkState {
         self.should_reconnect && !matches!(self.connection, ServerConnectionState::Open(_))
     }
 
-    /// Returns whether the function waits for another server after it has lost, or would lose, its server.
+    /// Returns whether the function waits for another server when its server is lost.
     pub(crate) fn should_reconnect(&self) -> bool {
         self.should_reconnect
     }
 
-    /// Records that commands of the function may be in flight at a server that had got the lease, but failed before it was the
-    /// function's server.
+    /// Records that commands of the function may be in flight in a server that granted the lease, but failed before it
+    /// became the function's server.
     pub(crate) fn assume_inflight(&mut self) {
         if self.has_ended() {
             self.connection = ServerConnectionState::Disconnected;
@@ -191,7 +191,7 @@ pub(crate) struct ServerLink {
     state: Mutex<LinkState>,
     /// Notified when all work of a lost server has ended.
     ended: Condvar,
-    /// Eventfd that is readable if the back end has events, or if the server was lost or replaced.
+    /// Eventfd that is readable if the back end has events, or if the connection to the server has changed.
     pub(crate) events: Arc<EventFd>,
 }
 
@@ -272,9 +272,10 @@ impl ServerLink {
         })
     }
 
-    /// Waits at most `time` until no lost server can carry out commands of the function. Returns `true` in this case, also if
-    /// the next server is already connected. If a lost server does not close its connection within `time`, later calls return
-    /// at once.
+    /// Waits at most `time` until no lost server can carry out commands of the function any longer. Returns `true` then,
+    /// even if the next server is already connected.
+    ///
+    /// If a lost server does not close its connection within `time`, later calls return immediately.
     pub(crate) fn wait_until_ended(&self, time: Duration) -> bool {
         let is_ending = |state: &mut LinkState| {
             matches!(
@@ -301,7 +302,7 @@ impl ServerLink {
         )
     }
 
-    /// Records that the server is lost, for the reason `error`.
+    /// Records that the server is lost, because of `error`.
     fn record_loss(
         &self,
         state: &mut LinkState,
@@ -322,7 +323,7 @@ impl ServerLink {
             false => "its drive is lost",
         };
         log::error!("The drive server on {socket} is lost, and {outcome}: {error}");
-        // A server that is still running sees this, and closes its side after it has ended the lease.
+        // A server that is still running sees this, ends the lease, and then closes its side.
         let _ = channel.stream().shutdown(Shutdown::Write);
         state.connection = then(channel);
         if let Some(log) = &mut state.settings.dirty_log {
@@ -338,7 +339,7 @@ impl ServerLink {
     /// Reports to the function that its drive is gone for good.
     pub(crate) fn report_failure(&self, state: &mut LinkState) {
         state.should_reconnect = false;
-        // The commands in flight will never be completed.
+        // Commands that are in flight now will never be completed.
         let reason = QueueFailure::HostQueue;
         let qid = QueueId::ADMIN;
         self.notify(state, IoQueueEvent::QueueFailed { qid, reason });
@@ -374,8 +375,8 @@ impl ServerLink {
         self.ended.notify_all();
     }
 
-    /// Continues with another server, which has already got the recorded state. `back` tells whether this server also restored
-    /// the queues.
+    /// Continues with another server, to which the recorded state was already sent. `back` tells whether this server has
+    /// also restored the queues.
     pub(crate) fn reconnect(
         &self,
         state: &mut LinkState,
@@ -400,7 +401,8 @@ impl ServerLink {
         state.socket = socket;
         self.notify(state, IoQueueEvent::HostSide(back));
         if std::mem::replace(&mut state.blocks, blocks) != blocks {
-            // The lease was resized, and the server that did this may have ended before it reported the event.
+            // The previous server may have resized the lease, and ended before it reported this. So the event is reported
+            // here.
             let changed = DriveEvent::NamespaceChanged(GUEST_NSID);
             self.notify(state, IoQueueEvent::Drive(changed));
         }

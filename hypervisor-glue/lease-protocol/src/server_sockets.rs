@@ -39,7 +39,7 @@ pub(crate) fn has_server(state_dir: &Path, options: &str, patience: Duration) ->
     list_sockets(state_dir).any(|path| {
         let ask = |stream| query_drive(stream, &path, options, patience);
         let answer = connect(&path).and_then(ask);
-        // Reported later, when the function requests its lease.
+        // The error is reported when the function requests its lease.
         answer.unwrap_or_else(|error| {
             log::debug!("{error}: this server is not asked for the drive");
             false
@@ -61,14 +61,14 @@ pub(crate) fn find_lease(
         match given {
             Ok(Some(given)) => return Ok(Some(given)),
             Ok(None) => {}
-            // Stale socket of a server that is gone.
+            // The socket is stale: its server has ended.
             Err(LeaseAttachError::Connect { source, .. })
                 if matches!(
                     source.kind(),
                     io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound
                 ) => {}
             Err(error @ (LeaseAttachError::Connect { .. } | LeaseAttachError::Answer { .. })) => {
-                // A function that waits for a server repeats the search, and reports the reason itself.
+                // A function that has lost its server repeats the search, and reports the reason itself.
                 let level = match kept.is_empty() {
                     true => log::Level::Warn,
                     false => log::Level::Debug,
@@ -93,7 +93,7 @@ mod tests {
         let state_dir = tempfile::tempdir().unwrap();
         let socket = socket_path(state_dir.path(), "1");
         std::fs::create_dir_all(sockets_dir(state_dir.path())).unwrap();
-        // The kernel accepts connections for the listener, and no process answers.
+        // The kernel accepts connections for this listener, but no process answers.
         let _silent = UnixListener::bind(&socket).unwrap();
         let asked = request_lease(connect(&socket).unwrap(), &socket, "path=a", &[], TIMEOUT);
         let error = asked.expect_err("no answer");
@@ -101,7 +101,7 @@ mod tests {
         assert_eq!(error.to_string(), text);
         let cause = std::error::Error::source(&error).unwrap().to_string();
         assert_eq!(cause, "the other side did not answer in time");
-        // The server may have another drive, so the VMM opens the drive itself.
+        // The silent server may have another drive, so the VMM opens the drive itself.
         let found = find_lease(state_dir.path(), "path=a", &[], TIMEOUT).unwrap();
         assert!(found.is_none());
         assert!(!has_server(state_dir.path(), "path=a", TIMEOUT));

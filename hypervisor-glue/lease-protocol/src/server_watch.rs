@@ -23,7 +23,7 @@ use crate::server_link::{BackendSettings, LinkState, ServerLink, SuccessorServer
 use crate::server_sockets;
 use crate::socket::{ServerExitSigns, Stream, wait_for_end};
 
-/// Shortest and longest interval between two searches for a server.
+/// Shortest and longest interval between two searches for the next server.
 const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
 
 /// Timeout for receiving the end notices of a server.
@@ -81,8 +81,8 @@ impl AttachedServer {
         self
     }
 
-    /// Returns whether the server has ended all its work for the function. Call this only after the connection has ended, or
-    /// after [`shut_down`](Self::shut_down).
+    /// Returns whether the server has ended all its work for the function. May be called only after the connection has
+    /// ended, or after [`shut_down`](Self::shut_down).
     fn has_ended(&self) -> bool {
         self.channel.read_end_notices();
         self.channel.has_ended() || self.signs.have_occurred().unwrap_or(false)
@@ -105,13 +105,13 @@ pub(crate) struct ServerWatch {
     /// Channel that is disconnected when the function ends.
     pub(crate) stopped: Receiver<()>,
     pub(crate) discovery: Option<ServerDiscovery>,
-    /// Properties of the lease that the guest was told.
+    /// Lease properties that the guest was promised when it attached.
     pub(crate) promised: AttachedLease,
     pub(crate) doorbells: Arc<DoorbellPage>,
     /// File of the in-flight state.
     pub(crate) inflight: OwnedFd,
     pub(crate) memory: GuestMemory,
-    /// Drops the eventfds of a lost server's pollers.
+    /// Drops the eventfds by which a lost server's pollers were woken.
     pub(crate) drop_wakers: Box<dyn Fn() + Send>,
 }
 
@@ -124,8 +124,8 @@ impl fmt::Debug for ServerWatch {
 }
 
 impl ServerWatch {
-    /// Watches the servers until the function ends, or until the drive is lost for good and nothing accesses the function's
-    /// memory any longer.
+    /// Watches the servers until the function ends. Returns earlier if the drive is lost for good and no server accesses
+    /// the function's memory any longer.
     pub(crate) fn run(&self, mut server: AttachedServer) {
         loop {
             let channel = server.channel.clone();
@@ -142,7 +142,7 @@ impl ServerWatch {
                     continue;
                 }
             }
-            // The function may already have given up a server that does not answer.
+            // The function itself may already have recorded the loss of a server that does not answer.
             if !self.link.state().has_ended() {
                 left.iter().for_each(AttachedServer::wait_until_ended);
                 self.link.record_end();
@@ -151,7 +151,7 @@ impl ServerWatch {
         }
     }
 
-    /// Removes from `left` the servers that have ended all their work. If none is left, records that.
+    /// Removes from `left` the servers that have ended all their work. Records the end if no server is left.
     fn remove_ended(&self, left: &mut Vec<AttachedServer>) {
         left.retain(|server| !server.has_ended());
         if left.is_empty() {
@@ -163,8 +163,8 @@ impl ServerWatch {
         self.stopped.try_recv() == Err(TryRecvError::Disconnected)
     }
 
-    /// Searches for a server with the drive until one is found, and returns it. During the search, records when the previous
-    /// servers have ended their work.
+    /// Searches for a server that has the drive until it finds one. Meanwhile, records when the lost servers in `left` have
+    /// ended their work.
     fn next_server(&self, left: &mut Vec<AttachedServer>) -> Option<AttachedServer> {
         let reach = self.discovery.as_ref()?;
         let began = clock::monotonic();
@@ -208,8 +208,8 @@ impl ServerWatch {
         }
     }
 
-    /// Requests the lease from each server, and sends the server that grants it the recorded state. If a server fails after it
-    /// got the function's memory, the server is added to `left`, because commands may be in flight there.
+    /// Requests the lease from each server in turn. Sends the recorded state to the server that grants the lease. If this
+    /// server fails after it got the function's memory, adds it to `left`, because it may have commands in flight.
     fn resume(
         &self,
         reach: &ServerDiscovery,
@@ -242,7 +242,7 @@ impl ServerWatch {
             channel: channel.clone(),
             signs,
         };
-        // The function's calls are blocked by the lock, so that no change is missed.
+        // The lock blocks the function's calls, so that the new server misses no change.
         let mut state = self.link.state();
         if !state.should_reconnect() {
             // The function has ended.
@@ -272,7 +272,7 @@ impl ServerWatch {
         channel: &LeaseChannel,
         state: &LinkState,
     ) -> Result<BackendEvent, ReattachError> {
-        // Regions that the previous server had come first: after a new region, they would count as new.
+        // Regions that the previous server had mapped come first. After a new region, the server would count them as new.
         let regions = self.memory.detach().regions()?.into_iter();
         let (had, new): (Vec<_>, Vec<_>) = regions
             .partition(|region| state.settings.region_history(region) == RegionHistory::Kept);
@@ -340,7 +340,7 @@ fn restore_queues(
     let taken: Result<(), BackendStateError> = call(channel, &request, None)?;
     Ok(match taken {
         Ok(()) => BackendEvent::BackWithQueues,
-        // A later attempt may succeed, once memory is mapped again or the server has the resources.
+        // A later attempt may succeed, for example once memory is mapped again or the server has enough resources.
         Err(error @ BackendStateError::Queue { .. }) => return Err(error.into()),
         Err(error) => {
             log::error!(

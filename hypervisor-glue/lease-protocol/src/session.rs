@@ -63,8 +63,8 @@ pub enum LeaseAdmission {
 
 /// Creates the leases that a session serves.
 pub trait LeaseSource: Sync {
-    /// Creates the lease of an option string. `parts` are the function's files from the previous server, if any. Must return
-    /// early once `stop` is `true`.
+    /// Creates the lease that an option string describes. `parts` are the function's files from the previous server, if
+    /// any. Must return early once `stop` is `true`.
     fn attach(
         &self,
         peer: PeerIdentity,
@@ -73,8 +73,8 @@ pub trait LeaseSource: Sync {
         stop: &AtomicBool,
     ) -> LeaseAdmission;
 
-    /// Returns whether this server has the drive of an option string. Called for a VMM that only asks for the drive, and wants
-    /// no lease.
+    /// Returns whether this server has the drive that an option string names. Called for a VMM that only asks for the
+    /// drive, without requesting a lease.
     fn has_drive(&self, options: &str) -> bool {
         let _ = options;
         false
@@ -85,12 +85,12 @@ pub trait LeaseSource: Sync {
         host.set_rate_limits(rates);
     }
 
-    /// Returns whether the server is ending. If so, functions wait for its successor instead of getting a lease.
+    /// Returns whether the server is ending. Then functions get no lease, and wait for the successor.
     fn is_server_ending(&self) -> bool {
         false
     }
 
-    /// Handles the end of a lease, and returns the cause. Commands of the lease may still be in flight.
+    /// Handles the end of a lease, and returns its cause. Commands of the lease may still be in flight.
     fn on_lease_end(&self, host: &Arc<dyn ControllerBackend>) -> LeaseEndCause;
 }
 
@@ -114,7 +114,8 @@ pub struct LeaseSession {
 impl LeaseSession {
     /// Creates a session for a connected VMM. The caller then calls `run`.
     ///
-    /// # Errors [`SessionError::Io`].
+    /// # Errors
+    /// [`SessionError::Io`].
     pub fn new(stream: Stream) -> Result<Self, SessionError> {
         let peer = socket::peer(&stream)?;
         stream.set_nonblocking(false)?;
@@ -197,13 +198,13 @@ impl LeaseSession {
         let deadline = Deadline::after(&self.clock, DRAIN_DEADLINE);
         let is_over = end_lease(&*host, last, flushed, &deadline);
         if leases.on_lease_end(&host) == LeaseEndCause::Removed {
-            // If the VMM has gone as well, the message is not needed.
+            // If the VMM has closed its side as well, the message is not needed.
             let _ = self.channel.send(&LeaseEndNotice::Removed, &[]);
         }
         if is_over {
             let _ = self.channel.send(&LeaseEndNotice::Ended, &[]);
         }
-        // Without that message, the VMM waits for the next server, or for the complete end of this process.
+        // Without `Ended`, the VMM waits for the next server, or for the complete end of this process.
         result
     }
 
@@ -218,7 +219,7 @@ impl LeaseSession {
         let (peer, stopped) = (self.peer, &stop);
         let (sender, receiver) = mpsc::channel();
         let attach = move || {
-            // The receiver waits until this is sent.
+            // The receiver waits until this is sent, so that the send cannot fail.
             let _ = sender.send(leases.attach(peer, options, parts, stopped));
         };
         run_alongside("lease", attach, || {
@@ -245,8 +246,8 @@ impl LeaseSession {
         })?
     }
 
-    /// Answers the VMM's requests until the connection ends. At each flush that the VMM requests, sets `flushed` to the number
-    /// of commands completed so far, because the end of the lease then need not flush again.
+    /// Answers the VMM's requests until the connection ends. When the VMM requests a flush, sets `flushed` to the number of
+    /// commands completed so far: the end of the lease need not flush these again.
     fn answer_requests(
         &self,
         leases: &dyn LeaseSource,
@@ -294,7 +295,7 @@ impl LeaseSession {
         loop {
             let (request, descriptors) = self.channel.receive_request(None)?;
             if let BackendRequest::FlushWithin(_) = &request {
-                // The VMM gets the flush's result, so these commands need no further flush.
+                // The VMM gets the flush's result, so these commands need no other flush at the end of the lease.
                 *flushed = host.completed_commands();
             }
             served.handle_request(request, descriptors)?;
@@ -302,8 +303,8 @@ impl LeaseSession {
     }
 }
 
-/// Ends all work for a function, within `deadline`. Returns whether all its memory was unmapped, so that nothing accesses this
-/// memory any longer.
+/// Ends all work for a function, within `deadline`. Returns true if all its memory was unmapped, so that nothing accesses
+/// this memory any longer.
 fn end_lease(
     host: &dyn ControllerBackend,
     last: CommandDrainMode,
@@ -312,7 +313,7 @@ fn end_lease(
 ) -> bool {
     host.end_untrapped_doorbells();
     let is_over = match host.detach_within(deadline.remaining(), last) {
-        // Does not wait, as there are no queues.
+        // The function has no queues left, so this does not wait.
         Ok(()) => {
             let unmapped = host.unmap_all();
             if let Err(error) = &unmapped {
@@ -389,13 +390,13 @@ fn memory_region(
     })
 }
 
-/// Lease of a connected VMM, with what the VMM has not fetched yet.
+/// Lease of a connected VMM, with wakers and dirty pages that the VMM has not fetched yet.
 struct BackendRequestHandler<'a> {
     channel: &'a LeaseChannel,
     leases: &'a dyn LeaseSource,
     backend: &'a Arc<dyn ControllerBackend>,
     shared: SharedBackendParts,
-    /// Eventfds of the pollers that were sent to the VMM, by number.
+    /// Eventfds that wake pollers and that the VMM has, by number.
     wakers: Vec<(u64, EventfdDoorbellWaker)>,
     wakers_created: u64,
     /// Dirty pages that were taken from the log, but not sent to the VMM yet.
@@ -532,7 +533,7 @@ impl BackendRequestHandler<'_> {
         match change {
             VectorChange::Connect => match descriptor.map(eventfd::from_client) {
                 Some(Ok(eventfd)) => vector.set_client_eventfd(self.signals.eventfd(eventfd)),
-                // The vector stays unconnected and keeps its signals.
+                // The vector stays without an eventfd, and keeps interrupts pending.
                 _ => {
                     log::warn!("A VMM sent a descriptor that is not an eventfd for vector {number}")
                 }
@@ -569,7 +570,7 @@ impl BackendRequestHandler<'_> {
                 .find(|(_, bell)| bell.is_same_poller(waker))
             {
                 Some((number, _)) => *number,
-                // The VMM repeats the request.
+                // The reply is full. The VMM repeats the request to get the remaining eventfds.
                 None if new.len() == DESCRIPTORS_MAX => continue,
                 None => {
                     let Some((number, descriptor)) = self.create_waker(waker)? else {

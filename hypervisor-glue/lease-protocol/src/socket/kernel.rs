@@ -27,7 +27,7 @@ pub(crate) fn send(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !descriptors.is_empty() {
-        // Cannot fail: the number was checked.
+        // Cannot fail: the number of descriptors was checked above.
         control.push(SendAncillaryMessage::ScmRights(descriptors));
     }
     let sent = retry_on_intr(|| {
@@ -65,7 +65,7 @@ pub(crate) fn connect(socket: &Path) -> io::Result<Stream> {
     Stream::connect(socket)
 }
 
-/// Returns the entries of a directory. Unreadable ones are left out.
+/// Returns the paths in a directory. Entries that cannot be read are left out.
 pub(crate) fn list_dir(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = folder.read_dir()?.flatten();
     Ok(entries.map(|entry| entry.path()).collect())
@@ -106,7 +106,8 @@ fn wait_for(descriptor: &impl AsRawFd, events: EventSet, timeout: i32) -> io::Re
     }
 }
 
-/// Descriptors that signal that a server's process has ended completely: see [`activity_ticks`](nvme_mpt_memory::activity_ticks).
+/// Descriptors that signal that a server's process has ended completely: see
+/// [`activity_ticks`](nvme_mpt_memory::activity_ticks).
 #[derive(Debug)]
 pub(crate) struct ServerExitSigns {
     pidfd: OwnedFd,

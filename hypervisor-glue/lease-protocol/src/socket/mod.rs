@@ -17,7 +17,7 @@ pub(crate) use simulated::{
     ServerExitSigns, Stream, connect, list_dir, peer, receive, send, wait_for_end,
 };
 
-/// Maximum number of descriptors of a message. If there are more new wakers, the VMM repeats the request.
+/// Maximum number of descriptors of a message. If a reply has more new wakers than this, the VMM repeats the request.
 pub const DESCRIPTORS_MAX: usize = 64;
 
 /// Process at the other end of a connection, when the connection was made.

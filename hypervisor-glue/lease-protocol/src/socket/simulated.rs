@@ -1,8 +1,9 @@
-//! Stream sockets of a simulator.
+//! Stream sockets of the simulator.
 //!
-//! They carry bytes in order with their descriptors, like the kernel's (unix(7)). A send may accept a random part of its bytes,
-//! and a receive may return a random part of the data. If a process dies, the other side still receives what was sent before,
-//! up to any byte. `close_all` then closes the sockets of the dead process.
+//! They carry bytes in order with their descriptors, like the kernel's (unix(7)). A send may accept only a random part of
+//! its bytes, and a receive may return only a random part of the data. When a process dies, the other side still receives
+//! the bytes that the process has sent, which may end in the middle of a message. `close_all` then closes the sockets of
+//! the dead process.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -20,8 +21,8 @@ use nvme_mpt_memory::system::process_user;
 use super::{PeerIdentity, ReceivedBytes};
 use crate::message::SIGNS;
 
-/// Maximum number of sent bytes that the other side has not received. Many messages are longer, so that senders block in the
-/// middle of a message.
+/// Maximum number of bytes that were sent and not received. Many messages are longer than this, so that their senders block
+/// in the middle.
 const ROOM: usize = 300;
 
 /// Last message of a server. A function that disconnects before its first request never reads this message.
@@ -43,9 +44,9 @@ struct ConnectionSide {
     /// Number of [`Stream`]s of this side.
     handles: u64,
     arrived: VecDeque<SentSegment>,
-    /// Set if nothing more will arrive.
+    /// Set if this side receives nothing more.
     is_deaf: bool,
-    /// Set if nothing more can be sent.
+    /// Set if this side can send nothing more.
     is_mute: bool,
     read_timeout: Option<Duration>,
     write_timeout: Option<Duration>,
@@ -77,10 +78,10 @@ struct SocketName {
 struct SimulatedSockets {
     sides: BTreeMap<u64, ConnectionSide>,
     names: BTreeMap<PathBuf, SocketName>,
-    /// Number of sides created so far.
+    /// Number of connection sides that were created.
     made: u64,
     sends: u64,
-    /// Number of client sockets that were closed without a crash, with unread bytes.
+    /// Number of client sockets that had unread bytes when they were closed without a crash.
     unread: u64,
     /// Processes that have ended.
     ended: BTreeSet<u64>,
@@ -237,7 +238,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // At the end of the thread, its sockets may be gone already.
+        // At the end of a thread, its thread-local sockets may be destroyed already.
         let Ok(true) = SOCKETS.try_with(|sockets| {
             let mut sockets = sockets.borrow_mut();
             let side = sockets.sides.get_mut(&self.0);
@@ -307,7 +308,7 @@ pub(crate) fn receive(
     let bytes = wait_for(time, || {
         with(|sockets| sockets.receive(stream.0, buffer, descriptors))
     });
-    // Other senders have space now.
+    // Senders that waited for space can continue.
     fence_and_act();
     let bytes = bytes.ok_or(io::ErrorKind::WouldBlock)?;
     Ok(ReceivedBytes {
@@ -338,7 +339,7 @@ pub(crate) fn connect(socket: &Path) -> io::Result<Stream> {
     })
 }
 
-/// Returns the names in a directory, including stale ones.
+/// Returns the socket names in a directory, including names of servers that have ended.
 pub(crate) fn list_dir(folder: &Path) -> io::Result<Vec<PathBuf>> {
     turn(ActorStep::Receive, [0; 2]);
     with(|sockets| {
@@ -487,8 +488,8 @@ pub fn open() -> (usize, usize) {
     })
 }
 
-/// Returns the number of connections that clients closed without a crash, with unread bytes: messages that the client did not
-/// request, or answers that the client did not wait for.
+/// Returns the number of connections that clients closed without a crash, although they had unread bytes: messages that the
+/// client did not request, or answers for which it did not wait.
 #[must_use]
 pub fn unread() -> u64 {
     with(|sockets| sockets.unread)

@@ -1,8 +1,8 @@
 //! Patches a checkout of Cloud Hypervisor so that it can run NVMe functions in its own process.
 //!
 //! The patch contains no lines of Cloud Hypervisor, and therefore no context lines that locate a change in another version.
-//! There, a tool such as `patch` would insert lines in wrong places. So the git blob id of each file is compared with the
-//! expected id before and after the patch. Either all files are patched, or none.
+//! In another version, a tool such as `patch` would insert lines in wrong places. So the git blob id of each file is
+//! compared with the expected id before and after the patch. Either all files are patched, or none.
 
 mod blob;
 mod patch;
@@ -36,7 +36,7 @@ pub enum ApplyError {
         /// Kernel's error.
         source: io::Error,
     },
-    /// A file could not be written, and changes of other files could not be undone.
+    /// A file could not be written, and earlier changes could not be undone.
     #[error(
         "{} cannot be patched: {source}. These could not be changed back, use git restore:{}",
         path.display(),
@@ -79,7 +79,7 @@ impl Patch {
         let written = written.and_then(|()| put_in_place(&changes, &staged));
         if written.is_err() {
             for path in staged {
-                // Files that were put in place no longer exist under this name.
+                // Fails for staged files that were renamed to their targets: they no longer have this name.
                 let _ = fs::remove_file(path);
             }
         }
@@ -137,8 +137,8 @@ fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Writes the new contents next to their files. Adds each new file's name to `staged` before the file is created, so that the
-/// caller can remove the files after an error.
+/// Writes the new contents next to their files. Adds each new file's name to `staged` before the file is created, so that
+/// after an error, the caller can remove all new files.
 fn stage(changes: &[FileChange<'_>], staged: &mut Vec<PathBuf>) -> Result<(), ApplyError> {
     for change in changes {
         let mut write = || -> io::Result<()> {
@@ -152,7 +152,7 @@ fn stage(changes: &[FileChange<'_>], staged: &mut Vec<PathBuf>) -> Result<(), Ap
                 fs::create_dir_all(folder)?;
             }
             staged.push(path.clone());
-            // A file of an earlier run may be left.
+            // An interrupted earlier run may have left this file.
             match fs::remove_file(&path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                 _ => File::create_new(&path)?.write_all(&change.after)?,

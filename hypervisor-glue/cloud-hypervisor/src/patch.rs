@@ -30,7 +30,7 @@ pub(crate) struct FilePatch {
 
 #[derive(Debug, PartialEq, Eq)]
 struct Hunk {
-    /// Number of the file's lines before the added lines.
+    /// Number of lines of the unpatched file in front of the added lines.
     lines_before: usize,
     lines: Vec<String>,
 }
@@ -42,10 +42,12 @@ pub struct Patch {
 }
 
 impl Patch {
-    /// Parses a patch as git writes it with `--unified=0 --full-index`, without the text that git quotes after the second `@@`.
+    /// Parses a patch as git writes it with `--unified=0 --full-index`, without the text that git quotes after the second
+    /// `@@`.
     ///
     /// # Errors
-    /// The text is no such patch: for example, it removes lines, contains context lines, or abbreviates blob ids.
+    /// The text is not a patch of this form: for example, it removes lines, contains context lines, or abbreviates blob
+    /// ids.
     pub fn parse(text: &str) -> Result<Self, ParseError> {
         let mut files: Vec<FilePatch> = Vec::new();
         let mut lines = (1..).zip(text.lines()).peekable();

@@ -1,4 +1,4 @@
-//! Applying the patch to checkouts: as a whole to the files that it was made for, and to no others.
+//! Applying the patch to checkouts: the patch changes all files of the matching version, and no file of any other checkout.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -43,7 +43,7 @@ fn checkout() -> TempDir {
     folder
 }
 
-/// Returns all files, with their modes and contents.
+/// Returns all files below a directory, with their modes and contents.
 fn files(folder: &Path) -> BTreeMap<PathBuf, (u32, Vec<u8>)> {
     let mut files = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -86,7 +86,7 @@ fn an_interrupted_patch_is_completed() {
     assert_eq!(files(folder.path()).len(), 3);
 }
 
-/// Checkouts of another version, or with changes of the user.
+/// Covers checkouts of another version, and checkouts that the user has changed.
 #[test]
 fn differing_files_are_refused_by_name_without_changes() {
     type Edit = fn(&Path);
@@ -150,7 +150,7 @@ fn a_patch_that_does_not_lead_to_its_result_is_refused() {
 fn patches_with_foreign_lines_are_refused() {
     let replaced = |from: &str, to: &str| Patch::parse(&text().replacen(from, to, 1));
     let line = |parsed: Result<Patch, ParseError>| parsed.unwrap_err().line;
-    // Refused: a quoted function behind the header, context lines, a removed line, and an abbreviated id.
+    // Refused: a function name behind the second `@@`, context lines, a removed line, and an abbreviated id.
     assert_eq!(
         line(replaced("@@ -2,0 +4,2 @@", "@@ -2,0 +4,2 @@ fn main() {")),
         7

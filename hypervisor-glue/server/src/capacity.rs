@@ -7,7 +7,7 @@ use nvme_mpt::Drive;
 use nvme_mpt_vmm::open::LeaseLedgers;
 use serde::{Deserialize, Serialize};
 
-/// Capacity of a drive's namespace.
+/// Capacity of one namespace of a drive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DriveCapacity {
     /// The drive, as in `path=`.
@@ -18,7 +18,7 @@ pub struct DriveCapacity {
     pub bytes: u64,
     /// Size of a logical block in bytes.
     pub lba_bytes: u32,
-    /// Allocation unit of leases by size, in bytes.
+    /// Allocation unit in bytes of leases that name only a size.
     pub unit: u64,
     /// Used and free capacity.
     #[serde(flatten)]
@@ -26,7 +26,7 @@ pub struct DriveCapacity {
 }
 
 impl DriveCapacity {
-    /// Returns the capacity of a drive for leases in allocation units of `unit` bytes, or of the drive's own unit if `None`.
+    /// Returns the capacity of a drive for leases in allocation units of `unit` bytes; `None` selects the drive's own unit.
     ///
     /// # Errors
     /// The ledger cannot be used.

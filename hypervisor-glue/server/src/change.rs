@@ -1,4 +1,4 @@
-//! Changes of a server's functions and the list of functions, as exchanged on the control socket.
+//! Changes of a server's functions, and the list of functions, as exchanged on the control socket.
 
 use std::path::PathBuf;
 
@@ -35,7 +35,7 @@ pub enum FunctionChange {
         id: String,
         /// New size in bytes.
         bytes: u64,
-        /// Shrink the lease even though data at its end is lost.
+        /// Shrink the lease, although data at its end is lost.
         truncate: bool,
     },
     /// Reserves a lease for a user's VMMs.
@@ -50,7 +50,7 @@ pub enum FunctionChange {
     },
     /// Applies the configuration file.
     Reload {
-        /// Makes the change even if a VMM thereby loses a changed or removed function, or a lease on a drive that closes.
+        /// Make the change even if a VMM thereby loses a function, or its lease on a drive that is closed.
         force: bool,
     },
 }
@@ -96,7 +96,7 @@ pub struct ReloadResult {
     /// Running functions with changed limits.
     #[serde(default)]
     pub limited: Vec<String>,
-    /// Running functions with a larger lease.
+    /// Running functions whose lease has grown.
     #[serde(default)]
     pub resized: Vec<String>,
     /// Functions that ended.
@@ -123,11 +123,11 @@ pub enum DeclarationSource {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FunctionStatus {
-    /// No VMM is connected.
+    /// The function runs, and no VMM is connected.
     Waiting,
     /// A VMM is connected.
     Connected,
-    /// The function does not report its state, as it waits for in-flight commands.
+    /// The function does not report its state, because it waits for in-flight commands.
     Busy,
     /// The function could not be served, or it is quarantined because it crashed a server.
     Failed {
@@ -155,11 +155,12 @@ pub struct FunctionEntry {
     /// Limits as an option string, such as `iops=20000,bandwidth=100M`. Empty without limits.
     #[serde(default)]
     pub limits: String,
-    /// Its state.
+    /// State of the function.
     pub state: FunctionStatus,
-    /// Description in one line.
+    /// Description of the function in one line.
     pub summary: String,
-    /// Difference between this function and its declaration in the configuration file. `nvme-mpt reload` would apply the file.
+    /// Difference between this function and its declaration in the configuration file, which `nvme-mpt reload` would
+    /// remove. `None` without a difference.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<String>,
 }

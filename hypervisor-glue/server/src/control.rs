@@ -1,7 +1,7 @@
 //! The control socket. A client sends one line of JSON, the server answers with one line of JSON, and the connection ends.
 //!
-//! One thread serves all clients concurrently, and none of the functions. So a client that sends or reads slowly delays no
-//! other client and no function.
+//! One thread serves all clients concurrently, and this thread serves no function. So a client that sends or reads slowly
+//! delays neither other clients nor functions.
 //!
 //! A change of functions may take long, for example to wipe a range. So the service makes the change on another thread, and
 //! replies when the change is done. The change is completed even if the client has disconnected.
@@ -38,7 +38,7 @@ use vfio_user_server::SocketListener;
 /// Maximum number of connected clients. A further client replaces the oldest.
 const CLIENTS_MAX: usize = 64;
 
-/// Time that a client waits for its answer. It is long enough for the server to serve several other clients first.
+/// Timeout of a client for its answer. It is long enough for a server that first serves several other clients.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 10 });
 
 /// Maximum wait until a new server listens on the control socket after an upgrade or restart.
@@ -47,10 +47,10 @@ const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between attempts to connect to the new server.
 const TAKEOVER_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Maximum size of a request in bytes. A fault schedule with JSON escapes fits.
+/// Maximum size of a request in bytes: a fault schedule with JSON escapes fits.
 const REQUEST_MAX: usize = 128 << 10;
 
-/// Maximum size of an answer in bytes. The statistics of thousands of queues fit.
+/// Maximum size of an answer in bytes: the statistics of thousands of queues fit.
 const ANSWER_MAX: usize = 64 << 20;
 
 /// Error of the control socket or of a request on it.
@@ -152,11 +152,11 @@ enum ControlRequest {
         /// Allocation unit in bytes, a power of two. `None` uses each drive's own unit.
         unit: Option<NonZeroU64>,
     },
-    /// Use a new keeper, since the previous keeper has ended.
+    /// Use a new supervisor, since the previous supervisor has ended.
     Adopt {
-        /// Address of the keeper's socket.
+        /// Address of the supervisor's socket.
         keeper: PathBuf,
-        /// Maximum number of descriptors that the keeper stores.
+        /// Maximum number of descriptors that the supervisor stores.
         max: u64,
     },
     /// Change the functions.
@@ -180,7 +180,7 @@ enum ControlAnswer {
     Log(String),
     /// Answer to [`ControlRequest::Room`].
     Room(Vec<DriveCapacity>),
-    /// Answer to [`ControlRequest::Adopt`]: the server starts storing its descriptors with the new keeper.
+    /// Answer to [`ControlRequest::Adopt`]: the server starts storing its descriptors with the new supervisor.
     Adopted(()),
     /// Answer to [`ControlRequest::Change`].
     Changed(ChangeResult),
@@ -208,18 +208,18 @@ pub trait ControlService: Send + 'static {
     /// Returns the reason as text.
     fn set_log_filter(&self, filter: Option<&str>) -> Result<String, String>;
 
-    /// Returns the capacity of the drives for leases in allocation units of `unit` bytes, or of each drive's own unit if
+    /// Returns the capacity of the drives for leases in allocation units of `unit` bytes, or of each drive's own unit for
     /// `None`.
     ///
     /// # Errors
     /// Returns the reason as text.
     fn capacity(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveCapacity>, String>;
 
-    /// Switches to a new keeper after the previous one has ended. Implementations must not send a message to the new keeper
-    /// before they return.
+    /// Switches to a new supervisor after the previous supervisor has ended. Implementations must not send a message to the
+    /// new supervisor before they return.
     ///
     /// # Errors
-    /// Returns the reason for refusing the keeper as text.
+    /// Returns the reason for refusing the supervisor as text.
     fn adopt_supervisor(&self, keeper: &Path, max: u64) -> Result<(), String>;
 
     /// Starts a change of the functions, and replies when it is done.
@@ -234,8 +234,8 @@ pub struct ChangeReply {
 }
 
 impl ChangeReply {
-    /// Sends the result, or the reason of the failure. Does not block: if the client's socket is full, the control thread sends
-    /// the rest of the answer later.
+    /// Sends the result, or the reason of the failure. Does not block: if the client's socket is full, the control thread
+    /// sends the remaining part of the answer.
     pub fn send(self, result: Result<ChangeResult, String>) {
         let answer = match result {
             Ok(changed) => ControlAnswer::Changed(changed),
@@ -256,7 +256,8 @@ impl ChangeReply {
     }
 }
 
-/// Clients whose answer to a change is sent in part. The control thread takes them from here and sends the rest.
+/// Clients that have received a part of the answer to their change. The control thread takes them from here and sends the
+/// remaining part.
 #[derive(Debug)]
 struct UnfinishedAnswers {
     clients: Mutex<Vec<ControlClient>>,
@@ -378,7 +379,7 @@ struct ControlClient {
 /// Progress of a client's request and answer.
 #[derive(Debug)]
 enum ControlExchange {
-    /// The request is incomplete. Holds the received part.
+    /// The request is incomplete, and this is its received part.
     Receiving(Vec<u8>),
     /// The answer is partly sent.
     Sending {
@@ -450,7 +451,7 @@ impl<S: ControlService> MutEventSubscriber for ControlClients<S> {
         if fd == self.stop.as_raw_fd() {
             self.stopped = true;
         } else if fd == self.partial_answers.wakeup.as_raw_fd() {
-            // Cannot block, as the eventfd is readable.
+            // Does not block, as the eventfd is readable.
             let _ = self.partial_answers.wakeup.read();
             let late = std::mem::take(&mut *self.partial_answers.clients());
             for client in late {
@@ -533,7 +534,7 @@ impl ControlClient {
             match receive_part(&self.stream, request, REQUEST_MAX) {
                 Ok(LineProgress::Complete) => {}
                 Ok(LineProgress::Partial) => return Ok(ControlClientStep::Wait(EventSet::IN)),
-                // A connection without a request, as `listening_pid` makes to find the server's process.
+                // `listening_pid` makes such connections without a request, to find the server's process.
                 Ok(LineProgress::Closed) => return Ok(ControlClientStep::Done),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     return Ok(ControlClientStep::Wait(EventSet::IN));
@@ -558,7 +559,8 @@ impl ControlClient {
     }
 }
 
-/// Returns the answer to a request. Returns `Err` with the requested change if the request is a change of functions.
+/// Executes a request and returns its answer. For a change of functions, returns the change as `Err`, because another
+/// thread makes changes.
 fn execute_request(
     service: &impl ControlService,
     request: ControlRequest,
@@ -597,10 +599,10 @@ pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
     }
 }
 
-/// Asks the server on the control socket at `path` to use a new keeper.
+/// Asks the server on the control socket at `path` to use a new supervisor.
 ///
 /// # Errors
-/// There is no server, or it refuses the keeper.
+/// There is no server, or it refuses the supervisor.
 pub fn offer_supervisor(path: &Path, keeper: &Path, max: u64) -> Result<(), ControlError> {
     let keeper = keeper.to_owned();
     match send_request(path, &ControlRequest::Adopt { keeper, max })? {
@@ -690,7 +692,7 @@ pub fn query_capacity(
     }
 }
 
-/// Requests a change from the server on the control socket at `path`, and waits until it is done.
+/// Requests a change from the server on the control socket at `path`, and waits until the change is done.
 ///
 /// # Errors
 /// There is no server, it refuses, or its answer cannot be understood.
@@ -740,7 +742,7 @@ fn send_request(path: &Path, request: &ControlRequest) -> Result<ControlAnswer, 
     let request_line = serde_json::to_vec(request).map_err(bad_answer)?;
     line.write(&request_line).map_err(no_answer)?;
     if matches!(request, ControlRequest::Change { .. }) {
-        // A change may take arbitrarily long. A server that ends closes the connection.
+        // A change may take arbitrarily long. If the server ends meanwhile, it closes the connection.
         line.deadline = None;
     }
     let answer = line.read(ANSWER_MAX).map_err(no_answer)?;
@@ -784,7 +786,7 @@ fn receive_part(
     }
 }
 
-/// Sends and receives lines with a common deadline.
+/// Sends and receives lines, all within one deadline.
 struct LineStream<'stream> {
     stream: &'stream UnixStream,
     /// Time by which the exchange must be complete; `None` to wait indefinitely.
@@ -850,7 +852,7 @@ mod tests {
     #[derive(Default)]
     struct CountingService(AtomicU64);
 
-    /// Drive whose faults exceed the buffer of a socket.
+    /// Name of a drive whose faults do not fit into the buffer of a socket.
     const LONG: &str = "a drive with very many faults";
 
     /// Number of entries in the answer about [`LONG`].
@@ -911,7 +913,8 @@ mod tests {
             if let FunctionChange::Remove { id, .. } = &change
                 && id == LONG
             {
-                // Replies on the control thread itself, where a reply that waited would hold up all other clients.
+                // Replies on the control thread itself: if the reply waited for this client, all other clients would be
+                // held up.
                 return reply.send(Err("x".repeat(LONG_LEN * 40)));
             }
             // Replies from another thread, while the control thread serves other clients.
@@ -935,7 +938,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
-        // Longest plan, of characters that take most bytes in JSON.
+        // The longest plan, of the characters that take the most bytes in JSON.
         let inject = FaultRequest::Inject {
             drive: "memory:1G".to_owned(),
             plan: "\n".repeat(60_000),
@@ -965,7 +968,7 @@ mod tests {
         let reload = FunctionChange::Reload { force: false };
         let changed = request_change(&path, reload.clone()).unwrap();
         assert_eq!(changed, ChangeResult::Reloaded(ReloadResult::default()));
-        // A client that disconnects at once.
+        // This client sends a change and disconnects.
         let mut line = serde_json::to_vec(&ControlRequest::Change { change: reload }).unwrap();
         line.push(b'\n');
         UnixStream::connect(&path)
@@ -1018,7 +1021,8 @@ mod tests {
             );
             assert!(answer.ends_with("\"}\n"), "{answer}");
         }
-        // A request that is too long, and whose client disconnects: the server sends no answer, and serves the next client.
+        // This client sends a request that is too long, and disconnects. The server sends no answer, and serves the next
+        // client.
         let mut stream = UnixStream::connect(&path).unwrap();
         let _ = stream.write_all(&[b'x'; 2 * REQUEST_MAX]);
         assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
@@ -1038,7 +1042,7 @@ mod tests {
             let stats = query_stats(&path).unwrap();
             assert_eq!(stats.functions[0].capacity_bytes, asked);
         }
-        // The server closed this connection, because it had no capacity for another client.
+        // The server closed this connection to make room for another client.
         assert_eq!(late[0].read(&mut [0]).unwrap(), 0);
         for (asked, stream) in (2..).zip(late.drain(3..).rev()) {
             (&stream).write_all(b"{\"command\":\"stats\"}\n").unwrap();
@@ -1085,7 +1089,7 @@ mod tests {
         let mut request = serde_json::to_vec(&ControlRequest::Faults { request: long }).unwrap();
         request.push(b'\n');
         late.write_all(&request).unwrap();
-        // The server has begun to send the answer.
+        // The server has sent the first byte of the answer.
         assert_eq!(late.read(&mut [0]).unwrap(), 1);
         for asked in 0..2 {
             let stats = query_stats(&path).unwrap();

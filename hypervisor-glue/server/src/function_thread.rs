@@ -1,7 +1,7 @@
 //! The control thread of a vfio-user function. It serves the socket, executes admin commands and reports statistics.
 //!
-//! Each function has its own thread, so a client or guest that keeps its function busy, or waits for a reset, delays no other
-//! function.
+//! Each function has its own thread. So a function that its client or guest keeps busy, or that waits for a reset, delays
+//! no other function.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -29,7 +29,8 @@ use nvme_mpt_vmm::control_loop::{ControlLoop, ControlLoopHandler};
 use nvme_mpt_vmm::report;
 use vfio_user_server::VfioUserServer;
 
-/// Timeout for a function's statistics. A function answers within microseconds unless it waits for in-flight commands.
+/// Timeout for a function's statistics. A function answers within microseconds, or later if it waits for in-flight
+/// commands.
 const STATS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Error of serving a function.
@@ -59,13 +60,13 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(45);
 enum FunctionRequest {
     /// Send statistics.
     Stats(SyncSender<FunctionStats>),
-    /// End the function, with `force` even while a VMM is connected. If the requester no longer waits for the answer, the
-    /// function does not end.
+    /// End the function; with `force` even while a VMM is connected. If the requester has stopped waiting for the answer,
+    /// the function continues.
     Shutdown {
         force: bool,
         answer: SyncSender<ShutdownAnswer>,
     },
-    /// Pause before the deadline, for a hand-over to the next server, and send the result.
+    /// Pause before the deadline, for a hand-over to the next server. The result is sent to the requester.
     Quiesce(Deadline, SyncSender<Result<QuiescedFunctionGuard, String>>),
 }
 
@@ -115,8 +116,8 @@ impl FunctionHandle {
         Some(figures)
     }
 
-    /// Pauses all functions concurrently. Returns guards that keep them paused, and the time of the last request to pause, by
-    /// the host's clock.
+    /// Pauses all functions concurrently. Returns guards that keep the functions paused, and the host's time at which the
+    /// last function was asked to pause.
     ///
     /// # Errors
     /// If a function did not pause, returns its index and the reason, and all functions are resumed.
@@ -131,7 +132,7 @@ impl FunctionHandle {
         Ok((resting, asked))
     }
 
-    /// Asks functions to pause within `time`. A function that cannot pause in time continues.
+    /// Asks each function to pause within `time`. A function that cannot pause in time continues.
     fn request_quiesce(
         handles: &[Self],
         places: &[usize],
@@ -149,7 +150,7 @@ impl FunctionHandle {
         };
         let asked: Vec<_> = places.iter().map(ask).collect();
         let wait = |result: Receiver<Result<QuiescedFunctionGuard, String>>| {
-            // A function that answers later finds the receiver gone, and continues.
+            // If a function answers after this timeout, its answer has no receiver, and the function continues.
             match result.recv_timeout(deadline.remaining()) {
                 Ok(result) => result,
                 Err(RecvTimeoutError::Timeout) => {
@@ -165,7 +166,7 @@ impl FunctionHandle {
     }
 
     fn request_shutdown(&self, force: bool) -> ShutdownAnswer {
-        // Rendezvous channel: if the requester has timed out, the answer fails and the function continues.
+        // Rendezvous channel: after the requester's timeout, the answer fails and the function continues.
         let (answer, decision) = mpsc::sync_channel(0);
         if self
             .requests
@@ -178,7 +179,7 @@ impl FunctionHandle {
         match decision.recv_timeout(SHUTDOWN_TIMEOUT) {
             Ok(leave) => leave,
             Err(RecvTimeoutError::Timeout) => ShutdownAnswer::Busy,
-            // The thread ended without taking the request.
+            // The thread ended before it took the request.
             Err(RecvTimeoutError::Disconnected) => ShutdownAnswer::Accepted,
         }
     }
@@ -242,14 +243,14 @@ impl FunctionThread {
         self.handle.clone()
     }
 
-    /// Asks the function to end. Without `force`, the function refuses while a VMM is connected. Call [`Self::end`] to wait
-    /// until it has ended.
+    /// Asks the function to end. Without `force`, a function refuses while a VMM is connected. [`Self::end`] waits until
+    /// the function has ended.
     #[must_use]
     pub fn shut_down(&self, force: bool) -> ShutdownAnswer {
         self.handle.request_shutdown(force)
     }
 
-    /// Asks the thread to end. [`Self::end`] waits for it.
+    /// Asks the thread to end. [`Self::end`] waits until it has ended.
     pub fn stop(&self) {
         self.handle.control.stop();
     }
@@ -257,7 +258,7 @@ impl FunctionThread {
     /// Ends the thread. On success, nothing more is written to the drive, and the lease is released.
     ///
     /// # Errors
-    /// Commands did not end within 30 seconds, so the lease stays held until they end; the drive could not be flushed; or the
+    /// Commands did not end within 30 seconds, and the lease is held until they end; the drive could not be flushed; or the
     /// thread panicked.
     pub fn end(mut self) -> Result<(), FunctionThreadError> {
         self.join()
@@ -281,7 +282,7 @@ impl Drop for FunctionThread {
     }
 }
 
-/// Epoll token of the function's events. The server uses [`VfioUserServer::TOKENS`].
+/// Epoll token of the function's events. It differs from [`VfioUserServer::TOKENS`], which the vfio-user server uses.
 const EVENTS_TOKEN: u64 = 0x100;
 /// Epoll token of the client's reports that the INTx pin's level fell.
 const UNMASK_TOKEN: u64 = 0x101;
@@ -335,7 +336,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
         ended
     }
 
-    /// Returns the time until the next periodic check of the drive, if there are any.
+    /// Returns the time until the next periodic check of the drive; `None` if the drive needs no checks.
     fn time_until_check(&mut self) -> Option<Duration> {
         let interval = self.server.device().function().events_poll_interval()?;
         let elapsed = clock::monotonic().saturating_sub(self.checked_at);
@@ -347,7 +348,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
             match request {
                 FunctionRequest::Quiesce(deadline, answer) => self.quiesce(&deadline, &answer),
                 FunctionRequest::Stats(answer) => {
-                    // The requester may have timed out.
+                    // Fails if the requester has timed out.
                     let _ = answer.try_send(self.stats());
                 }
                 FunctionRequest::Shutdown { force, answer } => self.answer_shutdown(force, &answer),
@@ -355,8 +356,8 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
         }
     }
 
-    /// Pauses the function before the deadline. The function stays paused until the requester drops the guard or the process
-    /// ends.
+    /// Pauses the function before the deadline. The function then stays paused until the requester drops the guard, or
+    /// until the process ends.
     fn quiesce(
         &mut self,
         deadline: &Deadline,
@@ -364,7 +365,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
     ) {
         let function = self.server.device_mut().function_mut();
         if let Err(error) = function.pause_with_timeout(deadline.remaining()) {
-            // The requester may have timed out.
+            // Fails if the requester has timed out.
             let _ = answer.send(Err(report::chain(&error)));
             return;
         }
@@ -374,14 +375,15 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
             Ok(()) => Ok(QuiescedFunctionGuard { _resume: goes_on }),
             Err(error) => Err(report::chain(&error)),
         };
-        // The channel has room for one answer. If the requester is gone, the function resumes at once.
+        // The channel holds one answer, so this does not block. If the requester has timed out, the guard is dropped here
+        // and the function resumes.
         let _ = answer.send(result);
         let _: Result<(), _> = end.recv();
         self.server.device_mut().function_mut().resume();
     }
 
-    /// Ends the function unless a VMM is connected and `force` is not set. If the requester no longer waits for the answer, the
-    /// function does not end.
+    /// Ends the function, if no VMM is connected or `force` is set. If the requester has stopped waiting for the answer,
+    /// the function continues.
     fn answer_shutdown(&self, force: bool, answer: &SyncSender<ShutdownAnswer>) {
         if self.server.is_connected() && !force {
             let _ = answer.send(ShutdownAnswer::Connected);

@@ -1,19 +1,20 @@
 //! A server of NVMe functions over vfio-user, for VMMs that do not embed them.
 //!
-//! [`serve()`](serve::serve) opens drives, leases parts of them and serves each function on a socket, until a signal ends it. An
-//! [`nvme_device`] presents an NVMe function as a `vfio_user_server::VfioUserDevice`, and a [`function_thread`] runs both.
+//! [`serve()`](serve::serve) opens drives, leases parts of them and serves each function on a socket, until a signal ends
+//! the server. An [`nvme_device`] presents an NVMe function as a `vfio_user_server::VfioUserDevice`, and a
+//! [`function_thread`] serves this device.
 //!
 //! Other processes talk to a running server on its [`control`] socket: they read its statistics ([`stats`]) and the free
-//! capacity of its drives ([`capacity`]), and change its functions ([`change`]) and injected faults ([`faults`]). The crate has the
-//! server's and the client's side of this protocol. [`metrics`] exports statistics to Prometheus. [`vmm_arguments`] has the arguments
+//! capacity of its drives ([`capacity`]), and change its functions ([`change`]) and injected faults ([`faults`]). The crate
+//! contains both sides of this protocol. [`metrics`] exports statistics to Prometheus. [`vmm_arguments`] has the arguments
 //! with which VMMs attach a function.
 //!
-//! [`confinement`] restricts a server with Landlock and seccomp. [`persistence`] stores the state of a server with its keeper, a
-//! supervisor process ([`nvme_mpt_keep`]), so that a successor can restore the state. `quarantine` serves functions that are
-//! quarantined because they crashed a server.
+//! [`confinement`] restricts a server with Landlock and seccomp. [`persistence`] stores the state of a server with its
+//! supervisor process ([`nvme_mpt_keep`]), so that a successor can restore the state. `quarantine` serves functions that
+//! crashed a server, without executing their I/O.
 //!
-//! [`logging`] is the logger of a server, and [`mod@output`] writes its standard output. Neither blocks a serving thread when
-//! its reader is slow.
+//! [`logging`] is the logger of a server, and [`mod@output`] writes its standard output. Neither blocks a serving thread
+//! when its reader is slow.
 //!
 //! # Example
 //!
@@ -53,9 +54,9 @@
 //!
 //! # Not implemented
 //!
-//! `nvme-mpt-vmm` defines the options of functions, drives and leases. `vfio-user-server` implements the vfio-user protocol.
-//! This crate parses no command line and prints no tables: `nvme-mpt-cli` does. A VMM that embeds functions in its own process
-//! does not need this crate.
+//! `nvme-mpt-vmm` defines the options of functions, drives and leases. `vfio-user-server` implements the vfio-user
+//! protocol. This crate parses no command line and prints no tables: `nvme-mpt-cli` does. A VMM that embeds functions in
+//! its own process does not need this crate.
 
 pub mod capacity;
 pub mod change;

@@ -25,7 +25,7 @@ use vfio_user_server::{
     IrqInfo, MappableArea, RegionIndex, VfioUserDevice,
 };
 
-/// Error of restoring a function.
+/// Error of restoring a function from the old server.
 #[derive(Debug, Error)]
 pub(crate) enum FunctionResumeError {
     /// The client's memory cannot be mapped.
@@ -54,7 +54,7 @@ pub(crate) enum FunctionResumeError {
 }
 
 impl FunctionResumeError {
-    /// Returns whether the error is a lack of a resource of the host or the drive, after which a later attempt may succeed.
+    /// Returns true for a temporary lack of a resource of the host or the drive: a later attempt may succeed.
     pub(crate) fn is_transient(&self) -> bool {
         let lacks_room = matches!(self, Self::Memory(error) if error.lacks_iommu_resources());
         lacks_room || system::is_exhaustion(self)
@@ -67,10 +67,11 @@ pub(crate) trait ControlledDevice: VfioUserDevice {
 
     fn function_mut(&mut self) -> &mut NvmeFunction;
 
-    /// Removes the function from the keeper, as it has ended.
+    /// Removes the function from the supervisor, because the function has ended.
     fn forget_persisted(&self);
 
-    /// Returns the pause that ended when this server restored the function; `None` if the function was not restored.
+    /// Returns the guest's pause that ended when this server restored the function; `None` if the function was not
+    /// restored.
     fn guest_pause(&self) -> Option<GuestPause>;
 
     /// Returns the function's crash record; `None` if the function's state ends with the process.
@@ -93,13 +94,13 @@ pub struct NvmeDevice {
     /// Type of the connected interrupts.
     interrupt_type: InterruptType,
     unmask_eventfd: Option<Arc<EventFd>>,
-    /// State stored for the next process, if there is a keeper.
+    /// State stored for the successor process; `None` without a supervisor.
     persisted: Option<Arc<PersistedFunction>>,
-    /// Kinds of guest memory files that the function accepts. Only files of these kinds are stored with the keeper.
+    /// Kinds of guest memory files that the function accepts. Only files of these kinds are stored with the supervisor.
     memory_kinds: MemoryKinds,
-    /// Pause during which the function was restored.
+    /// Pause of the guest that ended when this server restored the function.
     guest_pause: Option<GuestPause>,
-    /// Value of the admin command counter when the client connected.
+    /// Value of the admin command counter when the client connected, which shows whether the client has sent any commands.
     admin_commands_at_connect: u64,
 }
 
@@ -139,8 +140,8 @@ impl NvmeDevice {
         })
     }
 
-    /// Makes the device store the function's state with the keeper from now on. `memory` are the kinds of guest memory files
-    /// that the function accepts.
+    /// Makes the device store the function's state with the supervisor from now on. `memory` lists the kinds of guest
+    /// memory files that the function accepts.
     pub(crate) fn with_persistence(
         mut self,
         kept: Arc<PersistedFunction>,
@@ -171,7 +172,7 @@ impl NvmeDevice {
             interrupt_type: interrupts,
             unmask_eventfd: acknowledged,
         } = client;
-        // A stored function may have no client, and then no eventfds either.
+        // A persisted function may have had no client, and then has no eventfds.
         if user.is_some() || vectors.iter().any(|vector| vector.eventfd.is_some()) {
             self.set_client_trust(user);
         }
@@ -181,7 +182,7 @@ impl NvmeDevice {
         for region in regions {
             host.map_persisted(region)?;
         }
-        // The client's pid is not stored. Pid 0 makes the holder search the user's processes for the connection.
+        // The client's process id is not persisted. With pid 0, the memory's holder is searched among the user's processes.
         let process = user.map(|user| ClientProcess { pid: 0, user });
         host.set_memory_holder(memory_holder(process));
         let known = self.function.vectors();
@@ -201,7 +202,7 @@ impl NvmeDevice {
         Ok(self.function.restore_control_state(control)?)
     }
 
-    /// Sets whether the client's user is trusted.
+    /// Sets whether the client runs as a trusted user.
     fn set_client_trust(&self, user: Option<u32>) {
         self.signals
             .set_client(match user.is_some_and(system::is_trusted) {
@@ -210,7 +211,7 @@ impl NvmeDevice {
             });
     }
 
-    /// Sets the pause that ended with [`Self::restore`].
+    /// Sets the pause of the guest that ended with [`Self::restore`].
     pub(crate) fn set_guest_pause(&mut self, stall: GuestPause) {
         self.guest_pause = Some(stall);
     }
@@ -226,7 +227,7 @@ impl NvmeDevice {
         &mut self.function
     }
 
-    /// Makes the first vector raise the INTx pin if the client has connected INTx, and send messages otherwise.
+    /// Connects the first vector to the INTx pin if the client uses INTx, and to messages otherwise.
     fn update_pin(&self) {
         let fall = match &self.unmask_eventfd {
             Some(_) => PinDeassertion::Acknowledgement,
@@ -253,8 +254,8 @@ impl NvmeDevice {
         }
     }
 
-    /// Sets the eventfd by which the client reports that the INTx pin's level fell. Without such an eventfd, the client reports
-    /// it by vfio-user messages.
+    /// Sets the eventfd by which the client reports that the INTx pin's level fell. Without an eventfd, the client reports
+    /// this by vfio-user messages.
     fn set_unmask_eventfd(&mut self, fds: Vec<OwnedFd>) -> io::Result<()> {
         let eventfd = fds
             .into_iter()
@@ -291,7 +292,7 @@ impl NvmeDevice {
             kept.store_eventfds(start, count, &shared)?;
         }
         if interrupts == InterruptType::Pin {
-            // Reconnecting sets the pin's level low.
+            // Reconnecting has set the pin's level low, so it is computed again.
             self.update_pin();
         }
         let mut eventfds = eventfds.into_iter();
@@ -333,7 +334,7 @@ impl NvmeDevice {
         self.interrupt_type = InterruptType::default();
         self.unmask_eventfd = None;
         self.update_pin();
-        // Reset first, so that no queue uses unmapped memory.
+        // Reset first, so that no queue uses memory that is then unmapped.
         if let Err(error) = self.function.reset_and_unmap() {
             log::error!("Memory of a disconnected client is still in use: {error}");
         }
@@ -400,7 +401,7 @@ impl VfioUserDevice for NvmeDevice {
             RegionIndex::Bar0 => self.function.read_bar(Bar::Registers, offset, data),
             RegionIndex::Bar4 => self.function.read_bar(Bar::Msix, offset, data),
             RegionIndex::Config => self.function.read_config(offset, data),
-            // `data` is already filled with ones.
+            // The caller has filled `data` with ones.
             _ => {}
         }
     }
@@ -409,14 +410,14 @@ impl VfioUserDevice for NvmeDevice {
         match region {
             RegionIndex::Bar0 => self.function.write_bar(Bar::Registers, offset, data),
             RegionIndex::Bar4 => self.function.write_bar(Bar::Msix, offset, data),
-            // The client sees the same write and maps the BARs itself.
+            // The client intercepts writes to the BARs itself, so the result is not needed.
             RegionIndex::Config => drop(self.function.write_config(offset, data)),
             _ => {}
         }
     }
 
     fn max_dma_maps(&self) -> u32 {
-        // The constant is a few thousand.
+        // The cast loses nothing: the constant is a few thousand.
         MAX_REGIONS as u32
     }
 
@@ -428,13 +429,13 @@ impl VfioUserDevice for NvmeDevice {
             writable,
             memory,
         } = region;
-        // The function cannot access memory without a file descriptor. A command that uses it fails like one with an unmapped
-        // address.
+        // The function cannot access memory without a file descriptor. A command with such memory fails like a command with
+        // an unmapped address.
         let Some(DmaMemory { fd, offset }) = memory else {
             return Ok(());
         };
         let gpa = Gpa(iova);
-        // Do not query or store a file that will be refused: both may block on its file system.
+        // A file that will be refused is neither queried nor stored, as both may block on its file system.
         let is_kept = self.memory_kinds.accepts(fd.as_fd());
         let kept = self.persisted.as_ref().filter(|_| is_kept);
         let kept = kept.map(|kept| -> io::Result<_> {
@@ -477,7 +478,8 @@ impl VfioUserDevice for NvmeDevice {
             Some((iova, size)) => host.unmap(Gpa(iova), size),
             None => host.unmap_all(),
         };
-        // If the region is busy, only in-flight commands still use its memory. For everything else, it is unmapped.
+        // `Busy` means that only in-flight commands still use the region's memory. For everything else, the region is
+        // unmapped.
         if let (Some(kept), Ok(_) | Err(DmaError::Busy { .. })) = (&self.persisted, &unmapped) {
             kept.remove_regions(range);
         }
@@ -488,7 +490,7 @@ impl VfioUserDevice for NvmeDevice {
         let count = match index {
             IrqIndex::Intx => u32::from(self.function.has_pin()),
             IrqIndex::Msi => self.function.msi_messages().into(),
-            // At most 128 vectors.
+            // The cast loses nothing: there are at most 128 vectors.
             IrqIndex::Msix => self.function.vectors().len() as u32,
             IrqIndex::Err | IrqIndex::Req => 0,
         };
@@ -512,7 +514,7 @@ impl VfioUserDevice for NvmeDevice {
             IrqIndex::Intx => InterruptType::Pin,
             IrqIndex::Msi => InterruptType::Msi,
             IrqIndex::Msix => InterruptType::Msix,
-            // The device has no such interrupts, but clients disconnect them anyway.
+            // The device has no such interrupts, but clients disconnect them regardless.
             IrqIndex::Err | IrqIndex::Req => return Ok(()),
         };
         let all = self.irq(index).count as usize;
@@ -521,7 +523,7 @@ impl VfioUserDevice for NvmeDevice {
         let chosen = start..end.ok_or_else(invalid_argument)?;
         let connects = action == IrqAction::Trigger && matches!(data, IrqData::Connect(_));
         if interrupts != self.interrupt_type && !connects {
-            // No interrupts of this type are connected.
+            // No interrupts of this type are connected, so there is nothing to disconnect.
             return Ok(());
         }
         match (action, data) {
@@ -550,7 +552,7 @@ impl VfioUserDevice for NvmeDevice {
             (IrqAction::Unmask, IrqData::Disconnect) if interrupts == InterruptType::Pin => {
                 self.set_unmask_eventfd(Vec::new())
             }
-            // Eventfds for masking exist only for the INTx pin, which masks itself.
+            // Only the INTx pin has eventfds for masking, and this device masks the pin itself.
             (IrqAction::Mask | IrqAction::Unmask, IrqData::Connect(_) | IrqData::Disconnect) => {
                 Err(invalid_argument())
             }
@@ -558,7 +560,7 @@ impl VfioUserDevice for NvmeDevice {
     }
 
     fn reset(&mut self) {
-        // The client resets its own view of the BARs.
+        // The client resets its own copy of the BARs.
         drop(self.function.reset());
     }
 
@@ -604,9 +606,10 @@ impl VfioUserDevice for NvmeDevice {
     }
 }
 
-/// Returns the holder of a client's memory: the process that may have to resolve page faults in that memory.
+/// Returns the holder of a client's memory: the process that resolves page faults in this memory, for example during a
+/// restore on demand.
 fn memory_holder(process: Option<ClientProcess>) -> MemoryHolder {
-    // Without credentials from the kernel, the client cannot be inspected.
+    // Without credentials from the kernel, the client's process is unknown and cannot be inspected.
     process.map_or(MemoryHolder::Trusted, |process| MemoryHolder::Client {
         pid: process.pid,
         uid: process.user,
@@ -642,7 +645,7 @@ fn invalid_argument() -> io::Error {
     io::Error::from_raw_os_error(libc::EINVAL)
 }
 
-/// Returns advice to log if the client probably left because BAR0 cannot be mapped.
+/// Returns advice to log if the client probably disconnected because it cannot map BAR0.
 fn disconnect_advice(registers: &DeviceRegion, sent_nothing: bool) -> Option<&'static str> {
     (sent_nothing && registers.mappable.is_none()).then_some(
         "The client disconnected before its first admin command. SPDK's driver does so where it cannot map BAR0: set \
@@ -727,7 +730,7 @@ mod tests {
     }
 
     fn disk_region() -> DmaRegion {
-        // The file is beside the program, because /tmp may be a memory file system.
+        // The file is in the program's directory, because /tmp may be a memory file system.
         let program = std::env::current_exe().unwrap();
         let file = tempfile::tempfile_in(program.parent().unwrap()).unwrap();
         file.set_len(0x10_0000).unwrap();
@@ -845,7 +848,7 @@ mod tests {
         let cut = device.dma_unmap(Some((0x10_0000, 0x1000)));
         assert_eq!(errno(cut), Some(libc::EINVAL));
 
-        // Memory without a file, such as a device's BAR: there is nothing to map, and no error.
+        // Memory without a file, such as a device's BAR: the function maps nothing, and reports no error.
         let unshared = DmaRegion {
             memory: None,
             ..region(0x80_0000, 0x1000)
@@ -867,7 +870,8 @@ mod tests {
         device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
     }
 
-    /// The keeper, or the query whether it has the file, would wait for the file system as well.
+    /// Storing the file in the supervisor would wait for the file system, and so would the query whether the supervisor
+    /// already has the file.
     #[test]
     fn memory_with_blocking_page_faults_is_not_stored_in_the_keeper() {
         let folder = tempfile::tempdir().unwrap();
@@ -884,7 +888,7 @@ mod tests {
         assert_eq!(kept.put_count(), 1);
     }
 
-    /// The file may hold all memory of a VM that has ended.
+    /// A file that the supervisor holds may contain all memory of a VM that has ended.
     #[test]
     fn the_keeper_releases_memory_that_the_client_unmaps() {
         let folder = tempfile::tempdir().unwrap();
@@ -944,7 +948,7 @@ mod tests {
         set(1, 1, IrqAction::Unmask, IrqData::None).unwrap();
         assert_eq!(signalled(), [true, false]);
 
-        // If one descriptor is no eventfd, none is accepted.
+        // One of the descriptors is no eventfd, so none of them is accepted.
         let mut fds: Vec<_> = eventfds
             .iter()
             .map(|eventfd| eventfd::share(eventfd).unwrap())
@@ -1096,7 +1100,7 @@ mod tests {
             .set_irqs(msix(0, 1, IrqAction::Trigger, IrqData::None))
             .unwrap();
         assert!(eventfd.read().is_err());
-        // The next client gets only new signals, and its own mask.
+        // The next client gets only its own signals, and has its own mask.
         let connect = IrqData::Connect(vec![eventfd::share(&eventfd).unwrap()]);
         device
             .set_irqs(msix(1, 1, IrqAction::Trigger, connect))

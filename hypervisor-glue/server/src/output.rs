@@ -11,8 +11,8 @@ use crate::signals::with_signals_blocked;
 /// Timeout for the reader.
 const READER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Standard output written by a separate thread. [`flush`](Write::flush) waits at most one second for the reader. If the reader
-/// reads later, the thread writes the rest then.
+/// Standard output that a separate thread writes. [`flush`](Write::flush) waits at most one second for the reader. A reader
+/// that continues later still gets all output.
 #[derive(Debug)]
 pub struct ThreadedOutput<W> {
     out: Option<W>,
@@ -47,7 +47,7 @@ impl<W: Write + Send + 'static> ThreadedOutput<W> {
         let write = move || {
             for text in inbox {
                 let written = out.write_all(&text).and_then(|()| out.flush());
-                // Without a receiver, the process is exiting.
+                // Fails while the process exits.
                 let _ = outbox.send(written);
             }
         };
@@ -72,7 +72,7 @@ impl<W: Write + Send + 'static> Write for ThreadedOutput<W> {
         let Some(thread) = &mut self.thread else {
             return Ok(());
         };
-        // The thread ends early only by a panic.
+        // Only a panic can end the thread this early.
         let ended = || io::Error::other("the thread of the output has ended");
         let text = std::mem::take(&mut self.unsent);
         thread.texts.send(text).map_err(|_| ended())?;

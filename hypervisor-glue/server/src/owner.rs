@@ -11,7 +11,7 @@ use vfio_user_server::SocketAccess;
 pub struct UnknownOwner {
     /// `user` or `group`.
     kind: &'static str,
-    /// Its name.
+    /// Name of the user or group.
     name: String,
 }
 
@@ -24,7 +24,7 @@ pub fn resolve_user(name: &str) -> Result<u32, UnknownOwner> {
     resolve_id("user", name, user)
 }
 
-/// Returns the name of a user, or its number if it has none.
+/// Returns the name of a user; a user without a name yields the number.
 pub fn user_name(number: u32) -> String {
     let user = User::from_uid(number.into()).ok().flatten();
     user.map_or_else(|| number.to_string(), |user| user.name)
@@ -43,10 +43,10 @@ fn resolve_id(
     })
 }
 
-/// Returns the user to whose quota the connections of `user` count. If `user` is within a range of `/etc/subuid`, this is the
-/// range's owner, because the owner can start processes with all ids of the range.
+/// Returns the user to whose quota the connections of `user` count. This is the owner of the range in `/etc/subuid` that
+/// contains `user`, because the owner can start processes with all ids of the range; else `user` itself.
 pub(crate) fn quota_user(user: u32) -> u32 {
-    // Read the files directly: an NSS service may take long to answer. A missing file has no ranges.
+    // The files are read directly, since an NSS service may take long to answer. A missing file has no ranges.
     let read = |path| std::fs::read_to_string(path).unwrap_or_default();
     subuid_owner(user, &read("/etc/subuid"), || read("/etc/passwd"))
 }

@@ -1,4 +1,4 @@
-//! A quarantined function as a vfio-user device.
+//! Quarantined functions as vfio-user devices.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -15,8 +15,8 @@ use crate::stats::GuestPause;
 
 /// A quarantined function as a vfio-user device.
 ///
-/// The client stays connected, but the device ignores the client's requests about memory and interrupts. The function's state
-/// in the keeper stays unchanged.
+/// The client stays connected, but the device ignores its requests about memory and interrupts. The state that the
+/// supervisor stores for the function stays unchanged.
 #[derive(Debug)]
 pub(crate) struct QuarantinedDevice {
     device: NvmeDevice,

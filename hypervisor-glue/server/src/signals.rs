@@ -1,5 +1,5 @@
-//! Signals of a server, received by a signalfd. SIGTERM and SIGINT end the server, and SIGHUP reloads its file. Other signals
-//! that would end or stop it by default are ignored.
+//! Signals of a server, received by a signalfd. SIGTERM and SIGINT end the server, and SIGHUP reloads its configuration
+//! file. All other signals whose default action would end or stop the server are ignored.
 #![expect(unsafe_code, reason = "signalfd has no safe interface")]
 
 use std::fs::File;
@@ -49,8 +49,8 @@ pub struct EndSignals {
 }
 
 impl EndSignals {
-    /// Blocks these signals, and ignores the other signals until the process ends. Call this before starting any thread, since
-    /// the kernel delivers a signal to any thread that does not block it.
+    /// Blocks SIGTERM, SIGINT and SIGHUP. Ignores other signals that would end or stop the process, until the process ends.
+    /// Call this before starting any thread, since the kernel delivers a signal to any thread that does not block it.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -70,7 +70,7 @@ impl EndSignals {
             set_mask(libc::SIG_UNBLOCK, &signals)?;
             return Err(error);
         }
-        // SAFETY: the descriptor is new, and nothing else knows of it.
+        // SAFETY: the descriptor is new, and has no other owner.
         let fd = unsafe { File::from_raw_fd(fd) };
         Ok(Self { fd })
     }
@@ -117,7 +117,7 @@ impl Drop for EndSignals {
 pub(crate) fn with_signals_blocked<T>(start: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let mut all = empty_set();
     let mut before = empty_set();
-    // SAFETY: both sets are initialised; sigfillset fails for no pointer that is valid.
+    // SAFETY: both sets are initialised. sigfillset fails only for an invalid pointer.
     let masked = unsafe {
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before)
@@ -132,7 +132,7 @@ pub(crate) fn with_signals_blocked<T>(start: impl FnOnce() -> io::Result<T>) -> 
 
 fn empty_set() -> libc::sigset_t {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigemptyset initialises the whole set, and fails for no pointer that is valid.
+    // SAFETY: sigemptyset initialises the whole set, and fails only for an invalid pointer.
     unsafe {
         libc::sigemptyset(set.as_mut_ptr());
         set.assume_init()
@@ -142,14 +142,14 @@ fn empty_set() -> libc::sigset_t {
 fn signal_set() -> libc::sigset_t {
     let mut set = empty_set();
     for signal in HANDLED_SIGNALS {
-        // SAFETY: the set is initialised; the signals exist, so that this cannot fail.
+        // SAFETY: the set is initialised. The signals exist, so this cannot fail.
         unsafe { libc::sigaddset(&raw mut set, signal) };
     }
     set
 }
 
 fn set_mask(how: libc::c_int, set: &libc::sigset_t) -> io::Result<()> {
-    // SAFETY: `set` is an initialised set; the old mask is not asked for.
+    // SAFETY: `set` is an initialised set. The old mask is not requested.
     match unsafe { libc::pthread_sigmask(how, set, ptr::null_mut()) } {
         0 => Ok(()),
         error => Err(io::Error::from_raw_os_error(error)),

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use serde_json::json;
 
-/// Guest memory size in the printed examples of VMM arguments. These share the memory with the server, as vfio-user requires.
+/// Guest memory size in the printed examples of VMM arguments. The examples share the memory with the server, as vfio-user
+/// requires.
 const EXAMPLE_MEMORY: &str = "2G";
 
 /// Returns the arguments for Cloud Hypervisor.

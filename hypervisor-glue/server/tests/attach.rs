@@ -1,5 +1,5 @@
-//! Tests that a shell passes the arguments of an attach command unchanged. They are an integration test, because a program
-//! started from the unit tests would hold open descriptors that other unit tests count.
+//! Tests that a shell passes the printed VMM arguments unchanged. These are integration tests, because a program started
+//! from a unit test would hold open descriptors that other unit tests count.
 
 use std::path::Path;
 use std::process::Command;

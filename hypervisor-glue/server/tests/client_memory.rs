@@ -1,5 +1,5 @@
-//! Tests that the server refuses the memory of a vfio-user client which restores its guest on demand. The server has only the
-//! file, where missing pages would read as zeroes.
+//! Tests that the server refuses the memory of a vfio-user client that restores its guest on demand. The server maps only
+//! the file, in which missing pages would read as zeroes.
 #![expect(
     unsafe_code,
     reason = "userfaultfd is reached through system calls alone"
@@ -58,8 +58,8 @@ fn device() -> NvmeDevice {
 
 /// Maps a file, and registers the whole mapping with userfaultfd for missing pages.
 fn register(memory: &impl AsRawFd) -> io::Result<File> {
-    // SAFETY: a new mapping, which is never unmapped, and a descriptor that is owned once. The arguments of the requests
-    // are their structures, in words (linux/userfaultfd.h).
+    // SAFETY: the mapping is new, and is never unmapped. The descriptor has one owner. The arguments of the requests are
+    // their structures, in words (linux/userfaultfd.h).
     unsafe {
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
         let fd = memory.as_raw_fd();
@@ -90,7 +90,7 @@ fn memory_that_a_client_restores_on_demand_is_refused() {
     let faults = match register(&memory) {
         Ok(faults) => faults,
         Err(error) => {
-            // Printed directly, because the test harness hides the output of tests that pass.
+            // Written directly to the descriptor, because the test harness hides the output of tests that pass.
             let _ = writeln!(
                 io::stderr(),
                 "NOT CHECKED: memory_that_a_client_restores_on_demand_is_refused: userfaultfd cannot be had here: {error}"
@@ -117,9 +117,9 @@ fn memory_that_a_client_restores_on_demand_is_refused() {
         mapped.map_err(|error| error.raw_os_error())
     };
     assert_eq!(map(std::process::id()), Err(Some(libc::EBUSY)));
-    // The process that connected has passed the connection to another process, whose id is unknown.
+    // The process that connected has passed the connection to another process, whose id is unknown to the server.
     assert_eq!(map(0), Err(Some(libc::EBUSY)));
-    // Closing the userfaultfd ends the restore.
+    // Closing the userfaultfd ends the restore on demand.
     drop(faults);
     assert_eq!(map(std::process::id()), Ok(()));
 }

@@ -1,9 +1,9 @@
 //! Landlock rules for the files that a server may use.
 //!
-//! A rule grants rights on a file, or on a directory with everything below it. The rule applies to the file or directory that
-//! the path names when the process is confined, even after a rename. Other files are denied, regardless of file modes. Rules
-//! cannot be added later, so all must be known before the process is confined. Open files, and descriptors received from a
-//! client or keeper, need no rule.
+//! A rule grants rights on a file, or on a directory with everything below it. The rule applies to the file or directory
+//! that the path names when the process is confined, even if this file is renamed later. Files without a rule are denied,
+//! regardless of file modes. A confined process cannot add rules, so all rules must be known before. Files that are already
+//! open, and descriptors received from a client or the supervisor, need no rule.
 //!
 //! # Rights
 //!
@@ -13,8 +13,8 @@
 //! | `w` | write, truncate, `ioctl` of a device | create and remove files, sockets, links and directories |
 //! | `x` | execute | |
 //!
-//! No rule allows creating device nodes. Landlock also restricts more than files: the process may bind only the TCP port of its
-//! metrics, may not connect over TCP, and may signal only its successor.
+//! No rule allows creating device nodes. Landlock also restricts more than files: the process may bind only the TCP port of
+//! its metrics, may not connect over TCP, and may signal only its successor.
 
 use std::env;
 use std::fmt;
@@ -224,11 +224,11 @@ impl FileRules {
             .as_deref()
             .and_then(Path::parent)
             .map(Path::to_owned);
-        // Directories rather than files, because an update replaces the files.
+        // Rules for directories instead of files, because an update of the host replaces files.
         let executed = ["/usr", "/lib", "/lib64"].map(PathBuf::from).into_iter();
         let executed = executed.chain(programs);
         let executed = executed.map(|path| FileRule::new(path, FileAccess::EXECUTE));
-        // For users and groups, a drive's users, and block device properties.
+        // Read for users and groups, for a drive's users, and for properties of block devices.
         let read = ["/etc", "/proc", "/sys"].map(|path| FileRule::new(path, FileAccess::READ));
         // The device mapper's control device is needed to read the tables of logical volumes.
         let written = ["/dev/null", "/dev/vfio", "/dev/mapper/control"]
@@ -247,8 +247,8 @@ impl FileRules {
         Self { rules, port }
     }
 
-    /// Adds the operator's rules. A rule with a missing path is logged and skipped. If the start failed instead, VMs of the old
-    /// server would lose their drives.
+    /// Adds the operator's rules. A rule with a missing path is logged and skipped: if the start failed instead, VMs of the
+    /// old server would lose their drives.
     pub(crate) fn with_rules(self, rules: impl IntoIterator<Item = FileRule>) -> Self {
         let (there, absent): (Vec<_>, Vec<_>) =
             rules.into_iter().partition(|rule| rule.path.exists());
@@ -287,7 +287,7 @@ impl FileRules {
     }
 
     fn restrict_thread(&self) -> Result<LandlockStatus, RulesetError> {
-        // A keeper's abstract socket would lie outside the scope.
+        // The scope forbids connections to an abstract socket, so it is not used if the supervisor has one.
         let keeper = env::var_os("NOTIFY_SOCKET").unwrap_or_default();
         let scope = match keeper.as_encoded_bytes().first() {
             Some(b'@') => Scope::Signal.into(),
@@ -308,7 +308,7 @@ impl FileRules {
     }
 }
 
-/// Describes for the log what this Landlock version restricts, and what it cannot restrict.
+/// Returns a log message: the restrictions of this Landlock version, and those that need a later version.
 pub(crate) fn describe_restrictions(version: ABI) -> String {
     let (has, lacks): (Vec<_>, Vec<_>) = RESTRICTION_VERSIONS
         .iter()

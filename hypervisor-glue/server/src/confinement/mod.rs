@@ -1,18 +1,19 @@
 //! Confinement of the server process by the kernel, which holds even if an attacker controls the process.
 //!
-//! The process confines itself, so a server that runs in a container or was started from a shell is as confined as a systemd
-//! service. It confines itself before it starts threads and before it reads data of a guest or client. So the restrictions must
-//! allow all later operations of the server, such as adding functions and drives, and upgrades.
+//! The process confines itself, so a server that runs in a container or was started from a shell is as confined as a
+//! systemd service. It confines itself before it starts threads and before it reads data of a guest or client. So the
+//! restrictions must allow all later operations of the server, such as adding functions and drives, and upgrades.
 //!
-//! seccomp filters system calls, see `system_calls`. Landlock optionally restricts files, see `files`. The kernel enforces what
-//! its Landlock version supports, which is logged.
+//! seccomp filters system calls: see `system_calls`. Landlock optionally restricts files: see `file_rules`. The kernel
+//! enforces the restrictions that its Landlock version supports, and the server logs them.
 //!
 //! # The next server
 //!
-//! The new process of an upgrade is a child of the old server and inherits its confinement permanently. The new process adds no
-//! filter or rules, since each upgrade would add a layer, and the kernel allows only 16 layers of rules. A process that the
-//! keeper starts after a crash inherits no confinement. Hence, killing the server by SIGKILL applies new confinement options,
-//! or the system call list of a new version, without interrupting guests for long.
+//! The new process of an upgrade is a child of the old server and inherits its confinement permanently. The new process
+//! adds neither a filter nor rules, since each upgrade would add a layer of rules, and the kernel allows only 16 layers. A
+//! process that the supervisor starts after a crash inherits no confinement. Therefore an operator can apply new
+//! confinement options, or the system call list of a new version, by killing the server: the supervisor starts a new one,
+//! and guests notice only a short pause.
 
 mod file_rules;
 mod system_calls;
@@ -55,7 +56,7 @@ pub enum SeccompMode {
     Off,
 }
 
-/// Error of parsing a [`SeccompMode`] mode.
+/// Error of parsing a [`SeccompMode`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("\"{0}\" is not a seccomp mode: use true, false or log")]
 pub struct SeccompTextError(String);
@@ -97,7 +98,7 @@ pub struct ConfinementOptions {
     pub rules: Vec<FileRule>,
 }
 
-/// Confinement in effect.
+/// Confinement that is in effect in this process.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ProcessConfinement {
     /// Items of [`INHERITED_VARIABLE`].
@@ -112,7 +113,7 @@ impl ProcessConfinement {
         (INHERITED_VARIABLE, self.mechanisms.join(","))
     }
 
-    /// Returns the first wanted access that Landlock refuses.
+    /// Returns the first of the accesses `wanted` that Landlock refuses.
     pub(crate) fn find_refused(
         &self,
         wanted: impl IntoIterator<Item = FileRule>,
@@ -121,7 +122,7 @@ impl ProcessConfinement {
         wanted.into_iter().find(|wanted| !rules.is_allowed(wanted))
     }
 
-    /// Returns the error unchanged, or wrapped in a `LandlockRefusal` if Landlock caused the error.
+    /// Returns the error unchanged, or wrapped in a `LandlockRefusal` if Landlock caused it.
     pub(crate) fn explain<E: Error + Send + Sync + 'static>(
         &self,
         error: E,
@@ -158,7 +159,7 @@ impl LandlockRefusal {
     }
 }
 
-/// Returns the directory for which the operator should add a rule to allow a refused file.
+/// Returns the directory for which the operator should add a rule, so that a refused file is allowed.
 fn folder(refused: &FileRule) -> &Path {
     match refused.path.is_dir() {
         true => &refused.path,
@@ -203,7 +204,7 @@ pub(crate) fn confine(
     }
     match confinement.seccomp {
         SeccompMode::Off => log::info!("Not confined by seccomp, as --seccomp false asks for"),
-        // The variable alone proves nothing, so check for a filter.
+        // The inherited variable alone proves nothing, so check that a filter exists.
         _ if inherits(SECCOMP) && has_filter() => {
             log::info!("The seccomp filter of the previous server stays in force");
             confined.mechanisms.push(SECCOMP);
@@ -213,7 +214,7 @@ pub(crate) fn confine(
                 log::info!("{}", describe_filter(choice));
                 confined.mechanisms.push(SECCOMP);
             }
-            // The inherited filter may forbid adding one.
+            // The inherited filter may forbid adding another one.
             Err(error) if has_filter() => {
                 let error = report::chain(&error);
                 log::warn!(

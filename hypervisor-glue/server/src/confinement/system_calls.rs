@@ -2,32 +2,32 @@
 //!
 //! # Allow list
 //!
-//! The list is systemd's `@system-service` without calls that the server never needs and that would help an attacker: changes
-//! of user, namespaces and mounts, other processes' memory, keys, device nodes, SysV IPC, `userfaultfd`, `personality` and
-//! priorities. It is stricter than the list in `resources/nvme-mpt.service`. A deny list, in contrast, would permit each system
-//! call that a new kernel adds.
+//! The list is systemd's `@system-service` without some calls that would help an attacker and that the server never makes:
+//! changes of user, namespaces and mounts, other processes' memory, keys, device nodes, SysV IPC, `userfaultfd`,
+//! `personality` and priorities. This list is stricter than the list in `resources/nvme-mpt.service`. A deny list would
+//! permit each system call that a new kernel adds.
 //!
-//! The new process of an upgrade is a child of this process and inherits this filter. Therefore, the list contains all ordinary
-//! calls, even those that this version does not make. A later version that needs further calls gets its own filter only when a
-//! keeper starts it: see [`confine`](super).
+//! The new process of an upgrade is a child of this process and inherits this filter. Therefore, the list contains all
+//! ordinary calls, even calls that only a later version may make. A later version that needs further calls gets its own
+//! filter only when a supervisor starts it: see [`confine`](super).
 //!
 //! # ENOSYS
 //!
-//! A refused call returns ENOSYS, as on a kernel without it. glibc and Rust's library then fall back to an older call, such as
-//! from `clone3` to `clone`. They treat EPERM as final, so with EPERM a newer library could not start threads if this list did
-//! not yet have the newer call. If the filter killed the process instead, one refused call would take the drives from all
-//! guests.
+//! A refused call returns ENOSYS, as on a kernel without this call. glibc and Rust's library then fall back to an older
+//! call, such as from `clone3` to `clone`. They treat EPERM as final. So with EPERM, a newer library could not start
+//! threads as long as its newer call is missing from this list. If the filter killed the process instead, one refused call
+//! would take the drives from all guests.
 //!
 //! # Arguments
 //!
-//! - `clone` may create threads and processes, but no namespaces. `clone3` is refused: its flags are in memory, which a filter
-//!   cannot read.
+//! - `clone` may create threads and processes, but no namespaces. `clone3` is refused: its flags are in memory, which a
+//!   filter cannot read.
 //! - `socket` may create UNIX and IP sockets.
 //! - `mmap` may not map memory writable and executable. `mprotect` may not make memory executable.
 //! - `ioctl` may not insert terminal input.
 //!
-//! The filter does not see requests that are submitted to an io_uring. Such requests can open files and sockets of any kind,
-//! but none of them can start a process, create a namespace or access another process.
+//! The filter does not see requests that are submitted to an io_uring. Such requests can open files and sockets of any
+//! kind, but none of them can start a process, create a namespace or access another process.
 
 use std::collections::BTreeMap;
 use std::env::consts::ARCH;
@@ -318,7 +318,7 @@ pub(super) fn build_filter(refusal: SeccompAction) -> Result<BpfProgram, Backend
     SeccompFilter::new(rules, refusal, SeccompAction::Allow, architecture)?.try_into()
 }
 
-/// Returns the calls with checked arguments. A call is allowed if one of its rules matches.
+/// Returns the calls whose arguments are checked, each with its rules. A call is allowed if one of its rules matches.
 fn conditional_rules() -> Result<Vec<(c_long, Vec<SeccompRule>)>, BackendError> {
     // The kernel uses only 32 bits of all these arguments.
     let argument = |number, operator, value: u64| {
@@ -419,7 +419,7 @@ mod tests {
     #[test]
     fn an_intruder_is_refused() {
         let root = || rustix::process::chroot("/");
-        // Without the filter, the call fails only for lack of CAP_SYS_CHROOT.
+        // Without the filter, only the lack of CAP_SYS_CHROOT makes the call fail.
         assert!(matches!(root(), Ok(()) | Err(Errno::PERM)));
         run_filtered(move || {
             assert_eq!(root(), Err(Errno::NOSYS));

@@ -1,7 +1,7 @@
 //! Budgets of messages and bytes per thread, so that no guest or client can flood the log.
 //!
 //! Every function has its own control thread, so a budget per thread is a budget per function. If a guest causes too many
-//! messages, only messages about that guest are suppressed, whichever module logs them.
+//! messages, only messages about this guest are suppressed, from any module.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,16 +9,16 @@ use std::time::Duration;
 
 use nvme_mpt_memory::clock::monotonic;
 
-/// Number of messages that a thread may log in a burst.
+/// Number of messages that a thread may log without a delay.
 const BURST: u32 = 20;
 
-/// Time per further message, once the burst is used up.
+/// Time after which a thread may log one more message, once the burst is used up.
 const REFILL: Duration = Duration::from_secs(1);
 
-/// Bytes that a thread may log in a burst. The last message may exceed the remaining bytes.
+/// Bytes that a thread may log without a delay. The last message may exceed the remaining bytes.
 const BURST_BYTES: i64 = 16 << 10;
 
-/// Bytes regained per [`REFILL`].
+/// Bytes that a thread may log in addition after each [`REFILL`].
 const REFILL_BYTES: i64 = 1 << 10;
 
 thread_local! {
@@ -57,7 +57,7 @@ pub(super) fn charge(bytes: usize) {
 
 /// Decides whether this thread may log a message.
 pub(super) fn decide() -> LogBudgetDecision {
-    // A thread that is ending has no budget, and is not limited.
+    // While a thread ends, its budget no longer exists, so its messages are not limited.
     let verdict = BUDGET.try_with(|budget| budget.borrow().take());
     verdict.unwrap_or(LogBudgetDecision::Pass)
 }
@@ -119,7 +119,7 @@ impl LogTokenBucket {
 
     fn charge(&mut self, bytes: usize) {
         let bytes = i64::try_from(bytes).unwrap_or(BURST_BYTES);
-        // Limit the debt, so that it is paid off within one burst's refill time.
+        // The debt is limited, so that it takes at most the time that refills a burst.
         self.bytes = (self.bytes - bytes).max(-BURST_BYTES);
     }
 }
@@ -143,7 +143,7 @@ mod tests {
         let later = start + Duration::from_millis(1500);
         assert_eq!(bucket.take(later), LogBudgetDecision::PassAfter(1000));
         assert_eq!(bucket.take(later), LogBudgetDecision::Suppress);
-        // The unused half second counts towards the next message.
+        // Half a second of the refill time is left over, and counts towards the next message.
         assert_eq!(
             bucket.take(start + Duration::from_secs(2)),
             LogBudgetDecision::PassAfter(1)

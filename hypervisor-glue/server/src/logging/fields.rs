@@ -88,7 +88,7 @@ mod tests {
         let of_thread = [("function", "vm7"), ("lease", "vm7"), ("thread", "vm7")];
         let expected = [&[("queue", "3")][..], &of_thread].concat();
         assert_eq!(collect_fields(&own), pairs(&expected));
-        // A message about another function has only its own lease field.
+        // A `lease` field of the message itself replaces the lease of the thread's function.
         let own = [("lease", Value::from("vm9"))];
         let expected = [("lease", "vm9"), ("function", "vm7"), ("thread", "vm7")];
         assert_eq!(collect_fields(&own), pairs(&expected));

@@ -38,8 +38,8 @@ pub enum FilterError {
     Empty,
 }
 
-/// A log filter, as in `info` or `warn,nvme_vfio=debug`. A level without a module is the default of all modules. Without a
-/// default, other modules log nothing.
+/// A log filter, as in `info` or `warn,nvme_vfio=debug`. A level without a module is the default level of all modules.
+/// Without a default level, modules that the filter does not name log nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogFilter {
     default_level: Option<LevelFilter>,

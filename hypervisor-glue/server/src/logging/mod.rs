@@ -1,7 +1,7 @@
 //! The log, written to standard error or, with fields, to systemd's journal. The filter can be changed at run time.
 //!
-//! A process that serves guests writes the log on a separate thread (`queue_messages`), since a slow reader of the log may
-//! block the writer.
+//! A process that serves guests writes the log on a separate thread (see `queue_messages`), since a slow reader of the log
+//! may block the thread that writes.
 
 mod budget;
 mod fields;
@@ -45,25 +45,26 @@ const FILTER_VARIABLE: &str = "RUST_LOG";
 /// Syslog identifier of messages in the journal.
 const SYSLOG_IDENTIFIER: &str = "nvme-mpt";
 
-/// Timeout for the log's reader when a process ends.
+/// Maximum time for which a process that ends waits for the log's reader.
 pub const END_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Timeout like [`END_TIMEOUT`], but shorter, for a crash or upgrade, since guests then wait for the next process.
+/// Shorter [`END_TIMEOUT`] for a crash or an upgrade, since guests wait for the next process.
 pub const CRASH_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Maximum number of fields of a message.
 const FIELDS_MAX: usize = 16;
 
-/// Messages for the log thread.
+/// Messages that the log thread will write.
 static QUEUE: OnceLock<MessageQueue> = OnceLock::new();
 
-/// True once the thread that writes [`QUEUE`] is started.
+/// True once the log thread, which writes [`QUEUE`], was started.
 static HAS_THREAD: AtomicBool = AtomicBool::new(false);
 
 /// Logger of this process, set by [`start`].
 static LOGGER: OnceLock<BudgetedLogger> = OnceLock::new();
 
-/// Starts logging. The filter is `asked`, or else the environment variable `RUST_LOG`, or else the level `least`.
+/// Starts logging. The filter is `asked`, if given; else that of the environment variable `RUST_LOG`, if set; else the
+/// level `least`.
 pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
     let of_environment = || env::var(FILTER_VARIABLE).ok().map(|text| text.parse());
     let (filter, trouble) = match asked.map(Ok).or_else(of_environment) {
@@ -72,7 +73,7 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
         None => (least.into(), None),
     };
     let logger = LOGGER.get_or_init(|| BudgetedLogger::new(filter));
-    // An error means that a logger is already installed, which then continues.
+    // An error means that another logger is already installed, which then continues.
     let _ = log::set_logger(logger);
     log::set_max_level(logger.active_filter().compiled.filter());
     if let Some(error) = trouble {
@@ -80,8 +81,8 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
     }
 }
 
-/// Queues messages from now on, for the log thread that [`start_log_thread`] starts later. So no other thread waits for the
-/// log's reader.
+/// Makes this process queue its messages, for the log thread that [`start_log_thread`] starts later. From then on, only the
+/// log thread waits for the log's reader.
 pub fn queue_messages() {
     QUEUE.get_or_init(MessageQueue::default);
 }
@@ -100,7 +101,8 @@ pub fn start_log_thread() -> io::Result<()> {
         return Ok(());
     }
     let write = move || queue.write_all(|message| logger.destination.write(message));
-    // With unblocked signals, the log thread could receive a signal meant for the signal thread, and end the process.
+    // The log thread blocks all signals: a signal for the signal thread could otherwise be delivered to the log thread, and
+    // end the process.
     with_signals_blocked(|| start_thread("log", write))
         .inspect_err(|_| HAS_THREAD.store(false, Ordering::Relaxed))?;
     crash::set_crash_wait(|| !has_unwritten(), CRASH_TIMEOUT);
@@ -119,7 +121,7 @@ pub fn start_log_thread() -> io::Result<()> {
 /// Waits until all earlier messages are written, for at most `time`.
 pub fn flush(time: Duration) {
     if let Some(queue) = QUEUE.get() {
-        // The log thread may not be started yet if the process ends early.
+        // If the process ends early, the log thread may not have been started yet.
         let _ = start_log_thread();
         queue.flush(time);
     }
@@ -253,8 +255,7 @@ fn write_to_stderr(mut bytes: &[u8]) {
     }
 }
 
-/// Waits until standard error is writable. This is needed because another process may have made the shared open file
-/// description non-blocking.
+/// Waits until standard error is writable. Another process may have made the shared open file description non-blocking.
 fn await_stderr() {
     let stderr = rustix::stdio::stderr();
     let mut room = [rustix::event::PollFd::new(

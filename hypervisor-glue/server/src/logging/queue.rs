@@ -1,8 +1,9 @@
 //! Queue of messages for the log thread.
 //!
-//! The log's reader decides how long a write takes: a stopped terminal, a full pipe or a full journal socket can block it
-//! forever. Therefore, threads that log only put messages into a bounded queue, and the log thread writes them. If the queue is
-//! full, messages are dropped and counted. The count is logged once the queue has space again.
+//! The log's reader determines the duration of a write: a stopped terminal, a full pipe or a full journal socket can block
+//! it forever. Therefore, threads that log only put messages into a bounded queue, and the log thread writes them. If the
+//! queue is full, messages are dropped and counted. Once the queue has space again, the number of dropped messages is
+//! logged.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -61,12 +62,13 @@ struct QueuedMessages {
     bytes: usize,
     /// Number of dropped messages that are not reported yet.
     dropped: u64,
-    /// Number of messages enqueued, and number of messages written.
+    /// Numbers of messages that were enqueued, and that were written.
     enqueued: u64,
     written: u64,
 }
 
-/// A bounded queue of messages. Its lock is held only while a message is moved into or out of the queue, never during a write.
+/// A bounded queue of messages. Its lock is held while a message is moved into or out of the queue, and never during a
+/// write.
 #[derive(Debug, Default)]
 pub(super) struct MessageQueue {
     queued: Mutex<QueuedMessages>,
@@ -83,7 +85,7 @@ impl MessageQueue {
         self.queued.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues a message, or counts it as dropped if the queue is full. Does not block on the reader.
+    /// Enqueues a message; if the queue is full, counts it as dropped. Does not wait for the reader.
     pub(super) fn put(&self, message: LogMessage) {
         let mut waiting = self.lock();
         let bytes = message.bytes();
@@ -101,7 +103,7 @@ impl MessageQueue {
         self.not_empty.notify_one();
     }
 
-    /// Writes messages as they arrive. Does not return.
+    /// Writes messages as they are enqueued. Never returns.
     pub(super) fn write_all(&self, mut write: impl FnMut(&LogMessage)) -> ! {
         loop {
             self.write_next(&mut write);
@@ -135,7 +137,7 @@ impl MessageQueue {
         self.message_written.notify_all();
     }
 
-    /// Waits until all queued messages are written, for at most `time`. Returns whether they are.
+    /// Waits until all queued messages are written, for at most `time`. Returns true if all were written.
     pub(super) fn flush(&self, time: Duration) -> bool {
         let waiting = self.lock();
         let put = waiting.enqueued;
@@ -164,7 +166,7 @@ impl QueuedMessages {
         self.messages.push_back(message);
     }
 
-    /// Enqueues a message with the number of dropped messages, if there are any.
+    /// Enqueues a message that reports the number of dropped messages, if there are any.
     fn report_dropped(&mut self) {
         match std::mem::take(&mut self.dropped) {
             0 => {}
@@ -213,7 +215,7 @@ mod tests {
     fn a_stalled_log_reader_blocks_no_thread_and_gets_the_number_of_lost_messages() {
         let (queue, read) = with_reader();
         queue.put(message("first"));
-        // All these calls return while the first write blocks.
+        // All these calls return, although the first write blocks.
         let sent = MESSAGES_MAX as u64 + 100;
         for number in 0..sent {
             queue.put(message(&number.to_string()));

@@ -12,14 +12,14 @@ pub(super) const FIELD_MAX: usize = 512;
 const TRUNCATION_MARK: &str = "… (cut)";
 
 /// Formats a text as one line and cuts it at `most` bytes. Escapes characters that move a terminal's cursor or reorder the
-/// terminal's text. Does not format the part after the cut.
+/// terminal's text. Ends formatting at the cut, since the remaining text may be long.
 pub(super) fn format_line(text: fmt::Arguments<'_>, most: usize) -> String {
     let mut line = BoundedLine {
         text: String::new(),
         max_bytes: most,
         is_truncated: false,
     };
-    // Fails when the line is full.
+    // Fails once the line is full, which ends formatting.
     let _ = line.write_fmt(text);
     if line.is_truncated {
         line.text.push_str(TRUNCATION_MARK);

@@ -210,11 +210,11 @@ fn origin_label(origin: DeclarationSource) -> &'static str {
     }
 }
 
-/// Returns the number of commands in each histogram bucket, with the upper bounds of [`LATENCY_BOUNDS`], and the sum of all latencies
-/// in seconds.
+/// Returns the number of commands in each histogram bucket, with the upper bounds of [`LATENCY_BOUNDS`], and the sum of all
+/// latencies in seconds.
 ///
-/// Each command counts with the middle of its bucket in `buckets`. These buckets are at most 25 % wide, so the error is at most
-/// about 13 %.
+/// Each command is counted with the latency in the middle of its bucket in `buckets`. The buckets are at most 25 % wide, so
+/// the error of a latency is at most about 13 %.
 fn latency_histogram(buckets: &[LatencyBucket]) -> (Vec<(f64, u64)>, f64) {
     let bounds = LATENCY_BOUNDS.iter().copied().chain([f64::INFINITY]);
     let mut counts: Vec<(f64, u64)> = bounds.map(|bound| (bound, 0)).collect();
@@ -273,7 +273,7 @@ fn write_errors(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
 }
 
 fn write_resets(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
-    // Functions in VMMs are reset there.
+    // Resets of a function in a VMM are counted by the VMM.
     let own = functions
         .iter()
         .filter(|function| function.process.is_none());
@@ -455,8 +455,8 @@ fn write_drives(
     write_families(HEALTH, out, &health.collect::<Vec<_>>())
 }
 
-/// Keeps pollers' exported time counters from decreasing. A counter is a sum whose terms are read one after the other while the
-/// poller runs, so a later sum can be lower.
+/// Makes pollers' exported time counters never decrease. A counter is a sum whose terms are read one by one while the
+/// poller runs. So a later sum can be lower than an earlier one.
 #[derive(Debug, Default)]
 pub(super) struct MonotonicPollerStats(HashMap<String, PollerStats>);
 
@@ -464,7 +464,7 @@ impl MonotonicPollerStats {
     pub(super) fn make_monotonic(&mut self, pollers: &mut [PollerStats]) {
         let before = std::mem::take(&mut self.0);
         for poller in pollers {
-            // A shorter lifetime means that another poller has reused the name.
+            // If the lifetime is shorter than before, another poller has taken over the name.
             let before = before.get(&poller.name);
             if let Some(before) = before.filter(|before| before.life_seconds <= poller.life_seconds)
             {

@@ -1,7 +1,7 @@
 //! Health of physical drives, polled once a minute.
 //!
-//! Reading the health needs a command, which a hanging drive completes late. Therefore, a thread polls the drives, and a scrape
-//! reads the latest answers of that thread.
+//! Reading the health needs a command, which a hanging drive may complete late. Therefore, a separate thread polls the
+//! drives, and a scrape reads the latest answers that this thread stored.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -27,7 +27,7 @@ const ZERO_CELSIUS: f64 = 273.0;
 /// Health of a drive, in base units.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DriveHealth {
-    /// Time of the answer, in seconds since the epoch.
+    /// Time at which the drive answered, in seconds since the epoch.
     pub(super) time: f64,
     pub(super) celsius: f64,
     pub(super) spare: f64,
@@ -128,7 +128,7 @@ fn poll_drives(drives: Vec<Arc<Drive>>, answers: &HealthAnswers) -> Duration {
                 present.insert(path, DriveHealth::new(&smart, Timestamp::now()));
             }
             Ok(None) => {}
-            // Keep the last answer with its time.
+            // The last successful answer stays, with its time.
             Err(error) => {
                 log::info!("Drive {path} does not report its health: {error}");
                 let known = answers.lock().get(&path).cloned();

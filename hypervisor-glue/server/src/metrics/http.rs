@@ -34,7 +34,7 @@ impl<T: Read + Write + AsFd + Send + fmt::Debug> HttpStream for T {}
 /// A parsed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HttpRequest {
-    /// The metrics, with a body or (for HEAD) without.
+    /// A request for the metrics: with a body for GET, without one for HEAD.
     Metrics {
         format: MetricsFormat,
         has_body: bool,
@@ -45,9 +45,9 @@ enum HttpRequest {
 
 /// Host names that clients may use over TCP.
 ///
-/// Protects against DNS rebinding. A browser on this host sends the name of the visited web site as `Host:`. The site's owner
-/// could make that name resolve to this host, so that the site's scripts could read the metrics. Hence only names that no
-/// stranger can own are accepted.
+/// The check protects against DNS rebinding. A browser on this host sends the name of the visited web site as `Host:`. The
+/// site's owner could make this name resolve to this host, so that the site's scripts could read the metrics. Therefore,
+/// only names that no stranger can own are accepted.
 #[derive(Clone, Debug, Default)]
 pub(super) struct AllowedHosts(Vec<String>);
 
@@ -141,7 +141,8 @@ impl HttpRequest {
     }
 }
 
-/// Refuses cross-site requests of browsers, and `Host:` names that a stranger may own.
+/// Returns the refusal of a cross-site request of a browser, or of a `Host:` name that a stranger may own; `None` if the
+/// request is allowed.
 fn find_refusal(headers: &[httparse::Header<'_>], hosts: &AllowedHosts) -> Option<HttpRequest> {
     let of = |name: &'static str| {
         let named = headers.iter();
@@ -154,7 +155,7 @@ fn find_refusal(headers: &[httparse::Header<'_>], hosts: &AllowedHosts) -> Optio
             "Requests from pages of other sites are refused",
         ));
     }
-    // A client without a `Host:` header is not a browser.
+    // A client that sends no `Host:` header is not a browser.
     let mut named = of("host");
     let first = named.next()?;
     let is_known = std::str::from_utf8(first.value).is_ok_and(|name| hosts.is_allowed(name));
@@ -177,7 +178,7 @@ enum HttpConnectionState {
 /// Progress of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HttpProgress {
-    /// The client has to send or receive more.
+    /// The client has not sent its whole request or received its whole answer yet.
     Pending,
     /// The answer is sent.
     Done,
@@ -217,7 +218,7 @@ impl HttpConnection {
         self.deadline.remaining()
     }
 
-    /// Reads and writes as much as possible without blocking. `text` returns the metrics.
+    /// Reads the request and writes the answer as far as possible without blocking. `text` returns the metrics.
     ///
     /// # Errors
     /// The client has disconnected.
@@ -279,7 +280,7 @@ fn read(stream: &mut dyn HttpStream, head: &mut Vec<u8>) -> io::Result<bool> {
     }
 }
 
-/// Returns the result, or `None` if the socket would block.
+/// Converts the result of a call on a non-blocking socket: `None` if the call would block.
 fn nonblocking_result(result: io::Result<usize>) -> io::Result<Option<usize>> {
     match result {
         Ok(count) => Ok(Some(count)),

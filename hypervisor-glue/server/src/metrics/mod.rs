@@ -6,8 +6,8 @@
 //! - `server`: the thread that serves clients and writes the file
 //! - `health`: polls the drives' health, even if metrics are not exported
 //!
-//! The metrics thread requests statistics directly from the functions' control threads. So a scrape takes no time from pollers,
-//! and does not wait for clients of the control socket.
+//! The metrics thread requests statistics directly from the functions' control threads. So a scrape takes no time of
+//! pollers, and does not wait for clients of the control socket.
 
 mod export;
 mod families;
@@ -68,7 +68,7 @@ impl FromStr for MetricsAddress {
 pub struct MetricsOptions {
     /// HTTP address.
     pub address: Option<MetricsAddress>,
-    /// Further names of this host that clients may use over TCP. Addresses, `localhost` and the host name are always accepted.
+    /// Names of this host that clients may use over TCP, in addition to IP addresses, `localhost` and the host name.
     pub hosts: Vec<String>,
     /// File for the node exporter.
     pub file: Option<PathBuf>,
@@ -122,7 +122,7 @@ pub trait MetricsSource: Send + Sync + 'static {
     /// Returns the open drives, without duplicates.
     fn drives(&self) -> Vec<Arc<Drive>>;
 
-    /// Returns the place where the health thread stores the drives' health. Snapshots include this health.
+    /// Returns the answers of the health thread, which it fills and which snapshots include.
     fn health(&self) -> HealthAnswers;
 }
 

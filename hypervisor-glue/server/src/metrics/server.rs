@@ -22,11 +22,11 @@ use super::health::HealthWatch;
 use super::http::{AllowedHosts, HttpConnection, HttpProgress, HttpStream};
 use super::{MetricsAddress, MetricsError, MetricsOptions, MetricsSource};
 
-/// Maximum number of clients. A further client replaces the oldest. A client that sends its request promptly is answered long
-/// before it becomes the oldest.
+/// Maximum number of clients. A new client beyond this number replaces the oldest client. A client that sends its request
+/// promptly is answered long before it becomes the oldest.
 const CLIENTS_MAX: usize = 64;
 
-/// Maximum age of a metrics text that is sent to further clients.
+/// Maximum age at which a metrics text is sent to another client.
 const TEXT_AGE_MAX: Duration = Duration::from_millis(500);
 
 /// Interval of writing the file.
@@ -117,8 +117,8 @@ impl MetricsFile {
     /// since the last write.
     fn write(&mut self, text: &str) -> Result<(), MetricsError> {
         let written = OpenDirectory::open_parent(&self.path).and_then(|(directory, name)| {
-            // Readable for the node exporter's user. The name must be replaced atomically, as the node exporter reads every
-            // `.prom` file.
+            // The file is readable for the node exporter's user. It must be replaced atomically, as the node exporter reads
+            // every `.prom` file at any time.
             directory.replace(name, 0o666, |file| file.write_all(text.as_bytes()))
         });
         let id = written.map_err(|source| MetricsError::File {
@@ -132,7 +132,7 @@ impl MetricsFile {
 
 impl Drop for MetricsFile {
     fn drop(&mut self) {
-        // The identity check keeps files of other servers and users.
+        // The identity check avoids removing a file of another server or user.
         if let Some(id) = self.written
             && let Ok((directory, name)) = OpenDirectory::open_parent(&self.path)
         {
@@ -141,7 +141,7 @@ impl Drop for MetricsFile {
     }
 }
 
-/// Bound socket and created file, not served yet.
+/// Bound socket and created file, which no thread serves yet.
 #[derive(Debug)]
 pub struct MetricsListener {
     socket: Option<MetricsSocket>,
@@ -262,7 +262,7 @@ impl MetricsTextCache {
 struct MetricsThreadState {
     socket: Option<MetricsSocket>,
     clients: Vec<HttpConnection>,
-    /// The file and the time of its next write.
+    /// The metrics file, and the time of its next write.
     file: Option<(MetricsFile, Duration)>,
     /// Time until which no client is accepted.
     accept_after: Duration,
@@ -333,7 +333,7 @@ impl MetricsThreadState {
         times.extend(Some(rest).filter(|rest| !rest.is_zero()));
         let timeout = match times.into_iter().min() {
             None => PollTimeout::NONE,
-            // Round up, so that the deadline has passed after the wait.
+            // Rounded up, so that the deadline has passed when the wait ends.
             Some(time) => {
                 PollTimeout::try_from(time + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
             }
@@ -369,7 +369,7 @@ impl MetricsThreadState {
         match socket.accept() {
             Ok(None) => {}
             Ok(Some(client)) => {
-                // Clients with a complete request were answered before this, so the oldest is idle or slow.
+                // All clients with a complete request were answered before this. So the oldest client is idle or slow.
                 if self.clients.len() >= CLIENTS_MAX {
                     self.clients.remove(0);
                 }
@@ -489,7 +489,7 @@ mod tests {
     fn clients_that_hang_hold_up_no_other() {
         let (_server, address) = server(&tcp_options("0"));
         let address = address.unwrap();
-        // Clients that send a part of a request, read no answer, and send nothing.
+        // Slow clients: they send a part of a request, read no answer, or send nothing.
         let mut slow = connect(&address);
         slow.write_all(b"GET /metr").unwrap();
         let mut deaf = connect(&address);
@@ -510,7 +510,7 @@ mod tests {
         let address = address.unwrap();
         let mut held: Vec<_> = (0..4 * CLIENTS_MAX).map(|_| connect(&address)).collect();
         assert!(get(&address, "*/*").starts_with("HTTP/1.1 200"));
-        // The first connections were closed to make place.
+        // The first connections were closed to make room for new clients.
         assert_eq!(held[0].read(&mut [0]).unwrap_or(0), 0);
     }
 
@@ -548,7 +548,7 @@ mod tests {
             &first,
             &figures.text(MetricsFormat::Prometheus)
         ));
-        // Expires the texts.
+        // Expires the cached texts.
         figures.texts.clear();
         assert!(!Arc::ptr_eq(
             &first,
@@ -572,7 +572,7 @@ mod tests {
         assert!(at_first.contains("nvme_mpt_build_info"), "{at_first}");
         let server = MetricsServer::start(listener, CountingMetricsSource(Arc::default())).unwrap();
         let deadline = clock::monotonic() + TIMEOUT;
-        // Each read finds a complete file.
+        // Every read must find a complete file.
         while clock::monotonic() < deadline {
             let text = fs::read_to_string(&path).unwrap();
             assert!(

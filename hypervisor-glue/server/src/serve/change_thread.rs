@@ -24,7 +24,7 @@ const QUEUE_LEN: usize = 64;
 /// Interval between attempts to restore functions whose VMs wait for a server.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A change, and the channel for its reply: `None` for a reload by SIGHUP, which has no client.
+/// A change, and the channel for its reply. The channel is `None` for a reload by SIGHUP, which has no client.
 type ChangeRequest = (FunctionChange, Option<ChangeReply>);
 
 /// Handle that submits changes to the thread.
@@ -32,7 +32,7 @@ type ChangeRequest = (FunctionChange, Option<ChangeReply>);
 pub(super) struct ChangeQueue(SyncSender<ChangeRequest>);
 
 impl ChangeQueue {
-    /// Submits a change. The reply arrives when the change is done or refused.
+    /// Submits a change. The reply arrives when the change was made or refused.
     pub(super) fn push(&self, change: FunctionChange, reply: ChangeReply) {
         let (reply, reason) = match self.0.try_send((change, Some(reply))) {
             Ok(()) => return,
@@ -85,8 +85,8 @@ impl ChangeThread {
         }
     }
 
-    /// Waits for the last change and returns the function registry. Returns `None` if the change thread panicked. The panic has
-    /// then ended all functions.
+    /// Waits for the last change and returns the function registry; `None` if the change thread panicked, which has ended
+    /// all functions.
     pub(super) fn end(self) -> Option<FunctionRegistry> {
         let Self { thread, queue } = self;
         drop(queue);
@@ -100,7 +100,7 @@ fn run_changes(
     requests: &Receiver<ChangeRequest>,
 ) -> FunctionRegistry {
     abort_on_panic();
-    // The first retry is immediate, for functions postponed by the start.
+    // The first retry follows immediately, for functions that the start has postponed.
     let mut pause = Duration::ZERO;
     loop {
         let request = match roster.has_waiting_vms() {
@@ -145,7 +145,7 @@ fn upgrade_server(
             log::info!("Process {process} is replacing this server");
             reply.send(Ok(ChangeResult::Upgraded { process, pending }));
             logging::flush(logging::CRASH_TIMEOUT);
-            // Exit at once: any further action here would affect state that the successor now owns.
+            // The successor owns the state now, so this process exits without running any destructors.
             std::process::exit(0);
         }
         Err(error) => {
@@ -201,7 +201,7 @@ fn apply_change(
             log::info!(lease = id.as_str(); "Lease {id} is reserved for user {owner}");
             ChangeResult::Reserved(reserved)
         }
-        // Handled by `upgrade_server`, which exits the process.
+        // Not reached: `upgrade_server` handles upgrades, and exits the process.
         FunctionChange::Upgrade { .. } => return Err(ChangeError::Ending),
         FunctionChange::Reload { force } => {
             let reloaded = roster.reload(force)?;

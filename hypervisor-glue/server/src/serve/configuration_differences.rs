@@ -1,6 +1,6 @@
-//! Differences between the configuration file and the served functions, pending until `nvme-mpt reload`.
+//! Differences between the configuration file and the served functions, which `nvme-mpt reload` would remove.
 //!
-//! A separate thread reads the file, because reading from a network file system can block indefinitely.
+//! A separate thread reads the file, because reading from a network file system can block for any time.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -26,7 +26,7 @@ const READ_TIMEOUT: Duration = Duration::from_millis(500);
 pub(super) struct RunningConfiguration {
     /// Absolute path of the file, if there is one.
     pub(super) file: Option<PathBuf>,
-    /// The server's policy for data that another lease id left, for functions without `data=`.
+    /// The server's policy for data that another lease id left. It applies to functions without `data=`.
     pub(super) data: PreviousDataPolicy,
     pub(super) functions: Vec<FunctionDeclaration>,
     pub(super) drives: Vec<ServerDriveOptions>,
@@ -246,8 +246,8 @@ impl ConfigurationComparer {
         })
     }
 
-    /// Returns the current differences. If the file cannot be read in time, returns the differences found by the previous
-    /// comparison.
+    /// Returns the current differences. If the file cannot be read in time, returns the differences that the previous
+    /// comparison found.
     pub(super) fn differences(&self) -> ConfigurationDifferences {
         let (order, answer) = mpsc::sync_channel(1);
         let sent = self.requests.send(order).ok();

@@ -20,18 +20,18 @@ pub(super) struct ServerContext {
     /// Leases of functions that run inside VMMs.
     pub(super) leases: Arc<LeaseTable>,
     pub(super) pollers: Arc<PollerPool>,
-    /// Policy for data that another lease id left, for functions without `data=`.
+    /// Policy for data that another lease id left. It applies to functions without `data=`.
     pub(super) data: PreviousDataPolicy,
-    /// Landlock rules of the file at the start.
+    /// Landlock rules that the configuration file had when the server started.
     pub(super) rules: Vec<FileRule>,
-    /// Directory of the ledger, and of reports on quarantined functions.
+    /// Directory of the ledger and of reports about quarantined functions.
     pub(super) state_dir: PathBuf,
     /// Absolute path of the `--config` file.
     pub(super) file: Option<PathBuf>,
     pub(super) added: AddedFunctionsFile,
-    /// State that outlives this process, if it has a keeper.
+    /// State that outlives this process; `None` without a supervisor.
     pub(super) persistence: Option<Arc<ServerPersistence>>,
-    /// Set when the server ends, to end long waits early.
+    /// Set when the server ends, so that long waits return early.
     pub(super) stop: Arc<AtomicBool>,
     /// Confinement of this process, which the new process of an upgrade inherits.
     pub(super) confinement: ProcessConfinement,

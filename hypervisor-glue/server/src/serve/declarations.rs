@@ -44,12 +44,12 @@ impl<T: FromStr<Err = OptionError>> ParsedDeclaration<T> {
     /// # Errors
     /// [`OptionError`].
     pub fn parse(text: OptionText) -> Result<Self, OptionError> {
-        // Parse first: its error names the file.
+        // The options are parsed first, because the parser's error names the file that cannot be read.
         let value = text.to_string().parse()?;
         let files = read_option_files(&text);
         match files.is_empty() {
             true => Ok(Self { value, text, files }),
-            // The file may have changed between the two reads.
+            // The file may have changed since the parser read it, so its text is parsed again.
             false => Self::with_files(text, files),
         }
     }
@@ -84,7 +84,7 @@ impl<T: FromStr<Err = OptionError>> ParsedDeclaration<T> {
 }
 
 impl ParsedDeclaration<ServerDriveOptions> {
-    /// Returns the option text with the drive's path in absolute form and with links resolved.
+    /// Returns the option text with the absolute path of the drive, in which symbolic links are resolved.
     pub(super) fn to_resolved_text(&self) -> OptionText {
         let path = self.value.drive.path.to_string();
         self.text.clone().with_value("path", Some(&path))
@@ -104,7 +104,7 @@ fn read_option_files(text: &OptionText) -> FileContents {
 }
 
 fn read_option_file(path: &Path) -> io::Result<String> {
-    // The file may have changed since the options were parsed.
+    // Checked again, because the file may have changed since the options were parsed.
     let metadata = fs::metadata(path)?;
     match metadata.is_file() && metadata.len() <= FILE_BYTES_MAX {
         true => fs::read_to_string(path),
@@ -120,14 +120,15 @@ fn memory_file(content: &str) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Id and range of a lease that the server chose, stored for a function whose options name neither a range nor a size.
+/// Id and range of a lease that the server chose for a function whose options name neither a range nor a size. They are
+/// stored for the next server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct AssignedLease {
     pub(super) id: String,
     pub(super) range: ByteRange,
 }
 
-/// A function and the origin of its declaration.
+/// A function, and the source of its declaration.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct FunctionDeclaration {
     pub(super) origin: DeclarationSource,
@@ -135,8 +136,8 @@ pub(super) struct FunctionDeclaration {
     pub(super) text: OptionText,
     pub(super) files: FileContents,
     pub(super) function: ServerFunctionOptions,
-    /// The lease that the function got, if its options name neither a range nor a size. It stays the same even if the drive has
-    /// grown since.
+    /// The lease that the server chose, if the options name neither a range nor a size. It stays unchanged even if the
+    /// drive has grown since.
     pub(super) lease: Option<AssignedLease>,
 }
 
@@ -183,21 +184,21 @@ impl FunctionDeclaration {
             .with_value("path", Some(&function.path.to_string()))
     }
 
-    /// Returns whether this declaration equals that of a served function, apart from limits and lease size, which can change
-    /// while the function is served.
+    /// Returns whether this declaration equals that of a served function. Limits and lease size are not compared, as they
+    /// can change while the function is served.
     pub(super) fn is_same_as(&self, served: &ServerFunctionOptions) -> bool {
         let rates = served.function.rates;
         self.with_rates(rates).with_size_of(served).function == *served
     }
 
-    /// Returns a copy with other limits.
+    /// Returns a copy of the declaration with other limits.
     pub(super) fn with_rates(&self, rates: RateLimits) -> Self {
         let mut other = self.clone();
         other.function.function.rates = rates;
         other
     }
 
-    /// Returns the function with the lease size of another one.
+    /// Returns the declaration with the lease size of the function `other`.
     pub(super) fn with_size_of(mut self, other: &ServerFunctionOptions) -> Self {
         if let (Some(size), Some(other)) = (&mut self.function.function.size, &other.function.size)
         {
@@ -217,7 +218,7 @@ impl FunctionDeclaration {
             .with_value("size", Some(&size.to_string()));
     }
 
-    /// Sets the policy for data that another lease id left in the range, unless the function's options have `data=`.
+    /// Sets the policy for data that another lease id left in the range, if the function's options have no `data=`.
     pub(super) fn with_data(mut self, data: PreviousDataPolicy) -> Self {
         if self.function.function.data == PreviousDataPolicy::Refused {
             self.function.function.data = data;
@@ -445,7 +446,7 @@ impl ConfigFileTables<'_> {
     }
 }
 
-/// A drive that the server keeps open even without functions, and the origin of the drive's declaration.
+/// A drive that the server keeps open even without functions, and the source of its declaration.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct DriveDeclaration {
     pub(super) origin: DeclarationSource,
@@ -486,13 +487,13 @@ pub(super) struct StartConfiguration {
     pub(super) unreadable: Vec<UnreadableDeclaration>,
     /// Landlock rules.
     pub(super) rules: Vec<FileRule>,
-    /// True if this is the configuration that the old server stored. If so, command line and file are ignored.
+    /// True if this is the configuration that the old server stored. Command line and file are then ignored.
     pub(super) is_restored: bool,
 }
 
 impl StartConfiguration {
-    /// Reads the configuration from the command line, the configuration file at an absolute path, and the functions added in
-    /// earlier runs.
+    /// Reads the configuration: from the command line, from the configuration file at an absolute path, and from the file
+    /// of functions that were added in earlier runs.
     pub(super) fn read(
         functions: Vec<ParsedDeclaration<ServerFunctionOptions>>,
         drives: Vec<ParsedDeclaration<ServerDriveOptions>>,
@@ -524,9 +525,9 @@ impl StartConfiguration {
     }
 }
 
-/// File of the functions that were added at run time, for the next start.
+/// File with the functions that were added at run time, which the next start reads.
 ///
-/// The file is next to the control socket. Only one server can hold that socket, and only that server writes the file.
+/// The file is next to the control socket. Only one server can hold this socket, and only this server writes the file.
 #[derive(Debug)]
 pub(super) struct AddedFunctionsFile {
     path: PathBuf,
@@ -581,7 +582,7 @@ impl AddedFunctionsFile {
         let (directory, name) = OpenDirectory::open_parent(&self.path)?;
         // The next server would refuse a file that other users can replace.
         directory.check_not_exposed(name)?;
-        // Mode 0600: users who may access sockets in this directory must not read it.
+        // Mode 0600: users who may access sockets in this directory must not read the file.
         directory.replace(name, 0o600, |file| {
             file.write_all(bytes)?;
             file.sync_all()

@@ -32,7 +32,7 @@ pub enum FunctionRegistrationError {
     /// The drive cannot be opened.
     #[error(transparent)]
     Drive(#[from] FunctionDriveError),
-    /// The lease or its attachment failed.
+    /// The lease cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
     /// The owner of the socket is unknown.
@@ -47,10 +47,10 @@ pub enum FunctionRegistrationError {
     /// The socket cannot be served.
     #[error(transparent)]
     Server(#[from] vfio_user_server::Error),
-    /// The keeper cannot store the function.
+    /// The supervisor cannot store the function.
     #[error("The keeper cannot store the function")]
     Keeper(#[source] Box<FdStoreError>),
-    /// A function of the old server cannot be restored now.
+    /// The state of an old server's function cannot be restored now.
     #[error("The previous server's function cannot be restored now")]
     Resume(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The function's thread failed.
@@ -65,8 +65,8 @@ impl From<FdStoreError> for FunctionRegistrationError {
 }
 
 impl FunctionRegistrationError {
-    /// Returns whether the error is that the old server's stored files do not match the function's options, for example after a
-    /// change of `queues=`.
+    /// Returns whether the old server's persisted files do not match the function's options, for example after a change of
+    /// `queues=`.
     pub(super) fn is_persisted_files_mismatch(&self) -> bool {
         match self {
             Self::Open(OpenError::Attach(LocalBackendError::Io(error))) => {
@@ -76,8 +76,8 @@ impl FunctionRegistrationError {
         }
     }
 
-    /// Returns whether the error is that another user holds the drive or its range. This user may be a killed server, until the
-    /// kernel has closed its io_uring.
+    /// Returns whether the drive or its range is in use. The user may also be a killed server, until the kernel has closed
+    /// its io_uring.
     pub(super) fn is_in_use(&self) -> bool {
         match self {
             Self::Drive(FunctionDriveError::Open(error)) => match error {
@@ -117,7 +117,7 @@ pub enum LimitsError {
     /// The ledger cannot be used.
     #[error(transparent)]
     Lease(#[from] LeaseError),
-    /// The drive has no such limit.
+    /// The drive does not support this limit.
     #[error(transparent)]
     Option(#[from] OptionError),
     /// The limits in the ledger are invalid.
@@ -135,7 +135,7 @@ pub enum LimitsError {
     },
 }
 
-/// Error of changing the functions. After an error, nothing has changed unless the variant says so.
+/// Error of changing the functions. Without a remark at the variant, nothing has changed after the error.
 #[derive(Debug, Error)]
 pub enum ChangeError {
     /// The options are invalid.
@@ -191,7 +191,7 @@ pub enum ChangeError {
         /// Cause.
         source: FunctionRegistrationError,
     },
-    /// The limits cannot be recorded, and are unchanged.
+    /// The limits cannot be recorded in the ledger, and do not change.
     #[error("Cannot change the limits of function {id}")]
     Limits {
         /// The function.
@@ -199,12 +199,12 @@ pub enum ChangeError {
         /// Cause.
         source: Box<LimitsError>,
     },
-    /// The limits are in the ledger for the next lease of the id, but the VMM disconnected during the change.
+    /// The VMM disconnected during the change. The limits are in the ledger, and apply to the next lease of the id.
     #[error(
         "The VMM of function {0} disconnected meanwhile: its limits are recorded, and apply when it reconnects"
     )]
     LimitedWithoutVmm(String),
-    /// The lease has grown, but the VMM disconnected during the change.
+    /// The VMM disconnected during the change, but the lease has grown.
     #[error(
         "The VMM of function {0} disconnected meanwhile: its lease has grown, and has the new size when it reconnects"
     )]

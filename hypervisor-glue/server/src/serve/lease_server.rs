@@ -1,11 +1,11 @@
 //! Leases of functions that run inside VMMs: the server's side of the lease protocol.
 //!
-//! The server listens on a socket in the state directory, where VMMs look for the server of their drive. Each function in a VMM
-//! has a connection and a thread. The lease ends with the connection.
+//! The server listens on a socket in the state directory, where VMMs look for the server of their drive. Each function in a
+//! VMM has a connection and a thread. The lease ends with the connection.
 //!
-//! The server's own user and root may use every lease. Other users may use only leases that the operator reserved for them.
-//! They cannot configure the drive or the pollers, or decide about previous owners' data. The ledger stores the owners and the
-//! operator's limits.
+//! The server's own user and root are trusted: they may use every lease. Other users may use only leases that the operator
+//! reserved for them. These users can neither configure the drive or the pollers, nor decide about previous owners' data.
+//! The ledger stores the leases' owners and the operator's limits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -54,19 +54,19 @@ use crate::persistence::crashes::CRASHES_TO_QUARANTINE;
 use crate::persistence::persisted_function::QuarantineReason;
 use crate::stats::{FunctionStats, GuestPause};
 
-/// Maximum number of lease ids remembered for pause statistics. Further ids get no pause statistics.
+/// Maximum number of lease ids that are remembered for pause statistics. Leases of later ids get no pause statistics.
 const SEEN_IDS_MAX: usize = 65_536;
 
-/// Retry interval while a lease ends.
+/// Interval between attempts to get a lease that is ending.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Timeout for statistics of leases whose queues or memory are changing.
+/// Timeout for the statistics of a lease whose queues or memory are being changed.
 const STATS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Maximum number of connections.
 const CONNECTIONS_MAX: usize = 1024;
 
-/// Maximum number of connections without a lease for one untrusted user. Root and the server's own user are trusted.
+/// Maximum number of connections without a lease for one untrusted user.
 const USER_WAITING_MAX: usize = 64;
 
 /// Maximum number of connections without a lease for all untrusted users.
@@ -75,7 +75,7 @@ const UNTRUSTED_WAITING_MAX: usize = 256;
 /// Maximum number of connections for all untrusted users. One eighth of all connections is reserved for trusted users.
 const UNTRUSTED_MAX: usize = CONNECTIONS_MAX / 8 * 7;
 
-/// Option keys allowed to VMMs of untrusted users. With the other keys, a VMM could make the server read files, take threads or
+/// Option keys allowed to VMMs of untrusted users. With other keys, a VMM could make the server read files, take threads or
 /// queue pairs from other guests, or decide about previous owners' data.
 const UNTRUSTED_KEYS: &[&str] = &[
     "path",
@@ -96,8 +96,8 @@ const UNTRUSTED_KEYS: &[&str] = &[
     "reconnect",
 ];
 
-/// Smallest number of I/O queue pairs that is refused to VMMs of untrusted users. Each pair takes memory of the server, which
-/// is pinned if the drive is a physical one.
+/// Smallest number of I/O queue pairs that is refused to VMMs of untrusted users. Each pair uses memory of the server,
+/// which is pinned for a physical drive.
 const UNTRUSTED_QUEUES_END: u16 = 65;
 
 /// A lease held by a function in a VMM.
@@ -107,11 +107,11 @@ struct VmmLease {
     path: DrivePath,
     /// Limits that the VMM requested.
     requested_rates: RateLimits,
-    /// Limits set by the operator, which take precedence.
+    /// Limits set by the operator, which override the VMM's.
     operator_limits: Option<RateChange>,
     local_backend: Arc<LocalBackend>,
     peer: PeerIdentity,
-    /// Pause of the guest that ended when this lease began. `None` if the function had no server before.
+    /// Pause of the guest that ended when this lease began; `None` if the function had no server before.
     guest_pause: Option<GuestPause>,
 }
 
@@ -156,7 +156,7 @@ struct VmmConnection {
     peer: PeerIdentity,
     /// User to whose quota the connection counts.
     quota_user: u32,
-    /// True if the connection was closed to make room for another connection.
+    /// True if the connection was closed to make room for a new connection.
     is_evicted: bool,
     thread: Option<JoinHandle<()>>,
     lease: Option<VmmLease>,
@@ -172,13 +172,14 @@ pub(super) struct LeaseTable {
     socket: PathBuf,
     access: SocketAccess,
     connections: Mutex<BTreeMap<u64, VmmConnection>>,
-    /// Used parts of the rate limits of ended leases, by id, so that a VMM cannot regain credit by reconnecting.
+    /// Used parts of the rate limits of ended leases, by id. A VMM thereby cannot regain credit by reconnecting.
     used_limits: Mutex<BTreeMap<String, RateLimiterUse>>,
-    /// Ids of all leases that this server has had. If a function with such an id reconnects, no pause is counted.
+    /// Ids of all leases that this server has created. If a function with such an id reconnects, it has not waited for a
+    /// server, so no pause is counted.
     seen_ids: Mutex<BTreeSet<String>>,
     /// Start of the pause of functions restored from the old server.
     pause_start: GuestPauseStart,
-    /// Log budgets by user id. They are per user, not per connection, since a user could reconnect endlessly.
+    /// Log budgets by user id. They are not per connection, since a user could then reconnect to get a new budget.
     budgets: Mutex<BTreeMap<u32, LogBudget>>,
     attaches: Mutex<AttachesInProgress>,
     /// True when the server ends.
@@ -238,8 +239,8 @@ impl LeaseTable {
         are_made || self.connections().values().any(|one| one.lease.is_some())
     }
 
-    /// Returns the id of a lease whose in-flight commands do not end within `time`, because its drive does not answer. Such
-    /// commands would keep this process from ending. Each lease is paused only until its own commands have ended.
+    /// Returns the id of a lease whose in-flight commands do not end within `time`, because the drive does not answer. Such
+    /// commands would delay the end of this process. Each lease is paused only until its own commands have ended.
     pub(super) fn find_busy(&self, time: Duration) -> Option<String> {
         let leases: Vec<_> = {
             let connections = self.connections();
@@ -255,23 +256,23 @@ impl LeaseTable {
             .map(|(id, _)| id)
     }
 
-    /// Refuses new leases from now on, since a successor is taking over. Returns true if no VMM has a lease or is getting one.
+    /// Refuses new leases from now on, since a successor takes over. Returns true if no VMM has a lease or is getting one.
     ///
-    /// If a VMM has a lease, this process must end before the successor starts serving. There are two reasons: the successor
-    /// cannot find leases of private drives, and the kernel reports a lost write to only one process.
+    /// If a VMM has a lease, this process must end before the successor starts serving. There are two reasons: the
+    /// successor cannot find leases of private drives, and the kernel reports a lost write to only one process.
     pub(super) fn stop_attaching(&self) -> bool {
         let are_made = {
             let mut making = self.attaches();
             making.is_closed = true;
             making.count > 0
         };
-        // A thread that is still creating a lease may hold the ledger's lock. A thread that has created its lease has added it
-        // to the table.
+        // Both conditions are needed: a thread that is creating a lease may hold the ledger's lock, and a thread that has
+        // created one has added it to the table.
         !are_made && !self.has_leases()
     }
 
-    /// Counts a lease under construction until the guard is dropped. After [`Self::stop_attaching`], blocks, so that the VMM waits until
-    /// this process ends. Returns `None` if `stop` is set.
+    /// Counts a lease under construction until the guard is dropped. After [`Self::stop_attaching`], blocks, so that the
+    /// VMM waits until this process has ended. Returns `None` once `stop` is set.
     fn begin_attach(&self, stop: &AtomicBool) -> Option<AttachGuard<'_>> {
         loop {
             {
@@ -310,12 +311,12 @@ impl LeaseTable {
         used.insert(lease.entry.id.clone(), lease.local_backend.limits_usage());
     }
 
-    /// Records that an id has a lease. Returns the pause of the guest that ended thereby, if another server had the function
-    /// before.
+    /// Records that an id has a lease. Returns the guest's pause that this lease ends; `None` if no other server had the
+    /// function before.
     fn end_guest_pause(&self, id: &str, has_server_before: bool) -> Option<GuestPause> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         let mut had = self.seen_ids.lock().unwrap_or_else(PoisonError::into_inner);
-        // Bounded, because VMMs choose the ids.
+        // The number of ids is bounded, because VMMs choose the ids.
         let is_new = had.len() < SEEN_IDS_MAX && had.insert(id.to_owned());
         (has_server_before && is_new).then(|| self.pause_start.pause_until(system::host_time()))
     }
@@ -337,7 +338,7 @@ impl LeaseTable {
             if is_complete || deadline.remaining().is_zero() {
                 return found.into_values().collect();
             }
-            // Sleep without the lock, which other VMMs need.
+            // Sleeps without the lock, which other VMMs need.
             clock::sleep(RETRY_INTERVAL);
         }
     }
@@ -385,12 +386,12 @@ impl LeaseTable {
             let mut connections = self.connections();
             let connection = connections.values_mut().find(|one| one.has_lease(id))?;
             connection.end_cause = LeaseEndCause::Removed;
-            // Stops reading requests. The VMM notices once the lease has ended.
+            // The connection's thread then stops reading requests. The VMM notices only once the lease has ended.
             let _ = connection.stream.shutdown(Shutdown::Read);
             let entry = connection.lease.as_ref()?.entry.clone();
             (entry, connection.thread.take())
         };
-        // Join without the lock, which the thread needs to remove the connection.
+        // Joins without the lock, which the thread needs to remove the connection.
         if let Some(thread) = thread
             && thread.join().is_err()
         {
@@ -413,15 +414,17 @@ impl LeaseTable {
     }
 
     /// Sets the operator's limits of a lease. Writes the limits into the ledger first, so that they also apply to the next
-    /// lease of the id. Returns `None` if no lease has the id, and an inner `None` if the VMM disconnected after the limits
-    /// were written.
+    /// lease of the id.
+    ///
+    /// Returns `None` if no lease has the id. Returns an inner `None` if the VMM disconnected after the limits were
+    /// written.
     pub(super) fn set_limits(
         &self,
         id: &str,
         given: &OptionText,
     ) -> Option<Result<Option<FunctionEntry>, LimitsError>> {
         let (attachment, path) = self.find_backend(id)?;
-        // Without the lock, as another process may hold the ledger.
+        // Done without the lock, as another process may hold the ledger.
         let change = record_limits(attachment.lease(), &path, given);
         Some(change.map(|change| self.apply_limits(id, change)))
     }
@@ -437,8 +440,8 @@ impl LeaseTable {
     /// Applies the operator's limits after they were written into the ledger. Returns the lease's entry; `None` if no lease has
     /// the id.
     fn apply_limits(&self, id: &str, change: RateChange) -> Option<FunctionEntry> {
-        // Another VMM may have got the lease since, and may have read the ledger before the change. So apply the change to it
-        // as well.
+        // The id may meanwhile have a new lease, of another VMM that read the ledger before the change. So the change is
+        // applied to the present lease.
         let mut connections = self.connections();
         let lease = find_lease(&mut connections, id)?;
         lease.operator_limits = Some(change);
@@ -453,15 +456,17 @@ impl LeaseTable {
         if let Some(lease) = connection.and_then(|one| one.lease.as_mut()) {
             lease.requested_rates = rates;
             if !lease.peer.is_trusted() {
-                // A weight would take shares from other guests.
+                // A weight that a VMM sets would take shares from other guests.
                 lease.requested_rates.weight = None;
             }
             lease.apply_rates();
         }
     }
 
-    /// Grows a lease while its guest runs. Returns `None` if no lease has the id. Returns an inner `None` if the VMM
-    /// disconnected meanwhile; the ledger then keeps the new size for the next lease of the id.
+    /// Grows a lease while its guest runs.
+    ///
+    /// Returns `None` if no lease has the id. Returns an inner `None` if the VMM disconnected meanwhile; the ledger then
+    /// has the new size for the next lease of the id.
     pub(super) fn grow(
         &self,
         id: &str,
@@ -469,7 +474,7 @@ impl LeaseTable {
         stop: &AtomicBool,
     ) -> Option<Result<Option<FunctionEntry>, GrowError>> {
         let (attachment, _) = self.find_backend(id)?;
-        // Without the lock, as wiping takes a while.
+        // Done without the lock, as wiping takes a while.
         let grown = attachment.grow(size.0, stop);
         let entry = self.update_extents(id, &attachment);
         Some(grown.map(|()| entry))
@@ -486,8 +491,8 @@ impl LeaseTable {
         Some(lease.entry.clone())
     }
 
-    /// Leases a part of a drive and creates the controller backend. If the range or id belongs to a VMM that has just
-    /// disconnected, waits until that VMM's lease has ended.
+    /// Leases a part of a drive and creates the controller back end. If the range or id belongs to a VMM that has just
+    /// disconnected, waits until this VMM's lease has ended.
     fn open_backend(
         &self,
         options: &FunctionOptions,
@@ -606,8 +611,8 @@ impl LeaseTable {
             peer,
             guest_pause: None,
         };
-        // Hold the lock while reading the ledger, so that each change of limits is either in the ledger already or finds this
-        // lease afterwards.
+        // The lock is held while the ledger is read. So a concurrent change of limits is either in the ledger already, or
+        // finds this lease in the table.
         let mut connections = self.connections();
         let ordered = recorded_limits(attachment.lease()).and_then(|limits| {
             let change = limits.map(|limits| parse_limits(attachment.lease().id(), &limits));
@@ -717,7 +722,7 @@ impl VmmConnection {
     }
 }
 
-/// The table as seen by one connection.
+/// The table as one connection uses it.
 struct ConnectionLeaseSource<'a> {
     table: &'a LeaseTable,
     number: u64,
@@ -771,7 +776,7 @@ impl LeaseSource for ConnectionLeaseSource<'_> {
 #[derive(Debug)]
 pub(super) struct LeaseServer {
     table: Arc<LeaseTable>,
-    /// Pipe that ends the thread when this end is closed.
+    /// Write end of a pipe. Closing it ends the thread.
     stop: Option<PipeWriter>,
     thread: Option<JoinHandle<()>>,
     /// Threads of leases that are ending.
@@ -806,7 +811,7 @@ impl LeaseServer {
         })
     }
 
-    /// Stops accepting VMMs and starts to end all leases. Dropping the server waits until the leases have ended.
+    /// Stops accepting VMMs, and makes all leases end. Dropping the server waits until they have ended.
     pub(super) fn stop_leases(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take()
@@ -835,7 +840,7 @@ impl Drop for LeaseServer {
     }
 }
 
-/// Makes the directory of the servers' sockets accessible for other users, so that their VMMs find the sockets. Each socket's
+/// Gives other users access to the directory of the servers' sockets, so that their VMMs find the sockets. Each socket's
 /// own mode decides who may connect.
 fn open_dir_to_others(folder: &Path, sockets: &OpenDirectory) -> io::Result<()> {
     if let Some(state_dir) = folder.parent() {
@@ -853,12 +858,12 @@ fn server_name() -> String {
     }
 }
 
-/// Removes sockets of servers that have ended. A connection attempt shows whether a server is running; its process id would
-/// not, since process ids differ between PID namespaces.
+/// Removes sockets of servers that have ended. A connection attempt shows whether a server is running. Its process id would
+/// not show this, since process ids differ between PID namespaces.
 fn remove_stale_sockets(sockets: &OpenDirectory) {
     for name in sockets.names().unwrap_or_default() {
         let path = Path::new(&name);
-        // Other names belong to sockets under construction, which refuse connections until they are renamed.
+        // Sockets under construction have other names. They refuse connections until they are renamed.
         if path.extension().is_none_or(|extension| extension != "sock") {
             continue;
         }
@@ -867,7 +872,7 @@ fn remove_stale_sockets(sockets: &OpenDirectory) {
                 .socket_state()
                 .is_ok_and(|found| found == SocketPathState::Stale)
         {
-            // Another server may have removed it already.
+            // Another server may have removed the socket already.
             sockets.remove(&name, entry.id());
         }
     }
@@ -903,8 +908,8 @@ fn accept_connections(mut listener: SocketListener, stopped: &PipeReader, table:
 }
 
 /// Makes room for a connection of a user, or refuses the connection. Some connections are reserved for trusted users. If
-/// untrusted users' connections without a lease reach their limit, the user with the most such connections loses the oldest
-/// one.
+/// untrusted users' connections without a lease are at their limit, the user with the most such connections loses the
+/// oldest of them.
 fn admit_connection(
     connections: &mut BTreeMap<u64, VmmConnection>,
     peer: &PeerIdentity,
@@ -937,7 +942,7 @@ fn admit_connection(
                 "other users have {UNTRUSTED_WAITING_MAX} connections without a lease, and user {account} the most of them"
             ));
         }
-        // The connection with the lowest number has waited longest.
+        // Numbers ascend, so the connection with the lowest number has waited longest.
         let first = connections.values_mut().find(|one| {
             let waits = one.lease.is_none() && !one.is_evicted;
             waits && !one.peer.is_trusted() && Some(one.quota_user) == most
@@ -979,7 +984,7 @@ fn start_session(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io
         }
         owned.connections().remove(&number);
     };
-    // The new thread cannot remove the connection before this inserts it: the lock is held.
+    // The lock is held, so the new thread cannot remove the connection before it is inserted here.
     let thread = start_thread(&format!("lease-{number}"), work)?;
     connections.insert(
         number,
@@ -1034,7 +1039,7 @@ mod tests {
         drop(server);
     }
 
-    /// Connects a VMM without a thread or a lease, by its number. Returns the VMM's end.
+    /// Adds a VMM's connection without a thread or a lease, under a given number. Returns the VMM's end.
     fn connect(table: &LeaseTable, peer: PeerIdentity, number: u64) -> UnixStream {
         let (stream, vmm) = UnixStream::pair().unwrap();
         let connection = VmmConnection {
@@ -1070,7 +1075,7 @@ mod tests {
                 connect(&table, peer(uid), number)
             })
         };
-        // Users of one person, each with the maximum of connections.
+        // Users of one person: each takes the maximum number of connections.
         let mut theirs = Vec::new();
         for uid in 100_000..100_020 {
             theirs.extend((0..USER_WAITING_MAX).filter_map(|_| come(uid).ok()));
@@ -1081,7 +1086,7 @@ mod tests {
             connections.values().filter(|one| !one.is_evicted).count()
         };
         assert_eq!(waiting(&table), UNTRUSTED_WAITING_MAX);
-        // Other users connect, and for each of them one of these connections is closed.
+        // For each new connection of another user, one connection of that person is closed.
         for uid in 1000..1010 {
             come(uid).unwrap();
             assert_eq!(waiting(&table), UNTRUSTED_WAITING_MAX);
@@ -1099,7 +1104,7 @@ mod tests {
             "the first one was sent away"
         );
 
-        // Connections whose threads have not ended yet count, but not against the operator's share.
+        // Connections that were closed count until their threads have ended. The operator's share stays free nevertheless.
         while table.connections().len() < UNTRUSTED_MAX {
             number += 1;
             drop(connect(&table, peer(2000), number));
@@ -1116,7 +1121,7 @@ mod tests {
         admit_connection(&mut table.connections(), &peer(0), 0).unwrap();
     }
 
-    /// Returns the shared parts of a function that its VMM keeps when the server ends; `None` if the function ends with its
+    /// Returns the files of a function that its VMM keeps when the server ends; `None` if the function ends with its
     /// server.
     fn persisted_parts(host: &dyn ControllerBackend) -> Option<PersistedBackendParts> {
         let shared = host.shared_parts();
@@ -1191,7 +1196,7 @@ mod tests {
         drop(host);
         let crashed = fs::File::from(parts.inflight.try_clone().unwrap());
         for crashes in [0_u64, 1, 2, u64::MAX] {
-            // The crash count follows the record of lost writes.
+            // In the file, the crash count follows the record of lost writes.
             crashed.write_all_at(&crashes.to_le_bytes(), 72).unwrap();
             match admit(Some(&parts)) {
                 LeaseAdmission::Attached(_) => assert!(crashes < 2),
@@ -1221,7 +1226,7 @@ mod tests {
         assert!(!table.stop_attaching(), "a VMM is about to get a lease");
         drop(being_made);
         assert!(table.stop_attaching());
-        // The VMM has disconnected, and does not wait for the end of this process.
+        // `stop` means that the VMM has disconnected, so it does not wait for the end of this process.
         stop.store(true, Ordering::Relaxed);
         let LeaseAdmission::Refused(reason) = table.admit(0, *peer, options, None, &stop) else {
             panic!("a lease that the next process does not know of");
@@ -1254,7 +1259,7 @@ mod tests {
             ..
         } = &bench;
         let stop = AtomicBool::new(false);
-        // Acquires the lease, and returns its stall and the parts that its VMM keeps. Then the VMM disconnects.
+        // Acquires the lease, then disconnects. Returns the cause of the guest's pause, and the files that the VMM keeps.
         let visit = |table: &LeaseTable, parts: Option<&PersistedBackendParts>| {
             let _vmm = connect(table, *peer, 0);
             let LeaseAdmission::Attached(host) = table.admit(0, *peer, options, parts, &stop)
@@ -1302,7 +1307,7 @@ mod tests {
         let limits: OptionText = "iops=100".parse().unwrap();
         assert!(table.set_limits("a", &limits).unwrap().unwrap().is_some());
         let (attachment, path) = table.find_backend("a").unwrap();
-        // The VMM disconnects between the two steps of a change.
+        // Takes the lease out of the table, as if the VMM disconnected between the two steps of a change.
         let take_lease = || {
             table
                 .connections()
@@ -1315,7 +1320,7 @@ mod tests {
         assert!(table.apply_limits("a", change).is_none());
         let recorded = attachment.lease().limits().unwrap();
         assert_eq!(recorded.as_deref(), Some("iops=200"));
-        // The lease is back for the second change.
+        // For the second change, the lease is put back.
         if let Some(connection) = table.connections().get_mut(&0) {
             connection.lease = Some(taken);
         }
@@ -1330,11 +1335,11 @@ mod tests {
     #[test]
     fn only_sockets_of_dead_servers_are_removed() {
         let folder = tempfile::tempdir().unwrap();
-        // The process id of this process, and an id above any valid one. Either may belong to a process in another PID
-        // namespace.
+        // The process id of this process, and a process id above the maximum. In another PID namespace, both may be ids of
+        // running servers. Servers of earlier releases have only the process id in the name.
         let numbers = [process::id().to_string(), "4194305".to_owned()];
         let socket = |server: &str| folder.path().join(format!("{server}.sock"));
-        // Name that the listener uses until it listens.
+        // The socket's name before it listens.
         let beginning = folder.path().join(".vfio-user.4194305.0");
         drop(UnixListener::bind(&beginning).unwrap());
         for number in &numbers {

@@ -1,19 +1,21 @@
-//! `nvme-mpt serve`: opens drives, leases parts of them and serves NVMe functions until a signal ends the server. Functions can
-//! be added and removed at run time.
+//! `nvme-mpt serve`: opens drives, leases parts of them and serves NVMe functions until a signal ends the server. Functions
+//! can be added and removed at run time.
 //!
-//! - `declared`: functions and drives as configured
-//! - `drives`: open drives
+//! - `declarations`: functions and drives as configured
+//! - `open_drives`: open drives
 //! - `registered_function`: one served function
-//! - `roster`: all served functions, and changes to them
-//! - `leases`: leases of functions that run inside VMMs
-//! - `changes`: the thread that changes functions
+//! - `registry`: all served functions, and changes to them
+//! - `lease_server`: leases of functions that run inside VMMs
+//! - `change_thread`: the thread that changes functions
 //! - `reload`: applies the configuration file
 //! - `configuration_differences`: differences between the configuration file and the served functions
 //! - `upgrade`: replaces the server process
 //! - `stored_configuration`: the configuration stored for the next server
 //! - `required_files`: files that Landlock has to allow
+//! - `context`: resources and settings that all functions share
 //! - `stats_source`: statistics for the control socket and for metrics
 //! - `registry_snapshot`: a snapshot of functions and drives for other threads
+//! - `error`: errors of serving and changing functions
 
 mod change_thread;
 mod configuration_differences;
@@ -88,7 +90,7 @@ pub use self::declarations::{ConfigFileError, ParsedDeclaration};
 pub use self::error::{ChangeError, FunctionRegistrationError, LimitsError};
 pub use self::open_drives::FunctionDriveError;
 
-/// Timeout for the first pass of newly started pollers.
+/// Timeout for the first poll of newly started pollers.
 const POLLER_START_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Configuration of a server.
@@ -103,9 +105,9 @@ pub struct ServeOptions {
     pub argument_errors: Vec<String>,
     /// Configuration file with more functions and drives.
     pub file: Option<PathBuf>,
-    /// Policy for data that another lease id left in a range, for functions without `data=`.
+    /// Policy for data that another lease id left in a range. It applies to functions without `data=`.
     pub data: PreviousDataPolicy,
-    /// Memory limit of functions without `memory-limit=`, including functions in VMMs.
+    /// Memory limit of functions without `memory-limit=`, in the server and in VMMs.
     pub memory_limit: Option<ByteSize>,
     /// Directory of the lease ledger.
     pub state_dir: PathBuf,
@@ -117,7 +119,8 @@ pub struct ServeOptions {
     pub metrics: MetricsOptions,
     /// Restrictions by Landlock and seccomp.
     pub confinement: ConfinementOptions,
-    /// Files that `profile=` and `faults=` name in [`Self::functions`] and [`Self::drives`]. The next server reads them again.
+    /// Files that `profile=` and `faults=` name in [`Self::functions`] and [`Self::drives`]. The next server reads these
+    /// files again.
     pub option_files: Vec<PathBuf>,
 }
 
@@ -144,7 +147,7 @@ pub enum ServeError {
         path.display()
     )]
     ControlDir {
-        /// The folder.
+        /// Directory of the control socket.
         path: PathBuf,
         /// Cause.
         source: PathError,
@@ -217,12 +220,12 @@ impl From<ChangeError> for ServeError {
     }
 }
 
-/// Serves functions until SIGTERM or SIGINT arrives. Prints a block for each function and then "ready" to `out`. Confines the
-/// process until its end, before it opens any drive.
+/// Serves functions until SIGTERM or SIGINT arrives. Prints a block for each function and then "ready" to `out`. Confines
+/// the process until its end, before it opens any drive.
 ///
 /// # Errors
-/// If a function or drive cannot be served, none is, and no file is left behind except the state directory that Landlock needs.
-/// Errors of ending the functions are returned as well.
+/// If a function or drive cannot be served, no function is served. The state directory that Landlock needs may then remain,
+/// but no other file. Errors of ending the functions are returned as well.
 pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeError> {
     let inherited = InheritedDescriptors::from_env()?;
     let failure = FailureReport::connect(&inherited);
@@ -233,7 +236,7 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     served
 }
 
-/// Serves functions, with the state inherited from a keeper or from the server to replace.
+/// Serves functions, with the state inherited from a supervisor or from the predecessor.
 fn serve_inherited(
     options: ServeOptions,
     inherited: InheritedDescriptors,
@@ -242,24 +245,24 @@ fn serve_inherited(
 ) -> Result<(), ServeError> {
     let signals = EndSignals::block().map_err(ServeError::Signals)?;
     let declared = initial_configuration(&options, &inherited, replaces)?;
-    // Confine first: threads started later inherit the restrictions.
+    // Confines first, since threads that are started later inherit the restrictions.
     let rules = required_files::server_rules(&options, &declared)?;
     let confined = confine(&options.confinement, rules)?;
     logging::start_log_thread().map_err(ServeError::Log)?;
     system::enable_preemption_count();
     let stop = Arc::new(AtomicBool::new(false));
-    // Long waits of the start, such as for wiping a range, must end with a signal as well.
+    // A signal must also end long waits during the start, for example for wiping a range.
     let signal = start_signal_thread(signals, stop.clone()).map_err(ServeError::Signals)?;
     install_crash_handlers().map_err(ServeError::Crashes)?;
-    // Measuring the tick rate takes some milliseconds. Do it here, before the old server pauses its functions.
+    // Measuring the tick rate takes some milliseconds. It is done here, before the old server pauses its functions.
     let _ = TickRate::measured();
-    // Errors in the arguments must show up before the old server ends.
+    // Errors in the arguments must be found before the old server ends.
     let metrics = options.metrics.clone();
     let control = options.control.clone();
     let mut prepared = None;
     let mut late = None;
     let keeping = ServerPersistence::connect(inherited, || -> Result<(), ServeError> {
-        // If the thread cannot be started, the sockets are bound after the functions are served.
+        // If this thread cannot be started, the sockets are bound after the functions are served.
         late = SuccessorSockets::spawn(control.clone(), metrics.clone()).ok();
         prepared = Some(prepare_takeover(&options, &declared)?);
         Ok(())
@@ -267,7 +270,7 @@ fn serve_inherited(
     let keeper = keeping.as_deref();
     let goes_on =
         declared.is_restored || keeper.is_some_and(ServerPersistence::has_restorable_functions);
-    // Guests wait only for their functions. The old server may still own the sockets.
+    // Guests wait only for their functions, and the old server may still own the sockets.
     let replacing = keeping.as_ref().filter(|keeping| keeping.has_predecessor());
     if let (Some(keeping), Some(late)) = (replacing, &late) {
         late.start_binding(keeping.clone(), goes_on);
@@ -283,13 +286,14 @@ fn serve_inherited(
     ) {
         (Some(bound), _) => Ok(bound),
         (None, Some(bound)) => bound,
-        // The thread could not be started.
+        // The thread of `SuccessorSockets` could not be started.
         (None, None) => bind_after_predecessor(keeper, &control, &metrics, goes_on),
     };
     let (listener, metrics) = match bound {
         Ok(bound) => bound,
         Err(error) => {
-            // Dropping the functions would end them permanently. So leak them, and the next process can restore them.
+            // Dropping the functions would end them permanently. They are leaked instead, so that the next process can
+            // restore them.
             std::mem::forget(roster);
             return Err(error);
         }
@@ -307,10 +311,11 @@ fn serve_inherited(
     if let Some(Err(error)) = keeping.as_ref().map(ServerPersistence::watch_supervisor) {
         log::warn!("Cannot start a thread, so the end of the keeper will be noticed late: {error}");
     }
-    // "ready" goes to the keeper first. A reader of the line may kill this process at once, and a keeper does not restart a
-    // server that never became ready.
+    // "ready" goes to the supervisor before it is printed. A reader of the line may kill this process immediately, and a
+    // supervisor does not restart a server that was never ready.
     persistence::notify(keeping.as_deref(), "READY=1");
-    // Functions may have been restored after a crash. Flush the log before the reader of "ready" can kill this process.
+    // Functions may have been restored after a crash. The log is flushed before the reader of "ready" can kill this
+    // process.
     logging::flush(logging::END_TIMEOUT);
     writeln!(out, "ready")
         .and_then(|()| out.flush())
@@ -329,7 +334,8 @@ fn serve_inherited(
     server.end()
 }
 
-/// Returns the initial configuration: the one that the old server stored, or else that of the command line and the file.
+/// Returns the initial configuration: the configuration that the old server stored; else that of the command line and the
+/// file.
 fn initial_configuration(
     options: &ServeOptions,
     inherited: &InheritedDescriptors,
@@ -350,7 +356,7 @@ fn initial_configuration(
             return Ok(served);
         }
         Ok(None) => {}
-        // A live old server keeps serving, so fail.
+        // The old server is running and continues to serve, so this process fails.
         Err(error) if replaces => return Err(error),
         Err(error) => log::error!(
             "Cannot restore the previous configuration, so the command line and the file apply: {}",
@@ -382,18 +388,18 @@ fn start_signal_thread(
             }
         };
         stop.store(true, Ordering::Relaxed);
-        // Keep signals blocked to the end. A signal that killed the process now would leave leases behind whose data is not
+        // Signals stay blocked until the end. A signal that killed the process now would leave leases whose data is not
         // durable. Each remaining wait is bounded.
         signals.block_forever();
-        // If the start failed, the receiver is gone and the process ends anyway.
+        // If the start failed, there is no receiver, and the process ends anyway.
         let _ = sender.send(signal);
     };
     start_thread("signals", wait)?;
     Ok(receiver)
 }
 
-/// Serves the initial functions. Returns the control socket, bound but not yet served; `None` if this server replaces another
-/// server, whose socket is bound later.
+/// Serves the initial functions. Returns the control socket, bound but not yet served; `None` if this server replaces
+/// another one, whose sockets are bound later.
 fn start(
     options: ServeOptions,
     declared: StartConfiguration,
@@ -426,18 +432,18 @@ fn start(
         access => access?,
     };
     start_file_survey();
-    // Do this before anything is opened, so that an error about a directory that other users can access is reported first.
+    // Must precede all opening of files, so that a directory that other users can access is reported first.
     make_state_dir(&state_dir).map_err(ServeError::StateDir)?;
     let file = match declared.is_restored {
-        // The file may have been removed.
+        // The file may have been removed meanwhile.
         true => file.map(|file| path::absolute(&file).unwrap_or(file)),
         false => file.map(absolute_path).transpose()?,
     };
     let replaces = keeping
         .as_deref()
         .is_some_and(ServerPersistence::has_predecessor);
-    // The control socket locks the file of added functions against a second server. During an upgrade, the old server's socket
-    // does that.
+    // The control socket protects the file of added functions against a second server. During an upgrade, the old server's
+    // socket does so.
     let listener = match replaces {
         true => None,
         false => Some(bind_control(&control)?),
@@ -529,19 +535,19 @@ fn bind_after_predecessor(
 /// Control socket and metrics socket of a server.
 type ServerSockets = (ControlListener, MetricsListener);
 
-/// Sockets of a server that replaces another one. A thread binds the sockets as soon as the old server ends, while functions
-/// are still being restored, which can take long. So no other server can take the control socket and write the file of added
-/// functions.
+/// Control socket and metrics socket of a server that replaces another one. A thread binds them as soon as the old server
+/// ends, while functions are still being restored, which can take long. So no third server can take the control socket and
+/// write the file of added functions.
 #[derive(Debug)]
 struct SuccessorSockets {
     requests: Sender<(Arc<ServerPersistence>, bool)>,
-    /// The thread's result is `None` if `start_binding` was never called.
+    /// Result of the thread: `None` if `start_binding` was never called.
     thread: JoinHandle<Option<Result<ServerSockets, ServeError>>>,
 }
 
 impl SuccessorSockets {
-    /// Starts the thread. It must start before functions pause, because a thread that starts during the pause could take
-    /// processor time from a poller.
+    /// Starts the thread. Must be called before functions pause: a thread that starts during the pause could take processor
+    /// time from a poller.
     fn spawn(control: PathBuf, metrics: MetricsOptions) -> io::Result<Self> {
         let (orders, inbox) = mpsc::channel();
         let bind = move || {
@@ -567,7 +573,7 @@ impl SuccessorSockets {
         let _ = self.requests.send((keeping, goes_on));
     }
 
-    /// Waits until the sockets are bound. Returns `None` without a [begin](Self::start_binding).
+    /// Waits until the sockets are bound. Returns `None` if [`start_binding`](Self::start_binding) was not called.
     fn into_sockets(self) -> Option<Result<ServerSockets, ServeError>> {
         let Self {
             requests: orders,
@@ -581,8 +587,8 @@ impl SuccessorSockets {
     }
 }
 
-/// Binds the metrics listener. If this fails, a server that restores functions starts without metrics, so that VMs keep their
-/// drives.
+/// Binds the metrics listener. If this fails in a server that restores functions, the server continues without metrics, so
+/// that VMs keep their drives.
 fn bind_metrics(options: &MetricsOptions, goes_on: bool) -> Result<MetricsListener, MetricsError> {
     match MetricsListener::bind(options) {
         Err(error) if goes_on => {
@@ -593,19 +599,19 @@ fn bind_metrics(options: &MetricsOptions, goes_on: bool) -> Result<MetricsListen
     }
 }
 
-/// Resources of a server that replaces another one, prepared before functions pause so that the pause is short.
+/// Resources of a server that replaces another one. They are prepared before functions pause, so that the pause is short.
 #[derive(Debug)]
 struct PreparedTakeover {
-    /// Ledgers. The predecessor's ledger of private drives is added later.
+    /// Lease ledgers. The predecessor's ledger of private drives is added later.
     ledgers: LeaseLedgers,
-    /// Drives that can be open in both servers at once.
+    /// Drives that both servers can have open concurrently.
     drives: OpenDrives,
-    /// Poller pool, with a running poller thread for each poll mode whose pollers functions share.
+    /// Poller pool. It has a running poller thread for each poll mode in which functions share pollers.
     pollers: Arc<PollerPool>,
 }
 
-/// Opens the ledgers of a state directory. If `is_kept`, starts the ledger writer thread for a server that may restore another
-/// one.
+/// Opens the ledgers of a state directory. If `is_kept`, the server may restore another server's functions, so the ledger
+/// writer thread is started as well.
 fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<LeaseLedgers, ServeError> {
     let ledgers = LeaseLedgers::open(state_dir);
     match is_kept {
@@ -626,7 +632,7 @@ fn start_file_survey() {
     }
 }
 
-/// Checks options, opens drives and starts pollers, without any lease. Returns once the pollers are running.
+/// Checks options, opens drives and starts pollers, but acquires no lease. Returns once the pollers are running.
 fn prepare_takeover(
     options: &ServeOptions,
     declared: &StartConfiguration,
@@ -634,7 +640,7 @@ fn prepare_takeover(
     let VmmSocket { mode, owner } = &options.vmm_socket;
     socket_access(*mode, owner.as_ref())?;
     start_file_survey();
-    // The roster resolves paths the same way.
+    // The function registry resolves paths in the same way.
     let resolved = |function: &FunctionOptions| FunctionOptions {
         path: declarations::resolve_path(&function.path),
         ..function.clone()
@@ -655,11 +661,12 @@ fn prepare_takeover(
     let pollers = PollerPool::with_threads(crashes::thread_spawner());
     for function in &functions {
         if function.poll.check_processors().is_ok() {
-            // After an error here, the function's first queue requests the poller again.
+            // After an error here, the function's first queue tries again to start the poller.
             let _ = pollers.prepare(&function.poll, function.fixed);
         }
     }
-    // Threads that start while functions are paused would compete with the old server for processors.
+    // Threads that start while functions are paused would compete with the old server for processors, so wait for their
+    // start.
     pollers.await_passes(POLLER_START_TIMEOUT);
     Ok(PreparedTakeover {
         ledgers,
@@ -687,7 +694,7 @@ fn print_functions(roster: &FunctionRegistry, out: &mut dyn Write) -> io::Result
     Ok(())
 }
 
-/// Prints a function with the VMM arguments that attach it.
+/// Prints a function, and the VMM arguments that attach it.
 ///
 /// # Errors
 /// Returns the error of `out`.
@@ -713,7 +720,7 @@ pub fn print_function(entry: &FunctionEntry, out: &mut dyn Write) -> io::Result<
 /// A running server. Dropping it ends all functions.
 #[derive(Debug)]
 struct ActiveServer {
-    // Dropped first, as it submits changes.
+    // Dropped first, as its thread submits changes.
     control: ControlServer,
     metrics: MetricsServer,
     leases: LeaseServer,
@@ -734,8 +741,8 @@ impl ActiveServer {
             health: HealthAnswers::default(),
             persistence: roster.context.persistence.clone(),
         };
-        // Start the lease server before anything is reported, because a VMM that finds no lease server would open the drive
-        // itself.
+        // The lease server starts before anything is reported, because a VMM that finds no lease server would open the
+        // drive itself.
         let lease_server =
             LeaseServer::start(figures.leases.clone()).map_err(ServeError::Leases)?;
         let metrics = MetricsServer::start(metrics, figures.clone())?;
@@ -773,20 +780,21 @@ impl ActiveServer {
             mut leases,
             changes,
         } = self;
-        // No new changes arrive. Waiting changes are refused, and the current one ends early.
+        // From now on, no changes arrive. Waiting changes are refused, and the change in progress ends early.
         drop((control, metrics));
-        // End leases and functions concurrently: each may use its whole timeout.
+        // Leases and functions end concurrently, as each may use its whole timeout.
         leases.stop_leases();
         let roster = changes.end().ok_or(ServeError::Panicked)?;
         roster.forget_configuration();
         roster.stop_functions();
         drop(leases);
         let keeping = roster.context.persistence.clone();
-        // The keeper must not close a block device last: the kernel would make it wait for writes.
+        // If the supervisor were the last to close a block device, the kernel would make it wait for writes. So this
+        // process keeps the drives open until the supervisor has closed its descriptors.
         let _open = keeping.as_ref().map(|_| roster.drives.controllers());
         let ended = roster.end();
         if let Some(keeping) = keeping {
-            // Leases to which no VMM returned: close their spare files.
+            // Spare descriptors of leases to which no VMM has returned are closed as well.
             keeping.spares().forget_other_drives(&[]);
         }
         ended.map_err(|(socket, source)| ServeError::End { socket, source })
@@ -882,7 +890,7 @@ mod tests {
         UnixStream::connect(&control).unwrap_err();
         drop(before.stdin.take());
         before.wait().unwrap();
-        // Functions are offered while the old server still runs.
+        // The old server has ended, so the thread binds the sockets, although no functions are restored yet.
         while UnixStream::connect(&control).is_err() {
             clock::sleep(Duration::from_millis(1));
         }

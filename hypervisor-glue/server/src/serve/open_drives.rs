@@ -1,4 +1,5 @@
-//! Drives that a server has open: one for each namespace in use. Namespaces of one drive share the host controller.
+//! Drives that a server has open: one entry for each namespace in use. Namespaces of one physical drive share its host
+//! controller.
 
 use std::io;
 use std::path::Path;
@@ -52,10 +53,10 @@ impl From<PersistenceError> for FunctionDriveError {
     }
 }
 
-/// Longest wait for the path lookup of an unused drive.
+/// Maximum wait for the path lookup of a drive that no function uses.
 const UNUSED_LOOKUP_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// An open drive whose path now leads to another file or device or to none, and how this was found.
+/// An open drive whose path now leads to another file or device, or to nothing, and the reason why this was assumed.
 #[derive(Debug, Error)]
 #[error("The path of drive {path} does not lead to the open drive: {reason}")]
 pub(super) struct MovedDrive {
@@ -70,7 +71,7 @@ type PathLookup = Receiver<io::Result<String>>;
 struct OpenDrive {
     drive: Arc<Drive>,
     path: DrivePath,
-    /// Name of the drive's first byte when the drive was opened, which identifies the file or device; `None` for a drive
+    /// Name of the drive's first byte when the drive was opened. It identifies the file or device; `None` for a drive
     /// without a file.
     first_byte_name: Option<String>,
     /// Path lookup that has not finished, if there is one.
@@ -79,8 +80,8 @@ struct OpenDrive {
 }
 
 impl OpenDrive {
-    /// Returns why the successor process would not find the drive by its path; `None` if it would. A file system that does not
-    /// answer until the deadline is a reason, too.
+    /// Returns why the successor process would not find the drive by its path; `None` if it would find it. A file system
+    /// that does not answer until the deadline is such a reason, too.
     fn find_move(&self, deadline: &Deadline) -> Option<MovedDrive> {
         let (DrivePath::File(file), Some(known)) = (&self.path, &self.first_byte_name) else {
             return None;
@@ -94,21 +95,21 @@ impl OpenDrive {
         Some(MovedDrive { path, reason })
     }
 
-    /// Returns the name of the first byte behind the path, which a separate thread looks up. If the thread of an earlier call
-    /// is still blocked, waits for that thread instead of starting another one.
+    /// Returns the name of the first byte behind the path, which a separate thread looks up. If the thread of an earlier
+    /// call is still blocked, waits for this thread instead of starting another one.
     fn look_up_path(&self, file: &Path, deadline: &Deadline) -> io::Result<String> {
         let mut look = self
             .pending_lookup
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        // A result that arrived after its caller's timeout may be out of date.
+        // If the earlier caller had timed out, the result may be out of date.
         let is_pending = |look: &PathLookup| matches!(look.try_recv(), Err(TryRecvError::Empty));
         let pending = match look.take().filter(is_pending) {
             Some(pending) => pending,
             None => {
                 let (sender, receiver) = sync_channel(1);
                 let file = file.to_owned();
-                // The receiver may be gone.
+                // The receiver may have timed out.
                 start_thread("path", move || drop(sender.send(first_byte_name(&file))))?;
                 receiver
             }
@@ -125,7 +126,7 @@ impl OpenDrive {
     }
 }
 
-/// Returns the name of the first byte of a file or block device, which identifies it. Equal names mean the same bytes.
+/// Returns the name of the first byte of a file or block device. Equal names mean the same bytes.
 fn first_byte_name(file: &Path) -> io::Result<String> {
     Ok(start_location(&BackingId::from_path(file)?.identity().name))
 }
@@ -135,11 +136,11 @@ fn first_byte_name(file: &Path) -> io::Result<String> {
 pub(super) struct OpenDrives(Vec<OpenDrive>);
 
 impl OpenDrives {
-    /// Opens drives while another server has them open: first the drives in `held`, then those of `functions`. Later calls of
-    /// [`Self::open`] must use equal paths to find these drives.
+    /// Opens drives while another server has them open: first the drives in `held`, then those of `functions`. Later calls
+    /// of [`Self::open`] must use equal paths to find these drives.
     ///
-    /// Opens only regular files without a profile and faults. If one drive cannot be opened, closes all again without an error,
-    /// since the error will be reported when the drive is opened for its function.
+    /// Opens only regular files without a profile and faults. If one drive cannot be opened, closes all of them without an
+    /// error: the error will be reported when the drive is opened for its function.
     pub(super) fn open_beside(held: &[FunctionOptions], functions: &[FunctionOptions]) -> Self {
         let is_plain = |path: &DrivePath| {
             let mut all = held.iter().chain(functions);
@@ -210,14 +211,14 @@ impl OpenDrives {
                 };
                 let drive = drives::open_with_descriptors(path, options.clone(), outliving);
                 if let (DrivePath::Pci(_), Some(keeping)) = (path, keeping) {
-                    // The predecessor needs nothing of this drive any more, whether opening succeeded or not.
+                    // The drive is open or has failed, so nothing of it is needed from the predecessor any more.
                     match &drive {
                         Ok(_) => keeping.reclaim_drive(&path.to_string()),
                         Err(_) => keeping.release_drive(&path.to_string()),
                     }
                 }
                 if drive.is_ok() && function.pins_memory() {
-                    // The server cannot know which VMMs will connect.
+                    // The server does not know yet which VMMs will connect.
                     log::warn!(
                         "Drive {path} pins the memory of its VMs: they must have no balloon and no free page reporting, \
                          unless their VMM prevents both, as QEMU does"
@@ -244,8 +245,8 @@ impl OpenDrives {
         Ok(drive)
     }
 
-    /// Closes unused drives whose path now leads to another file or device. So a function that waits for such a path will open
-    /// the present file or device.
+    /// Closes unused drives whose path now leads to another file or device. A function that waits for this path will then
+    /// open the new file or device.
     pub(super) fn close_moved(&mut self, is_used: impl Fn(&Arc<Drive>) -> bool) {
         self.0.retain(|open| {
             let deadline = Deadline::after(&SystemClock::shared(), UNUSED_LOOKUP_TIMEOUT);
@@ -291,8 +292,8 @@ impl OpenDrives {
     }
 }
 
-/// Returns whether a function with these options can continue in the server's successor process. It cannot if the drive is a
-/// zoned or key-value `memory:` drive, whose content is lost when the process ends.
+/// Returns whether a function with these options can continue in the server's successor process. A function on a zoned or
+/// key-value `memory:` drive cannot, since the drive's content is lost with the process.
 pub(super) fn can_outlive_process(options: &FunctionOptions) -> bool {
     let in_process = matches!(
         options.profile.as_deref(),
@@ -301,10 +302,10 @@ pub(super) fn can_outlive_process(options: &FunctionOptions) -> bool {
     !(in_process && matches!(options.path, DrivePath::Memory(_)))
 }
 
-/// Key of an option on which functions disagree.
+/// Key of an option whose values differ between functions that share a drive.
 struct DifferingOption(&'static str);
 
-/// Returns the drive options on which the functions that share the drive agree.
+/// Returns the drive options of functions that share a drive, on which the functions must agree.
 fn common_options<'a>(
     sharing: impl Iterator<Item = &'a FunctionOptions> + Clone,
 ) -> Result<DriveOptions, DifferingOption> {
@@ -393,7 +394,7 @@ mod tests {
         let mut drives = OpenDrives::open_beside(&held, &functions);
         let opened = [held[0].path.clone(), functions[0].path.clone()];
         assert_eq!(paths(&drives), opened);
-        // The functions use the drives that were opened.
+        // The functions use the drives that `open_beside` has opened.
         let before: Vec<_> = drives.controllers();
         for function in &functions[..2] {
             let drive = drives.open(function, functions.iter(), None).unwrap();
@@ -429,7 +430,7 @@ mod tests {
         }
         drives.close_moved(|_| false);
         assert_eq!(drives.0.len(), 1);
-        // A late answer is discarded, and the question is asked again.
+        // The late answer is discarded, and the path is looked up again.
         answer.send(Ok("0 of disk:other".to_owned())).unwrap();
         let minute = Duration::from_secs(60);
         let moved = drives.find_moved(&within(minute));

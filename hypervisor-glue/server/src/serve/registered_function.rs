@@ -43,7 +43,7 @@ pub(super) struct RegisteredFunction {
     /// Number of the drive's queue pairs that the function may use.
     pub(super) queues: u16,
     pub(super) drive: Arc<Drive>,
-    /// Controller backend. The reference is weak, so that only the function's thread keeps the backend alive.
+    /// Controller back end. The reference is weak, so that only the function's thread keeps the back end alive.
     local_backend: Weak<LocalBackend>,
     /// True if the function was restored from the old server.
     pub(super) is_restored: bool,
@@ -101,8 +101,8 @@ impl RegisteredFunction {
         Self::start(declared, drive, &attachment, server)
     }
 
-    /// Restores or quarantines a function of the old server. Returns `None` if neither is possible, now or later; the function
-    /// is then removed from the keeper.
+    /// Restores or quarantines a function of the old server. Returns `None` if neither will ever be possible; the function
+    /// is then removed from the supervisor.
     fn restore(
         declared: &FunctionDeclaration,
         drive: &Arc<Drive>,
@@ -114,7 +114,7 @@ impl RegisteredFunction {
         let shelf = before.store_key();
         let reason = before.quarantine_reason();
         let parts = match reason {
-            // Leave the old server's files unchanged for the report.
+            // The old server's files stay unchanged, as the report about the crash needs them.
             Some(_) => SharedBackendPartsSource::Continued(None),
             None => before.shared_parts(),
         };
@@ -136,7 +136,7 @@ impl RegisteredFunction {
                             ..offer
                         }));
                     }
-                    // The thread cannot be started now. A later attempt may succeed.
+                    // The function's thread cannot be started now. A later attempt may succeed.
                     Ok(Err(error)) => {
                         attachment.retain_spares();
                         keeping.reread_function(&shelf);
@@ -163,8 +163,8 @@ impl RegisteredFunction {
             "Cannot restore the function on {}, so a VMM that has it loses its drive: {error}",
             socket.display()
         );
-        // Once the keeper has closed the function's descriptors, no process has its socket, and a new function can use the
-        // path.
+        // When the supervisor has closed the function's descriptors, no process holds its socket any more. A new function
+        // can then use the path.
         keeping.end_predecessor();
         shelf.forget_and_wait();
         Ok(None)
@@ -231,7 +231,7 @@ impl RegisteredFunction {
         let id = attachment.lease().id().to_owned();
         let extents = attachment.lease().extents();
         let thread = FunctionThread::start(&id, server)?;
-        // The next server must lease the same range, even if the drive has grown.
+        // The next server must lease this range, even if the drive has grown since.
         let whole = extents.single();
         let whole = whole.filter(|_| function.range.is_none() && function.size.is_none());
         let lease = whole.map(|range| AssignedLease {
@@ -263,7 +263,7 @@ impl RegisteredFunction {
         })
     }
 
-    /// Ends the function. Returns the error as text, if there was one.
+    /// Ends the function. Returns the error as text, or `None` after a clean end.
     pub(super) fn end(self) -> Option<String> {
         let Self { entry, thread, .. } = self;
         let error = thread.end().err()?;
@@ -274,9 +274,10 @@ impl RegisteredFunction {
         ))
     }
 
-    /// Pauses the function's queues briefly. Returns whether their in-flight commands end within `time`.
+    /// Pauses the function's queues briefly, to check that the drive answers. Returns whether the in-flight commands end
+    /// within `time`.
     pub(super) fn can_quiesce(&self, time: Duration) -> bool {
-        // A function whose thread has ended has no commands.
+        // A function whose thread has ended has no commands in flight.
         let attachment = self.local_backend.upgrade();
         attachment.is_none_or(|attachment| attachment.quiesce_once(time).is_ok())
     }
@@ -288,8 +289,8 @@ impl RegisteredFunction {
         }
     }
 
-    /// Returns whether `size` exceeds the capacity that the guest sees and is at least the lease's size. If so, a change to
-    /// `size` needs no shrinking.
+    /// Returns whether the lease must grow for `size`, which is the case if `size` exceeds the capacity that the guest
+    /// sees, and the lease is not larger than `size`.
     pub(super) fn needs_growth(&self, size: ByteSize) -> bool {
         // A function whose thread has ended has no lease.
         self.local_backend.upgrade().is_some_and(|attachment| {
@@ -377,7 +378,7 @@ fn resume_function(
         function: options,
         ..
     } = &declared.function;
-    // Attach the keeper before the client is restored, so that every change is stored first.
+    // The device gets its persistence before the client is restored, so that every change of state is stored.
     let mut device = NvmeDevice::new(function)?.with_persistence(kept, options.memory);
     device.restore(client, &control)?;
     let stall = stream
@@ -395,7 +396,7 @@ fn resume_function(
     Ok(server)
 }
 
-/// Serves a new function and stores its state with the keeper.
+/// Serves a new function and stores its state with the supervisor.
 fn serve_persisted(
     declared: &FunctionDeclaration,
     keeping: &ServerPersistence,

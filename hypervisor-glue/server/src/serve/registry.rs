@@ -45,21 +45,21 @@ use crate::persistence::persisted_function::RestoreOrder;
 /// Timeout for opening a drive or leasing a range that the kernel still holds for the old server's process.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 20 });
 
-/// Timeout for pollers to poll restored queues for the first time. The old server is told to end only afterwards.
+/// Timeout for pollers to poll restored queues for the first time. The old server is asked to end only afterwards.
 const FIRST_PASS_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Time during which functions in VMMs can reconnect to a new server and find their memory still mapped. They look for a server
-/// at least once a second.
+/// Time during which functions in VMMs can reconnect to a new server and find their memory still mapped for the drive. Such
+/// functions look for a server at least once a second.
 const RECONNECT_TIME: Duration = Duration::from_secs(5);
 
-/// Bytes of guest memory whose pinning delays other functions only briefly. Functions with more memory to pin are restored
-/// last.
+/// Maximum amount of guest memory whose pinning delays other functions only briefly. Functions with more memory to pin are
+/// restored last.
 const BRIEF_PINNING_MAX: u64 = 1 << 30;
 
-/// Interval between attempts.
+/// Interval between attempts to get a resource that the old server or the kernel still holds.
 const RELEASE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// A function that could not be served, while others are.
+/// A function that could not be served, in a server that serves other functions.
 #[derive(Debug)]
 pub(super) struct FailedFunctionRecord {
     declaration: FailedDeclaration,
@@ -70,7 +70,7 @@ pub(super) struct FailedFunctionRecord {
 #[derive(Debug)]
 enum FailedDeclaration {
     Declared(Box<FunctionDeclaration>),
-    /// This release cannot parse its options.
+    /// A declaration whose options this release cannot parse.
     Unreadable(Box<UnreadableDeclaration>),
 }
 
@@ -150,12 +150,13 @@ impl FunctionRegistry {
         }
     }
 
-    /// Serves the initial functions. If the old server stored functions, serves only these. Otherwise, serves the functions of
-    /// the command line and the file, and those added in an earlier run.
+    /// Serves the initial functions. If the old server stored functions, serves only these. Otherwise, serves the functions
+    /// of the command line and the file, and those added in an earlier run.
     ///
     /// # Errors
-    /// A function of the command line or of the file cannot be served. If a function of an earlier run cannot be served, it is
-    /// listed as failed instead. If this server restores another server's functions, this holds for all functions.
+    /// A function of the command line or of the file cannot be served. A function that was added in an earlier run is
+    /// listed as failed instead. If this server restores another server's functions, each function that cannot be served is
+    /// listed as failed.
     pub(super) fn start(&mut self, declared: StartConfiguration) -> Result<(), ChangeError> {
         let StartConfiguration {
             functions,
@@ -168,7 +169,7 @@ impl FunctionRegistry {
         let keeping = self.context.persistence.as_ref();
         let goes_on = was_served || keeping.is_some_and(|kept| kept.has_restorable_functions());
         if goes_on {
-            // If one function or drive fails, other VMs must not lose their drives.
+            // The failure of one function or drive must not take the drives from other VMs.
             for drive in drives {
                 if let Err(error) = self.open_held(vec![drive.clone()]) {
                     log::error!("{}", report::chain(&error));
@@ -198,7 +199,7 @@ impl FunctionRegistry {
         }
         if let Some(keeping) = &self.context.persistence {
             if goes_on {
-                // Everything else can wait: guests have had no completions since the old server paused.
+                // Pollers come first: guests have had no completions since the old server paused.
                 self.context.pollers.await_passes(FIRST_PASS_TIMEOUT);
             }
             keeping.dismiss_predecessor();
@@ -212,7 +213,7 @@ impl FunctionRegistry {
         }
         if let Some(keeping) = &self.context.persistence {
             keeping.forget_other_drives(&controllers);
-            // VMs may wait for leases on a drive that cannot be opened now.
+            // VMs may still wait for leases on a drive that cannot be opened now. Then spare descriptors stay.
             if !self.has_waiting_vms() && self.missing_drives.is_empty() {
                 keeping.spares().forget_other_drives(&controllers);
             }
@@ -229,9 +230,9 @@ impl FunctionRegistry {
         }
     }
 
-    /// Adds a function, which also persists over restarts.
+    /// Adds a function, which is also served after a restart of the server.
     pub(super) fn add(&mut self, text: OptionText) -> Result<FunctionEntry, ChangeError> {
-        // `data=` applies once, not at every start: by then, the range may have had another owner.
+        // `data=` applies only now. At a later start, the range may have had another owner in between.
         let again = text.clone().with_value("data", None);
         let described = || {
             option_files(&again)
@@ -284,7 +285,7 @@ impl FunctionRegistry {
                 return Err(ChangeError::Connected(id.to_owned()));
             }
             let ended = self.context.leases.end_lease(id);
-            // The VMM may have disconnected since the check.
+            // The VMM may have disconnected since the check above.
             let entry = ended.ok_or_else(|| self.unknown_function_error(id))?;
             return Ok((entry, None));
         }
@@ -305,12 +306,12 @@ impl FunctionRegistry {
         if !force {
             self.check_unused(&[place])?;
         }
-        // Store first: a removed function must not return after a restart.
+        // The removal is stored first: a removed function must not return after a restart.
         if is_added {
             self.store_added_except(place)?;
         }
         if let Err(error) = self.request_shutdown(place, force) {
-            // A VMM has connected since the check.
+            // The function stays, since a VMM has connected since the check. It is stored again.
             if is_added && let Err(error) = self.store_added() {
                 log::error!("{}", report::chain(&error));
             }
@@ -367,8 +368,8 @@ impl FunctionRegistry {
         })
     }
 
-    /// Changes the limits of a function. Limits of a function added by `nvme-mpt add` stay after a restart of the server.
-    /// Limits of a function in a VMM also apply to later leases of the id.
+    /// Changes the limits of a function. For a function that `nvme-mpt add` added, the limits stay after a restart of the
+    /// server. For a function in a VMM, the limits also apply to later leases of the id.
     pub(super) fn set_limits(
         &mut self,
         id: &str,
@@ -407,7 +408,7 @@ impl FunctionRegistry {
         Ok(self.functions[place].entry.clone())
     }
 
-    /// Resizes a function's lease. The size of a function added by `nvme-mpt add` stays after a restart of the server.
+    /// Resizes a function's lease. For a function that `nvme-mpt add` added, the size stays after a restart of the server.
     pub(super) fn resize(
         &mut self,
         id: &str,
@@ -420,7 +421,7 @@ impl FunctionRegistry {
         };
         if self.context.leases.has_lease(id) {
             let grown = self.context.leases.grow(id, size, &self.context.stop);
-            // The VMM may have disconnected since the check.
+            // The VMM may have disconnected since the check above.
             return match grown.ok_or_else(|| self.unknown_function_error(id))? {
                 Err(GrowError::Lease(LeaseError::HasMore { .. })) if truncate => {
                     Err(ChangeError::Shrinks(id.to_owned()))
@@ -451,7 +452,7 @@ impl FunctionRegistry {
             _ => {
                 self.grow(place, size)?;
                 if origin == DeclarationSource::Added {
-                    // Even if this fails, the ledger keeps the new size.
+                    // If storing fails, the ledger has the new size nevertheless.
                     self.store_added()?;
                 }
             }
@@ -459,7 +460,7 @@ impl FunctionRegistry {
         Ok(self.functions[place].entry.clone())
     }
 
-    /// Grows a function's lease. A lease that is already large enough stays unchanged.
+    /// Grows a function's lease. A lease that already has this size or more stays unchanged.
     pub(super) fn grow(&mut self, place: usize, size: ByteSize) -> Result<(), ChangeError> {
         let grown = self.functions[place].grow(size, &self.context.stop);
         self.publish();
@@ -472,8 +473,8 @@ impl FunctionRegistry {
     /// Shrinks the lease of a function without a VMM, and serves the function again.
     ///
     /// The file of added functions gets the smaller size before the lease shrinks. After a crash between the two steps, the
-    /// lease is larger than the file says, which is harmless. With the opposite order, the file would have a larger size than
-    /// the lease. The next process would then need free space, which another lease may have taken.
+    /// lease is larger than the file says, which is harmless. In the opposite order, the file would say a larger size than
+    /// the lease has. The next process would then need free space, which another lease may have taken.
     fn truncate(&mut self, place: usize, size: ByteSize) -> Result<(), ChangeError> {
         let RegisteredFunction {
             declaration: declared,
@@ -517,14 +518,14 @@ impl FunctionRegistry {
         let again = self.serve_all(vec![declared]);
         match (&again, text) {
             (Ok(()), _) => self.functions[place..].rotate_right(1),
-            // A restart serves it again. Until then it is listed as failed.
+            // After a restart, the server serves the function again. Until then, the function is listed as failed.
             (Err(_), text) if added => self.serve_added(text),
             (Err(_), _) => {}
         }
         drop(drive);
         self.close_unused();
         self.publish();
-        // Restores the old size in the file if the lease was not truncated.
+        // If the lease was not truncated, this restores the old size in the file.
         let stored = match added {
             true => self.store_added(),
             false => Ok(()),
@@ -551,7 +552,7 @@ impl FunctionRegistry {
             snapshot: view,
             ..
         } = self;
-        // From here on, only the functions hold the drives.
+        // From here on, only the functions hold references to the drives.
         drop((held, drives, view));
         let mut result = Ok(());
         for RegisteredFunction { entry, thread, .. } in offers {
@@ -569,7 +570,7 @@ impl FunctionRegistry {
         self.context.leases.clone()
     }
 
-    /// Returns the shared view of the current functions.
+    /// Returns the snapshot of the current functions that is shared with other threads.
     pub(super) fn snapshot(&self) -> Arc<Mutex<Arc<RegistrySnapshot>>> {
         self.snapshot.clone()
     }
@@ -611,11 +612,11 @@ impl FunctionRegistry {
         resolve_function(declared, self.context.data)
     }
 
-    /// Serves all functions, or none if one of them fails. Functions that were restored from the old server stay served even
-    /// after a failure, so that their VMs keep their drives.
+    /// Serves all functions. If one of them fails, ends the others again. Functions that were restored from the old server
+    /// continue even after a failure, so that their VMs keep their drives.
     ///
-    /// Drives opened for a failed attempt stay open until [`Self::close_unused`] is called. Closing unused drives here could
-    /// close drives of functions that the caller will serve again.
+    /// Drives that were opened for a failed attempt stay open until [`Self::close_unused`] is called, since the caller may
+    /// serve their functions again.
     pub(super) fn serve_all(
         &mut self,
         functions: Vec<FunctionDeclaration>,
@@ -640,8 +641,8 @@ impl FunctionRegistry {
         Ok(())
     }
 
-    /// Serves functions like [`Self::serve_all`]. If the old server still has a function's lease, tells that server to end and
-    /// waits for it.
+    /// Serves functions like [`Self::serve_all`]. If the old server still holds a function's lease, tells the old server to
+    /// end and waits for it.
     fn serve_all_beside(&mut self, functions: &[FunctionDeclaration]) -> Result<(), ChangeError> {
         let deadline = clock::monotonic() + RELEASE_TIMEOUT;
         let mut outlasts = false;
@@ -656,7 +657,7 @@ impl FunctionRegistry {
             let is_before = |number| keeping.is_predecessor(number);
             outlasts |= source.lease_holder().is_some_and(is_before);
             let is_late = clock::monotonic() > deadline || self.check_running().is_err();
-            // After the server's end, the kernel may briefly hold its io_uring on the file.
+            // After the old server's end, the kernel may hold its io_uring on the file for a moment.
             if is_late || !outlasts || !source.is_in_use() {
                 return Err(error);
             }
@@ -675,7 +676,7 @@ impl FunctionRegistry {
         offered.map_err(|error| self.explain_error(error, || function_rules(&declared.function)))
     }
 
-    /// Adds the cause to the error if Landlock denies a file.
+    /// Adds the cause to an error if Landlock denied a file.
     fn explain_error(
         &self,
         error: FunctionRegistrationError,
@@ -724,9 +725,9 @@ impl FunctionRegistry {
 
     /// Serves functions independently. Functions that fail are listed as failed.
     ///
-    /// A restored function may have to wait until the kernel has released the old server's resources. A function may also have
-    /// to wait because the old server removed it with commands in flight and still has its lease. Other functions wait for
-    /// neither. Pinning a large guest memory delays no other function: see [`RestoreOrder`].
+    /// A restored function may have to wait until the kernel has released the old server's resources. A function that the
+    /// old server removed with commands in flight may have to wait for its lease. Neither wait delays other functions, and
+    /// nor does pinning a large guest memory: see [`RestoreOrder`].
     fn serve_each(&mut self, functions: Vec<FunctionDeclaration>) {
         let functions: Vec<FunctionDeclaration> = functions
             .into_iter()
@@ -738,7 +739,7 @@ impl FunctionRegistry {
             restore_sort_key(self.restore_order(&declared.function.socket))
         });
         waiting.retain(|declared| !self.postpone(declared, &functions));
-        // Sockets of functions whose leases the old server still held.
+        // Sockets of functions whose leases the old server still holds.
         let mut outlasting: BTreeSet<PathBuf> = BTreeSet::new();
         while !waiting.is_empty() {
             let is_late = clock::monotonic() > deadline || self.check_running().is_err();
@@ -753,7 +754,7 @@ impl FunctionRegistry {
                 if error.lease_holder().is_some_and(is_before) {
                     outlasting.insert(socket.clone());
                 }
-                // After the server's end, the kernel may briefly hold its io_uring on the file.
+                // After the old server's end, the kernel may hold its io_uring on the file for a moment.
                 let waits = !is_late
                     && error.is_in_use()
                     && (outlasting.contains(socket)
@@ -770,7 +771,7 @@ impl FunctionRegistry {
                 clock::sleep(RELEASE_POLL_INTERVAL);
             }
         }
-        // List functions in the order of their declaration.
+        // Failed functions are listed in the order of their declaration.
         let sockets = functions.iter().map(|declared| &declared.function.socket);
         let places: BTreeMap<&PathBuf, usize> = sockets.zip(0..).collect();
         self.functions
@@ -782,8 +783,9 @@ impl FunctionRegistry {
         self.context.persistence.as_ref()?.restore_order(socket)
     }
 
-    /// If pinning a restored function's memory would take long, lists the function as failed for now and returns true. Such a
-    /// function is served after all others, and after functions in VMMs have their leases.
+    /// Postpones a restored function if pinning its memory would take long: lists the function as failed for now, and
+    /// returns true. Such a function is served after all other functions, and after functions in VMMs have got their
+    /// leases.
     fn postpone(&mut self, declared: &FunctionDeclaration, batch: &[FunctionDeclaration]) -> bool {
         let ServerFunctionOptions {
             socket, function, ..
@@ -799,10 +801,10 @@ impl FunctionRegistry {
         }
         let sharing = batch.iter().map(|other| &other.function.function);
         let Ok(drive) = self.drives.open(function, sharing, Some(keeping)) else {
-            // Serving the function will report the error.
+            // Not postponed: serving the function will report this error.
             return false;
         };
-        // Only memory that is still mapped for this function need not be pinned again.
+        // Memory that is still mapped for this function need not be pinned again.
         let space = drive.controller().iova_space();
         let Ok(lease) = open::lease_id(function, &drive, &self.context.ledgers) else {
             return false;
@@ -868,7 +870,7 @@ impl FunctionRegistry {
         })
     }
 
-    /// Tries again to serve failed functions whose VMs wait, since a missing resource may be available now.
+    /// Tries again to serve failed functions whose VMs wait, since a resource that was missing may be available now.
     pub(super) fn retry_waiting(&mut self) {
         let Some(keeping) = self.context.persistence.clone() else {
             return;
@@ -890,8 +892,8 @@ impl FunctionRegistry {
         }
     }
 
-    /// Tries again to serve the failed function with this socket. The stored configuration contains failed functions as well as
-    /// served ones, so it stays unchanged.
+    /// Tries again to serve the failed function with this socket. The stored configuration stays unchanged, since it
+    /// contains failed functions, too.
     fn retry_failed(&mut self, socket: &Path) {
         let mut failed = self.failed.iter();
         let Some(place) = failed.position(|failed| failed.entry.socket == *socket) else {
@@ -921,7 +923,7 @@ impl FunctionRegistry {
         self.publish();
     }
 
-    /// Removes and returns the failed functions of an origin.
+    /// Removes the failed functions that one source declared, and returns them.
     pub(super) fn take_failed(&mut self, origin: DeclarationSource) -> Vec<FailedFunctionRecord> {
         let all = std::mem::take(&mut self.failed);
         let (taken, left) = all
@@ -931,7 +933,7 @@ impl FunctionRegistry {
         taken
     }
 
-    /// Lists functions that [`Self::take_failed`] removed as failed again, except those that are served by now.
+    /// Lists the functions that [`Self::take_failed`] returned as failed again, except functions that are served by now.
     pub(super) fn return_failed(&mut self, failed: Vec<FailedFunctionRecord>) {
         let offers = &self.functions;
         let is_offered = |failed: &FailedFunctionRecord| {
@@ -1005,14 +1007,14 @@ impl FunctionRegistry {
         self.store_added_with(None)
     }
 
-    /// Stores the added functions except the one at `place`.
+    /// Stores the added functions, without the function at index `place`.
     fn store_added_except(&self, place: usize) -> Result<(), ChangeError> {
         let others = self.functions.iter().enumerate();
         let others = others.filter(|(other, _)| *other != place);
         self.write_added(others.map(|(_, offer)| offer), None)
     }
 
-    /// Writes the file of added functions: those that are served, and `other`, which is not served at the moment.
+    /// Writes the file of added functions: the served ones, and `other`, which is not served at the moment.
     fn store_added_with(&self, other: Option<&OptionText>) -> Result<(), ChangeError> {
         self.write_added(self.functions.iter(), other)
     }
@@ -1077,7 +1079,7 @@ impl FunctionRegistry {
             drives,
             ..
         } = self;
-        // A waiting VM needs its function and the data it wrote.
+        // A VM that waits for its function needs this drive, and the data that it wrote there.
         let waits = |failed: &&FailedFunctionRecord| {
             let keeping = terms.persistence.as_ref();
             keeping.is_some_and(|keeping| keeping.has_function(&failed.entry.socket))
@@ -1085,7 +1087,8 @@ impl FunctionRegistry {
         let waiting = failed.iter().filter(waits);
         let waiting = waiting.filter_map(|failed| failed.entry.drive.parse().ok());
         let waiting: Vec<DrivePath> = waiting.collect();
-        // The keeper must not close a block device last: the kernel would make it wait for writes.
+        // If the supervisor were the last to close a block device, the kernel would make it wait for writes. So this
+        // process keeps the drives open until the supervisor has closed its descriptors.
         let _open = terms.persistence.as_ref().map(|_| drives.controllers());
         let closed = drives
             .close_unused(|path, drive| is_used(drive, offers, held) || waiting.contains(path));
@@ -1141,7 +1144,7 @@ impl FunctionRegistry {
             drives: self.drives.controllers(),
             namespaces: self.drives.iter().map(|(_, drive)| drive.clone()).collect(),
         };
-        // Replaced as a whole, so that a panic cannot leave a partial view.
+        // The snapshot is replaced as a whole, so that a panic cannot leave a partial one.
         let mut place = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
         *place = Arc::new(view);
     }
@@ -1246,14 +1249,15 @@ mod tests {
         FunctionDeclaration::parse(DeclarationSource::CommandLine, text.parse().unwrap()).unwrap()
     }
 
-    /// Has the next server offer a function whose lease the old server still holds, and checks that the function waits.
+    /// Makes a second server serve a function whose lease the first server still holds, and checks that the second server
+    /// waits.
     fn check_waiting(offer: impl FnOnce(&mut FunctionRegistry, FunctionDeclaration)) {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         make_state_dir(&folder.join("state")).unwrap();
         let drive = File::create(folder.join("drive.img")).unwrap();
         drive.set_len(2 << 20).unwrap();
-        // This process also acts as the old server.
+        // This test's process stands for the old server, too.
         let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
         let (keeping, _keeper, mut server) =
             ServerPersistence::beside_predecessor_with(folder, process);
@@ -1261,7 +1265,7 @@ mod tests {
         before
             .serve_all(vec![function(folder, "before.sock")])
             .unwrap();
-        // The old server holds the lease until its successor has tried to acquire it and waits.
+        // The old server holds the lease until the second server has failed to acquire it, and asks the old server to end.
         let end = move || {
             let told = server.read_exact(&mut [0]).is_ok();
             drop(before);
@@ -1286,7 +1290,7 @@ mod tests {
     #[test]
     fn a_single_function_waits_for_its_lease_of_the_old_server() {
         check_waiting(|after, function| {
-            // If no function continues, a function that cannot be offered ends the server.
+            // Without restored functions, a function that cannot be served ends the server.
             let declared = StartConfiguration {
                 functions: vec![function],
                 ..StartConfiguration::default()

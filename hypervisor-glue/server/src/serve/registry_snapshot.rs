@@ -12,7 +12,7 @@ use crate::function_thread::FunctionHandle;
 pub(super) struct RegistrySnapshot {
     pub(super) functions: Vec<(FunctionHandle, FunctionEntry)>,
     pub(super) failed: Vec<FunctionEntry>,
-    /// Functions and drives to compare with the file.
+    /// Functions and drives to compare with the configuration file.
     pub(super) running_configuration: RunningConfiguration,
     /// Drives, one per host controller.
     pub(super) drives: Vec<Arc<Drive>>,

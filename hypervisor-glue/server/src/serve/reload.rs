@@ -1,4 +1,5 @@
-//! `nvme-mpt reload`: applies the configuration file. After an error, all functions are as before.
+//! `nvme-mpt reload`: applies the configuration file. After an error, all functions are served as they were before the
+//! reload.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,7 +30,7 @@ impl FunctionRegistry {
             .collect();
         self.check_conflicts(&wanted)?;
 
-        // The loop moves unchanged functions out of `wanted`, and collects functions that end in `going`.
+        // The loop removes unchanged functions from `wanted`, and collects in `going` the functions that end.
         let mut reloaded = ReloadResult::default();
         let mut going = Vec::new();
         let mut limited = Vec::new();
@@ -66,7 +67,7 @@ impl FunctionRegistry {
         if !force && !abandoned.is_empty() {
             return Err(ChangeError::Abandoned(abandoned));
         }
-        // Grow first, as it may fail. A lease that has grown does no harm if a later step fails.
+        // Leases grow first, as this may fail. A larger lease does no harm if a later step fails.
         for (place, size) in grown {
             self.grow(place, size)?;
             reloaded
@@ -120,8 +121,8 @@ impl FunctionRegistry {
         Ok(reloaded)
     }
 
-    /// Returns the leases of VMMs on drives that a reload would close, because the file does not name these drives and nothing
-    /// else keeps them open. The next server would not open such drives either.
+    /// Returns the leases of VMMs on drives that a reload would close: the file does not name these drives, and nothing
+    /// else keeps them open. The next server would not open these drives either.
     fn find_abandoned(
         &self,
         going: &[usize],
@@ -148,13 +149,13 @@ impl FunctionRegistry {
         let going = going.filter(|(path, drive)| !stays(path, drive));
         let leases = going.flat_map(|(_, drive)| self.context.leases.ids_on_drive(drive));
         let mut leases: Vec<String> = leases.collect();
-        // Namespaces of one drive each yield the same leases.
+        // If several namespaces of one drive are affected, each yields the same leases, so duplicates are removed.
         leases.sort();
         leases.dedup();
         leases
     }
 
-    /// Checks that sockets and ids in the file are unique, both within the file and among the server's other functions.
+    /// Checks that each socket and id in the file is unique, within the file and among the server's other functions.
     fn check_conflicts(&self, wanted: &[FunctionDeclaration]) -> Result<(), ChangeError> {
         let others = self.functions.iter().map(|offer| &offer.declaration);
         let others = others.filter(|declared| declared.origin != DeclarationSource::File);
@@ -169,7 +170,8 @@ impl FunctionRegistry {
         Ok(())
     }
 
-    /// Ends all functions at the indices `places`. If one of them cannot end, serves again those that ended already.
+    /// Ends the functions at the indices `places`. If one of them cannot end, serves the functions again that have already
+    /// ended.
     fn remove_functions(
         &mut self,
         places: &[usize],
@@ -181,7 +183,7 @@ impl FunctionRegistry {
         let mut refused = None;
         let mut leaving = places;
         for (asked, place) in places.iter().enumerate() {
-            // A VMM may have connected since the check.
+            // A VMM may have connected since the check above.
             if let Err(error) = self.request_shutdown(*place, force) {
                 refused = Some(error);
                 leaving = &places[..asked];
@@ -199,7 +201,7 @@ impl FunctionRegistry {
         }
     }
 
-    /// Checks that no VMM is connected to the functions at `places`. Called before any of them ends.
+    /// Checks that no VMM is connected to any function at the indices `places`. Must precede the end of the first of them.
     pub(super) fn check_unused(&self, places: &[usize]) -> Result<(), ChangeError> {
         let offers = places.iter().map(|place| &self.functions[*place]);
         let handles: Vec<FunctionHandle> = offers.map(|offer| offer.thread.handle()).collect();
@@ -243,8 +245,8 @@ impl FunctionRegistry {
         self.serve_again(error, functions)
     }
 
-    /// After a reload failed with `error`, serves the functions again that ended for the reload. Closes unused drives only
-    /// afterwards, so these functions find their drives open.
+    /// After a reload failed with `error`, serves the functions again that had ended for the reload. Then closes unused
+    /// drives; until then, these functions find their drives open.
     fn serve_again(
         &mut self,
         error: ChangeError,

@@ -76,11 +76,11 @@ pub(super) fn server_rules(
     rules.extend(declared.rules.iter().cloned());
     if let Some(file) = file {
         let file = path::absolute(file).unwrap_or_else(|_| file.clone());
-        // The rule must cover the directories of the link and of its target, since the link may be replaced later.
+        // The symbolic link may be replaced later, so rules cover the directories of the link and of its target.
         let linked = fs::canonicalize(&file);
         let files = std::iter::once(file.clone()).chain(linked);
         needed.extend(files.map(|file| parent_dir_rule(&file, FileAccess::READ)));
-        // A reload may ask for the file's current contents. The file may be invalid by now.
+        // A reload reads the file as it is then. By now the file may be invalid, which is no error here.
         if let Ok(file) = ConfigFileContents::read(&file) {
             let functions = file.functions.iter();
             needed.extend(functions.flat_map(|declared| function_rules(&declared.function)));
@@ -99,7 +99,7 @@ pub(super) fn server_rules(
                 .iter()
                 .map(|path| option_file_rule(path)),
         );
-        // An unreadable function is listed as failed later.
+        // A function whose options cannot be parsed is listed as failed later.
         let function = text.to_string().parse::<ServerFunctionOptions>();
         needed.extend(function.iter().flat_map(function_rules));
     }
@@ -117,9 +117,9 @@ pub(super) fn function_rules(served: &ServerFunctionOptions) -> Vec<FileRule> {
 pub(super) fn drive_rules(options: &FunctionOptions) -> Vec<FileRule> {
     match &options.path {
         DrivePath::File(file) => {
-            // A link's target may be in another directory.
+            // The target of a symbolic link may be in another directory.
             let file = &fs::canonicalize(file).unwrap_or_else(|_| file.clone());
-            // A drive model stores its state in a file beside the drive, replaced by way of a temporary name.
+            // A drive model stores its state in a file beside the drive. The file is replaced through a temporary file.
             let profile = options.profile.as_deref();
             let has_file =
                 profile.is_some_and(DriveProfile::has_state_file) && !is_block_device(file);
@@ -135,7 +135,7 @@ pub(super) fn drive_rules(options: &FunctionOptions) -> Vec<FileRule> {
             std::iter::once(first).chain(below).collect()
         }
         DrivePath::Pci(_) => vec![FileRule::new("/dev/vfio", FileAccess::WRITE)],
-        // Other drives are in memory. A new kind of drive with files must list them here.
+        // All other drives are in memory. A new kind of drive with files must be added here.
         _ => Vec::new(),
     }
 }
@@ -145,8 +145,8 @@ pub(super) fn option_file_rule(path: &Path) -> FileRule {
     parent_dir_rule(path, FileAccess::READ)
 }
 
-/// Returns the rule for a file that is created or replaced. The rule is for the file's directory, since creating a file needs
-/// access to the directory.
+/// Returns the rule for a file that is created or replaced. The rule names the file's directory, since creating a file
+/// needs access to the directory.
 fn parent_dir_rule(path: &Path, access: FileAccess) -> FileRule {
     let folder = path.parent().filter(|folder| *folder != Path::new(""));
     FileRule::new(folder.unwrap_or(Path::new(".")), access)

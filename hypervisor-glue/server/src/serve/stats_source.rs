@@ -17,7 +17,7 @@ use crate::metrics::{HealthAnswers, MetricsSnapshot, MetricsSource, ProcessStats
 use crate::persistence::ServerPersistence;
 use crate::stats::{DriveStats, FunctionFailure, ServerStats, SupervisorStatus};
 
-/// Sources of a server's statistics.
+/// Objects from which a server's statistics are read.
 #[derive(Clone)]
 pub(super) struct ServerStatsSource {
     pub(super) registry_snapshot: Arc<Mutex<Arc<RegistrySnapshot>>>,
@@ -38,7 +38,7 @@ impl ServerStatsSource {
         view.clone()
     }
 
-    /// Returns all statistics. Waits at most one second for functions, and another for leases of VMMs.
+    /// Returns all statistics. Waits at most one second for functions, and one more second for leases of VMMs.
     pub(super) fn stats(&self) -> ServerStats {
         self.collect_stats(&self.registry_snapshot())
     }

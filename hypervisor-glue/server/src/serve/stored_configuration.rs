@@ -1,8 +1,8 @@
 //! Configuration of the served functions and drives, stored for the next server.
 //!
-//! The next server serves the stored configuration and ignores the functions of the command line and the file. So an upgrade or
-//! a restart after a crash replaces only the program, and `nvme-mpt reload` applies changes of the file. The keeper holds the
-//! configuration, which is stored after each change and deleted at an orderly end.
+//! The next server serves the stored configuration and ignores the functions of the command line and the file. So an
+//! upgrade or a restart after a crash replaces only the program, and `nvme-mpt reload` applies changes of the file. The
+//! supervisor holds the configuration. The server stores it after each change, and deletes it at an orderly end.
 
 use nvme_lease::range::ByteRange;
 use nvme_mpt_vmm::options::{OptionError, OptionText};
@@ -25,7 +25,7 @@ pub enum StoredConfigurationError {
     /// The configuration is damaged, or another program wrote it.
     #[error("The previous server's configuration cannot be read")]
     Syntax(#[from] serde_json::Error),
-    /// Another release wrote it in another version.
+    /// Another release wrote the configuration in another format version.
     #[error(
         "The previous server's configuration has version {0}, but this program reads version {VERSION}"
     )]

@@ -41,14 +41,14 @@ impl FunctionRegistry {
         let mut command: Vec<OsString> = vec![program.clone().into()];
         command.extend(env::args_os().skip(1));
         let ends = || self.context.stop.load(Ordering::Relaxed);
-        // If a drive has stuck commands, the next server could not even open its file.
+        // A drive with stuck commands is refused, because the next server could not even open its file.
         self.check_drives()?;
-        // The next server would open another file than its VMs use.
+        // A moved drive is refused, because the next server would open another file than its VMs use.
         let deadline = Deadline::after(&SystemClock::shared(), CHECK_TIMEOUT);
         if let Some(moved) = self.drives.find_moved(&deadline) {
             return Err(UpgradeError::Moved(moved.to_string()));
         }
-        // A keeper that does not answer could not restart the next server after a crash.
+        // A supervisor that does not answer could not restart the next server after a crash, so its answer is required.
         keeping.await_supervisor()?;
         let mut successor = SuccessorProcess::start(
             keeping,
@@ -66,8 +66,8 @@ impl FunctionRegistry {
         let goes_on_beside = successor.can_run_beside() && self.can_restore_beside();
         let offers = self.functions.iter();
         let handles: Vec<_> = offers.map(|offer| offer.thread.handle()).collect();
-        // Check this while functions still run. With such a lease, this process would end late, and all functions would stay
-        // paused until then.
+        // Checked while functions still run. With an ending lease, this process would end late, and all functions would
+        // stay paused until then.
         if !goes_on_beside || self.context.leases.has_leases() {
             let ending = self.context.ledgers.find_ending();
             if let Some(id) = ending.map_err(UpgradeError::Ledger)? {
@@ -100,14 +100,14 @@ impl FunctionRegistry {
         }
         // Functions in VMMs continue until this process ends.
         let have_vmms_none = self.context.leases.stop_attaching();
-        // A removed function may still wait for its in-flight commands, which keeps its lease.
+        // A removed function with in-flight commands still has its lease, so the ledger cannot be released.
         let are_all_let_go = self.context.ledgers.release_private_ledger();
         let goes_on_beside = goes_on_beside && have_vmms_none && are_all_let_go;
         if goes_on_beside && let Err(error) = successor.announce_release() {
             let error = report::chain(&error);
             log::warn!("Process {number} does not serve all functions yet, or has ended: {error}");
         }
-        // A service manager may reject messages of a process that has already ended.
+        // Waits for the supervisor, since a service manager may reject messages of a process that has already ended.
         if let Err(error) = keeping.await_supervisor() {
             let error = report::chain(&error);
             log::warn!("The keeper may not know that process {number} is the server now: {error}");
@@ -115,8 +115,8 @@ impl FunctionRegistry {
         Ok(number)
     }
 
-    /// Refuses the upgrade if a drive does not answer. For this check, pauses each function and then each VMM's lease until its
-    /// in-flight commands have ended.
+    /// Refuses the upgrade if a drive does not answer. To check this, pauses each function, and then each VMM's lease,
+    /// until its in-flight commands have ended.
     fn check_drives(&self) -> Result<(), UpgradeError> {
         let deadline = Deadline::after(&SystemClock::shared(), CHECK_TIMEOUT);
         let mut offers = self.functions.iter();
@@ -166,7 +166,7 @@ struct QuiescedDrives<'a> {
 }
 
 impl<'a> QuiescedDrives<'a> {
-    /// Pauses all drives that can be handed over. The next process resets all other drives.
+    /// Pauses all drives that can be handed over. The next process resets the drives that cannot.
     fn quiesce(keeping: &'a ServerPersistence, drives: Vec<Arc<Drive>>) -> Self {
         let mut resting = Self {
             persistence: keeping,
@@ -203,7 +203,7 @@ impl Drop for QuiescedDrives<'_> {
     }
 }
 
-/// Returns the path of this program, even if the file at that path was replaced or deleted since the start.
+/// Returns the path of this program, even if the file at this path was replaced or deleted since the start.
 fn current_program() -> Result<PathBuf, UpgradeError> {
     let program = env::current_exe()?.into_os_string();
     let path = program.as_bytes();

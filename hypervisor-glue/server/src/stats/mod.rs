@@ -17,7 +17,7 @@ use nvme_mpt::drive::{DriveIncidents, HostNamespace};
 pub struct ServerStats {
     /// Functions in the order of their declaration.
     pub functions: Vec<FunctionStats>,
-    /// Functions that could not be served, or are quarantined (set aside).
+    /// Functions that could not be served, or that are quarantined.
     #[serde(default)]
     pub failed: Vec<FunctionFailure>,
     /// Running pollers.
@@ -25,25 +25,25 @@ pub struct ServerStats {
     /// Open drives.
     #[serde(default)]
     pub drives: Vec<DriveStats>,
-    /// State of the server's keeper (supervisor process). VMs on vfio-user outlive the server only with a keeper.
+    /// State of the server's supervisor. VMs on vfio-user keep their drives beyond the server's end only with a supervisor.
     #[serde(default)]
     pub keeper: SupervisorStatus,
 }
 
-/// Message about a keeper that has ended.
+/// Message for an operator about a supervisor that has ended.
 pub const SUPERVISOR_ENDED: &str = "The keeper of this server has ended: if the server dies, VMs on vfio-user lose their drives. Start \
      another keeper for it with `nvme-mpt keep --adopt -- nvme-mpt serve ...`, which changes nothing for VMs";
 
-/// State of a server's keeper.
+/// State of a server's supervisor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SupervisorStatus {
-    /// The server was started without a keeper.
+    /// The server was started without a supervisor.
     #[default]
     None,
-    /// The keeper runs.
+    /// The supervisor runs.
     Runs,
-    /// The keeper has ended and was not replaced.
+    /// The supervisor has ended and was not replaced.
     Ended,
 }
 
@@ -110,7 +110,7 @@ pub struct NamespaceStats {
 pub struct QueuePairStats {
     /// Total number of pairs.
     pub total: u16,
-    /// Pairs reserved by leases (`reserve=`), whether they are used or not.
+    /// Pairs reserved by leases (`reserve=`), used or unused.
     #[serde(default)]
     pub reserved: u16,
     /// Pairs used exclusively by one guest queue.
@@ -151,7 +151,7 @@ impl DriveStats {
             aborts,
             resets,
             gone,
-            // Reading it needs a command to the drive. `HealthAnswers` fills it in.
+            // Reading it needs a command to the drive. `HealthAnswers` sets it later.
             critical_warning: None,
         }
     }
@@ -219,7 +219,7 @@ pub struct FunctionStats {
     /// Number of resets.
     #[serde(default)]
     pub resets: ResetCounts,
-    /// Pause that ended when this server restored the function with its VMM. `None` if this server did not restore the
+    /// Pause of the guest that ended when this server restored the function; `None` if this server did not restore the
     /// function.
     #[serde(default)]
     pub stall: Option<GuestPause>,
@@ -252,8 +252,8 @@ pub enum GuestPauseCause {
     Upgrade,
     /// A crash. The pause is counted from the start of this server, since the time of the crash is unknown.
     Crash,
-    /// For a function in a VMM, the end or crash of its old server. The pause is counted from the start of this server, since
-    /// the time of the end is unknown.
+    /// For a function in a VMM: the end or crash of its old server. The pause is counted from the start of this server,
+    /// since the time of the old server's end is unknown.
     Restart,
 }
 
@@ -317,8 +317,8 @@ impl ResetCounts {
 }
 
 impl ServerStats {
-    /// Returns statistics whose counters are the differences to `earlier`. The shares of pollers are those of the time since
-    /// then. Percentiles and gauges keep their current values.
+    /// Returns statistics of the time since `earlier`: counters are differences. Percentiles, shares and gauges keep their
+    /// current values.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let functions = self.functions.iter().map(|now| {
@@ -391,7 +391,7 @@ impl FunctionStats {
         let queues = self.queues.iter().map(|now| {
             let before = earlier.queues.iter().find(|before| before.qid == now.qid);
             let before = before.cloned().unwrap_or_default();
-            // Saturating, as counters are read one by one while they change, and may be out of step.
+            // The subtraction saturates, since counters are read one by one while they change.
             QueueStats {
                 qid: now.qid,
                 commands: now.commands.saturating_sub(before.commands),

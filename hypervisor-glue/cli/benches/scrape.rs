@@ -5,9 +5,9 @@
 //! cargo bench -p nvme-mpt-cli --bench scrape -- --print       # the text, without the server
 //! ```
 //!
-//! The text of figures in memory has four queues and 25 buckets of latency for each function, as after hours of I/O. The
-//! server's functions have no guests: their scrape is the time in which all of them answer. Then one of them gets a guest,
-//! whose reads are timed alone and beside scrapes.
+//! The first measurement formats statistics from memory: four queues and 25 latency buckets for each function, as after
+//! hours of I/O. The second one scrapes a server whose functions have no guests: it is the time until all functions have
+//! answered. Then one function gets a guest, whose reads are timed without and with concurrent scrapes.
 
 #![expect(
     clippy::disallowed_methods,
@@ -42,11 +42,11 @@ const FUNCTIONS: u64 = 1000;
 const QUEUES: u16 = 4;
 const BUCKETS: u64 = 25;
 const ROUNDS: u32 = 11;
-/// Longer than a text is given to further clients.
+/// Pause between scrapes: longer than the server sends a cached text to further clients.
 const ROUND_PAUSE: Duration = Duration::from_millis(600);
-/// Time for which a guest reads.
+/// Duration of a guest's reads in a measurement.
 const READING_TIME: Duration = Duration::from_secs(5);
-/// Longest time of a read.
+/// Timeout of a read.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn main() {
@@ -92,7 +92,7 @@ fn main() {
     drop((guest, server));
 }
 
-/// A guest's driver on one function.
+/// Driver of a guest with one function.
 struct Guest {
     _controller: Controller,
     queue: QueuePair,
@@ -120,7 +120,7 @@ impl Guest {
         }
     }
 
-    /// Reads 4 KiB at a time, and prints the times that reads took.
+    /// Reads 4 KiB at a time for [`READING_TIME`], and prints the latencies.
     fn read(&mut self, place: &str) {
         let read = Sqe::read(1, 0, 8).with_data(self.prepared.pointer);
         let mut times = Vec::new();
@@ -137,7 +137,7 @@ impl Guest {
     }
 }
 
-/// Returns the median time of some rounds.
+/// Returns the median duration of several rounds.
 fn median(round: impl FnMut() -> Duration) -> Duration {
     let mut times: Vec<Duration> = std::iter::repeat_with(round)
         .take(ROUNDS as usize)

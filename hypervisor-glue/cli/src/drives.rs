@@ -35,11 +35,13 @@ pub struct HostDrive {
     pub queue_pairs: Option<QueuePairStats>,
     /// True if the queried server uses the drive.
     pub served: bool,
-    /// Obstacles to serving the drive, with their remedies. Empty if a server can serve the drive now.
+    /// Obstacles that prevent a server from serving the drive, with their remedies. Empty if a server can serve the drive
+    /// now.
     pub in_the_way: Vec<String>,
 }
 
-/// Returns the host's NVMe functions. `served` are the drives of the running server, of which the result contains statistics.
+/// Returns the host's NVMe functions. `served` are the statistics of the running server's drives, which are copied into the
+/// result.
 ///
 /// # Errors
 /// The kernel does not report required information.
@@ -168,7 +170,7 @@ impl fmt::Display for HostDrive {
                     lba_bytes,
                 } in namespaces
                 {
-                    // Once in the units of range options, and once in vendors' decimal gigabytes.
+                    // The size is shown twice: in the units of range options, and in the decimal gigabytes of vendors.
                     let size = ByteSize(*bytes);
                     let gigabytes = *bytes as f64 / 1e9;
                     writeln!(

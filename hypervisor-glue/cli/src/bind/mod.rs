@@ -1,7 +1,8 @@
 //! `nvme-mpt bind` and `nvme-mpt unbind`: rebind a drive from the kernel's NVMe driver to VFIO, and back.
 //!
-//! Neither command loads a module or stops a user of a drive. A drive that the host uses is refused. While a command changes a
-//! drive's driver, it holds the drive's block devices exclusively, so that no program can start to use them.
+//! Neither command loads a kernel module, or stops programs that use a drive. A drive that the host uses is refused. While
+//! a command changes a drive's driver, it holds the drive's block devices exclusively, so that no program can start to use
+//! the drive.
 
 use std::fmt;
 use std::fs::OpenOptions;
@@ -36,7 +37,7 @@ pub enum BindError {
         /// The function's class code.
         class: u32,
     },
-    /// The drive has no IOMMU.
+    /// The drive is not behind an IOMMU.
     #[error(
         "{0} has no IOMMU, without which it would reach all memory of the host; enable it in the firmware's setup (VT-d, AMD-Vi or SMMU), and with intel_iommu=on on the kernel's command line of an Intel host"
     )]
@@ -76,7 +77,7 @@ pub enum BindError {
         /// The drive's driver.
         driver: String,
     },
-    /// The drive has a driver other than vfio-pci, so it was not bound by `nvme-mpt bind`.
+    /// The drive has a driver other than vfio-pci, so `nvme-mpt bind` has not bound it.
     #[error("{address} is bound to the driver `{driver}`, not to vfio-pci: nothing was changed")]
     NotVfio {
         /// The function.
@@ -84,7 +85,7 @@ pub enum BindError {
         /// The drive's driver.
         driver: String,
     },
-    /// The kernel does not have the driver.
+    /// The kernel lacks the driver.
     #[error("The host's kernel has no driver {0}; load it with: modprobe {0}")]
     NoDriver(&'static str),
     /// A sysfs file cannot be written.
@@ -126,7 +127,7 @@ pub struct BindResult {
     /// The driver that the drive is bound to.
     driver: &'static str,
     change: DriverChange,
-    /// Remaining obstacles to the drive's use.
+    /// Obstacles that remain: reasons why a server cannot use the drive yet.
     remarks: Vec<String>,
 }
 
@@ -197,10 +198,10 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<BindRes
     let folder = root.function_dir(address);
     write_sysfs(&folder.join("driver_override"), VFIO_PCI)?;
     let taken = rebind(root, &function, VFIO_PCI);
-    // The claim has kept the drive from being mounted until now.
+    // Until now, this claim has prevented mounting of the drive.
     drop(claim);
     if taken.is_err() {
-        // Let the kernel choose a driver again.
+        // The drive gets no driver from the override, so the kernel chooses one.
         let back = write_sysfs(&folder.join("driver_override"), "\n")
             .and_then(|()| write_sysfs(&drivers_probe_path(root), &address.to_string()));
         if let Err(error) = back {
@@ -224,7 +225,7 @@ pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<BindResult, BindEr
         change,
         remarks: Vec::new(),
     };
-    // A remaining override would keep the `nvme` driver from the drive.
+    // With an override that remains, the `nvme` driver would not get the drive.
     let clear = |function: &PciFunction| match function.driver_override {
         Some(_) => write_sysfs(&folder.join("driver_override"), "\n"),
         None => Ok(()),

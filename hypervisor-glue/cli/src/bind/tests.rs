@@ -1,5 +1,5 @@
-//! Refusals and failures of binding, on a fake host in a directory, where no kernel changes drivers. Tests in the lab change
-//! the driver of drives.
+//! Refusals and failures of binding, on a fake host: a directory of files, where no kernel changes drivers. Tests in the
+//! lab bind real drivers.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -129,7 +129,7 @@ fn an_open_drive_is_bound_only_with_force() {
          end that first, or take the drive from it with --force"
     );
     assert_eq!(host.written_files(), NOTHING);
-    // The fake kernel changes no driver, so the request is undone.
+    // No kernel reads the files, so the driver does not change, and the command undoes its request.
     let refused = host.bind(true);
     assert!(
         refused.starts_with("The driver vfio-pci refused 0000:01:00.0, which is now bound to nvme"),

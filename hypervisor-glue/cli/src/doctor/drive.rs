@@ -1,4 +1,4 @@
-//! Checks of a physical drive: its driver and IOMMU group, its users, and the data that the drive reports about itself
+//! Checks of a physical drive: driver and IOMMU group, users on the host, and the data that the drive reports about itself
 //! (Identify).
 
 use std::path::Path;
@@ -19,7 +19,7 @@ const NVME: &str = "nvme";
 /// Base-2 logarithm of the memory page size in bytes, which is the unit of a drive's MDTS.
 const PAGE_SHIFT: u8 = 12;
 
-/// Percentage Used from which a drive should be replaced.
+/// Value of Percentage Used from which the report advises replacing the drive.
 const WORN_PERCENT: u8 = 90;
 
 /// Offset between kelvins and degrees Celsius.

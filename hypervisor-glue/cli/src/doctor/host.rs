@@ -13,7 +13,7 @@ use rustix::fs::Access;
 
 use super::report::{CheckOutcome, DoctorCheck};
 
-/// Oldest kernel that is tested.
+/// Oldest kernel version with which the project is tested.
 const OLDEST_KERNEL: (u32, u32) = (6, 1);
 
 /// Minimum limit of open descriptors for a server with many functions. It is higher than the usual soft limit.
@@ -23,7 +23,7 @@ const DESCRIPTORS_MIN: u64 = 4096;
 /// (`nvme_vfio::VfioError::MemoryLock`).
 const LOCKED_OVERHEAD: u64 = 256 << 20;
 
-/// Capabilities (capabilities(7)).
+/// Capabilities that the checks look for (capabilities(7)).
 const CAP_IPC_LOCK: u32 = 14;
 const CAP_SYS_ADMIN: u32 = 21;
 
@@ -66,7 +66,8 @@ impl DoctorHost {
         read_text(&self.root.sys.join(name))
     }
 
-    /// Returns the outcome of a check whose requirement only matters for physical drives and is not met.
+    /// Returns the outcome for an unmet requirement that matters only for physical drives: a problem if the host must serve
+    /// such a drive.
     fn unmet_outcome(&self) -> CheckOutcome {
         match self.physical {
             true => CheckOutcome::Problem,

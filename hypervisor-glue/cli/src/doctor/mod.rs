@@ -1,7 +1,7 @@
-//! `nvme-mpt doctor`: a report on a host and a drive, for a person and for an issue.
+//! `nvme-mpt doctor`: a report on a host and a drive, for the operator and for bug reports.
 //!
-//! [`examine`] changes no data, but it opens an unused drive that is bound to `vfio-pci`, which resets the drive. Text that the
-//! host's kernel reports is not trusted, so malformed text does not stop the checks.
+//! [`examine`] changes no data. It opens an unused drive that is bound to `vfio-pci`, which resets the drive. Malformed
+//! text in the kernel's files does not stop the checks.
 //!
 //! [`DoctorReport::test_namespace`] overwrites a namespace with the operator's consent: see [`scratch`].
 

@@ -1,4 +1,4 @@
-//! Checks of fake hosts in directories.
+//! Checks of fake hosts: directories with the kernel's files.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -408,7 +408,7 @@ fn each_obstacle_of_a_drive_has_its_remedy() {
     folder.expect("drive.function", Problem, "There is no PCI function", "");
     let folder = FakeHostDir::new("uio_pci_generic");
     folder.expect("drive.driver", Problem, "uio_pci_generic", "--force");
-    // The controller's device file is not a device, so the drive cannot be queried.
+    // The fake device file of the controller is not a device, so the drive cannot be queried.
     let folder = FakeHostDir::new("nvme");
     let address = ADDRESS.parse().unwrap();
     let report = examine(&folder.host, Some(address));
@@ -502,7 +502,7 @@ fn missing_abilities_of_a_drive_are_named() {
     );
 }
 
-/// Generates a file's contents: the usual text with a part replaced, or arbitrary bytes.
+/// Generates a file's contents: the usual text with one part replaced, or arbitrary bytes.
 fn content(usual: &'static str) -> impl Strategy<Value = Vec<u8>> {
     let bytes = proptest::collection::vec(any::<u8>(), 0..64);
     let number = any::<u64>().prop_map(|number| format!("0x{number:x}\n").into_bytes());
@@ -547,7 +547,7 @@ proptest! {
             time: String::new(),
             sections: vec![ReportSection { subject: "All".to_owned(), checks: folder.checks() }],
         };
-        // The report has a line for each check, whatever its text.
+        // The report has a line for each check, with any text.
         let text = report.to_string();
         for check in &report.sections[0].checks {
             let rows = text.lines().filter(|line| line.split_whitespace().next() == Some(&check.name));
@@ -588,7 +588,7 @@ fn the_host_of_this_test_is_examined() {
     assert_ne!(kernel.outcome, CheckOutcome::NotChecked, "{report}");
 }
 
-/// Tries out a namespace of the drive. Returns the only check, and the namespace for whose data consent was asked.
+/// Tests a namespace of the drive. Returns the only check, and the namespace that the operator was asked to erase.
 fn try_out(
     folder: &FakeHostDir,
     nsid: u32,
@@ -632,7 +632,7 @@ fn a_drive_of_the_host_is_bound_only_after_consent() {
     assert_eq!((&*asked.confirmation_word, asked.nsid), ("S1", 1));
     assert_eq!(asked.previous_use, Some("a GUID partition table"));
     assert_eq!(told(), "");
-    // The fake kernel does not bind the driver, but the request was written.
+    // No kernel binds the driver, but the request was written to the file.
     let (check, _) = try_out(&folder, 1, true);
     expect(
         &[check],

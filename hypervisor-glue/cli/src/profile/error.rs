@@ -12,7 +12,7 @@ pub enum FitError {
     /// The report cannot be read.
     #[error("fio's report {path} cannot be read")]
     Read {
-        /// Its path.
+        /// The report's path.
         path: PathBuf,
         /// The kernel's error.
         source: io::Error,
@@ -20,9 +20,9 @@ pub enum FitError {
     /// The file is not a fio report.
     #[error("{path} is not a report of fio; run it with --output-format=json --output=FILE")]
     Report {
-        /// Its path.
+        /// The file's path.
         path: PathBuf,
-        /// Cause and position.
+        /// Cause, and its position in the file.
         source: serde_json::Error,
     },
     /// A job failed, so its measurements are invalid.
@@ -44,7 +44,7 @@ pub enum FitError {
         job: String,
         /// The fio option.
         option: &'static str,
-        /// Its value.
+        /// The option's value.
         value: String,
         /// The expected kind of value.
         what: &'static str,

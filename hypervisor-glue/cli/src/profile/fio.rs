@@ -1,4 +1,4 @@
-//! Parses fio's JSON report, as far as a profile needs it.
+//! Parser of fio's JSON report, for the parts that a profile needs.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -87,8 +87,8 @@ struct FioLatency {
 }
 
 impl FioReport {
-    /// Parses a report, ignoring other output of fio before and after it. If there are several reports because of
-    /// `--status-interval`, takes the last one, since it covers the whole run.
+    /// Parses a report. Ignores other output of fio before and after the JSON. With `--status-interval`, fio writes several
+    /// reports; the last one covers the whole run and is taken.
     pub(super) fn parse(path: &Path, text: &str) -> Result<Self, FitError> {
         let mut start = 0;
         for line in text.split_inclusive('\n') {
@@ -182,7 +182,7 @@ impl FioJob {
             side.io_bytes / side.total_ios.max(1)
         } else {
             let block = option(["bs", "blocksize"], "4k");
-            // The sizes of reads, writes and trims may differ. This job does only one of them.
+            // The sizes of reads, writes and trims may differ. This job has only one of these kinds.
             let sizes: Option<Vec<u64>> = block.split(',').map(parse_size).collect();
             let sizes = sizes.unwrap_or_default();
             let size = match direction {

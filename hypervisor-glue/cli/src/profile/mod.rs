@@ -31,9 +31,10 @@ const UNITS_MAX: f64 = 1024.0;
 
 /// Makes a TOML profile of `model = "nvm"` from a fio report.
 ///
-/// The profile's latency is the median of the job with one command in flight and the smallest blocks. Its bandwidth is that of
-/// the fastest job. If small blocks at high queue depth reach less bandwidth, the drive needs as long for a small block as for
-/// a larger unit, which becomes the profile's stripe. Jobs that both read and write are ignored.
+/// The profile's latency is the median of the job with one command in flight and the smallest blocks. Its bandwidth is that
+/// of the fastest job. If small blocks at high queue depth reach less bandwidth than this, the drive takes as long for a
+/// small block as for a larger unit. The size of this unit becomes the profile's stripe. Jobs that both read and write are
+/// ignored.
 ///
 /// # Errors
 /// See [`FitError`].
@@ -69,7 +70,7 @@ fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
     })?;
     let stripe = choose_stripe(&reads, &writes);
     let profile = render_profile(path, &reads, &writes, stripe);
-    // Check that the printed profile can be loaded.
+    // The profile that is printed must be loadable, so it is parsed here.
     match DriveProfile::parse(&path.display().to_string(), &profile) {
         Ok(_) => Ok(profile),
         Err(source) => Err(FitError::Profile {
@@ -110,19 +111,20 @@ impl<'a> DirectionMeasurements<'a> {
         })
     }
 
-    /// Bytes that the drive transfers at its maximum bandwidth in the time that it needs per small block when saturated.
+    /// Returns the bytes that the drive transfers at its maximum bandwidth in the time that it needs for one small block,
+    /// when it is saturated with small blocks.
     fn bytes_per_command(&self) -> Option<f64> {
         Some(self.bandwidth_job.bandwidth() / self.iops_job?.iops)
     }
 
-    /// Number of stripes of this size that must be in flight to reach the maximum bandwidth, if each takes the latency of a
-    /// single command.
+    /// Returns the number of stripes of this size that must be in flight to reach the maximum bandwidth, if each stripe
+    /// takes the latency of a single command.
     fn stripes_at_once(&self, stripe: u64) -> f64 {
         self.latency_job.latency / 1e9 * self.bandwidth_job.bandwidth() / stripe as f64
     }
 }
 
-/// Returns one stripe size for reads and writes: the power of two that is closest to their geometric mean.
+/// Returns one stripe size for reads and writes: the power of two that is closest to the geometric mean of both sizes.
 fn choose_stripe(reads: &DirectionMeasurements<'_>, writes: &DirectionMeasurements<'_>) -> u64 {
     let wanted: Vec<f64> = [reads, writes]
         .into_iter()
@@ -143,7 +145,7 @@ fn render_profile(
     writes: &DirectionMeasurements<'_>,
     stripe: u64,
 ) -> String {
-    // With more units, a stripe would take longer than the measured latency.
+    // With more units than this, a stripe would take longer than the measured latency.
     let units = reads
         .stripes_at_once(stripe)
         .min(writes.stripes_at_once(stripe))
@@ -167,7 +169,7 @@ fn render_profile(
     }
     let _ = writeln!(text, "stripe = \"{}\"", ByteSize(stripe));
     for (name, rates) in [("read", reads), ("write", writes)] {
-        // Rounding to KiB keeps a drive's bandwidth exact to a thousandth.
+        // Rounding to KiB changes a drive's bandwidth by at most a thousandth.
         let bandwidth = ByteSize((rates.bandwidth_job.bandwidth() / 1024.0).round() as u64 * 1024);
         let _ = write!(
             text,

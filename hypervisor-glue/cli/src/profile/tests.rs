@@ -1,4 +1,4 @@
-//! Fits profiles to fio reports, and compares their values.
+//! Tests that fit profiles to fio reports, and compare the values with those of the measured drive.
 
 use std::path::Path;
 
@@ -23,14 +23,14 @@ fn job(name: &str, direction: &str, options: Value, iops: f64, median: f64) -> V
     job
 }
 
-/// Returns fio's measurements of a modelled drive, computed by the rules of the model.
+/// Returns fio's measurements of a modelled drive, calculated by the rules of the model.
 fn measured(profile: &NvmProfile) -> String {
     let mut jobs = Vec::new();
     for (direction, rates) in [("read", &profile.read), ("write", &profile.write)] {
         let latency = rates.latency.0 as f64;
         let bandwidth = rates.bandwidth.0 as f64;
         for (bs, depth, iops) in [
-            // A stripe that takes longer than the latency delays the command.
+            // If a stripe takes longer than the latency, it delays the command.
             (
                 "4k",
                 "1",
@@ -90,7 +90,8 @@ proptest! {
             let ratio = found.bandwidth.0 as f64 / given.bandwidth.0 as f64;
             prop_assert!((0.999..=1.001).contains(&ratio), "{} for {}", found.bandwidth.0, given.bandwidth.0);
         }
-        // A stripe keeps its unit busy for at most the latency, unless even a single unit is too slow.
+        // A stripe keeps its unit busy for at most the latency. The exception is a drive on which even a single unit is too
+        // slow.
         for rates in [&found.read, &found.write] {
             let stripe = found.stripe.0 as f64 * f64::from(found.units) / rates.bandwidth.0 as f64 * 1e9;
             prop_assert!(found.units == 1 || stripe <= 1.001 * rates.latency.0 as f64);
@@ -226,7 +227,7 @@ fn errors_of_fio_reports_name_the_problem() {
     }
     odd["job options"] = json!({"numjobs": "0"});
     assert!(complaint(&with(&odd)).contains("has numjobs=0, which is not a number"));
-    // No drive has 1 KiB/s.
+    // A rate of 1 KiB/s, which no drive has.
     let slow = job("w", "write", json!({}), 0.25, 20e3);
     assert!(complaint(&with(&slow)).contains("write.bandwidth cannot be 1K"));
     assert!(matches!(

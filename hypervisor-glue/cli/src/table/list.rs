@@ -1,6 +1,6 @@
 //! The table of `nvme-mpt list`.
 //!
-//! Reasons of failures are printed below the table, since a long reason inside the table would widen every row.
+//! Reasons of failures are printed below the table: inside the table, a long reason would widen every row.
 
 use std::fmt;
 

@@ -34,7 +34,7 @@ fn format_microseconds(value: f64) -> String {
     format!("{value:.1}")
 }
 
-/// Describes which VMM uses the function.
+/// Describes the VMM that uses the function, for the heading.
 fn describe_user(function: &FunctionStats) -> String {
     match (function.process, function.connected) {
         (Some(process), _) => format!("in VMM process {process}"),
@@ -73,7 +73,7 @@ fn function_table(function: &FunctionStats) -> impl fmt::Display {
             "  processor time of pollers: {:.3} s",
             function.processor_seconds
         )?;
-        // Resets and Abort commands of a function in a VMM are counted there.
+        // A VMM that runs the function itself counts its resets and Abort commands, so they are unknown here.
         let counts = function
             .resets
             .by_kind()
@@ -113,12 +113,12 @@ fn function_table(function: &FunctionStats) -> impl fmt::Display {
             "p99.9 us",
             "max us",
         ];
-        // Show the column only for a lease with limits.
+        // The column is shown only for a lease with limits.
         let throttled = function.queues.iter().any(|queue| queue.throttled_ms > 0);
         if throttled {
             head.push("throttled ms");
         }
-        // Show the column only for a drive with a limited number of queue pairs.
+        // The column is shown only for a drive with a limited number of queue pairs.
         if counted {
             head.push("host queue");
         }

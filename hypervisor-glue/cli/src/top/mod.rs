@@ -49,7 +49,7 @@ pub enum TopSubject {
     Drives,
 }
 
-/// A column of the board.
+/// Column of the display.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum TopColumn {
     /// Id of the function, or path of the drive
@@ -94,7 +94,7 @@ impl TopColumn {
         }
     }
 
-    /// Returns the column that is `by` places to the right, wrapping around.
+    /// Returns the column that is `by` columns to the right of this one, wrapping around.
     fn shifted(self, by: isize) -> Self {
         let all = Self::value_variants();
         let place = all.iter().position(|column| *column == self).unwrap_or(0);
@@ -252,7 +252,7 @@ pub struct TopView {
 }
 
 impl TopView {
-    /// Creates a board without samples.
+    /// Creates a display without samples.
     #[must_use]
     pub fn new(subject: TopSubject, sort: TopColumn) -> Self {
         Self {
@@ -274,7 +274,8 @@ impl TopView {
     pub fn add_sample(&mut self, sample: Result<TopSample, String>) {
         match sample {
             Err(trouble) => self.sample_error = Some(trouble),
-            // The next rates are computed against the last displayed sample.
+            // While the display is paused, samples are dropped. So the next rates are computed against the sample that is
+            // displayed.
             Ok(_) if self.is_paused => {}
             Ok(sample) => {
                 self.sample_error = None;
@@ -399,7 +400,7 @@ fn push_sample(history: &mut VecDeque<u64>, value: f64) {
     history.push_back(value.round() as u64);
 }
 
-/// Returns a row per drive, with the sums of its functions.
+/// Returns a row for each drive, with the sums of its functions.
 fn drive_rows(now: &TopSample, functions: &[TopRow]) -> Vec<TopRow> {
     let drives = now.stats.drives.iter().map(|drive| {
         let own = now
@@ -454,7 +455,7 @@ mod tests {
     const WIDTH: u16 = 118;
     const HEIGHT: u16 = 13;
 
-    /// Commands of each function, by second.
+    /// Number of commands of each function in each second.
     const LOADS: [(&str, &[u64]); 3] = [
         ("build", &[0, 0, 5_000, 60_000, 61_500, 62_000, 12_000, 400]),
         (
@@ -616,7 +617,7 @@ mod tests {
         let mut board = TopView::new(TopSubject::Functions, TopColumn::Iops);
         for second in 0..2 {
             let mut sample = sample(second);
-            // One function is in quarantine, and its VMM stays connected. The other one could not be offered.
+            // One function is in quarantine, and its VMM stays connected. The other function could not be served.
             sample.stats.failed = ["db-1", "vm-9"]
                 .map(|id| nvme_mpt_server::stats::FunctionFailure {
                     id: id.to_owned(),
@@ -673,7 +674,7 @@ mod tests {
         board.add_sample(Err("No server answers".to_owned()));
         assert_eq!(screen(&board)[0], "No server answers");
         assert_eq!(board.rows[0].iops, 210_000.0);
-        // A restarted server counts from zero.
+        // The server was restarted, so its counters start from zero.
         board.add_sample(Ok(TopSample {
             taken_at: Duration::from_secs(9),
             ..sample(0)

@@ -15,7 +15,7 @@ use thiserror::Error;
 
 use super::{TopCommand, TopSample, TopView};
 
-/// Interval of checking for keys and samples.
+/// Interval at which keys and samples are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Error of `nvme-mpt top`.
@@ -65,7 +65,7 @@ pub fn run_once(
     write!(out, "{}", board.table()).map_err(TopError::Print)
 }
 
-/// Shows a board in the terminal until the user quits.
+/// Shows the display in the terminal until the user quits.
 ///
 /// # Errors
 /// The server does not answer, or the terminal cannot be used.
@@ -73,7 +73,7 @@ pub fn run(control: PathBuf, mut board: TopView, interval: Duration) -> Result<(
     if !io::stdout().is_terminal() {
         return Err(TopError::NoTerminal);
     }
-    // Take the first sample before changing the screen, so that an error is printed normally.
+    // The first sample precedes any change of the screen, so that an error is printed normally.
     board.add_sample(Ok(take_sample(&control)?));
     let samples = poll_server(control, interval).map_err(TopError::Thread)?;
     let mut terminal = ratatui::try_init().map_err(TopError::Terminal)?;

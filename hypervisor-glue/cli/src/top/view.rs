@@ -1,4 +1,4 @@
-//! Draws the board on a screen.
+//! Draws `nvme-mpt top` on a screen.
 
 use clap::ValueEnum;
 use nvme_mpt_server::stats::SupervisorStatus;
@@ -10,10 +10,10 @@ use ratatui::widgets::{Block, Cell, Row as TableRow, Sparkline, Table};
 
 use super::{PrefixedNumber, TopColumn, TopSubject, TopView};
 
-/// Height of the total's graph, with its border.
+/// Height in lines of the graph of the total, with its border.
 const GRAPH_HEIGHT: u16 = 5;
 
-/// Width of a row's history.
+/// Width in columns of a row's history.
 const BARS_WIDTH: u16 = 20;
 
 const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
@@ -84,8 +84,8 @@ impl TopView {
         }
     }
 
-    /// Returns the time that all pollers together spent on `of` between the last two samples, divided by the time between the
-    /// samples. So 1.0 is one fully used processor.
+    /// Returns the processor time that all pollers together spent on `of` between the last two samples, as a multiple of
+    /// the time between the samples: 1.0 is one processor that is always busy.
     fn poller_seconds(&self, of: fn(&nvme_guest::stats::PollerStats) -> f64) -> Option<f64> {
         let (before, now) = (self.previous.as_ref()?, self.current.as_ref()?);
         let time = now.stats.pollers.iter().map(|poller| {
@@ -93,7 +93,7 @@ impl TopView {
             let earlier = earlier.find(|earlier| earlier.name == poller.name);
             (of(poller) - earlier.map_or(0.0, of)).max(0.0)
         });
-        // `sum` of an empty iterator would be -0.
+        // Unlike `fold`, `sum` of an empty iterator would be -0.
         Some(time.fold(0.0, |sum, time| sum + time) / self.elapsed_seconds()?)
     }
 

@@ -1,4 +1,4 @@
-//! A short run of `cargo attackers`.
+//! Runs `cargo attackers` for a short time.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Functions that are added to, removed from, listed by and reloaded by a running server.
+//! Tests that add functions to a running server, remove them, list them, and reload its configuration file.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -26,7 +26,7 @@ fn ask(bench: &Bench, command: &str, arguments: &[&str]) -> Result<String, Strin
     bench.ask(command, arguments)
 }
 
-/// Returns id, origin and state of each function that `nvme-mpt list` shows.
+/// Returns id, source of the declaration and state of each function that `nvme-mpt list` shows.
 pub(crate) fn list(bench: &Bench) -> Vec<(String, String, String)> {
     let listed: Value = serde_json::from_str(&ask(bench, "list", &["--json"]).unwrap()).unwrap();
     let text = |value: &Value| match value {
@@ -167,7 +167,7 @@ fn a_data_decision_does_not_apply_to_the_next_owner() {
         add("b");
         let (status, _) = server.signal("TERM");
         assert!(status.success());
-        // While the server is stopped, the range gets another owner.
+        // While the server is stopped, the range gets a new owner.
         let other = "socket=c.sock,path=drive.img,range=0+16M,id=c,data=keep";
         let (status, _) = bench.serve("two", &[other]).unwrap().signal("TERM");
         assert!(status.success());
@@ -206,7 +206,7 @@ fn a_stored_function_that_fails_blocks_no_other() {
     let (status, _) = server.signal("TERM");
     assert!(status.success());
 
-    // A stored function with invalid options does not block others either.
+    // A stored function with invalid options does not prevent other functions from being served.
     let kept = bench.path("one.control.functions.toml");
     let text = fs::read_to_string(&kept).unwrap();
     let text = text
@@ -217,7 +217,7 @@ fn a_stored_function_that_fails_blocks_no_other() {
     ask(&bench, "remove", &["/c.sock"]).unwrap();
     drop(server);
 
-    // The server has not forgotten the function.
+    // The server still has the function in its list.
     fs::rename(bench.path("away.img"), bench.path("drive.img")).unwrap();
     let server = bench.serve("one", &[]).unwrap();
     assert_eq!(list(&bench).len(), 2);
@@ -299,7 +299,7 @@ fn a_drive_stays_open_without_functions() {
         let options = format!("socket=a.sock,path=memory:1M,id=a{lba}");
         ask(&bench, "add", &[&options])
     };
-    // The block size is the drive's own, without the default of functions.
+    // Without an option, the block size is that of the drive.
     assert!(add("").unwrap().contains("256 blocks of 4096 bytes"));
     ask(&bench, "remove", &["a"]).unwrap();
     assert!(add(",lba=512").unwrap_err().contains("different lba="));
@@ -373,7 +373,7 @@ fn a_reload_applies_the_file_and_keeps_unchanged_functions() {
     let mut client = Client::new(&bench.path("a.sock")).unwrap();
     ask(&bench, "add", &["socket=z.sock,path=memory:1M,id=z"]).unwrap();
 
-    // Function b moves, and c is new.
+    // The file moves function b and adds function c.
     let [moved, c] = [function("b", "48M+16M"), function("c", "32M+16M")];
     fs::write(bench.path("serve.toml"), format!("{c}{moved}{a}")).unwrap();
     let reloaded = ask(&bench, "reload", &["--json"]).unwrap();
@@ -546,7 +546,7 @@ fn a_file_with_one_bad_function_keeps_data_of_memory_drives() {
     }
     ask(&bench, "remove", &["c"]).unwrap();
 
-    // In the new file, a changes, b is missing, c's drive is missing, and d has no image.
+    // In the new file, a has changed, b is missing, the drive of c is missing, and d has no image.
     let changed = memory("a", "memory:1M", "queues = 2\n");
     let bad = memory("d", "none.img", "");
     fs::write(bench.path("serve.toml"), format!("{changed}{bad}")).unwrap();
@@ -571,8 +571,8 @@ fn the_example_file_is_a_valid_configuration() {
     server.stop();
 }
 
-/// Creates a drive whose wipe takes two minutes. Returns a closure that makes the options of a function from its id and its
-/// options for existing data.
+/// Creates a drive whose wipe takes two minutes. Returns a closure that builds the options of a function from its id and
+/// its options for existing data.
 fn slow_to_wipe(bench: &Bench) -> impl Fn(&str, &str) -> String {
     slow_to_wipe_of(bench, 64 << 30, "500ms")
 }
@@ -600,7 +600,7 @@ fn a_wipe_for_an_added_function_ends_with_the_server() {
         let bench = &bench;
         let wiped = options("b", ",data=wipe");
         let add = scope.spawn(move || ask(bench, "add", &[&wiped]));
-        // The server records the lease before it starts the wipe.
+        // The server records the lease in the ledger before it starts the wipe.
         while bench.leases().is_empty() {
             thread::sleep(Duration::from_micros(20));
         }
@@ -614,7 +614,7 @@ fn a_wipe_for_an_added_function_ends_with_the_server() {
         "{refused}"
     );
     assert_eq!(bench.leases(), []);
-    // The range is not wiped yet, so another id does not get it.
+    // The range is not completely wiped yet, so another id does not get it.
     let server = bench.serve("one", &[]).unwrap();
     let refused = ask(&bench, "add", &[&options("b", "")]).unwrap_err();
     assert!(refused.contains("data=wipe"), "{refused}");
@@ -659,14 +659,14 @@ fn a_wipe_that_is_killed_in_the_middle_is_done_by_the_next_server() {
     assert!(gone.is_err(), "{gone:?}");
     assert_eq!(first_byte(last), 0xA5, "a part is left");
 
-    // No id gets a range whose wipe was interrupted, including the id that it belongs to.
+    // After an interrupted wipe, no id gets the range, not even the id to which it belongs.
     let server = bench.serve("one", &[]).unwrap();
     let quick = |id, data| options(id, data).replace(",faults=slow.toml", "");
     for (id, reason) in [("b", "data=wipe"), ("c", "overlaps lease \"b\"")] {
         let refused = ask(&bench, "add", &[&quick(id, "")]).unwrap_err();
         assert!(refused.contains(reason), "{refused}");
     }
-    // The release reports that the lease is gone, and that the data belongs to a previous owner.
+    // The release reports that the lease no longer exists, and that its data belongs to a previous owner.
     let released = bench.run("leases", &["release", "b"]);
     let told = String::from_utf8(released.stdout).unwrap();
     assert!(released.status.success(), "{told}");
@@ -716,7 +716,7 @@ fn a_wipe_at_the_start_ends_with_a_signal() {
     assert!(!exists(&bench.path("one.control")));
 }
 
-/// Returns the numbers of open files, threads and mappings of a process, and its resident bytes.
+/// Returns the number of open files, threads and mappings of a process, and its resident bytes.
 fn holdings(server: &Server) -> [u64; 4] {
     let folder = PathBuf::from(format!("/proc/{}", server.pid()));
     let entries = |name: &str| folder.join(name).read_dir().unwrap().count() as u64;
@@ -776,7 +776,7 @@ fn a_thousand_functions_leave_nothing_behind() {
     come_and_go(100);
     let before = holdings(&server);
     come_and_go(1000);
-    // The count may include a connection that the server has not closed yet, or a thread that is ending.
+    // Allowances: the server may not have closed a connection yet, or a thread may be ending.
     let more = [8, 2, 8, 4 << 20];
     let deadline = Instant::now() + TIMEOUT;
     loop {
@@ -809,12 +809,12 @@ fn a_partial_request_of_a_disconnected_client_changes_nothing() {
     for end in 0..request.len() {
         say(&request.as_bytes()[..end]);
     }
-    // The server makes changes in order, so an earlier change would be complete by now.
+    // The server makes changes in order. So when this change is complete, so are all earlier ones.
     ask(&bench, "add", &["socket=b.sock,path=memory:2M,id=b"]).unwrap();
     assert_eq!(list(&bench), [entry("b", "added", "waiting")]);
     assert!(!exists(&socket));
 
-    // A complete request is carried out, even if its client does not read the answer.
+    // The server carries out a complete request, even if its client does not read the answer.
     say(request.as_bytes());
     let is_there = |listed: &str| listed.contains("\"id\":\"a\"");
     let listed = bench.ask_until("list", &["--json"], is_there).unwrap();

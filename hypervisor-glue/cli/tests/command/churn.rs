@@ -1,4 +1,4 @@
-//! Hundreds of functions that are added and removed beside a function under load.
+//! Tests that add and remove hundreds of functions, beside a function whose guest is busy.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -29,25 +29,26 @@ use crate::vmms::await_leases;
 const PIECE: usize = 4096;
 const BLOCKS: u32 = (PIECE / 512) as u32;
 
-/// Rounds before the first measurement, in which poller threads start and the allocator fills its caches.
+/// Rounds before the first measurement. In these rounds, poller threads start and the allocator fills its caches.
 const WARM_UP: usize = 10;
 
-/// Most growth of the server's anonymous memory in KiB that counts as allocator noise. Growth of 50 KiB was seen after 50
-/// rounds, and of 240 KiB after 1,000. A leak of 1 KiB for each of a thousand functions would be twice this limit.
+/// Largest growth of the server's anonymous memory, in KiB, that counts as noise of the allocator. Growth of 50 KiB was
+/// seen after 50 rounds, and of 240 KiB after 1,000. A leak of 1 KiB for each of a thousand functions would be twice this
+/// limit.
 const MEMORY_MAX: u64 = 512;
 
-/// Most additional mappings that count as noise of the allocator and of the thread stack cache. A leak of one mapping in every
-/// sixth of 50 rounds would exceed it.
+/// Largest number of additional mappings that counts as noise of the allocator and of the cache for thread stacks. A leak
+/// of one mapping in every sixth of 50 rounds would exceed this number.
 const MAPPINGS_MAX: usize = 8;
 
-/// Pause between two writes of the witness.
+/// Pause between two writes of the probe.
 const WITNESS_PAUSE: Duration = Duration::from_millis(50);
 
-/// Shortest witness write that explains reports of stuck requests. It is half of the time after which servers report a request,
-/// because the write may have begun later than the request.
+/// Shortest write of the probe that explains reports of stuck requests. It is half of the time after which servers report a
+/// request, because the write may have begun later than the request.
 const STUCK_WRITE_MIN: Duration = Duration::from_secs(5);
 
-/// Beginnings of log messages about requests that the kernel has not completed.
+/// Beginnings of log messages about requests that the kernel has not completed in time.
 const STUCK_MESSAGES: [&str; 2] = [
     "The kernel has not completed a ",
     "The kernel did not cancel request ",
@@ -79,7 +80,8 @@ impl HeldResources {
         }
     }
 
-    /// Returns whether usage is back at `before`, apart from allocator noise. `before` may include a thread that was ending.
+    /// Returns whether usage has returned to `before`, apart from allocator noise. `before` may include a thread that was
+    /// ending.
     fn is_back_at(&self, before: &Self) -> bool {
         self.descriptors <= before.descriptors
             && self.threads <= before.threads
@@ -87,7 +89,7 @@ impl HeldResources {
             && self.memory <= before.memory + MEMORY_MAX
     }
 
-    /// Waits until the server's usage is back at `before`, because the kernel removes ended threads with a delay. Returns the
+    /// Waits until the server's usage has returned to `before`: the kernel removes ended threads with a delay. Returns the
     /// usage.
     fn await_back_at(before: &Self, server: &Server) -> Self {
         let deadline = Instant::now() + TIMEOUT;
@@ -101,7 +103,7 @@ impl HeldResources {
     }
 }
 
-/// Phases of the load of one guest, whose data is verified.
+/// Phases of a test. During all of them except the last, a guest works and verifies its data.
 const IDLE: u8 = 0;
 const BESIDE: u8 = 1;
 const ELSEWHERE: u8 = 2;
@@ -118,7 +120,7 @@ const PHASES: [&str; 3] = [
 /// Latencies in each of [`PHASES`], sorted.
 type Latencies = [Vec<Duration>; 3];
 
-/// Writes and reads random blocks until the phase is [`ENDED`].
+/// Writes and reads random blocks until the phase is [`ENDED`], as a guest.
 fn load(socket: &Path, phase: &AtomicU8) -> Latencies {
     const PLACES: u64 = (16 << 20) / PIECE as u64;
     let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
@@ -173,13 +175,13 @@ fn load(socket: &Path, phase: &AtomicU8) -> Latencies {
 #[repr(align(4096))]
 struct Page([u8; PIECE]);
 
-/// Writes to its own file with direct I/O, as the server does, until the phase is [`ENDED`]. Returns the longest time of a
-/// write.
+/// Probe of the disk: writes to its own file with direct I/O, as the server does, until the phase is [`ENDED`]. Returns the
+/// longest duration of a write.
 fn witness(path: &Path, phase: &AtomicU8) -> Duration {
     let mut options = File::options();
     options.write(true).create(true);
     let direct = options.custom_flags(libc::O_DIRECT).open(path);
-    // A memory file system may not support direct I/O. The server uses buffered I/O there as well.
+    // A memory file system may not support direct I/O. Then the probe uses buffered I/O, as the server does.
     let file = direct.or_else(|_| options.custom_flags(0).open(path));
     let file = file.unwrap();
     let page = Box::new(Page([1; PIECE]));
@@ -193,7 +195,7 @@ fn witness(path: &Path, phase: &AtomicU8) -> Duration {
     longest
 }
 
-/// Stops a server, which must succeed. The log may report stuck requests only if a write of the witness was slow as well.
+/// Stops a server, which must succeed. Its log may report stuck requests only if a write of the probe was slow as well.
 fn stop(server: Server, longest: Duration) {
     let (status, log) = server.signal("TERM");
     assert!(status.success(), "{status}: {log}");
@@ -219,7 +221,7 @@ fn percentile(sorted: &[Duration], part: f64) -> Duration {
         .unwrap_or_default()
 }
 
-/// Acts as a guest that writes, reads and disconnects.
+/// Writes, reads and disconnects, as a guest does.
 fn use_disk(controller: &mut Controller, seed: u64) {
     let mut disk = Disk::open(controller, 1).unwrap();
     let mut bytes = vec![0; PIECE];
@@ -252,7 +254,7 @@ impl<'a> Churn<'a> {
         let deadline = Instant::now() + TIMEOUT;
         loop {
             match request_change(&self.bench.path("one.control"), change.clone()) {
-                // A request without an answer has changed nothing.
+                // The server has not answered the request, so it has changed nothing.
                 Err(ControlError::NoAnswer { .. }) if Instant::now() < deadline => {}
                 changed => return changed,
             }
@@ -315,7 +317,8 @@ impl<'a> Churn<'a> {
     }
 }
 
-/// Checks that the ledger has the lease of the loaded function, and of the removed functions only the owners of remaining data.
+/// Checks that the ledger has the lease of the loaded function, and of the removed functions only the owners of data that
+/// remains.
 fn check_ledger(bench: &Bench, last: usize) {
     // The server notices the disconnect of a VMM with a delay.
     await_leases(bench, &["load"]);
@@ -337,14 +340,14 @@ fn check_ledger(bench: &Bench, last: usize) {
 
 /// Adds and removes `count` functions over vfio-user and `count` in a VMM, while another function is under load.
 ///
-/// If `compares` is set, a second server then gets the same changes. Its effect on the load shows the cost of processor time
-/// alone. Finally the load runs without changes.
+/// If `compares` is set, the changes are then repeated on a second server. Their effect on the load shows the cost of
+/// processor time alone. Finally, the load runs without changes.
 fn run_churn(count: usize, compares: bool) {
     let bench = Bench::new();
     let function = "socket=load.sock,path=drive.img,range=0+16M,id=load";
     let mut serve = bench.serve_command("one", &[function]);
-    // Without this limit, each thread may have its own heap, whose memory the allocator keeps. The number of heaps depends on
-    // chance.
+    // The limit makes the allocator's memory reproducible: without it, threads may have their own heaps, whose number
+    // depends on chance.
     serve.env("MALLOC_ARENA_MAX", "1");
     let server = Server::start(serve).unwrap();
     let churn = Churn::new(&bench);
@@ -354,7 +357,7 @@ fn run_churn(count: usize, compares: bool) {
     let (before, after, took, latencies, longest) = thread::scope(|scope| {
         let load = scope.spawn(|| load(&socket, &phase));
         let witness = scope.spawn(|| witness(&witnessed, &phase));
-        // Ends the load if an assertion below fails.
+        // Dropped if an assertion below fails, which ends the load.
         let _end = EndLoadGuard(&phase);
         churn.rounds(0..WARM_UP);
         let before = HeldResources::of_server(&server);
@@ -372,7 +375,7 @@ fn run_churn(count: usize, compares: bool) {
             phase.store(ELSEWHERE, Ordering::Relaxed);
             elsewhere.rounds(0..count);
             phase.store(ALONE, Ordering::Relaxed);
-            // Measures the load alone for at most 10 s.
+            // The load alone is measured for at most 10 s.
             thread::sleep(took.min(Duration::from_secs(10)));
             phase.store(IDLE, Ordering::Relaxed);
             second = Some((other_server, other));

@@ -1,6 +1,6 @@
 //! Servers under seccomp and Landlock.
 //!
-//! The system call filter is on by default, so all other tests of the command run with it as well.
+//! The system call filter is on by default, so all other tests of the command run with the filter, too.
 
 use std::fs::{self, File};
 use std::os::unix::fs::symlink;
@@ -103,13 +103,13 @@ fn the_next_server_inherits_the_filter_and_adds_none() {
         kept.upgrade(&bench);
     }
     assert_filtered(&kept.server_pid().unwrap());
-    // The keeper has no filter, so a new server cannot inherit one.
+    // The supervisor has no filter, so the server that it starts inherits none.
     kept.kill_server();
     assert_filtered(&kept.server_pid().unwrap());
     kept.stop();
 }
 
-/// Creates a directory with an image and a profile, to which no Landlock rule of a server gives access.
+/// Creates a directory with an image and a profile. No Landlock rule of a server gives access to this directory.
 fn outside() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let image = File::create(folder.path().join("outside.img")).unwrap();
@@ -212,13 +212,13 @@ fn landlock_rules_apply_to_the_next_server() {
         fs::write(bench.path("serve.toml"), table).unwrap();
         bench.ask("reload", &[]).unwrap();
         assert_refused(&bench, &add, &image, &rule);
-        // More upgrades than the 16 Landlock layers that the kernel allows.
+        // More upgrades than the 16 layers of Landlock rules that the kernel allows.
         for _ in 0..17 {
             kept.upgrade(&bench);
         }
         let told = bench.ask("add", &[&add]).unwrap_err();
         assert!(told.contains("Permission denied"), "{told}");
-        // The keeper starts a new server, which inherits no rules.
+        // The supervisor starts a new server, which inherits no rules.
         kept.kill_server();
     }
     bench.ask("add", &[&add]).unwrap();
@@ -271,7 +271,7 @@ fn an_invalid_rule_is_refused_and_a_rule_for_an_absent_path_is_named() {
         let told = String::from_utf8(output.stderr).unwrap();
         assert!(told.contains(complaint), "{told}");
     }
-    // A directory in a rule may have been removed when a keeper starts the next server.
+    // When a supervisor starts the next server, a directory that a rule names may have been removed.
     let mut serve = bench.serve_command("one", &FUNCTIONS);
     serve.args(["--landlock", "--landlock-rules", "path=absent,access=rw"]);
     let (status, log) = Server::start(serve).unwrap().signal("TERM");

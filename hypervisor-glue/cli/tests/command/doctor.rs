@@ -74,8 +74,8 @@ fn the_page_on_physical_drives_has_each_check() {
     }
 }
 
-/// Runs `doctor drive.img --scratch 1 --json`, and answers its question. Returns whether it succeeded, its report and
-/// the question.
+/// Runs `doctor drive.img --scratch 1 --json`, and answers its question with `answer`. Returns whether the command
+/// succeeded, its report, and the question.
 fn try_out(bench: &Bench, arguments: &[&str], answer: &str) -> (bool, Value, String) {
     let scratch = ["drive.img", "--scratch", "1", "--seconds", "1", "--json"];
     let mut command = bench.command("doctor", &[&scratch, arguments].concat());
@@ -85,7 +85,7 @@ fn try_out(bench: &Bench, arguments: &[&str], answer: &str) -> (bool, Value, Str
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // A command that asks no question may have ended, so the write may fail.
+    // A command that asks no question may have ended already, so the write may fail.
     let _ = writeln!(process.stdin.take().unwrap(), "{answer}");
     let output = process.wait_with_output().unwrap();
     let report = serde_json::from_slice(&output.stdout).unwrap();

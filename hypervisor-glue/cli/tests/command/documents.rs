@@ -1,4 +1,5 @@
-//! Checks of the documents: sizes, links, the table of options, and the tests that they name. Also checks summaries in sources.
+//! Checks of the documents: sizes, links, the table of options, and names of tests. Also checks the summaries of doc
+//! comments.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -213,7 +214,7 @@ fn sources(folder: &Path, names: &mut String) {
     }
 }
 
-/// Words with which no summary may open.
+/// Words with which no summary of a doc comment may start.
 const QUESTIONS: [&str; 5] = ["What", "How", "Whether", "Where", "Who"];
 
 #[test]
@@ -254,7 +255,7 @@ fn tests_that_documents_name_exist() {
         let page = fs::read_to_string(workspace().join(name)).unwrap();
         for span in code_spans(&page) {
             let test = span.rsplit_once(".rs: ").map_or(&*span, |(_, test)| test);
-            // A check of a group is named like `vmm::exits_with_virtio_blk`.
+            // A check that belongs to a group is named like `vmm::exits_with_virtio_blk`.
             let test = test.rsplit_once("::").map_or(test, |(_, test)| test);
             let is_name = test
                 .chars()
@@ -266,7 +267,7 @@ fn tests_that_documents_name_exist() {
     }
 }
 
-/// Returns the directories that letters stand for in `docs/neighbours.md`, by letter.
+/// Returns the directories for which letters stand in `docs/neighbours.md`, by letter.
 fn folders(page: &str) -> Vec<(String, String)> {
     let paths = page
         .lines()
@@ -291,7 +292,7 @@ fn files_named_on_the_neighbours_page_contain_its_tests() {
             let (path, test) = match span.split_once(".rs: ") {
                 Some((path, test)) => (Some(format!("{path}.rs")), Some(test)),
                 None if span.ends_with(".rs") => (Some(span.clone()), None),
-                // A test in the file that was named before.
+                // A span without a file name is a test of the file that the text named before.
                 None if span.contains('_') && file.is_some() => (None, Some(&*span)),
                 None => continue,
             };

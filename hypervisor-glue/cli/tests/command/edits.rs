@@ -1,4 +1,5 @@
-//! Servers whose configuration file is edited before they are replaced or killed. The next server serves the same functions.
+//! Tests that edit a server's configuration file before they replace or kill the server. The next server must serve the
+//! functions of the old one.
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +13,7 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 use crate::replaced_servers::SupervisedServer;
 use crate::support::Bench;
 
-/// A guest that must not lose its drive.
+/// Guest that must not lose its drive.
 struct Guest {
     disk: Disk,
     _controller: Controller,
@@ -54,7 +55,7 @@ impl Guest {
 /// The configuration file of a server.
 struct EditedConfig<'a> {
     bench: &'a Bench,
-    /// Lines of keys of each function, by id.
+    /// Lines with the keys of each function, by id.
     functions: Vec<(String, Vec<String>)>,
     /// Drives that stay open without functions.
     drives: Vec<String>,
@@ -186,13 +187,13 @@ impl EditedConfig<'_> {
     }
 }
 
-/// Runs clients of three configured functions and of one added function, while `steps` random steps edit, reload, kill and
-/// upgrade.
+/// Runs clients of three configured functions and of one added function, while `steps` random steps edit the file, reload
+/// it, kill the server and upgrade the server.
 fn no_client_loses_its_drive(seed: u64, steps: usize) {
     let bench = Bench::new();
     let profile = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../resources/drives/nvm.toml");
     fs::copy(profile, bench.path("nvm.toml")).unwrap();
-    // Installs the program as a package does: an upgrade of the package replaces the file.
+    // Installs the program like a package: an upgrade of the package replaces the file.
     let program = bench.path("nvme-mpt");
     let install = || {
         let _ = fs::remove_file(&program);
@@ -220,7 +221,7 @@ fn no_client_loses_its_drive(seed: u64, steps: usize) {
         let name = match rng.below(10) {
             0..4 => file.edit(&mut rng),
             4 => {
-                // The server refuses the reload if a client is connected to a function that changes.
+                // The server may refuse the reload, because a client is connected to a function that changes.
                 let _ = bench.ask("reload", &[]);
                 "reload".to_owned()
             }
@@ -377,7 +378,7 @@ fn an_upgrade_is_refused_while_a_drives_path_names_another_file() {
         guest.check(&mut rng, what);
         fs::write(&path, vec![0x5a; 64 << 20]).unwrap();
     }
-    // A killed server cannot refuse. Its successor waits for the drive, and gives the guest no other drive.
+    // A killed server cannot refuse to be replaced. Its successor waits for the drive, and gives the guest no other drive.
     kept.kill_server();
     let listed = bench.ask("list", &[]).unwrap();
     assert!(listed.contains("failed"), "{listed}");

@@ -1,4 +1,4 @@
-//! Leases between processes.
+//! Tests of leases between several processes.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -29,7 +29,7 @@ fn two_processes_share_a_drive_but_no_byte_of_it() {
     for part in ["overlaps lease \"a\" (range 16M+16M of file:", &held] {
         assert!(refused.stderr.contains(part), "{}", refused.stderr);
     }
-    // The refused server leaves no files.
+    // The server that was refused has left no files.
     assert_eq!(
         bench.names(),
         ["a.sock", "drive.img", "one.control", "state"]
@@ -119,7 +119,7 @@ fn leases_of_a_killed_server_stay_with_their_ids() {
         refused.stderr
     );
 
-    // A new server gets the same range, and replaces the sockets of the killed server.
+    // A new server gets the range of the killed server, and replaces its sockets.
     let again = bench.serve("one", &[function]).unwrap();
     assert_eq!(bench.leases(), [lease("a", "held", "0+16777216")]);
     again.stop();
@@ -189,7 +189,8 @@ fn killed_at_any_moment_a_server_leaves_a_whole_ledger() {
     for round in 0..40 {
         let mut command = bench.serve_command("one", &[function]);
         let mut process = command.stdout(Stdio::null()).spawn().unwrap();
-        // The delays reach from before the server reads the ledger until after the server has changed it, on any machine.
+        // On any machine, these delays end before the server reads the ledger, after it has changed the ledger, or in
+        // between.
         thread::sleep(Duration::from_micros(250 * round));
         process.kill().unwrap();
         process.wait().unwrap();
@@ -217,7 +218,7 @@ fn the_ledger_is_private_to_its_user() {
     };
     bench.serve("one", &[function]).unwrap().stop();
     narrow();
-    // Modes that an operator changed.
+    // File modes that earlier versions have left.
     let widen = |name: &str, mode| {
         fs::set_permissions(bench.path(name), fs::Permissions::from_mode(mode)).unwrap();
     };
@@ -257,7 +258,7 @@ fn data_of_another_id_is_handed_over_or_wiped_only_on_request() {
     assert_ne!(serial(&server.printed), of_first);
     server.stop();
     assert_eq!(range_of(), vec![1; 16 << 20]);
-    // The range now belongs to the new id, so the first id is refused.
+    // The range now belongs to the second id, so the first id is refused.
     bench.serve("two", &[other]).unwrap().stop();
     bench.serve("one", &[first]).unwrap_err();
 
@@ -271,7 +272,7 @@ fn data_of_another_id_is_handed_over_or_wiped_only_on_request() {
     assert_eq!(range_of(), vec![0; 16 << 20]);
     let behind = fs::read(&drive).unwrap().split_off(16 << 20);
     assert_eq!(behind, vec![1; 48 << 20]);
-    // A wiped range belongs to the id that wiped it, so a second start with the same options keeps the data.
+    // A wiped range belongs to the id that wiped it. So a second start with equal options keeps the data.
     fill(2);
     bench.serve("one", &[&wipe]).unwrap().stop();
     assert_eq!(range_of(), vec![2; 16 << 20]);
@@ -290,7 +291,7 @@ fn a_requested_wipe_erases_data_of_the_host_too() {
     let first = function("a", "0+16M", "");
     bench.serve("one", &[&first]).unwrap().stop();
     assert_eq!(read(), vec![0xCC; 64 << 20]);
-    // The option `--wipe` does not erase data without an owner either, such as an image that is new to the ledger.
+    // Nor does the option `--wipe` erase data without an owner, such as an image that is new to the ledger.
     let next = function("b", "32M+16M", "");
     let mut all = bench.serve_command("one", &[&next]);
     all.arg("--wipe");
@@ -334,7 +335,7 @@ fn a_release_with_keep_hands_data_over_once() {
     let told = String::from_utf8(kept.stdout).unwrap();
     assert_eq!(told, "The data of a goes to the next lease of 0+16M\n");
     serve("b").unwrap().kill();
-    // The lease of a dead holder is released as well.
+    // A lease whose holder is dead is released as well.
     let kept = keep("b");
     let told = String::from_utf8(kept.stdout).unwrap();
     assert!(
@@ -354,7 +355,7 @@ fn a_released_range_is_erased_before_another_id_gets_it() {
     let range_of = || fs::read(&drive).unwrap()[..16 << 20].to_vec();
     bench.serve("one", &[&function("a")]).unwrap().stop();
     assert!(bench.run("leases", &["release", "a"]).status.success());
-    // Nothing is erased yet, and the same id gets its data back.
+    // Nothing was erased yet, so the previous owner gets its data back.
     bench.serve("one", &[&function("a")]).unwrap().stop();
     assert_eq!(range_of(), vec![1; 16 << 20]);
     bench.serve("two", &[&function("b")]).unwrap_err();

@@ -1,4 +1,4 @@
-//! Limits that an operator sets for functions in VMMs.
+//! Tests of limits that an operator sets for functions in VMMs.
 
 use std::time::Instant;
 
@@ -13,12 +13,12 @@ fn limits(bench: &Bench) -> String {
     listed[0]["limits"].as_str().unwrap().to_owned()
 }
 
-/// Has the guest make a pass. Returns whether it had at most `iops`.
+/// Makes the guest write and read its range once. Returns whether it had at most `iops` commands per second.
 fn is_limited(vmm: &mut TestVmm, iops: u64) -> bool {
     let begun = Instant::now();
     assert_eq!(vmm.pass(), "passed");
     let commands = 2 * RANGE / PIECE as u64;
-    // The first commands may pass as a burst, and the limiter has credit after idle times.
+    // The first commands may pass as a burst, and the limiter has credit after idle times, so 80 % of the time is enough.
     begun.elapsed().as_secs_f64() >= 0.8 * commands as f64 / iops as f64
 }
 
@@ -33,7 +33,7 @@ fn the_limits_of_a_vmms_function_hold_until_it_is_released() {
         assert_eq!(limits(&bench), "iops=300000,bandwidth=1G");
         bench.ask("limit", &["first", "iops=500"]).unwrap();
         assert_eq!(limits(&bench), "iops=500,bandwidth=1G");
-        // The operator's limits take precedence over the limits that the VMM sets.
+        // The operator's limits override the VMM's.
         assert_eq!(vmm.order("unlimit"), "unlimited");
         assert_eq!(limits(&bench), "iops=500");
         assert!(is_limited(&mut vmm, 500));
@@ -48,7 +48,7 @@ fn the_limits_of_a_vmms_function_hold_until_it_is_released() {
         vmm.end();
         await_leases(&bench, &[]);
 
-        // The limits belong to the lease, so another VMM with the lease has them.
+        // The limits belong to the lease, so the next VMM with this lease has them, too.
         let mut vmm = TestVmm::start(&bench, FIRST, 1);
         assert_eq!(vmm.report(), "attached");
         assert_eq!(limits(&bench), "iops=500");
@@ -78,7 +78,7 @@ fn limits_that_cannot_be_recorded_are_not_set() {
     let mut vmm = TestVmm::start(&bench, FIRST, 1);
     assert_eq!(vmm.report(), "attached");
     bench.ask("limit", &["first", "iops=500"]).unwrap();
-    // The operator removes the lease from the ledger by force, while its VMM is attached.
+    // The operator removes the lease from the ledger (`--force`), while its VMM is attached.
     let forced = bench.run("leases", &["release", "--force", "first"]);
     assert!(forced.status.success(), "{forced:?}");
     let told = bench.ask("limit", &["first", "iops=600"]).unwrap_err();

@@ -1,4 +1,4 @@
-//! Log of a server: its filter, and its fields in systemd's journal.
+//! Tests of a server's log: its filter, and its fields in systemd's journal.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,8 +25,8 @@ use crate::support::{Bench, Server, TIMEOUT};
 
 const FUNCTION: &str = "socket=a.sock,path=drive.img,id=a";
 
-/// Runs a command with a directory mounted over the journal's. Standard error is a file, which `JOURNAL_STREAM` declares to be
-/// the journal.
+/// Shell script that runs a command with a directory mounted over the journal's. Standard error is a file, which
+/// `JOURNAL_STREAM` declares to be the journal.
 const IN_JOURNAL: &str = r#"
 set -e
 mount -t tmpfs tmpfs /run
@@ -63,7 +63,7 @@ fn the_filter_of_the_log_changes_while_the_server_runs() {
         .lines()
         .filter_map(|line| line.split_once("] "))
         .collect();
-    // The server does not answer a client that is held up, and the client asks again.
+    // If the host holds up the client, the server closes the connection, and the client asks again.
     let unanswered = "Cannot answer a control client: ";
     let messages = messages.iter().map(|(_, message)| *message);
     let mut messages: Vec<_> = messages
@@ -115,10 +115,10 @@ fn a_server_without_functions_logs_how_to_add_one() {
     }
 }
 
-/// Fills a pipe, as if its reader took nothing.
+/// Fills a pipe, as if its reader had stopped.
 fn fill(mut writer: &PipeWriter) {
     fcntl_setfl(writer, OFlags::NONBLOCK).unwrap();
-    // Single bytes fill the rest.
+    // Single bytes fill the space that is too small for a block.
     for bytes in [&[b'x'; 4096][..], b"x"] {
         while writer.write(bytes).is_ok() {}
     }
@@ -136,7 +136,7 @@ fn a_full_log_and_output_block_neither_start_nor_guests_nor_stop() {
     let mut serve = bench.serve_command("one", &[FUNCTION, neighbour]);
     serve.args(["--log", "info"]);
     let mut server = serve.stdout(stdout).stderr(stderr).spawn().unwrap();
-    // The command holds the ends of the pipes as well.
+    // Dropped, because the command holds the ends of the pipes, too.
     drop(serve);
     let start = Instant::now();
     while bench
@@ -158,7 +158,7 @@ fn a_full_log_and_output_block_neither_start_nor_guests_nor_stop() {
     };
     let (a, mut short) = connect("a.sock");
     let (b, mut whole) = connect("b.sock");
-    // The poller of both functions reports that the file was truncated.
+    // The poller, which serves both functions, reports that the file was truncated.
     let drive = fs::File::options()
         .write(true)
         .open(bench.path("drive.img"));
@@ -323,7 +323,7 @@ fn a_truncated_and_replaced_file_is_logged_once() {
         controller.log_page(health).unwrap();
     }
     drop(controller);
-    // The exit status is ignored, because the server cannot flush blocks beyond the end of the file.
+    // The exit status is ignored: the server cannot flush blocks beyond the end of the truncated file.
     let (_, log) = server.signal("TERM");
     for message in [
         "was cut short from 67108864 to 33554432 bytes",

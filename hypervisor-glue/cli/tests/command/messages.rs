@@ -1,4 +1,4 @@
-//! Messages that have misled users before.
+//! Checks of messages, most of which have misled users in an earlier form.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -21,7 +21,7 @@ fn printed(bench: &Bench, command: &str, arguments: &[&str]) -> String {
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let output = bench.run(command, arguments);
-        // The server does not read the request of a client that is held up.
+        // If the host holds up the client, the server does not read its request, and the test repeats the command.
         let is_held_up = String::from_utf8_lossy(&output.stderr).contains("does not answer");
         if !is_held_up || Instant::now() > deadline {
             assert!(output.status.success(), "{output:?}");
@@ -140,9 +140,9 @@ fn the_log_of_a_server_has_clients_and_limits_by_default() {
     let socket = bench.path("a.sock");
     let client = Client::new(&socket).unwrap();
     assert!(Client::new(&socket).is_err());
-    // A program that another test starts may hold a copy of the socket.
+    // The client shuts the socket down: a program that another test starts may hold a copy of it.
     client.shutdown().unwrap();
-    // The server accepts the next client once the first is gone.
+    // The server accepts the next client once it has noticed the disconnect.
     let _next = Client::new(&socket).unwrap();
     bench.ask("limit", &["a", "iops=500"]).unwrap();
     let (status, log) = server.signal("TERM");
@@ -167,7 +167,7 @@ fn literals(source: &str) -> Vec<String> {
             '/' if rest.peek() == Some(&'/') => {
                 rest.by_ref().find(|c| *c == '\n');
             }
-            // A character literal, which may be a quote, or a lifetime.
+            // A character literal, which may contain a quote, or else a lifetime.
             '\'' if rest.peek() == Some(&'\\') => {
                 rest.nth(1);
             }
@@ -222,7 +222,7 @@ const ERASING: &[&str] = &[
     "move it away",
 ];
 
-/// Phrases of remedies that keep data. A message must offer such a remedy first.
+/// Phrases of remedies that keep data. A message must name such a remedy before one that destroys data.
 const KEEPING: &[&str] = &[
     "data=keep",
     "choose ",
@@ -239,7 +239,7 @@ const KEEPING: &[&str] = &[
     "use the version",
 ];
 
-/// Texts that are not remedies: they report a result, or explain a command.
+/// Texts that report a result or explain a command, and so are not remedies.
 const FACTS: &[&str] = &[
     "is erased before another id gets",
     "was taken out of the ledger",
@@ -260,7 +260,7 @@ fn no_message_offers_data_loss_as_the_first_remedy() {
     let mut wrong = Vec::new();
     for file in files {
         let source = fs::read_to_string(&file).unwrap();
-        // Unit tests are at the end of a file.
+        // Unit tests stand at the end of a file.
         let source = source.split("#[cfg(test)]").next().unwrap();
         for text in literals(source) {
             let erasing = ERASING.iter().filter_map(|word| text.find(word)).min();

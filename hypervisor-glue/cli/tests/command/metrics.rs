@@ -1,4 +1,4 @@
-//! Metrics of a server, as Prometheus and the node exporter read them.
+//! Checks of a server's metrics, as Prometheus and the node exporter read them.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -10,7 +10,7 @@ use vfio_user::Client;
 
 use crate::support::{Bench, Server, TIMEOUT};
 
-/// Returns the metrics of a server whose socket is `m.sock`, once `complete` holds.
+/// Returns the metrics of a server whose socket is `m.sock`. Repeats the scrape until `complete` accepts the text.
 fn scrape(bench: &Bench, complete: impl Fn(&str) -> bool) -> String {
     let deadline = Instant::now() + TIMEOUT;
     loop {
@@ -18,7 +18,7 @@ fn scrape(bench: &Bench, complete: impl Fn(&str) -> bool) -> String {
         let mut answer = String::new();
         let asked = stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n");
         let answered = asked.and_then(|()| stream.read_to_string(&mut answer));
-        // The server closes the connection of a client that is held up for some seconds, which leaves the answer empty.
+        // If the host holds up the client for some seconds, the server closes the connection. Then the answer is empty.
         if answered.is_ok_and(|length| length > 0) {
             assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
             if complete(&answer) {
@@ -61,7 +61,7 @@ fn metrics_show_functions_that_are_added_connected_and_removed() {
 
     let other = "socket=b.sock,path=drive.img,range=16M+16M,id=b";
     bench.ask("add", &[other]).unwrap();
-    // The server may have rendered a text while the function was being added.
+    // The server may have created a text while it was adding the function.
     let lease = "nvme_mpt_lease_extents{lease=\"b\",drive=\"";
     scrape(&bench, |text| {
         text.contains("function_up{function=\"b\"} 1") && text.contains(lease)

@@ -1,4 +1,4 @@
-//! Leases that belong to users, and VMMs of several users on one server.
+//! Tests of leases that belong to users, and of VMMs of several users on one server.
 
 use std::env;
 use std::fs;
@@ -28,7 +28,7 @@ fn is_root() -> bool {
 }
 
 fn serve_command(bench: &Bench) -> Command {
-    // The mode of a directory in /srv.
+    // Mode of a usual directory in /srv.
     fs::set_permissions(bench.path(""), fs::Permissions::from_mode(0o755)).unwrap();
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--drive", "path=drive.img"]);
@@ -89,7 +89,7 @@ fn servers_of_two_pid_namespaces_share_a_state_folder() {
     let first = in_a_namespace("a", "drive.img");
     let second = in_a_namespace("b", "other.img");
     assert_eq!(sockets(), 2);
-    // Both servers run, and neither uses the files of the other. A third server leaves both alone.
+    // Two servers run, and neither uses the other's files. A third server does not use them either.
     let third = bench
         .serve("c", &["socket=c.sock,path=null:1M,id=c"])
         .unwrap();
@@ -104,7 +104,7 @@ fn servers_of_two_pid_namespaces_share_a_state_folder() {
         .collect();
     let held = |id: &str| (id.to_owned(), "held".to_owned());
     assert_eq!(states, [held("a"), held("b")]);
-    // The next server removes the socket of a killed server.
+    // The next server removes the socket that a killed server has left.
     first.kill();
     let deadline = Instant::now() + TIMEOUT;
     while bench.leases()[0].1 != "stale" {
@@ -185,7 +185,7 @@ fn a_vmm_of_another_user_gets_the_leases_that_it_owns() {
     let listed = bench.ask("list", &[]).unwrap();
     assert!(listed.contains("iops=100000"), "{listed}");
 
-    // After the server was killed, the lease still belongs to her.
+    // After the server was killed, the lease still belongs to Alice.
     server.kill();
     let told = {
         let server = self::server(&bench);
@@ -208,13 +208,13 @@ fn an_operator_gives_a_lease_to_another_user_and_forgets_it() {
     let server = server(&bench);
     let reserve = format!("{FIRST},owner={ALICE}");
     bench.ask("reserve", &[&reserve]).unwrap();
-    // Root may attach the lease, and its owner does not change.
+    // Root may attach a user's lease, and the lease's owner does not change.
     let mut root = TestVmm::start(&bench, FIRST, 1);
     assert_eq!(root.report(), "attached");
     assert_eq!(lease_settings(&bench)["first"]["owner"], ALICE);
     let given = run(&bench, "leases", &["give", "first", "1002"]);
     assert_eq!(given, "Lease first belongs to 1002 now\n");
-    // The VMM keeps the lease that it has.
+    // The VMM keeps the lease that it is using.
     assert_eq!(root.pass(), "passed");
     root.end();
     await_leases(&bench, &[]);
@@ -268,7 +268,7 @@ fn other_users_reach_a_server_only_if_it_allows_them() {
     closed.args(["--drive", "path=drive.img"]);
     let server = Server::start(closed).unwrap();
     assert_eq!([mode_of("state"), mode_of("state/servers")], [0o700; 2]);
-    // Her VMM cannot find the server, and may not open the drive itself.
+    // Alice's VMM cannot find the server, and may not open the drive itself.
     refusal(&bench, ALICE, FIRST);
     server.stop();
     let server = self::server(&bench);
@@ -384,7 +384,7 @@ fn blocking_eventfds_of_a_user_delay_no_other_user() {
     assert_eq!(alice.pass(), "passed", "her own queues go on as well");
     alice.kill();
     assert_eq!(neighbour.pass(), "passed");
-    // The server writes to root's eventfds directly until a write blocks.
+    // The server writes to eventfds of root directly, until a write blocks.
     let mut root = TestVmm::start(&bench, "path=drive.img,range=32M+16M,id=third", 3);
     assert_eq!(root.report(), "attached");
     assert_eq!(root.order("block"), "blocked");

@@ -1,4 +1,4 @@
-//! Clients whose servers are killed or replaced: a client notices only a pause.
+//! Clients whose servers are killed or replaced. A client must notice only a pause.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -31,15 +31,15 @@ use crate::support::{Bench, TIMEOUT, exists, has_aio};
 /// Bytes of a command.
 const PIECE: usize = 4096;
 const BLOCKS: u32 = (PIECE / 512) as u32;
-/// Number of blocks that commands use: few, so that each is written often.
+/// Number of blocks that commands use. It is small, so that each block is written often.
 const PLACES: u64 = 64;
 /// Commands in flight.
 const DEPTH: usize = 16;
 /// Completed commands between two admin commands.
 const PER_ADMIN: u64 = 200;
-/// Gaps between completions below this length are not recorded.
+/// Gaps between completions below this duration are not recorded.
 const BRIEF: Duration = Duration::from_micros(100);
-/// Gap after which the guest sleeps between polls: a running server completes a command faster.
+/// Gap after which the guest sleeps between polls. A running server completes a command faster.
 const LIVELY: Duration = Duration::from_millis(1);
 
 /// All ways in which a client rings doorbells.
@@ -49,7 +49,7 @@ const DOORBELLS: [DoorbellMode; 3] = [
     DoorbellMode::Trap,
 ];
 
-/// A keeper with its server. Both are killed on drop.
+/// A supervisor with its server. Both are killed on drop.
 pub(crate) struct SupervisedServer {
     supervisor: Child,
     ready: Receiver<()>,
@@ -71,7 +71,7 @@ impl SupervisedServer {
         kept
     }
 
-    /// Starts a keeper, whose server may not start.
+    /// Starts a supervisor, whose server is allowed to fail at its start.
     fn start_supervisor(bench: &Bench, log: &str, options: &[&str], serve: &Command) -> Self {
         let log = bench.path(log);
         let mut keeper = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"))
@@ -109,7 +109,7 @@ impl SupervisedServer {
         }
     }
 
-    /// Discards earlier readiness messages: an upgrade that was requested twice sends more than one.
+    /// Discards earlier readiness messages. There may be several, if an upgrade was requested twice.
     fn forget_ready(&self) {
         while self.ready.try_recv().is_ok() {}
     }
@@ -139,13 +139,13 @@ impl SupervisedServer {
         self.log().matches("SIGABRT").count()
     }
 
-    /// Returns the process id of the keeper.
+    /// Returns the process id of the supervisor.
     pub(crate) fn supervisor_pid(&self) -> u32 {
         self.supervisor.id()
     }
 
-    /// Returns the process id of the server: the keeper's last child that has not ended. A replaced server may still wait for
-    /// the keeper.
+    /// Returns the process id of the server: the supervisor's latest child that has not ended. An earlier child may be a
+    /// replaced server that still waits for the supervisor.
     pub(crate) fn server_pid(&self) -> Option<String> {
         let keeper = self.supervisor.id();
         let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
@@ -183,14 +183,14 @@ impl SupervisedServer {
         assert!(!printed.contains(&format!("Process {before} ")));
     }
 
-    /// Stops both in order. No function may be in quarantine, however many servers were killed.
+    /// Stops server and supervisor, which must succeed. No function may be in quarantine, although servers were killed.
     pub(crate) fn stop(self) {
         let log = self.log();
         assert!(!log.contains("quarantined"), "{log}");
         self.end();
     }
 
-    /// Stops both in order.
+    /// Stops server and supervisor.
     fn end(mut self) {
         Self::send("TERM", &self.supervisor.id().to_string());
         let status = self.supervisor.wait().unwrap();
@@ -200,7 +200,7 @@ impl SupervisedServer {
 
 impl Drop for SupervisedServer {
     fn drop(&mut self) {
-        // Kills the keeper first, because it would start the next server.
+        // The supervisor is killed first, because it would restart the server.
         let server = self.server_pid();
         let _ = self.supervisor.kill();
         let _ = self.supervisor.wait();
@@ -218,13 +218,13 @@ struct GuestInFlightCommand {
     reads: bool,
 }
 
-/// A guest's driver on one function, with verified data.
+/// A guest's driver on one function. The guest verifies its data.
 struct Guest {
     controller: Controller,
     queue: QueuePair,
     buffers: Vec<DmaBuffer>,
     flights: BTreeMap<u16, GuestInFlightCommand>,
-    /// Last written generation of each place. A place has at most one command in flight.
+    /// Last written generation of each block. A block has at most one command in flight.
     generations: Vec<u64>,
     /// False for a drive that does not store data.
     stores_data: bool,
@@ -234,18 +234,18 @@ struct Guest {
     longest: LongestTimes,
 }
 
-/// Longest times of a guest, one for each server that ended.
+/// Longest durations that a guest saw, one for each server that ended.
 #[derive(Debug, Default)]
 struct LongestTimes {
-    /// Time without a completion, while the guest had no admin command.
+    /// Time without a completion, outside of admin commands.
     without: Vec<Duration>,
     /// Duration of [`Guest::administer`].
     administered: Vec<Duration>,
-    /// All times without a completion above [`BRIEF`], while the guest had no admin command.
+    /// All times without a completion that are longer than [`BRIEF`], outside of admin commands.
     pauses: Vec<Pause>,
 }
 
-/// A time without a completion.
+/// Time span without a completion.
 #[derive(Clone, Copy, Debug)]
 struct Pause {
     from: Timestamp,
@@ -253,7 +253,7 @@ struct Pause {
 }
 
 impl Pause {
-    /// Returns the pause that ends now.
+    /// Returns the pause of this length that ends now.
     fn ending(length: Duration) -> Self {
         let until = Timestamp::now();
         let from = until - SignedDuration::try_from(length).unwrap();
@@ -269,7 +269,7 @@ impl Pause {
     }
 }
 
-/// Records a time for the server that ended last, if it is the longest.
+/// Records a duration for the server that ended last, if it is the longest.
 fn note(longest: &mut Vec<Duration>, course: &TestProgress, time: Duration) {
     let ended = course.ended.load(Ordering::Relaxed);
     if longest.len() <= ended {
@@ -395,11 +395,12 @@ impl Guest {
     }
 
     /// Runs until the test is over, and waits for all commands. Returns the number of completed commands, and the longest
-    /// times.
+    /// durations.
     fn run(mut self, course: &TestProgress) -> (u64, LongestTimes) {
         let mut administered = 0;
         self.last = Instant::now();
-        // A guest that was held up for long continues until it has completed a command for each ended server.
+        // If the host has held up this guest for long, the guest continues until it has completed a command for each ended
+        // server.
         let is_over = |done: u64| {
             let ended = course.ended.load(Ordering::Relaxed) as u64;
             course.is_over.load(Ordering::Relaxed) && done > ended + 1
@@ -415,12 +416,12 @@ impl Guest {
                 self.administer();
                 let now = Instant::now();
                 note(&mut self.longest.administered, course, now - began);
-                // The guest did not poll during the admin commands.
+                // The guest did not poll during admin commands, so this time does not count.
                 self.last = now;
             }
             let (lost, waited) = (self.flights.len(), self.last.elapsed());
             assert!(waited < TIMEOUT, "lost: {lost} commands");
-            // The thread sleeps, because a starting server may have no other processor.
+            // The thread sleeps, because the starting server may have no other processor.
             if waited > LIVELY {
                 thread::sleep(Duration::from_micros(100));
             }
@@ -429,11 +430,11 @@ impl Guest {
     }
 }
 
-/// Measurements of guests that have survived ended servers.
+/// Measurements of guests whose servers have ended.
 struct GuestMeasurements {
-    /// Completed commands of each guest, and its longest times.
+    /// Number of completed commands of each guest, and its longest durations.
     guests: Vec<(u64, LongestTimes)>,
-    /// Time from each end until the next server was ready.
+    /// Time from each server's end until the next server was ready.
     starts: Vec<Duration>,
 }
 
@@ -466,15 +467,15 @@ fn run_beside(guests: Vec<Guest>, times: usize, mut end: impl FnMut()) -> GuestM
     }
 }
 
-/// End of a server.
+/// Way in which a server ends.
 #[derive(Clone, Copy, Debug)]
 enum ServerEnd {
     Kill,
     Upgrade,
 }
 
-/// Waits until no client is connected. The server notices a disconnect late if a program that was just started still holds a
-/// copy of the client's socket.
+/// Waits until no client is connected. The server notices a disconnect late if a program that was just started still holds
+/// a copy of the client's socket.
 pub(crate) fn await_waiting(bench: &Bench) {
     let waits = |printed: &str| !printed.contains("connected");
     let listed = bench.ask_until("list", &[], waits).unwrap();
@@ -501,8 +502,8 @@ fn histogram(times: &[Duration]) -> String {
     counts.join(", ")
 }
 
-/// Returns the longest pause of a client during each of `times`. Leaves out times in which the client waited for no completion,
-/// or had an admin command.
+/// Returns, for each span of `times`, the longest pause of a client in it. Omits spans in which the client waited for no
+/// completion, or had an admin command.
 fn pauses_at(times: &[Pause], pauses: &[Pause]) -> Vec<Duration> {
     let longest = |time: &Pause| {
         let here = pauses.iter().filter(|pause| pause.overlaps(*time));
@@ -511,8 +512,8 @@ fn pauses_at(times: &[Pause], pauses: &[Pause]) -> Vec<Duration> {
     times.iter().filter_map(longest).collect()
 }
 
-/// Prints the times without a completion, and the times until the next server was ready. `without_server` holds the periods in
-/// which the function had no server.
+/// Prints the times without a completion, and the times until the next server was ready. `without_server` are the time
+/// spans in which the function had no server.
 fn report(end: ServerEnd, name: &str, without_server: &[Pause], mut figures: GuestMeasurements) {
     let (median, most) = median_and_most(&mut figures.starts);
     println!(
@@ -559,7 +560,7 @@ fn survives(end: ServerEnd, drive: &str, doorbells: DoorbellMode, keeps: bool, t
     survives_with(end, drive, doorbells, keeps, times, "");
 }
 
-/// Like [`survives`], with further function options, each after a comma.
+/// Does the same as [`survives`] with further function options, each of which starts with a comma.
 fn survives_with(
     end: ServerEnd,
     drive: &str,
@@ -729,7 +730,7 @@ fn sixty_four_functions_continue_with_the_next_server() {
     kept.stop();
 }
 
-/// A drive may have to pin the memory of each client, so clients with little memory are restored first.
+/// The drive may have to pin each client's memory, so clients with little memory are restored first.
 #[test]
 fn clients_with_little_memory_continue_before_clients_with_much() {
     let bench = Bench::new();
@@ -793,16 +794,16 @@ fn a_server_continues_if_its_successor_fails() {
     assert_ne!(successor, server);
     let logged = format!("Process {} is replacing this server", successor.unwrap());
     assert!(kept.log().contains(&logged), "{}", kept.log());
-    // The command closed the connection by which it looked for the successor.
+    // The command had looked for the successor over a connection that was then closed.
     let cut = "not answered: unexpected end of file";
     assert!(!kept.log().contains(cut), "{}", kept.log());
     kept.stop();
 }
 
-/// Start of a function's state in its request log, up to the digit of the version.
+/// Beginning of a function's state in its request log, up to the digit of the version.
 const VERSION: &[u8] = b"{\"version\":";
 
-/// Offsets of both states in a request log (`hypervisor-glue/vfio-user/src/request_log.rs`).
+/// Offsets of the two copies of the state in a request log (`hypervisor-glue/vfio-user/src/request_log.rs`).
 const STATES: [u64; 2] = [2 << 20, 18 << 20];
 
 /// Offset of the layout version in a request log.
@@ -857,7 +858,8 @@ fn a_state_of_a_later_release_is_refused_before_the_server_ends() {
     let kept = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     guest.administer();
-    // The server persists changes before it answers. Its pollers' changes may wake it once more.
+    // The server persists changes before it answers, so this read waits for them. Changes by its pollers may wake it once
+    // more.
     guest.controller.bar().read32(STATUS);
     let server = kept.server_pid().unwrap();
     let version = set_version(&server, b'9')[0];
@@ -931,7 +933,7 @@ fn the_end_of_a_keeper_is_reported_and_another_keeper_can_adopt_the_server() {
     let serve = bench.serve_command("one", &functions);
     let first = SupervisedServer::start(&bench, &functions);
     let adopt = ["--adopt", "--control", "one.control", "--delay", "0"];
-    // A server accepts one keeper at a time.
+    // A server refuses a second supervisor.
     let mut refused = SupervisedServer::start_supervisor(&bench, "refused", &adopt, &serve);
     assert_eq!(refused.supervisor.wait().unwrap().code(), Some(1));
     assert!(
@@ -955,7 +957,7 @@ fn the_end_of_a_keeper_is_reported_and_another_keeper_can_adopt_the_server() {
     await_output(&bench, "stats", &[], SUPERVISOR_ENDED);
     await_output(&bench, "stats", &["--json"], r#""keeper":"ended""#);
     assert!(first.log().contains(SUPERVISOR_ENDED), "{}", first.log());
-    // Without a keeper, the server still works for VMs. Only its successor could not be started.
+    // Without a supervisor, VMs still work with the server. Only a successor could not be started.
     guests.push(run("b.sock"));
     let added = "socket=c.sock,path=drive.img,range=16M+16M,id=c";
     bench.ask("add", &[added]).unwrap();
@@ -967,7 +969,7 @@ fn the_end_of_a_keeper_is_reported_and_another_keeper_can_adopt_the_server() {
     await_output(&bench, "stats", &["--json"], r#""keeper":"runs""#);
     let (_, warned) = await_output(&bench, "list", &[], "drive.img");
     assert_eq!(warned, "");
-    // The adopted server is not a child of its keeper, and its successor is a child of the server.
+    // The server that the new supervisor has adopted is not its child. The successor is a child of this server.
     let ended = || course.ended.fetch_add(1, Ordering::Relaxed);
     ended();
     bench
@@ -1058,7 +1060,7 @@ fn a_function_that_cannot_be_restored_affects_no_other() {
         kept.kill_server();
         let listed = bench.ask("list", &[]).unwrap();
         assert!(listed.contains("does not exist"), "{listed}");
-        // The present server offers the function again once its drive is back.
+        // Once its drive is back, this server serves the function again.
         fs::rename(bench.path("hidden.img"), bench.path("other.img")).unwrap();
         let is_there = |printed: &str| !printed.contains("does not exist");
         let listed = bench.ask_until("list", &[], is_there).unwrap();
@@ -1092,7 +1094,7 @@ fn forget_owner(server: &str) {
     assert!(count > 0, "an owner");
 }
 
-/// A function whose VM waits, because the next server cannot resolve the owner of its socket.
+/// A function whose VM waits: the next server cannot serve it, because it does not know the owner of the socket.
 struct WaitingFunction {
     kept: SupervisedServer,
     disk: Disk,
@@ -1116,7 +1118,7 @@ impl WaitingFunction {
         let written = vec![0x5A; 512];
         disk.write(7, &written).unwrap();
         Self::write_file(bench, "owner = \"no-such-user\"\n");
-        // The persisted configuration names an owner that does not exist any longer.
+        // The persisted configuration names an owner that no longer exists.
         forget_owner(&kept.server_pid().unwrap());
         kept.kill_server();
         let listed = bench.ask("list", &[]).unwrap();
@@ -1190,7 +1192,8 @@ fn a_server_that_is_killed_while_it_starts_loses_nothing() {
             kept.await_ready();
         }
     });
-    // The SIGTERM of `stop` would kill a server that has not installed its signal handlers yet.
+    // A server that has not installed its signal handlers yet would be killed by the SIGTERM of `stop`, so wait until it is
+    // ready.
     let began = Instant::now();
     while bench.ask("list", &[]).is_err() {
         assert!(began.elapsed() < TIMEOUT, "{}", kept.log());
@@ -1233,7 +1236,7 @@ fn killing_server_or_successor_during_an_upgrade_loses_nothing() {
         let upgrade = upgrade.stdout(Stdio::null()).stderr(Stdio::null());
         let mut upgrade = upgrade.spawn().unwrap();
         thread::sleep(Duration::from_micros(rng.below(60_000)));
-        // Kills either process at an arbitrary point.
+        // Kills one of the two processes at an arbitrary point.
         let server = kept.server_pid();
         let victim = match rng.below(2) {
             0 => server,
@@ -1242,7 +1245,7 @@ fn killing_server_or_successor_during_an_upgrade_loses_nothing() {
         if let Some(victim) = victim {
             SupervisedServer::send("KILL", &victim);
         }
-        // The upgrade command may wait for a process that has ended.
+        // The upgrade command may still wait for a process that has ended.
         let _ = upgrade.kill();
         upgrade.wait().unwrap();
         succeed("list");
@@ -1252,7 +1255,7 @@ fn killing_server_or_successor_during_an_upgrade_loses_nothing() {
     kept.stop();
 }
 
-/// CSTS.
+/// Offset of CSTS.
 const STATUS: u64 = 0x1C;
 /// CSTS.RDY and CSTS.CFS.
 const READY: u32 = 1;
@@ -1277,7 +1280,7 @@ fn a_function_that_crashes_the_server_twice_is_quarantined() {
         let ids = lines.map(|line| line.split(':').next().unwrap().to_owned());
         ids.collect::<Vec<_>>()
     };
-    // Servers end during these requests, so they are repeated.
+    // Servers end during these requests, so each request is repeated.
     let list_until = |is_complete: &dyn Fn(&str) -> bool| {
         let began = Instant::now();
         loop {
@@ -1311,7 +1314,7 @@ fn a_function_that_crashes_the_server_twice_is_quarantined() {
         let state: serde_json::Value = serde_json::from_slice(&state).unwrap();
         assert!(state["socket"].as_str().unwrap().ends_with("b.sock"));
 
-        // The guest finds a failed controller, which no register write changes.
+        // The guest finds a failed controller, and no register write changes this.
         assert_eq!(bar.read32(STATUS), READY | FATAL);
         assert!(guilty.queue.poll().is_none());
         for configuration in [0x0046_0000, 0x0046_0001] {
@@ -1328,7 +1331,7 @@ fn a_function_that_crashes_the_server_twice_is_quarantined() {
         assert_eq!(set_aside(&listed), ["b"], "{listed}");
         assert_eq!(bar.read32(STATUS), READY | FATAL, "as it was kept");
 
-        // The operator removes the function, and adds it again.
+        // After the operator has removed the function and added it again, it works.
         let error = bench.ask("remove", &["b"]).unwrap_err();
         assert!(error.contains("--force"), "{error}");
         bench.ask("remove", &["b", "--force"]).unwrap();
@@ -1359,7 +1362,7 @@ fn set_crashes(server: &str, crashes: u64) {
     assert!(count > 0, "a live state");
 }
 
-/// Offset of the record of memory being pinned, in a function's in-flight tracking file.
+/// Offset of the record of memory that is being pinned, in a function's in-flight tracking file.
 const PINNING: u64 = 88;
 
 /// Finds the in-flight tracking file of the function with `queue_pairs` queue pairs, among the files of a server.
@@ -1413,11 +1416,12 @@ fn after_an_oom_kill_during_pinning_a_function_is_quarantined() {
         let words = [bytes.to_le_bytes(), kills.to_le_bytes()];
         file.write_all_at(&words.concat(), PINNING).unwrap();
     };
-    // The server was killed while it pinned memory of a, and the OOM killer has killed no process since.
+    // The server was killed while it pinned memory of function a. The OOM killer has killed no process since, so the crash
+    // counts against the function.
     record(4, 1 << 30, oom_kills());
-    // The recorded count differs from the present one: the OOM killer has killed a process since.
+    // The recorded count of OOM kills differs from the present one: the OOM killer has killed a process since.
     record(2, 1 << 30, oom_kills() + 1);
-    // Memory of another function was being pinned as well, but less.
+    // Another function's memory was being pinned as well, but this function's was more.
     record(5, 1 << 29, oom_kills() + 1);
     kept.kill_server();
     let set_aside = || {
@@ -1440,7 +1444,7 @@ fn after_an_oom_kill_during_pinning_a_function_is_quarantined() {
     };
     assert!(goes_on("a") > goes_on("c"), "{log}");
     assert!(goes_on("d") > goes_on("c"), "{log}");
-    // The interrupted pinning is reported once.
+    // The server reports the interrupted pinning once.
     let file = inflight_file(&kept.server_pid().unwrap(), 4);
     assert!(!is_recorded(&file));
     kept.kill_server();
@@ -1465,7 +1469,7 @@ fn a_function_that_the_next_server_cannot_restore_is_offered_without_its_state()
     kept.upgrade(&bench);
     let log = kept.log();
     assert_eq!(log.matches("of the previous process: ").count(), 2, "{log}");
-    // The old server listened on the sockets until then.
+    // The old server has listened on the sockets until then, so the new server could bind them.
     assert!(!log.contains("cannot be offered"), "{log}");
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     guest.administer();
@@ -1476,7 +1480,7 @@ fn a_function_that_the_next_server_cannot_restore_is_offered_without_its_state()
 #[test]
 fn after_one_crash_all_functions_continue() {
     let bench = Bench::new();
-    // `count = 1`: the next server restores that the fault has struck.
+    // `count = 1`: the next server must restore the information that the fault has occurred.
     let plan = "[[fault]]\nkind = \"crash\"\noperations = [\"read\"]\nrange = \"32M+4K\"\nafter = 2\ncount = 1\n";
     fs::write(bench.path("crash.toml"), plan).unwrap();
     let function = "path=drive.img,range=32M+16M,socket=b.sock,id=b,faults=crash.toml";
@@ -1564,7 +1568,7 @@ fn guest_settings_and_counters_survive_kills_and_upgrades() {
         controller.request_async_event().unwrap();
         disk.write(7, &[0x5A; 512]).unwrap();
         for round in 0..4 {
-            // Two uncorrectable blocks in each round, of which the second is then overwritten.
+            // Each round marks blocks as uncorrectable. The second of them is then overwritten.
             disk.write_uncorrectable(7 + 10 * round, 4).unwrap();
             disk.write(8 + 10 * round, &[0x11; 512]).unwrap();
             disk.read(7 + 10 * round, 1).unwrap_err();
@@ -1591,7 +1595,7 @@ fn guest_settings_and_counters_survive_kills_and_upgrades() {
         assert_eq!(controller.outstanding_event_requests(), 1);
         drop((disk, controller));
         await_waiting(&bench);
-        // The next guest finds the data of the disk, and none of the first guest's settings.
+        // The next guest finds the data of the disk, and no settings of the first guest.
         let (mut disk, mut controller) = attach(&bench, "a.sock");
         disk.read(7, 1).unwrap_err();
         assert_eq!(disk.read(8, 1).unwrap(), [0x11; 512]);
@@ -1600,7 +1604,7 @@ fn guest_settings_and_counters_survive_kills_and_upgrades() {
         drop((disk, controller));
         kept.stop();
         if drive == "path=drive.img" {
-            // A first server of a new keeper, as after the host was off.
+            // First server of a new supervisor, as after a boot of the host.
             let kept = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
             let (mut disk, _controller) = attach(&bench, "a.sock");
             disk.read(7, 1).unwrap_err();
@@ -1668,13 +1672,13 @@ fn memory_drives_keep_data_for_later_clients() {
 #[derive(Clone, Copy, Debug)]
 enum Interrupts {
     Msi,
-    /// The client reports deassertion of the level by a message.
+    /// INTx. The client reports by a message that the level has fallen.
     PinByMessage,
-    /// The client reports deassertion of the level by an eventfd.
+    /// INTx. The client reports by an eventfd that the level has fallen.
     PinByEventfd,
 }
 
-/// Checks that a guest which sleeps until an interrupt is woken by the next server.
+/// Checks that the next server wakes a guest that sleeps until an interrupt.
 fn check_interrupts_continue(interrupts: Interrupts) {
     let bench = Bench::new();
     let kept = SupervisedServer::start(&bench, &["path=memory:64M,range=0+1M,socket=a.sock,id=a"]);
@@ -1753,7 +1757,7 @@ fn clients_without_msix_are_interrupted_by_the_next_server() {
 fn stalls_are_measured_and_reset_counts_continue() {
     let bench = Bench::new();
     let kept = SupervisedServer::start(&bench, &["path=null:64M,socket=a.sock,id=a"]);
-    // Statistics leave out a function for a moment if its thread is held up.
+    // If the host holds up a function's thread, statistics omit the function for a moment.
     let has_function = |printed: &str| printed.contains("\"id\":\"a\"");
     let figures = || {
         let printed = bench.ask_until("stats", &["--json"], has_function);
@@ -1794,7 +1798,8 @@ fn a_server_that_keeps_dying_is_not_restarted() {
         &["--deaths", "3"],
         &["path=drive.img,socket=a.sock"],
     );
-    // The keeper gives up after three deaths within a minute. On a slow machine, more servers die first.
+    // The supervisor gives up after three deaths within a minute. On a slow machine, three deaths may take longer than a
+    // minute, so more servers die first.
     let mut deaths = 0;
     loop {
         SupervisedServer::send("KILL", &kept.server_pid().expect("a server"));

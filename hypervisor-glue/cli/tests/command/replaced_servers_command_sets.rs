@@ -22,12 +22,12 @@ use nvme_mpt_tests::zoned::{action, state};
 use crate::replaced_servers::SupervisedServer;
 use crate::support::{Bench, TIMEOUT};
 
-/// Number of servers that end, half of them by SIGKILL.
+/// Number of servers that end in a test; half of them are killed by SIGKILL.
 const ENDS: u32 = 20;
-/// Most commands of the guest between two ends.
+/// Maximum number of commands of the guest between the ends of two servers.
 const COMMANDS: u64 = 100;
 
-/// Progress of a guest, and the end of its test.
+/// Progress of a test, shared with its guest.
 #[derive(Default)]
 struct TestProgress {
     commands: AtomicU64,
@@ -44,7 +44,7 @@ impl TestProgress {
     }
 }
 
-/// Ends a test when it is dropped, also by a panic.
+/// Ends a test when it is dropped, even by a panic.
 struct EndTestOnDrop<'a>(&'a TestProgress);
 
 impl Drop for EndTestOnDrop<'_> {
@@ -53,7 +53,7 @@ impl Drop for EndTestOnDrop<'_> {
     }
 }
 
-/// Runs a guest while servers are killed and replaced in turn.
+/// Runs a guest, while servers are killed and replaced in turn.
 fn run_across_servers(
     kept: &SupervisedServer,
     bench: &Bench,
@@ -93,7 +93,7 @@ fn attach(bench: &Bench) -> Controller {
     Controller::attach(Arc::new(bar), memory, config, 1).unwrap()
 }
 
-/// Asserts the status of a command that cannot be repeated and whose server was killed.
+/// Asserts the status of an interrupted command: its server was killed, and the command cannot be repeated.
 #[track_caller]
 fn assert_interrupted(error: &Error) {
     let status = error.completion().map(|cqe| cqe.status().code());
@@ -120,7 +120,7 @@ fn pieces(zslba: u64) -> impl Iterator<Item = u64> {
     (zslba..zslba + ZONE).step_by(PIECE as usize)
 }
 
-/// Fills a zone by writes and appends in turn. Returns true if no append was interrupted.
+/// Fills a zone, by writes and appends in turn. Returns false if an append was interrupted.
 fn fill(disk: &mut Disk, zslba: u64, tag: u64, course: &TestProgress) -> bool {
     for (index, slba) in (0..).zip(pieces(zslba)) {
         let bytes = blocks(tag, slba);
@@ -179,7 +179,7 @@ fn zones_in_a_file_outlive_their_servers() {
     kept.stop();
 }
 
-/// Buffer size in bytes, larger than any value.
+/// Size of a buffer in bytes. It is larger than any value.
 const BUFFER_BYTES: usize = 8192;
 
 fn value(tag: u64) -> Vec<u8> {

@@ -34,7 +34,7 @@ fn a_client_finds_an_nvme_controller_and_so_does_the_next() {
         assert_eq!(read_u32(&mut client, BAR0, VS), 0x0002_0000, "2.0");
         let class = read_u32(&mut client, CONFIG, 0x08) >> 8;
         assert_eq!(class, 0x01_08_02, "NVM Express I/O controller");
-        // The first client changed the register of its own controller, which is gone.
+        // The first client changed this register in its own controller, which was reset when it disconnected.
         assert_eq!(read_u32(&mut client, BAR0, CC), 0);
         client
             .region_write(BAR0, CC, &0x0046_0000_u32.to_le_bytes())
@@ -76,7 +76,7 @@ fn a_second_signal_does_not_shorten_the_stop() {
         let server = bench
             .serve("one", &["socket=a.sock,path=drive.img,range=0+16M"])
             .unwrap();
-        // Both signals are pending when the server continues.
+        // The server is stopped, so that both signals are pending when it continues.
         for signal in ["STOP", first, second] {
             server.send(signal);
         }
@@ -253,7 +253,7 @@ fn statistics_are_available_as_text_and_json() {
     let table = bench.ask_until("stats", &[], has_function).unwrap();
     assert!(table.starts_with("vm-1: ") && table.contains("doorbell exits"));
 
-    // A reader that closes the pipe early is no error.
+    // If a reader closes the pipe early, that is no error.
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let watch = ["--control", "one.control", "--json", "--watch", "0.1"];
@@ -275,7 +275,7 @@ fn statistics_are_available_as_text_and_json() {
             assert_eq!(read, 2, "{output:?}");
             break;
         }
-        // A server that is held up does not answer in time.
+        // If the host holds up the server, it does not answer in time.
         let complaint = String::from_utf8_lossy(&output.stderr);
         let held_up = complaint.contains("does not answer");
         assert!(held_up && Instant::now() < deadline, "{output:?}");
@@ -306,7 +306,8 @@ fn a_noisy_client_does_not_flood_the_log() {
     let (status, stderr) = server.signal("TERM");
     assert!(status.success());
     let noise = stderr.lines().count();
-    // The budget allows 20 messages at once, then one each second, each with a possible line about omitted messages.
+    // The budget allows 20 messages immediately and then one message each second. Each may be preceded by a line about
+    // suppressed messages.
     let most = 40 + 2 * started.elapsed().as_secs() as usize;
     assert!((1..=most).contains(&noise), "{noise} lines: {stderr}");
     assert!(

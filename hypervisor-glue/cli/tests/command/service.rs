@@ -1,4 +1,4 @@
-//! The systemd unit, the udev rule and the example file of the service.
+//! Checks of the systemd unit, the udev rule and the example configuration file of the service.
 
 use std::fs;
 use std::os::unix::net::UnixDatagram;
@@ -10,7 +10,7 @@ use nvme_mpt_tests::not_checked::not_checked;
 use crate::changes::{list, serve_file};
 use crate::support::{Bench, Server, TIMEOUT};
 
-/// Keys of the unit that systemd knows since version 254. Older versions warn, and ignore them.
+/// Keys of the unit that systemd knows since version 254. Older versions ignore these keys with a warning.
 const NEWER: [&str; 2] = ["'RestartSteps'", "'RestartMaxDelaySec'"];
 
 fn resource(name: &str) -> PathBuf {
@@ -73,7 +73,7 @@ fn systemd_takes_the_whole_unit() {
     fs::write(&unit, text.replace("/usr/bin/nvme-mpt", program)).unwrap();
     let report = systemd_analyze(&["verify", "--man=no", unit.to_str().unwrap()]).unwrap();
     let is_newer = |line: &&str| version < 254 && NEWER.iter().any(|key| line.contains(key));
-    // systemd-analyze reports on other units of the machine as well.
+    // systemd-analyze reports on other units of the machine as well, so those reports are removed.
     let complaints: Vec<_> = report
         .lines()
         .filter(|line| line.contains("nvme-mpt") && !is_newer(line))

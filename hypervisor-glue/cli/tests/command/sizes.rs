@@ -1,4 +1,4 @@
-//! Leases by size: their extents, growth and truncation.
+//! Tests of leases by size: their extents, growth and truncation.
 
 use std::fs;
 use std::sync::Arc;
@@ -44,10 +44,10 @@ fn leases(bench: &Bench) -> Vec<Value> {
     leases
 }
 
-/// An id with data on a drive, MiB of the data, and whether the id has a lease.
+/// Id with data on a drive: its name, the MiB of its data, and whether it has a lease.
 type Part = (String, u64, bool);
 
-/// Returns the free MiB of the only drive, and the ids that use the drive, from `nvme-mpt room`.
+/// Returns the free MiB of the only drive, and the ids with data on the drive, from `nvme-mpt room`.
 fn capacity(bench: &Bench) -> (u64, Vec<Part>) {
     let shown = bench.ask("room", &["--json", "--unit", "1M"]).unwrap();
     let drives: Vec<Value> = serde_json::from_str(&shown).unwrap();
@@ -81,7 +81,7 @@ fn leases_and_unreleased_data_use_capacity() {
     assert!(complaint.contains("power of two"), "{complaint}");
 }
 
-/// Returns starts and lengths of an entry's extents, in MiB.
+/// Returns the starts and lengths of an entry's extents, in MiB.
 fn extents_of(entry: &Value) -> Vec<(u64, u64)> {
     let parts = entry["extents"].as_array().unwrap().iter();
     let number = |part: &Value, key: &str| part[key].as_u64().unwrap() / MIB;
@@ -101,7 +101,7 @@ fn extents_of(entry: &Value) -> Vec<(u64, u64)> {
     parts
 }
 
-/// Returns the extents of a function. Server and ledger must agree on them.
+/// Returns the extents of a function, on which server and ledger must agree.
 fn extents(bench: &Bench, id: &str) -> Vec<(u64, u64)> {
     let mut leases = leases(bench).into_iter();
     let lease = leases.find(|lease| lease["id"] == id).unwrap();
@@ -114,7 +114,7 @@ fn resize(bench: &Bench, arguments: &[&str]) -> Result<String, String> {
     bench.ask("resize", arguments)
 }
 
-/// Runs a command that must be refused and change nothing. Returns its error.
+/// Runs a command that must be refused and must change nothing. Returns its error.
 fn refused(bench: &Bench, command: &str, arguments: &[&str]) -> String {
     let before = (list(bench), leases(bench));
     let complaint = bench.ask(command, arguments).unwrap_err();
@@ -300,11 +300,11 @@ fn a_grown_function_keeps_its_size_after_a_stop_and_after_a_crash() {
     guest.fill((4 * MIB, 2 * MIB), 2);
     let table = bench.ask("list", &[]).unwrap();
     assert!(table.contains(" 0+4M and 8M+2M "), "{table}");
-    // Statistics leave out a function for a moment if its thread is held up.
+    // If the host holds up a function's thread, statistics omit the function for a moment.
     let is_larger = |stats: &str| stats.contains("\"capacity_bytes\":6291456");
     let stats = bench.ask_until("stats", &["--json"], is_larger).unwrap();
     assert!(is_larger(&stats), "{stats}");
-    // The function has this size already.
+    // The function already has this size, and the command succeeds.
     let resized = resize(&bench, &["./a.sock", "6M", "--json"]).unwrap();
     let resized: Value = serde_json::from_str(&resized).unwrap();
     assert_eq!(extents_of(&resized), [(0, 4), (8, 2)]);
@@ -358,7 +358,7 @@ fn a_function_shrinks_only_on_request_and_released_extents_are_erased() {
             .collect()
     };
     assert_eq!(extents(&bench, "a"), [(1, 8)]);
-    // In the second round, another id gets the extents that a gives up.
+    // In the second round, another id gets the extents that id a releases.
     for others in [false, true] {
         let mut guest = Guest::attach(&bench, "a.sock");
         guest.fill((0, 8 * MIB), 1);
@@ -395,7 +395,7 @@ fn a_function_shrinks_only_on_request_and_released_extents_are_erased() {
         assert_eq!(order(&bench), ["z", "a", "y"]);
         let added = fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
         assert!(added.contains("size = \"2M\"\n"), "{added}");
-        // Both cases need more than the 54 MiB of capacity without data.
+        // In both rounds, 54 MiB have no data, and the request needs more.
         let (id, parts) = match others {
             false => {
                 resize(&bench, &["a", "60M"]).unwrap();
@@ -509,7 +509,7 @@ fn a_configured_function_grows_by_a_reload_without_interruption() {
     write_file(&bench, "4M", "");
     assert_eq!(reload().unwrap(), "Unchanged: 2\n");
     assert_eq!(extents(&bench, "a"), [(8, 12)]);
-    // A refused reload changes no function, and adds none.
+    // After a refused reload, no function has changed, and none was added.
     let other = "\n[[function]]\nid = \"n\"\nsocket = \"n.sock\"\npath = \"memory:1M\"\n";
     for (size, complaint) in [
         ("61M", "no capacity for 49M more"),
@@ -530,7 +530,7 @@ fn a_configured_function_grows_by_a_reload_without_interruption() {
     drop(guest);
     server.stop();
 
-    // If the file asks for less than the lease has, the server starts, and the lease keeps its size.
+    // The file asks for a smaller size than the lease has. The server starts, and the lease keeps its size.
     write_file(&bench, "8M", "");
     let server = serve_file(&bench);
     assert_eq!(extents(&bench, "a"), [(8, 14)]);
@@ -542,7 +542,7 @@ fn a_configured_function_grows_by_a_reload_without_interruption() {
     write_file(&bench, "15M", "");
     assert_eq!(reload().unwrap(), "Resized: a\nUnchanged: 1\n");
     assert_eq!(extents(&bench, "a"), [(8, 15)]);
-    // The lease shrinks only on request.
+    // A lease shrinks only if the operator requests it.
     write_file(&bench, "9M", "");
     assert_eq!(reload().unwrap(), "Unchanged: 2\n");
     resize(&bench, &["a", "9M", "--truncate"]).unwrap();
@@ -631,7 +631,7 @@ fn a_function_in_a_vmm_grows_while_it_is_attached() {
     );
     assert_eq!(vmm.pass(), "passed");
 
-    // The next server restores the grown lease, although the function asks for the former size.
+    // The next server restores the lease with its grown size, although the function's options have the previous size.
     server.kill();
     let server = vmms::server(&bench);
     assert_eq!(vmm.order("blocks"), "65536 blocks");
@@ -662,13 +662,13 @@ fn a_smaller_size_on_the_command_line_keeps_the_leases_size() {
             false => server.stop(),
         }
     }
-    // A larger size grows the lease, and a resize is allowed whatever size the options have.
+    // A larger size in the options grows the lease. A resize is allowed, whatever the options say.
     let server = bench.serve("one", &[&sized("a", "16M")]).unwrap();
     assert_eq!(extents(&bench, "a"), [(0, 16)]);
     resize(&bench, &["a", "2M", "--truncate"]).unwrap();
     assert_eq!(extents(&bench, "a"), [(0, 2)]);
     server.stop();
-    // No function was stored as added.
+    // The functions of the command line were not stored as added ones.
     assert!(!exists(&bench.path("one.control.functions.toml")));
     let server = bench.serve("one", &[&sized("a", "1M")]).unwrap();
     assert_eq!(extents(&bench, "a"), [(0, 2)]);

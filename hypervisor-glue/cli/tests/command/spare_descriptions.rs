@@ -1,4 +1,5 @@
-//! Failed write-backs that the kernel reported to a server which was killed before the server recorded them.
+//! Tests of write errors that the kernel reported to a server which was killed before it recorded them. The next server
+//! finds them by spare open file descriptions.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -19,7 +20,7 @@ use crate::replaced_servers::{SupervisedServer, await_waiting};
 use crate::support::{Bench, TIMEOUT};
 use crate::vmms::TestVmm;
 
-/// Capacity in bytes of the file system below the device, less than the test writes.
+/// Capacity in bytes of the file system that holds the device's file. It is smaller than the test's data.
 const CAPACITY: u64 = 1 << 20;
 
 /// Size of the device in bytes.
@@ -35,7 +36,7 @@ fn attach(bench: &Bench) -> (Disk, Controller) {
     (Disk::open(&mut controller, 1).unwrap(), controller)
 }
 
-/// Returns the number of read-only descriptions of a path that the keeper holds.
+/// Returns the number of read-only open file descriptions of a path that the supervisor holds.
 fn spares(kept: &SupervisedServer, path: &Path) -> usize {
     let process = PathBuf::from(format!("/proc/{}", kept.supervisor_pid()));
     let path = path.canonicalize().unwrap();
@@ -54,7 +55,7 @@ fn spares(kept: &SupervisedServer, path: &Path) -> usize {
     count
 }
 
-/// Waits until the keeper holds `wanted` spare descriptions.
+/// Waits until the supervisor holds `wanted` spare descriptions of a path.
 fn await_spares(kept: &SupervisedServer, path: &Path, wanted: usize) {
     let deadline = Instant::now() + TIMEOUT;
     while spares(kept, path) != wanted {
@@ -63,7 +64,7 @@ fn await_spares(kept: &SupervisedServer, path: &Path, wanted: usize) {
     }
 }
 
-/// Returns whether the bench's file system writes files back to a disk.
+/// Returns whether the file system of the test directory writes files back to a disk.
 fn is_on_a_disk(bench: &Bench) -> bool {
     let kind = Command::new("stat")
         .args(["--file-system", "--format=%T"])
@@ -133,8 +134,8 @@ fn the_spare_of_an_absent_vmm_is_closed_with_its_drive() {
     kept.stop();
 }
 
-/// A block device whose backing file system is smaller than the device. The server uses it with buffered writes, which complete
-/// before write-back fails.
+/// A block device whose file is on a file system that is smaller than the device. The server's buffered writes to the
+/// device complete before their write-back fails.
 struct Device {
     path: PathBuf,
     folder: TempDir,
@@ -185,13 +186,14 @@ fn run(command: &[&str]) -> Option<String> {
     }
 }
 
-/// Fails a write-back of the device. Then consumes the error, so that files opened later do not see it.
+/// Makes a write-back of the device fail. Then consumes the error, so that it is not reported for files that are opened
+/// later.
 fn fail_a_write_back(device: &Path) {
     let told = File::open(device).unwrap();
     let file = File::options().write(true).open(device).unwrap();
     file.write_all_at(&vec![0x41; 4 * CAPACITY as usize], 0)
         .unwrap();
-    // Acts as the server that is killed before it records the error.
+    // Takes the place of the server that is killed before it records the error.
     told.sync_all().unwrap_err();
 }
 
@@ -212,14 +214,14 @@ fn a_flush_fails_if_a_server_was_killed_with_the_report_of_a_lost_write() {
     fail_a_write_back(&device.path);
     kept.kill_server();
     disk.flush().expect_err("it promised what was lost");
-    // The spare description reported the error once, and the server has recorded it.
+    // The spare description has reported the error once, and the server has recorded it.
     kept.kill_server();
     disk.flush().unwrap_err();
     let log = kept.log();
     assert!(log.contains("Lease a lost completed writes, as"), "{log}");
     assert_eq!(log.matches("could not be written").count(), 1, "{log}");
 
-    // A newly connected VMM is not told about writes that its predecessor lost.
+    // A VMM that connects later gets no report of writes that were lost before.
     drop((disk, controller));
     let (mut disk, controller) = attach(&bench);
     disk.flush().unwrap();

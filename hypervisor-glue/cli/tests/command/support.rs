@@ -57,13 +57,13 @@ impl Bench {
         self.command(command, arguments).output().unwrap()
     }
 
-    /// Starts a server with `functions`. Its control socket is `NAME.control`.
+    /// Starts a server that serves `functions`. Its control socket is `NAME.control`.
     pub(crate) fn serve(&self, name: &str, functions: &[&str]) -> Result<Server, Failure> {
         Server::start(self.serve_command(name, functions))
     }
 
-    /// Runs a command on the server `one`. Returns its output or its error. Repeats the command while the server or the thread
-    /// of a function is held up.
+    /// Runs a command against the server `one`. Returns its output or its error. If the host holds up the server or a
+    /// function's thread, repeats the command.
     pub(crate) fn ask(&self, command: &str, arguments: &[&str]) -> Result<String, String> {
         let busy = |printed: &str| printed.split([' ', '\n', '"']).any(|word| word == "busy");
         self.ask_until(command, arguments, |printed| {
@@ -71,7 +71,7 @@ impl Bench {
         })
     }
 
-    /// Like [`Self::ask`], until `complete` accepts the output.
+    /// Repeats [`Self::ask`] until `complete` accepts the output.
     pub(crate) fn ask_until(
         &self,
         command: &str,
@@ -89,7 +89,7 @@ impl Bench {
             };
             let held_up = match &answer {
                 Ok(printed) => !complete(printed),
-                // The server or the function's thread did not answer, and nothing has changed.
+                // The server or the function's thread has not answered, so nothing has changed.
                 Err(complaint) => complaint.contains("does not answer"),
             };
             if !held_up || Instant::now() > deadline {
@@ -190,8 +190,8 @@ impl Server {
         self.wait()
     }
 
-    /// Stops the server, which must succeed. The log may report an edit of the configuration file, or slow eventfds on a busy
-    /// host.
+    /// Stops the server, which must succeed. The log may report an edit of the configuration file; on a busy host, also
+    /// slow eventfds.
     pub(crate) fn stop(self) {
         let (status, stderr) = self.signal("TERM");
         assert!(status.success(), "{status}: {stderr}");

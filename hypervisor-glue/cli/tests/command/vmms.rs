@@ -1,4 +1,4 @@
-//! Functions in VMMs on a drive of a server. A VMM is another process of this test program.
+//! Tests of functions in VMMs on a drive of a server. A VMM is another process of this test program.
 
 use std::env;
 use std::fs;
@@ -48,7 +48,7 @@ const SEED: &str = "TEST_VMM_SEED";
 const USER: &str = "TEST_VMM_USER";
 /// Set if the VMM confines itself by Landlock before it attaches.
 const CONFINED: &str = "TEST_VMM_CONFINED";
-/// Reports of a VMM that has confined itself.
+/// Report of a VMM that has confined itself by Landlock.
 const WITHOUT_DRIVE: &str = "confined, without the drive";
 const WITH_DRIVE: &str = "confined, with the drive";
 const NOT_CONFINED: &str = "not confined";
@@ -72,12 +72,12 @@ impl TestVmm {
         Self::start_by(bench, None, options, seed)
     }
 
-    /// Starts a VMM that confines itself for its function. It reports the result, and attaches on request.
+    /// Starts a VMM that confines itself for its function. The VMM reports the result, and attaches when it is ordered to.
     fn start_confined(bench: &Bench, options: &str, seed: u8) -> Self {
         Self::start_by(bench, Some((CONFINED, String::new())), options, seed)
     }
 
-    /// Starts a VMM that switches to another user, which needs root.
+    /// Starts a VMM that switches to another user, for which this process must be root.
     pub(crate) fn start_as(bench: &Bench, user: u32, options: &str, seed: u8) -> Self {
         Self::start_by(bench, Some((USER, user.to_string())), options, seed)
     }
@@ -105,7 +105,7 @@ impl TestVmm {
         }
     }
 
-    /// Returns the next report of the VMM. Lines of the test harness lack its prefix.
+    /// Returns the next report of the VMM. Skips lines of the test harness, which lack the prefix of reports.
     pub(crate) fn report(&mut self) -> String {
         let mut line = String::new();
         loop {
@@ -118,7 +118,7 @@ impl TestVmm {
         }
     }
 
-    /// Has the guest write and read its range once.
+    /// Makes the guest write and read its range once.
     pub(crate) fn pass(&mut self) -> String {
         writeln!(self.orders, "pass").unwrap();
         self.report()
@@ -136,7 +136,7 @@ impl TestVmm {
         assert_eq!(self.report(), "fatal");
     }
 
-    /// Stops the process by SIGSTOP. Only SIGKILL ends it then.
+    /// Stops the process by SIGSTOP. After that, only SIGKILL ends it.
     pub(crate) fn stop_process(&self) {
         let process = self.process.id().to_string();
         let stopped = Command::new("kill").args(["-s", "STOP", &process]).status();
@@ -148,7 +148,7 @@ impl TestVmm {
         self.process.wait().unwrap();
     }
 
-    /// Has the VMM detach its function and end.
+    /// Makes the VMM detach its function and end.
     pub(crate) fn end(mut self) {
         drop(self.orders);
         assert!(self.process.wait().unwrap().success());
@@ -255,7 +255,7 @@ fn vmm() {
     bar.function().end().unwrap();
 }
 
-/// Confines this thread and its future children for a function. Reports the result and waits for an order.
+/// Confines this thread and its future children for a function. Then reports the result, and waits for an order.
 fn confine(function: &ParsedFunctionOptions, state_dir: String) {
     let text = function.text();
     let config = FunctionConfig::from_keys(|key| match key {
@@ -264,7 +264,7 @@ fn confine(function: &ParsedFunctionOptions, state_dir: String) {
         _ => text.get(key).map(str::to_owned),
     });
     let config = config.unwrap();
-    // Handles the same access rights as Cloud Hypervisor.
+    // The set of access rights that Cloud Hypervisor handles.
     let all = AccessFs::from_all(ABI::V3);
     let rules = Ruleset::default().handle_access(all).unwrap();
     let mut rules = rules.create().unwrap();
@@ -314,7 +314,7 @@ impl Guest {
         }
     }
 
-    /// Makes all eventfds that the server holds of this VMM block on write, and has the server signal them.
+    /// Makes all eventfds of this VMM block on write in the server, and makes the server signal them.
     fn block(mut self, host: &dyn ControllerBackend) -> Self {
         const VECTOR: u16 = 2;
         let SharedBackendParts {
@@ -328,26 +328,28 @@ impl Guest {
         let vector = &vectors[usize::from(VECTOR)];
         vector.set_eventfd(Some(ours.try_clone().unwrap()));
         vector.set_masked(false);
-        // Fills the counter. No thread reads this eventfd.
+        // Fills the eventfd's counter. No thread reads this eventfd.
         let _ = ours.read();
         ours.write(u64::MAX - 1).unwrap();
         for eventfd in [&events, &ours] {
-            // The server has set the eventfd to non-blocking. Any holder can undo that, here by the ioctl FIONBIO.
+            // The server has set the eventfd to non-blocking. Any process that holds the eventfd can undo this, here by the
+            // ioctl FIONBIO.
             let descriptor = UnixStream::from(eventfd::share(eventfd).unwrap());
             descriptor.set_nonblocking(false).unwrap();
         }
-        // The function's threads read this eventfd, and would wait if another thread has emptied it. Refills the counter at
-        // once.
+        // The function's threads read this eventfd. They would block if another thread had emptied it, so this thread
+        // refills the counter immediately.
         thread::spawn(move || while events.write(u64::MAX - 1).is_ok() {});
-        // The command fails. The poller completes it, and raises the vector.
+        // The command fails, so the poller completes it and raises the vector.
         self.queue.submit(Sqe::read(1, u64::MAX, 1)).unwrap();
         self.queue.ring();
-        // A poller that begins to watch the admin doorbells signals events for pending values.
+        // When a poller begins to watch the admin doorbells, it signals events for values that are already there.
         host.begin_untrapped_doorbells().unwrap();
         self
     }
 
-    /// Sends commands with memory outside of the guest, and with blocks outside of the lease. The server must refuse each.
+    /// Sends commands with memory outside of the guest, or with blocks outside of the lease. The server must refuse each of
+    /// them.
     fn check_isolation(&mut self) -> Result<(), String> {
         let blocks = self.blocks();
         let (page, end) = (self.buffer.gpa(), self.buffer.memory().regions());
@@ -480,7 +482,7 @@ fn vmms_share_a_servers_drive_and_a_killed_vmm_leaves_no_trace() {
         );
     }
 
-    // Both guests work. One VMM is killed during a pass, and the other guest notices nothing.
+    // Both guests work. Then one VMM is killed during a pass, which the other guest must not notice.
     assert_eq!([first.pass(), second.pass()], ["passed", "passed"]);
     writeln!(first.orders, "pass").unwrap();
     writeln!(second.orders, "pass").unwrap();
@@ -501,12 +503,13 @@ fn vmms_share_a_servers_drive_and_a_killed_vmm_leaves_no_trace() {
         "written by the first alone"
     );
 
-    // The id gets its range again, with its data.
+    // The id of the killed VMM gets its range again, with its data.
     let mut again = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 11);
     assert_eq!(again.report(), "attached");
     assert_eq!([again.pass(), second.pass()], ["passed", "passed"]);
     again.end();
-    // A VMM that attaches right after another was killed waits until the killed VMM's lease ends.
+    // A VMM is killed, and another one attaches to its lease immediately: the second VMM waits until the lease of the first
+    // has ended.
     let mut killed = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 21);
     assert_eq!(killed.report(), "attached");
     assert_eq!(killed.pass(), "passed");
@@ -567,7 +570,7 @@ fn a_confined_vmm_cannot_open_a_servers_drive_and_waits_for_servers() {
     let second_server = server(&bench);
     assert_eq!(first.pass(), "passed");
 
-    // The server ends between discovery and attach. Discovery made no lease.
+    // The server ends after the VMM has found it, and before the VMM attaches. Finding the server has created no lease.
     let mut late = TestVmm::start_confined(&bench, "path=drive.img,range=16M+16M,id=late", 101);
     assert_eq!(late.report(), WITHOUT_DRIVE);
     await_leases(&bench, &["first"]);
@@ -618,7 +621,7 @@ fn a_vmm_is_refused_leased_ranges_and_unfit_options() {
         other.end();
     }
     assert_eq!(first.pass(), "passed");
-    // Data of another id is refused, as for any other function.
+    // Data of another id is refused, as for a function in a server.
     first.end();
     await_leases(&bench, &[]);
     let mut other = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=other", 1);
@@ -658,7 +661,7 @@ fn an_operator_sees_and_ends_the_lease_of_a_vmm() {
         let function = &stats["functions"][0];
         assert_eq!(function["id"], "first");
         let figure = |name: &str| function["queues"][0][name].as_u64().unwrap();
-        // The first command wakes a sleeping poller, so there is at least one exit.
+        // The first command wakes a sleeping poller, so there is at least one doorbell exit.
         figure("commands") >= 2 * RANGE / PIECE as u64 && figure("doorbell_exits") > 0
     };
     let stats = bench.ask_until("stats", &["--json"], all_counted).unwrap();
@@ -673,11 +676,11 @@ fn an_operator_sees_and_ends_the_lease_of_a_vmm() {
     ask(&bench, "remove", &["first", "--force"]).unwrap();
     await_leases(&bench, &[]);
     first.await_failure();
-    // The VMM does not request the lease again.
+    // The VMM must not request the lease again, for which this time would be enough.
     thread::sleep(Duration::from_millis(300));
     await_leases(&bench, &[]);
     first.kill();
-    // The server continues to work. The next VMM hangs in the middle of a message.
+    // The server continues to work. The next VMM stops in the middle of a message.
     let mut socket = fs::read_dir(bench.path("state/servers")).unwrap();
     let socket = socket.next().unwrap().unwrap().path();
     let mut hanging = UnixStream::connect(socket).unwrap();
@@ -688,7 +691,7 @@ fn an_operator_sees_and_ends_the_lease_of_a_vmm() {
     again.end();
     let (status, stderr) = server.signal("TERM");
     assert!(status.success(), "{status}: {stderr}");
-    // If the test takes long enough, the unfinished message ends its connection with a warning.
+    // If the test takes long enough, the server ends the connection with the unfinished message, and logs a warning.
     let warning = [
         "A VMM's connection ended",
         "the other side did not answer in time",
@@ -707,7 +710,7 @@ fn a_reload_removes_a_drive_used_by_a_vmm_only_by_force() {
     let server = Server::start(serve).unwrap();
     let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
     assert_eq!(vmm.report(), "attached");
-    // While the file names the drive, a reload does not affect the VMM.
+    // As long as the file names the drive, a reload does not affect the VMM.
     let function = "[[function]]\nsocket = \"a.sock\"\npath = \"drive.img\"\nrange = \"16M+16M\"\nid = \"a\"\n";
     write(function);
     let reloaded = ask(&bench, "reload", &[]).unwrap();
@@ -743,7 +746,7 @@ fn a_guests_drive_fails_instead_of_hanging_when_its_server_ends() {
         }
         vmm.await_failure();
         vmm.kill();
-        // The next server replaces the dead one.
+        // The next server takes over from the dead one.
         let server = self::server(&bench);
         let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
         assert_eq!(vmm.report(), "attached");
@@ -777,12 +780,12 @@ fn a_vmms_function_continues_with_the_next_server() {
                 }
                 _ => server.kill(),
             }
-            // No command fails without a server: the guest waits.
+            // Without a server, no command fails: the guest waits.
             thread::sleep(Duration::from_millis(200));
             server = server_with_info();
             assert_eq!(vmm.order("await"), "all done");
             await_leases(&bench, &["first"]);
-            // Statistics leave out a function for a moment if its thread is held up.
+            // If the host holds up a function's thread, statistics omit the function for a moment.
             let has_function = |stats: &str| stats.contains("\"id\":\"first\"");
             let stats = bench.ask_until("stats", &["--json"], has_function);
             let stats: serde_json::Value = serde_json::from_str(&stats.unwrap()).unwrap();
@@ -818,7 +821,7 @@ fn a_hundred_servers_are_killed_under_a_function() {
         server = self::server(&bench);
         assert_eq!(vmm.order("await"), "all done");
         times.push(killed.elapsed());
-        // Detects a late write of the killed server.
+        // A late write of the killed server would show here.
         assert_eq!(vmm.pass(), "passed");
         assert_eq!(vmm.order("read"), "passed");
     }

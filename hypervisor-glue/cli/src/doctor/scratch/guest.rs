@@ -1,7 +1,7 @@
 //! A function in this process, and a small guest driver for it.
 //!
-//! The guest's memory is a memory file, its doorbells are mapped, and its driver polls for completions. As in a VM, the guest
-//! accesses the drive only through the function's registers and queues.
+//! The guest's memory is a memory file, its doorbells are mapped, and its driver polls for completions. As in a VM, all its
+//! accesses to the drive pass through the function's registers and queues.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -58,8 +58,7 @@ const IO_QUEUE: QueueId = QueueId(1);
 /// Timeout for a completion. It is longer than a function's own command timeout.
 const COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Number of polls for a completion before the driver starts to sleep between polls. Commands usually complete within this
-/// number of polls.
+/// Number of polls for a completion after which the driver starts to sleep between polls. Most commands complete earlier.
 const SPINS_MAX: u32 = 100_000;
 
 /// Sleep between polls. It lets the poller run on hosts where poller and guest share one processor.
@@ -145,7 +144,7 @@ struct SharedFunction(Mutex<NvmeFunction>);
 
 impl SharedFunction {
     fn lock(&self) -> MutexGuard<'_, NvmeFunction> {
-        // Poisoning is acceptable: at worst, the controller of a panicked function fails.
+        // A poisoned lock is acceptable: at worst, the controller of a function that panicked fails.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -190,7 +189,7 @@ impl RunningFunction {
             return Ok(());
         };
         self.control.stop();
-        // The function of a panicked thread is ended in the same way.
+        // Even if the thread has panicked, its function is ended below.
         let _ = thread.join();
         let mut function = self.function.lock();
         function.end()?;
@@ -422,7 +421,7 @@ impl ScratchGuest {
         bytes
     }
 
-    /// Submits commands in slots 0, 1, 2 and so on, without waiting for completions.
+    /// Submits commands in the slots 0, 1, 2 and so on. Does not wait for completions.
     pub(super) fn submit(&mut self, commands: &[Sqe]) {
         for (slot, sqe) in (0..).zip(commands) {
             self.machine.io.sq.push(sqe, CommandId(slot));
@@ -430,7 +429,7 @@ impl ScratchGuest {
         self.doorbells.tail.store(self.machine.io.sq.tail());
     }
 
-    /// Executes the commands of `work`, with up to `depth` in flight at a time, until `work` has no more commands.
+    /// Executes the commands of `work` until it has no more. Up to `depth` commands are in flight at a time.
     pub(super) fn run(
         &mut self,
         depth: u16,
@@ -509,7 +508,7 @@ impl SuspendedGuest {
         self.state.len()
     }
 
-    /// Restores the saved state into another function, with which the guest continues.
+    /// Continues the guest on another function, into which its saved state is restored.
     pub(super) fn resume(
         self,
         mut function: NvmeFunction,
@@ -609,7 +608,7 @@ impl BoundedWait {
         }
     }
 
-    /// Waits for a moment. Returns false after the timeout.
+    /// Waits briefly. Returns false once the timeout has passed.
     fn pause(&mut self) -> bool {
         if self.spins < SPINS_MAX {
             self.spins += 1;

@@ -1,7 +1,7 @@
-//! `nvme-mpt doctor DRIVE --scratch NSID`: tests two functions on leases of a namespace, and overwrites its data.
+//! `nvme-mpt doctor DRIVE --scratch NSID`: tests two functions on leases of a namespace, whose data is overwritten.
 //!
-//! Both functions are in this process. Each has a guest with its own memory, queues and mapped doorbells. Rates are measured
-//! with one queue pair and one poller.
+//! Both functions are in this process. Each has a guest with its own memory, queues and mapped doorbells. Read rates are
+//! measured with one queue pair and one poller.
 
 mod guest;
 mod pattern;
@@ -68,7 +68,7 @@ const REPORT_REMEDY: &str = "file an issue with this report";
 /// Allowed relative excess of a rate over its limit.
 const TOLERANCE: f64 = 0.02;
 
-/// IOPS per core that SPDK published for its vfio-user target.
+/// IOPS per processor core that SPDK has published for its vfio-user target.
 const SPDK_PER_CORE: f64 = 4.3e6;
 
 /// Timeout for the host driver's disk to appear, and poll interval.
@@ -144,7 +144,7 @@ pub enum ScratchError {
     },
 }
 
-/// The namespace to erase, as shown to the operator.
+/// Namespace whose data the operator allows to be erased, as shown to the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ScratchNamespace {
     /// The drive.
@@ -190,13 +190,13 @@ struct NamespaceAccess<'a> {
     time: Duration,
 }
 
-/// Tests a namespace. Fails unless `consent` allows erasing the namespace. Each measurement takes `time`.
+/// Tests a namespace, after the operator has allowed erasing it (`consent`). Each measurement takes `time`.
 ///
-/// If the host's NVMe driver has the drive, the reads are also measured through that driver. The drive is then bound to
-/// `vfio-pci` for the test, and bound to the host's driver again afterwards.
+/// If the host's NVMe driver has the drive, the reads are also measured through this driver. The drive is bound to
+/// `vfio-pci` for the test, and afterwards to the host's driver again.
 ///
 /// # Errors
-/// See [`ScratchError`]. The drive is bound to the host's driver again after an error, too.
+/// See [`ScratchError`]. After an error, the drive is bound to the host's driver again, too.
 pub fn test_namespace(
     host: &DoctorHost,
     path: &DrivePath,
@@ -256,7 +256,8 @@ pub fn test_namespace(
     let (mut checks, figures) = tried?;
     match given_back {
         Ok(bound) => {
-            // By now the namespace has the written blocks that were measured before.
+            // The reads through the host's driver find the blocks that the test has written, as the measurements before
+            // did.
             checks.push(compare_drivers(way.measure_by_host(address), &figures));
             checks.push(DoctorCheck::ok("scratch.given_back", bound.to_string()));
         }
@@ -398,7 +399,7 @@ impl NamespaceAccess<'_> {
         Ok(figures)
     }
 
-    /// Runs all checks. If `consent` is `None`, the operator has already allowed erasing the namespace.
+    /// Runs all checks. `consent` is `None` if the operator has already allowed erasing the namespace.
     fn run_checks(
         &self,
         consent: Option<&mut ErasureConsent<'_>>,
@@ -425,7 +426,7 @@ impl ScratchDrive<'_> {
         self.access.guest_error(source)
     }
 
-    /// Attaches a function to the lease of guest `which`.
+    /// Attaches a function to the lease of a guest: `which` is the index in [`IDS`].
     fn attach_function(&self, which: usize) -> Result<vmm_device::NvmeFunction, ScratchError> {
         let start = which as u64 * self.lease;
         let config = FunctionConfig::from_keys(|key| match key {
@@ -561,7 +562,7 @@ impl ScratchDrive<'_> {
         Ok(pass)
     }
 
-    /// Writes one round of contents and reads it again.
+    /// Writes the contents of one round, and reads them again.
     fn write_and_verify(
         &self,
         guest: &mut ScratchGuest,
@@ -602,7 +603,7 @@ impl ScratchDrive<'_> {
         })
     }
 
-    /// Lets a guest access blocks beyond its lease, and checks that the commands fail.
+    /// Makes a guest access blocks beyond its lease. All these commands must fail.
     fn isolation(
         &self,
         one: &mut ScratchGuest,
@@ -647,8 +648,8 @@ impl ScratchDrive<'_> {
         })
     }
 
-    /// Resets a controller with in-flight writes. The writes repeat the present content, so the content is known whether or not
-    /// they are executed.
+    /// Resets a controller with writes in flight. They repeat the present content. So the content is known, even if some
+    /// writes are not executed.
     fn reset(&self, guest: &mut ScratchGuest) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.reset";
         let commands: Vec<Sqe> = (0..DEPTH)
@@ -709,7 +710,7 @@ impl ScratchDrive<'_> {
         Ok((guest, check))
     }
 
-    /// Verifies at the end that the second lease is unchanged.
+    /// Verifies, after all other checks, that the second lease is unchanged.
     fn neighbour(&self, two: &mut ScratchGuest) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.neighbour";
         Ok(match self.run_pass(two, NvmOpcode::READ, 2, 0)?.failure() {
@@ -726,7 +727,7 @@ impl ScratchDrive<'_> {
         stats.iter().map(|poller| poller.busy_seconds).sum()
     }
 
-    /// Measures random reads for the duration of a measurement.
+    /// Measures random reads for [`time`](NamespaceAccess::time).
     fn measure_reads(
         &self,
         guest: &mut ScratchGuest,
@@ -780,7 +781,7 @@ impl ScratchDrive<'_> {
         })
     }
 
-    /// Limits a lease to half of the measured rate, and measures again.
+    /// Limits a lease to half of the measured rate, and measures whether the limit holds.
     fn limits(&self, guest: &mut ScratchGuest, reached: f64) -> Result<DoctorCheck, ScratchError> {
         const NAME: &str = "scratch.limits";
         let limit = (reached / 2.0).clamp(LIMIT_MIN, LIMIT_MAX) as u64;
@@ -800,7 +801,7 @@ impl ScratchDrive<'_> {
             rate.iops,
             difference * 100.0
         );
-        // The initial burst and the in-flight commands may exceed the limit once.
+        // An initial burst, and the commands in flight, may exceed the limit once.
         let at_once = limit as f64 / 100.0 + f64::from(DEPTHS[0]);
         let most = TOLERANCE + at_once / (limit as f64 * self.access.time.as_secs_f64());
         Ok(match difference {

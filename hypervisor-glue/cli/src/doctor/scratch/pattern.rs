@@ -14,7 +14,7 @@ pub(super) fn io_content(guest: u8, round: u8, index: u64) -> [u8; IO_BYTES] {
     bytes
 }
 
-/// Bytes at the start of a namespace that are searched for signatures.
+/// Number of bytes at the start of a namespace in which signatures are searched.
 pub(super) const HEAD_BYTES: usize = 128 << 10;
 
 /// Signatures: name, offset, magic.
@@ -36,7 +36,7 @@ const SIGNATURES: &[(&str, usize, &[u8])] = &[
         0x1018,
         &[0xC6, 0x85, 0x73, 0xF6, 0x4E, 0x1A, 0x45, 0xCA],
     ),
-    // This is last, since file systems and protective MBRs have this signature, too.
+    // This signature is last, since file systems and protective MBRs have it, too.
     ("a boot sector or a partition table", 510, &[0x55, 0xAA]),
 ];
 

@@ -1,4 +1,4 @@
-//! Trials on software drives. The lab tests a trial on a physical drive.
+//! Tests of `doctor --scratch` on software drives. The lab runs `doctor --scratch` on a physical drive.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -9,7 +9,7 @@ use nvme_vfio::function::HostRoot;
 use super::super::{DoctorHost, DoctorReport, examine};
 use super::*;
 
-/// Short, because the tests do not check rates.
+/// Duration of a measurement: short, because these tests do not check rates.
 const TIME: Duration = Duration::from_millis(50);
 
 fn host(folder: &Path) -> DoctorHost {
@@ -27,7 +27,7 @@ fn file(folder: &Path, bytes: u64) -> DrivePath {
     DrivePath::File(path)
 }
 
-/// Tries a drive out. Returns the checks, and the namespace for whose data consent was asked.
+/// Tests a drive. Returns the checks, and the namespace that the operator was asked to erase.
 fn report(
     folder: &Path,
     path: &DrivePath,
@@ -92,12 +92,12 @@ fn a_file_is_tried_out_and_other_leases_of_it_are_respected() {
     for _ in 0..2 {
         let (checks, asked) = report(folder.path(), &path, true);
         expect_all_is_well(&checks);
-        // In the second trial, the namespace has the data of the first.
+        // At the second test, the namespace has only data of the first test.
         assert_eq!(asked.unwrap().previous_use, None);
     }
     let ledger = Ledger::open(&folder.path().join("state"));
     assert!(ledger.list().unwrap().is_empty());
-    // A trial takes no range that another id has leased or that holds its data.
+    // The test takes no range that another id has leased, or that contains its data.
     let ledgers = LeaseLedgers::open(&folder.path().join("state"));
     let config = FunctionConfig::from_keys(|key| match key {
         "path" => Some(path.to_string()),

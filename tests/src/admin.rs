@@ -1,4 +1,4 @@
-//! Admin commands (NVMe Base 2.0, section 5).
+//! Admin commands of the guest driver (NVMe Base 2.0, section 5).
 
 use std::time::Duration;
 
@@ -62,7 +62,7 @@ pub enum Select {
 pub struct AsyncEvent {
     /// Type: 0 error, 1 SMART, 2 notice.
     pub kind: u8,
-    /// Event information, by type.
+    /// Additional information about the event; its meaning depends on the type.
     pub info: u8,
     /// Log page with details. Reading it clears the event.
     pub log_page: u8,
@@ -210,7 +210,7 @@ impl Controller {
         self.admin_write(set_features(id, nsid, cdw11), bytes)
     }
 
-    /// Requests `pairs` I/O queue pairs. Returns the granted number, which may be larger.
+    /// Requests `pairs` I/O queue pairs. Returns the granted number, which may be larger than `pairs`.
     ///
     /// # Errors
     /// The command fails.
@@ -280,7 +280,7 @@ impl Controller {
             return Err(Error::QueueFull { queue: 0 });
         }
         queue.ring();
-        // FFFFh is not used: in the Error Information log page, it means "no command".
+        // FFFFh is skipped: in the Error Information log page, it means "no command".
         self.next_event_cid = match cid {
             0xfffe => RESERVED_CIDS,
             cid => cid + 1,
@@ -297,7 +297,7 @@ impl Controller {
     /// Returns the next asynchronous event; `None` if no request completes in time.
     ///
     /// # Errors
-    /// The controller is disabled, a request completes with an error, or another command completes.
+    /// The controller is disabled, a request completes with an error, or a completion belongs to another command.
     pub fn async_event(&mut self, timeout: Duration) -> Result<Option<AsyncEvent>> {
         let mut patience = WaitTimeout::new(timeout);
         loop {

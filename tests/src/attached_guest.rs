@@ -1,4 +1,4 @@
-//! A guest of a local backend without a function: its memory, Doorbell Buffer and queue pairs.
+//! A guest that uses a local back end directly, without a PCI function: its memory, Doorbell Buffer and queue pairs.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::memory::GuestMemory;
 use crate::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use crate::registers::Cap;
 
-/// Trapped doorbell registers that call the backend, as a VMM does.
+/// Trapped doorbell registers: a write calls the back end, as in a VMM.
 struct TrappedDoorbells(Arc<LocalBackend>);
 
 impl Bar for TrappedDoorbells {
@@ -34,7 +34,7 @@ impl Bar for TrappedDoorbells {
     fn write64(&self, _: u64, _: u64) {}
 }
 
-/// A guest of a local backend.
+/// Guest of a local back end.
 pub struct AttachedGuest {
     local_backend: Arc<LocalBackend>,
     memory: GuestMemory,
@@ -43,10 +43,10 @@ pub struct AttachedGuest {
 }
 
 impl AttachedGuest {
-    /// Creates a guest with `bytes` bytes of memory and a Doorbell Buffer in it.
+    /// Creates a guest with `bytes` bytes of memory, in which a Doorbell Buffer is.
     ///
     /// # Panics
-    /// The backend refuses the memory or the buffer.
+    /// The back end refuses the memory or the buffer.
     #[must_use]
     pub fn new(attachment: Arc<LocalBackend>, bytes: u64) -> Self {
         let memory = GuestMemory::new(&[(0, bytes)]).unwrap();
@@ -75,16 +75,16 @@ impl AttachedGuest {
         }
     }
 
-    /// The guest's memory.
+    /// Returns the guest's memory.
     #[must_use]
     pub fn memory(&self) -> &GuestMemory {
         &self.memory
     }
 
-    /// Creates a queue pair of `entries` entries, with interrupts by `vector`.
+    /// Creates a queue pair of `entries` entries, which interrupts by `vector` if given.
     ///
     /// # Panics
-    /// The backend refuses the queue pair.
+    /// The back end refuses the queue pair.
     #[must_use]
     pub fn queue_pair(&self, qid: u16, entries: u32, vector: Option<u16>) -> QueuePair {
         let attachment = &self.local_backend;

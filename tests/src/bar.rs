@@ -1,4 +1,4 @@
-//! The driver's access to the controller's registers.
+//! Access of the driver to the controller's registers.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU32;
@@ -8,8 +8,8 @@ use crate::memory::{MemoryError, SharedSlice};
 
 /// BAR0 of the controller under test.
 ///
-/// Accesses cannot fail, as on a bus: if the device is gone, reads return all ones and writes are lost. Implementations with a
-/// failed transport do the same. If CSTS reads all ones, the driver reports [`crate::Error::Gone`].
+/// Accesses cannot fail, as on a bus: if the device was removed or its transport has failed, reads return all ones and
+/// writes are lost. If CSTS reads all ones, the driver reports [`crate::Error::Gone`].
 pub trait Bar: Send + Sync {
     /// Reads 4 bytes at a multiple of 4.
     fn read32(&self, offset: u64) -> u32;

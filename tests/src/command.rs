@@ -1,4 +1,4 @@
-//! Submission queue entries (NVMe Base 2.0, section 3.3.3.1), arbitrary or valid.
+//! Submission queue entries with arbitrary or valid fields (NVMe Base 2.0, section 3.3.3.1).
 
 use std::fmt;
 
@@ -58,7 +58,7 @@ pub const DEAC: u32 = 1 << 25;
 /// CDW11 of Dataset Management: Attribute - Deallocate.
 pub const DSM_DEALLOCATE: u32 = 1 << 2;
 
-/// DPTR field: the location of a command's data.
+/// Data pointer (DPTR field) of a command: the location of its data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DataPointer {
     words: [u64; 2],
@@ -150,15 +150,15 @@ impl Sqe {
     pub const fn with_data(mut self, data: DataPointer) -> Self {
         self.0[3] = data.words[0];
         self.0[4] = data.words[1];
-        // PSDT 01b: DPTR is an SGL, and MPTR (unused) is an address.
+        // PSDT 01b: DPTR is an SGL. MPTR, which is not used, is an address.
         self.0[0] = self.0[0] & !0xc000 | (data.sgl as u64) << 14;
         self
     }
 
-    /// Sets Command Dword `n`, 2 to 15.
+    /// Sets Command Dword `n`, from 2 to 15.
     ///
     /// # Panics
-    /// There is no such dword.
+    /// `n` is not a number of a settable dword.
     #[must_use]
     pub const fn with_cdw(mut self, n: usize, value: u32) -> Self {
         let shift = 32 * (n as u32 % 2);
@@ -166,10 +166,10 @@ impl Sqe {
         self
     }
 
-    /// Returns Command Dword `n`, 0 to 15.
+    /// Returns Command Dword `n`, from 0 to 15.
     ///
     /// # Panics
-    /// There is no such dword.
+    /// `n` is above 15.
     pub const fn cdw(&self, n: usize) -> u32 {
         (self.0[n / 2] >> (32 * (n as u32 % 2))) as u32
     }
@@ -182,8 +182,8 @@ impl Sqe {
         self
     }
 
-    /// Creates a command on a range of logical blocks: SLBA, and NLB in CDW12. `blocks` counts from one. Since NLB is
-    /// zero-based, 0 blocks becomes the largest NLB.
+    /// Creates a command on a range of logical blocks: SLBA, and NLB in CDW12. `blocks` counts from one. NLB is zero-based,
+    /// so 0 `blocks` becomes the largest NLB.
     pub const fn range(opcode: u8, nsid: u32, slba: u64, blocks: u32) -> Self {
         Self::new(opcode, nsid)
             .with_slba(slba)

@@ -21,18 +21,18 @@ use crate::registers::{
     Cap, VS,
 };
 
-/// Options of bringing up the controller.
+/// Options for bringing up the controller.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
     /// Entries of each admin queue.
     pub admin_entries: u16,
-    /// Way of ringing doorbells.
+    /// Way in which the driver rings doorbells.
     pub doorbells: DoorbellMode,
     /// The command sets to select in CC.CSS.
     pub command_set: u32,
     /// Timeout of admin commands.
     pub admin_timeout: Duration,
-    /// True if the admin queue uses the Doorbell Buffer, too, as with libvfn.
+    /// True if the admin queue uses the Doorbell Buffer as well, as in libvfn.
     pub admin_in_buffer: bool,
 }
 
@@ -100,7 +100,7 @@ impl std::fmt::Debug for Controller {
 }
 
 impl Controller {
-    /// Creates a driver without touching the controller, except for reading CAP.
+    /// Creates a driver. Of the controller, this only reads CAP.
     pub fn new(bar: Arc<dyn Bar>, memory: GuestMemory, config: Config) -> Self {
         let cap = Cap(bar.read64(CAP));
         Self {
@@ -116,8 +116,8 @@ impl Controller {
         }
     }
 
-    /// Resets and enables the controller, identifies it, requests `queues` I/O queue pairs, and configures the Doorbell Buffer
-    /// if [`Config::doorbells`] needs it. The controller is then ready for [`Controller::create_queue_pair`].
+    /// Resets and enables the controller, identifies it, requests `queues` I/O queue pairs, and configures the Doorbell
+    /// Buffer for [`DoorbellMode::Shadow`]. The controller is then ready for [`Controller::create_queue_pair`].
     ///
     /// # Errors
     /// The controller does not come up, lacks a requested feature, or grants fewer queue pairs.
@@ -138,7 +138,7 @@ impl Controller {
         Ok(controller)
     }
 
-    /// Switches to another BAR of the same controller, as for a migrated guest. Existing queue pairs need
+    /// Switches to another BAR of the controller, as after a migration of the guest. Existing queue pairs need
     /// [`QueuePair::move_to`].
     ///
     /// # Errors
@@ -203,7 +203,7 @@ impl Controller {
         self.admin.as_mut().ok_or(Error::Disabled)
     }
 
-    /// Returns the timeout for CSTS to follow CC: CAP.TO, and at least one of its units.
+    /// Returns the timeout for CSTS to follow CC: CAP.TO, or one unit of CAP.TO if it is zero.
     fn ready_timeout(&self) -> Duration {
         Duration::from_millis(self.cap.timeout_ms().max(500))
     }
@@ -256,7 +256,7 @@ impl Controller {
         self.bar.write32(AQA, (entries - 1) << 16 | (entries - 1));
         self.bar.write64(ASQ, sq.gpa());
         self.bar.write64(ACQ, cq.gpa());
-        // Mapped admin doorbells are optional: they are trapped if no window contains them.
+        // Admin doorbells may not be mappable. If no window contains them, they are trapped.
         let mapped = self.config.doorbells == DoorbellMode::Mapped;
         let doorbell = |offset| {
             Doorbell::new(&self.bar, offset, mapped)
@@ -286,7 +286,7 @@ impl Controller {
         self.enable()
     }
 
-    /// Shuts down the controller, normally or abruptly, and waits for CSTS.SHST. After that, it needs a reset.
+    /// Shuts down the controller, normally or abruptly, and waits for CSTS.SHST. After that, the controller needs a reset.
     ///
     /// # Errors
     /// CSTS does not follow.
@@ -306,20 +306,20 @@ impl Controller {
         self.admin_queue()?.submit_and_wait(sqe, timeout)
     }
 
-    /// Executes an admin command that must succeed.
+    /// Executes an admin command, which must succeed.
     ///
     /// # Errors
-    /// As [`Controller::admin_raw`], and if the status is not success.
+    /// As [`Controller::admin_raw`]. The status is not success.
     pub fn admin(&mut self, sqe: Sqe) -> Result<Cqe> {
         let timeout = self.config.admin_timeout;
         self.admin_queue()?.execute(sqe, timeout)
     }
 
-    /// Allocates a Doorbell Buffer and sends it to the controller (Doorbell Buffer Config). New queue pairs use it. `existing`
-    /// queue pairs must be idle. As in Linux, they write their shadow doorbells before the command.
+    /// Allocates a Doorbell Buffer and sends it to the controller (Doorbell Buffer Config). New queue pairs use it. The
+    /// idle queue pairs `existing` use it as well: as in Linux, they write their shadow doorbells before the command.
     ///
     /// # Errors
-    /// The controller does not support the command, or the command fails. `existing` queue pairs are unchanged then.
+    /// The controller does not support the command, or the command fails. Then the `existing` queue pairs are unchanged.
     pub fn configure_doorbell_buffer(
         &mut self,
         existing: &mut [&mut QueuePair],
@@ -389,8 +389,8 @@ impl Controller {
         Ok(queue)
     }
 
-    /// Deletes both queues of a pair, the submission queue first. Returns the pair, so that completions of aborted commands can
-    /// be read from the completion queue.
+    /// Deletes both queues of a pair, the submission queue first. Returns the pair, so that the caller can read completions
+    /// of aborted commands.
     ///
     /// # Errors
     /// A command fails.

@@ -1,4 +1,4 @@
-//! Blocking I/O on one namespace through one queue pair, with all kinds of data pointers.
+//! Blocking I/O on one namespace through one queue pair, with each kind of data pointer.
 
 use std::time::Duration;
 
@@ -59,13 +59,13 @@ impl Transfer {
 /// A namespace with the queue pair for its I/O.
 #[derive(Debug)]
 pub struct Disk {
-    /// Queue pair, for commands without a function here.
+    /// Queue pair, which tests use directly for commands that `Disk` has no function for.
     pub queue: QueuePair,
     /// Kind of data pointer.
     pub transfer: Transfer,
     /// Timeout of a command.
     pub timeout: Duration,
-    /// Sets Force Unit Access on reads and writes.
+    /// True to set Force Unit Access on reads and writes.
     pub fua: bool,
     nsid: u32,
     namespace: IdentifyNamespace,
@@ -96,7 +96,7 @@ impl Disk {
     /// Creates a polled queue pair of 64 entries for namespace 1. `queue` is the identifier of both queues.
     ///
     /// # Errors
-    /// The queues cannot be created, or as [`Disk::new`].
+    /// As [`Disk::new`]; also, the queues cannot be created.
     pub fn open(controller: &mut Controller, queue: u16) -> Result<Self> {
         let queue = controller.create_queue_pair(queue, &QueueOptions::polled(64))?;
         Self::new(controller, queue, 1)
@@ -223,7 +223,7 @@ impl Disk {
         self.command(Sqe::flush(self.nsid)).map(drop)
     }
 
-    /// Deallocates ranges (first block, number of blocks), 1 to 256 of them.
+    /// Deallocates 1 to 256 ranges, each given by its first block and number of blocks.
     ///
     /// # Errors
     /// As [`Disk::command`].
@@ -233,7 +233,7 @@ impl Disk {
             .map(drop)
     }
 
-    /// Copies ranges (first block, number of blocks) consecutively to `sdlba`.
+    /// Copies ranges to consecutive blocks from `sdlba` on. A range is given by its first block and number of blocks.
     ///
     /// # Errors
     /// As [`Disk::command`].

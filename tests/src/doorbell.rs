@@ -15,18 +15,18 @@ use crate::error::{Error, Result};
 use crate::memory::{DmaBuffer, GuestMemory, MemoryError, PAGE_SIZE, SharedSlice};
 use crate::registers::Cap;
 
-/// Way of ringing the I/O queues' doorbells.
+/// Way in which the driver rings the I/O queues' doorbells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DoorbellMode {
     /// Register writes, which trap.
     Trap,
-    /// Stores to the mapped part of the BAR, if possible for the admin queue, too.
+    /// Stores to the mapped part of the BAR, which may contain the admin queue's doorbells as well.
     Mapped,
     /// Doorbell Buffer, with register writes when EventIdx requires them.
     Shadow,
 }
 
-/// Doorbell kind of a queue pair.
+/// Kind of doorbell: each queue pair has both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// Submission queue tail.
@@ -73,8 +73,8 @@ impl DoorbellBuffer {
         &self.event_idx
     }
 
-    /// Returns the shadow doorbell and EventIdx of a doorbell. `None` for queues beyond the page's end, which use registers
-    /// only.
+    /// Returns the shadow doorbell and the EventIdx of a doorbell; `None` if the page ends before them. Such a queue uses
+    /// registers only.
     pub fn cells(
         &self,
         queue: u16,
@@ -90,8 +90,8 @@ impl DoorbellBuffer {
     }
 }
 
-/// Returns whether moving a doorbell from `old` to `new` passes `event_idx`, so that the register must be written. Values have
-/// 16 bits and wrap.
+/// Returns whether moving a doorbell from `old` to `new` passes `event_idx`, so that the register must be written. All
+/// three values have 16 bits and wrap.
 #[inline]
 pub fn need_event(event_idx: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event_idx).wrapping_sub(1) < new.wrapping_sub(old)
@@ -126,7 +126,7 @@ impl Register {
 struct Shadow {
     doorbell: SharedSlice<AtomicU32>,
     event_idx: SharedSlice<AtomicU32>,
-    /// Keeps the pages allocated while this queue uses them.
+    /// Reference that keeps the pages allocated while this queue uses them.
     _buffer: Arc<DoorbellBuffer>,
 }
 
@@ -165,7 +165,7 @@ impl Doorbell {
         })
     }
 
-    /// Moves the register to another BAR, as for a migrated guest.
+    /// Switches to the register in another BAR, as after a migration of the guest.
     ///
     /// # Errors
     /// The register is mapped, and in no window of the new BAR.
@@ -178,7 +178,7 @@ impl Doorbell {
         Ok(())
     }
 
-    /// Uses the Doorbell Buffer from now on, if it has room for this queue.
+    /// Uses the Doorbell Buffer from now on, if it has doorbells for this queue.
     pub fn attach(&mut self, buffer: &Arc<DoorbellBuffer>, queue: u16, side: Side) {
         self.shadow = buffer.cells(queue, side).map(|(doorbell, event_idx)| {
             doorbell[0].store(u32::from(self.value), Ordering::Release);
@@ -195,18 +195,18 @@ impl Doorbell {
         self.shadow = None;
     }
 
-    /// Returns the last value.
+    /// Returns the value that the doorbell was last set to.
     #[inline]
     pub fn value(&self) -> u16 {
         self.value
     }
 
-    /// Returns the number of rings, through shadow doorbell or register.
+    /// Returns the number of times that the doorbell was rung, through the shadow doorbell or the register.
     pub fn rings(&self) -> u64 {
         self.rings
     }
 
-    /// Returns the number of trapped register writes: the VM exits of a guest.
+    /// Returns the number of trapped register writes, which are VM exits of a guest.
     pub fn writes(&self) -> u64 {
         self.writes
     }
@@ -220,8 +220,8 @@ impl Doorbell {
         }
     }
 
-    /// Publishes a new value. For a shadow doorbell, returns the old value. The caller must then execute a full barrier before
-    /// [`Doorbell::notify`]. One barrier serves several doorbells.
+    /// Publishes a new value. For a shadow doorbell, returns the old value, with which the caller must call
+    /// [`Doorbell::notify`] after a full barrier. One barrier serves several doorbells.
     #[inline]
     pub(crate) fn publish(&mut self, value: u16) -> Option<u16> {
         let old = std::mem::replace(&mut self.value, value);
@@ -229,7 +229,7 @@ impl Doorbell {
         if let Some(shadow) = &self.shadow {
             #[cfg(simulation)]
             simulation::turn(simulation::ActorStep::GuestRings, [value.into(), 0]);
-            // Release: the entries become visible before the doorbell value.
+            // Release: a controller that sees the doorbell value sees the entries, too.
             shadow.doorbell[0].store(u32::from(value), Ordering::Release);
             return Some(old);
         }
@@ -237,7 +237,7 @@ impl Doorbell {
         None
     }
 
-    /// Writes the register if EventIdx requires it.
+    /// Writes the register if EventIdx requires it after a change from the value `old`.
     #[inline]
     pub(crate) fn notify(&mut self, old: u16) {
         if let Some(shadow) = &self.shadow {
@@ -294,7 +294,8 @@ mod tests {
     }
 
     proptest! {
-        /// The rule in words: the values passed through, `old + 1` to `new`, include `event_idx + 1`.
+        /// Checks `need_event` against the rule in words: the values passed through, `old + 1` to `new`, include `event_idx
+        /// + 1`.
         #[test]
         fn need_event_is_passing_the_index(event_idx: u16, old: u16, steps in 0u16..300) {
             let passed = (1..=steps).any(|step| old.wrapping_add(step) == event_idx.wrapping_add(1));
@@ -310,7 +311,7 @@ mod tests {
         let buffer = Arc::new(DoorbellBuffer::new(&memory, Cap(4 << 32)).unwrap());
         let mut doorbell = Doorbell::new(&bar, 0x1100, false).unwrap();
         doorbell.attach(&buffer, 2, Side::SqTail);
-        // Queue 2's tail doorbell is the fifth, 64 bytes each.
+        // The tail doorbell of queue 2 is the fifth doorbell, and each takes 64 bytes.
         let event_idx = buffer.event_idx().cells::<AtomicU32>().slice(4 * 16, 1);
         let shadow = buffer.shadow().cells::<AtomicU32>().slice(4 * 16, 1);
 
@@ -328,7 +329,7 @@ mod tests {
     #[test]
     fn queues_beyond_the_page_have_registers_only() {
         let memory = GuestMemory::new(&[(0x1000, 1 << 20)]).unwrap();
-        // 64 bytes per doorbell: 64 doorbells, so 32 queue pairs, the admin queues among them.
+        // A page holds 64 doorbells of 64 bytes each: those of 32 queue pairs, including the admin queues.
         let buffer = DoorbellBuffer::new(&memory, Cap(4 << 32)).unwrap();
         assert!(buffer.cells(31, Side::CqHead).is_some());
         assert!(buffer.cells(32, Side::SqTail).is_none());

@@ -1,4 +1,4 @@
-//! The driver against the model of a drive: bring-up, admin commands, rings and data in every mode.
+//! Tests of the driver with the model of a drive: bring-up, admin commands, rings and data, in every doorbell mode.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,7 +29,7 @@ fn memory() -> GuestMemory {
     GuestMemory::new(&[(0x10_0000, 8 << 20), (1 << 32, 8 << 20)]).unwrap()
 }
 
-/// A drive that looks at its Doorbell Buffer all the time, or, parked, after a register was written.
+/// Starts a drive that polls its Doorbell Buffer, or that reads it only after register writes (`parked`), and a driver.
 fn start(mode: DoorbellMode, parked: bool) -> (Arc<ModelDrive>, Controller) {
     let memory = memory();
     let options = Options {
@@ -59,7 +59,7 @@ fn data_comes_back_in_every_doorbell_mode() {
         let data: Vec<u8> = (0..16384_u32).map(|i| (i / 7) as u8).collect();
         disk.write(7, &data).unwrap();
         assert_eq!(disk.read(7, 32).unwrap(), data, "{mode:?}");
-        // More commands than entries: the rings wrap.
+        // There are more commands than entries, so the rings wrap.
         for _ in 0..200 {
             disk.flush().unwrap();
         }
@@ -169,7 +169,7 @@ fn asynchronous_events_do_not_disturb_other_commands() {
 #[test]
 fn log_pages_are_asked_for_by_offset_and_length() {
     let (drive, mut controller) = start(DoorbellMode::Trap, false);
-    // Each byte is its own offset in the page.
+    // Each byte is set to its offset in the page.
     drive.forge(Box::new(|sqe, data| {
         for (byte, offset) in data.iter_mut().zip(sqe.cdw(12)..) {
             *byte = offset as u8;
@@ -218,7 +218,7 @@ fn a_controller_that_is_gone_is_an_error() {
             u32::MAX
         }
         fn read64(&self, _: u64) -> u64 {
-            // A page size that the driver accepts, so that CSTS is what fails.
+            // MPSMIN is acceptable to the driver, so that the failure is that of CSTS.
             !(0xf << 48)
         }
         fn write32(&self, _: u64, _: u32) {}

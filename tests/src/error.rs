@@ -54,7 +54,7 @@ pub enum Error {
         /// Timeout.
         after: Duration,
     },
-    /// A completion queue entry matches no command, or a command completed twice.
+    /// A completion queue entry matches no command in flight, or a command completed twice.
     #[error("Unexpected completion on queue {queue}: {cqe:?}")]
     UnexpectedCompletion {
         /// Submission queue identifier.

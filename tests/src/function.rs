@@ -1,4 +1,4 @@
-//! A function in this process, as a VMM uses it: behind a lock, with a thread for its events.
+//! A function in this process, as in a VMM: behind a lock, with a thread that processes its events.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ pub fn map_piece(function: &NvmeFunction, memory: &GuestMemory, piece: Piece) {
     mapped.unwrap();
 }
 
-/// Maps a region that the function had mapped in the predecessor process.
+/// Maps a region that the function had mapped in the predecessor process, before its restore.
 ///
 /// # Panics
 /// The function refuses the mapping.
@@ -58,7 +58,7 @@ fn to_memory_region(memory: &GuestMemory, piece: Piece) -> MemoryRegion {
     }
 }
 
-/// Runs a VMM's control thread: processes the function's events until `stop`.
+/// Runs a VMM's control thread, which processes the function's events until `stop`.
 fn control(function: &Mutex<NvmeFunction>, events: &EventFd, stop: &EventFd) {
     let epoll = Epoll::new().unwrap();
     for fd in [events, stop] {
@@ -82,7 +82,7 @@ fn control(function: &Mutex<NvmeFunction>, events: &EventFd, stop: &EventFd) {
     }
 }
 
-/// A function with its control thread, and BAR0 as its guest sees it.
+/// A function with its control thread, and the function's BAR0 for the guest driver.
 #[derive(Debug)]
 pub struct InProcess {
     function: Arc<Mutex<NvmeFunction>>,
@@ -121,7 +121,7 @@ impl InProcess {
         }
     }
 
-    /// Locks the function. No access of the guest is under way meanwhile.
+    /// Locks the function. While it is locked, no access of the guest is in progress.
     ///
     /// # Panics
     /// The function panicked, which fails the test.

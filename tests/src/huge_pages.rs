@@ -1,4 +1,4 @@
-//! Files in huge pages of 2 MiB, which the kernel reserves for a test.
+//! Files in huge pages of 2 MiB, which a test reserves in the kernel.
 
 use std::fs::{self, File};
 
@@ -14,12 +14,12 @@ const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 pub struct HugePages(u64);
 
 impl HugePages {
-    /// Reserves `count` huge pages. `None` if the kernel or this user's permissions do not allow it.
+    /// Reserves `count` huge pages; `None` if the kernel has too few, or if this user may not reserve them.
     #[must_use]
     pub fn reserve(count: u64) -> Option<Self> {
         let before = pool_size()?;
         fs::write(POOL, (before + count).to_string()).ok()?;
-        // From here on, dropping the guard releases the pages that the kernel did reserve.
+        // From here on, dropping the guard releases the pages that the kernel has reserved, even if there are too few.
         let added = pool_size()?.saturating_sub(before);
         let pages = Self(added);
         (added >= count).then_some(pages)

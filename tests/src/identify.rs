@@ -1,5 +1,5 @@
-//! Identify data structures (NVMe Base 2.0, section 5.17; NVM Command Set 1.0, section 4.1.5): the fields that a driver uses.
-//! The complete structure is in `raw`.
+//! Identify data structures (NVMe Base 2.0, section 5.17; NVM Command Set 1.0, section 4.1.5): the fields that a driver
+//! uses. `raw` has all bytes of a structure.
 
 /// CNS values (NVMe Base 2.0, figure 274).
 pub mod cns {
@@ -25,7 +25,7 @@ pub const IDENTIFY_SIZE: usize = 4096;
 /// Little-endian fields of an Identify data structure or a log page.
 ///
 /// # Panics
-/// The functions panic if the field is not within the bytes.
+/// All functions panic if the field is beyond the end of the bytes.
 pub mod field {
     /// Reads 2 bytes at `at`.
     pub fn u16(bytes: &[u8], at: usize) -> u16 {
@@ -126,7 +126,7 @@ impl IdentifyController {
             cntlid: field::u16(&raw, 78),
             version: field::u32(&raw, 80),
             oacs: field::u16(&raw, 256),
-            // Both are zero-based.
+            // ACL and AERL are zero-based.
             max_aborts: u16::from(raw[258]) + 1,
             max_async_events: u16::from(raw[259]) + 1,
             lpa: raw[261],
@@ -140,7 +140,8 @@ impl IdentifyController {
         }
     }
 
-    /// Returns the maximum transfer in bytes, for a minimum page size of 4 KiB; 1 GiB if there is no limit or a larger one.
+    /// Returns the maximum transfer in bytes, for a minimum page size of 4 KiB. Without a limit, or with a larger one,
+    /// returns 1 GiB.
     pub fn max_transfer(&self) -> usize {
         match self.mdts {
             0 => 1 << 30,
@@ -198,7 +199,7 @@ impl IdentifyNamespace {
     pub fn parse(raw: Vec<u8>) -> Self {
         assert!(raw.len() >= IDENTIFY_SIZE);
         let flbas = raw[26];
-        // Bits 6:5 are the upper bits of the format index if there are more than 16 formats.
+        // The format index has more than four bits if there are more than 16 formats: bits 6:5 are its upper bits.
         let upper = match raw[25] {
             0..16 => 0,
             _ => flbas >> 5 & 0b11,
@@ -297,7 +298,7 @@ mod tests {
         assert_eq!(list.len(), 2);
         assert_eq!((list[0].kind, list[0].id.len()), (3, 16));
         assert_eq!((list[1].kind, &list[1].id[..]), (4, &[0][..]));
-        // A length that runs out of the structure ends the list.
+        // A length beyond the end of the structure ends the list.
         raw[21] = 200;
         assert_eq!(namespace_descriptors(&raw).len(), 1);
     }

@@ -8,7 +8,7 @@ use nvme_mpt_memory::{clock, eventfd};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// An interrupt vector, which the device signals and the guest waits for.
+/// An interrupt vector: the device signals it, and the guest waits for it.
 #[derive(Debug)]
 pub struct Interrupt {
     event: EventFd,
@@ -54,7 +54,7 @@ impl Interrupt {
         }
     }
 
-    /// Waits for signals. Returns their number, 0 after a timeout.
+    /// Waits for signals. Returns the number of signals; 0 after a timeout.
     ///
     /// # Errors
     /// The system calls fail.
@@ -68,7 +68,7 @@ impl Interrupt {
                     0 => {}
                     signals => return Ok(signals),
                 },
-                // A process that was stopped may return before the timeout: wait again.
+                // If the process was stopped and continued, the call may return early, so wait again.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }

@@ -24,10 +24,10 @@ pub mod option {
     pub const NO_COMPRESSION: u32 = 1 << 10;
 }
 
-/// An operation of a Batch (`docs/software-drives.md`).
+/// An operation of a Batch, a vendor specific command (`docs/software-drives.md`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Operation {
-    /// Opcode of the equivalent command.
+    /// Opcode of the command that does the same.
     pub opcode: u8,
     /// Key of at most 16 bytes.
     pub key: Vec<u8>,
@@ -49,7 +49,7 @@ pub mod step {
     pub const INVALID: u8 = 6;
 }
 
-/// Encodes the data of a Batch: an entry of 32 bytes for each operation, followed by the values.
+/// Encodes the data of a Batch: first an entry of 32 bytes for each operation, then the values.
 ///
 /// # Panics
 /// A key is too long.
@@ -88,7 +88,7 @@ pub struct Namespace {
 }
 
 impl Namespace {
-    /// Parses the first format of the data structure.
+    /// Parses the data structure, of which only the first key-value format is used.
     ///
     /// # Panics
     /// The data is too short.
@@ -122,7 +122,7 @@ pub fn parse_list(bytes: &[u8]) -> Vec<Vec<u8>> {
 /// A key-value namespace with the queue pair for its I/O.
 #[derive(Debug)]
 pub struct KeyValues {
-    /// Queue pair, for commands without a function here.
+    /// Queue pair, which tests use directly for commands that `KeyValues` has no function for.
     pub queue: QueuePair,
     /// Kind of data pointer.
     pub transfer: Transfer,
@@ -151,13 +151,13 @@ impl KeyValues {
     /// Creates a polled queue pair of 64 entries for namespace 1. `queue` is the identifier of both queues.
     ///
     /// # Errors
-    /// The queues cannot be created, or as [`KeyValues::new`].
+    /// As [`KeyValues::new`]; also, the queues cannot be created.
     pub fn open(controller: &mut Controller, queue: u16) -> Result<Self> {
         let queue = controller.create_queue_pair(queue, &QueueOptions::polled(64))?;
         Self::new(controller, queue, 1)
     }
 
-    /// Returns the present key-value Identify data of a namespace.
+    /// Returns the current key-value Identify data of a namespace.
     ///
     /// # Errors
     /// The namespace is no key-value namespace.
@@ -183,7 +183,7 @@ impl KeyValues {
         self.queue.execute(sqe, self.timeout)
     }
 
-    /// Executes a command that returns at most `len` bytes. Bytes that the command does not write are `fill`.
+    /// Executes a command that returns at most `len` bytes. Bytes that the command does not write have the value `fill`.
     ///
     /// # Errors
     /// As [`KeyValues::command`].
@@ -197,7 +197,7 @@ impl KeyValues {
         Ok((cqe, data.to_vec(offset, len)))
     }
 
-    /// Stores a value with Store options.
+    /// Stores a value, with Store options.
     ///
     /// # Errors
     /// As [`KeyValues::command`].
@@ -226,7 +226,7 @@ impl KeyValues {
         self.store_with(key, value, 0)
     }
 
-    /// Returns the first `room` bytes of a value, and the value's full length.
+    /// Returns up to `room` bytes from the start of a value, and the value's full length.
     ///
     /// # Errors
     /// As [`KeyValues::command`].
@@ -286,7 +286,8 @@ impl KeyValues {
         Ok((0..operations.len()).map(status).collect())
     }
 
-    /// Lists keys, starting at `from` or, if it is empty, at the first key, as many as `room` bytes hold.
+    /// Lists keys, starting at the key `from`; if `from` is empty, at the first key. Returns as many keys as a list of
+    /// `room` bytes holds.
     ///
     /// # Errors
     /// As [`KeyValues::command`].

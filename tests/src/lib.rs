@@ -1,9 +1,9 @@
 //! An independent NVMe guest driver for tests across crates.
 //!
-//! The driver is written from the NVMe Base and NVM Command Set specifications 2.0, with constants of its own. The driver
-//! shares no wire types with the device under test, so that it does not repeat the device's mistakes. The driver accesses a
-//! controller through [`bar::Bar`]. There are implementations for in-process functions, vfio-user clients ([`vfio_user`]) and
-//! other NVMe BAR0s.
+//! The driver is written from the NVMe Base specification 2.0 and the NVM Command Set specification, with its own
+//! constants. It shares no wire types with the device under test, so that it does not repeat the device's mistakes. It
+//! accesses a controller through [`bar::Bar`], which is implemented for functions in this process ([`function`]), vfio-user
+//! clients ([`vfio_user`]) and the model of a drive ([`drive`]).
 //!
 //! From the bottom up:
 //!
@@ -22,8 +22,8 @@
 //! | [`model`] | expected answers of a namespace, for property tests |
 //! | [`drive`] | a model of a physical drive with fault injection, for tests of host drivers |
 //!
-//! Tests can act maliciously: with raw submission queue entries, raw doorbell values, hand-made PRP lists and SGL segments, and
-//! queues at any address.
+//! Tests can act as a malicious guest: they can send any submission queue entry, doorbell value, PRP list or SGL segment,
+//! and create queues at any address.
 //!
 //! Not implemented: metadata and protection information, controller memory buffers, fabrics, namespace management.
 

@@ -1,8 +1,8 @@
-//! Shared mappings and their access.
+//! Shared mappings of memory files, and access to them.
 //!
-//! The controller under test accesses guest memory concurrently, in this process or in another one. The driver therefore never
-//! creates a plain Rust reference to it: [`SharedSlice`] provides atomics, and the copying functions use volatile accesses. All
-//! unsafe code of the crate is here.
+//! The controller under test accesses guest memory concurrently, in this process or in another one. Therefore, the driver
+//! never creates a plain Rust reference to guest memory: [`SharedSlice`] provides atomics, and the copying functions use
+//! volatile accesses. All unsafe code of the guest driver is here.
 
 #![expect(
     unsafe_code,
@@ -30,7 +30,7 @@ pub enum MemoryError {
         /// Error of the system call.
         source: io::Error,
     },
-    /// A region is empty, overlaps another one, or has partial pages.
+    /// A region is empty, overlaps another region, or has partial pages.
     #[error("Region {gpa:#x}+{len:#x} is empty, unaligned or overlaps another one")]
     Region {
         /// Guest physical address.
@@ -64,7 +64,7 @@ pub(crate) fn memfd() -> Result<File, MemoryError> {
 /// Creates an empty memfd with additional flags.
 pub(crate) fn memfd_with(flags: libc::c_uint) -> Result<File, MemoryError> {
     let flags = flags | libc::MFD_CLOEXEC;
-    // SAFETY: the name is a C string; the call has no other requirement.
+    // SAFETY: the name is a C string. The call has no other requirement.
     let fd = unsafe { libc::memfd_create(c"guest-memory".as_ptr(), flags) };
     if fd < 0 {
         return Err(MemoryError::System {
@@ -77,16 +77,16 @@ pub(crate) fn memfd_with(flags: libc::c_uint) -> Result<File, MemoryError> {
     Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
-/// A shared mapping of a file, unmapped with its last reference.
+/// A shared mapping of a file. The last reference unmaps it.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     base: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: the mapping is an address range; it is only accessed through atomics and volatile accesses.
+// SAFETY: the mapping is only an address range. Its memory is accessed only by atomics and volatile accesses.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -98,7 +98,7 @@ impl Mapping {
         };
         let offset = libc::off_t::try_from(offset)
             .map_err(|_| failed("mmap", io::Error::from(io::ErrorKind::InvalidInput)))?;
-        // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
+        // SAFETY: the kernel chooses the address of this new mapping, so it touches no existing memory.
         let base = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -117,7 +117,7 @@ impl Mapping {
         Ok(Self { base, len })
     }
 
-    /// Maps pages from anywhere in a file to consecutive addresses.
+    /// Maps pages from any offsets of a file to consecutive addresses.
     pub(crate) fn from_pages(
         fd: BorrowedFd<'_>,
         offsets: &[u64],
@@ -126,7 +126,7 @@ impl Mapping {
         let (&first, rest) = offsets
             .split_first()
             .ok_or(MemoryError::Region { gpa: 0, len: 0 })?;
-        // Reserves the addresses for all pages below.
+        // Reserves consecutive addresses for all pages, which replace this mapping below.
         let mut mapping = Self::new(fd, first, page)?;
         let len = page * offsets.len();
         let failed = |call| MemoryError::System {
@@ -134,8 +134,8 @@ impl Mapping {
             len: len as u64,
             source: io::Error::last_os_error(),
         };
-        // SAFETY: the mapping grows, and moves if it has to; nothing points into it yet. Pages of it behind the
-        // first one are replaced below.
+        // SAFETY: the mapping grows, and the kernel may move it, as nothing points into it yet. The pages behind the first
+        // one are replaced below.
         let base = unsafe {
             let base = mapping.base.as_ptr().cast();
             libc::mremap(base, mapping.len, len, libc::MREMAP_MAYMOVE)
@@ -146,7 +146,7 @@ impl Mapping {
         mapping.base = NonNull::new(base.cast::<u8>()).ok_or_else(|| failed("mremap"))?;
         mapping.len = len;
         for (index, &offset) in (1..).zip(rest) {
-            // SAFETY: the page lies in the mapping, which nothing points into yet.
+            // SAFETY: the page lies in the mapping, and nothing points into the mapping yet.
             let mapped = unsafe {
                 libc::mmap(
                     mapping.base.as_ptr().add(index * page).cast(),
@@ -258,9 +258,9 @@ pub struct SharedSlice<T: Cell> {
     mapping: Arc<Mapping>,
 }
 
-// SAFETY: `T` is `Sync` and is only handed out by shared reference; the mapping may be dropped anywhere.
+// SAFETY: `T` is `Sync` and only accessible by shared reference. The mapping may be dropped on any thread.
 unsafe impl<T: Cell> Send for SharedSlice<T> {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl<T: Cell> Sync for SharedSlice<T> {}
 
 impl<T: Cell> SharedSlice<T> {
@@ -293,15 +293,15 @@ impl<T: Cell> SharedSlice<T> {
 }
 
 impl SharedSlice<[AtomicU64; 8]> {
-    /// Stores all 64 bytes of an element, not atomically: the controller reads a submission queue entry only after the
+    /// Stores all 64 bytes of an element. This is not atomic: the controller reads a submission queue entry only after its
     /// doorbell.
     ///
     /// # Panics
-    /// When there is no such element.
+    /// The element does not exist.
     #[inline]
     pub fn store(&self, index: usize, words: &[u64; 8]) {
         assert!(index < self.len);
-        // SAFETY: the element is within this slice, and aligned like the array is.
+        // SAFETY: the element is within this slice, and is aligned as the array is.
         unsafe {
             self.first
                 .add(index)
@@ -322,8 +322,8 @@ impl<T: Cell> Deref for SharedSlice<T> {
 
     #[inline]
     fn deref(&self) -> &[T] {
-        // SAFETY: the elements lie in a mapping that `self` keeps; `T` is made of atomics, for which
-        // writes by others are no aliasing violation, and any bit pattern is a value.
+        // SAFETY: the elements lie in a mapping that `self` keeps. `T` consists of atomics, which other processes may write
+        // at any time and which may have any bit pattern.
         unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.len) }
     }
 }

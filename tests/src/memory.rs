@@ -33,7 +33,7 @@ pub struct Region {
     mapping: Arc<Mapping>,
 }
 
-/// A part of a region that must be mapped separately.
+/// A part of a region whose pages are contiguous in the memfd, so that one mapping covers it.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
     /// Guest physical address.
@@ -105,8 +105,8 @@ impl GuestMemory {
         Self::from_memfd(pages.file()?, regions, None)
     }
 
-    /// Creates memory like [`GuestMemory::new`], whose pages are scattered in the memfd. A device sees this if the guest has a
-    /// virtual IOMMU: each page is mapped separately.
+    /// Creates memory like [`GuestMemory::new`], but its pages are scattered in the memfd, and each is mapped separately. A
+    /// device sees such memory if the guest has a virtual IOMMU.
     ///
     /// # Errors
     /// As [`GuestMemory::new`].
@@ -231,7 +231,7 @@ impl GuestMemory {
         self.alloc_aligned(len, PAGE_SIZE)
     }
 
-    /// Allocates like [`GuestMemory::alloc`], with alignment `align`, a power of two of at least a page.
+    /// Allocates memory like [`GuestMemory::alloc`], aligned to `align`, a power of two of at least a page.
     ///
     /// # Errors
     /// No free run is long enough.
@@ -436,7 +436,7 @@ impl DmaBuffer {
         }
     }
 
-    /// Returns the buffer as atomics, as many as fit.
+    /// Returns the buffer as a slice of atomics, with as many elements as fit.
     pub fn cells<T: Cell>(&self) -> SharedSlice<T> {
         SharedSlice::new(&self.mapping, self.offset, self.len / size_of::<T>())
     }
@@ -492,7 +492,7 @@ mod tests {
     fn ranges_outside_of_a_region_are_refused() {
         let memory = GuestMemory::new(&[(BASE, 0x2000), (BASE + 0x2000, 0x2000)]).unwrap();
         let mut two = [0; 2];
-        // Adjacent regions are still two.
+        // The regions are adjacent, but a range across both is in neither.
         assert!(memory.read(BASE + 0x1fff, &mut two).is_err());
         assert!(memory.read(BASE - 1, &mut two).is_err());
         assert!(memory.read(u64::MAX, &mut two).is_err());

@@ -3,17 +3,17 @@
 use std::io::Write;
 use std::thread;
 
-/// Reports that the running test, or a part of it, was skipped, and the reason.
+/// Reports the reason why the running test, or a part of it, was skipped.
 ///
-/// The test harness hides output of passing tests, except for direct writes to the descriptor. `cargo verify` repeats these
-/// lines at its end.
+/// The test harness hides output of passing tests, but not text that is written to the descriptor directly. `cargo verify`
+/// prints these reports again at its end.
 pub fn not_checked(reason: &str) {
     let thread = thread::current();
-    // The harness names the thread of a test after it.
+    // The name of the thread is that of the test.
     let line = format!(
         "NOT CHECKED: {}: {reason}\n",
         thread.name().unwrap_or("a test")
     );
-    // A closed standard error is no failure of the test.
+    // If standard error is closed, the test does not fail.
     let _ = std::io::stderr().write_all(line.as_bytes());
 }

@@ -6,7 +6,7 @@ use crate::memory::{DmaBuffer, GuestMemory, MemoryError, PAGE_SIZE};
 /// Number of entries in a full PRP list page.
 pub const ENTRIES_PER_PAGE: usize = PAGE_SIZE / 8;
 
-/// A data pointer with its list or segment pages, which must live until the command completes.
+/// A data pointer with its PRP list pages or SGL segments, which must live until the command completes.
 #[derive(Debug)]
 pub struct PreparedPointer {
     /// Data pointer for [`crate::command::Sqe::with_data`].
@@ -32,9 +32,9 @@ pub fn buffer(data: &DmaBuffer, offset: usize, len: usize) -> Result<PreparedPoi
     list(data.memory(), first, &pages, 0)
 }
 
-/// Builds a data pointer with PRP1 `first` and one PRP for each of `pages`, unchecked. PRP2 is the page itself if there is one,
-/// and a PRP list if there are more. The first list starts `list_offset` bytes into its page, which the specification allows
-/// for multiples of 8. Lists are chained at the end of a page.
+/// Builds a data pointer with PRP1 `first` and one PRP for each of `pages`, unchecked. PRP2 is the page itself if `pages`
+/// has one page, and a PRP list if it has more. The first list starts `list_offset` bytes into its page, which the
+/// specification allows for multiples of 8. Lists are chained at the end of a page.
 ///
 /// # Errors
 /// Memory for the list is exhausted.
@@ -60,8 +60,8 @@ pub fn list(
     })
 }
 
-/// Writes entries into list pages. If more entries follow, the last entry of a full page points to the next page of
-/// the list. If none follow, it is an ordinary entry.
+/// Writes entries into list pages. If more entries follow after a full page, its last entry points to the next list page.
+/// Otherwise, the last entry is an ordinary one.
 fn chain(
     memory: &GuestMemory,
     mut entries: &[u64],

@@ -1,8 +1,9 @@
 //! Queue pairs: rings in guest memory.
 //!
-//! There are two forms of I/O. In the *pipelined* form ([`QueuePair::push`], [`QueuePair::ring`] and [`QueuePair::poll`]) the
-//! caller chooses command identifiers, nothing is allocated or looked up, and one [`QueuePair::ring`] serves a batch. The
-//! *blocking* form is [`QueuePair::execute`] and the functions based on it.
+//! There are two forms of I/O. In the *pipelined* form ([`QueuePair::push`], [`QueuePair::ring`] and [`QueuePair::poll`]),
+//! the caller chooses command identifiers, and one [`QueuePair::ring`] serves a batch. This form allocates nothing and
+//! looks up nothing. In the *blocking* form, [`QueuePair::execute`] and the functions based on it submit one command and
+//! wait for it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -20,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::interrupt::Interrupt;
 use crate::memory::{DmaBuffer, SharedSlice};
 
-/// First command identifier that [`QueuePair::submit`] never uses. Such identifiers are for Asynchronous Event Requests, which
+/// First of the command identifiers that [`QueuePair::submit`] never uses. They are for Asynchronous Event Requests, which
 /// stay outstanding.
 pub const RESERVED_CIDS: u16 = 0xf000;
 
@@ -85,7 +86,7 @@ impl SubmissionQueue {
         &self.doorbell
     }
 
-    /// Returns the doorbell, for raw values.
+    /// Returns the doorbell, for writing raw values.
     pub fn doorbell_mut(&mut self) -> &mut Doorbell {
         &mut self.doorbell
     }
@@ -116,8 +117,8 @@ impl SubmissionQueue {
         true
     }
 
-    /// Frees entries up to `head`, which a completion reported. Needed if submission queues share a completion queue, which
-    /// [`QueuePair`] does not handle.
+    /// Frees the entries before `head`, which a completion reported. Only needed if several submission queues share a
+    /// completion queue; otherwise, [`QueuePair`] does this.
     pub fn set_head(&mut self, head: u16) {
         self.head = u32::from(head);
     }
@@ -134,7 +135,7 @@ pub struct CompletionQueue {
     entries: SharedSlice<[AtomicU64; 2]>,
     size: u32,
     head: u32,
-    /// Phase tag of new entries: 1 in the first pass.
+    /// Phase tag of new entries. It is 1 in the first pass.
     phase: u64,
     doorbell: Doorbell,
     interrupt: Option<Arc<Interrupt>>,
@@ -185,7 +186,7 @@ impl CompletionQueue {
         &self.doorbell
     }
 
-    /// Returns the doorbell, for raw values.
+    /// Returns the doorbell, for writing raw values.
     pub fn doorbell_mut(&mut self) -> &mut Doorbell {
         &mut self.doorbell
     }
@@ -211,7 +212,7 @@ impl CompletionQueue {
     #[inline]
     pub fn poll(&mut self) -> Option<Cqe> {
         let entry = &self.entries[self.head as usize];
-        // Acquire: the phase tag is read before the rest of the entry and the data.
+        // Acquire: the phase tag is read before the remaining fields of the entry and before the data.
         let tail = entry[1].load(Ordering::Acquire);
         if tail >> Cqe::PHASE_SHIFT & 1 != self.phase {
             return None;
@@ -243,12 +244,12 @@ pub struct QueuePair {
     /// The completion queue.
     pub cq: CompletionQueue,
     next_cid: u16,
-    /// Completions that the blocking form received while it waited for another one.
+    /// Completions that the blocking form has received while it waited for another command.
     stash: Vec<Cqe>,
 }
 
 impl QueuePair {
-    /// Creates a pair of queues that the controller has already.
+    /// Creates a pair from queues that the controller already has.
     pub fn new(sq: SubmissionQueue, cq: CompletionQueue) -> Self {
         Self {
             sq,
@@ -263,7 +264,7 @@ impl QueuePair {
         self.sq.id
     }
 
-    /// Makes both doorbells use the Doorbell Buffer, starting with their present values.
+    /// Makes both doorbells use the Doorbell Buffer, starting with their current values.
     pub fn attach(&mut self, buffer: &Arc<DoorbellBuffer>) {
         self.sq.doorbell.attach(buffer, self.sq.id, Side::SqTail);
         self.cq.doorbell.attach(buffer, self.cq.id, Side::CqHead);
@@ -275,7 +276,7 @@ impl QueuePair {
         self.cq.doorbell.detach();
     }
 
-    /// Moves both doorbells to another BAR, as for a migrated guest.
+    /// Switches both doorbells to another BAR, as after a migration of the guest.
     ///
     /// # Errors
     /// A mapped doorbell is in no window of the new BAR.
@@ -318,7 +319,7 @@ impl QueuePair {
         }
     }
 
-    /// Returns the next completion, if there is one (pipelined form). [`QueuePair::ring`] rings the head doorbell later.
+    /// Returns the next completion, if there is one (pipelined form). The next [`QueuePair::ring`] rings the head doorbell.
     #[inline]
     pub fn poll(&mut self) -> Option<Cqe> {
         if !self.stash.is_empty() {
@@ -330,7 +331,7 @@ impl QueuePair {
     #[inline]
     fn poll_ring(&mut self) -> Option<Cqe> {
         let cqe = self.cq.poll()?;
-        // The completion may be of another submission queue that shares the completion queue.
+        // A completion may belong to another submission queue, which shares the completion queue.
         if cqe.sq_id() == self.sq.id {
             self.sq.head = u32::from(cqe.sq_head());
         }
@@ -350,8 +351,8 @@ impl QueuePair {
         Ok(cid)
     }
 
-    /// Rings the doorbells and waits for the completion of `cid`. Stores other completions for [`QueuePair::poll`] and later
-    /// waits.
+    /// Rings the doorbells and waits for the completion of `cid`. Keeps other completions for [`QueuePair::poll`] and for
+    /// later waits.
     ///
     /// # Errors
     /// The completion does not come in time, or its submission queue head is invalid.
@@ -431,10 +432,11 @@ impl QueuePair {
     }
 }
 
-/// Maximum time that a pause counts: during a longer one, the other side was probably stopped, too.
+/// Maximum time that a single pause counts. If a pause took longer, this process was probably stopped, and so was the other
+/// side.
 const PAUSE_MAX: Duration = Duration::from_millis(100);
 
-/// Wait with a timeout: spins first, then sleeps, since the other side may need this processor.
+/// Wait with a timeout. It spins first and then sleeps, since the other side may need this processor.
 #[derive(Debug)]
 pub(crate) struct WaitTimeout {
     last: Duration,
@@ -451,15 +453,16 @@ impl WaitTimeout {
         }
     }
 
-    /// Waits for a moment. Returns false if the timeout had passed before, so that callers check once after it.
+    /// Waits briefly. Returns false if the timeout had already passed before this call, so that callers check once more
+    /// after the timeout.
     pub(crate) fn pause(&mut self) -> bool {
         self.pauses += 1;
-        // In a simulation, a spinning thread keeps other threads from running.
+        // In a simulation, other threads cannot run while this thread spins.
         if self.pauses < 500 && !cfg!(simulation) {
             std::hint::spin_loop();
             return true;
         }
-        // In a simulation, a long wait polls less often.
+        // In a simulation, a long wait polls less often, to save steps.
         let is_long = cfg!(simulation) && self.pauses > 1000;
         clock::sleep(Duration::from_micros(if is_long { 2000 } else { 20 }));
         let was_over = self.left.is_zero();
@@ -500,7 +503,7 @@ mod tests {
         )
     }
 
-    /// Completes `cid` as the controller would, at entry `at` in pass `phase`.
+    /// Writes the completion of `cid` as the controller would: at index `at`, in the pass with phase tag `phase`.
     fn complete(queue: &QueuePair, at: usize, phase: u64, cid: u16, sq_head: u16) {
         let cells = queue.cq.memory().cells::<[AtomicU64; 2]>();
         let tail = u64::from(sq_head) | 1 << 16 | u64::from(cid) << 32 | phase << 48;

@@ -33,7 +33,7 @@ pub const CC_ENABLE: u32 = 1 << 0;
 pub const CC_CSS_NVM: u32 = 0 << 4;
 /// CC.CSS: all supported I/O Command Sets.
 pub const CC_CSS_ALL: u32 = 0b110 << 4;
-/// CC.SHN, the field.
+/// Mask of CC.SHN.
 pub const CC_SHN_MASK: u32 = 0b11 << 14;
 /// CC.SHN: normal shutdown.
 pub const CC_SHN_NORMAL: u32 = 0b01 << 14;
@@ -50,7 +50,7 @@ pub const CSTS_READY: u32 = 1 << 0;
 pub const CSTS_PAUSED: u32 = 1 << 5;
 /// CSTS.CFS.
 pub const CSTS_FATAL: u32 = 1 << 1;
-/// CSTS.SHST, the field.
+/// Mask of CSTS.SHST.
 pub const CSTS_SHST_MASK: u32 = 0b11 << 2;
 /// CSTS.SHST: shutdown processing complete.
 pub const CSTS_SHST_COMPLETE: u32 = 0b10 << 2;

@@ -1,6 +1,6 @@
 //! Seeded random numbers, and data patterns based on them.
 
-/// SplitMix64: small, fast, and the same on every machine.
+/// Generator of random numbers (SplitMix64). It is small and fast, and a seed gives equal numbers on every machine.
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 
@@ -32,8 +32,8 @@ pub fn mix(mut x: u64) -> u64 {
     x ^ x >> 31
 }
 
-/// Returns the content of a logical block that was written with `tag`. Its 64-bit words depend on the tag, the block and their
-/// index, so that stale, misplaced and torn data is detected.
+/// Returns the content of a logical block that was written with `tag`. Each 64-bit word depends on the tag, the block and
+/// the word's index, so that stale, misplaced and torn data is detected.
 pub fn block_words(tag: u64, lba: u64) -> impl Iterator<Item = u64> {
     let base = mix(tag ^ mix(lba));
     (0..).map(move |i: u64| mix(base.wrapping_add(i)))

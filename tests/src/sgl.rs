@@ -18,23 +18,24 @@ pub const fn data_block(gpa: u64, len: u32) -> Descriptor {
     descriptor(gpa, len, 0x0, 0)
 }
 
-/// Returns a Bit Bucket descriptor: source data that a read discards.
+/// Returns a Bit Bucket descriptor, for source data of a read that is discarded.
 pub const fn bit_bucket(len: u32) -> Descriptor {
     descriptor(0, len, 0x1, 0)
 }
 
-/// Returns a Segment descriptor: more descriptors, of which the last one is a Segment or Last Segment.
+/// Returns a Segment descriptor: it points to further descriptors, of which the last is a Segment or Last Segment
+/// descriptor.
 pub const fn segment(gpa: u64, len: u32) -> Descriptor {
     descriptor(gpa, len, 0x2, 0)
 }
 
-/// Returns a Last Segment descriptor: more descriptors, all of them data.
+/// Returns a Last Segment descriptor: it points to further descriptors, all of which describe data.
 pub const fn last_segment(gpa: u64, len: u32) -> Descriptor {
     descriptor(gpa, len, 0x3, 0)
 }
 
-/// Builds the data pointer for a list of descriptors. A single descriptor is the data pointer itself. More descriptors are put
-/// into segments of at most `per_segment` descriptors, including the link to the next segment.
+/// Builds the data pointer for a list of descriptors. A single descriptor is the data pointer itself. Several descriptors
+/// are put into segments of at most `per_segment` descriptors, which includes the link to the next segment.
 ///
 /// # Errors
 /// Memory for the segments is exhausted.
@@ -53,7 +54,8 @@ pub fn build(
             pages: Vec::new(),
         });
     }
-    // Segments are built from the last one backwards, since a link contains the kind and length of its target.
+    // Segments are built from the last one backwards, since a link has the kind and length of the segment to which it
+    // points.
     let mut pieces = Vec::new();
     let mut rest = list;
     while rest.len() > per_segment {
@@ -121,7 +123,7 @@ mod tests {
         let list: Vec<_> = (1..=5_u64).map(|i| data_block(i << 12, 512)).collect();
         let prepared = build(&memory, &list, 3).unwrap();
         let sqe = Sqe::default().with_data(prepared.pointer);
-        // Two descriptors and a link, then the last three.
+        // The first segment has two descriptors and a link, and the last one has three descriptors.
         let [first, second] = &prepared.pages[..] else {
             panic!("{} segments", prepared.pages.len());
         };

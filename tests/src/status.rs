@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Status Code Type and Status Code, for comparisons.
+/// Status Code Type and Status Code, which tests compare.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StatusCode {
     /// Status Code Type.
@@ -19,7 +19,7 @@ macro_rules! codes {
         )*
 
         impl StatusCode {
-            /// Returns the specification's name.
+            /// Returns the name in the specification.
             pub fn name(self) -> &'static str {
                 match (self.sct, self.sc) {
                     $(($sct, $sc) => $text,)*
@@ -32,7 +32,7 @@ macro_rules! codes {
 }
 
 codes! {
-    // Generic Command Status (figure 95), the NVM Command Set's among them.
+    // Generic Command Status (figure 95), including that of the NVM Command Set.
     0 0x00 SUCCESS "Successful Completion",
     0 0x01 INVALID_OPCODE "Invalid Command Opcode",
     0 0x02 INVALID_FIELD "Invalid Field in Command",
@@ -170,12 +170,12 @@ impl Status {
         self.0 & 0x7ff == 0
     }
 
-    /// Returns the Command Retry Delay, an index of the controller's delays.
+    /// Returns the Command Retry Delay: an index of the delays that the controller reports.
     pub fn retry_delay(self) -> u8 {
         (self.0 >> 11 & 0b11) as u8
     }
 
-    /// Returns More: the Error Information log page has an entry for this error.
+    /// Returns More: true if the Error Information log page has an entry for this error.
     pub fn more(self) -> bool {
         self.0 & 1 << 13 != 0
     }

@@ -1,4 +1,4 @@
-//! A controller behind a vfio-user socket.
+//! BAR0 of a controller behind a vfio-user socket.
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
@@ -31,7 +31,7 @@ const UNMASK_EVENTFD: u32 = 1 << 2 | 1 << 4;
 /// VFIO_IRQ_SET_DATA_NONE and VFIO_IRQ_SET_ACTION_UNMASK.
 const UNMASK: u32 = 1 << 0 | 1 << 4;
 
-/// A vfio-user client as BAR0 of its device.
+/// BAR0 of a device that a vfio-user client accesses.
 pub struct VfioUserBar {
     client: Mutex<Client>,
     windows: Vec<DoorbellWindow>,
@@ -46,7 +46,7 @@ impl std::fmt::Debug for VfioUserBar {
 }
 
 impl VfioUserBar {
-    /// Connects, and maps the parts of BAR0 that the server allows to map.
+    /// Connects to the server, and maps the parts of BAR0 that the server allows to map.
     ///
     /// # Errors
     /// The server is unreachable or no PCI device, or a mapping fails.
@@ -79,10 +79,10 @@ impl VfioUserBar {
         })
     }
 
-    /// Connects, maps all guest memory for DMA, and enables bus mastering.
+    /// Connects to the server, maps all guest memory for DMA, and enables bus mastering.
     ///
     /// # Errors
-    /// As [`VfioUserBar::connect`], and if a request fails.
+    /// As [`VfioUserBar::connect`]; also, a request fails.
     pub fn attach(socket: &Path, memory: &GuestMemory) -> Result<Self> {
         let bar = Self::connect(socket)?;
         for region in memory.regions() {
@@ -161,7 +161,7 @@ impl VfioUserBar {
         self.config_write(capability + 2, &control.to_le_bytes())
     }
 
-    /// Sets one eventfd for each MSI message from 0 on, and enables MSI with as many messages.
+    /// Sets one eventfd for each MSI message from 0 on, and enables MSI with at least that number of messages.
     ///
     /// # Errors
     /// A request fails, or the device has no MSI capability.
@@ -181,8 +181,8 @@ impl VfioUserBar {
         self.config_write(capability + 2, &(messages << 4 | 1).to_le_bytes())
     }
 
-    /// Sets an eventfd for the device's interrupt pin. After each signal, the pin is masked until [`Self::unmask_pin`] is
-    /// called, or `acknowledged` is signalled if it is given.
+    /// Sets an eventfd for the device's interrupt pin. Each signal masks the pin. [`Self::unmask_pin`] unmasks it; if
+    /// `acknowledged` is given, a signal of this eventfd does.
     ///
     /// # Errors
     /// A request fails.
@@ -198,7 +198,7 @@ impl VfioUserBar {
         Ok(())
     }
 
-    /// Reports to the device that its pin was deasserted.
+    /// Reports to the device that its pin was deasserted, which unmasks the pin.
     ///
     /// # Errors
     /// The request fails.

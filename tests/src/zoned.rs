@@ -27,7 +27,7 @@ pub mod state {
     pub const OFFLINE: u8 = 0xf;
 }
 
-/// Size in bytes of a report's header, and of a zone descriptor.
+/// Size in bytes of a report's header, which is also the size of a zone descriptor.
 pub const DESCRIPTOR: usize = 64;
 
 /// A zone descriptor.
@@ -70,7 +70,7 @@ pub fn parse_report(bytes: &[u8]) -> (u64, Vec<Zone>) {
 }
 
 impl Disk {
-    /// Reports at most `room` zones from `slba` on that `option` selects.
+    /// Reports at most `room` zones from `slba` on. `option` selects zones by their state.
     ///
     /// # Errors
     /// As [`Disk::command`].
@@ -107,7 +107,7 @@ impl Disk {
             .map(drop)
     }
 
-    /// Executes an action on all zones to which it applies.
+    /// Executes an action on all zones to which the action applies.
     ///
     /// # Errors
     /// As [`Disk::command`].

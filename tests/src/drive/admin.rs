@@ -1,4 +1,4 @@
-//! Admin commands (NVMe Base 2.0, section 5) that host drivers need.
+//! Admin commands that host drivers need (NVMe Base 2.0, section 5).
 
 use super::data;
 use super::faults::AbortReaction;
@@ -18,7 +18,7 @@ const ENTRY_SIZES: u32 = 4 << 20 | 6 << 16;
 /// Maximum number of outstanding Asynchronous Event Requests.
 const EVENT_REQUESTS: usize = 4;
 
-/// Asynchronous Event Configuration: Namespace Attribute Notices.
+/// Asynchronous Event Configuration: enables Namespace Attribute Notices.
 const NAMESPACE_NOTICES: u32 = 1 << 8;
 
 type Answer = Result<u32, StatusCode>;
@@ -62,7 +62,7 @@ impl Controller {
         self.complete(0, sqe, answer, true);
     }
 
-    /// Returns data to the host, up to the end of the command's two PRP entries.
+    /// Returns data to the host, at most as much as the command's two PRP entries describe.
     fn send(&mut self, sqe: &Sqe, data: &[u8]) -> Answer {
         let mut data = data.to_vec();
         let len = data.len();
@@ -276,7 +276,7 @@ impl Controller {
         answer
     }
 
-    /// Queues an event if the host enabled it (Asynchronous Event Configuration).
+    /// Queues an event, if the host has enabled its kind (Asynchronous Event Configuration).
     pub(super) fn queue_event(&mut self, kind: u8, info: u8, log_page: u8) {
         let wanted = match kind {
             1 => self.event_config & 0xFF != 0,
@@ -289,7 +289,8 @@ impl Controller {
         }
     }
 
-    /// Completes Asynchronous Event Requests with queued events. Each type is reported once until its log page is read.
+    /// Completes Asynchronous Event Requests with queued events. After an event, its type is masked until the host reads
+    /// its log page.
     pub(super) fn report_events(&mut self) {
         let tellable = |event: &u32| self.events_masked & 1 << (event & 0b111) == 0;
         if let Some(index) = self.events.iter().position(tellable)

@@ -1,4 +1,4 @@
-//! The drive as assigned to a guest: its registers, its interrupts, and DMA to guest physical addresses.
+//! The drive as it is assigned to a guest: registers, interrupts, and DMA to guest physical addresses.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::registers::DOORBELLS;
 /// DSTRD of doorbells on separate pages.
 const PAGE_STRIDE: u8 = 10;
 
-/// BAR0 of a guest's drive. The drive can access the guest's memory until this is dropped.
+/// BAR0 of a guest's drive. Until this is dropped, the drive can access the guest's memory.
 pub struct DriveBar {
     drive: Arc<ModelDrive>,
     memory: Vec<(u64, Mapping)>,
@@ -22,8 +22,8 @@ pub struct DriveBar {
 }
 
 impl DriveBar {
-    /// Assigns a drive to the guest with this memory. Completion queues signal `interrupts`, by vector. I/O doorbells on
-    /// separate pages are mapped into the guest.
+    /// Assigns a drive to the guest with this memory. `interrupts` are the vectors that completion queues signal. I/O
+    /// doorbells on separate pages are mapped into the guest.
     ///
     /// # Panics
     /// Memory cannot be mapped.
@@ -49,7 +49,7 @@ impl DriveBar {
         let mut controller = drive.controller();
         controller.bus_master = true;
         controller.interrupts = interrupts.to_vec();
-        // The admin queue's doorbells are trapped.
+        // The window starts behind the admin queue's doorbells, which are trapped.
         let first = controller.doorbell_offset(1, false);
         let window = (controller.options.dstrd == PAGE_STRIDE)
             .then(|| controller.doorbells.window(DOORBELLS, first));

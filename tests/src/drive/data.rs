@@ -25,7 +25,7 @@ fn reject<T>(status: StatusCode, what: &'static str) -> Result<T, InvalidDataPoi
     Err(InvalidDataPointer { status, what })
 }
 
-/// Returns the parts of memory with the command's `len` bytes of data.
+/// Returns the parts of memory that hold the command's `len` bytes of data.
 pub(super) fn pieces(
     iommu: &ModelIommu,
     sqe: &Sqe,
@@ -72,7 +72,7 @@ fn prp_pieces(
         return reject(status::PRP_OFFSET_INVALID, "a PRP list not of qwords");
     }
     while left > 0 {
-        // If more than one entry is left, the last entry of a page points to the next page.
+        // If more than one entry is left at the end of a page, the page's last entry points to the next page of the list.
         if entry % PAGE == PAGE - 8 && left > PAGE_SIZE {
             entry = whole(word(iommu, entry)?)?;
             continue;
@@ -93,7 +93,7 @@ fn sgl_pieces(
     let mut pieces = Vec::new();
     let mut total = 0;
     let mut seen = 0;
-    // Stack of unread descriptors, the next one on top.
+    // Stack of descriptors that are not read yet. The next descriptor is on top.
     let mut rest = vec![first];
     while let Some([address, word1]) = rest.pop() {
         seen += 1;

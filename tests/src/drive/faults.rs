@@ -1,4 +1,5 @@
-//! Fault injection as data: the commands to fail, the schedule and the effect. Software drives use the same type of schedule.
+//! Faults to inject into the drive: which commands, when, and with what effect. The schedule's type is that of software
+//! drives.
 
 use std::time::Duration;
 
@@ -18,13 +19,13 @@ pub enum FaultMatch {
     Io,
     /// I/O commands with an opcode.
     IoOpcode(u8),
-    /// I/O commands with a block in a range, by SLBA and NLB.
+    /// I/O commands whose blocks, by SLBA and NLB, include a block of this range.
     Blocks(std::ops::Range<u64>),
     /// Admin commands with an opcode.
     Admin(u8),
-    /// Set Features of Arbitration weights; if `true`, only unequal weights.
+    /// Set Features commands for Arbitration with weights. If `true`, only commands with unequal weights.
     Weights(bool),
-    /// Create I/O Submission Queue with a priority class other than Medium (QPRIO).
+    /// Create I/O Submission Queue commands with a priority class (QPRIO) other than Medium.
     QueueClass,
 }
 
@@ -58,30 +59,31 @@ impl FaultMatch {
 /// Effect of a fault on a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// The command never completes unless it is aborted. Its DMA still happens when the controller is reset.
+    /// The command never completes, but it may be aborted. Its DMA still happens, when the controller is reset.
     Lose,
-    /// The command is lost as by [`Self::Lose`], until [`ModelDrive::complete_held`](super::ModelDrive::complete_held).
+    /// The command does not complete, as with [`Self::Lose`], until
+    /// [`ModelDrive::complete_held`](super::ModelDrive::complete_held).
     Hold,
-    /// The command takes longer by this time.
+    /// The command takes this much longer.
     Delay(Duration),
     /// The command is not executed, but completes successfully.
     Skip,
     /// The command is not executed, and completes with this status. The flag is Do Not Retry.
     Fail(StatusCode, bool),
-    /// The controller reports a fatal status (CSTS.CFS) and stops until a reset.
+    /// The controller reports a fatal status (CSTS.CFS) and stops, until a reset.
     Fatal,
-    /// The controller stops without a status until a reset.
+    /// The controller stops until a reset, but reports no status.
     Hang,
     /// The drive disappears from the bus.
     Vanish,
     /// The command completes twice, with a short delay between.
     CompleteTwice,
-    /// The command completes, and completes again after the drive has fetched this many more commands of its queue, at least
-    /// one.
+    /// The command completes, and completes once more later: after the drive has fetched this number of further commands
+    /// from its queue, at least one.
     CompleteAgain(u16),
-    /// A command that was not sent completes, too.
+    /// The command completes, and with it a command that was never sent.
     CompleteUnknown,
-    /// An entry of random bytes with the valid phase tag precedes the command's completion.
+    /// Before the command's completion, the drive posts an entry of random bytes with the valid phase tag.
     Garbage,
 }
 
@@ -90,14 +92,14 @@ pub enum Effect {
 pub struct Fault {
     /// Commands that the fault matches.
     pub matching: FaultMatch,
-    /// Which of the matching commands fail.
+    /// Schedule: which of the matching commands are affected.
     pub schedule: FaultSchedule,
-    /// Effect on these commands.
+    /// Effect on the affected commands.
     pub effect: Effect,
 }
 
 impl Fault {
-    /// Creates a fault for the next matching command only.
+    /// Creates a fault that affects only the next matching command.
     pub fn once(meets: FaultMatch, effect: Effect) -> Self {
         Self {
             matching: meets,
@@ -106,14 +108,14 @@ impl Fault {
         }
     }
 
-    /// Sets the number of matching commands that succeed first.
+    /// Sets the number of matching commands that succeed before the fault.
     #[must_use]
     pub fn after(mut self, commands: u64) -> Self {
         self.schedule.after = commands;
         self
     }
 
-    /// Sets the number of matching commands that fail.
+    /// Sets the number of matching commands that the fault affects.
     #[must_use]
     pub fn times(mut self, commands: u64) -> Self {
         self.schedule.count = Some(commands);
@@ -131,14 +133,14 @@ pub enum AbortReaction {
     Fail,
     /// The Abort never completes.
     Hang,
-    /// The Abort is held, and executed when another reaction is set.
+    /// The Abort does not complete. It is executed once another reaction is set.
     Hold,
 }
 
-/// Reaction to enabling and disabling.
+/// Reaction of the controller to CC.EN.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ResetReaction {
-    /// CSTS.RDY follows CC.EN.
+    /// CSTS.RDY follows CC.EN, as specified.
     #[default]
     Work,
     /// CSTS.RDY is never set until a function level reset.
@@ -153,7 +155,7 @@ pub(super) struct Faults {
     list: Vec<Fault>,
     pub(super) aborts: AbortReaction,
     pub(super) resets: ResetReaction,
-    /// Number of commands that a fault matched.
+    /// Number of commands that faults have affected.
     pub(super) matched: u64,
 }
 
@@ -166,7 +168,7 @@ impl Faults {
         self.list.clear();
     }
 
-    /// Returns the effect of the faults on a newly fetched command.
+    /// Returns the effect that faults have on a newly fetched command.
     pub(super) fn effect_on(&mut self, queue: u16, sqe: &Sqe) -> Option<Effect> {
         let mut effect = None;
         for fault in &mut self.list {

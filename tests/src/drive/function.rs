@@ -21,19 +21,19 @@ use super::registers::Phase;
 use super::{Controller, Counters, Options};
 use crate::registers::CC_ENABLE;
 
-/// Idle turns before the drive's thread sleeps between turns.
+/// Number of turns without work after which the drive's thread sleeps between turns.
 const IDLE_TURNS: u32 = 200;
 
-/// Sleep between idle turns.
+/// Sleep between turns without work.
 const IDLE: Duration = Duration::from_micros(100);
 
-/// Maximum sleep in a simulation. A drive with a [`Service`](super::Service) also wakes up after every event.
+/// Maximum sleep in a simulation. There, a drive with a [`Service`](super::Service) also wakes up after each event.
 const IDLE_SIMULATED: Duration = Duration::from_millis(10);
 
 /// Default timeout of an admin command: much longer than a loaded machine needs.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A drive, which exists as long as references to it.
+/// A drive, which is plugged in as long as there are references to it.
 pub struct ModelDrive {
     name: String,
     controller: Mutex<Controller>,
@@ -47,12 +47,12 @@ pub struct ModelDrive {
     is_silent: AtomicBool,
     released: AtomicBool,
     check_on_release: bool,
-    /// True if commands start when their doorbell is rung, even with a simulated clock.
+    /// True if a command starts when its doorbell is rung, even with a simulated clock.
     starts_on_doorbell: bool,
     admin_timeout: Mutex<Duration>,
-    /// Number of times that the driver read the admin timeout.
+    /// Number of times that the driver has read the timeout of admin commands.
     admin_timeout_reads: AtomicU64,
-    /// Lock by which a test delays the release.
+    /// Lock that a test holds to delay the driver's release.
     release: Mutex<()>,
 }
 
@@ -137,7 +137,7 @@ impl ModelDrive {
         self.controller().counters
     }
 
-    /// Sets a hook that changes the data of admin commands, and the number of granted queues.
+    /// Sets a hook that changes the data of admin commands and the number of granted queues.
     pub fn forge(&self, forger: Box<super::Forger>) {
         self.controller().forger = Some(forger);
     }
@@ -184,22 +184,22 @@ impl ModelDrive {
         *admin_timeout = timeout.unwrap_or(ADMIN_TIMEOUT);
     }
 
-    /// Returns how often the driver read its timeout of admin commands.
+    /// Returns the number of times that the driver has read the timeout of admin commands.
     pub fn admin_timeout_reads(&self) -> u64 {
         self.admin_timeout_reads.load(Ordering::Relaxed)
     }
 
-    /// Reports a fatal status (CSTS.CFS) and stops until a reset.
+    /// Makes the controller report a fatal status (CSTS.CFS) and stop, until a reset.
     pub fn fail(&self) {
         self.controller().fatal = true;
     }
 
-    /// Stops without a status.
+    /// Makes the controller stop until a reset, without a status.
     pub fn hang(&self) {
         self.controller().hung = true;
     }
 
-    /// Stops and reports it by CSTS.PP, as during firmware activation.
+    /// Makes the controller stop and report this by CSTS.PP, as during firmware activation.
     pub fn pause(&self) {
         let mut controller = self.controller();
         (controller.hung, controller.paused) = (true, true);
@@ -211,17 +211,17 @@ impl ModelDrive {
         (controller.hung, controller.paused) = (false, false);
     }
 
-    /// Pulls the drive out.
+    /// Removes the drive from the bus by surprise.
     pub fn vanish(&self) {
-        // The lock ensures that no DMA is under way, and none follows.
+        // While the lock is held, no DMA is in progress, and none follows.
         let mut controller = self.controller();
         self.vanished.store(true, Ordering::Release);
         controller.clear_state();
     }
 
-    /// Stops all work and answers, as while the kernel recovers the link or resets the function.
+    /// Stops all work and all answers, as while the kernel recovers the link or resets the function.
     pub fn stop_answering(&self, is_reset: bool) {
-        // The lock ensures that no register access is under way.
+        // While the lock is held, no register access is in progress.
         let mut controller = self.controller();
         self.is_silent.store(true, Ordering::Release);
         if is_reset {
@@ -235,12 +235,12 @@ impl ModelDrive {
         self.is_silent.store(false, Ordering::Release);
     }
 
-    /// Requests an orderly removal: the driver is asked to release the drive.
+    /// Requests an orderly removal: asks the driver to release the drive.
     pub fn request_removal(&self) {
         (&self.removal.1).write_all(&[1]).expect("room for a byte");
     }
 
-    /// Blocks the driver's release until the guard is dropped.
+    /// Blocks the release of the drive by its driver, until the guard is dropped.
     pub fn hold_release(&self) -> MutexGuard<'_, ()> {
         self.release.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -258,7 +258,7 @@ impl ModelDrive {
         controller.queue_event(1, 1, 2);
     }
 
-    /// Sets the temperature and clears the critical warning, which is no event.
+    /// Sets the temperature and clears the critical warning, for which there is no event.
     pub fn clear_temperature(&self, temperature: u16) {
         let mut controller = self.controller();
         controller.temperature = temperature;
@@ -273,7 +273,8 @@ impl ModelDrive {
         self.change_namespace(nsid, |namespace| namespace.resize(blocks));
     }
 
-    /// Formats a namespace with `metadata` bytes of metadata per block, and reports the change. I/O commands continue to work.
+    /// Formats a namespace with `metadata` bytes of metadata per block, and reports the change. I/O commands continue to
+    /// work as without metadata.
     ///
     /// # Panics
     /// There is no such namespace.
@@ -291,20 +292,20 @@ impl ModelDrive {
         controller.queue_event(2, 0, 4);
     }
 
-    /// Returns blocks of a namespace without a command.
+    /// Returns blocks of a namespace directly, without a command.
     ///
     /// # Panics
-    /// There are no such blocks.
+    /// The blocks do not exist.
     pub fn peek(&self, nsid: u32, slba: u64, blocks: u64) -> Vec<u8> {
         let controller = self.controller();
         let namespace = &controller.namespaces[&nsid];
         namespace.peek(slba, blocks).expect("blocks").to_vec()
     }
 
-    /// Changes bytes of a namespace without a command.
+    /// Changes bytes of a namespace directly, without a command.
     ///
     /// # Panics
-    /// There are no such bytes.
+    /// The bytes do not exist.
     pub fn poke(&self, nsid: u32, offset: usize, bytes: &[u8]) {
         let mut controller = self.controller();
         let namespace = controller.namespaces.get_mut(&nsid);
@@ -316,7 +317,7 @@ impl ModelDrive {
         self.controller().cc & CC_ENABLE != 0
     }
 
-    /// Returns the weights of the classes High, Medium and Low, if the controller was enabled with weighted round robin.
+    /// Returns the weights of the classes High, Medium and Low; `None` if weighted round robin is not enabled.
     pub fn weights(&self) -> Option<[u32; 3]> {
         let controller = self.controller();
         controller.is_weighted().then(|| controller.weights())
@@ -341,7 +342,7 @@ impl ModelDrive {
         io.map(|(_, sq)| sq.waiting()).sum()
     }
 
-    /// Returns the queues of I/O commands that were fetched since the last call, in order, at most 4096.
+    /// Returns the queues from which I/O commands were fetched since the last call, in order; at most 4096.
     pub fn take_fetched_queues(&self) -> Vec<u16> {
         std::mem::take(&mut self.controller().fetched_queues)
     }
@@ -351,7 +352,7 @@ impl ModelDrive {
         self.controller().sqs.len().saturating_sub(1)
     }
 
-    /// Checks for violations by the host: the drive's complaints, and DMA that the IOMMU refused.
+    /// Checks that the host has made no mistake: no violations that the drive recorded, and no DMA that the IOMMU refused.
     ///
     /// # Errors
     /// All violations.
@@ -410,7 +411,7 @@ fn wait_for_work(time: Duration) {
 }
 
 impl Controller {
-    /// Returns the time of the next action that needs no request.
+    /// Returns the time of the next action that the drive takes without a request.
     fn next(&self) -> Option<Duration> {
         let phase = match self.phase {
             Phase::Enabling(then) | Phase::Disabling(then) => Some(then),
@@ -463,7 +464,7 @@ impl DeviceBacking for ModelDrive {
     }
 
     fn usable_iovas(&self) -> Vec<RangeInclusive<u64>> {
-        // The address ranges of an x86 IOMMU with 39 bits.
+        // Address ranges of an x86 IOMMU with an address width of 39 bits.
         vec![0..=0xFEDF_FFFF, 0xFEF0_0000..=(1 << 39) - 1]
     }
 
@@ -499,19 +500,19 @@ impl DeviceBacking for ModelDrive {
         !self.is_present()
     }
 
-    /// Descriptors are not needed, since the other driver is in this process.
+    /// The successor driver is in this process, so it needs no descriptors.
     fn hand_over(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(Vec::new())
     }
 
-    /// The other driver in this process uses the same IOMMU.
+    /// The successor driver is in this process, and uses this IOMMU.
     fn persist_iommu(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(Vec::new())
     }
 
     fn release(&self) {
         drop(self.hold_release());
-        // Closing a function resets it and ends its DMA.
+        // When a function is closed, it is reset, which ends its DMA.
         let mut controller = self.controller();
         let left_enabled = controller.cc & CC_ENABLE != 0 && self.is_present();
         self.released.store(true, Ordering::Release);

@@ -1,4 +1,4 @@
-//! I/O queues whose commands the test completes itself.
+//! I/O queues whose commands a test completes itself.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::queue::{CQE_SIZE, SQE_SIZE};
 /// Phase tag in the upper half of an entry.
 const PHASE: u64 = 1 << 48;
 
-/// An I/O queue pair of a drive with [`is_manual`](super::Options::is_manual).
+/// I/O queue pair whose commands the test completes, on a drive with [`is_manual`](super::Options::is_manual).
 #[derive(Debug)]
 pub struct HandQueue {
     iommu: Arc<ModelIommu>,
@@ -26,7 +26,8 @@ pub struct HandQueue {
 }
 
 impl ModelDrive {
-    /// Returns new I/O queue `id`. `None` if the queue does not exist or its completion queue has another size.
+    /// Returns the I/O queue `id`, which has no commands yet. `None` if the queue does not exist, or its completion queue
+    /// has another size.
     pub fn hand_queue(&self, id: u16) -> Option<HandQueue> {
         let controller = self.controller();
         let (sq, entries, cq) = controller.rings(id)?;
@@ -51,7 +52,7 @@ impl HandQueue {
         self.entries
     }
 
-    /// Returns the next command that the host has sent.
+    /// Returns the next command that the host has sent; `None` if there is none.
     ///
     /// # Panics
     /// The doorbell value is beyond the queue, or the ring is not mapped.
@@ -70,7 +71,7 @@ impl HandQueue {
         Some(Sqe::from_bytes(&bytes))
     }
 
-    /// Posts an entry with the valid phase tag, without a check for a full queue.
+    /// Posts an entry with the valid phase tag, even if the queue is full.
     ///
     /// # Panics
     /// The ring is not mapped.

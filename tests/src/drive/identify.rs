@@ -50,20 +50,20 @@ impl Controller {
         put_text(data, 4, 20, "MODEL0001");
         put_text(data, 24, 40, "Model of an NVMe Drive");
         put_text(data, 64, 8, "1.0");
-        // RAB: four commands.
+        // RAB (Recommended Arbitration Burst): four commands.
         data[72] = 2;
         data[77] = options.mdts;
         put(data, 80, &options.version.to_le_bytes());
-        // OAES: Namespace Attribute Notices.
+        // OAES (Optional Asynchronous Events Supported): Namespace Attribute Notices.
         put(data, 92, &(1_u32 << 8).to_le_bytes());
         let oacs = match options.doorbell_buffer {
             DoorbellBufferUse::None => 0,
             _ => OACS_DOORBELL_BUFFER,
         };
         put(data, 256, &oacs.to_le_bytes());
-        // ACL, AERL, ELPE: 4 each.
+        // ACL, AERL and ELPE: 4 each. The fields are zero-based.
         (data[258], data[259], data[262]) = (3, 3, 3);
-        // WCTEMP, CCTEMP.
+        // WCTEMP and CCTEMP, in kelvins.
         put(data, 266, &350_u16.to_le_bytes());
         put(data, 268, &370_u16.to_le_bytes());
         put(data, 270, &options.mtfa.to_le_bytes());
@@ -71,9 +71,9 @@ impl Controller {
         put(data, 516, &self.nn().to_le_bytes());
         put(data, 520, &options.oncs.to_le_bytes());
         data[525] = options.volatile_cache.into();
-        // AWUN, AWUPF: 8 and 1 blocks.
+        // AWUN is 8 blocks, and AWUPF is 1 block. Both fields are zero-based.
         put(data, 526, &7_u16.to_le_bytes());
-        // Copy descriptor format 0.
+        // OCFS: Copy descriptor format 0.
         data[534] = 1;
         put(data, 536, &u32::from(options.sgl).to_le_bytes());
         put(data, 768, b"nqn.2014-08.org.example:model");

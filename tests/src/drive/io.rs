@@ -13,10 +13,10 @@ use crate::identify::{
 use crate::memory::PAGE_SIZE;
 use crate::status::{self, StatusCode};
 
-/// Maximum commands per turn. Register accesses wait for the end of a turn.
+/// Maximum number of commands in a turn of the drive's thread. Register accesses wait for the end of a turn.
 const AT_ONCE: usize = 16;
 
-/// Command identifier that hosts do not use for long. Hosts number slots from 0 in the lower 11 bits.
+/// Command identifier that hosts rarely use: they number slots from 0 in the lower 11 bits.
 const UNKNOWN_CID: u16 = 0xFFF0;
 
 impl Controller {
@@ -71,7 +71,8 @@ impl Controller {
             }
             Some(Effect::Skip) => return self.complete(*sq, sqe, Ok(0), false),
             Some(Effect::Garbage) => {
-                // The identifier of an in-flight command would complete the command, so it is not used.
+                // The random identifier gets bits that slots of hosts do not have, so that the entry completes no command
+                // in flight.
                 let cid = u64::from(UNKNOWN_CID & 0x7FF) << 32;
                 let entry = [self.rng.next_u64(), self.rng.next_u64() | cid];
                 self.post(*sq, entry);
@@ -83,7 +84,7 @@ impl Controller {
             _ => {}
         }
         let outcome = self.execute(sqe);
-        // Do Not Retry is set: media errors are permanent, and other errors are the host's fault.
+        // Do Not Retry is set, since media errors are permanent, and all other errors are mistakes of the host.
         self.complete(*sq, sqe, outcome, true);
         match effect {
             Some(Effect::CompleteTwice) => self.complete(*sq, sqe, outcome, true),
@@ -102,7 +103,7 @@ impl Controller {
         let code = match result {
             Ok(()) => return Ok(0),
             Err(InvalidDataPointer { status, what }) => {
-                // The host must avoid these errors. It cannot know about errors without a description.
+                // These errors are mistakes of the host. An error without a description can happen to any host.
                 if !what.is_empty() {
                     self.record_violation(format!("{what}: {sqe:?}"));
                 }
@@ -113,7 +114,7 @@ impl Controller {
         Err(code)
     }
 
-    /// Checks the rules that a host must follow, and returns the parts of memory with the command's data.
+    /// Checks that the host has followed the rules, and returns the parts of memory with the command's data.
     fn check(&self, sqe: &Sqe) -> Result<Vec<Piece>, InvalidDataPointer> {
         let unsound = |status, what| Err(InvalidDataPointer { status, what });
         let oncs = match sqe.opcode() {
@@ -167,7 +168,7 @@ impl Controller {
         data::pieces(&self.iommu, sqe, len)
     }
 
-    /// Executes the command with its DMA.
+    /// Executes a command with its DMA.
     fn transfer(&mut self, sqe: &Sqe, pieces: &[Piece]) -> Result<(), InvalidDataPointer> {
         let fault = |_| InvalidDataPointer {
             status: status::DATA_TRANSFER_ERROR,
@@ -196,7 +197,7 @@ impl Controller {
             Ok(read) => read,
             Err(status) => {
                 let what = match status {
-                    // A host knows the size of a namespace and the limits of Copy.
+                    // A host must know the size of a namespace, and the limits of Copy.
                     status::LBA_OUT_OF_RANGE if !resized => "blocks that are not",
                     status::SIZE_LIMIT_EXCEEDED => "more than one Copy may be",
                     _ => "",
@@ -212,7 +213,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Executes the DMA of commands that never complete. The controller may do so until CSTS.RDY is cleared.
+    /// Executes the DMA of lost commands. A controller may do this until CSTS.RDY is cleared.
     pub(super) fn transfer_lost_commands(&mut self) {
         for work in std::mem::take(&mut self.fetched) {
             if work.sq != 0 && self.bus_master {

@@ -1,4 +1,4 @@
-//! Memory that the drive can access. Any other access is a fault, which is recorded.
+//! IOMMU in front of the drive: the memory that the drive can access. Any other access is recorded as a fault.
 #![expect(
     unsafe_code,
     reason = "DMA: memory that others write at the same time, by address"
@@ -26,7 +26,7 @@ use crate::rng::Rng;
 /// Maximum number of recorded faults. Further faults are only counted.
 const RECORDED_FAULTS_MAX: usize = 16;
 
-/// Bytes that are pinned at a time.
+/// Number of bytes that are pinned in one step.
 const PIECE: usize = 64 << 20;
 
 /// The granularity of mappings.
@@ -50,9 +50,9 @@ struct ModelMapping {
     access: MappingAccess,
 }
 
-// SAFETY: an address range; it is accessed under the IOMMU's lock only, by copies and atomics.
+// SAFETY: a mapping is only an address range. Its memory is accessed by copies and atomics, while the IOMMU's lock is held.
 unsafe impl Send for ModelMapping {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for ModelMapping {}
 
 /// The IOMMU in front of the drive.
@@ -65,16 +65,16 @@ pub struct ModelIommu {
     count: AtomicU64,
     mappings_made: AtomicU64,
     refuses_maps: AtomicBool,
-    /// True if mapping allocates missing pages. Otherwise, mapped memory keeps its holes.
+    /// True if mapping allocates missing pages. If false, holes in mapped memory stay.
     pins: AtomicBool,
-    /// Bytes that were allocated before they were mapped.
+    /// Bytes of guest memory that were allocated before they were mapped.
     allocated_bytes: AtomicU64,
     allocation_hook: Mutex<Option<PageHook>>,
     pinning_hook: Mutex<Option<PageHook>>,
     gate: MappingGate,
 }
 
-/// A test's hook in allocating or pinning pages. The argument is the number of bytes done so far.
+/// A test's hook, called while pages are allocated or pinned. Its argument is the number of bytes that are done.
 struct PageHook(Box<dyn FnMut(u64) + Send>);
 
 impl fmt::Debug for PageHook {
@@ -88,7 +88,7 @@ impl fmt::Debug for PageHook {
 pub struct Pinning {
     /// Random numbers that select the delayed mappings and their delays.
     pub rng: Rng,
-    /// Average number of mappings per delayed one.
+    /// Average number of mappings for each delayed mapping.
     pub one_in: u64,
     /// Range of the delays.
     pub times: Range<Duration>,
@@ -105,7 +105,7 @@ impl Pinning {
     }
 }
 
-/// Gate at which mappings wait, as if the IOMMU were pinning memory page by page.
+/// Gate that delays mappings, as if the IOMMU were pinning memory page by page.
 #[derive(Debug, Default)]
 struct MappingGate {
     state: Mutex<MappingGateState>,
@@ -127,7 +127,7 @@ impl MappingGate {
         result
     }
 
-    /// Waits until the gate is open, and for the delay.
+    /// Waits until the gate is open, and for the delay of this mapping.
     fn pass(&self, memory: &Mapping) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.waiting += 1;
@@ -136,7 +136,7 @@ impl MappingGate {
             state = woken.unwrap_or_else(PoisonError::into_inner);
         }
         state.waiting -= 1;
-        // Guest memory is backed by a file.
+        // Only guest memory is backed by a file, and only its mappings are delayed.
         let pinning = state
             .pinning_delays
             .as_mut()
@@ -165,7 +165,7 @@ impl ModelIommu {
             .clone()
     }
 
-    /// Returns the number of accesses to unmapped memory.
+    /// Returns the number of accesses to unmapped memory, including those that were not recorded.
     pub fn fault_count(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
     }
@@ -175,17 +175,17 @@ impl ModelIommu {
         self.read_maps().values().map(|mapped| mapped.len).sum()
     }
 
-    /// Returns the first addresses of all mappings.
+    /// Returns the first address of each mapping.
     pub fn iovas(&self) -> Vec<u64> {
         self.read_maps().keys().copied().collect()
     }
 
-    /// Returns the number of mappings that were ever made.
+    /// Returns the number of mappings that were made, including those that were removed.
     pub fn mappings_made(&self) -> u64 {
         self.mappings_made.load(Ordering::Relaxed)
     }
 
-    /// Makes mappings fail as if the limit of locked memory were reached, or ends this.
+    /// Makes mappings fail as at the limit of locked memory, or makes them succeed again.
     pub fn refuse_maps(&self, refuse: bool) {
         self.refuses_maps.store(refuse, Ordering::Relaxed);
     }
@@ -215,7 +215,7 @@ impl ModelIommu {
         self.allocated_bytes.load(Ordering::Relaxed)
     }
 
-    /// Calls `act` before each allocation of pages, with the number of bytes allocated before.
+    /// Calls `act` before each allocation of pages. Its argument is the number of bytes that are allocated already.
     pub fn on_allocation(&self, act: impl FnMut(u64) + Send + 'static) {
         let mut taking = self
             .allocation_hook
@@ -224,7 +224,8 @@ impl ModelIommu {
         *taking = Some(PageHook(Box::new(act)));
     }
 
-    /// Calls `act` after each pinned piece of memory, with the number of bytes of the mapping that are pinned.
+    /// Calls `act` after each pinned piece of a mapping. Its argument is the number of bytes of the mapping that are
+    /// pinned.
     pub fn on_piece_pinned(&self, act: impl FnMut(u64) + Send + 'static) {
         let mut pinning = self
             .pinning_hook
@@ -243,8 +244,8 @@ impl ModelIommu {
         self.maps.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `access` on each part of the range (start, offset in the range, size in bytes) if the drive may access all of it.
-    /// The memory stays mapped meanwhile.
+    /// Runs `access` on each part of a range, with start, offset in the range, and size in bytes. Does so only if the drive
+    /// may access the whole range. The memory stays mapped meanwhile.
     fn for_each_piece(
         &self,
         iova: u64,
@@ -287,7 +288,8 @@ impl ModelIommu {
     pub(super) fn read(&self, iova: u64, into: &mut [u8]) -> Result<(), DmaFault> {
         self.for_each_piece(iova, into.len(), false, |first, offset, bytes| {
             let to = &mut into[offset..offset + bytes];
-            // SAFETY: `bytes` bytes are mapped there, and stay so while the lock is held; `to` is ours.
+            // SAFETY: `bytes` bytes are mapped there, and stay mapped while the lock is held. `to` is memory of this
+            // process.
             unsafe { ptr::copy_nonoverlapping(first.as_ptr(), to.as_mut_ptr(), bytes) };
         })
     }
@@ -296,12 +298,12 @@ impl ModelIommu {
     pub(super) fn write(&self, iova: u64, from: &[u8]) -> Result<(), DmaFault> {
         self.for_each_piece(iova, from.len(), true, |first, offset, bytes| {
             let from = &from[offset..offset + bytes];
-            // SAFETY: `bytes` bytes are mapped there for writing, and stay so while the lock is held.
+            // SAFETY: `bytes` bytes are mapped there for writing, and stay mapped while the lock is held.
             unsafe { ptr::copy_nonoverlapping(from.as_ptr(), first.as_ptr(), bytes) };
         })
     }
 
-    /// Reads an aligned word. Earlier stores of its writer are visible afterwards.
+    /// Reads an aligned word (acquire): if its writer stored other data before it, this data is visible afterwards.
     pub(super) fn load32(&self, iova: u64) -> Result<u32, DmaFault> {
         let mut value = 0;
         self.for_each_piece(iova & !3, 4, false, |first, _, _| {
@@ -320,7 +322,7 @@ impl ModelIommu {
         })
     }
 
-    /// Writes two aligned 64-bit words. A reader that sees the second word sees the first one, too.
+    /// Writes two aligned 64-bit words. A reader that sees the second word also sees the first.
     pub(super) fn publish(&self, iova: u64, words: [u64; 2]) -> Result<(), DmaFault> {
         self.for_each_piece(iova & !15, 16, true, |first, _, _| {
             for (index, word) in words.into_iter().enumerate() {
@@ -362,7 +364,7 @@ impl Iommu for ModelIommu {
             return Err(io::ErrorKind::StorageFull.into());
         }
         self.mappings_made.fetch_add(1, Ordering::Relaxed);
-        // The caller keeps the memory as long as the mapping.
+        // The caller must keep the memory at least as long as the mapping.
         maps.insert(iova, ModelMapping { len, start, access });
         Ok(())
     }
@@ -390,7 +392,7 @@ impl Iommu for ModelIommu {
     }
 
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
-        // The lock waits for accesses that are under way.
+        // Taking the lock waits for accesses in progress.
         let mut maps = self.maps.write().unwrap_or_else(PoisonError::into_inner);
         match maps.get(&iova) {
             Some(mapped) if mapped.len == len => drop(maps.remove(&iova)),
@@ -436,14 +438,14 @@ impl Iommu for ModelIommu {
     }
 }
 
-/// The doorbell registers. Each store is an event that the drive takes once.
+/// The doorbell registers. The drive takes each stored value once.
 #[derive(Debug)]
 pub(super) struct DoorbellRegisters {
     pub(super) mapping: Arc<Mapping>,
     memfd: File,
 }
 
-/// Value of a doorbell register without a new store. No queue has as many entries.
+/// Value of a doorbell register to which nothing was stored since it was read. Queues have fewer entries.
 const UNWRITTEN: u32 = u32::MAX;
 
 impl DoorbellRegisters {
@@ -459,7 +461,8 @@ impl DoorbellRegisters {
         Ok(registers)
     }
 
-    /// Maps the registers from `first` on for a guest, whose BAR has all registers at `base`.
+    /// Maps the registers from index `first` on into a guest. `base` is the offset of all doorbell registers in the guest's
+    /// BAR.
     pub(super) fn window(&self, base: u64, first: usize) -> DoorbellWindow {
         let (offset, len) = (first as u64, self.mapping.len() - first);
         let window = DoorbellWindow::map(base + offset, self.memfd.as_fd(), offset, len);
@@ -468,12 +471,11 @@ impl DoorbellRegisters {
 
     fn register(&self, offset: usize) -> Option<&AtomicU32> {
         let bytes = self.mapping.bytes(offset & !3, 4)?;
-        // SAFETY: the word lies in the mapping, which `self` keeps, and is aligned; all access to it is
-        // atomic.
+        // SAFETY: the word lies in the mapping, which `self` keeps, and is aligned. All accesses to it are atomic.
         Some(unsafe { AtomicU32::from_ptr(bytes.as_ptr().cast()) })
     }
 
-    /// Takes the value that was stored to a doorbell since the last call.
+    /// Takes the value that was stored to a doorbell since the last call; `None` if nothing was stored.
     pub(super) fn take(&self, offset: usize) -> Option<u32> {
         let value = self
             .register(offset)?
@@ -508,7 +510,7 @@ mod tests {
         let mut bytes = [0; 3];
         a.bytes(0xFFF, 3).unwrap().copy_to(&mut bytes);
         assert_eq!(bytes, [2, 3, 4]);
-        // Reads go on in the next mapping, writes do not: it is read-only.
+        // The next mapping is read-only: reads can continue there, but writes cannot.
         iommu.read(0x10_1FFF, &mut [0; 2]).unwrap();
         assert_eq!(iommu.fault_count(), 0);
         let fault = iommu.write(0x10_1FFF, &[0; 2]).unwrap_err();

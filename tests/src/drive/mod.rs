@@ -1,13 +1,13 @@
-//! A model of a physical NVMe drive for tests of host and guest drivers: the specified behaviour, differences between real
-//! drives, and faults.
+//! A model of a physical NVMe drive for tests of host and guest drivers: it behaves as specified, has options for
+//! differences between real drives, and injects faults.
 //!
 //! One thread plays the drive's hardware. Drivers access registers, and ring doorbells by plain stores ([`ModelDrive`] is a
-//! [`Backing`](nvme_vfio::DeviceBacking), [`DriveBar`] a [`Bar`](crate::bar::Bar)). The drive accesses memory only through an
-//! IOMMU ([`ModelIommu`]). The model shares no wire types with the driver under test. It records violations by the host, such
-//! as DMA to unmapped memory, and the test checks the record ([`ModelDrive::check_host`]).
+//! [`Backing`](nvme_vfio::DeviceBacking), [`DriveBar`] a [`Bar`](crate::bar::Bar)). The drive accesses memory only through
+//! an IOMMU ([`ModelIommu`]). The model shares no wire types with the driver under test. The drive records violations by
+//! the host, such as DMA to unmapped memory, and the test checks the record ([`ModelDrive::check_host`]).
 //!
-//! DMA is as late as possible: when a command completes rather than when it is fetched. For commands that never complete, DMA
-//! happens when the controller is disabled. A driver that frees memory too early is detected in this way.
+//! DMA happens as late as possible: when a command completes rather than when it is fetched; for a command that never
+//! completes, when the controller is disabled. This detects a driver that frees memory too early.
 //!
 //! Not implemented: interrupt coalescing, metadata, controller memory buffers, arbitration bursts.
 
@@ -51,7 +51,7 @@ use namespace::Namespace;
 use queues::{Cq, Sq, WeightedTurns};
 use registers::Phase;
 
-/// All optional commands.
+/// ONCS with all optional commands that the drive supports.
 pub const ONCS_ALL: u16 = ONCS_COMPARE
     | ONCS_WRITE_UNCORRECTABLE
     | ONCS_DSM
@@ -65,14 +65,14 @@ const FETCHED_QUEUES_MAX: usize = 4096;
 /// Maximum number of recorded complaints.
 const COMPLAINTS: usize = 16;
 
-/// Support of the Doorbell Buffer.
+/// Kind of support of the Doorbell Buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DoorbellBufferUse {
     /// The drive has registers only.
     None,
-    /// The drive polls the buffer, and never requests register writes.
+    /// The drive polls the buffer. It never requests a register write.
     Watched,
-    /// The drive reads the buffer after register writes, and requests the next register write.
+    /// The drive reads the buffer after a register write, and requests the next register write by EventIdx.
     EventIdx,
 }
 
@@ -83,7 +83,7 @@ pub enum Arbitration {
     RoundRobin,
     /// Round robin and weighted round robin.
     Weighted,
-    /// The drive reports weighted round robin, but fails when it is enabled with it.
+    /// The drive reports that it supports weighted round robin, but fails when it is enabled with it.
     FailingWeighted(WeightedFailure),
 }
 
@@ -94,7 +94,7 @@ pub enum WeightedFailure {
     Fatal,
     /// CSTS.CFS is set until a function level reset.
     FatalUntilFunctionReset,
-    /// No status is reported, and the drive becomes ready with no arbitration mechanism until a function level reset.
+    /// No status is reported. Until a function level reset, the drive does not become ready with any arbitration mechanism.
     NeverReady,
 }
 
@@ -119,9 +119,9 @@ pub struct Options {
     pub arbitration: Arbitration,
     /// Number of I/O queue pairs.
     pub queue_pairs: u16,
-    /// Size of the doorbells in BAR0 in bytes; `None` for all doorbells.
+    /// Size in bytes of the part of BAR0 with doorbells; `None` for all doorbells.
     pub doorbell_bytes: Option<usize>,
-    /// MDTS; 0 is no limit.
+    /// MDTS; 0 means no limit.
     pub mdts: u8,
     /// ONCS.
     pub oncs: u16,
@@ -131,26 +131,26 @@ pub struct Options {
     pub doorbell_buffer: DoorbellBufferUse,
     /// VWC.
     pub volatile_cache: bool,
-    /// WZSL, VSL and WUSL, in the unit of MDTS; 0 is no limit.
+    /// WZSL, VSL and WUSL, in the unit of MDTS; 0 means no limit.
     pub no_data_limit: u8,
     /// Maximum number of IOMMU mappings; `None` for no limit.
     pub mappings_max: Option<usize>,
     /// The namespaces.
     pub namespaces: Vec<NamespaceOptions>,
-    /// Time from CC.EN to CSTS.RDY, for enabling and for disabling.
+    /// Time until CSTS.RDY follows CC.EN, when it is set and when it is cleared.
     pub reset_time: Duration,
     /// Minimum time of a command.
     pub latency: Duration,
     /// Maximum number of commands that are executed concurrently.
     pub parallel: usize,
-    /// Service model, which replaces [`Self::latency`] and [`Self::parallel`].
+    /// Service model, which is used instead of [`Self::latency`] and [`Self::parallel`].
     pub service: Option<Service>,
-    /// Seed of the order of completions; `None` for the order of submission.
+    /// Seed of a random order of completions; `None` for the order of submission.
     pub seed: Option<u64>,
     /// True if the test completes I/O commands itself ([`ModelDrive::hand_queue`]).
     pub is_manual: bool,
-    /// True if `release` panics after a violation by the host ([`ModelDrive::check_host`]), for tests that do not keep the drive
-    /// until the end.
+    /// True if `release` panics after a violation by the host ([`ModelDrive::check_host`]). For tests that have no
+    /// reference to the drive at the end.
     pub check_on_release: bool,
 }
 
@@ -162,7 +162,7 @@ impl Default for Options {
             entries_max: 1024,
             dstrd: 0,
             mpsmin: 0,
-            // Much longer than a loaded machine needs.
+            // CAP.TO is much longer than a loaded machine needs.
             timeout: 240,
             command_sets: 1,
             arbitration: Arbitration::RoundRobin,
@@ -208,7 +208,7 @@ pub struct Counters {
     pub shutdowns: u64,
     /// Function level resets.
     pub function_resets: u64,
-    /// Doorbell register writes that the drive noticed.
+    /// Doorbell register writes that the drive has noticed.
     pub doorbells: u64,
     /// I/O Submission Queues created.
     pub queues_created: u64,
@@ -225,7 +225,7 @@ pub struct Counters {
 struct ModelCommand {
     sq: u16,
     sqe: Sqe,
-    /// Time of its completion; `None` if the command is lost.
+    /// Time at which the command completes; `None` if it is lost.
     due: Option<Duration>,
     effect: Option<Met>,
 }
@@ -233,7 +233,7 @@ struct ModelCommand {
 /// Hook that changes the data that an admin command returns.
 pub type Forger = dyn FnMut(&Sqe, &mut Vec<u8>) + Send;
 
-/// Controller state, shared by the drive's thread and its registers.
+/// Controller state, which the drive's thread and register accesses share.
 struct Controller {
     options: Options,
     iommu: Arc<ModelIommu>,
@@ -245,7 +245,7 @@ struct Controller {
     counters: Counters,
     complaints: Vec<String>,
     rng: Rng,
-    // The properties.
+    // State of the properties (registers).
     phase: Phase,
     cc: u32,
     shut_down: bool,
@@ -254,16 +254,16 @@ struct Controller {
     acq: u64,
     bus_master: bool,
     fatal: bool,
-    /// Present failure after enabling with weighted round robin.
+    /// Failure that is in effect, after enabling with weighted round robin.
     weighted_failure: Option<WeightedFailure>,
     hung: bool,
     /// CSTS.PP.
     paused: bool,
-    // State that a reset forgets.
+    // State that a reset clears.
     sqs: BTreeMap<u16, Sq>,
-    /// I/O queue of the last fetched command.
+    /// I/O queue from which the last command was fetched.
     last_fetched: u16,
-    /// Arbitration feature (Set Features).
+    /// Value of the Arbitration feature (Set Features).
     arbitration: u32,
     weighted_turns: WeightedTurns,
     cqs: BTreeMap<u16, Cq>,
@@ -273,15 +273,15 @@ struct Controller {
     shadow: Option<[u64; 2]>,
     event_requests: VecDeque<u16>,
     events: VecDeque<u32>,
-    /// Event types that were reported and whose log page was not read since.
+    /// Event types that are masked: an event was reported, and its log page was not read since.
     events_masked: u8,
     event_config: u32,
-    // State that a reset keeps.
+    // State that a reset does not clear.
     changed_namespaces: Vec<u32>,
     critical_warning: u8,
     temperature: u16,
     error_count: u64,
-    /// I/O queues of fetched commands, at most [`FETCHED_QUEUES_MAX`].
+    /// I/O queues from which commands were fetched, at most [`FETCHED_QUEUES_MAX`].
     fetched_queues: Vec<u16>,
     /// Hook that changes the drive's description.
     forger: Option<Box<Forger>>,
@@ -341,7 +341,7 @@ impl Controller {
         }
     }
 
-    /// Runs the hardware once. Returns false if there was nothing to do.
+    /// Runs the hardware for one turn. Returns false if there was no work.
     fn run_once(&mut self, now: Duration) -> bool {
         let moved = self.update_status(now);
         if self.phase != Phase::Ready || self.fatal || self.hung {

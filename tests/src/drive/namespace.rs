@@ -33,7 +33,7 @@ impl NamespaceOptions {
     }
 }
 
-/// Limits of one Copy.
+/// Limits of one Copy command.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CopyLimits {
     pub(super) range_blocks: u16,
@@ -46,7 +46,7 @@ pub(super) struct CopyLimits {
 pub(super) struct Namespace {
     pub(super) options: NamespaceOptions,
     pub(super) copy: CopyLimits,
-    /// True after a change of its size, which hosts may not know yet.
+    /// True after the namespace has changed its size, because the host may not know the new size yet.
     pub(super) resized: bool,
     bytes: Vec<u8>,
     uncorrectable: BTreeSet<u64>,
@@ -76,17 +76,17 @@ impl Namespace {
             .resize((blocks << self.options.lba_shift) as usize, 0);
     }
 
-    /// Returns the blocks from `slba` on, without checking for uncorrectable blocks.
+    /// Returns the blocks from `slba` on, including uncorrectable ones.
     pub(super) fn peek(&self, slba: u64, blocks: u64) -> Option<&[u8]> {
         self.bytes.get(self.range(slba, blocks).ok()?)
     }
 
-    /// Changes bytes at an offset without a command.
+    /// Changes bytes at an offset directly, without a command.
     pub(super) fn poke(&mut self, offset: usize, bytes: &[u8]) {
         self.bytes[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Returns the number of bytes that a command transfers; 0 if it has no data.
+    /// Returns the number of bytes that a command transfers; 0 for a command without data.
     pub(super) fn transfer(&self, sqe: &Sqe) -> usize {
         match sqe.opcode() {
             io::READ | io::WRITE | io::COMPARE => {
@@ -98,7 +98,7 @@ impl Namespace {
         }
     }
 
-    /// Returns the byte range of blocks.
+    /// Returns the position in bytes of a range of blocks.
     fn range(&self, slba: u64, blocks: u64) -> Result<Range<usize>, StatusCode> {
         match slba.checked_add(blocks) {
             Some(end) if end <= self.options.blocks => {
@@ -121,7 +121,7 @@ impl Namespace {
             .retain(|lba| !(slba..slba + blocks).contains(lba));
     }
 
-    /// Executes a command with its data from the host. Returns the data for the host.
+    /// Executes a command, with the data that the host has sent. Returns the data for the host.
     pub(super) fn execute(&mut self, sqe: &Sqe, data: &[u8]) -> Result<&[u8], StatusCode> {
         let (slba, blocks) = (sqe.0[5], u64::from(sqe.cdw(12) & 0xFFFF) + 1);
         match sqe.opcode() {

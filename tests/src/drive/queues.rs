@@ -15,7 +15,7 @@ use crate::status::{self, StatusCode};
 /// Do Not Retry, in the upper half of an entry.
 const DNR: u64 = 1 << 63;
 
-/// Asynchronous event of an invalid doorbell value. Details are in Error Information.
+/// Asynchronous event that reports an invalid doorbell value. Details are in the Error Information log page.
 const INVALID_DOORBELL_VALUE: u32 = 1 << 8 | 1 << 16;
 
 /// A Submission Queue.
@@ -28,7 +28,7 @@ pub(super) struct Sq {
     pub(super) cq: u16,
     /// QPRIO.
     pub(super) priority: u8,
-    /// Entries to post later, each with the number of commands that the drive fetches before.
+    /// Entries to post later, each with the number of commands that the drive must fetch first.
     delayed: Vec<(u16, [u64; 2])>,
 }
 
@@ -59,7 +59,7 @@ impl Sq {
         }
     }
 
-    /// Removes and returns the entries that are due when the drive fetches the next command.
+    /// Removes and returns the delayed entries that are due when the drive fetches its next command.
     fn take_due(&mut self) -> Vec<[u64; 2]> {
         for (further, _) in &mut self.delayed {
             *further = further.saturating_sub(1);
@@ -69,7 +69,7 @@ impl Sq {
     }
 }
 
-/// QPRIO of the class with strict priority.
+/// QPRIO of the class Urgent, which has strict priority.
 const URGENT: u8 = 0;
 
 /// QPRIO of the weighted classes: High, Medium, Low.
@@ -78,9 +78,9 @@ const WEIGHTED: [u8; 3] = [1, 2, 3];
 /// State of weighted round robin arbitration.
 #[derive(Debug, Default)]
 pub(super) struct WeightedTurns {
-    /// Remaining commands of each weighted class in this round.
+    /// Number of commands that each weighted class may still have in this round.
     credits: [u32; WEIGHTED.len()],
-    /// Last served queue of each class, by QPRIO.
+    /// Queue that each class, by QPRIO, was served from last.
     last: [u16; 1 + WEIGHTED.len()],
 }
 
@@ -93,7 +93,7 @@ pub(super) struct Cq {
     head: u32,
     phase: bool,
     vector: Option<usize>,
-    /// Entries without a phase tag that wait for a free place in the ring.
+    /// Entries, still without a phase tag, that wait for a free place in the ring.
     held: VecDeque<[u64; 2]>,
 }
 
@@ -116,19 +116,21 @@ impl Cq {
 }
 
 impl Controller {
-    /// Returns the offset of a doorbell from the first one: a Submission Queue's tail, or a Completion Queue's head.
+    /// Returns the distance of a doorbell from the first one, in bytes. `head` selects the doorbell of a Completion Queue
+    /// instead of that of a Submission Queue.
     pub(super) fn doorbell_offset(&self, queue: u16, head: bool) -> usize {
         (2 * usize::from(queue) + usize::from(head)) * (4 << self.options.dstrd)
     }
 
-    /// Returns base and entries of a Submission Queue, and the base of its Completion Queue. `None` if their sizes differ.
+    /// Returns the base and size of a Submission Queue, and the base of its Completion Queue. `None` if both queues differ
+    /// in size.
     pub(super) fn rings(&self, id: u16) -> Option<(u64, u32, u64)> {
         let sq = self.sqs.get(&id).filter(|_| id != 0)?;
         let cq = self.cqs.get(&sq.cq)?;
         (cq.entries == sq.entries).then_some((sq.base, sq.entries, cq.base))
     }
 
-    /// Returns the value of a doorbell, if it may be new.
+    /// Returns the value of a doorbell; `None` if it cannot be new.
     fn doorbell(&mut self, queue: u16, head: bool) -> Option<u32> {
         let offset = self.doorbell_offset(queue, head);
         let register = self.doorbells.take(offset);
@@ -139,7 +141,7 @@ impl Controller {
         if register.is_none() && self.options.doorbell_buffer == DoorbellBufferUse::EventIdx {
             return None;
         }
-        // The host writes the buffer before the register, so the buffer has the newer value.
+        // The host writes the buffer before the register, so the value in the buffer is the newer one.
         self.iommu.load32(shadow + offset as u64).ok()
     }
 
@@ -192,7 +194,7 @@ impl Controller {
         false
     }
 
-    /// Requests a register write for the next doorbell values (EventIdx), if the drive does so.
+    /// Requests register writes for the next doorbell values by EventIdx, if the drive is configured to do so.
     pub(super) fn request_doorbells(&mut self) {
         let Some([shadow, event_idx]) = self.shadow else {
             return;
@@ -209,13 +211,14 @@ impl Controller {
         let doorbells: Vec<_> = sqs.chain(cqs).filter(|(id, ..)| *id != 0).collect();
         for (id, head, value, entries) in doorbells {
             let offset = self.doorbell_offset(id, head) as u64;
-            // The present value makes the next one pass EventIdx. The farthest value requests no write.
+            // With the present value as EventIdx, the next value requests a register write. With the farthest value, none
+            // does.
             let ask = match asked {
                 true => value,
                 false => (value + entries / 2) % entries,
             };
             let stored = self.iommu.store32(event_idx + offset, ask);
-            // The host may have rung before it could see the new EventIdx.
+            // The host may have rung the doorbell before it could see the new EventIdx, so the doorbell is read again.
             if asked
                 && stored.is_ok()
                 && let Ok(now) = self.iommu.load32(shadow + offset)
@@ -226,7 +229,7 @@ impl Controller {
         }
     }
 
-    /// Fetches commands while there are any and the drive has room.
+    /// Fetches commands while there are commands and the drive can execute more.
     pub(super) fn take_commands(&mut self, now: Duration) -> bool {
         match self.is_weighted() {
             true => self.take_by_weight(now),
@@ -239,8 +242,8 @@ impl Controller {
         [24, 16, 8].map(|at| (self.arbitration >> at & 0xFF) + 1)
     }
 
-    /// Arbitrates by weighted round robin with an urgent class (section 3.4.4.2): admin commands first, then urgent queues.
-    /// Each other class may have as many commands per round as its weight. Queues of the same class take turns.
+    /// Arbitrates by weighted round robin with an urgent class (section 3.4.4.2): first admin commands, then urgent queues.
+    /// Each of the remaining classes may have as many commands per round as its weight. Queues of one class take turns.
     fn take_by_weight(&mut self, now: Duration) -> bool {
         let mut taken = false;
         while !self.fatal
@@ -253,13 +256,13 @@ impl Controller {
         taken
     }
 
-    /// Returns whether the drive has room for an I/O command. Admin commands do not count.
+    /// Returns whether the drive can execute another I/O command. Admin commands are not limited.
     pub(super) fn has_space(&self) -> bool {
         let of_io = self.fetched.iter().filter(|work| work.sq != 0);
         of_io.count() < self.options.parallel
     }
 
-    /// Returns the queue of the next command.
+    /// Returns the queue from which the next command is fetched.
     pub(super) fn next_by_weight(&mut self) -> Option<u16> {
         if self.sqs.get(&0).is_some_and(|admin| admin.waiting() > 0) {
             return Some(0);
@@ -300,7 +303,7 @@ impl Controller {
     fn take_in_turn(&mut self, now: Duration) -> bool {
         let mut taken = false;
         loop {
-            // The turn continues behind the last served queue, even if the drive had no room meanwhile.
+            // The turn continues behind the last served queue, even if the drive could not take commands in between.
             let (last, sqs) = (self.last_fetched, &self.sqs);
             let behind = sqs.range((Bound::Excluded(last), Bound::Unbounded));
             let turns = behind.chain(sqs.range(..=last));
@@ -310,7 +313,7 @@ impl Controller {
                 let room = id == 0 || self.can_fetch(now);
                 if room && !self.fatal && !self.hung && self.take_command(id, now) {
                     more = true;
-                    // The admin queue does not take part in round robin.
+                    // The admin queue is served without round robin.
                     if id != 0 {
                         self.last_fetched = id;
                     }
@@ -377,7 +380,7 @@ impl Controller {
         true
     }
 
-    /// Completes a command. `dnr` sets Do Not Retry if the command failed.
+    /// Completes a command. If the command failed, `dnr` sets Do Not Retry.
     pub(super) fn complete(
         &mut self,
         sq: u16,
@@ -389,14 +392,14 @@ impl Controller {
         self.post(sq, entry);
     }
 
-    /// Posts an entry after the drive has fetched `further` more commands of its Submission Queue.
+    /// Posts an entry later: after the drive has fetched `further` more commands of the entry's Submission Queue.
     pub(super) fn post_delayed(&mut self, sq: u16, entry: [u64; 2], further: u16) {
         if let Some(sq) = self.sqs.get_mut(&sq) {
             sq.delayed.push((further, entry));
         }
     }
 
-    /// Queues an entry for the Completion Queue of a Submission Queue.
+    /// Queues an entry for the Completion Queue that belongs to a Submission Queue.
     pub(super) fn post(&mut self, sq: u16, entry: [u64; 2]) {
         if let Some(sq) = self.sqs.get(&sq)
             && let Some(cq) = self.cqs.get_mut(&sq.cq)
@@ -405,7 +408,7 @@ impl Controller {
         }
     }
 
-    /// Writes queued entries into Completion Queues that have room.
+    /// Writes queued entries into the Completion Queues, as far as they have free entries.
     pub(super) fn post_waiting(&mut self) -> bool {
         let mut posted = false;
         let mut unreachable = None;
@@ -414,7 +417,7 @@ impl Controller {
             while !cq.is_full()
                 && let Some([lower, upper]) = cq.held.pop_front()
             {
-                // SQHD has the present head. An entry of random bytes may name any queue.
+                // SQHD is the head at this time. An entry of random bytes may name a queue that does not exist.
                 let sqid = (upper >> 16) as u16;
                 let head = self.sqs.get(&sqid).map_or(0, |sq| sq.head);
                 let upper =
@@ -442,7 +445,7 @@ impl Controller {
     }
 }
 
-/// Returns the completion entry of a command. `dnr` sets Do Not Retry if the command failed.
+/// Returns the completion queue entry of a command. If the command failed, `dnr` sets Do Not Retry.
 pub(super) fn entry(sq: u16, sqe: &Sqe, outcome: Result<u32, StatusCode>, dnr: bool) -> [u64; 2] {
     let (result, code) = match outcome {
         Ok(result) => (result, status::SUCCESS),

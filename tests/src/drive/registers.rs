@@ -1,4 +1,4 @@
-//! Registers, and the states of CC and CSTS (NVMe Base 2.0, sections 3.1.3, 3.5, 3.6).
+//! Registers, and the states that CC and CSTS describe (NVMe Base 2.0, sections 3.1.3, 3.5, 3.6).
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ const CC_AMS: u32 = 0b111 << 11;
 /// CC.AMS: Weighted Round Robin with Urgent Priority Class.
 const CC_AMS_WEIGHTED: u32 = 1 << 11;
 
-/// State of the controller between disabled and ready. Times are ends of transitions.
+/// State of the controller, from disabled to ready. The times are the ends of transitions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     Disabled,
@@ -34,7 +34,7 @@ pub(super) enum Phase {
 impl Controller {
     fn cap(&self) -> u64 {
         let options = &self.options;
-        // CQR is set.
+        // CAP with CQR set.
         u64::from(options.entries_max - 1)
             | 1 << 16
             | u64::from(options.arbitration != Arbitration::RoundRobin) << 17
@@ -131,7 +131,7 @@ impl Controller {
         }
     }
 
-    /// Fails the controller if it does not have the selected arbitration mechanism.
+    /// Makes the controller fail if it does not support the selected arbitration mechanism.
     fn select_arbitration(&mut self, ams: u32) {
         match (ams, self.options.arbitration) {
             (0, _) | (CC_AMS_WEIGHTED, Arbitration::Weighted) => {}
@@ -184,7 +184,7 @@ impl Controller {
         self.phase = Phase::Ready;
     }
 
-    /// Clears the state that a reset clears. The drive no longer accesses memory.
+    /// Clears the state that a reset clears. Afterwards, the drive no longer accesses memory.
     pub(super) fn clear_state(&mut self) {
         self.phase = Phase::Disabled;
         let lasting = |failure: &WeightedFailure| *failure != WeightedFailure::Fatal;
@@ -207,7 +207,7 @@ impl Controller {
         self.doorbells.discard_stores();
     }
 
-    /// Resets the function.
+    /// Resets the function (function level reset).
     pub(super) fn reset_function(&mut self) {
         self.counters.function_resets += 1;
         self.weighted_failure = None;

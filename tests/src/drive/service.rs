@@ -1,4 +1,4 @@
-//! Service times of a drive with a limited number of channels.
+//! Service model: a drive with a limited number of channels, and the time of each command.
 
 use std::time::Duration;
 
@@ -6,24 +6,24 @@ use super::Controller;
 use crate::command::{Sqe, io};
 use crate::memory::PAGE_SIZE;
 
-/// Order in which a drive begins waiting commands.
+/// Order in which a drive begins commands that wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// Round robin arbitration between Submission Queues (NVMe Base 2.0, section 3.4.4.1). A command stays in its queue until
     /// it begins.
     RoundRobin,
-    /// Order of arrival over all queues. The drive fetches commands as soon as their doorbell is rung.
+    /// Order of arrival over all queues: the drive fetches a command as soon as its doorbell is rung.
     Arrival,
 }
 
-/// Channels of a drive, which execute one command at a time each, and their service times.
+/// Number and service times of a drive's channels. A channel executes one command at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Service {
     /// Number of channels.
     pub channels: usize,
     /// Service time of a command, independent of its size.
     pub command: Duration,
-    /// Additional time for each page that the command transfers or zeroes. Deallocation takes no additional time.
+    /// Additional time for each page that the command transfers or zeroes. Deallocation takes none.
     pub page: Duration,
     /// Order in which commands begin.
     pub order: Order,
@@ -40,7 +40,7 @@ impl Controller {
         }
     }
 
-    /// Assigns an I/O command to the channel that is free first. Returns the time of its completion.
+    /// Assigns an I/O command to the channel that becomes free first. Returns the time at which the command completes.
     pub(super) fn begin_service(&mut self, sqe: &Sqe, now: Duration) -> Duration {
         let Some(service) = self.options.service else {
             return now + self.options.latency;

@@ -1,4 +1,4 @@
-//! The drive against the guests' driver, which is given all of its memory at the addresses it has there.
+//! Tests of the drive with the guest driver. The guest's memory is mapped for the drive at guest physical addresses.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use crate::status::{self, StatusCode};
 
 const LONG: Duration = Duration::from_secs(600);
 
-/// A drive and a driver that has brought it up.
+/// A drive, and a driver that has enabled it.
 struct Scene {
     driver: Driver,
     drive: Arc<ModelDrive>,
@@ -115,7 +115,7 @@ fn random_commands_agree_with_the_model_of_a_namespace() {
             }
         }
         model.verify_all(&mut disk).unwrap();
-        // The driver asked for blocks that are not, and nothing else was wrong.
+        // The driver asked for blocks that do not exist, and made no other mistake.
         assert!(scene.drive.model_iommu().faults().is_empty());
         scene.driver.shutdown(false).unwrap();
         scene.driver.disable().unwrap();
@@ -134,7 +134,7 @@ fn queues_have_turns_though_there_is_room_for_one_command() {
     let queue = QueueOptions::polled(16);
     let [mut first, mut second] =
         [1, 2].map(|id| scene.driver.create_queue_pair(id, &queue).unwrap());
-    // The first command keeps the only place until both queues have all of theirs.
+    // The first command occupies the drive's only channel until both queues have all their commands.
     let held = Fault::once(FaultMatch::Io, Effect::Hold);
     scene.drive.inject(held);
     for pair in [&mut first, &mut second] {
@@ -157,7 +157,7 @@ fn queues_have_turns_though_there_is_room_for_one_command() {
     }
 }
 
-/// Enables a drive with CC.AMS. Returns CSTS once it is ready, or has failed.
+/// Enables a drive with the arbitration mechanism `ams` in CC.AMS. Returns CSTS once the drive is ready or has failed.
 fn enabled_with(arbitration: Arbitration, ams: u32) -> (u32, Arc<ModelDrive>) {
     let drive = ModelDrive::start(Options {
         arbitration,
@@ -189,7 +189,7 @@ fn an_arbitration_that_is_not_offered_is_fatal() {
         (Arbitration::Weighted, 0, true, true),
         (Arbitration::Weighted, 1, true, true),
         (Arbitration::Weighted, 7, false, false),
-        // Its host could not know.
+        // The host cannot know that this drive fails, so it has made no mistake.
         (
             Arbitration::FailingWeighted(WeightedFailure::Fatal),
             1,
@@ -212,7 +212,7 @@ fn classes_have_commands_by_weight_and_urgent_ones_go_first() {
     };
     let drive = ModelDrive::start(options);
     let mut controller = drive.controller();
-    // High, Medium and Low have three, two and one command in a round.
+    // In a round, High may have three commands, Medium two, and Low one.
     controller.arbitration = 0x0201_0000;
     for (id, class) in [(1, 2), (2, 1), (3, 3), (4, 0), (5, 2)] {
         let commands = if class == 0 { 2 } else { 60 };
@@ -262,7 +262,7 @@ fn host_violations_are_detected() {
     scene
         .driver
         .write_doorbell(1, crate::doorbell::Side::SqTail, 64);
-    // Until the drive has looked: another doorbell would replace it.
+    // The drive must have read each doorbell value before the next value replaces it.
     while complaints(&scene) < 6 {
         std::thread::sleep(Duration::from_micros(20));
     }
@@ -282,7 +282,7 @@ fn each_fault_has_its_effect() {
     assert_eq!(failed.code(), status::NAMESPACE_NOT_READY);
     assert!(!failed.do_not_retry());
 
-    // Lost, then aborted.
+    // The command is lost, and then aborted.
     inject(Effect::Lose);
     let lost = queue.submit(Sqe::flush(1)).unwrap();
     queue.ring();
@@ -294,7 +294,7 @@ fn each_fault_has_its_effect() {
     let aborted = queue.wait(lost, LONG).unwrap();
     assert_eq!(aborted.status().code(), status::ABORT_REQUESTED);
 
-    // Unexpected entries.
+    // The drive posts unexpected entries.
     for (effect, entries) in [
         (Effect::CompleteTwice, 2),
         (Effect::CompleteUnknown, 2),
@@ -311,7 +311,7 @@ fn each_fault_has_its_effect() {
         assert!(found.iter().any(|cqe| cqe.cid() == cid), "{effect:?}");
     }
 
-    // An entry that comes again while the second command after it is in flight.
+    // The entry is posted again while the second command after it is in flight.
     inject(Effect::CompleteAgain(2));
     let mut submitted = Vec::new();
     let mut found = Vec::new();
@@ -328,13 +328,13 @@ fn each_fault_has_its_effect() {
     submitted[2..].sort_unstable();
     assert_eq!(found, submitted);
 
-    // Failures of the controller, which a reset cures.
+    // After each of these failures of the controller, a reset helps.
     for effect in [Effect::Fatal, Effect::Hang] {
         let met = drive.counters().faults_matched + 1;
         inject(effect);
         queue.submit(Sqe::flush(1)).unwrap();
         queue.ring();
-        // Before it can take the admin command, which it would carry out.
+        // The fault must stop the controller before it executes the admin command.
         while drive.counters().faults_matched < met {
             std::thread::sleep(Duration::from_micros(20));
         }
@@ -405,7 +405,7 @@ fn events_are_told_once_until_their_log_page_is_read() {
         [1, 0, 0, 0, 0, 0, 0, 0]
     );
     assert_eq!(driver.identify_namespace(1).unwrap().nsze, 100);
-    // The second warning waits for the page to be read.
+    // The second warning is only reported after the log page was read.
     let page = crate::admin::LogPage::of_controller(2, 512);
     let health = driver.log_page(page).unwrap();
     assert_eq!((health[0], health[1]), (2, 361_u16 as u8));

@@ -1,9 +1,9 @@
 //! Model of a namespace's answers, for property tests.
 //!
-//! The model contains the possible contents of each logical block. After a write, there is one. A deallocation is a hint:
-//! afterwards the block has its old content or zeroes, until a read shows which. A test passes [`Op`]s to [`Model::step`],
-//! which executes them on the device and compares the answers. [`Op::choose`] creates them from arbitrary numbers, so that a
-//! property test can shrink them.
+//! The model contains the possible contents of each logical block. After a write, only one content is possible. A
+//! deallocation is a hint: afterwards, the old content and zeroes are both possible, until a read shows one of them. A test
+//! passes [`Op`]s to [`Model::step`], which executes them on the device and compares the answers. [`Op::choose`] creates
+//! them from arbitrary numbers, so that a property test can shrink them.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ pub use op::{Limits, Op};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Content {
     Zero,
-    /// Pattern of a tag and block. The block differs from the present one after a Copy.
+    /// Pattern of this tag and block number. After a Copy, the block number is that of the source.
     Pattern {
         tag: u64,
         lba: u64,
@@ -87,7 +87,7 @@ pub enum Mismatch {
 #[derive(Clone, Debug)]
 pub struct Model {
     limits: Limits,
-    /// Possible contents of untouched blocks.
+    /// Possible contents of blocks that no operation has touched.
     initial: Possible,
     touched: BTreeMap<u64, Possible>,
 }
@@ -125,7 +125,7 @@ impl Model {
         !possible.is_empty() && possible.iter().all(|c| *c == Content::Uncorrectable)
     }
 
-    /// Removes contents that `keep` rejects from a block's possible ones. Returns false if none is left.
+    /// Removes those possible contents of a block that `keep` rejects. Returns false if none is left.
     fn narrow(&mut self, lba: u64, keep: impl Fn(Content) -> bool) -> bool {
         let mut possible = self.possible_contents(lba).clone();
         if possible.is_empty() {
@@ -186,7 +186,7 @@ impl Model {
         self.judge(op, code, &data, block_size)
     }
 
-    /// Compares an answer with the model, and updates the model.
+    /// Compares an answer of the device with the model, and updates the model.
     fn judge(
         &mut self,
         op: &Op,
@@ -202,7 +202,7 @@ impl Model {
             })
         };
         if !self.is_addressable(op) {
-            // A Copy may fail at an unreadable source before it reaches the range beyond the namespace.
+            // A Copy whose range is beyond the namespace may still fail first at a source block that is unreadable.
             let bad_source = code == status::UNRECOVERED_READ_ERROR && self.may_fail_first(op);
             if code != status::LBA_OUT_OF_RANGE && !bad_source {
                 return wrong("LBA Out of Range");
@@ -284,7 +284,7 @@ impl Model {
         }
     }
 
-    /// Returns whether a source block of a Copy may be unreadable.
+    /// Returns whether a Copy may fail at an unreadable source block.
     fn may_fail_first(&self, op: &Op) -> bool {
         let Op::Copy { ranges, .. } = op else {
             return false;
@@ -295,7 +295,8 @@ impl Model {
             .any(|&(slba, blocks)| Self::range(slba, blocks).any(|lba| self.may_fail(lba)))
     }
 
-    /// Updates the model after a refused operation. A command of several ranges may have executed the valid ones.
+    /// Updates the model after the device refused an operation. A command with several ranges may have taken effect on its
+    /// valid ranges.
     fn on_refusal(&mut self, op: &Op) {
         match op {
             Op::Deallocate { ranges } => {
@@ -352,7 +353,8 @@ impl Model {
         }
     }
 
-    /// Returns whether success or Unrecovered Read Error is possible for these blocks.
+    /// Checks a status against the readability of the blocks. Returns whether success or Unrecovered Read Error is
+    /// possible.
     fn judge_media(&self, slba: u64, blocks: u32, code: StatusCode) -> bool {
         let mut range = Self::range(slba, blocks);
         match code {

@@ -74,13 +74,13 @@ pub enum Op {
 }
 
 impl Op {
-    /// Creates an operation from arbitrary numbers. Most are near the start of the namespace, so that they overlap; some are at
-    /// its end, and a few beyond it.
+    /// Creates an operation from arbitrary numbers. Most operations are near the start of the namespace, so that they
+    /// overlap. Some are at the end of the namespace, and a few beyond its end.
     pub fn choose(words: [u64; 4], limits: &Limits) -> Self {
         let [kind, place, size, more] = words;
         let blocks = 1 + (size % u64::from(limits.transfer.max(1))) as u32;
         let slba = Self::place(place, limits);
-        // With few tags, Compare often finds equal data.
+        // There are few tags, so that Compare often finds equal data.
         let tag = more % 4;
         match kind % 16 {
             0..4 => Self::Read { slba, blocks },

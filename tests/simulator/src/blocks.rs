@@ -1,4 +1,4 @@
-//! A drive's blocks, which outlive the process that uses the drive.
+//! Blocks of a simulated drive, which outlive the process that uses the drive.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use nvme_spec::status::Status;
 
 use crate::history::BLOCK;
 
-/// A drive.
+/// A drive in memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Blocks {
     bytes: Arc<Mutex<Vec<u8>>>,
@@ -47,7 +47,7 @@ impl Blocks {
         Self { time, ..self }
     }
 
-    /// Places the drive at `path`: its metadata files lie beside this file. The blocks stay the same.
+    /// Places the drive at `path`, beside which its metadata files lie. The blocks stay the same.
     pub(crate) fn at(self, path: &Path) -> Self {
         Self {
             path: Some(path.to_owned()),
@@ -88,7 +88,7 @@ impl BackingStore for Blocks {
     }
 }
 
-/// A controller of the drive for one lease.
+/// Host controller of the drive for one lease.
 #[derive(Clone, Debug)]
 struct LeasedBlocks {
     blocks: Blocks,
@@ -115,7 +115,7 @@ impl CommandExecutor for LeasedBlocks {
         let (start, len) = (slba.0 as usize * BLOCK, blocks as usize * BLOCK);
         let data = DataPointer::from_sqe(sqe);
         let mut at = 0;
-        // Guest memory may make this thread wait for other actors, so the lock is not held here.
+        // The lock is released here, because an access to guest memory may make this thread wait for other actors.
         let moved = match opcode {
             NvmOpcode::READ => {
                 let read = self.blocks.bytes()[start..start + len].to_vec();
@@ -150,7 +150,8 @@ impl CommandExecutor for LeasedBlocks {
         NvmOpcode(sqe.opcode()) == NvmOpcode::WRITE_ZEROES
     }
 
-    /// Zeroes one block per turn, so that commands of other queues run in between.
+    /// Executes one step of a command that zeroes blocks: one block per step, so that commands of other queues run in
+    /// between.
     fn execute_step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> ExecutionStep {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let mut block = *sqe;

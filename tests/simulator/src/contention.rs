@@ -1,9 +1,10 @@
-//! Guests that share one poller. The clock moves with calls only: reads, signals, memory accesses, submissions, deallocations
+//! Guests that share one poller. Only calls advance the clock: reads, signals, memory accesses, submissions, deallocations
 //! and log lines take time.
 //!
-//! Both scenarios have two phases and compare the command latencies of the phases. In `shares`, a guest with one outstanding
-//! command runs beside a function with one busy queue, then with sixteen. In `attackers`, four such guests run beside a fifth
-//! guest. The fifth guest is quiet at first, then delays the poller as much as it can.
+//! Both scenarios have two phases and compare the command latencies of the phases. In `shares`, a guest with one
+//! outstanding command runs beside a function with one busy queue; in the second phase, the function has sixteen busy
+//! queues. In `attackers`, four guests with one outstanding command each run beside a fifth guest. The fifth guest is quiet
+//! in the first phase, and delays the poller as much as it can in the second.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::MetadataExt;
@@ -37,14 +38,15 @@ use crate::history::BLOCK;
 use crate::runs::OmittedParts;
 use crate::scenario::{LOW, LOW_LEN, Started, config, interrupts, lease_on};
 
-/// Size of a command in blocks of 512 bytes (4 KiB), and of a guest's range.
+/// Size of a command in blocks of 512 bytes (4 KiB), and size of a guest's range.
 const COMMAND_BLOCKS: u32 = 8;
 const RANGE_BLOCKS: usize = 64;
 
-/// Time of a read on the drive in memory.
+/// Duration of a read on the drive in memory.
 const READ: Duration = Duration::from_micros(5);
 
-/// Commands of a guest in each phase, and before the phase with an attacker. Servers adapt to the guest in these.
+/// Number of commands of a guest in each phase, and before the phase with an attacker. In the latter, the server adapts to
+/// the guest.
 const COMMANDS: usize = 700;
 const FIRST: usize = 100;
 
@@ -54,34 +56,34 @@ const PAUSE: u64 = 200_000;
 /// Longest time that a poller spends on one function per round.
 const QUANTUM: Duration = Duration::from_micros(50);
 
-/// Longest latency while the attacker is not yet detected. Other functions move to another thread after 4 ms, and if all
-/// pollers sleep, the watcher checks for this every 40 ms.
+/// Longest latency until the poller's other functions have moved away from the attacker. They move to another thread after
+/// 4 ms. If all pollers sleep, the watcher checks for this every 40 ms.
 const LONGEST: Duration = Duration::from_millis(50);
 
-/// Queues of a busy function, and the commands of each.
+/// Number of queues of a busy function, and number of commands in each queue.
 const QUEUES: u16 = 16;
 const DEPTH: usize = 8;
 
-/// Time of a signal to an eventfd that has 200,000 waiters.
+/// Duration of a signal to an eventfd that has 200,000 waiters.
 const SIGNAL: Duration = Duration::from_millis(2);
-/// Time of an access to memory into which a hole is being punched.
+/// Duration of an access to memory into which a hole is being punched.
 const ACCESS: Duration = Duration::from_millis(60);
-/// Time of a submission to a file system that another process implements (FUSE).
+/// Duration of a submission to a file system that another process implements (FUSE).
 const SUBMISSION: Duration = Duration::from_millis(25);
-/// Time to deallocate one MiB of a range that is a hole already.
+/// Duration of deallocating one MiB of a range that is a hole already.
 const DEALLOCATION: Duration = Duration::from_micros(2);
-/// Time to write a log line.
+/// Duration of writing a log line.
 const LINE: Duration = Duration::from_micros(200);
 
 /// Size of the drive on which holes are deallocated.
 const HOLES: u64 = 64 << 20;
 
-/// A function and its guest. The guest performs a single task.
+/// A function and its guest, which does one thing at a time.
 struct Client {
     controller: Controller,
     queues: Vec<QueuePair>,
     vectors: Vec<Arc<Interrupt>>,
-    /// File descriptor by which the server signals the first queue's vector.
+    /// File descriptor that the server signals for the first queue's vector.
     signalled: RawFd,
     memory: GuestMemory,
     buffer: DmaBuffer,
@@ -167,7 +169,7 @@ impl Client {
         }
     }
 
-    /// Keeps the first `queues` queues full until the flag is set. Returns the number of commands.
+    /// Keeps the first `queues` queues full until the flag is set. Returns the number of completed commands.
     fn keep_busy(&mut self, queues: usize, is_over: &AtomicBool) -> u64 {
         let sqe = self.read(0);
         let mut in_flight = vec![0; queues];
@@ -222,7 +224,7 @@ fn range_of(guest: usize) -> ByteRange {
     ByteRange::new(guest as u64 * bytes, bytes).expect("a range")
 }
 
-/// Starts a world in which all functions share one poller. A watcher thread runs too.
+/// Creates the poller pool, in which all functions share one poller. A watcher thread runs, too.
 fn start_pollers() -> Arc<PollerPool> {
     let engine = Engine::of_thread().expect("a scheduler");
     engine.charge_only_calls();
@@ -232,7 +234,7 @@ fn start_pollers() -> Arc<PollerPool> {
     pollers
 }
 
-/// Compares a guest's latencies beside a function with one busy queue and beside the same function with sixteen.
+/// Compares the latencies of a guest in two phases: beside a function with one busy queue, and with sixteen busy queues.
 pub(crate) fn run_shares(less: OmittedParts, rng: &mut Rng) {
     let pollers = start_pollers();
     let drive = timed_drive(2);
@@ -296,7 +298,7 @@ const ATTACKS: [Attack; 5] = [
     Attack::Log,
 ];
 
-/// A logger that charges time for each line.
+/// Logger that takes simulated time for each line.
 struct SlowLogger;
 
 impl log::Log for SlowLogger {
@@ -339,7 +341,7 @@ fn drive_of(attack: Attack, shared: &Arc<Drive>, guests: usize) -> (Arc<Drive>, 
 }
 
 impl Client {
-    /// Performs one iteration of the attack.
+    /// Makes one step of the attack.
     fn attack(&mut self, attack: Attack) {
         match attack {
             Attack::Signals | Attack::Submissions => drop(self.execute_after_pause(self.read(0))),
@@ -349,7 +351,7 @@ impl Client {
         }
     }
 
-    /// Deallocates the drive repeatedly, with the most ranges that a command can have.
+    /// Deallocates the whole drive repeatedly, by commands with the maximum number of ranges.
     fn deallocate(&mut self) {
         let half = HOLES / 2 / BLOCK as u64;
         let ranges: Vec<u8> = (0..256_u64)
@@ -364,7 +366,7 @@ impl Client {
         self.execute_after_pause(sqe);
     }
 
-    /// Writes doorbell values that are outside the queue.
+    /// Writes invalid doorbell values, outside of the queue.
     fn write_invalid_doorbell(&mut self) {
         clock::sleep(Duration::from_nanos(self.rng.below(PAUSE)));
         let value = 1000 + self.rng.below(60_000) as u32;
@@ -372,7 +374,7 @@ impl Client {
         self.controller.write_doorbell(1, side, value);
     }
 
-    /// Prepares an attack: from now on, the attacker's calls take their extra time.
+    /// Prepares an attack. From now on, the attacker's calls take additional time.
     fn prepare(&self, attack: Attack) {
         match attack {
             Attack::Signals => costs::slow_signals(self.signalled, SIGNAL),
@@ -391,7 +393,7 @@ impl Client {
     }
 }
 
-/// Compares guests' latencies beside a quiet guest and beside an attacker.
+/// Compares the latencies of guests in two phases: beside a quiet guest, and beside an attacker.
 pub(crate) fn run_attackers(less: OmittedParts, rng: &mut Rng) {
     let pollers = start_pollers();
     let attack = ATTACKS[rng.below(ATTACKS.len() as u64) as usize];

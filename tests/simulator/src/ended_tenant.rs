@@ -1,7 +1,7 @@
-//! A tenant of a physical drive ends while the drive still executes commands of this tenant.
+//! A function with a lease of a physical drive ends while the drive still executes its commands.
 //!
-//! The next tenant gets the range only after the last such command has ended. After this, none of the old commands takes
-//! effect, and none accesses the old guest's memory.
+//! The next function gets the range only after the last of these commands has ended. From then on, none of them may take
+//! effect or access the ended guest's memory.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -22,19 +22,19 @@ use crate::scenario::{
     HIGH, HIGH_LEN, Host, LOW, LOW_LEN, Scenario, any_persona, buffers, plug, sleep_randomly,
 };
 
-/// Longest time that the drive delays a command. A function that ends waits less than this.
+/// Longest time for which the drive delays a command. A function that ends waits for a shorter time.
 const DELAY_MAX: Duration = Duration::from_secs(36);
 
-/// Time for delayed commands of the ended function to take effect, if there are any.
+/// Time for which the test waits for late effects of delayed commands.
 const LATE_COMMANDS_TIME: Duration = Duration::from_secs(8);
 
 /// Maximum number of delayed commands.
 const DELAYED_COMMANDS_MAX: u64 = 4;
 
-/// Time limit for the end of a tenant's commands and lease. The drive may execute the commands one by one.
+/// Time limit for the end of a function's commands and of its lease. The drive may execute the delayed commands one by one.
 const END_TIMEOUT: Duration = Duration::from_secs(160);
 
-/// A tenant's guest, and its function.
+/// A function with a lease, and its guest.
 struct Tenant {
     guest: Guest<Registers>,
     bar: Arc<InProcess>,
@@ -67,10 +67,10 @@ impl Tenant {
     }
 }
 
-/// Ends a tenant whose commands the drive delays, then leases the range to another tenant.
+/// Ends a function whose commands the drive delays, then leases its range to another function.
 ///
 /// # Panics
-/// The second tenant gets the range too early, or never.
+/// The second function gets the range too early, or never.
 pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let host = Host::new(Scenario::Endings, 1, PollerPool::new(), rng);
     let history = Arc::new(Mutex::new(History::new(0, BLOCKS)));
@@ -107,7 +107,7 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     host.close(true);
 }
 
-/// Makes the drive delay some of the next commands.
+/// Makes the drive delay some of its next commands.
 fn delay_commands(model: &ModelDrive, rng: &mut Rng) {
     for _ in 0..1 + rng.below(DELAYED_COMMANDS_MAX) {
         let kept = Duration::from_millis(rng.below(DELAY_MAX.as_millis() as u64));
@@ -116,7 +116,7 @@ fn delay_commands(model: &ModelDrive, rng: &mut Rng) {
     }
 }
 
-/// Requests the ended tenant's range until it is free.
+/// Requests the range of the ended function until it is free.
 fn next_lease(host: &Host, rng: &mut Rng) -> Lease {
     let began = clock::monotonic();
     loop {

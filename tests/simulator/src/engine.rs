@@ -1,8 +1,9 @@
 //! Scheduler of a simulation: one thread, one clock, one seed.
 //!
-//! Each actor has its own stack ([`generator`]). At each step that is visible to other actors, the scheduler may switch to
-//! another actor. The scheduler polls a waiting actor after other actors had effects, and when the actor's timeout is over. The
-//! clock advances with each step. If all actors wait, the clock jumps to the next timeout.
+//! Each actor is a simulated thread with its own stack ([`generator`]). At each step that is visible to other actors, the
+//! scheduler may switch to another actor. The scheduler polls a waiting actor after a step of another actor that may have
+//! effects, and when the waiting actor's timeout has passed. The clock advances with each step. If all actors wait, the
+//! clock jumps to the next timeout.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -23,14 +24,14 @@ use crate::runs::OmittedParts;
 /// Stack size of an actor, in words.
 const STACK: usize = 64 << 10;
 
-/// Numbers of steps after which a simulation counts as endless.
+/// Numbers of steps after which a simulation is considered endless.
 #[derive(Clone, Copy, Debug)]
 struct StepLimits {
-    /// Steps in which no guest takes a completion. A drive may keep a command for 36 s, for which a poller looks for its
-    /// completion.
+    /// Limit of steps in which no guest takes a completion. A drive may delay a command for 36 s, and a poller polls for
+    /// its completion during this time.
     idle: u64,
-    /// Steps of a simulation whose guests take completions, and perhaps submit the same commands again and again. Pollers
-    /// take most steps of a world in which each command comes just before its poller would sleep.
+    /// Limit of all steps. It also covers guests that take completions, but submit the same commands again and again. If
+    /// each command comes just before its poller would sleep, most steps of the simulation are the pollers'.
     all: u64,
 }
 
@@ -40,10 +41,10 @@ impl StepLimits {
         all: 4_000_000_000,
     };
 
-    /// Checks that a simulation may still end.
+    /// Checks that the simulation is within the limits.
     ///
     /// # Panics
-    /// If it has taken too many steps, or too many since a guest took a completion.
+    /// The simulation has taken too many steps, or too many since a guest took a completion.
     fn check(self, steps: u64, idle_steps: u64) {
         let Self { idle, all } = self;
         assert!(
@@ -54,14 +55,14 @@ impl StepLimits {
     }
 }
 
-/// Value of `descheduled` for a held actor.
+/// Value of `descheduled` for an actor of a process that is held.
 const HELD_UNTIL: Duration = Duration::MAX;
 
-/// Step time in nanoseconds, and maximum number of steps between two switches, if only calls are charged.
+/// Step time in nanoseconds, and maximum number of steps between two switches, after [`Engine::charge_only_calls`].
 const QUICK_STEP: u64 = 4;
 const QUICK_STICKINESS: u64 = 64;
 
-/// Number of steps in a report.
+/// Number of last steps that a report contains.
 const LAST_STEPS: usize = 200;
 
 type Stack = Generator<'static, (), Yield>;
@@ -80,14 +81,14 @@ struct Actor {
     state: State,
     /// Number of the process to which this thread belongs.
     process: u64,
-    /// Moment from which the actor may run again.
+    /// Time from which the actor may run again.
     descheduled: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Ready,
-    /// Waits until a moment, or until the effect counter differs from `seen`.
+    /// Waits until a time, or until the effect counter differs from `seen`.
     Waits {
         until: Option<Duration>,
         seen: u64,
@@ -95,22 +96,22 @@ enum State {
     Ended,
 }
 
-/// Scheduling parameters, chosen by the seed.
+/// Scheduling parameters, which the seed chooses.
 #[derive(Clone, Copy, Debug)]
 struct SchedulingParameters {
     /// Average duration of a step, in nanoseconds.
     step: u64,
     /// Average number of steps between two switches.
     stickiness: u64,
-    /// Step kinds whose quarter (see `heat`) is below this number always cause a switch.
+    /// Bound for kinds of steps that always cause a switch: those whose value in `heat` is below it.
     hot: u64,
-    /// Quarter of each kind of step, two bits each.
+    /// Random value from 0 to 3 for each kind of step, two bits each.
     heat: u64,
-    /// Average number of steps between two long preemptions. 0 means never.
+    /// Average number of steps between two long preemptions; 0 for none.
     preemption_interval: u64,
     /// Longest duration of a long preemption, in nanoseconds.
     preemption_max: u64,
-    /// Average number of stores per delayed store. 0 means never.
+    /// Average number of stores for each delayed store; 0 for no delayed stores.
     late: u64,
 }
 
@@ -129,12 +130,12 @@ impl SchedulingParameters {
     }
 }
 
-/// Returns a number below `bound`, derived from the lowest 16 bits of `random`. `bound` is less than 65,536.
+/// Returns a number below `bound` from the lowest 16 bits of `random`. `bound` must be less than 65,536.
 const fn share(random: u64, bound: u64) -> u64 {
     ((random & 0xFFFF) * bound) >> 16
 }
 
-/// State of a simulation except for the actors' stacks.
+/// State of a simulation, without the actors' stacks.
 #[derive(Debug)]
 struct Core {
     rng: Rng,
@@ -142,22 +143,22 @@ struct Core {
     now: u64,
     limits: StepLimits,
     steps: u64,
-    /// Steps up to which a guest last took a completion.
+    /// Number of steps when a guest last took a completion.
     last_completion_step: u64,
     commands: u64,
-    /// Number of steps so far that may be visible to waiting actors.
+    /// Effect counter: number of steps that may be visible to waiting actors.
     effects: u64,
-    /// Value of `effects` at which all waiting actors have been polled.
+    /// Value of `effects` when all waiting actors were last polled.
     polled_effects: u64,
     actors: Vec<Actor>,
     processes: u64,
     last: VecDeque<(u64, usize, ActorEvent)>,
 }
 
-/// The thread's scheduler.
+/// Scheduler of a thread.
 pub(crate) struct Engine {
     core: RefCell<Core>,
-    /// New actors that have no stack in the scheduler yet.
+    /// New actors, for which the scheduler has not created a stack yet.
     started: RefCell<Vec<ActorWork>>,
     current: Cell<Option<usize>>,
 }
@@ -166,13 +167,13 @@ thread_local! {
     static ENGINE: Cell<Option<&'static Engine>> = const { Cell::new(None) };
 }
 
-/// A killed process that has not ended yet.
+/// A process that was killed, but has not ended completely.
 #[derive(Debug)]
 #[must_use = "others wait for its end"]
 pub(crate) struct DyingProcess(u64);
 
 impl DyingProcess {
-    /// Ends the process. No state of the process remains.
+    /// Ends the process completely. After this, none of its state remains.
     pub(crate) fn end(self) {
         sockets::end_process(self.0);
     }
@@ -183,25 +184,25 @@ impl DyingProcess {
 pub(crate) struct Process(u64);
 
 impl Process {
-    /// Returns the number of the process, which is unique in the simulation.
+    /// Returns the number of the process, which no other process of the simulation has.
     pub(crate) const fn number(&self) -> u64 {
         self.0
     }
 }
 
-/// Statistics of a simulation without a failure.
+/// Statistics of a successful simulation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outcome {
-    /// Steps of all actors.
+    /// Number of steps of all actors.
     pub(crate) steps: u64,
-    /// Commands that functions read from their guests' queues.
+    /// Number of commands that functions have read from their guests' queues.
     pub(crate) commands: u64,
     /// Simulated time.
     pub(crate) time: Duration,
 }
 
 impl Engine {
-    /// Installs the thread's scheduler, which lives as long as the thread.
+    /// Creates the calling thread's scheduler, which lives as long as the thread.
     pub(crate) fn install() -> &'static Self {
         let engine: &'static Self = Box::leak(Box::new(Self {
             core: RefCell::new(Core::new(0)),
@@ -213,7 +214,7 @@ impl Engine {
         engine
     }
 
-    /// Returns the calling thread's scheduler, if the thread has one.
+    /// Returns the calling thread's scheduler; `None` if the thread has none.
     pub(crate) fn of_thread() -> Option<&'static Self> {
         ENGINE.get()
     }
@@ -272,7 +273,7 @@ impl Engine {
             self.core.borrow_mut().on_yield(next, ended);
         }
         for stack in stacks {
-            // The stacks of killed processes are not unwound.
+            // The stack of a killed process is not unwound, so that no destructors run.
             if !stack.is_done() {
                 std::mem::forget(stack);
             }
@@ -294,12 +295,13 @@ impl Engine {
         Process(process)
     }
 
-    /// Kills all actors of a process at their present steps. Their stores become visible.
+    /// Kills all actors of a process at their current steps. Their delayed stores become visible.
     pub(crate) fn kill(&self, process: Process) {
         self.kill_before_drive(process).end();
     }
 
-    /// Kills a process as [`Self::kill`] does, but delays its end: the kernel has closed the sockets, but not the drive.
+    /// Kills a process like [`Self::kill`], but delays its complete end: the kernel has closed the sockets of the process,
+    /// and not its drive yet.
     pub(crate) fn kill_before_drive(&self, Process(process): Process) -> DyingProcess {
         let killed = self.with_core(|core| {
             core.effects += 1;
@@ -320,13 +322,14 @@ impl Engine {
         DyingProcess(process)
     }
 
-    /// Suspends a process for some time: its actors stop at their present steps.
+    /// Suspends a process for `time`: its actors stop at their current steps.
     pub(crate) fn suspend(&self, process: &Process, time: Duration) {
         let until = self.with_core(|core| Duration::from_nanos(core.now) + time);
         self.deschedule(process, until);
     }
 
-    /// Suspends a process until [`Self::release`]: its actors stop at their present steps. Their stores become visible.
+    /// Suspends a process until [`Self::release`]: its actors stop at their current steps. Their delayed stores become
+    /// visible.
     pub(crate) fn hold(&self, process: &Process) {
         for actor in self.deschedule(process, HELD_UNTIL) {
             store_buffers::drain(actor);
@@ -338,7 +341,7 @@ impl Engine {
         self.deschedule(process, Duration::ZERO);
     }
 
-    /// Keeps the actors of a process from running until a moment. Returns the numbers of the actors.
+    /// Prevents the actors of a process from running until a given time. Returns the numbers of the actors.
     fn deschedule(&self, Process(process): &Process, until: Duration) -> Vec<usize> {
         self.with_core(|core| {
             core.effects += 1;
@@ -365,8 +368,8 @@ impl Engine {
         });
     }
 
-    /// Makes steps nearly free, and preemptions of long duration impossible. From now on, mainly calls that [cost](costs) time
-    /// move the clock.
+    /// Makes steps take almost no time, and prevents long preemptions. From now on, mainly calls with a [cost](costs)
+    /// advance the clock.
     pub(crate) fn charge_only_calls(&self) {
         self.with_core(|core| {
             core.parameters = SchedulingParameters {
@@ -417,7 +420,7 @@ impl Engine {
         text
     }
 
-    /// Returns the statistics so far. While the engine records a step, all numbers are zero.
+    /// Returns the statistics so far. While the engine records a step, all numbers are zero, since the core is borrowed.
     pub(crate) fn progress(&self) -> Outcome {
         let core = self.core.try_borrow();
         core.map(|core| core.progress()).unwrap_or_default()
@@ -452,7 +455,7 @@ impl Core {
         }
     }
 
-    /// Records a step of an actor. Returns whether the scheduler shall switch to another actor.
+    /// Records a step of an actor. Returns true if the scheduler must switch to another actor.
     fn step(&mut self, actor: usize, event: ActorEvent) -> bool {
         if self.last.len() == LAST_STEPS {
             self.last.pop_front();
@@ -475,7 +478,7 @@ impl Core {
             ..
         } = self.parameters;
         if desched > 0 && share(random >> 16, desched) == 0 {
-            // The exponent is uniform, so short times are as frequent as long times.
+            // The exponent is uniformly distributed, so that short times are as frequent as long times.
             let bits = self.rng.below(u64::from(desched_max.ilog2()));
             let time = self.rng.below(2 << bits);
             self.actors[actor].descheduled = Duration::from_nanos(self.now + time);
@@ -526,7 +529,7 @@ impl Core {
             if self.actors.iter().all(|actor| actor.state == State::Ended) {
                 return None;
             }
-            // Polls all waiting actors once more before the clock advances.
+            // Before the clock advances, all waiting actors are polled once more.
             if self.effects != self.polled_effects {
                 self.effects += 1;
                 self.polled_effects = self.effects;
@@ -555,7 +558,7 @@ impl Engine {
         call(&mut self.core.borrow_mut())
     }
 
-    /// Yields to other actors, if the caller is an actor.
+    /// Yields to other actors. Does nothing if the caller is not an actor.
     fn yield_to_actors(&self, reason: Yield) {
         if self.current.get().is_some() {
             #[expect(
@@ -592,7 +595,7 @@ impl Simulator for Engine {
             let idle = core.steps - core.last_completion_step;
             (others, seen, core.limits, core.steps, idle)
         });
-        // The report of a failure needs the core.
+        // Checked here, where the core is not borrowed: the report of a failure borrows it.
         limits.check(steps, idle);
         if let Some(seen) = seen {
             store_buffers::drain_one(seen as usize);
@@ -640,7 +643,7 @@ mod tests {
         simulation::turn(step, [0; 2]);
     }
 
-    /// Runs a world of actors that lose their processor for a few steps alone. Returns the text of its panic, if it fails.
+    /// Runs a simulation in which actors are only preempted for a few steps. Returns the outcome, or the text of its panic.
     fn run(main: impl FnOnce() + Send + 'static) -> Result<Outcome, String> {
         let engine = Engine::install();
         let less = OmittedParts {
@@ -654,7 +657,8 @@ mod tests {
         })
     }
 
-    /// A guest whose commands take many steps, until it has taken so many completions, beside a poller that polls.
+    /// A guest whose commands take many steps, beside a poller that polls all the time. The guest ends after `completions`
+    /// completions.
     fn guest_and_poller(completions: u32) {
         const STEPS: u32 = 20_000;
         let ended = Arc::new(AtomicBool::new(false));

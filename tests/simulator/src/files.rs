@@ -1,11 +1,13 @@
-//! Tenants of one file. Their server dies at any step, the next server restores their queues, and the machine crashes.
+//! Functions with leases of one file. Their server may die at any step, and the next server restores their queues. The
+//! machine may crash as well.
 //!
 //! The file lies on a simulated disk (`nvme_software::simulated`). The disk has a page cache, a device cache and errors.
-//! Requests of a dead server take effect later, or never. Each block is a register. After a Flush or a FUA write, the test asks
-//! the disk at once whether the data is stable, so the test does not depend on a crash at the right moment.
+//! Requests of a dead server take effect later, or never. The model treats each block as a register. After a Flush or a FUA
+//! write, the test asks the disk immediately whether the data is stable. So the test does not depend on a crash at the
+//! right moment.
 //!
-//! A server may die before it has recorded an error of the kernel. The next server finds the error by spare file descriptions,
-//! which outlive a server.
+//! A server may die before it has recorded an error that the kernel reported. The next server finds this error by spare
+//! open file descriptions, which outlive a server.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,47 +39,49 @@ use crate::restarts::{VmmParts, open_local_backend, sleep_forever};
 use crate::runs::OmittedParts;
 use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, buffers};
 
-/// Blocks of a tenant. With this many pages, a lost block is seldom overwritten before a Flush promises the block.
+/// Number of blocks of a function. With this many pages, a lost block is seldom overwritten before a Flush promises that it
+/// is stable.
 const SHARE_BLOCKS: usize = 4 * BLOCKS;
 
-/// Size of a tenant's range in bytes.
+/// Size of a function's range in bytes.
 pub(crate) const SHARE: u64 = (SHARE_BLOCKS * BLOCK) as u64;
 
 /// Force Unit Access bit in dword 12 of write commands.
 const FUA: u32 = 1 << 30;
 
-/// Longest time of a command. The kernel may delay a few requests by many seconds each.
+/// Longest duration of a command. The kernel may delay a few requests by many seconds each.
 const IO_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Maximum number of requests that the kernel delays, of all tenants.
+/// Maximum number of requests that the kernel delays, for all functions together.
 const DELAYED_REQUESTS_MAX: u64 = 2;
 
 /// Directory of the ledger, on a separate disk.
 const STATE: &str = "/state";
 
-/// Values of a block in `marks`.
+/// Values of a block in `marks`: readable, or marked as unreadable.
 const READABLE: u64 = 0;
 const MARKED: u64 = 1;
 
-/// Expected contents of a tenant's blocks.
+/// Expected contents of a function's blocks.
 #[derive(Debug)]
 struct ExpectedBlocks {
     number: u64,
-    /// Values that a read may return.
+    /// Values that reads may return.
     readable: History,
     /// Values that may be on stable storage.
     stable: History,
-    /// Moment at which the last successful Flush began.
+    /// Time at which the last successful Flush began.
     flushed: Duration,
-    /// Number of disk failures when the VMM connected.
+    /// Number of failures of the disk when the VMM connected.
     failures: u64,
-    /// A server died with a loss in its live state. The loss may be unreal: the server records it before it asks the spare.
+    /// True if a server died after it had recorded lost writes in the in-flight tracking. The loss may not be real: the
+    /// server records it before it asks the spare description.
     may_have_lost_writes: bool,
-    /// Number of Deallocates that remain of a storm.
+    /// Number of Deallocate commands that are left of a series.
     remaining_deallocates: u64,
-    /// Readability of the blocks: Write Uncorrectable marks blocks as unreadable. Marks survive crashes.
+    /// Readability of the blocks: Write Uncorrectable marks blocks as unreadable. The marks survive crashes.
     marks: History,
-    /// True if the work has no commands that delay other tenants for long.
+    /// True if the guest sends no commands that delay other functions for long.
     is_plain: bool,
 }
 
@@ -97,12 +101,12 @@ impl ExpectedBlocks {
         }
     }
 
-    /// Returns whether a read that began at a moment may find an unreadable block.
+    /// Returns whether a read that began at `began` may find an unreadable block.
     fn may_be_marked(&self, mut blocks: std::ops::Range<u64>, began: Duration) -> bool {
         blocks.any(|block| self.marks.may_return(block, began, |value| value == MARKED))
     }
 
-    /// Checks that a read that began at a moment may find all blocks readable.
+    /// Checks that a read that began at `began` may find all blocks readable.
     fn judge_readable(&self, blocks: std::ops::Range<u64>, began: Duration) {
         for block in blocks {
             if let Err(error) = self.marks.judge(block, READABLE, began) {
@@ -116,7 +120,7 @@ impl ExpectedBlocks {
         value_of(block, &disk::stable(offset, BLOCK))
     }
 
-    /// Checks that the writes that had completed at the moment `promised` are stable.
+    /// Checks that the writes are stable that had completed at the time `promised`.
     fn judge_stable(&self, blocks: std::ops::Range<u64>, promised: Duration, what: &str) {
         for block in blocks {
             let value = self.stable_value(block);
@@ -126,7 +130,7 @@ impl ExpectedBlocks {
         }
     }
 
-    /// Checks that a write that cleared marks is stable. A cleared mark must not expose the old data.
+    /// Checks that a write that cleared marks is stable: without the mark, the block must not show its old data.
     fn judge_cleared(&self, blocks: std::ops::Range<u64>, began: Duration) {
         for block in blocks {
             if self.marks.judge(block, READABLE, began).is_ok() {
@@ -139,7 +143,7 @@ impl ExpectedBlocks {
         }
     }
 
-    /// Handles a crash of the machine: checks the stable values, and continues with these values.
+    /// Handles a crash of the machine: checks the values that are stable, and continues with them.
     fn crash(&mut self, now: Duration) {
         let blocks = self.readable.blocks();
         self.judge_stable(0..blocks, self.flushed, "after a crash, the last Flush");
@@ -149,8 +153,8 @@ impl ExpectedBlocks {
         self.flushed = now;
     }
 
-    /// Handles a new connection of the VMM, when no requests of the previous VMM are in flight. `failures` is the disk's number
-    /// of failures before.
+    /// Handles a new connection of the VMM. The previous VMM has no requests in flight. `failures` is the number of the
+    /// disk's failures so far.
     fn connect(&mut self, failures: u64, now: Duration) {
         self.readable.end_all(now);
         self.stable.end_all(now);
@@ -163,7 +167,7 @@ impl ExpectedBlocks {
     }
 }
 
-/// A guest's work on a tenant's blocks.
+/// Work of a guest on the blocks of its function.
 #[derive(Debug)]
 pub(crate) struct Tenant(Arc<Mutex<ExpectedBlocks>>);
 
@@ -181,7 +185,7 @@ pub(crate) struct Command {
 }
 
 impl Tenant {
-    /// Creates work that only reads, writes and flushes. All blocks are zeroes.
+    /// Creates work that only reads, writes and flushes. All blocks are zeroes at first.
     pub(crate) fn plain(number: u64) -> Self {
         Self(Arc::new(Mutex::new(ExpectedBlocks {
             is_plain: true,
@@ -225,7 +229,7 @@ impl Work for Tenant {
             io::DATASET_MANAGEMENT | io::WRITE_ZEROES => 1 + rng.below(2 * BLOCKS_MAX),
             _ => 1 + rng.below(BLOCKS_MAX),
         };
-        // Other leases are adjacent to the first block and to the last block.
+        // The first and the last block are adjacent to other leases.
         let slba = match rng.below(4) {
             0 => 0,
             1 => most - blocks,
@@ -346,7 +350,7 @@ impl Work for Tenant {
                 known.marks.end(block, end.began, end.now, has_succeeded);
             }
         }
-        // Deallocate is advisory, so the blocks may stay as they were.
+        // Deallocate is a hint, so the blocks may keep their contents.
         let sure = has_succeeded && opcode != io::DATASET_MANAGEMENT;
         for (block, _) in (slba..).zip(&values) {
             known.readable.end(block, end.began, end.now, sure);
@@ -384,7 +388,7 @@ impl Work for Tenant {
     }
 }
 
-/// Chooses the parameters of a disk model.
+/// Returns random parameters of a disk model.
 pub(crate) fn random_disk_parameters(
     less: OmittedParts,
     rng: &mut Rng,
@@ -409,12 +413,12 @@ pub(crate) fn random_disk_parameters(
     }
 }
 
-/// A tenant in one life of its machine.
+/// A function between two crashes of its machine.
 struct TenantLife {
     function: Arc<VmmParts>,
     expected: Arc<Mutex<ExpectedBlocks>>,
     shared: Arc<GuestState>,
-    /// Number of disk failures before the VMM connected.
+    /// Number of failures of the disk when the VMM connected.
     failures: u64,
     guest: Option<(Guest<Tenant>, Vec<QueuePair>)>,
 }
@@ -463,10 +467,10 @@ impl TenantLife {
         Some(engine.start_process("guest", move || guest.run_on(pairs)))
     }
 
-    /// Handles the death of the server.
+    /// Handles the death of the function's server.
     fn on_server_death(&self) {
         self.function.on_server_death();
-        // The call may switch to other actors, so it happens without the lock.
+        // The call may switch to other actors, so the lock is not held here.
         let has_losses = self.function.has_write_errors();
         let mut known = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         known.may_have_lost_writes |= has_losses;
@@ -477,7 +481,7 @@ impl TenantLife {
     }
 }
 
-/// Runs a server for one life.
+/// Runs a server until it is killed.
 fn serve(kept: &[Arc<VmmParts>], life: u64) {
     let path = Path::new("/drive");
     let controller = SoftwareController::open_file(path, 9);
@@ -495,7 +499,7 @@ fn serve(kept: &[Arc<VmmParts>], life: u64) {
     sleep_forever();
 }
 
-/// Runs machines that crash, and servers that die. The last server lives until the guests have finished.
+/// Runs machines that crash, and servers that die. The last server runs until the guests have finished.
 pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let engine = Engine::of_thread().expect("a scheduler");
     let tenants = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
@@ -548,7 +552,7 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
         }
         guests.into_iter().for_each(|guest| engine.kill(guest));
         engine.kill(server);
-        // Otherwise only the processes end, and the machine continues.
+        // In all other cases, only the processes end, and the machine continues.
         if machine == machines || rng.below(3) > 0 {
             disk::crash();
             ledger_disk::crash();

@@ -1,11 +1,12 @@
-//! A disk that stalls for many seconds, beside drives that work.
+//! A disk that stops answering for many seconds (freezes), beside drives that work.
 //!
-//! The guest of a file waits for the disk, or its driver has timeouts: it aborts commands after 5 s. Then it resets its
-//! controller, or enables the controller before the reset is complete. Guests of other drives share the pollers. Upgrades are
-//! attempted during the stall.
+//! The guest of a file on this disk waits for the disk. Or its driver has timeouts: it aborts commands after 5 s. Then it
+//! resets its controller, or enables the controller before the reset is complete. Guests of other drives share the pollers.
+//! Upgrades are attempted while the disk is frozen.
 //!
-//! The guest gets its late completions, or its reset lasts until the host's kernel has no transfers of guest memory. The
-//! controller never fails. An upgrade is refused because of this guest's function, and no other guest waits for the upgrade.
+//! The guest must get its late completions. If it resets the controller, the reset must last until the host's kernel has no
+//! transfers of guest memory in progress. The controller must never fail. An upgrade must be refused because of this
+//! guest's function, without delaying other guests.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
@@ -35,38 +36,39 @@ use crate::scenario::{
     buffers, config, lease_on, plug, policy, sleep_randomly, start_guest,
 };
 
-/// Range of the disk's stall time, in seconds.
+/// Range of the time for which the disk freezes, in seconds.
 const STALL_SECONDS: std::ops::Range<u64> = 30..151;
 
-/// Timeout after which a driver aborts a command, and after which it resets the controller.
+/// Timeout after which a driver aborts a command, and again after which it resets the controller.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Longest time of an Abort.
+/// Longest duration of an Abort.
 const ABORT: Duration = Duration::from_secs(2);
 
-/// Longest time for which an upgrade may block the control thread of a function on a stalled drive.
+/// Longest time for which an upgrade may block the control thread of a function on a frozen drive.
 const UPGRADE: Duration = Duration::from_secs(40);
 
-/// Longest time of a command of the guest with the stalled disk.
+/// Longest duration of a command of the guest with the frozen disk.
 const IO_TIMEOUT: Duration = Duration::from_secs(400);
 
-/// Longest time of another guest's command. An upgrade pauses such a function for at most 100 ms because of another function's
-/// drive.
+/// Longest duration of a command of another guest. Because of the frozen drive of another function, an upgrade pauses its
+/// function for at most 100 ms.
 const NEIGHBOUR: Duration = Duration::from_millis(130);
 
-/// Time limit for commands in flight in the check before an upgrade.
+/// Time that the check before an upgrade gives the commands in flight to end.
 const CHECK: Duration = Duration::from_secs(5);
 
-/// Time within which an upgrade is refused.
+/// Time limit for the refusal of an upgrade.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The guest with the stalled disk.
+/// The guest with the frozen disk.
 struct StalledGuest {
     guest: Guest<files::Tenant>,
     bar: Arc<InProcess>,
     local_backend: Weak<LocalBackend>,
     shared: Arc<GuestState>,
-    /// State of the guest that must end before the frozen guest ends.
+    /// State of a guest that does not exist. It is set to ended once the disk freezes no more; until then, the guest with
+    /// the frozen disk continues.
     companion: Arc<GuestState>,
 }
 
@@ -114,7 +116,7 @@ impl StalledGuest {
         };
         let seed = Rng::new(rng.next_u64());
         let mut guest = Guest::new(files::Tenant::plain(0), persona, conditions, seed, machine);
-        // The guest has commands for as long as the disk may stall.
+        // The guest continues to send commands as long as the disk may freeze.
         let trouble = Arc::new(GuestState::default());
         guest = guest.with_load(Load::Usual, vec![trouble.clone()]);
         if let Some(timeouts) = timeouts {
@@ -130,8 +132,8 @@ impl StalledGuest {
     }
 }
 
-/// Returns a driver that uses doorbell registers, which wake pollers. Without wakes, the simulation would need millions of
-/// polls for the long times of a world.
+/// Returns a driver that uses doorbell registers, which wake pollers. Without such wakes, pollers would have to poll
+/// millions of times during the long times of this scenario.
 fn patient_persona(rng: &mut Rng) -> Persona {
     match any_persona(rng) {
         Persona::Linux | Persona::Spdk | Persona::Libvfn => Persona::FreeBsd,
@@ -144,7 +146,7 @@ struct PausedFunction {
     _resume: Sender<()>,
 }
 
-/// Pauses functions within a time limit, each by a thread of its own, as a server does.
+/// Pauses functions within a time limit. Each function is paused by a separate thread, as in a server.
 fn pause_functions(
     functions: &[Weak<InProcess>],
     places: &[usize],
@@ -170,7 +172,7 @@ fn pause_functions(
                     answered
                 }
             };
-            // The caller may have stopped waiting.
+            // Fails if the caller has stopped waiting.
             drop(answered);
         };
         start_thread("rest", rest).expect("an actor");
@@ -188,7 +190,8 @@ fn pause_functions(
 /// Performs an upgrade up to the hand-over, and checks its refusal.
 ///
 /// # Panics
-/// A function whose drive works causes a refusal, or the upgrade is not refused although the disk has unanswered requests.
+/// The upgrade is refused because of a function whose drive works, or is not refused although the disk has unanswered
+/// requests.
 fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<LocalBackend>, until: Duration) {
     let is_refused = || {
         let is_still = disk::transfers() > 0 && clock::monotonic() + REFUSAL_TIMEOUT < until;
@@ -199,7 +202,7 @@ fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<LocalBackend>, until: Du
         let rests = frozen.quiesce_once(CHECK);
         judge(rests.is_err());
     }
-    // A server decides by the check above. The disk may stall from here on.
+    // The server decides by the check above, so a disk that freezes from here on does not matter.
     let judge = is_refused();
     match pause_all(functions.len(), |places, time| {
         pause_functions(functions, places, time)
@@ -215,7 +218,7 @@ fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<LocalBackend>, until: Du
     }
 }
 
-/// Stalls the disk several times.
+/// Freezes the disk several times.
 fn freeze(
     functions: &[Weak<InProcess>],
     attachment: &Weak<LocalBackend>,
@@ -240,7 +243,7 @@ fn freeze(
     }
 }
 
-/// Runs a guest of a disk that stalls, and guests of other drives.
+/// Runs a guest of a disk that freezes, and guests of other drives.
 pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::max_preemption);
     let pollers = PollerPool::new();

@@ -1,8 +1,8 @@
-//! Quiet and loud guests that share the queue pairs of a physical drive, which the governor divides.
+//! Quiet and loud guests that share the queue pairs of a physical drive. The governor divides the drive between the guests.
 //!
-//! The quiet guest has one outstanding command at a time, and runs until the loud guests have ended. A quiet command waits at
-//! most for the commands that the loud guests can have in the drive. The loud guests progress too, even after a failure of the
-//! drive: no slot of the governor's window is lost.
+//! The quiet guest has one outstanding command at a time, and runs until the loud guests have ended. A command of the quiet
+//! guest waits at most for the commands that the loud guests can have in the drive. The loud guests must progress, too,
+//! even after a failure of the drive: the governor's window must not lose a slot.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,12 +19,12 @@ use crate::scenario::{
     start_guest,
 };
 
-/// Time limits for commands of the quiet guest and of loud guests, without long preemptions: multiples of the time for 80
-/// sequential commands of 2 ms.
+/// Time limits for commands of the quiet guest and of the loud guests, if there are no long preemptions. They are multiples
+/// of the time for 80 sequential commands of 2 ms.
 const QUIET: Duration = Duration::from_millis(500);
 const LOUD: Duration = Duration::from_secs(5);
 
-/// Runs quiet and loud guests on shared queue pairs. In every third world the drive fails.
+/// Runs quiet and loud guests on shared queue pairs. With every third seed, the drive fails.
 pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let scenario = Scenario::Governor;
     let loud = (1 + rng.below(2)).min(less.guests.unwrap_or(u64::MAX));
@@ -39,7 +39,7 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let mut guests = Vec::new();
     for (number, shared) in (0..).zip(&company) {
         let persona = match any_persona(rng) {
-            // EDK2 has one outstanding command only, so it cannot be loud.
+            // EDK2 has only one outstanding command, so it cannot be loud.
             Persona::Edk2 => Persona::Spdk,
             other => other,
         };

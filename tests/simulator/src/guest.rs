@@ -1,4 +1,4 @@
-//! Guests that behave like the drivers of operating systems. Their `Work` checks the results of commands.
+//! Guests that behave like the drivers of operating systems. Their [`Work`] chooses the commands and checks the results.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -23,25 +23,26 @@ use nvme_mpt_tests::rng::Rng;
 /// Size of a command's buffer in bytes.
 const BUFFER: usize = 16 << 10;
 
-/// Number of polls of a controller after a function reset before the guest gives up. Together they take longer than CAP.TO.
+/// Number of polls of a controller after a function reset, before the guest regards the reset as failed. Together, the
+/// polls take longer than CAP.TO.
 const READY_POLLS: u32 = 2000;
 
 /// Time after a Function Level Reset during which a driver must not access the function (PCI Express 4.0, section 6.6.2).
 const FUNCTION_RESET_TIME: Duration = Duration::from_millis(100);
 
-/// Maximum number of resets after failures of a drive. After these, the guest regards the drive as lost.
+/// Maximum number of resets after failures of a drive. After that, the guest regards the drive as lost.
 const FAILURES_MAX: u32 = 20;
 
 /// Asynchronous Event Requests of a driver that submits them at start.
 const EVENT_REQUESTS: usize = 4;
 
-/// Polling interval for a queue without interrupts.
+/// Interval of polling a queue without interrupts.
 const POLL_INTERVAL: Duration = Duration::from_micros(20);
 
-/// Longest pause between commands of a guest with seldom load.
+/// Longest pause between two commands of a guest with [`Load::Seldom`].
 const SELDOM: Duration = Duration::from_millis(150);
 
-/// Fill byte for memory that no command may write.
+/// Fill byte of memory that no command may write to.
 const CANARY: u8 = 0xCA;
 
 /// A driver of an operating system.
@@ -49,7 +50,7 @@ const CANARY: u8 = 0xCA;
 pub(crate) enum Persona {
     /// Linux: shadow doorbells (Doorbell Buffer Config) for I/O queues only, and interrupts.
     Linux,
-    /// libvfn: shadow doorbells for the admin queue too, and no interrupts.
+    /// libvfn: shadow doorbells for the admin queue as well, and no interrupts.
     Libvfn,
     /// Windows: doorbell registers, interrupts, and Asynchronous Event Requests at start.
     StorNvme,
@@ -72,7 +73,7 @@ impl Persona {
         Self::FreeBsd,
     ];
 
-    /// Returns the kind of doorbells that the driver uses for I/O queues.
+    /// Returns the doorbell mode that the driver uses for I/O queues.
     pub(crate) const fn doorbells(self) -> DoorbellMode {
         match self {
             Self::Linux | Self::Libvfn => DoorbellMode::Shadow,
@@ -100,7 +101,7 @@ pub(crate) enum Load {
     Seldom,
 }
 
-/// Parameters and limits of a guest's run.
+/// Parameters and limits of a guest.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Conditions {
     /// Number of rounds of commands.
@@ -109,24 +110,24 @@ pub(crate) struct Conditions {
     pub(crate) io_timeout: Duration,
     /// Longest time of an admin command.
     pub(crate) admin_timeout: Duration,
-    /// True if commands may fail.
+    /// True if commands may fail, because the drive does.
     pub(crate) may_fail: bool,
     /// True if commands may take many seconds.
     pub(crate) may_be_slow: bool,
-    /// Average number of rounds per controller reset. 0 means never.
+    /// Average number of rounds for each controller reset; 0 for no resets.
     pub(crate) resets: u64,
-    /// Average number of rounds per queue deletion. 0 means never.
+    /// Average number of rounds for each queue deletion; 0 for no deletions.
     pub(crate) deletions: u64,
-    /// Average number of rounds per Abort. 0 means never.
+    /// Average number of rounds for each Abort; 0 for no Aborts.
     pub(crate) aborts: u64,
 }
 
-/// Commands of a guest, and the expected results.
+/// Choice of a guest's commands, and their expected results.
 pub(crate) trait Work: Send {
     /// Description of a command.
     type Command: Send;
 
-    /// Value of CC.CSS when the controller is enabled.
+    /// Value of CC.CSS with which the driver enables the controller.
     const COMMAND_SETS: u32;
 
     /// Chooses the next command.
@@ -135,7 +136,7 @@ pub(crate) trait Work: Send {
     /// Returns a command's submission queue entry (without a data pointer) and data.
     fn to_sqe(&self, command: &Self::Command) -> (Sqe, Data);
 
-    /// Records that a command is in its queue.
+    /// Records that a command was put into its queue.
     fn begin(&mut self, command: &mut Self::Command, now: Duration);
 
     /// Checks the result of a command.
@@ -144,7 +145,7 @@ pub(crate) trait Work: Send {
     /// The result is impossible.
     fn end(&mut self, command: Self::Command, end: &CommandEnd<'_>);
 
-    /// Returns commands that read all contents. The guest executes them when no other command is in flight.
+    /// Returns commands that read the whole contents. The guest executes them when no other command is in flight.
     fn verification_commands(&self) -> Vec<Self::Command>;
 }
 
@@ -171,13 +172,13 @@ impl Data {
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CommandEnd<'a> {
-    /// Moment of submission.
+    /// Time of submission.
     pub(crate) began: Duration,
-    /// Moment of completion, or of the loss of the queue.
+    /// Time of the completion, or of the loss of the queue.
     pub(crate) now: Duration,
-    /// Completion queue entry. `None` if the queue is gone: the command took effect before `now`, or never will.
+    /// Completion queue entry. `None` if the queue was lost: the command has taken effect before `now`, or never will.
     pub(crate) cqe: Option<Cqe>,
-    /// True if the command may have failed. It may have taken effect or not.
+    /// True if the command may have failed. Then it may or may not have taken effect.
     pub(crate) is_excused: bool,
     /// Data of the transfer.
     pub(crate) data: &'a [u8],
@@ -190,24 +191,24 @@ impl CommandEnd<'_> {
     }
 }
 
-/// State that a guest shares with its VMM.
+/// State that a guest and its VMM share.
 #[derive(Debug, Default)]
 pub(crate) struct GuestState {
     /// True while commands may use the high memory, which the VMM maps and unmaps.
     pub(crate) plugged: AtomicBool,
-    /// Number of times that the VMM has unmapped the high memory in spite of commands in flight.
+    /// Number of times that the VMM has unmapped the high memory although commands were in flight.
     pub(crate) forced_unmaps: AtomicUsize,
     /// Number of commands in flight that use the high memory.
     pub(crate) users: AtomicUsize,
-    /// True if the guest's processors shall stop.
+    /// True if the guest's processors must stop.
     pub(crate) should_stop: AtomicBool,
     /// True while the guest's processors are stopped.
     pub(crate) is_stopped: AtomicBool,
-    /// True once the guest has created its queues.
+    /// True once the guest has created its I/O queues.
     pub(crate) has_queues: AtomicBool,
-    /// True once the guest's drive may be gone.
+    /// True once the guest's drive may have been removed.
     pub(crate) may_be_gone: AtomicBool,
-    /// Number of the killed server whose drive may still write to the guest's memory. 0 for none.
+    /// Number of a killed server whose drive may still write to the guest's memory; 0 for none.
     pub(crate) killed_server: AtomicU64,
     /// True once the guest has ended.
     pub(crate) ended: AtomicBool,
@@ -223,7 +224,7 @@ pub(crate) struct Buffers {
     pub(crate) high: DmaBuffer,
 }
 
-/// Hardware of a guest as its driver sees it.
+/// Hardware of a guest.
 pub(crate) struct Machine {
     /// Guest memory.
     pub(crate) memory: GuestMemory,
@@ -249,7 +250,7 @@ struct GuestCommand<C> {
     forced_unmaps: usize,
 }
 
-/// Location of a buffer.
+/// Buffer of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Slot {
     high: bool,
@@ -274,16 +275,16 @@ pub(crate) struct Guest<W: Work> {
     buffers: Buffers,
     busy: Vec<Slot>,
     queues: Vec<Queue<W::Command>>,
-    /// Number of failed admin commands.
+    /// Number of admin commands that have failed.
     failures: u32,
     load: Load,
-    /// Guests that must end before this guest ends.
+    /// States of the guests that must end before this guest ends.
     companions: Vec<Arc<GuestState>>,
-    /// Performs a Function Level Reset.
+    /// Performs a Function Level Reset; `None` if the guest performs none.
     reset_function: Option<Box<dyn Fn() + Send>>,
-    /// True once the guest has given up a drive that is gone.
+    /// True once the guest has stopped using a drive that was removed.
     has_given_up: bool,
-    /// Timeouts of the driver, if it has any.
+    /// Timeouts of the driver; `None` without timeouts.
     timeouts: Option<Timeouts>,
     /// True if a command has exceeded the driver's timeout.
     is_late: bool,
@@ -293,9 +294,9 @@ pub(crate) struct Guest<W: Work> {
 
 /// Timeouts of a driver.
 pub(crate) struct Timeouts {
-    /// Timeout of a command. After it the driver aborts commands. After the same time again, the driver resets the controller.
+    /// Timeout of a command, after which the driver aborts it. After twice this time, the driver resets the controller.
     pub(crate) command: Duration,
-    /// Longest time of an Abort, which does not depend on other commands.
+    /// Longest duration of an Abort, which must not depend on other commands.
     pub(crate) abort: Duration,
     /// Longest time without progress of the storage.
     pub(crate) storage: Duration,
@@ -356,7 +357,7 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Sets the load, and the guests that must end first.
+    /// Sets the load, and the guests that must end before this guest.
     pub(crate) fn with_load(self, load: Load, company: Vec<Arc<GuestState>>) -> Self {
         Self {
             load,
@@ -373,12 +374,13 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Attaches, executes the rounds, verifies all written data, and shuts the controller down.
+    /// Attaches to the controller, executes the rounds, verifies all written data, and shuts the controller down.
     pub(crate) fn run(self, bar: Arc<dyn Bar>) {
         self.run_until(bar, || ());
     }
 
-    /// Attaches and creates the queues. Returns the controller and the number of queues that the guest requested.
+    /// Attaches to the controller and creates the queues. Returns the controller, and the number of queues that the guest
+    /// requested.
     fn attach(&mut self, bar: Arc<dyn Bar>) -> Option<(Controller, u16)> {
         let config = Config {
             doorbells: self.persona.doorbells(),
@@ -406,7 +408,8 @@ impl<W: Work> Guest<W> {
         Some((controller, count))
     }
 
-    /// Attaches, executes the rounds, calls `last`, fills the queues, and ends with the commands in flight.
+    /// Attaches to the controller, executes the rounds, calls `last`, fills the queues, and ends while commands are in
+    /// flight.
     pub(crate) fn run_and_abandon(mut self, bar: Arc<dyn Bar>, last: impl FnOnce()) {
         let Some((mut controller, count)) = self.attach(bar) else {
             return;
@@ -425,7 +428,8 @@ impl<W: Work> Guest<W> {
         self.shared.ended.store(true, Ordering::Relaxed);
     }
 
-    /// Attaches, executes the rounds, waits for `end`, verifies all written data, and shuts the controller down.
+    /// Attaches to the controller, executes the rounds, waits for `end`, verifies all written data, and shuts the
+    /// controller down.
     pub(crate) fn run_until(mut self, bar: Arc<dyn Bar>, end: impl FnOnce()) {
         let Some((mut controller, count)) = self.attach(bar) else {
             return;
@@ -454,7 +458,8 @@ impl<W: Work> Guest<W> {
         self.shared.ended.store(true, Ordering::Relaxed);
     }
 
-    /// Leaves a drive that may be gone. After the controller is disabled, the drive must not access the guest's memory.
+    /// Ends the use of a drive that may have been removed. After the controller is disabled, the drive must not access the
+    /// guest's memory.
     fn leave(&mut self, controller: &mut Controller) {
         let disabled = controller.disable();
         disabled.unwrap_or_else(|error| panic!("the controller is not disabled: {error}"));
@@ -467,7 +472,7 @@ impl<W: Work> Guest<W> {
         company.any(|other| !other.ended.load(Ordering::Relaxed))
     }
 
-    /// Gives up a drive that is gone.
+    /// Ends the use of a drive that was removed.
     ///
     /// # Panics
     /// The drive is present, or the guest's access timed out without an answer.
@@ -482,7 +487,7 @@ impl<W: Work> Guest<W> {
         self.has_given_up = true;
     }
 
-    /// Executes the rounds on existing queues, and verifies all written data.
+    /// Executes the rounds on queues that exist already, and verifies all written data.
     pub(crate) fn run_on(mut self, pairs: Vec<QueuePair>) {
         for pair in pairs {
             let next_cid = self.rng.next_u64() as u16;
@@ -547,7 +552,7 @@ impl<W: Work> Guest<W> {
         }
         self.queues[index].pair.ring();
         if self.load != Load::Seldom && self.one_in(6) {
-            // The pause may be long enough for pollers to fall asleep.
+            // The pause may be long enough for the pollers to park.
             let bits = self.rng.below(24);
             clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
         }
@@ -583,8 +588,8 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Handles a failed admin command. The drive may have failed, so the driver resets the controller a limited number of
-    /// times.
+    /// Handles a failed admin command. The drive may have failed, so the driver resets the controller. The number of resets
+    /// is limited.
     fn recover_from_admin_failure(
         &mut self,
         controller: &mut Controller,
@@ -719,7 +724,7 @@ impl<W: Work> Guest<W> {
         Ok(())
     }
 
-    /// Takes completions until there are `least`, or nothing is in flight.
+    /// Takes at least `least` completions; fewer if nothing is in flight any more.
     fn collect(&mut self, index: usize, least: usize) {
         let mut taken = 0;
         let mut last = clock::monotonic();
@@ -731,7 +736,8 @@ impl<W: Work> Guest<W> {
             }
             let before = clock::monotonic();
             self.queues[index].pair.ring();
-            // The VMM pins memory before it handles a trapped doorbell. This time does not count.
+            // The VMM may pin memory before it handles a trapped doorbell. This time does not count as the command's
+            // latency.
             last += clock::monotonic() - before;
             let queue = &self.queues[index];
             if taken >= least || queue.inflight.is_empty() {
@@ -768,7 +774,7 @@ impl<W: Work> Guest<W> {
                         self.conditions.io_timeout
                     );
                 }
-                // If the kernel delays requests for long, a fixed polling interval would take a million polls.
+                // If the kernel delays requests for long, a fixed polling interval would lead to a million polls.
                 None if self.conditions.may_be_slow => {
                     clock::sleep((waited / 64).clamp(POLL_INTERVAL, 500 * POLL_INTERVAL));
                 }
@@ -783,10 +789,12 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Aborts late commands, and resets the controller if they still do not end. Returns whether there were late commands.
+    /// Aborts commands that have exceeded their timeout, and resets the controller if they still do not end. Returns true
+    /// if there were such commands.
     ///
     /// # Panics
-    /// An Abort waits for other commands, the controller fails, or the reset completes before the host's requests.
+    /// An Abort waits for other commands, the controller fails, or the reset completes although the host still has
+    /// requests.
     fn recover(&mut self, controller: &mut Controller, count: u16) -> bool {
         if !std::mem::take(&mut self.is_late) {
             return false;
@@ -812,7 +820,7 @@ impl<W: Work> Guest<W> {
         }
         let began = clock::monotonic();
         loop {
-            // Some drivers enable a controller again although its reset is not complete.
+            // Some drivers enable a controller again before its reset is complete.
             if self.one_in(3) {
                 let cc = controller.bar().read32(CC);
                 controller.bar().write32(CC, cc & !CC_ENABLE);
@@ -846,7 +854,7 @@ impl<W: Work> Guest<W> {
         true
     }
 
-    /// Checks a completion.
+    /// Handles a completion.
     fn complete(&mut self, index: usize, cqe: Cqe) {
         let queue = &mut self.queues[index];
         let id = queue.pair.sq.id();
@@ -860,7 +868,7 @@ impl<W: Work> Guest<W> {
         self.end_command(flight, Some(cqe), is_excused);
     }
 
-    /// Ends a command that has completed, or whose queue is gone.
+    /// Ends a command that has completed, or whose queue was lost.
     fn end_command(
         &mut self,
         flight: GuestCommand<W::Command>,
@@ -898,8 +906,8 @@ impl<W: Work> Guest<W> {
         self.free(flight.slot);
     }
 
-    /// Ends the commands of deleted queues. Each command took effect already, or never will. The test checks that the commands'
-    /// memory is not written from now on.
+    /// Ends the commands of deleted queues: each has taken effect already, or never will. From now on, the test checks that
+    /// nothing writes to the commands' memory.
     fn end_queue_commands(&mut self, queues: Vec<Queue<W::Command>>) {
         let mut slots = Vec::new();
         for flight in queues
@@ -926,7 +934,7 @@ impl<W: Work> Guest<W> {
         }
     }
 
-    /// Performs a Function Level Reset in some cases.
+    /// Performs a Function Level Reset at random.
     fn reset_function(&mut self, controller: &Controller) {
         let Some(reset) = self.reset_function.take() else {
             return;
@@ -934,7 +942,7 @@ impl<W: Work> Guest<W> {
         if self.one_in(3) {
             reset();
             clock::sleep(FUNCTION_RESET_TIME);
-            // Until the controller is ready, the host may have commands that use the guest's memory.
+            // Until the controller is ready again, the host may still have commands that use the guest's memory.
             let mut looks = 0;
             loop {
                 let csts = controller.status();
@@ -1029,7 +1037,7 @@ impl<W: Work> Guest<W> {
         );
     }
 
-    /// Verifies all data once no other command is in flight.
+    /// Verifies all data, after all other commands have ended.
     fn read_all(&mut self) {
         for mut command in self.work.verification_commands() {
             while let Err(left) = self.submit_command(0, command) {

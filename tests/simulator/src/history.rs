@@ -1,14 +1,14 @@
 //! Model of blocks as registers. From the guest's writes, it derives the values that a read may return.
 //!
-//! A write takes effect at some moment between submission and completion. A failed or interrupted write takes effect at some
-//! such moment, or never. A read returns the contents at one moment between its own submission and completion.
+//! A write takes effect at some time between its submission and its completion. A failed or interrupted write takes effect
+//! at such a time, or never. A read returns the contents at one time between its own submission and completion.
 
 use std::time::Duration;
 
 /// Size of a logical block in bytes.
 pub(crate) const BLOCK: usize = 512;
 
-/// Number of writes kept for each block, if there are many blocks.
+/// Number of writes that are remembered for each block, if there are many blocks.
 const KEPT_WRITES: usize = 24;
 
 /// A write of a value to a block.
@@ -18,18 +18,18 @@ struct Write {
     began: Duration,
     /// `None` while the write is in flight.
     ended: Option<Duration>,
-    /// False if the write may not have taken effect.
+    /// True if the write has certainly taken effect.
     sure: bool,
 }
 
-/// Writes to a guest's blocks.
+/// Writes to the blocks of a guest.
 #[derive(Debug)]
 pub(crate) struct History {
     guest: u64,
     writes: u64,
-    /// Number of writes kept for each block.
+    /// Number of writes that are remembered for each block.
     kept_writes: usize,
-    /// Moment before which no write is certain to have taken effect.
+    /// Time before which no write is certain to have taken effect.
     uncertain_before: Duration,
     blocks: Vec<Vec<Write>>,
 }
@@ -52,7 +52,7 @@ impl History {
         }
     }
 
-    /// Keeps all writes. If there are few blocks, a block may be written many times during one read.
+    /// Makes the history remember all writes. With few blocks, one block may be written many times during one read.
     pub(crate) fn keep_all_writes(self) -> Self {
         Self {
             kept_writes: usize::MAX,
@@ -65,7 +65,7 @@ impl History {
         self.blocks.len() as u64
     }
 
-    /// Returns a unique value.
+    /// Returns a value for a write to the block that no other write has.
     pub(crate) fn value(&mut self, block: u64) -> u64 {
         self.writes += 1;
         (self.guest + 1) << 56 | block << 36 | self.writes
@@ -81,7 +81,7 @@ impl History {
         });
     }
 
-    /// Records the end of the write that began at `began`. `sure` means success.
+    /// Records the end of the write that began at `began`. `sure` is true if it has certainly taken effect.
     pub(crate) fn end(&mut self, block: u64, began: Duration, now: Duration, sure: bool) {
         let sure = sure && began >= self.uncertain_before;
         let writes = &mut self.blocks[block as usize];
@@ -92,7 +92,7 @@ impl History {
             (write.ended, write.sure) = (Some(now), sure);
         }
         if writes.len() > self.kept_writes {
-            // Drops writes that were overwritten long ago. No read lasts for that many writes.
+            // Forgets writes that were overwritten long ago: no read lasts for that many writes.
             let sure = writes.iter().rev().filter(|write| write.sure).nth(8);
             if let Some(&last) = sure {
                 writes.retain(|write| write.ended.is_none_or(|ended| ended >= last.began));
@@ -111,7 +111,7 @@ impl History {
         }
     }
 
-    /// Ends all writes in flight. Each took effect before this moment, or never will.
+    /// Ends all writes in flight: each has taken effect before `now`, or never will.
     pub(crate) fn end_all(&mut self, now: Duration) {
         let under_way = self.blocks.iter_mut().flatten();
         for write in under_way.filter(|write| write.ended.is_none()) {
@@ -119,7 +119,7 @@ impl History {
         }
     }
 
-    /// Marks all writes that began before a moment as uncertain.
+    /// Marks all writes that began before `moment` as uncertain.
     pub(crate) fn mark_uncertain(&mut self, moment: Duration) {
         if moment <= self.uncertain_before {
             return;
@@ -131,7 +131,7 @@ impl History {
         }
     }
 
-    /// Replaces the history: from this moment on, the blocks have exactly these values.
+    /// Replaces the history: at the time `now`, the blocks have exactly these values.
     pub(crate) fn reset_to(&mut self, values: &[u64], now: Duration) {
         for (writes, value) in self.blocks.iter_mut().zip(values) {
             *writes = vec![Write {
@@ -143,7 +143,7 @@ impl History {
         }
     }
 
-    /// Returns whether a read that began at `began` may return a value that meets `such`.
+    /// Returns whether a read that began at `began` may return a value for which `such` is true.
     pub(crate) fn may_return(
         &self,
         block: u64,

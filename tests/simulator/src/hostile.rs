@@ -1,4 +1,5 @@
-//! A malicious guest with random values in every field. Its neighbours must not notice, and the host must survive.
+//! A malicious guest, which puts random values into every field. Its neighbours must not notice it, and the host must
+//! survive it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,10 +18,10 @@ use crate::registers::BLOCKS;
 /// Entries of the guest's queues.
 const ENTRIES: u32 = 16;
 
-/// Attaches repeatedly, and performs actions that no driver performs.
+/// Attaches repeatedly, and does things that no driver does.
 ///
 /// # Panics
-/// The controller does not become ready, unless the drive may fail.
+/// The controller does not become ready, although the drive cannot fail.
 pub(crate) fn run(
     bar: &Arc<dyn Bar>,
     memory: &GuestMemory,
@@ -34,7 +35,7 @@ pub(crate) fn run(
             admin_timeout: Duration::from_secs(60),
             ..Config::default()
         };
-        // Earlier actions may have failed the controller. A reset recovers it.
+        // Earlier actions may have made the controller fail, from which a reset recovers it.
         let controller = Controller::attach(bar.clone(), memory.clone(), config, 2);
         let mut controller = match controller {
             Ok(controller) => controller,
@@ -56,7 +57,7 @@ pub(crate) fn run(
 fn misbehave_once(controller: &Controller, queue: &mut QueuePair, rng: &mut Rng) {
     let entry = |rng: &mut Rng| {
         let mut words: [u64; SQE_SIZE / 8] = std::array::from_fn(|_| rng.next_u64());
-        // Opcode and namespace are often valid, so that invalid addresses and lengths are reached.
+        // Opcode and namespace are often valid, so that the checks of addresses and lengths are reached.
         let opcode = [0, 1, 2, 8, 9, 0x19, rng.below(256)][rng.below(7) as usize];
         let nsid = [1, 1, 1, rng.next_u64() >> 32][rng.below(4) as usize];
         words[0] = opcode | rng.below(1 << 16) << 16 | nsid << 32;
@@ -91,7 +92,7 @@ fn misbehave_once(controller: &Controller, queue: &mut QueuePair, rng: &mut Rng)
             }
             let tail = rng.below(u64::from(ENTRIES)) as u32;
             ring(controller, 1, Side::SqTail, tail);
-            // Consumes a random number of completions, possibly none or all.
+            // Consumes a random number of completions, or none.
             while rng.below(2) == 0 && queue.cq.poll().is_some() {}
             ring(controller, 1, Side::CqHead, queue.cq.head());
         }

@@ -1,4 +1,4 @@
-//! Work of a guest with keys and values: each key is a register without a value at first.
+//! Work of a guest with keys and values. Each key is a register, which has no value at first.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use crate::registers::value_of;
 use crate::runs::OmittedParts;
 use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, Scenario, run_alone};
 
-/// Number of keys. It is small, so that commands conflict.
+/// Number of keys. It is small, so that commands often use the same key.
 const KEYS: usize = 4;
 
 /// Value that represents an absent key.
@@ -28,18 +28,18 @@ const ABSENT: u64 = 0;
 /// Size of a guest's buffer for a value, in bytes.
 const VALUE_BUFFER_SIZE: usize = 512;
 
-/// Maximum number of consecutive Stores of one key that must be absent.
+/// Maximum number of consecutive Stores in a race: after a Delete, each Store requires that the key is absent.
 const RACERS: u64 = 10;
 
-/// Model of the keys, with all stored values.
+/// Model of the keys, with all values that were stored.
 #[derive(Debug)]
 struct Keys {
     history: History,
-    /// Key of a race, and the number of Stores that are left in the race.
+    /// Race for a key: the key, and the number of Stores that are left.
     race: Option<(u64, u64)>,
-    /// Stores that created an absent key.
+    /// Successful Stores of a key that had to be absent.
     made: Vec<CommandSpan>,
-    /// Deletes of a key that existed, or may have existed.
+    /// Deletes of a key that existed or may have existed.
     deleted: Vec<CommandSpan>,
 }
 
@@ -53,12 +53,12 @@ struct CommandSpan {
 }
 
 impl CommandSpan {
-    /// Returns whether the span overlaps the time between two moments.
+    /// Returns whether the command was in flight at some time between two times.
     fn overlaps(&self, key: u64, (from, to): (Duration, Duration)) -> bool {
         self.key == key && self.began <= to && self.ended.is_none_or(|ended| ended >= from)
     }
 
-    /// Returns whether the span lies between two moments.
+    /// Returns whether the command was only in flight between two times.
     fn is_within(&self, key: u64, (from, to): (Duration, Duration)) -> bool {
         self.key == key && self.began >= from && self.ended.is_some_and(|ended| ended <= to)
     }
@@ -69,13 +69,13 @@ impl CommandSpan {
 pub(crate) struct Command {
     opcode: u8,
     key: u64,
-    /// Value of the key after the command.
+    /// Value of the key after the command; `None` for a Retrieve, for example.
     value: Option<u64>,
     /// State that the key must have for a Store to succeed.
     only_if: Option<KeyState>,
 }
 
-/// Existence of a key.
+/// Existence of a key: absent or present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum KeyState {
     Present,
@@ -92,7 +92,7 @@ impl KeyState {
     }
 }
 
-/// Returns a key's name, of 1 to 16 bytes. Each name starts with all shorter names.
+/// Returns a key's name, of 1 to 16 bytes. Each name begins with all shorter names.
 fn name(key: u64) -> Vec<u8> {
     vec![b'a'; 1 + key as usize * 15 / (KEYS - 1)]
 }
@@ -102,7 +102,7 @@ fn bytes_of(value: u64) -> Vec<u8> {
     value.to_le_bytes().repeat(1 + value as usize % 40)
 }
 
-/// Returns the state of the key that a command's completion reveals.
+/// Returns the state in which the key must have been, by a command's completion.
 fn revealed_state(command: &Command, end: &CommandEnd<'_>) -> Option<KeyState> {
     let status = end.cqe?.status().code();
     match (command.opcode, status, command.only_if) {
@@ -118,14 +118,14 @@ fn revealed_state(command: &Command, end: &CommandEnd<'_>) -> Option<KeyState> {
 }
 
 impl Keys {
-    /// Checks a value that a command has read.
+    /// Checks a value that a Retrieve has returned.
     fn judge(&self, key: u64, value: u64, end: &CommandEnd<'_>) {
         if let Err(error) = self.history.judge(key, value, end.began) {
             panic!("key {key}: {error}");
         }
     }
 
-    /// Checks a Store that created a key: in any span, N such Stores need at least N - 1 Deletes.
+    /// Checks a Store that created a key. In any time span, N such Stores need at least N - 1 Deletes.
     fn check_creation(&mut self, key: u64, end: &CommandEnd<'_>) {
         self.made.push(CommandSpan {
             key,

@@ -1,10 +1,10 @@
-//! `cargo simulate`: functions, attachments, pollers and drives under one scheduler, with one clock and one seed.
+//! `cargo simulate`: functions, local back ends, pollers and drives under one scheduler, with one clock and one seed.
 //!
-//! The simulation runs the product's code, built with `cfg(simulation)`. At each access to shared memory, this code lets the
-//! scheduler choose the next actor (`nvme_mpt_memory::simulation`). Guests check the results of their commands, and the drive
-//! model checks the host.
+//! The simulation runs the product's code, built with `cfg(simulation)`. At each access to shared memory, this code lets
+//! the scheduler choose the actor that continues (`nvme_mpt_memory::simulation`). Guests check the results of their
+//! commands, and the drive model checks the host.
 //!
-//! A seed identifies a failure: the same seed takes the same steps on each machine.
+//! A seed identifies a failure: on each machine, it leads to the same steps.
 
 #[cfg(simulation)]
 mod blocks;

@@ -1,6 +1,7 @@
 //! Mutation tests: deliberate defects, and the seeds that find them.
 //!
-//! Each defect is applied to a copy of the sources. The copy is built, simulated, and restored. The workspace is unchanged.
+//! Each defect is applied to a copy of the sources. The copy is built and simulated, and then restored. The workspace
+//! itself stays unchanged.
 
 use std::fs;
 use std::io;
@@ -13,7 +14,7 @@ use serde::Deserialize;
 /// Default number of seeds for a mutation.
 const SEEDS: u64 = 1000;
 
-/// Reason why mutations cannot be tested.
+/// Error of testing mutations.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MutationError {
     /// The list of mutations is malformed.
@@ -40,7 +41,8 @@ pub(crate) enum MutationError {
         /// I/O error or exit status.
         reason: String,
     },
-    /// The sources have changed since the mutation was written.
+    /// The text of a mutation does not occur exactly once in its file, so the sources have changed since the mutation was
+    /// written.
     #[error("Mutation {name}: {file} has its text {count} times, not once; write it anew")]
     Stale {
         /// Name of the mutation.
@@ -60,21 +62,21 @@ struct List {
     mutation: Vec<Mutation>,
 }
 
-/// A defect: a text in a file, and the replacement.
+/// A mutation: a text in a file, and the text that replaces it.
 #[derive(Debug, Deserialize)]
 struct Mutation {
     name: String,
     file: String,
     find: String,
     replace: String,
-    /// The only scenario of the seeds. Without it, each seed chooses a scenario.
+    /// Scenario of all seeds; `None` if each seed chooses a scenario.
     scenario: Option<String>,
-    /// Number of seeds, if it differs from the default.
+    /// Number of seeds; `None` for the default.
     seeds: Option<u64>,
 }
 
 impl Mutation {
-    /// Returns the text and the replacement without the final newlines of TOML's multi-line strings.
+    /// Returns the text and its replacement. The final newlines of TOML's multi-line strings are removed.
     fn trimmed_texts(&self) -> [&str; 2] {
         [&self.find, &self.replace].map(|text| text.trim_end_matches('\n'))
     }
@@ -99,7 +101,7 @@ struct MutationResult {
     is_found: bool,
 }
 
-/// Tests the mutations whose names contain `filter`. Returns whether all were found.
+/// Tests the mutations whose names contain `filter`. Returns whether a seed has found each of them.
 pub(crate) fn run(filter: &str, first: bool) -> Result<bool, MutationError> {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let path = workspace.join("tests/simulator/mutations.toml");
@@ -140,7 +142,7 @@ fn simulate(
 ) -> Result<MutationResult, MutationError> {
     let mut cargo = Command::new("cargo");
     cargo.current_dir(copy).env_remove("CARGO_TARGET_DIR");
-    // Flags of `cargo simulate`, except for lints: a defect may leave unused code.
+    // These are the flags of `cargo simulate`, but lints are only warnings: a defect may leave unused code.
     let flags = "build.rustflags=['--cfg=simulation', '--cap-lints=allow']";
     cargo.args(["run", "--profile", "simulation", "--config", flags]);
     cargo.args(["--target-dir", "target/simulation"]);
@@ -171,7 +173,7 @@ fn simulate(
     })
 }
 
-/// Copies the files under version control, and new files that are not ignored.
+/// Copies the files under version control and new files, but not ignored ones.
 fn copy_sources(workspace: &Path, copy: &Path) -> Result<(), MutationError> {
     let mut git = Command::new("git");
     git.current_dir(workspace)
@@ -192,10 +194,10 @@ fn copy_sources(workspace: &Path, copy: &Path) -> Result<(), MutationError> {
             continue;
         }
         let Ok(bytes) = fs::read(&from) else {
-            // The file was removed, and the removal is not committed yet.
+            // The file was removed from the workspace, and the removal is not committed yet.
             continue;
         };
-        // An unchanged file keeps its modification time, so Cargo does not build it again.
+        // An unchanged file must keep its modification time, so that Cargo does not build it again.
         if fs::read(&to).is_ok_and(|there| there == bytes) {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Work of a guest whose blocks are registers: reads and writes that overlap.
+//! Work of a guest with overlapping reads and writes. The model treats each block as a register.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -16,7 +16,7 @@ pub(crate) const BLOCKS: usize = 96;
 /// Maximum number of blocks of a command.
 pub(crate) const BLOCKS_MAX: u64 = 12;
 
-/// Model of the blocks, with all written values.
+/// Model of the blocks, with all values that were written.
 #[derive(Debug)]
 pub(crate) struct Registers(Arc<Mutex<History>>);
 
@@ -36,7 +36,7 @@ impl Registers {
         Self::with_history(Arc::new(Mutex::new(History::new(guest, BLOCKS))))
     }
 
-    /// Creates work on blocks with a previous guest's history.
+    /// Creates work on blocks that have the history of a previous guest.
     pub(crate) fn with_history(history: Arc<Mutex<History>>) -> Self {
         Self(history)
     }
@@ -54,7 +54,7 @@ pub(crate) fn bytes_of(value: u64) -> Vec<u8> {
 /// Returns the value of a block with these contents.
 ///
 /// # Panics
-/// The contents have several values.
+/// The contents are a mixture of several values.
 pub(crate) fn value_of(block: u64, bytes: &[u8]) -> u64 {
     let (words, _) = bytes.as_chunks::<8>();
     let value = u64::from_le_bytes(words[0]);
@@ -152,7 +152,7 @@ impl Work for Registers {
                 }
             }
         }
-        // Deallocate is advisory, so the blocks may stay as they were.
+        // Deallocate is a hint, so the blocks may keep their contents.
         let sure = end.has_succeeded() && opcode != io::DATASET_MANAGEMENT;
         for (block, _) in (slba..).zip(&values) {
             history.end(block, end.began, end.now, sure);

@@ -1,4 +1,4 @@
-//! Seeds that have found defects.
+//! List of seeds that have found defects.
 
 use std::path::{Path, PathBuf};
 use std::{fs, io};

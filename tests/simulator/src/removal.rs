@@ -1,7 +1,8 @@
-//! A physical drive that is removed while guests use it. Guests of another drive on the same pollers must not notice.
+//! A physical drive that is removed while guests use it. Guests of another drive, whose queues the same pollers run, must
+//! not notice this.
 //!
-//! The drive is removed normally or by surprise, with commands in flight, during a queue creation, or during a reset. From then
-//! on commands may fail, but all of them end.
+//! The drive is removed normally or by surprise: while commands are in flight, a queue is being created, or the controller
+//! is being reset. From then on, commands may fail, but all of them must end.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,7 +19,7 @@ use crate::guest::GuestState;
 use crate::runs::OmittedParts;
 use crate::scenario::{Host, Scenario, Tenant, any_persona, start_guest};
 
-/// Time after which the drive vanishes in any case, if no command has triggered the removal.
+/// Time after which the drive vanishes, if no command has triggered its removal before.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Runs guests on two drives, and removes one drive.

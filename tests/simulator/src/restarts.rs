@@ -1,7 +1,7 @@
-//! A server that dies at any step, and its successor, which restores the queues from the live state.
+//! A server that dies at any step, and its successor, which restores the queues from in-flight tracking.
 //!
-//! The VMM keeps the state that outlives a server: guest memory, doorbell registers and live state. The drive keeps its blocks.
-//! When a server dies, its actors stop, and their stacks stay as they are.
+//! The VMM has the state that outlives a server: guest memory, doorbell registers and in-flight tracking. The drive keeps
+//! its blocks. When a server dies, its actors stop, and their stacks stay as they are.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -41,7 +41,7 @@ pub(crate) struct VmmParts {
     inflight: InflightFile,
     queues: PersistedQueues,
     wakers: Mutex<Vec<(Doorbell, DoorbellWaker)>>,
-    /// Spare descriptions of the lease's file, as a keeper has them.
+    /// Spare open file descriptions of the lease's file, as the supervisor has them.
     spare_descriptors: Mutex<Vec<OwnedFd>>,
     /// True while a server serves the function.
     is_served: AtomicBool,
@@ -68,7 +68,7 @@ impl SpareDescriptorStore for VmmParts {
 }
 
 impl VmmParts {
-    /// Creates the queues in the guest's memory. No server uses them yet.
+    /// Creates the queues in the guest's memory. No server runs them yet.
     pub(crate) fn new(memory: &GuestMemory, rng: &mut Rng) -> (Arc<Self>, Vec<QueuePair>) {
         let doorbells = DoorbellPage::new(
             DoorbellMode::Trap,
@@ -142,7 +142,7 @@ impl VmmParts {
         self.wakers().clear();
     }
 
-    /// Returns whether the live state records lost writes.
+    /// Returns whether lost writes are recorded in in-flight tracking.
     pub(crate) fn has_write_errors(&self) -> bool {
         self.inflight
             .write_errors()
@@ -160,7 +160,7 @@ impl VmmParts {
     }
 }
 
-/// Doorbell registers. A write is stored, and wakes the present poller if there is one.
+/// Doorbell registers. A write is stored, and wakes the current server's poller if there is a server.
 #[derive(Debug)]
 struct VmmBar(Arc<VmmParts>);
 
@@ -196,18 +196,18 @@ impl Bar for VmmBar {
     }
 }
 
-/// A guest's queues, and the VMM's side of the queues.
+/// A guest's queues, and the VMM's part of them.
 pub(crate) struct World {
     function: Arc<VmmParts>,
     open: Open,
     range: ByteRange,
 }
 
-/// Opens the drive. Each server calls it.
+/// Function by which each server opens the drive.
 pub(crate) type Open = Arc<dyn Fn() -> Arc<dyn HostController> + Send + Sync>;
 
 impl World {
-    /// Creates queues in the guest's memory for a range of a drive. No server uses the queues yet.
+    /// Creates queues in the guest's memory, for a range of a drive. No server runs them yet.
     pub(crate) fn new(
         memory: &GuestMemory,
         open: Open,
@@ -225,7 +225,7 @@ impl World {
         )
     }
 
-    /// Runs servers that die while the guest works. The last server survives.
+    /// Runs servers that die while the guest works. The last server runs until the guest has ended.
     pub(crate) fn run<W: Work + 'static>(
         self,
         guest: Guest<W>,
@@ -243,7 +243,7 @@ impl World {
             engine.start_process("server", move || serve(&kept, &open, range, life))
         };
         let mut server = serve(0);
-        // Waits for the function before the guest starts.
+        // The guest starts once a server serves its function.
         while !kept.is_served.load(Ordering::Relaxed) {
             clock::sleep(Duration::from_micros(10));
         }
@@ -261,7 +261,7 @@ impl World {
     }
 }
 
-/// Runs a server for one life.
+/// Runs a server until it is killed.
 fn serve(kept: &Arc<VmmParts>, open: &Open, range: ByteRange, life: u64) {
     let drive = Drive::new("simulated", open(), None).expect("a namespace");
     let ledger = Ledger::in_process();
@@ -269,14 +269,14 @@ fn serve(kept: &Arc<VmmParts>, open: &Open, range: ByteRange, life: u64) {
     sleep_forever();
 }
 
-/// Waits forever. The VMM ends the process.
+/// Waits forever: the VMM kills the process.
 pub(crate) fn sleep_forever() -> ! {
     loop {
         clock::sleep(Duration::from_secs(3600));
     }
 }
 
-/// Serves a function, whose queues exist since the first life.
+/// Serves a function, whose queues were created before the first server.
 pub(crate) fn open_local_backend(
     kept: &Arc<VmmParts>,
     drive: &Arc<Drive>,
@@ -327,7 +327,7 @@ pub(crate) fn open_local_backend(
         }
     }
     if life == 0 {
-        // The first server sees a connecting VMM.
+        // Only the first server sees a VMM that connects.
         ControllerBackend::reset_connection(&attachment);
         for cq in &kept.queues.cqs {
             attachment
@@ -346,7 +346,7 @@ pub(crate) fn open_local_backend(
     let wakers = ControllerBackend::io_doorbells(&attachment).wakers;
     *kept.wakers() = wakers;
     kept.is_served.store(true, Ordering::Relaxed);
-    // Wakes pollers for doorbells that were written before their wakers were registered.
+    // Doorbells may have been written before their wakers were registered, so all pollers are woken.
     for (_, waker) in kept.wakers().iter() {
         let _full = eventfd::signal(waker.eventfd());
     }

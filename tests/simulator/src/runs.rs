@@ -1,4 +1,4 @@
-//! Runs seeds in sequence. A child process runs a batch of seeds and is then replaced.
+//! Runs seeds in sequence. Each child process runs a batch of seeds, and is then replaced.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write as _, stdout};
@@ -16,7 +16,7 @@ use crate::regressions::{self, Regression};
 use crate::scenario::{self, Scenario};
 use crate::tenants;
 
-/// Seeds of a child process.
+/// Number of seeds that a child process runs.
 const BATCH: u64 = 25;
 
 /// Maximum number of failures to show.
@@ -26,7 +26,7 @@ const FAILURES_SHOWN: usize = 10;
 const OK: &str = "ok";
 /// First word of a child's line about a seed that failed.
 const FAILED: &str = "failed";
-/// First word of a child's line with results of a cell of [`tenants`].
+/// First word of a child's line with the results of a cell of [`tenants`].
 const TENANT_LINE: &str = "figures";
 
 /// Runs functions, pollers and drives on one simulated clock, and checks what the guests observe.
@@ -109,7 +109,7 @@ impl OmittedParts {
         arguments
     }
 
-    /// Returns smaller simulations, the smallest first.
+    /// Returns simulations that are smaller than this one, the smallest first.
     fn smaller_simulations(self) -> Vec<Self> {
         let rounds = self.rounds.unwrap_or(64);
         let guests = self.guests.unwrap_or(3);
@@ -151,7 +151,7 @@ impl OmittedParts {
 /// Returns the scenario with this name.
 ///
 /// # Errors
-/// A list of the valid names.
+/// There is no such scenario; the error lists the valid names.
 fn named(name: &str) -> Result<Scenario, String> {
     let mut all = Scenario::ALL.iter();
     let found = all.find(|(known, _)| *known == name);
@@ -216,7 +216,7 @@ fn run_batch(options: &Options, seeds: Range<u64>) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Formats the numbers of an outcome for [`Batch::finish`].
+/// Formats the numbers of an outcome as [`Batch::finish`] reads them.
 fn numbers(outcome: Outcome) -> String {
     let Outcome {
         steps,
@@ -234,7 +234,7 @@ struct Results {
     commands: u64,
     time: Duration,
     failures: Vec<(u64, String)>,
-    /// Lines with results of tenants' cells.
+    /// Lines with the results of the tenants' cells.
     tenant_lines: Vec<String>,
 }
 
@@ -265,7 +265,7 @@ impl Batch {
         })
     }
 
-    /// Reads the child's results to the end. Returns the seeds that remain after a failure.
+    /// Reads the child's results until its end. After a failure, returns the seeds that the child has not run.
     fn finish(mut self, results: &Mutex<Results>) -> Range<u64> {
         let lines = self.child.stdout.take().map(BufReader::new);
         for line in lines
@@ -314,7 +314,7 @@ impl Batch {
     }
 }
 
-/// Removes parts of the simulation one by one, as long as the seed still fails.
+/// Searches for a smaller simulation: removes parts one by one, as long as the seed still fails.
 fn shrink(options: &Options) -> ExitCode {
     let seed = options.seed.unwrap_or(0);
     let failure = |less: OmittedParts| {
@@ -443,7 +443,7 @@ fn parent(options: &Options) -> ExitCode {
     report(options, &results, began.elapsed())
 }
 
-/// Runs seeds in one child per processor, until the seeds are done or the simulated time reaches `limit`.
+/// Runs seeds with one child per processor, until all seeds are done or the simulated time reaches `limit`.
 fn run_seeds(options: &Options, seeds: Range<u64>, limit: Option<Duration>) -> Results {
     let (next, results) = (Mutex::new(seeds.start), Mutex::new(Results::default()));
     let processors = std::thread::available_parallelism().map_or(1, |number| number.get());

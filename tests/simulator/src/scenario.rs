@@ -1,4 +1,4 @@
-//! Worlds: a drive, guests with functions on the drive, and events.
+//! Scenarios: a drive, guests with functions on the drive, and events.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -48,10 +48,10 @@ use crate::snapshots;
 use crate::tenants;
 use crate::zones;
 
-/// Size of a lease in bytes. A guest uses all blocks, so leases of other guests are directly adjacent.
+/// Size of a lease in bytes. A guest uses all blocks of its lease, so it borders on the leases of other guests.
 pub(crate) const LEASE: u64 = (BLOCKS * BLOCK) as u64;
 
-/// Number of queue pairs of a function.
+/// Number of I/O queue pairs of a function.
 pub(crate) const QUEUE_PAIRS: u16 = 4;
 
 /// Region of a guest's memory that stays mapped.
@@ -63,20 +63,20 @@ pub(crate) const HIGH_LEN: u64 = 128 << 10;
 /// Maximum number of pieces in which the VMM maps the high region.
 const PIECES: u64 = 4;
 
-/// Longest time of a command on a drive that fails.
+/// Longest duration of a command on a drive that fails.
 pub(crate) const FAILURE_TIMEOUT: Duration = Duration::from_secs(180);
 
-/// Longest time of an I/O command while memory is pinned, without long preemptions. Three guests have up to 144 commands of 2
-/// ms, which take 288 ms in sequence, or more if the commands are split.
+/// Longest duration of an I/O command while memory is being pinned, without long preemptions. Three guests have up to 144
+/// commands of 2 ms, which take 288 ms in sequence, or more if the commands are split.
 const PINNING_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum number of long preemptions during a command.
+/// Maximum number of long preemptions while a command is in flight.
 pub(crate) const PREEMPTIONS_MAX: u32 = 40;
 
-/// Range of the time to pin memory, as multiples of the longest time of a command.
+/// Range of the time that pinning memory takes, as multiples of the longest duration of a command.
 const PINNING_TIMES: std::ops::Range<u32> = 3..6;
 
-/// Maximum number of memory mappings that an admin command waits for.
+/// Maximum number of memory mappings for which an admin command may have to wait.
 const PINS_MAX: u32 = 16;
 
 /// Offset of the capabilities pointer in configuration space.
@@ -88,10 +88,10 @@ const DEVICE_CONTROL: u64 = 8;
 /// Initiate Function Level Reset, in the upper byte of Device Control.
 const INITIATE_RESET: u8 = 1 << 7;
 
-/// Fill byte for unmapped memory.
+/// Fill byte of unmapped memory.
 pub(crate) const UNMAPPED_BYTE: u8 = 0x5A;
 
-/// A world.
+/// Scenario of a simulation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scenario {
     Memory,
@@ -115,33 +115,34 @@ pub(crate) enum Scenario {
     PhysicalPauses,
     /// Leases with rate limits, on a drive in memory.
     Limits,
-    /// A server that dies at any step, and a successor that restores the queues.
+    /// A server that dies at any step, and its successor, which restores the queues.
     Lives,
     /// Processes with leases of one drive. Processes die, and the machine crashes.
     Ledger,
     /// VMMs with leases of a server's drive. The server and the VMMs die at any step.
     Protocol,
-    /// A function that is saved under load and restored in other processes, which die at any step.
+    /// A function that is saved under load, and restored in other processes, which may die at any step.
     Snapshots,
     /// Zones, with controller resets and queue deletions, or with a server that dies at any step.
     Zones,
     /// Keys and values, with controller resets and queue deletions.
     Keys,
-    /// Tenants of a file, with a server that dies at any step, on a machine that crashes.
+    /// Functions with leases of a file. Their server dies at any step, and the machine crashes.
     Files,
     /// A physical drive that is removed, beside another drive.
     Removal,
     /// Quiet and loud guests that share the queue pairs of a physical drive.
     Governor,
-    /// Tenants of a physical drive that end while their commands are in flight, and the next tenants of their ranges.
+    /// Functions of a physical drive that end while their commands are in flight, and the next functions with leases of
+    /// their ranges.
     Endings,
-    /// A file on a disk that stalls, beside drives that work, with upgrades during the stall.
+    /// A file on a disk that freezes, beside drives that work. Upgrades are attempted while the disk is frozen.
     Frozen,
     /// A guest that shares a poller with a function of many busy queues.
     Shares,
     /// Guests that share a poller with a guest that delays the poller as much as it can.
     Attackers,
-    /// A quiet or a busy tenant of a physical drive, beside a tenant with another behaviour.
+    /// A quiet or a busy function of a physical drive, beside a function with another behaviour.
     Tenants,
 }
 
@@ -175,7 +176,8 @@ impl Scenario {
         ("tenants", Self::Tenants),
     ];
 
-    /// Returns the scenario of a seed. `Tenants` is excluded: it takes ten times as long as the others, and runs by name only.
+    /// Returns the scenario that a seed chooses. `Tenants` is not among them: it takes ten times as long as the others, and
+    /// runs only by name.
     pub(crate) fn for_seed(seed: u64) -> Self {
         let others = Self::ALL
             .iter()
@@ -223,7 +225,7 @@ impl Scenario {
         matches!(self, Self::Resets | Self::PhysicalResets)
     }
 
-    /// Returns the parameters and limits of a guest's run.
+    /// Returns the parameters and limits of a guest in this scenario.
     pub(crate) fn conditions(self, less: OmittedParts, rng: &mut Rng) -> Conditions {
         let errors = self == Self::Failing;
         let resets = match self {
@@ -231,9 +233,9 @@ impl Scenario {
             _ => self.has_resets(),
         };
         let rounds = match self {
-            // These worlds have one guest, so they are fast.
+            // These scenarios have only one guest, so more rounds are possible.
             Self::Snapshots | Self::Zones | Self::Keys => 2 * (16 + rng.below(48)),
-            // In these worlds, commands wait for long.
+            // In these scenarios, commands wait for long.
             Self::Governor | Self::Endings => 4 + rng.below(16),
             _ => 16 + rng.below(48),
         };
@@ -254,7 +256,7 @@ impl Scenario {
     }
 }
 
-/// The drive of a world. A physical drive has a model.
+/// The drive of a scenario. For a physical drive, it includes the model.
 pub(crate) struct Host {
     drive: Arc<Drive>,
     pub(crate) model: Option<Arc<ModelDrive>>,
@@ -266,7 +268,7 @@ pub(crate) struct Host {
 fn options(scenario: Scenario, bytes: u64, rng: &mut Rng) -> Options {
     let latency = [0, 500, 20_000, 2_000_000][rng.below(4) as usize];
     let (queue_pairs, most) = match scenario {
-        // Queues share few queue pairs, and commands wait for each other.
+        // Many queues share few queue pairs, so that commands wait for each other.
         Scenario::Governor => (2, 4),
         _ => (8, 64),
     };
@@ -297,7 +299,7 @@ impl Host {
             model = Some(drive.clone());
             let options = ControllerOptions {
                 command_timeout: match scenario {
-                    // The drive delays commands. The deadline is long, so they do not count as lost.
+                    // The drive delays commands, so the deadline is long: they must not count as lost.
                     Scenario::Endings => Duration::from_secs(600),
                     _ => Duration::from_secs(10),
                 },
@@ -332,10 +334,10 @@ impl Host {
         self.pollers.clone()
     }
 
-    /// Lets the drive's IOMMU pin guest memory slowly in some worlds. Returns the longest time of an I/O command in these
-    /// worlds: a third of the shortest time to pin memory.
+    /// Makes the drive's IOMMU pin guest memory slowly, with some seeds. Then returns the longest duration of an I/O
+    /// command: a third of the shortest time for pinning memory.
     fn pin_slowly(&self, scenario: Scenario, seed: u64, less: OmittedParts) -> Option<Duration> {
-        // A separate generator leaves all other random choices as they are.
+        // A separate generator is used, so that all other random choices stay as they are.
         let mut rng = Rng::new(!seed);
         let (worlds, one_in) = match scenario {
             Scenario::PhysicalMaps => (2, 4),
@@ -359,7 +361,7 @@ impl Host {
     /// Closes the drive after its guests have ended. If `is_judged` is true, checks the host's behaviour.
     ///
     /// # Panics
-    /// The host made a mistake, or still has resources of the drive.
+    /// The host has made a mistake, or still has resources of the drive.
     pub(crate) fn close(self, is_judged: bool) {
         let Self {
             drive,
@@ -378,7 +380,7 @@ impl Host {
         }
     }
 
-    /// Leases one of the drive's ranges, with any previous data.
+    /// Leases one of the drive's ranges, whatever data it has.
     pub(crate) fn lease(&self, id: &str, number: u64) -> Result<Lease, LeaseError> {
         let range = ByteRange::new(number * LEASE, LEASE).expect("a range");
         self.ledger.acquire(&LeaseRequest {
@@ -426,9 +428,9 @@ impl Host {
     }
 }
 
-/// Returns a random polling policy that works with this kind of doorbells.
+/// Returns a random polling policy for queues with this doorbell mode.
 pub(crate) fn policy(doorbells: DoorbellMode, rng: &mut Rng) -> &'static str {
-    // A store to a mapped doorbell does not wake an event-driven poller.
+    // A store to a mapped doorbell does not wake a poller that waits for events.
     let policies = match doorbells {
         DoorbellMode::Mapped => &["shared", "dedicated"][..],
         _ => &["shared", "dedicated", "shared:event", "dedicated:event"],
@@ -436,7 +438,7 @@ pub(crate) fn policy(doorbells: DoorbellMode, rng: &mut Rng) -> &'static str {
     policies[rng.below(policies.len() as u64) as usize]
 }
 
-/// Returns the configuration of a function whose guest uses this kind of doorbells.
+/// Returns the configuration of a function whose guest uses this doorbell mode.
 pub(crate) fn config(
     drive: &Arc<Drive>,
     lease: Lease,
@@ -493,7 +495,7 @@ pub(crate) fn timing(rng: &mut Rng) -> String {
     )
 }
 
-/// Runs a world.
+/// Runs a scenario.
 pub(crate) fn run(scenario: Scenario, number: u64, less: OmittedParts) {
     let seed = mix(number);
     let mut rng = Rng::new(seed);
@@ -515,7 +517,7 @@ pub(crate) fn run(scenario: Scenario, number: u64, less: OmittedParts) {
         _ => {}
     }
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
-    // The additional lease is for the malicious guest, if there is one.
+    // One more lease is created, for the malicious guest.
     let host = Host::new(scenario, count + 1, PollerPool::new(), &mut rng);
     let patience = host.pin_slowly(scenario, seed, less);
     let is_hostile = !less.no_trouble && rng.below(3) == 0;
@@ -523,7 +525,8 @@ pub(crate) fn run(scenario: Scenario, number: u64, less: OmittedParts) {
         .map(|number| {
             let tenant = Tenant {
                 io_timeout: patience,
-                // The VMM executes requests one at a time, and maps of memory are requests too.
+                // The VMM executes requests one at a time. Mappings of memory are such requests, so an admin command may
+                // have to wait for them.
                 admin_timeout: patience.map(|time| time * PINNING_TIMES.end * PINS_MAX),
                 ..Tenant::new(number, any_persona(&mut rng))
             };
@@ -554,7 +557,7 @@ pub(crate) fn any_persona(rng: &mut Rng) -> Persona {
     Persona::ALL[rng.below(Persona::ALL.len() as u64) as usize]
 }
 
-/// Returns a lease from a ledger that lives in this process only.
+/// Returns a lease from a ledger that exists only in this process.
 pub(crate) fn lease_on(drive: &Drive, id: &str, range: ByteRange) -> Lease {
     let lease = Ledger::in_process().acquire(&LeaseRequest {
         id,
@@ -568,7 +571,7 @@ pub(crate) fn lease_on(drive: &Drive, id: &str, range: ByteRange) -> Lease {
     lease.unwrap_or_else(|error| panic!("no lease: {error}"))
 }
 
-/// Runs one guest with a function on a range of a drive. The function is paused at times.
+/// Runs one guest, with a function on a range of a drive. The function is paused and resumed at times.
 pub(crate) fn run_alone<W: Work + 'static>(
     controller: Arc<dyn HostController>,
     range: ByteRange,
@@ -656,20 +659,20 @@ pub(crate) struct Tenant {
     pub(crate) persona: Persona,
     pub(crate) shared: Arc<GuestState>,
     pub(crate) load: Load,
-    /// Guests that must end before this guest ends.
+    /// States of the guests that must end before this guest ends.
     pub(crate) companions: Vec<Arc<GuestState>>,
-    /// Longest time of commands, if it differs from the scenario's limit.
+    /// Longest duration of commands; `None` for the scenario's limit.
     pub(crate) io_timeout: Option<Duration>,
-    /// Longest time of admin commands, if it differs from the limit of all commands.
+    /// Longest duration of admin commands; `None` for the limit of all commands.
     pub(crate) admin_timeout: Option<Duration>,
-    /// True if commands may fail, whatever the scenario.
+    /// True if commands may fail in any scenario.
     pub(crate) may_fail: bool,
-    /// Maximum latency of I/O commands, if there is a limit.
+    /// Maximum latency of I/O commands; `None` for no limit.
     pub(crate) max_latency: Option<Duration>,
 }
 
 impl Tenant {
-    /// Creates options for a guest that executes its rounds and ends.
+    /// Creates the options of a guest that ends after its rounds.
     pub(crate) fn new(number: u64, persona: Persona) -> Self {
         Self {
             number,
@@ -825,7 +828,7 @@ fn start_hostile_guest(host: &Host, scenario: Scenario, number: u64, rng: &mut R
     start_thread("liar", work).expect("an actor")
 }
 
-/// Actions of a VMM, until its guest has ended.
+/// Actions of a VMM until its guest has ended.
 pub(crate) type Vmm = fn(&InProcess, &GuestMemory, &GuestState, Rng);
 
 /// Sleeps for a random time of at most 17 ms.
@@ -834,7 +837,7 @@ pub(crate) fn sleep_randomly(rng: &mut Rng) {
     clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
 }
 
-/// Pauses and resumes the function until the guest has ended.
+/// Pauses and resumes the function repeatedly, until the guest has ended.
 pub(crate) fn pause_and_resume(
     bar: &InProcess,
     memory: &GuestMemory,
@@ -846,7 +849,7 @@ pub(crate) fn pause_and_resume(
         shared.should_stop.store(true, Ordering::Relaxed);
         let stands_still =
             || shared.is_stopped.load(Ordering::Relaxed) || shared.ended.load(Ordering::Relaxed);
-        // The guest's processors stop before the device is paused, or later.
+        // The guest's processors stop before or after the device is paused.
         let is_first = rng.below(2) == 0;
         while is_first && !stands_still() {
             clock::sleep(Duration::from_micros(50));
@@ -862,7 +865,7 @@ pub(crate) fn pause_and_resume(
             let before = look();
             sleep_randomly(&mut rng);
             let after = look();
-            // Compares all bytes at once first: the search for the position is slow without optimization.
+            // All bytes are compared together first: without optimization, the search for the position is slow.
             if after != before {
                 let differs = |(after, before)| after != before;
                 let first = after.iter().zip(&before).position(differs);
@@ -876,7 +879,7 @@ pub(crate) fn pause_and_resume(
     }
 }
 
-/// Unmaps and maps a region of the guest's memory until the guest has ended.
+/// Unmaps and maps a region of the guest's memory repeatedly, until the guest has ended.
 pub(crate) fn unmap_and_map(
     bar: &InProcess,
     memory: &GuestMemory,
@@ -912,7 +915,7 @@ pub(crate) fn unmap_and_map(
             let written = bytes.iter().position(|byte| *byte != UNMAPPED_BYTE);
             assert_eq!(written, None, "memory was written after it was taken away");
         }
-        // While the kernel pins a piece, pollers may have seen all earlier pieces, some of them or none.
+        // While the kernel pins a piece, pollers may know all earlier pieces, some of them, or none.
         let pieces = [1, PIECES][rng.below(2) as usize];
         for piece in 0..pieces {
             let len = HIGH_LEN / pieces;
@@ -927,7 +930,7 @@ pub(crate) fn unmap_and_map(
     }
 }
 
-/// Injects some faults into a drive, then heals the drive.
+/// Injects some faults into a drive. Then removes them, so that the drive works again.
 pub(crate) fn inject_faults(model: &ModelDrive, mut rng: Rng) {
     for _ in 0..1 + rng.below(4) {
         let bits = rng.below(24);
@@ -937,7 +940,7 @@ pub(crate) fn inject_faults(model: &ModelDrive, mut rng: Rng) {
             1 => Effect::Delay(Duration::from_millis(rng.below(20_000))),
             2 => Effect::Fatal,
             3 => Effect::Hang,
-            // A host may reuse an identifier after 32 commands.
+            // A host may use an identifier again after 32 commands.
             4 => match rng.below(16) {
                 0 => Effect::CompleteTwice,
                 further => Effect::CompleteAgain(further as u16),

@@ -1,10 +1,10 @@
-//! Migration of a guest. Its function is saved under load and restored from the snapshot in other processes, until the function
-//! runs in one of them.
+//! Migration of a guest. Its function is saved under load, and restored from the snapshot in another process. This is
+//! repeated until a process has the function.
 //!
-//! A process dies at any step of this. Restoring fails because the function does not fit, memory is missing, or the snapshot is
-//! damaged. In some cases, the function continues in the sender. The guest runs as a process of its own, and stops during the
-//! migration, at any step except for register accesses. All processes share the drive's blocks, the guest's memory and the
-//! ledger.
+//! A process may die at any step. A restore may fail, because the function does not fit, memory is missing, or the snapshot
+//! is damaged. In some cases, the function continues in the sender. The guest runs as a separate process. It stops during
+//! the migration, at any step except for register accesses. All processes share the drive's blocks, the guest's memory and
+//! the ledger.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -41,7 +41,7 @@ use crate::scenario::{
 /// Directory of the ledger.
 const STATE_DIR: &str = "/state";
 
-/// Drivers without mapped doorbells. A VMM would have to replace mapped doorbells during a migration.
+/// Drivers that do not use mapped doorbells, which a VMM would have to map again during a migration.
 const PERSONAS: [Persona; 5] = [
     Persona::Linux,
     Persona::Libvfn,
@@ -50,7 +50,7 @@ const PERSONAS: [Persona; 5] = [
     Persona::FreeBsd,
 ];
 
-/// State that outlives a process.
+/// State that outlives each process.
 #[derive(Debug)]
 struct World {
     blocks: Blocks,
@@ -60,13 +60,13 @@ struct World {
     interrupts: Vec<Arc<Interrupt>>,
 }
 
-/// Options for the creation of a function.
+/// Options for creating a function.
 #[derive(Clone, Copy, Debug)]
 struct FunctionParameters {
     policy: &'static str,
     queue_pairs: u16,
     doorbells: DoorbellMode,
-    /// True if the guest's memory is mapped.
+    /// True if the guest's memory is mapped before the restore.
     has_memory: bool,
 }
 
@@ -77,7 +77,7 @@ struct FunctionSlot {
 }
 
 impl FunctionSlot {
-    /// Creates a function for the lease, in its state after power-on.
+    /// Creates a function for the lease. The function is in its power-on state.
     fn build(&mut self, build: FunctionParameters) -> Result<(), LeaseError> {
         let World {
             blocks,
@@ -138,7 +138,7 @@ impl FunctionSlot {
         restored.map(drop)
     }
 
-    /// Checks that a function is in its state after power-on, although restoring has failed.
+    /// Checks that a function is in its power-on state, although restoring it has failed.
     fn check_new(&self) {
         assert!(
             !self.function().function().is_paused(),
@@ -168,7 +168,7 @@ struct Vmm {
 }
 
 impl Vmm {
-    /// Starts work in the process. The receiver gets the result, unless the process dies.
+    /// Starts `work` in the process. The receiver gets the result; nothing if the process dies.
     fn begin<T: Send + 'static>(
         &self,
         work: impl FnOnce(&mut FunctionSlot) -> T + Send + 'static,
@@ -182,7 +182,7 @@ impl Vmm {
         receiver
     }
 
-    /// Performs work in the process, and waits for the result.
+    /// Runs `work` in the process, and waits for the result.
     fn call<T: Send + 'static>(
         &self,
         work: impl FnOnce(&mut FunctionSlot) -> T + Send + 'static,
@@ -190,13 +190,13 @@ impl Vmm {
         self.begin(work).recv().expect("a process that lives")
     }
 
-    /// Ends the function normally.
+    /// Ends the function in an orderly way.
     fn end(&self) {
         self.call(|slot| drop(slot.function.take()));
     }
 }
 
-/// BAR0 of the guest's present function.
+/// BAR0 of the guest's function, in the process that has it at the time.
 #[derive(Debug, Default)]
 struct MovingBar {
     function: Mutex<Weak<InProcess>>,
@@ -238,7 +238,7 @@ impl Bar for MovingBar {
     }
 }
 
-/// Moves the guest.
+/// Migrates the guest from process to process.
 struct GuestMigration<'a> {
     engine: &'static Engine,
     world: Arc<World>,
@@ -246,7 +246,7 @@ struct GuestMigration<'a> {
     shared: Arc<GuestState>,
     guest: Process,
     rng: &'a mut Rng,
-    /// True if no failures are injected.
+    /// True if the test injects no more failures.
     is_calm: bool,
 }
 
@@ -273,14 +273,14 @@ impl GuestMigration<'_> {
 
     /// Stops the guest's processors.
     fn stop_guest(&self) {
-        // Waits for the end of register accesses.
+        // Register accesses in progress are awaited.
         while self.bar.accesses.load(Ordering::Relaxed) > 0 {
             clock::sleep(Duration::from_micros(1));
         }
         self.engine.hold(&self.guest);
     }
 
-    /// Resumes the function of a process, and resumes the guest's processors before or after it.
+    /// Resumes the function of a process. The guest's processors are resumed before or after this.
     fn resume_guest(&mut self, vmm: &Vmm) {
         self.bar.move_to(vmm.call(|slot| slot.weak()));
         let is_first = self.one_in(2);
@@ -309,7 +309,7 @@ impl GuestMigration<'_> {
         assert!(!written, "memory was written while the guest was moved");
     }
 
-    /// Migrates the guest to another process, or back to the same process. Returns the process with the guest's function.
+    /// Migrates the guest to another process, or back to the sender. Returns the process that then has the function.
     fn move_guest(&mut self, sender: Vmm) -> Vmm {
         let stops_first = self.one_in(2);
         if stops_first {
@@ -330,7 +330,7 @@ impl GuestMigration<'_> {
             self.resume_guest(&sender);
             return sender;
         }
-        // The sender releases the drive, by its death or normally.
+        // The sender releases the drive: it dies, or ends its function.
         let mut sender = if self.one_in(3) {
             self.engine.kill(sender.process);
             None
@@ -361,7 +361,7 @@ impl GuestMigration<'_> {
             );
             if let Some(sender) = sender {
                 if self.one_in(2) {
-                    // The sender tries to take the drive back.
+                    // The sender tries to acquire the drive again.
                     let build = self.build();
                     let taken = sender.call(move |slot| slot.build(build).is_ok());
                     assert!(!taken, "two processes have the guest's drive");
@@ -369,7 +369,7 @@ impl GuestMigration<'_> {
                 self.engine.kill(sender.process);
             }
             if self.one_in(2) {
-                // Raises the interrupts that the sender raised. Otherwise they are lost in the migration.
+                // Raises the interrupts that the sender has raised, which would otherwise be lost in the migration.
                 self.raise(&raised);
             }
             self.resume_guest(&vmm);
@@ -377,7 +377,7 @@ impl GuestMigration<'_> {
         }
     }
 
-    /// Takes the pending signals of the guest's vectors.
+    /// Takes the signals that are pending in the guest's vectors.
     fn take_interrupts(&self) -> Vec<u64> {
         let interrupts = self.world.interrupts.iter();
         interrupts
@@ -393,7 +393,7 @@ impl GuestMigration<'_> {
         }
     }
 
-    /// Restores the guest's function in a process. The function stays paused.
+    /// Restores the guest's function in a process, where it stays paused.
     fn restore_guest(&mut self, vmm: &Vmm, snapshot: &[u8]) {
         let build = FunctionParameters {
             has_memory: self.is_calm || !self.one_in(4),
@@ -407,7 +407,7 @@ impl GuestMigration<'_> {
             if build.has_memory {
                 return restored;
             }
-            // The memory is mapped later. A function without queues can be restored without memory.
+            // Memory is mapped afterwards. A function without queues can be restored without memory.
             if restored.is_err() {
                 slot.check_new();
             }
@@ -420,7 +420,7 @@ impl GuestMigration<'_> {
         restored.unwrap_or_else(|error| panic!("a snapshot does not fit: {error}: {error:?}"));
     }
 
-    /// Makes a process fail to restore the function. The next process gets `snapshot`.
+    /// Makes a process fail to restore the function. `snapshot` is the snapshot for the next process.
     fn fail(&mut self, vmm: Vmm, snapshot: &mut Vec<u8>) {
         match self.rng.below(8) {
             0..4 => {
@@ -485,7 +485,7 @@ impl GuestMigration<'_> {
         self.engine.kill(vmm.process);
     }
 
-    /// Ends a function that was not resumed, normally or by the death of its process.
+    /// Ends a function that was not resumed: in an orderly way, or by the death of its process.
     fn end(&mut self, vmm: &Vmm) {
         if self.one_in(2) {
             vmm.end();
@@ -535,7 +535,7 @@ fn save(vmm: &Vmm) -> Vec<u8> {
     state.to_bytes().expect("bytes")
 }
 
-/// Runs a guest, and migrates the guest at the same time.
+/// Runs a guest, which is migrated several times meanwhile.
 pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     files::format(0);
     let engine = Engine::of_thread().expect("a scheduler");

@@ -1,9 +1,10 @@
-//! Pairs of tenants of a physical drive: the rate and latency that a tenant keeps beside a neighbour, compared with its rate
-//! and latency alone.
+//! Pairs of functions on a physical drive: the rate and latency that one of them (the tenant) has beside the other (the
+//! neighbour), compared with its rate and latency alone.
 //!
-//! Each seed is a cell of a table. The tenant is quiet, or busy with a weight. At first the tenant has the drive alone. Then a
-//! neighbour with some behaviour arrives. The drive executes a few commands at a time, and takes them from its queues in turn,
-//! or in order of arrival. The tenants share the product's code: queue pairs, arbitration, governor, drive monitor and pollers.
+//! Each seed is a cell of a table. The tenant is quiet, or busy with a weight. At first, the tenant has the drive alone.
+//! Then a neighbour arrives, whose behaviour depends on the cell. The drive executes a few commands at a time. It takes
+//! them from its queues in turn, or in order of arrival. Both functions run the product's code: queue pairs, arbitration,
+//! governor, drive monitor and pollers.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
@@ -40,28 +41,28 @@ use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, config, interrupts, wire};
 /// Size of a tenant's range in bytes.
 const RANGE: u64 = 2 << 20;
 
-/// Size of the pages of rings and data.
+/// Size of a page of rings and data.
 const PAGE: usize = 4096;
 
-/// Channels and times of the drive. A command takes 1 ms, plus 20 us for each page. These times are long compared with the
-/// pollers' intervals of 50 us and more.
+/// Number of channels and service times of the drive. A command takes 1 ms, plus 20 us for each page. This is long compared
+/// with the pollers' intervals of 50 us and more.
 const CHANNELS: usize = 4;
 const COMMAND: Duration = Duration::from_millis(1);
 const COMMAND_PAGE: Duration = Duration::from_micros(20);
 
-/// Times of a tenant alone: before the measurement, and of the measurement.
+/// Times of the tenant alone: before the measurement, and duration of the measurement.
 const SETTLING_TIME: Duration = Duration::from_millis(100);
 const ALONE_TIME: Duration = Duration::from_millis(500);
 
-/// Times beside a neighbour: for the product's adaptation, and of the measurement. Weighted shares follow the drive's work in
-/// the last tenths of seconds.
+/// Times beside a neighbour: for the adaptation of the product, and duration of the measurement. Weighted shares follow the
+/// drive's work in the last tenths of seconds.
 const ADAPTATION_TIMES: [Duration; 2] = [Duration::from_millis(1500), Duration::from_secs(4)];
 const MEASURING_TIME: Duration = Duration::from_secs(1);
 
-/// Longest wait for an interrupt.
+/// Timeout of waiting for an interrupt.
 const INTERRUPT_TIMEOUT: Duration = Duration::from_millis(10);
 
-/// Commands per second that each queue may have although its tenant's share is used up.
+/// Commands per second that each queue may have, even if its function has used up its share.
 const HELD_BACK_COMMANDS: f64 = 16.0;
 
 /// Kind of commands of a tenant.
@@ -69,24 +70,24 @@ const HELD_BACK_COMMANDS: f64 = 16.0;
 enum Kind {
     Read,
     Write,
-    /// Alternating Write Zeroes and deallocations.
+    /// Write Zeroes commands and deallocations, alternately.
     Zeroes,
 }
 
-/// Changes in a neighbour's life.
+/// Recurring change of a neighbour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BehaviourChange {
     Steady,
-    /// The controller is reset repeatedly.
+    /// The neighbour resets its controller repeatedly.
     Resets,
-    /// Memory is unmapped and mapped repeatedly.
+    /// The neighbour's memory is unmapped and mapped repeatedly.
     MapChurn,
-    /// The neighbour ends with commands in flight, and comes back.
+    /// The neighbour ends with commands in flight, and starts again.
     Ends,
 }
 
 impl BehaviourChange {
-    /// Returns the durations of presence and absence.
+    /// Returns the durations for which the neighbour is present, and absent.
     const fn active_and_idle_times(self) -> (Duration, Duration) {
         match self {
             Self::Steady | Self::MapChurn => (Duration::MAX, Duration::ZERO),
@@ -99,7 +100,7 @@ impl BehaviourChange {
 /// Pause between two changes of the memory mapping.
 const CHURN: Duration = Duration::from_millis(1);
 
-/// Behaviour of a tenant, which keeps `depth` commands outstanding in each queue.
+/// Behaviour of a function, which keeps `depth` commands outstanding in each queue.
 #[derive(Clone, Copy, Debug)]
 struct Behaviour {
     name: &'static str,
@@ -172,7 +173,7 @@ const NEIGHBOURS: [Behaviour; 7] = [
     },
 ];
 
-/// The measured tenants: behaviour, and weights of the tenant and its neighbour.
+/// The tenants that are measured: behaviour, and the weights of the tenant and of its neighbour.
 const TENANTS: [(Behaviour, [u16; 2]); 3] =
     [(QUIET, [100, 100]), (BUSY, [100, 100]), (BUSY, [1000, 100])];
 
@@ -194,12 +195,12 @@ struct Cell {
 }
 
 impl Cell {
-    /// Numbers of neighbours, tenants, pairs and orders.
+    /// Numbers of neighbours, tenants, pairs and orders, whose combinations are the cells.
     const PARTS: [usize; 4] = [NEIGHBOURS.len(), TENANTS.len(), PAIRS.len(), ORDERS.len()];
 
-    /// Returns the cell of a seed. `CELLS` consecutive seeds have each cell once.
+    /// Returns the cell of a seed. Each `CELLS` consecutive seeds contain each cell once.
     fn for_seed(seed: u64) -> Self {
-        // The shift in each round makes seeds at a regular distance have all cells, too.
+        // Each round of seeds is shifted, so that seeds at a regular distance also contain all cells.
         let mut number = ((seed + seed / CELLS) % CELLS) as usize;
         let [neighbour, tenant, pairs, order] = Self::PARTS.map(|count| {
             let part = number % count;
@@ -228,7 +229,7 @@ impl Cell {
         self.tenant.depth == QUIET.depth
     }
 
-    /// Returns the tenant's minimum rate and maximum p99.
+    /// Returns the limits for the tenant: minimum rate and maximum p99.
     fn bounds(&self) -> Bounds {
         match self.is_quiet() {
             true => self.quiet_bounds(),
@@ -239,12 +240,13 @@ impl Cell {
         }
     }
 
-    /// A quiet tenant keeps half of its rate, and its latency at most doubles, plus one poll interval.
+    /// Returns the limits for a quiet tenant: it keeps half of its rate, and its latency at most doubles, plus one poll
+    /// interval.
     ///
-    /// All commands of 4 KiB take the same time here, so latencies are multiples of this time. The governor's window may have
-    /// room for one or two commands more than the drive has channels, and the window shrinks by the median latency. With one
-    /// deep queue as neighbour, further commands seldom wait in the drive when the quiet command arrives. With many queues they
-    /// do so more often, and p99 is one step longer.
+    /// All commands of 4 KiB take the same time here, so latencies are multiples of this time. The governor's window may
+    /// allow one or two commands more than the drive has channels, and the median latency makes the window shrink. If the
+    /// neighbour has one deep queue, its commands seldom wait in the drive when the quiet command arrives. If the neighbour
+    /// has many queues, its commands wait there more often, and p99 is one such time longer.
     fn quiet_bounds(&self) -> Bounds {
         let (rate, p99) = match self.neighbour.queues {
             64 => (0.4, 6.0),
@@ -253,23 +255,24 @@ impl Cell {
         Bounds { rate, p99 }
     }
 
-    /// Returns the minimum rate of a busy tenant: 90 % of its weighted share, since limits follow the drive's work in the last
-    /// tenths of seconds. Beside some neighbours the minimum is lower.
+    /// Returns the minimum rate of a busy tenant: 90 % of its weighted share, since limits follow the drive's work in the
+    /// last tenths of seconds. Beside some neighbours, the minimum rate is lower.
     fn busy_rate(&self) -> f64 {
         let [own, others] = self.weights.map(f64::from);
         let share = own / (own + others);
-        // To prevent starvation, each queue of the neighbour may have a command every 62 ms, whatever its weight.
+        // To prevent starvation, each queue of the neighbour may have a command every 62 ms, with any weight.
         let drive = CHANNELS as f64 / (COMMAND + COMMAND_PAGE).as_secs_f64();
         let unlimited = f64::from(self.neighbour.queues) * HELD_BACK_COMMANDS / drive;
         let share = share.min(1.0 - unlimited);
         match (self.neighbour.change, self.neighbour.kind) {
-            // After each return, the neighbour is a new tenant, and has no limit for most of its life. Slots then go by the
-            // number of waiting commands, which is 32 of 288. The drive also executes the commands that the neighbour leaves
-            // behind.
+            // After each absence, the neighbour is a new function. It has no limit for most of its presence, in which slots
+            // are divided by the number of waiting commands: the tenant has 32 of 288. The drive also executes the commands
+            // that the neighbour has left behind.
             (BehaviourChange::Ends, _) => 0.3,
-            // Weights divide bytes. The drive's cost of a byte is unknown, and differs between large and small commands.
+            // Weights divide bytes. The cost of a byte in the drive is unknown, and differs between large and small
+            // commands.
             (_, Kind::Write | Kind::Zeroes) => 0.3,
-            // After each reset, the neighbour's queue fills again, beyond its limit at first.
+            // After each reset, the neighbour fills its queue again, and exceeds its limit at first.
             (BehaviourChange::Resets, _) => 0.85 * share,
             _ => 0.9 * share,
         }
@@ -279,9 +282,9 @@ impl Cell {
 /// Limits for the results of a cell.
 #[derive(Clone, Copy, Debug)]
 struct Bounds {
-    /// Minimum rate, relative to the tenant's rate alone.
+    /// Minimum rate, relative to the tenant's rate when alone.
     rate: f64,
-    /// Maximum p99, relative to the tenant's latency alone.
+    /// Maximum p99, relative to the tenant's p99 when alone.
     p99: f64,
 }
 
@@ -313,7 +316,7 @@ impl fmt::Display for Cell {
     }
 }
 
-/// The drive, and the parts that its tenants share.
+/// The drive, and the objects that its functions share.
 struct World {
     drive: Arc<Drive>,
     ledger: Ledger,
@@ -323,12 +326,12 @@ struct World {
 /// A guest's queue.
 struct Queue {
     pair: QueuePair,
-    /// Time of submission for each command identifier. `None` if the identifier is free.
+    /// Time of submission for each command identifier; `None` for a free identifier.
     submitted: Vec<Option<Duration>>,
     free: Vec<u16>,
 }
 
-/// A guest and its function. All queues share one vector.
+/// A guest and its function. All its queues share one interrupt vector.
 struct Client {
     behaviour: Behaviour,
     controller: Controller,
@@ -342,7 +345,7 @@ struct Client {
 }
 
 impl World {
-    /// Creates a function with a lease of the `number`th range, and lets its guest create the queues.
+    /// Creates a function with a lease of range `number`. Its guest then creates the queues.
     fn connect(&self, number: u64, behaviour: Behaviour, weight: u16) -> Client {
         let range = ByteRange::new(number * RANGE, RANGE).expect("a range");
         let lease = loop {
@@ -357,7 +360,7 @@ impl World {
             });
             match lease {
                 Ok(lease) => break lease,
-                // The drive still executes commands of the process that died.
+                // The range is not free yet: the drive still executes commands of the function that ended.
                 Err(LeaseError::Overlap { .. } | LeaseError::InUse { .. }) => {
                     clock::sleep(INTERRUPT_TIMEOUT)
                 }
@@ -370,7 +373,7 @@ impl World {
                 weight: Some(LeaseWeight::try_from(weight).expect("within bounds")),
                 ..RateLimits::default()
             },
-            // An experiment with interrupt coalescing would dominate p99.
+            // The policy for interrupt coalescing is fixed: its experiments would dominate p99.
             adaptive: AdaptivePolicies {
                 moderation: PolicyChoice::Fixed,
                 ..AdaptivePolicies::default()
@@ -420,7 +423,7 @@ impl World {
     }
 }
 
-/// Returns the commands of a behaviour, and their PRP lists.
+/// Returns the commands of a behaviour, with their PRP lists.
 fn commands(behaviour: Behaviour, buffer: &DmaBuffer) -> (Vec<Sqe>, Vec<prp::PreparedPointer>) {
     let blocks = (behaviour.bytes / BLOCK) as u32;
     match behaviour.kind {
@@ -465,7 +468,8 @@ impl Client {
         self.create_queues();
     }
 
-    /// Keeps the queues full until `until`, or until the flag is set. `done` gets the latency of each command.
+    /// Keeps the queues full until the time `until`, or until the flag is set. Calls `done` with the latency of each
+    /// command.
     fn work(&mut self, until: Duration, is_over: &AtomicBool, mut done: impl FnMut(Duration)) {
         loop {
             let now = clock::monotonic();
@@ -506,7 +510,7 @@ impl Client {
     }
 }
 
-/// Unmaps and maps a region until the flag is set.
+/// Unmaps and maps a region repeatedly, until the flag is set.
 fn churn(bar: &InProcess, memory: &GuestMemory, is_over: &AtomicBool) {
     let regions = memory.regions();
     let region: &Region = regions.iter().find(|it| it.gpa == HIGH).expect("a region");
@@ -521,7 +525,7 @@ fn churn(bar: &InProcess, memory: &GuestMemory, is_over: &AtomicBool) {
     }
 }
 
-/// Runs the neighbour until the flag is set, and counts its bytes.
+/// Runs the neighbour until the flag is set. Returns the number of its bytes.
 fn run_neighbour(
     world: &World,
     behaviour: Behaviour,
@@ -585,7 +589,7 @@ impl TenantLatencies {
     }
 }
 
-/// Results of a cell: rate and latencies relative to those of the tenant alone, and the tenant's share of all bytes.
+/// Results of a cell: the tenant's rate and latencies, relative to those when it was alone, and its share of all bytes.
 #[derive(Clone, Copy, Debug)]
 struct CellResults {
     rate: f64,
@@ -691,7 +695,7 @@ pub(crate) fn run(seed: u64) {
     assert!(figures.meets(bounds), "{cell}: {figures}; {bounds}");
 }
 
-/// Returns the results of a seed's cell as a line for [`table`].
+/// Returns the results of a seed's cell as a line, which [`table`] reads.
 pub(crate) fn result_line(seed: u64) -> String {
     let CellResults {
         rate,
@@ -717,7 +721,7 @@ impl FromStr for CellResults {
     }
 }
 
-/// Returns a Markdown table of lines by [`figures`].
+/// Returns a Markdown table of the lines that [`result_line`] returned.
 pub(crate) fn table(lines: &[String]) -> String {
     let figures: BTreeMap<u64, CellResults> = lines
         .iter()

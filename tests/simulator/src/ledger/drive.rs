@@ -21,7 +21,7 @@ use super::lease_model::{CELL, CELLS, LeaseModel};
 /// Binary logarithm of the logical block size.
 pub(super) const LBA_SHIFT: u8 = 12;
 
-/// A process's handle of the drive. The judge stores the contents.
+/// A process's handle of the drive. The model of leases has the contents.
 #[derive(Clone, Debug)]
 pub(super) struct CellStore(pub(super) LeaseModel);
 
@@ -59,7 +59,7 @@ impl BackingStore for CellStore {
     }
 
     fn limits(&self, limits: ControllerLimits) -> ControllerLimits {
-        // Small commands make a wipe take several commands.
+        // Commands are small, so that a wipe takes several commands.
         ControllerLimits {
             no_data_bytes_max: 2 * CELL,
             ..limits

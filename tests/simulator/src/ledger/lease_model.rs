@@ -1,7 +1,8 @@
-//! Model of leases: the cells and data that each id may have, see and lose. It does not use the ledger's code.
+//! Model of leases: the cells that each id may have, and the data that it may see or lose. The model does not use the
+//! ledger's code.
 //!
-//! The drive is a list of cells. A cell has the data of an id, or zeroes. The model has the visible state and the durable state
-//! of each cell. An operation of a process that died may have happened or not, and the model allows both.
+//! The drive is a list of cells. A cell has the data of an id, or zeroes. The model has the visible state and the durable
+//! state of each cell. An operation of a process that died may or may not have happened, and the model allows both.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,7 +23,7 @@ pub(super) const CELLS: usize = 40;
 /// Ids of leases.
 pub(super) const IDS: [&str; 5] = ["a", "b", "c", "d", "e"];
 
-/// Index in `IDS`.
+/// Index of an id in `IDS`.
 pub(super) type Id = usize;
 
 /// A process's request for a lease.
@@ -31,7 +32,7 @@ pub(super) struct Request {
     pub(super) id: Id,
     pub(super) wanted: RequestedBytes,
     pub(super) previous_data: PreviousDataPolicy,
-    /// New owner of the lease. `None` leaves the owner unchanged.
+    /// Owner that the lease gets; `None` leaves the owner unchanged.
     pub(super) owner: Option<u32>,
 }
 
@@ -40,7 +41,7 @@ impl Request {
         matches!(self.wanted, RequestedBytes::Size { .. })
     }
 
-    /// Returns whether the request is for a range that includes `cell`, with this policy for previous data.
+    /// Returns whether the request includes `cell`, with this policy for previous data.
     fn covers_with_policy(&self, cell: usize, fate: PreviousDataPolicy) -> bool {
         match self.wanted {
             RequestedBytes::Range(range) => {
@@ -57,7 +58,7 @@ fn cells_of(ranges: &[ByteRange]) -> Vec<usize> {
     ranges.iter().flat_map(cells).collect()
 }
 
-/// Origin of a cell's data: the id that wrote the cell, and the cell's index in the id's lease by size.
+/// Data of a cell: the id that wrote it, and the cell's index in the id's lease by size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Data {
     id: Id,
@@ -67,39 +68,39 @@ struct Data {
 /// State of a cell of the drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Cell {
-    /// `None` for zeroes.
+    /// Data in the cell; `None` for zeroes.
     data: Option<Data>,
-    /// True if the owner has given the data up, so that any id may see the data.
+    /// True if the data is released, so that any id may see it.
     is_given_up: bool,
     /// True if the data may be wiped.
     may_be_wiped: bool,
-    /// True while a wipe is in progress.
+    /// True while the cell is being wiped.
     is_wiping: bool,
 }
 
-/// A lease that is held, and whose holder has not started to return it.
+/// A lease that a process holds and has not started to return.
 #[derive(Clone, Debug)]
 struct Grant {
     request: Request,
     /// Cells in the order of the lease.
     cells: Vec<usize>,
-    /// True if the ledger has exactly these cells. Otherwise the ledger may have more cells behind them.
+    /// True if the ledger has exactly these cells. If false, the ledger may have more cells behind them.
     is_exact: bool,
-    /// Process that holds the lease. `None` if the process has died.
+    /// Process that holds the lease; `None` if the process has died.
     holder: Option<u64>,
-    /// `None` if unknown.
+    /// Owner of the lease; `None` if unknown.
     owner: Option<u32>,
     is_ending: bool,
-    /// Decisions about the id's data since the grant: given up, condemned.
+    /// Decisions of the operator about the id's data since the grant: released, condemned.
     decisions: (bool, bool),
 }
 
-/// A lease from the holder's view.
+/// Lease as its holder sees it.
 #[derive(Clone, Debug)]
 pub(super) struct LeaseFacts {
     cells: Vec<usize>,
     unwiped: Vec<usize>,
-    /// Range of the lease. `None` for a lease by size.
+    /// Range of the lease; `None` for a lease by size.
     range: Option<ByteRange>,
     names: LeaseIdentity,
 }
@@ -130,7 +131,7 @@ pub(super) enum LedgerOperation {
     Grow,
     /// Truncation to this number of cells.
     Truncate(usize),
-    /// Any other change, which affects neither cells nor ids.
+    /// A change that affects neither cells nor ids.
     Note,
 }
 
@@ -139,7 +140,7 @@ pub(super) enum LedgerOperation {
 pub(super) enum Outcome {
     Done,
     Refused,
-    /// The operation failed halfway.
+    /// The operation failed, and may or may not have happened.
     Unknown,
 }
 
@@ -149,19 +150,19 @@ struct OpenOperation {
     process: u64,
     id: Id,
     operation: LedgerOperation,
-    /// Value of the id's counter in `change_count` after the start of the operation.
+    /// Value of the id's counter in `change_count` just after the start of the operation.
     change_count: u64,
     /// Grant at the start of the operation.
     before: Option<Grant>,
-    /// Decisions about the id's data since the start: given up, condemned.
+    /// Decisions of the operator about the id's data since the start of the operation: released, condemned.
     decisions: (bool, bool),
 }
 
-/// Handle with which an operation is ended.
+/// Token for recording the end of an operation.
 #[derive(Debug)]
 pub(super) struct OperationToken(u64);
 
-/// Counters of all ids when a listing of the ledger began. `None` for ids with operations in progress.
+/// Values of the ids' counters when a listing of the ledger began; `None` for ids with operations in progress.
 #[derive(Debug)]
 pub(super) struct ListingStart([Option<u64>; IDS.len()]);
 
@@ -175,7 +176,7 @@ struct State {
     open_operations: BTreeMap<u64, OpenOperation>,
     /// Number of the next operation.
     next: u64,
-    /// Number of starts and ends of operations, for each id.
+    /// Number of starts and ends of operations of each id.
     change_counts: [u64; IDS.len()],
     names: Vec<(Id, Option<ByteRange>, LeaseIdentity)>,
 }
@@ -204,7 +205,7 @@ impl LeaseModel {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the number of operations so far.
+    /// Returns the number of operations that have begun.
     pub(super) fn operation_count(&self) -> u64 {
         self.state().next
     }
@@ -276,7 +277,7 @@ impl LeaseModel {
         }
     }
 
-    /// Records the death of a process.
+    /// Records the death of a process, which held leases.
     pub(super) fn record_death(&self, process: u64) {
         let mut state = self.state();
         let open = state
@@ -296,7 +297,8 @@ impl LeaseModel {
         }
     }
 
-    /// Loses some of the data that was not flushed. All processes have died before.
+    /// Records a crash of the machine, in which some of the data that was not flushed is lost. All processes have died
+    /// before.
     pub(super) fn crash(&self, rng: &mut Rng) {
         let mut state = self.state();
         let way = rng.below(3);
@@ -327,13 +329,13 @@ impl LeaseModel {
         cell.data = None;
     }
 
-    /// Records a flush: all data is durable.
+    /// Records a flush, which makes all data durable.
     pub(super) fn record_flush(&self) {
         let mut state = self.state();
         state.durable = state.current.clone();
     }
 
-    /// Records a lease's unwiped ranges after a wipe, or after a part of a wipe.
+    /// Records the ranges of a lease that are still unwiped, after a wipe or a part of a wipe.
     pub(super) fn record_wipe(&self, id: Id, unwiped: &[ByteRange]) {
         let mut state = self.state();
         let unwiped = cells_of(unwiped);
@@ -360,7 +362,7 @@ impl LeaseModel {
         state.grants.get(&id).map_or(0, |grant| grant.cells.len())
     }
 
-    /// Checks that the holder may read a cell of its lease. If `writes` is true, writes the cell.
+    /// Checks that the holder may read the cell at index `at` of its lease. Writes the cell if `writes` is true.
     pub(super) fn use_cell(&self, id: Id, at: usize, writes: bool) {
         let mut state = self.state();
         let Some(grant) = state.grants.get(&id).cloned() else {
@@ -390,7 +392,7 @@ impl LeaseModel {
         ListingStart(std::array::from_fn(moves))
     }
 
-    /// Checks a list of leases. Entries of ids in `named` must show the calling process as holder.
+    /// Checks a list of leases. For the ids in `named`, it must show the calling process as the holder.
     pub(super) fn judge_list(&self, look: &ListingStart, entries: &[LeaseEntry], named: &[Id]) {
         let state = self.state();
         for (id, moves) in look.0.into_iter().enumerate() {
@@ -452,7 +454,7 @@ impl State {
         self.open_operations.values().any(is_it)
     }
 
-    /// Checks that the holder of a lease may see a cell.
+    /// Checks that the holder of a lease may see the data of a cell.
     fn check_access(&self, by: &Request, at: usize, number: usize) {
         let cell = self.current[number];
         assert!(!cell.is_wiping, "cell {number} is used before it is wiped");
@@ -500,7 +502,7 @@ impl State {
         );
     }
 
-    /// Checks the cells that a lease gets, starting at index `first` of the lease. Updates the state of the cells' data.
+    /// Checks the cells that a lease gets, starting at index `first` of the lease. Updates the state of the data in them.
     fn judge_cells(
         &mut self,
         by: &Request,
@@ -537,7 +539,7 @@ impl State {
                         }
                         (cell.is_given_up, cell.may_be_wiped) = decided;
                     }
-                    // From now on, the lease's id may use the data as its own.
+                    // From now on, the lease's id may use this data of another id as its own.
                     Some(_) if is_seen || is_kept => {
                         (cell.is_given_up, cell.may_be_wiped) = (true, true)
                     }
@@ -591,7 +593,7 @@ impl State {
             cells,
             is_exact: true,
             holder: Some(open.process),
-            // A decision about the data ends the id's ownership.
+            // If the operator has condemned the data, the id no longer has an owner.
             owner: request.owner.or(known).filter(|_| !open.decisions.1),
             is_ending: false,
             decisions: open.decisions,
@@ -601,7 +603,7 @@ impl State {
         self.change_counts[id] += 1;
     }
 
-    /// Checks a lease's names: they never change, and no other lease has them.
+    /// Checks the names of a lease. They must never change, and no other lease may have them.
     fn judge_names(&mut self, id: Id, place: Option<ByteRange>, names: LeaseIdentity) {
         for (other, at, known) in &self.names {
             let is_same = (*other, *at) == (id, place);
@@ -724,13 +726,14 @@ impl State {
         }
     }
 
-    /// Handles an acquisition that may have succeeded, although the process does not know of the lease.
+    /// Handles an acquisition of which the process does not know whether it succeeded.
     fn on_uncertain_acquisition(&mut self, request: &Request) {
         let id = request.id;
         self.released.remove(&id);
         if let RequestedBytes::Range(range) = request.wanted {
             for number in cells_of(&[range]) {
-                // An overlapping lease was held before or after this lease, so this lease has none of its cells.
+                // An overlapping lease is held, and was acquired before or after this one. So this lease has none of its
+                // cells.
                 let has = |grant: &Grant| grant.holder.is_some() && grant.cells.contains(&number);
                 if self.grants.values().any(has) {
                     continue;
@@ -779,7 +782,7 @@ impl State {
             grant.owner = None;
             grant.decisions = (gives_up || grant.decisions.0, true);
         }
-        // The operation may come before or after the operations in progress.
+        // The order of the operation and the operations in progress is unknown.
         for open in self
             .open_operations
             .values_mut()

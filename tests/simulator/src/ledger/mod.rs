@@ -1,7 +1,7 @@
-//! Processes that share the leases of one drive by a ledger on a simulated disk.
+//! Processes whose leases of one drive are in a ledger on a simulated disk.
 //!
-//! A process dies at any step, and the next process takes over its leases. In a crash of the machine, all processes die. The
-//! disk keeps some of the data that was not synced, and the drive keeps some of the data that was not flushed.
+//! A process may die at any step, and the next process takes over its leases. When the machine crashes, all processes die.
+//! The disk then keeps some of the data that was not synced, and the drive keeps some of the data that was not flushed.
 
 mod drive;
 mod lease_model;
@@ -22,13 +22,13 @@ use crate::runs::OmittedParts;
 use lease_model::{LeaseModel, Request};
 use server::Server;
 
-/// State that outlives a process.
+/// State that outlives each process.
 #[derive(Debug)]
 struct World {
     model: LeaseModel,
     /// Directory of the ledger.
     folder: PathBuf,
-    /// True if the disk fails sometimes.
+    /// True if the disk has errors at times.
     has_faulty_disk: bool,
     slots: Mutex<Vec<ProcessSlot>>,
 }
@@ -36,7 +36,7 @@ struct World {
 /// Slot for a process. When the process ends, another process starts in the slot.
 #[derive(Clone, Debug, Default)]
 struct ProcessSlot {
-    /// Leases of the process, which the next process requests again.
+    /// Leases of the process. The next process in the slot requests them again.
     requests: Vec<Request>,
     /// True if the process has ended normally.
     has_ended: bool,
@@ -47,7 +47,7 @@ impl World {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks the ledger while no process changes it.
+    /// Checks the ledger, at a time when no process changes it.
     fn check(&self) {
         let ledger = Ledger::open(&self.folder);
         let look = self.model.begin_listing();

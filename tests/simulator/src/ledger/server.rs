@@ -1,4 +1,4 @@
-//! A process with leases, similar to a drive server.
+//! A process that acquires and uses leases, like a drive server.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,7 +25,7 @@ use super::lease_model::{CELL, CELLS, IDS, Id, LeaseFacts, LedgerOperation, Outc
 /// Smallest allocation unit of leases by size, in bytes.
 const UNIT: u64 = 1 << 20;
 
-/// A lease of the process.
+/// A lease that the process holds.
 struct HeldLease {
     request: Request,
     lease: Lease,
@@ -121,7 +121,7 @@ impl Server {
         }
     }
 
-    /// Creates a random request. Each id uses few different ranges, so that requests repeat.
+    /// Creates a random request. Each id uses few ranges, so that requests repeat.
     fn request(&mut self) -> Request {
         let id = self.below(IDS.len());
         let wanted = match self.below(2) {
@@ -153,7 +153,7 @@ impl Server {
         }
     }
 
-    /// Acquires a lease, and uses the lease.
+    /// Acquires a lease and uses it.
     fn take(&mut self, request: Request) {
         let Request {
             id,
@@ -171,7 +171,7 @@ impl Server {
             previous_data: fate,
         };
         let claim = owner.map_or(LeaseClaim::Operator, LeaseClaim::ForUser);
-        // The next process requests the lease again, even if this process dies before it knows of the lease.
+        // Recorded first: if this process dies before it learns of the lease, the next process requests it nevertheless.
         self.world.slots()[self.slot].requests.push(request);
         let token = self
             .world
@@ -191,7 +191,7 @@ impl Server {
         }
     }
 
-    /// Wipes the unwiped parts of a lease, and uses the lease. A lease that cannot be wiped is returned.
+    /// Wipes the unwiped parts of a lease and uses the lease. Returns a lease that cannot be wiped.
     fn wipe(&mut self, which: usize) {
         let is_stopped = AtomicBool::new(self.rng.below(16) == 0);
         let HeldLease { request, lease } = &self.held[which];
@@ -208,7 +208,7 @@ impl Server {
         }
     }
 
-    /// Reads all cells of a lease, and writes some.
+    /// Reads all cells of a lease, and writes some of them.
     fn use_all_cells(&mut self, which: usize) {
         let HeldLease { request, lease } = &self.held[which];
         let (id, judge) = (request.id, &self.world.model);
@@ -321,7 +321,7 @@ impl Server {
         }
     }
 
-    /// Releases a dead holder's lease, as the operator does.
+    /// Releases the lease of a dead holder, as an operator may.
     fn release(&mut self) {
         let id = self.below(IDS.len());
         let token = self.world.model.begin(id, LedgerOperation::Release);
@@ -329,7 +329,7 @@ impl Server {
         self.world.model.end(token, outcome);
     }
 
-    /// Decides about an id's data, as the operator does.
+    /// Decides about the data of an id, as an operator may.
     fn decide(&mut self) {
         let id = self.below(IDS.len());
         let fate = [
@@ -350,10 +350,10 @@ impl Server {
     }
 }
 
-/// Returns the outcome that an error implies.
+/// Returns the outcome of an operation, given its error.
 ///
 /// # Panics
-/// The ledger is unusable without a fault of the disk.
+/// The ledger is unusable, although the disk has no errors.
 fn outcome(world: &World, error: &LeaseError) -> Outcome {
     match error {
         LeaseError::Store(error) => store_error_outcome(world, error),

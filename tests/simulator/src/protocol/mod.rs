@@ -1,8 +1,8 @@
-//! VMMs with leases of a server's drive, by the lease protocol.
+//! VMMs that have leases of a server's drive by the lease protocol.
 //!
-//! The server dies at any step, ends normally before its successor starts, or stalls for longer than a VMM waits. A VMM dies at
-//! any step, too, and the next VMM gets its lease and blocks. State that outlives a process: the files, the drive's blocks, and
-//! memory that the other side has mapped.
+//! The server may die at any step, end normally before its successor starts, or stop for longer than a VMM waits (a stall).
+//! A VMM may die at any step as well, and the next VMM gets its lease and blocks. The following state outlives a process:
+//! files, the drive's blocks, and memory that the other side has mapped.
 
 mod server;
 mod vmm;
@@ -33,36 +33,36 @@ use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, UNMAPPED_BYTE, policy, profi
 /// Directory that the servers share. It has the ledger and the servers' sockets.
 const STATE_DIR: &str = "/state";
 
-/// Longest time until a server has ended normally, or a VMM's lease is free.
+/// Time limit for the normal end of a server, and for the release of a VMM's lease.
 const END_TIMEOUT: Duration = Duration::from_secs(200);
 
-/// Longest time until a function is reconnected to a server that stalled.
+/// Time limit for a function to reconnect to a server that has stalled.
 const RECOVERY: Duration = Duration::from_secs(70);
 
 /// A lease and its VMM. When the VMM dies, another VMM starts.
 #[derive(Debug)]
 struct LeasedVmm {
     persona: Persona,
-    /// Polling policy of the queues.
+    /// Polling policy of the function's queues.
     policy: &'static str,
     history: Arc<Mutex<History>>,
-    /// Present VMM of the lease.
+    /// VMM that currently has the lease.
     vmm: Mutex<Vmm>,
-    /// Memory of guests whose VMM died. Nothing may write to it.
+    /// Memory of guests whose VMM has died. Nothing may write to this memory.
     ended_guests: Mutex<Vec<GuestMemory>>,
 }
 
-/// Facts about a VMM.
+/// State of a VMM, as the test sees it.
 #[derive(Debug)]
 struct Vmm {
     memory: GuestMemory,
-    /// State shared with the guest.
+    /// State that the VMM and its guest share.
     guest: Arc<GuestState>,
     /// True once the guest and its function have ended.
     has_ended: bool,
 }
 
-/// Latest assignment of a lease by a server.
+/// Most recent assignment of a lease by a server.
 #[derive(Debug, Default)]
 struct LeaseAssignment {
     /// Number of the server that assigned the lease.
@@ -70,7 +70,7 @@ struct LeaseAssignment {
     local_backend: Weak<LocalBackend>,
 }
 
-/// State that outlives a process.
+/// State that outlives each process.
 #[derive(Debug)]
 struct World {
     less: OmittedParts,
@@ -78,13 +78,13 @@ struct World {
     profile: Option<DriveProfile>,
     slots: Vec<LeasedVmm>,
     served_leases: Vec<Mutex<LeaseAssignment>>,
-    /// Number of servers so far.
+    /// Number of servers that were started.
     servers: AtomicU64,
-    /// True if the present server has ended normally.
+    /// True if the current server has ended normally.
     has_server_ended: AtomicBool,
-    /// True if servers stall at times, for longer than a VMM waits.
+    /// True if servers stall at times for longer than a VMM waits.
     has_stalls: bool,
-    /// True once no more faults are injected.
+    /// True once the test injects no more faults.
     is_calm: AtomicBool,
 }
 
@@ -113,7 +113,7 @@ impl World {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the present server still has state for a seat's function.
+    /// Returns whether the current server still has state for the function of lease `number`.
     fn has_lease(&self, number: usize) -> bool {
         let given = self.served_lease(number);
         given.server == self.servers.load(Ordering::Relaxed)
@@ -153,13 +153,14 @@ impl LeasedVmm {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the memory of guests whose VMM died. The caller must not yield while the memory is locked.
+    /// Returns the memory of guests whose VMM has died. The caller must not yield to other actors while the memory is
+    /// locked.
     fn ended_guests_memory(&self) -> Vec<GuestMemory> {
         self.ended_guests().clone()
     }
 
-    /// Starts a new VMM's use of the lease, when the server has finished all work for earlier VMMs. Returns the guest's memory
-    /// and shared state.
+    /// Begins the use of the lease by a new VMM, after the server has finished all work for earlier VMMs. Returns the
+    /// guest's memory and shared state.
     fn begin(&self) -> (GuestMemory, Arc<GuestState>) {
         let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
         history.end_all(clock::monotonic());
@@ -206,10 +207,10 @@ fn check_filled(memory: &GuestMemory) {
     }
 }
 
-/// The present server.
+/// The current server.
 struct Server {
     process: Process,
-    /// Ends the server normally when disconnected.
+    /// Sender whose drop makes the server end normally.
     orders: Sender<()>,
 }
 
@@ -218,9 +219,9 @@ struct FaultDriver<'a> {
     engine: &'static Engine,
     world: Arc<World>,
     rng: &'a mut Rng,
-    /// Number of stalls left.
+    /// Number of stalls that are left.
     remaining_stalls: u64,
-    /// End of the latest stall.
+    /// End of the last stall.
     stalled_until: Duration,
 }
 
@@ -249,7 +250,7 @@ impl FaultDriver<'_> {
         clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
     }
 
-    /// Waits until the processes have exchanged some messages, for 12 ms at most, then for a short random time.
+    /// Waits until the processes have exchanged some messages, but at most 12 ms. Then waits for a short random time.
     fn wait(&mut self) {
         let enough = sockets::sends() + self.rng.below(40);
         let patience = clock::monotonic() + Duration::from_millis(12);
@@ -259,7 +260,7 @@ impl FaultDriver<'_> {
         self.sleep_randomly(16);
     }
 
-    /// Kills the server. The kernel closes the server's sockets first, and the drive later.
+    /// Kills the server. The kernel closes its sockets first, and its drive later.
     fn kill(&mut self, server: Server) {
         let world = self.world.clone();
         let number = world.servers.load(Ordering::Relaxed);
@@ -295,7 +296,7 @@ impl FaultDriver<'_> {
         self.engine.kill(process);
     }
 
-    /// Stalls the server, for less or more time than a VMM waits.
+    /// Stalls the server for a random time, which may be longer than a VMM waits.
     fn stall_server(&mut self, server: &Server) {
         let times = [40, 5_000, 44_000, 50_000, 100_000];
         let time = Duration::from_millis(times[self.rng.below(5) as usize]);
@@ -309,7 +310,7 @@ impl FaultDriver<'_> {
 
     fn run(mut self) {
         let world = self.world.clone();
-        // A server that accepts no VMM, and that all VMMs ask first.
+        // A listener that accepts no VMM, and that all VMMs try first.
         let silent = (self.rng.below(12) == 0).then(|| {
             self.engine.start_process("silent", || {
                 let _listener = sockets::SimulatedListener::bind(&socket(0));
@@ -341,7 +342,7 @@ impl FaultDriver<'_> {
                     if !seat.vmm().has_ended {
                         let next = Vmm::new();
                         let vmm = std::mem::replace(&mut *seat.vmm(), next);
-                        // The next VMM may start before the server notices the death of this VMM.
+                        // The next VMM may start before the server has noticed the death of its predecessor.
                         let next = self.start_vmm(number);
                         self.engine.kill(std::mem::replace(&mut vmms[number], next));
                         seat.ended_guests().push(vmm.memory);

@@ -1,4 +1,4 @@
-//! A drive server like `nvme-mpt serve`: it owns the drive and accepts VMMs.
+//! A drive server like `nvme-mpt serve`: it has the drive, and accepts VMMs.
 
 use std::collections::BTreeMap;
 use std::net::Shutdown;
@@ -24,10 +24,10 @@ use nvme_software::SoftwareController;
 use super::{END_TIMEOUT, LeaseAssignment, STATE_DIR, World, socket};
 use crate::scenario::{LEASE, config};
 
-/// Polling interval for a lease that is about to be freed.
+/// Interval of polling for a lease that is about to be released.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// State of a server, for the life of its process.
+/// State of a server process.
 struct ServerState {
     world: Arc<World>,
     number: u64,
@@ -74,7 +74,7 @@ pub(super) fn run_until_end(world: &Arc<World>, number: u64, orders: &Receiver<(
         };
         start_thread("leases", take_in).expect("an actor")
     };
-    // Returns when the sender is dropped. Nothing is ever sent.
+    // Returns when the sender is dropped, as nothing is ever sent.
     let _ordered = orders.recv();
     listener.close();
     let _ended = taking_in.join();
@@ -103,7 +103,7 @@ impl ServerState {
             let ended = table.sessions().remove(&number);
             drop(ended);
         };
-        // The lock keeps the thread from removing the connection before it is inserted.
+        // The lock is held, so the thread cannot remove the connection before it is inserted.
         let mut sessions = self.sessions();
         let thread = start_thread("lease", work).expect("an actor");
         let connection = Connection {
@@ -113,7 +113,7 @@ impl ServerState {
         sessions.insert(number, connection);
     }
 
-    /// Ends all sessions. The server reads no more requests.
+    /// Ends all sessions. From now on, the server reads no more requests.
     fn end(&self) {
         self.is_ending.store(true, Ordering::Relaxed);
         let ending = {
@@ -129,7 +129,7 @@ impl ServerState {
         }
     }
 
-    /// Waits for the lease of a seat, which the previous VMM may still be releasing.
+    /// Acquires lease `number`, which the previous VMM may still be releasing.
     fn lease(&self, number: usize) -> Lease {
         let range = ByteRange::new(number as u64 * LEASE, LEASE).expect("a range");
         let id = format!("guest-{number}");

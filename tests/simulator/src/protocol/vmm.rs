@@ -1,4 +1,4 @@
-//! A VMM: a function with a remote back end in the server, and a guest.
+//! A VMM: a function with a remote back end, whose drive is in the server, and a guest.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,10 +19,10 @@ use crate::guest::{Conditions, Guest, GuestState, Machine};
 use crate::registers::Registers;
 use crate::scenario::{Vmm, buffers, pause_and_resume, plug, sleep_randomly, unmap_and_map};
 
-/// Longest time of a command. The server may stall, and be lost twice, before the command completes.
+/// Longest duration of a command. Before the command completes, the server may stall, and may be lost twice.
 const IO_TIMEOUT: Duration = Duration::from_secs(400);
 
-/// Runs a guest until its work is done.
+/// Runs a VMM until the work of its guest is done.
 pub(super) fn run_until_done(world: &Arc<World>, number: usize, mut rng: Rng) {
     let seat = &world.slots[number];
     let host = attach(number);
@@ -37,8 +37,8 @@ pub(super) fn run_until_done(world: &Arc<World>, number: usize, mut rng: Rng) {
         buffers: buffers(&memory),
     };
     let guest_rng = Rng::new(rng.next_u64());
-    // In a world where servers stall, pauses, unmaps, resets and deletions would fail. Commands of a deleted queue do not count
-    // as users of the unmapped memory, so queues are not deleted while memory is unmapped.
+    // If servers stall, then pauses, unmaps, resets and deletions may fail, so they are left out. A command of a deleted
+    // queue does not count as a user of unmapped memory, so queues are not deleted if the VMM unmaps memory.
     let (doing, loses_queues): (Option<Vmm>, bool) = match rng.below(5) {
         _ if world.has_stalls => (None, false),
         0 => (None, true),
@@ -57,7 +57,7 @@ pub(super) fn run_until_done(world: &Arc<World>, number: usize, mut rng: Rng) {
         start_thread("doing", work).expect("an actor")
     });
     guest.run_until(bar.clone(), || {
-        // A function must end while the server answers in time.
+        // The function can only end while the server answers in time, so it waits until no more stalls are injected.
         while world.has_stalls && !world.is_calm.load(Ordering::Relaxed) {
             clock::sleep(Duration::from_millis(50));
         }
@@ -68,7 +68,7 @@ pub(super) fn run_until_done(world: &Arc<World>, number: usize, mut rng: Rng) {
     end(world, number, bar, &memory);
 }
 
-/// Attaches to the server that has the drive. Retries until there is one.
+/// Attaches to the server that has the drive. Retries until a server has it.
 fn attach(number: usize) -> RemoteBackend {
     let options = format!("seat={number}");
     loop {
@@ -96,7 +96,7 @@ fn conditions(world: &World, loses_queues: bool, rng: &mut Rng) -> Conditions {
     }
 }
 
-/// Ends the function, and checks that the server has finished all work for the function.
+/// Ends the function, and checks that the server has then finished all work for it.
 fn end(world: &World, number: usize, bar: Arc<InProcess>, memory: &GuestMemory) {
     drop(bar);
     fill(memory);
@@ -113,8 +113,8 @@ fn end(world: &World, number: usize, bar: Arc<InProcess>, memory: &GuestMemory) 
     world.slots[number].vmm().has_ended = true;
 }
 
-/// Saves and restores the function until the guest has ended. The server that saved the queues may differ from the server that
-/// restores them.
+/// Saves and restores the function repeatedly, until the guest has ended. The queues may be restored in another server than
+/// the one that saved them.
 fn save_and_restore(bar: &InProcess, _: &GuestMemory, shared: &GuestState, mut rng: Rng) {
     while !shared.ended.load(Ordering::Relaxed) {
         sleep_randomly(&mut rng);
@@ -142,7 +142,7 @@ fn save_and_restore(bar: &InProcess, _: &GuestMemory, shared: &GuestState, mut r
     }
 }
 
-/// Retries an operation on the queues until a server is present.
+/// Retries an operation on the queues while there is no server.
 fn retry_until_reachable<T>(mut work: impl FnMut() -> Result<T, BackendStateError>) -> T {
     let began = clock::monotonic();
     loop {

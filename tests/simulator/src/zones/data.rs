@@ -1,4 +1,4 @@
-//! Data in a guest's zones. From the guest's writes and resets, it derives the values that a read may return.
+//! Model of the data in a guest's zones. From the guest's writes and resets, it derives the values that a read may return.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -9,28 +9,29 @@ use super::model::Number;
 /// Number of bits of a value that hold the index of the block in its command.
 const BLOCK_BITS: u32 = 8;
 
-/// Returns the value that a command writes to its `nth` block.
+/// Returns the value that a command writes to the block at index `nth` of its blocks.
 pub(super) const fn value(number: Number, nth: u64) -> u64 {
     1 << 63 | number << BLOCK_BITS | nth
 }
 
-/// Blocks written by a command.
+/// Blocks that a command has written.
 #[derive(Clone, Copy, Debug)]
 struct Write {
     zone: usize,
-    /// Offset from the start of the zone, in blocks. `None` for a Zone Append whose location the guest does not know.
+    /// Offset of the first block in the zone. `None` for a Zone Append whose location the guest does not know.
     offset: Option<u64>,
     blocks: u64,
     zeroes: bool,
     began: Duration,
     /// `None` while the write is in flight.
     ended: Option<Duration>,
-    /// False if the write may not have taken effect.
+    /// True if the write has certainly taken effect.
     is_sure: bool,
 }
 
 impl Write {
-    /// Returns the index in the write of the block at this location. `None` also if the write's location is unknown.
+    /// Returns the index in this write of the block at a location; `None` if the write does not contain the block, or if
+    /// the location of the write is unknown.
     fn nth(&self, zone: usize, offset: u64) -> Option<u64> {
         let nth = offset.checked_sub(self.offset?)?;
         (self.zone == zone && nth < self.blocks).then_some(nth)
@@ -44,23 +45,23 @@ struct Reset {
     began: Duration,
     /// `None` while the reset is in flight.
     ended: Option<Duration>,
-    /// False if the reset may not have taken effect.
+    /// True if the reset has certainly taken effect.
     is_sure: bool,
-    /// True for an interrupted reset, which may have left old data behind the write pointer.
+    /// True for an interrupted reset. It may have left old data behind the write pointer.
     is_interrupted: bool,
 }
 
-/// Data in all zones.
+/// Data in all zones, by the commands so far.
 #[derive(Debug)]
 pub(super) struct Data {
     writes: BTreeMap<Number, Write>,
     resets: BTreeMap<(Number, usize), Reset>,
-    /// True if a reset that a dying process interrupts may leave data behind the write pointer.
+    /// True if an interrupted reset may leave data behind the write pointer, because the process dies.
     leaves_data: bool,
 }
 
 impl Data {
-    /// Creates data of zones that are all zeroes.
+    /// Creates the data of zones that are all zeroes.
     pub(super) const fn new(leaves_data: bool) -> Self {
         Self {
             writes: BTreeMap::new(),
@@ -102,7 +103,7 @@ impl Data {
         self.writes.remove(&number);
     }
 
-    /// Ends an interrupted write or reset, which took effect before `now`, or never will.
+    /// Ends an interrupted write or reset: it has taken effect before `now`, or never will.
     pub(super) fn command_interrupted(&mut self, number: Number, now: Duration) {
         if let Some(write) = self.writes.get_mut(&number) {
             write.ended = Some(now);
@@ -132,7 +133,7 @@ impl Data {
         }
     }
 
-    /// Records the end of a reset. `is_sure` means success.
+    /// Records the end of a reset. `is_sure` is true if it has certainly taken effect.
     pub(super) fn end_reset(&mut self, number: Number, now: Duration, is_sure: bool) {
         for (_, reset) in self.resets.range_mut(parts(number)) {
             (reset.ended, reset.is_sure) = (Some(now), is_sure);
@@ -144,8 +145,8 @@ impl Data {
         self.resets.retain(|(other, _), _| *other != number);
     }
 
-    /// Checks the value that a read returned for a block. The read began at `began`. `is_written` means that the block lies
-    /// below the write pointer now.
+    /// Checks the value that a read returned for a block. The read began at `began`. `is_written` is true if the block now
+    /// lies below the write pointer.
     ///
     /// # Panics
     /// The block cannot have had this value during the read.
@@ -192,7 +193,8 @@ impl Data {
         );
     }
 
-    /// Returns the possible values of a block since the start of a read. `None` if other values are possible too.
+    /// Returns the values that a block may have had since the start of a read; `None` if it may have had any other value,
+    /// too.
     fn possible_values(
         &self,
         zone: usize,
@@ -209,7 +211,7 @@ impl Data {
                 if let Some(nth) = nth {
                     let value = value(*number, nth);
                     values.push(if write.zeroes { 0 } else { value });
-                    // No reset can have removed the data.
+                    // No reset can have removed the data of this write.
                     is_certain |= resets().all(|reset| is_before(reset.ended, write.began));
                 }
             } else {
@@ -229,12 +231,12 @@ impl Data {
     }
 }
 
-/// Returns the keys of a reset's zones.
+/// Returns the range of keys for the zones of a reset.
 const fn parts(number: Number) -> RangeInclusive<(Number, usize)> {
     (number, 0)..=(number, usize::MAX)
 }
 
-/// Returns whether a command ended before a moment.
+/// Returns whether a command ended before `moment`.
 fn is_before(ended: Option<Duration>, moment: Duration) -> bool {
     ended.is_some_and(|ended| ended < moment)
 }

@@ -1,8 +1,8 @@
-//! A guest with a zoned drive. The guest opens, writes, appends to, closes, finishes, resets and reads zones from several
-//! queues at once, and checks the results against a model.
+//! A guest with a zoned drive. From several queues, the guest concurrently opens, writes, appends to, closes, finishes,
+//! resets and reads zones. It checks the results against a model.
 //!
-//! In half of the worlds, controllers are reset, queues are deleted, and the function is paused. In the other half, the server
-//! dies at any step, and its successor restores the queues. The states of the zones are stored beside the drive.
+//! With half of the seeds, controllers are reset, queues are deleted, and the function is paused. With the other half, the
+//! server dies at any step, and its successor restores the queues. The states of the zones are stored beside the drive.
 
 mod data;
 mod model;
@@ -37,7 +37,7 @@ use model::{Action, Answer, Geometry, Model, Number};
 /// Maximum number of blocks of a Zone Append: 4 KiB.
 const APPEND_MAX: u64 = 8;
 
-/// Maximum number of commands in flight that change a zone. The model tries all orders of these commands.
+/// Maximum number of commands in flight that change one zone. The model tries all orders of these commands.
 const IN_FLIGHT: usize = 3;
 
 #[derive(Debug)]
@@ -75,8 +75,8 @@ enum Kind {
 #[derive(Debug)]
 struct Zones {
     geometry: Geometry,
-    /// True if the server may die. An interrupted Zone Append may then have taken effect. As in Linux, a zone has only one
-    /// changing command in flight then, except for appends.
+    /// True if the server may die. Then an interrupted Zone Append may have taken effect. A zone then has only one command
+    /// in flight that changes it, as in Linux; only appends may be concurrent.
     server_may_die: bool,
     model: Model,
     data: Data,
@@ -121,7 +121,7 @@ impl Zones {
                 blocks: 1 + rng.below(APPEND_MAX),
             },
             10..20 => {
-                // Mostly the next block, sometimes another one.
+                // Usually the next block, but sometimes another one.
                 let offset = match rng.below(8) {
                     0 => rng.below(self.geometry.size),
                     1..4 => self.model.write_pointer_range(zone).0,
@@ -161,7 +161,7 @@ impl Zones {
             capacity,
             ..
         } = self.geometry;
-        // Mostly blocks within the zone's capacity.
+        // Usually blocks within the zone's capacity.
         let slba = rng.below(zones as u64) * size + rng.below(capacity + 2);
         let blocks = 1 + rng.below(BLOCKS_MAX);
         Kind::Read {
@@ -201,7 +201,7 @@ impl Zones {
             (Some(Answer::Done), Kind::Write { offset, .. }) => {
                 self.data.write_succeeded(number, offset, now);
             }
-            // A reset of all zones skips a zone with another reset in progress.
+            // A reset of all zones leaves out a zone for which another reset is in progress.
             (Some(Answer::Done), Kind::Send { zone, .. }) => {
                 self.data.end_reset(number, now, zone.is_some());
             }
@@ -377,7 +377,7 @@ impl Work for Zones {
     }
 }
 
-/// A drive whose second half of zones belongs to a guest.
+/// A drive of which a guest has the second half of the zones.
 struct ZonedDrive {
     geometry: Geometry,
     blocks: Blocks,
@@ -387,7 +387,7 @@ struct ZonedDrive {
 impl ZonedDrive {
     fn new(rng: &mut Rng) -> Self {
         let zones = 2 + rng.below(4) as usize;
-        // The minimum size, and a size that is not a power of two.
+        // Two zone sizes: the minimum, and one that is not a power of two.
         let size = [64, 68][rng.below(2) as usize];
         let capacity = [4, 8, 12][rng.below(3) as usize];
         let open_max = 1 + rng.below(3);
@@ -422,7 +422,7 @@ impl ZonedDrive {
         ByteRange::new(bytes, bytes).expect("a range")
     }
 
-    /// Opens the drive. With a path, the states of the zones are stored beside the path.
+    /// Opens the drive. With a path, the zones' states are stored beside the path.
     fn open(&self, path: Option<&Path>) -> Arc<dyn HostController> {
         let DriveProfile::Zns(zns) = &self.profile else {
             panic!("no profile of zones");
@@ -477,7 +477,7 @@ fn run_lives(drive: ZonedDrive, memory: GuestMemory, conditions: Conditions, rng
     world.run(guest, pairs, Rng::new(rng.next_u64()));
 }
 
-/// Directory on a real disk: the states of zones are stored by a memory mapping, which needs a real file.
+/// Directory on a real disk. The states of zones are stored in a memory mapping, which needs a real file.
 struct ZoneStateDir(PathBuf);
 
 impl ZoneStateDir {
@@ -485,7 +485,7 @@ impl ZoneStateDir {
         let folder = std::env::temp_dir().join(format!("nvme-mpt-zones-{}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a folder");
         std::fs::write(folder.join("drive"), []).expect("a file");
-        // The names are synced on the simulated disk.
+        // The simulated disk syncs the names of the real files.
         files::format(0);
         files::create_dir_all(&folder).expect("a folder");
         Self(folder)

@@ -1,8 +1,8 @@
 //! Model of zones, independent of the product's code: the possible states of each zone after the commands so far.
 //!
-//! A command takes effect at one moment between submission and completion. A reset takes effect at two moments, and between
-//! them the zone accepts no commands. Each zone has a set of possibilities. A completion removes the possibilities with a
-//! different answer. If none remains, no order of the commands explains the guest's observations.
+//! A command takes effect at one time between its submission and its completion. A reset takes effect at two such times,
+//! and between them the zone accepts no commands. Each zone has a set of possible states. A completion removes the states
+//! that imply another answer. If no state remains, no order of the commands explains the guest's observations.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,10 +12,10 @@ use nvme_mpt_tests::zoned::{Zone, state};
 /// Unique number of a command.
 pub(super) type Number = u64;
 
-/// Action of a command on a zone.
+/// Action of a command on one zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Write at this offset from the start of the zone, in blocks.
+    /// Write, with the offset of its first block in the zone.
     Write {
         offset: u64,
         blocks: u64,
@@ -44,17 +44,17 @@ impl Action {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Answer {
     Done,
-    /// Success of a Zone Append at this offset from the start of the zone, in blocks.
+    /// Success of a Zone Append, with the offset of its first block in the zone.
     Appended(u64),
     Failed(StatusCode),
 }
 
-/// Possible state of a zone, and the answers of commands in flight that led to the state.
+/// Possible state of a zone, and the answers that commands in flight have got on the way to it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Possibility {
     state: u8,
     written: u64,
-    /// Reset in progress, which deallocates the zone's blocks.
+    /// Reset in progress, which is deallocating the zone's blocks.
     reset_by: Option<Number>,
     answers: BTreeMap<Number, Answer>,
 }
@@ -75,7 +75,7 @@ impl Possibility {
         self.is_open() || self.state == state::CLOSED
     }
 
-    /// Returns state and write pointer as in a report. A full zone has no write pointer, so it has 0.
+    /// Returns the state and the write pointer as in a report. A full zone has no write pointer, so 0 is returned.
     fn report_fields(&self) -> (u8, u64) {
         let written = if self.state == state::FULL {
             0
@@ -92,7 +92,7 @@ impl Possibility {
         }
     }
 
-    /// Returns the possibilities after a command, with the command's answers.
+    /// Returns the possibilities after a command, which include the command's answer.
     fn successors(&self, number: Number, action: Action, capacity: u64) -> Vec<(Self, Answer)> {
         let failed = |status| (self.clone(), Answer::Failed(status));
         let reset = || Self {
@@ -154,7 +154,7 @@ impl Possibility {
     }
 }
 
-/// Possible states of a zone.
+/// Set of possible states of a zone.
 #[derive(Clone, Debug)]
 struct PossibleStates {
     states: BTreeSet<Possibility>,
@@ -162,7 +162,8 @@ struct PossibleStates {
 }
 
 impl PossibleStates {
-    /// Adds all states to which commands in flight can lead. `may_be_closed`: other zones may force a close.
+    /// Adds all states to which the commands in flight can lead. If `may_be_closed`, the drive may close the zone because
+    /// of other zones.
     fn expand(&mut self, capacity: u64, may_be_closed: bool) {
         let mut new: Vec<_> = self.states.iter().cloned().collect();
         while let Some(from) = new.pop() {
@@ -193,7 +194,8 @@ impl PossibleStates {
         }
     }
 
-    /// Keeps the possibilities that agree with a command's answer. Without an answer, the command may have taken effect or not.
+    /// Retains the possibilities that agree with a command's answer. Without an answer, the command may or may not have
+    /// taken effect.
     fn end(&mut self, number: Number, answer: Option<Answer>) {
         self.in_flight.remove(&number);
         let all = std::mem::take(&mut self.states);
@@ -211,7 +213,7 @@ impl PossibleStates {
             .collect();
     }
 
-    /// Returns whether the zone may be open, including for a write that fills it.
+    /// Returns whether the zone may be open, or may have been opened by a write that then filled it.
     fn may_be_open(&self) -> bool {
         self.can_be(Possibility::is_open)
             || self
@@ -239,12 +241,12 @@ struct OtherZoneUsage {
     explicit: usize,
 }
 
-/// A report command in flight.
+/// A report command that is in flight.
 #[derive(Clone, Debug)]
 struct Report {
-    /// Possible states and write pointers of each zone since the start of the report.
+    /// States and write pointers that each zone may have had since the start of the report.
     seen: Vec<BTreeSet<(u8, u64)>>,
-    /// True if no other command has been in flight since the start of the report.
+    /// True if no other command was in flight since the start of the report.
     is_alone: bool,
 }
 
@@ -268,7 +270,7 @@ pub(super) struct Model {
 }
 
 impl Model {
-    /// Creates zones that are all empty.
+    /// Creates the model of zones that are all empty.
     pub(super) fn new(geometry: Geometry) -> Self {
         let empty = PossibleStates {
             states: BTreeSet::from([Possibility::EMPTY]),
@@ -287,20 +289,20 @@ impl Model {
         self.zones[zone].in_flight.len()
     }
 
-    /// Returns whether all commands in flight on a zone append to it.
+    /// Returns whether all commands in flight on a zone are appends.
     pub(super) fn has_appends_alone(&self, zone: usize) -> bool {
         let mut actions = self.zones[zone].in_flight.values();
         actions.all(|action| matches!(action, Action::Append { .. }))
     }
 
-    /// Returns the minimum and maximum possible write pointer of a zone, in blocks.
+    /// Returns the minimum and maximum of a zone's possible write pointers, in blocks.
     pub(super) fn write_pointer_range(&self, zone: usize) -> (u64, u64) {
         let written = || self.zones[zone].states.iter().map(|zone| zone.written);
         let (fewest, most) = (written().min(), written().max());
         (fewest.unwrap_or(0), most.unwrap_or(0))
     }
 
-    /// Returns whether a block certainly lies below its zone's write pointer.
+    /// Returns whether a block is certainly below its zone's write pointer.
     pub(super) fn is_written(&self, zone: usize, offset: u64) -> bool {
         self.zones[zone].must_be(|possibility| possibility.written > offset)
     }
@@ -332,7 +334,7 @@ impl Model {
         self.update();
     }
 
-    /// Records the end of a command. A command without an answer took effect already, or never will.
+    /// Records the end of a command. A command without an answer has already taken effect, or never will.
     ///
     /// # Panics
     /// No order of the commands explains the answer.
@@ -412,7 +414,7 @@ impl Model {
         );
     }
 
-    /// Updates the possible states for all zones and commands in flight.
+    /// Updates the possible states of all zones for the commands in flight.
     fn update(&mut self) {
         let Geometry {
             capacity, open_max, ..
@@ -424,7 +426,8 @@ impl Model {
             }
             let open = self.zones.iter().filter(|zone| zone.may_be_open());
             let open = open.count();
-            // If the maximum number of zones is open, the drive closes an implicitly opened zone to open another zone.
+            // If the maximum number of zones is open, the drive closes an implicitly opened zone before it opens another
+            // one.
             if may_be_closed || open <= open_max {
                 break;
             }

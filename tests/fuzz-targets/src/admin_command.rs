@@ -1,10 +1,11 @@
 //! A guest that submits arbitrary admin commands, with arbitrary data and queues.
 //!
-//! The first byte of the input chooses the doorbell mode and the number of commands, which follow with 64 bytes each. The rest
-//! is the content of guest memory, starting at address 0: data, PRP lists, I/O queues and their commands, doorbell buffers.
+//! The first byte of the input chooses the doorbell mode and the number of commands. The commands follow, with 64 bytes
+//! each. The remaining bytes are the content of guest memory from address 0 on: data, PRP lists, I/O queues with their
+//! commands, doorbell buffers.
 //!
-//! Each command must complete once with its own identifier, or wait as an Asynchronous Event Request. Otherwise the controller
-//! must have failed, and a reset must recover it.
+//! Each command must complete once with its own identifier, or wait as an Asynchronous Event Request. Otherwise the
+//! controller must have failed, and a reset must recover it.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -16,7 +17,7 @@ use vmm_device::{Bar, MsixMasking};
 
 use crate::{Fixture, Input, RINGS};
 
-/// Entries of the admin queues, more than the commands and completions of one input.
+/// Number of entries of the admin queues. It exceeds the number of commands and completions of one input.
 const ENTRIES: u32 = 64;
 const COMMANDS: u8 = 15;
 const CQ: u64 = RINGS + 0x1_0000;
@@ -34,7 +35,7 @@ fn fixture(choice: u8) -> Fixture {
         _ => DoorbellMode::Trap,
     };
     let fixture = Fixture::new(mode, MsixMasking::Client);
-    // For a second after a change of the memory map, commands wait for missing memory. Let this second pass.
+    // For one second after a change of the memory map, commands wait for missing memory. This loop lets that second pass.
     while fixture.function.memory().time_since_change() <= Duration::from_secs(1) {
         clock::sleep(Duration::from_millis(10));
     }

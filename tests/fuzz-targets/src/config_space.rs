@@ -73,7 +73,7 @@ pub fn run(input: &[u8]) {
         let mut input = Input(input);
         while !input.is_empty() {
             let kind = input.byte();
-            // Some offsets are beyond the end, and some lengths reach beyond the end.
+            // Some offsets are beyond the end of configuration space, and some accesses reach across its end.
             let offset = match kind & 0b110 {
                 0b110 => u64::MAX - u64::from(input.byte()),
                 _ => u64::from(input.number()) % (2 * CONFIG_SPACE_SIZE),

@@ -1,7 +1,7 @@
-//! A fault plan from a user or from a client of the control socket.
+//! A fault plan as written by a user or by a client of the control socket.
 //!
-//! The plan must be accepted or refused with a message. An accepted plan is injected into a drive or refused with a message. A
-//! drive never has more faults than the limit.
+//! The plan must be accepted, or refused with a message. An accepted plan is injected into a drive, which may refuse it
+//! with a message. A drive must never have more faults than the limit.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use nvme_mpt_vmm::report;
 use nvme_software::SoftwareController;
 use nvme_software::faults::{FaultPlan, MAX_FAULTS};
 
-/// Runs one input, which is text.
+/// Runs one input, which is the text of a plan.
 pub fn run(input: &[u8]) {
     let Ok(text) = str::from_utf8(input) else {
         return;

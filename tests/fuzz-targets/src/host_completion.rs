@@ -1,11 +1,11 @@
-//! A drive that completes the commands of two guests arbitrarily: in any order, twice, with any status, with unused
-//! identifiers, or with arbitrary entries.
+//! A drive that completes the commands of two guests arbitrarily: in any order, twice, with any status, or by entries with
+//! unused identifiers or arbitrary contents.
 //!
-//! The first byte of the input chooses the drive's maximum transfer size and the number of guests. Then come steps, each a byte
-//! and its operands: a guest submits a command, the drive completes a command, or the drive posts something else.
+//! The first byte of the input chooses the drive's maximum transfer size and the number of guests. Steps follow, each a
+//! byte and its operands: a guest submits a command, the drive completes a command, or the drive posts any other entry.
 //!
-//! Each command of each guest must complete once. It must succeed if the drive reported only success for the command, and fail
-//! if the drive reported an error for any part of it. A command that the drive interrupted may be submitted again.
+//! Each command of each guest must complete once. It must succeed if the drive reported only success for the command, and
+//! fail if the drive reported an error for any part of it. A command that the drive interrupted may be submitted again.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -41,9 +41,9 @@ const DATA_PAGES: u64 = 32;
 /// Size of each lease in bytes.
 const LEASE: u64 = 1 << 20;
 const BLOCK: u64 = 512;
-/// Blocks reserved for each command: the size of the longest command.
+/// Number of blocks reserved for each command: those of the longest command.
 const BLOCKS_PER_COMMAND: u64 = DATA_PAGES * PAGE / BLOCK;
-/// Number of commands of a guest: one for each reserved part of the lease.
+/// Number of a guest's commands: one for each reserved part of the lease.
 const COMMANDS: usize = (LEASE / BLOCK / BLOCKS_PER_COMMAND) as usize;
 const GUESTS: usize = 2;
 /// Maximum number of steps of an input. Further steps are ignored.
@@ -51,23 +51,23 @@ const STEPS: usize = 256;
 
 const STATUS_MASK: u64 = 0x7FF << 49;
 
-/// Command Interrupted, which makes the host repeat the command (NVMe Base 2.0, figure 97).
+/// Status Command Interrupted, after which the guest may submit the command again (NVMe Base 2.0, figure 97).
 const INTERRUPTED: u64 = 0x21;
 
 thread_local! {
     static FIXTURES: RefCell<BTreeMap<u8, Fixture>> = const { RefCell::new(BTreeMap::new()) };
 }
 
-/// Expected result of a guest's command.
+/// Result that a guest's command must have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum ExpectedResult {
     #[default]
     Idle,
-    /// In flight, with no error so far.
+    /// The command is in flight, and has no error so far.
     InFlight,
-    /// In flight, and interrupted by the drive. The command may be repeated, and then may have any result.
+    /// The command is in flight, and the drive has interrupted it. It may be repeated, and may then have any result.
     Interrupted,
-    /// In flight, and a part has failed.
+    /// The command is in flight, and a part of it has failed.
     PartFailed,
 }
 
@@ -167,7 +167,7 @@ impl Lane {
         self.local_backend.reset().expect("nothing is in flight");
     }
 
-    /// Submits an idle command.
+    /// Submits one of the guest's commands that are not in flight.
     fn send(&mut self, kind: u8, size: u8) {
         let Some(index) = self
             .command_states
@@ -201,7 +201,7 @@ impl Lane {
         self.local_backend.ring_doorbell(tail, self.tail);
     }
 
-    /// Polls, and consumes completions.
+    /// Polls the guest's queue, and consumes completions.
     fn poll(&mut self) -> bool {
         let shadow = self.shadow.as_mut().expect("between begin and end");
         let busy = shadow.poll();
@@ -253,7 +253,7 @@ struct Fixture {
     lanes: Vec<Lane>,
     model: Arc<ModelDrive>,
     queue: Option<HandQueue>,
-    /// Commands that the drive has taken.
+    /// Commands that the drive has fetched.
     commands: Vec<Sqe>,
 }
 
@@ -292,7 +292,7 @@ impl Fixture {
         }
     }
 
-    /// Polls the guests' queues, and takes their commands.
+    /// Polls the guests' queues, and fetches their commands for the drive.
     fn poll_lanes(&mut self, guests: usize) -> bool {
         let mut busy = false;
         for lane in &mut self.lanes[..guests] {
@@ -311,8 +311,9 @@ impl Fixture {
         busy
     }
 
-    /// Posts an entry. An entry with the identifier of a command in flight completes this command. If no command is in flight,
-    /// nothing is posted: no queue would poll, and the next command's poll might take the old entry for its own completion.
+    /// Posts an entry. An entry with the identifier of a command in flight completes this command. If no command is in
+    /// flight, nothing is posted: no queue would poll, so the next command's poll might take this entry for its own
+    /// completion.
     fn post(&mut self, lower: u64, upper: u64) {
         if self.commands.is_empty() {
             return;
@@ -327,7 +328,8 @@ impl Fixture {
                 let fate = &mut lane.command_states[stretch as usize % COMMANDS];
                 assert_ne!(*fate, ExpectedResult::Idle, "a part of nothing: {sqe:?}");
                 let is_interrupted = (upper & STATUS_MASK) >> 49 == INTERRUPTED;
-                // The first failed part in order decides, so the status of other parts may be ignored.
+                // The first failed part, in order of the blocks, determines the status. So the status of other parts may
+                // not be visible to the guest.
                 *fate = match is_interrupted || *fate == ExpectedResult::Interrupted {
                     true => ExpectedResult::Interrupted,
                     false => ExpectedResult::PartFailed,
@@ -378,7 +380,7 @@ impl Fixture {
             }
             self.poll_lanes(guests);
         }
-        // The drive completes its remaining commands correctly.
+        // From here on, the drive completes the remaining commands correctly.
         let mut idle = 0;
         while !self.lanes[..guests].iter().all(Lane::is_idle) {
             while let Some(sqe) = self.commands.first() {
@@ -388,12 +390,12 @@ impl Fixture {
             }
             idle = if self.poll_lanes(guests) { 0 } else { idle + 1 };
             if idle > 1000 {
-                // Commands of queues that share a queue pair may wait for a while.
+                // Commands of guests that share a queue pair may have to wait for a while.
                 std::thread::sleep(Duration::from_micros(100));
             }
             assert!(idle < 50_000, "commands are lost");
         }
-        // Nothing may follow the last completion.
+        // After the last completion, nothing may follow.
         for _ in 0..3 {
             self.poll_lanes(guests);
         }

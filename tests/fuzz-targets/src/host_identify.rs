@@ -1,10 +1,10 @@
 //! A drive with arbitrary registers, Identify data structures, log pages, and numbers of queues.
 //!
-//! The input starts with the registers (CAP, VS). Changes to the results of admin commands follow, for each command in turn:
-//! two bytes for the position, one for the number of bytes, and the bytes.
+//! The input starts with the registers (CAP, VS). Changes to the results of admin commands follow, in the order of the
+//! commands: two bytes for the position, one for the number of bytes, and the bytes.
 //!
-//! The drive must be opened or refused. If it is opened, the limits for guests must be consistent, the health log must be
-//! readable, and the drive must be released in order.
+//! The drive must be opened or refused. If it is opened, the limits for guests must be consistent, reading the health log
+//! must not panic, and the drive must be released properly.
 
 use nvme_guest::threads::ThreadSpawner;
 use nvme_lease::range::BlockRange;
@@ -25,7 +25,7 @@ pub fn run(input: &[u8]) {
     let options = Options {
         version: u32::from(input.number()) << 8,
         entries_max: u32::from(input.number().max(1)) + 1,
-        // BAR0 has the doorbells of three queues, at any stride.
+        // BAR0 has the doorbells of three queues, for any stride.
         dstrd: input.byte() % 16,
         mpsmin: if flags & 1 == 0 { 0 } else { input.byte() % 12 },
         command_sets: if flags & 2 == 0 { 1 } else { input.byte() },
@@ -79,7 +79,7 @@ pub fn run(input: &[u8]) {
             name.chars().all(|c| c.is_ascii_graphic() || c == ' '),
             "{name:?}"
         );
-        // The drive may report any health, or its report may be refused.
+        // The drive may report any health, so its report may be refused.
         let _ = controller.smart_health();
         let _ = controller.error_information();
         // The drive may report no namespace.

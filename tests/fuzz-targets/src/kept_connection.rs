@@ -1,7 +1,7 @@
-//! The request log of a vfio-user server whose process has ended, with arbitrary changes, and a client that continues.
+//! The request log of a vfio-user server whose process has ended. The log has arbitrary changes, and the client continues.
 //!
-//! A server with a request log answers a client. Then the next server takes over both. The input describes the client's actions
-//! and the changes to the log:
+//! A server with a request log answers a client. Then the next server restores the connection from the log. The input
+//! describes the client's actions and the changes to the log:
 //!
 //! | bytes | |
 //! |---|---|
@@ -9,19 +9,19 @@
 //! | 1 | number of changes to the log |
 //! | 5 each | a change: a word's number, and its value |
 //! | 1 | number of changed bytes of a reply |
-//! | that many | the bytes, which overwrite the next reply |
+//! | as many | the bytes, which overwrite the next reply |
 //! | 4 | distance by which the file position moves, if choice 5 is set |
 //! | 2 | number of bytes from the client to the first server |
-//! | that many, and rest | messages for the first server, and for the next one: (command, options, length in 2 bytes, payload) |
+//! | as many, then all others | messages for the first and the next server: (command, options, length in 2 bytes, payload) |
 //!
 //! Words 0 to 5 are the log's title, words 6 to 19 its valid head.
 //!
-//! Choices: bit 0 starts with `VERSION`; bit 1 lets the client read replies before the first server ends; bit 2 gives the
-//! device a mappable area; bit 3 disconnects the client before the next server starts; bit 4 loses the client's socket; bit 5
-//! moves the file position; bit 6 connects another client.
+//! Choices: bit 0 makes the client start with `VERSION`; bit 1 lets the client read replies before the first server ends;
+//! bit 2 gives the device a mappable area; bit 3 disconnects the client before the next server starts; bit 4 loses the
+//! client's socket; bit 5 moves the file position; bit 6 connects another client.
 //!
-//! The log must be refused, or the next server must continue. The server must not block, must end the session when the client
-//! ends, and must leave no file descriptor open.
+//! The log must be refused, or the next server must continue. The server must not block, must end the session when the
+//! client ends, and must leave no file descriptor open.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -48,21 +48,21 @@ const SIGPIPE: i32 = 13;
 const LISTENER: u32 = 0;
 const CLIENT: u32 = 1;
 
-/// Word numbers in a log.
+/// Indices of words in a log.
 const COMMIT_WORD: u64 = 16;
 const TITLE_WORDS: u8 = 6;
 const WORDS: u8 = 20;
 const HEADS: u64 = 0x1000;
 
-/// Number of events after which a server has nothing left to do. Each turn answers several requests.
+/// Number of events after which a server must have no work left. In each turn, it answers several requests.
 const EVENTS: usize = 64;
 
 static FOLDER: LazyLock<TempDir> = LazyLock::new(|| tempfile::tempdir().expect("a folder"));
-/// File for the client to map. It is opened once.
+/// File that the client may map. It is opened once.
 static AREA: LazyLock<File> = LazyLock::new(|| File::open("/dev/null").expect("a null device"));
-/// Number of open files before the first session.
+/// Number of open files of this process before the first session.
 static OPEN_FILES: LazyLock<usize> = LazyLock::new(|| {
-    // Once for all inputs, which this thread runs.
+    // Blocked once: this thread runs all inputs.
     signal::block_signal(SIGPIPE).expect("a signal's number");
     open_files()
 });
@@ -208,13 +208,13 @@ impl Client {
     fn message(&mut self, command: u8, options: u8, payload: &[u8]) {
         let mut message = self.messages.to_le_bytes().to_vec();
         message.extend([command, 0]);
-        // A wrong size ends the connection.
+        // With bit 7 of the options, the size is wrong by one, which must end the connection.
         let size = 16 + payload.len() as u32 - u32::from(options >> 7);
         message.extend(size.to_le_bytes());
-        // Bits 0 and 1: the type, a command at 0; bit 2: No_reply; bit 3: Error.
+        // Bits 0 and 1 are the type (0 is a command), bit 2 is No_reply, and bit 3 is Error.
         message.extend([options & 3 | (options & 0xC) << 2, 0, 0, 0, 0, 0, 0, 0]);
         message.extend_from_slice(payload);
-        // The socket may be full, and the server may have ended.
+        // Fails if the socket is full, or if the server has ended.
         let _ = self.stream.write(&message);
         self.messages = self.messages.wrapping_add(1);
     }
@@ -249,7 +249,7 @@ fn corrupt_log(journal: &File, choices: u8, input: &mut Input<'_>) {
     if choices & 32 != 0 {
         let [low, high] = [input.number(), input.number()].map(i32::from);
         let by = i64::from(high << 16 | low);
-        // Fails if the position would be negative.
+        // Fails if the position would become negative.
         let _ = open.seek(SeekFrom::Current(by));
     }
 }
@@ -323,7 +323,7 @@ fn run_session(choices: u8, mut input: Input<'_>) {
     server.commit().expect("a journal");
 }
 
-/// Skips the changes, which precede the client's messages.
+/// Skips the changes of the log in the input. The client's messages follow them.
 fn skip(input: &mut Input<'_>, choices: u8) {
     let changes = usize::from(input.byte());
     input.piece(changes * 5);

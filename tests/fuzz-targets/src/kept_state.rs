@@ -1,23 +1,24 @@
 //! Persisted state of a function whose process has ended, with arbitrary changes.
 //!
-//! A guest may have crashed the process, or another release may have written the state.
+//! Such changes can occur if a guest crashed the process, or if another release wrote the state.
 //!
 //! A guest enables its controller, creates queues and uses them. Then the process ends. The input describes changes to the
-//! state before the next process restores the function. Its first byte chooses the doorbell mode. The rest is a list:
+//! state before the next process restores the function. Its first byte chooses the doorbell mode. The remaining bytes are a
+//! list of changes:
 //!
 //! | first byte, modulo 6 | what follows | change |
 //! |---|---|---|
 //! | 0 | leaf in 2 bytes, number in 8 | a leaf of the control state gets this number |
-//! | 1 | leaf in 2 bytes, number in 2 | the same |
+//! | 1 | leaf in 2 bytes, number in 2 | a leaf of the control state gets this smaller number |
 //! | 2 | leaf in 2 bytes | a leaf becomes null, or a Boolean is inverted |
 //! | 3 | list, place | an element of a list is duplicated |
 //! | 4 | list, place | an element of a list is removed |
-//! | 5 | file, offset / 8 in 2 bytes, length, bytes | the doorbells, the live state or guest memory get these bytes |
+//! | 5 | file, offset / 8 in 2 bytes, length, bytes | the doorbells, the in-flight tracking or guest memory get these bytes |
 //!
 //! The control state is a JSON tree. Leaves and lists are numbered in the tree's order, without the promises.
 //!
-//! The state must be refused without changes to the function, or be restored. In this case the state of the restored function
-//! must be restorable too. After the guest resets the controller, it must work as after power-on.
+//! The state must be refused without changes to the function, or be restored. If it is restored, the state of the restored
+//! function must be restorable, too. After the guest resets the controller, it must work as after power-on.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -53,16 +54,16 @@ const EVENT_IDX: u64 = 7 * PAGE;
 const DATA: u64 = 8 * PAGE;
 const MEMORY: u64 = 16 * PAGE;
 
-/// Number of entries of all queues.
+/// Number of entries of each queue.
 const ENTRIES: u32 = 8;
 /// Feature identifier of Number of Queues.
 const NUMBER_OF_QUEUES: u32 = 7;
 
 static HOST: LazyLock<Host> = LazyLock::new(Host::open);
-/// State that processes left, one for each doorbell mode.
+/// States that processes left behind, one for each doorbell mode.
 static LEFT: LazyLock<[LeftState; 3]> = LazyLock::new(|| MODES.map(LeftState::new));
 
-/// Files of a function that outlive its process.
+/// Files of a function that outlive its process: doorbells, in-flight tracking and guest memory.
 struct Files([File; 3]);
 
 impl Files {
@@ -103,7 +104,7 @@ impl Files {
         })
     }
 
-    /// Writes the part that lies within the file, whose size does not change.
+    /// Writes bytes into a file, as far as they lie within its size, which does not change.
     fn write(&self, file: usize, at: usize, bytes: &[u8]) {
         let file = &self.0[file];
         let room = length(file).saturating_sub(at).min(bytes.len());
@@ -120,7 +121,7 @@ fn length(file: &File) -> usize {
     file.metadata().expect("a file").len() as usize
 }
 
-/// State that a process left.
+/// State that a process left behind.
 struct LeftState {
     contents: [Vec<u8>; 3],
     state: Value,
@@ -139,9 +140,9 @@ impl LeftState {
         guest.create_queues();
         guest.io(0x02);
         guest.io(0x01);
-        // The guest has not consumed this command's completion.
+        // The guest does not consume the completion of this command.
         guest.submit_io(0x00);
-        // Asynchronous Event Requests, and a masked vector.
+        // Asynchronous Event Requests stay outstanding, and a vector is masked.
         for _ in 0..2 {
             guest.submit_admin(0x0C, [0, 0], [0, 0]);
         }
@@ -155,7 +156,7 @@ impl LeftState {
         }
     }
 
-    /// Returns new files with the same contents.
+    /// Returns new files with the contents that the process left behind.
     fn files(&self, mode: DoorbellMode) -> Files {
         let files = Files::new(mode);
         for (index, content) in self.contents.iter().enumerate() {
@@ -219,7 +220,7 @@ impl Queue {
         cid
     }
 
-    /// Waits for the next completion. Returns its command identifier and status.
+    /// Waits for the next completion, and consumes it. Returns its command identifier and status.
     fn complete(&mut self, function: &mut NvmeFunction) -> [u16; 2] {
         let at = Gpa(self.cq + u64::from(self.head) * 16 + 12);
         let mut bytes = [0; 4];
@@ -229,7 +230,7 @@ impl Queue {
             if u16::from(bytes[2] & 1) == self.phase {
                 break;
             }
-            // An endless wait is ended by libFuzzer's timeout.
+            // libFuzzer's timeout ends an endless wait.
             std::thread::sleep(Duration::from_micros(20));
         }
         self.head = (self.head + 1) % ENTRIES;
@@ -252,7 +253,7 @@ fn write(function: &NvmeFunction, at: u64, bytes: &[u8]) {
 
 fn ring(function: &mut NvmeFunction, doorbell: Doorbell, value: u32) {
     let offset = function.doorbell_offset(doorbell);
-    // Position in a Doorbell Buffer.
+    // In a Doorbell Buffer, the doorbell is at the register's offset behind the first doorbell.
     write(function, SHADOW + offset - 0x1000, &value.to_le_bytes());
     function.write_bar(Bar::Registers, offset, &value.to_le_bytes());
     function.process_events();
@@ -275,7 +276,7 @@ impl Guest {
 
     fn set_register(&mut self, offset: u64, value: u64) {
         let bytes = value.to_le_bytes();
-        // ASQ and ACQ have 8 bytes.
+        // ASQ and ACQ have 8 bytes, and the registers before them have 4.
         let size = if offset < 0x28 { 4 } else { 8 };
         self.function
             .write_bar(Bar::Registers, offset, &bytes[..size]);
@@ -283,7 +284,7 @@ impl Guest {
 
     /// Enables the disabled controller.
     fn enable(&mut self) {
-        // Memory Space Enable, Bus Master Enable.
+        // Sets Memory Space Enable and Bus Master Enable.
         let _ = self.function.write_config(0x04, &[6, 0]);
         for queue in [ADMIN_CQ, CQ] {
             write(&self.function, queue, &[0; ENTRIES as usize * 16]);
@@ -329,7 +330,7 @@ impl Guest {
     }
 }
 
-/// Paths of the leaves and lists of a state.
+/// Paths to the leaves and lists of a control state.
 #[derive(Default)]
 struct StatePaths {
     leaves: Vec<String>,
@@ -410,7 +411,7 @@ fn change(input: &mut Input<'_>, state: &mut Value, files: &Files) {
     *leaf = value;
 }
 
-/// Returns a function's control state without the time.
+/// Returns a function's control state without its time, for comparisons.
 fn comparable_state(function: &NvmeFunction) -> Value {
     let mut state = serde_json::to_value(function.control_state()).expect("JSON");
     state["admin"]["features"]["timestamp"].take();
@@ -457,7 +458,7 @@ pub fn run(input: &[u8]) {
     let Some(function) = restore_function(&files, mode, &state) else {
         return;
     };
-    // The next process restores the unchanged live state and this control state.
+    // The next process restores this control state, with the unchanged in-flight tracking.
     let bytes = serde_json::to_vec(&function.control_state()).expect("JSON");
     drop(function);
     let state = serde_json::from_slice(&bytes).expect("its own JSON");

@@ -19,10 +19,10 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::talk;
 
 const MEMORY: u64 = 1 << 20;
-/// Timeout of all waits.
+/// Timeout of each wait.
 const TIME: Duration = Duration::from_secs(1);
 
-/// Calls each function of the back end once.
+/// Calls each method of the back end once.
 fn call_everything(host: &dyn ControllerBackend) {
     let qid = QueueId(1);
     let _ = host.map(MemoryRegion {

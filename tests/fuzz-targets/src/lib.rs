@@ -65,15 +65,15 @@ pub const ALL: &[Target] = targets![
     vfio_user_message,
 ];
 
-/// Size of the memory at address 0 in bytes: 1 MiB. Inputs are likely to use these addresses.
+/// Size in bytes of the memory at address 0. It is small and at 0, so that inputs are likely to use its addresses.
 pub const MEMORY: u64 = 1 << 20;
-/// Address of another region with the admin queues, where inputs hardly write by chance.
+/// Address of a separate region with the admin queues. Inputs are unlikely to write there by chance.
 pub const RINGS: u64 = 0x0051_7C3A_9E60_0000;
 
-/// Number of I/O queue pairs of an attachment.
+/// Number of I/O queue pairs of a local back end.
 pub const QUEUE_PAIRS: u16 = 4;
 
-/// A drive without storage, and the pollers of its attachments.
+/// A drive without storage, and the pollers of its local back ends.
 pub struct Host {
     drive: Arc<Drive>,
     pollers: Arc<PollerPool>,
@@ -90,10 +90,10 @@ impl Host {
         }
     }
 
-    /// Creates an attachment to the whole drive, which must have no other attachment.
+    /// Creates a local back end for the whole drive, which must have no other one.
     ///
     /// # Errors
-    /// Creating a part of the attachment fails.
+    /// A part of the local back end cannot be created.
     pub fn open_local_backend(
         &self,
         mode: DoorbellMode,
@@ -131,10 +131,10 @@ impl Host {
     }
 }
 
-/// Creates an attachment to a drive without storage.
+/// Creates a local back end on a drive without storage.
 #[must_use]
 pub fn new_local_backend(mode: DoorbellMode) -> LocalBackend {
-    // The queues have live state, as with a function in a VMM.
+    // The back end has in-flight tracking, as for a function in a VMM.
     let backend = Host::open().open_local_backend(
         mode,
         SharedBackendPartsSource::Outliving(EventReader::Trusted),
@@ -159,7 +159,7 @@ impl Fixture {
         Self { function }
     }
 
-    /// Restores the initial state. Guest memory starts with `content`, and the rest of it is unchanged.
+    /// Restores the initial state. Guest memory then starts with `content`; all bytes behind it are unchanged.
     pub fn reset(&mut self, content: &[u8]) {
         let _ = self.function.reset();
         self.write(0, &content[..content.len().min(MEMORY as usize)]);
@@ -173,7 +173,7 @@ impl Fixture {
             .expect("mapped memory");
     }
 
-    /// Reads a property.
+    /// Reads a controller property (register) of 4 bytes.
     #[must_use]
     pub fn register(&self, offset: u64) -> u32 {
         let mut data = [0; 4];
@@ -196,7 +196,7 @@ fn map(function: &NvmeFunction, gpa: u64, len: u64) {
     function.backend().map(region).expect("memory");
 }
 
-/// Parser that splits an input into numbers and pieces. Bytes missing at the end are zero.
+/// Parser that splits an input into numbers and byte strings. Bytes that are missing at the end read as zero.
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {

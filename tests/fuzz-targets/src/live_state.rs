@@ -1,4 +1,5 @@
-//! Live state and guest memory with arbitrary contents, which the function's owner and the guest may write.
+//! In-flight tracking and guest memory with arbitrary contents. The function's owner can write the first, and the guest the
+//! second.
 //!
 //! The input is split into these pieces, and missing bytes are zero:
 //!
@@ -11,14 +12,14 @@
 //! | 16 * 64 | records of the first queue pair's slots |
 //! | 16 * 16 | entries of the Completion Queue |
 //! | 2 * 16 * 64 | entries of both Submission Queues |
-//! | rest | the guest's data |
+//! | remaining | the guest's data |
 //!
 //! Choices: bit 0 adds the second Submission Queue, bit 1 puts the doorbells into a Doorbell Buffer, bit 2 connects the
-//! queue to an interrupt, bit 3 revokes the lease, and bit 4 lays 16 further bytes over the beginning of the file, ahead
-//! of the data.
+//! queue to an interrupt, bit 3 revokes the lease, and bit 4 lays 16 further bytes over the beginning of the file, ahead of
+//! the data.
 //!
-//! The live state must be refused, or its queue must continue. In this case no more commands may complete than the Completion
-//! Queue has entries, and the state can be saved and restored again.
+//! The in-flight tracking must be refused, or its queues must continue. If they continue, no more commands may complete
+//! than the Completion Queue has entries, and it must be possible to save and restore the state again.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -52,14 +53,15 @@ const BUFFER: DoorbellBuffer = DoorbellBuffer {
 };
 const DATA: u64 = 6 * PAGE;
 const MEMORY: u64 = 16 * PAGE;
-/// Number of used bytes of a queue pair's positions.
+/// Number of bytes that the positions of a queue pair use.
 const POSITIONS: usize = 128;
-/// Number of polls after which nothing is left to do: each poll takes all commands, and this drive completes them at once.
+/// Number of polls after which no work must be left: each poll takes all commands, and the drive completes them
+/// immediately.
 const POLLS: usize = 64;
 
 static HOST: LazyLock<Host> = LazyLock::new(Host::open);
 
-/// Files of the previous process.
+/// Files that the previous process left behind.
 struct LeftFiles {
     memory: File,
     inflight: OwnedFd,
@@ -114,7 +116,7 @@ impl LeftFiles {
         }
     }
 
-    /// Creates an attachment of the next process, with guest memory mapped.
+    /// Creates the local back end of the next process, with guest memory mapped.
     fn attach(&self, mode: DoorbellMode) -> Result<LocalBackend, LocalBackendError> {
         let parts = SharedBackendPartsSource::Persisted(
             PersistedBackendParts {
@@ -174,22 +176,22 @@ fn queues(choices: u8, input: &mut Input<'_>) -> PersistedQueues {
     }
 }
 
-/// Checks the state of a paused function.
+/// Checks the state of a paused back end.
 fn check(attachment: &LocalBackend, queues: &PersistedQueues) {
     let state = ControllerBackend::save(attachment).expect("paused");
     ControllerBackend::check_state(attachment, &state).expect("a state as any other");
     assert_eq!(PersistedQueues::from_state(&state), *queues);
 }
 
-/// Lets the queue work until nothing is left to do.
+/// Polls the queue until no work is left.
 fn work(attachment: &LocalBackend, queues: &PersistedQueues) {
     let mut queue = attachment.take_queue(FIRST).expect("the queue");
     for _ in 0..POLLS {
         queue.poll();
     }
     attachment.return_queue(queue).expect("it is known");
-    // The Completion Queue's head advances at most once, to its doorbell. Each entry is used at most once before and once
-    // after.
+    // The Completion Queue's head advances at most once, to the value of its doorbell. So each entry is used at most once
+    // before this and once afterwards.
     let done: u64 = attachment
         .stats()
         .queues
@@ -200,7 +202,7 @@ fn work(attachment: &LocalBackend, queues: &PersistedQueues) {
     assert!(done <= 2 * room, "{done} completions, room for {room}");
 }
 
-/// Restores the state in a new attachment. Returns whether the state was accepted.
+/// Restores the state in a new local back end. Returns whether the state was accepted.
 fn restore_queues(left: &LeftFiles, mode: DoorbellMode, queues: &PersistedQueues) -> bool {
     let attachment = match left.attach(mode) {
         Ok(attachment) => attachment,
@@ -209,7 +211,7 @@ fn restore_queues(left: &LeftFiles, mode: DoorbellMode, queues: &PersistedQueues
             return false;
         }
     };
-    // Without pollers, until the state is checked.
+    // Paused, so that no poller runs the queues before the state is checked.
     ControllerBackend::pause(&attachment).expect("idle");
     if let Err(error) = ControllerBackend::restore_inflight(&attachment, queues) {
         assert!(!error.to_string().is_empty());
@@ -236,7 +238,7 @@ pub fn run(input: &[u8]) {
     };
     let left = LeftFiles::new(mode, &queues, &mut input, choices);
     if restore_queues(&left, mode, &queues) {
-        // Guest memory may claim more completions by now, so the state may be refused.
+        // By now, entries in guest memory may look like further completions, so the state may be refused.
         restore_queues(&left, mode, &queues);
     }
 }

@@ -1,7 +1,7 @@
 //! An option string from a user or a program.
 //!
-//! It must be accepted, or refused with a message. Accepted options must keep the bounds that the rest of the program relies
-//! on. A range and a drive must print as they were parsed.
+//! The string must be accepted, or refused with a message. Accepted options must be within the bounds on which the program
+//! relies. A range and a drive must be printed in the form in which they were parsed.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -38,7 +38,7 @@ fn check(options: &FunctionOptions) {
     assert_ne!(options.id.as_deref(), Some(""));
 }
 
-/// Runs one input, which is text.
+/// Runs one input, which is the text of an option string.
 pub fn run(input: &[u8]) {
     let Ok(text) = str::from_utf8(input) else {
         return;

@@ -1,8 +1,8 @@
 //! A guest that accesses BAR0 and BAR4 at arbitrary offsets and with arbitrary lengths, including doorbells.
 //!
-//! The first byte of the input chooses the doorbell mode and the side that masks interrupts. The rest is a sequence of
-//! accesses: kind, offset in 2 bytes, length, and data for a write. Read-only properties must keep their values, `CSTS` must
-//! follow `CC`, and a reset must recover the controller.
+//! The first byte of the input chooses the doorbell mode and the side that masks interrupts. The remaining bytes are a
+//! sequence of accesses: kind, offset in 2 bytes, length, and data for a write. Read-only properties must keep their
+//! values, `CSTS` must follow `CC`, and a reset must recover the controller.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -36,7 +36,7 @@ fn check(fixture: &Fixture, cap: [u32; 2]) {
     assert_eq!(fixture.register(0x30) & 0xFFF, 0, "ACQ");
     let (cc, csts) = (fixture.register(0x14), fixture.register(0x1C));
     let (ready, failed) = (csts & 1 != 0, csts & 2 != 0);
-    // Resets and enabling complete before the write returns.
+    // CSTS follows at once: resetting and enabling the controller complete before the write returns.
     assert!(!ready || cc & 1 != 0);
     assert!(ready || failed || cc & 1 == 0);
     assert_eq!(
@@ -52,7 +52,7 @@ pub fn run(input: &[u8]) {
     let choice = input.byte() & 0b111;
     FIXTURES.with_borrow_mut(|fixtures| {
         let fixture = fixtures.entry(choice).or_insert_with(|| fixture(choice));
-        // The input also fills guest memory, which contains the commands.
+        // The input is also the content of guest memory, and thereby of the commands.
         fixture.reset(input.0);
         let cap = [fixture.register(0x00), fixture.register(0x04)];
         while !input.is_empty() {

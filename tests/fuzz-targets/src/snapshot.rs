@@ -1,8 +1,9 @@
 //! A snapshot of a function that was forged or changed.
 //!
-//! The first byte of the input chooses the doorbell mode and the kind of the rest: a snapshot with its first line, or a state
-//! as JSON. A JSON state gets the promises of the present function, since fuzzing could not guess its names. An accepted state
-//! is restored. Then the function must be as after power-on, or continue, and it can be saved and reset.
+//! The first byte of the input chooses the doorbell mode, and the kind of the remaining bytes: a snapshot with its first
+//! line, or a state as JSON. A JSON state gets the promises of the function under test, since fuzzing could not guess the
+//! names in them. An accepted state is restored. Then the function must be in its power-on state, or continue. In both
+//! cases, it must be possible to save and reset it.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -56,7 +57,7 @@ fn check(fixture: &mut Fixture, state: &FunctionSnapshot) {
             assert!(!fixture.function.is_paused());
         }
     }
-    // CAP.TO belongs to the state, since a driver does not read it again.
+    // CAP.TO is a part of the saved state, since a driver does not read it again.
     let of_function = [fixture.register(0x00) & 0x00FF_FFFF, fixture.register(0x04)];
     assert_eq!(of_function, [cap[0] & 0x00FF_FFFF, cap[1]]);
     // A reset must work in any state.
@@ -67,7 +68,7 @@ fn check(fixture: &mut Fixture, state: &FunctionSnapshot) {
     assert_eq!(fixture.register(0x1C) & 0b11, 0);
 }
 
-/// Parses a state, and adds the promises of the present function.
+/// Parses a state, and adds the promises of the function under test.
 fn parse_snapshot(input: &[u8], fixture: &mut Fixture) -> Option<FunctionSnapshot> {
     let mut state: Value = serde_json::from_slice(input).ok()?;
     fixture.function.pause().expect("idle");

@@ -1,16 +1,15 @@
 //! One side of a lease protocol session, as a list of lines.
 //!
-//! Each line of the input is a message. Its first byte chooses additional parts:
+//! Each line of the input is a message. The line's first byte chooses what is sent in addition:
 //!
 //! | byte | |
 //! |---|---|
 //! | `+` | a memory file |
 //! | `*` | an eventfd |
 //! | `=` | a memory file twice, and an eventfd |
-//! | `&` | the same, and the signs of a process that has ended |
-//! | `!` | the length in the header is twice that of the line |
-//! | `#` | no header |
-//! | other | nothing, and the byte is the message's first |
+//! | `!` | nothing, but the length in the header is twice the line's length |
+//! | `#` | nothing, and the header is omitted |
+//! | other | nothing, and this byte is the first byte of the message |
 
 use std::fs::File;
 use std::io::{self, PipeReader, Read, Write};

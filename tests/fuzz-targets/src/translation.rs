@@ -1,14 +1,14 @@
 //! A guest that submits arbitrary I/O commands, with arbitrary memory contents, to a shadow queue that this thread polls.
 //!
-//! The first byte of the input chooses the logical block size, the number of regions and commands, the command set, and a lease
-//! of one or two extents. Zones are empty at first, and there are no keys. A drive with keys stored by a Batch is created again
-//! for the next input. Each region has four bytes: its first page, its length, and the device's access rights. Each command has
-//! 64 bytes. The rest is the content of the regions, in order.
+//! The first byte of the input chooses the logical block size, the number of regions and commands, the command set, and a
+//! lease of one or two extents. At first, all zones are empty and there are no keys. After an input with a Batch, the drive
+//! is created again for the next input. Each region has four bytes: its first page, its length, and the device's access
+//! rights. Each command has 64 bytes. The remaining bytes are the content of the regions, in order.
 //!
-//! Each command must complete once, with its identifier and a status that the specification permits. A successful command must
-//! lie within the lease. A region without write access must stay unchanged. The same applies to another guest's memory, and to
-//! its blocks on both sides of the lease. With zones, this other guest cannot write its blocks again, so the blocks also show
-//! whether its zones were reset.
+//! Each command must complete once, with its identifier and a status that the specification permits. A successful command
+//! must lie within the lease. A region without write access must stay unchanged, and so must the memory of another guest,
+//! and its blocks on both sides of the lease. With zones, this other guest writes its blocks only once, so the blocks also
+//! show whether its zones were reset.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -39,14 +39,14 @@ const ENTRIES: u32 = 32;
 const QUEUE: QueueId = QueueId(1);
 const SQ: u64 = RINGS;
 const CQ: u64 = RINGS + 2 * PAGE;
-/// Size of each lease in bytes. The leases of two neighbours are on both sides of the guest's lease.
+/// Size of each lease in bytes. The guest's lease lies between two leases of neighbours.
 const LEASE: u64 = 1 << 20;
 /// Fill byte for the neighbours' memory and blocks.
 const MARK: u8 = 0xA5;
-/// Number of checked bytes of the neighbours: those next to the guest's blocks.
+/// Number of bytes of the neighbours that are checked: those next to the guest's blocks.
 const EDGE: u64 = 64 << 10;
 
-/// Permitted status codes of a command, with Status Code Type.
+/// Status codes that a command may have, with Status Code Type.
 const LEGAL: [u16; 25] = [
     0x000, // Successful Completion
     0x001, // Invalid Command Opcode
@@ -101,16 +101,17 @@ const PAIRS: &str = "model = \"kv\"\nmax_value = \"64K\"\n";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Blocks,
-    /// The guest's lease has two extents, with a neighbour's lease between them.
+    /// A drive on which the guest's lease has two extents, with a neighbour's lease between them.
     Extents,
     Zones,
     Pairs,
 }
 
-/// Maximum number of polls for a command. A reset of all zones takes one poll for each zone.
+/// Maximum number of polls until a command completes. A reset of all zones takes one poll for each zone.
 const POLLS_MAX: usize = 64;
 
-/// Maximum number of pauses after the polls: a mark of unreadable blocks waits until a thread has stored it.
+/// Maximum number of pauses after these polls: if blocks are marked as unreadable, the command waits until a thread has
+/// stored the mark.
 const PAUSES: usize = 10_000;
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -148,7 +149,7 @@ impl Lane {
             lease: ledger.acquire(&request).expect("a lease"),
             queue_pairs: 1,
             reservation: None,
-            // Doorbell registers, since data could overwrite a Doorbell Buffer.
+            // The queues use doorbell registers, since data of a command could overwrite a Doorbell Buffer.
             mdts: None,
             doorbell_stride: nvme_guest::DoorbellStride::default(),
             doorbells: DoorbellMode::Trap,
@@ -202,7 +203,7 @@ impl Lane {
         self.local_backend.reset().expect("nothing is in flight");
     }
 
-    /// Executes one command. There is one at a time, since its data may overwrite the rings.
+    /// Executes one command. Only one is in flight at a time, since its data may overwrite the rings.
     fn run(&mut self, mut command: [u8; 64]) -> u16 {
         let index = self.tail;
         let cid = 0x4000 + index as u16;
@@ -250,7 +251,7 @@ fn completed_count(attachment: &LocalBackend) -> u64 {
 
 struct Fixture {
     guest: Lane,
-    /// File behind all regions of the guest.
+    /// Memory file with all regions of the guest.
     memory: File,
     neighbours: [Lane; 2],
     neighbours_memory: File,
@@ -281,7 +282,7 @@ impl Fixture {
         let neighbours_memory = file(2 * EDGE);
         for (neighbour, index) in neighbours.iter_mut().zip(0..) {
             let attachment = &neighbour.local_backend;
-            // Inputs use these addresses for their guest's memory too.
+            // The neighbour's memory is at addresses that inputs use for the guest's memory, too.
             assert!(map(
                 attachment,
                 &neighbours_memory,
@@ -333,7 +334,7 @@ impl Fixture {
                 .expect("memory");
             let status = neighbour.run(edge(READ, index, self.lba_size, self.kind));
             assert_eq!(status, 0, "another guest's blocks became unreadable");
-            // The neighbour's completion queue never becomes full.
+            // The head follows the tail, so the neighbour's completion queue never becomes full.
             let head = neighbour.tail;
             let attachment = &neighbour.local_backend;
             attachment.ring_doorbell(Doorbell::CqHead(QUEUE), head);
@@ -352,8 +353,8 @@ impl Fixture {
     }
 }
 
-/// Returns a neighbour's command on its blocks next to the guest's lease, or on a key. Write and Read have the same opcodes as
-/// Store and Retrieve.
+/// Returns a neighbour's command on its blocks next to the guest's lease, or on a key. Write and Store have the same
+/// opcode, and so do Read and Retrieve.
 fn edge(opcode: u8, index: u64, lba_size: u32, kind: Kind) -> [u8; 64] {
     let blocks = EDGE / u64::from(lba_size);
     let slba = if index == 0 {
@@ -362,7 +363,7 @@ fn edge(opcode: u8, index: u64, lba_size: u32, kind: Kind) -> [u8; 64] {
         0
     };
     let mut command = [0; 64];
-    // SGL data block for the first bytes of memory.
+    // The data pointer is an SGL data block at the start of memory.
     command[0] = opcode;
     command[1] = 0x40;
     command[4] = 1;
@@ -394,7 +395,7 @@ fn file(len: u64) -> File {
     file
 }
 
-/// Maps the start of a file. Returns false if the address is in use.
+/// Maps the start of a file for the guest. Returns false if the address is in use.
 fn map(
     attachment: &LocalBackend,
     file: &File,
@@ -430,7 +431,7 @@ fn undo(store: &[u8; 64]) -> [u8; 64] {
     command
 }
 
-/// Checks that a successful command was permitted to succeed.
+/// Checks that a command that has succeeded was allowed to succeed.
 fn check_success(command: &[u8; 64], lba_size: u32, kind: Kind) {
     let number = |at: usize, len: usize| {
         let mut bytes = [0; 8];
@@ -457,7 +458,7 @@ fn check_success(command: &[u8; 64], lba_size: u32, kind: Kind) {
             RETRIEVE => assert!((1..=16).contains(&key) && size <= 1 << 20, "{command:x?}"),
             LIST => assert!(key <= 16 && (4..=1 << 20).contains(&size), "{command:x?}"),
             DELETE | EXIST => assert!((1..=16).contains(&key), "{command:x?}"),
-            // Batch has the number of operations in place of the key length.
+            // In a Batch, the number of operations is in the place of the key length.
             BATCH => assert!(
                 (1..=8).contains(&key) && (32 * u64::from(key)..=1 << 20).contains(&size),
                 "{command:x?}"
@@ -468,7 +469,7 @@ fn check_success(command: &[u8; 64], lba_size: u32, kind: Kind) {
     }
     match opcode {
         FLUSH | DATASET_MANAGEMENT => {}
-        // The command applies to all zones, whatever its block.
+        // The command applies to all zones, so its block has no meaning.
         ZONE_MANAGEMENT_SEND if command[53] & 1 == 1 => {}
         ZONE_MANAGEMENT_SEND | ZONE_MANAGEMENT_RECEIVE => {
             assert!(number(40, 8) < blocks, "{command:x?}");
@@ -509,7 +510,7 @@ pub fn run(input: &[u8]) {
         let mut mapped = Vec::new();
         for index in 0..regions as u64 {
             let first = u64::from(input.number());
-            // The end of the address space needs tests too.
+            // The end of the address space must be tested, too.
             let gpa = if first >= 0xFF00 {
                 (first << 12) | !0xFFF_FFFF
             } else {
@@ -557,7 +558,7 @@ pub fn run(input: &[u8]) {
                 if kind == Kind::Pairs && command[0] == STORE {
                     stored.push(command);
                 }
-                // The guest may have changed its memory since, so the stored keys are unknown.
+                // The guest may have changed the Batch's data since the command read it, so the stored keys are unknown.
                 begins_anew |= kind == Kind::Pairs && command[0] == BATCH;
             }
         }
@@ -565,7 +566,7 @@ pub fn run(input: &[u8]) {
         if !stored.is_empty() {
             fixture.guest.begin();
             for command in stored {
-                // A later command may have deleted the key.
+                // Fails if a later command has deleted the key.
                 fixture.guest.run(undo(&command));
             }
             fixture.guest.end();

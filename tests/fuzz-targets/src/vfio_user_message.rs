@@ -1,12 +1,11 @@
 //! A vfio-user client that sends arbitrary bytes in arbitrary pieces, with arbitrary file descriptors.
 //!
-//! The first byte of the input chooses how the rest is sent:
+//! The first byte of the input chooses how the remaining bytes are sent:
 //!
 //! | bit | |
 //! |---|---|
 //! | 0 | a valid `VERSION` comes first |
-//! | 1 | framed: the rest is (command, options, length in 2 bytes, payload), and becomes messages with valid sizes; otherwise
-//! the rest is the byte stream |
+//! | 1 | framed: messages with valid sizes, from (command, options, length in 2 bytes, payload); if 0, a byte stream |
 //! | 2 | every piece has file descriptors; framed: bits 4 to 7 of the options are their number |
 //! | 3 | the device has a mappable area |
 //! | 4-7 | size of the pieces |
@@ -47,13 +46,13 @@ const PIECES: [usize; 16] = [
     70_000,
 ];
 
-/// File to send as a file descriptor. It is opened once.
+/// File whose descriptor is sent. It is opened once.
 static NULL: LazyLock<File> = LazyLock::new(|| File::open("/dev/null").expect("a null device"));
 
-/// Number of open files before the first session.
+/// Number of open files of this process before the first session.
 static OPEN_FILES: LazyLock<usize> = LazyLock::new(open_files);
 
-/// A device that stores what it gets, and checks the server's guarantees.
+/// A device that stores the requests that it gets, and checks the server's guarantees.
 struct Model {
     area: Option<Arc<OwnedFd>>,
     maps: Vec<DmaRegion>,
@@ -159,7 +158,7 @@ impl VfioUserDevice for Model {
     }
 }
 
-/// The client's end, which reads and checks all replies.
+/// The client's end of the connection, which reads and checks all replies.
 struct Client {
     stream: UnixStream,
     /// Bytes of incomplete replies.
@@ -203,7 +202,7 @@ fn message(id: u16, command: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
     message
 }
 
-/// Returns the pieces to send: bytes, with the number of file descriptors.
+/// Returns the byte strings to send, each with its number of file descriptors.
 fn script(mode: u8, mut data: &[u8]) -> Vec<(Vec<u8>, usize)> {
     let some = usize::from(mode & 4 != 0);
     let mut script = Vec::new();
@@ -220,7 +219,7 @@ fn script(mode: u8, mut data: &[u8]) -> Vec<(Vec<u8>, usize)> {
     while let [command, options, low, high, rest @ ..] = data {
         let length = usize::from(u16::from_le_bytes([*low, *high])).min(rest.len());
         let (payload, rest) = rest.split_at(length);
-        // Bits 0 and 1: the type, a command at 0; bit 2: No_reply; bit 3: Error.
+        // Bits 0 and 1 are the type (0 is a command), bit 2 is No_reply, and bit 3 is Error.
         let flags = options & 3 | (options & 0xc) << 2;
         let fds = some * usize::from(options >> 4);
         let message = message(script.len() as u16, *command, flags, payload);
@@ -256,7 +255,7 @@ fn run_session(mode: u8, data: &[u8]) {
         let size = PIECES[usize::from(mode >> 4)].min(bytes.len().max(1));
         for piece in bytes.chunks(size) {
             let mut rest = piece;
-            // The socket's buffer is limited, and the server reads the data in steps.
+            // The socket's buffer is limited, so the data is sent in several steps, between which the server reads.
             for attempt in 0.. {
                 assert!(attempt < 1000, "the server does not read");
                 let fds = &fds[..fd_count.min(fds.len())];
@@ -284,7 +283,7 @@ fn run_session(mode: u8, data: &[u8]) {
             sent += piece.len();
         }
     }
-    // The session answers messages that remain after a turn in later turns.
+    // Each turn of the session answers some messages, and later turns answer the remaining ones.
     for _ in 0..=sent / HEADER {
         session.run(&mut device);
         client.read_replies();

@@ -10,7 +10,7 @@ use nvme_mpt_fuzz_targets::{ALL, Target};
 
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
-    // Targets count the process's file descriptors, so tests run one at a time.
+    // Targets count the process's open file descriptors, so only one test may run at a time.
     arguments.test_threads = Some(1);
     let corpora = ALL
         .iter()
@@ -20,12 +20,12 @@ fn main() -> ExitCode {
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 
-/// Returns the directory of the fuzz programs and of the corpora.
+/// Returns the directory that contains the fuzz programs and the corpora.
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz")
 }
 
-/// Checks that each target has a program and a corpus, and that there are no others.
+/// Checks that each target has a program and a corpus, and that each program and corpus has a target.
 fn complete() -> Result<(), Failed> {
     let targets: BTreeSet<_> = ALL.iter().map(|target| target.name.to_owned()).collect();
     for what in ["fuzz_targets", "corpus"] {
@@ -42,7 +42,7 @@ fn complete() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Runs the corpus of a target. The test fails if a run panics.
+/// Runs the target with all inputs of its corpus. The test fails if a run panics.
 fn run(target: &Target) -> Result<(), Failed> {
     let mut inputs = 0;
     for entry in fs::read_dir(folder().join("corpus").join(target.name))? {

@@ -1,18 +1,18 @@
 //! Guests, the lab and end-to-end tests for nvme-mpt.
 //!
 //! The modules, bottom up:
-//! - [`process`] and [`progress`]: child processes that end with this process, and steps that a person can follow;
+//! - [`process`] and [`progress`]: child processes that end with this process, and progress messages of steps;
 //! - [`provision`]: builds guests from Debian's signed packages and finds a QEMU, with a cache;
-//! - [`guest`]: boots a guest, runs commands in it, plugs devices, kills it;
+//! - [`guest`]: boots guests, runs commands in them, plugs devices and kills guests;
 //! - [`package`]: the Debian package;
 //! - [`server`]: `nvme-mpt serve` as a child process, and its statistics;
 //! - [`checks`]: a harness and tools for checks that boot machines;
 //! - [`lab`]: an emulated host with NVMe drives, an IOMMU and KVM;
 //! - [`verify`]: all verification steps;
 //! - [`demo`]: the demonstration;
-//! - [`throughput`]: throughput of a drive through each way into a guest, in the lab;
+//! - [`throughput`]: throughput of a drive for each way of giving it to a guest, in the lab;
 //! - [`vmm`]: the reference VMM, with functions in its own process;
-//! - [`vmms`]: all VMMs behind one trait, for checks that are the same for all.
+//! - [`vmms`]: all VMMs behind one trait, for checks that run with each VMM.
 
 pub mod checks;
 pub mod demo;
@@ -31,7 +31,7 @@ pub mod vmms;
 
 use std::path::{Path, PathBuf};
 
-/// Returns the directory of the workspace, where cargo runs.
+/// Returns the directory of the workspace.
 pub fn workspace_dir() -> &'static Path {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     package.parent().unwrap_or(package)
@@ -40,7 +40,7 @@ pub fn workspace_dir() -> &'static Path {
 /// Returns the directory for builds and provisioned files.
 pub fn target_dir() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
-        // Cargo interprets a relative path from its working directory.
+        // Cargo interprets a relative path relative to its working directory.
         Some(path) => std::path::absolute(&path).unwrap_or_else(|_| PathBuf::from(path)),
         None => workspace_dir().join("target"),
     }

@@ -64,7 +64,7 @@ pub fn run(options: &PackageOptions) -> Result<(), PackageError> {
 /// # Errors
 /// See [`PackageError`].
 pub fn build(folder: &Path, version: Option<&str>) -> Result<PathBuf, PackageError> {
-    // All builds share one directory of generated files.
+    // All builds use one directory for generated files, so they run one at a time.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _building = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
     let program = server::build()?;
@@ -91,7 +91,7 @@ fn write_generated(program: &Path) -> Result<(), PackageError> {
         let path = path.to_owned();
         move |source| PackageError::File { path, source }
     };
-    // Removes pages of commands that no longer exist.
+    // Removes the pages of commands that no longer exist.
     match fs::remove_dir_all(&folder) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&folder)(error)),
         _ => {}

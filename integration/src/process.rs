@@ -1,4 +1,4 @@
-//! Child processes: run to completion, or supervised so that they end with this process.
+//! Child processes: commands that are run to completion, and supervised children that end with this process.
 #![expect(
     unsafe_code,
     reason = "kill(2), prctl(2) and setpriority(2) have no safe wrapper in the standard library"
@@ -17,7 +17,7 @@ use thiserror::Error;
 
 /// Maximum number of output lines in an error.
 const TAIL_LINES: usize = 25;
-/// Niceness after [`lower_priority`]: a third of the weight of other processes.
+/// Niceness after [`lower_priority`]: the process gets a third of the weight of other processes.
 const NICE: libc::c_int = 5;
 
 /// Errors of a child process.
@@ -92,17 +92,17 @@ pub fn run(command: &mut Command) -> Result<String, ProcessError> {
     })
 }
 
-/// Sets a timer slack of 1 us for this thread and its future threads and programs. By default, Linux adds up to 50 us to each
-/// sleep, several times the sleep that tests want between polls of a queue.
+/// Sets a timer slack of 1 us for this thread and its future threads and programs. By default, Linux adds up to 50 us to
+/// each sleep, which is several times the sleep of tests between polls of a queue.
 pub fn reduce_timer_slack() {
     let nanoseconds: libc::c_ulong = 1000;
-    // SAFETY: prctl(2) changes the timer slack of the calling thread, and touches no memory of ours.
+    // SAFETY: prctl(2) changes the timer slack of the calling thread. It accesses no memory of this process.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, nanoseconds) };
 }
 
 /// Lowers the priority of this thread and its future programs (nice(1)).
 pub fn lower_priority() {
-    // SAFETY: setpriority(2) touches no memory of ours. Linux takes 0 for the calling thread.
+    // SAFETY: setpriority(2) accesses no memory of this process. Linux takes 0 for the calling thread.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
 
@@ -136,15 +136,15 @@ pub fn describe_children() -> String {
     children.join("\n")
 }
 
-/// Returns the exit status of a thread from its `stat` fields, if it has ended.
+/// Returns a thread's exit status from its `stat` fields; `None` if the thread has not ended.
 fn exit_status_of(fields: &[String]) -> Option<String> {
     const EXIT_CODE: usize = 49;
     let status = fields.get(EXIT_CODE)?.parse().ok()?;
     Some(ExitStatus::from_raw(status).to_string())
 }
 
-/// Describes the state of a process: its threads and the progress of its io_urings (Linux, io_uring/fdinfo.c). For each thread,
-/// it has the state and the user and kernel time, in clock ticks (Documentation/filesystems/proc.rst).
+/// Describes the state of a process: its threads and the progress of its io_urings (Linux, io_uring/fdinfo.c). The text has
+/// each thread's state, and its user and kernel time in clock ticks (Documentation/filesystems/proc.rst).
 pub fn describe_process(pid: u32) -> String {
     let process = PathBuf::from(format!("/proc/{pid}"));
     let Ok(threads) = std::fs::read_dir(process.join("task")) else {
@@ -154,7 +154,7 @@ pub fn describe_process(pid: u32) -> String {
         let thread = thread.ok()?.path();
         let (name, fields) = stat_of(&thread)?;
         let (state, user, kernel) = (fields.first()?, fields.get(11)?, fields.get(12)?);
-        // Only root may read the kernel function in which a thread waits.
+        // Only root may read in which kernel function a thread waits.
         let stack = std::fs::read_to_string(thread.join("stack")).unwrap_or_default();
         let place = stack.lines().find_map(|line| line.split(' ').nth(1));
         let end = (state == "Z").then(|| exit_status_of(&fields)).flatten();
@@ -189,7 +189,7 @@ const RING_FIELDS: [&str; 5] = ["SqHead", "SqTail", "CqHead", "CqTail", "task_wo
 /// Returns the name of a process or thread, and the `stat` fields behind the name.
 fn stat_of(folder: &Path) -> Option<(String, Vec<String>)> {
     let stat = std::fs::read_to_string(folder.join("stat")).ok()?;
-    // A name may contain any character, so the other fields begin behind the last parenthesis.
+    // A name may contain any character. So the other fields begin behind the last parenthesis.
     let (start, rest) = stat.rsplit_once(") ")?;
     let (_, name) = start.split_once(" (")?;
     Some((
@@ -206,7 +206,7 @@ fn command_line(command: &Command) -> String {
         .join(" ")
 }
 
-/// A child that is killed when this is dropped, or when this process dies for any reason.
+/// A child that is killed when this is dropped, and when this process ends for any reason.
 #[derive(Debug)]
 pub struct SupervisedChild {
     name: String,
@@ -216,10 +216,10 @@ pub struct SupervisedChild {
 }
 
 impl SupervisedChild {
-    /// Starts `program` with its output in the file `log`.
+    /// Starts `program`. Its output is written to the file `log`.
     ///
     /// # Errors
-    /// The program cannot be started or its log file not created.
+    /// The program cannot be started, or its log file cannot be created.
     pub fn spawn(name: &str, program: &Command, log: &Path) -> Result<Self, ProcessError> {
         let file = |source| ProcessError::Log {
             path: log.to_owned(),
@@ -244,8 +244,8 @@ impl SupervisedChild {
                 None => command.env_remove(key),
             };
         }
-        // SAFETY: between fork and exec the closure makes one system call, which is safe after a fork. It
-        // touches no memory that another thread could have left locked or half-written.
+        // SAFETY: between fork and exec, the closure makes only one system call, which is allowed after a fork. It accesses
+        // no memory that another thread could have left locked or half-written.
         unsafe {
             command.pre_exec(
                 || match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
@@ -311,21 +311,21 @@ impl SupervisedChild {
         }
     }
 
-    /// Requests the child to stop (SIGTERM) and waits.
+    /// Sends SIGTERM to the child and waits until it has ended.
     ///
     /// # Errors
     /// The child has not ended after `patience`.
     pub fn terminate(&mut self, patience: Duration) -> Result<ExitStatus, ProcessError> {
         if self.try_wait()?.is_none() {
             let pid = libc::pid_t::try_from(self.child.id()).unwrap_or(libc::pid_t::MAX);
-            // SAFETY: kill(2) touches no memory of ours. The pid is our child's and can't have been
-            // given to another process: the child has not been waited for (`exit_status` is None).
+            // SAFETY: kill(2) accesses no memory of this process. The pid cannot have been given to another process,
+            // because the child has not been waited for (`exit_status` is None).
             unsafe { libc::kill(pid, libc::SIGTERM) };
         }
         self.wait(patience)
     }
 
-    /// Kills the child (SIGKILL), as a crash or power failure would.
+    /// Kills the child (SIGKILL), like a crash or power failure.
     pub fn kill(&mut self) {
         // Both calls fail only if the child has ended already.
         let _ = self.child.kill();
@@ -345,13 +345,14 @@ impl Drop for SupervisedChild {
 
 type Request = (Command, Sender<io::Result<Child>>);
 
-/// Starts all supervised children on one thread, which lives as long as the process. Linux sends the parent-death signal when
-/// the *thread* that started the child ends.
+/// Thread that starts all supervised children and lives as long as the process. It is needed since Linux sends the
+/// parent-death signal when the *thread* that started the child ends.
 static SPAWNER: LazyLock<Sender<Request>> = LazyLock::new(|| {
     let (requests, inbox) = mpsc::channel::<Request>();
     std::thread::spawn(move || {
         for (mut command, reply) in inbox {
-            // The caller waits for this; if it does not, the child dies with the `Child` unused.
+            // The caller waits for the reply. If it does not, dropping the child's handle is harmless: the child dies with
+            // this process.
             let _ = reply.send(command.spawn());
         }
     });
@@ -387,7 +388,7 @@ mod tests {
         let mut child = Command::new("sleep").arg("600").spawn().expect("sleep");
         let name = format!("Process {}: ", child.id());
         let deadline = Instant::now() + Duration::from_secs(180);
-        // Listing processes may miss a process while others start and end.
+        // If other processes start or end meanwhile, the list of processes may lack one, so it is read again.
         let told_of = |what: &str| loop {
             let told = describe_children();
             let told = told.lines().find(|line| line.starts_with(&name));

@@ -6,15 +6,15 @@ use std::process::Command;
 use crate::process::{self, ProcessError};
 use crate::progress::ProgressStep;
 
-/// Builds programs, announced as `what`, and returns their paths.
+/// Builds programs and returns their paths. `what` names them in the progress message.
 ///
 /// # Errors
 /// A program does not build.
 pub fn build(what: &str, programs: &[&str]) -> Result<Vec<PathBuf>, ProcessError> {
     let step = ProgressStep::start(format!("Building {what}"));
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    // The whole workspace is selected, as for tests. A smaller selection would select other features of shared dependencies,
-    // and nearly all crates would be compiled again.
+    // The whole workspace is selected, as for tests. A smaller selection would select other features of shared
+    // dependencies, so that nearly all crates would be compiled again.
     command.args(["build", "--release", "--workspace"]);
     for program in programs {
         command.args(["--bin", program]);
@@ -34,7 +34,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the packages that the workspace's crates use along such edges, with the features that each crate requests.
+    /// Returns the packages that the workspace's crates use along dependency edges of these kinds, with the features that
+    /// each crate requests.
     fn packages(edges: &str) -> BTreeSet<String> {
         let arguments = ["tree", "--offline", "--workspace", "--edges", edges];
         let format = ["--prefix", "none", "--format", "{p} with {f}"];
@@ -52,7 +53,8 @@ mod tests {
             .collect()
     }
 
-    /// If only tests request a feature of a dependency, the dependency and every crate that uses it are compiled twice.
+    /// If only tests requested a feature of a dependency, the dependency and every crate that uses it would be compiled
+    /// twice.
     #[test]
     fn programs_and_tests_share_one_build() {
         let programs = packages("normal,build");

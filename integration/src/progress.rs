@@ -1,4 +1,4 @@
-//! Progress of steps for a person: start, running time and result.
+//! Progress messages of steps: start, running time and result.
 
 use std::cell::RefCell;
 use std::io::Write;
@@ -9,21 +9,21 @@ use std::time::{Duration, Instant};
 
 /// Running time after which a step is first reported as still running.
 const FIRST_REMINDER: Duration = Duration::from_secs(10);
-/// Longest time between two such reports.
+/// Longest time between two reports that a step is still running.
 const REMINDER_MAX: Duration = Duration::from_secs(300);
 
 thread_local! {
-    /// Destination of this thread's output lines.
+    /// Destination of the lines that this thread prints.
     static LINES: RefCell<ProgressOutput> = const { RefCell::new(ProgressOutput(None)) };
 }
 
-/// Returns the waits between reports that a step still runs. The running time doubles from one report to the next.
+/// Returns the waits between reports that a step is still running. The running time doubles from one report to the next.
 fn reminders() -> impl Iterator<Item = Duration> {
     let next = |wait: &Duration| Some((*wait * 2).min(REMINDER_MAX));
     std::iter::once(FIRST_REMINDER).chain(std::iter::successors(Some(FIRST_REMINDER), next))
 }
 
-/// A step, which is announced at its start, reported while it runs, and timed.
+/// A step. It is announced at its start, reported while it runs, and timed.
 #[derive(Debug)]
 pub struct ProgressStep {
     what: String,
@@ -33,7 +33,7 @@ pub struct ProgressStep {
 }
 
 impl ProgressStep {
-    /// Announces a step. If the thread's lines are [kept](capture_lines), nothing is reported while it runs.
+    /// Announces a step. If the thread's lines are [captured](capture_lines), the step is not reported while it runs.
     pub fn start(what: impl Into<String>) -> Self {
         let what = what.into();
         print_line(&format!("==> {what}"));
@@ -77,14 +77,14 @@ impl ProgressStep {
     fn stop_reminder(&mut self) {
         self.stop.take();
         if let Some(reminder) = self.reminder.take() {
-            // The reminder thread only prints, so a panic there is harmless.
+            // The reminder thread only prints, so its panic does no harm.
             let _ = reminder.join();
         }
     }
 }
 
 impl Drop for ProgressStep {
-    /// Reports a failure, since the step was dropped without [`ProgressStep::done`].
+    /// Reports a failure: the step is dropped without a call of [`ProgressStep::done`].
     fn drop(&mut self) {
         if self.stop.is_some() {
             self.stop_reminder();
@@ -111,7 +111,7 @@ pub fn seconds(duration: Duration) -> String {
     }
 }
 
-/// Destination of the lines of a thread: standard output, or a text that [`capture_lines`] returns.
+/// Destination of a thread's lines: standard output, or a text that [`capture_lines`] returns.
 #[derive(Clone, Debug)]
 pub struct ProgressOutput(Option<Arc<Mutex<String>>>);
 
@@ -121,7 +121,7 @@ impl ProgressOutput {
         LINES.with_borrow(Self::clone)
     }
 
-    /// Runs `work`, perhaps on another thread, with its lines going to this destination.
+    /// Runs `work` with this destination, possibly on another thread than the one that the destination comes from.
     pub fn with_lines<T>(&self, work: impl FnOnce() -> T) -> T {
         let before = LINES.replace(self.clone());
         let result = work();
@@ -130,8 +130,8 @@ impl ProgressOutput {
     }
 }
 
-/// Runs `work` without printing its lines. Returns its result and the lines. Threads that `work` starts print their lines,
-/// unless they use this thread's [`ProgressOutput`].
+/// Runs `work` and captures its lines instead of printing them. Returns its result and the lines. Threads that `work`
+/// starts print their lines, if they do not use this thread's [`ProgressOutput`].
 pub fn capture_lines<T>(work: impl FnOnce() -> T) -> (T, String) {
     let kept = Arc::new(Mutex::new(String::new()));
     let result = ProgressOutput(Some(Arc::clone(&kept))).with_lines(work);
@@ -139,7 +139,8 @@ pub fn capture_lines<T>(work: impl FnOnce() -> T) -> (T, String) {
     (result, std::mem::take(&mut *kept))
 }
 
-/// Prints a line immediately, also into a pipe, unless the thread's lines are [kept](capture_lines).
+/// Prints a line immediately, even into a pipe. If the thread's lines are [captured](capture_lines), adds the line to them
+/// instead.
 pub fn print_line(line: &str) {
     if let ProgressOutput(Some(kept)) = ProgressOutput::current() {
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -148,7 +149,7 @@ pub fn print_line(line: &str) {
         return;
     }
     let mut out = std::io::stdout().lock();
-    // A closed standard output must not cause a panic in a test.
+    // If standard output is closed, a test must not panic.
     let _ = writeln!(out, "{line}");
     let _ = out.flush();
 }

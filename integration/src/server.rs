@@ -14,10 +14,10 @@ use crate::lab::inside;
 use crate::process::{self, ProcessError, SupervisedChild};
 use crate::programs;
 
-/// Timeout for the server to listen, or to stop.
+/// Timeout for the server to start listening, or to stop.
 const START_STOP_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Longest tolerated stall of the server or of a function's thread.
+/// Longest tolerated pause of the server or of a function's thread.
 const STALL_MAX: Duration = Duration::from_secs(180);
 
 /// Errors of the server.
@@ -37,13 +37,13 @@ pub enum ServerError {
     /// The server does not come up.
     #[error("nvme-mpt serve does not say that it is ready:\n{log}")]
     NotReady {
-        /// The end of its log.
+        /// End of the server's log.
         log: String,
     },
-    /// A client stays connected.
+    /// A VMM stays connected to a function.
     #[error("A client is still connected to {path}, {patience:?} after it was killed")]
     Connected {
-        /// The socket.
+        /// Socket of the function.
         path: PathBuf,
         /// Timeout.
         patience: Duration,
@@ -53,10 +53,10 @@ pub enum ServerError {
     Ended {
         /// Exit status.
         status: ExitStatus,
-        /// The end of its log.
+        /// End of the server's log.
         log: String,
     },
-    /// The supervisor process has no server, or several.
+    /// The supervisor has no server, or more than one.
     #[error("The keeper, process {keeper}, has not one server but {kept:?}")]
     NotOne {
         /// Process id of the supervisor.
@@ -67,11 +67,11 @@ pub enum ServerError {
     /// A command with `--json` printed invalid output.
     #[error("Cannot read the output of `nvme-mpt {command} --json`: {source}\n{text}")]
     Output {
-        /// The command.
+        /// The command that printed it.
         command: &'static str,
         /// Cause.
         source: serde_json::Error,
-        /// Its output.
+        /// Output of the command.
         text: String,
     },
     /// The function is not in the statistics.
@@ -100,14 +100,14 @@ pub fn build() -> Result<PathBuf, ProcessError> {
     Ok(crate::target_dir().join("release/nvme-mpt"))
 }
 
-/// A function to serve, as parts of its option string.
+/// A function to serve, given as the parts of its option string.
 #[derive(Debug, Clone)]
 pub struct FunctionArgument {
     /// Name in the statistics.
     pub id: String,
-    /// Drive: a file, a block device, `memory:SIZE`, `null:SIZE`.
+    /// Drive of the function: a file, a block device, `memory:SIZE` or `null:SIZE`.
     pub path: String,
-    /// `START+LENGTH`.
+    /// Range of the drive, as `START+LENGTH`.
     pub range: String,
     /// Further options, such as `doorbells=trap`.
     pub options: Vec<String>,
@@ -124,7 +124,7 @@ impl FunctionArgument {
         }
     }
 
-    /// Creates a function `id` of `size` bytes, allocated anywhere on `path`.
+    /// Creates a function `id` of `size` bytes, which the server allocates anywhere on `path`.
     pub fn by_size(id: &str, path: impl Into<String>, size: &str) -> Self {
         Self::new(id, path, "").option(format!("size={size}"))
     }
@@ -140,13 +140,13 @@ impl FunctionArgument {
         format!("socket={},{}", socket.display(), self.in_process())
     }
 
-    /// Returns the option string for a function in the VMM's own process.
+    /// Returns the option string of the function, for a VMM that runs it in its own process.
     pub fn in_process(&self) -> String {
         let options = self.pairs().map(|(key, value)| format!("{key}={value}"));
         options.collect::<Vec<_>>().join(",")
     }
 
-    /// Returns the options as keys and values.
+    /// Returns the options as pairs of key and value.
     pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
         let own = [
             ("id", &*self.id),
@@ -166,9 +166,9 @@ impl FunctionArgument {
 /// Way of replacing a server under a supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerReplacement {
-    /// SIGKILL, as a crash would be.
+    /// The server is killed by SIGKILL, like in a crash.
     Kill,
-    /// `nvme-mpt upgrade`.
+    /// The server is upgraded by `nvme-mpt upgrade`.
     Upgrade,
 }
 
@@ -193,7 +193,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts a server and waits until every function's socket listens. Sockets, lease ledger and log are put into `folder`.
+    /// Starts a server, and waits until it listens on the sockets of all functions. Sockets, lease ledger and log are put
+    /// into `folder`.
     ///
     /// # Errors
     /// The server does not come up.
@@ -205,7 +206,7 @@ impl Server {
         Self::start_under(ServerParent::ThisProcess, binary, functions, folder)
     }
 
-    /// Starts a server as [`Self::start`] does, under a supervisor.
+    /// Starts a server like [`Self::start`], but under a supervisor.
     ///
     /// # Errors
     /// The server does not come up.
@@ -241,7 +242,7 @@ impl Server {
         Ok(server)
     }
 
-    /// Starts a server that keeps drives open, without functions. Functions in VMMs attach to these drives.
+    /// Starts a server without functions, which keeps drives open. Functions in VMMs attach to these drives.
     ///
     /// # Errors
     /// The server does not come up.
@@ -273,7 +274,7 @@ impl Server {
         state_dir(&self.folder)
     }
 
-    /// Returns the process id of the supervisor if there is one, else of the server.
+    /// Returns the process id of the supervisor; without a supervisor, that of the server.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
@@ -283,7 +284,7 @@ impl Server {
         process::file_tail(self.process.log())
     }
 
-    /// Returns the present statistics.
+    /// Returns the server's current statistics.
     ///
     /// # Errors
     /// The statistics cannot be read.
@@ -296,7 +297,7 @@ impl Server {
         })
     }
 
-    /// Returns the present statistics of one function.
+    /// Returns the current statistics of one function.
     ///
     /// # Errors
     /// The statistics cannot be read.
@@ -307,14 +308,14 @@ impl Server {
             if let Some(found) = functions.into_iter().find(|function| function.id == id) {
                 return Ok(found);
             }
-            // A function whose thread is stalled is listed but not in the statistics.
+            // If a function's thread is held up, the function is listed, but the statistics omit it. Then this tries again.
             if Instant::now() >= deadline || !self.list()?.iter().any(|listed| listed == id) {
                 return Err(ServerError::NoFunction { id: id.to_owned() });
             }
         }
     }
 
-    /// Returns the present statistics of one drive.
+    /// Returns the current statistics of one drive.
     ///
     /// # Errors
     /// The statistics cannot be read.
@@ -341,7 +342,7 @@ impl Server {
         self.fault(|command| command.args(["inject", path]).arg(&file))
     }
 
-    /// Returns the number of commands that faults of the drive at `path` have matched.
+    /// Returns the number of commands that the faults of the drive at `path` have affected.
     ///
     /// # Errors
     /// The number cannot be read.
@@ -380,10 +381,10 @@ impl Server {
         run_in_time(command).map(drop)
     }
 
-    /// Adds a function. A [restart](Self::restart) does not include it, since the server stores it itself.
+    /// Adds a function. [`Self::restart`] does not name it again, since the server itself stores added functions.
     ///
     /// # Errors
-    /// The server refuses it.
+    /// The server refuses the function.
     pub fn add(&self, function: &FunctionArgument) -> Result<(), ServerError> {
         let options = function.render(&self.socket(&function.id));
         self.run_command(&["add", &options]).map(drop)
@@ -437,8 +438,8 @@ impl Server {
         })
     }
 
-    /// Waits until no VMM is connected to the function `name`. The kernel may close the socket of a killed VMM only after the
-    /// process has ended, since io_uring requests of QEMU hold the socket a little longer.
+    /// Waits until no VMM is connected to the function `name`. For a killed VMM, this may take a little longer than the end
+    /// of the process, since QEMU's io_uring requests still hold the socket.
     ///
     /// # Errors
     /// A client stays connected.
@@ -468,7 +469,7 @@ impl Server {
         })
     }
 
-    /// Kills the server, as a crash would.
+    /// Kills the server by SIGKILL, like a crash.
     pub fn kill(&mut self) {
         self.process.kill();
     }
@@ -490,7 +491,7 @@ impl Server {
         self.await_ready()
     }
 
-    /// Replaces the server under its supervisor, and waits until the successor serves.
+    /// Replaces the server under its supervisor, and waits until the successor is ready.
     ///
     /// # Errors
     /// The successor does not come up, or the server has no supervisor.
@@ -506,8 +507,8 @@ impl Server {
         self.await_ready_count(served + 1)
     }
 
-    /// Waits until the supervisor has exactly one server, and returns its process id. A replaced server may still be about to
-    /// end.
+    /// Waits until the supervisor has exactly one child, and returns its process id. Until then, a replaced server may
+    /// still be ending.
     fn await_one_child(&mut self) -> Result<u32, ServerError> {
         let deadline = Instant::now() + START_STOP_TIMEOUT;
         loop {
@@ -535,10 +536,10 @@ impl Server {
             .collect()
     }
 
-    /// Stops the server (SIGTERM) and checks that it ends successfully.
+    /// Stops the server by SIGTERM, and checks that it ends successfully.
     ///
     /// # Errors
-    /// The server does not end, or not successfully.
+    /// The server does not end, or does not end successfully.
     pub fn stop(&mut self) -> Result<(), ServerError> {
         let status = self.process.terminate(START_STOP_TIMEOUT)?;
         if status.success() {
@@ -564,13 +565,13 @@ impl Server {
         }
     }
 
-    /// Waits for "ready" in the log, which the server prints when every socket listens. The sockets are no evidence: each
-    /// accepts one client, and a killed server leaves its sockets behind.
+    /// Waits for "ready" in the log, which the server prints once it listens on all sockets. Connecting to a socket would
+    /// prove nothing: each socket accepts only one client, and a killed server leaves its sockets behind.
     fn await_ready(&mut self) -> Result<(), ServerError> {
         self.await_ready_count(1)
     }
 
-    /// Returns the number of times that this server or its predecessors were ready.
+    /// Returns the number of times that this server or one of its predecessors printed "ready".
     fn ready_count(&self) -> usize {
         let log = fs::read_to_string(self.process.log()).unwrap_or_default();
         let since_start = log.rsplit(START_MARK).next().unwrap_or_default();
@@ -597,18 +598,18 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         if self.parent == ServerParent::Supervisor && matches!(self.process.try_wait(), Ok(None)) {
-            // The supervisor is killed first, since it would restart the server.
+            // The supervisor is killed first, because it would restart the server.
             let kept = self.child_pids();
             self.process.kill();
             for pid in kept {
-                // The server may have ended with its supervisor.
+                // Fails if the server has ended together with its supervisor.
                 let _ = process::run(Command::new("kill").args(["-s", "KILL", &pid.to_string()]));
             }
         }
     }
 }
 
-/// Runs a command, and repeats it while the server does not answer in time. A timeout changes nothing.
+/// Runs a command. Repeats it while the server does not answer in time; such a timeout changes nothing.
 fn run_in_time(command: impl Fn() -> Command) -> Result<String, ServerError> {
     let deadline = Instant::now() + STALL_MAX;
     loop {
@@ -639,7 +640,7 @@ struct ListedFault {
     struck: u64,
 }
 
-/// Separates the logs of consecutive servers on the same sockets.
+/// Line in the log that precedes the output of each server on the same sockets.
 const START_MARK: &str = "---- nvme-mpt serve ----\n";
 
 fn spawn(
@@ -663,7 +664,8 @@ fn spawn(
 
     let mut command = Command::new(binary);
     if parent == ServerParent::Supervisor {
-        // Checks end many servers, and measure the pauses of I/O.
+        // Checks end the server many times and measure pauses of I/O. So the supervisor restarts it without a limit and
+        // without a delay.
         let endless = ["--deaths", "1000000", "--delay", "0"];
         command.arg("keep").args(endless).arg("--").arg(binary);
     }
@@ -673,7 +675,7 @@ fn spawn(
         .arg(control(folder))
         .arg("--state-dir")
         .arg(state_dir(folder))
-        // Checks read data that functions with other ids left.
+        // Checks read data that functions with other ids have left on the drive.
         .arg("--keep-data");
     for function in functions {
         command
@@ -715,19 +717,19 @@ pub struct StatsExcerpt {
 /// Statistics of a drive.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct DriveStatsExcerpt {
-    /// Path by which it was opened, such as its PCI address.
+    /// Path by which the server opened the drive, such as its PCI address.
     pub path: String,
     /// Use of the drive's I/O queue pairs; `None` if their number is not limited.
     pub queue_pairs: Option<QueuePairStatsExcerpt>,
-    /// Commands that did not complete within their timeout.
+    /// Number of commands that did not complete within their timeout.
     pub timeouts: u64,
-    /// Abort commands for timed-out commands.
+    /// Number of Abort commands for such commands.
     pub aborts: u64,
     /// Controller resets.
     pub resets: u64,
-    /// True if the drive failed for good or was removed.
+    /// True if the drive has failed permanently or was removed.
     pub gone: bool,
-    /// Critical Warning bits of the last health report; `None` without one.
+    /// Critical Warning bits of the last health report; `None` if there was no report.
     #[serde(default)]
     pub critical_warning: Option<u8>,
 }
@@ -735,11 +737,11 @@ pub struct DriveStatsExcerpt {
 /// Use of the I/O queue pairs of a drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct QueuePairStatsExcerpt {
-    /// Total of the drive.
+    /// Number of queue pairs of the drive.
     pub total: u16,
-    /// Pairs of one queue each.
+    /// Pairs that a single guest queue uses.
     pub exclusive: u16,
-    /// Pairs of several queues each.
+    /// Pairs that several guest queues share.
     pub shared: u16,
 }
 
@@ -764,9 +766,9 @@ pub struct FunctionStatsExcerpt {
 /// Guest memory mappings of a function.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 pub struct MemoryStatsExcerpt {
-    /// Regions that were ever mapped.
+    /// Number of regions that were mapped so far.
     pub maps: u64,
-    /// Regions that were ever unmapped.
+    /// Number of regions that were unmapped so far.
     pub unmaps: u64,
 }
 
@@ -779,13 +781,14 @@ pub struct QueueStatsExcerpt {
     pub doorbell_exits: u64,
     /// Interrupts raised.
     pub interrupts: u64,
-    /// Checks by a poller about to park that found a new command.
+    /// Number of times that a poller found a new command in its last check before parking.
     #[serde(default)]
     pub rearm_saves: u64,
-    /// Milliseconds in which commands waited for the lease's limits.
+    /// Milliseconds for which commands waited because of the lease's limits.
     #[serde(default)]
     pub throttled_ms: u64,
-    /// Use of the drive's queue pair: `reserved`, `exclusive` or `shared`; `None` if their number is not limited.
+    /// Use of the drive's queue pair: `reserved`, `exclusive` or `shared`; `None` if the drive has no limited number of
+    /// queue pairs.
     #[serde(default)]
     pub host_queue: Option<String>,
 }
@@ -793,11 +796,11 @@ pub struct QueueStatsExcerpt {
 /// Statistics of a poller.
 #[derive(Debug, Clone, Deserialize)]
 pub struct PollerStatsExcerpt {
-    /// Name.
+    /// Name of the poller.
     pub name: String,
-    /// Share of time with work, 0 to 1.
+    /// Share of the time with work, from 0 to 1.
     pub busy_share: f64,
-    /// Share of time parked, 0 to 1.
+    /// Share of the time parked, from 0 to 1.
     pub parked_share: f64,
     /// Number of times that the poller parked.
     pub parks: u64,
@@ -812,9 +815,9 @@ pub struct QueueTotals {
     pub doorbell_exits: u64,
     /// Interrupts raised.
     pub interrupts: u64,
-    /// Checks by pollers about to park that found a new command.
+    /// Number of times that pollers found a new command in their last check before parking.
     pub rearm_saves: u64,
-    /// Milliseconds in which commands waited for limits.
+    /// Milliseconds for which commands waited because of limits.
     pub throttled_ms: u64,
 }
 
@@ -833,7 +836,7 @@ impl FunctionStatsExcerpt {
 }
 
 impl QueueTotals {
-    /// Returns the difference from `before`.
+    /// Returns the difference of each count from `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         Self {
@@ -856,7 +859,7 @@ impl QueueTotals {
     }
 }
 
-/// Returns a ratio. Without commands it is NaN, so that no comparison holds.
+/// Returns the ratio of `count` to `commands`. Without commands, this is NaN, so that every comparison with it is false.
 fn ratio(count: u64, commands: u64) -> f64 {
     if commands == 0 {
         f64::NAN

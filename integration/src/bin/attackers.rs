@@ -1,4 +1,4 @@
-//! `cargo attackers`: what guests notice of a neighbour that attacks.
+//! `cargo attackers`: measures the effect of an attacking guest on its neighbours.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! `cargo debian`: the Debian package.
+//! `cargo debian`: builds the Debian package.
 
 use std::process::ExitCode;
 

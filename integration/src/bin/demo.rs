@@ -1,4 +1,4 @@
-//! `cargo demo`: guests share one drive.
+//! `cargo demo`: demonstrates guests that share one drive.
 
 use std::process::ExitCode;
 

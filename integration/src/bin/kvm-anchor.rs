@@ -1,4 +1,4 @@
-//! `kvm-anchor`: runs inside the lab from its start to its end; see [`integration::lab::static_keys`].
+//! `kvm-anchor`: runs inside the lab as long as the lab exists; see [`integration::lab::static_keys`].
 
 use std::process::ExitCode;
 

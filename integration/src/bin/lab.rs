@@ -7,7 +7,7 @@ use integration::lab::options::{self, LabOptions};
 
 fn main() -> ExitCode {
     match options::run(&LabOptions::parse()) {
-        // An exit status that does not fit is reported as a failure.
+        // An exit status that does not fit into a byte is reported as a failure.
         Ok(report) => ExitCode::from(u8::try_from(report.status).unwrap_or(u8::MAX)),
         Err(error) => {
             integration::print_error(&error);

@@ -1,4 +1,4 @@
-//! `reference-vmm`: see `integration::vmm`.
+//! `reference-vmm`: a minimal VMM; see `integration::vmm`.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! `cargo throughput`: a drive through each way into a guest, in the lab.
+//! `cargo throughput`: measures a drive through each way of giving it to a guest, in the lab.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! `cargo verify`: everything that must hold.
+//! `cargo verify`: runs all verification steps of a change.
 
 use std::process::ExitCode;
 

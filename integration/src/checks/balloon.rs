@@ -11,7 +11,7 @@ use crate::provision::GuestAssets;
 use crate::server::FunctionArgument;
 use crate::vmms::{CloudHypervisor, VmmUnderTest};
 
-/// Module of the balloon driver.
+/// Kernel module with the balloon driver.
 pub const MODULE: &str = "virtio_balloon";
 
 const MEMORY_MIB: u32 = 384;
@@ -19,7 +19,7 @@ const MEMORY_MIB: u32 = 384;
 const BALLOON: u64 = 64 << 20;
 /// Memory in bytes that the guest uses and then frees.
 const USED: u64 = 64 << 20;
-/// Memory in bytes below 1 MiB that the machine does not let devices access.
+/// Memory in bytes below 1 MiB that devices cannot access on this machine.
 const UNMAPPED: u64 = 1 << 20;
 /// Number of times that the balloon is inflated and deflated under load.
 const ROUNDS: u32 = 3;
@@ -33,7 +33,7 @@ pub trait BalloonVmm {
     /// Returns the guest.
     fn guest(&self) -> &GuestAgent;
 
-    /// Requests the guest, which has `memory` bytes of memory, to set its balloon to `size` bytes.
+    /// Requests that the guest sets its balloon to `size` bytes. The guest has `memory` bytes of memory.
     ///
     /// # Errors
     /// The VMM refuses.
@@ -60,7 +60,7 @@ impl BalloonVmm for CloudHypervisor {
     }
 }
 
-/// True for a drive that pins the guest's memory.
+/// Memory of a guest that its drive pins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryPinning {
     /// A software drive: the server maps the memory without pinning it.
@@ -69,10 +69,10 @@ pub enum MemoryPinning {
     All,
 }
 
-/// A guest whose balloon is empty or has `BALLOON` bytes.
+/// A guest whose balloon is either empty or has `BALLOON` bytes.
 pub struct BalloonGuest<V> {
     vmm: V,
-    /// Memory of the guest's kernel with an empty balloon.
+    /// Total memory of the guest's kernel while the balloon is empty.
     total_kib: u64,
 }
 
@@ -95,7 +95,7 @@ impl<V: BalloonVmm> BalloonGuest<V> {
         &mut self.vmm
     }
 
-    /// Returns the guest's memory file.
+    /// Returns the present state of the guest's memory file.
     ///
     /// # Errors
     /// The memory file cannot be read.
@@ -104,7 +104,7 @@ impl<V: BalloonVmm> BalloonGuest<V> {
         MemoryFileUsage::from_process(pid).map_err(with_path(format!("/proc/{pid}/fd")))
     }
 
-    /// Inflates the balloon to `BALLOON`, and waits until it is inflated.
+    /// Inflates the balloon to `BALLOON` bytes, and waits until it is inflated.
     ///
     /// # Errors
     /// The VMM or the guest fails.
@@ -123,7 +123,7 @@ impl<V: BalloonVmm> BalloonGuest<V> {
     fn set(&mut self, size: u64) -> Result<(), Failure> {
         let memory = self.memory()?.len_bytes;
         self.vmm.set_balloon(memory, size)?;
-        // The driver subtracts the balloon's pages from the kernel's memory.
+        // The balloon driver subtracts the balloon's pages from the kernel's total memory.
         let left_kib = self.total_kib - size / 1024;
         let script =
             format!("until grep -q '^MemTotal: *{left_kib} kB' /proc/meminfo; do sleep 0.1; done");
@@ -131,7 +131,7 @@ impl<V: BalloonVmm> BalloonGuest<V> {
         Ok(())
     }
 
-    /// Lets the guest use memory and free it. Returns the state of the memory file while the memory was in use.
+    /// Makes the guest use memory and free it again. Returns the state of the memory file while the memory was in use.
     ///
     /// # Errors
     /// The guest fails.
@@ -149,7 +149,7 @@ impl<V: BalloonVmm> BalloonGuest<V> {
     /// Waits until at most `most` bytes of the memory file are allocated.
     ///
     /// # Errors
-    /// The guest's memory is not freed.
+    /// More memory stays allocated.
     pub fn await_freed(&self, most: u64) -> Result<(), Failure> {
         let deadline = Instant::now() + STEP_TIMEOUT;
         loop {
@@ -166,8 +166,8 @@ impl<V: BalloonVmm> BalloonGuest<V> {
         }
     }
 
-    /// Verifies the first namespace by fio with direct and cached I/O, while the balloon is inflated and deflated. `look` is
-    /// called after a pass, with the balloon's size and the state of the memory file.
+    /// Verifies the first namespace by fio with direct and cached I/O, while the balloon is inflated and deflated. After
+    /// each pass, calls `look` with the balloon's size and the state of the memory file.
     ///
     /// # Errors
     /// Data is wrong, or the guest's kernel reported an error.
@@ -182,7 +182,7 @@ impl<V: BalloonVmm> BalloonGuest<V> {
         let result = self.rounds(&mut look);
         let guest = self.vmm.guest();
         guest.check(": >/run/over", STEP_TIMEOUT)?;
-        // An error of fio explains other errors.
+        // Checked first, since an error of fio explains other errors.
         let passes = guest.finish_successfully(load, STEP_TIMEOUT)?;
         result?;
         print_line(&format!("        fio verified in {} passes", passes.trim()));
@@ -202,7 +202,7 @@ impl<V: BalloonVmm> BalloonGuest<V> {
         for size in [BALLOON, 0].repeat(ROUNDS as usize) {
             let started = Instant::now();
             self.set(size)?;
-            // The present pass may have begun before the change.
+            // The pass in progress may have begun before the change, so it does not count.
             let passes = format!(
                 "passes() {{ wc -l </run/passes; }}
                 wanted=$(($(passes) + {PASSES} + 1))
@@ -219,8 +219,8 @@ impl<V: BalloonVmm> BalloonGuest<V> {
     }
 }
 
-/// Returns a script of fio passes until `/run/over` exists. Passes write different data. If the drive still uses a page that
-/// the guest freed, the data of an earlier pass shows it.
+/// Returns a script that runs fio passes until the file `/run/over` exists. Each pass writes different data. If the drive
+/// still used a page that the guest has freed, the data of an earlier pass would show this.
 fn load() -> String {
     let direct = GuestFioJob::new("direct", "randwrite", "64k", 16).option("size", "4m");
     let cached = GuestFioJob::new("cached", "write", "64k", 1)
@@ -241,8 +241,8 @@ fn load() -> String {
     )
 }
 
-/// Verifies with a guest of Cloud Hypervisor on a function that does not pin memory, while its pages are freed. The guest's
-/// balloon is empty at first.
+/// Verifies a drive with a guest of Cloud Hypervisor, on a function that does not pin memory, while the guest's pages are
+/// freed. The guest's balloon is empty at first.
 ///
 /// # Errors
 /// Data is wrong, or no memory is freed.
@@ -259,7 +259,7 @@ pub fn in_cloud_hypervisor(vmm: CloudHypervisor) -> Result<CloudHypervisor, Fail
     Ok(balloon.vmm)
 }
 
-/// Verifies with a guest of QEMU. QEMU returns memory to the host only until the function is plugged
+/// Verifies a drive with a guest of QEMU. QEMU returns memory to the host only until the function is plugged
 /// (`ram_block_uncoordinated_discard_disable` in its `hw/vfio-user/container.c`).
 ///
 /// # Errors
@@ -277,7 +277,7 @@ pub fn in_qemu(
         .balloon();
     let mut balloon = BalloonGuest::new(bench.boot_with(assets, &config)?)?;
 
-    // Without a function, pages are freed.
+    // As long as the guest has no function, QEMU frees pages.
     let used = balloon.use_and_free()?;
     balloon.await_freed(used.allocated_bytes - USED / 2)?;
     print_line("        pages are freed without a function");

@@ -1,6 +1,7 @@
-//! Concurrent units of checks. Results are reported in the order of the list, each with the complete output of its check.
+//! Runs units of checks concurrently. Results are reported in the order of the list of checks, each with the complete
+//! output of its check.
 //!
-//! Checks run on threads of this module. A trial of `libtest-mimic` waits for the result of its check and reports it.
+//! Checks run on threads of this module. For each check, a trial of `libtest-mimic` waits for the result and reports it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{self, Receiver};
@@ -20,10 +21,10 @@ struct CheckResult {
     duration: Duration,
 }
 
-/// A check, to run on any thread.
+/// Function that runs a check, on any thread.
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Jobs by unit.
+/// Jobs of each unit.
 type Jobs = Vec<Vec<Job>>;
 
 /// Runs `at_once` units concurrently, and the exclusive units after them.
@@ -38,7 +39,7 @@ pub(super) fn run(tests: &Arguments, units: Vec<CheckUnit>, at_once: usize) -> C
     })
 }
 
-/// Splits units into the trials of all checks, the jobs of concurrent units, and the jobs of exclusive units.
+/// Returns the trials of all checks, the jobs of units that may run concurrently, and the jobs of exclusive units.
 fn split(units: Vec<CheckUnit>) -> (Vec<Trial>, Jobs, Jobs) {
     let (mut trials, mut together, mut alone) = (Vec::new(), Vec::new(), Vec::new());
     for CheckUnit {
@@ -66,7 +67,7 @@ fn job(run: Run) -> (Job, Receiver<CheckResult>) {
     let job = move || {
         let started = Instant::now();
         let (result, said) = progress::capture_lines(|| catch_unwind(AssertUnwindSafe(run)));
-        // Fails only if the trial is gone.
+        // Fails only if the trial no longer waits.
         let _ = sender.send(CheckResult {
             result,
             output: said,
@@ -76,7 +77,7 @@ fn job(run: Run) -> (Job, Receiver<CheckResult>) {
     (Box::new(job), made)
 }
 
-/// Waits for a check's result and reports it. If the check panicked, this panics, too.
+/// Waits for a check's result and reports it. If the check has panicked, this panics, too.
 fn report_result(made: &Receiver<CheckResult>) -> Result<(), Failed> {
     let ended = |_| Failed::from("The thread that makes the check has ended");
     let CheckResult {
@@ -93,7 +94,7 @@ fn report_result(made: &Receiver<CheckResult>) -> Result<(), Failed> {
     }
 }
 
-/// Runs all jobs. Jobs of one unit run in sequence.
+/// Runs all jobs. The jobs of one unit run in sequence, and units run concurrently.
 fn run_jobs(units: Jobs, at_once: usize) {
     let units = Mutex::new(units.into_iter());
     let next = || {
@@ -129,7 +130,7 @@ mod tests {
     #[test]
     fn units_run_beside_each_other_and_their_jobs_in_order() {
         let done = Arc::new(Mutex::new(Vec::new()));
-        // The first job of each unit waits for the message of the other unit's first job.
+        // The first job of each unit waits for a message of the other unit's first job, so both must run concurrently.
         let unit = |name: &'static str, give: mpsc::Sender<()>, take: Receiver<()>| {
             let (first, second) = (Arc::clone(&done), Arc::clone(&done));
             let meet = move || {

@@ -1,4 +1,4 @@
-//! Environment of a check: a directory, drives, servers, guests.
+//! Environment of a check: directories, drives, servers and guests.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -18,8 +18,8 @@ pub struct CheckEnvironment {
 }
 
 impl CheckEnvironment {
-    /// Creates an environment with the `nvme-mpt` command `program`. Logs and sockets are put into `folder`, and drives into
-    /// `drives`. Both directories must exist.
+    /// Creates an environment. Logs and sockets are put into `folder`, and drives into `drives`. Both directories must
+    /// exist. `program` is the `nvme-mpt` command.
     pub fn new(folder: PathBuf, drives: PathBuf, program: PathBuf, assets: GuestAssets) -> Self {
         Self {
             folder,
@@ -89,7 +89,7 @@ impl CheckEnvironment {
         )?)
     }
 
-    /// Starts a server with drives for functions in VMMs.
+    /// Starts a server that keeps drives open, for functions in VMMs.
     ///
     /// # Errors
     /// The server does not come up.

@@ -1,7 +1,7 @@
-//! A harness for checks that boot machines: the programs `e2e` and `lab`.
+//! Harness for the programs `e2e` and `lab`, whose checks boot machines.
 //!
-//! The harness extends `libtest-mimic` by [groups](CheckGroup) of checks that share a machine, [shares](Shard) of all groups,
-//! concurrent groups, and `--once`. Checks that share a machine run in sequence.
+//! The harness extends `libtest-mimic` by [groups](CheckGroup) of checks that share a machine, [shares](Shard) of all
+//! groups, concurrent groups, and the option `--once`. Checks that share a machine run in sequence.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -27,7 +27,7 @@ pub use environment::CheckEnvironment;
 /// Reason why a check failed.
 pub type Failure = Box<dyn StdError + Send + Sync>;
 
-/// Environment variable that `cargo verify --full` sets. Checks with repetitions then run more of them.
+/// Environment variable that `cargo verify --full` sets. If it is set, checks with repetitions run more of them.
 pub const FULL: &str = "NVME_MPT_FULL";
 
 /// Error of a file that a check uses.
@@ -44,7 +44,7 @@ pub fn with_path(path: impl AsRef<Path>) -> impl FnOnce(io::Error) -> Failure {
     |source| FileFailure { path, source }.into()
 }
 
-/// Fails with `message` unless `holds`.
+/// Returns `message` as an error if `holds` is false.
 ///
 /// # Errors
 /// The condition does not hold.
@@ -55,15 +55,15 @@ pub fn expect(holds: bool, message: impl FnOnce() -> String) -> Result<(), Failu
     }
 }
 
-/// Invalid share.
+/// Error of parsing a share.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{0}: expected I/N with 1 <= I <= N, as in 2/3")]
 pub struct ShardError(String);
 
-/// One of `count` shares of all groups.
+/// One of `count` shares, into which all groups are divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
-    /// Index from 0.
+    /// Index of the share, from 0.
     index: usize,
     count: usize,
 }
@@ -110,7 +110,7 @@ pub struct CheckOptions {
     shard: Option<Shard>,
 }
 
-/// Body of a check.
+/// Function of a check, which runs once.
 type Run = Box<dyn FnOnce() -> Result<(), Failure> + Send>;
 
 /// A check that has not run yet.
@@ -135,7 +135,7 @@ impl Check {
         !tests.is_filtered_out(&Trial::test(&*self.name, || Ok(())))
     }
 
-    /// Converts the check into a trial, which runs it.
+    /// Converts the check into a trial of the harness.
     fn into_trial(self) -> Trial {
         let Self { name, run } = self;
         Trial::test(name, move || {
@@ -155,16 +155,16 @@ impl fmt::Debug for Check {
 /// Prints a check's output and its time, before the harness prints the outcome on the same line. Returns the outcome.
 fn report(said: &str, took: Duration, result: Result<(), Failure>) -> Result<(), Failed> {
     print!("{said}{} ", seconds(took));
-    // A closed standard output is no failure of the check.
+    // If standard output is closed, the check does not fail.
     let _ = io::stdout().flush();
     result.map_err(|failure| Failed::from(crate::error_chain(&*failure)))
 }
 
-/// Checks that run in sequence, in this order.
+/// Checks that run in sequence, in the order of the list.
 #[derive(Debug)]
 struct CheckUnit {
     checks: Vec<Check>,
-    /// True if nothing may run concurrently.
+    /// True if no other unit may run at the same time.
     is_exclusive: bool,
 }
 
@@ -190,7 +190,7 @@ impl CheckGroup {
         }
     }
 
-    /// Adds a check. Its closure is dropped after it ran, or if the check is not selected.
+    /// Adds a check. Its closure is dropped after it has run, or if the check is not selected.
     #[must_use]
     pub fn check(
         mut self,
@@ -201,7 +201,7 @@ impl CheckGroup {
         self
     }
 
-    /// Sets the last check of the group. This check runs if any other check of the group runs.
+    /// Sets the last check of the group, which runs whenever another check of the group does.
     #[must_use]
     pub fn end(
         mut self,
@@ -219,7 +219,7 @@ impl CheckGroup {
         self
     }
 
-    /// Runs the group exclusively after all others.
+    /// Makes the group run alone, after all other groups.
     #[must_use]
     pub fn exclusive(mut self) -> Self {
         self.is_exclusive = true;
@@ -252,8 +252,8 @@ impl CheckGroup {
     }
 }
 
-/// Runs the checks that `options` select, or lists them. At most `most` groups or [independent](CheckGroup::concurrent) checks run
-/// concurrently, and at most the number of processors or of `--test-threads`.
+/// Runs the checks that `options` select, or lists them. The number of groups or [independent](CheckGroup::concurrent)
+/// checks that run concurrently is at most `most`, and at most the number of processors or that of `--test-threads`.
 pub fn run(options: CheckOptions, groups: Vec<CheckGroup>, most: usize) -> ExitCode {
     let CheckOptions {
         mut tests,
@@ -263,10 +263,11 @@ pub fn run(options: CheckOptions, groups: Vec<CheckGroup>, most: usize) -> ExitC
     let units = select(&tests, shard, groups);
     let processors = || thread::available_parallelism().map_or(1, NonZero::get);
     let wanted = tests.test_threads.unwrap_or_else(processors);
-    // The checks are already selected. The last check of a group runs with any other one.
+    // The checks are selected above, so the harness must not filter them again: the last check of a group runs with any
+    // other check.
     (tests.filter, tests.exact) = (None, false);
     tests.skip.clear();
-    // Concurrency is between units. The harness itself reports the checks one by one.
+    // Units run concurrently on threads of this module. The harness itself reports the checks one by one.
     tests.test_threads = Some(1);
     if units.is_empty() {
         print_line("No check has such a name");

@@ -1,4 +1,4 @@
-//! The host's NVMe driver for a physical drive.
+//! The host's NVMe driver for a physical drive, with which the demonstration reads and writes the drive.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,11 +8,11 @@ use super::DemoError;
 use crate::process;
 use crate::progress::ProgressStep;
 
-/// Longest wait for the host's driver to show a namespace.
+/// Timeout for the host's driver to show a namespace.
 const NAMESPACE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Returns the block device of the drive's first namespace. Waits for it, since the host's driver shows it some time after
-/// binding.
+/// Returns the block device of the drive's first namespace. The host's driver shows it some time after binding, so this
+/// waits.
 pub(super) fn block_device(address: &str) -> Result<PathBuf, DemoError> {
     if let Some(device) = find(address) {
         return Ok(device);
@@ -60,7 +60,7 @@ fn find(address: &str) -> Option<PathBuf> {
         for namespace in std::fs::read_dir(controller.path()).ok()?.flatten() {
             let device = Path::new("/dev").join(namespace.file_name());
             let name = namespace.file_name().to_string_lossy().into_owned();
-            // The directory also contains attributes, and "ng0n1", which is no block device.
+            // The directory also contains attributes and "ng0n1", a character device.
             if name.starts_with("nvme") && device.exists() {
                 return Some(device);
             }
@@ -69,7 +69,7 @@ fn find(address: &str) -> Option<PathBuf> {
     None
 }
 
-/// A drive that was unbound from the host's driver, and is bound again when this is dropped.
+/// A drive that was unbound from the host's driver. Dropping this binds the drive again.
 #[derive(Debug)]
 pub(super) struct UnboundDrive {
     binary: PathBuf,
@@ -88,7 +88,7 @@ impl UnboundDrive {
         })
     }
 
-    /// Binds the drive to the host's driver again. No server may use the drive any more.
+    /// Binds the drive to the host's driver again. No server may use the drive at this time.
     pub(super) fn bind_again(mut self) -> Result<(), DemoError> {
         self.is_bound = true;
         process::run(Command::new(&self.binary).args(["unbind", &self.address]))?;
@@ -97,7 +97,7 @@ impl UnboundDrive {
 }
 
 impl Drop for UnboundDrive {
-    /// Binds the drive again after a failure. Errors are ignored in favour of the failure.
+    /// Binds the drive again after a failure. Errors are ignored, so that the failure is reported.
     fn drop(&mut self) {
         if !self.is_bound {
             let _ = process::run(Command::new(&self.binary).args(["unbind", &self.address]));

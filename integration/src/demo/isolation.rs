@@ -1,8 +1,8 @@
-//! Division of the drive, and the check that each guest wrote only to its range.
+//! Division of the drive among guests, and the check that each guest wrote only to its own range.
 //!
-//! Guards before, between and after the ranges belong to no guest. The host writes a mark to them. Each guest fills its range
-//! with blocks that contain the guest's name and the block's position. In the end the host reads the whole drive, where every
-//! byte has one valid value.
+//! Before, between and after the ranges are guards, which belong to no guest. The host writes a mark to each guard. Each
+//! guest fills its range with blocks that contain the guest's name and the block's position. In the end, the host reads the
+//! whole drive, where only one value is valid for each byte.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -15,14 +15,14 @@ use crate::guest::fio::{FioError, GuestFioJob};
 
 const MIB: u64 = 1 << 20;
 const GUARD: u64 = 16 * MIB;
-/// Large enough for every job, and small enough to be filled in seconds.
+/// Size of a guest's range: large enough for every job, and small enough to be filled in seconds.
 const RANGE: u64 = 256 * MIB;
 const SMALLEST_RANGE: u64 = 64 * MIB;
 /// Block size of a guest's pattern. Each block contains its position.
 const BLOCK: u64 = 128 << 10;
-/// Mark of a guard's blocks, which also contain their position.
+/// Mark in the blocks of a guard. Each block also contains its position.
 const GUARD_TAG: [u8; 8] = *b"no-lease";
-/// Maximum number of faults to print.
+/// Maximum number of faults that are printed.
 const FAULTS: usize = 10;
 
 /// Part of the drive that one guest leases.
@@ -39,19 +39,19 @@ impl GuestRange {
     }
 }
 
-/// Location of the drive's data.
+/// Location of the drive's data, which determines how the host can read it.
 #[derive(Debug)]
 enum DataLocation {
-    /// Memory of the server, which only guests can read.
+    /// Memory of the server, which the host cannot read.
     Memory,
-    /// In a file or block device.
+    /// A file or block device.
     File(PathBuf),
-    /// Physical drive with this PCI address. The host reads and writes it through its own driver, before and after the drive is
-    /// served.
+    /// Physical drive with this PCI address. The host reads and writes it through the host's driver, before and after the
+    /// drive is served.
     Function(String),
 }
 
-/// A drive, divided among guests.
+/// A drive, and its division among guests.
 #[derive(Debug)]
 pub(super) struct DriveLayout {
     place: DataLocation,
@@ -78,7 +78,7 @@ impl DriveLayout {
         })
     }
 
-    /// Divides a file. An empty file is extended to the necessary size.
+    /// Divides a file among guests. An empty file is extended to the necessary size.
     pub(super) fn on_file(path: &Path, guests: u32) -> Result<Self, DemoError> {
         let at = |source| DemoError::File {
             path: path.to_owned(),
@@ -98,7 +98,7 @@ impl DriveLayout {
         })
     }
 
-    /// Divides a physical drive of the host's driver.
+    /// Divides a physical drive, which the host's driver has, among guests.
     pub(super) fn on_function(address: &str, guests: u32) -> Result<Self, DemoError> {
         let path = host::block_device(address)?;
         let at = |source| DemoError::File {
@@ -113,7 +113,7 @@ impl DriveLayout {
         })
     }
 
-    /// Returns the drive for the option string.
+    /// Returns the drive as in an option string.
     pub(super) fn drive(&self) -> String {
         match &self.place {
             DataLocation::Memory => format!("memory:{}", self.size),
@@ -122,7 +122,7 @@ impl DriveLayout {
         }
     }
 
-    /// Returns the PCI address if the drive is a physical one.
+    /// Returns the PCI address of a physical drive; `None` for any other drive.
     pub(super) fn function(&self) -> Option<&str> {
         match &self.place {
             DataLocation::Function(address) => Some(address),
@@ -130,8 +130,8 @@ impl DriveLayout {
         }
     }
 
-    /// Returns the path for reading and writing the drive's data on the host. While the path is used, no server may have the
-    /// drive open.
+    /// Returns the path through which the host reads and writes the drive's data; `None` if it cannot. While the path is
+    /// used, no server may have the drive open.
     fn path(&self) -> Result<Option<PathBuf>, DemoError> {
         match &self.place {
             DataLocation::Memory => Ok(None),
@@ -177,7 +177,7 @@ impl DriveLayout {
         file.sync_all().map_err(at)
     }
 
-    /// Reads the drive and returns all faults.
+    /// Reads the whole drive and returns all faults.
     pub(super) fn check(&self, names: &[String]) -> Result<Vec<String>, DemoError> {
         let Some(path) = &self.path()? else {
             return Ok(Vec::new());
@@ -204,7 +204,7 @@ impl DriveLayout {
         Ok(faults)
     }
 
-    /// Returns the guards. Behind the last one, the drive may have an unused remainder.
+    /// Returns the guards. Behind the last guard, the drive may have an unused remainder.
     fn guards(&self) -> impl Iterator<Item = GuestRange> {
         let ends = self.ranges.iter().map(|range| range.start + range.length);
         std::iter::once(0).chain(ends).map(|start| GuestRange {
@@ -214,7 +214,7 @@ impl DriveLayout {
     }
 }
 
-/// Divides a size into alternating guards and ranges, with a guard at each end. Returns the ranges.
+/// Divides a drive of `size` bytes into alternating guards and ranges, with a guard at each end. Returns the ranges.
 fn divide(size: u64, guests: u32) -> Result<Vec<GuestRange>, DemoError> {
     let count = u64::from(guests);
     let least = GUARD + count * (SMALLEST_RANGE + GUARD);
@@ -253,7 +253,7 @@ fn open(path: &Path) -> Result<File, DemoError> {
     })
 }
 
-/// Returns a guest's mark: the last eight bytes of its name.
+/// Returns the tag of a guest's blocks: the last eight bytes of its name.
 fn tag(name: &str) -> [u8; 8] {
     let mut tag = [b'.'; 8];
     let kept = name.len().min(tag.len());
@@ -305,7 +305,7 @@ fn check_part(
     Ok(())
 }
 
-/// Returns a fio job on the whole range with the guest's pattern.
+/// Returns a fio job that writes or reads the guest's pattern in its whole range.
 fn pattern_job(guest: &Guest, name: &str, pattern: &str) -> GuestFioJob {
     let tag = tag(guest.name());
     GuestFioJob::new(name, pattern, "128k", 8)
@@ -328,7 +328,7 @@ pub(super) fn fill(guest: &Guest) -> Result<(), FioError> {
     Ok(())
 }
 
-/// Reads the guest's whole range and verifies its pattern.
+/// Reads the guest's whole range, and verifies that it has the guest's pattern.
 pub(super) fn read_back(guest: &Guest) -> Result<(), FioError> {
     pattern_job(guest, "read-back", "read").run(guest)?;
     Ok(())
@@ -344,7 +344,7 @@ mod tests {
         file.write_all(bytes).expect("write");
     }
 
-    /// Returns a drive as two well-behaved guests leave it.
+    /// Returns a drive to which two guests have written correctly.
     fn drive(folder: &Path) -> (DriveLayout, Vec<String>) {
         let path = folder.join("drive.img");
         File::create(&path)

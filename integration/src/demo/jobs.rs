@@ -37,7 +37,7 @@ pub(super) fn parse_job_filter(text: &str) -> Result<String, String> {
     Err(format!("no job has it in its name: {}", names.join(", ")))
 }
 
-/// Runs the selected jobs in a guest. If a job fails, the failure is recorded and the next job runs.
+/// Runs the selected jobs in a guest. If a job fails, records the failure and runs the next job.
 pub(super) fn measure(
     guest: &Guest,
     server: &Server,

@@ -1,4 +1,4 @@
-//! The demonstration inside the lab: this program runs there on a physical drive.
+//! Runs the demonstration inside the lab, on a physical drive, by this program.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,19 +12,19 @@ use crate::progress::{ProgressStep, print_line};
 use crate::provision::KernelChoice;
 use crate::provision::lab::LabAssets;
 
-/// The lab's only drive, and its PCI address there.
+/// Name and PCI address of the lab's only drive.
 const DRIVE: &str = "a";
 const ADDRESS: &str = "0000:01:00.0";
-/// Bytes of the drive for each guest, and of the guards between them.
+/// Bytes of the drive for each guest including a guard, and for a guard.
 const SHARE: u64 = (64 + 16) << 20;
 const GUARD: u64 = 16 << 20;
 /// Memory of the lab for each guest, and for the lab itself, in MiB.
 const GUEST_MIB: u32 = 640;
 const HOST_MIB: u32 = 2048;
-/// Timeout, longer than any demonstration. The run time of jobs is an option.
+/// Timeout of the demonstration. It is longer than any demonstration, as the run time of jobs is an option.
 const TIMEOUT: Duration = Duration::from_secs(3600);
 const REPORT: &str = "/tmp/demo.json";
-/// Maximum number of labs to try if guests are lost.
+/// Maximum number of labs that are tried if guests are lost.
 const ATTEMPTS: u32 = 4;
 
 /// Runs the demonstration inside a new lab. If a guest is lost, tries again in another lab.
@@ -97,7 +97,7 @@ fn run_once(
     Ok(status == 0 && report.iommu_faults == 0)
 }
 
-/// Returns the command line inside the lab, with the options given here.
+/// Returns the command line for the lab, with the options of this program.
 fn command(options: &DemoOptions) -> String {
     let mut command = format!(
         "demo --drive {ADDRESS} --guests {} --kernel {} --doorbells {} --vcpus {} --runtime {}",

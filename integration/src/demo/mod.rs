@@ -1,4 +1,5 @@
-//! The demonstration: guests share one drive, each on a range of its own, and prove that they stay apart.
+//! The demonstration: guests share one drive, each with a range of its own. It verifies that no guest wrote to the range of
+//! another one.
 
 use std::fs;
 use std::io;
@@ -64,7 +65,7 @@ pub struct DemoOptions {
     json: Option<PathBuf>,
 }
 
-/// The three modes of doorbells.
+/// Doorbell mode of the guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DemoDoorbellMode {
     /// A store to the Doorbell Buffer in the guest's memory
@@ -191,7 +192,7 @@ pub enum DemoError {
     /// The demonstration inside the lab failed.
     #[error("The demonstration in the lab ended with status {status}, without a report:\n{said}")]
     NotGiven {
-        /// Its exit status.
+        /// Exit status of the program.
         status: i32,
         /// End of its output.
         said: String,
@@ -206,7 +207,7 @@ pub enum DemoError {
     },
 }
 
-/// Runs the demonstration. Returns whether all data was right and all guests kept to their ranges.
+/// Runs the demonstration. Returns whether all data was right, and all guests wrote only to their ranges.
 ///
 /// # Errors
 /// The demonstration cannot be run.
@@ -214,7 +215,7 @@ pub fn run(options: &DemoOptions) -> Result<bool, DemoError> {
     if options.drive == Some(DriveChoice::Lab) {
         return lab::run(options);
     }
-    // These checks come before anything is fetched or built.
+    // Checked before anything is fetched or built.
     match &options.drive {
         Some(DriveChoice::Path(path)) => isolation::check_exists(path)?,
         Some(DriveChoice::Function { address }) => host::check_function(address)?,
@@ -268,7 +269,7 @@ fn run_on_drive(
                 source,
             };
             fs::create_dir_all(path.parent().unwrap_or(&path)).map_err(at)?;
-            // The file is created anew, since an earlier run may have left guests' patterns in it.
+            // The file is created anew, since the file of an earlier run may contain guests' patterns.
             match fs::remove_file(&path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(error)),
                 _ => {}
@@ -290,7 +291,7 @@ fn run_on_drive(
                 .option(format!("queues={}", options.vcpus))
         })
         .collect();
-    // This is declared before the server, and therefore dropped after it.
+    // Declared before the server, and therefore dropped after the server.
     let taken = match layout.function() {
         Some(address) => {
             let step = ProgressStep::start(format!("Taking {address} from the host's driver"));
@@ -309,7 +310,7 @@ fn run_on_drive(
         names.len(),
         assets.kernel.name
     ));
-    // In a lab, guests are lost more often if they boot at the same time.
+    // In a lab, guests that boot at the same time are lost more often.
     let one_by_one = crate::lab::inside::is_inside();
     let mut guests = Vec::new();
     for name in &names {
@@ -377,7 +378,7 @@ fn run_on_drive(
     })
 }
 
-/// Runs `what` for all guests concurrently, and returns the results in the guests' order.
+/// Runs `what` for all guests concurrently. Returns the results in the order of the guests.
 fn on_each<T: Send>(
     guests: &[Guest],
     what: impl Fn(&Guest) -> Result<T, DemoError> + Sync,
@@ -396,7 +397,7 @@ fn on_each<T: Send>(
     })
 }
 
-/// Returns all results, or an error. Errors with another cause than a lost guest take precedence.
+/// Returns all results, or one of the errors. An error that was not caused by a lost guest takes precedence.
 fn all<T>(results: impl Iterator<Item = Result<T, DemoError>>) -> Result<Vec<T>, DemoError> {
     let (well, failed): (Vec<_>, Vec<_>) = results.partition(Result::is_ok);
     let (lost, failed): (Vec<_>, Vec<_>) = failed

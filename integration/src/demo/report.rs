@@ -34,11 +34,11 @@ pub(super) struct GuestReport {
 }
 
 impl GuestReport {
-    /// Prints and records a failure, if `result` is one.
+    /// If `result` is a failure, prints and records it.
     ///
     /// # Errors
-    /// The guest is lost. The demonstration must stop then, since labs try again after a lost guest, which would hide a
-    /// recorded failure.
+    /// The guest was lost. Then the demonstration must end: it is repeated in another lab, which would hide a recorded
+    /// failure.
     pub(super) fn note(&mut self, result: Result<(), FioError>) -> Result<(), DemoError> {
         let Err(error) = result else { return Ok(()) };
         let failure = crate::error_chain(&error);
@@ -83,8 +83,8 @@ impl DemoReport {
         self.faults.is_empty() && self.guests.iter().all(|guest| guest.failures.is_empty())
     }
 
-    /// Returns whether no guest wrote outside its range. If the host cannot read the guards, a guest's wrong data counts as a
-    /// failure of isolation, too, since it may be another guest's.
+    /// Returns whether no guest wrote outside of its range. If the host cannot read the guards, wrong data of a guest also
+    /// counts as a failure of isolation, since another guest may have written it.
     fn isolation_ok(&self) -> bool {
         self.faults.is_empty() && (self.guards_checked || self.all_well())
     }
@@ -104,7 +104,7 @@ impl DemoReport {
                 })
                 .collect(),
         };
-        // Only maps with keys other than strings cannot be serialized, and there are none.
+        // Serialization only fails for maps with keys that are not strings, and there are none.
         serde_json::to_string_pretty(&report).unwrap_or_default() + "\n"
     }
 

@@ -1,4 +1,4 @@
-//! Requests to a guest of any VMM: scripts for its agent, and the end of the VMM.
+//! Access to the guest of any VMM: its agent, which runs scripts, and the VMM's process.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -48,7 +48,7 @@ impl GuestAgent {
         })
     }
 
-    /// Sends empty lines while waiting for a script, for VMMs whose serial port needs it.
+    /// Makes the agent's connection send empty lines while a script is awaited, for VMMs whose serial port needs this.
     pub(crate) fn remind(mut self) -> Self {
         self.channel.remind();
         self
@@ -126,17 +126,17 @@ impl GuestAgent {
         self.expect_success(&script, output)
     }
 
-    /// Returns the next line that a script reported with `event`.
+    /// Returns the next line that a script has reported with `event`.
     ///
     /// # Errors
-    /// None comes in time, or the guest dies.
+    /// No line comes in time, or the guest dies.
     pub fn next_event(&self, patience: Duration) -> Result<String, GuestError> {
         self.channel
             .next_event(patience)
             .map_err(|reason| self.silent_error(reason))
     }
 
-    /// Returns all events that were not taken yet.
+    /// Returns all events that [`Self::next_event`] has not returned yet.
     pub fn pending_events(&self) -> Vec<String> {
         self.channel.pending_events()
     }
@@ -151,7 +151,7 @@ impl GuestAgent {
         Ok(())
     }
 
-    /// Continues on another stream. Scripts that were started before can no longer be waited for.
+    /// Continues on another stream. Scripts that were started before can no longer be awaited.
     ///
     /// # Errors
     /// The stream cannot be used.
@@ -177,7 +177,7 @@ impl GuestAgent {
     /// # Errors
     /// The VMM does not end in time.
     pub fn end(&mut self, script: &str, patience: Duration) -> Result<ExitStatus, GuestError> {
-        // The script's end cannot be observed.
+        // The script ends the VMM, so its own end cannot be observed.
         let _job = self.start(script)?;
         self.await_end(patience)
     }
@@ -190,12 +190,12 @@ impl GuestAgent {
         Ok(self.vmm.wait(patience)?)
     }
 
-    /// Kills the VMM: a power failure for the guest, and a vanished client for the device.
+    /// Kills the VMM. For the guest, this is a power failure; for the device, its client vanishes.
     pub fn kill(&mut self) {
         self.vmm.kill();
     }
 
-    /// Returns the end of the guest's console. After a panic, returns the panic's first lines, which name the cause.
+    /// Returns the end of the guest's console. After a kernel panic, returns the panic's first lines, which name the cause.
     pub fn console_tail(&self) -> String {
         let text = fs::read(&self.console).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);

@@ -1,4 +1,4 @@
-//! Memory that a guest returns to its host, and the memory file behind it.
+//! Balloons, by which a guest returns memory to its host, and the memory file of a VMM.
 
 use std::fs;
 use std::io;
@@ -9,9 +9,9 @@ use serde_json::json;
 
 use super::{Guest, GuestConfig, GuestError};
 
-/// A balloon with free page reporting.
+/// QEMU device of a balloon with free page reporting.
 const DEVICE: &str = "virtio-balloon-pci,id=balloon,free-page-reporting=on";
-/// Start of a memfd's name in `/proc/PID/fd`.
+/// Beginning of a memfd's name in `/proc/PID/fd`.
 const MEMFD: &str = "/memfd:";
 /// Unit of `st_blocks` in bytes.
 const BLOCK: u64 = 512;
@@ -21,12 +21,12 @@ const BLOCK: u64 = 512;
 pub struct MemoryFileUsage {
     /// Size of the guest's memory in bytes.
     pub len_bytes: u64,
-    /// Allocated bytes, which do not include freed pages.
+    /// Allocated bytes. Pages that were freed are not allocated.
     pub allocated_bytes: u64,
 }
 
 impl MemoryFileUsage {
-    /// Returns the largest memfd of a process.
+    /// Returns the state of the largest memfd of a process, which is the guest's memory.
     ///
     /// # Errors
     /// The process has no memfd, or its descriptors cannot be read.
@@ -34,7 +34,7 @@ impl MemoryFileUsage {
         let mut largest: Option<Self> = None;
         for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
             let path = entry?.path();
-            // The process may have closed the descriptor.
+            // The process may have closed the descriptor since it was listed.
             let Some(file) = Self::from_descriptor(&path) else {
                 continue;
             };
@@ -59,7 +59,7 @@ impl MemoryFileUsage {
 }
 
 impl GuestConfig {
-    /// Adds a balloon with free page reporting.
+    /// Adds a balloon with free page reporting to the guest.
     #[must_use]
     pub fn balloon(self) -> Self {
         self.qemu_arguments(["-device", DEVICE])
@@ -67,7 +67,7 @@ impl GuestConfig {
 }
 
 impl Guest {
-    /// Requests the guest to keep `bytes` bytes of memory, and to inflate its balloon with the rest.
+    /// Requests that the guest inflates its balloon until `bytes` bytes of memory are left.
     ///
     /// # Errors
     /// QEMU refuses.

@@ -1,6 +1,6 @@
-//! The connection to the guest's agent, for commands, their output and events.
+//! Connection to the guest's agent, for scripts, their output, and events.
 //!
-//! The agent documents the protocol: `resources/guest/agent`.
+//! The file of the agent, `resources/guest/agent`, describes the protocol.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
@@ -14,7 +14,7 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD as BASE64;
 use thiserror::Error;
 
-/// Intervals of reminders to a guest with unread input, at first and later.
+/// Intervals of reminders (empty lines) while a script is awaited: at first, and later.
 const REMINDERS: [(Duration, Duration); 2] = [
     (Duration::from_secs(3), Duration::from_millis(50)),
     (Duration::MAX, Duration::from_secs(1)),
@@ -23,7 +23,7 @@ const REMINDERS: [(Duration, Duration); 2] = [
 /// Interval of checks whether the guest is lost.
 const LOSS_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Script for a guest that did not end another script in time, and the timeout of its answer.
+/// Script that shows whether a guest still works after another script timed out, and the timeout of its answer.
 const INQUIRY: &str = include_str!("../../../resources/guest/inquiry");
 const INQUIRY_TIMEOUT: Duration = Duration::from_secs(180);
 
@@ -37,10 +37,10 @@ pub enum AgentChannelError {
         what: String,
         /// Timeout.
         patience: Duration,
-        /// Result of another script, if one was started to find the cause.
+        /// Result of the inquiry, if one was made.
         life: Option<Box<SignOfLife>>,
     },
-    /// The connection ended, so that no answer will come.
+    /// The guest is lost, so that no answer will come.
     #[error("it runs with its host's registers, and {what} was waited for")]
     Lost {
         /// Expected event.
@@ -57,12 +57,12 @@ pub enum AgentChannelError {
     Io(#[from] std::io::Error),
 }
 
-/// Distinguishes a hanging script from a hanging guest.
+/// Result of an inquiry, which distinguishes a hanging script from a hanging guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SignOfLife {
-    /// The guest ran the inquiry, whose output may show the cause.
+    /// The guest has answered the inquiry. The output may show why the script hangs.
     Answered(String),
-    /// The guest did not run the inquiry.
+    /// The guest has not answered the inquiry.
     None,
 }
 
@@ -128,7 +128,8 @@ impl AgentChannel {
         let (events_in, events) = mpsc::channel();
         let input = stream.try_clone()?;
         let jobs = Arc::clone(&running);
-        // The thread ends when the VMM closes its end. Dropping the senders then wakes all waiting threads.
+        // The thread ends when the VMM closes its end of the connection. It then drops the senders, which wakes all waiting
+        // threads.
         std::thread::spawn(move || listen(input, &jobs, &ready_in, &events_in));
         Ok(Self {
             out: Mutex::new(stream),
@@ -140,18 +141,19 @@ impl AgentChannel {
         })
     }
 
-    /// Sends empty lines, which the agent ignores, while a caller waits for a script. Some ports raise a single interrupt for
-    /// many bytes. Bytes that the guest does not take on that interrupt (Linux takes 256) stay there until more bytes arrive.
+    /// Sends empty lines, which the agent ignores, while a caller waits for a script. Some serial ports raise a single
+    /// interrupt for many bytes. If the guest does not read all of them then (Linux reads 256), the remaining bytes stay in
+    /// the port until more bytes arrive.
     pub(super) fn remind(&mut self) {
         self.sends_reminders = true;
     }
 
-    /// Returns whether empty lines are sent.
+    /// Returns whether empty lines are sent: see [`Self::remind`].
     pub(super) fn reminds(&self) -> bool {
         self.sends_reminders
     }
 
-    /// Waits for the end of a script. `is_lost` is called periodically and returns whether the guest is lost.
+    /// Waits for the end of a script. Calls `is_lost` periodically, which returns true if the guest is lost.
     pub(super) fn wait(
         &self,
         job: ScriptJob,
@@ -185,7 +187,7 @@ impl AgentChannel {
             }
             if reminder.is_some() {
                 let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
-                // The listener thread detects a closed connection.
+                // A failure needs no handling here: the listener thread detects a closed connection.
                 let _ = out.write_all(b"\n");
             }
             if waited >= looked + LOSS_CHECK_INTERVAL {
@@ -243,7 +245,7 @@ impl AgentChannel {
 
 impl Drop for AgentChannel {
     fn drop(&mut self) {
-        // Ends the listener thread even if the VMM is still alive.
+        // Shuts the connection down, which ends the listener thread even if the VMM still runs.
         let out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = out.shutdown(std::net::Shutdown::Both);
     }
@@ -277,24 +279,24 @@ fn listen(input: UnixStream, jobs: &RunningJobs, ready: &Sender<()>, events: &Se
         line.clear();
         match lines.read_until(b'\n', &mut line) {
             Ok(0) | Err(_) => break,
-            // The end of the connection truncated the line.
+            // The connection has ended in the middle of a line.
             Ok(_) if !line.ends_with(b"\n") => break,
             Ok(_) => {}
         }
         let text = String::from_utf8_lossy(&line);
-        // The port turns "\n" into "\r\n", and firmware may have left characters before the line.
+        // The port turns "\n" into "\r\n". Firmware may have left characters before the line.
         handle_line(text.trim(), jobs, ready, events);
     }
-    // Answers can no longer arrive: dropping the senders wakes waiting threads.
+    // No answers will arrive any more. Dropping the senders wakes waiting threads.
     lock(jobs).clear();
 }
 
 fn handle_line(line: &str, jobs: &RunningJobs, ready: &Sender<()>, events: &Sender<String>) {
     let (verb, rest) = line.split_once(' ').unwrap_or((line, ""));
-    // Sends fail only if the guest was dropped, and nothing waits for the answer.
+    // A send fails only if the guest was dropped, and then nothing waits for the answer.
     match verb {
         "ready" => {
-            // After a reboot, scripts from before have no end.
+            // The guest has rebooted, so scripts that were started before will not end.
             lock(jobs).clear();
             let _ = ready.send(());
         }
@@ -306,7 +308,7 @@ fn handle_line(line: &str, jobs: &RunningJobs, ready: &Sender<()>, events: &Send
                 && let Ok(id) = id.parse::<u64>()
                 && let Some(running) = lock(jobs).get_mut(&id)
             {
-                // A garbled piece is kept unchanged.
+                // If the text cannot be decoded, it is kept as it is.
                 let text = BASE64.decode(piece).unwrap_or_else(|_| piece.into());
                 running.text.extend(text);
             }

@@ -7,10 +7,10 @@ use thiserror::Error;
 
 use super::{GuestAgent, GuestError};
 
-/// Time that fio may need in addition to its run time: start, end, and verification on a busy machine.
+/// Time that fio may need in addition to its run time: for its start and end, and for verification on a busy machine.
 const EXTRA_TIME: Duration = Duration::from_secs(300);
 
-/// Errors of a fio job.
+/// Errors of running a fio job.
 #[derive(Debug, Error)]
 pub enum FioError {
     /// The guest failed.
@@ -23,7 +23,7 @@ pub enum FioError {
         job: String,
         /// Cause.
         reason: String,
-        /// Output instead of the report.
+        /// Text that fio printed instead of a report.
         text: String,
     },
     /// fio reports an I/O error or wrong data.
@@ -63,17 +63,17 @@ impl GuestFioJob {
             .option("randrepeat", "1")
     }
 
-    /// Sets an option, replacing its earlier value.
+    /// Sets an option. Replaces an earlier value of the option.
     #[must_use]
     pub fn option(mut self, name: &str, value: &str) -> Self {
         let name = format!("--{name}=");
-        // fio would take a repeated file name as a second file.
+        // fio would take a second file name as a further file, so the earlier one is removed.
         self.options.retain(|option| !option.starts_with(&name));
         self.options.push(format!("{name}{value}"));
         self
     }
 
-    /// Runs for this long, repeating the range if necessary.
+    /// Makes the job run for this time, by repeating its range if necessary.
     #[must_use]
     pub fn runtime(mut self, runtime: Duration) -> Self {
         self.runtime = runtime;
@@ -81,7 +81,7 @@ impl GuestFioJob {
         self.option("runtime", &seconds).option("time_based", "1")
     }
 
-    /// Reads writes back and checks their checksums.
+    /// Makes the job read its writes back and check their checksums.
     #[must_use]
     pub fn with_verification(self) -> Self {
         self.option("verify", "crc32c")
@@ -157,7 +157,7 @@ impl GuestFioJob {
 
     /// Returns the output before the report, and the only job in the report.
     fn job<'a>(&self, text: &'a str) -> Result<(&'a str, Value), FioError> {
-        // Other lines may precede the report, which starts with a brace on its own line.
+        // Other lines may precede the report, which starts with a line that is only a brace.
         let mut start = 0;
         let found = text.split_inclusive('\n').any(|line| {
             let is_it = line.trim_start().starts_with('{');
@@ -209,7 +209,7 @@ impl FioJobReport {
         }
     }
 
-    /// Returns the writes of a job that writes, as `randwrite` does, and else the reads.
+    /// Returns the writes of a job that writes, such as `randwrite`, and the reads of any other job.
     pub fn written_side(&self) -> &FioJobDirection {
         if self.write.ios > 0 {
             &self.write
@@ -248,7 +248,7 @@ pub struct FioJobDirection {
 impl FioJobDirection {
     fn parse(side: &Value) -> Option<Self> {
         let latency = &side["clat_ns"];
-        // fio omits the percentiles if there was no I/O.
+        // Without any I/O, fio omits the percentiles.
         let percentile = |p: &str| latency["percentile"][p].as_f64().unwrap_or(0.0) / 1e3;
         Some(Self {
             ios: side["total_ios"].as_u64()?,

@@ -1,4 +1,4 @@
-//! A machine without a kernel, whose firmware uses the drive.
+//! A machine without a kernel. Its firmware uses the drive.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use super::{GuestConfig, GuestDrive, machine_arguments};
 use crate::process::{self, ProcessError, SupervisedChild};
 use crate::provision::{GuestAssets, Qemu};
 
-/// UEFI firmware for this QEMU is missing.
+/// Error: there is no UEFI firmware for this QEMU.
 #[derive(Debug, Error)]
 #[error("QEMU has no UEFI firmware beside it: install the package ovmf")]
 pub struct NoUefi;
@@ -42,7 +42,7 @@ pub enum FirmwareError {
 /// Kinds of firmware.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Firmware {
-    /// SeaBIOS, QEMU's own.
+    /// SeaBIOS, which is part of QEMU.
     Bios,
     /// OVMF.
     Uefi,
@@ -59,8 +59,8 @@ impl Firmware {
     }
 }
 
-/// Starts a machine with only firmware and drives, and waits for `expected` on its console. The machine boots from the drive
-/// with a [boot index](GuestDrive::boot_index).
+/// Starts a machine with only firmware and drives, and waits until `expected` appears on its console. The firmware boots
+/// from the drive with a [boot index](GuestDrive::boot_index).
 ///
 /// # Errors
 /// The text does not appear within `patience`.

@@ -1,4 +1,4 @@
-//! Guests: Linux machines that run commands for the host while their devices are plugged, unplugged and fail.
+//! Guests: Linux machines that run commands for the host, while devices are plugged and unplugged, or fail.
 //!
 //! ```text
 //! let guest = Guest::boot(&assets, GuestConfig::new("a").drive(Drive::vfio_user(socket)), folder)?;
@@ -35,7 +35,7 @@ pub use qmp::QmpError;
 use firmware::{Firmware, NoUefi};
 use qmp::Qmp;
 
-/// QEMU's timeout of vfio-user messages in milliseconds; 5 s by default.
+/// Timeout of QEMU for vfio-user messages in milliseconds. QEMU's default is 5 s.
 const MESSAGE_TIMEOUT_MS: u32 = 300_000;
 
 /// Timeout of booting an emulated guest on a busy machine. A guest in the lab, on a physical drive, took up to 135 s to boot
@@ -43,24 +43,25 @@ const MESSAGE_TIMEOUT_MS: u32 = 300_000;
 pub const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 /// Kernel arguments for booting from the file system on the first NVMe drive, which contains the guests' user land.
 pub const ROOT_ARGUMENTS: &str = "root=/dev/nvme0n1 rw init=/init";
-/// Kernel arguments. A panic ends the machine. `no_timer_check` avoids a boot check that counts ten timer ticks and panics on a
-/// busy machine. The driver's timeout is longer than its default of 30 seconds, since the machine may be stopped for that long;
-/// checks of the timeout set their own.
+/// Kernel arguments. A panic ends the machine. `no_timer_check` avoids a boot check that counts ten timer ticks and panics
+/// on a busy machine. The NVMe driver's timeout is longer than its default of 30 seconds, since the machine may be stopped
+/// for that long. Checks of timeouts set another one.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 panic=-1 no_timer_check \
                                 nvme_core.io_timeout=600 nvme_core.admin_timeout=600";
-/// Maximum number of panic lines in an error.
+/// Maximum number of lines of a kernel panic in an error.
 const PANIC_LINES: usize = 25;
 /// Timeout for QEMU to open its sockets.
 const START_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Exit status of a program with a [lost](is_lost) guest: a failure that need not repeat (`EX_TEMPFAIL`).
+/// Exit status of a program after a guest was [lost](is_lost): a failure that may not occur again (`EX_TEMPFAIL`).
 pub const LOST_STATUS: u8 = 75;
-/// Part of the line that reports a lost guest whose work is repeated.
+/// Part of the message that a guest was lost and that its work is repeated.
 pub const LOST_GUEST_LINE: &str = "a guest was lost: once more";
 
-/// Returns whether an error was caused by a lost guest. KVM on an emulated processor sometimes ends a guest without a message:
-/// the VMM ended, the guest reset itself in the reference VMM, or the guest did not come up. A guest may also continue with
-/// [registers of its host](crate::vmm::counters::has_host_registers), or KVM reports that it cannot continue.
+/// Returns whether an error was caused by a lost guest. KVM on an emulated processor sometimes ends a guest without a
+/// message: the VMM ends, the guest resets itself in the reference VMM, or the guest does not come up. A guest may also
+/// continue with [registers of its host](crate::vmm::counters::has_host_registers), or KVM may report that the guest cannot
+/// continue.
 pub fn is_lost(error: &dyn std::error::Error) -> bool {
     let text = crate::error_chain(error);
     [
@@ -90,7 +91,7 @@ pub enum GuestError {
     /// The VMM cannot be run.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// The VMM ended before it connected.
+    /// The VMM ended before it connected to the agent's socket.
     #[error("The VMM of guest {guest} did not start:\n{log}")]
     NotStarted {
         /// The guest.
@@ -137,14 +138,14 @@ pub enum GuestError {
     },
 }
 
-/// Backend of a guest's drive.
+/// Source of a guest's drive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DriveSource {
     /// A vfio-user socket.
     VfioUser(PathBuf),
-    /// PCI address of a function of this machine, passed through as a whole.
+    /// PCI address of a function of this machine. The whole function is passed through.
     VfioPci(String),
-    /// File or block device, as a virtio disk.
+    /// File or block device. The guest has it as a virtio disk.
     VirtioBlk(PathBuf),
 }
 
@@ -153,7 +154,7 @@ pub enum DriveSource {
 pub struct GuestDrive {
     /// QEMU's name for the device.
     pub id: String,
-    /// Backend.
+    /// Source of the drive's data.
     pub source: DriveSource,
     /// Bus of the drive; `None` for the root bus.
     pub bus: Option<String>,
@@ -167,7 +168,7 @@ impl GuestDrive {
         Self::from_source(DriveSource::VfioUser(socket.into()))
     }
 
-    /// Creates a drive from a function of this machine that is bound to `vfio-pci`, passed through as a whole.
+    /// Creates a drive from a function of this machine that is bound to `vfio-pci`. The whole function is passed through.
     pub fn vfio_pci(address: &str) -> Self {
         Self::from_source(DriveSource::VfioPci(address.to_owned()))
     }
@@ -200,7 +201,7 @@ impl GuestDrive {
         self
     }
 
-    /// Sets the bus, such as [`HOTPLUG_BUS`].
+    /// Sets the bus of the drive, such as [`HOTPLUG_BUS`].
     #[must_use]
     pub fn bus(mut self, bus: &str) -> Self {
         self.bus = Some(bus.to_owned());
@@ -214,7 +215,7 @@ impl GuestDrive {
                 "driver": "vfio-user-pci",
                 "id": id,
                 "socket": {"type": "unix", "path": socket},
-                // DMA mappings for a physical drive take long on an emulated IOMMU.
+                // With a physical drive, DMA mappings take long on an emulated IOMMU.
                 "x-msg-timeout": MESSAGE_TIMEOUT_MS,
             }),
             DriveSource::VfioPci(address) => {
@@ -247,7 +248,7 @@ impl GuestDrive {
     }
 
     /// Returns the block device that QEMU must open before it creates the virtio disk. The block device bypasses the page
-    /// cache, as drives do.
+    /// cache, as an NVMe drive does.
     fn block_device(&self) -> Option<serde_json::Value> {
         let DriveSource::VirtioBlk(path) = &self.source else {
             return None;
@@ -266,17 +267,17 @@ impl GuestDrive {
 /// Executor of a guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accelerator {
-    /// QEMU's emulation of this CPU, which works on any machine.
+    /// QEMU's emulation of the named CPU, which works on any machine.
     Software {
         /// QEMU's name of the CPU.
         cpu: &'static str,
     },
-    /// The machine's CPU, used inside the lab.
+    /// KVM with the machine's CPU. Used inside the lab.
     Kvm,
 }
 
 impl Accelerator {
-    /// Returns KVM inside the lab, where it is known to work, and software elsewhere, where KVM may be present but unusable.
+    /// Returns KVM inside the lab, where it works. Elsewhere, returns software, since KVM may be present but unusable.
     fn detect() -> Self {
         if lab::is_inside() {
             Self::Kvm
@@ -286,7 +287,7 @@ impl Accelerator {
     }
 }
 
-/// Bus of the PCIe root port of a guest with [`GuestConfig::hotplug`].
+/// Name of the bus behind the PCIe root port that [`GuestConfig::hotplug`] adds.
 pub const HOTPLUG_BUS: &str = "port0";
 
 /// Configuration of a guest.
@@ -367,14 +368,15 @@ impl GuestConfig {
         self.kernel_arguments(ROOT_ARGUMENTS)
     }
 
-    /// Lets firmware boot from the drive with a [boot index](GuestDrive::boot_index), instead of a kernel that QEMU loads.
+    /// Makes firmware boot the guest from the drive with a [boot index](GuestDrive::boot_index). No kernel is loaded by
+    /// QEMU then.
     #[must_use]
     pub fn firmware(mut self, firmware: Firmware) -> Self {
         self.firmware = Some(firmware);
         self
     }
 
-    /// Adds to the kernel's command line.
+    /// Adds arguments to the kernel's command line.
     #[must_use]
     pub fn kernel_arguments(mut self, arguments: &str) -> Self {
         self.kernel_arguments.push(' ');
@@ -382,7 +384,7 @@ impl GuestConfig {
         self
     }
 
-    /// Allows the guest to reboot. By default, QEMU ends when the guest reboots.
+    /// Allows the guest to reboot. Without this, QEMU ends when the guest reboots.
     #[must_use]
     pub fn reboots(mut self) -> Self {
         self.can_reboot = true;
@@ -441,7 +443,7 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Starts QEMU without waiting for the guest in it: see [`GuestAgent::await_ready`].
+    /// Starts QEMU, and does not wait for its guest: see [`GuestAgent::await_ready`].
     ///
     /// # Errors
     /// QEMU cannot be run.
@@ -518,7 +520,7 @@ impl Guest {
         self.with_qmp(|qmp| qmp.execute("device_add", properties).map(drop))
     }
 
-    /// Resets the machine by its reset button. The guest must be allowed to [reboot](GuestConfig::reboots).
+    /// Presses the reset button of the machine. The guest must be allowed to [reboot](GuestConfig::reboots).
     ///
     /// # Errors
     /// QEMU refuses.
@@ -526,7 +528,7 @@ impl Guest {
         self.with_qmp(|qmp| qmp.execute("system_reset", json!({})).map(drop))
     }
 
-    /// Stops the vCPUs, as a VMM does for pausing a guest.
+    /// Stops the vCPUs, as a VMM does when it pauses a guest.
     ///
     /// # Errors
     /// QEMU refuses.
@@ -562,7 +564,7 @@ impl Guest {
     }
 }
 
-/// Adds the machine without its kernel, with memory that a device server can map.
+/// Adds the arguments for the machine, without its kernel. The machine's memory can be mapped by a device server.
 fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) {
     let memory = config.memory_mib;
     command.args(["-nodefaults", "-display", "none"]);
@@ -584,7 +586,7 @@ fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) 
         command.arg("-no-reboot");
     }
     if config.virtual_iommu {
-        // The IOMMU precedes the devices behind it. It reports new mappings only with caching-mode.
+        // The IOMMU must precede the devices behind it. It reports new mappings only with caching-mode.
         command.args([
             "-device",
             "intel-iommu,intremap=on,caching-mode=on,aw-bits=48",
@@ -597,7 +599,7 @@ fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) 
     }
 }
 
-/// Creates a socket that a VMM connects to.
+/// Creates a listening socket, to which a VMM will connect.
 pub(crate) fn listen(path: &Path) -> Result<UnixListener, GuestError> {
     // A socket of an earlier guest with this name may still exist.
     let _ = fs::remove_file(path);
@@ -607,7 +609,7 @@ pub(crate) fn listen(path: &Path) -> Result<UnixListener, GuestError> {
     })
 }
 
-/// Waits until the VMM connects or ends.
+/// Waits until the VMM connects to the socket, or ends.
 pub(crate) fn accept(
     listener: &UnixListener,
     vmm: &mut SupervisedChild,

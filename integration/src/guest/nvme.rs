@@ -1,4 +1,4 @@
-//! nvme-cli in a guest: output of commands, and the completion status from the device.
+//! nvme-cli in a guest: runs commands, and returns their output and the completion status from the device.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use super::{GuestAgent, GuestError};
 /// Timeout of a single NVMe command on a busy machine.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Status Code Type and Status Code (NVMe Base 2.0, 4.6.1). The other bits are about retries.
+/// Mask of Status Code Type and Status Code (NVMe Base 2.0, 4.6.1). The other bits of the status are about retries.
 const TYPE_AND_CODE: u16 = 0x7ff;
 
 /// Errors of nvme-cli.

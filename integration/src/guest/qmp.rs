@@ -18,7 +18,7 @@ pub enum QmpError {
     Io {
         /// Request.
         asked: String,
-        /// Why.
+        /// Cause.
         reason: std::io::Error,
     },
     /// QEMU refused the request.
@@ -44,7 +44,7 @@ impl Qmp {
             lines: BufReader::new(stream),
             partial: Vec::new(),
         };
-        // QEMU sends a greeting first.
+        // QEMU begins with a greeting.
         qmp.read("greeting", Instant::now() + ANSWER_TIMEOUT)?;
         qmp.execute("qmp_capabilities", json!({}))?;
         Ok(qmp)
@@ -71,7 +71,7 @@ impl Qmp {
             if let Some(answer) = message.get("return") {
                 return Ok(answer.clone());
             }
-            // Events may come at any time.
+            // Any other line is an event, which may come at any time and is ignored.
         }
     }
 
@@ -82,7 +82,7 @@ impl Qmp {
         };
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            // A timeout of zero would mean no timeout.
+            // A socket timeout of zero would mean no timeout.
             let left = left.max(Duration::from_millis(1));
             self.lines
                 .get_ref()

@@ -1,6 +1,7 @@
-//! The control line between the lab and its host: one request per line from inside, one answer per line.
+//! Control line between the lab and its host: a program in the lab sends one request per line, and the host answers with
+//! one line.
 //!
-//! Requests are answered by `ok [TEXT]` or `error TEXT`. `resources/lab/lab-ctl` is the client inside.
+//! An answer is `ok [TEXT]` or `error TEXT`. `resources/lab/lab-ctl` is the client in the lab.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -12,7 +13,7 @@ use super::drive::PlacedDrive;
 use super::faults::{ENABLE, LabFaultError, LabFaultInjector, LabFaultRequest};
 use crate::guest::qmp::Qmp;
 
-/// QEMU's name of the port, by which the lab finds it.
+/// QEMU's name of the serial port, by which the lab finds it.
 const PORT: &str = "lab.control";
 /// Maximum length of a request line.
 const LONGEST_LINE: usize = 256;
@@ -33,7 +34,7 @@ pub enum LabControlError {
     Fault(#[from] LabFaultError),
 }
 
-/// The control line's server. Requests are answered until this is dropped.
+/// Server of the control line. It answers requests until this is dropped.
 #[derive(Debug)]
 pub(super) struct LabControlServer {
     line: UnixStream,
@@ -52,7 +53,7 @@ fn monitor_socket(folder: &Path) -> PathBuf {
 }
 
 impl LabControlServer {
-    /// Returns QEMU's arguments for the control line and for a separate monitor.
+    /// Returns QEMU's arguments for the control line, and for a monitor that only this server uses.
     pub(super) fn arguments(folder: &Path) -> Vec<String> {
         let socket = |id: &str, path: PathBuf| {
             format!("socket,id={id},path={},server=on,wait=off", path.display())
@@ -74,7 +75,7 @@ impl LabControlServer {
         arguments.map(str::to_owned).to_vec()
     }
 
-    /// Starts to answer requests, once QEMU runs.
+    /// Starts to answer requests. QEMU must be running.
     pub(super) fn start(folder: &Path, drives: Vec<PlacedDrive>) -> Result<Self, LabControlError> {
         let connect = |path: PathBuf| {
             UnixStream::connect(&path).map_err(|source| LabControlError::Socket { path, source })
@@ -94,7 +95,7 @@ impl LabControlServer {
 
 impl Drop for LabControlServer {
     fn drop(&mut self) {
-        // Fails only if QEMU has ended, and so has the thread.
+        // Fails only if QEMU has ended. Then the thread has ended, too.
         let _ = self.line.shutdown(std::net::Shutdown::Both);
     }
 }
@@ -123,7 +124,7 @@ fn answer(
             Ok(said) => format!("ok {said}"),
             Err(error) => format!("error {}", crate::error_chain(&error)),
         };
-        // Answers are single lines.
+        // An answer must be a single line.
         let answer = answer.replace('\n', " ");
         if writeln!(out, "{}", answer.trim_end()).is_err() {
             return;
@@ -131,7 +132,7 @@ fn answer(
     }
 }
 
-/// Reads a line, of which at most [`LONGEST_LINE`] bytes are kept. Returns false at the end of input.
+/// Reads a line, and stores at most [`LONGEST_LINE`] bytes of it. Returns false at the end of input.
 fn read_line(input: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> {
     loop {
         let available = input.fill_buf()?;

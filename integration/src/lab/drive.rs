@@ -1,4 +1,4 @@
-//! The lab's drives: their properties, and their arguments of QEMU's `nvme` device.
+//! The lab's drives: their properties, and the arguments of QEMU's `nvme` device for them.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use super::LabError;
 
-/// Bus of the first root port. The next ones follow in the order of the drives.
+/// Number of the bus behind the first root port. Buses of further drives follow in their order.
 const FIRST_BUS: usize = 1;
 /// Maximum number of namespaces of a drive.
 const MAX_NAMESPACES: u32 = 16;
@@ -29,16 +29,16 @@ pub struct LabDrive {
     pub namespaces: u32,
     /// Number of I/O queue pairs.
     pub max_ioqpairs: u32,
-    /// Maximum Data Transfer Size, a power of two of 4 KiB pages; 0: no limit.
+    /// Maximum Data Transfer Size, as a power of two of 4 KiB pages; 0 for no limit.
     pub mdts: u8,
     /// True if the drive supports Doorbell Buffer Config.
     pub dbcs: bool,
-    /// Maximum I/Os per second.
+    /// Maximum I/Os per second; `None` for no limit.
     pub iops: Option<u64>,
-    /// Maximum bytes per second.
+    /// Maximum bytes per second; `None` for no limit.
     pub bandwidth: Option<u64>,
-    /// File with the drive's data, created if missing, and kept. `None` for a file that is removed with the lab. Files of
-    /// further namespaces have "-2", "-3", … at the end of their names.
+    /// File with the drive's data, which is created if it is missing, and stays. `None` for a file that is removed with the
+    /// lab. The files of further namespaces have "-2", "-3", … at the end of their names.
     pub image: Option<PathBuf>,
 }
 
@@ -59,7 +59,7 @@ pub enum DriveError {
         /// The key.
         key: String,
     },
-    /// A value is invalid.
+    /// A value of a key is invalid.
     #[error("{key}={value}: must be {rule}")]
     BadValue {
         /// The key.
@@ -112,7 +112,7 @@ impl LabDrive {
         self
     }
 
-    /// Sets the Maximum Data Transfer Size, a power of two of 4 KiB pages; 0: no limit.
+    /// Sets the Maximum Data Transfer Size, as a power of two of 4 KiB pages; 0 for no limit.
     #[must_use]
     pub fn mdts(mut self, mdts: u8) -> Self {
         self.mdts = mdts;
@@ -140,7 +140,7 @@ impl LabDrive {
         self
     }
 
-    /// Stores the drive's data in a file that is kept.
+    /// Stores the drive's data in a file that stays when the lab ends.
     #[must_use]
     pub fn image(mut self, image: impl Into<PathBuf>) -> Self {
         self.image = Some(image.into());
@@ -208,7 +208,7 @@ impl LabDrive {
                 self.bandwidth = Some(bandwidth.ok_or_else(|| bad(rule))?);
             }
             "image" => {
-                // Characters with a meaning in QEMU's options are refused.
+                // Characters that have a meaning in QEMU's options are refused.
                 if value.is_empty() {
                     return Err(bad("a path"));
                 }
@@ -224,7 +224,7 @@ impl LabDrive {
     }
 }
 
-/// `id=a,size=1G,lba=4096,queues=2,…`: see [`LabDrive`]'s fields.
+/// Parses `id=a,size=1G,lba=4096,queues=2,…`: see the fields of [`LabDrive`].
 impl FromStr for LabDrive {
     type Err = DriveError;
 
@@ -245,7 +245,7 @@ impl FromStr for LabDrive {
     }
 }
 
-/// A drive in a slot of the machine.
+/// A drive, and its slot in the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct PlacedDrive {
     pub(super) drive: LabDrive,
@@ -269,7 +269,7 @@ pub(super) fn place(drives: &[LabDrive]) -> Result<Vec<PlacedDrive>, LabError> {
     Ok(placed)
 }
 
-/// Returns the drives with their PCI addresses, one per line.
+/// Returns a text with the names and PCI addresses of the drives, one drive per line.
 pub(super) fn list(drives: &[LabDrive]) -> String {
     let line = |(slot, drive): (usize, &LabDrive)| {
         format!("{} 0000:{:02x}:00.0\n", drive.id, slot + FIRST_BUS)
@@ -285,7 +285,8 @@ impl PlacedDrive {
             .collect()
     }
 
-    /// Returns QEMU's names of the devices that use the block nodes: the namespaces, or the drive itself if it has only one.
+    /// Returns QEMU's names of the devices that use the block nodes: the namespaces; for a drive with one namespace, the
+    /// drive itself.
     pub(super) fn block_users(&self) -> Vec<String> {
         if self.drive.namespaces == 1 {
             vec![self.drive.id.clone()]
@@ -295,7 +296,7 @@ impl PlacedDrive {
         }
     }
 
-    /// Returns QEMU's name of a node's file.
+    /// Returns QEMU's name of the file node below a block node.
     pub(super) fn file_node(node: &str) -> String {
         format!("{node}-file")
     }
@@ -414,7 +415,7 @@ impl PlacedDrive {
         arguments
     }
 
-    /// Returns the block node of a namespace, on top of node `over`.
+    /// Returns the block node of a namespace, which lies on top of node `over`.
     pub(super) fn node(&self, node: &str, over: &str) -> Value {
         json!({"driver": "raw", "node-name": node, "discard": "unmap", "file": over})
     }

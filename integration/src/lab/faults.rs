@@ -13,40 +13,40 @@ use thiserror::Error;
 use super::drive::{LabDrive, PlacedDrive};
 use crate::guest::qmp::{Qmp, QmpError};
 
-/// Read that is issued once a drive is limited to one byte per second. Its debt outlasts every test.
+/// Read that is issued once the drive is limited to one byte per second. The time that it takes exceeds every test.
 const FREEZING_READ: &str = "aio_read 0 1M";
 
-/// Request to inject a fault into a drive.
+/// Request for a fault of a drive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LabFaultRequest {
     /// The drive.
     pub drive: String,
-    /// Action.
+    /// Requested action.
     pub action: LabFaultAction,
 }
 
-/// Fault to inject, in the words of the request.
+/// Actions of a request, with their text forms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LabFaultAction {
-    /// `freeze DRIVE`: reads and writes no longer complete. Registers, admin commands and Flush still work. A controller reset
-    /// ends in-flight commands, since QEMU's device waits for them.
+    /// `freeze DRIVE`: reads and writes no longer complete. Registers, admin commands and Flush still work. A controller
+    /// reset waits for the in-flight commands, so QEMU's device ends them then.
     Freeze,
-    /// `thaw DRIVE`: frozen commands complete, and the drive has full speed again.
+    /// `thaw DRIVE`: frozen commands complete, and the drive has its full speed again.
     Thaw,
     /// `slow DRIVE IOPS`: limits the I/Os per second.
     Slow(u64),
     /// `fail DRIVE read|write|flush [BLOCK]`: commands of this kind end with a media error. With BLOCK, only commands on this
     /// block of 512 bytes fail, independent of the drive's block size.
     Fail(FailedCommandKind, Option<u64>),
-    /// `heal DRIVE`: ends all failures.
+    /// `heal DRIVE`: commands of all kinds succeed again.
     Heal,
     /// `warn DRIVE BITS`: sets the health log's Critical Warning bits (NVMe Base 2.0, 5.16.1.3), and reports the event.
     Warn(u8),
-    /// `unplug DRIVE`: presses the slot's attention button. The system may prepare for the removal.
+    /// `unplug DRIVE`: presses the attention button of the drive's slot, so that the system can prepare for the removal.
     Unplug,
     /// `plug DRIVE`: plugs the drive into its slot again.
     Plug,
-    /// `enables DRIVE`: returns the number of times that CC.EN was set, of all drives together.
+    /// `enables DRIVE`: returns the number of times that CC.EN was set. The number is the sum over all drives.
     Enables,
 }
 
@@ -79,13 +79,13 @@ pub enum LabFaultError {
     /// The drive does not exist.
     #[error("There is no drive '{drive}'")]
     NoDrive {
-        /// Its name.
+        /// Name of the drive.
         drive: String,
     },
     /// QEMU cannot plug in the drive's namespaces.
     #[error("Drive '{drive}' has several namespaces, which can't be plugged in at run time")]
     NotPluggable {
-        /// Its name.
+        /// Name of the drive.
         drive: String,
     },
     /// QEMU's log cannot be read.
@@ -157,14 +157,14 @@ fn direction(word: &str) -> Option<FailedCommandKind> {
     }
 }
 
-/// The drives and the monitor of the machine that they are in.
+/// Injector of faults into the drives of a machine, through its monitor.
 #[derive(Debug)]
 pub(super) struct LabFaultInjector {
     monitor: Qmp,
     drives: Vec<PlacedDrive>,
-    /// Drives with a failing node in between.
+    /// Drives that have a failing block node between each namespace and its file.
     failing: HashSet<String>,
-    /// QEMU's log of [`ENABLE`].
+    /// File in which QEMU logs [`ENABLE`].
     log: PathBuf,
 }
 
@@ -248,7 +248,7 @@ impl LabFaultInjector {
         self.throttle(drive, bandwidth.unwrap_or(0), iops.unwrap_or(0))
     }
 
-    /// Limits a drive; 0 is no limit.
+    /// Limits the rates of a drive; 0 means no limit.
     fn throttle(&mut self, drive: &PlacedDrive, bps: u64, iops: u64) -> Result<(), LabFaultError> {
         for user in drive.block_users() {
             let limits = json!({
@@ -261,8 +261,8 @@ impl LabFaultInjector {
         Ok(())
     }
 
-    /// Freezes a drive by a limit of one byte per second. Such a limit lets the first request through and delays all later ones
-    /// until the first is paid for. The first one is a large read.
+    /// Freezes a drive by a limit of one byte per second. With such a limit, QEMU executes one request and delays all later
+    /// ones, until the limit allows the size of the first. The first request is a large read.
     fn freeze(&mut self, drive: &PlacedDrive) -> Result<(), LabFaultError> {
         self.throttle(drive, 1, 0)?;
         for user in drive.block_users() {
@@ -272,7 +272,7 @@ impl LabFaultInjector {
         Ok(())
     }
 
-    /// Inserts a failing node between each namespace and its file.
+    /// Inserts a failing block node between each namespace and its file.
     fn fail(
         &mut self,
         drive: &PlacedDrive,

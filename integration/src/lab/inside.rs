@@ -1,4 +1,4 @@
-//! The lab as seen by a program inside it.
+//! Functions for programs inside the lab.
 
 use std::fs;
 use std::io;
@@ -12,7 +12,7 @@ use thiserror::Error;
 use crate::process::{self, ProcessError};
 use crate::provision::lab as place;
 
-/// Longest wait for the kernel to show a namespace.
+/// Timeout for the kernel to show a namespace.
 const NAMESPACE_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Errors inside the lab.
@@ -29,7 +29,7 @@ pub enum InsideError {
     /// The drive does not exist.
     #[error("The lab has no drive '{id}'")]
     NoDrive {
-        /// Its name.
+        /// Name of the drive.
         id: String,
     },
     /// A command of the lab failed.
@@ -84,7 +84,7 @@ pub fn block_device(id: &str, nsid: u32) -> Result<PathBuf, InsideError> {
         .join(address(id)?)
         .join("nvme");
     let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
-    // Namespaces are numbered in the order of their discovery, not by identifier.
+    // The kernel numbers namespaces in the order of their discovery, not by their identifiers.
     let has_nsid = |namespace: &Path| {
         fs::read_to_string(namespace.join("nsid")).is_ok_and(|text| text.trim() == nsid.to_string())
     };

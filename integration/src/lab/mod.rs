@@ -1,8 +1,7 @@
-//! The lab: an emulated host with NVMe drives, an IOMMU and KVM. VFIO, KVM wiring and nested guests behave there as on a real
+//! The lab: an emulated host with NVMe drives, an IOMMU and KVM. VFIO, KVM and nested guests behave there as on a real
 //! host.
 //!
-//! From the command line, `cargo lab -- [--drive id=a,size=1G,…]… [--get FILE]… COMMAND…`: see [`options`].
-//! From a program:
+//! From the command line, `cargo lab -- [--drive id=a,size=1G,…]… [--get FILE]… COMMAND…`: see [`options`]. From a program:
 //!
 //! ```text
 //! let assets = LabAssets::provide(&KernelChoice::V6_12)?;
@@ -14,15 +13,15 @@
 //! let report = lab.finish(status, &["/tmp/result.json"], folder)?; // LabReport
 //! ```
 //!
-//! A command inside the lab has these resources:
+//! A command inside the lab can use the following:
 //! - `/lab/run/bin` in its PATH, with `nvme-mpt`, `nvme-load` and copied files;
 //! - the drives' PCI addresses in `/lab/run/drives` ("a 0000:01:00.0");
 //! - `lab-bind vfio-pci|nvme DRIVE`;
-//! - `lab-ctl REQUEST` for faults of drives: see [`faults::LabFaultRequest`], and `lab-ctl remove a`, which pulls a card without
-//!   notice;
+//! - `lab-ctl REQUEST` for faults of drives: see [`faults::LabFaultRequest`], and `lab-ctl remove a`, which pulls a card
+//!   without notice;
 //! - fio, nvme-cli and busybox.
 //!
-//! Rust programs have the same through [`inside`], and boot nested guests with [`Guest`], by KVM.
+//! Rust programs can use all this through [`inside`], and can boot nested guests with [`Guest`], which use KVM.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -55,26 +54,26 @@ use control::LabControlServer;
 
 /// Timeout of a short command inside the lab.
 const SHORT_TIMEOUT: Duration = Duration::from_secs(300);
-/// Memory of the lab. Nested guests take half a GiB each, and the lab's file systems are in memory.
+/// Memory of the lab in MiB. Each nested guest takes half a GiB, and the lab's file systems are in memory, too.
 const MEMORY_MIB: u32 = 3072;
-/// Interval of checks that the lab is alive while a long command runs.
+/// Interval of checks that the lab is alive, while a long command runs.
 const HEARTBEAT: Duration = Duration::from_secs(15);
 /// Time without an answer after which the lab counts as dead.
 const SILENCE: Duration = Duration::from_secs(600);
-/// Sleep on each processor. A sleep ends only if the processor still receives its timer interrupts.
+/// Script that sleeps on each processor. A sleep only ends if the processor still receives its timer interrupts.
 const ALIVE: &str = "for processor in $(seq 0 $(($(nproc) - 1))); do \
      taskset -c $processor sleep 0.1; done";
-/// Interval for reading a command's output.
+/// Interval of polling for output of a command.
 const OUTPUT_INTERVAL: Duration = Duration::from_millis(20);
-/// CPU model without memory encryption and similar features, which are not emulated. KVM needs SVM with nested paging.
+/// CPU model without features that are not emulated, such as memory encryption. KVM needs SVM with nested paging.
 const CPU: &str = "EPYC,+svm,+npt,+vgif";
 /// Kernel arguments. An oops ends the machine, and the log is large enough to keep fault messages. `no_timer_check` avoids a
 /// boot check that counts ten timer ticks and fails on a busy machine.
 const KERNEL_ARGUMENTS: &str = "intel_iommu=on oops=panic log_buf_len=4M no_timer_check quiet";
 
-/// Script that gives huge pages to guest memory, which is in memfds. For a physical drive, guest memory is mapped page by page,
-/// and mapping a page in an emulated IOMMU is expensive. Files below the size of a huge page, such as those of doorbells, get
-/// none.
+/// Script that gives huge pages to guest memory, which is in memfds. For a physical drive, guest memory is mapped page by
+/// page, and mapping a page in an emulated IOMMU is expensive. A file that is smaller than a huge page, such as that of
+/// doorbells, gets no huge page.
 const HUGE_PAGES: &str = "policy=/sys/kernel/mm/transparent_hugepage/shmem_enabled; \
                           [ ! -e $policy ] || echo within_size >$policy";
 
@@ -101,7 +100,7 @@ pub enum LabError {
         /// Cause.
         source: io::Error,
     },
-    /// Files to fetch do not exist.
+    /// Some of the files to fetch do not exist.
     #[error("Only {found} of these files are in the lab: {wanted}")]
     NotHandedOver {
         /// Names of all files to fetch.
@@ -165,7 +164,8 @@ impl LabConfig {
         self
     }
 
-    /// Adds an image as a virtio disk without a serial number. The first one is `/dev/vdc`, and the next ones follow.
+    /// Adds an image as a virtio disk without a serial number. The first image is `/dev/vdc`, the second `/dev/vdd`, and so
+    /// on.
     #[must_use]
     pub fn disk(mut self, image: impl Into<PathBuf>) -> Self {
         self.disks.push(image.into());
@@ -203,14 +203,14 @@ impl LabConfig {
 #[derive(Debug)]
 pub struct Lab {
     guest: Guest,
-    /// Server of the control line.
+    /// Server of the control line, which runs as long as the lab.
     _control: LabControlServer,
     out: PortOutput,
     files: PortOutput,
     folder: PathBuf,
 }
 
-/// Sink for [`Lab::stream`] that prints and stores its input.
+/// Output of a command, printed and stored: a sink for [`Lab::stream`].
 #[derive(Debug, Default)]
 pub struct EchoedOutput(Vec<u8>);
 
@@ -233,7 +233,7 @@ impl Write for EchoedOutput {
     }
 }
 
-/// Output of a port of the lab. QEMU writes it to a file, of which the first `bytes_read` bytes were read.
+/// Output that a port of the lab has written. QEMU writes it to a file, of which `bytes_read` bytes were read.
 #[derive(Debug)]
 struct PortOutput {
     path: PathBuf,
@@ -259,12 +259,12 @@ impl Lab {
             .memory_mib(config.memory_mib)
             .accelerator(Accelerator::Software { cpu: CPU })
             .kernel_arguments(KERNEL_ARGUMENTS)
-            // 48 bits of IOVA are needed: VMMs map large BARs far up in the address space.
+            // The IOMMU needs 48 bits of IOVA, since VMMs map large BARs at high addresses.
             .qemu_arguments([
                 "-device",
                 "intel-iommu,intremap=on,caching-mode=on,aw-bits=48",
             ])
-            // Slots are powered by their registers, as on servers, instead of ACPI methods.
+            // The power of slots is controlled by registers, as on servers, and not by ACPI methods.
             .qemu_arguments([
                 "-global",
                 "ICH9-LPC.acpi-pci-hotplug-with-bridge-support=off",
@@ -281,7 +281,8 @@ impl Lab {
             let device = format!("virtio-blk-pci,drive=disk{number}");
             guest = guest.qemu_arguments(["-blockdev", &node, "-device", &device]);
         }
-        // Without an ioeventfd, a program's write has reached the file when the write returns.
+        // Without an ioeventfd, QEMU handles a program's write before the write returns. So the output is in the file by
+        // then.
         guest = guest.qemu_arguments(["-device", "virtio-serial-pci,ioeventfd=off"]);
         for stream in [&out, &files] {
             let path = stream.path.display();
@@ -363,14 +364,14 @@ impl Lab {
         });
         let output = output?;
         followed?;
-        // The shell's own output, from before the stream was opened, such as an error opening the port.
+        // Output of the shell itself, from before the stream was opened; for example, an error of opening the port.
         sink.write_all(output.text.as_bytes())
             .map_err(|source| self.out.error(source))?;
         Ok(output.status)
     }
 
-    /// Checks until `ended` that each processor of the lab still answers, and kills the lab if not. An emulated processor that
-    /// lost an interrupt sleeps forever, and so does everything that waits for it, including timeouts.
+    /// Checks until `ended` that each processor of the lab still answers. If one does not, kills the lab. An emulated
+    /// processor that has lost an interrupt sleeps forever, and so does everything that waits for it, including timeouts.
     fn kill_if_silent(&self, ended: &AtomicBool) {
         let mut asked = Instant::now();
         while !ended.load(Ordering::Acquire) {
@@ -394,7 +395,8 @@ impl Lab {
         }
     }
 
-    /// Copies files of the lab into the directory `into`, under their own names. Returns the paths of the files that exist.
+    /// Copies files of the lab into the directory `into`, under their own names. Returns the paths of the copies; files
+    /// that do not exist are omitted.
     ///
     /// # Errors
     /// The files cannot be copied.
@@ -413,7 +415,7 @@ impl Lab {
         }
         let there = self.check(&script, BOOT_TIMEOUT)?;
         if there.is_empty() {
-            // tar treats an empty file as no archive.
+            // For tar, an empty file is not an archive.
             return Ok(Vec::new());
         }
         let archive = self.folder.join("files.tar");
@@ -429,8 +431,8 @@ impl Lab {
         Ok(there.lines().map(here).collect())
     }
 
-    /// Injects a fault into a drive: a [`LabFaultRequest`](faults::LabFaultRequest) as text, or `remove DRIVE`, which pulls the card without
-    /// notice.
+    /// Injects a fault into a drive: a [`LabFaultRequest`](faults::LabFaultRequest) as text, or `remove DRIVE`, which pulls
+    /// the card without notice.
     ///
     /// # Errors
     /// The request fails.
@@ -438,8 +440,8 @@ impl Lab {
         self.check(&format!("lab-ctl {request}"), SHORT_TIMEOUT)
     }
 
-    /// Returns the number of device accesses that the IOMMU refused, by the kernel's log. If there are many, the kernel omits
-    /// some, but never all.
+    /// Returns the number of device accesses that the IOMMU refused, according to the kernel's log. If there are many, the
+    /// log omits some of them, but never all.
     ///
     /// # Errors
     /// The lab does not answer.
@@ -460,7 +462,7 @@ impl Lab {
         let iommu_faults = self.iommu_faults()?;
         let wanted = files;
         let files = self.fetch(wanted, into)?;
-        // If the command failed, a missing file is not the cause.
+        // If the command has failed, this is the cause, and not the missing file.
         if status == 0 && files.len() < wanted.len() {
             return Err(LabError::NotHandedOver {
                 wanted: wanted.join(", "),
@@ -479,14 +481,14 @@ impl Lab {
 }
 
 impl PortOutput {
-    /// Forwards new output until `ended`, and then the rest.
+    /// Forwards new output until `ended` is set. Then forwards the remaining output.
     fn forward_until(
         &self,
         ended: &AtomicBool,
         sink: &mut (dyn Write + Send),
     ) -> Result<(), LabError> {
         loop {
-            // Read the flag before the file: output written before `ended` is then forwarded below.
+            // The flag is read before the file. So output that was written before `ended` was set is forwarded below.
             let last = ended.load(Ordering::Acquire);
             self.copy_new_output(sink)?;
             if last {
@@ -534,7 +536,7 @@ impl PortOutput {
     }
 }
 
-/// Creates the disk with the files that this run copies into the lab.
+/// Creates the disk with the files that are copied into the lab.
 fn run_disk(config: &LabConfig, folder: &Path) -> Result<PathBuf, LabError> {
     let tree = folder.join("run");
     let programs = tree.join("bin");
@@ -556,7 +558,7 @@ fn run_disk(config: &LabConfig, folder: &Path) -> Result<PathBuf, LabError> {
     Ok(disk)
 }
 
-/// Counts refused accesses in a kernel log (Linux, drivers/iommu/intel/dmar.c).
+/// Counts the refused accesses in a kernel log (Linux, drivers/iommu/intel/dmar.c).
 fn count_faults(log: &str) -> u64 {
     let count = log
         .lines()

@@ -1,4 +1,4 @@
-//! `cargo lab`: its command line, and one command in a lab of its own.
+//! Command line of `cargo lab`, and the lab that it boots for one command.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use crate::progress::{ProgressStep, print_line, seconds};
 use crate::provision::KernelChoice;
 use crate::provision::lab::LabAssets;
 
-/// Programs of this project that every lab has.
+/// Programs of this project that are copied into every lab.
 const PROGRAMS: &[&str] = &[
     "nvme-mpt",
     "nvme-load",
@@ -128,7 +128,7 @@ fn run_in(
     Ok(report)
 }
 
-/// Returns the script for a command, and the local program to copy into the lab, if the command names one.
+/// Returns the script for a command, and the program on this machine to copy into the lab, if the command names one.
 fn script(command: &[String]) -> (String, Option<PathBuf>) {
     let file = command
         .first()

@@ -1,10 +1,11 @@
-//! Keeps the static keys of the lab's KVM unchanged.
+//! Prevents changes of KVM's static keys in the lab.
 //!
-//! Linux patches its own instructions if a condition rarely changes (static keys). KVM has keys for rare kinds of virtual
-//! machines: without an in-kernel local APIC, or with one that is disabled by hardware or software. Starting and ending the
-//! only such machine changes a key. On an emulated host with several CPUs, another CPU sometimes continues with code that was
-//! translated before or during the change. The lab then dies of a breakpoint, or a guest takes a wrong branch. Machines that
-//! never run, and that fulfil all these conditions, keep the keys unchanged.
+//! For a condition that rarely changes, Linux patches its own instructions (static keys). KVM has keys for rare kinds of
+//! virtual machines: without an in-kernel local APIC, or with a local APIC that is disabled by hardware or software. A key
+//! changes when the first machine of its kind starts, and when the last one ends. On an emulated host with several CPUs,
+//! another CPU then sometimes continues with code that was translated before or during the change. The lab dies of a
+//! breakpoint, or a guest takes a wrong branch. To prevent this, this module creates machines of all these kinds, which
+//! never run.
 
 use std::io;
 
@@ -17,11 +18,11 @@ use crate::guest::Guest;
 
 /// Program that calls [`create_anchor`].
 pub(super) const PROGRAM: &str = "kvm-anchor";
-/// Output once the machines exist.
+/// Line that the program prints once the machines exist.
 pub const READY_LINE: &str = "holding the static keys of KVM";
-/// Number of I/O APIC inputs, the only parameter of the ioctl.
+/// Number of I/O APIC inputs, which is the only parameter of the ioctl.
 const IO_APIC_PINS: u64 = 24;
-/// APIC Base Address Register: the local APIC is on (AMD64 APM volume 2, 16.3.1).
+/// APIC Base Address Register with an enabled local APIC (AMD64 APM volume 2, 16.3.1).
 const APIC_BASE_ENABLE: u64 = 1 << 11;
 
 /// Error creating a machine.
@@ -32,7 +33,7 @@ pub struct AnchorError {
     source: io::Error,
 }
 
-/// Machines that never run. KVM's static keys may change again when this is dropped.
+/// Machines that never run. When this is dropped, KVM's static keys may change again.
 #[derive(Debug)]
 pub struct StaticKeyAnchor {
     _machines: Vec<(VmFd, Vec<VcpuFd>)>,
@@ -57,7 +58,7 @@ pub fn create_anchor() -> Result<StaticKeyAnchor, AnchorError> {
     machine
         .enable_cap(&in_kernel)
         .map_err(anchor_error("have local APICs in the kernel"))?;
-    // After a reset, a local APIC is disabled by software.
+    // After a reset, software has not yet enabled the local APIC.
     let off_by_software = machine
         .create_vcpu(0)
         .map_err(anchor_error("make a vCPU"))?;
@@ -79,7 +80,7 @@ pub fn create_anchor() -> Result<StaticKeyAnchor, AnchorError> {
     })
 }
 
-/// Runs the program in a newly booted lab, and waits until it holds the keys.
+/// Runs the program in a lab that has just booted, and waits until its machines exist.
 pub(super) fn start_in_lab(lab: &Guest) -> Result<(), LabError> {
     let script = format!(
         "{PROGRAM} </dev/null >/run/{PROGRAM}.log 2>&1 & \

@@ -1,7 +1,4 @@
-//! Fetches verified packages of any Debian suite without changing the machine's own packages.
-//!
-//! apt runs with a separate configuration and an empty package database. apt resolves all dependencies of a package and checks
-//! all signatures and hashes. `dpkg-deb` unpacks the packages into a directory. Maintainer scripts do not run.
+//! Fetches verified packages of any Debian suite. The machine's own packages do not change.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,9 +13,9 @@ const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 /// Debian suites with packages.
 #[derive(Debug, Clone, Copy)]
 pub struct DebianSuites {
-    /// Names of the suites. A backports suite follows its base suite.
+    /// Names of the suites. A backports suite stands behind its base suite.
     pub known: &'static [&'static str],
-    /// Suite that is preferred if several have a package.
+    /// Suite that is preferred if several suites have a package.
     pub preferred: &'static str,
 }
 
@@ -41,7 +38,7 @@ trait PackageSource {
     fn fetch(&self, packages: &[&str]) -> Result<Vec<PathBuf>, ProvisionError>;
 }
 
-/// Fetches and unpacks packages as one progress step, whose unique announcement lists the packages.
+/// Fetches and unpacks packages as one progress step. Its announcement lists the packages, so it is unique.
 fn unpack_from(
     source: &impl PackageSource,
     suites: DebianSuites,
@@ -68,7 +65,7 @@ fn unpack_from(
     Ok(())
 }
 
-/// An apt with its own sources, lists and package database in a directory.
+/// An apt with a separate directory for its sources, lists and package database.
 struct PrivateApt {
     folder: PathBuf,
     preferred: &'static str,
@@ -101,8 +98,8 @@ impl PrivateApt {
         Ok(apt)
     }
 
-    /// Returns the configuration. apt reads it after the machine's own configuration, so that proxies and similar settings stay
-    /// in effect. Hooks of other programs are removed.
+    /// Returns the configuration. apt reads it after the machine's own configuration, so that the machine's proxies and
+    /// similar settings stay in effect. Hooks of other programs are removed.
     fn configuration(&self) -> String {
         let folder = self.folder.display();
         format!(
@@ -204,7 +201,7 @@ fn file_size(path: &Path) -> Result<u64, ProvisionError> {
     Ok(metadata.len())
 }
 
-/// Returns the mirror from which this machine gets the packages of its own suite.
+/// Returns the mirror from which this machine gets packages of its own suite.
 pub(super) fn mirror() -> Result<String, ProvisionError> {
     let release = read("/etc/os-release")?;
     let value = |key| {
@@ -216,7 +213,7 @@ pub(super) fn mirror() -> Result<String, ProvisionError> {
     if value("ID=").as_deref() != Some("debian") {
         return Err(ProvisionError::NotDebian);
     }
-    // Debian testing and unstable have no code name in os-release until shortly before the release.
+    // Until shortly before their release, Debian testing and unstable have no code name in os-release.
     let suite = value("VERSION_CODENAME=").unwrap_or_else(|| "sid".to_owned());
 
     let mut texts = Vec::new();
@@ -259,7 +256,7 @@ fn mirror_in_list(text: &str, suite: &str) -> Option<String> {
     })
 }
 
-/// Finds a mirror in sources.list(5), deb822 style: stanzas of `Key: value`, with values continued on indented lines.
+/// Finds a mirror in sources.list(5), deb822 style: stanzas of `Key: value`. Values continue on indented lines.
 fn mirror_in_deb822(text: &str, suite: &str) -> Option<String> {
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
     lines
@@ -302,7 +299,7 @@ mod tests {
     use super::*;
     use crate::progress;
 
-    /// A source without packages.
+    /// A source that has no packages.
     struct NoPackages;
 
     impl PackageSource for NoPackages {

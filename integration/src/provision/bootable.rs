@@ -1,5 +1,5 @@
-//! A disk with Debian 12 that UEFI firmware boots. GRUB and the kernel are on an EFI system partition, and the file system of
-//! [`debian`] is on another partition.
+//! A disk with Debian 12 that UEFI firmware can boot. GRUB and the kernel are on an EFI system partition; the file system
+//! of [`debian`] is on another partition.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -32,12 +32,12 @@ const TOOLS: [HostTool; 2] = [
 ];
 
 const MIB: u64 = 1 << 20;
-/// Start and size of the EFI system partition in MiB, behind the partition table.
+/// Start and size in MiB of the EFI system partition, which lies behind the partition table.
 const SYSTEM_PARTITION: (u64, u64) = (1, 64);
-/// MiB after the last partition, for the backup partition table.
+/// Free MiB behind the last partition, for the backup partition table.
 const END: u64 = 1;
-/// Unique identifier of the root partition. The kernel chooses the number of the drive, so the partition is found by this
-/// identifier.
+/// Unique identifier of the root partition. The partition is found by this identifier, because the kernel chooses the
+/// number of the drive.
 const ROOT: &str = "4d9bdff4-5a02-4b3c-9a4b-6e2f2f0f8f01";
 
 /// Returns the GRUB commands, without a menu.
@@ -48,12 +48,12 @@ fn loader_configuration() -> String {
     )
 }
 
-/// Returns the image of the disk, creating it if the cache does not contain it. Creating it requires root.
+/// Returns the image of the disk. If the cache does not contain it, creates it, which requires root.
 ///
 /// # Errors
 /// Packages cannot be fetched or installed.
 pub fn provide() -> Result<PathBuf, ProvisionError> {
-    // The cache has one user at a time, so this precedes opening it.
+    // Only one user can have the cache open at a time, so this precedes opening it.
     let root = debian::provide(DebianRelease::Debian12)?;
     let cache = ProvisionCache::open()?;
     let kernel = GuestKernel::provide(&cache, &KernelChoice::V6_1)?;
@@ -82,7 +82,7 @@ pub fn provide() -> Result<PathBuf, ProvisionError> {
     Ok(folder.join("disk"))
 }
 
-/// Creates a FAT file system with these files and paths.
+/// Creates a FAT file system with these files, each at its path.
 fn make_system_partition(image: &Path, files: &[(PathBuf, &str)]) -> Result<(), ProvisionError> {
     let (_, mib) = SYSTEM_PARTITION;
     let sectors = (mib * MIB / 512).to_string();
@@ -99,7 +99,7 @@ fn make_system_partition(image: &Path, files: &[(PathBuf, &str)]) -> Result<(), 
     Ok(())
 }
 
-/// Creates a disk with two partitions of these contents.
+/// Creates a disk with two partitions, which get the contents of `system` and `root`.
 fn make_disk(disk: &Path, system: &Path, root: &Path) -> Result<(), ProvisionError> {
     let root_mib = fs::metadata(root)
         .map_err(with_path(root))?
@@ -117,7 +117,7 @@ fn make_disk(disk: &Path, system: &Path, root: &Path) -> Result<(), ProvisionErr
          start={root_start}MiB, size={root_mib}MiB, type=linux, uuid={ROOT}\n"
     );
     fs::write(&table, text).map_err(with_path(&table))?;
-    // Debian installs sfdisk in a directory that is only in root's PATH.
+    // Debian installs sfdisk in a directory that is only in the PATH of root.
     let script = "exec /sbin/sfdisk --quiet \"$0\" < \"$1\"";
     process::run(
         Command::new("sh")

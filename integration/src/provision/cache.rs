@@ -1,4 +1,4 @@
-//! Cache of provisioned files: one directory per recipe, complete or absent.
+//! Cache of provisioned files: one directory for each recipe. A directory is complete, or does not exist.
 
 use std::fs::{self, File};
 use std::io;
@@ -6,19 +6,19 @@ use std::path::{Path, PathBuf};
 
 use super::ProvisionError;
 
-/// Environment variable for a cache directory other than `target/guests`.
+/// Environment variable with the cache directory, instead of `target/guests`.
 pub const CACHE_VARIABLE: &str = "NVME_MPT_CACHE";
 
-/// The cache directory, locked by one process at a time.
+/// The cache directory, which only one process at a time can lock.
 #[derive(Debug)]
 pub struct ProvisionCache {
     root: PathBuf,
-    /// Locked while it is open.
+    /// File that is locked while it is open.
     _lock: File,
 }
 
 impl ProvisionCache {
-    /// Opens the cache, waiting until no other process has it open.
+    /// Opens the cache. Waits while another process has it open.
     ///
     /// # Errors
     /// The directory cannot be created or locked.
@@ -51,9 +51,10 @@ impl ProvisionCache {
         }
     }
 
-    /// Returns the directory for a `recipe`, calling `build` if the cache does not contain it.
+    /// Returns the directory for a `recipe`. If the cache does not contain it, calls `build`.
     ///
-    /// `build` fills a temporary directory, which is renamed when it is complete. An interrupted build is therefore never used.
+    /// `build` fills a temporary directory, which is renamed when it is complete. So the result of an interrupted build is
+    /// never used.
     ///
     /// # Errors
     /// `build` fails, or the directory cannot be created or renamed.
@@ -83,7 +84,7 @@ impl ProvisionCache {
     }
 }
 
-/// Hashes a recipe by FNV-1a, which is the same in every build of this program. It is not cryptographic.
+/// Hashes a recipe by FNV-1a, whose result does not depend on the build of this program. The hash is not cryptographic.
 fn fnv1a(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use cpio::newc::{self, Builder, ModeFileType};
 
-/// An archive that is being written.
+/// An archive under construction.
 #[derive(Debug)]
 pub(super) struct CpioArchive<W> {
     out: W,
@@ -19,7 +19,7 @@ impl<W: Write> CpioArchive<W> {
         Self { out, inode: 0 }
     }
 
-    /// Adds a directory. Parent directories must precede their entries.
+    /// Adds a directory. Its parent directory must have been added before.
     ///
     /// # Errors
     /// Writing fails.

@@ -1,4 +1,4 @@
-//! A regular Debian installation with systemd and an agent for the host.
+//! A regular Debian installation with systemd, and with an agent for the host.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -12,7 +12,7 @@ use super::{ProvisionError, apt, image, with_path};
 use crate::process;
 use crate::progress::ProgressStep;
 
-/// Free space in bytes for packages to install. During an upgrade, it holds two versions of a package.
+/// Free space in bytes for the installation of packages. During an upgrade, it must hold two versions of a package.
 const FREE_SPACE: u64 = 512 << 20;
 const PACKAGES: &str = "systemd,systemd-sysv,udev,e2fsprogs";
 const TOOLS: [HostTool; 1] = [HostTool {
@@ -30,7 +30,7 @@ After=local-fs.target systemd-udevd.service
 [Service]
 ExecStart=/bin/sh /usr/local/sbin/agent
 ";
-/// Target into which a guest boots by default.
+/// Directory of services that a guest starts by default.
 const TARGET: &str = "multi-user.target.wants";
 
 /// A release of Debian.
@@ -64,9 +64,9 @@ impl DebianRelease {
     }
 }
 
-/// Returns the image of the file system, creating it if the cache does not contain it.
+/// Returns the image of the file system. If the cache does not contain it, creates it, which requires root.
 ///
-/// Its packages are configured and known to `dpkg`. Creating it requires root.
+/// Its packages are configured and known to `dpkg`.
 ///
 /// # Errors
 /// Packages cannot be fetched or installed.
@@ -88,7 +88,7 @@ pub fn provide(release: DebianRelease) -> Result<PathBuf, ProvisionError> {
 /// Creates a file system image with the contents of `folder`.
 ///
 /// # Errors
-/// The directory cannot be read or the image not written.
+/// The directory cannot be read, or the image cannot be written.
 pub fn disk(folder: &Path, disk: &Path) -> Result<(), ProvisionError> {
     image::make(folder, disk, 0)
 }
@@ -116,6 +116,6 @@ fn add_agent(root: &Path) -> Result<(), ProvisionError> {
     fs::create_dir_all(&wants).map_err(with_path(&wants))?;
     let link = wants.join("agent.service");
     symlink("../agent.service", &link).map_err(with_path(&link))?;
-    // The directory becomes the root of the file system, which every user must be able to traverse.
+    // The directory becomes the root of the file system, so every user must be able to traverse it.
     fs::set_permissions(root, fs::Permissions::from_mode(0o755)).map_err(with_path(root))
 }

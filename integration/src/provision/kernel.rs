@@ -1,5 +1,5 @@
-//! Guest kernels: unmodified cloud kernels of Debian. NVMe, ext4 and the serial port are built in, so that most guests need no
-//! modules.
+//! Guest kernels: unmodified cloud kernels of Debian. These kernels have NVMe, ext4 and the serial port built in, so that
+//! most guests need no modules.
 
 use std::fmt;
 use std::fs;
@@ -11,7 +11,7 @@ use super::cache::ProvisionCache;
 use super::modules;
 use super::{ProvisionError, with_path};
 
-/// Kernel package in every suite.
+/// Kernel package, which has this name in every suite.
 pub(super) const PACKAGE: &str = "linux-image-cloud-amd64";
 
 /// Kernel of a guest.
@@ -23,7 +23,7 @@ pub enum KernelChoice {
     V6_1,
     /// Debian 13's kernel.
     V6_12,
-    /// The user's kernel image, with NVMe, ext4, devtmpfs and the 8250 serial port built in.
+    /// Image of a kernel that the user provides. It must have NVMe, ext4, devtmpfs and the 8250 serial port built in.
     Image(PathBuf),
 }
 
@@ -57,7 +57,7 @@ impl fmt::Display for KernelChoice {
 /// A bootable kernel.
 #[derive(Debug, Clone)]
 pub struct GuestKernel {
-    /// Release, as printed by `uname -r`, or the name of the image file.
+    /// Release as printed by `uname -r`; for an image of the user, the file's name.
     pub name: String,
     /// Path of the image.
     pub image: PathBuf,
@@ -79,8 +79,8 @@ impl GuestKernel {
         Self::from_dir(&folder, suites)
     }
 
-    /// Returns a kernel, and a directory with the modules `wanted` and their dependencies. `whom` is part of the name in the
-    /// cache.
+    /// Returns a kernel, and a directory with the modules `wanted` and their dependencies. `whom` distinguishes the entry
+    /// in the cache.
     pub(super) fn with_modules(
         cache: &ProvisionCache,
         choice: &KernelChoice,
@@ -110,7 +110,8 @@ impl GuestKernel {
     }
 }
 
-/// Returns the suites of a packaged kernel and its name in the cache, or else the user's kernel.
+/// Returns the suites of a Debian kernel, and its name in the cache. For an image of the user, returns the kernel as an
+/// error.
 pub(super) fn packaged(choice: &KernelChoice) -> Result<(DebianSuites, &'static str), GuestKernel> {
     match choice {
         KernelChoice::V5_10 => Ok((
@@ -145,8 +146,8 @@ pub(super) fn packaged(choice: &KernelChoice) -> Result<(DebianSuites, &'static 
     }
 }
 
-/// Returns the directory of a suite's unpacked kernel package. The cache keeps it, since the lab's and the guests' modules come
-/// from the same package.
+/// Returns the directory of a suite's unpacked kernel package. It stays in the cache, since the modules of the lab and of
+/// the guests come from this package.
 fn package(
     cache: &ProvisionCache,
     suites: DebianSuites,
@@ -157,7 +158,7 @@ fn package(
     cache.entry(&name, &recipe, |root| unpack(suites, &[PACKAGE], root))
 }
 
-/// Copies the image of a package that is unpacked in `root` to `folder`.
+/// Copies the kernel image of a package, which is unpacked in `root`, to `folder`.
 fn keep_image(root: &Path, folder: &Path, suites: DebianSuites) -> Result<(), ProvisionError> {
     let image = find_image(&root.join("boot"), suites)?;
     let kept = folder.join(image.file_name().unwrap_or_default());

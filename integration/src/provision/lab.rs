@@ -1,5 +1,5 @@
-//! Parts of the lab: a kernel with the modules of a virtualization host, a user land, and a disk with everything that nested
-//! guests need. Programs inside the lab use that disk.
+//! Files of the lab: a kernel with the modules of a virtualization host, a user land, and a disk with all files of nested
+//! guests. Programs inside the lab use this disk.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,15 +14,15 @@ use super::{GuestAssets, ProvisionError, image, with_path};
 use crate::process;
 use crate::progress::ProgressStep;
 
-/// Environment variable that is set inside the lab.
+/// Environment variable that is only set inside the lab.
 const INSIDE_VARIABLE: &str = "NVME_MPT_LAB";
 /// Mount point of the nested guests' disk in the lab.
 const ASSETS: &str = "/lab/assets";
-/// Directory of this run's files in the lab.
+/// Directory inside the lab, with the files that were copied into this lab.
 const RUN: &str = "/lab/run";
 
-/// Modules of a virtualization host, without their dependencies. A kernel may have some built in; Debian 13's has most of
-/// virtio.
+/// Modules of a virtualization host, without their dependencies. Some may be built into the kernel, such as most of virtio
+/// in Debian 13's.
 const MODULES: &[&str] = &[
     "virtio_pci",
     "virtio_blk",
@@ -34,7 +34,7 @@ const MODULES: &[&str] = &[
     "dm_flakey",
 ];
 
-/// Scripts: path in the lab, and content.
+/// Scripts of the lab: path in the lab, and content.
 const SCRIPTS: &[(&str, &str)] = &[
     ("init", include_str!("../../../resources/lab/init")),
     (
@@ -63,17 +63,17 @@ const TOOLS: &[HostTool] = &[
     },
 ];
 
-/// Files for booting the lab.
+/// Files that are needed to boot the lab.
 #[derive(Debug, Clone)]
 pub struct LabAssets {
-    /// Files for the lab as a guest.
+    /// Files for booting the lab, which is itself a guest.
     pub host: GuestAssets,
-    /// Disk image with everything that nested guests need.
+    /// Disk image with all files of nested guests.
     pub disk: PathBuf,
 }
 
 impl LabAssets {
-    /// Provides the lab with `kernel`, which must be Debian's.
+    /// Provides the files of a lab with the kernel `kernel`, which must be Debian's.
     ///
     /// # Errors
     /// A file cannot be found, fetched or verified.
@@ -82,7 +82,7 @@ impl LabAssets {
         let cache = ProvisionCache::open()?;
         let (kernel, modules) = GuestKernel::with_modules(&cache, kernel, "lab", MODULES)?;
         let userland = userland::provide(&cache)?;
-        // The additions turn the guests' user land into a virtualization host's.
+        // With these additions, the guests' user land becomes that of a virtualization host.
         let additions = UserlandAdditions {
             dirs: FOLDERS,
             scripts: SCRIPTS,
@@ -104,7 +104,7 @@ pub fn is_inside() -> bool {
     std::env::var_os(INSIDE_VARIABLE).is_some() && Path::new(ASSETS).is_dir()
 }
 
-/// Returns the path of a file that this run copied into the lab.
+/// Returns the path of a file that was copied into this lab.
 pub fn copied_path(name: &str) -> PathBuf {
     Path::new(RUN).join(name)
 }
@@ -134,7 +134,7 @@ fn guest_userland(cache: &ProvisionCache, userland: &Path) -> Result<PathBuf, Pr
     additions.to(cache, "guest-userland", userland)
 }
 
-/// Creates a disk with QEMU and its libraries, and the nested guests' kernels and user land.
+/// Creates a disk with QEMU and its libraries, and with kernels and the user land of nested guests.
 fn disk(cache: &ProvisionCache, userland: &Path) -> Result<PathBuf, ProvisionError> {
     let qemu = Qemu::unpacked(cache)?;
     let mut parts = vec![
@@ -153,7 +153,7 @@ fn disk(cache: &ProvisionCache, userland: &Path) -> Result<PathBuf, ProvisionErr
         let tree = folder.join("tree");
         fs::create_dir(&tree).map_err(with_path(&tree))?;
         for (from, name) in &parts {
-            // The cache is one file system, so hard links save space.
+            // The cache is on one file system, so hard links save space.
             process::run(
                 Command::new("cp")
                     .args(["--archive", "--link"])

@@ -1,7 +1,7 @@
-//! Provides the parts of guests: a QEMU with a vfio-user client, kernels, and a user land.
+//! Provides the files of guests: a QEMU with a vfio-user client, kernels, and a user land.
 //!
-//! Except for [`go`], all parts come from Debian's signed packages, through the machine's own mirror. Packages of the machine
-//! are not upgraded. The [cache](cache::ProvisionCache) keeps the results.
+//! Except for [`go`], all files come from Debian's signed packages, through the machine's own mirror. No package of the
+//! machine is upgraded. The [cache](cache::ProvisionCache) stores the results.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -39,7 +39,7 @@ pub enum ProvisionError {
         variable = cache::CACHE_VARIABLE
     )]
     Cache {
-        /// The folder.
+        /// The directory.
         path: PathBuf,
         /// Cause.
         source: io::Error,
@@ -52,7 +52,7 @@ pub enum ProvisionError {
         /// Cause.
         source: io::Error,
     },
-    /// The machine is no Debian.
+    /// The machine does not run Debian.
     #[error(
         "Guests are made from Debian packages: this needs a Debian machine with apt-get, dpkg-deb \
          and the debian-archive-keyring"
@@ -64,7 +64,7 @@ pub enum ProvisionError {
         /// Name of the suite.
         suite: String,
     },
-    /// A program is missing and only root may install it.
+    /// A program is missing, and this user may not install it.
     #[error("Missing: {programs}. Run as root: apt-get update && apt-get install -y {packages}")]
     Missing {
         /// Missing programs.
@@ -106,7 +106,7 @@ pub struct GuestAssets {
 }
 
 impl GuestAssets {
-    /// Provides QEMU, `kernel`, and the user land. Inside the lab, they exist already.
+    /// Provides QEMU, `kernel`, and the user land. Inside the lab, returns those of the lab.
     ///
     /// # Errors
     /// A file cannot be found, fetched or verified.
@@ -122,10 +122,11 @@ impl GuestAssets {
         })
     }
 
-    /// Provides Debian 13's kernel with the modules `wanted`. The guest has them in `/lib/modules`, in loading order.
+    /// Provides QEMU, and Debian 13's kernel with the modules `wanted`. The guest has these modules in `/lib/modules`, in
+    /// loading order.
     ///
     /// # Errors
-    /// A file cannot be found, fetched or verified, or this is inside the lab, which has no modules for guests.
+    /// A file cannot be found, fetched or verified. Inside the lab, which has no modules for guests, this fails always.
     pub fn provide_with_modules(wanted: &[&str]) -> Result<Self, ProvisionError> {
         if lab::is_inside() {
             return Err(ProvisionError::NoModules);

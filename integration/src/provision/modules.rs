@@ -1,4 +1,4 @@
-//! Kernel modules with their dependencies, in loading order.
+//! Kernel modules and their dependencies, in loading order.
 
 use std::collections::HashMap;
 use std::fs;
@@ -8,13 +8,13 @@ use std::process::Command;
 use super::ProvisionError;
 use crate::process;
 
-/// Text before a module's list of dependencies, in the `.modinfo` section.
+/// Text that precedes a module's list of dependencies in the `.modinfo` section.
 const DEPENDS: &[u8] = b"\0depends=";
 
-/// Copies the modules `wanted` and their dependencies from the tree `root` of an unpacked kernel package to `folder`,
-/// uncompressed. Files are named `00-name.ko`, `01-name.ko`, …, with dependencies first.
+/// Copies the modules `wanted` and their dependencies to `folder`, uncompressed. `root` is the directory of an unpacked
+/// kernel package. The copies are named `00-name.ko`, `01-name.ko`, …, with dependencies first.
 ///
-/// Names without a module are skipped, since the driver may be built into the kernel.
+/// Names for which there is no module are skipped, since the driver may be built into the kernel.
 ///
 /// # Errors
 /// A file cannot be read, uncompressed or written.
@@ -24,7 +24,7 @@ pub(super) fn copy(root: &Path, wanted: &[&str], folder: &Path) -> Result<(), Pr
         chosen: Vec::new(),
         folder,
     };
-    // Directories of modules in packages, before and after the merge of / and /usr.
+    // Directories of modules in a package: before and after Debian merged / and /usr.
     for place in ["lib/modules", "usr/lib/modules"] {
         let place = root.join(place);
         if place.is_dir() {
@@ -97,7 +97,7 @@ impl ModuleTree<'_> {
     }
 }
 
-/// Returns the canonical name of a module: file names may have dashes, but module names have underscores.
+/// Returns the canonical name of a module: names have underscores, although file names may have dashes.
 fn canonical(name: &str) -> String {
     name.replace('-', "_")
 }

@@ -1,4 +1,4 @@
-//! A QEMU with vfio-user: the system's if it is new enough, else one that is unpacked from a newer Debian suite.
+//! A QEMU with vfio-user. If the system's QEMU is too old, one from a newer Debian suite is unpacked.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use crate::process;
 
 const PROGRAM: &str = "qemu-system-x86_64";
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
-/// Debian 13's backports have QEMU 11, linked with Debian 13's libraries.
+/// Suites with a QEMU that is new enough: Debian 13's backports have QEMU 11, linked with Debian 13's libraries.
 pub(super) const SUITES: DebianSuites = DebianSuites {
     known: &["trixie", "trixie-backports"],
     preferred: "trixie-backports",
@@ -22,7 +22,7 @@ pub(super) const PACKAGES: &[&str] = &["qemu-system-x86", "ovmf"];
 /// A runnable QEMU.
 #[derive(Debug, Clone)]
 pub struct Qemu {
-    /// Root directory of the unpacked QEMU; `None` for the system's.
+    /// Root directory of the unpacked QEMU; `None` for the system's QEMU.
     private_root: Option<PathBuf>,
 }
 
@@ -56,7 +56,7 @@ impl Qemu {
         })
     }
 
-    /// Creates the QEMU that is unpacked in `root`.
+    /// Creates a handle of the QEMU that is unpacked in `root`.
     pub(super) fn from_unpacked(root: PathBuf) -> Self {
         Self {
             private_root: Some(root),
@@ -65,9 +65,9 @@ impl Qemu {
 
     /// Returns a command that runs QEMU.
     ///
-    /// The unpacked QEMU is started by its own loader with its own libraries, since the machine's are older. By default it
-    /// would load the modules of a QEMU on the system, which do not fit, and abort. A directory `qemu-bundle` next to the
-    /// running program, which is the loader, makes QEMU look up all such paths inside it.
+    /// The unpacked QEMU is started by its own loader with its own libraries, since the machine's are older. By default,
+    /// QEMU would load the modules of the system's QEMU, which do not fit, and abort. If there is a directory `qemu-bundle`
+    /// next to the running program, which is the loader here, QEMU looks up all such paths in this directory.
     pub fn command(&self) -> Command {
         let Some(root) = &self.private_root else {
             return Command::new(PROGRAM);
@@ -84,7 +84,7 @@ impl Qemu {
         command
     }
 
-    /// Returns the UEFI firmware image of the same packages, if there is one.
+    /// Returns the path of the UEFI firmware from QEMU's packages; `None` if it is missing.
     pub fn uefi_firmware(&self) -> Option<PathBuf> {
         let root = self.private_root.as_deref().unwrap_or(Path::new("/"));
         let image = root.join("usr/share/ovmf/OVMF.fd");

@@ -1,5 +1,5 @@
-//! The guests' user land as an initramfs: busybox, fio, nvme-cli, and tools for file systems and zones, with their libraries.
-//! It is not compressed, since decompression in an emulated guest takes longer than reading it.
+//! The guests' user land as an initramfs: busybox, fio, nvme-cli, and tools for file systems and zones, with their
+//! libraries. The initramfs is not compressed, since decompressing it in an emulated guest takes longer than reading it.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -28,7 +28,7 @@ pub(super) const PACKAGES: &[&str] = &[
 ];
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 
-/// Programs: path in the package, and path in the guest.
+/// Programs: path in their package, and path in the guest.
 const PROGRAMS: &[(&str, &str)] = &[
     ("usr/bin/busybox", "bin/busybox"),
     ("usr/bin/fio", "sbin/fio"),
@@ -67,11 +67,11 @@ const FOLDERS: &[&str] = &[
     "lib/x86_64-linux-gnu",
 ];
 
-/// Returns the image, creating it if the cache does not contain it.
+/// Returns the image. If the cache does not contain it, creates it.
 pub(super) fn provide(cache: &ProvisionCache) -> Result<PathBuf, ProvisionError> {
     let recipe = format!("{PACKAGES:?} of {SUITES:?}: {FOLDERS:?} {PROGRAMS:?} {SCRIPTS:?}");
     let folder = cache.entry("userland", &recipe, |folder| {
-        // The packages have their own cache entry, so that a changed script does not fetch them again.
+        // The packages are a separate entry of the cache. So after a change of a script, they are not fetched again.
         let root = cache.entry(
             "userland-packages",
             &format!("{PACKAGES:?} of {SUITES:?}"),
@@ -82,7 +82,7 @@ pub(super) fn provide(cache: &ProvisionCache) -> Result<PathBuf, ProvisionError>
     Ok(folder.join("initramfs"))
 }
 
-/// Additional content for some guests.
+/// Files that some guests have in addition.
 pub(super) struct UserlandAdditions<'a> {
     pub(super) dirs: &'a [&'a str],
     /// Paths and contents of scripts in the guest.
@@ -166,7 +166,7 @@ fn pack(root: &Path, image: &Path) -> Result<(), ProvisionError> {
     Ok(())
 }
 
-/// Returns all libraries of the programs, as resolved by their loader.
+/// Returns all libraries that the programs need, as their loader finds them.
 fn libraries(root: &Path) -> Result<BTreeSet<PathBuf>, ProvisionError> {
     let folder = root.join(LIBRARIES);
     let loader = folder.join("ld-linux-x86-64.so.2");

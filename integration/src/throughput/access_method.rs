@@ -1,4 +1,4 @@
-//! The ways, each set up as its own documentation recommends, and torn down afterwards.
+//! Ways of giving a drive to a guest. Each is set up as its own documentation recommends, and torn down afterwards.
 
 use std::path::Path;
 use std::process::Command;
@@ -19,28 +19,28 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 const FUNCTION: &str = "f";
 /// Mount point of a file system on the drive.
 const MOUNTED: &str = "/mnt";
-/// File in that file system.
+/// File on that file system, which guests use as a drive.
 const FILE: &str = "/mnt/drive.img";
 const FILE_SIZE: &str = "256M";
 
 /// A way of accessing the drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AccessMethod {
-    /// The host's driver without a guest.
+    /// The host's driver, without a guest.
     Host,
-    /// A guest with the whole drive, by QEMU's `vfio-pci`.
+    /// A guest that has the whole drive through QEMU's `vfio-pci`.
     PassThrough,
-    /// A guest with nvme-mpt, whose poller never parks.
+    /// A guest with a function of nvme-mpt, whose poller never parks.
     Busy,
-    /// A guest with nvme-mpt and its default polling.
+    /// A guest with a function of nvme-mpt, which has the default polling policy.
     Adaptive,
-    /// A guest with QEMU's virtio-blk over the host's driver.
+    /// A guest with QEMU's virtio-blk, on the host's driver.
     Virtio,
-    /// A guest of Cloud Hypervisor with nvme-mpt on a file, whose poller never parks.
+    /// A guest of Cloud Hypervisor with a function of nvme-mpt on a file. The poller never parks.
     FileBusy,
-    /// A guest of Cloud Hypervisor with nvme-mpt on a file and its default polling.
+    /// A guest of Cloud Hypervisor with a function of nvme-mpt on a file, which has the default polling policy.
     FileAdaptive,
-    /// A guest of Cloud Hypervisor with its virtio-blk on the same file.
+    /// A guest of Cloud Hypervisor with its virtio-blk on the file.
     FileVirtio,
 }
 
@@ -54,7 +54,7 @@ impl AccessMethod {
     ];
     const ON_FILE: [Self; 3] = [Self::FileBusy, Self::FileAdaptive, Self::FileVirtio];
 
-    /// Returns all available ways. Those on a file need a Cloud Hypervisor.
+    /// Returns all available ways. Ways on a file need a Cloud Hypervisor.
     pub(super) fn all() -> Vec<Self> {
         let on_file = cloud_hypervisor::configured_path().map(|_| Self::ON_FILE);
         Self::ON_DRIVE
@@ -63,7 +63,7 @@ impl AccessMethod {
             .collect()
     }
 
-    /// Returns the way's name in the table.
+    /// Returns the name of the way in the table.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Host => "host driver",
@@ -77,7 +77,7 @@ impl AccessMethod {
         }
     }
 
-    /// Runs all jobs this way.
+    /// Runs all jobs with this way.
     pub(super) fn measure(
         self,
         jobs: &[GuestFioJob],
@@ -114,7 +114,7 @@ impl AccessMethod {
     }
 }
 
-/// The virtio disk in a guest.
+/// Device of the virtio disk in a guest.
 const VIRTIO_DISK: &str = "/dev/vda";
 
 /// Runs all jobs in a guest of Cloud Hypervisor, on a file in a new file system on the drive.
@@ -146,7 +146,7 @@ fn in_cloud_hypervisor(
     device: &str,
 ) -> Result<Vec<FioJobDirection>, ThroughputError> {
     let is_virtio = device == VIRTIO_DISK;
-    // Every guest has a function. With virtio-blk, the function is idle.
+    // Every guest has a function. The function is not used if the guest uses virtio-blk.
     let path = if is_virtio { "null:256M" } else { FILE };
     let function = |id| {
         FunctionArgument::new(id, path, format!("0+{FILE_SIZE}"))
@@ -166,7 +166,7 @@ fn in_cloud_hypervisor(
     if is_virtio {
         let disk = json!({"path": FILE, "direct": true});
         cloud_hypervisor::request(folder, "vm.add-disk", &disk)?;
-        // If the disk does not exist yet, fio would create a file in the guest's memory instead.
+        // fio must wait until the disk exists. Otherwise, it would create a file in the guest's memory.
         let there = format!("until [ -b {VIRTIO_DISK} ]; do sleep 0.1; done");
         vmm.guest().check(&there, TIMEOUT)?;
     }

@@ -1,9 +1,9 @@
-//! Compares ways of giving one NVMe drive to a guest, in the lab: the host's driver without a guest, pass-through of the whole
-//! device, nvme-mpt, and virtio over the host's driver. If `CLOUD_HYPERVISOR` is set, guests of Cloud Hypervisor also use a
-//! file on the drive, through nvme-mpt and through its own virtio-blk.
+//! Compares ways of giving one NVMe drive to a guest, in the lab: pass-through of the whole device, nvme-mpt, and virtio on
+//! the host's driver. For comparison, the host's driver is measured without a guest. If `CLOUD_HYPERVISOR` is set, guests
+//! of Cloud Hypervisor also use a file on the drive, through nvme-mpt and through Cloud Hypervisor's virtio-blk.
 //!
-//! In the lab, an instruction costs much more than on a real processor, and the drive costs nearly nothing. Only ratios between
-//! the ways are meaningful, and they favour ways with fewer instructions.
+//! In the lab, an instruction costs much more than on a real processor, and the drive costs nearly nothing. So only ratios
+//! between the ways have a meaning, and they favour ways with few instructions.
 
 use std::fs;
 use std::io;
@@ -36,9 +36,9 @@ use table::ThroughputTable;
 /// The lab's only drive.
 const DRIVE: &str = "a";
 const DRIVE_SIZE: u64 = 512 << 20;
-/// CPUs of the host by default.
+/// Default number of the host's CPUs.
 const VCPUS: u32 = 2;
-/// Timeout, longer than any run.
+/// Timeout of the measurement. It is longer than any run.
 const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 const REPORT: &str = "/tmp/throughput.json";
 /// Maximum number of attempts for a way whose guest is lost.
@@ -131,15 +131,15 @@ pub enum ThroughputError {
     },
 }
 
-/// Returns the jobs: random 4 KiB and sequential 128 KiB, as reads, writes and a mix, with one command and with 32 in flight.
-/// All use libaio with direct I/O in one process, on a drive that was written before.
+/// Returns the jobs: random 4 KiB and sequential 128 KiB, as reads, writes and a mix, with one command and with 32 in
+/// flight. Each job uses libaio with direct I/O in one process, on a drive whose blocks were all written before.
 fn jobs(options: &ThroughputOptions) -> Result<Vec<GuestFioJob>, ThroughputError> {
     let runtime = Duration::from_secs(options.runtime);
     let job = |name, pattern, size, depth| {
         GuestFioJob::new(name, pattern, size, depth)
             .runtime(runtime)
             .option("size", "256m")
-            // The ramp time excludes one-time work of drive and guest.
+            // The ramp time keeps one-time work of drive and guest out of the measurement.
             .option("ramp_time", "1")
     };
     let jobs: Vec<GuestFioJob> = [
@@ -176,13 +176,13 @@ fn ways(options: &ThroughputOptions) -> Result<Vec<AccessMethod>, ThroughputErro
     Ok(ways)
 }
 
-/// Measures and prints the results. Outside the lab, boots a lab and measures there.
+/// Measures and prints the results. Outside of the lab, boots a lab and measures there.
 ///
 /// # Errors
-/// A way cannot be measured. The table has no gaps.
+/// A way cannot be measured; a table is never incomplete.
 pub fn run(options: &ThroughputOptions) -> Result<(), ThroughputError> {
     if inside::is_inside() {
-        // The program outside prints the results.
+        // The program outside of the lab prints the results.
         let table = measure(options)?;
         let path = options.json.clone().unwrap_or_else(|| REPORT.into());
         return fs::write(&path, table.json())
@@ -196,7 +196,7 @@ pub fn run(options: &ThroughputOptions) -> Result<(), ThroughputError> {
     Ok(())
 }
 
-/// Returns the command that measures the same.
+/// Returns the command that makes this measurement inside the lab.
 fn command(options: &ThroughputOptions) -> String {
     let ThroughputOptions {
         runtime,
@@ -257,7 +257,7 @@ fn measure_in_lab(options: &ThroughputOptions) -> Result<ThroughputTable, Throug
     let status = lab.stream(&command, TIMEOUT, &mut io::stdout())?;
     let report = lab.finish(status, &[REPORT.to_owned()], folder.path())?;
     if status != 0 {
-        // The program in the lab has printed the cause.
+        // The program in the lab has already printed the cause.
         return Err(ThroughputError::NotMeasured { status });
     }
     let path = folder.path().join("throughput.json");
@@ -298,7 +298,7 @@ fn measure(options: &ThroughputOptions) -> Result<ThroughputTable, ThroughputErr
     Ok(table)
 }
 
-/// Measures a way, repeating it if its guest is lost.
+/// Measures with one way. If its guest is lost, measures again.
 fn measured(
     way: AccessMethod,
     jobs: &[GuestFioJob],

@@ -1,4 +1,4 @@
-//! Results: medians and ratios.
+//! Results of the throughput measurement: medians and ratios.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::guest::fio::FioJobDirection;
 
-/// Columns for ratios. Of this project's columns, the better one is used.
+/// Names of the columns whose ratios are printed. Of the columns of nvme-mpt, the better one is used.
 const HOST: &str = "host driver";
 const PASS_THROUGH: &str = "pass-through";
 const VIRTIO: &str = "virtio-blk";
@@ -20,12 +20,12 @@ const RATIOS: [([&str; 2], &str); 3] = [
     (OURS_ON_FILE, FILE_VIRTIO),
 ];
 
-/// I/Os per second by job and way.
+/// I/Os per second of each job with each way.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct ThroughputTable {
     ways: Vec<String>,
     rows: Vec<ThroughputRow>,
-    /// Number of accesses that the IOMMU refused during the measurement.
+    /// Number of device accesses that the IOMMU refused during the measurement.
     pub(super) iommu_faults: u64,
 }
 
@@ -120,7 +120,7 @@ impl ThroughputTable {
         self.ways.iter().position(|name| name == way)
     }
 
-    /// Returns the ratios for which both columns exist.
+    /// Returns those ratios for which both columns exist.
     fn ratios(&self) -> impl Iterator<Item = &([&str; 2], &str)> {
         let is_there = |way: &&str| self.column(way).is_some();
         RATIOS
@@ -128,7 +128,7 @@ impl ThroughputTable {
             .filter(move |(ours, way)| ours.iter().any(&is_there) && is_there(way))
     }
 
-    /// Returns the best median of the columns `ours`, divided by the median of column `way`.
+    /// Returns the best median of the columns `ours`, divided by the median of the column `way`.
     fn ratio(&self, row: &ThroughputRow, ours: &[&str], way: &str) -> f64 {
         let median = |way: &str| {
             self.column(way)

@@ -1,4 +1,4 @@
-//! Runs a program of a step. Writes the output to the step's log, and counts the results of tests.
+//! Runs a program that is a part of a step. Writes the program's output to the step's log, and counts the results of tests.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
@@ -13,17 +13,18 @@ use crate::guest::LOST_GUEST_LINE;
 use crate::process;
 use crate::progress::{print_line, seconds};
 
-/// Target triple for sanitizers. If the target is named, build scripts are built without the sanitizer.
+/// Target triple of builds with sanitizers. Because the target is named, cargo builds the build scripts without the
+/// sanitizer.
 pub(super) const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// Number of checks that a successful program counts for.
+/// Number of checks for which a successful program counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CountedChecks {
-    /// One.
+    /// One check.
     One,
-    /// The number in the program's output, which must not be 0.
+    /// The number of tests in the program's output, which must not be 0.
     Tests,
-    /// The number in the output, which is also shown while the program runs.
+    /// The number of tests in the output, which is also shown while the program runs.
     TestsShown,
 }
 
@@ -38,7 +39,7 @@ impl StepContext<'_> {
         command
     }
 
-    /// Returns a cargo command with a separate build directory and other flags.
+    /// Returns a cargo command with a separate build directory and with other compiler flags.
     pub(super) fn cargo_with_target_dir(
         &self,
         arguments: &[&str],
@@ -52,7 +53,7 @@ impl StepContext<'_> {
         command
     }
 
-    /// Returns the targets of a `kind` ("bin", "bench") in a manifest.
+    /// Returns the targets of a `kind` ("bin", "bench") of a package, by the path of its manifest.
     pub(super) fn targets(&self, manifest: &str, kind: &str) -> Result<Vec<String>, VerifyError> {
         let arguments = [
             "metadata",
@@ -156,7 +157,7 @@ impl StepContext<'_> {
                 source,
             })
         })?;
-        // The command holds the writing end of the pipe, so that reading would never end.
+        // The command holds the write end of the pipe, which must be closed for the reading to end.
         command.stdout(Stdio::null()).stderr(Stdio::null());
 
         let mut count = CheckCounts::default();
@@ -199,7 +200,7 @@ struct ProgramResult {
     not_checked: Vec<String>,
 }
 
-/// Test programs that cargo ran, with their times in seconds.
+/// Test programs that cargo has run, each with its time in seconds.
 #[derive(Debug, Default)]
 struct TestPrograms {
     running: Option<String>,
@@ -207,7 +208,7 @@ struct TestPrograms {
 }
 
 impl TestPrograms {
-    /// Maximum number of programs to report, and the minimum time of each in seconds.
+    /// Maximum number of slow programs that are reported, and the minimum time in seconds of such a program.
     const MOST: usize = 5;
     const LONG: f64 = 10.0;
 
@@ -227,7 +228,7 @@ impl TestPrograms {
         }
     }
 
-    /// Returns the slowest programs, if several ran and at least one took long.
+    /// Returns the slowest programs; `None` if only one program ran, or if none took long.
     fn slowest(mut self) -> Option<String> {
         let are_several = self.durations.len() > 1;
         self.durations.retain(|(took, _)| *took >= Self::LONG);
@@ -251,11 +252,11 @@ struct FailureMessages {
 }
 
 impl FailureMessages {
-    /// Maximum number of lines.
+    /// Maximum number of lines of messages.
     const MOST: usize = 300;
 
-    /// Parses a line. The messages follow `failures:`, each below `---- NAME stdout ----`. The names follow a second
-    /// `failures:`.
+    /// Parses a line. The messages stand behind `failures:`, each below `---- NAME stdout ----`. The names of the tests
+    /// stand behind a second `failures:`.
     fn read(&mut self, line: &str) {
         if line == "failures:" {
             self.is_inside = true;
@@ -277,7 +278,7 @@ fn append(path: &Path) -> io::Result<File> {
     File::options().create(true).append(true).open(path)
 }
 
-/// Returns a command line as a person would type it, with the relevant environment variables.
+/// Returns a command line as a person would type it, with those environment variables that matter.
 fn describe(command: &Command) -> String {
     let mut words: Vec<String> = command
         .get_envs()
@@ -298,7 +299,8 @@ fn describe(command: &Command) -> String {
     words.join(" ")
 }
 
-/// Returns the skipped check that a line of output reports. The test harness may have written text before it.
+/// Returns the skipped check that a line of output reports; `None` if it reports none. The test harness may have written
+/// text in front of the report.
 fn not_checked_in(line: &str) -> Option<String> {
     let (_, what) = line.split_once("NOT CHECKED: ")?;
     Some(what.to_owned())

@@ -1,4 +1,4 @@
-//! Runs each fuzz target for a limited time, by libFuzzer on the stable compiler without further tools.
+//! Runs each fuzz target for a limited time by libFuzzer. This needs only the stable compiler.
 
 use std::fs;
 use std::num::NonZero;
@@ -23,7 +23,7 @@ const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer
      -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
      -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares";
 
-/// Builds all targets and runs them, each on one thread, as many at once as there are processors.
+/// Builds all targets and runs them, each on one thread. As many targets run concurrently as there are processors.
 pub(super) fn run(context: &mut StepContext) -> Result<(), VerifyError> {
     let at_once = thread::available_parallelism().map_or(1, NonZero::get);
     let build = [
@@ -54,7 +54,7 @@ pub(super) fn run(context: &mut StepContext) -> Result<(), VerifyError> {
         let mut result = Ok(());
         while let Some(target) = next() {
             own.log = own.log.with_file_name(format!("fuzz-{target}.log"));
-            // Remove the log of an earlier run.
+            // Removes the log of an earlier run.
             let _ = fs::remove_file(&own.log);
             let outcome = run_target(&mut own, &target, &programs.join(&target));
             own.count.failed += u64::from(outcome.is_err());
@@ -80,7 +80,7 @@ pub(super) fn run(context: &mut StepContext) -> Result<(), VerifyError> {
 fn run_target(context: &mut StepContext, target: &str, program: &Path) -> Result<(), VerifyError> {
     let finds = create_dir(&context.folder.join("fuzz-finds").join(target))?;
     let artifacts = create_dir(&context.folder.join("fuzz-artifacts").join(target))?;
-    // Ignore artifacts of earlier runs.
+    // Artifacts of earlier runs do not count.
     let before = files(&artifacts)?;
     let seconds = context.options.fuzz_seconds;
     let mut command = Command::new(program);
@@ -88,7 +88,7 @@ fn run_target(context: &mut StepContext, target: &str, program: &Path) -> Result
         .arg(format!("-max_total_time={seconds}"))
         .arg(format!("-artifact_prefix={}/", artifacts.display()))
         .args([TIMEOUT, "-rss_limit_mb=2048", "-print_final_stats=1"])
-        // libFuzzer writes new inputs to the first directory, and only reads the others.
+        // libFuzzer writes new inputs to the first directory, and only reads the directories behind it.
         .arg(&finds);
     let corpus = corpus(target);
     if corpus.is_dir() {

@@ -1,4 +1,4 @@
-//! All verification steps for a change, each timed and logged.
+//! Runs all verification steps of a change. Each step is timed, and its output is logged.
 
 use std::fs;
 use std::io;
@@ -65,9 +65,9 @@ pub enum VerifyError {
     /// A program failed.
     #[error("`{command}` failed. Its whole output is in {log}; what failed, or the end:\n{what}")]
     Failed {
-        /// The command line.
+        /// Command line of the program.
         command: String,
-        /// The log.
+        /// Log of the step.
         log: PathBuf,
         /// Messages of failed tests, or the end of the log.
         what: String,
@@ -75,9 +75,9 @@ pub enum VerifyError {
     /// A program that should run tests ran none.
     #[error("`{command}` ran no test. Its output is in {log}")]
     NothingTested {
-        /// The command line.
+        /// Command line of the program.
         command: String,
-        /// The log.
+        /// Log of the step.
         log: PathBuf,
     },
     /// A file cannot be used.
@@ -101,19 +101,19 @@ pub enum VerifyError {
     /// A step is unknown.
     #[error("There is no step '{name}': see --list")]
     NoStep {
-        /// Requested name.
+        /// Name that was requested.
         name: String,
     },
 }
 
-/// Numbers of passed and failed checks, and of related events.
+/// Numbers of passed and failed checks, and numbers of other results.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct CheckCounts {
     passed: u64,
     failed: u64,
-    /// Guests that were lost and retried.
+    /// Number of guests that were lost and booted again.
     lost: u64,
-    /// Crates that were compiled or checked.
+    /// Number of crates that were compiled or checked.
     built: u64,
 }
 
@@ -143,7 +143,7 @@ struct StepContext<'a> {
 }
 
 impl StepContext<'_> {
-    /// Returns an environment with separate counts, for a part that runs concurrently.
+    /// Returns an environment with separate counts, for a part of the step that runs concurrently.
     fn with_separate_counts(&self) -> Self {
         Self {
             options: self.options,
@@ -155,14 +155,14 @@ impl StepContext<'_> {
     }
 }
 
-/// Condition for running a step.
+/// Condition under which a step runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StepCondition {
-    /// Always, unless other steps are selected.
+    /// The step runs always, except if other steps are selected.
     Always,
-    /// Without `--full`, for steps that boot one machine and are part of another step of `--full`.
+    /// The step runs without `--full`. With `--full`, another step includes it. Such steps boot one machine.
     UnlessFull,
-    /// Only with `--full`.
+    /// The step runs with `--full`.
     Full,
 }
 
@@ -171,11 +171,12 @@ struct VerifyStep {
     name: &'static str,
     what: &'static str,
     when: StepCondition,
-    /// True if each [`Shard`] runs a part of the step. Otherwise, one shard runs the whole step.
+    /// True if each [`Shard`] runs a part of the step. If false, one shard runs the whole step.
     is_sharded: bool,
-    /// True if the step has separate builds, and can run beside steps that share the workspace's build.
+    /// True if the step has a separate build. It can then run beside steps that use the workspace's build.
     has_separate_build: bool,
-    /// True if the step needs a quiet machine. With `--full`, it and all later steps wait for concurrent steps to end.
+    /// True if the step needs a quiet machine. With `--full`, this step and all later ones start after all concurrent steps
+    /// have ended.
     needs_quiet: bool,
     run: fn(&mut StepContext) -> Result<(), VerifyError>,
 }
@@ -198,7 +199,7 @@ struct StepOutcome {
     count: CheckCounts,
     time: Duration,
     well: bool,
-    /// Skipped parts of the step.
+    /// Checks of the step that were skipped.
     not_checked: Vec<String>,
 }
 
@@ -216,7 +217,7 @@ const TOOLS: &[HostTool] = &[
         program: "valgrind",
         package: "valgrind",
     },
-    // Needed by a test of subvolumes.
+    // A test of subvolumes needs this tool.
     HostTool {
         program: "mkfs.btrfs",
         package: "btrfs-progs",
@@ -266,15 +267,15 @@ pub fn run(options: &VerifyOptions) -> Result<bool, VerifyError> {
 /// Steps with their positions in the list.
 type Placed<'a> = Vec<(usize, &'a VerifyStep)>;
 
-/// Steps by the phase in which they run.
+/// Steps, divided by the phase in which they run.
 struct StepPhases<'a> {
-    /// Steps with separate builds, which run at lower priority.
+    /// Steps with separate builds. They run at lower priority.
     separate_builds: Placed<'a>,
-    /// Steps that run beside the separate builds.
+    /// Steps that run at the same time as the separate builds.
     first: Placed<'a>,
     /// Steps that boot one machine each. They run concurrently after `first`, since each machine keeps one processor busy.
     machines: Placed<'a>,
-    /// Steps that run after all others.
+    /// Steps that run after all other steps.
     last: Placed<'a>,
 }
 
@@ -301,7 +302,7 @@ impl<'a> StepPhases<'a> {
     }
 }
 
-/// Runs steps by their [lanes](StepPhases). Returns the outcomes in the order of the steps.
+/// Runs steps by their [phases](StepPhases). Returns the outcomes in the order of the steps.
 fn run_steps(
     steps: &[&VerifyStep],
     options: &VerifyOptions,
@@ -350,7 +351,7 @@ fn run_step(step: &VerifyStep, options: &VerifyOptions, folder: &Path) -> StepOu
         count: CheckCounts::default(),
         not_checked: Vec::new(),
     };
-    // Remove the log of an earlier run.
+    // Removes the log of an earlier run.
     let _ = fs::remove_file(&context.log);
     let result = (step.run)(&mut context);
     let mut count = context.count;
@@ -362,7 +363,7 @@ fn run_step(step: &VerifyStep, options: &VerifyOptions, folder: &Path) -> StepOu
         Err(error) => {
             drop(announced);
             print_line(&crate::error_chain(&error));
-            // A step that failed without counting a failure failed as a whole.
+            // The step has failed without counting a failed check, so the step itself counts as one.
             count.failed = count.failed.max(1);
             false
         }
@@ -376,7 +377,8 @@ fn run_step(step: &VerifyStep, options: &VerifyOptions, folder: &Path) -> StepOu
     }
 }
 
-/// Prints the result of each step, and the sum on the last line. `time` is the total time. Returns whether all succeeded.
+/// Prints the result of each step, and the sum on the last line. `time` is the total time. Returns whether all steps
+/// succeeded.
 fn summarize(outcomes: &[StepOutcome], time: Duration) -> bool {
     let mut sum = CheckCounts::default();
     print_line(&format!(
@@ -428,11 +430,11 @@ mod tests {
 
     use super::*;
 
-    /// Number of steps that have reached the meeting.
+    /// Number of steps that wait for each other in [`meet`].
     static CAME: Mutex<u32> = Mutex::new(0);
     static MEETING: Condvar = Condvar::new();
 
-    /// Waits for the other step.
+    /// Waits until the other step has started as well.
     fn meet(context: &mut StepContext) -> Result<(), VerifyError> {
         let mut came = CAME.lock().expect("the meeting");
         *came += 1;

@@ -17,7 +17,7 @@ use crate::provision::{GuestAssets, KernelChoice, go};
 
 /// Crates with loom models.
 const MODELLED: [&str; 2] = ["nvme-guest", "nvme-software"];
-/// Crates with unsafe memory accesses, and their main users.
+/// Crates with unsafe memory accesses, and the main users of these crates.
 const SANITIZED: [&str; 6] = [
     "nvme-mpt-memory",
     "nvme-lease",
@@ -37,19 +37,20 @@ const PRIVATE: [&str; 7] = [
     "figures",
     "integration",
 ];
-/// Crate for x86-64 only, since it boots PCs.
+/// Crate that is only built on x86-64, since it boots PCs.
 const OF_PCS: &str = "integration";
-/// Go modules: the Kubernetes driver, and its tests against parts of Kubernetes.
+/// Go modules: the Kubernetes driver, and tests of the driver against parts of Kubernetes.
 const DRA_MODULES: [&str; 2] = [
     "hypervisor-glue/kubernetes",
     "hypervisor-glue/kubernetes/conformance",
 ];
-/// Go module of the tests that run the driver in a cluster.
+/// Go module with the tests that run the driver in a cluster.
 const CLUSTER_MODULE: &str = "hypervisor-glue/kubernetes/cluster";
-/// Flag of the Go compiler. Lints, tests and the cluster share one build of dependencies, without optimization.
+/// Flag of the Go compiler that disables optimization. With this flag, lints, tests and the cluster share one build of the
+/// dependencies.
 const UNOPTIMIZED: &str = "-gcflags=all=-N -l";
 const AARCH64: &str = "aarch64-unknown-linux-gnu";
-/// Linker and C library for `AARCH64`.
+/// Linker and C library that cross-compilation to `AARCH64` needs.
 const AARCH64_TOOLS: [HostTool; 2] = [
     HostTool {
         program: "aarch64-linux-gnu-gcc",
@@ -273,7 +274,7 @@ fn clippy(context: &mut StepContext) -> Result<(), VerifyError> {
     ];
     let mut command = context.cargo(&arguments);
     context.run(&mut command, CountedChecks::One)?;
-    // `--all-targets` omits tests that `cargo test` does not run by default.
+    // `--all-targets` omits targets that `cargo test` does not run by default, so they are named.
     let mut command = context.cargo(&["clippy", "--release", "--workspace"]);
     command.args(["--test", "e2e", "--test", "lab", "--", "--deny", "warnings"]);
     context.run(&mut command, CountedChecks::One)
@@ -285,25 +286,25 @@ fn doc(context: &mut StepContext) -> Result<(), VerifyError> {
     context.run(&mut command, CountedChecks::One)
 }
 
-/// Tests the whole workspace in the release profile, which guests, lab and benchmarks use, too. Selecting the whole workspace
-/// selects the same dependency features as there, so that all share one build. Arithmetic checks of the debug profile are in
-/// the builds of `asan` and `fuzz`.
+/// Tests the whole workspace in the release profile. Guests, lab and benchmarks use the release profile and the whole
+/// workspace, too. So dependencies have the same features everywhere, and all share one build. The debug profile's
+/// arithmetic checks are enabled in the builds of the steps `asan` and `fuzz`.
 fn test(context: &mut StepContext) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace", "--no-fail-fast"]);
     command.env(TEST_THREADS, test_threads());
     context.run(&mut command, CountedChecks::Tests)
 }
 
-/// Environment variable for the number of concurrent tests of a program.
+/// Environment variable with the number of concurrent tests of a program.
 const TEST_THREADS: &str = "RUST_TEST_THREADS";
 
-/// Returns twice the number of processors, since tests wait for a third of their time.
+/// Returns the number of concurrent tests: twice the number of processors, since tests wait for a third of their time.
 fn test_threads() -> String {
     let processors = thread::available_parallelism().map_or(1, NonZero::get);
     (2 * processors).to_string()
 }
 
-/// Runs the function tests again, with a remote backend over a socket.
+/// Runs the tests of functions again, with a remote back end over a socket.
 fn remote(context: &mut StepContext) -> Result<(), VerifyError> {
     let tests = ["--test", "function", "--test", "physical"];
     let arguments = ["test", "--release", "--workspace"];
@@ -321,10 +322,10 @@ fn long(context: &mut StepContext) -> Result<(), VerifyError> {
     context.run(&mut command, CountedChecks::Tests)
 }
 
-/// Downloads and builds the parts of guests and lab in advance, since later steps would wait for them.
+/// Downloads and builds the files of guests and lab, so that later steps need not wait for them.
 fn fetch(context: &mut StepContext) -> Result<(), VerifyError> {
     GuestAssets::provide(&KernelChoice::V6_12)?;
-    // The lab's guests use the same kernels as other guests.
+    // The nested guests in the lab use kernels that other guests also use.
     LabAssets::provide(&KernelChoice::V6_12)?;
     context.count.passed += 1;
     Ok(())
@@ -342,8 +343,8 @@ fn loom(context: &mut StepContext) -> Result<(), VerifyError> {
     context.run(&mut command, CountedChecks::Tests)
 }
 
-/// Simulates seeds that failed once, and new ones. `--full` adds twenty thousand seeds, and the scheduler's tests and lints of
-/// simulation-only code.
+/// Simulates seeds that have failed in the past, and new seeds. With `--full`, also simulates twenty thousand more seeds,
+/// and runs the scheduler's tests and the lints of code that only the simulation uses.
 fn simulate(context: &mut StepContext) -> Result<(), VerifyError> {
     let full = context.options.full;
     let mut command = context.cargo(&["simulate", "--regressions"]);
@@ -370,17 +371,18 @@ fn simulate(context: &mut StepContext) -> Result<(), VerifyError> {
 fn asan(context: &mut StepContext) -> Result<(), VerifyError> {
     let packages = SANITIZED.map(|package| ["--package", package]).concat();
     let how = ["--target", TARGET, "--lib", "--all-features"];
-    // The step `test` has the statistics of simulated drives. Other simulations cover the same memory accesses.
+    // The step `test` runs the statistics of simulated drives, so they are skipped here. Other simulations make the same
+    // memory accesses.
     let which = ["--", "--skip", "sharing::figures_"];
     let arguments = [&["test"][..], &packages, &how, &which].concat();
     let mut command = context.cargo_with_target_dir(&arguments, "asan", "-Zsanitizer=address");
-    // The sanitizer's option is unstable, but the instrumented code is the stable compiler's.
+    // The sanitizer's compiler option is unstable. The instrumented code is that of the stable compiler.
     command.env("RUSTC_BOOTSTRAP", "1");
-    // The tests run longer than their build, so they are optimized. Arithmetic checks stay enabled.
+    // Running the tests takes longer than building them, so they are optimized. Arithmetic checks stay enabled.
     command.env("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
     command.env("CARGO_PROFILE_DEV_LTO", "off");
     command.env("CARGO_PROFILE_DEV_INCREMENTAL", "false");
-    // Reports contain functions and lines.
+    // Needed for functions and line numbers in reports.
     command.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
     context.run(&mut command, CountedChecks::Tests)
 }
@@ -417,7 +419,7 @@ fn deny(context: &mut StepContext) -> Result<(), VerifyError> {
     );
     context.run(&mut offline, CountedChecks::One)?;
     match context.run(&mut advisories, CountedChecks::One) {
-        // The database is not in a registry, and some networks cannot reach it.
+        // The database of advisories is not in a package registry, and some networks cannot reach it.
         Err(VerifyError::Failed { what, .. }) if what.contains(NO_ADVISORIES) => {
             let what = "advisories of dependencies: their database cannot be fetched from here";
             context.not_checked.push(what.to_owned());
@@ -430,11 +432,12 @@ fn deny(context: &mut StepContext) -> Result<(), VerifyError> {
 /// Message of cargo-deny if it cannot fetch the database of advisories.
 const NO_ADVISORIES: &str = "failed to fetch advisory database";
 
-/// Packages the present sources, committed or not, in a directory with a new name. Cargo identifies unpacked crates by the
-/// directory's name. With the same name, it would reuse an earlier crate of the same version.
+/// Packages the current sources, committed or not, in a directory with a new name. Cargo identifies unpacked crates by the
+/// directory's name. With the name of an earlier run, cargo would reuse the crates of that run, if their version is the
+/// same.
 fn package(context: &mut StepContext) -> Result<(), VerifyError> {
     let parent = crate::target_dir().join("packages");
-    // A killed run may have left directories.
+    // A run that was killed may have left directories.
     let removed = match fs::remove_dir_all(&parent) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         removed => removed,
@@ -464,7 +467,7 @@ fn aarch64(context: &mut StepContext) -> Result<(), VerifyError> {
     context.run(&mut command, CountedChecks::One)
 }
 
-/// Tests the Kubernetes driver against the server that is built here.
+/// Tests the Kubernetes driver with the server that is built from the current sources.
 fn kubernetes(context: &mut StepContext) -> Result<(), VerifyError> {
     build_server(context)?;
     let go = go::go()?;
@@ -487,7 +490,7 @@ fn kubernetes(context: &mut StepContext) -> Result<(), VerifyError> {
     Ok(())
 }
 
-/// Tests the driver in a cluster. The cluster's programs stay in a directory, since their first build takes ten minutes and
+/// Tests the driver in a cluster. The programs of the cluster stay in a directory, since building them takes ten minutes or
 /// more.
 fn cluster(context: &mut StepContext) -> Result<(), VerifyError> {
     let go = match go::go() {
@@ -501,7 +504,7 @@ fn cluster(context: &mut StepContext) -> Result<(), VerifyError> {
     build_server(context)?;
     let mut vet = in_module(&go, CLUSTER_MODULE, &["vet", UNOPTIMIZED, "./..."]);
     context.run(&mut vet, CountedChecks::One)?;
-    // Go prints the reasons of skipped tests only with -v.
+    // Without -v, Go does not print why tests were skipped.
     let how = ["-vet=off", "-count=1", "-v", "-timeout=3h"];
     let arguments = [&["test"][..], &how, &[UNOPTIMIZED, "."]].concat();
     let mut test = in_module(&go, CLUSTER_MODULE, &arguments);
@@ -514,7 +517,7 @@ fn build_server(context: &mut StepContext) -> Result<(), VerifyError> {
     context.run(&mut build, CountedChecks::One)
 }
 
-/// Returns a command for a Go program in a module, with the server's path in the environment.
+/// Returns a command that runs a Go program in a module. An environment variable has the server's path.
 fn in_module(program: &Path, module: &str, arguments: &[&str]) -> Command {
     let server = crate::target_dir().join("release/nvme-mpt");
     let mut command = Command::new(program);
@@ -531,7 +534,8 @@ fn guest(context: &mut StepContext) -> Result<(), VerifyError> {
     machines(context, "e2e", &["modes::"], CountedChecks::TestsShown)
 }
 
-/// Runs the lab's native checks. Their output is not shown, since the step `guest` shows its output concurrently.
+/// Runs the lab's native checks. The step `guest` runs concurrently and shows its output, so that of these checks is not
+/// shown.
 fn host(context: &mut StepContext) -> Result<(), VerifyError> {
     machines(
         context,

@@ -23,11 +23,11 @@ const OEM: [u8; 6] = *b"NVMMPT";
 const TABLE: [u8; 8] = *b"REFERENC";
 const REVISION: u32 = 1;
 const IOAPIC_ID: u8 = 0;
-/// Flags for absent legacy hardware (ACPI 6.5, table 5.11).
+/// FADT flags for absent legacy hardware (ACPI 6.5, table 5.11).
 const NO_VGA: u16 = 1 << 2;
 const NO_CMOS_RTC: u16 = 1 << 5;
 
-/// Returns all tables as they are in memory from `start` on, beginning with the RSDP.
+/// Returns all tables as the memory from address `start` on contains them, beginning with the RSDP.
 pub(super) fn tables(start: u64, vcpus: u8) -> Vec<u8> {
     let bytes = |table: &dyn Aml| {
         let mut bytes = Vec::new();
@@ -54,14 +54,14 @@ pub(super) fn tables(start: u64, vcpus: u8) -> Vec<u8> {
     placed.bytes
 }
 
-/// Consecutive tables in memory.
+/// Tables that stand in memory one behind the other.
 struct PlacedTables {
     start: u64,
     bytes: Vec<u8>,
 }
 
 impl PlacedTables {
-    /// Appends a table and returns its address.
+    /// Appends a table, and returns the table's address.
     fn add(&mut self, table: &[u8]) -> u64 {
         self.bytes.resize(self.bytes.len().next_multiple_of(16), 0);
         let at = self.start + self.bytes.len() as u64;
@@ -78,7 +78,7 @@ fn fadt(dsdt: u64) -> FADTBuilder {
     let mut fadt = FADTBuilder::new(OEM, TABLE, REVISION)
         .flag(Flags::HwReducedAcpi)
         .flag(Flags::ResetRegSup)
-        // Power and sleep buttons are not fixed hardware, so there are none.
+        // The machine has no power and sleep buttons: the flags mean that they are not fixed hardware.
         .flag(Flags::PwrButton)
         .flag(Flags::SlpButton)
         .dsdt_64(dsdt);
@@ -100,7 +100,7 @@ fn madt(vcpus: u8) -> MADT {
     madt
 }
 
-/// A serial port, as an index of [`layout::SERIAL`].
+/// A serial port, given by its index in [`layout::SERIAL`].
 struct AcpiSerialPort(u8);
 
 impl Aml for AcpiSerialPort {
@@ -121,15 +121,15 @@ impl Aml for AcpiSerialPort {
     }
 }
 
-/// Interrupt route of INTA for a device number (ACPI 6.5, section 6.2.13).
+/// Interrupt route of the pin INTA of a device number (ACPI 6.5, section 6.2.13).
 struct AcpiIntxRoute(u32);
 
 impl Aml for AcpiIntxRoute {
     fn to_aml_bytes(&self, sink: &mut dyn AmlSink) {
-        /// All functions of the device.
+        /// Matches all functions of the device.
         const FUNCTIONS: u32 = 0xFFFF;
         let address = self.0 << 16 | FUNCTIONS;
-        // INTA, without a link device: the interrupt is hard-wired.
+        // Pin 0 is INTA. There is no link device, as the interrupt is hard-wired.
         Package::new(vec![&address, &ZERO, &ZERO, &layout::INTX]).to_aml_bytes(sink);
     }
 }
@@ -143,7 +143,7 @@ fn dsdt() -> Sdt {
     let windows = ResourceTemplate::new(vec![&bus, &memory]);
     let ecam = Memory32Fixed::new(true, layout::ECAM as u32, layout::ECAM_SIZE as u32);
     let ecam = ResourceTemplate::new(vec![&ecam]);
-    // At most 31.
+    // The cast loses nothing: there are at most 31 slots.
     let routes: Vec<_> = (1..=SLOTS as u32).map(AcpiIntxRoute).collect();
     let routes = Package::new(routes.iter().map(|route| route as &dyn Aml).collect());
     Scope::new(
@@ -160,7 +160,7 @@ fn dsdt() -> Sdt {
                     &Name::new("_PRT".into(), &routes),
                 ],
             ),
-            // Kernels use configuration space only if a device claims it.
+            // Kernels use configuration space only if it is among the resources of a device.
             &Device::new(
                 "MB00".into(),
                 vec![

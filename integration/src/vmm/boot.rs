@@ -1,4 +1,4 @@
-//! Loads a kernel and its boot data (Linux, Documentation/arch/x86/boot.rst, "64-bit Boot Protocol").
+//! Loads a kernel and the data that it needs to boot (Linux, Documentation/arch/x86/boot.rst, "64-bit Boot Protocol").
 
 use std::fs::File;
 use std::path::Path;
@@ -12,21 +12,21 @@ use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryBackend, ReadVolatil
 use super::memory::MachineMemory;
 use super::{MachineError, acpi, layout};
 
-/// Offset of the 64-bit entry point from the start of the kernel.
+/// Offset of the 64-bit entry point from the start of the loaded kernel.
 const ENTRY_64: u64 = 0x200;
-/// Identifier of boot loaders without an assigned number.
+/// Identifier for boot loaders that have no assigned number.
 const LOADER_UNDEFINED: u8 = 0xFF;
 const E820_RAM: u32 = 1;
 const E820_RESERVED: u32 = 2;
 
 const PAGE: u64 = 0x1000;
-/// Page table entry bits: present and writable; a page of 2 MiB.
+/// Bits of page table entries: present and writable; page of 2 MiB.
 const PRESENT_WRITABLE: u64 = 0b11;
 const LARGE: u64 = 1 << 7;
 const ENTRIES: u64 = 512;
 const GIB_MAPPED: u64 = 4;
 
-/// Segment selectors of the protocol: `__BOOT_CS` and `__BOOT_DS`.
+/// Segment selectors that the protocol requires: `__BOOT_CS` and `__BOOT_DS`.
 const CODE_SELECTOR: u16 = 0x10;
 const DATA_SELECTOR: u16 = 0x18;
 const GDT: [u64; 4] = [0, 0, 0x00AF_9B00_0000_FFFF, 0x00CF_9300_0000_FFFF];
@@ -73,7 +73,7 @@ pub(super) fn load(
     if let Some(initramfs) = initramfs {
         let mut file = open(initramfs)?;
         let len = file.metadata().map_or(0, |metadata| metadata.len());
-        // The initramfs is at the end of memory, away from the kernel that decompresses itself.
+        // The initramfs is loaded at the end of memory, far from the kernel, which decompresses itself.
         let start = memory
             .len()
             .checked_sub(len.next_multiple_of(PAGE))
@@ -81,7 +81,7 @@ pub(super) fn load(
             .ok_or(MachineError::Place("the initial user land"))?;
         read_all(guest, GuestAddress(start), &mut file, len)
             .ok_or(MachineError::Place("the initial user land"))?;
-        // All memory is below 3 GiB.
+        // The cast loses nothing: all memory is below 3 GiB.
         params.hdr.ramdisk_image = start as u32;
         params.hdr.ramdisk_size = len as u32;
     }
@@ -92,7 +92,7 @@ pub(super) fn load(
             memory.len() - layout::HIGH_MEMORY,
             E820_RAM,
         ),
-        // Kernels use configuration space only if it is reserved in the memory map.
+        // Kernels use configuration space only if the memory map reserves it.
         (layout::ECAM, layout::ECAM_SIZE, E820_RESERVED),
     ];
     for (entry, (addr, size, kind)) in params.e820_table.iter_mut().zip(ranges) {
@@ -192,7 +192,7 @@ impl EntryPoint {
         vcpu.set_regs(&kvm_regs {
             rip: self.address,
             rsi: layout::ZERO_PAGE,
-            // Bit 1 is always set.
+            // Bit 1 of RFLAGS is always set.
             rflags: 0b10,
             ..Default::default()
         })
@@ -201,9 +201,9 @@ impl EntryPoint {
 
 /// Sets the registers that firmware would set on every processor.
 pub(super) fn set_msrs(vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
-    /// MTRRs are on, and page tables decide how memory is cached.
+    /// MTRR default type: MTRRs are enabled, with write-back memory, so that page tables decide how memory is cached.
     const MTRR_DEF_TYPE: (u32, u64) = (0x2FF, 1 << 11 | 6);
-    /// Fast strings.
+    /// Enables fast string operations.
     const MISC_ENABLE: (u32, u64) = (0x1A0, 1);
     let entries = [MTRR_DEF_TYPE, MISC_ENABLE].map(|(index, data)| kvm_msr_entry {
         index,

@@ -1,4 +1,4 @@
-//! Dispatch of the guest's port and memory accesses to devices.
+//! Bus of the machine: dispatches the guest's port and memory accesses to devices.
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -47,7 +47,7 @@ impl Bus {
         }
     }
 
-    /// Moves a device's BARs. A BAR that overlaps another range is not mapped.
+    /// Moves a device's BARs. If a BAR would overlap another range, it is not mapped.
     pub(super) fn move_bars<D>(&self, device: &Arc<D>, moves: &[BarMove])
     where
         D: DeviceMmio + Send + Sync + 'static,

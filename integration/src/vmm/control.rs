@@ -1,9 +1,9 @@
-//! The control socket of a machine: one request per line, one answer per line.
+//! The control socket of a machine. A client sends one request per line, and gets one line as answer.
 //!
 //! - `add OPTIONS`: adds a function, as `--nvme-mpt OPTIONS` does; answers `ok ID`.
 //! - `remove ID`: removes a function; answers `ok`.
 //! - `count`: answers `ok` and the machine's KVM resources: `memory_slots=N message_routes=N`.
-//! - `snapshot FOLDER`: writes the machine to a directory, and ends it; answers `ok`.
+//! - `snapshot FOLDER`: writes the machine's state to a directory, and ends the machine; answers `ok`.
 //!
 //! A failed request is answered by `error` and the cause.
 
@@ -27,17 +27,17 @@ pub(super) trait MachineRequests: Send + Sync + 'static {
     /// Adds a function and returns its id.
     fn add(&self, options: &ParsedFunctionOptions) -> Result<String, MachineError>;
 
-    /// Removes a function and frees its slot. If the guest still uses the function, the guest sees a surprise removal.
+    /// Removes a function and frees its slot. A guest that still uses the function sees a surprise removal.
     fn remove(&self, id: &str) -> Result<(), MachineError>;
 
-    /// Returns the KVM resources in use, including guest memory.
+    /// Returns the number of KVM resources in use, including those for guest memory.
     fn count(&self) -> String;
 
-    /// Writes the machine to a directory, and ends it.
+    /// Writes the machine's state to a directory, and ends the machine.
     fn snapshot(&self, folder: &Path) -> Result<(), MachineError>;
 }
 
-/// Serves the socket at `path` while the machine exists.
+/// Serves the socket at `path` as long as the machine exists.
 pub(super) fn serve<M: MachineRequests>(path: &Path, machine: Weak<M>) -> Result<(), MachineError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -51,11 +51,11 @@ pub(super) fn serve<M: MachineRequests>(path: &Path, machine: Weak<M>) -> Result
             if machine.strong_count() == 0 {
                 return;
             }
-            // If the client is gone, it needs no answer.
+            // Fails if the client has disconnected, so that it needs no answer.
             let _ = answer(&stream, &machine);
         }
     };
-    // The thread ends with the process.
+    // The thread is not joined: it ends with the process.
     thread::Builder::new()
         .name("control".to_owned())
         .spawn(serve)

@@ -1,4 +1,4 @@
-//! KVM's counters of a virtual machine, and the register by which a guest of the reference VMM prints them.
+//! KVM's counters of a virtual machine, and a register by which a guest of the reference VMM makes it print them.
 
 use std::fmt;
 use std::fs;
@@ -16,7 +16,7 @@ use vm_device::bus::{MmioAddress, MmioAddressOffset};
 
 use super::pci::RootComplex;
 
-/// KVM's directory with one directory of counters per machine (Linux, virt/kvm/kvm_main.c).
+/// Directory of KVM, which contains one directory with counters per machine (Linux, virt/kvm/kvm_main.c).
 const KVM_DEBUG_DIR: &str = "/sys/kernel/debug/kvm";
 
 /// KVM's counters of a machine (Linux, arch/x86/kvm/x86.c).
@@ -24,19 +24,19 @@ const KVM_DEBUG_DIR: &str = "/sys/kernel/debug/kvm";
 pub struct KvmCounters {
     /// Memory accesses that exited to the VMM.
     pub mmio_exits: u64,
-    /// Port accesses.
+    /// Port accesses that exited to the VMM.
     pub io_exits: u64,
     /// Interrupts of all kinds.
     pub irq_injections: u64,
-    /// Exits of all kinds. KVM handles most of them itself.
+    /// Exits of all kinds, most of which KVM handles itself.
     pub exits: u64,
 }
 
 impl KvmCounters {
-    /// Returns the counters of a process's machine.
+    /// Returns the counters of the virtual machine that a process has.
     ///
     /// # Errors
-    /// The process has no machine, or the kernel's debugfs cannot be read.
+    /// The process has no virtual machine, or the kernel's debugfs cannot be read.
     pub fn from_process(pid: u32) -> io::Result<Self> {
         Self::read(&process_counter_dir(pid)?)
     }
@@ -52,7 +52,8 @@ impl KvmCounters {
     }
 }
 
-/// Returns the counter directory of a process's machine. The directory is named after the thread that created the machine.
+/// Returns the counter directory of a process's virtual machine. Its name contains the id of the thread that created the
+/// machine.
 fn process_counter_dir(pid: u32) -> io::Result<PathBuf> {
     let mut threads = Vec::new();
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
@@ -80,12 +81,12 @@ fn read(folder: &Path, name: &str) -> io::Result<u64> {
     value.trim().parse().map_err(|_| no_number())
 }
 
-/// Returns whether a process's machine runs with registers of the host instead of its guest's.
+/// Returns whether the virtual machine of a process runs with the registers of the host instead of the guest's registers.
 ///
-/// KVM on an emulated processor sometimes continues a guest with the registers of the host, at the host's VMRUN and with the
-/// host's page tables. The guest has no memory at these addresses, so each access faults, and KVM injects the fault into the
-/// guest, which causes the next one. With nested paging, KVM counts no other faults. The counter stays 0 for healthy machines,
-/// and otherwise grows by 19,000 per second.
+/// KVM on an emulated processor sometimes continues a guest with the registers of the host: at the host's VMRUN
+/// instruction, with the host's page tables. The guest has no memory at these addresses, so each access faults. KVM injects
+/// the fault into the guest, which causes the next fault. With nested paging, KVM's counter counts only such faults. It
+/// stays 0 for a healthy machine, and grows by 19,000 per second for a machine in this state.
 pub fn has_host_registers(pid: u32) -> bool {
     process_counter_dir(pid).is_ok_and(|folder| {
         let a_second = || thread::sleep(Duration::from_secs(1));
@@ -93,7 +94,7 @@ pub fn has_host_registers(pid: u32) -> bool {
     })
 }
 
-/// Compares the counter before and after `pause`.
+/// Returns whether the fault counter grows during `pause`.
 fn is_faulting_endlessly(folder: &Path, pause: impl FnOnce()) -> bool {
     const MANY: u64 = 1000;
     let faults = || read(folder, "pf_guest");
@@ -120,8 +121,8 @@ impl fmt::Display for KvmCounters {
     }
 }
 
-/// Device at an address where a guest's write prints counters while its vCPU waits: KVM's counters, and the number and time of
-/// the VMM's doorbell mappings. Reads return the number of unmappings.
+/// Device with a register. When the guest writes to it, its vCPU waits while the device prints KVM's counters, and the
+/// number and duration of the VMM's doorbell mappings. A read returns the number of unmappings.
 pub(super) struct CounterPrinter {
     folder: PathBuf,
     root: Arc<RootComplex>,

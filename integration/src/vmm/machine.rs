@@ -1,4 +1,4 @@
-//! A machine with all its parts, and with functions that are added and removed.
+//! A machine with all its parts. Functions can be added to it and removed.
 
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
@@ -51,19 +51,19 @@ pub struct MachineConfig {
     pub counters: bool,
     /// Path of the listening socket for the second serial port.
     pub serial: Option<PathBuf>,
-    /// Path of the control socket for adding and removing functions and for snapshots.
+    /// Path of the control socket, for adding and removing functions and for snapshots.
     pub control: Option<PathBuf>,
     /// Directory of a snapshot to restore, instead of booting a kernel.
     pub restore: Option<PathBuf>,
 }
 
-/// A running machine. Dropping it is like a power failure, except that functions are stopped and their drives flushed.
+/// A running machine. Dropping it is like a power failure, but functions are ended and their drives are flushed.
 pub struct Machine {
     shared: Arc<SharedMachine>,
     ended: Receiver<MachineEnd>,
 }
 
-/// State for requests to a running machine.
+/// Parts of a machine that its threads and its control socket use.
 struct SharedMachine {
     /// Dropped first, since the vCPUs access the other fields. `None` once the machine has ended.
     vcpus: Mutex<Option<RunningVcpus>>,
@@ -74,7 +74,7 @@ struct SharedMachine {
     functions: MachineFunctions,
 }
 
-/// Functions of a machine, and resources for creating more.
+/// Functions of a machine, and resources for creating further ones.
 struct MachineFunctions {
     vmm: Arc<KvmVmm>,
     memory: MachineMemory,
@@ -92,7 +92,7 @@ impl Machine {
         let saved = config.restore.as_deref().map(MachineState::read_from);
         let saved = saved.transpose()?;
         let (vcpus, memory_mib) = match &saved {
-            // The number of vCPUs is checked below.
+            // The number of vCPUs is checked below, so the cast is harmless.
             Some(saved) => (saved.vcpus.len() as u8, saved.memory_mib),
             None => (config.vcpus, config.memory_mib),
         };
@@ -144,7 +144,7 @@ impl Machine {
         };
         let vcpus = RunningVcpus::start(vcpus, &shared.functions.vmm, &bus, &sender);
         let vcpus = vcpus.map_err(MachineError::kvm("start the vCPUs"))?;
-        // Functions of a snapshot have their interrupt messages already.
+        // Functions of a snapshot already have interrupt messages, which must be registered with KVM.
         for (_, function) in shared.functions.root.occupied() {
             function.update_vcpu_threads();
         }
@@ -168,7 +168,7 @@ impl Machine {
     /// # Errors
     /// A function does not end cleanly.
     pub fn wait(self) -> Result<MachineEnd, MachineError> {
-        // The power control holds a sender as long as the machine exists.
+        // Fails never: the power control has a sender as long as the machine exists.
         let ended = self.ended.recv().unwrap_or(MachineEnd::PoweredOff);
         drop(lock(&self.shared.vcpus).take());
         self.shared.functions.stop()?;
@@ -211,12 +211,12 @@ impl MachineRequests for SharedMachine {
             vcpus.stop()
         };
         let written = self.write(&stopped, folder);
-        // After a failed snapshot, the vCPUs cannot continue, either.
+        // Even after a failed snapshot, the vCPUs cannot continue.
         let ended = match &written {
             Ok(()) => MachineEnd::Suspended,
             Err(error) => MachineEnd::Failed(error.to_string()),
         };
-        // Only the first end counts; later ones are dropped.
+        // Only the first reason of the end counts. Later ones are dropped.
         let _ = self.ended.send(ended);
         written
     }
@@ -225,7 +225,7 @@ impl MachineRequests for SharedMachine {
 impl SharedMachine {
     fn write(&self, vcpus: &[VcpuFd], folder: &Path) -> Result<(), MachineError> {
         let mut functions = Vec::new();
-        // Functions are paused first, since their interrupts change other state.
+        // Functions are paused before other state is saved, since their interrupts change it.
         for (slot, function) in self.functions.root.occupied() {
             function.pause()?;
             functions.push(SlotState {
@@ -253,7 +253,7 @@ impl SharedMachine {
         state.write_to(folder, &file)
     }
 
-    /// Loads a kernel. Returns vCPUs that start it.
+    /// Loads a kernel. Returns vCPUs that will start it.
     fn boot(&self, config: &MachineConfig) -> Result<Vec<VcpuFd>, MachineError> {
         for options in &config.functions {
             self.add(options)?;
@@ -269,7 +269,7 @@ impl SharedMachine {
         let set_up = || MachineError::kvm("set up a vCPU");
         for (number, vcpu) in vcpus.iter().enumerate() {
             boot::set_msrs(vcpu).map_err(set_up())?;
-            // The first vCPU starts the others.
+            // The kernel on the first vCPU starts the other vCPUs.
             if number == 0 {
                 entry.set(vcpu).map_err(set_up())?;
             }
@@ -277,7 +277,7 @@ impl SharedMachine {
         Ok(vcpus)
     }
 
-    /// Restores a snapshot. Returns vCPUs that continue from it.
+    /// Restores a snapshot. Returns vCPUs that will continue from it.
     fn restore(
         &self,
         saved: &MachineState,
@@ -287,7 +287,7 @@ impl SharedMachine {
         let look = MachineError::kvm("look at the guest's memory");
         let memory = self.functions.memory.file().map_err(look)?;
         snapshot::read_memory(folder, &memory)?;
-        // There are at most four.
+        // The cast loses nothing: there are at most four vCPUs.
         let vcpus = self.vcpus(saved.vcpus.len() as u8)?;
         let set_up = || MachineError::kvm("restore the vCPUs and their interrupts");
         for (vcpu, state) in vcpus.iter().zip(&saved.vcpus) {
@@ -335,7 +335,7 @@ impl SharedMachine {
 }
 
 impl MachineFunctions {
-    /// Creates a function without a slot.
+    /// Creates a function, which has no slot yet.
     fn make(&self, function: &ParsedFunctionOptions) -> Result<Arc<FunctionDevice>, MachineError> {
         let (id, host) = open::open_backend(function, &self.ledgers, &self.pollers)?;
         let function = NvmeFunction::new(host, MsixMasking::Function);
@@ -355,8 +355,8 @@ impl MachineFunctions {
     }
 }
 
-/// Creates the serial ports. The first one's output is standard output. The second one is connected to a socket in both
-/// directions, if there is one.
+/// Creates the serial ports. The first one's output is standard output. If there is a socket, the second one is connected
+/// to it in both directions.
 fn serial_ports(
     vm: &VmFd,
     bus: &Bus,
@@ -390,7 +390,7 @@ fn serial_ports(
         ports.push(port);
     }
     if let (Some(reader), Some(port)) = (reader, ports.last().cloned()) {
-        // The thread ends with the process, or when the last sender is dropped.
+        // The thread is not joined: it ends with the process, or when the last sender is dropped.
         thread::Builder::new()
             .name("serial".to_owned())
             .spawn(move || SerialPort::feed(&port, reader))
@@ -404,6 +404,6 @@ fn place_device(_: bus::Error) -> MachineError {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Values under these locks are only replaced as a whole, so poisoning is harmless.
+    // A value under these locks is only replaced as a whole. So a poisoned lock is usable.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

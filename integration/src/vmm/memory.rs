@@ -13,9 +13,9 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
 
 use super::MachineError;
 
-/// Minimum size in MiB, so that kernels can decompress themselves.
+/// Minimum size in MiB, with which kernels can decompress themselves.
 pub(super) const MIN_MIB: u64 = 128;
-/// Maximum size in MiB, so that memory does not overlap the BARs.
+/// Maximum size in MiB, so that memory ends below the addresses of BARs.
 pub(super) const MAX_MIB: u64 = 3072;
 
 /// Guest memory.
@@ -35,7 +35,7 @@ impl MachineMemory {
         let len = mib << 20;
         let failed = || MachineError::kvm("map the guest's memory");
         let fd = memfd(c"guest-memory", len).map_err(failed())?;
-        // The size is at most 3 GiB.
+        // The cast loses nothing: the size is at most 3 GiB.
         let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, MappingAccess::ReadWrite);
         vmm.map(Gpa(0), &Arc::new(mapping.map_err(failed())?))?;
         let file = File::from(fd.try_clone().map_err(failed())?);
@@ -54,7 +54,7 @@ impl MachineMemory {
         self.len
     }
 
-    /// Returns the memory for loading boot data.
+    /// Returns the memory in the form in which boot data is loaded.
     pub(super) fn guest(&self) -> &GuestMemoryMmap {
         &self.guest
     }
@@ -64,7 +64,7 @@ impl MachineMemory {
         Ok(File::from(self.fd.try_clone()?))
     }
 
-    /// Returns the description for a function's DMA mapping.
+    /// Returns the memory as a region for a function's DMA mapping.
     pub(super) fn region(&self) -> io::Result<MemoryRegion> {
         Ok(MemoryRegion {
             gpa: Gpa(0),

@@ -1,13 +1,13 @@
 //! The reference VMM: a minimal VMM that boots a Linux kernel with functions in its own process.
 //!
-//! The reference VMM shows how to integrate a [`FunctionDevice`], and tests the in-process path without another VMM. It is not
-//! for production: it supports one kind of guest, no firmware, and at most 3 GiB of memory.
+//! The reference VMM is an example of integrating a [`FunctionDevice`]. With it, functions in a VMM's process can be tested
+//! without another VMM. It is not for production: it supports one kind of guest, no firmware, and at most 3 GiB of memory.
 //!
 //! - `options`: the command line;
 //! - `layout`, `memory`, `boot`, `acpi`: the guest's initial state;
 //! - `bus`, `pci`, `platform`: devices;
 //! - `machine`, `vcpu`: the running machine;
-//! - `control`, `snapshot`: adding and removing functions, and continuing a machine in another process;
+//! - `control`, `snapshot`: adding and removing functions, and saving and restoring a machine;
 //! - `counters`: KVM's counters.
 //!
 //! [`FunctionDevice`]: nvme_mpt_vmm::FunctionDevice
@@ -39,11 +39,11 @@ pub use machine::{Machine, MachineConfig};
 /// Reasons why a machine ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MachineEnd {
-    /// The guest powered it off.
+    /// The guest powered the machine off.
     PoweredOff,
-    /// The guest reset it.
+    /// The guest reset the machine.
     Reset,
-    /// A snapshot was written.
+    /// A snapshot of the machine was written.
     Suspended,
     /// The machine cannot continue.
     Failed(String),
@@ -61,7 +61,7 @@ pub enum MachineError {
     /// There are more functions than slots.
     #[error("A machine has at most {max} functions", max = pci::SLOTS)]
     Functions,
-    /// The kernel refuses something.
+    /// The kernel refuses a call.
     #[error("Cannot {action}")]
     Kvm {
         /// Action that failed.
@@ -85,16 +85,16 @@ pub enum MachineError {
         /// Cause.
         source: linux_loader::loader::Error,
     },
-    /// Data for the guest does not fit into memory.
+    /// Data for the guest does not fit into its memory.
     #[error("Cannot place {0} in the guest's memory: give it more")]
     Place(&'static str),
     /// There is no function with this id.
     #[error("The machine has no function {0}")]
     NoFunction(String),
-    /// The snapshot is invalid, or from a machine with another version or other options.
+    /// The snapshot is invalid, or is from a machine with another version or other options.
     #[error("The machine cannot be restored: {0}")]
     Snapshot(String),
-    /// The machine is ending and cannot be written.
+    /// The machine is ending, so no snapshot can be written.
     #[error("The machine has ended")]
     Ended,
     /// The options of a function are invalid.

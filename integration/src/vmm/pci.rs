@@ -10,10 +10,10 @@ use vmm_device::{Bar, BarMove};
 
 use super::bus::Bus;
 
-/// Number of slots: device numbers of a bus without the host bridge's.
+/// Number of slots: all device numbers of a bus except that of the host bridge.
 pub(super) const SLOTS: usize = 31;
 
-/// Bits of an offset for register, function and device number.
+/// Bits of an offset in configuration space: register, function number and device number.
 const REGISTER_MASK: u64 = 0xFFF;
 const FUNCTION_SHIFT: u32 = 12;
 const FUNCTION_MASK: u64 = 0b111;
@@ -26,7 +26,7 @@ const CLASS_CODE: usize = 0x09;
 
 /// The root complex.
 pub(super) struct RootComplex {
-    /// Weak, since the bus owns the root complex.
+    /// Bus of the machine. The reference is weak, since the bus owns the root complex.
     bus: Weak<Bus>,
     slots: Mutex<[Option<Arc<FunctionDevice>>; SLOTS]>,
 }
@@ -53,7 +53,7 @@ impl RootComplex {
         Ok(free + 1)
     }
 
-    /// Puts a function into a given slot, keeping its BARs. Returns whether the slot was free.
+    /// Puts a function into the slot `place`. Its BARs stay as they are. Returns whether the slot was free.
     pub(super) fn insert_at(
         &self,
         slot: usize,
@@ -80,7 +80,7 @@ impl RootComplex {
             .collect()
     }
 
-    /// Removes a function by its id. Accesses that have begun may still finish.
+    /// Removes a function by its id. Accesses that have begun may end later.
     pub(super) fn remove(&self, id: &str) -> Option<Arc<FunctionDevice>> {
         let is_it = |slot: &&mut Option<Arc<FunctionDevice>>| {
             slot.as_ref().is_some_and(|function| function.id() == id)

@@ -13,16 +13,16 @@ use vmm_sys_util::eventfd::EventFd;
 use super::MachineEnd;
 use super::snapshot::SerialPortState;
 
-/// SLP_TYP of soft off in the DSDT (ACPI 6.5, section 7.4.2.6).
+/// Value of SLP_TYP for soft off, which the DSDT declares (ACPI 6.5, section 7.4.2.6).
 pub(super) const SLEEP_TYPE_OFF: u8 = 5;
-/// Value of the FADT that resets the machine (ACPI 6.5, section 4.8.3.6).
+/// Value that resets the machine, which the FADT declares (ACPI 6.5, section 4.8.3.6).
 pub(super) const RESET_VALUE: u8 = 1;
 
-/// Sleep Control Register: SLP_EN, and the position of SLP_TYP (ACPI 6.5, section 4.8.3.7).
+/// Bits of the Sleep Control Register: SLP_EN, and the position of SLP_TYP (ACPI 6.5, section 4.8.3.7).
 const SLEEP_ENABLE: u8 = 1 << 5;
 const SLEEP_TYPE_SHIFT: u8 = 2;
 
-/// Interrupt Enable, Interrupt Identification and Line Status Registers, and Data Ready in the last.
+/// Offsets of the Interrupt Enable, Interrupt Identification and Line Status Registers, and the bit Data Ready of the last.
 const IER: u8 = 1;
 const IIR: u8 = 2;
 const LSR: u8 = 5;
@@ -39,7 +39,7 @@ impl Trigger for InterruptLine {
     }
 }
 
-/// Waker of a thread that waits for space in a port: see [`SerialPort::feed`].
+/// Wakes a thread that waits for space in a port: see [`SerialPort::feed`].
 struct SpaceWaker(Arc<Condvar>);
 
 impl SerialEvents for SpaceWaker {
@@ -54,14 +54,15 @@ impl SerialEvents for SpaceWaker {
     }
 }
 
-/// A serial port with a writer for its output.
+/// A serial port, and the writer for its output.
 pub(super) struct SerialPort {
     serial: Serial<InterruptLine, SpaceWaker, Box<dyn Write + Send>>,
     space: Arc<Condvar>,
 }
 
 impl SerialPort {
-    /// Creates a serial port with interrupts on `line`, from a saved state if there is one. `None` if the state is invalid.
+    /// Creates a serial port that raises interrupts on `line`. If there is a saved state, restores it; returns `None` if it
+    /// is invalid.
     pub(super) fn new(
         line: EventFd,
         writer: Box<dyn Write + Send>,
@@ -85,17 +86,17 @@ impl SerialPort {
     }
 
     /// Raises the interrupt again while there is data, as a UART does (16550D data sheet, section 8.5). The emulated port
-    /// clears it when the first byte is read. A guest that reads a limited number of bytes per interrupt would not see the
-    /// rest.
+    /// clears the interrupt when the first byte is read. So a guest that reads a limited number of bytes per interrupt
+    /// would not read the remaining bytes.
     fn raise_if_data(&mut self) {
         if self.serial.read(LSR) & LSR_DATA_READY != 0 {
             let enabled = self.serial.read(IER);
-            // Enabling an interrupt raises it if its cause is present.
+            // When an interrupt is enabled whose cause is present, the port raises it.
             let _ = self.serial.write(IER, enabled);
         }
     }
 
-    /// Sends all input from `reader` to the guest, waiting for space in the port.
+    /// Sends all input of `reader` to the guest. Waits while the port has no space.
     pub(super) fn feed(port: &Mutex<Self>, mut reader: impl Read) {
         let mut bytes = [0; 64];
         loop {
@@ -110,7 +111,7 @@ impl SerialPort {
                     .wait_while(port, |port| port.serial.fifo_capacity() == 0)
                     .unwrap_or_else(PoisonError::into_inner);
                 match port.serial.enqueue_raw_bytes(piece) {
-                    // In loopback mode, a port has no input.
+                    // In loopback mode, the port accepts no input.
                     Ok(0) | Err(_) => break,
                     Ok(taken) => piece = &piece[taken..],
                 }
@@ -134,7 +135,7 @@ impl MutDevicePio for SerialPort {
         let (Ok(offset), Some(byte)) = (u8::try_from(offset), data.first()) else {
             return;
         };
-        // Errors of the writer are ignored, since nothing can handle them.
+        // Errors of the writer are ignored, as there is no way to handle them.
         let _ = self.serial.write(offset, *byte);
         let _ = self.serial.writer_mut().flush();
     }
@@ -155,7 +156,7 @@ impl MutDevicePio for PowerControl {
             (2, Some(&RESET_VALUE)) => MachineEnd::Reset,
             _ => return,
         };
-        // Only the first end counts; later ones are dropped.
+        // Only the first reason of the end counts. Later ones are dropped.
         let _ = self.0.send(ended);
     }
 }
@@ -199,7 +200,7 @@ mod tests {
         assert_eq!(read(LINE_STATUS) & DATA_READY, 0);
     }
 
-    /// Linux reads at most 256 bytes for the cause in the IIR, then reads the IIR again.
+    /// Linux reads the cause in the IIR, then at most 256 bytes, then the IIR again.
     #[test]
     fn unread_serial_data_raises_its_cause_again() {
         const IER_DATA: u8 = 1 << 0;
@@ -218,7 +219,7 @@ mod tests {
         assert_eq!(port.serial.enqueue_raw_bytes(b"abc").expect("room"), 3);
         assert_eq!(cause(&mut port), IIR_DATA);
         assert_eq!(read(&mut port, 0), b'a');
-        // Another byte arrives while the guest reads. The next read clears the interrupt that reports the byte.
+        // Another byte arrives while the guest reads. The next read clears the interrupt that reports this byte.
         assert_eq!(port.serial.enqueue_raw_bytes(b"d").expect("room"), 1);
         assert_eq!(read(&mut port, 0), b'b');
         assert_eq!(cause(&mut port), IIR_DATA);

@@ -23,10 +23,11 @@ pub(super) const VERSION: u32 = 1;
 const STATE: &str = "machine.json";
 const MEMORY: &str = "memory";
 
-/// Memory is copied in pieces of this size in bytes. Pieces of zeroes are skipped.
+/// Size in bytes of the pieces in which memory is copied. Pieces of zeroes are skipped.
 const PIECE: usize = 1 << 20;
 
-/// TSC deadline of the local APIC's timer, to be restored after the local APIC and the time stamp counter.
+/// Register with the TSC deadline of the local APIC's timer. It must be restored after the local APIC and the time stamp
+/// counter.
 const IA32_TSC_DEADLINE: u32 = 0x6E0;
 
 /// State of a machine without its memory.
@@ -41,7 +42,7 @@ pub(super) struct MachineState {
     pub(super) functions: Vec<SlotState>,
 }
 
-/// State of a function, with its slot.
+/// State of a function, and the number of its slot.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct SlotState {
@@ -94,13 +95,13 @@ impl MachineState {
         copied.map_err(MachineError::file(&path))?;
         let path = folder.join(STATE);
         let state = serde_json::to_vec(self).map_err(io::Error::from);
-        // The state is written last, so that its file implies complete files.
+        // The state is written last: if its file exists, all files are complete.
         state
             .and_then(|state| fs::write(&path, state))
             .map_err(MachineError::file(&path))
     }
 
-    /// Reads the state without memory from a directory.
+    /// Reads the state from a directory, without memory.
     pub(super) fn read_from(folder: &Path) -> Result<Self, MachineError> {
         let path = folder.join(STATE);
         let state = fs::read(&path).and_then(|state| Ok(serde_json::from_slice::<Self>(&state)?));
@@ -115,7 +116,7 @@ impl MachineState {
     }
 }
 
-/// Fills memory from a directory.
+/// Reads the content of memory from a directory.
 pub(super) fn read_memory(folder: &Path, memory: &File) -> Result<(), MachineError> {
     let path = folder.join(MEMORY);
     let copied = File::open(&path).and_then(|mut copy| {
@@ -130,7 +131,7 @@ pub(super) fn read_memory(folder: &Path, memory: &File) -> Result<(), MachineErr
     copied.map_err(MachineError::file(&path))
 }
 
-/// Copies one file over an empty one of the same length.
+/// Copies a file over an empty file of the same length.
 fn copy_pieces(from: &mut File, to: &mut File) -> io::Result<()> {
     from.rewind()?;
     let mut piece = vec![0; PIECE];
@@ -150,7 +151,7 @@ fn copy_pieces(from: &mut File, to: &mut File) -> io::Result<()> {
 }
 
 impl VcpuState {
-    /// Returns the state of a stopped vCPU, with its `known` model-specific registers.
+    /// Returns the state of a stopped vCPU. It contains those model-specific registers that are in `known`.
     pub(super) fn of(vcpu: &VcpuFd, known: &MsrList) -> Result<Self, kvm_ioctls::Error> {
         Ok(Self {
             mp_state: vcpu.get_mp_state()?,
@@ -165,7 +166,7 @@ impl VcpuState {
         })
     }
 
-    /// Restores the state into a new vCPU whose features are set.
+    /// Restores the state into a new vCPU, whose CPUID features must be set.
     pub(super) fn restore(&self, vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
         let Self {
             mp_state,
@@ -185,8 +186,8 @@ impl VcpuState {
         set_xsave(vcpu, xsave)?;
         vcpu.set_debug_regs(debugregs)?;
         vcpu.set_lapic(lapic)?;
-        // Registers are set one by one, since KVM stops at the first that it refuses. A register that KVM lists and refuses has
-        // the value of the host's processor, which is the same.
+        // Registers are set one by one, since KVM stops at the first one that it refuses. A register that KVM lists but
+        // refuses has the value of the host's processor, which is equal on this host.
         for entry in msrs {
             vcpu.set_msrs(&one(*entry)?)?;
         }
@@ -199,8 +200,8 @@ impl VcpuState {
     reason = "the interface cannot know how much of the area KVM reads"
 )]
 fn set_xsave(vcpu: &VcpuFd, xsave: &kvm_xsave) -> Result<(), kvm_ioctls::Error> {
-    // SAFETY: no feature with more state than the 4 KiB area holds was enabled for this process.
-    // Enabling one takes a call of arch_prctl, which is not made here.
+    // SAFETY: no feature with more state than the area of 4 KiB holds was enabled for this process. Enabling one requires a
+    // call of arch_prctl, which this process does not make.
     unsafe { vcpu.set_xsave(xsave) }
 }
 
@@ -211,7 +212,7 @@ fn read_msrs(vcpu: &VcpuFd, known: &MsrList) -> Result<Vec<kvm_msr_entry>, kvm_i
             index: *index,
             ..Default::default()
         })?;
-        // KVM knows registers that this processor does not have.
+        // KVM may list registers that this processor does not have, so errors are skipped.
         if let Ok(1) = vcpu.get_msrs(&mut msrs) {
             found.extend_from_slice(msrs.as_slice());
         }
@@ -248,7 +249,7 @@ impl InterruptState {
         for chip in &self.chips {
             vm.set_irqchip(chip)?;
         }
-        // The clock continues from its saved value, independent of the present time.
+        // The clock continues from its saved value, whatever time has passed.
         vm.set_clock(&kvm_clock_data {
             clock: self.clock.clock,
             ..Default::default()

@@ -1,4 +1,4 @@
-//! vCPUs, each with a thread.
+//! vCPUs. Each has a thread.
 
 use std::io;
 use std::sync::Arc;
@@ -16,11 +16,11 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 use super::MachineEnd;
 use super::bus::Bus;
 
-/// Interval of signals to a vCPU thread that must end. A signal may arrive immediately before the guest is entered, and have no
-/// effect.
+/// Interval of repeated signals to a vCPU thread that must end: a signal that arrives immediately before the guest is
+/// entered has no effect.
 const KICK_AGAIN: Duration = Duration::from_millis(1);
 
-/// Returns the processor features that KVM supports, for the vCPU with this local APIC.
+/// Returns the processor features that KVM supports, for the vCPU with the local APIC id `apic`.
 pub(super) fn cpuid(kvm: &Kvm, apic: u8) -> Result<CpuId, kvm_ioctls::Error> {
     const FEATURES: u32 = 0x1;
     /// CPUID bits: hypervisor, and TSC deadline timer of the local APIC.
@@ -48,7 +48,8 @@ pub(super) struct RunningVcpus {
 }
 
 impl RunningVcpus {
-    /// Starts vCPUs that are set up. A vCPU that ends by itself reports the reason. Registers the threads with `vmm`.
+    /// Starts vCPUs that are set up. Registers their threads with `vmm`. If a vCPU ends by itself, the reason is sent to
+    /// `ended`.
     pub(super) fn start(
         vcpus: Vec<VcpuFd>,
         vmm: &KvmVmm,
@@ -69,28 +70,28 @@ impl RunningVcpus {
                 .name(format!("vcpu-{number}"))
                 .spawn(move || {
                     let mut vcpu = vcpu;
-                    // The channel has room, so that sending does not block.
+                    // The channel has space for one message, so the send does not block.
                     let _ = name.send(ThreadId::current());
                     if let Some(why) = run(&mut vcpu, &bus, &stopping) {
-                        // Only the first end counts; later ones are dropped.
+                        // Only the first reason of the end counts. Later ones are dropped.
                         let _ = ended.send(why);
                     }
                     vcpu
                 })?;
             running.threads.push(thread);
-            // There are at most four.
+            // The cast loses nothing: there are at most four vCPUs.
             vmm.set_vcpu_thread(number as u32, named.recv().ok());
         }
         Ok(running)
     }
 
-    /// Stops all vCPUs, each between two instructions.
+    /// Stops all vCPUs, each between two instructions, and returns them.
     pub(super) fn stop(&mut self) -> Vec<VcpuFd> {
         self.stopping.store(true, Ordering::Release);
         let mut stopped = Vec::new();
         for thread in self.threads.drain(..) {
             while !thread.is_finished() {
-                // Fails only if the thread has ended.
+                // Fails only if the thread has already ended.
                 let _ = thread.kill(SIGRTMIN());
                 thread::sleep(KICK_AGAIN);
             }
@@ -109,14 +110,14 @@ impl Drop for RunningVcpus {
     }
 }
 
-/// Signal handler without effect: the signal interrupts a system call.
+/// Signal handler that does nothing: the signal itself interrupts a system call.
 extern "C" fn on_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
-/// Runs a vCPU until it is stopped. Returns the reason if it ends by itself.
+/// Runs a vCPU until it is stopped. If it ends by itself, returns the reason.
 fn run(vcpu: &mut VcpuFd, bus: &Bus, stopping: &AtomicBool) -> Option<MachineEnd> {
     loop {
-        // KVM completes the instruction of an access that exited when the vCPU is entered again. Before stopping, this entry
-        // happens with an immediate exit, so that no other instruction runs.
+        // If an access has exited to the VMM, KVM completes its instruction when the vCPU is entered again. So before a
+        // stop, the vCPU is entered once more with an immediate exit, which runs no other instruction.
         let last = stopping.load(Ordering::Acquire);
         vcpu.set_kvm_immediate_exit(u8::from(last));
         match vcpu.run() {
@@ -124,7 +125,7 @@ fn run(vcpu: &mut VcpuFd, bus: &Bus, stopping: &AtomicBool) -> Option<MachineEnd
             Ok(VcpuExit::IoOut(port, data)) => bus.write_port(port, data),
             Ok(VcpuExit::MmioRead(address, data)) => bus.read_address(address, data),
             Ok(VcpuExit::MmioWrite(address, data)) => bus.write_address(address, data),
-            // A triple fault resets a PC.
+            // As on a PC, a triple fault resets the machine.
             Ok(VcpuExit::Shutdown | VcpuExit::SystemEvent(..)) => return Some(MachineEnd::Reset),
             Ok(VcpuExit::Intr | VcpuExit::Hlt | VcpuExit::IrqWindowOpen) => {}
             Ok(exit) => return Some(MachineEnd::Failed(format!("a vCPU stopped: {exit:?}"))),

@@ -1,5 +1,5 @@
-//! The user's Cloud Hypervisor. A stock one uses functions of `nvme-mpt serve`, and one with this project's patch has functions
-//! in its own process.
+//! The user's Cloud Hypervisor. Without this project's patch, it uses functions of `nvme-mpt serve`. With the patch, it has
+//! functions in its own process.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -24,7 +24,7 @@ use super::{
 pub const PATH_VARIABLE: &str = "CLOUD_HYPERVISOR";
 
 const NAME: &str = "cloud-hypervisor";
-/// Option for functions in its own process.
+/// Option of the patch for functions in the VMM's process.
 const OPTION: &str = "--nvme-mpt";
 /// Option for vfio-user devices.
 const USER_DEVICE: &str = "--user-device";
@@ -36,7 +36,7 @@ pub struct CloudHypervisor {
     folder: PathBuf,
     state_dir: PathBuf,
     pluggable: FunctionArgument,
-    /// Server of the functions; `None` if functions are in the VMM's process.
+    /// Server of the functions; `None` if the functions are in the VMM's process.
     server: Option<Server>,
 }
 
@@ -45,7 +45,7 @@ pub fn configured_path() -> Option<PathBuf> {
     std::env::var_os(PATH_VARIABLE).map(PathBuf::from)
 }
 
-/// Returns whether the user's Cloud Hypervisor has functions in its own process.
+/// Returns whether the user's Cloud Hypervisor has the patch, and so functions in its own process.
 ///
 /// # Errors
 /// The variable is not set, or the program cannot be run.
@@ -55,12 +55,14 @@ pub fn has_own_functions() -> Result<bool, VmmsError> {
     Ok(help.contains(OPTION))
 }
 
-/// Returns the path if the file exists, to be [copied](crate::lab::LabConfig::with_file) into the lab.
+/// Returns the path of the user's Cloud Hypervisor, if the file exists, to be [copied](crate::lab::LabConfig::with_file)
+/// into the lab.
 pub fn existing_path() -> Option<PathBuf> {
     configured_path().filter(|path| path.is_file())
 }
 
-/// Returns the prefix that sets the variable for a command in the lab; empty if the user has none.
+/// Returns an assignment of the variable, to be put in front of a command in the lab; empty if the user has no Cloud
+/// Hypervisor.
 pub fn assignment() -> String {
     let Some(path) = configured_path() else {
         return String::new();
@@ -81,7 +83,7 @@ pub fn spawn<S: AsRef<OsStr>>(
     arguments: impl IntoIterator<Item = S>,
 ) -> Result<SupervisedChild, VmmsError> {
     let socket = api(folder);
-    // A socket of an earlier guest may still exist.
+    // The socket of an earlier guest may still exist.
     let _ = std::fs::remove_file(&socket);
     let mut command = Command::new(configured_path().ok_or(VmmsError::NotNamed)?);
     command
@@ -94,7 +96,8 @@ pub fn spawn<S: AsRef<OsStr>>(
     )?)
 }
 
-/// Sends an API request to the Cloud Hypervisor of a directory (Cloud Hypervisor, docs/api.md). The body may be `null`.
+/// Sends an API request to the Cloud Hypervisor whose files are in `folder` (Cloud Hypervisor, docs/api.md). The body may
+/// be `null`.
 ///
 /// # Errors
 /// The VMM does not answer, or refuses.
@@ -165,7 +168,7 @@ impl HttpResponse {
     }
 }
 
-/// Connects to the serial port's socket once it exists.
+/// Connects to the serial port's socket. Waits until the socket exists.
 fn connect(
     path: &Path,
     mut has_ended: impl FnMut() -> Result<bool, VmmsError>,
@@ -199,20 +202,20 @@ fn user_device(socket: &Path, id: &str) -> [String; 2] {
 }
 
 impl CloudHypervisor {
-    /// Launches the user's Cloud Hypervisor, with or without the patch. Its first function is on a socket of a server that
-    /// other VMMs share. No other function can be plugged.
+    /// Launches the user's Cloud Hypervisor, with or without the patch. Its first function is on a socket of a server,
+    /// which other VMMs use as well. No other function can be plugged.
     ///
     /// # Errors
-    /// As of [`VmmUnderTest::launch`].
+    /// As [`VmmUnderTest::launch`].
     pub fn launch_over_vfio_user(setup: &VmmSetup<'_>, socket: &Path) -> Result<Self, VmmsError> {
         help()?;
         Self::boot(setup, user_device(socket, &setup.first.id), None, &[])
     }
 
-    /// Launches as [`VmmUnderTest::launch`] does, with additional arguments.
+    /// Launches the VMM like [`VmmUnderTest::launch`], with additional arguments.
     ///
     /// # Errors
-    /// As of [`VmmUnderTest::launch`].
+    /// As [`VmmUnderTest::launch`].
     pub fn launch_with(setup: &VmmSetup<'_>, arguments: &[&str]) -> Result<Self, VmmsError> {
         let VmmSetup {
             first,
@@ -230,7 +233,7 @@ impl CloudHypervisor {
         Self::boot(setup, function, Some(server), arguments)
     }
 
-    /// Requests a balloon of `bytes` bytes.
+    /// Requests that the guest sets its balloon to `bytes` bytes.
     ///
     /// # Errors
     /// The VMM refuses.
@@ -246,7 +249,7 @@ impl CloudHypervisor {
         more: &[&str],
     ) -> Result<Self, VmmsError> {
         let (agent, console) = (setup.folder.join("agent"), setup.folder.join("console"));
-        // A socket of an earlier guest may still exist.
+        // The socket of an earlier guest may still exist.
         let _ = std::fs::remove_file(&agent);
         let kernel = &setup.assets.kernel;
         let command_line = format!(
@@ -259,7 +262,7 @@ impl CloudHypervisor {
             ["--kernel".into(), kernel.image.display().to_string()],
             ["--cmdline".into(), command_line],
             ["--cpus".into(), format!("boot={}", setup.vcpus)],
-            // The memory is shared, since a server maps it.
+            // The memory is shared, since the server maps it.
             ["--memory".into(), format!("size={MEMORY_MIB}M,shared=on")],
             ["--console".into(), format!("file={}", console.display())],
             ["--serial".into(), format!("socket={}", agent.display())],
@@ -269,7 +272,7 @@ impl CloudHypervisor {
         let arguments = arguments.chain(more.iter().map(|&argument| argument.to_owned()));
         let mut vmm = spawn(setup.folder, arguments)?;
         let stream = connect(&agent, || Ok(vmm.try_wait()?.is_some()))?;
-        // The serial port raises a single interrupt for all bytes that arrive together.
+        // The serial port raises a single interrupt for all bytes that arrive together, so the agent needs reminders.
         let guest = GuestAgent::new("guest", &kernel.name, &console, vmm, stream)?.remind();
         guest.await_ready(BOOT_TIMEOUT)?;
         Ok(Self {
@@ -307,17 +310,17 @@ impl VmmUnderTest for CloudHypervisor {
     }
 
     fn unplug(&mut self, _: &str) -> Result<RequestOutcome, VmmsError> {
-        // The guest receives the request, and releases the function.
+        // The guest gets the request, and releases the function.
         let device = json!({"id": self.pluggable.id});
         request(&self.folder, "vm.remove-device", &device)?;
         Ok(RequestOutcome::Done)
     }
 
     fn reboot(&mut self) -> Result<RequestOutcome, VmmsError> {
-        // The script's end cannot be observed.
+        // The script reboots the guest, so its own end cannot be observed.
         let _job = self.guest.start(REBOOT)?;
         let deadline = Instant::now() + BOOT_TIMEOUT;
-        // A reboot creates all devices again, including the serial port.
+        // When the guest reboots, all devices are created again, including the serial port.
         loop {
             match self.guest.await_ready(BOOT_TIMEOUT) {
                 Err(GuestError::Silent {

@@ -1,10 +1,10 @@
-//! VMMs behind one trait, so that the same checks run with every available VMM.
+//! VMMs behind one trait, so that a check can run with every available VMM.
 //!
-//! - [`QemuVmm`]: a stock QEMU, with functions over vfio-user;
+//! - [`QemuVmm`]: an unmodified QEMU, with functions over vfio-user;
 //! - [`ReferenceVmm`]: the [reference VMM](crate::vmm), with functions in its own process;
 //! - [`CloudHypervisor`]: the user's Cloud Hypervisor, with functions over vfio-user or in its own process.
 //!
-//! Each has a guest, whose [`GuestAgent`] runs scripts.
+//! Each VMM has a guest, whose [`GuestAgent`] runs scripts.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -27,14 +27,14 @@ pub use qemu::QemuVmm;
 pub use reference::ReferenceVmm;
 
 const MEMORY_MIB: u32 = 384;
-/// Timeout of a guest's end and of a VMM's answer.
+/// Timeout for a guest to end, and for a VMM to answer.
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Kernel parameter for machines without firmware: reset by ACPI. Without legacy hardware, other methods end in a jump to a
-/// missing BIOS.
+/// Kernel parameter for machines without firmware: the kernel resets the machine by ACPI. Without legacy hardware, the
+/// kernel's other methods end in a jump to a missing BIOS.
 const RESET_BY_ACPI: &str = "reboot=acpi";
 
-/// Scripts that power off or reboot the guest, with a clean root file system.
+/// Scripts that power off or reboot the guest. Before that, they unmount the root file system cleanly.
 const POWER_OFF: &str = "sync; mount -o remount,ro / && poweroff -f";
 const REBOOT: &str = "sync; mount -o remount,ro / && reboot -f";
 
@@ -44,7 +44,7 @@ pub enum VmmsError {
     /// The guest failed.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// The server of its functions failed.
+    /// The server of the VMM's functions failed.
     #[error(transparent)]
     Server(#[from] ServerError),
     /// The VMM can't be run.
@@ -58,10 +58,10 @@ pub enum VmmsError {
         /// Cause.
         source: io::Error,
     },
-    /// The user's Cloud Hypervisor is not named.
+    /// The user has not named a Cloud Hypervisor.
     #[error("{} does not name a Cloud Hypervisor", cloud_hypervisor::PATH_VARIABLE)]
     NotNamed,
-    /// The named program is no Cloud Hypervisor.
+    /// The program that the user named is no Cloud Hypervisor.
     #[error(
         "{path} does not say in its --help that it is a Cloud Hypervisor: set {variable} to one",
         variable = cloud_hypervisor::PATH_VARIABLE
@@ -106,16 +106,16 @@ impl VmmsError {
 pub enum RequestOutcome {
     /// The VMM executed the request.
     Done,
-    /// The VMM does not support the request. The text names the replacement.
+    /// The VMM does not support the request. The text names an alternative.
     Unsupported(&'static str),
 }
 
-/// Location of a guest's root file system, which contains the guests' user land.
+/// Location of a guest's root file system, which contains the user land.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RootLocation {
-    /// Function that the guest has from the start.
+    /// The function that the guest has from the start.
     Function,
-    /// Guest memory.
+    /// Memory of the guest.
     Memory,
 }
 
@@ -134,7 +134,7 @@ pub struct VmmSetup<'a> {
     pub pluggable: FunctionArgument,
     /// Directory of logs and sockets.
     pub folder: &'a Path,
-    /// Directory of the lease ledger, which a server of the VMM's drives shares.
+    /// Directory of the lease ledger. If a server has the VMM's drives, it uses this ledger, too.
     pub state_dir: &'a Path,
 }
 
@@ -151,7 +151,7 @@ impl VmmSetup<'_> {
         }
     }
 
-    /// Returns the initramfs, if the root is in memory.
+    /// Returns the initramfs; `None` if the root file system is on a function.
     fn initramfs(&self) -> Option<&Path> {
         match self.root {
             RootLocation::Function => None,
@@ -173,13 +173,13 @@ pub trait VmmUnderTest {
     /// Returns the guest.
     fn guest(&self) -> &GuestAgent;
 
-    /// Plugs the pluggable function. If the VMM sends no event, the guest rescans its bus.
+    /// Plugs the pluggable function. If the VMM sends no hotplug event, makes the guest rescan its bus.
     ///
     /// # Errors
     /// The VMM refuses.
     fn plug(&mut self) -> Result<(), VmmsError>;
 
-    /// Unplugs the pluggable function. `controller` is its name in the guest, as in `nvme1`.
+    /// Unplugs the pluggable function. `controller` is the name of its controller in the guest, as in `nvme1`.
     ///
     /// # Errors
     /// The VMM or the guest refuses.
@@ -191,7 +191,7 @@ pub trait VmmUnderTest {
     /// The guest does not come up again.
     fn reboot(&mut self) -> Result<RequestOutcome, VmmsError>;
 
-    /// Replaces the server of the functions under its supervisor, and waits until the successor serves.
+    /// Replaces the server of the functions under its supervisor, and waits until the successor is ready.
     ///
     /// # Errors
     /// The successor does not come up.
@@ -204,11 +204,11 @@ pub trait VmmUnderTest {
     fn power_off(&mut self) -> Result<(), VmmsError>;
 }
 
-/// Outcome for functions in the VMM's process.
+/// Outcome of replacing the server, for a VMM that has functions in its own process.
 const NO_SERVER: RequestOutcome =
     RequestOutcome::Unsupported("its functions are in its own process, without a server");
 
-/// Returns a script that releases a controller and removes its function in the guest.
+/// Returns a script for the guest that releases a controller and removes its function.
 fn remove_controller_script(controller: &str) -> String {
     format!("echo 1 >/sys/class/nvme/{controller}/device/remove")
 }

@@ -1,4 +1,4 @@
-//! A stock QEMU, with functions of `nvme-mpt serve`.
+//! An unmodified QEMU, with functions of `nvme-mpt serve`.
 
 use crate::guest::{BOOT_TIMEOUT, Guest, GuestAgent, GuestConfig, GuestDrive, HOTPLUG_BUS};
 use crate::server::{self, Server, ServerReplacement};
@@ -25,7 +25,8 @@ impl VmmUnderTest for QemuVmm {
             .hotplug()
             .reboots()
             .drive(GuestDrive::vfio_user(server.socket(&setup.first.id)))
-            // Each letter on the console costs an exit, so only warnings are printed, such as those about late commands.
+            // Each character on the console costs an exit. So the kernel prints only warnings, such as those about late
+            // commands.
             .kernel_arguments("loglevel=5");
         let config = match setup.root {
             RootLocation::Function => config.root_on_drive(),
@@ -58,7 +59,7 @@ impl VmmUnderTest for QemuVmm {
     }
 
     fn reboot(&mut self) -> Result<RequestOutcome, VmmsError> {
-        // The script's end cannot be observed.
+        // The script reboots the guest, so its own end cannot be observed.
         let _job = self.guest.start(REBOOT)?;
         self.guest.await_ready(BOOT_TIMEOUT)?;
         Ok(RequestOutcome::Done)

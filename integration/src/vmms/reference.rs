@@ -18,9 +18,9 @@ use super::{
 };
 
 const NAME: &str = "reference-vmm";
-/// Exit status after the guest reset the machine.
+/// Exit status of the VMM after the guest has reset the machine.
 const RESET: i32 = 2;
-/// Longest wait for the VMM's end after its connections have ended.
+/// Timeout for the VMM to end after its connections have ended.
 const END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The reference VMM.
@@ -43,8 +43,8 @@ struct ReferenceParameters {
     state_dir: PathBuf,
 }
 
-/// Starts the reference VMM with `arguments`. Its control socket is in `folder`, its leases are in `state_dir`, and `log` is
-/// the guest's console.
+/// Starts the reference VMM with `arguments`. Its control socket is in `folder`, and its leases are in `state_dir`. The
+/// guest's console is written to `log`.
 ///
 /// # Errors
 /// The VMM cannot be started.
@@ -64,7 +64,7 @@ pub fn spawn<S: AsRef<OsStr>>(
     SupervisedChild::spawn(NAME, &command, log)
 }
 
-/// Sends a control request to the reference VMM of a directory, and returns the answer.
+/// Sends a control request to the reference VMM whose files are in `folder`, and returns the answer.
 ///
 /// # Errors
 /// The VMM does not answer, or refuses.
@@ -166,7 +166,7 @@ impl VmmUnderTest for ReferenceVmm {
 
     fn plug(&mut self) -> Result<(), VmmsError> {
         self.request(&format!("add {}", self.pluggable.1))?;
-        // The VMM sends no hotplug event.
+        // The VMM sends no hotplug event, so the guest must rescan the bus.
         self.guest.check("echo 1 >/sys/bus/pci/rescan", TIMEOUT)?;
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Figures of a folder.
+//! Figures in a directory: reads them, draws them, and compares them with their pictures.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -11,13 +11,13 @@ use thiserror::Error;
 
 use crate::picture::{self, DrawError};
 
-/// Errors of drawing or comparing the figures of a folder.
+/// Errors of drawing or comparing the figures of a directory.
 #[derive(Debug, Error)]
 pub enum FigureDirError {
-    /// A file or the folder cannot be used.
+    /// A file or the directory cannot be used.
     #[error("Cannot use {path}")]
     File {
-        /// The file or the folder.
+        /// The file or the directory.
         path: PathBuf,
         /// Cause.
         source: io::Error,
@@ -28,29 +28,29 @@ pub enum FigureDirError {
     /// A figure cannot be drawn.
     #[error("Cannot draw {path}")]
     Draw {
-        /// Its data.
+        /// File with the figure's data.
         path: PathBuf,
         /// Cause.
         source: DrawError,
     },
-    /// There is no figure, or none of this name.
+    /// The directory contains no figure, or none with the requested name.
     #[error("{folder} has no {name}.json")]
     NoFigure {
-        /// The folder.
+        /// The directory.
         folder: PathBuf,
-        /// The name, or `*`.
+        /// The requested name, or `*` for any.
         name: String,
     },
 }
 
-/// A picture that differs from its data.
+/// A picture that does not agree with its data.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum OutdatedPicture {
-    /// The picture of the name does not exist.
+    /// The picture with this name does not exist.
     Missing(String),
-    /// The picture of the name is another one.
+    /// The picture with this name differs from its data.
     Different(String),
-    /// A picture of the name exists, but no data with a plot.
+    /// The picture with this name has no data, or its data has no plot.
     WithoutData(String),
 }
 
@@ -72,7 +72,7 @@ impl fmt::Display for OutdatedPicture {
     }
 }
 
-/// Returns the figures of the folder, by name, or those that are named.
+/// Returns the figures of the directory with their names. If `only` is not empty, returns only the figures that it names.
 ///
 /// # Errors
 /// A figure is not valid, or there is none.
@@ -94,7 +94,8 @@ pub fn read(folder: &Path, only: &[String]) -> Result<Vec<(String, FigureData)>,
     names.into_iter().map(read).collect()
 }
 
-/// Draws the figures of the folder that have a plot, or those that are named. Returns their names.
+/// Draws those figures of the directory that have a plot. If `only` is not empty, draws only the figures that it names.
+/// Returns the names of the drawn figures.
 ///
 /// # Errors
 /// A figure is not valid, or a picture cannot be written.
@@ -108,7 +109,7 @@ pub fn draw(folder: &Path, only: &[String]) -> Result<Vec<String>, FigureDirErro
     Ok(drawn)
 }
 
-/// Returns the pictures that differ from their data, and, unless figures are named, those without data.
+/// Returns the pictures that differ from their data. If `only` is empty, also returns the pictures without data.
 ///
 /// # Errors
 /// A figure is not valid, or a picture cannot be read.
@@ -133,7 +134,7 @@ pub fn check(folder: &Path, only: &[String]) -> Result<Vec<OutdatedPicture>, Fig
     Ok(outdated)
 }
 
-/// Returns the pictures of the figures, by name.
+/// Returns the pictures of the figures, each with its name.
 fn pictures(folder: &Path, only: &[String]) -> Result<Vec<(String, String)>, FigureDirError> {
     let mut pictures = Vec::new();
     for (name, figure) in read(folder, only)? {
@@ -148,7 +149,7 @@ fn pictures(folder: &Path, only: &[String]) -> Result<Vec<(String, String)>, Fig
     Ok(pictures)
 }
 
-/// Returns the names of the files with an extension.
+/// Returns the names, without extension, of the files that have this extension.
 fn names(folder: &Path, extension: &str) -> Result<BTreeSet<String>, FigureDirError> {
     let failed = |source| FigureDirError::File {
         path: folder.to_owned(),

@@ -40,7 +40,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns whether nothing is out of date.
+/// Draws or compares the figures. Returns true if no picture is out of date.
 fn run(options: &FigureOptions) -> Result<bool, FigureDirError> {
     if options.check {
         let outdated = figure_directory::check(&options.folder, &options.only)?;

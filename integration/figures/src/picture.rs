@@ -1,4 +1,4 @@
-//! Layout of a figure: a heading, its panels from top to bottom, and its origin.
+//! Layout of a figure: a heading, the panels one below the other, and the origin of the figure.
 
 use figure_data::{FigureData, FigurePanel, FigurePoint, PlotKind};
 use plotters::backend::SVGBackend;
@@ -14,24 +14,24 @@ use crate::style::{self, GRID, GROUND, INK, LARGE, MUTED, SMALL};
 
 const WIDTH: i32 = 860;
 const MARGIN: i32 = 16;
-/// Height of a line of text.
+/// Height of a line of text, in pixels.
 const LINE: i32 = 20;
-/// Height of a bar, and of the room around bars of the same label.
+/// Height of a bar, and of the space around the bars of one label.
 const BAR: i32 = 14;
 const BETWEEN_GROUPS: i32 = 10;
-/// Room for values beside the longest bar.
+/// Width of the space for values, beside the longest bar.
 const VALUES: i32 = 110;
-/// Room for the marks of lines.
+/// Width of the space for marks, beside a plot of lines.
 const MARKS: i32 = 70;
 /// Height of a plot of lines.
 const LINES: i32 = 240;
 
-/// A picture cannot be drawn.
+/// Error of drawing a picture.
 #[derive(Debug, Error)]
 #[error("{0}")]
 pub struct DrawError(String);
 
-/// An area in pixels.
+/// Area of a picture, in pixels.
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Drawn = Result<(), DrawError>;
 
@@ -77,7 +77,7 @@ pub fn svg(figure: &FigureData) -> Result<String, DrawError> {
         }
         area.present().map_err(failed)?;
     }
-    // Behind the opening tag, which the back end writes first.
+    // The style is inserted behind the opening tag, which the library writes first.
     let at = text.find('>').map_or(0, |at| at + 1);
     text.insert_str(
         at,
@@ -86,13 +86,13 @@ pub fn svg(figure: &FigureData) -> Result<String, DrawError> {
     Ok(text)
 }
 
-/// A panel, with what is known before it is drawn.
+/// A panel, and properties of it that are computed before it is drawn.
 struct PanelLayout<'a> {
     data: &'a FigurePanel,
     scale: ValueScale,
     /// Labels of all points, in the order of their first appearance.
     labels: Vec<&'a str>,
-    /// Legend, in rows of a name and the number of its series.
+    /// Legend: rows of names, each with the number of its series.
     legend: Vec<Vec<(&'a str, usize)>>,
 }
 
@@ -120,7 +120,7 @@ impl<'a> PanelLayout<'a> {
             PlotKind::Lines => LINES,
             PlotKind::None => 0,
         };
-        // The quantity, the legend, the plot, its marks, and room.
+        // Sum of the heights of the quantity, the legend, the plot, its marks, and some space.
         LINE + self.legend_height() + plot + 2 * LINE
     }
 
@@ -128,7 +128,7 @@ impl<'a> PanelLayout<'a> {
         i32::try_from(self.legend.len()).unwrap_or(0) * LINE
     }
 
-    /// Returns the points of a label with the numbers of their series.
+    /// Returns the points with the label number `group`, each with the number of its series.
     fn group(&self, group: usize) -> impl Iterator<Item = (usize, &FigurePoint)> {
         let label = self.labels[group];
         let series = self.data.series.iter().enumerate();
@@ -209,7 +209,7 @@ impl<'a> PanelLayout<'a> {
                     Some(value) => (base, self.scale.map(value, pixels)),
                     None => (least, most),
                 };
-                // One pixel, so that the smallest bar is seen.
+                // A bar has at least one pixel, so that the smallest one is visible.
                 let corners = [
                     (from.min(to), y + 1),
                     (from.max(to).max(from.min(to) + 1), y + BAR - 1),
@@ -284,7 +284,7 @@ impl<'a> PanelLayout<'a> {
     }
 }
 
-/// Returns the names of the series in rows that fit, if there is more than one series or a name.
+/// Returns the legend: the names of the series, in rows that fit. Series without a name are left out.
 fn legend(panel: &FigurePanel) -> Vec<Vec<(&str, usize)>> {
     let mut rows: Vec<Vec<(&str, usize)>> = Vec::new();
     let mut used = WIDTH;
@@ -310,7 +310,7 @@ fn legend_width(name: &str) -> i32 {
     16 + style::width(name, SMALL) + 16
 }
 
-/// Breaks text into lines that fit.
+/// Breaks text into lines that fit into the picture.
 fn wrap(text: &str) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {
@@ -325,7 +325,7 @@ fn wrap(text: &str) -> Vec<String> {
     lines
 }
 
-/// Returns the text beside a bar.
+/// Returns the text that stands beside a bar.
 fn value(point: &FigurePoint) -> String {
     match (point.value, point.min, point.max) {
         (Some(value), ..) => style::number(value),

@@ -6,7 +6,7 @@ use plotters::coord::types::RangedCoordf64;
 
 use figure_data::FigurePanel;
 
-/// Marks on a linear axis, at most.
+/// Maximum number of marks on a linear axis.
 const MARKS: usize = 8;
 
 /// Mapping of values to pixels.
@@ -16,7 +16,7 @@ pub(super) enum ValueScale {
 }
 
 impl ValueScale {
-    /// Returns the scale for all values of a panel. A linear one has zero.
+    /// Returns the scale for all values of a panel. A linear scale includes zero.
     pub(super) fn for_panel(panel: &FigurePanel) -> Self {
         let points = panel.series.iter().flat_map(|series| &series.points);
         let ranges: Vec<(f64, f64)> = points.filter_map(|point| point.range()).collect();
@@ -29,7 +29,7 @@ impl ValueScale {
             .map(|range| range.1)
             .fold(f64::NEG_INFINITY, f64::max);
         if panel.log {
-            // A bar of the least value has a length, too.
+            // The axis starts below the lowest value, so that its bar has a length, too.
             let start = 10_f64.powf((least * 0.8).log10().floor());
             let end = (most * 1.05).max(start * 10.0);
             return Self::Logarithmic((start..end).log_scale().into());
@@ -41,7 +41,7 @@ impl ValueScale {
         Self::Linear((start..end).into())
     }
 
-    /// Returns the pixel of a value.
+    /// Returns the position of a value, in pixels.
     pub(super) fn map(&self, value: f64, pixels: (i32, i32)) -> i32 {
         match self {
             Self::Linear(scale) => scale.map(&value, pixels),
@@ -49,7 +49,7 @@ impl ValueScale {
         }
     }
 
-    /// Returns the value at which bars begin.
+    /// Returns the value at which bars start.
     pub(super) fn base(&self) -> f64 {
         match self {
             Self::Linear(_) => 0.0,
@@ -57,7 +57,8 @@ impl ValueScale {
         }
     }
 
-    /// Returns the values with marks: on a logarithmic axis powers of ten, with parts of them if these are few.
+    /// Returns the values at which the axis has marks. A logarithmic axis has marks at powers of ten; if these are few,
+    /// also at multiples of them.
     pub(super) fn marks(&self) -> Vec<f64> {
         let range = match self {
             Self::Linear(scale) => return scale.key_points(MARKS),

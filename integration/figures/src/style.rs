@@ -1,4 +1,4 @@
-//! Colours and text of pictures. A picture has two colour schemes, and needs no font but the viewer's.
+//! Colours and text of pictures. A picture has two colour schemes. It needs no other font than that of the viewer.
 
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{Color, IntoFont, RGBColor, TextStyle};
@@ -8,7 +8,7 @@ pub(super) const INK: RGBColor = RGBColor(0x24, 0x29, 0x2F);
 pub(super) const MUTED: RGBColor = RGBColor(0x57, 0x60, 0x6A);
 pub(super) const GRID: RGBColor = RGBColor(0xD0, 0xD7, 0xDE);
 
-/// Colours in a light scheme, and those in their place in a dark one.
+/// Colours of the light scheme, each with the colour that replaces it in the dark scheme.
 const DARK: [(RGBColor, RGBColor); 4] = [
     (GROUND, RGBColor(0x0D, 0x11, 0x17)),
     (INK, RGBColor(0xE6, 0xED, 0xF3)),
@@ -16,7 +16,7 @@ const DARK: [(RGBColor, RGBColor); 4] = [
     (GRID, RGBColor(0x30, 0x36, 0x3D)),
 ];
 
-/// Colours of series, which are seen on both grounds, also by most who confuse red and green.
+/// Colours of series. They are visible in both schemes, and most people who confuse red and green can distinguish them.
 const SERIES: [RGBColor; 6] = [
     RGBColor(0x3B, 0x82, 0xC4),
     RGBColor(0xDB, 0x7B, 0x14),
@@ -31,14 +31,15 @@ pub(super) const SMALL: i32 = 12;
 /// Height of a heading.
 pub(super) const LARGE: i32 = 17;
 
-/// Returns the colour of a series by its number.
+/// Returns the colour of the series with this number.
 pub(super) fn series_colour(number: usize) -> RGBColor {
     SERIES[number % SERIES.len()]
 }
 
-/// Returns the style of text whose anchor is at one of its ends, in the middle of its height.
+/// Returns the style of text of this height and colour. `anchor` is the horizontal position of the anchor; vertically, it
+/// is in the middle.
 pub(super) fn text(height: i32, colour: RGBColor, anchor: HPos) -> TextStyle<'static> {
-    // The SVG back end divides sizes by this.
+    // The SVG library divides sizes by this number.
     let size = f64::from(height) * 1.24;
     let font = ("sans-serif", size).into_font();
     TextStyle {
@@ -48,7 +49,7 @@ pub(super) fn text(height: i32, colour: RGBColor, anchor: HPos) -> TextStyle<'st
     }
 }
 
-/// Returns an estimate of a text's width, as no font is measured.
+/// Returns an estimate of the width of a text, since fonts are not measured.
 pub(super) fn width(text: &str, height: i32) -> i32 {
     let characters = i32::try_from(text.chars().count()).unwrap_or(i32::MAX);
     characters.saturating_mul(height).saturating_mul(14) / 25
@@ -67,7 +68,7 @@ pub(super) fn dark_scheme_css() -> String {
     sheet + "}\n"
 }
 
-/// Returns a number with at most four digits that count, and a letter for thousands and more.
+/// Formats a number with at most four significant digits, and with a letter for thousands, millions and so on.
 pub(super) fn number(value: f64) -> String {
     let (scaled, letter) = match value.abs() {
         large if large >= 1e9 => (value / 1e9, " G"),

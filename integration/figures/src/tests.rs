@@ -37,7 +37,7 @@ fn figure(plot: PlotKind, log: bool) -> FigureData {
     }
 }
 
-/// Returns the attributes of all elements of a kind.
+/// Returns the values of an attribute of all elements of one kind.
 fn attributes(svg: &str, element: &str, attribute: &str) -> Vec<i32> {
     let elements = svg
         .lines()
@@ -74,7 +74,7 @@ fn bars_are_as_long_as_their_values() {
     figure.panels[0].series[0].points =
         vec![FigurePoint::new("one", 1.0), FigurePoint::new("four", 4.0)];
     let svg = svg(&figure).unwrap();
-    // The ground, the legend, two bars.
+    // The rectangles are the background, the legend and two bars.
     let [_, _, one, four] = attributes(&svg, "rect", "width")[..] else {
         panic!("{svg}");
     };
@@ -103,7 +103,7 @@ fn a_picture_has_colours_for_dark_schemes_and_refers_to_nothing_else() {
         let svg = svg(&figure(plot, true)).unwrap();
         assert!(svg.starts_with("<svg "));
         assert!(svg.contains("prefers-color-scheme: dark"));
-        // The name space is no reference.
+        // The name space contains "://", but refers to nothing.
         assert_eq!(svg.matches("://").count(), 1);
         assert!(!svg.contains("url(") && !svg.contains("href") && !svg.contains("@import"));
     }
@@ -158,7 +158,7 @@ fn numbers_have_four_digits_at_most() {
     }
 }
 
-/// Returns a folder with one figure.
+/// Returns a directory with one figure.
 fn figure_dir(plot: PlotKind) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     figure(plot, false)

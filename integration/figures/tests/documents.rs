@@ -1,4 +1,4 @@
-//! Figures of the documents: valid, drawn as their data says, and linked from a page.
+//! Checks of the figures of the documents: they are valid, pictures agree with their data, and pages link to them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 
 use figures::figure_directory;
 
-/// Figures that the documents have at least.
+/// Minimum number of figures of the documents.
 const FEWEST: usize = 15;
 
 fn docs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs")
 }
 
-/// Returns the targets of all links of the pages into the folder of figures.
+/// Returns the targets of all links from pages into the directory of figures.
 fn linked() -> BTreeSet<String> {
     let pages = docs()
         .read_dir()

@@ -1,4 +1,4 @@
-//! Cheap time stamps, and binding a thread to a processor.
+//! Time stamps that cost little, and binding a thread to a processor.
 
 #![expect(
     unsafe_code,
@@ -8,8 +8,8 @@
 use std::io;
 use std::time::Instant;
 
-/// Returns the time stamp counter, read after all earlier loads. Without the fence, a completion could get a time from before
-/// its arrival.
+/// Returns the time stamp counter, read after all earlier loads. Without the fence, the time stamp of a completion could be
+/// from before its arrival.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 pub(super) fn ticks() -> u64 {
@@ -20,14 +20,14 @@ pub(super) fn ticks() -> u64 {
     }
 }
 
-/// Returns the nanoseconds since the first call, on processors without a readable time stamp counter.
+/// Returns the nanoseconds since the first call. For processors without a readable time stamp counter.
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) fn ticks() -> u64 {
     static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// Conversion of ticks to time, measured over a whole run for precision.
+/// Conversion of ticks to time. It is measured over a whole run, for precision.
 pub(super) struct Calibration {
     instant: Instant,
     ticks: u64,
@@ -41,7 +41,7 @@ impl Calibration {
         }
     }
 
-    /// Returns the ticks per second since the start, after waiting until at least 10 ms have passed.
+    /// Returns the ticks per second since the start. Waits until at least 10 ms have passed.
     pub(super) fn ticks_per_second(&self) -> f64 {
         let least = std::time::Duration::from_millis(10);
         std::thread::sleep(least.saturating_sub(self.instant.elapsed()));
@@ -57,9 +57,9 @@ pub(super) fn pin(cpu: usize) -> io::Result<()> {
     if cpu >= 8 * size_of::<libc::cpu_set_t>() {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     }
-    // SAFETY: `cpu` is within the set.
+    // SAFETY: `cpu` is below the number of processors in the set.
     unsafe { libc::CPU_SET(cpu, &mut set) };
-    // SAFETY: the set is valid and of the size given; thread 0 is the calling one.
+    // SAFETY: the set is valid and has the given size. Thread 0 is the calling thread.
     match unsafe { libc::sched_setaffinity(0, size_of_val(&set), &raw const set) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -79,7 +79,7 @@ mod tests {
         while start.elapsed().as_millis() < 20 {
             std::hint::spin_loop();
         }
-        // Ticks are read around the clock: a pause only makes more of them.
+        // Ticks are read before and after the clock. So a pause of this thread can only increase the number of ticks.
         let seconds = (ticks() - ticks_before) as f64 / rate;
         assert!(seconds > 0.019, "{seconds}");
     }

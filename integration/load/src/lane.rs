@@ -1,4 +1,4 @@
-//! A queue pair under load, with a slot for each in-flight command.
+//! A queue pair under load (lane). It has a slot for each in-flight command.
 
 use std::time::Duration;
 
@@ -13,9 +13,9 @@ use super::LoadError;
 use super::clock::ticks;
 use super::plan::{CommandPlan, SlotData};
 
-/// Maximum latency in ticks: a day at 3 GHz. Longer latencies count as this one.
+/// Maximum latency in ticks, which is a day at 3 GHz. A longer latency counts as this one.
 const LATENCY_MAX: u64 = 1 << 48;
-/// Significant decimal digits of latencies. Two digits take 60 KiB per lane.
+/// Significant decimal digits of latencies. With two digits, a lane takes 60 KiB.
 const LATENCY_DIGITS: u8 = 2;
 
 /// Measurements of a lane.
@@ -26,7 +26,7 @@ pub(super) struct LaneMeasurements {
     /// Start of the measurement and last completion, in ticks.
     pub(super) from: u64,
     pub(super) to: u64,
-    /// Measured trapped doorbell writes, doorbell rings by any means, and interrupts.
+    /// Numbers of trapped doorbell writes, of doorbell rings by any means, and of interrupts, during the measurement.
     pub(super) doorbell_writes: u64,
     pub(super) doorbell_rings: u64,
     pub(super) interrupts: u64,
@@ -53,24 +53,24 @@ pub(super) fn latencies() -> Histogram<u64> {
     Histogram::new_with_max(LATENCY_MAX, LATENCY_DIGITS).expect("bounds in order")
 }
 
-/// Tick count that is never reached.
+/// Number of ticks that is never reached.
 pub(super) const NEVER: u64 = u64::MAX;
 
-/// Limits of a pass over a lane.
+/// Limits of a pass of a plan over a lane.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PassLimits {
     /// Maximum number of commands to submit.
     pub(super) count: u64,
-    /// Ticks at which the measurement begins, or [`NEVER`].
+    /// Tick at which the measurement begins, or [`NEVER`].
     pub(super) measure_from: u64,
-    /// Ticks at which submission ends.
+    /// Tick at which no more commands are submitted.
     pub(super) until: u64,
-    /// Maximum number of completions before doorbells are rung.
+    /// Maximum number of completions that are handled before doorbells are rung.
     pub(super) batch: u32,
 }
 
 impl PassLimits {
-    /// Returns limits for a complete plan, measured from the start.
+    /// Returns limits for a pass that runs a plan to its end and is measured from the start.
     pub(super) fn for_whole_plan(batch: u32) -> Self {
         Self {
             count: u64::MAX,
@@ -89,19 +89,19 @@ struct LaneCounters {
     interrupts: u64,
 }
 
-/// A queue pair with its slots. The command identifier is the slot's number.
+/// A queue pair with its slots. A slot's number is its command identifier.
 pub(super) struct Lane {
     pub(super) queue: QueuePair,
     pub(super) tally: LaneMeasurements,
-    /// Prepared entry of each slot. A command changes the opcode and the SLBA or the fields in its place.
+    /// Prepared entry of each slot. A command changes its opcode, and its SLBA or the fields in the place of SLBA.
     entries: Box<[Sqe]>,
-    /// Submission time in ticks of each slot; 0 without an in-flight command.
+    /// Submission time of each slot's command, in ticks; 0 for a free slot.
     started: Box<[u64]>,
     outstanding: usize,
     submitted: u64,
     buffer: DmaBuffer,
     stride: usize,
-    /// PRP lists of the entries.
+    /// PRP lists of the entries, which must live as long as the lane.
     _lists: Vec<DmaBuffer>,
     /// Number of received interrupts.
     interrupts: u64,
@@ -149,7 +149,7 @@ impl Lane {
         }
     }
 
-    /// Begins a pass by submitting a command in each slot.
+    /// Begins a pass: submits a command in each slot.
     pub(super) fn begin<P: CommandPlan>(
         &mut self,
         plan: &mut P,
@@ -168,7 +168,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Handles up to a batch of completions and submits as many commands. Returns the number of completions.
+    /// Handles up to a batch of completions, and submits a new command for each. Returns the number of completions.
     #[inline]
     pub(super) fn turn<P: CommandPlan>(
         &mut self,
@@ -178,8 +178,8 @@ impl Lane {
         let Some(first) = self.queue.poll() else {
             return Ok(0);
         };
-        // One time stamp serves the batch. It is read after the first completion was seen, and is the start time of the
-        // commands that the batch submits.
+        // One time stamp serves the whole batch. It is read after the first completion was seen. It is also the submission
+        // time of the commands that follow.
         let now = ticks();
         self.complete(first, plan, limits, now)?;
         let mut done = 1;
@@ -283,7 +283,7 @@ impl Lane {
         self.interrupts += 1;
     }
 
-    /// Ends a pass and records the counters of the measurement.
+    /// Ends a pass, and stores the counters of the measurement.
     pub(super) fn end(&mut self) {
         let now = self.counters();
         let base = self.base.take().unwrap_or(now);
@@ -292,7 +292,7 @@ impl Lane {
         self.tally.interrupts += now.interrupts - base.interrupts;
     }
 
-    /// Returns the error for a timeout without completions.
+    /// Returns the error for a queue that has completed nothing for the time `after`.
     pub(super) fn stall_error(&self, after: Duration) -> LoadError {
         LoadError::Stalled {
             queue: self.queue.id(),

@@ -1,15 +1,15 @@
-//! Load generator for functions of `nvme-mpt serve` at native speed: the guest driver of `nvme-mpt-tests` over vfio-user,
-//! without a guest.
+//! Load generator for functions of `nvme-mpt serve`. It uses the guest driver of `nvme-mpt-tests` over vfio-user, so it
+//! runs at native speed, without a virtual machine.
 //!
 //! - [`options`]: parameters; [`report`]: results;
 //! - `lane`: a queue pair with its slots, with batched submission and completion;
 //! - `plan`: choice of the next command, for plain and for verified load;
-//! - `worker`: threads and their lanes; `pass`: one pass over lanes; `paced`: single I/Os with pauses;
+//! - `worker`: threads and their lanes (queue pairs); `pass`: one pass over lanes; `paced`: single I/Os with pauses;
 //! - `clock`: time stamp counter ticks for latencies;
-//! - [`attackers`]: impact of attacking guests on their neighbours.
+//! - [`attackers`]: effect of attacking guests on their neighbours.
 //!
-//! The generator's cost per command limits the measurable rate. Entries are therefore prepared once, a command changes only two
-//! words of its entry, and each batch reads the clock and rings the doorbells once.
+//! The generator's cost per command limits the rate that can be measured. Therefore, entries are prepared once, and a
+//! command changes only two words of its entry. A batch of commands reads the clock once, and rings the doorbells once.
 
 pub mod attackers;
 mod clock;
@@ -41,7 +41,7 @@ use setup::Vectors;
 /// Errors of a load.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The options do not fit the namespace or each other.
+    /// The options contradict the namespace or each other.
     #[error("{0}")]
     Options(String),
     /// The driver failed.
@@ -95,7 +95,7 @@ pub enum LoadError {
     Corrupt {
         /// First wrong block.
         lba: u64,
-        /// Expected generation of its content.
+        /// Expected generation of the block's content.
         generation: u32,
     },
 }

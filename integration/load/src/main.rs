@@ -1,5 +1,5 @@
-//! Generates load on a function of `nvme-mpt serve`, as a native vfio-user client. Its results are meaningful without hardware
-//! virtualization.
+//! Command that generates load on a function of `nvme-mpt serve`, as a native vfio-user client. Its results are meaningful
+//! on machines without hardware virtualization, too.
 
 use std::error::Error;
 use std::path::Path;

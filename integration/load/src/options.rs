@@ -138,7 +138,7 @@ pub struct LoadOptions {
 }
 
 impl LoadOptions {
-    /// Returns the number of in-flight commands per queue, which is one with pauses.
+    /// Returns the number of in-flight commands per queue, which is one if there are pauses.
     pub(super) fn depth(&self) -> u16 {
         match self.pause_us {
             Some(_) => 1,
@@ -146,7 +146,7 @@ impl LoadOptions {
         }
     }
 
-    /// Returns the data size of a command in bytes. For Deallocate, the data is one range.
+    /// Returns the data size of a command in bytes. For a deallocation, the data is one range.
     pub(super) fn transfer(&self) -> usize {
         match self.deallocate {
             true => DSM_RANGE,

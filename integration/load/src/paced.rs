@@ -1,4 +1,4 @@
-//! Single I/Os with random pauses, so that the queue's poller parks and must be woken.
+//! Single I/Os with random pauses, in which the queue's poller parks, so that the next I/O must wake it.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use super::pass::{CompletionWait, measured_limits, wait_for_interrupt};
 use super::plan::MixedPlan;
 use super::target::LoadTarget;
 
-/// Runs commands one at a time, each after a pause of up to `most`, until the limits are reached.
+/// Runs commands one at a time until the limits are reached. Pauses for at most `most` before each command.
 pub(super) fn run(
     lane: &mut Lane,
     mix: &mut MixedPlan,
@@ -24,7 +24,7 @@ pub(super) fn run(
         Some(_) => f64::INFINITY,
         None => options.seconds,
     };
-    // Each pass runs one command. Measuring starts with the first one.
+    // Each pass runs one command. The first pass starts the measurement.
     let once = PassLimits {
         count: 1,
         ..PassLimits::for_whole_plan(1)

@@ -1,4 +1,4 @@
-//! A pass of plans over lanes, and waiting for completions.
+//! Passes of plans over lanes, and waiting for completions.
 
 use std::time::{Duration, Instant};
 
@@ -9,16 +9,17 @@ use super::options::LoadOptions;
 use super::plan::CommandPlan;
 use super::target::LoadTarget;
 
-/// Number of turns without a completion between reads of the clock.
+/// Number of turns without a completion after which the clock is read.
 const IDLE_TURNS: u32 = 64;
-/// Spinning time without a completion, after which the device's thread may need this processor.
+/// Time of spinning without a completion. After this time, the thread sleeps, since the device's thread may need this
+/// processor.
 const SPIN_MAX: Duration = Duration::from_micros(500);
-/// Sleep that yields the processor.
+/// Duration of a sleep that yields the processor.
 const REST: Duration = Duration::from_micros(20);
-/// Time without an interrupt after which the queue is checked anyway.
+/// Time without an interrupt after which the queue is checked nevertheless.
 const LOST_INTERRUPT: Duration = Duration::from_secs(1);
 
-/// Returns the limits of the measured pass, starting now.
+/// Returns the limits of the measured pass, which starts now.
 pub(super) fn measured_limits(target: &LoadTarget, options: &LoadOptions) -> PassLimits {
     let batch = u32::from(options.batch);
     match options.count {
@@ -38,7 +39,7 @@ pub(super) fn measured_limits(target: &LoadTarget, options: &LoadOptions) -> Pas
     }
 }
 
-/// Runs the plans until their end or the limits, and until all commands have completed.
+/// Runs the plans to their end, or until the limits are reached. Then waits until all commands have completed.
 pub(super) fn pass<P: CommandPlan>(
     lanes: &mut [Lane],
     plans: &mut [P],
@@ -70,7 +71,7 @@ pub(super) fn pass<P: CommandPlan>(
     Ok(())
 }
 
-/// Waits for the queue's interrupt vector, as a guest does. The queue is not checked before the vector is signalled.
+/// Waits for the queue's interrupt vector, as a guest does: the queue is only checked after the vector was signalled.
 pub(super) fn wait_for_interrupt(
     lane: &mut Lane,
     idle: &mut CompletionWait,
@@ -91,7 +92,7 @@ pub(super) fn wait_for_interrupt(
     Ok(())
 }
 
-/// Spinning for completions with a timeout.
+/// Wait for completions with a timeout. It spins at first.
 pub(super) struct CompletionWait {
     spins: u32,
     since: Option<Instant>,
@@ -114,7 +115,7 @@ impl CompletionWait {
         self.since = None;
     }
 
-    /// Waits for a moment without a completion. Returns false after the timeout.
+    /// Waits briefly, as there is no completion. Returns false after the timeout.
     #[inline]
     pub(super) fn spin(&mut self) -> bool {
         self.spins += 1;

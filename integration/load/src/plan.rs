@@ -1,4 +1,4 @@
-//! Choice of the next command.
+//! Choice of the next command of a queue.
 
 use nvme_mpt_tests::command::{DSM_DEALLOCATE, dsm_range, io};
 use nvme_mpt_tests::memory::DmaBuffer;
@@ -8,14 +8,14 @@ use super::LoadError;
 use super::options::AccessPattern;
 use super::target::LoadTarget;
 
-/// Variable fields of the next command.
+/// Those fields of a command that the plan chooses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NextCommand {
     pub(super) opcode: u8,
     pub(super) slba: u64,
 }
 
-/// Data of a slot.
+/// Data buffer of a slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SlotData<'a> {
     pub(super) slot: usize,
@@ -28,18 +28,18 @@ pub(super) trait CommandPlan: Send {
     /// Returns the next command, with `data` as its data; `None` at the end of the plan.
     fn next(&mut self, data: SlotData<'_>) -> Option<NextCommand>;
 
-    /// Handles the successful completion of the slot's command.
+    /// Handles the successful completion of the command whose slot has this data.
     fn on_completion(&mut self, data: SlotData<'_>) -> Result<(), LoadError>;
 }
 
-/// Endless reads and writes, or deallocations, without checks of the data.
+/// Endless reads and writes, or endless deallocations. The data is not checked.
 #[derive(Clone, Debug)]
 pub(super) struct MixedPlan {
     rng: Rng,
     pattern: AccessPattern,
-    /// A command reads if the low 32 bits of a random number are below this.
+    /// Bound for reads: a command is a read if the low 32 bits of a random number are below this.
     reads_below: u64,
-    /// First block, number of positions for commands, and blocks per command.
+    /// First block, number of positions of commands, and number of blocks of each command.
     first: u64,
     positions: u64,
     blocks: u64,
@@ -104,7 +104,7 @@ impl CommandPlan for MixedPlan {
         let slba = (self.first + place) * self.blocks;
         if let Some(blocks) = self.deallocates {
             data.buffer.write(data.offset, &dsm_range(slba, blocks));
-            // Dataset Management has the number of ranges and the AD bit in the place of the first block.
+            // Dataset Management has the number of ranges and the bit AD in the dwords of SLBA.
             return Some(NextCommand {
                 opcode: io::DATASET_MANAGEMENT,
                 slba: u64::from(DSM_DEALLOCATE) << 32,
@@ -187,7 +187,7 @@ mod tests {
             let mut plan = MixedPlan::new(&target, queue, 3, AccessPattern::Sequential, 100, 1);
             let commands = take(&mut plan, 4);
             assert_eq!(commands[1].slba, commands[0].slba + 8);
-            // The part has three positions, so the fourth command starts over.
+            // The part has three positions. So the fourth command is at the first position again.
             assert_eq!(commands[3].slba, commands[0].slba);
             seen.extend(commands[..3].iter().map(|c| c.slba / 8));
         }

@@ -11,7 +11,7 @@ use super::lane::{LaneMeasurements, latencies};
 use super::options::{AccessPattern, LoadOptions};
 use super::target::LoadTarget;
 
-/// Latency in seconds above which I/Os are counted as too slow on any machine.
+/// Latency in seconds above which an I/O counts as too slow on any machine.
 const SLOW_SECONDS: f64 = 0.1;
 
 /// Latencies in microseconds.
@@ -33,7 +33,7 @@ pub struct LatencySummary {
     pub max: f64,
 }
 
-/// A group of latencies in the distribution.
+/// Group of commands with similar latencies in the distribution.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct DistributionBucket {
     /// Lower bound in microseconds.
@@ -81,11 +81,11 @@ pub struct LoadReport {
     pub doorbell_rings_per_io: f64,
     /// Interrupts per command.
     pub interrupts_per_io: f64,
-    /// Completions without an interrupt within a second.
+    /// Number of completions for which no interrupt came within a second.
     pub lost_interrupts: u64,
-    /// Commands that took more than 50 ms.
+    /// Number of commands that took more than 50 ms.
     pub over_50_ms: u64,
-    /// Commands that took more than 100 ms.
+    /// Number of commands that took more than 100 ms.
     pub over_100_ms: u64,
     /// Distribution of latencies.
     pub distribution: Vec<DistributionBucket>,
@@ -109,7 +109,7 @@ impl LoadReport {
         let per_io = |count: fn(&LaneMeasurements) -> u64| {
             tallies.iter().map(count).sum::<u64>() as f64 / commands.max(1) as f64
         };
-        // Lanes start nearly at the same time. They differ by the preparation of their first commands.
+        // All lanes start nearly at the same time: they only differ by the preparation of their first commands.
         let from = tallies.iter().map(|t| t.from).min().unwrap_or(0);
         let to = tallies.iter().map(|t| t.to).max().unwrap_or(0);
         let seconds = to.saturating_sub(from) as f64 / rate;
@@ -162,7 +162,7 @@ impl LoadReport {
         }
     }
 
-    /// Returns the distribution of latencies as text, one line per group.
+    /// Returns the distribution of latencies as text, with one line for each group.
     pub fn histogram(&self) -> String {
         let most = self.distribution.iter().map(|b| b.commands).max();
         let most = most.unwrap_or(0).max(1);
@@ -181,12 +181,12 @@ impl LoadReport {
     }
 }
 
-/// Returns non-empty groups of latencies, four per octave, as lower bound and count.
+/// Returns the groups of latencies that are not empty, as lower bound and count. Each octave has four groups.
 fn groups(latency: &Histogram<u64>) -> BTreeMap<u64, u64> {
     let mut groups = BTreeMap::new();
     for bucket in latency.iter_recorded() {
         let lowest = latency.lowest_equivalent(bucket.value_iterated_to());
-        // A group has the same first bit and the same two bits behind it.
+        // Latencies of one group have the same highest set bit, and the same two bits behind it.
         let shift = lowest.max(1).ilog2().saturating_sub(2);
         *groups.entry(lowest >> shift << shift).or_default() += bucket.count_at_value();
     }

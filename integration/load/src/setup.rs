@@ -26,10 +26,10 @@ const NSID: u32 = 1;
 /// Timeout of admin commands, independent of `--timeout`.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(180);
 
-/// Interrupt vectors by number: the admin queue's (unused), and one for each I/O queue.
+/// Interrupt vectors by number: one of the admin queue, which is not used, and one for each I/O queue.
 pub(super) type Vectors = Vec<Arc<Interrupt>>;
 
-/// Returns the distance between data of consecutive slots in bytes: whole pages.
+/// Returns the distance in bytes between the data of consecutive slots, in whole pages.
 fn stride(options: &LoadOptions) -> usize {
     options.transfer().next_multiple_of(PAGE_SIZE)
 }
@@ -50,13 +50,13 @@ pub(super) fn memory(options: &LoadOptions) -> Result<GuestMemory, LoadError> {
     let lists = (stride(options) / PAGE_SIZE * 8).next_multiple_of(PAGE_SIZE) + PAGE_SIZE;
     let rings = usize::from(options.queues) * (entries(options) as usize * 80 + 2 * PAGE_SIZE);
     let data = slots * (stride(options) + lists);
-    // The data of each queue is aligned to a huge page.
+    // The data of each queue starts at a huge page.
     let alignment = (usize::from(options.queues) + 2) * HUGE_PAGE;
     let len = (data + rings + alignment).next_multiple_of(HUGE_PAGE);
     Ok(GuestMemory::new(&[(MEMORY_BASE, len as u64)])?)
 }
 
-/// Creates the vectors if interrupts are requested.
+/// Creates the interrupt vectors; `None` if completions are polled.
 pub(super) fn vectors(options: &LoadOptions) -> Result<Option<Vectors>, LoadError> {
     if !options.interrupts {
         return Ok(None);
@@ -71,7 +71,7 @@ pub(super) fn vectors(options: &LoadOptions) -> Result<Option<Vectors>, LoadErro
     Ok(Some(vectors))
 }
 
-/// Enables the controller with the requested doorbell mode, and adapts the options to its namespace.
+/// Enables the controller with the requested doorbell mode, and adapts the options to the namespace.
 pub(super) fn bring_up(
     bar: Arc<dyn Bar>,
     memory: GuestMemory,
@@ -130,7 +130,7 @@ pub(super) fn bring_up(
     Ok((controller, target))
 }
 
-/// Checks that the options fit the namespace and each other.
+/// Checks that the options contradict neither the namespace nor each other.
 fn check(
     target: &LoadTarget,
     range: u64,
@@ -159,7 +159,7 @@ fn check(
     let queues = u64::from(options.queues);
     let apart = options.verify || options.pattern == AccessPattern::Sequential;
     let needed = match (options.verify, apart) {
-        // With twice as many positions as commands, an idle position always exists.
+        // There are twice as many positions as commands, so that a position without a command always exists.
         (true, _) => queues * 2 * u64::from(options.depth()),
         (false, true) => queues,
         (false, false) => 1,

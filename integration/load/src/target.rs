@@ -2,14 +2,14 @@
 
 use nvme_mpt_tests::doorbell::DoorbellMode;
 
-/// The namespace under load, with the size and positions of commands.
+/// The namespace under load, and the size and positions of commands on it.
 #[derive(Clone, Debug)]
 pub(super) struct LoadTarget {
     pub(super) model: String,
     pub(super) capacity: u64,
     pub(super) block_size: usize,
     pub(super) blocks_per_command: u32,
-    /// Number of non-overlapping positions of commands in the range.
+    /// Number of positions of commands in the range. Commands at different positions do not overlap.
     pub(super) positions: u64,
     pub(super) doorbells: DoorbellMode,
     pub(super) ticks_per_second: f64,
@@ -20,7 +20,7 @@ impl LoadTarget {
         (seconds * self.ticks_per_second) as u64
     }
 
-    /// Returns the part of queue `index` of `queues`: its first position, and the number of positions.
+    /// Returns the positions of queue `index` of `queues`: the first position, and the number of positions.
     pub(super) fn part(&self, index: u64, queues: u64) -> (u64, u64) {
         let places = self.positions / queues;
         (index * places, places)

@@ -1,4 +1,4 @@
-//! The load against a model of a drive.
+//! Tests of the load with a model of a drive.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ fn parse(line: &str) -> LoadOptions {
     Arguments::try_parse_from(words).unwrap().load
 }
 
-/// A drive of 2 MiB that watches its Doorbell Buffer.
+/// Returns a drive of 2 MiB, which polls its Doorbell Buffer.
 fn drive() -> Drive {
     Drive {
         doorbell_buffer: DoorbellBufferUse::Watched,
@@ -129,7 +129,7 @@ fn pauses_run_one_command_at_a_time() {
     };
     let report = load_on("--pause-us 100 --count 50", drive, None).unwrap();
     assert_eq!((report.commands, report.qd), (50, 1));
-    // Each command finds the device parked, and must ring its doorbell.
+    // Each command finds the drive parked, so that its doorbell must be rung.
     assert!(report.doorbell_writes_per_io >= 0.9);
 }
 

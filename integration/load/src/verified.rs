@@ -1,5 +1,5 @@
-//! Verified load. Each position of the range has a generation, which a write increments. Reads must return the last completed
-//! generation.
+//! Verified load. Each position of the range has a generation, which a write increments. A read must return the generation
+//! that was last completed.
 
 use nvme_mpt_tests::command::io;
 use nvme_mpt_tests::rng::{self, Rng};
@@ -11,7 +11,7 @@ use super::pass::{measured_limits, pass};
 use super::plan::{CommandPlan, NextCommand, SlotData};
 use super::target::LoadTarget;
 
-/// Writes each lane's whole part of the range, runs the mix, and reads the whole part.
+/// Writes the whole part of each lane, runs the mix of reads and writes, and then reads the whole part.
 pub(super) fn run(
     lanes: &mut [Lane],
     indices: &[u64],
@@ -55,7 +55,7 @@ struct PendingCommand {
     read: bool,
 }
 
-/// Part of the range of one lane.
+/// Part of the range that one lane uses.
 #[derive(Debug)]
 struct VerifiedArea {
     phase: VerificationPhase,
@@ -67,10 +67,10 @@ struct VerifiedArea {
     blocks: u64,
     block_size: usize,
     place: u64,
-    /// Last completed generation of each position.
+    /// Generation of each position that was last completed.
     generations: Vec<u32>,
-    /// For each position, true while it has an in-flight command. There is at most one per position, since a read during a
-    /// write may return old or new data.
+    /// For each position, true while a command is in flight there. There is at most one, since a read during a write may
+    /// return old or new data.
     busy: Vec<bool>,
     pending: Vec<Option<PendingCommand>>,
     scratch: Vec<u8>,
@@ -104,7 +104,7 @@ impl VerifiedArea {
         self.seed << 32 ^ u64::from(generation)
     }
 
-    /// Returns the next position and whether to read it; `None` at the end of the phase.
+    /// Returns the next position, and true if it is to be read; `None` at the end of the phase.
     fn choose(&mut self) -> Option<(u64, bool)> {
         let places = self.generations.len() as u64;
         if self.phase != VerificationPhase::Mix {

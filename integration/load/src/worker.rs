@@ -1,4 +1,4 @@
-//! Threads and their lanes.
+//! Threads, each with some lanes.
 
 use std::time::Duration;
 

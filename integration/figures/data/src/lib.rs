@@ -1,6 +1,6 @@
-//! Figures as data: the one schema of `docs/figures/*.json`, which benchmarks write and `cargo figures` draws.
+//! Figures as data: the schema of `docs/figures/*.json`, which benchmarks write and `cargo figures` draws.
 //!
-//! A figure is one measurement on one machine. It has a panel for each quantity, so that one axis has one unit:
+//! A figure is one measurement on one machine. It has a panel for each quantity, so that each axis has only one unit:
 //!
 //! ```json
 //! {
@@ -27,7 +27,7 @@
 //! ```
 //!
 //! - [`FigureData`] and its parts: the schema, reading, validation and writing;
-//! - [`origin`]: date, machine and commit of a measurement that is being made.
+//! - [`origin`]: date, machine and commit of a measurement that this program makes.
 
 pub mod origin;
 mod rules;
@@ -41,42 +41,42 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// Date and commit of figures whose origin is not known more exactly.
+/// Date and commit of figures that are older than version 0.1.0, whose exact origin is unknown.
 pub const BEFORE_VERSIONS: &str = "before 0.1.0";
 
-/// One measurement.
+/// A figure: one measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FigureData {
-    /// Heading.
+    /// Heading of the figure.
     pub title: String,
-    /// Day of the measurement, as `2026-11-27`, or [`BEFORE_VERSIONS`].
+    /// Day of the measurement, such as `2026-11-27`, or [`BEFORE_VERSIONS`].
     pub date: String,
     /// Processor and number of processors, as text.
     pub machine: String,
-    /// Commit that was measured, or the first one that states the figures: at least seven hexadecimal digits, with `-dirty`
-    /// if the sources had changes. Or `unknown_key_error`, or [`BEFORE_VERSIONS`].
+    /// Commit that was measured, or the first commit that contains the figures: at least seven hexadecimal digits, followed
+    /// by `-dirty` if the sources had changes. It may also be [`origin::UNKNOWN`] or [`BEFORE_VERSIONS`].
     pub commit: String,
-    /// Command that makes the figure.
+    /// Command that makes the measurement.
     pub command: String,
     /// Quantities that were measured, at least one.
     pub panels: Vec<FigurePanel>,
 }
 
-/// One quantity.
+/// A quantity that was measured, with its values.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FigurePanel {
-    /// Quantity, such as `p99 of 4 KiB reads`.
+    /// Name of the quantity, such as `p99 of 4 KiB reads`.
     pub measured: String,
-    /// Unit of all values.
+    /// Unit of all values of the panel.
     pub unit: String,
     /// Kind of plot.
     pub plot: PlotKind,
-    /// True for a logarithmic axis of values, which must be positive then.
+    /// True if the axis of values is logarithmic. All values must then be positive.
     #[serde(default, skip_serializing_if = "is_false")]
     pub log: bool,
-    /// At least one.
+    /// Series of points, at least one.
     pub series: Vec<FigureSeries>,
 }
 
@@ -84,11 +84,11 @@ pub struct FigurePanel {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PlotKind {
-    /// A bar for each point. Points of the same label stand together.
+    /// A bar for each point. Bars of points with the same label stand together.
     Bars,
-    /// A line for each series, over the labels of the points in their order.
+    /// A line for each series. The labels of the points are on the other axis, in their order.
     Lines,
-    /// Data without a picture.
+    /// No picture is drawn of the data.
     None,
 }
 
@@ -96,29 +96,29 @@ pub enum PlotKind {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FigureSeries {
-    /// Name in the legend. May be empty in a panel with one series.
+    /// Name in the legend. It may be empty if the panel has only one series.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub label: String,
-    /// At least one, with different labels.
+    /// Points with different labels, at least one.
     pub points: Vec<FigurePoint>,
 }
 
-/// One value, or a range.
+/// A point: one value, a range, or both.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FigurePoint {
     /// Case that was measured.
     pub label: String,
-    /// Median, or the only value. Absent if only the range is known.
+    /// Median, or the only value; `None` if only the range is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub value: Option<f64>,
-    /// Lowest value. Present if `max` is.
+    /// Lowest value. It is present if `max` is present.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min: Option<f64>,
-    /// Highest value. Present if `min` is.
+    /// Highest value. It is present if `min` is present.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max: Option<f64>,
-    /// Number of measurements behind the value.
+    /// Number of measurements from which the value was calculated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub n: Option<u32>,
 }
@@ -147,7 +147,7 @@ pub enum FigureError {
     Schema {
         /// The file.
         path: PathBuf,
-        /// Field and cause.
+        /// The field, and the cause.
         source: serde_path_to_error::Error<serde_json::Error>,
     },
     /// A field has a value that is not allowed.
@@ -155,15 +155,15 @@ pub enum FigureError {
     Field {
         /// The file.
         path: PathBuf,
-        /// The field, such as `panels[0].series[1].label`.
+        /// The field's path, such as `panels[0].series[1].label`.
         field: String,
-        /// Reason.
+        /// Reason why the value is not allowed.
         problem: &'static str,
     },
 }
 
 impl FigureData {
-    /// Returns a figure of this machine, this day and this commit, without panels.
+    /// Returns a figure without panels, for a measurement on this machine, on this day, with this commit.
     #[must_use]
     pub fn on_this_machine(title: &str, command: &str) -> Self {
         Self {
@@ -188,7 +188,7 @@ impl FigureData {
         Self::parse(&text, path)
     }
 
-    /// Parses the text of a file and validates the figure. The path is for errors.
+    /// Parses the text of a file and validates the figure. The path is used in errors.
     ///
     /// # Errors
     /// [`FigureError::Schema`] or [`FigureError::Field`].
@@ -230,7 +230,7 @@ impl FigureData {
         })
     }
 
-    /// Returns whether there is anything to draw.
+    /// Returns whether the figure has a panel that is drawn.
     #[must_use]
     pub fn has_picture(&self) -> bool {
         self.panels.iter().any(|panel| panel.plot != PlotKind::None)
@@ -248,7 +248,7 @@ impl FigurePoint {
         }
     }
 
-    /// Returns the median of some measurements with the lowest and the highest. `None` without measurements.
+    /// Returns a point with the median, the lowest and the highest of some measurements; `None` without measurements.
     #[must_use]
     pub fn from_rounds(label: &str, rounds: &[f64]) -> Option<Self> {
         let mut sorted = rounds.to_vec();
@@ -268,14 +268,14 @@ impl FigurePoint {
         })
     }
 
-    /// Returns the lowest and the highest value.
+    /// Returns the lowest and the highest value of the point.
     #[must_use]
     pub fn range(&self) -> Option<(f64, f64)> {
         Some((self.min.or(self.value)?, self.max.or(self.value)?))
     }
 }
 
-/// Returns the file of the argument `--json FILE` of a benchmark.
+/// Returns the path after `--json` in the arguments of a benchmark.
 #[must_use]
 pub fn json_argument(arguments: &[String]) -> Option<PathBuf> {
     let at = arguments.iter().position(|argument| argument == "--json")?;

@@ -1,4 +1,4 @@
-//! Origin of a measurement that is being made: date, machine, commit.
+//! Origin of a measurement that this program makes: date, machine and commit.
 
 use std::fs;
 use std::process::Command;
@@ -6,23 +6,23 @@ use std::process::Command;
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 
-/// Text for an origin that cannot be found out.
+/// Value of a field of the origin that cannot be determined.
 pub const UNKNOWN: &str = "unknown";
 
-/// Returns the day in UTC, as `2026-11-27`.
+/// Returns the current day in UTC, such as `2026-11-27`.
 #[must_use]
 pub fn today() -> String {
     let now = Timestamp::now().to_zoned(TimeZone::UTC);
     now.date().to_string()
 }
 
-/// Returns vendor, family, model, name and number of the processors.
+/// Returns a description of this machine: vendor, family, model, name and number of the processors.
 #[must_use]
 pub fn machine() -> String {
     describe(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default())
 }
 
-/// Describes the processors of a `/proc/cpuinfo`.
+/// Describes the processors that the text of a `/proc/cpuinfo` lists.
 pub(super) fn describe(cpuinfo: &str) -> String {
     let field = |name: &str| {
         let mut lines = cpuinfo.lines().filter_map(|line| line.split_once(':'));
@@ -39,7 +39,7 @@ pub(super) fn describe(cpuinfo: &str) -> String {
                 .is_some_and(|key| key.trim() == "processor")
         })
         .count();
-    // The names on x86, and those on Arm.
+    // The names of the fields on x86, and on Arm.
     let parts = [
         (field("vendor_id"), ""),
         (field("CPU implementer"), "implementer "),
@@ -58,7 +58,7 @@ pub(super) fn describe(cpuinfo: &str) -> String {
     format!("{}, {processors} processors", words.join(" "))
 }
 
-/// Returns the commit of the sources, with `-dirty` if there are changes, or [`UNKNOWN`] without a repository.
+/// Returns the commit of the sources, followed by `-dirty` if they have changes. Without a repository, returns [`UNKNOWN`].
 #[must_use]
 pub fn commit() -> String {
     let git = |arguments: &[&str]| {

@@ -1,4 +1,4 @@
-//! Rules of a figure beyond the types of its fields.
+//! Rules for the values of a figure, in addition to the types of its fields.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use super::{BEFORE_VERSIONS, FigureData, FigurePanel, FigurePoint, FigureSeries}
 /// A field, and the reason why its value is not allowed.
 pub(super) type Violation = (String, &'static str);
 
-/// Digits of the shortest and of the longest commit id.
+/// Minimum and maximum number of digits of a commit id.
 const COMMIT_DIGITS: std::ops::RangeInclusive<usize> = 7..=64;
 
 pub(super) fn check(figure: &FigureData) -> Result<(), Violation> {

@@ -24,7 +24,7 @@ pub enum AttackKind {
 }
 
 impl AttackKind {
-    /// All attackers, in the order of the table.
+    /// All attackers, in the order of the rows of the table.
     pub const ALL: &[Self] = &[
         Self::Spin,
         Self::Queues,

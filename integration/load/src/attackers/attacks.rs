@@ -31,24 +31,25 @@ const SMALL: u64 = 4096;
 const LARGE: u64 = 128 << 10;
 /// Number of queues of the attacker with many queues.
 const QUEUES: u16 = 16;
-/// In-flight commands in each queue of that attacker.
+/// Number of in-flight commands in each queue of the attacker with many queues.
 const DEPTH: usize = 32;
-/// Memory of an attacker's guest in bytes.
+/// Size in bytes of the memory of an attacker's guest.
 const MEMORY: u64 = 8 << 20;
-/// Memory in which holes are punched, in bytes.
+/// Size in bytes of the memory in which holes are punched.
 const HOLES: usize = 64 << 20;
-/// Number of epoll instances that watch an eventfd, and number of its descriptors that each watches: 20,000 watches.
+/// Number of epoll instances that watch an eventfd, and number of descriptors of the eventfd that each instance watches:
+/// together 20,000 watches.
 const WATCHES: [usize; 2] = [100, 200];
 /// Size of a deallocated range in bytes.
 const RANGE: u64 = 32 << 20;
 /// Time for which a client with a full eventfd stays connected before it reconnects.
 const CONNECTED_TIME: Duration = Duration::from_millis(50);
-/// Number of invalid connections between guests with invalid doorbell writes.
+/// Number of invalid connections before each guest that writes invalid doorbell values.
 const NONSENSE: u64 = 32;
 /// Timeout for the server to close a connection.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A connected attacker, which is idle until it is told to attack.
+/// A connected attacker. It is idle until [`Self::attack`] is called.
 pub(super) trait Attack: Send {
     /// Attacks until `stop`. Returns the number of operations.
     fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError>;
@@ -76,7 +77,7 @@ fn interrupt() -> Result<Interrupt, AttackError> {
     Interrupt::new().map_err(AttackError::system_error("Making an eventfd"))
 }
 
-/// Connects again. The server refuses until it has noticed the end of the previous connection.
+/// Connects again. Until the server has noticed the end of the previous connection, it refuses, so this tries again.
 fn reconnect<C>(connect: impl Fn() -> Result<C, AttackError>) -> Result<C, AttackError> {
     let end = Instant::now() + COMMAND_TIMEOUT;
     loop {
@@ -89,7 +90,7 @@ fn reconnect<C>(connect: impl Fn() -> Result<C, AttackError>) -> Result<C, Attac
     }
 }
 
-/// The control attack, which only uses processor time.
+/// Control attack: uses only processor time.
 struct SpinAttack;
 
 impl Attack for SpinAttack {
@@ -101,7 +102,7 @@ impl Attack for SpinAttack {
     }
 }
 
-/// Reads into one buffer on several queues.
+/// Attacker that reads into one buffer on several queues.
 struct ReadAttack {
     queues: Vec<QueuePair>,
     depth: usize,
@@ -151,7 +152,7 @@ impl Attack for ReadAttack {
     }
 }
 
-/// Reads with an eventfd that has many watches. Each interrupt makes the server's write call a kernel function per watch.
+/// Attacker whose eventfd has many watches. For each interrupt, the server's write calls a kernel function for each watch.
 struct WatchedEventfdAttack {
     reads: ReadAttack,
     _watches: Vec<Epoll>,
@@ -190,7 +191,7 @@ impl Attack for WatchedEventfdAttack {
     }
 }
 
-/// Connects repeatedly with an eventfd whose next write blocks.
+/// Attacker that connects repeatedly with a full eventfd, on which the next write blocks.
 struct FullEventfdAttack {
     socket: PathBuf,
 }
@@ -210,9 +211,9 @@ impl FullEventfdAttack {
         let mut reads = reconnect(|| ReadAttack::connect(&self.socket, 1, SMALL, 8))?;
         let event = reads.client.vectors[1].event();
         let failed = AttackError::system_error("Filling an eventfd");
-        // Nothing reads the eventfd.
+        // No thread reads the eventfd, so it stays full.
         event.write(u64::MAX - 1).map_err(&failed)?;
-        // The server makes the eventfd non-blocking. Any process that shares it can undo that.
+        // The server has set the eventfd to non-blocking. Any process that shares the eventfd can undo this.
         let descriptor = eventfd::share(event).map_err(&failed)?;
         rustix::io::ioctl_fionbio(descriptor, false).map_err(|error| failed(error.into()))?;
         let end = AtomicBool::new(false);
@@ -229,7 +230,7 @@ impl FullEventfdAttack {
     }
 }
 
-/// Punches holes in the memory of its buffers.
+/// Attacker that punches holes in the memory of its buffers.
 struct HolePunchAttack {
     client: GuestClient,
     queues: Vec<QueuePair>,
@@ -291,25 +292,26 @@ impl Attack for HolePunchAttack {
     }
 }
 
-/// Makes the server log: first by invalid connections, then by a guest that writes invalid doorbell values and resets its
-/// controller.
+/// Attacker that makes the server log: first by invalid connections, then by a guest that writes invalid doorbell values
+/// and resets its controller.
 struct LogFloodAttack {
     socket: PathBuf,
 }
 
 impl LogFloodAttack {
-    /// Connects and sends an invalid message. The server logs it and closes the connection.
+    /// Connects and sends an invalid message, which the server logs before it closes the connection.
     fn send_invalid_message(&self) -> std::io::Result<()> {
         let mut stream = UnixStream::connect(&self.socket)?;
         stream.set_read_timeout(Some(CLOSE_TIMEOUT))?;
-        // Errors are expected: the server may close the connection early, or still have the previous client.
+        // Errors are expected: the server may close the connection early, or may still have the previous client.
         if stream.write_all(&[0xFF; 64]).is_ok() {
             let _ = stream.read_to_end(&mut Vec::new());
         }
         Ok(())
     }
 
-    /// Connects a guest that writes invalid values to doorbells, of an existing and of a missing queue.
+    /// Connects a guest that writes invalid values to doorbells: to those of an existing queue, and of one that does not
+    /// exist.
     fn write_invalid_doorbells(&self) -> Result<(), AttackError> {
         let mut client = reconnect(|| GuestClient::connect(&self.socket, MEMORY, 1, interrupt()?))?;
         let _queue = client.queue(1, true)?;
@@ -340,7 +342,7 @@ impl Attack for LogFloodAttack {
     }
 }
 
-/// Deallocates blocks that are deallocated already.
+/// Attacker that deallocates blocks which are deallocated already.
 struct DeallocateAttack {
     queues: Vec<QueuePair>,
     /// Ranges, each in a separate page.
@@ -379,7 +381,7 @@ impl Attack for DeallocateAttack {
     }
 }
 
-/// Requests upgrades while its drive's path does not exist.
+/// Attacker that requests upgrades while the path of its drive does not exist.
 struct RefusedUpgradeAttack<'a> {
     server: &'a AttackedServer,
     _client: GuestClient,

@@ -21,7 +21,7 @@ pub(super) const NSID: u32 = 1;
 const VECTOR: u16 = 1;
 /// Number of entries of an I/O queue.
 const ENTRIES: u32 = 64;
-/// Guest physical address of the memory.
+/// Guest physical address of the guest's memory.
 const MEMORY_BASE: u64 = 1 << 32;
 /// Sleep of an attacker without work.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -35,12 +35,13 @@ pub(super) struct GuestClient {
     pub(super) memory: GuestMemory,
     pub(super) block_size: u64,
     pub(super) blocks: u64,
-    /// Vectors of the admin queue and of the I/O queues.
+    /// Interrupt vectors: of the admin queue, and of the I/O queues.
     pub(super) vectors: [Arc<Interrupt>; 2],
 }
 
 impl GuestClient {
-    /// Connects a guest with `memory` bytes of memory and up to `queues` I/O queues, whose vector is `interrupt`.
+    /// Connects a guest with `memory` bytes of memory and up to `queues` I/O queues. `interrupt` is the vector of the I/O
+    /// queues.
     pub(super) fn connect(
         socket: &Path,
         memory: u64,
@@ -83,8 +84,8 @@ impl GuestClient {
         queue.map_err(AttackError::driver_error(&self.name))
     }
 
-    /// Returns read `number` of `bytes` bytes, without a data pointer. Consecutive numbers read consecutive blocks, wrapping at
-    /// the end of the namespace.
+    /// Returns the read with this number, without a data pointer. Each read has `bytes` bytes. Consecutive numbers read
+    /// consecutive blocks, and continue at the start after the end of the namespace.
     pub(super) fn read(&self, number: u64, bytes: u64) -> Sqe {
         let blocks = bytes / self.block_size;
         let places = (self.blocks / blocks).max(1);
@@ -92,7 +93,8 @@ impl GuestClient {
     }
 }
 
-/// Keeps `depth` commands in flight in each queue until `stop`, ignoring their status. Returns the number of completions.
+/// Keeps `depth` commands in flight in each queue until `stop` is set. Ignores the status of completions. Returns their
+/// number.
 pub(super) fn keep_busy(
     queues: &mut [QueuePair],
     depth: usize,
@@ -102,7 +104,7 @@ pub(super) fn keep_busy(
     let (mut submitted, mut completed) = (0, 0);
     let mut in_flight = vec![0_usize; queues.len()];
     let mut end = None;
-    // In-flight commands are awaited, so that the quiet half of the next round is quiet.
+    // Waits for the in-flight commands, so that the quiet half of the next round is quiet.
     loop {
         let mut has_moved = false;
         if end.is_none() && stop.load(Ordering::Relaxed) {

@@ -1,7 +1,8 @@
-//! Guests that attack their neighbours: impact of a fifth guest on four others, on the same poller of `nvme-mpt serve`.
+//! Guests that attack their neighbours. Measures the effect of a fifth guest on four others, whose functions share a poller
+//! of `nvme-mpt serve` with it.
 //!
 //! - `client`: a guest driver for one function; `victims`: guests that read, and their latencies;
-//! - `kind`: names of attackers; `attacks`: their implementations; `server`: the server with its functions;
+//! - `attack_kind`: names of attackers; `attacks`: their implementations; `server`: the server with its functions;
 //! - `report`: the table; `error`: errors.
 
 mod attack_kind;
@@ -62,7 +63,7 @@ pub struct AttackerOptions {
 pub struct GuestCpus(Vec<usize>);
 
 impl GuestCpus {
-    /// Binds the calling thread to the processor for thread `number`.
+    /// Binds the calling thread, which has this number, to a processor.
     fn pin(&self, number: usize) -> Result<(), AttackError> {
         if self.0.is_empty() {
             return Ok(());
@@ -88,7 +89,7 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
         .ok_or_else(|| format!("'{text}' is not a number of seconds from 0.01 to 3600"))
 }
 
-/// Measures each attacker on a separate server. Calls `told` with each row when the row is complete.
+/// Measures each attacker on a separate server. Calls `told` with each complete row of the table.
 ///
 /// # Errors
 /// A server does not start, or a victim cannot connect. Later errors are in the report.
@@ -141,12 +142,12 @@ fn measure(
     Ok(AttackRow::from_rounds(kind, &rounds))
 }
 
-/// Latencies of the victims, or the error of one.
+/// Latencies of the victims, or the error of one of them.
 type Measured = Result<VictimLatencies, AttackError>;
 /// Operations per second of the attacker, or the reason why it could not attack.
 type Attempts = Result<f64, AttackError>;
 
-/// Runs the victims for a limited time, concurrently with an attack. The victims continue until the attack has ended.
+/// Measures the victims for a limited time, concurrently with an attack. The victims continue until the attack has ended.
 fn measure_half(
     victims: &mut Victims,
     attack: Option<&mut (dyn Attack + '_)>,

@@ -11,16 +11,16 @@ use super::error::AttackError;
 /// Latencies in nanoseconds.
 pub(super) type Latencies = Histogram<u64>;
 
-/// Maximum latency that is measured.
+/// Maximum latency that can be measured.
 const LONGEST: Duration = Duration::from_secs(3600);
 
 pub(super) fn histogram() -> Latencies {
     let longest = u64::try_from(LONGEST.as_nanos()).unwrap_or(u64::MAX);
-    // Three digits and constant bounds are always valid.
+    // Three significant digits and constant bounds are always valid.
     Histogram::new_with_bounds(1, longest, 3).unwrap_or_else(|error| unreachable!("{error}"))
 }
 
-/// Latencies of all victims in half of a round, in microseconds.
+/// Latencies of all victims in one half of a round, in microseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VictimLatencies {
     /// Median.
@@ -179,7 +179,7 @@ pub struct AttackReport {
 }
 
 impl AttackReport {
-    /// Attacks that this program cannot make, printed below the table.
+    /// Text below the table: attacks that this program cannot make.
     pub const LEFT_OUT: &str = "not measured: an upgrade beside a drive that does not answer, which takes a file system of one's own (FUSE)";
 
     /// Returns whether no victim had an error.

@@ -16,16 +16,16 @@ use super::error::AttackError;
 
 /// Number of victims.
 pub(super) const VICTIMS: usize = 4;
-/// Name and size in bytes of the attacker's drive, if it is a sparse file.
+/// Name and size in bytes of the sparse file that is the drive of some attackers.
 const SPARSE: &str = "sparse.img";
 const SPARSE_LEN: u64 = 64 << 30;
-/// `nvme-mpt serve`, which is ended when this is dropped.
+/// A running `nvme-mpt serve`. Dropping it ends the server.
 pub(super) struct AttackedServer {
     program: PathBuf,
     child: Child,
     is_supervised: bool,
     folder: TempDir,
-    /// Reading end of its log, if nothing reads the log.
+    /// Read end of the server's log, for an attacker whose log is not read.
     _unread: Option<PipeReader>,
 }
 
@@ -106,17 +106,17 @@ impl AttackedServer {
         }
     }
 
-    /// Waits until the server is ready or has ended. Returns whether it is ready.
+    /// Waits until the server is ready or has ended. Returns true if it is ready.
     fn is_ready(&mut self) -> bool {
         let Some(stdout) = self.child.stdout.take() else {
             return false;
         };
         let (sender, ready) = mpsc::channel();
-        // Standard output is read until its end, so that the server's writes do not block.
+        // Standard output is read to its end, so that the server's writes never block.
         thread::spawn(move || {
             let lines = BufReader::new(stdout).lines().map_while(Result::ok);
             for _ in lines.filter(|line| line == "ready") {
-                // The receiver waits for the first line only.
+                // Only the first line has a receiver.
                 let _ = sender.send(());
             }
         });
@@ -128,7 +128,7 @@ impl AttackedServer {
         self.folder.path().join(format!("{id}.sock"))
     }
 
-    /// Renames the attacker's drive, which the server has open.
+    /// Renames the file of the attacker's drive, which the server has open.
     pub(super) fn move_drive(&self) -> Result<(), AttackError> {
         let drive = self.folder.path().join(SPARSE);
         let renamed = fs::rename(&drive, drive.with_extension("moved"));
@@ -170,9 +170,9 @@ impl Drop for AttackedServer {
     }
 }
 
-/// Fills a pipe, so that the next write blocks.
+/// Fills a pipe, so that the next write to it blocks.
 fn fill(pipe: &impl AsRawFd) -> io::Result<()> {
-    // The pipe is opened again for non-blocking writes here. The server's own writes stay blocking.
+    // The pipe is opened a second time for the non-blocking writes. So the server's own writes still block.
     let mut end = File::options()
         .write(true)
         .custom_flags(libc::O_NONBLOCK)

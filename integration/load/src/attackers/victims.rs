@@ -1,4 +1,4 @@
-//! Guests that read one block at a time. Their latencies measure the impact of an attack.
+//! Guests that read one block at a time. Their latencies show the effect of an attack.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -18,7 +18,7 @@ use super::{GuestCpus, report};
 
 /// Size of a read in bytes.
 const PIECE: u64 = 4096;
-/// Longest wait for an interrupt before the queue is checked.
+/// Maximum wait for an interrupt, after which the queue is checked.
 const INTERRUPT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Victims of a server.
@@ -30,7 +30,7 @@ impl Victims {
         Ok(Self(victims.collect::<Result<_, _>>()?))
     }
 
-    /// Lets all victims read until `stop`. Returns their combined latencies.
+    /// Makes all victims read until `stop` is set. Returns their combined latencies.
     pub(super) fn read_until(
         &mut self,
         stop: &AtomicBool,
@@ -52,7 +52,7 @@ impl Victims {
         });
         let mut all = report::histogram();
         for latencies in latencies? {
-            // Both histograms have the same bounds, so this cannot fail.
+            // Cannot fail, since both histograms have the same bounds.
             let _ = all.add(latencies);
         }
         Ok(VictimLatencies::from_histogram(&all))
@@ -94,7 +94,7 @@ impl Victim {
         Ok(latencies)
     }
 
-    /// Reads once, sleeping until the interrupt.
+    /// Reads once. Sleeps until the interrupt.
     fn read(&mut self) -> Result<(), AttackError> {
         let failed = |source| AttackError::Driver {
             who: self.client.name.clone(),

@@ -103,7 +103,7 @@ impl VfioUserSession {
             sent_bytes: sent,
             unread_bytes: left,
         });
-        // If the connection ends after the reply, closing it is still to be done.
+        // If the connection ends after the reply, this session still has to end it.
         let pending = pending.filter(|rest| {
             connected.is_closing || rest.sent_bytes < reply || rest.unread_bytes > 0
         });

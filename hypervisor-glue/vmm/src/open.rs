@@ -311,8 +311,7 @@ impl LeaseLedgers {
             previous_data: match (&options.path, options.data) {
                 // The drive stores no data, so nothing needs to be erased.
                 (DrivePath::Null(_), _) => PreviousDataPolicy::Kept,
-                // Erasing works on blocks of a drive that others can see: private memory starts zeroed, and erasing blocks
-                // would not erase keys. So the data is wiped.
+                // Private memory starts zeroed, and erasing blocks would not erase a drive's keys. So wipe instead of erase.
                 (_, PreviousDataPolicy::Erased) if drive.is_private() || options.is_key_value() => {
                     PreviousDataPolicy::Wiped
                 }
@@ -476,8 +475,8 @@ pub fn attach(
     attach_with(options, drive, ledgers, pollers, parts, stop)
 }
 
-/// Works like [`attach`], for a function that may outlive this process. `parts` is the source of the parts that the function
-/// shares with its back end, such as doorbell memory: new parts, or those of a predecessor.
+/// Works like [`attach`], for a function that may outlive this process. `parts` is the source of the parts that the function and
+/// its back end share, such as doorbell memory: new parts, or those of a predecessor.
 ///
 /// # Errors
 /// Returns the errors of [`attach`].

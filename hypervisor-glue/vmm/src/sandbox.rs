@@ -38,7 +38,7 @@ fn left_to_servers() -> MutexGuard<'static, Vec<DrivePath>> {
 /// Any [`OptionError`] that the options' values can cause.
 pub fn required_files(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionError> {
     let asked = config.options_with_text()?;
-    // With this access, a function that gets memory as a file detects pages that the VMM has yet to restore.
+    // With this access, a function that gets memory as a file detects pages that the VMM has not restored yet.
     if let Err(error) = open_own_mappings() {
         log::warn!("Functions cannot use guest memory that the VMM passes as a file: {error}");
     }
@@ -69,8 +69,8 @@ pub(crate) fn is_left(asked: &ParsedFunctionOptions) -> bool {
     left_to_servers().contains(&drive_path(asked))
 }
 
-/// Returns whether a server can share the drive at `path` with VMMs. The other kinds of drives are in the memory of the process
-/// that opens them.
+/// Returns whether a server can share the drive at `path` with VMMs. It cannot share a drive that is in the memory of the
+/// process that opens it.
 pub(crate) fn can_be_served(path: &DrivePath) -> bool {
     matches!(path, DrivePath::Pci(_) | DrivePath::File(_))
 }
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
     use crate::open::{self, LeaseLedgers, OpenError};
 
-    /// A server that answers that it has a drive, and no longer has it when a function requests a lease.
+    /// A server that first answers that it has a drive, and no longer has the drive when a function requests a lease.
     struct VanishingDriveServer(String);
 
     impl LeaseSource for VanishingDriveServer {

@@ -16,7 +16,7 @@ use nvme_vfio::function::PciAddress;
 use super::{DriveOptions, DrivePath, OpenDriveError};
 
 /// Key of an open drive, which is independent of the drive's path. The serial number would not be a key, since two devices may
-/// report one number.
+/// report equal numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum OpenDriveKey {
     Function(PciAddress),

@@ -453,7 +453,7 @@ fn a_drive_that_lost_its_label_is_refused_by_its_other_names() {
     host.reserve("a", "id=y,range=8M+1M,data=keep")
         .expect("the operator's word");
     assert_refused(host.reserve("a", "id=z,size=4M,unit=1M"), "--again");
-    // A label with another name is refused as well.
+    // The ledger misses the labelled drive, so this drive gets no label with another name.
     assert_refused(host.label("a", "other", false), "drive-id:pool");
     host.label("a", "pool", true).expect("labelled again");
     let extents = host.reserve("a", "id=x,size=4M,unit=1M,drive-id=pool");

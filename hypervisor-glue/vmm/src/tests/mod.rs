@@ -80,7 +80,7 @@ impl FakePin {
         self.0[0].read().is_ok()
     }
 
-    /// Returns whether the function has yet to read that the level fell.
+    /// Returns whether there is a notification of a fallen level that the function has not read yet.
     fn has_fallen(&self) -> bool {
         let epoll = Epoll::new().unwrap();
         let fallen = self.0[1].as_raw_fd();

@@ -475,8 +475,8 @@ pub fn attach(
     attach_with(options, drive, ledgers, pollers, parts, stop)
 }
 
-/// Works like [`attach`], for a function that may outlive this process. `parts` is the source of the parts that the function and
-/// its back end share, such as doorbell memory: new parts, or those of a predecessor.
+/// Works like [`attach`], for a function that may outlive this process. `parts` is the source of the parts that the function
+/// shares with its back end, such as doorbell memory: new parts, or those of a predecessor.
 ///
 /// # Errors
 /// Returns the errors of [`attach`].

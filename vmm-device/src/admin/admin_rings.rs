@@ -239,7 +239,7 @@ impl GuestAdminRings {
         }
     }
 
-    /// Reserves a completion queue entry; `None` if the guest has yet to consume a full queue of completions.
+    /// Reserves a completion queue entry; `None` if the queue is full of completions that the guest has not consumed.
     pub(super) fn reserve(&mut self) -> Option<CompletionCredit> {
         self.cq.reserve()
     }

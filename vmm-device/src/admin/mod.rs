@@ -1,8 +1,8 @@
 //! The admin queue and its commands (Base 2.0, section 5).
 //!
-//! The thread that calls [`GuestAdminQueue::process_commands`] carries out admin commands one after the other, never a poller.
-//! Two kinds of commands wait while commands behind them are carried out: Asynchronous Event Requests, and commands that change
-//! an I/O queue with commands in flight.
+//! Admin commands are carried out one after the other by the thread that calls [`GuestAdminQueue::process_commands`]. This
+//! thread is never a poller. Two kinds of commands wait while commands behind them are carried out: Asynchronous Event
+//! Requests, and commands that change an I/O queue with commands in flight.
 
 mod abort;
 mod admin_rings;

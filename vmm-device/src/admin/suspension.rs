@@ -44,7 +44,7 @@ impl MemorySuspension {
     }
 
     /// Works like [`Self::has_timed_out`], for memory that a command names. Such memory may never have existed. So the memory
-    /// counts as unmapped since the last change of the mappings, if not longer.
+    /// counts as unmapped at least since the last change of the mappings.
     pub(super) fn has_timed_out_for_command(&mut self, now: Duration, quiet: Duration) -> bool {
         let since = *self.since.get_or_insert(now);
         is_unmapped_too_long(now.saturating_sub(since).max(quiet), quiet)

@@ -1,7 +1,7 @@
 //! Controller properties in BAR0, up to the doorbells (Base 2.0, section 3.1.3; PCIe 1.0, section 3.1).
 //!
 //! A write that requests an enable, a reset or a shutdown returns a [`ControllerTransition`]. The caller carries out this
-//! transition and reports its completion, upon which `CSTS` changes.
+//! transition and reports its completion. Only then does `CSTS` change.
 
 use nvme_guest::Gpa;
 use nvme_spec::{

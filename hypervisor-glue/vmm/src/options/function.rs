@@ -92,8 +92,8 @@ pub struct FunctionOptions {
     pub fixed: AdaptivePolicies,
     /// Kinds of files that may back the VM's memory.
     pub memory: MemoryKinds,
-    /// Maximum bytes of the VM's memory that are mapped for a physical drive. If not given, the process's default limit applies,
-    /// if there is one.
+    /// Maximum bytes of the VM's memory that are mapped for a physical drive. If not given, the process's default limit applies
+    /// (if there is one).
     pub memory_limit: Option<ByteSize>,
     /// Limits of I/Os and bytes per second, and the function's weight against other guests.
     pub rates: RateLimits,
@@ -197,7 +197,7 @@ impl FunctionOptions {
     }
 
     /// Returns the options with which the function opens its drive. If the drive is already open, `opened` has the drive's
-    /// options, which are the defaults of the function's. Namespace, profile, faults and adaptive policies have no such default.
+    /// options, which are defaults for the function's. Namespace, profile, faults and adaptive policies have no such default.
     #[must_use]
     pub fn drive_options(&self, opened: Option<&DriveOptions>) -> DriveOptions {
         let default = opened.cloned().unwrap_or_default();

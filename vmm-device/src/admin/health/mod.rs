@@ -63,7 +63,7 @@ pub(super) struct GuestDriveHealth {
     is_drive_gone: bool,
     damage: LeaseDamage,
     powered_since: Duration,
-    /// Time for which the controller was powered in previous processes, which is added to the time in this process.
+    /// Time for which the controller was powered in previous processes. It is added to the time in this process.
     powered_before: Duration,
     clock: Arc<dyn WaitClock>,
 }

@@ -219,8 +219,8 @@ impl IdentifySubject<'_> {
             id.mcl = saturating_u32(blocks);
             id.msrc_z = u8::try_from(ranges.saturating_sub(1)).unwrap_or(u8::MAX);
         }
-        // `NOIOB` (NVM 1.0, Figure 97). If the unit exceeds the field, a smaller power of two is reported, whose boundaries
-        // include the unit's.
+        // `NOIOB` (NVM 1.0, Figure 97). If the unit exceeds the field, a smaller power of two is reported, since its boundaries
+        // include those of the unit.
         let boundary = self.unit_blocks.map_or(0, |unit| unit.min(NOIOB_MAX));
         id.noiob = boundary as u16;
         id.nguid = namespace.nguid;

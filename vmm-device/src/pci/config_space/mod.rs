@@ -115,7 +115,7 @@ pub struct BarMove {
 /// Side effects of a write to configuration space.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct ConfigWrite {
-    /// BARs whose address changed, and BARs that started or stopped to be decoded.
+    /// BARs whose address changed, or whose decoding began or ended.
     pub(crate) moves: Vec<BarMove>,
     /// Set if the write initiated a Function Level Reset. Configuration space is then already in its power-on state.
     pub(crate) function_level_reset: bool,
@@ -166,8 +166,8 @@ struct ConfigSpaceLayout {
 }
 
 impl ConfigSpace {
-    /// Creates configuration space for `doorbells` bytes of doorbells and `vectors` MSI-X vectors, of which there must be at
-    /// least one.
+    /// Creates configuration space for `doorbells` bytes of doorbells and `vectors` MSI-X vectors. At least one vector is
+    /// needed.
     pub(crate) fn new(doorbells: u64, vectors: u16, newest: OfferedInterrupts) -> Self {
         let layout = ConfigSpaceLayout::new(doorbells, vectors, newest);
         Self {

@@ -76,7 +76,7 @@ struct LeaseUncorrectableBlocks {
     failures: Vec<(u64, u64)>,
     /// Callback that requests a store; `None` if the marks are not stored and end with the lease.
     request_store: Option<MarkStoreRequest>,
-    /// True if a store was requested and has yet to begin.
+    /// True from the request for a store until the store begins.
     is_store_requested: bool,
 }
 
@@ -114,7 +114,7 @@ impl LeaseMarkRegistration {
             .insert(start, UncorrectableLeasePart { end, lease });
     }
 
-    /// Loads the marks that the ledger has. From now on, each change calls `ask`, upon which another thread has to call
+    /// Loads the marks that the ledger has. From now on, each change calls `ask`, which must make another thread call
     /// [`store`](Self::store).
     pub(crate) fn restore(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let mut state = self.blocks.lock();

@@ -33,7 +33,7 @@ pub struct FaultQueue<C = HostClock> {
     pub(super) drive: HostQueuePair,
     faults: Arc<FaultInjector>,
     clock: C,
-    /// Submitted commands whose doorbell is yet to be rung.
+    /// Commands submitted since the doorbell was last rung.
     submitted: Vec<Sqe>,
     /// Commands of the present batch that are forwarded to the drive's queue.
     forwarded: Vec<Sqe>,

@@ -75,7 +75,7 @@ impl SharedFile {
         if !self.damage_watch.is_regular {
             return;
         }
-        // The call fails for an open file only if the file system is broken, in which case all I/O fails.
+        // The call fails for an open file only if the file system is broken. All I/O fails then.
         let Ok(metadata) = self.open_file.metadata() else {
             return;
         };

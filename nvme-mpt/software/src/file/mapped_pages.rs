@@ -112,7 +112,7 @@ impl MappedFilePages {
 
 /// Iterator over the bitmap words of a range of bytes. For each word, returns a mask of the range's bits.
 struct BitmapWords {
-    /// First bit that is yet to be returned, and the end of the bits.
+    /// First remaining bit of the range, and the end of the range.
     next: u64,
     end: u64,
 }

@@ -174,13 +174,13 @@ pub trait FileIoRing: std::fmt::Debug {
     /// again.
     fn submit(&mut self);
 
-    /// Returns whether some prepared requests are yet to be accepted by the kernel.
+    /// Returns whether the kernel has not accepted some of the prepared requests yet.
     fn has_unsubmitted(&self) -> bool;
 
     /// Takes one completion.
     fn take(&mut self) -> Option<FileIoCompletion>;
 
-    /// Returns the number of prepared requests whose completion is yet to be taken.
+    /// Returns the number of prepared requests whose completion was not taken yet.
     fn in_flight(&self) -> usize;
 
     /// Returns a descriptor that is readable when completions are available.

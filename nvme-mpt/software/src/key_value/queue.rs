@@ -36,7 +36,7 @@ const INFLIGHT_BYTES_MAX: usize = 4 << 20;
 pub struct KeyValueQueue {
     format: KvNamespaceFormat,
     route: KvRequestRoute,
-    /// Submitted commands whose doorbell is yet to be rung.
+    /// Commands submitted since the doorbell was last rung.
     submitted: Vec<Sqe>,
     ended: EndedKvCommands,
 }
@@ -70,7 +70,7 @@ enum KvRequestRoute {
     File(KvFileRoute),
 }
 
-/// Requests of one queue to the thread of a file.
+/// Route of a queue whose requests the thread of a file executes.
 #[derive(Debug)]
 struct KvFileRoute {
     pairs: Arc<KeyValueFile>,

@@ -24,7 +24,7 @@ pub(super) struct BandwidthTokens {
     first: u64,
     /// Number of the first slot that may have free tokens. All slots before it are full.
     first_open: u64,
-    /// Number of the first slot such that it and all slots after it have no reservations.
+    /// Number of the slot after the last slot with reservations.
     end: u64,
 }
 

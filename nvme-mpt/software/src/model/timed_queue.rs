@@ -23,7 +23,7 @@ pub trait TimedQueueBackend: HostQueue<Commands: CommandSet> {
     /// [defers](HostQueue::has_deferred_commands).
     const IS_SYNCHRONOUS: bool;
 
-    /// Returns the submitted commands whose doorbell is yet to be rung.
+    /// Returns the commands submitted since the doorbell was last rung.
     fn submitted_commands(&self) -> impl Iterator<Item = &Sqe>;
 
     /// Rings the doorbell like [`HostBatch::ring`]. A command that completes during this call is passed to `done`, and its

@@ -36,7 +36,7 @@ enum ZonedCompletionOutcome {
     /// Complete a Zone Append to the zone with the first number. The second number is the low half of the written LBA, for
     /// dword 0.
     Append(u32, u32),
-    /// Continue or complete a reset, of which the drive has executed a step.
+    /// Continue or complete a reset after the drive has executed a step of it.
     Reset(ZoneReset),
 }
 
@@ -64,7 +64,7 @@ enum ZonedCommandAttempt {
 pub struct ZonedQueue {
     drive: HostQueuePair,
     zones: Arc<LeasedZones>,
-    /// Submitted commands whose doorbell is yet to be rung.
+    /// Commands submitted since the doorbell was last rung.
     submitted: Vec<(Sqe, ZonedCommandAttempt)>,
     /// Commands to forward to the drive's queue.
     forwarded: Vec<Sqe>,
@@ -76,7 +76,7 @@ pub struct ZonedQueue {
     completed: Vec<HostCompletion>,
     /// Buffer of the latest report of zones.
     report: Vec<u8>,
-    /// Number of resets, of each of which the drive executes a step.
+    /// Number of resets in progress: the drive is executing a step of each of them.
     active_resets: usize,
     /// Set when the queue ends, so that no further step of a reset begins.
     is_stopping: bool,
@@ -311,7 +311,7 @@ impl ZonedQueue {
         }
     }
 
-    /// Returns the command by which the drive deallocates the next blocks of a reset zone, and the work that is left after it.
+    /// Returns the command that deallocates the next blocks of a reset zone, and the work that is left after it.
     fn deallocation_command(&self, sqe: &Sqe, reset: ZoneReset) -> (Sqe, ZonedCompletionOutcome) {
         let most = RESET_BYTES >> self.zones.lba_shift;
         let count = (reset.end - reset.next).min(most);
@@ -333,7 +333,7 @@ impl ZonedQueue {
         )
     }
 
-    /// Continues a reset of which the drive has executed a step. Returns `false` if the reset is complete.
+    /// Continues a reset after the drive has executed a step of it. Returns `false` if the reset is complete.
     fn continue_reset(
         &mut self,
         state: &mut LeasedZonesState,
@@ -421,8 +421,8 @@ fn replay_order(sqe: &Sqe) -> u64 {
     }
 }
 
-/// Returns whether a write failed at its own blocks, upon which its zone becomes read only. The status of lost writes does not
-/// count, since these have other blocks.
+/// Returns whether a write failed at its own blocks. Its zone then becomes read only. The status of lost writes does not count,
+/// since these have other blocks.
 fn is_media_error(status: Status) -> bool {
     status.sct() == StatusCodeType::MEDIA && status != LOST_WRITES
 }

@@ -33,7 +33,7 @@ pub struct DiskModelParameters {
     pub short_transfers: u64,
     /// Rate of slices that the file system refuses to zero or deallocate.
     pub refused_slices: u64,
-    /// Rate of submission calls by which the kernel accepts no request.
+    /// Rate of submission calls that fail to submit any request.
     pub refused_calls: u64,
     /// Rate of requests that stay pending for many seconds, or until they are cancelled.
     pub held_requests: u64,

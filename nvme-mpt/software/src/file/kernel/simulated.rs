@@ -574,7 +574,7 @@ pub(in crate::file) const fn file_identity(_: &File) -> io::Result<OpenFileIdent
     Ok(OpenFileIdentity)
 }
 
-/// Returns a descriptor by which another process gets the file description. Until then, the description stays open.
+/// Returns a descriptor that passes the file description to another process. The description stays open until then.
 pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
     let descriptor = memfd(c"simulated-file", 0)?;
     std::fs::File::from(descriptor.try_clone()?).write_all_at(&file.open.to_le_bytes(), 0)?;

@@ -116,7 +116,7 @@ pub(crate) struct LeasedFile {
     companion: Option<File>,
     /// Probe for errors from before a queue opened its own probe. The lock is held until a reported error is recorded.
     probe: Mutex<WriteErrorProbe>,
-    /// Spare probe, of which the supervisor process holds duplicates.
+    /// Spare probe. The supervisor process holds duplicates of its descriptors.
     spare_probe: Mutex<Option<WriteErrorProbe>>,
     has_lost_writes: AtomicBool,
     /// True if another process had the lease before, so that some of the VMM's writes are older than this process.

@@ -76,7 +76,7 @@ pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
     pub(super) is_size_checked: bool,
     /// True if a check for resident pages has found none in the present batch.
     pub(super) has_found_no_pages: bool,
-    /// Submitted commands whose doorbell is yet to be rung.
+    /// Commands submitted since the doorbell was last rung.
     submitted: VecDeque<Sqe>,
     /// Commands that wait for a resource before they start.
     wait_queues: ResourceWaitQueues,
@@ -185,7 +185,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         Ticks(self.clock.now())
     }
 
-    /// Starts waiting commands whose resource is available. A pass attempts to start few commands more than it starts.
+    /// Starts waiting commands whose resource is available. A pass attempts only a few commands that it cannot start.
     fn start_waiting(&mut self, memory: HostMemory<'_>) {
         for want in AwaitedResource::ALL {
             let mut moved = 0;

@@ -93,7 +93,7 @@ struct Kernel {
     completions: VecDeque<(u64, Result<usize, i32>)>,
     /// Number of requests that each submission call submitted.
     calls: Vec<usize>,
-    /// Number of submission calls that are yet to fail.
+    /// Number of further submission calls that fail.
     refuses: usize,
     behind: bool,
     /// True if requests never complete.

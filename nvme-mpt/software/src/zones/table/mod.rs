@@ -455,7 +455,7 @@ impl ZoneTable {
             !zone.is_resetting && (zone.is_active() || zone.state == ZoneState::FULL)
         };
         let index = (from..self.count()).find(meant)?;
-        // The zone was chosen such that it can be reset.
+        // The zone can be reset, as the filter above has checked.
         let written = self.reset(index).unwrap_or(0);
         Some((index, written))
     }

@@ -157,7 +157,7 @@ impl Ftl {
         Ok(ftl)
     }
 
-    /// Maps a logical page to a flash page, to which no other logical page may be mapped.
+    /// Maps a logical page to a flash page. No other logical page may be mapped to this flash page.
     fn map_restored_page(&mut self, logical: u32, page: FlashPage) -> Result<(), FtlStateError> {
         match self.reverse_map.get(page.0 as usize) {
             Some(0) => {

@@ -22,7 +22,7 @@ const SHELLS: [&str; 3] = ["bash", "fish", "zsh"];
 #[derive(Debug, Parser)]
 #[command(name = "debian", version)]
 pub struct PackageOptions {
-    /// Its version, in place of that of the workspace and revision 1
+    /// Version of the package; by default that of the workspace, with revision 1
     #[arg(long, value_name = "VERSION")]
     deb_version: Option<String>,
 }

@@ -27,7 +27,7 @@ pub mod option {
 /// An operation of a Batch, a vendor specific command (`docs/software-drives.md`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Operation {
-    /// Opcode of the command that does the same.
+    /// Opcode of the single command that performs this operation.
     pub opcode: u8,
     /// Key of at most 16 bytes.
     pub key: Vec<u8>,

@@ -62,7 +62,7 @@ pub enum LeaseAttachError {
 pub(crate) struct GrantedLease {
     pub(crate) channel: LeaseChannel,
     pub(crate) attached: AttachedLease,
-    /// Doorbell file, file of the in-flight state, and eventfd of events.
+    /// Doorbell file, in-flight tracking file, and eventfd that signals events.
     pub(crate) parts: [OwnedFd; ATTACH_DESCRIPTORS],
     /// Descriptors that signal the end of the server's process.
     pub(crate) signs: ServerExitSigns,

@@ -56,8 +56,8 @@ pub(crate) enum AttachReply {
     },
     /// The server is still creating the lease, for example while it wipes the range. Sent every second.
     Waiting,
-    /// The lease is granted. Descriptors: the doorbells' file, the file of the in-flight state, and the eventfd of events.
-    /// The [signs](SIGNS) follow.
+    /// The lease is granted. Descriptors: the doorbells' file, the in-flight tracking file, and the eventfd that signals
+    /// events. With [`AttachRequest::sees_end`], the [signs](SIGNS) follow.
     Attached(Box<AttachedLease>),
 }
 

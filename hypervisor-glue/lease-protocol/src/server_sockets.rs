@@ -25,7 +25,8 @@ pub fn socket_path(state_dir: &Path, name: &str) -> PathBuf {
 
 /// Returns all sockets in the servers' directory, including those of servers that have ended.
 fn list_sockets(state_dir: &Path) -> impl Iterator<Item = PathBuf> {
-    // An unreadable directory means that no server has run, or that this process cannot use the ledger either.
+    // An unreadable directory means that no server has run, or that this process may not access the servers' state
+    // directory, which contains the ledger.
     let names = list_dir(&sockets_dir(state_dir)).unwrap_or_default();
     let is_socket = |path: &PathBuf| {
         path.extension()

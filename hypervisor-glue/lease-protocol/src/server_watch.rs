@@ -108,7 +108,7 @@ pub(crate) struct ServerWatch {
     /// Lease properties that the guest was promised when it attached.
     pub(crate) promised: AttachedLease,
     pub(crate) doorbells: Arc<DoorbellPage>,
-    /// File of the in-flight state.
+    /// In-flight tracking file.
     pub(crate) inflight: OwnedFd,
     pub(crate) memory: GuestMemory,
     /// Drops the eventfds by which a lost server's pollers were woken.

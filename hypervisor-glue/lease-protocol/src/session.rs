@@ -42,7 +42,7 @@ pub enum SessionError {
     /// The VMM violated the protocol, or the connection failed.
     #[error("A VMM's connection ended")]
     Channel(#[from] ChannelError),
-    /// The lease has no shared file for its in-flight state, which a function in a VMM's process needs.
+    /// The lease has no shared in-flight tracking file, which a function in a VMM's process needs.
     #[error("A lease has no in-flight tracking, which a function in a VMM needs")]
     NoInflightFile,
     /// The kernel's error.

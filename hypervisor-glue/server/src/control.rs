@@ -496,7 +496,7 @@ impl<S: ControlService> ControlClients<S> {
         Some(stream)
     }
 
-    /// Makes progress with a client whose socket is ready.
+    /// Continues the exchange with a client whose socket is ready.
     fn advance_client(&mut self, fd: RawFd, ops: &mut EventOps) -> io::Result<()> {
         let mut clients = self.clients.iter_mut().enumerate();
         let Some((index, client)) = clients.find(|(_, client)| client.stream.as_raw_fd() == fd)

@@ -77,8 +77,8 @@ pub(crate) trait ControlledDevice: VfioUserDevice {
     /// Returns the function's crash record; `None` if the function's state ends with the process.
     fn crash_record(&self) -> Option<CrashRecord>;
 
-    /// Returns the eventfd by which the client reports that the INTx pin's level fell, if any. The eventfd is watched
-    /// edge-triggered and never read, since the client may change its value and flags.
+    /// Returns the eventfd by which the client reports that the INTx pin's level fell; `None` if the client has set none.
+    /// The server watches it edge-triggered and never reads it, since the client may change its value and flags.
     fn unmask_eventfd(&self) -> Option<&Arc<EventFd>> {
         None
     }
@@ -155,11 +155,11 @@ impl NvmeDevice {
     }
 
     /// Restores the client's connection and the guest's controller state from the old server. The function must be in its
-    /// power-on state, and its doorbells and in-flight state must be the old server's files.
+    /// power-on state, and its doorbells and in-flight tracking must be the old server's files.
     ///
     /// # Errors
-    /// The function's properties differ, or the client's memory or vectors are invalid. After an error, no command of the guest
-    /// was executed.
+    /// The function's properties differ, or the client's memory or vectors are invalid. After an error, no command of the
+    /// guest was executed.
     pub(crate) fn restore(
         &mut self,
         client: RestoredClient,

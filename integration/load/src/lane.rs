@@ -93,7 +93,8 @@ struct LaneCounters {
 pub(super) struct Lane {
     pub(super) queue: QueuePair,
     pub(super) tally: LaneMeasurements,
-    /// Prepared entry of each slot. A command changes its opcode, and its SLBA or the fields in the place of SLBA.
+    /// Prepared entry of each slot. A command changes two words of its entry: CDW0 with the opcode, and SLBA or the dwords
+    /// in its place.
     entries: Box<[Sqe]>,
     /// Submission time of each slot's command, in ticks; 0 for a free slot.
     started: Box<[u64]>,

@@ -64,7 +64,7 @@ pub struct LoadOptions {
           value_parser = clap::value_parser!(u8).range(0..=100))]
     pub mix: u8,
 
-    /// Deallocate instead: each command has one range of --size bytes
+    /// Deallocate instead of reading and writing: each command has one range of --size bytes
     #[arg(long, conflicts_with_all = ["mix", "verify"])]
     pub deallocate: bool,
 
@@ -76,7 +76,7 @@ pub struct LoadOptions {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub queues: u16,
 
-    /// Threads that drive the queues; by default one for each
+    /// Threads that drive the queues; by default one for each queue
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
 
@@ -84,7 +84,7 @@ pub struct LoadOptions {
     #[arg(long, default_value_t = 5.0, value_parser = parse_seconds)]
     pub seconds: f64,
 
-    /// Commands of each queue to run, instead of --seconds
+    /// Number of commands that each queue runs, instead of --seconds
     #[arg(long, conflicts_with = "seconds")]
     pub count: Option<u64>,
 
@@ -124,7 +124,7 @@ pub struct LoadOptions {
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
 
-    /// Seconds without a completion after which the run is given up
+    /// Seconds without a completion after which the run fails
     #[arg(long, default_value_t = 10.0, value_parser = parse_seconds)]
     pub timeout: f64,
 

@@ -43,9 +43,9 @@ pub struct DemoOptions {
     /// The guests' kernel: 6.1 (Debian 12), 6.12 (Debian 13), or the path of an image
     #[arg(long, default_value = "6.12")]
     kernel: KernelChoice,
-    /// The drive: a file or block device that exists, or the PCI address of a physical drive, WHOSE CONTENT IS
-    /// OVERWRITTEN; or memory:SIZE; or "lab", a drive on an emulated host, on which all this then runs. By
-    /// default a file that is made for it
+    /// The drive, WHOSE CONTENT IS OVERWRITTEN: a file or block device that exists, the PCI
+    /// address of a physical drive, or memory:SIZE. With "lab", the demonstration runs on an
+    /// emulated host with a drive. By default, a new file
     #[arg(long, value_name = "PATH|ADDRESS|memory:SIZE|lab")]
     drive: Option<DriveChoice>,
     /// Way in which guests ring doorbells
@@ -60,7 +60,7 @@ pub struct DemoOptions {
     /// Only the jobs that have this in their names, such as randread or verify
     #[arg(long, value_name = "TEXT", value_parser = jobs::parse_job_filter)]
     jobs: Option<String>,
-    /// Writes the figures into a file
+    /// Writes the measurements into a file, as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -72,7 +72,7 @@ pub enum DemoDoorbellMode {
     Shadow,
     /// A store to a page that is mapped into the guest
     Mapped,
-    /// An exit for each
+    /// A trapped register write: an exit to the VMM for each doorbell
     Trap,
 }
 

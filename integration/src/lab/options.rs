@@ -28,7 +28,7 @@ const PROGRAMS: &[&str] = &[
 #[command(name = "lab", version)]
 pub struct LabOptions {
     /// A drive: id=NAME[,size=SIZE][,lba=512|4096][,namespaces=N][,queues=N][,mdts=N][,dbcs=on|off]
-    /// [,iops=N][,bandwidth=SIZE][,image=FILE]. By default one, 'a', of 1 GiB
+    /// [,iops=N][,bandwidth=SIZE][,image=FILE]. By default, one drive 'a' of 1 GiB
     #[arg(long = "drive", value_name = "DRIVE")]
     drives: Vec<LabDrive>,
     /// Boots without any drive
@@ -43,22 +43,23 @@ pub struct LabOptions {
     /// The host's memory
     #[arg(long, value_name = "MIB", default_value_t = super::MEMORY_MIB)]
     memory: u32,
-    /// Brings a file along, to /lab/run/bin, which is in the command's PATH
+    /// Copies a file into the lab, to /lab/run/bin, which is in the command's PATH
     #[arg(long = "put", value_name = "FILE")]
     put: Vec<PathBuf>,
-    /// Brings a file back, to the directory of --into
+    /// Copies a file of the lab to the directory of --into
     #[arg(long = "get", value_name = "FILE")]
     get: Vec<String>,
-    /// Directory to which files are brought back
+    /// Directory to which files of the lab are copied
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     into: PathBuf,
-    /// Gives the command this long
+    /// Timeout of the command
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     timeout: u64,
     /// Keeps the console, the logs and the drives' images
     #[arg(long)]
     keep: bool,
-    /// A command. One word alone is a shell script; a path of a file here is brought along and run
+    /// The command. A single word is a shell script. If the first word is the path of a file on this
+    /// machine, the file is copied into the lab and run
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<String>,
 }

@@ -27,10 +27,10 @@ mod steps;
 #[derive(Debug, Parser)]
 #[command(name = "verify", version)]
 pub struct VerifyOptions {
-    /// Runs every step: the lab's nested guests, which may get lost and are tried again, included
+    /// Runs every step, including nested guests in the lab, which may be lost and are tried again
     #[arg(long, conflicts_with = "only")]
     full: bool,
-    /// Runs one of N shares of everything, to be spread over machines
+    /// Runs one of N shares of all checks, so that several machines can divide them
     #[arg(long, value_name = "I/N", requires = "full")]
     shard: Option<Shard>,
     /// Runs only these steps, separated by commas
@@ -45,7 +45,7 @@ pub struct VerifyOptions {
     /// Only the end-to-end tests with this in their name
     #[arg(long, value_name = "FILTER")]
     e2e_filter: Option<String>,
-    /// Without the end-to-end tests with this in their name, as `modes`, which step `guest` runs
+    /// Omits the end-to-end tests with this in their name, such as `modes`, which step `guest` runs
     #[arg(long, value_name = "FILTER")]
     e2e_skip: Option<String>,
     /// Only the tests in the lab with this in their name

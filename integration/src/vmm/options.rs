@@ -14,19 +14,19 @@ pub struct ReferenceVmmOptions {
     /// The kernel, a bzImage.
     #[arg(long, required_unless_present = "restore")]
     kernel: Option<PathBuf>,
-    /// Archive from which its initial user land is unpacked.
+    /// Initramfs archive, from which the kernel unpacks the initial user land.
     #[arg(long)]
     initramfs: Option<PathBuf>,
-    /// Its command line.
+    /// Command line of the kernel.
     #[arg(long, default_value = "console=ttyS0 root=/dev/nvme0n1 rw")]
     cmdline: String,
-    /// vCPUs, 1 to 4.
+    /// Number of vCPUs, 1 to 4.
     #[arg(long, default_value_t = 1)]
     cpus: u8,
     /// Memory in MiB.
     #[arg(long, default_value_t = 512)]
     memory: u64,
-    /// An NVMe function, as in path=disk.img,range=0+1G; again for another one.
+    /// An NVMe function, as in path=disk.img,range=0+1G. Repeat this for further functions.
     #[arg(long = "nvme-mpt", value_name = "OPTIONS")]
     functions: Vec<ParsedFunctionOptions>,
     /// Directory with the ledger of leases.
@@ -35,10 +35,10 @@ pub struct ReferenceVmmOptions {
     /// Prints KVM's counters of the machine whenever the guest writes to address 0xfe000000.
     #[arg(long)]
     counters: bool,
-    /// A socket that is listened on, to which the second serial port is connected.
+    /// Path of a listening socket, to which the second serial port is connected.
     #[arg(long)]
     serial: Option<PathBuf>,
-    /// A socket on which functions can be added and removed, and a snapshot can be taken.
+    /// Path of a listening socket, for adding and removing functions and for snapshots.
     #[arg(long)]
     control: Option<PathBuf>,
     /// Resumes the machine that was written to this directory, with the functions that it had.

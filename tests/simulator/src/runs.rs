@@ -42,7 +42,7 @@ pub(crate) struct Options {
     /// Runs seeds until this many hours of simulated time have passed, regardless of the number of seeds.
     #[arg(long)]
     hours: Option<f64>,
-    /// The only world to simulate. Without it, the seed chooses a world.
+    /// The only scenario to simulate. Without it, the seed chooses a scenario.
     #[arg(long, value_parser = named)]
     scenario: Option<Scenario>,
     /// File for the last steps of the last seed that failed.

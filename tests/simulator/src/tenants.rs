@@ -195,7 +195,7 @@ struct Cell {
 }
 
 impl Cell {
-    /// Numbers of neighbours, tenants, pairs and orders, whose combinations are the cells.
+    /// Number of neighbours, of tenants, of numbers of queue pairs, and of orders. Their combinations are the cells.
     const PARTS: [usize; 4] = [NEIGHBOURS.len(), TENANTS.len(), PAIRS.len(), ORDERS.len()];
 
     /// Returns the cell of a seed. Each `CELLS` consecutive seeds contain each cell once.

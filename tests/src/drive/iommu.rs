@@ -244,8 +244,8 @@ impl ModelIommu {
         self.maps.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `access` on each part of a range, with start, offset in the range, and size in bytes. Does so only if the drive
-    /// may access the whole range. The memory stays mapped meanwhile.
+    /// Runs `access` on each part of a range, if the drive may access the whole range. The arguments are the part's start,
+    /// its offset in the range, and its size in bytes. The memory stays mapped meanwhile.
     fn for_each_piece(
         &self,
         iova: u64,

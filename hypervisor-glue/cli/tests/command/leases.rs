@@ -291,7 +291,7 @@ fn a_requested_wipe_erases_data_of_the_host_too() {
     let first = function("a", "0+16M", "");
     bench.serve("one", &[&first]).unwrap().stop();
     assert_eq!(read(), vec![0xCC; 64 << 20]);
-    // Nor does the option `--wipe` erase data without an owner, such as an image that is new to the ledger.
+    // The option `--wipe` does not erase data without an owner, such as an image that is new to the ledger.
     let next = function("b", "32M+16M", "");
     let mut all = bench.serve_command("one", &[&next]);
     all.arg("--wipe");

@@ -61,7 +61,7 @@ fn metrics_show_functions_that_are_added_connected_and_removed() {
 
     let other = "socket=b.sock,path=drive.img,range=16M+16M,id=b";
     bench.ask("add", &[other]).unwrap();
-    // The server may have created a text while it was adding the function.
+    // The server may send a text that it created before the function was complete, so the scrape is repeated.
     let lease = "nvme_mpt_lease_extents{lease=\"b\",drive=\"";
     scrape(&bench, |text| {
         text.contains("function_up{function=\"b\"} 1") && text.contains(lease)

@@ -287,7 +287,8 @@ impl FileRules {
     }
 
     fn restrict_thread(&self) -> Result<LandlockStatus, RulesetError> {
-        // The scope forbids connections to an abstract socket, so it is not used if the supervisor has one.
+        // This scope would forbid the connection to a supervisor's abstract socket. So it is left out if the supervisor has
+        // such a socket.
         let keeper = env::var_os("NOTIFY_SOCKET").unwrap_or_default();
         let scope = match keeper.as_encoded_bytes().first() {
             Some(b'@') => Scope::Signal.into(),

@@ -129,7 +129,7 @@ const PROCESS: &[c_long] = &[
     libc::SYS_waitid,
 ];
 
-/// Calls on files and descriptors. File modes and Landlock decide which files.
+/// Calls on files and descriptors. File modes and Landlock decide which files they may access.
 const FILES: &[c_long] = &[
     libc::SYS_chdir,
     libc::SYS_close,

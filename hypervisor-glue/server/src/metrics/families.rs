@@ -83,7 +83,7 @@ fn some_value(value: impl Into<MetricValue>) -> Option<MetricValue> {
     Some(value.into())
 }
 
-/// An object with the labels of its samples.
+/// Object whose metrics are exported, with the labels of its samples.
 pub(super) struct LabelledSubject<L, T> {
     pub(super) labels: L,
     pub(super) subject: T,

@@ -57,7 +57,7 @@ use crate::stats::{FunctionStats, GuestPause};
 /// Maximum number of lease ids that are remembered for pause statistics. Leases of later ids get no pause statistics.
 const SEEN_IDS_MAX: usize = 65_536;
 
-/// Interval between attempts to get a lease that is ending.
+/// Interval between attempts to get a range whose earlier lease is still ending.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Timeout for the statistics of a lease whose queues or memory are being changed.
@@ -343,8 +343,8 @@ impl LeaseTable {
         }
     }
 
-    /// Adds to `found` the statistics of leases whose ids it lacks. Skips leases whose queues or memory are being changed.
-    /// Returns whether `found` now has all leases.
+    /// Adds to `found` the statistics of those leases that are not in it. Skips leases whose queues or memory are being
+    /// changed. Returns whether `found` now has all leases.
     fn add_stats(&self, found: &mut BTreeMap<String, FunctionStats>) -> bool {
         let mut is_complete = true;
         let connections = self.connections();

@@ -91,7 +91,7 @@ struct Grant {
     /// Owner of the lease; `None` if unknown.
     owner: Option<u32>,
     is_ending: bool,
-    /// Decisions of the operator about the id's data since the grant: released, condemned.
+    /// Decisions of the operator about the id's data since the grant: any id may see it; it may be wiped.
     decisions: (bool, bool),
 }
 
@@ -154,7 +154,7 @@ struct OpenOperation {
     change_count: u64,
     /// Grant at the start of the operation.
     before: Option<Grant>,
-    /// Decisions of the operator about the id's data since the start of the operation: released, condemned.
+    /// Decisions of the operator about the id's data since the start of the operation: any id may see it; it may be wiped.
     decisions: (bool, bool),
 }
 
@@ -593,7 +593,7 @@ impl State {
             cells,
             is_exact: true,
             holder: Some(open.process),
-            // If the operator has condemned the data, the id no longer has an owner.
+            // After a decision of the operator about the data, the id no longer has an owner.
             owner: request.owner.or(known).filter(|_| !open.decisions.1),
             is_ending: false,
             decisions: open.decisions,

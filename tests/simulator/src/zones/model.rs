@@ -92,7 +92,7 @@ impl Possibility {
         }
     }
 
-    /// Returns the possibilities after a command, which include the command's answer.
+    /// Returns the possible states after a command. Each of them includes the answer that the command then gets.
     fn successors(&self, number: Number, action: Action, capacity: u64) -> Vec<(Self, Answer)> {
         let failed = |status| (self.clone(), Answer::Failed(status));
         let reset = || Self {

@@ -179,6 +179,18 @@ pub struct ReservedLease {
 }
 
 impl FunctionEntry {
+    /// Sets the state from the answer of the function's thread; `None` if the thread did not answer. A failed function stays
+    /// failed.
+    pub(crate) fn set_connected(&mut self, connected: Option<bool>) {
+        if !matches!(self.state, FunctionStatus::Failed { .. }) {
+            self.state = match connected {
+                Some(true) => FunctionStatus::Connected,
+                Some(false) => FunctionStatus::Waiting,
+                None => FunctionStatus::Busy,
+            };
+        }
+    }
+
     /// Updates the extents and the description of the lease.
     pub(crate) fn set_extents(&mut self, extents: LeaseExtents, summary: String) {
         self.range = extents.single();

@@ -357,11 +357,23 @@ fn each_change_has_its_result_for_programs() {
     let result = changed("resize", &["a", "6M"]);
     assert_eq!(result["id"], "a");
     assert_eq!(result["range"], json!({ "start": 0, "length": 6 << 20 }));
+    // A connected VMM does not change what each answer says.
+    let _client = Client::new(&bench.path("a.sock")).unwrap();
+    for (command, arguments) in [("limit", ["a", "iops=600"]), ("resize", ["a", "8M"])] {
+        assert_eq!(
+            changed(command, &arguments)["state"],
+            "connected",
+            "{command}"
+        );
+    }
     let result = changed("reserve", &[&reserved]);
     assert_eq!(result["id"], "b");
     assert_eq!(result["owner"], user);
-    let result = changed("remove", &["a"]);
-    assert_eq!(result["id"], "a");
+    let result = changed("remove", &["a", "--force"]);
+    assert_eq!(
+        (&result["id"], &result["state"]),
+        (&json!("a"), &json!("connected"))
+    );
     server.stop();
 }
 

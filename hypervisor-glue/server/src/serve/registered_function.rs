@@ -26,7 +26,7 @@ use super::declarations::{AssignedLease, FunctionDeclaration};
 use super::error::FunctionRegistrationError;
 use super::open_drives::can_outlive_process;
 use crate::change::{FunctionEntry, FunctionStatus};
-use crate::function_thread::FunctionThread;
+use crate::function_thread::{FunctionHandle, FunctionThread};
 use crate::nvme_device::{ControlledDevice, FunctionResumeError, NvmeDevice};
 use crate::owner::socket_access;
 use crate::persistence::persisted_function::{
@@ -211,6 +211,14 @@ impl RegisteredFunction {
             offer.entry.state = FunctionStatus::Failed { reason };
             offer
         }))
+    }
+
+    /// Returns the entry with the function's current state. Waits at most one second for the function's answer.
+    pub(super) fn current_entry(&self) -> FunctionEntry {
+        let answers = FunctionHandle::collect_stats([&self.thread.handle()]);
+        let mut entry = self.entry.clone();
+        entry.set_connected(answers.first().map(|function| function.connected));
+        entry
     }
 
     /// Returns whether the function is quarantined.

@@ -259,10 +259,10 @@ impl FunctionRegistry {
             return Err(error);
         }
         self.publish();
-        Ok(self.functions[place].entry.clone())
+        Ok(self.functions[place].current_entry())
     }
 
-    /// Removes a function. Returns its entry, and the error if the function did not end cleanly.
+    /// Removes a function. Returns its entry with the state that it had, and the error if it did not end cleanly.
     pub(super) fn remove(
         &mut self,
         id: &str,
@@ -319,7 +319,6 @@ impl FunctionRegistry {
         }
         let offer = self.functions.remove(place);
         self.store_configuration();
-        let entry = offer.entry.clone();
         let trouble = offer.end();
         self.close_unused();
         self.publish();
@@ -405,7 +404,7 @@ impl FunctionRegistry {
         }
         self.functions[place].set_rates(rates);
         self.publish();
-        Ok(self.functions[place].entry.clone())
+        Ok(self.functions[place].current_entry())
     }
 
     /// Resizes a function's lease. For a function that `nvme-mpt add` added, the size stays after a restart of the server.
@@ -457,7 +456,7 @@ impl FunctionRegistry {
                 }
             }
         }
-        Ok(self.functions[place].entry.clone())
+        Ok(self.functions[place].current_entry())
     }
 
     /// Grows a function's lease. A lease that already has this size or more stays unchanged.

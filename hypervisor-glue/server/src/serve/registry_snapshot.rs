@@ -5,7 +5,7 @@ use std::sync::Arc;
 use nvme_mpt::Drive;
 
 use super::configuration_differences::RunningConfiguration;
-use crate::change::{FunctionEntry, FunctionStatus};
+use crate::change::FunctionEntry;
 use crate::function_thread::FunctionHandle;
 
 #[derive(Debug, Default)]
@@ -27,17 +27,9 @@ impl RegistrySnapshot {
         let figures = FunctionHandle::collect_stats(handles);
         let entries = self.functions.iter().map(|(_, entry)| {
             let figures = figures.iter().find(|figures| figures.id == entry.id);
-            if matches!(entry.state, FunctionStatus::Failed { .. }) {
-                return entry.clone();
-            }
-            FunctionEntry {
-                state: match figures.map(|figures| figures.connected) {
-                    Some(true) => FunctionStatus::Connected,
-                    Some(false) => FunctionStatus::Waiting,
-                    None => FunctionStatus::Busy,
-                },
-                ..entry.clone()
-            }
+            let mut entry = entry.clone();
+            entry.set_connected(figures.map(|figures| figures.connected));
+            entry
         });
         entries.chain(self.failed.iter().cloned()).collect()
     }

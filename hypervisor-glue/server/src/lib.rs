@@ -25,8 +25,8 @@
 //! use std::sync::atomic::AtomicBool;
 //!
 //! use nvme_mpt::PollerPool;
-//! use nvme_mpt_server::adaptor::NvmeDevice;
-//! use nvme_mpt_server::attach;
+//! use nvme_mpt_server::nvme_device::NvmeDevice;
+//! use nvme_mpt_server::vmm_arguments;
 //! use nvme_mpt_vmm::open::{self, LeaseLedgers};
 //! use nvme_mpt_vmm::options::FunctionConfig;
 //! use vfio_user_server::{RegionIndex, VfioUserDevice, VfioUserServer};
@@ -47,7 +47,7 @@
 //! assert_eq!(class[1..], [0x02, 0x08, 0x01]);
 //!
 //! let server = VfioUserServer::bind(folder.path().join("nvme0.sock"), device)?;
-//! println!("qemu-system-x86_64 {}", attach::qemu("nvme0", server.path()));
+//! println!("qemu-system-x86_64 {}", vmm_arguments::qemu_arguments("nvme0", server.path()));
 //! # Ok(())
 //! # }
 //! ```

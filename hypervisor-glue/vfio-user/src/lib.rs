@@ -65,7 +65,7 @@
 //!         self.registers.fill(0);
 //!     }
 //!
-//!     fn disconnected(&mut self) {}
+//!     fn on_disconnected(&mut self) {}
 //! }
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -28,11 +28,11 @@
 //!         Ok(())
 //!     }
 //!
-//!     fn tie(&self, _: Gpa, _: &EventFd) -> Result<(), VmmError> {
+//!     fn register_ioeventfd(&self, _: Gpa, _: &EventFd) -> Result<(), VmmError> {
 //!         Ok(())
 //!     }
 //!
-//!     fn untie(&self, _: Gpa, _: &EventFd) -> Result<(), VmmError> {
+//!     fn unregister_ioeventfd(&self, _: Gpa, _: &EventFd) -> Result<(), VmmError> {
 //!         Ok(())
 //!     }
 //!
@@ -59,7 +59,7 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let vmm: Arc<dyn Vmm> = Arc::new(Hypervisor);
-//! let pollers = nvme_mpt_vmm::pollers(vmm.clone());
+//! let pollers = nvme_mpt_vmm::poller_pool(vmm.clone());
 //! let value = |key: &str| (key == "path").then(|| "memory:64M".to_owned());
 //! let config = FunctionConfig::from_keys(value)?;
 //! let function = nvme_mpt_vmm::start(&config, "nvme0", vmm, &pollers)?;
@@ -68,7 +68,7 @@
 //! let mut class = [0; 4];
 //! function.read_config(0x08, &mut class);
 //! assert_eq!(class[1..], [0x02, 0x08, 0x01]);
-//! for bar in function.place_bar(Bar::Registers, 0xE000_0000) {
+//! for bar in function.set_bar_address(Bar::Registers, 0xE000_0000) {
 //!     println!("Accesses to {bar:?} go to the function from now on");
 //! }
 //! function.stop()?;

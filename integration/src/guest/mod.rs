@@ -1,7 +1,7 @@
 //! Guests: Linux machines that run commands for the host, while devices are plugged and unplugged, or fail.
 //!
 //! ```text
-//! let guest = Guest::boot(&assets, GuestConfig::new("a").drive(Drive::vfio_user(socket)), folder)?;
+//! let guest = Guest::boot(&assets, GuestConfig::new("a").drive(GuestDrive::vfio_user(socket)), folder)?;
 //! let text = guest.check("nvme id-ctrl /dev/nvme0", SECONDS_10)?;      // must succeed
 //! let job = guest.start("fio …")?;                                     // in the background
 //! guest.kill();                                                        // as a power cut

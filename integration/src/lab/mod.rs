@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! let assets = LabAssets::provide(&KernelChoice::V6_12)?;
-//! let config = LabConfig::new().drive(LabDrive::new("a", 1 << 30)).bring(binary);
+//! let config = LabConfig::new().drive(LabDrive::new("a", 1 << 30)).with_file(binary);
 //! let lab = Lab::boot(&assets, &config, folder)?;
 //! lab.check("lab-bind vfio-pci a", SECONDS)?;                      // must succeed
 //! let status = lab.stream("my-test --exact x", MINUTES, &mut stdout)?;

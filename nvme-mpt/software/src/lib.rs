@@ -17,7 +17,7 @@
 //! use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 //! use nvme_mpt::host::{DataPointer, HostMemory};
 //! use nvme_mpt::shadow::HostQueuePair;
-//! use nvme_lease::origin::DriveIdentity;
+//! use nvme_lease::backing_id::DriveIdentity;
 //! use nvme_spec::nvm::ReadWrite;
 //! use nvme_spec::opcode::NvmOpcode;
 //! use nvme_spec::sqe::Sqe;
@@ -38,7 +38,7 @@
 //!                 let fill = |part: nvme_mpt_memory::RawBytes<'_>| {
 //!                     part.copy_from(&vec![b'A'; part.len()]);
 //!                 };
-//!                 let filled = DataPointer::of(sqe).for_each(memory, bytes, fill);
+//!                 let filled = DataPointer::from_sqe(sqe).for_each_piece(memory, bytes, fill);
 //!                 filled.err().unwrap_or(Status::SUCCESS)
 //!             }
 //!             NvmOpcode::FLUSH => Status::SUCCESS,
@@ -72,12 +72,12 @@
 //!
 //! impl LeasedBackingStore for Letter {
 //!     fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
-//!         Ok(pace.queue(SoftwareQueue::new(*self, slots), slots))
+//!         Ok(pace.wrap_queue(SoftwareQueue::new(*self, slots), slots))
 //!     }
 //! }
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let controller = Arc::new(SoftwareController::over(Letter, 9));
+//! let controller = Arc::new(SoftwareController::new(Letter, 9));
 //! let drive = Drive::new("letter", controller, None)?;
 //! assert_eq!(drive.blocks(), 1 << 21);
 //! # Ok(())

@@ -514,6 +514,9 @@ fn weights_that_a_drive_takes_after_their_timeout_are_made_equal() {
     model.set_admin_timeout(None);
     assert_eq!(model.priorities(), [MEDIUM, HIGH, MEDIUM]);
     wait_for("equal weights", || model.counters().arbitrations == 2);
+    // The successor would not know that the weights may still change.
+    let refused = host.drive.controller().hand_over().unwrap_err();
+    assert!(refused.to_string().contains("timed out"), "{refused}");
     // The drive gets to the weights that were held, after the equal ones.
     model.complete_held();
     wait_for("the weights and equal ones", || {

@@ -65,6 +65,9 @@ pub(super) struct AdminQueue {
     is_responsive: bool,
     /// Number of commands that completed after they timed out.
     late_completions: u64,
+    /// Number of commands in the drive, without the Asynchronous Event Request. Between two calls of [`Self::execute`], these
+    /// are commands that timed out.
+    unfinished_commands: u32,
     /// Set while the drive is quiesced for a hand-over. No command may be sent then.
     pub(super) quiesced: Option<QuiescedDrive>,
 }
@@ -129,7 +132,12 @@ impl AdminQueue {
         !self.events.is_empty()
     }
 
-    /// Returns the positions and the memory file for a hand-over.
+    /// Returns whether the drive still has a command that timed out. The command can take effect at any time.
+    pub(super) fn has_unfinished_commands(&self) -> bool {
+        self.unfinished_commands > 0
+    }
+
+    /// Returns positions and memory file for a hand-over.
     pub(super) fn hand_over(&self) -> io::Result<(DriveAdminQueueState, OwnedFd)> {
         let state = DriveAdminQueueState {
             tail: self.sq.tail(),
@@ -178,6 +186,7 @@ impl AdminQueue {
             events: Vec::new(),
             is_responsive: true,
             late_completions: 0,
+            unfinished_commands: 0,
             quiesced: None,
         })
     }
@@ -206,6 +215,7 @@ impl AdminQueue {
         self.cq.restart();
         self.has_event_request = false;
         self.events.clear();
+        self.unfinished_commands = 0;
         self.is_responsive = true;
     }
 
@@ -238,6 +248,7 @@ impl AdminQueue {
         self.next_cid = (self.next_cid + 1) % EVENT_CID;
         let cid = CommandId(self.next_cid);
         self.submit(&sqe, cid);
+        self.unfinished_commands += 1;
         let mut started = self.clock.now();
         let mut pause_end = None;
         let mut pause = Duration::from_micros(10);
@@ -370,7 +381,10 @@ impl AdminQueue {
     fn take_completion(&mut self) -> Option<Cqe> {
         let cqe = self.cq.take()?;
         self.head_doorbell.store(self.cq.head());
-        // If the controller refuses the request, the flag stays set, so that the request is not sent again.
+        if cqe.cid().0 != EVENT_CID {
+            self.unfinished_commands = self.unfinished_commands.saturating_sub(1);
+        }
+        // A controller that refuses the request is not asked again.
         if cqe.cid().0 == EVENT_CID && self.has_event_request && cqe.status().is_success() {
             self.has_event_request = false;
             self.events.push(AsyncEvent(cqe.dw0()));

@@ -286,6 +286,12 @@ impl PhysicalDrive {
         if admin.has_events() {
             return Err(hand_over_error("one of its events is still being handled"));
         }
+        // It would take effect under the successor, which could not set right what it changes.
+        if admin.has_unfinished_commands() {
+            return Err(hand_over_error(
+                "it still has an admin command that timed out",
+            ));
+        }
         let memory = ControllerError::Memory;
         let header = memfd(c"nvme-mpt-drive", STATE_OFFSET as u64).map_err(memory)?;
         let mapping = Mapping::shared(header.as_fd(), 0, STATE_OFFSET, MappingAccess::ReadWrite);

@@ -32,13 +32,10 @@ mod registers;
 pub mod state;
 
 pub use crate::{
-    function::{
-        AdminQueueStats, ControlRestoreError, ControlState, ControlStateStore, DoorbellRegion,
-        EndError, NvmeFunction, ResetStats,
-    },
+    function::{AdminQueueStats, DoorbellRegion, EndError, FunctionStateStore, NvmeFunction},
     pci::{
         config_space::{Bar, BarMove, CONFIG_SPACE_SIZE, DEVICE_ID, VENDOR_ID},
         msix::{MSIX_VECTORS_MAX, MsixMasking, MsixMessage},
     },
-    state::{FunctionSnapshot, SnapshotError},
+    state::{FunctionState, FunctionStateError, parts::ResetStats},
 };

@@ -425,7 +425,6 @@ impl ControllerBackend for Recorded {
 
     fn save(&self) -> Result<BackendState, BackendStateError> {
         Ok(BackendState {
-            promises: Vec::new(),
             doorbells: Vec::new(),
             doorbell_buffer: None,
             queues: Vec::new(),

@@ -107,7 +107,7 @@ impl AttachedLease {
         };
         self.id == promised.id
             && own(self) == own(promised)
-            && self.facts.satisfies(&promised.facts)
+            && self.facts.check_promises(&promised.facts).is_ok()
     }
 
     /// Returns whether the properties are within their limits and do not contradict each other.

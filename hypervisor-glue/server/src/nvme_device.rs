@@ -7,11 +7,11 @@ use std::sync::Arc;
 use nvme_guest::dma::{DmaError, MAX_REGIONS, MemoryRegion};
 use nvme_guest::{EventReader, Gpa, MemoryKinds};
 use thiserror::Error;
-use vmm_device::{Bar, CONFIG_SPACE_SIZE, ControlRestoreError, ControlState, NvmeFunction};
+use vmm_device::{Bar, CONFIG_SPACE_SIZE, FunctionState, FunctionStateError, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::persistence::persisted_function::{
-    ControlStateSaver, InterruptType, NumberedRegion, PersistedFunction, RestoreError,
+    FunctionStateSaver, InterruptType, NumberedRegion, PersistedFunction, RestoreError,
     RestoredClient, RestoredVector,
 };
 use crate::stats::GuestPause;
@@ -41,7 +41,7 @@ pub(crate) enum FunctionResumeError {
     },
     /// The controller's state cannot be restored.
     #[error(transparent)]
-    State(#[from] ControlRestoreError),
+    State(#[from] FunctionStateError),
     /// The stored state is invalid.
     #[error(transparent)]
     Persisted(#[from] RestoreError),
@@ -147,7 +147,7 @@ impl NvmeDevice {
         kept: Arc<PersistedFunction>,
         memory: MemoryKinds,
     ) -> Self {
-        let keeper = ControlStateSaver(kept.clone());
+        let keeper = FunctionStateSaver(kept.clone());
         self.function.set_state_store(Box::new(keeper));
         self.persisted = Some(kept);
         self.memory_kinds = memory;
@@ -163,7 +163,7 @@ impl NvmeDevice {
     pub(crate) fn restore(
         &mut self,
         client: RestoredClient,
-        control: &ControlState,
+        function_state: &FunctionState,
     ) -> Result<(), FunctionResumeError> {
         let RestoredClient {
             user,
@@ -199,7 +199,9 @@ impl NvmeDevice {
                 vector.set_client_eventfd(self.signals.eventfd(eventfd));
             }
         }
-        Ok(self.function.restore_control_state(control)?)
+        // The client keeps the BARs where they are.
+        drop(self.function.restore(function_state)?);
+        Ok(())
     }
 
     /// Sets whether the client runs as a trusted user.
@@ -596,7 +598,7 @@ impl VfioUserDevice for NvmeDevice {
     fn save(&mut self) -> Option<Vec<u8>> {
         let kept = self.persisted.as_ref()?;
         let is_changed = self.function.take_changed_flag();
-        kept.state_to_commit(|| self.function.control_state(), is_changed)
+        kept.state_to_commit(|| self.function.running_state(), is_changed)
     }
 
     fn on_saved(&mut self) {

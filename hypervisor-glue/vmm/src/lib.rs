@@ -139,4 +139,4 @@ pub use nvme_mpt_memory::processors::ThreadId;
 pub use nvme_mpt_memory::{Mapping, MappingAccess};
 pub use start::{StartError, start};
 pub use vmm::{IntxPin, Vmm, VmmError, VmmVectors, poller_pool};
-pub use vmm_device::{Bar, BarMove, FunctionSnapshot, MsixMessage};
+pub use vmm_device::{Bar, BarMove, FunctionState, MsixMessage};

@@ -13,7 +13,7 @@ use kvm_bindings::{MsrList, Msrs};
 use kvm_ioctls::{VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 use vm_superio::SerialState;
-use vmm_device::FunctionSnapshot;
+use vmm_device::FunctionState;
 
 use super::MachineError;
 
@@ -48,7 +48,7 @@ pub(super) struct MachineState {
 pub(super) struct SlotState {
     pub(super) slot: usize,
     pub(super) id: String,
-    pub(super) function: FunctionSnapshot,
+    pub(super) function: FunctionState,
 }
 
 /// State of a vCPU.

@@ -2,26 +2,20 @@
 //!
 //! Each part is saved and restored by its owner with full destructuring, so that an added field cannot be forgotten.
 
-use std::fmt::{Display, Write};
 use std::io;
 
 use nvme_guest::address::PAGE_SIZE;
-use nvme_guest::backend::LeasedNamespace;
 use nvme_guest::backend::state::{
-    BackendState, BackendStateError, DoorbellBufferState, GuestPromiseState, UnreportedChangesState,
+    BackendState, BackendStateError, DoorbellBufferState, UnreportedChangesState,
 };
 use nvme_guest::doorbell::DoorbellBuffer;
-use nvme_guest::event::{DriveEvent, IoQueueEvent};
-use nvme_guest::host::{ControllerLimits, UnreportedChanges};
+use nvme_guest::host::UnreportedChanges;
 use nvme_spec::ids::QueueId;
 use nvme_spec::registers::Doorbell;
 
 use super::LocalBackend;
 use super::queue_limits::QueueLimits;
 use crate::shadow::UnmappedRing;
-
-/// Name of the promise that is the number of blocks. A lease by size may have grown beyond that number.
-const BLOCKS: &str = "blocks";
 
 impl LocalBackend {
     /// Saves the back end, while it is [paused](Self::pause).
@@ -39,7 +33,6 @@ impl LocalBackend {
             Some(queue.save(&self.vectors))
         });
         Ok(BackendState {
-            promises: self.promises(),
             doorbells: doorbell_registers(self.max_queue_pairs())
                 .map(|doorbell| doorbells.load(doorbell))
                 .collect(),
@@ -73,7 +66,6 @@ impl LocalBackend {
     pub(super) fn restore(&self, state: &BackendState) -> Result<(), BackendStateError> {
         self.check(state)?;
         let BackendState {
-            promises,
             doorbells,
             doorbell_buffer,
             queues: saved,
@@ -112,11 +104,6 @@ impl LocalBackend {
             self.restore_queue(&mut queues, state, UnmappedRing::Refused)
                 .map_err(|source| BackendStateError::Queue { qid, source })?;
         }
-        let mut blocks = promises.iter().filter(|promise| promise.name == BLOCKS);
-        if blocks.any(|promise| self.has_grown(&promise.value)) {
-            let changed = DriveEvent::NamespaceChanged(self.lease().nsid());
-            self.context.events.report(IoQueueEvent::Drive(changed));
-        }
         Ok(())
     }
 
@@ -126,7 +113,6 @@ impl LocalBackend {
     /// [`BackendStateError::Mismatch`] and [`BackendStateError::Invalid`].
     pub(super) fn check(&self, state: &BackendState) -> Result<(), BackendStateError> {
         let BackendState {
-            promises,
             doorbells,
             doorbell_buffer,
             queues,
@@ -135,7 +121,6 @@ impl LocalBackend {
             changes,
             lost_writes: _,
         } = state;
-        self.check_promises(promises)?;
         self.check_changes(changes)?;
         if !revoked && !self.has_blocks() {
             return Err(BackendStateError::Mismatch {
@@ -206,113 +191,6 @@ impl LocalBackend {
             }
         }
     }
-
-    /// Returns whether the lease has grown beyond the saved number of blocks.
-    fn has_grown(&self, saved: &str) -> bool {
-        let blocks = self.context.blocks();
-        let saved: Result<u64, _> = saved.parse();
-        blocks.can_grow() && saved.is_ok_and(|saved| saved < blocks.blocks())
-    }
-
-    fn check_promises(&self, saved: &[GuestPromiseState]) -> Result<(), BackendStateError> {
-        let here = self.promises();
-        let value = |promises: &[GuestPromiseState], name: &str| {
-            let promise = promises.iter().find(|promise| promise.name == name);
-            promise.map_or_else(|| "not there".to_owned(), |promise| promise.value.clone())
-        };
-        // The first mismatch is reported. Promises of this back end come first, in the order of their importance; promises that
-        // only `saved` has follow.
-        for GuestPromiseState { name, .. } in here.iter().chain(saved) {
-            let (saved, here) = (value(saved, name), value(&here, name));
-            let is_kept = match name.as_str() {
-                BLOCKS => self.has_grown(&saved),
-                _ => false,
-            };
-            if saved != here && !is_kept {
-                return Err(BackendStateError::Mismatch {
-                    promise: name.clone(),
-                    saved,
-                    here,
-                });
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the properties that were promised to the guest, which may rely on them as long as its controller exists.
-    fn promises(&self) -> Vec<GuestPromiseState> {
-        let LeasedNamespace {
-            nsid,
-            lba_shift,
-            // Only the initial number; the present one is saved below.
-            blocks: _,
-            serial,
-            model,
-            nguid,
-            eui64,
-            uuid,
-            command_sets,
-        } = self.namespace();
-        let ControllerLimits {
-            mdts,
-            entries_max,
-            commands,
-            awun_z,
-            awupf_z,
-            volatile_write_cache,
-            deallocated_reads_zeroes,
-            sgl_descriptors_max,
-            // Commands beyond these limits are executed in parts on any drive.
-            no_data_bytes_max: _,
-            dsm_range_bytes_max: _,
-            dsm_ranges_max: _,
-            copy_bytes_max,
-            copy_ranges_max,
-            // The command set itself promises this limit.
-            own_bytes_max: _,
-        } = self.limits();
-        let blocks = self.context.blocks().blocks();
-        let promises: [(&str, &dyn Display); 21] = [
-            ("I/O queue pairs", &self.max_queue_pairs()),
-            ("doorbell stride (CAP.DSTRD)", &self.doorbells().dstrd()),
-            (
-                "Doorbell Buffer Config",
-                &self.facts.doorbells.offers_buffer(),
-            ),
-            ("namespace", nsid),
-            ("LBA size", &(1_u64 << lba_shift)),
-            (BLOCKS, &blocks),
-            // These names differ on a different drive.
-            ("serial number", serial),
-            ("model number", model),
-            ("NGUID", &hex(nguid)),
-            ("EUI-64", &hex(eui64)),
-            ("namespace UUID", &hex(uuid)),
-            ("MDTS", mdts),
-            ("queue entries (CAP.MQES + 1)", entries_max),
-            ("optional commands (ONCS)", &commands.0),
-            ("AWUN", awun_z),
-            ("AWUPF", awupf_z),
-            ("volatile write cache", volatile_write_cache),
-            (
-                "deallocated blocks read as zeroes",
-                deallocated_reads_zeroes,
-            ),
-            ("SGL descriptors", sgl_descriptors_max),
-            ("bytes of a Copy command", copy_bytes_max),
-            ("Copy ranges", copy_ranges_max),
-        ];
-        let own = command_sets.native().promises.iter();
-        let own = own.map(|promise| (promise.name.as_str(), &promise.value as &dyn Display));
-        promises
-            .into_iter()
-            .chain(own)
-            .map(|(name, value)| GuestPromiseState {
-                name: name.to_owned(),
-                value: value.to_string(),
-            })
-            .collect()
-    }
 }
 
 fn check_page_aligned(field: &str, value: u64) -> Result<(), BackendStateError> {
@@ -335,15 +213,7 @@ fn doorbell_registers(queue_pairs: u16) -> impl Iterator<Item = Doorbell> {
     })
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
-}
-
-/// Returns the error for a queue of a lease whose blocks no longer exist.
+/// Returns the error for a queue of a lease whose blocks are gone.
 pub(super) fn blocks_gone_error() -> io::Error {
     let gone = "The drive is gone, or its namespace is not the one that was leased";
     io::Error::new(io::ErrorKind::NotConnected, gone)

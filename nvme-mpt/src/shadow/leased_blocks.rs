@@ -25,8 +25,6 @@ pub struct NamespaceIds {
 pub struct LeasedBlocks {
     nsids: NamespaceIds,
     lba_shift: u8,
-    /// True if units may be added.
-    can_grow: bool,
     /// Number of LBA bits that are the offset in a unit.
     unit_shift: u32,
     /// Mask of the LBA bits that are the offset in a unit.
@@ -53,7 +51,6 @@ impl LeasedBlocks {
         parts: &[BlockRange],
         unit_blocks: Option<u64>,
     ) -> Option<Self> {
-        let grows = unit_blocks.is_some();
         let blocks = parts.iter().map(|part| part.blocks).sum();
         let (units, unit_shift, unit_blocks) = match (parts, unit_blocks) {
             ([], _) => return None,
@@ -73,18 +70,12 @@ impl LeasedBlocks {
         Some(Self {
             nsids,
             lba_shift,
-            can_grow: grows,
             unit_shift,
             unit_mask: (1 << unit_shift) - 1,
             unit_blocks,
             blocks,
             units: units.into(),
         })
-    }
-
-    /// Returns whether the lease may get several extents.
-    pub(crate) const fn can_grow(&self) -> bool {
-        self.can_grow
     }
 
     /// Returns the namespace identifier for the guest.

@@ -1,6 +1,6 @@
 //! Persisted state of a function whose process has ended, with arbitrary changes.
 //!
-//! Such changes can occur if a guest crashed the process, or if another release wrote the state.
+//! A guest may have crashed the process, or another program may have written the state.
 //!
 //! A guest enables its controller, creates queues and uses them. Then the process ends. The input describes changes to the
 //! state before the next process restores the function. Its first byte chooses the doorbell mode. The remaining bytes are a
@@ -8,14 +8,14 @@
 //!
 //! | first byte, modulo 6 | what follows | change |
 //! |---|---|---|
-//! | 0 | leaf in 2 bytes, number in 8 | a leaf of the control state gets this number |
-//! | 1 | leaf in 2 bytes, number in 2 | a leaf of the control state gets this smaller number |
+//! | 0 | leaf in 2 bytes, number in 8 | a leaf of the state gets this number |
+//! | 1 | leaf in 2 bytes, number in 2 | the same |
 //! | 2 | leaf in 2 bytes | a leaf becomes null, or a Boolean is inverted |
 //! | 3 | list, place | an element of a list is duplicated |
 //! | 4 | list, place | an element of a list is removed |
 //! | 5 | file, offset / 8 in 2 bytes, length, bytes | the doorbells, the in-flight tracking or guest memory get these bytes |
 //!
-//! The control state is a JSON tree. Leaves and lists are numbered in the tree's order, without the promises.
+//! The state is a JSON tree. Leaves and lists are numbered in the tree's order, without the facts.
 //!
 //! The state must be refused without changes to the function, or be restored. If it is restored, the state of the restored
 //! function must be restorable, too. After the guest resets the controller, it must work as after power-on.
@@ -33,7 +33,7 @@ use nvme_mpt_memory::memfd;
 use nvme_spec::ids::QueueId;
 use nvme_spec::registers::Doorbell;
 use serde_json::{Value, json};
-use vmm_device::{Bar, ControlState, MsixMasking, NvmeFunction};
+use vmm_device::{Bar, FunctionState, MsixMasking, NvmeFunction};
 
 use crate::{Host, Input, QUEUE_PAIRS};
 
@@ -148,7 +148,7 @@ impl LeftState {
         }
         guest.function.write_bar(Bar::Msix, 16 + 12, &[1, 0, 0, 0]);
         guest.function.process_events();
-        let state = serde_json::to_value(guest.function.control_state()).expect("JSON");
+        let state = serde_json::to_value(guest.function.running_state()).expect("JSON");
         drop(guest);
         Self {
             contents: files.contents(),
@@ -411,9 +411,9 @@ fn change(input: &mut Input<'_>, state: &mut Value, files: &Files) {
     *leaf = value;
 }
 
-/// Returns a function's control state without its time, for comparisons.
+/// Returns a function's state without the time.
 fn comparable_state(function: &NvmeFunction) -> Value {
-    let mut state = serde_json::to_value(function.control_state()).expect("JSON");
+    let mut state = serde_json::to_value(function.running_state()).expect("JSON");
     state["admin"]["features"]["timestamp"].take();
     state["stored_at"].take();
     state
@@ -423,7 +423,7 @@ fn comparable_state(function: &NvmeFunction) -> Value {
 fn restore_function(
     files: &Files,
     mode: DoorbellMode,
-    state: &ControlState,
+    state: &FunctionState,
 ) -> Option<NvmeFunction> {
     let mut function = match files.function(mode) {
         Ok(function) => function,
@@ -433,7 +433,7 @@ fn restore_function(
         }
     };
     let before = comparable_state(&function);
-    if let Err(error) = function.restore_control_state(state) {
+    if let Err(error) = function.restore(state) {
         assert!(!error.to_string().is_empty());
         assert_eq!(comparable_state(&function), before, "refused, but changed");
         return None;
@@ -452,14 +452,14 @@ pub fn run(input: &[u8]) {
     while !input.is_empty() {
         change(&mut input, &mut state, &files);
     }
-    let Ok(state) = serde_json::from_value::<ControlState>(state) else {
+    let Ok(state) = serde_json::from_value::<FunctionState>(state) else {
         return;
     };
     let Some(function) = restore_function(&files, mode, &state) else {
         return;
     };
-    // The next process restores this control state, with the unchanged in-flight tracking.
-    let bytes = serde_json::to_vec(&function.control_state()).expect("JSON");
+    // The next process restores the unchanged live state and this state.
+    let bytes = serde_json::to_vec(&function.running_state()).expect("JSON");
     drop(function);
     let state = serde_json::from_slice(&bytes).expect("its own JSON");
     let function = restore_function(&files, mode, &state).expect("a function's own state");

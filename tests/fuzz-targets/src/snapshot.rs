@@ -1,16 +1,15 @@
 //! A snapshot of a function that was forged or changed.
 //!
-//! The first byte of the input chooses the doorbell mode, and the kind of the remaining bytes: a snapshot with its first
-//! line, or a state as JSON. A JSON state gets the promises of the function under test, since fuzzing could not guess the
-//! names in them. An accepted state is restored. Then the function must be in its power-on state, or continue. In both
-//! cases, it must be possible to save and reset it.
+//! The first byte of the input chooses the doorbell mode and the kind of the rest: a snapshot with its first line, or a state
+//! as JSON. A JSON state gets the facts of the present function, since fuzzing could not guess its names. An accepted state is
+//! restored. Then the function must be as after power-on, or continue, and it can be saved and reset.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use nvme_guest::DoorbellMode;
 use serde_json::Value;
-use vmm_device::{Bar, FunctionSnapshot, MsixMasking};
+use vmm_device::{Bar, FunctionState, MsixMasking};
 
 use crate::Fixture;
 
@@ -26,14 +25,16 @@ fn fixture(choice: u8) -> Fixture {
     Fixture::new(mode, MsixMasking::Function)
 }
 
-fn check(fixture: &mut Fixture, state: &FunctionSnapshot) {
+fn check(fixture: &mut Fixture, state: &FunctionState) {
     let cap = [fixture.register(0x00), fixture.register(0x04)];
     match fixture.function.restore(state) {
         Ok(_) => {
-            let saved = fixture.function.save().expect("paused");
-            let mut wanted = state.backend_state().queues.clone();
-            wanted.sort_by_key(|queue| queue.qid);
-            assert_eq!(saved.backend_state().queues, wanted);
+            if let (Some(state), Ok(saved)) = (state.backend_state(), fixture.function.save()) {
+                let saved = saved.backend_state().expect("paused");
+                let mut wanted = state.queues.clone();
+                wanted.sort_by_key(|queue| queue.qid);
+                assert_eq!(saved.queues, wanted);
+            }
             fixture.function.resume();
             fixture.function.process_events();
             for doorbell in 0..8 {
@@ -68,14 +69,11 @@ fn check(fixture: &mut Fixture, state: &FunctionSnapshot) {
     assert_eq!(fixture.register(0x1C) & 0b11, 0);
 }
 
-/// Parses a state, and adds the promises of the function under test.
-fn parse_snapshot(input: &[u8], fixture: &mut Fixture) -> Option<FunctionSnapshot> {
+/// Parses a state, and adds the facts of the present function.
+fn parse_snapshot(input: &[u8], fixture: &Fixture) -> Option<FunctionState> {
     let mut state: Value = serde_json::from_slice(input).ok()?;
-    fixture.function.pause().expect("idle");
-    let own = fixture.function.save().expect("paused");
-    fixture.function.resume();
-    let promises = serde_json::to_value(&own.backend_state().promises).expect("text");
-    *state.pointer_mut("/attachment/promises")? = promises;
+    let facts = serde_json::to_value(fixture.function.facts()).expect("text");
+    state.as_object_mut()?.insert("facts".to_owned(), facts);
     serde_json::from_value(state).ok()
 }
 
@@ -89,7 +87,7 @@ pub fn run(input: &[u8]) {
         let fixture = fixtures.entry(mode).or_insert_with(|| fixture(mode));
         fixture.reset(&[]);
         let state = if choice & 2 == 0 {
-            FunctionSnapshot::from_bytes(input).ok()
+            FunctionState::from_bytes(input).ok()
         } else {
             parse_snapshot(input, fixture)
         };

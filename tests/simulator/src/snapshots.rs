@@ -26,7 +26,7 @@ use nvme_mpt_tests::registers::{CC, CC_ENABLE};
 use nvme_mpt_tests::rng::Rng;
 use nvme_software::SoftwareController;
 use nvme_software::model::DriveProfile;
-use vmm_device::{FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};
+use vmm_device::{FunctionState, FunctionStateError, MsixMasking, NvmeFunction};
 
 use crate::blocks::Blocks;
 use crate::engine::{Engine, Process};
@@ -132,8 +132,8 @@ impl FunctionSlot {
             .expect("a function")
     }
 
-    fn restore(&self, snapshot: &[u8]) -> Result<(), SnapshotError> {
-        let state = FunctionSnapshot::from_bytes(snapshot)?;
+    fn restore(&self, snapshot: &[u8]) -> Result<(), FunctionStateError> {
+        let state = FunctionState::from_bytes(snapshot)?;
         let restored = self.function().function().restore(&state);
         restored.map(drop)
     }
@@ -446,7 +446,7 @@ impl GuestMigration<'_> {
                     built.unwrap_or_else(|error| panic!("no lease: {error}"));
                     let refused = slot.restore(&bytes);
                     assert!(
-                        matches!(refused, Err(SnapshotError::State(_))),
+                        matches!(refused, Err(FunctionStateError::State(_))),
                         "a function of {build:?} is what another one was: {refused:?}"
                     );
                     slot.check_new();
@@ -460,7 +460,7 @@ impl GuestMigration<'_> {
                     0 => bytes.truncate(at),
                     _ => bytes[at] ^= 1 << self.rng.below(8),
                 }
-                let refused = FunctionSnapshot::from_bytes(&bytes);
+                let refused = FunctionState::from_bytes(&bytes);
                 assert!(refused.is_err(), "a damaged snapshot is none");
             }
             _ => {
@@ -468,9 +468,9 @@ impl GuestMigration<'_> {
                 self.sleep_randomly(16);
                 let again = save(&vmm);
                 let [before, after] = [&*snapshot, &again].map(|bytes| {
-                    let state = FunctionSnapshot::from_bytes(bytes);
+                    let state = FunctionState::from_bytes(bytes);
                     let state = state.unwrap_or_else(|error| panic!("no snapshot: {error}"));
-                    state.backend_state().clone()
+                    state.backend_state().expect("paused").clone()
                 });
                 assert!(
                     before == after,

@@ -1,6 +1,5 @@
 //! The NVMe PCI function: the object through which a VMM drives a guest's controller.
 
-mod control_state;
 mod memory_checks;
 #[cfg(test)]
 mod model;
@@ -24,7 +23,6 @@ use nvme_spec::{
     ids::QueueId,
     registers::{Doorbell, ShutdownNotification, offset::DOORBELLS},
 };
-use serde::{Deserialize, Serialize};
 use vm_device::{
     MutDeviceMmio,
     bus::{MmioAddress, MmioAddressOffset},
@@ -38,12 +36,13 @@ use crate::{
         msix::{MsixControl, MsixMasking, MsixMessage, MsixTable},
     },
     registers::{ControllerCapabilities, ControllerProperties, ControllerTransition},
+    state::parts::ResetStats,
 };
 
-use control_state::ControlParts;
-pub use control_state::{ControlRestoreError, ControlState, ControlStateStore};
 use memory_checks::MemoryChecks;
 use pin_watch::{PIN_INTERVAL, PinWatch};
+pub use state::FunctionStateStore;
+use state::SavedParts;
 
 const ADMIN_SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
 const ADMIN_CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
@@ -89,24 +88,6 @@ pub struct AdminQueueStats {
     pub aborts: u64,
 }
 
-/// Numbers of resets of a function, by kind.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ResetStats {
-    /// Controller resets: the guest cleared `CC.EN`.
-    pub controller: u64,
-    /// Function-level resets by the guest.
-    pub function_level: u64,
-    /// Resets by the VMM, for example at a machine's restart.
-    pub vmm: u64,
-}
-
-impl ResetStats {
-    fn is_zero(&self) -> bool {
-        *self == Self::default()
-    }
-}
-
 /// An NVMe controller as a PCI function: configuration space, BAR0, BAR4 and interrupts.
 ///
 /// Register accesses never fail. They carry out no admin commands; [`Self::process_events`] does. A reset or a shutdown waits
@@ -142,11 +123,11 @@ pub struct NvmeFunction {
     pending_transition: Option<ControllerTransition>,
     /// Time since which the transition in `pending_transition` waits for the drive.
     waiting_since: Option<Duration>,
-    state_store: Option<Box<dyn ControlStateStore>>,
-    /// Registers before the access that is in progress. The stored control state has these registers, because the successor
+    state_store: Option<Box<dyn FunctionStateStore>>,
+    /// Registers before the access that is in progress. The stored state has these registers, because the successor
     /// process repeats the access.
     registers_before_access: Option<ControllerProperties>,
-    /// Set if the control state may have changed since the last call of `take_changed_flag`.
+    /// Set if the state may have changed since the last call of `take_changed_flag`.
     may_have_changed: bool,
     /// Set if the function is quarantined, so that its controller stays failed.
     is_quarantined: bool,
@@ -629,7 +610,7 @@ impl NvmeFunction {
         // Stores to mapped doorbells are only seen here.
         self.read_admin_doorbells();
         let deadline = self.access_deadline();
-        let parts = ControlParts {
+        let parts = SavedParts {
             facts: &self.facts,
             config: &self.config,
             msix: &self.msix,
@@ -639,7 +620,7 @@ impl NvmeFunction {
         let keeper = self.state_store.as_deref();
         let keep = keeper.map(|keeper| {
             move |admin, queues: &PersistedQueues| {
-                keeper.store(parts.to_control_state(admin, queues.clone()))
+                keeper.store(parts.to_running_state(admin, queues.clone()))
             }
         });
         let controller = AdminCommandContext {
@@ -681,6 +662,7 @@ impl NvmeFunction {
                 {
                     self.revoke();
                 }
+                IoQueueEvent::Drive(DriveEvent::NamespaceChanged(_)) => self.record_growth(),
                 IoQueueEvent::HostSide(event) => self.handle_backend_event(*event),
                 IoQueueEvent::Drive(DriveEvent::Gone) => self.is_disconnected = false,
                 _ => {}
@@ -706,6 +688,21 @@ impl NvmeFunction {
             self.process_admin_commands();
             self.fail("the process that had its queues ended, and another one took its place");
         }
+    }
+
+    /// Returns the present facts of the lease. A lease by size may have grown since the back end attached it.
+    fn present_facts(&self) -> LeaseFacts {
+        let mut facts = self.backend.facts();
+        if facts.unit_blocks.is_some() {
+            let blocks = &mut facts.namespace.blocks;
+            *blocks = self.backend.status().blocks.max(*blocks);
+        }
+        facts
+    }
+
+    /// Records that the guest is told the present number of blocks.
+    fn record_growth(&mut self) {
+        self.facts.namespace.blocks = self.present_facts().namespace.blocks;
     }
 
     /// Revokes the lease after its namespace was replaced or removed. Otherwise, the guest's commands would access the data of
@@ -957,13 +954,14 @@ impl NvmeFunction {
         self.pending_transition = None;
         self.admin.reset();
         // From here on the doorbells are reset. The successor process must not restore queues from them.
-        self.store_control_state();
+        self.store_running_state();
         let stopped = self.backend.reset_within(deadline.remaining());
         // Errors of the ended queues' commands stay in the log. Drive events are dropped: later requests read the drive's state
         // again.
         for event in self.take_pending_events() {
             match event {
                 IoQueueEvent::CommandFailed(_) => self.admin.report_event(&event, &*self.backend),
+                IoQueueEvent::Drive(DriveEvent::NamespaceChanged(_)) => self.record_growth(),
                 IoQueueEvent::HostSide(event) => self.is_disconnected = event == BackendEvent::Away,
                 IoQueueEvent::Drive(DriveEvent::Gone) => self.is_disconnected = false,
                 _ => {}

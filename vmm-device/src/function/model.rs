@@ -13,11 +13,11 @@ use proptest::test_runner::{Config, TestCaseError};
 use zerocopy::IntoBytes;
 
 use super::NvmeFunction;
-use super::control_state::tests::{
+use super::state::tests::{
     PersistedFunctionParts, clone_fd, function_with_files, serialize_and_parse,
 };
 use crate::fixtures::{self, ADMIN_ENTRIES, ADMIN_SQ, MEMORY, UNMAPPED};
-use crate::{Bar, FunctionSnapshot, MsixMasking};
+use crate::{Bar, FunctionState, MsixMasking};
 
 /// Size of a part of the guest's memory, the unit that the VMM maps and unmaps.
 const PART: u64 = 1 << 20;
@@ -305,7 +305,7 @@ impl FunctionModelMachine {
                 // The guest consumes what there is.
                 let head = self
                     .function
-                    .control_state()
+                    .running_state()
                     .admin
                     .rings
                     .map_or(0, |rings| rings.cq_tail);
@@ -313,7 +313,7 @@ impl FunctionModelMachine {
             }
             FunctionModelStep::Io { qid, words } => {
                 let qid = QueueId(*qid);
-                let queues = self.function.control_state().queues;
+                let queues = self.function.running_state().queues.to_created();
                 let sq = queues.sqs.iter().find(|sq| sq.qid == qid);
                 let base = sq.map_or(UNMAPPED, |sq| sq.base.0);
                 if MEMORY.contains(&base) {
@@ -374,7 +374,7 @@ impl FunctionModelMachine {
 
     /// Ends this process and restores the function in the next one.
     fn replace(&mut self) -> Result<(), TestCaseError> {
-        let mut before = serialize_and_parse(&self.function.control_state());
+        let mut before = serialize_and_parse(&self.function.running_state());
         // No time passes by the clock of these functions.
         before.stored_at = None;
         let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
@@ -386,9 +386,9 @@ impl FunctionModelMachine {
         let mut next =
             function_with_files(&self.persisted.drive, &self.persisted.ledger, Some(files));
         self.map_all(&next);
-        let taken_up = next.restore_control_state(&before);
+        let taken_up = next.restore(&before);
         prop_assert!(taken_up.is_ok(), "{taken_up:?} of {before:?}");
-        let mut after = next.control_state();
+        let mut after = next.running_state();
         if before.registers.is_being_disabled() {
             // The disable ends with the process that it waited for.
             before.registers = after.registers;
@@ -417,7 +417,7 @@ impl FunctionModelMachine {
         drop(std::mem::replace(&mut self.function, unused));
         let mut next = function_with_files(&self.persisted.drive, &self.persisted.ledger, None);
         self.map_all(&next);
-        let restored = next.restore(&FunctionSnapshot::from_bytes(&bytes).unwrap());
+        let restored = next.restore(&FunctionState::from_bytes(&bytes).unwrap());
         prop_assert!(restored.is_ok(), "{restored:?} of {before:?}");
         let mut after = next.save().unwrap();
         if before.registers.is_being_disabled() {

@@ -1,15 +1,90 @@
-//! Pause, snapshot and restore of a function.
+//! Pause, saved state and restore of a function.
+//!
+//! The state of a paused function is whole. The state of a running function is stored while it runs, without the state of its
+//! I/O queues, which the in-flight tracking ([`nvme_guest::inflight`]) has. The owner of the function stores it after each
+//! access and each call of `process_events` ([`NvmeFunction::running_state`]). In two cases, the function itself stores it
+//! earlier, through its [`FunctionStateStore`]:
+//!
+//! 1. Before an admin completion is posted. After the completion is posted, the guest may act on the command's result. So the
+//!    successor must not carry out the command again. It only posts the same completion once more.
+//! 2. Before queues are reset: without the queues, and with the registers from before the access. Otherwise, the successor
+//!    would restore queues whose doorbells the reset has already set to zero, and would carry out their entries again.
+//!
+//! Everything else may happen twice. So the successor carries out an incomplete access or admin command again, from the state
+//! before it.
 
-use std::{io, time::Duration};
+#[cfg(test)]
+pub(super) mod tests;
 
-use nvme_guest::{BackendStateError, PersistedQueues, QueueError};
-use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
+use std::{fmt, io, time::Duration};
+
+use nvme_guest::{
+    BackendState, BackendStateError, DriveEvent, IoQueueEvent, LeaseFacts, PersistedQueues,
+    QueueError, backend::LeasedNamespace,
+};
+use nvme_mpt_memory::{
+    deadline::DRAIN_DEADLINE,
+    eventfd,
+    system::{self, is_exhaustion},
+};
 
 use super::{ADMIN_VECTOR, NvmeFunction};
 use crate::{
-    pci::config_space::BarMove,
-    state::{FunctionSnapshot, SnapshotError, VERSION},
+    pci::{
+        config_space::{BarMove, ConfigSpace},
+        msix::MsixTable,
+    },
+    registers::{ControllerCapabilities, ControllerProperties, ControllerTransition},
+    state::{
+        FunctionState, FunctionStateError, IoQueuesState, VERSION,
+        parts::{ResetStats, SavedAdminState},
+    },
 };
+
+/// Storage for the state of a running function that outlives the process.
+pub trait FunctionStateStore: fmt::Debug + Send {
+    /// Replaces the stored state. When this returns, the state survives the end of the process.
+    fn store(&self, state: FunctionState);
+}
+
+/// Parts of a function, except the admin queue, that its state contains.
+#[derive(Clone, Copy)]
+pub(super) struct SavedParts<'a> {
+    pub(super) facts: &'a LeaseFacts,
+    pub(super) config: &'a ConfigSpace,
+    pub(super) msix: &'a MsixTable,
+    pub(super) registers: &'a ControllerProperties,
+    pub(super) resets: ResetStats,
+}
+
+impl SavedParts<'_> {
+    fn to_state(self, admin: SavedAdminState, queues: IoQueuesState) -> FunctionState {
+        FunctionState {
+            version: VERSION,
+            facts: self.facts.clone(),
+            config_space: self.config.save(),
+            switched_off: self.config.is_command_cleared(),
+            msix: self.msix.save(),
+            registers: self.registers.save(),
+            admin,
+            resets: self.resets,
+            stored_at: None,
+            queues,
+        }
+    }
+
+    /// Returns the state of the running function.
+    pub(super) fn to_running_state(
+        self,
+        admin: SavedAdminState,
+        queues: PersistedQueues,
+    ) -> FunctionState {
+        FunctionState {
+            stored_at: Some(system::host_time()),
+            ..self.to_state(admin, IoQueuesState::InFlight(queues))
+        }
+    }
+}
 
 impl NvmeFunction {
     /// Stops taking I/O and admin commands, and waits for commands in flight. After it returns, nothing touches the guest's
@@ -61,104 +136,262 @@ impl NvmeFunction {
     /// # Errors
     /// [`BackendStateError::NotPaused`]; [`BackendStateError::Unreachable`] while a transition waits for the back end or its
     /// storage.
-    pub fn save(&self) -> Result<FunctionSnapshot, BackendStateError> {
+    pub fn save(&self) -> Result<FunctionState, BackendStateError> {
         if self.pending_transition.is_some() {
             let text = "the guest enables its controller or shuts it down, which waits for the drive: save it again later";
             let source = io::Error::new(io::ErrorKind::NotConnected, text);
             return Err(BackendStateError::Unreachable { source });
         }
-        let mut msix = self.msix.save();
+        let queues = IoQueuesState::Paused(self.backend.save()?);
+        let mut state = self.saved_parts().to_state(self.admin.save(), queues);
         // A restored function that was not resumed yet still has to raise these vectors.
-        msix.pending.extend(&self.pending_vectors);
-        msix.pending.sort_unstable();
-        msix.pending.dedup();
-        Ok(FunctionSnapshot {
-            version: VERSION,
-            config_space: self.config.save(),
-            switched_off: self.config.is_command_cleared(),
-            msix,
-            registers: self.registers.save(),
-            admin: self.admin.save(),
-            attachment: self.backend.save()?,
-        })
+        let pending = &mut state.msix.pending;
+        pending.extend(&self.pending_vectors);
+        pending.sort_unstable();
+        pending.dedup();
+        Ok(state)
     }
 
-    /// Restores a saved function, in this process or another one. The lease must have equal properties, and the guest's memory
-    /// must be mapped. Afterwards, the function is paused, and raises no vector until it is resumed. Returns the BARs that
-    /// moved.
+    /// Returns the state of a running function, for the next process.
+    #[must_use]
+    pub fn running_state(&self) -> FunctionState {
+        let parts = SavedParts {
+            registers: self
+                .registers_before_access
+                .as_ref()
+                .unwrap_or(&self.registers),
+            ..self.saved_parts()
+        };
+        parts.to_running_state(self.admin.save(), self.admin.queues().clone())
+    }
+
+    fn saved_parts(&self) -> SavedParts<'_> {
+        SavedParts {
+            facts: &self.facts,
+            config: &self.config,
+            msix: &self.msix,
+            registers: &self.registers,
+            resets: self.resets,
+        }
+    }
+
+    /// Sets the `keeper`, in which the function stores its state during accesses and in `process_events`.
+    pub fn set_state_store(&mut self, keeper: Box<dyn FunctionStateStore>) {
+        self.state_store = Some(keeper);
+    }
+
+    /// Returns whether the state may have changed since the last call.
+    pub fn take_changed_flag(&mut self) -> bool {
+        std::mem::take(&mut self.may_have_changed)
+    }
+
+    /// Stores the state, if the function has a keeper.
+    pub(super) fn store_running_state(&self) {
+        if let Some(keeper) = &self.state_store {
+            keeper.store(self.running_state());
+        }
+    }
+
+    /// Restores a function from its untrusted state. The lease must keep what the guest was told, and the guest's memory must
+    /// be mapped. Returns the BARs that moved.
+    ///
+    /// The state of a paused function is restored in this process or another one. Afterwards, the function is paused, and
+    /// raises no vector until it is resumed.
+    ///
+    /// The state of a running function is restored into one in its power-on state, which has the files of the process that
+    /// ended. The function runs afterwards. Commands in flight are carried out again, or end with Command Interrupted. If the
+    /// queues cannot be restored, the controller fails (`CSTS.CFS`) and the guest's driver resets it. But if the cause is that
+    /// the host lacks memory, descriptors or threads, this returns an error. Each vector is raised once, because the
+    /// predecessor may have ended before it raised the vector.
     ///
     /// # Errors
-    /// All of [`SnapshotError`] except those about bytes. If a check of the saved state fails, the function is unchanged. After
-    /// any other error, it is in its power-on state, and not paused.
-    pub fn restore(&mut self, state: &FunctionSnapshot) -> Result<Vec<BarMove>, SnapshotError> {
-        state.check_version()?;
-        // Everything is checked before anything is applied. The host side comes first, as its errors are the most telling.
-        self.backend.check_state(&state.attachment)?;
-        self.config.check(&state.config_space)?;
-        self.msix.check(&state.msix)?;
-        self.registers.check(&state.registers)?;
-        self.admin
-            .check(&state.admin, self.msix.vectors().len(), &self.facts)?;
-        self.check_enabled(state)?;
+    /// All of [`FunctionStateError`] except those about bytes. If a check of the state fails, the function is unchanged. After
+    /// any other error about a paused function, this function is in its power-on state, and not paused. After any other error
+    /// about a running function, the guest is unaffected, and another function can restore the state later.
+    pub fn restore(&mut self, state: &FunctionState) -> Result<Vec<BarMove>, FunctionStateError> {
+        let facts = self.check(state)?;
+        match &state.queues {
+            IoQueuesState::Paused(queues) => self.restore_paused(state, facts, queues),
+            IoQueuesState::InFlight(queues) => self.restore_running(state, facts, queues),
+        }
+    }
 
+    /// Quarantines the function of a process that ended: restores its registers without its queues and commands, and fails the
+    /// controller for good.
+    ///
+    /// The guest sees `CSTS.CFS` and cannot enable the controller again. A disable or a shutdown completes at once. The
+    /// function neither accesses guest memory nor sends interrupts. This function must be in the power-on state, and the saved
+    /// state is untrusted.
+    ///
+    /// # Errors
+    /// See [`FunctionStateError`]. After an error, the function is unchanged.
+    pub fn quarantine(&mut self, state: &FunctionState) -> Result<(), FunctionStateError> {
+        self.facts = self.check_registers(state)?;
+        self.registers.restore(&state.registers);
+        // The client keeps the BARs where they are.
+        drop(self.config.restore(&state.config_space, state.switched_off));
+        self.is_quarantined = true;
+        self.registers.fail();
+        Ok(())
+    }
+
+    /// Checks everything that can be checked before anything is applied. Returns the facts of the restored function.
+    fn check(&self, state: &FunctionState) -> Result<LeaseFacts, FunctionStateError> {
+        let facts = self.check_registers(state)?;
+        let queues = match &state.queues {
+            IoQueuesState::Paused(queues) => {
+                self.backend.check_state(queues)?;
+                queues.queues.len()
+            }
+            // The back end checks them with the in-flight tracking.
+            IoQueuesState::InFlight(queues) => queues.cqs.len(),
+        };
+        self.msix.check(&state.msix)?;
+        let vectors = self.msix.vectors().len();
+        self.admin.check(&state.admin, vectors, &facts)?;
+        let queues = queues + usize::from(state.admin.rings.is_some());
+        if queues > 0 && !state.registers.is_enabled() {
+            let valid = "0, as the controller is disabled";
+            return Err(BackendStateError::invalid("queues", queues, valid).into());
+        }
+        Ok(facts)
+    }
+
+    /// Checks the version, the facts, configuration space and registers. Returns the facts of the restored function: those that
+    /// the guest was told, and the present values of those that it does not see.
+    fn check_registers(&self, state: &FunctionState) -> Result<LeaseFacts, FunctionStateError> {
+        state.check_version()?;
+        let present = self.present_facts();
+        present.check_promises(&state.facts)?;
+        let facts = LeaseFacts {
+            parks: present.parks,
+            can_be_damaged: present.can_be_damaged,
+            learning: present.learning,
+            ..state.facts.clone()
+        };
+        self.config.check(&state.config_space)?;
+        let told = ControllerProperties::new(ControllerCapabilities {
+            queue_entries_max: facts.limits.entries_max,
+            dstrd: self.shared.doorbells.dstrd(),
+        });
+        told.check(&state.registers)?;
+        Ok(facts)
+    }
+
+    fn restore_paused(
+        &mut self,
+        state: &FunctionState,
+        facts: LeaseFacts,
+        queues: &BackendState,
+    ) -> Result<Vec<BarMove>, FunctionStateError> {
         let mut moves = self.reset_until(&self.drain_deadline());
         self.pause()?;
-        if let Err(error) = self.apply(state, &mut moves) {
+        let before = (self.facts.clone(), self.resets);
+        moves.extend(self.apply(state, facts));
+        if let Err(error) = self.backend.restore(queues) {
+            (self.facts, self.resets) = before;
             drop(self.reset_until(&self.drain_deadline()));
             self.pending_vectors.clear();
             self.resume();
-            return Err(error);
+            return Err(error.into());
+        }
+        self.pending_vectors.clone_from(&state.msix.pending);
+        // The interrupt for admin completions may have been lost, like those of I/O queues. A superfluous one is harmless.
+        if self.admin.has_unconsumed_completions() {
+            self.pending_vectors.push(ADMIN_VECTOR);
         }
         Ok(moves)
     }
 
-    /// Checks that the saved state has queues only if the controller is enabled.
-    fn check_enabled(&self, state: &FunctionSnapshot) -> Result<(), BackendStateError> {
-        let queues = state.attachment.queues.len() + usize::from(state.admin.rings.is_some());
-        if queues > 0 && !state.registers.is_enabled() {
-            let valid = "0, as the controller is disabled";
-            return Err(BackendStateError::invalid("queues", queues, valid));
+    fn restore_running(
+        &mut self,
+        state: &FunctionState,
+        facts: LeaseFacts,
+        queues: &PersistedQueues,
+    ) -> Result<Vec<BarMove>, FunctionStateError> {
+        let moves = self.apply(state, facts);
+        if let Err(error) = self.backend.restore_inflight(queues) {
+            if is_exhaustion(&error) {
+                return Err(error.into());
+            }
+            log::error!("Cannot restore the queues of the previous process: {error}");
+            self.admin.report_lost_queues();
+            self.process_admin_commands();
+            self.fail("the process that had its queues ended");
         }
-        Ok(())
+        for vector in self.msix.vectors() {
+            // Owners of queues signal the pin if their guest has left entries. A level without an entry would stay high.
+            if !vector.is_pin() || self.admin.has_unconsumed_completions() {
+                vector.signal();
+            }
+        }
+        // Admin commands may be waiting whose doorbell was written before. A full counter wakes as well.
+        let _ = eventfd::signal(self.events_fd());
+        Ok(moves)
     }
 
-    fn apply(
-        &mut self,
-        state: &FunctionSnapshot,
-        moves: &mut Vec<BarMove>,
-    ) -> Result<(), SnapshotError> {
-        let FunctionSnapshot {
+    /// Applies a checked state, except for the queues of the back end. Returns the BARs that moved.
+    fn apply(&mut self, state: &FunctionState, facts: LeaseFacts) -> Vec<BarMove> {
+        let FunctionState {
             version: _,
+            facts: _,
             config_space,
             switched_off,
             msix,
             registers,
             admin,
-            attachment,
+            resets,
+            stored_at,
+            queues,
         } = state;
-        self.backend.restore(attachment)?;
+        self.may_have_changed = true;
         self.registers.restore(registers);
         if registers.is_being_disabled() {
             // The commands that the disable waited for do not exist here.
             self.registers.complete_reset();
         }
-        let queues = PersistedQueues::from_state(attachment);
-        self.admin.restore(admin, queues, &*self.backend, None);
+        self.pending_transition = self.registers.incomplete_transition();
+        self.resets = *resets;
+        let since = stored_at.map(|at| system::host_time().saturating_sub(at));
+        self.admin
+            .restore(admin, queues.to_created(), &*self.backend, since);
+        self.adopt_facts(facts);
+        let moves = self.config.restore(config_space, *switched_off);
+        self.msix.restore(msix);
+        // Without Bus Master Enable, the queues are paused before they are created.
+        self.apply_bus_master();
         if self.registers.is_running()
             && let Err(error) = self.backend.watch_admin_doorbells()
-            // The host side's next process gets this request on connecting.
+            // The back end's next process gets this request on connecting.
             && !self.is_disconnect_error(&error)
         {
             self.fail(&format!("its admin doorbells cannot be watched: {error}"));
         }
-        moves.extend(self.config.restore(config_space, *switched_off));
-        self.msix.restore(msix);
-        self.apply_masks();
-        self.pending_vectors.clone_from(&msix.pending);
-        // The interrupt for admin completions may have been lost, like those of I/O queues. A superfluous one is harmless.
-        if self.admin.has_unconsumed_completions() {
-            self.pending_vectors.push(ADMIN_VECTOR);
+        moves
+    }
+
+    /// Adopts the facts of a restored function, and tells the guest if its lease has grown since.
+    fn adopt_facts(&mut self, facts: LeaseFacts) {
+        let told = facts.namespace.blocks;
+        self.facts = facts;
+        self.record_growth();
+        let LeasedNamespace { nsid, blocks, .. } = self.facts.namespace;
+        if told < blocks {
+            let changed = IoQueueEvent::Drive(DriveEvent::NamespaceChanged(nsid));
+            self.admin.report_event(&changed, &*self.backend);
         }
-        Ok(())
+    }
+
+    /// Completes the transition that a register write requested on a quarantined function. The controller stays failed.
+    pub(super) fn complete_quarantined_transition(
+        &mut self,
+        transition: Option<ControllerTransition>,
+    ) {
+        match transition {
+            Some(ControllerTransition::Disable) => self.registers.complete_reset(),
+            Some(ControllerTransition::Shutdown(_)) => self.registers.complete_shutdown(),
+            Some(ControllerTransition::Enable(_)) | None => {}
+        }
+        self.registers.fail();
     }
 }

@@ -185,7 +185,7 @@ impl MsixTable {
         }
     }
 
-    /// Returns the table and the pending bits for a snapshot.
+    /// Returns the table and the pending bits for the saved state.
     pub(crate) fn save(&self) -> MsixState {
         let save = |message: &MsixMessage| {
             let MsixMessage {

@@ -1,4 +1,4 @@
-//! Controller properties in a snapshot.
+//! Controller properties in the saved state.
 
 use nvme_guest::BackendStateError;
 use nvme_spec::registers::{Aqa, Cap, Cc, Csts, ShutdownStatus};
@@ -7,7 +7,7 @@ use super::{AQA_MASK, BASE_MASK, ControllerProperties, has_supported_constants};
 use crate::state::parts::RegistersState;
 
 impl ControllerProperties {
-    /// Returns the properties for a snapshot.
+    /// Returns the properties for the saved state.
     pub(crate) fn save(&self) -> RegistersState {
         let Self {
             cap,

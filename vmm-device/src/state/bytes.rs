@@ -1,15 +1,15 @@
-//! Encoding of a snapshot as bytes: a header line, then the state as JSON.
+//! Encoding of a state as bytes: a header line, then the state as JSON.
 //!
-//! The header is checked first, so that each error is reported by its cause: another version, a truncated snapshot, or a
-//! damaged snapshot.
+//! The header is checked first, so that each error is reported by its cause: another version, a truncated state, or a damaged
+//! state.
 
 use std::fmt;
 
 use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
 
-use super::{FunctionSnapshot, SnapshotError, VERSION};
+use super::{FunctionState, FunctionStateError, VERSION};
 
-/// First bytes of every snapshot.
+/// First bytes of every state.
 pub(super) const MAGIC: &str = "nvme-mpt function state";
 
 /// Largest state in bytes. Each queue pair needs less than 128 KiB, even with a full Completion Queue.
@@ -18,14 +18,14 @@ const STATE_MAX: usize = MAX_QUEUE_PAIRS as usize * (128 << 10);
 /// Longest header line in bytes, including its newline.
 const LINE_MAX: usize = 128;
 
-impl FunctionSnapshot {
+impl FunctionState {
     /// Encodes the state as bytes, for a file.
     ///
     /// # Errors
-    /// [`SnapshotError::Syntax`]. This never occurs, because a state has only numbers and text.
-    pub fn to_bytes(&self) -> Result<Vec<u8>, SnapshotError> {
+    /// [`FunctionStateError::Syntax`]. This never occurs, because a state has only numbers and text.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, FunctionStateError> {
         let state = serde_json::to_vec(self)?;
-        let line = SnapshotHeader {
+        let line = StateHeader {
             version: self.version,
             len: state.len(),
             crc32: crc32(&state),
@@ -36,61 +36,52 @@ impl FunctionSnapshot {
     /// Decodes a state from bytes.
     ///
     /// # Errors
-    /// All of [`SnapshotError`] except those about restoring.
-    pub fn from_bytes(bytes: &[u8]) -> Result<Self, SnapshotError> {
+    /// All of [`FunctionStateError`] except those about restoring.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, FunctionStateError> {
         let head = &bytes[..bytes.len().min(LINE_MAX)];
         let end = head.iter().position(|byte| *byte == b'\n');
         let line = end.and_then(|end| std::str::from_utf8(&bytes[..end]).ok());
         let (line, state) = match (line, end) {
             (Some(line), Some(end)) => (line, &bytes[end + 1..]),
-            _ => return Err(SnapshotError::NotASnapshot),
+            _ => return Err(FunctionStateError::NotAState),
         };
-        let parsed = SnapshotHeader::parse(line).ok_or(SnapshotError::NotASnapshot)?;
-        let SnapshotHeader {
+        let parsed = StateHeader::parse(line).ok_or(FunctionStateError::NotAState)?;
+        let StateHeader {
             version,
             len,
             crc32: expected,
         } = parsed;
         if version != VERSION {
-            return Err(SnapshotError::Version { found: version });
+            return Err(FunctionStateError::Version { found: version });
         }
         // Only the canonical spelling of the numbers is accepted.
         if parsed.to_string() != line {
-            return Err(SnapshotError::NotASnapshot);
+            return Err(FunctionStateError::NotAState);
         }
         if state.len() != len || len > STATE_MAX {
-            return Err(SnapshotError::Length {
+            return Err(FunctionStateError::Length {
                 found: state.len(),
                 expected: len.min(STATE_MAX),
             });
         }
         let found = crc32(state);
         if found != expected {
-            return Err(SnapshotError::Checksum { found, expected });
+            return Err(FunctionStateError::Checksum { found, expected });
         }
         let state: Self = serde_json::from_slice(state)?;
         state.check_version()?;
         Ok(state)
     }
-
-    pub(crate) fn check_version(&self) -> Result<(), SnapshotError> {
-        if self.version == VERSION {
-            return Ok(());
-        }
-        Err(SnapshotError::Version {
-            found: self.version,
-        })
-    }
 }
 
-/// Header line of a snapshot.
-struct SnapshotHeader {
+/// Header line of a state.
+struct StateHeader {
     version: u32,
     len: usize,
     crc32: u32,
 }
 
-impl fmt::Display for SnapshotHeader {
+impl fmt::Display for StateHeader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             version,
@@ -101,7 +92,7 @@ impl fmt::Display for SnapshotHeader {
     }
 }
 
-impl SnapshotHeader {
+impl StateHeader {
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.strip_prefix(MAGIC)?.strip_prefix(' ')?.split(' ');
         let mut value = |name: &str| words.next()?.strip_prefix(name)?.strip_prefix('=');
@@ -148,7 +139,7 @@ mod tests {
     }
 
     fn error(bytes: &[u8]) -> String {
-        FunctionSnapshot::from_bytes(bytes).unwrap_err().to_string()
+        FunctionState::from_bytes(bytes).unwrap_err().to_string()
     }
 
     #[test]

@@ -1,42 +1,49 @@
-//! Snapshot of a paused function: configuration space, MSI-X, properties, the admin queue with the effects of admin commands,
-//! and the back end with its I/O queues. A snapshot contains no guest memory and no data of the drive.
+//! Saved state of a function: the facts that its guest was told, configuration space, MSI-X, properties, the admin queue with
+//! the effects of admin commands, and the I/O queues. It contains no guest memory and no data of the drive.
 //!
-//! A VMM stores a [`FunctionSnapshot`] with `serde` in its own format, or as the bytes of `to_bytes`, whose header reveals
-//! truncation and damage. A state that is read back is untrusted, so all of it is checked before any of it is applied. The
-//! types of the parts are in `parts`; a change to one of them needs a new [`VERSION`].
+//! A [`FunctionState`] is saved in two cases, which differ in the I/O queues alone: of a paused function,
+//! for a snapshot or another process, or of a running one, for the successor of a process that ends at any instruction.
+//!
+//! A VMM stores a state with `serde` in its own format, or as the bytes of `to_bytes`, whose header reveals truncation and
+//! damage. A state that is read back is untrusted, so all of it is checked before any of it is applied. The types of the parts
+//! are in `parts`; a change to one of them needs a new [`VERSION`].
 
 mod bytes;
 pub(crate) mod parts;
 
-use nvme_guest::{BackendState, BackendStateError, QueueError};
+use std::time::Duration;
+
+use nvme_guest::{BackendState, BackendStateError, LeaseFacts, PersistedQueues, QueueError};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use parts::{MsixState, RegistersState, SavedAdminState};
+use parts::{MsixState, RegistersState, ResetStats, SavedAdminState};
 
-/// Version of snapshots that this program takes. Only this version can be restored.
+/// Version of the format. Only this version can be restored.
 pub const VERSION: u32 = 1;
 
-/// Error of decoding or restoring a snapshot.
+/// Error of decoding or restoring the state of a function.
 #[derive(Debug, Error)]
-pub enum SnapshotError {
-    /// The bytes do not begin with the header of a snapshot.
+pub enum FunctionStateError {
+    /// The bytes do not begin with the header of a state.
     #[error(
-        "This is not a snapshot of an NVMe function: it does not begin with `{}`",
+        "This is not the state of an NVMe function: it does not begin with `{}`",
         bytes::MAGIC
     )]
-    NotASnapshot,
-    /// The snapshot has another version.
+    NotAState,
+    /// The state has another version.
     #[error(
-        "The snapshot has version {found}, but this program takes version {VERSION}; restore it with \
-         the program that took it"
+        "The function's state has version {found}, but this program takes version {VERSION}; restore it with the \
+         program that saved it, or detach the drive and attach it again"
     )]
     Version {
-        /// Version of the snapshot.
+        /// Version of the state.
         found: u32,
     },
     /// The state is truncated or too long.
-    #[error("The snapshot has {found} bytes of state, but must have {expected}; copy it again")]
+    #[error(
+        "The state has the wrong length: it has {found} bytes, but must have {expected}; copy it again"
+    )]
     Length {
         /// Number of bytes found.
         found: usize,
@@ -45,8 +52,7 @@ pub enum SnapshotError {
     },
     /// The checksum does not match.
     #[error(
-        "The snapshot is damaged: its checksum is {found:08x}, but must be {expected:08x}; copy it \
-         again"
+        "The function's state is damaged: its checksum is {found:08x}, but must be {expected:08x}; copy it again"
     )]
     Checksum {
         /// Checksum of the bytes found.
@@ -55,30 +61,60 @@ pub enum SnapshotError {
         expected: u32,
     },
     /// The checksum is right, but the bytes do not describe a function's state.
-    #[error("The snapshot is not that of a function")]
+    #[error("The state is not that of a function")]
     Syntax(#[from] serde_json::Error),
     /// The state does not fit this function, or is invalid.
     #[error(transparent)]
     State(#[from] BackendStateError),
-    /// The function that is to restore the snapshot has commands in flight that do not end.
+    /// The function that is to restore the state has commands in flight that do not end.
     #[error("The function cannot be stopped, so that nothing can be restored into it")]
     Stop(#[from] QueueError),
 }
 
-/// Saved state of a function.
+/// State of a function.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct FunctionSnapshot {
+pub struct FunctionState {
     pub(crate) version: u32,
+    /// Properties of the lease that the guest was told.
+    pub(crate) facts: LeaseFacts,
     /// The first 256 bytes of configuration space.
     pub(crate) config_space: Vec<u8>,
-    /// Set if the guest has written zero to Command. Omitted if false.
+    /// Set if the guest has written zero to Command, so that the function must not access memory. Omitted if false.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) switched_off: bool,
     pub(crate) msix: MsixState,
     pub(crate) registers: RegistersState,
     pub(crate) admin: SavedAdminState,
-    pub(crate) attachment: BackendState,
+    /// Numbers of resets. Omitted if there was no reset.
+    #[serde(default, skip_serializing_if = "ResetStats::is_zero")]
+    pub(crate) resets: ResetStats,
+    /// Host time at which the state of a running function was stored. The guest's clocks continue from this time. Omitted for a
+    /// paused function, whose clocks stand still.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) stored_at: Option<Duration>,
+    pub(crate) queues: IoQueuesState,
+}
+
+/// I/O queues of a saved function.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum IoQueuesState {
+    /// Queues of a paused function, with their positions.
+    Paused(BackendState),
+    /// Queues as the guest of a running function created them. The in-flight tracking ([`nvme_guest::inflight`]) has their
+    /// positions and commands.
+    InFlight(PersistedQueues),
+}
+
+impl IoQueuesState {
+    /// Returns the queues as the guest created them.
+    pub(crate) fn to_created(&self) -> PersistedQueues {
+        match self {
+            Self::Paused(state) => PersistedQueues::from_state(state),
+            Self::InFlight(queues) => queues.clone(),
+        }
+    }
 }
 
 /// Returns whether a boolean field is false, so that it is omitted.
@@ -87,16 +123,30 @@ pub(crate) fn is_false(flag: &bool) -> bool {
     !flag
 }
 
-impl FunctionSnapshot {
+impl FunctionState {
     /// Returns the version with which the state was saved.
     #[must_use]
     pub fn version(&self) -> u32 {
         self.version
     }
 
-    /// Returns the state of the back end: the I/O queues, and the properties of the lease that the guest was told.
+    /// Checks whether this program can restore a state of this version.
+    ///
+    /// # Errors
+    /// [`FunctionStateError::Version`].
+    pub fn check_version(&self) -> Result<(), FunctionStateError> {
+        match self.version {
+            VERSION => Ok(()),
+            found => Err(FunctionStateError::Version { found }),
+        }
+    }
+
+    /// Returns the state of a paused function's back end; `None` if the function was running.
     #[must_use]
-    pub fn backend_state(&self) -> &BackendState {
-        &self.attachment
+    pub fn backend_state(&self) -> Option<&BackendState> {
+        match &self.queues {
+            IoQueuesState::Paused(state) => Some(state),
+            IoQueuesState::InFlight(_) => None,
+        }
     }
 }

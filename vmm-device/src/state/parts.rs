@@ -153,3 +153,21 @@ pub(crate) struct ErrorLogState {
     /// Total number of errors.
     pub(crate) count: u64,
 }
+
+/// Numbers of resets of a function, by kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ResetStats {
+    /// Controller resets: the guest cleared `CC.EN`.
+    pub controller: u64,
+    /// Function-level resets by the guest.
+    pub function_level: u64,
+    /// Resets by the VMM, for example at a machine's restart.
+    pub vmm: u64,
+}
+
+impl ResetStats {
+    pub(crate) fn is_zero(&self) -> bool {
+        *self == Self::default()
+    }
+}

@@ -37,7 +37,7 @@ use nvme_mpt_vmm::report;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vfio_user_server::{RequestLog, RequestLogContents, RequestLogError, StateStore};
-use vmm_device::{ControlRestoreError, ControlState, ControlStateStore};
+use vmm_device::{FunctionState, FunctionStateError, FunctionStateStore};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::crashes::{
@@ -76,9 +76,9 @@ pub(crate) enum RestoreError {
     /// Another release wrote the state.
     #[error("its state has version {0}, which this program does not know")]
     Version(u32),
-    /// Another release wrote the controller's state.
+    /// The controller's state has another version.
     #[error(transparent)]
-    Control(#[from] ControlRestoreError),
+    Function(#[from] FunctionStateError),
     /// The function crashed the server too often, so its state is not read.
     #[error("it crashed the server {0} times")]
     Crashes(u32),
@@ -140,7 +140,7 @@ impl FdStoreKey {
 struct PersistedFunctionState {
     version: u32,
     socket: PathBuf,
-    control: ControlState,
+    function_state: FunctionState,
     client: PersistedClient,
 }
 
@@ -312,7 +312,7 @@ pub(crate) struct RestoreOrder {
 /// Parts of a stored function, for restoring it.
 #[derive(Debug)]
 pub(crate) struct RestoredFunction {
-    pub(crate) control: ControlState,
+    pub(crate) function_state: FunctionState,
     pub(crate) listener: OwnedFd,
     pub(crate) stream: Option<UnixStream>,
     pub(crate) client: RestoredClient,
@@ -323,7 +323,7 @@ pub(crate) struct RestoredFunction {
 /// Parts of a stored function, for quarantining it.
 #[derive(Debug)]
 pub(crate) struct QuarantinedFunction {
-    pub(crate) control: ControlState,
+    pub(crate) function_state: FunctionState,
     pub(crate) listener: OwnedFd,
     pub(crate) stream: Option<UnixStream>,
     pub(crate) request_log: RequestLog,
@@ -358,7 +358,7 @@ fn parse_state(bytes: &[u8]) -> Result<PersistedFunctionState, RestoreError> {
     if state.version != VERSION {
         return Err(RestoreError::Version(state.version));
     }
-    state.control.check_version()?;
+    state.function_state.check_version()?;
     Ok(state)
 }
 
@@ -418,7 +418,7 @@ impl RestorableFunction {
         write_report(state_dir, id, &state, live.map(AsFd::as_fd))
     }
 
-    /// Returns the parts of the stored function that quarantining it needs: its control state and sockets, for example.
+    /// Returns the parts of the stored function that quarantining it needs: its state and sockets, for example.
     pub(crate) fn into_quarantined(self) -> Result<QuarantinedFunction, RestoreError> {
         let Self {
             store_key: shelf,
@@ -437,7 +437,7 @@ impl RestorableFunction {
             .registry
             .set_request_log(&shelf.name, journal.as_fd())?;
         Ok(QuarantinedFunction {
-            control: state.control,
+            function_state: state.function_state,
             listener,
             stream: stream.transpose()?.map(UnixStream::from),
             request_log: journal,
@@ -550,7 +550,7 @@ impl RestorableFunction {
         let PersistedFunctionState {
             version: _,
             socket,
-            control,
+            function_state,
             client,
         } = state;
         let listener = take_descriptor(&mut contents, LISTENER)?;
@@ -615,7 +615,7 @@ impl RestorableFunction {
             }),
         };
         Ok(RestoredFunction {
-            control,
+            function_state,
             listener,
             stream: stream.transpose()?.map(UnixStream::from),
             client: RestoredClient {
@@ -654,7 +654,7 @@ fn clone_descriptor(
 
 /// A served function whose state is stored with the keeper.
 ///
-/// Only the function's control thread uses this. The lock inside is needed because a `ControlStateSaver` shares it.
+/// Only the function's control thread uses this. The lock inside is needed because a `FunctionStateSaver` shares it.
 #[derive(Debug)]
 pub(crate) struct PersistedFunction {
     store_key: FdStoreKey,
@@ -920,14 +920,14 @@ impl PersistedFunction {
     /// Returns the encoded state to commit, or `None` if it is unchanged.
     pub(crate) fn state_to_commit(
         &self,
-        control: impl FnOnce() -> ControlState,
+        function_state: impl FnOnce() -> FunctionState,
         is_changed: bool,
     ) -> Option<Vec<u8>> {
         let mut inner = self.inner();
         if !(std::mem::take(&mut inner.is_changed) | is_changed) {
             return None;
         }
-        let bytes = self.encode(&inner, control())?;
+        let bytes = self.encode(&inner, function_state())?;
         if bytes == inner.last_state {
             return None;
         }
@@ -936,11 +936,15 @@ impl PersistedFunction {
         Some(bytes)
     }
 
-    fn encode(&self, inner: &PersistedFunctionInner, control: ControlState) -> Option<Vec<u8>> {
+    fn encode(
+        &self,
+        inner: &PersistedFunctionInner,
+        function_state: FunctionState,
+    ) -> Option<Vec<u8>> {
         let state = PersistedFunctionState {
             version: VERSION,
             socket: self.socket.clone(),
-            control,
+            function_state,
             client: inner.client.clone(),
         };
         match serde_json::to_vec(&state) {
@@ -1031,15 +1035,15 @@ impl PersistedFunctionInner {
     }
 }
 
-/// Stores the function's control state while a register access or a turn of the control thread is still in progress.
+/// Stores the function's state while a register access or a turn of the control thread is still in progress.
 #[derive(Debug)]
-pub(crate) struct ControlStateSaver(pub(crate) Arc<PersistedFunction>);
+pub(crate) struct FunctionStateSaver(pub(crate) Arc<PersistedFunction>);
 
-impl ControlStateStore for ControlStateSaver {
-    fn store(&self, control: ControlState) {
+impl FunctionStateStore for FunctionStateSaver {
+    fn store(&self, function_state: FunctionState) {
         let PersistedFunction { store, socket, .. } = &*self.0;
         let mut inner = self.0.inner();
-        let Some(bytes) = self.0.encode(&inner, control) else {
+        let Some(bytes) = self.0.encode(&inner, function_state) else {
             return;
         };
         match store.store(&bytes) {
@@ -1073,8 +1077,9 @@ mod tests {
     fn stored_state() -> Value {
         let mut state: Value =
             serde_json::from_str(include_str!("stored/device_state.json")).unwrap();
-        let control = include_str!("../../../../vmm-device/src/function/stored/control_state.json");
-        state["control"] = serde_json::from_str(control).unwrap();
+        let function_state =
+            include_str!("../../../../vmm-device/src/function/stored/function_state.json");
+        state["function_state"] = serde_json::from_str(function_state).unwrap();
         state
     }
 
@@ -1233,13 +1238,13 @@ mod tests {
         let state = PersistedFunctionState {
             version: VERSION,
             socket: "/run/nvme-mpt/a.sock".into(),
-            control: state.control,
+            function_state: state.function_state,
             client: client(),
         };
         let now = serde_json::to_value(&state).unwrap();
         assert!(
             now == stored,
-            "The format of device states has changed. Raise VERSION, and store this without `control` as \
+            "The format of device states has changed. Raise VERSION, and store this without `function_state` as \
              stored/device_state.json:\n{now}"
         );
     }
@@ -1264,8 +1269,8 @@ mod tests {
         let refused = parse_state(later.to_string().as_bytes()).unwrap_err();
         assert!(matches!(refused, RestoreError::Version(found) if found == VERSION + 1));
         let mut later = stored_state();
-        later["control"]["version"] = 1000.into();
+        later["function_state"]["version"] = 1000.into();
         let refused = parse_state(later.to_string().as_bytes()).unwrap_err();
-        assert!(matches!(refused, RestoreError::Control(_)), "{refused}");
+        assert!(matches!(refused, RestoreError::Function(_)), "{refused}");
     }
 }

@@ -194,7 +194,7 @@ impl RegisteredFunction {
             declared.function.socket.display()
         );
         let QuarantinedFunction {
-            control,
+            function_state,
             listener,
             stream,
             request_log: journal,
@@ -202,7 +202,7 @@ impl RegisteredFunction {
             crash_record: crashes,
         } = before.into_quarantined()?;
         let mut function = NvmeFunction::new(attachment.clone(), MsixMasking::Client);
-        function.quarantine(&control)?;
+        function.quarantine(&function_state)?;
         let device = QuarantinedDevice::new(NvmeDevice::new(function)?, shelf, crashes);
         let listener = SocketListener::from_predecessor(&declared.function.socket, listener)?;
         let server = VfioUserServer::resume(listener, journal, stream, device)?;
@@ -373,7 +373,7 @@ fn resume_function(
     stall: GuestPauseStart,
 ) -> Result<VfioUserServer<NvmeDevice>, FunctionResumeError> {
     let RestoredFunction {
-        control,
+        function_state,
         listener,
         stream,
         client,
@@ -388,7 +388,7 @@ fn resume_function(
     } = &declared.function;
     // The device gets its persistence before the client is restored, so that every change of state is stored.
     let mut device = NvmeDevice::new(function)?.with_persistence(kept, options.memory);
-    device.restore(client, &control)?;
+    device.restore(client, &function_state)?;
     let stall = stream
         .is_some()
         .then(|| stall.pause_until(system::host_time()));

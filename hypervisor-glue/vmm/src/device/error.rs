@@ -4,7 +4,7 @@ use std::io;
 
 use nvme_guest::{BackendStateError, DmaError, QueueError};
 use thiserror::Error;
-use vmm_device::{EndError, SnapshotError};
+use vmm_device::{EndError, FunctionStateError};
 
 use crate::open::OpenError;
 use crate::vmm::VmmError;
@@ -42,7 +42,7 @@ pub enum DeviceError {
     Save(#[from] BackendStateError),
     /// The saved state does not fit the function, or is damaged.
     #[error("The function cannot be restored")]
-    Restore(#[from] SnapshotError),
+    Restore(#[from] FunctionStateError),
     /// The drive could not be flushed.
     #[error("Cannot flush the drive: what the guest wrote and did not flush may be lost")]
     Flush(#[source] io::Error),

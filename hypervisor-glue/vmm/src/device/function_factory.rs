@@ -7,7 +7,7 @@ use std::time::Duration;
 use nvme_guest::DirtyRange;
 use nvme_guest::dma::DetachedGuestMemory;
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
-use vmm_device::{FunctionSnapshot, NvmeFunction};
+use vmm_device::{FunctionState, NvmeFunction};
 
 use crate::open::OpenError;
 
@@ -16,7 +16,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// State of a function after its drive was handed over, for taking the function back.
 pub(super) struct HandedOverFunction {
-    pub(super) saved: FunctionSnapshot,
+    pub(super) saved: FunctionState,
     pub(super) memory: DetachedGuestMemory,
     /// Pages that the function wrote since the VMM last asked for them; `None` if writes were not logged.
     pub(super) dirty: Option<Vec<DirtyRange>>,

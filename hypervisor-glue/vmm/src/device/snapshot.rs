@@ -4,7 +4,7 @@
 //! starts a new function, maps the guest's memory, restores the function, and resumes the function before the vCPUs.
 
 use nvme_guest::{DirtyRange, DmaError};
-use vmm_device::{BarMove, FunctionSnapshot};
+use vmm_device::{BarMove, FunctionState};
 
 use super::{DeviceError, DeviceSlot, FunctionDevice, WiredFunction};
 
@@ -49,7 +49,7 @@ impl FunctionDevice {
     ///
     /// # Errors
     /// [`DeviceError::Save`], [`DeviceError::Empty`].
-    pub fn save(&self) -> Result<FunctionSnapshot, DeviceError> {
+    pub fn save(&self) -> Result<FunctionState, DeviceError> {
         match &*self.shared.slot() {
             DeviceSlot::Function(state) => Ok(state.function.save()?),
             DeviceSlot::HandedOver(handed_over) => Ok(handed_over.saved.clone()),
@@ -99,9 +99,9 @@ impl FunctionDevice {
     /// Returns the BARs that moved: the VMM must forward accesses at their new addresses.
     ///
     /// # Errors
-    /// [`DeviceError::Restore`] for a state that is refused; the function is then unchanged or in its power-on state.
-    /// [`DeviceError::HandedOver`], [`DeviceError::Empty`].
-    pub fn restore(&self, saved: &FunctionSnapshot) -> Result<Vec<BarMove>, DeviceError> {
+    /// [`DeviceError::Restore`]: the function is unchanged, or in its power-on state. [`DeviceError::HandedOver`],
+    /// [`DeviceError::Empty`].
+    pub fn restore(&self, saved: &FunctionState) -> Result<Vec<BarMove>, DeviceError> {
         let mut slot = self.shared.slot();
         let state = match &mut *slot {
             DeviceSlot::Function(state) => state,

@@ -8,7 +8,7 @@ use std::thread;
 
 use nvme_guest::{DirtyRange, DmaError};
 use tempfile::TempDir;
-use vmm_device::FunctionSnapshot;
+use vmm_device::FunctionState;
 
 use super::*;
 use crate::device::FunctionFactory;
@@ -83,8 +83,8 @@ impl Host {
         Ok((device.with_factory(remake), vmm.0))
     }
 
-    /// Creates the VMM to which the guest migrates.
-    fn receive(&self, saved: &FunctionSnapshot) -> FunctionDevice {
+    /// Creates the VMM that receives the guest.
+    fn receive(&self, saved: &FunctionState) -> FunctionDevice {
         let (device, _) = self.vmm(Duration::ZERO).unwrap();
         assert_eq!(device.restore(saved).unwrap().len(), 1, "BAR0");
         device

@@ -400,7 +400,7 @@ pub trait ControllerBackend: fmt::Debug + Send + Sync {
     /// Returns the drive's error, or an error if completed writes were lost; [`io::ErrorKind::TimedOut`] after `time`.
     fn flush_within(&self, time: Duration) -> io::Result<()>;
 
-    /// Saves the queues and the promises made to the guest, while the back end is paused.
+    /// Saves the queues, while the back end is paused.
     ///
     /// # Errors
     /// [`BackendStateError::NotPaused`].

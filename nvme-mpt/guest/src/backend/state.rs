@@ -1,5 +1,4 @@
-//! Snapshot format of a paused back end: queues with their positions, doorbells, the Doorbell Buffer, and the promises made
-//! to the guest.
+//! Saved state of a paused attachment: queues with their positions, doorbells, and the Doorbell Buffer.
 //!
 //! The state has no guest memory and no data of the drive. A state to restore is untrusted, and is checked as a whole before
 //! the first queue is created. Changing a type here makes a new version of the format, except for a field that is omitted
@@ -36,13 +35,13 @@ pub enum BackendStateError {
     NotEmpty(usize),
     /// A property on which the guest relies has another value in this controller.
     #[error(
-        "The snapshot has {promise} {saved}, but here it is {here}; restore it on a lease of the same \
+        "The saved function has {promise} {saved}, but here it is {here}; restore it on a lease of the same \
          size, identity and options, of a drive with the same features"
     )]
     Mismatch {
         /// Name of the property.
         promise: String,
-        /// Value in the snapshot.
+        /// Value that the guest was told.
         saved: String,
         /// Value of this controller.
         here: String,
@@ -98,8 +97,6 @@ impl BackendStateError {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BackendState {
-    /// Properties that were reported to the guest, on which it may rely.
-    pub promises: Vec<GuestPromiseState>,
     /// Doorbell registers in register order: SQ0TDBL, CQ0HDBL, SQ1TDBL and so on.
     pub doorbells: Vec<u32>,
     /// Pages of Doorbell Buffer Config.
@@ -142,16 +139,6 @@ impl UnreportedChangesState {
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty() && !self.more
     }
-}
-
-/// Property that was reported to the guest, which may rely on it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct GuestPromiseState {
-    /// Name of the property.
-    pub name: String,
-    /// Value in readable form.
-    pub value: String,
 }
 
 /// Both pages of a Doorbell Buffer Config command.

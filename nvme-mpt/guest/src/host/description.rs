@@ -77,7 +77,7 @@ pub struct CommandSetDescription {
     pub controller: SparseStructure,
     /// Change list, if the command set has one.
     pub change_list: Option<ChangeListDescription>,
-    /// Properties on which the guest may rely. A snapshot contains them.
+    /// Properties on which the guest may rely. The saved state of a function contains them.
     pub promises: Vec<GuestPromise>,
 }
 
@@ -157,7 +157,7 @@ impl IoCommand {
 /// Property that a guest may rely on as long as its controller exists.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestPromise {
-    /// Readable name. Snapshots contain the name, so it must not change.
+    /// Readable name. Saved functions have it, so it must not change.
     pub name: String,
     /// Value.
     pub value: u64,

@@ -73,40 +73,6 @@ impl ControllerLimits {
         }
     }
 
-    /// Returns whether a host controller with these abilities can do everything that `promised` reported to the guest.
-    #[must_use]
-    pub fn satisfies(&self, promised: &Self) -> bool {
-        let Self {
-            mdts,
-            entries_max,
-            commands,
-            awun_z,
-            awupf_z,
-            volatile_write_cache,
-            deallocated_reads_zeroes,
-            sgl_descriptors_max,
-            // Larger commands are executed in parts.
-            no_data_bytes_max: _,
-            dsm_range_bytes_max: _,
-            dsm_ranges_max: _,
-            copy_bytes_max,
-            copy_ranges_max,
-            own_bytes_max,
-        } = *self;
-        commands.0 & promised.commands.0 == promised.commands.0
-            && mdts >= promised.mdts
-            && entries_max >= promised.entries_max
-            && awun_z >= promised.awun_z
-            && awupf_z >= promised.awupf_z
-            // A driver to which no write cache was reported never flushes.
-            && (!volatile_write_cache || promised.volatile_write_cache)
-            && (deallocated_reads_zeroes || !promised.deallocated_reads_zeroes)
-            && sgl_descriptors_max >= promised.sgl_descriptors_max
-            && copy_bytes_max >= promised.copy_bytes_max
-            && copy_ranges_max >= promised.copy_ranges_max
-            && own_bytes_max >= promised.own_bytes_max
-    }
-
     /// Returns whether an I/O command on logical blocks is executed. Read, Write and Flush always are; optional commands are if
     /// [`Self::commands`] has them (Base 2.0, Figure 275, `ONCS`).
     #[must_use]

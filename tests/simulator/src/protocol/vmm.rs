@@ -12,7 +12,7 @@ use nvme_mpt_memory::clock;
 use nvme_mpt_tests::function::InProcess;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
-use vmm_device::{MsixMasking, NvmeFunction, SnapshotError};
+use vmm_device::{FunctionStateError, MsixMasking, NvmeFunction};
 
 use super::{END_TIMEOUT, STATE_DIR, World, check_filled, fill};
 use crate::guest::{Conditions, Guest, GuestState, Machine};
@@ -131,7 +131,7 @@ fn save_and_restore(bar: &InProcess, _: &GuestMemory, shared: &GuestState, mut r
         drop(retry_until_reachable(|| {
             let restored = bar.function().restore(&state);
             restored.map_err(|error| match error {
-                SnapshotError::State(error) => error,
+                FunctionStateError::State(error) => error,
                 other => panic!("it does not fit: {other}: {other:?}"),
             })
         }));

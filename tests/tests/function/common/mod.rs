@@ -37,7 +37,7 @@ use nvme_mpt_tests::rng;
 use nvme_mpt_tests::status::{INVALID_OPCODE, StatusCode};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
 use nvme_spec::registers::Doorbell;
-use vmm_device::{FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};
+use vmm_device::{FunctionState, FunctionStateError, MsixMasking, NvmeFunction};
 
 use clock::TestClock;
 
@@ -303,9 +303,9 @@ impl Host {
         &self,
         suspended: &Suspended,
         setup: &Setup,
-    ) -> Result<Machine, SnapshotError> {
+    ) -> Result<Machine, FunctionStateError> {
         let mut function = self.function(&suspended.id, setup);
-        let state = FunctionSnapshot::from_bytes(&suspended.state)?;
+        let state = FunctionState::from_bytes(&suspended.state)?;
         for region in suspended.memory.regions() {
             map_restored(&function, &suspended.memory, &region);
         }

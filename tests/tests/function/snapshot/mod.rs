@@ -16,7 +16,7 @@ use nvme_mpt_tests::controller::QueueOptions;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
 use nvme_spec::registers::Doorbell;
 use proptest::prelude::*;
-use vmm_device::{Bar, FunctionSnapshot, MsixMasking, SnapshotError};
+use vmm_device::{Bar, FunctionState, FunctionStateError, MsixMasking};
 
 use crate::common::bystander::Bystander;
 use crate::common::{
@@ -410,7 +410,7 @@ fn a_snapshot_that_does_not_fit_is_refused_by_name() {
     let refused = |host: &Host, setup: &Setup| {
         let error = host.restore(&suspended, setup).err().expect("refused");
         assert!(
-            matches!(error, SnapshotError::State(_)),
+            matches!(error, FunctionStateError::State(_)),
             "{error}: a value that is not what it was"
         );
         error.to_string()
@@ -483,20 +483,20 @@ fn damaged_bytes_are_refused() {
     let mut load = Load::new(&machine, 2, 16, 6);
     load.submit(true);
     let bytes = machine.suspend().state;
-    FunctionSnapshot::from_bytes(&bytes).expect("sound");
+    FunctionState::from_bytes(&bytes).expect("sound");
     let mut errors = BTreeSet::new();
     for at in 0..bytes.len() {
-        let cut = FunctionSnapshot::from_bytes(&bytes[..at]).expect_err("cut short");
+        let cut = FunctionState::from_bytes(&bytes[..at]).expect_err("cut short");
         let mut changed = bytes.clone();
         changed[at] ^= 1 << (at % 8);
-        let changed = FunctionSnapshot::from_bytes(&changed).expect_err("changed");
+        let changed = FunctionState::from_bytes(&changed).expect_err("changed");
         for error in [cut, changed] {
             let text = error.to_string();
             errors.insert(text.chars().take(24).collect::<String>());
         }
     }
     let longer = [&bytes[..], b" "].concat();
-    FunctionSnapshot::from_bytes(&longer).expect_err("longer");
+    FunctionState::from_bytes(&longer).expect_err("longer");
     // Version, length, checksum and header each have their own error.
     assert!(errors.len() >= 4, "{errors:?}");
 }

@@ -9,7 +9,7 @@ use nvme_mpt_tests::identify::field;
 use nvme_mpt_tests::status::WRITE_FAULT;
 use nvme_mpt_vmm::drives;
 use serde_json::json;
-use vmm_device::{FunctionSnapshot, NvmeFunction};
+use vmm_device::{FunctionState, NvmeFunction};
 
 use super::{DRIVE, PROFILE, SIZE, ZONES, attach, blocks, failed_status, host, options};
 use crate::common::{Host, Setup, Suspended};
@@ -92,16 +92,16 @@ fn a_snapshot_with_a_changed_zone_where_none_begins_is_refused() {
     let host = host(DRIVE);
     let setup = Setup::nth(0);
     let suspended = host.machine(&setup).suspend();
-    let sound = FunctionSnapshot::from_bytes(&suspended.state).unwrap();
+    let sound = FunctionState::from_bytes(&suspended.state).unwrap();
     let with = |starts: Vec<u64>| {
         let mut state = serde_json::to_value(&sound).unwrap();
         assert_eq!(
-            state["attachment"].get("changed_zones"),
+            state["queues"]["paused"].get("changed_zones"),
             None,
             "none changed"
         );
-        state["attachment"]["changed_zones"] = json!({"starts": starts, "more": false});
-        let state: FunctionSnapshot = serde_json::from_value(state).unwrap();
+        state["queues"]["paused"]["changed_zones"] = json!({"starts": starts, "more": false});
+        let state: FunctionState = serde_json::from_value(state).unwrap();
         let suspended = Suspended {
             id: suspended.id.clone(),
             memory: suspended.memory.clone(),

@@ -245,7 +245,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Returns the bytes of configuration space for a snapshot.
+    /// Returns the contents for the saved state.
     pub(crate) fn save(&self) -> Vec<u8> {
         self.contents.to_vec()
     }

@@ -27,7 +27,7 @@ use nvme_spec::registers::{Aqa, Cc, Csts, Doorbell, offset};
 use nvme_spec::sqe::{IOSQES, Sqe};
 use nvme_spec::status::Status;
 use thiserror::Error;
-use vmm_device::{Bar, FunctionSnapshot, MsixMasking, NvmeFunction, SnapshotError};
+use vmm_device::{Bar, FunctionState, FunctionStateError, MsixMasking, NvmeFunction};
 
 /// Size of each I/O in bytes.
 pub(super) const IO_BYTES: usize = 4096;
@@ -108,7 +108,7 @@ pub(super) enum ScratchGuestError {
     Save(#[from] nvme_guest::BackendStateError),
     /// The function's state cannot be restored.
     #[error("The function's state cannot be restored")]
-    Restore(#[from] SnapshotError),
+    Restore(#[from] FunctionStateError),
     /// The function did not end cleanly.
     #[error("The function did not end cleanly")]
     End(#[from] vmm_device::EndError),
@@ -515,7 +515,7 @@ impl SuspendedGuest {
     ) -> Result<ScratchGuest, ScratchGuestError> {
         let Self { machine, state } = self;
         map_memory(&function, &machine.file)?;
-        drop(function.restore(&FunctionSnapshot::from_bytes(&state)?)?);
+        drop(function.restore(&FunctionState::from_bytes(&state)?)?);
         let doorbells = map_doorbells(&function)?;
         function.resume();
         Ok(ScratchGuest {

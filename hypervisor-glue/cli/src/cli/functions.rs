@@ -316,6 +316,8 @@ impl ResizeArgs {
 impl ListArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let functions = control::query_functions(&self.server.control())?;
+        // Ask before printing: a command that fails prints nothing.
+        let stats = control::query_stats(&self.server.control())?;
         let mut out = io::stdout().lock();
         if self.server.json {
             writeln!(out, "{}", serde_json::to_string(&functions)?)?;
@@ -325,7 +327,6 @@ impl ListArgs {
             write!(out, "{}", list::table(&functions))?;
         }
         drop(out);
-        let stats = control::query_stats(&self.server.control())?;
         if stats.keeper == SupervisorStatus::Ended {
             // If standard error is closed, the warning cannot be shown.
             let _ = writeln!(io::stderr(), "nvme-mpt: warning: {SUPERVISOR_ENDED}");

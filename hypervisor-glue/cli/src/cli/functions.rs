@@ -60,7 +60,7 @@ pub(super) struct ReserveArgs {
 /// Remove a function from a running server, and give its lease back
 #[derive(Args, Debug)]
 pub(super) struct RemoveArgs {
-    /// The function's id, or its socket
+    /// The function's id, or the path of its socket, with a slash: ./a.sock
     id: String,
     /// Remove it although a VMM is connected. Its guest loses the drive
     #[arg(long)]
@@ -75,7 +75,7 @@ pub(super) struct RemoveArgs {
 /// `nvme-mpt leases release ID`.
 #[derive(Args, Debug)]
 pub(super) struct LimitArgs {
-    /// The function's id, or its socket
+    /// The function's id, or the path of its socket, with a slash: ./a.sock
     id: String,
     /// iops=NUMBER[+BURST] and bandwidth=SIZE[+BURST], each per second, or none for no limit; weight=N beside other
     /// busy guests of a physical drive, or none for 100
@@ -94,7 +94,7 @@ pub(super) struct LimitArgs {
 /// connected: data at its end is lost. The size of a function that was added is restored after a restart.
 #[derive(Args, Debug)]
 pub(super) struct ResizeArgs {
-    /// The function's id, or its socket
+    /// The function's id, or the path of its socket, with a slash: ./a.sock
     id: String,
     /// New size, as in 128G
     #[arg(value_parser = |text: &str| text.parse::<ByteSize>().map_err(|error| error_text(&error)))]

@@ -170,6 +170,11 @@ struct BinaryError {
 #[error("The file differs from what is served: apply it with `nvme-mpt reload`, or change it back")]
 pub(super) struct DiffersError;
 
+/// Returns the output of `nvme-mpt upgrade --json`.
+pub(super) fn upgrade_json(process: u32, pending: &[String]) -> serde_json::Value {
+    serde_json::json!({ "process": process, "pending": pending })
+}
+
 impl UpgradeArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let binary = self.binary.as_ref().map(|path| {
@@ -189,10 +194,7 @@ impl UpgradeArgs {
         control::await_server(&self.server.control(), before, process)?;
         let mut out = io::stdout().lock();
         match self.server.json {
-            true => {
-                let printed = serde_json::json!({ "process": process, "pending": pending });
-                writeln!(out, "{printed}")?;
-            }
+            true => writeln!(out, "{}", upgrade_json(process, &pending))?,
             false => writeln!(out, "Process {process} is the server now")?,
         }
         for sentence in &pending {

@@ -113,11 +113,11 @@ impl LeasesCommand {
 
 /// A lease as shown by `nvme-mpt leases`.
 #[derive(Debug, Serialize)]
-struct ShownLease {
+pub(super) struct ShownLease {
     #[serde(flatten)]
-    entry: LeaseEntry,
+    pub(super) entry: LeaseEntry,
     /// Use of the drive's queue pairs. `None` if their number is not limited, or if the lease's server does not answer.
-    queue_pairs: Option<LeasePairStats>,
+    pub(super) queue_pairs: Option<LeasePairStats>,
 }
 
 pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {

@@ -2,6 +2,8 @@
 
 mod doctor;
 mod functions;
+#[cfg(test)]
+mod json_page;
 mod leases;
 mod manual;
 mod stats;
@@ -215,11 +217,16 @@ impl LogArgs {
         let filter = control::set_log_filter(&self.server.control(), self.filter.as_ref())?;
         let mut out = io::stdout().lock();
         match self.server.json {
-            true => writeln!(out, "{}", json!({ "log": filter }))?,
+            true => writeln!(out, "{}", log_json(&filter))?,
             false => writeln!(out, "{filter}")?,
         }
         Ok(())
     }
+}
+
+/// Returns the output of `nvme-mpt log --json`.
+fn log_json(filter: &str) -> serde_json::Value {
+    json!({ "log": filter })
 }
 
 /// Keep the drives of VMs on vfio-user while their server is replaced

@@ -44,11 +44,11 @@ struct StatsSample {
 
 /// Statistics as `stats --json` prints them.
 #[derive(Serialize)]
-struct DatedStats<'a> {
+pub(super) struct DatedStats<'a> {
     /// Time of the statistics.
-    time: String,
+    pub(super) time: String,
     #[serde(flatten)]
-    stats: &'a ServerStats,
+    pub(super) stats: &'a ServerStats,
 }
 
 impl StatsSample {

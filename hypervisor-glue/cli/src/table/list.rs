@@ -6,14 +6,16 @@ use std::fmt;
 
 use nvme_mpt_server::change::{DeclarationSource, FunctionEntry, FunctionStatus};
 
-use super::TextTable;
+use super::{TextTable, WIDTH};
 
-/// Formats a server's functions as a table.
+/// Formats a server's functions as a table. Below the row of each function stand its socket, its limits and its difference from
+/// the file.
 pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
     let mut reasons = Vec::new();
-    let mut table = TextTable::new(&[
-        "ID", "STATE", "ORIGIN", "RANGE", "LIMITS", "DRIVE", "SOCKET",
-    ]);
+    let mut notes = vec![Vec::new()];
+    let mut table = TextTable::left_aligned();
+    let head = ["ID", "STATE", "ORIGIN", "RANGE", "DRIVE"];
+    table.add_row(head.map(str::to_owned).into());
     for entry in functions {
         let FunctionEntry {
             id,
@@ -28,17 +30,13 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             pending,
         } = entry;
         let state = match state {
-            FunctionStatus::Waiting => "waiting".to_owned(),
-            FunctionStatus::Connected => "connected".to_owned(),
-            FunctionStatus::Busy => "busy".to_owned(),
+            FunctionStatus::Waiting => "waiting",
+            FunctionStatus::Connected => "connected",
+            FunctionStatus::Busy => "busy",
             FunctionStatus::Failed { reason } => {
                 reasons.push(format!("{id}: failed: {}", one_line(reason)));
-                "failed".to_owned()
+                "failed"
             }
-        };
-        let state = match pending {
-            Some(pending) => format!("{state} ({pending})"),
-            None => state,
         };
         let origin = match origin {
             DeclarationSource::CommandLine => "command line",
@@ -46,25 +44,47 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             DeclarationSource::Added => "added",
             DeclarationSource::Vmm => "VMM",
         };
+        let range = extents.as_ref().map_or("-".to_owned(), ToString::to_string);
         table.add_row(vec![
             id.clone(),
-            state,
+            state.to_owned(),
             origin.to_owned(),
-            extents.as_ref().map_or("-".to_owned(), ToString::to_string),
-            match limits.as_str() {
-                "" => "-".to_owned(),
-                limits => limits.to_owned(),
-            },
+            range,
             drive.clone(),
-            socket.display().to_string(),
         ]);
+        let socket = socket.display().to_string();
+        let socket = (!socket.is_empty()).then(|| format!("socket {socket}"));
+        let limits = (!limits.is_empty()).then(|| format!("limits {limits}"));
+        let pending = pending
+            .as_ref()
+            .map(|pending| format!("pending: {pending}"));
+        notes.push(fill_lines([socket, limits, pending].into_iter().flatten()));
     }
     fmt::from_fn(move |f| {
-        write!(f, "{table}")?;
+        let table = table.to_string();
+        for (line, notes) in table.lines().zip(&notes) {
+            writeln!(f, "{line}")?;
+            notes.iter().try_for_each(|note| writeln!(f, "{note}"))?;
+        }
         reasons
             .iter()
             .try_for_each(|reason| writeln!(f, "{reason}"))
     })
+}
+
+/// Joins parts into indented lines of at most [`WIDTH`] columns. Only a part that is wider itself has a wider line.
+fn fill_lines(parts: impl Iterator<Item = String>) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for part in parts {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 2 + part.chars().count() <= WIDTH => {
+                line.push_str(", ");
+                line.push_str(&part);
+            }
+            _ => lines.push(format!("      {part}")),
+        }
+    }
+    lines
 }
 
 /// Joins a reason and its causes, one per line, into a single line.
@@ -74,6 +94,9 @@ pub(super) fn one_line(reason: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use nvme_lease::LeaseExtents;
+    use nvme_lease::range::ByteRange;
+
     use super::*;
 
     #[test]
@@ -94,12 +117,41 @@ mod tests {
         let failed = FunctionStatus::Failed { reason };
         let told = table(&[entry("a", FunctionStatus::Waiting), entry("b", failed)]).to_string();
         let lines: Vec<&str> = told.lines().collect();
-        assert_eq!(lines.len(), 4, "{told}");
-        assert!(lines[..3].iter().all(|line| line.len() < 80), "{told}");
-        assert!(lines[2].contains("failed"), "{told}");
+        assert_eq!(lines.len(), 6, "{told}");
+        assert!(lines[..5].iter().all(|line| line.len() < 80), "{told}");
+        assert!(lines[3].contains("failed"), "{told}");
         assert!(
-            lines[3].starts_with("b: failed: Cannot do it; because because"),
+            lines[5].starts_with("b: failed: Cannot do it; because because"),
             "{told}"
         );
+    }
+
+    #[test]
+    fn usual_functions_fit_a_terminal_of_80_columns() {
+        let part = ByteRange::new(64 << 30, 64 << 30).unwrap();
+        let mut entry = FunctionEntry {
+            id: "database-1".to_owned(),
+            socket: "/run/nvme-mpt/database-1.sock".into(),
+            drive: "0000:01:00.0".to_owned(),
+            range: Some(part),
+            extents: LeaseExtents::new(vec![part]).ok(),
+            origin: DeclarationSource::CommandLine,
+            limits: "iops=20000,weight=300".to_owned(),
+            state: FunctionStatus::Connected,
+            summary: String::new(),
+            pending: Some("the file has another range and iops".to_owned()),
+        };
+        let lines = [
+            "  ID          STATE      ORIGIN        RANGE    DRIVE",
+            "  database-1  connected  command line  64G+64G  0000:01:00.0",
+            "      socket /run/nvme-mpt/database-1.sock, limits iops=20000,weight=300",
+            "      pending: the file has another range and iops",
+        ];
+        let told = table(&[entry.clone()]).to_string();
+        assert_eq!(told.lines().collect::<Vec<_>>(), lines);
+        entry.limits = "iops=20000+500,bandwidth=100M+1G,weight=300".to_owned();
+        entry.drive = "/var/lib/nvme-mpt/drive.img".to_owned();
+        let told = table(&[entry]).to_string();
+        assert!(told.lines().all(|line| line.len() <= WIDTH), "{told}");
     }
 }

@@ -7,6 +7,9 @@ pub(crate) mod stats;
 
 use std::fmt;
 
+/// Columns of a terminal for which tables are made.
+pub(crate) const WIDTH: usize = 80;
+
 /// A table with columns as wide as their widest cell.
 pub(crate) struct TextTable {
     rows: Vec<Vec<String>>,

@@ -48,7 +48,7 @@ fn function_table(function: &FunctionStats) -> impl fmt::Display {
     fmt::from_fn(move |f| {
         writeln!(
             f,
-            "{}: {}, {}, {}, serial {}, doorbells {}, socket {}",
+            "{}: {}, {}, {}, serial {}\n  doorbells {}, socket {}",
             function.id,
             describe_user(function),
             function.model,
@@ -96,106 +96,116 @@ fn function_table(function: &FunctionStats) -> impl fmt::Display {
             };
             writeln!(f, "  stall: {:.1} ms {when}", seconds * 1e3)?;
         }
-        let counted = function
-            .queues
-            .iter()
-            .any(|queue| queue.host_queue.is_some());
-        let mut head = vec![
-            "queue",
-            "commands",
-            "read",
-            "written",
-            "errors",
-            "doorbell exits",
-            "interrupts",
-            "p50 us",
-            "p99 us",
-            "p99.9 us",
-            "max us",
-        ];
-        // The column is shown only for a lease with limits.
-        let throttled = function.queues.iter().any(|queue| queue.throttled_ms > 0);
-        if throttled {
-            head.push("throttled ms");
-        }
-        // The column is shown only for a drive with a limited number of queue pairs.
-        if counted {
-            head.push("host queue");
-        }
-        let mut table = TextTable::new(&head);
-        table.add_row(vec![
-            "admin".to_owned(),
-            function.admin.commands.to_string(),
-            String::new(),
-            String::new(),
-            String::new(),
-            function.admin.doorbell_exits.to_string(),
-            function.admin.interrupts.to_string(),
-        ]);
-        for queue in &function.queues {
-            let mut row = vec![
-                queue.qid.to_string(),
-                queue.commands.to_string(),
-                format_bytes(queue.read_bytes),
-                format_bytes(queue.write_bytes),
-                queue.errors.to_string(),
-                queue.doorbell_exits.to_string(),
-                queue.interrupts.to_string(),
-                format_microseconds(queue.latency_us.p50),
-                format_microseconds(queue.latency_us.p99),
-                format_microseconds(queue.latency_us.p999),
-                format_microseconds(queue.latency_us.max),
-            ];
-            if throttled {
-                row.push(queue.throttled_ms.to_string());
-            }
-            if counted {
-                let host_queue = match queue.host_queue {
-                    None => "",
-                    Some(HostQueueUse::Reserved) => "reserved",
-                    Some(HostQueueUse::Exclusive) => "exclusive",
-                    Some(HostQueueUse::Shared) => "shared",
-                };
-                row.push(host_queue.to_owned());
-            }
-            table.add_row(row);
-        }
-        write!(f, "{table}")
+        write!(f, "{}\n{}", count_table(function), latency_table(function))
     })
 }
 
-/// Returns the table of the drives that have a limited number of queue pairs; `None` if there are none.
-fn drives_table(drives: &[DriveStats]) -> Option<TextTable> {
+/// Returns the table of the counts of a function's queues.
+fn count_table(function: &FunctionStats) -> TextTable {
     let mut table = TextTable::new(&[
+        "queue",
+        "commands",
+        "read",
+        "written",
+        "errors",
+        "doorbell exits",
+        "interrupts",
+    ]);
+    table.add_row(vec![
+        "admin".to_owned(),
+        function.admin.commands.to_string(),
+        String::new(),
+        String::new(),
+        String::new(),
+        function.admin.doorbell_exits.to_string(),
+        function.admin.interrupts.to_string(),
+    ]);
+    for queue in &function.queues {
+        table.add_row(vec![
+            queue.qid.to_string(),
+            queue.commands.to_string(),
+            format_bytes(queue.read_bytes),
+            format_bytes(queue.write_bytes),
+            queue.errors.to_string(),
+            queue.doorbell_exits.to_string(),
+            queue.interrupts.to_string(),
+        ]);
+    }
+    table
+}
+
+/// Returns the table of the latencies of a function's queues.
+fn latency_table(function: &FunctionStats) -> TextTable {
+    let mut head = vec!["queue", "p50 us", "p99 us", "p99.9 us", "max us"];
+    // Show the column only for a lease with limits.
+    let throttled = function.queues.iter().any(|queue| queue.throttled_ms > 0);
+    if throttled {
+        head.push("throttled ms");
+    }
+    // Show the column only for a drive with a limited number of queue pairs.
+    let mut queues = function.queues.iter();
+    let counted = queues.any(|queue| queue.host_queue.is_some());
+    if counted {
+        head.push("host queue");
+    }
+    let mut table = TextTable::new(&head);
+    for queue in &function.queues {
+        let mut row = vec![
+            queue.qid.to_string(),
+            format_microseconds(queue.latency_us.p50),
+            format_microseconds(queue.latency_us.p99),
+            format_microseconds(queue.latency_us.p999),
+            format_microseconds(queue.latency_us.max),
+        ];
+        if throttled {
+            row.push(queue.throttled_ms.to_string());
+        }
+        if counted {
+            let host_queue = match queue.host_queue {
+                None => "",
+                Some(HostQueueUse::Reserved) => "reserved",
+                Some(HostQueueUse::Exclusive) => "exclusive",
+                Some(HostQueueUse::Shared) => "shared",
+            };
+            row.push(host_queue.to_owned());
+        }
+        table.add_row(row);
+    }
+    table
+}
+
+/// Formats the drives that have a limited number of queue pairs; `None` if there are none.
+fn drive_tables(drives: &[DriveStats]) -> Option<String> {
+    let mut pairs_table = TextTable::new(&[
         "drive",
         "queue pairs",
         "reserved",
         "exclusive",
         "shared",
         "free",
-        "timeouts",
-        "aborts",
-        "resets",
-        "state",
     ]);
+    let mut table = TextTable::new(&["drive", "timeouts", "aborts", "resets", "state"]);
     for drive in drives {
         let Some(pairs) = drive.queue_pairs else {
             continue;
         };
-        table.add_row(vec![
+        pairs_table.add_row(vec![
             drive.path.clone(),
             pairs.total.to_string(),
             pairs.reserved.to_string(),
             pairs.exclusive.to_string(),
             pairs.shared.to_string(),
             pairs.free.to_string(),
+        ]);
+        table.add_row(vec![
+            drive.path.clone(),
             drive.timeouts.to_string(),
             drive.aborts.to_string(),
             drive.resets.to_string(),
             if drive.gone { "gone" } else { "in use" }.to_owned(),
         ]);
     }
-    (!table.is_empty()).then_some(table)
+    (!table.is_empty()).then(|| format!("{pairs_table}\n{table}"))
 }
 
 /// Formats the statistics of a server.
@@ -210,8 +220,8 @@ pub(crate) fn server_table(stats: &ServerStats) -> impl fmt::Display {
         for function in &stats.functions {
             writeln!(f, "{}", function_table(function))?;
         }
-        if let Some(table) = drives_table(&stats.drives) {
-            writeln!(f, "{table}")?;
+        if let Some(tables) = drive_tables(&stats.drives) {
+            writeln!(f, "{tables}")?;
         }
         let mut table = TextTable::new(&[
             "poller",
@@ -247,6 +257,7 @@ mod tests {
     use nvme_guest::stats::{LatencyStats, MemoryStats, PollerStats, QueueStats};
     use nvme_mpt_server::stats::{FunctionAdminStats, NamespaceStats, QueuePairStats};
 
+    use super::super::WIDTH;
     use super::*;
 
     fn sample() -> ServerStats {
@@ -368,17 +379,25 @@ mod tests {
     #[test]
     fn columns_line_up() {
         let lines = [
-            "vm-1: VMM connected, nvme-mpt, 64G, serial MPT1AD7BD73C10D5093A, doorbells shadow, socket /run/a.sock",
+            "vm-1: VMM connected, nvme-mpt, 64G, serial MPT1AD7BD73C10D5093A",
+            "  doorbells shadow, socket /run/a.sock",
             "  processor time of pollers: 2.346 s",
             "  resets: 2 controller, 1 function-level, 0 VMM; Abort commands: 1",
             "  stall: 12.5 ms at the upgrade to this server",
-            "  queue  commands      read   written  errors  doorbell exits  interrupts  p50 us  p99 us  p99.9 us   max us",
+            "  queue  commands      read   written  errors  doorbell exits  interrupts",
             "  admin        23                                          40           9",
-            "      1   1234567  4.71 GiB  4.00 KiB       0              12       34567    12.3    56.7    1234.5  98765.4",
-            "      2         0       0 B       0 B       0               0           0     0.0     0.0       0.0      0.0",
+            "      1   1234567  4.71 GiB  4.00 KiB       0              12       34567",
+            "      2         0       0 B       0 B       0               0           0",
             "",
-            "         drive  queue pairs  reserved  exclusive  shared  free  timeouts  aborts  resets   state",
-            "  0000:01:00.0            4         1          1       1     1         3       2       1  in use",
+            "  queue  p50 us  p99 us  p99.9 us   max us",
+            "      1    12.3    56.7    1234.5  98765.4",
+            "      2     0.0     0.0       0.0      0.0",
+            "",
+            "         drive  queue pairs  reserved  exclusive  shared  free",
+            "  0000:01:00.0            4         1          1       1     1",
+            "",
+            "         drive  timeouts  aborts  resets   state",
+            "  0000:01:00.0         3       2       1  in use",
             "",
             "         poller  cpu  queues   busy  parked  parks  spurious wakes",
             "  poll-shared-0  any       2  25.6%   50.0%     77               3",
@@ -435,14 +454,26 @@ mod tests {
             shared: 1,
         });
         let table = server_table(&stats).to_string();
-        let pairs = table.lines().nth(1);
+        let pairs = table.lines().nth(2);
         assert_eq!(
             pairs,
             Some("  queue pairs: 2 reserved, 0 exclusive, 1 shared")
         );
-        let ends: Vec<_> = table.lines().skip(5).take(4).collect();
+        let ends: Vec<_> = table.lines().skip(11).take(3).collect();
         assert!(ends[0].ends_with("max us  host queue"), "{table}");
-        assert!(ends[2].ends_with("98765.4      shared"), "{table}");
-        assert!(ends[3].ends_with("0.0            "), "{table}");
+        assert!(ends[1].ends_with("98765.4      shared"), "{table}");
+        assert!(ends[2].ends_with("0.0            "), "{table}");
+    }
+
+    #[test]
+    fn all_tables_fit_a_terminal_of_80_columns() {
+        let mut stats = sample();
+        stats.functions[0].socket = "/run/nvme-mpt/database-1.sock".to_owned();
+        let queue = &mut stats.functions[0].queues[0];
+        queue.commands = 123_456_789_012;
+        queue.throttled_ms = 123_456_789;
+        queue.host_queue = Some(HostQueueUse::Exclusive);
+        let table = server_table(&stats).to_string();
+        assert!(table.lines().all(|line| line.len() <= WIDTH), "{table}");
     }
 }

@@ -460,7 +460,7 @@ fn limits_change_under_a_guest_and_are_restored() {
     }
     let table = ask(&bench, "list", &[]).unwrap();
     assert!(
-        table.contains(" iops=1000 ") && table.contains(" bandwidth=1M+2M "),
+        table.contains("limits iops=1000\n") && table.contains("limits bandwidth=1M+2M\n"),
         "{table}"
     );
     let added = fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();

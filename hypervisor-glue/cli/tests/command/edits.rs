@@ -300,7 +300,7 @@ fn functions_continue_after_an_edit_and_differences_are_reported_until_a_reload(
     assert_eq!(upgrade(&["--strict"]), (Some(0), String::new()));
     assert!(!list().contains("the file"), "{}", list());
     write("0+16M");
-    let marked = "connected (the file has another range)";
+    let marked = "pending: the file has another range";
     assert!(list().contains(marked), "{}", list());
     let (code, complaint) = upgrade(&[]);
     let warning = "warning: Function a is served as before, but the file has another range";

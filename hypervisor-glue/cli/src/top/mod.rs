@@ -452,7 +452,7 @@ mod tests {
 
     use super::*;
 
-    const WIDTH: u16 = 118;
+    const WIDTH: u16 = 80;
     const HEIGHT: u16 = 13;
 
     /// Number of commands of each function in each second.
@@ -557,10 +557,14 @@ mod tests {
 
     /// Returns the lines of the screen without trailing blanks.
     fn screen(board: &TopView) -> Vec<String> {
-        let mut terminal = Terminal::new(TestBackend::new(WIDTH, HEIGHT)).unwrap();
+        screen_of_width(board, WIDTH)
+    }
+
+    fn screen_of_width(board: &TopView, width: u16) -> Vec<String> {
+        let mut terminal = Terminal::new(TestBackend::new(width, HEIGHT)).unwrap();
         terminal.draw(|frame| board.draw(frame)).unwrap();
         let buffer = terminal.backend().buffer();
-        let lines = buffer.content().chunks(WIDTH.into());
+        let lines = buffer.content().chunks(width.into());
         let lines = lines.map(|line| line.iter().map(|cell| cell.symbol()).collect::<String>());
         lines.map(|line| line.trim_end().to_owned()).collect()
     }
@@ -576,6 +580,27 @@ mod tests {
         let picture = fs::read_to_string(picture).unwrap();
         let screen = screen(&view_with_samples(TopSubject::Functions)).join("\n");
         assert_eq!(picture, screen + "\n");
+    }
+
+    #[test]
+    fn a_narrow_screen_has_whole_columns_and_the_sorted_one() {
+        let mut board = view_with_samples(TopSubject::Functions);
+        let head = |board: &TopView, width| screen_of_width(board, width)[6].clone();
+        let all = "NAME   STATE      IOPS▼   READ B/s   WRITE B/s   P99 us   QD   ERR/s   EXITS/s   INTR/s   CPU%";
+        assert_eq!(head(&board, 118), format!("{all}  LAST IOPS"));
+        assert_eq!(head(&board, 97), all);
+        let narrow = "NAME  STATE     IOPS▼ READ B/s WRITE B/s P99 us QD ERR/s EXITS/s INTR/s CPU%";
+        assert_eq!(head(&board, 80), narrow);
+        assert_eq!(
+            head(&board, 60),
+            narrow.replace(" ERR/s EXITS/s INTR/s", "")
+        );
+        board.sort = TopColumn::Exits;
+        assert_eq!(head(&board, 40).split_whitespace().last(), Some("EXITS/s▼"));
+        board.handle_command(TopCommand::Subject);
+        for line in screen_of_width(&board, 80) {
+            assert!(line.chars().count() <= 80, "{line}");
+        }
     }
 
     #[test]
@@ -663,7 +688,7 @@ mod tests {
             idle.stats.pollers.clear();
             board.add_sample(Ok(idle));
         }
-        assert!(screen(&board)[0].ends_with("pollers: 0.00 processors busy, 0.00 spinning"));
+        assert!(screen(&board)[5].contains("pollers: 0.00 processors busy, 0.00 spinning"));
         board.add_sample(Ok(sample(0)));
         board.add_sample(Ok(sample(1)));
         board.handle_command(TopCommand::Pause);

@@ -16,6 +16,20 @@ const GRAPH_HEIGHT: u16 = 5;
 /// Width in columns of a row's history.
 const BARS_WIDTH: u16 = 20;
 
+/// Title of the rows' history.
+const HISTORY_TITLE: &str = "LAST IOPS";
+
+/// Columns that a narrow screen lacks, the first one first.
+const OMITTED: [TopColumn; 7] = [
+    TopColumn::Exits,
+    TopColumn::Interrupts,
+    TopColumn::Errors,
+    TopColumn::Depth,
+    TopColumn::Processor,
+    TopColumn::State,
+    TopColumn::P99,
+];
+
 const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
 const KEY_HELP: &str =
@@ -66,14 +80,6 @@ impl TopView {
             if !now.stats.failed.is_empty() {
                 head += &format!(", {} failed", now.stats.failed.len());
             }
-            let busy = self.poller_seconds(|poller| poller.busy_seconds);
-            let awake = self.poller_seconds(|poller| poller.life_seconds - poller.parked_seconds);
-            if let (Some(busy), Some(awake)) = (busy, awake) {
-                head += &format!(
-                    "  pollers: {busy:.2} processors busy, {:.2} spinning",
-                    (awake - busy).max(0.0)
-                );
-            }
         }
         if self.is_paused {
             head += "  PAUSED";
@@ -84,8 +90,18 @@ impl TopView {
         }
     }
 
-    /// Returns the processor time that all pollers together spent on `of` between the last two samples, as a multiple of
-    /// the time between the samples: 1.0 is one processor that is always busy.
+    /// Returns the number of processors that pollers use; `None` before the second sample.
+    fn pollers_text(&self) -> Option<String> {
+        let busy = self.poller_seconds(|poller| poller.busy_seconds)?;
+        let awake = self.poller_seconds(|poller| poller.life_seconds - poller.parked_seconds)?;
+        Some(format!(
+            " pollers: {busy:.2} processors busy, {:.2} spinning ",
+            (awake - busy).max(0.0)
+        ))
+    }
+
+    /// Returns the time that all pollers together spent on `of` between the last two samples, divided by the time between the
+    /// samples. So 1.0 is one fully used processor.
     fn poller_seconds(&self, of: fn(&nvme_guest::stats::PollerStats) -> f64) -> Option<f64> {
         let (before, now) = (self.previous.as_ref()?, self.current.as_ref()?);
         let time = now.stats.pollers.iter().map(|poller| {
@@ -116,22 +132,52 @@ impl TopView {
         let padding = std::iter::repeat_n(0, width - shown);
         let values = self.total.iter().skip(self.total.len() - shown).copied();
         let values: Vec<u64> = padding.chain(values).collect();
-        let graph = Sparkline::default()
-            .data(&values)
-            .block(Block::bordered().title(title));
+        let pollers = self.pollers_text().unwrap_or_default();
+        let block = Block::bordered().title(title).title_bottom(pollers);
+        let graph = Sparkline::default().data(&values).block(block);
         frame.render_widget(graph, area);
     }
 
+    /// Returns the width of a column. In the narrow form, only the sorted column has room for its mark.
+    fn column_width(&self, column: TopColumn, spacing: u16) -> u16 {
+        let cells = self
+            .rows
+            .iter()
+            .map(|row| row.format_cell(column).chars().count());
+        let has_mark = spacing > 1 || column == self.sort;
+        let title = column.title().len() + usize::from(has_mark);
+        cells.max().unwrap_or(0).max(title) as u16
+    }
+
+    fn table_width(&self, columns: &[TopColumn], spacing: u16) -> u16 {
+        let widths = columns
+            .iter()
+            .map(|column| self.column_width(*column, spacing) + spacing);
+        widths.sum::<u16>().saturating_sub(spacing)
+    }
+
+    /// Returns the columns that fit into `width`, and the blanks between them. On a narrow screen, columns stand closer
+    /// together. Then those of [`OMITTED`] are left out, but never the sorted one.
+    fn columns_within(&self, width: u16) -> (Vec<TopColumn>, u16) {
+        let mut columns = TopColumn::value_variants().to_vec();
+        if self.table_width(&columns, 2) <= width {
+            return (columns, 2);
+        }
+        for omitted in OMITTED {
+            if self.table_width(&columns, 1) <= width {
+                break;
+            }
+            columns.retain(|column| *column != omitted || omitted == self.sort);
+        }
+        (columns, 1)
+    }
+
     fn draw_table(&self, frame: &mut Frame<'_>, area: Rect) {
-        let columns = TopColumn::value_variants();
+        let (columns, spacing) = self.columns_within(area.width);
         let is_text = |column: TopColumn| matches!(column, TopColumn::Name | TopColumn::State);
-        let width = |column: TopColumn| {
-            let cells = self
-                .rows
-                .iter()
-                .map(|row| row.format_cell(column).chars().count());
-            cells.max().unwrap_or(0).max(column.title().len() + 1) as u16
-        };
+        let used = self.table_width(&columns, spacing);
+        // On a narrow screen, there is no history.
+        let has_history = area.width >= used + spacing + HISTORY_TITLE.len() as u16;
         let titles = columns.iter().map(|column| {
             let mark = match (*column == self.sort, self.is_reversed) {
                 (false, _) => "",
@@ -145,7 +191,7 @@ impl TopView {
                 title.right_aligned()
             })
         });
-        let titles = titles.chain([Cell::from("LAST IOPS")]);
+        let titles = titles.chain(has_history.then(|| Cell::from(HISTORY_TITLE)));
         let rows = self.rows.iter().skip(self.first_row).map(|row| {
             let cells = columns.iter().map(|column| {
                 let cell = Line::from(row.format_cell(*column));
@@ -157,17 +203,16 @@ impl TopView {
             });
             let history = self.history.get(&row.name);
             let history = history.map_or(String::new(), |history| bars(history.iter()));
-            TableRow::new(cells.chain([Cell::from(history)]))
+            TableRow::new(cells.chain(has_history.then(|| Cell::from(history))))
         });
         let widths = columns
             .iter()
-            .map(|column| Constraint::Length(width(*column)));
-        // On a narrow screen, the history is cut off first.
-        let widths = widths.chain([Constraint::Fill(1)]);
+            .map(|column| Constraint::Length(self.column_width(*column, spacing)));
+        let widths = widths.chain(has_history.then_some(Constraint::Fill(1)));
         let style = Style::new().add_modifier(Modifier::REVERSED);
         let table = Table::new(rows, widths)
             .header(TableRow::new(titles).style(style))
-            .column_spacing(2);
+            .column_spacing(spacing);
         frame.render_widget(table, area);
         if self.rows.is_empty() {
             let what = match (self.elapsed_seconds(), self.subject) {

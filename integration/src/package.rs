@@ -110,3 +110,73 @@ fn write_generated(program: &Path) -> Result<(), PackageError> {
     }
     Ok(())
 }
+
+/// Returns the relative links of a page. Ignores fenced code blocks.
+fn relative_links(text: &str) -> Vec<&str> {
+    let mut links = Vec::new();
+    // Blocks alternate: prose, code, prose. Fences stand at the start of a line.
+    for prose in text.split("\n```").step_by(2) {
+        let targets = prose.split("](").skip(1);
+        let targets = targets.filter_map(|rest| Some(rest.split_once(')')?.0));
+        links.extend(targets.filter(|link| !link.contains("://") && !link.starts_with('#')));
+    }
+    links
+}
+
+/// Returns the relative links without a target of all Markdown pages in a directory and its subdirectories, each with its page.
+///
+/// # Errors
+/// A directory or page cannot be read.
+pub fn find_broken_links(folder: &Path) -> Result<Vec<String>, PackageError> {
+    let at = |path: &Path| {
+        let path = path.to_owned();
+        move |source| PackageError::File { path, source }
+    };
+    let mut broken = Vec::new();
+    for entry in fs::read_dir(folder).map_err(at(folder))? {
+        let path = entry.map_err(at(folder))?.path();
+        if path.is_dir() {
+            broken.extend(find_broken_links(&path)?);
+        } else if path.extension().is_some_and(|extension| extension == "md") {
+            let text = fs::read_to_string(&path).map_err(at(&path))?;
+            for link in relative_links(&text) {
+                let file = link.split('#').next().unwrap_or_default();
+                if !folder.join(file).exists() {
+                    broken.push(format!("{}: {link}", path.display()));
+                }
+            }
+        }
+    }
+    broken.sort();
+    Ok(broken)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_without_a_target_are_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        fs::create_dir(folder.path().join("docs")).unwrap();
+        write(
+            "docs/a.md",
+            "[up](../README.md#head), [gone](gone.md)\n[here](#a)\n",
+        );
+        write(
+            "README.md",
+            "[a](docs/a.md), [web](https://example.org/x.md), [folder](docs/)\n```\n[code](none.md)\n```\n\
+             [picture](none.svg)\n",
+        );
+        let broken = find_broken_links(folder.path()).unwrap();
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        let expected = [
+            format!("{}: none.svg", path("README.md")),
+            format!("{}: gone.md", path("docs/a.md")),
+        ];
+        assert_eq!(broken, expected);
+        let absent = find_broken_links(&folder.path().join("absent"));
+        assert!(matches!(absent, Err(PackageError::File { .. })));
+    }
+}

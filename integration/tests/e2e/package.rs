@@ -66,6 +66,17 @@ fn has_its_files(bench: &CheckEnvironment) -> Result<(), Failure> {
             format!("{page} is absent:\n{listing}")
         })?;
     }
+    let unpacked = bench.dir().join("unpacked");
+    process::run(
+        Command::new("dpkg-deb")
+            .arg("--extract")
+            .arg(&package)
+            .arg(&unpacked),
+    )?;
+    let broken = package::find_broken_links(&unpacked.join("usr/share/doc/nvme-mpt"))?;
+    expect(broken.is_empty(), || {
+        format!("Links of the documents without a target: {broken:#?}")
+    })?;
     let control = bench.dir().join("control");
     process::run(
         Command::new("dpkg-deb")

@@ -18,13 +18,14 @@ use nvme_mpt_server::stats::{SUPERVISOR_ENDED, SupervisorStatus};
 use nvme_mpt_vmm::options::{LeaseReservation, OptionText, RateChange, option_help};
 use thiserror::Error;
 
-use super::{RunningServerArgs, error_text};
+use super::{FILES_HELP, RunningServerArgs, error_text};
 use crate::table::{capacity, list};
 
 /// Add a function to a running server, also for its next start
 ///
 /// Prints the arguments with which Cloud Hypervisor and QEMU attach it.
 #[derive(Args, Debug)]
+#[command(after_help = FILES_HELP)]
 pub(super) struct AddArgs {
     #[arg(
         value_name = "OPTIONS",
@@ -146,6 +147,7 @@ pub(super) struct ReloadArgs {
 /// arguments, and serves the same functions even if the file was edited: differences are reported, and `nvme-mpt reload`
 /// applies them. If it cannot take over the state of a function, the old server continues.
 #[derive(Args, Debug)]
+#[command(after_help = FILES_HELP)]
 pub(super) struct UpgradeArgs {
     /// Program of the new process [default: the path of the server's program, which an update may have replaced]
     #[arg(long, value_name = "PATH")]

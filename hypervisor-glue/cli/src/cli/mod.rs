@@ -65,6 +65,11 @@ const LOG_HELP: &str = "Environment:
   RUST_LOG  Least level of the log on standard error: error, warn (the default), info (that of serve), debug or trace; \
 or levels of modules, as in RUST_LOG=warn,nvme_mpt_server=info";
 
+/// Help text about files that other help texts name.
+const FILES_HELP: &str = "Files:
+  docs/, resources/  In the source tree, and in /usr/share/doc/nvme-mpt of the
+                     Debian package";
+
 /// Lets many virtual machines share one NVMe drive.
 #[derive(Debug, Parser)]
 #[command(name = "nvme-mpt", version, max_term_width = 100, after_help = LOG_HELP)]
@@ -105,7 +110,7 @@ enum MainCommand {
 /// Prints, for each function, the arguments with which Cloud Hypervisor and QEMU attach it, and then
 /// "ready". Functions can be added and removed while it runs.
 #[derive(Args, Debug)]
-#[command(after_help = LOG_HELP)]
+#[command(after_help = format!("{LOG_HELP}\n\n{FILES_HELP}"))]
 struct ServeArgs {
     #[arg(
         long = "function",
@@ -238,6 +243,7 @@ fn log_json(filter: &str) -> serde_json::Value {
 /// If a keeper dies, its server continues and reports it in its log, list and stats. `nvme-mpt keep --adopt` starts
 /// the next one.
 #[derive(Args, Debug)]
+#[command(after_help = FILES_HELP)]
 struct SuperviseArgs {
     /// Become the keeper of a running server whose keeper has died. COMMAND is started once that server dies
     #[arg(long)]
@@ -286,6 +292,7 @@ enum FaultCommand {
         json: bool,
     },
     /// Add the faults of a file to those of a drive
+    #[command(after_help = FILES_HELP)]
     Inject {
         /// The drive, as in path=
         drive: DrivePath,
@@ -311,6 +318,7 @@ enum ProfileCommand {
     /// Print a profile with the timing that fio measured on a real drive
     ///
     /// FILE is fio's output of --output-format=json --output=FILE; resources/drives/measure.fio has the jobs.
+    #[command(after_help = FILES_HELP)]
     Fit {
         /// fio's report
         file: PathBuf,

@@ -114,6 +114,98 @@ fn links_lead_to_files_and_headings_that_exist() {
     }
 }
 
+/// Directory of the package's documents.
+const PACKAGED: &str = "usr/share/doc/nvme-mpt/";
+
+/// Returns the paths in the repository of the documents and resources that the Debian package has with these paths.
+fn packaged_files() -> BTreeSet<PathBuf> {
+    let crate_folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let manifest = fs::read_to_string(crate_folder.join("Cargo.toml")).unwrap();
+    let assets = manifest.lines().skip_while(|line| *line != "assets = [");
+    let assets = assets.take_while(|line| *line != "]");
+    let mut files = BTreeSet::new();
+    for asset in assets {
+        let parts: Vec<&str> = asset.split('"').skip(1).step_by(2).collect();
+        let [source, target, _] = parts[..] else {
+            continue;
+        };
+        let (Some(source), Some(target)) =
+            (source.strip_prefix("../../"), target.strip_prefix(PACKAGED))
+        else {
+            continue;
+        };
+        let (folder, pattern) = source.rsplit_once('/').unwrap_or(("", source));
+        assert_eq!(folder, target.trim_end_matches('/'), "{asset}");
+        let (start, end) = pattern.split_once('*').unwrap_or((pattern, pattern));
+        let end = end.trim_start_matches(".*");
+        let before = files.len();
+        for entry in workspace().join(folder).read_dir().unwrap() {
+            let entry = entry.unwrap();
+            let name = entry.file_name().into_string().unwrap();
+            if name.starts_with(start) && name.ends_with(end) && entry.path().is_file() {
+                files.insert(Path::new(folder).join(name));
+            }
+        }
+        assert!(files.len() > before, "{asset} has no file");
+    }
+    files
+}
+
+#[test]
+fn the_package_has_the_files_that_its_documents_and_help_texts_name() {
+    let root = workspace();
+    let files = packaged_files();
+    let has = |path: &Path| {
+        let path = fs::canonicalize(path).unwrap();
+        let path = path
+            .strip_prefix(fs::canonicalize(&root).unwrap())
+            .unwrap()
+            .to_owned();
+        files.iter().any(|file| file.starts_with(&path))
+    };
+    let mut checked = 0;
+    for page in files
+        .iter()
+        .filter(|file| file.extension().is_some_and(|end| end == "md"))
+    {
+        let page = root.join(page);
+        for link in links(&fs::read_to_string(&page).unwrap()) {
+            let file = link.split('#').next().unwrap_or_default();
+            if !file.is_empty() && !link.starts_with("https://") {
+                assert!(
+                    has(&page.parent().unwrap().join(file)),
+                    "{}: {link}",
+                    page.display()
+                );
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 200, "{checked}");
+    for arguments in [
+        &["serve", "--help"][..],
+        &["keep", "--help"],
+        &["upgrade", "--help"],
+        &["fault", "inject", "--help"],
+        &["profile", "fit", "--help"],
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"));
+        let help = command.args(arguments).output().unwrap().stdout;
+        let help = String::from_utf8(help).unwrap();
+        assert!(help.contains("/usr/share/doc/nvme-mpt"), "{arguments:?}");
+        let words = help.split([' ', ',', ';', ':', '\n', '(', ')']);
+        let paths =
+            words.filter(|word| word.starts_with("docs/") || word.starts_with("resources/"));
+        let paths: Vec<&str> = paths
+            .map(|path| path.trim_end_matches(['.', '/']))
+            .collect();
+        assert!(paths.len() > 1, "{arguments:?}");
+        for path in paths {
+            assert!(has(&root.join(path)), "{arguments:?}: {path}");
+        }
+    }
+}
+
 #[test]
 fn the_table_of_options_and_the_help_have_the_keys_of_the_parser() {
     let Err(OptionError::Unknown { allowed, .. }) =

@@ -59,7 +59,9 @@ fn has_its_files(bench: &CheckEnvironment) -> Result<(), Failure> {
         .split_once("Commands:\n")
         .ok_or("No commands in the help")?;
     let commands = commands.lines().take_while(|line| !line.is_empty());
-    let names = commands.filter_map(|line| line.split_whitespace().next());
+    // Other lines continue a description.
+    let entries = commands.filter(|line| !line.starts_with("   "));
+    let names = entries.filter_map(|line| line.split_whitespace().next());
     for name in names.filter(|name| *name != "help") {
         let page = format!("./usr/share/man/man1/nvme-mpt-{name}.1.gz");
         expect(files.contains(&*page), || {

@@ -394,7 +394,7 @@ impl ReloadArgs {
 }
 
 pub(super) fn function_synopsis() -> String {
-    format!("A function: {}", option_help::synopsis())
+    format!("A function:\n{}", option_help::synopsis())
 }
 
 pub(super) fn function_help() -> String {

@@ -62,8 +62,9 @@ const DIFFERS_EXIT_CODE: u8 = 3;
 
 /// Help text about the log.
 const LOG_HELP: &str = "Environment:
-  RUST_LOG  Least level of the log on standard error: error, warn (the default), info (that of serve), debug or trace; \
-or levels of modules, as in RUST_LOG=warn,nvme_mpt_server=info";
+  RUST_LOG  Least level of the log on standard error: error, warn (the
+            default), info (that of serve), debug or trace; or levels of
+            modules, as in RUST_LOG=warn,nvme_mpt_server=info";
 
 /// Help text about files that other help texts name.
 const FILES_HELP: &str = "Files:
@@ -72,7 +73,7 @@ const FILES_HELP: &str = "Files:
 
 /// Lets many virtual machines share one NVMe drive.
 #[derive(Debug, Parser)]
-#[command(name = "nvme-mpt", version, max_term_width = 100, after_help = LOG_HELP)]
+#[command(name = "nvme-mpt", version, max_term_width = 80, after_help = LOG_HELP)]
 struct CommandLine {
     #[command(subcommand)]
     command: MainCommand,
@@ -717,5 +718,27 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         CommandLine::command().debug_assert();
+    }
+
+    /// Appends the lines of the help of a command and its subcommands that are wider than a terminal of 80 columns.
+    fn collect_wide_lines(command: &mut clap::Command, wide: &mut Vec<String>) {
+        for help in [command.render_help(), command.render_long_help()] {
+            let help = help.to_string();
+            let lines = help.lines().filter(|line| line.chars().count() > 80);
+            wide.extend(lines.map(str::to_owned));
+        }
+        for command in command.get_subcommands_mut() {
+            collect_wide_lines(command, wide);
+        }
+    }
+
+    #[test]
+    fn help_fits_a_terminal_of_80_columns() {
+        let mut wide = Vec::new();
+        let mut command = CommandLine::command();
+        // `max_term_width` of subcommands is that of the command.
+        command.build();
+        collect_wide_lines(&mut command, &mut wide);
+        assert!(wide.is_empty(), "{wide:#?}");
     }
 }

@@ -18,7 +18,10 @@ fn nvme_mpt(bench: &Bench, arguments: &[&str]) -> String {
 fn listed(help: &str, heading: &str) -> Vec<String> {
     let section = help.lines().skip_while(|line| *line != heading).skip(1);
     let section = section.take_while(|line| !line.ends_with(':') || line.starts_with(' '));
-    let first_words = section.filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next());
+    // Other lines continue a description.
+    let entries = section.filter_map(|line| line.strip_prefix("  "));
+    let entries = entries.filter(|line| !line.starts_with(' '));
+    let first_words = entries.filter_map(|line| line.split_whitespace().next());
     let first_words = first_words.filter(|word| word.chars().all(|c| c.is_ascii_lowercase()));
     first_words
         .filter(|word| *word != "help")

@@ -7,7 +7,7 @@ pub struct OptionHelp {
     pub key: &'static str,
     /// Form of the value, as in `START+LENGTH`.
     pub value: &'static str,
-    /// Help text, in lines of at most 92 characters.
+    /// Help text. Its lines are filled again for a terminal.
     pub help: &'static str,
 }
 
@@ -227,8 +227,8 @@ pub(super) fn server_options() -> impl Iterator<Item = &'static OptionHelp> {
 /// Mandatory options.
 const REQUIRED: [&str; 2] = ["socket", "path"];
 
-/// Maximum length of a line of [`synopsis`].
-const LINE_MAX: usize = 90;
+/// Maximum line length of [`synopsis`] and [`help`], so that help with an indentation of 13 fits into 80 columns.
+const LINE_MAX: usize = 67;
 
 /// Returns the synopsis of a server function's option string, in several lines.
 #[must_use]
@@ -263,11 +263,18 @@ pub fn help() -> String {
         .unwrap_or(0);
     let mut text = String::new();
     for OptionHelp { key, help, .. } in server_options() {
-        let mut key = *key;
-        for line in help.lines() {
-            text.push_str(&format!("  {key:width$}  {line}\n"));
-            key = "";
+        let mut line = format!("  {key:width$} ");
+        for word in help.split_whitespace() {
+            if line.len() + 1 + word.len() > LINE_MAX {
+                text.push_str(&line);
+                text.push('\n');
+                line = format!("  {:width$} ", "");
+            }
+            line.push(' ');
+            line.push_str(word);
         }
+        text.push_str(&line);
+        text.push('\n');
     }
     text
 }
@@ -301,11 +308,8 @@ mod tests {
                 "{key}"
             );
         }
-        // A line has two blanks, the key, two blanks, and at most 92 characters of help.
-        let keys = server_options().map(|option| option.key.len());
-        let most = 2 + keys.max().unwrap_or(0) + 2 + 92;
         for line in synopsis.lines().chain(help.lines()) {
-            assert!(line.len() <= most, "{line}");
+            assert!(line.len() <= LINE_MAX, "{line}");
         }
     }
 }

@@ -101,11 +101,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 } else {
                     "read"
                 };
-                let vectors = match operation.staged {
-                    Some(_) => &operation.stage,
-                    None => &operation.vectors,
-                };
-                let len = vectors.len() as u64;
+                let len = operation.transfer_vectors().len() as u64;
                 (what, self.lease.data_fd(), operation.offset, len)
             }
         };

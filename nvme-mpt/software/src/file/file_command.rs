@@ -26,9 +26,9 @@ pub(super) enum FileCommandStep {
     /// Complete the command.
     #[default]
     Done,
-    /// Wait until all changes of blocks that exclude the write have ended; see [`change_claims`](super::change_claims).
+    /// Wait until a change may begin, because other changes of the same blocks exclude it; see [`change_claims`](super::change_claims).
     AwaitClaim,
-    /// Read a block that the write changes only in part.
+    /// Read the next block of which the write changes only a part; without one, prepare the write.
     Fill,
     /// Read, or continue a partly completed read.
     Read,
@@ -48,9 +48,7 @@ pub(super) enum FileCommandStep {
     AwaitSurvey,
     /// Wait until the queue may process a slice of the file; see [`slice_scheduler`](super::slice_scheduler).
     AwaitTurn,
-    /// Wait until all changes of blocks that exclude the slice have ended; see [`change_claims`](super::change_claims).
-    AwaitSliceClaim,
-    /// Make the file system zero or deallocate one slice.
+    /// Make the file system zero or deallocate a slice.
     ZeroSlice,
     /// Compare the read data with the guest's data.
     Compare,
@@ -64,7 +62,14 @@ pub(super) enum FileCommandStep {
     AwaitMarks,
 }
 
-/// Method by which a range is zeroed.
+impl FileCommandStep {
+    /// Returns whether the step is a sync of a file.
+    pub(super) fn is_sync(self) -> bool {
+        matches!(self, Self::Sync | Self::SyncCompanion)
+    }
+}
+
+/// A method of zeroing a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum ZeroingMethod {
     /// The file system zeroes the range and keeps it allocated.
@@ -125,6 +130,8 @@ pub(super) struct FileCommand {
     pub(super) fills: [Option<(u64, u64)>; 2],
     pub(super) bounce: Option<BounceBuffer>,
     pub(super) claim: BlockChangeClaim,
+    /// The step with which the claimed change begins.
+    pub(super) after_claim: FileCommandStep,
     pub(super) zeroing: RangeZeroing,
     /// The survey for the next bytes of the range, and the time when it was requested.
     pub(super) survey: Option<(Arc<ExtentSurvey>, Ticks)>,
@@ -169,7 +176,24 @@ impl FileCommand {
         (self.after_sync, self.after_marks) = (FileCommandStep::Done, FileCommandStep::Done);
     }
 
-    /// Selects a part of the bounce buffer's data area as the command's data.
+    /// Returns the memory of the present transfer: the bounce buffer's or the guest's.
+    #[inline]
+    pub(super) fn transfer_vectors(&self) -> &IoVectors {
+        match self.staged {
+            Some(_) => &self.stage,
+            None => &self.vectors,
+        }
+    }
+
+    #[inline]
+    pub(super) fn transfer_vectors_mut(&mut self) -> &mut IoVectors {
+        match self.staged {
+            Some(_) => &mut self.stage,
+            None => &mut self.vectors,
+        }
+    }
+
+    /// Selects part of the data memory as the command's data.
     pub(super) fn use_data(&mut self, offset: usize, len: usize) -> Result<(), Status> {
         let bytes = self
             .bounce
@@ -278,11 +302,7 @@ impl FileCommand {
     pub(super) fn request_end(&self) -> u64 {
         match self.next_step {
             FileCommandStep::Read | FileCommandStep::Fill | FileCommandStep::Write => {
-                let vectors = match self.staged {
-                    Some(_) => &self.stage,
-                    None => &self.vectors,
-                };
-                self.offset + vectors.len() as u64
+                self.offset + self.transfer_vectors().len() as u64
             }
             FileCommandStep::ZeroSlice => self.zeroing.end,
             _ => 0,

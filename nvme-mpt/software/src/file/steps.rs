@@ -2,10 +2,11 @@
 #![expect(unsafe_code, reason = "promises the kernel that memory stays")]
 
 use std::io;
+use std::sync::Arc;
 
 use log::{error, info};
 
-use super::change_claims::{BlockChange, BlockChangeClaim};
+use super::change_claims::{BlockChange, QueueFastLane};
 use super::extent_survey;
 use super::file_command::{
     FileCommand, FileCommandStep, ZeroingMethod, is_harmless_errno, status_from_errno,
@@ -15,7 +16,7 @@ use super::lease;
 use super::queue::{FileQueue, FileStepOutcome};
 use super::queue_syncs::FlushRole;
 use super::uring::{FileIoRequest, FileIoRing, RequestIssueMode};
-use super::zeroes;
+use super::{LeasedFile, SharedFile, zeroes};
 use crate::model::TickClock;
 use crate::range_descriptors::range_descriptor;
 use crate::request_age::OVERDUE_CHECKS;
@@ -30,7 +31,25 @@ use nvme_spec::status::Status;
 /// time.
 const HOLE_MAX: u64 = 1 << 30;
 
+/// A command, and the parts of its queue that its steps use.
+struct CommandContext<'a> {
+    command: &'a mut FileCommand,
+    file: &'a Arc<SharedFile>,
+    lease: &'a LeasedFile,
+    lane: &'a QueueFastLane,
+}
+
 impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
+    #[inline]
+    fn context(&mut self, slot: CommandId) -> CommandContext<'_> {
+        CommandContext {
+            command: &mut self.commands[usize::from(slot.0)],
+            file: &self.file,
+            lease: &self.lease,
+            lane: &self.lane,
+        }
+    }
+
     /// Starts to read a command's data.
     pub(super) fn start_read(
         &mut self,
@@ -39,18 +58,17 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         then: FileCommandStep,
         memory: HostMemory<'_>,
     ) -> Result<FileStepOutcome, Status> {
-        let operation = &mut self.commands[usize::from(slot.0)];
-        operation.next_step = FileCommandStep::Read;
+        let command = self.context(slot).command;
+        command.next_step = FileCommandStep::Read;
         match plan {
             TransferBuffer::InPlace => {
-                operation.staged = None;
-                (operation.offset, operation.after_transfer) = (operation.data_offset, then);
+                command.staged = None;
+                (command.offset, command.after_transfer) = (command.data_offset, then);
             }
             TransferBuffer::Staged { start, end } => {
-                operation.staged = Some((start, end));
-                operation.use_stage(start, end)?;
-                (operation.after_transfer, operation.after_scatter) =
-                    (FileCommandStep::Scatter, then);
+                command.staged = Some((start, end));
+                command.use_stage(start, end)?;
+                (command.after_transfer, command.after_scatter) = (FileCommandStep::Scatter, then);
             }
         }
         self.run_steps(slot, memory)
@@ -64,47 +82,40 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         then: FileCommandStep,
         memory: HostMemory<'_>,
     ) -> Result<FileStepOutcome, Status> {
-        let Self {
-            commands: operations,
-            file,
-            lease,
-            lane,
-            ..
-        } = self;
-        let operation = &mut operations[usize::from(slot.0)];
-        operation.after_transfer = then;
-        let len = operation.vectors.len() as u64;
-        let offset = operation.data_offset;
-        operation.stage_write(plan, len);
+        let CommandContext { command, file, .. } = self.context(slot);
+        command.after_transfer = then;
+        let len = command.vectors.len() as u64;
+        let offset = command.data_offset;
+        command.stage_write(plan, len);
         if file.io_mode == FileIoMode::Cached {
-            (operation.offset, operation.next_step) = (offset, FileCommandStep::Write);
-            return self.run_steps(slot, memory);
+            (command.offset, command.next_step) = (offset, FileCommandStep::Write);
+        } else {
+            let (start, end) = command.staged.unwrap_or((offset, offset + len));
+            let change = BlockChange {
+                start,
+                end,
+                is_partial: plan.is_partial(offset, len),
+            };
+            self.claim_blocks(slot, change, FileCommandStep::Fill);
         }
-        let (start, end) = operation.staged.unwrap_or((offset, offset + len));
-        let change = BlockChange {
-            start,
-            end,
-            is_partial: plan.is_partial(offset, len),
-        };
-        let (claim, begins) = lease.claims.enter(lane, change);
-        operation.claim = claim;
-        operation.next_step = FileCommandStep::AwaitClaim;
-        if !begins {
-            return Ok(FileStepOutcome::Blocked);
-        }
-        self.begin_write(slot)?;
         self.run_steps(slot, memory)
     }
 
-    /// Prepares a write that no other change excludes.
-    fn begin_write(&mut self, slot: CommandId) -> Result<(), Status> {
-        let operation = &mut self.commands[usize::from(slot.0)];
-        if operation.fills[0].is_some() || operation.fills[1].is_some() {
-            operation.next_step = FileCommandStep::Fill;
-        } else {
-            prepare_write(operation)?;
-        }
-        Ok(())
+    /// Claims blocks for a change, which begins with the step `then`: at once, or when no other change excludes it.
+    #[inline]
+    fn claim_blocks(&mut self, slot: CommandId, change: BlockChange, then: FileCommandStep) {
+        let CommandContext {
+            command,
+            lease,
+            lane,
+            ..
+        } = self.context(slot);
+        let (claim, begins) = lease.claims.enter(lane, change);
+        (command.claim, command.after_claim) = (claim, then);
+        command.next_step = match begins {
+            true => then,
+            false => FileCommandStep::AwaitClaim,
+        };
     }
 
     /// Executes the steps of a command until it has a pending request, has to wait, or is complete.
@@ -116,28 +127,28 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         let index = usize::from(slot.0);
         loop {
             let file = &self.file;
-            let operation = self.commands.get_mut(index).ok_or(Status::INTERNAL_ERROR)?;
-            if self.is_stopping && operation.has_more_requests() {
+            let command = self.commands.get_mut(index).ok_or(Status::INTERNAL_ERROR)?;
+            if self.is_stopping && command.has_more_requests() {
                 return Err(Status::ABORTED_SQ_DELETION);
             }
-            match operation.next_step {
+            match command.next_step {
                 FileCommandStep::Done => {
-                    if !file.uncorrectable.is_empty() && operation.clear_written_marks(file) {
+                    if !file.uncorrectable.is_empty() && command.clear_written_marks(file) {
                         continue;
                     }
-                    if operation.needs_durability() {
-                        let opcode = NvmOpcode(operation.sqe.opcode());
+                    if command.needs_durability() {
+                        let opcode = NvmOpcode(command.sqe.opcode());
                         self.check_durability(opcode)?;
                     }
                     return Ok(FileStepOutcome::Complete(Status::SUCCESS));
                 }
                 FileCommandStep::Flush => {
                     self.lease.check_command(NvmOpcode::FLUSH)?;
-                    match self.syncs.join(operation.needed_sync) {
-                        FlushRole::Done => operation.next_step = FileCommandStep::Done,
+                    match self.syncs.join(command.needed_sync) {
+                        FlushRole::Done => command.next_step = FileCommandStep::Done,
                         FlushRole::Leads(number) => {
-                            operation.led_sync = Some(number);
-                            operation.next_step = FileCommandStep::Sync;
+                            command.led_sync = Some(number);
+                            command.next_step = FileCommandStep::Sync;
                         }
                         FlushRole::Waits => {
                             self.syncs.add_waiter(slot);
@@ -145,33 +156,35 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                         }
                     }
                 }
-                FileCommandStep::AwaitClaim => {
-                    if !self.lease.claims.can_begin(&operation.claim) {
+                FileCommandStep::AwaitClaim
+                | FileCommandStep::AwaitSurvey
+                | FileCommandStep::AwaitTurn
+                | FileCommandStep::AwaitMarks => {
+                    if !self.try_end_wait(slot)? {
                         return Ok(FileStepOutcome::Blocked);
                     }
-                    self.begin_write(slot)?;
                 }
                 FileCommandStep::Fill => {
-                    let [first, second] = &mut operation.fills;
+                    let [first, second] = &mut command.fills;
                     match first.take().or_else(|| second.take()) {
                         Some((start, end)) => {
-                            operation.use_stage(start, end)?;
+                            command.use_stage(start, end)?;
                             if !self.skip_lost_range(slot) {
                                 return self.submit_request(slot);
                             }
                         }
-                        None => prepare_write(operation)?,
+                        None => prepare_write(command)?,
                     }
                 }
                 FileCommandStep::Scatter => {
-                    let bytes = operation.staged_data()?;
+                    let bytes = command.staged_data()?;
                     // SAFETY: a shadow queue keeps the memory that the vectors name mapped while the command is in
-                    // flight, and one that reads may write to it; or it is the operation's own.
-                    unsafe { operation.vectors.copy_from(bytes) };
-                    operation.next_step = operation.after_scatter;
+                    // flight, and one that reads may write to it; or it is the command's own.
+                    unsafe { command.vectors.copy_from(bytes) };
+                    command.next_step = command.after_scatter;
                 }
                 FileCommandStep::SyncCompanion if self.lease.companion_fd().is_none() => {
-                    operation.next_step = std::mem::take(&mut operation.after_sync);
+                    command.next_step = std::mem::take(&mut command.after_sync);
                 }
                 FileCommandStep::Read
                 | FileCommandStep::Write
@@ -183,7 +196,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                     }
                 }
                 FileCommandStep::Compare => {
-                    let equal = operation.is_data_equal(file.lba_shift, memory)?;
+                    let equal = command.is_data_equal(file.lba_shift, memory)?;
                     return Ok(FileStepOutcome::Complete(if equal {
                         Status::SUCCESS
                     } else {
@@ -197,39 +210,44 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                         return Ok(step);
                     }
                 }
-                FileCommandStep::AwaitSurvey => {
-                    if !self.request_survey(slot) {
-                        return Ok(FileStepOutcome::Blocked);
-                    }
-                }
-                FileCommandStep::AwaitTurn => {
-                    if !self.try_take_turn(slot) {
-                        return Ok(FileStepOutcome::Blocked);
-                    }
-                }
                 FileCommandStep::ClearMarks => {
-                    let (start, count) = operation.blocks_to_unmark;
-                    operation.mark_change = file.uncorrectable.clear(start, count);
-                    operation.next_step = FileCommandStep::AwaitMarks;
-                }
-                FileCommandStep::AwaitMarks => {
-                    if let Some(change) = operation.mark_change {
-                        match file.uncorrectable.change_result(change) {
-                            None => return Ok(FileStepOutcome::Blocked),
-                            Some(Err(())) => return Err(Status::INTERNAL_ERROR),
-                            Some(Ok(())) => operation.mark_change = None,
-                        }
-                    }
-                    operation.next_step = operation.after_marks;
-                }
-                FileCommandStep::AwaitSliceClaim => {
-                    if !self.lease.claims.can_begin(&operation.claim) {
-                        return Ok(FileStepOutcome::Blocked);
-                    }
-                    operation.next_step = FileCommandStep::ZeroSlice;
+                    let (start, count) = command.blocks_to_unmark;
+                    command.mark_change = file.uncorrectable.clear(start, count);
+                    command.next_step = FileCommandStep::AwaitMarks;
                 }
             }
         }
+    }
+
+    /// Lets a command that waits continue. Returns `false` if it has to wait longer.
+    fn try_end_wait(&mut self, slot: CommandId) -> Result<bool, Status> {
+        let CommandContext {
+            command,
+            file,
+            lease,
+            ..
+        } = self.context(slot);
+        match command.next_step {
+            FileCommandStep::AwaitSurvey => return Ok(self.request_survey(slot)),
+            FileCommandStep::AwaitTurn => return Ok(self.try_take_turn(slot)),
+            FileCommandStep::AwaitMarks => {
+                if let Some(change) = command.mark_change {
+                    match file.uncorrectable.change_result(change) {
+                        None => return Ok(false),
+                        Some(Err(())) => return Err(Status::INTERNAL_ERROR),
+                        Some(Ok(())) => command.mark_change = None,
+                    }
+                }
+                command.next_step = command.after_marks;
+            }
+            _ => {
+                if !lease.claims.can_begin(&command.claim) {
+                    return Ok(false);
+                }
+                command.next_step = command.after_claim;
+            }
+        }
+        Ok(true)
     }
 
     fn copy_range(
@@ -237,49 +255,38 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         slot: CommandId,
         memory: HostMemory<'_>,
     ) -> Result<FileStepOutcome, Status> {
-        let Self {
-            commands: operations,
-            file,
-            ..
-        } = self;
-        let operation = &mut operations[usize::from(slot.0)];
-        let sqe = operation.sqe;
+        let CommandContext { command, file, .. } = self.context(slot);
+        let sqe = command.sqe;
         let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(&sqe);
-        operation.vectors.clear();
-        if operation.processed_ranges > usize::from(nr_z) {
-            operation.data_offset = sdlba.0 << file.lba_shift;
-            operation.use_data(0, operation.processed_bytes)?;
-            let plan = file.plan_transfer(TransferDirection::Write, operation);
+        command.vectors.clear();
+        if command.processed_ranges > usize::from(nr_z) {
+            command.data_offset = sdlba.0 << file.lba_shift;
+            command.use_data(0, command.processed_bytes)?;
+            let plan = file.plan_transfer(TransferDirection::Write, command);
             return self.start_write(slot, plan, FileCommandStep::Done, memory);
         }
-        let range: CopyRange0 = range_descriptor(&sqe, memory, operation.processed_ranges)?;
+        let range: CopyRange0 = range_descriptor(&sqe, memory, command.processed_ranges)?;
         let count = u64::from(range.nlb_z) + 1;
         if file.uncorrectable.intersects(range.slba.0, count) {
             return Err(Status::UNRECOVERED_READ_ERROR);
         }
         let len = (count << file.lba_shift) as usize;
-        operation.use_data(operation.processed_bytes, len)?;
-        operation.data_offset = range.slba.0 << file.lba_shift;
-        operation.processed_ranges += 1;
-        operation.processed_bytes += len;
-        let plan = file.plan_transfer(TransferDirection::Read, operation);
+        command.use_data(command.processed_bytes, len)?;
+        command.data_offset = range.slba.0 << file.lba_shift;
+        command.processed_ranges += 1;
+        command.processed_bytes += len;
+        let plan = file.plan_transfer(TransferDirection::Read, command);
         self.start_read(slot, plan, FileCommandStep::CopyRange, memory)
     }
 
     /// Begins the next range of a Dataset Management command.
     fn begin_next_range(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<(), Status> {
-        let Self {
-            commands: operations,
-            file,
-            ..
-        } = self;
-        let operation = &mut operations[usize::from(slot.0)];
-        let DatasetManagement { nr_z, .. } = DatasetManagement::from(&operation.sqe);
+        let CommandContext { command, file, .. } = self.context(slot);
+        let DatasetManagement { nr_z, .. } = DatasetManagement::from(&command.sqe);
         let mut joined: Option<(u64, u64)> = None;
         // Merge adjacent ranges.
-        while operation.processed_ranges <= usize::from(nr_z) && file.can_punch_holes() {
-            let range: DsmRange =
-                range_descriptor(&operation.sqe, memory, operation.processed_ranges)?;
+        while command.processed_ranges <= usize::from(nr_z) && file.can_punch_holes() {
+            let range: DsmRange = range_descriptor(&command.sqe, memory, command.processed_ranges)?;
             let start = range.slba.0 << file.lba_shift;
             let end = start + (u64::from(range.nlb) << file.lba_shift);
             joined = match joined {
@@ -288,12 +295,12 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 Some((first, last)) if last == start => Some((first, end)),
                 Some(_) => break,
             };
-            operation.processed_ranges += 1;
+            command.processed_ranges += 1;
         }
-        operation.survey = None;
-        operation.next_step = match joined {
+        command.survey = None;
+        command.next_step = match joined {
             Some((start, end)) => {
-                operation.zeroing =
+                command.zeroing =
                     file.plan_zeroing(start, end, true, FileCommandStep::DeallocateRange);
                 FileCommandStep::Zero
             }
@@ -309,15 +316,10 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         slot: CommandId,
         memory: HostMemory<'_>,
     ) -> Result<Option<FileStepOutcome>, Status> {
-        let Self {
-            commands: operations,
-            file,
-            ..
-        } = self;
-        let operation = &mut operations[usize::from(slot.0)];
-        let is_advice = operation.is_advice();
-        let leaves_parts = is_advice && operation.bounce.is_none();
-        let zeroing = &mut operation.zeroing;
+        let CommandContext { command, file, .. } = self.context(slot);
+        let is_advice = command.is_advice();
+        let leaves_parts = is_advice && command.bounce.is_none();
+        let zeroing = &mut command.zeroing;
         let (at, end) = (zeroing.offset, zeroing.end);
         if at >= end {
             // A mark hides old data, so it is cleared only after the data is gone. Write Zeroes clears its marks when it
@@ -326,11 +328,11 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             if is_advice && !zeroing.has_skipped_data {
                 let (start, shift) = (zeroing.start, file.lba_shift);
                 let blocks = (start >> shift, (end - start) >> shift);
-                if operation.clear_marks(file, blocks, then) {
+                if command.clear_marks(file, blocks, then) {
                     return Ok(None);
                 }
             }
-            operation.next_step = then;
+            command.next_step = then;
             return Ok(None);
         }
         let unit = match file.io_mode {
@@ -345,8 +347,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         } else if zeroing.method == ZeroingMethod::WriteZeroes {
             (whole - at).min(zeroes::BYTES as u64)
         } else {
-            let surveys = file.surveyor.is_enabled() && operation.needs_survey();
-            operation.next_step = if surveys {
+            let surveys = file.surveyor.is_enabled() && command.needs_survey();
+            command.next_step = if surveys {
                 FileCommandStep::AwaitSurvey
             } else {
                 FileCommandStep::AwaitTurn
@@ -363,10 +365,10 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             Status::INTERNAL_ERROR
         })?;
         zeroing.offset += by_hand;
-        operation.data_offset = at;
-        operation.vectors.clear();
-        operation.vectors.push(bytes);
-        let plan = file.plan_transfer(TransferDirection::Write, operation);
+        command.data_offset = at;
+        command.vectors.clear();
+        command.vectors.push(bytes);
+        let plan = file.plan_transfer(TransferDirection::Write, command);
         self.start_write(slot, plan, FileCommandStep::Zero, memory)
             .map(Some)
     }
@@ -374,20 +376,15 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     /// Requests a survey of the next bytes of a range. Returns `false` if the command has to wait for the result.
     fn request_survey(&mut self, slot: CommandId) -> bool {
         let now = self.now();
-        let Self {
-            commands: operations,
-            file,
-            ..
-        } = self;
-        let operation = &mut operations[usize::from(slot.0)];
-        let zeroing = &mut operation.zeroing;
-        match &operation.survey {
+        let CommandContext { command, file, .. } = self.context(slot);
+        let zeroing = &mut command.zeroing;
+        match &command.survey {
             None => match file
                 .surveyor
                 .request_survey(file, zeroing.offset, zeroing.end)
             {
                 Some(survey) => {
-                    operation.survey = Some((survey, now));
+                    command.survey = Some((survey, now));
                     return false;
                 }
                 None => zeroing.is_unsurveyed = true,
@@ -398,35 +395,28 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             }
             Some(_) => {
                 zeroing.is_unsurveyed = true;
-                operation.survey = None;
+                command.survey = None;
             }
         }
-        operation.next_step = FileCommandStep::AwaitTurn;
+        command.next_step = FileCommandStep::AwaitTurn;
         true
     }
 
     /// Takes the file's turn for a slice. Returns `false` if the command has to wait for the turn.
     fn try_take_turn(&mut self, slot: CommandId) -> bool {
         let (now, queue) = (self.now(), self.waiter());
-        let Self {
-            commands: operations,
-            file,
-            lease,
-            lane,
-            ..
-        } = self;
-        let operation = &mut operations[usize::from(slot.0)];
-        if now > operation.turn_deadline {
+        let CommandContext { command, file, .. } = self.context(slot);
+        if now > command.turn_deadline {
             // The command has waited too long. A deallocation ends here, and Write Zeroes writes the zeroes instead.
-            if operation.is_advice() {
-                operation.next_step = FileCommandStep::Done;
+            if command.is_advice() {
+                command.next_step = FileCommandStep::Done;
             } else {
-                operation.zeroing.method = ZeroingMethod::WriteZeroes;
-                operation.next_step = FileCommandStep::Zero;
+                command.zeroing.method = ZeroingMethod::WriteZeroes;
+                command.next_step = FileCommandStep::Zero;
             }
             return true;
         }
-        let zeroing = &mut operation.zeroing;
+        let zeroing = &mut command.zeroing;
         let Some(most) = file.slice_scheduler.take_turn(now, queue) else {
             return false;
         };
@@ -436,7 +426,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             FileIoMode::Cached => left,
             FileIoMode::Direct(_) => left - left % UNIT,
         };
-        let extents = operation.survey.as_ref();
+        let extents = command.survey.as_ref();
         let extents = extents.and_then(|(survey, _)| survey.extents());
         (zeroing.slice_bytes, zeroing.slice_weight) =
             match extents.filter(|_| zeroing.method == ZeroingMethod::PunchHole) {
@@ -449,18 +439,15 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 None => (whole.min(most), whole.min(most)),
             };
         zeroing.slice_start = now;
-        operation.next_step = FileCommandStep::ZeroSlice;
-        if file.io_mode != FileIoMode::Cached {
+        if file.io_mode == FileIoMode::Cached {
+            command.next_step = FileCommandStep::ZeroSlice;
+        } else {
             let change = BlockChange {
                 start: zeroing.offset,
                 end: zeroing.offset + zeroing.slice_bytes,
                 is_partial: false,
             };
-            let (claim, begins) = lease.claims.enter(lane, change);
-            operation.claim = claim;
-            if !begins {
-                operation.next_step = FileCommandStep::AwaitSliceClaim;
-            }
+            self.claim_blocks(slot, change, FileCommandStep::ZeroSlice);
         }
         true
     }
@@ -468,18 +455,15 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     /// Processes the end of a slice.
     fn end_slice(&mut self, slot: CommandId, result: Result<usize, i32>) -> Result<(), Status> {
         let now = self.now();
-        let Self {
-            commands: operations,
+        let CommandContext {
+            command,
             file,
             lease,
             lane,
-            ..
-        } = self;
-        let operation = &mut operations[usize::from(slot.0)];
-        let is_advice = operation.is_advice();
-        let claim = std::mem::take(&mut operation.claim);
-        lease.claims.leave(lane, claim);
-        let zeroing = &mut operation.zeroing;
+        } = self.context(slot);
+        let is_advice = command.is_advice();
+        lease.claims.leave(lane, std::mem::take(&mut command.claim));
+        let zeroing = &mut command.zeroing;
         // If the queue has failed in the meantime, the turn was returned and may belong to another command.
         if std::mem::take(&mut zeroing.has_turn) {
             let transfers = file.lanes.take_transfers();
@@ -490,7 +474,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 transfers,
             );
         }
-        operation.next_step = FileCommandStep::Zero;
+        command.next_step = FileCommandStep::Zero;
         match result {
             Ok(_) => zeroing.offset += zeroing.slice_bytes,
             Err(libc::EAGAIN | libc::EINTR | libc::ECANCELED) => {}
@@ -537,11 +521,11 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             return false;
         }
         self.release_claim(index);
-        let operation = &mut self.commands[index];
-        operation.fills = [None; 2];
-        operation.zeroing.offset = operation.zeroing.end;
-        operation.zeroing.has_skipped_data = true;
-        operation.next_step = FileCommandStep::Zero;
+        let command = &mut self.commands[index];
+        command.fills = [None; 2];
+        command.zeroing.offset = command.zeroing.end;
+        command.zeroing.has_skipped_data = true;
+        command.next_step = FileCommandStep::Zero;
         true
     }
 
@@ -557,33 +541,29 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         }
         // Beyond the end of a truncated file, its last page reads as zeroes and loses writes.
         self.check_file_size();
-        let Self {
-            commands: operations,
+        let CommandContext {
+            command,
             file,
             lane,
             ..
-        } = self;
-        let operation = &operations[usize::from(slot.0)];
+        } = self.context(slot);
         let Some(pages) = &file.pages else {
             return Ok(false);
         };
         // Written zeroes may be many times as long as a transfer. As separate requests, their pieces let other commands run in
         // between.
-        if operation.after_transfer == FileCommandStep::Zero
-            || !file.damage_watch.is_intact_until(operation.request_end())
+        if command.after_transfer == FileCommandStep::Zero
+            || !file.damage_watch.is_intact_until(command.request_end())
         {
             return Ok(false);
         }
-        let vectors = match operation.staged {
-            Some(_) => &operation.stage,
-            None => &operation.vectors,
-        };
+        let vectors = command.transfer_vectors();
         let len = vectors.len();
-        let Some(bytes) = pages.bytes(operation.offset, len) else {
+        let Some(bytes) = pages.bytes(command.offset, len) else {
             return Ok(false);
         };
         // SAFETY: a shadow queue keeps the memory that the vectors name mapped while the command is in flight, and one
-        // that reads may write to it; or it is the operation's own, or zeroes of the process, which are only read.
+        // that reads may write to it; or it is the command's own, or zeroes of the process, which are only read.
         unsafe {
             match next {
                 FileCommandStep::Write => vectors.copy_to(bytes),
@@ -603,9 +583,9 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         let Some(pages) = &self.file.pages else {
             return;
         };
-        let operation = &self.commands[usize::from(slot.0)];
-        let (offset, len) = (operation.offset, done as u64);
-        if operation.next_step == FileCommandStep::Write {
+        let command = &self.commands[usize::from(slot.0)];
+        let (offset, len) = (command.offset, done as u64);
+        if command.next_step == FileCommandStep::Write {
             pages.mark_resident(offset, len);
         } else if !self.has_found_no_pages {
             self.has_found_no_pages = !pages.check_residency(&self.file.open_file, offset, len);
@@ -623,7 +603,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             self.check_file_size();
         }
         let Self {
-            commands: operations,
+            commands,
             file,
             lease,
             ring,
@@ -631,43 +611,35 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             lane,
             ..
         } = self;
-        let operation = &mut operations[usize::from(slot.0)];
-        if !file.damage_watch.is_intact_until(operation.request_end()) {
-            return Err(status_from_errno(libc::EIO, operation.next_step));
+        let command = &mut commands[usize::from(slot.0)];
+        if !file.damage_watch.is_intact_until(command.request_end()) {
+            return Err(status_from_errno(libc::EIO, command.next_step));
         }
-        if operation.next_step != FileCommandStep::ZeroSlice {
+        if command.next_step != FileCommandStep::ZeroSlice {
             lane.record_transfer();
         }
-        let offset = operation.offset;
+        let offset = command.offset;
         let sync = lease.sync_fd();
-        let request = match operation.next_step {
+        let request = match command.next_step {
             FileCommandStep::Read | FileCommandStep::Fill => FileIoRequest::Read {
                 fd: lease.data_fd(),
                 offset,
-                into: if operation.staged.is_some() {
-                    &operation.stage
-                } else {
-                    &operation.vectors
-                },
+                into: command.transfer_vectors(),
             },
             FileCommandStep::Write => FileIoRequest::Write {
                 fd: lease.data_fd(),
                 offset,
-                from: if operation.staged.is_some() {
-                    &operation.stage
-                } else {
-                    &operation.vectors
-                },
+                from: command.transfer_vectors(),
                 // Write, Copy and Write Zeroes have FUA in the same place. A sync follows the zeroes of a Write Zeroes.
-                durable: operation.after_transfer != FileCommandStep::Zero
-                    && ReadWrite::from(&operation.sqe).fua,
+                durable: command.after_transfer != FileCommandStep::Zero
+                    && ReadWrite::from(&command.sqe).fua,
             },
             FileCommandStep::Sync => FileIoRequest::Sync { fd: sync },
             FileCommandStep::SyncCompanion => FileIoRequest::Sync {
                 fd: lease.companion_fd().ok_or(Status::INTERNAL_ERROR)?,
             },
             FileCommandStep::ZeroSlice => {
-                let zeroing = &operation.zeroing;
+                let zeroing = &command.zeroing;
                 let (offset, len) = (zeroing.offset, zeroing.slice_bytes);
                 if let Some(pages) = &file.pages {
                     pages.mark_absent(offset, len);
@@ -690,14 +662,14 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 return Err(Status::INTERNAL_ERROR);
             }
         };
-        let manner = if operation.repeat_count > 0 {
+        let manner = if command.repeat_count > 0 {
             RequestIssueMode::Worker
         } else {
             RequestIssueMode::Inline
         };
-        // SAFETY: the vectors are those of the slot's operation. It changes them only after the request has ended, as a
+        // SAFETY: the vectors are those of the slot's command. It changes them only after the request has ended, as a
         // slot has one request at a time. The vectors are leaked with a queue whose requests the kernel keeps. The
-        // memory is a bounce of that operation, leaked likewise, the zeroes of the process, or the guest's. A shadow
+        // memory is a bounce of that command, leaked likewise, the zeroes of the process, or the guest's. A shadow
         // queue keeps the guest's memory mapped while the command is in flight. It drops it after `wait_idle` has told
         // that the kernel has no request any more, and keeps it for good otherwise.
         let prepared = unsafe { ring.prepare(u64::from(slot.0), request, manner) };
@@ -705,8 +677,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             error!("A request to the kernel could not be made: {error}");
             Status::INTERNAL_ERROR
         })?;
-        operation.requested_at_check = looks.count;
-        operation.is_requested = true;
+        command.requested_at_check = looks.count;
+        command.is_requested = true;
         Ok(FileStepOutcome::Requested)
     }
 
@@ -717,34 +689,37 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         result: Result<usize, i32>,
         memory: HostMemory<'_>,
     ) -> Result<FileStepOutcome, Status> {
-        let operation = self
+        let command = self
             .commands
             .get_mut(usize::from(slot.0))
             .ok_or(Status::INTERNAL_ERROR)?;
-        operation.is_requested = false;
-        let was_overdue = std::mem::take(&mut operation.is_overdue) && result.is_err();
+        command.is_requested = false;
+        let was_overdue = std::mem::take(&mut command.is_overdue) && result.is_err();
         if was_overdue {
-            operation.repeat_count += 1;
+            command.repeat_count += 1;
             if !self.is_stopping {
                 info!("A request that was overdue was cancelled and is repeated by another thread");
             }
         }
-        let result = match operation.next_step {
-            FileCommandStep::Sync | FileCommandStep::SyncCompanion => lease::sync_result(result),
-            _ => result,
+        let is_sync = command.next_step.is_sync();
+        let result = match is_sync {
+            true => lease::sync_result(result),
+            false => result,
         };
-        match (operation.next_step, result) {
+        // RWF_DSYNC returns the same error if the write-back of another write failed.
+        let is_durable_write =
+            command.next_step == FileCommandStep::Write && ReadWrite::from(&command.sqe).fua;
+        match (command.next_step, result) {
             (FileCommandStep::ZeroSlice, result) => self.end_slice(slot, result)?,
             // The kernel could not start the request, was interrupted, or cancelled it for lack of a worker thread.
             (next, Err(errno @ (libc::EAGAIN | libc::EINTR | libc::ECANCELED))) => {
-                let since = operation.requested_at_check;
+                let since = command.requested_at_check;
                 let age = self.age_timer.count.wrapping_sub(since);
                 if age >= OVERDUE_CHECKS && !was_overdue {
                     return Err(status_from_errno(errno, next));
                 }
                 // An interrupted sync may have consumed the only report of an error on its description.
-                let fua = next == FileCommandStep::Write && ReadWrite::from(&operation.sqe).fua;
-                if fua || matches!(next, FileCommandStep::Sync | FileCommandStep::SyncCompanion) {
+                if is_durable_write || is_sync {
                     self.lease.check_probe(&self.probe)?;
                 }
                 let step = self.submit_request(slot)?;
@@ -755,20 +730,19 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 return Ok(step);
             }
             (FileCommandStep::Write, Err(errno))
-                if operation.is_advice() && is_harmless_errno(errno) =>
+                if command.is_advice() && is_harmless_errno(errno) =>
             {
-                let claim = std::mem::take(&mut operation.claim);
+                let claim = std::mem::take(&mut command.claim);
                 self.lease.claims.leave(&self.lane, claim);
-                operation.zeroing.has_skipped_data = true;
-                operation.next_step = FileCommandStep::Zero;
+                command.zeroing.has_skipped_data = true;
+                command.next_step = FileCommandStep::Zero;
             }
-            (FileCommandStep::Sync | FileCommandStep::SyncCompanion, Err(errno)) => {
+            (_, Err(errno)) if is_sync => {
                 let cause = io::Error::from_raw_os_error(errno);
                 return Err(self.lease.handle_write_error(&cause));
             }
             (next, Err(errno)) => {
-                // RWF_DSYNC returns the same error if the write-back of another write failed.
-                if next == FileCommandStep::Write && ReadWrite::from(&operation.sqe).fua {
+                if is_durable_write {
                     self.lease.check_probe(&self.probe)?;
                 }
                 return Err(status_from_errno(errno, next));
@@ -779,8 +753,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                     return self.submit_request(slot);
                 }
             }
-            (FileCommandStep::Sync, Ok(_)) => operation.next_step = FileCommandStep::SyncCompanion,
-            (_, Ok(_)) => operation.next_step = std::mem::take(&mut operation.after_sync),
+            (FileCommandStep::Sync, Ok(_)) => command.next_step = FileCommandStep::SyncCompanion,
+            (_, Ok(_)) => command.next_step = std::mem::take(&mut command.after_sync),
         }
         self.run_steps(slot, memory)
     }
@@ -801,58 +775,52 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
 
     /// Records the bytes that a request transferred. Returns whether the transfer is complete.
     fn record_transfer(&mut self, slot: CommandId, done: usize) -> Result<bool, Status> {
-        let Self {
-            commands: operations,
+        let CommandContext {
+            command,
             file,
             lease,
             lane,
-            ..
-        } = self;
-        let operation = &mut operations[usize::from(slot.0)];
-        let direction = match operation.next_step {
+        } = self.context(slot);
+        let direction = match command.next_step {
             FileCommandStep::Write => TransferDirection::Write,
             _ => TransferDirection::Read,
         };
-        let vectors = match operation.staged {
-            Some(_) => &mut operation.stage,
-            None => &mut operation.vectors,
-        };
+        let vectors = command.transfer_vectors_mut();
         if done < vectors.len() {
             let step = file.io_mode.resume_alignment(direction) as usize;
             let done = done - done % step;
             if done == 0 {
                 // The file ends before the drive does: it was truncated.
                 file.check_size();
-                return Err(status_from_errno(libc::EIO, operation.next_step));
+                return Err(status_from_errno(libc::EIO, command.next_step));
             }
-            operation.offset += done as u64;
             vectors.advance(done);
+            command.offset += done as u64;
             return Ok(false);
         }
-        match operation.next_step {
+        match command.next_step {
             // Go on with the next partial block, if there is one.
             FileCommandStep::Fill => {}
             FileCommandStep::Write => {
-                let claim = std::mem::replace(&mut operation.claim, BlockChangeClaim::None);
-                lease.claims.leave(lane, claim);
-                operation.next_step = operation.after_transfer;
+                lease.claims.leave(lane, std::mem::take(&mut command.claim));
+                command.next_step = command.after_transfer;
             }
-            _ => operation.next_step = operation.after_transfer,
+            _ => command.next_step = command.after_transfer,
         }
         Ok(true)
     }
 }
 
 /// Copies the command's data to the bounce buffer, if it uses one, and makes the write the next step.
-fn prepare_write(operation: &mut FileCommand) -> Result<(), Status> {
-    operation.next_step = FileCommandStep::Write;
-    let Some((start, end)) = operation.staged else {
-        operation.offset = operation.data_offset;
+fn prepare_write(command: &mut FileCommand) -> Result<(), Status> {
+    command.next_step = FileCommandStep::Write;
+    let Some((start, end)) = command.staged else {
+        command.offset = command.data_offset;
         return Ok(());
     };
-    let bytes = operation.staged_data()?;
+    let bytes = command.staged_data()?;
     // SAFETY: a shadow queue keeps the memory that the vectors name mapped while the command is in flight; or it is
-    // the operation's own, or the zeroes of the process.
-    unsafe { operation.vectors.copy_to(bytes) };
-    operation.use_stage(start, end)
+    // the command's own, or the zeroes of the process.
+    unsafe { command.vectors.copy_to(bytes) };
+    command.use_stage(start, end)
 }

@@ -65,3 +65,8 @@ impl From<QueueError> for AdminCommandFailure {
         })
     }
 }
+
+/// Returns the error `otherwise` unless the condition holds.
+pub(super) fn require(condition: bool, otherwise: Status) -> Result<(), Status> {
+    if condition { Ok(()) } else { Err(otherwise) }
+}

@@ -10,7 +10,10 @@ use nvme_spec::{
     status::Status,
 };
 
-use super::{AdminCommandContext, failure::AdminCommandFailure};
+use super::{
+    AdminCommandContext,
+    failure::{AdminCommandFailure, require},
+};
 
 /// Context for creating and deleting I/O queues.
 pub(super) struct IoQueues<'a> {
@@ -102,10 +105,6 @@ impl IoQueues<'_> {
 /// Returns the number of entries from the zero-based field QSIZE.
 fn queue_entries(qsize_z: u16) -> u32 {
     u32::from(qsize_z) + 1
-}
-
-fn require(condition: bool, otherwise: Status) -> Result<(), Status> {
-    if condition { Ok(()) } else { Err(otherwise) }
 }
 
 fn require_id(qid: QueueId, allocated: u16) -> Result<(), Status> {

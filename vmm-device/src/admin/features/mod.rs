@@ -24,7 +24,10 @@ use nvme_spec::{
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use self::clock::TimestampClock;
-use super::{identify::ARBITRATION_BURST, identify_subject::notices, io_queues::IoQueueAllocation};
+use super::{
+    failure::require, identify::ARBITRATION_BURST, identify_subject::notices,
+    io_queues::IoQueueAllocation,
+};
 
 /// Mask of the I/O Command Set Combination Index in dword 11 of the I/O Command Set Profile.
 const COMBINATION_INDEX_MASK: u32 = 0x1FF;
@@ -404,10 +407,6 @@ fn lba_range_type(blocks: u64) -> FeatureValue {
     let mut data = vec![0; ControllerFeatures::data_length(FeatureId::LBA_RANGE_TYPE)];
     data[..size_of::<LbaRangeTypeEntry>()].copy_from_slice(range.as_bytes());
     FeatureValue { dw0: 0, data }
-}
-
-fn require(condition: bool, otherwise: Status) -> Result<(), Status> {
-    if condition { Ok(()) } else { Err(otherwise) }
 }
 
 fn require_vector(

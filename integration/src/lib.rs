@@ -31,7 +31,9 @@ pub mod vmms;
 
 use std::path::{Path, PathBuf};
 
-/// Returns the directory of the workspace.
+pub use nvme_mpt_vmm::report::chain as error_chain;
+
+/// Returns the directory of the workspace, where cargo runs.
 pub fn workspace_dir() -> &'static Path {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     package.parent().unwrap_or(package)
@@ -58,23 +60,6 @@ pub(crate) fn parse_size(text: &str) -> Option<u64> {
         _ => return None,
     };
     digits.parse::<u64>().ok()?.checked_mul(1 << shift)
-}
-
-/// Returns an error and its causes, one per line. Consecutive equal texts are printed once.
-pub fn error_chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut last = text.clone();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let said = cause.to_string();
-        if said != last {
-            text.push_str("\n  ");
-            text.push_str(&said);
-            last = said;
-        }
-        source = cause.source();
-    }
-    text
 }
 
 /// Prints an error and its causes.

@@ -12,7 +12,7 @@ use nvme_guest::{
     QueueError,
 };
 use nvme_mpt_memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
-use nvme_mpt_memory::{clock, eventfd};
+use nvme_mpt_memory::{clock, describe_error, eventfd};
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
@@ -187,7 +187,9 @@ impl ServerWatch {
                 outcome
                     if reported.is_none_or(|at| waited.saturating_sub(at) >= REPORT_INTERVAL) =>
                 {
-                    let why = outcome.err().map(|error| format!(": {}", chain(&error)));
+                    let why = outcome
+                        .err()
+                        .map(|error| format!(": {}", describe_error(&error)));
                     let why = why.unwrap_or_default();
                     log::warn!("No drive server has the function's drive yet{why}");
                     reported = Some(waited);
@@ -345,7 +347,7 @@ fn restore_queues(
         Err(error) => {
             log::error!(
                 "The next drive server cannot restore the queues: {}",
-                chain(&error)
+                describe_error(&error)
             );
             BackendEvent::BackWithoutQueues
         }
@@ -360,12 +362,6 @@ fn call<T: DeserializeOwned>(
     let descriptor = descriptor.map(AsFd::as_fd);
     channel.send(request, descriptor.as_slice())?;
     Ok(channel.receive_answer()?.0)
-}
-
-/// Returns an error and its causes as text.
-fn chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(error.source(), |cause| cause.source());
-    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
 /// Waits until the other side closes the connection.

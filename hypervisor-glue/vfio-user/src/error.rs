@@ -75,15 +75,7 @@ pub enum Error {
     },
 }
 
-/// Returns an error and its causes as text for a line of the log.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let reasons = std::iter::successors(error.source(), |reason| reason.source());
-    reasons.fold(error.to_string(), |text, reason| {
-        format!("{text}: {reason}")
-    })
-}
-
-/// Reason for an error reply to a client's command.
+/// Reason for which a client's command gets an error reply.
 #[derive(Debug, Error)]
 pub enum RequestRefusal {
     /// The message is a reply, or has an unknown type.

@@ -11,10 +11,11 @@ use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use log::{debug, error, info, warn};
+use nvme_mpt_memory::describe_error;
 
 use crate::device::VfioUserDevice;
 use crate::dispatch::DeviceRegions;
-use crate::error::{Error, chain};
+use crate::error::Error;
 use crate::kill_point::crash_point;
 use crate::listener::{SocketAccess, SocketListener};
 use crate::request_log::{LoggedConnection, RequestLog, RequestLogError};
@@ -467,7 +468,10 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
                 }
             }
             Err(error) => {
-                error!("Cannot serve a client on {path}: {}", chain(&*error));
+                error!(
+                    "Cannot serve a client on {path}: {}",
+                    describe_error(&*error)
+                );
                 if self.request_log.is_some() {
                     // The call makes the device drop its duplicate of the client's socket.
                     self.device.on_disconnected();
@@ -551,7 +555,10 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         freed
             .inspect_err(|error| {
                 let path = self.listener.path().display();
-                error!("Cannot record a client of {path}: {}", chain(error));
+                error!(
+                    "Cannot record a client of {path}: {}",
+                    describe_error(error)
+                );
             })
             .is_ok()
     }

@@ -6,11 +6,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use log::{error, info, warn};
+use nvme_mpt_memory::describe_error;
 
 use crate::connection::{MessageReader, ReplyWriter, StreamEnd};
 use crate::device::VfioUserDevice;
 use crate::dispatch::{DeviceRegions, RequestDispatcher};
-use crate::error::{Error, chain};
+use crate::error::Error;
 use crate::message::VfioUserHeader;
 use crate::socket;
 
@@ -155,7 +156,10 @@ impl VfioUserSession {
             }
             StreamEnd::Refused => warn!("vfio-user: the connection is closed"),
             StreamEnd::RequestLog(error) => {
-                error!("vfio-user: the connection is closed: {}", chain(&error))
+                error!(
+                    "vfio-user: the connection is closed: {}",
+                    describe_error(&error)
+                )
             }
         }
     }

@@ -64,6 +64,7 @@ pub mod crash;
 mod current_work;
 pub mod deadline;
 pub mod device_mapper;
+mod error_text;
 pub mod eventfd;
 pub mod file_system;
 pub mod files;
@@ -90,6 +91,7 @@ pub mod userfaultfd;
 pub mod watched_write;
 
 pub use bytes::{RawBytes, RawWords};
+pub use error_text::describe_error;
 pub use file_system::{allocate, host_page_size, is_size_sealed, memfd, sealed_memfd};
 pub use host_ring::{HostCompletionRing, HostSubmissionRing};
 pub use indices::{

@@ -82,15 +82,4 @@ impl AttackError {
             printed: String::from_utf8_lossy(&printed).trim().to_owned(),
         }
     }
-
-    /// Returns the error and its causes in one line.
-    pub(super) fn chain(&self) -> String {
-        let mut text = self.to_string();
-        let mut source = std::error::Error::source(self);
-        while let Some(cause) = source {
-            text += &format!(": {cause}");
-            source = cause.source();
-        }
-        text
-    }
 }

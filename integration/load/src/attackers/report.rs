@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
+use nvme_mpt_memory::describe_error;
 
 use super::attack_kind::AttackKind;
 use super::error::AttackError;
@@ -127,12 +128,12 @@ impl AttackRow {
     }
 
     pub(super) fn unmeasured(kind: AttackKind, error: &AttackError) -> Self {
-        let outcome = AttackOutcome::NotMeasured(error.chain());
+        let outcome = AttackOutcome::NotMeasured(describe_error(&error));
         Self { kind, outcome }
     }
 
     pub(super) fn from_failure(kind: AttackKind, error: &AttackError) -> Self {
-        let outcome = AttackOutcome::Failed(error.chain());
+        let outcome = AttackOutcome::Failed(describe_error(&error));
         Self { kind, outcome }
     }
 

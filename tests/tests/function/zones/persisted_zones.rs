@@ -1,10 +1,10 @@
 //! The file of zone states, on a full disk and truncated while in use.
 
-use std::error::Error;
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use nvme_mpt_memory::describe_error;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::status::{READ_ONLY_RANGE, SUCCESS, WRITE_FAULT};
 use nvme_mpt_tests::zoned::{action, state};
@@ -51,12 +51,6 @@ impl Drop for FullFileSystem {
 #[repr(align(4096))]
 struct Page([u8; 4096]);
 
-/// Formats an error with all its causes.
-fn chain(error: &dyn Error) -> String {
-    let cause = error.source().map(chain);
-    format!("{error}: {}", cause.unwrap_or_default())
-}
-
 /// Checks that a drive does not open while its zone states have no space, and opens afterwards.
 fn check_full_file_system(folder: &Path) {
     let (file, kept) = create_drive(folder);
@@ -65,11 +59,11 @@ fn check_full_file_system(folder: &Path) {
         children::wait_for_spawns();
         drives::open(&path.parse().unwrap(), options(PROFILE, None))
     };
-    // A new file has space for its head only. A file without blocks, from an earlier version, has no space at all.
+    // A new file has space for its head only. A sparse copy has no space at all.
     for left in [4096, 0] {
         let full = FullFileSystem::leaving(left, folder);
         let refused = open().map(drop);
-        let error = chain(&refused.expect_err("there is no room for the states"));
+        let error = describe_error(&refused.expect_err("there is no room for the states"));
         let named = kept.to_str().unwrap();
         assert!(error.contains(named), "{error}");
         assert!(error.contains("no space for the 4480 bytes"), "{error}");
@@ -156,7 +150,7 @@ fn states_that_are_cut_off_fail_every_flush_and_change_and_new_lease() {
             "for a new VMM"
         );
         let refused = lease(&host, 32 * ZONE, 16 * ZONE).map(drop);
-        let error = chain(&refused.expect_err("its states are lost"));
+        let error = describe_error(&refused.expect_err("its states are lost"));
         assert!(error.contains(kept.to_str().unwrap()), "{error}");
         fs::remove_file(&kept).unwrap();
     }

@@ -7,6 +7,8 @@ use std::process::{Command, ExitStatus};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nvme_guest::stats::QueueStats;
+use nvme_mpt_server::stats::{DriveStats, FunctionStats, ServerStats};
 use serde::Deserialize;
 use thiserror::Error;
 
@@ -288,7 +290,7 @@ impl Server {
     ///
     /// # Errors
     /// The statistics cannot be read.
-    pub fn stats(&self) -> Result<StatsExcerpt, ServerError> {
+    pub fn stats(&self) -> Result<ServerStats, ServerError> {
         let text = self.run_command(&["stats", "--json"])?;
         serde_json::from_str(&text).map_err(|source| ServerError::Output {
             command: "stats",
@@ -301,7 +303,7 @@ impl Server {
     ///
     /// # Errors
     /// The statistics cannot be read.
-    pub fn function_stats(&self, id: &str) -> Result<FunctionStatsExcerpt, ServerError> {
+    pub fn function_stats(&self, id: &str) -> Result<FunctionStats, ServerError> {
         let deadline = Instant::now() + STALL_MAX;
         loop {
             let functions = self.stats()?.functions;
@@ -315,11 +317,19 @@ impl Server {
         }
     }
 
-    /// Returns the current statistics of one drive.
+    /// Returns the present sums over all I/O queues of one function.
     ///
     /// # Errors
     /// The statistics cannot be read.
-    pub fn drive_stats(&self, path: &str) -> Result<DriveStatsExcerpt, ServerError> {
+    pub fn queue_totals(&self, id: &str) -> Result<QueueTotals, ServerError> {
+        Ok(QueueTotals::of_function(&self.function_stats(id)?))
+    }
+
+    /// Returns the present statistics of one drive.
+    ///
+    /// # Errors
+    /// The statistics cannot be read.
+    pub fn drive_stats(&self, path: &str) -> Result<DriveStats, ServerError> {
         self.stats()?
             .drives
             .into_iter()
@@ -701,111 +711,6 @@ fn control(folder: &Path) -> PathBuf {
     folder.join("control.sock")
 }
 
-/// Output of `nvme-mpt stats --json`, reduced to the fields in use.
-#[derive(Debug, Clone, Deserialize)]
-pub struct StatsExcerpt {
-    /// Statistics of the functions.
-    pub functions: Vec<FunctionStatsExcerpt>,
-    /// Statistics of the pollers.
-    #[serde(default)]
-    pub pollers: Vec<PollerStatsExcerpt>,
-    /// Statistics of the drives.
-    #[serde(default)]
-    pub drives: Vec<DriveStatsExcerpt>,
-}
-
-/// Statistics of a drive.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct DriveStatsExcerpt {
-    /// Path by which the server opened the drive, such as its PCI address.
-    pub path: String,
-    /// Use of the drive's I/O queue pairs; `None` if their number is not limited.
-    pub queue_pairs: Option<QueuePairStatsExcerpt>,
-    /// Number of commands that did not complete within their timeout.
-    pub timeouts: u64,
-    /// Number of Abort commands for such commands.
-    pub aborts: u64,
-    /// Controller resets.
-    pub resets: u64,
-    /// True if the drive has failed permanently or was removed.
-    pub gone: bool,
-    /// Critical Warning bits of the last health report; `None` if there was no report.
-    #[serde(default)]
-    pub critical_warning: Option<u8>,
-}
-
-/// Use of the I/O queue pairs of a drive.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-pub struct QueuePairStatsExcerpt {
-    /// Number of queue pairs of the drive.
-    pub total: u16,
-    /// Pairs that a single guest queue uses.
-    pub exclusive: u16,
-    /// Pairs that several guest queues share.
-    pub shared: u16,
-}
-
-/// Statistics of a function.
-#[derive(Debug, Clone, Deserialize)]
-pub struct FunctionStatsExcerpt {
-    /// Id of the function.
-    pub id: String,
-    /// Model number that the guest sees.
-    pub model: String,
-    /// Serial number that the guest sees.
-    pub serial: String,
-    /// Capacity that the guest sees.
-    pub capacity_bytes: u64,
-    /// I/O queues.
-    pub queues: Vec<QueueStatsExcerpt>,
-    /// Guest memory.
-    #[serde(default)]
-    pub memory: MemoryStatsExcerpt,
-}
-
-/// Guest memory mappings of a function.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
-pub struct MemoryStatsExcerpt {
-    /// Number of regions that were mapped so far.
-    pub maps: u64,
-    /// Number of regions that were unmapped so far.
-    pub unmaps: u64,
-}
-
-/// Statistics of an I/O queue pair.
-#[derive(Debug, Clone, Deserialize)]
-pub struct QueueStatsExcerpt {
-    /// Commands completed.
-    pub commands: u64,
-    /// Doorbell writes that exited from the guest.
-    pub doorbell_exits: u64,
-    /// Interrupts raised.
-    pub interrupts: u64,
-    /// Number of times that a poller found a new command in its last check before parking.
-    #[serde(default)]
-    pub rearm_saves: u64,
-    /// Milliseconds for which commands waited because of the lease's limits.
-    #[serde(default)]
-    pub throttled_ms: u64,
-    /// Use of the drive's queue pair: `reserved`, `exclusive` or `shared`; `None` if the drive has no limited number of
-    /// queue pairs.
-    #[serde(default)]
-    pub host_queue: Option<String>,
-}
-
-/// Statistics of a poller.
-#[derive(Debug, Clone, Deserialize)]
-pub struct PollerStatsExcerpt {
-    /// Name of the poller.
-    pub name: String,
-    /// Share of the time with work, from 0 to 1.
-    pub busy_share: f64,
-    /// Share of the time parked, from 0 to 1.
-    pub parked_share: f64,
-    /// Number of times that the poller parked.
-    pub parks: u64,
-}
-
 /// Sums over all I/O queues of a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueTotals {
@@ -821,11 +726,11 @@ pub struct QueueTotals {
     pub throttled_ms: u64,
 }
 
-impl FunctionStatsExcerpt {
-    /// Returns the sums over all I/O queues.
-    pub fn totals(&self) -> QueueTotals {
-        let sum = |of: fn(&QueueStatsExcerpt) -> u64| self.queues.iter().map(of).sum();
-        QueueTotals {
+impl QueueTotals {
+    /// Returns the sums of a function.
+    pub fn of_function(function: &FunctionStats) -> Self {
+        let sum = |of: fn(&QueueStats) -> u64| function.queues.iter().map(of).sum();
+        Self {
             commands: sum(|queue| queue.commands),
             doorbell_exits: sum(|queue| queue.doorbell_exits),
             interrupts: sum(|queue| queue.interrupts),
@@ -833,10 +738,8 @@ impl FunctionStatsExcerpt {
             throttled_ms: sum(|queue| queue.throttled_ms),
         }
     }
-}
 
-impl QueueTotals {
-    /// Returns the difference of each count from `before`.
+    /// Returns the difference from `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         Self {
@@ -873,15 +776,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn statistics_are_read_and_added_up() {
-        let text = r#"{"functions":[{"id":"a","socket":"/run/a.sock","model":"nvme-mpt","serial":"1",
-            "capacity_bytes":1073741824,"doorbells":"shadow","queues":[
-            {"qid":1,"commands":100,"doorbell_exits":2,"interrupts":50,"errors":3,"rearm_saves":4,"throttled_ms":7},
-            {"qid":2,"commands":300,"doorbell_exits":2,"interrupts":50}],
-            "admin":{"commands":9,"doorbell_exits":9,"interrupts":9}}],
-            "pollers":[{"name":"p0","cpu":1,"busy_share":0.5,"parked_share":0.25,"parks":7,"queues":2}]}"#;
-        let stats: StatsExcerpt = serde_json::from_str(text).expect("statistics");
-        let totals = stats.functions[0].totals();
+    fn statistics_are_added_up() {
+        let queue = |commands, rearm_saves, throttled_ms| QueueStats {
+            commands,
+            doorbell_exits: 2,
+            interrupts: 50,
+            rearm_saves,
+            throttled_ms,
+            ..QueueStats::default()
+        };
+        let totals = QueueTotals::of_function(&FunctionStats {
+            queues: vec![queue(100, 4, 7), queue(300, 0, 0)],
+            ..FunctionStats::default()
+        });
         assert_eq!(
             totals,
             QueueTotals {

@@ -50,9 +50,9 @@ pub(super) fn measure(
         jobs.retain(|job| job.name().contains(text));
     }
     for job in jobs {
-        let before = server.function_stats(name)?.totals();
+        let before = server.queue_totals(name)?;
         let result = job.run(guest);
-        let counted = server.function_stats(name)?.totals().since(before);
+        let counted = server.queue_totals(name)?.since(before);
         match result {
             Ok(result) => {
                 let side = result.written_side();

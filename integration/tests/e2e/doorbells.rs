@@ -25,7 +25,7 @@ fn park_count(booted: &BootedFunction) -> Result<u64, Failure> {
 /// Returns what the device counted during a load, and the number of parks of its poller in that time.
 fn measure_load(booted: &BootedFunction) -> Result<(QueueTotals, u64), Failure> {
     booted.verified_load("verify", 1).run(&booted.guest)?;
-    let totals = || Ok::<_, Failure>(booted.server().function_stats(&booted.function)?.totals());
+    let totals = || Ok::<_, Failure>(booted.server().queue_totals(&booted.function)?);
     let (before, parks_before) = (totals()?, park_count(booted)?);
     let report = GuestFioJob::new("load", "randread", "4k", 32)
         .option("filename", &booted.namespace)

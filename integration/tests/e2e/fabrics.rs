@@ -89,12 +89,12 @@ fn a_function_is_exported(bench: &CheckEnvironment) -> Result<(), Failure> {
         ServerReplacement::Upgrade,
     ] {
         await_that("commands of the importer", || {
-            Ok(server.function_stats(FUNCTION)?.totals().commands > COMMANDS)
+            Ok(server.queue_totals(FUNCTION)?.commands > COMMANDS)
         })?;
         server.replace(how)?;
     }
     await_that("commands of the importer", || {
-        Ok(server.function_stats(FUNCTION)?.totals().commands > COMMANDS)
+        Ok(server.queue_totals(FUNCTION)?.commands > COMMANDS)
     })?;
     end_load(&importer)?;
     let output = importer.finish(job, load.timeout())?;

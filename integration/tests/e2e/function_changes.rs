@@ -137,7 +137,7 @@ fn limit(bench: &CheckEnvironment) -> Result<(), Failure> {
     })?;
 
     let load = GuestFioJob::new("load", "randread", "4k", 16).runtime(ENDLESS);
-    let totals = || Ok::<_, Failure>(server.function_stats("a")?.totals());
+    let totals = || Ok::<_, Failure>(server.queue_totals("a")?);
     let before = totals()?;
     expect(before.throttled_ms > 0, || {
         format!("No command waited for the limit: {before:?}")

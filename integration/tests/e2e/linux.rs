@@ -127,7 +127,7 @@ fn transfers_of(bench: &CheckEnvironment, mdts: &str, kib: u64) -> Result<(), Fa
         .option("size", &format!("{SIZE_KIB}k"))
         .with_verification()
         .run(&booted.guest)?;
-    let commands = booted.server().function_stats(FUNCTION)?.totals().commands;
+    let commands = booted.server().queue_totals(FUNCTION)?.commands;
     expect(commands >= SIZE_KIB / kib, || {
         format!("The guest wrote {SIZE_KIB} KiB by {commands} commands")
     })?;

@@ -125,7 +125,7 @@ fn await_commands(server: &Server, guest: u64, count: u64) -> Result<(), Failure
     await_that("commands of a guest", || {
         let mut commands = 0;
         for id in ids(guest) {
-            commands += server.function_stats(&id)?.totals().commands;
+            commands += server.queue_totals(&id)?.commands;
         }
         Ok(commands > count)
     })

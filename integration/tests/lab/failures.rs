@@ -14,7 +14,8 @@ use std::time::Duration;
 use integration::lab::{LabDrive, inside};
 use integration::process::SupervisedChild;
 use integration::progress::print_line;
-use integration::server::{DriveStatsExcerpt, FunctionArgument, Server, ServerReplacement};
+use integration::server::{FunctionArgument, Server, ServerReplacement};
+use nvme_mpt_server::stats::DriveStats;
 
 use crate::client::{Client, ClientWork, Contents, Counts, Outcome};
 use crate::fixture::{CheckEnvironment, Failure, await_that, expect, iommu_faults, sh, with_path};
@@ -122,16 +123,12 @@ impl Scene {
         Ok(())
     }
 
-    fn drive_stats(&self) -> Result<DriveStatsExcerpt, Failure> {
+    fn drive_stats(&self) -> Result<DriveStats, Failure> {
         Ok(self.server.drive_stats(&self.drive)?)
     }
 
     /// Waits until the drive's statistics satisfy `there`.
-    fn await_drive(
-        &self,
-        what: &str,
-        there: impl Fn(&DriveStatsExcerpt) -> bool,
-    ) -> Result<(), Failure> {
+    fn await_drive(&self, what: &str, there: impl Fn(&DriveStats) -> bool) -> Result<(), Failure> {
         await_that(what, || Ok(there(&self.drive_stats()?)))
     }
 
@@ -258,7 +255,7 @@ fn ignored(bench: &CheckEnvironment) -> Result<(), Failure> {
     let scene = Scene::start(bench, "overdue: Abort is ignored, reset", &[SHORT])?;
     inside::control("freeze a")?;
     scene.await_drive("a reset", |drive| drive.resets > 0)?;
-    let DriveStatsExcerpt {
+    let DriveStats {
         timeouts, aborts, ..
     } = scene.drive_stats()?;
     inside::control("thaw a")?;
@@ -399,8 +396,7 @@ fn guest_killed(bench: &CheckEnvironment) -> Result<(), Failure> {
             .args(["--qd", "64", "--size", "64K", "--mix", "50"])
             .args(["--seconds", "600"]);
         let log = bench.dir().join(format!("load-{round}.log"));
-        let commands =
-            || -> Result<u64, Failure> { Ok(scene.server.function_stats("a1")?.totals().commands) };
+        let commands = || -> Result<u64, Failure> { Ok(scene.server.queue_totals("a1")?.commands) };
         let before = commands()?;
         let mut load = SupervisedChild::spawn("nvme-load", &command, &log)?;
         await_that("the load", || Ok(commands()? > before + 50))?;

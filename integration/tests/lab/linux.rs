@@ -6,7 +6,9 @@ use std::time::Duration;
 use integration::guest::fio::GuestFioJob;
 use integration::guest::{Guest, GuestConfig, GuestDrive};
 use integration::lab::{LabDrive, inside};
-use integration::server::{FunctionArgument, QueuePairStatsExcerpt, Server};
+use integration::server::{FunctionArgument, Server};
+use nvme_guest::stats::HostQueueUse;
+use nvme_mpt_server::stats::QueuePairStats;
 
 use crate::client::{Client, ClientWork};
 use crate::fixture::{CheckEnvironment, Failure, TIMEOUT, await_that, expect};
@@ -120,11 +122,11 @@ fn shares_queue_pairs(scene: &Scene) -> Result<(), Failure> {
         let of_drive = stats.drives.iter().find(|drive| drive.path == *address);
         let pairs = of_drive.and_then(|drive| drive.queue_pairs);
         let queues = stats.functions.iter().flat_map(|function| &function.queues);
-        let shared = queues.filter(|queue| queue.host_queue.as_deref() == Some("shared"));
-        let all_shared = QueuePairStatsExcerpt {
+        let shared = queues.filter(|queue| queue.host_queue == Some(HostQueueUse::Shared));
+        let all_shared = QueuePairStats {
             total: 1,
-            exclusive: 0,
             shared: 1,
+            ..QueuePairStats::default()
         };
         Ok(pairs == Some(all_shared) && shared.count() == 2)
     };
@@ -161,7 +163,7 @@ fn loses_its_disk_and_does_not_hang(scene: &mut Scene) -> Result<(), Failure> {
         address,
     } = scene;
     let endless = load("endless").runtime(Duration::from_secs(600)).script();
-    let commands = || Ok::<_, Failure>(server.function_stats("one")?.totals().commands);
+    let commands = || Ok::<_, Failure>(server.queue_totals("one")?.commands);
     let before = commands()?;
     let job = guest.start(&endless)?;
     // If the disk disappears before fio opens it, fio creates a file.

@@ -12,7 +12,8 @@ use std::process::Command;
 use integration::lab::{LabDrive, inside};
 use integration::process::{self, SupervisedChild};
 use integration::progress::print_line;
-use integration::server::{FunctionArgument, QueuePairStatsExcerpt, Server};
+use integration::server::{FunctionArgument, Server};
+use nvme_mpt_server::stats::QueuePairStats;
 use serde_json::Value;
 
 use crate::client::{Client, ClientWork};
@@ -102,10 +103,10 @@ fn four_guests(bench: &CheckEnvironment) -> Result<(), Failure> {
         guest.wait_for("to complete commands", || guest.completed() > 1000)?;
     }
     let pairs = server.drive_stats(&path)?.queue_pairs;
-    let all_shared = QueuePairStatsExcerpt {
+    let all_shared = QueuePairStats {
         total: PAIRS,
-        exclusive: 0,
         shared: PAIRS,
+        ..QueuePairStats::default()
     };
     expect(pairs == Some(all_shared), || {
         format!("{pairs:?}, not {all_shared:?}")
@@ -215,8 +216,7 @@ fn start_loud(
         .arg(server.socket("g2"))
         .args(["--queues", "2", "--interrupts", "--seconds", "600"])
         .args(arguments);
-    let commands =
-        || -> Result<u64, Failure> { Ok(server.function_stats("g2")?.totals().commands) };
+    let commands = || -> Result<u64, Failure> { Ok(server.queue_totals("g2")?.commands) };
     let before = commands()?;
     let process = SupervisedChild::spawn("a loud guest", &command, log)?;
     await_that("the loud guest is under way", || {

@@ -330,7 +330,7 @@ impl<V: VmmUnderTest> Scene<V> {
         Ok(Counts {
             mmio_exits: kvm.mmio_exits,
             exits: kvm.exits,
-            commands: self.server.function_stats(&tenant.lease)?.totals().commands,
+            commands: self.server.queue_totals(&tenant.lease)?.commands,
         })
     }
 

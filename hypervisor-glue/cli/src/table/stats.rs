@@ -254,108 +254,10 @@ pub(crate) fn server_table(stats: &ServerStats) -> impl fmt::Display {
 
 #[cfg(test)]
 mod tests {
-    use nvme_guest::stats::{LatencyStats, MemoryStats, PollerStats, QueueStats};
-    use nvme_mpt_server::stats::{FunctionAdminStats, NamespaceStats, QueuePairStats};
-
-    use super::super::WIDTH;
     use super::*;
 
     fn sample() -> ServerStats {
-        ServerStats {
-            keeper: SupervisorStatus::Runs,
-            failed: Vec::new(),
-            functions: vec![FunctionStats {
-                id: "vm-1".to_owned(),
-                socket: "/run/a.sock".to_owned(),
-                connected: true,
-                process: None,
-                model: "nvme-mpt".to_owned(),
-                serial: "MPT1AD7BD73C10D5093A".to_owned(),
-                capacity_bytes: 64 << 30,
-                doorbells: "shadow".to_owned(),
-                queue_pairs: None,
-                memory: MemoryStats::default(),
-                queues: vec![
-                    QueueStats {
-                        qid: 1,
-                        commands: 1_234_567,
-                        reads: 1_234_566,
-                        writes: 1,
-                        in_flight: 2,
-                        read_bytes: 5_056_786_432,
-                        write_bytes: 4096,
-                        doorbell_exits: 12,
-                        interrupts: 34_567,
-                        errors: 0,
-                        rearm_saves: 1,
-                        throttled_ms: 0,
-                        latency_us: LatencyStats {
-                            p50: 12.34,
-                            p99: 56.7,
-                            p999: 1234.5,
-                            max: 98_765.4,
-                        },
-                        host_queue: None,
-                    },
-                    QueueStats {
-                        qid: 2,
-                        ..QueueStats::default()
-                    },
-                ],
-                latency: Vec::new(),
-                errors: Vec::new(),
-                processor_seconds: 2.345_678,
-                admin: FunctionAdminStats {
-                    commands: 23,
-                    doorbell_exits: 40,
-                    interrupts: 9,
-                    aborts: 1,
-                },
-                resets: ResetCounts {
-                    controller: 2,
-                    function_level: 1,
-                    vmm: 0,
-                },
-                stall: Some(GuestPause {
-                    cause: GuestPauseCause::Upgrade,
-                    seconds: 0.0125,
-                }),
-            }],
-            pollers: vec![PollerStats {
-                name: "poll-shared-0".to_owned(),
-                cpu: None,
-                life_seconds: 10.0,
-                busy_seconds: 2.56,
-                parked_seconds: 5.0,
-                processor_seconds: 4.25,
-                busy_share: 0.256,
-                parked_share: 0.5,
-                queues: 2,
-                parks: 77,
-                spurious_wakes: 3,
-            }],
-            drives: vec![DriveStats {
-                path: "0000:01:00.0".to_owned(),
-                model: "Fast NVMe".to_owned(),
-                namespaces: vec![NamespaceStats {
-                    nsid: 1,
-                    bytes: 128 << 30,
-                    lba_bytes: 4096,
-                }],
-                queue_pairs: Some(QueuePairStats {
-                    total: 4,
-                    reserved: 1,
-                    exclusive: 1,
-                    shared: 1,
-                    free: 1,
-                }),
-                timeouts: 3,
-                aborts: 2,
-                resets: 1,
-                gone: false,
-                critical_warning: Some(0b1000),
-            }],
-        }
+        serde_json::from_str(include_str!("../../../server/src/stats/sample.json")).unwrap()
     }
 
     #[test]

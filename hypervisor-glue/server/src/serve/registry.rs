@@ -268,8 +268,8 @@ impl FunctionRegistry {
         id: &str,
         force: bool,
     ) -> Result<(FunctionEntry, Option<String>), ChangeError> {
-        let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
-        if let Some(place) = self.failed.iter().position(|failed| of_id(&failed.entry)) {
+        let mut failed = self.failed.iter();
+        if let Some(place) = failed.position(|failed| has_id(&failed.entry, id)) {
             let failed = self.failed.remove(place);
             if let Err(error) = self.store_added() {
                 self.failed.insert(place, failed);
@@ -289,8 +289,7 @@ impl FunctionRegistry {
             let entry = ended.ok_or_else(|| self.unknown_function_error(id))?;
             return Ok((entry, None));
         }
-        let place = self.functions.iter().position(|offer| of_id(&offer.entry));
-        let place = place.ok_or_else(|| self.unknown_function_error(id))?;
+        let place = self.find_function(id)?;
         let RegisteredFunction {
             declaration: declared,
             entry,
@@ -383,9 +382,7 @@ impl FunctionRegistry {
             })?;
             return limited.ok_or_else(|| ChangeError::LimitedWithoutVmm(id.to_owned()));
         }
-        let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
-        let place = self.functions.iter().position(|offer| of_id(&offer.entry));
-        let place = place.ok_or_else(|| self.unknown_function_error(id))?;
+        let place = self.find_function(id)?;
         let before = self.functions[place].declaration.clone();
         change.check(&before.function.function.path)?;
         let declared = &mut self.functions[place].declaration;
@@ -430,9 +427,7 @@ impl FunctionRegistry {
                     .ok_or_else(|| ChangeError::GrownWithoutVmm(id.to_owned())),
             };
         }
-        let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
-        let place = self.functions.iter().position(|offer| of_id(&offer.entry));
-        let place = place.ok_or_else(|| self.unknown_function_error(id))?;
+        let place = self.find_function(id)?;
         let RegisteredFunction {
             declaration: declared,
             entry,
@@ -1148,6 +1143,13 @@ impl FunctionRegistry {
         *place = Arc::new(view);
     }
 
+    /// Returns the index of a served function, by id or socket.
+    fn find_function(&self, id: &str) -> Result<usize, ChangeError> {
+        let mut functions = self.functions.iter();
+        let place = functions.position(|function| has_id(&function.entry, id));
+        place.ok_or_else(|| self.unknown_function_error(id))
+    }
+
     fn unknown_function_error(&self, id: &str) -> ChangeError {
         let failed = self.failed.iter().map(|failed| &failed.entry);
         let functions = self.entries().chain(failed).cloned();
@@ -1157,6 +1159,11 @@ impl FunctionRegistry {
             functions: functions.map(|entry| entry.id).collect(),
         }
     }
+}
+
+/// Returns whether `id` names a function: its id or its socket.
+fn has_id(entry: &FunctionEntry, id: &str) -> bool {
+    entry.id == id || entry.socket == Path::new(id)
 }
 
 /// Sort key for the order of restoring. Functions for which no VM waits come last.

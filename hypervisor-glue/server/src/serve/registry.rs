@@ -305,6 +305,7 @@ impl FunctionRegistry {
         if !force {
             self.check_unused(&[place])?;
         }
+        let entry = self.functions[place].current_entry();
         // The removal is stored first: a removed function must not return after a restart.
         if is_added {
             self.store_added_except(place)?;

@@ -10,10 +10,10 @@
 use std::error::Error;
 use std::path::{Path, PathBuf};
 
-use nvme_software::model::simulation::{
+use nvme_models::simulation::{
     LoadDirection, LoadOrder, ModelSimulation, SimulatedLoad, SimulatedLoadResult,
 };
-use nvme_software::model::{DriveProfile, ProfileSize, SsdProfile};
+use nvme_models::{DriveProfile, ProfileSize, SsdProfile};
 use plotters::coord::ranged1d::{AsRangedCoord, Ranged, ValueFormatter};
 use plotters::prelude::*;
 

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use nvme_layers::LayeredController;
+use nvme_layers::faults::{FaultError, FaultInjector, FaultPlan, FaultStats};
 use nvme_mpt::Drive;
 use nvme_mpt_vmm::drives::DrivePath;
-use nvme_software::SoftwareController;
-use nvme_software::faults::{FaultError, FaultInjector, FaultPlan, FaultStats};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -119,13 +119,13 @@ fn find_injector<'a>(
 
 /// Returns a drive's faults, or `None` if it was opened without `faults=`.
 fn fault_injector(drive: &Drive) -> Option<&FaultInjector> {
-    SoftwareController::downcast(drive.controller())?.faults()
+    LayeredController::downcast(drive.controller())?.faults()
 }
 
 #[cfg(test)]
 mod tests {
+    use nvme_layers::faults::FaultKind;
     use nvme_mpt_vmm::drives::{self, DriveOptions};
-    use nvme_software::faults::FaultKind;
 
     use super::*;
 

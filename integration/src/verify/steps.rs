@@ -17,13 +17,15 @@ use crate::provision::{GuestAssets, KernelChoice, go};
 
 /// Crates with loom models.
 const MODELLED: [&str; 2] = ["nvme-guest", "nvme-software"];
-/// Crates with unsafe memory accesses, and the main users of these crates.
-const SANITIZED: [&str; 6] = [
+/// Crates with unsafe memory accesses, and their main users.
+const SANITIZED: [&str; 8] = [
     "nvme-mpt-memory",
     "nvme-lease",
     "nvme-guest",
     "nvme-mpt",
     "nvme-software",
+    "nvme-layers",
+    "nvme-key-values",
     "nvme-vfio",
 ];
 

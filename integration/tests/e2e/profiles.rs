@@ -8,7 +8,7 @@ use integration::guest::fio::GuestFioJob;
 use integration::guest::{Guest, GuestConfig, GuestDrive, HOTPLUG_BUS};
 use integration::process;
 use integration::server::{FunctionArgument, Server};
-use nvme_software::model::DriveProfile;
+use nvme_models::DriveProfile;
 
 use crate::Group;
 use crate::fixture::{CheckEnvironment, FUNCTION, Failure, TIMEOUT, await_path, expect, with_path};

@@ -12,6 +12,7 @@
     expect(unsafe_code, reason = "reads the time stamp counter")
 )]
 
+use std::fmt;
 use std::sync::OnceLock;
 #[cfg(not(simulation))]
 use std::thread;
@@ -45,8 +46,25 @@ impl Ticks {
     }
 }
 
-/// Speed of a clock. Code that gets [`Ticks`] from its caller gets the rate of their clock at its creation, so it works
-/// with any clock.
+/// A source of ticks. Tests of queues have another one than the host's clock.
+pub trait TickClock: fmt::Debug {
+    /// Returns the ticks since some time in the past. The value never decreases.
+    fn now(&self) -> u64;
+}
+
+/// The host's clock.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostClock;
+
+impl TickClock for HostClock {
+    #[inline]
+    fn now(&self) -> u64 {
+        Ticks::now().0
+    }
+}
+
+/// Speed of a clock. Code that gets [`Ticks`] from its caller also gets their rate when it is created, so it works with any
+/// clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TickRate {
     per_nanosecond: f64,

@@ -5,7 +5,8 @@ use std::fmt;
 use std::os::fd::RawFd;
 
 use nvme_mpt::host::{
-    CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
+    CompletionTaker, CompletionTiming, DelayableQueue, HostBatch, HostCompletion, HostMemory,
+    HostQueue,
 };
 use nvme_mpt::shadow::NvmCommands;
 use nvme_mpt_memory::clock::Ticks;
@@ -13,9 +14,7 @@ use nvme_spec::ids::CommandId;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-use crate::model::TimedQueueBackend;
-
-/// Executor of a queue's commands for a backing store. It works synchronously, on the poller's thread.
+/// A backing store that executes commands synchronously, in the poller's thread. Each queue has its own executor.
 pub trait CommandExecutor: fmt::Debug + Send {
     /// Executes a command completely.
     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status;
@@ -162,7 +161,7 @@ fn defer_if_long<S: CommandExecutor>(store: &S, sqe: &Sqe, long: &mut VecDeque<S
     is_long
 }
 
-impl<S: CommandExecutor> TimedQueueBackend for SoftwareQueue<S> {
+impl<S: CommandExecutor> DelayableQueue for SoftwareQueue<S> {
     const IS_SYNCHRONOUS: bool = true;
 
     fn submitted_commands(&self) -> impl Iterator<Item = &Sqe> {

@@ -1,30 +1,28 @@
 //! NVMe drives in software: host controllers that run in this process, for tests and for hosts without a spare drive.
 //!
 //! A [`SoftwareController`] stores logical blocks in a backing store ([`BackingStore`]): memory, a file, or a null store that
-//! stores no data. Between the guest and the backing store, commands pass optional layers: [zones], [faults] and a timing
-//! [model]. Drives of [keys and values](key_value) have a host controller of their own.
+//! keeps no data. `nvme-layers` puts zones, faults and timing models in front of one; `nvme-key-values` has drives of keys and
+//! values.
 //!
 //! # Example: a store
 //!
-//! A new store implements [`BackingStore`], and [`CommandExecutor`] for the queues that execute its commands. In this example,
-//! every byte reads as the letter A, and writes fail:
+//! A backing store implements [`BackingStore`], and its leases [`StoreLease`](nvme_mpt::drive::StoreLease). A
+//! [`CommandExecutor`] executes the commands of a queue. Every byte of this example reads as the letter A, and writes fail:
 //!
 //! ```
 //! use std::io;
 //! use std::sync::Arc;
 //!
+//! use nvme_lease::backing_id::DriveIdentity;
 //! use nvme_mpt::Drive;
-//! use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+//! use nvme_mpt::drive::{HostLease, HostLeaseError, HostLeaseRequest, StoreLease};
 //! use nvme_mpt::host::{DataPointer, HostMemory};
 //! use nvme_mpt::shadow::HostQueuePair;
-//! use nvme_lease::backing_id::DriveIdentity;
+//! use nvme_software::{BackingStore, CommandExecutor, SoftwareController, SoftwareQueue};
 //! use nvme_spec::nvm::ReadWrite;
 //! use nvme_spec::opcode::NvmOpcode;
 //! use nvme_spec::sqe::Sqe;
 //! use nvme_spec::status::Status;
-//! use nvme_software::{
-//!     BackingStore, CommandExecutor, CommandTiming, LeasedBackingStore, SoftwareController, SoftwareQueue,
-//! };
 //!
 //! /// A gibibyte of the letter A.
 //! #[derive(Clone, Copy, Debug)]
@@ -50,6 +48,8 @@
 //! }
 //!
 //! impl BackingStore for Letter {
+//!     type Lease = Self;
+//!
 //!     fn identity(&self) -> DriveIdentity {
 //!         "letter:A".to_owned().into()
 //!     }
@@ -62,17 +62,26 @@
 //!         1 << 30
 //!     }
 //!
-//!     fn open_lease(
-//!         &self,
-//!         _: &HostLeaseRequest<'_>,
-//!     ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
-//!         Ok(Box::new(*self))
+//!     fn open_lease(&self, _: &HostLeaseRequest<'_>) -> Result<Self, HostLeaseError> {
+//!         Ok(*self)
 //!     }
 //! }
 //!
-//! impl LeasedBackingStore for Letter {
-//!     fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
-//!         Ok(pace.wrap_queue(SoftwareQueue::new(*self, slots), slots))
+//! impl HostLease for Letter {
+//!     fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+//!         Ok(HostQueuePair::new(self.create_delayable_queue(slots)?))
+//!     }
+//!
+//!     fn flush(&self) -> io::Result<()> {
+//!         Ok(())
+//!     }
+//! }
+//!
+//! impl StoreLease for Letter {
+//!     type Queue = SoftwareQueue<Self>;
+//!
+//!     fn create_delayable_queue(&self, slots: u16) -> io::Result<Self::Queue> {
+//!         Ok(SoftwareQueue::new(*self, slots))
 //!     }
 //! }
 //!
@@ -83,13 +92,6 @@
 //! # Ok(())
 //! # }
 //! ```
-//!
-//! # Features
-//!
-//! Both features are on by default.
-//!
-//! - `key-value-files`: key-value drives that store their data in files.
-//! - `toml`: parsing of model profiles and fault plans.
 //!
 //! # Not implemented
 //!
@@ -107,22 +109,18 @@
 mod backing_store;
 mod command_executor;
 mod controller;
-pub mod faults;
 mod file;
-pub mod key_value;
 mod memory;
-pub mod model;
 mod null;
-mod range_descriptors;
-mod request_age;
 mod sync;
 mod uncorrectable;
-pub mod zones;
 
-pub use backing_store::{BackingStore, CommandTiming, LeasedBackingStore};
+pub use backing_store::BackingStore;
 pub use command_executor::{CommandExecutor, ExecutionStep, SoftwareQueue};
 pub use controller::SoftwareController;
+pub use file::FileBackingStore;
 pub use file::extent_survey::start as survey_files;
 #[cfg(simulation)]
 pub use file::kernel::simulated;
-pub use memory::MemoryAllocationTime;
+pub use memory::{MemoryAllocationTime, MemoryBackingStore};
+pub use null::{NullBackingStore, NullCommandExecutor};

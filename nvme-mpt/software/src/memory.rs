@@ -14,8 +14,8 @@ use nvme_guest::host::ControllerLimits;
 use nvme_guest::memory_account::MemoryAccount;
 use nvme_lease::backing_id::DriveIdentity;
 use nvme_lease::range::BlockRange;
-use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
-use nvme_mpt::host::{DataPointer, HostMemory};
+use nvme_mpt::drive::{HostLease, HostLeaseError, HostLeaseRequest, StoreLease};
+use nvme_mpt::host::{DataPointer, HostMemory, range_descriptor};
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt_memory::{self as memory, Mapping, MappingAccess, RawBytes};
 use nvme_spec::ids::Lba;
@@ -27,9 +27,8 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-use crate::backing_store::{BackingStore, CommandTiming, LeasedBackingStore};
+use crate::backing_store::BackingStore;
 use crate::command_executor::{CommandExecutor, ExecutionStep, SoftwareQueue, TURN_BYTES};
-use crate::range_descriptors::range_descriptor;
 use crate::uncorrectable::{LeaseMarkRegistration, UncorrectableBlocks, UncorrectableMarkChange};
 
 /// Unit of `st_blocks` in bytes (stat(2)).
@@ -103,7 +102,7 @@ fn check_limit(bytes: u64, limit: Option<ControlGroupLimit>) -> io::Result<()> {
 
 /// A backing store in memory.
 #[derive(Debug)]
-pub(crate) struct MemoryBackingStore {
+pub struct MemoryBackingStore {
     bytes: u64,
     executor: MemoryCommandExecutor,
 }
@@ -154,6 +153,8 @@ impl MemoryBackingStore {
 }
 
 impl BackingStore for MemoryBackingStore {
+    type Lease = MemoryLease;
+
     fn identity(&self) -> DriveIdentity {
         format!("memory:{}", self.bytes).into()
     }
@@ -174,33 +175,35 @@ impl BackingStore for MemoryBackingStore {
         }
     }
 
-    fn open_lease(
-        &self,
-        request: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
+    fn open_lease(&self, request: &HostLeaseRequest<'_>) -> Result<MemoryLease, HostLeaseError> {
         let store = self.executor.clone();
         let marks = store.uncorrectable.register_lease(request.parts);
-        Ok(Box::new(MemoryLease {
+        Ok(MemoryLease {
             executor: store,
             marks,
-        }))
+        })
     }
 }
 
+/// The leased parts of a memory drive.
 #[derive(Debug)]
-struct MemoryLease {
+pub struct MemoryLease {
     executor: MemoryCommandExecutor,
     marks: LeaseMarkRegistration,
 }
 
-impl LeasedBackingStore for MemoryLease {
+impl HostLease for MemoryLease {
     fn add_part(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         self.marks.add(part);
         Ok(())
     }
 
-    fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
-        Ok(pace.wrap_queue(SoftwareQueue::new(self.executor.clone(), slots), slots))
+    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+        Ok(HostQueuePair::new(self.create_delayable_queue(slots)?))
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
     }
 
     fn restore_marks(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
@@ -212,9 +215,17 @@ impl LeasedBackingStore for MemoryLease {
     }
 }
 
-/// Executor of one queue's commands on a memory drive. The executors of all queues share the blocks.
+impl StoreLease for MemoryLease {
+    type Queue = SoftwareQueue<MemoryCommandExecutor>;
+
+    fn create_delayable_queue(&self, slots: u16) -> io::Result<Self::Queue> {
+        Ok(SoftwareQueue::new(self.executor.clone(), slots))
+    }
+}
+
+/// Access of one queue to the blocks of a memory drive. All queues share the same blocks.
 #[derive(Clone, Debug)]
-pub(crate) struct MemoryCommandExecutor {
+pub struct MemoryCommandExecutor {
     blocks: Arc<Mapping>,
     /// True if the blocks are in a memory file.
     is_file: bool,
@@ -604,9 +615,9 @@ mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;
 
-    use crate::model::{DriveModel, DriveProfile};
     use nvme_guest::dma::RegionTable;
     use nvme_guest::iova::IovaSpace;
+    use nvme_models::{DriveModel, DriveProfile, TimedQueue};
     use nvme_mpt::host::{HostBatch, HostCompletion, HostQueue, ListMemory};
     use nvme_mpt_memory::clock::Ticks;
     use nvme_mpt_memory::host_page_size;
@@ -810,7 +821,7 @@ mod tests {
         last.copy_from(&[1; 8]);
         let sqe = drive.deallocation(0, &ranges);
         let store = SoftwareQueue::new(drive.queue.executor.clone(), SLOTS);
-        let mut queue = CommandTiming(Some(&Arc::new(model))).wrap_queue(store, SLOTS);
+        let mut queue = HostQueuePair::new(TimedQueue::new(store, Arc::new(model), SLOTS));
         let memory = HostMemory {
             table: &drive.table,
             lists: &drive.lists,

@@ -4,7 +4,8 @@ use std::io;
 use std::os::fd::RawFd;
 
 use nvme_lease::backing_id::DriveIdentity;
-use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+use nvme_lease::range::BlockRange;
+use nvme_mpt::drive::{HostLease, HostLeaseError, HostLeaseRequest, StoreLease};
 use nvme_mpt::host::{
     CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
 };
@@ -13,12 +14,12 @@ use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-use crate::backing_store::{BackingStore, CommandTiming, LeasedBackingStore};
+use crate::backing_store::BackingStore;
 use crate::command_executor::{CommandExecutor, SoftwareQueue};
 
 /// A backing store that stores nothing.
 #[derive(Debug)]
-pub(crate) struct NullBackingStore {
+pub struct NullBackingStore {
     bytes: u64,
 }
 
@@ -29,6 +30,8 @@ impl NullBackingStore {
 }
 
 impl BackingStore for NullBackingStore {
+    type Lease = NullLease;
+
     fn identity(&self) -> DriveIdentity {
         format!("null:{}", self.bytes).into()
     }
@@ -41,24 +44,34 @@ impl BackingStore for NullBackingStore {
         self.bytes
     }
 
-    fn open_lease(
-        &self,
-        _: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
-        Ok(Box::new(NullLease))
+    fn open_lease(&self, _: &HostLeaseRequest<'_>) -> Result<NullLease, HostLeaseError> {
+        Ok(NullLease)
     }
 }
 
+/// A lease of a drive that stores nothing.
 #[derive(Debug)]
-struct NullLease;
+pub struct NullLease;
 
-impl LeasedBackingStore for NullLease {
-    fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
-        Ok(if pace.is_immediate() {
-            HostQueuePair::new(NullQueue::new(slots))
-        } else {
-            pace.wrap_queue(SoftwareQueue::new(NullCommandExecutor, slots), slots)
-        })
+impl HostLease for NullLease {
+    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+        Ok(HostQueuePair::new(NullQueue::new(slots)))
+    }
+
+    fn add_part(&self, _: BlockRange) -> Result<(), HostLeaseError> {
+        Ok(())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl StoreLease for NullLease {
+    type Queue = SoftwareQueue<NullCommandExecutor>;
+
+    fn create_delayable_queue(&self, slots: u16) -> io::Result<Self::Queue> {
+        Ok(SoftwareQueue::new(NullCommandExecutor, slots))
     }
 }
 
@@ -124,9 +137,9 @@ impl HostQueue for NullQueue {
     }
 }
 
-/// Executor behind a timing model. Every command succeeds, and a Read leaves the guest's memory unchanged.
+/// The store behind layers. Every command succeeds, and a Read leaves the guest's buffer unchanged.
 #[derive(Debug, Default)]
-pub(crate) struct NullCommandExecutor;
+pub struct NullCommandExecutor;
 
 impl CommandExecutor for NullCommandExecutor {
     #[inline]

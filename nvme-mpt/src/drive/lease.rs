@@ -11,6 +11,7 @@ use nvme_guest::host::{CommandSetDescription, LeaseChangeLog, LeaseDamage};
 use nvme_guest::inflight::{ChangeRecord, LeaseWriteErrorRecord};
 use nvme_guest::rate_limit::LeaseWeight;
 use nvme_lease::range::{BlockRange, ByteRange};
+use nvme_spec::status::Status;
 
 use super::namespace::HostNamespace;
 use super::reservation::QueuePairReservation;
@@ -64,6 +65,10 @@ pub enum HostLeaseError {
     #[error(transparent)]
     Io(#[from] io::Error),
 }
+
+/// Status of a command that fails because completed writes of its lease were lost, or that would hide this loss. The blocks of
+/// this command itself are unaffected.
+pub const LOST_WRITES: Status = Status::WRITE_FAULT.with_dnr(true);
 
 /// The control path of one lease at a host controller.
 ///

@@ -10,15 +10,17 @@ mod lease;
 mod namespace;
 mod reservation;
 mod spare_descriptors;
+mod store;
 
 use std::sync::Arc;
 
 pub use controller::{DriveIncidents, HostController, QueuePairUse};
 pub use disk_image_header::DiskImageHeader;
-pub use lease::{HostLease, HostLeaseError, HostLeaseRequest};
+pub use lease::{HostLease, HostLeaseError, HostLeaseRequest, LOST_WRITES};
 pub use namespace::HostNamespace;
 pub use reservation::{QueuePairReservation, ReserveError, ReservedPairs};
 pub use spare_descriptors::SpareDescriptorStore;
+pub use store::{StoreController, StoreLease};
 
 use nvme_guest::host::ControllerLimits;
 use nvme_guest::rate_limit::LeaseWeight;

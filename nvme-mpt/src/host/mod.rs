@@ -8,13 +8,18 @@
 //! [`HostQueuePair`](crate::shadow::HostQueuePair), whose poll is one virtual call.
 
 mod data_pointer;
+mod delayable_queue;
 mod list_memory;
 mod queue;
+mod range_descriptor;
+pub mod request_age;
 
 pub use data_pointer::DataPointer;
+pub use delayable_queue::DelayableQueue;
 pub(crate) use list_memory::LIST_BYTES;
 pub use list_memory::ListMemory;
 pub use queue::{
     CompletionTaker, CompletionTiming, HostBatch, HostCompletion, HostMemory, HostQueue,
     SharedQueuePair,
 };
+pub use range_descriptor::range_descriptor;

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use nvme_guest::AdaptivePolicies;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
+use nvme_models::{DriveProfile, NvmProfile, SsdProfile};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::{LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
 use nvme_mpt_tests::attached_guest::AttachedGuest;
@@ -31,7 +32,6 @@ use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
-use nvme_software::model::{DriveProfile, NvmProfile, SsdProfile};
 use nvme_spec::ids::{Nsid, QueueId};
 
 const ENTRIES: u32 = 256;

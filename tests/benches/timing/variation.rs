@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::path::Path;
 
-use nvme_software::model::DriveProfile;
+use nvme_models::DriveProfile;
 use plotters::prelude::*;
 
 use super::{Configured, Rig, cases, fill};

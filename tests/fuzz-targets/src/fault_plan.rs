@@ -5,10 +5,10 @@
 
 use std::sync::Arc;
 
+use nvme_layers::LayeredController;
+use nvme_layers::faults::{FaultPlan, MAX_FAULTS};
 use nvme_mpt_vmm::drives::{self, DriveOptions, OpenDriveError};
 use nvme_mpt_vmm::report;
-use nvme_software::SoftwareController;
-use nvme_software::faults::{FaultPlan, MAX_FAULTS};
 
 /// Runs one input, which is the text of a plan.
 pub fn run(input: &[u8]) {
@@ -26,8 +26,8 @@ pub fn run(input: &[u8]) {
     let Ok(path) = "null:1M".parse() else { return };
     match drives::open(&path, options) {
         Ok(drive) => {
-            let drive = SoftwareController::downcast(drive.controller());
-            let Some(faults) = drive.and_then(SoftwareController::faults) else {
+            let drive = LayeredController::downcast(drive.controller());
+            let Some(faults) = drive.and_then(LayeredController::faults) else {
                 panic!("a drive with faults has none");
             };
             let before = faults.stats();

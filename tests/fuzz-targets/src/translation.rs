@@ -21,11 +21,11 @@ use std::time::Duration;
 use nvme_guest::{AdaptivePolicies, CqConfig, DoorbellMode, Gpa, MemoryRegion, SqConfig};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
+use nvme_models::DriveProfile;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
 use nvme_mpt_memory::clock;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
-use nvme_software::model::DriveProfile;
 use nvme_spec::ids::QueueId;
 use nvme_spec::registers::Doorbell;
 

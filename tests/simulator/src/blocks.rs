@@ -7,14 +7,12 @@ use std::time::Duration;
 
 use nvme_lease::backing_id::DriveIdentity;
 use nvme_lease::range::BlockRange;
-use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+use nvme_mpt::drive::{HostLease, HostLeaseError, HostLeaseRequest, StoreLease};
 use nvme_mpt::host::{DataPointer, HostMemory};
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt_memory::RawBytes;
 use nvme_mpt_memory::simulation::costs;
-use nvme_software::{
-    BackingStore, CommandExecutor, CommandTiming, ExecutionStep, LeasedBackingStore, SoftwareQueue,
-};
+use nvme_software::{BackingStore, CommandExecutor, ExecutionStep, SoftwareQueue};
 use nvme_spec::ids::Lba;
 use nvme_spec::nvm::ReadWrite;
 use nvme_spec::opcode::NvmOpcode;
@@ -61,6 +59,8 @@ impl Blocks {
 }
 
 impl BackingStore for Blocks {
+    type Lease = LeasedBlocks;
+
     fn identity(&self) -> DriveIdentity {
         "simulated:blocks".to_owned().into()
     }
@@ -77,20 +77,17 @@ impl BackingStore for Blocks {
         self.path.as_deref()
     }
 
-    fn open_lease(
-        &self,
-        request: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
-        Ok(Box::new(LeasedBlocks {
+    fn open_lease(&self, request: &HostLeaseRequest<'_>) -> Result<LeasedBlocks, HostLeaseError> {
+        Ok(LeasedBlocks {
             blocks: self.clone(),
             range: request.single_part()?,
-        }))
+        })
     }
 }
 
 /// Host controller of the drive for one lease.
 #[derive(Clone, Debug)]
-struct LeasedBlocks {
+pub(crate) struct LeasedBlocks {
     blocks: Blocks,
     range: BlockRange,
 }
@@ -170,8 +167,20 @@ impl CommandExecutor for LeasedBlocks {
     }
 }
 
-impl LeasedBackingStore for LeasedBlocks {
-    fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
-        Ok(pace.wrap_queue(SoftwareQueue::new(self.clone(), slots), slots))
+impl HostLease for LeasedBlocks {
+    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+        Ok(HostQueuePair::new(self.create_delayable_queue(slots)?))
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl StoreLease for LeasedBlocks {
+    type Queue = SoftwareQueue<Self>;
+
+    fn create_delayable_queue(&self, slots: u16) -> io::Result<Self::Queue> {
+        Ok(SoftwareQueue::new(self.clone(), slots))
     }
 }

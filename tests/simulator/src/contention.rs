@@ -327,14 +327,17 @@ pub(crate) fn charge_lines(are_charged: bool) {
 
 /// Returns the attacker's drive, and the attacker's range on this drive.
 fn drive_of(attack: Attack, shared: &Arc<Drive>, guests: usize) -> (Arc<Drive>, ByteRange) {
-    let controller = match attack {
-        Attack::Submissions => SoftwareController::open_file("/drive".as_ref(), 9)
-            .unwrap_or_else(|error| panic!("the file does not open: {error}")),
-        Attack::Holes => SoftwareController::memory(HOLES, 9, MemoryAllocationTime::AsWritten)
-            .unwrap_or_else(|error| panic!("no memory for a drive: {error}")),
+    let controller: Arc<dyn HostController> = match attack {
+        Attack::Submissions => {
+            let controller = SoftwareController::open_file("/drive".as_ref(), 9);
+            Arc::new(controller.unwrap_or_else(|error| panic!("the file does not open: {error}")))
+        }
+        Attack::Holes => {
+            let controller = SoftwareController::memory(HOLES, 9, MemoryAllocationTime::AsWritten);
+            Arc::new(controller.unwrap_or_else(|error| panic!("no memory for a drive: {error}")))
+        }
         _ => return (shared.clone(), range_of(guests)),
     };
-    let controller: Arc<dyn HostController> = Arc::new(controller);
     let drive = Drive::new("attacker", controller, None).expect("a namespace");
     let bytes = drive.blocks() << drive.lba_shift();
     (drive, ByteRange::new(0, bytes).expect("a range"))

@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_key_values::KeyValueController;
 use nvme_lease::range::ByteRange;
+use nvme_models::DriveProfile;
 use nvme_mpt_tests::command::{Sqe, kv};
 use nvme_mpt_tests::key_value::option;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::registers::CC_CSS_ALL;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::status;
-use nvme_software::key_value::KeyValueController;
-use nvme_software::model::DriveProfile;
 
 use crate::guest::{CommandEnd, Data, Work};
 use crate::history::History;

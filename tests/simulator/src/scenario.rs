@@ -7,8 +7,10 @@ use std::time::Duration;
 use nvme_guest::rate_limit::{RateLimit, RateLimits};
 use nvme_guest::threads::{ThreadSpawner, start_thread};
 use nvme_guest::{AdaptivePolicies, Gpa, MemoryKinds};
+use nvme_layers::LayeredController;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+use nvme_models::DriveProfile;
 use nvme_mpt::drive::HostController;
 use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_memory::clock;
@@ -22,7 +24,6 @@ use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{GuestMemory, Piece};
 use nvme_mpt_tests::rng::{Rng, mix};
 use nvme_mpt_tests::status;
-use nvme_software::model::DriveProfile;
 use nvme_software::{MemoryAllocationTime, SoftwareController};
 use nvme_vfio::{ControllerOptions, VfioController};
 use vmm_device::{MsixMasking, NvmeFunction};
@@ -314,10 +315,10 @@ impl Host {
                 scenario,
                 Scenario::Timed | Scenario::Resets | Scenario::Pauses
             );
-            Arc::new(match is_timed {
-                true => software.with_timing(&profile(rng)),
-                false => software,
-            })
+            match is_timed {
+                true => Arc::new(LayeredController::new(software).with_timing(&profile(rng))),
+                false => Arc::new(software),
+            }
         };
         let drive = Drive::new("simulated", controller, None)
             .unwrap_or_else(|error| panic!("the drive has no namespace: {error}"));
@@ -617,7 +618,7 @@ fn run_lives(scenario: Scenario, less: OmittedParts, rng: &mut Rng) {
     let profile = (rng.below(2) == 0).then(|| profile(rng));
     let blocks = Blocks::new(BLOCKS);
     let open = move || -> Arc<dyn HostController> {
-        let controller = SoftwareController::new(blocks.clone(), 9);
+        let controller = LayeredController::new(SoftwareController::new(blocks.clone(), 9));
         Arc::new(match &profile {
             Some(profile) => controller.with_timing(profile),
             None => controller,

@@ -11,8 +11,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use nvme_layers::LayeredController;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+use nvme_models::DriveProfile;
 use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_memory::files::simulated as files;
 use nvme_mpt_memory::sync::mpsc::{self, Receiver, Sender};
@@ -25,7 +27,6 @@ use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::registers::{CC, CC_ENABLE};
 use nvme_mpt_tests::rng::Rng;
 use nvme_software::SoftwareController;
-use nvme_software::model::DriveProfile;
 use vmm_device::{FunctionState, FunctionStateError, MsixMasking, NvmeFunction};
 
 use crate::blocks::Blocks;
@@ -86,7 +87,7 @@ impl FunctionSlot {
             interrupts,
             ..
         } = &*self.world;
-        let controller = SoftwareController::new(blocks.clone(), 9);
+        let controller = LayeredController::new(SoftwareController::new(blocks.clone(), 9));
         let controller = match profile {
             Some(profile) => controller.with_timing(profile),
             None => controller,

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use nvme_software::faults::FaultSchedule;
+use nvme_layers::faults::FaultSchedule;
 
 use crate::admin::feature;
 use crate::command::{Sqe, admin};

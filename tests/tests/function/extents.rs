@@ -4,8 +4,11 @@ use std::fs::OpenOptions;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use nvme_layers::LayeredController;
+use nvme_layers::faults::FaultPlan;
 use nvme_lease::range_lock::FileRangeLock;
 use nvme_lease::{Lease, LeaseError, PreviousDataPolicy};
+use nvme_models::DriveProfile;
 use nvme_mpt::local_backend::GrowError;
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
@@ -17,9 +20,6 @@ use nvme_mpt_tests::status::{
     COMPARE_FAILURE, LBA_OUT_OF_RANGE, SUCCESS, StatusCode, UNRECOVERED_READ_ERROR, WRITE_FAULT,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
-use nvme_software::SoftwareController;
-use nvme_software::faults::FaultPlan;
-use nvme_software::model::DriveProfile;
 
 use crate::common::bystander::Bystander;
 use crate::common::{HANG, Host, Machine, Setup, queue_pair, status, wait_for};
@@ -245,7 +245,7 @@ fn a_reset_begins_no_further_part() {
     let write = Sqe::write(1, BLOCKS - 4, 8).with_data(prepared.pointer);
     queue.submit(write).unwrap();
     queue.ring();
-    let drive = SoftwareController::downcast(host.drive.controller()).unwrap();
+    let drive = LayeredController::downcast(host.drive.controller()).unwrap();
     let struck = || drive.faults().unwrap().stats()[0].struck;
     wait_for("the first part", || struck() == 1);
     controller.reset().unwrap();

@@ -3,6 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nvme_layers::LayeredController;
+use nvme_layers::faults::{FaultInjector, FaultPlan};
+use nvme_models::DriveProfile;
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
 use nvme_mpt_tests::command::{Sqe, io};
@@ -13,9 +16,6 @@ use nvme_mpt_tests::status::{
     UNRECOVERED_READ_ERROR, WRITE_FAULT,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
-use nvme_software::SoftwareController;
-use nvme_software::faults::{FaultInjector, FaultPlan};
-use nvme_software::model::DriveProfile;
 
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
@@ -57,8 +57,8 @@ impl FaultyHost {
     }
 
     fn faults(&self) -> &FaultInjector {
-        let drive = SoftwareController::downcast(self.host.drive.controller());
-        drive.and_then(SoftwareController::faults).unwrap()
+        let drive = LayeredController::downcast(self.host.drive.controller());
+        drive.and_then(LayeredController::faults).unwrap()
     }
 
     /// Returns the number of affected commands for each fault.

@@ -23,12 +23,12 @@ use nvme_guest::{
     ControllerBackend, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader, Gpa,
     MemoryRegion, PersistedBackendParts, PersistedQueues, SqConfig,
 };
+use nvme_layers::faults::FaultPlan;
+use nvme_models::DriveProfile;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::{LocalBackend, SharedBackendPartsSource};
 use nvme_mpt_memory::{MappedWord32, Mapping, MappingAccess, memfd, sealed_memfd};
 use nvme_mpt_vmm::drives::{self, DriveOptions};
-use nvme_software::faults::FaultPlan;
-use nvme_software::model::DriveProfile;
 use nvme_spec::cqe::Cqe;
 use nvme_spec::ids::{CommandId, Lba, Nsid, QueueId};
 use nvme_spec::nvm::{CopyCommand, CopyRange0, ReadWrite};

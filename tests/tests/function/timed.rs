@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nvme_models::DriveProfile;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::disk::Transfer;
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -10,7 +11,6 @@ use nvme_mpt_tests::model::{Limits, Model, Op};
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
-use nvme_software::model::DriveProfile;
 
 use crate::common::bystander::Bystander;
 use crate::common::{HANG, Host, LEASE, Setup, queue_pair, wait_for};

@@ -13,6 +13,7 @@ use nvme_guest::stats::{
     HostQueueUse, LatencyBucket, LatencyStats, LeasePairStats, MemoryStats, PollerStats,
     QueueStats, StatusCount,
 };
+use nvme_layers::faults::{FaultKind, FaultStats};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{
     CapacityUse, LeaseEntry, LeaseExtents, LeaseHolderState, LeaseSettings, NamespaceCapacity,
@@ -26,7 +27,6 @@ use nvme_mpt_server::stats::{
     DriveStats, FunctionAdminStats, FunctionFailure, FunctionStats, GuestPause, GuestPauseCause,
     NamespaceStats, QueuePairStats, ResetCounts, ServerStats, SupervisorStatus,
 };
-use nvme_software::faults::{FaultKind, FaultStats};
 use serde::Serialize;
 use serde_json::Value;
 

@@ -33,11 +33,11 @@ use nvme_mpt_server::serve::{ParsedDeclaration, ServeOptions, option_files, serv
 use serde_json::json;
 use thiserror::Error;
 
+use nvme_layers::faults::FaultPlan;
 use nvme_lease::range::ByteSize;
 use nvme_lease::{CONTROL_SOCKET, PreviousDataPolicy};
 use nvme_mpt_keep::{InheritedDescriptors, SuperviseOptions};
 use nvme_mpt_vmm::drives::DrivePath;
-use nvme_software::faults::FaultPlan;
 use nvme_vfio::function::{HostRoot, PciAddress};
 
 use self::doctor::DoctorArgs;

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use nvme_software::model::ProfileError;
+use nvme_models::ProfileError;
 use thiserror::Error;
 
 /// Error of making a profile.

@@ -6,7 +6,7 @@ use std::io;
 use std::path::Path;
 
 use nvme_lease::range::ByteSize;
-use nvme_software::model::DriveProfile;
+use nvme_models::DriveProfile;
 
 mod error;
 mod fio;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use nvme_software::model::{DriveProfile, NvmProfile, NvmRates, ProfileSize, TimeSpan};
+use nvme_models::{DriveProfile, NvmProfile, NvmRates, ProfileSize, TimeSpan};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 

@@ -33,7 +33,7 @@ pub(crate) fn table(faults: &DriveFaults) -> impl fmt::Display {
 
 #[cfg(test)]
 mod tests {
-    use nvme_software::faults::{FaultKind, FaultStats};
+    use nvme_layers::faults::{FaultKind, FaultStats};
 
     use super::*;
 

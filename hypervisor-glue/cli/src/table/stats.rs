@@ -254,6 +254,7 @@ pub(crate) fn server_table(stats: &ServerStats) -> impl fmt::Display {
 
 #[cfg(test)]
 mod tests {
+    use super::super::WIDTH;
     use super::*;
 
     fn sample() -> ServerStats {

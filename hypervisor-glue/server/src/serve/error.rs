@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use nvme_key_values::KeyValueError;
 use nvme_lease::{LeaseError, LeaseHolderState};
 use nvme_mpt::LocalBackendError;
 use nvme_mpt::local_backend::GrowError;
@@ -10,7 +11,6 @@ use nvme_mpt_keep::FdStoreError;
 use nvme_mpt_vmm::drives::{DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::OpenError;
 use nvme_mpt_vmm::options::OptionError;
-use nvme_software::key_value::KeyValueError;
 use nvme_vfio::VfioError;
 use thiserror::Error;
 

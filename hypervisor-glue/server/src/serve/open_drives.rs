@@ -11,13 +11,13 @@ use std::time::Duration;
 use nvme_guest::AdaptivePolicies;
 use nvme_guest::threads::start_thread;
 use nvme_lease::backing_id::{BackingId, start_location};
+use nvme_models::DriveProfile;
 use nvme_mpt::Drive;
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use nvme_mpt_vmm::drives::{
     self, DriveOptions, DrivePath, OpenDriveError, PersistedDriveDescriptors,
 };
 use nvme_mpt_vmm::options::FunctionOptions;
-use nvme_software::model::DriveProfile;
 use thiserror::Error;
 
 use crate::confinement::LandlockRefusal;

@@ -5,9 +5,9 @@ use std::path::{self, Path};
 
 use nvme_lease::backing_id::BackingId;
 use nvme_lease::make_state_dir;
+use nvme_models::DriveProfile;
 use nvme_mpt_vmm::drives::{DrivePath, is_block_device};
 use nvme_mpt_vmm::options::{FunctionOptions, ServerFunctionOptions};
-use nvme_software::model::DriveProfile;
 
 use super::declarations::{
     AddedFunctionsFile, ConfigFileContents, StartConfiguration, option_files,

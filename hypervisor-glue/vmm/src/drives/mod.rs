@@ -18,17 +18,18 @@ use std::time::Duration;
 
 use nvme_guest::AdaptivePolicies;
 use nvme_guest::threads::ThreadSpawner;
+use nvme_key_values::{KeyValueController, KeyValueError};
+use nvme_layers::LayeredController;
+use nvme_layers::faults::{FaultError, FaultPlan};
+use nvme_layers::zones::ZoneError;
 use nvme_lease::backing_id::{self, BackingId, DriveIdentityRef, nvme_names};
 use nvme_lease::label::{DriveLabel, DriveName, LABEL_BYTES};
 use nvme_lease::range::{ByteRange, ByteSize};
 use nvme_lease::{LeaseError, Ledger};
+use nvme_models::{DriveProfile, KvProfile};
 use nvme_mpt::Drive;
 use nvme_mpt::drive::HostController;
-use nvme_software::faults::{FaultError, FaultPlan};
-use nvme_software::key_value::{KeyValueController, KeyValueError};
-use nvme_software::model::{DriveProfile, KvProfile};
-use nvme_software::zones::ZoneError;
-use nvme_software::{MemoryAllocationTime, SoftwareController};
+use nvme_software::{BackingStore, MemoryAllocationTime, SoftwareController};
 use nvme_spec::ids::Nsid;
 use nvme_vfio::function::PciAddress;
 use nvme_vfio::{
@@ -410,28 +411,8 @@ fn open_controller(
             None => drive,
         }));
     }
-    let software = |drive: SoftwareController| -> Result<Arc<dyn HostController>, OpenDriveError> {
-        let drive = match options.timeout {
-            Some(timeout) => drive.with_timeout(timeout),
-            None => drive,
-        };
-        let drive = match options.profile.as_deref() {
-            Some(profile @ DriveProfile::Zns(zones)) => {
-                drive.with_timing(profile).with_zones(zones)?
-            }
-            Some(profile) => drive.with_timing(profile),
-            None => drive,
-        };
-        Ok(Arc::new(
-            match (&options.faults, &options.persisted_faults) {
-                (Some(plan), Some(MemoryFile(file))) => drive.with_persisted_faults(plan, file)?,
-                (Some(plan), None) => drive.with_faults(plan)?,
-                (None, _) => drive,
-            },
-        ))
-    };
     Ok(match path {
-        DrivePath::Null(bytes) => software(SoftwareController::null(*bytes, lba_shift))?,
+        DrivePath::Null(bytes) => put_layers(SoftwareController::null(*bytes, lba_shift), options)?,
         DrivePath::Memory(bytes) => {
             let allocation = options.allocation;
             let drive = match &options.memory {
@@ -447,7 +428,7 @@ fn open_controller(
                     source,
                 },
             };
-            software(drive.map_err(failed)?)?
+            put_layers(drive.map_err(failed)?, options)?
         }
         DrivePath::File(file) => {
             let slices = options.adaptive.slices;
@@ -457,7 +438,7 @@ fn open_controller(
                 slices,
                 options.name.as_ref(),
             );
-            software(drive.map_err(failed)?)?
+            put_layers(drive.map_err(failed)?, options)?
         }
         DrivePath::Pci(address) => {
             let options = ControllerOptions {
@@ -756,6 +737,33 @@ fn exclusive_user(path: &DrivePath) -> String {
         let file = file.display();
         format!("a program that has it open exclusively (`fuser -v {file}` names it)")
     })
+}
+
+/// Puts the layers that the options ask for in front of a software drive.
+fn put_layers<S: BackingStore>(
+    drive: SoftwareController<S>,
+    options: &DriveOptions,
+) -> Result<Arc<dyn HostController>, OpenDriveError> {
+    let drive = match options.timeout {
+        Some(timeout) => drive.with_timeout(timeout),
+        None => drive,
+    };
+    if options.profile.is_none() && options.faults.is_none() {
+        return Ok(Arc::new(drive));
+    }
+    let drive = LayeredController::new(drive);
+    let drive = match options.profile.as_deref() {
+        Some(profile @ DriveProfile::Zns(zones)) => drive.with_timing(profile).with_zones(zones)?,
+        Some(profile) => drive.with_timing(profile),
+        None => drive,
+    };
+    Ok(Arc::new(
+        match (&options.faults, &options.persisted_faults) {
+            (Some(plan), Some(MemoryFile(file))) => drive.with_persisted_faults(plan, file)?,
+            (Some(plan), None) => drive.with_faults(plan)?,
+            (None, _) => drive,
+        },
+    ))
 }
 
 /// Opens a key-value drive.

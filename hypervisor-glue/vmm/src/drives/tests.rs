@@ -2,8 +2,8 @@ use std::fs;
 
 use nvme_guest::{AdaptivePolicies, DoorbellMode, MemoryKinds};
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+use nvme_models::ProfileSize;
 use nvme_mpt::{LocalBackend, LocalBackendConfig, LocalBackendError, PollPolicy, PollerPool};
-use nvme_software::model::ProfileSize;
 
 use super::*;
 

@@ -4,8 +4,8 @@
 use std::path::PathBuf;
 
 use crate::drives::{DrivePath, is_block_device};
+use nvme_models::DriveProfile;
 use nvme_mpt_lease_protocol::sockets_dir;
-use nvme_software::model::DriveProfile;
 use serde::{Deserialize, Serialize};
 
 use super::error::OptionError;

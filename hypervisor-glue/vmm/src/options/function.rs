@@ -9,14 +9,14 @@ use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
 use nvme_guest::host::Mdts;
 use nvme_guest::rate_limit::{RateLimit, RateLimits};
 use nvme_guest::{DoorbellMode, DoorbellStride, MemoryKinds};
+use nvme_layers::faults::FaultPlan;
 use nvme_lease::PreviousDataPolicy;
 use nvme_lease::label::DriveName;
 use nvme_lease::range::{ByteRange, ByteSize, SizeError};
+use nvme_models::{DriveProfile, ProfileSize};
 use nvme_mpt::PollPolicy;
 use nvme_mpt::poller::{PollerIdleMode, PollerSharing};
 use nvme_software::MemoryAllocationTime;
-use nvme_software::faults::FaultPlan;
-use nvme_software::model::{DriveProfile, ProfileSize};
 use nvme_spec::ids::Nsid;
 use nvme_vfio::ArbitrationChoice;
 

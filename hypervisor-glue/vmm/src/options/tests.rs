@@ -10,9 +10,9 @@ use nvme_guest::rate_limit::{RateLimit, RateLimits};
 use nvme_guest::{DoorbellMode, DoorbellStride, MemoryKinds};
 use nvme_lease::PreviousDataPolicy;
 use nvme_lease::range::{ByteRange, ByteSize};
+use nvme_models::DriveProfile;
 use nvme_mpt::PollPolicy;
 use nvme_software::MemoryAllocationTime;
-use nvme_software::model::DriveProfile;
 use nvme_spec::ids::Nsid;
 use nvme_vfio::ArbitrationChoice;
 

@@ -10,9 +10,8 @@ use log::{error, warn};
 use super::file_command::FileCommandStep;
 use super::queue::FileQueue;
 use super::uring::FileIoRing;
-use crate::model::TickClock;
-use crate::request_age::{CHECK_INTERVAL, OVERDUE_CHECKS};
-use nvme_mpt_memory::clock::Ticks;
+use nvme_mpt::host::request_age::{CHECK_INTERVAL, OVERDUE_CHECKS};
+use nvme_mpt_memory::clock::{TickClock, Ticks};
 use nvme_spec::ids::CommandId;
 
 /// Bit that distinguishes the tag of a cancellation from the tag of the cancelled request.

@@ -73,15 +73,15 @@ use nvme_guest::inflight::LeaseWriteErrorRecord;
 use nvme_lease::backing_id::DriveIdentity;
 use nvme_lease::label::{DriveLabel, DriveName, LABEL_BYTES};
 use nvme_lease::range::{BlockRange, ByteRange};
-use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+use nvme_mpt::drive::{HostLease, HostLeaseError, HostLeaseRequest, StoreLease};
 use nvme_mpt::shadow::HostQueuePair;
 
-use crate::backing_store::{BackingStore, CommandTiming, LeasedBackingStore};
+use crate::backing_store::BackingStore;
 use crate::uncorrectable::{LeaseMarkRegistration, UncorrectableBlocks};
 
 /// A backing store in a file or block device.
 #[derive(Clone, Debug)]
-pub(crate) struct FileBackingStore {
+pub struct FileBackingStore {
     shared: Arc<SharedFile>,
 }
 
@@ -252,6 +252,8 @@ impl FileBackingStore {
 }
 
 impl BackingStore for FileBackingStore {
+    type Lease = FileLease;
+
     fn identity(&self) -> DriveIdentity {
         let below = self.shared.backing_id.identity();
         match &self.shared.label {
@@ -312,18 +314,15 @@ impl BackingStore for FileBackingStore {
         let _ = self.shared.companion.set(file);
     }
 
-    fn open_lease(
-        &self,
-        request: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
+    fn open_lease(&self, request: &HostLeaseRequest<'_>) -> Result<FileLease, HostLeaseError> {
         let locks = self
             .lock_ranges(request.byte_ranges())
             .map_err(to_lease_error)?;
         let end = request.byte_ranges().map(|part| part.end()).max();
-        Ok(Box::new(FileLease {
+        Ok(FileLease {
             file: self.open_for_lease(request.name, end.unwrap_or_default(), Some(locks))?,
             marks: self.shared.uncorrectable.register_lease(request.parts),
-        }))
+        })
     }
 }
 
@@ -337,12 +336,12 @@ fn to_lease_error(error: io::Error) -> HostLeaseError {
 
 /// The locked parts of a file that belong to one lease.
 #[derive(Debug)]
-struct FileLease {
+pub struct FileLease {
     file: Arc<LeasedFile>,
     marks: LeaseMarkRegistration,
 }
 
-impl LeasedBackingStore for FileLease {
+impl HostLease for FileLease {
     fn add_part(&self, part: BlockRange) -> Result<(), HostLeaseError> {
         let range = part.bytes(self.file.shared.lba_shift);
         self.file.add_range(range).map_err(to_lease_error)?;
@@ -350,8 +349,8 @@ impl LeasedBackingStore for FileLease {
         Ok(())
     }
 
-    fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
-        Ok(pace.wrap_queue(FileQueue::new(&self.file, slots)?, slots))
+    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+        Ok(HostQueuePair::new(self.create_delayable_queue(slots)?))
     }
 
     fn leading_zeroes(&self, part: BlockRange) -> u64 {
@@ -410,8 +409,16 @@ impl LeasedBackingStore for FileLease {
         self.marks.store(store);
     }
 
-    fn reset_state(&self) {
+    fn forget_write_errors(&self) {
         self.file.clear_write_errors();
+    }
+}
+
+impl StoreLease for FileLease {
+    type Queue = FileQueue;
+
+    fn create_delayable_queue(&self, slots: u16) -> io::Result<Self::Queue> {
+        FileQueue::new(&self.file, slots)
     }
 }
 

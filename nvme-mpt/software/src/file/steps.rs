@@ -17,11 +17,10 @@ use super::queue::{FileQueue, FileStepOutcome};
 use super::queue_syncs::FlushRole;
 use super::uring::{FileIoRequest, FileIoRing, RequestIssueMode};
 use super::{LeasedFile, SharedFile, zeroes};
-use crate::model::TickClock;
-use crate::range_descriptors::range_descriptor;
-use crate::request_age::OVERDUE_CHECKS;
-use nvme_mpt::host::HostMemory;
-use nvme_mpt_memory::clock::ticks_in;
+use nvme_mpt::drive::LOST_WRITES;
+use nvme_mpt::host::request_age::OVERDUE_CHECKS;
+use nvme_mpt::host::{HostMemory, range_descriptor};
+use nvme_mpt_memory::clock::{TickClock, ticks_in};
 use nvme_spec::ids::CommandId;
 use nvme_spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
 use nvme_spec::opcode::NvmOpcode;
@@ -768,7 +767,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         }
         match self.lease.check_command(opcode) {
             // The command was not refused at its start, so the loss is new.
-            Err(_) => Err(lease::LOST_WRITES),
+            Err(_) => Err(LOST_WRITES),
             Ok(()) => Ok(()),
         }
     }

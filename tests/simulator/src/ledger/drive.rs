@@ -4,13 +4,12 @@ use std::io;
 
 use nvme_guest::host::ControllerLimits;
 use nvme_lease::backing_id::DriveIdentity;
-use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+use nvme_lease::range::BlockRange;
+use nvme_mpt::drive::{HostLease, HostLeaseError, HostLeaseRequest, StoreLease};
 use nvme_mpt::host::HostMemory;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt_memory::simulation::{ActorStep, process, turn};
-use nvme_software::{
-    BackingStore, CommandExecutor, CommandTiming, LeasedBackingStore, SoftwareQueue,
-};
+use nvme_software::{BackingStore, CommandExecutor, SoftwareQueue};
 use nvme_spec::nvm::ReadWrite;
 use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
@@ -46,6 +45,8 @@ impl CommandExecutor for CellStore {
 }
 
 impl BackingStore for CellStore {
+    type Lease = Self;
+
     fn identity(&self) -> DriveIdentity {
         "simulated:cells".to_owned().into()
     }
@@ -66,22 +67,31 @@ impl BackingStore for CellStore {
         }
     }
 
-    fn open_lease(
-        &self,
-        _: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedBackingStore>, HostLeaseError> {
-        Ok(Box::new(self.clone()))
+    fn open_lease(&self, _: &HostLeaseRequest<'_>) -> Result<Self, HostLeaseError> {
+        Ok(self.clone())
     }
 }
 
-impl LeasedBackingStore for CellStore {
-    fn create_queue(&self, slots: u16, pace: CommandTiming<'_>) -> io::Result<HostQueuePair> {
-        Ok(pace.wrap_queue(SoftwareQueue::new(self.clone(), slots), slots))
+impl HostLease for CellStore {
+    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+        Ok(HostQueuePair::new(self.create_delayable_queue(slots)?))
+    }
+
+    fn add_part(&self, _: BlockRange) -> Result<(), HostLeaseError> {
+        Ok(())
     }
 
     fn flush(&self) -> io::Result<()> {
         turn(ActorStep::SyncFile, [0; 2]);
         self.0.record_flush();
         Ok(())
+    }
+}
+
+impl StoreLease for CellStore {
+    type Queue = SoftwareQueue<Self>;
+
+    fn create_delayable_queue(&self, slots: u16) -> io::Result<Self::Queue> {
+        Ok(SoftwareQueue::new(self.clone(), slots))
     }
 }

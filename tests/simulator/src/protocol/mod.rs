@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use nvme_models::DriveProfile;
 use nvme_mpt::LocalBackend;
 use nvme_mpt_lease_protocol::simulated as sockets;
 use nvme_mpt_lease_protocol::socket_path;
@@ -20,7 +21,6 @@ use nvme_mpt_memory::files::simulated as files;
 use nvme_mpt_memory::sync::mpsc::{self, Sender};
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
-use nvme_software::model::DriveProfile;
 
 use crate::blocks::Blocks;
 use crate::engine::{Engine, Process};

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use nvme_guest::threads::start_thread;
 use nvme_guest::{ControllerBackend, EventReader, PersistedBackendParts};
+use nvme_layers::LayeredController;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedBackendPartsSource};
@@ -47,7 +48,7 @@ struct Connection {
 
 /// Serves until the sender of `orders` is dropped.
 pub(super) fn run_until_end(world: &Arc<World>, number: u64, orders: &Receiver<()>) {
-    let controller = SoftwareController::new(world.blocks.clone(), 9);
+    let controller = LayeredController::new(SoftwareController::new(world.blocks.clone(), 9));
     let controller = match &world.profile {
         Some(profile) => controller.with_timing(profile),
         None => controller,

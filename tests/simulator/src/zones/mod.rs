@@ -11,7 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_layers::LayeredController;
 use nvme_lease::range::ByteRange;
+use nvme_models::DriveProfile;
 use nvme_mpt::drive::HostController;
 use nvme_mpt_memory::files::simulated as files;
 use nvme_mpt_tests::command::Sqe;
@@ -21,7 +23,6 @@ use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::status;
 use nvme_mpt_tests::zoned::{self, DESCRIPTOR, action};
 use nvme_software::SoftwareController;
-use nvme_software::model::DriveProfile;
 
 use crate::blocks::Blocks;
 use crate::guest::{self, CommandEnd, Conditions, Guest, Machine, Persona, Work};
@@ -431,7 +432,8 @@ impl ZonedDrive {
             Some(path) => self.blocks.clone().at(path),
             None => self.blocks.clone(),
         };
-        let drive = SoftwareController::new(blocks, 9).with_timing(&self.profile);
+        let drive = LayeredController::new(SoftwareController::new(blocks, 9));
+        let drive = drive.with_timing(&self.profile);
         let zoned = drive.with_zones(zns);
         Arc::new(zoned.unwrap_or_else(|error| panic!("no zones: {error}: {error:?}")))
     }

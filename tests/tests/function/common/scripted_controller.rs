@@ -15,7 +15,7 @@ use nvme_mpt::drive::{
     DriveIncidents, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
 };
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_software::{MemoryAllocationTime, SoftwareController};
+use nvme_software::{MemoryAllocationTime, MemoryBackingStore, SoftwareController};
 use nvme_spec::ids::Nsid;
 use nvme_spec::log::{CriticalWarning, SmartHealth};
 
@@ -40,7 +40,7 @@ struct State {
 /// A host controller under the test's control.
 #[derive(Debug)]
 pub(crate) struct ScriptedController {
-    stores: [Arc<SoftwareController>; 2],
+    stores: [Arc<SoftwareController<MemoryBackingStore>>; 2],
     limits: ControllerLimits,
     state: Mutex<State>,
     flushes: Condvar,

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nvme_models::DriveProfile;
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{DataPointer, Sqe, admin, io, kv};
 use nvme_mpt_tests::controller::{Config, Controller};
@@ -23,7 +24,6 @@ use nvme_mpt_tests::status::{
 };
 use nvme_mpt_tests::{Error, prp, rng};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
-use nvme_software::model::DriveProfile;
 
 use crate::common::{
     HANG, HIGH, Host, LEASE, LOW, Machine, Setup, UNMAPPED_ADDRESS, check_commands, children,

@@ -7,7 +7,9 @@ mod persisted_zones;
 use std::sync::Arc;
 
 use nvme_guest::AdaptivePolicies;
+use nvme_layers::faults::FaultPlan;
 use nvme_lease::PreviousDataPolicy;
+use nvme_models::DriveProfile;
 use nvme_mpt::{LocalBackend, LocalBackendConfig, LocalBackendError};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{Sqe, io};
@@ -24,8 +26,6 @@ use nvme_mpt_tests::status::{
 use nvme_mpt_tests::zoned::{Zone, action, state};
 use nvme_mpt_tests::{Error, prp};
 use nvme_mpt_vmm::drives::{self, DriveOptions};
-use nvme_software::faults::FaultPlan;
-use nvme_software::model::DriveProfile;
 
 use crate::common::{HANG, Host, Machine, Setup, check_commands, children, disk, status};
 

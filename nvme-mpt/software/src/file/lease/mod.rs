@@ -19,8 +19,6 @@ use std::sync::{Arc, OnceLock, PoisonError, Weak};
 
 use log::{debug, error, info};
 
-pub(super) use crate::backing_store::LOST_WRITES;
-
 use super::SharedFile;
 use super::change_claims::LeaseChangeClaims;
 use super::io_mode::{FileIoMode, UNIT};
@@ -33,6 +31,7 @@ use nvme_guest::event::{DriveEvent, EventQueue, IoQueueEvent};
 use nvme_guest::host::LeaseDamage;
 use nvme_guest::inflight::LeaseWriteErrorRecord;
 use nvme_lease::range::ByteRange;
+use nvme_mpt::drive::LOST_WRITES;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::status::Status;

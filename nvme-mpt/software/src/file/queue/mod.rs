@@ -21,12 +21,12 @@ use super::queue_syncs::QueueSyncs;
 use super::slice_scheduler::SliceWaiter;
 use super::uring::{FileIoCompletion, FileIoRing};
 use super::{LeasedFile, SharedFile};
-use crate::model::{HostClock, TickClock, TimedQueueBackend};
-use crate::request_age::{RequestAgeTimer, checks_in};
-use nvme_mpt::host::DataPointer;
-use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
+use nvme_mpt::host::request_age::{RequestAgeTimer, checks_in};
+use nvme_mpt::host::{
+    CompletionTaker, DataPointer, DelayableQueue, HostBatch, HostCompletion, HostMemory, HostQueue,
+};
 use nvme_mpt::shadow::NvmCommands;
-use nvme_mpt_memory::clock::{Ticks, ticks_in};
+use nvme_mpt_memory::clock::{HostClock, TickClock, Ticks, ticks_in};
 use nvme_spec::ids::CommandId;
 use nvme_spec::nvm::{
     CompareVerify, DatasetManagement, ReadWrite, WriteUncorrectable, WriteZeroes,
@@ -477,7 +477,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
     }
 }
 
-impl TimedQueueBackend for FileQueue {
+impl DelayableQueue for FileQueue {
     const IS_SYNCHRONOUS: bool = false;
 
     fn submitted_commands(&self) -> impl Iterator<Item = &Sqe> {

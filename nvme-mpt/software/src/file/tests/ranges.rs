@@ -4,11 +4,12 @@ use std::sync::mpsc;
 
 use super::super::extent_survey::SurveyRequest;
 use super::*;
+use nvme_layers::LayeredController;
+use nvme_layers::faults::FaultPlan;
 use nvme_lease::range::BlockRange;
 use nvme_mpt::drive::{HostController, HostLeaseRequest};
 
 use crate::SoftwareController;
-use crate::faults::FaultPlan;
 
 #[test]
 fn deallocation_that_the_file_system_refuses_is_no_error() {
@@ -266,7 +267,7 @@ fn the_holes_of_a_file_are_zeroes_unless_faults_follow_each_command() {
     };
     let parts = [part];
     let open = || SoftwareController::open_file(file.path(), 9).expect("a drive");
-    let zeroes = |drive: SoftwareController| {
+    let zeroes = |drive: Arc<dyn HostController>| {
         let namespace = drive.namespaces()[0];
         let request = HostLeaseRequest {
             name: "test",
@@ -274,14 +275,14 @@ fn the_holes_of_a_file_are_zeroes_unless_faults_follow_each_command() {
             parts: &parts,
             reservation: None,
         };
-        let lease = Arc::new(drive).open_lease(&request).expect("a lease");
+        let lease = drive.open_lease(&request).expect("a lease");
         lease.leading_zeroes(part)
     };
-    assert_eq!(zeroes(open()), part.blocks);
-    let faulty = open()
+    assert_eq!(zeroes(Arc::new(open())), part.blocks);
+    let faulty = LayeredController::new(open())
         .with_faults(&FaultPlan::default())
         .expect("no faults");
-    assert_eq!(zeroes(faulty), 0);
+    assert_eq!(zeroes(Arc::new(faulty)), 0);
 }
 
 /// Enables surveys of the drive's file. The test receives the requests, and answers them.

@@ -59,10 +59,10 @@ pub enum ServerError {
         log: String,
     },
     /// The supervisor has no server, or more than one.
-    #[error("The keeper, process {keeper}, has not one server but {kept:?}")]
+    #[error("The supervisor, process {supervisor}, has not one server but {kept:?}")]
     NotOne {
         /// Process id of the supervisor.
-        keeper: u32,
+        supervisor: u32,
         /// Process ids of its children.
         kept: Vec<u32>,
     },
@@ -179,7 +179,7 @@ pub enum ServerReplacement {
 enum ServerParent {
     /// This process.
     ThisProcess,
-    /// `nvme-mpt keep`, which restarts the server.
+    /// `nvme-mpt supervise`, which restarts the server.
     Supervisor,
 }
 
@@ -528,8 +528,8 @@ impl Server {
             }
             self.expect_alive()?;
             if Instant::now() >= deadline {
-                let keeper = self.pid();
-                return Err(ServerError::NotOne { keeper, kept });
+                let supervisor = self.pid();
+                return Err(ServerError::NotOne { supervisor, kept });
             }
             thread::sleep(Duration::from_millis(10));
         }
@@ -537,8 +537,8 @@ impl Server {
 
     /// Returns the process ids of the supervisor's children.
     fn child_pids(&self) -> Vec<u32> {
-        let keeper = self.pid();
-        let path = format!("/proc/{keeper}/task/{keeper}/children");
+        let supervisor = self.pid();
+        let path = format!("/proc/{supervisor}/task/{supervisor}/children");
         let children = fs::read_to_string(path).unwrap_or_default();
         children
             .split_whitespace()
@@ -677,7 +677,7 @@ fn spawn(
         // Checks end the server many times and measure pauses of I/O. So the supervisor restarts it without a limit and
         // without a delay.
         let endless = ["--deaths", "1000000", "--delay", "0"];
-        command.arg("keep").args(endless).arg("--").arg(binary);
+        command.arg("supervise").args(endless).arg("--").arg(binary);
     }
     command
         .arg("serve")

@@ -233,7 +233,7 @@ fn no_modules_import_each_other() {
         "vmm-device",
         "hypervisor-glue/vfio-user",
         "hypervisor-glue/lease-protocol",
-        "hypervisor-glue/keep",
+        "hypervisor-glue/supervise",
         "hypervisor-glue/vmm",
         "hypervisor-glue/server",
         "hypervisor-glue/cli",

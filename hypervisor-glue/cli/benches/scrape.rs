@@ -193,7 +193,7 @@ fn snapshot() -> MetricsSnapshot {
     MetricsSnapshot {
         functions: functions.collect(),
         stats: ServerStats {
-            keeper: SupervisorStatus::Runs,
+            supervisor: SupervisorStatus::Runs,
             failed: Vec::new(),
             functions: stats.collect(),
             pollers: pollers.collect(),

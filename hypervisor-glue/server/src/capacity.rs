@@ -1,4 +1,4 @@
-//! Report of `nvme-mpt room`: the capacity of each drive, and the lease ids that use part of the capacity.
+//! Report of `nvme-mpt capacity`: the capacity of each drive, and the lease ids that use part of the capacity.
 
 use std::num::NonZeroU64;
 

@@ -109,7 +109,7 @@ pub enum ControlError {
     },
     /// The successor did not take over the control socket.
     #[error(
-        "Process {process} should have taken over, but does not answer on {}: see the log of the server; its keeper \
+        "Process {process} should have taken over, but does not answer on {}: see the log of the server; its supervisor \
          restarts it",
         path.display()
     )]
@@ -148,14 +148,14 @@ enum ControlRequest {
         filter: Option<String>,
     },
     /// Report the capacity of the drives.
-    Room {
+    Capacity {
         /// Allocation unit in bytes, a power of two. `None` uses each drive's own unit.
         unit: Option<NonZeroU64>,
     },
     /// Use a new supervisor, since the previous supervisor has ended.
     Adopt {
         /// Address of the supervisor's socket.
-        keeper: PathBuf,
+        supervisor: PathBuf,
         /// Maximum number of descriptors that the supervisor stores.
         max: u64,
     },
@@ -178,8 +178,8 @@ enum ControlAnswer {
     List(Vec<FunctionEntry>),
     /// Answer to [`ControlRequest::Log`]: the filter in effect.
     Log(String),
-    /// Answer to [`ControlRequest::Room`].
-    Room(Vec<DriveCapacity>),
+    /// Answer to [`ControlRequest::Capacity`].
+    Capacity(Vec<DriveCapacity>),
     /// Answer to [`ControlRequest::Adopt`]: the server starts storing its descriptors with the new supervisor.
     Adopted(()),
     /// Answer to [`ControlRequest::Change`].
@@ -220,7 +220,7 @@ pub trait ControlService: Send + 'static {
     ///
     /// # Errors
     /// Returns the reason for refusing the supervisor as text.
-    fn adopt_supervisor(&self, keeper: &Path, max: u64) -> Result<(), String>;
+    fn adopt_supervisor(&self, supervisor: &Path, max: u64) -> Result<(), String>;
 
     /// Starts a change of the functions, and replies when it is done.
     fn start_change(&self, change: FunctionChange, reply: ChangeReply);
@@ -578,10 +578,12 @@ fn execute_request(
                 .set_log_filter(filter.as_deref())
                 .map(ControlAnswer::Log),
         ),
-        ControlRequest::Room { unit } => or_reason(service.capacity(unit).map(ControlAnswer::Room)),
-        ControlRequest::Adopt { keeper, max } => or_reason(
+        ControlRequest::Capacity { unit } => {
+            or_reason(service.capacity(unit).map(ControlAnswer::Capacity))
+        }
+        ControlRequest::Adopt { supervisor, max } => or_reason(
             service
-                .adopt_supervisor(&keeper, max)
+                .adopt_supervisor(&supervisor, max)
                 .map(ControlAnswer::Adopted),
         ),
         ControlRequest::Change { change } => return Err(change),
@@ -603,9 +605,9 @@ pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
 ///
 /// # Errors
 /// There is no server, or it refuses the supervisor.
-pub fn offer_supervisor(path: &Path, keeper: &Path, max: u64) -> Result<(), ControlError> {
-    let keeper = keeper.to_owned();
-    match send_request(path, &ControlRequest::Adopt { keeper, max })? {
+pub fn offer_supervisor(path: &Path, supervisor: &Path, max: u64) -> Result<(), ControlError> {
+    let supervisor = supervisor.to_owned();
+    match send_request(path, &ControlRequest::Adopt { supervisor, max })? {
         ControlAnswer::Adopted(()) => Ok(()),
         other => Err(other.into_error(path)),
     }
@@ -686,8 +688,8 @@ pub fn query_capacity(
     path: &Path,
     unit: Option<NonZeroU64>,
 ) -> Result<Vec<DriveCapacity>, ControlError> {
-    match send_request(path, &ControlRequest::Room { unit })? {
-        ControlAnswer::Room(room) => Ok(room),
+    match send_request(path, &ControlRequest::Capacity { unit })? {
+        ControlAnswer::Capacity(room) => Ok(room),
         other => Err(other.into_error(path)),
     }
 }
@@ -888,7 +890,7 @@ mod tests {
         }
 
         fn adopt_supervisor(&self, _: &Path, _: u64) -> Result<(), String> {
-            Err("its keeper has not ended".to_owned())
+            Err("its supervisor has not ended".to_owned())
         }
 
         fn set_log_filter(&self, filter: Option<&str>) -> Result<String, String> {

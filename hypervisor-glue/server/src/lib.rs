@@ -10,7 +10,7 @@
 //! with which VMMs attach a function.
 //!
 //! [`confinement`] restricts a server with Landlock and seccomp. [`persistence`] stores the state of a server with its
-//! supervisor process ([`nvme_mpt_keep`]), so that a successor can restore the state. `quarantine` serves functions that
+//! supervisor process ([`nvme_mpt_supervise`]), so that a successor can restore the state. `quarantine` serves functions that
 //! crashed a server, without executing their I/O.
 //!
 //! [`logging`] is the logger of a server, and [`mod@output`] writes its standard output. Neither blocks a serving thread

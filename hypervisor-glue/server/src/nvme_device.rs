@@ -147,8 +147,8 @@ impl NvmeDevice {
         kept: Arc<PersistedFunction>,
         memory: MemoryKinds,
     ) -> Self {
-        let keeper = FunctionStateSaver(kept.clone());
-        self.function.set_state_store(Box::new(keeper));
+        let supervisor = FunctionStateSaver(kept.clone());
+        self.function.set_state_store(Box::new(supervisor));
         self.persisted = Some(kept);
         self.memory_kinds = memory;
         self
@@ -875,9 +875,9 @@ mod tests {
     /// Storing the file in the supervisor would wait for the file system, and so would the query whether the supervisor
     /// already has the file.
     #[test]
-    fn memory_with_blocking_page_faults_is_not_stored_in_the_keeper() {
+    fn memory_with_blocking_page_faults_is_not_stored_in_the_supervisor() {
         let folder = tempfile::tempdir().unwrap();
-        let (shelf, _keeper) = FdStoreKey::with_silent_supervisor(folder.path());
+        let (shelf, _supervisor) = FdStoreKey::with_silent_supervisor(folder.path());
         let device = device(DoorbellMode::Shadow);
         let shared = device.function().backend().shared_parts();
         let journal = RequestLog::new().unwrap();
@@ -892,9 +892,9 @@ mod tests {
 
     /// A file that the supervisor holds may contain all memory of a VM that has ended.
     #[test]
-    fn the_keeper_releases_memory_that_the_client_unmaps() {
+    fn the_supervisor_releases_memory_that_the_client_unmaps() {
         let folder = tempfile::tempdir().unwrap();
-        let (shelf, _keeper) = FdStoreKey::with_silent_supervisor(folder.path());
+        let (shelf, _supervisor) = FdStoreKey::with_silent_supervisor(folder.path());
         let device = device(DoorbellMode::Shadow);
         let shared = device.function().backend().shared_parts();
         let journal = RequestLog::new().unwrap();

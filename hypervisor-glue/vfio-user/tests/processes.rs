@@ -162,10 +162,10 @@ impl VfioUserDevice for Counter {
 }
 
 /// Runs a server in a separate process until it is killed, or the test ends.
-fn server_of_a_process(keeper: &Path) {
-    let keeper = UnixStream::connect(keeper).unwrap();
+fn server_of_a_process(supervisor: &Path) {
+    let supervisor = UnixStream::connect(supervisor).unwrap();
     let mut fds = (0..3).map(|_| {
-        let (_, file) = keeper.recv_with_fd(&mut [0]).unwrap();
+        let (_, file) = supervisor.recv_with_fd(&mut [0]).unwrap();
         OwnedFd::from(file.unwrap())
     });
     let listener =
@@ -181,7 +181,7 @@ fn server_of_a_process(keeper: &Path) {
     let epoll = Epoll::new().unwrap();
     server.watch(&mut &epoll).unwrap();
     let end = VfioUserServer::<Counter>::TOKENS.end;
-    SocketWatcher::add(&mut &epoll, keeper.as_raw_fd(), end, EventSet::IN).unwrap();
+    SocketWatcher::add(&mut &epoll, supervisor.as_raw_fd(), end, EventSet::IN).unwrap();
     let mut events = [EpollEvent::default(); 4];
     loop {
         let ready = epoll.wait(-1, &mut events).unwrap();
@@ -232,8 +232,8 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
     }
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("kept.sock");
-    let keeper_path = directory.path().join("keeper.sock");
-    let keeper = UnixListener::bind(&keeper_path).unwrap();
+    let supervisor_path = directory.path().join("supervisor.sock");
+    let supervisor = UnixListener::bind(&supervisor_path).unwrap();
 
     // This process acts as the first server.
     let device = Counter {
@@ -267,12 +267,12 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
     let start = || {
         let child = Command::new(env::current_exe().unwrap())
             .args(["--exact", name])
-            .env(SUPERVISOR, &keeper_path)
+            .env(SUPERVISOR, &supervisor_path)
             .current_dir(directory.path())
             .stdout(Stdio::null())
             .spawn()
             .unwrap();
-        let (stream, _) = keeper.accept().unwrap();
+        let (stream, _) = supervisor.accept().unwrap();
         for fd in &kept {
             stream.send_with_fd(&b"x"[..], fd.as_raw_fd()).unwrap();
         }

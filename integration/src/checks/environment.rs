@@ -77,7 +77,7 @@ impl CheckEnvironment {
         Ok(Server::start(&self.program, functions, &self.folder)?)
     }
 
-    /// Starts `nvme-mpt serve` with these functions under a supervisor (`nvme-mpt keep`).
+    /// Starts `nvme-mpt serve` with these functions under a supervisor (`nvme-mpt supervise`).
     ///
     /// # Errors
     /// The server does not come up.

@@ -199,8 +199,8 @@ pub(crate) fn reset_in_outages(bench: &CheckEnvironment) -> Result<(), Failure> 
     Ok(())
 }
 
-/// Replaces servers of a physical drive under a keeper, each with commands of a vfio-user client in flight. The client verifies
-/// its reads, and notices only a delay. No upgrade resets the drive.
+/// Replaces servers of a physical drive under a supervisor, each with commands of a vfio-user client in flight. The client
+/// verifies its reads, and notices only a delay. No upgrade resets the drive.
 pub(crate) fn check_replacements(
     bench: &CheckEnvironment,
     how: ServerReplacement,

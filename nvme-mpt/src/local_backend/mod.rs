@@ -310,8 +310,8 @@ impl LocalBackend {
         host.subscribe(&events);
         // A function without in-flight tracking ends with the process.
         let spares = spares.filter(|_| live.is_some());
-        let spare = spares.and_then(|keeper| {
-            SpareDescriptors::restore_or_create(keeper, &drive, &lease, &*host, goes_on)
+        let spare = spares.and_then(|supervisor| {
+            SpareDescriptors::restore_or_create(supervisor, &drive, &lease, &*host, goes_on)
         });
         if let Some(record) = live.as_ref().and_then(InflightFile::write_errors) {
             if record.is_set() {

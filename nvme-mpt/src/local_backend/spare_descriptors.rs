@@ -24,7 +24,7 @@ impl SpareDescriptors {
     ///
     /// Until [`Self::forget_on_drop`] is called, a restored function may continue without this back end.
     pub(super) fn restore_or_create(
-        keeper: Arc<dyn SpareDescriptorStore>,
+        supervisor: Arc<dyn SpareDescriptorStore>,
         drive: &Arc<Drive>,
         lease: &Lease,
         host: &dyn HostLease,
@@ -32,13 +32,13 @@ impl SpareDescriptors {
     ) -> Option<Self> {
         let (identity, id) = (drive.identity().name, lease.id());
         let spare = Self {
-            store: keeper.clone(),
+            store: supervisor.clone(),
             drive: drive.clone(),
             lease: id.to_owned(),
             is_retained: AtomicBool::new(goes_on),
         };
         let kept = match goes_on {
-            true => keeper.load(identity, id),
+            true => supervisor.load(identity, id),
             false => Vec::new(),
         };
         if !kept.is_empty() {
@@ -57,7 +57,7 @@ impl SpareDescriptors {
         }
         match host.open_spare_fds() {
             Ok(opened) if !opened.is_empty() => {
-                keeper.store(identity, id, &opened);
+                supervisor.store(identity, id, &opened);
                 return Some(spare);
             }
             Ok(_) => {}

@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn kernels_that_wait_for_a_keeper_are_known() {
+    fn kernels_that_wait_for_a_supervisor_are_known() {
         for release in ["6.2.0", "6.12.9+deb13-amd64\n", "7.0-rc1"] {
             assert!(can_unbind_while_open(release), "{release}");
         }

@@ -259,7 +259,7 @@ fn lost_writes_are_known_to_the_next_server() {
         .expect_err("the error was reported to the neighbour alone");
 }
 
-/// Spare descriptions of a keeper, by drive and lease.
+/// Spare descriptions of a supervisor, by drive and lease.
 #[derive(Debug, Default)]
 struct SpareFdStore(Mutex<BTreeMap<(String, String), Vec<OwnedFd>>>);
 
@@ -313,7 +313,11 @@ fn a_spare_descriptor_reports_losses_the_predecessor_did_not_record() {
         let server = host();
         let attachment = server.open_local_backend_with_spares("a", &setup, parts, spares.clone());
         let flushed = attachment.flush_within(MINUTE);
-        assert_eq!(flushed.is_err(), spares.is_some(), "only a keeper knows");
+        assert_eq!(
+            flushed.is_err(),
+            spares.is_some(),
+            "only a supervisor knows"
+        );
         assert_eq!(attachment.check_damage().lost_writes, spares.is_some());
     }
     assert!(shelf.0.lock().unwrap().is_empty(), "the lease has ended");

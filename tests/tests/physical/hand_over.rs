@@ -436,9 +436,14 @@ fn stored_mappings_match_the_iommu_of_continued_and_lost_drives() {
         command_timeout: LONG,
         ..ControllerOptions::default()
     };
-    let keeper: Arc<dyn DescriptorStore> = shelf.clone();
-    let controller =
-        VfioController::from_predecessor(model.clone(), handed, options, &threads, Some(keeper));
+    let supervisor: Arc<dyn DescriptorStore> = shelf.clone();
+    let controller = VfioController::from_predecessor(
+        model.clone(),
+        handed,
+        options,
+        &threads,
+        Some(supervisor),
+    );
     let drive = Drive::new("0000:01:00.0", controller.unwrap(), None).unwrap();
     let host = Host::from_drive(drive, model.clone());
     let machine = host.machine(&Setup::nth(0));

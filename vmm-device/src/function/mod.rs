@@ -99,8 +99,8 @@ pub struct NvmeFunction {
     msix: MsixTable,
     registers: ControllerProperties,
     admin: GuestAdminQueue,
-    /// Must be dropped before `backend`. These parts keep guest memory mapped, and this memory must be unmapped before the lease
-    /// is released.
+    /// Must be dropped before `backend`. These parts keep guest memory mapped, and this memory must be unmapped before the
+    /// lease is released.
     shared: SharedBackendParts,
     backend: Arc<dyn ControllerBackend>,
     facts: LeaseFacts,
@@ -617,10 +617,10 @@ impl NvmeFunction {
             registers: &self.registers,
             resets: self.resets,
         };
-        let keeper = self.state_store.as_deref();
-        let keep = keeper.map(|keeper| {
+        let supervisor = self.state_store.as_deref();
+        let keep = supervisor.map(|supervisor| {
             move |admin, queues: &PersistedQueues| {
-                keeper.store(parts.to_running_state(admin, queues.clone()))
+                supervisor.store(parts.to_running_state(admin, queues.clone()))
             }
         });
         let controller = AdminCommandContext {

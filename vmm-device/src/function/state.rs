@@ -175,9 +175,9 @@ impl NvmeFunction {
         }
     }
 
-    /// Sets the `keeper`, in which the function stores its state during accesses and in `process_events`.
-    pub fn set_state_store(&mut self, keeper: Box<dyn FunctionStateStore>) {
-        self.state_store = Some(keeper);
+    /// Sets the `supervisor`, in which the function stores its state during accesses and in `process_events`.
+    pub fn set_state_store(&mut self, supervisor: Box<dyn FunctionStateStore>) {
+        self.state_store = Some(supervisor);
     }
 
     /// Returns whether the state may have changed since the last call.
@@ -185,10 +185,10 @@ impl NvmeFunction {
         std::mem::take(&mut self.may_have_changed)
     }
 
-    /// Stores the state, if the function has a keeper.
+    /// Stores the state, if the function has a supervisor.
     pub(super) fn store_running_state(&self) {
-        if let Some(keeper) = &self.state_store {
-            keeper.store(self.running_state());
+        if let Some(supervisor) = &self.state_store {
+            supervisor.store(self.running_state());
         }
     }
 

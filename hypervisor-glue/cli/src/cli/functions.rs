@@ -1,4 +1,5 @@
-//! `nvme-mpt add`, `reserve`, `remove`, `resource_limit`, `resize`, `list`, `reload` and `upgrade`: functions of a running server.
+//! `nvme-mpt add`, `reserve`, `remove`, `resource_limit`, `resize`, `list`, `reload` and `upgrade`: functions of a running
+//! server.
 
 use std::env;
 use std::error::Error;
@@ -143,8 +144,8 @@ pub(super) struct ReloadArgs {
 
 /// Replace a running server by a new process, without its VMs noticing more than a pause
 ///
-/// The server needs a keeper: `nvme-mpt keep`, or systemd with resources/nvme-mpt.service. The new process has the same
-/// arguments, and serves the same functions even if the file was edited: differences are reported, and `nvme-mpt reload`
+/// The server needs a supervisor: `nvme-mpt supervise`, or systemd with resources/nvme-mpt.service. The new process has the
+/// same arguments, and serves the same functions even if the file was edited: differences are reported, and `nvme-mpt reload`
 /// applies them. If it cannot take over the state of a function, the old server continues.
 #[derive(Args, Debug)]
 #[command(after_help = FILES_HELP)]
@@ -331,7 +332,7 @@ impl ListArgs {
             write!(out, "{}", list::table(&functions))?;
         }
         drop(out);
-        if stats.keeper == SupervisorStatus::Ended {
+        if stats.supervisor == SupervisorStatus::Ended {
             // If standard error is closed, the warning cannot be shown.
             let _ = writeln!(io::stderr(), "nvme-mpt: warning: {SUPERVISOR_ENDED}");
         }

@@ -387,7 +387,7 @@ fn statistics(all: bool) -> ServerStats {
             gone: false,
             critical_warning: all.then_some(1),
         }],
-        keeper: SupervisorStatus::Runs,
+        supervisor: SupervisorStatus::Runs,
     }
 }
 
@@ -526,7 +526,7 @@ fn the_page_has_each_word() {
     let states = all_variants!(LeaseHolderState: Held, Ending, Stale);
     check("lease", "state", &states);
     let states = all_variants!(SupervisorStatus: None, Runs, Ended);
-    check("statistics", "keeper", &states);
+    check("statistics", "supervisor", &states);
     let uses = all_variants!(HostQueueUse: Reserved, Exclusive, Shared);
     check("queue", "host_queue", &uses);
     let causes = all_variants!(GuestPauseCause: Upgrade, Crash, Restart);

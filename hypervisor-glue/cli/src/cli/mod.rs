@@ -36,7 +36,7 @@ use thiserror::Error;
 use nvme_layers::faults::FaultPlan;
 use nvme_lease::range::ByteSize;
 use nvme_lease::{CONTROL_SOCKET, PreviousDataPolicy};
-use nvme_mpt_keep::{InheritedDescriptors, SuperviseOptions};
+use nvme_mpt_supervise::{InheritedDescriptors, SuperviseOptions};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_vfio::function::{HostRoot, PciAddress};
 
@@ -82,7 +82,7 @@ struct CommandLine {
 #[derive(Debug, Subcommand)]
 enum MainCommand {
     Serve(Box<ServeArgs>),
-    Keep(SuperviseArgs),
+    Supervise(SuperviseArgs),
     Upgrade(UpgradeArgs),
     Add(AddArgs),
     Reserve(ReserveArgs),
@@ -90,7 +90,7 @@ enum MainCommand {
     Limit(LimitArgs),
     Resize(ResizeArgs),
     List(ListArgs),
-    Room(CapacityArgs),
+    Capacity(CapacityArgs),
     Reload(ReloadArgs),
     Leases(LeasesArgs),
     Stats(StatsArgs),
@@ -238,15 +238,15 @@ fn log_json(filter: &str) -> serde_json::Value {
 /// Keep the drives of VMs on vfio-user while their server is replaced
 ///
 /// Starts COMMAND, `nvme-mpt serve` with its options, and starts it again after it died. Connections, memory and state of
-/// the functions outlive it, so VMs notice only a pause. SIGTERM and SIGINT are passed on; the keeper ends with the
+/// the functions outlive it, so VMs notice only a pause. SIGTERM and SIGINT are passed on; the supervisor ends with the
 /// server. systemd does the same with resources/nvme-mpt.service.
 ///
-/// If a keeper dies, its server continues and reports it in its log, list and stats. `nvme-mpt keep --adopt` starts
+/// If a supervisor dies, its server continues and reports it in its log, list and stats. `nvme-mpt supervise --adopt` starts
 /// the next one.
 #[derive(Args, Debug)]
 #[command(after_help = FILES_HELP)]
 struct SuperviseArgs {
-    /// Become the keeper of a running server whose keeper has died. COMMAND is started once that server dies
+    /// Become the supervisor of a running server whose supervisor has died. COMMAND is started once that server dies
     #[arg(long)]
     adopt: bool,
     /// With --adopt: control socket of the server [default: control.sock in the default state directory]
@@ -258,7 +258,7 @@ struct SuperviseArgs {
     /// Milliseconds until the restart after the second death within a minute; each further death doubles them, up to 5 s
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 100)]
     delay: u32,
-    /// Command of the server, as in: nvme-mpt keep -- nvme-mpt serve --config /etc/nvme-mpt.toml
+    /// Command of the server, as in: nvme-mpt supervise -- nvme-mpt serve --config /etc/nvme-mpt.toml
     #[arg(
         required = true,
         trailing_var_arg = true,
@@ -469,11 +469,11 @@ fn error_text(error: &dyn Error) -> String {
 pub fn run() -> ExitCode {
     let mut arguments = env::args_os();
     if arguments.nth(1).is_some_and(|first| first == FIRST_STAGE) {
-        return report_failure(&nvme_mpt_keep::run_first_stage(arguments));
+        return report_failure(&nvme_mpt_supervise::run_first_stage(arguments));
     }
     let CommandLine { command } =
         CommandLine::try_parse().unwrap_or_else(|error| exit_with_error(&error));
-    if matches!(command, MainCommand::Serve(_) | MainCommand::Keep(_)) {
+    if matches!(command, MainCommand::Serve(_) | MainCommand::Supervise(_)) {
         logging::queue_messages();
     }
     match &command {
@@ -482,7 +482,7 @@ pub fn run() -> ExitCode {
     }
     let result = match command {
         MainCommand::Serve(options) => run_serve(*options),
-        MainCommand::Keep(options) => return run_supervise(&options),
+        MainCommand::Supervise(options) => return run_supervise(&options),
         MainCommand::Upgrade(options) => options.run(),
         MainCommand::Add(options) => options.run(),
         MainCommand::Reserve(options) => options.run(),
@@ -490,7 +490,7 @@ pub fn run() -> ExitCode {
         MainCommand::Limit(options) => options.run(),
         MainCommand::Resize(options) => options.run(),
         MainCommand::List(options) => options.run(),
-        MainCommand::Room(options) => options.run(),
+        MainCommand::Capacity(options) => options.run(),
         MainCommand::Reload(options) => options.run(),
         MainCommand::Leases(options) => run_leases(options),
         MainCommand::Stats(options) => options.run(),
@@ -553,15 +553,15 @@ fn run_supervise(options: &SuperviseArgs) -> ExitCode {
         );
     }
     let kept = match options.adopt {
-        false => nvme_mpt_keep::supervise(&keep, &options.command),
+        false => nvme_mpt_supervise::supervise(&keep, &options.command),
         true => {
             let control = options.control.clone();
             let control = control.unwrap_or_else(|| Path::new(STATE_DIR).join(CONTROL_SOCKET));
-            // The process cannot change meanwhile, as a server without a keeper refuses upgrades.
+            // The process cannot change meanwhile, as a server without a supervisor refuses upgrades.
             match control::listening_pid(&control) {
                 None => return report_failure(&no_server_error(control)),
                 Some(number) => {
-                    nvme_mpt_keep::adopt(&keep, &options.command, number, |socket, max| {
+                    nvme_mpt_supervise::adopt(&keep, &options.command, number, |socket, max| {
                         control::offer_supervisor(&control, socket, max)
                     })
                 }
@@ -569,7 +569,7 @@ fn run_supervise(options: &SuperviseArgs) -> ExitCode {
         }
     };
     let status = match kept {
-        Ok(status) => nvme_mpt_keep::exit_code(status),
+        Ok(status) => nvme_mpt_supervise::exit_code(status),
         Err(error) => report_failure(&error),
     };
     logging::flush(logging::END_TIMEOUT);

@@ -363,23 +363,23 @@ impl DoctorHost {
 
     /// Checks the supervisor process of the server that has the state directory's control socket.
     fn supervisor(&self) -> DoctorCheck {
-        const NAME: &str = "server.keeper";
-        match query_stats(&self.state_dir.join(CONTROL_SOCKET)).map(|stats| stats.keeper) {
+        const NAME: &str = "server.supervisor";
+        match query_stats(&self.state_dir.join(CONTROL_SOCKET)).map(|stats| stats.supervisor) {
             Err(ControlError::NoServer { .. }) => DoctorCheck::ok(NAME, "no server runs"),
             Err(error) => DoctorCheck::not_checked(NAME, chain(&error)),
             Ok(SupervisorStatus::Runs) => DoctorCheck::ok(NAME, "VMs on vfio-user outlive the server"),
             Ok(SupervisorStatus::None) => DoctorCheck::new(
                 NAME,
                 CheckOutcome::Warning,
-                "the server has no keeper: VMs on vfio-user lose their drives when it ends",
+                "the server has no supervisor: VMs on vfio-user lose their drives when it ends",
             )
-            .with_remedy("start it by `nvme-mpt keep`, or by systemd with resources/nvme-mpt.service"),
+            .with_remedy("start it by `nvme-mpt supervise`, or by systemd with resources/nvme-mpt.service"),
             Ok(SupervisorStatus::Ended) => DoctorCheck::new(
                 NAME,
                 CheckOutcome::Problem,
-                "the server's keeper has ended: VMs on vfio-user lose their drives if the server dies",
+                "the server's supervisor has ended: VMs on vfio-user lose their drives if the server dies",
             )
-            .with_remedy("start another keeper with `nvme-mpt keep --adopt -- nvme-mpt serve ...`"),
+            .with_remedy("start another supervisor with `nvme-mpt supervise --adopt -- nvme-mpt serve ...`"),
         }
     }
 

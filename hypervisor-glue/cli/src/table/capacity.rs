@@ -1,4 +1,4 @@
-//! The table of `nvme-mpt room`.
+//! The table of `nvme-mpt capacity`.
 
 use std::fmt;
 

@@ -211,7 +211,7 @@ fn drive_tables(drives: &[DriveStats]) -> Option<String> {
 /// Formats the statistics of a server.
 pub(crate) fn server_table(stats: &ServerStats) -> impl fmt::Display {
     fmt::from_fn(move |f| {
-        if stats.keeper == SupervisorStatus::Ended {
+        if stats.supervisor == SupervisorStatus::Ended {
             writeln!(f, "{SUPERVISOR_ENDED}\n")?;
         }
         for failure in &stats.failed {

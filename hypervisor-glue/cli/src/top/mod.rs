@@ -531,7 +531,7 @@ mod tests {
             taken_at: Duration::from_secs(second as u64),
             time: Timestamp::from_second(1_000_000_000 + second as i64).unwrap(),
             stats: ServerStats {
-                keeper: nvme_mpt_server::stats::SupervisorStatus::None,
+                supervisor: nvme_mpt_server::stats::SupervisorStatus::None,
                 failed: Vec::new(),
                 functions: functions.collect(),
                 pollers: vec![PollerStats {

@@ -74,8 +74,8 @@ impl TopView {
                 now.time,
                 now.stats.functions.len()
             );
-            if now.stats.keeper == SupervisorStatus::Ended {
-                head += ", keeper has ended";
+            if now.stats.supervisor == SupervisorStatus::Ended {
+                head += ", supervisor has ended";
             }
             if !now.stats.failed.is_empty() {
                 head += &format!(", {} failed", now.stats.failed.len());

@@ -74,8 +74,8 @@ impl SupervisedServer {
     /// Starts a supervisor, whose server is allowed to fail at its start.
     fn start_supervisor(bench: &Bench, log: &str, options: &[&str], serve: &Command) -> Self {
         let log = bench.path(log);
-        let mut keeper = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"))
-            .arg("keep")
+        let mut supervisor = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"))
+            .arg("supervise")
             .args(options)
             .arg("--")
             .arg(serve.get_program())
@@ -86,7 +86,7 @@ impl SupervisedServer {
             .stderr(fs::File::create(&log).unwrap())
             .spawn()
             .unwrap();
-        let stdout = BufReader::new(keeper.stdout.take().unwrap());
+        let stdout = BufReader::new(supervisor.stdout.take().unwrap());
         let (sender, ready) = mpsc::channel();
         thread::spawn(move || {
             let lines = stdout.lines().map_while(Result::ok);
@@ -97,7 +97,7 @@ impl SupervisedServer {
             }
         });
         Self {
-            supervisor: keeper,
+            supervisor: supervisor,
             ready,
             log,
         }
@@ -147,8 +147,9 @@ impl SupervisedServer {
     /// Returns the process id of the server: the supervisor's latest child that has not ended. An earlier child may be a
     /// replaced server that still waits for the supervisor.
     pub(crate) fn server_pid(&self) -> Option<String> {
-        let keeper = self.supervisor.id();
-        let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
+        let supervisor = self.supervisor.id();
+        let children =
+            fs::read_to_string(format!("/proc/{supervisor}/task/{supervisor}/children")).ok()?;
         let has_ended = |pid: &str| {
             let stat = fs::read_to_string(format!("/proc/{pid}/stat"));
             stat.is_ok_and(|stat| stat.contains(") Z "))
@@ -921,10 +922,10 @@ fn await_output(bench: &Bench, command: &str, options: &[&str], text: &str) -> (
     }
 }
 
-const SUPERVISOR_ENDED: &str = "The keeper of this server has ended";
+const SUPERVISOR_ENDED: &str = "The supervisor of this server has ended";
 
 #[test]
-fn the_end_of_a_keeper_is_reported_and_another_keeper_can_adopt_the_server() {
+fn the_end_of_a_supervisor_is_reported_and_another_supervisor_can_adopt_the_server() {
     let bench = Bench::new();
     let functions = [
         "socket=a.sock,path=drive.img,range=0+16M,id=a",
@@ -937,11 +938,11 @@ fn the_end_of_a_keeper_is_reported_and_another_keeper_can_adopt_the_server() {
     let mut refused = SupervisedServer::start_supervisor(&bench, "refused", &adopt, &serve);
     assert_eq!(refused.supervisor.wait().unwrap().code(), Some(1));
     assert!(
-        refused.log().contains("its keeper has not ended"),
+        refused.log().contains("its supervisor has not ended"),
         "{}",
         refused.log()
     );
-    let running = await_output(&bench, "stats", &["--json"], r#""keeper":"runs""#);
+    let running = await_output(&bench, "stats", &["--json"], r#""supervisor":"runs""#);
     assert!(running.1.is_empty(), "{running:?}");
 
     let course = Arc::new(TestProgress::default());
@@ -955,7 +956,7 @@ fn the_end_of_a_keeper_is_reported_and_another_keeper_can_adopt_the_server() {
     SupervisedServer::send("KILL", &first.supervisor_pid().to_string());
     await_output(&bench, "list", &[], SUPERVISOR_ENDED);
     await_output(&bench, "stats", &[], SUPERVISOR_ENDED);
-    await_output(&bench, "stats", &["--json"], r#""keeper":"ended""#);
+    await_output(&bench, "stats", &["--json"], r#""supervisor":"ended""#);
     assert!(first.log().contains(SUPERVISOR_ENDED), "{}", first.log());
     // Without a supervisor, VMs still work with the server. Only a successor could not be started.
     guests.push(run("b.sock"));
@@ -966,7 +967,7 @@ fn the_end_of_a_keeper_is_reported_and_another_keeper_can_adopt_the_server() {
     assert!(refused.contains("--adopt"), "{refused}");
 
     let second = SupervisedServer::start_supervisor(&bench, "second", &adopt, &serve);
-    await_output(&bench, "stats", &["--json"], r#""keeper":"runs""#);
+    await_output(&bench, "stats", &["--json"], r#""supervisor":"runs""#);
     let (_, warned) = await_output(&bench, "list", &[], "drive.img");
     assert_eq!(warned, "");
     // The server that the new supervisor has adopted is not its child. The successor is a child of this server.
@@ -996,7 +997,7 @@ fn the_end_of_a_keeper_is_reported_and_another_keeper_can_adopt_the_server() {
 }
 
 #[test]
-fn a_server_started_without_a_keeper_accepts_none() {
+fn a_server_started_without_a_supervisor_accepts_none() {
     let bench = Bench::new();
     let function = ["socket=a.sock,path=drive.img,range=0+16M,id=a"];
     let _server = bench.serve("one", &function).unwrap();
@@ -1005,11 +1006,11 @@ fn a_server_started_without_a_keeper_accepts_none() {
     let mut refused = SupervisedServer::start_supervisor(&bench, "refused", &adopt, &serve);
     assert_eq!(refused.supervisor.wait().unwrap().code(), Some(1));
     let log = refused.log();
-    assert!(log.contains("it was started without a keeper"), "{log}");
+    assert!(log.contains("it was started without a supervisor"), "{log}");
 }
 
 #[test]
-fn the_keeper_of_an_adopted_server_ends_with_it() {
+fn the_supervisor_of_an_adopted_server_ends_with_it() {
     let bench = Bench::new();
     let function = ["socket=a.sock,path=drive.img,range=0+16M,id=a"];
     let serve = bench.serve_command("one", &function);
@@ -1019,7 +1020,7 @@ fn the_keeper_of_an_adopted_server_ends_with_it() {
     await_output(&bench, "list", &[], SUPERVISOR_ENDED);
     let adopt = ["--adopt", "--control", "one.control"];
     let mut second = SupervisedServer::start_supervisor(&bench, "second", &adopt, &serve);
-    await_output(&bench, "stats", &["--json"], r#""keeper":"runs""#);
+    await_output(&bench, "stats", &["--json"], r#""supervisor":"runs""#);
     SupervisedServer::send("TERM", &server);
     let status = second.supervisor.wait().unwrap();
     assert!(status.success(), "{status}: {}", second.log());
@@ -1027,18 +1028,18 @@ fn the_keeper_of_an_adopted_server_ends_with_it() {
 }
 
 #[test]
-fn without_a_keeper_there_is_no_upgrade() {
+fn without_a_supervisor_there_is_no_upgrade() {
     let bench = Bench::new();
     let server = bench
         .serve("one", &["path=drive.img,socket=a.sock"])
         .unwrap();
     assert!(
-        server.printed.contains("Without a keeper"),
+        server.printed.contains("Without a supervisor"),
         "{}",
         server.printed
     );
     let error = bench.ask("upgrade", &[]).unwrap_err();
-    assert!(error.contains("nvme-mpt keep"), "{error}");
+    assert!(error.contains("nvme-mpt supervise"), "{error}");
     server.stop();
 }
 

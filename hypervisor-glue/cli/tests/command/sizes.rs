@@ -47,9 +47,9 @@ fn leases(bench: &Bench) -> Vec<Value> {
 /// Id with data on a drive: its name, the MiB of its data, and whether it has a lease.
 type Part = (String, u64, bool);
 
-/// Returns the free MiB of the only drive, and the ids with data on the drive, from `nvme-mpt room`.
+/// Returns the free MiB of the only drive, and the ids with data on the drive, from `nvme-mpt capacity`.
 fn capacity(bench: &Bench) -> (u64, Vec<Part>) {
-    let shown = bench.ask("room", &["--json", "--unit", "1M"]).unwrap();
+    let shown = bench.ask("capacity", &["--json", "--unit", "1M"]).unwrap();
     let drives: Vec<Value> = serde_json::from_str(&shown).unwrap();
     assert_eq!(drives.len(), 1, "{shown}");
     let mib = |entry: &Value, key: &str| entry[key].as_u64().unwrap() / MIB;
@@ -75,9 +75,9 @@ fn leases_and_unreleased_data_use_capacity() {
     let output = bench.run("leases", &["release", "a"]);
     assert!(output.status.success(), "{output:?}");
     assert_eq!(capacity(&bench), (64, vec![]));
-    let table = bench.ask("room", &[]).unwrap();
+    let table = bench.ask("capacity", &[]).unwrap();
     assert!(table.contains("free"), "{table}");
-    let complaint = bench.ask("room", &["--unit", "3M"]).unwrap_err();
+    let complaint = bench.ask("capacity", &["--unit", "3M"]).unwrap_err();
     assert!(complaint.contains("power of two"), "{complaint}");
 }
 

@@ -81,7 +81,7 @@ fn is_on_a_disk(bench: &Bench) -> bool {
 }
 
 #[test]
-fn the_keeper_has_a_spare_description_of_each_lease_until_the_lease_ends() {
+fn the_supervisor_has_a_spare_description_of_each_lease_until_the_lease_ends() {
     let bench = Bench::new();
     if !is_on_a_disk(&bench) {
         return;

@@ -289,8 +289,8 @@ impl FileRules {
     fn restrict_thread(&self) -> Result<LandlockStatus, RulesetError> {
         // This scope would forbid the connection to a supervisor's abstract socket. So it is left out if the supervisor has
         // such a socket.
-        let keeper = env::var_os("NOTIFY_SOCKET").unwrap_or_default();
-        let scope = match keeper.as_encoded_bytes().first() {
+        let supervisor = env::var_os("NOTIFY_SOCKET").unwrap_or_default();
+        let scope = match supervisor.as_encoded_bytes().first() {
             Some(b'@') => Scope::Signal.into(),
             _ => Scope::Signal | Scope::AbstractUnixSocket,
         };

@@ -142,7 +142,7 @@ impl ProcessConfinement {
 #[derive(Debug, Error)]
 #[error(
     "Landlock denies this server {} ({}): start it with --landlock-rules path={},access={}, or with a \
-     [[landlock-rule]] in its file. Under a keeper, restart it with `kill -KILL`: an upgrade keeps the old rules",
+     [[landlock-rule]] in its file. Under a supervisor, restart it with `kill -KILL`: an upgrade keeps the old rules",
     .rule.path.display(),
     .rule.access,
     folder(.rule).display(),
@@ -190,7 +190,7 @@ pub(crate) fn confine(
         let enforced = match inherits(LANDLOCK) {
             true => {
                 log::info!(
-                    "Confined by the Landlock rules of the previous server; new rules apply once a keeper restarts \
+                    "Confined by the Landlock rules of the previous server; new rules apply once a supervisor restarts \
                      this server"
                 );
                 true

@@ -130,12 +130,13 @@ impl Collector for MetricsSnapshot {
             "1, with the server's version",
             [(version, 1)],
         )?;
-        let keeper = match stats.keeper {
+        let supervisor = match stats.supervisor {
             SupervisorStatus::None => None,
             state => Some(([("", ""); 0], u64::from(state == SupervisorStatus::Runs))),
         };
-        let help = "0 if the server's keeper has ended: VMs lose their drives if the server dies";
-        write_gauge(out, "keeper_up", None, help, keeper)?;
+        let help =
+            "0 if the server's supervisor has ended: VMs lose their drives if the server dies";
+        write_gauge(out, "supervisor_up", None, help, supervisor)?;
         self.write_functions(out)?;
         write_latencies(out, &stats.functions)?;
         write_errors(out, &stats.functions)?;

@@ -1,7 +1,7 @@
 //! Crashes of the server, and the functions that caused them.
 //!
 //! A function's in-flight state has a counter of server crashes that happened during work for this function. See
-//! [`nvme_mpt_memory::crash`], which distinguishes a crash from a kill and attributes the crash to one function. The keeper
+//! [`nvme_mpt_memory::crash`], which distinguishes a crash from a kill and attributes the crash to one function. The supervisor
 //! holds the in-flight state, so the counter survives the crash.
 //!
 //! | crashes | the next server |
@@ -21,8 +21,8 @@
 //! the server twice more each time. The stored state of a quarantined function stays unchanged, so that later servers
 //! quarantine the function as well.
 //!
-//! With a keeper, a panic of a thread that serves functions ends the process ([`abort_on_panic`]). Unwinding would instead end
-//! functions permanently, or leave queues without a poller.
+//! With a supervisor, a panic of a thread that serves functions ends the process ([`abort_on_panic`]). Unwinding would instead
+//! end functions permanently, or leave queues without a poller.
 
 use std::cell::Cell;
 use std::ffi::OsStr;
@@ -120,12 +120,13 @@ thread_local! {
     static ENDS_PROCESS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Makes panics of this thread end the process, if the server has a keeper.
+/// Makes panics of this thread end the process, if the server has a supervisor.
 pub(crate) fn abort_on_panic() {
     ENDS_PROCESS.set(true);
 }
 
-/// Makes panics of this thread, of pollers and of functions' threads end the process, so that the keeper starts a new server.
+/// Makes panics of this thread, of pollers and of functions' threads end the process, so that the supervisor starts a new
+/// server.
 pub(super) fn install_panic_hook() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

@@ -1,6 +1,6 @@
 //! Physical drives that a successor takes over without a reset.
 //!
-//! The keeper stores a descriptor queue for each open drive. In an upgrade, the old server pauses the drive and puts the
+//! The supervisor stores a descriptor queue for each open drive. In an upgrade, the old server pauses the drive and puts the
 //! [descriptors that the successor needs](nvme_mpt::drive::HostController::hand_over) into the queue. The successor removes
 //! these descriptors before it uses the drive. After a crash, the queue has no such descriptors, and the next server resets the
 //! drive.
@@ -19,8 +19,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nvme_mpt::Drive;
-use nvme_mpt_keep::{DescriptorQueue, FdStoreError};
 use nvme_mpt_memory::process_liveness;
+use nvme_mpt_supervise::{DescriptorQueue, FdStoreError};
 use nvme_mpt_vmm::drives::PersistedDriveDescriptors;
 use nvme_mpt_vmm::report;
 use nvme_vfio::DescriptorStore;
@@ -40,7 +40,7 @@ const PRESENCE: u64 = 1;
 /// Number of the message with the IOMMU and the mapping table.
 const MAPPINGS: u64 = 2;
 
-/// Descriptor queues of physical drives, by the name under which the keeper stores them.
+/// Descriptor queues of physical drives, by the name under which the supervisor stores them.
 #[derive(Debug, Default)]
 pub(super) struct DriveDescriptorQueues(BTreeMap<String, SharedDescriptorQueue>);
 
@@ -66,7 +66,7 @@ impl DescriptorStore for SharedDescriptorQueue {
         // Remove the replaced message, because its descriptors keep memory allocated.
         if let Err(error) = bag.retain(|_| true) {
             log::warn!(
-                "Cannot remove the older table of mappings from the keeper: {}",
+                "Cannot remove the older table of mappings from the supervisor: {}",
                 report::chain(&error)
             );
         }
@@ -79,7 +79,7 @@ impl DescriptorStore for SharedDescriptorQueue {
     }
 }
 
-/// Returns the name under which the keeper stores a drive's descriptor queue. Names cannot contain colons.
+/// Returns the name under which the supervisor stores a drive's descriptor queue. Names cannot contain colons.
 fn entry_name(path: &str) -> String {
     format!("{DRIVE_PREFIX}{path}").replace(':', "_")
 }
@@ -113,7 +113,8 @@ impl DriveDescriptorQueues {
             });
         }
         let bag = DescriptorQueue::new()?;
-        // If the keeper has no room for an empty queue, nothing is lost: the next server resets the drive with and without it.
+        // If the supervisor has no room for an empty queue, nothing is lost: the next server resets the drive with and without
+        // it.
         registry.store_descriptors(&name, &bag.ends())?;
         let bag = SharedDescriptorQueue::new(bag);
         self.0.insert(name, bag.clone());
@@ -129,7 +130,7 @@ impl ServerPersistence {
     /// old server as running, since its presence pipe stays open.
     ///
     /// # Errors
-    /// [`PersistenceError::Keeper`].
+    /// [`PersistenceError::Supervisor`].
     pub(crate) fn drive_descriptors(
         &self,
         path: &str,
@@ -172,26 +173,26 @@ impl ServerPersistence {
             && let Err(error) = bag.lock().retain(retained)
         {
             let error = report::chain(&error);
-            log::error!("Cannot use the keeper's descriptors of drive {path}: {error}");
+            log::error!("Cannot use the supervisor's descriptors of drive {path}: {error}");
         }
     }
 
-    /// Removes all drives from the keeper except those that are open in this server.
+    /// Removes all drives from the supervisor except those that are open in this server.
     pub(crate) fn forget_other_drives(&self, open: &[Arc<Drive>]) {
         let mut state = self.state();
         let open: Vec<String> = open.iter().map(|drive| entry_name(drive.path())).collect();
         state.drives.0.retain(|name, bag| {
             let is_open = open.contains(name);
             if !is_open {
-                // Empty the queue first. The keeper may take a moment to close it, and no other process can use the drive while
-                // the IOMMU's descriptor is open.
+                // Empty the queue first. The supervisor may take a moment to close it, and no other process can use the drive
+                // while the IOMMU's descriptor is open.
                 if let Err(error) = bag.clear() {
-                    log::error!("Cannot remove {name} from the keeper: {error}");
+                    log::error!("Cannot remove {name} from the supervisor: {error}");
                 }
             }
             if !is_open && let Err(error) = self.registry.forget(name) {
                 log::error!(
-                    "Cannot remove {name} from the keeper: {}",
+                    "Cannot remove {name} from the supervisor: {}",
                     report::chain(&error)
                 );
             }
@@ -230,7 +231,7 @@ mod tests {
     #[test]
     fn a_server_is_present_until_its_drive_is_open_again() {
         let folder = tempfile::tempdir().unwrap();
-        let (FdStoreKey { registry, .. }, _keeper) =
+        let (FdStoreKey { registry, .. }, _supervisor) =
             FdStoreKey::with_silent_supervisor(folder.path());
         let (hangs_up, held) = io::pipe().unwrap();
         let state = OwnedFd::from(tempfile::tempfile().unwrap());
@@ -256,18 +257,18 @@ mod tests {
     #[test]
     fn the_iommu_of_a_drive_is_stored_until_its_release() {
         let folder = tempfile::tempdir().unwrap();
-        let (FdStoreKey { registry, .. }, _keeper) =
+        let (FdStoreKey { registry, .. }, _supervisor) =
             FdStoreKey::with_silent_supervisor(folder.path());
         let name = entry_name("0000:01:00.0");
         let mut bags = DriveDescriptorQueues::default();
-        let keeper = bags
+        let supervisor = bags
             .take(&registry, name.clone())
             .unwrap()
             .fd_store
             .unwrap();
         let keep = |count: usize| {
             let (hangs_up, held) = io::pipe().unwrap();
-            keeper.store(&vec![held.as_fd(); count]).unwrap();
+            supervisor.store(&vec![held.as_fd(); count]).unwrap();
             hangs_up
         };
         let first = keep(3);
@@ -284,7 +285,7 @@ mod tests {
                 .unwrap();
         }
         assert!(!has_hung_up(&second));
-        keeper.clear().unwrap();
+        supervisor.clear().unwrap();
         assert!(hangs_up_soon(&second));
         assert!(
             bags.take(&registry, name)

@@ -1,29 +1,29 @@
-//! Copies of all descriptors that a server has stored with its keeper. In an upgrade, the server passes these copies on to its
-//! successor.
+//! Copies of all descriptors that a server has stored with its supervisor. In an upgrade, the server passes these copies on to
+//! its successor.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use nvme_mpt_keep::{FdStoreClient, FdStoreError};
+use nvme_mpt_supervise::{FdStoreClient, FdStoreError};
 
 use super::SUPERVISOR_TIMEOUT;
 use crate::stats::SUPERVISOR_ENDED;
 
-/// Name prefix of spare descriptors, which are dropped first when the keeper is full.
+/// Name prefix of spare descriptors, which are dropped first when the supervisor is full.
 pub(super) const SPARE_PREFIX: &str = "spare-";
 
 /// Consequence of missing spare descriptors, for log messages.
 pub(super) const MISSING_SPARE_EFFECT: &str =
     "if this server is killed, a lost write of the lease may go unreported";
 
-/// The keeper, with copies of the descriptors stored there.
+/// The supervisor, with copies of the descriptors stored there.
 #[derive(Debug)]
 pub(crate) struct FdStoreRegistry {
     client: Mutex<Arc<FdStoreClient>>,
-    /// True if the keeper has ended. If so, no messages are sent. The keeper's copies of the descriptors are lost, but those of
-    /// this process remain.
+    /// True if the supervisor has ended. If so, no messages are sent. The supervisor's copies of the descriptors are lost, but
+    /// those of this process remain.
     has_supervisor_ended: AtomicBool,
     entries: Mutex<BTreeMap<String, FdStoreEntry>>,
 }
@@ -32,7 +32,7 @@ pub(crate) struct FdStoreRegistry {
 #[derive(Debug, Default)]
 struct FdStoreEntry {
     descriptors: Vec<OwnedFd>,
-    /// True if the descriptors are not stored with the keeper, since its store is full or it has ended.
+    /// True if the descriptors are not stored with the supervisor, since its store is full or it has ended.
     is_unstored: bool,
     /// Journal of a function, which a successor checks before it takes over.
     request_log: Option<OwnedFd>,
@@ -56,7 +56,7 @@ impl FdStoreRegistry {
         self.has_supervisor_ended.load(Ordering::Relaxed)
     }
 
-    /// Checks whether the keeper has ended. If so, logs its end once.
+    /// Checks whether the supervisor has ended. If so, logs its end once.
     pub(super) fn check_supervisor(&self) {
         if !self.has_supervisor_ended() && self.client().has_supervisor_ended() {
             self.record_supervisor_end();
@@ -69,7 +69,7 @@ impl FdStoreRegistry {
         }
     }
 
-    /// Sends a message to the keeper. Returns `false` if the keeper has ended.
+    /// Sends a message to the supervisor. Returns `false` if the supervisor has ended.
     fn send(
         &self,
         send: impl FnOnce(&FdStoreClient) -> Result<(), FdStoreError>,
@@ -86,13 +86,13 @@ impl FdStoreRegistry {
         }
     }
 
-    /// Waits until the keeper has processed all messages. Returns at once if the keeper has ended.
+    /// Waits until the supervisor has processed all messages. Returns at once if the supervisor has ended.
     pub(super) fn await_supervisor(&self) -> Result<(), FdStoreError> {
         self.send(|store| store.barrier(SUPERVISOR_TIMEOUT))
             .map(drop)
     }
 
-    /// Stores all descriptors with a new keeper. Holds the lock until all are stored, so that an upgrade cannot pass
+    /// Stores all descriptors with a new supervisor. Holds the lock until all are stored, so that an upgrade cannot pass
     /// descriptors to its successor in between.
     pub(super) fn adopt_client(&self, store: FdStoreClient) -> Result<(), FdStoreError> {
         let mut entries = self.entries();
@@ -115,8 +115,8 @@ impl FdStoreRegistry {
         Ok(())
     }
 
-    /// Stores descriptors under a name. Returns whether the keeper had room for them. If it had none, a successor still gets
-    /// the descriptors in an upgrade, but not after a crash.
+    /// Stores descriptors under a name. Returns whether the supervisor had room for them. If it had none, a successor still
+    /// gets the descriptors in an upgrade, but not after a crash.
     pub(super) fn store_descriptors(
         &self,
         name: &str,
@@ -132,7 +132,7 @@ impl FdStoreRegistry {
         Ok(has_room)
     }
 
-    /// Calls [`Self::store_descriptors`], and logs that `what` would be lost in a crash if the keeper has no room.
+    /// Calls [`Self::store_descriptors`], and logs that `what` would be lost in a crash if the supervisor has no room.
     pub(super) fn store_or_report(
         &self,
         what: &str,
@@ -146,21 +146,21 @@ impl FdStoreRegistry {
     }
 
     fn report_unstored(&self, what: &str) {
-        // The end of the keeper was logged once for all entries.
+        // The end of the supervisor was logged once for all entries.
         if self.has_supervisor_ended() {
             return;
         }
         let max = self.client().max();
         log::error!(
-            "The keeper's store is full ({max} descriptors) and cannot take {what}. An upgrade passes it on, but it \
+            "The supervisor's store is full ({max} descriptors) and cannot take {what}. An upgrade passes it on, but it \
              is lost if this server dies. Raise FileDescriptorStoreMax= and FDSTORE= of the systemd unit, or \
-             RLIMIT_NOFILE of nvme-mpt keep, which stores up to 4096; or serve fewer functions"
+             RLIMIT_NOFILE of nvme-mpt supervise, which stores up to 4096; or serve fewer functions"
         );
     }
 
-    /// Makes the keeper's contents match the entries that this process [knows](Self::record_stored). This is needed because a
-    /// predecessor passes on all entries, including those for which the keeper has no room, and this process may leave out
-    /// other entries than the predecessor.
+    /// Makes the supervisor's contents match the entries that this process [knows](Self::record_stored). This is needed because
+    /// a predecessor passes on all entries, including those for which the supervisor has no room, and this process may leave
+    /// out other entries than the predecessor.
     pub(super) fn reconcile_store(&self) -> Result<(), FdStoreError> {
         let entries = self.entries();
         let (left_out, stored): (Vec<_>, Vec<_>) =
@@ -173,14 +173,14 @@ impl FdStoreRegistry {
             self.report_unstored(name);
         }
         for (name, entry) in stored {
-            // Storing an entry again is harmless, since the keeper ignores descriptors that it has.
+            // Storing an entry again is harmless, since the supervisor ignores descriptors that it has.
             let descriptors: Vec<_> = entry.descriptors.iter().map(AsFd::as_fd).collect();
             self.send(|store| store.store(name, &descriptors))?;
         }
         Ok(())
     }
 
-    /// Records descriptors that the keeper already has.
+    /// Records descriptors that the supervisor already has.
     pub(super) fn record_stored(
         &self,
         name: &str,
@@ -189,7 +189,7 @@ impl FdStoreRegistry {
         self.record_entry(name, descriptors).map(|_| ())
     }
 
-    /// Records copies of the descriptors under a name. Returns whether the keeper has room for them.
+    /// Records copies of the descriptors under a name. Returns whether the supervisor has room for them.
     fn record_entry(&self, name: &str, descriptors: &[impl AsFd]) -> Result<bool, FdStoreError> {
         let clones = descriptors.iter().map(|fd| clone_descriptor(fd.as_fd()));
         let kept = clones.collect::<Result<Vec<_>, _>>()?;
@@ -208,7 +208,7 @@ impl FdStoreRegistry {
         Ok(has_room)
     }
 
-    /// Returns whether the keeper has room for `more` descriptors besides `entries`.
+    /// Returns whether the supervisor has room for `more` descriptors besides `entries`.
     fn has_space(&self, entries: &BTreeMap<String, FdStoreEntry>, more: usize) -> bool {
         if self.has_supervisor_ended() {
             return false;
@@ -218,8 +218,8 @@ impl FdStoreRegistry {
         (stored + more) as u64 <= self.client().max()
     }
 
-    /// Removes spare descriptors from the keeper until `more` descriptors fit. An upgrade still passes the removed descriptors
-    /// to the successor. Returns whether the keeper now has room.
+    /// Removes spare descriptors from the supervisor until `more` descriptors fit. An upgrade still passes the removed
+    /// descriptors to the successor. Returns whether the supervisor now has room.
     fn evict_spares(
         &self,
         entries: &mut BTreeMap<String, FdStoreEntry>,
@@ -235,7 +235,7 @@ impl FdStoreRegistry {
             self.send(|store| store.remove(name))?;
             entry.is_unstored = true;
             log::warn!(
-                "The keeper's store is full, so {name} was removed: {}",
+                "The supervisor's store is full, so {name} was removed: {}",
                 MISSING_SPARE_EFFECT
             );
         }
@@ -248,7 +248,7 @@ impl FdStoreRegistry {
         names.cloned().collect()
     }
 
-    /// Stores entries with the keeper that were left out before, as far as the keeper now has room.
+    /// Stores entries with the supervisor that were left out before, as far as the supervisor now has room.
     fn store_unstored(&self) -> Result<(), FdStoreError> {
         let mut entries = self.entries();
         let left_out = entries.iter().filter(|(_, entry)| entry.is_unstored);
@@ -292,8 +292,8 @@ impl FdStoreRegistry {
         copies.collect()
     }
 
-    /// Removes the descriptors of a name from the keeper. Then stores entries for which the keeper had no room before, as far
-    /// as they fit now.
+    /// Removes the descriptors of a name from the supervisor. Then stores entries for which the supervisor had no room before,
+    /// as far as they fit now.
     pub(super) fn forget(&self, name: &str) -> Result<(), FdStoreError> {
         self.entries().remove(name);
         self.send(|store| store.remove(name))?;
@@ -340,7 +340,7 @@ mod tests {
 
     use super::*;
 
-    /// Socket of a keeper that stores nothing.
+    /// Socket of a supervisor that stores nothing.
     struct DiscardingFdStore {
         socket: UnixDatagram,
         folder: tempfile::TempDir,
@@ -369,10 +369,10 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_beyond_the_keepers_capacity_are_stored_once_it_has_capacity() {
-        let keeper = DiscardingFdStore::new();
-        let message = || keeper.message();
-        let registry = keeper.registry(3);
+    fn descriptors_beyond_the_supervisors_capacity_are_stored_once_it_has_capacity() {
+        let supervisor = DiscardingFdStore::new();
+        let message = || supervisor.message();
+        let registry = supervisor.registry(3);
         let file = tempfile::tempfile().unwrap();
         let ends = [file.as_fd(); 2];
         let keep = |name: &str| registry.store_descriptors(name, &ends).unwrap();
@@ -380,7 +380,7 @@ mod tests {
         let stored = "FDSTORE=1\nFDPOLL=0\nFDNAME=function-";
         assert_eq!(message(), Some(format!("{stored}0")));
         assert!(!keep("function-1"));
-        assert_eq!(message(), None, "a keeper would drop them");
+        assert_eq!(message(), None, "a supervisor would drop them");
         let names = registry.with_all_descriptors("journal", |all| {
             let names = all.iter().map(|(name, _)| (*name).to_owned());
             names.collect::<Vec<_>>()
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_keeper_gets_all_descriptors_of_an_ended_keeper() {
+    fn a_new_supervisor_gets_all_descriptors_of_an_ended_supervisor() {
         let first = DiscardingFdStore::new();
         let registry = first.registry(100);
         let file = tempfile::tempfile().unwrap();
@@ -410,7 +410,7 @@ mod tests {
         drop(first);
         registry.check_supervisor();
         assert!(registry.has_supervisor_ended());
-        // VMs connect and disconnect without a keeper.
+        // VMs connect and disconnect without a supervisor.
         assert!(!keep("function-2"));
         registry.forget("function-0").unwrap();
         let next = DiscardingFdStore::new();
@@ -426,7 +426,7 @@ mod tests {
             [stored("function-1"), ready()]
         );
         assert_eq!(next.message(), None);
-        // A keeper that has ended, which the registry has not noticed yet.
+        // A supervisor that has ended, which the registry has not noticed yet.
         drop(next);
         registry.forget("function-1").unwrap();
         assert!(registry.has_supervisor_ended());
@@ -435,9 +435,9 @@ mod tests {
 
     #[test]
     fn spare_descriptions_give_way_to_functions() {
-        let keeper = DiscardingFdStore::new();
-        let message = || keeper.message();
-        let registry = keeper.registry(3);
+        let supervisor = DiscardingFdStore::new();
+        let message = || supervisor.message();
+        let registry = supervisor.registry(3);
         let file = tempfile::tempfile().unwrap();
         let keep = |name: &str, count| {
             registry
@@ -470,20 +470,20 @@ mod tests {
     }
 
     #[test]
-    fn keeper_and_next_server_agree_on_stored_descriptors() {
-        let keeper = DiscardingFdStore::new();
-        let message = || keeper.message();
+    fn supervisor_and_next_server_agree_on_stored_descriptors() {
+        let supervisor = DiscardingFdStore::new();
+        let message = || supervisor.message();
         let file = tempfile::tempfile().unwrap();
         let passed_on = |max| {
-            let registry = keeper.registry(max);
-            // The old server had the keeper store the ninth descriptor, and had no capacity for the tenth.
+            let registry = supervisor.registry(max);
+            // The old server had the supervisor store the ninth descriptor, and had no capacity for the tenth.
             for name in ["function-10", "function-9"] {
                 registry.record_stored(name, &[file.as_fd(); 2]).unwrap();
             }
             registry
         };
         passed_on(4).reconcile_store().unwrap();
-        assert_eq!(message(), None, "the keeper has all");
+        assert_eq!(message(), None, "the supervisor has all");
         passed_on(3).reconcile_store().unwrap();
         let removed = "FDSTOREREMOVE=1\nFDNAME=function-9";
         assert_eq!(message().as_deref(), Some(removed));

@@ -1,8 +1,8 @@
-//! State that a server stores with its keeper, so that VMs outlive the server.
+//! State that a server stores with its supervisor, so that VMs outlive the server.
 //!
 //! | name | descriptors |
 //! |---|---|
-//! | `function-N` | both ends of a function's [descriptor queue](nvme_mpt_keep::DescriptorQueue), see `persisted_function` |
+//! | `function-N` | both ends of a function's [descriptor queue](nvme_mpt_supervise::DescriptorQueue), see `persisted_function` |
 //! | `memory-BYTES` | memory file of the drive `memory_files:BYTES` |
 //! | `faults-HASH` | memory file of a drive's injected faults, by the hash of its path |
 //! | `drive-PCI` | both ends of a physical drive's descriptor queue, see `drive_descriptors` |
@@ -33,8 +33,8 @@ use std::time::Duration;
 use nvme_guest::iova::MappedFile;
 use nvme_guest::threads::start_thread;
 use nvme_lease::{LeaseError, Ledger};
-use nvme_mpt_keep::{FdStoreClient, FdStoreError, InheritedDescriptors};
 use nvme_mpt_memory::{clock, memfd, system};
+use nvme_mpt_supervise::{FdStoreClient, FdStoreError, InheritedDescriptors};
 use nvme_mpt_vmm::drives::{DrivePath, MemoryFile};
 use nvme_mpt_vmm::report;
 use thiserror::Error;
@@ -48,8 +48,8 @@ use spare_descriptions::SpareDescriptions;
 
 use crate::stats::{GuestPause, GuestPauseCause, SupervisorStatus};
 
-/// First argument of the internal process between a keeper and its command (the first stage).
-pub const FIRST_STAGE: &str = "keep-first-stage";
+/// First argument of the internal process between a supervisor and its command (the first stage).
+pub const FIRST_STAGE: &str = "supervise-first-stage";
 
 /// Name prefix of functions.
 const FUNCTION_PREFIX: &str = "function-";
@@ -60,10 +60,10 @@ const MEMORY_PREFIX: &str = "memory-";
 /// Name prefix of injected faults.
 const FAULTS_PREFIX: &str = "faults-";
 
-/// Timeout for the keeper.
+/// Timeout for the supervisor.
 const SUPERVISOR_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Interval of checking whether the keeper runs.
+/// Interval of checking whether the supervisor runs.
 const SUPERVISOR_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Name of the ledger of private drives.
@@ -72,11 +72,11 @@ const PRIVATE_LEDGER: &str = "leases";
 /// Name of the stored configuration of functions and drives.
 const CONFIGURATION: &str = "configuration";
 
-/// Error of using the keeper.
+/// Error of using the supervisor.
 #[derive(Debug, Error)]
 pub enum PersistenceError {
-    /// The keeper cannot be reached, or the descriptors that it passed cannot be read.
-    #[error("Cannot use the keeper of this server")]
+    /// The supervisor cannot be reached, or the descriptors that it passed cannot be read.
+    #[error("Cannot use the supervisor of this server")]
     Supervisor(#[from] FdStoreError),
     /// The kernel cannot create a memory file.
     #[error("Cannot make a memory file that outlives this server")]
@@ -123,7 +123,7 @@ pub fn has_persisted_configuration() -> bool {
     names.split(':').any(|name| name == CONFIGURATION)
 }
 
-/// Reports the server's state to the keeper or service manager, as in sd_notify(3).
+/// Reports the server's state to the supervisor or service manager, as in sd_notify(3).
 pub(crate) fn notify(keeping: Option<&ServerPersistence>, assignments: &str) {
     let notified = match keeping {
         Some(keeping) => keeping.registry.client().notify(assignments),
@@ -134,17 +134,17 @@ pub(crate) fn notify(keeping: Option<&ServerPersistence>, assignments: &str) {
     };
     if let Err(error) = notified {
         log::error!(
-            "Cannot send {assignments} to the keeper: {}",
+            "Cannot send {assignments} to the supervisor: {}",
             report::chain(&error)
         );
     }
 }
 
-/// A server's state in its keeper.
+/// A server's state in its supervisor.
 #[derive(Debug)]
 pub(crate) struct ServerPersistence {
     registry: Arc<FdStoreRegistry>,
-    /// True while a new keeper is receiving the descriptors.
+    /// True while a new supervisor is receiving the descriptors.
     is_being_adopted: AtomicBool,
     state: Mutex<PersistenceState>,
     spares: Arc<SpareDescriptions>,
@@ -164,7 +164,7 @@ pub(crate) struct GuestPauseStart {
 
 impl GuestPauseStart {
     /// Returns the start of the pause of functions in VMMs. Unlike functions on vfio-user, these also continue after an orderly
-    /// restart of the server, and without a keeper.
+    /// restart of the server, and without a supervisor.
     pub(crate) fn for_vmms(keeping: Option<&ServerPersistence>) -> Self {
         match keeping.map(ServerPersistence::pause_start) {
             Some(begin) if begin.cause == GuestPauseCause::Upgrade => begin,
@@ -194,14 +194,14 @@ struct PersistenceState {
     private_ledger: Ledger,
     /// Contents of `memory_files:` drives, by size in bytes.
     memory_files: BTreeMap<u64, MemoryFile>,
-    /// Faults of drives that this process has not opened yet, by name in the keeper.
+    /// Faults of drives that this process has not opened yet, by name in the supervisor.
     fault_files: BTreeMap<String, MemoryFile>,
     drives: DriveDescriptorQueues,
     next_function: u64,
 }
 
 impl ServerPersistence {
-    /// Connects to the keeper and reads the stored state. Returns `None` without a keeper.
+    /// Connects to the supervisor and reads the stored state. Returns `None` without a supervisor.
     ///
     /// If this process replaces a running server, first calls `check`, and continues only if it succeeds. Then waits until the
     /// old server has paused its functions and handed them over. After that, the old server [may still
@@ -301,8 +301,8 @@ impl ServerPersistence {
                             leaving.dismiss();
                             leaving.await_end().map_err(PredecessorError::from)?;
                         }
-                        // Once the keeper has removed the entry, the function's socket is closed, and a new function can use
-                        // its path.
+                        // Once the supervisor has removed the entry, the function's socket is closed, and a new function can
+                        // use its path.
                         shelf.forget_and_wait();
                     }
                 }
@@ -325,7 +325,7 @@ impl ServerPersistence {
             } else if name.starts_with(SPARE_PREFIX) {
                 // Restored with its lease, or removed with its drive.
             } else {
-                log::warn!("The keeper has \"{name}\", which this server does not know");
+                log::warn!("The supervisor has \"{name}\", which this server does not know");
             }
         }
         RestorableFunction::blame_one(state.restorable.values_mut());
@@ -346,8 +346,8 @@ impl ServerPersistence {
         keeping
     }
 
-    /// Creates a keeping beside an old server, which is this process. Also returns the socket of a keeper that reads nothing,
-    /// and the old server's end of the upgrade socket.
+    /// Creates a keeping beside an old server, which is this process. Also returns the socket of a supervisor that reads
+    /// nothing, and the old server's end of the upgrade socket.
     #[cfg(test)]
     pub(crate) fn beside_predecessor_with(
         folder: &Path,
@@ -357,7 +357,7 @@ impl ServerPersistence {
         std::os::unix::net::UnixDatagram,
         std::os::unix::net::UnixStream,
     ) {
-        let (FdStoreKey { registry, .. }, keeper) = FdStoreKey::with_silent_supervisor(folder);
+        let (FdStoreKey { registry, .. }, supervisor) = FdStoreKey::with_silent_supervisor(folder);
         let (leaving, server) = ReleasedPredecessor::with_pidfd(before);
         let keeping = Self {
             spares: Arc::new(SpareDescriptions::new(registry.clone())),
@@ -378,7 +378,7 @@ impl ServerPersistence {
             },
             predecessor: Some(leaving),
         };
-        (keeping, keeper, server)
+        (keeping, supervisor, server)
     }
 
     /// Returns whether this process was started to replace another server. Until the old server has
@@ -429,10 +429,10 @@ impl ServerPersistence {
         self.pause_start
     }
 
-    /// Waits until the keeper has processed all messages of this process.
+    /// Waits until the supervisor has processed all messages of this process.
     ///
     /// # Errors
-    /// The keeper has ended or is late.
+    /// The supervisor has ended or is late.
     pub(crate) fn await_supervisor(&self) -> Result<(), FdStoreError> {
         self.registry.client().barrier(SUPERVISOR_TIMEOUT)
     }
@@ -444,7 +444,7 @@ impl ServerPersistence {
         }
     }
 
-    /// Starts a thread that checks every second whether the keeper has ended.
+    /// Starts a thread that checks every second whether the supervisor has ended.
     pub(crate) fn watch_supervisor(self: &Arc<Self>) -> io::Result<()> {
         let watched = Arc::downgrade(self);
         let watch = move || {
@@ -454,14 +454,14 @@ impl ServerPersistence {
                 clock::sleep(SUPERVISOR_POLL_INTERVAL);
             }
         };
-        start_thread("keeper", watch).map(drop)
+        start_thread("supervisor", watch).map(drop)
     }
 
-    /// Stores all descriptors with a new keeper at this address, after the previous keeper has ended. A background thread sends
-    /// the descriptors.
+    /// Stores all descriptors with a new supervisor at this address, after the previous supervisor has ended. A background
+    /// thread sends the descriptors.
     ///
     /// # Errors
-    /// Returns the reason for refusing the new keeper as text.
+    /// Returns the reason for refusing the new supervisor as text.
     pub(crate) fn adopt_supervisor(
         self: &Arc<Self>,
         address: &OsStr,
@@ -469,18 +469,18 @@ impl ServerPersistence {
     ) -> Result<(), String> {
         self.registry.check_supervisor();
         if !self.registry.has_supervisor_ended() {
-            return Err("its keeper has not ended".to_owned());
+            return Err("its supervisor has not ended".to_owned());
         }
         let store = FdStoreClient::connect(address, max).map_err(|error| report::chain(&error))?;
         if self.is_being_adopted.swap(true, Ordering::Relaxed) {
-            return Err("another keeper is taking its place".to_owned());
+            return Err("another supervisor is taking its place".to_owned());
         }
         let keeping = self.clone();
         let adopt = move || {
             match keeping.registry.adopt_client(store) {
-                Ok(()) => log::info!("The new keeper has everything that the old one had"),
+                Ok(()) => log::info!("The new supervisor has everything that the old one had"),
                 Err(error) => log::error!(
-                    "Cannot pass everything that the old keeper had to the new one: {}",
+                    "Cannot pass everything that the old supervisor had to the new one: {}",
                     report::chain(&error)
                 ),
             }
@@ -492,7 +492,7 @@ impl ServerPersistence {
         })
     }
 
-    /// Returns all entries in the keeper, for a successor process.
+    /// Returns all entries in the supervisor, for a successor process.
     pub(crate) fn registry(&self) -> &FdStoreRegistry {
         &self.registry
     }
@@ -526,7 +526,7 @@ impl ServerPersistence {
         self.state().configuration = None;
         if let Err(error) = self.registry.forget(CONFIGURATION) {
             let error = report::chain(&error);
-            log::error!("Cannot remove the configuration from the keeper: {error}");
+            log::error!("Cannot remove the configuration from the supervisor: {error}");
         }
     }
 
@@ -597,7 +597,7 @@ impl ServerPersistence {
         }
     }
 
-    /// Allocates a keeper entry for a new function.
+    /// Allocates a supervisor entry for a new function.
     pub(crate) fn allocate_store_key(&self) -> FdStoreKey {
         let mut state = self.state();
         let number = state.next_function;
@@ -660,7 +660,7 @@ impl ServerPersistence {
         self.state().fault_files.remove(&name);
         if let Err(error) = self.registry.forget(&name) {
             log::error!(
-                "Cannot ask the keeper to release faults: {}",
+                "Cannot ask the supervisor to release faults: {}",
                 report::chain(&error)
             );
         }
@@ -672,7 +672,7 @@ impl ServerPersistence {
             && let Err(error) = self.registry.forget(&memory_name(bytes))
         {
             log::error!(
-                "Cannot ask the keeper to release memory: {}",
+                "Cannot ask the supervisor to release memory: {}",
                 report::chain(&error)
             );
         }
@@ -693,8 +693,8 @@ fn memory_name(bytes: u64) -> String {
     format!("{MEMORY_PREFIX}{bytes}")
 }
 
-/// Returns the name under which the keeper stores a drive's faults. The name has a hash of the path, since names must be short
-/// and cannot contain colons.
+/// Returns the name under which the supervisor stores a drive's faults. The name has a hash of the path, since names must be
+/// short and cannot contain colons.
 fn faults_name(path: &DrivePath) -> String {
     format!("{FAULTS_PREFIX}{:016x}", fnv1a_hash(&path.to_string()))
 }

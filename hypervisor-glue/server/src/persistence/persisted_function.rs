@@ -30,9 +30,9 @@ use nvme_guest::memory_account::{MemoryAccount, PinningRecord};
 use nvme_guest::{Gpa, PersistedBackendFiles, SharedBackendParts};
 use nvme_lease::range::ByteSize;
 use nvme_mpt::SharedBackendPartsSource;
-use nvme_mpt_keep::{DescriptorQueue, FdStoreError};
 use nvme_mpt_memory::crash::{CrashRecord, run_recorded};
 use nvme_mpt_memory::{eventfd, system};
+use nvme_mpt_supervise::{DescriptorQueue, FdStoreError};
 use nvme_mpt_vmm::report;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -87,7 +87,7 @@ pub(crate) enum RestoreError {
     Io(#[from] io::Error),
 }
 
-/// Entry of a function in the keeper.
+/// Entry of a function in the supervisor.
 #[derive(Clone, Debug)]
 pub(crate) struct FdStoreKey {
     pub(super) name: String,
@@ -100,32 +100,32 @@ impl FdStoreKey {
         folder: &Path,
     ) -> (Self, std::os::unix::net::UnixDatagram) {
         let path = folder.join("notify");
-        let keeper = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
-        let store = nvme_mpt_keep::FdStoreClient::connect(path.as_os_str(), 4096).unwrap();
+        let supervisor = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        let store = nvme_mpt_supervise::FdStoreClient::connect(path.as_os_str(), 4096).unwrap();
         let shelf = Self {
             name: "function-0".to_owned(),
             registry: Arc::new(FdStoreRegistry::new(store)),
         };
-        (shelf, keeper)
+        (shelf, supervisor)
     }
 
-    /// Removes the function from the keeper, and waits until the keeper has closed the function's sockets.
+    /// Removes the function from the supervisor, and waits until the supervisor has closed the function's sockets.
     pub(crate) fn forget_and_wait(&self) {
         self.forget();
         if let Err(error) = self.registry.await_supervisor() {
             log::error!(
-                "Cannot remove {} from the keeper: {}",
+                "Cannot remove {} from the supervisor: {}",
                 self.name,
                 report::chain(&error)
             );
         }
     }
 
-    /// Removes the function from the keeper.
+    /// Removes the function from the supervisor.
     pub(crate) fn forget(&self) {
         if let Err(error) = self.registry.forget(&self.name) {
             log::error!(
-                "Cannot remove {} from the keeper: {}",
+                "Cannot remove {} from the supervisor: {}",
                 self.name,
                 report::chain(&error)
             );
@@ -363,7 +363,7 @@ fn parse_state(bytes: &[u8]) -> Result<PersistedFunctionState, RestoreError> {
 }
 
 impl RestorableFunction {
-    /// Reads a function from its keeper entry.
+    /// Reads a function from its supervisor entry.
     pub(super) fn read(shelf: FdStoreKey, descriptors: Vec<OwnedFd>) -> Result<Self, RestoreError> {
         let mut bag = DescriptorQueue::from_persisted(descriptors)?;
         let mut contents: BTreeMap<_, _> = bag.contents()?.into_iter().collect();
@@ -652,7 +652,7 @@ fn clone_descriptor(
         .try_clone()?)
 }
 
-/// A served function whose state is stored with the keeper.
+/// A served function whose state is stored with the supervisor.
 ///
 /// Only the function's control thread uses this. The lock inside is needed because a `FunctionStateSaver` shares it.
 #[derive(Debug)]
@@ -685,10 +685,10 @@ struct PersistedFunctionInner {
 }
 
 impl PersistedFunction {
-    /// Creates a function's descriptor queue. `persist` stores the queue with the keeper.
+    /// Creates a function's descriptor queue. `persist` stores the queue with the supervisor.
     ///
     /// # Errors
-    /// Returns the kernel's or the keeper's error.
+    /// Returns the kernel's or the supervisor's error.
     pub(crate) fn new(
         shelf: FdStoreKey,
         socket: &Path,
@@ -724,7 +724,7 @@ impl PersistedFunction {
         })
     }
 
-    /// Stores the function with the keeper, now that its listening socket exists.
+    /// Stores the function with the supervisor, now that its listening socket exists.
     pub(crate) fn persist(
         &self,
         listener: BorrowedFd<'_>,
@@ -744,7 +744,7 @@ impl PersistedFunction {
             .set_request_log(&self.store_key.name, journal)
     }
 
-    /// Removes the function from the keeper, as it has ended.
+    /// Removes the function from the supervisor, as it has ended.
     pub(crate) fn forget(&self) {
         self.store_key.forget();
     }
@@ -860,7 +860,7 @@ impl PersistedFunction {
         // If this fails, the next forgotten file triggers another attempt.
         if let Err(error) = inner.remove_unused_messages(&named) {
             log::warn!(
-                "{}: cannot remove unused memory files from the keeper: {error}",
+                "{}: cannot remove unused memory files from the supervisor: {error}",
                 self.socket.display()
             );
         }
@@ -1118,7 +1118,7 @@ mod tests {
     #[test]
     fn the_messages_of_a_function_are_counted_with_and_without_in_flight_tracking() {
         let folder = tempfile::tempdir().unwrap();
-        let (shelf, _keeper) = FdStoreKey::with_silent_supervisor(folder.path());
+        let (shelf, _supervisor) = FdStoreKey::with_silent_supervisor(folder.path());
         for inflight in [None, Some(Arc::new(InflightFile::new(1).unwrap()))] {
             let journal = RequestLog::new().unwrap();
             let doorbells = DoorbellPage::new(DoorbellMode::Shadow, DoorbellStride::Widest, 1);
@@ -1140,7 +1140,7 @@ mod tests {
     #[test]
     fn after_four_crashes_no_state_of_a_function_is_read() {
         let folder = tempfile::tempdir().unwrap();
-        let (shelf, _keeper) = FdStoreKey::with_silent_supervisor(folder.path());
+        let (shelf, _supervisor) = FdStoreKey::with_silent_supervisor(folder.path());
         let live = InflightFile::new(1).unwrap();
         let crashed = File::from(live.fd().try_clone_to_owned().unwrap());
         let read = |crashes: u64| {
@@ -1168,7 +1168,7 @@ mod tests {
     #[test]
     fn a_persisted_function_is_restored() {
         let folder = tempfile::tempdir().unwrap();
-        let (shelf, _keeper) = FdStoreKey::with_silent_supervisor(folder.path());
+        let (shelf, _supervisor) = FdStoreKey::with_silent_supervisor(folder.path());
         let journal = RequestLog::new().unwrap();
         let stored = stored_state().to_string();
         journal.state_store().store(stored.as_bytes()).unwrap();

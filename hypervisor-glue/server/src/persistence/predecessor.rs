@@ -2,18 +2,18 @@
 //!
 //! | step | old server | successor |
 //! |---|---|---|
-//! | 1 | starts the successor with all keeper entries, a socket and its VMMs' lease protocol version | checks its configuration, the functions' states and that version; opens drives in files; starts its threads; sends "ready" |
-//! | 2 | pauses all functions, names the successor to the keeper, sends "ends" | waits |
+//! | 1 | starts the successor with all supervisor entries, a socket and its VMMs' lease protocol version | checks its configuration, the functions' states and that version; opens drives in files; starts its threads; sends "ready" |
+//! | 2 | pauses all functions, names the successor to the supervisor, sends "ends" | waits |
 //! | 3 | releases all leases, sends "released" | restores all functions, lets its pollers reach their queues, sends "serves" |
 //! | 4 | ends | serves its other sockets |
 //!
 //! If the successor is late or cannot read a state before step 2 is complete, the old server continues. After step 2, the old
-//! server can only end, and its functions stay paused there. If the successor then dies, the keeper starts a new server.
+//! server can only end, and its functions stay paused there. If the successor then dies, the supervisor starts a new server.
 //!
 //! | crash of | before the naming | between the naming and "ends" | after "ends" |
 //! |---|---|---|---|
-//! | the old server | the successor ends, the keeper starts a new server | the same | the successor continues |
-//! | the successor | the old server continues | the keeper ends the old server and starts a new one | the same |
+//! | the old server | the successor ends, the supervisor starts a new server | the same | the successor continues |
+//! | the successor | the old server continues | the supervisor ends the old server and starts a new one | the same |
 //!
 //! If the old server has a VMM's lease, or a drive that only one process can open, it does not send "released" in step 3. The
 //! successor then waits until the old server has ended. The successor also waits for the end of servers of earlier releases.
@@ -30,10 +30,10 @@ use std::time::Duration;
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
 use nvme_guest::threads::start_thread;
-use nvme_mpt_keep::{FdStoreError, InheritedDescriptors, SuperviseError, start_successor};
 use nvme_mpt_lease_protocol::VERSION;
 use nvme_mpt_memory::notifier::EventfdNotifier;
 use nvme_mpt_memory::{clock, system};
+use nvme_mpt_supervise::{FdStoreError, InheritedDescriptors, SuperviseError, start_successor};
 use thiserror::Error;
 
 use super::ServerPersistence;
@@ -54,8 +54,8 @@ const LEASE_PROTOCOL_VARIABLE: &str = "NVME_MPT_LEASE_PROTOCOL";
 /// Message of a successor that is ready to take over.
 const READY: u8 = b'r';
 
-/// Byte after [`READY`] in the same message, with which the successor says that it waits only for [`RELEASED`]. Earlier releases
-/// do not send this byte and wait for the old server's end.
+/// Byte after [`READY`] in the same message, with which the successor says that it waits only for [`RELEASED`]. Earlier
+/// releases do not send this byte and wait for the old server's end.
 const AWAITS_RELEASE: u8 = b'b';
 
 /// Message of a server that is about to end for its successor. The time at which its functions were asked to pause follows, in
@@ -338,12 +338,12 @@ impl ReleasedPredecessor {
 /// Error of an upgrade. The server continues.
 #[derive(Debug, Error)]
 pub(crate) enum UpgradeError {
-    /// The server has no keeper.
+    /// The server has no supervisor.
     #[error(
-        "The server has no keeper, so VMs would lose their drives: start it by `nvme-mpt keep`, or by systemd with \
+        "The server has no supervisor, so VMs would lose their drives: start it by `nvme-mpt supervise`, or by systemd with \
          resources/nvme-mpt.service"
     )]
-    NoKeeper,
+    NoSupervisor,
     /// The next server cannot be started.
     #[error("The next server cannot be started")]
     Start(#[from] SuperviseError),
@@ -389,9 +389,9 @@ pub(crate) enum UpgradeError {
     /// The ledger cannot be read.
     #[error("Cannot find the leases that are ending")]
     Ledger(#[source] nvme_lease::LeaseError),
-    /// The keeper cannot be told about the successor.
-    #[error("Cannot announce the next server to the keeper")]
-    Keeper(#[from] FdStoreError),
+    /// The supervisor cannot be told about the successor.
+    #[error("Cannot announce the next server to the supervisor")]
+    Supervisor(#[from] FdStoreError),
     /// Error of the socket to the successor.
     #[error("Cannot communicate with the next server")]
     Io(#[from] io::Error),
@@ -418,12 +418,12 @@ impl SuccessorProcess {
     ) -> Result<Self, UpgradeError> {
         let (socket, theirs) = UnixStream::pair()?;
         let registry: &FdStoreRegistry = keeping.registry();
-        // A new keeper may have replaced the one that started this process.
-        let keeper = registry.client().env_variables();
+        // A new supervisor may have replaced the one that started this process.
+        let supervisor = registry.client().env_variables();
         let variables = variables
             .iter()
             .map(|(name, value)| (*name, OsString::from(value)));
-        let variables: Vec<_> = variables.chain(keeper).collect();
+        let variables: Vec<_> = variables.chain(supervisor).collect();
         let process = registry.with_all_descriptors(REQUEST_LOG_NAME, |descriptors| {
             let mut all: Vec<(&str, BorrowedFd<'_>)> = descriptors;
             all.push((SOCKET_NAME, theirs.as_fd()));
@@ -498,7 +498,7 @@ impl SuccessorProcess {
         rested: Duration,
     ) -> Result<(), UpgradeError> {
         let store = keeping.registry().client();
-        // The keeper reads this message before it notices the end of either process.
+        // The supervisor reads this message before it notices the end of either process.
         store.notify(&format!("MAINPID={}", self.pid()))?;
         let rested = u64::try_from(rested.as_nanos()).unwrap_or(u64::MAX);
         let mut words = vec![ENDING];
@@ -509,8 +509,8 @@ impl SuccessorProcess {
                 Ok(())
             }
             Err(error) => {
-                // Tell the keeper that this process is the main process again. Otherwise, it would treat the successor's end as
-                // the server's end.
+                // Tell the supervisor that this process is the main process again. Otherwise, it would treat the successor's
+                // end as the server's end.
                 store.notify(&format!("MAINPID={}", std::process::id()))?;
                 Err(error.into())
             }

@@ -1,4 +1,4 @@
-//! Spare open file descriptions of leases' files, held by the keeper. After a crash, the next server checks them for write
+//! Spare open file descriptions of leases' files, held by the supervisor. After a crash, the next server checks them for write
 //! errors, which the kernel reports to each open file description once, and which the old server may not have seen.
 //!
 //! Each entry is named after its lease. VMMs never get these descriptors.
@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use nvme_lease::backing_id::start_location;
 use nvme_mpt::Drive;
 use nvme_mpt::drive::SpareDescriptorStore;
-use nvme_mpt_keep::FdStoreError;
+use nvme_mpt_supervise::FdStoreError;
 use nvme_mpt_vmm::report;
 
 use super::fd_store_registry::{FdStoreRegistry, MISSING_SPARE_EFFECT, SPARE_PREFIX};
 use super::fnv1a_hash;
 
-/// Spare descriptors of leases, stored with the keeper.
+/// Spare descriptors of leases, stored with the supervisor.
 #[derive(Debug)]
 pub(crate) struct SpareDescriptions {
     registry: Arc<FdStoreRegistry>,
@@ -26,15 +26,15 @@ pub(crate) struct SpareDescriptions {
 
 /// Returns the name prefix of a drive's leases.
 fn drive_prefix(drive: &str) -> String {
-    // Half of a hash is enough: a collision only keeps entries longer. `first_byte_name` omits the part of the identity that may
-    // change while the drive is the same.
+    // Half of a hash is enough: a collision only keeps entries longer. `first_byte_name` omits the part of the identity that
+    // may change while the drive is the same.
     format!(
         "{SPARE_PREFIX}{:08x}-",
         fnv1a_hash(&start_location(drive)) >> 32
     )
 }
 
-/// Returns a lease's entry name. The name must be short, since the keeper passes all names in one environment variable.
+/// Returns a lease's entry name. The name must be short, since the supervisor passes all names in one environment variable.
 fn lease_entry_name(drive: &str, lease: &str) -> String {
     format!("{}{:016x}", drive_prefix(drive), fnv1a_hash(lease))
 }
@@ -84,7 +84,7 @@ impl SpareDescriptions {
         };
         if let Err(error) = forget() {
             log::error!(
-                "Cannot remove files of ended leases from the keeper: {}",
+                "Cannot remove files of ended leases from the supervisor: {}",
                 report::chain(&error)
             );
         }
@@ -109,7 +109,7 @@ impl SpareDescriptorStore for SpareDescriptions {
         }
         let name = lease_entry_name(drive, lease);
         let descriptors: Vec<_> = spare.iter().map(AsFd::as_fd).collect();
-        // The keeper appends to an existing name, which even an unknown earlier server may have stored. So remove it first.
+        // The supervisor appends to an existing name, which even an unknown earlier server may have stored. So remove it first.
         let kept = self
             .registry
             .forget(&name)
@@ -118,11 +118,11 @@ impl SpareDescriptorStore for SpareDescriptions {
             Ok(true) => {}
             Ok(false) => {
                 log::warn!(
-                    "The keeper's store is full and cannot take {name} of lease {lease}: {MISSING_SPARE_EFFECT}"
+                    "The supervisor's store is full and cannot take {name} of lease {lease}: {MISSING_SPARE_EFFECT}"
                 )
             }
             Err(error) => log::error!(
-                "Cannot store {name} of lease {lease} in the keeper: {MISSING_SPARE_EFFECT}: {}",
+                "Cannot store {name} of lease {lease} in the supervisor: {MISSING_SPARE_EFFECT}: {}",
                 report::chain(&error)
             ),
         }

@@ -150,7 +150,7 @@ fn upgrade_server(
         }
         Err(error) => {
             let reason = report::chain(&error);
-            if !matches!(error, UpgradeError::NoKeeper) {
+            if !matches!(error, UpgradeError::NoSupervisor) {
                 log::error!("This server was not replaced, and continues: {reason}");
             }
             reply.send(Err(reason));

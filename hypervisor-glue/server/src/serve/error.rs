@@ -7,7 +7,7 @@ use nvme_key_values::KeyValueError;
 use nvme_lease::{LeaseError, LeaseHolderState};
 use nvme_mpt::LocalBackendError;
 use nvme_mpt::local_backend::GrowError;
-use nvme_mpt_keep::FdStoreError;
+use nvme_mpt_supervise::FdStoreError;
 use nvme_mpt_vmm::drives::{DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::OpenError;
 use nvme_mpt_vmm::options::OptionError;
@@ -48,8 +48,8 @@ pub enum FunctionRegistrationError {
     #[error(transparent)]
     Server(#[from] vfio_user_server::Error),
     /// The supervisor cannot store the function.
-    #[error("The keeper cannot store the function")]
-    Keeper(#[source] Box<FdStoreError>),
+    #[error("The supervisor cannot store the function")]
+    Supervisor(#[source] Box<FdStoreError>),
     /// The state of an old server's function cannot be restored now.
     #[error("The previous server's function cannot be restored now")]
     Resume(#[source] Box<dyn std::error::Error + Send + Sync>),
@@ -60,7 +60,7 @@ pub enum FunctionRegistrationError {
 
 impl From<FdStoreError> for FunctionRegistrationError {
     fn from(error: FdStoreError) -> Self {
-        Self::Keeper(Box::new(error))
+        Self::Supervisor(Box::new(error))
     }
 }
 

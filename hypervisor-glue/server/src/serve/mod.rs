@@ -48,11 +48,11 @@ use nvme_guest::threads::start_thread;
 use nvme_lease::range::ByteSize;
 use nvme_lease::{PreviousDataPolicy, PrivateFileError, make_state_dir};
 use nvme_mpt::PollerPool;
-use nvme_mpt_keep::{FdStoreError, InheritedDescriptors};
 use nvme_mpt_memory::clock::TickRate;
 use nvme_mpt_memory::crash::install_crash_handlers;
 use nvme_mpt_memory::system;
 use nvme_mpt_paths::{OpenDirectory, PathError};
+use nvme_mpt_supervise::{FdStoreError, InheritedDescriptors};
 use nvme_mpt_vmm::open::LeaseLedgers;
 use nvme_mpt_vmm::options::{
     FunctionOptions, ServerDriveOptions, ServerFunctionOptions, VmmSocket,
@@ -267,9 +267,9 @@ fn serve_inherited(
         prepared = Some(prepare_takeover(&options, &declared)?);
         Ok(())
     })?;
-    let keeper = keeping.as_deref();
+    let supervisor = keeping.as_deref();
     let goes_on =
-        declared.is_restored || keeper.is_some_and(ServerPersistence::has_restorable_functions);
+        declared.is_restored || supervisor.is_some_and(ServerPersistence::has_restorable_functions);
     // Guests wait only for their functions, and the old server may still own the sockets.
     let replacing = keeping.as_ref().filter(|keeping| keeping.has_predecessor());
     if let (Some(keeping), Some(late)) = (replacing, &late) {
@@ -287,7 +287,7 @@ fn serve_inherited(
         (Some(bound), _) => Ok(bound),
         (None, Some(bound)) => bound,
         // The thread of `SuccessorSockets` could not be started.
-        (None, None) => bind_after_predecessor(keeper, &control, &metrics, goes_on),
+        (None, None) => bind_after_predecessor(supervisor, &control, &metrics, goes_on),
     };
     let (listener, metrics) = match bound {
         Ok(bound) => bound,
@@ -300,7 +300,7 @@ fn serve_inherited(
     };
     print_functions(&roster, out).map_err(ServeError::Print)?;
     if keeping.is_none() && roster.entries().next().is_some() {
-        let lost = "Without a keeper: VMs on vfio-user lose their drives when this server ends; see `nvme-mpt help keep`";
+        let lost = "Without a supervisor: VMs on vfio-user lose their drives when this server ends; see `nvme-mpt help supervise`";
         writeln!(out, "{lost}").map_err(ServeError::Print)?;
     }
     if roster.entries().next().is_none() {
@@ -309,7 +309,9 @@ fn serve_inherited(
     }
     let server = ActiveServer::start(listener, metrics, roster)?;
     if let Some(Err(error)) = keeping.as_ref().map(ServerPersistence::watch_supervisor) {
-        log::warn!("Cannot start a thread, so the end of the keeper will be noticed late: {error}");
+        log::warn!(
+            "Cannot start a thread, so the end of the supervisor will be noticed late: {error}"
+        );
     }
     // "ready" goes to the supervisor before it is printed. A reader of the line may kill this process immediately, and a
     // supervisor does not restart a server that was never ready.
@@ -818,12 +820,12 @@ impl ControlService for ServerControl {
             .map_err(|error| error.to_string())
     }
 
-    fn adopt_supervisor(&self, keeper: &Path, max: u64) -> Result<(), String> {
+    fn adopt_supervisor(&self, supervisor: &Path, max: u64) -> Result<(), String> {
         match &self.stats_source.persistence {
-            Some(keeping) => keeping.adopt_supervisor(keeper.as_os_str(), max),
-            None => {
-                Err("it was started without a keeper, and has nothing to store in one".to_owned())
-            }
+            Some(keeping) => keeping.adopt_supervisor(supervisor.as_os_str(), max),
+            None => Err(
+                "it was started without a supervisor, and has nothing to store in one".to_owned(),
+            ),
         }
     }
 

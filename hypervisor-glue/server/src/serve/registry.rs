@@ -1266,7 +1266,7 @@ mod tests {
         drive.set_len(2 << 20).unwrap();
         // This test's process stands for the old server, too.
         let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
-        let (keeping, _keeper, mut server) =
+        let (keeping, _supervisor, mut server) =
             ServerPersistence::beside_predecessor_with(folder, process);
         let mut before = registry(folder, None);
         before

@@ -60,7 +60,7 @@ impl ServerStatsSource {
             failed: failed.filter_map(FunctionFailure::from_entry).collect(),
             drives,
             pollers: self.pollers.stats(),
-            keeper: self
+            supervisor: self
                 .persistence
                 .as_ref()
                 .map_or(SupervisorStatus::None, |keeping| {

@@ -33,7 +33,7 @@ impl FunctionRegistry {
             .context
             .persistence
             .as_ref()
-            .ok_or(UpgradeError::NoKeeper)?;
+            .ok_or(UpgradeError::NoSupervisor)?;
         let program = match binary {
             Some(binary) => binary.to_owned(),
             None => current_program()?,
@@ -110,7 +110,9 @@ impl FunctionRegistry {
         // Waits for the supervisor, since a service manager may reject messages of a process that has already ended.
         if let Err(error) = keeping.await_supervisor() {
             let error = report::chain(&error);
-            log::warn!("The keeper may not know that process {number} is the server now: {error}");
+            log::warn!(
+                "The supervisor may not know that process {number} is the server now: {error}"
+            );
         }
         Ok(number)
     }

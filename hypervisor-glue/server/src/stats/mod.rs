@@ -27,12 +27,12 @@ pub struct ServerStats {
     pub drives: Vec<DriveStats>,
     /// State of the server's supervisor. VMs on vfio-user keep their drives beyond the server's end only with a supervisor.
     #[serde(default)]
-    pub keeper: SupervisorStatus,
+    pub supervisor: SupervisorStatus,
 }
 
 /// Message for an operator about a supervisor that has ended.
-pub const SUPERVISOR_ENDED: &str = "The keeper of this server has ended: if the server dies, VMs on vfio-user lose their drives. Start \
-     another keeper for it with `nvme-mpt keep --adopt -- nvme-mpt serve ...`, which changes nothing for VMs";
+pub const SUPERVISOR_ENDED: &str = "The supervisor of this server has ended: if the server dies, VMs on vfio-user lose their drives. Start \
+     another supervisor for it with `nvme-mpt supervise --adopt -- nvme-mpt serve ...`, which changes nothing for VMs";
 
 /// State of a server's supervisor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -343,7 +343,7 @@ impl ServerStats {
             failed: self.failed.clone(),
             pollers: pollers.collect(),
             drives: drives.collect(),
-            keeper: self.keeper,
+            supervisor: self.supervisor,
         }
     }
 }

@@ -56,11 +56,11 @@ fn reversed(bytes: &[u8]) -> Vec<u8> {
 }
 
 impl Ledger {
-    fn new(saved: &[u8], keeper: &Arc<Mutex<SurvivingDescriptors>>) -> Self {
+    fn new(saved: &[u8], supervisor: &Arc<Mutex<SurvivingDescriptors>>) -> Self {
         Self {
             entries: reversed(saved),
             saved: None,
-            supervisor: keeper.clone(),
+            supervisor: supervisor.clone(),
             memory: Arc::new(File::open("/dev/null").unwrap().into()),
         }
     }
@@ -135,14 +135,14 @@ impl VfioUserDevice for Ledger {
     }
 
     fn persist_client(&mut self, stream: BorrowedFd<'_>) -> io::Result<()> {
-        let mut keeper = self.supervisor.lock().unwrap();
-        if keeper.refuses {
+        let mut supervisor = self.supervisor.lock().unwrap();
+        if supervisor.refuses {
             return Err(io::ErrorKind::QuotaExceeded.into());
         }
-        if let Some(size) = keeper.send_buffer {
+        if let Some(size) = supervisor.send_buffer {
             rustix::net::sockopt::set_socket_send_buffer_size(stream, size)?;
         }
-        keeper.client = Some(stream.try_clone_to_owned()?);
+        supervisor.client = Some(stream.try_clone_to_owned()?);
         Ok(())
     }
 
@@ -172,23 +172,23 @@ impl ServerProcesses {
     fn new() -> Self {
         let directory = TempDir::new().unwrap();
         let path = directory.path().join("kept.sock");
-        let keeper = Arc::new(Mutex::new(SurvivingDescriptors::default()));
-        let device = Ledger::new(b"", &keeper);
+        let supervisor = Arc::new(Mutex::new(SurvivingDescriptors::default()));
+        let device = Ledger::new(b"", &supervisor);
         let journal = RequestLog::new().unwrap();
         let server =
             VfioUserServer::bind_with_log(&path, SocketAccess::default(), device, journal).unwrap();
         {
-            let mut keeper = keeper.lock().unwrap();
+            let mut supervisor = supervisor.lock().unwrap();
             let listener = server.listener().as_fd().try_clone_to_owned();
-            keeper.listener = Some(listener.unwrap());
+            supervisor.listener = Some(listener.unwrap());
             let journal = server.request_log().unwrap().as_fd().try_clone_to_owned();
-            keeper.request_log = Some(journal.unwrap());
+            supervisor.request_log = Some(journal.unwrap());
         }
         let epoll = Epoll::new().unwrap();
         server.watch(&mut &epoll).unwrap();
         Self {
             path,
-            supervisor: keeper,
+            supervisor: supervisor,
             process: Some((server, epoll)),
             kills: Vec::new(),
             deaths: 0,
@@ -204,9 +204,13 @@ impl ServerProcesses {
 
     fn resume(&self) -> Result<(VfioUserServer<Ledger>, Epoll), Error> {
         let (listener, journal, client) = {
-            let keeper = self.supervisor.lock().unwrap();
-            let client = keeper.client.as_ref().map(|fd| fd.try_clone().unwrap());
-            (copy(&keeper.listener), copy(&keeper.request_log), client)
+            let supervisor = self.supervisor.lock().unwrap();
+            let client = supervisor.client.as_ref().map(|fd| fd.try_clone().unwrap());
+            (
+                copy(&supervisor.listener),
+                copy(&supervisor.request_log),
+                client,
+            )
         };
         let (journal, record) = RequestLog::from_predecessor(journal)?;
         let device = Ledger::new(record.device_state(), &self.supervisor);
@@ -661,7 +665,7 @@ fn a_client_that_disconnected_with_the_process_is_reported() {
 }
 
 #[test]
-fn a_client_that_the_keeper_cannot_store_is_refused() {
+fn a_client_that_the_supervisor_cannot_store_is_refused() {
     let mut world = ServerProcesses::new();
     world.supervisor.lock().unwrap().refuses = true;
     let client = world.connect();

@@ -462,14 +462,14 @@ fn open_physical(
     let PersistedDriveDescriptors {
         handed_over: handed,
         crash_leftovers: mut left,
-        fd_store: keeper,
+        fd_store: supervisor,
     } = outliving;
     if !handed.is_empty() {
         let went_on = restore_handed_over(address, handed).and_then(|(backing, handed)| {
             // After a hand-over, descriptors from an earlier crash are out of date.
             left.clear();
             let backing = Arc::new(backing);
-            VfioController::from_predecessor(backing, handed, options, threads, keeper.clone())
+            VfioController::from_predecessor(backing, handed, options, threads, supervisor.clone())
         });
         match went_on {
             Ok(controller) => return Ok(controller),
@@ -484,7 +484,7 @@ fn open_physical(
         source,
     };
     let mut kept = PersistedIommu {
-        store: keeper,
+        store: supervisor,
         predecessor: None,
     };
     let backing = match restore_leftover_backing(address, left) {
@@ -498,8 +498,8 @@ fn open_physical(
                 log::warn!("Drive {address}: all memory is pinned again: {error}");
             }
             // Releases the predecessor's descriptors, since the PCI function can be opened only once.
-            if let Some(keeper) = &kept.store {
-                keeper
+            if let Some(supervisor) = &kept.store {
+                supervisor
                     .clear()
                     .map_err(|error| failed(ControllerError::Memory(error)))?;
             }

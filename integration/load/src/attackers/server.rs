@@ -60,9 +60,9 @@ impl AttackedServer {
         functions.push(function("attacker", &attacker));
 
         let mut command = Command::new(program);
-        let has_keeper = kind == AttackKind::RefusedUpgrade;
-        if has_keeper {
-            command.args(["keep", "--"]).arg(program);
+        let has_supervisor = kind == AttackKind::RefusedUpgrade;
+        if has_supervisor {
+            command.args(["supervise", "--"]).arg(program);
         }
         command.arg("serve").arg("--control").arg(at("control"));
         command.arg("--state-dir").arg(at("state"));
@@ -93,7 +93,7 @@ impl AttackedServer {
         let mut server = Self {
             program: program.to_owned(),
             child,
-            is_supervised: has_keeper,
+            is_supervised: has_supervisor,
             folder,
             _unread: unread,
         };
@@ -149,8 +149,9 @@ impl AttackedServer {
 
     /// Returns the process id of the server under its supervisor.
     fn supervised_pid(&self) -> Option<String> {
-        let keeper = self.child.id();
-        let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
+        let supervisor = self.child.id();
+        let children =
+            fs::read_to_string(format!("/proc/{supervisor}/task/{supervisor}/children")).ok()?;
         children.split_whitespace().last().map(str::to_owned)
     }
 }

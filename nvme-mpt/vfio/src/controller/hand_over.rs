@@ -151,7 +151,7 @@ impl HandedOverDrive {
 }
 
 impl VfioController {
-    /// Restores a controller from a predecessor, without a reset. With a `keeper`, the controller's mappings survive this
+    /// Restores a controller from a predecessor, without a reset. With a `supervisor`, the controller's mappings survive this
     /// process.
     ///
     /// # Errors
@@ -161,11 +161,11 @@ impl VfioController {
         handed: HandedOverDrive,
         options: ControllerOptions,
         threads: &ThreadSpawner,
-        keeper: Option<Arc<dyn DescriptorStore>>,
+        supervisor: Option<Arc<dyn DescriptorStore>>,
     ) -> Result<Arc<Self>, ControllerError> {
         let drive =
-            PhysicalDrive::from_predecessor(backing.clone(), handed, options, keeper.clone());
-        Self::start(&backing, drive, threads, keeper.as_ref())
+            PhysicalDrive::from_predecessor(backing.clone(), handed, options, supervisor.clone());
+        Self::start(&backing, drive, threads, supervisor.as_ref())
     }
 
     /// Quiesces the drive. Returns the descriptors for [`HandedOverDrive::read`].
@@ -204,7 +204,7 @@ impl PhysicalDrive {
         backing: Arc<dyn DeviceBacking>,
         handed: HandedOverDrive,
         options: ControllerOptions,
-        keeper: Option<Arc<dyn DescriptorStore>>,
+        supervisor: Option<Arc<dyn DescriptorStore>>,
     ) -> Result<Self, ControllerError> {
         let HandedOverDrive {
             state,
@@ -231,7 +231,7 @@ impl PhysicalDrive {
             .map_err(ControllerError::Memory)?;
         let space = Arc::new(space);
         // The predecessor's record of mappings stays valid until a mapping changes.
-        persisted_iommu::persist_mappings(&space, &*backing, keeper.as_ref())?;
+        persisted_iommu::persist_mappings(&space, &*backing, supervisor.as_ref())?;
         let dstrd = registers.cap().dstrd();
         let mut admin =
             AdminQueue::from_predecessor(backing.clone(), &space, dstrd, admin, positions)?;
@@ -265,7 +265,7 @@ impl PhysicalDrive {
             admin,
             arbitration,
             doorbell_buffer: buffer,
-            descriptor_store: keeper,
+            descriptor_store: supervisor,
         })
     }
 

@@ -192,21 +192,21 @@ impl VfioController {
         threads: &ThreadSpawner,
         kept: PersistedIommu,
     ) -> Result<Arc<Self>, ControllerError> {
-        let keeper = kept.store.clone();
+        let supervisor = kept.store.clone();
         let drive = PhysicalDrive::open(backing.clone(), options, kept);
-        Self::start(&backing, drive, threads, keeper.as_ref())
+        Self::start(&backing, drive, threads, supervisor.as_ref())
     }
 
     fn start(
         backing: &Arc<dyn DeviceBacking>,
         drive: Result<PhysicalDrive, ControllerError>,
         threads: &ThreadSpawner,
-        keeper: Option<&Arc<dyn DescriptorStore>>,
+        supervisor: Option<&Arc<dyn DescriptorStore>>,
     ) -> Result<Arc<Self>, ControllerError> {
         let drive = Arc::new(drive.inspect_err(|_| {
             // A controller in an unknown state must not continue any DMA.
             let _ = backing.set_bus_master(false);
-            persisted_iommu::clear_store(keeper);
+            persisted_iommu::clear_store(supervisor);
             backing.release();
         })?);
         let IdentifiedDrive { model, name, .. } = &drive.identity;
@@ -339,7 +339,7 @@ impl PhysicalDrive {
         kept: PersistedIommu,
     ) -> Result<Self, ControllerError> {
         let PersistedIommu {
-            store: keeper,
+            store: supervisor,
             predecessor: left,
         } = kept;
         let registers = DriveRegisters::new(backing.clone())?;
@@ -352,7 +352,7 @@ impl PhysicalDrive {
             left,
         )?;
         let space = Arc::new(space);
-        persisted_iommu::persist_mappings(&space, &*backing, keeper.as_ref())?;
+        persisted_iommu::persist_mappings(&space, &*backing, supervisor.as_ref())?;
         let dstrd = registers.cap().dstrd();
         let admin = AdminQueue::new(backing.clone(), &space, dstrd)?;
         let arbitration =
@@ -402,7 +402,7 @@ impl PhysicalDrive {
             admin,
             arbitration,
             doorbell_buffer: buffer,
-            descriptor_store: keeper,
+            descriptor_store: supervisor,
         })
     }
 
@@ -417,7 +417,7 @@ impl PhysicalDrive {
             admin,
             arbitration,
             doorbell_buffer: buffer,
-            descriptor_store: keeper,
+            descriptor_store: supervisor,
         } = parts;
         // For a drive that is added later, `expire_predecessor_mappings` is not called, so its time limit starts now.
         let end = Deadline::after(
@@ -442,7 +442,7 @@ impl PhysicalDrive {
             resumed: Condvar::new(),
             reset_ended: Condvar::new(),
             doorbell_buffer: buffer,
-            descriptor_store: keeper,
+            descriptor_store: supervisor,
             predecessor_mappings: Mutex::new(PredecessorMappings::with_deadline(end)),
             is_gone: AtomicBool::new(false),
             needs_reset: AtomicBool::new(false),

@@ -143,16 +143,16 @@ pub(super) fn add_predecessor_mappings(
 pub(super) fn persist_mappings(
     space: &IovaSpace,
     backing: &dyn DeviceBacking,
-    keeper: Option<&Arc<dyn DescriptorStore>>,
+    supervisor: Option<&Arc<dyn DescriptorStore>>,
 ) -> Result<(), ControllerError> {
-    let Some(keeper) = keeper else {
+    let Some(supervisor) = supervisor else {
         return Ok(());
     };
     let kept = backing.persist_iommu().and_then(|iommu| {
         let table = space.start_record()?;
         let iommu = iommu.iter().map(AsFd::as_fd);
         let descriptors: Vec<_> = std::iter::once(table.as_fd()).chain(iommu).collect();
-        keeper.store(&descriptors)
+        supervisor.store(&descriptors)
     });
     if let Err(error) = kept {
         warn!(
@@ -161,7 +161,7 @@ pub(super) fn persist_mappings(
         );
         // A record that is no longer updated must not remain for a successor, which would trust it.
         space.end_record();
-        keeper.clear().map_err(ControllerError::Memory)?;
+        supervisor.clear().map_err(ControllerError::Memory)?;
     }
     Ok(())
 }
@@ -197,10 +197,10 @@ impl PhysicalDrive {
 }
 
 /// Drops the stored descriptors of a function that is being released.
-pub(super) fn clear_store(keeper: Option<&Arc<dyn DescriptorStore>>) {
-    if let Some(keeper) = keeper
-        && let Err(error) = keeper.clear()
+pub(super) fn clear_store(supervisor: Option<&Arc<dyn DescriptorStore>>) {
+    if let Some(supervisor) = supervisor
+        && let Err(error) = supervisor.clear()
     {
-        error!("Cannot remove the IOMMU of a failed drive from the keeper: {error}");
+        error!("Cannot remove the IOMMU of a failed drive from the supervisor: {error}");
     }
 }

@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn a_barrier_ends_when_the_keeper_closes_its_end() {
+    fn a_barrier_ends_when_the_supervisor_closes_its_end() {
         let (_folder, socket, store) = bind_supervisor();
         let passed = store.barrier(Duration::ZERO);
         assert!(matches!(
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_keeper_is_seen_with_and_without_the_path_of_its_socket() {
+    fn the_end_of_a_supervisor_is_seen_with_and_without_the_path_of_its_socket() {
         for loses_path in [false, true] {
             let (folder, socket, store) = bind_supervisor();
             assert!(!store.has_supervisor_ended());
@@ -316,7 +316,7 @@ mod tests {
                 "{address}"
             );
         }
-        let nowhere = FdStoreClient::connect(OsStr::new("@nvme-mpt-keep/nobody-listens"), 1);
+        let nowhere = FdStoreClient::connect(OsStr::new("@nvme-mpt-supervise/nobody-listens"), 1);
         assert!(matches!(nowhere, Err(FdStoreError::Connect { .. })));
     }
 }

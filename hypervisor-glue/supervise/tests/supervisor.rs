@@ -15,7 +15,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use libtest_mimic::{Arguments, Trial};
-use nvme_mpt_keep::{
+use nvme_mpt_supervise::{
     DescriptorQueue, FdStoreClient, InheritedDescriptors, SuperviseOptions, exit_code,
     run_first_stage, supervise,
 };
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1);
     let role = words.next().unwrap_or_default();
     match role.to_str() {
-        Some("role-keep") => run_supervisor(words.collect()),
+        Some("role-supervise") => run_supervisor(words.collect()),
         Some("role-first-stage") => {
             print_line(&run_first_stage(words));
             ExitCode::FAILURE
@@ -185,7 +185,7 @@ struct Server {
 
 impl Server {
     fn accept(listener: &UnixListener, parent: &Child) -> Self {
-        Self::accept_next(listener, parent).expect("the keeper ended")
+        Self::accept_next(listener, parent).expect("the supervisor ended")
     }
 
     /// Waits until the next server connects. Returns `None` if its parent has ended.
@@ -261,18 +261,22 @@ impl SupervisedSocket {
         command
             .args(["-c", "exec 3</dev/null 9</dev/null; exec \"$0\" \"$@\""])
             .arg(&own)
-            .args(["role-keep", &deaths.to_string(), &store_max.to_string()])
+            .args([
+                "role-supervise",
+                &deaths.to_string(),
+                &store_max.to_string(),
+            ])
             .args([own.as_os_str(), "role-serve".as_ref(), path.as_os_str()])
             .env("LISTEN_FDS", "1")
             .env("LISTEN_FDNAMES", "foreign")
             .env("TMPDIR", folder.path())
             .stdin(Stdio::piped())
             .stderr(File::create(folder.path().join("log")).unwrap());
-        let keeper = command.spawn().unwrap();
+        let supervisor = command.spawn().unwrap();
         Self {
             folder,
             listener,
-            supervisor: keeper,
+            supervisor: supervisor,
         }
     }
 
@@ -375,7 +379,7 @@ fn a_command_gets_what_it_expects() {
     assert_eq!(kept.end().0, Some(0));
 }
 
-fn the_keeper_gives_up_after_deaths() {
+fn the_supervisor_gives_up_after_deaths() {
     let kept = SupervisedSocket::start(3, 4096);
     // The supervisor gives up after three deaths within a minute. On a slow machine, three deaths may take longer than a
     // minute, so more servers die first.
@@ -394,7 +398,7 @@ fn the_keeper_gives_up_after_deaths() {
         log.contains("ended 3 times within a minute, at last with signal: 9"),
         "{log}"
     );
-    assert!(log.contains("keeper-"), "the command's name: {log}");
+    assert!(log.contains("supervisor-"), "the command's name: {log}");
 }
 
 fn a_command_that_was_never_ready_is_not_started_again() {
@@ -416,7 +420,7 @@ fn a_command_with_wrong_arguments_is_not_started_again() {
     assert!(log.contains("Its arguments are wrong"), "{log}");
 }
 
-fn sigterm_and_sigint_end_the_command_and_the_keeper() {
+fn sigterm_and_sigint_end_the_command_and_the_supervisor() {
     for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
         let kept = SupervisedSocket::start(10, 4096);
         let mut server = kept.server();
@@ -427,7 +431,7 @@ fn sigterm_and_sigint_end_the_command_and_the_keeper() {
     }
 }
 
-fn sighup_is_passed_on_and_does_not_end_the_keeper() {
+fn sighup_is_passed_on_and_does_not_end_the_supervisor() {
     let kept = SupervisedSocket::start(10, 4096);
     let mut server = kept.server();
     server.order("send READY=1");
@@ -535,7 +539,7 @@ fn other_messages_are_ignored() {
     let address = server.ask("variable NOTIFY_SOCKET");
     let folder = Path::new(&address).parent().unwrap();
     let mode = fs::metadata(folder).unwrap().permissions().mode();
-    assert_eq!(mode & 0o7777, 0o700, "another user reaches the keeper");
+    assert_eq!(mode & 0o7777, 0o700, "another user reaches the supervisor");
     server.exit(7);
     let (code, log) = kept.end();
     assert_eq!(code, Some(7));
@@ -568,7 +572,7 @@ fn a_command_that_does_not_exist_is_named() {
     let own = std::env::current_exe().unwrap();
     let mut command = Command::new(own);
     let output = command
-        .args(["role-keep", "10", "4096", "/nowhere/server"])
+        .args(["role-supervise", "10", "4096", "/nowhere/server"])
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(1));
@@ -576,7 +580,7 @@ fn a_command_that_does_not_exist_is_named() {
     assert!(log.contains("Cannot execute \"/nowhere/server\""), "{log}");
 }
 
-fn systemd_notify_reaches_the_keeper() {
+fn systemd_notify_reaches_the_supervisor() {
     let Some(program) = find_program("systemd-notify") else {
         return;
     };
@@ -591,7 +595,7 @@ fn systemd_notify_reaches_the_keeper() {
     assert!(log.contains(": hello"), "{log}");
 }
 
-fn systemd_socket_activate_is_a_keeper_too() {
+fn systemd_socket_activate_is_a_supervisor_too() {
     let Some(program) = find_program("systemd-socket-activate") else {
         return;
     };
@@ -645,8 +649,8 @@ fn run_tests() -> ExitCode {
             a_command_gets_what_it_expects,
         ),
         (
-            "the_keeper_gives_up_after_deaths",
-            the_keeper_gives_up_after_deaths,
+            "the_supervisor_gives_up_after_deaths",
+            the_supervisor_gives_up_after_deaths,
         ),
         (
             "a_command_that_was_never_ready_is_not_started_again",
@@ -657,12 +661,12 @@ fn run_tests() -> ExitCode {
             a_command_with_wrong_arguments_is_not_started_again,
         ),
         (
-            "sigterm_and_sigint_end_the_command_and_the_keeper",
-            sigterm_and_sigint_end_the_command_and_the_keeper,
+            "sigterm_and_sigint_end_the_command_and_the_supervisor",
+            sigterm_and_sigint_end_the_command_and_the_supervisor,
         ),
         (
-            "sighup_is_passed_on_and_does_not_end_the_keeper",
-            sighup_is_passed_on_and_does_not_end_the_keeper,
+            "sighup_is_passed_on_and_does_not_end_the_supervisor",
+            sighup_is_passed_on_and_does_not_end_the_supervisor,
         ),
         (
             "a_successor_becomes_the_main_process",
@@ -687,12 +691,12 @@ fn run_tests() -> ExitCode {
             a_command_that_does_not_exist_is_named,
         ),
         (
-            "systemd_notify_reaches_the_keeper",
-            systemd_notify_reaches_the_keeper,
+            "systemd_notify_reaches_the_supervisor",
+            systemd_notify_reaches_the_supervisor,
         ),
         (
-            "systemd_socket_activate_is_a_keeper_too",
-            systemd_socket_activate_is_a_keeper_too,
+            "systemd_socket_activate_is_a_supervisor_too",
+            systemd_socket_activate_is_a_supervisor_too,
         ),
     ];
     let trial = |(name, test): &(&'static str, fn())| {

@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cleared_command_has_no_keeper_variables() {
+    fn a_cleared_command_has_no_supervisor_variables() {
         let mut command = Command::new("env");
         command.env("KEPT", "1");
         for variable in VARIABLES {

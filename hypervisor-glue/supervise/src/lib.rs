@@ -1,4 +1,4 @@
-//! Descriptors that outlive a server's process: the supervisor (`nvme-mpt keep`), and the server's side.
+//! Descriptors that outlive a server's process: the supervisor (`nvme-mpt supervise`), and the server's side.
 //!
 //! A supervisor starts a server, stores file descriptors for it, and passes them to the server's next process. The protocol
 //! is systemd's (`sd_notify(3)`, `sd_listen_fds(3)`), so either systemd or this crate's [`supervise`] can be the

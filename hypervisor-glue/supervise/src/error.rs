@@ -12,7 +12,7 @@ use thiserror::Error;
 pub enum FdStoreError {
     /// A variable of the supervisor's protocol is malformed.
     #[error(
-        "{name} is {value:?}, which a keeper does not set: start the server by its keeper, or unset {name}"
+        "{name} is {value:?}, which a supervisor does not set: start the server by its supervisor, or unset {name}"
     )]
     Variable {
         /// The variable's name.
@@ -21,7 +21,7 @@ pub enum FdStoreError {
         value: OsString,
     },
     /// Nothing listens at the address in `NOTIFY_SOCKET`.
-    #[error("Cannot connect to the keeper at {address:?}, which NOTIFY_SOCKET names")]
+    #[error("Cannot connect to the supervisor at {address:?}, which NOTIFY_SOCKET names")]
     Connect {
         /// The address.
         address: OsString,
@@ -38,14 +38,14 @@ pub enum FdStoreError {
     },
     /// The supervisor has ended.
     #[error(
-        "The keeper has ended: if this server dies, VMs on vfio-user lose their drives. Start another keeper with `nvme-mpt keep --adopt`"
+        "The supervisor has ended: if this server dies, VMs on vfio-user lose their drives. Start another supervisor with `nvme-mpt supervise --adopt`"
     )]
     Gone {
         /// The kernel's error.
         source: io::Error,
     },
     /// A message could not be sent to the supervisor.
-    #[error("Cannot send {message:?} to the keeper")]
+    #[error("Cannot send {message:?} to the supervisor")]
     Send {
         /// The message.
         message: String,
@@ -53,7 +53,7 @@ pub enum FdStoreError {
         source: io::Error,
     },
     /// The supervisor did not process a barrier in time.
-    #[error("The keeper has not processed all messages within {milliseconds} ms")]
+    #[error("The supervisor has not processed all messages within {milliseconds} ms")]
     Barrier {
         /// Duration of the wait.
         milliseconds: u128,
@@ -124,7 +124,7 @@ pub enum SuperviseError {
     #[error("No command to start: name it after --")]
     NoCommand,
     /// A system call failed.
-    #[error("The keeper cannot {action}")]
+    #[error("The supervisor cannot {action}")]
     System {
         /// The operation.
         action: &'static str,
@@ -132,11 +132,11 @@ pub enum SuperviseError {
         source: io::Error,
     },
     /// The running server did not accept this supervisor.
-    #[error("The server does not accept this keeper")]
+    #[error("The server does not accept this supervisor")]
     Adopt(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The command died too often.
     #[error(
-        "{command:?} ended {deaths} times within a minute, at last with {status}: the keeper gives up, and closes \
+        "{command:?} ended {deaths} times within a minute, at last with {status}: the supervisor gives up, and closes \
          all descriptors that it stores"
     )]
     GaveUp {
@@ -149,11 +149,11 @@ pub enum SuperviseError {
     },
     /// The first stage was started without a supervisor.
     #[error(
-        "Only a keeper may run the first stage of a command: standard input is not a keeper's socket"
+        "Only a supervisor may run the first stage of a command: standard input is not a supervisor's socket"
     )]
-    NoKeeper(#[source] io::Error),
+    NoSupervisor(#[source] io::Error),
     /// The supervisor passed fewer descriptors than it stores.
-    #[error("The keeper could not pass all descriptors: raise RLIMIT_NOFILE")]
+    #[error("The supervisor could not pass all descriptors: raise RLIMIT_NOFILE")]
     Truncated,
     /// A descriptor number that is needed for a stored descriptor is already in use.
     #[error("Descriptor {number} is open already in the first stage of a command")]

@@ -132,7 +132,7 @@ fn set_up_command() -> Result<(), SuperviseError> {
     let (mut stored, mut kind) = (Vec::new(), [STORED_MESSAGE]);
     let standard_input = loop {
         let came = datagram::receive(io::stdin(), &mut kind, RecvFlags::empty())
-            .map_err(|error| SuperviseError::NoKeeper(error.into()))?;
+            .map_err(|error| SuperviseError::NoSupervisor(error.into()))?;
         match (came.bytes, kind, came.is_truncated) {
             (1, [STORED_MESSAGE], false) => stored.extend(came.descriptors),
             (1, [STANDARD_INPUT_MESSAGE], false) => break came.descriptors,

@@ -152,18 +152,18 @@ pub fn adopt<E: Error + Send + Sync + 'static>(
     number: u32,
     ask: impl FnOnce(&Path, u64) -> Result<(), E>,
 ) -> Result<ExitStatus, SuperviseError> {
-    let mut keeper = ServerSupervisor::new(options, command)?;
+    let mut supervisor = ServerSupervisor::new(options, command)?;
     // Open the process before `ask`: after that call, the process may end at any time and its number may be reused.
     let pid = i32::try_from(number).ok().and_then(Pid::from_raw);
     let process = pid.ok_or(Errno::SRCH).and_then(SupervisedProcess::open);
     let process = process.map_err(|error| SuperviseError::system("watch the server", error))?;
-    let max = keeper.stored.max() as u64;
-    ask(&socket_path(&keeper.dir), max).map_err(|error| SuperviseError::Adopt(error.into()))?;
+    let max = supervisor.stored.max() as u64;
+    ask(&socket_path(&supervisor.dir), max).map_err(|error| SuperviseError::Adopt(error.into()))?;
     log::info!("Process {number} is the main process now");
-    keeper.main = Some(process);
-    keeper.was_ready = true;
-    keeper.start_at = None;
-    keeper.run()
+    supervisor.main = Some(process);
+    supervisor.was_ready = true;
+    supervisor.start_at = None;
+    supervisor.run()
 }
 
 struct ServerSupervisor<'a> {
@@ -213,7 +213,7 @@ impl<'a> ServerSupervisor<'a> {
         let signals = SignalFd::with_flags(&mask, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
             .map_err(|error| SuperviseError::system("receive signals", error))?;
         let folder = tempfile::Builder::new()
-            .prefix("nvme-mpt-keep-")
+            .prefix("nvme-mpt-supervise-")
             .permissions(Permissions::from_mode(0o700))
             .tempdir()
             .map_err(|error| SuperviseError::system("make a directory for its socket", error))?;
@@ -517,7 +517,7 @@ impl<'a> ServerSupervisor<'a> {
             process.filter(|process| is_former(process.pid) || is_descendant(process.pid, main));
         let Some(process) = process else {
             log::warn!(
-                "MAINPID={value:?} does not name a process that descends from the keeper, and is ignored"
+                "MAINPID={value:?} does not name a process that descends from the supervisor, and is ignored"
             );
             return;
         };
@@ -582,7 +582,7 @@ fn prepare_process() -> Result<(), SuperviseError> {
 
 #[expect(
     clippy::disallowed_methods,
-    reason = "the keeper is a process of its own, which no simulator runs"
+    reason = "the supervisor is a process of its own, which no simulator runs"
 )]
 fn now() -> Instant {
     Instant::now()

@@ -19,6 +19,62 @@
 //! 4. [`shadow`]: translation of guest commands and their completions;
 //! 5. [`host`]: the data path of host controllers, and the accounts of processor time.
 //!
+//! # Example
+//!
+//! A guest controller gets the first 16 MiB of a drive in memory, and the VM's memory:
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use nvme_guest::rate_limit::RateLimits;
+//! use nvme_guest::{
+//!     AdaptivePolicies, ControllerBackend, DoorbellMode, DoorbellStride, Gpa, MemoryKinds, MemoryRegion,
+//! };
+//! use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+//! use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
+//! use nvme_software::{MemoryAllocationTime, SoftwareController};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let controller = SoftwareController::memory(64 << 20, 9, MemoryAllocationTime::AsWritten)?;
+//! let drive = Drive::new("memory:64M", Arc::new(controller), None)?;
+//! let lease = Ledger::in_process().acquire(&LeaseRequest {
+//!     id: "vm-1",
+//!     drive: drive.identity(),
+//!     nsid: drive.namespace().nsid,
+//!     wanted: RequestedBytes::Range("0+16M".parse()?),
+//!     lba_shift: drive.lba_shift(),
+//!     blocks: drive.blocks(),
+//!     previous_data: PreviousDataPolicy::Kept,
+//! })?;
+//! let backend = LocalBackend::new(LocalBackendConfig {
+//!     drive,
+//!     lease,
+//!     queue_pairs: 4,
+//!     reservation: None,
+//!     mdts: None,
+//!     doorbell_stride: DoorbellStride::default(),
+//!     doorbells: DoorbellMode::Shadow,
+//!     poll: PollPolicy::default(),
+//!     adaptive: AdaptivePolicies::default(),
+//!     pollers: PollerPool::new(),
+//!     memory: MemoryKinds::default(),
+//!     memory_limit: None,
+//!     rates: RateLimits::default(),
+//!     serial: None,
+//! })?;
+//! backend.map(MemoryRegion {
+//!     gpa: Gpa(0),
+//!     len: 1 << 20,
+//!     fd: nvme_mpt_memory::memfd(c"guest", 1 << 20)?,
+//!     offset: 0,
+//!     readable: true,
+//!     writable: true,
+//! })?;
+//! assert_eq!(backend.facts().namespace.blocks, 16 << 11);
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Not implemented
 //!
 //! This crate has no host controller: `nvme-vfio` drives physical ones, and `nvme-software` has drives in software. This crate

@@ -21,6 +21,53 @@
 //! The server does not trust the VMM. Each message is limited in size, and the back end checks each value as if the guest had
 //! sent it. If the VMM's process ends, even in the middle of a message, only its lease ends. `docs/lease-protocol.md` describes
 //! the messages.
+//!
+//! # Example
+//!
+//! A server refuses each lease, and a function in a VMM asks for one:
+//!
+//! ```
+//! use std::os::unix::net::UnixStream;
+//! use std::path::Path;
+//! use std::sync::Arc;
+//! use std::sync::atomic::AtomicBool;
+//! use std::thread;
+//!
+//! use nvme_guest::threads::ThreadSpawner;
+//! use nvme_guest::{ControllerBackend, PersistedBackendParts};
+//! use nvme_mpt_lease_protocol::{
+//!     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, attach_stream,
+//! };
+//!
+//! struct Closed;
+//!
+//! impl LeaseSource for Closed {
+//!     fn attach(
+//!         &self,
+//!         _: PeerIdentity,
+//!         options: &str,
+//!         _: Option<PersistedBackendParts>,
+//!         _: &AtomicBool,
+//!     ) -> LeaseAdmission {
+//!         LeaseAdmission::Refused(format!("nobody gets {options}"))
+//!     }
+//!
+//!     fn on_lease_end(&self, _: &Arc<dyn ControllerBackend>) -> LeaseEndCause {
+//!         LeaseEndCause::Disconnected
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let (vmm, server) = UnixStream::pair()?;
+//! let session = thread::spawn(|| LeaseSession::new(server)?.run(&Closed));
+//! let socket = Path::new("server.sock");
+//! let backend = attach_stream(vmm, socket, "path=/srv/a.img", &ThreadSpawner::default());
+//! let refusal = backend.expect_err("a closed server");
+//! assert!(refusal.to_string().contains("nobody gets path=/srv/a.img"));
+//! session.join().expect("no panic")?;
+//! # Ok(())
+//! # }
+//! ```
 #![forbid(unsafe_code)]
 
 mod attach;

@@ -15,6 +15,37 @@
 //! | `first_stage` | the step between the supervisor and its command: [`run_first_stage`] |
 //! | `datagram` | bytes and descriptors over a socket |
 //!
+//! # Example
+//!
+//! A server packs the descriptors of its clients into a queue, and stores both ends of the queue at its supervisor. Its next process
+//! finds them again:
+//!
+//! ```
+//! use std::os::fd::AsFd;
+//! use std::os::unix::net::UnixStream;
+//!
+//! use nvme_mpt_supervise::{DescriptorQueue, FdStoreClient, InheritedDescriptors};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let mut inherited = InheritedDescriptors::from_env()?;
+//! let supervisor = FdStoreClient::from_env()?;
+//! let mut queue = match inherited.take("clients") {
+//!     ends if ends.is_empty() => DescriptorQueue::new()?,
+//!     ends => DescriptorQueue::from_persisted(ends)?,
+//! };
+//! if let Some(supervisor) = supervisor.filter(FdStoreClient::can_store) {
+//!     supervisor.store("clients", &queue.ends())?;
+//!     supervisor.notify("READY=1")?;
+//! }
+//!
+//! let (client, _other) = UnixStream::pair()?;
+//! queue.put(7, &[client.as_fd()])?;
+//! let numbers: Vec<u64> = queue.contents()?.into_iter().map(|(number, _)| number).collect();
+//! assert_eq!(numbers, [7]);
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Start of a command
 //!
 //! `LISTEN_PID` must be the id of the process that reads the variable, and the supervisor does not know that id before the

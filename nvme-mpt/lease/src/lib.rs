@@ -42,10 +42,10 @@
 //!     id: "vm-1",
 //!     drive: "file:/drive".into(),
 //!     nsid: Nsid(1),
-//!     wanted: RequestedBytes::At("64G+64G".parse()?),
+//!     wanted: RequestedBytes::Range("64G+64G".parse()?),
 //!     lba_shift: 9,
 //!     blocks: 1 << 30,
-//!     former_data: PreviousDataPolicy::Kept,
+//!     previous_data: PreviousDataPolicy::Kept,
 //! };
 //! let lease = ledger.acquire(&request)?;
 //! assert_eq!(lease.blocks()[0].start.0, 64 << 21);

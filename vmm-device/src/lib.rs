@@ -12,6 +12,74 @@
 //! process; Controller Memory Buffer and Persistent Memory Region; NVM Subsystem Reset; more than one namespace, and namespace
 //! management; metadata and protection information; firmware update, Format NVM, Sanitize, Security Send and Receive, Device
 //! Self-test, Directives; reservations; fused operations; SGLs in admin commands; Keep Alive, which a PCIe host does not need.
+//!
+//! # Example
+//!
+//! A VMM passes accesses of its guest to a function. Hidden lines open `backend`, a `LocalBackend` on a drive in memory:
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use nvme_guest::{ControllerBackend, Gpa, MemoryRegion};
+//! use vmm_device::{Bar, MsixMasking, NvmeFunction};
+//! # use nvme_guest::rate_limit::RateLimits;
+//! # use nvme_guest::{AdaptivePolicies, DoorbellMode, DoorbellStride, MemoryKinds};
+//! # use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
+//! # use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
+//! # use nvme_software::{MemoryAllocationTime, SoftwareController};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let controller = SoftwareController::memory(64 << 20, 9, MemoryAllocationTime::AsWritten)?;
+//! # let drive = Drive::new("memory:64M", Arc::new(controller), None)?;
+//! # let lease = Ledger::in_process().acquire(&LeaseRequest {
+//! #     id: "vm-1",
+//! #     drive: drive.identity(),
+//! #     nsid: drive.namespace().nsid,
+//! #     wanted: RequestedBytes::Range("0+16M".parse()?),
+//! #     lba_shift: drive.lba_shift(),
+//! #     blocks: drive.blocks(),
+//! #     previous_data: PreviousDataPolicy::Kept,
+//! # })?;
+//! # let backend = LocalBackend::new(LocalBackendConfig {
+//! #     drive,
+//! #     lease,
+//! #     queue_pairs: 4,
+//! #     reservation: None,
+//! #     mdts: None,
+//! #     doorbell_stride: DoorbellStride::default(),
+//! #     doorbells: DoorbellMode::Shadow,
+//! #     poll: PollPolicy::default(),
+//! #     adaptive: AdaptivePolicies::default(),
+//! #     pollers: PollerPool::new(),
+//! #     memory: MemoryKinds::default(),
+//! #     memory_limit: None,
+//! #     rates: RateLimits::default(),
+//! #     serial: None,
+//! # })?;
+//! let mut function = NvmeFunction::new(Arc::new(backend), MsixMasking::Client);
+//! function.backend().map(MemoryRegion {
+//!     gpa: Gpa(0),
+//!     len: 1 << 20,
+//!     fd: nvme_mpt_memory::memfd(c"guest", 1 << 20)?,
+//!     offset: 0,
+//!     readable: true,
+//!     writable: true,
+//! })?;
+//!
+//! // The guest reads the class code, gives the controller admin queues of 32 entries, and enables it.
+//! let mut class = [0; 4];
+//! function.read_config(0x08, &mut class);
+//! assert_eq!(class[1..], [0x02, 0x08, 0x01]);
+//! function.write_bar(Bar::Registers, 0x24, &0x001F_001F_u32.to_le_bytes());
+//! function.write_bar(Bar::Registers, 0x28, &0x1000_u64.to_le_bytes());
+//! function.write_bar(Bar::Registers, 0x30, &0x2000_u64.to_le_bytes());
+//! function.write_bar(Bar::Registers, 0x14, &0x0046_0001_u32.to_le_bytes());
+//! let mut csts = [0; 4];
+//! function.read_bar(Bar::Registers, 0x1C, &mut csts);
+//! assert_eq!(csts[0] & 1, 1, "ready");
+//! # Ok(())
+//! # }
+//! ```
 
 #![cfg_attr(
     test,

@@ -14,6 +14,37 @@
 //!   [`read_trusted_file`].
 //! - A new file is created under a random name and renamed. A new socket has its owner and mode before it gets its
 //!   name. See [`OpenDirectory::replace`] and [`OpenDirectory::listen`].
+//!
+//! # Example
+//!
+//! A service writes a file that another one obeys:
+//!
+//! ```
+//! use std::ffi::OsStr;
+//! use std::fs::Permissions;
+//! use std::io::Write;
+//! use std::os::unix::fs::PermissionsExt;
+//!
+//! use nvme_mpt_paths::{OpenDirectory, read_trusted_file};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let folder = tempfile::tempdir()?;
+//! # let path = folder.path();
+//! let directory = OpenDirectory::open(path)?;
+//! directory.replace(OsStr::new("limits"), 0o600, |file| {
+//!     file.write_all(b"iops=1000\n")?;
+//!     file.sync_all()
+//! })?;
+//! directory.sync()?;
+//! let (_, text) = read_trusted_file(&path.join("limits"), 4096)?;
+//! assert_eq!(text, "iops=1000\n");
+//!
+//! // A file that every user may write is refused.
+//! std::fs::set_permissions(path.join("limits"), Permissions::from_mode(0o666))?;
+//! read_trusted_file(&path.join("limits"), 4096).unwrap_err();
+//! # Ok(())
+//! # }
+//! ```
 
 mod directory;
 mod socket;

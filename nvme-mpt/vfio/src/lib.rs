@@ -7,6 +7,37 @@
 //! it and recovers it. A command ends only when the drive can no longer access the command's memory. A drive is *gone*, or
 //! *given up*, if three reset attempts fail, if it was removed, or if the host wants it back. Commands of such a drive complete
 //! with Internal Error (Do Not Retry); the process keeps running.
+//!
+//! # Example
+//!
+//! A program lists the NVMe functions of the host. It opens one that is bound to `vfio-pci` by `open_drive`:
+//!
+//! ```
+//! use std::error::Error;
+//! use std::sync::Arc;
+//!
+//! use nvme_guest::threads::ThreadSpawner;
+//! use nvme_mpt::Drive;
+//! use nvme_vfio::function::{HostRoot, PciAddress, PciFunction, VFIO_PCI};
+//! use nvme_vfio::{ControllerOptions, VfioBacking, VfioController};
+//!
+//! fn open_drive(address: PciAddress) -> Result<Arc<Drive>, Box<dyn Error>> {
+//!     let backing = Arc::new(VfioBacking::open(address)?);
+//!     let threads = ThreadSpawner::default();
+//!     let controller = VfioController::open(backing, ControllerOptions::default(), &threads)?;
+//!     Ok(Drive::new(&address.to_string(), controller, None)?)
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn Error>> {
+//! for function in PciFunction::list(&HostRoot::default())? {
+//!     let can_be_opened = function.driver.as_deref() == Some(VFIO_PCI);
+//!     println!("{}: can be opened: {can_be_opened}", function.address);
+//! }
+//! let missing: PciAddress = "ffff:ff:1f.7".parse()?;
+//! assert!(open_drive(missing).is_err());
+//! # Ok(())
+//! # }
+//! ```
 
 #![cfg_attr(
     test,

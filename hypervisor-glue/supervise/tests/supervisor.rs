@@ -276,7 +276,7 @@ impl SupervisedSocket {
         Self {
             folder,
             listener,
-            supervisor: supervisor,
+            supervisor,
         }
     }
 

@@ -97,7 +97,7 @@ impl SupervisedServer {
             }
         });
         Self {
-            supervisor: supervisor,
+            supervisor,
             ready,
             log,
         }

@@ -188,7 +188,7 @@ impl ServerProcesses {
         server.watch(&mut &epoll).unwrap();
         Self {
             path,
-            supervisor: supervisor,
+            supervisor,
             process: Some((server, epoll)),
             kills: Vec::new(),
             deaths: 0,

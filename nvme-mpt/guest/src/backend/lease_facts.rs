@@ -71,8 +71,8 @@ impl LeaseFacts {
     /// Checks that a back end with these facts can do everything that `promised` reported to the guest.
     ///
     /// These facts may exceed `promised`, because another program or drive supports more, or a lease by size has grown.
-    /// `parks`, `can_be_damaged` and `learning` are not compared, because the guest does not see them. Model and NVM Command
-    /// Set are not compared either, because the guest keeps the reported ones.
+    /// `parks`, `can_be_damaged` and `learning` are not compared, because the guest does not see them. Model, temperature
+    /// thresholds and NVM Command Set are not compared either, because the guest keeps the reported ones.
     ///
     /// # Errors
     /// [`BackendStateError::Mismatch`] for the first broken promise. The most telling promises are checked first.
@@ -83,9 +83,9 @@ impl LeaseFacts {
             queue_pairs,
             doorbells,
             parks: _,
-            thresholds,
+            thresholds: _,
             can_be_damaged: _,
-            is_private,
+            is_private: _,
             unit_blocks,
             learning: _,
         } = promised;
@@ -107,7 +107,6 @@ impl LeaseFacts {
             doorbells.offers_buffer(),
             self.doorbells.offers_buffer(),
         )?;
-        check_equal("doorbell mode", doorbells, self.doorbells)?;
         check_equal("namespace", nsid, here.nsid)?;
         let block_bytes = |shift: u8| 1_u64.checked_shl(shift.into()).unwrap_or(0);
         check_equal(
@@ -126,9 +125,22 @@ impl LeaseFacts {
         check_equal("namespace UUID", to_hex(uuid), to_hex(&here.uuid))?;
         self.limits.check_promises(limits)?;
         check_command_set(other.as_ref(), here.command_sets.other.as_ref())?;
-        check_debug("temperature thresholds", thresholds, &self.thresholds)?;
-        check_debug("blocks of a unit", unit_blocks, &self.unit_blocks)?;
-        check_equal("private drive", is_private, self.is_private)
+        check_debug("blocks of a unit", unit_blocks, &self.unit_blocks)
+    }
+
+    /// Checks that a back end with these facts can continue the queues of a back end with `former`. A paused function starts
+    /// its queues anew, so it does not need this.
+    ///
+    /// # Errors
+    /// [`BackendStateError::Mismatch`].
+    pub fn check_continuation(&self, former: &Self) -> Result<(), BackendStateError> {
+        check_equal("doorbell mode", former.doorbells, self.doorbells)?;
+        check_debug(
+            "temperature thresholds",
+            &former.thresholds,
+            &self.thresholds,
+        )?;
+        check_equal("private drive", former.is_private, self.is_private)
     }
 }
 

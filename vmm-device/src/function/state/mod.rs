@@ -263,7 +263,12 @@ impl NvmeFunction {
         state.check_version()?;
         let present = self.present_facts();
         present.check_promises(&state.facts)?;
+        if let IoQueuesState::InFlight(_) = state.queues {
+            present.check_continuation(&state.facts)?;
+        }
         let facts = LeaseFacts {
+            doorbells: present.doorbells,
+            is_private: present.is_private,
             parks: present.parks,
             can_be_damaged: present.can_be_damaged,
             learning: present.learning,

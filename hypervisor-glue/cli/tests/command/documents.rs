@@ -184,7 +184,7 @@ fn the_package_has_the_files_that_its_documents_and_help_texts_name() {
     assert!(checked > 200, "{checked}");
     for arguments in [
         &["serve", "--help"][..],
-        &["keep", "--help"],
+        &["supervise", "--help"],
         &["upgrade", "--help"],
         &["fault", "inject", "--help"],
         &["profile", "fit", "--help"],

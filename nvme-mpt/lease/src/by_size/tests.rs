@@ -132,7 +132,7 @@ fn a_lease_is_made_of_the_largest_free_extents() {
     assert_eq!(parts(&a), ranges(&["4M+5M", "10M+2M"]));
     assert_eq!(a.extents().to_string(), "4M+5M and 10M+2M");
     let json = serde_json::to_value(&ledger.list().unwrap()[3]).unwrap();
-    assert_eq!(json.get("range"), None);
+    assert!(json["range"].is_null());
     assert_eq!(
         refusal(&ledger, &at("b", "10M+1M")),
         "Range 10M+1M of disk:d overlaps lease \"a\" (ranges 4M+5M and 10M+2M of disk:d, held by this process); \

@@ -199,7 +199,7 @@ func (s *Server) Drives(ctx context.Context) ([]Drive, error) {
 
 // Rooms returns the capacity of each namespace of each drive.
 func (s *Server) Rooms(ctx context.Context) ([]Room, error) {
-	arguments := []string{"room", "--json"}
+	arguments := []string{"capacity", "--json"}
 	if s.Unit > 0 {
 		arguments = append(arguments, "--unit", strconv.FormatInt(s.Unit, 10))
 	}

@@ -113,7 +113,7 @@ func (r rawState) state() State {
 
 // IsCommand reports whether a program's arguments are an nvme-mpt command, so that a test binary can act as a fake.
 func IsCommand(arguments []string) bool {
-	commands := []string{"stats", "room", "list", "leases", "drives", "add", "remove"}
+	commands := []string{"stats", "capacity", "list", "leases", "drives", "add", "remove"}
 	return len(arguments) > 1 && slices.Contains(commands, arguments[1])
 }
 
@@ -183,7 +183,7 @@ func (s *State) run(arguments []string) (any, error) {
 		return map[string]any{"drives": s.Drives}, nil
 	case "drives":
 		return s.HostDrives, nil
-	case "room":
+	case "capacity":
 		return s.rooms(), nil
 	case "list":
 		return s.Functions, nil

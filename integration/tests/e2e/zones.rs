@@ -177,15 +177,15 @@ fn wrong_writes_are_refused(booted: &BootedFunction) -> Result<(), Failure> {
         status::INVALID_FIELD,
     )?;
     let at = |index: u64| format!("-s {}", zone(index));
-    nvme(booted, "zns close-zone", &with_path(1), status::SUCCESS)?;
+    nvme(booted, "zns close-zone", &at(1), status::SUCCESS)?;
     expect_zone(booted, 1, "CLOSED", 3)?;
-    nvme(booted, "zns finish-zone", &with_path(1), status::SUCCESS)?;
+    nvme(booted, "zns finish-zone", &at(1), status::SUCCESS)?;
     expect_zone(booted, 1, "FULL", 0)?;
     write(booted, zone(1) + 3, 1, status::ZONE_IS_FULL)?;
     nvme(
         booted,
         "zns close-zone",
-        &with_path(1),
+        &at(1),
         status::INVALID_ZONE_STATE_TRANSITION,
     )?;
     // Fills all writable blocks but 64.
@@ -198,7 +198,7 @@ fn wrong_writes_are_refused(booted: &BootedFunction) -> Result<(), Failure> {
         status::ZONE_BOUNDARY_ERROR,
     )?;
     for index in [3, 4] {
-        nvme(booted, "zns open-zone", &with_path(index), status::SUCCESS)?;
+        nvme(booted, "zns open-zone", &at(index), status::SUCCESS)?;
     }
     // The controller closed zone 2 to open other zones. Zone 2 is still active, so a write reopens it.
     write(
@@ -208,7 +208,7 @@ fn wrong_writes_are_refused(booted: &BootedFunction) -> Result<(), Failure> {
         status::TOO_MANY_OPEN_ZONES,
     )?;
     write(booted, zone(5), 1, status::TOO_MANY_ACTIVE_ZONES)?;
-    nvme(booted, "zns reset-zone", &with_path(3), status::SUCCESS)?;
+    nvme(booted, "zns reset-zone", &at(3), status::SUCCESS)?;
     write(booted, zone(5), 1, status::SUCCESS)?;
     reset_all(booted)?;
     expect_zone(booted, 2, "EMPTY", 0)

@@ -93,7 +93,7 @@ impl Contents {
             let at = index * size;
             !allowed
                 .iter()
-                .any(|bytes| bytes[with_path..with_path + size] == **block)
+                .any(|bytes| bytes[at..at + size] == **block)
         });
         expect(wrong.is_none(), || {
             let block = self.slba(place) + wrong.map_or(0, |(index, _)| index as u64);

@@ -235,7 +235,8 @@ fn replies() {
     assert_json(&host, text);
     let source = std::io::Error::new(std::io::ErrorKind::ResourceBusy, "it is reset");
     let reset: Result<(), QueueError> = Err(QueueError::Host { qid, source });
-    let text = r#"{"Err":{"Host":{"qid":1,"source":{"kind":"resource_busy","text":"it is reset"}}}}"#;
+    let text =
+        r#"{"Err":{"Host":{"qid":1,"source":{"kind":"resource_busy","text":"it is reset"}}}}"#;
     assert_json(&reset, text);
     let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "late");
     let late: Result<(), RemoteIoError> = Err(RemoteIoError(late));

@@ -91,9 +91,7 @@ impl Contents {
         let size = self.block_size;
         let wrong = read.chunks(size).enumerate().find(|(index, block)| {
             let at = index * size;
-            !allowed
-                .iter()
-                .any(|bytes| bytes[at..at + size] == **block)
+            !allowed.iter().any(|bytes| bytes[at..at + size] == **block)
         });
         expect(wrong.is_none(), || {
             let block = self.slba(place) + wrong.map_or(0, |(index, _)| index as u64);

@@ -200,7 +200,7 @@ impl NvmeDevice {
             }
         }
         // The client keeps the BARs where they are.
-        drop(self.function.restore(function_state)?);
+        drop(self.function.restore_running(function_state)?);
         Ok(())
     }
 

@@ -433,7 +433,7 @@ fn restore_function(
         }
     };
     let before = comparable_state(&function);
-    if let Err(error) = function.restore(state) {
+    if let Err(error) = function.restore_running(state) {
         assert!(!error.to_string().is_empty());
         assert_eq!(comparable_state(&function), before, "refused, but changed");
         return None;

@@ -386,7 +386,7 @@ impl FunctionModelMachine {
         let mut next =
             function_with_files(&self.persisted.drive, &self.persisted.ledger, Some(files));
         self.map_all(&next);
-        let taken_up = next.restore(&before);
+        let taken_up = next.restore_running(&before);
         prop_assert!(taken_up.is_ok(), "{taken_up:?} of {before:?}");
         let mut after = next.running_state();
         if before.registers.is_being_disabled() {

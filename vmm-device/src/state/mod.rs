@@ -66,6 +66,18 @@ pub enum FunctionStateError {
     /// The state does not fit this function, or is invalid.
     #[error(transparent)]
     State(#[from] BackendStateError),
+    /// The state was stored by a running function, and only its next process can restore it.
+    #[error(
+        "The state is that of a running function, whose commands in flight only the next server of its drive can restore: \
+         pause the function, and save it again"
+    )]
+    Running,
+    /// The state was saved of a paused function, and a server continues only a running one.
+    #[error(
+        "The state is that of a paused function, but a server continues only the state that it stored while its function ran: \
+         restore it in a VMM's process"
+    )]
+    Paused,
     /// The function that is to restore the state has commands in flight that do not end.
     #[error("The function cannot be stopped, so that nothing can be restored into it")]
     Stop(#[from] QueueError),

@@ -19,8 +19,8 @@ pub(super) mod tests;
 use std::{fmt, io, time::Duration};
 
 use nvme_guest::{
-    BackendState, BackendStateError, DriveEvent, IoQueueEvent, LeaseFacts, PersistedQueues,
-    QueueError, backend::LeasedNamespace,
+    BackendStateError, DriveEvent, IoQueueEvent, LeaseFacts, PersistedQueues, QueueError,
+    backend::LeasedNamespace,
 };
 use nvme_mpt_memory::{
     deadline::DRAIN_DEADLINE,
@@ -192,28 +192,76 @@ impl NvmeFunction {
         }
     }
 
-    /// Restores a function from its untrusted state. The lease must keep what the guest was told, and the guest's memory must
-    /// be mapped. Returns the BARs that moved.
-    ///
-    /// The state of a paused function is restored in this process or another one. Afterwards, the function is paused, and
-    /// raises no vector until it is resumed.
-    ///
-    /// The state of a running function is restored into one in its power-on state, which has the files of the process that
-    /// ended. The function runs afterwards. Commands in flight are carried out again, or end with Command Interrupted. If the
-    /// queues cannot be restored, the controller fails (`CSTS.CFS`) and the guest's driver resets it. But if the cause is that
-    /// the host lacks memory, descriptors or threads, this returns an error. Each vector is raised once, because the
-    /// predecessor may have ended before it raised the vector.
+    /// Restores the untrusted state of a paused function, in this process or another one. The lease must keep what the guest
+    /// was told, and the guest's memory must be mapped. Afterwards, the function is paused, and raises no vector until it is
+    /// resumed. Returns the BARs that moved.
     ///
     /// # Errors
     /// All of [`FunctionStateError`] except those about bytes. If a check of the state fails, the function is unchanged. After
-    /// any other error about a paused function, this function is in its power-on state, and not paused. After any other error
-    /// about a running function, the guest is unaffected, and another function can restore the state later.
+    /// any other error, it is in its power-on state, and not paused.
     pub fn restore(&mut self, state: &FunctionState) -> Result<Vec<BarMove>, FunctionStateError> {
+        let IoQueuesState::Paused(queues) = &state.queues else {
+            return Err(FunctionStateError::Running);
+        };
         let facts = self.check(state)?;
-        match &state.queues {
-            IoQueuesState::Paused(queues) => self.restore_paused(state, facts, queues),
-            IoQueuesState::InFlight(queues) => self.restore_running(state, facts, queues),
+        let mut moves = self.reset_until(&self.drain_deadline());
+        self.pause()?;
+        let before = (self.facts.clone(), self.resets);
+        moves.extend(self.apply(state, facts));
+        if let Err(error) = self.backend.restore(queues) {
+            (self.facts, self.resets) = before;
+            drop(self.reset_until(&self.drain_deadline()));
+            self.pending_vectors.clear();
+            self.resume();
+            return Err(error.into());
         }
+        self.pending_vectors.clone_from(&state.msix.pending);
+        // The interrupt for admin completions may have been lost, like those of I/O queues. A superfluous one is harmless.
+        if self.admin.has_unconsumed_completions() {
+            self.pending_vectors.push(ADMIN_VECTOR);
+        }
+        Ok(moves)
+    }
+
+    /// Restores the untrusted state of a running function whose process ended. The function must be in its power-on state, and
+    /// have the files of that process: its doorbells and its in-flight tracking. The guest's memory must be mapped. Returns the
+    /// BARs that moved.
+    ///
+    /// The function runs afterwards. Commands in flight are carried out again, or end with Command Interrupted. If the queues
+    /// cannot be restored, the controller fails (`CSTS.CFS`) and the guest's driver resets it. But if the cause is that the host
+    /// lacks memory, descriptors or threads, this returns an error. Each vector is raised once, because the predecessor may have
+    /// ended before it raised the vector.
+    ///
+    /// # Errors
+    /// All of [`FunctionStateError`] except those about bytes. If a check of the state fails, the function is unchanged. After
+    /// any other error, the guest is unaffected, and another function can restore the state later.
+    pub fn restore_running(
+        &mut self,
+        state: &FunctionState,
+    ) -> Result<Vec<BarMove>, FunctionStateError> {
+        let IoQueuesState::InFlight(queues) = &state.queues else {
+            return Err(FunctionStateError::Paused);
+        };
+        let facts = self.check(state)?;
+        let moves = self.apply(state, facts);
+        if let Err(error) = self.backend.restore_inflight(queues) {
+            if is_exhaustion(&error) {
+                return Err(error.into());
+            }
+            log::error!("Cannot restore the queues of the previous process: {error}");
+            self.admin.report_lost_queues();
+            self.process_admin_commands();
+            self.fail("the process that had its queues ended");
+        }
+        for vector in self.msix.vectors() {
+            // Owners of queues signal the pin if their guest has left entries. A level without an entry would stay high.
+            if !vector.is_pin() || self.admin.has_unconsumed_completions() {
+                vector.signal();
+            }
+        }
+        // Admin commands may be waiting whose doorbell was written before. A full counter wakes as well.
+        let _ = eventfd::signal(self.events_fd());
+        Ok(moves)
     }
 
     /// Quarantines the function of a process that ended: restores its registers without its queues and commands, and fails the
@@ -281,58 +329,6 @@ impl NvmeFunction {
         });
         told.check(&state.registers)?;
         Ok(facts)
-    }
-
-    fn restore_paused(
-        &mut self,
-        state: &FunctionState,
-        facts: LeaseFacts,
-        queues: &BackendState,
-    ) -> Result<Vec<BarMove>, FunctionStateError> {
-        let mut moves = self.reset_until(&self.drain_deadline());
-        self.pause()?;
-        let before = (self.facts.clone(), self.resets);
-        moves.extend(self.apply(state, facts));
-        if let Err(error) = self.backend.restore(queues) {
-            (self.facts, self.resets) = before;
-            drop(self.reset_until(&self.drain_deadline()));
-            self.pending_vectors.clear();
-            self.resume();
-            return Err(error.into());
-        }
-        self.pending_vectors.clone_from(&state.msix.pending);
-        // The interrupt for admin completions may have been lost, like those of I/O queues. A superfluous one is harmless.
-        if self.admin.has_unconsumed_completions() {
-            self.pending_vectors.push(ADMIN_VECTOR);
-        }
-        Ok(moves)
-    }
-
-    fn restore_running(
-        &mut self,
-        state: &FunctionState,
-        facts: LeaseFacts,
-        queues: &PersistedQueues,
-    ) -> Result<Vec<BarMove>, FunctionStateError> {
-        let moves = self.apply(state, facts);
-        if let Err(error) = self.backend.restore_inflight(queues) {
-            if is_exhaustion(&error) {
-                return Err(error.into());
-            }
-            log::error!("Cannot restore the queues of the previous process: {error}");
-            self.admin.report_lost_queues();
-            self.process_admin_commands();
-            self.fail("the process that had its queues ended");
-        }
-        for vector in self.msix.vectors() {
-            // Owners of queues signal the pin if their guest has left entries. A level without an entry would stay high.
-            if !vector.is_pin() || self.admin.has_unconsumed_completions() {
-                vector.signal();
-            }
-        }
-        // Admin commands may be waiting whose doorbell was written before. A full counter wakes as well.
-        let _ = eventfd::signal(self.events_fd());
-        Ok(moves)
     }
 
     /// Applies a checked state, except for the queues of the back end. Returns the BARs that moved.

@@ -105,7 +105,7 @@ impl PersistedFunctionParts {
         let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
         drop(std::mem::replace(&mut guest.function, unused));
         let mut next = self.next_function();
-        next.restore(state).unwrap();
+        next.restore_running(state).unwrap();
         guest.function = next;
     }
 }
@@ -432,7 +432,7 @@ fn states_with_other_versions_limits_or_invalid_values_are_refused() {
     let state = guest.function.running_state();
     drop(guest);
     let mut function = survivors.next_function();
-    let mut refused = |state: &FunctionState| function.restore(state).unwrap_err();
+    let mut refused = |state: &FunctionState| function.restore_running(state).unwrap_err();
     let mut other = state.clone();
     other.version = VERSION + 1;
     assert!(
@@ -471,7 +471,33 @@ fn states_with_other_versions_limits_or_invalid_values_are_refused() {
     other.registers.cc = 0;
     other.registers.csts = 0;
     assert!(matches!(refused(&other), FunctionStateError::State(_)));
-    function.restore(&state).unwrap();
+    function.restore_running(&state).unwrap();
+}
+
+/// A VMM's function has no in-flight tracking of the process that stored the state, and would lose the commands in flight.
+#[test]
+fn states_of_running_and_paused_functions_are_not_interchangeable() {
+    let (mut guest, survivors, _) = guest();
+    let running = guest.function.running_state();
+    guest.function.pause().unwrap();
+    let paused = guest.function.save().unwrap();
+    drop(guest);
+    let mut function = survivors.next_function();
+    let before = function.running_state();
+    assert!(matches!(
+        function.restore(&serialize_and_parse(&running)),
+        Err(FunctionStateError::Running)
+    ));
+    assert!(matches!(
+        function.restore_running(&serialize_and_parse(&paused)),
+        Err(FunctionStateError::Paused)
+    ));
+    let after = function.running_state();
+    assert_eq!(
+        (after.registers, after.queues),
+        (before.registers, before.queues)
+    );
+    assert!(!function.is_paused());
 }
 
 /// State of [`eventful_guest`].

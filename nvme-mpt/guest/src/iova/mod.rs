@@ -103,7 +103,7 @@ pub trait PinnedMemory: Send + Sync + fmt::Debug {
 }
 
 /// IOVA space of a host controller. Allocated ranges never overlap or touch, so contiguous addresses always belong to one
-/// range.
+/// range. Only inherited mappings that memory has not taken over yet may touch each other.
 #[derive(Debug)]
 pub struct IovaSpace {
     end: u64,
@@ -137,8 +137,8 @@ impl AllocatedIovas {
         }
     }
 
-    /// Returns whether `start..end` and both neighbouring addresses are free, apart from `inside` allocated ranges that lie
-    /// within.
+    /// Returns whether no allocated range overlaps `start..end` or begins at `end`, apart from exactly `inside` ranges that
+    /// begin in between. If `inside` is above 0, no range may end at `start` either.
     fn is_free(&self, start: u64, end: u64, inside: usize) -> bool {
         let before = self.ranges.range(..start).next_back();
         let within = self.ranges.range(start..=end).count();
@@ -226,8 +226,11 @@ impl IovaSpace {
         Ok(self)
     }
 
-    fn inherit(&self, inherited: Vec<IommuMapping>) -> io::Result<()> {
+    fn inherit(&self, mut inherited: Vec<IommuMapping>) -> io::Result<()> {
         let page = host_page_size() as u64;
+        // Mappings of one range touch, and are in the order in which the predecessor made them. A range may begin where
+        // another one ends, but not end where another one begins.
+        inherited.sort_by_key(|mapping| mapping.iova);
         let mut taken = lock(&self.allocated);
         for IommuMapping { iova, len, .. } in &inherited {
             let end = iova.checked_add(*len).filter(|end| *end <= self.end);

@@ -383,13 +383,15 @@ fn impossible_mappings_are_refused() {
         let refused = IovaSpace::with_iommu(iommu, &USABLE).with_inherited(wrong.clone());
         assert!(refused.is_err(), "{wrong:x?}");
     }
-    let iommu = Arc::new(SharedIommu::default());
-    let touching = vec![mapping(at, PAGE), mapping(at + PAGE, PAGE)];
-    assert!(
-        IovaSpace::with_iommu(iommu, &USABLE)
-            .with_inherited(touching)
-            .is_ok()
-    );
+    // A predecessor that has mapped and unmapped memory has touching mappings in any order.
+    for touching in [[0, 1, 2], [2, 1, 0], [1, 2, 0]] {
+        let touching = touching
+            .map(|page| mapping(at + page * PAGE, PAGE))
+            .to_vec();
+        let iommu = Arc::new(SharedIommu::default());
+        let inherited = IovaSpace::with_iommu(iommu, &USABLE).with_inherited(touching.clone());
+        assert!(inherited.is_ok(), "{touching:x?}");
+    }
 }
 
 #[test]

@@ -258,6 +258,7 @@ impl Controller {
             log::ERROR => self.error_information(),
             log::SMART => self.health(),
             log::CHANGED_NAMESPACES => self.changed_namespaces(),
+            log::ENDURANCE_GROUP_EVENTS => vec![0; 8],
             _ => return Err(status::INVALID_LOG_PAGE),
         };
         page.resize(offset + len, 0);

@@ -19,6 +19,7 @@ use super::iommu::{DoorbellRegisters, ModelIommu};
 use super::namespace::Namespace;
 use super::registers::Phase;
 use super::{Controller, Counters, Options};
+use crate::admin::log;
 use crate::registers::CC_ENABLE;
 
 /// Number of turns without work after which the drive's thread sleeps between turns.
@@ -256,6 +257,19 @@ impl ModelDrive {
         controller.temperature = temperature;
         controller.critical_warning |= 1 << 1;
         controller.queue_event(1, 1, 2);
+    }
+
+    /// Reports an Endurance Group event, as a drive that does not let the host choose its events.
+    pub fn report_endurance_group(&self) {
+        let event = 2 | 5 << 8 | u32::from(log::ENDURANCE_GROUP_EVENTS) << 16;
+        self.controller().events.push_back(event);
+    }
+
+    /// Makes the media read only, and reports it as a critical warning. Writes still have to be failed by a fault.
+    pub fn report_read_only(&self) {
+        let mut controller = self.controller();
+        controller.critical_warning |= 1 << 3;
+        controller.queue_event(1, 0, log::SMART);
     }
 
     /// Sets the temperature and clears the critical warning, for which there is no event.

@@ -2,12 +2,15 @@
 
 use std::time::Duration;
 
+use nvme_mpt::drive::DriveIncidents;
 use nvme_mpt_tests::admin::{LogPage, feature, log};
-use nvme_mpt_tests::command::{Sqe, admin};
+use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::drive::{Effect, Fault, FaultMatch, ModelDrive, NamespaceOptions, Options};
 use nvme_mpt_tests::identify::field;
-use nvme_mpt_tests::status::{INVALID_FIELD, INVALID_NAMESPACE, NAMESPACE_NOT_READY, SUCCESS};
+use nvme_mpt_tests::status::{
+    INVALID_FIELD, INVALID_NAMESPACE, NAMESPACE_NOT_READY, SUCCESS, WRITE_PROTECTED,
+};
 
 use crate::common::{HANG, Host, LEASE, LONG, Machine, Setup, open, queue_pair, status, wait_for};
 use crate::load::Load;
@@ -175,5 +178,58 @@ fn a_drive_that_knows_fewer_warnings_tells_of_its_namespaces() {
     host.model.resize(1, LEASE / 512);
     expect_namespace_event(&mut controller);
     drop((controller, machine));
+    host.finish();
+}
+
+/// After an event, a drive raises no other event of its type until the host has read the event's log page.
+#[test]
+fn an_event_that_was_not_asked_for_masks_no_other() {
+    let host = host();
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = listening(&machine);
+    host.model.report_endurance_group();
+    host.model.resize(1, LEASE / 512);
+    expect_namespace_event(&mut controller);
+    drop((controller, machine));
+    host.finish();
+}
+
+#[test]
+fn a_drive_that_becomes_read_only_fails_writes_and_says_so() {
+    let host = host();
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    let read_only = 1 << 3;
+    controller
+        .set_feature(feature::ASYNC_EVENT_CONFIG, 0, read_only)
+        .unwrap();
+    controller.request_async_event().unwrap();
+    let mut queue = queue_pair(&mut controller, 1, 16);
+    let data = machine.memory.alloc(512).unwrap();
+    let buffer = nvme_mpt_tests::prp::buffer(&data, 0, 512).unwrap();
+    let [read, write] =
+        [Sqe::read(1, 0, 1), Sqe::write(1, 0, 1)].map(|sqe| sqe.with_data(buffer.pointer));
+    assert_eq!(status(&mut queue, write), SUCCESS);
+    for opcode in [io::WRITE, io::WRITE_ZEROES] {
+        let effect = Effect::Fail(WRITE_PROTECTED, true);
+        host.model
+            .inject(Fault::once(FaultMatch::IoOpcode(opcode), effect).times(u64::MAX));
+    }
+    host.model.report_read_only();
+    let event = controller.async_event(HANG).unwrap().expect("an event");
+    assert_eq!((event.kind, event.info, event.log_page), (1, 0, log::SMART));
+    let page = LogPage::of_controller(log::SMART, 512);
+    assert_eq!(
+        controller.log_page(page).unwrap()[0] & 0b1111,
+        read_only as u8
+    );
+    for write in [write, Sqe::write_zeroes(1, 0, 1, false)] {
+        let completion = queue.submit_and_wait(write, HANG).unwrap().status();
+        assert_eq!(completion.code(), WRITE_PROTECTED);
+        assert!(completion.do_not_retry());
+    }
+    assert_eq!(status(&mut queue, read), SUCCESS);
+    assert_eq!(host.incidents(), DriveIncidents::default());
+    drop((queue, controller, machine));
     host.finish();
 }

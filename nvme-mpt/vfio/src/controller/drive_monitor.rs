@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use log::{debug, warn};
+use log::warn;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::admin_queue::AdminQueue;
@@ -36,7 +36,7 @@ use nvme_mpt_memory::deadline::{Deadline, WaitClock};
 use nvme_mpt_memory::eventfd;
 use nvme_mpt_memory::sync::JoinHandle;
 use nvme_spec::admin::AbortCommand;
-use nvme_spec::event::{AsyncEvent, AsyncEventType, NoticeEvent};
+use nvme_spec::event::{AsyncEvent, AsyncEventType};
 use nvme_spec::identify::IdentifyController;
 use nvme_spec::ids::{CommandId, Nsid, QueueId};
 use nvme_spec::log::LogPageId;
@@ -396,15 +396,14 @@ impl DriveMonitor {
                 drive.with_admin(|admin| log_pages::smart_health(admin, false))?;
                 drive.report_event(DriveEvent::Health);
             }
-            (AsyncEventType::NOTICE, LogPageId::CHANGED_NAMESPACE_LIST)
-                if NoticeEvent(event.info()) == NoticeEvent::NAMESPACE_ATTRIBUTE_CHANGED =>
-            {
-                self.mark_namespaces_stale();
-            }
+            // The list is read by `check_namespaces`, which clears the event.
+            (_, LogPageId::CHANGED_NAMESPACE_LIST) => self.mark_namespaces_stale(),
             (AsyncEventType::ERROR, _) => {
                 drive.with_admin(|admin| log_pages::error_information(admin, 1, false))?;
             }
-            _ => debug!("Drive {}: the event needs nothing", drive.backing.name()),
+            // A drive that chooses its events itself may raise others, such as notices about firmware, telemetry and
+            // endurance groups. Until their log page is read, it raises no event of that type, so no notice about namespaces.
+            (_, lid) => drive.with_admin(|admin| log_pages::clear_event(admin, lid))?,
         }
         Ok(())
     }

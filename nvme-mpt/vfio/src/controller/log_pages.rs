@@ -77,6 +77,13 @@ pub(super) fn error_information(
     Ok(valid.copied().collect())
 }
 
+/// Reads the beginning of a log page whose contents are not used, to clear its event.
+pub(super) fn clear_event(admin: &mut AdminQueue, lid: LogPageId) -> Result<(), ControllerError> {
+    let mut beginning = [0; 64];
+    let len = beginning.len();
+    read_log_page(admin, lid, len, false, &mut beginning)
+}
+
 /// Reads the namespaces that have changed since the last call; `None` if the drive's list has overflowed.
 pub(super) fn changed_namespaces(
     admin: &mut AdminQueue,

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Minimum time between two readings of the kernel's clock, except when queues are added or removed.
+/// Minimum time between two readings of a poller thread's CPU time. A poller also reads it when queues are added or removed.
 pub(crate) const ACCOUNTING_PERIOD: Duration = Duration::from_millis(1);
 
 /// Processor time that pollers spent on one function. Any poller may add time.
@@ -26,7 +26,7 @@ impl ProcessorTime {
     }
 }
 
-/// Ticks that a poller spent on one queue, or on one watched doorbell, since they were last charged to the function.
+/// Ticks that a poller spent on one queue, or on one watched doorbell, and that are not yet charged to the queue's function.
 #[derive(Debug)]
 pub(crate) struct ProcessorTimeCharge {
     function: Arc<ProcessorTime>,
@@ -34,7 +34,7 @@ pub(crate) struct ProcessorTimeCharge {
 }
 
 impl ProcessorTimeCharge {
-    /// Creates a charge without ticks for a function.
+    /// Creates a charge without ticks. Its ticks will be charged to `function`.
     pub(crate) fn new(function: Arc<ProcessorTime>) -> Self {
         Self { function, ticks: 0 }
     }
@@ -45,13 +45,14 @@ impl ProcessorTimeCharge {
         self.ticks = self.ticks.wrapping_add(ticks);
     }
 
-    /// Returns the processor time of the function.
+    /// Returns the processor time that the ticks are charged to.
     pub(crate) fn function(&self) -> &Arc<ProcessorTime> {
         &self.function
     }
 }
 
-/// CPU time of a thread, to be divided among charges.
+/// CPU time of a poller's thread since the last reading, to be divided among the queues and watched doorbells that it worked
+/// for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProcessorTimeDivision {
     nanoseconds: u64,
@@ -97,7 +98,8 @@ impl ProcessorTimeDivision {
 mod tests {
     use super::*;
 
-    /// Divides `spent` nanoseconds among charges, given as function and ticks. Returns each function's time.
+    /// Divides `spent` nanoseconds among charges of two functions. Each charge is given as the index of its function, and its
+    /// ticks. Returns the time of each function.
     fn divide_time(spent: u64, bills: &[(usize, u64)]) -> [u64; 2] {
         let functions: [Arc<ProcessorTime>; 2] = Default::default();
         let bills = bills.iter().map(|(function, ticks)| {

@@ -33,23 +33,24 @@ use crate::host::ListMemory;
 use crate::host::{HostCompletion, HostMemory};
 use crate::shadow::HostQueuePair;
 
-/// Maximum commands in flight, enough for the drive to work in parallel.
+/// Maximum number of commands of a wipe in flight, enough for the drive to work in parallel.
 const DEPTH: u16 = 8;
 
 /// Maximum time without a completion, after which the wipe fails. It is counted in poll intervals, so that a suspension of the
 /// machine does not count. The drive's own command timeout is shorter.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum attempts at a command that resets or Aborts cancel. After the last attempt, the wipe fails.
+/// Maximum number of times that one command is submitted, because a reset or an Abort may cancel it. If the last attempt is
+/// cancelled too, the wipe fails.
 const ATTEMPTS: u32 = 5;
 
-/// Pause between two polls for completions.
+/// Pause before the drive is polled again, if a poll found no completion.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// Percentage of a part between two progress messages.
+/// Progress of a wipe, in percent of its range, after which the next message is logged.
 const PROGRESS_STEP_PERCENT: u64 = 10;
 
-/// Error of a wipe. The part stays marked as unwiped in the ledger.
+/// Error of a wipe. The range that was not wiped completely stays marked as unwiped in the ledger.
 #[derive(Debug, thiserror::Error)]
 pub enum WipeError {
     /// The drive has no Write Zeroes command.
@@ -58,7 +59,7 @@ pub enum WipeError {
          data=keep"
     )]
     Unsupported {
-        /// The drive.
+        /// Path of the drive.
         drive: String,
         /// Range to wipe.
         range: ByteRange,
@@ -66,7 +67,7 @@ pub enum WipeError {
     /// A command failed.
     #[error("Wiping {range} of drive {drive} failed at block {block} with status {status:?}")]
     Command {
-        /// The drive.
+        /// Path of the drive.
         drive: String,
         /// Range that was to be wiped.
         range: ByteRange,
@@ -78,7 +79,7 @@ pub enum WipeError {
     /// The drive completes no commands, or was removed.
     #[error("Wiping {range} of drive {drive} stopped: the drive completes no commands")]
     Stopped {
-        /// The drive.
+        /// Path of the drive.
         drive: String,
         /// Range that was to be wiped.
         range: ByteRange,
@@ -88,7 +89,7 @@ pub enum WipeError {
         "Wiping {range} of drive {drive} was stopped, as the server ends; it continues with the next start"
     )]
     Interrupted {
-        /// The drive.
+        /// Path of the drive.
         drive: String,
         /// Range that was to be wiped.
         range: ByteRange,
@@ -96,39 +97,39 @@ pub enum WipeError {
     /// The drive's queues or its cache failed.
     #[error("Drive {drive} cannot be wiped")]
     Io {
-        /// The drive.
+        /// Path of the drive.
         drive: String,
-        /// Cause.
+        /// Error of the queue or of the flush.
         source: io::Error,
     },
     /// The host controller refused to open the lease.
     #[error("Range {range} of drive {drive} cannot be leased to be wiped")]
     Lease {
-        /// The drive.
+        /// Path of the drive.
         drive: String,
         /// Extents of the lease.
         range: LeaseExtents,
-        /// Cause.
+        /// Reason of the host controller.
         source: HostLeaseError,
     },
-    /// The wiped part cannot be recorded in the ledger.
+    /// The ledger cannot record that a range is wiped.
     #[error(transparent)]
     Ledger(#[from] LeaseError),
 }
 
-/// Numbers of bytes and of whole parts that this process has wiped.
+/// Numbers of bytes and of complete ranges that this process has wiped.
 static WIPED: (AtomicU64, AtomicU64) = (AtomicU64::new(0), AtomicU64::new(0));
 
-/// Numbers of bytes and parts that this process has wiped since its start.
+/// Numbers of bytes and of complete ranges that this process has wiped since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WipeStats {
-    /// Wiped bytes, including the bytes of unfinished parts.
+    /// Wiped bytes, including those of ranges that are not wiped completely.
     pub bytes: u64,
-    /// Parts that are completely wiped.
+    /// Ranges that are wiped completely.
     pub parts: u64,
 }
 
-/// Returns the numbers of bytes and parts that this process has wiped.
+/// Returns the numbers of bytes and of complete ranges that this process has wiped.
 #[must_use]
 pub fn wipe_stats() -> WipeStats {
     let (bytes, parts) = &WIPED;
@@ -138,12 +139,12 @@ pub fn wipe_stats() -> WipeStats {
     }
 }
 
-/// Erases all [unwiped](Lease::unwiped) parts of a lease, and logs the progress.
+/// Erases all [unwiped](Lease::unwiped) ranges of a lease, and logs the progress.
 ///
 /// After `stop` is set, no more commands are submitted.
 ///
 /// # Errors
-/// See [`WipeError`]; unwiped parts stay marked in the ledger.
+/// See [`WipeError`]; unwiped ranges stay marked in the ledger.
 pub fn wipe(drive: &Arc<Drive>, lease: &Lease, stop: &AtomicBool) -> Result<(), WipeError> {
     if lease.unwiped().is_empty() {
         return Ok(());
@@ -158,7 +159,7 @@ pub fn wipe(drive: &Arc<Drive>, lease: &Lease, stop: &AtomicBool) -> Result<(), 
     wipe_open_lease(drive, lease, host.as_ref(), stop)
 }
 
-/// Like [`wipe`], with a lease that is already open at the host controller.
+/// Wipes like [`wipe`], by a lease that is already open at the host controller.
 pub(crate) fn wipe_open_lease(
     drive: &Arc<Drive>,
     lease: &Lease,
@@ -198,7 +199,7 @@ pub(crate) fn wipe_open_lease(
     Ok(())
 }
 
-/// A part of a drive that is being wiped.
+/// Wipe of one range of a drive, in progress.
 struct RangeWipe<'a> {
     drive: &'a Arc<Drive>,
     host: &'a dyn HostLease,
@@ -206,25 +207,26 @@ struct RangeWipe<'a> {
     queue: HostQueuePair,
     lists: ListMemory,
     table: RegionTable,
-    /// Next block to wipe, and the first block after the part.
+    /// Next block to wipe, and the first block after the range.
     next_block: u64,
     end_block: u64,
-    /// Maximum blocks of one command.
+    /// Maximum number of blocks of one command.
     blocks_max: u64,
     /// Commands in flight, by slot.
     inflight: [Option<WipeCommand>; DEPTH as usize],
     /// Commands to submit again after a reset or an Abort.
     retries: Vec<WipeCommand>,
-    /// True once all writes from before the wipe are durable.
+    /// True once the drive was flushed for this wipe. The flush precedes the first skipped block, because some file systems
+    /// report data that is not written back yet as a hole.
     is_flushed: bool,
 }
 
-/// Blocks of one command.
+/// Write Zeroes command of a wipe. It ends after `RangeWipe::blocks_max` blocks, or at the end of the range.
 #[derive(Clone, Copy, Debug)]
 struct WipeCommand {
-    /// The first block.
+    /// First block of the command.
     block: Lba,
-    /// Number of cancelled attempts.
+    /// Number of attempts that a reset or an Abort has cancelled.
     failed_attempts: u32,
 }
 
@@ -305,7 +307,8 @@ impl<'a> RangeWipe<'a> {
         }
     }
 
-    /// Returns the next piece to wipe, after skipping zero blocks; `None` at the end of the part.
+    /// Returns the next command: one to submit again, or else one for the blocks after those that are zero already. Returns
+    /// `None` if all blocks of the range are submitted or skipped.
     fn next_command(&mut self) -> Result<Option<WipeCommand>, WipeError> {
         if let Some(piece) = self.retries.pop() {
             return Ok(Some(piece));
@@ -322,7 +325,7 @@ impl<'a> RangeWipe<'a> {
         }))
     }
 
-    /// Skips blocks that are already zero.
+    /// Skips the blocks before the next one to wipe that are known to be zero already, and counts them as wiped.
     fn skip_zeroes(&mut self) -> Result<(), WipeError> {
         let mut zeroes = self.leading_zeroes();
         // A flush first: some file systems report data that is not written back yet as a hole.

@@ -22,7 +22,7 @@ use super::reservation::{QueuePairReservation, ReserveError};
 /// Use of a host controller's limited number of I/O queue pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueuePairUse {
-    /// Queue pairs of the drive.
+    /// Total number of I/O queue pairs that the drive has.
     pub total: u16,
     /// Queue pairs that are reserved for single leases, used or not.
     pub reserved: u16,
@@ -91,8 +91,9 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         None
     }
 
-    /// Reads bytes of a drive that is a file or block device of the host, so that a caller can check the content before the
-    /// first lease. Returns the number of bytes read; `None` for drives of other kinds and for unreadable bytes.
+    /// Reads bytes of a drive that is a file or block device of the host. The caller checks by them whether the drive holds
+    /// something else, before the first lease. Returns the number of bytes read; `None` for drives of other kinds and for
+    /// unreadable bytes.
     fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
         let _ = (offset, into);
         None
@@ -129,8 +130,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         false
     }
 
-    /// Returns the unit of leases in bytes. The size of each lease is a multiple of the unit, and each lease is contiguous.
-    /// Returns `None` if leases may have any size and several parts.
+    /// Returns the size in bytes that every lease of the drive is a multiple of, if each lease must be one contiguous range.
+    /// Returns `None` if leases may have any size and several ranges.
     fn lease_unit_bytes(&self) -> Option<u64> {
         None
     }
@@ -195,8 +196,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     /// Resumes the use of the drive after [`Self::hand_over`], if no other process took the drive.
     fn cancel_hand_over(&self) {}
 
-    /// Schedules the removal of the predecessor's mappings after `time`. Mappings of memory that a function of this process has
-    /// mapped by then stay.
+    /// Schedules the removal, after `time`, of the mappings of VMs' memory that the predecessor left. Those that functions of
+    /// this process have mapped again by then stay.
     fn expire_predecessor_mappings(&self, time: Duration) {
         let _ = time;
     }

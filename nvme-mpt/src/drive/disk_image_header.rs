@@ -6,12 +6,13 @@
 
 use crate::drive::Drive;
 
-/// A kind of disk image or disk encryption.
+/// A kind of disk image or of disk encryption, recognized by the first bytes. An operator who leases such a drive probably
+/// means its content instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskImageHeader {
     /// Name of the kind.
     pub name: &'static str,
-    /// Advice to the operator for making the content the drive.
+    /// Advice to the operator: a command that makes the content usable as a drive.
     pub remedy: &'static str,
 }
 
@@ -20,7 +21,7 @@ const CONVERT: &str = "convert it first (`qemu-img convert -O raw`)";
 /// Remedy for encrypted disks.
 const OPEN: &str = "open it first (`cryptsetup open`), and make the device of that the drive";
 
-/// For each header: offset of its magic, the magic, the kind and the remedy.
+/// Known headers: the offset of the magic number, the magic number, the name of the kind, and the remedy.
 const HEADERS: &[(usize, &[u8], &str, &str)] = &[
     (0, b"QFI\xFB", "a qcow2 image", CONVERT),
     (0, b"QED\0", "a QED image", CONVERT),
@@ -37,7 +38,7 @@ const HEADERS: &[(usize, &[u8], &str, &str)] = &[
     (3, b"-FVE-FS-", "BitLocker", OPEN),
 ];
 
-/// Bytes to read for the check.
+/// Number of bytes to read for the check.
 const PROBE_BYTES: usize = 512;
 
 impl DiskImageHeader {
@@ -50,7 +51,8 @@ impl DiskImageHeader {
         known.next().map(|(.., name, remedy)| Self { name, remedy })
     }
 
-    /// Returns the kind of header at byte `offset` of a drive. `None` for drives other than files and block devices.
+    /// Returns the kind of header at byte `offset` of a drive. Returns `None` if there is none, or if the drive is neither a
+    /// file nor a block device.
     #[must_use]
     pub fn detect_at(drive: &Drive, offset: u64) -> Option<Self> {
         let mut bytes = [0; PROBE_BYTES];

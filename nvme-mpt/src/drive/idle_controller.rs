@@ -34,7 +34,7 @@ impl fmt::Debug for QueueCreationHook {
     }
 }
 
-/// A drive of 1 GiB.
+/// Host controller of a test: a drive of 1 GiB.
 #[derive(Debug)]
 pub(crate) struct IdleController {
     space: Arc<IovaSpace>,

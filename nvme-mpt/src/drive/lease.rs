@@ -20,18 +20,18 @@ use crate::shadow::HostQueuePair;
 /// Request to open a lease at a host controller.
 #[derive(Clone, Copy, Debug)]
 pub struct HostLeaseRequest<'a> {
-    /// The lease's name in the log.
+    /// Name of the lease, for messages in the log.
     pub name: &'a str,
-    /// The namespace.
+    /// Namespace that the lease is in.
     pub namespace: HostNamespace,
-    /// Leased parts of the namespace, in the order of the lease's blocks.
+    /// Leased ranges of the namespace, in the order of the lease's blocks.
     pub parts: &'a [BlockRange],
-    /// Queue pairs that are reserved for the lease. `None` if there is no reservation.
+    /// Reservation of queue pairs for the lease; `None` if its queues share the drive's queue pairs.
     pub reservation: Option<&'a QueuePairReservation>,
 }
 
 impl HostLeaseRequest<'_> {
-    /// Returns the leased parts as byte ranges.
+    /// Returns the leased ranges in bytes.
     pub fn byte_ranges(&self) -> impl Iterator<Item = ByteRange> {
         let shift = self.namespace.lba_shift;
         self.parts.iter().map(move |part| part.bytes(shift))
@@ -55,13 +55,13 @@ pub enum HostLeaseError {
     /// Another server or program uses part of the range, without an entry in this ledger.
     #[error("Another process uses part of it")]
     InUse(#[source] io::Error),
-    /// A lease of this drive must be one contiguous range of a fixed size.
+    /// The lease has several ranges or grows, but a lease of this drive must be one contiguous range of a fixed size.
     #[error("Leases of the drive have a fixed size")]
     SeveralParts,
-    /// The drive cannot use the requested parts as a lease.
+    /// The drive cannot use the requested ranges as a lease.
     #[error(transparent)]
     Unfit(Box<dyn Error + Send + Sync>),
-    /// The kernel's error.
+    /// Error of the kernel.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
@@ -101,7 +101,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         Err(HostLeaseError::SeveralParts)
     }
 
-    /// Changes the lease's weight relative to other leases that share its queue pairs. The lease's queues may be in use during
+    /// Sets the lease's weight, in relation to other leases that share its queue pairs. The lease's queues may be in use during
     /// the call.
     fn set_weight(&self, weight: LeaseWeight) {
         let _ = weight;
@@ -125,7 +125,8 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     /// exits. The caller ensures that no command is in flight and that this process exits immediately afterwards.
     fn release_locks(&self) {}
 
-    /// Reports [changes](Self::change_log) and new damage of the lease to `events`, until that queue is dropped.
+    /// Reports changes that the drive itself made (see [`Self::change_log`]), and new damage of the lease, to `events` until
+    /// that queue is dropped.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }
@@ -140,8 +141,8 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Notes that completed writes of the present VMM were lost before this process opened the lease. Its writes and flushes
-    /// then fail.
+    /// Notes that writes of the present VMM were lost, although they had completed, before this process opened the lease.
+    /// Writes and flushes of the lease fail from now on.
     fn record_earlier_write_errors(&self) {}
 
     /// Records lost writes in `record` from now on, so that the successor process knows of them.
@@ -169,13 +170,13 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         Ok(false)
     }
 
-    /// Notes write errors that the kernel has already reported to the spare descriptors or to other leases of the drive, before
-    /// this process opened the lease. Called if another process had the lease before, because writes that completed there may
-    /// be lost.
+    /// Notes lost writes from before this process opened the lease, if the kernel has already reported them to the lease's
+    /// spare descriptors or to another lease of the drive. Called if another process had the lease before: writes that
+    /// completed there may be lost.
     fn restore_write_errors(&self) {}
 
-    /// Records in `record` whether there are unreported [changes](Self::change_log), for the successor process. If the record
-    /// shows unreported changes of the predecessor, the lease reports a change of unknown blocks.
+    /// Records from now on, in `record`, whether there are [changes](Self::change_log) that the guest does not know yet, for
+    /// the successor. If the record shows such changes of the predecessor, the lease reports a change of unknown blocks.
     fn record_changes(&self, record: ChangeRecord) {
         let _ = record;
     }
@@ -192,7 +193,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         let _ = store;
     }
 
-    /// Forgets lost writes of the previous VMM. A newly connected VMM gets no errors for writes of another VMM.
+    /// Forgets lost writes of the previous VMM, because a newly connected VMM must not get errors for them.
     fn forget_write_errors(&self) {}
 
     /// Notes that `range` of the lease was wiped, so that its bytes are zeroes.
@@ -205,7 +206,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the log of changes that the drive made by itself; `None` if the command set has no such log.
+    /// Returns the log of changes that the drive itself made; `None` if the command set has no such log.
     fn change_log(&self) -> Option<&dyn LeaseChangeLog> {
         None
     }

@@ -38,17 +38,17 @@ pub enum DriveNamespaceError {
     /// The drive has no active namespace with this identifier.
     #[error("Drive `{path}` has no active namespace {nsid}; it has {active:?}")]
     NoSuchNamespace {
-        /// The drive.
+        /// Path of the drive.
         path: String,
         /// Requested namespace.
         nsid: Nsid,
-        /// Active namespaces.
+        /// Identifiers of the active namespaces.
         active: Vec<u32>,
     },
     /// The drive has less than one block.
     #[error("Drive `{path}` is smaller than one logical block of {lba_size} bytes")]
     TooSmall {
-        /// The drive.
+        /// Path of the drive.
         path: String,
         /// Logical block size in bytes.
         lba_size: u32,

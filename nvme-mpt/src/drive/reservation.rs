@@ -15,7 +15,7 @@ pub struct QueuePairReservation {
 }
 
 impl QueuePairReservation {
-    /// Creates a reservation of `pairs` queue pairs. `key` identifies the reservation at the host controller, which frees the
+    /// Creates a reservation of `pairs` queue pairs. By `key`, the host controller recognizes the reservation. It frees the
     /// queue pairs when `grant` is dropped.
     pub fn new(key: u64, pairs: u16, grant: impl Any + Send + Sync) -> Self {
         Self {
@@ -25,25 +25,25 @@ impl QueuePairReservation {
         }
     }
 
-    /// Returns the reservation's identifier at the host controller.
+    /// Returns the identifier of this reservation of queue pairs at the host controller.
     #[must_use]
     pub fn key(&self) -> u64 {
         self.key
     }
 
-    /// Returns the number of pairs.
+    /// Returns the number of reserved queue pairs.
     #[must_use]
     pub fn pairs(&self) -> u16 {
         self.pairs
     }
 }
 
-/// Number of queue pairs that a lease has reserved, for messages.
+/// A lease that has reserved queue pairs, for messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReservedPairs {
     /// Id of the lease.
     pub lease: String,
-    /// Number of its pairs.
+    /// Number of queue pairs that are reserved for the lease.
     pub pairs: u16,
 }
 
@@ -54,10 +54,10 @@ impl fmt::Display for ReservedPairs {
     }
 }
 
-/// Errors of reserving queue pairs.
+/// Error of a reservation of queue pairs.
 #[derive(Debug, thiserror::Error)]
 pub enum ReserveError {
-    /// Other reservations leave too few pairs.
+    /// Too few queue pairs of the drive are left for the reservation, because other leases have reserved some.
     #[error(
         "Drive {drive} cannot reserve {asked} I/O queue pairs: {left} of its {total} are left, as {}, and one stays for \
          queues without a reservation; {}",
@@ -65,21 +65,21 @@ pub enum ReserveError {
         remedy(*left, holders)
     )]
     TooFew {
-        /// The drive.
+        /// Path of the drive.
         drive: String,
-        /// Pairs that were requested.
+        /// Number of queue pairs that were requested.
         asked: u16,
-        /// Pairs that are available for reservations.
+        /// Number of queue pairs that can still be reserved.
         left: u16,
-        /// Total pairs of the drive.
+        /// Total number of queue pairs of the drive.
         total: u16,
-        /// The leases with reservations.
+        /// Leases that have reserved queue pairs of the drive, each with the number of its pairs.
         holders: Vec<ReservedPairs>,
     },
-    /// The number of the host controller's queue pairs is not limited.
+    /// The host controller does not limit the number of its queue pairs, so that a reservation has no purpose.
     #[error("Only a physical drive has queue pairs to reserve: leave reserve= out")]
     Unbounded,
-    /// The error of the kernel or of the drive.
+    /// Error of the kernel or of the drive.
     #[error("Queue pairs cannot be reserved")]
     Io(#[source] io::Error),
 }

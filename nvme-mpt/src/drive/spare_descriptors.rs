@@ -7,14 +7,15 @@
 use std::fmt;
 use std::os::fd::OwnedFd;
 
-/// A store of spare file descriptors, by drive identity and lease id.
+/// A store of spare file descriptors, by drive identity and lease id. The supervisor process keeps them open while servers are
+/// replaced.
 pub trait SpareDescriptorStore: fmt::Debug + Send + Sync {
     /// Returns a lease's descriptors, stored by this process or a predecessor.
     fn load(&self, drive: &str, lease: &str) -> Vec<OwnedFd>;
 
-    /// Replaces a lease's descriptors.
+    /// Stores the lease's descriptors in place of those that the store has of it.
     fn store(&self, drive: &str, lease: &str, spare: &[OwnedFd]);
 
-    /// Closes a lease's descriptors. After the call, no process has them open.
+    /// Forgets and closes a lease's descriptors. After the call, no process has them open.
     fn forget(&self, drive: &str, lease: &str);
 }

@@ -12,13 +12,13 @@ use super::namespace::HostNamespace;
 use crate::host::DelayableQueue;
 use crate::shadow::CommandSet;
 
-/// A host controller of a store. Its queues have a known type, so a layer in front of them is compiled together with them, and a
-/// poll remains one virtual call.
+/// Host controller of a drive with a backing store. Its queues have a known type, so a layer in front of them is compiled
+/// together with them, and a poll remains one virtual call.
 pub trait StoreController: HostController {
-    /// A lease of the store.
+    /// Type of the store's leases.
     type Lease: StoreLease + 'static;
 
-    /// Returns the only namespace.
+    /// Returns the store's only namespace.
     fn namespace(&self) -> &HostNamespace;
 
     /// Opens a lease like [`HostController::open_lease`].
@@ -33,13 +33,14 @@ pub trait StoreController: HostController {
     /// Returns the path of the file or block device, or `None` if the blocks are lost when the process ends.
     fn path(&self) -> Option<&Path>;
 
-    /// From now on, makes each sync of the blocks also sync `file` afterwards.
+    /// Makes each sync of the blocks also sync `file` afterwards, from now on. A layer keeps its own data about the blocks in
+    /// `file`.
     fn set_companion_file(&self, file: Arc<File>);
 }
 
 /// A lease of a store.
 pub trait StoreLease: HostLease {
-    /// A queue pair in front of which a layer can stand.
+    /// Type of the store's queue pairs, in front of which a layer can stand.
     type Queue: DelayableQueue<Commands: CommandSet> + fmt::Debug + Send + 'static;
 
     /// Creates a queue pair like [`HostLease::create_queue`], but of a known type.

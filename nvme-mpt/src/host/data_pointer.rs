@@ -1,4 +1,4 @@
-//! Access to the data of a translated command: the IOMMU of software drives.
+//! Access to the data of a translated command. A software-defined drive resolves addresses here, as an IOMMU does for hardware.
 
 use nvme_guest::address::PAGE_SIZE;
 use nvme_guest::dma::RegionHint;

@@ -17,7 +17,7 @@ const LIST_WORDS: usize = LIST_BYTES / 8;
 /// List memory of one shadow queue's slots.
 #[derive(Debug)]
 pub struct ListMemory {
-    /// Dropped before `words`, so that the drive's mapping ends before the memory is unmapped.
+    /// Dropped before `words`, so that the drive's mapping of the lists ends before their memory is unmapped.
     iova: IovaPart,
     words: PrivateWords,
 }
@@ -46,7 +46,7 @@ impl ListMemory {
         (list, iova)
     }
 
-    /// Returns the IOVA of a slot's list.
+    /// Returns the address of a slot's list for the host controller.
     #[inline]
     pub fn slot_iova(&self, slot: u16) -> Iova {
         self.iova.iova_at(u64::from(slot) * LIST_BYTES as u64)

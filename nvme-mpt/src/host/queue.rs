@@ -22,19 +22,20 @@ pub struct HostCompletion {
     pub dw0: u32,
 }
 
-/// Memory that translated commands refer to: the memory that an IOMMU would map for the host controller.
+/// Memory that translated commands refer to. Of a physical drive, the IOMMU maps this memory; a software-defined drive finds
+/// addresses in it.
 #[derive(Clone, Copy, Debug)]
 pub struct HostMemory<'a> {
     /// The VM's memory.
     pub table: &'a RegionTable,
-    /// Lists of the slots.
+    /// Memory of the lists (PRP lists, SGLs and ranges) of the queue's slots.
     pub lists: &'a ListMemory,
 }
 
 /// Time at which the commands of a host queue complete, relative to the poll that submits them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompletionTiming {
-    /// All commands complete while their doorbell is rung, except [deferred commands](HostQueue::has_deferred_commands).
+    /// All commands complete while their doorbell is rung, apart from [deferred commands](HostQueue::has_deferred_commands).
     Immediate,
     /// Some commands complete while their doorbell is rung.
     Mixed,
@@ -53,7 +54,7 @@ pub trait HostQueue {
     /// Command set of the queue's commands; a [`CommandSet`](crate::shadow::CommandSet) if a shadow queue uses the queue.
     type Commands;
 
-    /// See [`Self::batch`].
+    /// Type of the batches that [`Self::batch`] starts.
     type Batch<'a>: HostBatch
     where
         Self: 'a;
@@ -64,8 +65,8 @@ pub trait HostQueue {
     /// Passes available completions to `taker`.
     fn reap(&mut self, memory: HostMemory<'_>, taker: impl CompletionTaker);
 
-    /// Lets commands start no further step, because the queue is about to be deleted. A command with steps left ends with
-    /// [`Status::ABORTED_SQ_DELETION`] when its current step is done. The queue gets no more commands.
+    /// Lets the queue's commands start no further step. Called when the queue is about to be deleted and gets no more commands.
+    /// A command with steps left ends with [`Status::ABORTED_SQ_DELETION`] when its current step is done.
     fn cut_short(&mut self);
 
     /// Waits, before the queue is dropped, for commands that the drive has not completed. Returns whether all have completed.
@@ -93,7 +94,7 @@ pub trait HostQueue {
         false
     }
 
-    /// Returns the current number of blocks of the drive's namespace; `None` if the number cannot change.
+    /// Returns the present size in blocks of the drive's namespace; `None` if the size cannot change.
     fn blocks(&self) -> Option<u64> {
         None
     }
@@ -103,8 +104,8 @@ pub trait HostQueue {
         false
     }
 
-    /// Sets whether commands complete as soon as possible instead of at their due time. Set while a caller waits until no
-    /// command of the queue is in flight.
+    /// Sets whether commands complete as soon as they can, instead of at their due time. It is set while a caller waits until
+    /// no command of the queue is in flight.
     fn set_hurried(&mut self, hurried: bool) {
         let _ = hurried;
     }
@@ -139,7 +140,7 @@ pub trait HostBatch {
     /// Writes an announced command to the host SQ, which has free entries for as many commands as the queue has slots.
     fn submit(&mut self, sqe: &Sqe);
 
-    /// Submits a command that may already have been executed partly or completely.
+    /// Submits a command again that the host controller may have executed already, partly or completely.
     fn resubmit(&mut self, sqe: &Sqe) {
         self.submit(sqe);
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use nvme_mpt_memory::clock::{Ticks, ticks_in};
 
-/// Interval between two checks.
+/// Interval between two checks of the requests in flight.
 pub const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Number of checks after which a request is overdue. This is 10 s, far longer than a healthy drive needs.
@@ -19,7 +19,7 @@ pub fn checks_in(time: Duration) -> u32 {
     u32::try_from(time.as_millis() / CHECK_INTERVAL.as_millis()).unwrap_or(u32::MAX)
 }
 
-/// Counter of the checks of one queue.
+/// Counter of the checks of one queue's requests. The age of a request is the number of checks since its submission.
 #[derive(Debug)]
 pub struct RequestAgeTimer {
     /// Number of checks so far.
@@ -36,7 +36,7 @@ impl Default for RequestAgeTimer {
 }
 
 impl RequestAgeTimer {
-    /// Creates a counter whose first check is due at once.
+    /// Creates a counter without checks. The first check is due immediately.
     #[must_use]
     pub fn new() -> Self {
         Self {

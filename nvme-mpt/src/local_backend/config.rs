@@ -26,7 +26,7 @@ pub struct LocalBackendConfig {
     pub queue_pairs: u16,
     /// Queue pairs of the drive that are reserved for the lease.
     pub reservation: Option<QueuePairReservation>,
-    /// Maximum data transfer size of a command; `None` for the drive's own.
+    /// Maximum data transfer size of a command; `None` for that of the drive.
     pub mdts: Option<Mdts>,
     /// Way in which doorbell writes reach the pollers.
     pub doorbells: DoorbellMode,
@@ -36,7 +36,7 @@ pub struct LocalBackendConfig {
     pub poll: PollPolicy,
     /// Choices of the adaptive policies; those [of the drive](AdaptivePolicies::for_drive) are set when the drive is opened.
     pub adaptive: AdaptivePolicies,
-    /// Pollers of the process.
+    /// Pollers that run the queues.
     pub pollers: Arc<PollerPool>,
     /// Kinds of files that may back the VM's memory.
     pub memory: MemoryKinds,
@@ -58,6 +58,6 @@ pub enum SharedBackendPartsSource {
     /// The function survived the process of its previous back end and passes on the parts of that back end. They are untrusted.
     Persisted(PersistedBackendParts, EventReader),
     /// The function is in this process and continues in the next one. Its queues have in-flight tracking. The files come from
-    /// the old server, if there was one, and are untrusted.
+    /// the predecessor, if there was one, and are untrusted.
     Continued(Option<PersistedBackendFiles>),
 }

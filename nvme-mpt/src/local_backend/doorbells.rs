@@ -63,7 +63,8 @@ impl LocalBackend {
         }
     }
 
-    /// Makes a poller signal the admin queue's events when a doorbell of the admin queue has changed.
+    /// Lets a poller watch the admin queue's doorbells. If one has changed, the poller wakes the thread that handles admin
+    /// commands.
     fn start_admin_watch(&self, queues: &mut BackendQueues) -> io::Result<()> {
         self.stop_admin_watch(queues);
         let doorbells = &self.context.doorbells;
@@ -117,7 +118,7 @@ impl LocalBackend {
         self.set_doorbell_buffer_until(buffer, &self.deadline())
     }
 
-    /// Sets the buffer as [`Self::set_doorbell_buffer`] does, until `deadline`.
+    /// Sets the Doorbell Buffer as [`Self::set_doorbell_buffer`] does, and waits for the queues until `deadline`.
     pub(super) fn set_doorbell_buffer_until(
         &self,
         buffer: DoorbellBuffer,
@@ -147,7 +148,7 @@ impl LocalBackend {
         Ok(())
     }
 
-    /// Copies the doorbell values of existing queues from the registers to the buffer.
+    /// Copies the doorbell values of the existing queues from the registers to the Doorbell Buffer.
     fn copy_doorbells(&self, queues: &BackendQueues, shadow: Gpa) {
         let existing = queues.cqs.iter().flat_map(|(cqid, entry)| {
             let cq = std::iter::once(Doorbell::CqHead(QueueId(*cqid)));

@@ -15,9 +15,9 @@ pub enum LocalBackendError {
     /// The number of queue pairs is 0 or above the maximum.
     #[error("{queue_pairs} I/O queue pairs are not possible; use 1 to {most}")]
     InvalidQueuePairs {
-        /// Requested number.
+        /// Number of queue pairs that was requested.
         queue_pairs: u16,
-        /// Maximum number for the doorbell mode and stride.
+        /// Maximum number of queue pairs for the doorbell mode and the stride.
         most: u16,
     },
     /// The maximum data size of a command is above the drive's, or below the size that its command set promises.
@@ -25,7 +25,7 @@ pub enum LocalBackendError {
     InvalidMdts {
         /// Path of the drive.
         drive: String,
-        /// Requested size.
+        /// Maximum data size that was requested.
         asked: Mdts,
         /// Minimum size, promised by the command set.
         least: ByteSize,
@@ -40,7 +40,8 @@ pub enum LocalBackendError {
         "Range {0} has data of another lease, which is to be wiped before it can be attached to"
     )]
     Unwiped(ByteRange),
-    /// The lease has several extents that are not whole units.
+    /// The lease has several extents, and one of them is not a multiple of the ledger's smallest extent (unit). An address
+    /// could not be translated.
     #[error(
         "The extents of lease \"{0}\" are not whole units of it; the ledger was changed by hand"
     )]
@@ -66,7 +67,7 @@ pub enum LocalBackendError {
         /// Path of the drive.
         drive: String,
     },
-    /// A user without a lease in this ledger has locked part of the range.
+    /// A process without a lease in this ledger has locked part of the range.
     #[error(
         "Range {range} of drive {drive} is locked by a user with no lease in this ledger: a server or a function \
          with another state directory, or a VMM that has the file open; stop it, or choose another range"
@@ -79,13 +80,13 @@ pub enum LocalBackendError {
         /// Error that names the processes that hold the lock.
         source: io::Error,
     },
-    /// A processor for pollers does not exist.
+    /// A processor that was named for a poller does not exist.
     #[error(transparent)]
     Processor(#[from] NoSuchProcessor),
     /// The host controller refused the lease.
     #[error(transparent)]
     Lease(HostLeaseError),
-    /// The lease's queue pairs cannot be stored in the ledger.
+    /// The ledger cannot store how many queue pairs are reserved for the lease.
     #[error(transparent)]
     Ledger(#[from] LeaseError),
     /// The kernel has no free memory, descriptors or threads.

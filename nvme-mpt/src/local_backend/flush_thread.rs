@@ -11,7 +11,7 @@ use nvme_mpt_memory::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_ch
 use super::open_lease::OpenLease;
 use crate::poller::{Poller, QueueRemoval};
 
-/// Shadow queue that outlives its back end: its poller hands it over once none of its commands is in flight.
+/// Shadow queue with in-flight commands at the end of its back end. Its poller hands it over once they have ended.
 #[derive(Debug)]
 pub(super) struct OutlivingQueue {
     pub(super) queue: QueueRemoval,
@@ -25,11 +25,11 @@ enum FlushThreadTask {
     StoreMarks(Weak<OpenLease>),
 }
 
-/// Handle of the background thread. After the handle is dropped, the thread finishes its tasks and ends.
+/// Handle of the flush thread of a back end. After the handle is dropped, the thread finishes its tasks and ends.
 #[derive(Debug)]
 pub(super) struct FlushThread {
     tasks: Sender<FlushThreadTask>,
-    /// True while the marks of unreadable blocks may be stored. The thread holds the lock while it stores them.
+    /// True while the thread may store unreadable blocks. It holds the lock while it stores them.
     can_store_marks: Arc<Mutex<bool>>,
 }
 
@@ -51,7 +51,7 @@ impl FlushThread {
         })
     }
 
-    /// Flushes the drive in the background. The result arrives when the drive is done.
+    /// Starts a flush of the drive on the thread. The result arrives when the drive has flushed.
     pub(super) fn flush(&self, holding: Arc<OpenLease>) -> Receiver<io::Result<()>> {
         let (reply, result) = sync_channel(1);
         // If the thread has ended, the reply is dropped, and the receiver reports that.
@@ -59,7 +59,7 @@ impl FlushThread {
         result
     }
 
-    /// Returns a callback that requests storing the unreadable blocks of a lease, and does not wait for the result.
+    /// Returns a function that lets the thread store the unreadable blocks of a lease, and does not wait for it.
     pub(super) fn store_marks_callback(
         &self,
         holding: &Arc<OpenLease>,
@@ -70,8 +70,8 @@ impl FlushThread {
         Box::new(move || drop(sender.send(FlushThreadTask::StoreMarks(holding.clone()))))
     }
 
-    /// Stops the storing of unreadable blocks. The caller ensures that no command waits for it. Afterwards the thread takes no
-    /// reference to the lease, so the lease ends with its back end.
+    /// Lets the thread store no unreadable blocks from now on. The caller ensures that no command waits for that. Afterwards
+    /// the thread takes no reference to the lease, so the lease ends with its back end.
     pub(super) fn stop_storing_marks(&self) {
         *self
             .can_store_marks
@@ -90,7 +90,7 @@ fn run_task(task: FlushThreadTask, stores_marks: &Mutex<bool>) {
     match task {
         FlushThreadTask::Flush(holding, reply) => {
             let result = holding.flush();
-            // Before the reply, so that the waiting thread becomes the last holder of the lease.
+            // Dropped before the reply, so that the waiting thread becomes the last holder of the lease.
             drop(holding);
             // The requester may have stopped waiting.
             let _ = reply.send(result);

@@ -33,24 +33,24 @@ use crate::shadow::{
     UnmappedRing,
 };
 
-/// Completion Queue that the guest has created, with its Submission Queues.
+/// Completion Queue that the guest has created, with its Submission Queues and the shadow queue of both.
 #[derive(Debug)]
 pub(super) struct CreatedCompletionQueue {
     pub(super) cqid: QueueId,
-    /// Identifier of the shadow queue among the pollers' queues.
+    /// Identifier of the shadow queue, by which its poller finds it.
     pub(super) id: u64,
     pub(super) poller: Arc<Poller>,
-    /// Drive's queue pair behind the queue; `None` if the drive has no limit on its queue pairs.
+    /// Drive's queue pair behind the shadow queue; `None` if the drive has no limit on its queue pairs.
     pair: Option<Arc<dyn SharedQueuePair>>,
     pub(super) sqs: Vec<QueueId>,
-    /// The shadow queue while no poller runs it.
+    /// The shadow queue while no poller runs it, as in a pause.
     pub(super) detached: Option<Box<ShadowQueue>>,
-    /// The shadow queue while its poller hands it over. The queue takes no new commands, and arrives once its last in-flight
-    /// command has ended.
+    /// Receives the shadow queue that its poller hands over. The queue takes no new commands, and arrives once its last
+    /// in-flight command has ended.
     removal: Option<QueueRemoval>,
-    /// True if the queue is to be deleted when it arrives. Its commands then start no further step.
+    /// True if the shadow queue is dropped when its poller hands it over. Its in-flight commands start no further step.
     is_ending: bool,
-    /// True if a wait for its in-flight commands has timed out.
+    /// True if a wait for the in-flight commands of the shadow queue has timed out.
     is_overdue: bool,
 }
 
@@ -64,7 +64,7 @@ impl CreatedCompletionQueue {
         })
     }
 
-    /// Changes the shadow queue with `change`, at a time when no poller has it and none of its commands is in flight.
+    /// Changes the shadow queue with `change`. Takes it from its poller for that, once none of its commands is in flight.
     pub(super) fn change(
         &mut self,
         deadline: &Deadline,
@@ -88,7 +88,8 @@ impl CreatedCompletionQueue {
         }
     }
 
-    /// Stops the queue as [`Self::begin_removal`] does, and cuts its commands short, because the queue is going to be deleted.
+    /// Makes the poller hand over the shadow queue as [`Self::begin_removal`] does, and cuts its in-flight commands short,
+    /// because the queue is going to be deleted.
     fn begin_deletion(&mut self) {
         match &self.removal {
             Some(_) if self.is_ending => {}
@@ -98,8 +99,8 @@ impl CreatedCompletionQueue {
         self.is_ending = true;
     }
 
-    /// Cancels the removal of a queue, except for a removal that deletes it. If the shadow queue has already left its poller,
-    /// it is held here; otherwise it stays with the poller.
+    /// Cancels the hand-over of the shadow queue, except for a queue that is going to be deleted. If the shadow queue has
+    /// already left its poller, it is held here; otherwise it stays with the poller.
     pub(super) fn cancel_removal(&mut self) {
         if self.is_ending {
             return;
@@ -112,7 +113,7 @@ impl CreatedCompletionQueue {
         }
     }
 
-    /// Holds the shadow queue here, while no poller runs it.
+    /// Holds the shadow queue here, without a reference to the VM's memory.
     pub(super) fn hold_detached(&mut self, mut queue: Box<ShadowQueue>) {
         queue.release_memory();
         self.detached = Some(queue);
@@ -153,16 +154,16 @@ impl CreatedCompletionQueue {
 
 #[derive(Debug, Default)]
 pub(super) struct BackendQueues {
-    /// Queues by the identifier of the Completion Queue.
+    /// Completion Queues by identifier.
     pub(super) cqs: BTreeMap<u16, CreatedCompletionQueue>,
     pub(super) buffer: Option<DoorbellBuffer>,
     /// True if every I/O command fails until the next reset, because the lease is revoked.
     pub(super) is_revoked: bool,
-    /// True if every queue is held here and no poller runs any.
+    /// True if no poller runs any queue: all shadow queues are held here.
     pub(super) is_paused: bool,
-    /// Counters of the lease from before a restore, or from an earlier process.
+    /// Counters of the lease from before a restore, or from the predecessor.
     pub(super) previous_counters: LeaseCounters,
-    /// Identifier of the watch of the admin queue's mapped doorbells, and its poller.
+    /// Watch of the admin queue's mapped doorbells, if there is one: its identifier, and the poller that watches.
     pub(super) admin_watch: Option<(u64, Arc<Poller>)>,
 }
 
@@ -174,7 +175,7 @@ impl BackendQueues {
             .map(|(cqid, _)| *cqid)
     }
 
-    /// Returns a queue that its poller has not handed over yet, because some of the queue's commands are in flight.
+    /// Returns a Completion Queue whose shadow queue its poller has not handed over yet, because commands of it are in flight.
     pub(super) fn pending_removal(&self) -> Option<QueueId> {
         let mut entries = self.cqs.values();
         entries
@@ -196,13 +197,13 @@ const OVERDUE_WAIT_MIN: Duration = Duration::from_secs(1);
 /// Treatment of overdue queues: their in-flight commands did not end within a wait of at least [`OVERDUE_WAIT_MIN`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OverdueQueuePolicy {
-    /// Waits again for the in-flight commands of overdue queues.
+    /// Waits for the in-flight commands of overdue queues as for those of any queue.
     Wait,
-    /// Does not wait for the in-flight commands of overdue queues.
+    /// Fails without a wait if an overdue queue still has commands in flight.
     Skip,
 }
 
-/// Returns the error for a Completion Queue whose ring is not in the guest's memory.
+/// Returns the error for a Completion Queue whose ring does not lie in the VM's memory.
 fn not_mapped(config: &CqConfig) -> QueueError {
     QueueError::NotMapped {
         gpa: config.base,
@@ -210,7 +211,7 @@ fn not_mapped(config: &CqConfig) -> QueueError {
     }
 }
 
-/// Source of identifiers of shadow queues and watches.
+/// Identifier that the next shadow queue, or watch of doorbells, gets.
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
 pub(super) fn next_id() -> u64 {
@@ -245,7 +246,7 @@ impl LocalBackend {
         Ok(())
     }
 
-    /// Checks that a Completion Queue may be created now.
+    /// Checks that the guest may create a Completion Queue now.
     fn check_new_cq(&self, queues: &BackendQueues, config: &CqConfig) -> Result<(), QueueError> {
         let qid = config.qid;
         if queues.is_revoked || !self.has_blocks() {
@@ -264,7 +265,7 @@ impl LocalBackend {
         }
     }
 
-    /// Creates the host queue of a Completion Queue.
+    /// Creates the host queue behind a guest's Completion Queue.
     fn create_host_queue(&self, config: &CqConfig) -> Result<HostQueuePair, QueueError> {
         let host = self
             .open_lease
@@ -393,7 +394,7 @@ impl LocalBackend {
         self.create_sq_until(config, &self.deadline())
     }
 
-    /// Creates the queue as [`Self::create_sq`] does, until `deadline`.
+    /// Creates a Submission Queue as [`Self::create_sq`] does, and waits for the shadow queue until `deadline`.
     pub(super) fn create_sq_until(
         &self,
         config: SqConfig,
@@ -449,7 +450,7 @@ impl LocalBackend {
         self.delete_sq_until(qid, &self.deadline())
     }
 
-    /// Deletes the queue as [`Self::delete_sq`] does, until `deadline`.
+    /// Deletes a Submission Queue as [`Self::delete_sq`] does, and waits for the shadow queue until `deadline`.
     pub(super) fn delete_sq_until(
         &self,
         qid: QueueId,
@@ -471,7 +472,7 @@ impl LocalBackend {
         self.delete_cq_until(qid, &self.deadline())
     }
 
-    /// Deletes the queue as [`Self::delete_cq`] does, until `deadline`.
+    /// Deletes a Completion Queue as [`Self::delete_cq`] does, and waits for the shadow queue until `deadline`.
     pub(super) fn delete_cq_until(
         &self,
         qid: QueueId,
@@ -527,7 +528,7 @@ impl LocalBackend {
         self.reset_until(&self.deadline())
     }
 
-    /// Resets as [`Self::reset`] does, until `deadline`, which is shared by all queues.
+    /// Resets as [`Self::reset`] does. The waits for all queues together end at `deadline`.
     pub(super) fn reset_until(&self, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
         let result = self.delete_queues_until(&mut queues, deadline, OverdueQueuePolicy::Wait);
@@ -535,7 +536,7 @@ impl LocalBackend {
         result
     }
 
-    /// Deletes all queues and drops the Doorbell Buffer, until `deadline`.
+    /// Deletes all queues and drops the Doorbell Buffer. The waits for all queues together end at `deadline`.
     pub(super) fn delete_queues_until(
         &self,
         queues: &mut BackendQueues,
@@ -550,7 +551,7 @@ impl LocalBackend {
         }
     }
 
-    /// Ends all queues permanently. Returns the queues whose in-flight commands did not end before the deadline.
+    /// Deletes all queues when the back end ends. Returns those with commands in flight that did not end in time.
     pub(super) fn end_queues(&self) -> Vec<OutlivingQueue> {
         let mut queues = self.queues();
         self.delete_each_queue(&mut queues, &self.deadline(), OverdueQueuePolicy::Skip);
@@ -566,8 +567,8 @@ impl LocalBackend {
         late.collect()
     }
 
-    /// Deletes all queues. If queues still have commands in flight at the deadline, returns the identifier of one of them; the
-    /// pollers hand these queues over later.
+    /// Deletes all queues. If some still have commands in flight at the deadline, returns the identifier of one of them;
+    /// pollers hand over such queues later.
     fn delete_each_queue(
         &self,
         queues: &mut BackendQueues,
@@ -597,8 +598,8 @@ impl LocalBackend {
         queues.cqs.keys().next().copied().map(QueueId)
     }
 
-    /// Resets the doorbell of a new queue, whose first entry is 0. The Doorbell Buffer may still have a value of a deleted
-    /// queue with the same identifier.
+    /// Sets the doorbell of a new queue to 0, the index of its first entry. The Doorbell Buffer may still have the value of a
+    /// deleted queue with the same identifier.
     fn reset_doorbell(&self, doorbell: Doorbell, buffer: Option<DoorbellBuffer>) {
         self.context.doorbells.store(doorbell, 0);
         if let Some(DoorbellBuffer { shadow, .. }) = buffer {
@@ -606,7 +607,7 @@ impl LocalBackend {
         }
     }
 
-    /// Returns the placement hints for the poller of a queue with this interrupt vector.
+    /// Returns hints for choosing the poller of a queue with this interrupt vector: the vector and the drive's NUMA node.
     pub(super) fn poller_locality(&self, vector: Option<Arc<InterruptVector>>) -> PollerLocality {
         PollerLocality {
             vector,

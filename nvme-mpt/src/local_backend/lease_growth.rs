@@ -1,4 +1,4 @@
-//! Growth of a lease by size while its guest uses it.
+//! Growth of a lease, which was requested by size, while its guest uses it.
 //!
 //! 1. The ledger stores the added extents.
 //! 2. The host controller opens them for the lease. Data of other leases in them is wiped.
@@ -28,27 +28,27 @@ pub enum GrowError {
     /// The ledger refuses the growth.
     #[error(transparent)]
     Lease(#[from] LeaseError),
-    /// The host controller refuses the added extents.
+    /// The host controller does not open the added extents for the lease.
     #[error("Lease \"{id}\" cannot be given {range}")]
     Host {
         /// Identifier of the lease.
         id: String,
-        /// Refused bytes of the drive.
+        /// Bytes of the drive that it does not open.
         range: ByteRange,
-        /// Cause.
+        /// Reason of the host controller.
         source: HostLeaseError,
     },
-    /// Leases of the drive have a fixed size.
+    /// The lease cannot grow, because leases of its drive are one contiguous range of a fixed size.
     #[error(
         "Lease \"{0}\" cannot grow, as leases of its drive have a fixed size: add a larger lease"
     )]
     FixedSize(String),
-    /// The extents of the lease are not whole units.
+    /// An extent of the lease is not a multiple of the ledger's smallest extent (unit). Addresses could not be translated.
     #[error(
         "The extents of lease \"{0}\" are not whole units of it; the ledger was changed by hand"
     )]
     PartialUnits(String),
-    /// Data of another lease cannot be wiped.
+    /// The added extents have data of another lease, which cannot be wiped.
     #[error(transparent)]
     Wipe(#[from] WipeError),
 }
@@ -56,7 +56,7 @@ pub enum GrowError {
 /// Progress of a lease's growth.
 #[derive(Debug)]
 pub(super) struct LeaseGrowth {
-    /// Number of blocks that the host controller has opened for the lease.
+    /// Number of the lease's blocks that are open at the host controller.
     granted_blocks: u64,
 }
 
@@ -68,14 +68,15 @@ impl From<u64> for LeaseGrowth {
     }
 }
 
-/// Returns the number of blocks of a unit of a lease by size.
+/// Returns the number of blocks of a unit, the smallest extent of a lease that was requested by size. Returns `None` for a
+/// lease that was requested as a range.
 pub(super) fn unit_blocks(drive: &Drive, lease: &Lease) -> Option<u64> {
     lease.unit().map(|unit| unit >> drive.lba_shift())
 }
 
 impl LocalBackend {
-    /// Grows a lease by size to `bytes`. The call takes as long as wiping the added blocks, and reports the new size to the
-    /// guest at its end. After `stop` is set, no further block is wiped.
+    /// Grows a lease, which was requested by size, to `bytes`. The call takes as long as wiping the added blocks, and reports
+    /// the new size to the guest at its end. After `stop` is set, no further block is wiped.
     ///
     /// # Errors
     /// See [`GrowError`]. The guest keeps its old size after an error.

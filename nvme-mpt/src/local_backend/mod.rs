@@ -70,19 +70,18 @@ use io_queues::{BackendQueues, CreatedCompletionQueue};
 use lease_growth::{LeaseGrowth, unit_blocks};
 use spare_descriptors::SpareDescriptors;
 
-/// Flush that the drive did not complete within the timeout of its caller.
+/// A flush that outlasted its caller's timeout, and that the drive has perhaps not completed yet.
 #[derive(Debug)]
 struct LateFlush {
-    /// Number of commands completed before the flush.
+    /// Number of commands that the lease had completed when the flush started.
     commands: u64,
     receiver: Receiver<io::Result<()>>,
-    /// Result, once it is received.
+    /// Result of the flush, once it is received.
     received: Option<io::Result<()>>,
 }
 
 impl LateFlush {
-    /// Returns whether the drive is still flushing. A result that has arrived is stored for the next
-    /// [`LocalBackend::flush_until`].
+    /// Returns whether the drive is still flushing. A result that has arrived is stored for [`LocalBackend::flush_until`].
     fn is_pending(&mut self) -> bool {
         if self.received.is_none() {
             match self.receiver.try_recv() {
@@ -104,17 +103,17 @@ pub struct LocalBackend {
     window: DmaWindow,
     context: Arc<QueueContext>,
     coalescing: Arc<CoalescingFeature>,
-    /// Interrupt vectors by number. Their count is [`vector_count`] of the number of queue pairs.
+    /// Interrupt vectors by number. [`vector_count`] has their number for the number of queue pairs.
     vectors: Vec<Arc<InterruptVector>>,
-    /// Counters by queue; index 0 is queue 1.
+    /// Counters of the I/O queues. Index 0 is queue 1.
     counters: Vec<Arc<QueueCounters>>,
     queues: Mutex<BackendQueues>,
     clock: Arc<dyn WaitClock>,
     flush_thread: FlushThread,
-    /// Flush that the drive did not complete within its caller's timeout.
+    /// Flush that outlasted its caller's timeout, if there is one.
     late_flush: Mutex<Option<LateFlush>>,
     growth: Mutex<LeaseGrowth>,
-    /// Dropped last. Each queue has a reference too: see [`OpenLease`].
+    /// Dropped last, so that the lease outlives the other fields. Each shadow queue has a reference too: see [`OpenLease`].
     open_lease: Arc<OpenLease>,
 }
 
@@ -138,8 +137,8 @@ impl LocalBackend {
         Self::with_spares(config, parts, None)
     }
 
-    /// Creates a back end as [`Self::with_parts`] does. `spares` stores spare open file descriptions of the lease for the next
-    /// process.
+    /// Creates a back end as [`Self::with_parts`] does. `spares` stores spare open file descriptions of the lease for the
+    /// successor.
     ///
     /// # Errors
     /// As [`Self::with_parts`].
@@ -301,7 +300,7 @@ impl LocalBackend {
         };
         let pinning = live.as_ref().and_then(InflightFile::pinning);
         if let Some(pinning) = &pinning {
-            // The old server's record of pinned memory has been read at this point.
+            // The predecessor's record of pinned memory has been read at this point.
             pinning.clear();
         }
         let window = window.with_pinning_record(pinning);
@@ -385,7 +384,7 @@ impl LocalBackend {
         })
     }
 
-    /// Sets the clock for waits.
+    /// Sets the clock by which the back end waits.
     #[must_use]
     pub fn with_clock(mut self, clock: Arc<dyn WaitClock>) -> Self {
         self.window.set_clock(clock.clone());
@@ -403,7 +402,8 @@ impl LocalBackend {
         &self.open_lease.drive
     }
 
-    /// Returns whether the lease is on this drive or on another namespace of the drive's host controller.
+    /// Returns whether the lease is on a namespace of the host controller that `drive` is on. The namespaces of the two may
+    /// differ.
     #[must_use]
     pub fn shares_controller_with(&self, drive: &Drive) -> bool {
         self.drive().shares_controller_with(drive)
@@ -417,7 +417,8 @@ impl LocalBackend {
         self.is_usable_with(self.blocks()) && !self.drive().controller().incidents().is_gone
     }
 
-    /// Returns whether the lease can be used if the namespace still has `blocks` of the leased blocks.
+    /// Returns whether commands may use the lease if the namespace still has `blocks` of the leased blocks: all of them, or
+    /// some if the drive keeps the data of a namespace that is resized.
     fn is_usable_with(&self, blocks: u64) -> bool {
         let whole = blocks == self.context.blocks().blocks();
         whole || (blocks > 0 && self.drive().controller().can_resize_in_place())
@@ -463,13 +464,14 @@ impl LocalBackend {
         self.window.republish_table();
     }
 
-    /// Returns how far the rate limits are used up, for the next back end of the lease in this process.
+    /// Returns how much of the rate limits is used up. A new back end of the lease in this process continues from there.
     #[must_use]
     pub fn limits_usage(&self) -> RateLimiterUse {
         self.context.limiter.usage()
     }
 
-    /// Continues with the rate limits as far as an earlier back end of the lease has used them up.
+    /// Continues with the rate limits as an earlier back end of the lease has used them up, so that a guest gains nothing from
+    /// a new back end.
     pub fn restore_limits(&self, used: RateLimiterUse) {
         self.context.limiter.restore(used, Ticks::now());
     }
@@ -514,7 +516,7 @@ impl LocalBackend {
         self.open_lease.host().change_log()
     }
 
-    /// Returns the limits that may be promised to the guest.
+    /// Returns the limits of commands that may be promised to the guest.
     fn limits(&self) -> &ControllerLimits {
         &self.facts.limits
     }
@@ -541,8 +543,8 @@ impl LocalBackend {
         self.flush_until(&self.deadline())
     }
 
-    /// Flushes as [`Self::flush`] does, until `deadline`. If an earlier flush timed out and no command has completed since it
-    /// started, waits for that flush instead.
+    /// Flushes as [`Self::flush`] does, and waits until `deadline`. If an earlier flush has timed out and no command has
+    /// completed since it started, waits for the earlier flush instead.
     fn flush_until(&self, deadline: &Deadline) -> io::Result<()> {
         // A command is counted shortly after its guest sees the completion. Without queues, all completed commands are counted.
         let has_queues = !self.queues().cqs.is_empty();
@@ -585,7 +587,7 @@ impl LocalBackend {
         late.as_mut().is_some_and(LateFlush::is_pending)
     }
 
-    /// Returns the counts made by this back end.
+    /// Returns the counters of the lease since this back end was created.
     fn own_counters(&self) -> LeaseCounters {
         let queues = self.counters.iter().map(|queue| queue.smart_counters());
         queues.fold(LeaseCounters::default(), |sum, queue| sum + queue)

@@ -20,7 +20,7 @@ pub(crate) struct OpenLease {
     /// Dropped before the lease, so that the lease's next holder finds the range unlocked.
     host: Box<dyn HostLease>,
     /// Dropped after `host`, but while the drive is still open. Otherwise the supervisor process could be the last one to close
-    /// a block device, and that close would wait for writes.
+    /// a block device, and would wait there until all writes have ended.
     pub(super) spare: Option<SpareDescriptors>,
     /// Dropped after all queues of the lease.
     pub(super) reservation: Option<QueuePairReservation>,
@@ -45,7 +45,7 @@ impl OpenLease {
         }
     }
 
-    /// Returns the host controller's part of the lease.
+    /// Returns the lease as it is open at the host controller.
     pub(crate) fn host(&self) -> &dyn HostLease {
         self.host.as_ref()
     }
@@ -62,7 +62,7 @@ impl OpenLease {
         });
     }
 
-    /// Makes all completed writes durable. The call takes as long as the drive needs.
+    /// Makes all completed writes of the lease durable. The call takes as long as the drive needs.
     pub(super) fn flush(&self) -> io::Result<()> {
         self.host.flush()
     }

@@ -56,14 +56,14 @@ impl LocalBackend {
         }
     }
 
-    /// Lets the pollers take commands again. They check every queue once, so that they miss nothing that the guest did during
-    /// the pause.
+    /// Lets the pollers take commands again. Each poller checks all of its queues once, because the guest may have rung
+    /// doorbells during the pause.
     pub(super) fn resume(&self) {
         self.resume_queues(&mut self.queues());
     }
 
-    /// Resumes queues whose change has timed out. Queues that have left their poller adopt no new memory table, and a wait for
-    /// all queues to adopt a table would never end.
+    /// Returns queues to their pollers after a change of the queues has timed out. A queue without a poller adopts no new
+    /// memory table, so a wait until all queues have adopted a table would not end.
     pub(super) fn resume_timed_out(&self) {
         // If another thread holds the lock, it is changing the queues.
         if let Ok(mut queues) = self.queues.try_lock()

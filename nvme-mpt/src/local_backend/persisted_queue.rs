@@ -67,7 +67,7 @@ pub(crate) fn read_queue_state(
 
     let mut in_flight = marked;
     in_flight.retain(|marked| queue.sqs.iter().any(|sq| sq.qid == marked.mark.sqid()));
-    // Handles entries that the old server posted but did not record.
+    // Handles entries that the predecessor posted but did not record.
     while let Some(room) = indices.reserve() {
         let tail = indices.tail();
         let entry = entry(tail.get())?.filter(|entry| entry.phase() == tail.phase());
@@ -107,7 +107,8 @@ pub(crate) fn read_queue_state(
     })
 }
 
-/// Returns the head of a Submission Queue after all commands in `numbers`, which are the recorded ones.
+/// Returns the head that a Submission Queue has after its recorded commands. `numbers` has the queue and the sequence number of
+/// each recorded command. The recorded head advances over all of them that follow it without a gap.
 fn head_after(
     recorded: RecordedSqHead,
     sq: &SqConfig,

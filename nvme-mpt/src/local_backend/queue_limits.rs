@@ -1,5 +1,5 @@
 //! Limits of I/O queues. The limits hold for queues that a guest creates (Base 2.0, sections 5.4 and 5.5), for queues of a
-//! snapshot, and for queues that an old server left.
+//! snapshot, and for queues that a predecessor left.
 
 use std::collections::BTreeSet;
 
@@ -16,7 +16,7 @@ use super::LocalBackend;
 /// Minimum number of entries of a queue. One entry always stays empty, so a queue of one entry could not hold a command.
 pub(super) const ENTRIES_MIN: u32 = 2;
 
-/// Limits of a local back end's I/O queues.
+/// Limits that the I/O queues of a local back end must keep: those that a guest creates, and saved ones.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueueLimits {
     pub(super) pairs: u16,
@@ -69,9 +69,9 @@ impl QueueLimits {
     }
 }
 
-/// Checks of saved queues.
+/// Checks of queues whose saved state is not trusted.
 impl QueueLimits {
-    /// Checks that a guest can have created this number of queues.
+    /// Checks that a guest can have created as many queues as the saved state has.
     pub(crate) fn check_queue_count(
         &self,
         field: &str,

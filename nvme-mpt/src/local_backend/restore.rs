@@ -14,7 +14,7 @@ use crate::shadow::{CompletionQueue, UnmappedRing};
 
 impl LocalBackend {
     /// Restores queues from their in-flight tracking. Commands that were in flight are executed again, or complete with Command
-    /// Interrupted. The caller ensures that the guest's memory is mapped as under the old server, and that no queues exist. A
+    /// Interrupted. The caller ensures that the guest's memory is mapped as under the predecessor, and that no queues exist. A
     /// queue whose rings the VMM has unmapped waits for their memory.
     ///
     /// # Errors
@@ -49,7 +49,7 @@ impl LocalBackend {
             }
         }
         for state in states.iter().filter(|state| state.failed) {
-            // The old server may have ended before it reported the failure to the function.
+            // The predecessor may have ended before it reported the failure to the function.
             self.context.events.report(IoQueueEvent::QueueFailed {
                 qid: QueueId(state.qid),
                 reason: QueueFailure::HostQueue,
@@ -61,7 +61,8 @@ impl LocalBackend {
         Ok(())
     }
 
-    /// Reads the in-flight tracking of queues once, and checks the result like a snapshot.
+    /// Reads the in-flight tracking of all queues, each word once because it is not trusted, and checks the result like a
+    /// snapshot.
     fn read_inflight_state(
         &self,
         kept: &PersistedQueues,

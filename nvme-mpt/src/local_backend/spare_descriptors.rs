@@ -8,13 +8,14 @@ use nvme_lease::Lease;
 
 use crate::drive::{Drive, HostLease, SpareDescriptorStore};
 
-/// Entry of a lease in the store of the supervisor process. The entry is removed at the end of the lease.
+/// Spare file descriptions that the supervisor process holds for one lease. When this is dropped, they are closed unless the
+/// function continues without the back end.
 #[derive(Debug)]
 pub(super) struct SpareDescriptors {
     store: Arc<dyn SpareDescriptorStore>,
     drive: Arc<Drive>,
     lease: String,
-    /// True if the function continues without this back end.
+    /// True if the function continues without this back end, so that the descriptions stay open.
     is_retained: AtomicBool,
 }
 
@@ -72,12 +73,12 @@ impl SpareDescriptors {
         None
     }
 
-    /// Notes that the function ends with this back end.
+    /// Lets the descriptions be closed when this is dropped, because the function ends with this back end.
     pub(super) fn forget_on_drop(&self) {
         self.is_retained.store(false, Ordering::Relaxed);
     }
 
-    /// Notes that the function continues without this back end, in this process or in a successor.
+    /// Lets the descriptions stay open when this is dropped, because the function continues in this process or in a successor.
     pub(super) fn retain_on_drop(&self) {
         self.is_retained.store(true, Ordering::Relaxed);
     }

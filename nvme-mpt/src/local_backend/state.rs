@@ -213,7 +213,7 @@ fn doorbell_registers(queue_pairs: u16) -> impl Iterator<Item = Doorbell> {
     })
 }
 
-/// Returns the error for a queue of a lease whose blocks are gone.
+/// Returns the error for saving or restoring queues of a lease whose blocks no longer exist.
 pub(super) fn blocks_gone_error() -> io::Error {
     let gone = "The drive is gone, or its namespace is not the one that was leased";
     io::Error::new(io::ErrorKind::NotConnected, gone)

@@ -8,7 +8,8 @@ use log::{info, warn};
 use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_mpt_memory::processors::{ProcessorSet, current_processors, pin_current_thread};
 
-/// Interval at which an awake poller checks the processors of its thread. A sleeping poller checks when it wakes up.
+/// Interval at which a pinned poller checks, while it is awake, on which processors its thread may run. A sleeping poller
+/// checks when it wakes up.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A processor for pinning pollers does not exist.
@@ -21,7 +22,7 @@ pub struct NoSuchProcessor {
     online: String,
 }
 
-/// Checks that processors are online. Accepts all processors if the kernel does not list the online ones, as in a sandbox.
+/// Checks that the processors are online. If the kernel does not list the online processors, as in a sandbox, accepts all.
 pub(super) fn check_online(cpus: &[usize]) -> Result<(), NoSuchProcessor> {
     if cpus.is_empty() {
         return Ok(());
@@ -52,11 +53,11 @@ pub(super) struct ThreadPinning {
     processor: usize,
     next_check: Ticks,
     period_ticks: u64,
-    /// True if the thread may run on other processors than `processor`; this was logged.
+    /// True if the thread may run on other processors than `processor`, and this was logged.
     is_lost: bool,
 }
 
-/// Change of a pinning that is logged.
+/// Change of a poller's pinning, found by a check, which is logged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PinningChange {
     Lost,
@@ -110,8 +111,8 @@ impl ThreadPinning {
         }
     }
 
-    /// Updates the state after a check. `is_pinned` is true if the check found the thread pinned; otherwise `pin` is called to
-    /// pin it. Returns the change to log.
+    /// Updates `is_lost` after a check. `is_pinned` is true if the check found the thread pinned; otherwise `pin` is called to
+    /// pin it. Returns the change to log, if there is one.
     fn update(
         &mut self,
         is_pinned: bool,

@@ -15,8 +15,8 @@ use nvme_mpt_memory::clock::TickRate;
 /// Poller time that a function gets in each round.
 const QUANTUM: Duration = Duration::from_micros(50);
 
-/// Maximum debt of a function, in quanta. The debt is limited because a preemption counts as time of the function in turn,
-/// although the function did not cause it.
+/// Maximum debt of a function, in quanta. If the thread is preempted, its time counts for the function that has its turn,
+/// although the function did not cause the preemption. So the debt is limited.
 const DEBT_MAX: i64 = 200;
 
 /// Quantum and maximum debt in ticks.
@@ -41,7 +41,7 @@ impl FunctionQuantum {
 /// Arbitration state of one function.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct FunctionArbitration {
-    /// Index of the queue to poll next.
+    /// Index of the function's queue that is polled next.
     next: usize,
     /// Ticks that the function may still use in this round; a debt if negative.
     deficit: i64,
@@ -85,7 +85,7 @@ mod tests {
     /// Length of a turn in nanoseconds.
     const TURN: u64 = QUANTUM.as_nanos() as u64;
 
-    /// Rounds of functions, each with its arbitration state and its number of queues.
+    /// Rounds of a poller's functions in a test: for each function, its arbitration state and its number of queues.
     struct ArbiterTestRounds(Vec<(FunctionArbitration, usize)>);
 
     impl ArbiterTestRounds {
@@ -96,7 +96,8 @@ mod tests {
             Self(functions.collect())
         }
 
-        /// Executes a round. `poll` gets a function and one of its queues.
+        /// Gives each function one turn. `poll` gets the indices of the function and of its queue. Returns whether queues were
+        /// skipped.
         fn round(&mut self, mut poll: impl FnMut(usize, usize) -> u64) -> bool {
             let quantum = FunctionQuantum::new(TickRate::NANOSECOND);
             let mut left_out = false;
@@ -107,8 +108,9 @@ mod tests {
         }
     }
 
-    /// Runs rounds for `time`, in nanoseconds, with functions that have `queues` queues and take `costs` per poll. Returns the
-    /// time of each function, and the longest interval between two polls of the last function's first queue.
+    /// Runs rounds for `time` nanoseconds. `queues` has the number of queues of each function, and `costs` the nanoseconds that
+    /// a poll of one of its queues takes. Returns the time of each function, and the longest interval between two polls of the
+    /// last function's first queue.
     fn run(queues: &[usize], costs: &[u64], time: u64) -> (Vec<u64>, u64) {
         let mut rounds = ArbiterTestRounds::new(queues);
         let (mut spent, mut now, mut last, mut longest) = (vec![0; queues.len()], 0, 0, 0);
@@ -181,7 +183,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a function's queues cost, another function waits for at most a quantum and one poll of each other function.
+        /// However long the polls of a function's queues take, another function waits for at most a quantum and one poll of
+        /// each other function.
         #[test]
         fn no_function_waits_for_more_than_a_turn_of_each_other(
             others in prop::collection::vec((1_usize..20, 1_u64..20 * TURN), 1..5),
@@ -194,7 +197,7 @@ mod tests {
             prop_assert!(longest <= bound + TURN / 100, "{} of {}", longest, bound);
         }
 
-        /// Functions with permanent work get equal times, whatever a poll costs.
+        /// Functions that always have work get equal times, however long their polls take.
         #[test]
         fn busy_functions_have_equal_shares(
             queues in prop::collection::vec(20_usize..40, 2..5),

@@ -14,19 +14,20 @@ use nvme_guest::interrupt::InterruptVector;
 use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_mpt_memory::processors::{ProcessorSet, ThreadId, current_processors, set_affinity};
 
-/// Interval at which an awake poller checks the processors of the vCPU's thread. A sleeping poller checks when it wakes up.
+/// Interval at which a poller beside a vCPU checks, while it is awake, on which processors the vCPU's thread may run. A
+/// sleeping poller checks when it wakes up.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Hints for the placement of a poller.
+/// Hints for the processors of the poller of a queue.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PollerLocality {
-    /// Vector whose interrupts go to the vCPU.
+    /// Interrupt vector of the queue. The poller runs beside the vCPU that receives its interrupts.
     pub(crate) vector: Option<Arc<InterruptVector>>,
     /// NUMA node of the drive, used if the vCPU is unknown.
     pub(crate) node: Option<u32>,
 }
 
-/// Processors of the host, in groups.
+/// Processors of the host in groups that share a core, a cache or a NUMA node.
 #[derive(Debug, Default)]
 struct ProcessorTopology {
     /// Hardware threads of each core.
@@ -104,7 +105,7 @@ impl ProcessorTopology {
     }
 }
 
-/// Adds a group, unless it is already in the list.
+/// Adds a group of processors if the list does not have it yet.
 fn add_group(groups: &mut Vec<ProcessorSet>, group: ProcessorSet) {
     if !groups.contains(&group) {
         groups.push(group);
@@ -122,7 +123,8 @@ fn expand_to_groups<'a>(
     near.fold(*processors, |all, group| all.union(group))
 }
 
-/// Placement of a poller's thread that follows its vCPU. The value must stay on that thread.
+/// Placement of a poller's thread beside a vCPU, which it follows when the vCPU moves. The value must stay on the poller's
+/// thread.
 #[derive(Debug)]
 pub(super) struct VcpuAffinity {
     vector: Option<Arc<InterruptVector>>,
@@ -222,8 +224,8 @@ impl VcpuAffinity {
 mod tests {
     use super::*;
 
-    /// Returns a host with two nodes of four cores with two threads each. Two cores share their last-level cache. Thread N + 8
-    /// is the second thread of core N.
+    /// Returns the topology of a host of two NUMA nodes. Each node has four cores with two hardware threads each, and two cores
+    /// share a last-level cache. Thread N + 8 is the second thread of core N.
     fn host() -> ProcessorTopology {
         let root = tempfile::tempdir().expect("a folder");
         let write = |path: String, text: &str| {

@@ -24,24 +24,24 @@ const PROCESSORS_PER_SHARED_POLLER: usize = 4;
 pub struct PollerPool {
     threads: ThreadSpawner,
     groups: Mutex<Vec<PollerGroup>>,
-    /// True once a thread watches the turns of shared pollers.
+    /// True once the watchdog thread runs, which finds functions that block a shared poller.
     are_watched: AtomicBool,
-    /// Processors for which a warning about several pollers was logged.
+    /// Processors for which a warning about several pollers on one processor was logged.
     crowded: Mutex<Vec<usize>>,
 }
 
-/// Pollers that were started for one policy with the same adaptive choices.
+/// Pollers that run the queues of one polling policy with one choice of adaptive policies.
 #[derive(Debug)]
 struct PollerGroup {
     policy: PollPolicy,
-    /// Adaptive choices of the pollers.
+    /// Adaptive policies that the group's pollers use.
     adaptive: AdaptivePolicies,
-    /// Shared pollers live as long as the group, dedicated ones as long as their queue.
+    /// Pollers of the policy. Shared pollers live as long as the group, dedicated ones as long as their queue.
     shared: Vec<Arc<Poller>>,
     dedicated: Vec<Weak<Poller>>,
-    /// Pollers of functions that have blocked other functions, each of which then got its own poller.
+    /// Pollers of functions that have blocked a shared poller of the group. Each such function has its own poller.
     isolated: Vec<Weak<Poller>>,
-    /// Pollers of drives that may block, by drive. They live as long as their queues.
+    /// Pollers of drives on which a submission may block, each with the number of its drive. They live as long as their queues.
     drive_pollers: Vec<(usize, Weak<Poller>)>,
     started: usize,
 }
@@ -131,7 +131,7 @@ impl PollerPool {
         &self.threads
     }
 
-    /// Makes the turns of all current and future shared pollers visible to the watching thread.
+    /// Lets the watchdog thread see the turns of all present and future shared pollers.
     pub(super) fn enable_watch(&self) {
         self.are_watched.store(true, Ordering::Relaxed);
         self.shared_pollers()
@@ -139,7 +139,7 @@ impl PollerPool {
             .for_each(|poller| poller.enable_watch());
     }
 
-    /// Returns the shared pollers.
+    /// Returns the shared pollers of all groups.
     pub(super) fn shared_pollers(&self) -> Vec<Arc<Poller>> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         groups
@@ -148,7 +148,7 @@ impl PollerPool {
             .collect()
     }
 
-    /// Adds `apart`, the poller of a function that has blocked the poller `held`.
+    /// Adds the new poller of a function that has blocked a shared poller to the group of that shared poller.
     pub(super) fn add_isolated(&self, held: &Arc<Poller>, apart: &Arc<Poller>) {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let its =
@@ -173,9 +173,9 @@ impl PollerPool {
         }
     }
 
-    /// Waits until each poller has made a pass over all queues and requests that it had been given, but at most for `patience`.
-    /// While the calling thread waits, pollers can use its processor. Without the wait, the kernel might run the pollers a
-    /// scheduler tick later.
+    /// Waits until each poller has made a pass over all queues and requests that it was given before the call, or until the
+    /// maximum time has passed. While the calling thread waits, pollers can use its processor. Without the wait, the kernel
+    /// might run the pollers a scheduler tick later.
     pub fn await_passes(&self, patience: Duration) {
         let running: Vec<_> = {
             let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
@@ -194,8 +194,8 @@ impl PollerPool {
         }
     }
 
-    /// Returns the poller for a new shadow queue with these placement hints. `blocks` identifies the queue's drive if
-    /// submitting commands to the drive may block a poller. Such a drive shares no poller with other drives.
+    /// Returns the poller for a new shadow queue with these placement hints. The last argument is the number of the queue's
+    /// drive if submitting commands to the drive may block a poller. Such a drive shares no poller with other drives.
     pub(crate) fn choose_poller(
         &self,
         policy: &PollPolicy,
@@ -309,7 +309,7 @@ impl PollerPool {
     }
 }
 
-/// Returns the names of a processor's pollers, if the processor has several and one of them never sleeps.
+/// Returns the names of the pollers that are pinned to a processor, if there are several and one of them never sleeps.
 fn crowded_pollers(groups: &[PollerGroup], cpu: usize) -> Option<Vec<String>> {
     let (mut names, mut busy) = (Vec::new(), false);
     for group in groups {
@@ -568,7 +568,7 @@ mod tests {
         }
     }
 
-    /// Waits until a poller's thread may run on matching processors.
+    /// Waits until a poller's thread may run on processors that `is_right` accepts.
     fn await_place(poller: ThreadId, is_right: impl Fn(&ProcessorSet) -> bool) {
         while !is_right(&poller.processors().expect("it runs")) {
             std::thread::sleep(Duration::from_millis(1));

@@ -37,7 +37,8 @@ pub enum PollerIdleMode {
 }
 
 impl PollerIdleMode {
-    /// Returns the ticks without work after which a poller parks; `None` if it never parks. `spin` is the adaptive spin time.
+    /// Returns the ticks that a poller spins without work before it parks; `None` if it never parks. `spin` is the present
+    /// result of the adaptive spin time.
     #[inline]
     pub(super) fn park_timeout(self, spin: u64) -> Option<u64> {
         match self {
@@ -47,8 +48,8 @@ impl PollerIdleMode {
         }
     }
 
-    /// Returns the lead time of spinning: a poller starts to spin this long before the due time of a timing model's command, so
-    /// that the command completes on time.
+    /// Returns the time before a timed command is due, as of a timing model, at which a sleeping poller wakes up and starts to
+    /// spin. So the command completes on time.
     pub(super) fn spin_lead(self) -> Duration {
         match self {
             Self::Adaptive | Self::Busy => DUE_SOON,

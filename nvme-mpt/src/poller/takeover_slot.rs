@@ -16,7 +16,8 @@ use nvme_mpt_memory::clock::Ticks;
 use nvme_mpt_memory::processors::ThreadId;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
-/// Takeover slot for functions of type `P`, with tickets of type `T`.
+/// Takeover slot of a thread (see the module). `P` is the type of all functions of a poller, `T` that of the ticket which
+/// another thread leaves when it takes them.
 pub(super) struct TakeoverSlot<P, T> {
     is_watched: AtomicBool,
     thread: AtomicI32,
@@ -24,7 +25,8 @@ pub(super) struct TakeoverSlot<P, T> {
 }
 
 struct WatchedTurn<P, T> {
-    /// All functions, while one of them has its turn. The queues of the function in turn are with the thread instead.
+    /// All functions of the poller, while one of them has its turn. The queues of the function in turn are with the thread
+    /// instead.
     polled: Option<P>,
     /// Index of the function that has its turn.
     index: usize,
@@ -62,7 +64,7 @@ impl<P, T> TakeoverSlot<P, T> {
         self.thread.store(thread.0, Ordering::Relaxed);
     }
 
-    /// Puts all functions into the slot for the turn of one of them.
+    /// Puts all functions of the poller into the slot, before the turn of the function at `index`.
     #[inline]
     pub(super) fn begin_turn(&self, polled: P, index: usize, began: Ticks) {
         let mut turn = self.lock();
@@ -84,7 +86,8 @@ impl<P, T> TakeoverSlot<P, T> {
     }
 
     /// Returns the start of the current turn, and the thread that executes the turn. Returns `None` if no function has its
-    /// turn, or if `matters` returns false. `matters` receives all functions and the index of the function in turn.
+    /// turn, or if `matters` returns false. `matters` receives all functions and the index of the function in turn, and tells
+    /// whether they need another thread if the turn blocks.
     pub(super) fn current_turn(
         &self,
         matters: impl FnOnce(&P, usize) -> bool,
@@ -99,8 +102,8 @@ impl<P, T> TakeoverSlot<P, T> {
         ))
     }
 
-    /// Takes all functions if the current turn started at `began`, and leaves a ticket. Returns the functions with the index of
-    /// the function in turn.
+    /// Takes all functions out of the slot if the turn that began at `began` still lasts, and leaves a ticket in their place.
+    /// Returns the functions, and the index of the function in turn.
     pub(super) fn take_over(&self, began: Ticks, ticket: T) -> Option<(P, usize)> {
         let mut turn = self.lock();
         if turn.started_at != began {
@@ -116,7 +119,7 @@ impl<P, T> TakeoverSlot<P, T> {
     }
 }
 
-/// Returns whether a thread of this process is blocked in the kernel. A preempted thread does not count.
+/// Returns whether a thread of this process sleeps in the kernel. A thread that could run but was preempted does not count.
 pub(super) fn is_blocked(ThreadId(thread): ThreadId) -> bool {
     #[cfg(simulation)]
     return nvme_mpt_memory::simulation::costs::is_blocked(thread);

@@ -1,4 +1,5 @@
-//! Thread that watches shared pollers, so that no function delays others for long.
+//! Watchdog: a thread that watches shared pollers. If a function blocks its poller, the poller's other functions move to
+//! another thread.
 
 use std::io;
 use std::sync::{Arc, Weak};
@@ -10,14 +11,14 @@ use nvme_mpt_memory::clock::{self, ticks_in};
 
 use super::placement::PollerPool;
 
-/// Maximum time for which a function's turn may block before the poller's other functions move to another thread.
+/// Maximum time for which a function's turn may block. After it, the poller's other functions move to another thread.
 const TURN_LIMIT: Duration = Duration::from_millis(4);
 
-/// Interval of the watching thread's checks: while a poller is awake, and while all pollers sleep.
+/// Interval of the watchdog's checks while any poller is awake, and while all pollers sleep.
 const AWAKE_INTERVAL: Duration = Duration::from_millis(4);
 const ASLEEP_INTERVAL: Duration = Duration::from_millis(40);
 
-/// Watches the shared pollers of a pool until the pool is dropped.
+/// Watches the shared pollers of a pool for functions that block them, until the pool is dropped.
 pub(super) fn watch_pollers(pollers: &Weak<PollerPool>) {
     let limit = ticks_in(TURN_LIMIT);
     let mut number = 0;
@@ -48,7 +49,7 @@ pub(super) fn watch_pollers(pollers: &Weak<PollerPool>) {
     }
 }
 
-/// Returns the work of a thread that runs [`watch_pollers`].
+/// Returns the closure that the watchdog thread runs.
 pub(super) fn watchdog_work(pollers: &Arc<PollerPool>) -> ThreadWork {
     let pollers = Arc::downgrade(pollers);
     Box::new(move || watch_pollers(&pollers))

@@ -35,13 +35,14 @@ use super::takeover_slot::{TakeoverSlot as SeatOf, is_blocked};
 use crate::processor_time::{self, ProcessorTime, ProcessorTimeCharge, ProcessorTimeDivision};
 use crate::shadow::ShadowQueue;
 
-/// New poller for a thread that keeps only its function in turn, because another thread has taken all other functions.
+/// Ticket that a thread finds in its takeover slot if its turn blocked and another thread has taken all other functions: the
+/// new poller with which the first thread runs the blocking function from now on.
 pub(super) struct TakeoverTicket {
     pub(super) shared: Arc<PollerState>,
     pub(super) sleeper: PollerSleep,
 }
 
-/// Takeover slot of a poller's thread.
+/// Takeover slot of a poller's thread, from which another thread takes functions if a turn blocks.
 type PollerTakeoverSlot = SeatOf<PolledFunctions, TakeoverTicket>;
 
 /// Number of consecutive passes without work that are made without a PAUSE instruction. A guest with one command in flight
@@ -54,21 +55,24 @@ const EAGER_PASSES: u32 = 64;
 /// Maximum sleep that a timer ends precisely. Longer sleeps end with the precision of epoll, a millisecond.
 const PRECISE_SLEEP_MAX: Duration = Duration::from_millis(20);
 
-/// Limits of the sleeps of a poller that backs off: it sleeps instead of spinning, because other threads need its processor.
+/// Limits of the sleeps of a poller that backs off. Such a poller sleeps instead of spinning, because other threads need its
+/// processor.
 const BACKOFF_SLEEP_MIN: Duration = Duration::from_micros(5);
 const BACKOFF_SLEEP_MAX: Duration = Duration::from_micros(50);
 
-/// Pause before the check whether a thread is blocked, in which a thread that is only waiting for a lock can continue.
+/// Pause between two checks of a long turn: first that it exceeds its limit, then whether its thread is blocked. The first
+/// check holds the lock of the thread's slot. A thread that waits only for that lock continues during the pause.
 const BLOCK_CHECK_DELAY: Duration = Duration::from_micros(500);
 
-/// Watch of the doorbells of a mapped admin queue. The poller finds changes, and another thread handles them.
+/// Watch of the doorbells of an admin queue that the guest writes without an exit. The poller sees changes of them, and wakes
+/// the thread that handles admin commands.
 #[derive(Debug)]
 pub(crate) struct DoorbellWatch {
     pub(crate) id: u64,
     pub(crate) doorbells: [MappedWord32; 2],
     pub(crate) last_values: [u32; 2],
     pub(crate) events: Arc<EventQueue>,
-    /// Poller's processor time that the watch is charged.
+    /// Processor time that pollers spend on the watch.
     pub(crate) cpu_charge: ProcessorTimeCharge,
 }
 
@@ -93,7 +97,7 @@ enum QueueRemovalMode {
     CutShort,
 }
 
-/// Receiver of a shadow queue that its poller hands over.
+/// Requester's end of the hand-over of a shadow queue: receives the queue from its poller.
 #[derive(Debug)]
 pub(crate) struct QueueRemoval {
     queue: Receiver<Box<ShadowQueue>>,
@@ -122,26 +126,26 @@ impl Deref for QueueRemoval {
     }
 }
 
-/// Poller's end of a queue's hand-over to a requester.
+/// Poller's end of the hand-over of a shadow queue to a requester.
 #[derive(Clone)]
 struct QueueRemovalReply {
     reply: SyncSender<Box<ShadowQueue>>,
-    /// Set by the poller when it hands over the queue, or by the requester when it cancels the hand-over. The first one to set
-    /// it decides.
+    /// Set by the poller when it sends the queue, or by the requester when it cancels the hand-over. The one that sets it first
+    /// decides.
     is_decided: Arc<AtomicBool>,
 }
 
 enum PollerRequest {
     Add(Box<ShadowQueue>),
     Remove(u64, QueueRemovalMode, QueueRemovalReply),
-    /// Cuts the commands of a queue in removal short, because the queue is deleted.
+    /// Cuts the commands of a queue short that is being removed, because the queue is now going to be deleted.
     CutShort(u64),
-    /// Cancels the removal of a queue. The requester also calls [`QueueRemoval::cancel`], which returns the queue if it has
-    /// already left.
+    /// Cancels the removal of a queue. The requester also calls [`QueueRemoval::cancel`], which returns the queue if the queue
+    /// has already left.
     CancelRemoval(u64),
     Watch(DoorbellWatch),
     Unwatch(u64),
-    /// Requests an answer after the poller's next pass.
+    /// Requests an answer after the poller's next pass over all queues.
     AfterPass(SyncSender<()>),
     Stop,
 }
@@ -166,12 +170,12 @@ pub(super) struct PollerState {
     idle_mode: PollerIdleMode,
     adaptive: AdaptivePolicies,
     threads: ThreadSpawner,
-    /// Takeover slot of the thread that currently runs the poller.
+    /// Takeover slot of the thread that runs the poller at present.
     takeover_slot: Mutex<Arc<PollerTakeoverSlot>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// Processors for a poller's thread.
+/// Processors on which a poller's thread may run.
 pub(super) enum ThreadPlacement {
     /// Chosen by the kernel.
     Anywhere,
@@ -219,8 +223,7 @@ impl Poller {
         Ok(Self { shared })
     }
 
-    /// Makes the turns of the poller visible to the watching thread, which checks whether a function blocks the poller's
-    /// thread.
+    /// Lets the watchdog thread see the turns of the poller, so that it finds a function that blocks the poller's thread.
     pub(super) fn enable_watch(&self) {
         self.shared.takeover_slot().enable_watch();
     }
@@ -330,7 +333,7 @@ impl Poller {
         &self.shared.name
     }
 
-    /// Returns the processor that the poller is pinned to.
+    /// Returns the processor that the poller is pinned to; `None` if it is not pinned.
     pub(crate) fn cpu(&self) -> Option<usize> {
         self.shared.cpu
     }
@@ -368,12 +371,12 @@ impl Poller {
         QueueRemoval { queue, is_decided }
     }
 
-    /// Cuts the commands of a queue in removal short, as [`Self::delete`] does.
+    /// Cuts the commands of a queue short that is being removed, as [`Self::delete`] does.
     pub(crate) fn cut_short(&self, id: u64) {
         self.send(PollerRequest::CutShort(id));
     }
 
-    /// Cancels the removal of a queue. The caller then calls [`QueueRemoval::cancel`], which returns the queue if it has
+    /// Cancels the removal of a queue. The caller then calls [`QueueRemoval::cancel`], which returns the queue if the queue has
     /// already left.
     pub(crate) fn cancel_removal(&self, id: u64) {
         self.send(PollerRequest::CancelRemoval(id));
@@ -388,7 +391,7 @@ impl Poller {
         self.send(PollerRequest::Unwatch(id));
     }
 
-    /// Requests a pass over all queues and requests that the poller has been given so far. The answer follows the pass.
+    /// Requests a pass over all queues and requests that the poller has been given so far. The answer arrives after the pass.
     pub(super) fn request_pass(&self) -> Receiver<()> {
         let (sender, receiver) = sync_channel(1);
         self.send(PollerRequest::AfterPass(sender));
@@ -450,7 +453,7 @@ impl Drop for Poller {
     }
 }
 
-/// Part of a poller's queues that wait for the limits of their leases: none, some or all.
+/// Share of a poller's queues that take no commands at present, because the rate limits of their leases are used up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ThrottledQueues {
     None,
@@ -458,7 +461,7 @@ enum ThrottledQueues {
     All,
 }
 
-/// Queues and watches of a function.
+/// Queues and watched doorbells of a function.
 #[derive(Default)]
 struct FunctionQueues {
     #[expect(clippy::vec_box, reason = "queues move between threads and are large")]
@@ -472,11 +475,12 @@ struct PolledFunction {
     arbitration: FunctionArbitration,
     /// Queues and watches of the function; empty while the function has its turn.
     members: FunctionQueues,
-    /// Identifiers of the function's queues, with the descriptors that wake a sleeping poller for these queues.
+    /// Identifiers of the function's queues. Each has the descriptor that wakes a sleeping poller when the drive completes
+    /// commands of the queue, if there is one.
     ids: Vec<(u64, Option<RawFd>)>,
 }
 
-/// Function that has blocked a poller's other functions and now has its own poller.
+/// Function that once blocked the poller's other functions, and now has its own poller.
 struct IsolatedFunction {
     /// The reference is weak, because several pollers may list the function, and strong references would keep the function
     /// alive after its end.
@@ -488,7 +492,8 @@ struct IsolatedFunction {
 #[derive(Default)]
 pub(super) struct PolledFunctions {
     functions: Vec<PolledFunction>,
-    /// Queues to hand over once none of their commands is in flight.
+    /// Queues of the poller that a requester wants, with the requesters' ends. Each is handed over once none of its commands is
+    /// in flight.
     pending_removals: Vec<(u64, QueueRemovalReply)>,
     isolated: Vec<IsolatedFunction>,
 }
@@ -514,7 +519,7 @@ impl PolledFunctions {
             .flat_map(|function| function.members.watches.iter())
     }
 
-    /// Returns the function that `bill` is charged to, and adds the function if it is new.
+    /// Returns the function that owns a charge. Adds the function if the poller does not have it yet.
     fn get_or_add_function(&mut self, bill: &ProcessorTimeCharge) -> &mut PolledFunction {
         let own = bill.function();
         let at = self
@@ -533,7 +538,7 @@ impl PolledFunctions {
         &mut self.functions[at]
     }
 
-    /// Returns the function that `bill` is charged to, if the function has its own poller.
+    /// Returns the function that owns a charge, if the function has its own poller because it blocked others.
     fn isolated_function(&mut self, bill: &ProcessorTimeCharge) -> Option<&mut IsolatedFunction> {
         let own = bill.function();
         self.isolated
@@ -551,15 +556,14 @@ struct PollerThread {
     should_stop: bool,
     /// True if all queues and watches belong to one function, which is charged all of the time, and no queue is being removed.
     has_single_function: bool,
-    /// True if the thread runs only a function that has blocked others. Wakers that were given out before do not wake this
-    /// thread.
+    /// True if the thread runs only a function that has blocked others. Wakers that were given out before wake the thread with
+    /// the other functions, not this one.
     is_isolated: bool,
-    /// Processor time of the thread that functions have already been charged for.
+    /// CPU time of the thread that is already charged to functions.
     charged_time: Duration,
-    /// Nanoseconds to add to this thread's processor time to get the poller's processor time, because a poller may change its
-    /// thread.
+    /// Nanoseconds to add to this thread's CPU time to get the poller's, because a poller may continue on another thread.
     offset_nanoseconds: u64,
-    /// Placement near a vCPU, if requested.
+    /// Placement of the thread beside a vCPU, if the polling policy says so.
     vcpu_affinity: Option<VcpuAffinity>,
 }
 
@@ -600,7 +604,7 @@ impl PollerState {
             .clone()
     }
 
-    /// Returns whether the poller has functions besides the function at `index`, or is about to get some.
+    /// Returns whether the poller has other functions than the one at `index`, or a request to add one.
     fn has_other_functions(&self, polled: &PolledFunctions, index: usize) -> bool {
         let function = polled.functions.get(index);
         let is_other = |bill: &ProcessorTimeCharge| {
@@ -638,7 +642,7 @@ impl PollerThread {
         })
     }
 
-    /// Takes over the functions of a blocked thread.
+    /// Continues, on this new thread, with the poller's functions, because the poller's previous thread is blocked.
     fn take_over(&mut self, polled: PolledFunctions) {
         self.offset_nanoseconds = self.shared.processor_nanoseconds.load(Ordering::Relaxed);
         self.polled = polled;
@@ -646,8 +650,8 @@ impl PollerThread {
         self.on_queues_changed();
     }
 
-    /// Gives a function its turn, which starts at `began`. If another thread takes the other functions during the turn, this
-    /// thread runs only the function in turn from then on.
+    /// Gives a function its turn, which starts at `began`: calls `work` with its queues. If another thread takes the other
+    /// functions during the turn, this thread runs only the function in turn from then on.
     #[inline]
     fn run_turn<R>(
         &mut self,
@@ -674,7 +678,8 @@ impl PollerThread {
         result
     }
 
-    /// Continues with the function in turn, after another thread has taken the other functions.
+    /// Makes the new poller of the ticket run on this thread, with only the function in turn, after another thread has taken
+    /// the others.
     #[cold]
     fn continue_isolated(
         &mut self,
@@ -882,8 +887,8 @@ impl PollerThread {
         })
     }
 
-    /// Runs the queues whose turn it is, or every queue once if `all` is true. Charges each queue with its ticks, and hands
-    /// over queues in removal. Returns whether any queue had work or was skipped.
+    /// Runs the queues whose turn it is, or each queue once if `all` is true. Charges the ticks to the queues, and hands over
+    /// the queues in removal that have no commands in flight. Returns whether any queue had work or was skipped.
     #[inline(never)]
     fn run_measured_pass(&mut self, all: bool) -> bool {
         let mut worked = false;
@@ -936,8 +941,8 @@ impl PollerThread {
         worked
     }
 
-    /// Calls a closure with the queues and watches of each function, in that function's turn. Returns whether any call returned
-    /// `true`.
+    /// Calls a closure once for each function, in the function's turn, with its queues and watches. Returns whether any call
+    /// returned `true`.
     fn for_each_function(&mut self, mut work: impl FnMut(&mut FunctionQueues) -> bool) -> bool {
         let (mut index, mut any) = (0, false);
         while index < self.polled.functions.len() {
@@ -947,8 +952,8 @@ impl PollerThread {
         any
     }
 
-    /// Charges the thread's time since the last call to the functions that it was spent on. Time without a queue or watch is
-    /// not charged.
+    /// Charges the thread's CPU time since the last call to the functions that it was spent on. Does not charge time in which
+    /// the poller had neither a queue nor a watch.
     #[cold]
     fn charge_time(&mut self) {
         let time = thread_time();
@@ -979,7 +984,7 @@ impl PollerThread {
         queues.chain(self.polled.watches().map(|watch| &watch.cpu_charge))
     }
 
-    /// Updates derived state after queues or watches were added or removed.
+    /// Updates what depends on the set of queues and watches, after some were added or removed.
     fn on_queues_changed(&mut self) {
         let functions = &mut self.polled.functions;
         functions.retain(|PolledFunction { members, .. }| {
@@ -995,8 +1000,8 @@ impl PollerThread {
             .retain(|apart| apart.function.strong_count() > 0);
     }
 
-    /// Sleeps until there is work, or until `early` before a command is due. Returns whether there was work after the sleep,
-    /// and the ticks slept.
+    /// Sleeps until there is work, or until `early` before a timed command is due. Returns whether there was work after the
+    /// sleep, and the ticks slept.
     fn park(&mut self, idle: u64, early: Duration, looks: PollInterval) -> (bool, u64) {
         self.for_each_function(|members| {
             for queue in &mut members.queues {
@@ -1066,7 +1071,8 @@ impl PollerThread {
         (found, slept)
     }
 
-    /// Returns whether none, some or all queues wait for the limits of their leases.
+    /// Returns the share of the poller's queues that wait for the rate limits of their leases. The share is not `All` while the
+    /// poller watches doorbells.
     fn throttled_queues(&self) -> ThrottledQueues {
         let rests = self
             .polled
@@ -1081,13 +1087,14 @@ impl PollerThread {
         }
     }
 
-    /// Returns the ticks until the earliest timed event of a queue, if any queue has one.
+    /// Returns the ticks until the earliest timed event of any queue, such as the due time of a command; `None` if there is
+    /// none.
     fn ticks_until_due(&self, now: Ticks) -> Option<u64> {
         let due = self.polled.queues().filter_map(ShadowQueue::next_due);
         due.min().map(|due| due.since(now))
     }
 
-    /// Returns whether work may arrive here that does not wake the poller, such as a store to a mapped doorbell.
+    /// Returns whether work may arrive that does not wake a sleeping poller, such as a store to a mapped doorbell.
     fn needs_timed_wakes(&self) -> bool {
         !self.has_no_watches()
             || (self.is_isolated && !self.has_no_queues())
@@ -1245,7 +1252,8 @@ impl PollerThread {
     }
 }
 
-/// Drops queues whose requesters no longer exist, on a separate thread, because the drop may wait for the drive and the ledger.
+/// Drops queues whose requesters no longer exist. Does so on a new thread, because the drop may wait for the drive and the
+/// ledger.
 #[expect(clippy::vec_box, reason = "queues move between threads and are large")]
 fn drop_queues_in_thread(threads: &ThreadSpawner, queues: Vec<Box<ShadowQueue>>) {
     if queues.is_empty() {
@@ -1255,7 +1263,7 @@ fn drop_queues_in_thread(threads: &ThreadSpawner, queues: Vec<Box<ShadowQueue>>)
     let _ = threads.spawn("queue-end", Box::new(move || drop(queues)));
 }
 
-/// Adds to a counter that only this thread writes.
+/// Adds to a counter of the poller, which other threads only read.
 fn add_to_counter(counter: &AtomicU64, by: u64) {
     counter.store(
         counter.load(Ordering::Relaxed).wrapping_add(by),
@@ -1263,7 +1271,7 @@ fn add_to_counter(counter: &AtomicU64, by: u64) {
     );
 }
 
-/// Sleep of a parked poller, which its waker, a completion or a timer ends.
+/// Place where a parked poller sleeps, until its waker, a completion or a timer wakes it.
 pub(super) struct PollerSleep {
     timer: TimerFd,
     waker_fd: RawFd,

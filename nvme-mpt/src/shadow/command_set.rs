@@ -27,7 +27,7 @@ pub enum CommandTraffic {
 pub struct CompletedCommand {
     /// Opcode of the command. The names of [`NvmOpcode`] apply to the NVM Command Set only.
     pub opcode: NvmOpcode,
-    /// Dwords 10 and 11 of the guest's command; 0 in command sets without LBAs.
+    /// Dwords 10 and 11 of the guest's command, which are its first LBA; 0 in command sets without LBAs.
     pub slba: u64,
     /// Maximum number of data bytes that the command could move.
     pub bytes: u32,
@@ -39,10 +39,11 @@ pub struct CompletedCommand {
 
 /// A command set: translation of its commands and results, and its description for a guest.
 pub trait CommandSet {
-    /// Properties of a namespace on which the description depends.
+    /// Properties of a namespace that [`Self::describe`] needs.
     type Facts;
 
-    /// I/O commands that belong to the command set. A namespace with logical blocks also has those of the NVM Command Set.
+    /// I/O commands that belong to the command set alone. A namespace with logical blocks also has the commands of the NVM
+    /// Command Set.
     const COMMANDS: &'static [IoCommand];
 
     /// Returns the description of a namespace for its guest.
@@ -62,7 +63,7 @@ pub trait CommandSet {
         host: &mut Sqe,
     ) -> Result<u32, UntranslatedCommand>;
 
-    /// Returns the first LBA of a command for the error log.
+    /// Returns the first LBA of a command, for an entry of the error log.
     #[must_use]
     #[inline(always)]
     fn error_log_lba(guest: &Sqe) -> u64 {
@@ -80,11 +81,11 @@ pub trait CommandSet {
         (completed.dw0, 0)
     }
 
-    /// Returns whether a command may be executed twice before the guest has seen its completion.
+    /// Returns whether a command may be executed twice if the guest has not seen its completion, as after a reset of the drive.
     #[must_use]
     fn is_repeatable(guest: &Sqe) -> bool;
 
-    /// Returns the data that a command moved.
+    /// Returns the number of bytes that a completed command has read or written, for the statistics.
     #[must_use]
     #[inline(always)]
     fn traffic(completed: &CompletedCommand) -> CommandTraffic {
@@ -96,7 +97,7 @@ pub trait CommandSet {
     }
 }
 
-/// Host queue whose command set has a translation.
+/// Host queue whose command set a shadow queue can translate.
 pub(crate) trait TranslatedQueue: HostQueue<Commands: CommandSet> {}
 
 impl<Q: HostQueue<Commands: CommandSet>> TranslatedQueue for Q {}

@@ -11,12 +11,12 @@ use nvme_spec::status::Status;
 
 use super::{CommandFailure, UntranslatedCommand, field_offsets};
 
-/// Identifiers of a namespace for the guest and for the host controller.
+/// Identifiers of a leased namespace: the guest and the host controller may use different ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceIds {
-    /// Identifier for the guest.
+    /// Namespace identifier that the guest uses.
     pub guest: Nsid,
-    /// Identifier for the host controller.
+    /// Namespace identifier that the host controller uses.
     pub host: Nsid,
 }
 
@@ -25,19 +25,20 @@ pub struct NamespaceIds {
 pub struct LeasedBlocks {
     nsids: NamespaceIds,
     lba_shift: u8,
-    /// Number of LBA bits that are the offset in a unit.
+    /// Number of low bits of an LBA that are the offset in a unit, which is a contiguous range at the host (see `units`).
     unit_shift: u32,
-    /// Mask of the LBA bits that are the offset in a unit.
+    /// Mask of the low bits of an LBA that are the offset in a unit.
     unit_mask: u64,
     /// Blocks per unit.
     unit_blocks: u64,
     /// Number of leased blocks.
     blocks: u64,
-    /// First host LBA of each unit; empty if the lease is revoked.
+    /// First host LBA of each unit of the lease, in order. All units have the same number of blocks. Empty if the lease is
+    /// revoked.
     units: Arc<[Lba]>,
 }
 
-/// Unit shift of a lease with a single unit. No LBA of a namespace has more bits, so all blocks are in the unit.
+/// `unit_shift` of a lease with a single unit. No LBA of a namespace has as many bits, so all blocks are in the unit.
 const SINGLE_UNIT_SHIFT: u32 = 63;
 
 impl LeasedBlocks {
@@ -112,7 +113,7 @@ impl LeasedBlocks {
         self.units.first().copied().unwrap_or_default()
     }
 
-    /// Returns a copy without leased blocks, so that no command is translated.
+    /// Returns a copy without leased blocks, for a revoked lease: no command can be translated by it.
     pub(super) fn to_revoked(&self) -> Self {
         Self {
             nsids: NamespaceIds {
@@ -129,7 +130,7 @@ impl LeasedBlocks {
         self.nsids.guest == Nsid::NONE
     }
 
-    /// Returns blocks that are as many and start at host LBA 0, so that translation leaves LBAs unchanged.
+    /// Returns as many leased blocks, which start at host LBA 0. Translation by them leaves LBAs unchanged.
     pub(super) fn to_identity(&self) -> Self {
         Self {
             unit_shift: SINGLE_UNIT_SHIFT,
@@ -164,7 +165,7 @@ impl LeasedBlocks {
         }
     }
 
-    /// Translates blocks that cross a unit boundary or are not leased.
+    /// Translates a range of blocks that crosses the end of a unit or has blocks that are not leased.
     #[cold]
     #[inline(never)]
     fn translate_across(&self, slba: Lba, count: u64) -> Result<Lba, UntranslatedCommand> {
@@ -182,7 +183,7 @@ impl LeasedBlocks {
         }
     }
 
-    /// Returns the number of leading blocks of the lease that lie within a host namespace of `host_blocks` blocks.
+    /// Returns the number of blocks from the lease's start that exist if the host's namespace has `host_blocks` blocks.
     pub(crate) fn blocks_within(&self, host_blocks: u64) -> u64 {
         let mut within = 0;
         while within < self.blocks {
@@ -196,8 +197,8 @@ impl LeasedBlocks {
         within
     }
 
-    /// Returns the host LBA of a block, and the number of blocks from there that are contiguous at the host: at most `most`,
-    /// and 0 after the lease's last block.
+    /// Returns the host LBA of a block, and the number of blocks from there that are contiguous at the host and leased. The
+    /// number is at most `most`, and 0 for a block after the lease's last one.
     #[cold]
     pub(super) fn contiguous_run(&self, slba: Lba, most: u64) -> (Lba, u64) {
         let most = most.min(self.blocks.saturating_sub(slba.0));
@@ -227,7 +228,7 @@ mod tests {
         guest: Nsid(1),
         host: Nsid(7),
     };
-    /// Number of blocks per unit.
+    /// Number of blocks per unit in these tests.
     const UNIT: u64 = 8;
 
     fn range(start: u64, blocks: u64) -> BlockRange {
@@ -250,7 +251,7 @@ mod tests {
         }
     }
 
-    /// Generates a permutation of the units of the host's namespace.
+    /// Generates the units of a lease, in order, as numbers of units in the host's namespace.
     fn places() -> impl Strategy<Value = Vec<u64>> {
         Just((0..24).collect::<Vec<u64>>())
             .prop_shuffle()

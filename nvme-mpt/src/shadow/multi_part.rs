@@ -32,53 +32,54 @@ use super::translate::{CommandTranslator, PartContext};
 use crate::host::ListMemory;
 use crate::host::{DataPointer, HostCompletion};
 
-/// Number of part lists of a shadow queue, which is the maximum number of parts with data in flight.
+/// Number of lists that a shadow queue has for parts of commands. A list describes the data or the ranges of one part in
+/// flight; a part that needs one waits until one is free.
 pub(crate) const PART_LISTS: u16 = 8;
 
 /// Time after which a Deallocate in parts starts no further part: a third of the usual command timeout of drivers (30 s).
 const DEALLOCATE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Size of the range list of a Dataset Management or Copy command, in words.
+/// Maximum size of the range list of a Dataset Management or Copy command, in words of 8 bytes.
 const RANGE_WORDS: usize = PAGE_SIZE as usize / 8;
 
-/// Progress of a command in parts, in blocks.
+/// Progress of a command that is executed in parts, in blocks.
 #[derive(Clone, Copy, Debug, Default)]
 struct MultiPartProgress {
     total: u64,
     done: u64,
-    /// Blocks of the part in flight.
+    /// Number of blocks of the part in flight.
     part: u64,
-    /// List of the part in flight.
+    /// Number of the list that describes the part in flight, if the part needs one.
     list: Option<u16>,
 }
 
 /// Commands of a shadow queue that are executed in parts.
 #[derive(Debug)]
 pub(super) struct MultiPartCommands {
-    /// Progress by slot.
+    /// Progress of the commands, by slot.
     progress: Box<[MultiPartProgress]>,
-    /// Slots of commands that have no part in flight.
+    /// Slots of the commands that wait to submit their next part.
     waiting: VecDeque<u16>,
-    /// Numbers of free part lists. They follow the numbers of the slots' lists.
+    /// Numbers of the lists for parts that are free. The numbers of the slots' own lists come before them.
     lists: Vec<u16>,
-    /// Number of commands in parts.
+    /// Number of the queue's commands that are executed in parts.
     count: usize,
     is_cut_short: bool,
     builder: PartBuilder,
     deallocate_ticks: u64,
 }
 
-/// Next step of a command in parts.
+/// Next step of a command that is executed in parts.
 #[derive(Debug)]
 pub(super) enum MultiPartStep {
-    /// Submits this part to the host controller.
+    /// The part must be submitted to the host controller.
     Submit(Sqe),
-    /// Completes the command in this slot with this status.
+    /// The command in this slot must be completed with this status.
     Complete(u16, Status),
 }
 
 impl MultiPartCommands {
-    /// Creates the state for `slots` slots, whose lists are followed by [`PART_LISTS`] part lists.
+    /// Creates the state for `slots` slots. The lists for parts have the numbers after those of the slots' own lists.
     pub(super) fn new(slots: u16) -> Self {
         let count = usize::from(slots);
         Self {
@@ -92,7 +93,7 @@ impl MultiPartCommands {
         }
     }
 
-    /// Returns whether any command is executed in parts.
+    /// Returns whether any command is being executed in parts.
     pub(super) const fn has_commands(&self) -> bool {
         self.count > 0
     }
@@ -102,7 +103,7 @@ impl MultiPartCommands {
         self.is_cut_short = true;
     }
 
-    /// Starts a command in parts. `whole` is the command in its slot.
+    /// Starts the execution of a command in parts. `whole` is the translated command that the slot has.
     #[cold]
     pub(super) fn begin(&mut self, slot: u16, whole: &Sqe, lists: &mut ListMemory) {
         let total = self.builder.total_blocks(whole, slot, lists);
@@ -117,8 +118,8 @@ impl MultiPartCommands {
         self.waiting.push_back(slot);
     }
 
-    /// Returns the next step of a waiting command; `None` if no command waits or no list is free. If `gives_up` is true,
-    /// waiting commands complete instead of submitting their next part.
+    /// Returns the next step of the first waiting command; `None` if no command waits or no list for a part is free. If the
+    /// queue has failed (`gives_up`), waiting commands complete instead of submitting their next part.
     #[cold]
     pub(super) fn next_step(
         &mut self,
@@ -167,7 +168,8 @@ impl MultiPartCommands {
         }
     }
 
-    /// Handles the completion of a part, or of a command without parts. Returns whether the command continues.
+    /// Handles the completion of a part in flight, or of a command that was completed without a part. Returns whether the
+    /// command has parts left.
     #[cold]
     pub(super) fn handle_completion(&mut self, completion: HostCompletion) -> bool {
         let HostCompletion { slot, status, .. } = completion;
@@ -185,7 +187,7 @@ impl MultiPartCommands {
     }
 }
 
-/// Returns whether the parts of a command need lists.
+/// Returns whether each part of a command needs a list, for its data or its ranges.
 fn needs_lists(whole: &Sqe) -> bool {
     matches!(
         NvmOpcode(whole.opcode()),
@@ -197,7 +199,7 @@ fn needs_lists(whole: &Sqe) -> bool {
     )
 }
 
-/// Slot and list that a part uses at the host controller.
+/// Slot and list that a part in flight uses at the host controller.
 #[derive(Clone, Copy, Debug)]
 struct PartPlace {
     slot: u16,
@@ -205,12 +207,12 @@ struct PartPlace {
     list: u16,
 }
 
-/// Builder of the parts of commands.
+/// Builder of parts: commands for the host controller that each execute a part of a guest's command.
 #[derive(Debug)]
 struct PartBuilder {
     /// Contiguous pieces of a part's data, as IOVA and length.
     data_pieces: Vec<(u64, u64)>,
-    /// Ranges of the command, copied from the list of its slot.
+    /// Ranges of the whole command, copied from the list of its slot.
     ranges: Box<[u64]>,
 }
 
@@ -222,7 +224,7 @@ impl PartBuilder {
         }
     }
 
-    /// Copies the ranges of a command from the list of its slot.
+    /// Copies the ranges of a whole command from the list of its slot.
     fn copy_ranges<T: FromBytes + IntoBytes + zerocopy::Immutable + zerocopy::KnownLayout>(
         &mut self,
         count: usize,
@@ -235,7 +237,7 @@ impl PartBuilder {
         <[T]>::ref_from_bytes(ranges.as_bytes()).map_err(|_| Status::INTERNAL_ERROR)
     }
 
-    /// Returns the number of blocks of a whole command.
+    /// Returns the total number of blocks of a command that is executed in parts.
     fn total_blocks(&mut self, whole: &Sqe, slot: u16, lists: &mut ListMemory) -> u64 {
         match NvmOpcode(whole.opcode()) {
             NvmOpcode::DATASET_MANAGEMENT => {
@@ -255,7 +257,7 @@ impl PartBuilder {
         }
     }
 
-    /// Builds the part that starts after `done` blocks. Returns the part and its number of blocks.
+    /// Builds the part of a command that follows its first `done` blocks. Returns the part and its number of blocks.
     fn build_part(
         &mut self,
         whole: &Sqe,
@@ -298,7 +300,8 @@ impl PartBuilder {
         cut.map(|count| (part, count))
     }
 
-    /// Sets the Data Pointer of a part to its `share` of the command's data, which has `bytes` bytes.
+    /// Sets the Data Pointer of a part. `bytes` is the size of the whole command's data, and `share` the part's range of that
+    /// data.
     fn set_part_data(
         &mut self,
         part: &mut Sqe,
@@ -366,8 +369,8 @@ impl PartBuilder {
         Ok(())
     }
 
-    /// Builds a part of a Dataset Management command: as many ranges as the drive accepts, whose sum of blocks stays within
-    /// the drive's limit for one range.
+    /// Builds a part of a Dataset Management command: as many ranges as the drive accepts in one command. The number of their
+    /// blocks is within the drive's limit for one range.
     fn build_deallocate(
         &mut self,
         part: &mut Sqe,
@@ -400,7 +403,7 @@ impl PartBuilder {
         Ok(taken)
     }
 
-    /// Builds a part of a Copy command. The part fills one contiguous destination at the host.
+    /// Builds a part of a Copy command, whose destination is contiguous at the host.
     fn build_copy(
         &mut self,
         part: &mut Sqe,
@@ -445,8 +448,9 @@ impl PartBuilder {
     }
 }
 
-/// Cuts ranges of leased blocks, without their first `done` blocks, into pieces that are contiguous in the host's namespace.
-/// Passes at most `most` pieces, with at most `room` blocks in total, to `put`. Returns the number of pieces and of blocks.
+/// Cuts the ranges of a command, without the first `done` blocks, into pieces that are contiguous in the host's namespace.
+/// Passes pieces to `put`: at most `most` pieces, and at most `room` blocks in total. Returns the numbers of pieces and of
+/// blocks that it has passed.
 fn cut_ranges(
     ranges: impl Iterator<Item = (Lba, u64)>,
     done: u64,
@@ -475,7 +479,7 @@ fn cut_ranges(
     Ok((count, taken))
 }
 
-/// Writes a range to a list, at index `number`.
+/// Writes a range into a range list, as its entry `number`.
 fn write_range<T: IntoBytes + zerocopy::Immutable>(
     list: &mut [u64],
     number: usize,

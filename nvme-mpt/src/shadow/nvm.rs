@@ -22,7 +22,7 @@ const ADVISED_RANGE_BYTES: u64 = 1 << 30;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NvmCommands;
 
-/// Properties of a namespace for the description of the NVM Command Set.
+/// Properties of a namespace on which the description of its NVM Command Set depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NvmFacts {
     /// Limits of the host controller.
@@ -103,7 +103,7 @@ mod tests {
     use crate::drive::HostController;
     use crate::drive::idle_controller::IdleController;
 
-    /// Returns the range limit in bytes that guests see on a drive with this limit.
+    /// Returns the limit of a deallocated range in bytes that guests see. `dsm_range_bytes_max` is the drive's own limit.
     fn reported_range_limit(dsm_range_bytes_max: u64, lba_shift: u8) -> u64 {
         let limits = ControllerLimits {
             commands: Oncs(0).with_dsm(true),

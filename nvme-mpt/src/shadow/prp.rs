@@ -14,16 +14,16 @@ use crate::host::ListMemory;
 
 const PAGE_OFFSET_MASK: u64 = PAGE_SIZE - 1;
 
-/// Byte offsets of the two PRP entries in a command, for the error log.
+/// Byte offsets of the two PRP entries in a command, by which the error log names the wrong one.
 const PRP1: u16 = 24;
 const PRP2: u16 = 32;
 
-/// Positions in one region table at which the next lookups of data and of lists begin.
+/// Places in a region table where the next lookups begin, because the data of most commands lies near that of the last one.
 #[derive(Debug, Default)]
 pub(super) struct PrpHints {
-    /// Hint for the first entry of each command and for the pages of a list.
+    /// Place of the page of each command's first PRP entry. The lookup of the entries of its list begins there too.
     page: IovaHint,
-    /// Hint for pages of a list that are not in the same contiguous memory region as the first entry.
+    /// Place of pages that entries of a list name outside the contiguous memory region of the command's first entry.
     data: RegionHint,
     list: RegionHint,
 }
@@ -44,8 +44,8 @@ pub(super) fn translate_page(
     None
 }
 
-/// Translates the PRP entries of a command that transfers `len` bytes (at least one). If the host controller needs a list, it
-/// is built in the slot's part of `lists`.
+/// Translates the PRP entries of a command that transfers `len` bytes (at least one). If the host controller needs a PRP list,
+/// builds it in the slot's list.
 #[inline(never)]
 pub(super) fn translate(
     table: &RegionTable,
@@ -80,7 +80,7 @@ pub(super) fn translate(
     Ok([host_prp1, lists.slot_iova(slot).bits()])
 }
 
-/// Copies and translates a PRP list for `len` bytes to the slot's list.
+/// Copies the guest's PRP list of a command that transfers `len` bytes to the slot's list, and translates its entries.
 #[inline]
 fn translate_list(
     table: &RegionTable,
@@ -103,14 +103,14 @@ fn translate_list(
     translate_chain(table, hints, list, direction, host_list)
 }
 
-/// Returns the current page of the walk through a list.
+/// Returns the page that the walk through a guest's PRP list has reached.
 #[inline(always)]
 fn current_page(list: &PrpList) -> Result<PrpListPage, CommandFailure> {
     list.page()
         .ok_or(CommandFailure::permanent(Status::PRP_OFFSET_INVALID, PRP2))
 }
 
-/// Returns the entries of a list page in guest memory.
+/// Returns the entries of a page of the PRP list, as they lie in guest memory.
 #[inline(always)]
 fn page_entries<'a>(
     table: &'a RegionTable,
@@ -128,7 +128,7 @@ fn page_entries<'a>(
         .ok_or(CommandFailure::permanent(Status::DATA_TRANSFER_ERROR, PRP2))
 }
 
-/// Copies and translates a PRP list of several pages.
+/// Copies and translates a PRP list that takes several pages.
 #[inline(never)]
 fn translate_chain(
     table: &RegionTable,
@@ -155,8 +155,8 @@ fn translate_chain(
     }
 }
 
-/// Translates entries of the guest's list into the start of the host's list, using the contiguous memory region (run) of the
-/// command's first entry.
+/// Copies entries of the guest's PRP list to the start of the host's list, and translates them as if all pages lay in the
+/// contiguous memory region (run) of the command's first entry. If some do not, translates again, one by one.
 #[inline(always)]
 fn translate_entries(
     table: &RegionTable,
@@ -187,7 +187,7 @@ fn translate_entries(
     translate_one_by_one(table, hints, host_list, run, direction)
 }
 
-/// Translates entries a second time, where the translation by a single contiguous region may have been wrong.
+/// Translates entries again that were translated as if all lay in one run. Those outside the run are looked up.
 #[inline(never)]
 fn translate_one_by_one(
     table: &RegionTable,

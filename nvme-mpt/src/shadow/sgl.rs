@@ -14,17 +14,17 @@ use zerocopy::transmute;
 use super::CommandFailure;
 use crate::host::{LIST_BYTES, ListMemory};
 
-/// Maximum number of descriptors of a command, including those that point to segments.
+/// Maximum number of SGL descriptors of a command. Those that point to segments count too.
 pub const MAX_DESCRIPTORS: u32 = (LIST_BYTES / SglDescriptor::SIZE) as u32;
 
-/// Byte offset of the descriptor in a command, for the error log.
+/// Byte offset of a command's SGL descriptor, by which the error log names it.
 const SGL1: u16 = 24;
 
 fn failure(status: Status) -> CommandFailure {
     CommandFailure::permanent(status, SGL1)
 }
 
-/// Builder of the host controller's data blocks.
+/// Builder of the SGL for the host controller: the data blocks of the guest's SGL, with translated addresses.
 struct SglBuilder<'a> {
     table: &'a RegionTable,
     hint: &'a mut RegionHint,
@@ -54,7 +54,7 @@ impl SglBuilder<'_> {
         }
     }
 
-    /// Adds a data block for each piece of a guest range. Each piece is contiguous for the host controller.
+    /// Adds a range of guest memory as data blocks, each of which is contiguous for the host controller.
     #[cold]
     fn add_block_pieces(&mut self, mut address: Gpa, mut len: u32) -> Result<(), CommandFailure> {
         let outside = failure(Status::DATA_TRANSFER_ERROR);
@@ -102,11 +102,11 @@ impl SglBuilder<'_> {
     }
 }
 
-/// Segment in the guest's memory. Each word is read once.
+/// SGL segment in the guest's memory, which may change. Each word of it is read once.
 enum SglSegment<'a> {
-    /// Contiguous in this process's address space.
+    /// The segment is contiguous in this process's address space.
     Contiguous(RawWords<'a>),
-    /// In scattered pages, starting at a guest address.
+    /// The segment starts at a guest address, and its pages are scattered in this process's address space.
     Scattered(&'a RegionTable, Gpa),
 }
 
@@ -135,7 +135,7 @@ impl<'a> SglSegment<'a> {
     }
 }
 
-/// Reads a descriptor word by word, because a page may end between the words.
+/// Reads a descriptor of a scattered segment, word by word because a page may end between the words.
 #[cold]
 fn read_scattered(
     table: &RegionTable,
@@ -154,13 +154,13 @@ fn read_scattered(
     Ok(transmute!([word(offset)?, word(offset + 8)?]))
 }
 
-/// Returns a segment's words (Base 2.0, section 4.1.2).
+/// Returns the bytes of a segment as words. Fails if they are not whole, aligned words (Base 2.0, section 4.1.2).
 fn words(bytes: RawBytes<'_>) -> Result<RawWords<'_>, CommandFailure> {
     let words = bytes.words();
     words.ok_or(failure(Status::INVALID_SGL_SEGMENT_DESCRIPTOR))
 }
 
-/// Translates the SGL of a command that transfers `len` bytes, at least one.
+/// Translates the SGL of a command that transfers `len` bytes (at least one).
 pub(super) fn translate(
     table: &RegionTable,
     hint: &mut RegionHint,

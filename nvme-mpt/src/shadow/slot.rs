@@ -15,16 +15,16 @@ use crate::host::DataPointer;
 /// before its driver's timeout.
 const RESUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Rare extra work at the end of a command. One comparison finds whether a command has any.
+/// Flags and a counter of a command, for rare work at its completion. One comparison with 0 finds that a command has none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CompletionWork(u8);
 
 impl CompletionWork {
-    /// Memory of the command's data was unmapped after the command was taken.
+    /// Flag: memory of the command's data was unmapped after the command was taken.
     pub(crate) const STALE: Self = Self(1);
-    /// The command is executed in parts.
+    /// Flag: the command is executed in parts.
     pub(crate) const IN_PARTS: Self = Self(2);
-    /// Unit of the count of resubmissions.
+    /// Lowest bit of the counter of resubmissions, which follows the flags.
     const RESUBMISSION: u8 = 4;
     /// Maximum number of resubmissions of a command.
     pub(crate) const RESUBMISSIONS_MAX: u8 = 3;
@@ -42,7 +42,7 @@ impl CompletionWork {
         self.0 |= work.0;
     }
 
-    /// Counts a resubmission of the command. Returns false if the maximum is reached.
+    /// Counts a resubmission of the command. Returns false if the command was already resubmitted the maximum number of times.
     const fn count_resubmission(&mut self) -> bool {
         let may = self.0 / Self::RESUBMISSION < Self::RESUBMISSIONS_MAX;
         if may {
@@ -57,19 +57,21 @@ impl CompletionWork {
 pub(crate) struct CommandSlot {
     /// Dword 0 of the guest's command: opcode and identifier.
     cdw0: Cdw0,
-    /// Index of the Submission Queue in the shadow queue.
+    /// Index of the command's Submission Queue among those of the shadow queue.
     pub(crate) sq: u16,
-    /// Reservation of a completion entry, from [`SlotPermit::occupy`] to [`CommandSlots::release`].
+    /// Reserved completion entry of the command, from [`SlotPermit::occupy`] to [`CommandSlots::release`]. `None` while the
+    /// slot is free.
     credit: Option<CompletionCredit>,
-    /// Number of the next free slot, while this slot is free.
+    /// While this slot is free: number of the next free slot.
     next_free: u16,
-    /// Extra work at the end of the command.
+    /// Flags and counter for work at the command's completion.
     pub(crate) completion_work: CompletionWork,
-    /// Data bytes in the VM's memory. Ranges to deallocate or copy do not count, because the slot's list has a copy of them.
+    /// Size of the command's data in the VM's memory. Ranges to deallocate or copy do not count, because the slot's list has a
+    /// copy of them.
     pub(crate) bytes: u32,
     /// First LBA as sent by the guest, for the error log; 0 in command sets without LBAs.
     pub(crate) slba: u64,
-    /// Time at which the command was taken.
+    /// Time at which the command was taken from the guest's queue.
     pub(crate) taken_at: Ticks,
     /// Command sent to the host controller, or, for a command in parts, the whole command. Its Data Pointer and the slot's
     /// list, both of which the guest cannot change, describe the data.
@@ -108,7 +110,7 @@ impl CommandSlot {
     }
 }
 
-/// Permission to put one command in flight. If the permit is dropped, the slot stays free.
+/// Permission to put one command in flight, in a free slot. If the permit is dropped unused, the slot stays free.
 #[must_use]
 #[derive(Debug)]
 pub(crate) struct SlotPermit<'a> {
@@ -117,7 +119,7 @@ pub(crate) struct SlotPermit<'a> {
     free: &'a mut FreeSlots,
 }
 
-/// Properties of a command that is put in flight; see [`CommandSlot`].
+/// Properties of a command that is put in flight, as [`CommandSlot`] describes them.
 #[derive(Debug)]
 pub(crate) struct SlotCommand {
     pub(crate) credit: CompletionCredit,
@@ -129,13 +131,13 @@ pub(crate) struct SlotCommand {
 }
 
 impl<'a> SlotPermit<'a> {
-    /// Returns the slot's number and the entry for the host controller's command.
+    /// Returns the slot's number, and the place in which the command for the host controller is built.
     #[inline]
     pub(crate) fn host(&mut self) -> (u16, &mut Sqe) {
         (self.number, &mut self.slot.host)
     }
 
-    /// Puts the command in flight. Returns the command for the host controller.
+    /// Puts the command in flight in the slot. Returns the command for the host controller.
     #[inline]
     pub(crate) fn occupy(self, command: SlotCommand) -> &'a Sqe {
         let Self { slot, free, .. } = self;
@@ -159,7 +161,7 @@ impl<'a> SlotPermit<'a> {
         &slot.host
     }
 
-    /// Puts a command in parts in flight. Returns the whole command.
+    /// Puts a command in flight that is executed in parts. Returns the whole command, of which the parts are built.
     #[cold]
     pub(crate) fn occupy_in_parts(self, command: SlotCommand) -> &'a Sqe {
         self.slot.completion_work.add(CompletionWork::IN_PARTS);
@@ -167,7 +169,7 @@ impl<'a> SlotPermit<'a> {
     }
 }
 
-/// Number that no slot has.
+/// Number that stands for no slot.
 const NO_SLOT: u16 = u16::MAX;
 
 /// Linked list of free slots. Each free slot has the number of the next free slot.
@@ -219,7 +221,7 @@ impl CommandSlots {
         self.slots.len() - self.free.count
     }
 
-    /// Reserves a free slot; `None` if there is none.
+    /// Reserves a free slot for a command; `None` if none is free.
     #[inline]
     pub(crate) fn reserve(&mut self) -> Option<SlotPermit<'_>> {
         let number = self.free.first;
@@ -230,14 +232,14 @@ impl CommandSlots {
         })
     }
 
-    /// Reserves the slot with this number; `None` if it is in use.
+    /// Reserves the slot with this number for a command; `None` if the slot is in use.
     #[cold]
     pub(crate) fn reserve_at(&mut self, number: u16) -> Option<SlotPermit<'_>> {
         self.bring_to_front(number)?;
         self.reserve()
     }
 
-    /// Moves a slot to the front of the free list; `None` if it is in use.
+    /// Moves a slot to the front of the list of free slots; `None` if the slot is in use.
     fn bring_to_front(&mut self, number: u16) -> Option<()> {
         let mut before = self.free.first;
         if before == number {
@@ -258,7 +260,8 @@ impl CommandSlots {
         Some(())
     }
 
-    /// Frees a slot and returns it with its completion reservation; `None` if no in-flight command has this number.
+    /// Frees the slot of a command that has ended, and returns the slot with the command's completion entry. Returns `None` if
+    /// no command in flight has this number.
     #[inline]
     pub(crate) fn release(&mut self, index: u16) -> Option<(&mut CommandSlot, CompletionCredit)> {
         // Checked before the reservation is taken, so that nothing is written to a free slot.
@@ -273,7 +276,7 @@ impl CommandSlots {
         Some((slot, room))
     }
 
-    /// Occupies the most recently released slot again.
+    /// Occupies the slot that was released last again, because its command continues. `room` is its completion entry.
     #[cold]
     pub(crate) fn reoccupy(&mut self, index: u16, room: CompletionCredit) {
         if let Some(slot) = self.slots.get_mut(usize::from(index))
@@ -285,7 +288,8 @@ impl CommandSlots {
         }
     }
 
-    /// Occupies a slot again as [`Self::reoccupy`] does, for a command that must be resubmitted to the host controller.
+    /// Occupies the slot that was released last again as [`Self::reoccupy`] does, for a command that a reset has interrupted
+    /// and that must be resubmitted.
     #[cold]
     #[inline(never)]
     pub(crate) fn reoccupy_interrupted(&mut self, index: u16, room: CompletionCredit) {
@@ -293,18 +297,18 @@ impl CommandSlots {
         self.interrupted.push(index);
     }
 
-    /// Returns whether commands must be resubmitted to the host controller.
+    /// Returns whether any command must be resubmitted to the host controller, because a reset has interrupted it.
     pub(crate) const fn has_interrupted(&self) -> bool {
         !self.interrupted.is_empty()
     }
 
-    /// Returns whether memory of the slot's command was unmapped.
+    /// Returns whether memory of the data of the slot's command was unmapped after the command was taken.
     pub(crate) fn is_stale(&self, index: u16) -> bool {
         let slot = self.slots.get(usize::from(index));
         slot.is_some_and(|slot| slot.completion_work.has(CompletionWork::STALE))
     }
 
-    /// Takes the slots of the commands that must be resubmitted to the host controller.
+    /// Takes the list of slots whose commands must be resubmitted to the host controller.
     pub(crate) fn take_interrupted(&mut self) -> Vec<u16> {
         std::mem::take(&mut self.interrupted)
     }

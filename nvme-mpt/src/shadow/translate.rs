@@ -27,10 +27,10 @@ use crate::host::{DataPointer, HostMemory};
 /// information are not offered.
 const READ_WRITE_CDW12: u32 = 0xC000_FFFF;
 
-/// Opcode bits of dword 0.
+/// Bits of the opcode in dword 0.
 const OPCODE: Cdw0 = Cdw0(0).with_opcode(u8::MAX);
 
-/// Bits of dword 0 that are clear in a command that is not fused and uses PRPs.
+/// Bits of dword 0 for fused operations and SGLs. All are 0 in a command that is not fused and uses PRPs.
 const FUSE_AND_PSDT: Cdw0 = Cdw0(0)
     .with_fuse(FusedOperation(0b11))
     .with_psdt(Psdt(0b11));
@@ -41,24 +41,25 @@ pub struct CommandTranslator {
     table: Arc<RegionTable>,
     lists: ListMemory,
     blocks: LeasedBlocks,
-    /// Blocks with identity translation, for [whole commands](Self::translate_whole) that are then split.
+    /// Blocks by which translation leaves LBAs unchanged. [Whole commands](Self::translate_whole) keep the LBAs of the lease
+    /// until they are split into parts.
     identity_blocks: LeasedBlocks,
     limits: ControllerLimits,
-    /// Limits of [whole commands](Self::translate_whole), which are executed in parts.
+    /// Limits for translating [whole commands](Self::translate_whole): those of commands that will be split into parts.
     whole_limits: ControllerLimits,
     max_transfer: u64,
     prp_hints: PrpHints,
     sgl_hint: RegionHint,
-    /// Ranges of a command, copied from the guest and not yet checked.
+    /// Ranges of the present command, copied from the guest and not checked.
     ranges: Box<[u64; PAGE_SIZE as usize / 8]>,
 }
 
-/// References that are needed to build the parts of commands.
+/// Parts of the translator from which a command's parts are built.
 #[derive(Debug)]
 pub(super) struct PartContext<'a> {
     pub(super) blocks: &'a LeasedBlocks,
     pub(super) limits: &'a ControllerLimits,
-    /// Lists of the slots and of the parts.
+    /// Lists of the slots, followed by the lists for parts of commands.
     pub(super) lists: &'a mut ListMemory,
 }
 
@@ -94,12 +95,12 @@ impl CommandTranslator {
         std::mem::replace(&mut self.table, table)
     }
 
-    /// Makes all further commands fail, because the lease is revoked.
+    /// Makes all further commands fail, because the lease was revoked.
     pub(super) fn revoke(&mut self) {
         self.blocks = self.blocks.to_revoked();
     }
 
-    /// Sets the blocks of the lease, unless the lease is revoked.
+    /// Sets the blocks of the lease. Ignored if the lease is revoked.
     pub(super) fn set_blocks(&mut self, blocks: &LeasedBlocks) {
         if !self.blocks.is_revoked() {
             self.blocks = blocks.clone();
@@ -134,7 +135,7 @@ impl CommandTranslator {
         std::mem::swap(&mut self.limits, &mut self.whole_limits);
     }
 
-    /// Returns the references that are needed to build the parts of commands.
+    /// Returns what is needed to build the parts of a command.
     pub(super) fn part_context(&mut self) -> PartContext<'_> {
         PartContext {
             blocks: &self.blocks,
@@ -271,7 +272,7 @@ impl CommandTranslator {
         Ok(())
     }
 
-    /// Initializes `host` as a command without parameters.
+    /// Initializes the host's command with an opcode and the slot's number. Its parameters are 0.
     #[inline(always)]
     pub fn init_command(&self, host: &mut Sqe, opcode: u8, slot: u16) {
         let cdw0 = Cdw0::default()
@@ -315,7 +316,7 @@ impl CommandTranslator {
         Ok(())
     }
 
-    /// Translates PRPs into `host`.
+    /// Translates the command's PRP entries, and puts the result into the host's command.
     #[inline(always)]
     fn translate_prps(
         &mut self,
@@ -354,7 +355,7 @@ impl CommandTranslator {
         Ok(())
     }
 
-    /// Translates a Read or a Write. `PRPS` is true if the command is known to use PRPs.
+    /// Translates a Read or a Write. `PRPS` is true if the caller has checked that the command uses PRPs.
     #[inline(always)]
     fn translate_read_write<const PRPS: bool>(
         &mut self,
@@ -579,7 +580,7 @@ impl CommandTranslator {
         Ok(len)
     }
 
-    /// Sets the data of the host's command to the translated ranges in the slot's own memory.
+    /// Puts the translated ranges into the slot's list, and lets the Data Pointer of the host's command refer to them.
     fn set_ranges(&mut self, len: usize, slot: u16, host: &mut Sqe) {
         let (list, iova) = self.lists.slot_list(slot);
         list.as_mut_bytes()[..len].copy_from_slice(&self.ranges.as_bytes()[..len]);
@@ -587,7 +588,8 @@ impl CommandTranslator {
     }
 }
 
-/// Returns the limits for translating whole commands: ranges, and blocks without data, are not limited.
+/// Returns the limits for translating whole commands. Their ranges and their blocks without data are not limited, because they
+/// are split into parts.
 fn whole_command_limits(limits: ControllerLimits) -> ControllerLimits {
     ControllerLimits {
         no_data_bytes_max: u64::MAX,

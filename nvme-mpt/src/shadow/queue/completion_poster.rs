@@ -23,7 +23,8 @@ use crate::shadow::slot::{CommandSlot, CommandSlots, CompletionWork};
 use crate::shadow::translate::CommandTranslator;
 use crate::shadow::{CommandFailure, CommandSet, CommandTraffic, CompletedCommand};
 
-/// Receiver of host completions, which posts them to the guest.
+/// Receiver of the host controller's completions, which posts them to the guest. `SPECIAL` is true if the present pass has
+/// extra work of any kind, and `LIVE` if it writes in-flight tracking.
 pub(super) struct CompletionPoster<'a, H, const SPECIAL: bool, const LIVE: bool> {
     /// Type of the host queue.
     pub(super) kind: PhantomData<fn(H)>,
@@ -37,19 +38,20 @@ pub(super) struct CompletionPoster<'a, H, const SPECIAL: bool, const LIVE: bool>
     pub(super) translator: &'a CommandTranslator,
     pub(super) pending_unmaps: &'a mut UnmapsInUse,
     pub(super) parts: &'a mut MultiPartCommands,
-    /// Kind of the queue's next poll passes.
+    /// Kind of the queue's next poll pass, which a completion may change.
     pub(super) pass_kind: &'a mut ShadowPassKind,
     /// True if written pages are noted in the dirty log.
     pub(super) is_logged: bool,
-    /// True if the queue's commands start no further step.
+    /// True if the queue's in-flight commands start no further step, because the queue is about to be deleted.
     pub(super) is_cut_short: bool,
-    /// Number of completions in a special pass. Other passes count by the Completion Queue's tail.
+    /// Number of completions so far, if the present pass does extra work. For other passes, the tail of the Completion Queue
+    /// shows the number.
     pub(super) completed: u32,
-    /// Time at which the first completion was posted, or [`NOT_YET`].
+    /// Time at which the pass posted its first completion, or [`NOT_YET`].
     pub(super) now: Ticks,
 }
 
-/// Value of `CompletionPoster::now` before the first completion.
+/// Value of `CompletionPoster::now` before the first completion of a pass.
 pub(super) const NOT_YET: Ticks = Ticks(0);
 
 impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker

@@ -15,7 +15,7 @@ use crate::host::HostMemory;
 use crate::shadow::slot::CommandSlot;
 
 /// Notes the host controller's writes for a command that has ended, with any status. Addresses are looked up in the current
-/// table of the VM's memory, and in memory that was unmapped after the command was translated.
+/// table of the VM's memory, and in pending unmaps.
 #[cold]
 pub(super) fn mark_completed_dirty(
     slot: &CommandSlot,
@@ -81,7 +81,7 @@ impl ShadowCore {
         };
     }
 
-    /// Notes the Completion Queue entries that a pass posted. `tail` is the queue's tail before the pass.
+    /// Notes the Completion Queue entries that a pass has posted in the dirty log. `tail` is the queue's tail before the pass.
     #[cold]
     pub(super) fn mark_pass_dirty(&self, tail: u32) {
         let table = self.translator.table();
@@ -89,8 +89,8 @@ impl ShadowCore {
         self.mark_event_idx_dirty();
     }
 
-    /// Notes the EventIdx page. The page has the EventIdx values of all doorbells and is written often, so it is noted as a
-    /// whole.
+    /// Notes the EventIdx page in the dirty log. The page has the EventIdx values of all doorbells and is written often, so it
+    /// is noted as a whole.
     pub(super) fn mark_event_idx_dirty(&self) {
         if let Some(DoorbellBuffer { event_idx, .. }) = self.buffer {
             self.translator.table().mark_dirty(event_idx, PAGE_SIZE);

@@ -14,15 +14,15 @@ use nvme_spec::registers::Doorbell;
 use super::rings::{completion_ring, completion_ring_len, submission_ring, submission_ring_len};
 use super::{ShadowCore, ShadowQueueCondition};
 
-/// Returns whether the memory of a queue's rings has been missing for too long: `since` is the time at which the memory became
-/// missing, and `quiet_since` the time at which the last change of the memory map ended.
+/// Returns whether memory of a queue's rings or doorbells has been missing for too long, so that the queue fails. `since` is
+/// the time at which the memory became missing, and `quiet_since` the time at which the last change of the memory map ended.
 pub(super) fn is_suspension_over(now: Ticks, since: Ticks, quiet_since: Ticks) -> bool {
     let lasts = |from: Ticks| Duration::from_nanos(ticks_to_nanoseconds(now.since(from)));
     is_unmapped_too_long(lasts(since), lasts(quiet_since))
 }
 
 impl ShadowCore {
-    /// Adopts the newest table of the VM's memory.
+    /// Adopts the newest table of the VM's memory, and reports which pending unmaps commands in flight still use.
     #[cold]
     pub(super) fn adopt_table(&mut self) {
         let table = self.context.tables.current();
@@ -53,7 +53,7 @@ impl ShadowCore {
         }
     }
 
-    /// Returns whether a pending unmap covers memory of the queue's rings or doorbells.
+    /// Returns whether a pending unmap has memory of the queue's rings, or of its pages of the Doorbell Buffer.
     fn has_rings_in(&self, departure: &PendingUnmap) -> bool {
         let cq = (self.cq.base, completion_ring_len(self.cq.entries()));
         let sqs = self.sqs.iter();
@@ -65,7 +65,8 @@ impl ShadowCore {
         parts.any(|(gpa, len)| departure.overlaps_gpa(gpa, len))
     }
 
-    /// Locates the rings in another table. The caller ensures that completions of in-flight commands are held.
+    /// Looks up the rings and doorbells in the current table. Suspends the queue if their memory is missing, and ends a
+    /// suspension if it is there again. The caller ensures that completions of commands in flight are held back.
     pub(super) fn rebind(&mut self) {
         if self.condition == ShadowQueueCondition::Failed {
             return;
@@ -83,7 +84,7 @@ impl ShadowCore {
         }
     }
 
-    /// Posts held completions after the memory of the rings was mapped again.
+    /// Ends a suspension: posts the completions that were held back while memory of the rings was missing.
     pub(super) fn resume_posting(&mut self) {
         self.condition = ShadowQueueCondition::Operational;
         let Self {
@@ -128,7 +129,7 @@ impl ShadowCore {
         }
     }
 
-    /// Locates rings and doorbells in the current table. On failure, returns the address of the missing memory.
+    /// Looks up the rings and doorbells in the current table. If their memory is missing, returns its address as the error.
     pub(super) fn bind_memory(&mut self) -> Result<(), Gpa> {
         let table = self.translator.table().clone();
         let page = &self.context.doorbells;

@@ -48,19 +48,19 @@ use crate::host::{
 use crate::processor_time::{ProcessorTime, ProcessorTimeCharge};
 use crate::shadow::TranslatedQueue;
 
-/// Commands taken from one Submission Queue before the next queue gets its turn.
+/// Maximum number of commands taken from one Submission Queue before the next queue gets its turn.
 const BATCH_COMMANDS: u32 = 64;
 
-/// Bytes after which a batch ends, so that small commands do not wait for many large ones.
+/// Number of data bytes after which a batch ends, so that small commands do not wait for many large ones.
 const BATCH_BYTES: u32 = 4 << 20;
 
-/// `BATCH_BYTES` on a poller that also has queues of other functions.
+/// `BATCH_BYTES` for a queue on a poller that also runs queues of other functions.
 const SHARED_BATCH_BYTES: u32 = 256 << 10;
 
-/// Number of ring entries to prefetch ahead of the current one.
+/// Number of ring entries ahead of the current one that are prefetched.
 const PREFETCH: u32 = 8;
 
-/// Condition of a shadow queue.
+/// State of a shadow queue: whether it can take commands and post completions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ShadowQueueCondition {
     Operational,
@@ -73,12 +73,12 @@ enum ShadowQueueCondition {
     Failed,
 }
 
-/// Kind of a queue's poll passes. Each kind is compiled separately, so that a pass has only the checks of its own kind.
+/// Kind of a queue's poll passes. Each kind is compiled separately, so that a pass has only the checks that its kind needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ShadowPassKind {
-    /// Commands pass without tracking and without other extra work.
+    /// A pass without in-flight tracking and without any other extra work.
     Plain,
-    /// In-flight tracking is written.
+    /// A pass with in-flight tracking and without any other extra work.
     Inflight,
     /// Other extra work is needed: the dirty log, limits of the lease, commands in parts or repeated, completions that wait
     /// for ring memory. In-flight tracking is written too, if there is any.
@@ -93,7 +93,7 @@ pub(crate) struct QueueContext {
     pub(crate) untrapped: UntrappedDoorbells,
     pub(crate) events: Arc<EventQueue>,
     pub(crate) tables: Arc<PublishedTable>,
-    /// Limits of the lease.
+    /// Rate limits of the lease.
     pub(crate) limiter: RateLimiter,
     /// Blocks of the lease. A queue adopts changed blocks together with the next table of the VM's memory.
     pub(crate) blocks: Mutex<Arc<LeasedBlocks>>,
@@ -101,7 +101,7 @@ pub(crate) struct QueueContext {
     pub(crate) inflight: Option<Arc<InflightFile>>,
     /// Counters of commands that completed with an error.
     pub(crate) errors: StatusCounters,
-    /// Processor time of the pollers.
+    /// Processor time that pollers have spent on the function's queues.
     pub(crate) processor_time: Arc<ProcessorTime>,
 }
 
@@ -124,7 +124,7 @@ pub struct ShadowQueue {
     /// Dropped first: the drop waits for in-flight commands, which use memory of the core.
     host: HostQueuePair,
     core: ShadowCore,
-    /// Poller's processor time that the queue is charged.
+    /// Processor time that the poller spends on the queue.
     cpu_charge: ProcessorTimeCharge,
     /// Crash record that is set during work on the queue, if the queue may outlive this process.
     crash_record: Option<CrashRecord>,
@@ -132,18 +132,18 @@ pub struct ShadowQueue {
     lease: LeaseGuard,
 }
 
-/// Reference that holds a lease until it is dropped.
+/// Reference to a lease, which stays open until all its references are dropped.
 type LeaseGuard = Arc<dyn Any + Send + Sync>;
 
-/// Host queue of a shadow queue, with its resources.
+/// Host queue for a new shadow queue, and what the shadow queue needs to use it.
 #[derive(Debug)]
 pub(crate) struct HostQueueParts {
     pub(crate) queue: HostQueuePair,
-    /// Number of slots: commands that may be in flight at the host controller.
+    /// Number of slots of the queue, and so the maximum number of its commands in flight at the host controller.
     pub(crate) slots: u16,
-    /// Memory for PRP lists and SGLs, one list per slot.
+    /// Memory for the lists of the slots: PRP lists, SGLs and ranges.
     pub(crate) lists: ListMemory,
-    /// Limits of the host controller.
+    /// Limits of commands of the host controller.
     pub(crate) limits: ControllerLimits,
     pub(crate) lease: LeaseGuard,
 }
@@ -155,35 +155,36 @@ pub(crate) struct ShadowCore {
     context: Arc<QueueContext>,
     buffer: Option<DoorbellBuffer>,
     cq: CompletionQueue,
-    /// Record of positions and in-flight commands, if the queue may outlive this process.
+    /// In-flight tracking of the queue, if it may outlive this process: the positions in its rings, and its commands in flight.
     inflight: Option<InflightQueue>,
     sqs: Vec<SubmissionQueue>,
     slots: CommandSlots,
     translator: CommandTranslator,
     parts: MultiPartCommands,
-    /// Bytes after which a batch ends.
+    /// Number of data bytes after which a batch ends. Depends on whether the poller runs other functions too.
     batch_bytes: u32,
     generation: u64,
     pending_unmaps: UnmapsInUse,
     lost_epoch: usize,
     is_stopped: bool,
-    /// True if the queue's commands start no further step.
+    /// True if the queue's in-flight commands start no further step, because the queue is about to be deleted.
     is_cut_short: bool,
     condition: ShadowQueueCondition,
     /// Completions that wait for the ring's memory to be mapped again.
     held_completions: Vec<(Cqe, CompletionCredit)>,
-    /// In-flight commands of the old server that must be executed again.
+    /// Commands that were in flight at the end of the predecessor, and that must be executed again.
     repeats: Vec<RepeatedCommand>,
     pass_kind: ShadowPassKind,
     /// True if written pages are noted in the dirty log.
     is_logged: bool,
-    /// True if the lease has limits.
+    /// True if the lease has rate limits.
     is_limited: bool,
-    /// Time until which commands wait for the lease's limits; `None` if no command waits.
+    /// Time until which the queue takes no commands because of the lease's rate limits; `None` if it takes commands.
     throttled_until: Option<Ticks>,
-    /// Time since which commands wait for the lease's limits; `None` if no command waits.
+    /// Time since which the queue takes no commands because of the lease's rate limits; `None` if it takes commands.
     throttled_since: Option<Ticks>,
-    /// Use of the VM's memory; `None` while the queue is paused. Dropped after all references to that memory.
+    /// Registration as a user of the VM's memory, for which an unmap waits; `None` while the queue is paused. Dropped after all
+    /// references to that memory.
     table_use: Option<TableUse>,
 }
 
@@ -257,13 +258,13 @@ impl ShadowQueue {
         self.core.id
     }
 
-    /// Returns the charge of the poller's time for this queue.
+    /// Returns the ticks that the poller has spent on this queue and that are not yet charged to the function.
     #[inline]
     pub(crate) fn cpu_charge(&self) -> &ProcessorTimeCharge {
         &self.cpu_charge
     }
 
-    /// Returns the charge of [`Self::cpu_charge`] for changes.
+    /// Returns [`Self::cpu_charge`], to be changed.
     #[inline]
     pub(crate) fn cpu_charge_mut(&mut self) -> &mut ProcessorTimeCharge {
         &mut self.cpu_charge
@@ -275,7 +276,7 @@ impl ShadowQueue {
         self.core.cq.qid
     }
 
-    /// Initializes the in-flight tracking of a new queue that has any.
+    /// Starts the in-flight tracking of a new queue, if the queue may outlive this process.
     pub(crate) fn init_inflight(&self) {
         if let Some(live) = &self.core.inflight {
             live.init(&self.core.cq.indices);
@@ -322,7 +323,8 @@ impl ShadowQueue {
         run_recorded(self.crash_record.as_ref(), || self.core.arm_notifications());
     }
 
-    /// Checks for work once more after [`Self::arm_notifications`]. Returns whether there is any.
+    /// Checks for work once more after [`Self::arm_notifications`], because the guest may have rung a doorbell meanwhile.
+    /// Returns whether there is any.
     pub fn recheck(&mut self) -> bool {
         run_recorded(self.crash_record.as_ref(), || self.core.recheck())
     }
@@ -373,7 +375,7 @@ impl ShadowQueue {
         self.core.throttled_until
     }
 
-    /// Sets whether the poller has queues of other functions too.
+    /// Sets whether the queue's poller also runs queues of other functions, which makes batches shorter.
     pub(crate) fn set_poller_shared(&mut self, is_shared: bool) {
         self.core.batch_bytes = if is_shared {
             SHARED_BATCH_BYTES
@@ -382,7 +384,7 @@ impl ShadowQueue {
         };
     }
 
-    /// Stops taking commands.
+    /// Stops taking commands. Commands in flight continue.
     pub fn stop(&mut self) {
         self.core.is_stopped = true;
         self.host.set_hurried(true);
@@ -397,7 +399,7 @@ impl ShadowQueue {
         self.core.repeats.clear();
     }
 
-    /// Takes commands again.
+    /// Takes commands again, after [`Self::stop`].
     pub(crate) fn resume(&mut self) {
         self.core.is_stopped = false;
         self.host.set_hurried(false);
@@ -518,7 +520,7 @@ impl ShadowCore {
         worked
     }
 
-    /// Calls [`Self::take_commands`] as a separate function that is not inlined.
+    /// Calls [`Self::take_commands`] without being inlined, for host queues whose completions are deferred (see the caller).
     #[inline(never)]
     fn take_outlined<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
@@ -667,8 +669,8 @@ impl ShadowCore {
         true
     }
 
-    /// Returns the number of commands that the limits of the lease allow now. If the number is 0, the queue takes no commands
-    /// until the limits allow some.
+    /// Returns the number of commands that the rate limits of the lease allow now. If the number is 0, sets the time of the
+    /// next attempt.
     #[cold]
     fn allowed_commands(&mut self) -> u32 {
         if !self.is_limited {
@@ -684,7 +686,8 @@ impl ShadowCore {
         allowance
     }
 
-    /// Counts the time in which commands wait for the limits of their lease.
+    /// Counts the time in which the rate limits of the lease keep the queue from taking commands. `waits` says whether they do
+    /// now.
     #[cold]
     fn account_throttling(&mut self, waits: bool, now: Ticks) {
         match (self.throttled_since, waits) {
@@ -697,7 +700,7 @@ impl ShadowCore {
         }
     }
 
-    /// Executes the next steps of commands in parts. Returns whether there were such steps.
+    /// Submits or completes the commands in parts whose turn it is, up to a batch. Returns whether there were any.
     #[cold]
     #[inline(never)]
     fn submit_parts<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
@@ -741,7 +744,7 @@ impl ShadowCore {
         self.post_completions::<H, SPECIAL, LIVE>(|memory, posting| host.reap(memory, posting))
     }
 
-    /// Posts the completions that `give` delivers. Returns whether there were completions.
+    /// Posts the completions that `give` passes to the poster. Returns whether there were any.
     #[inline(always)]
     fn post_completions<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
@@ -815,7 +818,7 @@ impl ShadowCore {
         true
     }
 
-    /// Reads the head: the guest has consumed all entries before it.
+    /// Reads the Completion Queue's head from the guest's doorbell: the guest has consumed all entries before it.
     #[inline]
     fn read_cq_head(&mut self) {
         let (events, live) = (&self.context.events, self.inflight.as_ref());
@@ -833,7 +836,7 @@ impl ShadowCore {
         }
     }
 
-    /// Signals as [`Self::signal_if_due`] does, if the interrupt is the INTx pin.
+    /// Signals the INTx pin under the conditions of [`Self::signal_if_due`].
     #[cold]
     #[inline(never)]
     fn signal_pin_if_due(&mut self) {
@@ -863,7 +866,7 @@ impl ShadowCore {
         }
     }
 
-    /// Returns the numbers of the guest's outstanding commands and completions.
+    /// Returns the numbers of the guest's commands in flight and of the completions that it has not consumed.
     #[inline]
     fn outstanding(&self) -> OutstandingCommands {
         OutstandingCommands {
@@ -934,7 +937,7 @@ impl ShadowCore {
         self.condition == ShadowQueueCondition::Operational
     }
 
-    /// Fails the queue permanently: it takes and posts nothing.
+    /// Fails the queue permanently: it takes and posts nothing until it is deleted. Reports the reason as an event.
     #[cold]
     fn fail(&mut self, reason: QueueFailure) {
         if self.condition != ShadowQueueCondition::Failed {
@@ -952,16 +955,16 @@ impl ShadowCore {
     }
 }
 
-/// Guest command that the poller has taken.
+/// Guest command that the poller has taken from a Submission Queue.
 #[derive(Clone, Copy, Debug)]
 struct FetchedCommand<'a> {
     command: &'a Sqe,
-    /// Index of the command's Submission Queue.
+    /// Index of the command's Submission Queue among those of the shadow queue.
     sq: u16,
     taken_at: Ticks,
 }
 
-/// Slot and completion entry reserved for a command.
+/// Free slot and completion entry that are reserved for a command.
 struct ReservedSlot<'a> {
     permit: SlotPermit<'a>,
     credit: CompletionCredit,
@@ -974,14 +977,14 @@ struct GuestQueues<'a> {
     sq: &'a mut SubmissionQueue,
 }
 
-/// Writer of a command's in-flight record.
+/// Access to the in-flight tracking of a command, if the queue has any.
 struct InflightRecord<'a> {
     inflight: Option<&'a InflightQueue>,
-    /// Mark for the next command.
+    /// Mark that the next command of the Submission Queue will get in the tracking.
     next_mark: InflightMark,
 }
 
-/// Parts of the queue that bring a command to the host controller.
+/// Parts of the shadow queue that pass a command on to the host controller.
 struct SubmissionPath<'a> {
     translator: &'a mut CommandTranslator,
     parts: &'a mut MultiPartCommands,

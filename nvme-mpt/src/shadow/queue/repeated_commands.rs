@@ -1,4 +1,4 @@
-//! Repeated commands, each in its old slot. Commands that were in flight when the old server ended are translated again.
+//! Repeated commands, each in its old slot. Commands that were in flight when the predecessor ended are translated again.
 //! Commands that a reset of the drive interrupted are resubmitted unchanged. The guest sees Command Interrupted only if such a
 //! command must not be resubmitted.
 
@@ -19,20 +19,20 @@ use crate::shadow::TranslatedQueue;
 use crate::shadow::slot::SlotCommand;
 use crate::shadow::{CommandFailure, CommandSet};
 
-/// Command that must be executed again.
+/// Command that was in flight at the end of the predecessor, and that must be executed again.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RepeatedCommand {
-    /// Slot of the command, which stays free until the command is submitted.
+    /// Slot that the command had, and gets again. It stays free until the command is submitted.
     pub(super) slot: u16,
     /// Identifier of the command's Submission Queue.
     pub(super) sqid: QueueId,
-    /// The guest's command.
+    /// The guest's command, as the guest's ring has it.
     pub(super) command: Sqe,
 }
 
 impl ShadowCore {
-    /// Submits the commands that must be executed again, before any new command is taken. The limits of the lease are not
-    /// charged a second time. Returns whether there were any such commands.
+    /// Submits the predecessor's commands that must be executed again, before any new command is taken. The lease's rate limits
+    /// are not charged a second time. Returns whether there were any.
     #[cold]
     #[inline(never)]
     pub(super) fn submit_repeats<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
@@ -81,7 +81,7 @@ impl ShadowCore {
         true
     }
 
-    /// Completes the commands in these slots, none of which is in flight at the drive.
+    /// Completes the commands in these slots with a status. None of them is in flight at the drive.
     #[cold]
     fn complete_all<H: TranslatedQueue>(&mut self, slots: Vec<u16>, status: Status) {
         self.post_completions::<H, true, true>(|_, mut posting| {
@@ -95,7 +95,7 @@ impl ShadowCore {
         });
     }
 
-    /// Executes a command again. Returns `None` if no completion entry or no slot is free for it.
+    /// Submits a command of the predecessor again. Returns `None` if no completion entry or no slot is free for it.
     fn repeat<H: TranslatedQueue>(
         &mut self,
         repeat: &RepeatedCommand,

@@ -30,22 +30,22 @@ pub(crate) enum UnmappedRing {
     AwaitedMemory,
 }
 
-/// Guest Submission Queue.
+/// Guest Submission Queue of a shadow queue.
 #[derive(Debug)]
 pub(crate) struct SubmissionQueue {
     pub(super) qid: QueueId,
     pub(super) base: Gpa,
     pub(super) ring: SubmissionRing,
     pub(super) head: RingIndex,
-    /// Queue identifier and head, as completions report them. The head is updated with each batch.
+    /// Queue identifier and head, as completions report them. The head is updated once per batch.
     pub(super) position: SubmissionQueuePosition,
     pub(super) doorbell: DoorbellSource,
-    /// Last invalid value of the doorbell, which was reported and ignored.
+    /// Last value of the doorbell that was beyond the queue, if there was one. It was reported once, and is ignored.
     pub(super) bad_tail: Option<u32>,
     pub(super) counters: Arc<QueueCounters>,
-    /// In-flight record of the queue's head, if the queue may outlive this process.
+    /// In-flight tracking of the queue's head, if the queue may outlive this process.
     pub(super) inflight: Option<InflightSqHead>,
-    /// In-flight record of the queue's counters, if the queue may outlive this process.
+    /// Counters of the queue in the in-flight tracking, if the queue may outlive this process.
     pub(super) inflight_counts: Option<PersistedQueueCounts>,
 }
 
@@ -88,14 +88,14 @@ impl SubmissionQueue {
         })
     }
 
-    /// Initializes the in-flight tracking of a new queue that has any.
+    /// Starts the in-flight tracking of a new queue, if the queue may outlive this process.
     pub(crate) fn init_inflight(&mut self) {
         if let Some(live) = &mut self.inflight {
             live.init(self.head);
         }
     }
 
-    /// Records the counters, if the queue may outlive this process.
+    /// Records the counters in the in-flight tracking, if the queue may outlive this process.
     #[inline]
     pub(super) fn record_counts(&mut self) {
         if let Some(record) = &mut self.inflight_counts {
@@ -114,7 +114,8 @@ impl SubmissionQueue {
         self.head.size().entries()
     }
 
-    /// Returns the number of submitted entries that the poller has not taken yet.
+    /// Returns the number of submitted entries that the poller has not taken yet. Reports a doorbell value beyond the queue
+    /// once, and ignores it.
     #[inline]
     pub(super) fn available(&mut self, events: &EventQueue) -> u32 {
         let tail = self.doorbell.load();
@@ -133,13 +134,14 @@ impl SubmissionQueue {
     }
 }
 
-/// Guest Completion Queue.
+/// Guest Completion Queue of a shadow queue.
 #[derive(Debug)]
 pub(crate) struct CompletionQueue {
     pub(super) qid: QueueId,
     pub(super) base: Gpa,
     pub(super) ring: CompletionRing,
-    /// A command is taken only if its completion entry can be reserved here, so every completion finds a free entry.
+    /// Positions in the ring. A command is taken only if its completion entry can be reserved here, so every completion finds a
+    /// free entry.
     pub(super) indices: CompletionIndices,
     pub(super) doorbell: DoorbellSource,
     pub(super) bad_head: Option<u32>,
@@ -198,7 +200,8 @@ impl CompletionQueue {
         self.indices.size().entries()
     }
 
-    /// Reads the head and records it. The guest has consumed all entries before the head.
+    /// Reads the head from the guest's doorbell, and records it in the in-flight tracking. The guest has consumed all entries
+    /// before the head.
     pub(super) fn read_head(&mut self, events: &EventQueue, live: Option<&InflightQueue>) {
         let head = self.doorbell.load();
         if head == self.indices.head().get() {
@@ -242,8 +245,8 @@ fn unused_memory(unmapped: UnmappedRing, len: u64) -> Option<Arc<Mapping>> {
     }
 }
 
-/// Returns the source of a doorbell's value: the Doorbell Buffer, or the register if there is no buffer or its page is not
-/// mapped yet.
+/// Returns the place from which a doorbell's value is read: the Doorbell Buffer; or the register, if there is no buffer, or if
+/// its page is not mapped and the queue may wait for the memory.
 fn doorbell_source(
     context: &QueueContext,
     doorbell: Doorbell,

@@ -16,7 +16,8 @@ use super::repeated_commands::RepeatedCommand;
 use super::{CompletionQueue, ShadowCore, ShadowQueue, ShadowQueueCondition, SubmissionQueue};
 
 impl ShadowQueue {
-    /// Signals the interrupt for completions for which the guest was not interrupted yet.
+    /// Signals the interrupt that the guest is still owed for posted completions, because the queue will not be polled for some
+    /// time.
     pub(crate) fn signal_now(&mut self) {
         let core = &mut self.core;
         if !core.is_operational() {
@@ -144,8 +145,8 @@ impl CompletionQueue {
     }
 }
 
-/// Records a restored queue in its in-flight tracking. The caller has recorded the heads of its Submission Queues already. In
-/// this order, the queue stays restorable if the process ends at any point.
+/// Records a restored queue in its in-flight tracking, after the caller has recorded the heads of its Submission Queues. In
+/// this order, the queue can be restored again if the process ends at any point.
 fn record_restored(live: &InflightQueue, cq: &CompletionQueue, state: &CompletionQueueState) {
     if !state.held.is_empty() {
         // Held completions have no slots, so the queue cannot be restored until they are posted.

@@ -14,9 +14,9 @@ use crate::shadow::slot::{CommandSlot, CommandSlots, CompletionWork};
 #[derive(Debug)]
 struct UnmapInUse {
     unmap: Arc<PendingUnmap>,
-    /// For each slot, true if its command uses the memory.
+    /// For each slot, true if its command in flight uses the memory.
     commands: Box<[bool]>,
-    /// Number of commands that use the memory.
+    /// Number of commands in flight that use the memory.
     count: usize,
 }
 
@@ -24,12 +24,13 @@ struct UnmapInUse {
 #[derive(Debug, Default)]
 pub(super) struct UnmapsInUse {
     unmaps: Vec<UnmapInUse>,
-    /// True if the last command of some pending unmap has ended.
+    /// True if no command uses the memory of some entry of `unmaps` any more, so that the entry can be released.
     has_ended: bool,
 }
 
 impl UnmapsInUse {
-    /// Finds the in-flight commands that use memory of a pending unmap. Returns whether there are any.
+    /// Finds the in-flight commands that use memory of a pending unmap, and adds the unmap if there are any. Returns whether
+    /// there are.
     pub(super) fn track(
         &mut self,
         departure: &Arc<PendingUnmap>,
@@ -73,7 +74,7 @@ impl UnmapsInUse {
         self.has_ended
     }
 
-    /// Reports and removes the pending unmaps that no command uses.
+    /// Reports the pending unmaps that no command uses any more, and removes them.
     #[cold]
     pub(super) fn release_ended(&mut self, user: Option<&TableUse>) {
         self.has_ended = false;
@@ -87,8 +88,8 @@ impl UnmapsInUse {
         });
     }
 
-    /// Notes a write of at most `len` bytes at an IOVA in the dirty log. Returns the number of noted bytes, which lie in one
-    /// pending unmap.
+    /// Notes in the dirty log a write of at most `len` bytes at an IOVA, if a pending unmap has the address. Returns the number
+    /// of noted bytes, which ends at the end of that unmap; 0 if none has the address.
     pub(super) fn mark_dirty_iova(&self, iova: u64, len: u64) -> u64 {
         let mut departures = self.unmaps.iter().map(|held| &held.unmap);
         departures

@@ -12,11 +12,11 @@ use crate::poller::{PollerLocality, PollerPool};
 #[derive(Debug, Default)]
 struct WaitingHost {
     commands: Vec<Sqe>,
-    /// Ends each wait when it receives a message.
+    /// Each wait lasts until a message arrives here.
     waits: Option<mpsc::Receiver<()>>,
-    /// Gets a message at the start of each wait.
+    /// Gets a message whenever a wait begins.
     begins: Option<mpsc::Sender<()>>,
-    /// Delays the end of the queue.
+    /// Makes the drop of the queue wait for the test.
     _end: Option<SlowEnd>,
 }
 
@@ -68,7 +68,7 @@ impl HostQueue for WaitingHost {
     }
 }
 
-/// Creates a guest whose queue a poller runs, with data in one page.
+/// Creates a guest with one page of data, whose queue a poller of the test will run.
 fn guest(host: WaitingHost) -> Guest {
     let mut guest = Guest::new(Arc::new(IovaSpace::software()));
     guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
@@ -77,7 +77,7 @@ fn guest(host: WaitingHost) -> Guest {
     guest
 }
 
-/// Takes the guest's queue out of the guest, to add it to a poller.
+/// Takes the shadow queue out of the guest, to add it to a poller.
 fn queue_of(guest: &mut Guest) -> Box<ShadowQueue> {
     let idle = Guest::new(Arc::new(IovaSpace::software()));
     std::mem::replace(&mut guest.queue, idle.queue)

@@ -34,14 +34,14 @@ const SQ: Gpa = Gpa(0x1000);
 const CQ: Gpa = Gpa(0x2000);
 const PAGE: u64 = nvme_guest::address::PAGE_SIZE;
 
-/// A host queue that keeps commands until the test completes them.
+/// A host queue that holds commands until the test completes them.
 #[derive(Default)]
 struct Host {
     /// Called at the start of a batch: after the poller's check for a newer table, before it reads a doorbell.
     at_batch: Option<Box<dyn FnOnce() + Send>>,
     commands: Vec<Sqe>,
     done: Vec<(CommandId, Status)>,
-    /// True if the drive never completes its commands, even when the queue is dropped.
+    /// True if the drive never completes its commands, so that they are still in flight when the queue is dropped.
     keeps: bool,
 }
 

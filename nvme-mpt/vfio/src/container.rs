@@ -21,7 +21,7 @@ use nvme_guest::iova::{BeforePinning, Iommu, IommuMapping};
 use nvme_mpt_memory::sync::RwLock;
 use nvme_mpt_memory::{Mapping, MappingAccess, host_page_size};
 
-/// IOMMU as the VFIO driver uses it: the type 1 container, or a substitute in tests.
+/// IOMMU as the driver of a VFIO function uses it: the type 1 container, or a substitute in tests.
 pub(super) trait IommuContext: Iommu {
     /// Opens the VFIO device of the function.
     fn open_device(&self) -> Result<File, VfioError>;
@@ -42,14 +42,15 @@ pub(super) trait IommuContext: Iommu {
 /// limit.
 const MAPPINGS_MAX: u32 = 65_535;
 
-/// Maximum bytes to pin per call. During the call the kernel holds the container's lock, so other calls that map guest memory
-/// or rings for the drive wait.
+/// Maximum bytes to map, and so to pin, per call. During the call the kernel holds the container's lock, so other calls that
+/// map guest memory or rings for the drive wait.
 const PIN_BYTES_MAX: u64 = 1 << 30;
 
-/// Maximum bytes of memory whose pages one call allocates. During the call, other threads of the process cannot map memory.
+/// Maximum bytes of memory whose pages one call populates. During the call, other threads of the process cannot map memory.
 const POPULATE_BYTES_MAX: usize = 16 << 20;
 
-/// Splits a range of IOVAs at multiples of [`PIN_BYTES_MAX`]. Returns the offsets of each piece.
+/// Splits a range of IOVAs at multiples of [`PIN_BYTES_MAX`]. Returns the offsets in the range at which each piece begins and
+/// ends.
 fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -61,7 +62,7 @@ fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
     })
 }
 
-/// Unmaps a range in the pieces of [`pieces`], in which it was mapped. Returns the number of unmapped bytes.
+/// Unmaps a range of IOVAs, in the [`pieces`] in which it was mapped. Returns the number of unmapped bytes.
 fn unmap_pieces(container: &File, iova: u64, len: u64) -> io::Result<u64> {
     let mut unmapped = 0;
     for piece in pieces(iova, len) {
@@ -78,17 +79,17 @@ fn unmap_pieces(container: &File, iova: u64, len: u64) -> io::Result<u64> {
     Ok(unmapped)
 }
 
-/// A VFIO container with one group.
+/// A VFIO container with the function's IOMMU group.
 #[derive(Debug)]
 pub(super) struct Type1Container {
     address: PciAddress,
-    /// Files of the container; `None` once released. Only `release` locks this for writing; mapping and unmapping lock it for
-    /// reading.
+    /// Files of the container and of its group; `None` once released. Only `release` locks this for writing; mapping and
+    /// unmapping lock it for reading.
     files: RwLock<Option<ContainerFiles>>,
     usable_iovas: Vec<RangeInclusive<u64>>,
     /// Smallest page size of the IOMMU, in bytes.
     page_bytes: u64,
-    /// Maximum number of mappings.
+    /// Maximum number of mappings that the container can have.
     mappings_max: u32,
 }
 
@@ -168,7 +169,7 @@ impl Type1Container {
         Self::new(root, function, ContainerFiles { group, container }, mapped)
     }
 
-    /// Reads the properties of a container that already has `mapped` mappings.
+    /// Creates the value for a container that is set up and has `mapped` mappings, and reads the properties of its IOMMU.
     fn new(
         root: &HostRoot,
         function: &PciFunction,
@@ -401,7 +402,7 @@ fn group_number(function: &PciFunction) -> Result<u32, VfioError> {
     Ok(group.ok_or(VfioError::NoIommu { address })?.number)
 }
 
-/// Opens a VFIO file.
+/// Opens a file of VFIO. If it does not exist or cannot be opened, returns the error that says what an operator can do.
 fn open_vfio_file(
     root: &HostRoot,
     function: &PciFunction,
@@ -447,7 +448,7 @@ fn not_viable_error(function: &PciFunction) -> VfioError {
     }
 }
 
-/// Returns the number of bytes that this process has locked; `None` if the kernel does not report it.
+/// Returns the number of bytes of memory that this process has locked; `None` if the kernel does not report it.
 fn locked_memory() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status
@@ -457,7 +458,7 @@ fn locked_memory() -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// Returns the limit of locked bytes of this process; `None` if the number is unlimited.
+/// Returns the maximum number of bytes of memory that this process may lock; `None` if it is unlimited.
 fn lock_limit() -> Option<u64> {
     let limits = fs::read_to_string("/proc/self/limits").ok()?;
     let line = limits
@@ -470,7 +471,7 @@ fn lock_limit() -> Option<u64> {
 /// Smallest IOVA width of any supported IOMMU, in bits.
 const IOVA_BITS_MIN: u32 = 39;
 
-/// Derives the usable IOVAs if the kernel does not report them: all IOVAs of [`IOVA_BITS_MIN`] bits, except the group's
+/// Derives the usable IOVAs on a kernel that does not report them: all IOVAs of [`IOVA_BITS_MIN`] bits, except the group's
 /// reserved regions.
 fn derive_usable_iovas(root: &HostRoot, group: u32) -> io::Result<Vec<RangeInclusive<u64>>> {
     let path = root
@@ -479,7 +480,7 @@ fn derive_usable_iovas(root: &HostRoot, group: u32) -> io::Result<Vec<RangeInclu
     Ok(without_reserved(&read_reserved(&path)?))
 }
 
-/// Reads lines of the form `0x00000000fee00000 0x00000000feefffff msi`.
+/// Reads the reserved regions of an IOMMU group: lines of the form `0x00000000fee00000 0x00000000feefffff msi`.
 fn read_reserved(path: &Path) -> io::Result<Vec<RangeInclusive<u64>>> {
     let text = fs::read_to_string(path)?;
     let number = |word: &str| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok();

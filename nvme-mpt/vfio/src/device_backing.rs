@@ -33,8 +33,8 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
     /// Writes a 64-bit controller register.
     fn write64(&self, offset: usize, value: u64);
 
-    /// Returns the doorbell mapping (BAR0 or part of it) and the offset of doorbell 0 (offset 1000h of BAR0) in it. Doorbells
-    /// behind the end of the mapping cannot be written, so the queues of these doorbells cannot be used.
+    /// Returns a mapping with the doorbells (BAR0 or a part of it), and the offset of doorbell 0 in it (offset 1000h of BAR0).
+    /// Queues whose doorbells lie behind the end of the mapping cannot be used.
     fn doorbells(&self) -> (Arc<Mapping>, usize);
 
     /// Returns the IOMMU that the function's DMA goes through.
@@ -71,11 +71,11 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
     }
 
     /// Returns a descriptor that becomes readable when the host wants the function back, because the function is being removed
-    /// or unbound. The owner must then call [`Self::release`].
+    /// or unbound. The owner of this value must then call [`Self::release`].
     fn removal_request(&self) -> Option<BorrowedFd<'_>>;
 
     /// Returns whether the function was removed or [released](Self::release), so that it never answers again. A function that
-    /// only does not answer at present may answer later.
+    /// does not answer for a time, as during a reset, does not count.
     fn is_gone(&self) -> bool;
 
     /// Returns descriptors with which a successor process continues to use the function in its present state. The caller then

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::function::{DiskUser, PciAddress, PciFunctionError};
 
-/// Formats the processes that have an IOMMU group open.
+/// Formats the processes that have an IOMMU group open, for [`VfioError::InUse`].
 fn group_users(group: &Path, users: &[DiskUser]) -> String {
     let users: Vec<String> = users.iter().map(DiskUser::to_string).collect();
     match users.as_slice() {
@@ -23,7 +23,7 @@ pub enum VfioError {
     /// The IOMMU group from a predecessor has no container: the function was unbound or removed in the meantime.
     #[error("{address} was unbound or removed after another process had opened it")]
     NoContainer {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
     },
     /// The function does not exist or cannot be read from sysfs.
@@ -35,9 +35,9 @@ pub enum VfioError {
          those of this host"
     )]
     NotNvme {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// Class code of the function.
+        /// Class code that the function has.
         class: u32,
     },
     /// The function is bound to another driver.
@@ -45,7 +45,7 @@ pub enum VfioError {
         "{address} is bound to the driver `{driver}`, not to vfio-pci; run: nvme-mpt bind {address}"
     )]
     OtherDriver {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
         /// Driver that the function is bound to.
         driver: String,
@@ -53,7 +53,7 @@ pub enum VfioError {
     /// The function is bound to no driver.
     #[error("{address} is bound to no driver; run: nvme-mpt bind {address}")]
     NoDriver {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
     },
     /// The function has no IOMMU.
@@ -61,7 +61,7 @@ pub enum VfioError {
         "{address} has no IOMMU; enable it in the firmware's setup (VT-d, AMD-Vi or SMMU), and with intel_iommu=on on the kernel's command line of an Intel host"
     )]
     NoIommu {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
     },
     /// A VFIO file does not exist.
@@ -78,7 +78,7 @@ pub enum VfioError {
         group_users(group, users)
     )]
     InUse {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
         /// File of the IOMMU group.
         group: PathBuf,
@@ -90,9 +90,9 @@ pub enum VfioError {
         "{address} cannot be isolated: its IOMMU group {group} has other functions with drivers of the host ({}); bind each of them to vfio-pci as well, or put the drive into another slot", others.join(", ")
     )]
     NotViable {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// Number of the group.
+        /// Number of the IOMMU group.
         group: u32,
         /// Other functions of the group that are bound to a driver of the host, each with its driver.
         others: Vec<String>,
@@ -105,13 +105,13 @@ pub enum VfioError {
         "The platform cannot isolate interrupts of {address}: enable interrupt remapping in the firmware's setup, or accept the risk with vfio_iommu_type1.allow_unsafe_interrupts=1"
     )]
     UnsafeInterrupts {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
     },
     /// The IOMMU offers no IOVA range that this process can use.
     #[error("The IOMMU of {address} offers no addresses for DMA")]
     NoAddresses {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
     },
     /// BAR0 is too small for registers and doorbells.
@@ -119,7 +119,7 @@ pub enum VfioError {
         "BAR0 of {address} has {size:#x} bytes, too few for the registers and doorbells of an NVMe controller (2000h)"
     )]
     SmallBar {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
         /// Size of the BAR in bytes.
         size: u64,
@@ -129,27 +129,27 @@ pub enum VfioError {
         "The doorbells of {address}, at 1000h of BAR0, cannot be mapped: they share a page with its MSI-X table or with another device; use a kernel of 4.16 or newer, or one with smaller pages"
     )]
     DoorbellsNotMappable {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
     },
-    /// The limit of locked memory is reached.
+    /// The process may not lock as much memory as a mapping for DMA needs.
     #[error(
         "Cannot lock {len} bytes of memory for the drive: {locked} are locked already, of {limit} that are allowed; raise the limit with `ulimit -l` (in KiB) or LimitMEMLOCK= of the unit to the memory of all virtual machines that use the drive and 256 MiB more"
     )]
     MemoryLock {
-        /// Bytes that were requested.
+        /// Bytes that had to be locked.
         len: u64,
-        /// Bytes that are locked already.
+        /// Bytes of memory that the process has locked already.
         locked: u64,
-        /// `RLIMIT_MEMLOCK`, in bytes.
+        /// Limit of locked memory (`RLIMIT_MEMLOCK`), in bytes.
         limit: u64,
     },
-    /// The IOMMU has no free mapping left.
+    /// The container has its maximum number of mappings.
     #[error(
         "The drive's IOMMU takes {limit} mappings, all of which are used; raise vfio_iommu_type1.dma_entry_limit"
     )]
     Mappings {
-        /// Maximum number of mappings.
+        /// Maximum number of mappings of the container.
         limit: u32,
     },
     /// The kernel unmapped fewer bytes than requested.
@@ -159,19 +159,19 @@ pub enum VfioError {
     PartlyUnmapped {
         /// First IOVA to unmap.
         iova: u64,
-        /// Bytes that were requested.
+        /// Number of bytes to unmap.
         len: u64,
-        /// Bytes that the kernel reports as unmapped.
+        /// Number of bytes that the kernel reports as unmapped.
         unmapped: u64,
     },
-    /// Any other error that the kernel returned.
+    /// Any other error of the kernel.
     #[error("Cannot {what} of {address}")]
     Refused {
-        /// The function.
+        /// Address of the function.
         address: PciAddress,
-        /// Action that failed.
+        /// Action that failed, as a verb with its object.
         what: &'static str,
-        /// Kernel's error.
+        /// Error of the kernel.
         source: io::Error,
     },
 }

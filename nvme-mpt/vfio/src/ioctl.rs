@@ -25,7 +25,7 @@ use zerocopy::IntoBytes;
 use nvme_mpt_memory::RawBytes;
 use nvme_spec::sqe::Sqe;
 
-/// Returns the number of a VFIO ioctl, which encodes neither size nor direction.
+/// Returns the request code of a VFIO ioctl. VFIO's codes encode neither size nor direction.
 const fn request(number: c_ulong) -> c_ulong {
     ((abi::VFIO_TYPE as c_ulong) << 8) | (abi::VFIO_BASE as c_ulong + number)
 }
@@ -46,7 +46,7 @@ const IOMMU_GET_INFO: c_ulong = request(12);
 const IOMMU_MAP_DMA: c_ulong = request(13);
 const IOMMU_UNMAP_DMA: c_ulong = request(14);
 
-/// `_IOWR('N', 0x41, struct nvme_admin_cmd)`.
+/// Request code of `NVME_IOCTL_ADMIN_CMD`: `_IOWR('N', 0x41, struct nvme_admin_cmd)`.
 const NVME_ADMIN: c_ulong = 0xC048_4E41;
 
 /// `struct nvme_passthru_cmd` (Linux, `include/uapi/linux/nvme_ioctl.h`).
@@ -73,7 +73,7 @@ const _: () = assert!(size_of::<NvmePassthroughCommand>() == 72);
 /// Maximum length of a structure that the kernel may return, in bytes.
 const INFO_BYTES_MAX: usize = 1 << 20;
 
-/// Converts a negative result of a system call to the error in `errno`.
+/// Converts the result of a system call: a negative one to the error in `errno`.
 fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 {
         Err(io::Error::last_os_error())
@@ -87,8 +87,8 @@ const fn argsz<T>() -> u32 {
     size_of::<T>() as u32
 }
 
-/// Sends an admin command, which transfers exactly `data`, through a controller file of the `nvme` driver. Returns dword 0 of
-/// the completion.
+/// Sends an admin command, which transfers exactly `data`, through the file of a controller that the kernel's `nvme` driver
+/// has. Returns dword 0 of the completion.
 pub(super) fn nvme_admin(controller: &File, sqe: &Sqe, data: &mut [u8]) -> io::Result<u32> {
     let mut command = NvmePassthroughCommand {
         opcode: sqe.cdw0.opcode(),
@@ -179,15 +179,15 @@ pub(super) fn device_flags(device: &File) -> io::Result<u32> {
 /// A region of a device, such as a BAR.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct VfioDeviceRegion {
-    /// Length in bytes; 0 if the device has no such region.
+    /// Length of the region in bytes; 0 if the device has no such region.
     pub(super) size: u64,
-    /// Offset in the device's file.
+    /// Offset of the region in the device's file.
     pub(super) offset: u64,
-    /// Mappable parts: offset in the region and length.
+    /// Parts of the region that can be mapped, each as offset in the region and length.
     pub(super) mappable: Vec<(u64, u64)>,
 }
 
-/// Reads the description of a region by its index.
+/// Reads the description of the region that has this index in VFIO.
 pub(super) fn region(device: &File, index: u32) -> io::Result<VfioDeviceRegion> {
     type Fixed = abi::vfio_region_info;
     let info = VfioCapabilityChain::query(
@@ -227,7 +227,7 @@ fn parse_region(info: &VfioCapabilityChain) -> VfioDeviceRegion {
     }
 }
 
-/// Returns whether a device can signal an eventfd for an interrupt index.
+/// Returns whether a device can signal an eventfd for an interrupt, which is given by its index in VFIO.
 pub(super) fn has_event(device: &File, index: u32) -> io::Result<bool> {
     let mut info = abi::vfio_irq_info {
         argsz: argsz::<abi::vfio_irq_info>(),
@@ -248,7 +248,7 @@ pub(super) fn event_fd() -> io::Result<OwnedFd> {
     }
 }
 
-/// Makes the kernel signal `event` for the first interrupt of an index.
+/// Makes the kernel signal `event` for the first interrupt of an index of VFIO.
 pub(super) fn set_event(device: &File, index: u32, event: &impl AsRawFd) -> io::Result<()> {
     #[repr(C)]
     struct SetEvent {
@@ -378,8 +378,8 @@ struct VfioCapabilityChain {
 }
 
 impl VfioCapabilityChain {
-    /// Reads a structure of `fixed` bytes and its capability chain from the kernel. `argument` is an offset in the
-    /// structure and the word to store there before the call.
+    /// Reads a structure of `fixed` bytes and its capability chain from the kernel. `argument` is a word to store in the
+    /// structure before the call, with its offset.
     fn query(
         file: &File,
         request: c_ulong,
@@ -427,7 +427,7 @@ impl VfioCapabilityChain {
         bytes.first_chunk().map_or(0, |b| u64::from_ne_bytes(*b))
     }
 
-    /// Reads up to `count` pairs of 64-bit numbers, as far as they lie within the structure.
+    /// Reads `count` pairs of 64-bit numbers, which begin at an offset. Leaves out those beyond the end of the structure.
     fn read_pairs(&self, offset: usize, count: u32) -> Vec<(u64, u64)> {
         let there = self.words.as_bytes().len().saturating_sub(offset) / 16;
         (0..there.min(count as usize))

@@ -63,7 +63,7 @@ pub struct VfioBacking {
     is_gone: AtomicBool,
 }
 
-/// A mapped part of BAR0 with registers or doorbells.
+/// A mapped part of BAR0, which has registers or doorbells.
 #[derive(Clone, Debug)]
 struct BarWindow {
     /// Offset of the part in BAR0.
@@ -83,7 +83,7 @@ impl BarWindow {
     }
 }
 
-/// Returns start and end of the mappable part of BAR0 that contains `offset`.
+/// Returns start and end of the part of BAR0 that contains `offset` and that can be mapped; `None` if there is none.
 fn mappable_part(bar: &VfioDeviceRegion, offset: u64) -> Option<(u64, u64)> {
     let last = DOORBELLS_OFFSET + DOORBELLS_LEN_MAX;
     bar.mappable
@@ -144,7 +144,7 @@ impl VfioBacking {
         Self::new(&function, Arc::new(context), device, COMMAND_BUS_MASTER)
     }
 
-    /// Finds the NVMe function and checks that it is bound to `vfio-pci`.
+    /// Reads the function from sysfs, and checks that it is an NVMe controller and bound to `vfio-pci`.
     fn find(root: &HostRoot, address: PciAddress) -> Result<PciFunction, VfioError> {
         let function = PciFunction::find(root, address)?;
         if !function.is_nvme() {
@@ -159,7 +159,8 @@ impl VfioBacking {
         Ok(function)
     }
 
-    /// Maps the registers of an open function and clears the bits `clear` of its Command register.
+    /// Creates the value for a function that VFIO has opened: maps its registers, and clears the bits `clear` of its Command
+    /// register.
     fn new(
         function: &PciFunction,
         context: Arc<dyn IommuContext>,
@@ -264,7 +265,8 @@ impl VfioBacking {
         self.registers.iter().chain([&self.doorbells])
     }
 
-    /// Replaces the mapped registers of all holders by memory that reads as all ones, like the registers of an absent function.
+    /// Replaces the mapped registers by memory that reads as all ones, for all that use them. The registers of an absent
+    /// function read like that.
     fn detach_registers(&self) {
         for window in self.windows() {
             if let Err(error) = window.registers.mapping().detach_device() {

@@ -27,13 +27,14 @@ use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::registers::{Csts, Doorbell, REMOVED, offset};
 use nvme_spec::sqe::Sqe;
 
-/// Entries of each queue. They suffice for one command, one Asynchronous Event Request, and commands that timed out.
+/// Number of entries of each admin queue. They suffice for one command, one Asynchronous Event Request, and commands that timed
+/// out.
 const ENTRIES: u16 = 32;
 
-/// Polls of the Completion Queue per check of the function's presence and status.
+/// Number of polls of the Completion Queue after which a wait checks that the function is present and its controller works.
 const POLLS_PER_CHECK: u32 = 16;
 
-/// Pages of the queue pair's memory: one each for the Submission Queue, the Completion Queue and data.
+/// Number of pages of the queue pair's memory: one each for the Submission Queue, the Completion Queue and data.
 const PAGES: usize = 3;
 const CQ_OFFSET: usize = PAGE_SIZE as usize;
 const DATA_OFFSET: usize = 2 * PAGE_SIZE as usize;
@@ -51,7 +52,7 @@ pub(super) struct AdminQueue {
     /// Dropped before `memory`, so that the IOVAs are unmapped before the memory is freed.
     iova: IovaPart,
     memory: Arc<Mapping>,
-    /// Memory file of the rings.
+    /// Memory file of the queues and the data page, for a hand-over.
     file: OwnedFd,
     sq: HostSubmissionRing,
     cq: HostCompletionRing,
@@ -61,25 +62,25 @@ pub(super) struct AdminQueue {
     /// True while an Asynchronous Event Request is outstanding.
     has_event_request: bool,
     events: Vec<AsyncEvent>,
-    /// False from a command's timeout until the drive completes a command again.
+    /// False from a command's timeout until the drive completes any command again.
     is_responsive: bool,
     /// Number of commands that completed after they timed out.
     late_completions: u64,
-    /// Number of commands in the drive, without the Asynchronous Event Request. Between two calls of [`Self::execute`], these
-    /// are commands that timed out.
+    /// Number of commands that the drive has, without the Asynchronous Event Request. Between two calls of [`Self::execute`],
+    /// these are commands that timed out.
     unfinished_commands: u32,
     /// Set while the drive is quiesced for a hand-over. No command may be sent then.
     pub(super) quiesced: Option<QuiescedDrive>,
 }
 
-/// State of a drive that is quiesced for a hand-over.
+/// Data that belongs to the quiesced state of a drive.
 #[derive(Debug)]
 pub(super) struct QuiescedDrive {
-    /// Flag that invalidates the state that was written for the successor.
+    /// Flag by which the predecessor invalidates the state that it wrote for the successor.
     pub(super) stale_flag: StaleMappingsFlag,
 }
 
-/// Positions in an admin queue pair for a hand-over. No command but Asynchronous Event Request may be in flight.
+/// Positions in the admin queue pair for a hand-over. Only an Asynchronous Event Request may be in flight then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct DriveAdminQueueState {
@@ -126,8 +127,8 @@ impl AdminQueue {
         Ok(queue)
     }
 
-    /// Returns whether there are unhandled events. Until an event is handled, the drive raises no further event of the same
-    /// type.
+    /// Returns whether the drive has reported events that are not handled. Until an event is handled, the drive reports no
+    /// further event of its type.
     pub(super) fn has_events(&self) -> bool {
         !self.events.is_empty()
     }
@@ -137,7 +138,7 @@ impl AdminQueue {
         self.unfinished_commands > 0
     }
 
-    /// Returns positions and memory file for a hand-over.
+    /// Returns the positions in the queues and the memory file, for a hand-over.
     pub(super) fn hand_over(&self) -> io::Result<(DriveAdminQueueState, OwnedFd)> {
         let state = DriveAdminQueueState {
             tail: self.sq.tail(),
@@ -229,7 +230,7 @@ impl AdminQueue {
         self.late_completions
     }
 
-    /// Executes a command and waits for its completion.
+    /// Executes a command and waits for its completion, until the timeout of admin commands.
     pub(super) fn execute(&mut self, sqe: Sqe) -> Result<Cqe, ControllerError> {
         self.execute_through_pause(sqe, Duration::ZERO, &|| true)
     }
@@ -300,7 +301,7 @@ impl AdminQueue {
         }
     }
 
-    /// Checks that the controller can still complete commands.
+    /// Checks that the controller can still complete commands: it is enabled, and reports no failure.
     fn check_status(&self) -> Result<(), ControllerError> {
         match self.backing.read32(offset::CSTS as usize) {
             REMOVED => Err(ControllerError::Lost),
@@ -316,7 +317,7 @@ impl AdminQueue {
         csts != REMOVED && Csts(csts).pp()
     }
 
-    /// Executes a command that returns at most a page of data.
+    /// Executes a command that returns at most a page of data, and copies what the drive has returned into `data`.
     pub(super) fn execute_with_data<T>(
         &mut self,
         mut sqe: Sqe,
@@ -341,7 +342,7 @@ impl AdminQueue {
         self.memory.bytes(DATA_OFFSET, PAGE_SIZE as usize)
     }
 
-    /// Sends an Asynchronous Event Request if none is outstanding.
+    /// Sends an Asynchronous Event Request if none is outstanding, so that the drive can report an event.
     pub(super) fn request_event(&mut self) {
         if !self.has_event_request {
             self.has_event_request = true;
@@ -350,7 +351,7 @@ impl AdminQueue {
         }
     }
 
-    /// Returns the events since the last call.
+    /// Returns the events that the drive has reported since the last call.
     pub(super) fn take_events(&mut self) -> Vec<AsyncEvent> {
         for _ in 0..ENTRIES {
             let Some(cqe) = self.take_completion() else {
@@ -369,7 +370,7 @@ impl AdminQueue {
         self.tail_doorbell.store(self.sq.tail());
     }
 
-    /// Counts a completion that no caller waits for, except that of Asynchronous Event Request.
+    /// Counts a completion of a command that timed out before. The completion of an Asynchronous Event Request does not count.
     fn note_late(&mut self, cqe: &Cqe) {
         if cqe.cid().0 != EVENT_CID {
             self.is_responsive = true;

@@ -45,27 +45,27 @@ use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::registers::{ArbitrationMechanism, Cap};
 use nvme_spec::sqe::Sqe;
 
-/// Maximum commands of a class in a row: about as many as a fast drive executes at once.
+/// Maximum number of commands of one class in a row: about as many as a fast drive executes in parallel.
 const CLASS_RUN_MAX: u64 = 16;
 
-/// Maximum Arbitration Burst, as the exponent of a power of two. Without a limit, one queue could take the turns of all other
-/// queues in its class.
+/// Maximum Arbitration Burst that is sent, as the exponent of a power of two. Without a limit, one queue could take the turns
+/// of all other queues in its class.
 const BURST_MAX: u8 = feature::Arbitration::NO_LIMIT - 1;
 
-/// Precision of a round: a deviation from the leases' weights below one part in 16 does not matter.
+/// Precision of the commands per round. A deviation from the weights of the leases below one part in 16 does not matter.
 const PRECISION: u64 = 16;
 
-/// Smallest change of shares that is sent to the drive: the ratio of two shares has changed by a quarter.
+/// Smallest change of the classes' shares that is sent to the drive: the ratio of two shares has changed by a quarter.
 const CHANGE_MIN: (u64, u64) = (5, 4);
 
-/// Maximum number of changes that are sent to the drive within [`CHANGES_PERIOD`].
+/// Maximum number of changes of the weights that are sent to the drive within [`CHANGES_PERIOD`].
 const CHANGES_MAX: usize = 4;
 
-/// Period in which at most [`CHANGES_MAX`] changes are sent.
+/// Period in which at most [`CHANGES_MAX`] changes of the weights are sent.
 const CHANGES_PERIOD: Duration = Duration::from_secs(60);
 
-/// Maximum number of times that equal weights are sent after a timeout. A drive that does not answer blocks the drive
-/// monitor for the admin timeout each time.
+/// Maximum number of times that equal weights are sent after Set Features has timed out. A drive that does not answer blocks
+/// the drive monitor for the admin timeout each time.
 const EQUAL_ATTEMPTS: u8 = 3;
 
 /// Arbitration mechanism that the operator chose for a drive (`CC.AMS`).
@@ -102,15 +102,15 @@ impl fmt::Display for ArbitrationChoice {
     }
 }
 
-/// Commands per round of each [priority class](PRIORITY_CLASSES).
+/// Weights for the drive: the number of commands per round of each [priority class](PRIORITY_CLASSES).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ClassWeights([u8; PRIORITY_CLASSES.len()]);
 
 impl ClassWeights {
     const EQUAL: Self = Self([1; PRIORITY_CLASSES.len()]);
 
-    /// Returns the numbers of commands per round that approximate the classes' weights best; `None` if no class is busy. If
-    /// several rounds are equally good, returns the shortest one.
+    /// Returns the numbers of commands per round that are closest to the classes' weights; `None` if no class is busy. If
+    /// several rounds are equally close, returns the shortest one.
     fn from_loads(loads: &[ClassLoad; PRIORITY_CLASSES.len()]) -> Option<Self> {
         let most = heaviest_weight(loads)?;
         let wanted = loads.map(|load| if load.is_busy { load.weight } else { most });
@@ -130,7 +130,7 @@ impl ClassWeights {
         Some(Self(round(longest).map(|commands| commands as u8)))
     }
 
-    /// Returns whether the shares of the classes by these weights differ by less than a quarter from their shares by `loads`.
+    /// Returns whether these weights may stay for `loads`: the shares of the classes by both differ by less than a quarter.
     /// Classes without leases do not count, and a class with only quiet guests may have more than its share.
     fn is_close_to(self, loads: &[ClassLoad; PRIORITY_CLASSES.len()]) -> bool {
         let Some(most) = heaviest_weight(loads) else {
@@ -163,13 +163,13 @@ impl ClassWeights {
     }
 }
 
-/// Returns the weight of the heaviest busy class; `None` if none is busy.
+/// Returns the largest weight of a busy class; `None` if no class is busy.
 fn heaviest_weight(loads: &[ClassLoad]) -> Option<u64> {
     let busy = loads.iter().filter(|load| load.is_busy && load.weight > 0);
     busy.map(|load| load.weight).max()
 }
 
-/// Times of the latest changes that were sent to the drive, oldest first.
+/// Times at which the latest changes of the weights were sent to the drive, oldest first.
 #[derive(Clone, Copy, Debug, Default)]
 struct RecentChanges([Option<Duration>; CHANGES_MAX]);
 
@@ -184,8 +184,8 @@ impl RecentChanges {
     }
 }
 
-/// Ignores a failed Set Features if the drive can continue: the command was refused or timed out. A late execution is
-/// harmless, because the command transfers no data.
+/// Ignores the error of a failed Set Features if the drive can continue: it refused the command, or did not answer in time. If
+/// the drive executes the command late, that is harmless, because the command transfers no data.
 fn tolerate(error: ControllerError) -> Result<(), ControllerError> {
     match error {
         ControllerError::Admin { .. } | ControllerError::AdminTimeout { .. } => Ok(()),
@@ -193,19 +193,20 @@ fn tolerate(error: ControllerError) -> Result<(), ControllerError> {
     }
 }
 
-/// State of a request to set equal weights, on a drive that did not answer Set Features. The drive may have executed the
-/// command, or may still execute it.
+/// State of the equal weights that are sent to a drive after it did not answer Set Features in time. It may have executed that
+/// command, or may still do so.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct EqualWeightsRequest {
     /// Number of times that equal weights were sent, at most [`EQUAL_ATTEMPTS`].
     attempts: u8,
-    /// Number of admin commands that had completed late when equal weights were last sent; `None` if equal weights were not
-    /// sent since the last timeout.
+    /// Number of admin commands that had completed late when equal weights were last sent. `None` if Set Features has timed out
+    /// since then, so that they must be sent (again).
     late_completions: Option<u64>,
 }
 
 impl EqualWeightsRequest {
-    /// Returns whether equal weights must be sent now. `answers` is true if the drive answers admin commands.
+    /// Returns whether equal weights must be sent now. `answers` is true if the drive answers admin commands, and
+    /// `late_completions` is the number of commands that it has completed late.
     fn is_due(self, answers: bool, late_completions: u64) -> bool {
         let is_outdated = self
             .late_completions
@@ -214,24 +215,24 @@ impl EqualWeightsRequest {
     }
 }
 
-/// Arbitration of a drive for as long as this process has it.
+/// State of a drive's arbitration, as this process has set it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DriveArbitration {
-    /// True if the next enable uses weighted round robin. Once false, it stays false.
+    /// True if the next enable uses weighted round robin. It stays false after a failure.
     is_usable: bool,
-    /// Mechanism that the drive was enabled with.
+    /// Arbitration mechanism that the drive was enabled with.
     mechanism: ArbitrationMechanism,
-    /// Arbitration Burst, as the exponent of a power of two.
+    /// Arbitration Burst that is sent with weights, as the exponent of a power of two.
     burst: u8,
-    /// Current weights of the drive; `None` if all new queues are Medium.
+    /// Weights that the drive has. `None` if its classes are not used: all new queues are Medium.
     weights: Option<ClassWeights>,
-    /// Set after a Set Features that timed out, until the next enable.
+    /// Equal weights to send after a Set Features that timed out; `None` if there was none since the last enable.
     equal_weights: Option<EqualWeightsRequest>,
     changes: RecentChanges,
 }
 
 impl DriveArbitration {
-    /// Creates the state of a drive that is not enabled yet.
+    /// Creates the state for a drive that is not enabled yet.
     pub(super) fn new(choice: ArbitrationChoice, cap: Cap, name: &str) -> Self {
         let is_chosen = choice == ArbitrationChoice::Weighted;
         if is_chosen && !cap.ams_wrr() {
@@ -247,8 +248,8 @@ impl DriveArbitration {
         }
     }
 
-    /// Creates the state of a drive that the predecessor has enabled with `mechanism`. If the mechanism is round robin,
-    /// weighted round robin is not tried again, because it may have failed in the predecessor.
+    /// Creates the state for a drive that the predecessor has enabled with `mechanism`. If that is round robin, weighted round
+    /// robin is not tried, because it may have failed in the predecessor.
     pub(super) fn from_predecessor(
         choice: ArbitrationChoice,
         mechanism: ArbitrationMechanism,
@@ -277,14 +278,14 @@ impl DriveArbitration {
         self.weights.is_some()
     }
 
-    /// Records the mechanism that the drive was enabled with. An enable resets the drive's weights.
+    /// Records the mechanism that the drive was enabled with. The drive has no weights after an enable.
     pub(super) fn on_enabled(&mut self, mechanism: ArbitrationMechanism) {
         self.mechanism = mechanism;
         self.weights = None;
         self.equal_weights = None;
     }
 
-    /// Returns whether weighted round robin may be the cause of `error` during bring-up.
+    /// Returns whether `error`, of a drive that is being enabled and set up, may be caused by weighted round robin.
     pub(super) fn is_suspect(&self, error: &ControllerError) -> bool {
         self.mechanism == ArbitrationMechanism::WEIGHTED_ROUND_ROBIN
             && matches!(
@@ -297,7 +298,7 @@ impl DriveArbitration {
             )
     }
 
-    /// Ends weighted round robin for as long as this process has the drive.
+    /// Stops the use of weighted round robin for as long as this process has the drive.
     pub(super) fn end_weighted(
         &mut self,
         name: &str,
@@ -316,8 +317,8 @@ impl DriveArbitration {
         );
     }
 
-    /// Sets equal weights on a drive that was just enabled or handed over. `burst` is its recommended burst (RAB); `send`
-    /// executes Set Features.
+    /// Sets equal weights on a drive that was just enabled or handed over. `burst` is the Arbitration Burst that the drive
+    /// recommends (RAB); `send` executes Set Features.
     pub(super) fn begin_weighted(
         &mut self,
         name: &str,
@@ -342,7 +343,7 @@ impl DriveArbitration {
         }
     }
 
-    /// Sends weights. Retries once if the drive refuses them without Do Not Retry.
+    /// Sends weights to the drive. If the drive refuses them without Do Not Retry, sends them once more.
     fn send_with_retry(
         &self,
         weights: ClassWeights,
@@ -355,7 +356,7 @@ impl DriveArbitration {
         }
     }
 
-    /// Returns changed weights for `loads` if they must be sent now.
+    /// Returns the weights for `loads` if they must be sent now, because they differ enough from those that the drive has.
     fn next_weights(
         &self,
         loads: &[ClassLoad; PRIORITY_CLASSES.len()],
@@ -368,9 +369,8 @@ impl DriveArbitration {
         ClassWeights::from_loads(loads).filter(|weights| *weights != before)
     }
 
-    /// Sends weights to the drive. If the drive refuses them, weighted round robin ends, and equal weights are sent. If the
-    /// drive does not answer, [`Self::set_equal_if_due`] sends equal weights later. After any other failure, nothing more is
-    /// sent.
+    /// Sends weights to the drive. If the drive refuses them, ends weighted round robin and sends equal weights. If the drive
+    /// does not answer, [`Self::set_equal_if_due`] sends equal weights later. After any other failure, sends nothing more.
     fn set_weights(
         &mut self,
         name: &str,
@@ -392,7 +392,7 @@ impl DriveArbitration {
         }
     }
 
-    /// Sends equal weights, and records them if the drive accepts them.
+    /// Sends equal weights to the drive.
     fn set_equal_weights(
         &mut self,
         mut send: impl FnMut(feature::Arbitration) -> Result<(), ControllerError>,
@@ -401,7 +401,8 @@ impl DriveArbitration {
         sent.or_else(|error| self.tolerate(error))
     }
 
-    /// Ignores a failure as [`tolerate`] does. After a timeout, records that the drive's weights are unknown.
+    /// Ignores an error as [`tolerate`] does. After a timeout, records that equal weights must be sent, because the drive's
+    /// weights are unknown.
     fn tolerate(&mut self, error: ControllerError) -> Result<(), ControllerError> {
         if matches!(error, ControllerError::AdminTimeout { .. }) {
             self.equal_weights.get_or_insert_default().late_completions = None;
@@ -409,8 +410,8 @@ impl DriveArbitration {
         tolerate(error)
     }
 
-    /// Sends equal weights if they are due after a timeout. `answers` is true if the drive answers admin commands, and
-    /// `late_completions` is the number of commands that it has completed late.
+    /// Sends equal weights if they must be sent after a Set Features that timed out. `answers` is true if the drive answers
+    /// admin commands, and `late_completions` is the number of commands that it has completed late.
     fn set_equal_if_due(
         &mut self,
         name: &str,
@@ -428,7 +429,7 @@ impl DriveArbitration {
         self.set_equal_weights(send)
     }
 
-    /// Ends weighted round robin on a drive that refused queues of a priority class.
+    /// Ends weighted round robin on a drive that refused to create a queue of a priority class.
     pub(super) fn end_priority_classes(
         &mut self,
         name: &str,
@@ -444,7 +445,7 @@ impl DriveArbitration {
         }
     }
 
-    /// Returns the priority class for a new queue: `wanted` with weighted round robin, otherwise Medium.
+    /// Returns the priority class for a new queue: `wanted` if the drive uses weighted round robin, else Medium.
     pub(super) fn priority(&self, wanted: QueuePriority) -> QueuePriority {
         match self.is_weighted() {
             true => wanted,
@@ -453,8 +454,8 @@ impl DriveArbitration {
     }
 }
 
-/// Executes Set Features, Arbitration (Base 2.0, section 5.27.1.1). The timeout is suspended while the drive has paused
-/// processing, but for at most `pause`, and only until `is_ending` returns true.
+/// Executes Set Features, Arbitration (Base 2.0, section 5.27.1.1). While the drive has paused processing, the command's
+/// timeout is suspended, but for at most `pause`, and only until `is_ending` returns true.
 pub(super) fn set_arbitration_feature(
     admin: &mut AdminQueue,
     value: feature::Arbitration,
@@ -474,8 +475,8 @@ pub(super) fn set_arbitration_feature(
 }
 
 impl PhysicalDrive {
-    /// Executes Set Features, Arbitration. The timeout is suspended while the drive has paused processing, and runs again once
-    /// the drive is being closed.
+    /// Executes Set Features, Arbitration. While the drive has paused processing, the command's timeout is suspended, until the
+    /// drive is being closed.
     pub(super) fn send_arbitration(
         &self,
         admin: &mut AdminQueue,
@@ -486,7 +487,8 @@ impl PhysicalDrive {
         set_arbitration_feature(admin, value, pause, &is_ending)
     }
 
-    /// Returns the priority class of a queue for a lease of this weight; `None` without weighted round robin.
+    /// Returns the priority class for a queue of a lease with this weight; `None` if the drive does not use weighted round
+    /// robin.
     pub(super) fn priority_class(&self, weight: u64) -> Option<QueuePriority> {
         if !lock(&self.arbitration).is_weighted() {
             return None;
@@ -499,7 +501,8 @@ impl PhysicalDrive {
         })
     }
 
-    /// Ends weighted round robin after the drive has refused a priority class. The caller holds the lock of the admin queue.
+    /// Ends weighted round robin after the drive has refused to create a queue of a priority class. The caller holds the lock
+    /// of the admin queue.
     pub(super) fn end_priority_classes(&self, admin: &mut AdminQueue) {
         let mut arbitration = *lock(&self.arbitration);
         let send = |value| self.send_arbitration(admin, value);
@@ -507,7 +510,7 @@ impl PhysicalDrive {
         *lock(&self.arbitration) = arbitration;
     }
 
-    /// Sends equal weights if they are due after a timeout.
+    /// Sends equal weights to the drive if they must be sent after a Set Features that timed out.
     fn send_due_equal_weights(&self) {
         let Some(request) = lock(&self.arbitration).equal_weights else {
             return;
@@ -530,7 +533,7 @@ impl PhysicalDrive {
         });
     }
 
-    /// Sends changed class weights to the drive.
+    /// Sends the weights of the classes to the drive, if they must change for these loads.
     pub(super) fn update_class_weights(&self, loads: &[ClassLoad; PRIORITY_CLASSES.len()]) {
         self.send_due_equal_weights();
         let clock = self.backing.clock();
@@ -562,7 +565,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns loads with these weights; classes of weight 0 are unused.
+    /// Returns loads of busy classes with these weights. A weight of 0 stands for an unused class.
     fn busy(weights: [u64; PRIORITY_CLASSES.len()]) -> [ClassLoad; PRIORITY_CLASSES.len()] {
         weights.map(|weight| ClassLoad {
             weight,
@@ -576,7 +579,7 @@ mod tests {
         assert_eq!(weights([0, 100, 0]), Some([1, 1, 1]));
         assert_eq!(weights([300, 100, 50]), Some([6, 2, 1]));
         assert_eq!(weights([300, 0, 100]), Some([3, 3, 1]));
-        // A heavy lease beside many default ones gets the share of one lease, not of a whole class.
+        // High has one lease of twice the default weight, and Medium has 15 leases of the default weight.
         assert_eq!(weights([200, 1500, 0]), Some([2, 15, 15]));
         assert_eq!(weights([0, 1000, 50]), Some([16, 16, 1]));
         // A round has as few commands as possible, and every class has at least one command.
@@ -679,7 +682,7 @@ mod tests {
         }
     }
 
-    /// Sets weights on a drive that gives `answers` to the commands. Returns the weights sent, and whether the drive must be
+    /// Sets weights on a drive that gives `answers` to the commands. Returns the weights that it got, and whether it must be
     /// reset.
     fn set_with(answers: &[fn() -> Result<(), ControllerError>]) -> (Vec<[u8; 3]>, bool) {
         let mut arbitration = weighted();
@@ -758,7 +761,8 @@ mod tests {
         assert_eq!(arbitration.equal_weights, None);
     }
 
-    /// Holds even if the drive answers all other commands, for example because a firmware update has dropped the feature.
+    /// A drive may answer all commands but Set Features for Arbitration, for example because a firmware update has dropped the
+    /// feature. It gets equal weights at most three times nevertheless.
     #[test]
     fn a_drive_that_never_answers_weights_gets_them_three_times_at_most() {
         let mut arbitration = weighted();

@@ -26,7 +26,7 @@ pub(super) struct DriveDoorbellBuffer {
     /// Dropped before `memory`, so that the IOVAs are unmapped before the memory is freed.
     iova: IovaPart,
     memory: Arc<Mapping>,
-    /// Memory file of the pages.
+    /// Memory file of both pages, for a hand-over.
     file: OwnedFd,
 }
 
@@ -41,8 +41,8 @@ impl DriveDoorbellBuffer {
         Self::from_file(space, file)
     }
 
-    /// Restores the predecessor's pages, which the drive is using. The doorbells of I/O queues are zeroed, because no I/O queue
-    /// exists.
+    /// Restores the predecessor's pages, which the drive is using. Sets the doorbells of the I/O queues to 0, because no I/O
+    /// queue exists.
     pub(super) fn from_predecessor(
         space: &Arc<IovaSpace>,
         file: OwnedFd,
@@ -59,7 +59,7 @@ impl DriveDoorbellBuffer {
         Ok(buffer)
     }
 
-    /// Returns the memory file for a hand-over.
+    /// Returns the memory file of both pages, for a hand-over.
     pub(super) fn hand_over(&self) -> io::Result<OwnedFd> {
         self.file.try_clone()
     }
@@ -77,7 +77,7 @@ impl DriveDoorbellBuffer {
         })
     }
 
-    /// Zeroes the pages and sends Doorbell Buffer Config. The caller ensures that no I/O queue exists.
+    /// Zeroes the pages, and gives them to the drive with Doorbell Buffer Config. The caller ensures that no I/O queue exists.
     pub(super) fn configure(&self, admin: &mut AdminQueue) -> Result<(), ControllerError> {
         if let Some(memory) = self.memory.bytes(0, self.memory.len()) {
             memory.zero();
@@ -98,7 +98,7 @@ impl DriveDoorbellBuffer {
     }
 }
 
-/// Returns the doorbells of an I/O queue pair, buffered if the drive has a Doorbell Buffer.
+/// Returns the doorbells of an I/O queue pair: the registers, and their words in the Doorbell Buffer if the drive has one.
 pub(super) fn pair_doorbells(
     backing: &dyn DeviceBacking,
     dstrd: u8,

@@ -47,21 +47,21 @@ use nvme_spec::sqe::Sqe;
 /// Interval of the drive monitor's checks.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Number of the monitor's checks per search for freed pages in pinned memory.
+/// Number of the monitor's checks between two searches for freed pages in pinned memory.
 const CHECKS_PER_MEMORY_CHECK: u32 = 2;
 
-/// Time that an aborted command may take to complete, and number of checks that must find it in flight before the drive is
-/// reset. The time alone does not suffice: if the monitor got no processor time, pollers may not have got any either.
+/// Time that an aborted command may take to complete. After it, the drive is reset if enough checks have found the command in
+/// flight. The time alone does not suffice: if the monitor got no processor time, pollers may not have got any either.
 const ABORT_GRACE: Duration = Duration::from_secs(1);
 const ABORT_CHECKS: u32 = 5;
 
-/// Returns the time limit of a processing pause (CSTS.PP). `deadline` is the timeout of a command.
+/// Returns the maximum time for which a drive may pause processing (CSTS.PP). `deadline` is the timeout of a command.
 pub(super) fn longest_pause(controller: &IdentifyController, deadline: Duration) -> Duration {
     let most = Duration::from_millis(100) * u32::from(controller.mtfa);
     most.max(deadline)
 }
 
-/// Counters of a drive's incidents.
+/// Counters of a drive's incidents, and what was logged about it.
 #[derive(Debug, Default)]
 pub(super) struct DriveCounters {
     pub(super) resets: AtomicU64,
@@ -69,9 +69,11 @@ pub(super) struct DriveCounters {
     timeouts: AtomicU64,
     /// Number of Abort commands sent.
     aborts: AtomicU64,
-    /// True if queue pairs had to be shared at some time.
+    /// True once queues have had to share queue pairs. From then on, the drive monitor also evens out the queues among the
+    /// pairs.
     pub(super) is_sharing: AtomicBool,
-    /// True if a queue once got an idle pair of another priority class, because no pair of its own class could be created.
+    /// True once a queue has got an idle pair of another priority class, because no pair of its own class could be created.
+    /// This is logged once.
     pub(super) has_other_class: AtomicBool,
 }
 
@@ -118,24 +120,24 @@ pub(super) fn start(
     threads.spawn("nvme-supervisor", Box::new(work))
 }
 
-/// An overdue command for which an Abort was sent.
+/// A command that exceeded the timeout, and for which an Abort was sent.
 struct OverdueCommand {
     qid: QueueId,
     late: LateCommand,
     grace: Deadline,
-    /// Number of checks since the Abort that found the command in flight.
+    /// Number of checks, since the Abort, that have found the command in flight.
     checks: u32,
 }
 
-/// State of the list of namespaces.
+/// State of the monitor's knowledge of the drive's namespaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum NamespaceListState {
-    /// The list is current.
+    /// All namespaces are known as they are.
     Known,
     /// Some namespaces may have changed.
     Stale,
-    /// Some namespaces may have changed, and reading them has failed. The drive's list of changes may be lost, so any may have
-    /// changed.
+    /// Some namespaces may have changed, and reading them has failed. The drive's list of changes may be lost, so any namespace
+    /// may have changed.
     Unread,
 }
 
@@ -149,14 +151,14 @@ struct DriveMonitor {
     namespaces: NamespaceListState,
     threads: ThreadSpawner,
     checks: u32,
-    /// Thread that searches pinned memory for freed pages.
+    /// Thread that searches pinned memory for freed pages, while a search is in progress.
     memory_check: Option<JoinHandle<()>>,
-    /// End of the current processing pause's time limit; `None` without a pause.
+    /// End of the time for which the drive may pause processing; `None` if it has not paused.
     pause: Option<Deadline>,
 }
 
 impl DriveMonitor {
-    /// Waits for one interval, then checks everything. Returns false when the monitor must end.
+    /// Waits for one interval, then makes all checks. Returns false when the monitor must end.
     fn run_interval(&mut self) -> bool {
         let mut ready = [EpollEvent::default(); 2];
         // An interrupted wait counts as a short wait.
@@ -198,8 +200,8 @@ impl DriveMonitor {
         !self.drive.is_gone()
     }
 
-    /// Returns whether the drive has paused processing, for example to activate firmware (Base 2.0, section 3.11), and is
-    /// within the time limit. During such a pause, the drive keeps its commands.
+    /// Returns whether the drive has paused processing, for example to activate firmware (Base 2.0, section 3.11), for no
+    /// longer than it may. During such a pause, the drive keeps its commands.
     fn is_paused(&mut self, csts: Csts) -> bool {
         if !csts.pp() {
             self.pause = None;
@@ -222,7 +224,7 @@ impl DriveMonitor {
         true
     }
 
-    /// Starts a search for pinned pages that a VMM has freed (`nvme-mpt/guest/src/dma/pinned_file.rs`).
+    /// Starts a search for pages that are pinned but that a VMM has freed (`nvme-mpt/guest/src/dma/pinned_file.rs`).
     fn check_memory(&mut self) {
         self.checks = self.checks.wrapping_add(1);
         if !self.checks.is_multiple_of(CHECKS_PER_MEMORY_CHECK) {
@@ -248,7 +250,7 @@ impl DriveMonitor {
         }
     }
 
-    /// Aborts overdue commands. Resets the drive if an aborted command stays in flight.
+    /// Aborts commands that exceed the timeout. Resets the drive if an aborted command stays in flight.
     fn check_deadlines(&mut self) {
         let late = self.find_overdue();
         if let Some(OverdueCommand { qid, late, .. }) = self
@@ -294,7 +296,7 @@ impl DriveMonitor {
         }
     }
 
-    /// Returns the commands that became overdue. Each command is returned once. Forgets aborted commands that have completed.
+    /// Returns the commands that have exceeded the timeout since the last call. Forgets aborted commands that have completed.
     fn find_overdue(&mut self) -> Vec<(QueueId, VfioQueuePair, LateCommand)> {
         let pairs = lock(&self.drive.pairs);
         let looks: Vec<_> = pairs
@@ -363,7 +365,7 @@ impl DriveMonitor {
             .map(|_| ())
     }
 
-    /// Handles the drive's events and requests the next one.
+    /// Handles the events that the drive has reported, and requests the next one.
     fn check_events(&mut self) {
         let events = {
             let mut admin = lock(&self.drive.admin);
@@ -387,7 +389,7 @@ impl DriveMonitor {
         });
     }
 
-    /// Handles one event. Reading the log page of an event allows the drive to raise the next event of its type.
+    /// Handles one event. Reads the event's log page, so that the drive can report the next event of its type.
     fn handle_event(&mut self, event: AsyncEvent) -> Result<(), ControllerError> {
         let drive = &self.drive;
         warn!("Drive {}: {event:?}", drive.backing.name());
@@ -408,14 +410,14 @@ impl DriveMonitor {
         Ok(())
     }
 
-    /// Marks the list of namespaces as stale if it was current.
+    /// Records that some namespaces may have changed.
     fn mark_namespaces_stale(&mut self) {
         if self.namespaces == NamespaceListState::Known {
             self.namespaces = NamespaceListState::Stale;
         }
     }
 
-    /// Reads the namespaces if the list is not current. After a failure, the next check tries again.
+    /// Reads the namespaces if they may have changed. After a failure, the next check tries again.
     fn check_namespaces(&mut self) {
         if self.namespaces == NamespaceListState::Known || self.drive.is_gone() {
             return;
@@ -433,7 +435,7 @@ impl DriveMonitor {
         self.namespaces = NamespaceListState::Unread;
     }
 
-    /// Reads the namespaces and reports those that changed.
+    /// Reads the namespaces, and reports those that changed to the functions.
     fn read_namespaces(&self) -> Result<(), ControllerError> {
         let drive = &self.drive;
         let has_list = drive.identity.controller.oaes.namespace_attribute();

@@ -17,25 +17,25 @@ use nvme_spec::ids::QueueId;
 
 use crate::queue_pair::{InFlightSample, LateCommand, OLDEST_MAX};
 
-/// Divisor of the timeout: between two checks, at most a quarter of the timeout counts.
+/// Divisor of the timeout. Of the time between two checks, at most a quarter of the timeout counts.
 const CHECKS_PER_TIMEOUT: u64 = 4;
 
-/// One of the oldest in-flight commands of a drive.
+/// One of the drive's oldest in-flight commands, which are watched for a timeout.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WatchedCommand {
     pub(super) qid: QueueId,
     pub(super) command: LateCommand,
-    /// Time from which the timeout counts.
+    /// Time from which the command's timeout counts: each completion of an earlier command starts it again.
     since: Ticks,
-    /// Number of the drive's in-flight commands, at the last check, that were submitted before this command or at its time.
+    /// Number of the drive's in-flight commands, at the last check, that were submitted no later than this command.
     commands_ahead: usize,
-    /// Time of the latest submission to the command's queue, at the first check that found the command.
+    /// Latest time of a submission to the command's queue, at the first check that found the command.
     pub(super) latest_submission: Ticks,
-    /// Number of in-flight commands in the command's queue, at the first check that found the command.
+    /// Number of in-flight commands of the command's queue, at the first check that found the command.
     pub(super) in_flight: usize,
 }
 
-/// The oldest in-flight commands of a drive.
+/// Watch over the oldest in-flight commands of a drive.
 #[derive(Debug, Default)]
 pub(super) struct DriveProgress {
     watched: Vec<WatchedCommand>,
@@ -44,9 +44,9 @@ pub(super) struct DriveProgress {
 }
 
 impl DriveProgress {
-    /// Checks the commands of all queues. Returns the commands that are overdue after `deadline` ticks without progress.
-    /// `count` returns, for each given time, the number of the drive's in-flight commands that were submitted at that time or
-    /// earlier.
+    /// Checks the commands of all queues. Returns those that are overdue: neither they nor any earlier command has completed
+    /// for `deadline` ticks. `count` returns, for each of the given times, the number of the drive's in-flight commands that
+    /// were submitted no later than that.
     pub(super) fn check(
         &mut self,
         queues: &[(QueueId, InFlightSample)],
@@ -112,7 +112,7 @@ mod tests {
 
     const DEADLINE: u64 = 1_000;
 
-    /// A drive for tests, with queues of submitted commands: pairs of a time and an identifier, oldest first.
+    /// A drive for tests. Each queue has its submitted commands, oldest first, each with time and identifier.
     #[derive(Default)]
     struct DriveProgressTest {
         progress: DriveProgress,
@@ -134,7 +134,7 @@ mod tests {
             self.queues[queue].pop_front();
         }
 
-        /// Lets `time` pass with regular checks. Returns the queues of overdue commands.
+        /// Lets `time` pass with regular checks. Returns the queues of the commands that became overdue.
         fn pass(&mut self, time: u64) -> Vec<u16> {
             let end = self.now + time;
             loop {
@@ -145,7 +145,7 @@ mod tests {
             }
         }
 
-        /// Checks once, after `time` without a check.
+        /// Lets `time` pass without a check, and then checks. Returns the queues of the commands that are overdue.
         fn check_after(&mut self, time: u64) -> Vec<u16> {
             self.now += time;
             let look = |queue: &VecDeque<LateCommand>| InFlightSample {

@@ -8,28 +8,28 @@ use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::registers::Csts;
 use nvme_spec::status::Status;
 
-/// Cause in the log for a drive that is given up because it was removed.
+/// Reason in the log for giving up a drive that was removed.
 pub(super) const REMOVED: &str = "it was removed, or lost its power";
 
-/// Cause in the log for a drive that is given up because the host wants its function back.
+/// Reason in the log for giving up a drive whose function the host wants back.
 pub(super) const REMOVAL_REQUESTED: &str = "the host asks for it back";
 
-/// Errors of a physical controller.
+/// Error of a physical controller.
 #[derive(Debug, thiserror::Error)]
 pub enum ControllerError {
-    /// The function was removed or has lost power.
+    /// The function was removed, or has lost power.
     #[error("The drive is gone: its registers read as all ones")]
     Gone,
     /// The host asks for the function, because the function is being removed or unbound. The caller must release it.
     #[error("The host asks for the drive back")]
     RemovalRequested,
-    /// The controller has lost its commands: its link is down, or it was reset by the kernel or by another party. The
-    /// drive monitor waits for the drive and resets it.
+    /// The controller has lost its commands: its link is down, or the kernel or another party has reset it. The drive monitor
+    /// waits until the drive answers, and resets it.
     #[error(
         "The drive has lost its commands: its registers read as all ones, or another program has reset it; try again"
     )]
     Lost,
-    /// A reset is pending or in progress.
+    /// A reset of the drive is pending or in progress.
     #[error("The drive is being reset; try again")]
     Resetting,
     /// The drive does not support the NVM Command Set.
@@ -38,26 +38,26 @@ pub enum ControllerError {
     /// The drive's minimum page size is larger than that of guests.
     #[error("The drive needs memory pages of {min} bytes (CAP.MPSMIN); only 4096 are supported")]
     MemoryPageSize {
-        /// Minimum page size in bytes.
+        /// Minimum page size of the drive in bytes.
         min: u64,
     },
-    /// The controller did not reach a state in the time that the specification allows.
+    /// The controller did not reach a state within the time that the specification allows.
     #[error("The drive did not {state} within {seconds} s; its status is {csts:?}")]
     StateTimeout {
-        /// Expected state.
+        /// State that was expected.
         state: &'static str,
         /// Timeout in seconds.
         seconds: u64,
-        /// Last value of Controller Status.
+        /// Last value of Controller Status (CSTS).
         csts: Csts,
     },
-    /// The controller reports a fatal status.
+    /// The controller reports a fatal status (CSTS.CFS).
     #[error("The drive reports a fatal error (CSTS.CFS)")]
     Fatal,
     /// An admin command timed out.
     #[error("The drive did not complete the admin command {opcode} within {seconds} s")]
     AdminTimeout {
-        /// The command.
+        /// Opcode of the command.
         opcode: AdminOpcode,
         /// Timeout in seconds.
         seconds: u64,
@@ -65,9 +65,9 @@ pub enum ControllerError {
     /// An admin command failed.
     #[error("The drive refuses the admin command {opcode}: {status}")]
     Admin {
-        /// The command.
+        /// Opcode of the command.
         opcode: AdminOpcode,
-        /// Status of its completion.
+        /// Status of the command's completion.
         status: Status,
     },
     /// The drive refused an I/O Submission Queue, and deleting its Completion Queue failed.
@@ -75,7 +75,7 @@ pub enum ControllerError {
         "The drive refuses queue pair {qid}, and does not delete its Completion Queue; it has the pair again after a reset"
     )]
     QueueNotDeleted {
-        /// Identifier of the pair.
+        /// Identifier of the queue pair.
         qid: QueueId,
     },
     /// The drive grants no I/O queues, or its BAR0 has no doorbells for an I/O queue.
@@ -87,9 +87,9 @@ pub enum ControllerError {
          4096 bytes without metadata, or, if its data is not needed, format it so with `nvme format`, which erases it"
     )]
     Namespace {
-        /// The namespace.
+        /// Identifier of the namespace.
         nsid: Nsid,
-        /// Reason.
+        /// Reason why the namespace cannot be leased.
         reason: &'static str,
     },
     /// Memory for queues cannot be allocated, or it cannot be mapped for the drive.
@@ -107,9 +107,9 @@ pub enum ControllerError {
     /// A Flush failed.
     #[error("Namespace {} of the drive cannot be flushed: {status}", .namespace.nsid)]
     Flush {
-        /// The namespace.
+        /// Namespace of the Flush.
         namespace: HostNamespace,
-        /// Status of the Flush.
+        /// Status of the Flush's completion.
         status: Status,
     },
 }

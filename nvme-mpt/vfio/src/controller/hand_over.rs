@@ -41,34 +41,35 @@ use nvme_mpt_memory::sync::MutexGuard;
 use nvme_mpt_memory::{MappedWord64, Mapping, MappingAccess, memfd};
 use nvme_spec::ids::QueueId;
 
-/// Version of [`HandedOverDriveState`]. A state with another version is refused.
+/// Version of [`HandedOverDriveState`]. A state with another version is refused, and the drive is then reset.
 const VERSION: u32 = 1;
 
-/// First word of a complete state file.
+/// First word of a state file that is complete.
 const COMPLETE_MARK: u64 = u64::from_le_bytes(*b"nvmphand");
 
-/// Offsets in a state file: the word that marks the state as complete, the word that marks it as invalid, and the state.
+/// Offsets in a state file: of the word that marks the state as complete, of the word that marks it as invalid, and of the
+/// state.
 const COMPLETE_OFFSET: usize = 0;
 const STALE_OFFSET: usize = 64;
 const STATE_OFFSET: usize = 4096;
 
-/// Poll interval while another thread holds the admin queues.
+/// Interval at which a thread that needs the admin queue checks whether another one still has it.
 const ADMIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Maximum length of a state in bytes, which suffices for an IOMMU with all its mappings.
 const STATE_BYTES_MAX: u64 = 64 << 20;
 
-/// State of a quiesced drive, which its successor reads.
+/// State of a quiesced drive, which the predecessor writes for its successor.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct HandedOverDriveState {
     version: u32,
     admin: DriveAdminQueueState,
-    /// Number of I/O queue pairs that the drive can have. It is less than `granted` if the drive refused to create a pair.
+    /// Number of I/O queue pairs that the drive can have. It is less than `granted` if the drive has refused to create a pair.
     total: u16,
     /// Number of I/O queue pairs that the drive granted when it was opened.
     granted: u16,
-    /// Number of I/O queue pairs that exist.
+    /// Number of I/O queue pairs that exist on the drive.
     created: u16,
     has_doorbell_buffer: bool,
     mappings: Vec<IommuMapping>,
@@ -168,7 +169,7 @@ impl VfioController {
         Self::start(&backing, drive, threads, supervisor.as_ref())
     }
 
-    /// Quiesces the drive. Returns the descriptors for [`HandedOverDrive::read`].
+    /// Quiesces the drive for a hand-over. Returns the descriptors that the successor passes to [`HandedOverDrive::read`].
     pub(super) fn quiesce(&self) -> io::Result<Vec<OwnedFd>> {
         // Checked first: stopping the drive monitor during a reset may take minutes, while functions of other drives are
         // quiesced.
@@ -181,7 +182,7 @@ impl VfioController {
         Ok(handed?)
     }
 
-    /// Resumes the drive after a cancelled hand-over.
+    /// Resumes the use of the drive after a cancelled hand-over.
     pub(super) fn resume(&self) {
         let drive = &self.drive;
         if let Some(QuiescedDrive {
@@ -339,8 +340,8 @@ impl PhysicalDrive {
         Ok(descriptors)
     }
 
-    /// Locks the admin queue. Waits for other commands, and while the drive is quiesced. Fails during a reset, which may take
-    /// minutes. If a successor has taken the drive, the wait never ends.
+    /// Locks the admin queue. Waits for commands of other threads, and while the drive is quiesced. Fails during a reset, which
+    /// may take minutes. If a successor has taken the drive, the wait never ends.
     pub(super) fn lock_admin(&self) -> Result<MutexGuard<'_, AdminQueue>, ControllerError> {
         let clock = self.backing.clock();
         loop {
@@ -375,14 +376,14 @@ mod tests {
 
     use super::*;
 
-    /// State of a drive, as stored.
+    /// State of a drive that an earlier version of this crate has written.
     const STORED: &str = include_str!("stored/drive_state_1.json");
 
     fn value(text: &str) -> Value {
         serde_json::from_str(text).unwrap()
     }
 
-    /// Returns the descriptors that a process leaves whose release writes `state`.
+    /// Returns the descriptors that a predecessor leaves, with the state `state`.
     fn left(state: &str) -> Vec<OwnedFd> {
         let file = File::from(memfd(c"stored", 4096).unwrap());
         file.write_all_at(b"nvmphand", 0).unwrap();

@@ -25,23 +25,24 @@ use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::registers::NvmeVersion;
 use nvme_spec::sqe::Sqe;
 
-/// MDTS of guests: 1 MiB. Commands that are too long for the drive are split.
+/// MDTS that guests see: 1 MiB. Commands that are too long for the drive are split.
 const GUEST_MDTS: u8 = 8;
 
-/// Maximum entries of a guest's queue, independent of the host queues' size.
+/// Maximum number of entries of a guest's queue. It does not depend on the size of the host queues.
 const GUEST_ENTRIES: u32 = 4096;
 
 /// Supported logical block sizes in bytes, as exponents of powers of two, ascending.
 const LBA_SHIFTS: [u8; 2] = [9, 12];
 
-/// Entries of a page of the namespace list. Further namespaces of a drive are ignored.
+/// Number of entries in a page of the namespace list. If a drive has more namespaces, they are ignored.
 const NSIDS_PER_LIST: usize = 1024;
 
-/// Maximum bytes of a command without data if the drive reports no limit: the maximum of NLB in blocks of 512 bytes.
+/// Maximum bytes of a command without data on a drive that reports no limit: the largest number of blocks in a command (NLB),
+/// of 512 bytes each.
 const NO_DATA_BYTES_MAX: u64 = 1 << 25;
 
-/// Maximum bytes of a Deallocate if the drive reports no limit. A command for all blocks of the drive may exceed its timeout,
-/// and the reset that follows would disturb all guests.
+/// Maximum bytes of a Deallocate on a drive that reports no limit. A command for all blocks of the drive may exceed its
+/// timeout, and the reset that follows would disturb all guests.
 const DSM_BYTES_MAX: u64 = 256 << 20;
 
 /// Identity of a drive as read by Identify.
@@ -57,12 +58,12 @@ pub(super) struct IdentifiedDrive {
     pub(super) controller: IdentifyController,
     pub(super) namespaces: Vec<HostNamespace>,
     pub(super) limits: ControllerLimits,
-    /// Maximum bytes of a command on this drive.
+    /// Maximum data bytes of a command on this drive.
     pub(super) max_transfer: u64,
 }
 
 impl IdentifiedDrive {
-    /// Reads the identity. Fails if none of the drive's namespaces can be used.
+    /// Reads the identity of a drive. Fails if none of its namespaces can be used.
     pub(super) fn read(
         admin: &mut AdminQueue,
         version: NvmeVersion,
@@ -122,7 +123,7 @@ impl IdentifiedDrive {
     }
 }
 
-/// Reads Identify Namespace of these namespaces.
+/// Reads Identify Namespace of the namespaces with these identifiers.
 pub(super) fn describe_namespaces(
     admin: &mut AdminQueue,
     namespaces: &[HostNamespace],
@@ -155,7 +156,7 @@ where
     admin.execute_with_data(sqe, structure).map(|_| ())
 }
 
-/// Reads the limits of the NVM Command Set from a controller that can report them.
+/// Reads the limits of the NVM Command Set, if the controller can report them.
 fn identify_nvm(
     admin: &mut AdminQueue,
     version: NvmeVersion,
@@ -172,19 +173,19 @@ fn identify_nvm(
     }
 }
 
-/// Properties common to all usable namespaces.
+/// Properties that hold for all usable namespaces together.
 #[derive(Debug)]
 struct CommonNamespaceFacts {
     deallocated_reads_zeroes: bool,
     copy_bytes_max: u64,
     copy_ranges_max: u32,
-    /// True if a namespace has atomic boundaries. Writes across a boundary are not atomic.
+    /// True if any namespace has atomic boundaries. Writes across a boundary are not atomic.
     has_atomic_boundaries: bool,
     /// Smallest logical block size in bytes, as the exponent of a power of two.
     lba_shift_min: u8,
 }
 
-/// Usable namespaces, their common properties, and the reason why the first unusable namespace was skipped.
+/// Usable namespaces, their common properties, and the reason why the first unusable namespace was left out.
 type IdentifiedNamespaces = (
     Vec<HostNamespace>,
     CommonNamespaceFacts,
@@ -192,7 +193,7 @@ type IdentifiedNamespaces = (
 );
 
 impl CommonNamespaceFacts {
-    /// Start value, before any namespace was added.
+    /// Properties before any namespace was added.
     const NONE: Self = Self {
         deallocated_reads_zeroes: true,
         copy_bytes_max: u64::MAX,
@@ -236,7 +237,7 @@ impl CommonNamespaceFacts {
     }
 }
 
-/// Returns the namespace, or the reason why guests cannot use its blocks unchanged.
+/// Returns the namespace, if guests can use its blocks unchanged; else the reason why not.
 fn usable_namespace(
     nsid: Nsid,
     structure: &IdentifyNamespace,
@@ -307,8 +308,9 @@ fn limits(
     }
 }
 
-/// Returns the minimum of VSL, WZSL and WUSL (NVM 1.0, section 4.1.5.2). If the drive cannot report them (before NVMe 2.0),
-/// returns its limit of transfers, because some drives are slow with longer commands.
+/// Returns the maximum bytes of a command without data: the smallest of VSL, WZSL and WUSL (NVM 1.0, section 4.1.5.2). For a
+/// drive that cannot report them (before NVMe 2.0), returns the maximum of data, because some drives are slow with longer
+/// commands.
 fn no_data_bytes_max(nvm: Option<&IdentifyControllerNvm>, max_transfer: u64) -> u64 {
     let Some(nvm) = nvm else {
         return max_transfer.min(NO_DATA_BYTES_MAX);
@@ -320,7 +322,7 @@ fn no_data_bytes_max(nvm: Option<&IdentifyControllerNvm>, max_transfer: u64) -> 
         .fold(NO_DATA_BYTES_MAX, u64::min)
 }
 
-/// Returns the fields that name the drive.
+/// Returns the fields of Identify Controller from which the drive's names are made.
 fn name_fields(id: &IdentifyController) -> nvme_names::ControllerNameFields<'_> {
     let end = id.subnqn.iter().position(|byte| *byte == 0);
     nvme_names::ControllerNameFields {

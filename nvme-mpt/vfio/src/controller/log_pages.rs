@@ -15,19 +15,19 @@ use nvme_spec::log::{
 use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::sqe::Sqe;
 
-/// Sets of critical warnings to request events for, in the order of attempts: first all warnings of the specification, then
-/// smaller sets. A drive of an earlier version knows fewer bits. For an unknown bit, it may refuse the whole command, and with
-/// it the notices about namespaces.
+/// Sets of critical warnings whose events are requested, in the order of attempts: first all warnings of the specification,
+/// then smaller sets. A drive of an earlier version knows fewer warnings. For an unknown one, it may refuse the whole command,
+/// and with it the events about namespaces.
 const CRITICAL_WARNINGS: [CriticalWarning; 3] = [
     CriticalWarning(0b11_1111),
     CriticalWarning(0b1_1111),
     CriticalWarning(0),
 ];
 
-/// Error Information entries per page.
+/// Number of Error Information entries that fit into a memory page.
 const ERRORS_PER_PAGE: usize = PAGE_SIZE as usize / size_of::<ErrorInformation>();
 
-/// Reads a log page of at most a memory page. If `keep_event` (RAE) is true, the read does not clear the event of this log
+/// Reads at most a memory page of a log page. If `keep_event` (RAE) is true, the read does not clear the event of this log
 /// page. Only the drive monitor clears events.
 fn read_log_page<T>(
     admin: &mut AdminQueue,
@@ -61,7 +61,7 @@ pub(super) fn smart_health(
     Ok(page)
 }
 
-/// Reads the latest `entries` errors, newest first.
+/// Reads the drive's latest `entries` errors, newest first.
 pub(super) fn error_information(
     admin: &mut AdminQueue,
     entries: u16,
@@ -84,7 +84,7 @@ pub(super) fn clear_event(admin: &mut AdminQueue, lid: LogPageId) -> Result<(), 
     read_log_page(admin, lid, len, false, &mut beginning)
 }
 
-/// Reads the namespaces that have changed since the last call; `None` if the drive's list has overflowed.
+/// Reads the identifiers of the namespaces that have changed since the last call; `None` if the drive's list has overflowed.
 pub(super) fn changed_namespaces(
     admin: &mut AdminQueue,
 ) -> Result<Option<Vec<Nsid>>, ControllerError> {
@@ -99,7 +99,7 @@ pub(super) fn changed_namespaces(
     Ok(Some(listed.collect()))
 }
 
-/// Enables events for health and namespaces, and requests the first event. Logs at `level` which events the drive
+/// Lets the drive report events for health and namespaces, and requests the first event. Logs at `level` which events the drive
 /// refuses.
 pub(super) fn enable_events(
     admin: &mut AdminQueue,

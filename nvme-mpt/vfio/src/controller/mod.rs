@@ -75,7 +75,7 @@ pub struct ControllerOptions {
     pub command_timeout: Duration,
     /// Adaptive policies. Only the policies [of a drive](AdaptivePolicies::for_drive) apply.
     pub adaptive: AdaptivePolicies,
-    /// Arbitration mechanism to enable the drive with.
+    /// Arbitration mechanism that the drive is enabled with.
     pub arbitration: ArbitrationChoice,
 }
 
@@ -89,7 +89,7 @@ impl Default for ControllerOptions {
     }
 }
 
-/// A physical NVMe controller.
+/// A physical NVMe controller that this process drives.
 ///
 /// Dropping the controller shuts down, disables and releases the drive.
 pub struct VfioController {
@@ -107,7 +107,7 @@ impl fmt::Debug for VfioController {
     }
 }
 
-/// State of a drive, shared by the control threads and the drive monitor.
+/// State of a drive that the control threads and the drive monitor share.
 #[derive(Debug)]
 struct PhysicalDrive {
     backing: Arc<dyn DeviceBacking>,
@@ -117,32 +117,33 @@ struct PhysicalDrive {
     facts: DriveFacts,
     options: ControllerOptions,
     namespaces: Mutex<Vec<HostNamespace>>,
-    /// Open leases, each with its namespace at the time when the lease was opened.
+    /// Open leases. Each has its namespace as it was when the lease was opened.
     leases: Mutex<Vec<(HostNamespace, Weak<LeaseShare>)>>,
     pairs: Mutex<QueuePairs>,
     pair_counts: SharedPairCounts,
     admin: Mutex<AdminQueue>,
     arbitration: Mutex<DriveArbitration>,
-    /// Notified when a cancelled hand-over ends and the drive resumes.
+    /// Notified when the drive resumes after a cancelled hand-over.
     resumed: Condvar,
     /// Notified when a reset is over, and when the drive is given up.
     reset_ended: Condvar,
     doorbell_buffer: Option<DriveDoorbellBuffer>,
-    /// Store for the IOMMU's descriptors, from which a successor gets them if this process dies.
+    /// Store for the descriptors of the IOMMU. If this process dies, its successor gets them from there. `None` if nothing is
+    /// persisted.
     descriptor_store: Option<Arc<dyn DescriptorStore>>,
     predecessor_mappings: Mutex<PredecessorMappings>,
     /// True if the drive was removed or has failed permanently.
     is_gone: AtomicBool,
     /// True if a reset is needed or in progress.
     needs_reset: AtomicBool,
-    /// True if the drive is being closed; the drive monitor then ends.
+    /// True if the drive is being closed. The drive monitor then ends.
     is_closing: AtomicBool,
     monitor_waker: EventFd,
     subscribers: Mutex<Vec<Weak<EventQueue>>>,
     counters: DriveCounters,
 }
 
-/// Parts from which an enabled drive is assembled.
+/// Parts of an enabled drive, from which [`PhysicalDrive`] is assembled.
 struct DriveParts {
     backing: Arc<dyn DeviceBacking>,
     registers: DriveRegisters,
@@ -156,8 +157,8 @@ struct DriveParts {
     descriptor_store: Option<Arc<dyn DescriptorStore>>,
 }
 
-/// Returns whether `namespaces` contains the leased namespace, with the block size that it had when it was leased. Capacity is
-/// not compared, because the drive itself checks it.
+/// Returns whether `namespaces` has the leased namespace, with the block size that it had when it was leased. Does not compare
+/// its size, because the drive itself refuses blocks that do not exist.
 fn has_same_blocks(namespaces: &[HostNamespace], leased: &HostNamespace) -> bool {
     namespaces
         .iter()
@@ -285,7 +286,7 @@ impl VfioController {
     }
 }
 
-/// A drive that is being enabled.
+/// A drive that is being enabled and set up.
 struct DriveBringUp {
     backing: Arc<dyn DeviceBacking>,
     registers: DriveRegisters,
@@ -459,8 +460,8 @@ impl PhysicalDrive {
         self.is_gone.load(Ordering::Acquire)
     }
 
-    /// Runs admin commands. Fails if the drive was given up or is being reset. Requests a reset if a command gets no answer,
-    /// the drive reports a fatal status, or its registers read as all ones.
+    /// Executes admin commands in a closure. Fails if the drive was given up or is being reset. Requests a reset if a command
+    /// gets no answer, the drive reports a fatal status, or its registers read as all ones.
     fn with_admin<T>(
         &self,
         commands: impl FnOnce(&mut AdminQueue) -> Result<T, ControllerError>,
@@ -486,7 +487,8 @@ impl PhysicalDrive {
         result
     }
 
-    /// Registers a lease. While the lease's namespace is missing or has another block size, the lease is revoked.
+    /// Registers an open lease. If the lease's namespace is missing or has another block size, revokes the lease, until the
+    /// namespace is as before.
     fn register_lease(&self, namespace: HostNamespace, share: &Arc<LeaseShare>) {
         let mut leases = lock(&self.leases);
         share.set_revoked(!has_same_blocks(&lock(&self.namespaces), &namespace));
@@ -494,9 +496,9 @@ impl PhysicalDrive {
         leases.push((namespace, Arc::downgrade(share)));
     }
 
-    /// Replaces the list of namespaces and revokes leases whose namespace no longer matches, so that the drive gets no command
-    /// for another namespace. A function also revokes its lease after such a change, but a function inside a VMM cannot be
-    /// trusted to do so. Returns the previous list.
+    /// Replaces the list of namespaces. Revokes the leases whose namespace is missing or has another block size, so that the
+    /// drive gets no command for other data. A function revokes its lease itself after such a change, but one inside a VMM
+    /// cannot be trusted to do so. Returns the previous list.
     fn update_namespaces(&self, now: &[HostNamespace]) -> Vec<HostNamespace> {
         let leases = lock(&self.leases);
         let before = std::mem::replace(&mut *lock(&self.namespaces), now.to_vec());
@@ -532,7 +534,7 @@ impl PhysicalDrive {
         });
     }
 
-    /// Shuts the drive down and releases it. The caller ensures that the drive has no users.
+    /// Shuts the drive down and releases it. The caller ensures that the drive has no users any more.
     fn close(&self) {
         if self.is_gone() {
             return;
@@ -598,7 +600,7 @@ impl HostController for VfioController {
         self.drive.backing.numa_node()
     }
 
-    /// Always succeeds: only this process has the function, and its ledger has checked the range.
+    /// Always succeeds: no other process has the function, and the ledger of this process has checked the range.
     fn open_lease(
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
@@ -674,7 +676,7 @@ impl HostController for VfioController {
     }
 }
 
-/// A lease of a physical drive.
+/// A lease of a physical drive, as this process has it open.
 #[derive(Debug)]
 struct VfioLease {
     namespace: HostNamespace,

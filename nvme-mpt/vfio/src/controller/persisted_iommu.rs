@@ -36,22 +36,22 @@ use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_memory::deadline::Deadline;
 use nvme_mpt_memory::sync::JoinHandle;
 
-/// Maximum time in which functions can take over the predecessor's mappings for the memory that they map. A server ends this
-/// period as soon as its functions are restored; the maximum applies to drives that are added later. It is long because other
-/// drives may take minutes each to become ready.
+/// Maximum time for which functions can take over the predecessor's mappings of the memory that they map. A server ends this
+/// time as soon as its functions are restored; the maximum is for drives that are added later. It is long because other drives
+/// may take minutes each to become ready.
 pub(super) const PREDECESSOR_MAPPINGS_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Mappings of the predecessor that no function has taken over yet.
 #[derive(Debug)]
 pub(super) struct PredecessorMappings {
-    /// Time at which the mappings are removed; `None` once the removal has begun.
+    /// Time at which the mappings are removed; `None` once their removal has begun.
     pub(super) deadline: Option<Deadline>,
     /// Thread that removes the mappings, once the removal has begun.
     thread: Option<JoinHandle<()>>,
 }
 
 impl PredecessorMappings {
-    /// Creates the state for mappings that functions can take over until `end`.
+    /// Creates the state for mappings of the predecessor that functions can take over until `end`.
     pub(super) fn with_deadline(end: Deadline) -> Self {
         Self {
             deadline: Some(end),
@@ -67,7 +67,7 @@ impl PredecessorMappings {
     }
 }
 
-/// Store for descriptors that survives this process.
+/// A store for descriptors that outlives this process.
 pub trait DescriptorStore: Send + Sync + fmt::Debug {
     /// Replaces the stored descriptors by `descriptors`.
     ///
@@ -114,16 +114,16 @@ impl PredecessorIommu {
     }
 }
 
-/// Persistence of a drive's IOMMU: the store for the next process, and the IOMMU that a dead predecessor has left.
+/// Persistence of a drive's IOMMU: the store for the successor, and the IOMMU that a dead predecessor has left.
 #[derive(Debug, Default)]
 pub struct PersistedIommu {
-    /// Store for the descriptors of this process; `None` to persist nothing.
+    /// Store for the descriptors of this process; `None` if nothing is persisted.
     pub store: Option<Arc<dyn DescriptorStore>>,
     /// IOMMU of the drive's [function](DeviceBacking), if a predecessor has left one.
     pub predecessor: Option<PredecessorIommu>,
 }
 
-/// Adds the mappings that a predecessor has left to an IOVA space. Without a predecessor, returns the space unchanged.
+/// Adds the mappings that a predecessor has left to an IOVA space. If there was no predecessor, returns the space unchanged.
 pub(super) fn add_predecessor_mappings(
     space: IovaSpace,
     left: Option<PredecessorIommu>,
@@ -167,8 +167,8 @@ pub(super) fn persist_mappings(
 }
 
 impl PhysicalDrive {
-    /// Ends the use of the predecessor's mappings if its time is over. A new thread removes these mappings, because this may
-    /// take long: the kernel unpins memory page by page.
+    /// Starts the removal of the predecessor's mappings if the time for taking them over has passed. A new thread removes them,
+    /// because this may take long: the kernel unpins memory page by page.
     pub(super) fn check_predecessor_mappings(&self, threads: &ThreadSpawner) {
         let mut inheritance = lock(&self.predecessor_mappings);
         // If the drive is quiesced, the remaining mappings go to the successor.
@@ -188,7 +188,7 @@ impl PhysicalDrive {
         }
     }
 
-    /// Releases the function with all mappings.
+    /// Releases the function with all its mappings, and removes its descriptors from the store first.
     pub(super) fn release_function(&self) {
         self.space.end_record();
         clear_store(self.descriptor_store.as_ref());
@@ -196,7 +196,7 @@ impl PhysicalDrive {
     }
 }
 
-/// Drops the stored descriptors of a function that is being released.
+/// Removes the descriptors of a function that is being released from the store.
 pub(super) fn clear_store(supervisor: Option<&Arc<dyn DescriptorStore>>) {
     if let Some(supervisor) = supervisor
         && let Err(error) = supervisor.clear()

@@ -34,45 +34,45 @@ use nvme_spec::registers::{Cap, Doorbell};
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Poll interval while waiting for a Flush.
+/// Interval at which a caller polls for the completion of a Flush.
 const FLUSH_POLL_INTERVAL: Duration = Duration::from_micros(200);
 
-/// Time without commands after which a queue counts as idle.
+/// Time without commands after which a queue pair counts as idle, so that it can be lent to queues of a busy pair.
 const IDLE_TIME: Duration = Duration::from_secs(1);
 
 /// [`IDLE_TIME`] as a number of checks by the drive monitor.
 const IDLE_CHECKS: u32 = (IDLE_TIME.as_millis() / CHECK_INTERVAL.as_millis()) as u32;
 
-/// Maximum attempts at a Flush that resets or Aborts interrupt.
+/// Maximum number of times that a Flush is sent, because a reset or an Abort may interrupt it.
 const FLUSH_ATTEMPTS: u32 = 5;
 
-/// Maximum attempts at creating a pair. Each may end in a reset, so the number limits the resets by a drive that fails on every
-/// new pair.
+/// Maximum number of attempts to create a pair for a queue. Each may end in a reset, so the number bounds the resets by a drive
+/// that fails on every new pair.
 const JOIN_ATTEMPTS: u32 = 2;
 
-/// Maximum number of resets that a queue waits for until it gets a pair, so that the wait is bounded.
+/// Maximum number of resets for whose ends a new queue waits until it gets a pair, so that the wait is bounded.
 const JOIN_RESETS: u64 = 5;
 
-/// Maximum time that a reservation waits for the end of a reset. The time is short, because changes of other drives' functions
-/// wait for the reservation.
+/// Maximum time that a reservation of queue pairs waits for the end of a reset. The time is short, because changes of other
+/// drives' functions wait for the reservation.
 const RESET_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Number of queue pairs to request; the drive grants as many as it has.
+/// Number of queue pairs that the drive is asked for. It grants as many as it has.
 const REQUESTED_PAIRS: u16 = 1024;
 
 /// I/O queue pairs of a drive. The pair with identifier `n` is at index `n - 1`.
 #[derive(Debug)]
 pub(super) struct QueuePairs {
-    /// Number of pairs that the drive can have. It is less than `granted` if the drive refused to create a pair.
+    /// Number of pairs that the drive can have. It is less than `granted` if the drive has refused to create a pair.
     total: u16,
     /// Number of pairs that the drive granted when it was opened.
     granted: u16,
     entries: u32,
     pairs: Vec<OwnedPair>,
-    /// Pair that is to be created next, after a failed attempt. Its memory stays allocated, because the drive may keep one of
-    /// its queues until a reset.
+    /// Pair that the next attempt creates, after a failed one. Its memory stays allocated, because the drive may use one of its
+    /// queues until a reset.
     failed_pair: Option<VfioQueuePair>,
-    /// Reservations, oldest first.
+    /// Reservations of queue pairs, oldest first.
     pub(super) holders: Vec<ReservationHolder>,
     governor: Arc<DriveGovernor>,
     survey: DriveSurvey,
@@ -81,16 +81,16 @@ pub(super) struct QueuePairs {
     pub(super) is_resetting: bool,
 }
 
-/// A reservation of a drive.
+/// A lease's reservation of queue pairs of the drive.
 #[derive(Debug)]
 pub(super) struct ReservationHolder {
-    /// Key of the reservation, unique in this process.
+    /// Key of the reservation of queue pairs, unique in this process.
     pub(super) key: u64,
     pub(super) pairs: ReservedPairs,
 }
 
-/// Counts of the pairs for statistics, with their own lock. The lock of [`QueuePairs`] is held while the drive creates a pair,
-/// and readers of the statistics do not wait for it.
+/// Numbers of the pairs for statistics, behind a lock of their own. The lock of [`QueuePairs`] is held while the drive creates
+/// a pair, and readers of the statistics do not wait for that.
 #[derive(Clone, Debug, Default)]
 pub(super) struct SharedPairCounts(Arc<Mutex<PairCounts>>);
 
@@ -98,7 +98,7 @@ pub(super) struct SharedPairCounts(Arc<Mutex<PairCounts>>);
 struct PairCounts {
     total: u16,
     reserved: u16,
-    /// Pairs that no reservation owns.
+    /// Pairs that no lease has reserved.
     others: Vec<VfioQueuePair>,
 }
 
@@ -118,7 +118,7 @@ impl SharedPairCounts {
     }
 }
 
-/// A pair, with the key of the reservation that owns it if there is one.
+/// A pair of the drive. `owner` is the key of the reservation of queue pairs that it belongs to, if any.
 #[derive(Debug)]
 struct OwnedPair {
     pair: VfioQueuePair,
@@ -127,7 +127,8 @@ struct OwnedPair {
 }
 
 impl QueuePairs {
-    /// Sets Number of Queues (Base 2.0, section 5.27.1.5), limited to the doorbells that BAR0 has.
+    /// Requests queue pairs from the drive with Number of Queues (Base 2.0, section 5.27.1.5): as many as BAR0 has doorbells
+    /// for, at most.
     pub(super) fn request_pairs(
         admin: &mut AdminQueue,
         backing: &dyn DeviceBacking,
@@ -142,7 +143,7 @@ impl QueuePairs {
         Self::new(total, total, cap, governor)
     }
 
-    /// Creates an empty list of pairs. The drive has granted `granted` pairs and can have `total` of them.
+    /// Creates the list of a drive's pairs, without any. The drive has granted `granted` pairs and can have `total` of them.
     pub(super) fn new(
         total: u16,
         granted: u16,
@@ -175,7 +176,7 @@ impl QueuePairs {
         self.shared_counts.clone()
     }
 
-    /// Updates the counts for statistics.
+    /// Updates the numbers of the pairs for statistics.
     fn publish_counts(&self) {
         *lock(&self.shared_counts.0) = PairCounts {
             total: self.total,
@@ -193,8 +194,8 @@ impl QueuePairs {
         self.granted
     }
 
-    /// Records the number of pairs that the drive grants after a reset. The reset has deleted all queues, so the drive may
-    /// accept pairs that it refused before.
+    /// Records the number of pairs that the drive grants after a reset. The reset has deleted all queues, so the drive may now
+    /// create pairs that it refused before.
     pub(super) fn set_granted(&mut self, granted: u16) {
         self.failed_pair = None;
         self.total = granted.min(self.granted).max(self.count());
@@ -212,7 +213,7 @@ impl QueuePairs {
         (1..).map(QueueId).zip(pairs)
     }
 
-    /// Returns clones of the created pairs, for use without the lock.
+    /// Returns handles of the created pairs with their identifiers, for use without the lock of this list.
     pub(super) fn clone_pairs(&self) -> Vec<(QueueId, VfioQueuePair)> {
         self.iter().map(|(qid, pair)| (qid, pair.clone())).collect()
     }
@@ -228,7 +229,8 @@ impl QueuePairs {
         self.pairs.len() as u16
     }
 
-    /// Iterates over the pairs of a reservation, or over the unreserved pairs if `owner` is `None`.
+    /// Iterates over the pairs that belong to a reservation of queue pairs, given by its key; over the unreserved pairs for
+    /// `None`.
     fn owned_by(&self, owner: Option<u64>) -> impl Iterator<Item = &VfioQueuePair> {
         let owned = self.pairs.iter().filter(move |owned| owned.owner == owner);
         owned.map(|owned| &owned.pair)
@@ -254,15 +256,16 @@ impl QueuePairs {
         self.owned_by(None).min_by_key(by_use)
     }
 
-    /// Returns a pair of this reservation that has no users.
+    /// Returns a pair without users that belongs to a reservation of queue pairs, given by its key; an unreserved pair for
+    /// `None`. Returns `None` if each of them has users.
     fn find_unused(&self, reservation: Option<u64>) -> Option<&VfioQueuePair> {
         reservation?;
         self.owned_by(reservation)
             .find(|pair| pair.user_count() == 0)
     }
 
-    /// Assigns the least used unreserved pair to a reservation, preferably a pair of this priority class. The pair's queues
-    /// migrate to other unreserved pairs.
+    /// Adds the unreserved pair with the fewest users to a reservation of queue pairs, given by its key. Among equal pairs, one
+    /// of this priority class is preferred. The users of the pair migrate to other unreserved pairs.
     pub(super) fn assign_pair(&mut self, key: u64, priority: QueuePriority) {
         let by_use =
             |owned: &&mut OwnedPair| (owned.pair.user_count(), owned.pair.priority() != priority);
@@ -279,7 +282,7 @@ impl QueuePairs {
         {}
     }
 
-    /// Makes the pairs of a reservation unreserved.
+    /// Ends a reservation of queue pairs, given by its key: queues of all leases may use its pairs again.
     pub(super) fn unassign_pairs(&mut self, key: u64) {
         for owned in &mut self.pairs {
             if owned.owner == Some(key) {
@@ -290,8 +293,8 @@ impl QueuePairs {
         self.publish_counts();
     }
 
-    /// Migrates queues to unused pairs of their own reservations, and from unreserved pairs with many users to others with at
-    /// least two fewer.
+    /// Migrates queues: to unused pairs that their leases have reserved; and among the unreserved pairs, until no pair has two
+    /// users more than another.
     pub(super) fn rebalance(&self) {
         for owned in &self.pairs {
             if let Some(key) = owned.owner
@@ -308,7 +311,8 @@ impl QueuePairs {
         {}
     }
 
-    /// Surveys the users of all pairs. Returns the load of each priority class. Called by the drive monitor in each check.
+    /// Surveys the users of all pairs, which updates the drive's governor. Returns the load of each priority class. Called by
+    /// the drive monitor in each check.
     pub(super) fn survey(&mut self) -> [ClassLoad; PRIORITY_CLASSES.len()] {
         let pairs = self.pairs.iter().map(|owned| &owned.pair);
         self.survey
@@ -347,12 +351,12 @@ impl QueuePairs {
     }
 }
 
-/// Limit of the retries while the drive fails during the creation of a queue's pair.
+/// Limit of the retries for a queue that needs a new pair, on a drive that fails while it creates the pair.
 #[derive(Debug)]
 struct JoinRetryLimit {
-    /// Number of attempts that ended in a reset.
+    /// Number of attempts to create the pair that ended in a reset.
     failed_attempts: u32,
-    /// Number of resets that had begun before the first attempt.
+    /// Number of the drive's resets that had begun before the first attempt.
     resets_before: u64,
 }
 
@@ -364,12 +368,13 @@ impl JoinRetryLimit {
         }
     }
 
-    /// Returns whether to wait for the end of another reset. `resets` is the number of resets that have begun.
+    /// Returns whether the queue may wait for the end of another reset. `resets` is the number of the drive's resets that have
+    /// begun.
     fn should_wait(&self, resets: u64) -> bool {
         resets.saturating_sub(self.resets_before) <= JOIN_RESETS
     }
 
-    /// Returns whether to retry after `error`. `resets` is the number of resets that have begun.
+    /// Returns whether to try again after `error`. `resets` is the number of the drive's resets that have begun.
     fn should_retry(&mut self, error: &ControllerError, resets: u64) -> bool {
         match error {
             // The command was not sent to the drive, so the attempt does not count.
@@ -385,7 +390,7 @@ impl JoinRetryLimit {
     }
 }
 
-/// Sends Set Features, Number of Queues, which is also necessary after each reset. Returns the number of granted pairs.
+/// Sends Set Features, Number of Queues, which the drive needs after each reset. Returns the number of granted pairs.
 pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, ControllerError> {
     let wanted = NumberOfQueues(0)
         .with_nsq_z(REQUESTED_PAIRS - 1)
@@ -405,8 +410,8 @@ pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, Contro
         .min(REQUESTED_PAIRS))
 }
 
-/// Creates the queues of a pair, without interrupts (Base 2.0, sections 5.4 and 5.5). Returns the priority class of the
-/// Submission Queue: Medium if the drive refuses the requested class.
+/// Creates the queues of a pair on the drive, without interrupts (Base 2.0, sections 5.4 and 5.5). Returns the priority class
+/// that the Submission Queue has: Medium if the drive refuses the requested class.
 pub(super) fn create_queues(
     admin: &mut AdminQueue,
     qid: QueueId,
@@ -465,7 +470,7 @@ pub(super) fn create_queues(
     Err(error)
 }
 
-/// Deletes the queues of a pair (Base 2.0, sections 5.6 and 5.7). The deletion ends all commands of these queues.
+/// Deletes the queues of a pair on the drive (Base 2.0, sections 5.6 and 5.7). The deletion ends all commands of these queues.
 pub(super) fn delete_queues(admin: &mut AdminQueue, qid: QueueId) -> Result<(), ControllerError> {
     delete_queue(admin, AdminOpcode::DELETE_IO_SQ, qid)?;
     delete_queue(admin, AdminOpcode::DELETE_IO_CQ, qid)
@@ -488,8 +493,8 @@ impl PhysicalDrive {
         (pairs.is_resetting || self.needs_reset.load(Ordering::Acquire)) && !self.is_gone()
     }
 
-    /// Waits until no reset is pending or in progress, or until the drive is given up, and returns the pairs. `patience` limits
-    /// the number of resets to wait for.
+    /// Waits until no reset is pending or in progress, or until the drive is given up, and returns the pairs. Fails after the
+    /// number of resets that the retry limit permits.
     fn pairs_after_reset(
         &self,
         patience: &JoinRetryLimit,
@@ -505,7 +510,7 @@ impl PhysicalDrive {
         }
     }
 
-    /// Returns the number of resets that have begun.
+    /// Returns the number of the drive's resets that have begun.
     fn reset_count(&self) -> u64 {
         self.counters.resets.load(Ordering::Relaxed)
     }
@@ -546,7 +551,7 @@ impl PhysicalDrive {
         }
     }
 
-    /// Waits until no reset is pending or in progress, and joins a queue pair.
+    /// Waits until no reset is pending or in progress. Then makes a queue a user of a pair.
     fn try_join(
         &self,
         slots: u16,
@@ -582,7 +587,7 @@ impl PhysicalDrive {
         Ok(pair.join_lease(slots, namespace.lba_shift, lease))
     }
 
-    /// Logs that queues share pairs, if this was not logged before.
+    /// Logs, once for the drive, that queues share pairs.
     pub(super) fn log_sharing(&self, pairs: &QueuePairs) {
         if !self.counters.is_sharing.swap(true, Ordering::Relaxed) {
             warn!(
@@ -593,8 +598,8 @@ impl PhysicalDrive {
         }
     }
 
-    /// Logs, if it was not logged before, that a queue got an idle pair of another priority class because no pair of its own
-    /// class could be created.
+    /// Logs, once for the drive, that a queue got an idle pair of another priority class, because no pair of its own class
+    /// could be created.
     fn log_other_class(&self, error: &ControllerError) {
         if !self.counters.has_other_class.swap(true, Ordering::Relaxed) {
             let name = self.backing.name();
@@ -605,7 +610,7 @@ impl PhysicalDrive {
         }
     }
 
-    /// Creates another pair. Returns false if the drive can have no more pairs.
+    /// Creates another pair on the drive. Returns false if the drive can have no more pairs.
     pub(super) fn add_pair(
         &self,
         pairs: &mut QueuePairs,
@@ -692,7 +697,7 @@ impl PhysicalDrive {
         )
     }
 
-    /// Makes all completed writes of a namespace durable with a Flush.
+    /// Makes all completed writes of a namespace durable, with a Flush.
     pub(super) fn flush(&self, namespace: &HostNamespace) -> Result<(), ControllerError> {
         let mut queue = self.join_queue_pair(1, namespace, &LeaseShare::new(None))?;
         let lists = ListMemory::new(&self.space, 1).map_err(ControllerError::Memory)?;
@@ -718,7 +723,7 @@ impl PhysicalDrive {
         Err(ControllerError::Flush { namespace, status })
     }
 
-    /// Executes a command on a queue that has no other command in flight.
+    /// Executes a command on a queue without other commands in flight, and waits for its completion.
     fn execute_alone(&self, queue: &mut VfioQueue, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let mut batch = queue.batch();
         batch.announce(1, Ticks::now());

@@ -32,27 +32,27 @@ use nvme_spec::ids::QueueId;
 use nvme_spec::registers::ArbitrationMechanism;
 use nvme_spec::status::Status;
 
-/// Number of attempts at a reset, after which the drive is given up.
+/// Number of attempts at a reset. If all fail, the drive is given up.
 const RESET_ATTEMPTS: u32 = 3;
 
-/// Maximum time for the recovery of a link and for the kernel's reset of the function.
+/// Maximum time for the recovery of a link, and for the kernel's reset of the function.
 const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum of the drive's own timeout (CAP.TO or CRTO) that counts in the wait for a drive whose registers read as all ones.
 /// Some drives report hours.
 const UNRESPONSIVE_MAX: Duration = Duration::from_secs(128);
 
-/// Poll interval while a drive does not answer.
+/// Interval at which a reset checks whether a drive answers again.
 const UNRESPONSIVE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Status of commands that a reset interrupted. The shadow queue must submit them again.
+/// Status of commands that a reset has interrupted, for the shadow queue, which submits them again.
 const INTERRUPTED: Status = Status::COMMAND_INTERRUPTED;
 
 /// Log message for a drive that becomes ready with weighted round robin and then fails.
 pub(super) const FAILED_WITH_WEIGHTS: &str =
     "comes up with weighted round robin (CC.AMS) and fails with it";
 
-/// Status of commands once the drive is given up. It includes Do Not Retry, since retries are useless.
+/// Status of commands of a drive that was given up. It includes Do Not Retry, since retries are useless.
 const FAILED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
 /// Enables a disabled controller with empty admin queues. If the controller fails to enable with weighted round robin, it
@@ -92,7 +92,7 @@ pub(super) fn enable(
     try_with(in_turn)
 }
 
-/// Prepares a controller that `failed` with weighted round robin for another attempt: disables the controller and waits until
+/// Prepares a controller that `failed` with weighted round robin for an enable with round robin: disables it, and waits until
 /// it reports no failure (CSTS.CFS).
 pub(super) fn disable_failed(
     backing: &dyn DeviceBacking,
@@ -118,7 +118,8 @@ pub(super) fn disable_failed(
     }
 }
 
-/// Completes all present and future commands with an error. The caller ensures that the drive can no longer access memory.
+/// Completes all present and future commands of the pairs with an error. The caller ensures that the drive can no longer access
+/// memory.
 pub(super) fn kill<'a>(pairs: impl Iterator<Item = &'a VfioQueuePair>) {
     for pair in pairs {
         pair.kill(FAILED);
@@ -129,13 +130,13 @@ pub(super) fn kill<'a>(pairs: impl Iterator<Item = &'a VfioQueuePair>) {
 enum UnresponsiveDriveOutcome {
     /// The drive answers.
     Answered,
-    /// The drive must be given up, for the given cause.
+    /// The drive must be given up. The text is the reason for the log.
     GiveUp(String),
     /// The wait was cancelled because the drive is closing. If the drive resumes, its new drive monitor continues the reset.
     Closing,
 }
 
-/// A reset in progress. Until the value is dropped, no pair is added or removed.
+/// A reset in progress. Until this is dropped, no pair is added or removed.
 struct ControllerReset<'a> {
     drive: &'a PhysicalDrive,
     pairs: Vec<(QueueId, VfioQueuePair)>,
@@ -151,7 +152,7 @@ impl<'a> ControllerReset<'a> {
         }
     }
 
-    /// Completes a successful reset, after which the drive grants `granted` queue pairs.
+    /// Ends a successful reset, after which the drive grants `granted` queue pairs.
     fn end(self, granted: u16) {
         lock(&self.drive.pairs).set_granted(granted);
     }
@@ -165,7 +166,7 @@ impl Drop for ControllerReset<'_> {
 }
 
 impl PhysicalDrive {
-    /// Resets the controller and restores its queues.
+    /// Resets the controller and restores its queues. `cause` is the reason for the log.
     pub(super) fn reset(&self, cause: &str) {
         let name = self.backing.name();
         warn!("Drive {name} is reset: {cause}");
@@ -222,8 +223,8 @@ impl PhysicalDrive {
         self.give_up("it does not come back after a reset; check it, and start again");
     }
 
-    /// Waits until a drive whose registers read as all ones answers again. Ends earlier if the drive must be given up or is
-    /// being closed.
+    /// Waits until a drive whose registers read as all ones answers again. Ends earlier if the drive must be given up, or if it
+    /// is being closed.
     fn await_answer(&self) -> UnresponsiveDriveOutcome {
         let name = self.backing.name();
         let clock = self.backing.clock();
@@ -272,7 +273,7 @@ impl PhysicalDrive {
         is_removal_requested(self.backing.as_ref())
     }
 
-    /// Stops all memory accesses of the controller. If `function_too` is true, also resets the function.
+    /// Stops all memory accesses of the controller by disabling it. If `function_too` is true, resets the function too.
     fn quiesce(&self, function_too: bool) -> Result<(), ControllerError> {
         if !function_too {
             match self.registers.disable() {
@@ -342,7 +343,7 @@ impl PhysicalDrive {
         Ok(granted)
     }
 
-    /// Gives the drive up permanently: all its commands fail from now on.
+    /// Gives the drive up permanently: all its commands fail from now on. `cause` is the reason for the log.
     pub(super) fn give_up(&self, cause: &str) {
         error!("Drive {} is given up: {cause}", self.backing.name());
         let pairs = {

@@ -19,7 +19,7 @@ const TIMEOUT_UNIT: Duration = Duration::from_millis(500);
 /// Minimum timeout, because some controllers report a `CAP.TO` of 0.
 const TIMEOUT_MIN: Duration = Duration::from_secs(2);
 
-/// Minimum timeout of a shutdown, also for drives that report a shorter time or none (`RTD3E`).
+/// Minimum timeout of a shutdown. It also applies to drives that report a shorter time or none (`RTD3E`).
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum timeout of a shutdown, because drives may report up to 71 minutes. Flushed data is durable even without a shutdown.
@@ -30,19 +30,19 @@ pub(super) fn shutdown_timeout(rtd3e: u32) -> Duration {
     Duration::from_micros(rtd3e.into()).clamp(SHUTDOWN_TIMEOUT, SHUTDOWN_MAX)
 }
 
-/// Poll interval of a wait for a register's value.
+/// Interval at which a wait reads a register.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Addresses of the admin queues, for the controller's registers.
+/// Addresses of the admin queues, which the controller's registers need.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DriveAdminRings {
     pub(super) sq: Iova,
     pub(super) cq: Iova,
-    /// Entries of each queue.
+    /// Number of entries of each admin queue.
     pub(super) entries: u16,
 }
 
-/// Properties of a controller, accessed through its backing.
+/// A controller's registers and what the driver needs of its capabilities.
 #[derive(Clone, Debug)]
 pub(super) struct DriveRegisters {
     backing: Arc<dyn DeviceBacking>,
@@ -88,7 +88,7 @@ impl DriveRegisters {
         NvmeVersion(self.backing.read32(offset::VS as usize))
     }
 
-    /// Returns the maximum time for the controller to become ready, and to become disabled.
+    /// Returns the maximum time in which the controller becomes ready, or becomes disabled.
     pub(super) fn timeout(&self) -> Duration {
         self.timeout
     }
@@ -160,7 +160,7 @@ impl DriveRegisters {
         }
     }
 
-    /// Disables the controller (Controller Reset, section 3.7.2), so that it accesses no memory any more.
+    /// Disables the controller (Controller Reset, section 3.7.2), and waits until it has. After that, it accesses no memory.
     pub(super) fn disable(&self) -> Result<(), ControllerError> {
         let cc = self.configuration()?;
         let csts = self.answered_status()?;
@@ -178,8 +178,8 @@ impl DriveRegisters {
         self.wait_for_status("be disabled", self.timeout, |csts| !csts.rdy())
     }
 
-    /// Disables a controller that failed to become ready. Does not wait until it is ready, because the time for that is over.
-    /// Then waits until it reports no failure (CSTS.CFS), because the next attempt would see the failure.
+    /// Disables a controller that has failed to become ready in time, without waiting for it to become ready. Then waits until
+    /// it reports no failure (CSTS.CFS), which would otherwise count as one of the next attempt.
     pub(super) fn disable_failed(&self) -> Result<(), ControllerError> {
         let cc = self.configuration()?;
         self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
@@ -237,7 +237,7 @@ impl DriveRegisters {
         }
     }
 
-    /// Executes a normal shutdown (section 3.6.1), which makes the volatile write cache durable.
+    /// Shuts the controller down normally (section 3.6.1), which makes its volatile write cache durable.
     pub(super) fn shut_down(&self, timeout: Duration) -> Result<(), ControllerError> {
         let cc = self.configuration()?;
         self.configure(cc.with_shn(ShutdownNotification::NORMAL));

@@ -19,13 +19,13 @@ use nvme_guest::rate_limit::LeaseWeight;
 use nvme_mpt::drive::{QueuePairReservation, ReserveError, ReservedPairs};
 use nvme_spec::admin::QueuePriority;
 
-/// Number of pairs that always stay unreserved.
+/// Number of queue pairs of each drive that cannot be reserved, so that leases without a reservation have one.
 const UNRESERVED_MIN: u16 = 1;
 
-/// Key of the next reservation, unique among all drives of this process.
+/// Key of the next reservation of queue pairs, unique among all drives of this process.
 static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
 
-/// A lease's right to its reserved pairs. The right ends when the value is dropped.
+/// A lease's right to its reserved queue pairs. The right ends when this is dropped.
 #[derive(Debug)]
 struct ReservationGrant {
     key: u64,
@@ -39,7 +39,7 @@ impl Drop for ReservationGrant {
 }
 
 impl QueuePairs {
-    /// Refuses a reservation if other reservations leave too few pairs.
+    /// Refuses a reservation of queue pairs if those of other leases leave too few.
     fn check_available(&self, drive: &str, asked: u16) -> Result<(), ReserveError> {
         let left = self
             .total()
@@ -62,8 +62,8 @@ impl QueuePairs {
 }
 
 impl PhysicalDrive {
-    /// Reserves `asked` pairs for a lease. Returns the reservation's key. If the drive is being reset, waits for a short time
-    /// and then fails.
+    /// Reserves `asked` queue pairs for a lease. Returns the key of the reservation. If the drive is being reset, waits for a
+    /// short time, and then fails.
     fn reserve_pairs(
         &self,
         lease: &str,
@@ -111,8 +111,8 @@ impl PhysicalDrive {
         Ok(key)
     }
 
-    /// Ends a reservation. Its pairs are given to queues that share a pair: immediately, or by the drive monitor if a reset is
-    /// in progress.
+    /// Ends a reservation of queue pairs, given by its key. Queues that share a pair migrate to the freed ones: immediately, or
+    /// by the drive monitor if a reset is in progress.
     fn release_pairs(&self, key: u64) {
         let mut pairs = lock(&self.pairs);
         pairs.holders.retain(|holder| holder.key != key);
@@ -122,8 +122,8 @@ impl PhysicalDrive {
         }
     }
 
-    /// Surveys the users and sends class weights to the drive. If queues share pairs, also evens out the queues among the pairs
-    /// and lends idle pairs.
+    /// Surveys the users of all pairs, and sends the weights of the priority classes to the drive. If queues share pairs, also
+    /// evens out the queues among the pairs and lends idle pairs.
     pub(super) fn rebalance(&self) {
         let mut pairs = lock(&self.pairs);
         let loads = pairs.survey();
@@ -137,7 +137,7 @@ impl PhysicalDrive {
 }
 
 impl VfioController {
-    /// Reserves pairs for a lease until the returned reservation is dropped.
+    /// Reserves queue pairs for a lease until the returned reservation is dropped.
     pub(super) fn grant_reservation(
         self: Arc<Self>,
         lease: &str,

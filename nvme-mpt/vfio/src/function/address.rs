@@ -19,7 +19,7 @@ pub struct PciAddress {
 )]
 pub struct PciAddressError(String);
 
-/// Parses a hexadecimal number with a permitted number of digits and without a sign.
+/// Parses a hexadecimal number without a sign, whose number of digits is in the given range. Returns `None` for other texts.
 fn hex(text: &str, digits: std::ops::RangeInclusive<usize>) -> Option<u32> {
     let is_hex = text.bytes().all(|byte| byte.is_ascii_hexdigit());
     (is_hex && digits.contains(&text.len()))

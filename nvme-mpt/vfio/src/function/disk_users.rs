@@ -15,26 +15,26 @@ use super::{HostRoot, IommuGroup, KernelController, PciFunctionError};
 pub enum DiskUser {
     /// The device is mounted.
     Mounted {
-        /// The disk or partition.
+        /// Name of the disk or partition.
         device: String,
         /// Mount point.
         mount_point: String,
     },
     /// The device is swap space.
     Swap {
-        /// The disk or partition.
+        /// Name of the disk or partition.
         device: String,
     },
     /// Another block device is built on the device: RAID, LVM, encryption, multipath.
     Holder {
-        /// The disk or partition.
+        /// Name of the disk or partition.
         device: String,
         /// Name of the block device that is built on this device.
         holder: String,
     },
     /// A process has the device open.
     Process {
-        /// The disk, partition or controller.
+        /// Name of the disk, partition or controller.
         device: String,
         /// Process ID.
         pid: u32,
@@ -43,14 +43,14 @@ pub enum DiskUser {
     },
     /// The kernel reports exclusive use by a user that this process cannot see.
     Exclusive {
-        /// The disk, or the IOMMU group's file.
+        /// Name of the disk, or path of the IOMMU group's file.
         device: String,
     },
 }
 
 impl DiskUser {
-    /// Returns whether the operator may override this user. This is true for a process that only has the device open; all other
-    /// users would lose data.
+    /// Returns whether an operator may take the disk from this user. This is true for a process that only has the device open;
+    /// all other users would lose data.
     #[must_use]
     pub fn can_be_overridden(&self) -> bool {
         matches!(self, Self::Process { .. })
@@ -79,7 +79,7 @@ impl fmt::Display for DiskUser {
     }
 }
 
-/// Error when finding the users of a disk.
+/// Error of a search for the users of a disk.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskUsersError {
     /// A file of the kernel cannot be read.
@@ -95,7 +95,8 @@ pub enum DiskUsersError {
     },
 }
 
-/// Claim on the disks of a controller, so that no other user can start to use them.
+/// Exclusive claim on the disks of a controller, so that no program can mount or use them while an operator binds another
+/// driver.
 #[derive(Debug)]
 pub struct DiskClaim {
     /// Disks opened with O_EXCL, the flag that file systems, swap and RAID use.
@@ -203,7 +204,7 @@ impl IommuGroup {
     }
 }
 
-/// Returns whether a device is the disk or one of its partitions, such as `nvme0n1p2`.
+/// Returns whether `device` is the disk, or one of its partitions, such as `nvme0n1p2`.
 fn is_part_of(device: &str, disk: &str) -> bool {
     device
         .strip_prefix(disk)
@@ -305,7 +306,7 @@ fn swaps(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, PciF
         .collect())
 }
 
-/// Returns whether a path from the kernel refers to a device, by its name or by a symbolic link.
+/// Returns whether a path that the kernel reports is the file of a device, or a symbolic link to it.
 fn is_file_of(root: &HostRoot, path: &str, device: &BlockDevice) -> bool {
     let Some(name) = path.strip_prefix("/dev/") else {
         return false;
@@ -349,14 +350,14 @@ fn processes(root: &HostRoot, numbers: &DeviceNumberNames) -> Vec<DiskUser> {
     users
 }
 
-/// Returns the name of a process; empty if unknown.
+/// Returns the name of the process with this directory in `/proc`; an empty name if it cannot be read.
 fn process_name(folder: &Path) -> String {
     let comm = fs::read_to_string(folder.join("comm")).unwrap_or_default();
     comm.trim_end().to_owned()
 }
 
-/// Names of devices by kind and device number; the kind is true for block devices. Character devices are the controller and its
-/// namespaces' passthrough devices.
+/// Names of devices, by kind and device number. The kind is true for block devices. Character devices are the controller and
+/// the passthrough devices of its namespaces.
 type DeviceNumberNames = BTreeMap<(bool, u64), String>;
 
 fn device_numbers(

@@ -7,16 +7,16 @@ use super::{HostRoot, PciFunctionError, entries, link_name, read, read_optional}
 /// Unit of a disk's size in sysfs, in bytes.
 const SECTOR: u64 = 512;
 
-/// A controller of the kernel's `nvme` driver.
+/// A controller that the kernel's `nvme` driver has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelController {
-    /// Name, such as `nvme0`.
+    /// Name of the controller, such as `nvme0`.
     pub name: String,
     /// Model Number.
     pub model: String,
     /// Serial Number.
     pub serial: String,
-    /// Namespaces that are disks, sorted by identifier.
+    /// Namespaces that the kernel offers as disks, sorted by identifier.
     pub namespaces: Vec<KernelNamespace>,
 }
 
@@ -27,7 +27,7 @@ pub struct KernelNamespace {
     pub nsid: u32,
     /// Name of the disk, such as `nvme0n1`.
     pub disk: String,
-    /// Size in bytes.
+    /// Size of the namespace in bytes.
     pub bytes: u64,
     /// Logical block size in bytes.
     pub lba_size: u32,
@@ -35,7 +35,8 @@ pub struct KernelNamespace {
     pub(super) dir: PathBuf,
 }
 
-/// Reads the controller of the function at `folder`. Returns `None` while the driver is still probing the function.
+/// Reads the controller of the function with this directory in sysfs. Returns `None` while the driver is still probing the
+/// function.
 pub(super) fn read_controller(
     root: &HostRoot,
     folder: &Path,
@@ -93,7 +94,7 @@ fn multipath_disk(name: &str) -> Option<String> {
     }
 }
 
-/// Reads a namespace. Returns `None` if the namespace was removed after the listing.
+/// Reads a namespace from sysfs. Returns `None` if it was removed after its directory was listed.
 fn read_namespace(
     disk: String,
     folder: PathBuf,
@@ -130,7 +131,7 @@ fn read_namespace(
     }))
 }
 
-/// A disk or partition: its name, device number (such as `259:1`) and holders.
+/// A disk or partition: its name, its device number (such as `259:1`), and the block devices that are built on it.
 #[derive(Debug)]
 pub(super) struct BlockDevice {
     pub(super) name: String,

@@ -21,14 +21,14 @@ const CLASS_NVME: u32 = 0x01_0802;
 /// Name of the driver that gives user space access to a function.
 pub const VFIO_PCI: &str = "vfio-pci";
 
-/// Mount points of the kernel's file systems.
+/// Mount points of the kernel's file systems, which tests replace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostRoot {
-    /// `/sys`.
+    /// Mount point of sysfs, normally `/sys`.
     pub sys: PathBuf,
-    /// `/proc`.
+    /// Mount point of procfs, normally `/proc`.
     pub proc: PathBuf,
-    /// `/dev`.
+    /// Directory of the device files, normally `/dev`.
     pub dev: PathBuf,
 }
 
@@ -57,7 +57,7 @@ impl HostRoot {
     }
 }
 
-/// Error reading a PCI function from sysfs.
+/// Error of reading a PCI function from sysfs.
 #[derive(Debug, thiserror::Error)]
 pub enum PciFunctionError {
     /// The host has no such function.
@@ -68,7 +68,7 @@ pub enum PciFunctionError {
     /// A file of the kernel cannot be read.
     #[error("Cannot read {}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Error of the read.
         source: io::Error,
@@ -76,9 +76,9 @@ pub enum PciFunctionError {
     /// A file of the kernel has unknown content.
     #[error("{} has an unknown form: `{text}`", path.display())]
     Form {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Content.
+        /// Content that was read.
         text: String,
     },
 }
@@ -92,18 +92,18 @@ pub struct IommuGroup {
     pub members: Vec<IommuGroupMember>,
 }
 
-/// A function of an IOMMU group.
+/// A function as a member of an IOMMU group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IommuGroupMember {
     /// Address in the kernel's form.
     pub address: String,
-    /// Driver that the function is bound to.
+    /// Driver that the function is bound to; `None` for no driver.
     pub driver: Option<String>,
     /// True for a bridge, which does no DMA itself.
     pub is_bridge: bool,
 }
 
-/// Snapshot of a PCI function.
+/// State of a PCI function at the time when it was read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciFunction {
     /// PCI address.
@@ -114,13 +114,13 @@ pub struct PciFunction {
     pub device: u16,
     /// Class code.
     pub class: u32,
-    /// Driver that the function is bound to.
+    /// Driver that the function is bound to; `None` for no driver.
     pub driver: Option<String>,
     /// The only driver that may bind the function; `None` if `driver_override` is not set.
     pub driver_override: Option<String>,
     /// IOMMU group; `None` without an IOMMU.
     pub iommu_group: Option<IommuGroup>,
-    /// NUMA node that the function is attached to.
+    /// NUMA node that the function is attached to; `None` if unknown.
     pub numa_node: Option<u32>,
     /// State of the kernel's `nvme` driver for the function; `None` if another driver is bound.
     pub controller: Option<KernelController>,
@@ -219,8 +219,8 @@ impl PciFunctionError {
     }
 }
 
-/// Returns whether a function with this driver may be in a group that user space uses. This is true for VFIO drivers, and for
-/// `pci-stub`, which does no DMA.
+/// Returns whether a function with this driver may be in a group that user space uses. This is true for the drivers of VFIO,
+/// and for `pci-stub`, by which a function does no DMA.
 fn is_user_space_driver(driver: &str) -> bool {
     driver.contains("vfio") || driver == "pci-stub"
 }
@@ -290,7 +290,7 @@ fn read_id(path: &Path) -> Result<u16, PciFunctionError> {
     })
 }
 
-/// Lists a directory; empty if it does not exist.
+/// Lists the names of a directory's entries. Returns none if the directory does not exist.
 fn entries(folder: &Path) -> Result<Vec<String>, PciFunctionError> {
     let failed = |source| PciFunctionError::Read {
         path: folder.to_owned(),

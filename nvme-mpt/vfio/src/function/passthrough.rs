@@ -17,7 +17,7 @@ use super::{HostRoot, KernelController};
 use crate::description::DriveDescription;
 use crate::ioctl;
 
-/// Error reading a drive's description through the kernel's driver.
+/// Error of reading a drive's description through the kernel's driver.
 #[derive(Debug, thiserror::Error)]
 pub enum DescribeError {
     /// The controller's file cannot be opened.
@@ -27,7 +27,7 @@ pub enum DescribeError {
         if source.kind() == io::ErrorKind::PermissionDenied { "; run as root" } else { "" }
     )]
     Open {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Kernel's error.
         source: io::Error,
@@ -35,9 +35,9 @@ pub enum DescribeError {
     /// The drive failed a command.
     #[error("{} does not answer {command}", path.display())]
     Command {
-        /// The controller's file.
+        /// Path of the controller's file.
         path: PathBuf,
-        /// The command.
+        /// Name of the command.
         command: &'static str,
         /// Kernel's error or the drive's status.
         source: io::Error,

@@ -23,7 +23,8 @@ use nvme_guest::rate_limit::LeaseWeight;
 /// Virtual time that one byte takes at weight 1.
 const BYTE_TIME: u64 = 1 << 32;
 
-/// A lease's state that its queues on all pairs share: reservation, weight, and counts of commands and bytes.
+/// State of a lease that its queues on all pairs share: its reservation of queue pairs, its weight, and its counts of commands
+/// and bytes.
 #[derive(Debug)]
 pub struct LeaseShare {
     reservation: Option<u64>,
@@ -31,16 +32,18 @@ pub struct LeaseShare {
     outstanding: AtomicU32,
     /// Virtual time that one byte takes at the lease's weight.
     time_per_byte: AtomicU64,
-    /// Number of bytes that were dispatched while the drive was [weighed](super::governor).
+    /// Number of bytes of the lease that went to the drive while the drive was [weighed](super::governor), which divides it by
+    /// the leases' weights.
     dispatched_bytes: AtomicU64,
-    /// Value of `dispatched_bytes` at which the lease has to wait for the next survey; `u64::MAX` without a limit.
+    /// Value of `dispatched_bytes` from which the lease waits for the next survey of the drive monitor; `u64::MAX` without a
+    /// limit.
     dispatch_limit: AtomicU64,
-    /// True while the leased namespace is missing or has another block size.
+    /// True while the leased namespace is missing or has another block size. The drive then gets no command of the lease.
     is_revoked: AtomicBool,
 }
 
 impl LeaseShare {
-    /// Creates the state of a lease with the default weight.
+    /// Creates the state of a lease with the default weight. `reservation` is the key of its reservation of queue pairs.
     #[must_use]
     pub fn new(reservation: Option<u64>) -> Arc<Self> {
         let share = Self {
@@ -55,13 +58,13 @@ impl LeaseShare {
         Arc::new(share)
     }
 
-    /// Returns the key of the reservation, if there is one.
+    /// Returns the key of the lease's reservation of queue pairs; `None` if it has none.
     #[must_use]
     pub fn reservation(&self) -> Option<u64> {
         self.reservation
     }
 
-    /// Sets the weight. Commands of the lease may be waiting.
+    /// Sets the lease's weight. It applies to each command that is dispatched from now on, also to one that waits already.
     pub fn set_weight(&self, weight: LeaseWeight) {
         let per_byte = BYTE_TIME / u64::from(weight.get());
         self.time_per_byte.store(per_byte, Ordering::Relaxed);
@@ -77,37 +80,38 @@ impl LeaseShare {
         self.is_revoked.load(Ordering::Relaxed)
     }
 
-    /// Counts submitted commands. Returns the lease's number of outstanding commands, of all its queues.
+    /// Counts commands that a queue of the lease has submitted. Returns the number of outstanding commands of all queues of the
+    /// lease.
     #[inline]
     pub(super) fn count_submitted(&self, commands: u32) -> u32 {
         let before = self.outstanding.fetch_add(commands, Ordering::Relaxed);
         before.saturating_add(commands)
     }
 
-    /// Counts commands that have completed or were dropped.
+    /// Counts commands of the lease that have completed or were dropped.
     #[inline]
     pub(super) fn count_ended(&self, commands: u32) {
         self.outstanding.fetch_sub(commands, Ordering::Relaxed);
     }
 
-    /// Counts dispatched bytes.
+    /// Counts bytes of the lease that went to the drive.
     #[inline]
     pub(super) fn count_dispatched(&self, bytes: u64) {
         self.dispatched_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Returns whether the lease has dispatched all bytes that it may dispatch before the next survey.
+    /// Returns whether the lease has used up the bytes that may go to the drive before the next survey.
     #[inline]
     pub(super) fn is_at_limit(&self) -> bool {
         self.dispatched_bytes.load(Ordering::Relaxed) >= self.dispatch_limit.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of bytes that were dispatched while the drive was weighed.
+    /// Returns the number of bytes that went to the drive while it was weighed.
     pub(super) fn dispatched_bytes(&self) -> u64 {
         self.dispatched_bytes.load(Ordering::Relaxed)
     }
 
-    /// Sets the number of bytes that the lease may dispatch until the next survey; `None` for no limit.
+    /// Sets the number of bytes of the lease that may go to the drive until the next survey; `None` for no limit.
     pub(super) fn set_byte_limit(&self, bytes: Option<u64>) {
         let until = bytes.map_or(u64::MAX, |bytes| {
             self.dispatched_bytes().saturating_add(bytes)
@@ -115,7 +119,7 @@ impl LeaseShare {
         self.dispatch_limit.store(until, Ordering::Relaxed);
     }
 
-    /// Returns the weight.
+    /// Returns the lease's weight.
     #[must_use]
     pub fn weight(&self) -> u64 {
         BYTE_TIME / self.time_per_byte.load(Ordering::Relaxed).max(1)
@@ -126,20 +130,20 @@ impl LeaseShare {
     }
 }
 
-/// Order of waiting parties by virtual time. A party is a lease of the pair, or a user of one lease.
+/// Order of the parties that wait, by virtual time. The parties are either the leases of a pair, or the users of one lease.
 #[derive(Debug, Default)]
 struct VirtualTimeOrder {
     /// Number of parties, whether they wait or not.
     parties: usize,
     waiting: BinaryHeap<Reverse<(u128, u16)>>,
-    /// Virtual time of the party that was served last, before that service.
+    /// Virtual time that the party which was served last had before it was served.
     now: u128,
     /// Latest virtual time that any party has reached.
     latest: u128,
 }
 
 impl VirtualTimeOrder {
-    /// Adds a waiting party that has reached the virtual time `time`.
+    /// Adds a party that begins to wait, and that has reached the virtual time `time`.
     fn enter(&mut self, party: u16, time: u128) {
         if self.waiting.is_empty() {
             self.now = self.latest;
@@ -177,28 +181,28 @@ impl VirtualTimeOrder {
         time
     }
 
-    /// Removes the party that would be served next, and returns it.
+    /// Removes the party that would be served next from those that wait, and returns it.
     fn skip(&mut self) -> Option<u16> {
         let Reverse((_, party)) = self.waiting.pop()?;
         Some(party)
     }
 
-    /// Removes a waiting party.
+    /// Removes a party from those that wait.
     fn remove(&mut self, party: u16) {
         self.waiting.retain(|Reverse((_, other))| *other != party);
     }
 }
 
-/// A lease with users on this pair.
+/// A lease in the arbitration of a pair, with its users on this pair.
 #[derive(Debug)]
 struct ArbitratedLease {
     share: Arc<LeaseShare>,
     time: u128,
-    /// Order of the lease's users.
+    /// Order of the lease's users that wait.
     order: VirtualTimeOrder,
 }
 
-/// A user's place in the arbitration.
+/// State of one user of the pair in the arbitration: its lease, its virtual time, and whether it waits.
 #[derive(Clone, Copy, Debug)]
 struct ArbitratedUser {
     lease: u16,
@@ -206,18 +210,18 @@ struct ArbitratedUser {
     is_waiting: bool,
 }
 
-/// Arbitration between a pair's heavy users.
+/// Arbitration between a pair's heavy users, by the weights of their leases.
 #[derive(Debug, Default)]
 pub(super) struct QueuePairArbitration {
-    /// Order of the leases with waiting users.
+    /// Order of the leases whose users wait.
     order: VirtualTimeOrder,
     leases: Vec<Option<ArbitratedLease>>,
-    /// State by user number.
+    /// State of the users, by user number.
     users: Vec<Option<ArbitratedUser>>,
 }
 
 impl QueuePairArbitration {
-    /// Adds a user of a lease. Allocates all memory that later calls for this user need.
+    /// Adds a user to the arbitration. Allocates all memory that later calls for this user need.
     pub(super) fn join(&mut self, member: u16, share: &Arc<LeaseShare>) {
         let is_its = |tenant: &ArbitratedLease| Arc::ptr_eq(&tenant.share, share);
         let mut tenants = self.leases.iter();
@@ -264,7 +268,7 @@ impl QueuePairArbitration {
         }
     }
 
-    /// Adds a user to the waiting users.
+    /// Adds a user to those that wait.
     #[inline]
     pub(super) fn mark_waiting(&mut self, member: u16) {
         let Some(Some(place)) = self.users.get_mut(usize::from(member)) else {
@@ -294,7 +298,7 @@ impl QueuePairArbitration {
             .first()
     }
 
-    /// Charges the user that is served next with `bytes`. The user stops waiting unless it still has commands (`goes_on`).
+    /// Charges the user that is served next with `bytes`. The user waits on if it has more commands (`goes_on`).
     #[inline]
     pub(super) fn charge(&mut self, bytes: u64, goes_on: bool) {
         let Some(tenant) = self.order.first() else {
@@ -316,7 +320,7 @@ impl QueuePairArbitration {
         tenant.time = self.order.charge(cost, goes_on);
     }
 
-    /// Removes the user that would be served next from the waiting users, without charging it.
+    /// Removes the user that would be served next from those that wait, without charging it.
     pub(super) fn skip(&mut self) {
         let Some(tenant) = self.order.first() else {
             return;
@@ -335,7 +339,7 @@ impl QueuePairArbitration {
         }
     }
 
-    /// Removes a user from the waiting users.
+    /// Removes a user from those that wait.
     #[cold]
     fn remove_waiting(&mut self, member: u16) {
         let Some(Some(place)) = self.users.get_mut(usize::from(member)) else {

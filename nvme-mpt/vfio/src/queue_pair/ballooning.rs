@@ -25,7 +25,7 @@ pub struct QueuePairActivity {
 }
 
 impl QueuePairActivity {
-    /// Checks a pair. Returns the number of consecutive checks that found the pair idle, up to and including this check.
+    /// Checks the pair's activity. Returns the number of consecutive checks that found the pair idle, with this check.
     pub fn check(&mut self, pair: &VfioQueuePair) -> u32 {
         let core = pair.shared.lock();
         let commands = core.stats().commands;
@@ -37,20 +37,20 @@ impl QueuePairActivity {
 }
 
 impl VfioQueuePair {
-    /// Returns the number of the pair's own queues that had a batch within the last `within` ticks.
+    /// Returns the number of the pair's own queues that submitted a batch within the last `within` ticks.
     #[must_use]
     pub fn active_queues(&self, now: Ticks, within: u64) -> usize {
         self.shared.lock().active_users(now, within).count()
     }
 
-    /// Returns whether the pair is lent to any queue.
+    /// Returns whether any queue of another pair borrows this pair.
     #[must_use]
     pub fn is_lent(&self) -> bool {
         self.shared.lock().has_borrowers()
     }
 
-    /// Lends the pair to a queue of `crowded` that had a batch within the last `within` ticks. Returns false if there is no
-    /// such queue.
+    /// Lends this idle pair to a queue of `crowded` that had a batch within the last `within` ticks. Returns false if there is
+    /// no such queue.
     pub fn lend_to(&self, crowded: &Self, now: Ticks, within: u64) -> bool {
         let chosen = {
             let core = crowded.shared.lock();
@@ -65,7 +65,7 @@ impl VfioQueuePair {
     }
 }
 
-/// Sends all borrowers of a pair home, because one of the pair's own queues has a batch.
+/// Sends all borrowers of a pair back to their home pairs, because one of the pair's own queues has a batch.
 #[cold]
 #[inline(never)]
 pub(super) fn recall_borrowers(pair: &Arc<QueuePairInner>) {
@@ -82,14 +82,16 @@ pub(super) fn recall_borrowers(pair: &Arc<QueuePairInner>) {
 }
 
 impl QueuePairCore {
-    /// Returns the users that had a batch within the last `within` ticks, except borrowers and users that migrate away.
+    /// Returns the users that had a batch within the last `within` ticks, with their numbers. Leaves out borrowers, and users
+    /// that migrate to another pair.
     fn active_users(&self, now: Ticks, within: u64) -> impl Iterator<Item = (u16, &QueuePairUser)> {
         let is_awake = move |since: Ticks| now.since(since) <= within;
         self.staying_users()
             .filter(move |(_, member)| member.home.is_none() && is_awake(member.last_batch))
     }
 
-    /// Ends the ballooning of one borrower. Returns the borrower and its home pair.
+    /// Ends the lending of the pair to one borrower. Returns the borrower's number and queue, and its home pair; `None` if no
+    /// queue borrows the pair.
     fn take_borrower(&mut self) -> Option<(u16, NewQueuePairUser, Weak<QueuePairInner>)> {
         let borrower = self
             .staying_users()

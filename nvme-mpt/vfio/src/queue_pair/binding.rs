@@ -7,7 +7,7 @@ use super::arbitration::LeaseShare;
 use nvme_mpt::host::SharedQueuePair;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
-/// A queue pair, and the user number that a queue has on it.
+/// Binding of a queue to a queue pair, as one of its users.
 #[derive(Clone, Debug)]
 pub(super) struct QueuePairBinding {
     pub(super) shared: Arc<QueuePairInner>,
@@ -23,7 +23,7 @@ impl CurrentQueuePair {
         Arc::new(Self(Mutex::new(Arc::downgrade(shared))))
     }
 
-    /// Returns the pair; `None` once the pair was dropped.
+    /// Returns the current pair; `None` once it was dropped.
     fn pair(&self) -> Option<Arc<QueuePairInner>> {
         self.lock().upgrade()
     }
@@ -44,10 +44,10 @@ impl SharedQueuePair for CurrentQueuePair {
     }
 }
 
-/// Properties of a queue that joins a pair.
+/// A queue that joins a pair as a user, or a user's queue.
 #[derive(Clone, Debug)]
 pub(super) struct NewQueuePairUser {
-    /// Maximum number of commands.
+    /// Maximum number of commands in flight of the queue.
     pub(super) slots: u16,
     /// Logical block size of the queue's namespace in bytes, as the exponent of a power of two.
     pub(super) lba_shift: u8,
@@ -55,23 +55,24 @@ pub(super) struct NewQueuePairUser {
     pub(super) current_pair: Arc<CurrentQueuePair>,
 }
 
-/// Outstanding commands of a queue on one of its pairs.
+/// Commands of a queue that it has submitted to one pair, and that have not completed.
 #[derive(Debug)]
 pub(super) struct LeftoverCommands {
     pub(super) binding: QueuePairBinding,
     pub(super) outstanding: u32,
 }
 
-/// State of a queue that is migrating.
+/// State of a queue that is migrating to another pair.
 #[derive(Debug, Default)]
 pub(super) struct QueueMigration {
-    /// Pair that the last batch went to, if the queue migrated with that batch.
+    /// Pair of the last batch and its commands, if the queue has migrated with that batch.
     pub(super) next: Option<LeftoverCommands>,
-    /// Pairs that the queue has left and where some of its commands are still in flight.
+    /// Pairs that the queue has left, each with the queue's commands that are still in flight there.
     pub(super) left: Vec<LeftoverCommands>,
 }
 
-/// Migrations of a pair's queues that the queues have not carried out yet: user number and destination.
+/// Migrations that were started for a pair's queues and that the queues have not noticed yet: number of the user, and new
+/// binding.
 #[derive(Debug, Default)]
 pub(super) struct QueueMigrations(Vec<(u16, QueuePairBinding)>);
 

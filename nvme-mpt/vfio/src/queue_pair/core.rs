@@ -33,21 +33,22 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Divisor of the ring's entries: heavy users leave 1/16 of the entries, but at least one entry, to light users.
+/// Divisor of the ring's entries. Heavy users leave 1/16 of the entries, but at least one entry, to light users.
 const LIGHT_ENTRIES_DIVISOR: usize = 16;
 
-/// Divisor of the [activity time](DriveGovernor::activity_ticks): the maximum wait of a user whose lease has used up its share
-/// is 1/16 of that time, or 62 ms. After this wait the user launches one command nevertheless. So 256 commands of a queue take
-/// at most 16 s, less than the guest driver's timeout.
+/// Divisor of the [activity time](DriveGovernor::activity_ticks). A user whose lease has used up its share of the drive waits
+/// for at most 1/16 of that time, or 62 ms, and then launches one command nevertheless. So 256 commands of a queue take at most
+/// 16 s, less than the guest driver's timeout.
 const HOLD_BACK_DIVISOR: u64 = 16;
 
-/// Divisor of the activity time: a user that is held back is checked again after 1/4096 of that time, or 0.24 ms.
+/// Divisor of the [activity time](DriveGovernor::activity_ticks). A user that is held back is checked again after 1/4096 of
+/// that time, or 0.24 ms.
 const HOLD_CHECK_DIVISOR: u64 = 4096;
 
-/// Status returned after the leased namespace was removed or reformatted.
+/// Status of commands of a lease whose namespace was removed or reformatted.
 const REVOKED: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(true);
 
-/// State of the queue pair with respect to the drive.
+/// State of a queue pair: whether it may use the drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QueuePairState {
     Running,
@@ -57,17 +58,17 @@ enum QueuePairState {
     Dead(Status),
 }
 
-/// Portion of a user's next command that goes to the drive as one entry: the whole command, or a child.
+/// Portion of a user's next command that goes to the drive as one command: the whole command, or a child of it.
 #[derive(Clone, Copy)]
 struct CommandPortion {
-    /// Weight in bytes, as [`QueuePairCore::next_command`] returned it for `bytes_max`.
+    /// Number of bytes by which the portion counts, as [`QueuePairCore::next_command`] returned it for `bytes_max`.
     weight: u64,
     /// Maximum bytes of the portion.
     bytes_max: u64,
 }
 
 impl CommandPortion {
-    /// Selects the whole command, which has this weight.
+    /// Selects the whole of a command that counts by `weight` bytes.
     const fn whole(weight: u64) -> Self {
         let most = u64::MAX;
         Self {
@@ -77,7 +78,7 @@ impl CommandPortion {
     }
 }
 
-/// Shared state of a queue pair's users.
+/// State of a queue pair that its users share, under the pair's lock.
 #[derive(Debug)]
 pub(super) struct QueuePairCore {
     pub(super) rings: VfioQueuePairRings,
@@ -92,15 +93,16 @@ pub(super) struct QueuePairCore {
     borrowers: usize,
     /// Number of users whose lease is revoked.
     revoked: usize,
-    /// True if the pair's only user is neither migrating nor revoked, and its slots fit the plain table ([`PLAIN_SLOTS`]).
+    /// True if the pair has a single user, which may submit directly: it is neither migrating nor revoked, and its slots fit
+    /// the plain table ([`PLAIN_SLOTS`]).
     has_lone_user: bool,
-    /// Migrations that the queues have not carried out yet.
+    /// Migrations to other pairs that the queues have not noticed yet.
     migrations: QueueMigrations,
     pub(super) sharing: QueuePairSharing,
     /// Value of the pair's command counter at the drive monitor's last survey.
     pub(super) surveyed_commands: u64,
     held_back: HeldBackUsers,
-    /// Number of calls of [`Self::is_held_back`], for tests.
+    /// Number of calls of [`Self::is_held_back`], by which tests bound the cost of a poll.
     #[cfg(test)]
     pub(super) held_back_checks: std::cell::Cell<u64>,
     state: QueuePairState,
@@ -136,7 +138,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Adds a user. Returns its number.
+    /// Adds a queue as a user. Returns the number of the user.
     pub(super) fn join(&mut self, queue: NewQueuePairUser) -> u16 {
         let lease = queue.lease.clone();
         let mut member = QueuePairUser::new(queue, self.max_transfer);
@@ -170,7 +172,7 @@ impl QueuePairCore {
             && members.all(|member| go_by_slots(member));
     }
 
-    /// Adds a user that borrows this pair, whose own queues are idle. Returns the user's number.
+    /// Adds a queue as a user that borrows this pair, because the pair's own queues are idle. Returns the number of the user.
     pub(super) fn join_borrower(
         &mut self,
         queue: NewQueuePairUser,
@@ -184,7 +186,8 @@ impl QueuePairCore {
         number
     }
 
-    /// Ends the ballooning of a user. Returns the user's home pair; `None` if the user does not borrow this pair.
+    /// Ends the lending of the pair to a user, who stays. Returns the user's home pair; `None` if the user does not borrow this
+    /// pair.
     pub(super) fn end_balloon(&mut self, number: u16) -> Option<Weak<QueuePairInner>> {
         let home = self.user(number)?.home.take()?;
         self.borrowers -= 1;
@@ -196,7 +199,7 @@ impl QueuePairCore {
         self.borrowers > 0
     }
 
-    /// Returns whether this user is one of the pair's own queues, while the pair is lent to other queues.
+    /// Returns whether this user is one of the pair's own queues, and other queues borrow the pair at present.
     pub(super) fn is_lender(&mut self, number: u16) -> bool {
         self.has_borrowers()
             && self
@@ -204,7 +207,7 @@ impl QueuePairCore {
                 .is_some_and(|member| member.home.is_none())
     }
 
-    /// Returns the users that are not migrating away, with their numbers.
+    /// Returns the users that are not migrating to another pair, with their numbers.
     pub(super) fn staying_users(&self) -> impl Iterator<Item = (u16, &QueuePairUser)> {
         let members = (0..).zip(&self.users);
         members
@@ -212,7 +215,8 @@ impl QueuePairCore {
             .filter(|(_, member)| !member.is_migrating)
     }
 
-    /// Returns the first user that is not migrating and whose reservation matches `which`. Borrowers are searched first.
+    /// Returns a user that is not migrating and for whose key of a reservation of queue pairs `which` returns true. Borrowers
+    /// come first.
     pub(super) fn find_staying_user(
         &self,
         which: impl Fn(Option<u64>) -> bool,
@@ -224,8 +228,8 @@ impl QueuePairCore {
         Some((number, member.queue.clone()))
     }
 
-    /// Starts the migration of user `number` if that number still belongs to the queue of `whereabouts`. Returns whether the
-    /// migration has started.
+    /// Starts the migration of user `number` to another pair. Does nothing if the user is migrating already, or if it has left
+    /// and its number belongs to another queue now. Returns whether the migration has started.
     pub(super) fn begin_migration(
         &mut self,
         number: u16,
@@ -251,7 +255,8 @@ impl QueuePairCore {
         true
     }
 
-    /// Takes the pending migration of a queue, if it has one. If the queue `is_done` with this pair, its user leaves the pair.
+    /// Takes the new binding of a queue that must migrate, if there is one. If the queue `is_done` with this pair, its user
+    /// leaves the pair.
     #[inline]
     pub(super) fn take_migration(
         &mut self,
@@ -265,7 +270,7 @@ impl QueuePairCore {
         Some(to)
     }
 
-    /// Drops the waiting commands of a user. Returns whether none of its commands is in flight.
+    /// Drops the waiting commands of a user. Returns whether none of the user's commands is in flight.
     pub(super) fn drop_waiting(&mut self, number: u16) -> bool {
         if let Some(member) = self.user(number) {
             member.waiting.clear();
@@ -273,13 +278,13 @@ impl QueuePairCore {
         self.inflight.inflight_of_user(number) == 0
     }
 
-    /// Completes the waiting commands of a user with Command Aborted due to SQ Deletion. The drive gets no further command or
-    /// child of the user.
+    /// Completes the waiting commands of a user with Command Aborted due to SQ Deletion. The drive gets no further command of
+    /// the user, and no further child of a split one.
     pub(super) fn cut_short(&mut self, number: u16) {
         self.complete_waiting(number, Status::ABORTED_SQ_DELETION);
     }
 
-    /// Completes the waiting commands of a user with `status`.
+    /// Completes the waiting commands of a user with `status`, without the drive.
     fn complete_waiting(&mut self, number: u16, status: Status) {
         let Some(member) = self.user(number) else {
             return;
@@ -335,7 +340,7 @@ impl QueuePairCore {
         self.users.get_mut(usize::from(number))?.as_deref_mut()
     }
 
-    /// Returns the number of users that are not migrating away.
+    /// Returns the number of users that are not migrating to another pair.
     pub(super) fn user_count(&self) -> usize {
         self.users_total - self.migrating
     }
@@ -353,7 +358,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns whether heavy users have no free entry, besides the entries that are left to light users.
+    /// Returns whether heavy users have no free entry in the ring, apart from the entries that are left to light users.
     pub(super) fn is_full(&self) -> bool {
         self.inflight.free_count() <= self.light_entries()
     }
@@ -363,8 +368,8 @@ impl QueuePairCore {
         self.inflight.plain_count()
     }
 
-    /// Returns whether the user's commands can go directly to the ring. This requires that all completions in the ring are for
-    /// this user.
+    /// Returns whether the user's commands can go directly to the ring. This requires that all completions in the ring belong
+    /// to this user.
     #[inline]
     pub(super) fn can_submit_directly(&self, number: u16) -> bool {
         self.has_lone_user
@@ -376,7 +381,7 @@ impl QueuePairCore {
                 .is_some_and(|member| member.waiting.is_empty() && member.done.is_empty())
     }
 
-    /// Returns the maximum size of a command that goes directly to the ring, in bytes.
+    /// Returns the maximum size in bytes of a command that goes directly to the ring.
     fn direct_bytes_max(&self) -> u64 {
         match self.sharing.heavy_bytes_max {
             u64::MAX => u64::MAX,
@@ -384,7 +389,8 @@ impl QueuePairCore {
         }
     }
 
-    /// Sets the limit of heavy users' bytes in flight on this pair, or removes it.
+    /// Sets the limit of heavy users' bytes in flight on this pair, or removes it for `None`. Also adapts the size of commands
+    /// that go directly to the ring.
     pub(super) fn limit_heavy_bytes(&mut self, bytes: Option<u64>) {
         let before = self.direct_bytes_max();
         self.sharing.heavy_bytes_max = bytes.unwrap_or(u64::MAX);
@@ -397,7 +403,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns two amounts of heavy users' bytes: the bytes completed since the last call, and the bytes in flight.
+    /// Returns the numbers of heavy users' bytes that have completed since the last call, and of those in flight.
     pub(super) fn take_heavy_bytes(&mut self) -> (u64, u64) {
         (
             self.sharing.take_completed_bytes(),
@@ -405,8 +411,8 @@ impl QueuePairCore {
         )
     }
 
-    /// Returns the size limit for [`Self::submit_directly`]; `None` if `count` commands of this user cannot go directly to the
-    /// ring now.
+    /// Returns the maximum size of a command that this user may now [submit directly](Self::submit_directly). Returns `None` if
+    /// `count` commands cannot go directly to the ring now.
     #[inline]
     pub(super) fn direct_limit(
         &mut self,
@@ -422,7 +428,8 @@ impl QueuePairCore {
             .flatten()
     }
 
-    /// Writes a user's command into the ring. Returns false if the command exceeds `limit` and has to be split.
+    /// Writes a user's command into the ring, without arbitration. Returns false if the command exceeds `limit`, so that it
+    /// must be split.
     #[inline(always)]
     pub(super) fn submit_directly(&mut self, sqe: &Sqe, limit: UnsplitLimit, now: Ticks) -> bool {
         if !limit.is_whole(sqe) {
@@ -433,7 +440,7 @@ impl QueuePairCore {
         true
     }
 
-    /// Counts the commands that were submitted directly after the ring's tail was `tail`. Returns their number.
+    /// Counts the commands that were submitted directly since the ring's tail was `tail`. Returns their number.
     #[inline]
     pub(super) fn count_direct(&mut self, tail: u32) -> usize {
         let count = self.rings.written_since(tail);
@@ -534,7 +541,7 @@ impl QueuePairCore {
         self.dispatch(now);
     }
 
-    /// Returns whether [`Self::dispatch`] may have commands to send.
+    /// Returns whether [`Self::dispatch`] may find commands to send.
     #[inline]
     pub(super) fn can_dispatch(&self) -> bool {
         let has_waiting = !self.sharing.is_idle() || !self.held_back.is_empty();
@@ -634,7 +641,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Takes the user that is served next out of arbitration, for 1/`HOLD_CHECK_DIVISOR` of the activity time.
+    /// Takes a user, the one that is served next, out of arbitration for 1/`HOLD_CHECK_DIVISOR` of the activity time.
     fn hold_back(&mut self, number: u16, now: Ticks) {
         self.sharing.arbitration.skip();
         if let Some(member) = self.user(number) {
@@ -644,7 +651,8 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns users that were held back to arbitration: the users that are due, or all users if the drive is not weighed.
+    /// Returns users that were held back to arbitration: those whose time has passed, or all if the drive is not weighed any
+    /// more.
     fn release_held_back(&mut self, now: Ticks, is_weighed: bool) {
         let now = if is_weighed { now } else { Ticks(u64::MAX) };
         while let Some(number) = self.held_back.pop_due(now) {
@@ -655,8 +663,8 @@ impl QueuePairCore {
         }
     }
 
-    /// Returns whether a user has to wait because its lease has used up its bytes until the next survey. The wait of each user
-    /// is bounded, because other queues of the lease may use up the bytes of every interval.
+    /// Returns whether a user must wait because its lease has used up its bytes until the next survey. Each user waits for a
+    /// bounded time, because other queues of the lease may use up the bytes of every interval.
     fn is_held_back(&self, number: u16, now: Ticks) -> bool {
         #[cfg(test)]
         self.held_back_checks.set(self.held_back_checks.get() + 1);
@@ -667,7 +675,7 @@ impl QueuePairCore {
         })
     }
 
-    /// Returns whether a user's next command is split.
+    /// Returns whether a user's next command goes to the drive in children.
     fn is_split(&self, number: u16) -> bool {
         let member = self.users.get(usize::from(number));
         let member = member.and_then(Option::as_deref);
@@ -682,7 +690,7 @@ impl QueuePairCore {
             .next_command(most)
     }
 
-    /// Writes a user's next command, or a portion of it, into the ring. Returns whether the ring had a free entry.
+    /// Writes a user's next command, or a child of it, into the ring. Returns whether the ring had a free entry.
     fn submit_next(&mut self, number: u16, portion: CommandPortion, now: Ticks) -> bool {
         let CommandPortion {
             weight,
@@ -731,8 +739,8 @@ impl QueuePairCore {
         true
     }
 
-    /// Passes the completions of a lone user directly to `taker` and returns their number. Completions that need accounting are
-    /// stored until [`Self::swap_done`] instead.
+    /// Passes the completions of a lone user directly to `taker`, and returns their number. Completions of commands that went
+    /// through arbitration are stored until [`Self::swap_done`] instead.
     #[inline(always)]
     pub(super) fn reap_directly(
         &mut self,
@@ -783,7 +791,7 @@ impl QueuePairCore {
     }
 
     /// Distributes the entries of the Completion Queue to the users. `first` is an entry that the caller has already taken from
-    /// the ring.
+    /// the queue.
     #[inline(never)]
     fn process_completions(&mut self, mut first: Option<Cqe>, clock: impl Fn() -> Option<Ticks>) {
         // The bound protects the caller from a drive that posts entries without end.
@@ -795,7 +803,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Processes one completion. `clock` is called only if the latency of the command is measured.
+    /// Processes one entry of the Completion Queue. `clock` is called only if the latency of the command is measured.
     #[inline]
     fn process_completion(&mut self, entry: &Cqe, clock: impl Fn() -> Option<Ticks>) {
         match self.inflight.remove(entry.cid(), entry.status()) {
@@ -804,7 +812,7 @@ impl QueuePairCore {
         }
     }
 
-    /// Passes a completed command to its user.
+    /// Stores the completion of a command for its user.
     #[inline]
     fn deliver(&mut self, landing: CompletionOutcome, dw0: u32, clock: impl Fn() -> Option<Ticks>) {
         match landing {
@@ -827,7 +835,8 @@ impl QueuePairCore {
         }
     }
 
-    /// Accounts for a completed command or child. Returns the completion for the user if the whole command has completed.
+    /// Accounts for a completed command, or child of a command. Returns the completion for the user, if the whole command has
+    /// completed.
     fn account_completion(
         &mut self,
         flight: &InFlightCommand,
@@ -854,14 +863,14 @@ impl QueuePairCore {
         joined.completion
     }
 
-    /// Adds completions of a user from a pair that the user has left.
+    /// Adds completions for a user, which come from a pair that the user's queue has left.
     pub(super) fn add_completions(&mut self, number: u16, done: &[HostCompletion]) {
         if let Some(member) = self.user(number) {
             member.add_uncounted(done.iter().copied());
         }
     }
 
-    /// Swaps the user's collected completions into `ready`.
+    /// Swaps the stored completions of a user with `ready`, which is empty.
     pub(super) fn swap_done(&mut self, number: u16, ready: &mut Vec<HostCompletion>) {
         if let Some(member) = self.user(number) {
             member.swap_done(ready);
@@ -903,8 +912,8 @@ impl QueuePairCore {
         }
     }
 
-    /// Completes all in-flight commands. Those whose completions are in the Completion Queue get the drive's status, all others
-    /// get `status`.
+    /// Completes all in-flight commands. Those with an entry in the Completion Queue get the drive's status, and all others get
+    /// `status`.
     pub(super) fn fail_in_flight(&mut self, status: Status) {
         self.process_completions(None, || None);
         for cid in self.inflight.cids() {

@@ -13,7 +13,7 @@ pub struct BufferedDoorbell {
     pub event_idx: MappedWord32,
 }
 
-/// Locations of one doorbell of the drive.
+/// Places to which one doorbell of the drive is written.
 #[derive(Clone, Debug)]
 pub struct DriveDoorbell {
     /// Doorbell register (Base 2.0, sections 3.1.3.12 and following).
@@ -22,7 +22,7 @@ pub struct DriveDoorbell {
     pub buffer: Option<BufferedDoorbell>,
 }
 
-/// A doorbell with the value that was written last.
+/// Writer of one doorbell, with the value that was written last.
 #[derive(Debug)]
 pub(super) struct DoorbellWriter {
     doorbell: DriveDoorbell,
@@ -59,8 +59,8 @@ impl DoorbellWriter {
     }
 }
 
-/// Returns whether a doorbell write is necessary: the value passes EventIdx on its way from `old` to `new` (Base 2.0, section
-/// B.5).
+/// Returns whether the doorbell register must be written: the value passes EventIdx on its way from `old` to `new` (Base 2.0,
+/// section B.5).
 fn needs_register_write(event_idx: u32, new: u32, old: u32) -> bool {
     (new as u16).wrapping_sub(event_idx as u16).wrapping_sub(1)
         < (new as u16).wrapping_sub(old as u16)

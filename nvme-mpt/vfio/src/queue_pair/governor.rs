@@ -31,31 +31,31 @@ use nvme_guest::adaptive::{CommandClass, HeavyWindow, PolicyChoice};
 use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_mpt_memory::sync::Mutex;
 
-/// Time for which a user counts as active after it submitted its last command. For a light user, the time begins when its last
-/// command completes. During this time, the user may be waiting for heavy commands that were in flight before.
+/// Time for which a user counts as active after its last command was submitted. For a light user, the time begins when that
+/// command has completed. During this time, the user may still wait for heavy commands that were in flight before.
 const ACTIVITY_TIME: Duration = Duration::from_secs(1);
 
-/// Limit of a queue pair's heavy bytes in flight.
+/// Limit of the bytes that heavy users of one queue pair may have in flight at present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum QueuePairWindow {
     /// No limit: no light user is active.
     Open,
-    /// The pair may have this many bytes in flight, or one command that is larger.
+    /// The pair may have this number of bytes in flight, or one command that is larger.
     Own(u64),
-    /// All pairs together may have this many bytes in flight, or one command that is larger.
+    /// All pairs together may have this number of bytes in flight, or one command that is larger.
     Drive(u64),
     /// No heavy command may be launched for a few milliseconds: a probe measures the light users' latency, or another pair has
     /// the turn.
     Closed,
 }
 
-/// Minimum share of the window, in bytes. If the shares would be smaller than this, queue pairs take turns.
+/// Minimum share of a pair in the window, in bytes. If the shares were smaller than this, the pairs take turns instead.
 const SHARE_MIN: u64 = 64 << 10;
 
 /// Value of `DriveGovernor::direct` while the number of direct commands is unknown.
 const UNKNOWN: u64 = u64::MAX;
 
-/// State that a drive's queue pairs share in order to divide the drive.
+/// State by which a drive's queue pairs limit their heavy users while light users are active.
 #[derive(Debug)]
 pub struct DriveGovernor {
     /// [`ACTIVITY_TIME`], in ticks.
@@ -63,11 +63,11 @@ pub struct DriveGovernor {
     window: AtomicU64,
     /// Time until which no command is submitted directly, on any pair; `u64::MAX` while light commands are in flight.
     direct_disabled_until: AtomicU64,
-    /// Time until which lone users may count as light.
+    /// Time until which the drive counts as contended, so that lone users count as light or heavy too.
     contended_until: AtomicU64,
-    /// Time until which busy owners are limited to their shares by weight.
+    /// Time until which the drive counts as weighed: busy owners (leases) are limited to their shares by weight.
     weight_limited_until: AtomicU64,
-    /// Time until which light users count as active; `u64::MAX` while light commands are in flight.
+    /// Time until which some light user counts as active; `u64::MAX` while light commands are in flight.
     light_until: AtomicU64,
     /// Number of light commands in flight.
     light_commands: AtomicU64,
@@ -75,11 +75,11 @@ pub struct DriveGovernor {
     pause_until: AtomicU64,
     /// Time of the next probe of the latency without heavy commands.
     next_probe: AtomicU64,
-    /// Number of queue pairs that have been registered.
+    /// Number of queue pairs that have got a number.
     pairs: AtomicU64,
-    /// Bit mask of the pairs with waiting heavy commands, by pair number modulo 64.
+    /// Pairs on which heavy commands wait: a bit for each pair, by its number modulo 64.
     waiting: AtomicU64,
-    /// Heavy users' bytes in flight.
+    /// Number of heavy users' bytes in flight, on all pairs.
     in_flight: AtomicU64,
     /// Number of directly submitted commands in flight at the last survey, or [`UNKNOWN`].
     direct: AtomicU64,
@@ -87,9 +87,9 @@ pub struct DriveGovernor {
     light_completed_at: AtomicU64,
     /// Time at which the last heavy command completed.
     heavy_completed_at: AtomicU64,
-    /// A quarter of `timeout=`, in ticks; 0 without a timeout.
+    /// Quarter of the option `timeout=`, in ticks; 0 without a timeout.
     quarter_timeout: u64,
-    /// Length of a pair's turn at the window, in ticks.
+    /// Time for which a pair has its turn at the whole window, in ticks.
     turn: AtomicU64,
     heavy_window: Mutex<HeavyWindow>,
 }
@@ -122,7 +122,7 @@ impl DriveGovernor {
         }
     }
 
-    /// Sets the timeout of commands. The bytes in flight are then limited to what the drive completes within the timeout
+    /// Sets the timeout of commands (`timeout=`). It limits the bytes in flight to those that the drive completes in time
     /// (`queue_pair/inflight_bound.rs`).
     #[must_use]
     pub fn with_timeout(self, time_out: Duration, rate: TickRate) -> Self {
@@ -133,19 +133,19 @@ impl DriveGovernor {
         }
     }
 
-    /// Returns a quarter of `timeout=`, in ticks; 0 without a timeout.
+    /// Returns a quarter of the option `timeout=`, in ticks; 0 without a timeout.
     pub(super) fn quarter_timeout(&self) -> u64 {
         self.quarter_timeout
     }
 
-    /// Disables direct submission on all pairs for the activity time.
+    /// Lets all commands go through arbitration, on all pairs, for the activity time.
     pub(super) fn disable_direct(&self, now: Ticks) {
         let until = now.0.saturating_add(self.activity_ticks);
         self.direct_disabled_until
             .fetch_max(until, Ordering::Relaxed);
     }
 
-    /// Returns a number for a new queue pair.
+    /// Returns the number of a new queue pair.
     pub(super) fn register_pair(&self) -> u64 {
         self.pairs.fetch_add(1, Ordering::Relaxed)
     }
@@ -160,7 +160,7 @@ impl DriveGovernor {
         }
     }
 
-    /// Returns whether it is this queue pair's turn among the waiting pairs.
+    /// Returns whether it is this queue pair's turn, among the pairs on which heavy commands wait.
     fn has_turn(&self, pair: u64, waiting: u64, now: Ticks) -> bool {
         // Turns follow the clock. Otherwise the pair whose command completes would always be the first to try again.
         let turn = now.0 / self.turn.load(Ordering::Relaxed).max(1);
@@ -197,51 +197,52 @@ impl DriveGovernor {
         self.activity_ticks
     }
 
-    /// Returns whether direct submission is disabled on all pairs.
+    /// Returns whether lone users may not submit directly at present, on all pairs.
     #[inline]
     pub(super) fn is_direct_disabled(&self, now: Ticks) -> bool {
         now.0 < self.direct_disabled_until.load(Ordering::Relaxed)
     }
 
-    /// Returns whether lone users may count as light.
+    /// Returns whether the drive counts as contended, so that lone users count as light or heavy too.
     #[inline]
     pub(super) fn is_contended(&self, now: Ticks) -> bool {
         now.0 < self.contended_until.load(Ordering::Relaxed)
     }
 
-    /// Returns whether busy owners are limited to their shares by weight.
+    /// Returns whether the drive counts as weighed: busy owners (leases) are limited to their shares by weight.
     #[inline]
     pub(super) fn is_weight_limited(&self, now: Ticks) -> bool {
         now.0 < self.weight_limited_until.load(Ordering::Relaxed)
     }
 
-    /// Limits busy owners to their shares by weight. The limits expire unless a later survey renews them.
+    /// Limits busy owners (leases) to their shares by weight. The limits expire if no later survey renews them.
     pub(super) fn limit_by_weight(&self, now: Ticks) {
         self.mark_contended(now);
         let until = now.0.saturating_add(self.activity_ticks / 2);
         self.weight_limited_until.store(until, Ordering::Relaxed);
     }
 
-    /// Ends the limits of [`Self::limit_by_weight`].
+    /// Ends the limits that [`Self::limit_by_weight`] has set.
     pub(super) fn end_weight_limits(&self) {
         self.weight_limited_until.store(0, Ordering::Relaxed);
     }
 
-    /// Returns whether any pair has waiting heavy commands.
+    /// Returns whether heavy commands wait on any pair.
     pub(super) fn has_waiting(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) != 0
     }
 
-    /// Records the number of directly submitted commands in flight. `None` stands for direct submission that is enabled,
-    /// because the number may then grow at any time.
+    /// Records the number of directly submitted commands in flight. `None` stands for a drive on which lone users submit
+    /// directly, so that the number may grow at any time.
     pub(super) fn set_direct_commands(&self, commands: Option<u64>) {
         self.direct
             .store(commands.unwrap_or(UNKNOWN), Ordering::Relaxed);
     }
 
-    /// Returns whether the next heavy command may go to the drive, when the window permits only one heavy command at a time.
-    /// While light commands are in flight, one of them must complete between two heavy commands, unless that takes longer than
-    /// a turn. Otherwise a drive that serves its pairs in turn could take heavy commands of two pairs before a light command.
+    /// Returns whether the next heavy command may go to the drive, if the window permits only one heavy command at a time.
+    /// While light commands are in flight, one of them must complete between two heavy commands. Otherwise a drive that serves
+    /// its pairs in turn could take heavy commands of two pairs before a light command. After the time of a turn, the next
+    /// heavy command may go in any case.
     #[inline]
     pub(super) fn can_submit_heavy(&self, now: Ticks) -> bool {
         let landed = self.heavy_completed_at.load(Ordering::Relaxed);
@@ -250,7 +251,7 @@ impl DriveGovernor {
             || now.since(Ticks(landed)) > self.turn.load(Ordering::Relaxed)
     }
 
-    /// Marks the drive as contended, because quiet owners have to wait for busy owners.
+    /// Lets the drive count as contended for the activity time, because quiet owners (leases) have to wait for busy ones.
     pub(super) fn mark_contended(&self, now: Ticks) {
         let until = now.0.saturating_add(self.activity_ticks);
         self.contended_until.fetch_max(until, Ordering::Relaxed);
@@ -264,9 +265,9 @@ impl DriveGovernor {
         now.0 < self.light_until.load(Ordering::Relaxed)
     }
 
-    /// Returns the current limit of a pair's heavy users. Waiting pairs share the window, or take turns if their shares would
-    /// be too small. Turns are better than small shares: one large command uses the drive better than several small commands,
-    /// and delays a light command by no more.
+    /// Returns the present limit of a pair's heavy users. The pairs on which commands wait divide the window, or take turns if
+    /// their shares would be too small. Turns are better than small shares: one large command uses the drive better than
+    /// several small commands, and delays a light command by no more.
     #[inline]
     pub(super) fn window(&self, pair: u64, now: Ticks) -> QueuePairWindow {
         if now.0 < self.pause_until.load(Ordering::Relaxed) {
@@ -339,7 +340,7 @@ impl DriveGovernor {
         self.update_window(|learned| learned.on_arrival(now));
     }
 
-    /// Updates the window with the latency of a light command.
+    /// Adapts the window by the latency of a light command.
     fn update_light_latency(&self, class: CommandClass, arrived: Ticks, now: Ticks) {
         let is_pause = now.0 < self.pause_until.load(Ordering::Relaxed);
         let is_alone = self.in_flight() == 0;
@@ -355,7 +356,7 @@ impl DriveGovernor {
         self.update_window(|learned| learned.on_completion(class, arrived, now));
     }
 
-    /// Updates the window and publishes its new parameters to the pairs.
+    /// Adapts the window by `observe`, and publishes its new parameters to the pairs.
     fn update_window(&self, observe: impl FnOnce(&mut HeavyWindow)) {
         let mut learned = self
             .heavy_window

@@ -7,11 +7,11 @@ use std::collections::VecDeque;
 
 use nvme_mpt_memory::clock::Ticks;
 
-/// Users that are held back, each until its due time.
+/// Users that are held back, each until its due time, at which it takes part in arbitration again.
 #[derive(Debug, Default)]
 pub(super) struct HeldBackUsers {
-    /// User numbers with due times, in the order in which the users were held back. All users are held back for equally long,
-    /// so the first user is due first.
+    /// Users that are held back: due time and number, in the order in which they were held back. Each is held back for an equal
+    /// time, so the first one is due first.
     users: VecDeque<(Ticks, u16)>,
 }
 
@@ -21,12 +21,12 @@ impl HeldBackUsers {
         self.users.reserve(count.saturating_sub(self.users.len()));
     }
 
-    /// Adds a user that is not held back yet.
+    /// Adds a user that is not held back yet, and is due at `due`.
     pub(super) fn push(&mut self, number: u16, due: Ticks) {
         self.users.push_back((due, number));
     }
 
-    /// Removes the first user, if it is due.
+    /// Removes the first user and returns its number, if the user is due.
     #[inline]
     pub(super) fn pop_due(&mut self, now: Ticks) -> Option<u16> {
         let (due, number) = *self.users.front()?;

@@ -9,21 +9,22 @@ use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::ids::CommandId;
 use nvme_spec::status::Status;
 
-/// Bits of a host Command Identifier that hold the table index.
+/// Number of low bits of a host Command Identifier that are the index in a table.
 const INDEX_BITS: u32 = 10;
 
 const INDEX_MASK: u16 = (1 << INDEX_BITS) - 1;
 
-/// Bit of a host Command Identifier that selects the table: set for [`InFlightCommands::special`].
+/// Bit of a host Command Identifier that names its table: set for [`InFlightCommands::special`].
 const SPECIAL: u16 = 1 << INDEX_BITS;
 
-/// Lowest bit of the counter of an index's uses. The counter serves to recognise duplicate and late completions.
+/// Lowest bit of the counter in a host Command Identifier, which counts the uses of its index. By it, duplicate and late
+/// completions are recognised.
 const USE: u16 = SPECIAL << 1;
 
-/// Maximum number of slots of a user in the plain table.
+/// Number of entries of the plain table. A user with more slots cannot use it.
 pub(super) const PLAIN_SLOTS: usize = 1 << INDEX_BITS;
 
-/// Record of one command. The record is small, because it is written for each command.
+/// Entry of a table: one command, or none. It is small, because it is written for each command.
 #[derive(Clone, Copy, Debug)]
 struct CommandIdEntry {
     /// Time of submission to the drive.
@@ -33,19 +34,19 @@ struct CommandIdEntry {
 
 const _: () = assert!(size_of::<CommandIdEntry>() == 16);
 
-/// The in-flight command's identifier and flags. Without flags, the tag equals the identifier, so one comparison recognises a
-/// regular completion. While the entry is free, the tag holds the identifier of the next command.
+/// Identifier and flags of the command in an entry. Without flags, the tag equals the identifier, so one comparison recognises
+/// a regular completion. While the entry is free, the tag has the identifier of the next command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CommandIdTag(u32);
 
 impl CommandIdTag {
-    /// The entry is free.
+    /// Flag: the entry is free.
     const FREE: u32 = 1 << 17;
-    /// An Abort of the command was requested.
+    /// Flag: an Abort of the command was requested.
     const ABORTED: u32 = 1 << 18;
-    /// The command was reported as overdue.
+    /// Flag: the command was reported as overdue.
     const REPORTED: u32 = 1 << 19;
-    /// An Abort of the identifier is outstanding and may hit any command that has the identifier.
+    /// Flag: an Abort of the identifier is outstanding, and may hit any command that has the identifier.
     const HELD: u32 = 1 << 20;
 
     /// Returns the tag of an entry that is free after a command with the identifier `cid`.
@@ -55,7 +56,7 @@ impl CommandIdTag {
         Self(u32::from(cid.0) + (u32::from(USE) | Self::FREE))
     }
 
-    /// Returns the identifier of the in-flight command; if the entry is free, that of its last command.
+    /// Returns the identifier of the in-flight command. For a free entry, returns the identifier of its last command.
     fn last_cid(self) -> CommandId {
         match self.has(Self::FREE) {
             true => CommandId(self.cid().0.wrapping_sub(USE)),
@@ -82,7 +83,8 @@ impl CommandIdEntry {
         }
     }
 
-    /// Occupies the entry. The returned identifier differs from the identifier of the entry's last command.
+    /// Occupies the entry with a new command. Returns the command's identifier, which differs from that of the entry's last
+    /// command.
     #[inline]
     fn occupy(&mut self, submitted: Ticks) -> CommandId {
         let cid = self.tag.cid();
@@ -107,7 +109,7 @@ impl CommandIdEntry {
         self.is_in_flight() && self.tag.cid() == cid
     }
 
-    /// Converts the drive's status to the user's status.
+    /// Converts the status of the drive's completion to the status that the user gets.
     fn to_user_status(self, status: Status) -> Status {
         // The guest did not request the Abort, so its driver must retry the command.
         if self.tag.has(CommandIdTag::ABORTED) && status.code() == Status::ABORT_REQUESTED {
@@ -135,13 +137,13 @@ impl LateCommand {
         }
     }
 
-    /// Returns the Command Identifier, for an Abort.
+    /// Returns the command's identifier, for an Abort.
     #[must_use]
     pub fn cid(&self) -> CommandId {
         self.cid
     }
 
-    /// Returns the time of submission to the drive.
+    /// Returns the time at which the command was submitted to the drive.
     #[must_use]
     pub fn submitted(&self) -> Ticks {
         self.submitted
@@ -151,28 +153,29 @@ impl LateCommand {
 /// Snapshot of a queue pair's in-flight commands.
 #[derive(Clone, Debug, Default)]
 pub struct InFlightSample {
-    /// The oldest commands that were not reported yet, [`OLDEST_MAX`] at most.
+    /// The oldest commands in flight that were not reported as overdue, [`OLDEST_MAX`] at most.
     pub oldest: Vec<LateCommand>,
     /// Number of in-flight commands.
     pub in_flight: usize,
-    /// Latest time of submission.
+    /// Time of the latest submission of a command in flight.
     pub latest_submission: Ticks,
 }
 
-/// Maximum length of [`InFlightSample::oldest`].
+/// Number of the oldest in-flight commands that are watched for time-outs, and so the maximum length of
+/// [`InFlightSample::oldest`].
 pub const OLDEST_MAX: usize = 8;
 
-/// Record of an in-flight command whose completion needs accounting: a child of a split command, or a command of a user that
-/// shares the pair.
+/// Record of an in-flight command that went through arbitration: a child of a split command, or a command of a user that shares
+/// the pair.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct InFlightCommand {
-    /// Number of the user.
+    /// Number of the user that the command belongs to.
     pub(super) user: u16,
-    /// User's slot of the command.
+    /// Slot that the command has in the user's queue.
     pub(super) slot: u16,
-    /// Number of the child's first grain, if this is a child of a split command.
+    /// First grain (unit of the split) of the child; `None` for a whole command.
     pub(super) child: Option<u16>,
-    /// Bytes that count in the queue pair's window; 0 if the window does not limit the command.
+    /// Number of bytes by which the command counts in the pair's window; 0 if the window does not limit it.
     pub(super) weight: u32,
     pub(super) class: CommandClass,
     /// Time at which the user submitted the command.
@@ -182,44 +185,45 @@ pub(super) struct InFlightCommand {
 /// A completed command that was removed from one of the tables.
 #[derive(Debug)]
 pub(super) enum CompletionOutcome {
-    /// A whole command that needs no accounting.
+    /// A whole command of the plain table.
     Plain {
         user: u16,
         slot: u16,
         status: Status,
     },
-    /// A command or child that needs accounting.
+    /// A whole command or a child, of the special table, with the drive's status.
     Special(InFlightCommand, Status),
 }
 
 /// In-flight commands of a queue pair.
 #[derive(Debug)]
 pub(super) struct InFlightCommands {
-    /// Plain table: commands that need no accounting, by slot.
+    /// Plain table: commands of a lone user, by slot.
     plain: [CommandIdEntry; PLAIN_SLOTS],
-    /// User whose commands are in the plain table.
+    /// Number of the user whose commands are in the plain table.
     owner: u16,
-    /// User that may add commands to the plain table: the owner, or [`NO_USER`] while an identifier of the table is held for an
-    /// Abort.
+    /// Number of the user that may add commands to the plain table: the owner of the table, or [`NO_USER`] while an identifier
+    /// of the table is held for an Abort.
     user: u16,
     /// Number of held identifiers in the plain table. An Abort of them is outstanding, so they are not reused.
     held_slots: usize,
-    /// Special table: commands that need accounting.
+    /// Special table: all other commands, by an index that this type assigns.
     special: Box<[CommandIdEntry]>,
-    /// Records of the commands in the special table.
+    /// Records of the commands in the special table, by index.
     records: Box<[InFlightCommand]>,
     /// Free indices of the special table.
     free: Vec<u16>,
-    /// Number of indices of the special table whose command has completed, but which are held for an outstanding Abort.
+    /// Number of indices of the special table whose command has completed, but whose identifier is held for an outstanding
+    /// Abort.
     held_special: usize,
     in_flight: usize,
 }
 
-/// Number that no user has.
+/// Number that stands for no user.
 const NO_USER: u16 = u16::MAX;
 
 impl InFlightCommands {
-    /// Creates tables for at most `room` in-flight commands. `room` must be less than 1024.
+    /// Creates empty tables for at most `room` in-flight commands, fewer than 1024.
     pub(super) fn new(room: u16) -> Self {
         debug_assert!(room <= INDEX_MASK, "index and count share an identifier");
         Self {
@@ -254,7 +258,7 @@ impl InFlightCommands {
         self.in_flight - special
     }
 
-    /// Returns the number of further commands that can be added.
+    /// Returns the number of commands that can still be added.
     #[inline]
     pub(super) fn free_count(&self) -> usize {
         self.special.len() - self.in_flight - self.held_special
@@ -277,8 +281,8 @@ impl InFlightCommands {
         plain + special.filter(is_its).count()
     }
 
-    /// Returns whether a user may use the plain table. If no command in the table is in flight, the user becomes the table's
-    /// owner. While an identifier of the table is held for an Abort, no user may use the table.
+    /// Lets a user use the plain table, if it can: no command of another owner is in it, and no identifier of it is held for an
+    /// Abort. Returns whether the user may use it.
     #[inline]
     pub(super) fn acquire_plain_table(&mut self, member: u16) -> bool {
         self.user == member || self.change_owner(member)
@@ -315,7 +319,7 @@ impl InFlightCommands {
         self.in_flight -= commands;
     }
 
-    /// Adds a command to the special table. Returns `None` if the table is full.
+    /// Adds a command to the special table and returns its identifier. Returns `None` if the table is full.
     pub(super) fn insert_special(
         &mut self,
         flight: InFlightCommand,
@@ -343,7 +347,7 @@ impl InFlightCommands {
         Some(slot)
     }
 
-    /// Removes a completed command; `None` if no in-flight command has this identifier.
+    /// Removes a completed command from its table. Returns `None` if no in-flight command has this identifier.
     #[inline]
     pub(super) fn remove(&mut self, cid: CommandId, status: Status) -> Option<CompletionOutcome> {
         let entry = self.entry(cid)?;
@@ -368,7 +372,7 @@ impl InFlightCommands {
         Some(CompletionOutcome::Special(*flight, status))
     }
 
-    /// Returns the entry of the in-flight command with this identifier.
+    /// Returns the table entry of the in-flight command with this identifier; `None` if there is none.
     #[inline]
     fn entry(&mut self, cid: CommandId) -> Option<&mut CommandIdEntry> {
         let index = usize::from(cid.0 & INDEX_MASK);
@@ -380,7 +384,7 @@ impl InFlightCommands {
         entry.filter(|entry| entry.has_cid(cid))
     }
 
-    /// Returns the entries of all in-flight commands.
+    /// Returns the table entries of all in-flight commands.
     fn entries(&mut self) -> impl Iterator<Item = &mut CommandIdEntry> {
         let all = self.plain.iter_mut().chain(&mut self.special);
         all.filter(|entry| entry.is_in_flight())
@@ -391,7 +395,8 @@ impl InFlightCommands {
         self.entries().map(|entry| entry.tag.cid()).collect()
     }
 
-    /// Returns the commands that have been in flight for more than `deadline` ticks. A command is returned by one call only.
+    /// Returns the commands that have been in flight for more than `deadline` ticks, and marks them as reported, so that the
+    /// next call does not return them.
     pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
         let is_overdue = |entry: &&mut CommandIdEntry| {
             !entry.tag.has(CommandIdTag::REPORTED) && now.since(entry.submitted) > deadline
@@ -438,7 +443,7 @@ impl InFlightCommands {
         look
     }
 
-    /// Returns, for each of `moments`, the number of in-flight commands that were submitted at that time or earlier.
+    /// Returns, for each of `moments`, the number of in-flight commands that were submitted no later than that.
     pub(super) fn count_submitted_by(&mut self, moments: &[Ticks]) -> Vec<usize> {
         let mut counts = vec![0; moments.len()];
         if self.in_flight == 0 {
@@ -452,7 +457,7 @@ impl InFlightCommands {
         counts
     }
 
-    /// Marks a command as reported. Returns false if the command has completed or has been reported before.
+    /// Marks a command as reported as overdue. Returns false if it has completed, or was marked before.
     pub(super) fn mark_reported(&mut self, late: &LateCommand) -> bool {
         let entry = self.entry(late.cid);
         entry.is_some_and(|entry| {
@@ -465,7 +470,7 @@ impl InFlightCommands {
         })
     }
 
-    /// Returns whether this command is still in flight. A later command with the same identifier does not count.
+    /// Returns whether this very command is still in flight, and not a later command with its identifier.
     pub(super) fn has_command(&mut self, late: &LateCommand) -> bool {
         self.entry(late.cid)
             .is_some_and(|entry| entry.submitted == late.submitted)
@@ -496,7 +501,7 @@ impl InFlightCommands {
         self.release_cid(late.cid.0 & SPECIAL != 0, late.cid.0 & INDEX_MASK, is_it);
     }
 
-    /// Permits the reuse of all identifiers after a reset, which ends all Aborts.
+    /// Permits the reuse of all identifiers that were held for Aborts, after a reset, which ends all Aborts.
     pub(super) fn end_aborts(&mut self) {
         for index in 0..PLAIN_SLOTS as u16 {
             self.release_cid(false, index, |_| true);
@@ -558,7 +563,7 @@ mod tests {
         slot
     }
 
-    /// Returns slot and status of a removed command.
+    /// Returns the slot and the status of a command that was removed.
     fn slot_and_status(landing: Option<CompletionOutcome>) -> Option<(u16, Status)> {
         landing.map(|landing| match landing {
             CompletionOutcome::Plain {

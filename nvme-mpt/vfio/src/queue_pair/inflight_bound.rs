@@ -15,29 +15,29 @@
 /// Maximum bytes of a directly submitted command on a drive that is not known to be fast.
 pub(super) const DIRECT_BYTES_MAX: u64 = 16 << 10;
 
-/// Limit of a queue pair's bytes in flight before its first survey, on a drive that is not known to be fast.
+/// Maximum bytes in flight of a queue pair before its first survey, on a drive that is not known to be fast.
 pub(super) const INITIAL_LIMIT: u64 = 2 << 20;
 
-/// Bytes that a fast drive completes in a quarter of `timeout=`. In the whole `timeout=`, such a drive completes 256 MiB: 16
-/// queues of 64 commands of 256 KiB.
+/// Bytes that a drive must complete in a quarter of `timeout=` to count as fast. In the whole `timeout=`, it then completes 256
+/// MiB: 16 queues of 64 commands of 256 KiB.
 const FAST_THRESHOLD: u64 = 64 << 20;
 
-/// Maximum to which [`FAST_THRESHOLD`] is raised for a drive that was late.
+/// Maximum to which [`FAST_THRESHOLD`] is raised for a drive whose commands once took too long.
 const FAST_THRESHOLD_MAX: u64 = 4 << 30;
 
-/// Minimum of the drive's limit, in bytes.
+/// Minimum of the limit of a drive's bytes in flight.
 const LIMIT_MIN: u64 = 64 << 10;
 
-/// A drive's work between two surveys.
+/// Work of a drive between two surveys.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DriveWork {
-    /// Ticks between the surveys.
+    /// Time between the surveys, in ticks.
     pub(super) elapsed: u64,
-    /// Number of completed bytes, of commands that are counted.
+    /// Number of bytes that have completed between the surveys. Directly submitted commands do not count.
     pub(super) completed_bytes: u64,
-    /// Number of bytes in flight, of commands that are counted.
+    /// Number of bytes in flight at the second survey. Directly submitted commands do not count.
     pub(super) inflight_bytes: u64,
-    /// Number of commands that completed between the surveys, and number of commands in flight.
+    /// Numbers of commands that have completed between the surveys, and of commands in flight at the second one.
     pub(super) completed_commands: u64,
     pub(super) inflight_commands: u64,
 }
@@ -45,16 +45,17 @@ pub(super) struct DriveWork {
 /// Limit of a drive's bytes in flight.
 #[derive(Debug)]
 pub(super) struct InFlightBound {
-    /// A quarter of `timeout=`, in ticks; 0 without a timeout.
+    /// Quarter of the option `timeout=`, in ticks; 0 without a timeout.
     quarter_timeout: u64,
     is_fast: bool,
-    /// Number of bytes that the drive must complete within `quarter_timeout` to count as fast.
+    /// Number of bytes that the drive must complete within `quarter_timeout` to count as fast. It rises after the drive was
+    /// slow.
     fast_threshold: u64,
     bound: u64,
 }
 
 impl InFlightBound {
-    /// Creates the limit of a drive whose speed is not known yet.
+    /// Creates the limit for a drive whose speed is not known yet. The argument is a quarter of `timeout=`, in ticks.
     pub(super) const fn new(patience: u64) -> Self {
         Self {
             quarter_timeout: patience,
@@ -64,8 +65,8 @@ impl InFlightBound {
         }
     }
 
-    /// Updates the limit from the drive's work. Returns the maximum bytes in flight of busy users; `None` without a
-    /// limit.
+    /// Adapts the limit to the drive's work since the last survey. Returns the maximum bytes in flight of busy users; `None`
+    /// for no limit.
     pub(super) fn update(&mut self, work: DriveWork) -> Option<u64> {
         if self.quarter_timeout == 0 {
             return None;
@@ -91,8 +92,8 @@ impl InFlightBound {
         (!self.is_fast).then_some(self.bound)
     }
 
-    /// Returns whether commands take longer than half of `quarter_timeout` on average. If the drive has completed no command,
-    /// returns false, because it may be executing one long command.
+    /// Returns whether commands take longer than half of `quarter_timeout` on average. Returns false if the drive has completed
+    /// no command, because it may be executing one long command.
     pub(super) fn is_late(&self, work: DriveWork) -> bool {
         let time = u128::from(work.inflight_commands) * u128::from(work.elapsed);
         work.completed_commands > 0

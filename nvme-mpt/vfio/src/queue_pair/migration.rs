@@ -22,8 +22,8 @@ use super::core::QueuePairCore;
 use super::{QueuePairInner, VfioQueuePair};
 
 impl VfioQueuePair {
-    /// Migrates one queue to another pair: the first user whose reservation matches `which`. Returns false if there is no such
-    /// user. Skips users whose queue is ending, and users that another thread is migrating.
+    /// Migrates one queue to the pair `to`: that of a user for whose key of a reservation of queue pairs `which` returns true.
+    /// Returns false if there is no such user. Skips users whose queue is ending, and users that another thread is migrating.
     pub fn migrate_one(&self, to: &Self, which: impl Fn(Option<u64>) -> bool) -> bool {
         loop {
             let found = self.shared.lock().find_staying_user(&which);
@@ -42,7 +42,7 @@ impl VfioQueuePair {
         }
     }
 
-    /// Sets whether the pair is reserved for one lease.
+    /// Sets whether one lease has reserved the pair.
     pub fn set_reserved(&self, reserved: bool) {
         self.shared.set_reserved(reserved);
     }
@@ -51,16 +51,16 @@ impl VfioQueuePair {
 /// Role of a queue in the pair that it migrates to.
 #[derive(Clone, Debug)]
 pub(super) enum QueuePairUserRole {
-    /// The queue becomes one of the pair's own, in any case.
+    /// The new pair becomes the queue's home pair, even if it is reserved.
     Own,
-    /// The queue borrows the pair and has this home pair.
+    /// The queue borrows the pair, and later returns to this home pair.
     Borrower(Weak<QueuePairInner>),
-    /// The queue returns to its home pair, if that pair has not been reserved.
+    /// The queue returns to its home pair. It stays where it is if a lease has reserved the home pair meanwhile.
     Returning,
 }
 
-/// Migrates a user to another pair. Returns whether this call has started the migration: of several concurrent calls, only one
-/// starts it.
+/// Migrates a user's queue to another pair. Returns whether this call has started the migration: if several threads call this
+/// for one queue, only one starts it.
 pub(super) fn migrate_user(
     from: &QueuePairInner,
     number: u16,
@@ -96,8 +96,8 @@ pub(super) fn migrate_user(
     moved
 }
 
-/// Follows the pending migrations of a queue, starting at `seat`, where the queue has no commands. Calls `act` under the lock
-/// of the queue's current pair. Returns the current binding and the result of `act`.
+/// Follows the migrations of a queue that has no commands, from the given binding to its current one. Calls `act` under the
+/// lock of the queue's current pair. Returns the current binding, and the result of `act`.
 pub(super) fn follow_migrations<T>(
     mut seat: QueuePairBinding,
     act: impl FnOnce(&mut QueuePairCore, u16) -> T,

@@ -58,19 +58,19 @@ use rings::VfioQueuePairRings;
 /// Configuration of a queue pair.
 #[derive(Clone, Debug)]
 pub struct PairConfig {
-    /// Entries of each ring, 2 to [`ENTRIES_MAX`].
+    /// Number of entries of each ring, 2 to [`ENTRIES_MAX`].
     pub entries: u32,
     /// Maximum bytes per command of the drive (MDTS); `u64::MAX` if unlimited.
     pub max_transfer: u64,
     /// Doorbells of the queue pair.
     pub doorbells: PairDoorbells,
-    /// Governor that all queue pairs of the drive share.
+    /// Governor of the drive, which all its queue pairs share.
     pub governor: Arc<DriveGovernor>,
     /// Priority class of the Submission Queue, if the drive has weighted arbitration.
     pub priority: QueuePriority,
 }
 
-/// One I/O queue pair of the drive. Clones refer to the same pair.
+/// One I/O queue pair of the drive, as the controller handles it. Clones refer to one pair.
 #[derive(Clone, Debug)]
 pub struct VfioQueuePair {
     shared: Arc<QueuePairInner>,
@@ -81,7 +81,7 @@ struct QueuePairInner {
     core: Mutex<QueuePairCore>,
     /// Priority class (QPRIO).
     priority: AtomicU8,
-    /// True while the pair is reserved for one lease.
+    /// True while one lease has reserved the pair.
     is_reserved: AtomicBool,
 }
 
@@ -150,7 +150,7 @@ impl VfioQueuePair {
         VfioQueue::new(self, slots, lba_shift, &LeaseShare::new(None), guard)
     }
 
-    /// Adds a user as [`Self::join`] does, for a lease that may have further queues on this pair.
+    /// Adds a user as [`Self::join`] does, for a queue of a lease that may have further queues on this pair.
     #[must_use]
     pub fn join_lease(&self, slots: u16, lba_shift: u8, lease: &Arc<LeaseShare>) -> VfioQueue {
         VfioQueue::new(self, slots, lba_shift, lease, Box::new(()))
@@ -174,7 +174,8 @@ impl VfioQueuePair {
         self.shared.lock().stats()
     }
 
-    /// Returns the commands that have been in flight for more than `deadline` ticks. A command is returned by one call only.
+    /// Returns the commands that have been in flight for more than `deadline` ticks, and marks them as reported, so that the
+    /// next call does not return them.
     #[must_use]
     pub fn overdue(&self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
         self.shared.lock().overdue(now, deadline)
@@ -186,20 +187,20 @@ impl VfioQueuePair {
         self.shared.lock().sample_inflight()
     }
 
-    /// Returns, for each of `moments`, the number of in-flight commands that were submitted at that time or earlier.
+    /// Returns, for each of `moments`, the number of in-flight commands that were submitted no later than that.
     #[must_use]
     pub fn count_submitted_by(&self, moments: &[Ticks]) -> Vec<usize> {
         self.shared.lock().count_submitted_by(moments)
     }
 
-    /// Marks a command as reported, as [`Self::overdue`] does. Returns false if the command has completed or was reported
+    /// Marks a command as reported as overdue, as [`Self::overdue`] does. Returns false if it has completed, or was marked
     /// before.
     #[must_use]
     pub fn mark_reported(&self, late: &LateCommand) -> bool {
         self.shared.lock().mark_reported(late)
     }
 
-    /// Returns whether a command is still in flight.
+    /// Returns whether this very command is still in flight, and not a later command with its identifier.
     #[must_use]
     pub fn has_command(&self, late: &LateCommand) -> bool {
         self.shared.lock().has_command(late)
@@ -218,13 +219,13 @@ impl VfioQueuePair {
         self.shared.lock().end_abort(late);
     }
 
-    /// Stops all access to rings and doorbells. Submissions wait from now on.
+    /// Lets the pair access neither rings nor doorbells from now on, before a reset of the drive. Submitted commands wait.
     pub fn stop(&self) {
         self.shared.lock().stop();
     }
 
-    /// Completes all in-flight commands. Those whose completions are in the Completion Queue get the drive's status, all others
-    /// get `status`. A split command completes as a whole. The caller ensures that the drive has lost access to memory.
+    /// Completes all in-flight commands. Those with an entry in the Completion Queue get the drive's status, and all others get
+    /// `status`. A split command completes as a whole. The caller ensures that the drive has lost access to memory.
     pub fn fail_in_flight(&self, status: Status) {
         self.shared.lock().fail_in_flight(status);
     }

@@ -23,7 +23,7 @@ use nvme_mpt_memory::clock::{self, Ticks};
 use nvme_mpt_memory::sync::MutexGuard;
 use nvme_spec::sqe::Sqe;
 
-/// Poll interval while a dropped queue waits for its commands in flight.
+/// Interval at which a dropped queue polls for its commands in flight.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// A host queue of a physical drive: the only user of a queue pair, or one of several.
@@ -34,16 +34,16 @@ const DRAIN_POLL_INTERVAL: Duration = Duration::from_micros(50);
 pub struct VfioQueue {
     shared: Arc<QueuePairInner>,
     user: u16,
-    /// Commands of the current batch that go through arbitration; empty between batches.
+    /// Commands of the present batch that will go through arbitration; empty between batches.
     staged: Vec<Sqe>,
-    /// Number of submitted commands whose completions have not been passed to the caller.
+    /// Number of submitted commands whose completions the caller has not got yet.
     outstanding: u32,
-    /// Completions on their way from the pair to the caller; empty except while reaping.
+    /// Completions for the caller, taken from the pair; empty except during a reap.
     ready: Vec<HostCompletion>,
     current_pair: Arc<CurrentQueuePair>,
     /// State of a migration to another pair; `None` while the queue is not migrating.
     migration: Option<Box<QueueMigration>>,
-    /// Guard from the creator of the queue. Dropped last, so that it lives as long as the queue.
+    /// Guard that the queue's creator has passed. Dropped last, so that it lives as long as the queue.
     _guard: Box<dyn Any + Send>,
 }
 
@@ -83,7 +83,7 @@ impl VfioQueue {
         }
     }
 
-    /// Reaps as [`HostQueue::reap`] does, with the given clock.
+    /// Reaps completions as [`HostQueue::reap`] does, with the given clock.
     #[inline]
     pub(super) fn reap_with_clock(
         &mut self,
@@ -113,7 +113,7 @@ impl VfioQueue {
         }
     }
 
-    /// Switches to the new pair if the last batch went to it.
+    /// Makes the new pair the current one, if the queue has migrated with the last batch.
     #[cold]
     #[inline(never)]
     fn switch_to_new_pair(&mut self) {
@@ -139,8 +139,8 @@ impl VfioQueue {
         }
     }
 
-    /// Reaps from the pairs that the queue left while commands were in flight there, and drops the pairs where no command is in
-    /// flight any more. Passes the completions to the current pair, so that the fast path reads from one pair only.
+    /// Reaps from the pairs that the queue has left with commands in flight, and drops the pairs where none is in flight any
+    /// more. Hands the completions to the current pair, so that the fast path reads from one pair only.
     #[cold]
     #[inline(never)]
     fn reap_left_pairs(&mut self, clock: impl Fn() -> Ticks) {
@@ -183,7 +183,7 @@ impl VfioQueue {
         self.outstanding += done.len() as u32;
     }
 
-    /// Returns all pairs where the queue may have commands.
+    /// Returns the bindings to all pairs where the queue may have commands.
     fn bindings(&mut self) -> Vec<QueuePairBinding> {
         self.switch_to_new_pair();
         let left = self.migration.iter().flat_map(|moving| &moving.left);
@@ -196,8 +196,8 @@ impl VfioQueue {
     }
 }
 
-/// A batch of commands. Commands of a lone user go directly to the ring, under the pair's lock. Otherwise the commands
-/// are staged and go through arbitration when the batch is rung.
+/// A batch of commands of one queue. Commands of a lone user go directly to the ring, under the pair's lock. Otherwise they are
+/// staged, and go through arbitration when the batch is rung.
 #[derive(Debug)]
 pub struct VfioBatch<'a> {
     shared: &'a Arc<QueuePairInner>,
@@ -206,21 +206,21 @@ pub struct VfioBatch<'a> {
     outstanding: &'a mut u32,
     migration: &'a mut Option<Box<QueueMigration>>,
     direct: Option<DirectSubmission<'a>>,
-    /// Time at which the latest commands of the batch were taken from the guest's queue.
+    /// Time at which the latest commands of the batch were taken from the guest's queues.
     taken_at: Ticks,
 }
 
-/// State of a direct submission.
+/// State of a batch whose commands go directly to the ring, while it holds the pair's lock.
 #[derive(Debug)]
 struct DirectSubmission<'a> {
     core: MutexGuard<'a, QueuePairCore>,
     limit: UnsplitLimit,
-    /// Tail of the ring before the first command that is not counted yet.
+    /// Tail that the ring had before the first command that is not counted yet.
     tail: u32,
 }
 
 impl VfioBatch<'_> {
-    /// Stages a command for arbitration.
+    /// Adds a command to those of the batch that will go through arbitration.
     #[cold]
     fn stage(&mut self, sqe: &Sqe) {
         debug_assert!(self.staged.len() < self.staged.capacity());
@@ -305,7 +305,7 @@ impl HostBatch for VfioBatch<'_> {
 }
 
 impl HostQueue for VfioQueue {
-    /// No command of a physical drive completes within the poll that submits it.
+    /// A physical drive's completions are reaped by later polls, never by the poll that submits a command.
     const COMPLETION_TIMING: CompletionTiming = CompletionTiming::Deferred;
 
     const IS_INTERRUPTED: bool = true;
@@ -345,12 +345,12 @@ impl HostQueue for VfioQueue {
         }
     }
 
-    /// Always true, because dropping the queue waits for the drive.
+    /// Always returns true, because dropping the queue waits for the drive.
     fn drain(&mut self) -> bool {
         true
     }
 
-    /// None, because completions are polled.
+    /// Always returns `None`, because completions are polled.
     fn wait_fd(&self) -> Option<RawFd> {
         None
     }

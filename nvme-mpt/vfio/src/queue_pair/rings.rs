@@ -11,30 +11,30 @@ use nvme_spec::cqe::Cqe;
 use nvme_spec::ids::CommandId;
 use nvme_spec::sqe::Sqe;
 
-/// Maximum entries of a host queue. In a longer queue, commands would only wait longer in the drive.
+/// Maximum number of entries of a host queue. In a longer queue, commands would only wait longer in the drive.
 pub const ENTRIES_MAX: u32 = 1024;
 
 /// Doorbells of a host queue pair.
 #[derive(Clone, Debug)]
 pub struct PairDoorbells {
-    /// Submission Queue Tail.
+    /// Submission Queue Tail doorbell.
     pub sq_tail: DriveDoorbell,
-    /// Completion Queue Head.
+    /// Completion Queue Head doorbell.
     pub cq_head: DriveDoorbell,
 }
 
 /// A host Submission Queue and its Completion Queue, with the same number of entries.
 #[derive(Debug)]
 pub(super) struct VfioQueuePairRings {
-    /// Dropped before the rings, so that the drive loses access before the memory is freed.
+    /// Dropped before the rings, so that the drive loses access before their memory is freed.
     iova: IovaPart,
     cq_offset: u64,
     sq: HostSubmissionRing,
     cq: HostCompletionRing,
     entries: u32,
-    /// Last tail that was written to the doorbell.
+    /// Tail that was written to the doorbell last.
     sq_rung: u32,
-    /// Last head that was written to the doorbell.
+    /// Head that was written to the doorbell last.
     cq_rung: u32,
     sq_doorbell: DoorbellWriter,
     cq_doorbell: DoorbellWriter,
@@ -93,26 +93,26 @@ impl VfioQueuePairRings {
         (self.sq.mapping(), self.cq_offset as usize)
     }
 
-    /// Writes an entry with this Command Identifier at the tail, of which [`Self::ring_sq`] notifies the drive. The caller
-    /// ensures that at most `entries - 1` commands are in flight.
+    /// Writes a command with this Command Identifier into the entry at the tail. [`Self::ring_sq`] notifies the drive of it.
+    /// The caller ensures that at most `entries - 1` commands are in flight.
     #[inline]
     pub(super) fn push(&mut self, entry: &Sqe, cid: CommandId) {
         self.sq.push(entry, cid);
     }
 
-    /// Returns the index of the next entry to write.
+    /// Returns the index of the Submission Queue's next entry to write.
     #[inline]
     pub(super) fn tail(&self) -> u32 {
         self.sq.tail()
     }
 
-    /// Returns the number of entries that were written after the tail was `tail`, modulo the ring's size.
+    /// Returns the number of entries that were written since the tail was `tail`, modulo the ring's size.
     #[inline]
     pub(super) fn written_since(&self, tail: u32) -> usize {
         self.sq.written_since(tail) as usize
     }
 
-    /// Rings the Submission Queue's doorbell if there are new entries.
+    /// Writes the Submission Queue's doorbell if entries were written.
     #[inline]
     pub(super) fn ring_sq(&mut self) {
         let tail = self.sq.tail();
@@ -122,19 +122,19 @@ impl VfioQueuePairRings {
         }
     }
 
-    /// Takes the next completion, if the drive has posted one.
+    /// Takes the next entry of the Completion Queue, if the drive has posted one.
     #[inline]
     pub(super) fn next(&mut self) -> Option<Cqe> {
         self.cq.take()
     }
 
-    /// Returns the index of the next completion to read.
+    /// Returns the index of the Completion Queue's next entry to read.
     #[inline]
     pub(super) fn head(&self) -> u32 {
         self.cq.head()
     }
 
-    /// Returns the number of completions that were taken after the head was `head`, modulo the ring's size.
+    /// Returns the number of completions that were taken since the head was `head`, modulo the ring's size.
     #[inline]
     pub(super) fn taken_since(&self, head: u32) -> usize {
         self.cq.taken_since(head) as usize
@@ -155,7 +155,7 @@ impl VfioQueuePairRings {
         self.sq_doorbell.saved_writes + self.cq_doorbell.saved_writes
     }
 
-    /// Empties the rings, for queues that are about to be created on the drive.
+    /// Empties both rings, for queues that are about to be created on the drive.
     pub(super) fn restart(&mut self, doorbells: PairDoorbells) {
         self.sq.restart();
         self.cq.restart();

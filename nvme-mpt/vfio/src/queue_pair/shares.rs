@@ -12,29 +12,29 @@
 //! The drive's throughput varies between surveys, so it is smoothed. The drive's capacity is estimated as the maximum of the
 //! smoothed throughput. The estimate decays, and decays faster while no owner has a limit.
 
-/// Minimum limit in bytes. It permits one command, so that the limit can rise again.
+/// Minimum of an owner's limit, in bytes. It permits one command, so that the limit can rise again.
 const LIMIT_MIN: u64 = 4096;
 
-/// An owner's use of the drive between two surveys, and its limit until the next survey.
+/// Use of the drive by an owner (a lease) between two surveys, and its limit until the next survey.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct OwnerShare {
     pub(super) weight: u64,
-    /// Bytes of commands that the drive received from the owner between the surveys.
+    /// Number of bytes of the owner's commands that went to the drive between the surveys.
     pub(super) received_bytes: u64,
-    /// True if the owner has more commands to submit.
+    /// True if the owner has more commands outstanding than a quiet owner, and so would use more of the drive.
     pub(super) has_demand: bool,
-    /// Maximum bytes until the next survey; `None` without a limit.
+    /// Number of the owner's bytes that may go to the drive until the next survey; `None` for no limit.
     pub(super) limit: Option<u64>,
 }
 
-/// Divisor of the exponential smoothing: the latest survey counts for 1/8.
+/// Divisor of the exponential smoothing: the latest survey counts as 1/8.
 const SMOOTHING: u64 = 8;
 
-/// Estimates of the bytes that the drive completes between two surveys.
+/// Estimates of the drive's throughput, in bytes between two surveys.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WeightedShares {
     smoothed_bytes: u64,
-    /// Estimated capacity: decaying maximum of `smoothed_bytes`.
+    /// Estimate of the drive's capacity: the decaying maximum of `smoothed_bytes`.
     capacity_bytes: u64,
 }
 
@@ -88,7 +88,7 @@ impl WeightedShares {
         }
     }
 
-    /// Forgets the drive's throughput once busy owners no longer share it.
+    /// Forgets the estimates, because busy owners do not share the drive any more.
     pub(super) fn forget(&mut self) {
         *self = Self::default();
     }

@@ -9,7 +9,7 @@ use super::inflight_bound;
 use nvme_guest::adaptive::WINDOW_MAX;
 use nvme_mpt_memory::clock::Ticks;
 
-/// Latest activity of users, by which a pair detects that only one user is active.
+/// Latest activity of a pair's users, by which it finds that only one of them is active.
 #[derive(Clone, Copy, Debug, Default)]
 struct QueuePairUserActivity {
     last_user: u16,
@@ -32,23 +32,24 @@ impl QueuePairUserActivity {
     }
 }
 
-/// State of a pair by which its users share the pair.
+/// State by which the users of a pair share it: light users in order of arrival, heavy users by arbitration within the
+/// governor's limits.
 #[derive(Debug)]
 pub(super) struct QueuePairSharing {
     pub(super) governor: Arc<DriveGovernor>,
-    /// Number of the pair, which the governor has assigned.
+    /// Number that the governor has given to the pair.
     number: u64,
-    /// Users that may have light commands waiting, in order of arrival.
+    /// Numbers of the users that may have light commands waiting, in order of arrival.
     pub(super) light_users: VecDeque<u16>,
     /// Arbitration between the heavy users.
     pub(super) arbitration: QueuePairArbitration,
-    /// Number of heavy users' bytes in flight on this pair.
+    /// Number of heavy users' bytes in flight, on this pair.
     heavy_bytes: u64,
-    /// Number of heavy users' bytes that completed after the last survey.
+    /// Number of heavy users' bytes that have completed since the last survey.
     completed_bytes: u64,
-    /// Maximum bytes of heavy users in flight, on a drive that is not known to be fast.
+    /// Maximum of `heavy_bytes` on a drive that is not known to be fast; `u64::MAX` for no limit.
     pub(super) heavy_bytes_max: u64,
-    /// True if the governor knows that heavy commands wait on this pair.
+    /// True if this pair has reported to the governor that heavy commands wait on it.
     is_waiting: bool,
     activity: QueuePairUserActivity,
 }
@@ -72,13 +73,13 @@ impl QueuePairSharing {
         }
     }
 
-    /// Returns whether no user has commands waiting.
+    /// Returns whether no user has commands waiting for dispatch.
     #[inline]
     pub(super) fn is_idle(&self) -> bool {
         self.light_users.is_empty() && self.arbitration.is_empty()
     }
 
-    /// Records that a user has submitted a command, which is light if `is_light` is true.
+    /// Records that a user has submitted a command, which is light or heavy.
     pub(super) fn on_command_arrived(&mut self, member: u16, is_light: bool, now: Ticks) {
         self.activity.record(member, now);
         if is_light {
@@ -103,7 +104,7 @@ impl QueuePairSharing {
         }
     }
 
-    /// Returns the number of heavy users' bytes that completed after the last call.
+    /// Returns the number of heavy users' bytes that have completed since the last call.
     pub(super) fn take_completed_bytes(&mut self) -> u64 {
         std::mem::take(&mut self.completed_bytes)
     }
@@ -113,7 +114,7 @@ impl QueuePairSharing {
         self.heavy_bytes
     }
 
-    /// Returns whether the window permits `weight` more bytes in flight.
+    /// Returns whether `weight` more bytes of heavy users may go to the drive by the present `window`.
     pub(super) fn has_credits(&self, window: QueuePairWindow, weight: u64, now: Ticks) -> bool {
         let (bytes, in_flight) = match window {
             QueuePairWindow::Open => return true,
@@ -143,7 +144,7 @@ impl QueuePairSharing {
         self.governor.on_heavy_completed(weight.into(), now);
     }
 
-    /// Reports to the governor whether heavy commands wait on this pair, if that has changed.
+    /// Reports to the governor whether heavy commands wait on this pair. Does nothing if that is known.
     pub(super) fn report_waiting(&mut self, is_waiting: bool) {
         if self.is_waiting != is_waiting {
             self.is_waiting = is_waiting;

@@ -19,7 +19,7 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::{Psdt, Sqe};
 use nvme_spec::status::Status;
 
-/// Maximum bytes of a guest's command (MDTS of a guest controller).
+/// Maximum data bytes of a guest's command: the MDTS that guests see.
 pub(super) const PARENT_BYTES_MAX: u64 = 1 << 20;
 
 /// Maximum size of a command that goes to the drive without a split.
@@ -27,7 +27,7 @@ pub(super) const PARENT_BYTES_MAX: u64 = 1 << 20;
 pub(super) struct UnsplitLimit {
     bytes: u64,
     lba_shift: u8,
-    /// Maximum blocks, zero-based like NLB.
+    /// Maximum number of blocks, zero-based like NLB.
     nlb_z: u16,
 }
 
@@ -42,7 +42,7 @@ impl UnsplitLimit {
         }
     }
 
-    /// Returns the bytes that Read, Write or Compare transfers; 0 for other commands.
+    /// Returns the number of bytes that a Read, Write or Compare transfers; 0 for all other commands.
     #[inline]
     pub(super) fn data_len(&self, sqe: &Sqe) -> u64 {
         match NvmOpcode(sqe.opcode()) {
@@ -54,8 +54,8 @@ impl UnsplitLimit {
         }
     }
 
-    /// Returns the number of bytes by which a command can be split. These are the command's data. For an `interruptible`
-    /// command, the zeroes of Write Zeroes count too.
+    /// Returns the number of bytes of a command that can be divided among children: its data. If light users must be able to
+    /// interrupt the command (`interruptible`), the blocks of Write Zeroes count too.
     #[inline]
     pub(super) fn divisible_len(&self, sqe: &Sqe, interruptible: bool) -> u64 {
         match NvmOpcode(sqe.opcode()) {
@@ -105,7 +105,7 @@ impl UnsplitLimit {
         blocks << self.lba_shift
     }
 
-    /// Returns whether the drive accepts a command without a split.
+    /// Returns whether the drive accepts a command as a whole.
     #[inline]
     pub(super) fn is_whole(&self, sqe: &Sqe) -> bool {
         // The first comparison is a fast path: in commands without NLB, the low half of dword 12 rarely exceeds the limit.
@@ -131,20 +131,20 @@ fn sum_range_blocks(
         .sum()
 }
 
-/// Minimum grain in bytes: two pages, so that a longer command has a PRP list.
+/// Minimum grain in bytes, the unit in which a command is split. It is two pages, so that a longer command has a PRP list.
 pub(super) const GRAIN: u64 = 2 * PAGE_SIZE;
 
 /// Progress of a split command.
 #[derive(Clone, Copy, Debug, Default)]
 struct SplitProgress {
-    /// Length of a grain in bytes.
+    /// Length of the command's grains in bytes. Each child has a number of whole grains.
     grain: u32,
     grains: u16,
-    /// Number of grains that were dispatched in children.
+    /// Number of grains that have gone to the drive in children.
     dispatched: u16,
     /// Number of children in flight.
     in_flight: u16,
-    /// The failed child with the lowest LBA: its first grain and its status.
+    /// First grain and status of the failed child with the lowest LBA; `None` if no child has failed.
     failure: Option<(u16, Status)>,
 }
 
@@ -163,7 +163,7 @@ fn has_data(sqe: &Sqe) -> bool {
     NvmOpcode(sqe.opcode()) != NvmOpcode::WRITE_ZEROES
 }
 
-/// Split commands of a user, by slot.
+/// Progress of a user's split commands, by slot.
 #[derive(Debug)]
 pub(super) struct SplitCommands {
     /// Maximum bytes of a child, a multiple of the page size.
@@ -175,11 +175,11 @@ pub(super) struct SplitCommands {
     pointers: Box<[[u64; 2]]>,
 }
 
-/// Maximum number of grains of a command.
+/// Maximum number of grains that a command is split into.
 const GRAINS_MAX: usize = (PARENT_BYTES_MAX / GRAIN) as usize;
 
 impl SplitCommands {
-    /// Allocates the state of `slots` commands, for a drive that accepts `child_bytes` in one command: at least two pages, as
+    /// Allocates the state for `slots` commands, on a drive that accepts `child_bytes` in one command: at least two pages, as
     /// MDTS is at least 1 (Base 2.0, Figure 275).
     pub(super) fn new(slots: u16, child_bytes: u64, lba_shift: u8) -> Self {
         let slots = usize::from(slots);
@@ -259,7 +259,7 @@ impl SplitCommands {
         Ok(())
     }
 
-    /// Returns the number of bytes of the next child of a parent of `len` bytes: at most `most`, but at least a grain.
+    /// Returns the number of bytes of the next child of a command of `len` bytes: at most `most`, but at least a grain.
     pub(super) fn next_len(&self, slot: u16, len: u64, most: u64) -> u64 {
         let progress = &self.progress[usize::from(slot)];
         let grain = u64::from(progress.grain);
@@ -268,7 +268,7 @@ impl SplitCommands {
             .min(most - most % grain)
     }
 
-    /// Takes the next child of a command of `len` bytes. The child has [`Self::next_len`] bytes.
+    /// Builds the next child of a command of `len` bytes. The child has [`Self::next_len`] bytes.
     pub(super) fn dispatch(&mut self, parent: &Sqe, len: u64, most: u64) -> SplitPart {
         let slot = usize::from(parent.cid().0);
         let child_len = self.next_len(parent.cid().0, len, most);
@@ -307,8 +307,8 @@ impl SplitCommands {
         progress.in_flight > 0
     }
 
-    /// Records the completion of the child that begins with grain `child`. After a failure, no further children of the command
-    /// are dispatched.
+    /// Records the completion of the child that begins with grain `child`. After a failure, the command gets no further
+    /// children.
     pub(super) fn complete(&mut self, slot: u16, child: u16, status: Status) -> SplitPartOutcome {
         let progress = &mut self.progress[usize::from(slot)];
         progress.in_flight -= 1;
@@ -335,20 +335,20 @@ impl SplitCommands {
     }
 }
 
-/// A child command for a part of its parent.
+/// A child of a split command, which executes a part of its parent.
 pub(super) struct SplitPart {
     pub(super) sqe: Sqe,
-    /// Number of the first grain of the parent that the child contains.
+    /// Number of the first of the parent's grains that the child executes.
     pub(super) first_grain: u16,
-    /// True if this is the parent's last child.
+    /// True if the child executes the parent's last grain.
     pub(super) is_last: bool,
 }
 
-/// State of a parent after a child has completed.
+/// State of a split command after a child has completed.
 #[derive(Debug)]
 pub(super) struct SplitPartOutcome {
-    /// True if the parent's remaining children will not be dispatched.
+    /// True if the remaining children of the command will not go to the drive, because a child has failed.
     pub(super) is_cut_short: bool,
-    /// Completion of the parent, if this was its last child.
+    /// Completion of the whole command, if no child is left.
     pub(super) completion: Option<HostCompletion>,
 }

@@ -9,8 +9,8 @@ pub struct PairStats {
     pub splits: u64,
     /// Number of child commands sent to the drive.
     pub children: u64,
-    /// Register writes that the drive's Doorbell Buffer has avoided.
+    /// Number of doorbell register writes that the drive's Doorbell Buffer has avoided.
     pub doorbell_writes_saved: u64,
-    /// Dropped completions, which named no in-flight command.
+    /// Number of dropped completions, which named no in-flight command.
     pub late_completions: u64,
 }

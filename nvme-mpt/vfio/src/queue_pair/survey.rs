@@ -18,9 +18,9 @@ use nvme_guest::adaptive::CommandClass;
 use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_spec::admin::QueuePriority;
 
-/// Mean time of commands in the drive above which a quiet owner notices a busy owner: a few times the latency of a single
-/// command on a fast drive. On a slow drive, even a single command may take longer. The governor then finds a window that costs
-/// busy owners little.
+/// Mean time of commands in the drive from which on a quiet owner (a lease with few commands) notices a busy one. It is a few
+/// times the latency of a single command on a fast drive. On a slow drive, even a single command may take longer. The governor
+/// then finds a window that costs busy owners little.
 const NOTICEABLE_DELAY: Duration = Duration::from_micros(250);
 
 /// Priority classes that are used for weighted round robin.
@@ -30,36 +30,37 @@ pub const PRIORITY_CLASSES: [QueuePriority; 3] = [
     QueuePriority::LOW,
 ];
 
-/// Resolution of a lease's weight when the weight is divided among the priority classes of the lease's queues.
+/// Factor by which a lease's weight is multiplied before it is divided among the priority classes of the lease's queues.
 const WEIGHT_RESOLUTION: u64 = 64;
 
-/// Number of surveys for which an owner still counts in the class weights after its last command, and still counts as busy
-/// after it was busy last. With a large number, pauses of a guest do not change the weights again and again.
+/// Number of surveys after its last command for which an owner (a lease) still counts in the class weights, and after its last
+/// busy survey for which it counts as busy there. With a large number, pauses of a guest do not change the weights again and
+/// again.
 const CLASS_SURVEYS: u8 = 50;
 
-/// Load of a priority class.
+/// Load of a priority class: the weights of the leases whose queues have the class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassLoad {
-    /// Total weight of the owners that use queues of this class; 0 without owners. Quiet owners are included, because all
-    /// queues of a class take turns. All classes use one unit.
+    /// Total weight of the owners (leases) with queues of this class; 0 if there is none. Quiet owners count too, because the
+    /// drive serves all queues of a class in turn. All classes use the same unit.
     pub weight: u64,
-    /// True if any owner that uses queues of this class is busy.
+    /// True if any owner with queues of this class is busy.
     pub is_busy: bool,
 }
 
-/// An owner that counts in the class weights.
+/// An owner (a lease) that counts in the weights of the priority classes.
 #[derive(Debug)]
 struct ClassUser {
     lease: Arc<LeaseShare>,
-    /// Number of the owner's queues by class, at the last survey in which the owner had commands.
+    /// Number of the owner's queues of each class, at the last survey in which the owner had commands.
     queues: [u64; PRIORITY_CLASSES.len()],
-    /// Number of further surveys for which the owner counts, and number of further surveys for which it counts as busy.
+    /// Numbers of further surveys for which the owner counts at all, and for which it counts as busy.
     surveys_left: u8,
     busy_surveys_left: u8,
 }
 
 impl ClassUser {
-    /// Adds the owner's weight to the loads of the classes, in proportion to its queues.
+    /// Adds the owner's weight to the loads of the classes, divided in proportion to its queues of each class.
     fn add_to(&self, loads: &mut [ClassLoad; PRIORITY_CLASSES.len()]) {
         let queues: u64 = self.queues.iter().sum();
         for (load, of_class) in loads.iter_mut().zip(self.queues) {
@@ -72,27 +73,27 @@ impl ClassUser {
     }
 }
 
-/// An owner with commands, as one survey finds it.
+/// An owner (a lease) with commands, as one survey finds it.
 #[derive(Debug)]
 struct SurveyedOwner {
     lease: Arc<LeaseShare>,
     outstanding: u32,
     /// Number of the owner's queues.
     queues: u64,
-    /// Number of the owner's queues by class.
+    /// Number of the owner's queues of each priority class.
     queues_by_class: [u64; PRIORITY_CLASSES.len()],
-    /// Number of further surveys for which the owner counts as busy.
+    /// Number of further surveys for which the owner counts as busy, even without many commands.
     busy_surveys_left: u8,
-    /// Number of bytes that the drive had received from the owner until this survey, and the owner's limit after it.
+    /// Number of the owner's bytes that had gone to the drive before this survey, and the owner's limit after it.
     bytes: u64,
     limit: Option<u64>,
 }
 
-/// Nominal time between two surveys.
+/// Time between two surveys of a drive monitor that gets enough processor time.
 const SURVEY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Number of surveys for which an owner still counts as busy after it was busy last. A guest has moments without commands when
-/// it resets its controller or maps memory.
+/// Number of surveys after its last busy survey for which an owner still counts as busy. A guest has moments without commands
+/// when it resets its controller or maps memory.
 const BUSY_SURVEYS: u8 = 5;
 
 impl SurveyedOwner {
@@ -101,12 +102,13 @@ impl SurveyedOwner {
         self.has_demand() || self.busy_surveys_left > 0
     }
 
-    /// Returns whether the owner has more outstanding commands than a quiet owner has.
+    /// Returns whether the owner has more outstanding commands than a quiet owner.
     fn has_demand(&self) -> bool {
         CommandClass::is_heavy(self.outstanding, 0)
     }
 
-    /// Returns the owner's share. The bytes that it got in `elapsed` ticks are scaled to `look` ticks.
+    /// Returns the owner's use of the drive and its limit. The bytes that it got in `elapsed` ticks are scaled to an interval
+    /// of `look` ticks.
     fn owner_share(&self, look: u64, elapsed: u64) -> OwnerShare {
         let got = self.lease.dispatched_bytes().saturating_sub(self.bytes);
         OwnerShare {
@@ -118,40 +120,40 @@ impl SurveyedOwner {
     }
 }
 
-/// Survey of a drive's owners and of the time that their commands take.
+/// Survey of a drive: of its owners (leases), and of the time that their commands take.
 #[derive(Debug)]
 pub struct DriveSurvey {
     noticeable_ticks: u64,
     interval_ticks: u64,
-    /// Owners that have commands in this survey, or had some since the previous survey.
+    /// Owners that have commands in the present survey, or have had some since the previous one.
     owners: Vec<SurveyedOwner>,
     /// Owners of the previous survey.
     previous_owners: Vec<SurveyedOwner>,
     class_users: Vec<ClassUser>,
     shares: WeightedShares,
-    /// Number of pairs with users in this survey.
+    /// Number of pairs that have users in the present survey.
     used_pairs: usize,
-    /// True if a pair had no free entry for heavy users.
+    /// True if some pair had no free entry for heavy users in the present survey.
     is_full: bool,
-    /// Limit of the drive's bytes in flight; `None` until the first survey.
+    /// Limit of the drive's bytes in flight, by which no command exceeds `timeout=`; `None` until the first survey.
     inflight_bound: Option<InFlightBound>,
-    /// Numbers of bytes that completed after the last survey, and of bytes in flight. Only commands that are counted
-    /// contribute.
+    /// Numbers of bytes that have completed since the last survey, and of bytes in flight. Directly submitted commands do not
+    /// count.
     completed_bytes: u64,
     inflight_bytes: u64,
-    /// True if a light user was active in the previous weighed survey.
+    /// True if a light user was active in the previous survey, and the drive was weighed then.
     had_light: bool,
-    /// True if the drive was weighed in the previous survey.
+    /// True if the drive was weighed in the previous survey: its busy owners were limited to their shares by weight.
     is_weighed: bool,
     /// Time of the last survey.
     surveyed_at: Ticks,
-    /// Number of commands in flight on all pairs, at the survey before the last one.
+    /// Number of commands that were in flight on all pairs at the survey before the last one.
     previous_inflight: u64,
     /// Number of commands that were submitted between the last two surveys.
     submitted_commands: u64,
-    /// Number of commands in flight on all pairs, at the last survey.
+    /// Number of commands that were in flight on all pairs at the last survey.
     inflight_commands: u64,
-    /// Number of the commands in `inflight_commands` that were submitted directly.
+    /// Number of the commands in `inflight_commands` that lone users had submitted directly.
     direct_commands: u64,
 }
 
@@ -181,7 +183,7 @@ impl DriveSurvey {
         }
     }
 
-    /// Surveys all pairs of a drive and updates its governor.
+    /// Surveys all pairs of a drive, and updates the drive's governor and the limits of the owners.
     pub fn survey_pairs<'a>(
         &mut self,
         governor: &DriveGovernor,
@@ -232,8 +234,7 @@ impl DriveSurvey {
         loads
     }
 
-    /// Updates the owners that count in the class weights, and drops owners that have had no commands for [`CLASS_SURVEYS`]
-    /// surveys.
+    /// Updates the owners that count in the class weights. Drops those that have had no commands for [`CLASS_SURVEYS`] surveys.
     fn update_class_users(&mut self) {
         for user in &mut self.class_users {
             user.surveys_left = user.surveys_left.saturating_sub(1);
@@ -263,8 +264,8 @@ impl DriveSurvey {
         self.class_users.retain(|user| user.surveys_left > 0);
     }
 
-    /// Carries over from the previous survey the numbers of surveys for which owners still count as busy. Owners without
-    /// commands in this survey are included.
+    /// Takes over, from the previous survey, for how many further surveys each owner counts as busy. Adds the owners that have
+    /// no commands in the present survey.
     fn remember_busy(&mut self) {
         for old in &self.previous_owners {
             let busy_looks = match old.has_demand() {
@@ -290,7 +291,7 @@ impl DriveSurvey {
         }
     }
 
-    /// Sets the limits of busy owners if the drive is contended; otherwise removes them.
+    /// Sets the limits by weight of the busy owners if the drive is contended; otherwise removes them.
     fn limit_by_weight(
         &mut self,
         governor: &DriveGovernor,
@@ -350,8 +351,8 @@ impl DriveSurvey {
         governor.limit_by_weight(now);
     }
 
-    /// Limits each pair's bytes in flight while the drive is not known to be fast. Each owner gets a part of the drive's limit
-    /// by its weight, and the owner's queues get equal parts of that.
+    /// Limits the bytes in flight of each pair while the drive is not known to be fast. Each owner gets a part of the drive's
+    /// limit by its weight, and each of its queues an equal part of that.
     fn limit_inflight<'a>(
         &mut self,
         governor: &DriveGovernor,
@@ -400,7 +401,7 @@ impl DriveSurvey {
         }
     }
 
-    /// Adds the load of a pair during the last `elapsed` ticks.
+    /// Adds the commands and owners of a pair in the last `elapsed` ticks to the survey.
     fn add_pair(
         &mut self,
         priority: QueuePriority,
@@ -454,8 +455,8 @@ impl DriveSurvey {
         }
     }
 
-    /// Returns whether the mean time of commands is noticeable. By Little's law, this time is the number of commands in flight
-    /// divided by the completions per tick.
+    /// Returns whether the mean time of commands is noticeable for quiet owners. By Little's law, it is the number of commands
+    /// in flight divided by the number of completions per tick.
     fn is_slow(&self, elapsed: u64) -> bool {
         let completed = (self.previous_inflight + self.submitted_commands)
             .saturating_sub(self.inflight_commands);

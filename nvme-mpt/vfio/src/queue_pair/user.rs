@@ -11,10 +11,10 @@ use nvme_mpt::host::HostCompletion;
 use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::sqe::Sqe;
 
-/// Minimum weight of a command in bytes, which also applies to commands without data.
+/// Minimum number of bytes by which a command counts in arbitration, even without data.
 const WEIGHT_MIN: u64 = 4096;
 
-/// A command that waits for dispatch. Its Command Identifier is the user's slot number.
+/// A command that waits for dispatch. Its Command Identifier is its slot number in the user's queue.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WaitingCommand {
     pub(super) sqe: Sqe,
@@ -22,44 +22,45 @@ pub(super) struct WaitingCommand {
     pub(super) len: u64,
     pub(super) class: CommandClass,
     pub(super) arrived_at: Ticks,
-    /// True if children of the command go to the drive instead of the whole command.
+    /// True if the command goes to the drive in children, not as a whole.
     pub(super) is_split: bool,
 }
 
-/// A user of a queue pair.
+/// A user of a queue pair: a queue that has commands there.
 #[derive(Debug)]
 pub(super) struct QueuePairUser {
-    /// Maximum size of a command of this user that the drive accepts without a split.
+    /// Maximum size of a command that the drive accepts as a whole, in this user's blocks.
     pub(super) whole_limit: UnsplitLimit,
-    /// Maximum size of a command of this user that may go directly to the ring.
+    /// Maximum size of a command that may go directly to the ring, in this user's blocks.
     pub(super) direct_limit: UnsplitLimit,
     /// Commands that wait for dispatch, oldest first.
     pub(super) waiting: VecDeque<WaitingCommand>,
-    /// Completions of this user that another user has reaped, and completions of commands that were not sent to the drive.
+    /// Completions for the user's queue: those that another user has reaped, and those of commands that did not go to the
+    /// drive.
     pub(super) done: Vec<HostCompletion>,
-    /// True if the user is in the pair's list of users with waiting light commands.
+    /// True if the pair's list of users with waiting light commands has the user.
     pub(super) is_in_lights: bool,
-    /// True while the user is held back (`held_back_users.rs`).
+    /// True while the user takes no part in arbitration, because its lease has used up its share (`held_back_users.rs`).
     pub(super) is_held_back: bool,
-    /// Time until which the user counts as heavy.
+    /// Time until which the user counts as heavy, after it has had many or large commands.
     pub(super) heavy_until: Ticks,
-    /// State of split commands; `None` on a drive where no command is split.
+    /// State of the user's split commands; `None` on a drive where no command is split.
     pub(super) splits: Option<SplitCommands>,
-    /// Queue of the user.
+    /// Queue that is the user.
     pub(super) queue: NewQueuePairUser,
     /// True while the user migrates to another pair. The user leaves this pair when its last command here has completed.
     pub(super) is_migrating: bool,
-    /// Home pair, while the user borrows this pair.
+    /// Home pair of the queue, while the queue borrows this pair.
     pub(super) home: Option<Weak<QueuePairInner>>,
-    /// Time of the user's last batch that went through arbitration.
+    /// Time of the queue's last batch that went through arbitration.
     pub(super) last_batch: Ticks,
-    /// Time at which the user last launched a command while the drive was weighed.
+    /// Time at which a command of the user last went to the drive while the drive was weighed.
     pub(super) weighed_at: Ticks,
-    /// True if the drive gets no further command of the user.
+    /// True if the lease is revoked, so that the drive gets no further command of the user.
     pub(super) is_revoked: bool,
-    /// Number of the user's outstanding commands that the lease counts.
+    /// Number of the user's outstanding commands that are counted at the lease.
     counted: u32,
-    /// Number of completions in `done` whose commands the lease does not count.
+    /// Number of completions in `done` whose commands are not counted at the lease.
     uncounted: u32,
 }
 
@@ -97,27 +98,27 @@ impl QueuePairUser {
         self.direct_limit = UnsplitLimit::new(bytes.min(max_transfer), self.queue.lba_shift);
     }
 
-    /// Counts commands of the user that go through arbitration. Returns the lease's number of outstanding commands, of all its
-    /// queues.
+    /// Counts commands of the user that go through arbitration, here and at the lease. Returns the number of outstanding
+    /// commands of all queues of the lease.
     #[inline]
     pub(super) fn count_submitted(&mut self, commands: u32) -> u32 {
         self.counted += commands;
         self.queue.lease.count_submitted(commands)
     }
 
-    /// Returns the number of the user's commands that are counted and have not completed.
+    /// Returns the number of the user's outstanding commands that are counted at the lease.
     pub(super) fn counted(&self) -> u32 {
         self.counted
     }
 
-    /// Adds completions of commands that the lease does not count.
+    /// Adds completions of commands that are not counted at the lease.
     pub(super) fn add_uncounted(&mut self, done: impl IntoIterator<Item = HostCompletion>) {
         let before = self.done.len();
         self.done.extend(done);
         self.uncounted += (self.done.len() - before) as u32;
     }
 
-    /// Swaps the completions into `ready`.
+    /// Swaps the stored completions with `ready`, and counts them as completed.
     #[inline]
     pub(super) fn swap_done(&mut self, ready: &mut Vec<HostCompletion>) {
         std::mem::swap(&mut self.done, ready);
@@ -133,8 +134,8 @@ impl QueuePairUser {
         self.queue.lease.count_ended(ended);
     }
 
-    /// Returns the class and the weight of the next command to dispatch. For a split command, this is the weight of the next
-    /// child, which has at most `most` bytes, but at least one grain.
+    /// Returns the class of the next command to dispatch, and the number of bytes by which it counts. If the command is split,
+    /// the number is that of the next child, which has at most `most` bytes, but at least one grain.
     #[inline]
     pub(super) fn next_command(&self, most: u64) -> Option<(CommandClass, u64)> {
         let head = self.waiting.front()?;
@@ -145,8 +146,8 @@ impl QueuePairUser {
         Some((head.class, len.max(WEIGHT_MIN)))
     }
 
-    /// Takes the command or the child that [`Self::next_command`] has described. A child is returned with the number of its
-    /// first grain.
+    /// Takes the command or the child that [`Self::next_command`] has described. A child comes with the number of its first
+    /// grain.
     pub(super) fn take_next(&mut self, most: u64) -> Option<(Sqe, Option<u16>)> {
         let head = self.waiting.front()?;
         if let Some(splits) = &mut self.splits
@@ -162,7 +163,7 @@ impl QueuePairUser {
         Some((head.sqe, None))
     }
 
-    /// Drops the first waiting command if it has this slot.
+    /// Drops the first waiting command, if this is its slot.
     pub(super) fn drop_front(&mut self, slot: u16) {
         if self
             .waiting

@@ -15,18 +15,19 @@ const PAGES: u64 = 64;
 
 const LEASES: usize = 4;
 
-/// Maximum number of queues of each lease.
+/// Maximum number of queues that a lease of the model has.
 const QUEUES: usize = 3;
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// The queue whose turn it is dispatches a command of this number of pages. The flag is true if it has more commands.
+    /// The queue whose turn it is sends a command with this number of pages to the drive. The flag is true if it has more
+    /// commands.
     Serve(u64, bool),
     /// A queue gets commands.
     Wait(usize),
     /// The queue whose turn it is has no command, or may not be served yet.
     Skip,
-    /// A queue leaves the pair, or joins it again.
+    /// A queue leaves the pair, or joins it again if it has left.
     Change(usize),
     Weigh(usize, u16),
 }
@@ -42,14 +43,14 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A lease, or a queue of a lease, in the model.
+/// A party in the model: a lease, or a queue of a lease.
 #[derive(Clone, Copy, Debug)]
 struct Party {
     waits: bool,
     weight: f64,
     /// Bytes that the party got, divided by its weight, since the start of the model.
     got: f64,
-    /// Bytes of the largest command, divided by the smallest weight that the party had, since the party began to wait.
+    /// Number of bytes of the largest command, divided by the smallest weight that the party has had, since it began to wait.
     command: f64,
 }
 
@@ -65,7 +66,7 @@ impl Party {
     }
 }
 
-/// All parties. `before` has, for each two of them, what each had got when the later one began to wait.
+/// Shares of all parties, and a comparison of each two of them: `before` has what both had got when the comparison began.
 #[derive(Debug)]
 struct Shares {
     parties: Vec<Party>,
@@ -80,7 +81,7 @@ impl Shares {
         }
     }
 
-    /// Starts the comparison of a party, which has changed, with each other party anew.
+    /// Starts the comparisons of a party with all others anew, because the party has changed.
     fn changed(&mut self, party: usize) {
         for other in 0..self.parties.len() {
             let [one, two] = [party, other].map(|index| self.parties[index].got);
@@ -109,7 +110,7 @@ impl Shares {
         self.parties[party].got += bytes as f64 / self.parties[party].weight;
     }
 
-    /// Checks the bound of start-time fair queueing for each two waiting parties.
+    /// Checks, for each two waiting parties, the bound of start-time fair queueing on the difference of what they got.
     fn check(&self) {
         for (one, a) in self.parties.iter().enumerate().filter(|(_, it)| it.waits) {
             for (two, b) in self.parties.iter().enumerate().filter(|(_, it)| it.waits) {
@@ -129,12 +130,12 @@ struct World {
     turns: QueuePairArbitration,
     leases: Vec<Arc<LeaseShare>>,
     present: Vec<bool>,
-    /// Model of the leases, and of the queues within each lease.
+    /// Shares of the leases, and of the queues within each lease.
     of_leases: Shares,
     of_members: Vec<Shares>,
 }
 
-/// Returns a queue's lease, and its number in the lease.
+/// Returns the lease of a queue, and the queue's number in it.
 fn place(member: usize) -> (usize, usize) {
     (member / QUEUES, member % QUEUES)
 }

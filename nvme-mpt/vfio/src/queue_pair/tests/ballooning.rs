@@ -13,7 +13,7 @@ use nvme_spec::status::Status;
 const WITHIN: u64 = 100;
 
 struct Scene {
-    /// Drive's side of a pair with one queue, and of a pair that two queues share.
+    /// Drives as seen from the pair with one queue, and from the pair that two queues share.
     quiet: FakeDrive,
     crowded: FakeDrive,
     pairs: [VfioQueuePair; 2],
@@ -28,7 +28,7 @@ fn read(slot: u16) -> Sqe {
 }
 
 impl Scene {
-    /// Lends the idle pair to the first of the busy queues.
+    /// Lends the pair of the idle queue to the first of the two busy queues.
     fn lent() -> Self {
         let (quiet, first) = FakeDrive::new(16, u64::MAX, false);
         let (crowded, second) = FakeDrive::new(16, u64::MAX, false);
@@ -59,7 +59,7 @@ impl Scene {
         scene
     }
 
-    /// Submits a batch of a busy queue. Returns the number of new commands in each drive.
+    /// Submits a batch of a busy queue. Returns the number of new commands on each of the two pairs.
     fn submit_busy(&mut self, which: usize, slot: u16) -> (usize, usize) {
         let queue = &mut self.busy[which];
         submit_at(queue, &self.lender, &[read(slot)], self.now);

@@ -26,7 +26,7 @@ fn cells() -> [MappedWord32; 6] {
 /// Value of a doorbell register that was never written, on a drive with a Doorbell Buffer.
 const NOT_WRITTEN: u32 = u32::MAX;
 
-/// The drive's side of one queue pair.
+/// A drive in a test, as one queue pair sees it.
 pub(super) struct FakeDrive {
     sq: SubmissionRing,
     cq: CompletionRing,
@@ -112,7 +112,7 @@ impl FakeDrive {
         doorbells(&self.cells, self.has_buffer)
     }
 
-    /// Fetches commands up to the doorbell. Returns their number.
+    /// Fetches the commands up to the tail doorbell, as a drive does. Returns their number.
     pub(super) fn fetch(&mut self) -> usize {
         let [sq_tail, _, sq_shadow, _, sq_event_idx, _] = &self.cells;
         // A sleeping drive wakes up only for a register write.
@@ -148,14 +148,14 @@ impl FakeDrive {
         }
     }
 
-    /// Completes the command at an index of [`Self::commands`].
+    /// Completes the command at an index of [`Self::commands`], and returns it.
     pub(super) fn complete(&mut self, index: usize, status: Status) -> Sqe {
         let command = self.commands.remove(index);
         self.post(command.cid(), status);
         command
     }
 
-    /// Posts a completion for any command.
+    /// Posts a completion with this identifier, whether or not a command has it.
     pub(super) fn post(&mut self, cid: CommandId, status: Status) {
         let [_, cq_head, _, cq_shadow, ..] = &self.cells;
         let head = if self.has_buffer {

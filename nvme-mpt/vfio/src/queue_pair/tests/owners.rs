@@ -21,19 +21,19 @@ use nvme_spec::status::Status;
 /// Longest interval between an owner's polls.
 const POLL: u64 = MILLISECOND / 10;
 
-/// Time from which commands are counted, and end of the simulation.
+/// Time from which commands are counted in the results. The next constant is the end of the simulation.
 const COUNTED: u64 = 2 * SECOND;
 const END: u64 = 3 * SECOND;
 
-/// Kind of changes in the life of an owner.
+/// Kind of events in the life of an owner (a lease with its queues).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Life {
     Steady,
-    /// The controller is reset repeatedly: its queues end and are created again.
+    /// The owner's controller is reset repeatedly: its queues end and are created again.
     Resets,
-    /// Memory is mapped and unmapped repeatedly, and the queues pause meanwhile.
+    /// The owner's memory is mapped and unmapped repeatedly, and its queues pause meanwhile.
     Maps,
-    /// The process dies repeatedly and starts again with another lease.
+    /// The owner's process dies repeatedly, and starts again with another lease.
     Dies,
 }
 
@@ -49,7 +49,7 @@ impl Life {
     }
 }
 
-/// Behaviour of an owner, which keeps `depth` commands outstanding in each queue.
+/// Behaviour of an owner, which has `depth` commands outstanding in each of its queues.
 #[derive(Clone, Copy, Debug)]
 struct Behaviour {
     name: &'static str,
@@ -146,7 +146,7 @@ struct Tenant {
     latencies: Vec<u64>,
 }
 
-/// Measurements of an owner.
+/// Results of an owner in a simulation.
 #[derive(Clone, Copy, Debug)]
 struct TenantMeasurements {
     commands: u64,
@@ -352,7 +352,7 @@ fn watch(
 ///   commands, an owner with small commands keeps a third of its rate with a hundredth of the bytes.
 const LARGE: [&str; 2] = ["deep", "zeroes"];
 
-/// Results of an owner beside another one, in percent of its results alone.
+/// Results of an owner beside another owner, in percent of its results alone on the drive.
 #[derive(Clone, Copy, Debug)]
 struct Part {
     rate: u64,
@@ -373,7 +373,7 @@ impl Part {
         }
     }
 
-    /// Returns whether an owner keeps its minimum beside another owner.
+    /// Returns whether an owner with the behaviour `tenant` gets at least what it must get beside the other.
     fn is_fair(self, tenant: Behaviour, other: Behaviour) -> bool {
         let is_large = LARGE.contains(&other.name);
         if tenant.name == QUIET.name {

@@ -76,7 +76,7 @@ struct Submitted {
     /// Contiguous parts of the data, each as address and length.
     data: Vec<(u64, u64)>,
     len: u64,
-    /// Completed parts of the command, each with offset, length and status.
+    /// Completed parts of the command: offset, length and status of each.
     parts: Vec<(u64, u64, Status)>,
     /// True if the drive was reset during the command.
     was_reset: bool,
@@ -89,7 +89,7 @@ struct Member {
 }
 
 struct World {
-    /// Drive's side of each pair.
+    /// Drives as seen from the two pairs.
     drives: [FakeDrive; 2],
     pairs: [VfioQueuePair; 2],
     /// Index of the pair that the current operation affects.

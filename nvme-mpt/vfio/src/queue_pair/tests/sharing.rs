@@ -35,12 +35,12 @@ pub(super) const CHECK_INTERVAL: u64 = 100 * MILLISECOND;
 pub(super) struct Speed {
     /// Number of commands that the drive executes in parallel.
     pub(super) channels: usize,
-    /// Time that each command takes, and additional time per 4 KiB of it.
+    /// Time that each command takes, and further time for each 4 KiB of it.
     pub(super) command: u64,
     pub(super) page: u64,
     /// Maximum random increase of a command's time, in percent.
     pub(super) jitter: u64,
-    /// One command in this many, on average, takes four times as long; 0 for no command.
+    /// Average number of commands among which one takes four times as long; 0 if none does.
     pub(super) hiccup: u64,
     /// True if the drive serves its queue pairs in turn, false if it executes commands in order of arrival.
     pub(super) turns: bool,
@@ -76,7 +76,7 @@ pub(super) const PARALLEL: Speed = Speed {
     turns: false,
 };
 
-/// A simulated drive with several queue pairs.
+/// A simulated drive with several queue pairs, whose commands take the times of a [`Speed`].
 pub(super) struct Drive {
     pub(super) speed: Speed,
     pairs: Vec<FakeDrive>,
@@ -231,7 +231,8 @@ fn simulate(speed: Speed, pairs: usize, loads: &[Load], time: u64) -> Vec<QueueM
     simulate_with(PolicyChoice::Learned, None, speed, pairs, loads, time)
 }
 
-/// Runs loads with this adaptive choice of the window. If `loan` is given, lends pair 0 to a queue of pair 1 at that time.
+/// Runs loads on a drive, with this choice for the adaptive window. If `loan` is given, lends pair 0 to a queue of pair 1 at
+/// that time.
 fn simulate_with(
     governor: PolicyChoice,
     mut loan: Option<u64>,
@@ -365,7 +366,7 @@ fn longest(speed: Speed, loud: Load) -> u64 {
     }
 }
 
-/// Returns the ratios as [`ratios`] does, for the first quiet and the first loud load, beside `others`.
+/// Returns the ratios as [`ratios`] does, of the first quiet and of the first loud load, while `others` use the drive too.
 fn ratios_beside(
     speed: Speed,
     pairs: usize,
@@ -534,7 +535,7 @@ const SHAPES: [Load; 2] = [
     Load { depth: 32, ..LOUD },
 ];
 
-/// Returns a load that is put on each of the first two queue pairs.
+/// Returns two loads like this one, on the first and on the second queue pair.
 fn on_both(load: Load) -> [Load; 2] {
     [load, Load { pair: 1, ..load }]
 }
@@ -743,7 +744,7 @@ fn with_own_pairs(weights: [u16; 2], queues: [usize; 2], depths: [u16; 2]) -> Ve
     (0..queues[0] + queues[1]).map(queue).collect()
 }
 
-/// Returns each guest's number of commands from 2 s to 4 s, and the used part of the drive's throughput in percent.
+/// Returns the number of commands of each guest from 2 s to 4 s, and the drive's throughput in percent of its maximum.
 fn counts(speed: Speed, pairs: usize, loads: &[Load], first: usize) -> ([usize; 2], u64) {
     let seen = simulate(speed, pairs, loads, 4 * SECOND);
     let sum = |seen: &[QueueMeasurements]| seen.iter().map(|seen| seen.commands).sum::<usize>();

@@ -18,14 +18,14 @@ use nvme_spec::status::Status;
 /// Number of entries of the pair's rings.
 const ENTRIES: u32 = 17;
 
-/// Number of commands that heavy queues can have in flight: one more is reserved for light queues, and one entry distinguishes
-/// a full ring from an empty one.
+/// Maximum number of commands that heavy queues can have in flight. Of the ring's entries, one is left to light queues, and one
+/// distinguishes a full ring from an empty one.
 const PLACES: usize = 15;
 
-/// Number of outstanding commands that a loud queue keeps.
+/// Number of commands that a loud queue has outstanding at any time.
 const DEPTH: u16 = 32;
 
-/// First bit of the queue's number in the block address of its commands.
+/// Number of the lowest bit, in the block address of a command, of the number of its queue.
 const QUEUE: u32 = 32;
 
 fn lease(weight: u16) -> Arc<LeaseShare> {
@@ -150,7 +150,7 @@ impl Drop for World {
     }
 }
 
-/// Checks that counts of commands are proportional to weights, with a tolerance of the commands that fit into the pair.
+/// Checks that the numbers of commands are proportional to the weights, except for as many commands as fit into the pair.
 #[track_caller]
 fn check(counts: &[usize], weights: &[usize]) {
     let (all, weight) = (counts.iter().sum::<usize>(), weights.iter().sum::<usize>());

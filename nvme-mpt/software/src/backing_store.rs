@@ -13,17 +13,17 @@ use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest, StoreLease};
 
 /// A backing store for the blocks of a software drive. Implement it to add a new kind of store.
 pub trait BackingStore: fmt::Debug + Send + Sync + 'static {
-    /// The parts of the backing store that belong to one lease. Dropping it ends the lease.
+    /// Access to the blocks of one lease in the backing store. Dropping it ends the lease.
     type Lease: StoreLease + 'static;
 
-    /// Returns a name that identifies the stored bytes independently of the path. The result also names the storage below, such
-    /// as the file of a loop device.
+    /// Returns a name that identifies the stored bytes, whatever path leads to them. Also names the storage below, such as the
+    /// file of a loop device.
     fn identity(&self) -> DriveIdentity;
 
     /// Returns the Model Number, up to 40 characters.
     fn model(&self) -> &'static str;
 
-    /// Returns the size in bytes.
+    /// Returns the size of the drive in bytes.
     fn bytes(&self) -> u64;
 
     /// Adapts the limits of a software drive to this backing store.
@@ -47,7 +47,7 @@ pub trait BackingStore: fmt::Debug + Send + Sync + 'static {
         let _ = timeout;
     }
 
-    /// Returns whether a transfer may block the submitting thread, because the storage depends on another process or host.
+    /// Returns whether a transfer may block the submitting thread until another process or host answers, as for a file on NFS.
     fn may_block(&self) -> bool {
         false
     }
@@ -63,7 +63,8 @@ pub trait BackingStore: fmt::Debug + Send + Sync + 'static {
         None
     }
 
-    /// Makes each later sync of the blocks also sync `file`, after the blocks.
+    /// Makes each later sync of the blocks also sync `file`, after the blocks. A layer keeps its own data about the blocks
+    /// there.
     fn set_companion_file(&self, file: Arc<File>) {
         let _ = file;
     }

@@ -16,10 +16,10 @@ use nvme_spec::status::Status;
 
 /// A backing store that executes commands synchronously, in the poller's thread. Each queue has its own executor.
 pub trait CommandExecutor: fmt::Debug + Send {
-    /// Executes a command completely.
+    /// Executes a command completely, and returns its status.
     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status;
 
-    /// Prefetches the data of a command into the processor's cache. Called some time before [`Self::execute`].
+    /// Loads the data of a command into the processor's cache. Called some time before [`Self::execute`].
     fn prefetch(&self, sqe: &Sqe);
 
     /// True if [`is_long`](Self::is_long) or [`needs_wait`](Self::needs_wait) can return true.
@@ -49,19 +49,20 @@ pub trait CommandExecutor: fmt::Debug + Send {
     }
 }
 
-/// Result of one step of a command.
+/// Result of one step of a command that is executed in steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExecutionStep {
-    /// Number of bytes of the drive that the step wrote.
+    /// Number of the drive's bytes that the step has written.
     pub bytes: u64,
-    /// Status of the command; `None` if further steps follow.
+    /// Status of the command; `None` if it needs further steps.
     pub status: Option<Status>,
 }
 
-/// Maximum number of bytes that long commands write in one call of `reap`. Zeroing them takes about a tenth of a millisecond.
+/// Number of written bytes after which one call of `reap` executes no further step of long commands. Zeroing these bytes takes
+/// about a tenth of a millisecond.
 pub(crate) const TURN_BYTES: u64 = 1 << 20;
 
-/// Number of commands behind the executed command whose data is prefetched.
+/// Number of commands, after the one that is executed, whose data is loaded into the processor's cache.
 const PREFETCH_COMMANDS: usize = 4;
 
 /// Queue pair that executes short commands when the doorbell is rung, and long commands in steps when it is reaped.
@@ -72,7 +73,7 @@ pub struct SoftwareQueue<S> {
     cq: Vec<HostCompletion>,
     /// Commands that are executed in steps, in submission order.
     long_commands: VecDeque<Sqe>,
-    /// Number of executed steps of the first command in `long_commands`.
+    /// Number of steps of the first command in `long_commands` that were executed.
     executed_steps: usize,
     /// Set when the queue ends, so that no further step begins.
     is_stopping: bool,
@@ -101,7 +102,7 @@ impl<S: CommandExecutor> SoftwareQueue<S> {
         });
     }
 
-    /// Executes steps of long commands until the steps have written [`TURN_BYTES`].
+    /// Executes steps of long commands, until none is left or until the steps have written [`TURN_BYTES`].
     #[cold]
     #[inline(never)]
     fn execute_long_steps(&mut self, memory: HostMemory<'_>) {
@@ -127,7 +128,7 @@ impl<S: CommandExecutor> SoftwareQueue<S> {
     }
 }
 
-/// Executes all commands of `sq` in order, except those that `postpone` defers.
+/// Executes all commands of `sq` in order. Leaves out those for which `postpone` returns true.
 #[inline]
 fn execute_all<S: CommandExecutor>(
     store: &mut S,
@@ -151,7 +152,7 @@ fn execute_all<S: CommandExecutor>(
     sq.clear();
 }
 
-/// Defers the command if it must be executed in steps. Returns whether it was deferred.
+/// Adds a command to `long` if it must be executed in steps. Returns whether it was added.
 #[inline]
 fn defer_if_long<S: CommandExecutor>(store: &S, sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
     let is_long = S::HAS_LONG_COMMANDS && (S::is_long(sqe) || store.needs_wait(sqe));

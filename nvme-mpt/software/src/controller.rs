@@ -24,7 +24,7 @@ use crate::file::FileBackingStore;
 use crate::memory::{MemoryAllocationTime, MemoryBackingStore};
 use crate::null::NullBackingStore;
 
-/// An NVMe controller in this process, with one namespace.
+/// An NVMe controller in this process, whose only namespace lies in a backing store.
 #[derive(Debug)]
 pub struct SoftwareController<S> {
     identity: DriveIdentity,
@@ -34,10 +34,11 @@ pub struct SoftwareController<S> {
     iova_space: Arc<IovaSpace>,
 }
 
-/// Default limit of bytes per command, as a base-2 logarithm: 1 MiB. It also limits commands that name data without a transfer.
+/// Default maximum of the bytes of a command, as a base-2 logarithm: 1 MiB. It also applies to commands that name blocks
+/// without transferring them.
 const MAX_TRANSFER_LOG2: u8 = 20;
 
-/// Limits of the software controller, which a backing store may change.
+/// Limits of the software controller, before a backing store adapts them.
 const LIMITS: ControllerLimits = ControllerLimits {
     mdts: MAX_TRANSFER_LOG2 - 12,
     entries_max: 4096,

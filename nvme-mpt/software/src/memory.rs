@@ -34,16 +34,16 @@ use crate::uncorrectable::{LeaseMarkRegistration, UncorrectableBlocks, Uncorrect
 /// Unit of `st_blocks` in bytes (stat(2)).
 const STAT_BLOCK_BYTES: u64 = 512;
 
-/// Number of bytes that can be freed in the time in which one byte is zeroed, for pages of 4 KiB. Freeing huge pages is faster.
+/// Number of bytes that can be freed in the time in which one byte is zeroed, if pages have 4 KiB. Huge pages are freed faster.
 const DISCARD_SPEED: u64 = 4;
 
 /// Time at which a drive in memory allocates its memory from the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum MemoryAllocationTime {
-    /// At the first write to each part, which takes longer for that reason.
+    /// The host gives the memory of each page when the guest writes it for the first time, so that this write takes longer.
     #[default]
     AsWritten,
-    /// When the drive is created, all of it.
+    /// The host gives all of the memory when the drive is created.
     AtOnce,
 }
 
@@ -70,8 +70,8 @@ impl fmt::Display for MemoryAllocationTime {
     }
 }
 
-/// Returns an error if the host or this process's control group has less than `bytes` of free memory, since the kernel would
-/// then kill processes. If the host does not report its free memory, the check passes.
+/// Returns an error if the host, or this process's control group, has less than `bytes` bytes of free memory, since the kernel
+/// would then kill processes. If the host does not report its free memory, returns no error.
 fn check_available_memory(bytes: u64) -> io::Result<()> {
     check_limit(bytes, memory_limit())?;
     match MemoryAccount::for_host().available() {
@@ -100,7 +100,7 @@ fn check_limit(bytes: u64, limit: Option<ControlGroupLimit>) -> io::Result<()> {
     }
 }
 
-/// A backing store in memory.
+/// A backing store in memory, or in a memory file.
 #[derive(Debug)]
 pub struct MemoryBackingStore {
     bytes: u64,
@@ -167,7 +167,8 @@ impl BackingStore for MemoryBackingStore {
         self.bytes
     }
 
-    /// A range is deallocated in one step. The limit of a range keeps the duration of a step below 0.3 ms.
+    /// Returns the limits with a smaller one for deallocated ranges. Each range is deallocated in one step, which must not take
+    /// longer than 0.3 ms.
     fn limits(&self, limits: ControllerLimits) -> ControllerLimits {
         ControllerLimits {
             dsm_range_bytes_max: 4 << 20,
@@ -185,7 +186,7 @@ impl BackingStore for MemoryBackingStore {
     }
 }
 
-/// The leased parts of a memory drive.
+/// The blocks of a memory drive that belong to one lease.
 #[derive(Debug)]
 pub struct MemoryLease {
     executor: MemoryCommandExecutor,
@@ -223,7 +224,7 @@ impl StoreLease for MemoryLease {
     }
 }
 
-/// Access of one queue to the blocks of a memory drive. All queues share the same blocks.
+/// Access of one queue to the blocks of a memory drive. All queues of the drive access them directly.
 #[derive(Clone, Debug)]
 pub struct MemoryCommandExecutor {
     blocks: Arc<Mapping>,
@@ -231,9 +232,11 @@ pub struct MemoryCommandExecutor {
     is_file: bool,
     lba_shift: u8,
     uncorrectable: Arc<UncorrectableBlocks>,
-    /// Latest change of uncorrectable marks by the command in progress.
+    /// Latest change of uncorrectable marks by the present command. It becomes `awaited_change` when the command's last step
+    /// has succeeded.
     mark_change: Option<UncorrectableMarkChange>,
-    /// Change of uncorrectable marks for which a long command waits after all its other work.
+    /// Change of uncorrectable marks that the ledger must store before the present long command completes. Its other work is
+    /// done.
     awaited_change: Option<UncorrectableMarkChange>,
 }
 
@@ -264,7 +267,7 @@ impl MemoryCommandExecutor {
         }
     }
 
-    /// Frees the memory of a range.
+    /// Gives the memory of a range of bytes back to the host. The bytes then read as zeroes.
     fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let (offset, len) = (offset as usize, len as usize);
         match self.is_file {
@@ -273,7 +276,7 @@ impl MemoryCommandExecutor {
         }
     }
 
-    /// Returns the memory of `count` blocks from `slba`.
+    /// Returns the memory of `count` blocks from `slba` on. Fails if some of them do not exist.
     #[inline]
     fn bytes(&self, slba: Lba, count: u64) -> Result<RawBytes<'_>, Status> {
         let offset = slba.0 << self.lba_shift;
@@ -321,8 +324,8 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Executes a Read whose data is in one memory page. Returns `None` if [`Self::execute_any`] must execute the Read, because
-    /// its data is elsewhere or the Read fails.
+    /// Executes a Read whose data lies in one memory page. Returns `None` if [`Self::execute_any`] must execute the Read: its
+    /// data lies elsewhere, or the Read fails.
     #[inline]
     fn read_page(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<()> {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
@@ -346,7 +349,7 @@ impl MemoryCommandExecutor {
         Some(())
     }
 
-    /// Executes a command of any kind, without the fast path for one page.
+    /// Executes a command of any kind, without the fast path for data in one page.
     #[inline(never)]
     fn execute_any(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let result = match NvmOpcode(sqe.opcode()) {
@@ -404,7 +407,7 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Clears the uncorrectable marks of blocks that the command has written.
+    /// Clears the uncorrectable marks of blocks that the present command has written.
     #[inline]
     fn clear_marks(&mut self, slba: Lba, count: u64) {
         if let Some(change) = self.uncorrectable.clear(slba.0, count) {
@@ -421,7 +424,8 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Frees the memory of the whole 64 KiB pages in the range, and zeroes the remaining blocks.
+    /// Gives the memory of the whole 64 KiB pages in a range of blocks back to the host, and zeroes the other blocks of the
+    /// range.
     fn deallocate(&self, slba: Lba, count: u64) -> Result<(), Status> {
         const PAGE: u64 = 64 << 10;
         let bytes = self.bytes(slba, count)?;
@@ -444,8 +448,8 @@ impl MemoryCommandExecutor {
         Ok(())
     }
 
-    /// Deallocates one range of a Dataset Management command. Returns the range's number of blocks; `None` if there is no such
-    /// range.
+    /// Deallocates the range with a given number in a Dataset Management command. Returns the range's number of blocks; `None`
+    /// if the command has no such range.
     fn deallocate_range(
         &mut self,
         sqe: &Sqe,
@@ -560,8 +564,8 @@ impl MemoryCommandExecutor {
         self.uncorrectable.needs_clear(slba.0, u64::from(nlb_z) + 1)
     }
 
-    /// Completes the command if the ledger has stored its change of marks. Otherwise, ends the queue's turn, and the command
-    /// continues in the queue's next turn.
+    /// Completes the command if the ledger has stored its change of uncorrectable marks. If not, ends the queue's turn, and the
+    /// command checks again in the queue's next turn.
     fn await_mark_change(&mut self, change: UncorrectableMarkChange) -> ExecutionStep {
         let end = self.uncorrectable.change_result(change);
         if end.is_some() {
@@ -576,7 +580,8 @@ impl MemoryCommandExecutor {
         }
     }
 
-    /// Executes the next step of a long command, without the wait for a change of marks.
+    /// Executes the next step of a long command that moves or zeroes data. The wait for a change of uncorrectable marks follows
+    /// the last of these steps.
     fn execute_data_step(
         &mut self,
         sqe: &Sqe,
@@ -627,7 +632,7 @@ mod tests {
     const SLOTS: u16 = 64;
     const MIB: u64 = 1 << 20;
 
-    /// Returns whether each page of a store is in memory: bit 63 of the page's entry (proc_pid_pagemap(5)).
+    /// Returns, for each page of a store, whether the page is in memory: bit 63 of its entry (proc_pid_pagemap(5)).
     fn is_resident(store: &MemoryCommandExecutor) -> bool {
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         let bytes = store.blocks.bytes(0, store.blocks.len()).unwrap();

@@ -137,7 +137,8 @@ impl HostQueue for NullQueue {
     }
 }
 
-/// The store behind layers. Every command succeeds, and a Read leaves the guest's buffer unchanged.
+/// Executor of the store when layers stand in front of it. Every command succeeds, and a Read leaves the guest's buffer
+/// unchanged.
 #[derive(Debug, Default)]
 pub struct NullCommandExecutor;
 

@@ -22,38 +22,38 @@ use nvme_lease::range::BlockRange;
 use nvme_mpt_memory::sync::{AtomicBool, Mutex, MutexGuard};
 use nvme_spec::ids::Lba;
 
-/// Maximum number of marked ranges of a lease, which bounds the lease's space in the ledger. A command beyond this number
+/// Maximum number of a lease's ranges with marks, which bounds the lease's space in the ledger. A command that would exceed it
 /// fails.
 const MAX_RANGES: usize = 1024;
 
-/// Maximum number of failed stores that a lease remembers for commands that have yet to read the failure.
+/// Maximum number of failed stores that a lease remembers, until the commands that wait for them have seen the failure.
 const FAILURES_MAX: usize = 64;
 
 /// The uncorrectable blocks of one namespace.
 #[derive(Debug, Default)]
 pub(crate) struct UncorrectableBlocks {
     state: Mutex<UncorrectableState>,
-    /// True if a lease has marks, in memory or in the ledger. Commands check this before they take the lock.
+    /// True if any lease has marks, in memory or in the ledger. Commands check this before they take the lock.
     has_marks: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct UncorrectableState {
-    /// Parts of leases by their first block. The parts do not overlap.
+    /// Contiguous ranges of blocks that belong to leases, by their first block. They do not overlap.
     parts: BTreeMap<u64, UncorrectableLeasePart>,
     leases: BTreeMap<u64, LeaseUncorrectableBlocks>,
     next_lease: u64,
 }
 
-/// Contiguous range of blocks that is a part of a lease.
+/// Contiguous range of blocks that belongs to a lease.
 #[derive(Debug)]
 struct UncorrectableLeasePart {
-    /// First block after the part.
+    /// First block after the range.
     end: u64,
     lease: u64,
 }
 
-/// Callback that makes another thread store the marks of a lease.
+/// Callback by which another thread stores the marks of a lease in the ledger.
 struct MarkStoreRequest(Box<dyn Fn() + Send + Sync>);
 
 impl fmt::Debug for MarkStoreRequest {
@@ -62,25 +62,25 @@ impl fmt::Debug for MarkStoreRequest {
     }
 }
 
-/// The uncorrectable blocks of one lease.
+/// The marks of one lease, in memory and in the ledger.
 #[derive(Debug, Default)]
 struct LeaseUncorrectableBlocks {
     current: BlockRangeSet,
-    /// Marks that are durable in the ledger.
+    /// Marks that the ledger has.
     stored: BlockRangeSet,
-    /// Number of the latest change of marks.
+    /// Number of the latest change of the lease's marks. Changes are counted from 1.
     last_change: u64,
-    /// Number of the latest change that is durable in the ledger.
+    /// Number of the latest change that the ledger has stored.
     stored_change: u64,
-    /// For each failed store, the numbers of the first and last change that it did not store.
+    /// For each failed store, the numbers of the first and of the last change that it should have stored.
     failures: Vec<(u64, u64)>,
-    /// Callback that requests a store; `None` if the marks are not stored and end with the lease.
+    /// Callback that requests a store of the marks; `None` if the marks are never stored, and end with the lease.
     request_store: Option<MarkStoreRequest>,
-    /// True from the request for a store until the store begins.
+    /// True from the request for a store until the store begins, so that it is not requested twice.
     is_store_requested: bool,
 }
 
-/// A change of marks, for which the command that made it waits until the change is stored.
+/// A change of marks by a command. The command waits until the ledger has stored the change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct UncorrectableMarkChange {
     lease: u64,
@@ -95,8 +95,8 @@ pub(crate) struct LeaseMarkRegistration {
 }
 
 impl LeaseMarkRegistration {
-    /// Adds a part of the lease, which must not overlap any other part. If an existing part of the lease ends where the added
-    /// part begins, the two are merged, because a command may cross the border.
+    /// Adds a contiguous range of blocks to the lease. It must not overlap any other range. If a range of the lease ends where
+    /// the added one begins, both become one range, because a command may cross the border.
     pub(crate) fn add(&self, part: BlockRange) {
         let (start, end) = bounds(&part);
         let mut state = self.blocks.lock();
@@ -114,8 +114,8 @@ impl LeaseMarkRegistration {
             .insert(start, UncorrectableLeasePart { end, lease });
     }
 
-    /// Loads the marks that the ledger has. From now on, each change calls `ask`, which must make another thread call
-    /// [`store`](Self::store).
+    /// Restores the marks that the ledger has. From now on, each change of the marks calls `ask`, which must make another
+    /// thread call [`store`](Self::store).
     pub(crate) fn restore(&self, marks: &[BlockRange], ask: Box<dyn Fn() + Send + Sync>) {
         let mut state = self.blocks.lock();
         if let Some(lease) = state.leases.get_mut(&self.lease) {
@@ -129,7 +129,7 @@ impl LeaseMarkRegistration {
         self.blocks.update_has_marks(&state);
     }
 
-    /// Makes the present marks durable by `store`.
+    /// Makes the present marks durable by calling `store`, and lets the commands that wait for them continue.
     pub(crate) fn store(&self, store: &mut dyn FnMut(&[BlockRange]) -> io::Result<()>) {
         let (marks, change) = {
             let mut state = self.blocks.lock();
@@ -170,7 +170,7 @@ impl Drop for LeaseMarkRegistration {
 }
 
 impl UncorrectableBlocks {
-    /// Registers a lease with the parts `parts`, which no other registered lease may overlap.
+    /// Registers a lease with its ranges of blocks. No other registered lease may overlap them.
     pub(crate) fn register_lease(self: &Arc<Self>, parts: &[BlockRange]) -> LeaseMarkRegistration {
         let mut state = self.lock();
         let lease = state.next_lease;
@@ -193,7 +193,8 @@ impl UncorrectableBlocks {
         !self.has_marks.load(Ordering::Acquire)
     }
 
-    /// Returns whether a block of `start..start+count` is uncorrectable. The range must be in one part of a lease.
+    /// Returns whether any block of `start..start+count` is uncorrectable. The blocks must lie in one contiguous range of a
+    /// lease.
     pub(crate) fn intersects(&self, start: u64, count: u64) -> bool {
         if self.is_empty() {
             return false;
@@ -203,8 +204,8 @@ impl UncorrectableBlocks {
         lease.is_some_and(|(_, lease)| lease.current.intersects(start, start + count))
     }
 
-    /// Returns whether a write of `start..start+count` has to [clear](Self::clear) marks, in memory or in the ledger. The range
-    /// must be in one part of a lease.
+    /// Returns whether a write of `start..start+count` must [clear](Self::clear) marks, in memory or in the ledger. The blocks
+    /// must lie in one contiguous range of a lease.
     #[inline]
     pub(crate) fn needs_clear(&self, start: u64, count: u64) -> bool {
         !self.is_empty() && self.has_marks_in(start, start + count)
@@ -217,8 +218,8 @@ impl UncorrectableBlocks {
         lease.is_some_and(|(_, lease)| lease.has_marks_in(start, end))
     }
 
-    /// Makes `start..start+count` uncorrectable. The range must be in one part of a lease. Returns the change for which the
-    /// command must wait; `None` if the lease has reached its limit of marks.
+    /// Makes `start..start+count` uncorrectable. The blocks must lie in one contiguous range of a lease. Returns the change
+    /// that the ledger must store before the command completes; `None` if the lease has its maximum number of marks.
     pub(crate) fn mark(&self, start: u64, count: u64) -> Option<UncorrectableMarkChange> {
         let mut state = self.lock();
         let (key, lease) = state.find_lease(start)?;
@@ -232,8 +233,8 @@ impl UncorrectableBlocks {
         Some(change)
     }
 
-    /// Makes `start..start+count` readable after a write. The range must be in one part of a lease. Returns the change for
-    /// which the command must wait; `None` if the blocks had no marks.
+    /// Makes `start..start+count` readable after a write. The blocks must lie in one contiguous range of a lease. Returns the
+    /// change that the ledger must store before the command completes; `None` if the blocks had no marks.
     pub(crate) fn clear(&self, start: u64, count: u64) -> Option<UncorrectableMarkChange> {
         if self.is_empty() {
             return None;
@@ -275,7 +276,7 @@ impl UncorrectableBlocks {
 }
 
 impl UncorrectableState {
-    /// Returns the lease to which a block belongs, and the lease's key.
+    /// Returns the key and the marks of the lease to which a block belongs; `None` if it belongs to no lease.
     fn find_lease(&mut self, block: u64) -> Option<(u64, &mut LeaseUncorrectableBlocks)> {
         let (_, part) = self.parts.range(..=block).next_back()?;
         let key = (block < part.end).then_some(part.lease)?;
@@ -284,8 +285,8 @@ impl UncorrectableState {
 }
 
 impl LeaseUncorrectableBlocks {
-    /// Returns whether a block of a range has a mark, in memory or in the ledger. A mark that was cleared in memory is in the
-    /// ledger until the change is stored.
+    /// Returns whether any block of a range has a mark, in memory or in the ledger. A mark that was cleared in memory stays in
+    /// the ledger until the change is stored.
     fn has_marks_in(&self, start: u64, end: u64) -> bool {
         self.current.intersects(start, end) || self.stored.intersects(start, end)
     }
@@ -298,7 +299,7 @@ impl LeaseUncorrectableBlocks {
         self.change_result(self.last_change).is_some()
     }
 
-    /// Gives a change its number, and requests a store.
+    /// Gives a change of the lease's marks its number, and requests a store.
     fn begin_change(&mut self, lease: u64) -> UncorrectableMarkChange {
         self.last_change += 1;
         let number = self.last_change;
@@ -341,7 +342,7 @@ fn bounds(range: &BlockRange) -> (u64, u64) {
     (start, start.saturating_add(range.blocks))
 }
 
-/// Disjoint ranges: a map from the start of each range to its end.
+/// Set of blocks as disjoint ranges: a map from the start of each range to its end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct BlockRangeSet(BTreeMap<u64, u64>);
 
@@ -428,7 +429,8 @@ mod tests {
         }
     }
 
-    /// Creates a lease of 80 blocks with marks in the ledger. Also returns a counter of requested stores.
+    /// Creates a lease of 80 blocks whose marks the ledger stores. Also returns the number of requested stores, as it counts
+    /// on.
     fn lease_with_marks(
         marks: &[BlockRange],
     ) -> (

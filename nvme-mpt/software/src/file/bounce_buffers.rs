@@ -10,19 +10,19 @@ use nvme_mpt_memory::{Mapping, RawBytes};
 /// Size class of a bounce buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BounceBufferSize {
-    /// A stage for a few blocks, and no data area.
+    /// Buffer with a stage for a few blocks, and without a data area.
     Small,
-    /// A stage for the longest transfer, and a data area of equal size for Compare, Verify and Copy.
+    /// Buffer with a stage for the longest transfer, and with a data area for as much data, for Compare, Verify and Copy.
     Large,
 }
 
-/// Bytes of the stage of a small buffer.
+/// Size of a small buffer's stage in bytes.
 const SMALL_BYTES: usize = 32 << 10;
 
-/// Bytes of the data area of a large buffer: the maximum transfer of one command.
+/// Size of a large buffer's data area in bytes: the maximum transfer of one command.
 const DATA_BYTES: usize = Mdts::MAX.bytes() as usize;
 
-/// Maximum number of buffers in each size class. If all are in use, a command that needs a buffer waits.
+/// Maximum number of a queue's buffers in each size class. If all are in use, a command that needs one waits.
 const SMALL_BUFFERS_MAX: usize = 64;
 const LARGE_BUFFERS_MAX: usize = 4;
 
@@ -37,7 +37,7 @@ impl BounceBufferSize {
     }
 }
 
-/// A bounce buffer.
+/// A bounce buffer: a stage and perhaps a data area (see the module).
 #[derive(Debug)]
 pub(super) struct BounceBuffer {
     size: BounceBufferSize,
@@ -45,12 +45,13 @@ pub(super) struct BounceBuffer {
 }
 
 impl BounceBuffer {
-    /// Returns a part of the stage.
+    /// Returns `len` bytes of the stage, from an offset on; `None` if the stage is shorter.
     pub(super) fn stage(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
         self.memory.bytes(offset, len)
     }
 
-    /// Returns a part of the data area. The data area starts at a page boundary.
+    /// Returns `len` bytes of the data area, from an offset on; `None` if the buffer has no such area or it is shorter. The
+    /// area begins at a page boundary.
     pub(super) fn data(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
         match self.size {
             BounceBufferSize::Small => None,
@@ -59,7 +60,7 @@ impl BounceBuffer {
     }
 }
 
-/// Buffers of one size class.
+/// A queue's bounce buffers of one size class.
 #[derive(Debug)]
 struct BounceBufferPool {
     size: BounceBufferSize,
@@ -142,7 +143,7 @@ impl QueueBounceBuffers {
         }
     }
 
-    /// Returns a buffer that a command no longer needs.
+    /// Takes back a buffer that a command does not need any more.
     pub(super) fn put(&mut self, bounce: BounceBuffer) {
         self.pool_mut(bounce.size).put(bounce);
     }
@@ -150,7 +151,7 @@ impl QueueBounceBuffers {
 
 #[cfg(test)]
 impl QueueBounceBuffers {
-    /// Total bytes of all buffers, whether in use or free.
+    /// Returns the total size in bytes of all buffers, whether in use or free.
     pub(super) fn bytes(&self) -> usize {
         let of = |pool: &BounceBufferPool| (pool.in_use + pool.free.len()) * pool.bytes;
         of(&self.small) + of(&self.large)

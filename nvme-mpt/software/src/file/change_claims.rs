@@ -18,12 +18,12 @@ use std::sync::{Arc, PoisonError};
 
 use crate::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, fence};
 
-/// A change of bytes of a file.
+/// A change that a command makes to a range of bytes of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BlockChange {
     pub(super) start: u64,
     pub(super) end: u64,
-    /// True for a read-modify-write of a block, which excludes every other change of the block.
+    /// True for a partial change: a read-modify-write of a block, which excludes every other change of the block.
     pub(super) is_partial: bool,
 }
 
@@ -33,34 +33,34 @@ impl BlockChange {
     }
 }
 
-/// Permission of a command to change blocks, or the command's place in the list while it waits.
+/// Claim of a command to change blocks: a permission, or a place in the list of changes while the command waits.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) enum BlockChangeClaim {
     /// The command changes no blocks.
     #[default]
     None,
-    /// The change is counted in the queue's fast lane, and may begin.
+    /// The change is counted on the queue's fast lane (see the module), and may begin.
     FastLane,
-    /// The change has the list entry with this number.
+    /// The change has the entry with this number in the list of changes.
     Listed(u64),
 }
 
-/// Maximum number of list entries of a queue, at which the queue starts no further command. Commands that have already started
-/// may exceed it.
+/// Number of a queue's list entries from which on the queue starts no further command. Commands that have already started may
+/// exceed it.
 pub(super) const LISTED_MAX: usize = 64;
 
-/// Fast lane of one queue: counts the queue's changes that no partial change excludes.
+/// Fast lane of one queue: a counter of the queue's changes that are in progress without an entry in the list of changes.
 #[derive(Debug)]
 pub(super) struct QueueFastLane {
-    /// Number of the queue's changes on the fast lane.
+    /// Number of the queue's changes that are in progress on the fast lane.
     changes: AtomicUsize,
-    /// Number of the queue's changes in the list.
+    /// Number of the queue's entries in the list of changes.
     listed: AtomicUsize,
     /// True if the queue has made transfers since the last call of [`FileFastLanes::take_transfers`].
     has_transferred: AtomicBool,
 }
 
-/// The fast lanes of all queues of a file, whatever their lease.
+/// Fast lanes of all queues of a file, of all leases.
 #[derive(Debug)]
 pub(super) struct FileFastLanes(Mutex<Vec<Arc<QueueFastLane>>>);
 
@@ -79,7 +79,7 @@ impl FileFastLanes {
         self.lanes().retain(|other| !Arc::ptr_eq(other, lane));
     }
 
-    /// Returns whether a queue of the file has made transfers since the last call.
+    /// Returns whether any queue of the file has made transfers since the last call.
     pub(super) fn take_transfers(&self) -> bool {
         let mut any = false;
         for lane in &*self.lanes() {
@@ -97,9 +97,9 @@ impl FileFastLanes {
 struct ListedChange {
     number: u64,
     change: BlockChange,
-    /// Number of earlier list entries that exclude this change and have not left the list.
+    /// Number of earlier entries that exclude this change and are still in the list.
     blocker_count: usize,
-    /// True once each lane was seen at zero since the change was listed. Only partial changes use this.
+    /// For a partial change: true once each fast lane was seen at zero since the change was listed.
     has_seen_lanes_empty: bool,
 }
 
@@ -111,10 +111,10 @@ struct ListedChanges {
     lanes: Vec<Arc<QueueFastLane>>,
 }
 
-/// Changes of the blocks of one lease.
+/// Claims for changes of one lease's blocks.
 #[derive(Debug)]
 pub(super) struct LeaseChangeClaims {
-    /// Number of partial changes in the list.
+    /// Number of partial changes in the list. While it is not 0, no change takes the fast lane.
     partial_count: AtomicUsize,
     list: Mutex<ListedChanges>,
 }
@@ -129,7 +129,7 @@ impl Default for LeaseChangeClaims {
 }
 
 impl LeaseChangeClaims {
-    /// Adds the lane of a queue.
+    /// Creates the fast lane of a new queue.
     pub(super) fn open_lane(&self) -> Arc<QueueFastLane> {
         let lane = Arc::new(QueueFastLane {
             changes: AtomicUsize::new(0),
@@ -144,8 +144,8 @@ impl LeaseChangeClaims {
         self.list().lanes.retain(|other| !Arc::ptr_eq(other, lane));
     }
 
-    /// Enters a change. The second returned value is `true` if the change may begin immediately. Otherwise, the change may
-    /// begin when [`Self::can_begin`] returns `true`.
+    /// Enters a change. Also returns whether the change may begin immediately. If not, it may begin when [`Self::can_begin`]
+    /// returns `true`.
     #[inline]
     pub(super) fn enter(
         &self,
@@ -195,7 +195,7 @@ impl LeaseChangeClaims {
         }
     }
 
-    /// Removes a change that has ended, or whose command no longer waits.
+    /// Removes a change that has ended, or whose command does not wait for it any more.
     #[inline]
     pub(super) fn leave(&self, lane: &QueueFastLane, claim: BlockChangeClaim) {
         match claim {
@@ -263,14 +263,15 @@ impl QueueFastLane {
         self.changes.load(Ordering::Acquire) == 0
     }
 
-    /// Records that the queue has made a transfer. Each queue has a flag of its own, so that queues do not contend.
+    /// Records that the queue has made a transfer. Each queue has a flag of its own, so that the queues' processors do not
+    /// contend for one.
     #[inline]
     pub(super) fn record_transfer(&self) {
         self.has_transferred.store(true, Ordering::Relaxed);
     }
 }
 
-/// Adds to a counter of a lane, modulo 2^64. Only the lane's own queue writes the counter.
+/// Adds to a counter of a fast lane, modulo 2^64. Only the lane's own queue writes it.
 #[inline]
 fn add_to_counter(number: &AtomicUsize, by: usize) {
     let sum = number.load(Ordering::Relaxed).wrapping_add(by);
@@ -390,7 +391,7 @@ mod loom_models {
 
     use super::*;
 
-    /// A block that two queues change. loom reports concurrent accesses to the block.
+    /// Model of a block that two queues change. loom reports concurrent accesses to the block.
     fn model(partial: [bool; 2]) {
         loom::model(move || {
             let claims = Arc::new(LeaseChangeClaims::default());

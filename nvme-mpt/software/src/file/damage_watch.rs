@@ -13,11 +13,12 @@ use super::kernel::{MetadataExt, metadata};
 use super::{LeasedFile, SharedFile};
 use nvme_mpt_memory::sync::Mutex;
 
-/// Damage of a regular file. A block device cannot change in these ways.
+/// Watch of a drive's file for damage by other processes. A block device cannot be damaged in these ways.
 #[derive(Debug)]
 pub(super) struct FileDamageWatch {
     is_regular: bool,
-    /// Smallest size seen so far, in bytes. Bytes beyond this size have lost their content, even if the file has grown since.
+    /// Smallest size that the file has had at a check, in bytes. Bytes beyond this size have lost their content, even if the
+    /// file has grown since.
     min_size_bytes: AtomicU64,
     is_replaced: AtomicBool,
     leases: Mutex<Vec<Weak<LeasedFile>>>,
@@ -33,7 +34,7 @@ impl FileDamageWatch {
         }
     }
 
-    /// Registers a lease, to which changes are reported.
+    /// Registers a lease of the file, to which damage is reported.
     pub(super) fn register(&self, lease: &Arc<LeasedFile>) {
         let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
         leases.retain(|lease| lease.strong_count() > 0);
@@ -46,7 +47,7 @@ impl FileDamageWatch {
         end <= self.min_size_bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the file can be truncated, removed or replaced.
+    /// Returns whether other processes can truncate, remove or replace the file.
     pub(super) const fn can_change(&self) -> bool {
         self.is_regular
     }
@@ -70,7 +71,7 @@ impl FileDamageWatch {
 }
 
 impl SharedFile {
-    /// Checks whether the file was truncated, and reports it.
+    /// Checks whether the file was truncated, and reports that to its leases.
     pub(super) fn check_size(&self) {
         if !self.damage_watch.is_regular {
             return;
@@ -94,7 +95,7 @@ impl SharedFile {
         }
     }
 
-    /// Checks whether the file's path leads to another file or to none, and reports it.
+    /// Checks whether the file's path leads to another file or to none, and reports that to the file's leases.
     pub(super) fn check_path(&self) {
         if !self.damage_watch.is_regular || self.damage_watch.is_replaced() {
             return;

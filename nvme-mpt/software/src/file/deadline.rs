@@ -14,7 +14,7 @@ use nvme_mpt::host::request_age::{CHECK_INTERVAL, OVERDUE_CHECKS};
 use nvme_mpt_memory::clock::{TickClock, Ticks};
 use nvme_spec::ids::CommandId;
 
-/// Bit that distinguishes the tag of a cancellation from the tag of the cancelled request.
+/// Bit in the tag of a request for cancellation, which otherwise has the tag of the request that it cancels.
 const CANCELLATION_TAG_BIT: u64 = 1 << 32;
 
 impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
@@ -44,8 +44,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         }
     }
 
-    /// Cancels an overdue request. A request that was already repeated is not cancelled, because the cancellation of the first
-    /// attempt did not help.
+    /// Cancels an overdue request in the kernel, so that it can be repeated. A request that was already repeated is not
+    /// cancelled, because the cancellation of the first attempt did not help.
     fn cancel_request(&mut self, slot: usize) {
         self.commands[slot].is_overdue = true;
         if self.commands[slot].repeat_count > 0 {
@@ -116,7 +116,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         )
     }
 
-    /// Returns the slot of a completed request; `None` if a cancellation completed.
+    /// Returns the slot of the request that has completed, by its tag. Returns `None` if it was a request for cancellation.
     #[inline]
     pub(super) fn completed_slot(&self, tag: u64, result: Result<usize, i32>) -> Option<CommandId> {
         if tag & CANCELLATION_TAG_BIT == 0 {

@@ -21,16 +21,16 @@ use super::kernel;
 use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-/// Maximum number of queued survey requests. A request beyond it is dropped.
+/// Maximum number of requests for surveys that wait for the survey thread. Further requests are dropped.
 const QUEUED_REQUESTS_MAX: usize = 256;
 
-/// Maximum time for which a command waits for a survey, before it continues without one.
+/// Maximum time for which a command waits for a survey, before it continues without it.
 pub(super) const SURVEY_TIMEOUT: Duration = Duration::from_millis(2);
 
-/// Maximum number of extents in a survey.
+/// Maximum number of extents that a survey reports.
 const EXTENTS_MAX: usize = 64;
 
-/// Divisor of the weight of an extent on a disk: 256 bytes weigh as much as one byte of a file in memory.
+/// Divisor of an extent's bytes for its weight on a disk: 256 bytes weigh as much as one byte of a file in memory.
 const DISK_WEIGHT_DIVISOR: u64 = 256;
 
 static REQUEST_SENDER: OnceLock<SyncSender<SurveyRequest>> = OnceLock::new();
@@ -75,7 +75,7 @@ fn serve_requests(questions: &Receiver<SurveyRequest>) {
     }
 }
 
-/// Request for a survey of the range `start..end` of a file.
+/// Request for a survey of the extents in the range `start..end` of a file.
 #[derive(Debug)]
 pub(super) struct SurveyRequest {
     file: Weak<SharedFile>,
@@ -85,8 +85,9 @@ pub(super) struct SurveyRequest {
 }
 
 impl SurveyRequest {
-    /// Answers the request with the first extents of the range, as start and end in ascending order. Fewer than [`EXTENTS_MAX`]
-    /// extents are all extents of the range. `light` is the number of bytes of an extent that weigh one.
+    /// Answers the request with the first extents of the range, as start and end in ascending order. If there are fewer than
+    /// [`EXTENTS_MAX`], these are all. `light` is the number of an extent's bytes that weigh as much as one byte of a file in
+    /// memory.
     pub(super) fn answer(self, extents: Vec<(u64, u64)>, light: u64) {
         let known = match extents.last() {
             Some((_, end)) if extents.len() >= EXTENTS_MAX => *end,
@@ -101,12 +102,12 @@ impl SurveyRequest {
     }
 }
 
-/// Handle through which a file sends survey requests to the survey thread.
+/// Handle by which a file sends requests to the survey thread.
 #[derive(Debug, Default)]
 pub(super) struct SurveyThreadHandle(OnceLock<SyncSender<SurveyRequest>>, OnceLock<()>);
 
 impl SurveyThreadHandle {
-    /// Creates a handle to the survey thread of this process, if the thread is running.
+    /// Creates a handle to the survey thread of this process. If there is none, the handle requests no surveys.
     pub(super) fn of_this_process() -> Self {
         let surveyor = Self::default();
         if let Some(questions) = REQUEST_SENDER.get() {
@@ -115,7 +116,7 @@ impl SurveyThreadHandle {
         surveyor
     }
 
-    /// Sends requests to the channel `questions` from now on, if the handle has no channel yet. Returns whether it had none.
+    /// Sends requests to the channel `questions` from now on, if the handle has none yet. Returns whether it had none.
     pub(super) fn set_sender(&self, questions: SyncSender<SurveyRequest>) -> bool {
         self.0.set(questions).is_ok()
     }
@@ -125,12 +126,12 @@ impl SurveyThreadHandle {
         let _ = self.1.set(());
     }
 
-    /// Returns whether survey requests are sent.
+    /// Returns whether surveys can be requested.
     pub(super) fn is_enabled(&self) -> bool {
         self.0.get().is_some() && self.1.get().is_none()
     }
 
-    /// Requests a survey of a range; returns `None` if no survey is available, or if too many requests are queued.
+    /// Requests a survey of a range. Returns `None` if no surveys can be requested, or if too many requests wait.
     pub(super) fn request_survey(
         &self,
         file: &Arc<SharedFile>,
@@ -149,23 +150,23 @@ impl SurveyThreadHandle {
     }
 }
 
-/// A survey of a range, whose answer may be pending.
+/// A survey that was requested. Its answer may be pending.
 #[derive(Debug, Default)]
 pub(super) struct ExtentSurvey {
     answer: OnceLock<SurveyedExtents>,
 }
 
 impl ExtentSurvey {
-    /// Returns the extents; `None` until the survey is answered.
+    /// Returns the extents of the range; `None` until the survey is answered.
     pub(super) fn extents(&self) -> Option<&SurveyedExtents> {
         self.answer.get()
     }
 }
 
-/// The allocated extents at the start of a range.
+/// Extents of a range of a file that a survey has found: those from the start of the range on, up to a maximum number.
 #[derive(Debug)]
 pub(super) struct SurveyedExtents {
-    /// End of the part of the range whose extents are known.
+    /// Offset up to which the extents of the range are known.
     known_end: u64,
     /// Start and end of each extent.
     extents: Vec<(u64, u64)>,
@@ -173,13 +174,13 @@ pub(super) struct SurveyedExtents {
 }
 
 impl SurveyedExtents {
-    /// Returns whether the extents at offset `at` are known.
+    /// Returns whether the survey covers the bytes at offset `at`.
     pub(super) fn is_covered(&self, at: u64) -> bool {
         at < self.known_end
     }
 
-    /// Returns the end and weight of a slice that begins at `at`. The slice does not extend beyond `end`, and its weight is at
-    /// most `most`, but it contains at least one block.
+    /// Returns the end and the weight of a slice (a piece that is deallocated at a time) from `at` on. The slice ends at `end`
+    /// at the latest and weighs at most `most`, but has at least one block.
     pub(super) fn next_slice(&self, at: u64, end: u64, most: u64) -> (u64, u64) {
         let end = end.min(self.known_end);
         let head = if self.weight_divisor > 1 { UNIT } else { 0 };

@@ -20,13 +20,14 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// The next step of a command.
+/// Next step of a command. Steps that make a request to the kernel end with its completion.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum FileCommandStep {
     /// Complete the command.
     #[default]
     Done,
-    /// Wait until a change may begin, because other changes of the same blocks exclude it; see [`change_claims`](super::change_claims).
+    /// Wait until a change may begin, because other changes of its blocks exclude it; see
+    /// [`change_claims`](super::change_claims).
     AwaitClaim,
     /// Read the next block of which the write changes only a part; without one, prepare the write.
     Fill,
@@ -63,13 +64,13 @@ pub(super) enum FileCommandStep {
 }
 
 impl FileCommandStep {
-    /// Returns whether the step is a sync of a file.
+    /// Returns whether the step is a sync of the file or of the companion file.
     pub(super) fn is_sync(self) -> bool {
         matches!(self, Self::Sync | Self::SyncCompanion)
     }
 }
 
-/// A method of zeroing a range.
+/// Method by which a range is zeroed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum ZeroingMethod {
     /// The file system zeroes the range and keeps it allocated.
@@ -81,29 +82,29 @@ pub(super) enum ZeroingMethod {
     WriteZeroes,
 }
 
-/// Progress of zeroing a range.
+/// Progress of a range that is zeroed or deallocated.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RangeZeroing {
     pub(super) start: u64,
-    /// Offset in the file of the first byte that is not zeroed yet.
+    /// Offset in the file of the first byte that is not processed yet.
     pub(super) offset: u64,
     pub(super) end: u64,
-    /// True if some bytes before `offset` could not be deallocated, and keep their data. Deallocation is advice, so the command
-    /// succeeds.
+    /// True if some bytes before `offset` could not be deallocated, and so keep their data. The command succeeds, because a
+    /// deallocation is advice.
     pub(super) has_skipped_data: bool,
     pub(super) method: ZeroingMethod,
-    /// The step after all bytes of the range are zeroed.
+    /// Step that follows when all bytes of the range are processed.
     pub(super) next_step: FileCommandStep,
-    /// Length of the present slice in bytes.
+    /// Length in bytes of the present slice, the piece of the range that the file system processes now.
     pub(super) slice_bytes: u64,
     /// Weight of the present slice, which limits its duration; see [`extent_survey`](super::extent_survey). Without a survey,
     /// this is the length of the slice.
     pub(super) slice_weight: u64,
-    /// True if the length of slices is chosen without a survey from now on.
+    /// True if the next slices are chosen without a survey, because none was answered in time, or none can be requested.
     pub(super) is_unsurveyed: bool,
-    /// True if this command has the turn to process a slice of the file.
+    /// True if this command has the turn, the permission to process one slice of the file.
     pub(super) has_turn: bool,
-    /// Time when the present slice began.
+    /// Time at which the file system began the present slice.
     pub(super) slice_start: Ticks,
 }
 
@@ -112,58 +113,58 @@ pub(super) struct RangeZeroing {
 pub(super) struct FileCommand {
     pub(super) sqe: Sqe,
     pub(super) next_step: FileCommandStep,
-    /// The step after the transfer of all bytes.
+    /// Step that follows when all bytes are transferred.
     pub(super) after_transfer: FileCommandStep,
-    /// The step after the read data was copied from the bounce buffer to the guest.
+    /// Step that follows when the read data was copied from the bounce buffer to the guest.
     pub(super) after_scatter: FileCommandStep,
     /// Offset in the file of the next byte to transfer.
     pub(super) offset: u64,
-    /// Offset in the file at which the command's data begins.
+    /// Offset in the file of the command's data.
     pub(super) data_offset: u64,
-    /// Parts of the command's data memory that are not transferred yet.
+    /// Memory of the command's data, without the parts that are already transferred.
     pub(super) vectors: IoVectors,
     /// Start and end of the bytes of the file that the bounce buffer holds; `None` if the transfer uses no bounce buffer.
     pub(super) staged: Option<(u64, u64)>,
-    /// The part of the bounce buffer that the kernel transfers.
+    /// Part of the bounce buffer that the present request transfers.
     pub(super) stage: IoVectors,
-    /// Start and end of each range whose blocks the write may change only in part, so that they must be read first.
+    /// Start and end of each range of the file that must be read first, because the write may change its blocks only in part.
     pub(super) fills: [Option<(u64, u64)>; 2],
     pub(super) bounce: Option<BounceBuffer>,
     pub(super) claim: BlockChangeClaim,
-    /// The step with which the claimed change begins.
+    /// Step that follows when the claimed change may begin.
     pub(super) after_claim: FileCommandStep,
     pub(super) zeroing: RangeZeroing,
-    /// The survey for the next bytes of the range, and the time when it was requested.
+    /// Survey of the next bytes of the range, and the time at which it was requested.
     pub(super) survey: Option<(Arc<ExtentSurvey>, Ticks)>,
-    /// Time at which the command stops waiting for its turn; see [`slice_scheduler`](super::slice_scheduler).
+    /// Time from which on the command does not wait for its turn any more; see [`slice_scheduler`](super::slice_scheduler).
     pub(super) turn_deadline: Ticks,
-    /// First block, and number of blocks, whose uncorrectable marks must be cleared.
+    /// Blocks whose uncorrectable marks must be cleared: the first one, and their number.
     pub(super) blocks_to_unmark: (u64, u64),
-    /// The change of uncorrectable marks for which the command waits.
+    /// Change of uncorrectable marks that the ledger must store before the command continues.
     pub(super) mark_change: Option<UncorrectableMarkChange>,
-    /// The steps after a sync of the file and after a change of uncorrectable marks.
+    /// Steps that follow a sync of the file, and a change of uncorrectable marks.
     pub(super) after_sync: FileCommandStep,
     pub(super) after_marks: FileCommandStep,
-    /// Number of the first sync of the file that covers the command.
+    /// Number of the first sync whose success makes the command's data durable.
     pub(super) needed_sync: SyncNumber,
-    /// Number of the sync that the command performs; `None` if the command waits for the sync of another command.
+    /// Number of the sync that the command performs; `None` if the command waits for a sync that another command performs.
     pub(super) led_sync: Option<SyncNumber>,
-    /// Number of the command's ranges that were processed, and the sum of their bytes.
+    /// Number of the command's ranges that were processed, and the number of their bytes.
     pub(super) processed_ranges: usize,
     pub(super) processed_bytes: usize,
     /// True if a request of this command is pending in the kernel.
     pub(super) is_requested: bool,
-    /// Value of the queue's counter of age checks when the request was made. If the request was repeated because the kernel had
-    /// returned it undone, the value at the first attempt.
+    /// Value of the queue's counter of age checks when the request was made first. If the kernel returns a request undone, it
+    /// is repeated, and this value stays.
     pub(super) requested_at_check: u32,
-    /// True if the pending request is overdue and a cancellation was requested.
+    /// True if the pending request is overdue, and its cancellation was requested.
     pub(super) is_overdue: bool,
-    /// Number of times that an overdue request was repeated.
+    /// Number of times that a request of the command was repeated because it was overdue.
     pub(super) repeat_count: u8,
 }
 
 impl FileCommand {
-    /// Resets the state for a new command.
+    /// Resets the state for a new command in this slot.
     pub(super) fn reset(&mut self, sqe: &Sqe) {
         self.sqe = *sqe;
         self.vectors.clear();
@@ -176,7 +177,7 @@ impl FileCommand {
         (self.after_sync, self.after_marks) = (FileCommandStep::Done, FileCommandStep::Done);
     }
 
-    /// Returns the memory of the present transfer: the bounce buffer's or the guest's.
+    /// Returns the memory of the present transfer: that of the bounce buffer, or the guest's.
     #[inline]
     pub(super) fn transfer_vectors(&self) -> &IoVectors {
         match self.staged {
@@ -193,7 +194,7 @@ impl FileCommand {
         }
     }
 
-    /// Selects part of the data memory as the command's data.
+    /// Selects `len` bytes of the bounce buffer's data area, from an offset on, as the memory of the command's data.
     pub(super) fn use_data(&mut self, offset: usize, len: usize) -> Result<(), Status> {
         let bytes = self
             .bounce
@@ -203,7 +204,7 @@ impl FileCommand {
         Ok(())
     }
 
-    /// Selects the part of the bounce buffer for bytes `start..end` of the file as the next transfer.
+    /// Selects the part of the bounce buffer that holds the bytes `start..end` of the file for the next transfer.
     pub(super) fn use_stage(&mut self, start: u64, end: u64) -> Result<(), Status> {
         let (base, _) = self.staged.ok_or(Status::INTERNAL_ERROR)?;
         let bytes = self
@@ -216,7 +217,7 @@ impl FileCommand {
         Ok(())
     }
 
-    /// Returns the part of the bounce buffer that holds the command's data.
+    /// Returns the part of the bounce buffer's stage that holds the command's data.
     pub(super) fn staged_data(&self) -> Result<RawBytes<'_>, Status> {
         let (base, _) = self.staged.ok_or(Status::INTERNAL_ERROR)?;
         let at = (self.data_offset - base) as usize;
@@ -226,7 +227,7 @@ impl FileCommand {
             .ok_or(Status::INTERNAL_ERROR)
     }
 
-    /// Prepares a write of `len` bytes for the transfer that `plan` describes.
+    /// Prepares the write of `len` bytes: whether the bounce buffer is used, and which blocks must be read first.
     pub(super) fn stage_write(&mut self, plan: TransferBuffer, len: u64) {
         let TransferBuffer::Staged { start, end } = plan else {
             self.staged = None;
@@ -247,8 +248,8 @@ impl FileCommand {
         };
     }
 
-    /// Returns whether a successful command promises that its data is durable. Flush promises this, and writes with FUA. The
-    /// bit FUA is in the same dword of Write, Write Zeroes and Copy.
+    /// Returns whether a successful command promises that its data is durable: Flush, and writes with FUA. Write, Write Zeroes
+    /// and Copy have FUA in the same dword.
     pub(super) fn needs_durability(&self) -> bool {
         match NvmOpcode(self.sqe.opcode()) {
             NvmOpcode::FLUSH => true,
@@ -288,7 +289,7 @@ impl FileCommand {
         }
     }
 
-    /// Returns whether the command has requests yet to be made.
+    /// Returns whether the command has to make further requests to the kernel.
     pub(super) fn has_more_requests(&self) -> bool {
         match self.next_step {
             FileCommandStep::Done | FileCommandStep::Compare | FileCommandStep::Scatter => false,
@@ -342,8 +343,8 @@ impl FileCommand {
         }
     }
 
-    /// If blocks that the command has written have uncorrectable marks, makes the command clear the marks before it completes.
-    /// Returns whether there are such marks.
+    /// Makes the command clear the uncorrectable marks of the blocks that it has written, before it completes. Returns whether
+    /// there are such marks.
     #[cold]
     pub(super) fn clear_written_marks(&mut self, file: &SharedFile) -> bool {
         self.written_blocks(file)
@@ -376,7 +377,7 @@ impl FileCommand {
         NvmOpcode(self.sqe.opcode()) == NvmOpcode::DATASET_MANAGEMENT
     }
 
-    /// Returns whether the next bytes of the range need a survey before the next slice.
+    /// Returns whether a survey of the next bytes of the range must precede the next slice.
     pub(super) fn needs_survey(&mut self) -> bool {
         let RangeZeroing {
             offset: at,
@@ -398,7 +399,7 @@ impl FileCommand {
         !reaches
     }
 
-    /// Returns the step after all zeroes of a command are written.
+    /// Returns the step that follows the zeroes of a command that writes them itself.
     pub(super) fn step_after_zeroes(&self) -> FileCommandStep {
         if WriteZeroes::from(&self.sqe).fua {
             FileCommandStep::Sync
@@ -408,7 +409,7 @@ impl FileCommand {
     }
 }
 
-/// Converts a kernel error in a step of a command into a status.
+/// Converts an error of the kernel in a step of a command into a status for the guest.
 pub(super) fn status_from_errno(errno: i32, step: FileCommandStep) -> Status {
     match errno {
         // A hole could not be filled: the storage is full, or reaches a limit of the user or of the process (RLIMIT_FSIZE).

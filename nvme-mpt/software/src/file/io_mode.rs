@@ -10,15 +10,15 @@ use nvme_guest::host::Mdts;
 /// block.
 pub(super) const UNIT: u64 = nvme_lease::range::BOUNDARY;
 
-/// Maximum number of bytes that one command transfers, after its range was extended to whole blocks.
+/// Maximum number of bytes that one command transfers, when its range is extended to whole blocks.
 pub(super) const STAGE_MAX: usize = Mdts::MAX.bytes() as usize + 2 * UNIT as usize;
 
-/// Alignment that the file system and the device require for direct I/O.
+/// Alignment that the file system and the device require of direct I/O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DirectAlignment {
     /// Alignment in bytes of addresses and lengths of memory parts.
     pub(super) memory: usize,
-    /// Alignment in bytes of file offsets and lengths.
+    /// Alignment in bytes of offsets in the file, and of the total length.
     pub(super) offset: u64,
 }
 
@@ -38,7 +38,7 @@ pub(super) enum TransferDirection {
     Write,
 }
 
-/// Memory of a planned transfer.
+/// Memory that the kernel uses for a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TransferBuffer {
     /// The kernel accesses the command's own memory.
@@ -48,7 +48,7 @@ pub(super) enum TransferBuffer {
 }
 
 impl TransferBuffer {
-    /// Returns whether the bounce buffer holds bytes of the file that are not the command's own.
+    /// Returns whether the bounce buffer holds more bytes of the file than the command's `len` bytes at `offset`.
     pub(super) fn is_partial(self, offset: u64, len: u64) -> bool {
         match self {
             Self::InPlace => false,
@@ -58,8 +58,8 @@ impl TransferBuffer {
 }
 
 impl FileIoMode {
-    /// Chooses the path for a file of `bytes` bytes. `direct` is the alignment that direct I/O requires; `None` if the file
-    /// does not support direct I/O.
+    /// Chooses direct I/O or the page cache for a file of `bytes` bytes. `direct` is the alignment that direct I/O requires;
+    /// `None` if the file does not support direct I/O.
     ///
     /// For direct I/O, memory parts are aligned to whole blocks as well. Linux requires only the device's memory alignment, but
     /// zram (Linux 6.18) transfers whole pages, even if a part begins or ends within a page.

@@ -13,14 +13,14 @@ use super::SharedFile;
 use super::io_mode::FileIoMode;
 use super::kernel::{File, FileRangeLock, lock_backing_file, reopen};
 
-/// Offsets of two bytes beyond all data. A process locks one of the two bytes to announce the path by which it accesses the
+/// Offsets of two bytes beyond all data. A process locks one of the two bytes to announce the way in which it accesses the
 /// file: the page cache, or direct I/O.
 ///
-/// All processes must access a file by one path. If the page cache has a page of a written range in one folio with a dirty
+/// All processes must access a file in one way. If the page cache has a page of a written range in one folio with a dirty
 /// page, a direct write cannot drop the page. The kernel then reports an error to all users of the file.
 const MODE_LOCK_OFFSETS: [u64; 2] = [1 << 62, (1 << 62) + 1];
 
-/// Locks of the bytes of a lease.
+/// Locks of the bytes of a lease against other processes.
 #[derive(Debug)]
 pub(crate) struct LeaseFileLocks {
     shared: Arc<SharedFile>,
@@ -118,8 +118,8 @@ impl LeaseFileLocks {
     }
 }
 
-/// Announces whether this process accesses a file through the page cache or with direct I/O. Fails if another process has
-/// announced the other path.
+/// Announces to other processes whether this one accesses a file through the page cache or with direct I/O. Fails if another
+/// process has announced the other way.
 fn announce_io_mode(lock: &FileRangeLock, path: &Path, is_direct: bool) -> io::Result<()> {
     let (ours, other) = (usize::from(is_direct), usize::from(!is_direct));
     // Announces before it checks, so that of two concurrent processes, at least one sees the other.

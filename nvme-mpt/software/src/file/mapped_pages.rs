@@ -22,11 +22,12 @@ use super::io_mode::UNIT;
 use super::kernel::{self, File, next_data};
 use nvme_mpt_memory::{Mapping, RawBytes};
 
-/// The mapped pages of a file.
+/// Mapping of all bytes of a file, by which commands copy from and to its resident pages.
 #[derive(Debug)]
 pub(super) struct MappedFilePages {
     mapping: Mapping,
-    /// Bitmap with a bit for each [`UNIT`] of the file: 1 if its pages are known to be resident.
+    /// Bitmap with a bit for each [`UNIT`] of the file: 1 if its pages are known to be resident, so that a copy raises no
+    /// SIGBUS.
     resident: Box<[AtomicU64]>,
     is_reported: AtomicBool,
 }
@@ -58,13 +59,13 @@ impl MappedFilePages {
         self.mapping.bytes(usize::try_from(offset).ok()?, len)
     }
 
-    /// Returns whether a page was lost. In this case, data that commands have copied may be lost, too.
+    /// Returns whether a page was lost to a truncation or a damage. Data that commands have copied may then be lost too.
     #[inline]
     pub(super) fn is_lost(&self) -> bool {
         self.mapping.is_lost()
     }
 
-    /// Logs that pages were lost, once.
+    /// Logs that pages were lost. Does so only once.
     #[cold]
     pub(super) fn log_loss(&self, path: &Path) {
         if !self.is_reported.swap(true, Ordering::Relaxed) {
@@ -76,7 +77,7 @@ impl MappedFilePages {
         }
     }
 
-    /// Marks the pages of these bytes as resident, after the kernel wrote the bytes.
+    /// Records that the pages of these bytes are resident, after the kernel has written the bytes.
     pub(super) fn mark_resident(&self, offset: u64, len: u64) {
         for (word, bits) in BitmapWords::new(offset, len) {
             if let Some(there) = self.resident.get(word) {
@@ -85,7 +86,7 @@ impl MappedFilePages {
         }
     }
 
-    /// Marks pages as not resident before a deallocation.
+    /// Records that pages are not resident, before their deallocation.
     pub(super) fn mark_absent(&self, offset: u64, len: u64) {
         for (word, bits) in BitmapWords::new(offset, len) {
             if let Some(there) = self.resident.get(word) {
@@ -94,7 +95,7 @@ impl MappedFilePages {
         }
     }
 
-    /// Checks which pages of these bytes are resident. Returns whether at least one is.
+    /// Asks the kernel which pages of these bytes are resident, and records that. Returns whether any is.
     pub(super) fn check_residency(&self, file: &File, offset: u64, len: u64) -> bool {
         let (mut at, end) = (offset, offset + len);
         let mut found = false;
@@ -110,9 +111,9 @@ impl MappedFilePages {
     }
 }
 
-/// Iterator over the bitmap words of a range of bytes. For each word, returns a mask of the range's bits.
+/// Iterator over the words of the bitmap that have bits of a range. Returns each word with a mask of these bits.
 struct BitmapWords {
-    /// First remaining bit of the range, and the end of the range.
+    /// First bit of the range that is left, and the end of the range.
     next: u64,
     end: u64,
 }

@@ -89,19 +89,19 @@ pub struct FileBackingStore {
 pub(super) struct SharedFile {
     path: PathBuf,
     backing_id: BackingId,
-    /// Number of bytes that can be leased.
+    /// Size of the drive in bytes.
     bytes: u64,
     label: Option<DriveLabel>,
-    /// True if the drive's label identifies the drive in the ledger, in place of its path.
+    /// True if the ledger knows the drive by its label, and not by its path.
     is_named: bool,
     pub(super) lba_shift: u8,
     /// Keeps the file open, and gives this process exclusive use of a block device. Each lease opens file descriptions of its
-    /// own for I/O.
+    /// own.
     open_file: File,
     io_mode: FileIoMode,
     /// True for a file of tmpfs or hugetlbfs, which exists in the page cache only.
     is_in_memory: bool,
-    /// The mapped pages of a file in memory.
+    /// Mapping of a file in memory, by which commands copy from and to its pages; `None` for other files.
     pages: Option<MappedFilePages>,
     /// True if an access may make the kernel wait for another process or host, as for files on FUSE and NFS.
     may_block: bool,
@@ -326,7 +326,7 @@ impl BackingStore for FileBackingStore {
     }
 }
 
-/// Converts the error of locking a range.
+/// Converts the error of an attempt to lock a range to one of opening a lease.
 fn to_lease_error(error: io::Error) -> HostLeaseError {
     match error.kind() {
         io::ErrorKind::WouldBlock => HostLeaseError::InUse(error),
@@ -423,7 +423,7 @@ impl StoreLease for FileLease {
 }
 
 impl SharedFile {
-    /// Plans the transfer of a command's data.
+    /// Plans the transfer of a command's data: by the guest's memory itself, or by a bounce buffer.
     #[inline]
     fn plan_transfer(
         &self,
@@ -435,7 +435,7 @@ impl SharedFile {
             .plan_transfer(direction, operation.data_offset, parts, self.bytes)
     }
 
-    /// Plans the zeroing of a range. If `deallocate` is set and the file supports deallocation, the range is deallocated.
+    /// Plans how a range is zeroed. If `deallocate` is set and the file supports it, the range is deallocated.
     fn plan_zeroing(
         &self,
         start: u64,
@@ -464,7 +464,7 @@ impl SharedFile {
         self.can_punch_holes.load(Ordering::Relaxed)
     }
 
-    /// Records that the file system or device does not support a method of zeroing.
+    /// Stops the use of a method of zeroing that the file system or the device has refused.
     fn disable_zeroing_method(&self, means: ZeroingMethod) {
         let (can, what) = match means {
             ZeroingMethod::PunchHole => (&self.can_punch_holes, "deallocate ranges"),

@@ -6,7 +6,7 @@
 
 use nvme_spec::ids::CommandId;
 
-/// Number of a sync of a queue, counted from 1.
+/// Number of one of a queue's syncs, which are counted from 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct SyncNumber(u64);
 
@@ -16,7 +16,7 @@ impl SyncNumber {
     }
 }
 
-/// Role of a Flush in the queue's syncs.
+/// Next action of a Flush, with respect to the queue's syncs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FlushRole {
     /// The Flush completes: a sync that began after its arrival has succeeded.
@@ -31,7 +31,7 @@ pub(super) enum FlushRole {
 #[derive(Debug)]
 pub(super) struct QueueSyncs {
     last_begun: SyncNumber,
-    /// Number of the latest sync that succeeded.
+    /// Number of the latest sync that has succeeded.
     last_succeeded: SyncNumber,
     is_running: bool,
     /// Slots of Flushes that wait for the sync in progress.
@@ -50,12 +50,12 @@ impl QueueSyncs {
         }
     }
 
-    /// Returns the number of the first sync that covers a Flush which arrives now.
+    /// Returns the number of the first sync that begins after a Flush which arrives now, and so makes its data durable.
     pub(super) fn next_sync(&self) -> SyncNumber {
         self.last_begun.next()
     }
 
-    /// Decides the role of a Flush that sync `needed`, or any sync after it, covers.
+    /// Decides what a Flush does next. `needed` is the number of the first sync that makes the Flush's data durable.
     pub(super) fn join(&mut self, needed: SyncNumber) -> FlushRole {
         if self.last_succeeded >= needed {
             return FlushRole::Done;
@@ -81,18 +81,18 @@ impl QueueSyncs {
         }
     }
 
-    /// Returns whether the waiting Flushes may resume, since no sync is in progress.
+    /// Returns whether Flushes wait although no sync is in progress, so that they must continue.
     pub(super) fn can_resume(&self) -> bool {
         !self.is_running && !self.waiting.is_empty()
     }
 
-    /// Takes the slots of all waiting Flushes. Return the vector through [`Self::recycle`].
+    /// Takes the slots of all waiting Flushes. The caller returns the vector through [`Self::recycle`].
     pub(super) fn take_waiting(&mut self) -> Vec<u16> {
         std::mem::swap(&mut self.waiting, &mut self.resuming);
         std::mem::take(&mut self.resuming)
     }
 
-    /// Returns the vector of [`Self::take_waiting`], so that its memory is used again.
+    /// Takes back the vector of [`Self::take_waiting`], to use its memory again.
     pub(super) fn recycle(&mut self, mut slots: Vec<u16>) {
         slots.clear();
         self.resuming = slots;

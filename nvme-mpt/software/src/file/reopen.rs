@@ -6,15 +6,15 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Opens an open file again, as a separate file description. If `path` leads to another file by now, opens the file through
-/// `/proc/self/fd`.
+/// Opens a file that is open already once more, as a separate file description. If `path` leads to another file by now, opens
+/// the file through `/proc/self/fd`.
 pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(flags);
     open(file, path, &options)
 }
 
-/// Opens an open file again like [`reopen`], read-only.
+/// Opens a file once more as [`reopen`] does, read-only.
 pub(super) fn reopen_read_only(file: &File, path: Option<&Path>) -> io::Result<File> {
     open(file, path, OpenOptions::new().read(true))
 }
@@ -31,7 +31,7 @@ fn open(file: &File, path: Option<&Path>, options: &OpenOptions) -> io::Result<F
     options.open(path)
 }
 
-/// Identity of a file.
+/// Identity of an open file, by which two descriptions of one file are recognized.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct OpenFileIdentity {
     /// Number of the device that contains the file.

@@ -12,17 +12,17 @@ use crate::sync::{Mutex, MutexGuard};
 use nvme_guest::adaptive::{PolicyChoice, SliceLength};
 use nvme_mpt_memory::clock::{TickRate, Ticks, ticks_in};
 
-/// Pause after a slice while other commands use the file, as a multiple of the slice's duration. So other commands get 80 % of
-/// the file's time, as long as slices take at most 12 ms.
+/// Pause after a slice, while other commands use the file, as a multiple of the slice's duration. It leaves 80 % of the file's
+/// time to other commands, as long as slices take at most 12 ms.
 const SHARED_PAUSE_FACTOR: u64 = 4;
 
-/// Maximum pause. Without this limit, a command of many short ranges would exceed its timeout on slow storage.
+/// Maximum pause after a slice. Without it, a command of many short ranges would exceed its timeout on slow storage.
 const PAUSE_MAX: Duration = Duration::from_millis(50);
 
-/// Time without a transfer after which the file counts as unused by other commands.
+/// Time without a transfer after which other commands count as not using the file.
 const IDLE_TIME: Duration = Duration::from_millis(100);
 
-/// Time for which a free turn is reserved for the first waiting queue. Each waiting queue checks for its turn every 250 us.
+/// Time for which a free turn is reserved for the queue that waits longest. Each waiting queue asks for the turn every 250 us.
 const RESERVATION_TIME: Duration = Duration::from_millis(5);
 
 /// Scheduler of the turns of one file. A turn is the permission to process one slice, which only one queue has at a time.
@@ -39,17 +39,17 @@ pub(super) struct SliceScheduler {
 struct SliceSchedulerState {
     is_taken: bool,
     slice_length: SliceLength,
-    /// Time before which no slice may begin.
+    /// Time until which the pause after the last slice lasts.
     free_at: u64,
-    /// Time until which other commands count as using the file.
+    /// Time until which other commands count as using the file, in ticks.
     shared_until: u64,
     /// Queues that wait for the turn, in order. Each queue is listed once.
     wait_queue: VecDeque<SliceWaiter>,
-    /// Time when the turn was first seen free while the first waiting queue did not take it.
+    /// Time at which the turn was first seen free without the first waiting queue taking it.
     offered_at: Option<Ticks>,
 }
 
-/// Identifier of a queue that waits for turns.
+/// Identifier of a queue that asks for turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SliceWaiter(pub(super) usize);
 
@@ -70,8 +70,8 @@ impl SliceScheduler {
         }
     }
 
-    /// Takes the turn for a queue, and returns the maximum weight of its slice. Returns `None` if the turn is taken, if the
-    /// pause is not over, or if another queue waits longer. The queue then waits for the turn.
+    /// Takes the turn for a queue, and returns the maximum weight of its slice. Returns `None` if another queue has the turn,
+    /// if the pause after the last slice is not over, or if another queue has waited longer. The queue then waits for the turn.
     pub(super) fn take_turn(&self, now: Ticks, queue: SliceWaiter) -> Option<u64> {
         let mut state = self.state();
         if state.is_taken || now.0 < state.free_at {
@@ -94,18 +94,18 @@ impl SliceScheduler {
         Some(state.slice_length.bytes())
     }
 
-    /// Gives the turn back without having processed a slice.
+    /// Returns the turn of a queue that has not processed a slice.
     pub(super) fn cancel_turn(&self) {
         self.state().is_taken = false;
     }
 
-    /// Removes a queue from the waiting queues.
+    /// Removes a queue from those that wait for the turn.
     pub(super) fn leave(&self, queue: SliceWaiter) {
         self.state().leave(queue);
     }
 
-    /// Gives the turn back after a slice of weight `bytes` ([`extent_survey`](super::extent_survey)). `transfers` is true if
-    /// other commands have made transfers of the file since the previous slice.
+    /// Returns the turn of a queue, after a slice of weight `bytes` ([`extent_survey`](super::extent_survey)). `transfers` is
+    /// true if other commands have made transfers of the file since the previous slice.
     pub(super) fn end_turn(&self, bytes: u64, began: Ticks, now: Ticks, transfers: bool) {
         let took = now.since(began);
         let mut state = self.state();
@@ -158,7 +158,7 @@ mod tests {
     /// Length of the first slice in bytes.
     const FIRST: u64 = 256 << 10;
 
-    /// Returns the duration that a slice should have, in ticks.
+    /// Returns the duration that the scheduler aims at for a slice, in ticks.
     fn target() -> u64 {
         ticks_in(Duration::from_micros(300))
     }

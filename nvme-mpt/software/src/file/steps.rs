@@ -26,8 +26,7 @@ use nvme_spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadW
 use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::status::Status;
 
-/// Maximum bytes of a slice over holes. A limit is needed because the kernel also drops cached pages of holes, which takes
-/// time.
+/// Maximum bytes of a slice over holes. The kernel also drops the holes' cached pages, so a longer slice would take too long.
 const HOLE_MAX: u64 = 1 << 30;
 
 /// A command, and the parts of its queue that its steps use.
@@ -73,7 +72,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.run_steps(slot, memory)
     }
 
-    /// Starts to write a command's data, or makes the command wait for changes that exclude the write.
+    /// Starts to write a command's data. If other changes of the blocks exclude the write, makes the command wait for them.
     pub(super) fn start_write(
         &mut self,
         slot: CommandId,
@@ -100,7 +99,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.run_steps(slot, memory)
     }
 
-    /// Claims blocks for a change, which begins with the step `then`: at once, or when no other change excludes it.
+    /// Claims blocks for a change, which begins with the step `then`: immediately, or when no other change excludes it.
     #[inline]
     fn claim_blocks(&mut self, slot: CommandId, change: BlockChange, then: FileCommandStep) {
         let CommandContext {
@@ -117,7 +116,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         };
     }
 
-    /// Executes the steps of a command until it has a pending request, has to wait, or is complete.
+    /// Executes the steps of a command until it is complete, has a request pending in the kernel, or must wait.
     pub(super) fn run_steps(
         &mut self,
         slot: CommandId,
@@ -218,7 +217,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         }
     }
 
-    /// Lets a command that waits continue. Returns `false` if it has to wait longer.
+    /// Checks whether a waiting command can continue, and lets it. Returns `false` if it must wait longer.
     fn try_end_wait(&mut self, slot: CommandId) -> Result<bool, Status> {
         let CommandContext {
             command,
@@ -278,7 +277,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.start_read(slot, plan, FileCommandStep::CopyRange, memory)
     }
 
-    /// Begins the next range of a Dataset Management command.
+    /// Begins to deallocate the next range of a Dataset Management command.
     fn begin_next_range(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<(), Status> {
         let CommandContext { command, file, .. } = self.context(slot);
         let DatasetManagement { nr_z, .. } = DatasetManagement::from(&command.sqe);
@@ -308,8 +307,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         Ok(())
     }
 
-    /// Zeroes the next part of a range. The file system zeroes whole blocks if it can. Partial blocks are overwritten with
-    /// zeroes. A deallocation without bounce memory leaves partial blocks unchanged.
+    /// Zeroes or deallocates the next part of a range. The file system processes whole blocks if it can. Partial blocks are
+    /// overwritten with zeroes, but a deallocation without a bounce buffer leaves them unchanged.
     fn zero_next_part(
         &mut self,
         slot: CommandId,
@@ -372,7 +371,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             .map(Some)
     }
 
-    /// Requests a survey of the next bytes of a range. Returns `false` if the command has to wait for the result.
+    /// Requests a survey of the next bytes of a range. Returns `false` if the command must wait for the result.
     fn request_survey(&mut self, slot: CommandId) -> bool {
         let now = self.now();
         let CommandContext { command, file, .. } = self.context(slot);
@@ -401,7 +400,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         true
     }
 
-    /// Takes the file's turn for a slice. Returns `false` if the command has to wait for the turn.
+    /// Takes the turn to process a slice of the file. Returns `false` if the command must wait for the turn.
     fn try_take_turn(&mut self, slot: CommandId) -> bool {
         let (now, queue) = (self.now(), self.waiter());
         let CommandContext { command, file, .. } = self.context(slot);
@@ -451,7 +450,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         true
     }
 
-    /// Processes the end of a slice.
+    /// Processes the result of a slice that the file system has processed, and returns the turn.
     fn end_slice(&mut self, slot: CommandId, result: Result<usize, i32>) -> Result<(), Status> {
         let now = self.now();
         let CommandContext {
@@ -497,7 +496,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         Ok(())
     }
 
-    /// Checks the file's size, if that was not done for the present batch.
+    /// Checks whether the file was truncated, once per batch.
     fn check_file_size(&mut self) {
         if !std::mem::replace(&mut self.is_size_checked, true) {
             self.file.check_size();
@@ -528,8 +527,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         true
     }
 
-    /// Performs a transfer by copying from or to the mapped file, if all pages of the transfer are resident. Returns whether it
-    /// did.
+    /// Transfers a command's data by copying from or to the mapped file, if all pages of the transfer are resident. Returns
+    /// whether it did.
     #[inline]
     fn try_copy_pages(&mut self, slot: CommandId) -> Result<bool, Status> {
         let next = self.commands[usize::from(slot.0)].next_step;
@@ -577,7 +576,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.record_transfer(slot, len)
     }
 
-    /// After a transfer by the kernel, records which pages of the file are resident.
+    /// Records which pages of a file in memory are resident, after the kernel has transferred `done` bytes of them.
     fn record_resident_pages(&mut self, slot: CommandId, done: usize) {
         let Some(pages) = &self.file.pages else {
             return;
@@ -591,7 +590,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         }
     }
 
-    /// Submits the kernel request of a command's current step.
+    /// Prepares the request to the kernel that a command's present step makes.
     fn submit_request(&mut self, slot: CommandId) -> Result<FileStepOutcome, Status> {
         if self.is_stopping {
             return Err(Status::ABORTED_SQ_DELETION);
@@ -666,11 +665,11 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         } else {
             RequestIssueMode::Inline
         };
-        // SAFETY: the vectors are those of the slot's command. It changes them only after the request has ended, as a
-        // slot has one request at a time. The vectors are leaked with a queue whose requests the kernel keeps. The
-        // memory is a bounce of that command, leaked likewise, the zeroes of the process, or the guest's. A shadow
-        // queue keeps the guest's memory mapped while the command is in flight. It drops it after `wait_idle` has told
-        // that the kernel has no request any more, and keeps it for good otherwise.
+        // SAFETY: the vectors belong to the slot's command, which changes them only after the request has ended, because
+        // a slot has one request at a time. If the kernel never ends a request, the queue and its vectors are leaked.
+        // The memory is the command's bounce buffer, which is leaked with the queue; or zeroes of the process; or the
+        // guest's memory. A shadow queue keeps the guest's memory mapped while the command is in flight. It unmaps the
+        // memory only if `wait_idle` has returned true: the kernel then has no request any more.
         let prepared = unsafe { ring.prepare(u64::from(slot.0), request, manner) };
         prepared.map_err(|error| {
             error!("A request to the kernel could not be made: {error}");
@@ -681,7 +680,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         Ok(FileStepOutcome::Requested)
     }
 
-    /// Processes the completion of a request.
+    /// Processes the completion of a request to the kernel, and continues the command.
     pub(super) fn complete_request(
         &mut self,
         slot: CommandId,
@@ -758,8 +757,8 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.run_steps(slot, memory)
     }
 
-    /// Fails a command that would promise durable data if completed writes were lost. It does not matter which command received
-    /// the kernel's report.
+    /// Fails a command that would promise durable data although completed writes were lost, whichever command got the report of
+    /// the kernel.
     fn check_durability(&self, opcode: NvmOpcode) -> Result<(), Status> {
         self.lease.check_probe(&self.probe)?;
         if opcode == NvmOpcode::FLUSH {
@@ -772,7 +771,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         }
     }
 
-    /// Records the bytes that a request transferred. Returns whether the transfer is complete.
+    /// Records the bytes that a request has transferred. Returns whether the transfer is complete.
     fn record_transfer(&mut self, slot: CommandId, done: usize) -> Result<bool, Status> {
         let CommandContext {
             command,

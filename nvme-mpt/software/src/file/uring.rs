@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use nvme_mpt_memory::RawBytes;
 
-/// Memory parts of one transfer, as the kernel expects them.
+/// Parts of memory of one transfer, in the form that the kernel expects.
 #[derive(Debug, Default)]
 pub struct IoVectors {
     vectors: Vec<libc::iovec>,
@@ -25,7 +25,7 @@ impl IoVectors {
         self.first = 0;
     }
 
-    /// Appends a part. A part that is adjacent to the last part is merged with it.
+    /// Appends a part of memory. Merges it with the last part if the two are adjacent.
     pub(super) fn push(&mut self, part: RawBytes<'_>) {
         let start = part.as_ptr().cast::<libc::c_void>();
         if let Some(last) = self.vectors.last_mut()
@@ -40,14 +40,14 @@ impl IoVectors {
         });
     }
 
-    /// Returns address and length of each part that is not transferred yet.
+    /// Returns the address and the length of each part that is not transferred yet.
     pub(super) fn parts(&self) -> impl Iterator<Item = (usize, usize)> {
         self.vectors[self.first..]
             .iter()
             .map(|v| (v.iov_base.expose_provenance(), v.iov_len))
     }
 
-    /// Returns the parts that are not transferred yet, as the kernel expects them.
+    /// Returns the parts that are not transferred yet, in the form that the kernel expects.
     #[cfg(not(simulation))]
     pub(super) fn remaining(&self) -> &[libc::iovec] {
         &self.vectors[self.first..]
@@ -58,7 +58,8 @@ impl IoVectors {
         self.parts().map(|(_, len)| len).sum()
     }
 
-    /// Copies the parts that are not transferred yet to `target`, up to the length of `target`.
+    /// Copies the memory of all parts that are not transferred yet to `target`, one part after the other. Stops before the
+    /// first part that does not fit into the rest of `target`.
     ///
     /// # Safety
     /// The memory that the parts name must be mapped.
@@ -76,7 +77,8 @@ impl IoVectors {
         }
     }
 
-    /// Copies `source` to the parts that are not transferred yet, up to the length of `source`.
+    /// Copies `source` to the memory of all parts that are not transferred yet, one part after the other. Stops before the
+    /// first part that is longer than the rest of `source`.
     ///
     /// # Safety
     /// The memory that the parts name must be mapped and writable.
@@ -93,7 +95,7 @@ impl IoVectors {
         }
     }
 
-    /// Removes `done` bytes at the beginning, which were transferred.
+    /// Removes the first `done` bytes, because they are transferred.
     pub(super) fn advance(&mut self, mut done: usize) {
         while let Some(vector) = self.vectors.get_mut(self.first) {
             if done < vector.iov_len {
@@ -107,7 +109,7 @@ impl IoVectors {
     }
 }
 
-/// A request to the kernel.
+/// A request of a command to the kernel.
 #[derive(Clone, Copy, Debug)]
 pub enum FileIoRequest<'a> {
     Read {
@@ -136,12 +138,12 @@ pub enum FileIoRequest<'a> {
     },
 }
 
-/// Execution mode of a request in the kernel.
+/// Thread in which the kernel executes a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestIssueMode {
-    /// In the submitting thread if the request does not block there, otherwise in a worker thread.
+    /// The submitting thread if the request does not block there, otherwise a worker thread.
     Inline,
-    /// In a worker thread, which may block. The kernel uses another code path for the request there.
+    /// A worker thread, which may block. The kernel executes the request by other code there.
     Worker,
 }
 
@@ -150,7 +152,7 @@ pub enum RequestIssueMode {
 pub struct FileIoCompletion {
     /// Tag of the request.
     pub tag: u64,
-    /// Number of transferred bytes, or the errno.
+    /// Number of transferred bytes, or the error number of the kernel.
     pub result: Result<usize, i32>,
 }
 
@@ -167,17 +169,16 @@ pub trait FileIoRing: std::fmt::Debug {
         manner: RequestIssueMode,
     ) -> io::Result<()>;
 
-    /// Prepares the cancellation of the request with tag `target`. The completion of the cancellation has the tag `tag`.
+    /// Prepares a request that cancels the one with tag `target`. Its own completion has the tag `tag`.
     fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()>;
 
-    /// Submits the prepared requests to the kernel. If the kernel does not accept some of them, the next call submits these
-    /// again.
+    /// Submits the prepared requests to the kernel. Those that the kernel does not accept are submitted by the next call.
     fn submit(&mut self);
 
-    /// Returns whether the kernel has not accepted some of the prepared requests yet.
+    /// Returns whether there are prepared requests that the kernel has not accepted.
     fn has_unsubmitted(&self) -> bool;
 
-    /// Takes one completion.
+    /// Takes the completion of one request, if any is available.
     fn take(&mut self) -> Option<FileIoCompletion>;
 
     /// Returns the number of prepared requests whose completion was not taken yet.
@@ -186,6 +187,6 @@ pub trait FileIoRing: std::fmt::Debug {
     /// Returns a descriptor that is readable when completions are available.
     fn fd(&self) -> RawFd;
 
-    /// Waits until no request is in flight, for at most `patience`. Returns whether no request is in flight.
+    /// Waits until no request is in flight, or until the given time has passed. Returns whether none is in flight.
     fn wait_idle(&mut self, patience: Duration) -> bool;
 }

@@ -10,18 +10,18 @@ use std::sync::PoisonError;
 
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
-/// Maximum number of lease names. A lease whose name was removed counts as one that has received no error.
+/// Maximum number of lease names that are remembered. If there are more, all are forgotten, and their leases count as having
+/// received no error.
 const NAMES_MAX: usize = 1024;
 
-/// Write-back errors that leases of a file have received in this process.
+/// Count of the write-back errors that leases of one file have received in this process.
 #[derive(Debug, Default)]
 pub(super) struct FileWriteErrors(Mutex<ReportedWriteErrors>);
 
 #[derive(Debug, Default)]
 struct ReportedWriteErrors {
     count: u64,
-    /// For each lease name, the number of errors when the last lease of this name ended. Leases that ended before the first
-    /// error are left out.
+    /// Number of errors at the end of the last lease of each name. Leases that ended before the first error are left out.
     ended_leases: BTreeMap<String, u64>,
 }
 
@@ -30,12 +30,12 @@ impl FileWriteErrors {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts an error that a lease has received. The caller then checks all open leases.
+    /// Counts an error that a lease has received. The caller then checks all open leases of the file.
     pub(super) fn count_error(&self) {
         self.lock().count += 1;
     }
 
-    /// Records that a lease has ended, which has received all errors so far.
+    /// Records that a lease has ended. It has received all errors so far.
     pub(super) fn end_lease(&self, name: &str) {
         let mut told = self.lock();
         let count = told.count;

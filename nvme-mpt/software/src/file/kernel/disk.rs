@@ -23,19 +23,19 @@ pub struct DiskModelParameters {
     pub is_direct: bool,
     /// True if the file system can punch holes.
     pub punches_holes: bool,
-    /// Rate of pages whose write-back fails.
+    /// Rate at which the write-back of a page fails.
     pub failed_write_backs: u64,
-    /// Rate of syncs in which the flush of the device's cache fails.
+    /// Rate at which the flush of the device's cache fails in a sync.
     pub failed_flushes: u64,
-    /// Rate of requests that are interrupted, or fail for lack of resources.
+    /// Rate at which requests are interrupted, or fail for lack of resources.
     pub interruptions: u64,
-    /// Rate of short transfers.
+    /// Rate at which transfers are short.
     pub short_transfers: u64,
-    /// Rate of slices that the file system refuses to zero or deallocate.
+    /// Rate at which the file system refuses to zero or deallocate a slice.
     pub refused_slices: u64,
-    /// Rate of submission calls that fail to submit any request.
+    /// Rate at which a submission call fails to submit any request.
     pub refused_calls: u64,
-    /// Rate of requests that stay pending for many seconds, or until they are cancelled.
+    /// Rate at which a request stays pending for many seconds, or until it is cancelled.
     pub held_requests: u64,
     /// Maximum duration of a request in nanoseconds, as a base-2 logarithm.
     pub time_bits: u64,
@@ -46,25 +46,25 @@ pub(super) fn happens(one_in: u64) -> bool {
     one_in > 0 && random().is_multiple_of(one_in)
 }
 
-/// A page in the cache.
+/// A page of the file in the page cache.
 #[derive(Clone, Debug)]
 struct CachedPage {
     bytes: Vec<u8>,
     is_dirty: bool,
 }
 
-/// An open file description.
+/// An open file description of the simulated file.
 #[derive(Clone, Copy, Debug)]
 struct OpenFileDescription {
     process: u64,
     /// Number of the last write-back error that this description has received.
     reported_error: u64,
-    /// Number of rings and requests that keep the description open.
+    /// Number of rings and of requests that keep the description open.
     holders: u64,
     is_closed: bool,
 }
 
-/// A lock on bytes of the file.
+/// A lock that a description has on bytes of the file.
 #[derive(Clone, Copy, Debug)]
 struct SimulatedByteRangeLock {
     open: u64,
@@ -76,21 +76,21 @@ struct SimulatedByteRangeLock {
 #[derive(Debug, Default)]
 pub(super) struct SimulatedDisk {
     pub(super) parameters: DiskModelParameters,
-    /// Maximum number of requests that the disk may still hold for many seconds.
+    /// Maximum number of further requests that the disk may hold for many seconds.
     pub(super) held_requests_max: u64,
     stable: Vec<u8>,
-    /// Content of the device, including its volatile cache.
+    /// Content of the device, with the writes in its volatile cache.
     device: Vec<u8>,
-    /// Writes in the device's volatile cache.
+    /// Writes in the device's volatile cache, which a crash may lose: offset and bytes.
     volatile: Vec<(usize, Vec<u8>)>,
     cache: BTreeMap<usize, CachedPage>,
-    /// Number of the latest write-back error.
+    /// Number of the latest write-back error; 0 before the first one.
     error: u64,
     /// True if a description has received the latest write-back error.
     is_error_seen: bool,
-    /// Number of failed write-backs and flushes.
+    /// Number of write-backs and flushes that have failed.
     pub(super) failures: u64,
-    /// Number of times that a description received an error.
+    /// Number of times that a description has received an error.
     pub(super) reported_errors: u64,
     descriptions: BTreeMap<u64, OpenFileDescription>,
     locks: Vec<SimulatedByteRangeLock>,
@@ -117,7 +117,7 @@ impl SimulatedDisk {
         self.stable[offset..offset + len].to_vec()
     }
 
-    /// Opens the file.
+    /// Opens the file for a process. Returns the number of the new description.
     pub(super) fn open(&mut self, process: u64) -> u64 {
         self.opened += 1;
         // If no description has received the latest error, a new description still receives it.
@@ -135,7 +135,7 @@ impl SimulatedDisk {
         self.opened
     }
 
-    /// Keeps a description open, for a ring or a request.
+    /// Keeps a description open, for a ring or for a request.
     pub(super) fn hold(&mut self, open: u64) {
         if let Some(description) = self.descriptions.get_mut(&open) {
             description.holders += 1;
@@ -280,7 +280,7 @@ impl SimulatedDisk {
         self.cache.values().any(|page| page.is_dirty)
     }
 
-    /// Writes a random dirty page back, if there is one.
+    /// Writes a random dirty page back, if there is any.
     pub(super) fn write_back_random_page(&mut self) {
         let dirty = self.cache.iter().filter(|(_, page)| page.is_dirty);
         let dirty: Vec<usize> = dirty.map(|(number, _)| *number).collect();
@@ -290,7 +290,7 @@ impl SimulatedDisk {
         }
     }
 
-    /// Reports the latest write-back error, if the description has not received it yet.
+    /// Returns the latest write-back error, if the description has not received it yet.
     pub(super) fn report_error(&mut self, open: u64) -> Result<(), i32> {
         let Some(description) = self.descriptions.get_mut(&open) else {
             return Ok(());
@@ -318,7 +318,7 @@ impl SimulatedDisk {
         told
     }
 
-    /// Simulates a crash of the machine, after which only the stable media have content.
+    /// Simulates a crash of the machine. The file then has the content of the stable media.
     pub(super) fn crash(&mut self) {
         for (number, page) in std::mem::take(&mut self.cache) {
             if page.is_dirty && happens(2) {
@@ -350,7 +350,7 @@ impl SimulatedDisk {
     }
 }
 
-/// Splits a range at page boundaries. Returns the offset and length of each part.
+/// Splits a range at page boundaries. Returns the offset and the length of each piece.
 fn pages(offset: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
     let end = offset + len;
     let mut at = offset;

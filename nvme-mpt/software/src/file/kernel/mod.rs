@@ -25,7 +25,7 @@ pub(super) use simulated::{
 
 use super::io_mode::DirectAlignment;
 
-/// An opened file or block device with its properties.
+/// An opened file or block device, with those of its properties that the file store needs.
 #[derive(Debug)]
 pub(super) struct OpenedFile {
     pub(super) path: PathBuf,
@@ -40,6 +40,6 @@ pub(super) struct OpenedFile {
     pub(super) direct: Option<DirectAlignment>,
     /// True if ranges can be deallocated, after which they read as zeroes.
     pub(super) can_punch_holes: bool,
-    /// True if an access may make the kernel wait for another process or host.
+    /// True if an access may make the kernel wait for another process or host, as on NFS.
     pub(super) may_block: bool,
 }

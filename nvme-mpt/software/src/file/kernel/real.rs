@@ -132,7 +132,7 @@ impl std::fmt::Debug for Uring {
 /// that sync at a time, so that the syncs of one guest do not delay the requests of another guest.
 const WORKERS: u32 = 256;
 
-/// Value that leaves the maximum number of workers unchanged for requests on descriptors that are no files.
+/// Number that leaves the kernel's maximum of workers for requests on descriptors that are no files unchanged.
 const UNCHANGED: u32 = 0;
 
 impl Uring {
@@ -317,8 +317,8 @@ fn direct_alignment(file: &File) -> Option<DirectAlignment> {
     (memory > 0 && offset > 0).then_some(DirectAlignment { memory, offset })
 }
 
-/// Returns a write-back error that this open file description has not received yet. Does not block, because the file has no
-/// pages at the offset of the call.
+/// Returns the write-back error that this open file description has not received yet, if there is one. Does not block, because
+/// the file has no pages at the offset of the call.
 pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
     const BEYOND: libc::off64_t = i64::MAX - 4095;
     // SAFETY: the call takes numbers alone.
@@ -385,7 +385,7 @@ pub(in crate::file) fn extents(
     Ok(ends.collect())
 }
 
-/// Returns extents like [`extents`], for a file in memory, whose file system does not report them.
+/// Returns extents as [`extents`] does, for a file in memory, whose file system does not report them.
 fn data_extents(file: &File, start: u64, end: u64, most: usize) -> io::Result<Vec<(u64, u64)>> {
     let (mut at, mut found) = (start, Vec::new());
     while found.len() < most
@@ -403,7 +403,7 @@ fn data_extents(file: &File, start: u64, end: u64, most: usize) -> io::Result<Ve
     Ok(found)
 }
 
-/// Maximum number of extents that an [`ExtentMap`] holds.
+/// Maximum number of extents that one [`ExtentMap`] gets from the kernel.
 const EXTENTS_MAX: usize = 64;
 
 /// `_IOWR('f', 11, struct fiemap)` of linux/fs.h.
@@ -449,7 +449,7 @@ struct MappedExtent {
 
 const _: () = assert!(size_of::<ExtentMap>() == 32 + 56 * EXTENTS_MAX);
 
-/// Returns whether ranges of the file can be deallocated, by an attempt to deallocate a range beyond the end of the file.
+/// Returns whether ranges of the file can be deallocated. Tries it with a range beyond the end of the file.
 fn can_punch_holes(file: &File, bytes: u64) -> bool {
     let Ok(offset) = libc::off_t::try_from(bytes) else {
         return false;
@@ -508,7 +508,7 @@ fn may_block(file: &File, kind: FileType) -> bool {
     name.is_none_or(|name| is_remote_file_system(&name))
 }
 
-/// Returns whether a file system depends on another process or host. `file_system` is the type as in mount(8).
+/// Returns whether a file system, given by its type in mount(8), depends on another process or host.
 fn is_remote_file_system(file_system: &str) -> bool {
     let name = file_system.split('.').next().unwrap_or_default();
     matches!(

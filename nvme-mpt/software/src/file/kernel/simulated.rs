@@ -38,16 +38,16 @@ use nvme_mpt_memory::{Mapping, eventfd, memfd};
 
 pub use super::disk::DiskModelParameters;
 
-/// Time for which a process waits for a range that another process has locked.
+/// Maximum time for which a process waits for a range that another process has locked.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time between two write-backs of random pages, which no sync has requested.
+/// Maximum time between two write-backs of random pages. Like a kernel's, they need no sync.
 const WRITE_BACK: Duration = Duration::from_millis(2);
 
-/// Times for which a kernel worker is preempted after a request took effect, in nanoseconds as base-2 logarithms.
+/// Times for which a worker of the kernel is preempted after a request took effect: nanoseconds, as base-2 logarithms.
 const PREEMPTION_BITS: Range<u64> = 14..21;
 
-/// Maximum duration of a request that is held and not cancelled.
+/// Maximum time for which a request is held that is not cancelled.
 const HOLD_TIME_MAX: Duration = Duration::from_secs(14);
 
 thread_local! {
@@ -67,11 +67,11 @@ struct SimulatedKernel {
     made: u64,
     /// Time until which the disk is paused.
     paused_until: Duration,
-    /// Time for which each submission call blocks in the kernel.
+    /// Time for which each submission call blocks the calling thread in the kernel.
     submission: Duration,
 }
 
-/// A ring, as the kernel has it.
+/// A ring of a process, as the kernel has it.
 #[derive(Debug)]
 struct SimulatedRing {
     process: u64,
@@ -103,13 +103,13 @@ struct SimulatedRequest {
     open: u64,
     offset: u64,
     operation: SimulatedOperation,
-    /// Time when the request takes effect. After this, the time when it completes.
+    /// Time at which the request takes effect. Once it has, the time at which it completes.
     due: Duration,
     is_kept: bool,
     result: Option<Result<usize, i32>>,
 }
 
-/// Starts a machine with a file of `bytes` zeroes, on a disk that holds at most `keeps` requests for many seconds.
+/// Starts a machine whose disk has a file of `bytes` zeroes. The disk holds at most `keeps` requests for many seconds.
 pub fn format(bytes: u64, habits: DiskModelParameters, keeps: u64) {
     with(|kernel| {
         *kernel = SimulatedKernel {
@@ -155,7 +155,7 @@ pub fn pause_disk(time: Duration) {
     acted();
 }
 
-/// Returns the number of reads and writes that have not taken effect.
+/// Returns the number of reads and writes that were submitted and have not taken effect.
 #[must_use]
 pub fn transfers() -> usize {
     with(|kernel| {
@@ -177,19 +177,19 @@ pub fn set_submission_time(time: Duration) {
     with(|kernel| kernel.submission = time);
 }
 
-/// Returns the stable content of a range of the file.
+/// Returns the content that a range of the file has on the stable media.
 #[must_use]
 pub fn stable(offset: u64, len: usize) -> Vec<u8> {
     with(|kernel| kernel.disk.stable(offset as usize, len))
 }
 
-/// Returns the number of failed write-backs and flushes.
+/// Returns the number of write-backs and flushes that have failed.
 #[must_use]
 pub fn failures() -> u64 {
     with(|kernel| kernel.disk.failures)
 }
 
-/// Converts the result of a disk operation.
+/// Converts an error number of the simulated disk to the error of a call.
 fn into_io_result(result: Result<(), i32>) -> io::Result<()> {
     result.map_err(io::Error::from_raw_os_error)
 }
@@ -200,7 +200,7 @@ fn await_disk() {
     block(until.saturating_sub(now()));
 }
 
-/// Executes requests and writes pages back until the simulation ends.
+/// Runs the disk: executes requests, and writes pages back, until the simulation ends.
 pub fn run(is_over: &AtomicBool) {
     let mut write_back = now();
     while !is_over.load(Ordering::Relaxed) {
@@ -226,7 +226,7 @@ pub fn run(is_over: &AtomicBool) {
     }
 }
 
-/// Executes the next step of a request: its effect or its completion.
+/// Executes the next step of a random request: it takes effect, or completes.
 fn execute_step() {
     let next = with(|kernel| {
         let requests = kernel.requests.iter();
@@ -296,7 +296,7 @@ impl SimulatedKernel {
         Duration::from_nanos(random() % (2 << bits))
     }
 
-    /// Closes files that rings of ended processes keep open, for rings without further requests.
+    /// Closes the files that rings of ended processes keep open, once such a ring has no request left.
     fn close_ended_rings(&mut self) {
         let Self {
             disk,
@@ -372,7 +372,7 @@ impl SimulatedKernel {
         }
     }
 
-    /// Refuses all requests for cancellation, because the disk is paused.
+    /// Lets all requests for cancellation fail, because the disk is paused.
     fn refuse_cancellations(&mut self) {
         let (refused, others) = std::mem::take(&mut self.requests)
             .into_iter()
@@ -393,7 +393,7 @@ impl SimulatedKernel {
         }
     }
 
-    /// Returns the number of bytes that a transfer moves. A short transfer moves whole units of `unit` bytes.
+    /// Returns the number of bytes that a transfer moves. If the transfer is short, the number is a multiple of `unit`.
     fn moved(&self, parts: &[(usize, usize)], unit: usize) -> usize {
         let len: usize = parts.iter().map(|(_, len)| len).sum();
         let units = len / unit;
@@ -574,7 +574,7 @@ pub(in crate::file) const fn file_identity(_: &File) -> io::Result<OpenFileIdent
     Ok(OpenFileIdentity)
 }
 
-/// Returns a descriptor that passes the file description to another process. The description stays open until then.
+/// Returns a descriptor by which the file description is passed to another process. The description stays open until then.
 pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
     let descriptor = memfd(c"simulated-file", 0)?;
     std::fs::File::from(descriptor.try_clone()?).write_all_at(&file.open.to_le_bytes(), 0)?;
@@ -582,7 +582,7 @@ pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
     Ok(descriptor)
 }
 
-/// Returns the open file description of a descriptor.
+/// Returns the file description that [`to_descriptor`] has passed.
 pub(in crate::file) fn from_descriptor(descriptor: OwnedFd) -> io::Result<File> {
     let mut open = [0; 8];
     std::fs::File::from(descriptor).read_exact_at(&mut open, 0)?;
@@ -590,7 +590,7 @@ pub(in crate::file) fn from_descriptor(descriptor: OwnedFd) -> io::Result<File> 
     Ok(File { open })
 }
 
-/// Fails, because no file is in memory.
+/// Fails, because simulated files are not mapped.
 pub(in crate::file) fn map(_: &File, _: usize) -> io::Result<Mapping> {
     Err(io::ErrorKind::Unsupported.into())
 }

@@ -36,7 +36,8 @@ use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::status::Status;
 
-/// Probe for write-back errors: open file descriptions without any other use. Only one thread at a time may check a probe.
+/// Probe for write-back errors: open file descriptions that are used only to receive the kernel's reports. Only one thread at a
+/// time may check a probe.
 #[derive(Debug)]
 pub(super) struct WriteErrorProbe {
     file: File,
@@ -52,7 +53,7 @@ impl WriteErrorProbe {
         })
     }
 
-    /// Opens a read-only probe, for a process that only holds the descriptors.
+    /// Opens a probe without the right to write, for the supervisor process, which only holds the descriptors.
     fn open_spare(shared: &SharedFile) -> io::Result<Self> {
         let companion = shared.companion.get();
         Ok(Self {
@@ -63,7 +64,7 @@ impl WriteErrorProbe {
         })
     }
 
-    /// Creates a probe from file descriptions in any order; `None` if they are not those of the drive's files.
+    /// Creates a probe from file descriptions, whatever their order. Returns `None` if they are not those of the drive's files.
     fn from_files(mut descriptions: Vec<File>, shared: &SharedFile) -> io::Result<Option<Self>> {
         let mut take = |wanted: &File| {
             let wanted = file_identity(wanted)?;
@@ -90,7 +91,7 @@ impl WriteErrorProbe {
         files.into_iter().flatten().map(to_descriptor).collect()
     }
 
-    /// Returns a write-back error that occurred since the last check of the probe. Does not block.
+    /// Returns the write-back error that occurred since the last check of the probe, if there was one. Does not block.
     fn check(&self) -> io::Result<()> {
         let files = [Some(&self.file), self.companion.as_ref()];
         // Checks all files even after an error, so that no old error is left for the next check.
@@ -103,29 +104,30 @@ impl WriteErrorProbe {
 #[derive(Debug)]
 pub(crate) struct LeasedFile {
     pub(super) shared: Arc<SharedFile>,
-    /// Lease name in log messages.
+    /// Name of the lease in log messages.
     name: String,
-    /// Offset on the drive at which the lease's last extent ends.
+    /// Offset on the drive at which the lease's last extent ends, in bytes.
     end: AtomicU64,
     pub(super) claims: LeaseChangeClaims,
     buffered: File,
-    /// File description for data transfers; `None` if transfers use `buffered`, because they need no other open flags.
+    /// File description for data transfers, if they need other open flags than `buffered`; `None` if they use `buffered`.
     data: Option<File>,
     /// The lease's own file description of the companion file, which is synced after the data.
     companion: Option<File>,
-    /// Probe for errors from before a queue opened its own probe. The lock is held until a reported error is recorded.
+    /// The lease's own probe, which receives errors from before a queue has opened its probe. The lock is held until an error
+    /// is recorded.
     probe: Mutex<WriteErrorProbe>,
-    /// Spare probe. The supervisor process holds duplicates of its descriptors.
+    /// Spare probe, if the supervisor process holds duplicates of its descriptors.
     spare_probe: Mutex<Option<WriteErrorProbe>>,
     has_lost_writes: AtomicBool,
-    /// True if another process had the lease before, so that some of the VMM's writes are older than this process.
+    /// True if another process had the lease before, so that writes of the VMM may be older than this process.
     is_continued: AtomicBool,
-    /// Copy of `has_lost_writes` for a successor process.
+    /// Record of `has_lost_writes` that the successor reads.
     record: OnceLock<LeaseWriteErrorRecord>,
-    /// Held while `has_lost_writes` is copied to `record`, so that the newest value is the last one copied.
+    /// Held while `has_lost_writes` is copied to `record`, so that the record has the newest value.
     record_lock: Mutex<()>,
     events: Mutex<Weak<EventQueue>>,
-    /// Locks of the lease's bytes against other processes, which are held until the last queue has ended.
+    /// Locks of the lease's bytes against other processes. They are held until the last queue has ended.
     locks: Option<LeaseFileLocks>,
 }
 
@@ -176,19 +178,19 @@ impl LeasedFile {
         Ok(())
     }
 
-    /// Returns the locks of the lease's bytes.
+    /// Returns the locks of the lease's bytes, if it has any.
     pub(super) const fn locks(&self) -> Option<&LeaseFileLocks> {
         self.locks.as_ref()
     }
 
-    /// Returns whether the file still contains all bytes of the lease.
+    /// Returns whether the file still has all bytes of the lease.
     fn is_whole(&self) -> bool {
         self.shared
             .damage_watch
             .is_intact_until(self.end.load(Ordering::Relaxed))
     }
 
-    /// Opens a probe for a queue. An error from before this call is recorded by a check of the lease's own probe.
+    /// Opens a probe for a queue. An error that the new probe does not receive is recorded by a check of the lease's own probe.
     pub(super) fn open_probe(&self) -> io::Result<WriteErrorProbe> {
         let witness = WriteErrorProbe::open(&self.shared)?;
         // An error that occurs between the two calls is reported to both probes.
@@ -196,21 +198,21 @@ impl LeasedFile {
         Ok(witness)
     }
 
-    /// Checks a queue's probe. Returns an error status if writes were lost. Called at the end of a Flush or a write with FUA.
+    /// Checks a queue's probe at the end of a Flush or of a write with FUA. Returns an error status if writes were lost.
     pub(super) fn check_probe(&self, witness: &WriteErrorProbe) -> Result<(), Status> {
         witness
             .check()
             .map_err(|error| self.handle_write_error(&error))
     }
 
-    /// Checks the lease's own probe. If writes were lost, makes the file's other leases check their probes.
+    /// Checks the lease's own probe. If it has an error, makes the file's other leases check theirs.
     fn check_own_probe(&self) {
         if self.record_own_error() {
             self.check_other_leases();
         }
     }
 
-    /// Checks the lease's own probe, and records an error. Returns whether there was an error.
+    /// Checks the lease's own probe, and records its error. Returns whether it had one.
     fn record_own_error(&self) -> bool {
         let witness = self.probe.lock().unwrap_or_else(PoisonError::into_inner);
         let asked = witness.check();
@@ -233,12 +235,12 @@ impl LeasedFile {
         }
     }
 
-    /// Reports damage that occurs from now on to `events`.
+    /// Reports damage of the lease to `events`, from now on.
     pub(crate) fn subscribe(&self, events: &Arc<EventQueue>) {
         *self.events.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(events);
     }
 
-    /// Returns whether completed writes were lost since the lease's VMM connected.
+    /// Returns whether completed writes of the lease's VMM were lost since it connected.
     pub(crate) fn has_lost_writes(&self) -> bool {
         self.has_lost_writes.load(Ordering::Relaxed)
     }
@@ -256,7 +258,7 @@ impl LeasedFile {
         }
     }
 
-    /// Copies `has_lost_writes` to the record.
+    /// Copies `has_lost_writes` to the record for the successor.
     fn update_record(&self) {
         let _recording = self
             .record_lock
@@ -277,7 +279,7 @@ impl LeasedFile {
         Ok(copies)
     }
 
-    /// Adopts the predecessor's spare probe. Returns whether its descriptors are those of the drive's files.
+    /// Adopts the spare probe of the predecessor. Returns whether its descriptors are those of the drive's files.
     pub(crate) fn restore_spare_fds(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
         let spare: io::Result<_> = spare.into_iter().map(from_descriptor).collect();
         let found = WriteErrorProbe::from_files(spare?, &self.shared)?;
@@ -292,7 +294,7 @@ impl LeasedFile {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks the spare probe, which may have the only report of an error after the predecessor was killed.
+    /// Checks the spare probe. If the predecessor was killed, this probe may have the only report of an error.
     fn check_spare_probe(&self) {
         let spare = self.lock_spare_probe();
         let Some(spare) = &*spare else {
@@ -307,7 +309,7 @@ impl LeasedFile {
         }
     }
 
-    /// Records that writes were lost before this process opened the lease, of which the kernel does not report the error again.
+    /// Records that writes were lost before this process opened the lease. The kernel does not report their error again.
     pub(crate) fn record_earlier_write_errors(&self) {
         self.has_lost_writes.store(true, Ordering::Relaxed);
         error!(
@@ -319,8 +321,8 @@ impl LeasedFile {
         self.report_damage();
     }
 
-    /// Records losses that the spare probe reports, and losses that other leases of the file received before this process
-    /// opened this lease. Called when this process continues the lease of another process, whose writes may be lost.
+    /// Records lost writes of the previous process: those that the spare probe reports, and those whose error another lease of
+    /// the file received before this lease was opened.
     pub(crate) fn restore_write_errors(&self) {
         self.is_continued.store(true, Ordering::Relaxed);
         self.check_spare_probe();
@@ -335,7 +337,7 @@ impl LeasedFile {
         }
     }
 
-    /// Clears the record of lost writes when a VMM connects, because the VMM's guest has not written anything yet.
+    /// Forgets lost writes when a VMM connects, because its guest has not written anything yet.
     pub(crate) fn clear_write_errors(&self) {
         let files = [Some(&self.buffered), self.companion.as_ref()];
         // Consume errors from before this VMM connected.
@@ -356,7 +358,7 @@ impl LeasedFile {
         }
     }
 
-    /// Records that the kernel could not write back data of completed writes. Returns the status of the command that received
+    /// Records that the kernel could not write back data of completed writes. Returns the status for the command that received
     /// the error.
     pub(super) fn handle_write_error(&self, cause: &io::Error) -> Status {
         self.record_write_error(cause);
@@ -380,7 +382,7 @@ impl LeasedFile {
         }
     }
 
-    /// Makes the control thread check the lease's damage.
+    /// Makes the control thread check the lease's damage, by an event.
     pub(super) fn report_damage(&self) {
         let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(events) = events.upgrade() {
@@ -388,7 +390,7 @@ impl LeasedFile {
         }
     }
 
-    /// Returns whether there can be damage that only a periodic check finds.
+    /// Returns whether the lease can have damage that only a periodic check finds.
     pub(crate) fn can_be_damaged(&self) -> bool {
         self.shared.damage_watch.can_change()
     }

@@ -35,7 +35,8 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Interval at which blocked commands are retried, and requests that the kernel did not accept are submitted again.
+/// Interval at which blocked commands are tried again, and at which requests that the kernel did not accept are submitted
+/// again.
 const RETRY_INTERVAL: Duration = Duration::from_micros(250);
 
 /// Maximum total time for which a command waits for its turns: a third of the timeout that drivers usually have for commands. A
@@ -43,20 +44,20 @@ const RETRY_INTERVAL: Duration = Duration::from_micros(250);
 /// file.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time for which a queue waits for its pending requests when it ends.
+/// Maximum time for which a queue that ends waits for its pending requests.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time for which a failed queue waits for its pending requests when it ends.
+/// Maximum time for which a failed queue that ends waits for its pending requests.
 const FAILED_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Maximum number of commands in a pass that move to the wait queue of another resource.
+/// Maximum number of commands per pass that move from one wait queue to that of another resource.
 const MOVED_MAX: u32 = 16;
 
-/// Number of short commands at the start of a batch whose requests are submitted to the kernel together.
+/// Number of short commands at the start of a batch whose requests are submitted before the others are prepared, so that the
+/// device starts early.
 const FIRST_PART_COMMANDS: u32 = 4;
 
-/// Maximum bytes of a short command. A longer command keeps a device busy while the remaining commands of the batch are
-/// prepared.
+/// Maximum bytes of a short command. A longer one keeps a device busy while the remaining commands of the batch are prepared.
 const SHORT_BYTES_MAX: u64 = 16 << 10;
 
 /// Maximum number of passes with completions between two reads of the clock.
@@ -72,17 +73,18 @@ pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
     pub(super) lease: Arc<LeasedFile>,
     pub(super) probe: WriteErrorProbe,
     pub(super) lane: Arc<QueueFastLane>,
-    /// True if the file's size was checked for the present batch.
+    /// True if the file's size was checked in the present batch.
     pub(super) is_size_checked: bool,
-    /// True if a check for resident pages has found none in the present batch.
+    /// True if a check in the present batch has found no resident pages, so that no further check is made.
     pub(super) has_found_no_pages: bool,
     /// Commands submitted since the doorbell was last rung.
     submitted: VecDeque<Sqe>,
-    /// Commands that wait for a resource before they start.
+    /// Slots of commands that wait for a resource before they start.
     wait_queues: ResourceWaitQueues,
     pub(super) bounces: QueueBounceBuffers,
     pub(super) syncs: QueueSyncs,
-    /// Slots of commands that wait for another command, or for the queue's turn to process a slice.
+    /// Slots of blocked commands, which wait for a change of another command, for a survey, for the ledger, or for the queue's
+    /// turn to process a slice.
     pub(super) blocked: Vec<u16>,
     unblocking: Vec<u16>,
     completed: Vec<HostCompletion>,
@@ -103,16 +105,17 @@ pub struct FileQueue<R: FileIoRing = Uring, C: TickClock = HostClock> {
     has_pending_at_end: bool,
 }
 
-/// Outcome of a step of a command.
+/// Outcome of a command's steps, after which other commands are served.
 #[derive(Debug)]
 pub(super) enum FileStepOutcome {
     /// A request of the command is pending in the kernel.
     Requested,
-    /// The command waits for another command, or for the queue's turn to process a slice.
+    /// The command is blocked: it waits for a change of another command, for a survey, for the ledger, or for the queue's turn
+    /// to process a slice.
     Blocked,
     /// The command is complete.
     Complete(Status),
-    /// The command cannot start before another command releases this resource.
+    /// The command cannot start before another command has released this resource.
     AwaitResource(AwaitedResource),
     /// The command waits for a sync that another command performs.
     AwaitSync,
@@ -185,7 +188,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         Ticks(self.clock.now())
     }
 
-    /// Starts waiting commands whose resource is available. A pass attempts only a few commands that it cannot start.
+    /// Starts waiting commands whose resource is available. Per pass, tries only a few commands that it cannot start.
     fn start_waiting(&mut self, memory: HostMemory<'_>) {
         for want in AwaitedResource::ALL {
             let mut moved = 0;
@@ -236,7 +239,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         transfers && blocks << self.file.lba_shift <= SHORT_BYTES_MAX
     }
 
-    /// Starts a command, or returns the resource for which the command has to wait.
+    /// Starts a command. If a resource is missing, returns the resource that the command must wait for.
     fn try_start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<AwaitedResource> {
         match self
             .start(sqe, memory)
@@ -278,7 +281,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         });
     }
 
-    /// Releases a command's claim on blocks, and the turn that it has.
+    /// Releases a command's claim on blocks, and the turn to process a slice if the command has it.
     pub(super) fn release_claim(&mut self, index: usize) {
         if let Some(operation) = self.commands.get_mut(index) {
             let claim = std::mem::take(&mut operation.claim);
@@ -425,7 +428,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.run_steps(slot, memory)
     }
 
-    /// Retries commands that wait for another command or for the queue's turn.
+    /// Tries each blocked command again, and lets it continue if its wait is over.
     #[cold]
     fn retry_blocked(&mut self, memory: HostMemory<'_>) {
         std::mem::swap(&mut self.blocked, &mut self.unblocking);
@@ -456,7 +459,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         })
     }
 
-    /// Resumes Flushes whose sync has ended.
+    /// Continues the Flushes whose sync has ended.
     #[cold]
     fn resume_flushes(&mut self, memory: HostMemory<'_>) {
         let slots = self.syncs.take_waiting();
@@ -469,7 +472,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         self.syncs.recycle(slots);
     }
 
-    /// Returns whether this pass reads the clock.
+    /// Returns whether this pass reads the clock, to check the age of requests.
     #[inline]
     fn should_read_clock(&mut self, ended: bool) -> bool {
         self.passes = self.passes.wrapping_add(1);
@@ -626,7 +629,7 @@ impl<R: FileIoRing, C: TickClock> Drop for FileQueue<R, C> {
 
 #[cfg(test)]
 thread_local! {
-    /// Number of attempts to start a command, on this thread.
+    /// Number of attempts to start a command, on this thread, by which tests bound the cost.
     pub(super) static STARTS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 

@@ -33,7 +33,7 @@ impl AwaitedResource {
     }
 }
 
-/// Wait queues of slots, one for each resource.
+/// Wait queues of command slots, one for each resource.
 #[derive(Debug)]
 pub(super) struct ResourceWaitQueues([VecDeque<u16>; 3]);
 
@@ -62,7 +62,7 @@ impl ResourceWaitQueues {
         self.0[want.queue_index()].push_front(slot);
     }
 
-    /// Takes a slot from any wait queue.
+    /// Takes the first slot of any wait queue that is not empty.
     pub(super) fn take_any(&mut self) -> Option<u16> {
         self.0.iter_mut().find_map(VecDeque::pop_front)
     }
